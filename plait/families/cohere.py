@@ -6,10 +6,11 @@ from dataclasses import replace
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
-from plait.families.common.detection import Detection
+from plait.families.common.detection import SECOND_NORM, ArchitectureMarker, Detection, Q
 from plait.families.common.recipes import ends, flat, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, rope
+from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import FULL, SLIDING, Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch, windows
 from plait.spec import AttentionSpec, BranchSpec, ModelSpec, ParallelSpec
@@ -18,13 +19,34 @@ MIX, L = "layers.{i}.mix", "model.layers.{i}"
 SHARED = {"norm_eps": 1e-5, "hidden_act": "silu", "logit_scale": 0.0625, "tie_word_embeddings": True}
 
 
+def _is_command_a(t: Tensors) -> bool:
+    """Of the large models without norms of q and k, it is the only one; R+ has them."""
+    return bool(t.get("hidden_size") == 12288)
+
+
 @family(
     "CohereForCausalLM",
     model_types=("cohere",),
     defaults={**SHARED, "rope_theta": 5e5, "use_qk_norm": False},
     honours=("logit_scale", "use_qk_norm"),
     detection=Detection(
-        twins=("Cohere2ForCausalLM",), usual={"rope_theta": 8e6, "max_position_embeddings": 8192}
+        markers=(
+            ArchitectureMarker(
+                "CohereForCausalLM",
+                (Q, "input_layernorm.weight", "mlp.gate_proj.weight", "self_attn.q_norm.weight"),
+                (SECOND_NORM, "input_layernorm.bias"),
+                order=390,
+            ),
+            ArchitectureMarker(
+                "CohereForCausalLM",
+                (Q, "input_layernorm.weight", "mlp.gate_proj.weight"),
+                (SECOND_NORM, "input_layernorm.bias"),
+                note="Cohere2ForCausalLM",
+                order=400,
+            ),
+        ),
+        twins=("Cohere2ForCausalLM",),
+        usual={"rope_theta": 8e6, "max_position_embeddings": 8192},
     ),
 )
 def cohere(c: Config) -> tuple[ModelSpec, NameMap]:
@@ -40,7 +62,18 @@ def cohere(c: Config) -> tuple[ModelSpec, NameMap]:
     model_types=("cohere2",),
     defaults={**SHARED, "sliding_window": 4096, "sliding_window_pattern": 4},
     honours=("logit_scale", "sliding_window", "position_embedding_type"),
-    detection=Detection(usual={"rope_theta": 8e6, "max_position_embeddings": 8192}),
+    detection=Detection(
+        markers=(
+            ArchitectureMarker(
+                "Cohere2ForCausalLM",
+                (Q, "input_layernorm.weight", "mlp.gate_proj.weight"),
+                (SECOND_NORM, "input_layernorm.bias", "self_attn.q_norm.weight"),
+                _is_command_a,
+                order=380,
+            ),
+        ),
+        usual={"rope_theta": 8e6, "max_position_embeddings": 8192},
+    ),
 )
 def cohere2(c: Config) -> tuple[ModelSpec, NameMap]:
     """Command R7B, A, Aya Expanse's heirs: three layers with windows and positions, one with neither."""

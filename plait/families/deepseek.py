@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
+from plait.families.common.detection import ArchitectureMarker, Detection
 from plait.families.common.recipes import expert_tensors, transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import mlp, model, mscale_squared, norm, rope, sigmoid_router
-from plait.families.config.normalize import Config
+from plait.families.config.normalize import FULL, Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch
 from plait.spec import BranchSpec, MlaSpec, ModelSpec, MoeSpec, NormSpec, RouterSpec
 
@@ -15,7 +16,16 @@ LATENT_EPS = 1e-6  # whatever rms_norm_eps says
 SHARED = {"norm_eps": 1e-6, "hidden_act": "silu", "routed_scaling_factor": 1.0}
 
 
-@family("DeepseekV2ForCausalLM", model_types=("deepseek_v2",), defaults={**SHARED, "topk_method": "greedy"})
+@family(
+    "DeepseekV2ForCausalLM",
+    model_types=("deepseek_v2",),
+    defaults={**SHARED, "topk_method": "greedy"},
+    detection=Detection(
+        markers=(
+            ArchitectureMarker("DeepseekV2ForCausalLM", ("self_attn.kv_a_proj_with_mqa.weight",), order=240),
+        ),
+    ),
+)
 def deepseek_v2(c: Config) -> tuple[ModelSpec, NameMap]:
     """DeepSeek-V2 and V2-Lite: softmax scores, the best groups by their best expert."""
     if c["topk_method"] not in ("greedy", "group_limited_greedy"):
@@ -41,6 +51,17 @@ def deepseek_v2(c: Config) -> tuple[ModelSpec, NameMap]:
     "DeepseekV3ForCausalLM",
     model_types=("deepseek_v3",),
     defaults={**SHARED, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4},
+    detection=Detection(
+        markers=(
+            ArchitectureMarker(
+                "DeepseekV3ForCausalLM",
+                ("self_attn.kv_a_proj_with_mqa.weight",),
+                test=lambda t: t.has("mlp.gate.e_score_correction_bias"),
+                order=230,
+            ),
+        ),
+        kinds={"self_attn.kv_a_proj_with_mqa.weight": FULL},
+    ),
 )
 def deepseek_v3(c: Config) -> tuple[ModelSpec, NameMap]:
     """DeepSeek-V3, V3.1, R1: sigmoid scores with a correction bias, groups by their best two experts."""

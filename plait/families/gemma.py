@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from plait.checkpoint.names import NameMap, Rules
+from plait.families.common.detection import ArchitectureMarker, Detection, Q
 from plait.families.common.recipes import TEXT_PREFIXES, VISION, at, plus_one, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm
@@ -31,6 +32,11 @@ HONOURS = ("sliding_window", "query_pre_attn_scalar", "attn_logit_softcapping", 
         "final_logit_softcapping": 30.0,
     },
     honours=HONOURS,
+    detection=Detection(
+        markers=(
+            ArchitectureMarker("Gemma2ForCausalLM", ("pre_feedforward_layernorm.weight", Q), order=300),
+        ),
+    ),
 )
 def gemma2(c: Config) -> tuple[ModelSpec, NameMap]:
     """Gemma 2: softcapped attention and logits, every other layer windowed."""
@@ -52,6 +58,15 @@ def gemma2(c: Config) -> tuple[ModelSpec, NameMap]:
         "max_position_embeddings": 131_072,
     },
     honours=HONOURS,
+    detection=Detection(
+        markers=(
+            ArchitectureMarker(
+                "Gemma3ForCausalLM",
+                ("pre_feedforward_layernorm.weight", "self_attn.q_norm.weight"),
+                order=290,
+            ),
+        ),
+    ),
 )
 def gemma3(c: Config) -> tuple[ModelSpec, NameMap]:
     """Gemma 3's text model, alone or inside its multimodal wrapper: norms on q and k, two rope bases."""

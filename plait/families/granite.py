@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from plait.checkpoint.names import NameMap, Rules
-from plait.families.common.detection import Detection
+from plait.families.common.detection import ArchitectureMarker, Detection
 from plait.families.common.recipes import either, expert, expert_half, half, transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm
@@ -27,7 +27,18 @@ def granite(c: Config) -> tuple[ModelSpec, NameMap]:
     model_types=("granitemoe", "granitemoeshared"),
     defaults={**SHARED, "num_experts_per_tok": 2, "shared_intermediate_size": 0},
     honours=MULTIPLIERS,
-    detection=Detection(top_k=8, usual={"rope_theta": 1e4, "max_position_embeddings": 4096}),
+    detection=Detection(
+        markers=(
+            ArchitectureMarker(
+                "GraniteMoeSharedForCausalLM",
+                ("block_sparse_moe.input_linear.weight", "shared_mlp.input_linear.weight"),
+                order=260,
+            ),
+            ArchitectureMarker("GraniteMoeForCausalLM", ("block_sparse_moe.input_linear.weight",), order=270),
+        ),
+        top_k=8,
+        usual={"rope_theta": 1e4, "max_position_embeddings": 4096},
+    ),
 )
 def granite_moe(c: Config) -> tuple[ModelSpec, NameMap]:
     """Granite 3 with experts, and perhaps a shared one."""

@@ -6,7 +6,7 @@ import torch
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
-from plait.families.common.detection import Detection
+from plait.families.common.detection import ArchitectureMarker, Detection, Q
 from plait.families.common.recipes import (
     attention_tensors,
     either,
@@ -19,7 +19,7 @@ from plait.families.common.recipes import (
 )
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mamba2, mlp, model, norm, sigmoid_router
-from plait.families.config.normalize import LINEAR, Config
+from plait.families.config.normalize import FULL, LINEAR, Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch, head_size
 from plait.families.granite import granite_ffn, granite_tensors
 from plait.spec import BranchSpec, Mixer, MlpSpec, ModelSpec, MoeSpec, ParallelSpec
@@ -39,6 +39,10 @@ MAMBA = {
     "BambaForCausalLM",
     model_types=("bamba",),
     defaults={**MAMBA, "norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+    detection=Detection(
+        markers=(ArchitectureMarker("BambaForCausalLM", ("mamba.A_log",), order=70),),
+        kinds={"mamba.A_log": LINEAR},
+    ),
 )
 def bamba(c: Config) -> tuple[ModelSpec, NameMap]:
     """Bamba: attention in a few layers, Mamba2 in the others, a feed-forward in all."""
@@ -73,7 +77,20 @@ def bamba(c: Config) -> tuple[ModelSpec, NameMap]:
         *("residual_multiplier", "attention_multiplier", "embedding_multiplier", "logits_scaling"),
         "position_embedding_type",
     ),
-    detection=Detection(usual={"rope_theta": 1e4, "max_position_embeddings": 4096}),
+    detection=Detection(
+        markers=(
+            ArchitectureMarker(
+                "GraniteMoeHybridForCausalLM", ("mamba.A_log", "shared_mlp.input_linear.weight"), order=50
+            ),
+            ArchitectureMarker(
+                "GraniteMoeHybridForCausalLM",
+                ("mamba.A_log", "block_sparse_moe.input_linear.weight"),
+                order=60,
+            ),
+            ArchitectureMarker("GraniteMoeHybridForCausalLM", ("shared_mlp.input_linear.weight",), order=280),
+        ),
+        usual={"rope_theta": 1e4, "max_position_embeddings": 4096},
+    ),
 )
 def granite_hybrid(c: Config) -> tuple[ModelSpec, NameMap]:
     """Granite 4: no positions as a rule; a shared feed-forward, with or without experts next to it."""
@@ -122,6 +139,14 @@ def _granite_positions(c: Config) -> dict[str, None]:
         "routed_scaling_factor": 1.0,
     },
     honours=("sliding_window",),
+    detection=Detection(
+        markers=(
+            ArchitectureMarker("NemotronHForCausalLM", ("mixer.up_proj.weight",), order=100),
+            ArchitectureMarker("NemotronHForCausalLM", ("mixer.q_proj.weight",), order=110),
+            ArchitectureMarker("NemotronHForCausalLM", ("mixer.gate.weight",), order=120),
+        ),
+        kinds={"mixer.q_proj.weight": FULL},
+    ),
 )
 def nemotron_h(c: Config) -> tuple[ModelSpec, NameMap]:
     """Nemotron-H, Nemotron 3: one mixer per layer (Mamba2, attention, MLP or experts), no positions.
@@ -207,7 +232,10 @@ MULTIPLIERS = {
         "mamba_norm_before_gate": True,
     },
     honours=(*MULTIPLIERS, "mamba_rms_norm"),
-    detection=Detection(usual={"rope_theta": 1e11}),
+    detection=Detection(
+        markers=(ArchitectureMarker("FalconH1ForCausalLM", ("mamba.A_log", Q), order=40),),
+        usual={"rope_theta": 1e11},
+    ),
 )
 def falcon_h1(c: Config) -> tuple[ModelSpec, NameMap]:
     """Falcon-H1: attention and Mamba2 side by side in every layer.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from plait.checkpoint.names import NameMap
-from plait.families.common.detection import Detection
+from plait.families.common.detection import SECOND_NORM, ArchitectureMarker, Detection, Q
 from plait.families.common.recipes import TEXT_PREFIXES, VISION, at, transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm
-from plait.families.config.normalize import Config
+from plait.families.config.normalize import FULL, Config
 from plait.families.gguf.arch import plain_arch
 from plait.spec import BranchSpec, ModelSpec, NormSpec
 
@@ -17,7 +17,19 @@ from plait.spec import BranchSpec, ModelSpec, NormSpec
     model_types=("llama", "mistral", "ministral"),
     defaults={"norm_eps": 1e-6, "hidden_act": "silu"},
     honours=("sliding_window",),
-    detection=Detection(twins=("SmolLM3ForCausalLM", "GraniteForCausalLM")),
+    detection=Detection(
+        markers=(
+            ArchitectureMarker("LlamaForCausalLM", (Q, "input_layernorm.weight", SECOND_NORM), order=470),
+            ArchitectureMarker(
+                "LlamaForCausalLM",
+                (Q, "input_layernorm.weight"),
+                test=lambda t: not t.has("mlp.gate_proj.weight"),
+                order=480,
+            ),
+        ),
+        kinds={"self_attn.q_proj.weight": FULL},
+        twins=("SmolLM3ForCausalLM", "GraniteForCausalLM"),
+    ),
 )
 def llama(c: Config) -> tuple[ModelSpec, NameMap]:
     """Llama 2 and 3, CodeLlama, SmolLM2; Mistral and Ministral, with windows by layer types."""
@@ -35,6 +47,16 @@ def llama(c: Config) -> tuple[ModelSpec, NameMap]:
         "max_window_layers": 28,
     },
     honours=("sliding_window",),
+    detection=Detection(
+        markers=(
+            ArchitectureMarker(
+                "Qwen2ForCausalLM",
+                (Q, "self_attn.q_proj.bias", SECOND_NORM),
+                ("self_attn.o_proj.bias",),
+                order=450,
+            ),
+        ),
+    ),
 )
 def qwen2(c: Config) -> tuple[ModelSpec, NameMap]:
     """Qwen2, 2.5: Llama with biases on q, k and v, which the checkpoint shows."""
@@ -53,6 +75,11 @@ def qwen2(c: Config) -> tuple[ModelSpec, NameMap]:
         "max_window_layers": 28,
     },
     honours=("sliding_window",),
+    detection=Detection(
+        markers=(
+            ArchitectureMarker("Qwen3ForCausalLM", (Q, "self_attn.q_norm.weight", SECOND_NORM), order=440),
+        ),
+    ),
 )
 def qwen3(c: Config) -> tuple[ModelSpec, NameMap]:
     """Qwen3: a norm on every head of q and k."""

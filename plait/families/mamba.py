@@ -7,10 +7,11 @@ from typing import Any
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
+from plait.families.common.detection import ArchitectureMarker, Detection, has_dims
 from plait.families.common.recipes import at, mamba_tensors, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import mamba2, model, norm
-from plait.families.config.normalize import Config
+from plait.families.config.normalize import LINEAR, Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch, head_size
 from plait.families.mamba1 import STATE_SPACES, state_spaces_mamba1
 from plait.spec import BranchSpec, ModelSpec, NormSpec
@@ -23,6 +24,14 @@ PREFIXES = ("backbone.", "model.backbone.")
     "Mamba2ForCausalLM",
     model_types=("mamba2",),
     defaults={"norm_eps": 1e-5, "mamba_d_conv": 4, "mamba_d_state": 128, "mamba_n_groups": 8, "head_dim": 64},
+    detection=Detection(
+        markers=(
+            ArchitectureMarker(
+                "Mamba2ForCausalLM", ("mixer.A_log",), test=has_dims("mixer.A_log", 1), order=130
+            ),
+        ),
+        kinds={"mixer.A_log": LINEAR},
+    ),
 )
 def mamba2_only(c: Config) -> tuple[ModelSpec, NameMap]:
     """Mamba2 in transformers' words; Codestral Mamba is one of them."""

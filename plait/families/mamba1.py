@@ -7,7 +7,7 @@ from typing import Any
 
 from plait.checkpoint.names import NameMap, Rules, Source
 from plait.errors import UnsupportedModel
-from plait.families.common.detection import Detection
+from plait.families.common.detection import ArchitectureMarker, Detection, has_vocabulary
 from plait.families.common.recipes import (
     conv,
     expert_tensors,
@@ -31,14 +31,39 @@ ALONE = {**SIZES, "norm_eps": 1e-5, "hidden_act": "silu"}
     "MambaForCausalLM",
     model_types=("mamba",),
     defaults=ALONE,
-    detection=Detection(twins=("FalconMambaForCausalLM",)),
+    detection=Detection(
+        markers=(
+            ArchitectureMarker(
+                "MambaForCausalLM",
+                ("mixer.A_log", "mixer.x_proj.weight"),
+                note="FalconMambaForCausalLM",
+                order=90,
+            ),
+        ),
+        kinds={"mixer.A_log": LINEAR},
+        twins=("FalconMambaForCausalLM",),
+    ),
 )
 def mamba1_only(c: Config) -> tuple[ModelSpec, NameMap]:
     """Mamba: one mixer per layer, no feed-forward."""
     return mamba1_model(c, "mamba")
 
 
-@family("FalconMambaForCausalLM", model_types=("falcon_mamba",), defaults={**ALONE, "mixer_rms_eps": 1e-6})
+@family(
+    "FalconMambaForCausalLM",
+    model_types=("falcon_mamba",),
+    defaults={**ALONE, "mixer_rms_eps": 1e-6},
+    detection=Detection(
+        markers=(
+            ArchitectureMarker(
+                "FalconMambaForCausalLM",
+                ("mixer.A_log", "mixer.x_proj.weight"),
+                test=has_vocabulary(65024),
+                order=80,
+            ),
+        ),
+    ),
+)
 def falcon_mamba(c: Config) -> tuple[ModelSpec, NameMap]:
     """Falcon-Mamba: steps, B and C are brought to unit size, without weights."""
     return mamba1_model(c, "falcon_mamba", NormSpec(c["mixer_rms_eps"], weight=False))
@@ -74,7 +99,11 @@ def mamba1_model(c: Config, name: str, inner_norm: NormSpec | None = None) -> tu
         "expert_layer_period": 2,
         "expert_layer_offset": 1,
     },
-    detection=Detection(top_k=2, usual={"max_position_embeddings": 262_144}),
+    detection=Detection(
+        markers=(ArchitectureMarker("JambaForCausalLM", ("mamba.dt_layernorm.weight",), order=30),),
+        top_k=2,
+        usual={"max_position_embeddings": 262_144},
+    ),
 )
 def jamba(c: Config) -> tuple[ModelSpec, NameMap]:
     """Jamba: Mamba1, attention without positions in every eighth layer, experts in every second."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
-from plait.families.common.detection import Detection
+from plait.families.common.detection import ArchitectureMarker, Detection
 from plait.families.common.recipes import either, mixtral_experts, transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, model, norm, softmax_moe
@@ -33,7 +33,16 @@ TABLES = r"\.self_attn\.(slope_rate|query_decay|key_decay|diagonal_decay)$"  # w
         **{f"{kind}_{factor}_factor": 1.0 for kind in KINDS for factor in ("alpha", "beta")},
     },
     honours=("sliding_window",),
-    detection=Detection(top_k=2, usual={"rope_theta": 1e7, "max_position_embeddings": 1_048_576}),
+    detection=Detection(
+        markers=(
+            ArchitectureMarker(
+                "MiniMaxForCausalLM", ("self_attn.output_gate.weight", "self_attn.qkv_proj.weight"), order=200
+            ),
+        ),
+        kinds={"self_attn.output_gate.weight": LINEAR},
+        top_k=2,
+        usual={"rope_theta": 1e7, "max_position_embeddings": 1_048_576},
+    ),
 )
 def minimax(c: Config) -> tuple[ModelSpec, NameMap]:
     """MiniMax-Text-01 in the original keys and names, and as transformers has it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from plait.checkpoint.names import NameMap, Rules
-from plait.families.common.detection import Detection
+from plait.families.common.detection import ArchitectureMarker, Detection
 from plait.families.common.recipes import split_gate_up, split_qkv, transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import ENDLESS, gqa, mlp, model, norm
@@ -17,7 +17,15 @@ from plait.spec import BranchSpec, ModelSpec
     model_types=("phi3",),
     defaults={"norm_eps": 1e-5, "hidden_act": "silu"},
     honours=("sliding_window",),
-    detection=Detection(usual={"rope_theta": 1e4, "max_position_embeddings": 4096}),
+    detection=Detection(
+        markers=(
+            ArchitectureMarker(
+                "Phi3ForCausalLM", ("self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"), order=330
+            ),
+        ),
+        kinds={"self_attn.qkv_proj.weight": FULL},
+        usual={"rope_theta": 1e4, "max_position_embeddings": 4096},
+    ),
 )
 def phi3(c: Config) -> tuple[ModelSpec, NameMap]:
     """Phi 3 and 4: positions stretched by a divisor per dimension, or on a part of each head only."""
