@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
-from plait.families.common.detection import SECOND_NORM, ArchitectureMarker, Detection, Q
+from plait.families.common.detection import SECOND_NORM, ArchitectureMarker, Detection, Q, has_rope
 from plait.families.common.recipes import ends, flat, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, rope
@@ -22,6 +23,34 @@ SHARED = {"norm_eps": 1e-5, "hidden_act": "silu", "logit_scale": 0.0625, "tie_wo
 def _is_command_a(t: Tensors) -> bool:
     """Of the large models without norms of q and k, it is the only one; R+ has them."""
     return bool(t.get("hidden_size") == 12288)
+
+
+# hidden size, key and value heads -> (rope theta, what logits are multiplied by, longest sequence, model)
+COHERE: Mapping[tuple[int, int], tuple[float, float, int, str]] = {
+    (12288, 8): (75e6, 0.8333333333333334, 131_072, "Command R+"),
+    (8192, 64): (8e6, 0.0625, 131_072, "Command R; Aya 23 35B has the same shapes"),
+    (8192, 8): (4e6, 0.0625, 131_072, "Command R of August 2024 and Aya Expanse 32B"),
+    (4096, 8): (1e4, 0.0625, 8192, "Aya 23 8B; Aya Expanse 8B has the same shapes and logit_scale 0.125"),
+}
+
+
+def _fill_cohere(t: Tensors) -> None:
+    """Command R, R+ and Aya by their sizes."""
+    name = "self_attn.q_norm.weight"
+    t.put("use_qk_norm", t.has(name), f"whether the tensor {name} is there")
+    found = COHERE.get((t.get("hidden_size") or 0, t.get("num_key_value_heads") or 0))
+    if found is None:
+        return
+    theta, scale, longest, whose = found
+    if not has_rope(t):
+        t.default("rope_theta", theta, f"{whose}; --set rope_theta=…")
+    t.default("logit_scale", scale, f"{whose}; --set logit_scale=…")
+    t.default("max_position_embeddings", longest, whose)
+
+
+def _fill_cohere2(t: Tensors) -> None:
+    t.default("rope_theta", 5e4, "usual for Command A and R7B")
+    t.default("logit_scale", 0.25, "usual for Command A and R7B")
 
 
 @family(
@@ -47,6 +76,7 @@ def _is_command_a(t: Tensors) -> bool:
         ),
         twins=("Cohere2ForCausalLM",),
         usual={"rope_theta": 8e6, "max_position_embeddings": 8192},
+        fill=_fill_cohere,
     ),
 )
 def cohere(c: Config) -> tuple[ModelSpec, NameMap]:
@@ -73,6 +103,7 @@ def cohere(c: Config) -> tuple[ModelSpec, NameMap]:
             ),
         ),
         usual={"rope_theta": 8e6, "max_position_embeddings": 8192},
+        fill=_fill_cohere2,
     ),
 )
 def cohere2(c: Config) -> tuple[ModelSpec, NameMap]:

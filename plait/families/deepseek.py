@@ -4,16 +4,39 @@ from __future__ import annotations
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
-from plait.families.common.detection import ArchitectureMarker, Detection
+from plait.families.common.detection import ArchitectureMarker, Detection, has_rope
 from plait.families.common.recipes import expert_tensors, transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import mlp, model, mscale_squared, norm, rope, sigmoid_router
+from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import FULL, Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch
 from plait.spec import BranchSpec, MlaSpec, ModelSpec, MoeSpec, NormSpec, RouterSpec
 
 LATENT_EPS = 1e-6  # whatever rms_norm_eps says
 SHARED = {"norm_eps": 1e-6, "hidden_act": "silu", "routed_scaling_factor": 1.0}
+
+
+YARN = {"rope_type": "yarn", "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
+
+
+def _fill_deepseek(t: Tensors) -> None:
+    count = t.get("num_experts")
+    mscale = {129280: 1.0, 102400: 0.707}.get(t.get("vocab_size"))
+    if mscale and not has_rope(t):
+        scaling = {**YARN, "factor": 40.0, "mscale": mscale, "mscale_all_dim": mscale}
+        t.default("rope_scaling", scaling, "usual")
+        t.default("max_position_embeddings", 163_840, "usual for DeepSeek")
+    groups = {256: (8, 4), 160: (8, 3)}.get(count, (1, 1))
+    t.default("n_group", groups[0], f"usual for {count} experts")
+    t.default("topk_group", groups[1], f"usual for {count} experts")
+
+
+def _fill_v2(t: Tensors) -> None:
+    _fill_deepseek(t)
+    count = t.get("num_experts")
+    t.default("topk_method", "group_limited_greedy" if t.get("n_group") > 1 else "greedy", "usual")
+    t.default("routed_scaling_factor", 16.0 if count == 160 else 1.0, f"usual for {count} experts")
 
 
 @family(
@@ -24,6 +47,7 @@ SHARED = {"norm_eps": 1e-6, "hidden_act": "silu", "routed_scaling_factor": 1.0}
         markers=(
             ArchitectureMarker("DeepseekV2ForCausalLM", ("self_attn.kv_a_proj_with_mqa.weight",), order=240),
         ),
+        fill=_fill_v2,
     ),
 )
 def deepseek_v2(c: Config) -> tuple[ModelSpec, NameMap]:
@@ -61,6 +85,7 @@ def deepseek_v2(c: Config) -> tuple[ModelSpec, NameMap]:
             ),
         ),
         kinds={"self_attn.kv_a_proj_with_mqa.weight": FULL},
+        fill=_fill_deepseek,
     ),
 )
 def deepseek_v3(c: Config) -> tuple[ModelSpec, NameMap]:

@@ -7,6 +7,7 @@ from plait.families.common.detection import ArchitectureMarker, Detection, Q
 from plait.families.common.recipes import TEXT_PREFIXES, VISION, at, plus_one, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm
+from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch
 from plait.spec import BranchSpec, ModelSpec
@@ -19,6 +20,17 @@ SHARED = {
     "sliding_window": 4096,
 }
 HONOURS = ("sliding_window", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
+
+
+def _fill_gemma(t: Tensors) -> None:
+    t.default("query_pre_attn_scalar", t.get("head_dim"), "the head size; not so for the 27B models")
+    small = 512 if (t.get("hidden_size") or 0) <= 1152 else 1024
+    t.default("sliding_window", small, "usual for its size")
+
+
+def _fill_gemma2(t: Tensors) -> None:
+    t.default("sliding_window", 4096, "usual for its size")
+    _fill_gemma(t)
 
 
 @family(
@@ -36,6 +48,7 @@ HONOURS = ("sliding_window", "query_pre_attn_scalar", "attn_logit_softcapping", 
         markers=(
             ArchitectureMarker("Gemma2ForCausalLM", ("pre_feedforward_layernorm.weight", Q), order=300),
         ),
+        fill=_fill_gemma2,
     ),
 )
 def gemma2(c: Config) -> tuple[ModelSpec, NameMap]:
@@ -66,6 +79,7 @@ def gemma2(c: Config) -> tuple[ModelSpec, NameMap]:
                 order=290,
             ),
         ),
+        fill=_fill_gemma,
     ),
 )
 def gemma3(c: Config) -> tuple[ModelSpec, NameMap]:

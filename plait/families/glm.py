@@ -29,6 +29,9 @@ SHARED = {
 }
 
 
+Q_NORM = "self_attn.q_norm.weight"
+
+
 @family(
     "GlmForCausalLM",
     model_types=("glm",),
@@ -95,6 +98,7 @@ def _dense(c: Config, name: str, post_norm: NormSpec | None) -> tuple[ModelSpec,
         ),
         top_k=8,
         usual={"rope_theta": 1e6, "max_position_embeddings": 131_072},
+        fill=lambda t: t.put("use_qk_norm", t.has(Q_NORM), f"whether the tensor {Q_NORM} is there"),
     ),
 )
 def glm4_moe(c: Config) -> tuple[ModelSpec, NameMap]:

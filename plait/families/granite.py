@@ -7,6 +7,7 @@ from plait.families.common.detection import ArchitectureMarker, Detection
 from plait.families.common.recipes import either, expert, expert_half, half, transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm
+from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import Config
 from plait.families.gguf.arch import Metadata, gguf_arch
 from plait.spec import BranchSpec, MlpSpec, ModelSpec, MoeSpec, RouterSpec
@@ -16,7 +17,17 @@ MULTIPLIERS = ("residual_multiplier", "attention_multiplier", "embedding_multipl
 SHARED = {"norm_eps": 1e-6, "hidden_act": "silu", **dict.fromkeys(MULTIPLIERS, 1.0)}
 
 
-@family("GraniteForCausalLM", model_types=("granite",), defaults=SHARED, honours=MULTIPLIERS)
+def _fill_granite(t: Tensors) -> None:
+    t.default("attention_multiplier", 1.0, "the tensors do not hold Granite's multipliers; --set each")
+
+
+@family(
+    "GraniteForCausalLM",
+    model_types=("granite",),
+    defaults=SHARED,
+    honours=MULTIPLIERS,
+    detection=Detection(fill=_fill_granite),
+)
 def granite(c: Config) -> tuple[ModelSpec, NameMap]:
     """Granite 3 dense."""
     return _granite(c, "granite", mlp(c), {})
@@ -38,6 +49,7 @@ def granite(c: Config) -> tuple[ModelSpec, NameMap]:
         ),
         top_k=8,
         usual={"rope_theta": 1e4, "max_position_embeddings": 4096},
+        fill=_fill_granite,
     ),
 )
 def granite_moe(c: Config) -> tuple[ModelSpec, NameMap]:

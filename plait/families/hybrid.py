@@ -19,6 +19,7 @@ from plait.families.common.recipes import (
 )
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mamba2, mlp, model, norm, sigmoid_router
+from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import FULL, LINEAR, Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch, head_size
 from plait.families.granite import granite_ffn, granite_tensors
@@ -33,6 +34,11 @@ MAMBA = {
     "mamba_n_heads": 128,
     "hidden_act": "silu",
 }
+
+
+def _fill_granite(t: Tensors) -> None:
+    t.default("attention_multiplier", 1.0, "the tensors do not hold Granite's multipliers; --set each")
+    t.default("position_embedding_type", "nope", "usual for Granite 4")
 
 
 @family(
@@ -90,6 +96,7 @@ def bamba(c: Config) -> tuple[ModelSpec, NameMap]:
             ArchitectureMarker("GraniteMoeHybridForCausalLM", ("shared_mlp.input_linear.weight",), order=280),
         ),
         usual={"rope_theta": 1e4, "max_position_embeddings": 4096},
+        fill=_fill_granite,
     ),
 )
 def granite_hybrid(c: Config) -> tuple[ModelSpec, NameMap]:
@@ -235,6 +242,9 @@ MULTIPLIERS = {
     detection=Detection(
         markers=(ArchitectureMarker("FalconH1ForCausalLM", ("mamba.A_log", Q), order=40),),
         usual={"rope_theta": 1e11},
+        fill=lambda t: t.default(
+            "mlp_multipliers", [1.0, 1.0], "the tensors do not hold the muP multipliers; --set each"
+        ),
     ),
 )
 def falcon_h1(c: Config) -> tuple[ModelSpec, NameMap]:

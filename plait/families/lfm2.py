@@ -21,6 +21,9 @@ POSITIONS = r"\.pos_emb\.inv_freq$"  # what the rope of early files was computed
 PARTS = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
+BIAS = "feed_forward.expert_bias"
+
+
 @family(
     "Lfm2ForCausalLM",
     model_types=("lfm2",),
@@ -78,6 +81,7 @@ def _ffn_size(c: Config) -> int:
             ),
         ),
         usual={"rope_theta": 1e6, "max_position_embeddings": 128_000},
+        fill=lambda t: t.put("use_expert_bias", t.has(BIAS), f"whether the tensor {BIAS} is there"),
     ),
 )
 def lfm2_moe(c: Config) -> tuple[ModelSpec, NameMap]:

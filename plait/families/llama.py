@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from plait.checkpoint.names import NameMap
-from plait.families.common.detection import SECOND_NORM, ArchitectureMarker, Detection, Q
+from plait.families.common.detection import SECOND_NORM, ArchitectureMarker, Detection, Q, has_rope
 from plait.families.common.recipes import TEXT_PREFIXES, VISION, at, transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm
+from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import FULL, Config
 from plait.families.gguf.arch import plain_arch
 from plait.spec import BranchSpec, ModelSpec, NormSpec
+
+# vocabulary size -> (rope theta, longest sequence) of the Llama class that was trained with it
+LLAMA_VOCABULARIES: Mapping[int, tuple[float, int]] = {
+    32000: (1e4, 4096),
+    32016: (1e6, 16384),
+    32768: (1e6, 32768),
+    49152: (1e5, 8192),
+    128256: (5e5, 131072),
+    131072: (1e6, 131072),
+}
+
+
+def _fill_llama(t: Tensors) -> None:
+    vocab = t.get("vocab_size")
+    theta, longest = LLAMA_VOCABULARIES.get(vocab, (1e4, 4096))
+    t.default("norm_eps", 1e-5, "usual for Llama")
+    t.default("rope_theta", theta, f"usual for a vocabulary of {vocab}")
+    t.default("max_position_embeddings", longest, f"usual for a vocabulary of {vocab}")
+    if vocab == 128256 and not has_rope(t):
+        factor = 32.0 if (t.get("hidden_size") or 0) <= 3072 else 8.0
+        scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        scaling["original_max_position_embeddings"] = 8192
+        t.default("rope_scaling", scaling, "Llama 3.1 and later")
 
 
 @family(
@@ -29,6 +55,7 @@ from plait.spec import BranchSpec, ModelSpec, NormSpec
         ),
         kinds={"self_attn.q_proj.weight": FULL},
         twins=("SmolLM3ForCausalLM", "GraniteForCausalLM"),
+        fill=_fill_llama,
     ),
 )
 def llama(c: Config) -> tuple[ModelSpec, NameMap]:
@@ -56,6 +83,7 @@ def llama(c: Config) -> tuple[ModelSpec, NameMap]:
                 order=450,
             ),
         ),
+        usual={"rope_theta": 1e6, "max_position_embeddings": 32768, "norm_topk_prob": False},
     ),
 )
 def qwen2(c: Config) -> tuple[ModelSpec, NameMap]:
@@ -79,6 +107,7 @@ def qwen2(c: Config) -> tuple[ModelSpec, NameMap]:
         markers=(
             ArchitectureMarker("Qwen3ForCausalLM", (Q, "self_attn.q_norm.weight", SECOND_NORM), order=440),
         ),
+        usual={"rope_theta": 1e6, "max_position_embeddings": 32768, "norm_topk_prob": True},
     ),
 )
 def qwen3(c: Config) -> tuple[ModelSpec, NameMap]:

@@ -56,6 +56,7 @@ def mixtral(c: Config) -> tuple[ModelSpec, NameMap]:
     honours=("sliding_window",),
     detection=Detection(
         markers=(ArchitectureMarker("Qwen2MoeForCausalLM", (Q, "mlp.shared_expert_gate.weight"), order=420),),
+        usual={"rope_theta": 1e6, "max_position_embeddings": 32768, "norm_topk_prob": False},
     ),
 )
 def qwen2_moe(c: Config) -> tuple[ModelSpec, NameMap]:
@@ -86,6 +87,7 @@ def qwen2_moe(c: Config) -> tuple[ModelSpec, NameMap]:
                 "Qwen3MoeForCausalLM", (Q, "self_attn.q_norm.weight", "mlp.gate.weight"), order=430
             ),
         ),
+        usual={"rope_theta": 1e6, "max_position_embeddings": 32768, "norm_topk_prob": True},
     ),
 )
 def qwen3_moe(c: Config) -> tuple[ModelSpec, NameMap]:
