@@ -8,6 +8,7 @@ from dataclasses import replace
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
 from plait.families.common.detection import SECOND_NORM, ArchitectureMarker, Detection, Q, has_rope
+from plait.families.common.hf_config import HfConfig
 from plait.families.common.recipes import ends, flat, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, rope
@@ -78,6 +79,7 @@ def _fill_cohere2(t: Tensors) -> None:
         usual={"rope_theta": 8e6, "max_position_embeddings": 8192},
         fill=_fill_cohere,
     ),
+    hf=HfConfig(words={"norm_eps": "layer_norm_eps"}),
 )
 def cohere(c: Config) -> tuple[ModelSpec, NameMap]:
     """Command R and R+: the larger one norms every head of q and k with a weight of its own."""
@@ -105,6 +107,7 @@ def cohere(c: Config) -> tuple[ModelSpec, NameMap]:
         usual={"rope_theta": 8e6, "max_position_embeddings": 8192},
         fill=_fill_cohere2,
     ),
+    hf=HfConfig(words={"norm_eps": "layer_norm_eps"}),
 )
 def cohere2(c: Config) -> tuple[ModelSpec, NameMap]:
     """Command R7B, A, Aya Expanse's heirs: three layers with windows and positions, one with neither."""

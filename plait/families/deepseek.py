@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
 from plait.families.common.detection import ArchitectureMarker, Detection, has_rope
+from plait.families.common.hf_config import ROUTED, HfConfig, Values, first_dense
 from plait.families.common.recipes import expert_tensors, transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import mlp, model, mscale_squared, norm, rope, sigmoid_router
@@ -39,6 +43,11 @@ def _fill_v2(t: Tensors) -> None:
     t.default("routed_scaling_factor", 16.0 if count == 160 else 1.0, f"usual for {count} experts")
 
 
+def _hf_latent(config: Mapping[str, Any], spec: ModelSpec) -> Values:
+    mixer = next(spec.mixers_of(MlaSpec))
+    return {**first_dense(config, spec), "q_lora_rank": mixer.q_rank}
+
+
 @family(
     "DeepseekV2ForCausalLM",
     model_types=("deepseek_v2",),
@@ -49,6 +58,7 @@ def _fill_v2(t: Tensors) -> None:
         ),
         fill=_fill_v2,
     ),
+    hf=HfConfig(words=ROUTED, extra=_hf_latent),
 )
 def deepseek_v2(c: Config) -> tuple[ModelSpec, NameMap]:
     """DeepSeek-V2 and V2-Lite: softmax scores, the best groups by their best expert."""
@@ -87,6 +97,7 @@ def deepseek_v2(c: Config) -> tuple[ModelSpec, NameMap]:
         kinds={"self_attn.kv_a_proj_with_mqa.weight": FULL},
         fill=_fill_deepseek,
     ),
+    hf=HfConfig(words=ROUTED, extra=_hf_latent),
 )
 def deepseek_v3(c: Config) -> tuple[ModelSpec, NameMap]:
     """DeepSeek-V3, V3.1, R1: sigmoid scores with a correction bias, groups by their best two experts."""

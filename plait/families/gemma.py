@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from plait.checkpoint.names import NameMap, Rules
 from plait.families.common.detection import ArchitectureMarker, Detection, Q
+from plait.families.common.hf_config import HfConfig, Values
 from plait.families.common.recipes import TEXT_PREFIXES, VISION, at, plus_one, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm
 from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch
-from plait.spec import BranchSpec, ModelSpec
+from plait.spec import AttentionSpec, BranchSpec, ModelSpec
 
 SHARED = {
     "norm_eps": 1e-6,
@@ -33,6 +37,11 @@ def _fill_gemma2(t: Tensors) -> None:
     _fill_gemma(t)
 
 
+def _hf_gemma(config: Mapping[str, Any], spec: ModelSpec) -> Values:
+    mixer = next(spec.mixers_of(AttentionSpec))
+    return {"query_pre_attn_scalar": round(mixer.scale**-2)}
+
+
 @family(
     "Gemma2ForCausalLM",
     model_types=("gemma2",),
@@ -50,6 +59,7 @@ def _fill_gemma2(t: Tensors) -> None:
         ),
         fill=_fill_gemma2,
     ),
+    hf=HfConfig(words={"hidden_act": "hidden_activation"}, lists_layers=True, extra=_hf_gemma),
 )
 def gemma2(c: Config) -> tuple[ModelSpec, NameMap]:
     """Gemma 2: softcapped attention and logits, every other layer windowed."""
@@ -81,6 +91,7 @@ def gemma2(c: Config) -> tuple[ModelSpec, NameMap]:
         ),
         fill=_fill_gemma,
     ),
+    hf=HfConfig(words={"hidden_act": "hidden_activation"}, lists_layers=True, extra=_hf_gemma),
 )
 def gemma3(c: Config) -> tuple[ModelSpec, NameMap]:
     """Gemma 3's text model, alone or inside its multimodal wrapper: norms on q and k, two rope bases."""

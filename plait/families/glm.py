@@ -5,6 +5,7 @@ from __future__ import annotations
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
 from plait.families.common.detection import ArchitectureMarker, Detection, Q
+from plait.families.common.hf_config import ROUTED, HfConfig, first_dense
 from plait.families.common.recipes import (
     either,
     expert_tensors,
@@ -100,6 +101,7 @@ def _dense(c: Config, name: str, post_norm: NormSpec | None) -> tuple[ModelSpec,
         usual={"rope_theta": 1e6, "max_position_embeddings": 131_072},
         fill=lambda t: t.put("use_qk_norm", t.has(Q_NORM), f"whether the tensor {Q_NORM} is there"),
     ),
+    hf=HfConfig(words=ROUTED, extra=first_dense),
 )
 def glm4_moe(c: Config) -> tuple[ModelSpec, NameMap]:
     """GLM-4.5, 4.6 and 4.7: the halves of a head turn together; a few dense layers, then experts."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.families.common.detection import ArchitectureMarker, Detection
+from plait.families.common.hf_config import LOCAL, HfConfig
 from plait.families.common.recipes import either, expert, expert_half, half, transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm
@@ -51,6 +52,7 @@ def granite(c: Config) -> tuple[ModelSpec, NameMap]:
         usual={"rope_theta": 1e4, "max_position_embeddings": 4096},
         fill=_fill_granite,
     ),
+    hf=HfConfig(words=LOCAL),
 )
 def granite_moe(c: Config) -> tuple[ModelSpec, NameMap]:
     """Granite 3 with experts, and perhaps a shared one."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
 from plait.families.common.detection import ArchitectureMarker, Detection, Q
+from plait.families.common.hf_config import LOCAL, HfConfig, Values, mamba_expansion
 from plait.families.common.recipes import (
     attention_tensors,
     either,
@@ -23,7 +27,7 @@ from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import FULL, LINEAR, Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch, head_size
 from plait.families.granite import granite_ffn, granite_tensors
-from plait.spec import BranchSpec, Mixer, MlpSpec, ModelSpec, MoeSpec, ParallelSpec
+from plait.spec import BranchSpec, Mamba2Spec, Mixer, MlpSpec, ModelSpec, MoeSpec, ParallelSpec
 
 L = "model.layers.{i}"
 MAMBA = {
@@ -41,6 +45,25 @@ def _fill_granite(t: Tensors) -> None:
     t.default("position_embedding_type", "nope", "usual for Granite 4")
 
 
+def _hf_granite(config: Mapping[str, Any], spec: ModelSpec) -> Values:
+    has_experts = any(spec.mixers_of(MoeSpec))
+    return {
+        **mamba_expansion(config, spec),
+        "num_local_experts": config["num_experts"] if has_experts else 0,
+        "shared_intermediate_size": config["shared_intermediate_size"],
+    }
+
+
+def _hf_nemotron(config: Mapping[str, Any], spec: ModelSpec) -> Values:
+    mixer = next(spec.mixers_of(Mamba2Spec))
+    words = {LINEAR: "linear_attention", FULL: "full_attention"}
+    return {
+        "mamba_head_dim": mixer.head_dim,
+        "expand": mixer.num_heads * mixer.head_dim // spec.hidden_size,
+        "layers_block_type": [words.get(kind, kind) for kind in config["layer_types"]],
+    }
+
+
 @family(
     "BambaForCausalLM",
     model_types=("bamba",),
@@ -49,6 +72,7 @@ def _fill_granite(t: Tensors) -> None:
         markers=(ArchitectureMarker("BambaForCausalLM", ("mamba.A_log",), order=70),),
         kinds={"mamba.A_log": LINEAR},
     ),
+    hf=HfConfig(lists_layers=True),
 )
 def bamba(c: Config) -> tuple[ModelSpec, NameMap]:
     """Bamba: attention in a few layers, Mamba2 in the others, a feed-forward in all."""
@@ -98,6 +122,7 @@ def bamba(c: Config) -> tuple[ModelSpec, NameMap]:
         usual={"rope_theta": 1e4, "max_position_embeddings": 4096},
         fill=_fill_granite,
     ),
+    hf=HfConfig(words=LOCAL, lists_layers=True, extra=_hf_granite),
 )
 def granite_hybrid(c: Config) -> tuple[ModelSpec, NameMap]:
     """Granite 4: no positions as a rule; a shared feed-forward, with or without experts next to it."""
@@ -153,6 +178,24 @@ def _granite_positions(c: Config) -> dict[str, None]:
             ArchitectureMarker("NemotronHForCausalLM", ("mixer.gate.weight",), order=120),
         ),
         kinds={"mixer.q_proj.weight": FULL},
+    ),
+    hf=HfConfig(
+        words={
+            "norm_eps": "layer_norm_epsilon",
+            "hidden_act": "mlp_hidden_act",
+            "layer_types": "layers_block_type",
+            "num_experts": "n_routed_experts",
+            "num_shared_experts": "n_shared_experts",
+            "shared_intermediate_size": "moe_shared_expert_intermediate_size",
+            "mamba_n_heads": "mamba_num_heads",
+            "mamba_d_head": "mamba_head_dim",
+            "mamba_d_state": "ssm_state_size",
+            "mamba_n_groups": "n_groups",
+            "mamba_d_conv": "conv_kernel",
+            "mamba_chunk_size": "chunk_size",
+        },
+        lists_layers=True,
+        extra=_hf_nemotron,
     ),
 )
 def nemotron_h(c: Config) -> tuple[ModelSpec, NameMap]:
@@ -246,6 +289,7 @@ MULTIPLIERS = {
             "mlp_multipliers", [1.0, 1.0], "the tensors do not hold the muP multipliers; --set each"
         ),
     ),
+    hf=HfConfig(extra=mamba_expansion),
 )
 def falcon_h1(c: Config) -> tuple[ModelSpec, NameMap]:
     """Falcon-H1: attention and Mamba2 side by side in every layer.

@@ -8,6 +8,7 @@ from typing import Any
 from plait.checkpoint.names import NameMap, Rules, Source
 from plait.errors import UnsupportedModel
 from plait.families.common.detection import ArchitectureMarker, Detection
+from plait.families.common.hf_config import HfConfig, Values, first_dense
 from plait.families.common.recipes import attention_tensors, conv, ends, expert, expert_half, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, model, norm
@@ -22,6 +23,10 @@ PARTS = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
 BIAS = "feed_forward.expert_bias"
+
+
+def _hf_dense_layers(config: Mapping[str, Any], spec: ModelSpec) -> Values:
+    return {"num_dense_layers": first_dense(config, spec)["first_k_dense_replace"]}
 
 
 @family(
@@ -40,6 +45,7 @@ BIAS = "feed_forward.expert_bias"
         kinds={"conv.in_proj.weight": "conv"},
         usual={"rope_theta": 1e6, "max_position_embeddings": 128_000},
     ),
+    hf=HfConfig(words={"norm_eps": "norm_eps"}),
 )
 def lfm2(c: Config) -> tuple[ModelSpec, NameMap]:
     """LFM2: dense feed-forwards. Their width follows from the config's by LLaMA's rule."""
@@ -83,6 +89,7 @@ def _ffn_size(c: Config) -> int:
         usual={"rope_theta": 1e6, "max_position_embeddings": 128_000},
         fill=lambda t: t.put("use_expert_bias", t.has(BIAS), f"whether the tensor {BIAS} is there"),
     ),
+    hf=HfConfig(words={"norm_eps": "norm_eps"}, extra=_hf_dense_layers),
 )
 def lfm2_moe(c: Config) -> tuple[ModelSpec, NameMap]:
     """LFM2-MoE: dense in the first layers, then experts chosen by sigmoids and a bias."""

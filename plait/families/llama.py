@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from plait.checkpoint.names import NameMap
 from plait.families.common.detection import SECOND_NORM, ArchitectureMarker, Detection, Q, has_rope
+from plait.families.common.hf_config import HfConfig
 from plait.families.common.recipes import TEXT_PREFIXES, VISION, at, transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm
@@ -85,6 +86,7 @@ def llama(c: Config) -> tuple[ModelSpec, NameMap]:
         ),
         usual={"rope_theta": 1e6, "max_position_embeddings": 32768, "norm_topk_prob": False},
     ),
+    hf=HfConfig(lists_layers=True),
 )
 def qwen2(c: Config) -> tuple[ModelSpec, NameMap]:
     """Qwen2, 2.5: Llama with biases on q, k and v, which the checkpoint shows."""
@@ -109,6 +111,7 @@ def qwen2(c: Config) -> tuple[ModelSpec, NameMap]:
         ),
         usual={"rope_theta": 1e6, "max_position_embeddings": 32768, "norm_topk_prob": True},
     ),
+    hf=HfConfig(lists_layers=True),
 )
 def qwen3(c: Config) -> tuple[ModelSpec, NameMap]:
     """Qwen3: a norm on every head of q and k."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from plait.checkpoint.names import NameMap, Rules, Source
 from plait.families.common.detection import ArchitectureMarker, Detection
+from plait.families.common.hf_config import QWEN_SHARED, HfConfig, sparse_list
 from plait.families.common.recipes import TEXT_PREFIXES, at, expert_tensors, plus_one, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, softmax_moe
@@ -53,6 +54,7 @@ OTHERS = (r"^(model\.)?mtp\.", r"^(model\.)?visual\.")  # a second token's predi
         kinds={"linear_attn.A_log": LINEAR},
         usual={"rope_theta": 1e7, "max_position_embeddings": 262_144, "norm_topk_prob": True},
     ),
+    hf=HfConfig(words=QWEN_SHARED, extra=sparse_list),
 )
 def qwen3_next(c: Config) -> tuple[ModelSpec, NameMap]:
     """Qwen3-Next: experts with a gated shared one. Rows of one key head lie together in a weight matrix."""
@@ -90,6 +92,7 @@ def qwen3_5(c: Config) -> tuple[ModelSpec, NameMap]:
         ),
         usual={"rope_theta": 1e7, "max_position_embeddings": 262_144},
     ),
+    hf=HfConfig(words=QWEN_SHARED),
 )
 def qwen3_5_moe(c: Config) -> tuple[ModelSpec, NameMap]:
     """Qwen3.5 with experts."""
