@@ -24,7 +24,7 @@ CAPS = {
     "cli": 3_640,
     "convert": 3_640,
     "engine": 1_640,
-    "families": 7_470,
+    "families": 7_860,
     "frontend": 950,
     "kernels": 18_000,
     "llm": 410,

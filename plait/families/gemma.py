@@ -23,6 +23,7 @@ SHARED = {
     "head_dim": 256,
     "sliding_window": 4096,
 }
+HEAD: Rules = {"head": "lm_head"}
 HONOURS = ("sliding_window", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
 
 
@@ -98,13 +99,55 @@ def gemma3(c: Config) -> tuple[ModelSpec, NameMap]:
     return _gemma(c, "gemma3", has_qk_norm=True)
 
 
-def _gemma(c: Config, name: str, *, has_qk_norm: bool) -> tuple[ModelSpec, NameMap]:
+@family(
+    "GemmaForCausalLM",
+    model_types=("gemma",),
+    defaults={
+        "norm_eps": 1e-6,
+        "hidden_act": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        "head_dim": 256,
+    },
+)
+def gemma1(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Gemma 1 and CodeGemma: no norms behind the mixers, no windows."""
+    c["hidden_act"] = "gelu_pytorch_tanh"  # published configs say gelu, and mean this
+    each = norm(c)
+    layer = (BranchSpec("attn", gqa(c), each), BranchSpec("ffn", mlp(c), each))
+    names: Rules = {
+        "layers.{i}.ffn.norm.weight": plus_one("model.layers.{i}.post_attention_layernorm.weight"),
+    }
+    spec = model(c, "gemma", [layer] * len(c["layer_types"]), embed_scale=c["hidden_size"] ** 0.5)
+    return spec, NameMap(names, _names("model."), HEAD, ignored=unused_patterns(c))
+
+
+@family(
+    "VaultGemmaForCausalLM",
+    model_types=("vaultgemma",),
+    defaults={
+        **SHARED,
+        "query_pre_attn_scalar": 256,
+        "sliding_window_pattern": 2,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    honours=HONOURS,
+)
+def vaultgemma(c: Config) -> tuple[ModelSpec, NameMap]:
+    """VaultGemma: Gemma 2 without norms behind the mixers."""
+    return _gemma(c, "vaultgemma", has_qk_norm=False, has_post_norms=False)
+
+
+def _gemma(
+    c: Config, name: str, *, has_qk_norm: bool, has_post_norms: bool = True
+) -> tuple[ModelSpec, NameMap]:
     scale, cap, each = c["query_pre_attn_scalar"] ** -0.5, c.get("attn_logit_softcapping"), norm(c)
-    ffn = BranchSpec("ffn", mlp(c), each, post_norm=each)
+    behind = each if has_post_norms else None
+    ffn = BranchSpec("ffn", mlp(c), each, post_norm=behind)
 
     def layer(kind: str) -> tuple[BranchSpec, BranchSpec]:
         attention = gqa(c, kind, scale=scale, softcap=cap, qk_norm=each if has_qk_norm else None)
-        return BranchSpec("attn", attention, each, post_norm=each), ffn
+        return BranchSpec("attn", attention, each, post_norm=behind), ffn
 
     spec = model(
         c,

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from plait.checkpoint.names import NameMap
+from plait.checkpoint.names import NameMap, Rules
 from plait.families.common.detection import SECOND_NORM, ArchitectureMarker, Detection, Q, has_rope
 from plait.families.common.hf_config import HfConfig
 from plait.families.common.recipes import TEXT_PREFIXES, VISION, at, transformer, unused_patterns
 from plait.families.common.registry import family
-from plait.families.common.spec_builders import gqa, mlp, model, norm
+from plait.families.common.spec_builders import gqa, mlp, model, norm, rope
 from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import FULL, Config
 from plait.families.gguf.arch import plain_arch
-from plait.spec import BranchSpec, ModelSpec, NormSpec
+from plait.spec import BranchSpec, MlpSpec, ModelSpec, NormSpec
 
+NO_RULES: Rules = {}
 # vocabulary size -> (rope theta, longest sequence) of the Llama class that was trained with it
 LLAMA_VOCABULARIES: Mapping[int, tuple[float, int]] = {
     32000: (1e4, 4096),
@@ -61,12 +62,12 @@ def _fill_llama(t: Tensors) -> None:
 )
 def llama(c: Config) -> tuple[ModelSpec, NameMap]:
     """Llama 2 and 3, CodeLlama, SmolLM2; Mistral and Ministral, with windows by layer types."""
-    return _dense(c, "llama")
+    return dense(c, "llama")
 
 
 @family(
-    "Qwen2ForCausalLM",
-    model_types=("qwen2",),
+    *("Qwen2ForCausalLM", "Qwen2_5_VLForConditionalGeneration", "Qwen2VLForConditionalGeneration"),
+    model_types=("qwen2", "qwen2_5_vl", "qwen2_5_vl_text", "qwen2_vl", "qwen2_vl_text"),
     defaults={
         "norm_eps": 1e-6,
         "hidden_act": "silu",
@@ -90,12 +91,12 @@ def llama(c: Config) -> tuple[ModelSpec, NameMap]:
 )
 def qwen2(c: Config) -> tuple[ModelSpec, NameMap]:
     """Qwen2, 2.5: Llama with biases on q, k and v, which the checkpoint shows."""
-    return _dense(c, "qwen2")
+    return dense(c, "qwen2")
 
 
 @family(
-    "Qwen3ForCausalLM",
-    model_types=("qwen3",),
+    *("Qwen3ForCausalLM", "Qwen3VLForConditionalGeneration"),
+    model_types=("qwen3", "qwen3_vl", "qwen3_vl_text"),
     defaults={
         "norm_eps": 1e-6,
         "hidden_act": "silu",
@@ -115,15 +116,31 @@ def qwen2(c: Config) -> tuple[ModelSpec, NameMap]:
 )
 def qwen3(c: Config) -> tuple[ModelSpec, NameMap]:
     """Qwen3: a norm on every head of q and k."""
-    return _dense(c, "qwen3", norm(c))
+    return dense(c, "qwen3", norm(c))
 
 
-def _dense(c: Config, name: str, qk_norm: NormSpec | None = None) -> tuple[ModelSpec, NameMap]:
-    ffn = BranchSpec("ffn", mlp(c), norm(c))
-    layers = [(BranchSpec("attn", gqa(c, kind, qk_norm=qk_norm), norm(c)), ffn) for kind in c["layer_types"]]
-    names = at(TEXT_PREFIXES, transformer)
-    names["head"] = ("lm_head", "language_model.lm_head")
-    return model(c, name, layers), NameMap(names, ignored=unused_patterns(c, *VISION))
+def dense(
+    c: Config,
+    name: str,
+    qk_norm: NormSpec | None = None,
+    *,
+    each: NormSpec | None = None,
+    ffn: MlpSpec | None = None,
+    interleaved: bool = False,
+    names: Rules = NO_RULES,
+) -> tuple[ModelSpec, NameMap]:
+    """A dense transformer in Llama's names. `each`: its norms; `names`: of tensors with other ones."""
+    each, feed = each or norm(c), ffn or mlp(c)
+
+    def layer(kind: str) -> tuple[BranchSpec, BranchSpec]:
+        positions = rope(c, c["head_dim"], kind, interleaved=interleaved)
+        mixer = gqa(c, kind, rope=positions, qk_norm=qk_norm)
+        return BranchSpec("attn", mixer, each), BranchSpec("ffn", feed, each)
+
+    usual = at(TEXT_PREFIXES, transformer)
+    usual["head"] = ("lm_head", "language_model.lm_head")
+    spec = model(c, name, map(layer, c["layer_types"]), norm=each)
+    return spec, NameMap(names, usual, ignored=unused_patterns(c, *VISION))
 
 
 plain_arch("llama", "LlamaForCausalLM", rope_interleave=True)
