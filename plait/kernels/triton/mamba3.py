@@ -23,7 +23,7 @@ from torch import Tensor
 from plait.kernels.triton.forms import KernelForm
 from plait.kernels.triton.maths import sigmoid, silu, softplus, turn_by
 from plait.ops.launch import launch
-from plait.ops.mamba3 import mamba3_scan, raw_mamba3_scan, norm_for_heads
+from plait.ops.mamba3 import mamba3_scan, norm_for_heads, raw_mamba3_scan
 
 NAME = "triton"
 TILE = 8192  # numbers of the state in a program's registers at a time: 32 of each thread of eight warps

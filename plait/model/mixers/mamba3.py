@@ -14,7 +14,7 @@ from plait.model.layers.layers import Batch
 from plait.model.mixers.mamba2 import DepthwiseConv, ssd_words
 from plait.model.mixers.registry import mixer
 from plait.ops.activation import activate, step_sizes
-from plait.ops.mamba3 import map_each_head, raw_mamba3_scan, norm_for_heads
+from plait.ops.mamba3 import map_each_head, norm_for_heads, raw_mamba3_scan
 from plait.ops.norm import gated_rms_norm
 from plait.ops.ssm_exact import mamba3_exact
 from plait.state.store import StateStore
