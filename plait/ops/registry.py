@@ -89,13 +89,15 @@ class Composition:
     """The ops that a fused op replaces, and how they are called one after the other.
 
     `compute` gets what is bound for each of `parts`, then the fused op's own arguments. `given`: ops that are
-    bound in these arguments (a `Linear`). `exact`: native kernels of both give the same bits.
+    bound in these arguments (a `Linear`). `exact`: native kernels of both give the same bits. `is_default`:
+    the parts serve wherever no variant of the fused op does, because they have kernels of their own there.
     """
 
     parts: tuple[Op, ...]
     given: tuple[Op, ...]
     compute: Callable[..., Any]
     exact: bool
+    is_default: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -142,7 +144,7 @@ class Op:
         return register
 
     def replaces(
-        self, *parts: Op, given: Sequence[Op] = (), exact: bool = False
+        self, *parts: Op, given: Sequence[Op] = (), exact: bool = False, is_default: bool = False
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Name the composition that this fused op replaces; see `Composition`. It is tested against it.
 
@@ -151,7 +153,7 @@ class Op:
         """
 
         def register(fn: Callable[..., Any]) -> Callable[..., Any]:
-            self.composition = Composition(parts, tuple(given), fn, exact)
+            self.composition = Composition(parts, tuple(given), fn, exact, is_default)
             return fn
 
         return register
@@ -177,17 +179,29 @@ class Op:
     def bind_parts(
         self, facts: OpFacts, user: str = "", choice: str = "auto", no_fuse: Collection[str] = ()
     ) -> tuple[Callable[..., Any], list[Binding]]:
-        """As `bind`; of a fused op that `no_fuse` names, its composition, and a row for each part, too."""
-        if self.composition is None or self.name not in no_fuse:
+        """As `bind`; of a fused op that `no_fuse` names, its composition, and a row for each part, too.
+
+        So it is for a composition that is the default where no variant serves; where none could, by the
+        device, the parts' rows are all there are.
+        """
+        named = self.name in no_fuse
+        if self.composition is None or not (named or self._is_composed(facts, choice)):
             fn, row = self.bind(facts, user, choice)
             return fn, [row]
-        rows = [self._row("composition", user, [(v.name, "--no-fuse names it") for v in self.variants])]
+        here = [v for v in self.variants if named or v.on == facts.device]
+        why = [(v.name, "--no-fuse names it" if named else v.refusal(facts) or "") for v in here]
+        rows = [self._row("composition", user, why)] if named or why else []
         bound, rest = [], set(no_fuse) - {self.name}
         for part in self.composition.parts:
             fn, more = part.bind_parts(facts, user, choice, rest)
             bound.append(fn)
             rows += more
         return partial(self.composition.compute, *bound), rows
+
+    def _is_composed(self, facts: OpFacts, choice: str) -> bool:
+        """Whether the parts serve because no variant does."""
+        default = self.composition is not None and self.composition.is_default
+        return default and choice != "reference" and all(v.refusal(facts) for v in self.variants)
 
     def _row(self, variant: str, user: str, skipped: Sequence[tuple[str, str]]) -> Binding:
         replaces = self.composition.names if self.composition else ()

@@ -7,14 +7,17 @@ States are float32, and so is all arithmetic. A prompt may be cut anywhere.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from plait.ops.activation import step_sizes
 from plait.ops.conv import ragged_case
-from plait.ops.registry import Arguments, op
+from plait.ops.norm import gated_rms_norm, rms_norm
+from plait.ops.registry import Arguments, Bound, op
 
 SSD_CHUNK = 64  # tokens in one matrix form: more costs quadratic work, fewer costs more small products
 SEQS = [(1, True), (1, True), (1, False), (130, False), (3, True), (65, True)]
@@ -165,3 +168,71 @@ def _mamba1_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> 
     D, state = torch.randn(inner, device=device), torch.randn(num_slots, inner, size, device=device)
     limit = 0.5 if case["groups"] > 1 else None
     return (x, dt, A, B, C, D, state, slots, query_start, has_history, case["decodes"], limit), {}
+
+
+@op(cases=[{**case, "normed": case["groups"] != 1} for case in CASES])
+def gated_mamba1_scan(
+    x: Tensor,
+    dt: Tensor,
+    gate: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    b_norm: Tensor | None,
+    c_norm: Tensor | None,
+    state: Tensor,
+    slots: Tensor,
+    query_start: Tensor,
+    has_history: Tensor,
+    num_decodes: int,
+    state_limit: float | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """`mamba1_scan` of steps softplus(dt) and RMS norms of B and C, times silu(gate).
+
+    dt, gate: [T, I], b_norm, c_norm: [N], the norms' weights, or None without norms; the rest as there.
+    """
+    parts = step_sizes.reference, mamba1_scan.reference, gated_rms_norm.reference, rms_norm.reference
+    operands = (x, dt, gate, A, B, C, D, b_norm, c_norm, state)
+    where = (slots, query_start, has_history, num_decodes)
+    made: Tensor = _scan_then_gate(*parts, *operands, *where, state_limit, eps)
+    return made
+
+
+@gated_mamba1_scan.replaces(step_sizes, mamba1_scan, gated_rms_norm, rms_norm, is_default=True)
+def _scan_then_gate(
+    steps: Bound,
+    scan: Bound,
+    close: Bound,
+    norm: Bound,
+    x: Tensor,
+    dt: Tensor,
+    gate: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    b_norm: Tensor | None,
+    c_norm: Tensor | None,
+    state: Tensor,
+    slots: Tensor,
+    query_start: Tensor,
+    has_history: Tensor,
+    num_decodes: int,
+    state_limit: float | None = None,
+    eps: float = 1e-6,
+) -> Any:
+    B = B if b_norm is None else norm(B, b_norm, eps)
+    C = C if c_norm is None else norm(C, c_norm, eps)
+    dt = steps(dt, None, 0.0, math.inf)
+    where = (slots, query_start, has_history, num_decodes)
+    return close(scan(x, dt, A, B, C, D, state, *where, state_limit), gate, None)
+
+
+@gated_mamba1_scan.inputs
+def _gated_mamba1_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+    (x, _, A, B, C, D, *rest), _ = _mamba1_inputs(case, dtype, device)
+    dt, gate = (torch.randn(x.shape, dtype=dtype, device=device) for _ in range(2))
+    norms = [torch.rand(case["state"], device=device) if case["normed"] else None for _ in range(2)]
+    return (x, 2 * dt - 2, gate, A, B, C, D, *norms, *rest), {}

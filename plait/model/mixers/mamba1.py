@@ -6,18 +6,21 @@ the scan Mamba2's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from plait import spec
 from plait.checkpoint.weights import Weights
+from plait.errors import UnsupportedModel
 from plait.memory import SlotState, State
 from plait.model.layers.layers import Batch, Norm
 from plait.model.mixers.mamba2 import DepthwiseConv
 from plait.model.mixers.registry import mixer
 from plait.ops.activation import step_sizes
 from plait.ops.norm import gated_rms_norm
-from plait.ops.ssm import mamba1_scan, mamba2_scan
+from plait.ops.ssm import gated_mamba1_scan, mamba2_scan
 from plait.state.store import StateStore
 
 
@@ -41,10 +44,11 @@ class Mamba1:
         self.A = w.tensor("A", (steps,) if s.num_heads else (inner, s.state_size), torch.float32)
         self.D = w.tensor("D", (steps,), torch.float32)
         self.sizes = {"dt": s.dt_rank, "B": s.state_size, "C": s.state_size}
-        self.norms = [Norm(s.norm, w.scope(f"{x}_norm"), n) for x, n in self.sizes.items()] if s.norm else []
-        self._scan = _PerHead(s, w) if s.num_heads else _PerChannel(s, w)
-        self._step_sizes = w.bind(step_sizes, heads=steps)
-        self._gate = w.bind(gated_rms_norm, size=inner, groups=1)
+        norms = (
+            [Norm(s.norm, w.scope(f"{x}_norm"), n) for x, n in self.sizes.items()] if s.norm else [None] * 3
+        )
+        self.step_norm = norms[0]
+        self._scan = _PerHead(s, w, norms[1:]) if s.num_heads else _PerChannel(s, w, norms[1:])
         ssm, conv = self._scan.state_shape, self.conv.tail_shape
         state = SlotState({"conv": (conv, "model"), "ssm": (ssm, "float32")})
         self.states: dict[str, State] = {self.name: state}
@@ -54,42 +58,53 @@ class Mamba1:
         state = store[self.name]
         h, gate = self.in_proj(x).chunk(2, -1)
         h = self.conv(h, batch, state["conv"])
-        parts = self.x_proj(h).split(list(self.sizes.values()), -1)
-        if self.norms:
-            parts = tuple(norm(part) for norm, part in zip(self.norms, parts, strict=True))
-        step, B, C = parts
-        dt = self._step_sizes(self.dt_proj(step), None, 0.0, spec.UNLIMITED)
-        y = self._scan(h, (dt, self.A, B, C, self.D, state["ssm"]), batch)
-        return self.out(self._gate(y, gate, None))
+        step, B, C = self.x_proj(h).split(list(self.sizes.values()), -1)
+        dt = self.dt_proj(self.step_norm(step) if self.step_norm else step)
+        return self.out(self._scan(h, gate, (dt, self.A, B, C, self.D, state["ssm"]), batch))
 
 
 class _PerChannel:
-    """The scan with a step and a decay for each channel."""
+    """The scan with a step and a decay for each channel. RMS norms of B and C are a part of it."""
 
-    def __init__(self, s: spec.Mamba1Spec, w: Weights) -> None:
+    def __init__(self, s: spec.Mamba1Spec, w: Weights, norms: Sequence[Norm | None]) -> None:
+        if s.norm and s.norm.kind != "rms":
+            raise UnsupportedModel(
+                f"{w.prefix}: Mamba1 knows RMS norms of B and C, not {s.norm.kind!r} norms"
+            )
         self.state_shape: tuple[int, ...] = (s.inner_size, s.state_size)
-        self._scan, self._limit = w.bind(mamba1_scan, inner=s.inner_size, state=s.state_size), s.state_limit
+        self._scan, self._limit = (
+            w.bind(gated_mamba1_scan, inner=s.inner_size, state=s.state_size),
+            s.state_limit,
+        )
+        self._norms, self._eps = [norm and norm.weight for norm in norms], s.norm.eps if s.norm else 0.0
 
-    def __call__(self, h: Tensor, operands: tuple[Tensor, ...], batch: Batch) -> Tensor:
-        """h: [T, inner]; dt, A, B, C, D and the state -> [T, inner]."""
+    def __call__(self, h: Tensor, gate: Tensor, operands: tuple[Tensor, ...], batch: Batch) -> Tensor:
+        """h: [T, inner]; its gate; dt as it is mapped, A, B, C, D and the state -> [T, inner]."""
+        *before, state = operands
         where = (batch.state_slots, batch.query_start, batch.has_history, batch.num_decodes)
-        y: Tensor = self._scan(h, *operands, *where, self._limit)
+        dt, *rest = before
+        y: Tensor = self._scan(h, dt, gate, *rest, *self._norms, state, *where, self._limit, self._eps)
         return y
 
 
 class _PerHead:
     """The scan with a step and a decay for each head, which is Mamba2's with one group."""
 
-    def __init__(self, s: spec.Mamba1Spec, w: Weights) -> None:
+    def __init__(self, s: spec.Mamba1Spec, w: Weights, norms: Sequence[Norm | None]) -> None:
         heads = s.num_heads or 1
         self.state_shape: tuple[int, ...] = (heads, s.inner_size // heads, s.state_size)
         sizes = {"heads": heads, "dim": s.inner_size // heads, "state": s.state_size, "groups": 1}
-        self._scan = w.bind(mamba2_scan, **sizes)
+        self._scan, self._norms = w.bind(mamba2_scan, **sizes), norms
+        self._step_sizes = w.bind(step_sizes, heads=heads)
+        self._gate = w.bind(gated_rms_norm, size=s.inner_size, groups=1)
 
-    def __call__(self, h: Tensor, operands: tuple[Tensor, ...], batch: Batch) -> Tensor:
-        """h: [T, inner]; dt, A, B, C, D and the state -> [T, inner]."""
+    def __call__(self, h: Tensor, gate: Tensor, operands: tuple[Tensor, ...], batch: Batch) -> Tensor:
+        """h: [T, inner]; its gate; dt as it is mapped, A, B, C, D and the state -> [T, inner]."""
         dt, A, B, C, D, state = operands
+        B, C = (norm(m) if norm else m for norm, m in zip(self._norms, (B, C), strict=True))
+        dt = self._step_sizes(dt, None, 0.0, spec.UNLIMITED)
         x, B, C = h.unflatten(-1, self.state_shape[:2]), B[:, None], C[:, None]
         where = (batch.state_slots, batch.query_start, batch.has_history, batch.num_decodes)
         y: Tensor = self._scan(x, dt, A, B, C, D, state, *where)
-        return y.flatten(1)
+        gated: Tensor = self._gate(y.flatten(1), gate, None)
+        return gated

@@ -1,0 +1,67 @@
+"""Functions of float32 numbers inside Triton kernels, which its interpreter has, too.
+
+Each is as precise as torch's, small results included: softplus(-10) is 5e-5, which log(1 + exp(x)) has three
+digits of.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + tl.exp2(-1.4426950408889634 * x))
+
+
+@triton.jit
+def silu(x):
+    return x / (1.0 + tl.exp2(-1.4426950408889634 * x))
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + exp(x)), and x itself beyond 20, as torch has it. Kahan's form of log1p."""
+    z = tl.exp(tl.minimum(x, 20.0))
+    w = 1.0 + z
+    near = w == 1.0
+    y = tl.where(near, z, tl.log(w) * (z / tl.where(near, 1.0, w - 1.0)))
+    return tl.where(x > 20.0, x, y)
+
+
+@triton.jit
+def one_minus_exp(x):
+    """1 - exp(x) of x ≤ 0, without cancellation near 0: the series of exp up to x^7 above -0.35."""
+    series = 1.0 + x * (1.0 / 6.0) * (1.0 + x * (1.0 / 7.0))
+    series = 1.0 + x * (1.0 / 4.0) * (1.0 + x * (1.0 / 5.0) * series)
+    series = -x * (1.0 + x * (1.0 / 2.0) * (1.0 + x * (1.0 / 3.0) * series))
+    return tl.where(x > -0.35, series, 1.0 - tl.exp(x))
+
+
+@triton.jit
+def turn_by(angle, step):
+    """The angle moved on by a step, in radians within [0, 2π], rounded to float32; and its cosine and sine.
+
+    The sum and the reduction to an eighth of a turn are in float64; there polynomials of Cephes (Moshier
+    1989) serve. CUDA's own sine would take memory of the stack for angles that do not occur here.
+    """
+    total = angle.to(tl.float64) + step.to(tl.float64)
+    turns = (total * 0.15915494309189535).to(tl.int64).to(tl.float64)
+    total -= turns * 6.283185307179586
+    total = tl.where(total < 0, total + 6.283185307179586, total)
+    angle = total.to(tl.float32)
+    quarter = (angle.to(tl.float64) * 0.6366197723675814 + 0.5).to(tl.int32)
+    r = (angle.to(tl.float64) - quarter.to(tl.float64) * 1.5707963267948966).to(tl.float32)
+    z = r * r
+    sin = r + r * z * (-1.6666654611e-1 + z * (8.3321608736e-3 - z * 1.9515295891e-4))
+    cos = (
+        1.0
+        - 0.5 * z
+        + z * z * (4.166664568298827e-2 + z * (-1.388731625493765e-3 + z * 2.443315711809948e-5))
+    )
+    odd = (quarter & 1) == 1
+    a, b = tl.where(odd, sin, cos), tl.where(odd, cos, sin)
+    a = tl.where(((quarter + 1) & 2) == 2, -a, a)
+    b = tl.where((quarter & 2) == 2, -b, b)
+    return angle, a, b
