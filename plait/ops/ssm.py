@@ -82,12 +82,14 @@ def mamba2_scan(
     has_history: Tensor,
     num_decodes: int,
     chunk_size: int = 256,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """h ← exp(dt A) h + dt x ⊗ B; y = h C + D x. Dao & Gu 2024.
 
     x: [T, H, P], dt: [T, H] (after softplus and clamp), A: [H] (negative), B, C: [T, G, N] (group h // (H/G)
     serves head h), D: [H], state: [num_slots, H, P, N] float32, in place -> y [T, H, P] in x's dtype.
-    `chunk_size` bounds the matrix form and does not change the result.
+    `chunk_size` bounds the matrix form and does not change the result. positions: [T], of the rows in their
+    sequences; a kernel may cut its chunks at multiples of them, so that a cut of a prompt changes no bit.
     """
     u, dt, A, B, C = x.float(), dt.float(), A.float(), B.float(), C.float()
     v, log_decay, y = u * dt[..., None], dt * A, torch.empty_like(u)
@@ -131,6 +133,7 @@ def mamba2_scan_from_dt(
     has_history: Tensor,
     num_decodes: int,
     chunk_size: int = 256,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """`mamba2_scan` of the steps softplus(dt + dt_bias) within dt_limit.
 

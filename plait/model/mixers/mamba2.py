@@ -92,5 +92,5 @@ class Mamba2:
         else:
             args = (h, dt, self.dt_bias, s.dt_limit, self.A, B, C, self.D, store[self.name]["ssm"])
             where = (batch.state_slots, batch.query_start, batch.has_history, batch.num_decodes)
-            y = self._scan(*args, *where, s.chunk_size)
+            y = self._scan(*args, *where, s.chunk_size, batch.positions)
         return self.out(self._gate(y.flatten(1), gate, self.norm_weight, *self._gating))
