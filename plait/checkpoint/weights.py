@@ -58,6 +58,7 @@ class Target:
     chip: Chip | None = None  # the GPU, if it is one
     activations: Activations = "float32"  # what inputs of layers in block formats are rounded to
     kv_dtype: str = "model"  # of keys, values and latents
+    deterministic: bool = False  # prompts in the arithmetic of decodes
     block_size: int = 16  # tokens in a block of paged state
     quantize: str | None = None  # the block format that plain weights of linear layers are encoded in
     encoded: Counter[str] = field(default_factory=Counter)  # how many linear weights were kept in what
@@ -239,7 +240,8 @@ class Weights:
         return fn
 
     def _shared_sizes(self) -> dict[str, Any]:
-        return {"block_size": self.target.block_size, "kv_dtype": self.target.kv_dtype}
+        names = ("block_size", "kv_dtype", "deterministic")
+        return {name: getattr(self.target, name) for name in names}
 
     def unused(self) -> list[str]:
         """Their tensors that no mixer read and the family does not ignore."""

@@ -281,6 +281,7 @@ def _target(opened: Opened, device: torch.device) -> Target:
     target = Target(device, dtype, length, spec.hidden_size, config.ops, block_size=config.block_size)
     check_fused(config.no_fuse)
     target.quantize, target.no_fuse, target.chip = config.quantize, config.no_fuse, chip
+    target.deterministic = config.deterministic
     target.kv_dtype = kv_dtype(config, stored_dtypes(opened), dtype)
     if device.type != "cpu":
         load_for_gpu()

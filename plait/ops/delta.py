@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from plait.ops.activation import activate, step_sizes
 from plait.ops.conv import ragged_case
-from plait.ops.registry import Arguments, op
+from plait.ops.registry import Arguments, Bound, op
 from plait.ops.ssm import begin, pieces
 
 EPS = 1e-6  # under the root of a key's and a query's length
@@ -94,3 +96,61 @@ def _inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Argumen
     where = (slots, query_start, has_history, case["decodes"])
     scale, tiled = case.get("beta", 1.0), case.get("tiled", False)
     return (*data, step, A, beta, state, *where, scale, tiled), {}
+
+
+@op(cases=CASES)
+def delta_scan_from_gates(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    dt_bias: Tensor | None,
+    A: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    slots: Tensor,
+    query_start: Tensor,
+    has_history: Tensor,
+    num_decodes: int,
+    beta_scale: float = 1.0,
+    tiled: bool = False,
+) -> Tensor:
+    """`gated_delta_scan` of the steps softplus(decay + dt_bias) and of sigmoid(beta).
+
+    decay: [T, H], or [T, H · K] for decays per channel, dt_bias: as a row of decay, float32, beta: [T, H],
+    all in any dtype and with rows that may lie apart in memory; the rest as there.
+    """
+    parts = step_sizes.reference, activate.reference, gated_delta_scan.reference
+    where = (slots, query_start, has_history, num_decodes)
+    made: Tensor = _gates_then_scan(
+        *parts, q, k, v, decay, dt_bias, A, beta, state, *where, beta_scale, tiled
+    )
+    return made
+
+
+@delta_scan_from_gates.replaces(step_sizes, activate, gated_delta_scan, is_default=True)
+def _gates_then_scan(
+    steps: Bound,
+    activate: Bound,
+    scan: Bound,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    dt_bias: Tensor | None,
+    A: Tensor,
+    beta: Tensor,
+    *rest: Any,
+) -> Any:
+    step, heads = steps(decay, dt_bias, 0.0, math.inf), v.shape[1]
+    step = step if step.shape[1] == heads else step.unflatten(-1, (heads, -1))
+    return scan(q, k, v, step, A, activate(beta, "sigmoid", False), *rest)
+
+
+@delta_scan_from_gates.inputs
+def _gates_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+    (q, k, v, step, A, _, *rest), _ = _inputs(case, dtype, device)
+    total, heads, size = len(step), case["heads"], step.flatten(1).shape[1]
+    wide = 2 * torch.randn(total, size + heads, dtype=dtype, device=device)  # as rows of a projection
+    bias = torch.randn(size, device=device) if total > 1 else None
+    return (q, k, v, wide[:, :size] - 2, bias, A, wide[:, size:], *rest), {}

@@ -82,12 +82,14 @@ def mamba2_scan(
     has_history: Tensor,
     num_decodes: int,
     chunk_size: int = 256,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """h ← exp(dt A) h + dt x ⊗ B; y = h C + D x. Dao & Gu 2024.
 
     x: [T, H, P], dt: [T, H] (after softplus and clamp), A: [H] (negative), B, C: [T, G, N] (group h // (H/G)
     serves head h), D: [H], state: [num_slots, H, P, N] float32, in place -> y [T, H, P] in x's dtype.
-    `chunk_size` bounds the matrix form and does not change the result.
+    `chunk_size` bounds the matrix form and does not change the result. positions: [T], of the rows in their
+    sequences; a kernel may cut its chunks at multiples of them, so that a cut of a prompt changes no bit.
     """
     u, dt, A, B, C = x.float(), dt.float(), A.float(), B.float(), C.float()
     v, log_decay, y = u * dt[..., None], dt * A, torch.empty_like(u)
@@ -113,6 +115,58 @@ def _mamba2_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> 
     dt, A = torch.rand(total, heads, device=device), -4 * torch.rand(heads, device=device)
     D, state = torch.randn(heads, device=device), torch.randn(num_slots, heads, dim, size, device=device)
     return (x, dt, A, B, C, D, state, slots, query_start, has_history, case["decodes"]), {}
+
+
+@op(cases=[{**case, "limit": (0.001, 0.5) if case["groups"] > 1 else (0.0, math.inf)} for case in CASES])
+def mamba2_scan_from_dt(
+    x: Tensor,
+    dt: Tensor,
+    dt_bias: Tensor | None,
+    dt_limit: tuple[float, float],
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    state: Tensor,
+    slots: Tensor,
+    query_start: Tensor,
+    has_history: Tensor,
+    num_decodes: int,
+    chunk_size: int = 256,
+    positions: Tensor | None = None,
+) -> Tensor:
+    """`mamba2_scan` of the steps softplus(dt + dt_bias) within dt_limit.
+
+    dt: [T, H] in any dtype, with rows that may lie apart in memory, dt_bias: [H] float32; the rest as there.
+    """
+    operands = (x, dt, dt_bias, dt_limit, A, B, C, D, state)
+    where = (slots, query_start, has_history, num_decodes)
+    made: Tensor = _steps_then_scan(
+        step_sizes.reference, mamba2_scan.reference, *operands, *where, chunk_size
+    )
+    return made
+
+
+@mamba2_scan_from_dt.replaces(step_sizes, mamba2_scan, is_default=True)
+def _steps_then_scan(
+    steps: Bound,
+    scan: Bound,
+    x: Tensor,
+    dt: Tensor,
+    dt_bias: Tensor | None,
+    dt_limit: tuple[float, float],
+    *rest: Any,
+) -> Any:
+    return scan(x, steps(dt, dt_bias, *dt_limit), *rest)
+
+
+@mamba2_scan_from_dt.inputs
+def _mamba2_dt_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+    (x, _, *rest), _ = _mamba2_inputs(case, dtype, device)
+    heads = case["heads"]
+    wide = 2 * torch.randn(len(x), 2 * heads, dtype=dtype, device=device) - 2  # as rows of a projection
+    bias = torch.randn(heads, device=device) if len(x) > 1 else None
+    return (x, wide[:, heads:], bias, case["limit"], *rest), {}
 
 
 @op(cases=CASES)

@@ -11,8 +11,8 @@ from plait.memory import SlotState, State
 from plait.model.layers.layers import Batch, Norm
 from plait.model.mixers.mamba2 import DepthwiseConv
 from plait.model.mixers.registry import mixer
-from plait.ops.activation import activate, gate, step_sizes
-from plait.ops.delta import gated_delta_scan
+from plait.ops.activation import gate
+from plait.ops.delta import delta_scan_from_gates
 from plait.ops.norm import gated_rms_norm
 from plait.state.store import StateStore
 
@@ -43,9 +43,7 @@ class DeltaNet:
         self.dt_bias = w.optional("dt_bias", (steps,), torch.float32)
         self._close = OutputGate(s, w)
         sizes = {"heads": s.num_heads, "key_dim": s.key_dim, "value_dim": s.value_dim}
-        self._scan = w.bind(gated_delta_scan, **sizes)
-        self._step_sizes = w.bind(step_sizes, heads=steps)
-        self._sigmoid = w.bind(activate, kind="sigmoid", gated=False)
+        self._scan = w.bind(delta_scan_from_gates, **sizes, kind="sigmoid", gated=False)
         ssm = (s.num_heads, s.key_dim, s.value_dim)
         state = SlotState({"conv": (self.conv.tail_shape, "model"), "ssm": (ssm, "float32")})
         self.states: dict[str, State] = {self.name: state}
@@ -59,11 +57,9 @@ class DeltaNet:
         mixed = self.conv(mixed, batch, state["conv"])
         q, k, v = mixed.split([n * d for n, d in zip(self.heads, self._dims, strict=True)], -1)
         q, k, v = (m.unflatten(-1, (n, -1)) for m, n in zip((q, k, v), self.heads, strict=True))
-        step = self._step_sizes(decay, self.dt_bias, 0.0, spec.UNLIMITED)
-        step = step.unflatten(-1, (s.num_heads, -1)) if s.decay == "channel" else step
-        beta = self._sigmoid(beta, "sigmoid", False)
+        operands = (q, k, v, decay, self.dt_bias, self.A, beta, state["ssm"])
         where = (batch.state_slots, batch.query_start, batch.has_history, batch.num_decodes)
-        y = self._scan(q, k, v, step, self.A, beta, state["ssm"], *where, s.beta_scale, s.tiled)
+        y = self._scan(*operands, *where, s.beta_scale, s.tiled)
         return self.out(self._close(y, closing))
 
     @property

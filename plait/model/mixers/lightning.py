@@ -48,5 +48,6 @@ class Lightning:
         q, k, v = qkv.unflatten(-1, (s.num_heads, 3, s.head_dim)).unbind(2)
         step = self.step.expand(len(x), -1)
         where = (batch.state_slots, batch.query_start, batch.has_history, batch.num_decodes)
-        y = self._scan(v, step, self.A, k, q, None, store[self.name]["ssm"], *where)
+        operands = (v, step, self.A, k, q, None, store[self.name]["ssm"])
+        y = self._scan(*operands, *where, positions=batch.positions)
         return self.out(self._gate(self.norm(y.flatten(1)), self.gate(x)))

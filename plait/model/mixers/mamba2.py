@@ -13,7 +13,7 @@ from plait.model.mixers.registry import mixer
 from plait.ops.activation import step_sizes
 from plait.ops.conv import causal_conv
 from plait.ops.norm import gated_rms_norm
-from plait.ops.ssm import mamba2_scan
+from plait.ops.ssm import mamba2_scan_from_dt
 from plait.ops.ssm_exact import mamba2_exact
 from plait.state.store import StateStore
 
@@ -27,6 +27,8 @@ class DepthwiseConv:
     def __init__(self, w: Weights, channels: int, kernel: int, activation: str | None = "silu") -> None:
         self._activation = activation
         self.weight = w.tensor("conv.weight", (channels, kernel))
+        if w.target.platform == "cuda":  # there neighbours in memory are channels, as those of x are
+            self.weight = self.weight.T.contiguous().T
         self.bias = w.optional("conv.bias", (channels,))
         self.tail_shape = (kernel - 1, channels)
         self._conv = w.bind(causal_conv, channels=channels, kernel=kernel)
@@ -65,10 +67,10 @@ class Mamba2:
         self.dt_bias = w.optional("dt_bias", heads, torch.float32)
         self.norm_weight = w.tensor("gated_norm.weight", (inner,)) if s.gated_norm else None
         sizes = {"heads": s.num_heads, "dim": s.head_dim, "state": s.state_size, "groups": s.num_groups}
-        self._scan = w.bind(mamba2_exact if s.mode == "exact" else mamba2_scan, **sizes)
+        self._scan = w.bind(mamba2_exact if s.mode == "exact" else mamba2_scan_from_dt, **sizes)
         self._gating = (s.gated_norm.eps if s.gated_norm else 0.0, s.norm_groups, s.norm_before_gate)
         self._gate = w.bind(gated_rms_norm, size=inner, groups=s.norm_groups)
-        self._step_sizes = w.bind(step_sizes, heads=s.num_heads)
+        self._step_sizes = w.bind(step_sizes, heads=s.num_heads) if s.mode == "exact" else None
         self.states: dict[str, State] = {}
         if s.mode == "ssd":
             ssm = (s.num_heads, s.head_dim, s.state_size)
@@ -84,11 +86,11 @@ class Mamba2:
         bc, shape = s.num_groups * s.state_size, (s.num_groups, s.state_size)
         h, B, C = xbc.split([self.sizes[0], bc, bc], -1)
         h, B, C = h.unflatten(-1, (s.num_heads, -1)), B.unflatten(-1, shape), C.unflatten(-1, shape)
-        dt = self._step_sizes(dt, self.dt_bias, *s.dt_limit)
-        args = (h, dt, self.A, B, C, self.D)
-        if state is None:
-            y = self._scan(*args, batch.query_start, s.chunk_size)
+        if self._step_sizes:
+            dt = self._step_sizes(dt, self.dt_bias, *s.dt_limit)
+            y = self._scan(h, dt, self.A, B, C, self.D, batch.query_start, s.chunk_size)
         else:
+            args = (h, dt, self.dt_bias, s.dt_limit, self.A, B, C, self.D, store[self.name]["ssm"])
             where = (batch.state_slots, batch.query_start, batch.has_history, batch.num_decodes)
-            y = self._scan(*args, state["ssm"], *where, s.chunk_size)
+            y = self._scan(*args, *where, s.chunk_size, batch.positions)
         return self.out(self._gate(y.flatten(1), gate, self.norm_weight, *self._gating))

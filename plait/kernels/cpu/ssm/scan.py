@@ -356,8 +356,9 @@ def _mamba2_scan(
     has_history: Tensor,
     num_decodes: int,
     chunk_size: int = 256,
+    positions: Tensor | None = None,
 ) -> Tensor:
-    """`num_decodes` and `chunk_size` change from step to step, and nothing here depends on them."""
+    """Nothing here depends on `num_decodes`, which changes from step to step, `chunk_size` or `positions`."""
     count, heads, dim = x.shape
     groups, size = B.shape[1:]
     rows, steps, where = TensorRows.of(x), TensorRows.of(dt), Sequences.of(slots, query_start, has_history)
