@@ -11,18 +11,19 @@ put in the order of the columns first, one launch more. A storage without planes
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
 from plait.kernels.triton import few_rows, many_rows
 from plait.kernels.triton.decode_planes import base_of, make_assembly
+from plait.kernels.triton.forms import KernelForm
 from plait.ops.glu import glu
 from plait.ops.launch import launch
 from plait.ops.linear import Activations, Linear, Packing, linear
@@ -330,3 +331,93 @@ def join_gate(x: Tensor, up: Linear, kind: str, activate: Any) -> Tensor:
     out = _make_result(x, up.n_out // 2)
     multiply_few(rows, packed, bias, kind, flat_rows(out, up.n_out // 2))
     return out
+
+
+POINTERS = {
+    "x": "bf16*", "codes": "i16*", "high": "i16*", "table": "fp32*", "bias": "bf16*", "out": "bf16*",
+    "parts": "fp32*", "counters": "i32*", "weight": "bf16*", "n": "i32!", "n_in": "i32!", "x_row": "i32!",
+    "out_row": "i32!", "weight_row": "i32!", "codes_unit": "i32!", "high_unit": "i32!", "scales_row": "i32!",
+    "levels_row": "i32!",
+}  # fmt: skip
+LEVEL_POINTERS = {"mins": "i16*", "nibbles": "u8*", "e4m3": "u8*"}
+SHAPE = (4096, 4096)
+# (layout, type of scales, most instructions for each weight of up to 8 and up to 16 rows)
+LAYOUTS: dict[str, tuple[PlaneLayout, str, tuple[float, float]]] = {
+    "Q4_0": (PlaneLayout(4, 0, "integer", 8, "plain", 32, 32), "fp16*", (3.0, 3.6)),
+    "Q4_1": (PlaneLayout(4, 0, "integer", 0, "pairs", 32, 32), "i32*", (3.2, 3.8)),
+    "Q4_K": (PlaneLayout(4, 0, "integer", 0, "mins", 32, 256), "i32*", (3.5, 4.2)),
+    "int4 g128 zeros": (PlaneLayout(4, 0, "integer", 8, "zeros", 128, 128), "fp16*", (2.6, 3.2)),
+    "MXFP4": (PlaneLayout(4, 0, "e2m1", 0, "plain", 32, 32), "bf16*", (3.8, 4.4)),
+    "NVFP4": (PlaneLayout(4, 0, "e2m1", 0, "e4m3", 16), "fp32*", (6.0, 7.0)),
+    "IQ4_XS": (PlaneLayout(4, 0, "table", 0, "levels", 32, 256), "fp16*", (9.0, 9.5)),
+    "Q2_K": (PlaneLayout(2, 0, "integer", 0, "nibbles", 16, 256), "i32*", (6.5, 7.5)),
+    "Q3_K": (PlaneLayout(2, 1, "integer", 4, "levels", 16, 256), "fp16*", (6.0, 7.5)),
+    "Q5_K": (PlaneLayout(4, 1, "integer", 0, "mins", 32, 256), "i32*", (5.0, 6.0)),
+    "Q6_K": (PlaneLayout(4, 2, "integer", 32, "levels", 16, 256), "fp16*", (6.0, 7.5)),
+    "Q8_0": (PlaneLayout(8, 0, "byte", 0, "plain", 32, 32), "fp16*", (4.0, 4.5)),
+    "FP8 b128": (PlaneLayout(8, 0, "e4m3", 0, "plain", 128, 128, 128), "fp32*", (4.5, 5.0)),
+}  # fmt: skip
+MANY = ("Q4_0", "Q4_K", "Q6_K", "Q8_0", "IQ4_XS")
+WIDE_LOADS = (("LDG.128", "LDGSTS.128"), ("HMMA", "HGMMA"))
+
+
+def forms() -> Iterator[KernelForm]:
+    """Every layout with up to 8 and 16 rows, at 4,096 inputs and outputs; tiles and scratch of some; plain numbers."""
+    for name, (layout, scales, most) in LAYOUTS.items():
+        tiling, types = PlanesTiling(layout, *SHAPE), POINTERS | _scale_types(layout, scales)
+        shared = plane_constants(layout, torch.bfloat16, has_assembly=True) | {"BIAS": True}
+        for rows, limit in zip((8, 16), most, strict=True):
+            yield _few_form(f"few rows, {name}, {rows}", tiling, types, rows, "", limit)
+        if name in MANY:
+            constants = tiling.many_constants(128)
+            options = {key: constants.pop(key) for key in ("num_warps", "num_stages")}
+            yield KernelForm(
+                f"many rows, {name}",
+                many_rows.many_planes,
+                types,
+                shared | constants,
+                **options,
+                demands=WIDE_LOADS,
+            )
+            kept = {key: shared[key] for key in shared if key not in ("APPLY", "BASE", "CODE", "BIAS")}
+            yield KernelForm(
+                f"write numbers, {name}", many_rows.write_numbers, types, kept | {"BN": many_rows.ROWS},
+                demands=(("LDG.128",),),
+            )  # fmt: skip
+    layout, scales, most = LAYOUTS["Q4_K"]
+    types = POINTERS | _scale_types(layout, scales)
+    yield _few_form(
+        "few rows, Q4_K, gate and up", PlanesTiling(layout, 28672, 4096), types, 8, "silu", most[0]
+    )
+    layout, scales, most = LAYOUTS["Q4_0"]
+    types = POINTERS | _scale_types(layout, scales)
+    yield _few_form("few rows, Q4_0, 576 inputs", PlanesTiling(layout, 576, 576), types, 8, "", 4.5)
+    for (n_out, n_in), rows, act in (
+        (SHAPE, 8, ""),
+        (SHAPE, 16, ""),
+        ((28672, 4096), 8, "silu"),
+        ((576, 576), 8, ""),
+    ):
+        constants = dense_constants(n_out, n_in, rows, act)
+        options = {key: constants.pop(key) for key in ("num_warps", "num_stages")}
+        each = constants["BN"] * constants["UNITS"] * constants["UNIT"]
+        yield KernelForm(
+            f"few rows, plain, {n_out} x {n_in}, {rows}", few_rows.few_dense, POINTERS,
+            constants | {"BIAS": True}, **options, demands=WIDE_LOADS, weights=each, max_per_weight=2.0,
+        )  # fmt: skip
+
+
+def _scale_types(layout: PlaneLayout, scales: str) -> dict[str, str]:
+    return {"scales": scales, "levels": LEVEL_POINTERS.get(layout.scales, "i8*")}
+
+
+def _few_form(
+    name: str, tiling: PlanesTiling, types: dict[str, str], rows: int, act: str, limit: float
+) -> KernelForm:
+    constants = tiling.few_constants(rows, act)
+    options = {key: constants.pop(key) for key in ("num_warps", "num_stages")}
+    shared = plane_constants(tiling.layout, torch.bfloat16, has_assembly=True) | {"BIAS": True}
+    return KernelForm(
+        name, few_rows.few_planes, types, shared | constants, **options, demands=WIDE_LOADS,
+        weights=constants["BN"] * constants["UNITS"] * tiling.layout.unit, max_per_weight=limit,
+    )  # fmt: skip
