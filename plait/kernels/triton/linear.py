@@ -45,6 +45,12 @@ def plane_constants(layout: PlaneLayout, dtype: torch.dtype, *, has_assembly: bo
     }  # fmt: skip
 
 
+def decode_constants(layout: PlaneLayout) -> dict[str, Any]:
+    """What a layout is to kernels that decode it to float32."""
+    shared = plane_constants(layout, torch.float32, has_assembly=False)
+    return {name: value for name, value in shared.items() if name not in ("APPLY", "BASE", "CODE")}
+
+
 def plane_tensors(planes: Planes) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """codes, high, scales, levels, table; what a layout lacks is one of the others, and is not read."""
     codes, scales = planes.codes, planes.scales
@@ -78,8 +84,8 @@ class PlanesTiling:
 
     @property
     def few_rows(self) -> int:
-        """Outputs of a program of `few_planes`: long units need more registers for each."""
-        return few_rows.BN if self.layout.unit <= 64 else few_rows.BN // 2
+        """Outputs of a program of `few_planes`: the units of two planes are long, and want registers."""
+        return few_rows.BN // 2 if self.layout.high else few_rows.BN
 
     @property
     def few_steps(self) -> int:
@@ -293,11 +299,10 @@ def write_scratch(planes: Planes, dtype: torch.dtype) -> Tensor:
     n_out, n_in = planes.shape
     out = torch.empty(n_out, n_in, dtype=dtype, device=planes.codes.device)
     units = planes.layout.padded(n_in) // planes.layout.unit
-    constants = plane_constants(planes.layout, dtype, has_assembly=False)
-    kept = {name: constants[name] for name in constants if name not in ("APPLY", "BASE", "CODE")}
     launch(
         many_rows.write_numbers, (-(-n_out // many_rows.ROWS), units), *plane_tensors(planes), out,
-        n_out, n_in, units, out.stride(0), *plane_strides(planes), BN=many_rows.ROWS, **kept,
+        n_out, n_in, units, out.stride(0), *plane_strides(planes), BN=many_rows.ROWS,
+        **decode_constants(planes.layout),
     )  # fmt: skip
     return out
 
@@ -364,7 +369,7 @@ WIDE_LOADS = (("LDG.128", "LDGSTS.128"), ("HMMA", "HGMMA"))
 def forms() -> Iterator[KernelForm]:
     """Every layout with up to 8 and 16 rows, at 4,096 inputs and outputs; tiles and scratch of some; plain numbers."""
     for name, (layout, scales, most) in LAYOUTS.items():
-        tiling, types = PlanesTiling(layout, *SHAPE), POINTERS | _scale_types(layout, scales)
+        tiling, types = PlanesTiling(layout, *SHAPE), POINTERS | scale_types(layout, scales)
         shared = plane_constants(layout, torch.bfloat16, has_assembly=True) | {"BIAS": True}
         for rows, limit in zip((8, 16), most, strict=True):
             yield _few_form(f"few rows, {name}, {rows}", tiling, types, rows, "", limit)
@@ -379,18 +384,17 @@ def forms() -> Iterator[KernelForm]:
                 **options,
                 demands=WIDE_LOADS,
             )
-            kept = {key: shared[key] for key in shared if key not in ("APPLY", "BASE", "CODE", "BIAS")}
             yield KernelForm(
-                f"write numbers, {name}", many_rows.write_numbers, types, kept | {"BN": many_rows.ROWS},
+                f"write numbers, {name}", many_rows.write_numbers, types, decode_constants(layout) | {"BN": many_rows.ROWS},
                 demands=(("LDG.128",),),
             )  # fmt: skip
     layout, scales, most = LAYOUTS["Q4_K"]
-    types = POINTERS | _scale_types(layout, scales)
+    types = POINTERS | scale_types(layout, scales)
     yield _few_form(
         "few rows, Q4_K, gate and up", PlanesTiling(layout, 28672, 4096), types, 8, "silu", most[0]
     )
     layout, scales, most = LAYOUTS["Q4_0"]
-    types = POINTERS | _scale_types(layout, scales)
+    types = POINTERS | scale_types(layout, scales)
     yield _few_form("few rows, Q4_0, 576 inputs", PlanesTiling(layout, 576, 576), types, 8, "", 4.5)
     for (n_out, n_in), rows, act in (
         (SHAPE, 8, ""),
@@ -407,7 +411,7 @@ def forms() -> Iterator[KernelForm]:
         )  # fmt: skip
 
 
-def _scale_types(layout: PlaneLayout, scales: str) -> dict[str, str]:
+def scale_types(layout: PlaneLayout, scales: str) -> dict[str, str]:
     return {"scales": scales, "levels": LEVEL_POINTERS.get(layout.scales, "i8*")}
 
 
