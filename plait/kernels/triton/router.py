@@ -66,8 +66,9 @@ def choose_experts(
     g, j = tl.arange(0, GP)[:, None], tl.arange(0, SP)[None, :]
     e = g * size + j
     real = (g < groups) & (j < size)
-    score = tl.load(logits + token * logits_row + e, mask=real, other=low if SOFTMAX else 0.0).to(tl.float32)
+    score = tl.load(logits + token * logits_row + e, mask=real, other=0.0).to(tl.float32)
     if SOFTMAX:
+        score = tl.where(real, score, low)
         largest = tl.max(tl.max(score, 1), 0)
         mass = tl.exp(score - largest)
         score = mass / tl.sum(tl.sum(mass, 1), 0)
