@@ -33,7 +33,8 @@ class TensorStack:
         """Copy an item to its place. Raises ShapeMismatch if it is of another make than the first."""
         found = list(_tensors_in(item))
         if not self.fits(item):
-            raise ShapeMismatch(f"item {at} of a stack is {_make_of(item)}, those before are {self._make}")
+            shown = [f"{getattr(one, 'format', 'plain')} {list(one.shape)}" for one in (item, self._template)]
+            raise ShapeMismatch(f"item {at} of a stack is of another make: {shown[0]}, not {shown[1]}")
         if self._template is None:
             self._tensors = [torch.empty(self.count, *t.shape, dtype=t.dtype, device=t.device) for t in found]
             self._make = _make_of(item)

@@ -35,9 +35,9 @@ BLOCK = 1024  # pairs that a program of `sort_pairs` looks at together
 
 @triton.jit
 def sort_pairs(index, starts, order, pairs, BLOCK: tl.constexpr):
-    """index: [pairs] -> starts [experts + 1], order [pairs]: pairs by expert, then by number. Grid: (experts,).
+    """index: [pairs] -> starts [experts + 1], order [pairs]: pairs by expert, then by number.
 
-    Each program walks all pairs twice: to count those of lower experts, then to place its own.
+    Grid: (experts,). A program walks all pairs twice: to count those of lower experts, then to place its own.
     """
     e, i = tl.program_id(0), tl.arange(0, BLOCK)
     before = tl.zeros([BLOCK], tl.int32)
@@ -100,10 +100,7 @@ def multiply_up(
             first += tl.load(added, mask=ok, other=0.0).to(tl.float32)[None, :]
             if GATED:
                 second += tl.load(added + size, mask=ok, other=0.0).to(tl.float32)[None, :]
-        if GATED:
-            y = apply_gated(first, second, KIND)
-        else:
-            y = apply_activation(first, KIND)
+        y = apply_gated(first, second, KIND) if GATED else apply_activation(first, KIND)
         place = h + pair.to(tl.int64)[:, None] * size + cols[None, :]
         tl.store(place, y.to(h.dtype.element_ty), mask=there[:, None] & ok[None, :])
 
