@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from plait.ops.linear import Linear
+from plait.quant.planes import Planes
 from plait.quant.stack import TensorStack
 from plait.quant.weight import Weight, stack_key
 
 log = logging.getLogger("plait")
-Pack = Callable[[Weight, torch.dtype], Any]  # a weight -> a tensor [out, in], or what has `.dequantize`
+Pack = Callable[[Weight, torch.dtype], Any]  # a weight -> a tensor [out, in], Planes, or the weight itself
 
 
 class ExpertStack:
@@ -72,8 +73,14 @@ class ExpertStack:
         return sum(part.nbytes for part in self.parts)
 
     def _decode(self, items: Iterable[Any]) -> Tensor:
-        found = [item if isinstance(item, Tensor) else item.dequantize(self.dtype) for item in items]
+        found = [self._numbers(item) for item in items]
         return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _numbers(self, item: Any) -> Tensor:
+        if isinstance(item, Tensor):
+            return item
+        found: Tensor = item.decode(self.dtype) if isinstance(item, Planes) else item.dequantize(self.dtype)
+        return found
 
     def _become_plain(self, e: int, made: list[Any]) -> Tensor:
         """Decode the experts before e, and return e's numbers: their storages differ."""

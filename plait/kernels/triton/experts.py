@@ -86,14 +86,23 @@ def pick_expert(order, i, KP: tl.constexpr):
 
 
 @triton.jit
+def pick_experts(order, i, J: tl.constexpr, KP: tl.constexpr):
+    """As `pick_expert`, of J experts from the i-th on: [J] each."""
+    j = i + tl.arange(0, J)
+    key = tl.sum(tl.where(tl.arange(0, KP)[None, :] == j[:, None], order[None, :], 0), 1)
+    return key // KP, key % KP
+
+
+@triton.jit
 def expert_down(
     h, down, bias, weight, index, shared, out, size, hidden, shared_row,
     K: tl.constexpr, KP: tl.constexpr, SHARED: tl.constexpr, BIASED: tl.constexpr, PICKED: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr,
+    J: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """h: [T * K, size], down: [experts, hidden, size], weight: [T, K] -> out [T, hidden].
 
-    Grid: (T, hidden / BN). shared: [T, hidden], what the sum starts from. PICKED: as in `expert_up`.
+    Grid: (T, hidden / BN). shared: [T, hidden], what the sum starts from. PICKED: as in `expert_up`. J
+    experts are loaded together: one after the other, their loads would wait for each other.
     """
     token = tl.program_id(0).to(tl.int64)
     rows, c = tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, BK)
@@ -102,28 +111,43 @@ def expert_down(
     total = tl.zeros([BN], tl.float32)
     if SHARED:
         total += tl.load(shared + token * shared_row + rows, mask=ok, other=0.0).to(tl.float32)
-    for i in tl.static_range(K):
-        number, which = pick_expert(order, i, KP)
-        e, slot = number.to(tl.int64), token * K + which
-        base = down + (slot if PICKED else e) * hidden * size
-        lanes = tl.zeros([BN, BK], tl.float32)
+    for i in tl.static_range(0, K, J):
+        number, which = pick_experts(order, i, J, KP)
+        real = i + tl.arange(0, J) < K
+        e, slot = tl.where(real, number, 0).to(tl.int64), token * K + which
+        base = down + (slot if PICKED else e)[:, None, None] * hidden * size + rows[None, :, None] * size
+        line = h + slot[:, None] * size
+        lanes = tl.zeros([J, BN, BK], tl.float32)
         for at in range(0, size, BK):
             seen = at + c < size
-            given = tl.load(h + slot * size + at + c, mask=seen, other=0.0).to(tl.float32)[None, :]
-            place = base + rows[:, None] * size + at + c[None, :]
-            there = ok[:, None] & seen[None, :]
-            lanes += tl.load(place, mask=there, other=0.0).to(tl.float32) * given
-        y = tl.sum(lanes, 1)
+            mine = real[:, None] & seen[None, :]
+            given = tl.load(line + at + c[None, :], mask=mine, other=0.0).to(tl.float32)[:, None, :]
+            there = mine[:, None, :] & ok[None, :, None]
+            lanes += tl.load(base + at + c[None, None, :], mask=there, other=0.0).to(tl.float32) * given
+        y = tl.sum(lanes, 2)
+        both = real[:, None] & ok[None, :]
         if BIASED:
-            y += tl.load(bias + e * hidden + rows, mask=ok, other=0.0).to(tl.float32)
-        total += y * tl.load(weight + slot)
+            y += tl.load(bias + e[:, None] * hidden + rows[None, :], mask=both, other=0.0).to(tl.float32)
+        total += tl.sum(y * tl.load(weight + slot, mask=real, other=0.0)[:, None], 0)
     tl.store(out + token * hidden + rows, total.to(out.dtype.element_ty), mask=ok)
 
 
-def tile_of(n_in: int, rows: int, most: int) -> dict[str, Any]:
-    """Rows and columns of a program's tile, and its warps: 16 bytes of each row for each thread."""
-    columns = min(most, max(16, triton.next_power_of_2(n_in)))
-    return {"BN": rows, "BK": columns, "num_warps": 4 if columns >= 256 else 2}
+def up_tile(n_in: int) -> dict[str, Any]:
+    """Rows and columns of a program's tile, and its warps: 16 bytes of a row for each thread of two."""
+    columns = min(512, max(16, triton.next_power_of_2(n_in)))
+    return {"BN": 4, "BK": columns, "num_warps": 4 if columns >= 256 else 2}
+
+
+def down_tile(size: int, k: int) -> dict[str, Any]:
+    """The same of a program that adds k experts, some of them at a time."""
+    columns = min(256, max(16, triton.next_power_of_2(size)))
+    return {
+        "KP": max(2, triton.next_power_of_2(k)),
+        "J": min(4, triton.next_power_of_2(k)),
+        "BN": 4 if k > 2 else 8,
+        "BK": columns,
+        "num_warps": 4 if columns >= 256 else 2,
+    }
 
 
 def by_slots(
@@ -146,18 +170,18 @@ def by_slots(
     (first, first_bias), (second, second_bias) = up, down
     hidden, size = second.shape[1:]
     h, out = x.new_empty(tokens * k, size), x.new_empty(tokens, hidden)
-    tile = tile_of(n_in, 4, 512)
+    tile = up_tile(n_in)
     launch(
         expert_up, (tokens * k, triton.cdiv(size, tile["BN"])),
         x, first, first if first_bias is None else first_bias, index, h, n_in, size, x.stride(0),
         K=k, KIND=kind, GATED=gated, BIASED=first_bias is not None, PICKED=is_picked, **tile,
     )  # fmt: skip
-    tile = tile_of(size, 8, 256)
+    tile = down_tile(size, k)
     launch(
         expert_down, (tokens, triton.cdiv(hidden, tile["BN"])),
         h, second, second if second_bias is None else second_bias, weight, index,
         out if shared is None else shared, out, size, hidden, 0 if shared is None else shared.stride(0),
-        K=k, KP=max(2, triton.next_power_of_2(k)), SHARED=shared is not None,
+        K=k, SHARED=shared is not None,
         BIASED=second_bias is not None, PICKED=is_picked, **tile,
     )  # fmt: skip
     return out
@@ -183,19 +207,10 @@ TYPES = {
 def forms() -> Iterator[KernelForm]:
     """What models of published sizes launch."""
     for name, (k, hidden, size, kind, gated, biased, shared) in SHAPES.items():
-        constants = {
-            "K": k,
-            "KIND": kind,
-            "GATED": gated,
-            "BIASED": biased,
-            "PICKED": False,
-            **tile_of(hidden, 4, 512),
-        }
-        warps = constants.pop("num_warps")
-        yield KernelForm(f"expert_up, {name}", expert_up, TYPES, constants, warps, demands=WIDE)
-        constants = {
-            "K": k, "KP": max(2, triton.next_power_of_2(k)), "SHARED": shared, "BIASED": biased,
-            "PICKED": False, **tile_of(size, 8, 256),
-        }  # fmt: skip
-        warps = constants.pop("num_warps")
-        yield KernelForm(f"expert_down, {name}", expert_down, TYPES, constants, warps, demands=WIDE)
+        both = {"K": k, "BIASED": biased, "PICKED": False}
+        up = {**both, "KIND": kind, "GATED": gated, **up_tile(hidden)}
+        down = {**both, "SHARED": shared, **down_tile(size, k)}
+        for kernel, constants in ((expert_up, up), (expert_down, down)):
+            warps = constants.pop("num_warps")
+            named = f"{kernel.fn.__name__}, {name}"
+            yield KernelForm(named, kernel, TYPES, constants, warps, demands=WIDE)
