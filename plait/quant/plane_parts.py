@@ -30,7 +30,7 @@ NO_NUMBER = 0x7F  # E4M3's NaN, of either sign
 
 @dataclass(frozen=True, slots=True)
 class CodeParts:
-    """Some rows taken apart. codes: uint8 [n, columns]; scales: [n, spans]; levels: [n, groups] or None."""
+    """Some rows taken apart. codes: uint8 [n, columns]; scales: [n, blocks]; levels: [n, groups] or None."""
 
     codes: Tensor
     scales: Tensor
@@ -121,7 +121,7 @@ def _whole(parts: Callable[[Tensor], BlockParts], blocks: Tensor, dtype: torch.d
     return CodeParts(found.codes, found.unit.to(dtype))
 
 
-def _levelled(parts: Callable[[Tensor], BlockParts], blocks: Tensor) -> CodeParts:
+def _with_levels(parts: Callable[[Tensor], BlockParts], blocks: Tensor) -> CodeParts:
     found = parts(blocks)
     return CodeParts(found.codes, found.unit, found.levels.to(torch.int8))
 
@@ -205,7 +205,7 @@ def _fill(
             fill_plane(high[:, start:stop], some >> layout.bits, layout.high)
             some = some & ((1 << layout.bits) - 1)
         fill_plane(codes[:, start:stop], some, layout.bits)
-        put("scales", layout.span, start, stop, found.scales, layout.tall)
+        put("scales", layout.block, start, stop, found.scales, layout.tall)
         if found.levels is not None:
             put("levels", layout.group, start, stop, found.levels, 1)
     return Planes(layout, shape, codes, high, columns["scales"], columns.get("levels"), table, order)
@@ -226,7 +226,7 @@ def _pack_gguf(weight: Gguf) -> Planes:
         low, high = (2, 1) if len(values) <= 8 else (4, 0)
         layout, split = (
             PlaneLayout(low, high, "table", 0, "levels", 256 // count, 256),
-            partial(_levelled, parts),
+            partial(_with_levels, parts),
         )
 
     def take(start: int, stop: int) -> CodeParts:

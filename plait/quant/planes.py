@@ -48,7 +48,7 @@ class PlaneLayout:
 
     bits, high: of the two planes, high is 0 without a second; value: one of `VALUES`; zero: what "integer"
     takes from a code; scales: one of `SCALES`; group: columns of an entry of levels, or of scales if there
-    are no levels; span: columns of an entry of scales; tall: rows of an entry of scales.
+    are no levels; block: columns of an entry of scales; tall: rows of an entry of scales.
     """
 
     bits: int
@@ -57,7 +57,7 @@ class PlaneLayout:
     zero: int = 0
     scales: str = "plain"
     group: int = ALL
-    span: int = ALL
+    block: int = ALL
     tall: int = 1
 
     @property
@@ -73,7 +73,7 @@ class PlaneLayout:
 class Planes:
     """A weight matrix [out, in] in planes.
 
-    codes: int16 [units, out, 16]; high: the second plane or None; scales: [spans, ceil(out / tall)]; levels:
+    codes: int16 [units, out, 16]; high: the second plane or None; scales: [blocks, ceil(out / tall)]; levels:
     [groups, out] or None; table: float32 [16] of "table", or None; order: int32 [in], the input of each
     column, or None. Columns behind the last are zeros under a scale of zero.
     """
@@ -143,7 +143,7 @@ class Planes:
         if layout.tall > 1:
             scales = scales.repeat_interleave(layout.tall, 0)[: self.shape[0]]
         levels = None if self.levels is None else self.levels.T[:, of // layout.group]
-        scales = scales[:, of // layout.span]
+        scales = scales[:, of // layout.block]
         match layout.scales:
             case "plain" | "zeros":
                 return scales.float(), None

@@ -1,0 +1,227 @@
+"""Device functions that decode planes: codes to numbers in the dtype of x, scales to float32.
+
+Two 16-bit lanes of a plane are one register. Assembly decodes them together: a code under the bits of 128
+(bfloat16) or 1024 (float16) is that number plus the code, and who sums them takes it away from the sum (`base_of`).
+Eight-bit and four-bit floats are moved to where the wider float has its exponent, and multiplied by what the
+biases differ by. All of this is exact. `make_assembly` writes it for a layout and a dtype. The interpreter has no
+assembly: without it, the same numbers are computed in Triton's own words.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from plait.quant.planes import LANES, PlaneLayout
+
+PAIRS = 0x10001  # a constant of 16 bits in both lanes, if multiplied by it
+OR, XOR = "0xEA", "0x6A"  # lop3: (a & b) | c, (a & b) ^ c
+
+
+def _place(register: str, shift: int, source: str) -> list[str]:
+    """register = source, moved right by `shift`, or left if that is negative."""
+    if shift == 0:
+        return [f"mov.b32 {register}, {source};"]
+    return [f"{'shr.u32' if shift > 0 else 'shl.b32'} {register}, {source}, {abs(shift)};"]
+
+
+def _integer(layout: PlaneLayout, is_half: bool, at: int, low: str, high: str, out: str) -> list[str]:
+    """A code of up to 6 bits plus `base_of`. Field `at` of the unit is in `low`, and in `high` if there is one."""
+    last = f"{(0x6400 if is_half else 0x4300) * PAIRS:#x}"
+    lines = []
+    if layout.high:
+        lines = _place("b", layout.high * at - layout.bits, high)
+        lines += [f"lop3.b32 b, b, {(((1 << layout.high) - 1) << layout.bits) * PAIRS:#x}, {last}, {OR};"]
+        last = "b"
+    lines += _place("a", layout.bits * (at % (16 // layout.bits)), low)
+    return [*lines, f"lop3.b32 {out}, a, {((1 << layout.bits) - 1) * PAIRS:#x}, {last}, {OR};"]
+
+
+def _byte(is_half: bool, at: int, low: str, out: str) -> list[str]:
+    """A signed byte: the seven low bits, and minus 128 where the top bit is set."""
+    lines = _place("a", 8 * (at % 2), low)
+    if is_half:  # ten bits of mantissa: with the top bit turned it is the number plus 128
+        lines += [f"lop3.b32 a, a, {0xFF * PAIRS:#x}, {0x6480 * PAIRS:#x}, {XOR};"]
+        return [
+            *lines,
+            f"mov.b32 k, {0x3C00 * PAIRS:#x};",
+            f"mov.b32 c, {_bits_of(-1152.0, True) * PAIRS:#x};",
+            f"fma.rn.f16x2 {out}, a, k, c;",
+        ]
+    return [
+        *lines,
+        f"lop3.b32 b, a, {0x80 * PAIRS:#x}, {0x4300 * PAIRS:#x}, {OR};",  # 128, or 256
+        f"lop3.b32 a, a, {0x7F * PAIRS:#x}, {0x4300 * PAIRS:#x}, {OR};",
+        f"mov.b32 k, {0xBF80 * PAIRS:#x};",
+        f"fma.rn.bf16x2 {out}, b, k, a;",
+    ]
+
+
+def _float(layout: PlaneLayout, is_half: bool, at: int, low: str, out: str) -> list[str]:
+    """E4M3 or E2M1: the bits below the sign go to the end of the exponent's field."""
+    wide, mantissa, bias = (8, 3, 7) if layout.value == "e4m3" else (4, 1, 1)
+    field, whole, wide_bias = at % (16 // wide), 10 if is_half else 7, 15 if is_half else 127
+    power = wide_bias - bias + (layout.value == "e2m1 doubled")
+    lines = _place("a", wide * field - (whole - mantissa), low) + _place("b", wide * field + wide - 16, low)
+    below = ((1 << (wide - 1)) - 1) << (whole - mantissa)
+    by = (power + wide_bias) << whole
+    return [
+        *lines,
+        f"and.b32 b, b, {0x8000 * PAIRS:#x};",
+        f"lop3.b32 a, a, {below * PAIRS:#x}, b, {OR};",
+        f"mov.b32 k, {by * PAIRS:#x};",
+        f"mov.b32 c, {0x8000 * PAIRS:#x};",
+        f"fma.rn.{'f16x2' if is_half else 'bf16x2'} {out}, a, k, c;",
+    ]
+
+
+def _bits_of(number: float, is_half: bool) -> int:
+    dtype = torch.float16 if is_half else torch.bfloat16
+    return int(torch.tensor(number, dtype=dtype).view(torch.int16)) & 0xFFFF
+
+
+def base_of(layout: PlaneLayout, dtype: torch.dtype) -> int:
+    """What `decode_field` and the assembly add to an integer: sums are corrected for it, not each number."""
+    return {torch.bfloat16: 128, torch.float16: 1024}.get(dtype, 0) if layout.value == "integer" else 0
+
+
+@cache
+def make_assembly(layout: PlaneLayout, dtype: torch.dtype) -> str:
+    """PTX that decodes two lanes of a unit: an output for each field of 16 columns; "" if there is none."""
+    if layout.value == "table" or dtype not in (torch.bfloat16, torch.float16):
+        return ""
+    is_half, count = dtype is torch.float16, layout.unit // LANES
+    each = 16 // layout.bits
+    lines = [".reg .b32 a, b, k, c;"]
+    for at in range(count):
+        low, high, out = f"${count + at // each}", f"${count + count // each}", f"${at}"
+        if layout.value == "integer":
+            lines += _integer(layout, is_half, at, low, high, out)
+        elif layout.value == "byte":
+            lines += _byte(is_half, at, low, out)
+        else:
+            lines += _float(layout, is_half, at, low, out)
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+@triton.jit
+def load_unit(codes, high, codes_unit, BITS: tl.constexpr, HIGH: tl.constexpr):
+    """The words of a unit: a tuple of one to four int16 tiles of codes, and the one of the second plane."""
+    PARTS: tl.constexpr = BITS // HIGH if HIGH else 1
+    if PARTS == 1:
+        words = (tl.load(codes),)
+    elif PARTS == 2:
+        words = (tl.load(codes), tl.load(codes + codes_unit))
+    else:
+        words = (
+            tl.load(codes),
+            tl.load(codes + codes_unit),
+            tl.load(codes + 2 * codes_unit),
+            tl.load(codes + 3 * codes_unit),
+        )
+    more = words[0]
+    if HIGH:
+        more = tl.load(high)
+    return words, more
+
+
+@triton.jit
+def decode_field(
+    words, more, table, AT: tl.constexpr, DTYPE: tl.constexpr,
+    BITS: tl.constexpr, HIGH: tl.constexpr, VALUE: tl.constexpr, BASE: tl.constexpr,
+):  # fmt: skip
+    """What the codes of field AT of a unit stand for, before their scale, as DTYPE; integers plus BASE."""
+    EACH: tl.constexpr = 16 // BITS
+    word = words[AT // EACH].to(tl.int32)
+    code = (word >> (BITS * (AT % EACH))) & ((1 << BITS) - 1)
+    if HIGH:
+        code = code | (((more.to(tl.int32) >> (HIGH * AT)) & ((1 << HIGH) - 1)) << BITS)
+    if VALUE == "integer":
+        number = (code + BASE).to(tl.float32)
+    elif VALUE == "byte":
+        number = ((code ^ 128) - 128).to(tl.float32)
+    elif VALUE == "table":
+        number = tl.load(table + code)
+    elif VALUE == "e4m3":
+        bits = ((code & 128) << 24) | ((code & 127) << 20)
+        number = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+    else:
+        bits = ((code & 8) << 28) | ((code & 7) << 22)
+        number = bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
+        if VALUE == "e2m1 doubled":
+            number = number * 2.0
+    return number.to(DTYPE)
+
+
+@triton.constexpr_function
+def _repeat(dtype, count):
+    return (dtype,) * count
+
+
+@triton.constexpr_function
+def _constrain(outputs, inputs):
+    """Outputs are written before all inputs are read."""
+    return ",".join(["=&r"] * outputs + ["r"] * inputs)
+
+
+@triton.jit
+def decode_unit(words, more, CODE: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr, HIGH: tl.constexpr):
+    """All fields of a unit by assembly, as a tuple of DTYPE: field f is its columns 16 f .. 16 f + 15."""
+    FIELDS: tl.constexpr = 16 // (HIGH if HIGH else BITS)
+    PARTS: tl.constexpr = BITS // HIGH if HIGH else 1
+    if HIGH == 0:
+        found = tl.inline_asm_elementwise(
+            CODE, _constrain(FIELDS, 1), [words[0]], _repeat(DTYPE, FIELDS), is_pure=True, pack=2
+        )
+    elif PARTS == 2:
+        found = tl.inline_asm_elementwise(
+            CODE,
+            _constrain(FIELDS, 3),
+            [words[0], words[1], more],
+            _repeat(DTYPE, FIELDS),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        found = tl.inline_asm_elementwise(
+            CODE, _constrain(FIELDS, 5), [words[0], words[1], words[2], words[3], more],
+            _repeat(DTYPE, FIELDS), is_pure=True, pack=2,
+        )  # fmt: skip
+    return found
+
+
+@triton.jit
+def _half_of(word, SHIFT: tl.constexpr):
+    """The float16 in one half of a 32-bit word, as float32."""
+    return (word >> SHIFT).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def scale_of(first, level, SCALES: tl.constexpr):
+    """(scale, offset) of entries of scales and levels, float32. The offset is the number 0 where there is none."""
+    scale, offset = first, 0.0
+    if SCALES == "plain":
+        scale = first.to(tl.float32)
+    elif SCALES == "pairs":
+        scale, offset = _half_of(first, 0), _half_of(first, 16)
+    elif SCALES == "zeros":
+        scale = first.to(tl.float32)
+        offset = -scale * level.to(tl.float32)
+    elif SCALES == "levels":
+        scale = first.to(tl.float32) * level.to(tl.float32)
+    elif SCALES == "e4m3":
+        bits = ((level.to(tl.int32) & 128) << 24) | ((level.to(tl.int32) & 127) << 20)
+        scale = first.to(tl.float32) * (bits.to(tl.float32, bitcast=True) * 1.329227995784916e36)
+    else:
+        WIDE: tl.constexpr = 8 if SCALES == "mins" else 4
+        low, high = level.to(tl.int32) & ((1 << WIDE) - 1), (level.to(tl.int32) >> WIDE) & ((1 << WIDE) - 1)
+        scale, offset = _half_of(first, 0) * low.to(tl.float32), -_half_of(first, 16) * high.to(tl.float32)
+    return scale, offset
+
+
+def has_offset(layout: PlaneLayout) -> bool:
+    """Whether its numbers are more than a code times a scale."""
+    return layout.scales in ("zeros", "pairs", "mins", "nibbles")

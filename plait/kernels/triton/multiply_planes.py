@@ -1,0 +1,133 @@
+"""Products of few rows with weights in planes: the loop that every kernel over quantized weights has in common.
+
+Each warp takes a unit of columns of its own, the same rows as the others, in matrix instructions of 16 rows x 16
+columns by 8 rows of x. Codes are multiplied as they are, and sums of a group by its scale, in float32: neither
+scales nor numbers are rounded. An offset is multiplied by the sum of x over the group, which a product with ones
+gives where it is needed. Units of a step are added at the end, in a fixed tree.
+
+    step s, UNITS warps        unit s UNITS + w of warp w
+    [UNITS, BN, 16] codes  x  [UNITS, 16, BM] of x  ->  [UNITS, BN, BM] sums of a group, times [UNITS, BN, 1]
+
+So a row's bits depend neither on other rows of x nor on BN and BM: one instruction serves 1 row and 16.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from plait.kernels.triton.decode_planes import decode_field, decode_unit, load_unit, scale_of
+
+
+@triton.jit
+def add_units(total, UNITS: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr):
+    """[UNITS, BN, BM] -> [BN, BM]: halves are added to each other until one is left. UNITS: a power of two."""
+    if UNITS > 1:
+        halves = tl.permute(tl.reshape(total, [2, UNITS // 2, BN, BM]), (1, 2, 3, 0))
+        low, high = tl.split(halves)
+        whole = add_units(low + high, UNITS // 2, BN, BM)
+    else:
+        whole = tl.reshape(total, [BN, BM])
+    return whole
+
+
+@triton.jit
+def entry_at(step, own, column: tl.constexpr, SIZE: tl.constexpr, UNIT: tl.constexpr, UNITS: tl.constexpr):
+    """(of a step, of its units): which entry of scales of SIZE columns a column of each unit has, in two parts.
+
+    A part of the step alone is a scalar, which costs no instruction of a thread.
+    """
+    STEP: tl.constexpr = UNIT * UNITS
+    if STEP % SIZE == 0:
+        of_step, of_unit = step * (STEP // SIZE), (own * UNIT + column) // SIZE
+    elif SIZE % STEP == 0:
+        of_step, of_unit = step // (SIZE // STEP), own * 0
+    else:
+        of_step, of_unit = step * 0, (step * STEP + own * UNIT + column) // SIZE
+    return of_step, of_unit
+
+
+@triton.jit
+def multiply_planes(
+    x, x_there, codes, high, scales, levels, table, rows, begin, end, units, n_in,
+    codes_unit, high_unit, scales_row, levels_row,
+    BITS: tl.constexpr, HIGH: tl.constexpr, VALUE: tl.constexpr, ZERO: tl.constexpr, SCALES: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, TALL: tl.constexpr, APPLY: tl.constexpr, BASE: tl.constexpr,
+    CODE: tl.constexpr, EVEN: tl.constexpr, UNITS: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """Rows of a weight times rows of x, over steps begin .. end of UNITS units -> [BN, BM] float32.
+
+    x: pointers to the first number of BM rows of x, and which of them are there; rows: [BN] row numbers;
+    units: of the whole weight; APPLY: columns that share a scale, at most a unit. EVEN: `units` are whole steps,
+    and n_in are whole units.
+    """
+    UNIT: tl.constexpr = 256 // (HIGH if HIGH else BITS)
+    PARTS: tl.constexpr = BITS // HIGH if HIGH else 1
+    OFFSET: tl.constexpr = SCALES == "zeros" or SCALES == "pairs" or SCALES == "mins" or SCALES == "nibbles"
+    BESIDE: tl.constexpr = OFFSET or BASE + ZERO != 0
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    lane, own = tl.arange(0, 16), tl.arange(0, UNITS)
+    row = (rows.to(tl.int64) * 16)[None, :, None] + lane[None, None, :]
+    mine = own.to(tl.int64)[:, None, None]
+    codes_at, high_at = codes + mine * (PARTS * codes_unit) + row, high + mine * high_unit + row
+    x_at = x[None, None, :] + (own * UNIT)[:, None, None] + lane[None, :, None]
+    scales_at, levels_at = scales + (rows // TALL)[None, :], levels + rows[None, :]
+    ones = tl.full([UNITS, BN, 16], 1.0, DTYPE)
+    total = tl.zeros([UNITS, BN, BM], tl.float32)
+    for step in range(begin, end):
+        unit = step * UNITS
+        if EVEN:
+            words, more = load_unit(
+                codes_at + unit.to(tl.int64) * (PARTS * codes_unit), high_at + unit.to(tl.int64) * high_unit,
+                codes_unit, BITS, HIGH,
+            )  # fmt: skip
+        else:
+            last = tl.minimum(unit + own, units - 1).to(tl.int64)[:, None, None]  # behind it x is zero
+            words, more = load_unit(
+                codes + last * (PARTS * codes_unit) + row,
+                high + last * high_unit + row,
+                codes_unit,
+                BITS,
+                HIGH,
+            )
+        if CODE != "":
+            numbers = decode_unit(words, more, CODE, DTYPE, BITS, HIGH)
+        part = tl.zeros([UNITS, BN, BM], tl.float32)
+        beside = tl.zeros([UNITS, BN, BM], tl.float32)
+        for field in tl.static_range(UNIT // 16):
+            if EVEN:
+                given_there = x_there[None, None, :]
+            else:
+                column = (unit + own)[:, None, None] * UNIT + 16 * field + lane[None, :, None]
+                given_there = x_there[None, None, :] & (column < n_in)
+            given = tl.load(x_at + (unit * UNIT + 16 * field), mask=given_there, other=0.0)
+            if CODE != "":
+                number = numbers[field]
+            else:
+                number = decode_field(words, more, table, field, DTYPE, BITS, HIGH, VALUE, BASE)
+            part = tl.dot(number, given, part, input_precision="ieee")
+            if BESIDE:
+                beside = tl.dot(ones, given, beside, input_precision="ieee")
+            if (16 * field + 16) % APPLY == 0:
+                of_step, of_unit = entry_at(step, own, 16 * field + 16 - APPLY, BLOCK, UNIT, UNITS)
+                if not EVEN:
+                    of_unit = tl.minimum(of_unit, (units * UNIT - 1) // BLOCK - of_step)
+                first = tl.load(scales_at + of_unit[:, None] * scales_row + of_step * scales_row)
+                level = first
+                if SCALES != "plain" and SCALES != "pairs":
+                    of_step, of_unit = entry_at(step, own, 16 * field + 16 - APPLY, GROUP, UNIT, UNITS)
+                    if not EVEN:
+                        of_unit = tl.minimum(of_unit, (units * UNIT - 1) // GROUP - of_step)
+                    level = tl.load(levels_at + of_unit[:, None] * levels_row + of_step * levels_row)
+                scale, offset = scale_of(first, level, SCALES)
+                if OFFSET:
+                    offset = offset - (BASE + ZERO) * scale
+                    total += part * scale[:, :, None]
+                    total += beside * offset[:, :, None]
+                elif BESIDE:
+                    total += (part - (BASE + ZERO) * beside) * scale[:, :, None]
+                else:
+                    total += part * scale[:, :, None]
+                part = tl.zeros([UNITS, BN, BM], tl.float32)
+                beside = tl.zeros([UNITS, BN, BM], tl.float32)
+    return add_units(total, UNITS, BN, BM)
