@@ -198,9 +198,9 @@ SHAPES = {  # k, hidden, size, kind, gated, biases, shared
 }
 WIDE = (("LDG.128", "LDGSTS.128"),)
 TYPES = {
-    "x": "bf16*", "up": "bf16*", "down": "bf16*", "bias": "bf16*", "index": "i64*", "h": "bf16*",
-    "weight": "fp32*", "shared": "bf16*", "out": "bf16*", "y": "bf16*", "starts": "i32*", "order": "i32*",
-    "n_in": "i32!", "size": "i32!", "hidden": "i32!", "n_out": "i32!", "x_row": "i32!", "shared_row": "i32!",
+    "x": "bf16*", "weights": "bf16*", "up": "bf16*", "down": "bf16*", "bias": "bf16*", "index": "i64*",
+    "h": "bf16*", "y": "bf16*", "weight": "fp32*", "shared": "bf16*", "out": "bf16*", "starts": "i32*",
+    "order": "i32*", "n_in": "i32!", "size": "i32!", "hidden": "i32!", "x_row": "i32!", "shared_row": "i32!",
 }  # fmt: skip
 
 

@@ -3,8 +3,8 @@
 A pair is a token and one of its k experts. Four launches, with grids that are bounds from shapes alone:
 
     sort_pairs      grid (experts,)         pairs by expert, then by token; where each expert's pairs start
-    multiply_up     grid (tiles, blocks)    gate, up and activation of a tile of pairs   -> h [pairs, size]
-    multiply_down   grid (tiles, blocks)    the second product of a tile of pairs        -> y [pairs, hidden]
+    multiply_groups grid (tiles, blocks)    gate, up and activation of a tile of pairs   -> h [pairs, size]
+    multiply_groups grid (tiles, blocks)    the second product of a tile of pairs        -> y [pairs, hidden]
     add_experts     grid (tokens, blocks)   the k rows of a token, weighed and added by the experts' numbers
 
 A tile has BM sorted pairs of one expert. There are at most pairs / BM + experts of them; a program finds its
@@ -55,7 +55,7 @@ def sort_pairs(index, starts, order, pairs, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _find_tile(starts, tile, E: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr):
+def find_tile(starts, tile, E: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr):
     """(expert, first sorted pair of the tile, end of the expert's pairs); E for a tile that is not there."""
     ids = tl.arange(0, EP)
     first = tl.load(starts + tl.minimum(ids, E))
@@ -69,13 +69,17 @@ def _find_tile(starts, tile, E: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr
 
 
 @triton.jit
-def multiply_up(
-    x, up, bias, starts, order, h, n_in, size, x_row,
+def multiply_groups(
+    x, weights, bias, starts, order, y, n_in, size, x_row,
     E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr,
     BIASED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """x: [T, n_in], up: [E, n_out, n_in] (gate's rows first, if GATED) -> h [pairs, size]."""
-    e, begin, stop = _find_tile(starts, tl.program_id(0), E, EP, BM)
+    """Rows of x times the weights of their experts -> y [pairs, size]. Grid: (tiles, size / BN).
+
+    weights: [E, n_out, n_in], gate's rows first if GATED; a pair's row of x is pair // K. KIND: activation,
+    or "" for none.
+    """
+    e, begin, stop = find_tile(starts, tl.program_id(0), E, EP, BM)
     if e < E:
         at_pair = begin + tl.arange(0, BM)
         there = at_pair < stop
@@ -83,7 +87,7 @@ def multiply_up(
         cols, c = tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, BK)
         ok = cols < size
         n_out = size * 2 if GATED else size
-        base = up + e.to(tl.int64) * n_out * n_in + cols[None, :] * n_in
+        base = weights + e.to(tl.int64) * n_out * n_in + cols[None, :] * n_in
         line = x + (pair // K).to(tl.int64)[:, None] * x_row
         first, second = tl.zeros([BM, BN], tl.float32), tl.zeros([BM, BN], tl.float32)
         for at in range(0, n_in, BK):
@@ -100,38 +104,10 @@ def multiply_up(
             first += tl.load(added, mask=ok, other=0.0).to(tl.float32)[None, :]
             if GATED:
                 second += tl.load(added + size, mask=ok, other=0.0).to(tl.float32)[None, :]
-        y = apply_gated(first, second, KIND) if GATED else apply_activation(first, KIND)
-        place = h + pair.to(tl.int64)[:, None] * size + cols[None, :]
-        tl.store(place, y.to(h.dtype.element_ty), mask=there[:, None] & ok[None, :])
-
-
-@triton.jit
-def multiply_down(
-    h, down, bias, starts, order, y, size, hidden,
-    E: tl.constexpr, EP: tl.constexpr, BIASED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr,
-):  # fmt: skip
-    """h: [pairs, size], down: [E, hidden, size] -> y [pairs, hidden]."""
-    e, begin, stop = _find_tile(starts, tl.program_id(0), E, EP, BM)
-    if e < E:
-        at_pair = begin + tl.arange(0, BM)
-        there = at_pair < stop
-        pair = tl.load(order + at_pair, mask=there, other=0).to(tl.int64)
-        cols, c = tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, BK)
-        ok = cols < hidden
-        base = down + e.to(tl.int64) * hidden * size + cols[None, :] * size
-        total = tl.zeros([BM, BN], tl.float32)
-        for at in range(0, size, BK):
-            seen = at + c < size
-            a = tl.load(
-                h + pair[:, None] * size + at + c[None, :], mask=there[:, None] & seen[None, :], other=0.0
-            )
-            b = tl.load(base + at + c[:, None], mask=seen[:, None] & ok[None, :], other=0.0).to(a.dtype)
-            total = tl.dot(a, b, total, input_precision="ieee")
-        if BIASED:
-            total += tl.load(bias + e * hidden + cols, mask=ok, other=0.0).to(tl.float32)[None, :]
-        place = y + pair[:, None] * hidden + cols[None, :]
-        tl.store(place, total.to(y.dtype.element_ty), mask=there[:, None] & ok[None, :])
+        if KIND != "":
+            first = apply_gated(first, second, KIND) if GATED else apply_activation(first, KIND)
+        place = y + pair.to(tl.int64)[:, None] * size + cols[None, :]
+        tl.store(place, first.to(y.dtype.element_ty), mask=there[:, None] & ok[None, :])
 
 
 @triton.jit
@@ -172,6 +148,13 @@ def product_tile(rows: int, gated: bool) -> dict[str, Any]:
     }
 
 
+def sort_by_expert(index: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """(starts [count + 1], order [pairs]) of the pairs [T, k]."""
+    starts, order = (index.new_empty(n, dtype=torch.int32) for n in (count + 1, index.numel()))
+    launch(sort_pairs, (count,), index, starts, order, index.numel(), BLOCK=BLOCK)
+    return starts, order
+
+
 def by_groups(
     x: Tensor,
     weight: Tensor,
@@ -189,27 +172,43 @@ def by_groups(
     """
     (tokens, k), (count, size, hidden) = index.shape, sizes
     pairs, rows = tokens * k, tile_rows(tokens * k, count)
-    starts, order = (x.new_empty(n, dtype=torch.int32) for n in (count + 1, pairs))
-    launch(sort_pairs, (count,), index, starts, order, pairs, BLOCK=BLOCK)
-    h, y, out = (x.new_empty(n, width) for n, width in ((pairs, size), (pairs, hidden), (tokens, hidden)))
-    kind, gated = activation
+    starts, order = sort_by_expert(index, count)
+    h, y = x.new_empty(pairs, size), x.new_empty(pairs, hidden)
     for first, up, down in chunks:
-        some = len(up)
-        own = {"E": some, "EP": triton.next_power_of_2(some)}
-        added = [None if bias is None else bias[first : first + some] for bias in biases]
-        begins, tiles = starts[first:], pairs // rows + min(some, pairs)
-        tile = product_tile(rows, gated)
-        launch(
-            multiply_up, (tiles, triton.cdiv(size, tile["BN"])),
-            x, up, up if added[0] is None else added[0], begins, order, h, x.shape[1], size, x.stride(0),
-            **own, K=k, KIND=kind, GATED=gated, BIASED=added[0] is not None, **tile,
-        )  # fmt: skip
-        tile = product_tile(rows, False)
-        launch(
-            multiply_down, (tiles, triton.cdiv(hidden, tile["BN"])),
-            h, down, down if added[1] is None else added[1], begins, order, y, size, hidden,
-            **own, BIASED=added[1] is not None, **tile,
-        )  # fmt: skip
+        some = slice(first, first + len(up))
+        own = [None if bias is None else bias[some] for bias in biases]
+        tiles = pairs // rows + min(len(up), pairs)
+        where = starts[first:], order, rows, tiles
+        _launch_groups(x, up, own[0], h, where, k, activation)
+        _launch_groups(h, down, own[1], y, where, 1, ("", False))
+    return add_rows(y, weight, index, shared)
+
+
+def _launch_groups(
+    x: Tensor,
+    weights: Tensor,
+    bias: Tensor | None,
+    y: Tensor,
+    where: tuple[Tensor, Tensor, int, int],
+    k: int,
+    activation: tuple[str, bool],
+) -> None:
+    """One product. where: (starts, order, rows of a tile, tiles); k: pairs that share a row of x."""
+    starts, order, rows, tiles = where
+    (count, _, n_in), size, (kind, gated) = weights.shape, y.shape[1], activation
+    tile = product_tile(rows, gated)
+    launch(
+        multiply_groups, (tiles, triton.cdiv(size, tile["BN"])),
+        x, weights, weights if bias is None else bias, starts, order, y, n_in, size, x.stride(0),
+        E=count, EP=triton.next_power_of_2(count), K=k, KIND=kind, GATED=gated, BIASED=bias is not None,
+        **tile,
+    )  # fmt: skip
+
+
+def add_rows(y: Tensor, weight: Tensor, index: Tensor, shared: Tensor | None) -> Tensor:
+    """y: [T * k, hidden], weight and index: [T, k] -> [T, hidden]."""
+    (tokens, k), hidden = index.shape, y.shape[1]
+    out = y.new_empty(tokens, hidden)
     launch(
         add_experts, (tokens, triton.cdiv(hidden, BLOCK)),
         y, weight, index, out if shared is None else shared, out, hidden,
@@ -226,30 +225,18 @@ COUNTS = {
 
 
 def forms() -> Iterator[KernelForm]:
-    """What models of published sizes launch, with each tile."""
+    """What models of published sizes launch: each kind of layer with every tile, all others with one."""
     yield KernelForm("sort_pairs", sort_pairs, TYPES, {"BLOCK": BLOCK})
+    demands = (("HMMA", "HGMMA"), ("LDG.128", "LDGSTS.128"))
     for name, (k, _, _, kind, gated, biased, shared) in SHAPES.items():
-        experts = {"E": COUNTS[name], "EP": triton.next_power_of_2(COUNTS[name])}
-        for rows in (16, 64, 128):
-            tile = product_tile(rows, gated)
-            warps, stages = tile.pop("num_warps"), tile.pop("num_stages")
-            constants = {**experts, "K": k, "KIND": kind, "GATED": gated, "BIASED": biased, **tile}
-            demands = (("HMMA", "HGMMA"), ("LDG.128", "LDGSTS.128"))
-            yield KernelForm(
-                f"multiply_up, {name}, {rows} rows",
-                multiply_up,
-                TYPES,
-                constants,
-                warps,
-                stages,
-                demands=demands,
-            )
-            tile = product_tile(rows, False)
-            warps, stages = tile.pop("num_warps"), tile.pop("num_stages")
-            constants = {**experts, "BIASED": biased, **tile}
-            yield KernelForm(
-                f"multiply_down, {name}, {rows} rows", multiply_down, TYPES, constants, warps, stages,
-                demands=demands,
-            )  # fmt: skip
+        own = {"E": COUNTS[name], "EP": triton.next_power_of_2(COUNTS[name]), "BIASED": biased}
+        every = name in ("qwen3 30b-a3b", "gpt-oss", "nemotron-3-nano")
+        for what, per_row, act in (("up", k, (kind, gated)), ("down", 1, ("", False))):
+            for rows in (16, 64, 128) if every else (64,):
+                tile = product_tile(rows, act[1])
+                warps, stages = tile.pop("num_warps"), tile.pop("num_stages")
+                constants = {**own, "K": per_row, "KIND": act[0], "GATED": act[1], **tile}
+                named = f"multiply_groups, {name} {what}, {rows} rows"
+                yield KernelForm(named, multiply_groups, TYPES, constants, warps, stages, demands=demands)
         constants = {"K": k, "KP": max(2, triton.next_power_of_2(k)), "SHARED": shared, "BN": BLOCK}
         yield KernelForm(f"add_experts, {name}", add_experts, TYPES, constants)
