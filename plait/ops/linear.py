@@ -59,6 +59,11 @@ CASES: list[dict[str, Any]] = [
         for rows, activations in ((1, "int8"), (13, "int8"), (2, "int8x2"))
     ),
     *(
+        dict(rows=rows, n_in=512, n_out=80, bias=rows > 1, **_parse_kind(kind))
+        for kind in (*KINDS, *STORED)
+        for rows in (1, 13, 33)
+    ),
+    *(
         dict(rows=rows, n_in=n_in, n_out=50, kind=kind, bias=rows > 1)
         for kind in FLOATS
         for rows, n_in in ((1, 320), (14, 1088))
@@ -146,13 +151,13 @@ def _inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Argumen
 class Packing:
     """A variant of `linear` that prepares its weight once: `pack` at construction, `apply` at every step.
 
-    A native one takes the executor first in each, and has `empty`: parts of several formats then write their
-    columns into one result, which is `apply`'s `out`.
+    A native one takes the executor first in each. With `empty`, parts of several formats write their columns
+    into one result, which is `apply`'s `out`.
     """
 
     pack: Callable[..., Any]  # (weight, dtype) -> packed, with .nbytes
     apply: Callable[..., Tensor]  # (x, packed, bias, activations) -> y
-    empty: Callable[..., Tensor] | None = None
+    empty: Callable[[Tensor, int], Tensor] | None = None  # (x, columns) -> memory for a result
 
     def __call__(
         self, x: Tensor, weight: Weight, bias: Tensor | None, activations: Activations = "float32"
@@ -160,7 +165,11 @@ class Packing:
         return self.apply(x, self.pack(weight, x.dtype), bias, activations)
 
     def on(self, executor: Any) -> Packing:
-        return Packing(partial(self.pack, executor), partial(self.apply, executor), executor.empty)
+        def empty(x: Tensor, columns: int) -> Tensor:
+            found: Tensor = executor.empty(*x.shape[:-1], columns)
+            return found
+
+        return Packing(partial(self.pack, executor), partial(self.apply, executor), empty)
 
 
 def _dense(x: Tensor, weight: Tensor, bias: Tensor | None, activations: Activations = "float32") -> Tensor:
@@ -200,7 +209,7 @@ class Linear:
         self.n_out = sum(w.shape[0] for w in weights)
         self._parts: list[tuple[Callable[..., Tensor], tuple[Any, Tensor | None, Activations]]] = []
         self._widths: list[int] = []
-        self._empty: Callable[..., Tensor] | None = None
+        makers: list[Callable[[Tensor, int], Tensor] | None] = []
         pairs: Iterable[tuple[Any, Tensor | None]] = zip(weights, biases, strict=True)
         for _, same in groupby(pairs, key=lambda pair: (stack_key(pair[0]), pair[1] is None)):
             weight, bias = _stack(list(same))
@@ -208,11 +217,12 @@ class Linear:
             sizes = {"n_in": weight.shape[1], "n_out": weight.shape[0], "kind": weight.format}
             fn = bind(linear, **sizes, activations=rounding)
             self._widths.append(weight.shape[0])
+            makers.append(fn.empty if isinstance(fn, Packing) else None)
             if isinstance(fn, Packing):
-                self._empty = fn.empty
                 self._parts.append((fn.apply, (fn.pack(weight, dtype), bias, rounding)))
             else:
                 self._parts.append((fn, (weight, bias, rounding)))
+        self._empty = makers[0] if all(makers) else None
 
     @property
     def nbytes(self) -> int:
@@ -238,7 +248,7 @@ class Linear:
             return apply(x, *rest)
         if self._empty is None:
             return torch.cat([apply(x, *rest) for apply, rest in self._parts], -1)
-        out, start = self._empty(*x.shape[:-1], self.n_out), 0
+        out, start = self._empty(x, self.n_out), 0
         for (apply, rest), width in zip(self._parts, self._widths, strict=True):
             apply(x, *rest, out=out[..., start : start + width])
             start += width

@@ -175,9 +175,12 @@ def few_dense(
     )  # fmt: skip
 
 
-def shares_of(n_out: int, steps: int) -> int:
-    """How many programs share the inputs of the same outputs: a power of two, from sizes of the weight alone."""
-    tiles, shares = -(-n_out // BN), 1
+def shares_of(n_out: int, steps: int, rows: int) -> int:
+    """How many programs share the inputs of the same outputs: a power of two, from sizes of the weight alone.
+
+    rows: outputs of a program.
+    """
+    tiles, shares = -(-n_out // rows), 1
     while shares < SHARES and 2 * shares * tiles <= PROGRAMS and 4 * shares <= steps:
         shares *= 2
     return shares

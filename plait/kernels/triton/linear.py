@@ -1,0 +1,332 @@
+"""Linear layers on GPUs, by the number of rows of x and by how the weight is stored.
+
+    rows          planes (every quantized storage)                      plain numbers
+    1 .. 16       one launch, exact scales (`few_rows`)                 one launch (`few_rows`)
+    17 .. 512     one launch, tiles decoded on the way (`many_rows`)    torch's product
+    more          decoded to scratch memory, torch's product            torch's product
+
+Within a line a row's bits depend on no other row; from one line to the next they differ. Of act-order GPTQ, x is
+put in the order of the columns first, one launch more. A storage without planes is decoded at each use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import gcd
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from plait.errors import ShapeMismatch
+from plait.kernels.triton import few_rows, many_rows
+from plait.kernels.triton.decode_planes import base_of, make_assembly
+from plait.ops.glu import glu
+from plait.ops.launch import launch
+from plait.ops.linear import Activations, Linear, Packing, linear
+from plait.ops.registry import OpFacts
+from plait.quant.plane_parts import pack_planes
+from plait.quant.planes import PlaneLayout, Planes
+from plait.quant.weight import Dense, Weight
+
+NAME = "triton"
+
+
+def plane_constants(layout: PlaneLayout, dtype: torch.dtype, *, has_assembly: bool) -> dict[str, Any]:
+    """What a layout is to kernels that multiply by x in `dtype`; without assembly for the interpreter."""
+    return {
+        "BITS": layout.bits, "HIGH": layout.high, "VALUE": layout.value, "ZERO": layout.zero,
+        "SCALES": layout.scales, "GROUP": layout.group, "BLOCK": layout.block, "TALL": layout.tall,
+        "APPLY": gcd(layout.group, layout.unit), "BASE": base_of(layout, dtype),
+        "CODE": make_assembly(layout, dtype) if has_assembly else "",
+    }  # fmt: skip
+
+
+def plane_tensors(planes: Planes) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """codes, high, scales, levels, table; what a layout lacks is one of the others, and is not read."""
+    codes, scales = planes.codes, planes.scales
+    high, levels, table = planes.high, planes.levels, planes.table
+    return (
+        codes,
+        codes if high is None else high,
+        scales,
+        scales if levels is None else levels,
+        scales if table is None else table,
+    )
+
+
+def plane_strides(planes: Planes) -> tuple[int, int, int, int]:
+    """Of units of codes and of the second plane, and of entries of scales and levels, in numbers."""
+    codes, high, scales, levels, _ = plane_tensors(planes)
+    return codes.stride(0), high.stride(0), scales.stride(0), levels.stride(0)
+
+
+@dataclass(frozen=True)
+class PlanesTiling:
+    """How the two kernels cut a weight up: from its sizes alone, never from the number of rows."""
+
+    layout: PlaneLayout
+    n_out: int
+    n_in: int
+
+    @property
+    def units(self) -> int:
+        return self.layout.padded(self.n_in) // self.layout.unit
+
+    @property
+    def few_rows(self) -> int:
+        """Outputs of a program of `few_planes`: long units need more registers for each."""
+        return few_rows.BN if self.layout.unit <= 64 else few_rows.BN // 2
+
+    @property
+    def few_steps(self) -> int:
+        return -(-self.units // few_rows.UNITS)
+
+    @property
+    def many_units(self) -> int:
+        """Units of a step of `many_planes`: 128 columns, or a unit if that is longer."""
+        return max(1, 128 // self.layout.unit)
+
+    @property
+    def many_steps(self) -> int:
+        return -(-self.units // self.many_units)
+
+    def is_even(self, units: int) -> bool:
+        """Whether all steps of so many units are whole, and all units."""
+        return self.units % units == 0 and self.n_in % self.layout.unit == 0
+
+    def few_constants(self, rows: int, act: str) -> dict[str, Any]:
+        return {
+            "EVEN": self.is_even(few_rows.UNITS), "ACT": act, "UNITS": few_rows.UNITS, "BN": self.few_rows,
+            "SHARES": few_rows.shares_of(self.n_out, self.few_steps, self.few_rows),
+            "BM": 8 if rows <= 8 else 16, "num_warps": few_rows.UNITS,
+            "num_stages": 3 if self.layout.unit <= 64 else 2,
+        }  # fmt: skip
+
+    def many_constants(self, rows: int) -> dict[str, Any]:
+        return {
+            "EVEN": self.is_even(self.many_units), "IS_SPLIT": rows <= many_rows.SPLIT,
+            "SHARES": few_rows.shares_of(self.n_out, self.many_steps, many_rows.BN),
+            "UNITS": self.many_units, "BN": many_rows.BN, "BM": many_rows.BM, "num_warps": 4, "num_stages": 3,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class PackedPlanes:
+    """A weight in planes as `linear` keeps it. counters: int32, one for each tile of a launch, all 0."""
+
+    planes: Planes
+    counters: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.planes.nbytes + 4 * self.counters.numel()
+
+    @cached_property
+    def tiling(self) -> PlanesTiling:
+        return PlanesTiling(self.planes.layout, *self.planes.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class PackedNumbers:
+    """A weight of plain numbers as `linear` keeps it: weight [out, in] in the dtype of x; counters as above."""
+
+    weight: Tensor
+    counters: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.numel() * self.weight.element_size() + 4 * self.counters.numel()
+
+
+def pack(weight: Weight, dtype: torch.dtype) -> PackedPlanes | PackedNumbers | Weight:
+    """The weight as kernels read it; one without planes is kept as it is."""
+    n_out = weight.shape[0]
+    if isinstance(weight, Dense):
+        numbers = weight.dequantize(dtype).contiguous()
+        return PackedNumbers(numbers, _make_counters(-(-n_out // DENSE_ROWS), numbers.device))
+    planes = pack_planes(weight)
+    if planes is None:
+        return weight
+    tiles = max(-(-n_out // (few_rows.BN // 2)), many_rows.SPLIT // many_rows.BM * -(-n_out // many_rows.BN))
+    return PackedPlanes(planes, _make_counters(tiles, planes.codes.device))
+
+
+def _make_counters(count: int, device: torch.device) -> Tensor:
+    return torch.zeros(count, dtype=torch.int32, device=device)
+
+
+DENSE_ROWS = few_rows.BN // 2  # outputs of a program of `few_dense`
+
+
+def multiply(
+    x: Tensor,
+    packed: PackedPlanes | PackedNumbers | Weight,
+    bias: Tensor | None,
+    activations: Activations = "float32",
+    out: Tensor | None = None,
+) -> Tensor:
+    """`linear` over what `pack` made. out: [..., out], of which the rows may lie apart, or None for a new one."""
+    if activations != "float32":
+        raise ShapeMismatch(f"products on a GPU do not round activations, got {activations!r}")
+    n_out, n_in = shape_of(packed)
+    if out is None:
+        out = torch.empty(*x.shape[:-1], n_out, dtype=x.dtype, device=x.device)
+    rows, result = x.reshape(-1, n_in), flat_rows(out, n_out)
+    count = len(rows)
+    if not count or not n_out:
+        return out
+    match packed:
+        case PackedPlanes():
+            _multiply_planes(rows, packed, bias, result)
+        case PackedNumbers() if count <= few_rows.MOST:
+            multiply_few(rows, packed, bias, "", result)
+        case PackedNumbers():
+            _multiply_numbers(rows, packed.weight, bias, result)
+        case _:
+            result.copy_(linear.reference(rows, packed, bias))
+    return out
+
+
+def shape_of(packed: PackedPlanes | PackedNumbers | Weight) -> tuple[int, int]:
+    """(out, in)"""
+    if isinstance(packed, PackedPlanes):
+        return packed.planes.shape
+    n_out, n_in = packed.weight.shape if isinstance(packed, PackedNumbers) else packed.shape
+    return n_out, n_in
+
+
+def flat_rows(out: Tensor, n: int) -> Tensor:
+    """[..., n] as [rows, n], the same memory: a part of the last dimension of a contiguous tensor, or all."""
+    if out.dim() == 2:
+        return out
+    if out.dim() == 1:
+        return out[None]
+    return out.as_strided((out.numel() // max(1, n), n), (out.stride(-2), 1))
+
+
+def _multiply_numbers(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    if bias is None:
+        torch.mm(x, weight.T, out=out)
+    else:
+        torch.addmm(bias, x, weight.T, out=out)
+
+
+def _multiply_planes(x: Tensor, packed: PackedPlanes, bias: Tensor | None, out: Tensor) -> None:
+    planes, count = packed.planes, len(x)
+    if count <= few_rows.MOST:
+        multiply_few(x, packed, bias, "", out)
+        return
+    if planes.order is not None:
+        x = x.index_select(1, planes.order)
+    if count <= many_rows.MOST:
+        _multiply_many(x, packed, bias, out)
+        return
+    n_out, n_in = planes.shape
+    tall = planes.layout.tall
+    step = max(1, many_rows.SCRATCH // n_in // tall) * tall
+    for start in range(0, n_out, step):
+        stop = min(start + step, n_out)
+        numbers = write_scratch(planes.rows(start, stop), x.dtype)
+        _multiply_numbers(x, numbers, None if bias is None else bias[start:stop], out[:, start:stop])
+
+
+def multiply_few(
+    x: Tensor, packed: PackedPlanes | PackedNumbers, bias: Tensor | None, act: str, out: Tensor
+) -> None:
+    """Up to 16 rows in one launch: x [m, in] -> out [m, out], or [m, out / 2] of gate and up under `act`."""
+    m, (n_out, n_in) = len(x), shape_of(packed)
+    if isinstance(packed, PackedPlanes) and packed.planes.order is not None:
+        x = x.index_select(1, packed.planes.order)
+    if isinstance(packed, PackedPlanes):
+        constants, steps = packed.tiling.few_constants(m, act), packed.tiling.few_steps
+    else:
+        steps = -(-n_in // (few_rows.UNITS * few_rows.DENSE_UNIT))
+        constants = dense_constants(n_out, n_in, m, act)
+    bn, bm, shares = constants["BN"], constants["BM"], constants["SHARES"]
+    tiles = -(-n_out // bn)
+    parts = torch.empty(tiles * shares * bn * bm if shares > 1 else 1, dtype=torch.float32, device=x.device)
+    rest = (out if bias is None else bias, out, parts, packed.counters, m, n_out, n_in)
+    if isinstance(packed, PackedPlanes):
+        planes = packed.planes
+        launch(
+            few_rows.few_planes, (tiles, shares), x, *plane_tensors(planes), *rest, packed.tiling.units, steps,
+            x.stride(0), out.stride(0), *plane_strides(planes), BIAS=bias is not None, **constants,
+            **plane_constants(planes.layout, x.dtype, has_assembly=x.is_cuda),
+        )  # fmt: skip
+    else:
+        launch(
+            few_rows.few_dense, (tiles, shares), x, packed.weight, *rest, steps, x.stride(0), out.stride(0),
+            packed.weight.stride(0), BIAS=bias is not None, **constants,
+        )  # fmt: skip
+
+
+def dense_constants(n_out: int, n_in: int, rows: int, act: str) -> dict[str, Any]:
+    step = few_rows.UNITS * few_rows.DENSE_UNIT
+    return {
+        "EVEN": n_in % step == 0, "ACT": act, "UNIT": few_rows.DENSE_UNIT, "UNITS": few_rows.UNITS,
+        "SHARES": few_rows.shares_of(n_out, -(-n_in // step), DENSE_ROWS), "BN": DENSE_ROWS,
+        "BM": 8 if rows <= 8 else 16, "num_warps": few_rows.UNITS, "num_stages": 3,
+    }  # fmt: skip
+
+
+def _multiply_many(x: Tensor, packed: PackedPlanes, bias: Tensor | None, out: Tensor) -> None:
+    planes, tiling, m = packed.planes, packed.tiling, len(x)
+    constants = tiling.many_constants(m)
+    blocks, tiles = -(-m // many_rows.BM), -(-tiling.n_out // many_rows.BN)
+    shares = constants["SHARES"] if constants["IS_SPLIT"] else 1
+    size = blocks * tiles * shares * many_rows.BN * many_rows.BM if shares > 1 else 1
+    parts = torch.empty(size, dtype=torch.float32, device=x.device)
+    launch(
+        many_rows.many_planes, (blocks, tiles, shares), x, *plane_tensors(planes),
+        out if bias is None else bias, out, parts, packed.counters, m, *planes.shape, tiling.units,
+        tiling.many_steps, x.stride(0), out.stride(0), *plane_strides(planes), BIAS=bias is not None, **constants,
+        **plane_constants(planes.layout, x.dtype, has_assembly=x.is_cuda),
+    )  # fmt: skip
+
+
+def write_scratch(planes: Planes, dtype: torch.dtype) -> Tensor:
+    """The numbers of planes in scratch memory, [out, in in the order of columns], by one launch."""
+    n_out, n_in = planes.shape
+    out = torch.empty(n_out, n_in, dtype=dtype, device=planes.codes.device)
+    units = planes.layout.padded(n_in) // planes.layout.unit
+    constants = plane_constants(planes.layout, dtype, has_assembly=False)
+    kept = {name: constants[name] for name in constants if name not in ("APPLY", "BASE", "CODE")}
+    launch(
+        many_rows.write_numbers, (-(-n_out // many_rows.ROWS), units), *plane_tensors(planes), out,
+        n_out, n_in, units, out.stride(0), *plane_strides(planes), BN=many_rows.ROWS, **kept,
+    )  # fmt: skip
+    return out
+
+
+def _make_result(x: Tensor, n_out: int) -> Tensor:
+    return torch.empty(*x.shape[:-1], n_out, dtype=x.dtype, device=x.device)
+
+
+def why_not(facts: OpFacts) -> str | None:
+    """The `when`: exact activations; of plain numbers, rows that 16 bytes divide."""
+    if facts.sizes.get("activations", "float32") != "float32":
+        return "it does not round activations"
+    kind = facts.sizes.get("kind")
+    is_plain = kind is None or getattr(getattr(torch, kind, None), "is_floating_point", False)
+    if is_plain and facts.sizes.get("n_in", 8) * facts.dtype.itemsize % 16:
+        return f"rows of {facts['n_in']} numbers are no multiples of 16 bytes"
+    return None
+
+
+linear.variant(NAME, on="cuda", when=why_not)(Packing(pack, multiply, _make_result))
+
+
+@glu.variant(NAME, on="cuda")
+def join_gate(x: Tensor, up: Linear, kind: str, activate: Any) -> Tensor:
+    """`glu`: up to 16 rows in one launch where gate and up are one weight; else one op after the other."""
+    packed, bias, _ = up.only_part or (None, None, "float32")
+    rows = x.reshape(-1, x.shape[-1])
+    is_one = isinstance(packed, PackedPlanes | PackedNumbers) and kind in few_rows.ACTIVATIONS
+    if not is_one or not 0 < len(rows) <= few_rows.MOST:
+        return activate(up(x), kind, True)  # type: ignore[no-any-return]
+    out = _make_result(x, up.n_out // 2)
+    multiply_few(rows, packed, bias, kind, flat_rows(out, up.n_out // 2))
+    return out
