@@ -18,9 +18,11 @@ from torch import Tensor
 
 from plait.kernels.triton.experts import MOST_SLOTS, by_slots
 from plait.kernels.triton.grouped_experts import by_groups
+from plait.kernels.triton.plane_experts import by_planes, is_planes
 from plait.ops.expert_stack import ExpertStack
 from plait.ops.moe import StackedExperts, experts
 from plait.ops.registry import OpFacts
+from plait.quant.plane_parts import pack_planes
 from plait.quant.weight import Dense, Weight
 
 NAME = "triton"
@@ -28,8 +30,10 @@ SCRATCH = 256 << 20  # bytes of decoded weights, or one token's experts
 
 
 def pack(weight: Weight, dtype: torch.dtype) -> Any:
-    """Plain numbers in the dtype of the model; what is quantized as it is stored."""
-    return weight.tensor.to(dtype).contiguous() if isinstance(weight, Dense) else weight
+    """Plain numbers in the dtype of the model; what is quantized in planes, or as it is stored."""
+    if isinstance(weight, Dense):
+        return weight.tensor.to(dtype).contiguous()
+    return pack_planes(weight) or weight
 
 
 def run_experts(
@@ -45,6 +49,8 @@ def run_experts(
     if not len(x):
         return torch.empty_like(x)
     x, weight, index = (t.contiguous() for t in (x, weight, index))
+    if is_planes(up) and is_planes(down):
+        return by_planes(x, weight, index, up, down, activation, shared)
     plain = _plain(up), _plain(down)
     first, second = plain
     if first is not None and second is not None:
