@@ -20,6 +20,7 @@ from plait.checkpoint.names import NameMap, UnknownName, sources_of
 from plait.checkpoint.packed_cache.cache import Shelf
 from plait.errors import MissingTensor, ShapeMismatch, UnusedTensor, list_some
 from plait.ops.chip import Chip
+from plait.ops.expert_stack import ExpertStack, Pack
 from plait.ops.linear import Activations, Linear
 from plait.ops.registry import Binding, Op, OpFacts
 from plait.quant.encode import find_encoder
@@ -173,13 +174,11 @@ class Weights:
         in_size, out_sizes: the widths the model needs of each part; ShapeMismatch says which is off.
         """
         target, full, before = self.target, self._full("+".join(names)), Counter(self.target.encoded)
-        biases = [self.optional(f"{name}.bias", (out,)) for name, out in zip(names, out_sizes, strict=True)]
+        biases = self._biases(names, out_sizes)
         kept = target.shelf.find(full, in_size, out_sizes) if target.shelf else None
         weights: list[Weight | CachedWeight] = []
         if kept is None:
-            for name, out in zip(names, out_sizes, strict=True):
-                stored = f"{name}.weight"
-                weights.append(self._encoded(name, self._matrix(stored, self.read(stored), (out, in_size))))
+            weights += self._matrices(names, in_size, out_sizes)
         elif target.shelf:
             target.encoded.update(target.shelf.counts(full))
             weights, biases = self._from_shelf(names, kept, biases)
@@ -187,6 +186,31 @@ class Weights:
         target.weights_nbytes += made.nbytes
         if target.shelf and kept is None:
             target.shelf.note(full, made, (in_size, out_sizes), target.encoded - before)
+        return made
+
+    def linear_stack(
+        self, count: int, *names: str, in_size: int, out_sizes: tuple[int, ...], pack: Pack
+    ) -> ExpertStack:
+        """`count` linear layers of one shape in one stack, under the scopes "0", "1" and so on; see `linear`.
+
+        They are read one after the other, so that no more than one of them is in memory twice.
+        """
+        stack = ExpertStack(count, self.target.dtype, pack)
+        for e in range(count):
+            one = self.scope(str(e))
+            stack.put(e, one._matrices(names, in_size, out_sizes), one._biases(names, out_sizes))
+        self.target.weights_nbytes += stack.nbytes
+        return stack
+
+    def _biases(self, names: Sequence[str], out_sizes: Sequence[int]) -> list[Tensor | None]:
+        return [self.optional(f"{name}.bias", (out,)) for name, out in zip(names, out_sizes, strict=True)]
+
+    def _matrices(self, names: Sequence[str], in_size: int, out_sizes: Sequence[int]) -> list[Weight]:
+        """The weights of a linear layer, one for each name, encoded if that was requested."""
+        made = []
+        for name, out in zip(names, out_sizes, strict=True):
+            stored = f"{name}.weight"
+            made.append(self._encoded(name, self._matrix(stored, self.read(stored), (out, in_size))))
         return made
 
     def _from_shelf(

@@ -1,18 +1,21 @@
-"""Which experts a token goes to, and with what weight: one router for every family."""
+"""Mixture of experts: which experts a token goes to, with what weight, and what they make of it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from plait.ops.activation import activate
+from plait.ops.blocks import random_weight
+from plait.ops.expert_stack import ExpertStack, Pack
 from plait.ops.linear import Linear, linear
 from plait.ops.registry import Arguments, Bound, op
-from plait.quant.weight import Dense
+from plait.quant.weight import Dense, Weight
 from plait.spec import RouterSpec
 
 CASES: list[dict[str, Any]] = [
@@ -58,6 +61,18 @@ EXPERT_CASES: list[dict[str, Any]] = [
     dict(tokens=19, experts=8, top_k=3, hidden=64, size=96, gated=True),
     dict(tokens=6, experts=4, top_k=1, hidden=32, size=64, gated=False),
     dict(tokens=13, experts=5, top_k=2, hidden=64, size=40, gated=True, bias=True, kind="swiglu_oai"),
+    dict(tokens=70, experts=4, top_k=2, hidden=96, size=48, gated=True, bias=True, kind="gelu"),
+    dict(tokens=3, experts=3, top_k=2, hidden=64, size=32, gated=False, kind="relu2"),
+    dict(tokens=2, experts=3, top_k=2, hidden=64, size=32, gated=True, kind="gelu_pytorch_tanh"),
+    *(
+        dict(tokens=2, experts=3, top_k=2, hidden=256, size=256, gated=True, stored=stored)
+        for stored in ("Q4_K", "Q6_K", "IQ4_XS", "fp8_b128", "int4_g128+zeros")
+    ),
+    *(
+        dict(tokens=tokens, experts=3, top_k=2, hidden=128, size=64, gated=True, stored=stored)
+        for stored in ("Q8_0", "Q4_0", "mxfp4", "int4_g64+zeros+order")
+        for tokens in (2, 67)
+    ),
 ]
 
 
@@ -106,14 +121,41 @@ def _experts_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) ->
     chances = torch.rand(case["tokens"], case["experts"], device=device)
     weight, index = chances.topk(case["top_k"], -1)
 
+    def one(n_in: int, n_out: int) -> Weight:
+        if "stored" in case:
+            return random_weight(case["stored"], n_out, n_in).to(torch.device(device))
+        return Dense(torch.randn(n_out, n_in, dtype=dtype, device=device) / n_in**0.5)
+
     def maps(n_in: int, n_out: int) -> list[Linear]:
-        numbers = torch.randn(case["experts"], n_out, n_in, dtype=dtype, device=device) / n_in**0.5
         biases = torch.randn(case["experts"], n_out, dtype=dtype, device=device) if "bias" in case else None
         added = [None] * case["experts"] if biases is None else list(biases)
-        return [
-            Linear([Dense(m)], [b], lambda fn, **_: fn, dtype) for m, b in zip(numbers, added, strict=True)
-        ]
+        return [Linear([one(n_in, n_out)], [b], lambda fn, **_: fn, dtype) for b in added]
 
     up, down = maps(case["hidden"], case["size"] * (1 + case["gated"])), maps(case["size"], case["hidden"])
     shared = torch.randn_like(x) if case["tokens"] > 1 else None
     return (x, weight, index, up, down, (case.get("kind", "silu"), case["gated"]), shared), {}
+
+
+@dataclass(frozen=True, slots=True)
+class StackedExperts:
+    """A variant of `experts` over stacks: `pack` prepares each weight at construction, `apply` runs a step.
+
+    `apply` is `experts` with an `ExpertStack` for `up` and one for `down`. Called as the op, with one linear
+    layer for each expert, it makes these stacks first.
+    """
+
+    pack: Pack
+    apply: Callable[..., Tensor]
+
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        index: Tensor,
+        up: Sequence[Linear],
+        down: Sequence[Linear],
+        activation: tuple[str, bool],
+        shared: Tensor | None,
+    ) -> Tensor:
+        first, second = (ExpertStack.from_linears(some, x.dtype, self.pack) for some in (up, down))
+        return self.apply(x, weight, index, first, second, activation, shared)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -12,8 +14,13 @@ from plait.model.layers.layers import Batch
 from plait.model.mixers.mlp import Mlp
 from plait.model.mixers.registry import mixer
 from plait.ops.activation import gate_rows
-from plait.ops.moe import experts, route
+from plait.ops.expert_stack import ExpertStack
+from plait.ops.linear import Linear
+from plait.ops.moe import StackedExperts, experts, route
+from plait.ops.registry import Bound
 from plait.state.store import StateStore
+
+Experts = Sequence[Linear] | ExpertStack
 
 
 def _words(m: spec.MoeSpec) -> str:
@@ -28,14 +35,26 @@ class Moe:
         hidden = w.target.hidden_size
         self.router = w.linear("router", in_size=hidden, out_sizes=(s.num_experts,))
         self.bias = w.optional("router_bias", (s.num_experts,), torch.float32)
-        parts = [Mlp(s.expert, w.scope(f"experts.{e}")) for e in range(s.num_experts)]
-        self.up, self.down = [part.up for part in parts], [part.down for part in parts]
         self.activation = (s.expert.activation, s.expert.gated)
         self.shared = Mlp(s.shared, w.scope("shared")) if s.shared else None
         self.shared_gate = w.linear("shared_gate", in_size=hidden, out_sizes=(1,)) if s.shared_gate else None
         self._route = w.bind(route, num_experts=s.num_experts, top_k=s.top_k, router=s.router)
-        self._experts = w.bind(experts, num_experts=s.num_experts, top_k=s.top_k, gated=s.expert.gated)
+        self._experts, self.up, self.down = self._build_experts(s, w)
         self._gate_rows = w.bind(gate_rows) if s.shared_gate else None
+
+    def _build_experts(self, s: spec.MoeSpec, w: Weights) -> tuple[Bound, Experts, Experts]:
+        """(what is bound for `experts`, up, down): a stack each for a variant that takes these."""
+        sizes = {"num_experts": s.num_experts, "top_k": s.top_k, "gated": s.expert.gated}
+        fn = w.bind(experts, **sizes, activations=w.target.activations)
+        if not isinstance(fn, StackedExperts):
+            parts = [Mlp(s.expert, w.scope(f"experts.{e}")) for e in range(s.num_experts)]
+            return fn, [part.up for part in parts], [part.down for part in parts]
+        hidden, size, each = w.target.hidden_size, s.expert.size, w.scope("experts")
+        names = ("gate", "up") if s.expert.gated else ("up",)
+        sizes_up, pack = (size,) * len(names), fn.pack
+        up = each.linear_stack(s.num_experts, *names, in_size=hidden, out_sizes=sizes_up, pack=pack)
+        down = each.linear_stack(s.num_experts, "down", in_size=size, out_sizes=(hidden,), pack=pack)
+        return fn.apply, up, down
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, hidden] -> [T, hidden]. A token's experts are added in the order of their numbers."""

@@ -1,0 +1,115 @@
+"""Experts on a GPU: stacks of weights, and which kernels a step takes for them.
+
+What a step takes follows from shapes alone, so that it can be captured: up to `MOST_SLOTS` pairs of a token
+and an expert go by slots (`experts`), more of them by groups (`grouped_experts`).
+
+Plain numbers are read where they lie. A storage that the kernels do not read is decoded into scratch memory
+of `SCRATCH` bytes at most: by slots the chosen experts, of some tokens at a time; by groups all experts, some
+at a time. The host never learns which are chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.kernels.triton.experts import MOST_SLOTS, by_slots
+from plait.kernels.triton.grouped_experts import by_groups
+from plait.kernels.triton.plane_experts import by_planes, is_planes
+from plait.ops.expert_stack import ExpertStack
+from plait.ops.moe import StackedExperts, experts
+from plait.ops.registry import OpFacts
+from plait.quant.plane_parts import pack_planes
+from plait.quant.weight import Dense, Weight
+
+NAME = "triton"
+SCRATCH = 256 << 20  # bytes of decoded weights, or one token's experts
+
+
+def pack(weight: Weight, dtype: torch.dtype) -> Any:
+    """Plain numbers in the dtype of the model; what is quantized in planes, or as it is stored."""
+    if isinstance(weight, Dense):
+        return weight.tensor.to(dtype).contiguous()
+    return pack_planes(weight) or weight
+
+
+def run_experts(
+    x: Tensor,
+    weight: Tensor,
+    index: Tensor,
+    up: ExpertStack,
+    down: ExpertStack,
+    activation: tuple[str, bool],
+    shared: Tensor | None,
+) -> Tensor:
+    """`experts`, of which `up` and `down` are stacks."""
+    if not len(x):
+        return torch.empty_like(x)
+    x, weight, index = (t.contiguous() for t in (x, weight, index))
+    if is_planes(up) and is_planes(down):
+        return by_planes(x, weight, index, up, down, activation, shared)
+    plain = _plain(up), _plain(down)
+    first, second = plain
+    if first is not None and second is not None:
+        if index.numel() <= MOST_SLOTS:
+            both = (first, up.bias), (second, down.bias)
+            return by_slots(x, weight, index, *both, activation, shared)
+        chunks: Iterator[tuple[int, Tensor, Tensor]] = iter([(0, first, second)])
+    elif index.numel() <= min(MOST_SLOTS, up.count):
+        return _by_picked(x, weight, index, up, down, activation, shared)
+    else:
+        chunks = _decode_chunks(up, down)
+    sizes = (up.count, down.n_in, down.n_out)
+    return by_groups(x, weight, index, chunks, (up.bias, down.bias), activation, shared, sizes)
+
+
+def _plain(stack: ExpertStack) -> Tensor | None:
+    """The weights [experts, out, in], if they are plain numbers."""
+    whole = stack.parts[0]
+    return whole.tensors[0] if len(stack.parts) == 1 and isinstance(whole.template, Tensor) else None
+
+
+def _by_picked(
+    x: Tensor,
+    weight: Tensor,
+    index: Tensor,
+    up: ExpertStack,
+    down: ExpertStack,
+    activation: tuple[str, bool],
+    shared: Tensor | None,
+) -> Tensor:
+    """By slots, with the weights of each slot decoded into scratch memory."""
+    k, out = index.shape[1], torch.empty_like(x)
+    each = x.element_size() * (up.n_in * up.n_out + down.n_in * down.n_out)
+    step = max(1, SCRATCH // (k * each))
+    for t in range(0, len(x), step):
+        some = slice(t, t + step)
+        chosen = index[some].reshape(-1)
+        picked = [
+            (torch.stack([stack.pick(chosen[s : s + 1]) for s in range(len(chosen))]), stack.bias)
+            for stack in (up, down)
+        ]
+        given = None if shared is None else shared[some]
+        out[some] = by_slots(x[some], weight[some], index[some], *picked, activation, given, is_picked=True)
+    return out
+
+
+def _decode_chunks(up: ExpertStack, down: ExpertStack) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """(first expert, up, down) of as many experts at a time as scratch memory holds."""
+    each = up.dtype.itemsize * (up.n_in * up.n_out + down.n_in * down.n_out)
+    step = max(1, SCRATCH // each)
+    for first in range(0, up.count, step):
+        which = range(first, min(first + step, up.count))
+        yield first, *(torch.stack([stack.decode(e) for e in which]) for stack in (up, down))
+
+
+def why_not(facts: OpFacts) -> str | None:
+    """The `when` of the kernels: inputs that are not rounded."""
+    rounding = facts.sizes.get("activations", "float32")
+    return None if rounding == "float32" else f"it does not round inputs to {rounding}"
+
+
+experts.variant(NAME, on="cuda", when=why_not)(StackedExperts(pack, run_experts))

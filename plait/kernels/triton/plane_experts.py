@@ -1,0 +1,251 @@
+"""Experts in planes: every quantized storage, by slots and by groups, through one kernel.
+
+A program multiplies the weights of one expert by some pairs of a token and that expert. By slots it has one
+pair, and the expert's number is the router's; by groups a tile of sorted pairs (see `grouped_experts`). The
+loop is `multiply_planes`, which gives a row the same bits alone as next to others. So a token's result is the
+same in a decode and in a prompt, and whoever is in the batch: forms differ in speed alone.
+
+    slots     multiply_pairs (up), multiply_pairs (down), add_experts
+    groups    sort_pairs, and the same
+
+An expert's planes are items of a stack, at a multiple of a stride from the first one's. Where columns have an
+order of their own (act-order GPTQ), rows of x are put in the order of each pair's expert first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from plait.kernels.triton.activations import apply_activation, apply_gated
+from plait.kernels.triton.experts import MOST_SLOTS, SHAPES, TYPES
+from plait.kernels.triton.forms import KernelForm
+from plait.kernels.triton.grouped_experts import COUNTS, add_rows, find_tile, sort_by_expert
+from plait.kernels.triton.linear import plane_constants
+from plait.kernels.triton.multiply_planes import multiply_planes
+from plait.ops.expert_stack import ExpertStack
+from plait.ops.launch import launch
+from plait.quant.planes import PlaneLayout, Planes
+from plait.quant.stack import TensorStack
+
+UNITS = 4  # warps, and units of columns of a step
+DEMANDS = (("HMMA", "HGMMA"), ("LDG.128", "LDGSTS.128"))
+COLUMNS = 512  # that a program of `order_columns` moves
+
+
+@triton.jit
+def find_pairs(
+    index, starts, order, tile, E: tl.constexpr, EP: tl.constexpr, SLOTS: tl.constexpr, BM: tl.constexpr
+):  # fmt: skip
+    """(expert, pairs [BM], which are there) of a tile. An expert that is E has nothing to do."""
+    if SLOTS:
+        e = tl.load(index + tile).to(tl.int32)
+        pair = tile + tl.zeros([BM], tl.int32)
+        there = tl.arange(0, BM) == 0
+    else:
+        e, begin, stop = find_tile(starts, tile, E, EP, BM)
+        at_pair = begin + tl.arange(0, BM)
+        there = at_pair < stop
+        pair = tl.load(order + at_pair, mask=there, other=0)
+    return e, pair, there
+
+
+@triton.jit
+def multiply_pairs(
+    x, codes, high, scales, levels, table, bias, index, starts, order, y,
+    n_in, size, units, steps, x_row,
+    codes_expert, high_expert, scales_expert, levels_expert, table_expert,
+    codes_unit, high_unit, scales_row, levels_row,
+    BITS: tl.constexpr, HIGH: tl.constexpr, VALUE: tl.constexpr, ZERO: tl.constexpr, SCALES: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, TALL: tl.constexpr, APPLY: tl.constexpr, BASE: tl.constexpr,
+    CODE: tl.constexpr, EVEN: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, SLOTS: tl.constexpr,
+    K: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr,
+    UNITS: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """Rows of x times the planes of their experts -> y [pairs, size]. Grid: (tiles of pairs, size / outputs).
+
+    A pair's row of x is pair // K. KIND: activation, or "" for none. If GATED, a weight's first `size` rows
+    are gate, the others up, and a program has BN / 2 rows of each, else it has BN rows.
+    """
+    e, pair, there = find_pairs(index, starts, order, tl.program_id(0), E, EP, SLOTS, BM)
+    if e < E:
+        OUT: tl.constexpr = BN // 2 if GATED else BN
+        i, e64 = tl.arange(0, BN), e.to(tl.int64)
+        own = tl.program_id(1) * OUT + i % OUT
+        rows = tl.minimum(own, size - 1) + i // OUT * size
+        total = multiply_planes(
+            x + (pair // K).to(tl.int64) * x_row, there, codes + e64 * codes_expert, high + e64 * high_expert,
+            scales + e64 * scales_expert, levels + e64 * levels_expert, table + e64 * table_expert, rows,
+            steps * 0, steps, units, n_in, codes_unit, high_unit, scales_row, levels_row,
+            BITS, HIGH, VALUE, ZERO, SCALES, GROUP, BLOCK, TALL, APPLY, BASE, CODE, EVEN, UNITS, BN, BM,
+        )  # fmt: skip
+        if BIASED:
+            n_out = size * 2 if GATED else size
+            total += tl.load(bias + e * n_out + rows).to(tl.float32)[:, None]
+        if GATED:
+            gate, up = tl.split(tl.permute(tl.reshape(total, [2, OUT, BM]), (1, 2, 0)))
+            total = apply_gated(gate, up, KIND)
+        elif KIND != "":
+            total = apply_activation(total, KIND)
+        cols = tl.program_id(1) * OUT + tl.arange(0, OUT)
+        place = y + pair.to(tl.int64)[None, :] * size + cols[:, None]
+        tl.store(place, total.to(y.dtype.element_ty), mask=there[None, :] & (cols < size)[:, None])
+
+
+@triton.jit
+def order_columns(x, order, index, out, n_in, x_row, K: tl.constexpr, BLOCK: tl.constexpr):
+    """out [pairs, n_in]: rows of x in the order of the columns of each pair's expert, order [E, n_in]."""
+    pair, c = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    e, ok = tl.load(index + pair).to(tl.int64), c < n_in
+    place = tl.load(order + e * n_in + c, mask=ok, other=0)
+    row = tl.load(x + (pair // K).to(tl.int64) * x_row + place, mask=ok, other=0.0)
+    tl.store(out + pair.to(tl.int64) * n_in + c, row, mask=ok)
+
+
+def is_planes(stack: ExpertStack) -> bool:
+    """Whether the kernel reads these weights."""
+    return len(stack.parts) == 1 and isinstance(stack.parts[0].template, Planes)
+
+
+def by_planes(
+    x: Tensor,
+    weight: Tensor,
+    index: Tensor,
+    up: ExpertStack,
+    down: ExpertStack,
+    activation: tuple[str, bool],
+    shared: Tensor | None,
+) -> Tensor:
+    """`experts`, with the weights of both products in planes."""
+    k, is_few = index.shape[1], index.numel() <= MOST_SLOTS
+    where = None if is_few else sort_by_expert(index, up.count)
+    h = _multiply(x, up, index, where, k, activation)
+    y = _multiply(h, down, index, where, 1, ("", False))
+    return add_rows(y, weight, index, shared)
+
+
+def _multiply(
+    x: Tensor,
+    stack: ExpertStack,
+    index: Tensor,
+    where: tuple[Tensor, Tensor] | None,
+    k: int,
+    activation: tuple[str, bool],
+) -> Tensor:
+    """One product, [pairs, outputs]. where: (starts, order) of groups, None for slots; k: pairs of a row."""
+    part, pairs, (kind, gated) = stack.parts[0], index.numel(), activation
+    planes: Planes = part.template
+    size = stack.n_out // (2 if gated else 1)
+    whole = stacked_fields(part)
+    if planes.order is not None:
+        x, k = _order_rows(x, whole["order"], index, k), 1
+    y = x.new_empty(pairs, size)
+    tile = pair_tile(planes.layout, 0 if where is None else pairs // stack.count)
+    tiles = pairs if where is None else pairs // tile["BM"] + min(stack.count, pairs)
+    tensors, strides = _plane_arguments(whole)
+    units = planes.layout.padded(stack.n_in) // planes.layout.unit
+    starts, order = where or (index, index)
+    launch(
+        multiply_pairs, (tiles, triton.cdiv(size, tile["BN"] // (2 if gated else 1))),
+        x, *tensors, y if stack.bias is None else stack.bias, index, starts, order, y,
+        stack.n_in, size, units, triton.cdiv(units, UNITS), x.stride(0), *strides,
+        **plane_constants(planes.layout, x.dtype, has_assembly=x.is_cuda),
+        EVEN=units % UNITS == 0 and stack.n_in % planes.layout.unit == 0, E=stack.count,
+        EP=triton.next_power_of_2(stack.count), SLOTS=where is None, K=k, KIND=kind, GATED=gated,
+        BIASED=stack.bias is not None, UNITS=UNITS, **tile, num_warps=UNITS,
+    )  # fmt: skip
+    return y
+
+
+def stacked_fields(part: TensorStack) -> dict[str, Tensor]:
+    """The tensors of planes by their names, each [experts, ...]."""
+    names = [name for name in Planes.__slots__ if isinstance(getattr(part.template, name), Tensor)]
+    return dict(zip(names, part.tensors, strict=True))
+
+
+def _plane_arguments(whole: dict[str, Tensor]) -> tuple[list[Tensor], list[int]]:
+    """(codes, high, scales, levels, table; strides of experts, then of units and entries of scales).
+
+    What a layout lacks is one of the others, and is not read.
+    """
+    codes, scales = whole["codes"], whole["scales"]
+    high, levels, table = whole.get("high", codes), whole.get("levels", scales), whole.get("table", scales)
+    tensors = [codes, high, scales, levels, table]
+    inner = [tensor.stride(1) for tensor in (codes, high, scales, levels)]
+    return tensors, [tensor.stride(0) for tensor in tensors] + inner
+
+
+def _order_rows(x: Tensor, order: Tensor, index: Tensor, k: int) -> Tensor:
+    """x: [pairs / k, n_in] -> [pairs, n_in], in the order of each pair's expert."""
+    pairs, n_in = index.numel(), x.shape[1]
+    out = x.new_empty(pairs, n_in)
+    launch(
+        order_columns, (pairs, triton.cdiv(n_in, COLUMNS)), x, order, index, out, n_in, x.stride(0),
+        K=k, BLOCK=COLUMNS,
+    )  # fmt: skip
+    return out
+
+
+def pair_tile(layout: PlaneLayout, each: int) -> dict[str, Any]:
+    """Outputs and pairs of a program; each: pairs of an expert, about, 0 for slots."""
+    narrow = layout.unit <= 64
+    rows = 8 if each < 8 else 16 if each < 24 else 32
+    outputs = 32 if rows < 32 and narrow else 16
+    return {"BN": outputs, "BM": rows, "num_stages": 3 if narrow else 2}
+
+
+STORAGES = {  # layout, type of scales, type of levels
+    "Q4_K": (PlaneLayout(4, 0, "integer", 0, "mins", 32, 256), "i32*", "i16*"),
+    "Q6_K": (PlaneLayout(4, 2, "integer", 32, "levels", 16, 256), "fp16*", "i8*"),
+    "Q8_0": (PlaneLayout(8, 0, "byte", 0, "plain", 32, 32), "fp16*", "fp16*"),
+    "mxfp4": (PlaneLayout(4, 0, "e2m1", 0, "plain", 32, 32), "bf16*", "bf16*"),
+    "fp8 blocks": (PlaneLayout(8, 0, "e4m3", 0, "plain", 128, 128, 128), "fp32*", "fp32*"),
+    "int4 g128 zeros": (PlaneLayout(4, 0, "integer", 8, "zeros", 128, 128), "fp16*", "i8*"),
+}
+PUBLISHED = (  # model, storage
+    ("qwen3 30b-a3b", "Q4_K"), ("qwen3 30b-a3b", "int4 g128 zeros"), ("qwen3 30b-a3b", "Q8_0"),
+    ("mixtral", "Q6_K"), ("gpt-oss", "mxfp4"), ("deepseek-v3", "fp8 blocks"), ("nemotron-3-nano", "Q8_0"),
+)  # fmt: skip
+STRIDES = (
+    "codes_expert", "high_expert", "scales_expert", "levels_expert", "codes_unit", "high_unit", "scales_row",
+    "levels_row",
+)  # fmt: skip
+
+
+def forms() -> Iterator[KernelForm]:
+    """What models of published sizes launch: slots, and tiles of every size."""
+    for name, storage in PUBLISHED:
+        k, hidden, width, kind, gated, biased, _ = SHAPES[name]
+        layout, scales, levels = STORAGES[storage]
+        types = TYPES | {
+            "codes": "i16*",
+            "high": "i16*",
+            "scales": scales,
+            "levels": levels,
+            "table": "fp32*",
+        }
+        types |= dict.fromkeys(STRIDES, "i32!") | {"n_in": "i32!"}
+        if layout.tall > 1:
+            types |= {
+                "scales_row": "i32",
+                "levels_row": "i32",
+                "scales_expert": "i32",
+                "levels_expert": "i32",
+            }
+        for what, n_in, per_row, act in (("up", hidden, k, (kind, gated)), ("down", width, 1, ("", False))):
+            for each in (0, 16, 64):
+                tile = pair_tile(layout, each)
+                stages, units = tile.pop("num_stages"), layout.padded(n_in) // layout.unit
+                constants = {
+                    **plane_constants(layout, torch.bfloat16, has_assembly=True), **tile, "UNITS": UNITS,
+                    "EVEN": units % UNITS == 0 and n_in % layout.unit == 0, "E": COUNTS[name],
+                    "EP": triton.next_power_of_2(COUNTS[name]), "SLOTS": each == 0, "K": per_row,
+                    "KIND": act[0], "GATED": act[1], "BIASED": biased,
+                }  # fmt: skip
+                named = f"multiply_pairs, {name} {storage} {what}, {'slots' if not each else tile['BM']}"
+                yield KernelForm(named, multiply_pairs, types, constants, UNITS, stages, demands=DEMANDS)

@@ -1,0 +1,167 @@
+"""The router of a mixture of experts: scores, groups, the best k and their weights in one launch.
+
+One program serves one token, and holds the scores of all experts in registers, [groups, experts of a group],
+both sides padded to powers of two. The best are found one after the other: the largest number, of equal ones
+the expert with the lowest number. So a token's experts and weights depend on its own logits alone.
+
+Bits: scores are float32. Softmax sums over a padded row in one fixed tree. The weights of the k experts are
+added for renormalising from the best to the last. An expert number is always one of an expert, whatever the
+logits are: of NaN, too, so that no kernel reads outside the experts' weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from plait.kernels.triton.forms import KernelForm
+from plait.ops.launch import launch
+from plait.ops.moe import route
+from plait.ops.registry import OpFacts
+from plait.spec import RouterSpec
+
+NAME = "triton"
+MOST_EXPERTS = 1024  # padded; a program holds all scores in registers
+
+
+@triton.jit
+def _keep_best_groups(
+    choice, e, real, groups, TOP: tl.constexpr, BY_TOP2: tl.constexpr, GP: tl.constexpr, LOW: tl.constexpr
+):  # fmt: skip
+    """`choice` [GP, SP] with LOW at the experts of all but the TOP best groups; of equal ones the first."""
+    best = tl.max(choice, 1)
+    if BY_TOP2:
+        first = tl.min(tl.where(choice == best[:, None], e, 1 << 20), 1)
+        rest = tl.where(e == first[:, None], -float("inf"), choice)
+        best += tl.max(rest, 1)
+    g = tl.arange(0, GP)
+    best = tl.where(g < groups, best, -float("inf"))
+    kept = tl.zeros([GP], tl.int32)
+    for _ in tl.static_range(TOP):
+        top = tl.max(best, 0)
+        which = tl.min(tl.where(best == top, g, 1 << 20), 0)
+        kept = tl.where(g == which, 1, kept)
+        best = tl.where(g == which, -float("inf"), best)
+    return tl.where(real & (kept[:, None] == 0), LOW, choice)
+
+
+@triton.jit
+def choose_experts(
+    logits, bias, weight, index, logits_row, size, groups, eps, scale,
+    K: tl.constexpr, KP: tl.constexpr, GP: tl.constexpr, SP: tl.constexpr, SOFTMAX: tl.constexpr,
+    BIASED: tl.constexpr, GROUPED: tl.constexpr, TOP: tl.constexpr, BY_TOP2: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+):  # fmt: skip
+    """logits: [T, groups * size] -> weight [T, K] float32, index [T, K] int64, the best first. Grid: (T,).
+
+    size: experts of a group. `eps` is added to the sum of weights; `scale` multiplies them.
+    """
+    low: tl.constexpr = -1.0e38  # below every score; what is taken or is not there is below it
+    token = tl.program_id(0).to(tl.int64)
+    g, j = tl.arange(0, GP)[:, None], tl.arange(0, SP)[None, :]
+    e = g * size + j
+    real = (g < groups) & (j < size)
+    score = tl.load(logits + token * logits_row + e, mask=real, other=0.0).to(tl.float32)
+    if SOFTMAX:
+        score = tl.where(real, score, low)
+        largest = tl.max(tl.max(score, 1), 0)
+        mass = tl.exp(score - largest)
+        score = mass / tl.sum(tl.sum(mass, 1), 0)
+    else:
+        score = 1.0 / (1.0 + tl.exp(-score))
+    choice = score
+    if BIASED:
+        choice += tl.load(bias + e, mask=real, other=0.0)
+    choice = tl.where(choice > low, choice, low)  # of NaN, too
+    choice = tl.where(real, choice, -float("inf"))
+    if GROUPED:
+        choice = _keep_best_groups(choice, e, real, groups, TOP, BY_TOP2, GP, low)
+    k = tl.arange(0, KP)
+    chosen, found = tl.zeros([KP], tl.int32), tl.zeros([KP], tl.float32)
+    total = tl.zeros([], tl.float32)
+    for i in tl.static_range(K):
+        top = tl.max(tl.max(choice, 1), 0)
+        which = tl.min(tl.min(tl.where(choice == top, e, 1 << 20), 1), 0)
+        taken = real & (e == which)
+        value = tl.sum(tl.sum(tl.where(taken, score, 0.0), 1), 0)
+        choice = tl.where(taken, -float("inf"), choice)
+        chosen, found = tl.where(k == i, which, chosen), tl.where(k == i, value, found)
+        total += value
+    if RENORMALIZE:
+        found = found / (total + eps)
+    place = token * K + k
+    tl.store(weight + place, found * scale, mask=k < K)
+    tl.store(index + place, chosen.to(tl.int64), mask=k < K)
+
+
+def _constants(count: int, top_k: int, router: RouterSpec, biased: bool) -> dict[str, Any]:
+    grouped = router.groups > 1
+    size = count // router.groups
+    return {
+        "K": top_k,
+        "KP": triton.next_power_of_2(top_k),
+        "GP": triton.next_power_of_2(router.groups),
+        "SP": triton.next_power_of_2(size),
+        "SOFTMAX": router.score == "softmax",
+        "BIASED": biased,
+        "GROUPED": grouped,
+        "TOP": router.top_groups if grouped else 0,
+        "BY_TOP2": router.group_by == "top2",
+        "RENORMALIZE": router.renormalize,
+    }
+
+
+def why_not(facts: OpFacts) -> str | None:
+    """The `when` of the kernel: as many experts as registers hold."""
+    count = int(facts.sizes.get("num_experts", facts.sizes.get("experts", 0)))
+    router: RouterSpec = facts["router"]
+    size = triton.next_power_of_2(count // router.groups) * triton.next_power_of_2(router.groups)
+    if size > MOST_EXPERTS:
+        return f"{count} experts in {router.groups} groups; it holds {MOST_EXPERTS} scores"
+    return None
+
+
+@route.variant(NAME, on="cuda", when=why_not)
+def route_in_one_launch(
+    logits: Tensor, bias: Tensor | None, top_k: int, router: RouterSpec
+) -> tuple[Tensor, Tensor]:
+    """`route`: the same arguments and results; of equal scores the expert with the lower number."""
+    tokens, count = logits.shape
+    weight = logits.new_empty(tokens, top_k, dtype=torch.float32)
+    index = logits.new_empty(tokens, top_k, dtype=torch.int64)
+    if tokens:
+        constants = _constants(count, top_k, router, bias is not None)
+        launch(
+            choose_experts, (tokens,), logits, weight if bias is None else bias, weight, index,
+            logits.stride(0), count // router.groups, router.groups, router.renorm_eps, router.scale,
+            **constants, num_warps=1,
+        )  # fmt: skip
+    return weight, index
+
+
+ROUTERS = {  # experts, k, router, biased
+    "qwen3 30b-a3b": (128, 8, RouterSpec(), False),
+    "mixtral": (8, 2, RouterSpec(), False),
+    "gpt-oss 120b": (128, 4, RouterSpec(), False),
+    "granite-4-h small": (72, 10, RouterSpec(), False),
+    "deepseek-v2-lite": (64, 6, RouterSpec("softmax", False), False),
+    "deepseek-v3": (256, 8, RouterSpec("sigmoid", True, 1e-20, 2.5, 8, 4, "top2"), True),
+    "qwen3-next": (512, 10, RouterSpec(), False),
+}
+
+
+def forms() -> Iterator[KernelForm]:
+    """What models of published sizes launch."""
+    types = {
+        "logits": "bf16*", "bias": "fp32*", "weight": "fp32*", "index": "i64*", "logits_row": "i32!",
+        "eps": "fp32", "scale": "fp32",
+    }  # fmt: skip
+    for name, (count, top_k, router, biased) in ROUTERS.items():
+        constants = _constants(count, top_k, router, biased)
+        own = types if count % 16 == 0 else types | {"logits_row": "i32"}
+        yield KernelForm(f"choose_experts, {name}", choose_experts, own, constants, num_warps=1)

@@ -1,0 +1,170 @@
+"""Experts on a GPU: by slots and by groups, in Triton's interpreter, against sums in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is not installed here")
+
+import triton
+import triton.language as tl
+
+from plait.kernels.triton import grouped_experts, moe
+from plait.kernels.triton.activations import apply_activation, apply_gated
+from plait.ops.activation import ACTIVATIONS, PAIRS
+from plait.ops.blocks import random_weight
+from plait.ops.expert_stack import ExpertStack
+from plait.ops.launch import launch
+from plait.quant.weight import Dense, Weight
+
+HIDDEN, SIZE, EXPERTS, K = 40, 24, 6, 3
+SILU = ("silu", True)
+
+
+def stack(weights: list[Weight], bias: Tensor | None = None) -> ExpertStack:
+    made = ExpertStack(len(weights), torch.float32, moe.pack)
+    for e, weight in enumerate(weights):
+        made.put(e, [weight], [None if bias is None else bias[e]])
+    return made
+
+
+def layer(bias: bool = False) -> tuple[ExpertStack, ExpertStack]:
+    up = torch.randn(EXPERTS, 2 * SIZE, HIDDEN) / HIDDEN**0.5
+    down = torch.randn(EXPERTS, HIDDEN, SIZE) / SIZE**0.5
+    biases = [torch.randn(EXPERTS, 2 * SIZE), torch.randn(EXPERTS, HIDDEN)] if bias else [None, None]
+    return tuple(stack([Dense(w) for w in all_], b) for all_, b in zip((up, down), biases, strict=True))  # type: ignore[return-value]
+
+
+def pairs(tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(x, weight, index, shared)."""
+    index = torch.stack([torch.randperm(EXPERTS)[:K] for _ in range(tokens)])
+    return torch.randn(tokens, HIDDEN), torch.rand(tokens, K), index, torch.randn(tokens, HIDDEN)
+
+
+def exact(
+    x: Tensor, weight: Tensor, index: Tensor, shared: Tensor, up: ExpertStack, down: ExpertStack
+) -> Tensor:
+    """The sum in float64."""
+    out = shared.double().clone()
+    for t in range(len(x)):
+        for j in range(index.shape[1]):
+            e = int(index[t, j])
+            both = up.decode(e).double() @ x[t].double()
+            both += up.bias[e].double() if up.bias is not None else 0
+            gate, more = both.chunk(2)
+            y = down.decode(e).double() @ (torch.nn.functional.silu(gate) * more)
+            y += down.bias[e].double() if down.bias is not None else 0
+            out[t] += weight[t, j].double() * y
+    return out
+
+
+# Tokens that go by slots, by groups of one tile, and by groups with several tiles of an expert.
+COUNTS = [2, moe.MOST_SLOTS // K + 1, 60]
+
+
+@pytest.mark.parametrize("tokens", COUNTS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_sum_of_experts_is_that_of_float64(tokens: int, bias: bool) -> None:
+    up, down = layer(bias)
+    x, weight, index, shared = pairs(tokens)
+    got = moe.run_experts(x, weight, index, up, down, SILU, shared)
+    want = exact(x, weight, index, shared, up, down)
+    assert (got.double() - want).norm() / want.norm() < 1e-6
+
+
+@pytest.mark.parametrize("tokens", COUNTS[:2])
+def test_order_of_the_router_changes_no_bit(tokens: int) -> None:
+    up, down = layer()
+    x, weight, index, shared = pairs(tokens)
+    got = moe.run_experts(x, weight, index, up, down, SILU, shared)
+    back = weight.flip(1), index.flip(1)
+    assert torch.equal(got, moe.run_experts(x, *back, up, down, SILU, shared))
+
+
+def test_a_token_alone_has_the_bits_that_it_has_in_a_batch() -> None:
+    up, down = layer(True)
+    x, weight, index, shared = pairs(5)
+    got = moe.run_experts(x, weight, index, up, down, SILU, shared)
+    for t in range(5):
+        one = (tensor[t : t + 1] for tensor in (x, weight, index))
+        assert torch.equal(got[t : t + 1], moe.run_experts(*one, up, down, SILU, shared[t : t + 1]))
+
+
+def test_a_token_of_a_prompt_has_the_same_bits_next_to_others() -> None:
+    up, down = layer()
+    x, weight, index, shared = pairs(50)
+    got = moe.run_experts(x, weight, index, up, down, SILU, shared)
+    order = torch.randperm(50)[:45]
+    some = (tensor[order] for tensor in (x, weight, index))
+    assert torch.equal(got[order], moe.run_experts(*some, up, down, SILU, shared[order]))
+
+
+def test_tokens_that_all_choose_the_same_experts() -> None:
+    up, down = layer()
+    x, weight, index, shared = pairs(48)
+    index[:] = torch.tensor([4, 0, 5])
+    got = moe.run_experts(x, weight, index, up, down, SILU, shared)
+    want = exact(x, weight, index, shared, up, down)
+    assert (got.double() - want).norm() / want.norm() < 1e-6
+
+
+def test_pairs_are_sorted_by_expert_and_then_by_number() -> None:
+    index = torch.randint(0, 5, (1100,))
+    index[index == 2] = 3  # an expert that nobody chose
+    starts, order = torch.full((6,), -1, dtype=torch.int32), torch.full((1100,), -1, dtype=torch.int32)
+    launch(grouped_experts.sort_pairs, (5,), index, starts, order, 1100, BLOCK=grouped_experts.BLOCK)
+    assert torch.equal(order.long(), index.argsort(stable=True))
+    counts = index.bincount(minlength=5)
+    assert starts.tolist() == [0, *counts.cumsum(0).tolist()]
+
+
+@pytest.mark.parametrize("rows", [16, 64])
+def test_there_are_never_more_tiles_than_the_grid_has(rows: int) -> None:
+    for counts in ([1] * 40, [rows + 1] * 3, [0, 0, 129], [rows] * 4, [1, 0, 2 * rows - 1]):
+        tiles = sum(-(-count // rows) for count in counts)
+        assert tiles <= sum(counts) // rows + min(len(counts), sum(counts))
+
+
+def stored_layer(kind: str) -> tuple[ExpertStack, ExpertStack]:
+    up = [random_weight(kind, 64, 256) for _ in range(EXPERTS)]
+    return stack(list(up)), stack([random_weight(kind, 256, 32) for _ in range(EXPERTS)])
+
+
+@pytest.mark.parametrize("tokens", [1, 45])
+def test_decoded_experts_have_the_bits_of_plain_ones(tokens: int, monkeypatch: Any) -> None:
+    """Also where scratch memory holds only one token's, or one expert, at a time."""
+    up, down = stored_layer("IQ4_NL")
+    x, weight, index, shared = torch.randn(tokens, 256), *pairs(tokens)[1:3], torch.randn(tokens, 256)
+    plain = tuple(stack([Dense(s.decode(e)) for e in range(EXPERTS)]) for s in (up, down))
+    want = moe.run_experts(x, weight, index, *plain, SILU, shared)
+    assert torch.equal(want, moe.run_experts(x, weight, index, up, down, SILU, shared))
+    monkeypatch.setattr(moe, "SCRATCH", 1)
+    assert torch.equal(want, moe.run_experts(x, weight, index, up, down, SILU, shared))
+
+
+def test_no_tokens_are_no_launch() -> None:
+    up, down = layer()
+    assert moe.run_experts(*(t[:0] for t in pairs(1)[:3]), up, down, SILU, None).shape == (0, HIDDEN)
+
+
+@triton.jit
+def _activate(x, y, out, KIND: tl.constexpr, GATED: tl.constexpr):
+    i = tl.arange(0, 64)
+    if GATED:
+        tl.store(out + i, apply_gated(tl.load(x + i), tl.load(y + i), KIND))
+    else:
+        tl.store(out + i, apply_activation(tl.load(x + i), KIND))
+
+
+@pytest.mark.parametrize("kind", [*ACTIVATIONS, *PAIRS])
+def test_every_activation_has_a_kernel(kind: str) -> None:
+    x, y = torch.linspace(-12, 12, 64), torch.randn(64) * (6 if kind in PAIRS else 1)
+    for gated in (True,) if kind in PAIRS else (False, True):
+        out = torch.empty(64)
+        launch(_activate, (1,), x, y, out, KIND=kind, GATED=gated)
+        want = PAIRS[kind](x, y) if kind in PAIRS else ACTIVATIONS[kind](x) * (y if gated else 1)
+        torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-6)
