@@ -56,7 +56,11 @@ def norm_rows(
     if LAYER:
         h = tl.where(there, h - tl.sum(h, 0) / N, 0.0)
     if NORM:
-        h = h * tl.rsqrt(tl.sum(h * h, 0) / N + eps) * tl.load(weight + at, mask=there, other=0.0).to(tl.float32)
+        h = (
+            h
+            * tl.rsqrt(tl.sum(h * h, 0) / N + eps)
+            * tl.load(weight + at, mask=there, other=0.0).to(tl.float32)
+        )
     if BIAS:
         h += tl.load(bias + at, mask=there, other=0.0).to(tl.float32)
     if GATED == 2:
@@ -159,4 +163,6 @@ def forms() -> Iterator[KernelForm]:
     for name, (width, groups, flags) in kinds.items():
         constants = _constants(width, groups, 1) | flags
         warps = constants.pop("num_warps")
-        yield KernelForm(f"norm_rows, {name}", norm_rows, POINTERS, constants, warps, demands=WIDE if width > 1000 else ())
+        yield KernelForm(
+            f"norm_rows, {name}", norm_rows, POINTERS, constants, warps, demands=WIDE if width > 1000 else ()
+        )

@@ -311,7 +311,11 @@ WIDE = (("LDG.128",), ("STG.128",))
 
 
 def _form(
-    name: str, kernel: Any, constants: Mapping[str, Any], types: Mapping[str, str] = NUMBERS, wide: bool = True
+    name: str,
+    kernel: Any,
+    constants: Mapping[str, Any],
+    types: Mapping[str, str] = NUMBERS,
+    wide: bool = True,
 ) -> KernelForm:
     few = {key: value for key, value in constants.items() if key != "num_warps"}
     return KernelForm(name, kernel, types, few, constants["num_warps"], demands=WIDE if wide else ())

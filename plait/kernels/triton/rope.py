@@ -33,7 +33,11 @@ def sin_cos(angle):
     quarter = quarters.to(tl.int32) & 3
     y = x * x
     s = x + x * y * (-1.6666654611e-1 + y * (8.3321608736e-3 + y * -1.9515295891e-4))
-    c = 1.0 - 0.5 * y + y * y * (4.166664568298827e-2 + y * (-1.388731625493765e-3 + y * 2.443315711809948e-5))
+    c = (
+        1.0
+        - 0.5 * y
+        + y * y * (4.166664568298827e-2 + y * (-1.388731625493765e-3 + y * 2.443315711809948e-5))
+    )
     odd = (quarter & 1) == 1
     sine, cosine = tl.where(odd, c, s), tl.where(odd, s, c)
     sine = tl.where(quarter >= 2, -sine, sine)
@@ -120,7 +124,11 @@ POINTERS = {
 
 def forms() -> Iterator[KernelForm]:
     """Heads of published sizes."""
-    shapes = {"32 × 128": (32, 128, 64, False), "64 of 128": (32, 128, 32, False), "64 pairs": (16, 64, 32, True)}
+    shapes = {
+        "32 × 128": (32, 128, 64, False),
+        "64 of 128": (32, 128, 32, False),
+        "64 pairs": (16, 64, 32, True),
+    }
     for name, shape in shapes.items():
         constants = _constants(*shape)
         warps = constants.pop("num_warps")
