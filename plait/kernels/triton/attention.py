@@ -42,7 +42,7 @@ NAME = "triton"
 SPLIT = 256  # tokens that share a softmax
 ROWS = 16  # of a tile of queries: (token, query head) pairs that read the same keys
 PROMPT_ROWS = 32  # of a tile in a step with prompts; the same instructions, so the same bits
-MOST_TILES = 2  # tiles of a sequence up to which its splits are items; with more, tiles keep a device busy
+MOST_TILES = 2  # of a sequence up to which its splits are items; with more, tiles keep a device busy
 MOST_SLOTS = 4096  # partial results: splits of all sequences together; those that do not fit are walked
 PROGRAMS = 4  # for each processor of the device
 SEQS = (16, 64, 256, 1024)  # sequences that a form is compiled for
@@ -51,15 +51,24 @@ LOG2E = 1.4426950408889634
 
 @triton.jit
 def _load_entries(
-    cache, words, row, seen, d, AT: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr
+    cache, words, row, seen, d,
+    AT: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Columns AT + d of rows of a cache; of codes (GROUP > 0) what they stand for. [tokens, columns]."""
     there = seen[:, None] & (d < D)[None, :]
     found = tl.load(cache + row[:, None] * WIDTH + AT + d[None, :], mask=there, other=0)
     if GROUP:
-        at = row[:, None] * (WIDTH // 2) + D // 2 + (d // GROUP)[None, :]
-        bits = tl.load(words + at, mask=there, other=0).to(tl.int32) << 16  # bfloat16
-        numbers = found.to(tl.float32) * bits.to(tl.float32, bitcast=True)
+        scales = words + row * (WIDTH // 2) + D // 2  # bfloat16
+        if GROUP >= D:
+            bits = tl.load(scales, mask=seen, other=0).to(tl.int32) << 16
+            numbers = found.to(tl.float32) * bits.to(tl.float32, bitcast=True)[:, None]
+        else:
+            g = tl.arange(0, DP // GROUP)
+            given = seen[:, None] & (g * GROUP < D)[None, :]
+            bits = tl.load(scales[:, None] + g[None, :], mask=given, other=0).to(tl.int32) << 16
+            apart = tl.reshape(found.to(tl.float32), [row.shape[0], DP // GROUP, GROUP])
+            apart = apart * bits.to(tl.float32, bitcast=True)[:, :, None]
+            numbers = tl.reshape(apart, [row.shape[0], DP])
     else:
         numbers = found
     return numbers
@@ -191,13 +200,13 @@ def attend(
                 seen = t < stop
                 block = tl.load(line + t // PAGE, mask=seen, other=0).to(tl.int64)
                 row = (block * PAGE + t % PAGE) * KVH + kv
-                k = _load_entries(k_cache, k_words, row, seen, d, 0, KW, D, GROUP).to(own_q.dtype)
+                k = _load_entries(k_cache, k_words, row, seen, d, 0, KW, D, DP, GROUP).to(own_q.dtype)
                 scores = tl.dot(own_q, tl.trans(k), input_precision="ieee")
                 if REST:
                     if GROUP:
                         more = _load_rest(k_words, row, seen, r, REST_AT, KW, REST)
                     else:
-                        more = _load_entries(k_cache, k_words, row, seen, r, D, KW, REST, 0)
+                        more = _load_entries(k_cache, k_words, row, seen, r, D, KW, REST, RESTP, 0)
                     scores = tl.dot(rest_q, tl.trans(more.to(own_q.dtype)), scores, input_precision="ieee")
                 scores = scores * scale  # of base 2
                 if SOFTCAP > 0:
@@ -215,7 +224,7 @@ def attend(
                 if LATENT:
                     v = k
                 else:
-                    v = _load_entries(v_cache, v_words, row, seen, d, 0, VW, D, D if GROUP else 0).to(
+                    v = _load_entries(v_cache, v_words, row, seen, d, 0, VW, D, DP, D if GROUP else 0).to(
                         own_q.dtype
                     )
                 values = tl.dot(p.to(own_q.dtype), v, values * old[:, None], input_precision="ieee")
@@ -240,9 +249,7 @@ def attend(
                 for s in range(splits):
                     at_split = slot + (s + tl.zeros([], tl.int32)) * tiles + tile
                     line_part = (at_split.to(tl.int64) * KVH + kv) * BM + tl.arange(0, BM)
-                    top = tl.load(
-                        part_sums + line_part * 2, mask=there, other=0.0, cache_modifier=".cg"
-                    )
+                    top = tl.load(part_sums + line_part * 2, mask=there, other=0.0, cache_modifier=".cg")
                     mass = tl.load(part_sums + line_part * 2 + 1, mask=there, other=1.0, cache_modifier=".cg")
                     values = tl.load(
                         part + line_part[:, None] * DP + d[None, :], mask=there[:, None], other=0.0,
@@ -252,6 +259,7 @@ def attend(
                     sums = sums * before + mass * now
                     acc = acc * before[:, None] + values * now[:, None]
         if is_whole:
+            sums = tl.where(there, sums, 1.0)  # a row that is not there may see no key
             result = (acc / sums[:, None]).to(out.dtype.element_ty)
             at_out = (place * (KVH * G) + head) * D
             tl.store(out + at_out[:, None] + d[None, :], result, mask=there[:, None] & (d < D)[None, :])
@@ -269,6 +277,10 @@ class PagedLayout:
     window: int | None
     softcap: float | None
 
+    def rows(self, has_prompts: bool) -> int:
+        """Of a tile of queries. Wide heads have no registers for more than a decode's."""
+        return PROMPT_ROWS if has_prompts and not self.rest else ROWS
+
     def constants(self, num_seqs: int, rows: int) -> dict[str, Any]:
         """The constants that both kernels of a step have."""
         size = next((size for size in SEQS if num_seqs <= size), triton.next_power_of_2(num_seqs))
@@ -284,7 +296,8 @@ class PagedLayout:
 
     def attention(self, k_cache: Tensor, v_cache: Tensor, sinks: bool) -> dict[str, Any]:
         """Those of `attend` alone."""
-        wide = self.dim > 128
+        # Decoding takes registers, and so do wide heads and padded ones: eight warps have twice those of four.
+        wide = self.dim > 128 or self.dim & (self.dim - 1) > 0 or self.codes is not None
         return {
             "REST": self.rest,
             "RESTP": max(16, triton.next_power_of_2(self.rest)),
@@ -295,7 +308,7 @@ class PagedLayout:
             "REST_AT": self.codes.rest_at if self.codes else 0,
             "PAGE": k_cache.shape[1],
             "SPLIT": SPLIT,
-            "BN": 32 if wide else 64,
+            "BN": 32 if self.rest else 64,
             "WINDOW": self.window or 0,
             "SOFTCAP": self.softcap or 0.0,
             "SINKS": sinks,
@@ -316,21 +329,27 @@ class AttentionWork:
     sums: Tensor  # [slots, kv_heads, rows of a tile, 2]
 
 
+def _most_tiles(constants: Mapping[str, int]) -> int:
+    """Tiles of a sequence up to which its splits are items: those of one token at least."""
+    return max(MOST_TILES, -(-constants["G"] // constants["BM"]))
+
+
 def _list_work(
     query_start: Tensor, seq_lens: Tensor, constants: Mapping[str, int], window: int, capacity: int
 ) -> AttentionWork:
     """Launch `count_items`. Nothing is asked of the device."""
     size, heads, rows = (constants[name] for name in ("S", "KVH", "BM"))
+    most_tiles = _most_tiles(constants)
     ints = partial(torch.empty, dtype=torch.int32, device=seq_lens.device)
     floats = partial(torch.empty, dtype=torch.float32, device=seq_lens.device)
     work = AttentionWork(
-        ints(size + 1), ints(size), ints(size + 1), ints(MOST_TILES * heads * size),
+        ints(size + 1), ints(size), ints(size + 1), ints(most_tiles * heads * size),
         floats(capacity, heads, rows, constants["DP"]), floats(capacity, heads, rows, 2),
     )  # fmt: skip
     few = {name: constants[name] for name in ("S", "G", "KVH", "BM")}
     launch(
         count_items, (1,), query_start, seq_lens, work.items, work.slots, work.starts, work.counters,
-        len(seq_lens), capacity, WINDOW=window, SPLIT=SPLIT, TILES=MOST_TILES, **few,
+        len(seq_lens), capacity, WINDOW=window, SPLIT=SPLIT, TILES=most_tiles, **few,
     )  # fmt: skip
     return work
 
@@ -352,8 +371,9 @@ def _attend_over(
     if not len(q):
         return out
     num_seqs = len(seq_lens)
-    shared = layout.constants(num_seqs, ROWS if len(q) == num_seqs else PROMPT_ROWS)
-    capacity, window = min(MOST_SLOTS, k_cache.shape[0] * k_cache.shape[1] // SPLIT + num_seqs), layout.window
+    shared = layout.constants(num_seqs, layout.rows(len(q) != num_seqs))
+    most_splits = k_cache.shape[0] * k_cache.shape[1] // SPLIT + num_seqs
+    capacity, window = min(MOST_SLOTS, most_splits * -(-shared["G"] // shared["BM"])), layout.window
     key, step = (
         (NAME, window, capacity, *(shared[n] for n in ("G", "KVH", "DP"))),
         {} if step is None else step,
@@ -452,6 +472,8 @@ SHAPES = {  # heads, kv_heads, dim, rest, window, softcap, sinks, codes
     "gqa 64/8 d64 window sinks": (64, 8, 64, 0, 128, None, True, False),
     "gqa 8/4 d256 window softcap": (8, 4, 256, 0, 4096, 50.0, False, False),
     "gqa 32/8 d128 int8": (32, 8, 128, 0, None, None, False, True),
+    "gqa 9/3 d64 int8": (9, 3, 64, 0, None, None, False, True),
+    "gqa 8/4 d256 int8": (8, 4, 256, 0, None, None, False, True),
     "mla 16 heads": (16, 1, 512, 64, None, None, False, False),
     "mla 128 heads": (128, 1, 512, 64, None, None, False, False),
     "mla 16 heads int8": (16, 1, 512, 64, None, None, False, True),
@@ -465,7 +487,8 @@ def forms() -> Iterator[KernelForm]:
         layout = PagedLayout(heads, kv_heads, dim, rest, form if coded else None, window, softcap)
         widths = (form.width, form.width if rest else value_codes(dim).width) if coded else (dim + rest,) * 2
         caches = [torch.empty(1, 64, kv_heads, width, device="meta") for width in widths]
-        for step, rows in (("decodes", ROWS), ("prompts", PROMPT_ROWS)):
+        for step in ("decodes", "prompts")[: 1 if rest else 2]:
+            rows = layout.rows(step == "prompts")
             constants = layout.constants(64, rows) | layout.attention(caches[0], caches[1], sinks)
             warps, stages = constants.pop("num_warps"), constants.pop("num_stages")
             yield KernelForm(

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from plait.kernels.triton.forms import KernelForm
+from plait.kernels.triton.pointwise import sigmoid
 from plait.kernels.triton.row_views import view_rows
 from plait.ops.launch import launch
 from plait.ops.norm import add_rms_norm, gated_rms_norm, layer_norm, rms_norm
@@ -50,7 +51,7 @@ def norm_rows(
             tl.store(total + to, added, mask=there)
             h = added.to(tl.float32)
         else:
-            beside = beside / (1.0 + tl.exp(-beside))  # SiLU
+            beside = beside * sigmoid(beside)
     if GATED == 1:
         h = h * beside
     if LAYER:

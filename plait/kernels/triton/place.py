@@ -133,6 +133,7 @@ def _scale_bits(largest):
 def _code(x, step):
     """x / step, rounded to nearest even, within ±127."""
     ratio = tl.where(step > 0.0, tl.div_rn(x, tl.where(step > 0.0, step, 1.0)), 0.0)
+    ratio = tl.where(ratio == ratio, ratio, 0.0)  # of infinities; their step is one, too
     ratio = tl.where(ratio > 127.0, 127.0, tl.where(ratio < -127.0, -127.0, ratio))
     return ((ratio + 12582912.0) - 12582912.0).to(tl.int8)
 

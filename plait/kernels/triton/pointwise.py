@@ -48,7 +48,9 @@ def tanh(x):
 
 @triton.jit
 def sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
+    """1 / (1 + exp(-x)), without an infinite exp for a number far below zero."""
+    e = tl.exp(-tl.abs(x))
+    return tl.where(x < 0.0, e, 1.0) / (1.0 + e)
 
 
 @triton.jit
