@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -257,15 +257,23 @@ class Weights:
     def bind(self, op: Op, **sizes: Any) -> Callable[..., Any]:
         """The variant of an op for this target; recorded for `plait info --ops`."""
         target = self.target
-        sizes = self._shared_sizes() | sizes
-        facts = OpFacts(target.platform, target.dtype, sizes, target.executor, target.chip)
-        fn, rows = op.bind_parts(facts, self.prefix, target.ops, target.no_fuse)
+        fn, rows = op.bind_parts(self._facts(sizes), self.prefix, target.ops, target.no_fuse)
         target.bound.extend(rows)
         return fn
 
-    def _shared_sizes(self) -> dict[str, Any]:
-        names = ("block_size", "kv_dtype", "deterministic")
-        return {name: getattr(self.target, name) for name in names}
+    def bind_kernel(self, op: Op, **sizes: Any) -> Callable[..., Any] | None:
+        """As `bind`; None where no kernel serves, or `no_fuse` names the op: mixers then call its parts."""
+        target = self.target
+        fn, row = op.bind(self._facts(sizes), self.prefix, target.ops)
+        if row.variant == "reference" or op.name in target.no_fuse:
+            return None
+        target.bound.append(row)
+        return fn
+
+    def _facts(self, sizes: Mapping[str, Any]) -> OpFacts:
+        target = self.target
+        shared = {name: getattr(target, name) for name in ("block_size", "kv_dtype", "deterministic")}
+        return OpFacts(target.platform, target.dtype, shared | dict(sizes), target.executor, target.chip)
 
     def unused(self) -> list[str]:
         """Their tensors that no mixer read and the family does not ignore."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from plait import spec
@@ -84,6 +86,7 @@ class Decoder:
 
     def hidden(self, batch: Batch, store: StateStore) -> Tensor:
         """What the model makes of every token, after the last norm: [T, hidden]. The states move on."""
+        batch = replace(batch, step={})
         x = embeddings = self.embed(batch.token_ids)
         delta = None
         for branch in self.branches:

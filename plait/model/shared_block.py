@@ -12,6 +12,7 @@ from plait.ops.activation import activate, combine
 from plait.ops.attention import paged_attention
 from plait.ops.entry import head_widths
 from plait.ops.linear import Linear
+from plait.ops.place import place_heads
 from plait.ops.rows import join
 from plait.state.store import StateStore
 
@@ -46,11 +47,11 @@ class SharedBlockUse:
         self.out = w.linear("out", in_size=hidden, out_sizes=(hidden,))
         self._join, self._combine = w.bind(join), w.bind(combine)
         self._activate = w.bind(activate, kind=s.activation, gated=True)
+        heads = {"heads": s.num_heads, "kv_heads": s.num_kv_heads, "dim": s.head_dim}
+        self._place = w.bind_kernel(place_heads, over=None, **heads)
         self._attend = w.bind(
             paged_attention,
-            heads=s.num_heads,
-            kv_heads=s.num_kv_heads,
-            dim=s.head_dim,
+            **heads,
             window=None,
             softcap=None,
             sinks=False,
@@ -77,11 +78,17 @@ class SharedBlockUse:
             added = (up(down(h)) for down, up in self.adapters)
             parts = tuple(self._combine(p, a, 1.0) for p, a in zip(parts, added, strict=True))
         q, k, v = (part.unflatten(-1, (-1, s.head_dim)) for part in parts)
-        if rope:
-            q, k = rope(q, batch.positions), rope(k, batch.positions)
         cache, index = store[self.name], batch.paged[UNBOUNDED]
+        caches = cache["k"], cache["v"]
         where = (index.block_table, index.slot_mapping, batch.query_start, batch.seq_lens)
-        out: Tensor = self._attend(q, k, v, cache["k"], cache["v"], *where, s.scale, None, None, None)
+        if self._place:
+            to = (*caches, index.slot_mapping, batch.positions)
+            q = self._place(q, k, v, *to, None, rope.rotation if rope else None)
+            out: Tensor = self._attend(q, None, None, *caches, *where, s.scale, None, None, None, batch.step)
+        else:
+            if rope:
+                q, k = rope(q, batch.positions), rope(k, batch.positions)
+            out = self._attend(q, k, v, *caches, *where, s.scale, None, None, None)
         return out.flatten(1)
 
 

@@ -83,8 +83,8 @@ def causal_mask(num_queries: int, start: int, end: int, window: int | None, devi
 @op(cases=CASES, private=("k_cache", "v_cache"))
 def paged_attention(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     k_cache: Tensor,
     v_cache: Tensor,
     block_table: Tensor,
@@ -95,6 +95,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    step: dict[Any, Any] | None = None,
 ) -> Tensor:
     """Store the new keys and values; then causal softmax attention over all each sequence has in memory.
 
@@ -103,11 +104,14 @@ def paged_attention(
     query_start: [S+1], seq_lens: [S] (new tokens included) -> [T, heads, d]. Query head h reads kv head
     h // (heads / kv_heads). `window`: how many last keys are seen; `softcap`: scores become cap·tanh(·/cap).
     `sinks`: [heads] float32, a score of each head for a key with the value 0 (Xiao et al. 2023; gpt-oss).
-    The variant that writes a cache decides how it lies in memory.
+    `k` and `v` None: `ops.place.place_heads` has stored them. `step`: where kernels leave for the other layers
+    of a step what all of them need (`Batch.step`). The variant that writes a cache decides how it lies in
+    memory.
     """
-    k_form, v_form = key_codes(k.shape[-1]), value_codes(v.shape[-1])
-    write_paged(k_cache, k, slot_mapping, k_form)
-    write_paged(v_cache, v, slot_mapping, v_form)
+    k_form, v_form = key_codes(q.shape[-1]), value_codes(q.shape[-1])
+    if k is not None and v is not None:
+        write_paged(k_cache, k, slot_mapping, k_form)
+        write_paged(v_cache, v, slot_mapping, v_form)
     out = torch.empty_like(q)
     for s, rows, start, end in visible(q, (query_start, seq_lens), window):
         keys = read_paged(k_cache, block_table[s], start, end, k_form).float()
@@ -174,7 +178,7 @@ LATENT_CASES: list[dict[str, Any]] = [
 @op(cases=LATENT_CASES, private=("cache",))
 def paged_latent_attention(
     q: Tensor,
-    latent: Tensor,
+    latent: Tensor | None,
     cache: Tensor,
     block_table: Tensor,
     slot_mapping: Tensor,
@@ -182,15 +186,18 @@ def paged_latent_attention(
     seq_lens: Tensor,
     scale: float,
     kv_rank: int,
+    step: dict[Any, Any] | None = None,
 ) -> Tensor:
     """MLA with the key up-projection absorbed into q (DeepSeek-V2, 2.1): all heads read one latent per token.
 
     q: [T, heads, kv_rank + rope_dim], latent: [T, kv_rank + rope_dim] (new, stored first), cache: [blocks,
     block_size, kv_rank + rope_dim], or of int8 codes (`ops.entry.latent_codes(…).width` bytes) -> [T, heads,
-    kv_rank], which the value up-projection turns into the heads' outputs. The rest as in `paged_attention`.
+    kv_rank], which the value up-projection turns into the heads' outputs. `latent` None:
+    `ops.place.place_latent` has stored it. The rest as in `paged_attention`.
     """
-    form = latent_codes(kv_rank, latent.shape[-1] - kv_rank)
-    write_paged(cache, latent, slot_mapping, form)
+    form = latent_codes(kv_rank, q.shape[-1] - kv_rank)
+    if latent is not None:
+        write_paged(cache, latent, slot_mapping, form)
     out = q.new_empty(*q.shape[:2], kv_rank)
     for s, rows, start, end in visible(q, (query_start, seq_lens), None):
         known = read_paged(cache, block_table[s], start, end, form).float()

@@ -24,7 +24,10 @@ _watchers: list[LaunchWatcher] = []
 
 
 def launch(kernel: Any, grid: Grid, *args: object, **constants: object) -> None:
-    """Run a kernel over a grid. Arguments are tensors and numbers; constants may be launch options, too."""
+    """Run a kernel over a grid, an empty one too. Arguments are tensors and numbers; constants may be launch
+    options."""
+    if 0 in grid:
+        return
     run = partial(kernel[grid], *args, **constants)
     if not _watchers:
         run()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -25,8 +27,8 @@ def _no_softcap(facts: OpFacts) -> str | None:
 
 def sdpa(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     k_cache: Tensor,
     v_cache: Tensor,
     block_table: Tensor,
@@ -37,11 +39,13 @@ def sdpa(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    step: dict[Any, Any] | None = None,
 ) -> Tensor:
-    """`paged_attention` without softcap: the same arguments and result."""
-    caches = ((k_cache, key_codes(k.shape[-1])), (v_cache, value_codes(v.shape[-1])))
+    """`paged_attention` without softcap: the same arguments and result; `step` is not needed."""
+    caches = ((k_cache, key_codes(q.shape[-1])), (v_cache, value_codes(q.shape[-1])))
     for (cache, form), new in zip(caches, (k, v), strict=True):
-        write_paged(cache, new, slot_mapping, form)
+        if new is not None:
+            write_paged(cache, new, slot_mapping, form)
     out = torch.empty_like(q)
     for s, rows, start, end in visible(q, (query_start, seq_lens), window):
         keys, values = (read_paged(c, block_table[s], start, end, form).to(q.dtype) for c, form in caches)

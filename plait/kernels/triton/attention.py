@@ -2,18 +2,27 @@
 
 A captured step has one grid for all batches, but sequences have any length. So the grid is as large as the
 device, and its programs take work items in turn. An item is a split of `SPLIT` tokens of one sequence, for a
-tile of its query rows and one kv head. `count_items`, the first launch, says how many items each sequence
-has; a program finds the sequence of an item by binary search.
+tile of its query rows and one kv head. `count_items` says how many items each sequence has, once in a step
+for all layers that see the same keys; a program finds the sequence of an item by binary search.
 
-Each split has a softmax of its own at fixed positions, and splits are added in the order of positions: by
-`fold_splits` where each is an item, or by the item itself where one item walks all splits of its rows. Both
-orders are the same, so the bits of a row depend on no other sequence, on no grid and on no chunk of a prompt.
+Each split has a softmax of its own at fixed positions, and splits are added in the order of positions: where
+each is an item, by the program that finishes the last of a tile, or by the item itself where one item walks
+all splits of its rows. Both orders are the same, so the bits of a row depend on no other sequence, on no grid
+and on no chunk of a prompt.
+
+    items  | seq 0, split 0 | seq 0, split 1 | seq 0, split 2 | seq 1 (walks) | ...
+    part   |    slot 0      |    slot 1      |    slot 2      |               | ...
+
+Which program is the last of a tile is counted in `counters`, one for a tile and kv head, that are 0 between
+launches: `count_items` writes zeros, and the last program writes one again. Its addition is a release of what
+its program stored, all threads of which a barrier orders before it, and an acquire of what the others did.
+Partial results are read past the first cache level, which is of one processor.
 Flash attention: Dao et al. 2022; split keys: Dao et al. 2023 (flash decoding).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -24,6 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from plait.kernels.triton.forms import KernelForm
+from plait.kernels.triton.pointwise import tanh
 from plait.ops.attention import paged_attention, paged_latent_attention, write_paged
 from plait.ops.entry import Codes, key_codes, latent_codes, value_codes
 from plait.ops.launch import launch
@@ -32,7 +42,7 @@ NAME = "triton"
 SPLIT = 256  # tokens that share a softmax
 ROWS = 16  # of a tile of queries: (token, query head) pairs that read the same keys
 PROMPT_ROWS = 32  # of a tile in a step with prompts; the same instructions, so the same bits
-MOST_TILES = 2  # tiles of a sequence up to which its splits are items; with more, tiles keep a device busy
+MOST_TILES = 2  # of a sequence up to which its splits are items; with more, tiles keep a device busy
 MOST_SLOTS = 4096  # partial results: splits of all sequences together; those that do not fit are walked
 PROGRAMS = 4  # for each processor of the device
 SEQS = (16, 64, 256, 1024)  # sequences that a form is compiled for
@@ -40,24 +50,25 @@ LOG2E = 1.4426950408889634
 
 
 @triton.jit
-def _tanh(x):
-    """By exp2 alone: CUDA's library of functions is not there in the interpreter."""
-    e = tl.exp2(-2.885390081777927 * tl.abs(x))
-    y = (1.0 - e) / (1.0 + e)
-    return tl.where(x < 0, -y, y)
-
-
-@triton.jit
 def _load_entries(
-    cache, words, row, seen, d, AT: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr
+    cache, words, row, seen, d,
+    AT: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Columns AT + d of rows of a cache; of codes (GROUP > 0) what they stand for. [tokens, columns]."""
     there = seen[:, None] & (d < D)[None, :]
     found = tl.load(cache + row[:, None] * WIDTH + AT + d[None, :], mask=there, other=0)
     if GROUP:
-        at = row[:, None] * (WIDTH // 2) + D // 2 + (d // GROUP)[None, :]
-        bits = tl.load(words + at, mask=there, other=0).to(tl.int32) << 16  # bfloat16
-        numbers = found.to(tl.float32) * bits.to(tl.float32, bitcast=True)
+        scales = words + row * (WIDTH // 2) + D // 2  # bfloat16
+        if GROUP >= D:
+            bits = tl.load(scales, mask=seen, other=0).to(tl.int32) << 16
+            numbers = found.to(tl.float32) * bits.to(tl.float32, bitcast=True)[:, None]
+        else:
+            g = tl.arange(0, DP // GROUP)
+            given = seen[:, None] & (g * GROUP < D)[None, :]
+            bits = tl.load(scales[:, None] + g[None, :], mask=given, other=0).to(tl.int32) << 16
+            apart = tl.reshape(found.to(tl.float32), [row.shape[0], DP // GROUP, GROUP])
+            apart = apart * bits.to(tl.float32, bitcast=True)[:, :, None]
+            numbers = tl.reshape(apart, [row.shape[0], DP])
     else:
         numbers = found
     return numbers
@@ -81,12 +92,13 @@ def _join_softmaxes(largest, top):
 
 @triton.jit
 def count_items(
-    query_start, seq_lens, items, slots, starts, num_seqs, capacity,
-    S: tl.constexpr, G: tl.constexpr, BM: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr,
-    TILES: tl.constexpr,
+    query_start, seq_lens, items, slots, starts, counters, num_seqs, capacity,
+    S: tl.constexpr, G: tl.constexpr, KVH: tl.constexpr, BM: tl.constexpr, WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """items [S + 1]: items in front of each sequence, for each kv head; slots [S]: partial results, or -1;
-    starts [S + 1]: the first row of each sequence, and of those that are not there the end of all.
+    starts [S + 1]: the first row of each sequence, and of those that are not there the end of all; counters
+    [TILES, KVH, S]: zeros.
 
     A sequence with more than TILES tiles, or with partial results that do not fit into `capacity`, has none:
     its items walk all their splits.
@@ -108,6 +120,8 @@ def count_items(
     tl.store(slots + s, tl.where(apart, before, -1))
     tl.store(starts + s, start)
     tl.store(starts + s + 1, after)
+    for i in range(TILES * KVH):
+        tl.store(counters + i * S + s, tl.zeros_like(s))
 
 
 @triton.jit
@@ -123,7 +137,7 @@ def _find_sequence(items, item, S: tl.constexpr, STEPS: tl.constexpr):
 
 @triton.jit
 def attend(
-    q, k_cache, v_cache, k_words, v_words, table, seq_lens, items, slots, starts,
+    q, k_cache, v_cache, k_words, v_words, table, seq_lens, items, slots, starts, counters,
     out, part, part_sums, sinks, table_row, q_row, q_head, scale,
     S: tl.constexpr, STEPS: tl.constexpr, G: tl.constexpr, KVH: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, REST: tl.constexpr, RESTP: tl.constexpr, LATENT: tl.constexpr,
@@ -149,6 +163,7 @@ def attend(
         if WINDOW:
             begins = tl.maximum(length - count - WINDOW + 1, 0) // SPLIT
         first, last = begins, (length + SPLIT - 1) // SPLIT
+        splits = last - begins
         if slot >= 0:
             first = begins + split
             last = first + 1
@@ -185,18 +200,18 @@ def attend(
                 seen = t < stop
                 block = tl.load(line + t // PAGE, mask=seen, other=0).to(tl.int64)
                 row = (block * PAGE + t % PAGE) * KVH + kv
-                k = _load_entries(k_cache, k_words, row, seen, d, 0, KW, D, GROUP).to(own_q.dtype)
+                k = _load_entries(k_cache, k_words, row, seen, d, 0, KW, D, DP, GROUP).to(own_q.dtype)
                 scores = tl.dot(own_q, tl.trans(k), input_precision="ieee")
                 if REST:
                     if GROUP:
                         more = _load_rest(k_words, row, seen, r, REST_AT, KW, REST)
                     else:
-                        more = _load_entries(k_cache, k_words, row, seen, r, D, KW, REST, 0)
+                        more = _load_entries(k_cache, k_words, row, seen, r, D, KW, REST, RESTP, 0)
                     scores = tl.dot(rest_q, tl.trans(more.to(own_q.dtype)), scores, input_precision="ieee")
                 scores = scores * scale  # of base 2
                 if SOFTCAP > 0:
                     cap: tl.constexpr = SOFTCAP * 1.4426950408889634
-                    scores = cap * _tanh(scores / cap)
+                    scores = cap * tanh(scores / cap)
                 ok = seen[None, :] & (t[None, :] <= position[:, None])
                 if WINDOW:
                     ok &= t[None, :] > position[:, None] - WINDOW
@@ -209,7 +224,7 @@ def attend(
                 if LATENT:
                     v = k
                 else:
-                    v = _load_entries(v_cache, v_words, row, seen, d, 0, VW, D, D if GROUP else 0).to(
+                    v = _load_entries(v_cache, v_words, row, seen, d, 0, VW, D, DP, D if GROUP else 0).to(
                         own_q.dtype
                     )
                 values = tl.dot(p.to(own_q.dtype), v, values * old[:, None], input_precision="ieee")
@@ -217,44 +232,37 @@ def attend(
             largest, before, now = _join_softmaxes(largest, top)
             sums = sums * before + mass * now
             acc = acc * before[:, None] + values * now[:, None]
+        is_whole = slot < 0
         if slot >= 0:
-            at_part = ((slot + own).to(tl.int64) * KVH + kv) * BM + tl.arange(0, BM)
-            tl.store(part + at_part[:, None] * DP + d[None, :], acc, mask=there[:, None])
-            tl.store(part_sums + at_part * 2, largest, mask=there)
-            tl.store(part_sums + at_part * 2 + 1, sums, mask=there)
-        else:
+            line_part = ((slot + own).to(tl.int64) * KVH + kv) * BM + tl.arange(0, BM)
+            tl.store(part + line_part[:, None] * DP + d[None, :], acc, mask=there[:, None])
+            tl.store(part_sums + line_part * 2, largest, mask=there)
+            tl.store(part_sums + line_part * 2 + 1, sums, mask=there)
+            tl.debug_barrier()
+            counter = counters + (tile * KVH + kv) * S + seq
+            is_whole = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1
+            if is_whole:
+                tl.store(counter, 0)
+                largest = tl.full([BM], -float("inf"), tl.float32)
+                sums = tl.zeros([BM], tl.float32)
+                acc = tl.zeros([BM, DP], tl.float32)
+                for s in range(splits):
+                    at_split = slot + (s + tl.zeros([], tl.int32)) * tiles + tile
+                    line_part = (at_split.to(tl.int64) * KVH + kv) * BM + tl.arange(0, BM)
+                    top = tl.load(part_sums + line_part * 2, mask=there, other=0.0, cache_modifier=".cg")
+                    mass = tl.load(part_sums + line_part * 2 + 1, mask=there, other=1.0, cache_modifier=".cg")
+                    values = tl.load(
+                        part + line_part[:, None] * DP + d[None, :], mask=there[:, None], other=0.0,
+                        cache_modifier=".cg",
+                    )  # fmt: skip
+                    largest, before, now = _join_softmaxes(largest, top)
+                    sums = sums * before + mass * now
+                    acc = acc * before[:, None] + values * now[:, None]
+        if is_whole:
+            sums = tl.where(there, sums, 1.0)  # a row that is not there may see no key
             result = (acc / sums[:, None]).to(out.dtype.element_ty)
             at_out = (place * (KVH * G) + head) * D
             tl.store(out + at_out[:, None] + d[None, :], result, mask=there[:, None] & (d < D)[None, :])
-
-
-@triton.jit
-def fold_splits(
-    out, part, part_sums, items, slots, starts,
-    S: tl.constexpr, STEPS: tl.constexpr, G: tl.constexpr, KVH: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, BM: tl.constexpr,
-):  # fmt: skip
-    """Add the splits of a query row in the order of positions. Grid: (T, KVH * G)."""
-    place, head = tl.program_id(0), tl.program_id(1)
-    seq = _find_sequence(starts, place, S, STEPS)
-    slot = tl.load(slots + seq)
-    if slot >= 0:
-        first_row = tl.load(starts + seq)
-        count = tl.load(starts + seq + 1) - first_row
-        tiles = (count * G + BM - 1) // BM
-        splits = (tl.load(items + seq + 1) - tl.load(items + seq)) // tiles
-        which, d = (place - first_row) * G + head % G, tl.arange(0, DP)
-        largest, sums = tl.full([], -float("inf"), tl.float32), tl.full([], 0.0, tl.float32)
-        acc = tl.zeros([DP], tl.float32)
-        for i in range(splits):
-            split = i + tl.zeros([], tl.int32)
-            line = ((slot + split * tiles + which // BM).to(tl.int64) * KVH + head // G) * BM + which % BM
-            top, total = tl.load(part_sums + line * 2), tl.load(part_sums + line * 2 + 1)
-            largest, before, now = _join_softmaxes(largest, top)
-            sums = sums * before + total * now
-            acc = acc * before + tl.load(part + line * DP + d) * now
-        at = (place.to(tl.int64) * (KVH * G) + head) * D
-        tl.store(out + at + d, (acc / sums).to(out.dtype.element_ty), mask=d < D)
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +276,10 @@ class PagedLayout:
     codes: Codes | None
     window: int | None
     softcap: float | None
+
+    def rows(self, has_prompts: bool) -> int:
+        """Of a tile of queries. Wide heads have no registers for more than a decode's."""
+        return PROMPT_ROWS if has_prompts and not self.rest else ROWS
 
     def constants(self, num_seqs: int, rows: int) -> dict[str, Any]:
         """The constants that both kernels of a step have."""
@@ -284,7 +296,8 @@ class PagedLayout:
 
     def attention(self, k_cache: Tensor, v_cache: Tensor, sinks: bool) -> dict[str, Any]:
         """Those of `attend` alone."""
-        wide = self.dim > 128
+        # Decoding takes registers, and so do wide heads and padded ones: eight warps have twice those of four.
+        wide = self.dim > 128 or self.dim & (self.dim - 1) > 0 or self.codes is not None
         return {
             "REST": self.rest,
             "RESTP": max(16, triton.next_power_of_2(self.rest)),
@@ -295,7 +308,7 @@ class PagedLayout:
             "REST_AT": self.codes.rest_at if self.codes else 0,
             "PAGE": k_cache.shape[1],
             "SPLIT": SPLIT,
-            "BN": 32 if wide else 64,
+            "BN": 32 if self.rest else 64,
             "WINDOW": self.window or 0,
             "SOFTCAP": self.softcap or 0.0,
             "SINKS": sinks,
@@ -304,40 +317,77 @@ class PagedLayout:
         }
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionWork:
+    """What `count_items` made for the layers of a step, and their memory for partial results."""
+
+    items: Tensor
+    slots: Tensor
+    starts: Tensor
+    counters: Tensor
+    part: Tensor  # [slots, kv_heads, rows of a tile, columns] float32
+    sums: Tensor  # [slots, kv_heads, rows of a tile, 2]
+
+
+def _most_tiles(constants: Mapping[str, int]) -> int:
+    """Tiles of a sequence up to which its splits are items: those of one token at least."""
+    return max(MOST_TILES, -(-constants["G"] // constants["BM"]))
+
+
+def _list_work(
+    query_start: Tensor, seq_lens: Tensor, constants: Mapping[str, int], window: int, capacity: int
+) -> AttentionWork:
+    """Launch `count_items`. Nothing is asked of the device."""
+    size, heads, rows = (constants[name] for name in ("S", "KVH", "BM"))
+    most_tiles = _most_tiles(constants)
+    ints = partial(torch.empty, dtype=torch.int32, device=seq_lens.device)
+    floats = partial(torch.empty, dtype=torch.float32, device=seq_lens.device)
+    work = AttentionWork(
+        ints(size + 1), ints(size), ints(size + 1), ints(most_tiles * heads * size),
+        floats(capacity, heads, rows, constants["DP"]), floats(capacity, heads, rows, 2),
+    )  # fmt: skip
+    few = {name: constants[name] for name in ("S", "G", "KVH", "BM")}
+    launch(
+        count_items, (1,), query_start, seq_lens, work.items, work.slots, work.starts, work.counters,
+        len(seq_lens), capacity, WINDOW=window, SPLIT=SPLIT, TILES=most_tiles, **few,
+    )  # fmt: skip
+    return work
+
+
 def _attend_over(
     q: Tensor,
     caches: tuple[Tensor, Tensor],
     where: tuple[Tensor, Tensor, Tensor],
     layout: PagedLayout,
     scale: float,
+    step: dict[Any, Any] | None,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """q: [T, heads, dim + rest], caches of keys and values, where: (block_table, query_start, seq_lens)
-    -> [T, heads, dim]."""
+    -> [T, heads, dim]. `step`: where the work list of the step is, or is left."""
     table, query_start, seq_lens = where
     k_cache, v_cache = caches
-    out = q.new_empty(*q.shape[:2], layout.dim)
+    out = torch.empty(*q.shape[:2], layout.dim, dtype=q.dtype, device=q.device)
     if not len(q):
         return out
-    num_seqs, ints = len(seq_lens), partial(q.new_empty, dtype=torch.int32)
-    shared = layout.constants(num_seqs, ROWS if len(q) == num_seqs else PROMPT_ROWS)
-    capacity = min(MOST_SLOTS, k_cache.shape[0] * k_cache.shape[1] // SPLIT + num_seqs)
-    items, starts = (ints(shared["S"] + 1) for _ in range(2))
-    slots = ints(shared["S"])
-    part = q.new_empty(capacity, layout.kv_heads, shared["BM"], shared["DP"], dtype=torch.float32)
-    sums = q.new_empty(*part.shape[:3], 2, dtype=torch.float32)
-    few = {name: shared[name] for name in ("S", "G", "BM")}
-    launch(
-        count_items, (1,), query_start, seq_lens, items, slots, starts, num_seqs, capacity,
-        WINDOW=layout.window or 0, SPLIT=SPLIT, TILES=MOST_TILES, **few,
-    )  # fmt: skip
+    num_seqs = len(seq_lens)
+    shared = layout.constants(num_seqs, layout.rows(len(q) != num_seqs))
+    most_splits = k_cache.shape[0] * k_cache.shape[1] // SPLIT + num_seqs
+    capacity, window = min(MOST_SLOTS, most_splits * -(-shared["G"] // shared["BM"])), layout.window
+    key, step = (
+        (NAME, window, capacity, *(shared[n] for n in ("G", "KVH", "DP"))),
+        {} if step is None else step,
+    )
+    work = step.get(key)
+    if work is None:
+        work = step[key] = _list_work(query_start, seq_lens, shared, window or 0, capacity)
     launch(
         attend, (_num_programs(q.device),),
-        q, k_cache, v_cache, *map(_as_words, caches), table, seq_lens, items, slots, starts, out,
-        part, sums, sums if sinks is None else sinks, table.stride(0), q.stride(0), q.stride(1),
-        scale * LOG2E, **shared, **layout.attention(k_cache, v_cache, sinks is not None),
+        q, k_cache, v_cache, *map(_as_words, caches), table, seq_lens, work.items, work.slots, work.starts,
+        work.counters, out, work.part, work.sums, work.sums if sinks is None else sinks, table.stride(0),
+        q.stride(0), q.stride(1), scale * LOG2E, **shared,
+        **layout.attention(k_cache, v_cache, sinks is not None),
     )  # fmt: skip
-    launch(fold_splits, (len(q), layout.heads), out, part, sums, items, slots, starts, **shared, num_warps=1)
     return out
 
 
@@ -357,8 +407,8 @@ def _as_words(cache: Tensor) -> Tensor:
 @paged_attention.variant(NAME, on="cuda")
 def attend_paged(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     k_cache: Tensor,
     v_cache: Tensor,
     block_table: Tensor,
@@ -369,20 +419,23 @@ def attend_paged(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    step: dict[Any, Any] | None = None,
 ) -> Tensor:
     """`paged_attention`: the same arguments and result."""
-    dim = k.shape[-1]
-    write_paged(k_cache, k, slot_mapping, key_codes(dim))
-    write_paged(v_cache, v, slot_mapping, value_codes(dim))
+    dim = q.shape[-1]
+    if k is not None and v is not None:
+        write_paged(k_cache, k, slot_mapping, key_codes(dim))
+        write_paged(v_cache, v, slot_mapping, value_codes(dim))
     codes = key_codes(dim) if k_cache.dtype is torch.int8 else None
-    layout = PagedLayout(q.shape[1], k.shape[1], dim, 0, codes, window, softcap)
-    return _attend_over(q, (k_cache, v_cache), (block_table, query_start, seq_lens), layout, scale, sinks)
+    layout = PagedLayout(q.shape[1], k_cache.shape[2], dim, 0, codes, window, softcap)
+    where = block_table, query_start, seq_lens
+    return _attend_over(q, (k_cache, v_cache), where, layout, scale, step, sinks)
 
 
 @paged_latent_attention.variant(NAME, on="cuda")
 def attend_latent(
     q: Tensor,
-    latent: Tensor,
+    latent: Tensor | None,
     cache: Tensor,
     block_table: Tensor,
     slot_mapping: Tensor,
@@ -390,19 +443,22 @@ def attend_latent(
     seq_lens: Tensor,
     scale: float,
     kv_rank: int,
+    step: dict[Any, Any] | None = None,
 ) -> Tensor:
     """`paged_latent_attention`: the same arguments and result."""
-    form = latent_codes(kv_rank, latent.shape[-1] - kv_rank)
-    write_paged(cache, latent, slot_mapping, form)
+    rest = q.shape[-1] - kv_rank
+    form = latent_codes(kv_rank, rest)
+    if latent is not None:
+        write_paged(cache, latent, slot_mapping, form)
     codes = form if cache.dtype is torch.int8 else None
-    layout = PagedLayout(q.shape[1], 1, kv_rank, latent.shape[-1] - kv_rank, codes, None, None)
-    return _attend_over(q, (cache, cache), (block_table, query_start, seq_lens), layout, scale)
+    layout = PagedLayout(q.shape[1], 1, kv_rank, rest, codes, None, None)
+    return _attend_over(q, (cache, cache), (block_table, query_start, seq_lens), layout, scale, step)
 
 
 POINTERS = {
     "q": "bf16*", "k_cache": "bf16*", "v_cache": "bf16*", "k_words": "bf16*", "v_words": "bf16*",
     "table": "i64*",
-    "query_start": "i64*", "seq_lens": "i64*", "items": "i32*", "slots": "i32*", "starts": "i32*",
+    "query_start": "i64*", "seq_lens": "i64*", "items": "i32*", "slots": "i32*", "starts": "i32*", "counters": "i32*",
     "out": "bf16*", "part": "fp32*", "part_sums": "fp32*", "sinks": "fp32*", "q_row": "i32!",
     "q_head": "i32!",
     "table_row": "i32!", "scale": "fp32",
@@ -410,10 +466,14 @@ POINTERS = {
 CODE_POINTERS = {"k_cache": "i8*", "v_cache": "i8*", "k_words": "i16*", "v_words": "i16*"}
 SHAPES = {  # heads, kv_heads, dim, rest, window, softcap, sinks, codes
     "gqa 32/8 d128": (32, 8, 128, 0, None, None, False, False),
+    "gqa 32/32 d80": (32, 32, 80, 0, None, None, False, False),
+    "gqa 32/32 d96": (32, 32, 96, 0, 2047, None, False, False),
     "gqa 9/3 d64": (9, 3, 64, 0, None, None, False, False),
     "gqa 64/8 d64 window sinks": (64, 8, 64, 0, 128, None, True, False),
     "gqa 8/4 d256 window softcap": (8, 4, 256, 0, 4096, 50.0, False, False),
     "gqa 32/8 d128 int8": (32, 8, 128, 0, None, None, False, True),
+    "gqa 9/3 d64 int8": (9, 3, 64, 0, None, None, False, True),
+    "gqa 8/4 d256 int8": (8, 4, 256, 0, None, None, False, True),
     "mla 16 heads": (16, 1, 512, 64, None, None, False, False),
     "mla 128 heads": (128, 1, 512, 64, None, None, False, False),
     "mla 16 heads int8": (16, 1, 512, 64, None, None, False, True),
@@ -427,7 +487,8 @@ def forms() -> Iterator[KernelForm]:
         layout = PagedLayout(heads, kv_heads, dim, rest, form if coded else None, window, softcap)
         widths = (form.width, form.width if rest else value_codes(dim).width) if coded else (dim + rest,) * 2
         caches = [torch.empty(1, 64, kv_heads, width, device="meta") for width in widths]
-        for step, rows in (("decodes", ROWS), ("prompts", PROMPT_ROWS)):
+        for step in ("decodes", "prompts")[: 1 if rest else 2]:
+            rows = layout.rows(step == "prompts")
             constants = layout.constants(64, rows) | layout.attention(caches[0], caches[1], sinks)
             warps, stages = constants.pop("num_warps"), constants.pop("num_stages")
             yield KernelForm(
@@ -435,8 +496,7 @@ def forms() -> Iterator[KernelForm]:
                 warps, stages, demands=(("HMMA", "HGMMA"), () if coded else ("LDG.128", "LDGSTS.128")),
             )  # fmt: skip
     constants = PagedLayout(32, 8, 128, 0, None, None, None).constants(64, ROWS)
-    few = {key: constants[key] for key in ("S", "G", "BM")}
+    few = {key: constants[key] for key in ("S", "G", "KVH", "BM")}
     yield KernelForm(
         "count_items", count_items, POINTERS, {**few, "WINDOW": 0, "SPLIT": SPLIT, "TILES": MOST_TILES}
     )
-    yield KernelForm("fold_splits, gqa 32/8 d128", fold_splits, POINTERS, constants, num_warps=1)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from plait.checkpoint.weights import Weights
 from plait.ops import norm
 from plait.ops.activation import combine, rescale
 from plait.ops.linear import Linear
+from plait.ops.place import NormWeights, Rotation
 from plait.ops.rope import frequencies, rotate
 from plait.ops.rows import TablePacking, embed
 
@@ -44,6 +46,8 @@ class Batch:
     state_slots: Tensor  # [S] int64
     has_history: Tensor  # [S] bool: False where this pass holds the sequence's first token
     logit_rows: Tensor  # [L] int64: the rows of which logits are needed
+    # What a layer's kernels leave for those of the layers behind it: the decoder starts each pass without.
+    step: dict[Any, Any] = field(default_factory=dict, compare=False)
 
 
 class Embedding:
@@ -97,6 +101,11 @@ class Norm:
             return self._layer(x, self.weight, self.bias, self.spec.eps, self.groups)  # type: ignore[no-any-return]
         return self._rms(x, self.weight, self.spec.eps, self.groups)  # type: ignore[no-any-return]
 
+    @property
+    def weights(self) -> NormWeights:
+        """For ops that norm and do more."""
+        return NormWeights(self.weight, self.bias, self.spec.eps, self.spec.kind == "layer")
+
     def add(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
         """(x + delta, its norm): the step from one branch to the next, one fused op where a kernel has it.
 
@@ -117,13 +126,13 @@ def _ones(size: int, w: Weights) -> Tensor:
 
 class Rope:
     def __init__(self, s: spec.RopeSpec, w: Weights) -> None:
-        inv_freq, self.mscale = frequencies(s, w.target.max_len)
-        self.inv_freq, self.interleaved = inv_freq.to(w.target.device), s.interleaved
+        inv_freq, mscale = frequencies(s, w.target.max_len)
+        self.rotation = Rotation(inv_freq.to(w.target.device), mscale, s.interleaved)
         self._rotate = w.bind(rotate, dim=s.dim, interleaved=s.interleaved, max_len=w.target.max_len)
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         """x: [T, heads, d], positions: [T] -> like x."""
-        return self._rotate(x, positions, self.inv_freq, self.mscale, self.interleaved)  # type: ignore[no-any-return]
+        return self.rotation.apply(self._rotate, x, positions)
 
 
 def describe_rope(s: spec.RopeSpec | None) -> str:

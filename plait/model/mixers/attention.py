@@ -13,6 +13,7 @@ from plait.model.mixers.registry import mixer
 from plait.ops.activation import gate
 from plait.ops.attention import paged_attention
 from plait.ops.entry import head_widths
+from plait.ops.place import HeadNorms, NormWeights, place_heads
 from plait.state.store import StateStore
 
 
@@ -39,11 +40,16 @@ class Attention:
         self.k_norm = HeadNorm(s.qk_norm, s, w.scope("k_norm"), s.num_kv_heads) if s.qk_norm else None
         self.sinks = w.tensor("sinks", (s.num_heads,), torch.float32) if s.sinks else None
         self.rope = Rope(s.rope, w) if s.rope else None
+        sizes = {"heads": s.num_heads, "kv_heads": s.num_kv_heads, "dim": s.head_dim}
+        self._place = w.bind_kernel(place_heads, over=s.qk_norm_over if s.qk_norm else None, **sizes)
+        self._norms = (
+            HeadNorms(self.q_norm.weights, self.k_norm.weights, s.qk_norm_over)
+            if self.q_norm and self.k_norm
+            else None
+        )
         self._attend = w.bind(
             paged_attention,
-            heads=s.num_heads,
-            kv_heads=s.num_kv_heads,
-            dim=s.head_dim,
+            **sizes,
             window=s.window,
             softcap=s.softcap,
             sinks=s.sinks,
@@ -62,17 +68,31 @@ class Attention:
         s = self.spec
         heads = self.qkv(x).unflatten(-1, (-1, s.head_dim))  # [T, heads + 2 kv_heads (+ heads), d]
         q, k, v, *closing = heads.split(self._parts, 1)
-        if self.q_norm and self.k_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-            if self.rope:
-                q, k = self.rope(q, batch.positions), self.rope(k, batch.positions)
-        elif self.rope:  # both at once, as they lie
-            q, k = self.rope(heads[:, : sum(self._parts[:2])], batch.positions).split(self._parts[:2], 1)
         cache, index = store[self.name], batch.paged[self._group]
+        if self._place:
+            rotation, to = (
+                self.rope.rotation if self.rope else None,
+                (cache["k"], cache["v"], index.slot_mapping),
+            )
+            q = self._place(q, k, v, *to, batch.positions, self._norms, rotation)
+            new, step = (None, None), (batch.step,)
+        else:
+            q, k = self._turned(heads, q, k, batch)
+            new, step = (k, v), ()
         where = (index.block_table, index.slot_mapping, batch.query_start, batch.seq_lens)
-        out = self._attend(q, k, v, cache["k"], cache["v"], *where, s.scale, s.window, s.softcap, self.sinks)
+        how = (s.scale, s.window, s.softcap, self.sinks, *step)
+        out = self._attend(q, *new, cache["k"], cache["v"], *where, *how)
         out = out.flatten(1)
         return self.o(self._gate(out, closing[0].flatten(1)) if self._gate else out)
+
+    def _turned(self, heads: Tensor, q: Tensor, k: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Queries and keys, normed and rotated. heads: both, and what is behind them."""
+        if self.q_norm and self.k_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+            return (self.rope(q, batch.positions), self.rope(k, batch.positions)) if self.rope else (q, k)
+        if self.rope:  # both at once, as they lie
+            q, k = self.rope(heads[:, : sum(self._parts[:2])], batch.positions).split(self._parts[:2], 1)
+        return q, k
 
 
 class HeadNorm:
@@ -82,6 +102,11 @@ class HeadNorm:
         self._apart = s.qk_norm_over == "head"
         size = s.head_dim if self._apart else heads * s.head_dim
         self._norm = Norm(norm, w, size, heads if s.qk_norm_over == "each" else 1)
+
+    @property
+    def weights(self) -> NormWeights:
+        """For ops that norm and do more."""
+        return self._norm.weights
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._norm(x) if self._apart else self._norm(x.flatten(1)).view(x.shape)

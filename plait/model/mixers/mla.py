@@ -17,6 +17,7 @@ from plait.model.mixers.registry import mixer
 from plait.ops.attention import paged_latent_attention
 from plait.ops.entry import latent_width
 from plait.ops.heads import HeadRows, bind_heads
+from plait.ops.place import place_latent
 from plait.ops.rows import join
 from plait.quant.halves import Halves
 from plait.state.store import StateStore
@@ -48,7 +49,7 @@ class Mla:
         self.rope = Rope(s.rope, w) if s.rope else None
         sizes = {"heads": heads, "kv_rank": s.kv_rank, "rope_dim": s.rope_dim}
         self._attend = w.bind(paged_latent_attention, **sizes)
-        self._join = w.bind(join)
+        self._place, self._join = w.bind_kernel(place_latent, **sizes), w.bind(join)
         kept = w.target.kv_dtype
         entry = {"latent": (latent_width(s.kv_rank, s.rope_dim, kept),)}
         self.states: dict[str, State] = {self.name: PagedState(entry, dtype=kept)}
@@ -60,14 +61,24 @@ class Mla:
         q = self.q(self.q_norm(q) if self.q_norm else q).unflatten(-1, (s.num_heads, -1))
         q_nope, q_rope = q.split([s.nope_dim, s.rope_dim], -1)
         latent, k_rope = self.kv_a(x).split([s.kv_rank, s.rope_dim], -1)
-        latent = self.kv_norm(latent) if self.kv_norm else latent
-        if self.rope:
-            q_rope = self.rope(q_rope, batch.positions)
-            k_rope = self.rope(k_rope[:, None], batch.positions)[:, 0]
-        q = self._join(self._map_q(q_nope, self.k_up), q_rope)
+        q_nope = self._map_q(q_nope, self.k_up)
         cache, index = store[self.name]["latent"], batch.paged[group_name(None)]
         where = (index.block_table, index.slot_mapping, batch.query_start, batch.seq_lens)
-        out = self._attend(q, self._join(latent, k_rope), cache, *where, s.scale, s.kv_rank)
+        if self._place:
+            norm, turn = (
+                self.kv_norm.weights if self.kv_norm else None,
+                self.rope.rotation if self.rope else None,
+            )
+            to = (cache, index.slot_mapping, batch.positions)
+            q = self._place(q_nope, q_rope, latent, k_rope, *to, norm, turn)
+            out = self._attend(q, None, cache, *where, s.scale, s.kv_rank, batch.step)
+        else:
+            latent = self.kv_norm(latent) if self.kv_norm else latent
+            if self.rope:
+                q_rope = self.rope(q_rope, batch.positions)
+                k_rope = self.rope(k_rope[:, None], batch.positions)[:, 0]
+            q = self._join(q_nope, q_rope)
+            out = self._attend(q, self._join(latent, k_rope), cache, *where, s.scale, s.kv_rank)
         return self.o(self._map_out(out, self.v_up).flatten(1))
 
 

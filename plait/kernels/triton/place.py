@@ -1,0 +1,485 @@
+"""Norm, rotation and store of queries, keys and values between projection and attention, in one launch.
+
+A program takes some heads of one token, and a tile of it has two halves: the first and the second numbers of
+the pairs that are rotated together, in either form of pairs. What is not rotated is a third tile. A head's
+sums are of that head alone, or of all heads of the token in one program, in an order that sizes decide; so
+the bits depend on no other token. Numbers are rounded where the ops that this replaces round them.
+
+An entry of codes (`ops.entry`) is written as bytes: codes, then scales as words of 16 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from plait.kernels.triton.forms import KernelForm
+from plait.kernels.triton.rope import pair_columns, rotate_pairs
+from plait.ops.entry import Codes, key_codes, latent_codes, value_codes
+from plait.ops.launch import launch
+from plait.ops.place import HeadNorms, NormWeights, Rotation, place_heads, place_latent
+
+NAME = "triton"
+HEADS = 8  # of a program, where no norm is over all
+LATENT_HEADS = 4
+OVER = {"head": 1, "each": 2, "all": 3}
+
+
+@triton.jit
+def _sum_numbers(a, b, rest, RESTP: tl.constexpr, ALL: tl.constexpr):
+    """The sum of each head's numbers, or of all heads', [heads, 1]."""
+    total = tl.sum(a, 1) + tl.sum(b, 1)
+    if RESTP:
+        total += tl.sum(rest, 1)
+    if ALL:
+        total = tl.sum(total, 0) + tl.zeros_like(total)
+    return total[:, None]
+
+
+@triton.jit
+def _rounded(numbers, like):
+    """float32 numbers as the dtype that a pointer points to has them."""
+    return numbers.to(like.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _load_weights(weight, head, column, there, D: tl.constexpr, OVER: tl.constexpr):
+    """A norm's weights: of a column, or of a column of a head."""
+    at = column + (head * D if OVER > 1 else head * 0)
+    return tl.load(weight + at, mask=there, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _finish_heads(
+    x, weight, bias, inv_freq, position, head, j, r, eps, mscale, x_head,
+    HEADS: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, RESTP: tl.constexpr, OVER: tl.constexpr,
+    LAYER: tl.constexpr, BIAS: tl.constexpr, TURNS: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Heads of a token, normed and rotated: (first numbers of pairs, second ones, the rest) in float32.
+
+    x: the token's first head; head: [heads, 1], j: [1, pairs], r: [1, rest].
+    """
+    first, second = pair_columns(j, PAIRS, INTERLEAVED)
+    there, behind = (head < HEADS) & (j < PAIRS), (head < HEADS) & (r < D)
+    at = x + head * x_head
+    a = tl.load(at + first, mask=there, other=0.0).to(tl.float32)
+    b = tl.load(at + second, mask=there, other=0.0).to(tl.float32)
+    rest = a
+    if RESTP:
+        rest = tl.load(at + r, mask=behind, other=0.0).to(tl.float32)
+    if OVER:
+        count: tl.constexpr = D * HEADS if OVER == 3 else D
+        if LAYER:
+            mean = _sum_numbers(a, b, rest, RESTP, OVER == 3) / count
+            a, b = tl.where(there, a - mean, 0.0), tl.where(there, b - mean, 0.0)
+            if RESTP:
+                rest = tl.where(behind, rest - mean, 0.0)
+        unit = tl.rsqrt(_sum_numbers(a * a, b * b, rest * rest, RESTP, OVER == 3) / count + eps)
+        a = a * unit * _load_weights(weight, head, first, there, D, OVER)
+        b = b * unit * _load_weights(weight, head, second, there, D, OVER)
+        if RESTP:
+            rest = rest * unit * _load_weights(weight, head, r, behind, D, OVER)
+        if BIAS:
+            a += _load_weights(bias, head, first, there, D, OVER)
+            b += _load_weights(bias, head, second, there, D, OVER)
+            if RESTP:
+                rest += _load_weights(bias, head, r, behind, D, OVER)
+        a, b, rest = _rounded(a, x), _rounded(b, x), _rounded(rest, x)
+    if TURNS:
+        a, b = rotate_pairs(a, b, position, inv_freq, j, mscale, PAIRS)
+    return a.to(x.dtype.element_ty), b.to(x.dtype.element_ty), rest.to(x.dtype.element_ty)
+
+
+@triton.jit
+def _store_heads(
+    to, a, b, rest, head, j, r, to_head,
+    HEADS: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, RESTP: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Heads as numbers; to: where the token's first head is."""
+    first, second = pair_columns(j, PAIRS, INTERLEAVED)
+    there, line = (head < HEADS) & (j < PAIRS), to + head * to_head
+    tl.store(line + first, a.to(to.dtype.element_ty), mask=there)
+    tl.store(line + second, b.to(to.dtype.element_ty), mask=there)
+    if RESTP:
+        tl.store(line + r, rest.to(to.dtype.element_ty), mask=(head < HEADS) & (r < D))
+
+
+@triton.jit
+def _largest(x, column, there, g, GROUP: tl.constexpr):
+    """The largest magnitude of a group's columns; of what is no number infinity. [heads, 1]."""
+    size = tl.where(x == x, tl.abs(x), float("inf"))
+    return tl.max(tl.where(there & (column // GROUP == g), size, 0.0), 1)[:, None]
+
+
+@triton.jit
+def _bfloat16_bits(x):
+    """The bits of numbers as bfloat16, rounded to nearest even; of what is no number, of a quiet NaN."""
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(x == x, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0)
+
+
+@triton.jit
+def _scale_bits(largest):
+    """The scale of codes, largest / 127, as the bits of a bfloat16."""
+    return _bfloat16_bits(tl.div_rn(largest, tl.full([], 127.0, tl.float32) + tl.zeros_like(largest)))
+
+
+@triton.jit
+def _code(x, step):
+    """x / step, rounded to nearest even, within ±127."""
+    ratio = tl.where(step > 0.0, tl.div_rn(x, tl.where(step > 0.0, step, 1.0)), 0.0)
+    ratio = tl.where(ratio == ratio, ratio, 0.0)  # of infinities; their step is one, too
+    ratio = tl.where(ratio > 127.0, 127.0, tl.where(ratio < -127.0, -127.0, ratio))
+    return ((ratio + 12582912.0) - 12582912.0).to(tl.int8)
+
+
+@triton.jit
+def _store_codes(
+    cache, words, row, a, b, rest, head, j, r,
+    HEADS: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, RESTP: tl.constexpr,
+    INTERLEAVED: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Heads as codes and scales; row: [heads, 1], of entries of WIDTH bytes with D codes."""
+    first, second = pair_columns(j, PAIRS, INTERLEAVED)
+    there, behind = (head < HEADS) & (j < PAIRS), (head < HEADS) & (r < D)
+    a, b, rest = a.to(tl.float32), b.to(tl.float32), rest.to(tl.float32)
+    step_a, step_b, step_rest = tl.zeros_like(a), tl.zeros_like(b), tl.zeros_like(rest)
+    for g in tl.static_range((D + GROUP - 1) // GROUP):
+        largest = tl.maximum(_largest(a, first, there, g, GROUP), _largest(b, second, there, g, GROUP))
+        if RESTP:
+            largest = tl.maximum(largest, _largest(rest, r, behind, g, GROUP))
+        bits = _scale_bits(largest)
+        tl.store(words + row * (WIDTH // 2) + D // 2 + g, bits.to(tl.int16), mask=head < HEADS)
+        step = (bits << 16).to(tl.float32, bitcast=True)
+        step_a = tl.where(first // GROUP == g, step, step_a)
+        step_b = tl.where(second // GROUP == g, step, step_b)
+        step_rest = tl.where(r // GROUP == g, step, step_rest) if RESTP else step_rest
+    tl.store(cache + row * WIDTH + first, _code(a, step_a), mask=there)
+    tl.store(cache + row * WIDTH + second, _code(b, step_b), mask=there)
+    if RESTP:
+        tl.store(cache + row * WIDTH + r, _code(rest, step_rest), mask=behind)
+
+
+@triton.jit
+def place_head_rows(
+    q, k, v, q_weight, k_weight, q_bias, k_bias, inv_freq, positions, slot_mapping,
+    out, k_cache, v_cache, k_words, v_words, q_row, k_row, v_row, x_head, q_eps, k_eps, mscale,
+    H: tl.constexpr, KVH: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, PAIRSP: tl.constexpr,
+    RESTP: tl.constexpr, HB: tl.constexpr, Q_BLOCKS: tl.constexpr, OVER: tl.constexpr, LAYER: tl.constexpr,
+    BIAS: tl.constexpr, TURNS: tl.constexpr, INTERLEAVED: tl.constexpr, KW: tl.constexpr, VW: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    """See `ops.place.place_heads`. Grid: (T, blocks of HB heads: Q_BLOCKS of queries, then keys, values)."""
+    token, p = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    k_blocks: tl.constexpr = (KVH + HB - 1) // HB
+    position, slot = tl.load(positions + token), tl.load(slot_mapping + token).to(tl.int64)
+    j, r = tl.arange(0, PAIRSP)[None, :], 2 * PAIRS + tl.arange(0, max(RESTP, 1))[None, :]
+    within = tl.arange(0, HB)[:, None]
+    if p < Q_BLOCKS:
+        head = p * HB + within
+        a, b, rest = _finish_heads(
+            q + token * q_row, q_weight, q_bias, inv_freq, position, head, j, r, q_eps, mscale, x_head,
+            H, D, PAIRS, RESTP, OVER, LAYER, BIAS, TURNS, INTERLEAVED,
+        )  # fmt: skip
+        _store_heads(out + token * (H * D), a, b, rest, head, j, r, D, H, D, PAIRS, RESTP, INTERLEAVED)
+    elif p < Q_BLOCKS + k_blocks:
+        head = (p - Q_BLOCKS) * HB + within
+        a, b, rest = _finish_heads(
+            k + token * k_row, k_weight, k_bias, inv_freq, position, head, j, r, k_eps, mscale, x_head,
+            KVH, D, PAIRS, RESTP, OVER, LAYER, BIAS, TURNS, INTERLEAVED,
+        )  # fmt: skip
+        if GROUP:
+            _store_codes(
+                k_cache, k_words, slot * KVH + head, a, b, rest, head, j, r,
+                KVH, D, PAIRS, RESTP, INTERLEAVED, KW, GROUP,
+            )  # fmt: skip
+        else:
+            to = k_cache + slot * (KVH * KW)
+            _store_heads(to, a, b, rest, head, j, r, KW, KVH, D, PAIRS, RESTP, INTERLEAVED)
+    else:
+        head = (p - Q_BLOCKS - k_blocks) * HB + within
+        a, b, rest = _finish_heads(
+            v + token * v_row, k_weight, k_bias, inv_freq, position, head, j, r, k_eps, mscale, x_head,
+            KVH, D, PAIRS, RESTP, 0, False, False, False, INTERLEAVED,
+        )  # fmt: skip
+        if GROUP:
+            _store_codes(
+                v_cache, v_words, slot * KVH + head, a, b, rest, head, j, r,
+                KVH, D, PAIRS, RESTP, INTERLEAVED, VW, D,
+            )  # fmt: skip
+        else:
+            to = v_cache + slot * (KVH * VW)
+            _store_heads(to, a, b, rest, head, j, r, VW, KVH, D, PAIRS, RESTP, INTERLEAVED)
+
+
+@triton.jit
+def _load_pairs(
+    at, there, position, inv_freq, j, mscale, PAIRS: tl.constexpr, TURNS: tl.constexpr, INTERLEAVED: tl.constexpr
+):  # fmt: skip
+    """Numbers that are rotated, as pairs: in float32, rounded to their dtype."""
+    first, second = pair_columns(j, PAIRS, INTERLEAVED)
+    a = tl.load(at + first, mask=there, other=0.0).to(tl.float32)
+    b = tl.load(at + second, mask=there, other=0.0).to(tl.float32)
+    if TURNS:
+        a, b = rotate_pairs(a, b, position, inv_freq, j, mscale, PAIRS)
+    return _rounded(a, at), _rounded(b, at)
+
+
+@triton.jit
+def _store_latent(
+    latent, weight, bias, a, b, cache, words, slot, c, j, eps,
+    R: tl.constexpr, PAIRS: tl.constexpr, NORM: tl.constexpr, LAYER: tl.constexpr, BIAS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, REST_AT: tl.constexpr,
+):  # fmt: skip
+    """A token's latent, normed, and the rotated key (a, b) behind it."""
+    first, second = pair_columns(j, PAIRS, INTERLEAVED)
+    h = tl.load(latent + c, mask=c < R, other=0.0).to(tl.float32)
+    if NORM:
+        if LAYER:
+            h = tl.where(c < R, h - (tl.sum(h, 1) / R)[:, None], 0.0)
+        unit = tl.rsqrt(tl.sum(h * h, 1) / R + eps)[:, None]
+        h = h * unit * tl.load(weight + c, mask=c < R, other=0.0).to(tl.float32)
+        if BIAS:
+            h += tl.load(bias + c, mask=c < R, other=0.0).to(tl.float32)
+        h = _rounded(h, latent)
+    line = cache + slot * WIDTH
+    if GROUP:
+        step, scales = tl.zeros_like(h), words + slot * (WIDTH // 2) + R // 2
+        for g in tl.static_range((R + GROUP - 1) // GROUP):
+            bits = _scale_bits(_largest(h, c, c < R, g, GROUP))
+            tl.store(scales + g + j * 0, bits.to(tl.int16), mask=j == 0)
+            step = tl.where(c // GROUP == g, (bits << 16).to(tl.float32, bitcast=True), step)
+        tl.store(line + c, _code(h, step), mask=c < R)
+        rest = words + slot * (WIDTH // 2) + REST_AT // 2
+        tl.store(rest + first, _bfloat16_bits(a).to(tl.int16), mask=j < PAIRS)
+        tl.store(rest + second, _bfloat16_bits(b).to(tl.int16), mask=j < PAIRS)
+    else:
+        tl.store(line + c, h.to(cache.dtype.element_ty), mask=c < R)
+        tl.store(line + R + first, a.to(cache.dtype.element_ty), mask=j < PAIRS)
+        tl.store(line + R + second, b.to(cache.dtype.element_ty), mask=j < PAIRS)
+
+
+@triton.jit
+def place_latent_rows(
+    q, q_rope, latent, k_rope, weight, bias, inv_freq, positions, slot_mapping, out, cache, words,
+    q_row, q_head, rope_row, rope_head, latent_row, k_row, eps, mscale,
+    H: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, PAIRS: tl.constexpr, PAIRSP: tl.constexpr,
+    HB: tl.constexpr, NORM: tl.constexpr, LAYER: tl.constexpr, BIAS: tl.constexpr, TURNS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, REST_AT: tl.constexpr,
+):  # fmt: skip
+    """See `ops.place.place_latent`. Grid: (T, 1 + blocks of HB heads): the first program stores the latent."""
+    token, p = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    position = tl.load(positions + token)
+    c, j = tl.arange(0, RP)[None, :], tl.arange(0, PAIRSP)[None, :]
+    if p == 0:
+        slot = tl.load(slot_mapping + token).to(tl.int64)
+        own_a, own_b = _load_pairs(
+            k_rope + token * k_row, j < PAIRS, position, inv_freq, j, mscale, PAIRS, TURNS, INTERLEAVED
+        )
+        _store_latent(
+            latent + token * latent_row, weight, bias, own_a, own_b, cache, words, slot, c, j, eps,
+            R, PAIRS, NORM, LAYER, BIAS, INTERLEAVED, WIDTH, GROUP, REST_AT,
+        )  # fmt: skip
+    else:
+        head = (p - 1) * HB + tl.arange(0, HB)[:, None]
+        first, second = pair_columns(j, PAIRS, INTERLEAVED)
+        there, to = (head < H) & (c < R), out + (token * H + head) * (R + 2 * PAIRS)
+        tl.store(to + c, tl.load(q + token * q_row + head * q_head + c, mask=there, other=0.0), mask=there)
+        turned = (head < H) & (j < PAIRS)
+        a, b = _load_pairs(
+            q_rope + token * rope_row + head * rope_head, turned, position, inv_freq, j, mscale,
+            PAIRS, TURNS, INTERLEAVED,
+        )  # fmt: skip
+        tl.store(to + R + first, a.to(out.dtype.element_ty), mask=turned)
+        tl.store(to + R + second, b.to(out.dtype.element_ty), mask=turned)
+
+
+def _head_sizes(
+    heads: int, kv_heads: int, dim: int, norms: HeadNorms | None, rotation: Rotation | None
+) -> dict[str, Any]:
+    """The constants that follow from sizes."""
+    pairs = len(rotation.inv_freq) if rotation else dim // 2
+    rest, wide = dim - 2 * pairs, triton.next_power_of_2(pairs)
+    rest_wide = triton.next_power_of_2(rest) if rest else 0
+    most = triton.next_power_of_2(heads)
+    block = most if norms and norms.over == "all" else min(HEADS, most)
+    return {
+        "H": heads,
+        "KVH": kv_heads,
+        "D": dim,
+        "PAIRS": pairs,
+        "PAIRSP": wide,
+        "RESTP": rest_wide,
+        "HB": block,
+        "Q_BLOCKS": -(-heads // block) if norms or rotation else 0,
+        "OVER": OVER[norms.over] if norms else 0,
+        "LAYER": norms.q.is_layer if norms else False,
+        "BIAS": norms.q.bias is not None if norms else False,
+        "TURNS": rotation is not None,
+        "INTERLEAVED": rotation.interleaved if rotation else False,
+        "num_warps": min(max(block * (2 * wide + rest_wide) // 512, 1), 8),
+    }
+
+
+def _entry_sizes(form: Codes | None, k_width: int, v_width: int) -> dict[str, int]:
+    return {"KW": k_width, "VW": v_width, "GROUP": form.group if form else 0}
+
+
+def _words(cache: Tensor) -> Tensor:
+    """The same memory as int16, where scales of codes are written."""
+    return cache.view(torch.int16) if cache.dtype is torch.int8 else cache
+
+
+def _packed(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@place_heads.variant(NAME, on="cuda")
+def place_all_heads(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    positions: Tensor,
+    norms: HeadNorms | None,
+    rotation: Rotation | None,
+) -> Tensor:
+    """`place_heads`: the same arguments and result."""
+    (tokens, heads, dim), kv_heads = q.shape, k.shape[1]
+    q, k, v = (t if t.stride(-1) == 1 and t.stride(1) == dim else t.contiguous() for t in (q, k, v))
+    sizes = _head_sizes(heads, kv_heads, dim, norms, rotation)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if sizes["Q_BLOCKS"] else q
+    weights: list[Tensor] = [q, q, q, q]
+    if norms:
+        biases = (part.bias if part.bias is not None else q for part in (norms.q, norms.k))
+        weights = [norms.q.weight, norms.k.weight, *biases]
+    form = key_codes(dim) if k_cache.dtype is torch.int8 else None
+    blocks = sizes["Q_BLOCKS"] + 2 * -(-kv_heads // sizes["HB"])
+    launch(
+        place_head_rows, (tokens, blocks), q, k, v, *weights, rotation.inv_freq if rotation else q, positions,
+        slot_mapping, out, k_cache, v_cache, _words(k_cache), _words(v_cache), q.stride(0), k.stride(0),
+        v.stride(0), dim, norms.q.eps if norms else 0.0, norms.k.eps if norms else 0.0,
+        rotation.mscale if rotation else 1.0, **sizes,
+        **_entry_sizes(form, k_cache.shape[-1], v_cache.shape[-1]),
+    )  # fmt: skip
+    return out
+
+
+def _latent_sizes(
+    heads: int, rank: int, rope_dim: int, norm: NormWeights | None, rotation: Rotation | None
+) -> dict[str, Any]:
+    return {
+        "H": heads,
+        "R": rank,
+        "RP": triton.next_power_of_2(rank),
+        "PAIRS": rope_dim // 2,
+        "PAIRSP": triton.next_power_of_2(rope_dim // 2),
+        "HB": min(LATENT_HEADS, triton.next_power_of_2(heads)),
+        "NORM": norm is not None,
+        "LAYER": norm.is_layer if norm else False,
+        "BIAS": norm.bias is not None if norm else False,
+        "TURNS": rotation is not None,
+        "INTERLEAVED": rotation.interleaved if rotation else False,
+        "num_warps": 4,
+    }
+
+
+def _latent_entry(form: Codes | None, width: int) -> dict[str, int]:
+    return {"WIDTH": width, "GROUP": form.group if form else 0, "REST_AT": form.rest_at if form else 0}
+
+
+@place_latent.variant(NAME, on="cuda")
+def place_whole_latent(
+    q: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    cache: Tensor,
+    slot_mapping: Tensor,
+    positions: Tensor,
+    norm: NormWeights | None,
+    rotation: Rotation | None,
+) -> Tensor:
+    """`place_latent`: the same arguments and result."""
+    q, q_rope, latent, k_rope = (_packed(t) for t in (q, q_rope, latent, k_rope))
+    (tokens, heads, rank), rope_dim = q.shape, q_rope.shape[-1]
+    out = torch.empty(tokens, heads, rank + rope_dim, dtype=q.dtype, device=q.device)
+    form = latent_codes(rank, rope_dim) if cache.dtype is torch.int8 else None
+    sizes = _latent_sizes(heads, rank, rope_dim, norm, rotation)
+    launch(
+        place_latent_rows, (tokens, 1 + -(-heads // sizes["HB"])), q, q_rope, latent, k_rope,
+        norm.weight if norm else q, norm.bias if norm and norm.bias is not None else q,
+        rotation.inv_freq if rotation else q, positions, slot_mapping, out, cache, _words(cache),
+        q.stride(0), q.stride(1), q_rope.stride(0), q_rope.stride(1), latent.stride(0), k_rope.stride(0),
+        norm.eps if norm else 0.0, rotation.mscale if rotation else 1.0, **sizes,
+        **_latent_entry(form, cache.shape[-1]),
+    )  # fmt: skip
+    return out
+
+
+STRIDES = ("q_row", "k_row", "v_row", "x_head", "q_head", "rope_row", "rope_head", "latent_row")
+POINTERS: dict[str, str] = {
+    **dict.fromkeys(("q", "k", "v", "q_rope", "latent", "k_rope", "out", "cache", "words"), "bf16*"),
+    **dict.fromkeys(("k_cache", "v_cache", "k_words", "v_words"), "bf16*"),
+    **dict.fromkeys(("q_weight", "k_weight", "q_bias", "k_bias", "weight", "bias", "inv_freq"), "fp32*"),
+    **dict.fromkeys(("positions", "slot_mapping"), "i64*"),
+    **dict.fromkeys(STRIDES, "i32!"),
+    **dict.fromkeys(("q_eps", "k_eps", "eps", "mscale"), "fp32"),
+}
+CODES: Mapping[str, str] = {
+    **dict.fromkeys(("k_cache", "v_cache", "cache"), "i8*"),
+    **dict.fromkeys(("k_words", "v_words", "words"), "i16*"),
+}
+SHAPES = {  # heads, kv_heads, dim, pairs, interleaved, norm over, codes
+    "32/8 d128": (32, 8, 128, 64, False, None, False),
+    "32/8 d128 head norm": (32, 8, 128, 64, False, "head", False),
+    "32/8 d128 norm over all": (32, 8, 128, 64, False, "all", False),
+    "9/3 d64": (9, 3, 64, 32, False, None, False),
+    "32/32 d80, 32 rotated": (32, 32, 80, 16, False, None, False),
+    "32/32 d96": (32, 32, 96, 48, False, None, False),
+    "8/4 d256 head norm": (8, 4, 256, 128, False, "head", False),
+    "16/2 d256, 64 rotated": (16, 2, 256, 32, False, "head", False),
+    "64/8 d128 pairs": (64, 8, 128, 64, True, None, False),
+    "32/8 d128 codes": (32, 8, 128, 64, False, "head", True),
+}
+
+
+def forms() -> Iterator[KernelForm]:
+    """Heads and latents of published sizes."""
+
+    def norm(size: int) -> NormWeights:
+        return NormWeights(torch.empty(size, device="meta"), None, 1e-6, False)
+
+    def turns(pairs: int, is_interleaved: bool) -> Rotation:
+        return Rotation(torch.empty(pairs, device="meta"), 1.0, is_interleaved)
+
+    for name, (heads, kv_heads, dim, pairs, paired, over, coded) in SHAPES.items():
+        norms = HeadNorms(norm(dim), norm(dim), over) if over else None
+        form = key_codes(dim) if coded else None
+        widths = (form.width, value_codes(dim).width) if form else (dim, dim)
+        constants = _head_sizes(heads, kv_heads, dim, norms, turns(pairs, paired)) | _entry_sizes(
+            form, *widths
+        )
+        warps = constants.pop("num_warps")
+        types, wide = POINTERS | (CODES if coded else {}), () if paired else (("LDG.128", "LDG.64"),)
+        yield KernelForm(f"place_head_rows, {name}", place_head_rows, types, constants, warps, demands=wide)
+    for name, heads, coded in (
+        ("16 heads", 16, False),
+        ("128 heads", 128, False),
+        ("16 heads codes", 16, True),
+    ):
+        form = latent_codes(512, 64) if coded else None
+        entry = _latent_entry(form, form.width if form else 576)
+        constants = _latent_sizes(heads, 512, 64, norm(512), turns(32, True)) | entry
+        warps, types = constants.pop("num_warps"), POINTERS | (CODES if coded else {})
+        wide = (("LDG.128",),)
+        yield KernelForm(
+            f"place_latent_rows, {name}", place_latent_rows, types, constants, warps, demands=wide
+        )

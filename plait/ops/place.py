@@ -1,0 +1,227 @@
+"""What is between the projections of attention and attention itself: norms, rotation, and the store.
+
+Fused ops of GPUs, where each launch counts. On a CPU mixers call the ops that these replace, because a cache
+there has a layout that only the kernel of attention knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from plait.ops.attention import write_paged
+from plait.ops.entry import head_widths, key_codes, latent_codes, latent_width, value_codes
+from plait.ops.norm import layer_norm, rms_norm
+from plait.ops.registry import Arguments, Bound, op
+from plait.ops.rope import rotate
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NormWeights:
+    """A norm with its weights, [n] float32."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+    is_layer: bool
+
+    def apply(self, rms: Bound, layer: Bound, x: Tensor, groups: int = 1) -> Tensor:
+        """x: [..., n] -> its norm, over each of `groups` equal parts."""
+        if self.is_layer:
+            return layer(x, self.weight, self.bias, self.eps, groups)  # type: ignore[no-any-return]
+        return rms(x, self.weight, self.eps, groups)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadNorms:
+    """Norms of queries and keys: of each head with one weight for all ("head"), of each with its own
+    ("each"), or of all heads as one vector ("all")."""
+
+    q: NormWeights
+    k: NormWeights
+    over: Literal["head", "each", "all"]
+
+    def apply(self, norm: NormWeights, rms: Bound, layer: Bound, x: Tensor) -> Tensor:
+        """x: [T, heads, d] -> its norm."""
+        if self.over == "head":
+            return norm.apply(rms, layer, x)
+        return norm.apply(rms, layer, x.flatten(1), x.shape[1] if self.over == "each" else 1).view(x.shape)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rotation:
+    """Rotary positions of one kind: see `ops.rope.rotate`."""
+
+    inv_freq: Tensor  # [pairs] float32
+    mscale: float
+    interleaved: bool
+
+    def apply(self, turn: Bound, x: Tensor, positions: Tensor) -> Tensor:
+        """x: [T, heads, d], positions: [T] -> like x."""
+        return turn(x, positions, self.inv_freq, self.mscale, self.interleaved)  # type: ignore[no-any-return]
+
+
+HEAD_CASES: list[dict[str, Any]] = [
+    dict(tokens=1, heads=4, kv_heads=2, dim=16, pairs=8, over="head"),
+    dict(tokens=5, heads=6, kv_heads=3, dim=24, pairs=0, over="all"),
+    dict(tokens=3, heads=9, kv_heads=3, dim=64, pairs=32, over=None),
+    dict(tokens=3, heads=6, kv_heads=2, dim=40, pairs=8, over="each", is_layer=True, interleaved=True),
+    dict(tokens=2, heads=3, kv_heads=1, dim=20, pairs=10, over="all", kv_dtype="bfloat16"),
+    dict(tokens=4, heads=4, kv_heads=4, dim=40, pairs=20, over="head", kv_dtype="int8"),
+    dict(tokens=2, heads=2, kv_heads=2, dim=16, pairs=0, over=None),
+]
+ROWS = 48  # of the caches of test cases
+
+
+def _place_heads(
+    rms: Bound,
+    layer: Bound,
+    turn: Bound,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    positions: Tensor,
+    norms: HeadNorms | None,
+    rotation: Rotation | None,
+) -> Tensor:
+    if norms:
+        q, k = norms.apply(norms.q, rms, layer, q), norms.apply(norms.k, rms, layer, k)
+    if rotation:
+        q, k = rotation.apply(turn, q, positions), rotation.apply(turn, k, positions)
+    write_paged(k_cache, k, slot_mapping, key_codes(k.shape[-1]))
+    write_paged(v_cache, v, slot_mapping, value_codes(v.shape[-1]))
+    return q
+
+
+@op(cases=HEAD_CASES, private=("k_cache", "v_cache"))
+def place_heads(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    positions: Tensor,
+    norms: HeadNorms | None,
+    rotation: Rotation | None,
+) -> Tensor:
+    """Norm and rotate queries and keys, and store keys and values, which `paged_attention` then finds.
+
+    q: [T, heads, d], k, v: [T, kv_heads, d], caches and slot_mapping: as in `paged_attention`, positions: [T]
+    -> queries [T, heads, d].
+    """
+    parts = rms_norm.reference, layer_norm.reference, rotate.reference
+    return _place_heads(*parts, q, k, v, k_cache, v_cache, slot_mapping, positions, norms, rotation)
+
+
+place_heads.replaces(rms_norm, layer_norm, rotate)(_place_heads)
+
+
+def _random_norm(size: int, device: str, is_layer: bool = False) -> NormWeights:
+    bias = torch.randn(size, device=device) if is_layer else None
+    return NormWeights(torch.randn(size, device=device), bias, 1e-6, is_layer)
+
+
+def _random_rotation(pairs: int, is_interleaved: bool, device: str) -> Rotation:
+    return Rotation(1.0 / 1e4 ** (torch.arange(pairs, device=device) / pairs), 1.25, is_interleaved)
+
+
+def _cache(case: Mapping[str, Any], shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+    kept = getattr(torch, case["kv_dtype"]) if "kv_dtype" in case else dtype
+    return torch.zeros(shape, dtype=kept, device=device)
+
+
+@place_heads.inputs
+def _heads_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+    tokens, heads, kv, d = (case[name] for name in ("tokens", "heads", "kv_heads", "dim"))
+    wide = torch.randn(tokens, heads + 2 * kv, d, dtype=dtype, device=device)
+    shapes = [(3, ROWS // 3, kv, width) for width in head_widths(d, case.get("kv_dtype", ""))]
+    slots = torch.randperm(ROWS, device=device)[:tokens]
+    norms, over, is_layer = None, case["over"], case.get("is_layer", False)
+    if over:
+        sizes = (d, d) if over == "head" else (heads * d, kv * d)
+        norms = HeadNorms(*(_random_norm(size, device, is_layer) for size in sizes), over)
+    turned = case.get("interleaved", False)
+    rotation = _random_rotation(case["pairs"], turned, device) if case["pairs"] else None
+    positions = torch.randint(0, 500, (tokens,), device=device)
+    caches = [_cache(case, shape, dtype, device) for shape in shapes]
+    return (*wide.split([heads, kv, kv], 1), *caches, slots, positions, norms, rotation), {}
+
+
+LATENT_CASES: list[dict[str, Any]] = [
+    dict(tokens=1, heads=4, kv_rank=16, rope_dim=4, interleaved=True),
+    dict(tokens=5, heads=3, kv_rank=40, rope_dim=8),
+    dict(tokens=3, heads=6, kv_rank=64, rope_dim=32, is_layer=True),
+    dict(tokens=2, heads=5, kv_rank=24, rope_dim=6, kv_dtype="bfloat16", rotates=False),
+    dict(tokens=3, heads=16, kv_rank=160, rope_dim=32, kv_dtype="int8", has_norm=False),
+]
+
+
+def _place_latent(
+    rms: Bound,
+    layer: Bound,
+    turn: Bound,
+    q: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    cache: Tensor,
+    slot_mapping: Tensor,
+    positions: Tensor,
+    norm: NormWeights | None,
+    rotation: Rotation | None,
+) -> Tensor:
+    latent = norm.apply(rms, layer, latent) if norm else latent
+    if rotation:
+        q_rope = rotation.apply(turn, q_rope, positions)
+        k_rope = rotation.apply(turn, k_rope[:, None], positions)[:, 0]
+    form = latent_codes(latent.shape[-1], k_rope.shape[-1])
+    write_paged(cache, torch.cat([latent, k_rope], -1), slot_mapping, form)
+    return torch.cat([q, q_rope], -1)
+
+
+@op(cases=LATENT_CASES, private=("cache",))
+def place_latent(
+    q: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    cache: Tensor,
+    slot_mapping: Tensor,
+    positions: Tensor,
+    norm: NormWeights | None,
+    rotation: Rotation | None,
+) -> Tensor:
+    """Norm the latent, rotate the shared key and the queries' part of it, store both, and join the queries.
+
+    q: [T, heads, kv_rank] (through the key up-projection), q_rope: [T, heads, rope_dim], latent:
+    [T, kv_rank], k_rope: [T, rope_dim], cache and slot_mapping: as in `paged_latent_attention`, positions:
+    [T] -> queries [T, heads, kv_rank + rope_dim].
+    """
+    parts = rms_norm.reference, layer_norm.reference, rotate.reference
+    return _place_latent(*parts, q, q_rope, latent, k_rope, cache, slot_mapping, positions, norm, rotation)
+
+
+place_latent.replaces(rms_norm, layer_norm, rotate)(_place_latent)
+
+
+@place_latent.inputs
+def _latent_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+    tokens, heads, rank, rope = (case[name] for name in ("tokens", "heads", "kv_rank", "rope_dim"))
+    q, q_rope = (torch.randn(tokens, heads, n, dtype=dtype, device=device) for n in (rank, rope))
+    latents = torch.randn(tokens, rank + rope, dtype=dtype, device=device).split([rank, rope], -1)
+    width = latent_width(rank, rope, case.get("kv_dtype", ""))
+    norm = _random_norm(rank, device, case.get("is_layer", False)) if case.get("has_norm", True) else None
+    turns = _random_rotation(rope // 2, case.get("interleaved", False), device)
+    rotation = turns if case.get("rotates", True) else None
+    slots = torch.randperm(ROWS, device=device)[:tokens]
+    positions = torch.randint(0, 500, (tokens,), device=device)
+    cache = _cache(case, (3, ROWS // 3, width), dtype, device)
+    return (q, q_rope, *latents, cache, slots, positions, norm, rotation), {}

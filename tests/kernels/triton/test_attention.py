@@ -1,0 +1,98 @@
+"""Triton's paged attention: bits that depend on no other sequence, no grid and no chunk; work lists of a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is not installed here")
+
+from plait.kernels.triton import attention
+from plait.kernels.triton.attention import attend_latent, attend_paged
+from plait.ops.attention import BLOCK, paged_attention, paged_case
+
+HEADS, KV_HEADS, DIM = 4, 2, 16
+LENGTHS = [600, 1, 300]
+
+
+class Paged:
+    """Sequences of LENGTHS in one cache, with queries for every token."""
+
+    def __init__(self, kv_dtype: torch.dtype = torch.float32) -> None:
+        torch.manual_seed(3)
+        (self.table, self.slots, self.starts, self.lens), blocks = paged_case(LENGTHS, "cpu")
+        self.q = torch.randn(sum(LENGTHS), HEADS, DIM)
+        k, v = (torch.randn(sum(LENGTHS), KV_HEADS, DIM) for _ in range(2))
+        self.caches = [torch.zeros(blocks, BLOCK, KV_HEADS, DIM, dtype=kv_dtype) for _ in range(2)]
+        for cache, new in zip(self.caches, (k, v), strict=True):
+            cache.view(-1, KV_HEADS, DIM)[self.slots] = new.to(kv_dtype)
+
+    def attend(self, parts: list[tuple[int, int]], fn: Any = attend_paged, **more: Any) -> Tensor:
+        """The last rows of some sequences, (sequence, count) each, one behind the other."""
+        rows = [self.q[self.starts[s + 1] - count : self.starts[s + 1]] for s, count in parts]
+        seqs = torch.tensor([s for s, _ in parts])
+        starts = torch.tensor([0, *(count for _, count in parts)]).cumsum(0)
+        args = (self.table[seqs], self.slots[:0], starts, self.lens[seqs], DIM**-0.5)
+        out: Tensor = fn(torch.cat(rows), None, None, *self.caches, *args, **more)
+        return out
+
+
+@pytest.mark.parametrize("window", [None, 290])
+def test_a_row_has_the_same_bits_alone_in_a_batch_and_in_a_chunk(window: int | None) -> None:
+    paged = Paged()
+    batch = paged.attend([(0, 1), (1, 1), (2, 1)], window=window)
+    for s in range(3):
+        assert torch.equal(paged.attend([(s, 1)], window=window)[0], batch[s])
+    chunks = paged.attend([(1, 1), (2, 3), (0, 40)], window=window)
+    assert torch.equal(chunks[[43, 0, 3]], batch)
+    reference = paged.attend([(0, 1), (1, 1), (2, 1)], paged_attention.reference, window=window)
+    torch.testing.assert_close(batch, reference, rtol=1e-5, atol=1e-5)
+
+
+def test_bits_do_not_depend_on_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    paged, found = Paged(), []
+    for programs in (1, 5, 37):
+        monkeypatch.setattr(attention, "_num_programs", lambda device, n=programs: n)
+        found.append(paged.attend([(0, 1), (2, 2)]))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_splits_are_folded_when_partial_results_have_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    paged = Paged()
+    apart = paged.attend([(0, 1), (2, 1)])
+    monkeypatch.setattr(attention, "MOST_SLOTS", 2)
+    assert torch.equal(paged.attend([(0, 1), (2, 1)]), apart)
+
+
+def test_layers_of_a_step_share_one_work_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    paged, names, launch = Paged(), [], attention.launch
+
+    def counted(kernel: Any, *args: Any, **more: Any) -> None:
+        names.append(kernel.fn.__name__)
+        launch(kernel, *args, **more)
+
+    monkeypatch.setattr(attention, "launch", counted)
+    step: dict[Any, Any] = {}
+    first = paged.attend([(0, 1), (2, 1)], step=step)
+    assert torch.equal(paged.attend([(0, 1), (2, 1)], step=step), first)
+    paged.attend([(0, 1), (2, 1)], step=step, window=20)
+    assert names == ["count_items", "attend", "attend", "count_items", "attend"]
+    for work in step.values():
+        assert not work.counters.any(), "the program that ends a tile sets its counter back"
+
+
+def test_splits_of_all_heads_of_a_latent_are_items(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(5)
+    (table, slots, starts, lens), blocks = paged_case([600], "cpu")
+    cache = torch.randn(blocks, BLOCK, 24)
+    q = torch.randn(1, 48, 24)  # three tiles of one token
+    step: dict[Any, Any] = {}
+    args = (cache, table, slots[:0], torch.tensor([0, 1]), lens, 0.2, 16)
+    out = attend_latent(q, None, *args, step)
+    (work,) = step.values()
+    assert int(work.items[1]) == 9
+    assert torch.equal(attend_latent(q[:, 16:32], None, *args), out[:, 16:32])

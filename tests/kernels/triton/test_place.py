@@ -1,0 +1,79 @@
+"""Triton's store of heads and latents: what the caches hold, beside the reference's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed here")
+
+from plait.kernels.triton.place import place_all_heads, place_whole_latent
+from plait.ops.entry import Codes, key_codes, latent_codes, value_codes
+from plait.ops.place import HEAD_CASES, LATENT_CASES, place_heads, place_latent
+from tests.ops.test_variants import copied
+
+DTYPES = (torch.float32, torch.float16)
+
+
+def assert_same_entries(found: torch.Tensor, wanted: torch.Tensor, form: Codes, near: float) -> None:
+    """Entries are alike; codes may differ by one where a number is near the middle of two."""
+    if found.dtype is torch.int8:
+        steps = wanted[..., : form.columns].float().abs().clamp(min=1)
+        found, wanted = form.decode(found), form.decode(wanted)
+        assert ((found - wanted).abs() > near).float().mean() < 0.02
+        scales = (wanted[..., : form.columns].abs() / steps).amax(-1, keepdim=True)
+        assert ((found - wanted).abs() <= scales * 1.01 + near).all()
+    else:
+        torch.testing.assert_close(found.float(), wanted.float(), rtol=near, atol=near)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", HEAD_CASES, ids=str)
+def test_keys_and_values_are_stored_as_the_reference_stores_them(case: Any, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    args, _ = place_heads.make(case, dtype, "cpu")  # type: ignore[misc]
+    wanted, given = copied(args), copied(args)
+    place_heads.reference(*wanted)
+    place_all_heads(*given)
+    near = 1e-2 if given[3].dtype is torch.bfloat16 else place_heads.tolerance[dtype]
+    for i, form in ((3, key_codes(case["dim"])), (4, value_codes(case["dim"]))):
+        assert_same_entries(given[i], wanted[i], form, near)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", LATENT_CASES, ids=str)
+def test_latents_are_stored_as_the_reference_stores_them(case: Any, dtype: torch.dtype) -> None:
+    torch.manual_seed(2)
+    args, _ = place_latent.make(case, dtype, "cpu")  # type: ignore[misc]
+    wanted, given = copied(args), copied(args)
+    place_latent.reference(*wanted)
+    place_whole_latent(*given)
+    coded = given[4].dtype in (torch.bfloat16, torch.int8)
+    near = 2e-2 if coded else place_latent.tolerance[dtype]
+    assert_same_entries(given[4], wanted[4], latent_codes(case["kv_rank"], case["rope_dim"]), near)
+
+
+@pytest.mark.parametrize("case", [HEAD_CASES[1], HEAD_CASES[5]], ids=str)
+def test_a_token_has_the_same_bits_alone_and_in_a_batch(case: Any) -> None:
+    args, _ = place_heads.make(case, torch.float32, "cpu")  # type: ignore[misc]
+    whole, alone = copied(args), copied(args)
+    out = place_all_heads(*whole)
+    for t in range(case["tokens"]):
+        q, k, v, k_cache, v_cache, slots, positions, *how = alone
+        one = slice(t, t + 1)
+        part = place_all_heads(q[one], k[one], v[one], k_cache, v_cache, slots[one], positions[one], *how)
+        assert torch.equal(part[0], out[t])
+    assert torch.equal(alone[3], whole[3])
+    assert torch.equal(alone[4], whole[4])
+
+
+def test_what_is_no_number_stays_none_in_codes() -> None:
+    case = dict(tokens=1, heads=2, kv_heads=2, dim=32, pairs=16, over=None, kv_dtype="int8")
+    args, _ = place_heads.make(case, torch.float32, "cpu")  # type: ignore[misc]
+    args[2][0, 1, 3] = float("nan")
+    place_all_heads(*args)
+    stored = value_codes(32).decode(args[4].flatten(0, 1)[args[5]])[0]
+    assert stored[0].isfinite().all()
+    assert not stored[1].isfinite().any()
