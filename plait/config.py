@@ -13,7 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from plait.errors import ConfigError
 
-DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?|cuda:sm_\d+a?")
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Ops = Literal["auto", "reference"]
 KvDType = Literal["auto", "float32", "bfloat16", "int8"]
@@ -28,6 +28,8 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 OnEngineLost = Literal["end", "retry"]
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+# What is known of kernels for GPUs until a run on one is recorded; a start on a GPU logs it.
+UNPROVEN = "GPU kernels are proved by compilation and interpreter, and no run on a GPU is recorded yet"
 MAX_STREAM_INTERVAL = 256  # tokens of one stream that are read at once, on the loop of all others
 
 
@@ -68,7 +70,10 @@ def _check_fields(config: Any) -> None:
 class EngineConfig:
     """How a model is loaded and run. Raises ConfigError for values that cannot work together."""
 
-    device: str = option("auto", "auto, cpu, cuda or cuda:N; auto: the first CUDA device, else the CPU")
+    device: str = option(
+        "auto",
+        "auto, cpu, cuda or cuda:N; auto: the first CUDA device, else the CPU; `info --ops`: cuda:sm_90, too",
+    )
     dtype: DType = option(
         "auto", "what the model computes in; auto: float32 on a CPU and for float32 weights, else 16 bits"
     )

@@ -10,7 +10,7 @@ import torch
 from plait import resource_limits
 from plait.config import DType
 from plait.errors import ConfigError, OutOfMemory
-from plait.ops.chip import BFLOAT16, OLDEST, Chip, read_chip
+from plait.ops.chip import BFLOAT16, EXAMPLES, OLDEST, Chip, example_chip, read_chip
 
 
 def choose_device(requested: str) -> tuple[torch.device, str]:
@@ -20,6 +20,8 @@ def choose_device(requested: str) -> tuple[torch.device, str]:
     """
     if requested == "cpu":
         return torch.device("cpu"), "requested"
+    if requested.startswith("cuda:sm_"):
+        raise ConfigError(_why_no_example(requested))
     refusal = _why_no_cuda()
     if refusal is None:
         device = torch.device("cuda", int(requested.partition(":")[2] or 0))
@@ -38,6 +40,13 @@ def choose_device(requested: str) -> tuple[torch.device, str]:
     if requested != "auto":
         raise ConfigError(f"device: {requested} was requested, but {refusal}; use --cpu")
     return torch.device("cpu"), refusal
+
+
+def _why_no_example(requested: str) -> str:
+    if example_chip(requested):
+        return f"device: {requested} is an example of a GPU: `plait info MODEL --ops` alone takes it"
+    known = ", ".join(f"cuda:sm_{capability}" for capability in EXAMPLES)
+    return f"device: {requested} is no example of a GPU; there are {known}, for `plait info MODEL --ops`"
 
 
 def _why_no_cuda() -> str | None:

@@ -34,7 +34,7 @@ from plait.loading.packed_cache import shelf_of
 from plait.loading.probe_scorer import open_settled
 from plait.memory import has_slots
 from plait.model.decoder import Decoder
-from plait.ops.chip import read_chip
+from plait.ops.chip import Chip, read_chip
 from plait.ops.registry import Binding, check_fused
 from plait.ops.rope import rope_notes
 from plait.request import JsonStyle
@@ -117,7 +117,7 @@ def build(
     opened = open_settled(model, config, report)
     device, why = choose_device(config.device)
     log.info("device: %s (%s)", device, why)
-    target = _target(opened, device)
+    target = make_target(opened, device)
     for note in rope_notes(opened.resolved.spec, target.max_len):
         log.info("%s", note)
     try:
@@ -273,16 +273,20 @@ def _proposer(
     return load_draft(draft, config, target, sizing.max_model_len, tokenizer, report)
 
 
-def _target(opened: Opened, device: torch.device) -> Target:
+def make_target(opened: Opened, device: torch.device, example: Chip | None = None) -> Target:
+    """What a model is built for. `example`: a GPU that is made up, with its tensors on the CPU `device`.
+
+    Raises ConfigError for options that cannot be honoured there.
+    """
     spec, config = opened.resolved.spec, opened.config
-    chip = read_chip(device)
+    chip = example or read_chip(device)
     dtype = choose_dtype(config.dtype, chip, linear_dtypes(opened))
     length = min(config.max_model_len or spec.max_len, spec.max_len)
     target = Target(device, dtype, length, spec.hidden_size, config.ops, block_size=config.block_size)
     check_fused(config.no_fuse)
     target.quantize, target.no_fuse, target.chip = config.quantize, config.no_fuse, chip
     target.kv_dtype = kv_dtype(config, stored_dtypes(opened), dtype)
-    if device.type != "cpu":
+    if chip is not None:
         load_for_gpu()
         return target
     threads, found = (config.threads, "--threads") if config.threads else resource_limits.default_threads()
