@@ -28,7 +28,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 OnEngineLost = Literal["end", "retry"]
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-# What is known of kernels for GPUs until a run on one is recorded; a start on a GPU logs it.
+# What is known of kernels for GPUs until a run on one is recorded; startup on a GPU logs it.
 UNPROVEN = "GPU kernels are proved by compilation and interpreter, and no run on a GPU is recorded yet"
 MAX_STREAM_INTERVAL = 256  # tokens of one stream that are read at once, on the loop of all others
 

@@ -49,16 +49,16 @@ USERS = (1, 4, 16, 64)
 def info(model: str, as_json: bool, show_ops: bool, probe_text: str | None, **given: Any) -> None:
     """What a model is: layers, sources of every value, memory. Reads headers, not weights.
 
-    With --probe it runs the model, also if that has been done before, and shows all that was tried. With --ops
-    and --device cuda:sm_90 (or 75, 80, 89, 120) it shows what such a GPU would run, which needs no GPU.
+    With --probe it runs the model, also if that has been done before, and shows all that was tried.
+    With --ops and --device cuda:sm_90 (or 75, 80, 89, 120) it shows what such a GPU would run, without one.
     """
     config = EngineConfig(**engine_settings({**given, "ops": "auto"}))
     facts = model_facts(model, replace(config, probe=config.probe or probe_text is not None), probe_text)
     if show_ops and find_example(config) is not None:
         facts |= example_facts(model, replace(config, probe=False))
     elif show_ops:
-        facts["ops"] = load_bindings(model, replace(config, probe=False))
-        facts["kernels"] = kernel_verdict(config)
+        facts["ops"], chip = load_bindings(model, replace(config, probe=False))
+        facts["kernels"] = gpu_verdict(chip) if chip else kernel_verdict(config)
     lines = [to_json(facts)] if as_json else text_lines(facts)
     sys.stdout.write("\n".join(lines) + "\n")
 
@@ -133,16 +133,23 @@ def memory_facts(states: Mapping[str, State], dtype: str, config: EngineConfig, 
     return {"dtype": dtype, "sequence": [{"tokens": n, "nbytes": nbytes} for n, nbytes in rows]}
 
 
-def load_bindings(model: str, config: EngineConfig) -> list[Facts]:
-    """Load the model and say which variant of each op it bound, and why not a faster one."""
+def load_bindings(model: str, config: EngineConfig) -> tuple[list[Facts], Chip | None]:
+    """Load the model: which variant of each op it bound, and why not a faster one; and its GPU, if any."""
     from plait.loading.build import load
 
     with LoadingBar(f"loading {model}") as loading:
         loaded = load(model, config, loading.update)
     try:
-        return group_bindings(loaded.target.bound)
+        return group_bindings(loaded.target.bound), loaded.target.chip
     finally:
         loaded.front.close()
+
+
+def gpu_verdict(chip: Chip) -> str:
+    """What is known of the kernels that this GPU runs."""
+    bad = sum(map(bool, chip.trials.values()))
+    tried = f"{len(chip.trials)} kernels were tried on {chip.name}, and {bad} of them are not used"
+    return f"{tried}; {UNPROVEN}"
 
 
 def find_example(config: EngineConfig) -> Chip | None:

@@ -20,6 +20,7 @@ from plait.engine.thread import EngineLoop
 from plait.errors import BadGrammar, ConfigError
 from plait.frontend.frontend import Front, Language, Parsers
 from plait.kernels.load import executor, load_for_gpu, load_kernels, why_no_amx
+from plait.loading.kernel_trials.trials import try_kernels
 from plait.loading.open_model import (
     Opened,
     Progress,
@@ -29,6 +30,7 @@ from plait.loading.open_model import (
     linear_dtypes,
     load_decoder,
     stored_dtypes,
+    weight_formats,
 )
 from plait.loading.packed_cache import shelf_of
 from plait.loading.probe_scorer import open_settled
@@ -122,6 +124,8 @@ def build(
         log.info("%s", note)
     try:
         log.info("activations: %s, keys and values: %s", target.activations, target.kv_dtype)
+        if target.device.type == "cuda":
+            target.chip = try_kernels(target, weight_formats(opened), config.cache_dir, report)
         report("loading the tokenizer", 0, 1)
         return _build(opened, target, on_open(opened), report)
     except BaseException:

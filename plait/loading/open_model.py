@@ -173,6 +173,11 @@ def stored_dtypes(opened: Opened) -> list[str]:
     return [opened.checkpoint.format_of(name) for name in opened.checkpoint.names()]
 
 
+def weight_formats(opened: Opened) -> set[str]:
+    """The formats that weights of the model may be kept in: of the file, and of --quantize."""
+    return {*stored_dtypes(opened), *([opened.config.quantize.upper()] if opened.config.quantize else ())}
+
+
 def linear_dtypes(opened: Opened) -> list[str]:
     """The formats of its matrices: what a GPU computes with. Norms and biases say nothing about it."""
     checkpoint = opened.checkpoint
