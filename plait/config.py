@@ -95,6 +95,11 @@ class EngineConfig:
     memory_limit: int | None = option(
         None, "bytes for the state of running sequences; default: by need", least=1
     )
+    gpu_memory: float = option(
+        0.92,
+        "share of the GPU memory that weights and the largest step leave: it is for the state of sequences",
+        "--gpu-memory-utilization",
+    )
     prefix_cache: bool = option(True, "keep what was computed, for requests that begin with the same tokens")
     snapshot_interval: int = option(
         512, "tokens between snapshots of recurrent state in long sequences", least=1
@@ -171,6 +176,8 @@ class EngineConfig:
         _check_fields(self)
         if not DEVICE.fullmatch(self.device):
             raise ConfigError(f"device: {self.device!r} is not one of auto, cpu, cuda, cuda:N")
+        if not 0 < self.gpu_memory <= 1:
+            raise ConfigError(f"gpu_memory: {self.gpu_memory} is no share between 0 and 1")
         if not self.packed_cache.strip():
             raise ConfigError("packed_cache: it is empty; name a folder, or auto or off")
         if self.prefill == "bf16" and (self.deterministic or self.precise):

@@ -322,6 +322,9 @@ def fit_facts(opened: Opened, states: Mapping[str, State], dtype: str, config: E
 
     `users`: weights and the state of so many sequences of `context` tokens. `why_not`: None if it fits.
     """
+    import torch
+
+    from plait.engine.device import free_memory
     from plait.engine.memory_plan import ModelFacts, sequence_nbytes, size_state
 
     spec, weights = opened.resolved.spec, opened.nbytes
@@ -333,7 +336,9 @@ def fit_facts(opened: Opened, states: Mapping[str, State], dtype: str, config: E
         facts["why_not"] = f"the weights take {bytes_text(weights)}"
     else:
         try:
-            sizing = size_state(model, config, free_memory=free - weights, total_memory=total)
+            host = None if device == "cpu" else free_memory(torch.device("cpu"))
+            left = free - weights
+            sizing = size_state(model, config, free_memory=left, free_host=host, total_memory=total)
             context = sizing.max_model_len
             facts["reserved"] = sizing.nbytes
         except (ConfigError, OutOfMemory) as error:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 
@@ -82,6 +83,7 @@ def choose_dtype(requested: DType, chip: Chip | None, stored: Sequence[str]) -> 
 def free_memory(device: torch.device) -> int:
     """Bytes that can still be had on the device; on a CPU, within the control groups' limits."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # torch keeps what was freed, and the driver counts that as taken
         return int(torch.cuda.mem_get_info(device)[0])
     free = resource_limits.free_memory()
     return 4 << 30 if free is None else free  # the system does not report it: assume a laptop's memory
@@ -92,6 +94,35 @@ def total_memory(device: torch.device) -> int | None:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     return resource_limits.total_memory()
+
+
+class DeviceMemory(Protocol):
+    """The memory of a device, as it is measured to divide it."""
+
+    def free(self) -> int:
+        """Bytes that can still be had."""
+        ...
+
+    def peak_of(self, run: Callable[[], object]) -> int:
+        """Bytes that `run` takes at most, beyond what is there before it."""
+        ...
+
+
+class CudaMemory:
+    """The memory of a GPU, by torch's allocator and the driver."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def free(self) -> int:
+        return free_memory(self.device)
+
+    def peak_of(self, run: Callable[[], object]) -> int:
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        run()
+        torch.cuda.synchronize(self.device)
+        return max(int(torch.cuda.max_memory_allocated(self.device)) - int(before), 0)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,14 @@ from plait import resource_limits
 from plait.checkpoint.weights import Target
 from plait.config import EngineConfig
 from plait.engine.core import Engine
-from plait.engine.device import choose_device, choose_dtype, free_memory, out_of_memory, total_memory
+from plait.engine.device import (
+    CudaMemory,
+    choose_device,
+    choose_dtype,
+    free_memory,
+    out_of_memory,
+    total_memory,
+)
 from plait.engine.grammar_guide import Guides
 from plait.engine.memory_plan import ModelFacts, Sizing, gib, size_state
 from plait.engine.thread import EngineLoop
@@ -21,6 +28,7 @@ from plait.errors import BadGrammar, ConfigError
 from plait.frontend.frontend import Front, Language, Parsers
 from plait.kernels.load import executor, load_for_gpu, load_kernels, why_no_amx
 from plait.loading.kernel_trials.trials import try_kernels
+from plait.loading.measure_memory import check_weights_fit, largest_step, measure_room
 from plait.loading.open_model import (
     Opened,
     Progress,
@@ -138,6 +146,9 @@ def _build(opened: Opened, target: Target, tokenizer: Tokenizer | None, report: 
     config = opened.config
     draft = draft_headers(config, opened.resolved.spec, tokenizer)
     target.shelf = shelf_of(opened, target)
+    if target.device.type == "cuda":
+        free = free_memory(target.device)
+        check_weights_fit(opened.files.name, opened.nbytes, free, target.chip.name if target.chip else "it")
     with out_of_memory(f"loading the weights of {opened.files.name} ({gib(opened.nbytes)})"):
         decoder = load_decoder(opened, target, report)
     target.bound.append(_bind_packed(target))
@@ -338,8 +349,13 @@ def describe_for_sizing(decoder: Decoder, target: Target) -> ModelFacts:
 def _size(opened: Opened, decoder: Decoder, target: Target) -> Sizing:
     facts = describe_for_sizing(decoder, target)
     mapped = target.shelf.nbytes if target.shelf else 0  # counts as free until it is read
-    free, limit = free_memory(target.device), resource_limits.memory_limit()
-    if limit is not None and target.device.type == "cpu":
+    if target.device.type == "cuda":
+        memory, length = CudaMemory(target.device), target.max_len
+        step = largest_step(decoder, opened.config, length, target.device, target.dtype)
+        free, limit = measure_room(memory, [step]), None
+    else:
+        free, limit = free_memory(target.device), resource_limits.memory_limit()
+    if limit is not None:
         log.info("memory: this process's control groups allow %s; %s can still be had", gib(limit), gib(free))
     total = total_memory(target.device)
     host = None if target.device.type == "cpu" else free_memory(torch.device("cpu"))
