@@ -63,6 +63,8 @@ step_log = logging.getLogger("plait.step")
 TEXT_BYTES = 192 << 20  # of memory for a tokenizer, its table and the thread that makes them
 # Ops that sum over more than one row's own numbers, in an order that a library may choose by the batch.
 MIXING = {"linear", "paged_attention", "paged_latent_attention", "map_heads", "experts"}
+# Of those for GPUs the ones in which a row's bits depend on that row alone, whatever shares the step.
+APART = {("paged_attention", "triton"), ("paged_latent_attention", "triton")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,16 +325,18 @@ def make_target(opened: Opened, device: torch.device, example: Chip | None = Non
 
 def loose_ops(target: Target) -> dict[str, str]:
     """Ops with rounding that may depend on the batch, and the variant that was bound for each."""
-    return {b.op: b.variant for b in target.bound if b.op in MIXING and not b.variant.startswith("native")}
+    mixing = (b for b in target.bound if b.op in MIXING and not b.variant.startswith("native"))
+    return {b.op: b.variant for b in mixing if (b.op, b.variant) not in APART}
 
 
 def _check_deterministic(target: Target) -> None:
     """Raises ConfigError if an op is bound to a variant with rounding that may depend on the batch."""
     if loose := loose_ops(target):
         shown = ", ".join(f"{op} ({variant})" for op, variant in sorted(loose.items()))
+        where = target.chip.name if target.chip else target.device.type
         raise ConfigError(
-            f"deterministic: on {target.device.type} this model runs {shown}, whose rounding may change with "
-            "the batch; leave the option out, or run on a CPU with native kernels and without --ops reference"
+            f"deterministic: on {where} this model runs {shown}, whose rounding may change with the batch; "
+            "leave the option out, or run on a CPU (--cpu) with native kernels and without --ops reference"
         )
 
 

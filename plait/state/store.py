@@ -13,7 +13,7 @@ from torch import Tensor
 
 from plait.errors import EngineError
 from plait.memory import DTYPE_BYTES, PagedState, State, block_groups, group_name
-from plait.state.swap import DeviceSwap, HostPiece, HostPool, pinned_memory
+from plait.state.swap import DeviceSwap, HostPiece, HostPool, pin_memory
 
 Pairs = Iterable[tuple[int, int]]
 SLOTS = "slots"
@@ -60,7 +60,7 @@ class StateStore:
         self._rows = [*map(StateRows, rows.values())]  # of each block group, then of slots
         self._swap: DeviceSwap | None = None
         if device.type == "cuda":
-            self._swap = DeviceSwap([rows.tensors for rows in self._rows], device, HostPool(pinned_memory))
+            self._swap = DeviceSwap([rows.tensors for rows in self._rows], device, HostPool(pin_memory))
 
     def __getitem__(self, name: str) -> dict[str, Tensor]:
         return self._tensors[name]

@@ -167,17 +167,17 @@ class DeviceSwap:
                 if nbytes:
                     part = staging[at : at + nbytes].view(tensor.dtype)
                     yield tensor, chosen, part.view(len(rows), tensor.shape[1])
-                at += _padded(nbytes)
+                at += _pad(nbytes)
 
     def _nbytes(self, index: Sequence[Sequence[int]]) -> int:
         return sum(
-            _padded(len(rows) * tensor.shape[1] * tensor.element_size())
+            _pad(len(rows) * tensor.shape[1] * tensor.element_size())
             for group, rows in zip(self._groups, index, strict=True)
             for tensor in group
         )
 
 
-def pinned_memory(nbytes: int) -> Tensor:
+def pin_memory(nbytes: int) -> Tensor:
     """Bytes that a GPU reads and writes directly; plain ones, with a warning, where the system has none."""
     try:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
@@ -198,5 +198,5 @@ def _widest(tensor: Tensor) -> Tensor:
     return tensor.view(next(dtype for size, dtype in WIDEST if nbytes % size == 0)) if nbytes else tensor
 
 
-def _padded(nbytes: int) -> int:
+def _pad(nbytes: int) -> int:
     return -(-nbytes // ALIGN) * ALIGN

@@ -127,7 +127,7 @@ def test_the_largest_step_is_at_the_end_of_the_longest_context_and_all_in_garbag
 def test_a_gpu_gives_its_share_of_what_is_measured_and_swaps_into_the_host_s_memory(
     nano_hybrid: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A start on a GPU, up to the size of its memory: the device is made up, tensors are on the CPU."""
+    """Startup on a GPU, up to the size of its memory: the device is made up, tensors are on the CPU."""
     opened = open_model(str(nano_hybrid), EngineConfig(device="cpu", ops="reference", max_num_seqs=2))
     cpu = torch.device("cpu")
     target = build_module.make_target(opened, cpu)

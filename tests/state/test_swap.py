@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.state.swap import ALIGN, DeviceSwap, HostPiece, HostPool, pinned_memory
+from plait.state.swap import ALIGN, DeviceSwap, HostPiece, HostPool, pin_memory
 
 SEGMENT = 4 * ALIGN
 
@@ -128,5 +128,5 @@ def test_memory_that_cannot_be_pinned_is_plain_memory_with_a_warning(
 
     monkeypatch.setattr(torch, "empty", empty)
     with caplog.at_level(logging.WARNING, "plait"):
-        assert pinned_memory(1 << 20).numel() == 1 << 20
+        assert pin_memory(1 << 20).numel() == 1 << 20
     assert "swap: 1 MiB cannot be pinned (CUDA error: out of memory)" in caplog.text
