@@ -170,7 +170,8 @@ class DeviceFeed:
         assert value is not None
         moved = {id(source): target for source, target in item.parts}
         item.parts, item.events = [], []
-        return _with_tensors(value, lambda tensor: moved[id(tensor)])
+        found: Weight | Tensor = _with_tensors(value, lambda tensor: moved[id(tensor)])
+        return found
 
     def close(self) -> None:
         """End the readers, and wait for the copies from the buffers."""
@@ -257,7 +258,12 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 
 def _tensors_of(value: Weight | Tensor) -> list[Tensor]:
     found: list[Tensor] = []
-    _with_tensors(value, lambda tensor: (found.append(tensor), tensor)[1])
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    _with_tensors(value, note)
     return found
 
 

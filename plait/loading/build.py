@@ -28,7 +28,7 @@ from plait.errors import BadGrammar, ConfigError
 from plait.frontend.frontend import Front, Language, Parsers
 from plait.kernels.load import executor, load_for_gpu, load_kernels, why_no_amx
 from plait.loading.kernel_trials.trials import try_kernels
-from plait.loading.measure_memory import check_weights_fit, largest_step, measure_room
+from plait.loading.measure_memory import check_weights_fit, largest_step, leave_for_draft, measure_room
 from plait.loading.open_model import (
     Opened,
     Progress,
@@ -154,7 +154,7 @@ def _build(opened: Opened, target: Target, tokenizer: Tokenizer | None, report: 
     with out_of_memory(f"loading the weights of {opened.files.name} ({gib(opened.nbytes)})"):
         decoder = load_decoder(opened, target, report)
     target.bound.append(_bind_packed(target))
-    sizing = _size(opened, decoder, target)
+    sizing = _size(opened, decoder, target, draft)
     vocab_size = decoder.spec.vocab_size
     _check_vocabulary(config.vocab, tokenizer, vocab_size)
     sampler = Sampler(
@@ -350,13 +350,14 @@ def describe_for_sizing(decoder: Decoder, target: Target) -> ModelFacts:
     )
 
 
-def _size(opened: Opened, decoder: Decoder, target: Target) -> Sizing:
+def _size(opened: Opened, decoder: Decoder, target: Target, draft: Opened | None = None) -> Sizing:
     facts = describe_for_sizing(decoder, target)
     mapped = target.shelf.nbytes if target.shelf else 0  # counts as free until it is read
     if target.device.type == "cuda":
         memory, length = CudaMemory(target.device), target.max_len
         step = largest_step(decoder, opened.config, length, target.device, target.dtype)
         free, limit = measure_room(memory, [step]), None
+        free = leave_for_draft(free, draft.nbytes) if draft else free
     else:
         free, limit = free_memory(target.device), resource_limits.memory_limit()
     if limit is not None:

@@ -15,6 +15,7 @@ from plait.config import EngineConfig
 from plait.engine.device import DeviceMemory, out_of_memory
 from plait.engine.memory_plan import gib
 from plait.errors import OutOfMemory
+from plait.loading.draft_model import SHARE
 from plait.memory import block_groups, has_slots
 from plait.model.decoder import Decoder
 from plait.runner.runner import build_batch
@@ -31,6 +32,12 @@ def check_weights_fit(name: str, nbytes: int, free: int, device: str) -> None:
             f"the weights of {name} take {gib(nbytes)}, and {gib(free)} are free on {device}; end what else "
             "uses it, choose a smaller model or quantization, or --cpu"
         )
+
+
+def leave_for_draft(free: int, nbytes: int) -> int:
+    """What is left for the model's state beside a draft model of so many bytes, which is loaded after it."""
+    left = max(free - nbytes, 0)
+    return left - left // SHARE
 
 
 def measure_room(memory: DeviceMemory, runs: Sequence[tuple[str, Callable[[], object]]]) -> int:

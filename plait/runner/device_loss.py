@@ -1,4 +1,4 @@
-"""Tells an error after which a GPU computes nothing more in this process from one that a request caused.
+"""Separates errors after which a GPU computes nothing more in this process from those that a request causes.
 
 After a fault on the device (an illegal address, a launch that failed, a bus that is gone) every later call of
 the process fails, too, until it ends. So such a step is not tried again one sequence at a time: the engine's

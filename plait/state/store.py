@@ -13,7 +13,7 @@ from torch import Tensor
 
 from plait.errors import EngineError
 from plait.memory import DTYPE_BYTES, PagedState, State, block_groups, group_name
-from plait.state.swap import DeviceSwap, HostPiece, HostPool, pin_memory
+from plait.state.swap import DeviceSwap, HostPiece, HostPool, copy_index, pin_memory, view_widest
 
 Pairs = Iterable[tuple[int, int]]
 SLOTS = "slots"
@@ -167,6 +167,7 @@ class StateRows:
         wide = [tensor.view(tensor.shape[0], prod(tensor.shape[1:])) for tensor in tensors]
         self._tensors = [tensor.view(torch.uint8) for tensor in wide]  # [rows, bytes], the same memory
         self.nbytes = sum(tensor.shape[1] for tensor in self._tensors)  # of one row
+        self._wide = [view_widest(tensor) for tensor in self._tensors]  # [rows, integers]
         self._arrays: list[Bytes] | None = None
         if all(tensor.device.type == "cpu" for tensor in tensors):
             self._arrays = [tensor.numpy() for tensor in self._tensors]
@@ -178,16 +179,24 @@ class StateRows:
 
     def zero(self, index: Iterable[int]) -> None:
         """Fill these rows with zeros."""
-        if rows := list(index):
-            for kept in self._tensors if self._arrays is None else self._arrays:
-                kept[rows] = 0
+        rows = list(index)
+        if not rows:
+            return
+        for array in self._arrays or ():
+            array[rows] = 0
+        if self._arrays is None and self._wide:
+            chosen = copy_index(rows, self._wide[0].device)
+            for tensor in self._wide:
+                tensor.index_fill_(0, chosen, 0)
 
     def copy(self, pairs: Pairs) -> None:
         """Copy rows, (from, to), as if one after the other."""
         if self._arrays is None:
-            for batch in _independent(pairs):
-                for tensor in self._tensors:
-                    tensor[list(batch)] = tensor[list(batch.values())]
+            for batch in _independent(pairs) if self._wide else ():
+                device = self._wide[0].device
+                to, of = copy_index([*batch], device), copy_index([*batch.values()], device)
+                for tensor in self._wide:
+                    tensor.index_copy_(0, to, tensor.index_select(0, of))
             return
         for source, target in pairs:
             for array in self._arrays:

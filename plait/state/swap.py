@@ -103,7 +103,7 @@ class DeviceSwap:
     """Saves and loads rows of `tensors`, [rows, bytes] uint8 on one device, through a pool of host memory."""
 
     def __init__(self, tensors: Sequence[Sequence[Tensor]], device: torch.device, pool: HostPool) -> None:
-        self._groups = [[_widest(tensor) for tensor in group] for group in tensors]
+        self._groups = [[view_widest(tensor) for tensor in group] for group in tensors]
         self._device, self._pool = device, pool
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -161,7 +161,7 @@ class DeviceSwap:
         for group, rows in zip(self._groups, index, strict=True):
             if not rows:
                 continue
-            chosen = _to_device(rows, self._device)
+            chosen = copy_index(rows, self._device)
             for tensor in group:
                 nbytes = len(rows) * tensor.shape[1] * tensor.element_size()
                 if nbytes:
@@ -187,12 +187,13 @@ def pin_memory(nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
 
-def _to_device(rows: Sequence[int], device: torch.device) -> Tensor:
+def copy_index(rows: Sequence[int], device: torch.device) -> Tensor:
+    """Numbers of rows as an index on the device; a GPU is not waited for."""
     index = torch.tensor(rows, dtype=torch.int64)
     return index if device.type == "cpu" else index.pin_memory().to(device, non_blocking=True)
 
 
-def _widest(tensor: Tensor) -> Tensor:
+def view_widest(tensor: Tensor) -> Tensor:
     """The same rows, [rows, n], in the widest integers that divide a row: one element is one load."""
     nbytes = tensor.shape[1]
     return tensor.view(next(dtype for size, dtype in WIDEST if nbytes % size == 0)) if nbytes else tensor

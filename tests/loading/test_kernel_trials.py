@@ -171,9 +171,22 @@ def test_our_own_kernels_pass_their_trial_in_the_interpreter() -> None:
     assert "linear/triton/Q8_0/float32" not in asked, "the model has no such weights"
     assert "paged_attention/triton//float32" in asked
     trial = asked["linear/triton/Q4_0/float32"]
+    assert run_trials(TrialRun("cpu"), [trial]) == ({trial.key: ""}, {})
     op = REGISTRY["linear"]
     variant = next(v for v in op.variants if v.name == "triton")
-    assert try_variant(op, variant, op.cases[trial.cases[0]], torch.float32, "cpu") == ""
+    off = replace(variant, fn=lambda *args: 1.01 * variant.fn(*args))
+    found = try_variant(op, off, op.cases[trial.cases[0]], torch.float32, "cpu")
+    assert found.startswith("it is 0.0")
+    assert "off the reference" in found
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed here")
+def test_layers_with_stored_weights_are_tried_in_the_model_s_own_dtype() -> None:
+    load_for_gpu()
+    asked = plan_trials(CHIP, [torch.float16, torch.float32], ["Q4_0"])
+    dtypes = {t.dtype for t in asked if t.key.startswith("linear/triton/Q4_0")}
+    assert dtypes == {"float16"}
+    assert {t.dtype for t in asked if t.op == "paged_attention"} == {"float16", "float32"}
 
 
 def test_verdicts_are_read_back_and_listed(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from plait.engine.device import CudaMemory
 from plait.errors import OutOfMemory
 from plait.loading import build as build_module
 from plait.loading.build import Built, build
-from plait.loading.measure_memory import check_weights_fit, largest_step, measure_room
+from plait.loading.measure_memory import check_weights_fit, largest_step, leave_for_draft, measure_room
 from plait.loading.open_model import Opened, open_model
 from plait.model.decoder import Decoder
 from plait.model.layers.layers import Batch
@@ -55,6 +55,11 @@ def test_the_largest_peak_and_what_is_kept_are_not_for_state() -> None:
     assert measure_room(memory, [("the largest step", step), ("graphs", graphs)]) == 7 * GIB
     assert memory.log == [f"run {2 * GIB}", f"run {GIB}", "free"], "measured before the driver is asked"
     assert measure_room(FakeMemory(GIB), []) == GIB
+
+
+def test_a_draft_model_gets_its_weights_and_a_quarter_of_the_rest() -> None:
+    assert leave_for_draft(9 * GIB, GIB) == 6 * GIB
+    assert leave_for_draft(GIB, 2 * GIB) == 0
 
 
 def test_a_step_that_does_not_fit_names_itself_and_what_to_do() -> None:
@@ -145,6 +150,8 @@ def test_a_gpu_gives_its_share_of_what_is_measured_and_swaps_into_the_host_s_mem
     full = build_module._size(opened, decoder, target)
     assert asked == [1]
     assert full.host_nbytes <= 10 * MIB, "a quarter of the host's memory, not of the GPU's"
+    draft = build_module._size(opened, decoder, target, opened)
+    assert draft.nbytes <= full.nbytes
     small = replace(opened, config=replace(opened.config, gpu_memory=0.001))
     with pytest.raises(OutOfMemory, match="the limit is 102 KiB"):
         build_module._size(replace(small, config=replace(small.config, max_model_len=512)), decoder, target)

@@ -32,7 +32,7 @@ NEEDED = (
     *("torch", "numpy", "safetensors", "tokenizers", "splintr-rs", "msgspec", "jinja2", "llguidance"),
     *("gguf", "starlette", "uvicorn", "prometheus-client", "click", "rich"),
 )
-WANTED = ("numba", "llvmlite", "huggingface-hub")
+WANTED = ("numba", "llvmlite", "huggingface-hub", "triton")
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 NVIDIA = Path("/proc/driver/nvidia/version")
 GPU_FIELDS = "name,driver_version,memory.total"
@@ -310,6 +310,9 @@ def check_gpu(facts: Mapping[str, Any], asked: DoctorRequest) -> Iterator[Findin
             f"torch, built for CUDA {torch['cuda']}, finds no device with driver {gpus[0]['driver']}",
             "a newer driver, or a torch built for an older CUDA",
         )
+    elif gpus and torch["finds_gpu"] and facts["versions"]["triton"] is None:
+        what = "Triton is not installed: a GPU runs torch's operators alone, many times slower"
+        yield Finding("warning", what, "pip install triton")
     for gpu in gpus:
         number = re.fullmatch(r"\d+\.\d+", gpu.get("capability", ""))
         if number and float(number[0]) < OLDEST_GPU:

@@ -32,7 +32,7 @@ from plait.loading.kernel_trials.verdicts import (
 )
 from plait.ops.attention import BLOCK
 from plait.ops.chip import Chip
-from plait.ops.linear import KINDS
+from plait.ops.linear import FLOATS, KINDS, STORED
 from plait.ops.registry import REGISTRY, Op, OpFacts, Variant, trial_key
 from plait.text.isolation.child_process import ChildProcess, is_foreign
 
@@ -44,6 +44,7 @@ CHILD = "plait.loading.kernel_trials.child"
 WHAT = "trying GPU kernels (at the first startup with this GPU and these versions)"
 OURS = "plait.kernels."
 STANDARD = {"block_size": BLOCK, "kv_dtype": "model"}  # what every mixer adds to an op's own sizes
+STORAGES = {*KINDS, *(name.partition("+")[0] for name in STORED), *FLOATS, "bfloat16", "float16"}
 log = logging.getLogger("plait")
 OnTrial = Callable[[int, int], None]  # (done, of)
 
@@ -87,18 +88,18 @@ def try_kernels(
     if chip is None or target.ops == "reference":
         return chip
     log.warning("%s; each is compared with its reference on this GPU, once", UNPROVEN)
-    trials = plan_trials(chip, {target.dtype, torch.float32}, formats)
+    trials = plan_trials(chip, list(dict.fromkeys((target.dtype, torch.float32))), formats)
     run = TrialRun(str(target.device))
     return prove_kernels(chip, run, trials, find_folder(cache_dir), lambda done, of: report(WHAT, done, of))
 
 
 def plan_trials(
-    chip: Chip, dtypes: Collection[torch.dtype], formats: Collection[str], modules: Sequence[str] = ()
+    chip: Chip, dtypes: Sequence[torch.dtype], formats: Collection[str], modules: Sequence[str] = ()
 ) -> list[KernelTrial]:
     """The trials of every registered GPU kernel of ours that serves this chip: one for each `trial_key`.
 
     Of the cases of a key the first and the last are tried: most ops have one row in the first, and many in
-    the last. `formats`: of the model's weights, in upper case; `modules`: others with variants to be tried.
+    the last. `dtypes`: the model's own first; `formats`: of its weights; `modules`: others with variants.
     """
     found: dict[str, KernelTrial] = {}
     for op in REGISTRY.values():
@@ -114,12 +115,14 @@ def plan_trials(
 
 
 def _cases(
-    op: Op, variant: Variant, chip: Chip, dtypes: Collection[torch.dtype], formats: Collection[str]
+    op: Op, variant: Variant, chip: Chip, dtypes: Sequence[torch.dtype], formats: Collection[str]
 ) -> Iterator[KernelTrial]:
     for i, case in enumerate(op.cases if op.make else ()):
-        if case.get("kind") in KINDS and case["kind"] not in formats:
+        kind = case.get("kind")
+        if kind in KINDS and kind not in formats:
             continue
-        for dtype in dtypes:
+        # Layers with stored weights compute in the model's dtype; others, as the sampler, in float32, too.
+        for dtype in dtypes[:1] if kind in STORAGES else dtypes:
             facts = OpFacts("cuda", dtype, {**STANDARD, **case}, chip=chip)
             if dtype in op.tolerance and variant.refusal(facts) is None:
                 name = str(dtype).removeprefix("torch.")
