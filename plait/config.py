@@ -13,7 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from plait.errors import ConfigError
 
-DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?|cuda:sm_\d+a?")
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Ops = Literal["auto", "reference"]
 KvDType = Literal["auto", "float32", "bfloat16", "int8"]
@@ -28,6 +28,8 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 OnEngineLost = Literal["end", "retry"]
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+# What is known of kernels for GPUs until a run on one is recorded; startup on a GPU logs it.
+UNPROVEN = "GPU kernels are proved by compilation and interpreter, and no run on a GPU is recorded yet"
 MAX_STREAM_INTERVAL = 256  # tokens of one stream that are read at once, on the loop of all others
 
 
@@ -68,7 +70,10 @@ def _check_fields(config: Any) -> None:
 class EngineConfig:
     """How a model is loaded and run. Raises ConfigError for values that cannot work together."""
 
-    device: str = option("auto", "auto, cpu, cuda or cuda:N; auto: the first CUDA device, else the CPU")
+    device: str = option(
+        "auto",
+        "auto, cpu, cuda or cuda:N; auto: the first CUDA device, else the CPU; `info --ops`: cuda:sm_90, too",
+    )
     dtype: DType = option(
         "auto", "what the model computes in; auto: float32 on a CPU and for float32 weights, else 16 bits"
     )
@@ -89,6 +94,11 @@ class EngineConfig:
     block_size: int = option(16, "tokens in a block of paged memory", least=1)
     memory_limit: int | None = option(
         None, "bytes for the state of running sequences; default: by need", least=1
+    )
+    gpu_memory: float = option(
+        0.92,
+        "share of the GPU memory that weights and the largest step leave: it is for the state of sequences",
+        "--gpu-memory-utilization",
     )
     prefix_cache: bool = option(True, "keep what was computed, for requests that begin with the same tokens")
     snapshot_interval: int = option(
@@ -166,6 +176,8 @@ class EngineConfig:
         _check_fields(self)
         if not DEVICE.fullmatch(self.device):
             raise ConfigError(f"device: {self.device!r} is not one of auto, cpu, cuda, cuda:N")
+        if not 0 < self.gpu_memory <= 1:
+            raise ConfigError(f"gpu_memory: {self.gpu_memory} is no share between 0 and 1")
         if not self.packed_cache.strip():
             raise ConfigError("packed_cache: it is empty; name a folder, or auto or off")
         if self.prefill == "bf16" and (self.deterministic or self.precise):

@@ -187,5 +187,11 @@ class EngineLost(EngineError):
     code = "engine_lost"
 
 
+class DeviceLost(EngineError):
+    """A GPU that failed in a step and answers no more. The engine's process ends, and another replays."""
+
+    code = "device_lost"
+
+
 class CannotRecord(EngineError):
     """A step that must run op by op, and why; reported, never shown as a fault."""

@@ -44,6 +44,13 @@ class Checkpoint(Protocol):
         ...
 
 
+class WeightFeed(Protocol):
+    """Tensors of a checkpoint that were read ahead, on the target's device."""
+
+    def has(self, name: str) -> bool: ...
+    def take(self, name: str) -> Weight | Tensor: ...
+
+
 @dataclass(slots=True)
 class Target:
     """Where and how a model is built (device, compute dtype, its two sizes, ops) and what was bound."""
@@ -65,6 +72,7 @@ class Target:
     encoded: Counter[str] = field(default_factory=Counter)  # how many linear weights were kept in what
     weights_nbytes: int = 0  # what the model keeps in memory, in the form it keeps it
     shelf: Shelf | None = None  # what was packed at an earlier startup
+    feed: WeightFeed | None = None  # gives what is read as it is stored, while a model is built for a GPU
     no_fuse: tuple[str, ...] = ()  # fused ops that are left out: their compositions run
 
     @property
@@ -116,7 +124,7 @@ class Weights:
         except UnknownName:
             raise MissingTensor(f"{full}: this family's name map has no rule for it") from None
         if isinstance(source, str):
-            return self._read(source, full)
+            return self._read(source, full, self.target.feed)
         stored = [self._read(s, full) for s in source.sources]
         try:
             return source.fn(*stored, **fields)  # type: ignore[no-any-return]
@@ -296,13 +304,13 @@ class Weights:
     def _full(self, name: str) -> str:
         return f"{self.prefix}.{name}" if self.prefix else name
 
-    def _read(self, source: str, ours: str) -> Tensor | Weight:
+    def _read(self, source: str, ours: str, feed: WeightFeed | None = None) -> Tensor | Weight:
         if source not in self.checkpoint:
             near = difflib.get_close_matches(source, self.checkpoint.names(), 1, 0.6)
             hint = f" (nearest: {near[0]!r})" if near else ""
             raise MissingTensor(f"{ours} wants {source!r}; the checkpoint has no such tensor{hint}")
         self._used.add(source)
-        value = self.checkpoint.read(source)
+        value = feed.take(source) if feed and feed.has(source) else self.checkpoint.read(source)
         if self.target.on_read:
             size = value.nbytes if not isinstance(value, Tensor) else value.numel() * value.element_size()
             self.target.on_read(source, size)

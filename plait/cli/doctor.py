@@ -81,7 +81,7 @@ def text_lines(facts: Facts, findings: Iterable[Finding]) -> list[str]:
     lines += ["", make_heading("software"), f"  Python {system['python']}, {system['executable']}"]
     versions = [f"{name} {number}" for name, number in facts["versions"].items() if number]
     lines += [f"  {', '.join(versions[i : i + 6])}" for i in range(0, len(versions), 6)]
-    lines += ["", make_heading("kernels"), *columns([*kernel_rows(kernels), packed_row(facts["packed"])])]
+    lines += ["", make_heading("kernels"), *columns([*kernel_rows(kernels), *more_rows(facts)])]
     if "formats" in facts:
         lines += ["", make_heading("formats")]
         lines += columns([(r["format"], r["variant"], r["why"]) for r in facts["formats"]])
@@ -146,6 +146,20 @@ def packed_row(packed: Mapping[str, Any]) -> tuple[str, str]:
     models = ", ".join(packed["models"])
     kept = f"{bytes_text(packed['nbytes'])} of {models}" if models else "none; `plait warmup` keeps a model's"
     return ("packed weights", f"{packed['folder'] or 'nowhere'}: {kept}")
+
+
+def more_rows(facts: Facts) -> list[tuple[str, str]]:
+    """What is known of kernels on GPUs, and the packed weights that are kept."""
+    rows = [
+        (
+            "on GPUs",
+            f"{found['chip']}, driver {found['driver'] or 'unknown'}: {found['tried']} tried, "
+            f"{len(found['rejected'])} not used",
+        )
+        for found in facts["gpu_kernels"]
+    ]
+    none = "none was tried here: the first startup on a GPU compares each with its reference"
+    return [*(rows or [("on GPUs", none)]), packed_row(facts["packed"])]
 
 
 def hub_rows(hub: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -24,12 +24,13 @@ from plait.cli.common.options import (
 )
 from plait.cli.common.probe_table import probe_model, probe_rows
 from plait.cli.common.progress import LoadingBar
-from plait.config import EngineConfig
+from plait.config import UNPROVEN, EngineConfig
 from plait.errors import ConfigError, OutOfMemory
 
 if TYPE_CHECKING:
     from plait.loading.open_model import Opened
     from plait.memory import State
+    from plait.ops.chip import Chip
     from plait.ops.registry import Binding
 
 
@@ -49,30 +50,32 @@ def info(model: str, as_json: bool, show_ops: bool, probe_text: str | None, **gi
     """What a model is: layers, sources of every value, memory. Reads headers, not weights.
 
     With --probe it runs the model, also if that has been done before, and shows all that was tried.
+    With --ops and --device cuda:sm_90 (or 75, 80, 89, 120) it shows what such a GPU would run, without one.
     """
     config = EngineConfig(**engine_settings({**given, "ops": "auto"}))
     facts = model_facts(model, replace(config, probe=config.probe or probe_text is not None), probe_text)
-    if show_ops:
-        facts["ops"] = load_bindings(model, replace(config, probe=False))
-        facts["kernels"] = kernel_verdict(config)
+    if show_ops and find_example(config) is not None:
+        facts |= example_facts(model, replace(config, probe=False))
+    elif show_ops:
+        facts["ops"], chip = load_bindings(model, replace(config, probe=False))
+        facts["kernels"] = gpu_verdict(chip) if chip else kernel_verdict(config)
     lines = [to_json(facts)] if as_json else text_lines(facts)
     sys.stdout.write("\n".join(lines) + "\n")
 
 
 def model_facts(model: str, config: EngineConfig, probe_text: str | None = None) -> Facts:
     """Everything `info` says, as plain values. Raises CheckpointError, UnsupportedModel."""
-    import torch
-
+    from plait.engine.device import choose_dtype
     from plait.loading.meta_model import model_states
-    from plait.loading.open_model import kv_dtype, open_model, stored_dtypes
+    from plait.loading.open_model import kv_dtype, linear_dtypes, open_model, stored_dtypes
     from plait.ops.rope import rope_notes
 
     opened, tried = (
         probe_model(model, config, probe_text) if config.probe else (open_model(model, config), None)
     )
     resolved, spec = opened.resolved, opened.resolved.spec
-    dtype = "float32" if config.dtype == "auto" else config.dtype
-    kept = kv_dtype(config, stored_dtypes(opened), getattr(torch, dtype))
+    chosen = choose_dtype(config.dtype, chip_of(config), linear_dtypes(opened))
+    dtype, kept = str(chosen).removeprefix("torch."), kv_dtype(config, stored_dtypes(opened), chosen)
     states = model_states(resolved, opened.checkpoint, kept)
     return {
         "model": model,
@@ -130,16 +133,70 @@ def memory_facts(states: Mapping[str, State], dtype: str, config: EngineConfig, 
     return {"dtype": dtype, "sequence": [{"tokens": n, "nbytes": nbytes} for n, nbytes in rows]}
 
 
-def load_bindings(model: str, config: EngineConfig) -> list[Facts]:
-    """Load the model and say which variant of each op it bound, and why not a faster one."""
+def load_bindings(model: str, config: EngineConfig) -> tuple[list[Facts], Chip | None]:
+    """Load the model: which variant of each op it bound, and why not a faster one; and its GPU, if any."""
     from plait.loading.build import load
 
     with LoadingBar(f"loading {model}") as loading:
         loaded = load(model, config, loading.update)
     try:
-        return group_bindings(loaded.target.bound)
+        return group_bindings(loaded.target.bound), loaded.target.chip
     finally:
         loaded.front.close()
+
+
+def gpu_verdict(chip: Chip) -> str:
+    """What is known of the kernels that this GPU runs."""
+    bad = sum(map(bool, chip.trials.values()))
+    tried = f"{len(chip.trials)} kernels were tried on {chip.name}, and {bad} of them are not used"
+    return f"{tried}; {UNPROVEN}"
+
+
+def find_example(config: EngineConfig) -> Chip | None:
+    """The GPU that is made up, if `device` names one: cuda:sm_90."""
+    from plait.ops.chip import example_chip
+
+    return example_chip(config.device)
+
+
+def chip_of(config: EngineConfig) -> Chip | None:
+    """The GPU that a model would run on, real or made up; None: the CPU. Raises ConfigError."""
+    from plait.engine.device import choose_device
+    from plait.ops.chip import read_chip
+
+    return find_example(config) or read_chip(choose_device(config.device)[0])
+
+
+def example_facts(model: str, config: EngineConfig) -> Facts:
+    """The bindings and the launches of a decode step on a GPU that is made up."""
+    from plait.loading.example_gpu import try_example
+
+    chip = find_example(config)
+    assert chip is not None
+    with LoadingBar(f"loading {model}") as loading:
+        found = try_example(model, config, chip, loading.update)
+    step = {
+        "chip": chip.name,
+        "sequences": found.num_seqs,
+        "launches": sum(found.launches.values()),
+        "kernels": dict(sorted(found.launches.items(), key=lambda item: (-item[1], item[0]))),
+        "faults": dict(found.faults),
+        "no_step": found.no_step,
+    }
+    kernels = f"what {chip.name} would run: {UNPROVEN}"
+    return {"ops": group_bindings(found.bindings), "kernels": kernels, "step": step}
+
+
+def step_lines(step: Facts) -> list[str]:
+    """The launches of a decode step by kernel, and what prevents its capture as one graph."""
+    if step["no_step"]:
+        return [f"  none: {step['no_step']}"]
+    rows = [(name, f"× {count}") for name, count in step["kernels"].items()]
+    faults = [f"  not capturable: {why} (× {count})" for why, count in step["faults"].items()]
+    num = len(faults)
+    prevent = "1 place prevents one graph" if num == 1 else f"{num} places prevent one graph"
+    graph = prevent if faults else "it can be captured as one graph"
+    return [f"  {step['launches']} launches; {graph}", *columns(rows), *faults]
 
 
 def kernel_verdict(config: EngineConfig) -> str:
@@ -200,6 +257,9 @@ def text_lines(facts: Facts) -> list[str]:
     )
     if "ops" in facts:
         lines += ["", make_heading("ops"), *op_lines(facts["ops"]), f"  {facts['kernels']}"]
+    if step := facts.get("step"):
+        what = f"a decode step of {step['sequences']} sequences on {step['chip']}"
+        lines += ["", make_heading(what), *step_lines(step)]
     return lines
 
 
@@ -262,20 +322,23 @@ def fit_facts(opened: Opened, states: Mapping[str, State], dtype: str, config: E
 
     `users`: weights and the state of so many sequences of `context` tokens. `why_not`: None if it fits.
     """
-    from plait.engine.device import choose_device, free_memory, total_memory
+    import torch
+
+    from plait.engine.device import free_memory
     from plait.engine.memory_plan import ModelFacts, sequence_nbytes, size_state
 
     spec, weights = opened.resolved.spec, opened.nbytes
-    device, _ = choose_device(config.device)
-    free = free_memory(device)
-    facts: Facts = {"device": device.type, "free": free, "weights": weights, "why_not": None}
+    device, free, total = device_memory(config)
+    facts: Facts = {"device": device, "free": free, "weights": weights, "why_not": None}
     model = ModelFacts(states=states, max_len=spec.max_len, dtype=dtype, causal=spec.causal)
     context = min(config.max_model_len or spec.max_len, spec.max_len)
     if weights > free:
         facts["why_not"] = f"the weights take {bytes_text(weights)}"
     else:
         try:
-            sizing = size_state(model, config, free_memory=free - weights, total_memory=total_memory(device))
+            host = None if device == "cpu" else free_memory(torch.device("cpu"))
+            left = free - weights
+            sizing = size_state(model, config, free_memory=left, free_host=host, total_memory=total)
             context = sizing.max_model_len
             facts["reserved"] = sizing.nbytes
         except (ConfigError, OutOfMemory) as error:
@@ -283,7 +346,17 @@ def fit_facts(opened: Opened, states: Mapping[str, State], dtype: str, config: E
     each = sequence_nbytes(states, dtype, context, config.block_size)
     counts = sorted({*(n for n in USERS if n < config.max_num_seqs), config.max_num_seqs})
     users = [{"users": n, "nbytes": weights + n * each} for n in counts]
-    return {**facts, "context": context, "users": users, "kernels": kernels(device.type, config)}
+    return {**facts, "context": context, "users": users, "kernels": kernels(device, config)}
+
+
+def device_memory(config: EngineConfig) -> tuple[str, int, int | None]:
+    """(type of the device, bytes that are free on it, bytes that it has); of an example, all are free."""
+    from plait.engine.device import choose_device, free_memory, total_memory
+
+    if chip := find_example(config):
+        return "cuda", chip.memory_nbytes, chip.memory_nbytes
+    device, _ = choose_device(config.device)
+    return device.type, free_memory(device), total_memory(device)
 
 
 def kernels(device: str, config: EngineConfig) -> str:
@@ -291,7 +364,7 @@ def kernels(device: str, config: EngineConfig) -> str:
     from plait.kernels.load import describe_target
 
     if device != "cpu":
-        return "torch, and Triton for packed weights where it is installed"
+        return f"torch, and Triton where it is installed; {UNPROVEN}"
     target = describe_target(isa=config.isa)
     if target is None:
         return "torch alone, many times slower: Numba is not installed"

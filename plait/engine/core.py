@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 from plait.engine.admission import OnEvent, OpenChoice, OpenRequest, RequestLimits
 from plait.engine.grammar_guide import GrammarGuide, refuse_guides
 from plait.engine.metrics import Metrics
-from plait.errors import DeadlineExceeded, EngineError, InvalidField, PlaitError
+from plait.errors import DeadlineExceeded, DeviceLost, EngineError, InvalidField, PlaitError
 from plait.ops.seed import choice_seed
 from plait.request import Event, Request
 from plait.schedule.plan import Sampled, SamplingBatch, StepPlan
@@ -101,7 +101,10 @@ class Engine:
             self._end(choice, Event(request_id, choice.sequence.index, finish_reason="cancelled"))
 
     def step(self) -> bool:
-        """Plan, run and commit once, which may be several decode steps. False: there was nothing to do."""
+        """Plan, run and commit once, which may be several decode steps. False: there was nothing to do.
+
+        Raises DeviceLost, after which the engine is of no more use.
+        """
         self._is_audited = False
         has_ended = self._end_hopeless()
         plan = self.scheduler.plan(self._drafts())
@@ -111,6 +114,8 @@ class Engine:
         self._record_start(plan, began)
         try:
             sampled = self.runner.execute(plan, self.scheduler.sampling(plan))
+        except DeviceLost:  # no step can run in this process, so none is tried again here
+            raise
         except Exception as error:
             self._recover(plan, error)
             return True

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 
 from plait import resource_limits
 from plait.config import DType
 from plait.errors import ConfigError, OutOfMemory
-from plait.ops.chip import BFLOAT16, OLDEST, Chip, read_chip
+from plait.ops.chip import BFLOAT16, EXAMPLES, OLDEST, Chip, example_chip, read_chip
 
 
 def choose_device(requested: str) -> tuple[torch.device, str]:
@@ -20,6 +21,8 @@ def choose_device(requested: str) -> tuple[torch.device, str]:
     """
     if requested == "cpu":
         return torch.device("cpu"), "requested"
+    if requested.startswith("cuda:sm_"):
+        raise ConfigError(_why_no_example(requested))
     refusal = _why_no_cuda()
     if refusal is None:
         device = torch.device("cuda", int(requested.partition(":")[2] or 0))
@@ -38,6 +41,13 @@ def choose_device(requested: str) -> tuple[torch.device, str]:
     if requested != "auto":
         raise ConfigError(f"device: {requested} was requested, but {refusal}; use --cpu")
     return torch.device("cpu"), refusal
+
+
+def _why_no_example(requested: str) -> str:
+    if example_chip(requested):
+        return f"device: {requested} is an example of a GPU: `plait info MODEL --ops` alone takes it"
+    known = ", ".join(f"cuda:sm_{capability}" for capability in EXAMPLES)
+    return f"device: {requested} is no example of a GPU; there are {known}, for `plait info MODEL --ops`"
 
 
 def _why_no_cuda() -> str | None:
@@ -73,6 +83,7 @@ def choose_dtype(requested: DType, chip: Chip | None, stored: Sequence[str]) -> 
 def free_memory(device: torch.device) -> int:
     """Bytes that can still be had on the device; on a CPU, within the control groups' limits."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # torch keeps what was freed, and the driver counts that as taken
         return int(torch.cuda.mem_get_info(device)[0])
     free = resource_limits.free_memory()
     return 4 << 30 if free is None else free  # the system does not report it: assume a laptop's memory
@@ -83,6 +94,35 @@ def total_memory(device: torch.device) -> int | None:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     return resource_limits.total_memory()
+
+
+class DeviceMemory(Protocol):
+    """The memory of a device, as it is measured to divide it."""
+
+    def free(self) -> int:
+        """Bytes that can still be had."""
+        ...
+
+    def peak_of(self, run: Callable[[], object]) -> int:
+        """Bytes that `run` takes at most, beyond what is there before it."""
+        ...
+
+
+class CudaMemory:
+    """The memory of a GPU, by torch's allocator and the driver."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def free(self) -> int:
+        return free_memory(self.device)
+
+    def peak_of(self, run: Callable[[], object]) -> int:
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        run()
+        torch.cuda.synchronize(self.device)
+        return max(int(torch.cuda.max_memory_allocated(self.device)) - int(before), 0)
 
 
 @contextlib.contextmanager

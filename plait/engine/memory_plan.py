@@ -17,7 +17,7 @@ from plait.schedule.allocation import Allocation, num_window_blocks
 from plait.schedule.pools import CacheOptions
 from plait.schedule.scheduler import Scheduler, SchedulerLimits
 
-DEFAULT_SHARE = 0.5  # of the memory that is free when the weights are loaded
+DEFAULT_SHARE = 0.5  # of the memory that is free on a CPU when the weights are loaded
 SNAPSHOT_SHARE = 0.25  # of the limit, at most, for snapshots of recurrent state
 SNAPSHOTS_PER_SEQ = 2  # one at the prompt boundary, one at the end of the reply
 HOST_SHARE = 0.25  # of free host memory, at most, for what has to leave the device
@@ -129,8 +129,9 @@ def size_state(
 ) -> Sizing:
     """Size the memory of a model's state. `free_memory`: bytes free on the device once the weights are there.
 
-    `free_host`: bytes free on the host, if that is another; `total_memory`: all of the device, if known.
-    The limit is `config.memory_limit`, else half of `free_memory`. Raises ConfigError if the model cannot do
+    `free_host`: bytes free on the host, if that is another, as of a GPU; `total_memory`: all of the device,
+    if known. The limit is `config.memory_limit`, else half of `free_memory`, of a GPU's the share that
+    `config.gpu_memory` says. Raises ConfigError if the model cannot do
     the requested `max_model_len` or the device has less than `memory_limit`. Raises OutOfMemory with both
     numbers if not one such sequence fits. A length that no option set is made shorter instead, with a note.
     """
@@ -139,7 +140,8 @@ def size_state(
             f"memory_limit: {config.memory_limit} bytes ({gib(config.memory_limit)}) are more than the "
             f"{gib(total_memory)} of memory that there are; give at most {total_memory}, or none"
         )
-    limit, state = config.memory_limit or int(free_memory * DEFAULT_SHARE), _StateMemory(model, config)
+    share = DEFAULT_SHARE if free_host is None else config.gpu_memory
+    limit, state = config.memory_limit or int(free_memory * share), _StateMemory(model, config)
     requested, notes = _length(model, config)
     length = state.fitting_length(requested, limit)
     if length < requested:

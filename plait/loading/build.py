@@ -13,13 +13,22 @@ from plait import resource_limits
 from plait.checkpoint.weights import Target
 from plait.config import EngineConfig
 from plait.engine.core import Engine
-from plait.engine.device import choose_device, choose_dtype, free_memory, out_of_memory, total_memory
+from plait.engine.device import (
+    CudaMemory,
+    choose_device,
+    choose_dtype,
+    free_memory,
+    out_of_memory,
+    total_memory,
+)
 from plait.engine.grammar_guide import Guides
 from plait.engine.memory_plan import ModelFacts, Sizing, gib, size_state
 from plait.engine.thread import EngineLoop
 from plait.errors import BadGrammar, ConfigError
 from plait.frontend.frontend import Front, Language, Parsers
 from plait.kernels.load import executor, load_for_gpu, load_kernels, why_no_amx
+from plait.loading.kernel_trials.trials import try_kernels
+from plait.loading.measure_memory import check_weights_fit, largest_step, leave_for_draft, measure_room
 from plait.loading.open_model import (
     Opened,
     Progress,
@@ -29,12 +38,13 @@ from plait.loading.open_model import (
     linear_dtypes,
     load_decoder,
     stored_dtypes,
+    weight_formats,
 )
 from plait.loading.packed_cache import shelf_of
 from plait.loading.probe_scorer import open_settled
 from plait.memory import has_slots
 from plait.model.decoder import Decoder
-from plait.ops.chip import read_chip
+from plait.ops.chip import Chip, read_chip
 from plait.ops.registry import Binding, check_fused
 from plait.ops.rope import rope_notes
 from plait.request import JsonStyle
@@ -53,6 +63,8 @@ step_log = logging.getLogger("plait.step")
 TEXT_BYTES = 192 << 20  # of memory for a tokenizer, its table and the thread that makes them
 # Ops that sum over more than one row's own numbers, in an order that a library may choose by the batch.
 MIXING = {"linear", "paged_attention", "paged_latent_attention", "map_heads", "experts"}
+# Of those for GPUs the ones in which a row's bits depend on that row alone, whatever shares the step.
+APART = {("paged_attention", "triton"), ("paged_latent_attention", "triton")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +129,13 @@ def build(
     opened = open_settled(model, config, report)
     device, why = choose_device(config.device)
     log.info("device: %s (%s)", device, why)
-    target = _target(opened, device)
+    target = make_target(opened, device)
     for note in rope_notes(opened.resolved.spec, target.max_len):
         log.info("%s", note)
     try:
         log.info("activations: %s, keys and values: %s", target.activations, target.kv_dtype)
+        if target.device.type == "cuda":
+            target.chip = try_kernels(target, weight_formats(opened), config.cache_dir, report)
         report("loading the tokenizer", 0, 1)
         return _build(opened, target, on_open(opened), report)
     except BaseException:
@@ -134,10 +148,13 @@ def _build(opened: Opened, target: Target, tokenizer: Tokenizer | None, report: 
     config = opened.config
     draft = draft_headers(config, opened.resolved.spec, tokenizer)
     target.shelf = shelf_of(opened, target)
+    if target.device.type == "cuda":
+        free = free_memory(target.device)
+        check_weights_fit(opened.files.name, opened.nbytes, free, target.chip.name if target.chip else "it")
     with out_of_memory(f"loading the weights of {opened.files.name} ({gib(opened.nbytes)})"):
         decoder = load_decoder(opened, target, report)
     target.bound.append(_bind_packed(target))
-    sizing = _size(opened, decoder, target)
+    sizing = _size(opened, decoder, target, draft)
     vocab_size = decoder.spec.vocab_size
     _check_vocabulary(config.vocab, tokenizer, vocab_size)
     sampler = Sampler(
@@ -273,9 +290,13 @@ def _proposer(
     return load_draft(draft, config, target, sizing.max_model_len, tokenizer, report)
 
 
-def _target(opened: Opened, device: torch.device) -> Target:
+def make_target(opened: Opened, device: torch.device, example: Chip | None = None) -> Target:
+    """What a model is built for. `example`: a GPU that is made up, with its tensors on the CPU `device`.
+
+    Raises ConfigError for options that cannot be honoured there.
+    """
     spec, config = opened.resolved.spec, opened.config
-    chip = read_chip(device)
+    chip = example or read_chip(device)
     dtype = choose_dtype(config.dtype, chip, linear_dtypes(opened))
     length = min(config.max_model_len or spec.max_len, spec.max_len)
     target = Target(device, dtype, length, spec.hidden_size, config.ops, block_size=config.block_size)
@@ -283,7 +304,7 @@ def _target(opened: Opened, device: torch.device) -> Target:
     target.quantize, target.no_fuse, target.chip = config.quantize, config.no_fuse, chip
     target.deterministic = config.deterministic
     target.kv_dtype = kv_dtype(config, stored_dtypes(opened), dtype)
-    if device.type != "cpu":
+    if chip is not None:
         load_for_gpu()
         return target
     threads, found = (config.threads, "--threads") if config.threads else resource_limits.default_threads()
@@ -305,16 +326,18 @@ def _target(opened: Opened, device: torch.device) -> Target:
 
 def loose_ops(target: Target) -> dict[str, str]:
     """Ops with rounding that may depend on the batch, and the variant that was bound for each."""
-    return {b.op: b.variant for b in target.bound if b.op in MIXING and not b.variant.startswith("native")}
+    mixing = (b for b in target.bound if b.op in MIXING and not b.variant.startswith("native"))
+    return {b.op: b.variant for b in mixing if (b.op, b.variant) not in APART}
 
 
 def _check_deterministic(target: Target) -> None:
     """Raises ConfigError if an op is bound to a variant with rounding that may depend on the batch."""
     if loose := loose_ops(target):
         shown = ", ".join(f"{op} ({variant})" for op, variant in sorted(loose.items()))
+        where = target.chip.name if target.chip else target.device.type
         raise ConfigError(
-            f"deterministic: on {target.device.type} this model runs {shown}, whose rounding may change with "
-            "the batch; leave the option out, or run on a CPU with native kernels and without --ops reference"
+            f"deterministic: on {where} this model runs {shown}, whose rounding may change with the batch; "
+            "leave the option out, or run on a CPU (--cpu) with native kernels and without --ops reference"
         )
 
 
@@ -328,11 +351,17 @@ def describe_for_sizing(decoder: Decoder, target: Target) -> ModelFacts:
     )
 
 
-def _size(opened: Opened, decoder: Decoder, target: Target) -> Sizing:
+def _size(opened: Opened, decoder: Decoder, target: Target, draft: Opened | None = None) -> Sizing:
     facts = describe_for_sizing(decoder, target)
     mapped = target.shelf.nbytes if target.shelf else 0  # counts as free until it is read
-    free, limit = free_memory(target.device), resource_limits.memory_limit()
-    if limit is not None and target.device.type == "cpu":
+    if target.device.type == "cuda":
+        memory, length = CudaMemory(target.device), target.max_len
+        step = largest_step(decoder, opened.config, length, target.device, target.dtype)
+        free, limit = measure_room(memory, [step]), None
+        free = leave_for_draft(free, draft.nbytes) if draft else free
+    else:
+        free, limit = free_memory(target.device), resource_limits.memory_limit()
+    if limit is not None:
         log.info("memory: this process's control groups allow %s; %s can still be had", gib(limit), gib(free))
     total = total_memory(target.device)
     host = None if target.device.type == "cpu" else free_memory(torch.device("cpu"))

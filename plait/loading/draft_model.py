@@ -11,6 +11,7 @@ from plait.config import EngineConfig
 from plait.engine.device import choose_dtype, free_memory, out_of_memory
 from plait.engine.memory_plan import gib
 from plait.errors import ConfigError, OutOfMemory
+from plait.loading.kernel_trials.trials import try_kernels
 from plait.loading.open_model import (
     Opened,
     Progress,
@@ -20,6 +21,7 @@ from plait.loading.open_model import (
     load_decoder,
     open_model,
     stored_dtypes,
+    weight_formats,
 )
 from plait.memory import PagedState, SlotState, State, block_groups, has_slots
 from plait.model.decoder import Decoder
@@ -58,6 +60,7 @@ def load_draft(
     own = Target(target.device, dtype, longest, spec.hidden_size, config.ops, block_size=config.block_size)
     own.executor, own.activations, own.quantize = target.executor, target.activations, config.quantize
     own.no_fuse, own.chip = config.no_fuse, target.chip
+    own.chip = try_kernels(own, weight_formats(opened), config.cache_dir, report)
     own.kv_dtype = kv_dtype(config, stored, dtype)
     with out_of_memory(f"loading the weights of the draft model {opened.files.name} ({gib(opened.nbytes)})"):
         decoder = load_decoder(opened, own, report)

@@ -47,6 +47,33 @@ class Outline:
         return format_of is None or isinstance(getattr(torch, format_of(name), None), torch.dtype)
 
 
+class ReadOrder:
+    """A feed without numbers that keeps which tensors are read as they are stored, in which order."""
+
+    def __init__(self, outline: Outline) -> None:
+        self._outline = outline
+        self.names: dict[str, None] = {}
+
+    def has(self, name: str) -> bool:
+        return True
+
+    def take(self, name: str) -> Tensor:
+        self.names[name] = None
+        return self._outline.read(name)
+
+
+def read_order(resolved: Resolved, checkpoint: Checkpoint, target: Target) -> list[str]:
+    """The tensors that building the model for `target` reads as they are stored, each once, in order.
+
+    Those of recipes are not among them. Raises MissingTensor, ShapeMismatch.
+    """
+    dry, outline = meta_target(resolved.spec), Outline(checkpoint)
+    dry.kv_dtype, dry.block_size = target.kv_dtype, target.block_size
+    dry.feed = order = ReadOrder(outline)
+    Decoder(resolved.spec, Weights(outline, resolved.names, dry))
+    return [*order.names]
+
+
 def meta_target(spec: ModelSpec) -> Target:
     """A target for a model without numbers."""
     return Target(torch.device("meta"), torch.float32, spec.max_len, spec.hidden_size, ops="reference")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.checkpoint.device_feed import CopyDevice, CudaCopies, DeviceFeed
 from plait.checkpoint.find_files import ModelFiles, find_model, read_json
 from plait.checkpoint.quantized.packed import QuantizedCheckpoint
 from plait.checkpoint.quantized.scheme import find_scheme
@@ -24,6 +26,7 @@ from plait.errors import BadFile, PlaitError
 from plait.families.common.resolved import Resolved
 from plait.families.resolve import SET, resolve
 from plait.frontend.frontend import Language
+from plait.loading.meta_model import read_order
 from plait.loading.plugins import Plugin, load_plugins
 from plait.loading.probe_cache import Findings, read_findings
 from plait.loading.probe_candidates import is_open
@@ -144,10 +147,29 @@ def load_decoder(opened: Opened, target: Target, report: Progress) -> Decoder:
     """The model with all its weights, packed for `target`. Raises CheckpointError."""
     target.on_read = release_pages(opened, report)
     weights = Weights(opened.checkpoint, opened.resolved.names, target)
-    decoder = Decoder(opened.resolved.spec, weights)
+    with feed_device(opened, target):
+        decoder = Decoder(opened.resolved.spec, weights)
     weights.check_all_used()
     opened.checkpoint.release()
     return decoder
+
+
+@contextlib.contextmanager
+def feed_device(
+    opened: Opened, target: Target, copies: Callable[[torch.device], CopyDevice] = CudaCopies
+) -> Iterator[None]:
+    """Read tensors ahead and onto a GPU while the model is built. On a CPU they stay in the mapped file."""
+    if target.device.type != "cuda":
+        yield
+        return
+    order = read_order(opened.resolved, opened.checkpoint, target)
+    feed = DeviceFeed(opened.checkpoint, order, copies(target.device), opened.files.weights)
+    target.feed = feed
+    try:
+        yield
+    finally:
+        target.feed = None
+        feed.close()
 
 
 def release_pages(opened: Opened, report: Progress) -> Callable[[str, int], None]:
@@ -171,6 +193,11 @@ def release_pages(opened: Opened, report: Progress) -> Callable[[str, int], None
 def stored_dtypes(opened: Opened) -> list[str]:
     """The format of every tensor of the checkpoint."""
     return [opened.checkpoint.format_of(name) for name in opened.checkpoint.names()]
+
+
+def weight_formats(opened: Opened) -> set[str]:
+    """The formats that weights of the model may be kept in: of the file, and of --quantize."""
+    return {*stored_dtypes(opened), *([opened.config.quantize.upper()] if opened.config.quantize else ())}
 
 
 def linear_dtypes(opened: Opened) -> list[str]:

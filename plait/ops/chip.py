@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -13,13 +14,17 @@ BFLOAT16 = 80  # the first with bfloat16 in its matrix units
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """What a choice may depend on. capability: 90 for sm_90; shared_nbytes: that one block may have."""
+    """What a choice may depend on. capability: 90 for sm_90; shared_nbytes: that one block may have.
+
+    `trials`: of kernels that were tried on it, "" or why one is not bound (`registry.why_rejected`).
+    """
 
     name: str
     capability: int
     processors: int
     shared_nbytes: int
     memory_nbytes: int
+    trials: Mapping[str, str] = field(default_factory=dict, compare=False)
 
 
 EXAMPLES = {

@@ -170,7 +170,7 @@ class Op:
         for variant in self.variants:
             if choice == "reference":
                 skipped.append((variant.name, "--ops reference was asked for"))
-            elif reason := variant.refusal(facts):
+            elif reason := variant.refusal(facts) or why_rejected(self.name, variant, facts):
                 skipped.append((variant.name, reason))
             else:
                 return variant.bound(facts.executor), self._row(variant.name, user, skipped)
@@ -206,6 +206,26 @@ class Op:
     def _row(self, variant: str, user: str, skipped: Sequence[tuple[str, str]]) -> Binding:
         replaces = self.composition.names if self.composition else ()
         return Binding(self.name, variant, user, tuple(skipped), replaces)
+
+
+def trial_key(op: str, variant: str, facts: OpFacts) -> str:
+    """What a trial of a GPU kernel holds for: the op, the variant, the kind of its weights, the dtype."""
+    dtype = str(facts.dtype).removeprefix("torch.")
+    return "/".join((op, variant, str(facts.sizes.get("kind", "")), dtype))
+
+
+def why_rejected(op: str, variant: Variant, facts: OpFacts) -> str | None:
+    """Why a kernel is not bound that was tried on this GPU, or None: it was right there, or none was tried.
+
+    A kind or dtype that no trial had shares the fate of the variant's others.
+    """
+    trials = facts.chip.trials if facts.chip else {}
+    if not trials:
+        return None
+    own = trials.get(trial_key(op, variant.name, facts))
+    others = (why for key, why in trials.items() if why and key.startswith(f"{op}/{variant.name}/"))
+    why = next(others, "") if own is None else own
+    return f"in its trial on this GPU {why}" if why else None
 
 
 REGISTRY: dict[str, Op] = {}

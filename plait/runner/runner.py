@@ -14,6 +14,7 @@ from plait.errors import EngineError
 from plait.memory import BlockGroup, block_groups, has_slots
 from plait.model.decoder import Decoder
 from plait.model.layers.layers import Batch, PagedIndex
+from plait.runner.device_loss import check_lost
 from plait.runner.graphs import Capacity, NativeExecutor, StepProgram, record_step
 from plait.runner.sampler import Sampler, is_greedy
 from plait.schedule.plan import (
@@ -119,7 +120,17 @@ class ModelRunner:
             self._replay, self._static, self.step_kind = made
 
     def execute(self, plan: StepPlan, sampling: SamplingBatch) -> list[Sampled]:
-        """Run the steps of a plan: the answer to every chunk that has one, in the plan's order."""
+        """Run the steps of a plan: the answer to every chunk that has one, in the plan's order.
+
+        Raises DeviceLost if the device fails and answers no more.
+        """
+        try:
+            return self._execute(plan, sampling)
+        except RuntimeError as error:
+            check_lost(error, self.device)
+            raise
+
+    def _execute(self, plan: StepPlan, sampling: SamplingBatch) -> list[Sampled]:
         if plan.moves or plan.fresh:
             self._arrange(plan)
         if not plan.chunks:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from plait.errors import EngineError
 from plait.memory import DTYPE_BYTES, PagedState, State, block_groups, group_name
+from plait.state.swap import DeviceSwap, HostPiece, HostPool, copy_index, pin_memory, view_widest
 
 Pairs = Iterable[tuple[int, int]]
 SLOTS = "slots"
@@ -56,8 +57,10 @@ class StateStore:
                 for key, (entry, kind) in state.tensors.items()
             }
             rows[group] += self._tensors[name].values()
-        self._pins = device.type == "cuda"
         self._rows = [*map(StateRows, rows.values())]  # of each block group, then of slots
+        self._swap: DeviceSwap | None = None
+        if device.type == "cuda":
+            self._swap = DeviceSwap([rows.tensors for rows in self._rows], device, HostPool(pin_memory))
 
     def __getitem__(self, name: str) -> dict[str, Tensor]:
         return self._tensors[name]
@@ -76,15 +79,19 @@ class StateStore:
         self._rows[group].copy(pairs)
 
     def save(self, handle: int, blocks: Sequence[Sequence[int]], slot: int) -> None:
-        """Copy blocks (a sequence per group) and a slot (0: none) to host memory, over what had that name."""
+        """Copy blocks (a sequence per group) and a slot (0: none) to host memory, over what had that name.
+
+        From a GPU the copy is under way when this returns; what is loaded later, or written, waits for it.
+        """
         self._check_groups(blocks)
-        self._saved.pop(handle, None)
+        self.drop(handle)
         index = (*blocks, (slot,) if slot else ())
         nbytes = sum(len(some) * rows.nbytes for rows, some in zip(self._rows, index, strict=True))
-        saved = SavedState(tuple(map(len, blocks)), bool(slot), host_memory(nbytes, pinned=self._pins))
-        for rows, some, part in self._parts(index, saved.content):
-            rows.save(some, part)
-        self._saved[handle] = saved
+        content = host_memory(nbytes) if self._swap is None else self._swap.save(index)
+        if isinstance(content, Tensor):
+            for rows, some, part in self._parts(index, content):
+                rows.save(some, part)
+        self._saved[handle] = SavedState(tuple(map(len, blocks)), bool(slot), nbytes, content)
 
     def load(self, handle: int, blocks: Sequence[Sequence[int]], slot: int) -> None:
         """Copy a saved state back to as many blocks and a slot (0: none was saved); the copy stays.
@@ -98,12 +105,18 @@ class StateStore:
         if sizes != (saved.tables, saved.has_slot):
             text = f"{saved.tables} blocks and {int(saved.has_slot)} slots are saved as {handle}, not the"
             raise EngineError(f"{text} {sizes[0]} blocks and {int(sizes[1])} slots that are to be loaded")
-        for rows, some, part in self._parts((*blocks, (slot,) if slot else ()), saved.content):
-            rows.load(some, part)
+        index = (*blocks, (slot,) if slot else ())
+        if isinstance(saved.content, Tensor):
+            for rows, some, part in self._parts(index, saved.content):
+                rows.load(some, part)
+        elif self._swap is not None:
+            self._swap.load(index, saved.content)
 
     def drop(self, handle: int) -> None:
         """Free a saved copy; one that is not there (a step failed before it was saved) is free already."""
-        self._saved.pop(handle, None)
+        saved = self._saved.pop(handle, None)
+        if saved is not None and self._swap is not None and not isinstance(saved.content, Tensor):
+            self._swap.drop(saved.content)
 
     @property
     def nbytes(self) -> int:
@@ -113,7 +126,7 @@ class StateStore:
     @property
     def nbytes_saved(self) -> int:
         """Bytes of the copies in host memory."""
-        return sum(saved.content.nbytes for saved in self._saved.values())
+        return sum(saved.nbytes for saved in self._saved.values())
 
     def _parts(
         self, index: Sequence[Sequence[int]], content: Tensor
@@ -132,11 +145,15 @@ class StateStore:
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """A copy in host memory: blocks of each group, whether a slot, and the bytes of all in one tensor."""
+    """A copy in host memory: blocks of each group, whether a slot, and the bytes of all.
+
+    `content`: one tensor, or where a GPU's copy is in its pool.
+    """
 
     tables: tuple[int, ...]
     has_slot: bool
-    content: Tensor
+    nbytes: int
+    content: Tensor | tuple[HostPiece, ...]
 
 
 class StateRows:
@@ -150,44 +167,52 @@ class StateRows:
         wide = [tensor.view(tensor.shape[0], prod(tensor.shape[1:])) for tensor in tensors]
         self._tensors = [tensor.view(torch.uint8) for tensor in wide]  # [rows, bytes], the same memory
         self.nbytes = sum(tensor.shape[1] for tensor in self._tensors)  # of one row
+        self._wide = [view_widest(tensor) for tensor in self._tensors]  # [rows, integers]
         self._arrays: list[Bytes] | None = None
         if all(tensor.device.type == "cpu" for tensor in tensors):
             self._arrays = [tensor.numpy() for tensor in self._tensors]
 
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """Each tensor as bytes, [rows, bytes]."""
+        return self._tensors
+
     def zero(self, index: Iterable[int]) -> None:
         """Fill these rows with zeros."""
-        if rows := list(index):
-            for kept in self._tensors if self._arrays is None else self._arrays:
-                kept[rows] = 0
+        rows = list(index)
+        if not rows:
+            return
+        for array in self._arrays or ():
+            array[rows] = 0
+        if self._arrays is None and self._wide:
+            chosen = copy_index(rows, self._wide[0].device)
+            for tensor in self._wide:
+                tensor.index_fill_(0, chosen, 0)
 
     def copy(self, pairs: Pairs) -> None:
         """Copy rows, (from, to), as if one after the other."""
         if self._arrays is None:
-            for batch in _independent(pairs):
-                for tensor in self._tensors:
-                    tensor[list(batch)] = tensor[list(batch.values())]
+            for batch in _independent(pairs) if self._wide else ():
+                device = self._wide[0].device
+                to, of = copy_index([*batch], device), copy_index([*batch.values()], device)
+                for tensor in self._wide:
+                    tensor.index_copy_(0, to, tensor.index_select(0, of))
             return
         for source, target in pairs:
             for array in self._arrays:
                 array[target] = array[source]
 
     def save(self, index: Sequence[int], content: Tensor) -> None:
-        """Copy rows to host memory, [len(index) * nbytes] uint8. From a GPU the copy may be unfinished."""
-        for i, part in enumerate(self._split(content, len(index))):
-            if self._arrays is None:
-                part.copy_(self._tensors[i][list(index)], non_blocking=True)
-                continue
+        """Copy rows of a CPU's tensors into `content`, [len(index) * nbytes] uint8."""
+        for array, part in zip(self._arrays or (), self._split(content, len(index)), strict=True):
             for kept, row in zip(part.numpy(), index, strict=True):
-                kept[:] = self._arrays[i][row]
+                kept[:] = array[row]
 
     def load(self, index: Sequence[int], content: Tensor) -> None:
         """Copy what `save` wrote back into rows."""
-        for i, part in enumerate(self._split(content, len(index))):
-            if self._arrays is None:
-                self._tensors[i][list(index)] = part.to(self._tensors[i].device, non_blocking=True)
-                continue
+        for array, part in zip(self._arrays or (), self._split(content, len(index)), strict=True):
             for kept, row in zip(part.numpy(), index, strict=True):
-                self._arrays[i][row] = kept
+                array[row] = kept
 
     def _split(self, content: Tensor, count: int) -> Iterator[Tensor]:
         """Each tensor's rows of what was saved, [count, bytes]; nothing is saved of no rows."""
@@ -210,8 +235,6 @@ def _independent(pairs: Pairs) -> Iterator[dict[int, int]]:
         yield batch
 
 
-def host_memory(nbytes: int, *, pinned: bool) -> Tensor:
-    """Bytes that are not initialised. `pinned`: a GPU reads and writes them directly."""
-    if pinned:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+def host_memory(nbytes: int) -> Tensor:
+    """Bytes that are not initialised."""
     return torch.from_numpy(np.empty(nbytes, np.uint8))  # numpy asks for huge pages, torch does not

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import subprocess
 import sys
@@ -13,8 +14,16 @@ from typing import Any
 import pytest
 
 from plait.cli.common import doctor_checks
-from plait.cli.common.doctor_checks import CHECKS, DoctorRequest, gpu_facts, torch_facts
+from plait.cli.common.doctor_checks import (
+    CHECKS,
+    DoctorRequest,
+    find_version,
+    gpu_facts,
+    gpu_kernel_facts,
+    torch_facts,
+)
 from plait.cli.doctor import format_rows, text_lines
+from plait.loading.kernel_trials.verdicts import TrialSite, hash_sources, keep_verdicts
 
 Run = Callable[..., Any]
 WELL: dict[str, Any] = {
@@ -48,6 +57,7 @@ WELL: dict[str, Any] = {
     },
     "walls": ["Landlock 7", "limit of memory", "seccomp"],
     "packed": {"folder": "packed", "models": [], "nbytes": 0},
+    "gpu_kernels": [],
     "hub": {
         "library": "2.4",
         "folder": "hub",
@@ -103,6 +113,21 @@ def test_a_good_machine_has_no_findings() -> None:
             *("warning", "finds no device with driver 570", "a newer driver"),
         ),
         ({"torch__cuda": "12.8"}, "note", "and there is no GPU", "CPU build"),
+        (
+            {
+                "gpus": [{**GPU, "capability": "7.0"}],
+                "torch": {"version": "2.9", "cuda": "12.8", "finds_gpu": True},
+            },
+            *("warning", "H200 is not used: compute capability 7.0, the least is 7.5", "on the CPU"),
+        ),
+        (
+            {
+                "gpu_kernels": [
+                    {"chip": "H200", "driver": "570", "tried": 2, "rejected": {"a/b//float32": "it hangs"}}
+                ]
+            },
+            *("warning", "on H200 the kernel a/b//float32 is not used: it hangs", "report it"),
+        ),
         ({"kernels__cache__writable": False}, "warning", "cannot be written", "--cache-dir"),
         ({"kernels__cache__free": 1 << 20}, "warning", "left for kernels", "--cache-dir"),
         (
@@ -183,10 +208,28 @@ def test_formats_say_which_kernel_reads_them() -> None:
 
 def test_a_driver_answers_with_its_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\necho 'NVIDIA H200, 570.1, 143771'\n")
+    smi.write_text("#!/bin/sh\necho 'NVIDIA H200, 570.1, 143771, 9.0'\n")
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    assert gpu_facts() == [{"name": "NVIDIA H200", "driver": "570.1", "memory_mib": "143771"}]
+    gpu = {"name": "NVIDIA H200", "driver": "570.1", "memory_mib": "143771", "capability": "9.0"}
+    assert gpu_facts() == [gpu]
     assert torch_facts(gpu_facts())["finds_gpu"] in (None, False)
+    smi.write_text("#!/bin/sh\ncase $1 in *compute_cap) exit 6;; esac\necho 'NVIDIA K80, 470.1, 11441'\n")
+    assert gpu_facts() == [{"name": "NVIDIA K80", "driver": "470.1", "memory_mib": "11441"}]
     smi.write_text("#!/bin/sh\nexit 9\n")
     assert gpu_facts() == []
+
+
+def test_kernels_that_were_tried_on_a_gpu_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gpu_kernel_facts(str(tmp_path)) == []
+    torch, triton = (find_version(name) or "" for name in ("torch", "triton"))
+    site = TrialSite("H200, sm_90", "570", torch, triton, hash_sources())
+    folder = tmp_path / "gpu_trials"
+    keep_verdicts(folder, site, {"a/b//float32": "it hangs", "a/c//float32": ""})
+    keep_verdicts(folder, dataclasses.replace(site, torch="1.0"), {"a/b//float32": "old"})
+    found = gpu_kernel_facts(str(tmp_path))
+    assert found == [
+        {"chip": "H200, sm_90", "driver": "570", "tried": 2, "rejected": {"a/b//float32": "it hangs"}}
+    ]
+    shown = text_lines({**copy.deepcopy(WELL), "gpu_kernels": found}, [])
+    assert any("on GPUs" in line and "H200, sm_90, driver 570: 2 tried, 1 not used" in line for line in shown)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from plait.cli.info import columns, group_bindings, op_lines, shorten, source_lines
+from plait.cli.info import columns, group_bindings, op_lines, shorten, source_lines, step_lines
 from plait.ops.registry import Binding
 from tests.families import tiny, tiny_bare
 
@@ -140,3 +140,47 @@ def test_info_says_first_whether_the_model_fits(plait: Run, nano_hybrid: Path) -
     assert lines[1].startswith("  fits: no: memory_limit: ")
     lines = plait("info", str(nano_hybrid), "--memory-limit", "1KiB").out.splitlines()
     assert lines[1].startswith("  fits: no: the state of one sequence")
+
+
+def test_ops_of_an_example_gpu_need_no_gpu(plait: Run, nano_hybrid: Path) -> None:
+    asked = ("info", str(nano_hybrid), "--ops", "--device", "cuda:sm_90")
+    result = plait(*asked, "--json")
+    assert result.code == 0, result.err
+    facts = json.loads(result.out)
+    step, ops = facts["step"], {row["op"]: row for row in facts["ops"]}
+    assert ops["paged_latent_attention"]["variant"] == "triton"
+    assert {"largest", "sample"} <= ops.keys()
+    assert not any(row["variant"].startswith("native") for row in facts["ops"])
+    assert (step["chip"], step["sequences"]) == ("an sm_90 as H200", 2)
+    assert step["launches"] == sum(step["kernels"].values()) > 0
+    assert facts["fit"]["device"] == "cuda"
+    assert facts["fit"]["free"] == 141 << 30
+    assert facts["memory"]["dtype"] == "bfloat16", "a GPU computes in it where weights are stored so"
+    text = plait(*asked).out
+    assert "a decode step of 2 sequences on an sm_90 as H200" in text
+    assert f"  {step['launches']} launches; " in text
+    assert "no run on a GPU is recorded yet" in text
+
+
+@pytest.mark.parametrize("command", ["generate", "info"])
+def test_an_example_gpu_is_refused_by_name_where_a_model_has_to_run(
+    plait: Run, nano_hybrid: Path, command: str
+) -> None:
+    if command == "info":
+        result = plait("info", str(nano_hybrid), "--ops", "--device", "cuda:sm_61")
+        assert "cuda:sm_61 is no example of a GPU; there are cuda:sm_75, cuda:sm_80" in result.err
+    else:
+        result = plait("generate", str(nano_hybrid), "-p", "hi", "--device", "cuda:sm_90")
+        assert "cuda:sm_90 is an example of a GPU: `plait info MODEL --ops` alone takes it" in result.err
+    assert result.code == 2
+
+
+def test_steps_say_what_prevents_a_graph() -> None:
+    step = {"launches": 3, "kernels": {"mul": 2, "attend": 1}, "faults": {"ops/moe.py:96: item": 2}}
+    assert step_lines({**step, "no_step": None}) == [
+        "  3 launches; 1 place prevents one graph",
+        "  mul     × 2",
+        "  attend  × 1",
+        "  not capturable: ops/moe.py:96: item (× 2)",
+    ]
+    assert step_lines({"no_step": "whole sequences"}) == ["  none: whole sequences"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from plait.errors import CapacityError, ContextTooLong, EngineError, InvalidField, QueueFull
+from plait.errors import CapacityError, ContextTooLong, DeviceLost, EngineError, InvalidField, QueueFull
 from plait.request import Event
 from plait.schedule.plan import CopyBlock, CopySlot, Load, Sampled, SamplingBatch, Save, StepPlan
 from tests.engine.hash_model import (
@@ -283,6 +283,25 @@ def test_an_error_of_ours_is_passed_on_as_it_is() -> None:
         assert [str(es[0].error) for (r, _), es in reader.events.items() if r == f"r{i}"] == [
             "the model computed nan"
         ] * 2
+
+
+def test_a_lost_gpu_ends_the_engine_and_no_request_is_tried_again_or_blamed() -> None:
+    class Lost:
+        num_calls = 0
+
+        def execute(self, plan: StepPlan, sampling: SamplingBatch) -> list[Sampled]:
+            self.num_calls += 1
+            raise DeviceLost("the GPU cuda:0 was lost in a step")
+
+    runner, reader = Lost(), Reader()
+    e = engine(runner)
+    for i in range(3):
+        e.submit(request(f"r{i}", [1]), reader)
+    with pytest.raises(DeviceLost):
+        e.step()
+    assert runner.num_calls == 1
+    assert len(e.open_requests) == 3, "another engine replays them"
+    assert not reader.events
 
 
 def test_a_runner_that_answers_too_little_is_a_fault_of_the_step() -> None:

@@ -191,3 +191,15 @@ def test_a_memory_limit_above_the_memory_there_is_is_refused_with_both_numbers()
 )
 def test_bytes_are_written_for_a_reader(nbytes: int, text: str) -> None:
     assert gib(nbytes) == text
+
+
+@pytest.mark.parametrize("share", [0.5, 0.92, 1.0])
+def test_of_a_gpu_the_share_that_is_set_is_the_limit(share: float) -> None:
+    model, needed = ModelFacts(states={"a": FULL}, max_len=64, dtype="float32"), size({"a": FULL}).nbytes
+    config = EngineConfig(max_num_seqs=3, max_num_batched_tokens=32, block_size=4, gpu_memory=share)
+    free = round(needed / share) + 1
+    assert size_state(model, config, free_memory=free, free_host=GIB).num_blocks == {"full": 49}
+    assert size_state(model, config, free_memory=free - 4, free_host=GIB).num_blocks == {"full": 48}
+    for wrong in (0.0, 1.01, -1.0, float("nan")):
+        with pytest.raises(ConfigError, match="is no share between 0 and 1"):
+            EngineConfig(gpu_memory=wrong)

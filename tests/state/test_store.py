@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from plait.errors import EngineError
 from plait.memory import PagedState, SlotState, State, block_groups
-from plait.state.store import StateRows, StateStore
+from plait.state.store import StateRows, StateStore, host_memory
+from plait.state.swap import DeviceSwap, HostPool
 
 BLOCKS, SLOTS, SIZE = 5, 4, 4
 PAGED = PagedState({"k": (2, 3), "v": (2, 5)}, dtype="bfloat16")
@@ -36,6 +37,8 @@ def store_of(states: Mapping[str, State], way: str = "rows") -> StateStore:
     slots = SLOTS if any(isinstance(state, SlotState) for state in states.values()) else 0
     store = StateStore(states, groups, slots, SIZE, device, torch.float32)
     if way == "at once":
+        groups_of_bytes = [rows.tensors for rows in store._rows]
+        store._swap = DeviceSwap(groups_of_bytes, device, HostPool(host_memory, segment=512))
         for rows in store._rows:
             rows._arrays = None
     noise = np.random.default_rng(0)

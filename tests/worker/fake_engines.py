@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.config import EngineConfig
-from plait.errors import BadFile, ConfigError
+from plait.errors import BadFile, ConfigError, DeviceLost
 from plait.loading.text_side import TextSource
 from plait.schedule.plan import Chunk, Sampled, SamplingBatch, StepPlan
 from plait.spec import ModelSpec, NormSpec
@@ -28,10 +28,21 @@ STEP_S = 0.002
 
 
 class Mortal(HashModel):
-    """Steps take a moment; some tokens in a plan end the process, or as good as that."""
+    """Steps take a moment; some tokens in a plan end the process, or as good as that.
+
+    `lost`: a file that the first engine to have run 30 steps makes, when its GPU is lost.
+    """
+
+    def __init__(self, lost: Path | None = None) -> None:
+        super().__init__()
+        self.lost, self.num_steps = lost, 0
 
     def execute(self, plan: StepPlan, sampling: SamplingBatch) -> list[Sampled]:
         time.sleep(STEP_S)
+        self.num_steps += 1
+        if self.lost is not None and self.num_steps > 30 and not self.lost.exists():
+            self.lost.touch()
+            raise DeviceLost("the GPU cuda:0 was lost in a step: CUDA error: unspecified launch failure")
         for chunk in plan.chunks:
             if chunk.start == 0:
                 _suffer(chunk)
@@ -100,6 +111,7 @@ def build(
         case path if path.startswith("/") and os.path.exists(path):
             raise BadFile(f"{path}: it cannot be read any more")
     limits: dict[str, Any] = {"max_num_seqs": config.max_num_seqs, "max_waiting": config.max_waiting}
-    made = engine(Mortal(), length=CONTEXT, blocks=1000, **limits)
+    lost = Path(config.cache_dir or "") / "lost" if model == "loses its GPU" else None
+    made = engine(Mortal(lost), length=CONTEXT, blocks=1000, **limits)
     report("ready", 1, 1)
     return BuiltEngine(made, ModelSpec("hash", 8, VOCAB, (), NormSpec(), CONTEXT), lambda: None)

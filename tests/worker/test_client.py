@@ -127,6 +127,23 @@ def test_streams_of_an_engine_that_is_killed_go_on_with_the_same_tokens() -> Non
             assert trace.num_output_tokens == 150
 
 
+def test_streams_of_an_engine_that_lost_its_gpu_are_replayed_by_another(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given, reader = prompts(8), Reader()
+    with running("loses its GPU", replace(SETTINGS, cache_dir=str(tmp_path))) as process:
+        for i, prompt in enumerate(given):
+            process.submit(request(f"r{i}", prompt, max_tokens=80, seed=i), reader)
+        until(done(reader, *(f"r{i}" for i in range(8))))
+        assert process.num_restarts == 1
+    assert (tmp_path / "lost").exists()
+    for i, prompt in enumerate(given):
+        assert reader.tokens(f"r{i}") == oracle(prompt, 80, choice_seed(i, 0))
+        assert [e.finish_reason for e in reader.events[f"r{i}", 0] if e.finish_reason] == ["length"]
+    text = "the engine's process has ended: the GPU cuda:0 was lost in a step: CUDA error: unspecified launch"
+    assert text in caplog.text
+
+
 def test_restart_emits_prompt_results_once_and_limits_count_from_the_prompt() -> None:
     reader, prompt = Reader(), [3, 5, 7, 11] * 6
     told = oracle(prompt, 120)

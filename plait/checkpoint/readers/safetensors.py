@@ -93,9 +93,11 @@ class SafetensorsFiles:
         """A view of the mapped file, in its dtype."""
         path = self._entry(name).path
         try:
-            if path not in self._files:
-                self._files[path] = safe_open(str(path), framework="pt")
-            tensor: Tensor = self._files[path].get_tensor(name)
+            files = self._files  # `release` may be called by another thread meanwhile
+            file = files.get(path)
+            if file is None:
+                file = files[path] = safe_open(str(path), framework="pt")
+            tensor: Tensor = file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise BadFile(f"{path}: cannot read tensor {name!r}: {error}") from error
         return tensor

@@ -23,6 +23,7 @@ from plait.bench.machine import read_text
 from plait.checkpoint.packed_cache.file_format import default_folder, list_packed
 from plait.errors import CapacityError
 from plait.kernels.load import KernelTarget, cached_kernels, describe_target, why_refused
+from plait.loading.kernel_trials.verdicts import find_folder, hash_sources, list_verdicts
 from plait.resource_limits import cpu_quota, default_threads, free_memory, memory_limit, physical_cores
 from plait.text.chat.sandbox import Sandbox
 from plait.version import __version__
@@ -31,9 +32,11 @@ NEEDED = (
     *("torch", "numpy", "safetensors", "tokenizers", "splintr-rs", "msgspec", "jinja2", "llguidance"),
     *("gguf", "starlette", "uvicorn", "prometheus-client", "click", "rich"),
 )
-WANTED = ("numba", "llvmlite", "huggingface-hub")
+WANTED = ("numba", "llvmlite", "huggingface-hub", "triton")
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 NVIDIA = Path("/proc/driver/nvidia/version")
+GPU_FIELDS = "name,driver_version,memory.total"
+OLDEST_GPU = 7.5  # compute capability, as `ops.chip.OLDEST`, which needs torch
 GIB = 1 << 30
 FOLDER = "--cache-dir FOLDER"
 Facts = dict[str, Any]
@@ -76,6 +79,7 @@ def examine(asked: DoctorRequest) -> tuple[Facts, list[Finding]]:
         "kernels": kernel_facts(target),
         "walls": wall_facts(),
         "packed": packed_facts(asked.cache_dir),
+        "gpu_kernels": gpu_kernel_facts(asked.cache_dir),
         "hub": hub_facts(),
     }
     findings = [f for check in CHECKS for f in check(facts, asked)]
@@ -122,14 +126,16 @@ def gpu_facts() -> list[Facts]:
     if command is None:
         drivers = read_text(NVIDIA).splitlines()[:1]
         return [{"name": "an NVIDIA device", "driver": driver} for driver in drivers]
-    query = "--query-gpu=name,driver_version,memory.total"
-    try:
-        asked = [command, query, "--format=csv,noheader,nounits"]
-        out = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return []
-    rows = [[part.strip() for part in line.split(",")] for line in out.splitlines() if line.count(",") == 2]
-    return [{"name": name, "driver": driver, "memory_mib": memory} for name, driver, memory in rows]
+    for query in (f"{GPU_FIELDS},compute_cap", GPU_FIELDS):  # drivers before 510 do not know the last field
+        asked = [command, f"--query-gpu={query}", "--format=csv,noheader,nounits"]
+        try:
+            out = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout
+        except (OSError, subprocess.SubprocessError):
+            continue
+        names = ("name", "driver", "memory_mib", "capability")[: query.count(",") + 1]
+        rows = [[part.strip() for part in line.split(",")] for line in out.splitlines()]
+        return [dict(zip(names, row, strict=True)) for row in rows if len(row) == len(names)]
+    return []
 
 
 def wall_facts() -> list[str]:
@@ -194,6 +200,21 @@ def packed_facts(cache_dir: str | None) -> Facts:
         "models": sorted({item.model for item in kept}),
         "nbytes": sum(item.nbytes for item in kept),
     }
+
+
+def gpu_kernel_facts(cache_dir: str | None) -> list[Facts]:
+    """What trials of GPU kernels found, on each GPU, with the versions that are installed now."""
+    mine = (find_version("torch"), find_version("triton"), hash_sources())
+    return [
+        {
+            "chip": site.chip,
+            "driver": site.driver,
+            "tried": len(verdicts),
+            "rejected": {key: why for key, why in sorted(verdicts.items()) if why},
+        }
+        for site, verdicts in list_verdicts(find_folder(cache_dir))
+        if (site.torch, site.triton or None, site.sources) == mine
+    ]
 
 
 def hub_facts() -> Facts:
@@ -289,12 +310,30 @@ def check_gpu(facts: Mapping[str, Any], asked: DoctorRequest) -> Iterator[Findin
             f"torch, built for CUDA {torch['cuda']}, finds no device with driver {gpus[0]['driver']}",
             "a newer driver, or a torch built for an older CUDA",
         )
-    elif not gpus and torch["cuda"] is not None:
+    elif gpus and torch["finds_gpu"] and facts["versions"]["triton"] is None:
+        what = "Triton is not installed: a GPU runs torch's operators alone, many times slower"
+        yield Finding("warning", what, "pip install triton")
+    for gpu in gpus:
+        number = re.fullmatch(r"\d+\.\d+", gpu.get("capability", ""))
+        if number and float(number[0]) < OLDEST_GPU:
+            yield Finding(
+                "warning",
+                f"{gpu['name']} is not used: compute capability {number[0]}, the least is {OLDEST_GPU}",
+                "models run on the CPU; a Turing GPU or a newer one is served",
+            )
+    if not gpus and torch["cuda"] is not None:
         yield Finding(
             "note",
             f"torch is a CUDA {torch['cuda']} build, and there is no GPU",
             "its CPU build does the same in some gigabytes less",
         )
+
+
+def check_gpu_kernels(facts: Mapping[str, Any], asked: DoctorRequest) -> Iterator[Finding]:
+    for found in facts["gpu_kernels"]:
+        for key, why in found["rejected"].items():
+            what = f"on {found['chip']} the kernel {key} is not used: {why}"
+            yield Finding("warning", what, "a newer driver or Triton, and please report it")
 
 
 def check_disks(facts: Mapping[str, Any], asked: DoctorRequest) -> Iterator[Finding]:
@@ -333,7 +372,7 @@ def check_walls(facts: Mapping[str, Any], asked: DoctorRequest) -> Iterator[Find
         )
 
 
-CHECKS = (check_packages, check_cpu, check_memory, check_gpu, check_disks, check_walls)
+CHECKS = (check_packages, check_cpu, check_memory, check_gpu, check_gpu_kernels, check_disks, check_walls)
 
 
 def nearest(folder: Path) -> Path:

@@ -30,8 +30,8 @@ GROUPS = {
     "Logs and metrics": ("log_format", "log_level", "metrics_vllm_names", "otlp_endpoint"),
     "The model": ("vocab", "set", "probe", "offline", "quantize", "ssm_mode", "a_source"),
     "Memory": (
-        *("memory_limit", "kv_dtype", "block_size", "prefix_cache", "snapshot_interval", "swap_memory"),
-        *("cache_dir", "packed_cache"),
+        *("memory_limit", "gpu_memory", "kv_dtype", "block_size", "prefix_cache", "snapshot_interval"),
+        *("swap_memory", "cache_dir", "packed_cache"),
     ),
     "Speed and arithmetic": (
         *("device", "dtype", "ops", "no_fuse", "isa", "max_num_batched_tokens", "max_step_ms"),

@@ -33,18 +33,19 @@ _OWN = frozenset(
 class ChildProcess:
     """A process that runs `main` of a module, and its two pipes. It may be killed at any time.
 
-    `arguments` end its `sys.argv`; `max_bytes`: of an answer. One thread at a time may ask it; `stop` and
-    `kill` may be called by any. Raises OSError if it cannot be started.
+    `arguments` end its `sys.argv`; `max_bytes`: of an answer; `inherits`: it gets this process's environment.
+    One thread at a time may ask it; `stop` and `kill` may be called by any. Raises OSError if it cannot be
+    started.
     """
 
-    def __init__(self, module: str, *arguments: str, max_bytes: int) -> None:
+    def __init__(self, module: str, *arguments: str, max_bytes: int, inherits: bool = False) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-c", _RUN.format(module=module), str(_ROOT), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             bufsize=0,
-            env={},
+            env=None if inherits else {},
         )
         self.stop = weakref.finalize(self, _reap, self._process)
         self._max_bytes = max_bytes

@@ -1,0 +1,71 @@
+"""What a GPU would run of a model, found on a CPU: the variants bound for it, and the launches of a step.
+
+The model is built on the CPU for a chip that is made up. Its decode step is then captured as a graph of that
+GPU would be. Triton's kernels are recorded and not run, so that this takes seconds and needs no GPU.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from plait.config import EngineConfig
+from plait.loading.build import make_target
+from plait.loading.open_model import Opened, Progress, load_decoder, open_model
+from plait.memory import block_groups, has_slots
+from plait.model.decoder import Decoder
+from plait.ops.chip import Chip
+from plait.ops.registry import Binding, OpFacts
+from plait.ops.sample import largest, sample
+from plait.runner.capture import capture_step, decode_batch
+from plait.state.store import StateStore
+
+SEQS = 2  # of the step that is captured
+BLOCKS = 4  # in the block table of each of them
+
+
+@dataclass(frozen=True, slots=True)
+class ExampleStep:
+    """A decode step of `num_seqs` sequences on `chip`.
+
+    `launches`: how often each kernel or operator runs. `faults`: what prevents the capture of the step as one
+    graph, with the number of times. Both are empty, and `no_step` says why, of a model without such a step.
+    """
+
+    chip: Chip
+    bindings: tuple[Binding, ...]
+    launches: Mapping[str, int]
+    faults: Mapping[str, int]
+    num_seqs: int = SEQS
+    no_step: str | None = None
+
+
+def try_example(model: str, config: EngineConfig, chip: Chip, report: Progress) -> ExampleStep:
+    """Build the model for a chip that is made up, and capture a decode step. Raises what `build` raises."""
+    opened = open_model(model, config)
+    target = make_target(opened, torch.device("cpu"), chip)
+    decoder = load_decoder(opened, target, report)
+    facts = OpFacts("cuda", torch.float32, {"vocab_size": decoder.spec.vocab_size}, chip=chip)
+    bound = (*target.bound, *(op.bind(facts, "sampler", config.ops)[1] for op in (largest, sample)))
+    if not decoder.spec.causal:
+        why = "this model computes a whole sequence in every step"
+        return ExampleStep(chip, bound, {}, {}, no_step=why)
+    report("capturing a step", 0, 1)
+    launches, faults = _capture(opened, decoder, target.dtype)
+    return ExampleStep(chip, bound, launches, faults)
+
+
+def _capture(opened: Opened, decoder: Decoder, dtype: torch.dtype) -> tuple[Counter[str], Counter[str]]:
+    """(launches, faults) of a decode step."""
+    groups, cpu = block_groups(decoder.states), torch.device("cpu")
+    blocks = {group.name: 2 * BLOCKS for group in groups}
+    slots = SEQS + 1 if has_slots(decoder.states) else 0
+    store = StateStore(decoder.states, blocks, slots, opened.config.block_size, cpu, dtype)
+    for tensor in store.tensors:
+        tensor.zero_()
+    batch = decode_batch(groups, SEQS, BLOCKS, store)
+    capture, _ = capture_step(decoder, store, batch, strict=False, is_dry=True)
+    return Counter(capture.launches), Counter(capture.faults)

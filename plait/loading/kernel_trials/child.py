@@ -1,0 +1,106 @@
+"""The process that tries GPU kernels: one trial a line, one answer a line. A kernel may hang or crash it."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.errors import clip_text
+from plait.kernels.load import load_for_gpu
+from plait.loading.kernel_trials.verdicts import MAX_REASON
+from plait.ops.registry import REGISTRY, Op, Variant
+
+SEED = 0
+
+
+def try_variant(op: Op, variant: Variant, case: Mapping[str, Any], dtype: torch.dtype, device: str) -> str:
+    """Why a variant is not right on one case of its op; empty: it is. Raises what the kernel raises.
+
+    It runs twice on the same input: a race shows as different bits.
+    """
+    assert op.make is not None
+    torch.manual_seed(SEED)
+    args, kwargs = op.make(case, dtype, device)
+    wanted = _outputs(op, op.reference, deepcopy(args), kwargs)
+    found = _outputs(op, variant.bound(None), deepcopy(args), kwargs)
+    again = _outputs(op, variant.bound(None), deepcopy(args), kwargs)
+    if len(found) != len(wanted):
+        return f"it returns {len(found)} tensors, and the reference {len(wanted)}"
+    near = op.allowed(variant, dtype)
+    for a, b, twin in zip(found, wanted, again, strict=True):
+        if a.shape != b.shape:
+            return f"it returns {list(a.shape)}, and the reference {list(b.shape)}"
+        x, y = a.double(), b.double()
+        if not torch.allclose(x, y, rtol=near, atol=near, equal_nan=True):
+            off = float(((x - y).abs() / (1 + y.abs())).max())
+            return f"it is {off:.2g} off the reference (allowed: {near:g})"
+        if not torch.equal(_plain(a), _plain(twin)):
+            return "two runs on the same input give different bits"
+    return ""
+
+
+def _plain(value: Tensor) -> Tensor:
+    """Without NaN, which equals nothing."""
+    return value.nan_to_num() if value.is_floating_point() else value
+
+
+def _outputs(op: Op, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """What a call returns, and the state that it leaves and that has one layout for all variants."""
+    out = fn(*args, **kwargs)
+    names = inspect.signature(op.reference).parameters
+    state = [arg for name, arg in zip(names, args, strict=False) if name not in op.private]
+    found = [t for value in (out, state) for t in _tensors(value)]
+    if any(t.is_cuda for t in found):
+        torch.cuda.synchronize()
+    return found
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(getattr(value, "tensor", None), Tensor):
+        yield value.tensor
+
+
+def answer(request: Mapping[str, Any], device: str) -> dict[str, str]:
+    """{"verdict": text} of a kernel that was tried, {"failed": text} of a trial that is no kernel's fault."""
+    op = REGISTRY.get(request["op"])
+    variants = op.variants if op else ()
+    variant = next((v for v in variants if (v.name, v.on) == (request["variant"], "cuda")), None)
+    if op is None or variant is None:
+        return {"failed": f"the trial's process knows no {request['op']} ({request['variant']})"}
+    try:
+        dtype = getattr(torch, request["dtype"])
+        tried = (try_variant(op, variant, op.cases[i], dtype, device) for i in request["cases"])
+        return {"verdict": clip_text(next(filter(None, tried), ""), MAX_REASON)}
+    except Exception as error:
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        return {"verdict": clip_text(f"it does not run: {text}", MAX_REASON)}
+
+
+def main() -> None:
+    """Answer trials until standard input ends. Arguments, after the path: the device, then modules."""
+    device, modules = sys.argv[2], sys.argv[3:]
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what a library prints is no answer
+    load_for_gpu()
+    for module in modules:
+        import_module(module)
+    torch.empty(1, device=device)  # a device that does not start is no kernel's fault
+    answers.write("ready\n")
+    answers.flush()
+    for line in sys.stdin:
+        answers.write(json.dumps(answer(json.loads(line), device)) + "\n")
+        answers.flush()

@@ -1,0 +1,155 @@
+"""What trials of GPU kernels found, kept by chip, driver, versions and kernel sources.
+
+A file is `{"kind", "version", "site", "verdicts"}` under the cache folder; a verdict is "" for a kernel that
+was right, else why it is not bound. What a file says is believed only if no other user could have written
+it, because a kernel that is called right there is not tried again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from plait.cache_folder import cache_base, make_folder
+from plait.errors import clip_text
+
+KIND, VERSION = "plait-gpu-trials", 1
+FOLDER = "gpu_trials"
+MAX_BYTES = 1 << 20
+MAX_VERDICTS, MAX_KEY, MAX_REASON = 4096, 200, 300
+DRIVER = Path("/proc/driver/nvidia/version")
+SOURCES = ("kernels/triton", "kernels/torch", "ops", "quant")  # what the result of a trial may depend on
+log = logging.getLogger("plait")
+Verdicts = Mapping[str, str]  # key of a trial -> "", or why the kernel is not bound
+
+
+@dataclass(frozen=True, slots=True)
+class TrialSite:
+    """What the verdicts hold for: another chip, driver, version or kernel source begins anew."""
+
+    chip: str
+    driver: str
+    torch: str
+    triton: str
+    sources: str
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:32]
+
+
+def hash_sources(root: Path | None = None) -> str:
+    """The hash of every source that a GPU kernel, its reference or its case is made of."""
+    top, total = root or Path(__file__).resolve().parents[2], hashlib.sha256()
+    for folder in SOURCES:
+        for path in sorted((top / folder).glob("*.py")):
+            total.update(f"{folder}/{path.name}\0".encode())
+            total.update(hashlib.sha256(path.read_bytes()).digest())
+    return total.hexdigest()
+
+
+def driver_version(path: Path = DRIVER) -> str:
+    """The version of the NVIDIA kernel module; empty where the system does not say."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", text)
+    return found[0] if found else ""
+
+
+def find_folder(cache_dir: str | None) -> Path | None:
+    """Where verdicts are kept; None without a cache folder."""
+    base = cache_base(cache_dir)
+    return None if base is None else base / FOLDER
+
+
+def read_verdicts(folder: Path | None, site: TrialSite) -> dict[str, str]:
+    """What is kept for this site; empty, with a note in the log, for a file that cannot be believed."""
+    if folder is None:
+        return {}
+    path = folder / f"{site.digest}.json"
+    try:
+        found = _read(path)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        log.warning("%s is not read, and GPU kernels are tried again: %s", path, clip_text(error))
+        return {}
+    return dict(found[1]) if found[0] == site else {}
+
+
+def list_verdicts(folder: Path | None) -> Iterator[tuple[TrialSite, dict[str, str]]]:
+    """Every site and its verdicts that are kept and can be believed."""
+    for path in sorted(folder.glob("*.json")) if folder is not None and folder.is_dir() else ():
+        try:
+            yield _read(path)
+        except (OSError, ValueError):
+            continue
+
+
+def keep_verdicts(folder: Path | None, site: TrialSite, verdicts: Verdicts) -> None:
+    """Write verdicts. Where they cannot be kept, the next startup tries the kernels again."""
+    if folder is None:
+        return
+    path = folder / f"{site.digest}.json"
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    text = json.dumps({"kind": KIND, "version": VERSION, "site": asdict(site), "verdicts": dict(verdicts)})
+    try:
+        make_folder(folder)
+        try:
+            descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(text)
+            part.chmod(0o644)  # whatever the umask: a file that others may write is not read
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        log.info("what trials of GPU kernels found is not kept: %s: %s", path, error.strerror)
+
+
+def _read(path: Path) -> tuple[TrialSite, dict[str, str]]:
+    """Raises OSError, and ValueError for anything that `keep_verdicts` would not have written."""
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("it is no regular file")
+        if _is_foreign(status) or _is_foreign(path.parent.stat()):
+            raise ValueError("another user may have written it")
+        raw = file.read(MAX_BYTES + 1)
+    if len(raw) > MAX_BYTES:
+        raise ValueError(f"it has more than {MAX_BYTES} bytes")
+    try:
+        record = json.loads(raw)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(record, dict) or (record.get("kind"), record.get("version")) != (KIND, VERSION):
+        raise ValueError("it holds no verdicts of this version")
+    site, verdicts = record.get("site"), record.get("verdicts")
+    names = TrialSite.__dataclass_fields__.keys()
+    if not isinstance(site, dict) or site.keys() != names or not _are_texts(site.values(), MAX_REASON):
+        raise ValueError("it does not say what the verdicts hold for")
+    if not isinstance(verdicts, dict) or len(verdicts) > MAX_VERDICTS:
+        raise ValueError("its verdicts are no table")
+    if not _are_texts(verdicts, MAX_KEY) or not _are_texts(verdicts.values(), MAX_REASON):
+        raise ValueError("its verdicts are no short texts")
+    return TrialSite(**site), verdicts
+
+
+def _are_texts(values: object, most: int) -> bool:
+    return all(isinstance(v, str) and len(v) <= most for v in values)  # type: ignore[attr-defined]
+
+
+def _is_foreign(status: os.stat_result) -> bool:
+    if not hasattr(os, "geteuid"):
+        return False
+    return status.st_uid not in (0, os.geteuid()) or bool(status.st_mode & 0o022)

@@ -1,0 +1,85 @@
+"""How much of a GPU's memory is left for state: the largest step is run once, and its peak is measured.
+
+Kernels, libraries and graphs take memory that no arithmetic foresees. So what they take is taken first, and
+what the driver then calls free, without the peak, is what state may share (`EngineConfig.gpu_memory`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+
+from plait.config import EngineConfig
+from plait.engine.device import DeviceMemory, out_of_memory
+from plait.engine.memory_plan import gib
+from plait.errors import OutOfMemory
+from plait.loading.draft_model import SHARE
+from plait.memory import block_groups, has_slots
+from plait.model.decoder import Decoder
+from plait.runner.runner import build_batch
+from plait.schedule.plan import Chunk, StepPlan
+from plait.state.store import StateStore
+
+log = logging.getLogger("plait")
+
+
+def check_weights_fit(name: str, nbytes: int, free: int, device: str) -> None:
+    """Raises OutOfMemory with both numbers if the weights of a model alone are more than a GPU has left."""
+    if nbytes > free:
+        raise OutOfMemory(
+            f"the weights of {name} take {gib(nbytes)}, and {gib(free)} are free on {device}; end what else "
+            "uses it, choose a smaller model or quantization, or --cpu"
+        )
+
+
+def leave_for_draft(free: int, nbytes: int) -> int:
+    """What is left for the model's state beside a draft model of so many bytes, which is loaded after it."""
+    left = max(free - nbytes, 0)
+    return left - left // SHARE
+
+
+def measure_room(memory: DeviceMemory, runs: Sequence[tuple[str, Callable[[], object]]]) -> int:
+    """Bytes that are left for state once each of `runs`, (what it is, what runs it), has been run.
+
+    What they keep, such as graphs and workspaces, is not free any more afterwards. Of what they give back the
+    largest peak stays reserved. Raises OutOfMemory where one of them does not fit.
+    """
+    peak = 0
+    for what, run in runs:
+        with out_of_memory(what):
+            peak = max(peak, memory.peak_of(run))
+    free = memory.free()
+    log.info("memory: the largest step takes %s; %s are left", gib(peak), gib(max(free - peak, 0)))
+    return max(free - peak, 0)
+
+
+def largest_step(
+    decoder: Decoder, config: EngineConfig, max_model_len: int, device: torch.device, dtype: torch.dtype
+) -> tuple[str, Callable[[], object]]:
+    """The largest step that a scheduler can plan, over garbage: all in block 0 and slot 0, where padding is.
+
+    As many sequences as may run share `max_num_batched_tokens`, each at the end of the longest context.
+    """
+    tokens, size = config.max_num_batched_tokens, config.block_size
+    seqs = min(config.max_num_seqs, tokens) if decoder.spec.causal else 1
+    groups = block_groups(decoder.states)
+    lengths = [min(tokens // seqs + (i < tokens % seqs), max_model_len) for i in range(seqs)]
+    table = tuple((0,) * -(-max_model_len // size) for _ in groups)
+    starts = [max_model_len - n if decoder.spec.causal else 0 for n in lengths]
+    chunks = tuple(
+        Chunk(i, start, (0,) * n, table, 0, 1)
+        for i, (start, n) in enumerate(zip(starts, lengths, strict=True))
+    )
+    plan = StepPlan(0, chunks)
+
+    @torch.inference_mode()
+    def run() -> None:
+        slots = 1 if has_slots(decoder.states) else 0
+        store = StateStore(decoder.states, {g.name: 1 for g in groups}, slots, size, device, dtype)
+        for tensor in store.tensors:
+            tensor.zero_()
+        decoder(build_batch(plan, groups, size, device), store)
+
+    return f"the largest step ({sum(lengths)} tokens; lower --max-num-batched-tokens)", run

@@ -1,0 +1,234 @@
+"""Weights read ahead onto a device: in order, whole, and no buffer written before its copy has passed.
+
+The "device" is a thread that makes the copies late, one after the other, as a stream does.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from queue import SimpleQueue
+
+import pytest
+import torch
+from torch import Tensor
+
+from plait.checkpoint import device_feed
+from plait.checkpoint.device_feed import CopyEvent, DeviceFeed
+from plait.checkpoint.weights import Target
+from plait.config import EngineConfig
+from plait.errors import BadFile
+from plait.loading.meta_model import read_order
+from plait.loading.open_model import feed_device, load_decoder, open_model
+from plait.ops.blocks import random_weight
+from plait.quant.weight import Weight, as_tensor
+from plait.runner.capture import decoder_tensors
+
+PIECE = 64
+
+
+class LateStream:
+    """Copies in the order in which they were started, later, by a thread."""
+
+    def __init__(self) -> None:
+        self.work: SimpleQueue[tuple[Tensor, Tensor, threading.Event] | None] = SimpleQueue()
+        self.num_buffers = self.num_joined = 0
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def buffer(self, nbytes: int) -> Tensor:
+        self.num_buffers += 1
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def empty(self, like: Tensor) -> Tensor:
+        return torch.empty(like.shape, dtype=like.dtype)
+
+    def copy(self, target: Tensor, source: Tensor) -> CopyEvent:
+        done = LateEvent()
+        self.work.put((target, source, done.passed))
+        return done
+
+    def join(self, events: Sequence[CopyEvent], tensors: Sequence[Tensor]) -> None:
+        self.num_joined += 1
+        for event in events:
+            event.synchronize()
+
+    def end(self) -> None:
+        self.work.put(None)
+        self.thread.join()
+
+    def _run(self) -> None:
+        draw = random.Random(0)
+        while (one := self.work.get()) is not None:
+            target, source, passed = one
+            time.sleep(draw.random() / 2000)
+            target.copy_(source)
+            passed.set()
+
+
+class LateEvent:
+    def __init__(self) -> None:
+        self.passed = threading.Event()
+
+    def synchronize(self) -> None:
+        self.passed.wait()
+
+
+@pytest.fixture
+def stream() -> Iterator[LateStream]:
+    made = LateStream()
+    yield made
+    made.end()
+
+
+class Made:
+    """A checkpoint of these tensors and weights; a name with an error raises it."""
+
+    def __init__(
+        self, content: dict[str, Weight | Tensor], errors: dict[str, Exception] | None = None
+    ) -> None:
+        self.content, self.errors = content, errors or {}
+        self.read_names: list[str] = []
+
+    def read(self, name: str) -> Weight | Tensor:
+        self.read_names.append(name)
+        if name in self.errors:
+            raise self.errors[name]
+        return self.content[name]
+
+
+def some_content() -> dict[str, Weight | Tensor]:
+    sizes = [(5, 7), (3, 64), (1,), (33, 31), (0, 4), (2, 3, 5), (640,)]
+    dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int32]
+    found: dict[str, Weight | Tensor] = {
+        f"t{i}": (torch.randn(size) * 9).to(dtypes[i % 5]) for i, size in enumerate(sizes)
+    }
+    found |= {
+        kind: random_weight(kind, 6, 256) for kind in ("Q4_K", "int4_g64+zeros+order", "nvfp4", "bnb_nf4")
+    }
+    found["scalar"] = torch.tensor(3.5)
+    found["turned"] = torch.randn(8, 9).T
+    return found
+
+
+def test_what_is_taken_is_what_the_checkpoint_has_though_every_copy_is_late(stream: LateStream) -> None:
+    content = some_content()
+    names = [*content]
+    feed = DeviceFeed(Made(content), names, stream, piece=PIECE)
+    taken = {name: feed.take(name) for name in names}
+    feed.close()
+    for name, value in taken.items():
+        want = content[name]
+        assert type(value) is type(want)
+        assert torch.equal(as_tensor(value).float(), as_tensor(want).float()), name
+        if not isinstance(want, Tensor):
+            assert value.format == want.format
+    assert stream.num_buffers == device_feed.BUFFERS
+    assert stream.num_joined == len(names)
+    assert not feed.has(names[0]), "what was taken is the builder's"
+
+
+def test_tensors_are_begun_in_order_and_not_further_ahead_than_is_allowed(stream: LateStream) -> None:
+    content: dict[str, Weight | Tensor] = {
+        f"t{i}": torch.full((100,), i, dtype=torch.uint8) for i in range(20)
+    }
+    made = Made(content)
+    feed = DeviceFeed(made, content, stream, piece=PIECE, ahead=250)
+    time.sleep(0.1)
+    assert made.read_names == ["t0", "t1", "t2"]
+    for i in range(20):
+        assert torch.equal(as_tensor(feed.take(f"t{i}")), as_tensor(content[f"t{i}"]))
+        assert len(made.read_names) <= i + 4
+    assert made.read_names == [*content]
+    feed.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_builder_in_another_order_waits_and_gets_everything(stream: LateStream, seed: int) -> None:
+    content = some_content()
+    names = [*content]
+    random.Random(seed).shuffle(names)
+    feed = DeviceFeed(Made(content), content, stream, piece=PIECE, ahead=1)
+    for name in names[: len(names) // 2]:
+        assert torch.equal(as_tensor(feed.take(name)).float(), as_tensor(content[name]).float())
+    feed.close()  # the others were never taken
+
+
+def test_an_error_in_a_reader_is_raised_where_the_tensor_is_taken(stream: LateStream) -> None:
+    content = some_content()
+    feed = DeviceFeed(Made(content, {"t1": BadFile("damaged")}), content, stream, piece=PIECE)
+    feed.take("t0")
+    with pytest.raises(BadFile, match="damaged"):
+        feed.take("t1")
+    assert torch.equal(as_tensor(feed.take("t3")), as_tensor(content["t3"])), "others are read all the same"
+    feed.close()
+
+
+def test_a_file_that_became_shorter_is_a_typed_error_and_not_the_end_of_the_process(
+    stream: LateStream, tmp_path: Path
+) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"x" * 100)
+    content: dict[str, Weight | Tensor] = {f"t{i}": torch.zeros(200, dtype=torch.uint8) for i in range(3)}
+    feed = DeviceFeed(Made(content), content, stream, [file], piece=PIECE, ahead=1)
+    feed.take("t0")
+    file.write_bytes(b"x" * 60)
+    with pytest.raises(BadFile, match=r"model.gguf: has 60 bytes; it had 100 when it was opened"):
+        feed.take("t2")
+    feed.close()
+
+
+def test_a_feed_that_is_closed_early_leaves_no_thread(stream: LateStream) -> None:
+    content = some_content()
+    feed = DeviceFeed(Made(content), content, stream, piece=PIECE, ahead=1)
+    feed.close()
+    assert not any(thread.is_alive() for thread in feed._threads)
+
+
+@pytest.mark.parametrize("model", ["nano_hybrid", "smollm2"])
+def test_a_model_built_from_the_feed_is_the_one_that_is_built_from_the_files(
+    model: str, request: pytest.FixtureRequest, stream: LateStream
+) -> None:
+    """As on a GPU, with copies made by a thread: plain tensors are fed, in the order of the dry build."""
+    path = request.getfixturevalue(model)
+    opened = open_model(str(path), EngineConfig())
+    spec = opened.resolved.spec
+
+    def target() -> Target:
+        return Target(torch.device("cpu"), torch.float32, 64, spec.hidden_size, ops="reference")
+
+    plain, fed = target(), target()
+    first = load_decoder(opened, plain, lambda *_: None)
+    order = read_order(opened.resolved, opened.checkpoint, fed)
+    assert len(order) > 0.5 * len([*opened.checkpoint.names()])
+    taken: list[str] = []
+
+    class Noted(DeviceFeed):
+        def take(self, name: str) -> Weight | Tensor:
+            taken.append(name)
+            return super().take(name)
+
+    fed.feed = feed = Noted(opened.checkpoint, order, stream, opened.files.weights)
+    second = load_decoder(opened, fed, lambda *_: None)
+    feed.close()
+    assert taken == order
+    assert fed.weights_nbytes == plain.weights_nbytes
+    pairs = zip(decoder_tensors(first), decoder_tensors(second), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_only_a_gpu_is_fed(nano_hybrid: Path, stream: LateStream) -> None:
+    opened = open_model(str(nano_hybrid), EngineConfig())
+    target = Target(torch.device("cpu"), torch.float32, 64, 32)
+    with feed_device(opened, target, lambda device: stream):
+        assert target.feed is None
+    target.device = torch.device("cuda", 0)
+    feeding = feed_device(opened, target, lambda device: stream)
+    feeding.__enter__()
+    assert target.feed is not None
+    error = RuntimeError("of the builder")
+    assert not feeding.__exit__(RuntimeError, error, None), "the error is the caller's"
+    assert target.feed is None

@@ -1,0 +1,26 @@
+"""`--deterministic` on a GPU: what is bound decides, and the refusal names it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from plait.checkpoint.weights import Target
+from plait.errors import ConfigError
+from plait.loading.build import _check_deterministic, loose_ops
+from plait.ops.chip import EXAMPLES
+from plait.ops.registry import Binding
+
+
+def test_deterministic_on_a_gpu_is_decided_by_what_is_bound() -> None:
+    target = Target(torch.device("cpu"), torch.float32, 64, 32)
+    target.chip = EXAMPLES[90]
+    target.bound.append(Binding("paged_attention", "triton", "layers.0.attn", ()))
+    assert loose_ops(target) == {}, "a row's bits do not depend on what shares its step"
+    _check_deterministic(target)
+    target.bound.append(Binding("linear", "reference", "layers.0.mlp", ()))
+    target.bound.append(Binding("paged_attention", "sdpa", "layers.1.attn", ()))
+    assert loose_ops(target) == {"linear": "reference", "paged_attention": "sdpa"}
+    text = r"on an sm_90 as H200 this model runs linear \(reference\), paged_attention \(sdpa\), .*\(--cpu\)"
+    with pytest.raises(ConfigError, match=text):
+        _check_deterministic(target)

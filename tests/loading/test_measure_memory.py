@@ -1,0 +1,182 @@
+"""Dividing a GPU's memory by what is measured there: with a device that is made up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from plait.config import GIB, MIB, EngineConfig
+from plait.engine.device import CudaMemory
+from plait.errors import OutOfMemory
+from plait.loading import build as build_module
+from plait.loading.build import Built, build
+from plait.loading.measure_memory import check_weights_fit, largest_step, leave_for_draft, measure_room
+from plait.loading.open_model import Opened, open_model
+from plait.model.decoder import Decoder
+from plait.model.layers.layers import Batch
+from plait.state.store import StateStore
+
+
+@dataclass
+class FakeMemory:
+    """A device with so many bytes free; a run is (bytes at most, bytes that it keeps)."""
+
+    left: int
+    now: int = 0
+    most: int = 0
+    log: list[str] = field(default_factory=list)
+
+    def free(self) -> int:
+        self.log.append("free")
+        return self.left
+
+    def peak_of(self, run: Callable[[], object]) -> int:
+        self.now = self.most = 0
+        run()
+        return self.most
+
+    def takes(self, most: int, kept: int = 0) -> Callable[[], None]:
+        def run() -> None:
+            if most > self.left:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            self.most, self.left = most, self.left - kept
+            self.log.append(f"run {most}")
+
+        return run
+
+
+def test_the_largest_peak_and_what_is_kept_are_not_for_state() -> None:
+    memory = FakeMemory(10 * GIB)
+    step, graphs = memory.takes(2 * GIB), memory.takes(GIB, kept=GIB)
+    assert measure_room(memory, [("the largest step", step), ("graphs", graphs)]) == 7 * GIB
+    assert memory.log == [f"run {2 * GIB}", f"run {GIB}", "free"], "measured before the driver is asked"
+    assert measure_room(FakeMemory(GIB), []) == GIB
+
+
+def test_a_draft_model_gets_its_weights_and_a_quarter_of_the_rest() -> None:
+    assert leave_for_draft(9 * GIB, GIB) == 6 * GIB
+    assert leave_for_draft(GIB, 2 * GIB) == 0
+
+
+def test_a_step_that_does_not_fit_names_itself_and_what_to_do() -> None:
+    memory = FakeMemory(GIB)
+    with pytest.raises(
+        OutOfMemory, match=r"not enough memory for the largest step \(64 tokens; lower --max-"
+    ):
+        measure_room(
+            memory, [("the largest step (64 tokens; lower --max-num-batched-tokens)", memory.takes(2 * GIB))]
+        )
+
+
+def test_weights_that_do_not_fit_are_refused_in_one_line_with_both_numbers() -> None:
+    check_weights_fit("m", GIB, GIB, "a GPU")
+    with pytest.raises(OutOfMemory) as caught:
+        check_weights_fit("Llama-3.1-8B", 15 * GIB, 7 * GIB + 512 * MIB, "an RTX 2080")
+    assert str(caught.value) == (
+        "the weights of Llama-3.1-8B take 15 GiB, and 7.5 GiB are free on an RTX 2080; end what else uses "
+        "it, choose a smaller model or quantization, or --cpu"
+    )
+
+
+def test_the_memory_of_a_gpu_is_that_of_torch_and_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    held = {"now": 5, "most": 9}
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append("emptied"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (seen.append("asked"), (70, 100))[1])
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: held["now"])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: held["most"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: held.update(most=held["now"]))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: seen.append("waited"))
+    memory = CudaMemory(torch.device("cuda", 0))
+    assert memory.free() == 70
+    assert seen == ["emptied", "asked"], "what torch only keeps is free"
+    assert memory.peak_of(lambda: held.update(most=25)) == 20
+    assert seen[2:] == ["waited"]
+
+
+@pytest.mark.parametrize(("tokens", "seqs", "lengths"), [(7, 3, [3, 2, 2]), (2, 1, [2]), (3, 3, [1, 1, 1])])
+def test_the_largest_step_is_at_the_end_of_the_longest_context_and_all_in_garbage(
+    nano_hybrid: Path, tokens: int, seqs: int, lengths: list[int]
+) -> None:
+    config = EngineConfig(
+        device="cpu", ops="reference", max_num_batched_tokens=tokens, max_num_seqs=seqs, block_size=4
+    )
+    opened = open_model(str(nano_hybrid), config)
+    target = build_module.make_target(opened, torch.device("cpu"))
+    decoder = build_module.load_decoder(opened, target, lambda *_: None)
+    seen: list[tuple[Batch, StateStore]] = []
+
+    class Watched:
+        states, spec = decoder.states, decoder.spec
+
+        def __call__(self, batch: Batch, store: StateStore) -> torch.Tensor:
+            seen.append((batch, store))
+            return decoder(batch, store)
+
+    watched: Decoder = Watched()  # type: ignore[assignment]
+    what, run = largest_step(watched, config, 10, target.device, target.dtype)
+    run()
+    assert what == f"the largest step ({tokens} tokens; lower --max-num-batched-tokens)"
+    ((batch, store),) = seen
+    assert batch.query_start.diff().tolist() == lengths
+    assert batch.seq_lens.tolist() == [10] * seqs
+    assert not batch.state_slots.any()
+    assert all(not i.block_table.any() and i.block_table.shape[1] == 3 for i in batch.paged.values())
+    assert all(len(t) == 1 for t in store.tensors), "no more memory than the garbage block and slot"
+
+
+def test_a_gpu_gives_its_share_of_what_is_measured_and_swaps_into_the_host_s_memory(
+    nano_hybrid: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Startup on a GPU, up to the size of its memory: the device is made up, tensors are on the CPU."""
+    opened = open_model(str(nano_hybrid), EngineConfig(device="cpu", ops="reference", max_num_seqs=2))
+    cpu = torch.device("cpu")
+    target = build_module.make_target(opened, cpu)
+    decoder = build_module.load_decoder(opened, target, lambda *_: None)
+    asked: list[int] = []
+
+    def measure(memory: object, runs: list[object]) -> int:
+        asked.append(len(runs))
+        return 100 * MIB
+
+    monkeypatch.setattr(build_module, "measure_room", measure)
+    monkeypatch.setattr(build_module, "free_memory", lambda device: {"cpu": 40 * MIB}[device.type])
+    monkeypatch.setattr(build_module, "total_memory", lambda device: GIB)
+    target.device = torch.device("cuda", 0)
+    full = build_module._size(opened, decoder, target)
+    assert asked == [1]
+    assert full.host_nbytes <= 10 * MIB, "a quarter of the host's memory, not of the GPU's"
+    draft = build_module._size(opened, decoder, target, opened)
+    assert draft.nbytes <= full.nbytes
+    small = replace(opened, config=replace(opened.config, gpu_memory=0.001))
+    with pytest.raises(OutOfMemory, match="the limit is 102 KiB"):
+        build_module._size(replace(small, config=replace(small.config, max_model_len=512)), decoder, target)
+
+
+def test_a_gpu_that_cannot_hold_the_weights_is_refused_before_any_is_read(
+    nano_hybrid: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = torch.device("cuda", 0)
+    make = build_module.make_target
+
+    def on_gpu(opened: Opened, device: torch.device) -> object:
+        target = make(opened, torch.device("cpu"))
+        target.device = gpu
+        return target
+
+    monkeypatch.setattr(build_module, "choose_device", lambda requested: (gpu, "made up"))
+    monkeypatch.setattr(build_module, "make_target", on_gpu)
+    monkeypatch.setattr(build_module, "try_kernels", lambda *_: None)
+    monkeypatch.setattr(build_module, "free_memory", lambda device: MIB)
+
+    def start() -> Built:
+        return build(str(nano_hybrid), EngineConfig(ops="reference"), lambda *_: None, lambda opened: None)
+
+    with pytest.raises(
+        OutOfMemory, match=r"the weights of nano-hybrid take .* MiB, and 1 MiB are free on it"
+    ):
+        start()
