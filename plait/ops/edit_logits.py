@@ -40,24 +40,45 @@ def edit_logits(
     lines: [3, L] int64, each row's line of `masks`, `biases` and `counts`. masks: [lines, words] int32, one
     bit for each token that may be sampled, the lowest bit first. biases: [lines, vocab] float32.
     counts: [lines, vocab] int32, of each token `IN_PROMPT` and `PER_OUTPUT` for each time it was generated.
-    penalties: [3, L] float32: repetition (CTRL, Keskar et al. 2019), presence, frequency (OpenAI's).
+    penalties: [3, L] float64, used as float32: repetition (CTRL, Keskar et al. 2019), presence, frequency.
     stops: [L, n] int64, or `NO_STOP`: forbidden while `position` < `until`, both [L] int64.
 
     First masks and stops, then biases, then penalties: of repetition what prompt and output have, of the
     other two the output alone.
     """
-    rows, vocab = logits.shape
-    token = torch.arange(vocab, device=logits.device)
+    token = torch.arange(logits.shape[1], device=logits.device)
     allowed = (masks[lines[0]][:, token // 32] >> (token % 32)) & 1
     values = logits.float().masked_fill(allowed == 0, -torch.inf)
     early = (stops[:, :, None] == token).any(1) & (position < until)[:, None]
     values = values.masked_fill(early, -torch.inf) + biases[lines[1]]
     count = counts[lines[2]]
-    repetition, presence, frequency = (row[:, None] for row in penalties)
+    repetition, presence, frequency = (row[:, None] for row in penalties.float())
     again = torch.where(values > 0, values / repetition, values * repetition)
     values = torch.where(count > 0, again, values)
     output = count // PER_OUTPUT
     return torch.where(output > 0, values - frequency * output - presence, values)
+
+
+@op(cases=CASES, tolerance={torch.float32: 0.0})
+def count_tokens(ids: Tensor, position: Tensor, lines: Tensor, counts: Tensor) -> Tensor:
+    """What a token drawn in each row changes, in place: the next one's position [L], and `counts`.
+
+    ids, lines: [L] int64; a row of line 0 is not counted, and no two rows have another line in common.
+    """
+    width = counts.shape[1]
+    added = (lines > 0).to(counts.dtype) * PER_OUTPUT
+    flat = (lines * width + ids).clamp(0, counts.numel() - 1)
+    counts.view(-1).scatter_add_(0, flat, added)
+    return position.add_(1)
+
+
+@count_tokens.inputs
+def _count_inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
+    rows, vocab = case["rows"], case["vocab_size"]
+    counts = torch.randint(0, 9, (rows + 1, vocab), dtype=torch.int32)
+    lines, ids = torch.arange(rows) * (torch.arange(rows) % 3 > 0), torch.randint(vocab, (rows,))
+    position = torch.randint(0, 1000, (rows,))
+    return (ids.to(device), position.to(device), lines.to(device), counts.to(device)), {}
 
 
 @edit_logits.inputs
@@ -67,7 +88,7 @@ def _inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Argumen
     masks = torch.randint(-(2**31), 2**31 - 1, (lines, -(-vocab // 32)), dtype=torch.int32)
     biases, counts = torch.randn(lines, vocab).round(decimals=1), torch.randint(0, 9, (lines, vocab))
     masks[0], biases[0], counts[0] = -1, 0.0, 0
-    penalties = torch.rand(3, rows) + 0.5
+    penalties = torch.rand(3, rows, dtype=torch.float64) + 0.5
     stops = torch.randint(NO_STOP, vocab, (rows, 3))
     grid = torch.arange(rows)
     which = torch.stack([grid % lines, grid // 2 % lines, (grid + 1) % lines])

@@ -232,18 +232,14 @@ def _load_tile(line, ranks, weights, at, size, listed, top, rate, TILE: tl.const
     else:
         value = tl.load(line + i, mask=i < size, other=-float("inf")).to(tl.float32)
         rank = _rank(value)
-        weight, level = _weigh(value, top, rate)
+        weight, _ = _weigh(value, top, rate)
     return rank, weight
 
 
 @triton.jit
 def _measure(weight, least, COUNTS: tl.constexpr):
     """What a candidate adds: 1 or its weight, and nothing with a weight below `least`."""
-    if COUNTS:
-        found = (weight >= least).to(tl.int64)
-    else:
-        found = tl.where(weight >= least, weight, 0)
-    return found
+    return tl.where(weight >= least, 1 if COUNTS else weight, 0).to(tl.int64)
 
 
 @triton.jit
@@ -253,7 +249,7 @@ def _find(
 ):  # fmt: skip
     """Where candidates in falling order reach `need`: (rank, how many of that rank are needed).
 
-    need: at least 1, and at most what all candidates have; low, high: ranks, int64, the lowest and the highest.
+    need: at least 1, and at most what all candidates have; low, high: the lowest and the highest rank, int64.
     """
     way = tl.arange(0, WAYS).to(tl.int64)
     while low < high:
