@@ -106,7 +106,8 @@ class SamplingTables:
     def __init__(self, capacity: int, limit: int, holes: Sequence[int], device: torch.device) -> None:
         self.capacity, self.limit, self.device = capacity, limit, device
         self._host = np.zeros((len(PLACES), capacity), np.int64)
-        self._block = torch.zeros(len(PLACES), capacity, dtype=torch.int64, device=device)
+        self._clear()
+        self._block = _upload(self._host, device)
         self._stops = torch.full((capacity, LEAST_STOPS), NO_STOP, dtype=torch.int64, device=device)
         self._has_holes = bool(holes)
         self._words = np.zeros(-(-limit // 32), np.uint32)
@@ -170,7 +171,7 @@ class SamplingTables:
         """Write the settings of single samples, `capacity` at most."""
         self._moves_on = moves_on
         places = np.arange(len(draws)) if rows is None else np.array(rows, np.int64)
-        self._host[:] = 0
+        self._clear()
         columns = _plain_columns(draws)
         for name, values in columns.items():
             kind: npt.DTypeLike = np.float64 if name in FLOATS else np.int64
@@ -187,6 +188,11 @@ class SamplingTables:
     def forget(self) -> None:
         """Trust no count of the device: steps have failed, or their tokens were not taken."""
         self._histories.clear()
+
+    def _clear(self) -> None:
+        """The settings of rows that a batch does not have: they take the largest logit, unedited."""
+        self._host[:] = 0
+        self._host[PLACES["repetition"]].view(np.float64)[:] = 1.0
 
     def _floats(self, name: str, rows: int) -> Tensor:
         return self._block[PLACES[name], :rows].view(torch.float64)
