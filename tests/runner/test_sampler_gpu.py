@@ -19,7 +19,7 @@ from plait.ops.chip import EXAMPLES
 from plait.request import TokenLogprobs
 from plait.runner.capture import StepCapture
 from plait.runner.sampler import Sampler
-from plait.runner.sampling_tables import SamplingTables
+from plait.runner.sampling_tables import LineTable, SamplingTables
 from plait.schedule.plan import Sampled, SamplingBatch, SamplingRow
 from tests.runner.test_sampler import VOCAB, answer, random_logits, random_row, row
 
@@ -176,6 +176,7 @@ def test_tables_hold_what_changing_batches_need(seed: int) -> None:
         logits, batch = random_logits(3, step), SamplingBatch(tuple(some))
         assert tables.fill(batch)
         ids, _ = sampler.draw(logits, tables)
+        tables.moved_on()
         wanted = [a.token_ids[0] for a in cpu.sample(logits[: len(some)], batch)]
         assert ids[: len(some)].tolist() == wanted
         moved = dict(zip(map(identity, some), map(moved_on, some, wanted), strict=True))
@@ -224,17 +225,29 @@ def test_two_sequences_with_one_seed_and_one_past_are_counted_apart() -> None:
         batch = SamplingBatch(tuple(map(moved_on, batch.rows, wanted)))
 
 
-def test_tokens_that_were_not_taken_are_forgotten() -> None:
-    """A step failed behind its draw: the device has counted a token that the sequence does not have."""
+@pytest.mark.parametrize(
+    ("num_launched", "num_appended", "is_anew"), [(2, 2, False), (2, 1, True), (1, 2, True)]
+)
+def test_counts_are_trusted_if_every_draw_was_taken(
+    monkeypatch: pytest.MonkeyPatch, num_launched: int, num_appended: int, is_anew: bool
+) -> None:
+    """A sequence that was preempted behind a draw does not have the token that the device has counted."""
     sampler, cpu = gpu_sampler(), Sampler(VOCAB)
-    asked = row(presence_penalty=2.0, history=(1, 2), prompt_len=2, position=2)
-    tables, logits, batch = sampler.tables(1), random_logits(1) / 10, SamplingBatch((asked,))
-    tables.fill(batch)
-    sampler.draw(logits, tables)
-    tables.forget()
-    tables.fill(batch)
+    asked = row(presence_penalty=2.0, frequency_penalty=1.0, history=(1, 2), prompt_len=2, position=2)
+    tables, logits = sampler.tables(1), random_logits(1) / 10
+    tables.fill(SamplingBatch((asked,)))
+    for _ in range(num_launched):
+        sampler.draw(logits, tables)
+    tables.moved_on(num_launched)
+    for _ in range(num_appended):
+        (found,) = answer(logits, asked, sampler=cpu)
+        asked = moved_on(asked, found.token_ids[0])
+    blank, put = [], LineTable.put
+    monkeypatch.setattr(LineTable, "put", lambda t, lines, *a: blank.append(lines) or put(t, lines, *a))
+    tables.fill(SamplingBatch((asked,)))
+    assert blank[-1] == ([1] if is_anew else [])
     ids, _ = sampler.draw(logits, tables)
-    assert ids.tolist() == list(cpu.sample(logits, batch)[0].token_ids)
+    assert ids.tolist() == list(answer(logits, asked, sampler=cpu)[0].token_ids)
 
 
 def test_larger_tables_are_another_form() -> None:
