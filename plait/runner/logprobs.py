@@ -25,10 +25,10 @@ LOW_HALF, LARGEST_ID = 0xFFFFFFFF, 0x7FFFFFFF
 Alternatives = tuple[tuple[int, float], ...]
 
 
-class ScoreRequest(NamedTuple):
+class LogprobRequest(NamedTuple):
     """A log-probability that a batch wants: of the token `target`, or of sample `draw` of the batch.
 
-    row: of the logits; answer: which row of the batch asked; num_top: how many alternatives.
+    row: of the logits; answer: the row of the batch that wants it; num_top: how many alternatives.
     """
 
     answer: int
@@ -67,22 +67,22 @@ def with_target(target: int, logprob: float, top: Alternatives) -> TokenLogprobs
     return TokenLogprobs(target, logprob, top if known else (*top, (target, logprob)))
 
 
-def list_requests(batch: SamplingBatch, most: int) -> Iterator[ScoreRequest]:
+def list_requests(batch: SamplingBatch, most: int) -> Iterator[LogprobRequest]:
     """Every log-probability that a batch wants, of at most `most` alternatives."""
     first, draw = 0, 0
     for answer, row in enumerate(batch.rows):
         end = first + row.num_logits
         if (num_top := row.params.logprobs) is not None:
             for i in range(row.num_samples):
-                yield ScoreRequest(answer, end - row.num_samples + i, None, draw + i, min(num_top, most))
+                yield LogprobRequest(answer, end - row.num_samples + i, None, draw + i, min(num_top, most))
         num_top = min(row.params.prompt_logprobs or 0, most)
         for i, target in enumerate(row.prompt_targets):
-            yield ScoreRequest(answer, first + i, target, 0, num_top)
+            yield LogprobRequest(answer, first + i, target, 0, num_top)
         first, draw = end, draw + row.num_samples
 
 
 def score_rows(
-    logits: Tensor, ids: Tensor, requests: Sequence[ScoreRequest], limit: int, banned: Tensor | None
+    logits: Tensor, ids: Tensor, requests: Sequence[LogprobRequest], limit: int, banned: Tensor | None
 ) -> list[Tensor]:
     """logits: [n, vocab], ids: of all samples -> [requests, 1 + alternatives] int64 in parts, not waited for.
 
@@ -118,7 +118,7 @@ def read_answers(ids: Tensor, values: Tensor, parts: Sequence[Tensor]) -> StepAn
     return StepAnswers(found[:count].tolist(), logits.tolist(), scores)
 
 
-def read_score(request: ScoreRequest, score: npt.NDArray[np.int64], tokens: Sequence[int]) -> TokenLogprobs:
+def read_score(request: LogprobRequest, score: npt.NDArray[np.int64], tokens: Sequence[int]) -> TokenLogprobs:
     """The answer to one request from its line."""
     target = tokens[request.draw] if request.target is None else request.target
     packed = score[1 : 1 + request.num_top]

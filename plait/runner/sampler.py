@@ -121,7 +121,7 @@ class Sampler:
         """logits: [L, vocab] float -> ids [L] int64, and the largest edited logits [L], by launches alone.
 
         The rows are the first L columns of `tables`. What is launched depends on L and `tables.form`. A value
-        that is not finite belongs to a broken row: whoever reads ids has to check it, as `sample` does.
+        that is not finite is of a broken row: it has to be checked where ids are read, as `sample` does.
         """
         rows, form = logits.shape[0], tables.form
         logits = self._limited(logits)
@@ -153,8 +153,15 @@ class Sampler:
         """Choose and draw once, so that no request waits for what is compiled at its first use."""
         params = [SamplingParams(temperature=temperature, logprobs=1) for temperature in (0.0, 1.0)]
         rows = tuple(SamplingRow(p, num_logits=1, num_samples=1, position=0, seed=0) for p in params)
-        device = self.holes.device
-        self.sample(torch.zeros(len(rows), self.vocab_size, device=device), SamplingBatch(rows))
+        logits = torch.zeros(len(rows), self.vocab_size, device=self.holes.device)
+        self.sample(logits, SamplingBatch(rows))
+        if self._is_gpu:
+            penalized = SamplingParams(temperature=0.0, presence_penalty=1.0)
+            edited = SamplingRow(penalized, 1, 1, position=1, seed=0, history=(0,), prompt_len=1)
+            tables = self.tables(len(rows))
+            for row in (rows[0], edited):
+                tables.fill_draws([(row, 0)], moves_on=True)
+                self.draw(logits, tables)
 
     def _choose(self, logits: Tensor, draws: Sequence[Draw], largest: Largest | None = None) -> list[int]:
         """logits: [n, vocab], not changed -> n tokens."""

@@ -118,7 +118,8 @@ class SamplingTables:
     @torch.inference_mode(False)  # else nothing outside of that mode could write them
     def __init__(self, capacity: int, limit: int, holes: Sequence[int], device: torch.device) -> None:
         self.capacity, self.limit, self.device = capacity, limit, device
-        self._host = np.zeros((len(PLACES), capacity), np.int64)
+        columns = -(-capacity // 16) * 16  # each setting begins where a wide load may
+        self._host = np.zeros((len(PLACES), columns), np.int64)
         self._clear()
         self._block = upload(self._host, device)
         self._stops = torch.full((capacity, LEAST_STOPS), NO_STOP, dtype=torch.int64, device=device)
@@ -349,7 +350,7 @@ def _plain_columns(draws: Sequence[Drawn]) -> dict[str, list[float] | list[int]]
 def _count(
     history: tuple[int, ...], prompt_len: int, known: int, limit: int
 ) -> tuple[Longs, npt.NDArray[np.int32]]:
-    """Ids that stand behind the first `known` tokens of a history, and their counts in all of it."""
+    """Ids behind the first `known` tokens of a history, and their counts in all of it."""
     tokens = np.array(history, np.int64)
     ids = np.unique(tokens[known:])
     ids = ids[ids < limit]

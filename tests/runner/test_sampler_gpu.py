@@ -76,6 +76,15 @@ def test_answers_are_those_of_a_cpu(seed: int, banned: tuple[int, ...]) -> None:
     assert torch.equal(logits, before)
 
 
+def test_preparation_launches_every_kernel() -> None:
+    sampler = gpu_sampler(40)
+    inputs = [t for t in vars(sampler).values() if isinstance(t, Tensor)]
+    with StepCapture(inputs, strict=False) as capture:
+        sampler.prepare()
+    kernels = {"find_tops", "take_tops", "weigh_parts", "list_candidates", "draw_tokens"}
+    assert kernels | {"edit_tiles", "count_rows"} <= set(capture.launches)
+
+
 def test_a_batch_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [row(logprobs=3, temperature=0.5), row(), row(logprobs=0), row(temperature=1.0, logprobs=1)]
     asked = row(num_logits=3, num_samples=1, prompt_targets=(1, 2), prompt_logprobs=2, logprobs=2)
@@ -100,7 +109,7 @@ def test_a_batch_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
         (dict(temperature=0.0), ["find_tops", "take_tops"]),
         (
             dict(temperature=0.7, top_p=0.9),
-            ["find_tops", "weigh_spans", "list_candidates", "draw_tokens", "count_rows"],
+            ["find_tops", "weigh_parts", "list_candidates", "draw_tokens", "count_rows"],
         ),
         (
             dict(temperature=0.0, history=(1, 2, 3), prompt_len=2, presence_penalty=0.5),

@@ -23,7 +23,7 @@ TILE = 2048
 ROWS = 256  # of a program that counts
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_stops", "stops_row"])
 def edit_tiles(
     logits, out, lines, masks, biases, counts, penalties, stops, until, position,
     logits_row, out_row, lines_row, masks_row, biases_row, counts_row, penalties_row, stops_row, num_stops,
@@ -54,7 +54,7 @@ def edit_tiles(
     tl.store(out + far * out_row + token, tl.where(output > 0, less, value), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def count_rows(ids, position, lines, counts, counts_row, rows, ROWS: tl.constexpr):
     """Adds a drawn token to each row's counts, and 1 to its position. Grid: (programs,)."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
