@@ -74,9 +74,10 @@ def load_draft(
     sampler = Sampler(
         spec.vocab_size,
         banned=banned_ids(tokenizer, spec.vocab_size),
-        device=own.device.type,
+        device=str(own.device),
         ops=config.ops,
         executor=own.executor,
+        chip=own.chip,
     )
     capacity = Capacity.of(memory.max_step_len, memory.num_places, longest, memory.block_size)
     runner = ModelRunner(decoder, store, sampler, own.device, executor=own.executor, capacity=capacity)
