@@ -38,9 +38,9 @@ from plait.ops.chip import read_chip
 from plait.ops.registry import Binding, check_fused
 from plait.ops.rope import rope_notes
 from plait.request import JsonStyle
-from plait.runner.graphs import Capacity
 from plait.runner.runner import ModelRunner
 from plait.runner.sampler import Sampler
+from plait.runner.static_batch import Capacity
 from plait.schedule.plan import MOST_STEPS
 from plait.schedule.speculate import NgramProposer, Proposer, Speculation
 from plait.spec import ModelSpec

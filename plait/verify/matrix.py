@@ -13,7 +13,7 @@ from plait.config import GIB
 from plait.engine.core import Engine
 from plait.errors import EngineError
 from plait.schedule.costs import StepCosts
-from plait.schedule.plan import DraftRequest, Sampled, SamplingBatch, StepPlan
+from plait.schedule.plan import DraftRequest, Sampled, SamplingBatch, StepPlan, Ticket
 
 FEW = 7  # tokens: a prompt's chunk that is no multiple of anything
 SHORT = 2  # how many prompts are computed one token at a time
@@ -134,13 +134,29 @@ class FailingRunner:
     def __init__(self, engine: Engine) -> None:
         self._runner, self._num_shared, self.num_failed = engine.runner, 0, 0
 
-    def execute(self, plan: StepPlan, sampling: SamplingBatch) -> list[Sampled]:
-        answers = self._runner.execute(plan, sampling)
+    def launch(self, plan: StepPlan, sampling: SamplingBatch) -> Ticket:
+        ticket = self._runner.launch(plan, sampling)
         self._num_shared += len(plan.chunks) > 1
         if len(plan.chunks) > 1 and self._num_shared % FAILS_EVERY == 0:
             self.num_failed += 1
-            raise EngineError("this step fails on purpose")
-        return answers
+            return FailingTicket(ticket)
+        return ticket
+
+
+@dataclass(frozen=True, slots=True)
+class FailingTicket:
+    """A step that runs, and then fails on purpose."""
+
+    ticket: Ticket
+
+    @property
+    def can_be_followed(self) -> bool:
+        return self.ticket.can_be_followed
+
+    def wait(self) -> list[Sampled]:
+        """Raises EngineError, behind the step."""
+        self.ticket.wait()
+        raise EngineError("this step fails on purpose")
 
 
 class CheapMoves(StepCosts):

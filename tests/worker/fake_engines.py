@@ -17,7 +17,7 @@ from typing import Any
 from plait.config import EngineConfig
 from plait.errors import BadFile, ConfigError
 from plait.loading.text_side import TextSource
-from plait.schedule.plan import Chunk, Sampled, SamplingBatch, StepPlan
+from plait.schedule.plan import Chunk, SamplingBatch, StepPlan, Ticket
 from plait.spec import ModelSpec, NormSpec
 from plait.worker.child import BuiltEngine
 from tests.engine.hash_model import VOCAB, HashModel, engine
@@ -30,12 +30,12 @@ STEP_S = 0.002
 class Mortal(HashModel):
     """Steps take a moment; some tokens in a plan end the process, or as good as that."""
 
-    def execute(self, plan: StepPlan, sampling: SamplingBatch) -> list[Sampled]:
+    def launch(self, plan: StepPlan, sampling: SamplingBatch) -> Ticket:
         time.sleep(STEP_S)
         for chunk in plan.chunks:
             if chunk.start == 0:
                 _suffer(chunk)
-        return super().execute(plan, sampling)
+        return super().launch(plan, sampling)
 
 
 def _suffer(chunk: Chunk) -> None:
