@@ -60,6 +60,12 @@ def upload(parts: Sequence[Ints], device: torch.device) -> list[Tensor]:
     return [whole[at : at + part.size].view(part.shape) for part, at in pairs]
 
 
+def upload_pairs(numbers: tuple[list[int], list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Two lists of the same length as tensors on the device, by one copy."""
+    first, second = upload([np.array(part, np.int64) for part in numbers], device)
+    return first, second
+
+
 def batch_of(plan: StepPlan, groups: Sequence[BlockGroup], tensors: Sequence[Tensor]) -> Batch:
     """The batch of a plan over what `parts_of` it is on the device."""
     chunks = plan.chunks
