@@ -146,6 +146,7 @@ def _build(opened: Opened, target: Target, tokenizer: Tokenizer | None, report: 
         device=target.device.type,
         ops=config.ops,
         executor=target.executor,
+        chip=target.chip,
     )
     target.bound.extend(sampler.bindings)
     report("preparing the step (the first start compiles kernels)", 0, 1)

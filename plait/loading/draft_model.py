@@ -74,6 +74,7 @@ def load_draft(
         device=own.device.type,
         ops=config.ops,
         executor=own.executor,
+        chip=own.chip,
     )
     capacity = Capacity.of(memory.max_step_len, memory.num_places, longest, memory.block_size)
     runner = ModelRunner(decoder, store, sampler, own.device, executor=own.executor, capacity=capacity)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from plait.ops.registry import Arguments, op
+from plait.ops.seed import GOLDEN, MIX_1, MIX_2
 
 Floats = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
@@ -80,6 +81,60 @@ def _inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Argumen
     uniform = torch.rand(rows, dtype=torch.float64)
     settings = (temperature, top_k, top_p, min_p, uniform)
     return (logits.to(device), *(t.to(device) for t in settings)), {}
+
+
+@op(cases=CASES, tolerance={torch.float32: 0.0})
+def sample_at(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seed: Tensor,
+    position: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """`sample` with the random number of (seed, position), or the largest where the temperature is 0.
+
+    seed, position: [L] int64, a seed modulo 2^64; the rest as `sample` has it -> ids [L] int64, and the
+    largest logit of each row [L]. One sequence of launches serves every row of a batch.
+    """
+    ids, values = largest.reference(logits)
+    warm = torch.where(temperature > 0, temperature, 1.0)
+    drawn = sample.reference(logits, warm, top_k, top_p, min_p, uniforms(seed, position))
+    return torch.where(temperature > 0, drawn, ids), values
+
+
+@sample_at.inputs
+def _at_inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
+    (logits, temperature, top_k, top_p, min_p, _), options = _inputs(case, dtype, device)
+    rows = case["rows"]
+    temperature[3::4] = 0.0
+    seed = torch.randint(-(2**63), 2**63 - 1, (rows,), dtype=torch.int64)
+    position = torch.randint(0, 2**20, (rows,), dtype=torch.int64)
+    return (logits, temperature, top_k, top_p, min_p, seed.to(device), position.to(device)), options
+
+
+def uniforms(seed: Tensor, position: Tensor) -> Tensor:
+    """`seed.uniform` of tensors: [L] int64 -> [L] float64, the same numbers."""
+    stream = _mix(seed + _wrap(GOLDEN))
+    return _shift(_mix(stream + (position + 1) * _wrap(GOLDEN)), 11).double() * 2.0**-53
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = (x ^ _shift(x, 30)) * _wrap(MIX_1)
+    x = (x ^ _shift(x, 27)) * _wrap(MIX_2)
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: Tensor, by: int) -> Tensor:
+    """To the right, of 64 bits without a sign."""
+    return (x >> by) & (2 ** (64 - by) - 1)
+
+
+def _wrap(number: int) -> int:
+    """An integer of 64 bits as int64 has it."""
+    number &= 2**64 - 1
+    return number - 2**64 if number >= 2**63 else number
 
 
 @sample.variant("candidates", on="cpu")

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 MASK64 = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio, odd
+MIX_1, MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # the factors of SplitMix64's finalizer
 
 
 def mix(x: int) -> int:
     """The finalizer of SplitMix64 (Steele et al. 2014): 64 bits in, 64 well-mixed bits out."""
     x &= MASK64
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK64
+    x = ((x ^ (x >> 30)) * MIX_1) & MASK64
+    x = ((x ^ (x >> 27)) * MIX_2) & MASK64
     return x ^ (x >> 31)
 
 

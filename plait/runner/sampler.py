@@ -15,14 +15,26 @@ import torch
 from torch import Tensor
 
 from plait.errors import EngineError
+from plait.ops.chip import Chip
+from plait.ops.edit_logits import count_tokens, edit_logits
 from plait.ops.registry import OpFacts
-from plait.ops.sample import largest, sample
+from plait.ops.sample import largest, sample, sample_at
 from plait.ops.seed import uniform
 from plait.request import SamplingParams, TokenLogprobs
+from plait.runner.logprobs import (
+    FLOOR,
+    ROWS_AT_ONCE,
+    best,
+    list_requests,
+    read_answers,
+    read_score,
+    score_rows,
+    with_target,
+)
+from plait.runner.sampling_tables import SamplingTables, is_edited
 from plait.schedule.plan import Sampled, SamplingBatch, SamplingRow
 
-FLOOR = -9999.0  # log-probabilities stay finite: JSON has no infinity
-ROWS_AT_ONCE = 64  # of prompt log-probabilities: [64, vocab] float32 in addition to the logits
+LEAST_ROWS = 16  # of the tables of a GPU
 Draw = tuple[SamplingRow, int]  # which of a row's samples, from 0
 Numbers = Tensor | npt.NDArray[np.generic]
 Largest = tuple[Numbers, Numbers]  # the ids and values of a batch's largest logits: tensors or arrays
@@ -33,7 +45,8 @@ class Sampler:
 
     `banned`: ids without text in the tokenizer (holes of the vocabulary, padding rows). They are never
     sampled and never an alternative; the model's probabilities are not changed by it. `executor`: what runs
-    native kernels on this device, if there is one. `bindings`: which variants were bound, and why.
+    native kernels on this device, if there is one. `chip`: the GPU, if it is one; then a batch is sampled by
+    kernels over `SamplingTables`, and read once. `bindings`: which variants were bound, and why.
     """
 
     def __init__(
@@ -44,6 +57,7 @@ class Sampler:
         device: str = "cpu",
         ops: str = "auto",
         executor: object = None,
+        chip: Chip | None = None,
     ) -> None:
         holes = sorted({i for i in banned if 0 <= i < vocab_size})
         self.limit = vocab_size
@@ -53,10 +67,16 @@ class Sampler:
             raise EngineError(f"all {vocab_size} tokens of the vocabulary are banned")
         self.vocab_size = vocab_size
         self.holes, self._has_holes = torch.tensor(holes, dtype=torch.int64, device=device), bool(holes)
-        facts = OpFacts(device, torch.float32, {"vocab_size": vocab_size}, executor)
+        self._is_gpu = chip is not None or device != "cpu"
+        platform = "cuda" if chip else device
+        facts = OpFacts(platform, torch.float32, {"vocab_size": vocab_size}, executor, chip)
         self._largest, found = largest.bind(facts, "sampler", ops)
-        self._draw, self.binding = sample.bind(facts, "sampler", ops)
-        self.bindings = (found, self.binding)
+        self._draw, binding = sample.bind(facts, "sampler", ops)
+        self._draw_at, at = sample_at.bind(facts, "sampler", ops)
+        self._edit_rows, edit = edit_logits.bind(facts, "sampler", ops)
+        self._count, count = count_tokens.bind(facts, "sampler", ops)
+        self.bindings = (found, at, edit, count) if self._is_gpu else (found, binding)
+        self._scratch: SamplingTables | None = None  # of the batches that `sample` gets on a GPU
 
     @property
     def plain_largest(self) -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
@@ -76,6 +96,8 @@ class Sampler:
         if expected != count:
             raise EngineError(f"{count} rows of logits, and {expected} are requested")
         draws = [(row, i) for row in rows for i in range(row.num_samples)]
+        if self._is_gpu:
+            return self._sample_on_gpu(logits, batch, draws)
         ids: list[int] = []
         if draws:
             if len(draws) == count:
@@ -90,6 +112,29 @@ class Sampler:
             prompt = self._prompt_logprobs(logits, first, row) if row.prompt_targets else ()
             answers.append(Sampled(mine, scores, prompt))
         return answers
+
+    def tables(self, capacity: int, device: torch.device | None = None) -> SamplingTables:
+        """Settings on the device for `draw`, of up to so many rows of logits."""
+        holes: list[int] = self.holes.tolist()
+        return SamplingTables(capacity, self.limit, holes, device or self.holes.device)
+
+    def draw(self, logits: Tensor, tables: SamplingTables) -> tuple[Tensor, Tensor]:
+        """logits: [L, vocab] float -> ids [L] int64, and the largest edited logits [L], by launches alone.
+
+        The rows are the first L columns of `tables`. What is launched depends on L and `tables.form`. A value
+        that is not finite belongs to a broken row: whoever reads ids has to check it, as `sample` does.
+        """
+        rows, form = logits.shape[0], tables.form
+        logits = self._limited(logits)
+        if form.is_edited:
+            logits = self._edit_rows(logits, *tables.edits(rows))
+        if form.is_drawn:
+            ids, values = self._draw_at(logits, *tables.settings(rows))
+        else:
+            ids, values = self._largest(logits)
+        if form.moves_on and (form.is_drawn or form.is_edited):
+            self._count(ids, *tables.counted(rows))
+        return ids, values
 
     def follow(
         self, logits: Tensor, batch: SamplingBatch, step: int, largest: Largest | None = None
@@ -114,6 +159,10 @@ class Sampler:
 
     def _choose(self, logits: Tensor, draws: Sequence[Draw], largest: Largest | None = None) -> list[int]:
         """logits: [n, vocab], not changed -> n tokens."""
+        if self._is_gpu:
+            answers = read_answers(*self._drawn_on_gpu(logits[: len(draws)], draws), [])
+            _check(answers.values)
+            return answers.tokens
         edited = self._edited(logits, draws)
         if largest is None or edited is not logits:
             largest = self._largest(self._limited(edited))
@@ -125,6 +174,35 @@ class Sampler:
             for i, token_id in zip(drawn, chosen, strict=True):
                 ids[i] = token_id
         return ids
+
+    def _drawn_on_gpu(self, logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
+        """A row of logits for each draw -> ids and largest logits, on the device."""
+        if self._scratch is None or self._scratch.capacity < len(draws):
+            self._scratch = self.tables(max(LEAST_ROWS, 1 << (len(draws) - 1).bit_length()))
+        self._scratch.fill_draws(draws)
+        return self.draw(logits, self._scratch)
+
+    def _sample_on_gpu(self, logits: Tensor, batch: SamplingBatch, draws: Sequence[Draw]) -> list[Sampled]:
+        """`sample` with one read for all of its tokens and log-probabilities."""
+        ids, values = logits.new_empty(0, dtype=torch.int64), logits.new_empty(0)
+        if draws:
+            ids, values = self._drawn_on_gpu(_rows(logits, _sampled_rows(batch.rows)), draws)
+        requests = list(list_requests(batch, self.limit - len(self.holes)))
+        if not draws and not requests:
+            return [Sampled() for _ in batch.rows]
+        banned = self.holes if self._has_holes else None
+        found = read_answers(ids, values, score_rows(logits, ids, requests, self.limit, banned))
+        _check(found.values)
+        scores: list[list[TokenLogprobs]] = [[] for _ in batch.rows]
+        prompts: list[list[TokenLogprobs]] = [[] for _ in batch.rows]
+        for request, score in zip(requests, found.scores, strict=True):
+            kind = scores if request.target is None else prompts
+            kind[request.answer].append(read_score(request, score, found.tokens))
+        answers, at = [], 0
+        for row, own, prompt in zip(batch.rows, scores, prompts, strict=True):
+            mine, at = tuple(found.tokens[at : at + row.num_samples]), at + row.num_samples
+            answers.append(Sampled(mine, tuple(own) or None, tuple(prompt)))
+        return answers
 
     def _limited(self, logits: Tensor) -> Tensor:
         """Without the ids behind the last one that may be sampled."""
@@ -146,7 +224,7 @@ class Sampler:
 
     def _edited(self, logits: Tensor, draws: Sequence[Draw]) -> Tensor:
         """With what each row's settings forbid, favour or penalise; a copy [n, limit] if anything changes."""
-        edits = [at for at, (row, i) in enumerate(draws) if _is_edited(row, i)]
+        edits = [at for at, (row, i) in enumerate(draws) if is_edited(row, i)]
         if not edits and not self._has_holes:
             return logits
         logits = logits[:, : self.limit].clone()
@@ -219,24 +297,8 @@ class Sampler:
         tops = best(allowed, min(num_top, self.limit - len(self.holes)))
         found = []
         for target, logprob, top in zip(targets, chosen, tops, strict=True):
-            known = any(token_id == target for token_id, _ in top)
-            found.append(TokenLogprobs(target, logprob, top if known else (*top, (target, logprob))))
+            found.append(with_target(target, logprob, top))
         return found
-
-
-def best(values: Tensor, k: int) -> list[tuple[tuple[int, float], ...]]:
-    """values: [n, width] -> the k largest of each row as (id, value), the lower id first among equals."""
-    top, ids = values.topk(min(k + 1, values.shape[1]), -1)
-    ties = (top[:, 1:] == top[:, :-1]).any(-1).tolist()
-    top, ids = top[:, :k], ids[:, :k]
-    for i, tied in enumerate(ties):
-        if tied:  # topk promises no order among equals
-            candidates = (values[i] >= top[i, -1]).nonzero()[:, 0]
-            order = values[i, candidates].sort(descending=True, stable=True).indices[:k]
-            ids[i] = candidates[order]
-            top[i] = values[i, ids[i]]
-    numbers = top.clamp_min(FLOOR).tolist()
-    return [tuple(zip(row_ids, row, strict=True)) for row_ids, row in zip(ids.tolist(), numbers, strict=True)]
 
 
 def _penalise(logits: Tensor, past: Tensor, prompt_len: int, params: SamplingParams) -> None:
@@ -254,11 +316,6 @@ def _penalise(logits: Tensor, past: Tensor, prompt_len: int, params: SamplingPar
         logits[ids] -= params.frequency_penalty * counts
     if params.presence_penalty:
         logits[ids] -= params.presence_penalty
-
-
-def _is_edited(row: SamplingRow, i: int) -> bool:
-    must_go_on = bool(row.stop_token_ids) and i < row.num_stopless
-    return bool(row.history or row.params.logit_bias or row.masks or must_go_on)
 
 
 def is_greedy(batch: SamplingBatch) -> bool:

@@ -20,6 +20,7 @@ from plait.quant.weight import Dense
 
 load_kernels()
 list_mixers()  # registers every op that a model can use
+FORBIDDING = {"edit_logits"}  # what returns -inf on purpose
 STANDARD = {"block_size": BLOCK, "kv_dtype": "model"}  # what every mixer adds to an op's own sizes
 # Their kernels are made from the same parts as those of other formats: compiling them takes minutes.
 RARE = {"IQ4_NL", "IQ2_XXS", "IQ2_S", "IQ3_XXS", "IQ1_S", "TQ1_0", "NVFP4", "Q1_0", "Q3_K", "int3_g128"}
@@ -71,7 +72,8 @@ def test_reference_runs_on_its_cases(name: str) -> None:
     for case in op.cases:
         args, kwargs = op.make(case, torch.float32, "cpu")
         for out in tensors(op.reference(*args, **kwargs)):
-            assert not out.is_floating_point() or bool(out.isfinite().all())
+            whole = out[out != -torch.inf] if name in FORBIDDING else out
+            assert not out.is_floating_point() or bool(whole.isfinite().all())
 
 
 def test_the_choice_can_be_read() -> None:

@@ -17,7 +17,8 @@ from plait.errors import EngineError
 from plait.ops.sample import sample
 from plait.ops.seed import choice_seed, uniform
 from plait.request import SamplingParams
-from plait.runner.sampler import FLOOR, Sampler, best
+from plait.runner.logprobs import FLOOR, best
+from plait.runner.sampler import Sampler
 from plait.schedule.plan import Sampled, SamplingBatch, SamplingRow
 
 VOCAB = 50
