@@ -23,7 +23,7 @@ EXACT = {torch.float32: 0.0}
 
 @op(cases=CASES, tolerance=EXACT)
 def locate_tokens(positions: Tensor, table: Tensor, block_size: int) -> Tensor:
-    """Where each row's next entry goes: positions [S] int64, block table [S, M] -> flat addresses [S] int64."""
+    """Where each row's next entry goes: positions [S] int64, block table [S, M] -> flat addresses [S]."""
     block = table.gather(1, (positions // block_size)[:, None])[:, 0]
     return block * block_size + positions % block_size
 
@@ -44,17 +44,18 @@ def move_rows_on(
     positions: Tensor,
     seq_lens: Tensor,
     answers: Tensor,
-) -> None:
+) -> Tensor:
     """After a draw, in place: ids and largest logits become the rows' next tokens and answers.
 
     ids: [S] int64, values: [S] float32, active, token_ids, positions, seq_lens: [S] int64; answers: [2, S]
-    float64, which has ids exactly. Rows that are not active keep all but their answer.
+    float64, which has ids exactly, is returned. Rows that are not active keep all but their answer.
     """
     answers[0].copy_(ids)
     answers[1].copy_(values)
     token_ids.copy_(torch.where(active > 0, ids, token_ids))
     positions.add_(active)
     seq_lens.add_(active)
+    return answers
 
 
 @move_rows_on.inputs

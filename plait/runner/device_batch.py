@@ -1,13 +1,13 @@
 """The static buffers of a device's decode steps: a row for each running sequence, updated by differences.
 
-All of them are one tensor of integers, so that a step is written by one copy of (address, value) pairs and one
-launch that puts them in place. What moves on by itself (tokens, positions, lengths) is not written again: a
-step of the same sequences costs the host nothing but its launch.
+All of them are one tensor of integers, so that a step is written by one copy of (address, value) pairs and
+one launch that puts them in place. What moves on by itself (tokens, positions, lengths) is not written again:
+a step of the same sequences costs the host nothing but its launch.
 
     token ids [R] | positions [R] | lengths [R] | active [R] | slots [R] | tables of each group [R, M]
 
-A row without a sequence is padding: it is not active, at position 0 of block 0, of length 1, in slot 0. A graph
-for B sequences reads the first B rows, in which its sequences may be in any order.
+A row without a sequence is padding: it is not active, at position 0 of block 0, of length 1, in slot 0. A
+graph for B sequences reads the first B rows, in which its sequences may be in any order.
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ class DeviceBatch:
         size = first + len(groups) * self.rows * self._width
         self.memory = torch.zeros(size, dtype=torch.int64, device=device)
         self._of("seq_lens", self.rows).fill_(1)
+        self.blank = self.memory.clone()
         self._starts = torch.arange(self.rows + 1, device=device)
         self._history = torch.ones(self.rows, dtype=torch.bool, device=device)
         self._known = [self._padding() for _ in range(self.rows)]
@@ -107,7 +108,9 @@ class DeviceBatch:
             num_decodes=bucket,
             max_query_len=1,
             max_seq_len=self.blocks * self.block_size,
-            paged={g.name: PagedIndex(self.table(i, bucket), mappings[g.name]) for i, g in enumerate(self.groups)},
+            paged={
+                g.name: PagedIndex(self.table(i, bucket), mappings[g.name]) for i, g in enumerate(self.groups)
+            },
             state_slots=self._of("slots", bucket),
             has_history=self._history[:bucket],
             logit_rows=self._starts[:bucket],

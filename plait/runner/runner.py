@@ -8,9 +8,11 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from plait.errors import EngineError
+from plait.errors import CannotRecord, EngineError
 from plait.memory import block_groups, has_slots
 from plait.model.decoder import Decoder
+from plait.runner.device_graphs import DeviceReplay
+from plait.runner.graph_backends import GraphBackend
 from plait.runner.inputs import build_batch
 from plait.runner.program import record_program
 from plait.runner.replay import Replay, add_pooled
@@ -35,8 +37,8 @@ from plait.state.store import StateStore
 class ModelRunner:
     """Executes plans on one device. `store` holds the state of every running sequence.
 
-    With an `executor` of native kernels and the `capacity` of the largest step, a step is recorded once and
-    replayed. `step_kind` describes the recording, or why steps run op by op.
+    With the `capacity` of the largest step, and an `executor` of native kernels or the graphs of a device, a
+    step is recorded once and replayed. `step_kind` describes the recording, or why steps run op by op.
     """
 
     def __init__(
@@ -46,17 +48,20 @@ class ModelRunner:
         sampler: Sampler,
         device: torch.device,
         *,
-        executor: NativeExecutor | None = None,
+        executor: NativeExecutor | GraphBackend | None = None,
         capacity: Capacity | None = None,
     ) -> None:
         self.decoder, self.store, self.sampler, self.device = decoder, store, sampler, device
         self.groups, self.executor = block_groups(decoder.states), executor
         self.replay: Replay | None = None
-        self.step_kind = "op by op: no recording was requested"
-        if capacity:
-            self.replay, self.step_kind = record_program(
-                decoder, store, executor, self.groups, capacity, sampler
-            )
+        self.step_kind, self.is_recorded = "op by op: no recording was requested", False
+        native = None if isinstance(executor, GraphBackend) else executor
+        if capacity and isinstance(executor, GraphBackend) and decoder.spec.causal:
+            self._replay_on_device(capacity, executor)
+        elif capacity:
+            made = record_program(decoder, store, native, self.groups, capacity, sampler)
+            self.replay, self.step_kind = made
+            self.is_recorded = self.replay is not None
 
     def launch(self, plan: StepPlan, sampling: SamplingBatch) -> Ticket:
         """Launch the steps of a plan: its ticket gives the answer to every chunk that has one, in order."""
@@ -65,7 +70,11 @@ class ModelRunner:
         if not plan.chunks:
             return Done([])
         if self.replay is not None and self.replay.fits(plan):
-            return self.replay.launch(plan, sampling)
+            try:
+                return self.replay.launch(plan, sampling)
+            except BaseException:
+                self.replay.forget()
+                raise
         if plan.num_steps > 1:
             raise EngineError(f"{plan.num_steps} steps at once, and the first does not fit a recording")
         hidden, logits = self._computed(plan)
@@ -89,9 +98,16 @@ class ModelRunner:
                         self.store.drop(handle)
         self.store.zero_slots(plan.fresh)
 
-    @property
-    def is_recorded(self) -> bool:
-        return self.replay is not None
+    def _replay_on_device(self, capacity: Capacity, graphs: GraphBackend) -> None:
+        """Run steps without waits. Where decodes cannot be captured, they run op by op as prompts do."""
+        parts = self.decoder, self.store, self.sampler, self.groups
+        replay = self.replay = DeviceReplay(*parts, capacity, graphs)
+        try:
+            if graphs.captures_at_start:
+                replay.prepare()
+            self.step_kind, self.is_recorded = replay.describe(), True
+        except (CannotRecord, RuntimeError) as error:
+            self.step_kind = f"op by op: {error}"
 
     def close(self) -> None:
         """Let the executor's threads go. Nothing can run afterwards."""

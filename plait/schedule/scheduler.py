@@ -166,7 +166,7 @@ class Scheduler:
         return updates
 
     def isolate(self) -> None:
-        """After a failed step, preempt all, as no state and no plan can be trusted; suspects run one by one."""
+        """After a failed step, preempt all, as neither state nor plans can be trusted; suspects run alone."""
         suspects = {seq.id: seq for seq in [*self._suspects, *self.running]}
         self._reset_memory([move for moves in self._moves.values() for move in moves])
         self._suspects = sorted(suspects.values(), key=self._place)

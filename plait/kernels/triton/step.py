@@ -61,10 +61,11 @@ def _move_rows_on(
     positions: Tensor,
     seq_lens: Tensor,
     answers: Tensor,
-) -> None:
+) -> Tensor:
     rows = ids.shape[0]
     grid, buffers = (triton.cdiv(rows, BLOCK),), (active, token_ids, positions, seq_lens, answers)
     launch(_move_on, grid, ids, values, *buffers, rows, answers.stride(0), BLOCK=BLOCK)
+    return answers
 
 
 def forms() -> Iterator[KernelForm]:
