@@ -66,6 +66,7 @@ class Engine:
         self._is_audited = True
         self._flight: Flight | None = None  # launched ahead of the step that was committed last
         self._landed_s = 0.0  # when that was
+        self.num_ahead = 0  # steps that were launched while another one ran
 
     def submit(self, request: Request, on_event: OnEvent, arrival_s: float | None = None) -> None:
         """Queue a request; `on_event` gets new tokens, and a `finish_reason` once for each choice.
@@ -130,6 +131,7 @@ class Engine:
         if self.speculation is not None or not flight.ticket.can_be_followed:
             return None
         plan = self.scheduler.plan_ahead(flight.plan)
+        self.num_ahead += plan is not None
         return None if plan is None else self._launch(plan)
 
     def _land(self, flight: Flight) -> None:

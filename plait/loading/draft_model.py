@@ -77,7 +77,8 @@ def load_draft(
         chip=own.chip,
     )
     capacity = Capacity.of(memory.max_step_len, memory.num_places, longest, memory.block_size)
-    runner = ModelRunner(decoder, store, sampler, own.device, executor=own.executor, capacity=capacity)
+    steps = target.graphs or own.executor
+    runner = ModelRunner(decoder, store, sampler, own.device, executor=steps, capacity=capacity)
     step_log.info("step of the draft model: %s", runner.step_kind)
     log.info("draft model: %s, %s with its state", opened.files.name, gib(own.weights_nbytes + store.nbytes))
     return DraftModel(runner, memory)

@@ -173,9 +173,7 @@ class DeviceReplay:
 
     def _fill(self, plan: StepPlan, sampling: SamplingBatch, rows: Sequence[int]) -> bool:
         """Write the batch's settings, unless the device has them. False: the host must sample."""
-        settings = [
-            row.num_stopless > 0 for row in sampling.rows
-        ]  # the rest of a sequence's is always the same
+        settings = [row.num_stopless > 0 for row in sampling.rows]  # the rest never changes for a sequence
         places = [(chunk.seq_id, row, chunk.end) for chunk, row in zip(plan.chunks, rows, strict=True)]
         if not any(row.masks for row in sampling.rows) and (places, settings) == self._filled:
             self._filled = _later(places, plan.num_steps), settings
@@ -310,7 +308,7 @@ def _is_decoding(plan: StepPlan) -> bool:
 
 def _draws(drawing: Drawing) -> list[int]:
     """The rows of logits that are sampled from: of each chunk its last."""
-    found, end = [], 0
+    found, end = list[int](), 0
     for chunk, row in drawing:
         end += chunk.num_logits
         found += range(end - row.num_samples, end)

@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from plait.errors import ConfigError
 from plait.kernels.load import load_for_gpu
 from plait.ops.chip import Chip
 from plait.ops.launch import watch_launches
@@ -43,9 +44,6 @@ class GraphBackend(Protocol):
     def capture(self, step: Step, inputs: Sequence[Tensor]) -> CapturedStep:
         """Capture what `step` launches. `inputs`: all memory that is neither made nor freed in it."""
 
-    def close(self) -> None:
-        """Free what graphs hold."""
-
     def read(self, found: Tensor) -> Callable[[], Tensor]:
         """Copy to the host behind all that was launched; what is returned waits for the copy."""
 
@@ -56,6 +54,11 @@ class TorchGraphs(GraphBackend):
     captures_at_start = False
 
     def __init__(self, chip: Chip | None) -> None:
+        """Raises ConfigError if this GPU's kernels cannot run here."""
+        if chip is not None and not _is_interpreted():
+            raise ConfigError(
+                "a GPU's kernels run on a CPU in Triton's interpreter alone: set TRITON_INTERPRET=1"
+            )
         load_for_gpu()
         self.device, self.chip = torch.device("cpu"), chip
 
@@ -125,6 +128,15 @@ class CudaGraph:
 
     def replay(self) -> None:
         self._graph.replay()
+
+
+def _is_interpreted() -> bool:
+    """Whether kernels that are made from now on run on the CPU."""
+    try:
+        import triton
+    except ImportError:
+        return False
+    return bool(triton.knobs.runtime.interpret)
 
 
 class _Names:

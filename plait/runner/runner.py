@@ -111,7 +111,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Let the executor's threads go. Nothing can run afterwards."""
-        if self.executor:
+        if self.executor and not isinstance(self.executor, GraphBackend):
             self.executor.close()
 
     @torch.inference_mode()

@@ -14,6 +14,8 @@ from tests.runner.device_engine import Side, gpu_decoder
 
 # Attention, windows, latents with experts, Mamba2 with attention, gated delta rule, Mamba1.
 QUICK = ("llama", "gemma3", "deepseek_v3", "bamba", "qwen3_next", "mamba")
+# Rows of a tile that are no queries divide 0 by 0, and are not stored.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 PROMPTS = ([3, 5, 7], [11], [2, 9, 4, 4, 8, 1, 30], [17, 6])
 
 
@@ -38,4 +40,7 @@ def test_captured_steps_give_the_text_of_steps_op_by_op(name: str, folder: Path)
     _, want = replies(decoder, has_graphs=False)
     side, found = replies(decoder, has_graphs=True)
     assert found == want
+    if any("_unique" in why for why in side.replay._refused.values()):
+        pytest.xfail("experts are chosen on the host: they get kernels of their own")
+    assert not side.replay._refused
     assert side.replay._graphs
