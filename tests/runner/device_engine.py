@@ -14,7 +14,7 @@ from plait.engine.core import Engine
 from plait.kernels.load import load_for_gpu
 from plait.memory import block_groups, has_slots
 from plait.model.decoder import Decoder
-from plait.ops.chip import EXAMPLES
+from plait.ops.chip import EXAMPLES, Chip
 from plait.request import Request, SamplingParams
 from plait.runner.device_graphs import DeviceReplay
 from plait.runner.graph_backends import TorchGraphs
@@ -37,12 +37,17 @@ CHIP = EXAMPLES[90]
 def gpu_decoder(name: str, folder: Path) -> Decoder:
     """A family's tiny model with what a GPU binds."""
     load_for_gpu()
+    return plain_decoder(name, folder, CHIP)
+
+
+def plain_decoder(name: str, folder: Path, chip: Chip | None = None) -> Decoder:
+    """A family's tiny model, without a chip of torch's ops alone."""
     if not (folder / "model.safetensors").exists():
         tiny.write(name, folder)
     config, tensors, _ = tiny.read(folder)
     checkpoint = Memory(tensors)
     found = resolved(checkpoint, config)
-    target = Target(CPU, torch.float32, LONGEST, found.spec.hidden_size, chip=CHIP)
+    target = Target(CPU, torch.float32, LONGEST, found.spec.hidden_size, chip=chip)
     return Decoder(found.spec, Weights(checkpoint, found.names, target))
 
 
@@ -57,6 +62,7 @@ class Side:
     blocks: int = 12
     cache: CacheOptions | None = None
     num_steps: int = 1
+    chip: Chip | None = CHIP
 
     def __post_init__(self) -> None:
         model = self.decoder
@@ -66,9 +72,9 @@ class Side:
         store = StateStore(model.states, counts, num_slots, BLOCK, CPU, torch.float32)
         for tensor in store.tensors:
             tensor.zero_()
-        sampler = Sampler(vocab, chip=CHIP)
+        sampler = Sampler(vocab, chip=self.chip)
         capacity = Capacity.of(self.budget, self.num_seqs, LONGEST, BLOCK, num_draft_tokens=4)
-        graphs = TorchGraphs(CHIP) if self.has_graphs else None
+        graphs = TorchGraphs(self.chip) if self.has_graphs else None
         self.runner = ModelRunner(
             model, store, sampler, CPU, executor=graphs, capacity=capacity if graphs else None
         )
