@@ -153,7 +153,7 @@ def _build(opened: Opened, target: Target, tokenizer: Tokenizer | None, report: 
     sampler = Sampler(
         vocab_size,
         banned=banned_ids(tokenizer, vocab_size),
-        device=target.device.type,
+        device=str(target.device),
         ops=config.ops,
         executor=target.executor,
         chip=target.chip,

@@ -71,7 +71,7 @@ def load_draft(
     sampler = Sampler(
         spec.vocab_size,
         banned=banned_ids(tokenizer, spec.vocab_size),
-        device=own.device.type,
+        device=str(own.device),
         ops=config.ops,
         executor=own.executor,
         chip=own.chip,

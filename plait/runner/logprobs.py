@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from plait.request import TokenLogprobs
+from plait.runner.sampling_tables import upload
 from plait.schedule.plan import SamplingBatch
 
 FLOOR = -9999.0  # log-probabilities stay finite: JSON has no infinity
@@ -92,8 +93,8 @@ def score_rows(
     for at in range(0, len(requests), ROWS_AT_ONCE):
         some = requests[at : at + ROWS_AT_ONCE]
         columns = [[r.row for r in some], [r.draw for r in some], [r.target or 0 for r in some]]
-        columns.append([r.target is None for r in some])
-        row, draw, target, is_drawn = torch.tensor(columns, device=logits.device)
+        columns.append([int(r.target is None) for r in some])
+        row, draw, target, is_drawn = upload(np.array(columns, np.int64), logits.device)
         if ids.numel():
             target = torch.where(is_drawn > 0, ids[draw], target)
         values = logits[row].log_softmax(-1)

@@ -31,7 +31,7 @@ from plait.runner.logprobs import (
     score_rows,
     with_target,
 )
-from plait.runner.sampling_tables import SamplingTables, is_edited
+from plait.runner.sampling_tables import SamplingTables, is_edited, upload
 from plait.schedule.plan import Sampled, SamplingBatch, SamplingRow
 
 LEAST_ROWS = 16  # of the tables of a GPU
@@ -65,10 +65,10 @@ class Sampler:
             self.limit = holes.pop()
         if self.limit == 0:
             raise EngineError(f"all {vocab_size} tokens of the vocabulary are banned")
-        self.vocab_size = vocab_size
+        self.vocab_size, self._hole_ids = vocab_size, holes
         self.holes, self._has_holes = torch.tensor(holes, dtype=torch.int64, device=device), bool(holes)
-        self._is_gpu = chip is not None or device != "cpu"
-        platform = "cuda" if chip else device
+        platform = "cuda" if chip else torch.device(device).type
+        self._is_gpu = platform != "cpu"
         facts = OpFacts(platform, torch.float32, {"vocab_size": vocab_size}, executor, chip)
         self._largest, found = largest.bind(facts, "sampler", ops)
         self._draw, binding = sample.bind(facts, "sampler", ops)
@@ -115,8 +115,7 @@ class Sampler:
 
     def tables(self, capacity: int, device: torch.device | None = None) -> SamplingTables:
         """Settings on the device for `draw`, of up to so many rows of logits."""
-        holes: list[int] = self.holes.tolist()
-        return SamplingTables(capacity, self.limit, holes, device or self.holes.device)
+        return SamplingTables(capacity, self.limit, self._hole_ids, device or self.holes.device)
 
     def draw(self, logits: Tensor, tables: SamplingTables) -> tuple[Tensor, Tensor]:
         """logits: [L, vocab] float -> ids [L] int64, and the largest edited logits [L], by launches alone.
@@ -186,7 +185,11 @@ class Sampler:
         """`sample` with one read for all of its tokens and log-probabilities."""
         ids, values = logits.new_empty(0, dtype=torch.int64), logits.new_empty(0)
         if draws:
-            ids, values = self._drawn_on_gpu(_rows(logits, _sampled_rows(batch.rows)), draws)
+            index = _sampled_rows(batch.rows)
+            if len(index) < logits.shape[0]:
+                ids, values = self._drawn_on_gpu(logits[upload(np.array(index), logits.device)], draws)
+            else:
+                ids, values = self._drawn_on_gpu(logits, draws)
         requests = list(list_requests(batch, self.limit - len(self.holes)))
         if not draws and not requests:
             return [Sampled() for _ in batch.rows]

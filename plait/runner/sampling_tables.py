@@ -41,6 +41,13 @@ class DrawForm(NamedTuple):
     generation: int
 
 
+class CountedHistory(NamedTuple):
+    """A history as its counts were written; `length`: with the tokens that draws have counted since."""
+
+    tokens: tuple[int, ...]
+    length: int
+
+
 class LineTable:
     """[lines, width] on the device, in which line 0 changes nothing; others are found by what they hold."""
 
@@ -79,21 +86,26 @@ class LineTable:
     def holds(self, key: Hashable) -> bool:
         return key in self._lines
 
+    @property
+    def used(self) -> frozenset[Hashable]:
+        """What the last batch has lines of."""
+        return frozenset(self._used)
+
     def write(self, lines: Sequence[int], rows: npt.NDArray[np.generic]) -> None:
         """Whole lines, rows: [lines, width]."""
         if lines:
             device = self._memory.device
-            place = _upload(np.array(lines, np.int64), device)
-            self.tensor.index_copy_(0, place, _upload(rows, device))
+            place = upload(np.array(lines, np.int64), device)
+            self.tensor.index_copy_(0, place, upload(rows, device))
 
     def put(self, blank: Sequence[int], places: Longs, values: npt.NDArray[np.generic]) -> None:
         """Make lines zero, then set single elements. places: [2, n], lines and columns, each pair once."""
         device = self._memory.device
         if blank:
-            self._memory.index_fill_(0, _upload(np.array(blank, np.int64), device), 0)
+            self._memory.index_fill_(0, upload(np.array(blank, np.int64), device), 0)
         if places.size:
-            flat = _upload(places[0] * self._stride + places[1], device)
-            self._memory.view(-1).index_copy_(0, flat, _upload(values, device))
+            flat = upload(places[0] * self._stride + places[1], device)
+            self._memory.view(-1).index_copy_(0, flat, upload(values, device))
 
 
 class SamplingTables:
@@ -103,10 +115,12 @@ class SamplingTables:
     in columns that a batch has no row for, a row takes its largest logit.
     """
 
+    @torch.inference_mode(False)  # else nothing outside of that mode could write them
     def __init__(self, capacity: int, limit: int, holes: Sequence[int], device: torch.device) -> None:
         self.capacity, self.limit, self.device = capacity, limit, device
         self._host = np.zeros((len(PLACES), capacity), np.int64)
-        self._block = torch.zeros(len(PLACES), capacity, dtype=torch.int64, device=device)
+        self._clear()
+        self._block = upload(self._host, device)
         self._stops = torch.full((capacity, LEAST_STOPS), NO_STOP, dtype=torch.int64, device=device)
         self._has_holes = bool(holes)
         self._words = np.zeros(-(-limit // 32), np.uint32)
@@ -117,7 +131,8 @@ class SamplingTables:
         self._masks = LineTable(len(self._words), neutral, device)
         self._biases = LineTable(limit, torch.zeros(limit), device)
         self._counts = LineTable(limit, torch.zeros(limit, dtype=torch.int32), device)
-        self._histories = dict[Hashable, tuple[int, ...]]()
+        self._histories = dict[Hashable, CountedHistory]()
+        self._moved = 0  # draws of the last batch that were launched
         self._replaced = 0
         self._is_drawn, self._is_edited, self._moves_on = False, self._has_holes, False
         self._sizes = self._tensors()
@@ -164,13 +179,18 @@ class SamplingTables:
         self.fill_draws(draws, rows, moves_on=all(row.num_samples == 1 for row in batch.rows))
         return True
 
+    @torch.inference_mode(False)
     def fill_draws(
         self, draws: Sequence[Drawn], rows: Sequence[int] | None = None, *, moves_on: bool = False
     ) -> None:
         """Write the settings of single samples, `capacity` at most."""
-        self._moves_on = moves_on
+        self._moves_on, moved, self._moved = moves_on, self._moved, 0
+        for key in self._counts.used:
+            self._histories[key] = self._histories[key]._replace(
+                length=len(self._histories[key].tokens) + moved
+            )
         places = np.arange(len(draws)) if rows is None else np.array(rows, np.int64)
-        self._host[:] = 0
+        self._clear()
         columns = _plain_columns(draws)
         for name, values in columns.items():
             kind: npt.DTypeLike = np.float64 if name in FLOATS else np.int64
@@ -178,15 +198,25 @@ class SamplingTables:
         self._is_drawn = any(columns["temperature"])
         edited = [at for at, (row, i) in enumerate(draws) if is_edited(row, i)]
         self._is_edited = bool(edited) or self._has_holes
+        for table in (self._masks, self._biases, self._counts):
+            table.start()
         if edited:
             self._fill_edits([draws[at] for at in edited], places[edited])
-        self._block.copy_(_upload(self._host, self.device))
+        self._block.copy_(upload(self._host, self.device))
         if (sizes := self._tensors()) != self._sizes:
             self._sizes, self._replaced = sizes, self._replaced + 1
 
-    def forget(self) -> None:
-        """Trust no count of the device: steps have failed, or their tokens were not taken."""
-        self._histories.clear()
+    def moved_on(self, steps: int = 1) -> None:
+        """Report launches of `draw` over the last batch, of which each added a token to every sequence.
+
+        A history that has become longer by another number is counted anew: without reports, each one.
+        """
+        self._moved += steps
+
+    def _clear(self) -> None:
+        """The settings of rows that a batch does not have: they take the largest logit, unedited."""
+        self._host[:] = 0
+        self._host[PLACES["repetition"]].view(np.float64)[:] = 1.0
 
     def _floats(self, name: str, rows: int) -> Tensor:
         return self._block[PLACES[name], :rows].view(torch.float64)
@@ -213,13 +243,12 @@ class SamplingTables:
         table = np.full((self.capacity, self._stops.shape[1]), NO_STOP, np.int64)
         for place, ids in zip(places, stops, strict=True):
             table[place, : len(ids)] = ids
-        self._stops.copy_(_upload(table, self.device))
+        self._stops.copy_(upload(table, self.device))
 
     def _set(self, name: str, places: Longs, values: Iterable[int]) -> None:
         self._host[PLACES[name], places] = list(values)
 
     def _mask_lines(self, draws: Sequence[Drawn]) -> list[int]:
-        self._masks.start()
         lines, new, rows = [], [], []
         for row, i in draws:
             if not (row.masks and row.masks[i]):
@@ -241,7 +270,6 @@ class SamplingTables:
         return found & self._words
 
     def _bias_lines(self, draws: Sequence[Drawn]) -> list[int]:
-        self._biases.start()
         lines, blank = [], []
         places, values = list[tuple[int, int]](), list[float]()
         for row, _ in draws:
@@ -257,7 +285,6 @@ class SamplingTables:
 
     def _count_lines(self, draws: Sequence[Drawn]) -> list[int]:
         """Lines of counts. Of a history that only became longer, what is behind the known end is written."""
-        self._counts.start()
         lines, blank, taken = [], [], set[Hashable]()
         places, values = list[Longs](), list[npt.NDArray[np.int32]]()
         for row, i in draws:
@@ -267,13 +294,13 @@ class SamplingTables:
             history = (*row.history, *row.draft[:i])
             key = next(k for n in range(len(draws)) if (k := (row.seed, row.prompt_len, n)) not in taken)
             taken.add(key)
-            known = self._histories.get(key, ()) if self._counts.holds(key) else ()
             line, is_new = self._counts.take(key)
             lines.append(line)
-            if is_new or not known or history[: len(known)] != known:
+            known, length = self._histories.get(key, ((), 0))
+            if is_new or length != len(history) or history[: len(known)] != known:
                 blank.append(line)
                 known = ()
-            self._histories[key] = history
+            self._histories[key] = CountedHistory(history, len(history))
             ids, counts = _count(history, row.prompt_len, len(known), self.limit)
             places.append(np.stack([np.full_like(ids, line), ids]))
             values.append(counts)
@@ -336,7 +363,7 @@ def _count(
     return ids, (counts + IN_PROMPT * np.isin(ids, tokens[:prompt_len])).astype(np.int32)
 
 
-def _upload(values: npt.NDArray[np.generic], device: torch.device) -> Tensor:
+def upload(values: npt.NDArray[np.generic], device: torch.device) -> Tensor:
     """To the device without a wait, from memory that is not written again."""
     found = torch.from_numpy(values.copy())
     return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found

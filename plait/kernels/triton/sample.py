@@ -83,6 +83,12 @@ def _uniform(seed, position):
 
 
 @triton.jit
+def _is_drawn(top, heat):
+    """Whether a row is not left to its largest logit: it has a temperature, and is not broken."""
+    return (heat > 0) & (tl.abs(top) < float("inf"))
+
+
+@triton.jit
 def _rate(temperature):
     """Octaves of weight for a unit of logits; finite, so that equal logits are 0 octaves apart."""
     return tl.minimum(1.4426950408889634 / temperature, 1e300)
@@ -92,7 +98,7 @@ def _rate(temperature):
 def _weigh(value, top, rate):
     """(weight as a whole number, 2^44 for the largest; its level): 2^y by Taylor's series in float64."""
     y = (value.to(tl.float64) - top.to(tl.float64)) * rate
-    y = tl.where(y > -64.0, y, -64.0)  # a NaN, too: such a row is rejected by its largest logit
+    y = tl.maximum(y, -64.0)
     whole = tl.floor(y)
     r = (y - whole - 0.5) * 0.6931471805599453
     p = tl.fma(r, 2.505210838544172e-08, 2.755731922398589e-07)
@@ -139,10 +145,10 @@ def weigh_spans(
 ):  # fmt: skip
     """-> masses [L, spans] int64, counts [L, spans, LEVELS] int32. Grid: (L, spans)."""
     row, span = tl.program_id(0), tl.program_id(1)
-    heat = tl.load(temperature + row)
-    if heat > 0:
-        line = logits + row.to(tl.int64) * row_stride
-        top, rate = tl.load(line + _top_of(tops, row, spans, SPANS)).to(tl.float32), _rate(heat)
+    line = logits + row.to(tl.int64) * row_stride
+    top, heat = tl.load(line + _top_of(tops, row, spans, SPANS)).to(tl.float32), tl.load(temperature + row)
+    if _is_drawn(top, heat):
+        rate = _rate(heat)
         mass, count = tl.zeros([TILE], tl.int64), tl.zeros([LEVELS], tl.int32)
         for at in range(0, SPAN, TILE):
             token = span * SPAN + at + tl.arange(0, TILE)
@@ -185,10 +191,10 @@ def list_candidates(
     A row with more candidates than `capacity` has no list. Grid: (L, spans).
     """
     row, span = tl.program_id(0), tl.program_id(1)
-    heat = tl.load(temperature + row)
-    if heat > 0:
-        line = logits + row.to(tl.int64) * row_stride
-        top, rate = tl.load(line + _top_of(tops, row, spans, SPANS)).to(tl.float32), _rate(heat)
+    line = logits + row.to(tl.int64) * row_stride
+    top, heat = tl.load(line + _top_of(tops, row, spans, SPANS)).to(tl.float32), tl.load(temperature + row)
+    if _is_drawn(top, heat):
+        rate = _rate(heat)
         at_span, level = tl.arange(0, SPANS), tl.arange(0, LEVELS)
         place = row.to(tl.int64) * spans + at_span
         mass = tl.sum(tl.load(masses + place, mask=at_span < spans, other=0), 0)
@@ -318,7 +324,7 @@ def draw_tokens(
     value = tl.load(line + token)
     tl.store(values + row, value)
     top, heat = value.to(tl.float32), tl.load(temperature + row)
-    if (heat > 0) & (tl.abs(top) < float("inf")):
+    if _is_drawn(top, heat):
         rate, size = _rate(heat), tl.load(sizes + row)
         listed = size <= capacity
         size = tl.where(listed, size, vocab)
