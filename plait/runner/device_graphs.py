@@ -135,8 +135,6 @@ class DeviceReplay:
     def forget(self) -> None:
         """A step failed: all that the device holds is written anew."""
         self.batch.forget()
-        self._tables.forget()
-        self._eager_tables.forget()
         self._filled = None
 
     def launch(self, plan: StepPlan, sampling: SamplingBatch) -> Ticket:
@@ -167,6 +165,7 @@ class DeviceReplay:
             graph.replay()
             reads.append(self._backend.read(self._answers[:, : key.bucket]))
             self.batch.moved_on(rows)
+        self._tables.moved_on(plan.num_steps)
         self.batch.sampled(rows, plan.step)
         seq_ids, columns = [chunk.seq_id for chunk in plan.chunks], [(row,) for row in rows]
         return DeviceTicket(self, plan.step, reads, columns, seq_ids, can_be_followed=True)
@@ -205,7 +204,7 @@ class DeviceReplay:
             log.warning("steps of %d sequences are not captured, and run op by op: %s", key.bucket, error)
             return None
         finally:  # what was captured has run over the tables
-            self._tables.forget()
+            self._tables.moved_on()
             self._filled = None
             self._fill(plan, sampling, rows)
         return graph

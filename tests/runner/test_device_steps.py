@@ -1,6 +1,6 @@
 """The steps of a device through an engine: rows, faults, drafts, snapshots, what the host must sample.
 
-Mamba's ops are torch's, so its steps can be captured as they are: no interpreter is needed, and this is quick.
+Mamba's ops and draws are torch's here, so nothing is interpreted, and this is quick.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+
+pytest.importorskip("triton", reason="Triton is not installed here")
 
 from plait.errors import CannotRecord, EngineError
 from plait.model.decoder import Decoder
