@@ -11,9 +11,10 @@ from typing import Any
 from plait.memory import BlockGroup
 from plait.request import SamplingParams
 from plait.schedule.allocation import Allocation
+from plait.schedule.limits import SchedulerLimits
 from plait.schedule.plan import Sampled
 from plait.schedule.pools import CacheOptions
-from plait.schedule.scheduler import Scheduler, SchedulerLimits
+from plait.schedule.scheduler import Scheduler
 from plait.schedule.sequence import TokenSequence
 
 KINDS = {

@@ -43,11 +43,13 @@ HAPPENED = {
     "preemptions": "preemptions",
     "swaps": "swaps",
     "hit_tokens": "tokens from the cache",
+    "launched_ahead": "steps launched ahead",
 }
 NOTHING = {
     "failed_steps": "no step failed",
     "preemptions": "nothing was preempted",
     "swaps": "nothing was swapped",
+    "launched_ahead": "no step was launched ahead",
     "hit_tokens": "nothing came from the cache",
     "drafted": "nothing was drafted",
     "accepted": "no draft token was accepted",
@@ -80,6 +82,12 @@ NOTHING = {
     help="one prompt per line, as text or as [token, ids]; default: a few of Plait's own",
 )
 @click.option("--quick", is_flag=True, help="one way of each kind: a minute for a small model")
+@click.option(
+    "--graph",
+    type=click.Choice(["torch"]),
+    help="run a GPU's kernels and graphs on the CPU, in Triton's interpreter (TRITON_INTERPRET=1): for the "
+    "smallest models",
+)
 @json_option()
 @engine_options(without=OWN)
 @common_options()
@@ -91,6 +99,7 @@ def verify(
     max_tokens: int | None,
     prompts_file: Path | None,
     quick: bool,
+    graph: str | None,
     as_json: bool,
     **given: Any,
 ) -> int:
@@ -116,11 +125,12 @@ def verify(
     if model is None or keep is not None:
         raise click.UsageError("name a model with --model, or a family with --family (and --keep)")
     from plait.loading.build import load
+    from plait.ops.chip import EXAMPLES
     from plait.verify.verify import Verification
 
     prompts = read_prompts(prompts_file) if prompts_file else None
     with LoadingBar(f"loading {model}") as loading:
-        loaded = load(model, config, loading.update)
+        loaded = load(model, config, loading.update, example=EXAMPLES[90] if graph else None)
     try:
         tokens = max_tokens or (QUICK_TOKENS if quick else TOKENS)
         with Status("running each request alone") as status:

@@ -1,5 +1,8 @@
 """The engine: requests in, events out, one step at a time. A plain object without a thread.
 
+Where the device samples by itself, the next step is planned and launched while one runs, and the engine
+commits one step behind, so that the device does not wait for the host.
+
 Nothing here knows text or tensors. A fault belongs to the request that causes it. So after a failed step its
 sequences run again one by one, and only those that fail alone are failed.
 """
@@ -12,15 +15,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from plait.engine.admission import OnEvent, OpenChoice, OpenRequest, RequestLimits
+from plait.engine.flight import Flight, NotLaunched, StepRunner
 from plait.engine.grammar_guide import GrammarGuide, refuse_guides
 from plait.engine.metrics import Metrics
 from plait.errors import DeadlineExceeded, DeviceLost, EngineError, InvalidField, PlaitError
 from plait.ops.seed import choice_seed
 from plait.request import Event, Request
-from plait.schedule.plan import Sampled, SamplingBatch, StepPlan
+from plait.schedule.plan import Chunk, StepPlan
 from plait.schedule.scheduler import Scheduler
 from plait.schedule.sequence import Pool, TokenSequence, Update
 from plait.schedule.speculate import Speculation
@@ -32,12 +36,6 @@ RETRY_S = 0.001  # when there is work and no step is possible, for example until
 MAX_TRIES = 3  # of a sequence with failing steps, when the memory that they move may be the cause
 log = logging.getLogger("plait.engine")
 trace_log = logging.getLogger("plait.trace")
-
-
-class StepRunner(Protocol):
-    """Computes a step: one answer for every row of `sampling`, in order."""
-
-    def execute(self, plan: StepPlan, sampling: SamplingBatch) -> list[Sampled]: ...
 
 
 class Engine:
@@ -66,6 +64,9 @@ class Engine:
         self._ids = count(1)
         self._seeds = random.SystemRandom()
         self._is_audited = True
+        self._flight: Flight | None = None  # launched ahead of the step that was committed last
+        self._landed_s = 0.0  # when that was
+        self.num_ahead = 0  # steps that were launched while another one ran
 
     def submit(self, request: Request, on_event: OnEvent, arrival_s: float | None = None) -> None:
         """Queue a request; `on_event` gets new tokens, and a `finish_reason` once for each choice.
@@ -101,36 +102,64 @@ class Engine:
             self._end(choice, Event(request_id, choice.sequence.index, finish_reason="cancelled"))
 
     def step(self) -> bool:
-        """Plan, run and commit once, which may be several decode steps. False: there was nothing to do.
+        """Commit one plan, which may be several decode steps. False: there was nothing to do.
 
-        Raises DeviceLost, after which the engine is of no more use.
+        Where its ticket allows it, the next plan is made and launched before that. Raises DeviceLost, after
+        which the engine is of no more use.
         """
         self._is_audited = False
         has_ended = self._end_hopeless()
-        plan = self.scheduler.plan(self._drafts())
-        if plan is None:
-            return has_ended
+        if (flight := self._flight) is None:
+            plan = self.scheduler.plan(self._drafts())
+            if plan is None:
+                return has_ended
+            flight = self._flight = self._launch(plan)
+        self._flight = self._launch_ahead(flight)
+        self._land(flight)
+        return True
+
+    def _launch(self, plan: StepPlan) -> Flight:
         began = self.clock()
         self._record_start(plan, began)
         try:
-            sampled = self.runner.execute(plan, self.scheduler.sampling(plan))
+            ticket = self.runner.launch(plan, self.scheduler.sampling(plan))
         except DeviceLost:  # no step can run in this process, so none is tried again here
             raise
         except Exception as error:
+            ticket = NotLaunched(error)
+        return Flight(plan, ticket, began)
+
+    def _launch_ahead(self, flight: Flight) -> Flight | None:
+        """Launch the step after one that runs, if it can be planned before that one's tokens are known."""
+        if self.speculation is not None or not flight.ticket.can_be_followed:
+            return None
+        plan = self.scheduler.plan_ahead(flight.plan)
+        self.num_ahead += plan is not None
+        return None if plan is None else self._launch(plan)
+
+    def _land(self, flight: Flight) -> None:
+        """Wait for a step, commit its plan, and deliver what it brings."""
+        plan = flight.plan
+        try:
+            sampled = flight.ticket.wait()
+        except DeviceLost:
+            raise
+        except Exception as error:
             self._recover(plan, error)
-            return True
+            return
         ended = self.clock()
         try:
             updates = self.scheduler.commit(plan, sampled)
         except EngineError as error:
             self._recover(plan, error)
-            return True
-        self.metrics.count_steps(plan.num_steps, plan.num_tokens, ended - began)
-        self._learn(plan, ended - began)
+            return
+        # A step that was launched ahead began to run when the one before it ended.
+        seconds, self._landed_s = ended - max(flight.began, self._landed_s), ended
+        self.metrics.count_steps(plan.num_steps, plan.num_tokens, seconds)
+        self._learn(plan, seconds)
         self._show_progress(plan, ended)
         for update in updates:
             self._deliver(update, ended)
-        return True
 
     def step_or_wait(self) -> None:
         """`step`; where there is work and no step was possible, wait a moment. Raises what escapes a step."""
@@ -172,8 +201,9 @@ class Engine:
                 self._emit(entry, self._last(choice, _failure(entry.request.id, index, error)))
 
     def requests_in(self, plan: StepPlan) -> list[str]:
-        """The ids of the requests that a plan computes something of, each once."""
-        choices = (self._choices.get(chunk.seq_id) for chunk in plan.chunks)
+        """The ids of the requests in a plan or in the step that still runs, each once."""
+        running: tuple[Chunk, ...] = self._flight.plan.chunks if self._flight else ()
+        choices = (self._choices.get(chunk.seq_id) for chunk in (*running, *plan.chunks))
         return list(dict.fromkeys(choice.entry.request.id for choice in choices if choice is not None))
 
     @property
@@ -182,7 +212,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self._flight is not None or self.scheduler.has_work
 
     def stats(self) -> Mapping[str, int]:
         """The scheduler's numbers, and totals since startup; safe from any thread."""
@@ -320,8 +350,10 @@ class Engine:
         """After a failed step, fail the sequence that was alone in it; several are tried one by one.
 
         If the step also moved memory, of any sequence, the cause may be the move, so there are more tries.
+        A step that was launched after it has read what it left, and is dropped.
         """
         self.metrics.num_failed_steps += 1
+        self._flight = None
         self.scheduler.isolate()  # before the sequence ends: nothing that it leaves may be found by others
         if len(plan.chunks) != 1 or (choice := self._choices.get(plan.chunks[0].seq_id)) is None:
             return

@@ -14,8 +14,9 @@ from plait.config import EngineConfig
 from plait.errors import ConfigError, OutOfMemory
 from plait.memory import BlockGroup, PagedState, SlotState, State, block_groups
 from plait.schedule.allocation import Allocation, num_window_blocks
+from plait.schedule.limits import SchedulerLimits
 from plait.schedule.pools import CacheOptions
-from plait.schedule.scheduler import Scheduler, SchedulerLimits
+from plait.schedule.scheduler import Scheduler
 
 DEFAULT_SHARE = 0.5  # of the memory that is free on a CPU when the weights are loaded
 SNAPSHOT_SHARE = 0.25  # of the limit, at most, for snapshots of recurrent state

@@ -48,9 +48,10 @@ from plait.ops.chip import Chip, read_chip
 from plait.ops.registry import Binding, check_fused
 from plait.ops.rope import rope_notes
 from plait.request import JsonStyle
-from plait.runner.graphs import Capacity
+from plait.runner.graph_backends import CudaGraphs, TorchGraphs
 from plait.runner.runner import ModelRunner
 from plait.runner.sampler import Sampler
+from plait.runner.static_batch import Capacity
 from plait.schedule.plan import MOST_STEPS
 from plait.schedule.speculate import NgramProposer, Proposer, Speculation
 from plait.spec import ModelSpec
@@ -100,8 +101,13 @@ class Loaded:
     front: Front
 
 
-def load(model: str, config: EngineConfig, on_progress: Progress | None = None) -> Loaded:
-    """Load a model and start its engine. Raises what `build` and `Opened.language` raise."""
+def load(
+    model: str, config: EngineConfig, on_progress: Progress | None = None, *, example: Chip | None = None
+) -> Loaded:
+    """Load a model and start its engine. Raises what `build` and `Opened.language` raise.
+
+    `example`: on a CPU, run what this GPU would bind in Triton's interpreter, and torch's graphs.
+    """
     found: list[Language] = []
 
     def on_open(opened: Opened) -> Tokenizer | None:
@@ -110,7 +116,7 @@ def load(model: str, config: EngineConfig, on_progress: Progress | None = None) 
             found[0].chat_template.start(is_chosen=config.chat_template is not None)
         return found[0].tokenizer
 
-    built = build(model, config, on_progress or _silent, on_open)
+    built = build(model, config, on_progress or _silent, on_open, example)
     loop = EngineLoop(built.engine, on_end=built.close)
     name, longest = built.opened.files.name, built.sizing.max_model_len
     parsers = Parsers(style=JsonStyle(config.open_objects, config.json_space))
@@ -119,7 +125,11 @@ def load(model: str, config: EngineConfig, on_progress: Progress | None = None) 
 
 
 def build(
-    model: str, config: EngineConfig, report: Progress, on_open: Callable[[Opened], Tokenizer | None]
+    model: str,
+    config: EngineConfig,
+    report: Progress,
+    on_open: Callable[[Opened], Tokenizer | None],
+    example: Chip | None = None,
 ) -> Built:
     """Load a model and make an engine over it. `on_open` receives the headers and finds the tokenizer.
 
@@ -129,7 +139,7 @@ def build(
     opened = open_settled(model, config, report)
     device, why = choose_device(config.device)
     log.info("device: %s (%s)", device, why)
-    target = make_target(opened, device)
+    target = make_target(opened, device, example, is_interpreted=example is not None)
     for note in rope_notes(opened.resolved.spec, target.max_len):
         log.info("%s", note)
     try:
@@ -239,7 +249,7 @@ def engine_over(
         store,
         sampler,
         target.device,
-        executor=target.executor,
+        executor=target.graphs or target.executor,
         capacity=capacity if records else None,
     )
     can_follow = runner.is_recorded and proposer is None  # a proposer has to see every step
@@ -291,14 +301,18 @@ def _proposer(
     return load_draft(draft, config, target, sizing.max_model_len, tokenizer, report)
 
 
-def make_target(opened: Opened, device: torch.device, example: Chip | None = None) -> Target:
+def make_target(
+    opened: Opened, device: torch.device, example: Chip | None = None, *, is_interpreted: bool = False
+) -> Target:
     """What a model is built for. `example`: a GPU that is made up, with its tensors on the CPU `device`.
 
-    Raises ConfigError for options that cannot be honoured there.
+    `is_interpreted`: its kernels will run there. Raises ConfigError for options that cannot be honoured.
     """
     spec, config = opened.resolved.spec, opened.config
     chip = example or read_chip(device)
     dtype = choose_dtype(config.dtype, chip, linear_dtypes(opened))
+    if is_interpreted:
+        dtype = torch.float32  # Triton's interpreter computes in bfloat16 what no GPU does
     length = min(config.max_model_len or spec.max_len, spec.max_len)
     target = Target(device, dtype, length, spec.hidden_size, config.ops, block_size=config.block_size)
     check_fused(config.no_fuse)
@@ -307,6 +321,7 @@ def make_target(opened: Opened, device: torch.device, example: Chip | None = Non
     target.kv_dtype = kv_dtype(config, stored_dtypes(opened), dtype)
     if chip is not None:
         load_for_gpu()
+        target.graphs = TorchGraphs(chip) if example else CudaGraphs(device, chip)
         return target
     threads, found = (config.threads, "--threads") if config.threads else resource_limits.default_threads()
     log.info("threads: %d (%s)", threads, found)

@@ -26,9 +26,9 @@ from plait.loading.open_model import (
 from plait.memory import PagedState, SlotState, State, block_groups, has_slots
 from plait.model.decoder import Decoder
 from plait.runner.draft import DraftMemory, DraftModel
-from plait.runner.graphs import Capacity
 from plait.runner.runner import ModelRunner
 from plait.runner.sampler import Sampler
+from plait.runner.static_batch import Capacity
 from plait.spec import ModelSpec
 from plait.state.store import StateStore
 from plait.text.tokenizers.tokenizer import Tokenizer
@@ -80,7 +80,8 @@ def load_draft(
         chip=own.chip,
     )
     capacity = Capacity.of(memory.max_step_len, memory.num_places, longest, memory.block_size)
-    runner = ModelRunner(decoder, store, sampler, own.device, executor=own.executor, capacity=capacity)
+    steps = target.graphs or own.executor
+    runner = ModelRunner(decoder, store, sampler, own.device, executor=steps, capacity=capacity)
     step_log.info("step of the draft model: %s", runner.step_kind)
     log.info("draft model: %s, %s with its state", opened.files.name, gib(own.weights_nbytes + store.nbytes))
     return DraftModel(runner, memory)

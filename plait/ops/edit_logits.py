@@ -65,10 +65,8 @@ def count_tokens(ids: Tensor, position: Tensor, lines: Tensor, counts: Tensor) -
 
     ids, lines: [L] int64; a row of line 0 is not counted, and no two rows have another line in common.
     """
-    width = counts.shape[1]
     added = (lines > 0).to(counts.dtype) * PER_OUTPUT
-    flat = (lines * width + ids).clamp(0, counts.numel() - 1)
-    counts.view(-1).scatter_add_(0, flat, added)
+    counts.index_put_((lines, ids.clamp(0, counts.shape[1] - 1)), added, accumulate=True)
     return position.add_(1)
 
 

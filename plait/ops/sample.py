@@ -58,7 +58,7 @@ def sample(
     limit = torch.where(top_k < 1, logits.shape[1], top_k)[:, None]
     weight = weight.masked_fill(rank >= limit, 0.0)
     before = weight.cumsum(-1).roll(1, -1)
-    before[:, 0] = 0.0
+    before[:, 0].zero_()
     unlimited = top_p[:, None] >= 1.0
     kept = unlimited | (before < top_p[:, None] * weight.sum(-1, keepdim=True)) | (rank == 0)
     kept &= weight >= min_p[:, None] * weight[:, :1]
@@ -99,7 +99,7 @@ def sample_at(
     largest logit of each row [L]. One sequence of launches serves every row of a batch.
     """
     ids, values = largest.reference(logits)
-    warm = torch.where(temperature > 0, temperature, 1.0)
+    warm: Tensor = temperature.masked_fill(temperature <= 0, 1.0)
     drawn = sample.reference(logits, warm, top_k, top_p, min_p, uniforms(seed, position))
     return torch.where(temperature > 0, drawn, ids), values
 

@@ -228,7 +228,7 @@ class DraftModel:
         fresh = tuple(chunk.slot for chunk in chunks if chunk.start == 0 and chunk.slot)
         self._step += 1
         plan = StepPlan(self._step, chunks, tuple(moves), fresh)
-        answers = self.runner.execute(plan, SamplingBatch(tuple(rows)))
+        answers = self.runner.launch(plan, SamplingBatch(tuple(rows))).wait()
         for (job, _), answer in zip(drawing, answers, strict=True):
             job.found += answer.token_ids
 

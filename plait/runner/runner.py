@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from itertools import accumulate, groupby
+from dataclasses import dataclass
+from itertools import groupby
 
 import torch
-from msgspec.structs import replace
 from torch import Tensor
 
-from plait.errors import EngineError
-from plait.memory import BlockGroup, block_groups, has_slots
+from plait.errors import CannotRecord, EngineError
+from plait.memory import block_groups, has_slots
 from plait.model.decoder import Decoder
-from plait.model.layers.layers import Batch, PagedIndex
+from plait.runner.device_graphs import DeviceReplay
 from plait.runner.device_loss import check_lost
-from plait.runner.graphs import Capacity, NativeExecutor, StepProgram, record_step
-from plait.runner.sampler import Sampler, is_greedy
+from plait.runner.graph_backends import GraphBackend
+from plait.runner.inputs import build_batch
+from plait.runner.program import record_program
+from plait.runner.replay import Replay, add_pooled
+from plait.runner.sampler import Sampler
+from plait.runner.static_batch import Capacity, NativeExecutor
 from plait.schedule.plan import (
     Chunk,
     CopyBlock,
     CopySlot,
+    Done,
     Drop,
     Load,
     Move,
@@ -28,78 +32,36 @@ from plait.schedule.plan import (
     SamplingBatch,
     Save,
     StepPlan,
+    Ticket,
 )
 from plait.state.store import StateStore
 
 
-def build_batch(plan: StepPlan, groups: Sequence[BlockGroup], block_size: int, device: torch.device) -> Batch:
-    """The tensors of one step on `device`. A table entry a sequence does not have is 0, the garbage block."""
-    chunks, ints = plan.chunks, partial(torch.tensor, dtype=torch.int64, device=device)
-    starts = [0, *accumulate(len(c.token_ids) for c in chunks)]
-    ends = zip(chunks, starts[1:], strict=True)
-    logit_rows = [row for c, end in ends for row in range(end - c.num_logits, end)]
-    positions = [p for c in chunks for p in range(c.start, c.end)]
-    decodes = [len(c.token_ids) == 1 and c.start > 0 for c in chunks]
-    num_decodes = decodes.index(False) if False in decodes else len(decodes)
-    return Batch(
-        token_ids=ints([t for c in chunks for t in c.token_ids]),
-        positions=ints(positions),
-        query_start=ints(starts),
-        seq_lens=ints([c.end for c in chunks]),
-        num_decodes=num_decodes,
-        max_query_len=max(len(c.token_ids) for c in chunks),
-        max_seq_len=max(c.end for c in chunks),
-        paged={
-            group.name: _paged_index([c.blocks[g] for c in chunks], chunks, block_size, device)
-            for g, group in enumerate(groups)
-        },
-        state_slots=ints([c.slot for c in chunks]),
-        has_history=torch.tensor([c.start > 0 for c in chunks], device=device),
-        logit_rows=ints(logit_rows),
-    )
+@dataclass(frozen=True, slots=True)
+class CheckedTicket:
+    """A ticket that reports the loss of the device as what it is."""
 
+    ticket: Ticket
+    device: torch.device
 
-def _paged_index(
-    tables: Sequence[tuple[int, ...]], chunks: Sequence[Chunk], block_size: int, device: torch.device
-) -> PagedIndex:
-    width = max(map(len, tables))
-    padded = torch.tensor([[*t, *[0] * (width - len(t))] for t in tables], dtype=torch.int64, device=device)
-    mapping = [
-        table[p // block_size] * block_size + p % block_size
-        for table, c in zip(tables, chunks, strict=True)
-        for p in range(c.start, c.end)
-    ]
-    return PagedIndex(padded, torch.tensor(mapping, dtype=torch.int64, device=device))
+    @property
+    def can_be_followed(self) -> bool:
+        return self.ticket.can_be_followed
 
-
-def add_pooled(plan: StepPlan, hidden: Tensor, answers: Sequence[Sampled]) -> list[Sampled]:
-    """The answers to a plan's chunks, in order, with the sums of hidden states that they requested.
-
-    hidden: [at least the plan's tokens, hidden]. A sum is computed in float64, so that only its last bits
-    depend on how a prompt was cut into chunks. Raises EngineError for a sum that is not finite.
-    """
-    if not any(chunk.num_pooled for chunk in plan.chunks):
-        return list(answers)
-    found, given, end = [], iter(answers), 0
-    for chunk in plan.chunks:
-        end += len(chunk.token_ids)
-        if not chunk.has_answer:
-            continue
-        answer = next(given)
-        if chunk.num_pooled:
-            total = hidden[end - chunk.num_pooled : end].double().sum(0)
-            if not total.isfinite().all():
-                raise EngineError("the hidden states are no numbers; a weight or a state is broken")
-            answer = replace(answer, pooled=tuple(total.tolist()))
-        found.append(answer)
-    return found
+    def wait(self) -> list[Sampled]:
+        """The answers. Raises DeviceLost, and what the ticket raises."""
+        try:
+            return self.ticket.wait()
+        except RuntimeError as error:
+            check_lost(error, self.device)
+            raise
 
 
 class ModelRunner:
     """Executes plans on one device. `store` holds the state of every running sequence.
 
-    With an `executor` of native kernels and the `capacity` of the largest step, a step is recorded once and
-    replayed. `step_kind` describes the recording, or why steps run op by op.
+    With the `capacity` of the largest step, and an `executor` of native kernels or the graphs of a device, a
+    step is recorded once and replayed. `step_kind` describes the recording, or why steps run op by op.
     """
 
     def __init__(
@@ -109,54 +71,48 @@ class ModelRunner:
         sampler: Sampler,
         device: torch.device,
         *,
-        executor: NativeExecutor | None = None,
+        executor: NativeExecutor | GraphBackend | None = None,
         capacity: Capacity | None = None,
     ) -> None:
         self.decoder, self.store, self.sampler, self.device = decoder, store, sampler, device
         self.groups, self.executor = block_groups(decoder.states), executor
-        self._replay, self._static, self.step_kind = None, None, "op by op: no recording was requested"
-        if capacity:
-            made = record_step(decoder, store, executor, self.groups, capacity, sampler.plain_largest)
-            self._replay, self._static, self.step_kind = made
+        self.replay: Replay | None = None
+        self.step_kind, self.is_recorded = "op by op: no recording was requested", False
+        native = None if isinstance(executor, GraphBackend) else executor
+        if capacity and isinstance(executor, GraphBackend) and decoder.spec.causal:
+            self._replay_on_device(capacity, executor)
+        elif capacity:
+            made = record_program(decoder, store, native, self.groups, capacity, sampler)
+            self.replay, self.step_kind = made
+            self.is_recorded = self.replay is not None
 
-    def execute(self, plan: StepPlan, sampling: SamplingBatch) -> list[Sampled]:
-        """Run the steps of a plan: the answer to every chunk that has one, in the plan's order.
+    def launch(self, plan: StepPlan, sampling: SamplingBatch) -> Ticket:
+        """Launch the steps of a plan: its ticket gives the answer to every chunk that has one, in order.
 
-        Raises DeviceLost if the device fails and answers no more.
+        Both raise DeviceLost if the device fails and answers no more.
         """
         try:
-            return self._execute(plan, sampling)
+            ticket = self._launch(plan, sampling)
         except RuntimeError as error:
             check_lost(error, self.device)
             raise
+        return ticket if isinstance(ticket, Done) else CheckedTicket(ticket, self.device)
 
-    def _execute(self, plan: StepPlan, sampling: SamplingBatch) -> list[Sampled]:
+    def _launch(self, plan: StepPlan, sampling: SamplingBatch) -> Ticket:
         if plan.moves or plan.fresh:
             self._arrange(plan)
         if not plan.chunks:
-            return []
-        fits = self._replay and self._static and self._static.fits(plan)
+            return Done([])
+        if self.replay is not None and self.replay.fits(plan):
+            try:
+                return self.replay.launch(plan, sampling)
+            except BaseException:
+                self.replay.forget()
+                raise
         if plan.num_steps > 1:
-            if self._replay is None or not fits:
-                raise EngineError(f"{plan.num_steps} steps at once, and the first does not fit a recording")
-            return self._several(self._replay, plan, sampling)
-        # What torch need not do is most of what a replay saves: behind the model's weights its code is cold.
-        if self._replay and fits:
-            logits, hidden, largest = self._replay(plan), self._replay.hidden, self._replay.largest
-        else:
-            (hidden, logits), largest = self._computed(plan), None
-        return add_pooled(plan, hidden, self.sampler.sample(logits, sampling, largest))
-
-    def _several(self, replay: StepProgram, plan: StepPlan, sampling: SamplingBatch) -> list[Sampled]:
-        """Run several decode steps of one plan, each of which computes what the last one sampled."""
-        if replay.largest is not None and is_greedy(sampling):
-            return self.sampler.likeliest(*replay.several(plan))
-        tokens = [a.token_ids[0] for a in self.sampler.sample(replay(plan), sampling, replay.largest)]
-        steps = [tokens]
-        for i in range(1, plan.num_steps):
-            tokens = self.sampler.follow(replay.follow(tokens), sampling, i, replay.largest)
-            steps.append(tokens)
-        return [Sampled(ids) for ids in zip(*steps, strict=True)]
+            raise EngineError(f"{plan.num_steps} steps at once, and the first does not fit a recording")
+        hidden, logits = self._computed(plan)
+        return Done(add_pooled(plan, hidden, self.sampler.sample(logits, sampling)))
 
     @torch.inference_mode()
     def _arrange(self, plan: StepPlan) -> None:
@@ -176,13 +132,20 @@ class ModelRunner:
                         self.store.drop(handle)
         self.store.zero_slots(plan.fresh)
 
-    @property
-    def is_recorded(self) -> bool:
-        return self._replay is not None
+    def _replay_on_device(self, capacity: Capacity, graphs: GraphBackend) -> None:
+        """Run steps without waits. Where decodes cannot be captured, they run op by op as prompts do."""
+        parts = self.decoder, self.store, self.sampler, self.groups
+        replay = self.replay = DeviceReplay(*parts, capacity, graphs)
+        try:
+            if graphs.captures_at_start:
+                replay.prepare()
+            self.step_kind, self.is_recorded = replay.describe(), True
+        except (CannotRecord, RuntimeError) as error:
+            self.step_kind = f"op by op: {error}"
 
     def close(self) -> None:
         """Let the executor's threads go. Nothing can run afterwards."""
-        if self.executor:
+        if self.executor and not isinstance(self.executor, GraphBackend):
             self.executor.close()
 
     @torch.inference_mode()

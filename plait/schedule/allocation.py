@@ -72,12 +72,12 @@ class Allocation:
             return False
         for g, pool in enumerate(self.pools.blocks):
             if self.windows[g] is not None:
-                lengths = [seq.num_tokens, *(other.num_tokens for other in running)]
+                lengths = [seq.num_tokens, *(other.length for other in running)]
                 if self.needed(g, lengths) > pool.num_blocks - 1:
                     return False
                 continue
             shared = hit.blocks[g] if hit.length and not self._is_restored(seq, hit) else ()
-            held = [(-(-other.num_tokens // self.block_size), other.tables[g]) for other in running]
+            held = [(-(-other.length // self.block_size), other.tables[g]) for other in running]
             missing = sum(max(needed - len(table), 0) for needed, table in held)
             missing += -(-seq.num_tokens // self.block_size) - len(shared)
             if missing > pool.num_available - sum(pool.is_cached(block) for block in shared):
@@ -174,8 +174,11 @@ class Allocation:
 
     def reserve_ahead(self, sequences: Sequence[TokenSequence], count: int) -> bool:
         """Reserve blocks for `count` more tokens of each sequence, in every group: for all or for none."""
-        ends = [seq.num_computed_tokens + count for seq in sequences]
-        return self._lengthen(sequences, [-(-end // self.block_size) for end in ends])
+        return self.reserve_all(sequences, [seq.num_computed_tokens + count for seq in sequences])
+
+    def reserve_all(self, sequences: Sequence[TokenSequence], lengths: Sequence[int]) -> bool:
+        """Reserve blocks for so many tokens of each sequence, in every group: for all or for none."""
+        return self._lengthen(sequences, [-(-length // self.block_size) for length in lengths])
 
     def _lengthen(self, sequences: Sequence[TokenSequence], blocks: Sequence[int]) -> bool:
         pools, pairs = self.pools.blocks, list(zip(sequences, blocks, strict=True))

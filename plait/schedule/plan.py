@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from msgspec import Struct
 
 from plait.request import SamplingParams, TokenLogprobs
 
 MOST_STEPS = 8  # decode steps of one plan
+FOLLOW = -1  # instead of a decode's token: what the step before samples for its sequence
 Table = tuple[int, ...]
 
 
@@ -22,7 +24,8 @@ class Chunk(Struct, frozen=True, gc=False):
 
     `blocks`: one block table per block group, in the groups' order; `slot`: where its recurrent state is.
     `num_logits`: logits of that many last tokens are requested (0: a chunk in the middle of a prompt).
-    `num_pooled`: the sum of the hidden states of that many last tokens is requested.
+    `num_pooled`: the sum of the hidden states of that many last tokens is requested. A decode that was
+    planned before its token was known has FOLLOW in its place.
     """
 
     seq_id: int
@@ -154,6 +157,32 @@ class Sampled(Struct, frozen=True, gc=False):
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     pooled: tuple[float, ...] = ()
+
+
+class Ticket(Protocol):
+    """A step that was launched and may still run.
+
+    `can_be_followed`: the next step may be launched before `wait`, with FOLLOW for the tokens of this one.
+    """
+
+    @property
+    def can_be_followed(self) -> bool: ...
+    def wait(self) -> list[Sampled]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The ticket of a step that has run. On a CPU there are no others."""
+
+    answers: list[Sampled]
+
+    @property
+    def can_be_followed(self) -> bool:
+        return False
+
+    def wait(self) -> list[Sampled]:
+        """The answers to the plan's chunks, in order."""
+        return self.answers
 
 
 @dataclass(frozen=True, slots=True)

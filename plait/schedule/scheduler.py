@@ -11,40 +11,24 @@ import time
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from plait.errors import CapacityError, QueueFull
 from plait.schedule.allocation import Allocation
 from plait.schedule.costs import StepCosts
-from plait.schedule.plan import Chunk, Move, Sampled, SamplingBatch, StepPlan
+from plait.schedule.limits import SchedulerLimits, most_steps
+from plait.schedule.plan import FOLLOW, Chunk, Move, Sampled, SamplingBatch, StepPlan
 from plait.schedule.sequence import Phase, TokenSequence, Update, answers_by_id, num_computed
 from plait.state.blocks import Hit
 
 AGING_S = 30.0  # waiting this long counts as much as one level of priority: no request waits for ever
 LEAST_PIECE = 32  # the smallest prompt chunk in a step with running replies, however slow the machine
-LONGEST_S = 0.05  # of several decode steps at once: a request that arrives meanwhile waits for them
 NOTHING: Mapping[int, tuple[int, ...]] = {}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerLimits:
-    """What the scheduler may do in one step and at one time, with the names of `EngineConfig`.
-
-    `max_step_s`: prompts are cut so that a step with running replies takes no longer, if not None.
-    `num_steps`: the most decode steps of one plan. `causal` False: all is computed in each step.
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_waiting: int
-    max_model_len: int
-    max_step_s: float | None = None
-    num_steps: int = 1
-    causal: bool = True
 
 
 class Scheduler:
     """Owns the sequences and their memory. `plan()`, run it, `commit()`; `cancel()` at any time.
+
+    While a step runs, the next one can be planned by `plan_ahead()`, and is launched before the commit.
 
     *Suspects*, sequences of a step that failed, run alone, one after the other. The engine feeds `costs`.
     """
@@ -64,7 +48,7 @@ class Scheduler:
         self.num_preemptions = self.num_swaps = 0
         self._by_id: dict[int, TokenSequence] = {}
         self._suspects: list[TokenSequence] = []
-        self._moves: tuple[Move, ...] = ()  # of the last plan
+        self._moves: dict[int, tuple[Move, ...]] = {}  # of plans that are not committed, by step
         self._step = self._arrivals = 0
 
     def add(self, *sequences: TokenSequence) -> None:
@@ -126,14 +110,42 @@ class Scheduler:
         if drafts and not self._suspects:
             self._add_drafts(shares, drafts)
         num_steps = 1 if drafts or self.waiting or self._suspects else self._num_steps()
-        chunks = [self._chunk(seq, shares[seq.id]) for seq in self.running if shares.get(seq.id)]
-        self._moves, self.memory.pools.moves = tuple(self.memory.pools.moves), []
-        if not chunks and not self._moves:
+        return self._planned(shares, num_steps)
+
+    def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
+        """The step after `plan`, which was launched and is not committed; what that one samples is FOLLOW.
+
+        What `plan` computes is recorded here: the tokens that it reads are known, and memory is moved between
+        the two steps. What a sequence computes behind its end is dropped, and its slot is no snapshot. None:
+        commit `plan` first, as what comes next needs its tokens, memory is short, or nothing is left to do.
+        """
+        follows = all(seq.can_follow and not seq.draft for seq in self.running)
+        if not follows or plan.num_steps > 1 or self._suspects or not self.limits.causal:
             return None
+        for chunk in plan.chunks:
+            seq = self._by_id.get(chunk.seq_id)
+            if seq is not None and seq.in_step == plan.step:
+                seq.in_step, seq.awaited = 0, plan.step
+                seq.num_pending = int(seq.samples_after(chunk.end))
+                self.memory.settle(seq, chunk.end, accepted=True)
+        shares = self._shares()
+        going = [seq for seq in self.running if shares.get(seq.id)]
+        if not self.memory.reserve_all(going, [s.num_computed_tokens + shares[s.id] for s in going]):
+            return None
+        if self.waiting:
+            self._admit_waiting(shares)
+        return self._planned(shares, 1) if any(shares.values()) else None
+
+    def _planned(self, shares: Mapping[int, int], num_steps: int) -> StepPlan | None:
+        """The plan of these shares and of the moves that memory needs; None if there is nothing to do."""
+        step, moves = self._step + 1, tuple(self.memory.pools.moves)
+        chunks = [self._chunk(seq, shares[seq.id], step) for seq in self.running if shares.get(seq.id)]
+        if not chunks and not moves:
+            return None
+        self._step, self._moves[step], self.memory.pools.moves = step, moves, []
         chunks.sort(key=lambda c: len(c.token_ids) > 1 or c.start == 0)  # stable: in line within
         fresh = tuple([c.slot for c in chunks if c.start == 0 and c.slot])
-        self._step += 1
-        return StepPlan(self._step, tuple(chunks), self._moves, fresh, num_steps)
+        return StepPlan(step, tuple(chunks), moves, fresh, num_steps)
 
     def sampling(self, plan: StepPlan) -> SamplingBatch:
         """What the sampler must know about a plan that was just made."""
@@ -148,14 +160,15 @@ class Scheduler:
         answers, updates = answers_by_id(plan, sampled, self._by_id), []
         for chunk in plan.chunks:
             seq = self._by_id.get(chunk.seq_id)
-            if seq and seq.in_step and (update := self._advance(seq, chunk, answers.get(seq.id))):
+            if seq and seq.is_in(plan.step) and (update := self._advance(seq, chunk, answers.get(seq.id))):
                 updates.append(update)
+        self._moves.pop(plan.step, None)
         return updates
 
     def isolate(self) -> None:
-        """After a failed step, preempt all, because no state can be trusted; suspects run one by one."""
+        """After a failed step, preempt all, as neither state nor plans can be trusted; suspects run alone."""
         suspects = {seq.id: seq for seq in [*self._suspects, *self.running]}
-        self._reset_memory(self._moves)
+        self._reset_memory([move for moves in self._moves.values() for move in moves])
         self._suspects = sorted(suspects.values(), key=self._place)
 
     def _reset_memory(self, moves: Sequence[Move]) -> None:
@@ -165,6 +178,7 @@ class Scheduler:
             self._wait_again(seq)
         for seq in self.waiting:
             seq.saved = None
+        self._moves.clear()
         self.memory.reset(moves)
 
     @property
@@ -191,7 +205,7 @@ class Scheduler:
         assert {seq.id for seq in [*self.running, *self.waiting]} == set(self._by_id)
         assert len(self.running) <= self.limits.max_num_seqs
         assert self.running == sorted(self.running, key=self._place), "a sequence runs out of line"
-        assert all(seq.phase is Phase.RUNNING and seq.num_left > 0 for seq in self.running)
+        assert all(seq.phase is Phase.RUNNING and (seq.num_left or seq.awaited) for seq in self.running)
         assert all(seq.phase is Phase.WAITING and not seq.num_computed_tokens for seq in self.waiting)
         assert all(seq.id in self._by_id for seq in self._suspects)
 
@@ -228,8 +242,8 @@ class Scheduler:
         """Tokens per running sequence: one for every decode, the rest to prompts in line."""
         prompts = [seq for seq in self.running if seq.is_prefilling]
         if not prompts:  # most steps: the budget is expensive, and is not computed
-            return {seq.id: 1 for seq in self.running}
-        decodes = [seq for seq in self.running if not seq.is_prefilling]
+            return {seq.id: 1 for seq in self.running if seq.has_more}
+        decodes = [seq for seq in self.running if not seq.is_prefilling and seq.has_more]
         shares, budget = {seq.id: 1 for seq in decodes}, self._budget(decodes)
         for seq in prompts:
             shares[seq.id] = self._share(seq, budget)
@@ -249,25 +263,10 @@ class Scheduler:
                 self._preempt(victim)
 
     def _num_steps(self) -> int:
-        """How many decode steps this plan can have, with blocks for all of them reserved.
-
-        Planning, committing and emitting events cost a small model 5 % of a step, so several are planned at
-        once where no reply has to be read in between. Each computes what the one before it sampled, so the
-        text is the same. A model with recurrent state takes one: behind a sequence's end it would be that of
-        tokens that do not count, so no sequence could start from it.
-        """
-        most = self.limits.num_steps
-        if most == 1 or self.memory.has_slots or not self.running:
+        """How many decode steps this plan can have, with blocks for all of them reserved."""
+        if self.memory.has_slots:
             return 1
-        for seq in self.running:
-            # A first token is emitted at once, because its time is how long the client waited for it.
-            if not seq.is_unobserved or seq.is_prefilling or not seq.num_output_tokens:
-                return 1
-            most = min(most, seq.max_len - seq.num_tokens)
-        seconds = self.costs.step_s(len(self.running))  # expensive: computed after all cheap checks
-        if seconds is None:
-            return 1
-        most = min(most, int(min(LONGEST_S, self.limits.max_step_s or LONGEST_S) / seconds))
+        most = most_steps(self.limits, self.costs, self.running)
         return most if most > 1 and self.memory.reserve_ahead(self.running, most) else 1
 
     def _add_drafts(self, shares: dict[int, int], drafts: Mapping[int, tuple[int, ...]]) -> None:
@@ -355,13 +354,13 @@ class Scheduler:
 
     # What a step brings
 
-    def _chunk(self, seq: TokenSequence, share: int) -> Chunk:
+    def _chunk(self, seq: TokenSequence, share: int, step: int) -> Chunk:
         start, end = seq.num_computed_tokens, seq.num_computed_tokens + share
-        seq.in_step = True
+        seq.in_step = step
         return Chunk(
             seq_id=seq.id,
             start=start,
-            token_ids=(*seq.token_ids[start:end], *seq.draft),
+            token_ids=(*seq.token_ids[start:end], *seq.draft) if start < len(seq.token_ids) else (FOLLOW,),
             blocks=tuple([tuple(table) for table in seq.tables]),
             slot=seq.slot,
             num_logits=seq.num_logits(start, end),
@@ -369,12 +368,17 @@ class Scheduler:
         )
 
     def _advance(self, seq: TokenSequence, chunk: Chunk, answer: Sampled | None) -> Update | None:
-        draft, seq.draft, seq.in_step = seq.draft, (), False
+        draft, seq.draft, is_settled = seq.draft, (), seq.awaited > 0
+        if is_settled:
+            seq.awaited = seq.num_pending = 0
+        else:
+            seq.in_step = 0
         end, is_scoring = chunk.end - len(draft), seq.wants_prompt_logprobs and not seq.num_output_tokens
         if answer:
             seq.take(answer, end)
         if end < seq.num_tokens:
-            self._settle(seq, end, accepted=True)
+            if not is_settled:
+                self._settle(seq, end, accepted=True)
             return None
         new = answer.token_ids if answer else ()
         # Of a draft, the tokens that were sampled in its places are right; of further steps, all are.
@@ -382,7 +386,8 @@ class Scheduler:
         num_ahead = next(wrong, len(draft)) if draft else max(len(new) - 1, 0)
         tokens, reason = seq.keep_tokens(new[: num_ahead + 1])
         seq.token_ids += tokens  # before the memory settles, because it names blocks by their tokens
-        self._settle(seq, end + num_ahead, accepted=not draft or num_ahead == len(draft))
+        if not is_settled:
+            self._settle(seq, end + num_ahead, accepted=not draft or num_ahead == len(draft))
         if seq in self._suspects:
             self._suspects.remove(seq)
         if reason is not None:

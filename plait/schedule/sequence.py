@@ -93,13 +93,15 @@ class TokenSequence:
     """Tokens, memory and progress of one sequence. Only the `Scheduler` and its `Allocation` change it.
 
     `token_ids`: prompt and output; `num_computed_tokens` of them are in the state that `tables` (one block
-    table per group) and `slot` point to. `max_len`: where it must end. `scored`: log-probabilities of prompt
-    tokens so far, from the second token on. `pool`: its hidden states, if requested. `deadline`: on the
-    scheduler's clock. `is_watched`: its reply is streamed. `chain` and `num_recorded`: its hashes, and how
-    many of its blocks the prefix cache knows. `marks`: positions where a snapshot is needed. `in_step`: a
-    step was planned with it and is not committed. `draft`: its draft tokens in that step; `scratch`: the slot
-    with the state before them. `saved`: its state in host memory while it waits. `num_cached_tokens` of the
-    prompt were not computed when it first ran, and `miss_cause` is why there were not more.
+    table per group) and `slot` point to. `num_pending`: tokens that are being sampled. `max_len`: where it
+    must end. `scored`: log-probabilities of prompt tokens so far, from the second token on. `pool`: its
+    hidden states, if requested. `deadline`: on the scheduler's clock. `is_watched`: its reply is streamed.
+    `chain` and `num_recorded`: its hashes, and how many of its blocks the prefix cache knows. `marks`:
+    positions where a snapshot is needed. `in_step`: the step that was planned with it, until what it
+    computes is recorded; `awaited`: the step of which this is recorded and only the answer is missing (0:
+    none). `draft`: its draft tokens in that step; `scratch`: the slot with the state before them. `saved`:
+    its state in host memory while it waits. `num_cached_tokens` of the prompt were not computed when it
+    first ran, and `miss_cause` is why there were not more.
     """
 
     id: int
@@ -124,7 +126,9 @@ class TokenSequence:
     slot: int = 0
     scratch: int = 0
     draft: tuple[int, ...] = ()
-    in_step: bool = False
+    in_step: int = 0
+    awaited: int = 0
+    num_pending: int = 0
     chain: list[bytes] = field(default_factory=list)
     num_recorded: int = 0
     marks: set[int] = field(default_factory=set)
@@ -138,6 +142,7 @@ class TokenSequence:
     is_watched: bool = True
     is_penalized: bool = field(init=False)  # whether its sampler must know what came before
     is_unobserved: bool = field(init=False)  # whether nothing reads its tokens between two decode steps
+    can_follow: bool = field(init=False)  # whether a decode can be planned before its token is known
 
     def __post_init__(self) -> None:
         params = self.params
@@ -145,12 +150,29 @@ class TokenSequence:
         self.is_penalized = penalties != (1, 0, 0)
         looked_at = self.is_watched or self.is_penalized or params.logprobs is not None
         self.is_unobserved = not looked_at and self.guide is None and self.pool is None
+        self.can_follow = not self.wants_prompt_logprobs and self.guide is None and self.pool is None
         self.prompt_len = self.prompt_len or len(self.token_ids)
         self.chain = [root(self.cache_salt)]
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def length(self) -> int:
+        """Tokens that are known or being sampled."""
+        return len(self.token_ids) + self.num_pending
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there is a token to compute, be it one that is being sampled and will not be the last."""
+        if self.num_computed_tokens < len(self.token_ids):
+            return True
+        return self.num_pending > 0 and self.length < self.max_len
+
+    def is_in(self, step: int) -> bool:
+        """Whether a step has yet to bring something to the sequence."""
+        return step in (self.in_step, self.awaited)
 
     @property
     def is_ready(self) -> bool:
@@ -177,7 +199,7 @@ class TokenSequence:
 
     def samples_after(self, end: int) -> bool:
         """Whether a token is sampled once the tokens before `end` are computed."""
-        return end == len(self.token_ids) and self.max_len > self.prompt_len
+        return end >= len(self.token_ids) and self.max_len > self.prompt_len
 
     def num_logits(self, start: int, end: int) -> int:
         """Rows of logits that a chunk start..end must give: to sample from, and to score the prompt.
@@ -186,7 +208,7 @@ class TokenSequence:
         """
         if self.pool:
             return 0
-        last = int(end == len(self.token_ids))
+        last = int(end >= len(self.token_ids))
         if not self.wants_prompt_logprobs or len(self.scored) >= self.prompt_len - 1:
             return last + len(self.draft)
         return max(end - max(start, len(self.scored)), last)
@@ -200,7 +222,8 @@ class TokenSequence:
 
     def forget_memory(self) -> None:
         """Forget the blocks and slots, which are given back; all is computed again."""
-        self.tables, self.slot, self.scratch, self.draft, self.in_step = (), 0, 0, (), False
+        self.tables, self.slot, self.scratch, self.draft = (), 0, 0, ()
+        self.in_step = self.awaited = self.num_pending = 0
         self.num_computed_tokens = self.num_recorded = 0
 
     def take(self, answer: Sampled, end: int) -> None:
@@ -247,7 +270,7 @@ class TokenSequence:
 
     def sampling_row(self, chunk: Chunk) -> SamplingRow:
         """What the sampler must know about its chunk of a step that was just planned."""
-        params, num_logits, num_tokens = self.params, chunk.num_logits, len(self.token_ids)
+        params, num_logits, num_tokens = self.params, chunk.num_logits, self.length
         end = chunk.end - len(self.draft)
         targets: tuple[int, ...] = ()
         if self.wants_prompt_logprobs and len(self.scored) < self.prompt_len - 1:
@@ -297,7 +320,7 @@ def answers_by_id(
     for chunk, answer in zip(chunks, sampled, strict=True):
         answers[chunk.seq_id] = answer
         seq = sequences.get(chunk.seq_id)
-        if seq is None or not seq.in_step:
+        if seq is None or not seq.is_in(plan.step):
             continue
         wanted = (plan.num_steps + len(seq.draft)) * seq.samples_after(chunk.end - len(seq.draft))
         if len(answer.token_ids) != wanted:

@@ -13,7 +13,7 @@ from plait.config import GIB
 from plait.engine.core import Engine
 from plait.errors import EngineError
 from plait.schedule.costs import StepCosts
-from plait.schedule.plan import DraftRequest, Sampled, SamplingBatch, StepPlan
+from plait.schedule.plan import DraftRequest, Sampled, SamplingBatch, StepPlan, Ticket
 
 FEW = 7  # tokens: a prompt's chunk that is no multiple of anything
 SHORT = 2  # how many prompts are computed one token at a time
@@ -31,7 +31,8 @@ class Cell:
     and for no more than so many blocks in addition. `swaps`: moving memory counts as cheap, so that preempted
     sequences are swapped and not computed again. `fails`: some steps fail after they ran. `drafts`: the
     proposer of drafts: prompt lookup, or one with the plain replies, which is often right and often wrong.
-    `unseen`: replies are not streamed, so that steps may share a plan.
+    `unseen`: replies are not streamed, so that steps may share a plan. `tokens_only`: without
+    log-probabilities, so that a step may be launched before the last one's tokens are known.
     `is_quick`: `plait verify --quick` runs it.
     `proof`: a number of `Ran.counts` that is above zero if the cell's effect has happened.
     """
@@ -45,6 +46,7 @@ class Cell:
     fails: bool = False
     drafts: Literal["ngram", "known"] | None = None
     unseen: bool = False
+    tokens_only: bool = False
     is_quick: bool = False
     proof: str | None = None
 
@@ -57,8 +59,11 @@ class Cell:
 PLAIN = Cell("alone, each prompt in one chunk", waves=(1, 2))
 
 
-def cells(batch: int, block_size: int, *, causal: bool = True, follows: bool = True) -> Iterator[Cell]:
-    """The matrix for batches of up to `batch`. `follows`: whether several decode steps can share a plan.
+def cells(
+    batch: int, block_size: int, *, causal: bool = True, follows: bool = True, ahead: bool = False
+) -> Iterator[Cell]:
+    """The matrix for batches of up to `batch`. `follows`: whether several decode steps can share a plan;
+    `ahead`: whether a step can be launched before the last one's tokens are known.
 
     A model that is not causal computes a sequence in one chunk and caches nothing: only batches are left.
     """
@@ -76,6 +81,8 @@ def cells(batch: int, block_size: int, *, causal: bool = True, follows: bool = T
         together = {"max_num_seqs": batch, "prefix_cache": True}
         name = "several steps at once, together"
         yield Cell(name, together, (1, 2), unseen=True, is_quick=True, proof="steps_ahead")
+    if ahead:
+        yield from _ahead_cells(batch, block_size)
     keeps = {"prefix_cache": True, "snapshot_interval": block_size, "swap_memory": GIB}
     chunks = {"max_num_seqs": batch, "max_num_batched_tokens": max(block_size + 1, batch)}
     waves = (1, 1, 2)
@@ -128,19 +135,45 @@ def _draft_cells(batch: int, block_size: int) -> Iterator[Cell]:
     yield Cell("prompt lookup, with a prefix cache", keeps, (1, 2), drafts="ngram", proof="drafted")
 
 
+def _ahead_cells(batch: int, block_size: int) -> Iterator[Cell]:
+    """Cells in which the next step is launched before the last one's tokens are known."""
+    yield Cell("launched ahead, alone", tokens_only=True, proof="launched_ahead")
+    together = {"max_num_seqs": batch, "prefix_cache": True, "snapshot_interval": block_size}
+    name = "launched ahead, together"
+    yield Cell(name, together, (1, 2), tokens_only=True, is_quick=True, proof="launched_ahead")
+    name = "launched ahead, steps that fail"
+    yield Cell(name, together, tokens_only=True, fails=True, proof="failed_steps")
+
+
 class FailingRunner:
     """A runner with failures: of the steps that several sequences share, one in a few fails after it ran."""
 
     def __init__(self, engine: Engine) -> None:
         self._runner, self._num_shared, self.num_failed = engine.runner, 0, 0
 
-    def execute(self, plan: StepPlan, sampling: SamplingBatch) -> list[Sampled]:
-        answers = self._runner.execute(plan, sampling)
+    def launch(self, plan: StepPlan, sampling: SamplingBatch) -> Ticket:
+        ticket = self._runner.launch(plan, sampling)
         self._num_shared += len(plan.chunks) > 1
         if len(plan.chunks) > 1 and self._num_shared % FAILS_EVERY == 0:
             self.num_failed += 1
-            raise EngineError("this step fails on purpose")
-        return answers
+            return FailingTicket(ticket)
+        return ticket
+
+
+@dataclass(frozen=True, slots=True)
+class FailingTicket:
+    """A step that runs, and then fails on purpose."""
+
+    ticket: Ticket
+
+    @property
+    def can_be_followed(self) -> bool:
+        return self.ticket.can_be_followed
+
+    def wait(self) -> list[Sampled]:
+        """Raises EngineError, behind the step."""
+        self.ticket.wait()
+        raise EngineError("this step fails on purpose")
 
 
 class CheapMoves(StepCosts):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from plait.model.decoder import Decoder
 from plait.ops.registry import REGISTRY
-from plait.schedule.plan import Chunk, Sampled, SamplingBatch, StepPlan
+from plait.schedule.plan import Chunk, SamplingBatch, StepPlan, Ticket
 
 Watch = Callable[[str, str, Any], None]  # where an op is bound, its name, what it returned
 Key = tuple[int, int]  # a position of the sequence, an op's place in the order of calls
@@ -138,7 +138,7 @@ class _Replacing:
 
 
 class WrappedRunner(Protocol):
-    def execute(self, plan: StepPlan, sampling: SamplingBatch) -> list[Sampled]: ...
+    def launch(self, plan: StepPlan, sampling: SamplingBatch) -> Ticket: ...
 
 
 @dataclass(slots=True)
@@ -197,9 +197,9 @@ class TracedRunner:
     runner: WrappedRunner
     trace: Trace
 
-    def execute(self, plan: StepPlan, sampling: SamplingBatch) -> list[Sampled]:
+    def launch(self, plan: StepPlan, sampling: SamplingBatch) -> Ticket:
         self.trace.begin(plan)
-        return self.runner.execute(plan, sampling)
+        return self.runner.launch(plan, sampling)
 
 
 @dataclass(slots=True)

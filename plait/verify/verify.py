@@ -185,7 +185,8 @@ class Verification:
     def cells(self) -> list[Cell]:
         spec = self.loaded.runner.decoder.spec
         follows = self.loaded.runner.is_recorded and not has_slots(self.loaded.runner.decoder.states)
-        found = cells(self.batch, self.loaded.config.block_size, causal=spec.causal, follows=follows)
+        ahead, size = self.loaded.target.graphs is not None, self.loaded.config.block_size
+        found = cells(self.batch, size, causal=spec.causal, follows=follows, ahead=ahead)
         return [cell for cell in found if cell.is_quick or not self._is_quick]
 
     def results(self) -> Iterator[CellResult]:
@@ -237,7 +238,9 @@ class Verification:
         if cell.swaps:
             engine.scheduler.costs = CheapMoves()
         if cell.unseen:
-            engine.scheduler.costs, waves = CheapSteps(), [list(map(_unseen, wave)) for wave in waves]
+            engine.scheduler.costs = CheapSteps()
+        if cell.unseen or cell.tokens_only:
+            waves = [[_tokens_only(asked, watched=not cell.unseen) for asked in wave] for wave in waves]
         engine.speculation = drafts = self._speculation(cell) if cell.drafts else None
         failing = FailingRunner(engine) if cell.fails else None
         engine.runner = failing or engine.runner
@@ -300,7 +303,7 @@ class Verification:
         """Where a reply diverges from the plain one, if it does."""
         asked, plain = self.asked[name], self.plain[name]
         i = _first_other(plain.token_ids, reply.token_ids)
-        if i is None and not cell.unseen:  # the same tokens: but perhaps not the same numbers behind them
+        if i is None and not (cell.unseen or cell.tokens_only):  # perhaps with other numbers behind them
             i = _first_other(plain.logprobs, reply.logprobs)
         if i is None:
             return None
@@ -363,10 +366,10 @@ def _drive(
     return replies
 
 
-def _unseen(asked: VerifyRequest) -> VerifyRequest:
-    """The same request without a stream and without log-probabilities: the whole reply, tokens only."""
+def _tokens_only(asked: VerifyRequest, *, watched: bool) -> VerifyRequest:
+    """The same request without log-probabilities, and perhaps without a stream: the whole reply at once."""
     params = replace(asked.request.params, logprobs=None)
-    return replace(asked, request=replace(asked.request, params=params, watched=False))
+    return replace(asked, request=replace(asked.request, params=params, watched=watched))
 
 
 def _counts(engine: Engine) -> dict[str, int]:
@@ -374,6 +377,7 @@ def _counts(engine: Engine) -> dict[str, int]:
     return {
         "steps": stats["num_steps"],
         "steps_ahead": engine.metrics.num_steps_ahead,
+        "launched_ahead": engine.num_ahead,
         "preemptions": stats["num_preemptions"],
         "swaps": stats["num_swaps"],
         "hit_tokens": hits.get("hit_tokens", 0),

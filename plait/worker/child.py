@@ -28,7 +28,7 @@ from plait.kernels.load import lend
 from plait.loading.text_side import TextSource
 from plait.request import Event, Request
 from plait.resource_limits import is_memory_error
-from plait.schedule.plan import Sampled, SamplingBatch, StepPlan
+from plait.schedule.plan import SamplingBatch, StepPlan, Ticket
 from plait.spec import ModelSpec
 from plait.worker import protocol
 from plait.worker.torch_preload import TorchStart
@@ -114,10 +114,10 @@ class EngineChild:
                 self._engine.step_or_wait()
             self.flush()
 
-    def execute(self, plan: StepPlan, sampling: SamplingBatch) -> list[Sampled]:
+    def launch(self, plan: StepPlan, sampling: SamplingBatch) -> Ticket:
         """Run a step. Its requests are in the shared status block before, where the front finds them."""
         self._status.planned = [self._keys[i] for i in self._engine.requests_in(plan) if i in self._keys]
-        return self._runner.execute(plan, sampling)
+        return self._runner.launch(plan, sampling)
 
     def send_event(self, key: int, event: Event) -> None:
         """Send an event, together with all others of its step."""

@@ -16,11 +16,11 @@ import pytest
 from openai import OpenAI
 
 from plait.config import EngineConfig
-from plait.engine.core import StepRunner
+from plait.engine.flight import StepRunner
 from plait.loading.build import Loaded, load
 from plait.memory import has_slots
 from plait.request import Request, SamplingParams
-from plait.schedule.plan import Sampled, SamplingBatch, StepPlan
+from plait.schedule.plan import SamplingBatch, StepPlan, Ticket
 from tests.e2e.conftest import NANO_HYBRID, serve
 from tests.families import tiny
 
@@ -37,9 +37,9 @@ class CountingRunner:
     inner: StepRunner
     num_tokens: int = 0
 
-    def execute(self, plan: StepPlan, sampling: SamplingBatch) -> list[Sampled]:
+    def launch(self, plan: StepPlan, sampling: SamplingBatch) -> Ticket:
         self.num_tokens += plan.num_tokens
-        return self.inner.execute(plan, sampling)
+        return self.inner.launch(plan, sampling)
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,22 @@ from plait.memory import BlockGroup
 from plait.request import Event, Request, RequestTrace, SamplingParams, TokenLogprobs
 from plait.schedule.allocation import Allocation
 from plait.schedule.costs import StepCosts
-from plait.schedule.plan import Chunk, CopyBlock, CopySlot, Load, Move, Sampled, SamplingBatch, Save, StepPlan
+from plait.schedule.limits import SchedulerLimits
+from plait.schedule.plan import (
+    Chunk,
+    CopyBlock,
+    CopySlot,
+    Done,
+    Load,
+    Move,
+    Sampled,
+    SamplingBatch,
+    Save,
+    StepPlan,
+    Ticket,
+)
 from plait.schedule.pools import CacheOptions
-from plait.schedule.scheduler import Scheduler, SchedulerLimits
+from plait.schedule.scheduler import Scheduler
 
 BLOCK, VOCAB = 4, 97
 GROUPS = (BlockGroup("full", None, ("a",)), BlockGroup("window:6", 6, ("b",)))
@@ -58,7 +71,7 @@ class HashModel:
         self.breaks, self.moves_break = breaks, moves_break
         self.plans: list[StepPlan] = []
 
-    def execute(self, plan: StepPlan, sampling: SamplingBatch) -> list[Sampled]:
+    def launch(self, plan: StepPlan, sampling: SamplingBatch) -> Ticket:
         self.plans.append(plan)
         if self.moves_break(plan):
             raise OSError("the host is out of memory")
@@ -77,7 +90,7 @@ class HashModel:
                 tokens = tuple(self._token(chunk, states[end], end, row.seed) for end in ends)
                 targets = tuple(TokenLogprobs(t, -1.0) for t in row.prompt_targets)
                 answers.append(Sampled(tokens, None, targets))
-        return answers
+        return Done(answers)
 
     def _compute(self, chunk: Chunk) -> dict[int, int]:
         states = {}

@@ -11,7 +11,7 @@ from plait.engine.admission import MAX_CHARS_PER_TOKEN, RequestLimits
 from plait.engine.core import Engine
 from plait.errors import CapacityError, ContextTooLong, DeadlineExceeded, EngineError, InvalidField
 from plait.request import Event, Request, SamplingParams
-from plait.schedule.plan import Sampled, SamplingBatch, StepPlan
+from plait.schedule.plan import SamplingBatch, StepPlan, Ticket
 from tests.engine.hash_model import HashModel, Reader, engine, finish, oracle, request
 
 LIMITS = RequestLimits(vocab_size=97, max_model_len=20, longest=15, may_grow=", or grow")
@@ -88,9 +88,9 @@ class Timed(HashModel):
         super().__init__()
         self.clock = clock
 
-    def execute(self, plan: StepPlan, sampling: SamplingBatch) -> list[Sampled]:
+    def launch(self, plan: StepPlan, sampling: SamplingBatch) -> Ticket:
         self.clock.now += 1.0
-        return super().execute(plan, sampling)
+        return super().launch(plan, sampling)
 
 
 def timed(**options: Any) -> tuple[Engine, Clock, Reader]:

@@ -10,7 +10,7 @@ import pytest
 
 from plait.errors import CapacityError, ContextTooLong, DeviceLost, EngineError, InvalidField, QueueFull
 from plait.request import Event
-from plait.schedule.plan import CopyBlock, CopySlot, Load, Sampled, SamplingBatch, Save, StepPlan
+from plait.schedule.plan import CopyBlock, CopySlot, Done, Load, SamplingBatch, Save, StepPlan, Ticket
 from tests.engine.hash_model import (
     HOST,
     VOCAB,
@@ -272,7 +272,7 @@ def test_fault_of_a_whole_batch_fails_no_request() -> None:
 
 def test_an_error_of_ours_is_passed_on_as_it_is() -> None:
     class Refuses:
-        def execute(self, plan: StepPlan, sampling: SamplingBatch) -> list[Sampled]:
+        def launch(self, plan: StepPlan, sampling: SamplingBatch) -> Ticket:
             raise EngineError("the model computed nan")
 
     e, reader = engine(Refuses()), Reader()
@@ -306,8 +306,8 @@ def test_a_lost_gpu_ends_the_engine_and_no_request_is_tried_again_or_blamed() ->
 
 def test_a_runner_that_answers_too_little_is_a_fault_of_the_step() -> None:
     class Silent:
-        def execute(self, plan: StepPlan, sampling: SamplingBatch) -> list[Sampled]:
-            return []
+        def launch(self, plan: StepPlan, sampling: SamplingBatch) -> Ticket:
+            return Done([])
 
     e, reader = engine(Silent()), Reader()
     e.submit(request("r", [1]), reader)

@@ -213,14 +213,14 @@ def test_a_step_that_fails_costs_a_guided_reply_nothing(
     prompts = ["one", "two", "six"]
     wanted = texts_of(front, prompts)
     runner, shared = engine_of(front).runner, iter(range(10_000))
-    execute = runner.execute
+    launch = runner.launch
 
     def failing(plan: StepPlan, sampling: Any) -> Any:
         if len(plan.chunks) > 1 and next(shared) in (7, 60):
             raise OSError("a step fails")
-        return execute(plan, sampling)
+        return launch(plan, sampling)
 
-    monkeypatch.setattr(runner, "execute", failing)
+    monkeypatch.setattr(runner, "launch", failing)
     assert texts_of(front, prompts) == wanted
     assert engine_of(front).metrics.num_failed_steps == 2
 

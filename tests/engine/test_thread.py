@@ -14,8 +14,9 @@ from plait.engine.thread import EngineLoop
 from plait.errors import DeadlineExceeded, EngineError, InvalidField, QueueFull
 from plait.request import Event, Request, SamplingParams
 from plait.schedule.allocation import Allocation
-from plait.schedule.plan import Sampled, SamplingBatch, StepPlan
-from plait.schedule.scheduler import Scheduler, SchedulerLimits
+from plait.schedule.limits import SchedulerLimits
+from plait.schedule.plan import Done, Sampled, SamplingBatch, StepPlan, Ticket
+from plait.schedule.scheduler import Scheduler
 
 PATIENCE_S = 30.0  # a bound against hanging for ever, never an expectation
 
@@ -28,10 +29,10 @@ class Counting:
         self.gate.set()
         self.entered = threading.Event()
 
-    def execute(self, plan: StepPlan, sampling: SamplingBatch) -> list[Sampled]:
+    def launch(self, plan: StepPlan, sampling: SamplingBatch) -> Ticket:
         self.entered.set()
         assert self.gate.wait(PATIENCE_S)
-        return [Sampled((row.position,)) for row in sampling.rows]
+        return Done([Sampled((row.position,)) for row in sampling.rows])
 
 
 class Mailbox:

@@ -26,7 +26,7 @@ from plait.engine.memory_plan import size_state
 from plait.frontend.output_stream import OutputStream
 from plait.loading.build import Loaded, describe_for_sizing, load
 from plait.request import Request
-from plait.schedule.plan import Chunk, Sampled, SamplingBatch, StepPlan
+from plait.schedule.plan import Chunk, SamplingBatch, StepPlan, Ticket
 from tests.families import tiny
 from tests.server.conftest import Client, serving
 
@@ -59,9 +59,9 @@ class Watched:
     def __post_init__(self) -> None:
         self._arrived: list[str] = []
         self._all_here = threading.Event()
-        self._submit, self._execute = self.loaded.front.submit, self.loaded.runner.execute
+        self._submit, self._launch = self.loaded.front.submit, self.loaded.runner.launch
         self.loaded.front.submit = self.submit
-        self.loaded.runner.execute = self.execute
+        self.loaded.runner.launch = self.launch
 
     def submit(self, request: Request, interval: int | None = 1) -> OutputStream:
         stream = self._submit(request, interval)
@@ -70,10 +70,10 @@ class Watched:
             self._all_here.set()
         return stream
 
-    def execute(self, plan: StepPlan, sampling: SamplingBatch) -> list[Sampled]:
+    def launch(self, plan: StepPlan, sampling: SamplingBatch) -> Ticket:
         assert self._all_here.wait(30)
         self.plans.append(plan)
-        return self._execute(plan, sampling)
+        return self._launch(plan, sampling)
 
     @property
     def num_preemptions(self) -> int:

@@ -16,9 +16,9 @@ from plait.loading.build import Loaded
 from plait.memory import BlockGroup, has_slots
 from plait.request import SamplingParams
 from plait.runner.draft import DraftMemory, DraftModel
-from plait.runner.graphs import Capacity
 from plait.runner.runner import ModelRunner
-from plait.schedule.plan import DraftRequest, Sampled, SamplingBatch, SamplingRow, StepPlan
+from plait.runner.static_batch import Capacity
+from plait.schedule.plan import DraftRequest, SamplingBatch, SamplingRow, StepPlan, Ticket
 from plait.schedule.speculate import Proposer
 from plait.state.store import StateStore
 from tests.families import tiny
@@ -69,13 +69,13 @@ class Counting:
     rows: list[SamplingRow] = field(default_factory=list)
     fails: bool = False
 
-    def execute(self, plan: StepPlan, sampling: SamplingBatch) -> list[Sampled]:
+    def launch(self, plan: StepPlan, sampling: SamplingBatch) -> Ticket:
         self.plans.append(plan)
         self.rows += sampling.rows
-        answers = self.runner.execute(plan, sampling)
+        ticket = self.runner.launch(plan, sampling)
         if self.fails:
             raise ZeroDivisionError("the chip is on fire")
-        return answers
+        return ticket
 
 
 @dataclass

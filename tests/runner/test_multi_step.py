@@ -13,7 +13,7 @@ import torch
 from plait import LLM, SamplingParams
 from plait.errors import EngineError
 from plait.memory import BlockGroup
-from plait.runner.graphs import Capacity, StaticBatch
+from plait.runner.static_batch import Capacity, StaticBatch
 from plait.schedule.plan import MOST_STEPS, Chunk, SamplingBatch, SamplingRow, StepPlan
 from tests.families import tiny
 from tests.runner.recordings import BLOCK, loaded
@@ -44,7 +44,7 @@ def test_the_steps_of_a_plan_are_those_of_as_many_plans(folder: Path, params: An
         for num_steps in (1, 6):
             for s, length in enumerate(lens):
                 ids = tuple(range(3 + s, 3 + s + length))
-                runner.execute(StepPlan(0, (Chunk(s, 0, ids, tables[s], 0, 1),)), rows(length - 1, GREEDY))
+                runner.launch(StepPlan(0, (Chunk(s, 0, ids, tables[s], 0, 1),)), rows(length - 1, GREEDY))
             tokens: list[tuple[int, ...]] = [(5,), (6,)]
             while len(tokens[0]) < 7:
                 done = len(tokens[0]) - 1
@@ -57,12 +57,12 @@ def test_the_steps_of_a_plan_are_those_of_as_many_plans(folder: Path, params: An
                         for s, p in enumerate(params)
                     )
                 )
-                answers = runner.execute(StepPlan(1, chunks, num_steps=num_steps), batch)
+                answers = runner.launch(StepPlan(1, chunks, num_steps=num_steps), batch).wait()
                 assert all(len(answer.token_ids) == num_steps for answer in answers)
                 tokens = [(*old, *new.token_ids) for old, new in zip(tokens, answers, strict=True)]
             said.append(tokens)
-            replay: Any = runner._replay
-            logits.append(replay._logits[:2].clone())
+            replay: Any = runner.replay
+            logits.append(replay.program._logits[:2].clone())
         assert said[0] == said[1]
         torch.testing.assert_close(
             *logits, rtol=0, atol=0
@@ -74,7 +74,7 @@ def test_what_is_not_recorded_is_refused(folder: Path) -> None:
         tables = tuple((1, 2) for _ in model.runner.groups)
         plan = StepPlan(0, (Chunk(0, 0, (3,), tables, 0, 1),), num_steps=2)
         with pytest.raises(EngineError, match="2 steps at once"):
-            model.runner.execute(plan, rows(0, GREEDY))
+            model.runner.launch(plan, rows(0, GREEDY))
 
 
 @pytest.mark.parametrize(
@@ -94,8 +94,8 @@ def test_texts_are_the_same_with_and_without(folder: Path, params: list[dict[str
         assert scheduler.limits.num_steps == MOST_STEPS
         plans: list[StepPlan] = []
         runner = llm.front.loop.engine.runner
-        execute = runner.execute
-        runner.execute = lambda plan, sampling: (plans.append(plan), execute(plan, sampling))[1]
+        launch = runner.launch
+        runner.launch = lambda plan, sampling: (plans.append(plan), launch(plan, sampling))[1]
         found = []
         for num_steps in (1, MOST_STEPS):
             scheduler.limits = replace(scheduler.limits, num_steps=num_steps)
@@ -115,7 +115,7 @@ def test_a_model_that_overflows_in_a_later_step_is_found(
     with LLM(str(folder), device="cpu", max_model_len=128, max_num_seqs=4) as llm:
         params = SamplingParams(temperature=temperature, max_tokens=30)
         llm.generate([[3, 4, 5]], params)
-        replay: Any = llm.front.loop.engine.runner._replay
+        replay: Any = llm.front.loop.engine.runner.replay.program
         follow, several = replay.follow, replay.several
 
         def followed(token_ids: Any) -> torch.Tensor:

@@ -17,8 +17,9 @@ from torch import Tensor
 from plait.errors import EngineError
 from plait.loading.build import Loaded
 from plait.memory import has_slots
-from plait.runner.graphs import Capacity
-from plait.runner.runner import ModelRunner, add_pooled
+from plait.runner.replay import add_pooled
+from plait.runner.runner import ModelRunner
+from plait.runner.static_batch import Capacity
 from plait.schedule.plan import (
     Chunk,
     CopyBlock,
@@ -32,8 +33,8 @@ from plait.schedule.plan import (
     StepPlan,
 )
 from tests.runner.recordings import BLOCK, SEQS, loaded, memory
-from tests.runner.test_graphs import checkpoints as checkpoints
-from tests.runner.test_graphs import folder_of, options_of
+from tests.runner.test_program import checkpoints as checkpoints
+from tests.runner.test_program import folder_of, options_of
 
 # Shared heads, windows alone and with full attention, MLA with experts, Mamba1, 2 and 3, hybrids of them.
 NAMES = (
@@ -107,7 +108,7 @@ class World:
         rows = []
         for i, token in enumerate(ids):
             plan = StepPlan(0, (Chunk(0, i, (token,), tables, 1, 1),), fresh=() if i else (1,))
-            self.runner.execute(plan, SamplingBatch(()))
+            self.runner.launch(plan, SamplingBatch(()))
             rows.append(self.keeper.logits)
         return torch.cat(rows)
 
@@ -139,7 +140,7 @@ class World:
             chunks.append(chunk)
             wanted.append((life, chunk, good, scratch))
         plan = StepPlan(0, tuple(chunks), tuple(self.moves), tuple(fresh))
-        self.runner.execute(plan, SamplingBatch(()))
+        self.runner.launch(plan, SamplingBatch(()))
         row = 0
         for life, chunk, good, scratch in wanted:
             got = self.keeper.logits[row : row + chunk.num_logits]
@@ -334,7 +335,7 @@ def test_moves_are_made_in_order_and_before_fresh_slots_are_zeroed(one: Loaded) 
         CopySlot(1, 2), CopySlot(2, 3), CopyBlock(0, 4, 5), CopyBlock(0, 5, 6), CopyBlock(1, 7, 8),
         CopySlot(3, 4), Save(9, ((1, 2), ()), 3), Drop(9), Load(8, ((3,), (4,)), 0), CopyBlock(0, 1, 2),
     )  # fmt: skip
-    assert runner.execute(StepPlan(1, (), moves, fresh=(4,)), SamplingBatch(())) == []
+    assert runner.launch(StepPlan(1, (), moves, fresh=(4,)), SamplingBatch(())).wait() == []
     assert store.calls == [
         ("copy_rows", -1, [(1, 2), (2, 3)]),
         ("copy_rows", 0, [(4, 5), (5, 6)]),
@@ -351,7 +352,7 @@ def test_moves_are_made_in_order_and_before_fresh_slots_are_zeroed(one: Loaded) 
 def test_a_plan_that_loads_what_was_never_saved_fails_by_name(one: Loaded) -> None:
     moves = (Load(404, tuple(() for _ in one.runner.groups), 0),)
     with pytest.raises(EngineError, match="nothing is saved as 404"):
-        one.runner.execute(StepPlan(1, (), moves), SamplingBatch(()))
+        one.runner.launch(StepPlan(1, (), moves), SamplingBatch(()))
 
 
 def pooled_chunk(num_tokens: int, num_pooled: int) -> Chunk:

@@ -15,6 +15,7 @@ from msgspec import structs
 
 from plait.memory import BlockGroup
 from plait.request import FinishReason, SamplingParams, TokenLogprobs
+from plait.schedule.limits import SchedulerLimits
 from plait.schedule.plan import (
     Chunk,
     CopyBlock,
@@ -28,7 +29,6 @@ from plait.schedule.plan import (
     Save,
     StepPlan,
 )
-from plait.schedule.scheduler import SchedulerLimits
 from plait.schedule.sequence import TokenSequence, num_computed
 
 VOCAB_SIZE = 5

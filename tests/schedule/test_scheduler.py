@@ -10,9 +10,10 @@ from plait.memory import BlockGroup
 from plait.request import SamplingParams, TokenLogprobs
 from plait.schedule.allocation import Allocation
 from plait.schedule.costs import StepCosts
+from plait.schedule.limits import SchedulerLimits
 from plait.schedule.plan import CopyBlock, CopySlot, Drop, Load, Sampled, Save, StepPlan
 from plait.schedule.pools import CacheOptions
-from plait.schedule.scheduler import Scheduler, SchedulerLimits
+from plait.schedule.scheduler import Scheduler
 from plait.schedule.sequence import Phase, TokenSequence, Update
 
 FULL = BlockGroup("full", None, ("a",))

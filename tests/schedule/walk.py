@@ -13,9 +13,10 @@ from plait.errors import EngineError
 from plait.memory import BlockGroup
 from plait.request import SamplingParams
 from plait.schedule.allocation import Allocation
+from plait.schedule.limits import SchedulerLimits
 from plait.schedule.plan import Drop, SamplingBatch, Save, StepPlan
 from plait.schedule.pools import CacheOptions
-from plait.schedule.scheduler import Scheduler, SchedulerLimits
+from plait.schedule.scheduler import Scheduler
 from plait.schedule.sequence import TokenSequence, Update
 from plait.state.blocks import PrefixIndex, extend
 from tests.schedule.memory_model import (

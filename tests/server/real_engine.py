@@ -11,11 +11,12 @@ from plait.engine.grammar_guide import Guides
 from plait.engine.thread import EngineLoop
 from plait.frontend.frontend import Front, Language
 from plait.memory import BlockGroup
-from plait.runner.runner import add_pooled
+from plait.runner.replay import add_pooled
 from plait.runner.sampler import Sampler
 from plait.schedule.allocation import Allocation
-from plait.schedule.plan import Sampled, SamplingBatch, StepPlan
-from plait.schedule.scheduler import Scheduler, SchedulerLimits
+from plait.schedule.limits import SchedulerLimits
+from plait.schedule.plan import Done, SamplingBatch, StepPlan, Ticket
+from plait.schedule.scheduler import Scheduler
 from plait.spec import ModelSpec, NormSpec
 from plait.text.grammar.compiler import GrammarCompiler
 from tests.server.fake import CONTEXT, EOS, HIDDEN_SIZE, NAMES, VOCAB_SIZE, ByteTokenizer, TurnTemplate
@@ -33,7 +34,7 @@ class Bigrams:
         self._table[:, 128:] -= 6
         self._sampler = Sampler(VOCAB_SIZE, banned=[i for i in NAMES if i != EOS])
 
-    def execute(self, plan: StepPlan, sampling: SamplingBatch) -> list[Sampled]:
+    def launch(self, plan: StepPlan, sampling: SamplingBatch) -> Ticket:
         time.sleep(self._step_s)
         tokens = [
             ((token + chunk.start + i) % 64, i >= len(chunk.token_ids) - chunk.num_logits)
@@ -42,7 +43,7 @@ class Bigrams:
         ]
         hidden = self._table[[row for row, _ in tokens]][:, :HIDDEN_SIZE]
         answers = self._sampler.sample(self._table[[row for row, wanted in tokens if wanted]], sampling)
-        return add_pooled(plan, hidden, answers)
+        return Done(add_pooled(plan, hidden, answers))
 
 
 def engine_front(

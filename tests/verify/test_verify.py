@@ -23,7 +23,7 @@ from plait.ops.linear import Packing, dense
 from plait.ops.registry import Op, Variant
 from plait.ops.ssm import mamba2_scan
 from plait.request import SamplingParams, TokenLogprobs
-from plait.schedule.plan import Chunk, DraftRequest, Sampled, SamplingBatch, StepPlan
+from plait.schedule.plan import Chunk, Done, DraftRequest, SamplingBatch, StepPlan, Ticket
 from plait.state.store import StateStore
 from plait.verify.matrix import FAILS_EVERY, PLAIN, Cell, FailingRunner, KnownReplies, cells
 from plait.verify.prompts import default_prompts, first_turns, second_turns
@@ -312,16 +312,17 @@ def test_known_replies_are_drafted_with_a_wrong_token_now_and_then() -> None:
 
 def test_only_steps_that_several_share_fail() -> None:
     class Runner:
-        def execute(self, plan: StepPlan, sampling: SamplingBatch) -> list[Sampled]:
-            return []
+        def launch(self, plan: StepPlan, sampling: SamplingBatch) -> Ticket:
+            return Done([])
 
     failing = FailingRunner(SimpleNamespace(runner=Runner()))  # type: ignore[arg-type]
     alone = StepPlan(1, (_chunk(1, 0, (5,)),))
     shared = StepPlan(1, (_chunk(1, 0, (5,)), _chunk(2, 0, (5,))))
     for _ in range(3 * FAILS_EVERY):
-        failing.execute(alone, SamplingBatch(()))
+        assert failing.launch(alone, SamplingBatch(())).wait() == []
     for _ in range(FAILS_EVERY - 1):
-        failing.execute(shared, SamplingBatch(()))
+        assert failing.launch(shared, SamplingBatch(())).wait() == []
+    ticket = failing.launch(shared, SamplingBatch(()))
     with pytest.raises(EngineError, match="on purpose"):
-        failing.execute(shared, SamplingBatch(()))
+        ticket.wait()
     assert failing.num_failed == 1

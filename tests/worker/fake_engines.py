@@ -17,7 +17,7 @@ from typing import Any
 from plait.config import EngineConfig
 from plait.errors import BadFile, ConfigError, DeviceLost
 from plait.loading.text_side import TextSource
-from plait.schedule.plan import Chunk, Sampled, SamplingBatch, StepPlan
+from plait.schedule.plan import Chunk, SamplingBatch, StepPlan, Ticket
 from plait.spec import ModelSpec, NormSpec
 from plait.worker.child import BuiltEngine
 from tests.engine.hash_model import VOCAB, HashModel, engine
@@ -37,7 +37,7 @@ class Mortal(HashModel):
         super().__init__()
         self.lost, self.num_steps = lost, 0
 
-    def execute(self, plan: StepPlan, sampling: SamplingBatch) -> list[Sampled]:
+    def launch(self, plan: StepPlan, sampling: SamplingBatch) -> Ticket:
         time.sleep(STEP_S)
         self.num_steps += 1
         if self.lost is not None and self.num_steps > 30 and not self.lost.exists():
@@ -46,7 +46,7 @@ class Mortal(HashModel):
         for chunk in plan.chunks:
             if chunk.start == 0:
                 _suffer(chunk)
-        return super().execute(plan, sampling)
+        return super().launch(plan, sampling)
 
 
 def _suffer(chunk: Chunk) -> None:

@@ -222,7 +222,7 @@ def _ring(mailbox: int, threads: int) -> None:
 def follow_rows(frame: int, args: int, thread: int, threads: int) -> None:
     """Between two decode steps of one call: what the last one sampled is what the next one computes.
 
-    As `runner.graphs.StaticBatch.follow`, of as many rows as there are sequences; one thread does it all.
+    As `StaticBatch.follow`, of as many rows as there are sequences; one thread does it all.
 
     ids (int64) and values (float32) of the largest logits, token_ids (int64), moving (int64 rows: positions,
     lengths, and of each group where entries go), its row stride, groups, their tables (int64: the address and

@@ -15,7 +15,7 @@ from plait.ops.linear import Linear
 from plait.ops.moe import experts, route
 from plait.ops.registry import Op, OpFacts
 from plait.quant.weight import Dense, Weight
-from plait.runner.graphs import ViewsOnly
+from plait.runner.program import ViewsOnly
 from plait.spec import RouterSpec
 
 load_kernels()

@@ -23,7 +23,7 @@ from plait.ops.heads import STORED, HeadRows, facts_of, map_heads
 from plait.ops.registry import OpFacts
 from plait.quant.halves import Halves
 from plait.quant.weight import Dense
-from plait.runner.graphs import ViewsOnly
+from plait.runner.program import ViewsOnly
 from tests.quant.storages import STORAGES, fp8, made
 
 HEADS = 3

@@ -15,7 +15,7 @@ from plait.ops.linear import Linear
 from plait.ops.mamba3 import mamba3_scan, norm_for_heads
 from plait.ops.registry import OpFacts
 from plait.quant.weight import Dense
-from plait.runner.graphs import ViewsOnly
+from plait.runner.program import ViewsOnly
 
 SLOTS = 5
 SIZES = [(2, 5, 6), (3, 24, 40), (2, 16, 16)]  # heads, rows of one, columns

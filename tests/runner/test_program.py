@@ -19,9 +19,10 @@ from plait.kernels.cpu.pointwise.norm import _rms_norm
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.loading.build import Loaded
 from plait.memory import PagedState, block_groups
-from plait.runner.graphs import Capacity, StaticBatch, ViewsOnly, record_step
-from plait.runner.runner import build_batch
+from plait.runner.inputs import build_batch
+from plait.runner.program import ViewsOnly, record_program
 from plait.runner.sampler import Sampler
+from plait.runner.static_batch import Capacity, StaticBatch
 from plait.schedule.plan import Chunk, StepPlan
 from tests.families import tiny, tiny_attention, tiny_ssm
 from tests.runner.recordings import (
@@ -73,17 +74,16 @@ def assert_replayed(model: Loaded, reference: Loaded | None) -> None:
     runner = model.runner
     groups, decoder = runner.groups, runner.decoder
     one, other = memory(model), memory(model)
-    replay, static, why = record_step(decoder, one, runner.executor, groups, CAPACITY)
+    replay, why = record_program(decoder, one, runner.executor, groups, CAPACITY, runner.sampler)
     assert replay is not None, why
-    assert static is not None
     third = memory(reference) if reference else None
     for plan in walk(groups, decoder.spec.vocab_size):
         for store in (one, other, third):
             if store:
                 store.zero_slots(plan.fresh)
-        assert static.fits(plan)
+        assert replay.fits(plan)
         batch = build_batch(plan, groups, BLOCK, runner.device)
-        got, want = replay(plan), decoder(batch, other)
+        got, want = replay.program(plan), decoder(batch, other)
         assert got.shape == (sum(chunk.num_logits for chunk in plan.chunks), decoder.spec.vocab_size)
         assert torch.equal(got, want), f"step {plan.step}: {(got - want).abs().max()}"
         if reference and third:
@@ -219,7 +219,7 @@ def test_a_step_too_large_for_the_program_runs_op_by_op(checkpoints: Path) -> No
         runner, ids = model.runner, (1, 5, 2, 9, 3, 7)
         tables = tuple((1,) for _ in runner.groups)
         plans = [StepPlan(0, (Chunk(0, 0, ids, tables, 1, n),), fresh=(1,)) for n in (1, 6)]
-        assert [runner._static is not None and runner._static.fits(plan) for plan in plans] == [True, False]
+        assert [runner.replay is not None and runner.replay.fits(plan) for plan in plans] == [True, False]
         with torch.inference_mode():
             recorded_one, all_six = (runner._computed(plan)[1].clone() for plan in plans)
         assert torch.equal(recorded_one, all_six[-1:])
@@ -246,7 +246,8 @@ def test_the_largest_logits_are_found_in_the_same_call(cpu: Any, checkpoints: Pa
         def recorded_with(**options: Any) -> Any:
             sampler = Sampler(size, **options)
             parts = runner.decoder, store, runner.executor, runner.groups, CAPACITY
-            return record_step(*parts, sampler.plain_largest)[0]
+            replay, _ = record_program(*parts, sampler)
+            return replay.program if replay else None
 
         assert recorded_with(executor=cpu).largest is None  # another one than that of the recording
         assert recorded_with(executor=runner.executor, ops="reference").largest is None

@@ -1,0 +1,328 @@
+"""The steps of a device: decodes as one captured graph each, prompts op by op, both without a wait.
+
+A step's tokens stay on the device, where the next step reads them; the host gets them by a ticket. So the
+host can plan and launch the next step before it knows them. A graph is chosen by what sequences are, never by
+shapes: every chunk is one token with history. In the graph: where entries go, the decoder, the draw, and the
+rows move on. A batch that needs the host for its answers (log-probabilities) is sampled there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plait.errors import CannotRecord, EngineError
+from plait.memory import BlockGroup
+from plait.model.decoder import Decoder
+from plait.ops.registry import OpFacts
+from plait.ops.step import locate_tokens, move_rows_on
+from plait.request import SamplingParams
+from plait.runner.capture import decoder_tensors
+from plait.runner.device_batch import DeviceBatch
+from plait.runner.graph_backends import CapturedStep, GraphBackend
+from plait.runner.inputs import batch_of, is_decode, parts_of, upload
+from plait.runner.replay import add_pooled
+from plait.runner.sampler import Sampler
+from plait.runner.sampling_tables import DrawForm
+from plait.runner.static_batch import Capacity
+from plait.schedule.plan import FOLLOW, Chunk, Done, Sampled, SamplingBatch, SamplingRow, StepPlan, Ticket
+from plait.state.store import StateStore
+
+AT_START = 32  # sequences of the largest graph that is captured before the first request
+log = logging.getLogger("plait")
+Drawing = list[tuple[Chunk, SamplingRow]]
+
+
+class GraphKey(NamedTuple):
+    """What a graph is for. `form` None: it ends with the logits, which the host samples from."""
+
+    bucket: int
+    form: DrawForm | None
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTicket:
+    """A step of which the answers are on their way to the host.
+
+    `reads`: of each of its decode steps, ids and largest logits, [2, n] float64. `columns`: the columns of
+    each answer, in order. `seq_ids`: the sequences with one token each of each step.
+    """
+
+    replay: DeviceReplay
+    step: int
+    reads: Sequence[Callable[[], Tensor]]
+    columns: Sequence[Sequence[int]]
+    seq_ids: Sequence[int]
+    can_be_followed: bool
+
+    def wait(self) -> list[Sampled]:
+        """The answers to the plan's chunks. Raises EngineError for logits that are no numbers."""
+        order = [column for columns in self.columns for column in columns]
+        try:
+            found = np.stack([read().numpy() for read in self.reads])  # [steps, 2, n]
+            ids, values = found[:, 0, order].astype(np.int64), found[:, 1, order].astype(np.float32)
+            drawn = self.replay.sampler.likeliest(ids, values)
+        except BaseException:
+            self.replay.forget()
+            raise
+        tokens = iter([answer.token_ids for answer in drawn])
+        answers = [Sampled(tuple(t for _ in columns for t in next(tokens))) for columns in self.columns]
+        if self.can_be_followed:
+            last = [answer.token_ids[-1] for answer in answers if answer.token_ids]
+            self.replay.batch.learn(self.step, self.seq_ids, last)
+        return answers
+
+
+class DeviceReplay:
+    """Runs the steps of a device (a `Replay`). The graph of a batch's size is captured when first needed."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        store: StateStore,
+        sampler: Sampler,
+        groups: Sequence[BlockGroup],
+        capacity: Capacity,
+        backend: GraphBackend,
+    ) -> None:
+        self._decoder, self._store, self.sampler, self._backend = decoder, store, sampler, backend
+        self._groups, device = tuple(groups), backend.device
+        self.batch = DeviceBatch(capacity, groups, store.block_size, device)
+        self._tables = sampler.tables(self.batch.rows, device)
+        self._eager_tables = sampler.tables(capacity.logits, device)
+        self._answers = torch.zeros(2, self.batch.rows, dtype=torch.float64, device=device)
+        facts = OpFacts("cuda" if backend.chip else device.type, torch.float32, chip=backend.chip)
+        self._locate, where = locate_tokens.bind(facts, "step")
+        self._move_on, move = move_rows_on.bind(facts, "step")
+        self.bindings = (where, move)
+        self._graphs: dict[GraphKey, CapturedStep] = {}
+        self._refused: dict[GraphKey, str] = {}
+        self._filled: object = None  # the batch that `_tables` hold, as it is in the next step
+
+    @property
+    def launches(self) -> Sequence[str]:
+        """The names of the launches of one decode step, in order; empty before the first."""
+        graphs = self._graphs.values()
+        return next(iter(graphs)).launches if graphs else ()
+
+    def describe(self) -> str:
+        """What is captured, in a line."""
+        sizes = ", ".join(map(str, sorted({key.bucket for key in self._graphs})))
+        shown = f"those of {sizes} are captured" if sizes else "each is captured when it is first needed"
+        return f"decodes of up to {self.batch.rows} sequences are graphs, {shown}; prompts run op by op"
+
+    def prepare(self) -> None:
+        """Capture the graphs of small batches, the largest first. Raises what their capture raises."""
+        for bucket in reversed([size for size in self.batch.buckets if size <= AT_START]):
+            for temperature in (1.0, 0.0):
+                params = SamplingParams(temperature=temperature)
+                row = SamplingRow(params, num_logits=1, num_samples=1, position=1, seed=0)
+                self._tables.fill(SamplingBatch((row,) * bucket), range(bucket))
+                key = GraphKey(bucket, self._tables.form)
+                self._graphs[key] = self._capture(key)
+        self._filled = None
+
+    def fits(self, plan: StepPlan) -> bool:
+        """Every plan does, if it has one step or none but decodes."""
+        return plan.num_steps == 1 or _is_decoding(plan)
+
+    def forget(self) -> None:
+        """A step failed: all that the device holds is written anew."""
+        self.batch.forget()
+        self._filled = None
+
+    def launch(self, plan: StepPlan, sampling: SamplingBatch) -> Ticket:
+        """Launch a plan's steps without waiting for anything."""
+        bucket = self.batch.bucket_of(plan) if _is_decoding(plan) else None
+        if bucket is not None:
+            rows = self.batch.update(plan, bucket)
+            key = GraphKey(bucket, self._tables.form if self._fill(plan, sampling, rows) else None)
+            if (graph := self._graph(key, plan, sampling, rows)) is not None:
+                return self._replayed(graph, key, plan, sampling, rows)
+        if plan.num_steps > 1:
+            raise EngineError(f"{plan.num_steps} steps at once, and none is captured for them")
+        return self._run_eagerly(plan, sampling)
+
+    def _replayed(
+        self, graph: CapturedStep, key: GraphKey, plan: StepPlan, sampling: SamplingBatch, rows: Sequence[int]
+    ) -> Ticket:
+        """Replay a graph for each step of a plan."""
+        if key.form is None:
+            if plan.num_steps > 1:
+                raise EngineError(f"{plan.num_steps} steps at once, and their answers need the host")
+            graph.replay()
+            self.batch.moved_on(rows)
+            (index,) = upload([np.array(rows, np.int64)], self._backend.device)
+            return Done(self.sampler.sample(graph.result[index], sampling))
+        reads = []
+        for _ in range(plan.num_steps):
+            graph.replay()
+            reads.append(self._backend.read(self._answers[:, : key.bucket]))
+            self.batch.moved_on(rows)
+        self._tables.moved_on(plan.num_steps)
+        self.batch.sampled(rows, plan.step)
+        seq_ids, columns = [chunk.seq_id for chunk in plan.chunks], [(row,) for row in rows]
+        return DeviceTicket(self, plan.step, reads, columns, seq_ids, can_be_followed=True)
+
+    def _fill(self, plan: StepPlan, sampling: SamplingBatch, rows: Sequence[int]) -> bool:
+        """Write the batch's settings, unless the device has them. False: the host must sample."""
+        settings = [row.num_stopless > 0 for row in sampling.rows]  # the rest never changes for a sequence
+        places = [(chunk.seq_id, row, chunk.end) for chunk, row in zip(plan.chunks, rows, strict=True)]
+        if not any(row.masks for row in sampling.rows) and (places, settings) == self._filled:
+            self._filled = _later(places, plan.num_steps), settings
+            return True
+        self._filled = None
+        if not self._tables.fill(sampling, rows):
+            return False
+        if self._tables.form.moves_on:
+            self._filled = _later(places, plan.num_steps), settings
+        return True
+
+    # Graphs
+
+    def _graph(
+        self, key: GraphKey, plan: StepPlan, sampling: SamplingBatch, rows: Sequence[int]
+    ) -> CapturedStep | None:
+        """The graph for a batch, captured if it is the first of its kind; None if that is not possible."""
+        if (graph := self._graphs.get(key)) is not None:
+            return graph
+        if key in self._refused:
+            return None
+        if key.form is not None:  # tables that were replaced by larger ones: who read them is of no use
+            now = key.form.generation
+            self._graphs = {k: g for k, g in self._graphs.items() if not k.form or k.form.generation == now}
+        try:
+            graph = self._graphs[key] = self._capture(key)
+        except (CannotRecord, RuntimeError) as error:
+            self._refused[key] = str(error)
+            log.warning("steps of %d sequences are not captured, and run op by op: %s", key.bucket, error)
+            return None
+        finally:  # what was captured has run over the tables
+            self._tables.moved_on()
+            self._filled = None
+            self._fill(plan, sampling, rows)
+        return graph
+
+    def _capture(self, key: GraphKey) -> CapturedStep:
+        """Capture the step of the first rows, while they are padding."""
+        batch = self.batch
+        held = batch.memory.clone()
+        batch.memory.copy_(batch.blank)
+        inputs = [*decoder_tensors(self._decoder), *self._store.tensors, *batch.static_tensors, self._answers]
+        try:
+            return self._backend.capture(lambda: self._step(key), [*inputs, *self._tables.static_tensors])
+        finally:
+            batch.memory.copy_(held)
+
+    def _step(self, key: GraphKey) -> Tensor:
+        """What a graph does: the decode step of the first rows. Returns their logits."""
+        batch, size = self.batch, self._store.block_size
+        active, ids, positions, lens = batch.moving(key.bucket)
+        mappings = {
+            group.name: self._locate(positions, batch.table(g, key.bucket), size)
+            for g, group in enumerate(self._groups)
+        }
+        logits: Tensor = self._decoder(batch.batch(key.bucket, mappings), self._store)
+        if key.form is None:
+            positions.add_(active)
+            lens.add_(active)
+            return logits
+        found, values = self.sampler.draw(logits, self._tables)
+        self._move_on(found, values, active, ids, positions, lens, self._answers[:, : key.bucket])
+        return logits
+
+    # Op by op
+
+    @torch.inference_mode()
+    def _run_eagerly(self, plan: StepPlan, sampling: SamplingBatch) -> Ticket:
+        """A step with prompts. What it samples goes into the rows of its sequences."""
+        answering = [chunk for chunk in plan.chunks if chunk.has_answer]
+        drawing = list(zip(answering, sampling.rows, strict=True))
+        here = not any(chunk.num_pooled for chunk in plan.chunks) and self._eager_tables.fill(sampling)
+        placed = [chunk for chunk, row in drawing if row.num_samples == 1 and not row.draft] if here else []
+        if placed:
+            self.batch.move(self.batch.place(placed, self.batch.rows))
+        rows = [self.batch.row_of(chunk.seq_id) for chunk in placed]
+        here_ids = {chunk.seq_id for chunk in placed}
+        logits, hidden, parts = self._computed(plan, _draws(drawing), _places(drawing, here_ids), rows)
+        if not here:
+            return Done(add_pooled(plan, hidden, self.sampler.sample(logits, sampling)))
+        drawn, from_draw, to_row = parts
+        if len(drawn) != logits.shape[0]:
+            logits = logits[drawn]
+        counts = [row.num_samples for _, row in drawing]
+        ends = np.cumsum(counts).tolist() if counts else []
+        columns = [range(end - n, end) for end, n in zip(ends, counts, strict=True)]
+        is_whole = all(row.num_samples == 0 or chunk.seq_id in here_ids for chunk, row in drawing)
+        reads = []
+        if len(drawn):
+            ids, values = self.sampler.draw(logits, self._eager_tables)
+            if placed:
+                self.batch.token_ids.index_copy_(0, to_row, ids[from_draw])
+                self.batch.sampled(rows, plan.step)
+            reads.append(self._backend.read(torch.stack((ids.double(), values.double()))))
+        seq_ids = [chunk.seq_id for chunk in placed]
+        if not reads:
+            return Done([Sampled() for _ in drawing]) if drawing else Nothing([])
+        return DeviceTicket(self, plan.step, reads, columns, seq_ids, is_whole)
+
+    def _computed(
+        self, plan: StepPlan, drawn: list[int], from_draw: list[int], to_row: list[int]
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Logits, hidden states, and three lists of numbers as tensors, by one copy to the device."""
+        follows = [(n, chunk) for n, chunk in enumerate(plan.chunks) if chunk.token_ids == (FOLLOW,)]
+        rows = [self.batch.row_of(chunk.seq_id) for _, chunk in follows]
+        starts = np.cumsum([0, *(len(chunk.token_ids) for chunk in plan.chunks)])
+        where = [int(starts[n]) for n, _ in follows]
+        lists = [np.array(numbers, np.int64) for numbers in (drawn, from_draw, to_row, where, rows)]
+        parts = parts_of(plan, len(self._groups), self._store.block_size)
+        tensors = upload([*parts, *lists], self._backend.device)
+        batch = batch_of(plan, self._groups, tensors[: len(parts)])
+        *made, places, sources = tensors[len(parts) :]
+        if follows:
+            batch.token_ids.index_copy_(0, places, self.batch.token_ids[sources])
+        hidden = self._decoder.hidden(batch, self._store)
+        return self._decoder.logits(hidden, batch), hidden, made
+
+
+@dataclass(frozen=True, slots=True)
+class Nothing(Done):
+    """The ticket of a step without answers: nothing has to be known before the next one."""
+
+    @property
+    def can_be_followed(self) -> bool:
+        return True
+
+
+def _is_decoding(plan: StepPlan) -> bool:
+    """Whether a plan is one token with history of each of its sequences, and nothing else is requested."""
+    return all(is_decode(chunk) and chunk.num_logits == 1 and not chunk.num_pooled for chunk in plan.chunks)
+
+
+def _draws(drawing: Drawing) -> list[int]:
+    """The rows of logits that are sampled from: of each chunk its last."""
+    found, end = list[int](), 0
+    for chunk, row in drawing:
+        end += chunk.num_logits
+        found += range(end - row.num_samples, end)
+    return found
+
+
+def _places(drawing: Drawing, seq_ids: Container[int]) -> list[int]:
+    """Which of the draws are those of these sequences, which have one each."""
+    found, end = [], 0
+    for chunk, row in drawing:
+        if chunk.seq_id in seq_ids:
+            found.append(end)
+        end += row.num_samples
+    return found
+
+
+def _later(places: Sequence[tuple[int, int, int]], steps: int) -> list[tuple[int, int, int]]:
+    return [(seq_id, row, end + steps) for seq_id, row, end in places]

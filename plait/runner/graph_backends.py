@@ -1,0 +1,152 @@
+"""What captures a step and runs it again: a graph of CUDA, or torch's operators one by one on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from plait.errors import ConfigError
+from plait.kernels.load import load_for_gpu
+from plait.ops.chip import Chip
+from plait.ops.launch import watch_launches
+from plait.runner.capture import StepCapture
+
+Step = Callable[[], Tensor]
+
+
+class CapturedStep(Protocol):
+    """A step over static memory. `result`: what it returned, which each replay overwrites."""
+
+    result: Tensor
+
+    @property
+    def launches(self) -> Sequence[str]: ...
+    def replay(self) -> None: ...
+
+
+@runtime_checkable
+class GraphBackend(Protocol):
+    """Captures steps. `device`: where their memory is; `chip`: the GPU that kernels are chosen for.
+
+    `captures_at_start`: whether a capture is worth its time before there is a request.
+
+    A step runs once or twice while it is captured, so its rows must be padding then. Raises CannotRecord, or
+    RuntimeError of the driver, where a step cannot be captured.
+    """
+
+    device: torch.device
+    chip: Chip | None
+    captures_at_start: bool
+
+    def capture(self, step: Step, inputs: Sequence[Tensor]) -> CapturedStep:
+        """Capture what `step` launches. `inputs`: all memory that is neither made nor freed in it."""
+
+    def read(self, found: Tensor) -> Callable[[], Tensor]:
+        """Copy to the host behind all that was launched; what is returned waits for the copy."""
+
+
+class TorchGraphs(GraphBackend):
+    """Graphs of a CPU: what the capture saw runs again over the same memory. For tests of what a GPU does."""
+
+    captures_at_start = False
+
+    def __init__(self, chip: Chip | None) -> None:
+        """Raises ConfigError if this GPU's kernels cannot run here."""
+        if chip is not None and not _is_interpreted():
+            raise ConfigError(
+                "a GPU's kernels run on a CPU in Triton's interpreter alone: set TRITON_INTERPRET=1"
+            )
+        load_for_gpu()
+        self.device, self.chip = torch.device("cpu"), chip
+
+    def capture(self, step: Step, inputs: Sequence[Tensor]) -> TorchGraph:
+        with torch.inference_mode(), StepCapture(inputs) as capture:
+            result = step()
+        return TorchGraph(capture, result)
+
+    def read(self, found: Tensor) -> Callable[[], Tensor]:
+        copy = found.clone()
+        return lambda: copy
+
+
+class TorchGraph:
+    """A step as `StepCapture` has it."""
+
+    def __init__(self, capture: StepCapture, result: Tensor) -> None:
+        self._capture, self.result = capture, result
+
+    @property
+    def launches(self) -> Sequence[str]:
+        return tuple(self._capture.launches)
+
+    def replay(self) -> None:
+        self._capture.replay()
+
+
+class CudaGraphs(GraphBackend):
+    """Graphs of a GPU, which share one pool of memory: a replay may overwrite what another one returned."""
+
+    captures_at_start = True
+
+    def __init__(self, device: torch.device, chip: Chip | None) -> None:
+        self.device, self.chip = device, chip
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, step: Step, inputs: Sequence[Tensor]) -> CudaGraph:
+        with torch.cuda.device(self.device), torch.inference_mode():
+            aside = torch.cuda.Stream()
+            aside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(aside):  # compiles kernels, which a capture must not
+                step()
+            torch.cuda.current_stream().wait_stream(aside)
+            graph, names = torch.cuda.CUDAGraph(), _Names()
+            with watch_launches(names), torch.cuda.graph(graph, pool=self._pool):
+                result = step()
+        return CudaGraph(graph, result, names.seen)
+
+    def read(self, found: Tensor) -> Callable[[], Tensor]:
+        host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+        host.copy_(found, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record(torch.cuda.current_stream(self.device))
+
+        def wait() -> Tensor:
+            done.synchronize()
+            return host
+
+        return wait
+
+
+class CudaGraph:
+    """A step as CUDA has it. `launches`: those of our own kernels."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, result: Tensor, launches: Sequence[str]) -> None:
+        self._graph, self.result, self.launches = graph, result, tuple(launches)
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+def _is_interpreted() -> bool:
+    """Whether kernels that are made from now on run on the CPU."""
+    try:
+        import triton
+    except ImportError:
+        return False
+    return bool(triton.knobs.runtime.interpret)
+
+
+class _Names:
+    """Notes the names of launches, and lets them run."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def launched(
+        self, name: str, run: Callable[[], None], tensors: Sequence[Tensor], rest: tuple[object, ...]
+    ) -> None:
+        self.seen.append(name)
+        run()

@@ -1,0 +1,107 @@
+"""The inputs of a step that runs op by op: one host buffer, one copy to the device, and views of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from plait.memory import BlockGroup
+from plait.model.layers.layers import Batch, PagedIndex
+from plait.schedule.plan import Chunk, StepPlan
+
+Ints = npt.NDArray[np.int64]
+ALIGNED = 16  # numbers: where kernels want a pointer to begin
+
+
+def build_batch(plan: StepPlan, groups: Sequence[BlockGroup], block_size: int, device: torch.device) -> Batch:
+    """The tensors of one step on `device`. A table entry a sequence does not have is 0, the garbage block."""
+    return batch_of(plan, groups, upload(parts_of(plan, len(groups), block_size), device))
+
+
+def parts_of(plan: StepPlan, num_groups: int, block_size: int) -> list[Ints]:
+    """The arrays of a step: ids, positions, starts, lengths, slots, history, rows of logits; then tables and
+    addresses of each block group."""
+    chunks = plan.chunks
+    counts = np.fromiter((len(c.token_ids) for c in chunks), np.int64, len(chunks))
+    begins = np.fromiter((c.start for c in chunks), np.int64, len(chunks))
+    wanted = np.fromiter((c.num_logits for c in chunks), np.int64, len(chunks))
+    starts = np.concatenate([np.zeros(1, np.int64), counts.cumsum()])
+    positions = _ranges(begins, counts)
+    parts = [
+        np.fromiter((t for c in chunks for t in c.token_ids), np.int64, int(starts[-1])),
+        positions,
+        starts,
+        begins + counts,
+        np.fromiter((c.slot for c in chunks), np.int64, len(chunks)),
+        (begins > 0).astype(np.int64),
+        _ranges(starts[1:] - wanted, wanted),
+    ]
+    sequence = np.repeat(np.arange(len(chunks)), counts)
+    for g in range(num_groups):
+        table = _table([c.blocks[g] for c in chunks])
+        parts += [table, table[sequence, positions // block_size] * block_size + positions % block_size]
+    return parts
+
+
+def upload(parts: Sequence[Ints], device: torch.device) -> list[Tensor]:
+    """Arrays as tensors on the device: views of one tensor, which is copied at once."""
+    offsets = np.cumsum([0, *(-(-part.size // ALIGNED) * ALIGNED for part in parts)]).tolist()
+    whole = torch.zeros(max(offsets[-1], 1), dtype=torch.int64, pin_memory=device.type == "cuda")
+    flat = whole.numpy()
+    for part, at in zip(parts, offsets, strict=False):
+        flat[at : at + part.size] = part.ravel()
+    if device.type != "cpu":
+        whole = whole.to(device, non_blocking=True)
+    pairs = zip(parts, offsets, strict=False)
+    return [whole[at : at + part.size].view(part.shape) for part, at in pairs]
+
+
+def upload_pairs(numbers: tuple[list[int], list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Two lists of the same length as tensors on the device, by one copy."""
+    first, second = upload([np.array(part, np.int64) for part in numbers], device)
+    return first, second
+
+
+def batch_of(plan: StepPlan, groups: Sequence[BlockGroup], tensors: Sequence[Tensor]) -> Batch:
+    """The batch of a plan over what `parts_of` it is on the device."""
+    chunks = plan.chunks
+    ids, positions, starts, lens, slots, history, rows, *paged = tensors
+    decodes = [len(c.token_ids) == 1 and c.start > 0 for c in chunks]
+    pairs = zip(groups, paged[::2], paged[1::2], strict=True)
+    return Batch(
+        token_ids=ids,
+        positions=positions,
+        query_start=starts,
+        seq_lens=lens,
+        num_decodes=decodes.index(False) if False in decodes else len(decodes),
+        max_query_len=max(len(c.token_ids) for c in chunks),
+        max_seq_len=max(c.end for c in chunks),
+        paged={group.name: PagedIndex(table, mapping) for group, table, mapping in pairs},
+        state_slots=slots,
+        has_history=history.bool(),
+        logit_rows=rows,
+    )
+
+
+def is_decode(chunk: Chunk) -> bool:
+    """Whether a chunk is one token with history. A prompt of one token is a prompt."""
+    return chunk.start > 0 and len(chunk.token_ids) == 1
+
+
+def _ranges(begins: Ints, counts: Ints) -> Ints:
+    """begin, begin + 1, … of so many numbers each, one after the other."""
+    ends = counts.cumsum()
+    total = int(ends[-1]) if ends.size else 0
+    return np.arange(total) + np.repeat(begins - (ends - counts), counts)
+
+
+def _table(tables: Sequence[tuple[int, ...]]) -> Ints:
+    """Block tables as one array, padded with block 0."""
+    found = np.zeros((len(tables), max(map(len, tables))), np.int64)
+    for row, table in zip(found, tables, strict=True):
+        row[: len(table)] = table
+    return found

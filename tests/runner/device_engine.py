@@ -1,0 +1,119 @@
+"""Engines over tiny models with a GPU's kernels on CPU tensors: op by op, and with torch's graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from plait.checkpoint.weights import Target, Weights
+from plait.engine.core import Engine
+from plait.kernels.load import load_for_gpu
+from plait.memory import block_groups, has_slots
+from plait.model.decoder import Decoder
+from plait.ops.chip import EXAMPLES, Chip
+from plait.request import Request, SamplingParams
+from plait.runner.device_graphs import DeviceReplay
+from plait.runner.graph_backends import TorchGraphs
+from plait.runner.runner import ModelRunner
+from plait.runner.sampler import Sampler
+from plait.runner.static_batch import Capacity
+from plait.schedule.allocation import Allocation
+from plait.schedule.limits import SchedulerLimits
+from plait.schedule.pools import CacheOptions
+from plait.schedule.scheduler import Scheduler
+from plait.state.store import StateStore
+from tests.engine.hash_model import Reader
+from tests.families import tiny
+from tests.families.parity import Memory, resolved
+
+BLOCK, LONGEST, CPU = 16, 64, torch.device("cpu")
+CHIP = EXAMPLES[90]
+
+
+def gpu_decoder(name: str, folder: Path) -> Decoder:
+    """A family's tiny model with what a GPU binds."""
+    load_for_gpu()
+    return plain_decoder(name, folder, CHIP)
+
+
+def plain_decoder(name: str, folder: Path, chip: Chip | None = None) -> Decoder:
+    """A family's tiny model, without a chip of torch's ops alone."""
+    if not (folder / "model.safetensors").exists():
+        tiny.write(name, folder)
+    config, tensors, _ = tiny.read(folder)
+    checkpoint = Memory(tensors)
+    found = resolved(checkpoint, config)
+    target = Target(CPU, torch.float32, LONGEST, found.spec.hidden_size, chip=chip)
+    return Decoder(found.spec, Weights(checkpoint, found.names, target))
+
+
+@dataclass
+class Side:
+    """One engine over a model. `has_graphs`: decodes are captured, steps are launched ahead."""
+
+    decoder: Decoder
+    has_graphs: bool
+    num_seqs: int = 3
+    budget: int = 24
+    blocks: int = 12
+    cache: CacheOptions | None = None
+    num_steps: int = 1
+    chip: Chip | None = CHIP
+
+    def __post_init__(self) -> None:
+        model = self.decoder
+        groups, vocab = block_groups(model.states), model.spec.vocab_size
+        num_slots = 2 * self.num_seqs + 2 if has_slots(model.states) else 0
+        counts = {group.name: self.blocks for group in groups}
+        store = StateStore(model.states, counts, num_slots, BLOCK, CPU, torch.float32)
+        for tensor in store.tensors:
+            tensor.zero_()
+        sampler = Sampler(vocab, chip=self.chip)
+        capacity = Capacity.of(self.budget, self.num_seqs, LONGEST, BLOCK, num_draft_tokens=4)
+        graphs = TorchGraphs(self.chip) if self.has_graphs else None
+        self.runner = ModelRunner(
+            model, store, sampler, CPU, executor=graphs, capacity=capacity if graphs else None
+        )
+        limits = SchedulerLimits(
+            max_num_seqs=self.num_seqs,
+            max_num_batched_tokens=self.budget,
+            max_waiting=100,
+            max_model_len=LONGEST,
+            num_steps=self.num_steps,
+        )
+        memory = Allocation(
+            groups,
+            [self.blocks] * len(groups),
+            BLOCK,
+            num_slots=num_slots,
+            max_step_len=self.budget,
+            cache=self.cache,
+        )
+        self.engine = Engine(self.runner, Scheduler(limits, memory), vocab_size=vocab, max_model_len=LONGEST)
+        self.reader = Reader()
+
+    @property
+    def replay(self) -> DeviceReplay:
+        assert isinstance(self.runner.replay, DeviceReplay)
+        return self.runner.replay
+
+    def submit(
+        self, name: str, prompt: Sequence[int], more: dict[str, Any] | None = None, **params: Any
+    ) -> None:
+        settings = dict(max_tokens=6, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0)
+        fields = {"stop_token_ids": frozenset(), **(more or {})}
+        given = SamplingParams(**{"seed": 7, **settings, **params})
+        self.engine.submit(Request(name, tuple(prompt), given, **fields), self.reader)
+
+    def finish(self) -> dict[str, list[int]]:
+        """Run to the end: every reply. Raises the error of the first that failed."""
+        while self.engine.step():
+            self.engine.scheduler.check()
+        for events in self.reader.events.values():
+            if events[-1].error is not None:
+                raise events[-1].error
+        return {name: self.reader.tokens(name) for name, _ in self.reader.events}
