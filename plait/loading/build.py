@@ -321,7 +321,10 @@ def make_target(
     target.kv_dtype = kv_dtype(config, stored_dtypes(opened), dtype)
     if chip is not None:
         load_for_gpu()
-        target.graphs = TorchGraphs(chip) if example else CudaGraphs(device, chip)
+        if is_interpreted:
+            target.graphs = TorchGraphs(chip)
+        elif example is None:
+            target.graphs = CudaGraphs(device, chip)
         return target
     threads, found = (config.threads, "--threads") if config.threads else resource_limits.default_threads()
     log.info("threads: %d (%s)", threads, found)
