@@ -18,8 +18,9 @@ from plait.cli.common.options import common_options, json_option, to_json
 from plait.cli.hub import ago
 from plait.errors import ConfigError
 from plait.kernels.load import cached_kernels, remove_cached
+from plait.loading.kernel_trials.verdicts import FOLDER
 
-KINDS = ("kernels", "packed", "findings")
+KINDS = ("kernels", "packed", "trials", "findings")
 DAY_S = 86_400.0
 
 
@@ -45,7 +46,7 @@ def folder_option(function: Any) -> Any:
 @common_options()
 @click.pass_context
 def cache(ctx: click.Context, cache_dir: str | None, as_json: bool) -> None:
-    """List compiled kernels, packed weights and findings of probes, with their sizes and ages.
+    """List compiled kernels, packed weights, trials of GPU kernels and findings of probes: sizes and ages.
 
     Compiled kernels that no run has used for 30 days are removed by a later run. Models of the Hub are kept
     elsewhere: see `plait list`.
@@ -73,17 +74,18 @@ def cache(ctx: click.Context, cache_dir: str | None, as_json: bool) -> None:
 @click.option("--unused-days", type=click.IntRange(0), default=0, help="only what no start used for so long")
 @common_options()
 def clean(kinds: tuple[str, ...], cache_dir: str | None, unused_days: int) -> None:
-    """Remove what is kept: KIND is kernels, packed or findings; without one, kernels and packed.
+    """Remove what is kept: KIND is kernels, packed, trials or findings; without one, all but findings.
 
     \b
     plait cache clean
     plait cache clean kernels --unused-days 7
 
-    Starts compile kernels again, `plait warmup` packs weights again, and servers that run keep what they
-    have loaded. Findings say what a model is: they go only if they are named, and `--probe` finds them again.
+    Runs compile kernels and try them on a GPU again, `plait warmup` packs weights again, and servers that
+    run keep what they have loaded. Findings say what a model is: they go only if they are named, and
+    `--probe` finds them again.
     """
     base, freed = base_of(cache_dir), 0
-    for kind in kinds or ("kernels", "packed"):
+    for kind in kinds or ("kernels", "packed", "trials"):
         freed += CLEANERS[kind](base, unused_days * DAY_S)
     sys.stdout.write(f"removed from {base}: {bytes_text(freed)} freed\n")
 
@@ -105,15 +107,16 @@ def list_cached(base: Path) -> list[CachedItem]:
         CachedItem("packed", one.model, one.nbytes, one.made, one.path)
         for one in list_packed(base / "packed")
     ]
-    return [*kernels, *packed, *findings(base)]
+    trials = list_files("trials", base / FOLDER)
+    return [*kernels, *packed, *trials, *list_files("findings", base / "probes")]
 
 
-def findings(base: Path) -> list[CachedItem]:
-    """What probes found about models in folders that could not be written to."""
+def list_files(kind: str, folder: Path) -> list[CachedItem]:
+    """Files of one kind: trials of GPU kernels, or findings of probes without a place next to a model."""
     found = []
-    for path in sorted((base / "probes").glob("*.json")):
+    for path in sorted(folder.glob("*.json")):
         status = path.stat()
-        found.append(CachedItem("findings", path.stem, status.st_size, status.st_mtime, path))
+        found.append(CachedItem(kind, path.stem, status.st_size, status.st_mtime, path))
     return found
 
 
@@ -137,5 +140,6 @@ def remove_packed(base: Path, unused_s: float) -> int:
 CLEANERS: dict[str, Callable[[Path, float], int]] = {
     "kernels": remove_cached,
     "packed": remove_packed,
+    "trials": lambda base, unused_s: remove_files("trials", base, unused_s),
     "findings": lambda base, unused_s: remove_files("findings", base, unused_s),
 }

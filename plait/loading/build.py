@@ -28,7 +28,7 @@ from plait.errors import BadGrammar, ConfigError
 from plait.frontend.frontend import Front, Language, Parsers
 from plait.kernels.load import executor, load_for_gpu, load_kernels, why_no_amx
 from plait.loading.kernel_trials.trials import try_kernels
-from plait.loading.measure_memory import check_weights_fit, largest_step, leave_for_draft, measure_room
+from plait.loading.measure_memory import check_weights_fit, size_gpu
 from plait.loading.open_model import (
     Opened,
     Progress,
@@ -372,19 +372,17 @@ def describe_for_sizing(decoder: Decoder, target: Target) -> ModelFacts:
 
 def _size(opened: Opened, decoder: Decoder, target: Target, draft: Opened | None = None) -> Sizing:
     facts = describe_for_sizing(decoder, target)
-    mapped = target.shelf.nbytes if target.shelf else 0  # counts as free until it is read
     if target.device.type == "cuda":
-        memory, length = CudaMemory(target.device), target.max_len
-        step = largest_step(decoder, opened.config, length, target.device, target.dtype)
-        free, limit = measure_room(memory, [step]), None
-        free = leave_for_draft(free, draft.nbytes) if draft else free
+        memory, draft_nbytes = CudaMemory(target.device), draft.nbytes if draft else 0
+        sizing = size_gpu(facts, decoder, target, opened.config, memory, draft_nbytes)
     else:
+        mapped = target.shelf.nbytes if target.shelf else 0  # counts as free until it is read
         free, limit = free_memory(target.device), resource_limits.memory_limit()
-    if limit is not None:
-        log.info("memory: this process's control groups allow %s; %s can still be had", gib(limit), gib(free))
-    total = total_memory(target.device)
-    host = None if target.device.type == "cpu" else free_memory(torch.device("cpu"))
-    sizing = size_state(facts, opened.config, free_memory=free - mapped, free_host=host, total_memory=total)
+        if limit is not None:
+            allowed = "memory: this process's control groups allow %s; %s can still be had"
+            log.info(allowed, gib(limit), gib(free))
+        total = total_memory(target.device)
+        sizing = size_state(facts, opened.config, free_memory=free - mapped, total_memory=total)
     for what, count, nbytes in sizing.rows(target.weights_nbytes, is_lazy=target.device.type == "cpu"):
         log.info("memory: %-31s %14s %10s", what, count, gib(nbytes))
     for note in sizing.notes:

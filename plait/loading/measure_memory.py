@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from plait.checkpoint.weights import Target
 from plait.config import EngineConfig
-from plait.engine.device import DeviceMemory, out_of_memory
-from plait.engine.memory_plan import gib
+from plait.engine.device import DeviceMemory, free_memory, out_of_memory, total_memory
+from plait.engine.memory_plan import ModelFacts, Sizing, gib, size_state
 from plait.errors import OutOfMemory
 from plait.loading.draft_model import SHARE
 from plait.memory import block_groups, has_slots
@@ -32,6 +33,29 @@ def check_weights_fit(name: str, nbytes: int, free: int, device: str) -> None:
             f"the weights of {name} take {gib(nbytes)}, and {gib(free)} are free on {device}; end what else "
             "uses it, choose a smaller model or quantization, or --cpu"
         )
+
+
+def size_gpu(
+    model: ModelFacts,
+    decoder: Decoder,
+    target: Target,
+    config: EngineConfig,
+    memory: DeviceMemory,
+    draft_nbytes: int,
+) -> Sizing:
+    """Size the state of a model on a GPU by what is measured there; `draft_nbytes`: of a draft model, or 0.
+
+    The largest step runs with the longest context that could fit before it. Raises as `size_state` does.
+    """
+    host, total = free_memory(torch.device("cpu")), total_memory(target.device)
+
+    def size(free: int) -> Sizing:
+        left = leave_for_draft(free, draft_nbytes) if draft_nbytes else free
+        return size_state(model, config, free_memory=left, free_host=host, total_memory=total)
+
+    longest = size(memory.free()).max_model_len
+    step = largest_step(decoder, config, longest, target.device, target.dtype)
+    return size(measure_room(memory, [step]))
 
 
 def leave_for_draft(free: int, nbytes: int) -> int:
@@ -82,4 +106,5 @@ def largest_step(
             tensor.zero_()
         decoder(build_batch(plan, groups, size, device), store)
 
-    return f"the largest step ({sum(lengths)} tokens; lower --max-num-batched-tokens)", run
+    ways = "lower --max-num-batched-tokens or --max-model-len"
+    return f"the largest step ({sum(lengths)} tokens, contexts of {max_model_len}; {ways})", run

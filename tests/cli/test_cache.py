@@ -13,6 +13,7 @@ import pytest
 
 from plait.checkpoint.packed_cache.file_format import encode_header
 from plait.kernels.cpu.codegen.kernel_folder import KernelFiles
+from plait.loading.kernel_trials.verdicts import TrialSite, find_folder, keep_verdicts
 
 Run = Callable[..., Any]
 
@@ -86,3 +87,11 @@ def test_without_a_home_a_folder_must_be_named(plait: Run, monkeypatch: pytest.M
     assert plait("doctor", "--json").code in (0, 1)
     shown = plait("doctor")
     assert "there is no home folder" in shown.out
+
+
+def test_trials_of_gpu_kernels_are_listed_and_removed(plait: Run, tmp_path: Path) -> None:
+    site = TrialSite("H200, sm_90", "570", "2.13", "3.6", "abc")
+    keep_verdicts(find_folder(str(tmp_path)), site, {"a/b//float32": ""})
+    assert names(plait, tmp_path) == [f"trials {site.digest}"]
+    assert plait("cache", "clean", "trials", "--cache-dir", str(tmp_path)).code == 0
+    assert names(plait, tmp_path) == []

@@ -76,8 +76,8 @@ def test_a_setting_that_could_never_take_effect_is_refused(
 
 
 def test_an_option_that_does_not_exist_is_refused_by_name(model: Path) -> None:
-    with pytest.raises(ConfigError, match="gpu_memory: there is no such option; there are device, dtype"):
-        LLM(str(model), gpu_memory=0.9)
+    with pytest.raises(ConfigError, match="gpu_layers: there is no such option; there are device, dtype"):
+        LLM(str(model), gpu_layers=0.9)
 
 
 def test_a_template_without_a_tokenizer_is_refused(model: Path) -> None:

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from plait.config import GIB, MIB, EngineConfig
 from plait.engine.device import CudaMemory
+from plait.engine.memory_plan import Sizing, size_state
 from plait.errors import OutOfMemory
 from plait.loading import build as build_module
+from plait.loading import measure_memory
 from plait.loading.build import Built, build
-from plait.loading.measure_memory import check_weights_fit, largest_step, leave_for_draft, measure_room
+from plait.loading.measure_memory import (
+    check_weights_fit,
+    largest_step,
+    leave_for_draft,
+    measure_room,
+    size_gpu,
+)
 from plait.loading.open_model import Opened, open_model
 from plait.model.decoder import Decoder
 from plait.model.layers.layers import Batch
@@ -120,7 +130,9 @@ def test_the_largest_step_is_at_the_end_of_the_longest_context_and_all_in_garbag
     watched: Decoder = Watched()  # type: ignore[assignment]
     what, run = largest_step(watched, config, 10, target.device, target.dtype)
     run()
-    assert what == f"the largest step ({tokens} tokens; lower --max-num-batched-tokens)"
+    assert what.startswith(
+        f"the largest step ({tokens} tokens, contexts of 10; lower --max-num-batched-tokens"
+    )
     ((batch, store),) = seen
     assert batch.query_start.diff().tolist() == lengths
     assert batch.seq_lens.tolist() == [10] * seqs
@@ -130,31 +142,40 @@ def test_the_largest_step_is_at_the_end_of_the_longest_context_and_all_in_garbag
 
 
 def test_a_gpu_gives_its_share_of_what_is_measured_and_swaps_into_the_host_s_memory(
-    nano_hybrid: Path, monkeypatch: pytest.MonkeyPatch
+    nano_hybrid: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Startup on a GPU, up to the size of its memory: the device is made up, tensors are on the CPU."""
+    """The largest step really runs, on a CPU; the device's numbers are made up."""
     opened = open_model(str(nano_hybrid), EngineConfig(device="cpu", ops="reference", max_num_seqs=2))
-    cpu = torch.device("cpu")
-    target = build_module.make_target(opened, cpu)
+    target = build_module.make_target(opened, torch.device("cpu"))
     decoder = build_module.load_decoder(opened, target, lambda *_: None)
-    asked: list[int] = []
+    facts = build_module.describe_for_sizing(decoder, target)
+    monkeypatch.setattr(measure_memory, "free_memory", lambda device: {"cpu": 4 * MIB}[device.type])
+    monkeypatch.setattr(measure_memory, "total_memory", lambda device: GIB)
 
-    def measure(memory: object, runs: list[object]) -> int:
-        asked.append(len(runs))
-        return 100 * MIB
+    def size(left: int, peak: int, draft: int = 0, **options: Any) -> Sizing:
+        memory = FakeMemory(left)
+        monkeypatch.setattr(
+            memory, "peak_of", lambda run: (memory.log.append("run"), run(), peak)[-1], raising=True
+        )
+        config = replace(opened.config, max_num_batched_tokens=8, **options)
+        found = size_gpu(facts, decoder, target, config, memory, draft)
+        assert memory.log == ["free", "run", "free"]
+        return found
 
-    monkeypatch.setattr(build_module, "measure_room", measure)
-    monkeypatch.setattr(build_module, "free_memory", lambda device: {"cpu": 40 * MIB}[device.type])
-    monkeypatch.setattr(build_module, "total_memory", lambda device: GIB)
-    target.device = torch.device("cuda", 0)
-    full = build_module._size(opened, decoder, target)
-    assert asked == [1]
-    assert full.host_nbytes <= 10 * MIB, "a quarter of the host's memory, not of the GPU's"
-    draft = build_module._size(opened, decoder, target, opened)
-    assert draft.nbytes <= full.nbytes
-    small = replace(opened, config=replace(opened.config, gpu_memory=0.001))
-    with pytest.raises(OutOfMemory, match="the limit is 102 KiB"):
-        build_module._size(replace(small, config=replace(small.config, max_model_len=512)), decoder, target)
+    with caplog.at_level(logging.INFO, "plait"):
+        full = size(100 * MIB, MIB)
+    assert full.host_nbytes <= MIB, "a quarter of the host's memory, not of the GPU's"
+    assert "the largest step takes 1 MiB; 99 MiB are left" in caplog.text
+    for left, peak, draft, room in (
+        (100 * MIB, MIB, 0, 99 * MIB),
+        (5 * MIB, 2 * MIB, 0, 3 * MIB),
+        (6 * MIB, MIB, MIB, 3 * MIB),
+    ):
+        config = replace(opened.config, max_num_batched_tokens=8)
+        wanted = size_state(facts, config, free_memory=room, free_host=4 * MIB, total_memory=GIB)
+        assert size(left, peak, draft) == wanted
+    with pytest.raises(OutOfMemory, match="and the limit is 0 KiB"):
+        size(100 * MIB, 200 * MIB, max_model_len=64)
 
 
 def test_a_gpu_that_cannot_hold_the_weights_is_refused_before_any_is_read(
