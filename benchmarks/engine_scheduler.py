@@ -71,7 +71,7 @@ def step(scheduled: Scheduler) -> tuple[int, int, list[float]]:
     answered = time.thread_time()
     updates = scheduled.commit(plan, sampled)
     committed = time.thread_time()
-    ended = sum(update.finish_reason is not None for update in updates)
+    ended = sum(update.event.finish_reason is not None for update in updates)
     return len(plan.chunks), ended, [planned - began, asked - planned, committed - answered]
 
 

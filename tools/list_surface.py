@@ -22,7 +22,7 @@ import click
 
 from plait.cli.main import cli
 from plait.config import ServerConfig
-from plait.server.api.param_aliases import NAMES, REFUSED, REPORTED
+from plait.server.api.parse_fields import NAMES, REFUSED, REPORTED
 from plait.server.api.unsupported_params import UNREAD
 from plait.server.app import ENDPOINTS, create_app
 from plait.server.gateway.request_context import LoadingState

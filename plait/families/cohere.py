@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
-from plait.families.common.detection import Detection
+from plait.families.common.detection import SECOND_NORM, ArchitectureMarker, Detection, Q, has_rope
+from plait.families.common.hf_config import HfConfig
 from plait.families.common.recipes import ends, flat, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, rope
+from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import FULL, SLIDING, Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch, windows
 from plait.spec import AttentionSpec, BranchSpec, ModelSpec, ParallelSpec
@@ -18,14 +21,65 @@ MIX, L = "layers.{i}.mix", "model.layers.{i}"
 SHARED = {"norm_eps": 1e-5, "hidden_act": "silu", "logit_scale": 0.0625, "tie_word_embeddings": True}
 
 
+def _is_command_a(t: Tensors) -> bool:
+    """Of the large models without norms of q and k, it is the only one; R+ has them."""
+    return bool(t.get("hidden_size") == 12288)
+
+
+# hidden size, key and value heads -> (rope theta, what logits are multiplied by, longest sequence, model)
+COHERE: Mapping[tuple[int, int], tuple[float, float, int, str]] = {
+    (12288, 8): (75e6, 0.8333333333333334, 131_072, "Command R+"),
+    (8192, 64): (8e6, 0.0625, 131_072, "Command R; Aya 23 35B has the same shapes"),
+    (8192, 8): (4e6, 0.0625, 131_072, "Command R of August 2024 and Aya Expanse 32B"),
+    (4096, 8): (1e4, 0.0625, 8192, "Aya 23 8B; Aya Expanse 8B has the same shapes and logit_scale 0.125"),
+}
+
+
+def _fill_cohere(t: Tensors) -> None:
+    """Command R, R+ and Aya by their sizes."""
+    name = "self_attn.q_norm.weight"
+    t.put("use_qk_norm", t.has(name), f"whether the tensor {name} is there")
+    found = COHERE.get((t.get("hidden_size") or 0, t.get("num_key_value_heads") or 0))
+    if found is None:
+        return
+    theta, scale, longest, whose = found
+    if not has_rope(t):
+        t.default("rope_theta", theta, f"{whose}; --set rope_theta=…")
+    t.default("logit_scale", scale, f"{whose}; --set logit_scale=…")
+    t.default("max_position_embeddings", longest, whose)
+
+
+def _fill_cohere2(t: Tensors) -> None:
+    t.default("rope_theta", 5e4, "usual for Command A and R7B")
+    t.default("logit_scale", 0.25, "usual for Command A and R7B")
+
+
 @family(
     "CohereForCausalLM",
     model_types=("cohere",),
     defaults={**SHARED, "rope_theta": 5e5, "use_qk_norm": False},
     honours=("logit_scale", "use_qk_norm"),
     detection=Detection(
-        twins=("Cohere2ForCausalLM",), usual={"rope_theta": 8e6, "max_position_embeddings": 8192}
+        markers=(
+            ArchitectureMarker(
+                "CohereForCausalLM",
+                (Q, "input_layernorm.weight", "mlp.gate_proj.weight", "self_attn.q_norm.weight"),
+                (SECOND_NORM, "input_layernorm.bias"),
+                order=390,
+            ),
+            ArchitectureMarker(
+                "CohereForCausalLM",
+                (Q, "input_layernorm.weight", "mlp.gate_proj.weight"),
+                (SECOND_NORM, "input_layernorm.bias"),
+                note="Cohere2ForCausalLM",
+                order=400,
+            ),
+        ),
+        twins=("Cohere2ForCausalLM",),
+        usual={"rope_theta": 8e6, "max_position_embeddings": 8192},
+        fill=_fill_cohere,
     ),
+    hf=HfConfig(words={"norm_eps": "layer_norm_eps"}),
 )
 def cohere(c: Config) -> tuple[ModelSpec, NameMap]:
     """Command R and R+: the larger one norms every head of q and k with a weight of its own."""
@@ -40,7 +94,20 @@ def cohere(c: Config) -> tuple[ModelSpec, NameMap]:
     model_types=("cohere2",),
     defaults={**SHARED, "sliding_window": 4096, "sliding_window_pattern": 4},
     honours=("logit_scale", "sliding_window", "position_embedding_type"),
-    detection=Detection(usual={"rope_theta": 8e6, "max_position_embeddings": 8192}),
+    detection=Detection(
+        markers=(
+            ArchitectureMarker(
+                "Cohere2ForCausalLM",
+                (Q, "input_layernorm.weight", "mlp.gate_proj.weight"),
+                (SECOND_NORM, "input_layernorm.bias", "self_attn.q_norm.weight"),
+                _is_command_a,
+                order=380,
+            ),
+        ),
+        usual={"rope_theta": 8e6, "max_position_embeddings": 8192},
+        fill=_fill_cohere2,
+    ),
+    hf=HfConfig(words={"norm_eps": "layer_norm_eps"}),
 )
 def cohere2(c: Config) -> tuple[ModelSpec, NameMap]:
     """Command R7B, A, Aya Expanse's heirs: three layers with windows and positions, one with neither."""

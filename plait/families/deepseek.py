@@ -2,20 +2,65 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
-from plait.families.common.recipes import expert_tensors, transformer, unused_patterns
+from plait.families.common.detection import ArchitectureMarker, Detection, has_rope
+from plait.families.common.hf_config import ROUTED, HfConfig, Values, first_dense
+from plait.families.common.recipes import VISION, at, expert_tensors, transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import mlp, model, mscale_squared, norm, rope, sigmoid_router
-from plait.families.config.normalize import Config
+from plait.families.common.tensors import Tensors
+from plait.families.config.normalize import FULL, Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch
 from plait.spec import BranchSpec, MlaSpec, ModelSpec, MoeSpec, NormSpec, RouterSpec
 
 LATENT_EPS = 1e-6  # whatever rms_norm_eps says
+PROJECTOR = (r"^mm_projector\.",)  # from images to the width of the text
 SHARED = {"norm_eps": 1e-6, "hidden_act": "silu", "routed_scaling_factor": 1.0}
 
 
-@family("DeepseekV2ForCausalLM", model_types=("deepseek_v2",), defaults={**SHARED, "topk_method": "greedy"})
+YARN = {"rope_type": "yarn", "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
+
+
+def _fill_deepseek(t: Tensors) -> None:
+    count = t.get("num_experts")
+    mscale = {129280: 1.0, 102400: 0.707}.get(t.get("vocab_size"))
+    if mscale and not has_rope(t):
+        scaling = {**YARN, "factor": 40.0, "mscale": mscale, "mscale_all_dim": mscale}
+        t.default("rope_scaling", scaling, "usual")
+        t.default("max_position_embeddings", 163_840, "usual for DeepSeek")
+    groups = {256: (8, 4), 160: (8, 3)}.get(count, (1, 1))
+    t.default("n_group", groups[0], f"usual for {count} experts")
+    t.default("topk_group", groups[1], f"usual for {count} experts")
+
+
+def _fill_v2(t: Tensors) -> None:
+    _fill_deepseek(t)
+    count = t.get("num_experts")
+    t.default("topk_method", "group_limited_greedy" if t.get("n_group") > 1 else "greedy", "usual")
+    t.default("routed_scaling_factor", 16.0 if count == 160 else 1.0, f"usual for {count} experts")
+
+
+def _hf_latent(config: Mapping[str, Any], spec: ModelSpec) -> Values:
+    mixer = next(spec.mixers_of(MlaSpec))
+    return {**first_dense(config, spec), "q_lora_rank": mixer.q_rank}
+
+
+@family(
+    "DeepseekV2ForCausalLM",
+    model_types=("deepseek_v2",),
+    defaults={**SHARED, "topk_method": "greedy"},
+    detection=Detection(
+        markers=(
+            ArchitectureMarker("DeepseekV2ForCausalLM", ("self_attn.kv_a_proj_with_mqa.weight",), order=240),
+        ),
+        fill=_fill_v2,
+    ),
+    hf=HfConfig(words=ROUTED, extra=_hf_latent),
+)
 def deepseek_v2(c: Config) -> tuple[ModelSpec, NameMap]:
     """DeepSeek-V2 and V2-Lite: softmax scores, the best groups by their best expert."""
     if c["topk_method"] not in ("greedy", "group_limited_greedy"):
@@ -38,12 +83,25 @@ def deepseek_v2(c: Config) -> tuple[ModelSpec, NameMap]:
 
 
 @family(
-    "DeepseekV3ForCausalLM",
-    model_types=("deepseek_v3",),
+    *("DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration"),
+    model_types=("deepseek_v3", "kimi_k2", "kimi_k25"),
     defaults={**SHARED, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4},
+    detection=Detection(
+        markers=(
+            ArchitectureMarker(
+                "DeepseekV3ForCausalLM",
+                ("self_attn.kv_a_proj_with_mqa.weight",),
+                test=lambda t: t.has("mlp.gate.e_score_correction_bias"),
+                order=230,
+            ),
+        ),
+        kinds={"self_attn.kv_a_proj_with_mqa.weight": FULL},
+        fill=_fill_deepseek,
+    ),
+    hf=HfConfig(words=ROUTED, extra=_hf_latent),
 )
 def deepseek_v3(c: Config) -> tuple[ModelSpec, NameMap]:
-    """DeepSeek-V3, V3.1, R1: sigmoid scores with a correction bias, groups by their best two experts."""
+    """DeepSeek-V3, R1, Kimi-K2: sigmoid scores with a correction bias, groups by their best two experts."""
     if c.get("scoring_func", "sigmoid") != "sigmoid":
         raise UnsupportedModel(
             f"scoring_func {c['scoring_func']!r} is not known for DeepSeek-V3; known: sigmoid"
@@ -51,22 +109,53 @@ def deepseek_v3(c: Config) -> tuple[ModelSpec, NameMap]:
     return _deepseek(c, "deepseek_v3", sigmoid_router(c))
 
 
+@family(
+    "Glm4MoeLiteForCausalLM",
+    model_types=("glm4_moe_lite",),
+    defaults={
+        **SHARED,
+        "norm_eps": 1e-5,
+        "routed_scaling_factor": 1.8,
+        "num_shared_experts": 1,
+        "first_k_dense_replace": 1,
+    },
+)
+def glm4_moe_lite(c: Config) -> tuple[ModelSpec, NameMap]:
+    """GLM-4.7-Flash: DeepSeek-V3 in GLM's sizes."""
+    return _deepseek(c, "glm4_moe_lite", sigmoid_router(c))
+
+
+@family("YoutuForCausalLM", model_types=("youtu",), defaults={**SHARED, "tie_word_embeddings": True})
+def youtu(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Youtu-LLM: DeepSeek-V3's attention, no experts."""
+    return _deepseek(c, "youtu", RouterSpec())
+
+
 def _deepseek(c: Config, name: str, router: RouterSpec) -> tuple[ModelSpec, NameMap]:
     each, count = norm(c), len(c["layer_types"])
     attn = BranchSpec("attn", _mla(c), each)
     ffn = {"dense": BranchSpec("ffn", mlp(c), each)}
-    names: Rules = {}
     if c.get("num_experts"):
         ffn["sparse"] = BranchSpec("ffn", _moe(c, router), each)
-        names = _expert_names(c["num_experts"])
     layers = [(attn, ffn[kind]) for kind in c.get("mlp_layer_types", ["dense"] * count)]
-    mla: Rules = {
-        "layers.{i}.attn.kv_a": "model.layers.{i}.self_attn.kv_a_proj_with_mqa",
-        "layers.{i}.attn.{x}_a_norm": "model.layers.{i}.self_attn.{x}_a_layernorm",
-    }
     # Layers behind the last one predict a second token for speculation; the model is whole without them.
-    extra = tuple(rf"^model\.layers\.{count + k}\." for k in range(c.get("num_nextn_predict_layers") or 1))
-    return model(c, name, layers), NameMap(names, mla, transformer(), ignored=unused_patterns(c, *extra))
+    extra = tuple(
+        rf"^(language_model\.)?model\.layers\.{count + k}\."
+        for k in range(c.get("num_nextn_predict_layers") or 1)
+    )
+    names = at(("model.", "language_model.model."), lambda prefix: _names(c, prefix))
+    names["head"] = ("lm_head", "language_model.lm_head")
+    return model(c, name, layers), NameMap(names, ignored=unused_patterns(c, *extra, *VISION, *PROJECTOR))
+
+
+def _names(c: Config, prefix: str) -> Rules:
+    layer = f"{prefix}layers.{{i}}"
+    return {
+        **(_expert_names(c["num_experts"], f"{layer}.mlp") if c.get("num_experts") else {}),
+        "layers.{i}.attn.kv_a": f"{layer}.self_attn.kv_a_proj_with_mqa",
+        "layers.{i}.attn.{x}_a_norm": f"{layer}.self_attn.{{x}}_a_layernorm",
+        **transformer(prefix),
+    }
 
 
 def _mla(c: Config) -> MlaSpec:
@@ -91,8 +180,8 @@ def _moe(c: Config, router: RouterSpec) -> MoeSpec:
     return MoeSpec(c["num_experts"], c["num_experts_per_tok"], expert, router, shared=both)
 
 
-def _expert_names(count: int) -> Rules:
-    ours, theirs = "layers.{i}.ffn", "model.layers.{i}.mlp"
+def _expert_names(count: int, theirs: str) -> Rules:
+    ours = "layers.{i}.ffn"
     return {
         f"{ours}.router_bias": f"{theirs}.gate.e_score_correction_bias",
         f"{ours}.router": f"{theirs}.gate",

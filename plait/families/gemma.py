@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from plait.checkpoint.names import NameMap, Rules
+from plait.families.common.detection import ArchitectureMarker, Detection, Q
+from plait.families.common.hf_config import HfConfig, Values
 from plait.families.common.recipes import TEXT_PREFIXES, VISION, at, plus_one, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm
+from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch
-from plait.spec import BranchSpec, ModelSpec
+from plait.spec import AttentionSpec, BranchSpec, ModelSpec
 
 SHARED = {
     "norm_eps": 1e-6,
@@ -17,7 +23,24 @@ SHARED = {
     "head_dim": 256,
     "sliding_window": 4096,
 }
+HEAD: Rules = {"head": "lm_head"}
 HONOURS = ("sliding_window", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
+
+
+def _fill_gemma(t: Tensors) -> None:
+    t.default("query_pre_attn_scalar", t.get("head_dim"), "the head size; not so for the 27B models")
+    small = 512 if (t.get("hidden_size") or 0) <= 1152 else 1024
+    t.default("sliding_window", small, "usual for its size")
+
+
+def _fill_gemma2(t: Tensors) -> None:
+    t.default("sliding_window", 4096, "usual for its size")
+    _fill_gemma(t)
+
+
+def _hf_gemma(config: Mapping[str, Any], spec: ModelSpec) -> Values:
+    mixer = next(spec.mixers_of(AttentionSpec))
+    return {"query_pre_attn_scalar": round(mixer.scale**-2)}
 
 
 @family(
@@ -31,6 +54,13 @@ HONOURS = ("sliding_window", "query_pre_attn_scalar", "attn_logit_softcapping", 
         "final_logit_softcapping": 30.0,
     },
     honours=HONOURS,
+    detection=Detection(
+        markers=(
+            ArchitectureMarker("Gemma2ForCausalLM", ("pre_feedforward_layernorm.weight", Q), order=300),
+        ),
+        fill=_fill_gemma2,
+    ),
+    hf=HfConfig(words={"hidden_act": "hidden_activation"}, lists_layers=True, extra=_hf_gemma),
 )
 def gemma2(c: Config) -> tuple[ModelSpec, NameMap]:
     """Gemma 2: softcapped attention and logits, every other layer windowed."""
@@ -52,19 +82,72 @@ def gemma2(c: Config) -> tuple[ModelSpec, NameMap]:
         "max_position_embeddings": 131_072,
     },
     honours=HONOURS,
+    detection=Detection(
+        markers=(
+            ArchitectureMarker(
+                "Gemma3ForCausalLM",
+                ("pre_feedforward_layernorm.weight", "self_attn.q_norm.weight"),
+                order=290,
+            ),
+        ),
+        fill=_fill_gemma,
+    ),
+    hf=HfConfig(words={"hidden_act": "hidden_activation"}, lists_layers=True, extra=_hf_gemma),
 )
 def gemma3(c: Config) -> tuple[ModelSpec, NameMap]:
     """Gemma 3's text model, alone or inside its multimodal wrapper: norms on q and k, two rope bases."""
     return _gemma(c, "gemma3", has_qk_norm=True)
 
 
-def _gemma(c: Config, name: str, *, has_qk_norm: bool) -> tuple[ModelSpec, NameMap]:
+@family(
+    "GemmaForCausalLM",
+    model_types=("gemma",),
+    defaults={
+        "norm_eps": 1e-6,
+        "hidden_act": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        "head_dim": 256,
+    },
+)
+def gemma1(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Gemma 1 and CodeGemma: no norms behind the mixers, no windows."""
+    c["hidden_act"] = "gelu_pytorch_tanh"  # published configs say gelu, and mean this
+    each = norm(c)
+    layer = (BranchSpec("attn", gqa(c), each), BranchSpec("ffn", mlp(c), each))
+    names: Rules = {
+        "layers.{i}.ffn.norm.weight": plus_one("model.layers.{i}.post_attention_layernorm.weight"),
+    }
+    spec = model(c, "gemma", [layer] * len(c["layer_types"]), embed_scale=c["hidden_size"] ** 0.5)
+    return spec, NameMap(names, _names("model."), HEAD, ignored=unused_patterns(c))
+
+
+@family(
+    "VaultGemmaForCausalLM",
+    model_types=("vaultgemma",),
+    defaults={
+        **SHARED,
+        "query_pre_attn_scalar": 256,
+        "sliding_window_pattern": 2,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    honours=HONOURS,
+)
+def vaultgemma(c: Config) -> tuple[ModelSpec, NameMap]:
+    """VaultGemma: Gemma 2 without norms behind the mixers."""
+    return _gemma(c, "vaultgemma", has_qk_norm=False, has_post_norms=False)
+
+
+def _gemma(
+    c: Config, name: str, *, has_qk_norm: bool, has_post_norms: bool = True
+) -> tuple[ModelSpec, NameMap]:
     scale, cap, each = c["query_pre_attn_scalar"] ** -0.5, c.get("attn_logit_softcapping"), norm(c)
-    ffn = BranchSpec("ffn", mlp(c), each, post_norm=each)
+    behind = each if has_post_norms else None
+    ffn = BranchSpec("ffn", mlp(c), each, post_norm=behind)
 
     def layer(kind: str) -> tuple[BranchSpec, BranchSpec]:
         attention = gqa(c, kind, scale=scale, softcap=cap, qk_norm=each if has_qk_norm else None)
-        return BranchSpec("attn", attention, each, post_norm=each), ffn
+        return BranchSpec("attn", attention, each, post_norm=behind), ffn
 
     spec = model(
         c,

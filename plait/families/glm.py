@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
-from plait.families.common.detection import Detection
+from plait.families.common.detection import ArchitectureMarker, Detection, Q
+from plait.families.common.hf_config import ROUTED, HfConfig, first_dense
 from plait.families.common.recipes import (
     either,
     expert_tensors,
@@ -29,11 +30,17 @@ SHARED = {
 }
 
 
+Q_NORM = "self_attn.q_norm.weight"
+
+
 @family(
     "GlmForCausalLM",
     model_types=("glm",),
     defaults=SHARED,
-    detection=Detection(usual={"rope_theta": 1e4, "max_position_embeddings": 131_072}),
+    detection=Detection(
+        markers=(ArchitectureMarker("GlmForCausalLM", (Q, "mlp.gate_up_proj.weight"), order=350),),
+        usual={"rope_theta": 1e4, "max_position_embeddings": 131_072},
+    ),
 )
 def glm(c: Config) -> tuple[ModelSpec, NameMap]:
     """GLM-4 9b as of 2024: neighbours of a head turn together, biases on q, k and v."""
@@ -44,7 +51,16 @@ def glm(c: Config) -> tuple[ModelSpec, NameMap]:
     "Glm4ForCausalLM",
     model_types=("glm4",),
     defaults=SHARED,
-    detection=Detection(usual={"rope_theta": 1e4, "norm_eps": 1e-5, "max_position_embeddings": 32_768}),
+    detection=Detection(
+        markers=(
+            ArchitectureMarker(
+                "Glm4ForCausalLM",
+                (Q, "mlp.gate_up_proj.weight", "post_self_attn_layernorm.weight"),
+                order=340,
+            ),
+        ),
+        usual={"rope_theta": 1e4, "norm_eps": 1e-5, "max_position_embeddings": 32_768},
+    ),
 )
 def glm4(c: Config) -> tuple[ModelSpec, NameMap]:
     """GLM-4 and Z1 as of 2025: norms behind the mixers, too."""
@@ -77,7 +93,15 @@ def _dense(c: Config, name: str, post_norm: NormSpec | None) -> tuple[ModelSpec,
         "use_qk_norm": False,
     },
     honours=("use_qk_norm",),
-    detection=Detection(top_k=8, usual={"rope_theta": 1e6, "max_position_embeddings": 131_072}),
+    detection=Detection(
+        markers=(
+            ArchitectureMarker("Glm4MoeForCausalLM", (Q, "mlp.gate.e_score_correction_bias"), order=360),
+        ),
+        top_k=8,
+        usual={"rope_theta": 1e6, "max_position_embeddings": 131_072},
+        fill=lambda t: t.put("use_qk_norm", t.has(Q_NORM), f"whether the tensor {Q_NORM} is there"),
+    ),
+    hf=HfConfig(words=ROUTED, extra=first_dense),
 )
 def glm4_moe(c: Config) -> tuple[ModelSpec, NameMap]:
     """GLM-4.5, 4.6 and 4.7: the halves of a head turn together; a few dense layers, then experts."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from plait.checkpoint.names import NameMap, Rules
-from plait.families.common.detection import Detection
+from plait.families.common.detection import ArchitectureMarker, Detection
+from plait.families.common.hf_config import LOCAL, HfConfig
 from plait.families.common.recipes import either, expert, expert_half, half, transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm
+from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import Config
 from plait.families.gguf.arch import Metadata, gguf_arch
 from plait.spec import BranchSpec, MlpSpec, ModelSpec, MoeSpec, RouterSpec
@@ -16,7 +18,17 @@ MULTIPLIERS = ("residual_multiplier", "attention_multiplier", "embedding_multipl
 SHARED = {"norm_eps": 1e-6, "hidden_act": "silu", **dict.fromkeys(MULTIPLIERS, 1.0)}
 
 
-@family("GraniteForCausalLM", model_types=("granite",), defaults=SHARED, honours=MULTIPLIERS)
+def _fill_granite(t: Tensors) -> None:
+    t.default("attention_multiplier", 1.0, "the tensors do not hold Granite's multipliers; --set each")
+
+
+@family(
+    "GraniteForCausalLM",
+    model_types=("granite",),
+    defaults=SHARED,
+    honours=MULTIPLIERS,
+    detection=Detection(fill=_fill_granite),
+)
 def granite(c: Config) -> tuple[ModelSpec, NameMap]:
     """Granite 3 dense."""
     return _granite(c, "granite", mlp(c), {})
@@ -27,7 +39,20 @@ def granite(c: Config) -> tuple[ModelSpec, NameMap]:
     model_types=("granitemoe", "granitemoeshared"),
     defaults={**SHARED, "num_experts_per_tok": 2, "shared_intermediate_size": 0},
     honours=MULTIPLIERS,
-    detection=Detection(top_k=8, usual={"rope_theta": 1e4, "max_position_embeddings": 4096}),
+    detection=Detection(
+        markers=(
+            ArchitectureMarker(
+                "GraniteMoeSharedForCausalLM",
+                ("block_sparse_moe.input_linear.weight", "shared_mlp.input_linear.weight"),
+                order=260,
+            ),
+            ArchitectureMarker("GraniteMoeForCausalLM", ("block_sparse_moe.input_linear.weight",), order=270),
+        ),
+        top_k=8,
+        usual={"rope_theta": 1e4, "max_position_embeddings": 4096},
+        fill=_fill_granite,
+    ),
+    hf=HfConfig(words=LOCAL),
 )
 def granite_moe(c: Config) -> tuple[ModelSpec, NameMap]:
     """Granite 3 with experts, and perhaps a shared one."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
-from plait.families.common.detection import Detection
+from plait.families.common.detection import ArchitectureMarker, Detection, Q
+from plait.families.common.hf_config import LOCAL, HfConfig, Values, mamba_expansion
 from plait.families.common.recipes import (
     attention_tensors,
     either,
@@ -19,10 +23,11 @@ from plait.families.common.recipes import (
 )
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mamba2, mlp, model, norm, sigmoid_router
-from plait.families.config.normalize import LINEAR, Config
+from plait.families.common.tensors import Tensors
+from plait.families.config.normalize import FULL, LINEAR, Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch, head_size
 from plait.families.granite import granite_ffn, granite_tensors
-from plait.spec import BranchSpec, Mixer, MlpSpec, ModelSpec, MoeSpec, ParallelSpec
+from plait.spec import BranchSpec, Mamba2Spec, Mixer, MlpSpec, ModelSpec, MoeSpec, ParallelSpec
 
 L = "model.layers.{i}"
 MAMBA = {
@@ -35,10 +40,39 @@ MAMBA = {
 }
 
 
+def _fill_granite(t: Tensors) -> None:
+    t.default("attention_multiplier", 1.0, "the tensors do not hold Granite's multipliers; --set each")
+    t.default("position_embedding_type", "nope", "usual for Granite 4")
+
+
+def _hf_granite(config: Mapping[str, Any], spec: ModelSpec) -> Values:
+    has_experts = any(spec.mixers_of(MoeSpec))
+    return {
+        **mamba_expansion(config, spec),
+        "num_local_experts": config["num_experts"] if has_experts else 0,
+        "shared_intermediate_size": config["shared_intermediate_size"],
+    }
+
+
+def _hf_nemotron(config: Mapping[str, Any], spec: ModelSpec) -> Values:
+    mixer = next(spec.mixers_of(Mamba2Spec))
+    words = {LINEAR: "linear_attention", FULL: "full_attention"}
+    return {
+        "mamba_head_dim": mixer.head_dim,
+        "expand": mixer.num_heads * mixer.head_dim // spec.hidden_size,
+        "layers_block_type": [words.get(kind, kind) for kind in config["layer_types"]],
+    }
+
+
 @family(
     "BambaForCausalLM",
     model_types=("bamba",),
     defaults={**MAMBA, "norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+    detection=Detection(
+        markers=(ArchitectureMarker("BambaForCausalLM", ("mamba.A_log",), order=70),),
+        kinds={"mamba.A_log": LINEAR},
+    ),
+    hf=HfConfig(lists_layers=True),
 )
 def bamba(c: Config) -> tuple[ModelSpec, NameMap]:
     """Bamba: attention in a few layers, Mamba2 in the others, a feed-forward in all."""
@@ -73,7 +107,22 @@ def bamba(c: Config) -> tuple[ModelSpec, NameMap]:
         *("residual_multiplier", "attention_multiplier", "embedding_multiplier", "logits_scaling"),
         "position_embedding_type",
     ),
-    detection=Detection(usual={"rope_theta": 1e4, "max_position_embeddings": 4096}),
+    detection=Detection(
+        markers=(
+            ArchitectureMarker(
+                "GraniteMoeHybridForCausalLM", ("mamba.A_log", "shared_mlp.input_linear.weight"), order=50
+            ),
+            ArchitectureMarker(
+                "GraniteMoeHybridForCausalLM",
+                ("mamba.A_log", "block_sparse_moe.input_linear.weight"),
+                order=60,
+            ),
+            ArchitectureMarker("GraniteMoeHybridForCausalLM", ("shared_mlp.input_linear.weight",), order=280),
+        ),
+        usual={"rope_theta": 1e4, "max_position_embeddings": 4096},
+        fill=_fill_granite,
+    ),
+    hf=HfConfig(words=LOCAL, lists_layers=True, extra=_hf_granite),
 )
 def granite_hybrid(c: Config) -> tuple[ModelSpec, NameMap]:
     """Granite 4: no positions as a rule; a shared feed-forward, with or without experts next to it."""
@@ -122,6 +171,32 @@ def _granite_positions(c: Config) -> dict[str, None]:
         "routed_scaling_factor": 1.0,
     },
     honours=("sliding_window",),
+    detection=Detection(
+        markers=(
+            ArchitectureMarker("NemotronHForCausalLM", ("mixer.up_proj.weight",), order=100),
+            ArchitectureMarker("NemotronHForCausalLM", ("mixer.q_proj.weight",), order=110),
+            ArchitectureMarker("NemotronHForCausalLM", ("mixer.gate.weight",), order=120),
+        ),
+        kinds={"mixer.q_proj.weight": FULL},
+    ),
+    hf=HfConfig(
+        words={
+            "norm_eps": "layer_norm_epsilon",
+            "hidden_act": "mlp_hidden_act",
+            "layer_types": "layers_block_type",
+            "num_experts": "n_routed_experts",
+            "num_shared_experts": "n_shared_experts",
+            "shared_intermediate_size": "moe_shared_expert_intermediate_size",
+            "mamba_n_heads": "mamba_num_heads",
+            "mamba_d_head": "mamba_head_dim",
+            "mamba_d_state": "ssm_state_size",
+            "mamba_n_groups": "n_groups",
+            "mamba_d_conv": "conv_kernel",
+            "mamba_chunk_size": "chunk_size",
+        },
+        lists_layers=True,
+        extra=_hf_nemotron,
+    ),
 )
 def nemotron_h(c: Config) -> tuple[ModelSpec, NameMap]:
     """Nemotron-H, Nemotron 3: one mixer per layer (Mamba2, attention, MLP or experts), no positions.
@@ -207,7 +282,14 @@ MULTIPLIERS = {
         "mamba_norm_before_gate": True,
     },
     honours=(*MULTIPLIERS, "mamba_rms_norm"),
-    detection=Detection(usual={"rope_theta": 1e11}),
+    detection=Detection(
+        markers=(ArchitectureMarker("FalconH1ForCausalLM", ("mamba.A_log", Q), order=40),),
+        usual={"rope_theta": 1e11},
+        fill=lambda t: t.default(
+            "mlp_multipliers", [1.0, 1.0], "the tensors do not hold the muP multipliers; --set each"
+        ),
+    ),
+    hf=HfConfig(extra=mamba_expansion),
 )
 def falcon_h1(c: Config) -> tuple[ModelSpec, NameMap]:
     """Falcon-H1: attention and Mamba2 side by side in every layer.

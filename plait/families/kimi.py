@@ -9,7 +9,7 @@ from torch import Tensor
 
 from plait.checkpoint.names import Back, Derived, NameMap, Rules
 from plait.errors import UnsupportedModel
-from plait.families.common.detection import Detection
+from plait.families.common.detection import ArchitectureMarker, Detection
 from plait.families.common.recipes import Stored, conv, either, ends, flat, mixtral_experts, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import mlp, model, norm, sigmoid_router
@@ -44,7 +44,16 @@ NESTED = {  # linear_attn_config's keys
         "mla_use_nope": True,
     },
     honours=("linear_attn_config",),
-    detection=Detection(usual={"max_position_embeddings": 1_048_576}),
+    detection=Detection(
+        markers=(
+            ArchitectureMarker("KimiLinearForCausalLM", ("self_attn.f_a_proj.weight",), order=180),
+            ArchitectureMarker(
+                "KimiLinearForCausalLM", ("self_attn.forget_gate.f_a_proj.weight",), order=190
+            ),
+        ),
+        kinds={"self_attn.A_log": LINEAR, "self_attn.forget_gate.A_log": LINEAR},
+        usual={"max_position_embeddings": 1_048_576},
+    ),
 )
 def kimi_linear(c: Config) -> tuple[ModelSpec, NameMap]:
     """Kimi-Linear 48B and its like."""

@@ -7,7 +7,8 @@ from typing import Any
 
 from plait.checkpoint.names import NameMap, Rules, Source
 from plait.errors import UnsupportedModel
-from plait.families.common.detection import Detection
+from plait.families.common.detection import ArchitectureMarker, Detection
+from plait.families.common.hf_config import HfConfig, Values, first_dense
 from plait.families.common.recipes import attention_tensors, conv, ends, expert, expert_half, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, model, norm
@@ -21,6 +22,13 @@ POSITIONS = r"\.pos_emb\.inv_freq$"  # what the rope of early files was computed
 PARTS = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
+BIAS = "feed_forward.expert_bias"
+
+
+def _hf_dense_layers(config: Mapping[str, Any], spec: ModelSpec) -> Values:
+    return {"num_dense_layers": first_dense(config, spec)["first_k_dense_replace"]}
+
+
 @family(
     "Lfm2ForCausalLM",
     model_types=("lfm2",),
@@ -30,7 +38,14 @@ PARTS = {"gate": "w1", "up": "w3", "down": "w2"}
         "block_ffn_dim_multiplier": 1.0,
         "block_multiple_of": 256,
     },
-    detection=Detection(usual={"rope_theta": 1e6, "max_position_embeddings": 128_000}),
+    detection=Detection(
+        markers=(
+            ArchitectureMarker("Lfm2ForCausalLM", ("conv.in_proj.weight", "operator_norm.weight"), order=220),
+        ),
+        kinds={"conv.in_proj.weight": "conv"},
+        usual={"rope_theta": 1e6, "max_position_embeddings": 128_000},
+    ),
+    hf=HfConfig(words={"norm_eps": "norm_eps"}),
 )
 def lfm2(c: Config) -> tuple[ModelSpec, NameMap]:
     """LFM2: dense feed-forwards. Their width follows from the config's by LLaMA's rule."""
@@ -63,7 +78,18 @@ def _ffn_size(c: Config) -> int:
         "routed_scaling_factor": 1.0,
         "use_expert_bias": True,
     },
-    detection=Detection(usual={"rope_theta": 1e6, "max_position_embeddings": 128_000}),
+    detection=Detection(
+        markers=(
+            ArchitectureMarker(
+                "Lfm2MoeForCausalLM",
+                ("feed_forward.gate.weight", "ffn_norm.weight", "operator_norm.weight"),
+                order=210,
+            ),
+        ),
+        usual={"rope_theta": 1e6, "max_position_embeddings": 128_000},
+        fill=lambda t: t.put("use_expert_bias", t.has(BIAS), f"whether the tensor {BIAS} is there"),
+    ),
+    hf=HfConfig(words={"norm_eps": "norm_eps"}, extra=_hf_dense_layers),
 )
 def lfm2_moe(c: Config) -> tuple[ModelSpec, NameMap]:
     """LFM2-MoE: dense in the first layers, then experts chosen by sigmoids and a bias."""

@@ -2,14 +2,42 @@
 
 from __future__ import annotations
 
-from plait.checkpoint.names import NameMap
-from plait.families.common.detection import Detection
+from collections.abc import Mapping
+
+from plait.checkpoint.names import NameMap, Rules
+from plait.families.common.detection import SECOND_NORM, ArchitectureMarker, Detection, Q, has_rope
+from plait.families.common.hf_config import HfConfig
 from plait.families.common.recipes import TEXT_PREFIXES, VISION, at, transformer, unused_patterns
 from plait.families.common.registry import family
-from plait.families.common.spec_builders import gqa, mlp, model, norm
-from plait.families.config.normalize import Config
+from plait.families.common.spec_builders import gqa, mlp, model, norm, rope
+from plait.families.common.tensors import Tensors
+from plait.families.config.normalize import FULL, Config
 from plait.families.gguf.arch import plain_arch
-from plait.spec import BranchSpec, ModelSpec, NormSpec
+from plait.spec import BranchSpec, MlpSpec, ModelSpec, NormSpec
+
+NO_RULES: Rules = {}
+# vocabulary size -> (rope theta, longest sequence) of the Llama class that was trained with it
+LLAMA_VOCABULARIES: Mapping[int, tuple[float, int]] = {
+    32000: (1e4, 4096),
+    32016: (1e6, 16384),
+    32768: (1e6, 32768),
+    49152: (1e5, 8192),
+    128256: (5e5, 131072),
+    131072: (1e6, 131072),
+}
+
+
+def _fill_llama(t: Tensors) -> None:
+    vocab = t.get("vocab_size")
+    theta, longest = LLAMA_VOCABULARIES.get(vocab, (1e4, 4096))
+    t.default("norm_eps", 1e-5, "usual for Llama")
+    t.default("rope_theta", theta, f"usual for a vocabulary of {vocab}")
+    t.default("max_position_embeddings", longest, f"usual for a vocabulary of {vocab}")
+    if vocab == 128256 and not has_rope(t):
+        factor = 32.0 if (t.get("hidden_size") or 0) <= 3072 else 8.0
+        scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        scaling["original_max_position_embeddings"] = 8192
+        t.default("rope_scaling", scaling, "Llama 3.1 and later")
 
 
 @family(
@@ -17,16 +45,29 @@ from plait.spec import BranchSpec, ModelSpec, NormSpec
     model_types=("llama", "mistral", "ministral"),
     defaults={"norm_eps": 1e-6, "hidden_act": "silu"},
     honours=("sliding_window",),
-    detection=Detection(twins=("SmolLM3ForCausalLM", "GraniteForCausalLM")),
+    detection=Detection(
+        markers=(
+            ArchitectureMarker("LlamaForCausalLM", (Q, "input_layernorm.weight", SECOND_NORM), order=470),
+            ArchitectureMarker(
+                "LlamaForCausalLM",
+                (Q, "input_layernorm.weight"),
+                test=lambda t: not t.has("mlp.gate_proj.weight"),
+                order=480,
+            ),
+        ),
+        kinds={"self_attn.q_proj.weight": FULL},
+        twins=("SmolLM3ForCausalLM", "GraniteForCausalLM"),
+        fill=_fill_llama,
+    ),
 )
 def llama(c: Config) -> tuple[ModelSpec, NameMap]:
     """Llama 2 and 3, CodeLlama, SmolLM2; Mistral and Ministral, with windows by layer types."""
-    return _dense(c, "llama")
+    return dense(c, "llama")
 
 
 @family(
-    "Qwen2ForCausalLM",
-    model_types=("qwen2",),
+    *("Qwen2ForCausalLM", "Qwen2_5_VLForConditionalGeneration", "Qwen2VLForConditionalGeneration"),
+    model_types=("qwen2", "qwen2_5_vl", "qwen2_5_vl_text", "qwen2_vl", "qwen2_vl_text"),
     defaults={
         "norm_eps": 1e-6,
         "hidden_act": "silu",
@@ -35,15 +76,27 @@ def llama(c: Config) -> tuple[ModelSpec, NameMap]:
         "max_window_layers": 28,
     },
     honours=("sliding_window",),
+    detection=Detection(
+        markers=(
+            ArchitectureMarker(
+                "Qwen2ForCausalLM",
+                (Q, "self_attn.q_proj.bias", SECOND_NORM),
+                ("self_attn.o_proj.bias",),
+                order=450,
+            ),
+        ),
+        usual={"rope_theta": 1e6, "max_position_embeddings": 32768, "norm_topk_prob": False},
+    ),
+    hf=HfConfig(lists_layers=True),
 )
 def qwen2(c: Config) -> tuple[ModelSpec, NameMap]:
     """Qwen2, 2.5: Llama with biases on q, k and v, which the checkpoint shows."""
-    return _dense(c, "qwen2")
+    return dense(c, "qwen2")
 
 
 @family(
-    "Qwen3ForCausalLM",
-    model_types=("qwen3",),
+    *("Qwen3ForCausalLM", "Qwen3VLForConditionalGeneration"),
+    model_types=("qwen3", "qwen3_vl", "qwen3_vl_text"),
     defaults={
         "norm_eps": 1e-6,
         "hidden_act": "silu",
@@ -53,18 +106,41 @@ def qwen2(c: Config) -> tuple[ModelSpec, NameMap]:
         "max_window_layers": 28,
     },
     honours=("sliding_window",),
+    detection=Detection(
+        markers=(
+            ArchitectureMarker("Qwen3ForCausalLM", (Q, "self_attn.q_norm.weight", SECOND_NORM), order=440),
+        ),
+        usual={"rope_theta": 1e6, "max_position_embeddings": 32768, "norm_topk_prob": True},
+    ),
+    hf=HfConfig(lists_layers=True),
 )
 def qwen3(c: Config) -> tuple[ModelSpec, NameMap]:
     """Qwen3: a norm on every head of q and k."""
-    return _dense(c, "qwen3", norm(c))
+    return dense(c, "qwen3", norm(c))
 
 
-def _dense(c: Config, name: str, qk_norm: NormSpec | None = None) -> tuple[ModelSpec, NameMap]:
-    ffn = BranchSpec("ffn", mlp(c), norm(c))
-    layers = [(BranchSpec("attn", gqa(c, kind, qk_norm=qk_norm), norm(c)), ffn) for kind in c["layer_types"]]
-    names = at(TEXT_PREFIXES, transformer)
-    names["head"] = ("lm_head", "language_model.lm_head")
-    return model(c, name, layers), NameMap(names, ignored=unused_patterns(c, *VISION))
+def dense(
+    c: Config,
+    name: str,
+    qk_norm: NormSpec | None = None,
+    *,
+    each: NormSpec | None = None,
+    ffn: MlpSpec | None = None,
+    interleaved: bool = False,
+    names: Rules = NO_RULES,
+) -> tuple[ModelSpec, NameMap]:
+    """A dense transformer in Llama's names. `each`: its norms; `names`: of tensors with other ones."""
+    each, feed = each or norm(c), ffn or mlp(c)
+
+    def layer(kind: str) -> tuple[BranchSpec, BranchSpec]:
+        positions = rope(c, c["head_dim"], kind, interleaved=interleaved)
+        mixer = gqa(c, kind, rope=positions, qk_norm=qk_norm)
+        return BranchSpec("attn", mixer, each), BranchSpec("ffn", feed, each)
+
+    usual = at(TEXT_PREFIXES, transformer)
+    usual["head"] = ("lm_head", "language_model.lm_head")
+    spec = model(c, name, map(layer, c["layer_types"]), norm=each)
+    return spec, NameMap(names, usual, ignored=unused_patterns(c, *VISION))
 
 
 plain_arch("llama", "LlamaForCausalLM", rope_interleave=True)

@@ -7,22 +7,49 @@ from typing import Any
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
+from plait.families.common.detection import ArchitectureMarker, Detection, has_dims
+from plait.families.common.hf_config import HfConfig, Values, expansion
 from plait.families.common.recipes import at, mamba_tensors, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import mamba2, model, norm
-from plait.families.config.normalize import Config
+from plait.families.config.normalize import LINEAR, Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch, head_size
 from plait.families.mamba1 import STATE_SPACES, state_spaces_mamba1
-from plait.spec import BranchSpec, ModelSpec, NormSpec
+from plait.spec import BranchSpec, Mamba2Spec, ModelSpec, NormSpec
 
 # transformers, state-spaces, and Mistral's own files of Codestral Mamba
 PREFIXES = ("backbone.", "model.backbone.")
+
+
+def _hf_mamba2(config: Mapping[str, Any], spec: ModelSpec) -> Values:
+    mixer = next(spec.mixers_of(Mamba2Spec))
+    return {"head_dim": mixer.head_dim, "num_heads": mixer.num_heads, "expand": expansion(mixer, spec)}
 
 
 @family(
     "Mamba2ForCausalLM",
     model_types=("mamba2",),
     defaults={"norm_eps": 1e-5, "mamba_d_conv": 4, "mamba_d_state": 128, "mamba_n_groups": 8, "head_dim": 64},
+    detection=Detection(
+        markers=(
+            ArchitectureMarker(
+                "Mamba2ForCausalLM", ("mixer.A_log",), test=has_dims("mixer.A_log", 1), order=130
+            ),
+        ),
+        kinds={"mixer.A_log": LINEAR},
+    ),
+    hf=HfConfig(
+        words={
+            "norm_eps": "layer_norm_epsilon",
+            "mamba_n_heads": "num_heads",
+            "mamba_d_state": "state_size",
+            "mamba_n_groups": "n_groups",
+            "mamba_d_conv": "conv_kernel",
+            "mamba_chunk_size": "chunk_size",
+        },
+        attends=False,
+        extra=_hf_mamba2,
+    ),
 )
 def mamba2_only(c: Config) -> tuple[ModelSpec, NameMap]:
     """Mamba2 in transformers' words; Codestral Mamba is one of them."""

@@ -7,7 +7,8 @@ from typing import Any
 
 from plait.checkpoint.names import NameMap, Rules, Source
 from plait.errors import UnsupportedModel
-from plait.families.common.detection import Detection
+from plait.families.common.detection import ArchitectureMarker, Detection, has_vocabulary
+from plait.families.common.hf_config import HfConfig, Values
 from plait.families.common.recipes import (
     conv,
     expert_tensors,
@@ -18,27 +19,79 @@ from plait.families.common.recipes import (
 )
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mamba1, mlp, model, norm, require_silu, softmax_moe
-from plait.families.config.normalize import LINEAR, Config
+from plait.families.config.normalize import FULL, LINEAR, Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch
-from plait.spec import BranchSpec, ModelSpec, NormSpec
+from plait.spec import BranchSpec, Mamba1Spec, ModelSpec, NormSpec
 
 L = "model.layers.{i}"
 SIZES = {"mamba_d_conv": 4, "mamba_d_state": 16, "mamba_expand": 2, "mamba_dt_rank": "auto"}
 ALONE = {**SIZES, "norm_eps": 1e-5, "hidden_act": "silu"}
 
 
+def _hf_mamba1(config: Mapping[str, Any], spec: ModelSpec) -> Values:
+    mixer = next(spec.mixers_of(Mamba1Spec))
+    if mixer.inner_size % spec.hidden_size == 0:
+        return {"expand": mixer.inner_size // spec.hidden_size, "intermediate_size": mixer.inner_size}
+    return {"intermediate_size": mixer.inner_size}
+
+
+def _hf_period(config: Mapping[str, Any], spec: ModelSpec) -> Values:
+    """Jamba's way to say which layers attend: one in every `period`, from an offset on."""
+    kinds = config["layer_types"]
+    attends = [i for i, kind in enumerate(kinds) if kind == FULL]
+    if not attends:
+        return {"attn_layer_period": len(kinds) + 1, "attn_layer_offset": len(kinds)}
+    period = attends[1] - attends[0] if len(attends) > 1 else len(kinds)
+    return {"attn_layer_period": period, "attn_layer_offset": attends[0]}
+
+
+HF_WORDS = {
+    "norm_eps": "layer_norm_epsilon",
+    "mamba_d_state": "state_size",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_dt_rank": "time_step_rank",
+}
+
+
 @family(
     "MambaForCausalLM",
     model_types=("mamba",),
     defaults=ALONE,
-    detection=Detection(twins=("FalconMambaForCausalLM",)),
+    detection=Detection(
+        markers=(
+            ArchitectureMarker(
+                "MambaForCausalLM",
+                ("mixer.A_log", "mixer.x_proj.weight"),
+                note="FalconMambaForCausalLM",
+                order=90,
+            ),
+        ),
+        kinds={"mixer.A_log": LINEAR},
+        twins=("FalconMambaForCausalLM",),
+    ),
+    hf=HfConfig(words=HF_WORDS, attends=False, extra=_hf_mamba1),
 )
 def mamba1_only(c: Config) -> tuple[ModelSpec, NameMap]:
     """Mamba: one mixer per layer, no feed-forward."""
     return mamba1_model(c, "mamba")
 
 
-@family("FalconMambaForCausalLM", model_types=("falcon_mamba",), defaults={**ALONE, "mixer_rms_eps": 1e-6})
+@family(
+    "FalconMambaForCausalLM",
+    model_types=("falcon_mamba",),
+    defaults={**ALONE, "mixer_rms_eps": 1e-6},
+    detection=Detection(
+        markers=(
+            ArchitectureMarker(
+                "FalconMambaForCausalLM",
+                ("mixer.A_log", "mixer.x_proj.weight"),
+                test=has_vocabulary(65024),
+                order=80,
+            ),
+        ),
+    ),
+    hf=HfConfig(words=HF_WORDS, attends=False, extra=_hf_mamba1),
+)
 def falcon_mamba(c: Config) -> tuple[ModelSpec, NameMap]:
     """Falcon-Mamba: steps, B and C are brought to unit size, without weights."""
     return mamba1_model(c, "falcon_mamba", NormSpec(c["mixer_rms_eps"], weight=False))
@@ -74,7 +127,12 @@ def mamba1_model(c: Config, name: str, inner_norm: NormSpec | None = None) -> tu
         "expert_layer_period": 2,
         "expert_layer_offset": 1,
     },
-    detection=Detection(top_k=2, usual={"max_position_embeddings": 262_144}),
+    detection=Detection(
+        markers=(ArchitectureMarker("JambaForCausalLM", ("mamba.dt_layernorm.weight",), order=30),),
+        top_k=2,
+        usual={"max_position_embeddings": 262_144},
+    ),
+    hf=HfConfig(lists_layers=False, extra=_hf_period),
 )
 def jamba(c: Config) -> tuple[ModelSpec, NameMap]:
     """Jamba: Mamba1, attention without positions in every eighth layer, experts in every second."""

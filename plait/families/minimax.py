@@ -7,10 +7,11 @@ from typing import Any
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
-from plait.families.common.detection import Detection
+from plait.families.common.detection import ArchitectureMarker, Detection
 from plait.families.common.recipes import either, mixtral_experts, transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, model, norm, softmax_moe
+from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import FULL, LINEAR, SLIDING, Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch
 from plait.families.linear_attention import linear_layers
@@ -20,6 +21,14 @@ L, B, MIX, FFN = "model.layers.{i}", "blk.{i}", "layers.{i}.lightning", "layers.
 KINDS = ("full_attn", "linear_attn", "mlp")
 GATED_EPS = 1e-6  # whatever rms_norm_eps says
 TABLES = r"\.self_attn\.(slope_rate|query_decay|key_decay|diagonal_decay)$"  # what slopes make, saved too
+
+
+def _fill_minimax(t: Tensors) -> None:
+    """The published model's residual factors are no neutral ones."""
+    if t.get("hidden_size") == 6144:
+        t.default("rotary_dim", 64, "MiniMax-Text-01")
+        for kind in ("full_attn", "linear_attn", "mlp"):
+            t.default(f"{kind}_alpha_factor", 3.5565588200778455, "MiniMax-Text-01")
 
 
 @family(
@@ -33,7 +42,17 @@ TABLES = r"\.self_attn\.(slope_rate|query_decay|key_decay|diagonal_decay)$"  # w
         **{f"{kind}_{factor}_factor": 1.0 for kind in KINDS for factor in ("alpha", "beta")},
     },
     honours=("sliding_window",),
-    detection=Detection(top_k=2, usual={"rope_theta": 1e7, "max_position_embeddings": 1_048_576}),
+    detection=Detection(
+        markers=(
+            ArchitectureMarker(
+                "MiniMaxForCausalLM", ("self_attn.output_gate.weight", "self_attn.qkv_proj.weight"), order=200
+            ),
+        ),
+        kinds={"self_attn.output_gate.weight": LINEAR},
+        top_k=2,
+        usual={"rope_theta": 1e7, "max_position_embeddings": 1_048_576},
+        fill=_fill_minimax,
+    ),
 )
 def minimax(c: Config) -> tuple[ModelSpec, NameMap]:
     """MiniMax-Text-01 in the original keys and names, and as transformers has it."""

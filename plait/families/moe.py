@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from plait.checkpoint.names import NameMap, Rules
+from plait.families.common.detection import ArchitectureMarker, Detection, Q
+from plait.families.common.hf_config import LOCAL, QWEN_SHARED, HfConfig, sparse_list
 from plait.families.common.recipes import either, expert_tensors, transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, softmax_moe
@@ -18,6 +20,10 @@ FFN, MLP = "layers.{i}.ffn", "model.layers.{i}.mlp"
     model_types=("mixtral",),
     defaults={"norm_eps": 1e-5, "hidden_act": "silu", "rope_theta": 1e6, "num_experts_per_tok": 2},
     honours=("sliding_window",),
+    detection=Detection(
+        markers=(ArchitectureMarker("MixtralForCausalLM", (Q, "block_sparse_moe.gate.weight"), order=410),),
+    ),
+    hf=HfConfig(words=LOCAL),
 )
 def mixtral(c: Config) -> tuple[ModelSpec, NameMap]:
     """Mixtral: experts in every layer, their weights summing to one."""
@@ -50,6 +56,11 @@ def mixtral(c: Config) -> tuple[ModelSpec, NameMap]:
         "max_window_layers": 28,
     },
     honours=("sliding_window",),
+    detection=Detection(
+        markers=(ArchitectureMarker("Qwen2MoeForCausalLM", (Q, "mlp.shared_expert_gate.weight"), order=420),),
+        usual={"rope_theta": 1e6, "max_position_embeddings": 32768, "norm_topk_prob": False},
+    ),
+    hf=HfConfig(words=QWEN_SHARED, extra=sparse_list),
 )
 def qwen2_moe(c: Config) -> tuple[ModelSpec, NameMap]:
     """Qwen2-MoE: a shared expert, weighed by a sigmoid of the token; biases on q, k and v."""
@@ -73,6 +84,15 @@ def qwen2_moe(c: Config) -> tuple[ModelSpec, NameMap]:
         "use_sliding_window": False,
     },
     honours=("sliding_window",),
+    detection=Detection(
+        markers=(
+            ArchitectureMarker(
+                "Qwen3MoeForCausalLM", (Q, "self_attn.q_norm.weight", "mlp.gate.weight"), order=430
+            ),
+        ),
+        usual={"rope_theta": 1e6, "max_position_embeddings": 32768, "norm_topk_prob": True},
+    ),
+    hf=HfConfig(extra=sparse_list),
 )
 def qwen3_moe(c: Config) -> tuple[ModelSpec, NameMap]:
     """Qwen3-MoE: a norm on every head of q and k; no shared expert."""

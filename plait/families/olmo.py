@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from plait.checkpoint.names import NameMap, Rules
-from plait.families.common.detection import Detection
+from plait.families.common.detection import ArchitectureMarker, Detection, Q
 from plait.families.common.recipes import transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, rope
+from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import SLIDING, Config
 from plait.families.gguf.arch import Metadata, gguf_arch, windows
 from plait.spec import BranchSpec, ModelSpec, RopeSpec
@@ -17,11 +18,26 @@ L = "model.layers.{i}"
 SHARED = {"norm_eps": 1e-5, "hidden_act": "silu"}
 
 
+def _norm_is_over_all_heads(t: Tensors) -> bool:
+    norm_of_q, q = t.first("self_attn.q_norm.weight"), t.first(Q)
+    return norm_of_q is not None and q is not None and norm_of_q[1] == q[1][:1]
+
+
 @family(
     "Olmo2ForCausalLM",
     model_types=("olmo2",),
     defaults=SHARED,
     detection=Detection(
+        markers=(
+            ArchitectureMarker(
+                "Olmo2ForCausalLM",
+                ("post_feedforward_layernorm.weight", Q),
+                ("input_layernorm.weight",),
+                _norm_is_over_all_heads,
+                "Olmo3ForCausalLM",
+                order=320,
+            ),
+        ),
         twins=("Olmo3ForCausalLM",),
         usual={"rope_theta": 5e5, "norm_eps": 1e-6, "max_position_embeddings": 4096},
     ),
@@ -37,6 +53,15 @@ def olmo2(c: Config) -> tuple[ModelSpec, NameMap]:
     defaults={**SHARED, "rope_theta": 5e5, "sliding_window": 4096, "sliding_window_pattern": 4},
     honours=("sliding_window",),
     detection=Detection(
+        markers=(
+            ArchitectureMarker(
+                "Olmo3ForCausalLM",
+                ("post_feedforward_layernorm.weight", Q),
+                ("input_layernorm.weight",),
+                lambda t: _norm_is_over_all_heads(t) and t.get("vocab_size") == 100278,
+                order=310,
+            ),
+        ),
         usual={
             "rope_theta": 5e5,
             "rope_scaling": {
@@ -48,7 +73,7 @@ def olmo2(c: Config) -> tuple[ModelSpec, NameMap]:
             },
             "norm_eps": 1e-6,
             "max_position_embeddings": 65_536,
-        }
+        },
     ),
 )
 def olmo3(c: Config) -> tuple[ModelSpec, NameMap]:

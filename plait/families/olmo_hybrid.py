@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from plait.checkpoint.names import NameMap, Rules
-from plait.families.common.detection import Detection
+from plait.families.common.detection import ArchitectureMarker, Detection
 from plait.families.common.recipes import attention_tensors, conv, ends, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm
@@ -29,7 +29,14 @@ OURS = {"beta": "b", "decay": "a", "gate": "g"}
         "linear_allow_neg_eigval": True,
         "full_attention_interval": 4,
     },
-    detection=Detection(usual={"rope_theta": 5e5, "max_position_embeddings": 65_536}),
+    detection=Detection(
+        markers=(
+            ArchitectureMarker(
+                "OlmoHybridForCausalLM", ("linear_attn.g_proj.weight", "linear_attn.a_proj.weight"), order=170
+            ),
+        ),
+        usual={"rope_theta": 5e5, "max_position_embeddings": 65_536},
+    ),
 )
 def olmo_hybrid(c: Config) -> tuple[ModelSpec, NameMap]:
     """OLMo-Hybrid 7B and its like; without a rope base nothing is rotated."""

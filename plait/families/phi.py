@@ -2,14 +2,57 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from plait.checkpoint.names import NameMap, Rules
-from plait.families.common.detection import Detection
+from plait.families.common.detection import ArchitectureMarker, Detection, has_rope
 from plait.families.common.recipes import split_gate_up, split_qkv, transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import ENDLESS, gqa, mlp, model, norm
+from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import FULL, Config
 from plait.families.gguf.arch import plain_arch
 from plait.spec import BranchSpec, ModelSpec
+
+PHI_4_MINI = [
+    *(1.0, 1.118320672, 1.250641126, 1.398617824, 1.564103225, 1.74916897, 1.956131817, 2.187582649),
+    *(2.446418898, 2.735880826, 3.059592084, 3.421605075, 3.826451687, 4.279200023, 4.785517845),
+    *(5.351743533, 5.984965424, 6.693110555, 7.485043894, 8.370679318, 9.36110372, 10.4687158),
+    *(11.70738129, 13.09260651, 14.64173252, 16.37415215, 18.31155283, 20.47818807, 22.90118105),
+    *(25.61086418, 28.64115884, 32.03, 32.1, 32.13, 32.23, 32.6, 32.61, 32.64, 32.66, 32.7, 32.71),
+    *(32.93, 32.97, 33.28, 33.49, 33.5, 44.16, 47.77),
+]
+"""The divisor of each frequency beyond 4,096 tokens, as its config has them."""
+
+
+def _fill_phi3(t: Tensors) -> None:
+    """Phi 4 and Phi 4 mini differ from Phi 3 in more than their vocabularies."""
+    vocab = t.get("vocab_size")
+    if vocab == 100352:
+        t.default("rope_theta", 250_000.0, "Phi 4")
+        t.default("max_position_embeddings", 16_384, "Phi 4")
+    elif vocab == 200064:
+        t.default("partial_rotary_factor", 0.75, "Phi 4 mini")
+        if not has_rope(t) and t.get("head_dim") == 128 and t.get("partial_rotary_factor") == 0.75:
+            _fill_phi_4_mini(t)
+    elif vocab == 32064 and not has_rope(t):
+        _fill_phi_3(t)
+
+
+def _fill_phi_4_mini(t: Tensors) -> None:
+    t.default("max_position_embeddings", 131_072, "Phi 4 mini")
+    scaling: dict[str, Any] = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
+    scaling |= {"factor": 32.0, "short_factor": [1.0] * len(PHI_4_MINI), "long_factor": PHI_4_MINI}
+    t.default("rope_scaling", scaling, "Phi 4 mini")
+
+
+def _fill_phi_3(t: Tensors) -> None:
+    """Phi 3 for 4,096 tokens. Those for 131,072 have the same tensors, and factors from a config."""
+    longest = t.get("max_position_embeddings")
+    if longest is None:
+        why = "of 4k; those of 128k have the same tensors, and rope_scaling that only their config has"
+        t.default("max_position_embeddings", 4096, f"Phi 3 {why}")
+        t.default("sliding_window", 2047, "Phi 3 of 4k")
 
 
 @family(
@@ -17,7 +60,16 @@ from plait.spec import BranchSpec, ModelSpec
     model_types=("phi3",),
     defaults={"norm_eps": 1e-5, "hidden_act": "silu"},
     honours=("sliding_window",),
-    detection=Detection(usual={"rope_theta": 1e4, "max_position_embeddings": 4096}),
+    detection=Detection(
+        markers=(
+            ArchitectureMarker(
+                "Phi3ForCausalLM", ("self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"), order=330
+            ),
+        ),
+        kinds={"self_attn.qkv_proj.weight": FULL},
+        usual={"rope_theta": 1e4, "max_position_embeddings": 4096},
+        fill=_fill_phi3,
+    ),
 )
 def phi3(c: Config) -> tuple[ModelSpec, NameMap]:
     """Phi 3 and 4: positions stretched by a divisor per dimension, or on a part of each head only."""

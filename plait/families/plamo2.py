@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.names import NameMap, Rules, Source
+from plait.families.common.detection import ArchitectureMarker, Detection
 from plait.families.common.recipes import (
     at,
     conv,
@@ -46,6 +47,10 @@ OFFSETS = {"pre_mixer": 1.0, "post_mixer": 1 / 5, "pre_mlp": 1.0, "post_mlp": 1 
         "tie_word_embeddings": True,
     },
     honours=("sliding_window",),
+    detection=Detection(
+        markers=(ArchitectureMarker("Plamo2ForCausalLM", ("mixer.dt_norm_weight",), order=20),),
+        kinds={"mixer.dt_norm_weight": LINEAR, "mixer.qkv_proj.weight": FULL},
+    ),
 )
 def plamo2(c: Config) -> tuple[ModelSpec, NameMap]:
     """PLaMo 2: a norm before and after every mixer and feed-forward; q and k normed head by head."""

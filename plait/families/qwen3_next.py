@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from plait.checkpoint.names import NameMap, Rules, Source
-from plait.families.common.detection import Detection
+from plait.families.common.detection import ArchitectureMarker, Detection
+from plait.families.common.hf_config import QWEN_SHARED, HfConfig, sparse_list
 from plait.families.common.recipes import TEXT_PREFIXES, at, expert_tensors, plus_one, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, softmax_moe
@@ -47,8 +48,13 @@ OTHERS = (r"^(model\.)?mtp\.", r"^(model\.)?visual\.")  # a second token's predi
     defaults={**SHARED, **SPARSE},
     honours=HONOURS,
     detection=Detection(
-        usual={"rope_theta": 1e7, "max_position_embeddings": 262_144, "norm_topk_prob": True}
+        markers=(
+            ArchitectureMarker("Qwen3NextForCausalLM", ("linear_attn.in_proj_qkvz.weight",), order=140),
+        ),
+        kinds={"linear_attn.A_log": LINEAR},
+        usual={"rope_theta": 1e7, "max_position_embeddings": 262_144, "norm_topk_prob": True},
     ),
+    hf=HfConfig(words=QWEN_SHARED, extra=sparse_list),
 )
 def qwen3_next(c: Config) -> tuple[ModelSpec, NameMap]:
     """Qwen3-Next: experts with a gated shared one. Rows of one key head lie together in a weight matrix."""
@@ -60,7 +66,10 @@ def qwen3_next(c: Config) -> tuple[ModelSpec, NameMap]:
     model_types=("qwen3_5_text", "qwen3_5"),
     defaults=SHARED,
     honours=HONOURS,
-    detection=Detection(usual={"rope_theta": 1e7, "max_position_embeddings": 262_144}),
+    detection=Detection(
+        markers=(ArchitectureMarker("Qwen3_5ForCausalLM", ("linear_attn.in_proj_qkv.weight",), order=160),),
+        usual={"rope_theta": 1e7, "max_position_embeddings": 262_144},
+    ),
 )
 def qwen3_5(c: Config) -> tuple[ModelSpec, NameMap]:
     """Qwen3.5, alone or inside its multimodal wrapper, where positions of text are plain ones."""
@@ -72,7 +81,18 @@ def qwen3_5(c: Config) -> tuple[ModelSpec, NameMap]:
     model_types=("qwen3_5_moe_text", "qwen3_5_moe"),
     defaults={**SHARED, **SPARSE, "num_experts_per_tok": 8},
     honours=HONOURS,
-    detection=Detection(usual={"rope_theta": 1e7, "max_position_embeddings": 262_144}),
+    detection=Detection(
+        markers=(
+            ArchitectureMarker(
+                "Qwen3_5MoeForCausalLM",
+                ("linear_attn.in_proj_qkv.weight",),
+                test=lambda t: t.has("mlp.gate.weight"),
+                order=150,
+            ),
+        ),
+        usual={"rope_theta": 1e7, "max_position_embeddings": 262_144},
+    ),
+    hf=HfConfig(words=QWEN_SHARED),
 )
 def qwen3_5_moe(c: Config) -> tuple[ModelSpec, NameMap]:
     """Qwen3.5 with experts."""

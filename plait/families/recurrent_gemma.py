@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from plait.checkpoint.names import Back, Derived, NameMap, Rules
-from plait.families.common.detection import Detection
+from plait.families.common.detection import ArchitectureMarker, Detection
 from plait.families.common.recipes import Stored, conv, plus_one, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm
-from plait.families.config.normalize import LINEAR, Config
+from plait.families.config.normalize import FULL, LINEAR, Config
 from plait.quant.weight import as_tensor
 from plait.spec import BranchSpec, ModelSpec, RgLruSpec
 
@@ -32,7 +32,15 @@ L, LRU = "model.layers.{i}", "layers.{i}.lru"
         "logits_soft_cap": 30.0,
     },
     honours=("sliding_window", "logits_soft_cap"),
-    detection=Detection(usual={"rope_theta": 1e4, "max_position_embeddings": 8192}),
+    detection=Detection(
+        markers=(
+            ArchitectureMarker(
+                "RecurrentGemmaForCausalLM", ("temporal_block.rg_lru.recurrent_param",), order=10
+            ),
+        ),
+        kinds={"temporal_block.rg_lru.recurrent_param": LINEAR, "temporal_block.q_proj.weight": FULL},
+        usual={"rope_theta": 1e4, "max_position_embeddings": 8192},
+    ),
 )
 def recurrent_gemma(c: Config) -> tuple[ModelSpec, NameMap]:
     """RecurrentGemma 2B and 9B; `intermediate_size` counts gate and up together."""

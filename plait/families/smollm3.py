@@ -6,13 +6,19 @@ from dataclasses import replace
 
 from plait.checkpoint.names import NameMap
 from plait.errors import UnsupportedModel
-from plait.families.common.detection import Detection
+from plait.families.common.detection import SECOND_NORM, ArchitectureMarker, Detection, Q
 from plait.families.common.recipes import transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm
+from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import FULL, Config, rotates
 from plait.families.gguf.arch import plain_arch
 from plait.spec import AttentionSpec, BranchSpec, ModelSpec
+
+
+def _is_smollm3(t: Tensors) -> bool:
+    """Its tensors are Llama's; no other model has these sizes."""
+    return (t.get("vocab_size"), t.get("hidden_size"), len(t.layers)) == (128256, 2048, 36)
 
 
 @family(
@@ -28,7 +34,14 @@ from plait.spec import AttentionSpec, BranchSpec, ModelSpec
         "tie_word_embeddings": True,
     },
     honours=("sliding_window", "no_rope_layers", "no_rope_layer_interval"),
-    detection=Detection(usual={"rope_theta": 5e6, "max_position_embeddings": 65_536}),
+    detection=Detection(
+        markers=(
+            ArchitectureMarker(
+                "SmolLM3ForCausalLM", (Q, "input_layernorm.weight", SECOND_NORM), test=_is_smollm3, order=460
+            ),
+        ),
+        usual={"rope_theta": 5e6, "max_position_embeddings": 65_536},
+    ),
 )
 def smollm3(c: Config) -> tuple[ModelSpec, NameMap]:
     """SmolLM3; windows, where a config wants them, are for layers without positions if it does not say."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from plait.checkpoint.names import NameMap, Rules
-from plait.families.common.detection import Detection
+from plait.families.common.detection import ArchitectureMarker, Detection, Q
+from plait.families.common.hf_config import HfConfig
 from plait.families.common.recipes import transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, model, norm
@@ -17,7 +18,11 @@ from plait.spec import BranchSpec, MlpSpec, ModelSpec
     model_types=("starcoder2",),
     defaults={"norm_eps": 1e-5, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
     honours=("sliding_window",),
-    detection=Detection(usual={"rope_theta": 1e6, "max_position_embeddings": 16_384}),
+    detection=Detection(
+        markers=(ArchitectureMarker("Starcoder2ForCausalLM", (Q, "mlp.c_fc.weight"), order=370),),
+        usual={"rope_theta": 1e6, "max_position_embeddings": 16_384},
+    ),
+    hf=HfConfig(words={"norm_eps": "norm_epsilon"}),
 )
 def starcoder2(c: Config) -> tuple[ModelSpec, NameMap]:
     """StarCoder2 3b, 7b and 15b; the last has a window in every layer."""

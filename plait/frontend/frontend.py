@@ -16,11 +16,10 @@ from typing import Any, Protocol
 from prometheus_client import CollectorRegistry
 
 from plait.config import EngineConfig
-from plait.engine.admission import OnEvent, RequestLimits
+from plait.engine.admission import USUAL_SERVICE, OnEvent, RequestLimits, ServiceOptions
 from plait.errors import BadGrammar, BadTemplate, CapacityError, InvalidField
 from plait.frontend.deltas import MOST_AT_ONCE
 from plait.frontend.output_stream import Couriers, OutputStream
-from plait.frontend.request_options import NO_TERMS, Terms
 from plait.request import USUAL_STYLE, Grammar, JsonStyle, ReplyShape, Request, SamplingParams, ThinkingBudget
 from plait.spec import ModelSpec, Recurrent
 from plait.text.chat.template import ChatTemplate, boundaries, num_chars
@@ -179,7 +178,7 @@ class Front:
         *,
         add_special: bool = True,
         allow_special: bool = False,
-        terms: Terms = NO_TERMS,
+        terms: ServiceOptions = USUAL_SERVICE,
     ) -> Request:
         """A request the engine can take. Tokenizes, as `encode` does, resolves defaults, checks every limit.
 
@@ -192,7 +191,8 @@ class Front:
             ids = self.encode(prompt, add_special=add_special, allow_special=allow_special)
         else:
             ids = tuple(prompt)
-        grammar = grammar_from({"structured_outputs": params.structured_outputs})
+        demanded = params.structured_outputs
+        grammar = None if demanded is None else grammar_from({"structured_outputs": demanded})
         params = replace(params.resolved(self.generation_config), structured_outputs=None)
         if params.stop and not self.tokenizer:
             raise InvalidField(
@@ -269,7 +269,7 @@ class Front:
         self,
         messages: Sequence[Mapping[str, Any]],
         params: SamplingParams,
-        terms: Terms = NO_TERMS,
+        terms: ServiceOptions = USUAL_SERVICE,
         /,
         **options: Any,
     ) -> Request:

@@ -17,9 +17,8 @@ from plait.frontend.deltas import Delta, Gathered, TextLogprob, TokenInterval, j
 from plait.request import Event, FinishReason, Request, RequestTrace, SamplingParams, TokenLogprobs
 from plait.text.output import Content, OutputDelta, OutputParser
 from plait.text.output.deltas import merge_deltas
-from plait.text.output.stop_strings import StopMatcher
 from plait.text.reply_format import ReplyReader
-from plait.text.tokenizers.detokenize import StreamDecoder
+from plait.text.stream_text import StopMatcher, StreamDecoder
 from plait.text.tokenizers.tokenizer import Tokenizer
 
 Inbox = asyncio.Queue[Event]

@@ -9,10 +9,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from plait.config import EngineConfig, option_names
+from plait.engine.admission import USUAL_SERVICE, ServiceOptions
 from plait.errors import BadFile, ConfigError, InvalidField, QueueFull
 from plait.frontend.deltas import Delta
 from plait.frontend.output_stream import OutputStream
-from plait.frontend.request_options import NO_TERMS, Terms
 from plait.kernels.load import why_not_cached
 from plait.llm.embed import embed_prompts, unit
 from plait.llm.outputs import RequestOutput, collect
@@ -62,7 +62,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue one prompt or several, all at the same time. Strings or lists of token ids.
 
-        `cache_salt`, `priority` (one for all, or one for each prompt) and `timeout_s`: see `Terms`.
+        `cache_salt`, `priority` (one for all, or one for each prompt) and `timeout_s`: see `ServiceOptions`.
         """
         many = _as_list(prompts)
         terms = _terms(len(many), cache_salt, priority, timeout_s)
@@ -82,7 +82,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """The model's reply to one conversation or several: lists of {"role": …, "content": …}.
 
-        `cache_salt`, `priority` (one for all, or one for each conversation) and `timeout_s`: see `Terms`.
+        `cache_salt`, `priority` (one for all, or one for each conversation) and `timeout_s`:
+        see `ServiceOptions`.
         """
         many: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         settings = params or CHAT_PARAMS
@@ -91,14 +92,18 @@ class LLM:
         return self._run([(self.front.prepare_chat(m, settings, t), None, settings) for m, t in each])
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, terms: Terms = NO_TERMS
+        self, prompt: Prompt, params: SamplingParams | None = None, *, terms: ServiceOptions = USUAL_SERVICE
     ) -> Iterator[Delta]:
         """Text as it is generated. Raises InvalidField for a `best_of` above `n`: it waits for the end."""
         settings = _streamable(params or SamplingParams())
         return iter(self.front.submit(self.front.prepare(prompt, settings, terms=terms)))
 
     def stream_chat(
-        self, messages: Messages, params: SamplingParams | None = None, *, terms: Terms = NO_TERMS
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        *,
+        terms: ServiceOptions = USUAL_SERVICE,
     ) -> Iterator[Delta]:
         """The reply to a conversation as it is generated. Raises InvalidField as `stream` does."""
         settings = _streamable(params or CHAT_PARAMS)
@@ -229,11 +234,11 @@ def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count:
 
 def _terms(
     count: int, cache_salt: str | None, priority: int | Sequence[int], timeout_s: float | None
-) -> list[Terms]:
+) -> list[ServiceOptions]:
     each = list(priority) if isinstance(priority, Sequence) else [priority] * count
     if len(each) != count:
         raise InvalidField(f"priority: {len(each)} were given for {count} prompts", "priority")
-    return [Terms(cache_salt=cache_salt, priority=one, timeout_s=timeout_s) for one in each]
+    return [ServiceOptions(cache_salt=cache_salt, priority=one, timeout_s=timeout_s) for one in each]
 
 
 def _streamable(params: SamplingParams) -> SamplingParams:

@@ -22,8 +22,8 @@ from plait.fair_queue import asker
 from plait.server import pages
 from plait.server.anthropic import messages
 from plait.server.api import validate
+from plait.server.api.parse_fields import present
 from plait.server.api.reply import WARNING_HEADER, Answer, Endpoint, respond
-from plait.server.api.schema import present
 from plait.server.gateway import api_keys
 from plait.server.gateway.accounting import Traffic
 from plait.server.gateway.middleware import REQUEST_ID_HEADER, Door, Edge, Refusal

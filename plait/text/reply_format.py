@@ -205,7 +205,7 @@ class Speech:
 
     def _thinking(self, shape: ReplyShape, *, again: bool = True) -> Structure:
         """What may come before the reply. Thinking that the prompt has opened must be closed in any case."""
-        if not shape.thinks and not shape.is_open:
+        if self.reasoning is None or not (shape.thinks or shape.is_open):
             return ()
         return begin_thinking(self.reasoning, shape.is_open, again=again and shape.thinks)
 

@@ -73,6 +73,30 @@ def test_mistral_inside_a_multimodal_wrapper(folder: Path) -> None:
     assert difference(config, wrapped, oracle) <= 1e-4
 
 
+@pytest.mark.parametrize(
+    ("name", "wrapper", "prefix"),
+    [
+        ("qwen3", "Qwen3VLForConditionalGeneration", "model.language_model."),
+        ("qwen2", "Qwen2_5_VLForConditionalGeneration", "model."),
+        ("deepseek_v3", "KimiK25ForConditionalGeneration", "language_model.model."),
+    ],
+)
+def test_the_text_model_inside_a_wrapper_that_sees_images(
+    name: str, wrapper: str, prefix: str, folder: Path
+) -> None:
+    text, tensors, oracle = made(name, folder)
+    config = {"architectures": [wrapper], "model_type": "a_wrapper"}
+    inner = {k: v for k, v in text.items() if k != "architectures"}
+    if name == "qwen2":  # as it was first published
+        inner["rope_scaling"] = {"type": "mrope", "mrope_section": [2, 3, 3]}
+    config["text_config"] = inner
+    wrapped = {name.replace("model.", prefix, 1): tensor for name, tensor in tensors.items()}
+    if prefix.startswith("language_model."):
+        wrapped["language_model.lm_head.weight"] = wrapped.pop("lm_head.weight")
+    wrapped["visual.blocks.0.mlp.fc1.weight"] = torch.zeros(3, 3)
+    assert difference(config, wrapped, oracle) <= 1e-4
+
+
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe", "deepseek_v3", "mixtral"])
 def test_experts_stacked_as_transformers_5_keeps_them(name: str, folder: Path) -> None:
     config, tensors, oracle = made(name, folder)

@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.families import tiny_attention, tiny_linear, tiny_ssm
+from tests.families import tiny_attention, tiny_dense, tiny_linear, tiny_ssm
 from tests.families.variant import Variant
 
 SIZES = {
@@ -282,7 +282,7 @@ VARIANTS: dict[str, Variant] = {
         bare=True,
     ),
 }
-VARIANTS |= tiny_attention.VARIANTS | tiny_ssm.VARIANTS | tiny_linear.VARIANTS
+VARIANTS |= tiny_dense.VARIANTS | tiny_attention.VARIANTS | tiny_ssm.VARIANTS | tiny_linear.VARIANTS
 
 
 def write(name: str, folder: Path, variant: Variant | None = None) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from plait.config import EngineConfig
+from plait.engine.admission import ServiceOptions
 from plait.errors import ContextTooLong
 from plait.frontend.frontend import Front, Language
-from plait.frontend.request_options import Terms
 from plait.request import SamplingParams
 from plait.spec import AttentionSpec, BranchSpec, Mamba1Spec, Mixer, ModelSpec, NormSpec, ParallelSpec
 from tests.server.fake import CONTEXT, EOS, VOCAB_SIZE, ByteTokenizer, EchoLoop, TurnTemplate
@@ -75,7 +75,7 @@ def test_a_conversation_that_is_too_long_is_refused_before_anything_else_is_rend
 
 def test_terms_reach_the_engine() -> None:
     asked, _ = front(MAMBA)
-    terms = Terms(cache_salt="me", priority=-2, timeout_s=1.5)
+    terms = ServiceOptions(cache_salt="me", priority=-2, timeout_s=1.5)
     for request in (
         asked.prepare("Hi", SamplingParams(), terms=terms),
         asked.prepare_chat(TALK, SamplingParams(), terms),

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from plait import LLM, SamplingParams
+from plait.engine.admission import ServiceOptions
 from plait.errors import BadGrammar, ConfigError, ContextTooLong, InvalidField
-from plait.frontend.request_options import Terms
 from plait.llm.outputs import CompletionOutput
 from plait.request import Request
 
@@ -173,7 +173,7 @@ def test_terms_are_for_all_prompts_and_priorities_for_each(llm: LLM, monkeypatch
     params = SamplingParams(max_tokens=1)
     llm.generate(["And", "The"], params, cache_salt="me", priority=[2, -1], timeout_s=600)
     llm.chat([{"role": "user", "content": "Hi"}], params, cache_salt="you", priority=4)
-    list(llm.stream("And", params, terms=Terms(cache_salt="us")))
+    list(llm.stream("And", params, terms=ServiceOptions(cache_salt="us")))
     assert [(r.cache_salt, r.priority, r.timeout_s) for r in seen] == [
         ("me", 2, 600),
         ("me", -1, 600),

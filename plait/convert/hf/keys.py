@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
-from types import MappingProxyType
+from collections.abc import Container, Mapping
 from typing import Any
 
 import numpy as np
 
 from plait.families.common.registry import find
-from plait.families.config.normalize import FULL, LINEAR, SLIDING
+from plait.families.config.normalize import FULL, SLIDING
 from plait.ops.rope import frequencies
-from plait.spec import AttentionSpec, Mamba1Spec, Mamba2Spec, MlaSpec, ModelSpec, MoeSpec, RopeSpec
+from plait.spec import AttentionSpec, MlaSpec, ModelSpec, RopeSpec
 
 Values = dict[str, Any]
 # Keys of a normalised config that are ours alone, or that become others.
@@ -44,69 +43,6 @@ OWN = {
     ),
 }
 NULLABLE = {"q_lora_rank"}  # null says something
-_UNLISTED = {"jamba"}  # its layers follow from a period
-_NO_ATTENTION = {"mamba2", "mamba", "falcon_mamba"}
-LOCAL = {"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"}
-QWEN_SHARED = {"shared_intermediate_size": "shared_expert_intermediate_size"}
-LAYER_NORM, PLAIN_NORM = {"norm_eps": "layer_norm_eps"}, {"norm_eps": "norm_eps"}
-MAMBA1 = {
-    "norm_eps": "layer_norm_epsilon",
-    "mamba_d_state": "state_size",
-    "mamba_d_conv": "conv_kernel",
-    "mamba_dt_rank": "time_step_rank",
-}
-# Ours -> a family's, where it is not the same word.
-WORDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
-    {
-        "mixtral": LOCAL,
-        "gpt_oss": LOCAL,
-        "granitemoehybrid": LOCAL,
-        "qwen2_moe": QWEN_SHARED,
-        "deepseek_v2": {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"},
-        "deepseek_v3": {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"},
-        "gemma2": {"hidden_act": "hidden_activation"},
-        "gemma3_text": {"hidden_act": "hidden_activation"},
-        "mamba2": {
-            "norm_eps": "layer_norm_epsilon",
-            "mamba_n_heads": "num_heads",
-            "mamba_d_state": "state_size",
-            "mamba_n_groups": "n_groups",
-            "mamba_d_conv": "conv_kernel",
-            "mamba_chunk_size": "chunk_size",
-        },
-        "glm4_moe": {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"},
-        "granitemoe": LOCAL,
-        "granitemoeshared": LOCAL,
-        "qwen3_next": QWEN_SHARED,
-        "qwen3_5_moe": QWEN_SHARED,
-        "qwen3_5_moe_text": QWEN_SHARED,
-        "cohere": LAYER_NORM,
-        "cohere2": LAYER_NORM,
-        "lfm2": PLAIN_NORM,
-        "lfm2_moe": PLAIN_NORM,
-        "starcoder2": {"norm_eps": "norm_epsilon"},
-        "mamba": MAMBA1,
-        "falcon_mamba": MAMBA1,
-        "nemotron_h": {
-            "norm_eps": "layer_norm_epsilon",
-            "hidden_act": "mlp_hidden_act",
-            "layer_types": "layers_block_type",
-            "num_experts": "n_routed_experts",
-            "num_shared_experts": "n_shared_experts",
-            "shared_intermediate_size": "moe_shared_expert_intermediate_size",
-            "mamba_n_heads": "mamba_num_heads",
-            "mamba_d_head": "mamba_head_dim",
-            "mamba_d_state": "ssm_state_size",
-            "mamba_n_groups": "n_groups",
-            "mamba_d_conv": "conv_kernel",
-            "mamba_chunk_size": "chunk_size",
-        },
-    }
-)
-LISTED = {
-    *("gemma2", "gemma3_text", "granitemoehybrid", "nemotron_h", "ministral"),
-    *("bamba", "qwen2", "qwen3", "gpt_oss"),
-}
 
 
 def config_json(config: Mapping[str, Any], spec: ModelSpec, dtype: str, tensors: Container[str]) -> Values:
@@ -115,19 +51,20 @@ def config_json(config: Mapping[str, Any], spec: ModelSpec, dtype: str, tensors:
     tensors: our names of those that the model has, for what configs say of biases.
     """
     family, architecture = _find_names(config, spec)
-    words = WORDS.get(family, {})
+    hf = find(config).hf
+    words = hf.words
     values: Values = {k: v for k, v in config.items() if k not in OWN and v is not None}
     values |= {words[k]: values.pop(k) for k in words if k in values}
     values |= {"architectures": [architecture], "model_type": family, "torch_dtype": dtype}
     for key in ("norm_eps", "hidden_act", "num_experts", "moe_intermediate_size", "num_shared_experts"):
         _carry(values, config, key, {"norm_eps": "rms_norm_eps", **words}.get(key, key))
     _carry(values, config, "shared_intermediate_size", words.get("shared_intermediate_size"))
-    if family not in _NO_ATTENTION:
+    if hf.attends:
         values |= _attention(config, spec, family)
-    if family not in _UNLISTED and (len(set(config["layer_types"])) > 1 or family in LISTED):
+    if len(set(config["layer_types"])) > 1 if hf.lists_layers is None else hf.lists_layers:
         values[words.get("layer_types", "layer_types")] = list(config["layer_types"])
     values |= _biases(spec, tensors)
-    values |= _PARTICULARS.get(family, _nothing)(config, spec)
+    values |= hf.extra(config, spec)
     return {k: _shortest(v) for k, v in values.items() if v is not None or k in NULLABLE}
 
 
@@ -248,108 +185,3 @@ def strangers(config: Mapping[str, Any]) -> list[str]:
     if isinstance(config.get("expand"), float):
         found.append("a Mamba2 that is no whole number of times as wide as the model")
     return [f"transformers has no word in config.json, only Plait does: {why}" for why in found]
-
-
-def _nothing(config: Mapping[str, Any], spec: ModelSpec) -> Values:
-    return {}
-
-
-def _gemma(config: Mapping[str, Any], spec: ModelSpec) -> Values:
-    mixer = next(spec.mixers_of(AttentionSpec))
-    return {"query_pre_attn_scalar": round(mixer.scale**-2)}
-
-
-def _mamba2(config: Mapping[str, Any], spec: ModelSpec) -> Values:
-    mixer = next(spec.mixers_of(Mamba2Spec))
-    return {"head_dim": mixer.head_dim, "num_heads": mixer.num_heads, "expand": _expand(mixer, spec)}
-
-
-def _expand(mixer: Mamba2Spec, spec: ModelSpec) -> int | float:
-    """How many times as wide as the model its inner part is."""
-    expand = mixer.num_heads * mixer.head_dim / spec.hidden_size
-    return int(expand) if expand == int(expand) else expand
-
-
-def _mamba1(config: Mapping[str, Any], spec: ModelSpec) -> Values:
-    mixer = next(spec.mixers_of(Mamba1Spec))
-    if mixer.inner_size % spec.hidden_size == 0:
-        return {"expand": mixer.inner_size // spec.hidden_size, "intermediate_size": mixer.inner_size}
-    return {"intermediate_size": mixer.inner_size}
-
-
-def _latent(config: Mapping[str, Any], spec: ModelSpec) -> Values:
-    mixer = next(spec.mixers_of(MlaSpec))
-    return {**_first_dense(config, spec), "q_lora_rank": mixer.q_rank}
-
-
-def _mamba_expand(config: Mapping[str, Any], spec: ModelSpec) -> Values:
-    mixer = next(spec.mixers_of(Mamba2Spec))
-    return {"mamba_expand": _expand(mixer, spec), "mamba_d_head": mixer.head_dim}
-
-
-def _granite(config: Mapping[str, Any], spec: ModelSpec) -> Values:
-    has_experts = any(spec.mixers_of(MoeSpec))
-    return {
-        **_mamba_expand(config, spec),
-        "num_local_experts": config["num_experts"] if has_experts else 0,
-        "shared_intermediate_size": config["shared_intermediate_size"],
-    }
-
-
-def _nemotron(config: Mapping[str, Any], spec: ModelSpec) -> Values:
-    mixer = next(spec.mixers_of(Mamba2Spec))
-    words = {LINEAR: "linear_attention", FULL: "full_attention"}
-    return {
-        "mamba_head_dim": mixer.head_dim,
-        "expand": mixer.num_heads * mixer.head_dim // spec.hidden_size,
-        "layers_block_type": [words.get(kind, kind) for kind in config["layer_types"]],
-    }
-
-
-def _first_dense(config: Mapping[str, Any], spec: ModelSpec) -> Values:
-    kinds = config.get("mlp_layer_types") or []
-    return {"first_k_dense_replace": kinds.index("sparse") if "sparse" in kinds else len(spec.layers)}
-
-
-def _dense_layers(config: Mapping[str, Any], spec: ModelSpec) -> Values:
-    return {"num_dense_layers": _first_dense(config, spec)["first_k_dense_replace"]}
-
-
-def _period(config: Mapping[str, Any], spec: ModelSpec) -> Values:
-    """Jamba's way to say which layers attend: one in every `period`, from an offset on."""
-    kinds = config["layer_types"]
-    attends = [i for i, kind in enumerate(kinds) if kind == FULL]
-    if not attends:
-        return {"attn_layer_period": len(kinds) + 1, "attn_layer_offset": len(kinds)}
-    period = attends[1] - attends[0] if len(attends) > 1 else len(kinds)
-    return {"attn_layer_period": period, "attn_layer_offset": attends[0]}
-
-
-def _sparse_list(config: Mapping[str, Any], spec: ModelSpec) -> Values:
-    kinds = config.get("mlp_layer_types") or []
-    return {
-        "mlp_only_layers": [i for i, kind in enumerate(kinds) if kind == "dense"],
-        "decoder_sparse_step": 1,
-    }
-
-
-_PARTICULARS: Mapping[str, Callable[[Mapping[str, Any], ModelSpec], Values]] = MappingProxyType(
-    {
-        "gemma2": _gemma,
-        "gemma3_text": _gemma,
-        "mamba2": _mamba2,
-        "granitemoehybrid": _granite,
-        "falcon_h1": _mamba_expand,
-        "nemotron_h": _nemotron,
-        "mamba": _mamba1,
-        "falcon_mamba": _mamba1,
-        "deepseek_v2": _latent,
-        "deepseek_v3": _latent,
-        "qwen2_moe": _sparse_list,
-        "qwen3_moe": _sparse_list,
-        "qwen3_next": _sparse_list,
-        "glm4_moe": _first_dense,
-        "lfm2_moe": _dense_layers,
-        "jamba": _period,
-    }
-)

@@ -9,13 +9,16 @@ from typing import Any
 from plait.families.common.tensors import Tensors
 
 Test = Callable[[Tensors], bool]
+# Tensors of a layer that many architectures have.
+Q, SECOND_NORM = "self_attn.q_proj.weight", "post_attention_layernorm.weight"
 
 
 @dataclass(frozen=True, slots=True)
 class ArchitectureMarker:
     """An architecture, and the tensors that give it away: all of `has` and none of `lacks` in some layer.
 
-    `test` checks what names alone do not show. `note`: architectures with the same tensors.
+    `test` checks what names alone do not show. `note`: architectures with the same tensors. `order`: the
+    marker with the lowest is tried first; of two that fit one file, it is the one that demands more.
     """
 
     architecture: str
@@ -23,6 +26,27 @@ class ArchitectureMarker:
     lacks: tuple[str, ...] = ()
     test: Test | None = None
     note: str = ""
+    order: int = 0
+
+
+def has_dims(rest: str, count: int) -> Test:
+    """A test: whether the tensor of that name has so many dimensions."""
+
+    def check(t: Tensors) -> bool:
+        found = t.first(rest)
+        return found is not None and len(found[1]) == count
+
+    return check
+
+
+def has_vocabulary(*sizes: int) -> Test:
+    """A test: whether the vocabulary has one of these sizes."""
+    return lambda t: t.get("vocab_size") in sizes
+
+
+def has_rope(t: Tensors) -> bool:
+    """Whether the config says how positions are scaled."""
+    return any(t.known.get(key) for key in ("rope_parameters", "rope_scaling"))
 
 
 def _nothing(t: Tensors) -> None:
@@ -31,7 +55,7 @@ def _nothing(t: Tensors) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Detection:
-    """markers: how the family is recognised, before those of `detect.markers`.
+    """markers: how the family is recognised.
 
     kinds: what a layer with a tensor is, as a word of `layer_types`. words: the same where a family has
     words of its own. sizes: concludes from the shapes of tensors that no other family has. usual: values

@@ -16,7 +16,7 @@ Stored = Tensor | Weight
 # Text tensors of a model alone, and inside the wrappers that also see images (old and new names).
 TEXT_PREFIXES = ("model.", "language_model.model.", "model.language_model.")
 _NORMS = re.compile(r"(^|\.)(norm|post_norm|q_norm|k_norm)\.weight$")  # ours, around branches, of q and k
-VISION = (r"^(model\.)?vision_tower\.", r"^(model\.)?multi_modal_projector\.")
+VISION = (r"^(model\.)?(vision_tower|visual|multi_modal_projector)\.",)
 
 
 def scale_tensor(factor: float | Tensor, source: str) -> Derived:

@@ -14,6 +14,7 @@ from typing import Any
 from plait.checkpoint.names import NameMap
 from plait.errors import UnsupportedModel
 from plait.families.common.detection import UNDETECTED, Detection
+from plait.families.common.hf_config import USUAL_HF, HfConfig
 from plait.families.config.normalize import NOTHING, Config, flatten, normalize
 from plait.spec import ModelSpec
 
@@ -30,7 +31,7 @@ class Family:
 
     `defaults` stand for absent keys. `honours` are the keys of `normalize.NEUTRAL` that `build` looks at.
     `tiny` is the config of a small one, which `plait verify --family` fills with random numbers. `detection`
-    is for checkpoints without a config.
+    is for checkpoints without a config, `hf` for models that are written with one.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Family:
     honours: Collection[str]
     tiny: Mapping[str, Any]
     detection: Detection
+    hf: HfConfig
 
 
 FAMILIES: dict[str, Family] = {}
@@ -53,12 +55,13 @@ def family(
     honours: Collection[str] = (),
     tiny: Mapping[str, Any] = NOTHING,
     detection: Detection = UNDETECTED,
+    hf: HfConfig = USUAL_HF,
 ) -> Callable[[Build], Build]:
     """Register a family under its architectures and model types. Raises ValueError for one that is taken."""
 
     def register(build: Build) -> Build:
         name = model_types[0] if model_types else architectures[0]
-        entry = Family(name, architectures, model_types, build, defaults, honours, tiny, detection)
+        entry = Family(name, architectures, model_types, build, defaults, honours, tiny, detection, hf)
         if taken := [key for key in (*architectures, *model_types) if key in FAMILIES]:
             raise ValueError(f"family {taken[0]!r} is defined twice")
         FAMILIES.update(dict.fromkeys((*architectures, *model_types), entry))

@@ -269,6 +269,8 @@ def _rope_kind(c: Config, given: Mapping[str, Any]) -> dict[str, Any]:
     kind = given.get("rope_type") or given.get("type") or "default"
     if kind == "su" or (kind == "yarn" and "short_factor" in given):  # Phi 3 as first published
         kind = "longrope"
+    if kind == "mrope":  # sections are for images
+        kind = "default"
     p["rope_type"] = _word(kind, {k: k for k in ROPE_KINDS}, "rope_type")
     p.setdefault("rope_theta", c.get("rope_theta") or 10_000.0)
     share = c["rotary_dim"] / c["head_dim"] if c.get("rotary_dim") and c.get("head_dim") else 1.0

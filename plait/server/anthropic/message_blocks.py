@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from plait.errors import InvalidField
-from plait.server.api.schema import string_of
+from plait.server.api.parse_fields import string_of
 
 
 @dataclass(slots=True)

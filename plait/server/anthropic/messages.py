@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from plait.engine.admission import ServiceOptions
 from plait.errors import InvalidField
-from plait.frontend.request_options import Terms
 from plait.request import RequestTrace, SamplingFields
 from plait.server.anthropic.message_blocks import (
     MessageConversation,
@@ -33,8 +33,9 @@ from plait.server.api.content_blocks import (
     in_words_of,
     refuse_words_of_a_chat,
 )
+from plait.server.api.parse_fields import field_names, parse_as
 from plait.server.api.reply import Count, Endpoint, Usage
-from plait.server.api.schema import Objects, field_names, parse_as
+from plait.server.api.schema import Objects
 from plait.server.gateway.request_context import RequestContext
 from plait.server.http.errors import Problem
 from plait.server.http.tasks import new_id
@@ -58,7 +59,7 @@ class CountRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MessagesRequest(CountRequest, SamplingFields, Terms):
+class MessagesRequest(CountRequest, SamplingFields, ServiceOptions):
     """POST /v1/messages. The other fields of a chat (`seed`, `min_p`, …) are accepted here too."""
 
     max_tokens: int

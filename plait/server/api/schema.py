@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from plait.errors import InvalidField
-from plait.frontend.request_options import Terms
+from plait.engine.admission import ServiceOptions
 from plait.request import NO_ENTRIES, ChoiceFields, MaxTokens, NumLogprobs
-from plait.server.api.param_aliases import rename_params
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, frozen=True):
@@ -25,7 +22,7 @@ Objects = Annotated[list[dict[str, Any]], msgspec.Meta(extra_json_schema={"defau
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling(ChoiceFields, Terms):
+class Sampling(ChoiceFields, ServiceOptions):
     """Fields of both kinds of generation. An absent field has its default; None: the model decides.
 
     `cache_salt` and `priority` are vLLM's. `timeout_s`, in seconds, is ours: servers have no common field for
@@ -123,61 +120,3 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True, frozen=True):
 
     model: str | None = None
     tokens: list[int]
-
-
-S = TypeVar("S")
-
-
-def parse_as(body: Mapping[str, Any], kind: type[S]) -> S:
-    """`body` as `kind`. Raises InvalidField, naming the field as OpenAI does: `messages[0].content`."""
-    try:
-        return msgspec.convert(body, kind)
-    except msgspec.ValidationError as error:
-        what, param = _split_place(str(error))
-        if what.startswith("Invalid enum value") and (known := _choices(kind, param or "")):
-            what = f"{what.removeprefix('Invalid enum value ')[:80]} is not {known}"
-        raise InvalidField(f"{param}: {what}" if param else what, param) from None
-
-
-def present(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that are not null, under their own names rather than aliases. Raises InvalidField."""
-    return rename_params({name: value for name, value in body.items() if value is not None})
-
-
-def string_of(found: Mapping[str, Any], name: str, at: str) -> str:
-    """A field that must be text, of an object at `at`. Raises InvalidField."""
-    value = found.get(name)
-    if not isinstance(value, str):
-        raise InvalidField(f"{at}.{name}: it must be a string", f"{at}.{name}")
-    return value
-
-
-def field_names(kind: type) -> frozenset[str]:
-    """The names of what a Struct or a dataclass holds."""
-    return frozenset(get_type_hints(kind))
-
-
-def _choices(kind: Any, param: str) -> str:
-    """The values that a field may have, as a client writes them; "" if it is not one of a few."""
-    name, _, rest = param.partition(".")
-    name, is_entry, _ = name.partition("[")
-    hint = get_type_hints(kind).get(name)
-    found = [hint, *get_args(hint)] if is_entry else [hint]
-    for part in (part for one in found for part in (one, *get_args(one))):
-        if rest and isinstance(part, type) and issubclass(part, msgspec.Struct):
-            return _choices(part, rest)
-        if get_origin(part) is Literal and not rest:
-            return " or ".join(msgspec.json.encode(value).decode() for value in get_args(part))
-    return ""
-
-
-def _split_place(message: str) -> tuple[str, str | None]:
-    """msgspec's 'what - at `$.path`' in two parts; a missing field is the place itself."""
-    what, at, path = message.rpartition(" - at `$")
-    if not at:
-        what, path = message, ""
-    param = path.rstrip("`").removeprefix(".") or None
-    if what.startswith("Object missing required field `"):
-        name = what.split("`")[1]
-        return "it is required", f"{param}.{name}" if param else name
-    return what.replace(" | null", ""), param

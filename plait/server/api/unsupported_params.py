@@ -1,7 +1,7 @@
 """Parameters that other servers know and an endpoint may not read, with the values that change nothing.
 
 A name here is refused at an endpoint that does not read it, unless its value changes nothing. A name that is
-not here is unknown, and is reported as ignored. Aliases of our names are in `param_aliases`.
+not here is unknown, and is reported as ignored. Aliases of our names are in `parse_fields`.
 """
 
 from __future__ import annotations

@@ -221,6 +221,8 @@ def check_messages(messages: list[dict[str, Any]]) -> None:
 
 def check_tools(tools: Sequence[Mapping[str, Any]], choice: Any) -> None:
     """Raises InvalidField for too many tools, a tool that is no named function, and a wrong choice."""
+    if not tools and choice is None:
+        return
     if len(tools) > MAX_TOOLS:
         raise InvalidField(f"tools: {len(tools)} are more than {MAX_TOOLS}", "tools")
     for i, tool in enumerate(tools):

@@ -16,7 +16,7 @@ import msgspec
 from starlette.types import ASGIApp, Message
 
 from plait.errors import ConfigError, RequestError
-from plait.server.api.param_aliases import rename_params
+from plait.server.api.parse_fields import rename_params
 from plait.server.api.reply import WARNING_HEADER
 from plait.server.api.validate import IGNORED_HEADER
 from plait.server.http.bodies import decode_object

@@ -13,6 +13,7 @@ from plait.frontend.deltas import ChoiceScore, best_of
 from plait.request import ReplyShape, RequestTrace
 from plait.server.api import validate
 from plait.server.api.content_blocks import ChatPlan, ChoiceCourse, Part, ReplyBlocks, is_hidden, parts_of
+from plait.server.api.parse_fields import field_names, parse_as
 from plait.server.api.reply import (
     ChoicesReply,
     ChosenToken,
@@ -23,11 +24,11 @@ from plait.server.api.reply import (
     Usage,
     head,
 )
-from plait.server.api.schema import ChatRequest, field_names, parse_as
+from plait.server.api.schema import ChatRequest
 from plait.server.api.validate import allow_tools, from_template_kwargs
 from plait.server.gateway.request_context import RequestContext
 from plait.text.chat.template import num_chars
-from plait.text.grammar.request_fields import grammar_from
+from plait.text.grammar.request_fields import GRAMMAR_FIELDS, grammar_from
 from plait.text.output import Arguments, CallStart, Content, Reasoning
 
 if TYPE_CHECKING:
@@ -158,7 +159,8 @@ def plan_chat(context: RequestContext, body: Mapping[str, Any], words: Mapping[s
     tools, kwargs = from_template_kwargs(asked.tools, asked.chat_template_kwargs, front.speech)
     choosable, choice = allow_tools(tools, asked.tool_choice)
     asked = replace(asked, tools=choosable, tool_choice=choice, chat_template_kwargs=dict(kwargs))
-    params, wish = validate.chat_params(asked), grammar_from(body)
+    params = validate.chat_params(asked)
+    wish = grammar_from(body) if GRAMMAR_FIELDS & body.keys() else None
     validate.check_stream(asked, params)
     validate.check_messages(asked.messages)
     validate.check_template_kwargs(asked.chat_template_kwargs)

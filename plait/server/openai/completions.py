@@ -13,6 +13,7 @@ from plait.errors import InvalidField
 from plait.frontend.deltas import ChoiceScore, best_of
 from plait.request import Request, RequestTrace
 from plait.server.api import validate
+from plait.server.api.parse_fields import field_names, parse_as
 from plait.server.api.reply import (
     ChoicesReply,
     Count,
@@ -25,10 +26,10 @@ from plait.server.api.reply import (
     finite,
     head,
 )
-from plait.server.api.schema import CompletionRequest, field_names, parse_as
+from plait.server.api.schema import CompletionRequest
 from plait.server.gateway.request_context import RequestContext
-from plait.text.grammar.request_fields import grammar_from
-from plait.text.tokenizers.detokenize import StreamDecoder, text_offsets
+from plait.text.grammar.request_fields import GRAMMAR_FIELDS, grammar_from
+from plait.text.stream_text import StreamDecoder, text_offsets
 
 if TYPE_CHECKING:
     from plait.frontend.deltas import Delta, TextLogprob
@@ -82,7 +83,10 @@ def plan(context: RequestContext, body: Mapping[str, Any]) -> CompletionReply:
     front = context.front
     validate.refuse(body, FIELDS)
     asked = parse_as(body, CompletionRequest)
-    params, wish = validate.completion_params(asked), grammar_from(body)
+    params, wish = (
+        validate.completion_params(asked),
+        grammar_from(body) if GRAMMAR_FIELDS & body.keys() else None,
+    )
     validate.check_stream(asked, params)
     prompts, n = validate.prompts(asked.prompt), params.num_sequences
     if len(prompts) > 1 and len(prompts) * n > MAX_CHOICES:

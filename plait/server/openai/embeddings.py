@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
+from plait.engine.admission import ServiceOptions
 from plait.errors import EngineError, InvalidField, RequestError
-from plait.frontend.request_options import Terms
 from plait.llm.embed import NOTHING, unit
 from plait.request import Pooling, Request, RequestTrace
 from plait.server.api import validate
+from plait.server.api.parse_fields import field_names, parse_as
 from plait.server.api.reply import ApiReply, Count, Endpoint, PromptUsage
-from plait.server.api.schema import field_names, parse_as
 from plait.server.gateway.request_context import RequestContext
 from plait.server.http.tasks import new_id
 
@@ -34,7 +34,7 @@ AT_ONCE = 64  # requests of one call that the engine has at a time: a list of in
 
 
 @dataclass(frozen=True, kw_only=True)
-class EmbeddingRequest(Terms):
+class EmbeddingRequest(ServiceOptions):
     """POST /v1/embeddings. `input`: text, token ids, or a list of either.
 
     `pooling` and `normalize` are ours: the hidden state of which tokens, and whether the vector has length 1.
@@ -93,7 +93,7 @@ def embedding_request(
     context: RequestContext,
     text: str | Sequence[int],
     pooling: Pooling,
-    terms: Terms,
+    terms: ServiceOptions,
     at: str,
     asked: EmbeddingRequest | None = None,
 ) -> Request:
@@ -152,7 +152,7 @@ Cosine = Annotated[float, msgspec.Meta(ge=-1, le=1)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoreRequest(Terms):
+class ScoreRequest(ServiceOptions):
     """POST /v1/score: each `text_2` against its `text_1`, or against the only one."""
 
     model: str | None = None
@@ -162,7 +162,7 @@ class ScoreRequest(Terms):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RerankRequest(Terms):
+class RerankRequest(ServiceOptions):
     """POST /v1/rerank. `documents`: texts, or objects with a `text`. `top_n` 0: all of them."""
 
     model: str | None = None

@@ -13,8 +13,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from plait.errors import InvalidField
+from plait.server.api.parse_fields import string_of
 from plait.server.api.reply import ChosenToken, CompletionTokensDetails, Count
-from plait.server.api.schema import string_of
 
 ROLES = frozenset({"user", "assistant", "system", "developer"})
 HEAD = frozenset({"system", "developer"})

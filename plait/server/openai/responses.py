@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import UNSET
 
+from plait.engine.admission import ServiceOptions
 from plait.errors import InvalidField
-from plait.frontend.request_options import Terms
 from plait.request import NO_ENTRIES, MaxTokens, NumLogprobs, Request, RequestTrace, SamplingFields
 from plait.server.api import validate
 from plait.server.api.content_blocks import (
@@ -27,8 +27,9 @@ from plait.server.api.content_blocks import (
     in_words_of,
     refuse_words_of_a_chat,
 )
+from plait.server.api.parse_fields import field_names, parse_as
 from plait.server.api.reply import Count, Endpoint, Usage
-from plait.server.api.schema import Objects, field_names, parse_as
+from plait.server.api.schema import Objects
 from plait.server.gateway.request_context import RequestContext
 from plait.server.http.tasks import new_id
 from plait.server.openai import chat, models
@@ -84,7 +85,7 @@ PLAIN_TEXT, USUAL_REASONING = TextOptions(), ReasoningOptions()
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResponsesRequest(SamplingFields, Terms):
+class ResponsesRequest(SamplingFields, ServiceOptions):
     """POST /v1/responses. The other fields of a chat (`seed`, `top_k`, `stop`, …) are accepted here too."""
 
     model: str | None = None

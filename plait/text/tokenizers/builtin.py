@@ -10,8 +10,7 @@ from typing import Any
 import splintr
 
 from plait.errors import BadFile, ConfigError
-from plait.text.tokenizers.special_tokens import Special, SpecialTokens, end_of_generation
-from plait.text.tokenizers.tokenizer import TextTokenizer
+from plait.text.tokenizers.tokenizer import Special, SpecialTokens, TextTokenizer, end_of_generation
 from plait.text.tokenizers.vocabularies import BUILTIN, BuiltinVocabulary
 
 _PATTERNS = {

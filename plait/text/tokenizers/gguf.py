@@ -12,9 +12,14 @@ from plait.errors import BadFile, UnsupportedFormat
 from plait.text.tokenizers.hf import HfEngine
 from plait.text.tokenizers.patterns import PATTERNS, Pattern
 from plait.text.tokenizers.plamo import PlamoEngine
-from plait.text.tokenizers.special_tokens import Special, SpecialTokens, end_of_generation
 from plait.text.tokenizers.spm import CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, Pieces, SpmEngine
-from plait.text.tokenizers.tokenizer import TextTokenizer, TokenizerBackend
+from plait.text.tokenizers.tokenizer import (
+    Special,
+    SpecialTokens,
+    TextTokenizer,
+    TokenizerBackend,
+    end_of_generation,
+)
 
 _KEY = "tokenizer.ggml."
 _OTHER_KINDS = {"bert": "WordPiece", "t5": "Unigram", "rwkv": "RWKV", "none": "no tokenizer"}

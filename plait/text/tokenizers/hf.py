@@ -11,8 +11,7 @@ from typing import Any
 import tokenizers
 
 from plait.errors import BadFile, UnsupportedFormat, clip_text
-from plait.text.tokenizers.special_tokens import Special, SpecialTokens, end_of_generation
-from plait.text.tokenizers.tokenizer import TextTokenizer
+from plait.text.tokenizers.tokenizer import Special, SpecialTokens, TextTokenizer, end_of_generation
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _LONG_CHARS = 1 << 16

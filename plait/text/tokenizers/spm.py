@@ -14,7 +14,7 @@ import splintr
 
 from plait.errors import BadFile, UnsupportedFormat
 from plait.text.tokenizers.hf import sentencepiece_bytes
-from plait.text.tokenizers.special_tokens import Literals
+from plait.text.tokenizers.tokenizer import Literals
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Kinds of pieces, as SentencePiece and GGUF number them."""

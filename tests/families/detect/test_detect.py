@@ -12,7 +12,7 @@ import torch
 from plait.errors import UnsupportedModel
 from plait.families.common.registry import families_by_name
 from plait.families.detect.detect import infer_config, layer_kinds
-from plait.families.detect.markers import MARKERS
+from plait.families.detect.markers import list_markers
 from plait.families.resolve import KEYS, resolve
 from tests.families import tiny, tiny_bare
 from tests.families.parity import Memory, decoder, resolved, whole, worst
@@ -172,8 +172,8 @@ def test_every_marker_names_a_family_that_is_there() -> None:
     own = {entry.name: entry.detection.markers for entry in families.values()}
     assert own["zamba2"], "a family may have its markers itself"
     assert {marker.architecture for markers in own.values() for marker in markers} <= set(families)
-    assert {marker.architecture for marker in MARKERS} <= set(families)
-    assert {marker.note for marker in MARKERS if marker.note} <= set(families)
+    assert {marker.architecture for marker in list_markers()} <= set(families)
+    assert {marker.note for marker in list_markers() if marker.note} <= set(families)
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from plait.errors import InvalidField
-from plait.server.api.param_aliases import AS_MANY_AS_FIT
-from plait.server.api.schema import ChatRequest, CompletionRequest, field_names, present
+from plait.server.api.parse_fields import AS_MANY_AS_FIT, field_names, present
+from plait.server.api.schema import ChatRequest, CompletionRequest
 from plait.server.gateway.middleware import host_name, is_loopback, one_spelling
 from plait.server.http import bodies, connection
 from plait.server.http.bodies import MAX_DEPTH, decode_object

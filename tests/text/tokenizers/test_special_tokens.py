@@ -7,7 +7,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.text.tokenizers.special_tokens import Literals, Special, SpecialTokens, end_of_generation
+from plait.text.tokenizers.tokenizer import Literals, Special, SpecialTokens, end_of_generation
 
 WORDS = st.lists(st.text(alphabet="<|a>", min_size=1, max_size=5), min_size=1, max_size=6)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from plait.errors import InvalidField
-from plait.server.api.param_aliases import AS_MANY_AS_FIT, NAMES, REFUSED, rename_params
+from plait.server.api.parse_fields import AS_MANY_AS_FIT, NAMES, REFUSED, rename_params
 from plait.server.api.validate import COMPLETION_MAX_TOKENS, list_ignored
 from plait.server.openai.completions import FIELDS
 from tests.contract.wire import Client

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from plait.engine.admission import MAX_PRIORITY, MAX_SALT_CHARS, ServiceOptions
 from plait.errors import InvalidField
-from plait.frontend.request_options import MAX_PRIORITY, MAX_SALT_CHARS, Terms
 
 
 @pytest.mark.parametrize(
@@ -23,14 +23,14 @@ from plait.frontend.request_options import MAX_PRIORITY, MAX_SALT_CHARS, Terms
 )
 def test_a_value_that_cannot_be_is_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(InvalidField, match=f"^{field}: ") as caught:
-        Terms(**{field: value})
+        ServiceOptions(**{field: value})
     assert caught.value.param == field
 
 
 def test_the_edges_are_taken() -> None:
     for salt in ("x", "x" * MAX_SALT_CHARS, "tenant 7: key=A+/~"):
-        assert Terms(cache_salt=salt).cache_salt == salt
+        assert ServiceOptions(cache_salt=salt).cache_salt == salt
     for priority in (-MAX_PRIORITY, 0, MAX_PRIORITY):
-        assert Terms(priority=priority).priority == priority
-    assert Terms(timeout_s=1e-9).timeout_s == 1e-9
-    assert Terms() == Terms(cache_salt=None, priority=0, timeout_s=None)
+        assert ServiceOptions(priority=priority).priority == priority
+    assert ServiceOptions(timeout_s=1e-9).timeout_s == 1e-9
+    assert ServiceOptions() == ServiceOptions(cache_salt=None, priority=0, timeout_s=None)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from plait.text.stream_text import StreamDecoder, text_offsets
 from plait.text.tokenizers.builtin import builtin_tokenizer
-from plait.text.tokenizers.detokenize import StreamDecoder, text_offsets
 from plait.text.tokenizers.gguf import gguf_tokenizer
 from plait.text.tokenizers.tokenizer import TextTokenizer
 

@@ -1,18 +1,22 @@
-"""Aliases of parameters: the names of llama.cpp, Ollama, SGLang and Mistral for ours, in one table.
+"""From a body to typed fields: aliases of parameters, then conversion with errors that name the field.
 
-The table is applied to every body before it is validated. A name is an alias of ours, or it is refused
-because nothing here does what it requests. A name that changes no reply stays, and is reported as ignored.
-A value that changes nothing is accepted and dropped.
+Aliases are the names of llama.cpp, Ollama, SGLang and Mistral for ours, in one table, which is applied to
+every body before it is validated. A name is an alias of ours, or it is refused because nothing here does what
+it requests. A name that changes no reply stays, and is reported as ignored. A value that changes nothing is
+accepted and dropped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import msgspec
 
 from plait.errors import InvalidField
 from plait.request import SAMPLING, shorten
 
+S = TypeVar("S")
 AS_MANY_AS_FIT = 2**31 - 1  # a limit that the free context makes smaller
 _THINK = ("think", "enable_thinking")  # of a chat
 NO_LIMIT = (-1, -2)  # llama.cpp's and Ollama's words for as many tokens as fit
@@ -97,6 +101,61 @@ REPORTED: Mapping[str, Harmless] = {
     "slot_id": _is(-1),
     "keep_alive": lambda value: value in (-1, "-1"),
 }
+
+
+def parse_as(body: Mapping[str, Any], kind: type[S]) -> S:
+    """`body` as `kind`. Raises InvalidField, naming the field as OpenAI does: `messages[0].content`."""
+    try:
+        return msgspec.convert(body, kind)
+    except msgspec.ValidationError as error:
+        what, param = _split_place(str(error))
+        if what.startswith("Invalid enum value") and (known := _choices(kind, param or "")):
+            what = f"{what.removeprefix('Invalid enum value ')[:80]} is not {known}"
+        raise InvalidField(f"{param}: {what}" if param else what, param) from None
+
+
+def present(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that are not null, under their own names rather than aliases. Raises InvalidField."""
+    return rename_params({name: value for name, value in body.items() if value is not None})
+
+
+def string_of(found: Mapping[str, Any], name: str, at: str) -> str:
+    """A field that must be text, of an object at `at`. Raises InvalidField."""
+    value = found.get(name)
+    if not isinstance(value, str):
+        raise InvalidField(f"{at}.{name}: it must be a string", f"{at}.{name}")
+    return value
+
+
+def field_names(kind: type) -> frozenset[str]:
+    """The names of what a Struct or a dataclass holds."""
+    return frozenset(get_type_hints(kind))
+
+
+def _choices(kind: Any, param: str) -> str:
+    """The values that a field may have, as a client writes them; "" if it is not one of a few."""
+    name, _, rest = param.partition(".")
+    name, is_entry, _ = name.partition("[")
+    hint = get_type_hints(kind).get(name)
+    found = [hint, *get_args(hint)] if is_entry else [hint]
+    for part in (part for one in found for part in (one, *get_args(one))):
+        if rest and isinstance(part, type) and issubclass(part, msgspec.Struct):
+            return _choices(part, rest)
+        if get_origin(part) is Literal and not rest:
+            return " or ".join(msgspec.json.encode(value).decode() for value in get_args(part))
+    return ""
+
+
+def _split_place(message: str) -> tuple[str, str | None]:
+    """msgspec's 'what - at `$.path`' in two parts; a missing field is the place itself."""
+    what, at, path = message.rpartition(" - at `$")
+    if not at:
+        what, path = message, ""
+    param = path.rstrip("`").removeprefix(".") or None
+    if what.startswith("Object missing required field `"):
+        name = what.split("`")[1]
+        return "it is required", f"{param}.{name}" if param else name
+    return what.replace(" | null", ""), param
 
 
 def rename_params(body: Mapping[str, Any]) -> dict[str, Any]:

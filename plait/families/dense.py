@@ -1,0 +1,87 @@
+"""Dense transformers that differ from Llama in one thing: an activation, a norm, how positions turn."""
+
+from __future__ import annotations
+
+from plait.checkpoint.names import NameMap
+from plait.errors import UnsupportedModel
+from plait.families.common.recipes import plus
+from plait.families.common.registry import family
+from plait.families.common.spec_builders import norm
+from plait.families.config.normalize import Config
+from plait.families.llama import dense
+from plait.spec import MlpSpec, ModelSpec, NormSpec
+
+SILU = {"norm_eps": 1e-6, "hidden_act": "silu"}
+
+
+@family(
+    *("SeedOssForCausalLM", "CwmForCausalLM", "InternLM3ForCausalLM"),
+    model_types=("seed_oss", "cwm", "internlm3"),
+    defaults=SILU,
+    honours=("sliding_window",),
+)
+def llama_kin(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Seed-OSS, CWM and InternLM 3: Llama with biases, which the checkpoint shows, or windows."""
+    return dense(c, c["model_type"])
+
+
+@family("ArceeForCausalLM", model_types=("arcee",), defaults={"norm_eps": 1e-5, "hidden_act": "relu2"})
+def arcee(c: Config) -> tuple[ModelSpec, NameMap]:
+    """AFM 4.5B: a feed-forward without a gate, with a squared ReLU."""
+    return dense(c, "arcee", ffn=_plain_mlp(c))
+
+
+@family("HeliumForCausalLM", model_types=("helium",), defaults={"norm_eps": 1e-8, "hidden_act": "silu"})
+def helium(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Helium: neighbours of a head turn together."""
+    return dense(c, "helium", interleaved=True)
+
+
+@family(
+    *("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM"),
+    model_types=("ernie4_5",),
+    defaults={"norm_eps": 1e-5, "hidden_act": "silu", "rope_theta": 5e5, "tie_word_embeddings": True},
+)
+def ernie(c: Config) -> tuple[ModelSpec, NameMap]:
+    """ERNIE 4.5, dense: neighbours of a head turn together."""
+    return dense(c, "ernie4_5", interleaved=True)
+
+
+@family("OlmoForCausalLM", model_types=("olmo",), defaults={"norm_eps": 1e-5, "hidden_act": "silu"})
+def olmo(c: Config) -> tuple[ModelSpec, NameMap]:
+    """OLMo 1: layer norms without weights."""
+    return dense(c, "olmo", each=NormSpec(1e-5, "layer", weight=False))
+
+
+@family(
+    "NemotronForCausalLM",
+    model_types=("nemotron",),
+    defaults={"norm_eps": 1e-5, "hidden_act": "relu2", "partial_rotary_factor": 0.5},
+)
+def nemotron(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Nemotron 3 and 4, Minitron: layer norms that are stored around 0, a squared ReLU without a gate."""
+    layer = "model.layers.{i}"
+    stored = {
+        "norm.weight": "model.norm.weight",
+        "layers.{i}.attn.norm.weight": f"{layer}.input_layernorm.weight",
+        "layers.{i}.ffn.norm.weight": f"{layer}.post_attention_layernorm.weight",
+    }
+    names = {ours: plus(1.0, theirs) for ours, theirs in stored.items()}
+    return dense(c, "nemotron", each=norm(c, "layer"), ffn=_plain_mlp(c), names=names)
+
+
+@family(
+    "StableLmForCausalLM",
+    model_types=("stablelm",),
+    defaults={"norm_eps": 1e-5, "hidden_act": "silu", "partial_rotary_factor": 0.25},
+)
+def stablelm(c: Config) -> tuple[ModelSpec, NameMap]:
+    """StableLM 2 and Zephyr 3B: layer norms, positions on a quarter of each head."""
+    for key in ("qk_layernorm", "use_parallel_residual"):
+        if c.get(key):
+            raise UnsupportedModel(f"{key} = true is not implemented for StableLM; the 12B model has it")
+    return dense(c, "stablelm", each=norm(c, "layer"))
+
+
+def _plain_mlp(c: Config) -> MlpSpec:
+    return MlpSpec(c["intermediate_size"], c["hidden_act"], gated=False)

@@ -1,0 +1,165 @@
+"""Mixtures that differ from Mixtral and GLM-4.5 in their router, their norms or their positions."""
+
+from __future__ import annotations
+
+from plait.checkpoint.names import NameMap, Rules
+from plait.families.common.recipes import either, expert_tensors, flat, transformer, unused_patterns
+from plait.families.common.registry import family
+from plait.families.common.spec_builders import gqa, mlp, model, norm, rope, sigmoid_router, softmax_moe
+from plait.families.config.normalize import Config
+from plait.spec import BranchSpec, ModelSpec, MoeSpec, RouterSpec
+
+L = "model.layers.{i}"
+FFN, MLP = "layers.{i}.ffn", f"{L}.mlp"
+SILU = {"norm_eps": 1e-6, "hidden_act": "silu"}
+SHARED: Rules = {f"{FFN}.shared.{{x}}": f"{MLP}.shared_experts.{{x}}_proj"}
+
+
+@family(
+    "OlmoeForCausalLM",
+    model_types=("olmoe",),
+    defaults={"norm_eps": 1e-5, "hidden_act": "silu", "norm_topk_prob": False, "num_experts_per_tok": 8},
+)
+def olmoe(c: Config) -> tuple[ModelSpec, NameMap]:
+    """OLMoE: norms of q and k over all heads at once."""
+    each = norm(c)
+    attn = BranchSpec("attn", gqa(c, qk_norm=each, qk_norm_over="all"), each)
+    return _sparse(c, "olmoe", attn, softmax_moe(c), _experts(c))
+
+
+@family(
+    "FlexOlmoForCausalLM",
+    model_types=("flex_olmo",),
+    defaults={**SILU, "norm_topk_prob": False, "num_experts_per_tok": 5},
+)
+def flex_olmo(c: Config) -> tuple[ModelSpec, NameMap]:
+    """FlexOlmo: OLMoE with norms behind the mixers instead of before them."""
+    each = norm(c)
+    attn = BranchSpec("attn", gqa(c, qk_norm=each, qk_norm_over="all"), None, post_norm=each)
+    ffn = BranchSpec("ffn", softmax_moe(c), None, post_norm=each)
+    names: Rules = {
+        **_experts(c),
+        "layers.{i}.attn.post_norm": f"{L}.post_attention_layernorm",
+        f"{FFN}.post_norm": f"{L}.post_feedforward_layernorm",
+    }
+    spec = model(c, "flex_olmo", [(attn, ffn)] * len(c["layer_types"]))
+    return spec, NameMap(names, transformer(), ignored=unused_patterns(c))
+
+
+@family(
+    "MiniMaxM2ForCausalLM",
+    model_types=("minimax_m2",),
+    defaults={**SILU, "rope_theta": 5e6, "num_experts_per_tok": 8, "head_dim": 128, "use_qk_norm": True},
+    honours=("use_qk_norm", "qk_norm"),
+)
+def minimax_m2(c: Config) -> tuple[ModelSpec, NameMap]:
+    """MiniMax-M2: sigmoid scores with a correction bias, norms of q and k over all heads at once."""
+    each = norm(c)
+    attn = BranchSpec("attn", gqa(c, qk_norm=each if c["use_qk_norm"] else None, qk_norm_over="all"), each)
+    router = RouterSpec("sigmoid", renormalize=True)
+    places = (f"{L}.block_sparse_moe", MLP)
+    w = f"{places[0]}.experts.{{e}}"
+    apart: Rules = {
+        f"{FFN}.experts.{{e}}.gate.weight": f"{w}.w1.weight",
+        f"{FFN}.experts.{{e}}.up.weight": f"{w}.w3.weight",
+        f"{FFN}.experts.{{e}}.down.weight": f"{w}.w2.weight",
+    }
+    names: Rules = {
+        f"{FFN}.router": tuple(f"{at}.gate" for at in places),
+        f"{FFN}.router_bias": tuple(f"{at}.e_score_correction_bias" for at in places),
+        **either(apart, *(expert_tensors(FFN, at, c["num_experts"]) for at in places)),
+    }
+    return _sparse(c, "minimax_m2", attn, softmax_moe(c, router=router), names)
+
+
+@family(
+    "Dots1ForCausalLM",
+    model_types=("dots1",),
+    defaults={
+        **SILU,
+        "routed_scaling_factor": 1.0,
+        "norm_topk_prob": False,
+        "window_layers": "last",
+        "max_window_layers": 62,
+    },
+    honours=("sliding_window",),
+)
+def dots1(c: Config) -> tuple[ModelSpec, NameMap]:
+    """dots.llm1: DeepSeek-V3's experts behind Qwen3's attention."""
+    each = norm(c)
+    attns = [BranchSpec("attn", gqa(c, kind, qk_norm=each), each) for kind in c["layer_types"]]
+    return _with_shared_experts(c, "dots1", attns, sigmoid_router(c))
+
+
+@family(
+    "SolarOpenForCausalLM",
+    model_types=("solar_open",),
+    defaults={
+        "norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "head_dim": 128,
+        "rope_theta": 1e6,
+        "routed_scaling_factor": 1.0,
+        "num_shared_experts": 1,
+    },
+)
+def solar_open(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Solar Open: Llama's attention, DeepSeek-V3's experts in every layer."""
+    attn = BranchSpec("attn", gqa(c), norm(c))
+    return _with_shared_experts(c, "solar_open", [attn] * len(c["layer_types"]), sigmoid_router(c))
+
+
+@family(
+    *("Ernie4_5_MoeForCausalLM", "Ernie4_5MoeForCausalLM"),
+    model_types=("ernie4_5_moe",),
+    defaults={
+        "norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "rope_theta": 5e5,
+        "moe_norm_min": 1e-12,
+        "moe_layer_start_index": 1,
+        "moe_layer_interval": 1,
+        "tie_word_embeddings": True,
+    },
+)
+def ernie_moe(c: Config) -> tuple[ModelSpec, NameMap]:
+    """ERNIE 4.5 with experts: softmax scores with a correction bias; a few dense layers first."""
+    count, start, step = len(c["layer_types"]), c["moe_layer_start_index"], c["moe_layer_interval"]
+    last = c.get("moe_layer_end_index", -1)
+    last = count - 1 if last in (None, -1) else last
+    sparse = [(i + 1) % step == 0 and start <= i <= last for i in range(count)]
+    c["mlp_layer_types"] = ["sparse" if here else "dense" for here in sparse]
+    attn = BranchSpec("attn", gqa(c, rope=rope(c, c["head_dim"], interleaved=True)), norm(c))
+    bias = flat(f"{MLP}.moe_statics.e_score_correction_bias")
+    inside = flat(f"{MLP}.gate.moe_statics.e_score_correction_bias")
+    router = RouterSpec("softmax", True, float(c["moe_norm_min"]))
+    return _with_shared_experts(
+        c, "ernie4_5_moe", [attn] * count, router, {f"{FFN}.router_bias": (bias, inside)}
+    )
+
+
+def _experts(c: Config) -> Rules:
+    return {f"{FFN}.router": f"{MLP}.gate", **expert_tensors(FFN, MLP, c["num_experts"])}
+
+
+def _sparse(c: Config, name: str, attn: BranchSpec, moe: MoeSpec, names: Rules) -> tuple[ModelSpec, NameMap]:
+    """Experts in every layer."""
+    ffn = BranchSpec("ffn", moe, norm(c))
+    spec = model(c, name, [(attn, ffn)] * len(c["layer_types"]))
+    return spec, NameMap(names, transformer(), ignored=unused_patterns(c))
+
+
+def _with_shared_experts(
+    c: Config, name: str, attns: list[BranchSpec], router: RouterSpec, bias: Rules | None = None
+) -> tuple[ModelSpec, NameMap]:
+    """Experts next to shared ones, and dense layers where the config has them."""
+    size, shared = c["moe_intermediate_size"], c.get("num_shared_experts")
+    both = mlp(c, size * shared) if shared else None
+    moe = MoeSpec(c["num_experts"], c["num_experts_per_tok"], mlp(c, size), router, shared=both)
+    ffn = {"sparse": BranchSpec("ffn", moe, norm(c))}
+    if "dense" in c["mlp_layer_types"]:
+        ffn["dense"] = BranchSpec("ffn", mlp(c), norm(c))
+    correction: Rules = {f"{FFN}.router_bias": f"{MLP}.gate.e_score_correction_bias"}
+    names: Rules = {**(bias or correction), **SHARED, **_experts(c)}
+    layers = [(attn, ffn[kind]) for attn, kind in zip(attns, c["mlp_layer_types"], strict=True)]
+    return model(c, name, layers), NameMap(names, transformer(), ignored=unused_patterns(c))

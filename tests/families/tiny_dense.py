@@ -1,0 +1,51 @@
+"""Tiny checkpoints of dense families that are close to Llama, and of mixtures close to Qwen's."""
+
+from __future__ import annotations
+
+from tests.families.variant import Variant
+
+WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
+PAD = {"pad_token_id": 0}
+ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "n_shared_experts": 1}
+MLA = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+}
+
+VARIANTS: dict[str, Variant] = {
+    "seed_oss": Variant(
+        "SeedOssConfig", {"attention_bias": True, "attention_out_bias": True, "head_dim": 8, **PAD}
+    ),
+    "cwm": Variant("CwmConfig", {"sliding_window": 6, "layer_types": WINDOWS, "head_dim": 8}),
+    "arcee": Variant("ArceeConfig", {"mlp_bias": True}),
+    "helium": Variant("HeliumConfig", {"head_dim": 8, **PAD}),
+    "ernie4_5": Variant("Ernie4_5Config", {"use_bias": True, "head_dim": 8, **PAD}),
+    "olmo": Variant("OlmoConfig", PAD),
+    "nemotron": Variant("NemotronConfig", {"mlp_bias": True, "attention_bias": True, "head_dim": 8, **PAD}),
+    "stablelm": Variant("StableLmConfig", {"use_qkv_bias": True, "partial_rotary_factor": 0.5, **PAD}),
+    "exaone4": Variant("Exaone4Config", {"sliding_window": 6, "layer_types": WINDOWS, "head_dim": 8, **PAD}),
+    "exaone4_whole": Variant(
+        "Exaone4Config", {"sliding_window": None, "layer_types": ["full_attention"] * 3, **PAD}
+    ),
+    "gemma": Variant("GemmaConfig", {"head_dim": 8}),
+    "vaultgemma": Variant(
+        "VaultGemmaConfig", {"head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 16}
+    ),
+    "olmoe": Variant("OlmoeConfig", {"num_experts": 6, "num_experts_per_tok": 2, **PAD}),
+    "flex_olmo": Variant("FlexOlmoConfig", {"num_experts": 6, "num_experts_per_tok": 2, **PAD}),
+    "minimax_m2": Variant(
+        "MiniMaxM2Config",
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 8, "rotary_dim": 4},
+    ),
+    "dots1": Variant("Dots1Config", {**ROUTED, "head_dim": 8, "sliding_window": 6, "max_window_layers": 1}),
+    "solar_open": Variant("SolarOpenConfig", {**ROUTED, "head_dim": 8}),
+    "ernie4_5_moe": Variant(
+        "Ernie4_5_MoeConfig",
+        {"moe_num_experts": 6, "moe_k": 2, "moe_num_shared_experts": 2, "moe_intermediate_size": 20, **PAD},
+    ),
+    "glm4_moe_lite": Variant("Glm4MoeLiteConfig", {**MLA, **ROUTED, "q_lora_rank": 12}),
+    "youtu": Variant("YoutuConfig", {**MLA, "q_lora_rank": 12, **PAD}),
+}
