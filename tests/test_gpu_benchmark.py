@@ -155,7 +155,7 @@ def test_random_models_have_the_bytes_of_published_ones(part: Any) -> None:
 def test_a_random_model_runs_through_the_engine(part: Any, tmp_path: Path) -> None:
     assert call(part, tmp_path, "--phases", "8", "--only", "profile") == 0
     (row,) = rows_of(tmp_path)
-    assert "linear" in row["note"]
+    assert row["launches"] > 10
     models, results = part("gpu_phases.models"), part("gpu_phases.results")
     bench = results.Bench(tmp_path, torch.device("cpu"), EXAMPLES[90], is_dry=True)
     with models.opened(bench, "little Falcon-Mamba", "model", 2, 32) as it:

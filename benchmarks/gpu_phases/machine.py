@@ -138,7 +138,7 @@ def list_builds(bench: Bench) -> Iterator[Item]:
 
     target = bench.chip.capability
     forms = list_forms()[:1] if bench.is_dry else list_forms()
-    items = [(module, name) for module, name in forms if bench.only in name]
+    items = [(module, name) for module, name in forms if bench.only in name]  # nothing else is compiled
     context, workers = multiprocessing.get_context("spawn"), max(1, min(len(items), os.cpu_count() or 1))
     plain = {name: value for name, value in os.environ.items() if name == "TRITON_INTERPRET"}
     os.environ.pop("TRITON_INTERPRET", None)  # the interpreter compiles nothing
@@ -146,7 +146,7 @@ def list_builds(bench: Bench) -> Iterator[Item]:
         with ProcessPoolExecutor(workers, mp_context=context) as pool:
             jobs = {pair: pool.submit(compile_form, *pair, target) for pair in items}
             for (_, name), job in jobs.items():
-                yield Item("build", name, f"sm_{target}", "", lambda job=job: _built(job, bench))
+                yield Item(name, "compiled", f"sm_{target}", "", lambda job=job: _built(job, bench))
     finally:
         os.environ.update(plain)
 

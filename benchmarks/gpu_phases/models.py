@@ -253,4 +253,5 @@ def _profile(bench: Bench, name: str, storage: str) -> dict[str, Any]:
 def _dry_profile(bench: Bench) -> dict[str, Any]:
     with opened(bench, DRY_ALONE[0][0], "model", 2, 64) as it:
         counted = it.launches()
-    return {"note": ", ".join(f"{count} {name}" for name, count in counted.most_common(12))}
+    shown = ", ".join(f"{count} {name}" for name, count in counted.most_common(12))
+    return {"launches": sum(counted.values()), "note": shown}

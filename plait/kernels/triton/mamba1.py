@@ -60,12 +60,17 @@ def scan_channels(
         for k in tl.static_range(U):
             row = start + k + tl.zeros([], tl.int64)
             wide, long = i < tl.where(row < end, INNER, 0), n < tl.where(row < end, N, 0)
-            us += (tl.load(x + row * x_row + i, mask=wide, other=0.0).to(tl.float32),)
-            steps += (tl.load(dt + row * dt_row + i, mask=wide, other=0.0).to(tl.float32),)
-            bs += (tl.load(B + row * b_row + n, mask=long, other=0.0).to(tl.float32),)
-            cs += (tl.load(C + row * c_row + n, mask=long, other=0.0).to(tl.float32),)
+            u = tl.load(x + row * x_row + i, mask=wide, other=0.0).to(tl.float32)
+            step = tl.load(dt + row * dt_row + i, mask=wide, other=0.0).to(tl.float32)
+            b = tl.load(B + row * b_row + n, mask=long, other=0.0).to(tl.float32)
+            c = tl.load(C + row * c_row + n, mask=long, other=0.0).to(tl.float32)
+            us += (u,)  # type: ignore[assignment]
+            steps += (step,)  # type: ignore[assignment]
+            bs += (b,)  # type: ignore[assignment]
+            cs += (c,)  # type: ignore[assignment]
             if FUSED:
-                gates += (tl.load(gate + row * gate_row + i, mask=wide, other=0.0).to(tl.float32),)
+                closed = tl.load(gate + row * gate_row + i, mask=wide, other=0.0).to(tl.float32)
+                gates += (closed,)  # type: ignore[assignment]
         for k in tl.static_range(U):
             row = start + k + tl.zeros([], tl.int64)
             u, step, b, c = us[k], steps[k], bs[k], cs[k]

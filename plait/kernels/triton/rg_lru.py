@@ -45,10 +45,13 @@ def scan_gated_channels(
         for k in tl.static_range(U):
             row = start + k + tl.zeros([], tl.int64)
             there = i < tl.where(row < end, W, 0)
-            us += (tl.load(x + row * x_row + i, mask=there, other=0.0).to(tl.float32),)
+            u = tl.load(x + row * x_row + i, mask=there, other=0.0).to(tl.float32)
             at = gates + row * gates_row + opens
-            enters += (tl.load(at, mask=there, other=0.0).to(tl.float32),)
-            keeps += (tl.load(at + DIM, mask=there, other=0.0).to(tl.float32),)
+            enter = tl.load(at, mask=there, other=0.0).to(tl.float32)
+            keep = tl.load(at + DIM, mask=there, other=0.0).to(tl.float32)
+            us += (u,)  # type: ignore[assignment]
+            enters += (enter,)  # type: ignore[assignment]
+            keeps += (keep,)  # type: ignore[assignment]
         for k in tl.static_range(U):
             row = start + k + tl.zeros([], tl.int64)
             u = sigmoid(enters[k] + enter_bias) * us[k]

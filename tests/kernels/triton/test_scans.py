@@ -29,7 +29,7 @@ from plait.ops.ssm import gated_mamba1_scan, mamba1_scan
 from plait.runner.capture import StepCapture, capture_step, decode_batch
 from plait.state.store import StateStore
 from tests.families.oxidizr.oxidizr_checkpoint import golden
-from tests.families.parity import Memory, decoder
+from tests.families.parity import Memory, decoder, in_pieces, worst
 from tests.runner.recordings import OXIDIZR
 
 load_for_gpu()
@@ -175,14 +175,14 @@ def test_functions_are_as_precise_as_torchs() -> None:
         torch.testing.assert_close(got.double(), exact, rtol=0, atol=1.5e-7)
 
 
-def on_gpu(name: str) -> tuple[Any, StateStore]:
-    """An oxidizr model with what a GPU binds, its tensors being on the CPU."""
+def on_gpu(name: str, is_gpu: bool = True) -> tuple[Any, StateStore]:
+    """An oxidizr model with what a GPU binds, its tensors being on the CPU; or with the references."""
     model = OXIDIZR[name]
     checkpoint = Memory({k: t.float().contiguous() for k, t in golden(model.shapes).items()})
     shapes = {key: tuple(tensor.shape) for key, tensor in checkpoint.items()}
     mode = model.options.get("ssm_mode", "ssd")
     found = resolve(model.config, shapes, read=checkpoint.read, ssm_mode=mode)
-    made = decoder(found, checkpoint, chip=EXAMPLES[90])
+    made = decoder(found, checkpoint, chip=EXAMPLES[90] if is_gpu else None)
     blocks = {group.name: 8 for group in block_groups(made.states)}
     store = StateStore(made.states, blocks, 4, 16, torch.device("cpu"), torch.float32)
     for tensor in store.tensors:
@@ -204,6 +204,14 @@ def test_a_decode_step_of_oxidizrs_mamba_models_can_be_captured(name: str) -> No
     assert not capture.faults
     scan = "scan_channels" if name == "mamba1" else "scan_heads"
     assert capture.launches.count(scan) == 2, "one launch for each layer"
+
+
+@pytest.mark.parametrize("name", ["mamba1", "mamba3_mimo_conv"])
+def test_a_model_on_kernels_gives_the_references_logits_in_ragged_batches(name: str) -> None:
+    ids = [torch.randint(1, 10, (n,)) for n in (23, 17)]
+    (kernels, _), (references, _) = on_gpu(name), on_gpu(name, is_gpu=False)
+    for got, want in zip(in_pieces(kernels, ids), in_pieces(references, ids), strict=True):
+        assert worst(got, want) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["hybrid_exact", "mamba3_exact"])
