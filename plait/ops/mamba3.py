@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.ops.activation import combine
+from plait.ops.activation import activate, combine, step_sizes
 from plait.ops.conv import ragged_case
 from plait.ops.linear import Linear
 from plait.ops.norm import rms_norm
@@ -151,6 +151,97 @@ def _norm_for_heads_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: 
 
     size = case["state"]
     return (normal(case["tokens"], case["groups"], size), normal(size), normal(case["heads"], size), 1e-6), {}
+
+
+@op(cases=[case for case in CASES if case["state"] % 2 == 0])
+def raw_mamba3_scan(
+    x: Tensor,
+    dt: Tensor,
+    blend: Tensor,
+    theta: Tensor | None,
+    bc: Tensor,
+    A: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    state: Tensor,
+    angle: Tensor | None,
+    prev_b: Tensor,
+    prev_x: Tensor,
+    slots: Tensor,
+    query_start: Tensor,
+    has_history: Tensor,
+    num_decodes: int,
+    eps: float,
+    dt_limit: tuple[float, float],
+    activation: str | None,
+    chunk_size: int = 256,
+) -> Tensor:
+    """`mamba3_scan` of what its linear layers give: steps, shares, norms and biases of B and C included.
+
+    dt, blend: [T, H], of which the step is softplus(dt + dt_bias) within dt_limit, the share sigmoid(blend);
+    bc: [T, 2 G, N], groups of B, then of C, through `norm_for_heads` with weight [N] and bias [2 H, N];
+    activation: of x, "silu" or None; the rest as for `mamba3_scan`.
+    """
+    parts = step_sizes.reference, activate.reference, norm_for_heads.reference, mamba3_scan.reference
+    operands = (x, dt, blend, theta, bc, A, D, dt_bias, weight, bias, state, angle, prev_b, prev_x)
+    where = (slots, query_start, has_history, num_decodes)
+    made: Tensor = _prepare_then_scan(*parts, *operands, *where, eps, dt_limit, activation, chunk_size)
+    return made
+
+
+@raw_mamba3_scan.replaces(step_sizes, activate, norm_for_heads, mamba3_scan, is_default=True)
+def _prepare_then_scan(
+    steps: Bound,
+    act: Bound,
+    norm: Bound,
+    scan: Bound,
+    x: Tensor,
+    dt: Tensor,
+    blend: Tensor,
+    theta: Tensor | None,
+    bc: Tensor,
+    A: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    state: Tensor,
+    angle: Tensor | None,
+    prev_b: Tensor,
+    prev_x: Tensor,
+    slots: Tensor,
+    query_start: Tensor,
+    has_history: Tensor,
+    num_decodes: int,
+    eps: float,
+    dt_limit: tuple[float, float],
+    activation: str | None,
+    chunk_size: int = 256,
+) -> Any:
+    if activation:
+        x = act(x.flatten(1), activation, False).unflatten(-1, x.shape[1:])
+    B, C = norm(bc, weight, bias, eps).chunk(2, 1)
+    dt, blend = steps(dt, dt_bias, *dt_limit), act(blend, "sigmoid", False)
+    memory, where = (state, angle, prev_b, prev_x), (slots, query_start, has_history, num_decodes)
+    return scan(x, dt, blend, theta, A, B, C, D, *memory, *where, chunk_size)
+
+
+@raw_mamba3_scan.inputs
+def _raw_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+    (x, _, _, theta, A, _, _, D, *rest), _ = _inputs(case, dtype, device)
+    tokens, heads, groups, size = len(x), case["heads"], case["groups"], case["state"]
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=dtype, device=device)
+
+    dt, blend = 2 * normal(tokens, heads) - 2, normal(tokens, heads)
+    weight, bias = torch.rand(size, device=device).to(dtype) / size**0.5, normal(2 * heads, size) / size**0.5
+    dt_bias, limits = torch.randn(heads, device=device), (0.001, 2.0)
+    bc, activation = normal(tokens, 2 * groups, size), "silu" if groups > 1 else None
+    operands = (x, dt, blend, theta, bc, A, D, dt_bias, weight, bias)
+    return (*operands, *rest, 1e-5, limits, activation), {}
 
 
 @op(

@@ -213,7 +213,12 @@ def batch_tensors(batch: Batch) -> list[Tensor]:
 def capture_step(
     decoder: Decoder, store: StateStore, batch: Batch, *, strict: bool = True, is_dry: bool = False
 ) -> tuple[StepCapture, Tensor]:
-    """The decoder's step over a batch, captured, and its logits. Raises CannotRecord if it is strict."""
+    """The decoder's step over a batch, captured, and its logits. Raises CannotRecord if it is strict.
+
+    A model that is not causal has no step to capture, strict or not: each token needs the whole sequence.
+    """
+    if not decoder.spec.causal:
+        raise CannotRecord("the model is not causal: a step has no fixed form")
     inputs = [*decoder_tensors(decoder), *store.tensors, *batch_tensors(batch)]
     with torch.inference_mode(), StepCapture(inputs, strict=strict, is_dry=is_dry) as capture:
         logits = decoder(batch, store)

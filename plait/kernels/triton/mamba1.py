@@ -39,19 +39,19 @@ def _norm(x, weight, n, okn, eps, N: tl.constexpr):
 def scan_channels(
     x, dt, gate, A, B, C, D, b_norm, c_norm, state, slots, query_start, has_history, y,
     x_row, dt_row, gate_row, b_row, c_row, limit, eps,
-    I: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, BI: tl.constexpr, U: tl.constexpr,
+    INNER: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, BI: tl.constexpr, U: tl.constexpr,
     HAS_D: tl.constexpr, LIMITED: tl.constexpr, FUSED: tl.constexpr, NORM_B: tl.constexpr,
     NORM_C: tl.constexpr,
 ):  # fmt: skip
     """x, dt, gate: [T, I], A: [I, N], B, C: [T, N], state: [slots, I, N] -> y [T, I]. Grid: (I / BI, S)."""
     block, s = tl.program_id(0), tl.program_id(1)
     i, n = block * BI + tl.arange(0, BI), tl.arange(0, NP)
-    oki, okn = i < I, n < N
+    oki, okn = i < INNER, n < N
     ok = oki[:, None] & okn[None, :]
     first, end = tl.load(query_start + s).to(tl.int64), tl.load(query_start + s + 1).to(tl.int64)
     slot, past = tl.load(slots + s).to(tl.int64), tl.load(has_history + s).to(tl.int32)
     rate = tl.load(A + i[:, None] * N + n[None, :], mask=ok, other=0.0) * 1.4426950408889634
-    at = state + (slot * I + i[:, None]) * N + n[None, :]
+    at = state + (slot * INNER + i[:, None]) * N + n[None, :]
     h = tl.load(at, mask=ok & (n < N * past)[None, :], other=0.0)  # without history zeros
     if HAS_D:
         skip = tl.load(D + i, mask=oki, other=0.0)
@@ -59,7 +59,7 @@ def scan_channels(
         us, steps, bs, cs, gates = (), (), (), (), ()
         for k in tl.static_range(U):
             row = start + k + tl.zeros([], tl.int64)
-            wide, long = i < tl.where(row < end, I, 0), n < tl.where(row < end, N, 0)
+            wide, long = i < tl.where(row < end, INNER, 0), n < tl.where(row < end, N, 0)
             us += (tl.load(x + row * x_row + i, mask=wide, other=0.0).to(tl.float32),)
             steps += (tl.load(dt + row * dt_row + i, mask=wide, other=0.0).to(tl.float32),)
             bs += (tl.load(B + row * b_row + n, mask=long, other=0.0).to(tl.float32),)
@@ -84,14 +84,14 @@ def scan_channels(
                 out = tl.fma(skip, u, out)
             if FUSED:
                 out = out * silu(gates[k])
-            tl.store(y + row * I + i, out.to(y.dtype.element_ty), mask=i < tl.where(row < end, I, 0))
+            tl.store(y + row * INNER + i, out.to(y.dtype.element_ty), mask=i < tl.where(row < end, INNER, 0))
     tl.store(at, h, mask=ok)
 
 
 def _constants(inner: int, size: int, is_decode: bool, **flags: bool) -> dict[str, Any]:
     """What the kernel is compiled for. is_decode: every sequence has one token."""
     return {
-        "I": inner,
+        "INNER": inner,
         "N": size,
         "NP": triton.next_power_of_2(size),
         "BI": CHANNELS,
@@ -124,7 +124,10 @@ def scan_and_gate(
     state_limit: float | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
-    """`gated_mamba1_scan`: the same arguments and result. `gate` None: `mamba1_scan`, dt is a step as it is."""
+    """`gated_mamba1_scan`: the same arguments and result.
+
+    `gate` None: `mamba1_scan`, and dt is the step as it is.
+    """
     (tokens, inner), size, seqs = x.shape, B.shape[-1], len(slots)
     y = torch.empty(tokens, inner, dtype=x.dtype if gate is None else gate.dtype, device=x.device)
     if not tokens:

@@ -1,4 +1,4 @@
-"""Functions of float32 numbers inside Triton kernels, of exp, exp2 and log alone: no library in the interpreter.
+"""Functions of float32 numbers inside Triton kernels, which its interpreter has, too.
 
 Each is as precise as torch's, small results included: softplus(-10) is 5e-5, which log(1 + exp(x)) has three
 digits of.

@@ -20,7 +20,8 @@ from plait.ops.launch import launch
 from plait.ops.rg_lru import rg_lru
 
 NAME = "triton"
-CHANNELS = 64  # of a program: two for each thread of one warp
+CHANNELS = 128  # of a program of one warp, in steps of decodes: loads of 16 bytes
+PROMPT_CHANNELS = 64  # in steps with prompts: the walk of a program is short, and there are more of them
 UNROLLED = 8  # tokens of which the loads come first, in steps with prompts
 
 
@@ -60,6 +61,12 @@ def scan_gated_channels(
     tl.store(state + slot * W + i, h, mask=ok)
 
 
+def _constants(width: int, dim: int, is_decode: bool) -> dict[str, int]:
+    """What the kernel is compiled for. is_decode: every sequence has one token."""
+    channels, unrolled = (CHANNELS, 1) if is_decode else (PROMPT_CHANNELS, UNROLLED)
+    return {"W": width, "DIM": dim, "BW": channels, "U": unrolled}
+
+
 @rg_lru.variant(NAME, on="cuda")
 def scan(
     x: Tensor,
@@ -79,10 +86,11 @@ def scan(
         return y
     x = x if x.stride(-1) == 1 else x.contiguous()
     gates = gates if gates[0].is_contiguous() else gates.contiguous()
+    constants = _constants(width, width // gates.shape[1], tokens == seqs)
     launch(
-        scan_gated_channels, (triton.cdiv(width, CHANNELS), seqs),
+        scan_gated_channels, (triton.cdiv(width, constants["BW"]), seqs),
         x, gates, bias, rate, state, slots, query_start, has_history, y, x.stride(0), gates.stride(0),
-        W=width, DIM=width // gates.shape[1], BW=CHANNELS, U=1 if tokens == seqs else UNROLLED, num_warps=1,
+        **constants, num_warps=1,
     )  # fmt: skip
     return y
 
@@ -101,6 +109,9 @@ SHAPES = {"RecurrentGemma 2B": (2560, 256), "RecurrentGemma 9B": (4096, 256)}  #
 def forms() -> Iterator[KernelForm]:
     """What models of published sizes launch, for decodes and for steps with prompts."""
     for name, (width, dim) in SHAPES.items():
-        for step, unrolled in (("decodes", 1), ("prompts", UNROLLED)):
-            constants = {"W": width, "DIM": dim, "BW": CHANNELS, "U": unrolled}
-            yield KernelForm(f"rg_lru, {name}, {step}", scan_gated_channels, POINTERS, constants, num_warps=1)
+        for step in ("decodes", "prompts"):
+            is_decode = step == "decodes"
+            yield KernelForm(
+                f"rg_lru, {name}, {step}", scan_gated_channels, POINTERS, _constants(width, dim, is_decode),
+                num_warps=1, demands=(("LDG.128",) if is_decode else (),),
+            )  # fmt: skip

@@ -106,5 +106,5 @@ class _PerHead:
         x, B, C = h.unflatten(-1, self.state_shape[:2]), B[:, None], C[:, None]
         where = (batch.state_slots, batch.query_start, batch.has_history, batch.num_decodes)
         y: Tensor = self._scan(x, dt, A, B, C, D, state, *where)
-        y = self._gate(y.flatten(1), gate, None)
-        return y
+        gated: Tensor = self._gate(y.flatten(1), gate, None)
+        return gated

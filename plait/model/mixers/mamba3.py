@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,7 @@ from plait.model.layers.layers import Batch
 from plait.model.mixers.mamba2 import DepthwiseConv, ssd_words
 from plait.model.mixers.registry import mixer
 from plait.ops.activation import activate, step_sizes
-from plait.ops.mamba3 import mamba3_scan, map_each_head, norm_for_heads
+from plait.ops.mamba3 import map_each_head, norm_for_heads, raw_mamba3_scan
 from plait.ops.norm import gated_rms_norm
 from plait.ops.ssm_exact import mamba3_exact
 from plait.state.store import StateStore
@@ -26,11 +28,11 @@ class Mamba3:
         inner, bc = heads * s.head_dim, s.num_groups * s.state_size
         self.sizes = [inner, inner + 2 * bc, heads]  # the gate; x, B and C; step sizes
         self.width = s.head_dim * max(s.mimo_rank, 1)  # of a head inside the scan
-        self.in_proj = w.linear("in", in_size=hidden, out_sizes=(sum(self.sizes),))
-        self.out = w.linear("out", in_size=inner, out_sizes=(hidden,))
-        self.blend = w.linear("lambda", in_size=hidden, out_sizes=(heads,))
         turns = heads * s.state_size // 2
-        self.theta = w.linear("theta", in_size=hidden, out_sizes=(turns,)) if s.complex_rope else None
+        widths = {"in": sum(self.sizes), "lambda": heads, **({"theta": turns} if s.complex_rope else {})}
+        self.into = w.linear(*widths, in_size=hidden, out_sizes=tuple(widths.values()))
+        self.sizes += [heads, *([turns] if s.complex_rope else [])]  # how B's terms blend; angles
+        self.out = w.linear("out", in_size=inner, out_sizes=(hidden,))
         self.conv = DepthwiseConv(w, inner + 2 * bc, s.conv_kernel) if s.conv_kernel else None
         mimo = (self.width, s.head_dim)
         self.mimo_up = w.linear("mimo_up", in_size=mimo[1], out_sizes=mimo[:1]) if s.mimo_rank else None
@@ -41,13 +43,11 @@ class Mamba3:
         self.bias = torch.cat([w.tensor(name, per_head) for name in ("b_bias", "c_bias")])
         self.bc_weight = w.tensor("bc_norm.weight", (s.state_size,))
         self.norm_weight = w.tensor("gated_norm.weight", (inner,))
-        facts = {"heads": heads, "dim": self.width, "state": s.state_size}
-        self._scan = w.bind(mamba3_exact if s.mode == "exact" else mamba3_scan, **facts)
-        self._norm = w.bind(norm_for_heads, size=s.state_size)
         self._map = w.bind(map_each_head, heads=heads) if s.mimo_rank else None
-        self._step_sizes = w.bind(step_sizes, heads=heads)
-        self._sigmoid = w.bind(activate, kind="sigmoid", gated=False)
-        self._silu = None if self.conv else w.bind(activate, kind="silu", gated=False)
+        # Without a convolution SiLU follows at once: before a head's width is mapped, or within the scan.
+        self._activation = None if self.conv else "silu"
+        self._silu = w.bind(activate, kind="silu", gated=False) if self._activation and s.mimo_rank else None
+        self._scan = _Whole(s, w, self.width) if s.mode == "exact" else _Recurrent(s, w, self.width)
         self._gate = w.bind(gated_rms_norm, size=inner, groups=1)
         self.states: dict[str, State] = {} if s.mode == "exact" else {self.name: self._memory()}
 
@@ -67,21 +67,67 @@ class Mamba3:
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, hidden] -> [T, hidden]."""
         s, state = self.spec, store[self.name] if self.states else {}
-        gate, mixed, dt = self.in_proj(x).split(self.sizes, -1)
+        gate, mixed, dt, blend, *turns = self.into(x).split(self.sizes, -1)
         mixed = self.conv(mixed, batch, state.get("conv")) if self.conv else mixed
         u, bc = mixed[:, : self.sizes[0]], mixed[:, self.sizes[0] :].unflatten(-1, (-1, s.state_size))
         u = (self._silu(u, "silu", False) if self._silu else u).unflatten(-1, (s.num_heads, -1))
         u = self._map(u, self.mimo_up) if self._map else u
-        B, C = self._norm(bc, self.bc_weight, self.bias, s.bc_norm.eps).chunk(2, 1)
-        dt = self._step_sizes(dt, self.dt_bias, *s.dt_limit)
-        theta = self.theta(x).unflatten(-1, (s.num_heads, -1)) if self.theta else None
-        blend = self._sigmoid(self.blend(x), "sigmoid", False)
-        args = (u, dt, blend, theta, self.A, B, C, self.D)
-        if self.states:
-            memory = (state["ssm"], state.get("angle"), state["prev_b"], state["prev_x"])
-            where = (batch.state_slots, batch.query_start, batch.has_history, batch.num_decodes)
-            y = self._scan(*args, *memory, *where, s.chunk_size)
-        else:
-            y = self._scan(*args, batch.query_start, s.chunk_size)
+        theta = turns[0].unflatten(-1, (s.num_heads, -1)) if turns else None
+        parts = (self.A, self.D, self.dt_bias, self.bc_weight, self.bias)
+        activation = None if self._silu else self._activation
+        y = self._scan((u, dt, blend, theta, bc), parts, activation, state, batch)
         y = self._map(y, self.mimo_down) if self._map else y
         return self.out(self._gate(y.flatten(1), gate, self.norm_weight, s.gated_norm.eps))
+
+
+class _Recurrent:
+    """The recurrence, from what the linear layers give to what a head puts out."""
+
+    def __init__(self, s: spec.Mamba3Spec, w: Weights, width: int) -> None:
+        self.spec = s
+        self._scan = w.bind(raw_mamba3_scan, heads=s.num_heads, dim=width, state=s.state_size)
+
+    def __call__(
+        self,
+        inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor],
+        parts: tuple[Tensor, ...],
+        activation: str | None,
+        state: Mapping[str, Tensor],
+        batch: Batch,
+    ) -> Tensor:
+        """inputs: x, dt, blend, theta, groups of B and C; parts: A, D, biases and the norm's weight."""
+        s, where = self.spec, (batch.state_slots, batch.query_start, batch.has_history, batch.num_decodes)
+        memory = (state["ssm"], state.get("angle"), state["prev_b"], state["prev_x"])
+        how = (s.bc_norm.eps, s.dt_limit, activation, s.chunk_size)
+        y: Tensor = self._scan(*inputs, *parts, *memory, *where, *how)
+        return y
+
+
+class _Whole:
+    """The trainer's scan of whole sequences: no state, and no causality."""
+
+    def __init__(self, s: spec.Mamba3Spec, w: Weights, width: int) -> None:
+        self.spec = s
+        self._scan = w.bind(mamba3_exact, heads=s.num_heads, dim=width, state=s.state_size)
+        self._norm = w.bind(norm_for_heads, size=s.state_size)
+        self._step_sizes = w.bind(step_sizes, heads=s.num_heads)
+        self._sigmoid = w.bind(activate, kind="sigmoid", gated=False)
+        self._silu = w.bind(activate, kind="silu", gated=False)
+
+    def __call__(
+        self,
+        inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor],
+        parts: tuple[Tensor, ...],
+        activation: str | None,
+        state: Mapping[str, Tensor],
+        batch: Batch,
+    ) -> Tensor:
+        """As `_Recurrent`."""
+        (x, dt, blend, theta, bc), s = inputs, self.spec
+        A, D, dt_bias, weight, bias = parts
+        if activation:
+            x = self._silu(x.flatten(1), activation, False).unflatten(-1, x.shape[1:])
+        B, C = self._norm(bc, weight, bias, s.bc_norm.eps).chunk(2, 1)
+        dt, blend = self._step_sizes(dt, dt_bias, *s.dt_limit), self._sigmoid(blend, "sigmoid", False)
+        y: Tensor = self._scan(x, dt, blend, theta, A, B, C, D, batch.query_start, s.chunk_size)
+        return y

@@ -1,0 +1,157 @@
+"""Phases 0 and 1: what the machine is and what its roofs are; how long its kernels take to compile."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import multiprocessing
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from gpu_phases.results import Bench, Item
+from gpu_phases.timing import time_us
+from plait.bench.machine import describe
+
+ACCELERATORS = (
+    *("fla", "flashinfer", "flash_attn", "flash_attn_interface", "gemlite", "deep_gemm", "vllm", "sglang"),
+    *("llama_cpp", "transformers"),
+)
+GIB = 1 << 30
+CHAIN = 200  # launches in a graph that measures the gap between two
+SIDE = 8192  # of the square product
+
+
+@triton.jit
+def add_one(x, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    i = tl.arange(0, 128)
+    tl.store(x + i, tl.load(x + i) + 1.0)
+
+
+@triton.jit
+def read_all(x, out, n, BLOCK: tl.constexpr):
+    """Reads and writes next to nothing: a maximum for each program."""
+    most = tl.full([BLOCK], -float("inf"), tl.float32)
+    for start in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        most = tl.maximum(most, tl.load(x + at, mask=at < n, other=0.0))
+    tl.store(out + tl.program_id(0), tl.max(most, 0))
+
+
+def list_machine(bench: Bench) -> Iterator[Item]:
+    """Versions, roofs, and what graphs and optional packages can do."""
+    yield Item("machine", "versions", "", "", lambda: {"note": str(_versions(bench))})
+    n = (4096 if bench.is_dry else GIB) // 4
+    x = torch.randn(n, device=bench.device)
+    y, programs = torch.empty_like(x), 8 * bench.chip.processors if not bench.is_dry else 2
+    peaks = torch.empty(programs, device=bench.device)
+
+    def moved(call: Any, nbytes: int) -> dict[str, Any]:
+        us = time_us(bench, [call])
+        return {"us": us, "bytes": nbytes, "gb_s": nbytes / us / 1e3}
+
+    def read() -> None:
+        read_all[(programs,)](x, peaks, n, BLOCK=1024)
+
+    yield Item("bandwidth", "copy", f"{n * 4}", "float32", lambda: moved(lambda: y.copy_(x), 2 * x.nbytes))
+    yield Item("read bandwidth", "read", f"{n * 4}", "float32", lambda: moved(read, x.nbytes))
+    yield Item("bandwidth", "fill", f"{n * 4}", "float32", lambda: moved(lambda: y.fill_(1.0), y.nbytes))
+    side = 64 if bench.is_dry else SIDE
+    yield Item("product", "cuBLAS", f"{side}³", "bfloat16", lambda: _product(bench, side))
+    for pdl in (False, True):
+        how = "programmatic launch" if pdl else "plain"
+        yield Item("launch gap", how, f"{CHAIN} launches", "", lambda pdl=pdl: _gap(bench, pdl))
+    yield Item("varlen_attn", "pages", "", "", _varlen)
+    for name in ACCELERATORS:
+        there = importlib.util.find_spec(name) is not None
+        yield Item(
+            "accelerator", name, "", "", lambda there=there: {"note": "there" if there else "not here"}
+        )
+
+
+def read_gb_s(bench: Bench) -> float:
+    """The roof of phase 0, measured there if that phase has not run."""
+    if (row := bench.find(0, "read bandwidth")) is None or not row.get("gb_s"):
+        item = next(item for item in list_machine(bench) if item.op == "read bandwidth")
+        row = bench.emit(bench.key(0, item), {"ok": True, **item.run()})
+    return float(row["gb_s"])
+
+
+def tflop_s(bench: Bench) -> float:
+    """As `read_gb_s`, of products in bfloat16."""
+    if (row := bench.find(0, "product")) is None or not row.get("tflop_s"):
+        item = next(item for item in list_machine(bench) if item.op == "product")
+        row = bench.emit(bench.key(0, item), {"ok": True, **item.run()})
+    return float(row["tflop_s"])
+
+
+def _versions(bench: Bench) -> dict[str, Any]:
+    chip, cuda = bench.chip, torch.version.cuda
+    found = {"chip": chip.name, "capability": chip.capability, "processors": chip.processors}
+    return {**found, "memory": chip.memory_nbytes, "cuda": cuda, "triton": triton.__version__, **describe()}
+
+
+def _product(bench: Bench, side: int) -> dict[str, Any]:
+    a, b = (torch.randn(side, side, device=bench.device).mul_(0.02).bfloat16() for _ in range(2))
+    us = time_us(bench, [lambda: a @ b])
+    return {"us": us, "flops": 2 * side**3, "tflop_s": 2 * side**3 / us / 1e6}
+
+
+def _gap(bench: Bench, pdl: bool) -> dict[str, Any]:
+    """Microseconds from one launch to the next in a graph; edges that capture drops show as no gain."""
+    if bench.is_dry and pdl:
+        return {"ok": None, "note": "the interpreter has no such launches"}
+    if pdl and bench.chip.capability < 90:
+        return {"ok": None, "note": "programmatic launches begin with sm_90"}
+    x = torch.zeros(128, device=bench.device)
+    more = {"launch_pdl": True} if pdl else {}
+    count = 2 if bench.is_dry else CHAIN
+
+    def call() -> None:
+        for _ in range(count):
+            add_one[(1,)](x, PDL=pdl, num_warps=4, **more)
+
+    return {"us": time_us(bench, [call]) / count}
+
+
+def _varlen() -> dict[str, Any]:
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError as error:
+        return {"ok": None, "note": f"not here: {error}"}
+    names = list(inspect.signature(varlen_attn).parameters)
+    return {"note": f"{'takes' if 'block_table' in names else 'does not take'} pages: {', '.join(names)}"}
+
+
+def list_builds(bench: Bench) -> Iterator[Item]:
+    """Every form of every kernel, compiled for this chip in a pool of processes."""
+    from tools.compile_kernels import compile_form, list_forms
+
+    target = bench.chip.capability
+    forms = list_forms()[:1] if bench.is_dry else list_forms()
+    items = [(module, name) for module, name in forms if bench.only in name]
+    context, workers = multiprocessing.get_context("spawn"), max(1, min(len(items), os.cpu_count() or 1))
+    plain = {name: value for name, value in os.environ.items() if name == "TRITON_INTERPRET"}
+    os.environ.pop("TRITON_INTERPRET", None)  # the interpreter compiles nothing
+    try:
+        with ProcessPoolExecutor(workers, mp_context=context) as pool:
+            jobs = {pair: pool.submit(compile_form, *pair, target) for pair in items}
+            for (_, name), job in jobs.items():
+                yield Item("build", name, f"sm_{target}", "", lambda job=job: _built(job, bench))
+    finally:
+        os.environ.update(plain)
+
+
+def _built(job: Future[Any], bench: Bench) -> dict[str, Any]:
+    made = job.result(max(bench.seconds_left, 1.0))
+    faults = "; ".join(made.faults)
+    return {"ok": not faults, "us": made.seconds * 1e6, "note": faults or f"{made.registers} registers"}

@@ -1,0 +1,256 @@
+"""Phases 4, 5, 7 and 8: models with random weights in published shapes, through the real engine."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from gpu_phases.machine import read_gb_s, tflop_s
+from gpu_phases.results import Bench, Item
+from gpu_phases.shapes import RandomModel, make_model
+from gpu_phases.timing import settle
+from plait.config import EngineConfig
+from plait.engine.core import Engine
+from plait.engine.device import free_memory
+from plait.engine.memory_plan import size_state
+from plait.loading.build import describe_for_sizing, engine_over
+from plait.memory import SlotState, block_groups
+from plait.request import Event, Request, SamplingParams
+from plait.runner.capture import capture_step, decode_batch
+from plait.runner.runner import ModelRunner
+from plait.runner.sampler import Sampler
+
+ALONE = (  # (model, storage, whether the short form has it)
+    ("Llama-8B", "model", True),
+    ("Llama-8B", "Q4_K_M", True),
+    ("Llama-8B", "fp8_b128", False),
+    ("Llama-8B", "int4_g128", False),
+    ("Llama-8B", "Q8_0", False),
+    ("Qwen3-0.6B", "model", False),
+    ("Qwen3-30B-A3B", "model", True),
+    ("Granite-4-H-Tiny", "model", True),
+    ("Granite-4-H-Small", "model", False),
+    ("Falcon-Mamba-7B", "model", False),
+)
+MANY = (  # (model, sequences, prompt, new tokens, whether the short form has it)
+    ("Llama-8B", 64, 128, 256, True),
+    ("Llama-8B", 1, 2048, 1, True),
+    ("Llama-8B", 16, 128, 1024, False),
+    ("Llama-8B", 256, 128, 1024, False),
+    ("Granite-4-H-Small", 64, 128, 512, False),
+)
+DRY_ALONE = (("little Llama", "model", True), ("little Falcon-Mamba", "model", True))
+DRY_MANY = (("little Llama", 3, 5, 4, True),)
+BUILD_S = 30.0  # seconds that a model takes to be made
+
+
+@dataclass(slots=True)
+class Measured:
+    """What a run of the engine took: seconds of each step, tokens in it, and when the first tokens came."""
+
+    steps: list[tuple[float, int]]
+    first_s: float
+    seconds: float
+    tokens: int
+
+    @property
+    def decode_step_s(self) -> float:
+        """The median of steps that brought a token, without those that the first tokens came in."""
+        took = [seconds / max(tokens, 1) for seconds, tokens in self.steps if tokens]
+        return median(took[len(took) // 4 :])
+
+
+class OpenModel:
+    """A model with an engine, as a server has it."""
+
+    def __init__(
+        self, bench: Bench, model: RandomModel, seqs: int, length: int, *, records: bool = True
+    ) -> None:
+        config = EngineConfig(
+            max_num_seqs=seqs, max_model_len=length, block_size=model.target.block_size, prefix_cache=False
+        )
+        target, decoder = model.target, model.decoder
+        facts, host = describe_for_sizing(decoder, target), free_memory(torch.device("cpu"))
+        free = free_memory(target.device)
+        elsewhere = None if target.device.type == "cpu" else host
+        sizing = size_state(facts, config, free_memory=free, free_host=elsewhere)
+        sampler = Sampler(decoder.spec.vocab_size, device=target.device.type)
+        self.model, self.bench, self.vocab_size = model, bench, decoder.spec.vocab_size
+        made: tuple[ModelRunner, Engine] = engine_over(
+            decoder, sampler, target, config, sizing, records=records
+        )
+        self.runner, self.engine = made
+
+    def run(self, seqs: int, prompt: int, tokens: int, *, profile: Any = None) -> Measured:
+        """`seqs` greedy requests of random tokens, to their end. `profile`: entered once all have a token."""
+        events: list[Event] = []
+        params = SamplingParams(
+            temperature=0.0, top_p=1.0, top_k=0, seed=0, max_tokens=tokens, ignore_eos=True
+        )
+        ids = torch.randint(1, self.vocab_size, (seqs, prompt)).tolist()
+        for n, some in enumerate(ids):
+            self.engine.submit(Request(f"{n}", tuple(some), params), events.append)
+        steps, seen, begun, first = list[tuple[float, int]](), 0, time.perf_counter(), 0.0
+        going = True
+        while going:
+            at = time.perf_counter()
+            going = self.engine.step()
+            took = time.perf_counter() - at
+            count = sum(len(event.token_ids) for event in events)
+            if not first and count >= seqs:
+                first = time.perf_counter() - begun
+                if profile:
+                    profile.__enter__()
+            steps.append((took, (count - seen) // seqs if first else 0))
+            seen = count
+        if profile:
+            profile.__exit__(None, None, None)
+        failed = [event.error for event in events if event.error]
+        if failed:
+            raise failed[0]
+        return Measured(steps, first, time.perf_counter() - begun, seen)
+
+    def launches(self) -> Counter[str]:
+        """The launches of a decode step of two sequences, by kernel; raises if it cannot be captured."""
+        decoder, store = self.model.decoder, self.runner.store
+        groups = block_groups(decoder.states)
+        capture, _ = capture_step(decoder, store, decode_batch(groups, 2, 4, store), is_dry=True)
+        return Counter(capture.launches)
+
+
+@contextmanager
+def opened(
+    bench: Bench, name: str, storage: str, seqs: int, length: int, *, records: bool = True
+) -> Iterator[OpenModel]:
+    """A model as long as it is measured; its memory is free afterwards."""
+    dtype = torch.float32 if bench.is_dry else torch.bfloat16
+    with torch.inference_mode():
+        made = OpenModel(
+            bench,
+            make_model(name, storage, bench.device, bench.chip, length, dtype),
+            seqs,
+            length,
+            records=records,
+        )
+    try:
+        yield made
+    finally:
+        made.runner.close()
+        del made
+        gc.collect()
+        settle(bench)
+
+
+def list_single(bench: Bench) -> Iterator[Item]:
+    """One sequence: tokens a second, share of the roof, launches, and what the host takes."""
+    for name, storage, is_short in DRY_ALONE if bench.is_dry else ALONE:
+        if is_short or bench.is_full:
+            what = (name, storage)
+            yield Item("decode", "bound", name, storage, lambda w=what: _single(bench, *w), needs_s=BUILD_S)
+            if bench.is_full:
+                run = lambda w=what: _single(bench, *w, records=False)  # noqa: E731
+                yield Item("decode", "op by op", name, storage, run, needs_s=BUILD_S)
+
+
+def _single(bench: Bench, name: str, storage: str, *, records: bool = True) -> dict[str, Any]:
+    prompt, tokens = (3, 5) if bench.is_dry else (128, 256)
+    with opened(bench, name, storage, 2, prompt + tokens + 64, records=records) as it:
+        it.run(1, prompt, min(tokens, 16))  # warms up
+        made = it.run(1, prompt, tokens)
+        state = sum(
+            t[0].numel() * t.element_size()
+            for own in it.model.decoder.states
+            if isinstance(it.model.decoder.states[own], SlotState)
+            for t in it.runner.store[own].values()
+        )
+        found: dict[str, Any] = {"us": 1e6 * made.decode_step_s, "tokens_s": 1 / made.decode_step_s}
+        found["bytes"] = it.model.nbytes_per_token + 2 * state
+        found["first_s"] = made.first_s
+        if bench.is_dry:
+            counted = it.launches()
+            return {**found, "launches": sum(counted.values()), "note": it.runner.step_kind}
+        found["share_of_roof"] = found["bytes"] / read_gb_s(bench) / 1e9 / made.decode_step_s
+        device = _device_times(it, prompt, 24)
+        busy, steps = sum(us for us, _ in device.values()), max(device.pop("steps", (0.0, 24))[1], 1)
+        launches = sum(count for _, count in device.values()) / steps
+        host = max(0.0, found["us"] - busy / steps)
+        return {**found, "launches": launches, "host_us": host, "note": it.runner.step_kind}
+
+
+def _device_times(it: OpenModel, prompt: int, tokens: int) -> dict[str, tuple[float, int]]:
+    """(microseconds, launches) of each kernel in decode steps; "steps": how many there were."""
+    from torch.profiler import ProfilerActivity, profile
+
+    profiler = profile(activities=[ProfilerActivity.CUDA])
+    it.run(1, prompt, tokens, profile=profiler)
+    found: dict[str, tuple[float, int]] = {}
+    for event in profiler.key_averages():
+        us = float(getattr(event, "self_device_time_total", 0.0))
+        if us and not event.key.startswith("cuda"):
+            found[event.key] = (us, event.count)
+    return {**found, "steps": (0.0, tokens - 1)}
+
+
+def list_many(bench: Bench) -> Iterator[Item]:
+    """Many sequences at once, and long prompts."""
+    for name, seqs, prompt, tokens, is_short in DRY_MANY if bench.is_dry else MANY:
+        if is_short or bench.is_full:
+            shape = f"{name} {seqs} × ({prompt} + {tokens})"
+            what = (name, seqs, prompt, tokens)
+            yield Item("batch", "bound", shape, "model", lambda w=what: _many(bench, *w), needs_s=BUILD_S)
+
+
+def _many(bench: Bench, name: str, seqs: int, prompt: int, tokens: int) -> dict[str, Any]:
+    with opened(bench, name, "model", seqs, prompt + tokens + 16) as it:
+        it.run(seqs, prompt, min(tokens, 4))
+        made = it.run(seqs, prompt, tokens)
+        count = made.tokens if tokens > 1 else seqs * prompt
+        found: dict[str, Any] = {"us": 1e6 * made.seconds, "tokens_s": count / made.seconds}
+        if not bench.is_dry and tokens == 1:  # a prompt: two operations for each weight and token
+            size = it.model.target.dtype.itemsize
+            found["flops"] = 2 * count * it.model.nbytes_per_token // size
+            found["share_of_roof"] = found["flops"] / made.seconds / tflop_s(bench) / 1e12
+        return found
+
+
+def list_parallel(bench: Bench) -> Iterator[Item]:
+    """Several GPUs."""
+    count = 0 if bench.is_dry else torch.cuda.device_count()
+    note = f"not there yet: a model runs on one GPU; here {'is' if count == 1 else 'are'} {count}"
+    yield Item("tensor parallelism", "", "", "", lambda: {"ok": None, "note": note})
+
+
+def list_profiles(bench: Bench) -> Iterator[Item]:
+    """The kernels of a step of the two models that are farthest from the roof."""
+    rows = [r for r in bench.rows if r["phase"] == 4 and r["share_of_roof"] and r["chip"] == bench.chip.name]
+    if bench.is_dry:
+        yield Item("profile", "launches", DRY_ALONE[0][0], "model", lambda: _dry_profile(bench))
+    for row in sorted(rows, key=lambda r: r["share_of_roof"])[:2]:
+        what = (row["shape"], row["dtype"])
+        yield Item("profile", "kernels", *what, lambda w=what: _profile(bench, *w), needs_s=BUILD_S)
+
+
+def _profile(bench: Bench, name: str, storage: str) -> dict[str, Any]:
+    with opened(bench, name, storage, 2, 256) as it:
+        it.run(1, 64, 8)
+        device = _device_times(it, 64, 24)
+    steps = device.pop("steps")[1]
+    slowest = sorted(device.items(), key=lambda pair: -pair[1][0])[:12]
+    shown = [
+        f"{key[:60]}: {us / steps:.1f} us in {count / steps:.0f} launches" for key, (us, count) in slowest
+    ]
+    return {"us": sum(us for us, _ in device.values()) / steps, "note": "; ".join(shown)}
+
+
+def _dry_profile(bench: Bench) -> dict[str, Any]:
+    with opened(bench, DRY_ALONE[0][0], "model", 2, 64) as it:
+        counted = it.launches()
+    return {"note": ", ".join(f"{count} {name}" for name, count in counted.most_common(12))}

@@ -1,0 +1,164 @@
+"""The benchmark for GPUs, dry: it finds what is wrong, does nothing twice, and names rows that were lost."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is not installed here")
+
+from plait.ops.chip import EXAMPLES
+from plait.ops.registry import REGISTRY, Op, Variant, op
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+
+
+@pytest.fixture
+def part(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """Modules of the script, by name."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module
+
+
+def call(part: Any, out: Path, *more: str) -> int:
+    script = part("gpu")
+    code: int = script.run(script.parse(["--dry", "--out", str(out), *more]))
+    return code
+
+
+def rows_of(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def test_rows_are_written_once_and_a_later_call_goes_on(
+    part: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = ("--phases", "2,7", "--only", "rg_lru")
+    assert call(part, tmp_path, *few) == 0
+    (row,) = rows_of(tmp_path)
+    assert set(part("gpu_phases.results").FIELDS) <= set(row)
+    assert (row["op"], row["variant"], row["ok"]) == ("rg_lru", "triton", True)
+    assert row["error"] < 1e-6
+    assert "nothing is left" in capsys.readouterr().out
+    assert call(part, tmp_path, *few) == 0
+    assert len(rows_of(tmp_path)) == 1
+    assert call(part, tmp_path, "--phases", "7", "--baseline", str(tmp_path / "rows.jsonl")) == 0
+    found = rows_of(tmp_path)[-1]
+    assert (found["op"], found["ok"]) == ("tensor parallelism", None)
+    assert "not there yet" in found["note"]
+
+
+def test_a_row_that_never_came_back_is_named_and_skipped(part: Any, tmp_path: Path) -> None:
+    assert call(part, tmp_path, "--phases", "7") == 0
+    (row,) = rows_of(tmp_path)
+    key = {name: row[name] for name in part("gpu_phases.results").KEY} | {"op": "hangs", "phase": 2}
+    (tmp_path / "running.json").write_text(json.dumps(key))
+    assert call(part, tmp_path, "--phases", "7") == 1
+    assert rows_of(tmp_path)[-1]["note"].startswith("it did not come back")
+    assert not (tmp_path / "running.json").exists()
+
+
+def test_a_phase_that_runs_out_of_time_counts_what_is_left(part: Any, tmp_path: Path) -> None:
+    results = part("gpu_phases.results")
+    bench = results.Bench(tmp_path, torch.device("cpu"), EXAMPLES[90], is_dry=True)
+    bench.deadline = time.monotonic() + 1
+
+    def items() -> Iterator[Any]:
+        for name, needs in (("quick", 0.1), ("slow", 5.0), ("slower", 9.0)):
+            yield results.Item(name, "", "", "", dict, needs_s=needs)
+
+    assert bench.run_phase(3, items(), lambda text: None) == 2
+    assert [row["op"] for row in bench.rows] == ["quick"]
+
+
+def test_what_is_not_installed_is_no_fault_and_a_broken_kernel_is(part: Any, tmp_path: Path) -> None:
+    results = part("gpu_phases.results")
+    bench = results.Bench(tmp_path, torch.device("cpu"), EXAMPLES[90], is_dry=True)
+    bench.deadline = time.monotonic() + 9
+
+    def missing() -> dict[str, Any]:
+        raise ImportError("no such peer")
+
+    def broken() -> dict[str, Any]:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    bench.run_phase(3, iter([results.Item("a", "", "", "", missing)]), lambda text: None)
+    assert bench.rows[-1]["ok"] is None
+    with pytest.raises(results.DeviceLost):
+        bench.run_phase(3, iter([results.Item("b", "", "", "", broken)]), lambda text: None)
+    assert bench.rows[-1]["ok"] is False, "the row is there, so that the next call goes on behind it"
+
+
+@pytest.fixture
+def doubled() -> Iterator[Op]:
+    @op(cases=[dict(rows=6)])
+    def doubled_rows(x: Tensor) -> Tensor:
+        return 2 * x
+
+    doubled_rows.inputs(lambda case, dtype, device: ((torch.randn(case["rows"], 4, dtype=dtype),), {}))
+    yield doubled_rows
+    del REGISTRY[doubled_rows.name]
+
+
+def unwritten(x: Tensor) -> Tensor:
+    out = torch.empty(x.shape)
+    out[:-1] = 2 * x[:-1]
+    return out
+
+
+def never_the_same(x: Tensor) -> Tensor:
+    return 2 * x + 1e-7 * torch.rand(1)
+
+
+def by_company(x: Tensor) -> Tensor:
+    return 2 * x * (1 + 3e-7 * len(x))
+
+
+@pytest.mark.parametrize(
+    ("fn", "why"),
+    [
+        (lambda x: 2.01 * x, "the limit is"),
+        (lambda x: 2 * x[:-1], "a result is"),
+        (unwritten, "not finite"),
+        (never_the_same, "two runs differ"),
+        (by_company, "a row alone has other bits"),
+        (lambda x: x + x, ""),
+    ],
+)
+def test_kernels_that_are_wrong_are_found(
+    part: Any, tmp_path: Path, doubled: Op, fn: Callable[[Tensor], Tensor], why: str
+) -> None:
+    right, results = part("gpu_phases.right"), part("gpu_phases.results")
+    bench = results.Bench(tmp_path, torch.device("cpu"), EXAMPLES[90], is_dry=True)
+    fn.__module__ = "plait.kernels.triton.made_up"
+    variant = Variant("made up", "cuda", fn, lambda facts: None)
+    found = right.Check(doubled, variant, dict(rows=6), torch.float32, bench)()
+    assert found["ok"] is (not why), found
+    assert why in found["note"]
+
+
+def test_random_models_have_the_bytes_of_published_ones(part: Any) -> None:
+    shapes = part("gpu_phases.shapes")
+    made = shapes.make_model("Llama-8B", "model", torch.device("meta"), EXAMPLES[90], 64, torch.bfloat16)
+    assert made.nbytes_per_token == pytest.approx(15.0e9, rel=0.01)
+
+
+def test_a_random_model_runs_through_the_engine(part: Any, tmp_path: Path) -> None:
+    assert call(part, tmp_path, "--phases", "8", "--only", "profile") == 0
+    (row,) = rows_of(tmp_path)
+    assert "linear" in row["note"]
+    models, results = part("gpu_phases.models"), part("gpu_phases.results")
+    bench = results.Bench(tmp_path, torch.device("cpu"), EXAMPLES[90], is_dry=True)
+    with models.opened(bench, "little Falcon-Mamba", "model", 2, 32) as it:
+        made = it.run(2, 2, 2)
+    assert made.tokens == 4
+    assert made.decode_step_s > 0
