@@ -46,6 +46,14 @@ class FirstDifference:
         return f"{place} (max |d| = {self.largest:.3g}), in a step of {self.rows} tokens"
 
 
+def is_default_composition(value: Any) -> bool:
+    """Whether a bound callable is a fused op's parts, which are bound where no kernel of it is."""
+    found = (op.composition for op in REGISTRY.values())
+    return isinstance(value, functools.partial) and any(
+        made is not None and made.is_default and made.compute is value.func for made in found
+    )
+
+
 def op_names() -> Mapping[Any, str]:
     """Every function that may be bound for an op, with the op's name."""
     names: dict[Any, str] = {}
@@ -109,6 +117,8 @@ class _Replacing:
             setattr(owner, name, made)
 
     def _replaced(self, value: Any, path: str) -> Any:
+        if is_default_composition(value):
+            return functools.partial(value.func, *(self._replaced(part, path) for part in value.args))
         if (op := op_of(value, self._names)) is not None:
             return self._watching(value, path, op)
         if type(value) in (list, tuple):

@@ -61,7 +61,7 @@ def convolve(
             if j < K - 1:
                 kept = tl.load(old + (at + (K - 1)) * C, mask=c < tl.where((at < 0) & past, C, 0), other=0.0)
                 value = tl.where(at < 0, kept.to(x.dtype.element_ty), value)
-            values += (value,)
+            values += (value,)  # type: ignore[assignment]
         for j in tl.static_range(BT):
             acc = tl.zeros([BC], tl.float32)
             if HAS_BIAS:

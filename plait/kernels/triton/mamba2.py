@@ -138,7 +138,7 @@ def prepare_scan(
     """Arguments of `mamba2_scan_from_dt`; dt_limit None: of `mamba2_scan`, dt being steps."""
     x, dt, B, C = (m if m.stride(-1) == 1 else m.contiguous() for m in (x, dt, B, C))
     bias, skip = A if dt_bias is None else dt_bias, A if D is None else D
-    constants = head_constants(*x.shape[1:], B.shape[2], B.shape[1])
+    constants = head_constants(x.shape[1], x.shape[2], B.shape[2], B.shape[1])
     constants |= {"HAS_D": D is not None, "SOFTPLUS": dt_limit is not None, "HAS_BIAS": dt_bias is not None}
     where = (slots, query_start, has_history, x.new_empty(x.shape))
     strides = (*x.stride()[:2], dt.stride(0), *B.stride()[:2], *C.stride()[:2])

@@ -14,7 +14,7 @@ Only differences ≤ 0 are exponentiated. Products have operands of the model's 
 A sequence with up to WALKED rows in a step, so every decode and every draft, is left to `scan_heads`, which
 walks tokens. So a row's bits depend on no other sequence and on no grid. They depend on a cut of a prompt
 only where it is at no multiple of 32 (of 16 where a state has 256 columns), or leaves WALKED rows or fewer to
-a step. They are not those of decodes: with `deterministic` only `scan_heads` serves. Dao & Gu 2024, section 6.
+a step. They are not those of decodes: `deterministic` leaves all to `scan_heads`. Dao & Gu 2024, section 6.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def check_cuts(layer: RecurrentLayer, cuts: Sequence[Sequence[int]]) -> None:
         assert bool(again[[0, 1, 2, 4, 5]].isnan().all())  # of other slots nothing is written
 
 
-def check_company(layer: RecurrentLayer) -> None:
+def check_composition(layer: RecurrentLayer) -> None:
     """Decodes, prompts and padding in one step give each sequence what it gets alone."""
     seqs = [
         (1, slice(0, 1), True),

@@ -1,4 +1,4 @@
-"""Triton's short convolution: any cut, any company, weights and rows with strides."""
+"""Triton's short convolution: any cut, any batch, weights and rows with strides."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="Triton is not installed here")
 
 from plait.kernels.triton import conv
 from plait.ops.conv import causal_conv
-from tests.kernels.triton.ragged import SLOTS, RecurrentLayer, Where, check_company, check_cuts
+from tests.kernels.triton.ragged import SLOTS, RecurrentLayer, Where, check_composition, check_cuts
 
 
 def layer(tokens: int, channels: int, taps: int) -> RecurrentLayer:
@@ -29,7 +29,7 @@ def test_cuts_of_a_prompt_change_no_bit(channels: int, taps: int) -> None:
 
 
 def test_batch_composition_changes_no_bit() -> None:
-    check_company(layer(12, 37, 4))
+    check_composition(layer(12, 37, 4))
 
 
 def test_programs_share_the_tiles_of_a_long_prompt(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Triton's gated delta rule: any cut, any company, decays per head and per channel."""
+"""Triton's gated delta rule: any cut, any batch, decays per head and per channel."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is not installed here")
 
 from plait.kernels.triton.delta import scan_from_gates
-from tests.kernels.triton.ragged import SLOTS, RecurrentLayer, Where, check_company, check_cuts
+from tests.kernels.triton.ragged import SLOTS, RecurrentLayer, Where, check_composition, check_cuts
 
 HEADS, KEY_HEADS = 4, 2
 
@@ -35,4 +35,4 @@ def test_cuts_of_a_prompt_change_no_bit(channels: bool) -> None:
 
 @pytest.mark.parametrize("channels", [False, True])
 def test_batch_composition_changes_no_bit(channels: bool) -> None:
-    check_company(layer(12, 8, 4, channels=channels, tiled=True))
+    check_composition(layer(12, 8, 4, channels=channels, tiled=True))

@@ -1,4 +1,4 @@
-"""Triton's Mamba2 scan: any cut, any company, views as lightning attention has them."""
+"""Triton's Mamba2 scan: any cut, any batch, views as lightning attention has them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="Triton is not installed here")
 
 from plait.kernels.triton.mamba2 import scan_from_dt, scan_given_steps
 from plait.ops.ssm import mamba2_scan
-from tests.kernels.triton.ragged import SLOTS, RecurrentLayer, Where, check_company, check_cuts
+from tests.kernels.triton.ragged import SLOTS, RecurrentLayer, Where, check_composition, check_cuts
 
 HEADS = 2
 
@@ -36,7 +36,7 @@ def test_cuts_of_a_prompt_change_no_bit(dim: int, size: int, groups: int) -> Non
 
 
 def test_batch_composition_changes_no_bit() -> None:
-    check_company(layer(12, 4, 8, 1))
+    check_composition(layer(12, 4, 8, 1))
 
 
 def test_views_of_one_projection_serve_without_copies() -> None:
