@@ -87,7 +87,7 @@ def take_rows(token_ids: Tensor, table: Planes | Weight, scale: float, dtype: to
         launch(
             embed_planes, (len(token_ids), -(-units // UNITS)), token_ids, *plane_tensors(table), out,
             units, n_in, scale, out.stride(0), *plane_strides(table), UNITS=UNITS, IS_SCALED=scale != 1.0,
-            num_warps=2, **decode_constants(layout),
+            num_warps=1, **decode_constants(layout),
         )  # fmt: skip
     return out
 
@@ -109,5 +109,5 @@ def forms() -> Iterator[KernelForm]:
         types = POINTERS | scale_types(layout, scales) | {"ids": "i64*", "factor": "fp32"}
         constants = decode_constants(layout) | {"UNITS": UNITS, "IS_SCALED": True}
         yield KernelForm(
-            f"embed, {name}", embed_planes, types, constants, num_warps=2, demands=(("LDG.128",),)
+            f"embed, {name}", embed_planes, types, constants, num_warps=1, demands=(("LDG.128",),)
         )

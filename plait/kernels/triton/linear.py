@@ -82,10 +82,10 @@ class PlanesTiling:
     def units(self) -> int:
         return self.layout.padded(self.n_in) // self.layout.unit
 
-    @property
-    def few_rows(self) -> int:
+    def few_outputs(self, rows: int) -> int:
         """Outputs of a program of `few_planes`: the units of two planes are long, and want registers."""
-        return few_rows.BN // 2 if self.layout.high else few_rows.BN
+        is_three_bits = self.layout.high and self.layout.bits == 2
+        return few_rows.BN // (4 if is_three_bits and rows > 8 else 2 if self.layout.high else 1)
 
     @property
     def few_steps(self) -> int:
@@ -106,10 +106,11 @@ class PlanesTiling:
 
     def few_constants(self, rows: int, act: str) -> dict[str, Any]:
         return {
-            "EVEN": self.is_even(few_rows.UNITS), "ACT": act, "UNITS": few_rows.UNITS, "BN": self.few_rows,
-            "SHARES": few_rows.shares_of(self.n_out, self.few_steps, self.few_rows),
+            "EVEN": self.is_even(few_rows.UNITS), "ACT": act, "UNITS": few_rows.UNITS,
+            "BN": self.few_outputs(rows),
+            "SHARES": few_rows.shares_of(self.n_out, self.few_steps, self.few_outputs(1)),
             "BM": 8 if rows <= 8 else 16, "num_warps": few_rows.UNITS,
-            "num_stages": 3 if self.layout.unit <= 64 else 2,
+            "num_stages": 3 if self.layout.unit <= 64 or (self.layout.unit == 256 and rows <= 8) else 2,
         }  # fmt: skip
 
     def many_constants(self, rows: int) -> dict[str, Any]:
@@ -157,7 +158,7 @@ def pack(weight: Weight, dtype: torch.dtype) -> PackedPlanes | PackedNumbers | W
     planes = pack_planes(weight)
     if planes is None:
         return weight
-    tiles = max(-(-n_out // (few_rows.BN // 2)), many_rows.SPLIT // many_rows.BM * -(-n_out // many_rows.BN))
+    tiles = max(-(-n_out // (few_rows.BN // 4)), many_rows.SPLIT // many_rows.BM * -(-n_out // many_rows.BN))
     return PackedPlanes(planes, _make_counters(tiles, planes.codes.device))
 
 
