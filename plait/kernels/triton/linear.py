@@ -5,8 +5,8 @@
     17 .. 512     one launch, tiles decoded on the way (`many_rows`)    torch's product
     more          decoded to scratch memory, torch's product            torch's product
 
-Within a line a row's bits depend on no other row; from one line to the next they differ. Of act-order GPTQ, x is
-put in the order of the columns first, one launch more. A storage without planes is decoded at each use.
+Within a line a row's bits depend on no other row; from one line to the next they differ. Of act-order GPTQ, x
+is put in the order of the columns first, one launch more. A storage without planes is decoded at each use.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class PackedPlanes:
 
 @dataclass(frozen=True, eq=False)
 class PackedNumbers:
-    """A weight of plain numbers as `linear` keeps it: weight [out, in] in the dtype of x; counters as above."""
+    """A weight of plain numbers as `linear` keeps it: [out, in] in the dtype of x; counters as above."""
 
     weight: Tensor
     counters: Tensor
@@ -176,7 +176,7 @@ def multiply(
     activations: Activations = "float32",
     out: Tensor | None = None,
 ) -> Tensor:
-    """`linear` over what `pack` made. out: [..., out], of which the rows may lie apart, or None for a new one."""
+    """`linear` over what `pack` made. out: [..., out], rows may lie apart; None for a new one."""
     if activations != "float32":
         raise ShapeMismatch(f"products on a GPU do not round activations, got {activations!r}")
     n_out, n_in = shape_of(packed)
@@ -260,7 +260,8 @@ def multiply_few(
     if isinstance(packed, PackedPlanes):
         planes = packed.planes
         launch(
-            few_rows.few_planes, (tiles, shares), x, *plane_tensors(planes), *rest, packed.tiling.units, steps,
+            few_rows.few_planes, (tiles, shares), x, *plane_tensors(planes), *rest, packed.tiling.units,
+            steps,
             x.stride(0), out.stride(0), *plane_strides(planes), BIAS=bias is not None, **constants,
             **plane_constants(planes.layout, x.dtype, has_assembly=x.is_cuda),
         )  # fmt: skip
@@ -290,8 +291,8 @@ def _multiply_many(x: Tensor, packed: PackedPlanes, bias: Tensor | None, out: Te
     launch(
         many_rows.many_planes, (blocks, tiles, shares), x, *plane_tensors(planes),
         out if bias is None else bias, out, parts, packed.counters, m, *planes.shape, tiling.units,
-        tiling.many_steps, x.stride(0), out.stride(0), *plane_strides(planes), BIAS=bias is not None, **constants,
-        **plane_constants(planes.layout, x.dtype, has_assembly=x.is_cuda),
+        tiling.many_steps, x.stride(0), out.stride(0), *plane_strides(planes), BIAS=bias is not None,
+        **constants, **plane_constants(planes.layout, x.dtype, has_assembly=x.is_cuda),
     )  # fmt: skip
 
 
@@ -331,11 +332,12 @@ def join_gate(x: Tensor, up: Linear, kind: str, activate: Any) -> Tensor:
     """`glu`: up to 16 rows in one launch where gate and up are one weight; else one op after the other."""
     packed, bias, _ = up.only_part or (None, None, "float32")
     rows = x.reshape(-1, x.shape[-1])
-    is_one = isinstance(packed, PackedPlanes | PackedNumbers) and kind in few_rows.ACTIVATIONS
-    if not is_one or not 0 < len(rows) <= few_rows.MOST:
-        return activate(up(x), kind, True)  # type: ignore[no-any-return]
-    out = _make_result(x, up.n_out // 2)
-    multiply_few(rows, packed, bias, kind, flat_rows(out, up.n_out // 2))
+    is_known = kind in few_rows.ACTIVATIONS and 0 < len(rows) <= few_rows.MOST
+    if is_known and isinstance(packed, PackedPlanes | PackedNumbers):
+        out = _make_result(x, up.n_out // 2)
+        multiply_few(rows, packed, bias, kind, flat_rows(out, up.n_out // 2))
+    else:
+        out = activate(up(x), kind, True)
     return out
 
 
@@ -368,7 +370,7 @@ WIDE_LOADS = (("LDG.128", "LDGSTS.128"), ("HMMA", "HGMMA"))
 
 
 def forms() -> Iterator[KernelForm]:
-    """Every layout with up to 8 and 16 rows, at 4,096 inputs and outputs; tiles and scratch of some; plain numbers."""
+    """Every layout with up to 8 and 16 rows, at 4,096 inputs and outputs; some with more; plain numbers."""
     for name, (layout, scales, most) in LAYOUTS.items():
         tiling, types = PlanesTiling(layout, *SHAPE), POINTERS | scale_types(layout, scales)
         shared = plane_constants(layout, torch.bfloat16, has_assembly=True) | {"BIAS": True}
@@ -386,7 +388,8 @@ def forms() -> Iterator[KernelForm]:
                 demands=WIDE_LOADS,
             )
             yield KernelForm(
-                f"write numbers, {name}", many_rows.write_numbers, types, decode_constants(layout) | {"BN": many_rows.ROWS},
+                f"write numbers, {name}", many_rows.write_numbers, types,
+                decode_constants(layout) | {"BN": many_rows.ROWS},
                 demands=(("LDG.128",),),
             )  # fmt: skip
     layout, scales, most = LAYOUTS["Q4_K"]

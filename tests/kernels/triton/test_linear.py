@@ -1,4 +1,4 @@
-"""Linear layers over planes and plain numbers: bits of rows, shares, assembly, scratch, and captured steps."""
+"""Linear layers over planes and plain numbers: bits of rows, shares, assembly, scratch, captured steps."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is not installed here")
 
 from plait.errors import ShapeMismatch
-from plait.kernels.triton.decode_planes import base_of, make_assembly
 from plait.kernels.load import load_for_gpu
+from plait.kernels.triton.decode_planes import base_of, make_assembly
 from plait.memory import block_groups
 from plait.ops.activation import activate
 from plait.ops.blocks import random_weight
