@@ -4,7 +4,8 @@
 
 A form passes if it compiles, spills nothing, fits into the shared memory that a block of that GPU may have,
 has the instructions that it demands (wide loads, products of matrices), and takes no more of them for each
-weight than it may: decoding costs instructions, of which a fast memory leaves few. Needs `triton`, but no GPU.
+weight than it may: decoding costs instructions, of which a fast memory leaves few. Needs `triton`, but no
+GPU.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def map_heads(x: Tensor, weight: Tensor | HeadRows) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class HeadPacking:
-    """A variant of `map_heads` that lays its matrices out once: `pack` at construction, `apply` at every step."""
+    """A variant of `map_heads` that lays matrices out once: `pack` at construction, `apply` at every step."""
 
     pack: Callable[[Tensor | HeadRows], Any]
     apply: Callable[[Tensor, Any], Tensor]  # (x, packed) -> y

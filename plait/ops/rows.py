@@ -48,6 +48,12 @@ class TablePacking:
         return self.apply(token_ids, self.pack(table), scale, dtype)
 
 
+def bind_table(bind: Callable[..., Any], table: Weight) -> tuple[Callable[..., Tensor], Any]:
+    """(what is bound for `embed`, the table as it keeps it). bind: `Weights.bind`."""
+    fn = bind(embed, kind=table.format)
+    return (fn.apply, fn.pack(table)) if isinstance(fn, TablePacking) else (fn, table)
+
+
 @embed.inputs
 def _embed_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
     table = _table(case, dtype, device)

@@ -118,7 +118,7 @@ def test_blocks_of_gguf_stay_blocks_at_both_ends_of_a_model_too(
     plain = {n: t if isinstance(t, Tensor) else t.dequantize(torch.float32) for n, t in stored.items()}
     found = decoder(resolved(Memory(stored), config), Memory(stored))
     assert own_copies(found, {n: t for n, t in stored.items() if isinstance(t, Tensor)}) == []
-    reads = ("reference", "triton")  # the latter where another test has loaded the kernels of GPUs
+    reads = ("reference", "triton", "planes")  # the latter where a test has loaded the kernels of GPUs
     assert set(kinds.values()) <= {kind for v, kind in bound_as_on_cuda if v.endswith(reads)}
     logits = whole(decoder(resolved(Memory(plain), config), Memory(plain)), IDS)
     assert worst(whole(found, IDS), logits) <= 1e-4 * float(logits.abs().max())

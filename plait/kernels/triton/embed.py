@@ -1,7 +1,8 @@
 """Embedding rows of a quantized table: decoded from planes by one launch.
 
 A program decodes some units of one token's row. A row of a plane is 32 bytes of each unit, so nothing that is
-not of the row is read. The numbers are those of `Weight.gather`: rounded to the result's dtype once, then scaled.
+not of the row is read. The numbers are those of `Weight.gather`: rounded to the result's dtype once, then
+scaled.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def embed_planes(
     ids, codes, high, scales, levels, table, out, units, n_in, factor, out_row,
     codes_unit, high_unit, scales_row, levels_row,
     BITS: tl.constexpr, HIGH: tl.constexpr, VALUE: tl.constexpr, ZERO: tl.constexpr, SCALES: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK: tl.constexpr, TALL: tl.constexpr, UNITS: tl.constexpr, IS_SCALED: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, TALL: tl.constexpr, UNITS: tl.constexpr,
+    IS_SCALED: tl.constexpr,
 ):  # fmt: skip
     """ids: [T] int64 -> out [T, n_in], rows of planes times `factor`."""
     UNIT: tl.constexpr = 256 // (HIGH if HIGH else BITS)
@@ -79,7 +81,7 @@ def pack(table: Weight) -> Planes | Weight:
 def take_rows(token_ids: Tensor, table: Planes | Weight, scale: float, dtype: torch.dtype) -> Tensor:
     """`embed` of what `pack` made."""
     if not isinstance(table, Planes):
-        return embed.reference(token_ids, table, scale, dtype)  # type: ignore[no-any-return]
+        return embed.reference(token_ids, table, scale, dtype)
     n_in, layout = table.shape[1], table.layout
     out = torch.empty(len(token_ids), n_in, dtype=dtype, device=token_ids.device)
     units = layout.padded(n_in) // layout.unit
@@ -87,7 +89,7 @@ def take_rows(token_ids: Tensor, table: Planes | Weight, scale: float, dtype: to
         launch(
             embed_planes, (len(token_ids), -(-units // UNITS)), token_ids, *plane_tensors(table), out,
             units, n_in, scale, out.stride(0), *plane_strides(table), UNITS=UNITS, IS_SCALED=scale != 1.0,
-            num_warps=2, **decode_constants(layout),
+            num_warps=1, **decode_constants(layout),
         )  # fmt: skip
     return out
 
@@ -109,5 +111,5 @@ def forms() -> Iterator[KernelForm]:
         types = POINTERS | scale_types(layout, scales) | {"ids": "i64*", "factor": "fp32"}
         constants = decode_constants(layout) | {"UNITS": UNITS, "IS_SCALED": True}
         yield KernelForm(
-            f"embed, {name}", embed_planes, types, constants, num_warps=2, demands=(("LDG.128",),)
+            f"embed, {name}", embed_planes, types, constants, num_warps=1, demands=(("LDG.128",),)
         )

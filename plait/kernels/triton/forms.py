@@ -15,8 +15,8 @@ class KernelForm:
 
     types: of arguments that are no constants. "bf16*" is a pointer that 16 divides, "i32!" an integer that 16
     divides, "i32" any integer; an argument without an entry is an "i32". `demands`: instructions that the
-    machine code must have, each a tuple of which one is enough. `max_registers`: of a thread. weights: numbers
-    of a weight matrix that a program multiplies in one pass of its longest loop, 0 for other kernels;
+    machine code must have, each a tuple of which one is enough. `max_registers`: of a thread. weights:
+    numbers of a weight matrix that a program multiplies in one pass of its longest loop, 0 for other kernels;
     `max_per_weight`: instructions of one lane for each of them.
     """
 

@@ -1,11 +1,11 @@
 """A matrix for each head in one launch: MLA's absorbed products, and gates that are block-diagonal.
 
-    plain numbers        out[t, h] = W[h] x[t, h]             the tiles of `few_dense`, a head for each program
-    stored, rows         the same, W[h] some rows of planes   the loop of `multiply_planes`
-    stored, transposed   out[t, h] = W[h]ᵀ x[t, h]            rows of planes are summed over
+    plain numbers        out[t, h] = W[h] x[t, h]        the tiles of `few_dense`, a head for each program
+    stored, rows         the same, W[h] rows of planes   the loop of `multiply_planes`
+    stored, transposed   out[t, h] = W[h]ᵀ x[t, h]       rows of planes are summed over
 
-Up to `MOST` rows of x; a row has the same bits whatever other rows there are. More rows are torch's product, over
-numbers that are decoded some heads at a time.
+Up to `MOST` rows of x; a row has the same bits whatever other rows there are. More rows are torch's product,
+over numbers that are decoded some heads at a time.
 """
 
 from __future__ import annotations
@@ -51,10 +51,11 @@ BM = 16  # rows of x of a program that sums over rows
 
 @triton.jit
 def heads_dense(
-    x, weight, out, m, n, n_in, steps, x_row, x_head, out_row, out_head, weight_head, weight_row, weight_column,
+    x, weight, out, m, n, n_in, steps, x_row, x_head, out_row, out_head,
+    weight_head, weight_row, weight_column,
     UNIT: tl.constexpr, UNITS: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """x: [m, H, n_in], weight: [H, n, n_in] -> out [m, H, n]. Grid: tiles of outputs, heads, tiles of rows."""
+    """x: [m, H, n_in], weight: [H, n, n_in] -> out [m, H, n]. Grid: tiles of outputs, heads, rows of x."""
     rows, head = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1).to(tl.int64)
     tokens = tl.program_id(2) * BM + tl.arange(0, BM)
     there, tokens_there = rows < n, tokens < m
@@ -90,8 +91,8 @@ def heads_planes(
     x_at = x + tokens.to(tl.int64) * x_row + head.to(tl.int64) * x_head
     total = multiply_planes(
         x_at, tokens_there, codes, high, scales, levels, table, head * n + tl.where(there, rows, 0), 0, steps,
-        units, n_in, codes_unit, high_unit, scales_row, levels_row, BITS, HIGH, VALUE, ZERO, SCALES, GROUP, BLOCK,
-        TALL, APPLY, BASE, CODE, EVEN, UNITS, BN, BM,
+        units, n_in, codes_unit, high_unit, scales_row, levels_row, BITS, HIGH, VALUE, ZERO, SCALES, GROUP,
+        BLOCK, TALL, APPLY, BASE, CODE, EVEN, UNITS, BN, BM,
     )  # fmt: skip
     place = out + tokens.to(tl.int64)[None, :] * out_row + head.to(tl.int64) * out_head + rows[:, None]
     tl.store(place, total.to(out.dtype.element_ty), mask=there[:, None] & tokens_there[None, :])
@@ -104,7 +105,7 @@ def heads_transposed(
     BITS: tl.constexpr, HIGH: tl.constexpr, VALUE: tl.constexpr, ZERO: tl.constexpr, SCALES: tl.constexpr,
     GROUP: tl.constexpr, BLOCK: tl.constexpr, TALL: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """x: [m, H, n], planes of [H * n, n_in] -> out [m, H, n_in]. Grid: units of columns, heads, tiles of rows.
+    """x: [m, H, n], planes of [H * n, n_in] -> out [m, H, n_in]. Grid: units of columns, heads, rows.
 
     Numbers are rounded to the dtype of x, as `HeadRows.numbers` does.
     """
@@ -173,7 +174,7 @@ def pack(weight: Tensor | HeadRows) -> Tensor | HeadRows | HeadPlanes:
 def multiply_heads(x: Tensor, packed: Tensor | HeadRows | HeadPlanes) -> Tensor:
     """`map_heads` of what `pack` made."""
     if isinstance(packed, HeadRows) or not len(x):
-        return map_heads.reference(x, packed)  # type: ignore[no-any-return]
+        return map_heads.reference(x, packed)
     if len(x) > MOST:
         return _multiply_many(x, packed)
     x = x if x.stride(-1) == 1 else x.contiguous()
@@ -184,7 +185,7 @@ def multiply_heads(x: Tensor, packed: Tensor | HeadRows | HeadPlanes) -> Tensor:
 
 def _multiply_many(x: Tensor, packed: Tensor | HeadPlanes) -> Tensor:
     if isinstance(packed, Tensor):
-        return map_heads.reference(x, packed)  # type: ignore[no-any-return]
+        return map_heads.reference(x, packed)
     numbers = write_scratch(packed.planes, x.dtype).unflatten(0, (packed.heads, -1))
     found: Tensor = torch.einsum("thn,hnm->thm" if packed.turned else "thn,hmn->thm", x, numbers)
     return found
@@ -194,7 +195,8 @@ def _multiply_numbers(x: Tensor, weight: Tensor) -> Tensor:
     (m, heads, n_in), n = x.shape, weight.shape[1]
     out, bm = torch.empty(m, heads, n, dtype=x.dtype, device=x.device), 8 if m <= 8 else 16
     launch(
-        heads_dense, (-(-n // BN), heads, -(-m // bm)), x, weight, out, m, n, n_in, -(-n_in // (UNITS * UNIT)),
+        heads_dense, (-(-n // BN), heads, -(-m // bm)), x, weight, out, m, n, n_in,
+        -(-n_in // (UNITS * UNIT)),
         *x.stride()[:2], *out.stride()[:2], *weight.stride(), UNIT=UNIT, UNITS=UNITS, BN=BN, BM=bm,
         num_warps=UNITS, num_stages=2,
     )  # fmt: skip
@@ -237,14 +239,12 @@ map_heads.variant("triton", on="cuda")(HeadPacking(pack, multiply_heads))
 
 def forms() -> Iterator[KernelForm]:
     """MLA's absorbed products of DeepSeek-V2-Lite and V3, plain and stored, and gates of RecurrentGemma."""
-    types = POINTERS | {
-        name: "i32!" for name in ("x_head", "out_head", "weight_head", "weight_row", "x_row", "out_row")
-    }
+    types = POINTERS | dict.fromkeys(("x_head", "out_head", "weight_head", "weight_row"), "i32!")
     dense = {"UNIT": UNIT, "UNITS": UNITS, "BN": BN}
-    for name, column in (("rows", {"weight_column": 1}), ("8 rows", {"weight_column": 1})):
+    for rows in (8, 16):
         yield KernelForm(
-            f"heads, plain, {name}", heads_dense, types, dense | {"BM": 8 if name == "8 rows" else 16} | column,
-            UNITS, demands=(("LDG.128", "LDGSTS.128"), ("HMMA", "HGMMA")),
+            f"heads, plain, {rows} rows", heads_dense, types, dense | {"BM": rows, "weight_column": 1}, UNITS,
+            demands=(("LDG.128", "LDGSTS.128"), ("HMMA", "HGMMA")),
         )  # fmt: skip
     for name in ("Q4_K", "Q8_0", "FP8 b128"):
         layout, scales, _ = LAYOUTS[name]

@@ -5,8 +5,8 @@
     17 .. 512     one launch, tiles decoded on the way (`many_rows`)    torch's product
     more          decoded to scratch memory, torch's product            torch's product
 
-Within a line a row's bits depend on no other row; from one line to the next they differ. Of act-order GPTQ, x is
-put in the order of the columns first, one launch more. A storage without planes is decoded at each use.
+Within a line a row's bits depend on no other row; from one line to the next they differ. Of act-order GPTQ, x
+is put in the order of the columns first, one launch more. A storage without planes is decoded at each use.
 """
 
 from __future__ import annotations
@@ -82,10 +82,10 @@ class PlanesTiling:
     def units(self) -> int:
         return self.layout.padded(self.n_in) // self.layout.unit
 
-    @property
-    def few_rows(self) -> int:
+    def few_outputs(self, rows: int) -> int:
         """Outputs of a program of `few_planes`: the units of two planes are long, and want registers."""
-        return few_rows.BN // 2 if self.layout.high else few_rows.BN
+        is_three_bits = self.layout.high and self.layout.bits == 2
+        return few_rows.BN // (4 if is_three_bits and rows > 8 else 2 if self.layout.high else 1)
 
     @property
     def few_steps(self) -> int:
@@ -106,10 +106,11 @@ class PlanesTiling:
 
     def few_constants(self, rows: int, act: str) -> dict[str, Any]:
         return {
-            "EVEN": self.is_even(few_rows.UNITS), "ACT": act, "UNITS": few_rows.UNITS, "BN": self.few_rows,
-            "SHARES": few_rows.shares_of(self.n_out, self.few_steps, self.few_rows),
+            "EVEN": self.is_even(few_rows.UNITS), "ACT": act, "UNITS": few_rows.UNITS,
+            "BN": self.few_outputs(rows),
+            "SHARES": few_rows.shares_of(self.n_out, self.few_steps, self.few_outputs(1)),
             "BM": 8 if rows <= 8 else 16, "num_warps": few_rows.UNITS,
-            "num_stages": 3 if self.layout.unit <= 64 else 2,
+            "num_stages": 3 if self.layout.unit <= 64 or (self.layout.unit == 256 and rows <= 8) else 2,
         }  # fmt: skip
 
     def many_constants(self, rows: int) -> dict[str, Any]:
@@ -138,7 +139,7 @@ class PackedPlanes:
 
 @dataclass(frozen=True, eq=False)
 class PackedNumbers:
-    """A weight of plain numbers as `linear` keeps it: weight [out, in] in the dtype of x; counters as above."""
+    """A weight of plain numbers as `linear` keeps it: [out, in] in the dtype of x; counters as above."""
 
     weight: Tensor
     counters: Tensor
@@ -157,7 +158,7 @@ def pack(weight: Weight, dtype: torch.dtype) -> PackedPlanes | PackedNumbers | W
     planes = pack_planes(weight)
     if planes is None:
         return weight
-    tiles = max(-(-n_out // (few_rows.BN // 2)), many_rows.SPLIT // many_rows.BM * -(-n_out // many_rows.BN))
+    tiles = max(-(-n_out // (few_rows.BN // 4)), many_rows.SPLIT // many_rows.BM * -(-n_out // many_rows.BN))
     return PackedPlanes(planes, _make_counters(tiles, planes.codes.device))
 
 
@@ -175,7 +176,7 @@ def multiply(
     activations: Activations = "float32",
     out: Tensor | None = None,
 ) -> Tensor:
-    """`linear` over what `pack` made. out: [..., out], of which the rows may lie apart, or None for a new one."""
+    """`linear` over what `pack` made. out: [..., out], rows may lie apart; None for a new one."""
     if activations != "float32":
         raise ShapeMismatch(f"products on a GPU do not round activations, got {activations!r}")
     n_out, n_in = shape_of(packed)
@@ -259,7 +260,8 @@ def multiply_few(
     if isinstance(packed, PackedPlanes):
         planes = packed.planes
         launch(
-            few_rows.few_planes, (tiles, shares), x, *plane_tensors(planes), *rest, packed.tiling.units, steps,
+            few_rows.few_planes, (tiles, shares), x, *plane_tensors(planes), *rest, packed.tiling.units,
+            steps,
             x.stride(0), out.stride(0), *plane_strides(planes), BIAS=bias is not None, **constants,
             **plane_constants(planes.layout, x.dtype, has_assembly=x.is_cuda),
         )  # fmt: skip
@@ -289,8 +291,8 @@ def _multiply_many(x: Tensor, packed: PackedPlanes, bias: Tensor | None, out: Te
     launch(
         many_rows.many_planes, (blocks, tiles, shares), x, *plane_tensors(planes),
         out if bias is None else bias, out, parts, packed.counters, m, *planes.shape, tiling.units,
-        tiling.many_steps, x.stride(0), out.stride(0), *plane_strides(planes), BIAS=bias is not None, **constants,
-        **plane_constants(planes.layout, x.dtype, has_assembly=x.is_cuda),
+        tiling.many_steps, x.stride(0), out.stride(0), *plane_strides(planes), BIAS=bias is not None,
+        **constants, **plane_constants(planes.layout, x.dtype, has_assembly=x.is_cuda),
     )  # fmt: skip
 
 
@@ -330,11 +332,12 @@ def join_gate(x: Tensor, up: Linear, kind: str, activate: Any) -> Tensor:
     """`glu`: up to 16 rows in one launch where gate and up are one weight; else one op after the other."""
     packed, bias, _ = up.only_part or (None, None, "float32")
     rows = x.reshape(-1, x.shape[-1])
-    is_one = isinstance(packed, PackedPlanes | PackedNumbers) and kind in few_rows.ACTIVATIONS
-    if not is_one or not 0 < len(rows) <= few_rows.MOST:
-        return activate(up(x), kind, True)  # type: ignore[no-any-return]
-    out = _make_result(x, up.n_out // 2)
-    multiply_few(rows, packed, bias, kind, flat_rows(out, up.n_out // 2))
+    is_known = kind in few_rows.ACTIVATIONS and 0 < len(rows) <= few_rows.MOST
+    if is_known and isinstance(packed, PackedPlanes | PackedNumbers):
+        out = _make_result(x, up.n_out // 2)
+        multiply_few(rows, packed, bias, kind, flat_rows(out, up.n_out // 2))
+    else:
+        out = activate(up(x), kind, True)
     return out
 
 
@@ -367,7 +370,7 @@ WIDE_LOADS = (("LDG.128", "LDGSTS.128"), ("HMMA", "HGMMA"))
 
 
 def forms() -> Iterator[KernelForm]:
-    """Every layout with up to 8 and 16 rows, at 4,096 inputs and outputs; tiles and scratch of some; plain numbers."""
+    """Every layout with up to 8 and 16 rows, at 4,096 inputs and outputs; some with more; plain numbers."""
     for name, (layout, scales, most) in LAYOUTS.items():
         tiling, types = PlanesTiling(layout, *SHAPE), POINTERS | scale_types(layout, scales)
         shared = plane_constants(layout, torch.bfloat16, has_assembly=True) | {"BIAS": True}
@@ -385,7 +388,8 @@ def forms() -> Iterator[KernelForm]:
                 demands=WIDE_LOADS,
             )
             yield KernelForm(
-                f"write numbers, {name}", many_rows.write_numbers, types, decode_constants(layout) | {"BN": many_rows.ROWS},
+                f"write numbers, {name}", many_rows.write_numbers, types,
+                decode_constants(layout) | {"BN": many_rows.ROWS},
                 demands=(("LDG.128",),),
             )  # fmt: skip
     layout, scales, most = LAYOUTS["Q4_K"]

@@ -1,10 +1,11 @@
-"""Linear layers over planes and plain numbers: bits of rows, shares, assembly, scratch, and captured steps."""
+"""Linear layers over planes and plain numbers: bits of rows, shares, assembly, scratch, captured steps."""
 
 from __future__ import annotations
 
 import importlib
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,16 +15,24 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is not installed here")
 
 from plait.errors import ShapeMismatch
+from plait.kernels.load import load_for_gpu
 from plait.kernels.triton.decode_planes import base_of, make_assembly
+from plait.memory import block_groups
 from plait.ops.activation import activate
 from plait.ops.blocks import random_weight
+from plait.ops.chip import EXAMPLES
 from plait.ops.glu import glu
 from plait.ops.linear import Linear, linear
 from plait.ops.registry import OpFacts
 from plait.quant.plane_parts import _INTEGERS, _SIMPLE
 from plait.quant.planes import LANES, PlaneLayout, decode_codes, fill_plane
 from plait.quant.weight import Dense, Weight
-from plait.runner.capture import StepCapture
+from plait.runner.capture import StepCapture, capture_step, decode_batch
+from plait.state.store import StateStore
+from tests.families import tiny
+from tests.families.parity import Memory, decoder, resolved
+
+load_for_gpu()
 
 TRITON: Any = importlib.import_module("plait.kernels.triton.linear")
 LAYOUTS = {layout for layout, _ in _SIMPLE.values()} | {
@@ -246,3 +255,50 @@ def test_the_assembly_decodes_every_code_exactly(layout: PlaneLayout, dtype: tor
             machine.run(code)
             found = [machine.numbers(machine.registers[f"${at}"]) for at in range(count)]
             assert found == wanted[row, :, lane : lane + 2].tolist()
+
+
+FAST = ("Q8_0", "int4_g32+zeros", "fp8")
+LAYERS = ("few_planes", "few_dense")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *FAST,
+        *(
+            pytest.param(kind, marks=pytest.mark.slow)
+            for kind in (
+                "dense",
+                "Q4_0",
+                "Q4_1",
+                "Q5_0",
+                "Q5_1",
+                "IQ4_NL",
+                "MXFP4",
+                "NVFP4",
+                "mxfp4",
+                "int8",
+                "bnb_nf4",
+            )
+        ),
+    ],
+)
+def test_a_decode_of_a_llama_has_one_launch_for_each_linear_layer(kind: str, tmp_path: Path) -> None:
+    tiny.write("llama", tmp_path)
+    config, tensors, _ = tiny.read(tmp_path)
+    whole = {name for name, t in tensors.items() if kind != "dense" and t.dim() == 2 and t.shape[1] % 64 == 0}
+    stored: dict[str, Any] = {
+        n: random_weight(kind, *t.shape) if n in whole else t for n, t in tensors.items()
+    }
+    checkpoint = Memory(stored)
+    model = decoder(resolved(checkpoint, config), checkpoint, chip=EXAMPLES[90])
+    groups = block_groups(model.states)
+    store = StateStore(model.states, {g.name: 8 for g in groups}, 4, 16, torch.device("cpu"), torch.float32)
+    for tensor in store.tensors:
+        tensor.zero_()
+    capture, _ = capture_step(model, store, decode_batch(groups, 2, 4, store), is_dry=True)
+    layers = config["num_hidden_layers"]
+    assert (
+        sum(capture.launches.count(name) for name in LAYERS) == 4 * layers + 1
+    )  # qkv, o, gate and up, down; head
+    assert bool(capture.launches.count("few_planes")) == bool(whole)
