@@ -3,7 +3,9 @@
     python tools/compile_kernels.py [--match TEXT] [--targets 80,90,120] [--report docs/gpu-kernels.md]
 
 A form passes if it compiles, spills nothing, fits into the shared memory that a block of that GPU may have,
-and has the instructions that it demands (wide loads, products of matrices). Needs `triton`, but no GPU.
+has the instructions that it demands (wide loads, products of matrices), and takes no more of them for each
+weight than it may: decoding costs instructions, of which a fast memory leaves few. Needs `triton`, but no
+GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,9 @@ SHARED_KIB = {
 }  # that a block may have: CUDA's guide, table 30
 SEEN = re.compile(r"\b((?:LDG|LDGSTS|STG|HGMMA|HMMA|QGMMA|IMMA|LDL|STL|BAR|MUFU|LDSM|SHFL)[.\w]*)")
 WIDE = ("LDG", "LDGSTS", "STG")
+LABEL = re.compile(r"\s*(\.L_\w+):")
+INSTRUCTION = re.compile(r"/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?[A-Z][A-Z0-9_]+")
+JUMP = re.compile(r"BRA\S*\s.*\((\.L_\w+)\)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +52,7 @@ class Compiled:
     spills: int = 0  # bytes of the stack, and loads and stores of local memory
     shared: int = 0  # bytes
     seconds: float = 0.0
+    per_weight: float = 0.0  # instructions of a lane in the longest loop
     instructions: dict[str, int] = field(default_factory=dict)
     faults: tuple[str, ...] = ()
 
@@ -75,21 +81,42 @@ def compile_form(module: str, name: str, target: int) -> Compiled:
     registers, stack = (int(found[1]), int(found[2])) if found else (0, 0)
     seen = count_instructions(code)
     spills = stack + seen.pop("LDL", 0) + seen.pop("STL", 0)
-    faults = tuple(judge(form, target, registers, spills, shared, seen))
-    return Compiled(name, target, registers, spills, shared, seconds, dict(sorted(seen.items())), faults)
+    per_weight = count_loop(code) * 32 * form.num_warps / form.weights if form.weights else 0.0
+    made_of = Compiled(
+        name, target, registers, spills, shared, seconds, per_weight, dict(sorted(seen.items()))
+    )
+    return replace(made_of, faults=tuple(judge(form, made_of)))
 
 
-def judge(form: Any, target: int, registers: int, spills: int, shared: int, seen: Counter[str]) -> list[str]:
+def judge(form: Any, made: Compiled) -> list[str]:
     """What is wrong with the machine code of a form."""
+    target, spills, shared, registers = made.target, made.spills, made.shared, made.registers
     faults = [f"spills: {spills}"] if spills else []
     if shared > SHARED_KIB[target] << 10:
         faults.append(f"shared memory: {shared} bytes, a block has {SHARED_KIB[target]} KiB")
     if registers > form.max_registers:
         faults.append(f"registers: {registers}, at most {form.max_registers}")
     for wanted in form.demands:
-        if wanted and not any(seen[name] for name in wanted):
+        if wanted and not any(made.instructions.get(name) for name in wanted):
             faults.append(f"it has no {' or '.join(wanted)}")
+    if made.per_weight > form.max_per_weight:
+        faults.append(f"{made.per_weight:.2f} instructions for each weight, at most {form.max_per_weight:g}")
     return faults
+
+
+def count_loop(code: str) -> int:
+    """Instructions of the longest loop: from a label to a jump back to it."""
+    labels: dict[str, int] = {}
+    count = longest = 0
+    for line in code.splitlines():
+        if label := LABEL.match(line):
+            labels[label[1]] = count
+        if not INSTRUCTION.search(line):
+            continue
+        count += 1
+        if (jump := JUMP.search(line)) and jump[1] in labels and labels[jump[1]] < count - 1:
+            longest = max(longest, count - labels[jump[1]])
+    return longest
 
 
 def count_instructions(code: str) -> Counter[str]:
@@ -149,14 +176,14 @@ def write_report(results: list[Compiled], path: Path) -> None:
     ]
     rows += ["GPUs of three generations. Nothing here has run on a GPU.", ""]
     rows += [
-        "| form | target | registers | spills | shared memory | instructions |",
-        "|---|---|---:|---:|---:|---|",
+        "| form | target | registers | spills | shared memory | for each weight | instructions |",
+        "|---|---|---:|---:|---:|---:|---|",
     ]
     for r in results:
         seen = " ".join(f"{name}:{count}" for name, count in r.instructions.items())
-        rows.append(
-            f"| {r.form} | sm_{r.target} | {r.registers} | {r.spills} | {r.shared >> 10} KiB | {seen} |"
-        )
+        each = f"{r.per_weight:.2f}" if r.per_weight else ""
+        numbers = f"{r.registers} | {r.spills} | {r.shared >> 10} KiB | {each}"
+        rows.append(f"| {r.form} | sm_{r.target} | {numbers} | {seen} |")
     path.write_text("\n".join(rows) + "\n", encoding="utf-8")
 
 
@@ -180,7 +207,11 @@ def main() -> int:
                 print(json.dumps({name: getattr(made, name) for name in made.__slots__}), flush=True)
             else:
                 said = "; ".join(made.faults) or "ok"
-                print(f"sm_{made.target:3} {made.form:44} {made.registers:4} registers, {said}", flush=True)
+                each = f", {made.per_weight:.2f} a weight" if made.per_weight else ""
+                print(
+                    f"sm_{made.target:3} {made.form:44} {made.registers:4} registers{each}, {said}",
+                    flush=True,
+                )
     if options.report:
         write_report(results, options.report)
     faulty = sum(bool(made.faults) for made in results)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +62,12 @@ class HeadRows:
         cols = self.weight.shape[1]
         return (self.count, cols) if self.turned else (cols, self.count)
 
+    def pick_own(self) -> Weight:
+        """Its rows alone, head after head, in the same storage: (heads * count, in)."""
+        heads = torch.arange(self.heads)[:, None] * self.each
+        rows = heads + torch.arange(self.first, self.first + self.count)
+        return self.weight.pick(rows.flatten())
+
     def numbers(self, start: int, stop: int, like: Tensor) -> Tensor:
         """The matrices of some heads as numbers, [stop - start, count, in], where and what `like` is."""
         heads = torch.arange(start, stop, device=like.device)[:, None] * self.each
@@ -94,6 +100,23 @@ def map_heads(x: Tensor, weight: Tensor | HeadRows) -> Tensor:
     ]
     out: Tensor = torch.cat(parts, 1)
     return out
+
+
+@dataclass(frozen=True, slots=True)
+class HeadPacking:
+    """A variant of `map_heads` that lays matrices out once: `pack` at construction, `apply` at every step."""
+
+    pack: Callable[[Tensor | HeadRows], Any]
+    apply: Callable[[Tensor, Any], Tensor]  # (x, packed) -> y
+
+    def __call__(self, x: Tensor, weight: Tensor | HeadRows) -> Tensor:
+        return self.apply(x, self.pack(weight))
+
+
+def bind_heads(bind: Callable[..., Any], weight: Tensor | HeadRows) -> tuple[Callable[..., Tensor], Any]:
+    """(what is bound for `map_heads`, the matrices as it keeps them). bind: `Weights.bind`."""
+    fn = bind(map_heads, **facts_of(weight))
+    return (fn.apply, fn.pack(weight)) if isinstance(fn, HeadPacking) else (fn, weight)
 
 
 @map_heads.inputs

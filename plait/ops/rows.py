@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,6 +35,23 @@ def embed(token_ids: Tensor, table: Weight, scale: float, dtype: torch.dtype) ->
     """Rows of a table in any format, as numbers, times `scale`. token_ids: [T] int64 -> [T, n] in `dtype`."""
     x = table.gather(token_ids, dtype)
     return x if scale == 1.0 else x * torch.full((), scale, dtype=dtype, device=x.device)
+
+
+@dataclass(frozen=True, slots=True)
+class TablePacking:
+    """A variant of `embed` that lays its table out once: `pack` at construction, `apply` at every step."""
+
+    pack: Callable[[Weight], Any]
+    apply: Callable[[Tensor, Any, float, torch.dtype], Tensor]  # (token ids, packed, scale, dtype) -> rows
+
+    def __call__(self, token_ids: Tensor, table: Weight, scale: float, dtype: torch.dtype) -> Tensor:
+        return self.apply(token_ids, self.pack(table), scale, dtype)
+
+
+def bind_table(bind: Callable[..., Any], table: Weight) -> tuple[Callable[..., Tensor], Any]:
+    """(what is bound for `embed`, the table as it keeps it). bind: `Weights.bind`."""
+    fn = bind(embed, kind=table.format)
+    return (fn.apply, fn.pack(table)) if isinstance(fn, TablePacking) else (fn, table)
 
 
 @embed.inputs

@@ -58,6 +58,22 @@ def _five(blocks: Tensor, at: int) -> Tensor:
     return _four(blocks, at + 4) | (bits(blocks[:, at : at + 4]) << 4)
 
 
+def _take_q4_0(blocks: Tensor) -> CodeParts:
+    return CodeParts(_four(blocks, 2), _halves(blocks, 0))
+
+
+def _take_q4_1(blocks: Tensor) -> CodeParts:
+    return CodeParts(_four(blocks, 4), _words(blocks, 0))
+
+
+def _take_q5_0(blocks: Tensor) -> CodeParts:
+    return CodeParts(_five(blocks, 2), _halves(blocks, 0))
+
+
+def _take_q5_1(blocks: Tensor) -> CodeParts:
+    return CodeParts(_five(blocks, 4), _words(blocks, 0))
+
+
 def _q2_k(blocks: Tensor) -> CodeParts:
     codes = fields(blocks[:, 16:80].reshape(-1, 2, 32), 2).flatten(1)
     return CodeParts(codes, _words(blocks, 80), blocks[:, :16])
@@ -127,10 +143,10 @@ def _with_levels(parts: Callable[[Tensor], BlockParts], blocks: Tensor) -> CodeP
 
 
 _SIMPLE: dict[str, tuple[PlaneLayout, Take]] = {
-    "Q4_0": (PlaneLayout(4, 0, "integer", 8, "plain", 32, 32), lambda b: CodeParts(_four(b, 2), _halves(b, 0))),
-    "Q4_1": (PlaneLayout(4, 0, "integer", 0, "pairs", 32, 32), lambda b: CodeParts(_four(b, 4), _words(b, 0))),
-    "Q5_0": (PlaneLayout(4, 1, "integer", 16, "plain", 32, 32), lambda b: CodeParts(_five(b, 2), _halves(b, 0))),
-    "Q5_1": (PlaneLayout(4, 1, "integer", 0, "pairs", 32, 32), lambda b: CodeParts(_five(b, 4), _words(b, 0))),
+    "Q4_0": (PlaneLayout(4, 0, "integer", 8, "plain", 32, 32), _take_q4_0),
+    "Q4_1": (PlaneLayout(4, 0, "integer", 0, "pairs", 32, 32), _take_q4_1),
+    "Q5_0": (PlaneLayout(4, 1, "integer", 16, "plain", 32, 32), _take_q5_0),
+    "Q5_1": (PlaneLayout(4, 1, "integer", 0, "pairs", 32, 32), _take_q5_1),
     "Q8_0": (PlaneLayout(8, 0, "byte", 0, "plain", 32, 32), lambda b: CodeParts(b[:, 2:], _halves(b, 0))),
     "Q8_1": (PlaneLayout(8, 0, "byte", 0, "plain", 32, 32), lambda b: CodeParts(b[:, 4:], _halves(b, 0))),
     "Q8_K": (PlaneLayout(8, 0, "byte", 0, "plain", 256, 256), _q8_k),
@@ -139,7 +155,7 @@ _SIMPLE: dict[str, tuple[PlaneLayout, Take]] = {
     "Q4_K": (PlaneLayout(4, 0, "integer", 0, "mins", 32, 256), _q4_k),
     "Q5_K": (PlaneLayout(4, 1, "integer", 0, "mins", 32, 256), _q5_k),
     "Q6_K": (PlaneLayout(4, 2, "integer", 32, "levels", 16, 256), _q6_k),
-    "IQ4_NL": (PlaneLayout(4, 0, "table", 0, "plain", 32, 32), lambda b: CodeParts(_four(b, 2), _halves(b, 0))),
+    "IQ4_NL": (PlaneLayout(4, 0, "table", 0, "plain", 32, 32), _take_q4_0),
     "IQ4_XS": (PlaneLayout(4, 0, "table", 0, "levels", 32, 256), _iq4_xs),
     "NVFP4": (PlaneLayout(4, 0, "e2m1 doubled", 0, "e4m3", 16, 64), _nvfp4),
 }  # fmt: skip
@@ -154,7 +170,7 @@ _INTEGERS = {2: (2, 0), 3: (2, 1), 4: (4, 0), 5: (4, 1), 6: (4, 2), 7: (8, 0), 8
 
 
 def pack_planes(weight: Weight) -> Planes | None:
-    """The weight in planes, on its device; None for a storage that has none (plain numbers, groups under 16)."""
+    """The weight in planes, on its device; None for plain numbers and for groups under 16."""
     match weight:
         case Gguf():
             return _pack_gguf(weight)

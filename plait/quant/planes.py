@@ -1,4 +1,4 @@
-"""Weights laid out for matrix units: planes of small codes, and scales of groups beside them.
+"""Weights laid out for matrix units: planes of small codes, and scales of groups with them.
 
 Kernels of GPUs load 16 bytes at a time and cannot do so from block structs of 18, 34 or 210 bytes. So every
 storage is laid out once, when a model is loaded. A plane holds the same bits of all codes:
@@ -8,13 +8,13 @@ storage is laid out once, when a model is loaded. A plane holds the same bits of
         lane e of unit u            64 u + 48 + e    64 u + 32 + e    64 u + 16 + e    64 u + e
 
 A tile of any number of rows is one range of memory, 32 bytes of each row. One field of 16 lanes is what a
-matrix instruction multiplies by 16 neighbours of x, so nothing is shuffled. Codes of 5 bits are a plane of 4 and
-one of 1, those of 6 are 4 and 2, those of 3 are 2 and 1. A number is
+matrix instruction multiplies by 16 neighbours of x, so nothing is shuffled. Codes of 5 bits are a plane of 4
+and one of 1, those of 6 are 4 and 2, those of 3 are 2 and 1. A number is
 
     value(code) * scale + offset            scale, offset: float32, of a group of columns
 
-and nothing is rounded on the way: scales that are products stay factors (`SCALES`), so that decoding gives the
-bits of `Weight.dequantize`.
+and nothing is rounded on the way: scales that are products stay factors (`SCALES`), so that decoding gives
+the bits of `Weight.dequantize`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SCALES = {
     "pairs": "scale and offset: the low and the high float16 of scales, int32",
     "levels": "scale = scales * levels; levels: int8",
     "e4m3": "scale = scales * levels; levels: bytes of E4M3",
-    "mins": "as pairs; the scale times the low byte of levels, int16, and minus the offset times its high byte",
+    "mins": "as pairs; times the low byte of levels, int16, and minus the offset times the high one",
     "nibbles": "as mins; levels: uint8, of nibbles",
 }
 
@@ -99,7 +99,8 @@ class Planes:
     def rows(self, start: int, stop: int) -> Planes:
         """Rows start..stop, views; `tall` divides both, or stop is the last."""
         tall = self.layout.tall
-        assert start % tall == 0 and (stop % tall == 0 or stop == self.shape[0])
+        assert start % tall == 0
+        assert stop % tall == 0 or stop == self.shape[0]
         return replace(
             self,
             shape=(stop - start, self.shape[1]),

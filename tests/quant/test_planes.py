@@ -35,7 +35,7 @@ STORAGES = {
 }
 
 
-@pytest.mark.parametrize("kind", (*KINDS, *STORED, *FLOATS, *MORE))
+@pytest.mark.parametrize("kind", [*KINDS, *STORED, *FLOATS, *MORE])
 def test_planes_decode_to_the_bits_of_the_storage(kind: str) -> None:
     weight = random_weight(kind, 37, 512)
     planes = pack_planes(weight)
@@ -92,7 +92,7 @@ def test_a_code_that_is_no_number_spoils_its_sums() -> None:
     assert not bool(wrong[:16].any() or wrong[32:].any() or wrong[:, :32].any() or wrong[:, 64:].any())
 
 
-@pytest.mark.parametrize("bits", (1, 2, 4, 8))
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
 def test_field_f_of_lane_e_is_column_16_f_plus_e(bits: int) -> None:
     unit = 256 // bits
     codes = torch.randint(0, 1 << bits, (3, 2 * unit), dtype=torch.uint8)

@@ -1,10 +1,10 @@
 """Device functions that decode planes: codes to numbers in the dtype of x, scales to float32.
 
 Two 16-bit lanes of a plane are one register. Assembly decodes them together: a code under the bits of 128
-(bfloat16) or 1024 (float16) is that number plus the code, and who sums them takes it away from the sum (`base_of`).
-Eight-bit and four-bit floats are moved to where the wider float has its exponent, and multiplied by what the
-biases differ by. All of this is exact. `make_assembly` writes it for a layout and a dtype. The interpreter has no
-assembly: without it, the same numbers are computed in Triton's own words.
+(bfloat16) or 1024 (float16) is that number plus the code, and who sums them takes it away from the sum
+(`base_of`). Eight-bit and four-bit floats are moved to where the wider float has its exponent, and multiplied
+by what the biases differ by. All of this is exact. `make_assembly` writes it for a layout and a dtype. The
+interpreter has no assembly: without it, the same numbers are computed in Triton's own words.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _place(register: str, shift: int, source: str) -> list[str]:
 
 
 def _integer(layout: PlaneLayout, is_half: bool, at: int, low: str, high: str, out: str) -> list[str]:
-    """A code of up to 6 bits plus `base_of`. Field `at` of the unit is in `low`, and in `high` if there is one."""
+    """A code of up to 6 bits plus `base_of`. Field `at` of a unit is in `low`, its top bits in `high`."""
     last = f"{(0x6400 if is_half else 0x4300) * PAIRS:#x}"
     lines = []
     if layout.high:
@@ -114,9 +114,9 @@ def load_unit(codes, high, codes_unit, BITS: tl.constexpr, HIGH: tl.constexpr):
     if PARTS == 1:
         words = (tl.load(codes),)
     elif PARTS == 2:
-        words = (tl.load(codes), tl.load(codes + codes_unit))
+        words = (tl.load(codes), tl.load(codes + codes_unit))  # type: ignore[assignment]
     else:
-        words = (
+        words = (  # type: ignore[assignment]
             tl.load(codes),
             tl.load(codes + codes_unit),
             tl.load(codes + 2 * codes_unit),
@@ -201,7 +201,7 @@ def _half_of(word, SHIFT: tl.constexpr):
 
 @triton.jit
 def scale_of(first, level, SCALES: tl.constexpr):
-    """(scale, offset) of entries of scales and levels, float32. The offset is the number 0 where there is none."""
+    """(scale, offset) of entries of scales and levels, float32. Without an offset it is the number 0."""
     scale, offset = first, 0.0
     if SCALES == "plain":
         scale = first.to(tl.float32)

@@ -1,8 +1,8 @@
 """Linear layers of 1 to 16 rows in one launch: weights in planes, or plain, by tensor cores.
 
-A program has BN outputs and a share of the inputs. Shares are there where outputs alone do not fill a device; the
-program of a tile that is done last adds all of them, in a fixed tree, and finishes: bias, activation of gate and
-up, rounding. A counter for each tile says who is last, and goes back to 0.
+A program has BN outputs and a share of the inputs. Shares are there where outputs alone do not fill a device;
+the program of a tile that is done last adds all of them, in a fixed tree, and finishes: bias, activation of
+gate and up, rounding. A counter for each tile says who is last, and goes back to 0.
 
 All of 1 to 16 rows have the same bits as any of them alone: the number of rows changes neither the tiles of a
 weight nor the order of sums. Rows of x are the small side of the product, padded to 8 or 16.
@@ -57,7 +57,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2", "sigmoid", 
 
 @triton.jit
 def _rows_of(tile, n, ACT: tl.constexpr, BN: tl.constexpr):
-    """Row numbers of a tile, [BN], and which are there. Of gate and up: BN / 2 of each, those of gate first."""
+    """Row numbers of a tile, [BN], and which are there. Of gate and up: BN / 2 of each, gate first."""
     if ACT == "":
         rows = tile * BN + tl.arange(0, BN)
         there = rows < n
@@ -129,7 +129,7 @@ def few_planes(
     CODE: tl.constexpr, EVEN: tl.constexpr, SHARES: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr,
     UNITS: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """x: [m, n_in] times planes (see `Planes`) -> out: [m, n], or [m, n / 2] of gate and up with an activation."""
+    """x: [m, n_in] times planes -> out: [m, n], or [m, n / 2] of gate and up with an activation."""
     tile, share, tokens = tl.program_id(0), tl.program_id(1), tl.arange(0, BM)
     rows, there = _rows_of(tile, n, ACT, BN)
     tokens_there = tokens < m

@@ -15,7 +15,9 @@ class KernelForm:
 
     types: of arguments that are no constants. "bf16*" is a pointer that 16 divides, "i32!" an integer that 16
     divides, "i32" any integer; an argument without an entry is an "i32". `demands`: instructions that the
-    machine code must have, each a tuple of which one is enough. `max_registers`: of a thread.
+    machine code must have, each a tuple of which one is enough. `max_registers`: of a thread. weights:
+    numbers of a weight matrix that a program multiplies in one pass of its longest loop, 0 for other kernels;
+    `max_per_weight`: instructions of one lane for each of them.
     """
 
     name: str
@@ -28,3 +30,5 @@ class KernelForm:
     demands: tuple[tuple[str, ...], ...] = ()
     max_registers: int = 255
     options: Mapping[str, Any] = field(default_factory=dict)
+    weights: int = 0
+    max_per_weight: float = 0.0

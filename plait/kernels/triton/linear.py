@@ -5,24 +5,25 @@
     17 .. 512     one launch, tiles decoded on the way (`many_rows`)    torch's product
     more          decoded to scratch memory, torch's product            torch's product
 
-Within a line a row's bits depend on no other row; from one line to the next they differ. Of act-order GPTQ, x is
-put in the order of the columns first, one launch more. A storage without planes is decoded at each use.
+Within a line a row's bits depend on no other row; from one line to the next they differ. Of act-order GPTQ, x
+is put in the order of the columns first, one launch more. A storage without planes is decoded at each use.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
 from plait.kernels.triton import few_rows, many_rows
 from plait.kernels.triton.decode_planes import base_of, make_assembly
+from plait.kernels.triton.forms import KernelForm
 from plait.ops.glu import glu
 from plait.ops.launch import launch
 from plait.ops.linear import Activations, Linear, Packing, linear
@@ -42,6 +43,12 @@ def plane_constants(layout: PlaneLayout, dtype: torch.dtype, *, has_assembly: bo
         "APPLY": gcd(layout.group, layout.unit), "BASE": base_of(layout, dtype),
         "CODE": make_assembly(layout, dtype) if has_assembly else "",
     }  # fmt: skip
+
+
+def decode_constants(layout: PlaneLayout) -> dict[str, Any]:
+    """What a layout is to kernels that decode it to float32."""
+    shared = plane_constants(layout, torch.float32, has_assembly=False)
+    return {name: value for name, value in shared.items() if name not in ("APPLY", "BASE", "CODE")}
 
 
 def plane_tensors(planes: Planes) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -75,10 +82,10 @@ class PlanesTiling:
     def units(self) -> int:
         return self.layout.padded(self.n_in) // self.layout.unit
 
-    @property
-    def few_rows(self) -> int:
-        """Outputs of a program of `few_planes`: long units need more registers for each."""
-        return few_rows.BN if self.layout.unit <= 64 else few_rows.BN // 2
+    def few_outputs(self, rows: int) -> int:
+        """Outputs of a program of `few_planes`: the units of two planes are long, and want registers."""
+        is_three_bits = self.layout.high and self.layout.bits == 2
+        return few_rows.BN // (4 if is_three_bits and rows > 8 else 2 if self.layout.high else 1)
 
     @property
     def few_steps(self) -> int:
@@ -99,10 +106,11 @@ class PlanesTiling:
 
     def few_constants(self, rows: int, act: str) -> dict[str, Any]:
         return {
-            "EVEN": self.is_even(few_rows.UNITS), "ACT": act, "UNITS": few_rows.UNITS, "BN": self.few_rows,
-            "SHARES": few_rows.shares_of(self.n_out, self.few_steps, self.few_rows),
+            "EVEN": self.is_even(few_rows.UNITS), "ACT": act, "UNITS": few_rows.UNITS,
+            "BN": self.few_outputs(rows),
+            "SHARES": few_rows.shares_of(self.n_out, self.few_steps, self.few_outputs(1)),
             "BM": 8 if rows <= 8 else 16, "num_warps": few_rows.UNITS,
-            "num_stages": 3 if self.layout.unit <= 64 else 2,
+            "num_stages": 3 if self.layout.unit <= 64 or (self.layout.unit == 256 and rows <= 8) else 2,
         }  # fmt: skip
 
     def many_constants(self, rows: int) -> dict[str, Any]:
@@ -131,7 +139,7 @@ class PackedPlanes:
 
 @dataclass(frozen=True, eq=False)
 class PackedNumbers:
-    """A weight of plain numbers as `linear` keeps it: weight [out, in] in the dtype of x; counters as above."""
+    """A weight of plain numbers as `linear` keeps it: [out, in] in the dtype of x; counters as above."""
 
     weight: Tensor
     counters: Tensor
@@ -150,7 +158,7 @@ def pack(weight: Weight, dtype: torch.dtype) -> PackedPlanes | PackedNumbers | W
     planes = pack_planes(weight)
     if planes is None:
         return weight
-    tiles = max(-(-n_out // (few_rows.BN // 2)), many_rows.SPLIT // many_rows.BM * -(-n_out // many_rows.BN))
+    tiles = max(-(-n_out // (few_rows.BN // 4)), many_rows.SPLIT // many_rows.BM * -(-n_out // many_rows.BN))
     return PackedPlanes(planes, _make_counters(tiles, planes.codes.device))
 
 
@@ -168,7 +176,7 @@ def multiply(
     activations: Activations = "float32",
     out: Tensor | None = None,
 ) -> Tensor:
-    """`linear` over what `pack` made. out: [..., out], of which the rows may lie apart, or None for a new one."""
+    """`linear` over what `pack` made. out: [..., out], rows may lie apart; None for a new one."""
     if activations != "float32":
         raise ShapeMismatch(f"products on a GPU do not round activations, got {activations!r}")
     n_out, n_in = shape_of(packed)
@@ -252,7 +260,8 @@ def multiply_few(
     if isinstance(packed, PackedPlanes):
         planes = packed.planes
         launch(
-            few_rows.few_planes, (tiles, shares), x, *plane_tensors(planes), *rest, packed.tiling.units, steps,
+            few_rows.few_planes, (tiles, shares), x, *plane_tensors(planes), *rest, packed.tiling.units,
+            steps,
             x.stride(0), out.stride(0), *plane_strides(planes), BIAS=bias is not None, **constants,
             **plane_constants(planes.layout, x.dtype, has_assembly=x.is_cuda),
         )  # fmt: skip
@@ -282,8 +291,8 @@ def _multiply_many(x: Tensor, packed: PackedPlanes, bias: Tensor | None, out: Te
     launch(
         many_rows.many_planes, (blocks, tiles, shares), x, *plane_tensors(planes),
         out if bias is None else bias, out, parts, packed.counters, m, *planes.shape, tiling.units,
-        tiling.many_steps, x.stride(0), out.stride(0), *plane_strides(planes), BIAS=bias is not None, **constants,
-        **plane_constants(planes.layout, x.dtype, has_assembly=x.is_cuda),
+        tiling.many_steps, x.stride(0), out.stride(0), *plane_strides(planes), BIAS=bias is not None,
+        **constants, **plane_constants(planes.layout, x.dtype, has_assembly=x.is_cuda),
     )  # fmt: skip
 
 
@@ -292,11 +301,10 @@ def write_scratch(planes: Planes, dtype: torch.dtype) -> Tensor:
     n_out, n_in = planes.shape
     out = torch.empty(n_out, n_in, dtype=dtype, device=planes.codes.device)
     units = planes.layout.padded(n_in) // planes.layout.unit
-    constants = plane_constants(planes.layout, dtype, has_assembly=False)
-    kept = {name: constants[name] for name in constants if name not in ("APPLY", "BASE", "CODE")}
     launch(
         many_rows.write_numbers, (-(-n_out // many_rows.ROWS), units), *plane_tensors(planes), out,
-        n_out, n_in, units, out.stride(0), *plane_strides(planes), BN=many_rows.ROWS, **kept,
+        n_out, n_in, units, out.stride(0), *plane_strides(planes), BN=many_rows.ROWS,
+        **decode_constants(planes.layout),
     )  # fmt: skip
     return out
 
@@ -324,9 +332,100 @@ def join_gate(x: Tensor, up: Linear, kind: str, activate: Any) -> Tensor:
     """`glu`: up to 16 rows in one launch where gate and up are one weight; else one op after the other."""
     packed, bias, _ = up.only_part or (None, None, "float32")
     rows = x.reshape(-1, x.shape[-1])
-    is_one = isinstance(packed, PackedPlanes | PackedNumbers) and kind in few_rows.ACTIVATIONS
-    if not is_one or not 0 < len(rows) <= few_rows.MOST:
-        return activate(up(x), kind, True)  # type: ignore[no-any-return]
-    out = _make_result(x, up.n_out // 2)
-    multiply_few(rows, packed, bias, kind, flat_rows(out, up.n_out // 2))
+    is_known = kind in few_rows.ACTIVATIONS and 0 < len(rows) <= few_rows.MOST
+    if is_known and isinstance(packed, PackedPlanes | PackedNumbers):
+        out = _make_result(x, up.n_out // 2)
+        multiply_few(rows, packed, bias, kind, flat_rows(out, up.n_out // 2))
+    else:
+        out = activate(up(x), kind, True)
     return out
+
+
+POINTERS = {
+    "x": "bf16*", "codes": "i16*", "high": "i16*", "table": "fp32*", "bias": "bf16*", "out": "bf16*",
+    "parts": "fp32*", "counters": "i32*", "weight": "bf16*", "n": "i32!", "n_in": "i32!", "x_row": "i32!",
+    "out_row": "i32!", "weight_row": "i32!", "codes_unit": "i32!", "high_unit": "i32!", "scales_row": "i32!",
+    "levels_row": "i32!",
+}  # fmt: skip
+LEVEL_POINTERS = {"mins": "i16*", "nibbles": "u8*", "e4m3": "u8*"}
+SHAPE = (4096, 4096)
+# (layout, type of scales, most instructions for each weight of up to 8 and up to 16 rows)
+LAYOUTS: dict[str, tuple[PlaneLayout, str, tuple[float, float]]] = {
+    "Q4_0": (PlaneLayout(4, 0, "integer", 8, "plain", 32, 32), "fp16*", (3.0, 3.6)),
+    "Q4_1": (PlaneLayout(4, 0, "integer", 0, "pairs", 32, 32), "i32*", (3.2, 3.8)),
+    "Q4_K": (PlaneLayout(4, 0, "integer", 0, "mins", 32, 256), "i32*", (3.5, 4.2)),
+    "int4 g128 zeros": (PlaneLayout(4, 0, "integer", 8, "zeros", 128, 128), "fp16*", (2.6, 3.2)),
+    "MXFP4": (PlaneLayout(4, 0, "e2m1", 0, "plain", 32, 32), "bf16*", (3.8, 4.4)),
+    "NVFP4": (PlaneLayout(4, 0, "e2m1", 0, "e4m3", 16), "fp32*", (6.0, 7.0)),
+    "IQ4_XS": (PlaneLayout(4, 0, "table", 0, "levels", 32, 256), "fp16*", (9.0, 9.5)),
+    "Q2_K": (PlaneLayout(2, 0, "integer", 0, "nibbles", 16, 256), "i32*", (6.5, 7.5)),
+    "Q3_K": (PlaneLayout(2, 1, "integer", 4, "levels", 16, 256), "fp16*", (6.0, 7.5)),
+    "Q5_K": (PlaneLayout(4, 1, "integer", 0, "mins", 32, 256), "i32*", (5.0, 6.0)),
+    "Q6_K": (PlaneLayout(4, 2, "integer", 32, "levels", 16, 256), "fp16*", (6.0, 7.5)),
+    "Q8_0": (PlaneLayout(8, 0, "byte", 0, "plain", 32, 32), "fp16*", (4.0, 4.5)),
+    "FP8 b128": (PlaneLayout(8, 0, "e4m3", 0, "plain", 128, 128, 128), "fp32*", (4.5, 5.0)),
+}  # fmt: skip
+MANY = ("Q4_0", "Q4_K", "Q6_K", "Q8_0", "IQ4_XS")
+WIDE_LOADS = (("LDG.128", "LDGSTS.128"), ("HMMA", "HGMMA"))
+
+
+def forms() -> Iterator[KernelForm]:
+    """Every layout with up to 8 and 16 rows, at 4,096 inputs and outputs; some with more; plain numbers."""
+    for name, (layout, scales, most) in LAYOUTS.items():
+        tiling, types = PlanesTiling(layout, *SHAPE), POINTERS | scale_types(layout, scales)
+        shared = plane_constants(layout, torch.bfloat16, has_assembly=True) | {"BIAS": True}
+        for rows, limit in zip((8, 16), most, strict=True):
+            yield _few_form(f"few rows, {name}, {rows}", tiling, types, rows, "", limit)
+        if name in MANY:
+            constants = tiling.many_constants(128)
+            options = {key: constants.pop(key) for key in ("num_warps", "num_stages")}
+            yield KernelForm(
+                f"many rows, {name}",
+                many_rows.many_planes,
+                types,
+                shared | constants,
+                **options,
+                demands=WIDE_LOADS,
+            )
+            yield KernelForm(
+                f"write numbers, {name}", many_rows.write_numbers, types,
+                decode_constants(layout) | {"BN": many_rows.ROWS},
+                demands=(("LDG.128",),),
+            )  # fmt: skip
+    layout, scales, most = LAYOUTS["Q4_K"]
+    types = POINTERS | scale_types(layout, scales)
+    yield _few_form(
+        "few rows, Q4_K, gate and up", PlanesTiling(layout, 28672, 4096), types, 8, "silu", most[0]
+    )
+    layout, scales, most = LAYOUTS["Q4_0"]
+    types = POINTERS | scale_types(layout, scales)
+    yield _few_form("few rows, Q4_0, 576 inputs", PlanesTiling(layout, 576, 576), types, 8, "", 4.5)
+    for (n_out, n_in), rows, act in (
+        (SHAPE, 8, ""),
+        (SHAPE, 16, ""),
+        ((28672, 4096), 8, "silu"),
+        ((576, 576), 8, ""),
+    ):
+        constants = dense_constants(n_out, n_in, rows, act)
+        options = {key: constants.pop(key) for key in ("num_warps", "num_stages")}
+        each = constants["BN"] * constants["UNITS"] * constants["UNIT"]
+        yield KernelForm(
+            f"few rows, plain, {n_out} x {n_in}, {rows}", few_rows.few_dense, POINTERS,
+            constants | {"BIAS": True}, **options, demands=WIDE_LOADS, weights=each, max_per_weight=2.0,
+        )  # fmt: skip
+
+
+def scale_types(layout: PlaneLayout, scales: str) -> dict[str, str]:
+    return {"scales": scales, "levels": LEVEL_POINTERS.get(layout.scales, "i8*")}
+
+
+def _few_form(
+    name: str, tiling: PlanesTiling, types: dict[str, str], rows: int, act: str, limit: float
+) -> KernelForm:
+    constants = tiling.few_constants(rows, act)
+    options = {key: constants.pop(key) for key in ("num_warps", "num_stages")}
+    shared = plane_constants(tiling.layout, torch.bfloat16, has_assembly=True) | {"BIAS": True}
+    return KernelForm(
+        name, few_rows.few_planes, types, shared | constants, **options, demands=WIDE_LOADS,
+        weights=constants["BN"] * constants["UNITS"] * tiling.layout.unit, max_per_weight=limit,
+    )  # fmt: skip

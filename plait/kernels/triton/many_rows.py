@@ -1,9 +1,9 @@
 """Linear layers over planes for more than 16 rows: by tiles that are decoded on the way, or decoded once.
 
-Up to `MOST` rows a program decodes a tile of the weight to the dtype of x, rounded once as `Weight.dequantize`
-does, and multiplies it by 64 rows. Inputs are cut into shares at fixed places, which are added in order: by the
-program that is done last where few rows leave a device idle, by one program for all where there are many. Both
-give the same bits, so a row's result depends on no other row of 17 to `MOST`.
+Up to `MOST` rows a program decodes a tile of the weight to the dtype of x, rounded once as
+`Weight.dequantize` does, and multiplies it by 64 rows. Inputs are cut into shares at fixed places, which are
+added in order: by the program that is done last where few rows leave a device idle, by one program for all
+where there are many. Both give the same bits, so a row's result depends on no other row of 17 to `MOST`.
 
 With more rows decoding is paid once: a kernel writes the numbers of some outputs to scratch memory, and torch
 multiplies them.
@@ -98,7 +98,7 @@ def many_planes(
     CODE: tl.constexpr, EVEN: tl.constexpr, SHARES: tl.constexpr, IS_SPLIT: tl.constexpr, BIAS: tl.constexpr,
     UNITS: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """x: [m, n_in] times planes -> out: [m, n]. Grid: tiles of rows of x, tiles of outputs, shares if split."""
+    """x: [m, n_in] times planes -> out: [m, n]. Grid: tiles of rows of x, of outputs, shares."""
     block, tile, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     tokens, rows = block * BM + tl.arange(0, BM), tile * BN + tl.arange(0, BN)
     tokens_there, there = tokens < m, rows < n
@@ -112,8 +112,8 @@ def many_planes(
     if IS_SPLIT and SHARES > 1:
         total = _multiply_share(
             x_at, tokens_there, codes, high, scales, levels, table, safe, steps * share // SHARES,
-            steps * (share + 1) // SHARES, units, n_in, codes_unit, high_unit, scales_row, levels_row, BITS, HIGH,
-            VALUE, ZERO, SCALES, GROUP, BLOCK, TALL, APPLY, BASE, CODE, EVEN, UNITS, BN, BM,
+            steps * (share + 1) // SHARES, units, n_in, codes_unit, high_unit, scales_row, levels_row, BITS,
+            HIGH, VALUE, ZERO, SCALES, GROUP, BLOCK, TALL, APPLY, BASE, CODE, EVEN, UNITS, BN, BM,
         )  # fmt: skip
         cell = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
         number = block * tl.num_programs(1) + tile
@@ -131,8 +131,8 @@ def many_planes(
         for i in range(SHARES):
             total += _multiply_share(
                 x_at, tokens_there, codes, high, scales, levels, table, safe, steps * i // SHARES,
-                steps * (i + 1) // SHARES, units, n_in, codes_unit, high_unit, scales_row, levels_row, BITS, HIGH,
-                VALUE, ZERO, SCALES, GROUP, BLOCK, TALL, APPLY, BASE, CODE, EVEN, UNITS, BN, BM,
+                steps * (i + 1) // SHARES, units, n_in, codes_unit, high_unit, scales_row, levels_row, BITS,
+                HIGH, VALUE, ZERO, SCALES, GROUP, BLOCK, TALL, APPLY, BASE, CODE, EVEN, UNITS, BN, BM,
             )  # fmt: skip
         tl.store(place, (total + added[:, None]).to(out.dtype.element_ty), mask=shown)
 

@@ -1,9 +1,9 @@
-"""Products of few rows with weights in planes: the loop that every kernel over quantized weights has in common.
+"""Products of few rows with weights in planes: the loop that kernels over quantized weights have in common.
 
-Each warp takes a unit of columns of its own, the same rows as the others, in matrix instructions of 16 rows x 16
-columns by 8 rows of x. Codes are multiplied as they are, and sums of a group by its scale, in float32: neither
-scales nor numbers are rounded. An offset is multiplied by the sum of x over the group, which a product with ones
-gives where it is needed. Units of a step are added at the end, in a fixed tree.
+Each warp takes a unit of columns of its own, the same rows as the others, in matrix instructions of 16 rows x
+16 columns by 8 rows of x. Codes are multiplied as they are, and sums of a group by its scale, in float32:
+neither scales nor numbers are rounded. An offset is multiplied by the sum of x over the group, which a
+product with ones gives where it is needed. Units of a step are added at the end, in a fixed tree.
 
     step s, UNITS warps        unit s UNITS + w of warp w
     [UNITS, BN, 16] codes  x  [UNITS, 16, BM] of x  ->  [UNITS, BN, BM] sums of a group, times [UNITS, BN, 1]
@@ -21,7 +21,7 @@ from plait.kernels.triton.decode_planes import decode_field, decode_unit, load_u
 
 @triton.jit
 def add_units(total, UNITS: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr):
-    """[UNITS, BN, BM] -> [BN, BM]: halves are added to each other until one is left. UNITS: a power of two."""
+    """[UNITS, BN, BM] -> [BN, BM]: halves are added to each other until one is left, a power of two."""
     if UNITS > 1:
         halves = tl.permute(tl.reshape(total, [2, UNITS // 2, BN, BM]), (1, 2, 3, 0))
         low, high = tl.split(halves)
@@ -33,7 +33,7 @@ def add_units(total, UNITS: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr):
 
 @triton.jit
 def entry_at(step, own, column: tl.constexpr, SIZE: tl.constexpr, UNIT: tl.constexpr, UNITS: tl.constexpr):
-    """(of a step, of its units): which entry of scales of SIZE columns a column of each unit has, in two parts.
+    """Which entry of scales, of SIZE columns each, a column of each unit has: (of the step, of the unit).
 
     A part of the step alone is a scalar, which costs no instruction of a thread.
     """
@@ -58,8 +58,8 @@ def multiply_planes(
     """Rows of a weight times rows of x, over steps begin .. end of UNITS units -> [BN, BM] float32.
 
     x: pointers to the first number of BM rows of x, and which of them are there; rows: [BN] row numbers;
-    units: of the whole weight; APPLY: columns that share a scale, at most a unit. EVEN: `units` are whole steps,
-    and n_in are whole units.
+    units: of the whole weight; APPLY: columns that share a scale, at most a unit. EVEN: `units` are whole
+    steps, and n_in are whole units.
     """
     UNIT: tl.constexpr = 256 // (HIGH if HIGH else BITS)
     PARTS: tl.constexpr = BITS // HIGH if HIGH else 1

@@ -14,7 +14,7 @@ from plait.ops import norm
 from plait.ops.activation import combine, rescale
 from plait.ops.linear import Linear
 from plait.ops.rope import frequencies, rotate
-from plait.ops.rows import embed
+from plait.ops.rows import bind_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +50,13 @@ class Embedding:
     """A table of token vectors, read row by row from the weight's own storage."""
 
     def __init__(self, s: spec.ModelSpec, w: Weights) -> None:
-        self.table = w.weight("weight", (s.vocab_size, s.hidden_size))
+        table = w.weight("weight", (s.vocab_size, s.hidden_size))
         self.scale, self.dtype = s.embed_scale, w.target.dtype
-        self._embed = w.bind(embed, kind=self.table.format)
+        self._embed, self.table = bind_table(w.bind, table)
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """token_ids: [T] -> [T, hidden]."""
-        return self._embed(token_ids, self.table, self.scale, self.dtype)  # type: ignore[no-any-return]
+        return self._embed(token_ids, self.table, self.scale, self.dtype)
 
 
 class LmHead:

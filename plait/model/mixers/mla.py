@@ -16,7 +16,7 @@ from plait.model.layers.layers import Batch, Norm, Rope, describe_rope
 from plait.model.mixers.registry import mixer
 from plait.ops.attention import paged_latent_attention
 from plait.ops.entry import latent_width
-from plait.ops.heads import HeadRows, facts_of, map_heads
+from plait.ops.heads import HeadRows, bind_heads
 from plait.ops.rows import join
 from plait.quant.halves import Halves
 from plait.state.store import StateStore
@@ -41,13 +41,14 @@ class Mla:
         self.q = w.linear("q_b" if s.q_rank else "q", in_size=s.q_rank or hidden, out_sizes=(q_size,))
         self.kv_a = w.linear("kv_a", in_size=hidden, out_sizes=(s.kv_rank + s.rope_dim,))
         self.kv_norm = Norm(s.latent_norm, w.scope("kv_a_norm"), s.kv_rank) if s.latent_norm else None
-        self.k_up, self.v_up = _halves(s, w)
+        (self._map_q, self.k_up), (self._map_out, self.v_up) = (
+            bind_heads(w.bind, up) for up in _halves(s, w)
+        )
         self.o = w.linear("o", in_size=heads * s.v_dim, out_sizes=(hidden,))
         self.rope = Rope(s.rope, w) if s.rope else None
         sizes = {"heads": heads, "kv_rank": s.kv_rank, "rope_dim": s.rope_dim}
         self._attend = w.bind(paged_latent_attention, **sizes)
         self._join = w.bind(join)
-        self._map_q, self._map_out = (w.bind(map_heads, **facts_of(up)) for up in (self.k_up, self.v_up))
         kept = w.target.kv_dtype
         entry = {"latent": (latent_width(s.kv_rank, s.rope_dim, kept),)}
         self.states: dict[str, State] = {self.name: PagedState(entry, dtype=kept)}

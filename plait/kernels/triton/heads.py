@@ -1,0 +1,260 @@
+"""A matrix for each head in one launch: MLA's absorbed products, and gates that are block-diagonal.
+
+    plain numbers        out[t, h] = W[h] x[t, h]        the tiles of `few_dense`, a head for each program
+    stored, rows         the same, W[h] rows of planes   the loop of `multiply_planes`
+    stored, transposed   out[t, h] = W[h]ᵀ x[t, h]       rows of planes are summed over
+
+Up to `MOST` rows of x; a row has the same bits whatever other rows there are. More rows are torch's product,
+over numbers that are decoded some heads at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from plait.kernels.triton.decode_planes import decode_field, load_unit
+from plait.kernels.triton.forms import KernelForm
+from plait.kernels.triton.linear import (
+    LAYOUTS,
+    POINTERS,
+    PlanesTiling,
+    decode_constants,
+    plane_constants,
+    plane_strides,
+    plane_tensors,
+    scale_types,
+    write_scratch,
+)
+from plait.kernels.triton.many_rows import combine_number
+from plait.kernels.triton.multiply_planes import add_units, multiply_planes
+from plait.ops.heads import HeadPacking, HeadRows, map_heads
+from plait.ops.launch import launch
+from plait.quant.plane_parts import pack_planes
+from plait.quant.planes import Planes
+from plait.quant.weight import Dense
+
+MOST = 64  # rows of x
+BN = 32  # outputs of a program
+UNIT = 32  # plain columns of a warp and step
+UNITS = 4  # warps, and units of a step
+BK = 32  # rows of planes that are summed over at a time
+BM = 16  # rows of x of a program that sums over rows
+
+
+@triton.jit
+def heads_dense(
+    x, weight, out, m, n, n_in, steps, x_row, x_head, out_row, out_head,
+    weight_head, weight_row, weight_column,
+    UNIT: tl.constexpr, UNITS: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """x: [m, H, n_in], weight: [H, n, n_in] -> out [m, H, n]. Grid: tiles of outputs, heads, rows of x."""
+    rows, head = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1).to(tl.int64)
+    tokens = tl.program_id(2) * BM + tl.arange(0, BM)
+    there, tokens_there = rows < n, tokens < m
+    column = tl.arange(0, UNITS)[:, None] * UNIT + tl.arange(0, UNIT)[None, :]
+    line = weight + head * weight_head + (tl.where(there, rows, 0) * weight_row)[None, :, None]
+    line_x = x + head * x_head + (tokens.to(tl.int64) * x_row)[None, None, :]
+    total = tl.zeros([UNITS, BN, BM], tl.float32)
+    for step in range(steps):
+        at = step * (UNITS * UNIT) + column
+        inside = at < n_in
+        numbers = tl.load(line + at[:, None, :] * weight_column, mask=inside[:, None, :], other=0.0)
+        given = tl.load(
+            line_x + at[:, :, None], mask=inside[:, :, None] & tokens_there[None, None, :], other=0.0
+        )
+        total = tl.dot(numbers, given, total, input_precision="ieee")
+    place = out + tokens.to(tl.int64)[None, :] * out_row + head * out_head + rows[:, None]
+    found = add_units(total, UNITS, BN, BM).to(out.dtype.element_ty)
+    tl.store(place, found, mask=there[:, None] & tokens_there[None, :])
+
+
+@triton.jit
+def heads_planes(
+    x, codes, high, scales, levels, table, out, m, n, n_in, units, steps, x_row, x_head, out_row, out_head,
+    codes_unit, high_unit, scales_row, levels_row,
+    BITS: tl.constexpr, HIGH: tl.constexpr, VALUE: tl.constexpr, ZERO: tl.constexpr, SCALES: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, TALL: tl.constexpr, APPLY: tl.constexpr, BASE: tl.constexpr,
+    CODE: tl.constexpr, EVEN: tl.constexpr, UNITS: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """The same with planes of [H * n, n_in]."""
+    rows, head = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1)
+    tokens = tl.program_id(2) * BM + tl.arange(0, BM)
+    there, tokens_there = rows < n, tokens < m
+    x_at = x + tokens.to(tl.int64) * x_row + head.to(tl.int64) * x_head
+    total = multiply_planes(
+        x_at, tokens_there, codes, high, scales, levels, table, head * n + tl.where(there, rows, 0), 0, steps,
+        units, n_in, codes_unit, high_unit, scales_row, levels_row, BITS, HIGH, VALUE, ZERO, SCALES, GROUP,
+        BLOCK, TALL, APPLY, BASE, CODE, EVEN, UNITS, BN, BM,
+    )  # fmt: skip
+    place = out + tokens.to(tl.int64)[None, :] * out_row + head.to(tl.int64) * out_head + rows[:, None]
+    tl.store(place, total.to(out.dtype.element_ty), mask=there[:, None] & tokens_there[None, :])
+
+
+@triton.jit
+def heads_transposed(
+    x, codes, high, scales, levels, table, out, m, n, n_in, x_row, x_head, out_row, out_head,
+    codes_unit, high_unit, scales_row, levels_row,
+    BITS: tl.constexpr, HIGH: tl.constexpr, VALUE: tl.constexpr, ZERO: tl.constexpr, SCALES: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, TALL: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """x: [m, H, n], planes of [H * n, n_in] -> out [m, H, n_in]. Grid: units of columns, heads, rows.
+
+    Numbers are rounded to the dtype of x, as `HeadRows.numbers` does.
+    """
+    UNIT_: tl.constexpr = 256 // (HIGH if HIGH else BITS)
+    PARTS: tl.constexpr = BITS // HIGH if HIGH else 1
+    unit, head, lane = tl.program_id(0), tl.program_id(1), tl.arange(0, 16)
+    tokens = tl.program_id(2) * BM + tl.arange(0, BM)
+    tokens_there = tokens < m
+    codes_at, high_at = codes + unit.to(tl.int64) * (PARTS * codes_unit), high + unit.to(tl.int64) * high_unit
+    x_at = x + (tokens.to(tl.int64) * x_row)[:, None] + head.to(tl.int64) * x_head
+    out_at = out + (tokens.to(tl.int64) * out_row)[:, None] + head.to(tl.int64) * out_head
+    for field in tl.static_range(UNIT_ // 16):
+        column = unit * UNIT_ + 16 * field
+        total = tl.zeros([BM, 16], tl.float32)
+        for start in range(0, n, BK):
+            own = start + tl.arange(0, BK)
+            inside = own < n
+            row = head * n + tl.where(inside, own, 0)
+            place = row.to(tl.int64)[:, None] * 16 + lane[None, :]
+            words, more = load_unit(codes_at + place, high_at + place, codes_unit, BITS, HIGH)
+            first = tl.load(scales + (column // BLOCK).to(tl.int64) * scales_row + row // TALL)
+            level = first
+            if SCALES != "plain" and SCALES != "pairs":
+                level = tl.load(levels + (column // GROUP).to(tl.int64) * levels_row + row)
+            number = decode_field(words, more, table, field, tl.float32, BITS, HIGH, VALUE, 0)
+            number = combine_number(number, first, level, ZERO, SCALES).to(x.dtype.element_ty)
+            given = tl.load(x_at + own[None, :], mask=tokens_there[:, None] & inside[None, :], other=0.0)
+            total = tl.dot(given, number, total, input_precision="ieee")
+        shown = tokens_there[:, None] & (column + lane < n_in)[None, :]
+        tl.store(out_at + (column + lane)[None, :], total.to(out.dtype.element_ty), mask=shown)
+
+
+@dataclass(frozen=True, eq=False)
+class HeadPlanes:
+    """Each head's matrix in planes [heads * count, in]. `turned`: it is transposed, from `count` to `in`."""
+
+    planes: Planes
+    heads: int
+    turned: bool
+
+    @property
+    def count(self) -> int:
+        """Rows of a head."""
+        return self.planes.shape[0] // self.heads
+
+    @property
+    def n_out(self) -> int:
+        """Numbers that come out of a head."""
+        return self.planes.shape[1] if self.turned else self.count
+
+    @cached_property
+    def tiling(self) -> PlanesTiling:
+        return PlanesTiling(self.planes.layout, *self.planes.shape)
+
+
+def pack(weight: Tensor | HeadRows) -> Tensor | HeadRows | HeadPlanes:
+    """Rows of a quantized weight in planes; plain numbers, and what has no planes, are kept as they are."""
+    if isinstance(weight, Tensor) or isinstance(weight.weight, Dense):
+        return weight
+    planes = pack_planes(weight.pick_own())
+    if planes is None or planes.order is not None:
+        return weight
+    return HeadPlanes(planes, weight.heads, weight.turned)
+
+
+def multiply_heads(x: Tensor, packed: Tensor | HeadRows | HeadPlanes) -> Tensor:
+    """`map_heads` of what `pack` made."""
+    if isinstance(packed, HeadRows) or not len(x):
+        return map_heads.reference(x, packed)
+    if len(x) > MOST:
+        return _multiply_many(x, packed)
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    if isinstance(packed, Tensor):
+        return _multiply_numbers(x, packed)
+    return _multiply_turned(x, packed) if packed.turned else _multiply_rows(x, packed)
+
+
+def _multiply_many(x: Tensor, packed: Tensor | HeadPlanes) -> Tensor:
+    if isinstance(packed, Tensor):
+        return map_heads.reference(x, packed)
+    numbers = write_scratch(packed.planes, x.dtype).unflatten(0, (packed.heads, -1))
+    found: Tensor = torch.einsum("thn,hnm->thm" if packed.turned else "thn,hmn->thm", x, numbers)
+    return found
+
+
+def _multiply_numbers(x: Tensor, weight: Tensor) -> Tensor:
+    (m, heads, n_in), n = x.shape, weight.shape[1]
+    out, bm = torch.empty(m, heads, n, dtype=x.dtype, device=x.device), 8 if m <= 8 else 16
+    launch(
+        heads_dense, (-(-n // BN), heads, -(-m // bm)), x, weight, out, m, n, n_in,
+        -(-n_in // (UNITS * UNIT)),
+        *x.stride()[:2], *out.stride()[:2], *weight.stride(), UNIT=UNIT, UNITS=UNITS, BN=BN, BM=bm,
+        num_warps=UNITS, num_stages=2,
+    )  # fmt: skip
+    return out
+
+
+def _multiply_rows(x: Tensor, packed: HeadPlanes) -> Tensor:
+    planes, tiling, (m, heads, n_in) = packed.planes, packed.tiling, x.shape
+    out, bm = torch.empty(m, heads, packed.count, dtype=x.dtype, device=x.device), 8 if m <= 8 else 16
+    launch(
+        heads_planes, (-(-packed.count // BN), heads, -(-m // bm)), x, *plane_tensors(planes), out,
+        m, packed.count, n_in, tiling.units, tiling.few_steps, *x.stride()[:2], *out.stride()[:2],
+        *plane_strides(planes), **_row_constants(tiling, m),
+        **plane_constants(planes.layout, x.dtype, has_assembly=x.is_cuda),
+    )  # fmt: skip
+    return out
+
+
+def _row_constants(tiling: PlanesTiling, rows: int) -> dict[str, Any]:
+    return {
+        "EVEN": tiling.is_even(UNITS), "UNITS": UNITS, "BN": BN, "BM": 8 if rows <= 8 else 16,
+        "num_warps": UNITS, "num_stages": 2,
+    }  # fmt: skip
+
+
+def _multiply_turned(x: Tensor, packed: HeadPlanes) -> Tensor:
+    planes, (m, heads, count) = packed.planes, x.shape
+    n_in = planes.shape[1]
+    out = torch.empty(m, heads, n_in, dtype=x.dtype, device=x.device)
+    launch(
+        heads_transposed, (packed.tiling.units, heads, -(-m // BM)), x, *plane_tensors(planes), out,
+        m, count, n_in, *x.stride()[:2], *out.stride()[:2], *plane_strides(planes), BK=BK, BM=BM, num_warps=1,
+        **decode_constants(planes.layout),
+    )  # fmt: skip
+    return out
+
+
+map_heads.variant("triton", on="cuda")(HeadPacking(pack, multiply_heads))
+
+
+def forms() -> Iterator[KernelForm]:
+    """MLA's absorbed products of DeepSeek-V2-Lite and V3, plain and stored, and gates of RecurrentGemma."""
+    types = POINTERS | dict.fromkeys(("x_head", "out_head", "weight_head", "weight_row"), "i32!")
+    dense = {"UNIT": UNIT, "UNITS": UNITS, "BN": BN}
+    for rows in (8, 16):
+        yield KernelForm(
+            f"heads, plain, {rows} rows", heads_dense, types, dense | {"BM": rows, "weight_column": 1}, UNITS,
+            demands=(("LDG.128", "LDGSTS.128"), ("HMMA", "HGMMA")),
+        )  # fmt: skip
+    for name in ("Q4_K", "Q8_0", "FP8 b128"):
+        layout, scales, _ = LAYOUTS[name]
+        shared, of = (
+            plane_constants(layout, torch.bfloat16, has_assembly=True),
+            types | scale_types(layout, scales),
+        )
+        constants = _row_constants(PlanesTiling(layout, 16 * 128, 512), 16)
+        options = {key: constants.pop(key) for key in ("num_warps", "num_stages")}
+        demands = (("LDG.128", "LDGSTS.128"), ("HMMA", "HGMMA"))
+        yield KernelForm(f"heads, {name}", heads_planes, of, shared | constants, **options, demands=demands)
+        turned = decode_constants(layout) | {"BK": BK, "BM": BM}
+        yield KernelForm(f"heads, {name}, transposed", heads_transposed, of, turned, 1, demands=demands)
