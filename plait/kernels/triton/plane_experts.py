@@ -3,7 +3,7 @@
 A program multiplies the weights of one expert by some pairs of a token and that expert. By slots it has one
 pair, and the expert's number is the router's; by groups a tile of sorted pairs (see `grouped_experts`). The
 loop is `multiply_planes`, which gives a row the same bits alone as next to others. So a token's result is the
-same in a decode and in a prompt, and whoever is in the batch: forms differ in speed alone.
+same in a decode and in a prompt, whatever the batch: forms differ in speed alone.
 
     slots     multiply_pairs (up), multiply_pairs (down), add_experts
     groups    sort_pairs, and the same
@@ -141,7 +141,7 @@ def _multiply(
     part, pairs, (kind, gated) = stack.parts[0], index.numel(), activation
     planes: Planes = part.template
     size = stack.n_out // (2 if gated else 1)
-    whole = stacked_fields(part)
+    whole = list_fields(part)
     if planes.order is not None:
         x, k = _order_rows(x, whole["order"], index, k), 1
     y = x.new_empty(pairs, size)
@@ -162,7 +162,7 @@ def _multiply(
     return y
 
 
-def stacked_fields(part: TensorStack) -> dict[str, Tensor]:
+def list_fields(part: TensorStack) -> dict[str, Tensor]:
     """The tensors of planes by their names, each [experts, ...]."""
     names = [name for name in Planes.__slots__ if isinstance(getattr(part.template, name), Tensor)]
     return dict(zip(names, part.tensors, strict=True))

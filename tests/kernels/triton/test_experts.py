@@ -20,6 +20,7 @@ from plait.ops.blocks import random_weight
 from plait.ops.expert_stack import ExpertStack
 from plait.ops.launch import launch
 from plait.quant.weight import Dense, Weight
+from plait.runner.capture import StepCapture
 
 HIDDEN, SIZE, EXPERTS, K = 40, 24, 6, 3
 SILU = ("silu", True)
@@ -114,7 +115,7 @@ def test_tokens_that_all_choose_the_same_experts() -> None:
 
 def test_pairs_are_sorted_by_expert_and_then_by_number() -> None:
     index = torch.randint(0, 5, (1100,))
-    index[index == 2] = 3  # an expert that nobody chose
+    index[index == 2] = 3  # an expert that no pair chose
     starts, order = torch.full((6,), -1, dtype=torch.int32), torch.full((1100,), -1, dtype=torch.int32)
     launch(grouped_experts.sort_pairs, (5,), index, starts, order, 1100, BLOCK=grouped_experts.BLOCK)
     assert torch.equal(order.long(), index.argsort(stable=True))
@@ -153,6 +154,29 @@ def test_a_gate_weighs_the_shared_expert() -> None:
     got = moe.run_experts(x, weight, index, up, down, SILU, shared, gate)
     want = exact(x, weight, index, shared * gate.sigmoid(), up, down)
     assert (got.double() - want).norm() / want.norm() < 1e-6
+
+
+@pytest.mark.parametrize("tokens", [2, 50])
+@pytest.mark.parametrize("kind", ["float32", "Q8_0", "int4_g32+zeros+order"])
+def test_a_step_with_experts_can_be_captured(kind: str, tokens: int) -> None:
+    """Nothing waits, and what a step launches depends on shapes alone."""
+    plain = (
+        [Dense(torch.randn(64, 64)) for _ in range(EXPERTS)],
+        [Dense(torch.randn(64, 32)) for _ in range(EXPERTS)],
+    )
+    up, down = map(stack, plain) if kind == "float32" else planes_layer(kind)
+
+    def stream() -> list[Any]:
+        _, weight, index, _ = pairs(tokens)
+        x = torch.randn(tokens, 64)
+        held = [t for s in (up, down) for part in s.parts for t in part.tensors]
+        with torch.inference_mode(), StepCapture([x, weight, index, *held], is_dry=True) as capture:
+            moe.run_experts(x, weight, index, up, down, SILU, None)
+        return [name for name in capture.launches if name != "fill_"]  # tests fill what is allocated
+
+    first = stream()
+    assert first == stream()
+    assert len(first) == {"float32": (2, 4), "Q8_0": (3, 4), "int4_g32+zeros+order": (5, 6)}[kind][tokens > 2]
 
 
 def test_no_tokens_are_no_launch() -> None:
