@@ -37,7 +37,7 @@ class ExpertStack:
 
     @classmethod
     def from_linears(cls, linears: Sequence[Linear], dtype: torch.dtype, pack: Pack) -> ExpertStack:
-        """From layers whose variant keeps weights as they are stored."""
+        """From layers with weights that their variant keeps as they are stored."""
         stack = cls(len(linears), dtype, pack)
         for e, one in enumerate(linears):
             weights, biases, _ = zip(*one.parts, strict=True)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.ops.activation import activate
+from plait.ops.activation import activate, gate_rows
 from plait.ops.blocks import random_weight
 from plait.ops.expert_stack import ExpertStack, Pack
 from plait.ops.linear import Linear, linear
@@ -60,6 +60,7 @@ EXPERT_CASES: list[dict[str, Any]] = [
     dict(tokens=1, experts=4, top_k=2, hidden=64, size=32, gated=True),
     dict(tokens=19, experts=8, top_k=3, hidden=64, size=96, gated=True),
     dict(tokens=6, experts=4, top_k=1, hidden=32, size=64, gated=False),
+    dict(tokens=3, experts=4, top_k=2, hidden=32, size=16, gated=True, gate=True),
     dict(tokens=13, experts=5, top_k=2, hidden=64, size=40, gated=True, bias=True, kind="swiglu_oai"),
     dict(tokens=70, experts=4, top_k=2, hidden=96, size=48, gated=True, bias=True, kind="gelu"),
     dict(tokens=3, experts=3, top_k=2, hidden=64, size=32, gated=False, kind="relu2"),
@@ -85,20 +86,24 @@ def experts(
     down: Sequence[Linear],
     activation: tuple[str, bool],
     shared: Tensor | None,
+    gate: Tensor | None = None,
 ) -> Tensor:
     """What the chosen experts make of each token, weighed and summed in the order of their numbers.
 
     x: [T, hidden], weight: [T, k] float32, index: [T, k] int64; up and down: one linear layer for each expert
     (up: [gate, up] side by side if gated); activation: (kind, gated); shared: [T, hidden] or None, what the
-    sum starts from -> [T, hidden] in x's dtype. Rows are grouped by expert: an expert is read once.
+    sum starts from, times sigmoid(gate) if there is a gate, [T, 1] -> [T, hidden] in x's dtype. Rows are
+    grouped by expert: an expert is read once.
     """
-    y: Tensor = _each_expert(activate.reference, x, weight, index, up, down, activation, shared)
+    bound = activate.reference, gate_rows.reference
+    y: Tensor = _each_expert(*bound, x, weight, index, up, down, activation, shared, gate)
     return y
 
 
-@experts.replaces(activate, given=(linear,))
+@experts.replaces(activate, gate_rows, given=(linear,))
 def _each_expert(
     activate: Bound,
+    gate_rows: Bound,
     x: Tensor,
     weight: Tensor,
     index: Tensor,
@@ -106,8 +111,12 @@ def _each_expert(
     down: Sequence[Linear],
     activation: tuple[str, bool],
     shared: Tensor | None,
+    gate: Tensor | None = None,
 ) -> Tensor:
-    out = torch.zeros_like(x) if shared is None else shared.clone()
+    if shared is None:
+        out = torch.zeros_like(x)
+    else:
+        out = shared.clone() if gate is None else gate_rows(shared, gate)
     for e in index.unique().tolist():
         token, k = torch.where(index == e)
         h = down[e](activate(up[e](x[token]), *activation))
@@ -133,7 +142,8 @@ def _experts_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) ->
 
     up, down = maps(case["hidden"], case["size"] * (1 + case["gated"])), maps(case["size"], case["hidden"])
     shared = torch.randn_like(x) if case["tokens"] > 1 else None
-    return (x, weight, index, up, down, (case.get("kind", "silu"), case["gated"]), shared), {}
+    gate = torch.randn(len(x), 1, dtype=dtype, device=device) if "gate" in case else None
+    return (x, weight, index, up, down, (case.get("kind", "silu"), case["gated"]), shared, gate), {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +166,7 @@ class StackedExperts:
         down: Sequence[Linear],
         activation: tuple[str, bool],
         shared: Tensor | None,
+        gate: Tensor | None = None,
     ) -> Tensor:
         first, second = (ExpertStack.from_linears(some, x.dtype, self.pack) for some in (up, down))
-        return self.apply(x, weight, index, first, second, activation, shared)
+        return self.apply(x, weight, index, first, second, activation, shared, gate)

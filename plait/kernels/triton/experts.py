@@ -18,13 +18,14 @@ more, `grouped_experts` multiplies tiles of rows, which adds in another order.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from plait.kernels.triton.activations import apply_activation, apply_gated
+from plait.kernels.triton.activations import apply_activation, apply_gated, sigmoid
 from plait.kernels.triton.forms import KernelForm
 from plait.ops.launch import launch
 
@@ -86,6 +87,19 @@ def pick_expert(order, i, KP: tl.constexpr):
 
 
 @triton.jit
+def load_start(
+    shared, gate, token, cols, ok, shared_row, SHARED: tl.constexpr, CLOSED: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
+    """What a token's sum starts from, [BN] float32: shared [T, hidden], times sigmoid(gate [T]) if CLOSED."""
+    total = tl.zeros([BN], tl.float32)
+    if SHARED:
+        total += tl.load(shared + token * shared_row + cols, mask=ok, other=0.0).to(tl.float32)
+        if CLOSED:
+            total *= sigmoid(tl.load(gate + token).to(tl.float32))
+    return total
+
+
+@triton.jit
 def pick_experts(order, i, J: tl.constexpr, KP: tl.constexpr):
     """As `pick_expert`, of J experts from the i-th on: [J] each."""
     j = i + tl.arange(0, J)
@@ -95,22 +109,20 @@ def pick_experts(order, i, J: tl.constexpr, KP: tl.constexpr):
 
 @triton.jit
 def expert_down(
-    h, down, bias, weight, index, shared, out, size, hidden, shared_row,
-    K: tl.constexpr, KP: tl.constexpr, SHARED: tl.constexpr, BIASED: tl.constexpr, PICKED: tl.constexpr,
-    J: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    h, down, bias, weight, index, shared, gate, out, size, hidden, shared_row,
+    K: tl.constexpr, KP: tl.constexpr, SHARED: tl.constexpr, CLOSED: tl.constexpr, BIASED: tl.constexpr,
+    PICKED: tl.constexpr, J: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """h: [T * K, size], down: [experts, hidden, size], weight: [T, K] -> out [T, hidden].
 
-    Grid: (T, hidden / BN). shared: [T, hidden], what the sum starts from. PICKED: as in `expert_up`. J
-    experts are loaded together: one after the other, their loads would wait for each other.
+    Grid: (T, hidden / BN). shared, gate: see `load_start`. PICKED: as in `expert_up`. J experts are loaded
+    together: one after the other, their loads would wait for each other.
     """
     token = tl.program_id(0).to(tl.int64)
     rows, c = tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, BK)
     ok = rows < hidden
     order = order_experts(index, token, K, KP)
-    total = tl.zeros([BN], tl.float32)
-    if SHARED:
-        total += tl.load(shared + token * shared_row + rows, mask=ok, other=0.0).to(tl.float32)
+    total = load_start(shared, gate, token, rows, ok, shared_row, SHARED, CLOSED, BN)
     for i in tl.static_range(0, K, J):
         number, which = pick_experts(order, i, J, KP)
         real = i + tl.arange(0, J) < K
@@ -130,6 +142,29 @@ def expert_down(
             y += tl.load(bias + e[:, None] * hidden + rows[None, :], mask=both, other=0.0).to(tl.float32)
         total += tl.sum(y * tl.load(weight + slot, mask=real, other=0.0)[:, None], 0)
     tl.store(out + token * hidden + rows, total.to(out.dtype.element_ty), mask=ok)
+
+
+@dataclass(frozen=True, slots=True)
+class SumStart:
+    """What sums of experts start from: the shared expert's output [T, hidden] and its gate [T, 1]."""
+
+    shared: Tensor | None
+    gate: Tensor | None
+
+    def rows(self, some: slice) -> SumStart:
+        return SumStart(*(None if t is None else t[some] for t in (self.shared, self.gate)))
+
+    def tensors(self, other: Tensor) -> tuple[Tensor, Tensor]:
+        """(shared, gate) as kernels take them; `other` for what is not there, and not read."""
+        return tuple(other if t is None else t for t in (self.shared, self.gate))  # type: ignore[return-value]
+
+    @property
+    def row(self) -> int:
+        return 0 if self.shared is None else self.shared.stride(0)
+
+    @property
+    def constants(self) -> dict[str, bool]:
+        return {"SHARED": self.shared is not None, "CLOSED": self.gate is not None}
 
 
 def up_tile(n_in: int) -> dict[str, Any]:
@@ -157,7 +192,7 @@ def by_slots(
     up: tuple[Tensor, Tensor | None],
     down: tuple[Tensor, Tensor | None],
     activation: tuple[str, bool],
-    shared: Tensor | None,
+    start: SumStart,
     *,
     is_picked: bool = False,
 ) -> Tensor:
@@ -180,8 +215,7 @@ def by_slots(
     launch(
         expert_down, (tokens, triton.cdiv(hidden, tile["BN"])),
         h, second, second if second_bias is None else second_bias, weight, index,
-        out if shared is None else shared, out, size, hidden, 0 if shared is None else shared.stride(0),
-        K=k, SHARED=shared is not None,
+        *start.tensors(out), out, size, hidden, start.row, K=k, **start.constants,
         BIASED=second_bias is not None, PICKED=is_picked, **tile,
     )  # fmt: skip
     return out
@@ -195,12 +229,15 @@ SHAPES = {  # k, hidden, size, kind, gated, biases, shared
     "gpt-oss": (4, 2880, 2880, "swiglu_oai", True, True, False),
     "granite-4-h small": (10, 4096, 768, "silu", True, False, True),
     "nemotron-3-nano": (6, 2688, 1856, "relu2", False, False, True),
+    "qwen3-next": (10, 2048, 512, "silu", True, False, True),
 }
+CLOSED = ("qwen3-next",)  # a gate weighs the shared expert
 WIDE = (("LDG.128", "LDGSTS.128"),)
 TYPES = {
     "x": "bf16*", "weights": "bf16*", "up": "bf16*", "down": "bf16*", "bias": "bf16*", "index": "i64*",
-    "h": "bf16*", "y": "bf16*", "weight": "fp32*", "shared": "bf16*", "out": "bf16*", "starts": "i32*",
-    "order": "i32*", "n_in": "i32!", "size": "i32!", "hidden": "i32!", "x_row": "i32!", "shared_row": "i32!",
+    "h": "bf16*", "y": "bf16*", "weight": "fp32*", "shared": "bf16*", "gate": "bf16*", "out": "bf16*",
+    "starts": "i32*", "order": "i32*", "n_in": "i32!", "size": "i32!", "hidden": "i32!", "x_row": "i32!",
+    "shared_row": "i32!",
 }  # fmt: skip
 
 
@@ -209,7 +246,7 @@ def forms() -> Iterator[KernelForm]:
     for name, (k, hidden, size, kind, gated, biased, shared) in SHAPES.items():
         both = {"K": k, "BIASED": biased, "PICKED": False}
         up = {**both, "KIND": kind, "GATED": gated, **up_tile(hidden)}
-        down = {**both, "SHARED": shared, **down_tile(size, k)}
+        down = {**both, "SHARED": shared, "CLOSED": name in CLOSED, **down_tile(size, k)}
         for kernel, constants in ((expert_up, up), (expert_down, down)):
             warps = constants.pop("num_warps")
             named = f"{kernel.fn.__name__}, {name}"

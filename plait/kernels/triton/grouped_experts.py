@@ -26,7 +26,15 @@ import triton.language as tl
 from torch import Tensor
 
 from plait.kernels.triton.activations import apply_activation, apply_gated
-from plait.kernels.triton.experts import SHAPES, TYPES, order_experts, pick_expert
+from plait.kernels.triton.experts import (
+    CLOSED,
+    SHAPES,
+    TYPES,
+    SumStart,
+    load_start,
+    order_experts,
+    pick_expert,
+)
 from plait.kernels.triton.forms import KernelForm
 from plait.ops.launch import launch
 
@@ -112,17 +120,15 @@ def multiply_groups(
 
 @triton.jit
 def add_experts(
-    y, weight, index, shared, out, hidden, shared_row,
-    K: tl.constexpr, KP: tl.constexpr, SHARED: tl.constexpr, BN: tl.constexpr,
+    y, weight, index, shared, gate, out, hidden, shared_row,
+    K: tl.constexpr, KP: tl.constexpr, SHARED: tl.constexpr, CLOSED: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """y: [T * K, hidden], weight: [T, K] -> out [T, hidden], by the experts' numbers. Grid: (T, blocks)."""
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BN + tl.arange(0, BN)
     ok = cols < hidden
     order = order_experts(index, token, K, KP)
-    total = tl.zeros([BN], tl.float32)
-    if SHARED:
-        total += tl.load(shared + token * shared_row + cols, mask=ok, other=0.0).to(tl.float32)
+    total = load_start(shared, gate, token, cols, ok, shared_row, SHARED, CLOSED, BN)
     for i in tl.static_range(K):
         _, which = pick_expert(order, i, KP)
         pair = token * K + which
@@ -162,7 +168,7 @@ def by_groups(
     chunks: Iterable[tuple[int, Tensor, Tensor]],
     biases: tuple[Tensor | None, Tensor | None],
     activation: tuple[str, bool],
-    shared: Tensor | None,
+    start: SumStart,
     sizes: tuple[int, int, int],
 ) -> Tensor:
     """`experts` over plain weights. sizes: (experts, the hidden size of one, outputs).
@@ -181,7 +187,7 @@ def by_groups(
         where = starts[first:], order, rows, tiles
         _launch_groups(x, up, own[0], h, where, k, activation)
         _launch_groups(h, down, own[1], y, where, 1, ("", False))
-    return add_rows(y, weight, index, shared)
+    return add_rows(y, weight, index, start)
 
 
 def _launch_groups(
@@ -205,22 +211,21 @@ def _launch_groups(
     )  # fmt: skip
 
 
-def add_rows(y: Tensor, weight: Tensor, index: Tensor, shared: Tensor | None) -> Tensor:
+def add_rows(y: Tensor, weight: Tensor, index: Tensor, start: SumStart) -> Tensor:
     """y: [T * k, hidden], weight and index: [T, k] -> [T, hidden]."""
     (tokens, k), hidden = index.shape, y.shape[1]
     out = y.new_empty(tokens, hidden)
     launch(
         add_experts, (tokens, triton.cdiv(hidden, BLOCK)),
-        y, weight, index, out if shared is None else shared, out, hidden,
-        0 if shared is None else shared.stride(0),
-        K=k, KP=max(2, triton.next_power_of_2(k)), SHARED=shared is not None, BN=BLOCK,
+        y, weight, index, *start.tensors(out), out, hidden, start.row,
+        K=k, KP=max(2, triton.next_power_of_2(k)), **start.constants, BN=BLOCK,
     )  # fmt: skip
     return out
 
 
 COUNTS = {
     "qwen3 30b-a3b": 128, "mixtral": 8, "deepseek-v2-lite": 64, "deepseek-v3": 256, "gpt-oss": 128,
-    "granite-4-h small": 72, "nemotron-3-nano": 128,
+    "granite-4-h small": 72, "nemotron-3-nano": 128, "qwen3-next": 512,
 }  # fmt: skip
 
 
@@ -238,5 +243,6 @@ def forms() -> Iterator[KernelForm]:
                 constants = {**own, "K": per_row, "KIND": act[0], "GATED": act[1], **tile}
                 named = f"multiply_groups, {name} {what}, {rows} rows"
                 yield KernelForm(named, multiply_groups, TYPES, constants, warps, stages, demands=demands)
-        constants = {"K": k, "KP": max(2, triton.next_power_of_2(k)), "SHARED": shared, "BN": BLOCK}
+        constants = {"K": k, "KP": max(2, triton.next_power_of_2(k)), "BN": BLOCK}
+        constants |= {"SHARED": shared, "CLOSED": name in CLOSED}
         yield KernelForm(f"add_experts, {name}", add_experts, TYPES, constants)

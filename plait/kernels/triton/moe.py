@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.kernels.triton.experts import MOST_SLOTS, by_slots
+from plait.kernels.triton.experts import MOST_SLOTS, SumStart, by_slots
 from plait.kernels.triton.grouped_experts import by_groups
 from plait.kernels.triton.plane_experts import by_planes, is_planes
 from plait.ops.expert_stack import ExpertStack
@@ -44,26 +44,28 @@ def run_experts(
     down: ExpertStack,
     activation: tuple[str, bool],
     shared: Tensor | None,
+    gate: Tensor | None = None,
 ) -> Tensor:
     """`experts`, of which `up` and `down` are stacks."""
     if not len(x):
         return torch.empty_like(x)
     x, weight, index = (t.contiguous() for t in (x, weight, index))
+    start = SumStart(shared, None if shared is None else gate)
     if is_planes(up) and is_planes(down):
-        return by_planes(x, weight, index, up, down, activation, shared)
+        return by_planes(x, weight, index, up, down, activation, start)
     plain = _plain(up), _plain(down)
     first, second = plain
     if first is not None and second is not None:
         if index.numel() <= MOST_SLOTS:
             both = (first, up.bias), (second, down.bias)
-            return by_slots(x, weight, index, *both, activation, shared)
+            return by_slots(x, weight, index, *both, activation, start)
         chunks: Iterator[tuple[int, Tensor, Tensor]] = iter([(0, first, second)])
     elif index.numel() <= min(MOST_SLOTS, up.count):
-        return _by_picked(x, weight, index, up, down, activation, shared)
+        return _by_picked(x, weight, index, up, down, activation, start)
     else:
         chunks = _decode_chunks(up, down)
     sizes = (up.count, down.n_in, down.n_out)
-    return by_groups(x, weight, index, chunks, (up.bias, down.bias), activation, shared, sizes)
+    return by_groups(x, weight, index, chunks, (up.bias, down.bias), activation, start, sizes)
 
 
 def _plain(stack: ExpertStack) -> Tensor | None:
@@ -79,7 +81,7 @@ def _by_picked(
     up: ExpertStack,
     down: ExpertStack,
     activation: tuple[str, bool],
-    shared: Tensor | None,
+    start: SumStart,
 ) -> Tensor:
     """By slots, with the weights of each slot decoded into scratch memory."""
     k, out = index.shape[1], torch.empty_like(x)
@@ -92,8 +94,9 @@ def _by_picked(
             (torch.stack([stack.pick(chosen[s : s + 1]) for s in range(len(chosen))]), stack.bias)
             for stack in (up, down)
         ]
-        given = None if shared is None else shared[some]
-        out[some] = by_slots(x[some], weight[some], index[some], *picked, activation, given, is_picked=True)
+        out[some] = by_slots(
+            x[some], weight[some], index[some], *picked, activation, start.rows(some), is_picked=True
+        )
     return out
 
 

@@ -3,7 +3,7 @@
 A program multiplies the weights of one expert by some pairs of a token and that expert. By slots it has one
 pair, and the expert's number is the router's; by groups a tile of sorted pairs (see `grouped_experts`). The
 loop is `multiply_planes`, which gives a row the same bits alone as next to others. So a token's result is the
-same in a decode and in a prompt, and whoever is in the batch: forms differ in speed alone.
+same in a decode and in a prompt, whatever the batch: forms differ in speed alone.
 
     slots     multiply_pairs (up), multiply_pairs (down), add_experts
     groups    sort_pairs, and the same
@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from plait.kernels.triton.activations import apply_activation, apply_gated
-from plait.kernels.triton.experts import MOST_SLOTS, SHAPES, TYPES
+from plait.kernels.triton.experts import MOST_SLOTS, SHAPES, TYPES, SumStart
 from plait.kernels.triton.forms import KernelForm
 from plait.kernels.triton.grouped_experts import COUNTS, add_rows, find_tile, sort_by_expert
 from plait.kernels.triton.linear import plane_constants
@@ -119,14 +119,14 @@ def by_planes(
     up: ExpertStack,
     down: ExpertStack,
     activation: tuple[str, bool],
-    shared: Tensor | None,
+    start: SumStart,
 ) -> Tensor:
     """`experts`, with the weights of both products in planes."""
     k, is_few = index.shape[1], index.numel() <= MOST_SLOTS
     where = None if is_few else sort_by_expert(index, up.count)
     h = _multiply(x, up, index, where, k, activation)
     y = _multiply(h, down, index, where, 1, ("", False))
-    return add_rows(y, weight, index, shared)
+    return add_rows(y, weight, index, start)
 
 
 def _multiply(
@@ -141,7 +141,7 @@ def _multiply(
     part, pairs, (kind, gated) = stack.parts[0], index.numel(), activation
     planes: Planes = part.template
     size = stack.n_out // (2 if gated else 1)
-    whole = stacked_fields(part)
+    whole = list_fields(part)
     if planes.order is not None:
         x, k = _order_rows(x, whole["order"], index, k), 1
     y = x.new_empty(pairs, size)
@@ -162,7 +162,7 @@ def _multiply(
     return y
 
 
-def stacked_fields(part: TensorStack) -> dict[str, Tensor]:
+def list_fields(part: TensorStack) -> dict[str, Tensor]:
     """The tensors of planes by their names, each [experts, ...]."""
     names = [name for name in Planes.__slots__ if isinstance(getattr(part.template, name), Tensor)]
     return dict(zip(names, part.tensors, strict=True))
@@ -196,7 +196,7 @@ def pair_tile(layout: PlaneLayout, each: int) -> dict[str, Any]:
     narrow = layout.unit <= 64
     rows = 8 if each < 8 else 16 if each < 24 else 32
     outputs = 32 if rows < 32 and narrow else 16
-    return {"BN": outputs, "BM": rows, "num_stages": 3 if narrow else 2}
+    return {"BN": outputs, "BM": rows, "num_stages": 2 if rows == 32 and narrow else 3}
 
 
 STORAGES = {  # layout, type of scales, type of levels
@@ -208,7 +208,7 @@ STORAGES = {  # layout, type of scales, type of levels
     "int4 g128 zeros": (PlaneLayout(4, 0, "integer", 8, "zeros", 128, 128), "fp16*", "i8*"),
 }
 PUBLISHED = (  # model, storage
-    ("qwen3 30b-a3b", "Q4_K"), ("qwen3 30b-a3b", "int4 g128 zeros"), ("qwen3 30b-a3b", "Q8_0"),
+    ("qwen3 30b-a3b", "Q4_K"), ("qwen3 30b-a3b", "int4 g128 zeros"),
     ("mixtral", "Q6_K"), ("gpt-oss", "mxfp4"), ("deepseek-v3", "fp8 blocks"), ("nemotron-3-nano", "Q8_0"),
 )  # fmt: skip
 STRIDES = (

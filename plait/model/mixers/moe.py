@@ -13,7 +13,6 @@ from plait.memory import State
 from plait.model.layers.layers import Batch
 from plait.model.mixers.mlp import Mlp
 from plait.model.mixers.registry import mixer
-from plait.ops.activation import gate_rows
 from plait.ops.expert_stack import ExpertStack
 from plait.ops.linear import Linear
 from plait.ops.moe import StackedExperts, experts, route
@@ -40,7 +39,6 @@ class Moe:
         self.shared_gate = w.linear("shared_gate", in_size=hidden, out_sizes=(1,)) if s.shared_gate else None
         self._route = w.bind(route, num_experts=s.num_experts, top_k=s.top_k, router=s.router)
         self._experts, self.up, self.down = self._build_experts(s, w)
-        self._gate_rows = w.bind(gate_rows) if s.shared_gate else None
 
     def _build_experts(self, s: spec.MoeSpec, w: Weights) -> tuple[Bound, Experts, Experts]:
         """(what is bound for `experts`, up, down): a stack each for a variant that takes these."""
@@ -59,11 +57,8 @@ class Moe:
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, hidden] -> [T, hidden]. A token's experts are added in the order of their numbers."""
         weight, index = self._route(self.router(x), self.bias, self.spec.top_k, self.spec.router)
-        y: Tensor = self._experts(x, weight, index, self.up, self.down, self.activation, self._shared(x))
+        shared = self.shared.forward(x) if self.shared else None
+        gate = self.shared_gate(x) if self.shared_gate else None
+        how = self.up, self.down, self.activation
+        y: Tensor = self._experts(x, weight, index, *how, shared, gate)
         return y
-
-    def _shared(self, x: Tensor) -> Tensor | None:
-        if not self.shared:
-            return None
-        out = self.shared.forward(x)
-        return self._gate_rows(out, self.shared_gate(x)) if self.shared_gate and self._gate_rows else out

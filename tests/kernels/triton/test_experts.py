@@ -13,13 +13,14 @@ pytest.importorskip("triton", reason="Triton is not installed here")
 import triton
 import triton.language as tl
 
-from plait.kernels.triton import grouped_experts, moe
+from plait.kernels.triton import grouped_experts, moe, plane_experts
 from plait.kernels.triton.activations import apply_activation, apply_gated
 from plait.ops.activation import ACTIVATIONS, PAIRS
 from plait.ops.blocks import random_weight
 from plait.ops.expert_stack import ExpertStack
 from plait.ops.launch import launch
 from plait.quant.weight import Dense, Weight
+from plait.runner.capture import StepCapture
 
 HIDDEN, SIZE, EXPERTS, K = 40, 24, 6, 3
 SILU = ("silu", True)
@@ -114,7 +115,7 @@ def test_tokens_that_all_choose_the_same_experts() -> None:
 
 def test_pairs_are_sorted_by_expert_and_then_by_number() -> None:
     index = torch.randint(0, 5, (1100,))
-    index[index == 2] = 3  # an expert that nobody chose
+    index[index == 2] = 3  # an expert that no pair chose
     starts, order = torch.full((6,), -1, dtype=torch.int32), torch.full((1100,), -1, dtype=torch.int32)
     launch(grouped_experts.sort_pairs, (5,), index, starts, order, 1100, BLOCK=grouped_experts.BLOCK)
     assert torch.equal(order.long(), index.argsort(stable=True))
@@ -129,21 +130,53 @@ def test_there_are_never_more_tiles_than_the_grid_has(rows: int) -> None:
         assert tiles <= sum(counts) // rows + min(len(counts), sum(counts))
 
 
-def stored_layer(kind: str) -> tuple[ExpertStack, ExpertStack]:
-    up = [random_weight(kind, 64, 256) for _ in range(EXPERTS)]
-    return stack(list(up)), stack([random_weight(kind, 256, 32) for _ in range(EXPERTS)])
+def without_planes(n_out: int, n_in: int) -> list[Weight]:
+    """Experts in a storage that no kernel reads: groups of eight columns."""
+    return [random_weight("int4_g8", n_out, n_in) for _ in range(EXPERTS)]
 
 
-@pytest.mark.parametrize("tokens", [1, 45])
+@pytest.mark.parametrize("tokens", [1, 43])
 def test_decoded_experts_have_the_bits_of_plain_ones(tokens: int, monkeypatch: Any) -> None:
     """Also where scratch memory holds only one token's, or one expert, at a time."""
-    up, down = stored_layer("IQ4_NL")
-    x, weight, index, shared = torch.randn(tokens, 256), *pairs(tokens)[1:3], torch.randn(tokens, 256)
+    up, down = (stack(without_planes(*shape)) for shape in ((32, 16), (16, 16)))
+    x, weight, index, shared = torch.randn(tokens, 16), *pairs(tokens)[1:3], torch.randn(tokens, 16)
     plain = tuple(stack([Dense(s.decode(e)) for e in range(EXPERTS)]) for s in (up, down))
     want = moe.run_experts(x, weight, index, *plain, SILU, shared)
     assert torch.equal(want, moe.run_experts(x, weight, index, up, down, SILU, shared))
     monkeypatch.setattr(moe, "SCRATCH", 1)
     assert torch.equal(want, moe.run_experts(x, weight, index, up, down, SILU, shared))
+
+
+def test_a_gate_weighs_the_shared_expert() -> None:
+    up, down = layer()
+    gate = torch.tensor([[0.0], [-3.0]])
+    x, weight, index, shared = pairs(2)
+    got = moe.run_experts(x, weight, index, up, down, SILU, shared, gate)
+    want = exact(x, weight, index, shared * gate.sigmoid(), up, down)
+    assert (got.double() - want).norm() / want.norm() < 1e-6
+
+
+@pytest.mark.parametrize("tokens", [2, 50])
+@pytest.mark.parametrize("kind", ["float32", "Q8_0", "int4_g32+zeros+order"])
+def test_a_step_with_experts_can_be_captured(kind: str, tokens: int) -> None:
+    """Nothing waits, and what a step launches depends on shapes alone."""
+    plain = (
+        [Dense(torch.randn(64, 64)) for _ in range(EXPERTS)],
+        [Dense(torch.randn(64, 32)) for _ in range(EXPERTS)],
+    )
+    up, down = map(stack, plain) if kind == "float32" else planes_layer(kind)
+
+    def stream() -> list[Any]:
+        _, weight, index, _ = pairs(tokens)
+        x = torch.randn(tokens, 64)
+        held = [t for s in (up, down) for part in s.parts for t in part.tensors]
+        with torch.inference_mode(), StepCapture([x, weight, index, *held], is_dry=True) as capture:
+            moe.run_experts(x, weight, index, up, down, SILU, None)
+        return [name for name in capture.launches if name != "fill_"]  # tests fill what is allocated
+
+    first = stream()
+    assert first == stream()
+    assert len(first) == {"float32": (2, 4), "Q8_0": (3, 4), "int4_g32+zeros+order": (5, 6)}[kind][tokens > 2]
 
 
 def test_no_tokens_are_no_launch() -> None:
@@ -168,3 +201,46 @@ def test_every_activation_has_a_kernel(kind: str) -> None:
         launch(_activate, (1,), x, y, out, KIND=kind, GATED=gated)
         want = PAIRS[kind](x, y) if kind in PAIRS else ACTIVATIONS[kind](x) * (y if gated else 1)
         torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-6)
+
+
+def planes_layer(kind: str, size: int = 32) -> tuple[ExpertStack, ExpertStack]:
+    up = [random_weight(kind, 2 * size, 64) for _ in range(EXPERTS)]
+    return stack(list(up)), stack([random_weight(kind, 64, size) for _ in range(EXPERTS)])
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "int4_g32+zeros+order"])
+def test_quantized_experts_have_the_same_bits_by_slots_and_by_groups(kind: str, monkeypatch: Any) -> None:
+    """A token alone, next to others, and in tiles of pairs of one expert."""
+    up, down = planes_layer(kind)
+    _, weight, index, _ = pairs(2)
+    x, shared = torch.randn(2, 64), torch.randn(2, 64)
+    got = moe.run_experts(x, weight, index, up, down, SILU, shared)
+    want = exact(x, weight, index, shared, up, down)
+    assert (got.double() - want).norm() / want.norm() < 1e-5
+    one = (tensor[1:2] for tensor in (x, weight, index))
+    assert torch.equal(got[1:2], moe.run_experts(*one, up, down, SILU, shared[1:2]))
+    monkeypatch.setattr(plane_experts, "MOST_SLOTS", 0)
+    assert torch.equal(got, moe.run_experts(x, weight.flip(1), index.flip(1), up, down, SILU, shared))
+
+
+def test_quantized_experts_with_biases_and_without_a_gate() -> None:
+    up = stack([random_weight("Q8_0", 32, 64) for _ in range(EXPERTS)], torch.randn(EXPERTS, 32))
+    down = stack([random_weight("Q8_0", 64, 32) for _ in range(EXPERTS)], torch.randn(EXPERTS, 64))
+    _, weight, index, _ = pairs(1)
+    x = torch.randn(1, 64)
+    got = moe.run_experts(x, weight, index, up, down, ("relu2", False), None)
+    plain = [stack([Dense(s.decode(e)) for e in range(EXPERTS)], s.bias) for s in (up, down)]
+    want = moe.run_experts(x, weight, index, *plain, ("relu2", False), None)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_gate_and_up_of_two_storages_are_decoded() -> None:
+    up = ExpertStack(EXPERTS, torch.float32, moe.pack)
+    for e in range(EXPERTS):
+        up.put(e, [random_weight(kind, 32, 64) for kind in ("Q4_0", "Q8_0")], [None, None])
+    _, down = planes_layer("Q8_0")
+    _, weight, index, _ = pairs(1)
+    x, shared = torch.randn(1, 64), torch.randn(1, 64)
+    got = moe.run_experts(x, weight, index, up, down, SILU, shared)
+    want = exact(x, weight, index, shared, up, down)
+    assert (got.double() - want).norm() / want.norm() < 1e-5

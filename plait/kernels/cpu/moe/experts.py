@@ -23,7 +23,7 @@ from plait.kernels.cpu.linear.packed import Groups, PackedWeight, check_bias, mu
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import barrier, rows_of, word
 from plait.kernels.cpu.runtime.row_checks import TensorRows, float32_rows
-from plait.ops.activation import activate
+from plait.ops.activation import activate, gate_rows
 from plait.ops.linear import Activations, Linear
 from plait.ops.moe import experts
 from plait.ops.registry import OpFacts
@@ -178,7 +178,8 @@ class GroupedExperts:
 
     def __init__(self, cpu: Executor) -> None:
         self._cpu = cpu
-        self._activate = activate.bind(OpFacts("cpu", torch.float32, {}, cpu))[0]
+        facts = OpFacts("cpu", torch.float32, {}, cpu)
+        self._activate, self._gate_rows = activate.bind(facts)[0], gate_rows.bind(facts)[0]
         self._seen: tuple[Sequence[Linear], Sequence[Linear]] = ([], [])
         self._maps: tuple[Maps | str, Maps | str] = ("", "")
 
@@ -191,6 +192,7 @@ class GroupedExperts:
         down: Sequence[Linear],
         activation: tuple[str, bool],
         shared: Tensor | None,
+        gate: Tensor | None = None,
     ) -> Tensor:
         """See `ops.moe.experts`; indices must be those of experts, as `route` gives them.
 
@@ -203,8 +205,10 @@ class GroupedExperts:
             if self._cpu.is_recording:
                 why = " and ".join(m for m in self._maps if isinstance(m, str))
                 raise CannotRecord(f"a mixture of experts cannot be recorded: {why}")
-            y: Tensor = experts.reference(x, weight, index, up, down, activation, shared)
+            y: Tensor = experts.reference(x, weight, index, up, down, activation, shared, gate)
             return y
+        if shared is not None and gate is not None:
+            shared = self._gate_rows(shared, gate)
         cpu, rows = self._cpu, TensorRows.of(x)
         tokens, k, count = rows.count, index.shape[-1], len(first.addresses)
         _check(x, weight, index, first.first, second.first, activation[1], shared)
