@@ -5,7 +5,7 @@ the pairs that are rotated together, in either form of pairs. What is not rotate
 sums are of that head alone, or of all heads of the token in one program, in an order that sizes decide; so
 the bits depend on no other token. Numbers are rounded where the ops that this replaces round them.
 
-An entry of codes (`ops.entry`) is written as bytes: codes, then scales as words of 16 bits.
+Codes (`ops.entry`) are written as bytes, their scales as words of 16 bits, where `attention` reads them.
 """
 
 from __future__ import annotations
@@ -28,6 +28,22 @@ NAME = "triton"
 HEADS = 8  # of a program, where no norm is over all
 LATENT_HEADS = 4
 OVER = {"head": 1, "each": 2, "all": 3}
+
+
+@triton.jit
+def entry_places(
+    block, inside, D: tl.constexpr, REST: tl.constexpr, WIDTH: tl.constexpr, PAGE_ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    """Where the entries (block, inside) of a cache are, and the words of their scales: see `attention`."""
+    if GROUP and not REST:
+        groups: tl.constexpr = (D + GROUP - 1) // GROUP
+        at = block * (PAGE_ROWS * WIDTH) + inside * D
+        scales = block * (PAGE_ROWS * WIDTH // 2) + PAGE_ROWS * D // 2 + inside * groups
+    else:
+        at = (block * PAGE_ROWS + inside) * WIDTH
+        scales = (block * PAGE_ROWS + inside) * (WIDTH // 2) + D // 2
+    return at, scales
 
 
 @triton.jit
@@ -140,11 +156,12 @@ def _code(x, step):
 
 @triton.jit
 def _store_codes(
-    cache, words, row, a, b, rest, head, j, r,
+    cache, words, block, inside, a, b, rest, head, j, r,
     HEADS: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, RESTP: tl.constexpr,
-    INTERLEAVED: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
+    INTERLEAVED: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Heads as codes and scales; row: [heads, 1], of entries of WIDTH bytes with D codes."""
+    """Heads of a token, the one of this number inside its block, as codes and scales."""
+    at, scales = entry_places(block, inside * HEADS + head, D, 0, WIDTH, PAGE * HEADS, GROUP)
     first, second = pair_columns(j, PAIRS, INTERLEAVED)
     there, behind = (head < HEADS) & (j < PAIRS), (head < HEADS) & (r < D)
     a, b, rest = a.to(tl.float32), b.to(tl.float32), rest.to(tl.float32)
@@ -154,15 +171,15 @@ def _store_codes(
         if RESTP:
             largest = tl.maximum(largest, _largest(rest, r, behind, g, GROUP))
         bits = _scale_bits(largest)
-        tl.store(words + row * (WIDTH // 2) + D // 2 + g, bits.to(tl.int16), mask=head < HEADS)
+        tl.store(words + scales + g, bits.to(tl.int16), mask=head < HEADS)
         step = (bits << 16).to(tl.float32, bitcast=True)
         step_a = tl.where(first // GROUP == g, step, step_a)
         step_b = tl.where(second // GROUP == g, step, step_b)
         step_rest = tl.where(r // GROUP == g, step, step_rest) if RESTP else step_rest
-    tl.store(cache + row * WIDTH + first, _code(a, step_a), mask=there)
-    tl.store(cache + row * WIDTH + second, _code(b, step_b), mask=there)
+    tl.store(cache + at + first, _code(a, step_a), mask=there)
+    tl.store(cache + at + second, _code(b, step_b), mask=there)
     if RESTP:
-        tl.store(cache + row * WIDTH + r, _code(rest, step_rest), mask=behind)
+        tl.store(cache + at + r, _code(rest, step_rest), mask=behind)
 
 
 @triton.jit
@@ -172,7 +189,7 @@ def place_head_rows(
     H: tl.constexpr, KVH: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, PAIRSP: tl.constexpr,
     RESTP: tl.constexpr, HB: tl.constexpr, Q_BLOCKS: tl.constexpr, OVER: tl.constexpr, LAYER: tl.constexpr,
     BIAS: tl.constexpr, TURNS: tl.constexpr, INTERLEAVED: tl.constexpr, KW: tl.constexpr, VW: tl.constexpr,
-    GROUP: tl.constexpr,
+    PAGE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """See `ops.place.place_heads`. Grid: (T, blocks of HB heads: Q_BLOCKS of queries, then keys, values)."""
     token, p = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -195,8 +212,8 @@ def place_head_rows(
         )  # fmt: skip
         if GROUP:
             _store_codes(
-                k_cache, k_words, slot * KVH + head, a, b, rest, head, j, r,
-                KVH, D, PAIRS, RESTP, INTERLEAVED, KW, GROUP,
+                k_cache, k_words, slot // PAGE, slot % PAGE, a, b, rest, head, j, r,
+                KVH, D, PAIRS, RESTP, INTERLEAVED, KW, PAGE, GROUP,
             )  # fmt: skip
         else:
             to = k_cache + slot * (KVH * KW)
@@ -209,8 +226,8 @@ def place_head_rows(
         )  # fmt: skip
         if GROUP:
             _store_codes(
-                v_cache, v_words, slot * KVH + head, a, b, rest, head, j, r,
-                KVH, D, PAIRS, RESTP, INTERLEAVED, VW, D,
+                v_cache, v_words, slot // PAGE, slot % PAGE, a, b, rest, head, j, r,
+                KVH, D, PAIRS, RESTP, INTERLEAVED, VW, PAGE, D,
             )  # fmt: skip
         else:
             to = v_cache + slot * (KVH * VW)
@@ -326,8 +343,8 @@ def _head_sizes(
     }
 
 
-def _entry_sizes(form: Codes | None, k_width: int, v_width: int) -> dict[str, int]:
-    return {"KW": k_width, "VW": v_width, "GROUP": form.group if form else 0}
+def _entry_sizes(form: Codes | None, widths: tuple[int, int], page: int) -> dict[str, int]:
+    return {"KW": widths[0], "VW": widths[1], "PAGE": page, "GROUP": form.group if form else 0}
 
 
 def _words(cache: Tensor) -> Tensor:
@@ -367,7 +384,7 @@ def place_all_heads(
         slot_mapping, out, k_cache, v_cache, _words(k_cache), _words(v_cache), q.stride(0), k.stride(0),
         v.stride(0), dim, norms.q.eps if norms else 0.0, norms.k.eps if norms else 0.0,
         rotation.mscale if rotation else 1.0, **sizes,
-        **_entry_sizes(form, k_cache.shape[-1], v_cache.shape[-1]),
+        **_entry_sizes(form, (k_cache.shape[-1], v_cache.shape[-1]), k_cache.shape[1]),
     )  # fmt: skip
     return out
 

@@ -40,16 +40,15 @@ class Attention:
         self.k_norm = HeadNorm(s.qk_norm, s, w.scope("k_norm"), s.num_kv_heads) if s.qk_norm else None
         self.sinks = w.tensor("sinks", (s.num_heads,), torch.float32) if s.sinks else None
         self.rope = Rope(s.rope, w) if s.rope else None
-        sizes = {"heads": s.num_heads, "kv_heads": s.num_kv_heads, "dim": s.head_dim}
-        self._place = w.bind_kernel(place_heads, over=s.qk_norm_over if s.qk_norm else None, **sizes)
-        self._norms = (
-            HeadNorms(self.q_norm.weights, self.k_norm.weights, s.qk_norm_over)
-            if self.q_norm and self.k_norm
-            else None
-        )
-        self._attend = w.bind(
+        self._norms = None
+        if self.q_norm and self.k_norm:
+            self._norms = HeadNorms(self.q_norm.weights, self.k_norm.weights, s.qk_norm_over)
+        self._place, self._attend = w.bind_pair(
+            place_heads,
             paged_attention,
-            **sizes,
+            heads=s.num_heads,
+            kv_heads=s.num_kv_heads,
+            dim=s.head_dim,
             window=s.window,
             softcap=s.softcap,
             sinks=s.sinks,
