@@ -239,17 +239,17 @@ class Weights:
     def bind_pair(
         self, writer: Op, reader: Op, **sizes: Any
     ) -> tuple[Callable[..., Any] | None, Callable[..., Any]]:
-        """What writes a cache and what reads it: kernels of one name, because both know how it lies in memory.
+        """What writes a cache and what reads it: kernels of one name, because both know how it lies there.
 
-        The writer is None where the reader has none of its name, or `no_fuse` names it: the reader then writes,
-        and mixers call the ops that the writer replaces.
+        The writer is None where there is none of the reader's name, or `no_fuse` names it: the reader then
+        writes, and mixers call the ops that the writer replaces.
         """
         target, read = self.target, self.bind(reader, **sizes)
         name = target.bound[-1].variant
         if writer.name in target.no_fuse:
             return None, read
         write, row = writer.bind(self._facts(sizes), self.prefix, target.ops)
-        if "reference" in (name, row.variant) or row.variant != name:
+        if row.variant in ("reference", "composition") or row.variant != name:
             return None, read
         target.bound.append(row)
         return write, read

@@ -301,7 +301,7 @@ class PagedLayout:
 
     def attention(self, k_cache: Tensor, v_cache: Tensor, sinks: bool) -> dict[str, Any]:
         """Those of `attend` alone."""
-        # Decoding takes registers, and so do wide heads and padded ones: eight warps have twice those of four.
+        # Codes take registers, and so do wide heads and padded ones: eight warps have twice those of four.
         wide = self.dim > 128 or self.dim & (self.dim - 1) > 0 or self.codes is not None
         return {
             "REST": self.rest,
@@ -342,7 +342,7 @@ def _most_tiles(constants: Mapping[str, int]) -> int:
 def _list_work(
     query_start: Tensor, seq_lens: Tensor, constants: Mapping[str, int], window: int, capacity: int
 ) -> AttentionWork:
-    """Launch `count_items`. Nothing is asked of the device."""
+    """Launch `count_items`. Nothing waits for the device."""
     size, heads, rows = (constants[name] for name in ("S", "KVH", "BM"))
     most_tiles = _most_tiles(constants)
     ints = partial(torch.empty, dtype=torch.int32, device=seq_lens.device)
@@ -462,10 +462,9 @@ def attend_latent(
 POINTERS = {
     "q": "bf16*", "k_cache": "bf16*", "v_cache": "bf16*", "k_words": "bf16*", "v_words": "bf16*",
     "table": "i64*",
-    "query_start": "i64*", "seq_lens": "i64*", "items": "i32*", "slots": "i32*", "starts": "i32*", "counters": "i32*",
-    "out": "bf16*", "part": "fp32*", "part_sums": "fp32*", "sinks": "fp32*", "q_row": "i32!",
-    "q_head": "i32!",
-    "table_row": "i32!", "scale": "fp32",
+    "query_start": "i64*", "seq_lens": "i64*", "items": "i32*", "slots": "i32*", "starts": "i32*",
+    "counters": "i32*", "out": "bf16*", "part": "fp32*", "part_sums": "fp32*", "sinks": "fp32*",
+    "q_row": "i32!", "q_head": "i32!", "table_row": "i32!", "scale": "fp32",
 }  # fmt: skip
 CODE_POINTERS = {"k_cache": "i8*", "v_cache": "i8*", "k_words": "i16*", "v_words": "i16*"}
 SHAPES = {  # heads, kv_heads, dim, rest, window, softcap, sinks, codes

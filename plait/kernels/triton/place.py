@@ -58,7 +58,7 @@ def _sum_numbers(a, b, rest, RESTP: tl.constexpr, ALL: tl.constexpr):
 
 
 @triton.jit
-def _rounded(numbers, like):
+def _round_as(numbers, like):
     """float32 numbers as the dtype that a pointer points to has them."""
     return numbers.to(like.dtype.element_ty).to(tl.float32)
 
@@ -105,7 +105,7 @@ def _finish_heads(
             b += _load_weights(bias, head, second, there, D, OVER)
             if RESTP:
                 rest += _load_weights(bias, head, r, behind, D, OVER)
-        a, b, rest = _rounded(a, x), _rounded(b, x), _rounded(rest, x)
+        a, b, rest = _round_as(a, x), _round_as(b, x), _round_as(rest, x)
     if TURNS:
         a, b = rotate_pairs(a, b, position, inv_freq, j, mscale, PAIRS)
     return a.to(x.dtype.element_ty), b.to(x.dtype.element_ty), rest.to(x.dtype.element_ty)
@@ -236,7 +236,8 @@ def place_head_rows(
 
 @triton.jit
 def _load_pairs(
-    at, there, position, inv_freq, j, mscale, PAIRS: tl.constexpr, TURNS: tl.constexpr, INTERLEAVED: tl.constexpr
+    at, there, position, inv_freq, j, mscale,
+    PAIRS: tl.constexpr, TURNS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """Numbers that are rotated, as pairs: in float32, rounded to their dtype."""
     first, second = pair_columns(j, PAIRS, INTERLEAVED)
@@ -244,7 +245,7 @@ def _load_pairs(
     b = tl.load(at + second, mask=there, other=0.0).to(tl.float32)
     if TURNS:
         a, b = rotate_pairs(a, b, position, inv_freq, j, mscale, PAIRS)
-    return _rounded(a, at), _rounded(b, at)
+    return _round_as(a, at), _round_as(b, at)
 
 
 @triton.jit
@@ -263,7 +264,7 @@ def _store_latent(
         h = h * unit * tl.load(weight + c, mask=c < R, other=0.0).to(tl.float32)
         if BIAS:
             h += tl.load(bias + c, mask=c < R, other=0.0).to(tl.float32)
-        h = _rounded(h, latent)
+        h = _round_as(h, latent)
     line = cache + slot * WIDTH
     if GROUP:
         step, scales = tl.zeros_like(h), words + slot * (WIDTH // 2) + R // 2
@@ -289,7 +290,7 @@ def place_latent_rows(
     HB: tl.constexpr, NORM: tl.constexpr, LAYER: tl.constexpr, BIAS: tl.constexpr, TURNS: tl.constexpr,
     INTERLEAVED: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, REST_AT: tl.constexpr,
 ):  # fmt: skip
-    """See `ops.place.place_latent`. Grid: (T, 1 + blocks of HB heads): the first program stores the latent."""
+    """See `ops.place.place_latent`. Grid: (T, 1 + blocks of HB heads); the first stores the latent."""
     token, p = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(positions + token)
     c, j = tl.arange(0, RP)[None, :], tl.arange(0, PAIRSP)[None, :]
@@ -352,7 +353,7 @@ def _words(cache: Tensor) -> Tensor:
     return cache.view(torch.int16) if cache.dtype is torch.int8 else cache
 
 
-def _packed(x: Tensor) -> Tensor:
+def _pack_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -425,7 +426,7 @@ def place_whole_latent(
     rotation: Rotation | None,
 ) -> Tensor:
     """`place_latent`: the same arguments and result."""
-    q, q_rope, latent, k_rope = (_packed(t) for t in (q, q_rope, latent, k_rope))
+    q, q_rope, latent, k_rope = (_pack_rows(t) for t in (q, q_rope, latent, k_rope))
     (tokens, heads, rank), rope_dim = q.shape, q_rope.shape[-1]
     out = torch.empty(tokens, heads, rank + rope_dim, dtype=q.dtype, device=q.device)
     form = latent_codes(rank, rope_dim) if cache.dtype is torch.int8 else None
@@ -482,7 +483,7 @@ def forms() -> Iterator[KernelForm]:
         form = key_codes(dim) if coded else None
         widths = (form.width, value_codes(dim).width) if form else (dim, dim)
         constants = _head_sizes(heads, kv_heads, dim, norms, turns(pairs, paired)) | _entry_sizes(
-            form, *widths
+            form, widths, 64
         )
         warps = constants.pop("num_warps")
         types, wide = POINTERS | (CODES if coded else {}), () if paired else (("LDG.128", "LDG.64"),)

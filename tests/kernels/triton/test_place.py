@@ -1,4 +1,4 @@
-"""Triton's store of heads and latents: what the caches hold, beside the reference's."""
+"""Triton's store of heads and latents: what the caches hold, next to those of the reference."""
 
 from __future__ import annotations
 
