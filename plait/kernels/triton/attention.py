@@ -313,7 +313,7 @@ class PagedLayout:
             "REST_AT": self.codes.rest_at if self.codes else 0,
             "PAGE": k_cache.shape[1],
             "SPLIT": SPLIT,
-            "BN": 32 if self.rest else 64,
+            "BN": 32 if self.rest or (self.codes and self.dim > 128) else 64,
             "WINDOW": self.window or 0,
             "SOFTCAP": self.softcap or 0.0,
             "SINKS": sinks,

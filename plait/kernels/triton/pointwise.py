@@ -307,7 +307,8 @@ def join_rows(a: Tensor, b: Tensor) -> Tensor:
 NUMBERS = {
     "x": "bf16*", "y": "bf16*", "a": "bf16*", "b": "bf16*", "index": "i64*", "out": "bf16*",
     "x_outer": "i32!", "x_inner": "i32!", "y_outer": "i32!", "y_inner": "i32!",
-    "a_outer": "i32!", "a_inner": "i32!", "b_outer": "i32!", "b_inner": "i32!", "first": "fp32", "second": "fp32", "scale": "fp32",
+    "a_outer": "i32!", "a_inner": "i32!", "b_outer": "i32!", "b_inner": "i32!",
+    "first": "fp32", "second": "fp32", "scale": "fp32",
 }  # fmt: skip
 WIDE = (("LDG.128",), ("STG.128",))
 

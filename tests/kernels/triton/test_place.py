@@ -10,13 +10,16 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 
+from plait.checkpoint.weights import Target, Weights
 from plait.kernels.load import load_for_gpu
 from plait.kernels.triton.place import place_all_heads, place_whole_latent
+from plait.model.decoder import Decoder
+from plait.ops.attention import paged_attention
 from plait.ops.chip import EXAMPLES
 from plait.ops.entry import Codes, key_codes, latent_codes, value_codes
 from plait.ops.place import HEAD_CASES, LATENT_CASES, place_heads, place_latent
 from tests.families import tiny
-from tests.families.parity import Memory, decoder, in_pieces, resolved
+from tests.families.parity import CPU, Memory, decoder, in_pieces, resolved
 from tests.ops.test_variants import copied
 
 DTYPES = (torch.float32, torch.float16)
@@ -98,6 +101,32 @@ def test_models_compute_on_gpu_kernels_what_they_compute_on_references(name: str
     ours, wanted = (in_pieces(decoder(found, checkpoint, chip=chip), ids) for chip in (EXAMPLES[90], None))
     for a, b in zip(ours, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def bound(name: str, folder: Path, **options: Any) -> dict[str, str]:
+    """(op, variant) of what a tiny model binds on an example of a GPU."""
+    load_for_gpu()
+    tiny.write(name, folder)
+    config, tensors, _ = tiny.read(folder)
+    checkpoint = Memory(tensors)
+    found = resolved(checkpoint, config)
+    target = Target(CPU, torch.float32, 64, found.spec.hidden_size, chip=EXAMPLES[90], **options)
+    Decoder(found.spec, Weights(checkpoint, found.names, target))
+    return {row.op: row.variant for row in target.bound}
+
+
+def test_what_writes_a_cache_is_bound_with_what_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = bound("ministral", tmp_path)
+    assert rows["place_heads"] == rows["paged_attention"] == "triton"
+    assert "place_heads" not in bound("ministral", tmp_path, no_fuse=("place_heads",))
+    assert "place_heads" not in bound("ministral", tmp_path, ops="reference")
+    others = [v for v in paged_attention.variants if v.name != "triton"]
+    monkeypatch.setattr(paged_attention, "variants", others)
+    rows = bound("ministral", tmp_path)
+    assert rows["paged_attention"] == "sdpa"
+    assert "place_heads" not in rows, "it would write entries that the other kernel does not read"
 
 
 def test_what_is_no_number_stays_none_in_codes() -> None:
