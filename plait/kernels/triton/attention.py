@@ -301,8 +301,11 @@ class PagedLayout:
 
     def attention(self, k_cache: Tensor, v_cache: Tensor, sinks: bool) -> dict[str, Any]:
         """Those of `attend` alone."""
-        # Codes take registers, and so do wide heads and padded ones: eight warps have twice those of four.
-        wide = self.dim > 128 or self.dim & (self.dim - 1) > 0 or self.codes is not None
+        # Registers decide, as compiled: codes and wide heads take many, so they have the registers of eight
+        # warps; padded heads and the widest have tiles of half as many keys. Tiles of decodes and prompts have
+        # the same keys and warps, because the order of sums follows from both.
+        wide = self.dim > 128 or self.codes is not None
+        few_keys = self.rest or self.dim & (self.dim - 1) or (self.codes and self.dim > 128)
         return {
             "REST": self.rest,
             "RESTP": max(16, triton.next_power_of_2(self.rest)),
@@ -313,7 +316,7 @@ class PagedLayout:
             "REST_AT": self.codes.rest_at if self.codes else 0,
             "PAGE": k_cache.shape[1],
             "SPLIT": SPLIT,
-            "BN": 32 if self.rest or (self.codes and self.dim > 128) else 64,
+            "BN": 32 if few_keys else 64,
             "WINDOW": self.window or 0,
             "SOFTCAP": self.softcap or 0.0,
             "SINKS": sinks,

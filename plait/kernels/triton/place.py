@@ -10,8 +10,8 @@ Codes (`ops.entry`) are written as bytes, their scales as words of 16 bits, wher
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import torch
 import triton
@@ -451,11 +451,13 @@ POINTERS: dict[str, str] = {
     **dict.fromkeys(STRIDES, "i32!"),
     **dict.fromkeys(("q_eps", "k_eps", "eps", "mscale"), "fp32"),
 }
-CODES: Mapping[str, str] = {
+CODES: dict[str, str] = {
     **dict.fromkeys(("k_cache", "v_cache", "cache"), "i8*"),
     **dict.fromkeys(("k_words", "v_words", "words"), "i16*"),
 }
-SHAPES = {  # heads, kv_heads, dim, pairs, interleaved, norm over, codes
+Over = Literal["head", "each", "all"]
+Shape = tuple[int, int, int, int, bool, Over | None, bool]
+SHAPES: dict[str, Shape] = {  # heads, kv_heads, dim, pairs, interleaved, norm over, codes
     "32/8 d128": (32, 8, 128, 64, False, None, False),
     "32/8 d128 head norm": (32, 8, 128, 64, False, "head", False),
     "32/8 d128 norm over all": (32, 8, 128, 64, False, "all", False),
@@ -486,7 +488,8 @@ def forms() -> Iterator[KernelForm]:
             form, widths, 64
         )
         warps = constants.pop("num_warps")
-        types, wide = POINTERS | (CODES if coded else {}), () if paired else (("LDG.128", "LDG.64"),)
+        types = POINTERS | (CODES if coded else {})
+        wide: tuple[tuple[str, ...], ...] = () if paired else (("LDG.128", "LDG.64"),)
         yield KernelForm(f"place_head_rows, {name}", place_head_rows, types, constants, warps, demands=wide)
     for name, heads, coded in (
         ("16 heads", 16, False),
