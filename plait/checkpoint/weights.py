@@ -270,14 +270,23 @@ class Weights:
         target.bound.extend(rows)
         return fn
 
-    def bind_kernel(self, op: Op, **sizes: Any) -> Callable[..., Any] | None:
-        """As `bind`; None where no kernel serves, or `no_fuse` names the op: mixers then call its parts."""
-        target = self.target
-        fn, row = op.bind(self._facts(sizes), self.prefix, target.ops)
-        if row.variant == "reference" or op.name in target.no_fuse:
-            return None
+    def bind_pair(
+        self, writer: Op, reader: Op, **sizes: Any
+    ) -> tuple[Callable[..., Any] | None, Callable[..., Any]]:
+        """What writes a cache and what reads it: kernels of one name, because both know how it lies there.
+
+        The writer is None where there is none of the reader's name, or `no_fuse` names it: the reader then
+        writes, and mixers call the ops that the writer replaces.
+        """
+        target, read = self.target, self.bind(reader, **sizes)
+        name = target.bound[-1].variant
+        if writer.name in target.no_fuse:
+            return None, read
+        write, row = writer.bind(self._facts(sizes), self.prefix, target.ops)
+        if row.variant in ("reference", "composition") or row.variant != name:
+            return None, read
         target.bound.append(row)
-        return fn
+        return write, read
 
     def _facts(self, sizes: Mapping[str, Any]) -> OpFacts:
         target = self.target

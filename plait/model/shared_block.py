@@ -47,11 +47,12 @@ class SharedBlockUse:
         self.out = w.linear("out", in_size=hidden, out_sizes=(hidden,))
         self._join, self._combine = w.bind(join), w.bind(combine)
         self._activate = w.bind(activate, kind=s.activation, gated=True)
-        heads = {"heads": s.num_heads, "kv_heads": s.num_kv_heads, "dim": s.head_dim}
-        self._place = w.bind_kernel(place_heads, over=None, **heads)
-        self._attend = w.bind(
+        self._place, self._attend = w.bind_pair(
+            place_heads,
             paged_attention,
-            **heads,
+            heads=s.num_heads,
+            kv_heads=s.num_kv_heads,
+            dim=s.head_dim,
             window=None,
             softcap=None,
             sinks=False,

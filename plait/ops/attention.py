@@ -104,9 +104,8 @@ def paged_attention(
     query_start: [S+1], seq_lens: [S] (new tokens included) -> [T, heads, d]. Query head h reads kv head
     h // (heads / kv_heads). `window`: how many last keys are seen; `softcap`: scores become cap·tanh(·/cap).
     `sinks`: [heads] float32, a score of each head for a key with the value 0 (Xiao et al. 2023; gpt-oss).
-    `k` and `v` None: `ops.place.place_heads` has stored them. `step`: where kernels leave for the other layers
-    of a step what all of them need (`Batch.step`). The variant that writes a cache decides how it lies in
-    memory.
+    `k` and `v` None: `ops.place.place_heads` has stored them. `step`: where kernels leave what other layers
+    of the step need, too (`Batch.step`). The variant that writes a cache decides how it lies in memory.
     """
     k_form, v_form = key_codes(q.shape[-1]), value_codes(q.shape[-1])
     if k is not None and v is not None:

@@ -147,7 +147,8 @@ def _heads_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> A
     norms, over, is_layer = None, case["over"], case.get("is_layer", False)
     if over:
         sizes = (d, d) if over == "head" else (heads * d, kv * d)
-        norms = HeadNorms(*(_random_norm(size, device, is_layer) for size in sizes), over)
+        q_norm, k_norm = (_random_norm(size, device, is_layer) for size in sizes)
+        norms = HeadNorms(q_norm, k_norm, over)
     turned = case.get("interleaved", False)
     rotation = _random_rotation(case["pairs"], turned, device) if case["pairs"] else None
     positions = torch.randint(0, 500, (tokens,), device=device)

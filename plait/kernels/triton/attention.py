@@ -13,6 +13,10 @@ and on no chunk of a prompt.
     items  | seq 0, split 0 | seq 0, split 1 | seq 0, split 2 | seq 1 (walks) | ...
     part   |    slot 0      |    slot 1      |    slot 2      |               | ...
 
+Entries of a cache are one behind the other, [block_size, kv_heads, width], as `ops.entry` describes them.
+Only codes of keys and values lie otherwise, so that they are read 16 bytes at a time: in each block, codes
+of all its entries, [block_size, kv_heads, d], then their scales. `place` writes them.
+
 Which program is the last of a tile is counted in `counters`, one for a tile and kv head, that are 0 between
 launches: `count_items` writes zeros, and the last program writes one again. Its addition is a release of what
 its program stored, all threads of which a barrier orders before it, and an acquire of what the others did.
@@ -33,6 +37,7 @@ import triton.language as tl
 from torch import Tensor
 
 from plait.kernels.triton.forms import KernelForm
+from plait.kernels.triton.place import entry_places, place_all_heads
 from plait.kernels.triton.pointwise import tanh
 from plait.ops.attention import paged_attention, paged_latent_attention, write_paged
 from plait.ops.entry import Codes, key_codes, latent_codes, value_codes
@@ -51,34 +56,33 @@ LOG2E = 1.4426950408889634
 
 @triton.jit
 def _load_entries(
-    cache, words, row, seen, d,
-    AT: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, GROUP: tl.constexpr,
+    cache, words, at, scales, seen, d, D: tl.constexpr, DP: tl.constexpr, GROUP: tl.constexpr
 ):  # fmt: skip
-    """Columns AT + d of rows of a cache; of codes (GROUP > 0) what they stand for. [tokens, columns]."""
+    """D columns behind the addresses `at` of a cache; of codes (GROUP > 0) what they stand for, their scales
+    being words behind `scales`. [tokens, columns]."""
     there = seen[:, None] & (d < D)[None, :]
-    found = tl.load(cache + row[:, None] * WIDTH + AT + d[None, :], mask=there, other=0)
+    found = tl.load(cache + at[:, None] + d[None, :], mask=there, other=0)
     if GROUP:
-        scales = words + row * (WIDTH // 2) + D // 2  # bfloat16
         if GROUP >= D:
-            bits = tl.load(scales, mask=seen, other=0).to(tl.int32) << 16
+            bits = tl.load(words + scales, mask=seen, other=0).to(tl.int32) << 16  # bfloat16
             numbers = found.to(tl.float32) * bits.to(tl.float32, bitcast=True)[:, None]
         else:
             g = tl.arange(0, DP // GROUP)
             given = seen[:, None] & (g * GROUP < D)[None, :]
-            bits = tl.load(scales[:, None] + g[None, :], mask=given, other=0).to(tl.int32) << 16
-            apart = tl.reshape(found.to(tl.float32), [row.shape[0], DP // GROUP, GROUP])
+            bits = tl.load(words + scales[:, None] + g[None, :], mask=given, other=0).to(tl.int32) << 16
+            apart = tl.reshape(found.to(tl.float32), [at.shape[0], DP // GROUP, GROUP])
             apart = apart * bits.to(tl.float32, bitcast=True)[:, :, None]
-            numbers = tl.reshape(apart, [row.shape[0], DP])
+            numbers = tl.reshape(apart, [at.shape[0], DP])
     else:
         numbers = found
     return numbers
 
 
 @triton.jit
-def _load_rest(words, row, seen, d, AT: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
-    """The bfloat16 numbers behind the codes of an entry, as float32."""
+def _load_rest(words, at, seen, d, D: tl.constexpr):
+    """The bfloat16 numbers behind the codes of entries, as float32; at: of their words."""
     there = seen[:, None] & (d < D)[None, :]
-    bits = tl.load(words + row[:, None] * (WIDTH // 2) + AT // 2 + d[None, :], mask=there, other=0)
+    bits = tl.load(words + at[:, None] + d[None, :], mask=there, other=0)
     return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
 
@@ -199,14 +203,15 @@ def attend(
                 t = n + tl.arange(0, BN)
                 seen = t < stop
                 block = tl.load(line + t // PAGE, mask=seen, other=0).to(tl.int64)
-                row = (block * PAGE + t % PAGE) * KVH + kv
-                k = _load_entries(k_cache, k_words, row, seen, d, 0, KW, D, DP, GROUP).to(own_q.dtype)
+                inside = t % PAGE * KVH + kv
+                at_k, scales = entry_places(block, inside, D, REST, KW, PAGE * KVH, GROUP)
+                k = _load_entries(k_cache, k_words, at_k, scales, seen, d, D, DP, GROUP).to(own_q.dtype)
                 scores = tl.dot(own_q, tl.trans(k), input_precision="ieee")
                 if REST:
                     if GROUP:
-                        more = _load_rest(k_words, row, seen, r, REST_AT, KW, REST)
+                        more = _load_rest(k_words, scales + (REST_AT - D) // 2, seen, r, REST)
                     else:
-                        more = _load_entries(k_cache, k_words, row, seen, r, D, KW, REST, RESTP, 0)
+                        more = _load_entries(k_cache, k_words, at_k + D, scales, seen, r, REST, RESTP, 0)
                     scores = tl.dot(rest_q, tl.trans(more.to(own_q.dtype)), scores, input_precision="ieee")
                 scores = scores * scale  # of base 2
                 if SOFTCAP > 0:
@@ -224,9 +229,9 @@ def attend(
                 if LATENT:
                     v = k
                 else:
-                    v = _load_entries(v_cache, v_words, row, seen, d, 0, VW, D, DP, D if GROUP else 0).to(
-                        own_q.dtype
-                    )
+                    whole: tl.constexpr = D if GROUP else 0  # one scale for a value
+                    at_v, scales = entry_places(block, inside, D, REST, VW, PAGE * KVH, whole)
+                    v = _load_entries(v_cache, v_words, at_v, scales, seen, d, D, DP, whole).to(own_q.dtype)
                 values = tl.dot(p.to(own_q.dtype), v, values * old[:, None], input_precision="ieee")
                 top = new
             largest, before, now = _join_softmaxes(largest, top)
@@ -296,8 +301,11 @@ class PagedLayout:
 
     def attention(self, k_cache: Tensor, v_cache: Tensor, sinks: bool) -> dict[str, Any]:
         """Those of `attend` alone."""
-        # Decoding takes registers, and so do wide heads and padded ones: eight warps have twice those of four.
-        wide = self.dim > 128 or self.dim & (self.dim - 1) > 0 or self.codes is not None
+        # Registers decide, as compiled: codes and wide heads take many, so they have the registers of eight
+        # warps; padded heads and the widest have tiles of half as many keys. Tiles of decodes and prompts have
+        # the same keys and warps, because the order of sums follows from both.
+        wide = self.dim > 128 or self.codes is not None
+        few_keys = self.rest or self.dim & (self.dim - 1) or (self.codes and self.dim > 128)
         return {
             "REST": self.rest,
             "RESTP": max(16, triton.next_power_of_2(self.rest)),
@@ -308,7 +316,7 @@ class PagedLayout:
             "REST_AT": self.codes.rest_at if self.codes else 0,
             "PAGE": k_cache.shape[1],
             "SPLIT": SPLIT,
-            "BN": 32 if self.rest else 64,
+            "BN": 32 if few_keys else 64,
             "WINDOW": self.window or 0,
             "SOFTCAP": self.softcap or 0.0,
             "SINKS": sinks,
@@ -337,7 +345,7 @@ def _most_tiles(constants: Mapping[str, int]) -> int:
 def _list_work(
     query_start: Tensor, seq_lens: Tensor, constants: Mapping[str, int], window: int, capacity: int
 ) -> AttentionWork:
-    """Launch `count_items`. Nothing is asked of the device."""
+    """Launch `count_items`. Nothing waits for the device."""
     size, heads, rows = (constants[name] for name in ("S", "KVH", "BM"))
     most_tiles = _most_tiles(constants)
     ints = partial(torch.empty, dtype=torch.int32, device=seq_lens.device)
@@ -424,8 +432,7 @@ def attend_paged(
     """`paged_attention`: the same arguments and result."""
     dim = q.shape[-1]
     if k is not None and v is not None:
-        write_paged(k_cache, k, slot_mapping, key_codes(dim))
-        write_paged(v_cache, v, slot_mapping, value_codes(dim))
+        place_all_heads(q, k, v, k_cache, v_cache, slot_mapping, slot_mapping, None, None)
     codes = key_codes(dim) if k_cache.dtype is torch.int8 else None
     layout = PagedLayout(q.shape[1], k_cache.shape[2], dim, 0, codes, window, softcap)
     where = block_table, query_start, seq_lens
@@ -458,10 +465,9 @@ def attend_latent(
 POINTERS = {
     "q": "bf16*", "k_cache": "bf16*", "v_cache": "bf16*", "k_words": "bf16*", "v_words": "bf16*",
     "table": "i64*",
-    "query_start": "i64*", "seq_lens": "i64*", "items": "i32*", "slots": "i32*", "starts": "i32*", "counters": "i32*",
-    "out": "bf16*", "part": "fp32*", "part_sums": "fp32*", "sinks": "fp32*", "q_row": "i32!",
-    "q_head": "i32!",
-    "table_row": "i32!", "scale": "fp32",
+    "query_start": "i64*", "seq_lens": "i64*", "items": "i32*", "slots": "i32*", "starts": "i32*",
+    "counters": "i32*", "out": "bf16*", "part": "fp32*", "part_sums": "fp32*", "sinks": "fp32*",
+    "q_row": "i32!", "q_head": "i32!", "table_row": "i32!", "scale": "fp32",
 }  # fmt: skip
 CODE_POINTERS = {"k_cache": "i8*", "v_cache": "i8*", "k_words": "i16*", "v_words": "i16*"}
 SHAPES = {  # heads, kv_heads, dim, rest, window, softcap, sinks, codes

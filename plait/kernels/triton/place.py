@@ -5,13 +5,13 @@ the pairs that are rotated together, in either form of pairs. What is not rotate
 sums are of that head alone, or of all heads of the token in one program, in an order that sizes decide; so
 the bits depend on no other token. Numbers are rounded where the ops that this replaces round them.
 
-An entry of codes (`ops.entry`) is written as bytes: codes, then scales as words of 16 bits.
+Codes (`ops.entry`) are written as bytes, their scales as words of 16 bits, where `attention` reads them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import torch
 import triton
@@ -31,6 +31,22 @@ OVER = {"head": 1, "each": 2, "all": 3}
 
 
 @triton.jit
+def entry_places(
+    block, inside, D: tl.constexpr, REST: tl.constexpr, WIDTH: tl.constexpr, PAGE_ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    """Where the entries (block, inside) of a cache are, and the words of their scales: see `attention`."""
+    if GROUP and not REST:
+        groups: tl.constexpr = (D + GROUP - 1) // GROUP
+        at = block * (PAGE_ROWS * WIDTH) + inside * D
+        scales = block * (PAGE_ROWS * WIDTH // 2) + PAGE_ROWS * D // 2 + inside * groups
+    else:
+        at = (block * PAGE_ROWS + inside) * WIDTH
+        scales = (block * PAGE_ROWS + inside) * (WIDTH // 2) + D // 2
+    return at, scales
+
+
+@triton.jit
 def _sum_numbers(a, b, rest, RESTP: tl.constexpr, ALL: tl.constexpr):
     """The sum of each head's numbers, or of all heads', [heads, 1]."""
     total = tl.sum(a, 1) + tl.sum(b, 1)
@@ -42,7 +58,7 @@ def _sum_numbers(a, b, rest, RESTP: tl.constexpr, ALL: tl.constexpr):
 
 
 @triton.jit
-def _rounded(numbers, like):
+def _round_as(numbers, like):
     """float32 numbers as the dtype that a pointer points to has them."""
     return numbers.to(like.dtype.element_ty).to(tl.float32)
 
@@ -89,7 +105,7 @@ def _finish_heads(
             b += _load_weights(bias, head, second, there, D, OVER)
             if RESTP:
                 rest += _load_weights(bias, head, r, behind, D, OVER)
-        a, b, rest = _rounded(a, x), _rounded(b, x), _rounded(rest, x)
+        a, b, rest = _round_as(a, x), _round_as(b, x), _round_as(rest, x)
     if TURNS:
         a, b = rotate_pairs(a, b, position, inv_freq, j, mscale, PAIRS)
     return a.to(x.dtype.element_ty), b.to(x.dtype.element_ty), rest.to(x.dtype.element_ty)
@@ -140,11 +156,12 @@ def _code(x, step):
 
 @triton.jit
 def _store_codes(
-    cache, words, row, a, b, rest, head, j, r,
+    cache, words, block, inside, a, b, rest, head, j, r,
     HEADS: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, RESTP: tl.constexpr,
-    INTERLEAVED: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
+    INTERLEAVED: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Heads as codes and scales; row: [heads, 1], of entries of WIDTH bytes with D codes."""
+    """Heads of a token, the one of this number inside its block, as codes and scales."""
+    at, scales = entry_places(block, inside * HEADS + head, D, 0, WIDTH, PAGE * HEADS, GROUP)
     first, second = pair_columns(j, PAIRS, INTERLEAVED)
     there, behind = (head < HEADS) & (j < PAIRS), (head < HEADS) & (r < D)
     a, b, rest = a.to(tl.float32), b.to(tl.float32), rest.to(tl.float32)
@@ -154,15 +171,15 @@ def _store_codes(
         if RESTP:
             largest = tl.maximum(largest, _largest(rest, r, behind, g, GROUP))
         bits = _scale_bits(largest)
-        tl.store(words + row * (WIDTH // 2) + D // 2 + g, bits.to(tl.int16), mask=head < HEADS)
+        tl.store(words + scales + g, bits.to(tl.int16), mask=head < HEADS)
         step = (bits << 16).to(tl.float32, bitcast=True)
         step_a = tl.where(first // GROUP == g, step, step_a)
         step_b = tl.where(second // GROUP == g, step, step_b)
         step_rest = tl.where(r // GROUP == g, step, step_rest) if RESTP else step_rest
-    tl.store(cache + row * WIDTH + first, _code(a, step_a), mask=there)
-    tl.store(cache + row * WIDTH + second, _code(b, step_b), mask=there)
+    tl.store(cache + at + first, _code(a, step_a), mask=there)
+    tl.store(cache + at + second, _code(b, step_b), mask=there)
     if RESTP:
-        tl.store(cache + row * WIDTH + r, _code(rest, step_rest), mask=behind)
+        tl.store(cache + at + r, _code(rest, step_rest), mask=behind)
 
 
 @triton.jit
@@ -172,7 +189,7 @@ def place_head_rows(
     H: tl.constexpr, KVH: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, PAIRSP: tl.constexpr,
     RESTP: tl.constexpr, HB: tl.constexpr, Q_BLOCKS: tl.constexpr, OVER: tl.constexpr, LAYER: tl.constexpr,
     BIAS: tl.constexpr, TURNS: tl.constexpr, INTERLEAVED: tl.constexpr, KW: tl.constexpr, VW: tl.constexpr,
-    GROUP: tl.constexpr,
+    PAGE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """See `ops.place.place_heads`. Grid: (T, blocks of HB heads: Q_BLOCKS of queries, then keys, values)."""
     token, p = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -195,8 +212,8 @@ def place_head_rows(
         )  # fmt: skip
         if GROUP:
             _store_codes(
-                k_cache, k_words, slot * KVH + head, a, b, rest, head, j, r,
-                KVH, D, PAIRS, RESTP, INTERLEAVED, KW, GROUP,
+                k_cache, k_words, slot // PAGE, slot % PAGE, a, b, rest, head, j, r,
+                KVH, D, PAIRS, RESTP, INTERLEAVED, KW, PAGE, GROUP,
             )  # fmt: skip
         else:
             to = k_cache + slot * (KVH * KW)
@@ -209,8 +226,8 @@ def place_head_rows(
         )  # fmt: skip
         if GROUP:
             _store_codes(
-                v_cache, v_words, slot * KVH + head, a, b, rest, head, j, r,
-                KVH, D, PAIRS, RESTP, INTERLEAVED, VW, D,
+                v_cache, v_words, slot // PAGE, slot % PAGE, a, b, rest, head, j, r,
+                KVH, D, PAIRS, RESTP, INTERLEAVED, VW, PAGE, D,
             )  # fmt: skip
         else:
             to = v_cache + slot * (KVH * VW)
@@ -219,7 +236,8 @@ def place_head_rows(
 
 @triton.jit
 def _load_pairs(
-    at, there, position, inv_freq, j, mscale, PAIRS: tl.constexpr, TURNS: tl.constexpr, INTERLEAVED: tl.constexpr
+    at, there, position, inv_freq, j, mscale,
+    PAIRS: tl.constexpr, TURNS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """Numbers that are rotated, as pairs: in float32, rounded to their dtype."""
     first, second = pair_columns(j, PAIRS, INTERLEAVED)
@@ -227,7 +245,7 @@ def _load_pairs(
     b = tl.load(at + second, mask=there, other=0.0).to(tl.float32)
     if TURNS:
         a, b = rotate_pairs(a, b, position, inv_freq, j, mscale, PAIRS)
-    return _rounded(a, at), _rounded(b, at)
+    return _round_as(a, at), _round_as(b, at)
 
 
 @triton.jit
@@ -246,7 +264,7 @@ def _store_latent(
         h = h * unit * tl.load(weight + c, mask=c < R, other=0.0).to(tl.float32)
         if BIAS:
             h += tl.load(bias + c, mask=c < R, other=0.0).to(tl.float32)
-        h = _rounded(h, latent)
+        h = _round_as(h, latent)
     line = cache + slot * WIDTH
     if GROUP:
         step, scales = tl.zeros_like(h), words + slot * (WIDTH // 2) + R // 2
@@ -272,7 +290,7 @@ def place_latent_rows(
     HB: tl.constexpr, NORM: tl.constexpr, LAYER: tl.constexpr, BIAS: tl.constexpr, TURNS: tl.constexpr,
     INTERLEAVED: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, REST_AT: tl.constexpr,
 ):  # fmt: skip
-    """See `ops.place.place_latent`. Grid: (T, 1 + blocks of HB heads): the first program stores the latent."""
+    """See `ops.place.place_latent`. Grid: (T, 1 + blocks of HB heads); the first stores the latent."""
     token, p = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(positions + token)
     c, j = tl.arange(0, RP)[None, :], tl.arange(0, PAIRSP)[None, :]
@@ -326,8 +344,8 @@ def _head_sizes(
     }
 
 
-def _entry_sizes(form: Codes | None, k_width: int, v_width: int) -> dict[str, int]:
-    return {"KW": k_width, "VW": v_width, "GROUP": form.group if form else 0}
+def _entry_sizes(form: Codes | None, widths: tuple[int, int], page: int) -> dict[str, int]:
+    return {"KW": widths[0], "VW": widths[1], "PAGE": page, "GROUP": form.group if form else 0}
 
 
 def _words(cache: Tensor) -> Tensor:
@@ -335,7 +353,7 @@ def _words(cache: Tensor) -> Tensor:
     return cache.view(torch.int16) if cache.dtype is torch.int8 else cache
 
 
-def _packed(x: Tensor) -> Tensor:
+def _pack_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -367,7 +385,7 @@ def place_all_heads(
         slot_mapping, out, k_cache, v_cache, _words(k_cache), _words(v_cache), q.stride(0), k.stride(0),
         v.stride(0), dim, norms.q.eps if norms else 0.0, norms.k.eps if norms else 0.0,
         rotation.mscale if rotation else 1.0, **sizes,
-        **_entry_sizes(form, k_cache.shape[-1], v_cache.shape[-1]),
+        **_entry_sizes(form, (k_cache.shape[-1], v_cache.shape[-1]), k_cache.shape[1]),
     )  # fmt: skip
     return out
 
@@ -408,7 +426,7 @@ def place_whole_latent(
     rotation: Rotation | None,
 ) -> Tensor:
     """`place_latent`: the same arguments and result."""
-    q, q_rope, latent, k_rope = (_packed(t) for t in (q, q_rope, latent, k_rope))
+    q, q_rope, latent, k_rope = (_pack_rows(t) for t in (q, q_rope, latent, k_rope))
     (tokens, heads, rank), rope_dim = q.shape, q_rope.shape[-1]
     out = torch.empty(tokens, heads, rank + rope_dim, dtype=q.dtype, device=q.device)
     form = latent_codes(rank, rope_dim) if cache.dtype is torch.int8 else None
@@ -433,11 +451,13 @@ POINTERS: dict[str, str] = {
     **dict.fromkeys(STRIDES, "i32!"),
     **dict.fromkeys(("q_eps", "k_eps", "eps", "mscale"), "fp32"),
 }
-CODES: Mapping[str, str] = {
+CODES: dict[str, str] = {
     **dict.fromkeys(("k_cache", "v_cache", "cache"), "i8*"),
     **dict.fromkeys(("k_words", "v_words", "words"), "i16*"),
 }
-SHAPES = {  # heads, kv_heads, dim, pairs, interleaved, norm over, codes
+Over = Literal["head", "each", "all"]
+Shape = tuple[int, int, int, int, bool, Over | None, bool]
+SHAPES: dict[str, Shape] = {  # heads, kv_heads, dim, pairs, interleaved, norm over, codes
     "32/8 d128": (32, 8, 128, 64, False, None, False),
     "32/8 d128 head norm": (32, 8, 128, 64, False, "head", False),
     "32/8 d128 norm over all": (32, 8, 128, 64, False, "all", False),
@@ -465,10 +485,11 @@ def forms() -> Iterator[KernelForm]:
         form = key_codes(dim) if coded else None
         widths = (form.width, value_codes(dim).width) if form else (dim, dim)
         constants = _head_sizes(heads, kv_heads, dim, norms, turns(pairs, paired)) | _entry_sizes(
-            form, *widths
+            form, widths, 64
         )
         warps = constants.pop("num_warps")
-        types, wide = POINTERS | (CODES if coded else {}), () if paired else (("LDG.128", "LDG.64"),)
+        types = POINTERS | (CODES if coded else {})
+        wide: tuple[tuple[str, ...], ...] = () if paired else (("LDG.128", "LDG.64"),)
         yield KernelForm(f"place_head_rows, {name}", place_head_rows, types, constants, warps, demands=wide)
     for name, heads, coded in (
         ("16 heads", 16, False),

@@ -63,7 +63,7 @@ def _softplus(x):
 
 
 @triton.jit
-def activated(x, KIND: tl.constexpr):
+def apply_activation(x, KIND: tl.constexpr):
     """An activation of `plait.ops.activation.ACTIVATIONS`, in float32."""
     if KIND == "silu":
         y = x * sigmoid(x)
@@ -89,7 +89,7 @@ def gated_pair(g, u, KIND: tl.constexpr):
         u = tl.where(u > 7.0, 7.0, tl.where(u < -7.0, -7.0, u))
         y = (u + 1.0) * g * sigmoid(1.702 * g)
     else:
-        y = activated(g, KIND) * u
+        y = apply_activation(g, KIND) * u
     return y
 
 
@@ -113,7 +113,7 @@ def activate_numbers(
     if GATED:
         y = gated_pair(h, tl.load(at + N, mask=there, other=0.0).to(tl.float32), KIND)
     else:
-        y = activated(h, KIND)
+        y = apply_activation(h, KIND)
     tl.store(out + row * N + c, y.to(out.dtype.element_ty), mask=there)
 
 
@@ -213,7 +213,7 @@ def _why_unknown(facts: OpFacts) -> str | None:
     return None if kind is None or kind in KINDS else f"no kernel computes {kind}"
 
 
-def _combined(
+def _combine_with(
     kind: str, x: Tensor, y: Tensor | None, first: float = 0.0, second: float = 0.0, dtype: Any = None
 ) -> Tensor:
     """What `combine_numbers` computes; y: like x, or one number for each row, or one row for all."""
@@ -232,40 +232,40 @@ def _combined(
 @multiply.variant(NAME, on="cuda")
 def multiply_rows(x: Tensor, y: Tensor) -> Tensor:
     """`multiply`: the same arguments and result."""
-    return _combined("multiply", x, y)
+    return _combine_with("multiply", x, y)
 
 
 @combine.variant(NAME, on="cuda")
 def combine_rows(x: Tensor, y: Tensor, scale: float) -> Tensor:
     """`combine`: the same arguments and result."""
-    return _combined("combine", x, y, scale)
+    return _combine_with("combine", x, y, scale)
 
 
 @rescale.variant(NAME, on="cuda")
 def rescale_rows(x: Tensor, scale: float, cap: float | None) -> Tensor:
     """`rescale`: the same arguments and result."""
-    return _combined("softcap", x, None, scale, cap) if cap else _combined("rescale", x, None, scale)
+    return _combine_with("softcap", x, None, scale, cap) if cap else _combine_with("rescale", x, None, scale)
 
 
 @gate.variant(NAME, on="cuda")
 def gate_numbers(x: Tensor, by: Tensor) -> Tensor:
     """`gate`: the same arguments and result."""
-    return _combined("gate", x, by)
+    return _combine_with("gate", x, by)
 
 
 @gate_rows.variant(NAME, on="cuda")
 def gate_whole_rows(x: Tensor, gate: Tensor) -> Tensor:
     """`gate_rows`: the same arguments and result."""
-    return _combined("gate_rows", x, gate)
+    return _combine_with("gate_rows", x, gate)
 
 
 @step_sizes.variant(NAME, on="cuda")
 def compute_step_sizes(dt: Tensor, bias: Tensor | None, low: float, high: float) -> Tensor:
     """`step_sizes`: the same arguments and result."""
-    return _combined("step_sizes", dt, bias, low, high, torch.float32)
+    return _combine_with("step_sizes", dt, bias, low, high, torch.float32)
 
 
-def _taken(x: Tensor, index: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+def _take(x: Tensor, index: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
     width = x.shape[-1]
     out, sizes = torch.empty(len(index), width, dtype=dtype, device=x.device), _piece(width)
     launch(
@@ -278,7 +278,7 @@ def _taken(x: Tensor, index: Tensor, dtype: torch.dtype, scale: float = 1.0) -> 
 @take_rows.variant(NAME, on="cuda")
 def take_whole_rows(x: Tensor, index: Tensor) -> Tensor:
     """`take_rows`: the same arguments and result."""
-    return _taken(x, index, x.dtype)
+    return _take(x, index, x.dtype)
 
 
 def _why_not_plain(facts: OpFacts) -> str | None:
@@ -289,7 +289,7 @@ def _why_not_plain(facts: OpFacts) -> str | None:
 @embed.variant(NAME_PLAIN, on="cuda", when=_why_not_plain)
 def embed_plain(token_ids: Tensor, table: Dense, scale: float, dtype: torch.dtype) -> Tensor:
     """`embed` of a plain table: the same arguments and result."""
-    return _taken(table.tensor, token_ids, dtype, scale)
+    return _take(table.tensor, token_ids, dtype, scale)
 
 
 @join.variant(NAME, on="cuda")
@@ -305,9 +305,10 @@ def join_rows(a: Tensor, b: Tensor) -> Tensor:
 
 
 NUMBERS = {
-    "x": "bf16*", "y": "bf16*", "a": "bf16*", "b": "bf16*", "index": "i64*", "out": "bf16*", "x_outer": "i32!",
-    "x_inner": "i32!", "y_outer": "i32!", "y_inner": "i32!", "a_outer": "i32!", "a_inner": "i32!",
-    "b_outer": "i32!", "b_inner": "i32!", "first": "fp32", "second": "fp32", "scale": "fp32",
+    "x": "bf16*", "y": "bf16*", "a": "bf16*", "b": "bf16*", "index": "i64*", "out": "bf16*",
+    "x_outer": "i32!", "x_inner": "i32!", "y_outer": "i32!", "y_inner": "i32!",
+    "a_outer": "i32!", "a_inner": "i32!", "b_outer": "i32!", "b_inner": "i32!",
+    "first": "fp32", "second": "fp32", "scale": "fp32",
 }  # fmt: skip
 WIDE = (("LDG.128",), ("STG.128",))
 

@@ -110,8 +110,8 @@ def rotate_rows(x: Tensor, positions: Tensor, inv_freq: Tensor, mscale: float, i
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     sizes = _constants(heads, dim, len(inv_freq), interleaved)
     launch(
-        rotate_heads, (tokens, -(-heads // sizes["HB"])), x, positions, inv_freq, out, x.stride(0), x.stride(1),
-        mscale, **sizes,
+        rotate_heads, (tokens, -(-heads // sizes["HB"])), x, positions, inv_freq, out, x.stride(0),
+        x.stride(1), mscale, **sizes,
     )  # fmt: skip
     return out
 

@@ -22,7 +22,7 @@ class RowViews:
 
 
 def view_rows(*tensors: Tensor) -> RowViews:
-    """The rows of tensors [..., n]; the leading dimensions are those of all. What cannot be viewed is copied."""
+    """The rows of tensors [..., n]; the leading dimensions are the same. What cannot be viewed is copied."""
     lead = tensors[0].shape[:-1]
     found = tuple(t if len(lead) < MOST_DIMS and _is_packed(t) else t.contiguous() for t in tensors)
     count = lead.numel()

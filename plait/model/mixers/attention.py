@@ -40,16 +40,15 @@ class Attention:
         self.k_norm = HeadNorm(s.qk_norm, s, w.scope("k_norm"), s.num_kv_heads) if s.qk_norm else None
         self.sinks = w.tensor("sinks", (s.num_heads,), torch.float32) if s.sinks else None
         self.rope = Rope(s.rope, w) if s.rope else None
-        sizes = {"heads": s.num_heads, "kv_heads": s.num_kv_heads, "dim": s.head_dim}
-        self._place = w.bind_kernel(place_heads, over=s.qk_norm_over if s.qk_norm else None, **sizes)
-        self._norms = (
-            HeadNorms(self.q_norm.weights, self.k_norm.weights, s.qk_norm_over)
-            if self.q_norm and self.k_norm
-            else None
-        )
-        self._attend = w.bind(
+        self._norms = None
+        if self.q_norm and self.k_norm:
+            self._norms = HeadNorms(self.q_norm.weights, self.k_norm.weights, s.qk_norm_over)
+        self._place, self._attend = w.bind_pair(
+            place_heads,
             paged_attention,
-            **sizes,
+            heads=s.num_heads,
+            kv_heads=s.num_kv_heads,
+            dim=s.head_dim,
             window=s.window,
             softcap=s.softcap,
             sinks=s.sinks,
@@ -69,19 +68,16 @@ class Attention:
         heads = self.qkv(x).unflatten(-1, (-1, s.head_dim))  # [T, heads + 2 kv_heads (+ heads), d]
         q, k, v, *closing = heads.split(self._parts, 1)
         cache, index = store[self.name], batch.paged[self._group]
+        caches = cache["k"], cache["v"]
+        where = (index.block_table, index.slot_mapping, batch.query_start, batch.seq_lens)
+        how = (s.scale, s.window, s.softcap, self.sinks)
         if self._place:
-            rotation, to = (
-                self.rope.rotation if self.rope else None,
-                (cache["k"], cache["v"], index.slot_mapping),
-            )
-            q = self._place(q, k, v, *to, batch.positions, self._norms, rotation)
-            new, step = (None, None), (batch.step,)
+            to = (*caches, index.slot_mapping, batch.positions)
+            q = self._place(q, k, v, *to, self._norms, self.rope.rotation if self.rope else None)
+            out = self._attend(q, None, None, *caches, *where, *how, batch.step)
         else:
             q, k = self._turned(heads, q, k, batch)
-            new, step = (k, v), ()
-        where = (index.block_table, index.slot_mapping, batch.query_start, batch.seq_lens)
-        how = (s.scale, s.window, s.softcap, self.sinks, *step)
-        out = self._attend(q, *new, cache["k"], cache["v"], *where, *how)
+            out = self._attend(q, k, v, *caches, *where, *how)
         out = out.flatten(1)
         return self.o(self._gate(out, closing[0].flatten(1)) if self._gate else out)
 

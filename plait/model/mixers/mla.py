@@ -48,8 +48,8 @@ class Mla:
         self.o = w.linear("o", in_size=heads * s.v_dim, out_sizes=(hidden,))
         self.rope = Rope(s.rope, w) if s.rope else None
         sizes = {"heads": heads, "kv_rank": s.kv_rank, "rope_dim": s.rope_dim}
-        self._attend = w.bind(paged_latent_attention, **sizes)
-        self._place, self._join = w.bind_kernel(place_latent, **sizes), w.bind(join)
+        self._place, self._attend = w.bind_pair(place_latent, paged_latent_attention, **sizes)
+        self._join = w.bind(join)
         kept = w.target.kv_dtype
         entry = {"latent": (latent_width(s.kv_rank, s.rope_dim, kept),)}
         self.states: dict[str, State] = {self.name: PagedState(entry, dtype=kept)}

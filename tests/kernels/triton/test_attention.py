@@ -1,4 +1,4 @@
-"""Triton's paged attention: bits that depend on no other sequence, no grid and no chunk; work lists of a step."""
+"""Triton's paged attention: bits that depend on no other sequence, grid or chunk; work lists of a step."""
 
 from __future__ import annotations
 
@@ -85,9 +85,9 @@ def test_layers_of_a_step_share_one_work_list(monkeypatch: pytest.MonkeyPatch) -
         assert not work.counters.any(), "the program that ends a tile sets its counter back"
 
 
-def test_splits_of_all_heads_of_a_latent_are_items(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_splits_of_all_heads_of_a_latent_are_items() -> None:
     torch.manual_seed(5)
-    (table, slots, starts, lens), blocks = paged_case([600], "cpu")
+    (table, slots, _, lens), blocks = paged_case([600], "cpu")
     cache = torch.randn(blocks, BLOCK, 24)
     q = torch.randn(1, 48, 24)  # three tiles of one token
     step: dict[Any, Any] = {}

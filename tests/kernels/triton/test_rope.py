@@ -1,4 +1,4 @@
-"""Triton's rotation: sines and cosines at large positions, beside float64."""
+"""Triton's rotation: sines and cosines at large positions, compared with float64."""
 
 from __future__ import annotations
 
