@@ -7,7 +7,7 @@ no two are equal, so their order needs no second look.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -81,12 +81,18 @@ def list_requests(batch: SamplingBatch, most: int) -> Iterator[LogprobRequest]:
         first, draw = end, draw + row.num_samples
 
 
-def score_rows(
-    logits: Tensor, ids: Tensor, requests: Sequence[LogprobRequest], limit: int, banned: Tensor | None
+def score_requests(
+    score: Callable[[Tensor, Tensor], Tensor],
+    logits: Tensor,
+    ids: Tensor,
+    requests: Sequence[LogprobRequest],
+    limit: int,
+    banned: Tensor | None,
 ) -> list[Tensor]:
     """logits: [n, vocab], ids: of all samples -> [requests, 1 + alternatives] int64 in parts, not waited for.
 
-    First the bits of the target's log-probability, then alternatives, packed by `_pack`.
+    First the bits of the target's log-probability, then alternatives, packed by `_pack`. `score`: what is
+    bound for `log_probabilities`.
     """
     most = max((request.num_top for request in requests), default=0)
     parts = []
@@ -97,7 +103,7 @@ def score_rows(
         row, draw, target, is_drawn = upload(np.array(columns, np.int64), logits.device)
         if ids.numel():
             target = torch.where(is_drawn > 0, ids[draw], target)
-        values = logits[row].log_softmax(-1)
+        values = score(logits, row)
         found = [values.gather(-1, target[:, None]).view(torch.int32).long()]
         if most:
             packed = _pack(values[:, :limit])

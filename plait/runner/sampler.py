@@ -17,6 +17,7 @@ from torch import Tensor
 from plait.errors import EngineError
 from plait.ops.chip import Chip
 from plait.ops.edit_logits import count_tokens, edit_logits
+from plait.ops.logprobs import log_probabilities
 from plait.ops.registry import OpFacts
 from plait.ops.sample import largest, sample, sample_at
 from plait.ops.seed import uniform
@@ -28,7 +29,7 @@ from plait.runner.logprobs import (
     list_requests,
     read_answers,
     read_score,
-    score_rows,
+    score_requests,
     with_target,
 )
 from plait.runner.sampling_tables import SamplingTables, is_edited, upload
@@ -75,7 +76,8 @@ class Sampler:
         self._draw_at, at = sample_at.bind(facts, "sampler", ops)
         self._edit_rows, edit = edit_logits.bind(facts, "sampler", ops)
         self._count, count = count_tokens.bind(facts, "sampler", ops)
-        self.bindings = (found, at, edit, count) if self._is_gpu else (found, binding)
+        self._score, score = log_probabilities.bind(facts, "sampler", ops)
+        self.bindings = (found, at, edit, count, score) if self._is_gpu else (found, binding)
         self._scratch: SamplingTables | None = None  # of the batches that `sample` gets on a GPU
 
     @property
@@ -201,7 +203,8 @@ class Sampler:
         if not draws and not requests:
             return [Sampled() for _ in batch.rows]
         banned = self.holes if self._has_holes else None
-        found = read_answers(ids, values, score_rows(logits, ids, requests, self.limit, banned))
+        parts = score_requests(self._score, logits, ids, requests, self.limit, banned)
+        found = read_answers(ids, values, parts)
         _check(found.values)
         scores: list[list[TokenLogprobs]] = [[] for _ in batch.rows]
         prompts: list[list[TokenLogprobs]] = [[] for _ in batch.rows]

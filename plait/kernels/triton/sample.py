@@ -33,6 +33,7 @@ from plait.ops.sample import largest, sample_at
 
 NAME = "triton"
 PART = 4096  # tokens of a program
+FEW_ROWS, SMALL_PART = 8, 2048  # so many rows keep a device busy only in smaller parts
 TILE = 1024  # tokens of a program at a time
 LEVELS = 64  # of weights; the last one has the weights that are 0
 MOST = 1 << 18  # tokens of a vocabulary: sums of weights have 62 bits
@@ -40,7 +41,7 @@ LISTED = 2048  # candidates of a row that there is always memory for
 LIST_NBYTES = 64 << 20  # of all lists; a row with more candidates is read as it is
 ENTRY_NBYTES = 16
 WAYS = 4  # thresholds that a pass of `draw_tokens` tries at once
-DRAW_WARPS = 8
+LIST_WARPS, DRAW_WARPS = 8, 8
 EXACT = {"enable_fp_fusion": False}  # a compiler may not choose where products and sums are one instruction
 
 
@@ -376,17 +377,16 @@ def why_unread(facts: OpFacts) -> str | None:
     return None if size <= MOST else f"{size} tokens are more than {MOST}"
 
 
-def _parts(logits: Tensor) -> dict[str, int]:
-    parts = triton.cdiv(logits.shape[1], PART)
-    return {"parts": parts, "PARTS": triton.next_power_of_2(parts)}
+def part_constants(rows: int, vocab: int) -> dict[str, int]:
+    """How a vocabulary is cut. It changes the grid, and no result."""
+    size = SMALL_PART if rows <= FEW_ROWS else PART
+    return {"PART": size, "PARTS": triton.next_power_of_2(triton.cdiv(vocab, size))}
 
 
-def _row_tops(logits: Tensor, parts: int) -> Tensor:
-    tops = torch.empty(len(logits), parts, dtype=torch.int64, device=logits.device)
-    launch(
-        find_tops, (len(logits), parts), logits, tops, logits.stride(0), logits.shape[1], PART=PART,
-        num_warps=8,
-    )  # fmt: skip
+def _row_tops(logits: Tensor, part: int) -> Tensor:
+    rows, vocab = logits.shape
+    tops = torch.empty(rows, triton.cdiv(vocab, part), dtype=torch.int64, device=logits.device)
+    launch(find_tops, (rows, tops.shape[1]), logits, tops, logits.stride(0), vocab, PART=part, num_warps=8)
     return tops
 
 
@@ -402,11 +402,11 @@ def find_largest(logits: Tensor) -> tuple[Tensor, Tensor]:
     ids, values = logits.new_empty(rows, dtype=torch.int64), logits.new_empty(rows)
     if not rows:
         return ids, values
-    size = _parts(logits)
-    tops = _row_tops(logits, size["parts"])
+    cut = part_constants(rows, logits.shape[1])
+    tops = _row_tops(logits, cut["PART"])
     launch(
-        take_tops, (rows,), logits, tops, ids, values, logits.stride(0), size["parts"],
-        PARTS=size["PARTS"], num_warps=1,
+        take_tops, (rows,), logits, tops, ids, values, logits.stride(0), tops.shape[1],
+        PARTS=cut["PARTS"], num_warps=1,
     )  # fmt: skip
     return ids, values
 
@@ -427,9 +427,9 @@ def draw_at(
     chosen, values = logits.new_empty(rows, dtype=torch.int64), logits.new_empty(rows)
     if not rows:
         return chosen, values
-    size, capacity = _parts(logits), list_capacity(rows, vocab)
-    parts = size["parts"]
-    tops = _row_tops(logits, parts)
+    cut, capacity = part_constants(rows, vocab), list_capacity(rows, vocab)
+    tops = _row_tops(logits, cut["PART"])
+    parts = tops.shape[1]
     longs, ints = (
         [logits.new_empty(*shape, dtype=dtype) for shape in shapes]
         for dtype, shapes in (
@@ -440,14 +440,14 @@ def draw_at(
     (masses, sums, weights), (counts, sizes, ids, ranks) = longs, ints
     how = (temperature, top_k, top_p, min_p, seed, position)
     shape = (logits.stride(0), vocab, parts)
-    shared = {"PARTS": size["PARTS"], "TILE": TILE, **EXACT}
+    shared = {"PARTS": cut["PARTS"], "TILE": TILE, **EXACT}
     launch(
         weigh_parts, (rows, parts), logits, tops, temperature, masses, counts, *shape,
-        PART=PART, LEVELS=LEVELS, **shared,
+        PART=cut["PART"], LEVELS=LEVELS, **shared,
     )  # fmt: skip
     launch(
         list_candidates, (rows, parts), logits, tops, *how, masses, counts, sizes, sums, ids, ranks, weights,
-        *shape, capacity, PART=PART, LEVELS=LEVELS, **shared,
+        *shape, capacity, PART=cut["PART"], LEVELS=LEVELS, num_warps=LIST_WARPS, **shared,
     )  # fmt: skip
     launch(
         draw_tokens, (rows,), logits, tops, *how, sizes, sums, ids, ranks, weights, chosen, values,
@@ -472,22 +472,26 @@ WIDE = (("LDG.128", "LDGSTS.128"),)
 
 
 def forms() -> Iterator[KernelForm]:
-    """What vocabularies of published sizes launch."""
-    yield KernelForm("find_tops", find_tops, POINTERS, {"PART": PART}, num_warps=8, demands=WIDE)
-    for vocab in VOCABULARIES:
-        parts = triton.next_power_of_2(triton.cdiv(vocab, PART))
-        tiles = {"PARTS": parts, "TILE": TILE}
-        whole = tiles | {"PART": PART, "LEVELS": LEVELS}
+    """What vocabularies of published sizes launch, for few rows and for many."""
+    for rows in (FEW_ROWS, FEW_ROWS + 1):
         yield KernelForm(
-            f"take_tops, {vocab} tokens", take_tops, POINTERS | {"ids": "i64*"}, {"PARTS": parts}, num_warps=1
-        )
-        yield KernelForm(
-            f"weigh_parts, {vocab} tokens", weigh_parts, POINTERS, whole, demands=WIDE, options=EXACT
-        )
-        yield KernelForm(
-            f"list_candidates, {vocab} tokens", list_candidates, POINTERS, whole, demands=WIDE, options=EXACT
-        )
-        yield KernelForm(
-            f"draw_tokens, {vocab} tokens", draw_tokens, POINTERS, tiles | {"WAYS": WAYS},
-            num_warps=DRAW_WARPS, options=EXACT,
+            f"find_tops, {rows} rows", find_tops, POINTERS, {"PART": part_constants(rows, 1)["PART"]},
+            num_warps=8, demands=WIDE,
         )  # fmt: skip
+        for vocab in VOCABULARIES:
+            yield from _forms_of(f"{vocab} tokens, {rows} rows", part_constants(rows, vocab))
+
+
+def _forms_of(name: str, cut: dict[str, int]) -> Iterator[KernelForm]:
+    tiles = {"PARTS": cut["PARTS"], "TILE": TILE}
+    whole = tiles | {"PART": cut["PART"], "LEVELS": LEVELS}
+    yield KernelForm(
+        f"take_tops, {name}", take_tops, POINTERS | {"ids": "i64*"}, {"PARTS": cut["PARTS"]}, num_warps=1
+    )
+    yield KernelForm(f"weigh_parts, {name}", weigh_parts, POINTERS, whole, demands=WIDE, options=EXACT)
+    yield KernelForm(
+        f"list_candidates, {name}", list_candidates, POINTERS, whole, LIST_WARPS, demands=WIDE, options=EXACT
+    )
+    yield KernelForm(
+        f"draw_tokens, {name}", draw_tokens, POINTERS, tiles | {"WAYS": WAYS}, DRAW_WARPS, options=EXACT
+    )
