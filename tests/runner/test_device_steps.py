@@ -66,9 +66,18 @@ def test_rows_come_and_go_and_the_text_is_that_of_steps_op_by_op(
     decoder: Decoder, want: dict[str, list[int]]
 ) -> None:
     one = side(decoder)
-    plans = watch(one)
+    plans, moved = watch(one), list[int]()
+    place = one.replay.batch.place
+
+    def placed(*args: Any) -> Any:
+        changes = place(*args)
+        moved.extend(changes.targets)
+        return changes
+
+    one.replay.batch.place = placed  # type: ignore[method-assign]
     submit_all(one)
     assert one.finish() == want
+    assert moved, "rows behind a smaller graph move into it, with tokens that only the device knows"
     assert not one.replay._refused
     assert {key.bucket for key in one.replay._graphs} == {1, 2, 4, 8}
     follows = [c for plan in plans for c in plan.chunks if c.token_ids == (FOLLOW,)]
