@@ -26,9 +26,7 @@ NOTHING: Mapping[int, tuple[int, ...]] = {}
 
 
 class Scheduler:
-    """Owns the sequences and their memory. `plan()`, run it, `commit()`; `cancel()` at any time.
-
-    While a step runs, the next one can be planned by `plan_ahead()`, and is launched before the commit.
+    """Owns the sequences and their memory. `plan()` or `plan_ahead()`, launch, `commit()`; `cancel()` ever.
 
     *Suspects*, sequences of a step that failed, run alone, one after the other. The engine feeds `costs`.
     """

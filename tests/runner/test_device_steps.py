@@ -175,7 +175,7 @@ def test_what_requests_ask_of_the_sampler_is_the_same(decoder: Decoder, params: 
         one = side(decoder, has_graphs)
         more = {"stop_token_ids": frozenset(range(0, 90, 3))} if "min_tokens" in params else {}
         for i, prompt in enumerate(PROMPTS):
-            chosen = params if i % 3 else {}  # beside others that ask for nothing
+            chosen = params if i % 3 else {}  # next to others without such requests
             one.submit(
                 f"r{i}", prompt, more=more, **{"max_tokens": 9, "temperature": 0.7, "seed": i, **chosen}
             )
