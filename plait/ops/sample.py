@@ -117,7 +117,8 @@ def _at_inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Argu
 def uniforms(seed: Tensor, position: Tensor) -> Tensor:
     """`seed.uniform` of tensors: [L] int64 -> [L] float64, the same numbers."""
     stream = _mix(seed + _wrap(GOLDEN))
-    return _shift(_mix(stream + (position + 1) * _wrap(GOLDEN)), 11).double() * 2.0**-53
+    found: Tensor = _shift(_mix(stream + (position + 1) * _wrap(GOLDEN)), 11).double() * 2.0**-53
+    return found
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -128,7 +129,7 @@ def _mix(x: Tensor) -> Tensor:
 
 def _shift(x: Tensor, by: int) -> Tensor:
     """To the right, of 64 bits without a sign."""
-    return (x >> by) & (2 ** (64 - by) - 1)
+    return torch.bitwise_and(x >> by, (1 << (64 - by)) - 1)
 
 
 def _wrap(number: int) -> int:

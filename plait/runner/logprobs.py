@@ -7,7 +7,7 @@ no two are equal, so their order needs no second look.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -25,10 +25,10 @@ LOW_HALF, LARGEST_ID = 0xFFFFFFFF, 0x7FFFFFFF
 Alternatives = tuple[tuple[int, float], ...]
 
 
-class ScoreRequest(NamedTuple):
+class LogprobRequest(NamedTuple):
     """A log-probability that a batch wants: of the token `target`, or of sample `draw` of the batch.
 
-    row: of the logits; answer: which row of the batch asked; num_top: how many alternatives.
+    row: of the logits; answer: the row of the batch that wants it; num_top: how many alternatives.
     """
 
     answer: int
@@ -67,26 +67,32 @@ def with_target(target: int, logprob: float, top: Alternatives) -> TokenLogprobs
     return TokenLogprobs(target, logprob, top if known else (*top, (target, logprob)))
 
 
-def list_requests(batch: SamplingBatch, most: int) -> Iterator[ScoreRequest]:
+def list_requests(batch: SamplingBatch, most: int) -> Iterator[LogprobRequest]:
     """Every log-probability that a batch wants, of at most `most` alternatives."""
     first, draw = 0, 0
     for answer, row in enumerate(batch.rows):
         end = first + row.num_logits
         if (num_top := row.params.logprobs) is not None:
             for i in range(row.num_samples):
-                yield ScoreRequest(answer, end - row.num_samples + i, None, draw + i, min(num_top, most))
+                yield LogprobRequest(answer, end - row.num_samples + i, None, draw + i, min(num_top, most))
         num_top = min(row.params.prompt_logprobs or 0, most)
         for i, target in enumerate(row.prompt_targets):
-            yield ScoreRequest(answer, first + i, target, 0, num_top)
+            yield LogprobRequest(answer, first + i, target, 0, num_top)
         first, draw = end, draw + row.num_samples
 
 
-def score_rows(
-    logits: Tensor, ids: Tensor, requests: Sequence[ScoreRequest], limit: int, banned: Tensor | None
+def score_requests(
+    score: Callable[[Tensor, Tensor], Tensor],
+    logits: Tensor,
+    ids: Tensor,
+    requests: Sequence[LogprobRequest],
+    limit: int,
+    banned: Tensor | None,
 ) -> list[Tensor]:
     """logits: [n, vocab], ids: of all samples -> [requests, 1 + alternatives] int64 in parts, not waited for.
 
-    First the bits of the target's log-probability, then alternatives, packed by `_pack`.
+    First the bits of the target's log-probability, then alternatives, packed by `_pack`. `score`: what is
+    bound for `log_probabilities`.
     """
     most = max((request.num_top for request in requests), default=0)
     parts = []
@@ -97,7 +103,7 @@ def score_rows(
         row, draw, target, is_drawn = upload(np.array(columns, np.int64), logits.device)
         if ids.numel():
             target = torch.where(is_drawn > 0, ids[draw], target)
-        values = logits[row].log_softmax(-1)
+        values = score(logits, row)
         found = [values.gather(-1, target[:, None]).view(torch.int32).long()]
         if most:
             packed = _pack(values[:, :limit])
@@ -118,7 +124,7 @@ def read_answers(ids: Tensor, values: Tensor, parts: Sequence[Tensor]) -> StepAn
     return StepAnswers(found[:count].tolist(), logits.tolist(), scores)
 
 
-def read_score(request: ScoreRequest, score: npt.NDArray[np.int64], tokens: Sequence[int]) -> TokenLogprobs:
+def read_score(request: LogprobRequest, score: npt.NDArray[np.int64], tokens: Sequence[int]) -> TokenLogprobs:
     """The answer to one request from its line."""
     target = tokens[request.draw] if request.target is None else request.target
     packed = score[1 : 1 + request.num_top]

@@ -17,6 +17,7 @@ from torch import Tensor
 from plait.errors import EngineError
 from plait.ops.chip import Chip
 from plait.ops.edit_logits import count_tokens, edit_logits
+from plait.ops.logprobs import log_probabilities
 from plait.ops.registry import OpFacts
 from plait.ops.sample import largest, sample, sample_at
 from plait.ops.seed import uniform
@@ -28,7 +29,7 @@ from plait.runner.logprobs import (
     list_requests,
     read_answers,
     read_score,
-    score_rows,
+    score_requests,
     with_target,
 )
 from plait.runner.sampling_tables import SamplingTables, is_edited, upload
@@ -75,7 +76,8 @@ class Sampler:
         self._draw_at, at = sample_at.bind(facts, "sampler", ops)
         self._edit_rows, edit = edit_logits.bind(facts, "sampler", ops)
         self._count, count = count_tokens.bind(facts, "sampler", ops)
-        self.bindings = (found, at, edit, count) if self._is_gpu else (found, binding)
+        self._score, score = log_probabilities.bind(facts, "sampler", ops)
+        self.bindings = (found, at, edit, count, score) if self._is_gpu else (found, binding)
         self._scratch: SamplingTables | None = None  # of the batches that `sample` gets on a GPU
 
     @property
@@ -121,7 +123,7 @@ class Sampler:
         """logits: [L, vocab] float -> ids [L] int64, and the largest edited logits [L], by launches alone.
 
         The rows are the first L columns of `tables`. What is launched depends on L and `tables.form`. A value
-        that is not finite belongs to a broken row: whoever reads ids has to check it, as `sample` does.
+        that is not finite is of a broken row: it has to be checked where ids are read, as `sample` does.
         """
         rows, form = logits.shape[0], tables.form
         logits = self._limited(logits)
@@ -153,8 +155,15 @@ class Sampler:
         """Choose and draw once, so that no request waits for what is compiled at its first use."""
         params = [SamplingParams(temperature=temperature, logprobs=1) for temperature in (0.0, 1.0)]
         rows = tuple(SamplingRow(p, num_logits=1, num_samples=1, position=0, seed=0) for p in params)
-        device = self.holes.device
-        self.sample(torch.zeros(len(rows), self.vocab_size, device=device), SamplingBatch(rows))
+        logits = torch.zeros(len(rows), self.vocab_size, device=self.holes.device)
+        self.sample(logits, SamplingBatch(rows))
+        if self._is_gpu:
+            penalized = SamplingParams(temperature=0.0, presence_penalty=1.0)
+            edited = SamplingRow(penalized, 1, 1, position=1, seed=0, history=(0,), prompt_len=1)
+            tables = self.tables(len(rows))
+            for row in (rows[0], edited):
+                tables.fill_draws([(row, 0)], moves_on=True)
+                self.draw(logits, tables)
 
     def _choose(self, logits: Tensor, draws: Sequence[Draw], largest: Largest | None = None) -> list[int]:
         """logits: [n, vocab], not changed -> n tokens."""
@@ -194,7 +203,8 @@ class Sampler:
         if not draws and not requests:
             return [Sampled() for _ in batch.rows]
         banned = self.holes if self._has_holes else None
-        found = read_answers(ids, values, score_rows(logits, ids, requests, self.limit, banned))
+        parts = score_requests(self._score, logits, ids, requests, self.limit, banned)
+        found = read_answers(ids, values, parts)
         _check(found.values)
         scores: list[list[TokenLogprobs]] = [[] for _ in batch.rows]
         prompts: list[list[TokenLogprobs]] = [[] for _ in batch.rows]

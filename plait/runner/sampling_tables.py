@@ -118,7 +118,8 @@ class SamplingTables:
     @torch.inference_mode(False)  # else nothing outside of that mode could write them
     def __init__(self, capacity: int, limit: int, holes: Sequence[int], device: torch.device) -> None:
         self.capacity, self.limit, self.device = capacity, limit, device
-        self._host = np.zeros((len(PLACES), capacity), np.int64)
+        columns = -(-capacity // 16) * 16  # each setting begins where a wide load may
+        self._host = np.zeros((len(PLACES), columns), np.int64)
         self._clear()
         self._block = upload(self._host, device)
         self._stops = torch.full((capacity, LEAST_STOPS), NO_STOP, dtype=torch.int64, device=device)
@@ -185,10 +186,9 @@ class SamplingTables:
     ) -> None:
         """Write the settings of single samples, `capacity` at most."""
         self._moves_on, moved, self._moved = moves_on, self._moved, 0
-        for key in self._counts.used:
-            self._histories[key] = self._histories[key]._replace(
-                length=len(self._histories[key].tokens) + moved
-            )
+        for key in self._counts.used & self._histories.keys():
+            tokens = self._histories[key].tokens
+            self._histories[key] = CountedHistory(tokens, len(tokens) + moved)
         places = np.arange(len(draws)) if rows is None else np.array(rows, np.int64)
         self._clear()
         columns = _plain_columns(draws)
@@ -285,7 +285,7 @@ class SamplingTables:
 
     def _count_lines(self, draws: Sequence[Drawn]) -> list[int]:
         """Lines of counts. Of a history that only became longer, what is behind the known end is written."""
-        lines, blank, taken = [], [], set[Hashable]()
+        lines, blank, taken = [], [], set[tuple[int, int, int]]()
         places, values = list[Longs](), list[npt.NDArray[np.int32]]()
         for row, i in draws:
             if not row.history:
@@ -306,8 +306,7 @@ class SamplingTables:
             values.append(counts)
         if places:
             self._counts.put(blank, np.concatenate(places, 1), np.concatenate(values))
-        for key in [key for key in self._histories if not self._counts.holds(key)]:
-            del self._histories[key]
+        self._histories = {k: known for k, known in self._histories.items() if self._counts.holds(k)}
         return lines
 
     def _stops_of(self, row: SamplingRow, i: int) -> list[int]:
@@ -349,7 +348,7 @@ def _plain_columns(draws: Sequence[Drawn]) -> dict[str, list[float] | list[int]]
 def _count(
     history: tuple[int, ...], prompt_len: int, known: int, limit: int
 ) -> tuple[Longs, npt.NDArray[np.int32]]:
-    """Ids that stand behind the first `known` tokens of a history, and their counts in all of it."""
+    """Ids behind the first `known` tokens of a history, and their counts in all of it."""
     tokens = np.array(history, np.int64)
     ids = np.unique(tokens[known:])
     ids = ids[ids < limit]

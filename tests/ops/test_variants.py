@@ -5,6 +5,7 @@ A kernel is tested by being registered.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +21,7 @@ from plait.quant.weight import Dense
 
 load_kernels()
 list_mixers()  # registers every op that a model can use
+importlib.import_module("plait.runner.sampler")  # and those of the sampler
 FORBIDDING = {"edit_logits"}  # what returns -inf on purpose
 STANDARD = {"block_size": BLOCK, "kv_dtype": "model"}  # what every mixer adds to an op's own sizes
 # Their kernels are made from the same parts as those of other formats: compiling them takes minutes.

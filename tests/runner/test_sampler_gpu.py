@@ -60,7 +60,8 @@ def with_masks(asked: SamplingRow, rng: random.Random) -> SamplingRow:
 
 def test_kernels_are_bound_for_a_gpu() -> None:
     found = [(b.op, b.variant) for b in gpu_sampler().bindings]
-    assert found == [(n, "triton") for n in ("largest", "sample_at", "edit_logits", "count_tokens")]
+    names = ("largest", "sample_at", "edit_logits", "count_tokens", "log_probabilities")
+    assert found == [(name, "triton") for name in names]
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in range(3, 30))])
@@ -74,6 +75,15 @@ def test_answers_are_those_of_a_cpu(seed: int, banned: tuple[int, ...]) -> None:
     found = answer(logits, *rows, sampler=gpu_sampler(banned=banned))
     assert_same_answers(found, answer(logits, *rows, sampler=Sampler(VOCAB, banned=banned)))
     assert torch.equal(logits, before)
+
+
+def test_preparation_launches_every_kernel() -> None:
+    sampler = gpu_sampler(40)
+    inputs = [t for t in vars(sampler).values() if isinstance(t, Tensor)]
+    with StepCapture(inputs, strict=False) as capture:
+        sampler.prepare()
+    kernels = {"find_tops", "take_tops", "weigh_parts", "list_candidates", "draw_tokens"}
+    assert kernels | {"edit_tiles", "count_rows", "score_rows"} <= set(capture.launches)
 
 
 def test_a_batch_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +110,7 @@ def test_a_batch_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
         (dict(temperature=0.0), ["find_tops", "take_tops"]),
         (
             dict(temperature=0.7, top_p=0.9),
-            ["find_tops", "weigh_spans", "list_candidates", "draw_tokens", "count_rows"],
+            ["find_tops", "weigh_parts", "list_candidates", "draw_tokens", "count_rows"],
         ),
         (
             dict(temperature=0.0, history=(1, 2, 3), prompt_len=2, presence_penalty=0.5),
@@ -282,6 +292,15 @@ def test_broken_logits_are_an_error(temperature: float) -> None:
     logits[1, 3] = float("nan")
     with pytest.raises(EngineError, match="computed nan as the largest logit of 1 of 2 tokens"):
         answer(logits, row(temperature=temperature), row(temperature=temperature), sampler=gpu_sampler())
+
+
+def test_log_probabilities_have_the_same_bits_in_any_batch() -> None:
+    sampler, logits = gpu_sampler(331), random_logits(5, vocab=331)
+    rows = [row(logprobs=2), row(temperature=0.7, logprobs=0, position=2), row(logprobs=3, seed=4)]
+    prompt = row(num_logits=2, num_samples=0, prompt_targets=(4, 9), prompt_logprobs=2)
+    together = answer(logits, *rows, prompt, sampler=sampler)
+    assert together[:3] == [answer(logits[i : i + 1], r, sampler=sampler)[0] for i, r in enumerate(rows)]
+    assert together[3:] == answer(logits[3:], prompt, sampler=sampler)
 
 
 def test_following_steps_are_drawn_from_the_same_rows() -> None:

@@ -2,7 +2,7 @@
 
 A program edits `TILE` logits of one row. It reads them and a line of each table once, and writes a copy: the
 logits stay as the model computed them, for log-probabilities. Tables have a line 0 that changes nothing, so
-that rows without edits take the same way.
+that rows without edits take the same way. Every operation is rounded as a CPU's, so the logits are the same.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from plait.ops.launch import launch
 NAME = "triton"
 TILE = 2048
 ROWS = 256  # of a program that counts
+EXACT = {"enable_fp_fusion": False}  # a product is rounded before it is subtracted, as on a CPU
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_stops", "stops_row"])
 def edit_tiles(
     logits, out, lines, masks, biases, counts, penalties, stops, until, position,
     logits_row, out_row, lines_row, masks_row, biases_row, counts_row, penalties_row, stops_row, num_stops,
@@ -47,14 +48,14 @@ def edit_tiles(
     repetition = tl.load(penalties + row).to(tl.float32)
     presence = tl.load(penalties + penalties_row + row).to(tl.float32)
     frequency = tl.load(penalties + 2 * penalties_row + row).to(tl.float32)
-    again = tl.where(value > 0, value / repetition, value * repetition)
+    again = tl.where(value > 0, tl.div_rn(value, tl.zeros_like(value) + repetition), value * repetition)
     value = tl.where(count > 0, again, value)
     output = count >> 1
     less = value - frequency * output.to(tl.float32) - presence
     tl.store(out + far * out_row + token, tl.where(output > 0, less, value), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def count_rows(ids, position, lines, counts, counts_row, rows, ROWS: tl.constexpr):
     """Adds a drawn token to each row's counts, and 1 to its position. Grid: (programs,)."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -88,7 +89,7 @@ def edit_rows(
         launch(
             edit_tiles, (rows, triton.cdiv(vocab, TILE)),
             logits, out, *tables, until, position, logits.stride(0), width,
-            *(table.stride(0) for table in tables), stops.shape[1], vocab, TILE=TILE, num_warps=8,
+            *(table.stride(0) for table in tables), stops.shape[1], vocab, TILE=TILE, num_warps=8, **EXACT,
         )  # fmt: skip
     return out
 
@@ -114,6 +115,7 @@ POINTERS = {
 def forms() -> Iterator[KernelForm]:
     """Both kernels: vocabularies differ in no constant."""
     yield KernelForm(
-        "edit_tiles", edit_tiles, POINTERS, {"TILE": TILE}, num_warps=8, demands=(("LDG.128", "LDGSTS.128"),)
-    )
+        "edit_tiles", edit_tiles, POINTERS, {"TILE": TILE}, num_warps=8, demands=(("LDG.128", "LDGSTS.128"),),
+        options=EXACT,
+    )  # fmt: skip
     yield KernelForm("count_rows", count_rows, POINTERS, {"ROWS": ROWS})

@@ -1,20 +1,20 @@
-"""Choosing tokens on a GPU: the largest logit, and the draw of the CPU's from the same (seed, position).
+"""Choosing tokens on a GPU: the largest logit, and the CPU's draw from the same (seed, position).
 
-Nothing is sorted, and nothing depends on an order of sums: weights are whole numbers, 2^44 for the largest,
-so their sums are exact in 64 bits whatever the grid. A draw is four launches over spans of the vocabulary:
+Nothing is sorted, and nothing depends on the order of sums: weights are whole numbers, 2^44 for the largest,
+so their sums are exact in 64 bits on any grid. A draw is four launches over parts of the vocabulary:
 
-1. `find_tops`: the largest logit of each span. A logit and its id are one integer, and the maximum of these
-   is the lowest id among equals, with a NaN above all.
-2. `weigh_spans`: softmax weights, their sum, and how many of them are in each level (a factor of 2^0.75).
-3. `list_candidates`: tokens that can decide the draw, by id. What lies under the last level is outside of
-   top-k or min-p, or weighs less in all than what top-p or the drawn point leaves.
-4. `draw_tokens`: one program a row. Where the list in falling order reaches a count or a mass is found by
-   halving the range of logits' bits, here into five parts: for top-k, for top-p, and for the drawn point.
-   Equal logits count by id.
+1. `find_tops` finds the largest logit of each part. A logit and its id are one integer, of which the maximum
+   has the lowest id among equal logits. A NaN is above all.
+2. `weigh_parts` sums softmax weights, and counts those in each level (a factor of 2^0.75).
+3. `list_candidates` lists the tokens that can decide the draw, by id. What is under the last level is outside
+   of top-k or min-p, or weighs less in all than what top-p or the drawn point leaves.
+4. `draw_tokens` has one program a row. The list in falling order reaches a count or a mass at some rank,
+   which a search over the bits of logits finds: for top-k, for top-p, and for the drawn point. Tokens of
+   equal logits count in the order of their ids.
 
-Weights are made in float64 and rounded to 2^-44 of the largest, with `EXACT` the same in each launch: a list
-has the tokens that were counted for it. A draw is another one than the CPU's only
-where the drawn point, or the end of top-p, is within 1e-8 of the mass from an edge between two tokens.
+Weights are computed in float64 and rounded to 2^-44 of the largest. `EXACT` makes them the same in each
+launch: a list has the tokens that were counted for it. A draw is another one than the CPU's only where the
+drawn point, or an end of top-p or min-p, is within 1e-8 of the mass of an edge between two tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from plait.ops.registry import OpFacts
 from plait.ops.sample import largest, sample_at
 
 NAME = "triton"
-SPAN = 4096  # tokens of a program
+PART = 4096  # tokens of a program
 TILE = 1024  # tokens of a program at a time
 LEVELS = 64  # of weights; the last one has the weights that are 0
 MOST = 1 << 18  # tokens of a vocabulary: sums of weights have 62 bits
@@ -59,10 +59,10 @@ def _pack(value, token):
 
 
 @triton.jit
-def _top_of(tops, row, spans, SPANS: tl.constexpr):
+def _top_of(tops, row, parts, PARTS: tl.constexpr):
     """The id of a row's largest logit."""
-    at = tl.arange(0, SPANS)
-    found = tl.load(tops + row.to(tl.int64) * spans + at, mask=at < spans, other=-0x8000000000000000)
+    at = tl.arange(0, PARTS)
+    found = tl.load(tops + row.to(tl.int64) * parts + at, mask=at < parts, other=-0x8000000000000000)
     return 0x7FFFFFFF - (tl.max(found, 0) & 0xFFFFFFFF).to(tl.int32)
 
 
@@ -120,43 +120,43 @@ def _weigh(value, top, rate):
 
 
 @triton.jit
-def find_tops(logits, tops, row_stride, vocab, SPAN: tl.constexpr):
-    """logits: [L, vocab] -> tops [L, spans] int64, packed. Grid: (L, spans)."""
-    row, span = tl.program_id(0), tl.program_id(1)
-    token = span * SPAN + tl.arange(0, SPAN)
+def find_tops(logits, tops, row_stride, vocab, PART: tl.constexpr):
+    """logits: [L, vocab] -> tops [L, parts] int64, packed. Grid: (L, parts)."""
+    row, part = tl.program_id(0), tl.program_id(1)
+    token = part * PART + tl.arange(0, PART)
     value = tl.load(logits + row.to(tl.int64) * row_stride + token, mask=token < vocab, other=0.0)
     packed = tl.where(token < vocab, _pack(value.to(tl.float32), token), -0x8000000000000000)
-    tl.store(tops + row.to(tl.int64) * tl.num_programs(1) + span, tl.max(packed, 0))
+    tl.store(tops + row.to(tl.int64) * tl.num_programs(1) + part, tl.max(packed, 0))
 
 
 @triton.jit
-def take_tops(logits, tops, ids, values, row_stride, spans, SPANS: tl.constexpr):
+def take_tops(logits, tops, ids, values, row_stride, parts, PARTS: tl.constexpr):
     """-> ids [L] int64, values [L]. Grid: (L,)."""
     row = tl.program_id(0)
-    top = _top_of(tops, row, spans, SPANS)
+    top = _top_of(tops, row, parts, PARTS)
     tl.store(ids + row, top.to(tl.int64))
     tl.store(values + row, tl.load(logits + row.to(tl.int64) * row_stride + top))
 
 
 @triton.jit
-def weigh_spans(
-    logits, tops, temperature, masses, counts, row_stride, vocab, spans,
-    SPANS: tl.constexpr, SPAN: tl.constexpr, TILE: tl.constexpr, LEVELS: tl.constexpr,
+def weigh_parts(
+    logits, tops, temperature, masses, counts, row_stride, vocab, parts,
+    PARTS: tl.constexpr, PART: tl.constexpr, TILE: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """-> masses [L, spans] int64, counts [L, spans, LEVELS] int32. Grid: (L, spans)."""
-    row, span = tl.program_id(0), tl.program_id(1)
+    """-> masses [L, parts] int64, counts [L, parts, LEVELS] int32. Grid: (L, parts)."""
+    row, part = tl.program_id(0), tl.program_id(1)
     line = logits + row.to(tl.int64) * row_stride
-    top, heat = tl.load(line + _top_of(tops, row, spans, SPANS)).to(tl.float32), tl.load(temperature + row)
+    top, heat = tl.load(line + _top_of(tops, row, parts, PARTS)).to(tl.float32), tl.load(temperature + row)
     if _is_drawn(top, heat):
         rate = _rate(heat)
         mass, count = tl.zeros([TILE], tl.int64), tl.zeros([LEVELS], tl.int32)
-        for at in range(0, SPAN, TILE):
-            token = span * SPAN + at + tl.arange(0, TILE)
+        for at in range(0, PART, TILE):
+            token = part * PART + at + tl.arange(0, TILE)
             value = tl.load(line + token, mask=token < vocab, other=-float("inf")).to(tl.float32)
             weight, level = _weigh(value, top, rate)
             mass += weight
             count += tl.histogram(level, LEVELS)
-        place = row.to(tl.int64) * spans + span
+        place = row.to(tl.int64) * parts + part
         tl.store(masses + place, tl.sum(mass, 0))
         tl.store(counts + place * LEVELS + tl.arange(0, LEVELS), count)
 
@@ -183,23 +183,23 @@ def _last_level(counts, mass, k, top_p, min_p, point, LEVELS: tl.constexpr):
 @triton.jit
 def list_candidates(
     logits, tops, temperature, top_k, top_p, min_p, seed, position, masses, counts,
-    sizes, sums, ids, ranks, weights, row_stride, vocab, spans, capacity,
-    SPANS: tl.constexpr, SPAN: tl.constexpr, TILE: tl.constexpr, LEVELS: tl.constexpr,
+    sizes, sums, ids, ranks, weights, row_stride, vocab, parts, capacity,
+    PARTS: tl.constexpr, PART: tl.constexpr, TILE: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     """-> sizes [L] int32 and sums [L] int64 of rows; ids, ranks [L, capacity] int32, weights int64.
 
-    A row with more candidates than `capacity` has no list. Grid: (L, spans).
+    A row with more candidates than `capacity` has no list. Grid: (L, parts).
     """
-    row, span = tl.program_id(0), tl.program_id(1)
+    row, part = tl.program_id(0), tl.program_id(1)
     line = logits + row.to(tl.int64) * row_stride
-    top, heat = tl.load(line + _top_of(tops, row, spans, SPANS)).to(tl.float32), tl.load(temperature + row)
+    top, heat = tl.load(line + _top_of(tops, row, parts, PARTS)).to(tl.float32), tl.load(temperature + row)
     if _is_drawn(top, heat):
         rate = _rate(heat)
-        at_span, level = tl.arange(0, SPANS), tl.arange(0, LEVELS)
-        place = row.to(tl.int64) * spans + at_span
-        mass = tl.sum(tl.load(masses + place, mask=at_span < spans, other=0), 0)
+        at_part, level = tl.arange(0, PARTS), tl.arange(0, LEVELS)
+        place = row.to(tl.int64) * parts + at_part
+        mass = tl.sum(tl.load(masses + place, mask=at_part < parts, other=0), 0)
         table = tl.load(
-            counts + place[:, None] * LEVELS + level[None, :], mask=(at_span < spans)[:, None], other=0
+            counts + place[:, None] * LEVELS + level[None, :], mask=(at_part < parts)[:, None], other=0
         )
         k = tl.load(top_k + row)
         k = tl.where((k > 0) & (k < vocab), k, 0)
@@ -208,16 +208,16 @@ def list_candidates(
             tl.sum(table, 0), mass, k, tl.load(top_p + row), tl.load(min_p + row), point, LEVELS
         )
         table = tl.where((level <= last)[None, :], table, 0)
-        before = tl.sum(tl.sum(tl.where((at_span < span)[:, None], table, 0), 1), 0)
-        own = tl.sum(tl.sum(tl.where((at_span == span)[:, None], table, 0), 1), 0)
+        before = tl.sum(tl.sum(tl.where((at_part < part)[:, None], table, 0), 1), 0)
+        own = tl.sum(tl.sum(tl.where((at_part == part)[:, None], table, 0), 1), 0)
         size = tl.sum(tl.sum(table, 1), 0)
-        if span == 0:
+        if part == 0:
             tl.store(sizes + row, size)
             tl.store(sums + row, mass)
         if (size <= capacity) & (own > 0):
             start = row.to(tl.int64) * capacity + before
-            for at in range(0, SPAN, TILE):
-                token = span * SPAN + at + tl.arange(0, TILE)
+            for at in range(0, PART, TILE):
+                token = part * PART + at + tl.arange(0, TILE)
                 value = tl.load(line + token, mask=token < vocab, other=-float("inf")).to(tl.float32)
                 weight, mine = _weigh(value, top, rate)
                 kept = mine <= last
@@ -261,12 +261,12 @@ def _find(
     while low < high:
         step = (high - low) // (WAYS + 1) + 1
         marks = tl.minimum(low + step * (way + 1), high + 1).to(tl.int32)
-        parts = tl.zeros([WAYS, TILE], tl.int64)
+        totals = tl.zeros([WAYS, TILE], tl.int64)
         for at in range(0, size, TILE):
             rank, weight = _load_tile(line, ranks, weights, at, size, listed, top, rate, TILE)
             own = _measure(weight, least, COUNTS)
-            parts += tl.where(rank[None, :] >= marks[:, None], own[None, :], 0)
-        passed = tl.sum((tl.sum(parts, 1) >= need).to(tl.int64), 0)
+            totals += tl.where(rank[None, :] >= marks[:, None], own[None, :], 0)
+        passed = tl.sum((tl.sum(totals, 1) >= need).to(tl.int64), 0)
         low += passed * step
         high = tl.minimum(high, low + step - 1)
     above, each = tl.zeros([TILE], tl.int64), tl.zeros([TILE], tl.int64)
@@ -314,13 +314,13 @@ def _take(line, ids, ranks, weights, size, listed, top, rate, end, which, TILE: 
 @triton.jit
 def draw_tokens(
     logits, tops, temperature, top_k, top_p, min_p, seed, position, sizes, sums, ids, ranks, weights,
-    chosen, values, row_stride, vocab, spans, capacity,
-    SPANS: tl.constexpr, TILE: tl.constexpr, WAYS: tl.constexpr,
+    chosen, values, row_stride, vocab, parts, capacity,
+    PARTS: tl.constexpr, TILE: tl.constexpr, WAYS: tl.constexpr,
 ):  # fmt: skip
     """-> chosen [L] int64, values [L], the largest logits. Grid: (L,)."""
     row = tl.program_id(0)
     line = logits + row.to(tl.int64) * row_stride
-    token = _top_of(tops, row, spans, SPANS)
+    token = _top_of(tops, row, parts, PARTS)
     value = tl.load(line + token)
     tl.store(values + row, value)
     top, heat = value.to(tl.float32), tl.load(temperature + row)
@@ -376,22 +376,22 @@ def why_unread(facts: OpFacts) -> str | None:
     return None if size <= MOST else f"{size} tokens are more than {MOST}"
 
 
-def _spans(logits: Tensor) -> dict[str, int]:
-    spans = triton.cdiv(logits.shape[1], SPAN)
-    return {"spans": spans, "SPANS": triton.next_power_of_2(spans)}
+def _parts(logits: Tensor) -> dict[str, int]:
+    parts = triton.cdiv(logits.shape[1], PART)
+    return {"parts": parts, "PARTS": triton.next_power_of_2(parts)}
 
 
-def _row_tops(logits: Tensor, spans: int) -> Tensor:
-    tops = torch.empty(len(logits), spans, dtype=torch.int64, device=logits.device)
+def _row_tops(logits: Tensor, parts: int) -> Tensor:
+    tops = torch.empty(len(logits), parts, dtype=torch.int64, device=logits.device)
     launch(
-        find_tops, (len(logits), spans), logits, tops, logits.stride(0), logits.shape[1], SPAN=SPAN,
+        find_tops, (len(logits), parts), logits, tops, logits.stride(0), logits.shape[1], PART=PART,
         num_warps=8,
     )  # fmt: skip
     return tops
 
 
 def _as_rows(logits: Tensor) -> Tensor:
-    """Rows whose elements lie side by side."""
+    """Rows of which the elements lie side by side."""
     return logits if logits.stride(1) == 1 else logits.contiguous()
 
 
@@ -402,11 +402,11 @@ def find_largest(logits: Tensor) -> tuple[Tensor, Tensor]:
     ids, values = logits.new_empty(rows, dtype=torch.int64), logits.new_empty(rows)
     if not rows:
         return ids, values
-    size = _spans(logits)
-    tops = _row_tops(logits, size["spans"])
+    size = _parts(logits)
+    tops = _row_tops(logits, size["parts"])
     launch(
-        take_tops, (rows,), logits, tops, ids, values, logits.stride(0), size["spans"],
-        SPANS=size["SPANS"], num_warps=1,
+        take_tops, (rows,), logits, tops, ids, values, logits.stride(0), size["parts"],
+        PARTS=size["PARTS"], num_warps=1,
     )  # fmt: skip
     return ids, values
 
@@ -427,31 +427,31 @@ def draw_at(
     chosen, values = logits.new_empty(rows, dtype=torch.int64), logits.new_empty(rows)
     if not rows:
         return chosen, values
-    size, capacity = _spans(logits), list_capacity(rows, vocab)
-    spans = size["spans"]
-    tops = _row_tops(logits, spans)
+    size, capacity = _parts(logits), list_capacity(rows, vocab)
+    parts = size["parts"]
+    tops = _row_tops(logits, parts)
     longs, ints = (
         [logits.new_empty(*shape, dtype=dtype) for shape in shapes]
         for dtype, shapes in (
-            (torch.int64, ((rows, spans), (rows,), (rows, capacity))),
-            (torch.int32, ((rows, spans, LEVELS), (rows,), (rows, capacity), (rows, capacity))),
+            (torch.int64, ((rows, parts), (rows,), (rows, capacity))),
+            (torch.int32, ((rows, parts, LEVELS), (rows,), (rows, capacity), (rows, capacity))),
         )
     )
     (masses, sums, weights), (counts, sizes, ids, ranks) = longs, ints
     how = (temperature, top_k, top_p, min_p, seed, position)
-    shape = (logits.stride(0), vocab, spans)
-    parts = {"SPANS": size["SPANS"], "TILE": TILE, **EXACT}
+    shape = (logits.stride(0), vocab, parts)
+    shared = {"PARTS": size["PARTS"], "TILE": TILE, **EXACT}
     launch(
-        weigh_spans, (rows, spans), logits, tops, temperature, masses, counts, *shape,
-        SPAN=SPAN, LEVELS=LEVELS, **parts,
+        weigh_parts, (rows, parts), logits, tops, temperature, masses, counts, *shape,
+        PART=PART, LEVELS=LEVELS, **shared,
     )  # fmt: skip
     launch(
-        list_candidates, (rows, spans), logits, tops, *how, masses, counts, sizes, sums, ids, ranks, weights,
-        *shape, capacity, SPAN=SPAN, LEVELS=LEVELS, **parts,
+        list_candidates, (rows, parts), logits, tops, *how, masses, counts, sizes, sums, ids, ranks, weights,
+        *shape, capacity, PART=PART, LEVELS=LEVELS, **shared,
     )  # fmt: skip
     launch(
         draw_tokens, (rows,), logits, tops, *how, sizes, sums, ids, ranks, weights, chosen, values,
-        *shape, capacity, WAYS=WAYS, num_warps=DRAW_WARPS, **parts,
+        *shape, capacity, WAYS=WAYS, num_warps=DRAW_WARPS, **shared,
     )  # fmt: skip
     return chosen, values
 
@@ -473,16 +473,16 @@ WIDE = (("LDG.128", "LDGSTS.128"),)
 
 def forms() -> Iterator[KernelForm]:
     """What vocabularies of published sizes launch."""
-    yield KernelForm("find_tops", find_tops, POINTERS, {"SPAN": SPAN}, num_warps=8, demands=WIDE)
+    yield KernelForm("find_tops", find_tops, POINTERS, {"PART": PART}, num_warps=8, demands=WIDE)
     for vocab in VOCABULARIES:
-        spans = triton.next_power_of_2(triton.cdiv(vocab, SPAN))
-        tiles = {"SPANS": spans, "TILE": TILE}
-        whole = tiles | {"SPAN": SPAN, "LEVELS": LEVELS}
+        parts = triton.next_power_of_2(triton.cdiv(vocab, PART))
+        tiles = {"PARTS": parts, "TILE": TILE}
+        whole = tiles | {"PART": PART, "LEVELS": LEVELS}
         yield KernelForm(
-            f"take_tops, {vocab} tokens", take_tops, POINTERS | {"ids": "i64*"}, {"SPANS": spans}, num_warps=1
+            f"take_tops, {vocab} tokens", take_tops, POINTERS | {"ids": "i64*"}, {"PARTS": parts}, num_warps=1
         )
         yield KernelForm(
-            f"weigh_spans, {vocab} tokens", weigh_spans, POINTERS, whole, demands=WIDE, options=EXACT
+            f"weigh_parts, {vocab} tokens", weigh_parts, POINTERS, whole, demands=WIDE, options=EXACT
         )
         yield KernelForm(
             f"list_candidates, {vocab} tokens", list_candidates, POINTERS, whole, demands=WIDE, options=EXACT

@@ -116,9 +116,9 @@ def test_draws_are_the_references(kernels: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(40))
 def test_thousands_of_draws_are_the_references(kernels: Any, seed: int) -> None:
-    arguments = random_rows(200, 200 + 50 * seed, 100 + seed)
+    arguments = random_rows(50, 40 + 25 * seed, 100 + seed)
     assert assert_same_draws(kernels.draw_at(*arguments)[0], arguments) == 0
 
 
@@ -147,7 +147,7 @@ def test_a_row_is_drawn_alone_as_in_a_batch_and_on_any_grid(
         alone, value = kernels.draw_at(*(a[at : at + 1].clone() for a in arguments))
         assert alone[0] == whole[at]
         assert value[0] == values[at]
-    monkeypatch.setattr(kernels, "SPAN", 512)
+    monkeypatch.setattr(kernels, "PART", 512)
     monkeypatch.setattr(kernels, "TILE", 256)
     monkeypatch.setattr(kernels, "WAYS", 8)
     assert torch.equal(kernels.draw_at(*arguments)[0], whole)
