@@ -163,7 +163,7 @@ def test_drafts_are_checked_op_by_op_and_nothing_runs_ahead_of_them(
     [
         {"logprobs": 2},
         {"prompt_logprobs": 0},
-        {"repetition_penalty": 1.3, "frequency_penalty": 0.4},
+        {"repetition_penalty": 1.9, "frequency_penalty": 1.7, "temperature": 0.2},
         {"logit_bias": {5: 3.0, 7: -9.0}},
         {"min_tokens": 4},
         {"top_k": 4, "top_p": 0.7, "min_p": 0.02},

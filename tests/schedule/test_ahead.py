@@ -119,7 +119,10 @@ def test_a_slot_that_went_on_behind_the_end_is_no_snapshot_and_that_of_the_promp
     assert s.stats()["num_snapshots"] == before
 
 
-@pytest.mark.parametrize("options", [{"wants_prompt_logprobs": True}, {"guide": object()}])
+@pytest.mark.parametrize(
+    "options",
+    [{"wants_prompt_logprobs": True}, {"guide": object()}, {"params": {"presence_penalty": 0.5}}],
+)
 def test_a_step_with_a_sequence_that_needs_the_host_is_not_followed(options: dict[str, Any]) -> None:
     s = scheduler()
     seq = sequence(1, 5, 10, **{k: v for k, v in options.items() if k != "guide"})
