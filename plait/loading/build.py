@@ -183,6 +183,7 @@ def _build(opened: Opened, target: Target, tokenizer: Tokenizer | None, report: 
     engine.guided = guides.open
     sampler.prepare()
     step_log.info("step: %s", runner.step_kind)
+    target.bound.extend(runner.bindings)
     target.bound.append(
         Binding("step", "recorded", runner.step_kind, ())
         if runner.is_recorded

@@ -39,7 +39,7 @@ def buckets_of(seqs: int) -> list[int]:
 
 
 @dataclass(slots=True)
-class Row:
+class DeviceRow:
     """What the device has in a row. `seq_id` -1: padding; `token`: the next one to compute, if it is known.
 
     `step`: the step that sampled it.
@@ -247,8 +247,8 @@ class DeviceBatch:
         self._row_of.pop(self._known[row].seq_id, None)
         self._known[row] = self._padding()
 
-    def _padding(self) -> Row:
-        return Row(tables=[(0,) for _ in self.groups])
+    def _padding(self) -> DeviceRow:
+        return DeviceRow(tables=[(0,) for _ in self.groups])
 
     def _apply(self, changes: Changes) -> None:
         if changes.targets:

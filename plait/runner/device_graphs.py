@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -119,8 +120,9 @@ class DeviceReplay:
 
     def prepare(self) -> None:
         """Capture the graphs of small batches, the largest first. Raises what their capture raises."""
-        for bucket in reversed([size for size in self.batch.buckets if size <= AT_START]):
-            for temperature in (1.0, 0.0):
+        sizes = reversed([size for size in self.batch.buckets if size <= AT_START])
+        with self._backend.select():
+            for bucket, temperature in product(sizes, (1.0, 0.0)):
                 params = SamplingParams(temperature=temperature)
                 row = SamplingRow(params, num_logits=1, num_samples=1, position=1, seed=0)
                 self._tables.fill(SamplingBatch((row,) * bucket), range(bucket))
@@ -139,6 +141,10 @@ class DeviceReplay:
 
     def launch(self, plan: StepPlan, sampling: SamplingBatch) -> Ticket:
         """Launch a plan's steps without waiting for anything."""
+        with self._backend.select():
+            return self._launched(plan, sampling)
+
+    def _launched(self, plan: StepPlan, sampling: SamplingBatch) -> Ticket:
         bucket = self.batch.bucket_of(plan) if _is_decoding(plan) else None
         if bucket is not None:
             rows = self.batch.update(plan, bucket)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -41,6 +42,9 @@ class GraphBackend(Protocol):
     chip: Chip | None
     captures_at_start: bool
 
+    def select(self) -> AbstractContextManager[object]:
+        """Inside, this thread launches on the device."""
+
     def capture(self, step: Step, inputs: Sequence[Tensor]) -> CapturedStep:
         """Capture what `step` launches. `inputs`: all memory that is neither made nor freed in it."""
 
@@ -61,6 +65,9 @@ class TorchGraphs(GraphBackend):
             )
         load_for_gpu()
         self.device, self.chip = torch.device("cpu"), chip
+
+    def select(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def capture(self, step: Step, inputs: Sequence[Tensor]) -> TorchGraph:
         with torch.inference_mode(), StepCapture(inputs) as capture:
@@ -95,8 +102,11 @@ class CudaGraphs(GraphBackend):
         self.device, self.chip = device, chip
         self._pool = torch.cuda.graph_pool_handle()
 
+    def select(self) -> AbstractContextManager[object]:
+        return torch.cuda.device(self.device)
+
     def capture(self, step: Step, inputs: Sequence[Tensor]) -> CudaGraph:
-        with torch.cuda.device(self.device), torch.inference_mode():
+        with torch.inference_mode():
             aside = torch.cuda.Stream()
             aside.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(aside):  # compiles kernels, which a capture must not

@@ -12,6 +12,7 @@ from torch import Tensor
 from plait.errors import CannotRecord, EngineError
 from plait.memory import block_groups, has_slots
 from plait.model.decoder import Decoder
+from plait.ops.registry import Binding
 from plait.runner.device_graphs import DeviceReplay
 from plait.runner.device_loss import check_lost
 from plait.runner.graph_backends import GraphBackend
@@ -131,6 +132,11 @@ class ModelRunner:
                     case Drop(handle):
                         self.store.drop(handle)
         self.store.zero_slots(plan.fresh)
+
+    @property
+    def bindings(self) -> Sequence[Binding]:
+        """Which variants were bound for what is around a captured step."""
+        return self.replay.bindings if isinstance(self.replay, DeviceReplay) else ()
 
     def _replay_on_device(self, capacity: Capacity, graphs: GraphBackend) -> None:
         """Run steps without waits. Where decodes cannot be captured, they run op by op as prompts do."""

@@ -43,7 +43,7 @@ def most_steps(limits: SchedulerLimits, costs: StepCosts, running: Sequence[Toke
         # A first token is emitted at once, because its time is how long the client waited for it.
         if not seq.is_unobserved or seq.is_prefilling or not seq.num_output_tokens:
             return 1
-        most = min(most, seq.max_len - seq.num_tokens)
+        most = min(most, seq.max_len - seq.length)
     seconds = costs.step_s(len(running))  # expensive: computed after all cheap checks
     if seconds is None:
         return 1

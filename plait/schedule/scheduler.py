@@ -26,9 +26,7 @@ NOTHING: Mapping[int, tuple[int, ...]] = {}
 
 
 class Scheduler:
-    """Owns the sequences and their memory. `plan()`, run it, `commit()`; `cancel()` at any time.
-
-    While a step runs, the next one can be planned by `plan_ahead()`, and is launched before the commit.
+    """Owns the sequences and their memory. `plan()` or `plan_ahead()`, launch, `commit()`; `cancel()` ever.
 
     *Suspects*, sequences of a step that failed, run alone, one after the other. The engine feeds `costs`.
     """
@@ -119,8 +117,8 @@ class Scheduler:
         the two steps. What a sequence computes behind its end is dropped, and its slot is no snapshot. None:
         commit `plan` first, as what comes next needs its tokens, memory is short, or nothing is left to do.
         """
-        follows = all(seq.can_follow and not seq.draft for seq in self.running)
-        if not follows or plan.num_steps > 1 or self._suspects or not self.limits.causal:
+        can_follow = all(seq.can_follow and not seq.draft for seq in self.running)
+        if not can_follow or plan.num_steps > 1 or self._suspects or not self.limits.causal:
             return None
         for chunk in plan.chunks:
             seq = self._by_id.get(chunk.seq_id)
@@ -131,10 +129,12 @@ class Scheduler:
         shares = self._shares()
         going = [seq for seq in self.running if shares.get(seq.id)]
         if not self.memory.reserve_all(going, [s.num_computed_tokens + shares[s.id] for s in going]):
-            return None
+            return None  # a sequence must be preempted, and its token is not known
         if self.waiting:
             self._admit_waiting(shares)
-        return self._planned(shares, 1) if any(shares.values()) else None
+        if not any(shares.values()):
+            return None
+        return self._planned(shares, 1 if self.waiting else self._num_steps())
 
     def _planned(self, shares: Mapping[int, int], num_steps: int) -> StepPlan | None:
         """The plan of these shares and of the moves that memory needs; None if there is nothing to do."""

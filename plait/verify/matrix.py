@@ -214,3 +214,17 @@ class KnownReplies:
         known = next((ids for ids in self._sequences if ids[:start] == token_ids), [])
         ahead = range(start, min(start + limit, len(known)))
         return tuple((known[i] + (i % WRONG_EVERY == 0)) % self._vocab_size for i in ahead)
+
+
+def count_effects(engine: Engine) -> dict[str, int]:
+    """What happened in an engine, by the names that `Cell.proof` has."""
+    stats, hits = engine.stats(), engine.scheduler.cache_counts
+    return {
+        "steps": stats["num_steps"],
+        "steps_ahead": engine.metrics.num_steps_ahead,
+        "launched_ahead": engine.num_ahead,
+        "preemptions": stats["num_preemptions"],
+        "swaps": stats["num_swaps"],
+        "hit_tokens": hits.get("hit_tokens", 0),
+        "asked_tokens": hits.get("asked_tokens", 0),
+    }

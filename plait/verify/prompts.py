@@ -100,3 +100,9 @@ def second_turns(
             name = f"{one.name}, second turn"
             found.append(VerifyRequest(name, replace(one.request, id=name, prompt_token_ids=ids), 2))
     return found
+
+
+def ask_tokens_only(asked: VerifyRequest, *, is_watched: bool) -> VerifyRequest:
+    """The same request without log-probabilities, and perhaps without a stream: the whole reply at once."""
+    params = replace(asked.request.params, logprobs=None)
+    return replace(asked, request=replace(asked.request, params=params, watched=is_watched))

@@ -29,8 +29,16 @@ from plait.verify.matrix import (
     FailingRunner,
     KnownReplies,
     cells,
+    count_effects,
 )
-from plait.verify.prompts import Prompt, VerifyRequest, default_prompts, first_turns, second_turns
+from plait.verify.prompts import (
+    Prompt,
+    VerifyRequest,
+    ask_tokens_only,
+    default_prompts,
+    first_turns,
+    second_turns,
+)
 from plait.verify.trace import (
     Digests,
     FirstDifference,
@@ -240,7 +248,7 @@ class Verification:
         if cell.unseen:
             engine.scheduler.costs = CheapSteps()
         if cell.unseen or cell.tokens_only:
-            waves = [[_tokens_only(asked, watched=not cell.unseen) for asked in wave] for wave in waves]
+            waves = [[ask_tokens_only(asked, is_watched=not cell.unseen) for asked in wave] for wave in waves]
         engine.speculation = drafts = self._speculation(cell) if cell.drafts else None
         failing = FailingRunner(engine) if cell.fails else None
         engine.runner = failing or engine.runner
@@ -250,7 +258,7 @@ class Verification:
             engine.runner = TracedRunner(engine.runner, trace.trace)
             with watch_ops(decoder, trace.trace.watch):
                 replies = _drive(engine, waves, trace)
-        counts = _counts(engine) | {"failed_steps": failing.num_failed if failing else 0}
+        counts = count_effects(engine) | {"failed_steps": failing.num_failed if failing else 0}
         if drafts:
             counts |= {"drafted": drafts.num_drafted, "accepted": drafts.num_accepted}
         return Ran(replies, counts)
@@ -364,25 +372,6 @@ def _drive(
             raise EngineError(f"the engine stopped before {engine.open_requests[0]!r} had ended")
         engine.scheduler.check()
     return replies
-
-
-def _tokens_only(asked: VerifyRequest, *, watched: bool) -> VerifyRequest:
-    """The same request without log-probabilities, and perhaps without a stream: the whole reply at once."""
-    params = replace(asked.request.params, logprobs=None)
-    return replace(asked, request=replace(asked.request, params=params, watched=watched))
-
-
-def _counts(engine: Engine) -> dict[str, int]:
-    stats, hits = engine.stats(), engine.scheduler.cache_counts
-    return {
-        "steps": stats["num_steps"],
-        "steps_ahead": engine.metrics.num_steps_ahead,
-        "launched_ahead": engine.num_ahead,
-        "preemptions": stats["num_preemptions"],
-        "swaps": stats["num_swaps"],
-        "hit_tokens": hits.get("hit_tokens", 0),
-        "asked_tokens": hits.get("asked_tokens", 0),
-    }
 
 
 def _first_other(plain: Sequence[Value], reply: Sequence[Value]) -> int | None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 
 from plait.model.decoder import Decoder
+from plait.ops.chip import Chip
+from plait.verify.matrix import CheapSteps
 from tests.families import tiny
-from tests.runner.device_engine import Side, gpu_decoder
+from tests.runner.device_engine import CHIP, Side, gpu_decoder, plain_decoder
 
 # Attention, windows, latents with experts, Mamba2 with attention, gated delta rule, Mamba1.
 QUICK = ("llama", "gemma3", "deepseek_v3", "bamba", "qwen3_next", "mamba")
@@ -28,7 +31,7 @@ def replies(decoder: Decoder, has_graphs: bool, **options: int) -> tuple[Side, d
     """Four requests for three places, of which two draw."""
     side = Side(decoder, has_graphs, **options)
     for i, prompt in enumerate(PROMPTS):
-        side.submit(f"r{i}", prompt, max_tokens=4 + i % 3, temperature=0.9 * (i % 2))
+        side.submit(f"r{i}", prompt, max_tokens=3 + i % 2, temperature=0.9 * (i % 2))
     return side, side.finish()
 
 
@@ -44,3 +47,49 @@ def test_captured_steps_give_the_text_of_steps_op_by_op(name: str, folder: Path)
         pytest.xfail("experts are chosen on the host: they get kernels of their own")
     assert not side.replay._refused
     assert side.replay._graphs
+
+
+def crowded(decoder: Decoder, has_graphs: bool, *, chip: Chip | None = CHIP, **options: Any) -> Side:
+    """Three sequences in memory for little more than two: some are preempted, and computed again."""
+    side = Side(decoder, has_graphs, chip=chip, blocks=5, **options)
+    for i, length in enumerate((17, 15, 16)):
+        side.submit(f"r{i}", range(2 + i, 2 + i + length), max_tokens=6 - i, temperature=0.0)
+    return side
+
+
+def test_sequences_that_are_preempted_between_captured_steps_get_the_same_text(folder: Path) -> None:
+    decoder = gpu_decoder("llama", folder / "llama")
+    want = crowded(decoder, has_graphs=False).finish()
+    side = crowded(decoder, has_graphs=True)
+    assert side.finish() == want
+    assert not side.replay._refused
+    assert side.engine.stats()["num_preemptions"] > 0
+    assert side.engine.num_ahead > 0
+
+
+def test_so_do_they_without_graphs_but_ahead(folder: Path) -> None:
+    """The references of attention ask for values, so nothing is captured; the host is ahead all the same."""
+    decoder = plain_decoder("gemma3", folder / "gemma3")
+    want = crowded(decoder, has_graphs=False, chip=None).finish()
+    side = crowded(decoder, has_graphs=True, chip=None)
+    assert side.finish() == want
+    assert not side.replay._graphs
+    assert side.engine.stats()["num_preemptions"] > 0
+    assert side.engine.num_ahead > 5
+
+
+def test_several_replays_of_one_plan_are_as_many_steps(folder: Path) -> None:
+    """Over the end of a block, without the host in between."""
+    decoder = gpu_decoder("llama", folder / "llama")
+    found = []
+    for num_steps in (1, 4):
+        side = Side(decoder, has_graphs=True, num_seqs=2, num_steps=num_steps)
+        side.engine.scheduler.costs = CheapSteps()
+        for i in range(2):
+            temperature = 0.7 * i
+            more = {"watched": False}
+            side.submit(f"r{i}", range(2, 15 + i), more=more, max_tokens=9, temperature=temperature)
+        found.append(side.finish())
+        assert not side.replay._refused
+    assert found[0] == found[1]
+    assert side.engine.metrics.num_steps_ahead > 0

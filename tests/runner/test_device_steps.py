@@ -66,9 +66,18 @@ def test_rows_come_and_go_and_the_text_is_that_of_steps_op_by_op(
     decoder: Decoder, want: dict[str, list[int]]
 ) -> None:
     one = side(decoder)
-    plans = watch(one)
+    plans, moved = watch(one), list[int]()
+    place = one.replay.batch.place
+
+    def placed(*args: Any) -> Any:
+        changes = place(*args)
+        moved.extend(changes.targets)
+        return changes
+
+    one.replay.batch.place = placed  # type: ignore[method-assign]
     submit_all(one)
     assert one.finish() == want
+    assert moved, "rows behind a smaller graph move into it, with tokens that only the device knows"
     assert not one.replay._refused
     assert {key.bucket for key in one.replay._graphs} == {1, 2, 4, 8}
     follows = [c for plan in plans for c in plan.chunks if c.token_ids == (FOLLOW,)]
@@ -154,7 +163,7 @@ def test_drafts_are_checked_op_by_op_and_nothing_runs_ahead_of_them(
     [
         {"logprobs": 2},
         {"prompt_logprobs": 0},
-        {"repetition_penalty": 1.3, "frequency_penalty": 0.4},
+        {"repetition_penalty": 1.9, "frequency_penalty": 1.7, "temperature": 0.2},
         {"logit_bias": {5: 3.0, 7: -9.0}},
         {"min_tokens": 4},
         {"top_k": 4, "top_p": 0.7, "min_p": 0.02},
@@ -166,7 +175,7 @@ def test_what_requests_ask_of_the_sampler_is_the_same(decoder: Decoder, params: 
         one = side(decoder, has_graphs)
         more = {"stop_token_ids": frozenset(range(0, 90, 3))} if "min_tokens" in params else {}
         for i, prompt in enumerate(PROMPTS):
-            chosen = params if i % 3 else {}  # beside others that ask for nothing
+            chosen = params if i % 3 else {}  # next to others without such requests
             one.submit(
                 f"r{i}", prompt, more=more, **{"max_tokens": 9, "temperature": 0.7, "seed": i, **chosen}
             )

@@ -73,7 +73,7 @@ class AheadWorld(World):
         self._planned = dict(stories)
         self._name_blocks()
         self._check_sharing(plan)
-        seen = StepPlan(plan.step, tuple(chunks), plan.moves, plan.fresh)
+        seen = StepPlan(plan.step, tuple(chunks), plan.moves, plan.fresh, plan.num_steps)
         return self._ran(plan, batch, stories, seen)
 
     def land(self, ahead: Launched | None) -> None:
@@ -85,6 +85,7 @@ class AheadWorld(World):
         self._planned = dict(flight.told)
         self._name_blocks()
         self.counts["steps"] += 1
+        self.counts["multi-steps"] += flight.plan.num_steps > 1
 
     def lose(self, num_moves: int) -> None:
         """The step that runs fails. What was launched after it is void, too."""

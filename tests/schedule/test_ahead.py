@@ -30,6 +30,16 @@ def test_sequences_get_the_same_tokens_when_steps_are_planned_ahead(shape: str, 
     assert not shares or world.counts["hit tokens"] > 0
 
 
+@pytest.mark.parametrize("shape", ["full", "full+window", "full+slots"])
+def test_several_steps_of_a_plan_may_be_ahead_of_another(shape: str) -> None:
+    rng = random.Random(shape)
+    world = AheadWorld(SHAPES[shape], Size(num_blocks=16, num_steps=4))
+    wander_ahead(world, rng, 1200, busy=0.06, faults=0.02)
+    world.settle()
+    assert world.counts["finished"] > 20
+    assert (world.counts["multi-steps"] > 10) is not SHAPES[shape].has_slots
+
+
 @settings(max_examples=25, deadline=None)
 @given(shape=st.sampled_from([*SHAPES]), seed=st.integers(0, 2**32), host=st.booleans())
 def test_so_do_they_with_any_memory_and_faults(shape: str, seed: int, host: bool) -> None:
@@ -109,7 +119,10 @@ def test_a_slot_that_went_on_behind_the_end_is_no_snapshot_and_that_of_the_promp
     assert s.stats()["num_snapshots"] == before
 
 
-@pytest.mark.parametrize("options", [{"wants_prompt_logprobs": True}, {"guide": object()}])
+@pytest.mark.parametrize(
+    "options",
+    [{"wants_prompt_logprobs": True}, {"guide": object()}, {"params": {"presence_penalty": 0.5}}],
+)
 def test_a_step_with_a_sequence_that_needs_the_host_is_not_followed(options: dict[str, Any]) -> None:
     s = scheduler()
     seq = sequence(1, 5, 10, **{k: v for k, v in options.items() if k != "guide"})

@@ -19,6 +19,7 @@ from plait.loading.build import Loaded, load
 from plait.model.decoder import Decoder
 from plait.ops.activation import combine
 from plait.ops.attention import paged_attention
+from plait.ops.chip import EXAMPLES
 from plait.ops.linear import Packing, dense
 from plait.ops.registry import Op, Variant
 from plait.ops.ssm import mamba2_scan
@@ -326,3 +327,21 @@ def test_only_steps_that_several_share_fail() -> None:
     with pytest.raises(EngineError, match="on purpose"):
         ticket.wait()
     assert failing.num_failed == 1
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_a_step_that_is_a_graph_of_a_gpu_has_no_difference_either(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through Triton's interpreter: one cell in which steps are launched ahead, and two are in a batch."""
+    pytest.importorskip("triton", reason="Triton is not installed here")
+    config = EngineConfig(device="cpu", max_num_seqs=1, prefix_cache=False, max_model_len=64)
+    loaded = load(str(llama), config, example=EXAMPLES[90])
+    try:
+        result = verified(loaded, "launched ahead, together", batch=2, max_tokens=2)
+    finally:
+        loaded.front.close(drain=False)
+    assert loaded.target.graphs is not None
+    assert result.happened
+    assert not result.differences

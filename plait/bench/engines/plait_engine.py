@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 
@@ -14,15 +15,17 @@ class Timed:
 
     def launch(self, plan: Any, sampling: Any) -> Any:
         """Run a step. Its ticket is done, so that the time of a step is its own."""
-        return self._timed(self._runner.launch, plan, sampling)
+        from plait.schedule.plan import Done
+
+        return Done(self._timed(plan, lambda: self._runner.launch(plan, sampling).wait()))
 
     def execute(self, plan: Any, sampling: Any) -> Any:
         """Run a step of a revision that had no tickets."""
-        return self._timed(self._runner.execute, plan, sampling)
+        return self._timed(plan, lambda: self._runner.execute(plan, sampling))
 
-    def _timed(self, run: Any, plan: Any, sampling: Any) -> Any:
+    def _timed(self, plan: Any, run: Callable[[], Any]) -> Any:
         started = time.perf_counter()
-        result = run(plan, sampling)
+        result = run()
         self.steps.append((plan.num_tokens, len(plan.chunks), time.perf_counter() - started))
         return result
 
