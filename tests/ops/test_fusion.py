@@ -71,7 +71,7 @@ def test_composition_of_references_agrees_with_the_fused_reference(
 @pytest.mark.parametrize(("op", "case"), [p.values[:2] for p in CASES if p.values[2] == torch.float32])
 def test_native_composition_agrees_with_the_fused_kernel(op: Op, case: Any, cpu: Any) -> None:
     assert op.composition
-    facts = OpFacts("cpu", torch.float32, {**case, **arguments(op, case, torch.float32, cpu)}, cpu)
+    facts = OpFacts("cpu", torch.float32, {**arguments(op, case, torch.float32, cpu), **case}, cpu)
     apart, rows = op.bind_parts(facts, no_fuse=[op.name])
     assert all(row.variant == "native" for row in rows[1:]), rows
     fused, row = op.bind(facts)
