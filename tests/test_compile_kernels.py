@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed here")
 
 from plait.kernels.triton.forms import KernelForm
-from tools.compile_kernels import count_instructions, judge
+from tools.compile_kernels import Compiled, count_instructions, count_loop, judge
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -28,14 +27,34 @@ def test_a_kernel_is_compiled_for_a_gpu_that_is_not_here() -> None:
 
 def test_faults_of_a_form_are_named() -> None:
     form = KernelForm("f", None, {}, {}, demands=(("HMMA", "HGMMA"), ("LDG.128",)), max_registers=128)
-    faults = judge(form, 120, 200, 8, 120 << 10, Counter({"HMMA": 1}))
+    faults = judge(form, Compiled("f", 120, 200, 8, 120 << 10, instructions={"HMMA": 1}))
     assert faults == [
         "spills: 8",
         "shared memory: 122880 bytes, a block has 99 KiB",
         "registers: 200, at most 128",
         "it has no LDG.128",
     ]
-    assert judge(form, 90, 128, 0, 120 << 10, Counter({"HGMMA": 1, "LDG.128": 1})) == []
+    assert judge(form, Compiled("f", 90, 128, 0, 120 << 10, instructions={"HGMMA": 1, "LDG.128": 1})) == []
+
+
+def test_instructions_for_each_weight_are_those_of_the_longest_loop() -> None:
+    code = """
+    .L_x_1:
+        /*0000*/ MOV R1, R2 ;
+        /*0010*/ @P0 BRA `(.L_x_1) ;
+    .L_x_2:
+        /*0020*/ LOP3.LUT R1, R2, R3 ;
+        /*0030*/ @!P1 SHF.R.U32 R1, R2, R3 ;
+        /*0040*/ HMMA.16816.F32.BF16 R4, R8, R10, R4 ;
+        /*0050*/ @P0 BRA `(.L_x_2) ;
+        /*0060*/ EXIT ;
+    """
+    assert count_loop(code) == 4
+    form = KernelForm("f", None, {}, {}, weights=64, max_per_weight=3.5)
+    assert judge(form, Compiled("f", 90, per_weight=3.5)) == []
+    assert judge(form, Compiled("f", 90, per_weight=4.0)) == [
+        "4.00 instructions for each weight, at most 3.5"
+    ]
 
 
 def test_loads_are_counted_by_their_width() -> None:

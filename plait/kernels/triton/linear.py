@@ -83,9 +83,11 @@ class PlanesTiling:
         return self.layout.padded(self.n_in) // self.layout.unit
 
     def few_outputs(self, rows: int) -> int:
-        """Outputs of a program of `few_planes`: the units of two planes are long, and want registers."""
-        is_three_bits = self.layout.high and self.layout.bits == 2
-        return few_rows.BN // (4 if is_three_bits and rows > 8 else 2 if self.layout.high else 1)
+        """Outputs of a program of `few_planes`: as many as every target has registers for."""
+        small, bits, has_high = rows <= 8, self.layout.bits, self.layout.high > 0
+        if bits == 2 and has_high:
+            return 32 if small else 16
+        return 32 if has_high or (bits == 2 and small) else few_rows.BN
 
     @property
     def few_steps(self) -> int:
