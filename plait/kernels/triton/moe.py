@@ -90,14 +90,17 @@ def _by_picked(
     for t in range(0, len(x), step):
         some = slice(t, t + step)
         chosen = index[some].reshape(-1)
-        picked = [
-            (torch.stack([stack.pick(chosen[s : s + 1]) for s in range(len(chosen))]), stack.bias)
-            for stack in (up, down)
-        ]
+        first, second = ((_pick_all(stack, chosen), stack.bias) for stack in (up, down))
+        own = start.rows(some)
         out[some] = by_slots(
-            x[some], weight[some], index[some], *picked, activation, start.rows(some), is_picked=True
+            x[some], weight[some], index[some], first, second, activation, own, is_picked=True
         )
     return out
+
+
+def _pick_all(stack: ExpertStack, chosen: Tensor) -> Tensor:
+    """The numbers of chosen experts, [slots, out, in]."""
+    return torch.stack([stack.pick(chosen[s : s + 1]) for s in range(len(chosen))])
 
 
 def _decode_chunks(up: ExpertStack, down: ExpertStack) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -106,7 +109,8 @@ def _decode_chunks(up: ExpertStack, down: ExpertStack) -> Iterator[tuple[int, Te
     step = max(1, SCRATCH // each)
     for first in range(0, up.count, step):
         which = range(first, min(first + step, up.count))
-        yield first, *(torch.stack([stack.decode(e) for e in which]) for stack in (up, down))
+        decoded = [torch.stack([stack.decode(e) for e in which]) for stack in (up, down)]
+        yield first, decoded[0], decoded[1]
 
 
 def why_not(facts: OpFacts) -> str | None:
