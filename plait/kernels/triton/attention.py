@@ -301,8 +301,8 @@ class PagedLayout:
 
     def attention(self, k_cache: Tensor, v_cache: Tensor, sinks: bool) -> dict[str, Any]:
         """Those of `attend` alone."""
-        # Registers decide, as compiled: codes and wide heads take many, so they have the registers of eight
-        # warps; padded heads and the widest have tiles of half as many keys. Tiles of decodes and prompts have
+        # Registers decide, as compiled: codes and wide heads take many, so they have those of eight warps;
+        # padded heads and the widest have half as many keys in a tile. Tiles of decodes and of prompts have
         # the same keys and warps, because the order of sums follows from both.
         wide = self.dim > 128 or self.codes is not None
         few_keys = self.rest or self.dim & (self.dim - 1) or (self.codes and self.dim > 128)

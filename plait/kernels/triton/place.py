@@ -112,6 +112,16 @@ def _finish_heads(
 
 
 @triton.jit
+def _as_entry(x, to):
+    """Numbers as the cache has them; bfloat16 by its bits, since the interpreter rounds it towards zero."""
+    if to.dtype.element_ty == tl.bfloat16 and x.dtype != tl.bfloat16:
+        y = _bfloat16_bits(x.to(tl.float32)).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        y = x.to(to.dtype.element_ty)
+    return y
+
+
+@triton.jit
 def _store_heads(
     to, a, b, rest, head, j, r, to_head,
     HEADS: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, RESTP: tl.constexpr, INTERLEAVED: tl.constexpr,
@@ -119,10 +129,10 @@ def _store_heads(
     """Heads as numbers; to: where the token's first head is."""
     first, second = pair_columns(j, PAIRS, INTERLEAVED)
     there, line = (head < HEADS) & (j < PAIRS), to + head * to_head
-    tl.store(line + first, a.to(to.dtype.element_ty), mask=there)
-    tl.store(line + second, b.to(to.dtype.element_ty), mask=there)
+    tl.store(line + first, _as_entry(a, to), mask=there)
+    tl.store(line + second, _as_entry(b, to), mask=there)
     if RESTP:
-        tl.store(line + r, rest.to(to.dtype.element_ty), mask=(head < HEADS) & (r < D))
+        tl.store(line + r, _as_entry(rest, to), mask=(head < HEADS) & (r < D))
 
 
 @triton.jit
@@ -277,9 +287,9 @@ def _store_latent(
         tl.store(rest + first, _bfloat16_bits(a).to(tl.int16), mask=j < PAIRS)
         tl.store(rest + second, _bfloat16_bits(b).to(tl.int16), mask=j < PAIRS)
     else:
-        tl.store(line + c, h.to(cache.dtype.element_ty), mask=c < R)
-        tl.store(line + R + first, a.to(cache.dtype.element_ty), mask=j < PAIRS)
-        tl.store(line + R + second, b.to(cache.dtype.element_ty), mask=j < PAIRS)
+        tl.store(line + c, _as_entry(h, cache), mask=c < R)
+        tl.store(line + R + first, _as_entry(a, cache), mask=j < PAIRS)
+        tl.store(line + R + second, _as_entry(b, cache), mask=j < PAIRS)
 
 
 @triton.jit
@@ -340,7 +350,7 @@ def _head_sizes(
         "BIAS": norms.q.bias is not None if norms else False,
         "TURNS": rotation is not None,
         "INTERLEAVED": rotation.interleaved if rotation else False,
-        "num_warps": min(max(block * (2 * wide + rest_wide) // 512, 1), 8),
+        "num_warps": min(triton.next_power_of_2(max(block * (2 * wide + rest_wide) // 512, 1)), 8),
     }
 
 
