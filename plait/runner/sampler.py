@@ -160,10 +160,12 @@ class Sampler:
         if self._is_gpu:
             penalized = SamplingParams(temperature=0.0, presence_penalty=1.0)
             edited = SamplingRow(penalized, 1, 1, position=1, seed=0, history=(0,), prompt_len=1)
-            tables = self.tables(len(rows))
-            for row in (rows[0], edited):
-                tables.fill_draws([(row, 0)], moves_on=True)
-                self.draw(logits, tables)
+            tables = self.tables(LEAST_ROWS)
+            for count in (1, LEAST_ROWS):  # kernels of few rows and of many are compiled apart
+                logits = torch.zeros(count, self.vocab_size, device=self.holes.device)
+                for row in (*rows, edited):
+                    tables.fill_draws([(row, 0)], moves_on=True)
+                    self.draw(logits, tables)
 
     def _choose(self, logits: Tensor, draws: Sequence[Draw], largest: Largest | None = None) -> list[int]:
         """logits: [n, vocab], not changed -> n tokens."""
