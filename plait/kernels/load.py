@@ -102,7 +102,8 @@ def triton_kernels() -> list[str]:
     """Every module of `plait.kernels.triton`, sorted: importing them registers their variants."""
     from plait.kernels import triton
 
-    return sorted(module.name for module in pkgutil.iter_modules(triton.__path__, f"{triton.__name__}."))
+    found = pkgutil.walk_packages(triton.__path__, f"{triton.__name__}.")
+    return sorted(module.name for module in found if not module.ispkg)
 
 
 @dataclass(frozen=True, slots=True)

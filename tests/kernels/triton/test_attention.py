@@ -10,8 +10,8 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 
-from plait.kernels.triton import attention
-from plait.kernels.triton.attention import attend_latent, attend_paged
+from plait.kernels.triton.attention import attention
+from plait.kernels.triton.attention.attention import attend_latent, attend_paged
 from plait.ops.attention import BLOCK, paged_attention, paged_case
 
 HEADS, KV_HEADS, DIM = 4, 2, 16

@@ -8,7 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 
-from plait.kernels.triton import conv
+from plait.kernels.triton.ssm import conv
 from plait.ops.conv import causal_conv
 from tests.kernels.triton.ragged import SLOTS, RecurrentLayer, Where, check_composition, check_cuts
 

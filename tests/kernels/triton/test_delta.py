@@ -8,7 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 
-from plait.kernels.triton.delta import scan_from_gates
+from plait.kernels.triton.ssm.delta import scan_from_gates
 from tests.kernels.triton.ragged import SLOTS, RecurrentLayer, Where, check_composition, check_cuts
 
 HEADS, KEY_HEADS = 4, 2

@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="Triton is not installed here")
 
 from plait.errors import ShapeMismatch
 from plait.kernels.load import load_for_gpu
-from plait.kernels.triton.decode_planes import base_of, make_assembly
+from plait.kernels.triton.linear.decode_planes import base_of, make_assembly
 from plait.memory import block_groups
 from plait.ops.activation import activate
 from plait.ops.blocks import random_weight
@@ -34,7 +34,7 @@ from tests.families.parity import Memory, decoder, resolved
 
 load_for_gpu()
 
-TRITON: Any = importlib.import_module("plait.kernels.triton.linear")
+TRITON: Any = importlib.import_module("plait.kernels.triton.linear.linear")
 LAYOUTS = {layout for layout, _ in _SIMPLE.values()} | {
     PlaneLayout(low, high, "byte" if low == 8 else "integer", 0 if low == 8 else 1 << (bits - 1))
     for bits, (low, high) in _INTEGERS.items()

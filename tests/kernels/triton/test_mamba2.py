@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 
-from plait.kernels.triton.mamba2 import scan_from_dt, scan_given_steps
+from plait.kernels.triton.ssm.mamba2 import scan_from_dt, scan_given_steps
 from plait.ops.ssm import mamba2_scan
 from tests.kernels.triton.ragged import SLOTS, RecurrentLayer, Where, check_composition, check_cuts
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 
-from plait.kernels.triton.mamba2 import prepare_scan
-from plait.kernels.triton.mamba2_chunks import WALKED, scan_prompts
+from plait.kernels.triton.ssm.mamba2 import prepare_scan
+from plait.kernels.triton.ssm.mamba2_chunks import WALKED, scan_prompts
 from plait.ops.chip import EXAMPLES
 from plait.ops.registry import OpFacts
 from plait.ops.ssm import mamba2_scan_from_dt

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 
-from plait.kernels.triton.norm import add_norm_rms, norm_gated, norm_layer, norm_rms, why_too_wide
+from plait.kernels.triton.pointwise.norm import add_norm_rms, norm_gated, norm_layer, norm_rms, why_too_wide
 from plait.ops.norm import gated_rms_norm, layer_norm, rms_norm
 from plait.ops.registry import OpFacts
 

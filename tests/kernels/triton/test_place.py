@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="Triton is not installed here")
 
 from plait.checkpoint.weights import Target, Weights
 from plait.kernels.load import load_for_gpu
-from plait.kernels.triton.place import place_all_heads, place_whole_latent
+from plait.kernels.triton.attention.place import place_all_heads, place_whole_latent
 from plait.model.decoder import Decoder
 from plait.ops.attention import paged_attention
 from plait.ops.chip import EXAMPLES

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 
-from plait.kernels.triton.pointwise import (
+from plait.kernels.triton.pointwise.pointwise import (
     KINDS,
     activate_rows,
     compute_step_sizes,

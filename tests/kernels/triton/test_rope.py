@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 
-from plait.kernels.triton.rope import rotate_rows
+from plait.kernels.triton.attention.rope import rotate_rows
 from plait.ops.rope import rotate
 
 

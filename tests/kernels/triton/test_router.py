@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 
-from plait.kernels.triton.router import route_in_one_launch
+from plait.kernels.triton.moe.router import route_in_one_launch
 from plait.ops.moe import route
 from plait.spec import RouterSpec
 

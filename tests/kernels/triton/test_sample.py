@@ -25,7 +25,7 @@ EDGE = 1e-8  # of the mass: nearer to an edge, a draw may be the neighbour's
 @pytest.fixture(scope="module")
 def kernels() -> Any:
     """The kernels, interpreted: see `conftest.py`."""
-    return importlib.import_module("plait.kernels.triton.sample")
+    return importlib.import_module("plait.kernels.triton.sampling.sample")
 
 
 def random_rows(rows: int, vocab: int, seed: int) -> tuple[Tensor, ...]:

@@ -17,8 +17,8 @@ import triton.language as tl
 from plait.errors import CannotRecord
 from plait.families.resolve import resolve
 from plait.kernels.load import load_for_gpu
-from plait.kernels.triton import mamba3
 from plait.kernels.triton.maths import one_minus_exp, sigmoid, silu, softplus, turn_by
+from plait.kernels.triton.ssm import mamba3
 from plait.memory import block_groups
 from plait.ops.chip import EXAMPLES
 from plait.ops.launch import watch_launches

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from plait.kernels.triton.multiply_planes import add_units, multiply_planes
+from plait.kernels.triton.linear.multiply_planes import add_units, multiply_planes
 
 MOST = 16  # rows of x
 BN = 64  # outputs of a program

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from plait.kernels.triton.decode_planes import decode_field, decode_unit, load_unit, scale_of
+from plait.kernels.triton.linear.decode_planes import decode_field, decode_unit, load_unit, scale_of
 
 
 @triton.jit

@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plait.kernels.triton.decode_planes import decode_field, load_unit
 from plait.kernels.triton.forms import KernelForm
-from plait.kernels.triton.linear import (
+from plait.kernels.triton.linear.decode_planes import decode_field, load_unit
+from plait.kernels.triton.linear.linear import (
     LAYOUTS,
     POINTERS,
     decode_constants,
@@ -24,7 +24,7 @@ from plait.kernels.triton.linear import (
     plane_tensors,
     scale_types,
 )
-from plait.kernels.triton.many_rows import combine_number
+from plait.kernels.triton.linear.many_rows import combine_number
 from plait.ops.launch import launch
 from plait.ops.registry import OpFacts
 from plait.ops.rows import TablePacking, embed

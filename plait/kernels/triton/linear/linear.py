@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
-from plait.kernels.triton import few_rows, many_rows
-from plait.kernels.triton.decode_planes import base_of, make_assembly
 from plait.kernels.triton.forms import KernelForm
+from plait.kernels.triton.linear import few_rows, many_rows
+from plait.kernels.triton.linear.decode_planes import base_of, make_assembly
 from plait.ops.glu import glu
 from plait.ops.launch import launch
 from plait.ops.linear import Activations, Linear, Packing, linear

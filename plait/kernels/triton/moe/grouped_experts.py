@@ -25,8 +25,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plait.kernels.triton.activations import apply_activation, apply_gated
-from plait.kernels.triton.experts import (
+from plait.kernels.triton.forms import KernelForm
+from plait.kernels.triton.moe.activations import apply_activation, apply_gated
+from plait.kernels.triton.moe.experts import (
     CLOSED,
     SHAPES,
     TYPES,
@@ -35,7 +36,6 @@ from plait.kernels.triton.experts import (
     order_experts,
     pick_expert,
 )
-from plait.kernels.triton.forms import KernelForm
 from plait.ops.launch import launch
 
 BLOCK = 1024  # pairs that a program of `sort_pairs` looks at together

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from plait.kernels.triton.decode_planes import decode_field, decode_unit, load_unit, scale_of
+from plait.kernels.triton.linear.decode_planes import decode_field, decode_unit, load_unit, scale_of
 
 MOST = 512  # rows of x
 SPLIT = 128  # rows of x up to which shares of the inputs are programs of their own

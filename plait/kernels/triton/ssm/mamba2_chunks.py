@@ -28,8 +28,8 @@ import triton.language as tl
 from torch import Tensor
 
 from plait.kernels.triton.forms import KernelForm
-from plait.kernels.triton.mamba2 import POINTERS, SHAPES, ScanLaunch, head_constants, prepare_scan
 from plait.kernels.triton.maths import softplus
+from plait.kernels.triton.ssm.mamba2 import POINTERS, SHAPES, ScanLaunch, head_constants, prepare_scan
 from plait.ops.chip import BFLOAT16
 from plait.ops.launch import launch
 from plait.ops.registry import OpFacts

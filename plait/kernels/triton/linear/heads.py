@@ -20,9 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plait.kernels.triton.decode_planes import decode_field, load_unit
 from plait.kernels.triton.forms import KernelForm
-from plait.kernels.triton.linear import (
+from plait.kernels.triton.linear.decode_planes import decode_field, load_unit
+from plait.kernels.triton.linear.linear import (
     LAYOUTS,
     POINTERS,
     PlanesTiling,
@@ -33,8 +33,8 @@ from plait.kernels.triton.linear import (
     scale_types,
     write_scratch,
 )
-from plait.kernels.triton.many_rows import combine_number
-from plait.kernels.triton.multiply_planes import add_units, multiply_planes
+from plait.kernels.triton.linear.many_rows import combine_number
+from plait.kernels.triton.linear.multiply_planes import add_units, multiply_planes
 from plait.ops.heads import HeadPacking, HeadRows, map_heads
 from plait.ops.launch import launch
 from plait.quant.plane_parts import pack_planes

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from plait.kernels.triton.attention.rope import pair_columns, rotate_pairs
 from plait.kernels.triton.forms import KernelForm
-from plait.kernels.triton.rope import pair_columns, rotate_pairs
 from plait.ops.entry import Codes, key_codes, latent_codes, value_codes
 from plait.ops.launch import launch
 from plait.ops.place import HeadNorms, NormWeights, Rotation, place_heads, place_latent

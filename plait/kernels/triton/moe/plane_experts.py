@@ -22,12 +22,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plait.kernels.triton.activations import apply_activation, apply_gated
-from plait.kernels.triton.experts import MOST_SLOTS, SHAPES, TYPES, SumStart
 from plait.kernels.triton.forms import KernelForm
-from plait.kernels.triton.grouped_experts import COUNTS, add_rows, find_tile, sort_by_expert
-from plait.kernels.triton.linear import plane_constants
-from plait.kernels.triton.multiply_planes import multiply_planes
+from plait.kernels.triton.linear.linear import plane_constants
+from plait.kernels.triton.linear.multiply_planes import multiply_planes
+from plait.kernels.triton.moe.activations import apply_activation, apply_gated
+from plait.kernels.triton.moe.experts import MOST_SLOTS, SHAPES, TYPES, SumStart
+from plait.kernels.triton.moe.grouped_experts import COUNTS, add_rows, find_tile, sort_by_expert
 from plait.ops.expert_stack import ExpertStack
 from plait.ops.launch import launch
 from plait.quant.planes import PlaneLayout, Planes

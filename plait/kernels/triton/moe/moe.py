@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.kernels.triton.experts import MOST_SLOTS, SumStart, by_slots
-from plait.kernels.triton.grouped_experts import by_groups
-from plait.kernels.triton.plane_experts import by_planes, is_planes
+from plait.kernels.triton.moe.experts import MOST_SLOTS, SumStart, by_slots
+from plait.kernels.triton.moe.grouped_experts import by_groups
+from plait.kernels.triton.moe.plane_experts import by_planes, is_planes
 from plait.ops.expert_stack import ExpertStack
 from plait.ops.moe import StackedExperts, experts
 from plait.ops.registry import OpFacts

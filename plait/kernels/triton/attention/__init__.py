@@ -1,0 +1,1 @@
+"""Attention over paged memory: heads are placed, then attended."""

@@ -1,0 +1,1 @@
+"""Linear layers of every storage, the embedding and a matrix per head."""

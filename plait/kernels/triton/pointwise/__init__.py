@@ -1,0 +1,1 @@
+"""Norms, activations, moves of rows."""

@@ -1,0 +1,1 @@
+"""Recurrent layers: convolutions, scans and the delta rule."""
