@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from plait.errors import CapacityError, ContextTooLong, InvalidField
+from plait.errors import CapacityError, ContextTooLong, EngineError, InvalidField, PlaitError
 from plait.request import Event, FinishReason, Request, RequestTrace, shorten
 from plait.schedule.sequence import TokenSequence, num_computed
 
@@ -216,3 +216,12 @@ def _check_timeout(timeout_s: float | None) -> None:
 
 
 USUAL_SERVICE = ServiceOptions()
+
+
+def failure_event(request_id: str, choice: int, error: Exception) -> Event:
+    """The last event of a choice that failed. Exceptions that are not Plait's are wrapped as the cause."""
+    shown = error
+    if not isinstance(error, PlaitError):
+        shown = EngineError(f"the engine failed at this request: {type(error).__name__}: {error}")
+        shown.__cause__ = error
+    return Event(request_id, choice, finish_reason="error", error=shown)

@@ -17,11 +17,11 @@ from dataclasses import replace
 from itertools import count
 from typing import TypeVar
 
-from plait.engine.admission import OnEvent, OpenChoice, OpenRequest, RequestLimits
+from plait.engine.admission import OnEvent, OpenChoice, OpenRequest, RequestLimits, failure_event
 from plait.engine.flight import Flight, NotLaunched, StepRunner
 from plait.engine.grammar_guide import GrammarGuide, refuse_guides
 from plait.engine.metrics import Metrics
-from plait.errors import DeadlineExceeded, DeviceLost, EngineError, InvalidField, PlaitError
+from plait.errors import DeadlineExceeded, DeviceLost, EngineError, InvalidField
 from plait.ops.seed import choice_seed
 from plait.request import Event, Request
 from plait.schedule.plan import Chunk, StepPlan
@@ -123,8 +123,6 @@ class Engine:
         self._record_start(plan, began)
         try:
             ticket = self.runner.launch(plan, self.scheduler.sampling(plan))
-        except DeviceLost:  # no step can run in this process, so none is tried again here
-            raise
         except Exception as error:
             ticket = NotLaunched(error)
         return Flight(plan, ticket, began)
@@ -142,7 +140,7 @@ class Engine:
         plan = flight.plan
         try:
             sampled = flight.ticket.wait()
-        except DeviceLost:
+        except DeviceLost:  # no step can run in this process, so none is tried again here
             raise
         except Exception as error:
             self._recover(plan, error)
@@ -191,14 +189,14 @@ class Engine:
         """Report by events why a request was never opened: for callers that can no longer raise."""
         entry = OpenRequest(request, on_event)
         for choice in range(request.params.n):
-            self._emit(entry, _failure(request.id, choice, error))
+            self._emit(entry, failure_event(request.id, choice, error))
 
     def fail_all(self, error: Exception) -> None:
         """End every open request with this error. Uses only the list of requests, as the engine is dead."""
         requests, self._requests = self._requests, {}
         for entry in requests.values():
             for index, choice in entry.open.items():
-                self._emit(entry, self._last(choice, _failure(entry.request.id, index, error)))
+                self._emit(entry, self._last(choice, failure_event(entry.request.id, index, error)))
 
     def requests_in(self, plan: StepPlan) -> list[str]:
         """The ids of the requests in a plan or in the step that still runs, each once."""
@@ -362,7 +360,7 @@ class Engine:
             self._fail(choice, error)
 
     def _fail(self, choice: OpenChoice, error: Exception) -> None:
-        self._end(choice, _failure(choice.entry.request.id, choice.sequence.index, error))
+        self._end(choice, failure_event(choice.entry.request.id, choice.sequence.index, error))
 
     def _end(self, choice: OpenChoice, event: Event) -> None:
         """Close a choice, if its reader has not done so meanwhile, and send its last event."""
@@ -394,12 +392,3 @@ class Engine:
             entry.on_event = lambda _: None
             log.exception("the reader of %s failed, and its request is ended", entry.request.id)
             self.cancel(entry.request.id)
-
-
-def _failure(request_id: str, choice: int, error: Exception) -> Event:
-    """The last event of a choice that failed. Exceptions that are not Plait's are wrapped as the cause."""
-    shown = error
-    if not isinstance(error, PlaitError):
-        shown = EngineError(f"the engine failed at this request: {type(error).__name__}: {error}")
-        shown.__cause__ = error
-    return Event(request_id, choice, finish_reason="error", error=shown)

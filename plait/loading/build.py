@@ -5,9 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-
-import torch
 
 from plait import resource_limits
 from plait.checkpoint.weights import Target
@@ -16,7 +13,6 @@ from plait.engine.core import Engine
 from plait.engine.device import (
     CudaMemory,
     choose_device,
-    choose_dtype,
     free_memory,
     out_of_memory,
     total_memory,
@@ -26,29 +22,24 @@ from plait.engine.memory_plan import ModelFacts, Sizing, gib, size_state
 from plait.engine.thread import EngineLoop
 from plait.errors import BadGrammar, ConfigError
 from plait.frontend.frontend import Front, Language, Parsers
-from plait.kernels.load import executor, load_for_gpu, load_kernels, why_no_amx
 from plait.loading.kernel_trials.trials import try_kernels
 from plait.loading.measure_memory import check_weights_fit, size_gpu
 from plait.loading.open_model import (
     Opened,
     Progress,
-    activations,
     banned_ids,
-    kv_dtype,
-    linear_dtypes,
     load_decoder,
-    stored_dtypes,
     weight_formats,
 )
 from plait.loading.packed_cache import shelf_of
 from plait.loading.probe_scorer import open_settled
+from plait.loading.target import make_target
 from plait.memory import has_slots
 from plait.model.decoder import Decoder
-from plait.ops.chip import Chip, read_chip
-from plait.ops.registry import Binding, check_fused
+from plait.ops.chip import Chip
+from plait.ops.registry import Binding
 from plait.ops.rope import rope_notes
 from plait.request import JsonStyle
-from plait.runner.graph_backends import CudaGraphs, TorchGraphs
 from plait.runner.runner import ModelRunner
 from plait.runner.sampler import Sampler
 from plait.runner.static_batch import Capacity
@@ -300,48 +291,6 @@ def _proposer(
     from plait.loading.draft_model import load_draft
 
     return load_draft(draft, config, target, sizing.max_model_len, tokenizer, report)
-
-
-def make_target(
-    opened: Opened, device: torch.device, example: Chip | None = None, *, is_interpreted: bool = False
-) -> Target:
-    """What a model is built for. `example`: a GPU that is made up, with its tensors on the CPU `device`.
-
-    `is_interpreted`: its kernels will run there. Raises ConfigError for options that cannot be honoured.
-    """
-    spec, config = opened.resolved.spec, opened.config
-    chip = example or read_chip(device)
-    dtype = choose_dtype(config.dtype, chip, linear_dtypes(opened))
-    if is_interpreted:
-        dtype = torch.float32  # Triton's interpreter computes in bfloat16 what no GPU does
-    length = min(config.max_model_len or spec.max_len, spec.max_len)
-    target = Target(device, dtype, length, spec.hidden_size, config.ops, block_size=config.block_size)
-    check_fused(config.no_fuse)
-    target.quantize, target.no_fuse, target.chip = config.quantize, config.no_fuse, chip
-    target.deterministic = config.deterministic
-    target.kv_dtype = kv_dtype(config, stored_dtypes(opened), dtype)
-    if chip is not None:
-        load_for_gpu()
-        if is_interpreted:
-            target.graphs = TorchGraphs(chip)
-        elif example is None:
-            target.graphs = CudaGraphs(device, chip)
-        return target
-    threads, found = (config.threads, "--threads") if config.threads else resource_limits.default_threads()
-    log.info("threads: %d (%s)", threads, found)
-    if (quota := resource_limits.cpu_quota()) is not None and quota < threads:
-        log.warning(
-            "threads: %d share a CPU quota of %.3g: they are stopped in turns, and wait", threads, quota
-        )
-    cache_dir = Path(config.cache_dir) if config.cache_dir else None
-    load_kernels(cache_dir=cache_dir, isa=config.isa)
-    target.activations = activations(config)
-    target.executor = None if config.ops == "reference" else executor(threads, config.prefill)
-    if config.prefill == "bf16" and (why := why_no_amx()):
-        log.warning("prefill: bf16 is not possible: %s; prompts are computed as replies are", why)
-    # Native kernels have threads of their own: torch's would wait for work on the same cores.
-    torch.set_num_threads(1 if target.executor else threads)
-    return target
 
 
 def loose_ops(target: Target) -> dict[str, str]:

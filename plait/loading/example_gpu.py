@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from plait.config import EngineConfig
-from plait.loading.build import make_target
 from plait.loading.open_model import Opened, Progress, load_decoder, open_model
+from plait.loading.target import make_target
 from plait.memory import block_groups, has_slots
 from plait.model.decoder import Decoder
 from plait.ops.chip import Chip

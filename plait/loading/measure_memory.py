@@ -19,7 +19,7 @@ from plait.errors import OutOfMemory
 from plait.loading.draft_model import SHARE
 from plait.memory import block_groups, has_slots
 from plait.model.decoder import Decoder
-from plait.runner.runner import build_batch
+from plait.runner.inputs import build_batch
 from plait.schedule.plan import Chunk, StepPlan
 from plait.state.store import StateStore
 

@@ -289,7 +289,7 @@ def test_a_lost_gpu_ends_the_engine_and_no_request_is_tried_again_or_blamed() ->
     class Lost:
         num_calls = 0
 
-        def execute(self, plan: StepPlan, sampling: SamplingBatch) -> list[Sampled]:
+        def launch(self, plan: StepPlan, sampling: SamplingBatch) -> Ticket:
             self.num_calls += 1
             raise DeviceLost("the GPU cuda:0 was lost in a step")
 
