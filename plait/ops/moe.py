@@ -113,20 +113,21 @@ def _each_expert(
     shared: Tensor | None,
     gate: Tensor | None = None,
 ) -> Tensor:
-    if shared is None:
-        out = torch.zeros_like(x)
-    else:
-        out = shared.clone() if gate is None else gate_rows(shared, gate)
+    if shared is not None and gate is not None:
+        shared = gate_rows(shared, gate)
+    out = torch.zeros_like(x, dtype=torch.float32) if shared is None else shared.to(torch.float32, copy=True)
     for e in index.unique().tolist():
         token, k = torch.where(index == e)
         h = down[e](activate(up[e](x[token]), *activation))
-        out.index_add_(0, token, h * weight[token, k, None].to(x.dtype))
-    return out
+        out.index_add_(0, token, h.float() * weight[token, k, None])
+    return out.to(x.dtype)
 
 
 @experts.inputs
 def _experts_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
     x = torch.randn(case["tokens"], case["hidden"], dtype=dtype, device=device)
+    if "stored" in case:
+        x *= 0.5  # random blocks are larger than random numbers: the sums shall be of order 1
     chances = torch.rand(case["tokens"], case["experts"], device=device)
     weight, index = chances.topk(case["top_k"], -1)
 
