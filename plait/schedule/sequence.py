@@ -150,10 +150,8 @@ class TokenSequence:
         self.is_penalized = penalties != (1, 0, 0)
         looked_at = self.is_watched or self.is_penalized or params.logprobs is not None
         self.is_unobserved = not looked_at and self.guide is None and self.pool is None
-        needs_host = (
-            self.wants_prompt_logprobs or self.is_penalized
-        )  # of its next token, not of the pending one
-        self.can_follow = not needs_host and self.guide is None and self.pool is None
+        reads_answer = self.wants_prompt_logprobs or self.is_penalized
+        self.can_follow = not reads_answer and self.guide is None and self.pool is None
         self.prompt_len = self.prompt_len or len(self.token_ids)
         self.chain = [root(self.cache_salt)]
 
