@@ -77,9 +77,7 @@ class Check:
         if (limit := LIMITS[self.dtype]) < error:
             faults.append(f"the limit is {limit:g}")
         alone = self._alone(args, kwargs, first)
-        if (
-            alone and ".triton." in self.variant.fn.__module__
-        ):  # torch's own choose a form by the number of rows
+        if alone and ".triton." in self.variant.module:  # torch's own choose a form by the number of rows
             faults.append(alone)
         return {"ok": not faults, "error": error, "note": "; ".join(faults) or alone}
 

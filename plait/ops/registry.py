@@ -62,6 +62,11 @@ class Variant:
             return "there is no executor of native kernels"
         return self.when(facts)
 
+    @property
+    def module(self) -> str:
+        """The module of what computes it, be it a function or one that prepares weights first (`Packing`)."""
+        return str(getattr(getattr(self.fn, "apply", self.fn), "__module__", ""))
+
     def bound(self, executor: Any) -> Callable[..., Any]:
         """What is called with the op's own arguments."""
         if not self.native:

@@ -184,7 +184,7 @@ def test_a_gpu_that_cannot_hold_the_weights_is_refused_before_any_is_read(
     gpu = torch.device("cuda", 0)
     make = build_module.make_target
 
-    def on_gpu(opened: Opened, device: torch.device) -> object:
+    def on_gpu(opened: Opened, device: torch.device, *_: object, **__: object) -> object:
         target = make(opened, torch.device("cpu"))
         target.device = gpu
         return target

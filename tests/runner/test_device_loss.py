@@ -59,13 +59,13 @@ def test_the_runner_raises_it_for_its_step() -> None:
         def __init__(self, error: Exception) -> None:
             self.device, self.error = CPU, error
 
-        def _execute(self, plan: StepPlan, sampling: SamplingBatch) -> Any:
+        def _launch(self, plan: StepPlan, sampling: SamplingBatch) -> Any:
             raise self.error
 
     plan = StepPlan(0, (Chunk(1, 0, (5,), (), 0, 1),))
     with pytest.raises(DeviceLost, match="unspecified launch failure"):
-        Broken(LOST[0]).execute(plan, SamplingBatch(()))
+        Broken(LOST[0]).launch(plan, SamplingBatch(()))
     with pytest.raises(RuntimeError, match="is invalid for input"):
-        Broken(OTHERS[0]).execute(plan, SamplingBatch(()))
+        Broken(OTHERS[0]).launch(plan, SamplingBatch(()))
     with pytest.raises(ValueError, match="another"):
-        Broken(ValueError("another")).execute(plan, SamplingBatch(()))
+        Broken(ValueError("another")).launch(plan, SamplingBatch(()))

@@ -104,7 +104,7 @@ def plan_trials(
     found: dict[str, KernelTrial] = {}
     for op in REGISTRY.values():
         for variant in op.variants:
-            module = f"{getattr(variant.fn, '__module__', '')}."
+            module = f"{variant.module}."
             if variant.on == "cuda" and module.startswith((OURS, *(f"{name}." for name in modules))):
                 for trial in _cases(op, variant, chip, dtypes, formats):
                     first = found.setdefault(trial.key, trial)

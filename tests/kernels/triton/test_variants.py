@@ -27,7 +27,7 @@ FEW = 2  # cases of an op that are no slow ones: the interpreter takes a second 
 def runnable() -> Iterator[Any]:
     for op in REGISTRY.values():
         for variant in op.variants:
-            if variant.on != "cuda" or ".triton." not in getattr(variant.fn, "apply", variant.fn).__module__:
+            if variant.on != "cuda" or ".triton." not in variant.module:
                 continue
             served = 0
             for i, case in enumerate(op.cases):
