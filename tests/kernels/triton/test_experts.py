@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="Triton is not installed here")
 import triton
 import triton.language as tl
 
-from plait.kernels.triton.moe.activations import apply_activation, apply_gated
+from plait.kernels.triton.maths import apply_activation, apply_gated
 from plait.kernels.triton.moe.moe import grouped_experts, moe, plane_experts
 from plait.ops.activation import ACTIVATIONS, PAIRS
 from plait.ops.blocks import random_weight

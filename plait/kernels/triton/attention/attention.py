@@ -38,7 +38,7 @@ from torch import Tensor
 
 from plait.kernels.triton.attention.place import entry_places, place_all_heads
 from plait.kernels.triton.forms import KernelForm
-from plait.kernels.triton.pointwise.pointwise import tanh
+from plait.kernels.triton.maths import tanh
 from plait.ops.attention import paged_attention, paged_latent_attention, write_paged
 from plait.ops.entry import Codes, key_codes, latent_codes, value_codes
 from plait.ops.launch import launch

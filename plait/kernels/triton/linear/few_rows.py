@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from plait.kernels.triton.linear.multiply_planes import add_units, multiply_planes
+from plait.kernels.triton.maths import apply_gated
 
 MOST = 16  # rows of x
 BN = 64  # outputs of a program
@@ -21,35 +22,6 @@ UNITS = 4  # warps, and units of columns of a step
 DENSE_UNIT = 64  # plain columns of a warp and step
 PROGRAMS = 528  # four for each processor of a large device: fewer tiles share their inputs out
 SHARES = 8  # at most
-
-
-@triton.jit
-def _tanh(x):
-    e = tl.exp2(-2.885390081777927 * tl.abs(x))
-    y = (1.0 - e) / (1.0 + e)
-    return tl.where(x < 0, -y, y)
-
-
-@triton.jit
-def activate_pair(gate, up, ACT: tl.constexpr):
-    """activation(gate) * up, float32 (Shazeer 2020); `swiglu_oai` as gpt-oss has it."""
-    if ACT == "silu":
-        result = gate * tl.sigmoid(gate) * up
-    elif ACT == "gelu":
-        result = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
-    elif ACT == "gelu_pytorch_tanh":
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        result = 0.5 * gate * (1.0 + _tanh(inner)) * up
-    elif ACT == "relu":
-        result = tl.maximum(gate, 0.0) * up
-    elif ACT == "relu2":
-        result = tl.maximum(gate, 0.0) * tl.maximum(gate, 0.0) * up
-    elif ACT == "sigmoid":
-        result = tl.sigmoid(gate) * up
-    else:
-        gate, up = tl.minimum(gate, 7.0), tl.minimum(tl.maximum(up, -7.0), 7.0)
-        result = (up + 1.0) * gate * tl.sigmoid(1.702 * gate)
-    return result
 
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2", "sigmoid", "swiglu_oai")
@@ -93,7 +65,7 @@ def _write(
         column, in_time = rows, there
     else:
         gate, up = tl.split(tl.permute(tl.reshape(total, [2, BN // 2, BM]), (1, 2, 0)))
-        total = activate_pair(gate, up, ACT)
+        total = apply_gated(gate, up, ACT)
         column = tile * (BN // 2) + tl.arange(0, BN // 2)
         in_time = column < n // 2
     place = out + tokens.to(tl.int64)[None, :] * out_row + column[:, None]

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from plait.kernels.triton.forms import KernelForm
-from plait.kernels.triton.moe.activations import apply_activation, apply_gated, sigmoid
+from plait.kernels.triton.maths import apply_activation, apply_gated, sigmoid
 from plait.ops.launch import launch
 
 MOST_SLOTS = 128  # (token, expert) pairs

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from plait.kernels.triton.forms import KernelForm
-from plait.kernels.triton.moe.activations import apply_activation, apply_gated
+from plait.kernels.triton.maths import apply_activation, apply_gated
 from plait.kernels.triton.moe.experts import (
     CLOSED,
     SHAPES,

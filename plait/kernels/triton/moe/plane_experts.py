@@ -25,7 +25,7 @@ from torch import Tensor
 from plait.kernels.triton.forms import KernelForm
 from plait.kernels.triton.linear.linear import plane_constants
 from plait.kernels.triton.linear.multiply_planes import multiply_planes
-from plait.kernels.triton.moe.activations import apply_activation, apply_gated
+from plait.kernels.triton.maths import apply_activation, apply_gated
 from plait.kernels.triton.moe.experts import MOST_SLOTS, SHAPES, TYPES, SumStart
 from plait.kernels.triton.moe.grouped_experts import COUNTS, add_rows, find_tile, sort_by_expert
 from plait.ops.expert_stack import ExpertStack

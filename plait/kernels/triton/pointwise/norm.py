@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from plait.kernels.triton.forms import KernelForm
-from plait.kernels.triton.pointwise.pointwise import sigmoid
+from plait.kernels.triton.maths import sigmoid
 from plait.kernels.triton.row_views import view_rows
 from plait.ops.launch import launch
 from plait.ops.norm import add_rms_norm, gated_rms_norm, layer_norm, rms_norm

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from plait.kernels.triton.forms import KernelForm
+from plait.kernels.triton.maths import apply_activation, apply_gated, sigmoid, softplus, tanh
 from plait.kernels.triton.row_views import view_rows
 from plait.ops.activation import (
     ACTIVATIONS,
@@ -39,61 +40,6 @@ KINDS = {*ACTIVATIONS, *PAIRS}
 
 
 @triton.jit
-def tanh(x):
-    """By exp2 alone: CUDA's library of functions is not there in the interpreter."""
-    e = tl.exp2(-2.885390081777927 * tl.abs(x))
-    y = (1.0 - e) / (1.0 + e)
-    return tl.where(x < 0, -y, y)
-
-
-@triton.jit
-def sigmoid(x):
-    """1 / (1 + exp(-x)), without an infinite exp for a number far below zero."""
-    e = tl.exp(-tl.abs(x))
-    return tl.where(x < 0.0, e, 1.0) / (1.0 + e)
-
-
-@triton.jit
-def _softplus(x):
-    """log(1 + exp(x)), exact where exp(x) is far below 1 (Kahan's log1p)."""
-    small = tl.exp(-tl.abs(x))
-    above = 1.0 + small
-    logs = tl.where(above == 1.0, small, tl.log(above) * (small / tl.where(above == 1.0, 1.0, above - 1.0)))
-    return tl.maximum(x, 0.0) + logs
-
-
-@triton.jit
-def apply_activation(x, KIND: tl.constexpr):
-    """An activation of `plait.ops.activation.ACTIVATIONS`, in float32."""
-    if KIND == "silu":
-        y = x * sigmoid(x)
-    elif KIND == "gelu":
-        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    elif KIND == "gelu_pytorch_tanh":
-        y = 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
-    elif KIND == "relu":
-        y = tl.where(x < 0.0, 0.0, x)
-    elif KIND == "relu2":
-        y = tl.where(x < 0.0, 0.0, x * x)
-    else:
-        tl.static_assert(KIND == "sigmoid")
-        y = sigmoid(x)
-    return y
-
-
-@triton.jit
-def gated_pair(g, u, KIND: tl.constexpr):
-    """activation(gate) · up, or a function of both, in float32."""
-    if KIND == "swiglu_oai":
-        g = tl.where(g > 7.0, 7.0, g)
-        u = tl.where(u > 7.0, 7.0, tl.where(u < -7.0, -7.0, u))
-        y = (u + 1.0) * g * sigmoid(1.702 * g)
-    else:
-        y = apply_activation(g, KIND) * u
-    return y
-
-
-@triton.jit
 def _row_start(row, outer, inner, PER_OUTER: tl.constexpr):
     """Where a row begins: see `row_views`."""
     return (row // PER_OUTER) * outer + (row % PER_OUTER) * inner
@@ -111,7 +57,7 @@ def activate_numbers(
     at = x + _row_start(row, x_outer, x_inner, PER_OUTER) + c
     h = tl.load(at, mask=there, other=0.0).to(tl.float32)
     if GATED:
-        y = gated_pair(h, tl.load(at + N, mask=there, other=0.0).to(tl.float32), KIND)
+        y = apply_gated(h, tl.load(at + N, mask=there, other=0.0).to(tl.float32), KIND)
     else:
         y = apply_activation(h, KIND)
     tl.store(out + row * N + c, y.to(out.dtype.element_ty), mask=there)
@@ -149,7 +95,7 @@ def combine_numbers(
         tl.static_assert(KIND == "step_sizes")
         if HAS_Y:
             h += other
-        h = _softplus(h)
+        h = softplus(h)
         h = tl.where(h < first, first, tl.where(h > second, second, h))
     tl.store(out + row * N + c, h.to(out.dtype.element_ty), mask=there)
 
