@@ -278,12 +278,13 @@ class Weights:
         The writer is None where there is none of the reader's name, or `no_fuse` names it: the reader then
         writes, and mixers call the ops that the writer replaces.
         """
-        target, read = self.target, self.bind(reader, **sizes)
-        name = target.bound[-1].variant
+        target, facts = self.target, self._facts(sizes)
+        read, rows = reader.bind_parts(facts, self.prefix, target.ops, target.no_fuse)
+        target.bound.extend(rows)
         if writer.name in target.no_fuse:
             return None, read
-        write, row = writer.bind(self._facts(sizes), self.prefix, target.ops)
-        if row.variant in ("reference", "composition") or row.variant != name:
+        write, row = writer.bind(facts, self.prefix, target.ops)
+        if row.variant in ("reference", "composition") or row.variant != rows[0].variant:
             return None, read
         target.bound.append(row)
         return write, read

@@ -193,7 +193,7 @@ class Op:
         if self.composition is None or not (named or self._is_composed(facts, choice)):
             fn, row = self.bind(facts, user, choice)
             return fn, [row]
-        here = [v for v in self.variants if named or v.on == facts.device]
+        here = [v for v in self.variants if v.on == facts.device]
         why = [(v.name, "--no-fuse names it" if named else v.refusal(facts) or "") for v in here]
         rows = [self._row("composition", user, why)] if named or why else []
         bound, rest = [], set(no_fuse) - {self.name}

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from plait.kernels.triton.maths import apply_activation, apply_gated
-from plait.kernels.triton.moe.moe import grouped_experts, moe, plane_experts
+from plait.kernels.triton.moe import grouped_experts, moe, plane_experts
 from plait.ops.activation import ACTIVATIONS, PAIRS
 from plait.ops.blocks import random_weight
 from plait.ops.expert_stack import ExpertStack

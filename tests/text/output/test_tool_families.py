@@ -140,14 +140,19 @@ FAMILIES: dict[str, list[Form]] = {
         MISTRAL,
         Form("{{ tools }}[TOOL_CALLS]f[ARGS]", "mistral_args", each("[TOOL_CALLS]{n}[ARGS]{a}")),
     ],
+    "Seed-OSS, CWM, InternLM 3 · AFM 4.5B · Helium": [Form(TURNS)],
+    "ERNIE 4.5 · ERNIE 4.5 MoE": [Form("User: {{ m.content }}\nAssistant: ")],
+    "EXAONE 4": [Form("[|{{ m.role }}|]\n{{ m.content }}[|endofturn|]"), think(HERMES_FORM)],
+    "Nemotron 3, 4, Minitron · StableLM 2": [Form(TURNS)],
     "Mixtral": [PLAIN, MISTRAL],
-    "Qwen2, Qwen2.5, Qwen3": [Form(TURNS), HERMES_FORM, think(HERMES_FORM)],
+    "Qwen2, Qwen2.5, Qwen3, text of Qwen2.5-VL, Qwen3-VL": [Form(TURNS), HERMES_FORM, think(HERMES_FORM)],
     "Qwen2-MoE, Qwen3-MoE": [Form(TURNS), think(HERMES_FORM), XML_FORM],
     "Qwen3-Next": [HERMES_FORM, think(HERMES_FORM)],
     "Qwen3.5, Qwen3.5-MoE": [think(XML_FORM)],
+    "Gemma 1, VaultGemma": [Form("<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>")],
     "Gemma 2, Gemma 3 (text)": [Form("<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>")],
     "RecurrentGemma": [Form("<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>")],
-    "DeepSeek-V2, V3, R1": [
+    "DeepSeek-V2, V3, R1, Kimi-K2, text of K2.5": [
         Form("User: {{ m.content }}\n\nAssistant: "),
         Form(f"{DS['begin']}{DS['call']}function{DS['sep']}f\n```json", "deepseek", DEEPSEEK_V3),
         think(Form(f"{DS['begin']}{DS['call']}function{DS['sep']}f\n```json", "deepseek", DEEPSEEK_V3)),
@@ -157,6 +162,8 @@ FAMILIES: dict[str, list[Form]] = {
             DS["begin"] + each(f"{DS['call']}{{n}}{DS['sep']}{{a}}{DS['end']}") + DS["close"],
         ),
     ],
+    "GLM-4.7-Flash · Youtu-LLM": [think(Form(GLM_TEMPLATE.replace("\n", ""), "glm", GLM47))],
+    "MiniMax-M2 · dots.llm1 · Solar Open": [Form(TURNS)],
     "Kimi-Linear": [Form("{{ tools }}<|tool_calls_section_begin|>", "kimi", KIMI)],
     "MiniMax-01, M1": [
         Form("<beginning_of_sentence>{{ m.content }}<end_of_sentence>"),
@@ -177,7 +184,8 @@ FAMILIES: dict[str, list[Form]] = {
             HARMONY_THOUGHT,
         )
     ],
-    "OLMo 2, OLMo 3": [Form("<|user|>\n{{ m.content }}"), OLMO, think(OLMO)],
+    "OLMo 1, 2, 3": [Form("<|user|>\n{{ m.content }}"), OLMO, think(OLMO)],
+    "OLMoE, FlexOlmo": [Form("<|user|>\n{{ m.content }}")],
     "OLMo-Hybrid": [OLMO],
     "Phi 3, 3.5, 4": [
         Form("<|{{ m.role }}|>\n{{ m.content }}<|end|>"),
