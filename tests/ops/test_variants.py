@@ -25,7 +25,23 @@ importlib.import_module("plait.runner.sampler")  # and those of the sampler
 FORBIDDING = {"edit_logits"}  # what returns -inf on purpose
 STANDARD = {"block_size": BLOCK, "kv_dtype": "model"}  # what every mixer adds to an op's own sizes
 # Their kernels are made from the same parts as those of other formats: compiling them takes minutes.
-RARE = {"IQ4_NL", "IQ2_XXS", "IQ2_S", "IQ3_XXS", "IQ1_S", "TQ1_0", "NVFP4", "Q1_0", "Q3_K", "int3_g128"}
+RARE = {
+    "IQ4_NL",
+    "IQ2_XXS",
+    "IQ2_S",
+    "IQ3_XXS",
+    "IQ1_S",
+    "TQ1_0",
+    "NVFP4",
+    "Q1_0",
+    "Q3_K",
+    "int3_g128",
+    "IQ2_XS",
+    "IQ3_S",
+    "IQ1_M",
+    "TQ2_0",
+    "Q2_0",
+}
 
 
 def runnable() -> list[Any]:

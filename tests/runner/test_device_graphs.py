@@ -16,7 +16,7 @@ from tests.families import tiny
 from tests.runner.device_engine import CHIP, Side, gpu_decoder, plain_decoder
 
 # Attention, windows, latents with experts, Mamba2 with attention, gated delta rule, Mamba1.
-QUICK = ("llama", "gemma3", "deepseek_v3", "bamba", "qwen3_next", "mamba")
+QUICK = ("llama", "deepseek_v3", "mamba")
 # Rows of a tile that are no queries divide 0 by 0, and are not stored.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 PROMPTS = ([3, 5, 7], [11], [2, 9, 4, 4, 8, 1, 30], [17, 6])
