@@ -246,13 +246,22 @@ def test_a_file_of_another_site_or_that_others_may_write_is_not_believed(tmp_pat
     assert read_verdicts(tmp_path, SITE) == {}
 
 
-def test_a_change_in_any_source_of_a_kernel_begins_anew(tmp_path: Path) -> None:
-    for folder in verdicts.SOURCES:
-        (tmp_path / folder).mkdir(parents=True)
-    (tmp_path / "ops" / "norm.py").write_text("a")
+@pytest.mark.parametrize("source", ["ops/norm.py", "kernels/triton/forms.py", "kernels/triton/ssm/mamba2.py"])
+def test_a_change_in_any_source_of_a_kernel_begins_anew(tmp_path: Path, source: str) -> None:
+    """Those of nested packages too, where most kernels are."""
+    (tmp_path / source).parent.mkdir(parents=True)
+    (tmp_path / source).write_text("a")
     before = verdicts.hash_sources(tmp_path)
-    (tmp_path / "ops" / "norm.py").write_text("b")
+    (tmp_path / source).write_text("b")
     assert verdicts.hash_sources(tmp_path) != before
+
+
+def test_every_module_that_registers_a_kernel_is_in_the_hash() -> None:
+    """A package that moves out of `SOURCES` would keep verdicts of other code."""
+    root = Path(verdicts.__file__).resolve().parents[2]
+    registers = [p for p in root.rglob("*.py") if 'on="cuda"' in p.read_text(encoding="utf-8")]
+    outside = [p for p in registers if not any(p.is_relative_to(root / f) for f in verdicts.SOURCES)]
+    assert registers and not outside
     assert len(verdicts.hash_sources()) == 64
 
 

@@ -49,8 +49,8 @@ def hash_sources(root: Path | None = None) -> str:
     """The hash of every source that a GPU kernel, its reference or its case is made of."""
     top, total = root or Path(__file__).resolve().parents[2], hashlib.sha256()
     for folder in SOURCES:
-        for path in sorted((top / folder).glob("*.py")):
-            total.update(f"{folder}/{path.name}\0".encode())
+        for path in sorted((top / folder).rglob("*.py")):
+            total.update(f"{path.relative_to(top).as_posix()}\0".encode())
             total.update(hashlib.sha256(path.read_bytes()).digest())
     return total.hexdigest()
 
