@@ -9,7 +9,7 @@ operators over the same memory, so a step can be replayed here as it would be th
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from plait.memory import BlockGroup
 from plait.model.decoder import Decoder
 from plait.model.layers.layers import Batch, PagedIndex
 from plait.ops.launch import watch_launches
+from plait.runner.replay import find_tensors
 from plait.state.store import StateStore
 
 # On a CPU these read memory without an operator; on a device they wait for it.
@@ -94,7 +95,7 @@ class StepCapture(TorchDispatchMode):
         name = func._schema.name.split("::")[1]
         self._check(func, name, args, kwargs)
         out = func(*args, **kwargs)
-        made = [t for t in _tensors(out) if _storage(t) not in self._memory]
+        made = [t for t in find_tensors(out) if _storage(t) not in self._memory]
         for t in made:
             self._memory[_storage(t)] = len(self._memory)
         self._kept += [args, kwargs, out]
@@ -156,10 +157,10 @@ class StepCapture(TorchDispatchMode):
         if (
             name in ("_to_copy", "to")
             and device is not None
-            and any(t.device != device for t in _tensors(args))
+            and any(t.device != device for t in find_tensors(args))
         ):
             self.break_rule(f"{name} copies from one device to another")
-        self._check_memory(name, list(_tensors((args, kwargs))))
+        self._check_memory(name, list(find_tensors((args, kwargs))))
 
     def _check_memory(self, name: str, tensors: Iterable[Tensor]) -> None:
         for t in tensors:
@@ -272,21 +273,10 @@ class _HostReads(TorchFunctionMode):
 def _repeat(func: Any, args: Any, kwargs: Any, results: Any) -> None:
     """Run an operator again; what it returned gets the new numbers."""
     fresh = func(*args, **kwargs)
-    for target, value in zip(_tensors(results), _tensors(fresh), strict=False):
+    for target, value in zip(find_tensors(results), find_tensors(fresh), strict=False):
         if _storage(value) != _storage(target):
             target.copy_(value)
 
 
 def _storage(t: Tensor) -> int:
     return t.untyped_storage().data_ptr()
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))

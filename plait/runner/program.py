@@ -7,7 +7,7 @@ every batch, decodes and prompt chunks alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from plait.errors import CannotRecord
 from plait.kernels.load import why_not_cached
 from plait.memory import BlockGroup
 from plait.model.decoder import Decoder
-from plait.runner.replay import add_pooled
+from plait.runner.replay import add_pooled, find_tensors
 from plait.runner.sampler import Sampler, is_greedy
 from plait.runner.static_batch import Capacity, Found, NativeExecutor, StaticBatch
 from plait.schedule.plan import MOST_STEPS, Done, Sampled, SamplingBatch, StepPlan
@@ -44,9 +44,9 @@ class ViewsOnly(TorchFunctionMode):
         name = getattr(func, "__name__", str(func))
         if name == "frombuffer":  # how the executor allocates a result
             return result
-        made = {t.untyped_storage().data_ptr() for t in _tensors(result)}
+        made = {t.untyped_storage().data_ptr() for t in find_tensors(result)}
         if made:
-            made -= {t.untyped_storage().data_ptr() for t in _tensors((args, kwargs or {}))}
+            made -= {t.untyped_storage().data_ptr() for t in find_tensors((args, kwargs or {}))}
         if made or _writes(name) or "out" in (kwargs or {}):
             raise CannotRecord(f"{name} is computed by torch, outside of native kernels")
         return result
@@ -56,17 +56,6 @@ def _writes(name: str) -> bool:
     """Whether a function of that name changes its first argument: `add_`, `x[i] = y`, `x += y`."""
     in_place = name.endswith("_") and not name.endswith("__")
     return in_place or name == "__setitem__" or (name.startswith("__i") and name != "__index__")
-
-
-def _tensors(value: object) -> Iterator[Tensor]:
-    """Every tensor in nested tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
 
 
 class StepProgram:

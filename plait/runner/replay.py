@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from msgspec.structs import replace
@@ -51,3 +51,14 @@ def add_pooled(plan: StepPlan, hidden: Tensor, answers: Sequence[Sampled]) -> li
             answer = replace(answer, pooled=tuple(total.tolist()))
         found.append(answer)
     return found
+
+
+def find_tensors(value: object) -> Iterator[Tensor]:
+    """Every tensor in nested tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from find_tensors(item)
+    elif isinstance(value, dict):
+        yield from find_tensors(list(value.values()))
