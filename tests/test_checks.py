@@ -231,6 +231,13 @@ def test_a_path_that_is_not_there_is_named(tmp_path: Path) -> None:
     ]
 
 
+def test_what_programs_wrote_does_not_decide_which_paths_are_ours(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("`build/gpu/rows.jsonl`\n")
+    assert check_words.missing_paths(tmp_path) == []
+    (tmp_path / "build").mkdir()
+    assert check_words.missing_paths(tmp_path) == []
+
+
 def test_check_names_names_a_public_class_that_stands_twice(tmp_path: Path) -> None:
     text = "class Plan:\n    pass\n\nclass _Own:\n    pass\n"
     write(tmp_path, {"schedule/plan.py": text, "convert/convert.py": text})

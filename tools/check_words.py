@@ -35,6 +35,7 @@ MEASURED = DOCS
 CHECKED = (*DOCS, "plait", "tests", "tools", "benchmarks", "examples")
 # Files that a reader is to write, or not to write.
 MADE_UP = ("l2_norm", "softsign", "utils.py", "FILE_side.py", "FILE.py")
+OUTPUT = ("build", "dist", "site")  # what programs write: there or not, it is no file of ours
 ARCHITECTURE, READING = "docs/ARCHITECTURE.md", 2000
 GLOSSARY = "docs/glossary.md"  # it has to name the words that it replaces
 
@@ -275,6 +276,8 @@ def is_path(name: str, root: Path) -> bool:
     if not _PATH.fullmatch(name) or "/" not in name:
         return bool(re.fullmatch(r"\w+\.py", name))
     top = name.split("/")[0]
+    if top in OUTPUT:
+        return False
     return (root / top).is_dir() or (root / "plait" / top).is_dir()
 
 
