@@ -46,6 +46,10 @@ class ConfigError(PlaitError):
     exit_code = 2
 
 
+class CannotDivide(ConfigError):
+    """A model, or a part of it, that cannot be divided among so many ranks. Names the part and its size."""
+
+
 class PluginError(ConfigError):
     """Code of others that cannot be loaded. Names the plug-in, the error that it raised, and where."""
 
@@ -191,6 +195,12 @@ class DeviceLost(EngineError):
     """A GPU that failed in a step and answers no more. The engine's process ends, and another replays."""
 
     code = "device_lost"
+
+
+class RankLost(DeviceLost):
+    """A rank that ended, failed, or computed something else than the others. The engine's process ends."""
+
+    code = "rank_lost"
 
 
 class CannotRecord(EngineError):

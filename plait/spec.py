@@ -151,9 +151,13 @@ class Mamba3Spec(Recurrent):
 
 @dataclass(frozen=True, slots=True)
 class ShortConvSpec(Recurrent):
-    """Gated short convolution (LFM2): from one projection B, C and x; out(C · conv(B · x)), no activation."""
+    """Gated short convolution (LFM2): from one projection B, C and x; out(C · conv(B · x)), no activation.
+
+    `channels` None: as many as the hidden size.
+    """
 
     kernel: int
+    channels: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

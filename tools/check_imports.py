@@ -26,7 +26,7 @@ SIBLINGS = {
 }
 TIERS = (
     {"errors", "config", "cache_folder", "fair_queue", "resource_limits", "version"},
-    {"spec", "request", "memory"},
+    {"spec", "request", "memory", "partition"},
     {"quant", "ops", "kernels"},
     {"checkpoint", "families", "state", "model"},
     {"schedule", "runner", "text"},
@@ -40,6 +40,7 @@ SIDEWAYS = {
     "config": {"errors"},
     "fair_queue": {"errors"},
     "request": {"spec"},
+    "partition": {"spec"},
     "ops": {"quant"},
     "kernels": {"ops", "quant"},
     "families": {"checkpoint.names"},
@@ -52,7 +53,7 @@ SIDEWAYS = {
 # The front process holds none of a model: what runs in it must not load torch.
 NO_TORCH = (
     *("errors", "config", "cache_folder", "fair_queue", "resource_limits", "version"),
-    *("spec", "request", "memory"),
+    *("spec", "request", "memory", "partition"),
     *("state.blocks", "schedule", "families.config.normalize", "text"),
     *("engine.admission", "engine.metrics", "frontend", "loading.text_side", "server"),
     *("worker.client", "worker.supervisor", "worker.child_process"),

@@ -18,9 +18,9 @@ KERNEL_FILE_LINES, KERNEL_FUNCTION_LINES = 600, 150
 # Lines of each folder of plait/ (".": its own modules): what there is, and 3 % of air. A cap falls when
 # lines go; it is raised in a commit of its own that says why, or not at all.
 CAPS = {
-    ".": 1_680,
+    ".": 1_880,
     "bench": 3_950,
-    "checkpoint": 4_310,
+    "checkpoint": 4_560,
     "cli": 3_800,
     "convert": 3_640,
     "engine": 1_760,
@@ -28,17 +28,17 @@ CAPS = {
     "frontend": 950,
     "kernels": 19_780,
     "llm": 410,
-    "loading": 2_940,
-    "model": 1_420,
-    "ops": 3_870,
+    "loading": 3_090,
+    "model": 1_890,
+    "ops": 4_000,
     "quant": 2_500,
-    "runner": 3_010,
+    "runner": 3_450,
     "schedule": 2_160,
     "server": 8_030,
     "state": 820,
     "text": 8_180,
-    "verify": 1_280,
-    "worker": 1_920,
+    "verify": 1_410,
+    "worker": 2_050,
 }
 
 # path, or path:function -> (limit, reason). The only list of exceptions.

@@ -11,18 +11,22 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from plait.checkpoint.divided import Cuts, divide_linear, keep_rows, list_dropped
 from plait.checkpoint.names import NameMap, UnknownName, sources_of
 from plait.checkpoint.packed_cache.cache import Shelf
 from plait.errors import MissingTensor, ShapeMismatch, UnusedTensor, list_some
 from plait.ops.chip import Chip
 from plait.ops.expert_stack import ExpertStack, Pack
 from plait.ops.linear import Activations, Linear
+from plait.ops.ranks import Comm
 from plait.ops.registry import Binding, Op, OpFacts
+from plait.partition import Cut, Range
 from plait.quant.encode import find_encoder
 from plait.quant.weight import CachedWeight, Dense, Weight, as_tensor, as_weight
 
@@ -75,6 +79,13 @@ class Target:
     shelf: Shelf | None = None  # what was packed at an earlier startup
     feed: WeightFeed | None = None  # gives what is read as it is stored, while a model is built for a GPU
     no_fuse: tuple[str, ...] = ()  # fused ops that are left out: their compositions run
+    cuts: Cuts = field(default_factory=Cuts)  # this rank's part, where ranks share the model
+    ranks: Any = None  # of rank 0: the other ranks (`runner.ranks.group`), if there are any
+
+    @property
+    def comm(self) -> Comm:
+        """This rank, and how it reaches the others."""
+        return self.cuts.comm
 
     @property
     def platform(self) -> str:
@@ -93,8 +104,10 @@ class Weights:
         prefix: str = "",
         used: set[str] | None = None,
         made: dict[str, Any] | None = None,
+        cuts: Cuts | None = None,
     ) -> None:
         self.checkpoint, self.names, self.target, self.prefix = checkpoint, names, target, prefix
+        self.cuts = target.cuts if cuts is None else cuts
         self._used: set[str] = set() if used is None else used
         self._made: dict[str, Any] = {} if made is None else made
 
@@ -108,7 +121,18 @@ class Weights:
         return self._made[name]
 
     def _at(self, prefix: str) -> Weights:
-        return type(self)(self.checkpoint, self.names, self.target, prefix, self._used, self._made)
+        return self._view(prefix, self.cuts)
+
+    def for_share(self, share: int) -> Weights:
+        """The same view of one share of the rank's: see `Cuts.for_share`."""
+        return self._view(self.prefix, self.cuts.for_share(share))
+
+    def _view(self, prefix: str, cuts: Cuts) -> Weights:
+        return type(self)(self.checkpoint, self.names, self.target, prefix, self._used, self._made, cuts)
+
+    def find_cut(self, name: str) -> Cut | None:
+        """What this rank keeps of a tensor; None: all of it."""
+        return self.cuts.find(self._full(name))
 
     def __contains__(self, name: str) -> bool:
         try:
@@ -118,7 +142,13 @@ class Weights:
         return all(s in self.checkpoint for s in sources_of(source))
 
     def read(self, name: str) -> Tensor | Weight:
-        """What the checkpoint has for our name, in its own format. Raises MissingTensor with both names."""
+        """What this rank keeps of our name's rows, in the checkpoint's own format.
+
+        Raises MissingTensor with both names, and ShapeMismatch.
+        """
+        return keep_rows(self._read_whole(name), self.find_cut(name))
+
+    def _read_whole(self, name: str) -> Tensor | Weight:
         full = self._full(name)
         try:
             source, fields = self.names.resolve(full, self.checkpoint)
@@ -177,11 +207,19 @@ class Weights:
             raise ShapeMismatch(_shape_message(self._full(name), weight.shape, shape))
         return weight
 
-    def linear(self, *names: str, in_size: int, out_sizes: tuple[int, ...]) -> Linear:
+    def linear(
+        self, *names: str, in_size: int, out_sizes: tuple[int, ...], rows: Range | None = None
+    ) -> Linear:
         """One linear layer of several fused row-wise: names ("q", "k", "v") under this scope.
 
-        in_size, out_sizes: the widths the model needs of each part; ShapeMismatch says which is off.
+        in_size, out_sizes: the widths the model needs of each part; ShapeMismatch says which is off. `rows`:
+        only those of the one weight, as many as its width.
         """
+        cut = self.find_cut(names[0])
+        if cut is not None and cut.cols is not None:
+            return self._divided(names[0], in_size, out_sizes[0])
+        if rows is not None:
+            return self._some_rows(names[0], in_size, rows)
         target, full, before = self.target, self._full("+".join(names)), Counter(self.target.encoded)
         biases = self._biases(names, out_sizes)
         kept = target.shelf.find(full, in_size, out_sizes) if target.shelf else None
@@ -197,29 +235,58 @@ class Weights:
             target.shelf.note(full, made, (in_size, out_sizes), target.encoded - before)
         return made
 
+    def _divided(self, name: str, in_size: int, out_size: int) -> Linear:
+        """A linear layer of which this rank has some inputs, `in_size` of them."""
+        full, bias = self._full(name), self.optional(f"{name}.bias", (out_size,))
+        weight = as_weight(self._read_whole(f"{name}.weight"))
+        made: Linear = divide_linear(full, weight, bias, self.cuts, partial(self._one, name), self.bind)
+        if (made.n_in, made.n_out) != (in_size, out_size):
+            raise ShapeMismatch(_shape_message(full, (made.n_out, made.n_in), (out_size, in_size)))
+        self.target.weights_nbytes += made.nbytes
+        return made
+
+    def _some_rows(self, name: str, in_size: int, rows: Range) -> Linear:
+        whole = as_weight(self.read(f"{name}.weight"))
+        bias = self.optional(f"{name}.bias", (whole.shape[0],))
+        made = self._one(name, whole.rows(*rows), bias if bias is None else bias[slice(*rows)])
+        if made.n_in != in_size:
+            raise ShapeMismatch(_shape_message(self._full(name), whole.shape, (whole.shape[0], in_size)))
+        self.target.weights_nbytes += made.nbytes
+        return made
+
+    def _one(self, name: str, weight: Weight, bias: Tensor | None) -> Linear:
+        weight, target = self._encoded(name, weight.to(self.target.device)), self.target
+        return Linear([weight], [bias], self.bind, target.dtype, target.activations)
+
     def linear_stack(
-        self, count: int, *names: str, in_size: int, out_sizes: tuple[int, ...], pack: Pack
+        self, numbers: Sequence[int], *names: str, in_size: int, out_sizes: tuple[int, ...], pack: Pack
     ) -> ExpertStack:
-        """`count` linear layers of one shape in one stack, under the scopes "0", "1" and so on; see `linear`.
+        """Linear layers of one shape in one stack, under the scopes of these numbers; see `linear`.
 
         They are read one after the other, so that no more than one of them is in memory twice.
         """
-        stack = ExpertStack(count, self.target.dtype, pack)
-        for e in range(count):
-            one = self.scope(str(e))
+        stack = ExpertStack(len(numbers), self.target.dtype, pack)
+        for e, number in enumerate(numbers):
+            one = self.scope(str(number))
             stack.put(e, one._matrices(names, in_size, out_sizes), one._biases(names, out_sizes))
         self.target.weights_nbytes += stack.nbytes
         return stack
 
     def _biases(self, names: Sequence[str], out_sizes: Sequence[int]) -> list[Tensor | None]:
-        return [self.optional(f"{name}.bias", (out,)) for name, out in zip(names, out_sizes, strict=True)]
+        biases = [self.optional(f"{name}.bias", (out,)) for name, out in zip(names, out_sizes, strict=True)]
+        cut = self.find_cut(names[0])
+        is_added_elsewhere = cut is not None and cut.cols is not None and self.cuts.first_share > 0
+        return [None] * len(biases) if is_added_elsewhere else biases
 
     def _matrices(self, names: Sequence[str], in_size: int, out_sizes: Sequence[int]) -> list[Weight]:
         """The weights of a linear layer, one for each name, encoded if that was requested."""
         made = []
         for name, out in zip(names, out_sizes, strict=True):
-            stored = f"{name}.weight"
-            made.append(self._encoded(name, self._matrix(stored, self.read(stored), (out, in_size))))
+            stored, cut = f"{name}.weight", self.find_cut(name)
+            value = self.read(stored)
+            if cut is not None and cut.cols is not None:  # of an expert: one share, one range
+                value = as_weight(value).cols(*cut.cols[0][0])
+            made.append(self._encoded(name, self._matrix(stored, value, (out, in_size))))
         return made
 
     def _from_shelf(
@@ -297,6 +364,7 @@ class Weights:
     def unused(self) -> list[str]:
         """Their tensors that no mixer read and the family does not ignore."""
         ignored = self.names.ignored
+        self._used.update(list_dropped(self.cuts, self.names, self.checkpoint))
         left = (n for n in self.checkpoint.names() if n not in self._used)
         return sorted(n for n in left if not (ignored and ignored.search(n)))
 

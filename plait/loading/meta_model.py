@@ -12,10 +12,14 @@ from math import prod
 import torch
 from torch import Tensor
 
+from plait.checkpoint.divided import Cuts
 from plait.checkpoint.weights import Checkpoint, Target, Weights
 from plait.families.common.resolved import Resolved
 from plait.memory import State
 from plait.model.decoder import Decoder
+from plait.model.divide import divide_model
+from plait.ops.ranks import Alone
+from plait.partition import Rank
 from plait.spec import ModelSpec
 
 
@@ -87,3 +91,17 @@ def model_states(resolved: Resolved, checkpoint: Checkpoint, kv_dtype: str = "mo
     target = meta_target(resolved.spec)
     target.kv_dtype = kv_dtype
     return Decoder(resolved.spec, Weights(Outline(checkpoint), resolved.names, target)).states
+
+
+def rank_share(resolved: Resolved, checkpoint: Checkpoint, rank: Rank) -> tuple[float, list[State]]:
+    """(the share of the model's numbers that one rank keeps, the states of its mixers).
+
+    Raises CannotDivide, MissingTensor, ShapeMismatch.
+    """
+    whole = meta_target(resolved.spec)
+    Decoder(resolved.spec, Weights(Outline(checkpoint), resolved.names, whole))
+    target = meta_target(resolved.spec)
+    target.cuts = Cuts.for_rank(Alone(rank), lambda other: divide_model(resolved.spec, other)[1])
+    part = divide_model(resolved.spec, rank)[0]
+    made = Decoder(part, Weights(Outline(checkpoint), resolved.names, target))
+    return target.weights_nbytes / whole.weights_nbytes, list(made.states.values())

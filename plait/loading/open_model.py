@@ -32,6 +32,7 @@ from plait.loading.probe_cache import Findings, read_findings
 from plait.loading.probe_candidates import is_open
 from plait.loading.text_side import TextSource
 from plait.model.decoder import Decoder
+from plait.model.divide import divide_model
 from plait.ops.linear import Activations
 from plait.quant.weight import as_tensor
 from plait.text.tokenizers.gguf_files import CARRIED
@@ -147,8 +148,9 @@ def load_decoder(opened: Opened, target: Target, report: Progress) -> Decoder:
     """The model with all its weights, packed for `target`. Raises CheckpointError."""
     target.on_read = release_pages(opened, report)
     weights = Weights(opened.checkpoint, opened.resolved.names, target)
+    spec, _ = divide_model(opened.resolved.spec, target.comm.rank)
     with feed_device(opened, target):
-        decoder = Decoder(opened.resolved.spec, weights)
+        decoder = Decoder(spec, weights)
     weights.check_all_used()
     opened.checkpoint.release()
     return decoder

@@ -37,6 +37,7 @@ from plait.memory import block_groups, has_slots
 from plait.model.decoder import Decoder
 from plait.ops.chip import read_chip
 from plait.ops.linear import Linear
+from plait.partition import Range
 from plait.resource_limits import default_threads
 from plait.runner.runner import ModelRunner
 from plait.runner.sampler import Sampler
@@ -62,8 +63,10 @@ class KeptWeights(Weights):
         view.prefix, view._used, view._made, view.built = prefix, self._used, self._made, self.built
         return view
 
-    def linear(self, *names: str, in_size: int, out_sizes: tuple[int, ...]) -> Linear:
-        """A linear layer as of any weights, but not packed again."""
+    def linear(
+        self, *names: str, in_size: int, out_sizes: tuple[int, ...], rows: Range | None = None
+    ) -> Linear:
+        """A linear layer as of any weights, but not packed again. A probe has one rank, so all rows."""
         ours = [f"{name}.{end}" for name in names for end in ("weight", "bias")]
         sources = [found for name in ours if (found := self._source(name)) is not None]
         recipes = tuple((recipe(source), tuple(found.items())) for source, found in sources)

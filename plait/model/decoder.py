@@ -13,6 +13,7 @@ from plait.model.layers.layers import Batch, Embedding, LmHead, Norm
 from plait.model.mixers.registry import build
 from plait.model.shared_block import SharedBlockUse
 from plait.ops.activation import combine, rescale
+from plait.ops.ranks import sum_ranks
 from plait.ops.rows import take_rows
 from plait.state.store import StateStore
 
@@ -31,6 +32,8 @@ class Branch:
         self.states: dict[str, State] = {**self.mixer.states, **(self.aside.states if self.aside else {})}
         self.post_norm = Norm(s.post_norm, w.scope("post_norm"), hidden_size) if s.post_norm else None
         self._combine, self._rescale = w.bind(combine), w.bind(rescale)
+        self._comm, self._dtype = w.target.comm, w.target.dtype
+        self._is_summed = getattr(self.mixer, "is_summed", False)
 
     def enter(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
         """Add what the last branch gave, and norm it: (x that stays, h), both [T, hidden]."""
@@ -59,6 +62,7 @@ class Branch:
     def __call__(self, h: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """What is to be added to x, [T, hidden]."""
         h = self.mixer(h, batch, store)
+        h = h if self._is_summed else sum_ranks(self._comm, h, self._dtype)
         h = self.post_norm(h) if self.post_norm else h
         return h if self.scale == 1.0 else self._rescale(h, self.scale, None)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 from torch import Tensor
 
 from plait import spec
@@ -13,7 +16,9 @@ from plait.ops.attention import paged_attention
 from plait.ops.entry import head_widths
 from plait.ops.linear import Linear
 from plait.ops.place import place_heads
+from plait.ops.ranks import sum_ranks
 from plait.ops.rows import join
+from plait.partition import Cut, Rank, join_ranges, scale_range, shift_range, sum_of, width
 from plait.state.store import StateStore
 
 UNBOUNDED = group_name(None)
@@ -46,6 +51,7 @@ class SharedBlockUse:
         self.widen = _adapter(w, "gate_up", s.rank, hidden, 2 * s.size)
         self.out = w.linear("out", in_size=hidden, out_sizes=(hidden,))
         self._join, self._combine = w.bind(join), w.bind(combine)
+        self._comm, self._dtype = w.target.comm, w.target.dtype
         self._activate = w.bind(activate, kind=s.activation, gated=True)
         self._place, self._attend = w.bind_pair(
             place_heads,
@@ -67,9 +73,13 @@ class SharedBlockUse:
         """x, embeddings: [T, hidden] -> what is added to the input of the branch's norm, [T, hidden]."""
         block = self.block
         h = block.norm(self._join(x, embeddings))
-        h = block.ffn_norm(block.o(self._attended(h, batch, store)))
+        h = self._sum(block.o(self._attended(h, batch, store)))
+        h = block.ffn_norm(h)
         up = self._combine(block.up(h), self.widen[1](self.widen[0](h)), 1.0)
-        return self.out(block.down(self._activate(up, self.spec.activation, True)))
+        return self.out(self._sum(block.down(self._activate(up, self.spec.activation, True))))
+
+    def _sum(self, x: Tensor) -> Tensor:
+        return sum_ranks(self._comm, x, self._dtype)
 
     def _attended(self, h: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """h: [T, 2 hidden] -> [T, heads * d]."""
@@ -91,6 +101,28 @@ class SharedBlockUse:
                 q, k = rope(q, batch.positions), rope(k, batch.positions)
             out = self._attend(q, k, v, *caches, *where, s.scale, None, None, None)
         return out.flatten(1)
+
+
+def divide_aside(
+    s: spec.AsideSpec, rank: Rank
+) -> tuple[spec.AsideSpec, Mapping[str, Cut], Mapping[str, Cut]]:
+    """A rank's part: its spec, the cuts of what is this use's own, and of what all uses of the block share.
+
+    Heads and inner features are divided, with the second factors of the adapters; `out` is whole.
+    """
+    heads, dim = join_ranges(rank.divide(s.num_heads, "heads")), s.head_dim
+    kv = rank.divide_for_heads(s.num_kv_heads, s.num_heads, "key-value heads")
+    queries, kept = Cut((scale_range(heads, dim),)), Cut((scale_range(kv, dim),))
+    ranges = rank.divide_blocks(s.size, "inner features")
+    own = join_ranges(ranges)
+    shared = {"q": queries, "k": kept, "v": kept, "gate": Cut((own,)), "up": Cut((own,))}
+    shared |= {
+        "o": Cut(cols=sum_of(rank.divide(s.num_heads, "heads", dim))),
+        "down": Cut(cols=sum_of(ranges)),
+    }
+    cuts = {"q_b": queries, "k_b": kept, "v_b": kept, "gate_up_b": Cut((own, shift_range(own, s.size)))}
+    part = replace(s, num_heads=width(heads), num_kv_heads=width(kv), size=width(own))
+    return part, cuts, shared
 
 
 def _widths(s: spec.AsideSpec) -> tuple[int, int, int]:

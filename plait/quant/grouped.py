@@ -95,20 +95,25 @@ class Grouped(BlockWeight):
         return replace(self, codes=self.codes[index], scales=self.scales[index], zeros=zeros)
 
     def cols(self, start: int, stop: int) -> Grouped:
-        """Columns start..stop, a view. Raises ShapeMismatch outside the matrix or inside a group."""
+        """Columns start..stop, a view. Raises ShapeMismatch outside the matrix or inside a group.
+
+        Where a row is one group, a part of it is one, too.
+        """
         rows, cols = self.shape
         check_range("columns", start, stop, cols, self)
         if (start, stop) == (0, cols):
             return self
-        whole = start % self.group == 0 and (stop % self.group == 0 or stop == cols)
+        is_one = self.group >= cols
+        whole = is_one or (start % self.group == 0 and (stop % self.group == 0 or stop == cols))
         if self.order is not None or not whole or start * self.bits % 8 or stop * self.bits % 8:
             why = "its columns are in another order" if self.order is not None else "it would cut a group"
             raise ShapeMismatch(
                 f"columns {start}..{stop} of a {self.format} weight of {[rows, cols]} cannot be had: {why}"
             )
-        groups = slice(start // self.group, -(-stop // self.group))
+        groups = slice(None) if is_one else slice(start // self.group, -(-stop // self.group))
         return replace(
             self,
+            group=max(1, stop - start) if is_one else self.group,
             codes=self.codes[:, start * self.bits // 8 : stop * self.bits // 8],
             scales=self.scales[:, groups],
             zeros=None if self.zeros is None else self.zeros[:, groups],

@@ -1,7 +1,7 @@
 """What the scheduler decides for one step: plain integers, the same for every rank.
 
 What is made for each sequence in each step is a msgspec Struct, because making one takes a tenth of the time
-of a frozen dataclass.
+of a frozen dataclass. Moves are, too: other ranks get a plan as msgpack, and a tag says which move it is.
 """
 
 from __future__ import annotations
@@ -46,16 +46,14 @@ class Chunk(Struct, frozen=True, gc=False):
         return self.num_logits > 0 or self.num_pooled > 0
 
 
-@dataclass(frozen=True, slots=True)
-class CopySlot:
+class CopySlot(Struct, frozen=True, gc=False, tag=True):
     """Copy one slot's state over another's: a snapshot is taken, or a sequence starts from one."""
 
     source: int
     target: int
 
 
-@dataclass(frozen=True, slots=True)
-class CopyBlock:
+class CopyBlock(Struct, frozen=True, gc=False, tag=True):
     """Copy a block's entries over another's, in the group of this index: a partly filled block is shared."""
 
     group: int
@@ -63,8 +61,7 @@ class CopyBlock:
     target: int
 
 
-@dataclass(frozen=True, slots=True)
-class Save:
+class Save(Struct, frozen=True, gc=False, tag=True):
     """Save blocks and a slot (0: none) to host memory, as `handle`.
 
     `blocks`: one tuple per group, any number in each.
@@ -75,8 +72,7 @@ class Save:
     slot: int
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(Struct, frozen=True, gc=False, tag=True):
     """Load what was saved as `handle` into as many blocks and a slot (0: none). The saved copy stays."""
 
     handle: int
@@ -84,8 +80,7 @@ class Load:
     slot: int
 
 
-@dataclass(frozen=True, slots=True)
-class Drop:
+class Drop(Struct, frozen=True, gc=False, tag=True):
     """Free the saved copy."""
 
     handle: int

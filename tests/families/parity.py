@@ -63,10 +63,10 @@ def decoder(found: Resolved, checkpoint: Checkpoint, chip: Chip | None = None) -
 class Session:
     """Two sequences of one model in one memory."""
 
-    def __init__(self, model: Decoder) -> None:
+    def __init__(self, model: Decoder, block_size: int = BLOCK) -> None:
         self.model, self.groups = model, block_groups(model.states)
         blocks = {g.name: 32 for g in self.groups}
-        self.store = StateStore(model.states, blocks, 6, BLOCK, CPU, torch.float32)
+        self.store = StateStore(model.states, blocks, 6, block_size, CPU, torch.float32)
         order = torch.randperm(31, generator=torch.Generator().manual_seed(3)) + 1
         self.tables = [tuple(order[:8].tolist()), tuple(order[8:16].tolist())]
         self.slots = (4, 2)
@@ -80,7 +80,9 @@ class Session:
             seq, start, ids = pieces[n]
             tables = (self.tables[seq],) * len(self.groups)
             chunks.append(Chunk(seq, start, tuple(ids.tolist()), tables, self.slots[seq], len(ids)))
-        out = self.model(build_batch(StepPlan(0, tuple(chunks)), self.groups, BLOCK, CPU), self.store)
+        out = self.model(
+            build_batch(StepPlan(0, tuple(chunks)), self.groups, self.store.block_size, CPU), self.store
+        )
         parts = out.split([len(c.token_ids) for c in chunks])
         return [parts[order.index(n)] for n in range(len(pieces))]
 
@@ -91,9 +93,9 @@ def whole(model: Decoder, ids: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def in_pieces(model: Decoder, ids: Sequence[Tensor]) -> list[Tensor]:
+def in_pieces(model: Decoder, ids: Sequence[Tensor], block_size: int = BLOCK) -> list[Tensor]:
     """Both sequences side by side in `PIECES`; the logits of all their tokens."""
-    session, done = Session(model), [0, 0]
+    session, done = Session(model, block_size), [0, 0]
     parts: list[list[Tensor]] = [[], []]
     for counts in PIECES:
         step = [(s, done[s], ids[s][done[s] : done[s] + n]) for s, n in enumerate(counts) if n]

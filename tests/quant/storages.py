@@ -75,7 +75,7 @@ STORAGES: dict[str, Callable[[], Weight]] = {
 }
 CUTS = {"int3 with a short last group": 24, "fp8 in blocks": 24, "fp8 for all": 5, "fp8 by row": 5} | {
     "mxfp4": 32,
-    "int8 by row": None,
+    "int8 by row": 5,
     "int4 with order": None,
 }
 """Where columns may be cut, if not at 16; None: nowhere."""

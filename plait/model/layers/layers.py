@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from plait.ops import norm
 from plait.ops.activation import combine, rescale
 from plait.ops.linear import Linear
 from plait.ops.place import NormWeights, Rotation
+from plait.ops.ranks import Comm, gather_columns
 from plait.ops.rope import frequencies, rotate
 from plait.ops.rows import bind_table
 
@@ -64,17 +66,24 @@ class Embedding:
 
 
 class LmHead:
-    """Hidden states to logits, in float32. A tied model reads the embedding's table."""
+    """Hidden states to logits, in float32. A tied model reads the embedding's table.
+
+    Each rank computes the logits of some tokens, and has those of all.
+    """
 
     def __init__(self, s: spec.ModelSpec, w: Weights) -> None:
-        self.spec = s
-        name = "embed" if s.tied else "head"
-        self.linear: Linear = w.linear(name, in_size=s.hidden_size, out_sizes=(s.vocab_size,))
+        self.spec, self._comm = s, w.target.comm
+        name, rank = "embed" if s.tied else "head", self._comm.rank
+        edges = [s.vocab_size * i // rank.size for i in range(rank.size + 1)]
+        self._widths = [stop - start for start, stop in pairwise(edges)]
+        rows = (edges[rank.index], edges[rank.index + 1]) if rank.size > 1 else None
+        sizes = (self._widths[rank.index],)
+        self.linear: Linear = w.linear(name, in_size=s.hidden_size, out_sizes=sizes, rows=rows)
         self._rescale = w.bind(rescale)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [L, hidden] -> [L, vocab] float32."""
-        logits = self.linear(x).float()
+        logits = gather_columns(self._comm, self.linear(x).float(), self._widths)
         scale, cap = self.spec.logit_scale, self.spec.logit_softcap
         return logits if scale == 1.0 and not cap else self._rescale(logits, scale, cap)
 
@@ -115,6 +124,42 @@ class Norm:
             x = self._combine(x, delta, 1.0)
             return x, self(x)
         return self._add_rms(x, delta, self.weight, self.spec.eps)  # type: ignore[no-any-return]
+
+
+class GatedNorm:
+    """Mamba's gated norm over `groups` equal parts of all heads' outputs, of which this rank has `size`.
+
+    Without a norm it only gates. Where a part is on several ranks, its outputs are gathered: each rank then
+    norms all of it with the same kernel as one rank alone.
+    """
+
+    def __init__(
+        self, s: spec.NormSpec | None, w: Weights, size: int, groups: int, norm_before_gate: bool = False
+    ) -> None:
+        self._comm, self._size, ranks = w.target.comm, size, w.target.comm.rank.size
+        self._is_gathered = s is not None and groups % ranks != 0
+        self.weight = None
+        if s is not None:
+            self.weight = w.tensor("gated_norm.weight", (size * ranks,))
+            if not self._is_gathered:
+                self.weight, groups = own_part(self._comm, self.weight, size), groups // ranks
+        self._how = (s.eps if s else 0.0, groups, norm_before_gate)
+        width = size * ranks if self._is_gathered else size
+        self._apply = w.bind(norm.gated_rms_norm, size=width, groups=groups)
+
+    def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x, gate: [T, size] -> [T, size]."""
+        if not self._is_gathered:
+            return self._apply(x, gate, self.weight, *self._how)  # type: ignore[no-any-return]
+        widths = [self._size] * self._comm.rank.size
+        whole = (gather_columns(self._comm, part, widths) for part in (x, gate))
+        return own_part(self._comm, self._apply(*whole, self.weight, *self._how), self._size)
+
+
+def own_part(comm: Comm, x: Tensor, size: int) -> Tensor:
+    """This rank's `size` columns of what all ranks have: [..., size · ranks] -> [..., size]."""
+    start = size * comm.rank.index
+    return x if comm.rank.size == 1 else x[..., start : start + size].contiguous()
 
 
 def _ones(size: int, w: Weights) -> Tensor:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.memory import PagedState, State, group_name
-from plait.model.layers.layers import Batch, Norm, Rope, describe_rope
+from plait.model.layers.head_norm import HeadNorm
+from plait.model.layers.layers import Batch, Rope, describe_rope
 from plait.model.mixers.registry import mixer
 from plait.ops.activation import gate
 from plait.ops.attention import paged_attention
 from plait.ops.entry import head_widths
-from plait.ops.place import HeadNorms, NormWeights, place_heads
+from plait.ops.place import HeadNorms, place_heads
+from plait.partition import Cut, Division, Rank, join_ranges, scale_range, sum_of, width
 from plait.state.store import StateStore
 
 
@@ -28,7 +32,18 @@ def _words(m: spec.AttentionSpec) -> str:
     return ", ".join(parts)
 
 
-@mixer(spec.AttentionSpec, _words)
+def _divide(s: spec.AttentionSpec, rank: Rank, hidden_size: int) -> Division:
+    heads, dim = join_ranges(rank.divide(s.num_heads, "heads")), s.head_dim
+    kv = rank.divide_for_heads(s.num_kv_heads, s.num_heads, "key-value heads")
+    q_rows, kv_rows = Cut((scale_range(heads, dim),)), Cut((scale_range(kv, dim),))
+    cuts = {"q": q_rows, "k": kv_rows, "v": kv_rows, "gate": q_rows, "sinks": Cut((heads,))}
+    cuts["o"] = Cut(cols=sum_of(rank.divide(s.num_heads, "heads", dim)))
+    if s.qk_norm_over == "each":
+        cuts |= {"q_norm": q_rows, "k_norm": kv_rows}
+    return Division(replace(s, num_heads=width(heads), num_kv_heads=width(kv)), cuts)
+
+
+@mixer(spec.AttentionSpec, _words, _divide)
 class Attention:
     def __init__(self, s: spec.AttentionSpec, w: Weights) -> None:
         self.spec, self.name = s, w.prefix
@@ -54,6 +69,8 @@ class Attention:
             sinks=s.sinks,
             activations=w.target.activations,
         )
+        if self.q_norm and self.q_norm.is_gathered:  # no kernel that places heads reaches other ranks
+            self._place = None
         self._gate = w.bind(gate) if s.gate else None
         self._parts = [size // s.head_dim for size in parts.values()]
         dtype = w.target.kv_dtype
@@ -89,20 +106,3 @@ class Attention:
         if self.rope:  # both at once, as they lie
             q, k = self.rope(heads[:, : sum(self._parts[:2])], batch.positions).split(self._parts[:2], 1)
         return q, k
-
-
-class HeadNorm:
-    """The norm of a mixer's queries or keys, over whatever `qk_norm_over` says: [T, heads, d] -> its like."""
-
-    def __init__(self, norm: spec.NormSpec, s: spec.AttentionSpec, w: Weights, heads: int) -> None:
-        self._apart = s.qk_norm_over == "head"
-        size = s.head_dim if self._apart else heads * s.head_dim
-        self._norm = Norm(norm, w, size, heads if s.qk_norm_over == "each" else 1)
-
-    @property
-    def weights(self) -> NormWeights:
-        """For ops that norm and do more."""
-        return self._norm.weights
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._norm(x) if self._apart else self._norm(x.flatten(1)).view(x.shape)

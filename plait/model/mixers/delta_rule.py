@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,7 @@ from plait.model.mixers.registry import mixer
 from plait.ops.activation import gate
 from plait.ops.delta import delta_scan_from_gates
 from plait.ops.norm import gated_rms_norm
+from plait.partition import Cut, Division, Range, Rank, join_ranges, scale_range, shift_range, sum_of, width
 from plait.state.store import StateStore
 
 
@@ -23,7 +26,40 @@ def _words(m: spec.DeltaNetSpec) -> str:
     return f"{kind}, {m.num_heads} heads{shared} × ({m.key_dim} × {m.value_dim})"
 
 
-@mixer(spec.DeltaNetSpec, _words)
+def _divide(s: spec.DeltaNetSpec, rank: Rank, hidden_size: int) -> Division:
+    """Heads are divided, each with its key head. The first factors of decay and gate are whole."""
+    heads, keys, shares = _divide_heads(s, rank)
+    qk, whole = scale_range(keys, s.key_dim), s.num_key_heads * s.key_dim
+    values = tuple(scale_range(piece, s.value_dim) for piece in heads)
+    steps = tuple(scale_range(piece, s.key_dim if s.decay == "channel" else 1) for piece in heads)
+    conv = (qk, shift_range(qk, whole), *(shift_range(piece, 2 * whole) for piece in values))
+    cuts = {"q": Cut((qk,)), "k": Cut((qk,)), "v": Cut(values), "conv": Cut(conv)}
+    cuts |= {name: Cut(heads) for name in ("beta", "A")}
+    cuts |= {"dt_bias": Cut(steps), "decay_b" if s.decay_rank else "decay": Cut(steps)}
+    cuts |= {"gate_b" if s.gate_rank else "gate": Cut(values)}
+    cuts["o"] = Cut(cols=tuple(tuple(scale_range(piece, s.value_dim) for piece in share) for share in shares))
+    count = sum(width(piece) for piece in heads)
+    return Division(replace(s, num_heads=count, num_key_heads=width(keys)), cuts)
+
+
+def _divide_heads(
+    s: spec.DeltaNetSpec, rank: Rank
+) -> tuple[tuple[Range, ...], Range, tuple[tuple[Range, ...], ...]]:
+    """A rank's heads, its key heads, and the heads of each share. Tiled heads go with their key head."""
+    if not s.tiled:
+        ranges = rank.divide(s.num_heads, "heads")
+        keys = rank.divide_for_heads(s.num_key_heads, s.num_heads, "key heads")
+        return (join_ranges(ranges),), keys, sum_of(ranges)
+    ranges, rounds = rank.divide(s.num_key_heads, "key heads"), s.num_heads // s.num_key_heads
+    keys = join_ranges(ranges)
+
+    def heads_of(some: Range) -> tuple[Range, ...]:
+        return tuple(shift_range(some, turn * s.num_key_heads) for turn in range(rounds))
+
+    return heads_of(keys), keys, tuple(heads_of(piece) for piece in ranges)
+
+
+@mixer(spec.DeltaNetSpec, _words, _divide)
 class DeltaNet:
     def __init__(self, s: spec.DeltaNetSpec, w: Weights) -> None:
         self.spec, self.name = s, w.prefix

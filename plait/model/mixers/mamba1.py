@@ -7,6 +7,7 @@ the scan Mamba2's.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,11 +17,13 @@ from plait.checkpoint.weights import Weights
 from plait.errors import UnsupportedModel
 from plait.memory import SlotState, State
 from plait.model.layers.layers import Batch, Norm
-from plait.model.mixers.mamba2 import DepthwiseConv
+from plait.model.mixers.mamba2 import DepthwiseConv, stack_ranges
 from plait.model.mixers.registry import mixer
 from plait.ops.activation import step_sizes
 from plait.ops.norm import gated_rms_norm
+from plait.ops.ranks import sum_ranks
 from plait.ops.ssm import gated_mamba1_scan, mamba2_scan
+from plait.partition import Cut, Division, Rank, join_ranges, sum_of, width
 from plait.state.store import StateStore
 
 
@@ -29,12 +32,27 @@ def _words(m: spec.Mamba1Spec) -> str:
     return f"Mamba1, inner {m.inner_size}, state {m.state_size}{heads}"
 
 
-@mixer(spec.Mamba1Spec, _words)
+def _divide(s: spec.Mamba1Spec, rank: Rank, hidden_size: int) -> Division:
+    """Channels are divided, or heads of them. What `x` makes of them is summed within the mixer."""
+    if s.num_heads:
+        ranges = rank.divide(s.num_heads, "heads", s.inner_size // s.num_heads)
+        steps = join_ranges(rank.divide(s.num_heads, "heads"))
+    else:
+        ranges = rank.divide(s.inner_size, "channels")
+        steps = join_ranges(ranges)
+    own = join_ranges(ranges)
+    cuts = {name: Cut((steps,)) for name in ("dt", "A", "D")}
+    cuts |= {"in": Cut(stack_ranges([s.inner_size] * 2, [own] * 2)), "conv": Cut((own,))}
+    cuts |= {"x": Cut(cols=sum_of(ranges)), "out": Cut(cols=sum_of(ranges))}
+    return Division(replace(s, inner_size=width(own), num_heads=width(steps) if s.num_heads else None), cuts)
+
+
+@mixer(spec.Mamba1Spec, _words, _divide)
 class Mamba1:
     """`in` has the rows of x and then of the gate; `x` those of the step, B and C; `dt` has a bias."""
 
     def __init__(self, s: spec.Mamba1Spec, w: Weights) -> None:
-        self.spec, self.name = s, w.prefix
+        self.spec, self.name, self._comm = s, w.prefix, w.target.comm
         hidden, inner, steps = w.target.hidden_size, s.inner_size, s.num_heads or s.inner_size
         self.in_proj = w.linear("in", in_size=hidden, out_sizes=(2 * inner,))
         self.x_proj = w.linear("x", in_size=inner, out_sizes=(s.dt_rank + 2 * s.state_size,))
@@ -58,7 +76,8 @@ class Mamba1:
         state = store[self.name]
         h, gate = self.in_proj(x).chunk(2, -1)
         h = self.conv(h, batch, state["conv"])
-        step, B, C = self.x_proj(h).split(list(self.sizes.values()), -1)
+        mapped = sum_ranks(self._comm, self.x_proj(h), h.dtype)
+        step, B, C = mapped.split(list(self.sizes.values()), -1)
         dt = self.dt_proj(self.step_norm(step) if self.step_norm else step)
         return self.out(self._scan(h, gate, (dt, self.A, B, C, self.D, state["ssm"]), batch))
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.memory import SlotState, State
-from plait.model.layers.layers import Batch
+from plait.model.layers.layers import Batch, GatedNorm
 from plait.model.mixers.registry import mixer
 from plait.ops.activation import step_sizes
 from plait.ops.conv import causal_conv
-from plait.ops.norm import gated_rms_norm
 from plait.ops.ssm import mamba2_scan_from_dt
 from plait.ops.ssm_exact import mamba2_exact
+from plait.partition import Cut, Division, Range, Rank, join_ranges, scale_range, shift_range, sum_of, width
 from plait.state.store import StateStore
 
 
@@ -52,7 +55,35 @@ def ssd_words(m: spec.Mamba2Spec | spec.Mamba3Spec) -> str:
     return f"{name}, {m.num_heads} heads × {m.head_dim}, state {m.state_size}{groups}{mode}"
 
 
-@mixer(spec.Mamba2Spec, ssd_words)
+def stack_ranges(sizes: Sequence[int], ranges: Sequence[Range]) -> tuple[Range, ...]:
+    """The ranges of a fused matrix's rows, given those of its parts; `sizes`: rows of the parts."""
+    starts = (sum(sizes[:at]) for at in range(len(sizes)))
+    return tuple(shift_range(piece, start) for piece, start in zip(ranges, starts, strict=True))
+
+
+def divide_ssd(s: spec.Mamba2Spec | spec.Mamba3Spec, rank: Rank) -> tuple[Range, Range, dict[str, Cut]]:
+    """Heads, groups of B and C, and the cuts that Mamba2 and Mamba3 have in common."""
+    ranges = rank.divide(s.num_heads, "heads", s.head_dim)
+    heads, inner = join_ranges(rank.divide(s.num_heads, "heads")), join_ranges(ranges)
+    groups = rank.divide_for_heads(s.num_groups, s.num_heads, "groups")
+    bc, whole, bc_size = (
+        scale_range(groups, s.state_size),
+        s.num_heads * s.head_dim,
+        s.num_groups * s.state_size,
+    )
+    conv = stack_ranges([whole, bc_size, bc_size], [inner, bc, bc])
+    into = stack_ranges([whole, whole, bc_size, bc_size, s.num_heads], [inner, inner, bc, bc, heads])
+    cuts = {name: Cut((heads,)) for name in ("A", "D", "dt_bias")}
+    cuts |= {"in": Cut(into), "conv": Cut(conv), "out": Cut(cols=sum_of(ranges))}
+    return heads, groups, cuts
+
+
+def _divide(s: spec.Mamba2Spec, rank: Rank, hidden_size: int) -> Division:
+    heads, groups, cuts = divide_ssd(s, rank)
+    return Division(replace(s, num_heads=width(heads), num_groups=width(groups)), cuts)
+
+
+@mixer(spec.Mamba2Spec, ssd_words, _divide)
 class Mamba2:
     def __init__(self, s: spec.Mamba2Spec, w: Weights) -> None:
         self.spec, self.name = s, w.prefix
@@ -65,11 +96,9 @@ class Mamba2:
         self.A = w.tensor("A", heads, torch.float32)
         self.D = w.optional("D", heads, torch.float32)
         self.dt_bias = w.optional("dt_bias", heads, torch.float32)
-        self.norm_weight = w.tensor("gated_norm.weight", (inner,)) if s.gated_norm else None
         sizes = {"heads": s.num_heads, "dim": s.head_dim, "state": s.state_size, "groups": s.num_groups}
         self._scan = w.bind(mamba2_exact if s.mode == "exact" else mamba2_scan_from_dt, **sizes)
-        self._gating = (s.gated_norm.eps if s.gated_norm else 0.0, s.norm_groups, s.norm_before_gate)
-        self._gate = w.bind(gated_rms_norm, size=inner, groups=s.norm_groups)
+        self._gate = GatedNorm(s.gated_norm, w, inner, s.norm_groups, s.norm_before_gate)
         self._step_sizes = w.bind(step_sizes, heads=s.num_heads) if s.mode == "exact" else None
         self.states: dict[str, State] = {}
         if s.mode == "ssd":
@@ -93,4 +122,4 @@ class Mamba2:
             args = (h, dt, self.dt_bias, s.dt_limit, self.A, B, C, self.D, store[self.name]["ssm"])
             where = (batch.state_slots, batch.query_start, batch.has_history, batch.num_decodes)
             y = self._scan(*args, *where, s.chunk_size, batch.positions)
-        return self.out(self._gate(y.flatten(1), gate, self.norm_weight, *self._gating))
+        return self.out(self._gate(y.flatten(1), gate))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,17 +11,29 @@ from torch import Tensor
 from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.memory import SlotState, State
-from plait.model.layers.layers import Batch
-from plait.model.mixers.mamba2 import DepthwiseConv, ssd_words
+from plait.model.layers.layers import Batch, GatedNorm
+from plait.model.mixers.mamba2 import DepthwiseConv, divide_ssd, ssd_words
 from plait.model.mixers.registry import mixer
 from plait.ops.activation import activate, step_sizes
 from plait.ops.mamba3 import map_each_head, norm_for_heads, raw_mamba3_scan
-from plait.ops.norm import gated_rms_norm
 from plait.ops.ssm_exact import mamba3_exact
+from plait.partition import Cut, Division, Rank, scale_range, width
 from plait.state.store import StateStore
 
 
-@mixer(spec.Mamba3Spec, ssd_words)
+def _divide(s: spec.Mamba3Spec, rank: Rank, hidden_size: int) -> Division:
+    heads, groups, cuts = divide_ssd(s, rank)
+    each = Cut((heads,))
+    cuts |= {
+        "lambda": each,
+        "theta": Cut((scale_range(heads, s.state_size // 2),)),
+        "b_bias": each,
+        "c_bias": each,
+    }
+    return Division(replace(s, num_heads=width(heads), num_groups=width(groups)), cuts)
+
+
+@mixer(spec.Mamba3Spec, ssd_words, _divide)
 class Mamba3:
     def __init__(self, s: spec.Mamba3Spec, w: Weights) -> None:
         self.spec, self.name = s, w.prefix
@@ -42,13 +55,12 @@ class Mamba3:
         )
         self.bias = torch.cat([w.tensor(name, per_head) for name in ("b_bias", "c_bias")])
         self.bc_weight = w.tensor("bc_norm.weight", (s.state_size,))
-        self.norm_weight = w.tensor("gated_norm.weight", (inner,))
         self._map = w.bind(map_each_head, heads=heads) if s.mimo_rank else None
         # Without a convolution SiLU follows at once: before a head's width is mapped, or within the scan.
         self._activation = None if self.conv else "silu"
         self._silu = w.bind(activate, kind="silu", gated=False) if self._activation and s.mimo_rank else None
         self._scan = _Whole(s, w, self.width) if s.mode == "exact" else _Recurrent(s, w, self.width)
-        self._gate = w.bind(gated_rms_norm, size=inner, groups=1)
+        self._gate = GatedNorm(s.gated_norm, w, inner, 1)
         self.states: dict[str, State] = {} if s.mode == "exact" else {self.name: self._memory()}
 
     def _memory(self) -> SlotState:
@@ -77,7 +89,7 @@ class Mamba3:
         activation = None if self._silu else self._activation
         y = self._scan((u, dt, blend, theta, bc), parts, activation, state, batch)
         y = self._map(y, self.mimo_down) if self._map else y
-        return self.out(self._gate(y.flatten(1), gate, self.norm_weight, s.gated_norm.eps))
+        return self.out(self._gate(y.flatten(1), gate))
 
 
 class _Recurrent:

@@ -6,6 +6,8 @@ softmax, so that nothing but latents is ever read from memory.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from plait import spec
@@ -19,6 +21,7 @@ from plait.ops.entry import latent_width
 from plait.ops.heads import HeadRows, bind_heads
 from plait.ops.place import place_latent
 from plait.ops.rows import join
+from plait.partition import Cut, Division, Rank, join_ranges, scale_range, sum_of, width
 from plait.quant.halves import Halves
 from plait.state.store import StateStore
 
@@ -29,7 +32,16 @@ def _words(m: spec.MlaSpec) -> str:
     return f"MLA, {heads}, kv rank {m.kv_rank}{q}, {describe_rope(m.rope)}"
 
 
-@mixer(spec.MlaSpec, _words)
+def _divide(s: spec.MlaSpec, rank: Rank, hidden_size: int) -> Division:
+    """Heads are divided; the latents, which serve all of them, are whole on every rank."""
+    heads = join_ranges(rank.divide(s.num_heads, "heads"))
+    queries = Cut((scale_range(heads, s.nope_dim + s.rope_dim),))
+    cuts = {"q_b" if s.q_rank else "q": queries, "kv_b": Cut((scale_range(heads, s.nope_dim + s.v_dim),))}
+    cuts["o"] = Cut(cols=sum_of(rank.divide(s.num_heads, "heads", s.v_dim)))
+    return Division(replace(s, num_heads=width(heads)), cuts)
+
+
+@mixer(spec.MlaSpec, _words, _divide)
 class Mla:
     def __init__(self, s: spec.MlaSpec, w: Weights) -> None:
         self.spec, self.name = s, w.prefix

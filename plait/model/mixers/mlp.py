@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from plait import spec
@@ -11,6 +13,7 @@ from plait.model.layers.layers import Batch
 from plait.model.mixers.registry import mixer
 from plait.ops.activation import activate
 from plait.ops.glu import glu
+from plait.partition import Cut, Division, Rank, join_ranges, sum_of, width
 from plait.state.store import StateStore
 
 
@@ -18,7 +21,19 @@ def _words(m: spec.MlpSpec) -> str:
     return f"{'gated ' if m.gated else ''}MLP {m.size}, {m.activation}"
 
 
-@mixer(spec.MlpSpec, _words)
+def divide_mlp(s: spec.MlpSpec, rank: Rank) -> tuple[spec.MlpSpec, dict[str, Cut]]:
+    """A part of its inner features: rows of gate and up, columns of down."""
+    ranges = rank.divide_blocks(s.size, "inner features")
+    own = join_ranges(ranges)
+    cuts = {"gate": Cut((own,)), "up": Cut((own,)), "down": Cut(cols=sum_of(ranges))}
+    return replace(s, size=width(own)), cuts
+
+
+def _divide(s: spec.MlpSpec, rank: Rank, hidden_size: int) -> Division:
+    return Division(*divide_mlp(s, rank))
+
+
+@mixer(spec.MlpSpec, _words, _divide)
 class Mlp:
     def __init__(self, s: spec.MlpSpec, w: Weights) -> None:
         self.spec, self.states = s, dict[str, State]()

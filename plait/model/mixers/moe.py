@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,12 +12,15 @@ from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.memory import State
 from plait.model.layers.layers import Batch
-from plait.model.mixers.mlp import Mlp
+from plait.model.mixers.mlp import Mlp, divide_mlp
 from plait.model.mixers.registry import mixer
+from plait.ops.activation import combine
 from plait.ops.expert_stack import ExpertStack
 from plait.ops.linear import Linear
 from plait.ops.moe import StackedExperts, experts, route
+from plait.ops.ranks import add_in_tree
 from plait.ops.registry import Bound
+from plait.partition import Cut, Division, Range, Rank, join_ranges, width
 from plait.state.store import StateStore
 
 Experts = Sequence[Linear] | ExpertStack
@@ -27,38 +31,98 @@ def _words(m: spec.MoeSpec) -> str:
     return f"MoE, {m.top_k} of {m.num_experts} experts × {m.expert.size}, {m.router.score}{shared}"
 
 
-@mixer(spec.MoeSpec, _words)
+def _divide(s: spec.MoeSpec, rank: Rank, hidden_size: int) -> Division:
+    """A part of each expert's features; with `whole_experts` some of the experts. The router is whole."""
+    cuts: dict[str, Cut] = {}
+    expert, shared = s.expert, s.shared
+    if shared:
+        shared, some = divide_mlp(shared, rank)
+        cuts |= {f"shared.{name}": cut for name, cut in some.items()}
+    if rank.whole_experts:
+        first, last = join_ranges(rank.divide(s.num_experts, "experts"))
+        others = (e for e in range(s.num_experts) if not first <= e < last)
+        cuts |= {f"experts.{e}": Cut(is_dropped=True) for e in others}
+    else:
+        expert, some = divide_mlp(expert, rank)
+        cuts |= {f"experts.*.{name}": cut for name, cut in some.items()}
+    return Division(replace(s, expert=expert, shared=shared), cuts)
+
+
+@mixer(spec.MoeSpec, _words, _divide)
 class Moe:
+    """Several shares of a rank are computed each by itself: sums are then in the order of shares."""
+
     def __init__(self, s: spec.MoeSpec, w: Weights) -> None:
         self.spec, self.states = s, dict[str, State]()
-        hidden = w.target.hidden_size
+        hidden, rank = w.target.hidden_size, w.target.comm.rank
         self.router = w.linear("router", in_size=hidden, out_sizes=(s.num_experts,))
         self.bias = w.optional("router_bias", (s.num_experts,), torch.float32)
-        self.activation = (s.expert.activation, s.expert.gated)
-        self.shared = Mlp(s.shared, w.scope("shared")) if s.shared else None
         self.shared_gate = w.linear("shared_gate", in_size=hidden, out_sizes=(1,)) if s.shared_gate else None
         self._route = w.bind(route, num_experts=s.num_experts, top_k=s.top_k, router=s.router)
-        self._experts, self.up, self.down = self._build_experts(s, w)
-
-    def _build_experts(self, s: spec.MoeSpec, w: Weights) -> tuple[Bound, Experts, Experts]:
-        """(what is bound for `experts`, up, down): a stack each for a variant that takes these."""
-        sizes = {"num_experts": s.num_experts, "top_k": s.top_k, "gated": s.expert.gated}
-        fn = w.bind(experts, **sizes, activations=w.target.activations)
-        if not isinstance(fn, StackedExperts):
-            parts = [Mlp(s.expert, w.scope(f"experts.{e}")) for e in range(s.num_experts)]
-            return fn, [part.up for part in parts], [part.down for part in parts]
-        hidden, size, each = w.target.hidden_size, s.expert.size, w.scope("experts")
-        names = ("gate", "up") if s.expert.gated else ("up",)
-        sizes_up, pack = (size,) * len(names), fn.pack
-        up = each.linear_stack(s.num_experts, *names, in_size=hidden, out_sizes=sizes_up, pack=pack)
-        down = each.linear_stack(s.num_experts, "down", in_size=size, out_sizes=(hidden,), pack=pack)
-        return fn.apply, up, down
+        own = rank.own_shares
+        views = [(s, w)] if len(own) == 1 else [_share_of(s, w.for_share(number)) for number in own]
+        self.shares = [
+            ExpertShare(part, view, _experts_of(s, rank, number))
+            for number, (part, view) in zip(own, views, strict=True)
+        ]
+        self._combine = w.bind(combine)
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, hidden] -> [T, hidden]. A token's experts are added in the order of their numbers."""
         weight, index = self._route(self.router(x), self.bias, self.spec.top_k, self.spec.router)
-        shared = self.shared.forward(x) if self.shared else None
         gate = self.shared_gate(x) if self.shared_gate else None
-        how = self.up, self.down, self.activation
+        parts = [share(x, weight, index, gate) for share in self.shares]
+        return add_in_tree(parts, lambda a, b: self._combine(a, b, 1.0))
+
+
+class ExpertShare:
+    """A part of each expert's features, or the experts `own` as a whole; of the shared expert a part."""
+
+    def __init__(self, s: spec.MoeSpec, w: Weights, own: Range) -> None:
+        self._first, self._count = own[0], width(own)
+        self._is_part = self._count < s.num_experts
+        self._activation = (s.expert.activation, s.expert.gated)
+        self.shared = Mlp(s.shared, w.scope("shared")) if s.shared else None
+        self._experts, self.up, self.down = self._build_experts(s, w)
+
+    def _build_experts(self, s: spec.MoeSpec, w: Weights) -> tuple[Bound, Experts, Experts]:
+        """(what is bound for `experts`, up, down): a stack each for a variant that takes these."""
+        sizes = {"num_experts": self._count, "top_k": s.top_k, "gated": s.expert.gated}
+        fn = w.bind(experts, **sizes, activations=w.target.activations)
+        numbers = range(self._first, self._first + self._count)
+        if not isinstance(fn, StackedExperts):
+            parts = [Mlp(s.expert, w.scope(f"experts.{e}")) for e in numbers]
+            return fn, [part.up for part in parts], [part.down for part in parts]
+        hidden, size, each = w.target.hidden_size, s.expert.size, w.scope("experts")
+        names = ("gate", "up") if s.expert.gated else ("up",)
+        sizes_up, pack = (size,) * len(names), fn.pack
+        up = each.linear_stack(numbers, *names, in_size=hidden, out_sizes=sizes_up, pack=pack)
+        down = each.linear_stack(numbers, "down", in_size=size, out_sizes=(hidden,), pack=pack)
+        return fn.apply, up, down
+
+    def __call__(self, x: Tensor, weight: Tensor, index: Tensor, gate: Tensor | None) -> Tensor:
+        """x: [T, hidden], weight and index: [T, k], gate: [T, 1] or None -> [T, hidden]."""
+        if self._is_part:  # other ranks have the other experts: here they weigh nothing
+            index = index - self._first
+            is_own = (index >= 0) & (index < self._count)
+            weight, index = weight * is_own, index.where(is_own, 0)
+        shared = self.shared.forward(x) if self.shared else None
+        how = self.up, self.down, self._activation
         y: Tensor = self._experts(x, weight, index, *how, shared, gate)
         return y
+
+
+def _experts_of(s: spec.MoeSpec, rank: Rank, share: int) -> Range:
+    """The experts that a share has, of features a part or all."""
+    if not rank.whole_experts:
+        return 0, s.num_experts
+    return s.num_experts * share // rank.num_shares, s.num_experts * (share + 1) // rank.num_shares
+
+
+def _share_of(s: spec.MoeSpec, w: Weights) -> tuple[spec.MoeSpec, Weights]:
+    """The spec with the sizes of the share that `w` has the weights of."""
+    sizes = {name: w.find_cut(f"{name}.down") for name in ("experts.0", "shared")}
+    found = {name: width(cut.cols[0][0]) for name, cut in sizes.items() if cut and cut.cols}
+    expert = replace(s.expert, size=found.get("experts.0", s.expert.size))
+    shared = s.shared and replace(s.shared, size=found["shared"])
+    return replace(s, expert=expert, shared=shared), w

@@ -8,8 +8,10 @@ from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.memory import State
 from plait.model.layers.layers import Batch
-from plait.model.mixers.registry import build, describe, mixer
+from plait.model.mixers.registry import MixerModule, build, describe, divide, mixer
 from plait.ops.activation import combine
+from plait.ops.ranks import sum_ranks
+from plait.partition import Division, Rank
 from plait.state.store import StateStore
 
 
@@ -17,20 +19,31 @@ def _words(m: spec.ParallelSpec) -> str:
     return " ∥ ".join(f"{name}: {describe(part)}" for name, part in m.parts.items())
 
 
-@mixer(spec.ParallelSpec, _words)
+def _divide(s: spec.ParallelSpec, rank: Rank, hidden_size: int) -> Division:
+    parts = {name: divide(part, rank, hidden_size) for name, part in s.parts.items()}
+    cuts = {f"{name}.{key}": cut for name, part in parts.items() for key, cut in part.cuts.items()}
+    return Division(spec.ParallelSpec({name: part.spec for name, part in parts.items()}), cuts)
+
+
+@mixer(spec.ParallelSpec, _words, _divide)
 class Parallel:
     """Its parts have the names of the spec's."""
 
     def __init__(self, s: spec.ParallelSpec, w: Weights) -> None:
         self.parts = [build(part, w.scope(name)) for name, part in s.parts.items()]
-        self._combine = w.bind(combine)
+        self._combine, self._comm, self._dtype = w.bind(combine), w.target.comm, w.target.dtype
+        self.is_summed = self._comm.rank.shares > 0  # each part by itself, as one rank alone adds them
         self.states: dict[str, State] = {
             name: state for part in self.parts for name, state in part.states.items()
         }
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, hidden] -> [T, hidden]."""
-        total, *others = (part(x, batch, store) for part in self.parts)
+        total, *others = (self._part(part, x, batch, store) for part in self.parts)
         for other in others:
             total = self._combine(total, other, 1.0)
         return total
+
+    def _part(self, part: MixerModule, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
+        y = part(x, batch, store)
+        return sum_ranks(self._comm, y, self._dtype) if self.is_summed else y

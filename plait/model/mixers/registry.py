@@ -17,9 +17,10 @@ from torch import Tensor
 
 from plait import spec
 from plait.checkpoint.weights import Weights
-from plait.errors import UnsupportedModel
+from plait.errors import CannotDivide, UnsupportedModel
 from plait.memory import State, has_slots
 from plait.model.layers.layers import Batch
+from plait.partition import Division, Rank
 from plait.state.store import StateStore
 
 S = TypeVar("S", bound=spec.Mixer)
@@ -34,6 +35,7 @@ class MixerModule(Protocol):
 
 
 M = TypeVar("M", bound=MixerModule)
+Divide = Callable[[Any, Rank, int], Division]  # a spec, a rank, the hidden size -> the rank's part
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,22 +44,26 @@ class Entry:
 
     build: Callable[[Any, Weights], MixerModule]
     describe: Callable[[Any], str]
+    divide: Divide | None
 
 
 _ENTRIES: dict[type[spec.Mixer], Entry] = {}
 
 
-def mixer(kind: type[S], describe: Callable[[S], str] = repr) -> Callable[[type[M]], type[M]]:
+def mixer(
+    kind: type[S], describe: Callable[[S], str] = repr, divide: Divide | None = None
+) -> Callable[[type[M]], type[M]]:
     """Register a class as what computes mixers of a spec class: `cls(spec, weights)` builds one.
 
-    describe: one line for `plait info`, in the words of the mixer's paper, with its sizes. Raises ValueError
-    if the spec class has a mixer.
+    describe: one line for `plait info`, in the words of the mixer's paper, with its sizes. divide: a rank's
+    part of it; the outputs of all ranks are summed. Without, the mixer runs on one device only. Raises
+    ValueError if the spec class has a mixer.
     """
 
     def register(cls: type[M]) -> type[M]:
         if kind in _ENTRIES:
             raise ValueError(f"mixer {kind.__name__!r} is defined twice")
-        _ENTRIES[kind] = Entry(cls, describe)
+        _ENTRIES[kind] = Entry(cls, describe, divide)
         return cls
 
     return register
@@ -83,6 +89,14 @@ def build(s: spec.Mixer, w: Weights) -> MixerModule:
 def describe(s: spec.Mixer) -> str:
     """A mixer in one line, with its sizes."""
     return _entry(s).describe(s)
+
+
+def divide(s: spec.Mixer, rank: Rank, hidden_size: int) -> Division:
+    """A rank's part of a mixer. Raises CannotDivide."""
+    found = _entry(s).divide
+    if found is None:
+        raise CannotDivide(f"{type(s).__name__} does not say how it is divided (`divide` of @mixer)")
+    return found(s, rank, hidden_size)
 
 
 def _entry(s: spec.Mixer) -> Entry:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,7 @@ from plait.model.mixers.registry import mixer
 from plait.ops.activation import activate, multiply
 from plait.ops.heads import map_heads
 from plait.ops.rg_lru import rg_lru
+from plait.partition import Cut, Division, Rank, join_ranges, sum_of, width
 from plait.state.store import StateStore
 
 
@@ -21,7 +24,15 @@ def _words(m: spec.RgLruSpec) -> str:
     return f"RG-LRU, width {m.width}, {m.num_heads} heads"
 
 
-@mixer(spec.RgLruSpec, _words)
+def _divide(s: spec.RgLruSpec, rank: Rank, hidden_size: int) -> Division:
+    ranges = rank.divide(s.num_heads, "heads", s.width // s.num_heads)
+    heads, own = join_ranges(rank.divide(s.num_heads, "heads")), join_ranges(ranges)
+    cuts = {name: Cut((own,)) for name in ("x", "y", "conv", "rate")}
+    cuts |= {"gates": Cut((heads,)), "out": Cut(cols=sum_of(ranges))}
+    return Division(replace(s, width=width(own), num_heads=width(heads)), cuts)
+
+
+@mixer(spec.RgLruSpec, _words, _divide)
 class RgLru:
     """`gates` maps each head's channels to what opens its input, then to what opens its recurrence."""
 

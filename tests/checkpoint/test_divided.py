@@ -1,0 +1,96 @@
+"""Weights of every storage, cut along rows and along columns, against the whole product."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from plait.checkpoint.divided import Cuts, divide_linear, keep_rows
+from plait.errors import ShapeMismatch
+from plait.ops.blocks import random_weight
+from plait.ops.linear import Linear
+from plait.ops.ranks import Comm, GatheredLinear, sum_ranks
+from plait.partition import Cut, Rank, sum_of
+from plait.quant.gguf import BLOCK_TYPES
+from plait.quant.weight import Dense, Weight
+from tests.model.together import run_ranks
+
+ROWS, COLS = 24, 1024
+STORAGES = [
+    *("float32", "bfloat16"),
+    *(kind.name for kind in BLOCK_TYPES.values()),
+    *("int4_g128", "int4_g128+zeros+order", "int8", "int8_g64", "int3_g128+zeros"),
+    *("fp8", "fp8_b128", "mxfp4", "nvfp4", "bnb_nf4"),
+]
+
+
+def weight_of(storage: str) -> Weight:
+    torch.manual_seed(5)
+    if storage in ("float32", "bfloat16"):
+        return Dense((torch.randn(ROWS, COLS) / COLS**0.5).to(getattr(torch, storage)))
+    return random_weight(storage, ROWS, COLS)
+
+
+def one(weight: Weight, bias: Tensor | None) -> Linear:
+    return Linear([weight], [bias], lambda op, **_: op, torch.float32)
+
+
+def cuts_of(rank: Rank) -> Mapping[str, Cut]:
+    return {"down": Cut(cols=sum_of(rank.divide_blocks(COLS, "features")))}
+
+
+@pytest.mark.parametrize("shares", [0, 4])
+@pytest.mark.parametrize("storage", STORAGES)
+def test_columns_that_ranks_sum_give_the_whole_product(storage: str, shares: int) -> None:
+    weight, bias = weight_of(storage), torch.randn(ROWS)
+    x = torch.randn(5, COLS)
+    whole = one(weight, bias)(x)
+
+    def work(comm: Comm) -> Tensor:
+        cuts = Cuts.for_rank(comm, cuts_of)
+        linear = divide_linear("down", weight, bias, cuts, one, lambda op, **_: op)
+        assert isinstance(linear, GatheredLinear) == ("order" in storage)
+        (start, stop) = (
+            cuts.inputs("down")[comm.rank.index][0][0],
+            cuts.inputs("down")[comm.rank.index][-1][1],
+        )
+        assert linear.n_in == stop - start
+        return sum_ranks(comm, linear(x[:, start:stop]), torch.float32)
+
+    first, second = run_ranks(work, 2, shares)
+    assert torch.equal(first, second)
+    assert (first - whole).abs().max() < 1e-5 * max(1.0, float(whole.abs().max()))
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_rows_that_ranks_have_are_those_of_the_whole(storage: str) -> None:
+    weight = weight_of(storage)
+    cut = Cut(((3, 7), (16, 21)))
+    kept: Any = keep_rows(weight, cut)
+    whole = weight.dequantize(torch.float32)
+    assert torch.equal(kept.dequantize(torch.float32), torch.cat([whole[3:7], whole[16:21]]))
+
+
+def test_whole_blocks_are_cut_where_there_are_enough() -> None:
+    sizes = [Rank(index, 4, block=256).divide_blocks(11_008, "features")[0] for index in range(4)]
+    assert [stop - start for start, stop in sizes] == [2560, 2816, 2816, 2816]
+    assert all(start % 256 == 0 for start, _ in sizes)
+    shares = Rank(0, 2, shares=8, block=256).divide_blocks(11_008, "features")
+    assert shares[-1][1] == sizes[1][1]  # of two ranks the first has what the first two of four have
+
+
+def test_experts_that_cannot_be_cut_are_refused_by_name() -> None:
+    weight = weight_of("int4_g128+zeros+order")
+
+    def work(comm: Comm) -> Any:
+        cuts = Cuts.for_rank(
+            comm, lambda rank: {"moe.experts.*.down": Cut(cols=sum_of(rank.divide_blocks(COLS, "features")))}
+        )
+        return divide_linear("moe.experts.3.down", weight, None, cuts, one, lambda op, **_: op)
+
+    with pytest.raises(ShapeMismatch, match=r"moe\.experts\.3\.down: .*--ep"):
+        run_ranks(work, 2)

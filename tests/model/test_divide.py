@@ -1,0 +1,94 @@
+"""Several ranks compute what one does: every family, and to the bit where the shares are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from plait.checkpoint.weights import Target
+from plait.errors import CannotDivide
+from plait.families.common.resolved import Resolved
+from plait.kernels.load import executor, load_kernels
+from plait.model.divide import count_shares, divide_model
+from plait.ops.ranks import Alone, Comm
+from plait.partition import Rank
+from tests.families import tiny
+from tests.families.parity import CPU, LONGEST, Memory, decoder, in_pieces, resolved, worst
+from tests.model.together import rank_decoder, run_ranks
+
+IDS = [torch.randint(0, 97, (23,), generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)]
+CLOSE = 1e-5
+
+
+def opened(name: str, folder: Path) -> tuple[Resolved, Memory]:
+    tiny.write(name, folder)
+    config, tensors, _ = tiny.read(folder)
+    checkpoint = Memory(tensors)
+    return resolved(checkpoint, config), checkpoint
+
+
+def target_of(found: Resolved, *, is_native: bool) -> Target:
+    """Native kernels compute each row by itself; of torch's own no such thing is known."""
+    target = Target(CPU, torch.float32, LONGEST, found.spec.hidden_size)
+    if is_native:
+        load_kernels()
+        target.executor = executor(1, "same")
+    return target
+
+
+def logits_of_ranks(
+    found: Resolved, checkpoint: Memory, size: int, shares: int = 0, whole_experts: bool = False
+) -> list[list[Tensor]]:
+    def work(comm: Comm) -> list[Tensor]:
+        target = target_of(found, is_native=shares > 0)
+        return in_pieces(rank_decoder(found, checkpoint, target, comm), IDS, target.block_size)
+
+    return run_ranks(work, size, shares, whole_experts)
+
+
+def alone_in_shares(found: Resolved, checkpoint: Memory, shares: int) -> list[Tensor]:
+    comm = Alone(Rank(shares=shares))
+    target = target_of(found, is_native=True)
+    return in_pieces(rank_decoder(found, checkpoint, target, comm), IDS, target.block_size)
+
+
+FEW = ("llama", "qwen3_next", "falcon_h1", "deepseek_v3")
+
+
+def some(names: Iterable[str]) -> list[object]:
+    return [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", some(tiny.VARIANTS))
+def test_ranks_give_the_logits_of_one_and_its_bits_where_the_shares_are_the_same(
+    name: str, tmp_path: Path
+) -> None:
+    found, checkpoint = opened(name, tmp_path)
+    shares = count_shares(found.spec)
+    if shares == 1:
+        with pytest.raises(CannotDivide, match=r"layers\.\d+\.\w+: 3 heads cannot be divided"):
+            divide_model(found.spec, Rank(0, 2))
+        return
+    plain = in_pieces(decoder(found, checkpoint), IDS)
+    scale = max(1.0, float(plain[0].abs().max()))
+    for logits in logits_of_ranks(found, checkpoint, 2):
+        assert max(worst(logits[0], plain[0]), worst(logits[1], plain[1])) < CLOSE * scale
+    alone, undivided = (alone_in_shares(found, checkpoint, count) for count in (shares, 0))
+    assert max(worst(alone[0], undivided[0]), worst(alone[1], undivided[1])) < CLOSE * scale
+    for size in sorted({2, shares}):
+        for logits in logits_of_ranks(found, checkpoint, size, shares):
+            assert torch.equal(logits[0], alone[0])
+            assert torch.equal(logits[1], alone[1])
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+def test_ranks_with_whole_experts_give_the_logits_of_one(name: str, tmp_path: Path) -> None:
+    found, checkpoint = opened(name, tmp_path)
+    plain = in_pieces(decoder(found, checkpoint), IDS)
+    scale = max(1.0, float(plain[0].abs().max()))
+    for logits in logits_of_ranks(found, checkpoint, 2, whole_experts=True):
+        assert max(worst(logits[0], plain[0]), worst(logits[1], plain[1])) < CLOSE * scale
