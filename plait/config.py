@@ -13,7 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from plait.errors import ConfigError
 
-DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?|cuda:sm_\d+a?")
+DEVICE = re.compile(r"auto|cpu|cuda(:\d+(,\d+)*)?|cuda:sm_\d+a?")
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Ops = Literal["auto", "reference"]
 KvDType = Literal["auto", "float32", "bfloat16", "int8"]
@@ -72,7 +72,14 @@ class EngineConfig:
 
     device: str = option(
         "auto",
-        "auto, cpu, cuda or cuda:N; auto: the first CUDA device, else the CPU; `info --ops`: cuda:sm_90, too",
+        "auto, cpu, cuda, cuda:N or cuda:N,M; auto: the first CUDA device, else the CPU; `info --ops`: "
+        "cuda:sm_90, too",
+    )
+    tensor_parallel_size: int = option(
+        1, "ranks that a model is divided among: a GPU for each, or processes on a CPU", "--tp", least=1
+    )
+    expert_parallel: bool = option(
+        False, "with several ranks: each has whole experts, not a part of every expert", "--ep"
     )
     dtype: DType = option(
         "auto", "what the model computes in; auto: float32 on a CPU and for float32 weights, else 16 bits"
@@ -175,7 +182,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _check_fields(self)
         if not DEVICE.fullmatch(self.device):
-            raise ConfigError(f"device: {self.device!r} is not one of auto, cpu, cuda, cuda:N")
+            raise ConfigError(f"device: {self.device!r} is not one of auto, cpu, cuda, cuda:N, cuda:N,M")
+        self._check_ranks()
         if not 0 < self.gpu_memory <= 1:
             raise ConfigError(f"gpu_memory: {self.gpu_memory} is no share between 0 and 1")
         if not self.packed_cache.strip():
@@ -192,6 +200,21 @@ class EngineConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}): every running sequence needs one token in each step"
             )
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that compute the model together."""
+        return max(self.tensor_parallel_size, self.device.count(",") + 1)
+
+    def _check_ranks(self) -> None:
+        named = self.device.count(",") + 1 if ":" in self.device else 0
+        if (named and named != self.num_ranks) or (named > 1 and self.tensor_parallel_size not in (1, named)):
+            raise ConfigError(
+                f"device: {self.device} names {named} GPUs, and tensor_parallel_size is "
+                f"{self.tensor_parallel_size}: every rank needs one"
+            )
+        if self.expert_parallel and self.num_ranks == 1:
+            raise ConfigError("expert_parallel: there is one rank; --tp N says among how many to divide")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

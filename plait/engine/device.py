@@ -14,10 +14,11 @@ from plait.errors import ConfigError, OutOfMemory
 from plait.ops.chip import BFLOAT16, EXAMPLES, OLDEST, Chip, example_chip, read_chip
 
 
-def choose_device(requested: str) -> tuple[torch.device, str]:
-    """(device, why). `requested`: auto, cpu, cuda (the first one) or cuda:N, as `config.DEVICE` says.
+def choose_device(requested: str, index: int = 0, size: int = 1) -> tuple[torch.device, str]:
+    """(device, why). `requested`: auto, cpu, cuda (the first one), cuda:N or cuda:N,M; see `config.DEVICE`.
 
-    Raises ConfigError if a GPU was requested and torch finds none, has no such number, or it is too old.
+    index, size: which of how many ranks it is for; each has a GPU of its own. Raises ConfigError if a GPU was
+    requested and torch finds none, has no such number, or it is too old.
     """
     if requested == "cpu":
         return torch.device("cpu"), "requested"
@@ -25,7 +26,9 @@ def choose_device(requested: str) -> tuple[torch.device, str]:
         raise ConfigError(_why_no_example(requested))
     refusal = _why_no_cuda()
     if refusal is None:
-        device = torch.device("cuda", int(requested.partition(":")[2] or 0))
+        named = requested.partition(":")[2]
+        numbers = [int(number) for number in named.split(",")] if named else list(range(size))
+        device = torch.device("cuda", numbers[index])
         if (count := torch.cuda.device_count()) <= (device.index or 0):
             raise ConfigError(
                 f"device: {requested} was requested, but there are {count} CUDA devices, from 0 on"

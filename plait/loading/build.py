@@ -23,6 +23,7 @@ from plait.engine.thread import EngineLoop
 from plait.errors import BadGrammar, ConfigError
 from plait.frontend.frontend import Front, Language, Parsers
 from plait.loading.kernel_trials.trials import try_kernels
+from plait.loading.make_runner import make_runner
 from plait.loading.measure_memory import check_weights_fit, size_gpu
 from plait.loading.open_model import (
     Opened,
@@ -33,20 +34,20 @@ from plait.loading.open_model import (
 )
 from plait.loading.packed_cache import shelf_of
 from plait.loading.probe_scorer import open_settled
-from plait.loading.target import make_target
+from plait.loading.target import agreement_of, choose_rank, find_cuts, make_target
 from plait.memory import has_slots
 from plait.model.decoder import Decoder
 from plait.ops.chip import Chip
 from plait.ops.registry import Binding
 from plait.ops.rope import rope_notes
 from plait.request import JsonStyle
+from plait.runner.ranks.group import RankGroup
+from plait.runner.ranks.messages import Prepare
 from plait.runner.runner import ModelRunner
 from plait.runner.sampler import Sampler
-from plait.runner.static_batch import Capacity
 from plait.schedule.plan import MOST_STEPS
 from plait.schedule.speculate import NgramProposer, Proposer, Speculation
 from plait.spec import ModelSpec
-from plait.state.store import StateStore
 from plait.text.grammar.compiler import GrammarCompiler, check_memory
 from plait.text.tokenizers.tokenizer import Tokenizer
 
@@ -72,12 +73,15 @@ class Built:
 
     @property
     def spec(self) -> ModelSpec:
-        return self.runner.decoder.spec
+        """Of the whole model, on however many ranks it is."""
+        return self.opened.resolved.spec
 
     def close(self) -> None:
-        """Give back the threads. The engine must not step any more."""
+        """Give back the threads and the other ranks. The engine must not step any more."""
         self.runner.close()
         self.guides.close()
+        if self.target.ranks:
+            self.target.ranks.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,15 +132,33 @@ def build(
     """
     report("reading headers", 0, 1)
     opened = open_settled(model, config, report)
-    device, why = choose_device(config.device)
+    device, why = choose_device(config.device, 0, config.num_ranks)
     log.info("device: %s (%s)", device, why)
-    target = make_target(opened, device, example, is_interpreted=example is not None)
+    rank = choose_rank(opened)
+    ranks = RankGroup(rank, model, config) if rank.size > 1 else None
+    try:
+        cuts = find_cuts(opened, rank, ranks.meeting if ranks else None, device)
+        target = make_target(opened, device, example, is_interpreted=example is not None, cuts=cuts)
+        target.ranks = ranks
+        return _build_for(target, opened, report, on_open)
+    except BaseException:
+        if ranks:
+            ranks.close()
+        raise
+
+
+def _build_for(
+    target: Target,
+    opened: Opened,
+    report: Progress,
+    on_open: Callable[[Opened], Tokenizer | None],
+) -> Built:
     for note in rope_notes(opened.resolved.spec, target.max_len):
         log.info("%s", note)
     try:
         log.info("activations: %s, keys and values: %s", target.activations, target.kv_dtype)
         if target.device.type == "cuda":
-            target.chip = try_kernels(target, weight_formats(opened), config.cache_dir, report)
+            target.chip = try_kernels(target, weight_formats(opened), opened.config.cache_dir, report)
         report("loading the tokenizer", 0, 1)
         return _build(opened, target, on_open(opened), report)
     except BaseException:
@@ -148,13 +170,15 @@ def build(
 def _build(opened: Opened, target: Target, tokenizer: Tokenizer | None, report: Progress) -> Built:
     config = opened.config
     draft = draft_headers(config, opened.resolved.spec, tokenizer)
-    target.shelf = shelf_of(opened, target)
+    target.shelf = None if target.cuts.own else shelf_of(opened, target)  # it has whole weights
     if target.device.type == "cuda":
         free = free_memory(target.device)
         check_weights_fit(opened.files.name, opened.nbytes, free, target.chip.name if target.chip else "it")
     with out_of_memory(f"loading the weights of {opened.files.name} ({gib(opened.nbytes)})"):
         decoder = load_decoder(opened, target, report)
     target.bound.append(_bind_packed(target))
+    if target.ranks:
+        target.ranks.wait_loaded(agreement_of(opened, target.comm.rank))
     sizing = _size(opened, decoder, target, draft)
     vocab_size = decoder.spec.vocab_size
     _check_vocabulary(config.vocab, tokenizer, vocab_size)
@@ -225,25 +249,14 @@ def engine_over(
 ) -> tuple[ModelRunner, Engine]:
     """An engine over weights that are there already, with memory of its own: several can share one model.
 
-    `records` False: every step runs op by op. `proposer`: proposes draft tokens. Raises OutOfMemory.
+    `records` False: every step runs op by op. `proposer`: proposes draft tokens. Other ranks make the
+    same memory. Raises OutOfMemory.
     """
+    if target.ranks:
+        sizes = (dict(sizing.num_blocks), sizing.num_slots, sizing.block_size, sizing.max_model_len)
+        target.ranks.prepare(Prepare(config, *sizes, tuple(sampler.holes.tolist())))
     with out_of_memory(f"making room for sequences ({gib(sizing.nbytes)})"):
-        store = _store(decoder, sizing, target)
-    capacity = Capacity.of(
-        config.max_num_batched_tokens,
-        config.max_num_seqs,
-        sizing.max_model_len,
-        sizing.block_size,
-        num_draft_tokens=0 if config.speculate == "off" else config.num_draft_tokens,
-    )
-    runner = ModelRunner(
-        decoder,
-        store,
-        sampler,
-        target.device,
-        executor=target.graphs or target.executor,
-        capacity=capacity if records else None,
-    )
+        runner = make_runner(decoder, sampler, target, config, sizing, records=records)
     can_follow = runner.is_recorded and proposer is None  # a proposer has to see every step
     num_steps = MOST_STEPS if can_follow else 1
     scheduler = sizing.scheduler(config, causal=decoder.spec.causal, num_steps=num_steps)
@@ -332,18 +345,15 @@ def _size(opened: Opened, decoder: Decoder, target: Target, draft: Opened | None
             allowed = "memory: this process's control groups allow %s; %s can still be had"
             log.info(allowed, gib(limit), gib(free))
         total = total_memory(target.device)
-        sizing = size_state(facts, opened.config, free_memory=free - mapped, total_memory=total)
+        ranks = target.comm.rank.size  # which share this machine's memory
+        own_total = None if total is None else total // ranks
+        own_free = (free - mapped) // ranks
+        sizing = size_state(facts, opened.config, free_memory=own_free, total_memory=own_total)
     for what, count, nbytes in sizing.rows(target.weights_nbytes, is_lazy=target.device.type == "cpu"):
         log.info("memory: %-31s %14s %10s", what, count, gib(nbytes))
     for note in sizing.notes:
         log.warning("%s", note)
     return sizing
-
-
-def _store(decoder: Decoder, sizing: Sizing, target: Target) -> StateStore:
-    return StateStore(
-        decoder.states, sizing.num_blocks, sizing.num_slots, sizing.block_size, target.device, target.dtype
-    )
 
 
 def _check_vocabulary(asked: str | None, tokenizer: Tokenizer | None, vocab_size: int) -> None:

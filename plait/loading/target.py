@@ -1,30 +1,54 @@
-"""Where and how a model is built: device, dtype, kernels and threads, chosen once from its options."""
+"""Where and how a model is built, chosen once from its options: device, dtype, kernels, threads, ranks."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from plait import resource_limits
+from plait.checkpoint.divided import Cuts
 from plait.checkpoint.weights import Target
 from plait.engine.device import choose_dtype
+from plait.errors import CannotDivide
 from plait.kernels.load import executor, load_for_gpu, load_kernels, why_no_amx
-from plait.loading.open_model import Opened, activations, kv_dtype, linear_dtypes, stored_dtypes
+from plait.loading.open_model import (
+    Opened,
+    activations,
+    kv_dtype,
+    linear_dtypes,
+    stored_dtypes,
+    weight_formats,
+)
+from plait.model.divide import count_shares, divide_model
 from plait.ops.chip import Chip, read_chip
+from plait.ops.ranks import Alone
 from plait.ops.registry import check_fused
+from plait.partition import Rank
+from plait.quant.gguf import BLOCK_TYPES
 from plait.runner.graph_backends import CudaGraphs, TorchGraphs
+from plait.runner.ranks.group_comm import GroupComm
+from plait.version import __version__
 
 log = logging.getLogger("plait")
 
 
 def make_target(
-    opened: Opened, device: torch.device, example: Chip | None = None, *, is_interpreted: bool = False
+    opened: Opened,
+    device: torch.device,
+    example: Chip | None = None,
+    *,
+    is_interpreted: bool = False,
+    cuts: Cuts | None = None,
 ) -> Target:
     """What a model is built for. `example`: a GPU that is made up, with its tensors on the CPU `device`.
 
-    `is_interpreted`: its kernels will run there. Raises ConfigError for options that cannot be honoured.
+    `is_interpreted`: its kernels will run there. `cuts`: this rank's part; None: the whole model. Raises
+    ConfigError for options that cannot be honoured.
     """
     spec, config = opened.resolved.spec, opened.config
     chip = example or read_chip(device)
@@ -33,6 +57,7 @@ def make_target(
         dtype = torch.float32  # Triton's interpreter computes in bfloat16 what no GPU does
     length = min(config.max_model_len or spec.max_len, spec.max_len)
     target = Target(device, dtype, length, spec.hidden_size, config.ops, block_size=config.block_size)
+    target.cuts = cuts or Cuts()
     check_fused(config.no_fuse)
     target.quantize, target.no_fuse, target.chip = config.quantize, config.no_fuse, chip
     target.deterministic = config.deterministic
@@ -45,6 +70,8 @@ def make_target(
             target.graphs = CudaGraphs(device, chip)
         return target
     threads, found = (config.threads, "--threads") if config.threads else resource_limits.default_threads()
+    if (ranks := target.comm.rank.size) > 1 and not config.threads:
+        threads, found = max(1, threads // ranks), f"{found}, divided among {ranks} ranks"
     log.info("threads: %d (%s)", threads, found)
     if (quota := resource_limits.cpu_quota()) is not None and quota < threads:
         log.warning(
@@ -59,3 +86,56 @@ def make_target(
     # Native kernels have threads of their own: torch's would wait for work on the same cores.
     torch.set_num_threads(1 if target.executor else threads)
     return target
+
+
+def choose_rank(opened: Opened) -> Rank:
+    """Rank 0 of as many as the options say. Raises CannotDivide, before any weight is read.
+
+    With `--deterministic` sums are divided into the model's own number of shares, on one rank, too.
+    """
+    config, spec = opened.config, opened.resolved.spec
+    size, block = config.num_ranks, most_columns(opened)
+    shares = 0
+    if config.deterministic:
+        shares = count_shares(spec, Rank(block=block, whole_experts=config.expert_parallel))
+        if shares % size:
+            raise CannotDivide(
+                f"deterministic: the sums of this model have {shares} shares, so it runs on "
+                f"{', '.join(str(n) for n in (1, 2, 4, 8) if shares % n == 0)} ranks, not on {size}"
+            )
+        shares = 0 if shares == 1 else shares
+    rank = Rank(0, size, shares, block, config.expert_parallel)
+    divide_model(spec, rank)
+    return rank
+
+
+def find_cuts(opened: Opened, rank: Rank, meeting: str | None, device: torch.device) -> Cuts:
+    """What this rank keeps. `meeting`: where it meets the others, if there are any."""
+    spec = opened.resolved.spec
+    if rank.num_shares == 1:
+        return Cuts()
+    comm = Alone(rank) if meeting is None else GroupComm(rank, meeting, device)
+    return Cuts.for_rank(comm, lambda other: divide_model(spec, other)[1])
+
+
+def most_columns(opened: Opened) -> int:
+    """Columns of the largest block that a weight of the checkpoint has, 1 where all are plain."""
+    blocks = {kind.name: kind.elements for kind in BLOCK_TYPES.values()}
+    found = [1]
+    for name in weight_formats(opened):
+        group = name.rpartition("_g")[2] if "_g" in name else name.rpartition("_b")[2]
+        found.append(blocks.get(name, int(group) if group.isdigit() else 1))
+        found += [32] if name == "mxfp4" else [16] if name == "nvfp4" else []
+    return max(found)
+
+
+def agreement_of(opened: Opened, rank: Rank) -> str:
+    """A hash of what all ranks must have in common: version, model, files, options and how it is divided."""
+    tensors = [
+        (name, opened.checkpoint.format_of(name), opened.checkpoint.nbytes(name))
+        for name in sorted(opened.checkpoint.names())
+    ]
+    divided = (rank.size, rank.shares, rank.block, rank.whole_experts)
+    parts = (__version__, repr(opened.resolved.spec), tensors, divided)
+    options = json.dumps(asdict(opened.config), sort_keys=True)
+    return hashlib.blake2b(f"{parts}{options}".encode(), digest_size=16).hexdigest()

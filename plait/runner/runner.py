@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -58,6 +60,15 @@ class CheckedTicket:
             raise
 
 
+class Lead(Protocol):
+    """Sends to the other ranks of a model what rank 0 is about to run, and checks what they did."""
+
+    def launch(
+        self, run: Callable[[StepPlan, SamplingBatch], Ticket], plan: StepPlan, sampling: SamplingBatch
+    ) -> Ticket: ...
+    def score(self, run: Callable[[], Tensor], token_ids: Sequence[int], chunk_size: int) -> Tensor: ...
+
+
 class ModelRunner:
     """Executes plans on one device. `store` holds the state of every running sequence.
 
@@ -74,7 +85,9 @@ class ModelRunner:
         *,
         executor: NativeExecutor | GraphBackend | None = None,
         capacity: Capacity | None = None,
+        lead: Lead | None = None,
     ) -> None:
+        self._lead = lead
         self.decoder, self.store, self.sampler, self.device = decoder, store, sampler, device
         self.groups, self.executor = block_groups(decoder.states), executor
         self.replay: Replay | None = None
@@ -90,8 +103,13 @@ class ModelRunner:
     def launch(self, plan: StepPlan, sampling: SamplingBatch) -> Ticket:
         """Launch the steps of a plan: its ticket gives the answer to every chunk that has one, in order.
 
-        Both raise DeviceLost if the device fails and answers no more.
+        Both raise DeviceLost if the device fails and answers no more, or another rank does.
         """
+        if self._lead:
+            return self._lead.launch(self._launch_here, plan, sampling)
+        return self._launch_here(plan, sampling)
+
+    def _launch_here(self, plan: StepPlan, sampling: SamplingBatch) -> Ticket:
         try:
             ticket = self._launch(plan, sampling)
         except RuntimeError as error:
@@ -161,13 +179,18 @@ class ModelRunner:
         hidden = self.decoder.hidden(batch, self.store)
         return hidden, self.decoder.logits(hidden, batch)
 
-    @torch.inference_mode()
     def logits(self, token_ids: Sequence[int], chunk_size: int) -> Tensor:
         """Logits after every token of one prompt, [tokens, vocab] float32 on the CPU.
 
         Runs in memory of its own, so it does not disturb the engine. A model that is not causal sees the
         whole prompt at once, others chunks of `chunk_size` tokens.
         """
+        if self._lead:
+            return self._lead.score(partial(self._logits, token_ids, chunk_size), token_ids, chunk_size)
+        return self._logits(token_ids, chunk_size)
+
+    @torch.inference_mode()
+    def _logits(self, token_ids: Sequence[int], chunk_size: int) -> Tensor:
         ids = tuple(token_ids)
         step = chunk_size if self.decoder.spec.causal else len(ids)
         size = self.store.block_size

@@ -26,12 +26,12 @@ def server() -> Iterator[Server]:
         yield running
 
 
-def body(i: int) -> dict[str, Any]:
+def body(i: int, num_tokens: int) -> dict[str, Any]:
     """Half of the streams are greedy, half drawn with a seed, some of these with penalties."""
     drawn = {"temperature": 1.0, "top_p": 0.95, "seed": i, "frequency_penalty": 0.5 * (i % 4 == 3)}
     return {
         "prompt": OPENINGS[i % len(OPENINGS)] + " and" * (i // len(OPENINGS)),
-        "max_tokens": NUM_TOKENS,
+        "max_tokens": num_tokens,
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -43,16 +43,16 @@ def body(i: int) -> dict[str, Any]:
 class Stream(threading.Thread):
     """One completion, read as it comes."""
 
-    def __init__(self, url: str, i: int) -> None:
+    def __init__(self, url: str, i: int, num_tokens: int) -> None:
         super().__init__()
-        self._url, self._i = url, i
+        self._url, self._body = url, body(i, num_tokens)
         self.text, self.num_chunks = "", 0
         self.logprobs: list[float] = []
         self.reasons: list[str] = []
         self.usage: dict[str, Any] = {}
 
     def run(self) -> None:
-        data = json.dumps(body(self._i)).encode()
+        data = json.dumps(self._body).encode()
         sent = urllib.request.Request(
             self._url + "/v1/completions", data, {"Content-Type": "application/json"}
         )
@@ -70,9 +70,11 @@ class Stream(threading.Thread):
             self.reasons += [choice["finish_reason"]] if choice["finish_reason"] else []
 
 
-def streams(server: Server, interrupt: Callable[[list[Stream]], None]) -> list[Stream]:
+def streams(
+    server: Server, interrupt: Callable[[list[Stream]], None], count: int, num_tokens: int
+) -> list[Stream]:
     """All of them at the same time, to their ends."""
-    found = [Stream(server.url, i) for i in range(NUM_STREAMS)]
+    found = [Stream(server.url, i, num_tokens) for i in range(count)]
     for stream in found:
         stream.start()
     interrupt(found)
@@ -89,29 +91,46 @@ def engine_of(server: Server) -> int:
     return max(below, key=lambda pid: int(Path(f"/proc/{pid}/statm").read_text().split()[1]))
 
 
-def check_killed(server: Server) -> None:
-    """Streams of an engine that is killed in their middle, compared with the same streams left alone."""
-    calm = streams(server, lambda found: None)
+def rank_of(server: Server) -> int:
+    """The process of rank 1, a child of the engine's."""
+    tasks = Path(f"/proc/{engine_of(server)}/task").iterdir()
+    (found,) = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
+    return found
+
+
+def check_killed(
+    server: Server,
+    victim: Callable[[Server], int] = engine_of,
+    count: int = NUM_STREAMS,
+    num_tokens: int = NUM_TOKENS,
+) -> None:
+    """Streams with a process killed in their middle, compared with the same streams left alone."""
+    calm = streams(server, lambda found: None, count, num_tokens)
     assert server.get("/health")["totals"]["num_restarts"] == 0
 
     def kill(found: list[Stream]) -> None:
         while min(stream.num_chunks for stream in found) < 5:
             time.sleep(0.001)
-        os.kill(engine_of(server), signal.SIGKILL)
+        os.kill(victim(server), signal.SIGKILL)
 
-    killed = streams(server, kill)
+    killed = streams(server, kill, count, num_tokens)
     assert server.get("/health")["totals"]["num_restarts"] == 1
     for undisturbed, stream in zip(calm, killed, strict=True):
         assert stream.text == undisturbed.text
         assert stream.logprobs == undisturbed.logprobs
         assert stream.reasons == ["length"]
         assert stream.usage["prompt_tokens"] == undisturbed.usage["prompt_tokens"]
-        assert stream.usage["completion_tokens"] == NUM_TOKENS
-    assert len({stream.text for stream in calm}) > NUM_STREAMS // 2
+        assert stream.usage["completion_tokens"] == num_tokens
+    assert len({stream.text for stream in calm}) > count // 2
 
 
 def test_streams_of_a_killed_engine_say_what_they_would_have_said(server: Server) -> None:
     check_killed(server)
+
+
+def test_streams_go_on_when_a_rank_is_killed() -> None:
+    with serve(NANO_HYBRID, "--max-num-seqs", "8", "--tp", "2", "--cpu") as running:
+        check_killed(running, rank_of, 8, 40)
 
 
 @pytest.mark.slow

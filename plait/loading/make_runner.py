@@ -1,0 +1,59 @@
+"""A runner over loaded weights, with memory for sequences of its own: made alike on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from plait.checkpoint.weights import Target
+from plait.config import EngineConfig
+from plait.model.decoder import Decoder
+from plait.runner.runner import ModelRunner
+from plait.runner.sampler import Sampler
+from plait.runner.static_batch import Capacity
+from plait.state.store import StateStore
+
+
+class StateSizes(Protocol):
+    """How much memory sequences get: `Sizing`, or what rank 0 sends of it."""
+
+    @property
+    def num_blocks(self) -> Mapping[str, int]: ...
+    @property
+    def num_slots(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def max_model_len(self) -> int: ...
+
+
+def make_runner(
+    decoder: Decoder,
+    sampler: Sampler,
+    target: Target,
+    config: EngineConfig,
+    sizes: StateSizes,
+    *,
+    records: bool = True,
+) -> ModelRunner:
+    """`records` False: every step runs op by op, as it does on CPUs where ranks meet between two ops."""
+    store = StateStore(
+        *(decoder.states, sizes.num_blocks, sizes.num_slots, sizes.block_size, target.device, target.dtype)
+    )
+    capacity = Capacity.of(
+        config.max_num_batched_tokens,
+        config.max_num_seqs,
+        sizes.max_model_len,
+        sizes.block_size,
+        num_draft_tokens=0 if config.speculate == "off" else config.num_draft_tokens,
+    )
+    meets = target.comm.rank.size > 1 and target.device.type == "cpu"
+    return ModelRunner(
+        decoder,
+        store,
+        sampler,
+        target.device,
+        executor=target.graphs or target.executor,
+        capacity=capacity if records and not meets else None,
+        lead=target.ranks,
+    )

@@ -1,0 +1,243 @@
+"""The other ranks of a model, as rank 0 holds them: started, sent every plan, and checked."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from torch import Tensor
+
+from plait.config import EngineConfig
+from plait.errors import EngineError, PlaitError, RankLost, clip_text
+from plait.partition import Rank
+from plait.runner.ranks.messages import (
+    Failed,
+    Join,
+    Leave,
+    Prepare,
+    RankLoaded,
+    RankMessage,
+    Score,
+    Step,
+    Stepped,
+    digest_of,
+    encode,
+    receive_report,
+)
+from plait.schedule.plan import Sampled, SamplingBatch, StepPlan, Ticket
+
+log = logging.getLogger("plait.engine")
+LEAVE_S = 5.0  # a rank gets this long to end by itself
+_RUN = (
+    "import json, sys, signal as s; [s.signal(n, s.SIG_IGN) for n in (s.SIGINT, s.SIGTERM, s.SIGHUP)]; "
+    "sys.path[:] = json.loads(sys.argv[1]); from plait.worker.rank import main; "
+    "main(int(sys.argv[2]), int(sys.argv[3]))"
+)
+Run = Callable[[StepPlan, SamplingBatch], Ticket]
+
+
+@dataclass(slots=True)
+class _Member:
+    index: int
+    process: subprocess.Popen[bytes]
+    connection: Connection
+
+
+class RankGroup:
+    """Ranks 1 and up, each a process. They end when this process does, however it ends.
+
+    Every call that finds a rank gone, failed, or with other tokens raises RankLost: memory of the ranks may
+    differ from then on, so nothing can run any more.
+    """
+
+    def __init__(self, rank: Rank, model: str, config: EngineConfig) -> None:
+        """Start the processes. Raises OSError. `rank`: this process's, number 0."""
+        self.rank = rank
+        self._folder = Path(tempfile.mkdtemp(prefix="plait-ranks-"))
+        self.meeting = str(self._folder / "meeting")
+        self._alive, self._held = os.pipe()  # the other ranks see this end close
+        self._members: list[_Member] = []
+        self._number = 0
+        self._expected: dict[int, bytes] = {}
+        self._reported: list[tuple[int, Stepped]] = []
+        try:
+            for index in range(1, rank.size):
+                join = Join(
+                    *(index, rank.size, rank.shares, rank.block, rank.whole_experts, self.meeting, model),
+                    config,
+                )
+                self._members.append(self._start(join))
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, join: Join) -> _Member:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            numbers = (theirs.fileno(), self._alive)
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _RUN, json.dumps(sys.path), *map(str, numbers)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=numbers,
+            )
+        member = _Member(join.index, process, Connection(ours.detach()))
+        member.connection.send_bytes(encode(join))
+        return member
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes of ranks 1 and up."""
+        return [member.process.pid for member in self._members]
+
+    def wait_loaded(self, agreement: str) -> list[int]:
+        """Wait until all have loaded: bytes of each one's weights.
+
+        Raises RankLost if one has another model.
+        """
+        sizes = []
+        for member in self._members:
+            report = self._receive(member)
+            if not isinstance(report, RankLoaded):
+                raise RankLost(f"rank {member.index} answered {type(report).__name__} while it was loading")
+            if report.agreement != agreement:
+                raise RankLost(
+                    f"rank {member.index} has loaded another model, or with other options or another version"
+                )
+            sizes.append(report.weights_nbytes)
+        return sizes
+
+    def prepare(self, message: Prepare) -> None:
+        """Have all make the memory of sequences."""
+        self._send(message)
+
+    def launch(self, run: Run, plan: StepPlan, sampling: SamplingBatch) -> Ticket:
+        """Run a step on all ranks. What fails here has failed in the middle of what others compute."""
+        self._number += 1
+        data = self._send(Step(self._number, plan, sampling))
+        try:
+            return RankTicket(self, run(plan, sampling), self._number, data)
+        except Exception as error:
+            raise self._lost(error) from error
+
+    def score(self, run: Callable[[], Tensor], token_ids: Sequence[int], chunk_size: int) -> Tensor:
+        """Logits of a prompt, computed by all ranks."""
+        self._send(Score(tuple(token_ids), chunk_size))
+        try:
+            return run()
+        except Exception as error:
+            raise self._lost(error) from error
+
+    def expect(self, number: int, data: bytes, answers: Sequence[Sampled]) -> None:
+        """Compare what this rank sampled in a step with what the others did, as far as they have reported."""
+        self._expected[number] = digest_of(data, answers)
+        self._check()
+
+    def close(self) -> None:
+        """End the other ranks."""
+        for member in self._members:
+            with suppress(OSError):
+                member.connection.send_bytes(encode(Leave()))
+            member.connection.close()
+        for end in (self._alive, self._held):
+            with suppress(OSError):
+                os.close(end)
+        for member in self._members:
+            try:
+                member.process.wait(LEAVE_S)
+            except subprocess.TimeoutExpired:
+                member.process.kill()
+                member.process.wait()
+        self._members = []
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _send(self, message: RankMessage) -> bytes:
+        self._check()
+        data = encode(message)
+        for member in self._members:
+            try:
+                member.connection.send_bytes(data)
+            except OSError as error:
+                raise self._lost(error) from error
+        return data
+
+    def _check(self) -> None:
+        """Take the reports that are there, and compare them."""
+        for member in self._members:
+            while member.connection.poll():
+                report = self._receive(member)
+                if isinstance(report, Stepped):
+                    self._reported.append((member.index, report))
+        later = []
+        for index, report in self._reported:
+            if report.number not in self._expected:
+                later.append((index, report))
+            elif report.digest != self._expected[report.number]:
+                raise RankLost(f"rank {index} computed something else in step {report.number} than rank 0")
+        self._reported = later
+        done = min((report.number for _, report in later), default=self._number) - self.rank.size
+        for number in [number for number in self._expected if number < done - 64]:
+            del self._expected[number]
+
+    def _receive(self, member: _Member) -> RankLoaded | Stepped:
+        try:
+            report = receive_report(member.connection)
+        except (EOFError, OSError, EngineError) as error:
+            raise self._lost(error) from error
+        if isinstance(report, Failed):
+            raise RankLost(f"rank {member.index} has failed: {report.text}")
+        return report
+
+    def _lost(self, error: BaseException) -> RankLost:
+        """What to report of an error that ends the group."""
+        if isinstance(error, RankLost):
+            return error
+        ended = ", ".join(self._ends())
+        what = f"{ended}; " if ended else ""
+        kind = "" if isinstance(error, PlaitError) else f"{type(error).__name__}: "
+        return RankLost(f"a step cannot go on: {what}{kind}{clip_text(' '.join(str(error).split()), 200)}")
+
+    def _ends(self) -> Iterator[str]:
+        for member in self._members:
+            with suppress(OSError, EOFError, EngineError):
+                while member.connection.poll():
+                    report = receive_report(member.connection)
+                    if isinstance(report, Failed):
+                        yield f"rank {member.index} has failed: {report.text}"
+            with suppress(subprocess.TimeoutExpired):
+                code = member.process.wait(0.2)
+                how = f"by signal {-code}" if code < 0 else f"with code {code}"
+                yield f"rank {member.index} ended {how}"
+
+
+@dataclass(frozen=True, slots=True)
+class RankTicket:
+    """A step that runs on all ranks."""
+
+    group: RankGroup
+    ticket: Ticket
+    number: int
+    data: bytes
+
+    @property
+    def can_be_followed(self) -> bool:
+        return self.ticket.can_be_followed
+
+    def wait(self) -> list[Sampled]:
+        """The answers. Raises RankLost."""
+        try:
+            answers = self.ticket.wait()
+        except Exception as error:
+            raise self.group._lost(error) from error
+        self.group.expect(self.number, self.data, answers)
+        return answers

@@ -1,0 +1,114 @@
+"""What rank 0 and the other ranks exchange: msgpack over a socket pair, and never code."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+
+import msgspec
+
+from plait.config import MIB, EngineConfig
+from plait.errors import EngineError
+from plait.schedule.plan import Sampled, SamplingBatch, StepPlan
+
+MAX_NBYTES = 64 * MIB  # a plan of long prompts, with the masks of guided replies
+
+
+class RankMessage(msgspec.Struct, array_like=True, frozen=True):
+    """A message is an array: its tag, then its fields."""
+
+
+class Join(RankMessage, frozen=True, tag=1):
+    """The first message: which rank to be, of which model. `meeting`: the file at which all ranks meet."""
+
+    index: int
+    size: int
+    shares: int
+    block: int
+    whole_experts: bool
+    meeting: str
+    model: str
+    config: EngineConfig
+
+
+class Prepare(RankMessage, frozen=True, tag=2):
+    """Make the memory of sequences, and a runner over it; what was there goes. It has the sizes of rank 0."""
+
+    config: EngineConfig
+    num_blocks: dict[str, int]
+    num_slots: int
+    block_size: int
+    max_model_len: int
+    banned: tuple[int, ...]
+
+
+class Step(RankMessage, frozen=True, tag=3):
+    """Run a plan and sample. `number` counts the steps."""
+
+    number: int
+    plan: StepPlan
+    sampling: SamplingBatch
+
+
+class Score(RankMessage, frozen=True, tag=4):
+    """Compute the logits of a prompt, which rank 0 alone keeps."""
+
+    token_ids: tuple[int, ...]
+    chunk_size: int
+
+
+class Leave(RankMessage, frozen=True, tag=5):
+    """End."""
+
+
+class RankLoaded(RankMessage, frozen=True, tag=1):
+    """The weights are there. `agreement`: a hash of all that ranks must agree on."""
+
+    agreement: str
+    weights_nbytes: int
+
+
+class Stepped(RankMessage, frozen=True, tag=2):
+    """A step has run. `digest`: of its message and of the tokens that came of it."""
+
+    number: int
+    digest: bytes
+
+
+class Failed(RankMessage, frozen=True, tag=3):
+    """The rank ends, for this reason."""
+
+    text: str
+
+
+FromLeader = Join | Prepare | Step | Score | Leave
+FromRank = RankLoaded | Stepped | Failed
+_ENCODE = msgspec.msgpack.Encoder()
+_FROM_LEADER: msgspec.msgpack.Decoder[FromLeader] = msgspec.msgpack.Decoder(FromLeader)
+_FROM_RANK: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
+
+
+def encode(message: RankMessage) -> bytes:
+    return _ENCODE.encode(message)
+
+
+def receive_command(connection: Connection) -> tuple[FromLeader, bytes]:
+    """The next message to a rank, and its bytes. Raises EOFError or OSError when rank 0 has gone."""
+    data = connection.recv_bytes(MAX_NBYTES)
+    return _FROM_LEADER.decode(data), data
+
+
+def receive_report(connection: Connection) -> FromRank:
+    """The next message of a rank. Raises EOFError or OSError when it has gone, EngineError if it is none."""
+    try:
+        return _FROM_RANK.decode(connection.recv_bytes(MAX_NBYTES))
+    except msgspec.MsgspecError as error:
+        raise EngineError(f"a rank sent what is no message: {error}") from error
+
+
+def digest_of(message: bytes, answers: Sequence[Sampled]) -> bytes:
+    """A hash of a step and its tokens, 16 bytes: the same on every rank."""
+    found = hashlib.blake2b(message, digest_size=16)
+    found.update(_ENCODE.encode([answer.token_ids for answer in answers]))
+    return found.digest()

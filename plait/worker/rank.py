@@ -1,0 +1,124 @@
+"""The process of a rank other than 0: it loads its part of a model and runs the plans that rank 0 sends."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from multiprocessing.connection import Connection
+
+from plait.checkpoint.divided import Cuts
+from plait.checkpoint.weights import Target
+from plait.engine.device import choose_device
+from plait.errors import EngineError, PlaitError
+from plait.loading.kernel_trials.trials import try_kernels
+from plait.loading.make_runner import make_runner
+from plait.loading.open_model import load_decoder, weight_formats
+from plait.loading.probe_scorer import open_settled
+from plait.loading.target import agreement_of, make_target
+from plait.model.decoder import Decoder
+from plait.model.divide import divide_model
+from plait.partition import Rank
+from plait.runner.ranks.group_comm import GroupComm
+from plait.runner.ranks.messages import (
+    Failed,
+    Join,
+    Leave,
+    Prepare,
+    RankLoaded,
+    Score,
+    Step,
+    Stepped,
+    digest_of,
+    encode,
+    receive_command,
+)
+from plait.runner.runner import ModelRunner
+from plait.runner.sampler import Sampler
+
+log = logging.getLogger("plait.engine")
+
+
+def main(socket_fd: int, alive_fd: int) -> None:
+    """Be a rank until rank 0 says `Leave`, or has gone."""
+    threading.Thread(target=_watch, args=(alive_fd,), name="plait-alive", daemon=True).start()
+    connection = Connection(socket_fd)
+    try:
+        join, _ = receive_command(connection)
+        if not isinstance(join, Join):
+            raise EngineError("the first message to a rank must be Join")
+        Follower(join, connection).run()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        os._exit(0)  # rank 0 has gone
+    except Exception as error:
+        kind = "" if isinstance(error, PlaitError) else f"{type(error).__name__}: "
+        connection.send_bytes(encode(Failed(kind + " ".join(str(error).split())[:500])))
+        os._exit(1)  # what other ranks wait for, never comes: threads of the group must not hold this process
+
+
+def _watch(alive_fd: int) -> None:
+    """End this process when the last other end of the pipe closes: rank 0's process has ended."""
+    os.read(alive_fd, 1)
+    os._exit(0)
+
+
+class Follower:
+    """One rank. Raises what loading and steps raise; nothing is of use after that."""
+
+    def __init__(self, join: Join, connection: Connection) -> None:
+        self._connection = connection
+        rank = Rank(join.index, join.size, join.shares, join.block, join.whole_experts)
+        opened = open_settled(join.model, join.config, _silent)
+        device, _ = choose_device(join.config.device, join.index, join.size)
+        comm = GroupComm(rank, join.meeting, device)
+        spec = opened.resolved.spec
+        cuts = Cuts.for_rank(comm, lambda other: divide_model(spec, other)[1])
+        self._target: Target = make_target(opened, device, cuts=cuts)
+        if device.type == "cuda":  # each device has verdicts of its own; ranks that bind other kernels differ
+            formats = weight_formats(opened)
+            self._target.chip = try_kernels(self._target, formats, join.config.cache_dir, _silent)
+        self._decoder: Decoder = load_decoder(opened, self._target, _silent)
+        self._runner: ModelRunner | None = None
+        agreement = agreement_of(opened, rank)
+        self._connection.send_bytes(encode(RankLoaded(agreement, self._target.weights_nbytes)))
+
+    def run(self) -> None:
+        """Serve rank 0. Raises EOFError or OSError when it has gone."""
+        while True:
+            command, data = receive_command(self._connection)
+            match command:
+                case Prepare():
+                    self._prepare(command)
+                case Step(number, plan, sampling):
+                    answers = self._ready.launch(plan, sampling).wait()
+                    self._connection.send_bytes(encode(Stepped(number, digest_of(data, answers))))
+                case Score(token_ids, chunk_size):
+                    self._ready.logits(token_ids, chunk_size)
+                case Leave():
+                    os._exit(0)
+                case Join():
+                    raise EngineError("a rank was asked to join twice")
+
+    @property
+    def _ready(self) -> ModelRunner:
+        if self._runner is None:
+            raise EngineError("a rank got a step before its memory")
+        return self._runner
+
+    def _prepare(self, message: Prepare) -> None:
+        target, vocab_size = self._target, self._decoder.spec.vocab_size
+        sampler = Sampler(
+            vocab_size,
+            banned=message.banned,
+            device=str(target.device),
+            ops=message.config.ops,
+            executor=target.executor,
+            chip=target.chip,
+        )
+        self._runner = None
+        self._runner = make_runner(self._decoder, sampler, target, message.config, message)
+        sampler.prepare()
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    """Report no progress."""

@@ -1,0 +1,90 @@
+"""Ranks as processes: the same text as one process, and what happens when one of them is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from plait import LLM, SamplingParams
+from plait.errors import CannotDivide, ConfigError, EngineError, RankLost
+from plait.llm.outputs import RequestOutput
+from plait.runner.ranks.group import RankGroup
+from plait.runner.ranks.messages import Stepped
+
+NANO = str(Path(__file__).parents[2] / "examples" / "nano-hybrid")
+PROMPTS = ["In the beginning", "And the king said unto them that"]
+PARAMS = [
+    SamplingParams(max_tokens=24, temperature=0.0, logprobs=1),
+    SamplingParams(max_tokens=24, temperature=0.9, seed=3, logprobs=1),
+]
+
+
+def said(outputs: list[RequestOutput]) -> list[tuple[tuple[int, ...], object]]:
+    return [(tuple(o.outputs[0].token_ids), o.outputs[0].logprobs) for o in outputs]
+
+
+def group_of(llm: LLM) -> RankGroup:
+    group = llm._loaded.target.ranks
+    assert isinstance(group, RankGroup)
+    return group
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[LLM]:
+    with LLM(NANO, device="cpu", tensor_parallel_size=2, deterministic=True) as llm:
+        yield llm
+
+
+def test_two_ranks_give_tokens_and_log_probabilities_of_one_to_the_bit(ranks: LLM) -> None:
+    with LLM(NANO, device="cpu", deterministic=True) as alone:
+        wanted = said(alone.generate(PROMPTS, PARAMS))
+    assert said(ranks.generate(PROMPTS, PARAMS)) == wanted
+    assert len({tokens for tokens, _ in wanted}) == 2
+
+
+def test_a_rank_has_its_share_of_the_weights_and_ends_with_the_engine() -> None:
+    llm = LLM(NANO, device="cpu", tensor_parallel_size=2)
+    pids = group_of(llm).pids
+    assert len(pids) == 1
+    with LLM(NANO, device="cpu") as alone:
+        whole = alone._loaded.target.weights_nbytes
+    assert llm._loaded.target.weights_nbytes < 0.75 * whole  # embeddings are on every rank
+    llm.close()
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{pids[0]}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{pids[0]}").exists()
+
+
+def test_requests_of_an_engine_that_lost_a_rank_end_with_an_error_that_names_it() -> None:
+    with LLM(NANO, device="cpu", tensor_parallel_size=2) as llm:
+        os.kill(group_of(llm).pids[0], signal.SIGKILL)
+        with pytest.raises(EngineError, match="rank 1 ended by signal 9"):
+            llm.generate(PROMPTS, PARAMS)
+
+
+def test_a_rank_that_computed_something_else_ends_the_engine(ranks: LLM) -> None:
+    group = group_of(ranks)
+    group._expected[7_000_000] = b"right"
+    group._reported.append((1, Stepped(7_000_000, b"wrong")))
+    with pytest.raises(RankLost, match="rank 1 computed something else in step 7000000 than rank 0"):
+        group._check()
+    group._reported.clear()
+    del group._expected[7_000_000]
+
+
+def test_a_model_that_cannot_be_divided_is_refused_before_any_process_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(RankGroup, "_start", lambda *_: pytest.fail("a process was started"))
+    with pytest.raises(CannotDivide, match=r"layers\.\d+\.\w+: \d+ \w+ cannot be divided .* among 3"):
+        LLM(NANO, device="cpu", tensor_parallel_size=3)
+    with pytest.raises(ConfigError, match="expert_parallel: there is one rank"):
+        LLM(NANO, device="cpu", expert_parallel=True)
+    with pytest.raises(ConfigError, match="names 3 GPUs, and tensor_parallel_size is 2"):
+        LLM(NANO, device="cuda:0,1,2", tensor_parallel_size=2)
