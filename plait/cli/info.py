@@ -24,6 +24,7 @@ from plait.cli.common.options import (
 )
 from plait.cli.common.probe_table import probe_model, probe_rows
 from plait.cli.common.progress import LoadingBar
+from plait.cli.common.rank_facts import rank_facts, rank_lines
 from plait.config import UNPROVEN, EngineConfig
 from plait.errors import ConfigError, OutOfMemory
 
@@ -98,6 +99,7 @@ def model_facts(model: str, config: EngineConfig, probe_text: str | None = None)
             "kv_dtype": dtype if kept == "model" else kept,
         },
         **({"probe": tried} if config.probe else {}),
+        **({"ranks": rank_facts(opened)} if config.num_ranks > 1 else {}),
     }
 
 
@@ -255,6 +257,9 @@ def text_lines(facts: Facts) -> list[str]:
     lines += columns(
         [(f"{row['tokens']:>8,} tokens", bytes_text(row["nbytes"])) for row in memory["sequence"]]
     )
+    if "ranks" in facts:
+        count = len(facts["ranks"]["ranks"])
+        lines += ["", make_heading(f"on {count} ranks"), *rank_lines(facts["ranks"])]
     if "ops" in facts:
         lines += ["", make_heading("ops"), *op_lines(facts["ops"]), f"  {facts['kernels']}"]
     if step := facts.get("step"):

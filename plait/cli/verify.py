@@ -28,6 +28,7 @@ from plait.errors import ConfigError
 
 if TYPE_CHECKING:
     from plait.text.tokenizers.tokenizer import Tokenizer
+    from plait.verify.ranks import RankCheck
     from plait.verify.verify import Arithmetic, CellResult, Difference, Verification
 
 # What the matrix sets itself, or what no reply depends on.
@@ -110,11 +111,13 @@ def verify(
     plait verify model.gguf --quick
     plait verify ./model --batch 8 --max-tokens 64 --prompts prompts.txt
     plait verify --family my_hybrid.py
+    plait verify ./model --tp 2 --deterministic
 
     The same requests, greedy and drawn with a seed, run under many settings: batches, prompts in chunks, the
     prefix cache, preemption by swap and by computing again, draft tokens, steps that fail. Each is compared
     token by token, and log-probability by log-probability, with a sequence that runs alone. If they differ,
-    both run again op by op to find the first op that does. The exit code is 0 if nothing does.
+    both run again op by op to find the first op that does. With --tp N the same requests run on one rank and
+    on N instead. The exit code is 0 if nothing differs that is promised.
     """
     defaults = {name: EngineConfig.__dataclass_fields__[name].default for name in OWN}
     config = EngineConfig(**engine_settings({**given, **defaults, "max_num_seqs": 1, "prefix_cache": False}))
@@ -124,6 +127,8 @@ def verify(
         return run_family(family, config, keep, as_json)
     if model is None or keep is not None:
         raise click.UsageError("name a model with --model, or a family with --family (and --keep)")
+    if config.num_ranks > 1:
+        return run_ranks(model, config, max_tokens or QUICK_TOKENS, prompts_file, as_json)
     from plait.loading.build import load
     from plait.ops.chip import EXAMPLES
     from plait.verify.verify import Verification
@@ -159,6 +164,35 @@ def run_family(name: str, config: EngineConfig, keep: Path | None, as_json: bool
     else:
         say(f"{wrong} of {len(found)} checks failed" if wrong else f"all {len(found)} checks passed")
     return int(wrong > 0)
+
+
+def run_ranks(
+    model: str, config: EngineConfig, max_tokens: int, prompts_file: Path | None, as_json: bool
+) -> int:
+    """Compare a model on several ranks with itself on one; 1 if what is promised is not kept."""
+    from plait.verify.ranks import check_ranks
+
+    prompts = read_prompts(prompts_file) if prompts_file else None
+    with Status(f"checking {model}") as status:
+        found = check_ranks(model, config, max_tokens=max_tokens, prompts=prompts, say=status.say)
+        status.clear()
+    if as_json:
+        write_json({"model": model, "same": found.is_right, **asdict(found)})
+    else:
+        say(make_heading(f"{model}: {found.num_ranks} ranks beside one"), *rank_lines(found))
+    return int(not found.is_right)
+
+
+def rank_lines(found: RankCheck) -> list[str]:
+    """What was compared, what differs, and where that begins."""
+    promised = "the same bits" if found.is_exact else "the same sums in another order"
+    replies = f"{found.num_tokens} tokens of {found.num_replies} replies, greedy and with seeds"
+    lines = [f"  promised: {promised}; sums have {found.num_shares} shares", f"  {replies}"]
+    lines += [f"  replies with other tokens: {', '.join(found.other_tokens) or 'none'}"]
+    lines += [f"  replies with other bits in log-probabilities: {len(found.other_bits) or 'none'}"]
+    lines += [f"  logits of a prompt: off by at most {found.largest:.2g} of the largest"]
+    lines += [f"  {found.place}"] if found.place else []
+    return [*lines, "  as promised" if found.is_right else "  NOT as promised"]
 
 
 def read_prompts(path: Path) -> list[str | list[int]]:

@@ -1,0 +1,74 @@
+"""How `plait info --tp N` shows a model on several ranks: what lies where, and what they exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from plait import spec
+from plait.cli.common.format_model import bytes_text, index_ranges, layer_groups, layer_text
+from plait.memory import PagedState
+
+if TYPE_CHECKING:
+    from plait.loading.open_model import Opened
+
+Facts = dict[str, Any]
+
+
+def rank_facts(opened: Opened) -> Facts:
+    """Bytes and layers of each rank, and the exchanges of a step. Raises CannotDivide."""
+    from plait.loading.meta_model import rank_share
+    from plait.loading.target import choose_rank
+    from plait.model.divide import divide_model
+
+    first, whole = choose_rank(opened), opened.resolved.spec
+    ranks = []
+    for index in range(first.size):
+        rank = replace(first, index=index)
+        share, states = rank_share(opened.resolved, opened.checkpoint, rank)
+        parts = [
+            {"indices": list(indices), "branches": layer_text(layer)}
+            for indices, layer in layer_groups(divide_model(whole, rank)[0])
+        ]
+        paged = (state for state in states if isinstance(state, PagedState))
+        token = sum(state.nbytes_per_token("bfloat16") for state in paged)
+        ranks.append({
+            "weights_nbytes": round(share * opened.nbytes),
+            "share": share,
+            "state_nbytes_per_token": token,
+            "layers": parts,
+        })  # fmt: skip
+    sums, gathers = count_exchanges(whole, first.size)
+    return {"ranks": ranks, "shares": first.num_shares, "sums": sums, "gathers": gathers}
+
+
+def count_exchanges(whole: spec.ModelSpec, size: int) -> tuple[int, int]:
+    """(sums over ranks, gathers) of one step: a sum after each branch, and the logits are gathered."""
+    sums, gathers = 0, 1
+    for _, branch in whole.branches():
+        sums += 1 + 2 * (branch.aside is not None)
+    for _, mixer in whole.mixers():
+        match mixer:
+            case spec.Mamba1Spec():
+                sums += 1  # step sizes, B and C come from all channels
+            case spec.LightningSpec() | spec.Mamba3Spec():
+                gathers += 1 + isinstance(mixer, spec.Mamba3Spec)  # the norm is over all heads
+            case spec.Mamba2Spec(gated_norm=norm, norm_groups=groups) if norm and groups % size:
+                gathers += 2
+            case spec.AttentionSpec(qk_norm=norm, qk_norm_over="all") if norm:
+                gathers += 2
+    return sums, gathers
+
+
+def rank_lines(facts: Facts) -> Iterable[str]:
+    """The facts for a reader in a terminal."""
+    yield f"  a step: {facts['sums']} sums over ranks, {facts['gathers']} gathers; shares: {facts['shares']}"
+    for index, rank in enumerate(facts["ranks"]):
+        weights = f"about {bytes_text(rank['weights_nbytes'])} of weights ({rank['share']:.0%})"
+        yield f"  rank {index}: {weights}, {bytes_text(rank['state_nbytes_per_token'])} of state for a token"
+        if index and rank["layers"] == facts["ranks"][0]["layers"]:
+            continue
+        for group in rank["layers"]:
+            for n, branch in enumerate(group["branches"]):
+                yield f"    {'' if n else index_ranges(group['indices']):8} {branch}"
