@@ -29,7 +29,10 @@ def test_a_run_ends_with_how_many_were_skipped_for_what(tmp_path: Path, workers:
     (tmp_path / "conftest.py").write_text("from tests.skips import pytest_terminal_summary\n")
     (tmp_path / "test_skips.py").write_text(SKIPS)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "xdist", "-n", workers, str(tmp_path)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    own = {
+        key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")
+    }  # like PYTEST_ADDOPTS
+    env = {**own, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
     *_, head, first, second, last = done.stdout.splitlines()
     assert head == "skipped 4, because:"

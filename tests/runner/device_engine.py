@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,24 +30,25 @@ from tests.engine.hash_model import Reader
 from tests.families import tiny
 from tests.families.parity import Memory, resolved
 
-BLOCK, LONGEST, CPU = 16, 64, torch.device("cpu")
+BLOCK, LONGEST, CPU = 8, 64, torch.device("cpu")
 CHIP = EXAMPLES[90]
 
 
-def gpu_decoder(name: str, folder: Path) -> Decoder:
+def gpu_decoder(name: str, folder: Path, **changes: int) -> Decoder:
     """A family's tiny model with what a GPU binds."""
     load_for_gpu()
-    return plain_decoder(name, folder, CHIP)
+    return plain_decoder(name, folder, CHIP, **changes)
 
 
-def plain_decoder(name: str, folder: Path, chip: Chip | None = None) -> Decoder:
-    """A family's tiny model, without a chip of torch's ops alone."""
+def plain_decoder(name: str, folder: Path, chip: Chip | None = None, **changes: int) -> Decoder:
+    """A family's tiny model with these changes of its config, without a chip of torch's ops alone."""
     if not (folder / "model.safetensors").exists():
-        tiny.write(name, folder)
+        variant = tiny.VARIANTS[name]
+        tiny.write(name, folder, replace(variant, changes={**variant.changes, **changes}))
     config, tensors, _ = tiny.read(folder)
     checkpoint = Memory(tensors)
     found = resolved(checkpoint, config)
-    target = Target(CPU, torch.float32, LONGEST, found.spec.hidden_size, chip=chip)
+    target = Target(CPU, torch.float32, LONGEST, found.spec.hidden_size, chip=chip, block_size=BLOCK)
     return Decoder(found.spec, Weights(checkpoint, found.names, target))
 
 

@@ -151,8 +151,9 @@ def expected(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     return out
 
 
-STORAGES = ("Q4_1", "Q6_K", "int4_g64+zeros", "fp8_b128", "bnb_nf4")
+STORAGES = ("Q4_1", "fp8_b128", "bnb_nf4")
 MORE = (  # that compile as long and differ in how codes and scales are read, which `linear_source` shares
+    "Q6_K", "int4_g64+zeros",
     "Q8_0", "Q5_0", "Q4_K", "Q3_K", "Q2_K", "IQ4_NL", "IQ3_S", "TQ2_0", "mxfp4", "nvfp4", "int4_g128", "int8",
 )  # fmt: skip
 
@@ -186,7 +187,9 @@ def test_a_row_does_not_depend_on_other_rows_nor_on_threads(cpu: Any, one: Any) 
     assert torch.equal(whole[100:140], part)
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q6_K", "int4_g64+zeros"])
+@pytest.mark.parametrize(
+    "kind", ["Q8_0", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("Q6_K", "int4_g64+zeros"))]
+)
 @pytest.mark.parametrize("activations", ["int8", "int8x2"])
 def test_tiles_of_bytes_change_no_bit(kind: str, activations: Any, cpu: Any) -> None:
     weight, linears = random_weight(kind, 70, 512), packing["linear"]

@@ -114,7 +114,14 @@ def full_groups(bits: int, scale: torch.dtype) -> Grouped:
     return Grouped(codes, (torch.randn(40, 4) * 10).to(scale), zeros, bits, 64)
 
 
-@pytest.mark.parametrize(("bits", "scale"), [(4, torch.float16), (8, torch.float32), (3, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("bits", "scale"),
+    [
+        (4, torch.float16),  # the kernel of int4_g64+zeros+order; the others compile their own
+        pytest.param(8, torch.float32, marks=pytest.mark.slow),
+        pytest.param(3, torch.bfloat16, marks=pytest.mark.slow),
+    ],
+)
 def test_extreme_groups(bits: int, scale: torch.dtype, cpu: Any) -> None:
     x = torch.randn(5, 256)
     x[1, ::3] = 1e30
@@ -128,10 +135,10 @@ def test_scales_that_are_no_numbers(cpu: Any) -> None:
     mx, nv = random_weight("mxfp4", 20, 64), random_weight("nvfp4", 20, 64)
     mx.scales[3, 1], mx.scales[4, 0] = 255, 0
     nv.scales.view(torch.uint8)[5, 2] = 0x7F
-    groups = random_weight("int4_g32", 20, 64)
+    groups = random_weight("int4_g128", 20, 256)
     groups.scales[2, 0] = float("nan")
     for weight in (mx, nv, groups):
-        want = linear.reference(x := torch.randn(2, 64), weight, None, "int8")
+        want = linear.reference(x := torch.randn(2, weight.shape[1]), weight, None, "int8")
         assert want.isnan().any(0).sum() == 1
         torch.testing.assert_close(run(cpu, x, weight), want, rtol=5e-5, atol=5e-5, equal_nan=True)
 
