@@ -75,14 +75,14 @@ class EngineConfig:
         "auto, cpu, cuda, cuda:N or cuda:N,M; auto: the first CUDA device, else the CPU; `info --ops`: "
         "cuda:sm_90, too",
     )
+    dtype: DType = option(
+        "auto", "what the model computes in; auto: float32 on a CPU and for float32 weights, else 16 bits"
+    )
     tensor_parallel_size: int = option(
         1, "ranks that a model is divided among: a GPU for each, or processes on a CPU", "--tp", least=1
     )
     expert_parallel: bool = option(
         False, "with several ranks: each has whole experts, not a part of every expert", "--ep"
-    )
-    dtype: DType = option(
-        "auto", "what the model computes in; auto: float32 on a CPU and for float32 weights, else 16 bits"
     )
     ops: Ops = option("auto", "auto: the fastest variant of each op; reference: the plain one, to compare")
     no_fuse: tuple[str, ...] = option(

@@ -101,7 +101,7 @@ def flag(cls: type, field: Field[Any], text: str) -> Decorator[Any]:
         return click.option(*names, multiple=True, metavar=METAVARS.get(field.name, "TEXT"), **shown)
     if hint is bool:
         switch = f"{name}/--no-{name.removeprefix('--')}" if field.default is True else name
-        return click.option(switch, field.name, is_flag=True, **shown)
+        return click.option(switch, *names[1:], is_flag=True, **shown)
     return click.option(*names, type=hint, **shown)
 
 
