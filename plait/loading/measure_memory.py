@@ -2,12 +2,16 @@
 
 Kernels, libraries and graphs take memory that no arithmetic foresees. So what they take is taken first, and
 what the driver then calls free, without the peak, is what state may share (`EngineConfig.gpu_memory`).
+
+Graphs of decodes share one pool, which is never given back and serves nothing else. It is about what the
+largest decode takes while it runs op by op, so that is measured, too, and left free in addition.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -54,8 +58,12 @@ def size_gpu(
         return size_state(model, config, free_memory=left, free_host=host, total_memory=total)
 
     longest = size(memory.free()).max_model_len
-    step = largest_step(decoder, config, longest, target.device, target.dtype)
-    return size(measure_room(memory, [step]))
+    decodes = replace(config, max_num_batched_tokens=config.max_num_seqs)
+    where = longest, target.device, target.dtype
+    steps = [largest_step(decoder, some, *where) for some in (config, decodes)]
+    if not decoder.spec.causal:  # it has no decodes
+        return size(measure_room(memory, steps[:1]))
+    return size(measure_room(memory, steps[:1], graphs=steps[1]))
 
 
 def leave_for_draft(free: int, nbytes: int) -> int:
@@ -64,24 +72,32 @@ def leave_for_draft(free: int, nbytes: int) -> int:
     return left - left // SHARE
 
 
-def measure_room(memory: DeviceMemory, runs: Sequence[tuple[str, Callable[[], object]]]) -> int:
-    """Bytes that are left for state once each of `runs`, (what it is, what runs it), has been run.
+Run = tuple[str, Callable[[], object]]  # (what it is, what runs it)
 
-    What they keep, such as graphs and workspaces, is not free any more afterwards. Of what they give back the
-    largest peak stays reserved. Raises OutOfMemory where one of them does not fit.
+
+def measure_room(memory: DeviceMemory, runs: Sequence[Run], graphs: Run | None = None) -> int:
+    """Bytes that are left for state once each of `runs` has been run, and for graphs of a decode.
+
+    What they keep, such as workspaces, is not free any more afterwards. Of what they give back the largest
+    peak stays reserved, and that of `graphs` in addition. Raises OutOfMemory where one does not fit.
     """
-    peak = 0
-    for what, run in runs:
+
+    def measure(what: str, run: Callable[[], object]) -> int:
         with out_of_memory(what):
-            peak = max(peak, memory.peak_of(run))
-    free = memory.free()
-    log.info("memory: the largest step takes %s; %s are left", gib(peak), gib(max(free - peak, 0)))
-    return max(free - peak, 0)
+            return memory.peak_of(run)
+
+    peak = max((measure(*run) for run in runs), default=0)
+    pool = measure(*graphs) if graphs else 0
+    room = max(memory.free() - peak - pool, 0)
+    log.info(
+        "memory: the largest step takes %s, graphs take %s; %s are left", gib(peak), gib(pool), gib(room)
+    )
+    return room
 
 
 def largest_step(
     decoder: Decoder, config: EngineConfig, max_model_len: int, device: torch.device, dtype: torch.dtype
-) -> tuple[str, Callable[[], object]]:
+) -> Run:
     """The largest step that a scheduler can plan, over garbage: all in block 0 and slot 0, where padding is.
 
     As many sequences as may run share `max_num_batched_tokens`, each at the end of the longest context.

@@ -19,10 +19,9 @@ from plait.quant.codebook import Codebook
 from plait.quant.fp4 import Fp4
 from plait.quant.fp8 import Fp8
 from plait.quant.gguf import Gguf
-from plait.quant.gguf_k import IQ4_VALUES
 from plait.quant.gguf_parts import BlockParts
 from plait.quant.grouped import Grouped
-from plait.quant.planes import ALL, LANES, PlaneLayout, Planes, fill_plane, pieces_of
+from plait.quant.planes import ALL, E5M3_WORD, IQ4_ORDER, LANES, PlaneLayout, Planes, fill_plane, pieces_of
 from plait.quant.weight import Weight
 
 NO_NUMBER = 0x7F  # E4M3's NaN, of either sign
@@ -112,11 +111,20 @@ def _q6_k(blocks: Tensor) -> CodeParts:
     return CodeParts((low | (high << 4)).flatten(1), _halves(blocks, 208), levels)
 
 
+def _turn(codes: Tensor) -> Tensor:
+    """Codes of IQ4 with their last bit on top: see `IQ4_ORDER`."""
+    return codes >> 1 | (codes & 1) << 3
+
+
+def _iq4_nl(blocks: Tensor) -> CodeParts:
+    return CodeParts(_turn(_four(blocks, 2)), _halves(blocks, 0))
+
+
 def _iq4_xs(blocks: Tensor) -> CodeParts:
     low = fields(blocks[:, 4:8].unsqueeze(-1), 4).flatten(1)  # neighbours share a byte
     high = fields(blocks[:, 2:4].unsqueeze(-1), 2).flatten(1)
     levels = (low | (high << 4)).to(torch.int8) - 32
-    return CodeParts(nibbles(blocks[:, 8:].reshape(-1, 8, 16)).flatten(1), _halves(blocks, 0), levels)
+    return CodeParts(_turn(nibbles(blocks[:, 8:].reshape(-1, 8, 16)).flatten(1)), _halves(blocks, 0), levels)
 
 
 def _q8_k(blocks: Tensor) -> CodeParts:
@@ -128,7 +136,21 @@ def _nvfp4(blocks: Tensor) -> CodeParts:
     levels = blocks[:, :4] & NO_NUMBER
     levels = torch.where(levels == NO_NUMBER, 0, levels)
     codes = nibbles(blocks[:, 4:].reshape(-1, 4, 8)).flatten(1)
-    return CodeParts(codes, torch.full((len(blocks), 1), 0.5, device=blocks.device), levels)
+    codes, levels = _with_e5m3(codes, levels)
+    return CodeParts(codes, torch.ones(len(blocks), 1, device=blocks.device), levels)
+
+
+def _with_e5m3(codes: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes of E2M1 and bytes of E4M3, as codes and bytes of E5M3: exact, and without what is subnormal.
+
+    A sign of a level goes to its codes, and a level of zero makes them zeros.
+    """
+    numbers = levels.view(torch.float8_e4m3fn).float()
+    words = numbers.abs().view(torch.int32).bitwise_right_shift_(20).sub_(E5M3_WORD)
+    signs, is_none = (levels >> 7) << 3, numbers == 0
+    each = codes.reshape(*levels.shape, -1) ^ signs[..., None]
+    codes = each.masked_fill(is_none[..., None], 0).flatten(1)
+    return codes, words.masked_fill_(is_none, 0).clamp_(max=255).to(torch.uint8)
 
 
 def _whole(parts: Callable[[Tensor], BlockParts], blocks: Tensor, dtype: torch.dtype) -> CodeParts:
@@ -155,9 +177,9 @@ _SIMPLE: dict[str, tuple[PlaneLayout, Take]] = {
     "Q4_K": (PlaneLayout(4, 0, "integer", 0, "mins", 32, 256), _q4_k),
     "Q5_K": (PlaneLayout(4, 1, "integer", 0, "mins", 32, 256), _q5_k),
     "Q6_K": (PlaneLayout(4, 2, "integer", 32, "levels", 16, 256), _q6_k),
-    "IQ4_NL": (PlaneLayout(4, 0, "table", 0, "plain", 32, 32), _take_q4_0),
-    "IQ4_XS": (PlaneLayout(4, 0, "table", 0, "levels", 32, 256), _iq4_xs),
-    "NVFP4": (PlaneLayout(4, 0, "e2m1 doubled", 0, "e4m3", 16, 64), _nvfp4),
+    "IQ4_NL": (PlaneLayout(4, 0, "iq4", 0, "plain", 32, 32), _iq4_nl),
+    "IQ4_XS": (PlaneLayout(4, 0, "iq4", 0, "levels", 32, 256), _iq4_xs),
+    "NVFP4": (PlaneLayout(4, 0, "e2m1", 0, "e5m3", 16), _nvfp4),
 }  # fmt: skip
 _WHOLE = {  # further blocks: (layout, what holds their number)
     "MXFP4": (PlaneLayout(4, 0, "e2m1 doubled", 0, "plain", 32, 32), torch.bfloat16),
@@ -220,16 +242,19 @@ def _fill(
         if high is not None:
             fill_plane(high[:, start:stop], some >> layout.bits, layout.high)
             some = some & ((1 << layout.bits) - 1)
-        fill_plane(codes[:, start:stop], some, layout.bits)
+        fill_plane(codes[:, start:stop], some, layout.bits, has_signs=layout.has_signs)
         put("scales", layout.block, start, stop, found.scales, layout.tall)
-        if found.levels is not None:
-            put("levels", layout.group, start, stop, found.levels, 1)
+        levels = found.levels
+        if levels is not None and layout.scales == "e5m3":
+            levels = F.pad(levels, (0, width // LANES - levels.shape[1])).contiguous().view(torch.int32)
+        if levels is not None:
+            put("levels", layout.entry, start, stop, levels, 1)
     return Planes(layout, shape, codes, high, columns["scales"], columns.get("levels"), table, order)
 
 
 def _pack_gguf(weight: Gguf) -> Planes:
     kind = weight.kind
-    values: tuple[int, ...] | None = IQ4_VALUES if kind.name.startswith("IQ4") else None
+    values: tuple[int, ...] | None = IQ4_ORDER if kind.name.startswith("IQ4") else None
     if kind.name in _SIMPLE:
         layout, split = _SIMPLE[kind.name]
     elif kind.name in _WHOLE and kind.parts:
@@ -305,14 +330,17 @@ def _pack_fp8(weight: Fp8) -> Planes | None:
 def _pack_fp4(weight: Fp4) -> Planes:
     cols, is_mx = weight.shape[1], weight.scales.dtype is torch.uint8
     layout = (
-        PlaneLayout(4, 0, "e2m1", 0, "plain", 32, 32) if is_mx else PlaneLayout(4, 0, "e2m1", 0, "e4m3", 16)
+        PlaneLayout(4, 0, "e2m1", 0, "plain", 32, 32) if is_mx else PlaneLayout(4, 0, "e2m1", 0, "e5m3", 16)
     )
     factors = weight._row_factors()
 
     def take(start: int, stop: int) -> CodeParts:
         codes, scales = unpack(weight.codes[start:stop], 4, cols), weight.scales[start:stop]
         if not is_mx:
-            return CodeParts(codes, factors[start:stop, None], scales.view(torch.uint8))
+            raw = scales.view(torch.uint8)
+            is_off = ((raw & NO_NUMBER) == NO_NUMBER).any(1)
+            codes, levels = _with_e5m3(codes, raw)
+            return CodeParts(codes, factors[start:stop].masked_fill(is_off, float("nan"))[:, None], levels)
         numbers = scales.view(torch.float8_e8m0fnu).float()
         if weight.factor is not None:
             return CodeParts(codes, numbers * factors[start:stop, None])

@@ -9,7 +9,12 @@ storage is laid out once, when a model is loaded. A plane holds the same bits of
 
 A tile of any number of rows is one range of memory, 32 bytes of each row. One field of 16 lanes is what a
 matrix instruction multiplies by 16 neighbours of x, so nothing is shuffled. Codes of 5 bits are a plane of 4
-and one of 1, those of 6 are 4 and 2, those of 3 are 2 and 1. A number is
+and one of 1, those of 6 are 4 and 2, those of 3 are 2 and 1. A code of E2M1 has its sign apart, so that two
+of four fields become floats by one move each (`decode_planes`):
+
+    bits 15..12: signs of fields 2, 3, 0, 1         bits 3 f .. 3 f + 2: magnitude of field f
+
+A number is
 
     value(code) * scale + offset            scale, offset: float32, of a group of columns
 
@@ -26,17 +31,22 @@ import torch
 from torch import Tensor
 
 from plait.quant.bits import constants
+from plait.quant.gguf_k import IQ4_VALUES
 from plait.quant.weight import piece_of
 
 LANES = 16
 ALL = 1 << 30  # columns of a group that is a whole row
-VALUES = ("integer", "byte", "e4m3", "e2m1", "e2m1 doubled", "table")  # what a code stands for
+VALUES = ("integer", "byte", "e4m3", "e2m1", "e2m1 doubled", "table", "iq4")  # what a code stands for
+IQ4_ORDER = (*IQ4_VALUES[::2], *IQ4_VALUES[1::2])  # of codes in planes: neighbours differ in the top bit
+E5M3_BIAS = 22  # of levels: 2^-22 is below all that E4M3 holds
+E5M3_WORD = (127 - E5M3_BIAS) << 3  # what makes a level the upper bits of a float32
 SCALES = {
     "plain": "scale = scales",
     "zeros": "scale = scales, offset = -scales * levels; levels: int8",
     "pairs": "scale and offset: the low and the high float16 of scales, int32",
     "levels": "scale = scales * levels; levels: int8",
-    "e4m3": "scale = scales * levels; levels: bytes of E4M3",
+    "e5m3": "scale = scales * levels; levels: int32 of four bytes, one for each field of a unit. Of a byte "
+    "five bits are exponent and three mantissa; 0 is 2^-22, and its codes are zeros",
     "mins": "as pairs; times the low byte of levels, int16, and minus the offset times the high one",
     "nibbles": "as mins; levels: uint8, of nibbles",
 }
@@ -64,6 +74,16 @@ class PlaneLayout:
     def unit(self) -> int:
         """Columns that all planes have whole."""
         return LANES * 16 // (self.high or self.bits)
+
+    @property
+    def entry(self) -> int:
+        """Columns of an entry of levels as it is stored: bytes of E5M3 are words of a unit."""
+        return self.unit if self.scales == "e5m3" else self.group
+
+    @property
+    def has_signs(self) -> bool:
+        """Whether a lane has the signs of its fields apart."""
+        return self.value.startswith("e2m1")
 
     def padded(self, cols: int) -> int:
         return -(-cols // self.unit) * self.unit
@@ -120,7 +140,7 @@ class Planes:
 
     def _numbers(self) -> Tensor:
         layout, cols = self.layout, self.layout.padded(self.shape[1])
-        codes = read_plane(self.codes, layout.bits)
+        codes = read_plane(self.codes, layout.bits, has_signs=layout.has_signs)
         if self.high is not None:
             codes |= read_plane(self.high, layout.high) << layout.bits
         of = torch.arange(cols, device=codes.device)
@@ -143,15 +163,18 @@ class Planes:
         scales = self.scales.T
         if layout.tall > 1:
             scales = scales.repeat_interleave(layout.tall, 0)[: self.shape[0]]
-        levels = None if self.levels is None else self.levels.T[:, of // layout.group]
+        levels = None if self.levels is None else self.levels.T[:, of // layout.entry]
         scales = scales[:, of // layout.block]
         match layout.scales:
             case "plain" | "zeros":
                 return scales.float(), None
-            case "levels" | "e4m3":
+            case "levels":
                 assert levels is not None
-                of_level = levels.view(torch.float8_e4m3fn) if layout.scales == "e4m3" else levels
-                return scales * of_level.float(), None
+                return scales * levels.float(), None
+            case "e5m3":
+                assert levels is not None
+                level = (levels >> (8 * (of // layout.group % 4))) & 255
+                return scales * ((level.int() + E5M3_WORD) << 20).view(torch.float32), None
         low, high = (
             half.float() for half in scales.contiguous().view(torch.float16).unflatten(1, (-1, 2)).unbind(-1)
         )
@@ -178,7 +201,7 @@ def decode_codes(codes: Tensor, layout: PlaneLayout, table: Tensor | None) -> Te
             return codes.view(torch.int8).float()
         case "e4m3":
             return codes.view(torch.float8_e4m3fn).float()
-        case "table":
+        case "table" | "iq4":
             assert table is not None
             return table[codes.int()]
     magnitudes = constants((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), torch.float32, codes.device)
@@ -186,16 +209,23 @@ def decode_codes(codes: Tensor, layout: PlaneLayout, table: Tensor | None) -> Te
     return torch.where(codes > 7, -numbers, numbers)
 
 
-def fill_plane(plane: Tensor, codes: Tensor, bits: int) -> None:
+def fill_plane(plane: Tensor, codes: Tensor, bits: int, *, has_signs: bool = False) -> None:
     """Write codes of `bits` bits, uint8 [n, columns], columns whole units, into int16 [units, n, 16]."""
     fields = 16 // bits
     parts = codes.view(len(codes), -1, fields, LANES).int()
-    shifts = torch.arange(fields, device=codes.device).mul_(bits).view(1, 1, -1, 1)
-    plane.copy_((parts << shifts).sum(2).to(torch.int16).transpose(0, 1))
+    field = torch.arange(fields, device=codes.device).view(1, 1, -1, 1)
+    words = parts << (bits * field)
+    if has_signs:
+        words = ((parts & 7) << (3 * field)) | ((parts >> 3) << (12 + (field ^ 1)))
+    plane.copy_(words.sum(2).to(torch.int16).transpose(0, 1))
 
 
-def read_plane(plane: Tensor, bits: int) -> Tensor:
+def read_plane(plane: Tensor, bits: int, *, has_signs: bool = False) -> Tensor:
     """int16 [units, n, 16] -> codes, uint8 [n, columns]."""
-    shifts = torch.arange(0, 16, bits, device=plane.device).view(1, 1, -1, 1)
-    fields = (plane.transpose(0, 1).unsqueeze(2).int() >> shifts) & ((1 << bits) - 1)
-    return fields.to(torch.uint8).flatten(1)
+    field = torch.arange(16 // bits, device=plane.device).view(1, 1, -1, 1)
+    words = plane.transpose(0, 1).unsqueeze(2).int()
+    if has_signs:
+        codes = (words >> (3 * field)) & 7 | ((words >> (12 + (field ^ 1))) & 1) << 3
+    else:
+        codes = (words >> (bits * field)) & ((1 << bits) - 1)
+    return codes.to(torch.uint8).flatten(1)

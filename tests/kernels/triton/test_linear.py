@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="Triton is not installed here")
 
 from plait.errors import ShapeMismatch
 from plait.kernels.load import load_for_gpu
-from plait.kernels.triton.linear.decode_planes import base_of, make_assembly
+from plait.kernels.triton.linear.decode_planes import base_of, make_assembly, make_scaled_assembly
 from plait.memory import block_groups
 from plait.ops.activation import activate
 from plait.ops.blocks import random_weight
@@ -25,7 +25,7 @@ from plait.ops.glu import glu
 from plait.ops.linear import Linear, linear
 from plait.ops.registry import OpFacts
 from plait.quant.plane_parts import _INTEGERS, _SIMPLE
-from plait.quant.planes import LANES, PlaneLayout, decode_codes, fill_plane
+from plait.quant.planes import IQ4_ORDER, LANES, PlaneLayout, decode_codes, fill_plane
 from plait.quant.weight import Dense, Weight
 from plait.runner.capture import StepCapture, capture_step, decode_batch
 from plait.state.store import StateStore
@@ -198,11 +198,16 @@ class Lanes:
                 self.registers[target] = self.step(name, [self.value(s) for s in sources]) & 0xFFFFFFFF
 
     def value(self, word: str) -> int:
+        if word == "%lanemask_lt":
+            return 0x7FFFFFFF  # of the last lane
         return self.registers[word] if re.fullmatch(r"\$\d+|[a-z]", word) else int(word, 0)
 
     def step(self, name: str, given: list[int]) -> int:
         simple: dict[str, Callable[[], int]] = {
             "mov.b32": lambda: given[0],
+            "mov.u32": lambda: given[0],
+            "xor.b32": lambda: given[0] ^ given[1],
+            "prmt.b32": lambda: self.permute(*given),
             "shr.u32": lambda: given[0] >> given[1],
             "shl.b32": lambda: given[0] << given[1],
             "and.b32": lambda: given[0] & given[1],
@@ -213,6 +218,16 @@ class Lanes:
             "fma.rn.f16x2": lambda: self.fma(*given),
         }
         return simple[name]()
+
+    @staticmethod
+    def permute(low: int, high: int, selector: int) -> int:
+        """Bytes of two registers; with the top bit of a selector eight copies of the byte's sign."""
+        every, out = (low | high << 32).to_bytes(8, "little"), 0
+        for i in range(4):
+            which = selector >> 4 * i & 15
+            byte = every[which & 7]
+            out |= (0xFF * (byte >> 7) if which > 7 else byte) << 8 * i
+        return out
 
     def numbers(self, register: int) -> list[float]:
         bits = torch.tensor([register & 0xFFFF, register >> 16], dtype=torch.int32).to(torch.int16)
@@ -237,14 +252,14 @@ def test_the_assembly_decodes_every_code_exactly(layout: PlaneLayout, dtype: tor
     if layout.value == "e4m3":
         codes[(codes & 127) == 127] = 0
     low = torch.empty(layout.unit * layout.bits // 256, rows, LANES, dtype=torch.int16)
-    fill_plane(low, codes & ((1 << layout.bits) - 1), layout.bits)
+    fill_plane(low, codes & ((1 << layout.bits) - 1), layout.bits, has_signs=layout.has_signs)
     planes = list(low)
     if layout.high:
         high = torch.empty(1, rows, LANES, dtype=torch.int16)
         fill_plane(high, codes >> layout.bits, layout.high)
         planes.append(high[0])
-    wanted = decode_codes(codes, layout, None).view(rows, -1, LANES).double()
-    if layout.value == "integer":
+    wanted = decode_codes(codes, layout, torch.tensor(IQ4_ORDER).float()).view(rows, -1, LANES).double()
+    if layout.value in ("integer", "iq4"):
         wanted = wanted + layout.zero + base_of(layout, dtype)
     code = make_assembly(layout, dtype)
     count = layout.unit // LANES
@@ -255,6 +270,23 @@ def test_the_assembly_decodes_every_code_exactly(layout: PlaneLayout, dtype: tor
             machine.run(code)
             found = [machine.numbers(machine.registers[f"${at}"]) for at in range(count)]
             assert found == wanted[row, :, lane : lane + 2].tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_assembly_multiplies_e2m1_by_every_level_exactly(dtype: torch.dtype) -> None:
+    """Levels of E5M3 that E4M3 becomes, from 2^-9 to 448, and 2^-7 as a factor."""
+    plane = torch.empty(1, 1, LANES, dtype=torch.int16)
+    code = make_scaled_assembly(PlaneLayout(4, 0, "e2m1", 0, "e5m3", 16), dtype)
+    for level in range(104, 248):
+        codes = torch.randperm(64).to(torch.uint8).view(1, 64) % 16
+        fill_plane(plane, codes, 4, has_signs=True)
+        wanted = decode_codes(codes, PlaneLayout(4, 0, "e2m1"), None).view(-1, LANES).double()
+        wanted *= 2.0 ** ((level >> 3) - 29) * (1 + level % 8 / 8)
+        lanes = level * 0x100010 + 0x70007000 if dtype is torch.bfloat16 else level * 0x800080
+        word = int(plane[0, 0, 0]) & 0xFFFF | (int(plane[0, 0, 1]) & 0xFFFF) << 16
+        machine = Lanes(dtype, [word, *[lanes] * 8], 4)
+        machine.run(code)
+        assert [machine.numbers(machine.registers[f"${at}"]) for at in range(4)] == wanted[:, :2].tolist()
 
 
 FAST = ("Q8_0", "int4_g32+zeros", "fp8")

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from plait.kernels.triton.forms import KernelForm
-from plait.kernels.triton.linear.decode_planes import decode_field, load_unit
+from plait.kernels.triton.linear.decode_planes import decode_field, load_level, load_unit
 from plait.kernels.triton.linear.linear import (
     LAYOUTS,
     POINTERS,
@@ -60,7 +60,7 @@ def embed_planes(
         first = tl.load(scales + (column // BLOCK).to(tl.int64) * scales_row + row // TALL)
         level = first
         if SCALES != "plain" and SCALES != "pairs":
-            level = tl.load(levels + (column // GROUP).to(tl.int64) * levels_row + row)
+            level = load_level(levels + (column // GROUP).to(tl.int64) * levels_row + row, field, SCALES)
         number = decode_field(words, more, table, field, tl.float32, BITS, HIGH, VALUE, 0)
         number = combine_number(number, first, level, ZERO, SCALES).to(out.dtype.element_ty)
         if IS_SCALED:

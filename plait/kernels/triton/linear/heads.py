@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from plait.kernels.triton.forms import KernelForm
-from plait.kernels.triton.linear.decode_planes import decode_field, load_unit
+from plait.kernels.triton.linear.decode_planes import decode_field, load_level, load_unit
 from plait.kernels.triton.linear.linear import (
     LAYOUTS,
     POINTERS,
@@ -129,7 +129,7 @@ def heads_transposed(
             first = tl.load(scales + (column // BLOCK).to(tl.int64) * scales_row + row // TALL)
             level = first
             if SCALES != "plain" and SCALES != "pairs":
-                level = tl.load(levels + (column // GROUP).to(tl.int64) * levels_row + row)
+                level = load_level(levels + (column // GROUP).to(tl.int64) * levels_row + row, field, SCALES)
             number = decode_field(words, more, table, field, tl.float32, BITS, HIGH, VALUE, 0)
             number = combine_number(number, first, level, ZERO, SCALES).to(x.dtype.element_ty)
             given = tl.load(x_at + own[None, :], mask=tokens_there[:, None] & inside[None, :], other=0.0)

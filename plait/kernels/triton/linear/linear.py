@@ -23,7 +23,7 @@ from torch import Tensor
 from plait.errors import ShapeMismatch
 from plait.kernels.triton.forms import KernelForm
 from plait.kernels.triton.linear import few_rows, many_rows
-from plait.kernels.triton.linear.decode_planes import base_of, make_assembly
+from plait.kernels.triton.linear.decode_planes import base_of, make_assembly, make_scaled_assembly
 from plait.ops.glu import glu
 from plait.ops.launch import launch
 from plait.ops.linear import Activations, Linear, Packing, linear
@@ -35,13 +35,20 @@ from plait.quant.weight import Dense, Weight
 NAME = "triton"
 
 
-def plane_constants(layout: PlaneLayout, dtype: torch.dtype, *, has_assembly: bool) -> dict[str, Any]:
-    """What a layout is to kernels that multiply by x in `dtype`; without assembly for the interpreter."""
+def plane_constants(
+    layout: PlaneLayout, dtype: torch.dtype, *, has_assembly: bool, whole_units: bool = False
+) -> dict[str, Any]:
+    """What a layout is to kernels that multiply by x in `dtype`; without assembly for the interpreter.
+
+    whole_units: numbers without their scale are needed, where `multiply_planes` would have them with it.
+    """
+    is_inside = layout.scales == "e5m3" and not whole_units
+    make = make_scaled_assembly if is_inside else make_assembly
     return {
         "BITS": layout.bits, "HIGH": layout.high, "VALUE": layout.value, "ZERO": layout.zero,
-        "SCALES": layout.scales, "GROUP": layout.group, "BLOCK": layout.block, "TALL": layout.tall,
+        "SCALES": layout.scales, "GROUP": layout.entry, "BLOCK": layout.block, "TALL": layout.tall,
         "APPLY": gcd(layout.group, layout.unit), "BASE": base_of(layout, dtype),
-        "CODE": make_assembly(layout, dtype) if has_assembly else "",
+        "CODE": make(layout, dtype) if has_assembly else "",
     }  # fmt: skip
 
 
@@ -294,7 +301,7 @@ def _multiply_many(x: Tensor, packed: PackedPlanes, bias: Tensor | None, out: Te
         many_rows.many_planes, (blocks, tiles, shares), x, *plane_tensors(planes),
         out if bias is None else bias, out, parts, packed.counters, m, *planes.shape, tiling.units,
         tiling.many_steps, x.stride(0), out.stride(0), *plane_strides(planes), BIAS=bias is not None,
-        **constants, **plane_constants(planes.layout, x.dtype, has_assembly=x.is_cuda),
+        **constants, **plane_constants(planes.layout, x.dtype, has_assembly=x.is_cuda, whole_units=True),
     )  # fmt: skip
 
 
@@ -349,23 +356,23 @@ POINTERS = {
     "out_row": "i32!", "weight_row": "i32!", "codes_unit": "i32!", "high_unit": "i32!", "scales_row": "i32!",
     "levels_row": "i32!",
 }  # fmt: skip
-LEVEL_POINTERS = {"mins": "i16*", "nibbles": "u8*", "e4m3": "u8*"}
+LEVEL_POINTERS = {"mins": "i16*", "nibbles": "u8*", "e5m3": "i32*"}
 SHAPE = (4096, 4096)
 # (layout, type of scales, most instructions for each weight of up to 8 and up to 16 rows)
 LAYOUTS: dict[str, tuple[PlaneLayout, str, tuple[float, float]]] = {
-    "Q4_0": (PlaneLayout(4, 0, "integer", 8, "plain", 32, 32), "fp16*", (3.0, 3.6)),
-    "Q4_1": (PlaneLayout(4, 0, "integer", 0, "pairs", 32, 32), "i32*", (3.2, 3.8)),
-    "Q4_K": (PlaneLayout(4, 0, "integer", 0, "mins", 32, 256), "i32*", (3.5, 4.2)),
-    "int4 g128 zeros": (PlaneLayout(4, 0, "integer", 8, "zeros", 128, 128), "fp16*", (2.6, 3.2)),
-    "MXFP4": (PlaneLayout(4, 0, "e2m1", 0, "plain", 32, 32), "bf16*", (3.8, 4.4)),
-    "NVFP4": (PlaneLayout(4, 0, "e2m1", 0, "e4m3", 16), "fp32*", (6.0, 7.0)),
-    "IQ4_XS": (PlaneLayout(4, 0, "table", 0, "levels", 32, 256), "fp16*", (9.0, 9.5)),
-    "Q2_K": (PlaneLayout(2, 0, "integer", 0, "nibbles", 16, 256), "i32*", (6.5, 7.5)),
-    "Q3_K": (PlaneLayout(2, 1, "integer", 4, "levels", 16, 256), "fp16*", (6.0, 7.5)),
-    "Q5_K": (PlaneLayout(4, 1, "integer", 0, "mins", 32, 256), "i32*", (5.0, 6.0)),
-    "Q6_K": (PlaneLayout(4, 2, "integer", 32, "levels", 16, 256), "fp16*", (6.0, 7.5)),
-    "Q8_0": (PlaneLayout(8, 0, "byte", 0, "plain", 32, 32), "fp16*", (4.0, 4.5)),
-    "FP8 b128": (PlaneLayout(8, 0, "e4m3", 0, "plain", 128, 128, 128), "fp32*", (4.5, 5.0)),
+    "Q4_0": (PlaneLayout(4, 0, "integer", 8, "plain", 32, 32), "fp16*", (2.5, 3.0)),
+    "Q4_1": (PlaneLayout(4, 0, "integer", 0, "pairs", 32, 32), "i32*", (2.7, 3.4)),
+    "Q4_K": (PlaneLayout(4, 0, "integer", 0, "mins", 32, 256), "i32*", (2.9, 3.5)),
+    "int4 g128 zeros": (PlaneLayout(4, 0, "integer", 8, "zeros", 128, 128), "fp16*", (2.3, 2.7)),
+    "MXFP4": (PlaneLayout(4, 0, "e2m1", 0, "plain", 32, 32), "bf16*", (3.2, 3.6)),
+    "NVFP4": (PlaneLayout(4, 0, "e2m1", 0, "e5m3", 16), "fp32*", (3.4, 3.5)),
+    "IQ4_XS": (PlaneLayout(4, 0, "iq4", 0, "levels", 32, 256), "fp16*", (3.8, 4.3)),
+    "Q2_K": (PlaneLayout(2, 0, "integer", 0, "nibbles", 16, 256), "i32*", (6.1, 6.9)),
+    "Q3_K": (PlaneLayout(2, 1, "integer", 4, "levels", 16, 256), "fp16*", (5.5, 6.3)),
+    "Q5_K": (PlaneLayout(4, 1, "integer", 0, "mins", 32, 256), "i32*", (4.0, 4.8)),
+    "Q6_K": (PlaneLayout(4, 2, "integer", 32, "levels", 16, 256), "fp16*", (5.6, 6.6)),
+    "Q8_0": (PlaneLayout(8, 0, "byte", 0, "plain", 32, 32), "fp16*", (3.5, 3.9)),
+    "FP8 b128": (PlaneLayout(8, 0, "e4m3", 0, "plain", 128, 128, 128), "fp32*", (3.9, 4.3)),
 }  # fmt: skip
 MANY = ("Q4_0", "Q4_K", "Q6_K", "Q8_0", "IQ4_XS")
 WIDE_LOADS = (("LDG.128", "LDGSTS.128"), ("HMMA", "HGMMA"))
@@ -401,7 +408,7 @@ def forms() -> Iterator[KernelForm]:
     )
     layout, scales, most = LAYOUTS["Q4_0"]
     types = POINTERS | scale_types(layout, scales)
-    yield _few_form("few rows, Q4_0, 576 inputs", PlanesTiling(layout, 576, 576), types, 8, "", 4.5)
+    yield _few_form("few rows, Q4_0, 576 inputs", PlanesTiling(layout, 576, 576), types, 8, "", 3.0)
     for (n_out, n_in), rows, act in (
         (SHAPE, 8, ""),
         (SHAPE, 16, ""),

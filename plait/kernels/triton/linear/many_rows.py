@@ -14,7 +14,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from plait.kernels.triton.linear.decode_planes import decode_field, decode_unit, load_unit, scale_of
+from plait.kernels.triton.linear.decode_planes import (
+    decode_field,
+    decode_unit,
+    load_level,
+    load_unit,
+    scale_of,
+)
 
 MOST = 512  # rows of x
 SPLIT = 128  # rows of x up to which shares of the inputs are programs of their own
@@ -35,7 +41,7 @@ def _scales_at(
     first = tl.load(scales + (column // BLOCK).to(tl.int64) * scales_row + (rows // TALL)[:, None])
     level = first
     if SCALES != "plain" and SCALES != "pairs":
-        level = tl.load(levels + (column // GROUP).to(tl.int64) * levels_row + rows[:, None])
+        level = load_level(levels + (column // GROUP).to(tl.int64) * levels_row + rows[:, None], AT, SCALES)
     scale, offset = scale_of(first, level, SCALES)
     return scale, offset - (BASE + ZERO) * scale
 
@@ -161,7 +167,7 @@ def write_numbers(
         first = tl.load(scales + (column // BLOCK).to(tl.int64) * scales_row + safe // TALL)
         level = first
         if SCALES != "plain" and SCALES != "pairs":
-            level = tl.load(levels + (column // GROUP).to(tl.int64) * levels_row + safe)
+            level = load_level(levels + (column // GROUP).to(tl.int64) * levels_row + safe, field, SCALES)
         number = combine_number(number, first, level, ZERO, SCALES)
         place = out + rows.to(tl.int64)[:, None] * out_row + (column + lane)[None, :]
         shown = there[:, None] & (column + lane < n_in)[None, :]
@@ -174,7 +180,7 @@ def combine_number(number, first, level, ZERO: tl.constexpr, SCALES: tl.constexp
     scale, offset = scale_of(first, level, SCALES)
     if SCALES == "zeros":  # as its own formula: one rounding less
         number = (number - ZERO - level.to(tl.float32)[:, None]) * scale[:, None]
-    elif SCALES == "plain" or SCALES == "levels" or SCALES == "e4m3":
+    elif SCALES == "plain" or SCALES == "levels" or SCALES == "e5m3":
         number = (number - ZERO) * scale[:, None]
     else:
         number = number * scale[:, None] + offset[:, None]
