@@ -70,6 +70,12 @@ def nemotron(c: Config) -> tuple[ModelSpec, NameMap]:
     return dense(c, "nemotron", each=norm(c, "layer"), ffn=_plain_mlp(c), names=names)
 
 
+@family("Jais2ForCausalLM", model_types=("jais2",), defaults={"norm_eps": 1e-5, "hidden_act": "relu2"})
+def jais2(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Jais 2: layer norms and biases, a squared ReLU without a gate."""
+    return dense(c, "jais2", each=norm(c, "layer"), ffn=_plain_mlp(c))
+
+
 @family(
     "StableLmForCausalLM",
     model_types=("stablelm",),

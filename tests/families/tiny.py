@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.families import tiny_attention, tiny_dense, tiny_linear, tiny_ssm
+from tests.families import tiny_attention, tiny_dense, tiny_linear, tiny_moe, tiny_ssm
 from tests.families.variant import Variant
 
 SIZES = {
@@ -283,6 +283,7 @@ VARIANTS: dict[str, Variant] = {
     ),
 }
 VARIANTS |= tiny_dense.VARIANTS | tiny_attention.VARIANTS | tiny_ssm.VARIANTS | tiny_linear.VARIANTS
+VARIANTS |= tiny_moe.VARIANTS
 
 
 def write(name: str, folder: Path, variant: Variant | None = None) -> None:
@@ -339,8 +340,9 @@ def with_old_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     elif "full_attention" in parameters:
         old["rope_local_base_freq"] = parameters["sliding_attention"]["rope_theta"]
         parameters = dict(parameters["full_attention"])
-        old["sliding_window_pattern"] = 6
-        del old["layer_types"]
+        if old["model_type"].startswith("gemma3"):
+            old["sliding_window_pattern"] = 6
+            del old["layer_types"]
     if parameters:
         old["rope_theta"] = parameters.pop("rope_theta")
         old["partial_rotary_factor"] = parameters.pop("partial_rotary_factor", None)

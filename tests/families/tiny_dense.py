@@ -25,6 +25,7 @@ VARIANTS: dict[str, Variant] = {
     "ernie4_5": Variant("Ernie4_5Config", {"use_bias": True, "head_dim": 8, **PAD}),
     "olmo": Variant("OlmoConfig", PAD),
     "nemotron": Variant("NemotronConfig", {"mlp_bias": True, "attention_bias": True, "head_dim": 8, **PAD}),
+    "jais2": Variant("Jais2Config", {"head_dim": 8}),
     "stablelm": Variant("StableLmConfig", {"use_qkv_bias": True, "partial_rotary_factor": 0.5, **PAD}),
     "exaone4": Variant("Exaone4Config", {"sliding_window": 6, "layer_types": WINDOWS, "head_dim": 8, **PAD}),
     "exaone4_whole": Variant(
@@ -47,5 +48,8 @@ VARIANTS: dict[str, Variant] = {
         {"moe_num_experts": 6, "moe_k": 2, "moe_num_shared_experts": 2, "moe_intermediate_size": 20, **PAD},
     ),
     "glm4_moe_lite": Variant("Glm4MoeLiteConfig", {**MLA, **ROUTED, "q_lora_rank": 12}),
+    "minicpm3": Variant(
+        "MiniCPM3Config", {**MLA, "q_lora_rank": 12, "scale_emb": 3, "dim_model_base": 16, **PAD}
+    ),
     "youtu": Variant("YoutuConfig", {**MLA, "q_lora_rank": 12, **PAD}),
 }

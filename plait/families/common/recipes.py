@@ -222,7 +222,11 @@ def ends(prefix: str = "model.") -> dict[str, Source]:
 
 
 def attention_tensors(ours: str, theirs: str) -> dict[str, Source]:
-    return {f"{ours}.{{x}}_norm": f"{theirs}.{{x}}_norm", f"{ours}.{{x}}": f"{theirs}.{{x}}_proj"}
+    return {
+        f"{ours}.sinks": f"{theirs}.sinks",
+        f"{ours}.{{x}}_norm": f"{theirs}.{{x}}_norm",
+        f"{ours}.{{x}}": f"{theirs}.{{x}}_proj",
+    }
 
 
 def transformer(prefix: str = "model.") -> dict[str, Source]:

@@ -113,6 +113,14 @@ def mamba1(c: Config, **changes: Any) -> Mamba1Spec:
     return replace(Mamba1Spec(inner, c["mamba_d_state"], int(rank), c["mamba_d_conv"]), **changes)
 
 
+def require(c: Config, name: str, **known: tuple[Any, ...]) -> None:
+    """Raises UnsupportedModel for a key that is there with another value than the known ones."""
+    for key, values in known.items():
+        if (value := c.get(key)) is not None and value not in values:
+            listed = ", ".join(map(str, values))
+            raise UnsupportedModel(f"{key} = {value!r} is not implemented for {name}; known: {listed}")
+
+
 def require_silu(c: Config, name: str) -> None:
     """Raises UnsupportedModel for a state space with an activation other than SiLU."""
     if (kind := c.get("hidden_act", "silu")) != "silu":

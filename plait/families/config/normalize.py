@@ -53,10 +53,13 @@ NESTS = ("text_config", "llm_config", "language_config")
 # Ours -> what else it is called; the first that is there and not null is taken.
 ALIASES: Mapping[str, tuple[str, ...]] = {
     "hidden_size": ("d_model", "n_embd"),
+    "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size"),
+    "num_attention_heads": ("n_head",),
+    "rope_theta": ("rotary_emb_base",),
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
     "max_position_embeddings": ("max_seq_len", "n_positions", "model_max_length"),
     "norm_eps": ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon"),
-    "hidden_act": ("hidden_activation", "mlp_hidden_act", "activation_function"),
+    "hidden_act": ("hidden_activation", "mlp_hidden_act", "activation_function", "activation"),
     "head_dim": (
         "attention_head_dim",
         "hidden_size_per_head",
@@ -82,6 +85,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "time_step_limit": ("mamba_dt_limit",),
     "n_group": ("num_expert_group",),
     "sliding_window": ("attention_window_size",),
+    "sliding_window_pattern": ("global_attn_every_n_layers",),
     "full_attn_alpha_factor": ("layernorm_full_attention_alpha",),
     "full_attn_beta_factor": ("layernorm_full_attention_beta",),
     "linear_attn_alpha_factor": ("layernorm_linear_attention_alpha",),
@@ -110,6 +114,10 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
             ),
             *(
                 "add_cross_attention",
+                "mup_enabled",
+                "use_post_norm",
+                "layer_rope_theta",
+                "scale_attn_by_inverse_layer_idx",
                 "use_long_context",
                 "scale_depth",
                 "dim_model_base",
@@ -324,16 +332,26 @@ def _layer_kind(c: Config, i: int) -> str:
     if not c.get("sliding_window"):
         return FULL
     if period := c.get("sliding_window_pattern"):
-        return SLIDING if (i + 1) % period else FULL
+        return _kind_in_pattern(c, i, period)
     match c.get("window_layers", "all"):
         case "last":  # Qwen2, Qwen3
             return SLIDING if i >= c["max_window_layers"] else FULL
         case "unrotated":  # SmolLM3
             return FULL if rotates(c, i) else SLIDING
+        case "between":  # Granite with windows
+            return SLIDING if i % 4 else FULL
         case "alternate":  # Qwen2-MoE
             return SLIDING if i % 2 == 0 and i < c["max_window_layers"] else FULL
         case _:
             return SLIDING
+
+
+def _kind_in_pattern(c: Config, i: int, period: int) -> str:
+    """Windows in all but every n-th layer."""
+    if dense_period := c.get("prefix_dense_sliding_window_pattern"):  # Command A, which counts them apart
+        first = c.get("first_k_dense_replace") or 0
+        i, period = (i, dense_period) if i < first else (i - first, period)
+    return SLIDING if (i + 1) % period else FULL
 
 
 def rotates(c: Config, i: int) -> bool:
