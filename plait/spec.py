@@ -244,9 +244,13 @@ class MoeSpec(Mixer):
 
 @dataclass(frozen=True, slots=True)
 class ParallelSpec(Mixer):
-    """Mixers that read the same normed input, with summed outputs (Falcon-H1)."""
+    """Mixers that read the same normed input, with summed outputs (Falcon-H1).
+
+    `norms`: of what a part reads, where parts have norms of their own (GPT-NeoX); the branch then has none.
+    """
 
     parts: Mapping[str, Mixer]
+    norms: Mapping[str, NormSpec] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from torch import Tensor
 from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.memory import State
-from plait.model.layers.layers import Batch
+from plait.model.layers.layers import Batch, Norm
 from plait.model.mixers.registry import build, describe, mixer
 from plait.ops.activation import combine
 from plait.state.store import StateStore
@@ -23,6 +23,10 @@ class Parallel:
 
     def __init__(self, s: spec.ParallelSpec, w: Weights) -> None:
         self.parts = [build(part, w.scope(name)) for name, part in s.parts.items()]
+        norms, hidden = s.norms, w.target.hidden_size
+        self.norms = [
+            Norm(norms[name], w.scope(f"{name}.norm"), hidden) if name in norms else None for name in s.parts
+        ]
         self._combine = w.bind(combine)
         self.states: dict[str, State] = {
             name: state for part in self.parts for name, state in part.states.items()
@@ -30,7 +34,8 @@ class Parallel:
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, hidden] -> [T, hidden]."""
-        total, *others = (part(x, batch, store) for part in self.parts)
+        both = zip(self.parts, self.norms, strict=True)
+        total, *others = (part(norm(x) if norm else x, batch, store) for part, norm in both)
         for other in others:
             total = self._combine(total, other, 1.0)
         return total
