@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from plait.checkpoint.names import NameMap
-from plait.errors import UnsupportedModel
-from plait.families.common.recipes import plus
+from typing import Any
+
+from plait.checkpoint.names import NameMap, Source
+from plait.families.common.recipes import attention_tensors, ends, join_vectors, plus, unused_patterns
 from plait.families.common.registry import family
-from plait.families.common.spec_builders import norm
+from plait.families.common.spec_builders import gqa, mlp, model, norm, plain_mlp, side_by_side
 from plait.families.config.normalize import Config
 from plait.families.llama import dense
-from plait.spec import MlpSpec, ModelSpec, NormSpec
+from plait.spec import ModelSpec, NormSpec
 
 SILU = {"norm_eps": 1e-6, "hidden_act": "silu"}
 
@@ -28,7 +29,7 @@ def llama_kin(c: Config) -> tuple[ModelSpec, NameMap]:
 @family("ArceeForCausalLM", model_types=("arcee",), defaults={"norm_eps": 1e-5, "hidden_act": "relu2"})
 def arcee(c: Config) -> tuple[ModelSpec, NameMap]:
     """AFM 4.5B: a feed-forward without a gate, with a squared ReLU."""
-    return dense(c, "arcee", ffn=_plain_mlp(c))
+    return dense(c, "arcee", ffn=plain_mlp(c))
 
 
 @family("HeliumForCausalLM", model_types=("helium",), defaults={"norm_eps": 1e-8, "hidden_act": "silu"})
@@ -67,27 +68,45 @@ def nemotron(c: Config) -> tuple[ModelSpec, NameMap]:
         "layers.{i}.ffn.norm.weight": f"{layer}.post_attention_layernorm.weight",
     }
     names = {ours: plus(1.0, theirs) for ours, theirs in stored.items()}
-    return dense(c, "nemotron", each=norm(c, "layer"), ffn=_plain_mlp(c), names=names)
+    return dense(c, "nemotron", each=norm(c, "layer"), ffn=plain_mlp(c), names=names)
 
 
 @family("Jais2ForCausalLM", model_types=("jais2",), defaults={"norm_eps": 1e-5, "hidden_act": "relu2"})
 def jais2(c: Config) -> tuple[ModelSpec, NameMap]:
     """Jais 2: layer norms and biases, a squared ReLU without a gate."""
-    return dense(c, "jais2", each=norm(c, "layer"), ffn=_plain_mlp(c))
+    return dense(c, "jais2", each=norm(c, "layer"), ffn=plain_mlp(c))
 
 
 @family(
     "StableLmForCausalLM",
     model_types=("stablelm",),
-    defaults={"norm_eps": 1e-5, "hidden_act": "silu", "partial_rotary_factor": 0.25},
+    defaults={
+        "norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "partial_rotary_factor": 0.25,
+        "use_parallel_residual": False,
+        "qk_layernorm": False,
+    },
+    honours=("use_parallel_residual", "qk_layernorm"),
 )
 def stablelm(c: Config) -> tuple[ModelSpec, NameMap]:
-    """StableLM 2 and Zephyr 3B: layer norms, positions on a quarter of each head."""
-    for key in ("qk_layernorm", "use_parallel_residual"):
-        if c.get(key):
-            raise UnsupportedModel(f"{key} = true is not implemented for StableLM; the 12B model has it")
-    return dense(c, "stablelm", each=norm(c, "layer"))
+    """StableLM 2 and Zephyr 3B: layer norms, positions on a quarter of each head.
 
-
-def _plain_mlp(c: Config) -> MlpSpec:
-    return MlpSpec(c["intermediate_size"], c["hidden_act"], gated=False)
+    The 12B model has attention and feed-forward side by side, and a norm for each head of q and k.
+    """
+    each, layer, count = norm(c, "layer"), "model.layers.{i}", len(c["layer_types"])
+    parallel, norms = c["use_parallel_residual"], bool(c["qk_layernorm"])
+    at = "layers.{i}.mix" if parallel else "layers.{i}"
+    changes: dict[str, Any] = {"qk_norm": each, "qk_norm_over": "each"} if norms else {}
+    names: dict[str, Source] = {
+        f"{at}.attn.{x}_norm.weight": join_vectors(
+            c[f"num_{who}_heads"], f"{layer}.self_attn.{x}_layernorm.norms"
+        )
+        for x, who in (("q", "attention"), ("k", "key_value"))
+    }
+    if not parallel:
+        return dense(c, "stablelm", each=each, names=names, **changes)
+    names |= {f"{at}.norm": f"{layer}.input_layernorm", f"{at}.ffn.{{x}}": f"{layer}.mlp.{{x}}_proj"}
+    names |= attention_tensors(f"{at}.attn", f"{layer}.self_attn")
+    spec = model(c, "stablelm", [side_by_side(gqa(c, **changes), mlp(c), each)] * count, norm=each)
+    return spec, NameMap(names, ends(), ignored=unused_patterns(c))

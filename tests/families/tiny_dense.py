@@ -6,6 +6,7 @@ from tests.families.variant import Variant
 
 WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 PAD = {"pad_token_id": 0}
+GPT = {"n_embd": 32, "n_head": 4, "n_layer": 3, "n_positions": 128, "n_inner": 40}
 ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "n_shared_experts": 1}
 MLA = {
     "num_key_value_heads": 4,
@@ -27,6 +28,15 @@ VARIANTS: dict[str, Variant] = {
     "nemotron": Variant("NemotronConfig", {"mlp_bias": True, "attention_bias": True, "head_dim": 8, **PAD}),
     "jais2": Variant("Jais2Config", {"head_dim": 8}),
     "stablelm": Variant("StableLmConfig", {"use_qkv_bias": True, "partial_rotary_factor": 0.5, **PAD}),
+    "stablelm_wide": Variant("StableLmConfig", {"use_parallel_residual": True, "qk_layernorm": True, **PAD}),
+    "phi": Variant("PhiConfig", PAD),
+    "gpt_neox": Variant("GPTNeoXConfig", PAD),
+    "gpt_neox_in_turn": Variant("GPTNeoXConfig", {"use_parallel_residual": False, "attention_bias": False}),
+    "gptj": Variant("GPTJConfig", {**GPT, "rotary_dim": 4}),
+    "codegen": Variant("CodeGenConfig", {**GPT, "rotary_dim": 4}),
+    "falcon": Variant("FalconConfig", {"bias": True, **PAD}),
+    "falcon_heads": Variant("FalconConfig", {"multi_query": False, "ffn_hidden_size": 40, **PAD}),
+    "falcon_grouped": Variant("FalconConfig", {"new_decoder_architecture": True, "num_kv_heads": 2, **PAD}),
     "exaone4": Variant("Exaone4Config", {"sliding_window": 6, "layer_types": WINDOWS, "head_dim": 8, **PAD}),
     "exaone4_whole": Variant(
         "Exaone4Config", {"sliding_window": None, "layer_types": ["full_attention"] * 3, **PAD}

@@ -15,10 +15,12 @@ from plait.spec import (
     BranchSpec,
     Mamba1Spec,
     Mamba2Spec,
+    Mixer,
     MlpSpec,
     ModelSpec,
     MoeSpec,
     NormSpec,
+    ParallelSpec,
     RopeSpec,
     RouterSpec,
 )
@@ -61,6 +63,19 @@ def gqa(c: Config, kind: str = FULL, **changes: Any) -> AttentionSpec:
 
 def mlp(c: Config, size: int | None = None) -> MlpSpec:
     return MlpSpec(c["intermediate_size"] if size is None else size, c["hidden_act"])
+
+
+def plain_mlp(c: Config) -> MlpSpec:
+    """Two linear layers, an activation between them, no gate."""
+    size = c.get("intermediate_size") or 4 * c["hidden_size"]
+    return MlpSpec(size, c["hidden_act"], gated=False)
+
+
+def side_by_side(attn: Mixer, ffn: Mixer, each: NormSpec, *, apart: bool = False) -> tuple[BranchSpec]:
+    """A layer of one branch: attention and feed-forward read one norm, or each its own if `apart`."""
+    norms = {"attn": each, "ffn": each} if apart else {}
+    mixer = ParallelSpec({"attn": attn, "ffn": ffn}, norms)
+    return (BranchSpec("mix", mixer, None if apart else each),)
 
 
 def softmax_moe(c: Config, **changes: Any) -> MoeSpec:
