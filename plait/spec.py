@@ -297,6 +297,8 @@ class ModelSpec:
     """A whole model. `max_len` is the longest sequence it was made for, in tokens.
 
     `causal` False: earlier outputs change as tokens are appended; every step computes the whole sequence.
+    `positions`: how many learned positions there are; a token's is added to its embedding (GPT-2).
+    `embed_norm`: of the embeddings, before the first layer (nanochat).
     """
 
     family: str
@@ -310,6 +312,8 @@ class ModelSpec:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     causal: bool = True
+    positions: int | None = None
+    embed_norm: NormSpec | None = None
 
     def branches(self) -> Iterator[tuple[str, BranchSpec]]:
         """Every branch with its name in our naming, `layers.3.attn`."""

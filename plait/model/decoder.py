@@ -87,7 +87,7 @@ class Decoder:
     def hidden(self, batch: Batch, store: StateStore) -> Tensor:
         """What the model makes of every token, after the last norm: [T, hidden]. The states move on."""
         batch = replace(batch, step={})
-        x = embeddings = self.embed(batch.token_ids)
+        x = embeddings = self.embed(batch.token_ids, batch.positions)
         delta = None
         for branch in self.branches:
             x, h = branch.enter_beside(x, delta, embeddings, batch, store)
