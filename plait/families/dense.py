@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import torch
+
 from plait.checkpoint.names import NameMap, Source
-from plait.families.common.recipes import attention_tensors, ends, join_vectors, plus, unused_patterns
+from plait.families.common.recipes import (
+    attention_tensors,
+    ends,
+    join_vectors,
+    plus,
+    reorder_rows,
+    unused_patterns,
+)
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, plain_mlp, side_by_side
 from plait.families.config.normalize import Config
@@ -75,6 +85,27 @@ def nemotron(c: Config) -> tuple[ModelSpec, NameMap]:
 def jais2(c: Config) -> tuple[ModelSpec, NameMap]:
     """Jais 2: layer norms and biases, a squared ReLU without a gate."""
     return dense(c, "jais2", each=norm(c, "layer"), ffn=plain_mlp(c))
+
+
+@family(
+    "NanoChatForCausalLM",
+    model_types=("nanochat",),
+    defaults={"norm_eps": 1e-6, "hidden_act": "relu2", "final_logit_softcapping": 15.0},
+    honours=("final_logit_softcapping",),
+)
+def nanochat(c: Config) -> tuple[ModelSpec, NameMap]:
+    """nanochat: norms without weights, one of the embeddings too; heads turn the other way round."""
+    each, dim, layer = NormSpec(c["norm_eps"], weight=False), c["head_dim"], "model.layers.{i}"
+    names: dict[str, Source] = {
+        f"layers.{{i}}.ffn.{x}": f"{layer}.mlp.fc{i}" for i, x in ((1, "up"), (2, "down"))
+    }
+    for x, who in (("q", "attention"), ("k", "key_value")):
+        rows = torch.arange(c[f"num_{who}_heads"] * dim).view(-1, dim).roll(dim // 2, 1).flatten()
+        for kind in ("weight", "bias"):
+            names[f"layers.{{i}}.attn.{x}.{kind}"] = reorder_rows(rows, f"{layer}.self_attn.{x}_proj.{kind}")
+    spec, found = dense(c, "nanochat", each=each, ffn=plain_mlp(c), names=names, qk_norm=each)
+    cap = c["final_logit_softcapping"]
+    return replace(spec, embed_norm=each, logit_softcap=float(cap) if cap else None), found
 
 
 @family(

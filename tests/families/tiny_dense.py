@@ -37,6 +37,14 @@ VARIANTS: dict[str, Variant] = {
     "falcon": Variant("FalconConfig", {"bias": True, **PAD}),
     "falcon_heads": Variant("FalconConfig", {"multi_query": False, "ffn_hidden_size": 40, **PAD}),
     "falcon_grouped": Variant("FalconConfig", {"new_decoder_architecture": True, "num_kv_heads": 2, **PAD}),
+    "gpt2": Variant("GPT2Config", {**GPT, "scale_attn_by_inverse_layer_idx": True}),
+    "gpt_bigcode": Variant("GPTBigCodeConfig", GPT),
+    "gpt_bigcode_heads": Variant("GPTBigCodeConfig", {**GPT, "multi_query": False}),
+    "gpt_neo": Variant(
+        "GPTNeoConfig", {"window_size": 6, "attention_types": [[["global", "local", "global"], 1]]}
+    ),
+    "opt": Variant("OPTConfig", {"ffn_dim": 40, "pad_token_id": 1}),
+    "nanochat": Variant("NanoChatConfig", {"attention_bias": True, **PAD}),
     "exaone4": Variant("Exaone4Config", {"sliding_window": 6, "layer_types": WINDOWS, "head_dim": 8, **PAD}),
     "exaone4_whole": Variant(
         "Exaone4Config", {"sliding_window": None, "layer_types": ["full_attention"] * 3, **PAD}

@@ -75,6 +75,20 @@ class Shifted(NameMap):
         return Derived(lambda *w, **own: as_tensor(made(*w, **own)).float() + by, source.sources), found
 
 
+def turn(source: str) -> Derived:
+    """A matrix that is stored as [in, out]."""
+    return Derived(lambda w, **_: as_tensor(w).T.contiguous(), (source,), (Back(lambda w: w.T),))
+
+
+def skip_rows(count: int, source: str) -> Derived:
+    """A table without its first rows, which no model reads."""
+
+    def whole(w: Tensor) -> Tensor:
+        return torch.cat([w.new_zeros(count, w.shape[1]), w])
+
+    return Derived(lambda w, **_: take_rows(w, count, w.shape[0]), (source,), (Back(whole),))
+
+
 def reorder_rows(order: Tensor, source: str) -> Derived:
     """All rows in another order: ours is row `order[i]` of theirs at place i, in its own storage."""
     inverse = order.argsort()
