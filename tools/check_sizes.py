@@ -29,7 +29,7 @@ CAPS = {
     "kernels": 19_780,
     "llm": 410,
     "loading": 2_940,
-    "model": 1_420,
+    "model": 1_500,
     "ops": 3_870,
     "quant": 2_500,
     "runner": 3_010,
