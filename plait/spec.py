@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 UNLIMITED = float("inf")
-Activation = Literal["silu", "gelu", "gelu_pytorch_tanh", "relu2", "relu", "swiglu_oai"]
+Activation = Literal["silu", "gelu", "gelu_pytorch_tanh", "relu2", "relu", "swiglu_oai", "xielu"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +53,22 @@ class Recurrent(Mixer):
 
 
 @dataclass(frozen=True, slots=True)
+class TemperatureSpec:
+    """Queries that grow with their position p: by 1 + growth · ln(1 + ⌊(p + first) / length⌋) (Llama 4)."""
+
+    growth: float
+    length: float
+    first: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionSpec(Mixer):
     """Grouped-query attention. `window` keys are visible to a query, itself included.
 
     `qk_norm_over`: one head with a weight for all ("head"), one head with a weight of its own ("each"), or
     all heads as one vector ("all"). `sinks`: a learned logit per head that takes part in the softmax and
     belongs to no token (gpt-oss). `gate`: the output is multiplied by the sigmoid of a projection
-    (Qwen3-Next).
+    (Qwen3-Next). `qk_norm_last`: the norms follow the rotation (Hunyuan).
     """
 
     num_heads: int
@@ -73,6 +82,8 @@ class AttentionSpec(Mixer):
     qk_norm_over: Literal["head", "each", "all"] = "head"
     sinks: bool = False
     gate: bool = False
+    qk_norm_last: bool = False
+    temperature: TemperatureSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +220,8 @@ class RgLruSpec(Recurrent):
 
 @dataclass(frozen=True, slots=True)
 class MlpSpec(Mixer):
+    """A feed-forward. xIELU, with four numbers of its own in the checkpoint, has no gate."""
+
     size: int
     activation: Activation = "silu"
     gated: bool = True
