@@ -6,8 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn.functional import softplus
 
-from plait.checkpoint.names import NameMap, Source
+from plait.checkpoint.names import Back, Derived, NameMap, Source
+from plait.errors import UnsupportedModel
 from plait.families.common.recipes import (
     attention_tensors,
     ends,
@@ -17,11 +20,13 @@ from plait.families.common.recipes import (
     unused_patterns,
 )
 from plait.families.common.registry import family
-from plait.families.common.spec_builders import gqa, mlp, model, norm, plain_mlp, side_by_side
-from plait.families.config.normalize import Config
+from plait.families.common.spec_builders import gqa, mlp, model, norm, plain_mlp, require, side_by_side
+from plait.families.config.normalize import FULL, Config
 from plait.families.llama import dense
-from plait.spec import ModelSpec, NormSpec
+from plait.quant.weight import as_tensor
+from plait.spec import ModelSpec, NormSpec, TemperatureSpec
 
+QK = (("q", "query"), ("k", "key"))
 SILU = {"norm_eps": 1e-6, "hidden_act": "silu"}
 
 
@@ -79,6 +84,69 @@ def nemotron(c: Config) -> tuple[ModelSpec, NameMap]:
     }
     names = {ours: plus(1.0, theirs) for ours, theirs in stored.items()}
     return dense(c, "nemotron", each=norm(c, "layer"), ffn=plain_mlp(c), names=names)
+
+
+@family(
+    "HunYuanDenseV1ForCausalLM",
+    model_types=("hunyuan_v1_dense",),
+    defaults={"norm_eps": 1e-5, "hidden_act": "silu", "use_qk_norm": True},
+    honours=("use_qk_norm",),
+)
+def hunyuan(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Hunyuan 0.5B to 7B: norms of q and k behind the rotation."""
+    names = {f"layers.{{i}}.attn.{x}_norm": f"model.layers.{{i}}.self_attn.{y}_layernorm" for x, y in QK}
+    qk_norm = norm(c) if c["use_qk_norm"] else None
+    return dense(c, "hunyuan_v1_dense", names=names, qk_norm=qk_norm, qk_norm_last=True)
+
+
+@family(
+    "ApertusForCausalLM",
+    model_types=("apertus",),
+    defaults={"norm_eps": 1e-5, "hidden_act": "xielu", "rope_theta": 12e6, "qk_norm": True},
+    honours=("qk_norm",),
+)
+def apertus(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Apertus: xIELU without a gate, norms of q and k."""
+    require(c, "Apertus", hidden_act=("xielu",), post_norm=(False,))
+    layer, act = "model.layers.{i}", "model.layers.{i}.mlp.act_fn"
+    names: dict[str, Source] = {
+        "layers.{i}.attn.norm": f"{layer}.attention_layernorm",
+        "layers.{i}.ffn.norm": f"{layer}.feedforward_layernorm",
+        "layers.{i}.ffn.curve": _curve(*(f"{act}.{x}" for x in ("alpha_p", "alpha_n", "beta", "eps"))),
+    }
+    return dense(c, "apertus", ffn=plain_mlp(c), names=names, qk_norm=norm(c) if c["qk_norm"] else None)
+
+
+def _curve(*sources: str) -> Derived:
+    """xIELU's four numbers: the file has logarithms of two of them."""
+
+    def made(above: Tensor, below: Tensor, slope: Tensor, edge: Tensor, **_: str) -> Tensor:
+        above, below, slope, edge = (as_tensor(x).float().flatten() for x in (above, below, slope, edge))
+        return torch.cat([softplus(above), slope + softplus(below), slope, edge])
+
+    back = (
+        Back(lambda c: c[:1].expm1().log()),
+        Back(lambda c: (c[1:2] - c[2:3]).expm1().log()),
+        Back(lambda c: c[2]),
+        Back(lambda c: c[3]),
+    )
+    return Derived(made, sources, back)
+
+
+@family(
+    "Ministral3ForCausalLM",
+    model_types=("ministral3",),
+    defaults={"norm_eps": 1e-5, "hidden_act": "silu", "head_dim": 128, "rope_theta": 1e6},
+    honours=("sliding_window", "llama_4_scaling_beta"),
+)
+def ministral3(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Ministral 3, Devstral 2: queries that grow with their position."""
+    growth, turns = c.get("llama_4_scaling_beta"), c["rope_parameters"][FULL]
+    length = turns.get("original_max_position_embeddings")
+    if growth and not length:
+        raise UnsupportedModel("llama_4_scaling_beta wants original_max_position_embeddings next to it")
+    grown = TemperatureSpec(float(growth), float(length)) if growth else None
+    return dense(c, "ministral3", temperature=grown)
 
 
 @family("Jais2ForCausalLM", model_types=("jais2",), defaults={"norm_eps": 1e-5, "hidden_act": "relu2"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from plait.checkpoint.names import NameMap, Rules
+from plait.errors import UnsupportedModel
 from plait.families.common.recipes import either, expert_tensors, flat, transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import (
@@ -20,6 +21,7 @@ from plait.spec import BranchSpec, ModelSpec, MoeSpec, RouterSpec
 
 L = "model.layers.{i}"
 FFN, MLP = "layers.{i}.ffn", f"{L}.mlp"
+QK = (("q", "query"), ("k", "key"))
 SILU = {"norm_eps": 1e-6, "hidden_act": "silu"}
 SHARED: Rules = {
     f"{FFN}.shared.{{x}}": (f"{MLP}.shared_experts.{{x}}_proj", f"{MLP}.shared_mlp.{{x}}_proj"),
@@ -146,6 +148,31 @@ def hy3(c: Config) -> tuple[ModelSpec, NameMap]:
 
 
 @family(
+    "HunYuanMoEV1ForCausalLM",
+    model_types=("hunyuan_v1_moe",),
+    defaults={"norm_eps": 1e-5, "hidden_act": "silu", "use_qk_norm": True, "num_experts_per_tok": 1},
+    honours=("use_qk_norm",),
+)
+def hunyuan_moe(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Hunyuan A13B: norms of q and k behind the rotation, a feed-forward next to the experts."""
+    for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "num_shared_experts"):
+        if isinstance(value := c.get(key), list):
+            if len(set(value)) != 1:
+                raise UnsupportedModel(f"{key} that differs from layer to layer is not implemented")
+            c[key] = value[0]
+    require(c, "Hunyuan", use_mixed_mlp_moe=(True,), use_cla=(False,), moe_layer_num_skipped=(0,))
+    each = norm(c)
+    qk_norm = each if c["use_qk_norm"] else None
+    attn = BranchSpec("attn", gqa(c, qk_norm=qk_norm, qk_norm_last=True), each)
+    c["num_shared_experts"] = c.get("num_shared_experts") or 1
+    names: Rules = {
+        f"{FFN}.router": f"{MLP}.gate.wg",
+        **{f"layers.{{i}}.attn.{x}_norm": f"{L}.self_attn.{y}_layernorm" for x, y in QK},
+    }
+    return _with_shared_experts(c, "hunyuan_v1_moe", [attn] * len(c["layer_types"]), RouterSpec(), names)
+
+
+@family(
     "MellumForCausalLM",
     model_types=("mellum",),
     defaults={
@@ -206,7 +233,7 @@ def _sparse(c: Config, name: str, attn: BranchSpec, moe: MoeSpec, names: Rules) 
 
 
 def _with_shared_experts(
-    c: Config, name: str, attns: list[BranchSpec], router: RouterSpec, bias: Rules | None = None
+    c: Config, name: str, attns: list[BranchSpec], router: RouterSpec, own: Rules | None = None
 ) -> tuple[ModelSpec, NameMap]:
     """Experts next to shared ones, and dense layers where the config has them."""
     size, shared = c["moe_intermediate_size"], c.get("num_shared_experts")
@@ -216,7 +243,7 @@ def _with_shared_experts(
     if "dense" in c["mlp_layer_types"]:
         ffn["dense"] = BranchSpec("ffn", mlp(c), norm(c))
     correction: Rules = {f"{FFN}.router_bias": f"{MLP}.gate.e_score_correction_bias"}
-    names: Rules = {**(bias or correction), **SHARED, **_experts(c)}
+    names: Rules = {**SHARED, **_experts(c), **(own or correction)}
     layers = [(attn, ffn[kind]) for attn, kind in zip(attns, c["mlp_layer_types"], strict=True)]
     # What predicts a second token for speculation is behind the layers; the model is whole without it.
     extra = range(len(layers), len(layers) + (c.get("num_nextn_predict_layers") or 0))

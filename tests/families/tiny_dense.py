@@ -45,6 +45,28 @@ VARIANTS: dict[str, Variant] = {
     ),
     "opt": Variant("OPTConfig", {"ffn_dim": 40, "pad_token_id": 1}),
     "nanochat": Variant("NanoChatConfig", {"attention_bias": True, **PAD}),
+    "hunyuan": Variant(
+        "HunYuanDenseV1Config",
+        {
+            "head_dim": 8,
+            "rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 1e4},
+        },
+    ),
+    "apertus": Variant("ApertusConfig", {"hidden_act": "xielu", **PAD}),
+    "ministral3": Variant(
+        "Ministral3Config",
+        {
+            "head_dim": 8,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 16.0,
+                "original_max_position_embeddings": 8,
+                "llama_4_scaling_beta": 0.3,
+            },
+            **PAD,
+        },
+    ),
     "exaone4": Variant("Exaone4Config", {"sliding_window": 6, "layer_types": WINDOWS, "head_dim": 8, **PAD}),
     "exaone4_whole": Variant(
         "Exaone4Config", {"sliding_window": None, "layer_types": ["full_attention"] * 3, **PAD}

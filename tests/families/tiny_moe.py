@@ -20,6 +20,7 @@ MULTIPLIERS = {
 
 VARIANTS: dict[str, Variant] = {
     "hy_v3": Variant("HYV3Config", {**ROUTED, "head_dim": 8}),
+    "hunyuan_moe": Variant("HunYuanMoEV1Config", {"num_experts": 6, "moe_topk": 2, "head_dim": 8}),
     "mellum": Variant(
         "MellumConfig",
         {**ROUTED, "head_dim": 8, "sliding_window": 6, "layer_types": WINDOWS, "rope_parameters": TWO_ROPES},

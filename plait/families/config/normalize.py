@@ -46,7 +46,12 @@ ROPE_KEYS = {
     *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "attention_factor", "truncate"),
     *("original_max_position_embeddings", "max_position_embeddings", "beta_fast", "beta_slow", "mscale"),
     *("mscale_all_dim", "low_freq_factor", "high_freq_factor", "long_factor", "short_factor", "divisors"),
-    *("finetuned", "mrope_section", "mrope_interleaved"),  # sections are for images: text turns them alike
+    *(
+        "alpha",
+        "finetuned",
+        "mrope_section",
+        "mrope_interleaved",
+    ),  # sections are for images: text turns them alike
 }
 NESTS = ("text_config", "llm_config", "language_config")
 
@@ -115,6 +120,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
             *(
                 "add_cross_attention",
                 "mup_enabled",
+                "llama_4_scaling_beta",
                 "use_post_norm",
                 "layer_rope_theta",
                 "scale_attn_by_inverse_layer_idx",
@@ -182,7 +188,8 @@ def normalize(
         c["sliding_window"] = None
     _heads(c)
     if "hidden_act" in c:
-        c["hidden_act"] = _word(c["hidden_act"], ACTIVATIONS, "hidden_act")
+        own = {"xielu": "xielu"} if defaults.get("hidden_act") == "xielu" else {}
+        c["hidden_act"] = _word(c["hidden_act"], {**ACTIVATIONS, **own}, "hidden_act")
     if _is_unrotated(flat):
         c["no_rope"] = True
     c["rope_parameters"] = _rope(c)
@@ -201,6 +208,9 @@ def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
             kept = {k: v for k, v in flat.items() if k not in NESTS}
             named = ("architectures", "quantization_config", "tie_word_embeddings")
             flat = {**kept, **inner, **{k: kept[k] for k in named if kept.get(k) is not None}}
+    rope = flat.get("rope_parameters") or flat.get("rope_scaling")
+    if isinstance(rope, dict) and "llama_4_scaling_beta" in rope:  # it is of queries, not of rotations
+        flat["llama_4_scaling_beta"] = rope.pop("llama_4_scaling_beta")
     return flat
 
 
@@ -281,6 +291,11 @@ def _rope_kind(c: Config, given: Mapping[str, Any]) -> dict[str, Any]:
         kind = "default"
     p["rope_type"] = _word(kind, {k: k for k in ROPE_KINDS}, "rope_type")
     p.setdefault("rope_theta", c.get("rope_theta") or 10_000.0)
+    if alpha := p.pop("alpha", None):  # Hunyuan: another base, at every length
+        if kind != "dynamic":
+            raise UnsupportedModel(f"alpha of rope_type {kind!r} is not implemented; known: of dynamic")
+        dim = c["head_dim"]
+        p = {"rope_type": "default", "rope_theta": p["rope_theta"] * alpha ** (dim / (dim - 2))}
     share = c["rotary_dim"] / c["head_dim"] if c.get("rotary_dim") and c.get("head_dim") else 1.0
     p.setdefault("partial_rotary_factor", c.get("partial_rotary_factor") or c.get("rotary_pct") or share)
     if p["rope_type"] not in ("default", "linear", "divisors"):
