@@ -25,6 +25,19 @@ VARIANTS: dict[str, Variant] = {
         "MellumConfig",
         {**ROUTED, "head_dim": 8, "sliding_window": 6, "layer_types": WINDOWS, "rope_parameters": TWO_ROPES},
     ),
+    "mimo_v2_flash": Variant(
+        "MiMoV2FlashConfig",
+        {
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 20,
+            "head_dim": 12,
+            "v_head_dim": 8,
+            "sliding_window": 6,
+            "layer_types": WINDOWS,
+            "attention_bias": True,
+        },
+    ),
     "afmoe": Variant(
         "AfmoeConfig",
         {**ROUTED, "head_dim": 8, "sliding_window": 6, "layer_types": WINDOWS, "mup_enabled": True},
