@@ -68,7 +68,7 @@ class AttentionSpec(Mixer):
     `qk_norm_over`: one head with a weight for all ("head"), one head with a weight of its own ("each"), or
     all heads as one vector ("all"). `sinks`: a learned logit per head that takes part in the softmax and
     belongs to no token (gpt-oss). `gate`: the output is multiplied by the sigmoid of a projection
-    (Qwen3-Next). `qk_norm_last`: the norms follow the rotation (Hunyuan).
+    (Qwen3-Next). `qk_norm_last`: the norms follow the rotation (Hunyuan). `v_norm`: of each head's values.
     """
 
     num_heads: int
@@ -84,6 +84,7 @@ class AttentionSpec(Mixer):
     gate: bool = False
     qk_norm_last: bool = False
     temperature: TemperatureSpec | None = None
+    v_norm: NormSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,11 +221,9 @@ class RgLruSpec(Recurrent):
 
 @dataclass(frozen=True, slots=True)
 class MlpSpec(Mixer):
-    """A feed-forward. xIELU, with four numbers of its own in the checkpoint, has no gate."""
-
     size: int
     activation: Activation = "silu"
-    gated: bool = True
+    gated: bool = True  # never with xIELU
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +292,8 @@ class BranchSpec:
     """One residual branch: x = x + scale * post_norm(mixer(norm(x))).
 
     `keep`: the residual is not x but `keep` times the mixer's input, norm(x) (MiniMax-01). `aside`: its
-    output is added to what the norm reads, norm(x + aside(x, embeddings)), and to nothing else.
+    output is added to what the norm reads, norm(x + aside(x, embeddings)), and to nothing else. `factor`:
+    behind it x is multiplied by a number of the checkpoint (Gemma 4).
     """
 
     name: str
@@ -303,6 +303,7 @@ class BranchSpec:
     scale: float = 1.0
     keep: float | None = None
     aside: AsideSpec | None = None
+    factor: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,8 +311,7 @@ class ModelSpec:
     """A whole model. `max_len` is the longest sequence it was made for, in tokens.
 
     `causal` False: earlier outputs change as tokens are appended; every step computes the whole sequence.
-    `positions`: how many learned positions there are; a token's is added to its embedding (GPT-2).
-    `embed_norm`: of the embeddings, before the first layer (nanochat).
+    `positions`: how many learned ones are added to embeddings (GPT-2). `embed_norm`: of these (nanochat).
     """
 
     family: str

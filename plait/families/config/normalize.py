@@ -41,7 +41,7 @@ ACTIVATIONS = {
     "relu": "relu",
     "relu2": "relu2",
 }
-ROPE_KINDS = ("default", "divisors", "dynamic", "linear", "llama3", "longrope", "yarn")
+ROPE_KINDS = ("default", "divisors", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")
 ROPE_KEYS = {
     *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "attention_factor", "truncate"),
     *("original_max_position_embeddings", "max_position_embeddings", "beta_fast", "beta_slow", "mscale"),
@@ -298,7 +298,9 @@ def _rope_kind(c: Config, given: Mapping[str, Any]) -> dict[str, Any]:
         p = {"rope_type": "default", "rope_theta": p["rope_theta"] * alpha ** (dim / (dim - 2))}
     share = c["rotary_dim"] / c["head_dim"] if c.get("rotary_dim") and c.get("head_dim") else 1.0
     p.setdefault("partial_rotary_factor", c.get("partial_rotary_factor") or c.get("rotary_pct") or share)
-    if p["rope_type"] not in ("default", "linear", "divisors"):
+    if p["rope_type"] == "proportional":  # the others of a head have a frequency of 0
+        p["share"], p["partial_rotary_factor"] = p["partial_rotary_factor"], 1.0
+    elif p["rope_type"] not in ("default", "linear", "divisors"):
         longest = c.get("max_position_embeddings")
         p.setdefault("max_position_embeddings", longest)
         p.setdefault("original_max_position_embeddings", c.get("original_max_position_embeddings") or longest)

@@ -40,20 +40,15 @@ class Attention:
         self.o = w.linear("o", in_size=q, out_sizes=(hidden,))
         self.q_norm = HeadNorm(s.qk_norm, s, w.scope("q_norm"), s.num_heads) if s.qk_norm else None
         self.k_norm = HeadNorm(s.qk_norm, s, w.scope("k_norm"), s.num_kv_heads) if s.qk_norm else None
+        self.v_norm = Norm(s.v_norm, w.scope("v_norm"), s.head_dim) if s.v_norm else None
         self.sinks = w.tensor("sinks", (s.num_heads,), torch.float32) if s.sinks else None
         self.rope = Rope(s.rope, w) if s.rope else None
         self._norms = None
         if self.q_norm and self.k_norm:
             self._norms = HeadNorms(self.q_norm.weights, self.k_norm.weights, s.qk_norm_over)
-        sizes = dict(
-            heads=s.num_heads,
-            kv_heads=s.num_kv_heads,
-            dim=s.head_dim,
-            window=s.window,
-            softcap=s.softcap,
-            sinks=s.sinks,
-            activations=w.target.activations,
-        )
+        sizes: dict[str, object] = dict(heads=s.num_heads, kv_heads=s.num_kv_heads, dim=s.head_dim)
+        sizes |= dict(window=s.window, softcap=s.softcap, sinks=s.sinks)
+        sizes["activations"] = w.target.activations
         self._place, self._attend = (
             (None, w.bind(paged_attention, **sizes))
             if s.qk_norm_last  # what places heads norms them first
@@ -73,6 +68,7 @@ class Attention:
         s = self.spec
         heads = self.qkv(x).unflatten(-1, (-1, s.head_dim))  # [T, heads + 2 kv_heads (+ heads), d]
         q, k, v, *closing = heads.split(self._parts, 1)
+        v = self.v_norm(v) if self.v_norm else v
         cache, index = store[self.name], batch.paged[self._group]
         caches = cache["k"], cache["v"]
         where = (index.block_table, index.slot_mapping, batch.query_start, batch.seq_lens)
