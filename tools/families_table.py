@@ -29,6 +29,7 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Qwen3.5, Qwen3.5-MoE", "the same, MLP or MoE", ("qwen3_5_text", "qwen3_5_moe_text")),
     ("Gemma 1, VaultGemma", "GQA, local and global, MLP", ("gemma", "vaultgemma")),
     ("Gemma 2, Gemma 3 (text)", "GQA, local and global, MLP", ("gemma2", "gemma3_text")),
+    ("Gemma 4 dense (31B, text)", "GQA, local and global, MLP", ("gemma4_text",)),
     ("RecurrentGemma", "RG-LRU, local GQA, MLP", ("recurrent_gemma",)),
     ("DeepSeek-V2, V3, R1, Kimi-K2, text of K2.5", "MLA, MoE", ("deepseek_v2", "deepseek_v3")),
     ("GLM-4.7-Flash · Youtu-LLM", "MLA, MoE · MLP", ("glm4_moe_lite", "youtu")),

@@ -71,6 +71,19 @@ VARIANTS: dict[str, Variant] = {
     "exaone4_whole": Variant(
         "Exaone4Config", {"sliding_window": None, "layer_types": ["full_attention"] * 3, **PAD}
     ),
+    "gemma4": Variant(
+        "Gemma4TextConfig",
+        {
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "global_head_dim": 16,
+            "head_dim": 8,
+            "sliding_window": 6,
+            "layer_types": WINDOWS[::-1][1:] + WINDOWS[1:2],
+            "final_logit_softcapping": 30.0,
+        },
+    ),
     "gemma": Variant("GemmaConfig", {"head_dim": 8}),
     "vaultgemma": Variant(
         "VaultGemmaConfig", {"head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 16}
