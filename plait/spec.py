@@ -252,6 +252,7 @@ class MoeSpec(Mixer):
     router: RouterSpec = RouterSpec()
     shared: MlpSpec | None = None
     shared_gate: bool = False
+    weigh_input: bool = False  # a token is weighed before its one expert, not behind it (Llama 4)
 
 
 @dataclass(frozen=True, slots=True)

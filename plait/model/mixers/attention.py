@@ -47,8 +47,7 @@ class Attention:
         if self.q_norm and self.k_norm:
             self._norms = HeadNorms(self.q_norm.weights, self.k_norm.weights, s.qk_norm_over)
         sizes: dict[str, object] = dict(heads=s.num_heads, kv_heads=s.num_kv_heads, dim=s.head_dim)
-        sizes |= dict(window=s.window, softcap=s.softcap, sinks=s.sinks)
-        sizes["activations"] = w.target.activations
+        sizes |= dict(window=s.window, softcap=s.softcap, sinks=s.sinks, activations=w.target.activations)
         self._place, self._attend = (
             (None, w.bind(paged_attention, **sizes))
             if s.qk_norm_last  # what places heads norms them first

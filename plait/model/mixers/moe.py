@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from plait.memory import State
 from plait.model.layers.layers import Batch
 from plait.model.mixers.mlp import Mlp
 from plait.model.mixers.registry import mixer
+from plait.ops.activation import scale_rows
 from plait.ops.expert_stack import ExpertStack
 from plait.ops.linear import Linear
 from plait.ops.moe import StackedExperts, experts, route
@@ -38,6 +40,7 @@ class Moe:
         self.shared = Mlp(s.shared, w.scope("shared")) if s.shared else None
         self.shared_gate = w.linear("shared_gate", in_size=hidden, out_sizes=(1,)) if s.shared_gate else None
         self._route = w.bind(route, num_experts=s.num_experts, top_k=s.top_k, router=s.router)
+        self._scale_rows = w.bind(scale_rows) if s.weigh_input else None
         self._experts, self.up, self.down = self._build_experts(s, w)
 
     def _build_experts(self, s: spec.MoeSpec, w: Weights) -> tuple[Bound, Experts, Experts]:
@@ -56,9 +59,13 @@ class Moe:
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, hidden] -> [T, hidden]. A token's experts are added in the order of their numbers."""
-        weight, index = self._route(self.router(x), self.bias, self.spec.top_k, self.spec.router)
+        logits, taken, s = self.router(x), x, self.spec
+        weight, index = self._route(logits, self.bias, s.top_k, s.router)
+        if self._scale_rows:  # of one expert the weight is 1, once it is divided by their sum
+            taken = self._scale_rows(x, weight)
+            weight, index = self._route(logits, self.bias, s.top_k, replace(s.router, renormalize=True))
         shared = self.shared.forward(x) if self.shared else None
         gate = self.shared_gate(x) if self.shared_gate else None
         how = self.up, self.down, self.activation
-        y: Tensor = self._experts(x, weight, index, *how, shared, gate)
+        y: Tensor = self._experts(taken, weight, index, *how, shared, gate)
         return y
