@@ -38,6 +38,20 @@ VARIANTS: dict[str, Variant] = {
             "attention_bias": True,
         },
     ),
+    "llama4": Variant(
+        "Llama4TextConfig",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 8,
+            "num_local_experts": 6,
+            "intermediate_size": 20,
+            "intermediate_size_mlp": 28,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 64,
+            "floor_scale": 8,
+            **PAD,
+        },
+    ),
     "afmoe": Variant(
         "AfmoeConfig",
         {**ROUTED, "head_dim": 8, "sliding_window": 6, "layer_types": WINDOWS, "mup_enabled": True},

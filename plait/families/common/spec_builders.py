@@ -44,6 +44,8 @@ def rope(c: Config, dim: int, kind: str = FULL, *, interleaved: bool = False) ->
 
 
 def window(c: Config, kind: str) -> int | None:
+    if kind == "chunked_attention":
+        raise UnsupportedModel("layer_types has chunked_attention, which only Llama 4 is known to have")
     return int(c["sliding_window"]) if kind == SLIDING else None
 
 

@@ -29,6 +29,7 @@ LAYER_WORDS = {
     "moe": "moe",
     "hybrid": "hybrid",
     "conv": "conv",
+    "chunked_attention": "chunked_attention",
 }
 PATTERN_LETTERS = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}  # Nemotron-H
 ACTIVATIONS = {
