@@ -6,7 +6,15 @@ from torch import Tensor, cat
 
 from plait.checkpoint.names import Back, Derived, NameMap, Rules
 from plait.errors import UnsupportedModel
-from plait.families.common.recipes import TEXT_PREFIXES, VISION, Stored, at, transformer, unused_patterns
+from plait.families.common.recipes import (
+    TEXT_PREFIXES,
+    VISION,
+    Stored,
+    at,
+    expert_rows,
+    transformer,
+    unused_patterns,
+)
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, rope
 from plait.families.config.normalize import FULL, Config, rotates
@@ -73,13 +81,14 @@ def _names(prefix: str, count: int, size: int) -> Rules:
         """gate or up of one expert of a stack [count, hidden, 2 size]."""
 
         def pick(w: Stored, e: str, **_: str) -> Tensor:
-            return as_tensor(w)[int(e)][:, i * size : (i + 1) * size].T.contiguous()
+            one = as_tensor(expert_rows(w, int(e), count))
+            return one[:, i * size : (i + 1) * size].T.contiguous()
 
         back = Back(at=i, of=2, stack=count, join=lambda gate, up: cat([gate, up]).T)
         return Derived(pick, (f"{many}.gate_up_proj",), (back,))
 
     down = Derived(
-        lambda w, e, **_: as_tensor(w)[int(e)].T.contiguous(),
+        lambda w, e, **_: as_tensor(expert_rows(w, int(e), count)).T.contiguous(),
         (f"{many}.down_proj",),
         (Back(lambda w: w.T, stack=count),),
     )
