@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 UNLIMITED = float("inf")
-Activation = Literal["silu", "gelu", "gelu_pytorch_tanh", "relu2", "relu", "swiglu_oai"]
+Activation = Literal["silu", "gelu", "gelu_pytorch_tanh", "relu2", "relu", "swiglu_oai", "xielu"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +53,22 @@ class Recurrent(Mixer):
 
 
 @dataclass(frozen=True, slots=True)
+class TemperatureSpec:
+    """Queries that grow with their position p: by 1 + growth · ln(1 + ⌊(p + first) / length⌋) (Llama 4)."""
+
+    growth: float
+    length: float
+    first: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionSpec(Mixer):
     """Grouped-query attention. `window` keys are visible to a query, itself included.
 
     `qk_norm_over`: one head with a weight for all ("head"), one head with a weight of its own ("each"), or
     all heads as one vector ("all"). `sinks`: a learned logit per head that takes part in the softmax and
     belongs to no token (gpt-oss). `gate`: the output is multiplied by the sigmoid of a projection
-    (Qwen3-Next).
+    (Qwen3-Next). `qk_norm_last`: the norms follow the rotation (Hunyuan). `v_norm`: of each head's values.
     """
 
     num_heads: int
@@ -73,6 +82,9 @@ class AttentionSpec(Mixer):
     qk_norm_over: Literal["head", "each", "all"] = "head"
     sinks: bool = False
     gate: bool = False
+    qk_norm_last: bool = False
+    temperature: TemperatureSpec | None = None
+    v_norm: NormSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +227,7 @@ class RgLruSpec(Recurrent):
 class MlpSpec(Mixer):
     size: int
     activation: Activation = "silu"
-    gated: bool = True
+    gated: bool = True  # never with xIELU
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,13 +256,18 @@ class MoeSpec(Mixer):
     router: RouterSpec = RouterSpec()
     shared: MlpSpec | None = None
     shared_gate: bool = False
+    weigh_input: bool = False  # a token is weighed before its one expert, not behind it (Llama 4)
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelSpec(Mixer):
-    """Mixers that read the same normed input, with summed outputs (Falcon-H1)."""
+    """Mixers that read the same normed input, with summed outputs (Falcon-H1).
+
+    `norms`: of what a part reads, where parts have norms of their own (GPT-NeoX); the branch then has none.
+    """
 
     parts: Mapping[str, Mixer]
+    norms: Mapping[str, NormSpec] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +297,8 @@ class BranchSpec:
     """One residual branch: x = x + scale * post_norm(mixer(norm(x))).
 
     `keep`: the residual is not x but `keep` times the mixer's input, norm(x) (MiniMax-01). `aside`: its
-    output is added to what the norm reads, norm(x + aside(x, embeddings)), and to nothing else.
+    output is added to what the norm reads, norm(x + aside(x, embeddings)), and to nothing else. `factor`:
+    behind it x is multiplied by a number of the checkpoint (Gemma 4).
     """
 
     name: str
@@ -290,6 +308,7 @@ class BranchSpec:
     scale: float = 1.0
     keep: float | None = None
     aside: AsideSpec | None = None
+    factor: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,6 +316,7 @@ class ModelSpec:
     """A whole model. `max_len` is the longest sequence it was made for, in tokens.
 
     `causal` False: earlier outputs change as tokens are appended; every step computes the whole sequence.
+    `positions`: how many learned ones are added to embeddings (GPT-2). `embed_norm`: of these (nanochat).
     """
 
     family: str
@@ -310,6 +330,8 @@ class ModelSpec:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     causal: bool = True
+    positions: int | None = None
+    embed_norm: NormSpec | None = None
 
     def branches(self) -> Iterator[tuple[str, BranchSpec]]:
         """Every branch with its name in our naming, `layers.3.attn`."""

@@ -9,15 +9,25 @@ from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
 from plait.families.common.detection import SECOND_NORM, ArchitectureMarker, Detection, Q, has_rope
 from plait.families.common.hf_config import HfConfig
-from plait.families.common.recipes import ends, flat, unused_patterns
+from plait.families.common.recipes import ends, expert_tensors, flat, scale_tensor, unused_patterns
 from plait.families.common.registry import family
-from plait.families.common.spec_builders import gqa, mlp, model, norm, rope
+from plait.families.common.spec_builders import gqa, mlp, model, norm, require, rope
 from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import FULL, SLIDING, Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch, windows
-from plait.spec import AttentionSpec, BranchSpec, ModelSpec, ParallelSpec
+from plait.spec import (
+    AttentionSpec,
+    BranchSpec,
+    Mixer,
+    ModelSpec,
+    MoeSpec,
+    NormSpec,
+    ParallelSpec,
+    RouterSpec,
+)
 
 MIX, L = "layers.{i}.mix", "model.layers.{i}"
+NO_RULES: Rules = {}
 SHARED = {"norm_eps": 1e-5, "hidden_act": "silu", "logit_scale": 0.0625, "tie_word_embeddings": True}
 
 
@@ -115,15 +125,75 @@ def cohere2(c: Config) -> tuple[ModelSpec, NameMap]:
         raise UnsupportedModel(
             f"position_embedding_type {kind!r} is not known for Cohere 2; known: rope_gptj"
         )
-    turned = gqa(c, SLIDING, rope=rope(c, c["head_dim"], SLIDING, interleaved=True))
-    mixers = {SLIDING: turned, FULL: gqa(c, FULL, rope=None)}
+    mixers = _window_mixers(c)
     return _cohere(c, "cohere2", [mixers[kind] for kind in c["layer_types"]])
 
 
-def _cohere(c: Config, name: str, mixers: list[AttentionSpec]) -> tuple[ModelSpec, NameMap]:
-    each, ffn = norm(c, "layer"), mlp(c)
-    layers = [(BranchSpec("mix", ParallelSpec({"attn": mixer, "ffn": ffn}), each),) for mixer in mixers]
+def _window_mixers(c: Config) -> dict[str, AttentionSpec]:
+    turned = gqa(c, SLIDING, rope=rope(c, c["head_dim"], SLIDING, interleaved=True))
+    return {SLIDING: turned, FULL: gqa(c, FULL, rope=None)}
+
+
+@family(
+    "Cohere2MoeForCausalLM",
+    model_types=("cohere2_moe",),
+    defaults={
+        **SHARED,
+        "head_dim": 128,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+        "prefix_dense_sliding_window_pattern": 1,
+        "num_experts_per_tok": 2,
+        "num_shared_experts": 0,
+        "shared_expert_combination_strategy": "average",
+        "expert_selection_fn": "softmax",
+    },
+    honours=("logit_scale", "sliding_window"),
+)
+def cohere2_moe(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Command A with experts; dense layers before them may have positions in spite of no window."""
+    mixers, size = _window_mixers(c), c["intermediate_size"]
+    require(c, "Command A", shared_expert_combination_strategy=("sum", "average"))
+    require(c, "Command A", expert_selection_fn=("softmax", "sigmoid"))
+    share = 0.5 if c["num_shared_experts"] and c["shared_expert_combination_strategy"] == "average" else 1.0
+    softmax = c["expert_selection_fn"] == "softmax"  # of the chosen ones, as after dividing by their sum
+    router = RouterSpec(c["expert_selection_fn"], softmax or c.get("norm_topk_prob", True), scale=share)
+    shared = mlp(c, size * c["num_shared_experts"]) if c["num_shared_experts"] else None
+    ffn: dict[str, Mixer] = {
+        "sparse": MoeSpec(c["num_experts"], c["num_experts_per_tok"], mlp(c, size), router, shared=shared)
+    }
+    if "dense" in c["mlp_layer_types"]:
+        ffn["dense"] = mlp(c, c["prefix_dense_intermediate_size"])
+    prefix = dict(mixers)
+    if c["prefix_dense_sliding_window_pattern"] == 1:
+        prefix[FULL] = gqa(c, FULL, rope=rope(c, c["head_dim"], FULL, interleaved=True))
+    kinds = list(zip(c["layer_types"], c["mlp_layer_types"], strict=True))
+    attns = [(prefix if feed == "dense" else mixers)[kind] for kind, feed in kinds]
     names: Rules = {
+        f"{MIX}.ffn.router": f"{L}.mlp.gate",
+        f"{MIX}.ffn.shared.down.weight": scale_tensor(share, f"{L}.mlp.shared_experts.down_proj.weight"),
+        f"{MIX}.ffn.shared.{{x}}": f"{L}.mlp.shared_experts.{{x}}_proj",
+        **expert_tensors(f"{MIX}.ffn", f"{L}.mlp", c["num_experts"]),
+    }
+    each = norm(c, "layer" if c.get("rms_norm_eps") is None else "rms")
+    return _cohere(c, "cohere2_moe", attns, [ffn[feed] for _, feed in kinds], names, each)
+
+
+def _cohere(
+    c: Config,
+    name: str,
+    mixers: list[AttentionSpec],
+    ffns: list[Mixer] | None = None,
+    own: Rules = NO_RULES,
+    each: NormSpec | None = None,
+) -> tuple[ModelSpec, NameMap]:
+    each, feeds = each or norm(c, "layer"), ffns or [mlp(c)] * len(mixers)
+    layers = [
+        (BranchSpec("mix", ParallelSpec({"attn": mixer, "ffn": ffn}), each),)
+        for mixer, ffn in zip(mixers, feeds, strict=True)
+    ]
+    names: Rules = {
+        **own,
         **ends(),
         f"{MIX}.norm": f"{L}.input_layernorm",
         f"{MIX}.attn.{{x}}_norm.weight": flat(f"{L}.self_attn.{{x}}_norm.weight"),

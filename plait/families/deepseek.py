@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from plait.checkpoint.names import NameMap, Rules
@@ -129,6 +130,32 @@ def glm4_moe_lite(c: Config) -> tuple[ModelSpec, NameMap]:
 def youtu(c: Config) -> tuple[ModelSpec, NameMap]:
     """Youtu-LLM: DeepSeek-V3's attention, no experts."""
     return _deepseek(c, "youtu", RouterSpec())
+
+
+@family(
+    "MiniCPM3ForCausalLM",
+    model_types=("minicpm3",),
+    defaults={
+        "norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "rope_interleave": False,
+        "tie_word_embeddings": True,
+        "scale_emb": 12,
+        "scale_depth": 1.4,
+        "dim_model_base": 256,
+    },
+    honours=("scale_emb", "scale_depth", "dim_model_base"),
+)
+def minicpm3(c: Config) -> tuple[ModelSpec, NameMap]:
+    """MiniCPM 3: DeepSeek-V2's attention, halves of heads turn; embeddings, branches, logits are scaled."""
+    hidden, count = c["hidden_size"], len(c["layer_types"])
+    if c.get("v_head_dim") is None:
+        c["v_head_dim"] = hidden // c["num_attention_heads"]
+    spec, names = _deepseek(c, "minicpm3", RouterSpec())
+    scale = 1.0 if c["scale_depth"] is None else c["scale_depth"] / count**0.5
+    layers = tuple(tuple(replace(branch, scale=scale) for branch in layer) for layer in spec.layers)
+    spec = replace(spec, layers=layers, embed_scale=float(c["scale_emb"]))
+    return replace(spec, logit_scale=(c["dim_model_base"] or hidden) / hidden), names
 
 
 def _deepseek(c: Config, name: str, router: RouterSpec) -> tuple[ModelSpec, NameMap]:

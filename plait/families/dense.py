@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
-from plait.checkpoint.names import NameMap
-from plait.errors import UnsupportedModel
-from plait.families.common.recipes import plus
-from plait.families.common.registry import family
-from plait.families.common.spec_builders import norm
-from plait.families.config.normalize import Config
-from plait.families.llama import dense
-from plait.spec import MlpSpec, ModelSpec, NormSpec
+from dataclasses import replace
+from typing import Any
 
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from plait.checkpoint.names import Back, Derived, NameMap, Source
+from plait.errors import UnsupportedModel
+from plait.families.common.recipes import (
+    attention_tensors,
+    ends,
+    join_vectors,
+    plus,
+    reorder_rows,
+    unused_patterns,
+)
+from plait.families.common.registry import family
+from plait.families.common.spec_builders import gqa, mlp, model, norm, plain_mlp, require, side_by_side
+from plait.families.config.normalize import FULL, Config
+from plait.families.llama import dense
+from plait.quant.weight import as_tensor
+from plait.spec import ModelSpec, NormSpec, TemperatureSpec
+
+QK = (("q", "query"), ("k", "key"))
 SILU = {"norm_eps": 1e-6, "hidden_act": "silu"}
 
 
@@ -28,7 +44,7 @@ def llama_kin(c: Config) -> tuple[ModelSpec, NameMap]:
 @family("ArceeForCausalLM", model_types=("arcee",), defaults={"norm_eps": 1e-5, "hidden_act": "relu2"})
 def arcee(c: Config) -> tuple[ModelSpec, NameMap]:
     """AFM 4.5B: a feed-forward without a gate, with a squared ReLU."""
-    return dense(c, "arcee", ffn=_plain_mlp(c))
+    return dense(c, "arcee", ffn=plain_mlp(c))
 
 
 @family("HeliumForCausalLM", model_types=("helium",), defaults={"norm_eps": 1e-8, "hidden_act": "silu"})
@@ -67,21 +83,129 @@ def nemotron(c: Config) -> tuple[ModelSpec, NameMap]:
         "layers.{i}.ffn.norm.weight": f"{layer}.post_attention_layernorm.weight",
     }
     names = {ours: plus(1.0, theirs) for ours, theirs in stored.items()}
-    return dense(c, "nemotron", each=norm(c, "layer"), ffn=_plain_mlp(c), names=names)
+    return dense(c, "nemotron", each=norm(c, "layer"), ffn=plain_mlp(c), names=names)
+
+
+@family(
+    "HunYuanDenseV1ForCausalLM",
+    model_types=("hunyuan_v1_dense",),
+    defaults={"norm_eps": 1e-5, "hidden_act": "silu", "use_qk_norm": True},
+    honours=("use_qk_norm",),
+)
+def hunyuan(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Hunyuan 0.5B to 7B: norms of q and k behind the rotation."""
+    names = {f"layers.{{i}}.attn.{x}_norm": f"model.layers.{{i}}.self_attn.{y}_layernorm" for x, y in QK}
+    qk_norm = norm(c) if c["use_qk_norm"] else None
+    return dense(c, "hunyuan_v1_dense", names=names, qk_norm=qk_norm, qk_norm_last=True)
+
+
+@family(
+    "ApertusForCausalLM",
+    model_types=("apertus",),
+    defaults={"norm_eps": 1e-5, "hidden_act": "xielu", "rope_theta": 12e6, "qk_norm": True},
+    honours=("qk_norm",),
+)
+def apertus(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Apertus: xIELU without a gate, norms of q and k."""
+    require(c, "Apertus", hidden_act=("xielu",), post_norm=(False,))
+    layer, act = "model.layers.{i}", "model.layers.{i}.mlp.act_fn"
+    names: dict[str, Source] = {
+        "layers.{i}.attn.norm": f"{layer}.attention_layernorm",
+        "layers.{i}.ffn.norm": f"{layer}.feedforward_layernorm",
+        "layers.{i}.ffn.curve": _curve(*(f"{act}.{x}" for x in ("alpha_p", "alpha_n", "beta", "eps"))),
+    }
+    return dense(c, "apertus", ffn=plain_mlp(c), names=names, qk_norm=norm(c) if c["qk_norm"] else None)
+
+
+def _curve(*sources: str) -> Derived:
+    """xIELU's four numbers: the file has logarithms of two of them."""
+
+    def made(above: Tensor, below: Tensor, slope: Tensor, edge: Tensor, **_: str) -> Tensor:
+        above, below, slope, edge = (as_tensor(x).float().flatten() for x in (above, below, slope, edge))
+        return torch.cat([softplus(above), slope + softplus(below), slope, edge])
+
+    back = (
+        Back(lambda c: c[:1].expm1().log()),
+        Back(lambda c: (c[1:2] - c[2:3]).expm1().log()),
+        Back(lambda c: c[2]),
+        Back(lambda c: c[3]),
+    )
+    return Derived(made, sources, back)
+
+
+@family(
+    "Ministral3ForCausalLM",
+    model_types=("ministral3",),
+    defaults={"norm_eps": 1e-5, "hidden_act": "silu", "head_dim": 128, "rope_theta": 1e6},
+    honours=("sliding_window", "llama_4_scaling_beta"),
+)
+def ministral3(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Ministral 3, Devstral 2: queries that grow with their position."""
+    growth, turns = c.get("llama_4_scaling_beta"), c["rope_parameters"][FULL]
+    length = turns.get("original_max_position_embeddings")
+    if growth and not length:
+        raise UnsupportedModel("llama_4_scaling_beta wants original_max_position_embeddings next to it")
+    grown = TemperatureSpec(float(growth), float(length)) if growth else None
+    return dense(c, "ministral3", temperature=grown)
+
+
+@family("Jais2ForCausalLM", model_types=("jais2",), defaults={"norm_eps": 1e-5, "hidden_act": "relu2"})
+def jais2(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Jais 2: layer norms and biases, a squared ReLU without a gate."""
+    return dense(c, "jais2", each=norm(c, "layer"), ffn=plain_mlp(c))
+
+
+@family(
+    "NanoChatForCausalLM",
+    model_types=("nanochat",),
+    defaults={"norm_eps": 1e-6, "hidden_act": "relu2", "final_logit_softcapping": 15.0},
+    honours=("final_logit_softcapping",),
+)
+def nanochat(c: Config) -> tuple[ModelSpec, NameMap]:
+    """nanochat: norms without weights, one of the embeddings too; heads turn the other way round."""
+    each, dim, layer = NormSpec(c["norm_eps"], weight=False), c["head_dim"], "model.layers.{i}"
+    names: dict[str, Source] = {
+        f"layers.{{i}}.ffn.{x}": f"{layer}.mlp.fc{i}" for i, x in ((1, "up"), (2, "down"))
+    }
+    for x, who in (("q", "attention"), ("k", "key_value")):
+        rows = torch.arange(c[f"num_{who}_heads"] * dim).view(-1, dim).roll(dim // 2, 1).flatten()
+        for kind in ("weight", "bias"):
+            names[f"layers.{{i}}.attn.{x}.{kind}"] = reorder_rows(rows, f"{layer}.self_attn.{x}_proj.{kind}")
+    spec, found = dense(c, "nanochat", each=each, ffn=plain_mlp(c), names=names, qk_norm=each)
+    cap = c["final_logit_softcapping"]
+    return replace(spec, embed_norm=each, logit_softcap=float(cap) if cap else None), found
 
 
 @family(
     "StableLmForCausalLM",
     model_types=("stablelm",),
-    defaults={"norm_eps": 1e-5, "hidden_act": "silu", "partial_rotary_factor": 0.25},
+    defaults={
+        "norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "partial_rotary_factor": 0.25,
+        "use_parallel_residual": False,
+        "qk_layernorm": False,
+    },
+    honours=("use_parallel_residual", "qk_layernorm"),
 )
 def stablelm(c: Config) -> tuple[ModelSpec, NameMap]:
-    """StableLM 2 and Zephyr 3B: layer norms, positions on a quarter of each head."""
-    for key in ("qk_layernorm", "use_parallel_residual"):
-        if c.get(key):
-            raise UnsupportedModel(f"{key} = true is not implemented for StableLM; the 12B model has it")
-    return dense(c, "stablelm", each=norm(c, "layer"))
+    """StableLM 2 and Zephyr 3B: layer norms, positions on a quarter of each head.
 
-
-def _plain_mlp(c: Config) -> MlpSpec:
-    return MlpSpec(c["intermediate_size"], c["hidden_act"], gated=False)
+    The 12B model has attention and feed-forward side by side, and a norm for each head of q and k.
+    """
+    each, layer, count = norm(c, "layer"), "model.layers.{i}", len(c["layer_types"])
+    parallel, norms = c["use_parallel_residual"], bool(c["qk_layernorm"])
+    at = "layers.{i}.mix" if parallel else "layers.{i}"
+    changes: dict[str, Any] = {"qk_norm": each, "qk_norm_over": "each"} if norms else {}
+    names: dict[str, Source] = {
+        f"{at}.attn.{x}_norm.weight": join_vectors(
+            c[f"num_{who}_heads"], f"{layer}.self_attn.{x}_layernorm.norms"
+        )
+        for x, who in (("q", "attention"), ("k", "key_value"))
+    }
+    if not parallel:
+        return dense(c, "stablelm", each=each, names=names, **changes)
+    names |= {f"{at}.norm": f"{layer}.input_layernorm", f"{at}.ffn.{{x}}": f"{layer}.mlp.{{x}}_proj"}
+    names |= attention_tensors(f"{at}.attn", f"{layer}.self_attn")
+    spec = model(c, "stablelm", [side_by_side(gqa(c, **changes), mlp(c), each)] * count, norm=each)
+    return spec, NameMap(names, ends(), ignored=unused_patterns(c))

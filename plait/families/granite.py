@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from plait.checkpoint.names import NameMap, Rules
+from plait.errors import UnsupportedModel
 from plait.families.common.detection import ArchitectureMarker, Detection
 from plait.families.common.hf_config import LOCAL, HfConfig
 from plait.families.common.recipes import either, expert, expert_half, half, transformer, unused_patterns
 from plait.families.common.registry import family
-from plait.families.common.spec_builders import gqa, mlp, model, norm
+from plait.families.common.spec_builders import gqa, mlp, model, norm, rope
 from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import Config
 from plait.families.gguf.arch import Metadata, gguf_arch
-from plait.spec import BranchSpec, MlpSpec, ModelSpec, MoeSpec, RouterSpec
+from plait.spec import AttentionSpec, BranchSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RouterSpec
 
 L, FFN = "model.layers.{i}", "layers.{i}.ffn"
 MULTIPLIERS = ("residual_multiplier", "attention_multiplier", "embedding_multiplier", "logits_scaling")
+WINDOWS = {"norm_eps": 1e-5, "sliding_window": 128, "window_layers": "between"}
 SHARED = {"norm_eps": 1e-6, "hidden_act": "silu", **dict.fromkeys(MULTIPLIERS, 1.0)}
 
 
@@ -59,10 +63,72 @@ def granite_moe(c: Config) -> tuple[ModelSpec, NameMap]:
     return _granite(c, "granitemoe", granite_ffn(c), granite_tensors(c))
 
 
-def _granite(c: Config, name: str, ffn: MlpSpec | MoeSpec, names: Rules) -> tuple[ModelSpec, NameMap]:
+@family(
+    "GraniteSWAForCausalLM",
+    model_types=("granite_swa",),
+    defaults={**SHARED, **WINDOWS, "tie_word_embeddings": True},
+    honours=(*MULTIPLIERS, "sliding_window", "layer_rope_theta"),
+)
+def granite_swa(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Granite with windows: a sink per head, a base of positions for each layer, 0 for none."""
+    return _granite(c, "granite_swa", mlp(c), {}, _window_mixers(c))
+
+
+@family(
+    "GraniteMoeSWAForCausalLM",
+    model_types=("granitemoe_swa",),
+    defaults={**SHARED, **WINDOWS, "num_experts_per_tok": 2, "shared_intermediate_size": 0},
+    honours=(*MULTIPLIERS, "sliding_window", "layer_rope_theta"),
+)
+def granite_moe_swa(c: Config) -> tuple[ModelSpec, NameMap]:
+    """The same with experts."""
+    return _granite(c, "granitemoe_swa", granite_ffn(c), granite_tensors(c), _window_mixers(c))
+
+
+def _window_mixers(c: Config) -> list[AttentionSpec]:
+    thetas = c.get("layer_rope_theta") or [None] * len(c["layer_types"])
+    if len(thetas) != len(c["layer_types"]):
+        raise UnsupportedModel(
+            f"layer_rope_theta has {len(thetas)} entries for {len(c['layer_types'])} layers; they must agree"
+        )
+    usual = rope(c, c["head_dim"])
+    turns = [usual if theta is None else replace(usual, theta=float(theta)) for theta in thetas]
+    return [
+        gqa(c, kind, scale=float(c["attention_multiplier"]), sinks=True, rope=turn if turn.theta else None)
+        for kind, turn in zip(c["layer_types"], turns, strict=True)
+    ]
+
+
+@family(
+    "HyperCLOVAXForCausalLM",
+    model_types=("hyperclovax",),
+    defaults={**SHARED, "attention_multiplier": None, "use_post_norm": True},
+    honours=(*MULTIPLIERS, "use_post_norm"),
+)
+def hyperclovax(c: Config) -> tuple[ModelSpec, NameMap]:
+    """HyperCLOVA X SEED Think: norms behind the mixers; its `logits_scaling` multiplies logits."""
+    if c["attention_multiplier"] is None:
+        c["attention_multiplier"] = c["head_dim"] ** -0.5
+    c["logits_scaling"] = 1 / c["logits_scaling"]
+    names: Rules = {
+        "layers.{i}.attn.post_norm": f"{L}.post_norm1",
+        "layers.{i}.ffn.post_norm": f"{L}.post_norm2",
+    }
+    return _granite(c, "hyperclovax", mlp(c), names, post_norm=norm(c) if c["use_post_norm"] else None)
+
+
+def _granite(
+    c: Config,
+    name: str,
+    ffn: MlpSpec | MoeSpec,
+    names: Rules,
+    mixers: list[AttentionSpec] | None = None,
+    post_norm: NormSpec | None = None,
+) -> tuple[ModelSpec, NameMap]:
     each, scale = norm(c), c["residual_multiplier"]
-    attn = BranchSpec("attn", gqa(c, scale=float(c["attention_multiplier"])), each, scale=scale)
-    layers = [(attn, BranchSpec("ffn", ffn, each, scale=scale))] * len(c["layer_types"])
+    usual = [gqa(c, scale=float(c["attention_multiplier"]))] * len(c["layer_types"])
+    feed = BranchSpec("ffn", ffn, each, post_norm, scale)
+    layers = [(BranchSpec("attn", mixer, each, post_norm, scale), feed) for mixer in mixers or usual]
     spec = model(
         c,
         name,

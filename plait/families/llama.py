@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.families.common.detection import SECOND_NORM, ArchitectureMarker, Detection, Q, has_rope
@@ -116,25 +117,28 @@ def qwen2(c: Config) -> tuple[ModelSpec, NameMap]:
 )
 def qwen3(c: Config) -> tuple[ModelSpec, NameMap]:
     """Qwen3: a norm on every head of q and k."""
-    return dense(c, "qwen3", norm(c))
+    return dense(c, "qwen3", qk_norm=norm(c))
 
 
 def dense(
     c: Config,
     name: str,
-    qk_norm: NormSpec | None = None,
     *,
     each: NormSpec | None = None,
     ffn: MlpSpec | None = None,
     interleaved: bool = False,
     names: Rules = NO_RULES,
+    **changes: Any,
 ) -> tuple[ModelSpec, NameMap]:
-    """A dense transformer in Llama's names. `each`: its norms; `names`: of tensors with other ones."""
+    """A dense transformer in Llama's names. `each`: its norms; `names`: of tensors with other ones.
+
+    `changes` are fields of the attention that differ from the usual.
+    """
     each, feed = each or norm(c), ffn or mlp(c)
 
     def layer(kind: str) -> tuple[BranchSpec, BranchSpec]:
         positions = rope(c, c["head_dim"], kind, interleaved=interleaved)
-        mixer = gqa(c, kind, rope=positions, qk_norm=qk_norm)
+        mixer = gqa(c, kind, **{"rope": positions, **changes})
         return BranchSpec("attn", mixer, each), BranchSpec("ffn", feed, each)
 
     usual = at(TEXT_PREFIXES, transformer)

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 from plait.checkpoint.names import NameMap, Rules
+from plait.errors import UnsupportedModel
 from plait.families.common.recipes import either, expert_tensors, flat, transformer, unused_patterns
 from plait.families.common.registry import family
-from plait.families.common.spec_builders import gqa, mlp, model, norm, rope, sigmoid_router, softmax_moe
+from plait.families.common.spec_builders import (
+    gqa,
+    mlp,
+    model,
+    norm,
+    require,
+    rope,
+    sigmoid_router,
+    softmax_moe,
+)
 from plait.families.config.normalize import Config
 from plait.spec import BranchSpec, ModelSpec, MoeSpec, RouterSpec
 
 L = "model.layers.{i}"
 FFN, MLP = "layers.{i}.ffn", f"{L}.mlp"
+QK = (("q", "query"), ("k", "key"))
 SILU = {"norm_eps": 1e-6, "hidden_act": "silu"}
-SHARED: Rules = {f"{FFN}.shared.{{x}}": f"{MLP}.shared_experts.{{x}}_proj"}
+SHARED: Rules = {
+    f"{FFN}.shared.{{x}}": (f"{MLP}.shared_experts.{{x}}_proj", f"{MLP}.shared_mlp.{{x}}_proj"),
+}
 
 
 @family(
@@ -110,6 +123,75 @@ def solar_open(c: Config) -> tuple[ModelSpec, NameMap]:
 
 
 @family(
+    "HYV3ForCausalLM",
+    model_types=("hy_v3",),
+    defaults={
+        "norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "head_dim": 128,
+        "rope_theta": 11_158_840.0,
+        "routed_scaling_factor": 2.826,
+        "num_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 1,
+        "qk_norm": True,
+    },
+    honours=("qk_norm",),
+)
+def hy3(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Hy3: Qwen3's attention; a dense layer, then experts with sigmoid scores and a correction bias."""
+    require(c, "Hy3", route_norm=(True,), moe_router_use_sigmoid=(True,), scoring_func=("sigmoid",))
+    attn = BranchSpec("attn", gqa(c, qk_norm=norm(c) if c["qk_norm"] else None), norm(c))
+    router = RouterSpec("sigmoid", True, 1e-20, float(c["routed_scaling_factor"]))
+    bias: Rules = {f"{FFN}.router_bias": (f"{MLP}.expert_bias", f"{MLP}.e_score_correction_bias")}
+    return _with_shared_experts(c, "hy_v3", [attn] * len(c["layer_types"]), router, bias)
+
+
+@family(
+    "HunYuanMoEV1ForCausalLM",
+    model_types=("hunyuan_v1_moe",),
+    defaults={"norm_eps": 1e-5, "hidden_act": "silu", "use_qk_norm": True, "num_experts_per_tok": 1},
+    honours=("use_qk_norm",),
+)
+def hunyuan_moe(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Hunyuan A13B: norms of q and k behind the rotation, a feed-forward next to the experts."""
+    for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "num_shared_experts"):
+        if isinstance(value := c.get(key), list):
+            if len(set(value)) != 1:
+                raise UnsupportedModel(f"{key} that differs from layer to layer is not implemented")
+            c[key] = value[0]
+    require(c, "Hunyuan", use_mixed_mlp_moe=(True,), use_cla=(False,), moe_layer_num_skipped=(0,))
+    each = norm(c)
+    qk_norm = each if c["use_qk_norm"] else None
+    attn = BranchSpec("attn", gqa(c, qk_norm=qk_norm, qk_norm_last=True), each)
+    c["num_shared_experts"] = c.get("num_shared_experts") or 1
+    names: Rules = {
+        f"{FFN}.router": f"{MLP}.gate.wg",
+        **{f"layers.{{i}}.attn.{x}_norm": f"{L}.self_attn.{y}_layernorm" for x, y in QK},
+    }
+    return _with_shared_experts(c, "hunyuan_v1_moe", [attn] * len(c["layer_types"]), RouterSpec(), names)
+
+
+@family(
+    "MellumForCausalLM",
+    model_types=("mellum",),
+    defaults={
+        **SILU,
+        "head_dim": 128,
+        "rope_theta": 5e5,
+        "rope_local_base_freq": 1e4,
+        "norm_topk_prob": True,
+    },
+    honours=("sliding_window",),
+)
+def mellum(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Mellum 2: Qwen3-MoE with windows, which have a rope of their own."""
+    each = norm(c)
+    attns = [BranchSpec("attn", gqa(c, kind, qk_norm=each), each) for kind in c["layer_types"]]
+    return _with_shared_experts(c, "mellum", attns, RouterSpec(renormalize=c["norm_topk_prob"]))
+
+
+@family(
     *("Ernie4_5_MoeForCausalLM", "Ernie4_5MoeForCausalLM"),
     model_types=("ernie4_5_moe",),
     defaults={
@@ -139,7 +221,8 @@ def ernie_moe(c: Config) -> tuple[ModelSpec, NameMap]:
 
 
 def _experts(c: Config) -> Rules:
-    return {f"{FFN}.router": f"{MLP}.gate", **expert_tensors(FFN, MLP, c["num_experts"])}
+    routers = (f"{MLP}.gate", f"{MLP}.router.gate")
+    return {f"{FFN}.router": routers, **expert_tensors(FFN, MLP, c["num_experts"])}
 
 
 def _sparse(c: Config, name: str, attn: BranchSpec, moe: MoeSpec, names: Rules) -> tuple[ModelSpec, NameMap]:
@@ -150,7 +233,7 @@ def _sparse(c: Config, name: str, attn: BranchSpec, moe: MoeSpec, names: Rules) 
 
 
 def _with_shared_experts(
-    c: Config, name: str, attns: list[BranchSpec], router: RouterSpec, bias: Rules | None = None
+    c: Config, name: str, attns: list[BranchSpec], router: RouterSpec, own: Rules | None = None
 ) -> tuple[ModelSpec, NameMap]:
     """Experts next to shared ones, and dense layers where the config has them."""
     size, shared = c["moe_intermediate_size"], c.get("num_shared_experts")
@@ -160,6 +243,9 @@ def _with_shared_experts(
     if "dense" in c["mlp_layer_types"]:
         ffn["dense"] = BranchSpec("ffn", mlp(c), norm(c))
     correction: Rules = {f"{FFN}.router_bias": f"{MLP}.gate.e_score_correction_bias"}
-    names: Rules = {**(bias or correction), **SHARED, **_experts(c)}
+    names: Rules = {**SHARED, **_experts(c), **(own or correction)}
     layers = [(attn, ffn[kind]) for attn, kind in zip(attns, c["mlp_layer_types"], strict=True)]
-    return model(c, name, layers), NameMap(names, transformer(), ignored=unused_patterns(c))
+    # What predicts a second token for speculation is behind the layers; the model is whole without it.
+    extra = range(len(layers), len(layers) + (c.get("num_nextn_predict_layers") or 0))
+    unused = unused_patterns(c, r"^mtp\.", *(rf"^model\.layers\.{i}\." for i in extra))
+    return model(c, name, layers), NameMap(names, transformer(), ignored=unused)

@@ -1,4 +1,4 @@
-"""Phi 3, 3.5, 4 and 4-mini: Llama with q, k and v as one tensor, and gate and up as another."""
+"""Phi 1 and 2; Phi 3, 3.5, 4 and 4-mini: Llama with q, k and v as one tensor, gate and up as another."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from plait.checkpoint.names import NameMap, Rules
 from plait.families.common.detection import ArchitectureMarker, Detection, has_rope
 from plait.families.common.recipes import split_gate_up, split_qkv, transformer, unused_patterns
 from plait.families.common.registry import family
-from plait.families.common.spec_builders import ENDLESS, gqa, mlp, model, norm
+from plait.families.common.spec_builders import ENDLESS, gqa, mlp, model, norm, plain_mlp, side_by_side
 from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import FULL, Config
 from plait.families.gguf.arch import plain_arch
@@ -81,6 +81,28 @@ def phi3(c: Config) -> tuple[ModelSpec, NameMap]:
     layer = "model.layers.{i}"
     names = _names(c, f"{layer}.self_attn.qkv_proj", f"{layer}.mlp.gate_up_proj")
     return model(c, "phi3", layers), NameMap(names, transformer(), ignored=unused_patterns(c))
+
+
+@family(
+    "PhiForCausalLM",
+    model_types=("phi",),
+    defaults={"norm_eps": 1e-5, "hidden_act": "gelu_pytorch_tanh", "partial_rotary_factor": 0.5},
+)
+def phi(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Phi 1, 1.5 and 2: attention and a plain feed-forward side by side; biases everywhere."""
+    each, mix, theirs = norm(c, "layer"), "layers.{i}.mix", "model.layers.{i}"
+    layers = [side_by_side(gqa(c), plain_mlp(c), each)] * len(c["layer_types"])
+    names: Rules = {
+        "embed": "model.embed_tokens",
+        "norm": "model.final_layernorm",
+        "head": "lm_head",
+        f"{mix}.norm": f"{theirs}.input_layernorm",
+        f"{mix}.attn.o": f"{theirs}.self_attn.dense",
+        f"{mix}.attn.{{x}}": f"{theirs}.self_attn.{{x}}_proj",
+        f"{mix}.ffn.up": f"{theirs}.mlp.fc1",
+        f"{mix}.ffn.down": f"{theirs}.mlp.fc2",
+    }
+    return model(c, "phi", layers, norm=each), NameMap(names, ignored=unused_patterns(c))
 
 
 def _names(c: Config, qkv: str, gate_up: str) -> Rules:

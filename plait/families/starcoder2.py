@@ -7,10 +7,10 @@ from plait.families.common.detection import ArchitectureMarker, Detection, Q
 from plait.families.common.hf_config import HfConfig
 from plait.families.common.recipes import transformer, unused_patterns
 from plait.families.common.registry import family
-from plait.families.common.spec_builders import gqa, model, norm
+from plait.families.common.spec_builders import gqa, model, norm, plain_mlp
 from plait.families.config.normalize import Config
 from plait.families.gguf.arch import plain_arch
-from plait.spec import BranchSpec, MlpSpec, ModelSpec
+from plait.spec import BranchSpec, ModelSpec
 
 
 @family(
@@ -27,7 +27,7 @@ from plait.spec import BranchSpec, MlpSpec, ModelSpec
 def starcoder2(c: Config) -> tuple[ModelSpec, NameMap]:
     """StarCoder2 3b, 7b and 15b; the last has a window in every layer."""
     each = norm(c, "layer")
-    ffn = BranchSpec("ffn", MlpSpec(c["intermediate_size"], c["hidden_act"], gated=False), each)
+    ffn = BranchSpec("ffn", plain_mlp(c), each)
     layers = [(BranchSpec("attn", gqa(c, kind), each), ffn) for kind in c["layer_types"]]
     names: Rules = {
         "layers.{i}.ffn.up": "model.layers.{i}.mlp.c_fc",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from plait import spec
@@ -12,7 +13,7 @@ from plait.memory import State
 from plait.model.layers.layers import Batch, Embedding, LmHead, Norm
 from plait.model.mixers.registry import build
 from plait.model.shared_block import SharedBlockUse
-from plait.ops.activation import combine, rescale
+from plait.ops.activation import combine, rescale, scale_rows
 from plait.ops.ranks import sum_ranks
 from plait.ops.rows import take_rows
 from plait.state.store import StateStore
@@ -32,8 +33,9 @@ class Branch:
         self.states: dict[str, State] = {**self.mixer.states, **(self.aside.states if self.aside else {})}
         self.post_norm = Norm(s.post_norm, w.scope("post_norm"), hidden_size) if s.post_norm else None
         self._combine, self._rescale = w.bind(combine), w.bind(rescale)
-        self._comm, self._dtype = w.target.comm, w.target.dtype
-        self._is_summed = getattr(self.mixer, "is_summed", False)
+        self._ranks = None if getattr(self.mixer, "is_summed", False) else (w.target.comm, w.target.dtype)
+        self.factor = w.tensor("factor", (1,), torch.float32) if s.factor else None
+        self._scale_rows = w.bind(scale_rows) if s.factor else None
 
     def enter(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
         """Add what the last branch gave, and norm it: (x that stays, h), both [T, hidden]."""
@@ -59,10 +61,16 @@ class Branch:
             return x
         return h if self.keep == 1.0 else self._rescale(h, self.keep, None)
 
+    def leave(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(x, what is to be added to it): both in one, times the factor, if there is one."""
+        if self.factor is None or self._scale_rows is None:
+            return x, delta
+        return self._scale_rows(self._combine(x, delta, 1.0), self.factor.expand(len(x), 1)), None
+
     def __call__(self, h: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """What is to be added to x, [T, hidden]."""
         h = self.mixer(h, batch, store)
-        h = h if self._is_summed else sum_ranks(self._comm, h, self._dtype)
+        h = sum_ranks(h, *self._ranks) if self._ranks else h
         h = self.post_norm(h) if self.post_norm else h
         return h if self.scale == 1.0 else self._rescale(h, self.scale, None)
 
@@ -91,11 +99,11 @@ class Decoder:
     def hidden(self, batch: Batch, store: StateStore) -> Tensor:
         """What the model makes of every token, after the last norm: [T, hidden]. The states move on."""
         batch = replace(batch, step={})
-        x = embeddings = self.embed(batch.token_ids)
+        x = embeddings = self.embed(batch.token_ids, batch.positions)
         delta = None
         for branch in self.branches:
             x, h = branch.enter_beside(x, delta, embeddings, batch, store)
-            delta = branch(h, batch, store)
+            x, delta = branch.leave(x, branch(h, batch, store))
         _, h = self.norm.add(x, delta)
         return h
 

@@ -79,7 +79,7 @@ class SharedBlockUse:
         return self.out(self._sum(block.down(self._activate(up, self.spec.activation, True))))
 
     def _sum(self, x: Tensor) -> Tensor:
-        return sum_ranks(self._comm, x, self._dtype)
+        return sum_ranks(x, self._comm, self._dtype)
 
     def _attended(self, h: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """h: [T, 2 hidden] -> [T, heads * d]."""

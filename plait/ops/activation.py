@@ -95,6 +95,37 @@ def _gate_rows_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) 
     return (x, torch.randn(case["tokens"], 1, dtype=dtype, device=device)), {}
 
 
+@op(cases=[*CASES[:3], dict(tokens=5, heads=3, size=24)])
+def scale_rows(x: Tensor, by: Tensor) -> Tensor:
+    """x · by, one number for each row. x: [T, n] or [T, heads, n], by: [T, 1] float32 -> x's shape, dense."""
+    return (x * by.view(-1, *(1,) * (x.dim() - 1))).to(x.dtype)
+
+
+@scale_rows.inputs
+def _scale_rows_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+    shape = (case["tokens"], *((case["heads"],) if "heads" in case else ()), 2 * case["size"])
+    x = torch.randn(shape, dtype=dtype, device=device).chunk(2, -1)[0]
+    return (x, torch.randn(case["tokens"], 1, device=device)), {}
+
+
+@op(cases=CASES[:4])
+def xielu(x: Tensor, curve: Tensor) -> Tensor:
+    """xIELU (Huang & Schlag 2024): a square above 0, an exponential below, a slope for both.
+
+    curve: [4] float32, the factors of both sides, the slope, and where the lower side begins. x: [T, n].
+    """
+    above, below, slope, edge = curve.unbind()
+    wide = x.float()
+    bent = (torch.expm1(torch.minimum(wide, edge)) - wide) * below
+    return (torch.where(wide > 0, above * wide * wide, bent) + slope * wide).to(x.dtype)
+
+
+@xielu.inputs
+def _xielu_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+    wide = 3 * torch.randn(case["tokens"], 2 * case["size"], dtype=dtype, device=device)
+    return (wide.chunk(2, -1)[0], torch.tensor([0.8, 1.3, 0.5, -1e-6], device=device)), {}
+
+
 @elementwise_op()
 def gate(x: Tensor, by: Tensor) -> Tensor:
     """x · sigmoid(by), number by number: attention that closes its own output (Qiu et al. 2025).

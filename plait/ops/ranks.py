@@ -39,7 +39,7 @@ class Alone:
         return (x,)
 
 
-def sum_ranks(comm: Comm, x: Tensor, dtype: torch.dtype) -> Tensor:
+def sum_ranks(x: Tensor, comm: Comm, dtype: torch.dtype) -> Tensor:
     """The sum over ranks of what each passed, like x, in `dtype`: added in float32 in the tree's order."""
     if comm.rank.size == 1:
         return x if x.dtype == dtype else x.to(dtype)

@@ -136,6 +136,12 @@ def _divisors(rope: RopeSpec, p: Mapping[str, Any], _: int) -> Scaled:
     return _plain(rope.dim, rope.theta) / torch.tensor(p["divisors"]).float(), 1.0
 
 
+def _proportional(rope: RopeSpec, p: Mapping[str, Any], _: int) -> Scaled:
+    """Gemma 4: the first pairs of a head turn as they would in a whole one, the others do not."""
+    inv, turned = _plain(rope.dim, rope.theta), int(p["share"] * rope.dim // 2)
+    return torch.where(torch.arange(len(inv)) < turned, inv, 0.0) / (p.get("factor") or 1.0), 1.0
+
+
 _KINDS: Mapping[str, Callable[[RopeSpec, Mapping[str, Any], int], Scaled]] = {
     "default": _default,
     "linear": _linear,
@@ -144,6 +150,7 @@ _KINDS: Mapping[str, Callable[[RopeSpec, Mapping[str, Any], int], Scaled]] = {
     "yarn": _yarn,
     "longrope": _longrope,
     "divisors": _divisors,
+    "proportional": _proportional,
 }
 KNOWN_KINDS = frozenset(_KINDS)
 

@@ -7,9 +7,12 @@ process ends, and its supervisor starts another, which replays the streams.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from plait.errors import DeviceLost, clip_text
+from plait.schedule.plan import Sampled, Ticket
 
 # How errors of CUDA's runtime, of its libraries and of Triton's launcher begin.
 WORDS = ("CUDA error", "Triton Error [CUDA]", "CUBLAS_STATUS", "CUDNN_STATUS", "cuSOLVER error", "NCCL error")
@@ -34,3 +37,23 @@ def _answers(device: torch.device) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedTicket:
+    """A ticket that reports the loss of the device as what it is."""
+
+    ticket: Ticket
+    device: torch.device
+
+    @property
+    def can_be_followed(self) -> bool:
+        return self.ticket.can_be_followed
+
+    def wait(self) -> list[Sampled]:
+        """The answers. Raises DeviceLost, and what the ticket raises."""
+        try:
+            return self.ticket.wait()
+        except RuntimeError as error:
+            check_lost(error, self.device)
+            raise

@@ -1,8 +1,8 @@
-"""What runs a step that was recorded once: on a CPU a native program, on a device graphs."""
+"""What runs a step: on a CPU a native program, on a device graphs, each recorded once; and on all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from msgspec.structs import replace
@@ -10,6 +10,15 @@ from torch import Tensor
 
 from plait.errors import EngineError
 from plait.schedule.plan import Sampled, SamplingBatch, StepPlan, Ticket
+
+Run = Callable[[StepPlan, SamplingBatch], Ticket]
+
+
+class Lead(Protocol):
+    """Sends to the other ranks of a model what rank 0 is about to run, and checks what they did."""
+
+    def launch(self, run: Run, plan: StepPlan, sampling: SamplingBatch) -> Ticket: ...
+    def score(self, run: Callable[[], Tensor], token_ids: Sequence[int], chunk_size: int) -> Tensor: ...
 
 
 class Replay(Protocol):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,11 +14,11 @@ from plait.memory import block_groups, has_slots
 from plait.model.decoder import Decoder
 from plait.ops.registry import Binding
 from plait.runner.device_graphs import DeviceReplay
-from plait.runner.device_loss import check_lost
+from plait.runner.device_loss import CheckedTicket, check_lost
 from plait.runner.graph_backends import GraphBackend
 from plait.runner.inputs import build_batch
 from plait.runner.program import record_program
-from plait.runner.replay import Replay, add_pooled
+from plait.runner.replay import Lead, Replay, add_pooled
 from plait.runner.sampler import Sampler
 from plait.runner.static_batch import Capacity, NativeExecutor
 from plait.schedule.plan import (
@@ -31,42 +29,12 @@ from plait.schedule.plan import (
     Drop,
     Load,
     Move,
-    Sampled,
     SamplingBatch,
     Save,
     StepPlan,
     Ticket,
 )
 from plait.state.store import StateStore
-
-
-@dataclass(frozen=True, slots=True)
-class CheckedTicket:
-    """A ticket that reports the loss of the device as what it is."""
-
-    ticket: Ticket
-    device: torch.device
-
-    @property
-    def can_be_followed(self) -> bool:
-        return self.ticket.can_be_followed
-
-    def wait(self) -> list[Sampled]:
-        """The answers. Raises DeviceLost, and what the ticket raises."""
-        try:
-            return self.ticket.wait()
-        except RuntimeError as error:
-            check_lost(error, self.device)
-            raise
-
-
-class Lead(Protocol):
-    """Sends to the other ranks of a model what rank 0 is about to run, and checks what they did."""
-
-    def launch(
-        self, run: Callable[[StepPlan, SamplingBatch], Ticket], plan: StepPlan, sampling: SamplingBatch
-    ) -> Ticket: ...
-    def score(self, run: Callable[[], Tensor], token_ids: Sequence[int], chunk_size: int) -> Tensor: ...
 
 
 class ModelRunner:

@@ -59,7 +59,7 @@ def test_columns_that_ranks_sum_give_the_whole_product(storage: str, shares: int
             cuts.inputs("down")[comm.rank.index][-1][1],
         )
         assert linear.n_in == stop - start
-        return sum_ranks(comm, linear(x[:, start:stop]), torch.float32)
+        return sum_ranks(linear(x[:, start:stop]), comm, torch.float32)
 
     first, second = run_ranks(work, 2, shares)
     assert torch.equal(first, second)

@@ -63,10 +63,10 @@ def decoder(found: Resolved, checkpoint: Checkpoint, chip: Chip | None = None) -
 class Session:
     """Two sequences of one model in one memory."""
 
-    def __init__(self, model: Decoder, block_size: int = BLOCK) -> None:
+    def __init__(self, model: Decoder, block_size: int | None = None) -> None:
         self.model, self.groups = model, block_groups(model.states)
         blocks = {g.name: 32 for g in self.groups}
-        self.store = StateStore(model.states, blocks, 6, block_size, CPU, torch.float32)
+        self.store = StateStore(model.states, blocks, 6, block_size or BLOCK, CPU, torch.float32)
         order = torch.randperm(31, generator=torch.Generator().manual_seed(3)) + 1
         self.tables = [tuple(order[:8].tolist()), tuple(order[8:16].tolist())]
         self.slots = (4, 2)
@@ -93,7 +93,7 @@ def whole(model: Decoder, ids: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def in_pieces(model: Decoder, ids: Sequence[Tensor], block_size: int = BLOCK) -> list[Tensor]:
+def in_pieces(model: Decoder, ids: Sequence[Tensor], block_size: int | None = None) -> list[Tensor]:
     """Both sequences side by side in `PIECES`; the logits of all their tokens."""
     session, done = Session(model, block_size), [0, 0]
     parts: list[list[Tensor]] = [[], []]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.families import tiny_attention, tiny_dense, tiny_linear, tiny_ssm
+from tests.families import tiny_attention, tiny_dense, tiny_linear, tiny_moe, tiny_ssm
 from tests.families.variant import Variant
 
 SIZES = {
@@ -283,21 +284,20 @@ VARIANTS: dict[str, Variant] = {
     ),
 }
 VARIANTS |= tiny_dense.VARIANTS | tiny_attention.VARIANTS | tiny_ssm.VARIANTS | tiny_linear.VARIANTS
+VARIANTS |= tiny_moe.VARIANTS
 
 
 def write(name: str, folder: Path, variant: Variant | None = None) -> None:
     """A checkpoint of this variant: config.json, model.safetensors, and oracle.pt with ids and logits."""
     variant = variant or VARIANTS[name]
-    sizes = {k: v for k, v in SIZES.items() if variant.config != "Mamba2Config" or k not in _NO_MAMBA}
-    config = getattr(transformers, variant.config)(**{**sizes, **variant.changes})
+    kind = getattr(transformers, variant.config)
+    known = {f.name for f in fields(kind)} | set(kind.attribute_map)
+    config = kind(**{**{k: v for k, v in SIZES.items() if k in known}, **variant.changes})
     model = transformers.AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation="eager"
     ).eval()
     randomize(model, one_plus=any(word in name for word in ("gemma", "qwen3_next", "qwen3_5")))
     save(model, folder)
-
-
-_NO_MAMBA = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "max_position_embeddings")
 
 
 def randomize(model: torch.nn.Module, *, one_plus: bool) -> None:
@@ -339,8 +339,9 @@ def with_old_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     elif "full_attention" in parameters:
         old["rope_local_base_freq"] = parameters["sliding_attention"]["rope_theta"]
         parameters = dict(parameters["full_attention"])
-        old["sliding_window_pattern"] = 6
-        del old["layer_types"]
+        if old["model_type"].startswith("gemma3"):
+            old["sliding_window_pattern"] = 6
+            del old["layer_types"]
     if parameters:
         old["rope_theta"] = parameters.pop("rope_theta")
         old["partial_rotary_factor"] = parameters.pop("partial_rotary_factor", None)

@@ -100,7 +100,8 @@ def _declare(writer: gguf.GGUFWriter, entry: TensorEntry) -> None:
         writer.add_tensor_info(entry.name, shape, np.dtype(np.uint8), entry.nbytes, kind)
     else:
         assert entry.nbytes == prod(entry.shape) * entry.kind.itemsize
-        writer.add_tensor_info(entry.name, entry.shape, np.dtype(np.float32), entry.nbytes, TYPES[entry.kind])
+        shape = entry.shape or (1,)  # a single number, which the format only has as a row
+        writer.add_tensor_info(entry.name, shape, np.dtype(np.float32), entry.nbytes, TYPES[entry.kind])
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any, types: tuple[int, ...] | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -75,6 +75,20 @@ class Shifted(NameMap):
         return Derived(lambda *w, **own: as_tensor(made(*w, **own)).float() + by, source.sources), found
 
 
+def turn(source: str) -> Derived:
+    """A matrix that is stored as [in, out]."""
+    return Derived(lambda w, **_: as_tensor(w).T.contiguous(), (source,), (Back(lambda w: w.T),))
+
+
+def skip_rows(count: int, source: str) -> Derived:
+    """A table without its first rows, which no model reads."""
+
+    def whole(w: Tensor) -> Tensor:
+        return torch.cat([w.new_zeros(count, w.shape[1]), w])
+
+    return Derived(lambda w, **_: take_rows(w, count, w.shape[0]), (source,), (Back(whole),))
+
+
 def reorder_rows(order: Tensor, source: str) -> Derived:
     """All rows in another order: ours is row `order[i]` of theirs at place i, in its own storage."""
     inverse = order.argsort()
@@ -101,6 +115,20 @@ def flat(source: str) -> Derived:
 def conv(source: str) -> Derived:
     """A depthwise kernel [C, 1, K] or [C, K] as [C, K]."""
     return Derived(lambda w, **_: as_tensor(w).flatten(1), (source,), (Back(),))
+
+
+def join_vectors(count: int, source: str) -> Derived:
+    """One vector of `count` that are stored apart, as `source.0.weight` and so on."""
+
+    def part(h: int) -> Callable[[Tensor], Tensor]:
+        return lambda w: w.view(count, -1)[h]
+
+    sources = tuple(f"{source}.{h}.weight" for h in range(count))
+    return Derived(
+        lambda *w, **_: torch.cat([as_tensor(x) for x in w]),
+        sources,
+        tuple(Back(part(h)) for h in range(count)),
+    )
 
 
 def half(index: int, source: str) -> Derived:
@@ -132,6 +160,34 @@ def split_qkv(c: Config, ours: str, theirs: str) -> dict[str, Source]:
         for i, x in enumerate("qkv")
         for suffix in ("weight", "bias")
     }
+
+
+def split_rows(ours: str, theirs: str, rows: Mapping[str, Tensor]) -> dict[str, Source]:
+    """Linear layers of one tensor, each with the rows of theirs that `rows` lists under its name."""
+    back = torch.cat(list(rows.values())).argsort()
+
+    def join(*parts: Tensor) -> Tensor:
+        return torch.cat(parts)[back]
+
+    def pick(index: Tensor) -> Callable[..., Stored]:
+        return lambda w, **_: pick_rows(w, index)
+
+    return {
+        f"{ours}.{x}.{suffix}": Derived(
+            pick(index), (f"{theirs}.{suffix}",), (Back(at=i, of=len(rows), join=join),)
+        )
+        for i, (x, index) in enumerate(rows.items())
+        for suffix in ("weight", "bias")
+    }
+
+
+def split_grouped_qkv(c: Config, ours: str, theirs: str) -> dict[str, Source]:
+    """q, k and v of one tensor: of each key and value head its queries, its key and its value."""
+    groups, dim = c["num_key_value_heads"], c["head_dim"]
+    each = c["num_attention_heads"] // groups
+    rows = torch.arange(groups * (each + 2) * dim).view(groups, each + 2, dim)
+    places = (rows[:, :each], rows[:, each], rows[:, each + 1])
+    return split_rows(ours, theirs, {x: at.flatten() for x, at in zip("qkv", places, strict=True)})
 
 
 def split_gate_up(ours: str, theirs: str) -> dict[str, Source]:
@@ -222,7 +278,11 @@ def ends(prefix: str = "model.") -> dict[str, Source]:
 
 
 def attention_tensors(ours: str, theirs: str) -> dict[str, Source]:
-    return {f"{ours}.{{x}}_norm": f"{theirs}.{{x}}_norm", f"{ours}.{{x}}": f"{theirs}.{{x}}_proj"}
+    return {
+        f"{ours}.sinks": f"{theirs}.sinks",
+        f"{ours}.{{x}}_norm": f"{theirs}.{{x}}_norm",
+        f"{ours}.{{x}}": f"{theirs}.{{x}}_proj",
+    }
 
 
 def transformer(prefix: str = "model.") -> dict[str, Source]:

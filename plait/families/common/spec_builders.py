@@ -15,10 +15,12 @@ from plait.spec import (
     BranchSpec,
     Mamba1Spec,
     Mamba2Spec,
+    Mixer,
     MlpSpec,
     ModelSpec,
     MoeSpec,
     NormSpec,
+    ParallelSpec,
     RopeSpec,
     RouterSpec,
 )
@@ -42,6 +44,8 @@ def rope(c: Config, dim: int, kind: str = FULL, *, interleaved: bool = False) ->
 
 
 def window(c: Config, kind: str) -> int | None:
+    if kind == "chunked_attention":
+        raise UnsupportedModel("layer_types has chunked_attention, which only Llama 4 is known to have")
     return int(c["sliding_window"]) if kind == SLIDING else None
 
 
@@ -61,6 +65,19 @@ def gqa(c: Config, kind: str = FULL, **changes: Any) -> AttentionSpec:
 
 def mlp(c: Config, size: int | None = None) -> MlpSpec:
     return MlpSpec(c["intermediate_size"] if size is None else size, c["hidden_act"])
+
+
+def plain_mlp(c: Config) -> MlpSpec:
+    """Two linear layers, an activation between them, no gate."""
+    size = c.get("intermediate_size") or 4 * c["hidden_size"]
+    return MlpSpec(size, c["hidden_act"], gated=False)
+
+
+def side_by_side(attn: Mixer, ffn: Mixer, each: NormSpec, *, apart: bool = False) -> tuple[BranchSpec]:
+    """A layer of one branch: attention and feed-forward read one norm, or each its own if `apart`."""
+    norms = {"attn": each, "ffn": each} if apart else {}
+    mixer = ParallelSpec({"attn": attn, "ffn": ffn}, norms)
+    return (BranchSpec("mix", mixer, None if apart else each),)
 
 
 def softmax_moe(c: Config, **changes: Any) -> MoeSpec:
@@ -111,6 +128,14 @@ def mamba1(c: Config, **changes: Any) -> Mamba1Spec:
         rank = math.ceil(c["hidden_size"] / 16)
     inner = c.get("mamba_d_ssm") or int(c["mamba_expand"] * c["hidden_size"])
     return replace(Mamba1Spec(inner, c["mamba_d_state"], int(rank), c["mamba_d_conv"]), **changes)
+
+
+def require(c: Config, name: str, **known: tuple[Any, ...]) -> None:
+    """Raises UnsupportedModel for a key that is there with another value than the known ones."""
+    for key, values in known.items():
+        if (value := c.get(key)) is not None and value not in values:
+            listed = ", ".join(map(str, values))
+            raise UnsupportedModel(f"{key} = {value!r} is not implemented for {name}; known: {listed}")
 
 
 def require_silu(c: Config, name: str) -> None:

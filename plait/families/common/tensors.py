@@ -14,7 +14,10 @@ Shapes = Mapping[str, Shape]
 Named = tuple[str, Shape]  # a tensor's whole name and its shape
 LAYER = re.compile(r"^(?P<prefix>.*?)layers\.(?P<i>\d{1,6})\.(?P<rest>.+)$")
 EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight", "embedding.weight")
-HEADS = ("lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weight", "output.weight")
+HEADS = (
+    *("lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weight", "output.weight"),
+    "embed_out.weight",  # GPT-NeoX
+)
 MTP = ("eh_proj.weight", "shared_head.norm.weight")
 OTHERS = ("vision_tower.", "visual.", "audio_tower.", "mtp.", "multi_modal_projector.")
 

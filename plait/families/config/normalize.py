@@ -29,6 +29,7 @@ LAYER_WORDS = {
     "moe": "moe",
     "hybrid": "hybrid",
     "conv": "conv",
+    "chunked_attention": "chunked_attention",
 }
 PATTERN_LETTERS = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}  # Nemotron-H
 ACTIVATIONS = {
@@ -41,22 +42,30 @@ ACTIVATIONS = {
     "relu": "relu",
     "relu2": "relu2",
 }
-ROPE_KINDS = ("default", "divisors", "dynamic", "linear", "llama3", "longrope", "yarn")
+ROPE_KINDS = ("default", "divisors", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")
 ROPE_KEYS = {
     *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "attention_factor", "truncate"),
     *("original_max_position_embeddings", "max_position_embeddings", "beta_fast", "beta_slow", "mscale"),
     *("mscale_all_dim", "low_freq_factor", "high_freq_factor", "long_factor", "short_factor", "divisors"),
-    *("finetuned", "mrope_section", "mrope_interleaved"),  # sections are for images: text turns them alike
+    *(
+        "alpha",
+        "finetuned",
+        "mrope_section",
+        "mrope_interleaved",
+    ),  # sections are for images: text turns them alike
 }
 NESTS = ("text_config", "llm_config", "language_config")
 
 # Ours -> what else it is called; the first that is there and not null is taken.
 ALIASES: Mapping[str, tuple[str, ...]] = {
     "hidden_size": ("d_model", "n_embd"),
+    "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size"),
+    "num_attention_heads": ("n_head",),
+    "rope_theta": ("rotary_emb_base",),
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
     "max_position_embeddings": ("max_seq_len", "n_positions", "model_max_length"),
     "norm_eps": ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon"),
-    "hidden_act": ("hidden_activation", "mlp_hidden_act", "activation_function"),
+    "hidden_act": ("hidden_activation", "mlp_hidden_act", "activation_function", "activation"),
     "head_dim": (
         "attention_head_dim",
         "hidden_size_per_head",
@@ -82,6 +91,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "time_step_limit": ("mamba_dt_limit",),
     "n_group": ("num_expert_group",),
     "sliding_window": ("attention_window_size",),
+    "sliding_window_pattern": ("global_attn_every_n_layers",),
     "full_attn_alpha_factor": ("layernorm_full_attention_alpha",),
     "full_attn_beta_factor": ("layernorm_full_attention_beta",),
     "linear_attn_alpha_factor": ("layernorm_linear_attention_alpha",),
@@ -110,6 +120,11 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
             ),
             *(
                 "add_cross_attention",
+                "mup_enabled",
+                "llama_4_scaling_beta",
+                "use_post_norm",
+                "layer_rope_theta",
+                "scale_attn_by_inverse_layer_idx",
                 "use_long_context",
                 "scale_depth",
                 "dim_model_base",
@@ -174,7 +189,8 @@ def normalize(
         c["sliding_window"] = None
     _heads(c)
     if "hidden_act" in c:
-        c["hidden_act"] = _word(c["hidden_act"], ACTIVATIONS, "hidden_act")
+        own = {"xielu": "xielu"} if defaults.get("hidden_act") == "xielu" else {}
+        c["hidden_act"] = _word(c["hidden_act"], {**ACTIVATIONS, **own}, "hidden_act")
     if _is_unrotated(flat):
         c["no_rope"] = True
     c["rope_parameters"] = _rope(c)
@@ -193,6 +209,9 @@ def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
             kept = {k: v for k, v in flat.items() if k not in NESTS}
             named = ("architectures", "quantization_config", "tie_word_embeddings")
             flat = {**kept, **inner, **{k: kept[k] for k in named if kept.get(k) is not None}}
+    rope = flat.get("rope_parameters") or flat.get("rope_scaling")
+    if isinstance(rope, dict) and "llama_4_scaling_beta" in rope:  # it is of queries, not of rotations
+        flat["llama_4_scaling_beta"] = rope.pop("llama_4_scaling_beta")
     return flat
 
 
@@ -273,9 +292,16 @@ def _rope_kind(c: Config, given: Mapping[str, Any]) -> dict[str, Any]:
         kind = "default"
     p["rope_type"] = _word(kind, {k: k for k in ROPE_KINDS}, "rope_type")
     p.setdefault("rope_theta", c.get("rope_theta") or 10_000.0)
+    if alpha := p.pop("alpha", None):  # Hunyuan: another base, at every length
+        if kind != "dynamic":
+            raise UnsupportedModel(f"alpha of rope_type {kind!r} is not implemented; known: of dynamic")
+        dim = c["head_dim"]
+        p = {"rope_type": "default", "rope_theta": p["rope_theta"] * alpha ** (dim / (dim - 2))}
     share = c["rotary_dim"] / c["head_dim"] if c.get("rotary_dim") and c.get("head_dim") else 1.0
     p.setdefault("partial_rotary_factor", c.get("partial_rotary_factor") or c.get("rotary_pct") or share)
-    if p["rope_type"] not in ("default", "linear", "divisors"):
+    if p["rope_type"] == "proportional":  # the others of a head have a frequency of 0
+        p["share"], p["partial_rotary_factor"] = p["partial_rotary_factor"], 1.0
+    elif p["rope_type"] not in ("default", "linear", "divisors"):
         longest = c.get("max_position_embeddings")
         p.setdefault("max_position_embeddings", longest)
         p.setdefault("original_max_position_embeddings", c.get("original_max_position_embeddings") or longest)
@@ -324,16 +350,26 @@ def _layer_kind(c: Config, i: int) -> str:
     if not c.get("sliding_window"):
         return FULL
     if period := c.get("sliding_window_pattern"):
-        return SLIDING if (i + 1) % period else FULL
+        return _kind_in_pattern(c, i, period)
     match c.get("window_layers", "all"):
         case "last":  # Qwen2, Qwen3
             return SLIDING if i >= c["max_window_layers"] else FULL
         case "unrotated":  # SmolLM3
             return FULL if rotates(c, i) else SLIDING
+        case "between":  # Granite with windows
+            return SLIDING if i % 4 else FULL
         case "alternate":  # Qwen2-MoE
             return SLIDING if i % 2 == 0 and i < c["max_window_layers"] else FULL
         case _:
             return SLIDING
+
+
+def _kind_in_pattern(c: Config, i: int, period: int) -> str:
+    """Windows in all but every n-th layer."""
+    if dense_period := c.get("prefix_dense_sliding_window_pattern"):  # Command A, which counts them apart
+        first = c.get("first_k_dense_replace") or 0
+        i, period = (i, dense_period) if i < first else (i - first, period)
+    return SLIDING if (i + 1) % period else FULL
 
 
 def rotates(c: Config, i: int) -> bool:

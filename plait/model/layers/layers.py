@@ -53,16 +53,27 @@ class Batch:
 
 
 class Embedding:
-    """A table of token vectors, read row by row from the weight's own storage."""
+    """A table of token vectors, read row by row from the weight's own storage.
+
+    Learned positions, where a model has them, are a second table; a norm may follow.
+    """
 
     def __init__(self, s: spec.ModelSpec, w: Weights) -> None:
         table = w.weight("weight", (s.vocab_size, s.hidden_size))
         self.scale, self.dtype = s.embed_scale, w.target.dtype
         self._embed, self.table = bind_table(w.bind, table)
+        self._combine = w.bind(combine) if s.positions else None
+        if s.positions:
+            places = w.weight("positions.weight", (s.positions, s.hidden_size))
+            self._place, self.places = bind_table(w.bind, places)
+        self.norm = Norm(s.embed_norm, w.scope("norm"), s.hidden_size) if s.embed_norm else None
 
-    def __call__(self, token_ids: Tensor) -> Tensor:
-        """token_ids: [T] -> [T, hidden]."""
-        return self._embed(token_ids, self.table, self.scale, self.dtype)
+    def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """token_ids, positions: [T] -> [T, hidden]."""
+        x = self._embed(token_ids, self.table, self.scale, self.dtype)
+        if self._combine:
+            x = self._combine(x, self._place(positions, self.places, 1.0, self.dtype), 1.0)
+        return self.norm(x) if self.norm else x
 
 
 class LmHead:

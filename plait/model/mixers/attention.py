@@ -11,7 +11,8 @@ from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.memory import PagedState, State, group_name
 from plait.model.layers.head_norm import HeadNorm
-from plait.model.layers.layers import Batch, Rope, describe_rope
+from plait.model.layers.layers import Batch, Norm, Rope, describe_rope
+from plait.model.layers.temperature import Temperature
 from plait.model.mixers.registry import mixer
 from plait.ops.activation import gate
 from plait.ops.attention import paged_attention
@@ -26,7 +27,8 @@ def _words(m: spec.AttentionSpec) -> str:
     parts = [f"{kind}, {m.num_heads} heads × {m.head_dim}, {m.num_kv_heads} kv", describe_rope(m.rope)]
     parts += [f"window {m.window}"] if m.window else []
     parts += [f"softcap {m.softcap:g}"] if m.softcap else []
-    parts += ["q and k normed"] if m.qk_norm else []
+    parts += [f"q and k normed{' last' if m.qk_norm_last else ''}"] if m.qk_norm else []
+    parts += ["queries that grow"] if m.temperature else []
     parts += ["sinks"] if m.sinks else []
     parts += ["gated"] if m.gate else []
     return ", ".join(parts)
@@ -53,24 +55,22 @@ class Attention:
         self.o = w.linear("o", in_size=q, out_sizes=(hidden,))
         self.q_norm = HeadNorm(s.qk_norm, s, w.scope("q_norm"), s.num_heads) if s.qk_norm else None
         self.k_norm = HeadNorm(s.qk_norm, s, w.scope("k_norm"), s.num_kv_heads) if s.qk_norm else None
+        self.v_norm = Norm(s.v_norm, w.scope("v_norm"), s.head_dim) if s.v_norm else None
         self.sinks = w.tensor("sinks", (s.num_heads,), torch.float32) if s.sinks else None
         self.rope = Rope(s.rope, w) if s.rope else None
         self._norms = None
         if self.q_norm and self.k_norm:
             self._norms = HeadNorms(self.q_norm.weights, self.k_norm.weights, s.qk_norm_over)
-        self._place, self._attend = w.bind_pair(
-            place_heads,
-            paged_attention,
-            heads=s.num_heads,
-            kv_heads=s.num_kv_heads,
-            dim=s.head_dim,
-            window=s.window,
-            softcap=s.softcap,
-            sinks=s.sinks,
-            activations=w.target.activations,
+        sizes: dict[str, object] = dict(heads=s.num_heads, kv_heads=s.num_kv_heads, dim=s.head_dim)
+        sizes |= dict(window=s.window, softcap=s.softcap, sinks=s.sinks, activations=w.target.activations)
+        self._place, self._attend = (
+            (None, w.bind(paged_attention, **sizes))
+            if s.qk_norm_last  # what places heads norms them first
+            else w.bind_pair(place_heads, paged_attention, **sizes)
         )
         if self.q_norm and self.q_norm.is_gathered:  # no kernel that places heads reaches other ranks
             self._place = None
+        self.temperature = Temperature(s.temperature, w) if s.temperature else None
         self._gate = w.bind(gate) if s.gate else None
         self._parts = [size // s.head_dim for size in parts.values()]
         dtype = w.target.kv_dtype
@@ -84,6 +84,7 @@ class Attention:
         s = self.spec
         heads = self.qkv(x).unflatten(-1, (-1, s.head_dim))  # [T, heads + 2 kv_heads (+ heads), d]
         q, k, v, *closing = heads.split(self._parts, 1)
+        v = self.v_norm(v) if self.v_norm else v
         cache, index = store[self.name], batch.paged[self._group]
         caches = cache["k"], cache["v"]
         where = (index.block_table, index.slot_mapping, batch.query_start, batch.seq_lens)
@@ -91,18 +92,20 @@ class Attention:
         if self._place:
             to = (*caches, index.slot_mapping, batch.positions)
             q = self._place(q, k, v, *to, self._norms, self.rope.rotation if self.rope else None)
+            q = self.temperature(q, batch) if self.temperature else q
             out = self._attend(q, None, None, *caches, *where, *how, batch.step)
         else:
             q, k = self._turned(heads, q, k, batch)
+            q = self.temperature(q, batch) if self.temperature else q
             out = self._attend(q, k, v, *caches, *where, *how)
         out = out.flatten(1)
         return self.o(self._gate(out, closing[0].flatten(1)) if self._gate else out)
 
     def _turned(self, heads: Tensor, q: Tensor, k: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Queries and keys, normed and rotated. heads: both, and what is behind them."""
-        if self.q_norm and self.k_norm:
+        if self.q_norm and self.k_norm and not self.spec.qk_norm_last:
             q, k = self.q_norm(q), self.k_norm(k)
             return (self.rope(q, batch.positions), self.rope(k, batch.positions)) if self.rope else (q, k)
         if self.rope:  # both at once, as they lie
             q, k = self.rope(heads[:, : sum(self._parts[:2])], batch.positions).split(self._parts[:2], 1)
-        return q, k
+        return (self.q_norm(q), self.k_norm(k)) if self.q_norm and self.k_norm else (q, k)

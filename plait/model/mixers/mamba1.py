@@ -76,7 +76,7 @@ class Mamba1:
         state = store[self.name]
         h, gate = self.in_proj(x).chunk(2, -1)
         h = self.conv(h, batch, state["conv"])
-        mapped = sum_ranks(self._comm, self.x_proj(h), h.dtype)
+        mapped = sum_ranks(self.x_proj(h), self._comm, h.dtype)
         step, B, C = mapped.split(list(self.sizes.values()), -1)
         dt = self.dt_proj(self.step_norm(step) if self.step_norm else step)
         return self.out(self._scan(h, gate, (dt, self.A, B, C, self.D, state["ssm"]), batch))

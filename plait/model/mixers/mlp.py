@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from plait import spec
@@ -11,7 +12,7 @@ from plait.checkpoint.weights import Weights
 from plait.memory import State
 from plait.model.layers.layers import Batch
 from plait.model.mixers.registry import mixer
-from plait.ops.activation import activate
+from plait.ops.activation import activate, xielu
 from plait.ops.glu import glu
 from plait.partition import Cut, Division, Rank, join_ranges, sum_of, width
 from plait.state.store import StateStore
@@ -41,7 +42,10 @@ class Mlp:
         names = ("gate", "up") if s.gated else ("up",)
         self.up = w.linear(*names, in_size=hidden, out_sizes=(s.size,) * len(names))
         self.down = w.linear("down", in_size=s.size, out_sizes=(hidden,))
-        self._activate = w.bind(activate, kind=s.activation, gated=s.gated)
+        self._curve = w.tensor("curve", (4,), torch.float32) if s.activation == "xielu" else None
+        self._activate = (
+            w.bind(activate, kind=s.activation, gated=s.gated) if self._curve is None else w.bind(xielu)
+        )
         self._glu = w.bind(glu, kind=s.activation, up=self.up) if s.gated else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -49,6 +53,8 @@ class Mlp:
         kind = self.spec.activation
         if self._glu:
             return self.down(self._glu(x, self.up, kind, self._activate))
+        if self._curve is not None:
+            return self.down(self._activate(self.up(x), self._curve))
         return self.down(self._activate(self.up(x), kind, False))
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:

@@ -14,7 +14,7 @@ from plait.memory import State
 from plait.model.layers.layers import Batch
 from plait.model.mixers.mlp import Mlp, divide_mlp
 from plait.model.mixers.registry import mixer
-from plait.ops.activation import combine
+from plait.ops.activation import combine, scale_rows
 from plait.ops.expert_stack import ExpertStack
 from plait.ops.linear import Linear
 from plait.ops.moe import StackedExperts, experts, route
@@ -66,12 +66,17 @@ class Moe:
             for number, (part, view) in zip(own, views, strict=True)
         ]
         self._combine = w.bind(combine)
+        self._scale_rows = w.bind(scale_rows) if s.weigh_input else None
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, hidden] -> [T, hidden]. A token's experts are added in the order of their numbers."""
-        weight, index = self._route(self.router(x), self.bias, self.spec.top_k, self.spec.router)
+        logits, taken, s = self.router(x), x, self.spec
+        weight, index = self._route(logits, self.bias, s.top_k, s.router)
+        if self._scale_rows:  # of one expert the weight is 1, once it is divided by their sum
+            taken = self._scale_rows(x, weight)
+            weight, index = self._route(logits, self.bias, s.top_k, replace(s.router, renormalize=True))
         gate = self.shared_gate(x) if self.shared_gate else None
-        parts = [share(x, weight, index, gate) for share in self.shares]
+        parts = [share(x, taken, weight, index, gate) for share in self.shares]
         return add_in_tree(parts, lambda a, b: self._combine(a, b, 1.0))
 
 
@@ -100,15 +105,20 @@ class ExpertShare:
         down = each.linear_stack(numbers, "down", in_size=size, out_sizes=(hidden,), pack=pack)
         return fn.apply, up, down
 
-    def __call__(self, x: Tensor, weight: Tensor, index: Tensor, gate: Tensor | None) -> Tensor:
-        """x: [T, hidden], weight and index: [T, k], gate: [T, 1] or None -> [T, hidden]."""
+    def __call__(
+        self, x: Tensor, taken: Tensor, weight: Tensor, index: Tensor, gate: Tensor | None
+    ) -> Tensor:
+        """x, and what the chosen experts take of it: [T, hidden]; weight and index: [T, k], gate: [T, 1].
+
+        Returns [T, hidden].
+        """
         if self._is_part:  # other ranks have the other experts: here they weigh nothing
             index = index - self._first
             is_own = (index >= 0) & (index < self._count)
             weight, index = weight * is_own, index.where(is_own, 0)
         shared = self.shared.forward(x) if self.shared else None
         how = self.up, self.down, self._activation
-        y: Tensor = self._experts(x, weight, index, *how, shared, gate)
+        y: Tensor = self._experts(taken, weight, index, *how, shared, gate)
         return y
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.memory import State
-from plait.model.layers.layers import Batch
+from plait.model.layers.layers import Batch, Norm
 from plait.model.mixers.registry import MixerModule, build, describe, divide, mixer
 from plait.ops.activation import combine
 from plait.ops.ranks import sum_ranks
@@ -22,7 +24,7 @@ def _words(m: spec.ParallelSpec) -> str:
 def _divide(s: spec.ParallelSpec, rank: Rank, hidden_size: int) -> Division:
     parts = {name: divide(part, rank, hidden_size) for name, part in s.parts.items()}
     cuts = {f"{name}.{key}": cut for name, part in parts.items() for key, cut in part.cuts.items()}
-    return Division(spec.ParallelSpec({name: part.spec for name, part in parts.items()}), cuts)
+    return Division(replace(s, parts={name: part.spec for name, part in parts.items()}), cuts)
 
 
 @mixer(spec.ParallelSpec, _words, _divide)
@@ -31,6 +33,10 @@ class Parallel:
 
     def __init__(self, s: spec.ParallelSpec, w: Weights) -> None:
         self.parts = [build(part, w.scope(name)) for name, part in s.parts.items()]
+        norms, hidden = s.norms, w.target.hidden_size
+        self.norms = [
+            Norm(norms[name], w.scope(f"{name}.norm"), hidden) if name in norms else None for name in s.parts
+        ]
         self._combine, self._comm, self._dtype = w.bind(combine), w.target.comm, w.target.dtype
         self.is_summed = self._comm.rank.shares > 0  # each part by itself, as one rank alone adds them
         self.states: dict[str, State] = {
@@ -39,11 +45,12 @@ class Parallel:
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, hidden] -> [T, hidden]."""
-        total, *others = (self._part(part, x, batch, store) for part in self.parts)
+        both = zip(self.parts, self.norms, strict=True)
+        total, *others = (self._part(part, norm(x) if norm else x, batch, store) for part, norm in both)
         for other in others:
             total = self._combine(total, other, 1.0)
         return total
 
     def _part(self, part: MixerModule, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         y = part(x, batch, store)
-        return sum_ranks(self._comm, y, self._dtype) if self.is_summed else y
+        return sum_ranks(y, self._comm, self._dtype) if self.is_summed else y

@@ -43,6 +43,7 @@ def test_unknown_words_are_refused_by_name() -> None:
     for change, word in (
         ({"rope_scaling": {"rope_type": "spiral", "factor": 2}}, "spiral"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2, "alpha": 9}}, "alpha"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2, "llama_4_scaling_beta": 9}}, "llama_4_scaling_beta"),
         ({"hidden_act": "xielu"}, "xielu"),
         ({"layer_types": ["full_attention"] * 3 + ["quantum_attention"]}, "quantum_attention"),
         ({"num_key_value_heads": [1, 2, 1, 2]}, "num_key_value_heads"),

@@ -37,8 +37,8 @@ from plait.kernels.cpu.codegen.vec import (
 from plait.kernels.cpu.pointwise.elementwise import PIECE, kernel_of
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import rows_of
-from plait.kernels.cpu.runtime.row_checks import TensorRows, float32_rows
-from plait.ops.activation import activate, gate_rows
+from plait.kernels.cpu.runtime.row_checks import TensorRows, dense, float32_rows
+from plait.ops.activation import activate, gate_rows, scale_rows, xielu
 from plait.ops.registry import OpFacts
 
 
@@ -163,6 +163,51 @@ def apply_gate_rows(frame: int, args: int, thread: int, threads: int) -> None:
             store_some(to + full, mul(load_some(a + full, left), factor), left)
 
 
+@kernel
+def apply_row_factors(frame: int, args: int, thread: int, threads: int) -> None:
+    """x, its row stride, its head stride, heads, factors, their row stride, n, out (dense)."""
+    x, x_bytes, head_bytes, heads, by, by_bytes, n, out = words(args, 2, 10)
+    pieces = (n + PIECE - 1) // PIECE
+    items = rows_of(frame, args) * heads * pieces
+    for item in range(items * thread // threads, items * (thread + 1) // threads):
+        i, start = item // pieces, item % pieces * PIECE
+        row, head, count = i // heads, i % heads, min(PIECE, n - start)
+        factor = spread(get_f32(by + row * by_bytes))
+        a, to = x + row * x_bytes + head * head_bytes + 4 * start, out + 4 * (n * i + start)
+        full, left = count // 16 * 64, np.int32(count % 16)
+        for at in range(0, full, 64):
+            store_f32(to + at, mul(load_f32(a + at), factor))
+        if left > 0:
+            store_some(to + full, mul(load_some(a + full, left), factor), left)
+
+
+@inline
+def _bend(x: Floats, above: Floats, below: Floats, slope: Floats, edge: Floats) -> Floats:
+    """xIELU of sixteen numbers. exp makes a number of a NaN, but the term of the slope keeps it."""
+    low = sub(sub(exp(smallest(x, edge)), spread(np.float32(1.0))), x)
+    bent = where_less(zero_f32(), x, mul(mul(x, x), above), mul(low, below))
+    return fma(slope, x, bent)
+
+
+@kernel
+def apply_xielu(frame: int, args: int, thread: int, threads: int) -> None:
+    """x, its row stride, curve, n, out (dense)."""
+    x, x_bytes, curve, n, out = words(args, 2, 7)
+    above, below = spread(get_f32(curve)), spread(get_f32(curve + 4))
+    slope, edge = spread(get_f32(curve + 8)), spread(get_f32(curve + 12))
+    pieces = (n + PIECE - 1) // PIECE
+    items = rows_of(frame, args) * pieces
+    for item in range(items * thread // threads, items * (thread + 1) // threads):
+        row, start = item // pieces, item % pieces * PIECE
+        count = min(PIECE, n - start)
+        a, to, full = x + row * x_bytes + 4 * start, out + 4 * (n * row + start), count // 16 * 64
+        for at in range(0, full, 64):
+            store_f32(to + at, _bend(load_f32(a + at), above, below, slope, edge))
+        left = np.int32(count % 16)
+        if left > 0:
+            store_some(to + full, _bend(load_some(a + full, left), above, below, slope, edge), left)
+
+
 def why_unknown_kind(facts: OpFacts) -> str | None:
     kind = facts.sizes.get("kind", "silu")
     return float32_rows(facts) if kind in KINDS else f"it does not know the activation {kind!r}"
@@ -189,4 +234,27 @@ def _gate_rows(cpu: Executor, x: Tensor, gate: Tensor) -> Tensor:
         )
     out = cpu.empty(*x.shape)
     cpu.launch(apply_gate_rows, x, a.row_bytes, gate, 4 * gate.stride(0), a.width, out, rows=a.count)
+    return out
+
+
+@scale_rows.variant("native", on="cpu", when=float32_rows, native=True)
+def _scale_rows(cpu: Executor, x: Tensor, by: Tensor) -> Tensor:
+    a = TensorRows.of(x)
+    if by.dtype != torch.float32 or by.shape != (a.count, 1):
+        raise ShapeMismatch(
+            f"{a.count} rows want as many float32 factors [T, 1], got {by.dtype} {list(by.shape)}"
+        )
+    out = cpu.empty(*x.shape)
+    where = (x, *a.strides, a.heads, by, 4 * by.stride(0), a.width, out)
+    cpu.launch(apply_row_factors, *where, rows=a.count)
+    return out
+
+
+@xielu.variant("native", on="cpu", when=float32_rows, native=True)
+def _xielu(cpu: Executor, x: Tensor, curve: Tensor) -> Tensor:
+    a = TensorRows.of(x)
+    out = cpu.empty(*x.shape)
+    if x.dim() != 2:
+        raise ShapeMismatch(f"xIELU's kernel wants [T, n], got {list(x.shape)}")
+    cpu.launch(apply_xielu, x, a.row_bytes, dense("curve", curve, 4), a.width, out, rows=a.count)
     return out

@@ -1,0 +1,138 @@
+"""GPT-2 and its kin: learned positions, layer norms, a plain feed-forward. GPT-BigCode, GPT-Neo, OPT."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor, cat
+
+from plait.checkpoint.names import Back, Derived, NameMap, Rules, Source
+from plait.families.common.recipes import Stored, part, skip_rows, split_grouped_qkv, turn, unused_patterns
+from plait.families.common.registry import family
+from plait.families.common.spec_builders import gqa, model, norm, plain_mlp, require
+from plait.families.config.normalize import FULL, SLIDING, Config
+from plait.quant.weight import as_tensor
+from plait.spec import AttentionSpec, BranchSpec, ModelSpec
+
+ATTN, FFN, H = "layers.{i}.attn", "layers.{i}.ffn", "transformer.h.{i}"
+USUAL = {"norm_eps": 1e-5, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}
+OPT_PADDING = 2  # rows of its table before the first position
+
+
+@family(
+    "GPT2LMHeadModel",
+    model_types=("gpt2", "gpt-sw3"),
+    defaults={**USUAL, "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
+    honours=("scale_attn_by_inverse_layer_idx",),
+)
+def gpt2(c: Config) -> tuple[ModelSpec, NameMap]:
+    """GPT-2: weight matrices are stored the other way round."""
+    usual = _attention(c)
+    scales = [usual.scale] * len(c["layer_types"])
+    if c["scale_attn_by_inverse_layer_idx"]:
+        scales = [scale / (i + 1) for i, scale in enumerate(scales)]
+    own: dict[str, Source] = {
+        f"{ATTN}.o.weight": turn(f"{H}.attn.c_proj.weight"),
+        f"{FFN}.up.weight": turn(f"{H}.mlp.c_fc.weight"),
+        f"{FFN}.down.weight": turn(f"{H}.mlp.c_proj.weight"),
+        **_split_turned(c["hidden_size"], f"{H}.attn.c_attn"),
+    }
+    return _gpt(c, "gpt2", [replace(usual, scale=scale) for scale in scales], own)
+
+
+@family(
+    "GPTBigCodeForCausalLM",
+    model_types=("gpt_bigcode",),
+    defaults={**USUAL, "scale_attn_weights": True, "multi_query": True},
+)
+def gpt_bigcode(c: Config) -> tuple[ModelSpec, NameMap]:
+    """SantaCoder, StarCoder 1: GPT-2 with one head of keys and values for all."""
+    if c["multi_query"]:
+        c["num_key_value_heads"] = 1
+    own = split_grouped_qkv(c, ATTN, f"{H}.attn.c_attn")
+    return _gpt(c, "gpt_bigcode", [_attention(c)] * len(c["layer_types"]), own)
+
+
+@family("GPTNeoForCausalLM", model_types=("gpt_neo",), defaults={**USUAL, "window_size": 256})
+def gpt_neo(c: Config) -> tuple[ModelSpec, NameMap]:
+    """GPT-Neo: every other layer has a window; the scores are not scaled."""
+    c["num_attention_heads"] = c["num_key_value_heads"] = c["num_heads"]
+    c["head_dim"], c["sliding_window"] = c["hidden_size"] // c["num_heads"], c["window_size"]
+    cycles = c.get("attention_types") or [[["global", "local"], len(c["layer_types"]) // 2]]
+    words = c.get("attention_layers") or [word for cycle, times in cycles for word in cycle * times]
+    kinds = {"global": FULL, "local": SLIDING}
+    mixers = [gqa(c, kinds[word], scale=1.0, rope=None) for word in words]
+    own: Rules = {
+        f"{ATTN}.o": f"{H}.attn.attention.out_proj",
+        f"{ATTN}.{{x}}": f"{H}.attn.attention.{{x}}_proj",
+    }
+    return _gpt(c, "gpt_neo", mixers, own)
+
+
+def _attention(c: Config) -> AttentionSpec:
+    return gqa(c, rope=None, scale=c["head_dim"] ** -0.5 if c["scale_attn_weights"] else 1.0)
+
+
+def _split_turned(size: int, theirs: str) -> dict[str, Source]:
+    """q, k and v of one matrix [in, 3 out], and of one bias."""
+
+    def columns(i: int) -> Derived:
+        def pick(w: Stored, **_: str) -> Tensor:
+            return as_tensor(w)[:, i * size : (i + 1) * size].T.contiguous()
+
+        back = Back(at=i, of=3, join=lambda *parts: cat(parts).T)
+        return Derived(pick, (f"{theirs}.weight",), (back,))
+
+    weights: dict[str, Source] = {f"{ATTN}.{x}.weight": columns(i) for i, x in enumerate("qkv")}
+    sizes = (size,) * 3
+    return weights | {f"{ATTN}.{x}.bias": part(i, sizes, f"{theirs}.bias") for i, x in enumerate("qkv")}
+
+
+def _gpt(c: Config, name: str, mixers: list[AttentionSpec], own: Rules) -> tuple[ModelSpec, NameMap]:
+    each = norm(c, "layer")
+    ffn = BranchSpec("ffn", plain_mlp(c), each)
+    names: Rules = {
+        "embed.positions": "transformer.wpe",
+        "embed": "transformer.wte",
+        "norm": "transformer.ln_f",
+        "head": "lm_head",
+        f"{ATTN}.norm": f"{H}.ln_1",
+        f"{FFN}.norm": f"{H}.ln_2",
+    }
+    usual: Rules = {
+        f"{ATTN}.o": f"{H}.attn.c_proj",
+        f"{FFN}.up": f"{H}.mlp.c_fc",
+        f"{FFN}.down": f"{H}.mlp.c_proj",
+    }
+    layers = [(BranchSpec("attn", mixer, each), ffn) for mixer in mixers]
+    spec = model(c, name, layers, norm=each, positions=c["max_position_embeddings"])
+    ignored = unused_patterns(c, r"\.attn\.(attention\.)?(bias|masked_bias)$")
+    return spec, NameMap(names, own, usual, ignored=ignored)
+
+
+@family(
+    "OPTForCausalLM",
+    model_types=("opt",),
+    defaults={"norm_eps": 1e-5, "hidden_act": "relu", "tie_word_embeddings": True},
+)
+def opt(c: Config) -> tuple[ModelSpec, NameMap]:
+    """OPT and Galactica. The model of 350M norms behind its mixers, and is refused."""
+    require(c, "OPT", do_layer_norm_before=(True,), word_embed_proj_dim=(c["hidden_size"],))
+    require(c, "OPT", _remove_final_layer_norm=(False,), layer_norm_elementwise_affine=(True,))
+    each, theirs = norm(c, "layer"), "model.decoder.layers.{i}"
+    layers = [(BranchSpec("attn", gqa(c, rope=None), each), BranchSpec("ffn", plain_mlp(c), each))]
+    names: Rules = {
+        "embed.positions.weight": skip_rows(OPT_PADDING, "model.decoder.embed_positions.weight"),
+        "embed": "model.decoder.embed_tokens",
+        "norm": "model.decoder.final_layer_norm",
+        "head": "lm_head",
+        f"{ATTN}.norm": f"{theirs}.self_attn_layer_norm",
+        f"{FFN}.norm": f"{theirs}.final_layer_norm",
+        f"{ATTN}.o": f"{theirs}.self_attn.out_proj",
+        f"{ATTN}.{{x}}": f"{theirs}.self_attn.{{x}}_proj",
+        f"{FFN}.up": f"{theirs}.fc1",
+        f"{FFN}.down": f"{theirs}.fc2",
+    }
+    count, longest = len(c["layer_types"]), c["max_position_embeddings"]
+    spec = model(c, "opt", layers * count, norm=each, positions=longest)
+    return spec, NameMap(names, ignored=unused_patterns(c))

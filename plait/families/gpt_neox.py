@@ -1,0 +1,82 @@
+"""GPT-NeoX (Pythia), GPT-J, CodeGen: attention and a plain feed-forward side by side; layer norms."""
+
+from __future__ import annotations
+
+import torch
+
+from plait.checkpoint.names import NameMap, Rules
+from plait.errors import UnsupportedModel
+from plait.families.common.recipes import split_grouped_qkv, split_rows, unused_patterns
+from plait.families.common.registry import family
+from plait.families.common.spec_builders import gqa, model, norm, plain_mlp, rope, side_by_side
+from plait.families.config.normalize import Config
+from plait.spec import BranchSpec, ModelSpec
+
+MIX = "layers.{i}.mix"
+USUAL = {"norm_eps": 1e-5, "hidden_act": "gelu_pytorch_tanh", "rotary_dim": 64}
+SHARDS = 4  # of CodeGen's training, each with queries, values and keys of its own
+
+
+@family(
+    "GPTNeoXForCausalLM",
+    model_types=("gpt_neox",),
+    defaults={"norm_eps": 1e-5, "hidden_act": "gelu", "rotary_pct": 0.25, "use_parallel_residual": True},
+    honours=("use_parallel_residual",),
+)
+def gpt_neox(c: Config) -> tuple[ModelSpec, NameMap]:
+    """GPT-NeoX, Pythia: a norm for attention and one for the feed-forward, in parallel or in turn."""
+    each, count, theirs = norm(c, "layer"), len(c["layer_types"]), "gpt_neox.layers.{i}"
+    attn, ffn = gqa(c), plain_mlp(c)
+    if c["use_parallel_residual"]:
+        layers: list[tuple[BranchSpec, ...]] = [side_by_side(attn, ffn, each, apart=True)] * count
+    else:
+        layers = [(BranchSpec("attn", attn, each), BranchSpec("ffn", ffn, each))] * count
+    at = MIX if c["use_parallel_residual"] else "layers.{i}"
+    names: Rules = {
+        "embed": "gpt_neox.embed_in",
+        "norm": "gpt_neox.final_layer_norm",
+        "head": "embed_out",
+        f"{at}.attn.norm": f"{theirs}.input_layernorm",
+        f"{at}.ffn.norm": f"{theirs}.post_attention_layernorm",
+        f"{at}.attn.o": f"{theirs}.attention.dense",
+        f"{at}.ffn.up": f"{theirs}.mlp.dense_h_to_4h",
+        f"{at}.ffn.down": f"{theirs}.mlp.dense_4h_to_h",
+        **split_grouped_qkv(c, f"{at}.attn", f"{theirs}.attention.query_key_value"),
+    }
+    unused = unused_patterns(c, r"\.attention\.(bias|masked_bias)$")
+    return model(c, "gpt_neox", layers, norm=each), NameMap(names, ignored=unused)
+
+
+@family("GPTJForCausalLM", model_types=("gptj",), defaults=USUAL)
+def gptj(c: Config) -> tuple[ModelSpec, NameMap]:
+    """GPT-J: neighbours of a head turn together; the head has a bias."""
+    names = {f"{MIX}.attn.{{x}}": "transformer.h.{i}.attn.{x}_proj"}
+    return _gptj(c, "gptj", names)
+
+
+@family("CodeGenForCausalLM", model_types=("codegen",), defaults=USUAL)
+def codegen(c: Config) -> tuple[ModelSpec, NameMap]:
+    """CodeGen: GPT-J with queries, values and keys in one tensor, a quarter of each after another."""
+    if (heads := c["num_attention_heads"]) % SHARDS:
+        raise UnsupportedModel(f"CodeGen with {heads} heads is not implemented; they come in {SHARDS} parts")
+    rows = torch.arange(3 * c["hidden_size"]).view(SHARDS, 3, -1)
+    places = {x: rows[:, i].flatten() for i, x in enumerate("qvk")}
+    return _gptj(c, "codegen", split_rows(f"{MIX}.attn", "transformer.h.{i}.attn.qkv_proj", places))
+
+
+def _gptj(c: Config, name: str, own: Rules) -> tuple[ModelSpec, NameMap]:
+    each, theirs = norm(c, "layer"), "transformer.h.{i}"
+    attn = gqa(c, rope=rope(c, c["head_dim"], interleaved=True))
+    layers = [side_by_side(attn, plain_mlp(c), each)] * len(c["layer_types"])
+    names: Rules = {
+        "embed": "transformer.wte",
+        "norm": "transformer.ln_f",
+        "head": "lm_head",
+        f"{MIX}.norm": f"{theirs}.ln_1",
+        f"{MIX}.attn.o": f"{theirs}.attn.out_proj",
+        f"{MIX}.ffn.up": f"{theirs}.mlp.fc_in",
+        f"{MIX}.ffn.down": f"{theirs}.mlp.fc_out",
+        **own,
+    }
+    unused = unused_patterns(c, r"\.attn\.(causal_mask|bias|masked_bias|embed_positions)$")
+    return model(c, name, layers, norm=each), NameMap(names, ignored=unused)

@@ -1,0 +1,103 @@
+"""Llama 4 Scout and Maverick, text: tokens are scaled before their expert, whole layers have no positions."""
+
+from __future__ import annotations
+
+from torch import Tensor, cat
+
+from plait.checkpoint.names import Back, Derived, NameMap, Rules
+from plait.errors import UnsupportedModel
+from plait.families.common.recipes import (
+    TEXT_PREFIXES,
+    VISION,
+    Stored,
+    at,
+    expert_rows,
+    transformer,
+    unused_patterns,
+)
+from plait.families.common.registry import family
+from plait.families.common.spec_builders import gqa, mlp, model, norm, rope
+from plait.families.config.normalize import FULL, Config, rotates
+from plait.quant.weight import as_tensor
+from plait.spec import AttentionSpec, BranchSpec, ModelSpec, MoeSpec, NormSpec, RouterSpec, TemperatureSpec
+
+FFN, EYES = "layers.{i}.ffn", r"^(model\.)?vision_model\."
+
+
+@family(
+    *("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
+    model_types=("llama4_text", "llama4"),
+    defaults={
+        "norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "head_dim": 128,
+        "rope_theta": 5e5,
+        "intermediate_size_mlp": 16_384,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 1,
+        "use_qk_norm": True,
+        "no_rope_layer_interval": 4,
+        "attention_chunk_size": 8192,
+        "attn_temperature_tuning": True,
+        "attn_scale": 0.1,
+        "floor_scale": 8192,
+    },
+    honours=("use_qk_norm", "no_rope_layers", "no_rope_layer_interval", "attention_chunk_size"),
+)
+def llama4(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Sequences are as long as one chunk of attention: within it, attention to chunks is attention."""
+    if (chosen := c["num_experts_per_tok"]) != 1:
+        raise UnsupportedModel(f"num_experts_per_tok = {chosen} is not implemented for Llama 4; known: 1")
+    each, count, size = norm(c), len(c["layer_types"]), c["intermediate_size"]
+    step, sparse = c["interleave_moe_layer_step"], c.get("moe_layers")
+    sparse = range(step - 1, count, step) if sparse is None else sparse
+    router = RouterSpec("sigmoid", renormalize=False)
+    moe = MoeSpec(c["num_experts"], 1, mlp(c, size), router, shared=mlp(c, size), weigh_input=True)
+    dense, routed = BranchSpec("ffn", mlp(c, c["intermediate_size_mlp"]), each), BranchSpec("ffn", moe, each)
+    layers = [
+        (BranchSpec("attn", _attention(c, i), each), routed if i in sparse else dense) for i in range(count)
+    ]
+    longest = min(c["max_position_embeddings"], c["attention_chunk_size"] or c["max_position_embeddings"])
+    usual = at(TEXT_PREFIXES, transformer)
+    usual["head"] = ("lm_head", "language_model.lm_head")
+    names = at(TEXT_PREFIXES, lambda prefix: _names(prefix, c["num_experts"], size))
+    unused = unused_patterns(c, *VISION, EYES)
+    return model(c, "llama4_text", layers, max_len=longest), NameMap(names, usual, ignored=unused)
+
+
+def _attention(c: Config, i: int) -> AttentionSpec:
+    if rotates(c, i):
+        lengths = NormSpec(c["norm_eps"], weight=False) if c["use_qk_norm"] else None
+        return gqa(c, FULL, rope=rope(c, c["head_dim"], interleaved=True), qk_norm=lengths)
+    grown = TemperatureSpec(float(c["attn_scale"]), float(c["floor_scale"]), 1.0)
+    return gqa(c, FULL, rope=None, temperature=grown if c["attn_temperature_tuning"] else None)
+
+
+def _names(prefix: str, count: int, size: int) -> Rules:
+    theirs = f"{prefix}layers.{{i}}.feed_forward"
+    many, one = f"{theirs}.experts", f"{theirs}.experts.{{e}}"
+
+    def columns(i: int) -> Derived:
+        """gate or up of one expert of a stack [count, hidden, 2 size]."""
+
+        def pick(w: Stored, e: str, **_: str) -> Tensor:
+            one = as_tensor(expert_rows(w, int(e), count))
+            return one[:, i * size : (i + 1) * size].T.contiguous()
+
+        back = Back(at=i, of=2, stack=count, join=lambda gate, up: cat([gate, up]).T)
+        return Derived(pick, (f"{many}.gate_up_proj",), (back,))
+
+    down = Derived(
+        lambda w, e, **_: as_tensor(expert_rows(w, int(e), count)).T.contiguous(),
+        (f"{many}.down_proj",),
+        (Back(lambda w: w.T, stack=count),),
+    )
+    return {
+        f"{FFN}.norm": f"{prefix}layers.{{i}}.post_attention_layernorm",
+        f"{FFN}.router": f"{theirs}.router",
+        f"{FFN}.shared.{{x}}": f"{theirs}.shared_expert.{{x}}_proj",
+        f"{FFN}.experts.{{e}}.gate.weight": (columns(0), f"{one}.gate_proj.weight"),
+        f"{FFN}.experts.{{e}}.up.weight": (columns(1), f"{one}.up_proj.weight"),
+        f"{FFN}.experts.{{e}}.down.weight": (down, f"{one}.down_proj.weight"),
+        f"{FFN}.{{x}}": f"{theirs}.{{x}}_proj",
+    }
