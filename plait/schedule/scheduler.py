@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from plait.errors import CapacityError, QueueFull
 from plait.schedule.allocation import Allocation
-from plait.schedule.costs import StepCosts
-from plait.schedule.limits import SchedulerLimits, most_steps
+from plait.schedule.costs import SchedulerLimits, StepCosts, most_steps
 from plait.schedule.plan import FOLLOW, Chunk, Move, Sampled, SamplingBatch, StepPlan
 from plait.schedule.sequence import Phase, TokenSequence, Update, answers_by_id, num_computed
 from plait.state.blocks import Hit
