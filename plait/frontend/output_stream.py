@@ -16,10 +16,9 @@ from queue import Empty, SimpleQueue
 from plait.frontend.deltas import Delta, Gathered, TextLogprob, TokenInterval, join_events
 from plait.request import Event, FinishReason, Request, RequestTrace, SamplingParams, TokenLogprobs
 from plait.text.output import Content, OutputDelta, OutputParser
-from plait.text.output.deltas import merge_deltas
+from plait.text.output.deltas import StopMatcher, merge_deltas
 from plait.text.reply_format import ReplyReader
-from plait.text.stream_text import StopMatcher, StreamDecoder
-from plait.text.tokenizers.tokenizer import Tokenizer
+from plait.text.tokenizers.tokenizer import StreamDecoder, Tokenizer
 
 Inbox = asyncio.Queue[Event]
 

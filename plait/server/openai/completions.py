@@ -29,7 +29,7 @@ from plait.server.api.reply import (
 from plait.server.api.schema import CompletionRequest
 from plait.server.gateway.request_context import RequestContext
 from plait.text.grammar.request_fields import GRAMMAR_FIELDS, grammar_from
-from plait.text.stream_text import StreamDecoder, text_offsets
+from plait.text.tokenizers.tokenizer import StreamDecoder, text_offsets
 
 if TYPE_CHECKING:
     from plait.frontend.deltas import Delta, TextLogprob
