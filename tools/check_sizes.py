@@ -18,7 +18,7 @@ KERNEL_FILE_LINES, KERNEL_FUNCTION_LINES = 600, 150
 # Lines of each folder of plait/ (".": its own modules): what there is, and 3 % of air. A cap falls when
 # lines go; it is raised in a commit of its own that says why, or not at all.
 CAPS = {
-    ".": 1_680,
+    ".": 1_850,
     "bench": 3_950,
     "checkpoint": 4_310,
     "cli": 3_800,
@@ -34,7 +34,7 @@ CAPS = {
     "quant": 2_500,
     "runner": 3_010,
     "schedule": 2_160,
-    "server": 8_030,
+    "server": 7_880,
     "state": 820,
     "text": 8_180,
     "verify": 1_280,

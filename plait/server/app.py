@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from plait.config import ServerConfig
 from plait.errors import Cancelled
-from plait.fair_queue import asker
+from plait.fair_queue import FairThreads, Slices, SliceTurns, asker
 from plait.server import pages
 from plait.server.anthropic import messages
 from plait.server.api import validate
@@ -28,9 +28,8 @@ from plait.server.gateway import api_keys
 from plait.server.gateway.accounting import Traffic
 from plait.server.gateway.middleware import REQUEST_ID_HEADER, Door, Edge, Refusal
 from plait.server.gateway.request_context import SCOPE_KEY, Health, LoadingState, Readiness, RequestContext
-from plait.server.http.bodies import linger, read_object
+from plait.server.http.bodies import linger, read_object, until_disconnect
 from plait.server.http.errors import BodyTooLarge, http_problem, json_response, problem
-from plait.server.http.tasks import FairThreads, Slices, SliceTurns, until_disconnect
 from plait.server.metrics import exposition
 from plait.server.openai import chat, completions, embeddings, models, responses
 from plait.version import __version__

@@ -13,9 +13,10 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from plait.errors import DeadlineExceeded, EngineError, QueueFull
+from plait.fair_queue import capture_call
 from plait.request import Request, RequestTrace
+from plait.server.http.bodies import cancel_tasks
 from plait.server.http.errors import NotReady
-from plait.server.http.tasks import cancel_tasks, capture_call
 from plait.text.grammar.trial_pool import apply_verdict, too_late
 
 if TYPE_CHECKING:

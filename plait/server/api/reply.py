@@ -15,13 +15,13 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive
 
+from plait.fair_queue import Slices
 from plait.request import Request, RequestTrace
 from plait.server.api.generation import Generation, run_plan
 from plait.server.api.schema import Sampling, StreamOptions
 from plait.server.gateway.request_context import RequestContext
-from plait.server.http.bodies import EventStream
+from plait.server.http.bodies import EventStream, new_id, until_disconnect
 from plait.server.http.errors import Problem, json_response
-from plait.server.http.tasks import Slices, new_id, until_disconnect
 
 if TYPE_CHECKING:
     from plait.frontend.deltas import Delta, TextLogprob

@@ -20,6 +20,7 @@ from plait.config import KIB
 from plait.errors import PlaitError, QueueFull
 from plait.server.gateway.accounting import Traffic
 from plait.server.gateway.request_context import SCOPE_KEY, Exchange, LoadingState
+from plait.server.http.bodies import new_id
 from plait.server.http.errors import (
     BadHost,
     HeadTooLarge,
@@ -29,7 +30,6 @@ from plait.server.http.errors import (
     TooManyRequests,
     problem,
 )
-from plait.server.http.tasks import new_id
 
 MAX_OPEN_REQUESTS = 2048  # each has a task, a body in memory and perhaps a thread
 MAX_HEAD_BYTES = 16 * KIB  # request line and headers; browsers and clients send less than 4 KiB

@@ -1,4 +1,4 @@
-"""Bodies: JSON requests, bounded in bytes, time and depth, and replies as server-sent events."""
+"""Bodies: JSON requests within bounds, replies as server-sent events; and work that ends with its client."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from typing import Any
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -16,8 +17,8 @@ from starlette.types import Receive, Scope, Send
 
 from plait.errors import Cancelled
 from plait.server.http.errors import BadBody, BodyTimeout, BodyTooLarge, Problem, UnsupportedMedia, problem
-from plait.server.http.tasks import cancel_tasks, wait_disconnect
 
+T = TypeVar("T")
 MAX_DEPTH = 64
 MAX_CONTAINERS = 100_000  # objects and lists: as many messages as may be, of ten each
 BODY_TIMEOUT_S = 30.0  # between two parts of a body, and beyond the time that all of it takes at this rate:
@@ -138,6 +139,40 @@ def _check_structure(body: bytes) -> None:
 def _kind(value: object) -> str:
     names = {list: "array", str: "string", bool: "boolean", type(None): "null"}
     return names.get(type(value), "number")
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client goes away. Raises Cancelled then.
+
+    The body must have been read, so that `receive` returns only when the client leaves.
+    """
+    running = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(wait_disconnect(receive))
+    try:
+        await asyncio.wait({running, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            return running.result()
+        raise Cancelled("the client went away")
+    finally:
+        await cancel_tasks(running, watching)
+
+
+async def wait_disconnect(receive: Receive) -> None:
+    """Wait until the client has disconnected."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def cancel_tasks(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel tasks and wait until they have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def new_id(prefix: str, mark: str = "-") -> str:
+    """`prefix`-… with 122 random bits, of letters and digits."""
+    return f"{prefix}{mark}{uuid.uuid4().hex}"
 
 
 logger = logging.getLogger("plait.server")

@@ -31,7 +31,7 @@ from plait.server.api.parse_fields import field_names, parse_as
 from plait.server.api.reply import Count, Endpoint, Usage
 from plait.server.api.schema import Objects
 from plait.server.gateway.request_context import RequestContext
-from plait.server.http.tasks import new_id
+from plait.server.http.bodies import new_id
 from plait.server.openai import chat, models
 from plait.server.openai.response_items import (
     DeltaEvent,
