@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import Response
 
-from plait.server.gateway.accounting import Traffic
+from plait.server.gateway.middleware import Traffic
 from plait.server.gateway.request_context import LoadingState
 from plait.server.gateway.vllm_metrics import aliases
 from plait.server.http.errors import NotReady

@@ -20,11 +20,11 @@ import uvicorn
 from plait.config import EngineConfig, ServerConfig
 from plait.errors import ConfigError
 from plait.server.app import create_app
-from plait.server.gateway import middleware, tracing
+from plait.server.gateway import tracing
 from plait.server.gateway.access_log import LogWriter, follow, start_log
-from plait.server.gateway.accounting import Traffic
+from plait.server.gateway.middleware import Traffic
 from plait.server.gateway.request_context import LoadingState
-from plait.server.http import connection, listening
+from plait.server.http import connection, listening, transfer
 from plait.server.http.connection import READ_BYTES, Reads
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class Server(uvicorn.Server):
                 connection.Connection,
                 turned_away=app.state.turned_away,
                 max_connections=config.max_connections,
-                max_head_bytes=middleware.MAX_HEAD_BYTES,
+                max_head_bytes=transfer.MAX_HEAD_BYTES,
             ),
             "ws": "none",
             "lifespan": "off",

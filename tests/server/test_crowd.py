@@ -18,8 +18,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from plait.errors import QueueFull
 from plait.request import SamplingParams
-from plait.server.api.generation import Generation
-from plait.server.gateway.request_context import Exchange, RequestContext
+from plait.server.gateway.exchange import Exchange
+from plait.server.gateway.request_context import Generation, RequestContext
 from plait.server.http.connection import MOST_BYTES, Connection, TurnTransport
 from tests.server.conftest import Client, serving, wait_until
 from tests.server.fake import EchoLoop, fake_front
@@ -79,7 +79,7 @@ def test_a_refusal_in_anthropic_s_shape(full: Client) -> None:
 
 
 def test_a_crowd_is_one_line(full: Client, kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plait.server.gateway.accounting.CROWD_S", 0.05)
+    monkeypatch.setattr("plait.server.gateway.middleware.CROWD_S", 0.05)
     for _ in range(5):
         full.complete()
     assert wait_until(lambda: any("were refused" in record.getMessage() for record in kept.records))
@@ -240,8 +240,8 @@ def test_what_is_cut_off_is_not_written() -> None:
 
 
 def test_patience_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plait.server.api.generation.PATIENCE_S", 0.02)
-    monkeypatch.setattr("plait.server.api.generation.RETRY_S", 0.005)
+    monkeypatch.setattr("plait.server.gateway.request_context.PATIENCE_S", 0.02)
+    monkeypatch.setattr("plait.server.gateway.request_context.RETRY_S", 0.005)
     front = fake_front()
     request = front.prepare("FULL", SamplingParams(max_tokens=1))
 

@@ -17,7 +17,7 @@ import pytest
 
 from plait.config import ServerConfig
 from plait.errors import ConfigError
-from plait.server.gateway.accounting import RELOADED, Traffic
+from plait.server.gateway.middleware import RELOADED, Traffic
 from plait.server.run import serve_front
 from tests.server.conftest import Client, wait_until
 from tests.server.fake import fake_front

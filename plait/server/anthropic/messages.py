@@ -28,17 +28,16 @@ from plait.server.api import validate
 from plait.server.api.content_blocks import (
     BlockReply,
     BlockStep,
-    ChatPlan,
     ReplyBlock,
     in_words_of,
     refuse_words_of_a_chat,
 )
 from plait.server.api.parse_fields import field_names, parse_as
-from plait.server.api.reply import Count, Endpoint, Usage
+from plait.server.api.reply import ChatPlan, Count, Endpoint, Usage
 from plait.server.api.schema import Objects
 from plait.server.gateway.request_context import RequestContext
-from plait.server.http.bodies import new_id
 from plait.server.http.errors import Problem
+from plait.server.http.transfer import new_id
 from plait.server.openai import chat, models
 
 if TYPE_CHECKING:

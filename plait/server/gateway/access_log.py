@@ -18,8 +18,11 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from plait.config import ServerConfig
 from plait.errors import ConfigError
@@ -248,3 +251,14 @@ def _open_log(path: str | None) -> int:
 def _close(fd: int) -> None:
     if fd != STDERR:
         os.close(fd)
+
+
+class DroppedLines(Collector):
+    """A metric: the lines that a log could not take."""
+
+    def __init__(self, log: LogWriter | None) -> None:
+        self._log = log
+
+    def collect(self) -> Iterator[Metric]:
+        text = "Lines of the log that were dropped: it was not read, or could not be written."
+        yield CounterMetricFamily("plait_log_lines_dropped", text, self._log.num_dropped if self._log else 0)

@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from plait.request import RequestTrace
-from plait.server.gateway.request_context import Exchange
+from plait.server.gateway.exchange import Exchange
 
 # our family: theirs
 RENAMED: Mapping[str, str] = {

@@ -15,8 +15,8 @@ from starlette.responses import Response
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from plait.server.http.bodies import new_id
 from plait.server.http.errors import HeadTooLarge, NotReady, Problem, problem
+from plait.server.http.transfer import new_id
 
 READ_BYTES = 32 * 1024  # parsed in one turn: a hundred thousand tiny chunks would delay all connections
 LINGER_S = 2.0  # for a client to send the rest of what it had begun before its connection ends

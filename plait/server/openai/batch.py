@@ -19,7 +19,7 @@ from plait.errors import ConfigError, RequestError
 from plait.server.api.parse_fields import rename_params
 from plait.server.api.reply import WARNING_HEADER
 from plait.server.api.validate import IGNORED_HEADER
-from plait.server.http.bodies import decode_object, new_id
+from plait.server.http.transfer import decode_object, new_id
 
 METHOD = "POST"
 MAX_ID_CHARS = 512

@@ -12,17 +12,22 @@ from msgspec import UNSET, UnsetType
 from plait.frontend.deltas import ChoiceScore, best_of
 from plait.request import ReplyShape, RequestTrace
 from plait.server.api import validate
-from plait.server.api.content_blocks import ChatPlan, ChoiceCourse, Part, ReplyBlocks, is_hidden, parts_of
+from plait.server.api.content_blocks import ReplyBlocks
 from plait.server.api.parse_fields import field_names, parse_as
 from plait.server.api.reply import (
+    ChatPlan,
+    ChoiceCourse,
     ChoicesReply,
     ChosenToken,
     Count,
     Endpoint,
+    Part,
     PromptProgress,
     Timings,
     Usage,
     head,
+    is_hidden,
+    parts_of,
 )
 from plait.server.api.schema import ChatRequest
 from plait.server.api.validate import allow_tools, from_template_kwargs
@@ -198,14 +203,17 @@ class ChatReply(ChoicesReply):
         named = THOUGHTS if asked.reasoning_field is None else (asked.reasoning_field,)
         self._thoughts: Sequence[str] = named if asked.include_reasoning else ()
         self._once: dict[str, Any] = {"prompt_token_ids": request.prompt_token_ids} if chat.with_ids else {}
-        self._choices = [_Choice(chat) for _ in range(request.params.n)]
+        num = request.params.n
+        self._choices = [] if asked.stream else [_Choice(chat) for _ in range(num)]
+        self._courses = [ChoiceCourse(chat) for _ in range(num if asked.stream else 0)]
 
     @property
     def warning(self) -> str:
-        return next((choice.warning for choice in self._choices if choice.warning), "")
+        courses = self._choices or self._courses
+        return next((course.warning for course in courses if course.warning), "")
 
     def events(self, i: int, delta: Delta) -> list[ChatChunk]:
-        choice, found = self._choices[delta.index], self._chunks(delta)
+        choice, found = self._courses[delta.index], self._chunks(delta)
         fields = self.fields_of_chunk(i, delta)
         chunks = [ChatChunk(**self.head, choices=[one], **fields, **self._taken()) for one in found]
         if choice.warning:
@@ -218,7 +226,7 @@ class ChatReply(ChoicesReply):
         return found
 
     def _chunks(self, delta: Delta) -> list[ChatChunkChoice]:
-        index, choice, found = delta.index, self._choices[delta.index], []
+        index, choice, found = delta.index, self._courses[delta.index], []
         if not choice.has_begun:
             found.append(ChatChunkChoice(index, ChatDelta(role="assistant", content="")))
         elif delta.prompt_progress is not None:

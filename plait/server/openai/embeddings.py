@@ -23,7 +23,7 @@ from plait.server.api import validate
 from plait.server.api.parse_fields import field_names, parse_as
 from plait.server.api.reply import ApiReply, Count, Endpoint, PromptUsage
 from plait.server.gateway.request_context import RequestContext
-from plait.server.http.bodies import new_id
+from plait.server.http.transfer import new_id
 
 if TYPE_CHECKING:
     from plait.frontend.deltas import Delta

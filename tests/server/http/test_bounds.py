@@ -15,8 +15,8 @@ import pytest
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from plait.server.api.validate import MAX_LOGIT_BIAS, MAX_MESSAGES, MAX_STOP_TOKEN_IDS, MAX_STOPS
-from plait.server.gateway import middleware, request_context
-from plait.server.http import bodies, connection
+from plait.server.gateway import request_context
+from plait.server.http import connection, transfer
 from plait.server.http.connection import READ_BYTES
 from plait.server.openai.completions import MAX_CHOICES
 from tests.server.conftest import Client, serving, wait_until
@@ -45,7 +45,7 @@ def head(size: int) -> bytes:
 @pytest.mark.parametrize("pieces", [1, 2])
 @pytest.mark.parametrize(("more", "status"), [(0, b"200"), (1, b"431")])
 def test_a_head_has_so_many_bytes(client: Client, more: int, status: bytes, pieces: int) -> None:
-    sent = head(middleware.MAX_HEAD_BYTES + more)
+    sent = head(transfer.MAX_HEAD_BYTES + more)
     with connected(client) as sock:
         sock.sendall(sent[: len(sent) // pieces])
         if pieces == 2:
@@ -57,14 +57,14 @@ def test_a_head_has_so_many_bytes(client: Client, more: int, status: bytes, piec
 def test_a_target_counts_like_headers(client: Client) -> None:
     with connected(client) as sock:
         sock.sendall(
-            b"GET /version?" + b"x" * middleware.MAX_HEAD_BYTES + b" HTTP/1.1\r\nHost: localhost\r\n\r\n"
+            b"GET /version?" + b"x" * transfer.MAX_HEAD_BYTES + b" HTTP/1.1\r\nHost: localhost\r\n\r\n"
         )
         assert answer(sock).startswith(b"HTTP/1.1 431 ")
 
 
 @pytest.mark.parametrize(("more", "status"), [(0, b"200"), (1, b"431")])
 def test_a_head_has_so_many_headers(client: Client, more: int, status: bytes) -> None:
-    lines = b"".join(b"X%d: 1\r\n" % i for i in range(middleware.MAX_HEADERS - 2 + more))
+    lines = b"".join(b"X%d: 1\r\n" % i for i in range(transfer.MAX_HEADERS - 2 + more))
     with connected(client) as sock:
         sock.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n" + lines + b"\r\n")
         found = answer(sock)
@@ -108,7 +108,7 @@ def test_a_head_that_is_too_long_is_not_parsed(
             sock.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n" + sent + b"\r\n")
         with contextlib.suppress(ConnectionResetError):
             assert not answer(sock).startswith(b"HTTP/1.1 200")
-    assert sum(parsed) <= middleware.MAX_HEAD_BYTES + READ_BYTES
+    assert sum(parsed) <= transfer.MAX_HEAD_BYTES + READ_BYTES
 
 
 CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
@@ -203,8 +203,8 @@ def test_a_body_in_tiny_chunks_is_parsed_a_little_at_a_time(
 
 
 def test_a_body_that_drips_is_408(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "BODY_TIMEOUT_S", 0.15)
-    monkeypatch.setattr(bodies, "MIN_BODY_RATE", 1_000_000)
+    monkeypatch.setattr(transfer, "BODY_TIMEOUT_S", 0.15)
+    monkeypatch.setattr(transfer, "MIN_BODY_RATE", 1_000_000)
     with connected(client) as sock:
         sock.sendall(POST + b"Content-Length: 9999\r\n\r\n{")
         with contextlib.suppress(OSError):
@@ -215,8 +215,8 @@ def test_a_body_that_drips_is_408(client: Client, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_body_that_comes_fast_enough_is_taken(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "BODY_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(bodies, "MIN_BODY_RATE", 1)
+    monkeypatch.setattr(transfer, "BODY_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(transfer, "MIN_BODY_RATE", 1)
     sent = json.dumps({"prompt": "Hi", "max_tokens": 1}).encode()
     with connected(client) as sock:
         sock.sendall(POST + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(sent))
@@ -294,7 +294,7 @@ def test_a_stream_that_nobody_reads_waits_in_a_bounded_buffer_and_is_cut(
         assert wait_until(lambda: front.stats()["running"] == 0)
         assert client.complete("Hi", max_tokens=2).status == 200
     assert max(sizes) < connection.WRITE_BUFFER_BYTES + 16 * 1024
-    assert bodies.SEND_TIMEOUT_S >= 10  # it was the connection that gave up
+    assert transfer.SEND_TIMEOUT_S >= 10  # it was the connection that gave up
 
 
 def test_an_answer_that_nobody_reads_is_cut(

@@ -15,8 +15,8 @@ from plait.errors import BadGrammar
 from plait.frontend.deltas import Delta
 from plait.request import FinishReason, Request, SamplingParams
 from plait.server.anthropic import messages
-from plait.server.api.content_blocks import ChatPlan, Part, in_words_of
-from plait.server.api.reply import ApiReply
+from plait.server.api.content_blocks import in_words_of
+from plait.server.api.reply import ApiReply, ChatPlan, Part
 from plait.server.api.schema import ChatRequest
 from plait.server.http.errors import Problem
 from plait.server.openai import responses

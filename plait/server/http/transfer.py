@@ -1,4 +1,4 @@
-"""Bodies: JSON requests within bounds, replies as server-sent events; and work that ends with its client."""
+"""What clients send and receive: heads and JSON bodies within bounds, server-sent events."""
 
 from __future__ import annotations
 
@@ -15,10 +15,22 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from plait.config import KIB
 from plait.errors import Cancelled
-from plait.server.http.errors import BadBody, BodyTimeout, BodyTooLarge, Problem, UnsupportedMedia, problem
+from plait.server.http.errors import (
+    BadBody,
+    BadHost,
+    BodyTimeout,
+    BodyTooLarge,
+    HeadTooLarge,
+    Problem,
+    UnsupportedMedia,
+    problem,
+)
 
 T = TypeVar("T")
+MAX_HEAD_BYTES = 16 * KIB  # request line and headers; browsers and clients send less than 4 KiB
+MAX_HEADERS = 100
 MAX_DEPTH = 64
 MAX_CONTAINERS = 100_000  # objects and lists: as many messages as may be, of ten each
 BODY_TIMEOUT_S = 30.0  # between two parts of a body, and beyond the time that all of it takes at this rate:
@@ -33,6 +45,29 @@ _PART = re.compile(rb'(?:[^"]*+"(?:[^"\\]++|\\.)*+"){0,4096}+[^"]*+', re.DOTALL)
 _ROUND, _NOT_BRACKETS = bytes.maketrans(b"[]{}", b"()()"), bytes(set(range(256)) - set(b"[]{}"))
 # Half of a pair that no character is written with, as in "\ud800".
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def host_of(scope: Scope) -> str | None:
+    """The Host header; HTTP/1.0 may have none. Raises BadHost where it is not one (RFC 9112, 3.2)."""
+    found = [value.strip() for name, value in scope["headers"] if name == b"host"]
+    if not found and scope["http_version"] == "1.0":
+        return None
+    if len(found) != 1 or not found[0]:
+        sent = "an empty one" if len(found) == 1 else f"{len(found)}" if found else "none"
+        raise BadHost(f"Host: the request has {sent}; send one, with the server's name")
+    return str(found[0], "latin-1")
+
+
+def check_head(scope: Scope) -> None:
+    """Raises HeadTooLarge for a request line and headers that are out of bounds."""
+    headers = scope["headers"]
+    if len(headers) > MAX_HEADERS:
+        raise HeadTooLarge(f"the request has {len(headers)} headers; send at most {MAX_HEADERS}")
+    query = scope.get("query_string", b"")
+    line = len(scope["method"]) + len(scope["raw_path"]) + (len(query) + 1 if query else 0) + 12
+    size = line + sum(len(name) + len(value) + 4 for name, value in headers) + 2
+    if size > MAX_HEAD_BYTES:
+        raise HeadTooLarge(f"the request's headers take {size} bytes; send at most {MAX_HEAD_BYTES}")
 
 
 async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
