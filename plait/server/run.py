@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("plait.server")
 KEEP_ALIVE_S = 5  # of an idle connection; a client that returns opens another in a millisecond
-CERTIFICATE_TICKS = 20  # of 0.1 s, between looks at the certificate's files
 BACKLOG = 2048
 LOADING_ENDS_S = 20.0  # a thread inside torch when Python ends would abort the process
 SPARE_FILES = 512  # weights, kernels, sockets of the engine
@@ -166,6 +165,8 @@ class Server(uvicorn.Server):
             "proxy_headers": False,
             "timeout_keep_alive": KEEP_ALIVE_S,
             "timeout_graceful_shutdown": round(CLOSING_S),
+            "callback_notify": self._look_around,
+            "timeout_notify": 0,  # uvicorn looks once a second whether it is time
         }
         super().__init__(uvicorn.Config(app, **settings))
 
@@ -228,20 +229,19 @@ class Server(uvicorn.Server):
         """Reload soon. From any thread, and from a signal."""
         self._should_reload = True
 
-    async def on_tick(self, counter: int) -> bool:
-        """Ten times a second: reload if requested, load a certificate of which the files changed, and end if
-        the engine is given up.
+    async def _look_around(self) -> None:
+        """Once a second: reload if requested, load a certificate of which the files changed, and end if the
+        engine is given up.
         """
         if self._should_reload:
             self._should_reload = False
             self._reload()
-        if self._certificate is not None and counter % CERTIFICATE_TICKS == 0:
+        elif self._certificate is not None:
             self._certificate.reload_changed()
         front = self._loading.front
         if front is not None and front.fault is not None and not self.should_exit:
             logger.critical("the server ends: %s", front.fault)
             self.fault, self.should_exit = front.fault, True
-        return await super().on_tick(counter)
 
     def _reload(self) -> None:
         before = self.traffic.config
