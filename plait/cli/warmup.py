@@ -75,7 +75,7 @@ def warmup(model: str | None, packed: bool, packed_limit: int, clears: bool, **g
     finally:
         llm.close()
     later = f"compiles again: {llm.unkept}" if llm.unkept else "loads what was made"
-    print(f"the next start {later}", file=sys.stderr)
+    print(f"the next run {later}", file=sys.stderr)
 
 
 def _run(llm: LLM, started: float) -> None:

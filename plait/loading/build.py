@@ -227,7 +227,7 @@ def engine_over(
 
     `records` False: every step runs op by op. `proposer`: proposes draft tokens. Raises OutOfMemory.
     """
-    with out_of_memory(f"making room for sequences ({gib(sizing.nbytes)})"):
+    with out_of_memory(f"allocating memory for sequences ({gib(sizing.nbytes)})"):
         store = _store(decoder, sizing, target)
     capacity = Capacity.of(
         config.max_num_batched_tokens,
@@ -305,7 +305,7 @@ def _check_deterministic(target: Target) -> None:
         shown = ", ".join(f"{op} ({variant})" for op, variant in sorted(loose.items()))
         where = target.chip.name if target.chip else target.device.type
         raise ConfigError(
-            f"deterministic: on {where} this model runs {shown}, whose rounding may change with the batch; "
+            f"deterministic: on {where} this model runs {shown}, so rounding may change with the batch; "
             "leave the option out, or run on a CPU (--cpu) with native kernels and without --ops reference"
         )
 

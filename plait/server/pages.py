@@ -214,7 +214,7 @@ class Operation:
 GETS: Mapping[str, Operation] = {
     "/health": Operation("Whether the server can serve; 503: not now", Health),
     "/ready": Operation("Whether new requests are taken; 503: not now", Readiness),
-    "/live": Operation("Whether it works or will again; 503: only a new start helps", Readiness),
+    "/live": Operation("Whether it works or will again; 503: only restarting the server helps", Readiness),
     "/version": Operation("The version of Plait", Version),
     "/metrics": Operation("The engine's numbers, in Prometheus's text format"),
     "/v1/models": Operation("The models that are served", models.ModelList),
@@ -334,7 +334,7 @@ def _operation(path: str, told: Operation) -> dict[str, Any]:
         "responses": {
             "200": {"description": "Done", "content": content},
             "4XX": refusal,
-            "5XX": {**refusal, "description": "The server's fault, or no room now"},
+            "5XX": {**refusal, "description": "The server's fault, or no capacity now"},
         },
     }
 

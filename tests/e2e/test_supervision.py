@@ -110,7 +110,7 @@ def check_killed(server: Server) -> None:
     assert len({stream.text for stream in calm}) > NUM_STREAMS // 2
 
 
-def test_streams_of_a_killed_engine_say_what_they_would_have_said(server: Server) -> None:
+def test_streams_of_a_killed_engine_have_the_text_they_would_have_had(server: Server) -> None:
     check_killed(server)
 
 

@@ -130,7 +130,7 @@ def test_several_tokens_of_a_step_count_as_several() -> None:
     ]
 
 
-def test_what_was_said_is_told_before_a_failure_is() -> None:
+def test_text_so_far_is_emitted_before_a_failure_is() -> None:
     failure = event(finish="error")
     found = told(stream(8, Desk()), [*events("abcd")[:-1], failure], 0)
     assert [(d.text, d.finish_reason) for d in found] == [("a", None), ("bcd", None), ("", "error")]
@@ -148,7 +148,7 @@ PARTS: list[tuple[OutputDelta, ...]] = [
 
 
 @given(st.lists(st.tuples(st.sampled_from(PARTS), st.integers(1, 3)), max_size=12), st.integers(2, 5))
-def test_thinking_content_and_calls_are_told_apart(
+def test_thinking_content_and_calls_are_distinguished(
     made: list[tuple[tuple[OutputDelta, ...], int]], interval: int
 ) -> None:
     gathered, found, single = Gathered(interval), list[Delta](), list[Delta]()
@@ -189,7 +189,7 @@ def test_the_first_text_does_not_wait_for_tokens_that_say_nothing() -> None:
     ]  # as the side that wakes counts
 
 
-def test_a_reader_is_woken_for_every_token_until_something_was_told() -> None:
+def test_a_reader_is_woken_for_every_token_until_something_was_emitted() -> None:
     desk = Desk()
     asked = stream(8, desk)
 

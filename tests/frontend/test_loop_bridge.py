@@ -37,7 +37,7 @@ def test_events_that_come_together_wake_the_loop_once_and_keep_their_order() -> 
     asyncio.run(turns())
 
 
-def test_a_loop_has_one_courier_and_one_that_is_closed_is_left_alone() -> None:
+def test_a_loop_has_one_bridge_and_one_that_is_closed_is_left_alone() -> None:
     couriers = Couriers()
 
     async def find() -> Courier:
@@ -62,7 +62,7 @@ def test_a_closed_loop_is_not_kept() -> None:
     assert first() is None
 
 
-def test_a_loop_that_closes_while_it_is_called_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_that_closes_while_it_is_called_harms_no_one(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = asyncio.new_event_loop()
     loop.close()
     monkeypatch.setattr(loop, "is_closed", lambda: False)  # it was open when it was looked at

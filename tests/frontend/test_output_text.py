@@ -90,7 +90,7 @@ def summed(deltas: Sequence[Delta]) -> tuple[object, ...]:
     parallel=st.booleans(),
     how=st.data(),
 )
-def test_however_tokens_are_cut_into_events_the_same_is_told(
+def test_however_tokens_are_cut_into_events_the_text_is_the_same(
     pieces: list[str], stop: tuple[str, ...], parallel: bool, how: st.DataObject
 ) -> None:
     ids = ids_of("".join(pieces))
@@ -101,7 +101,7 @@ def test_however_tokens_are_cut_into_events_the_same_is_told(
 
 
 @pytest.mark.parametrize("text", [f"{THOUGHT}So {CALL}", f"{CALL}\n{CALL}", "Hi END", f"a{THOUGHT}b"])
-def test_every_cut_of_a_reply_tells_the_same(text: str) -> None:
+def test_every_cut_of_a_reply_emits_the_same(text: str) -> None:
     ids = ids_of(text)[:12]
     shape = reader()
     for stop in ((), ("END", "So")):

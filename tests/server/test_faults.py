@@ -196,7 +196,7 @@ def test_an_open_request_too_many_is_429(monkeypatch: pytest.MonkeyPatch, client
     assert [client.get(path).status for path in ("/health", "/ready")] == [200, 200]
 
 
-def test_a_comment_that_nobody_reads_ends_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_comment_that_no_client_reads_ends_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "PING_S", 0.01)
     monkeypatch.setattr(transfer, "SEND_TIMEOUT_S", 0.05)
     ended = asyncio.Event()
@@ -241,13 +241,13 @@ def test_logprobs_are_always_json(value: float) -> None:
     assert TextLogprob("a", 1, b"a", value).logprob is value
 
 
-def test_impossible_alternatives_are_at_the_floor(client: Client) -> None:
+def test_impossible_alternatives_have_the_least_log_probability(client: Client) -> None:
     top = client.complete("a", max_tokens=1, logprobs=20).json["choices"][0]["logprobs"]["top_logprobs"][0]
     assert -9999.0 in top.values()
     assert len(top) == 20
 
 
-def test_a_character_in_pieces_is_never_torn(client: Client) -> None:
+def test_a_character_in_several_tokens_is_never_torn(client: Client) -> None:
     text = "né漢🙂e"
     chunks = client.complete(text, stream=True).events
     said = [chunk["choices"][0]["text"] for chunk in chunks]
@@ -272,7 +272,7 @@ def test_min_tokens_and_ignore_eos_keep_the_end_away(client: Client) -> None:
     assert short["text"] == "aba"
 
 
-def test_special_tokens_are_shown_if_asked_for(client: Client) -> None:
+def test_special_tokens_are_shown_if_requested(client: Client) -> None:
     asked: Any = {"echo": True, "max_tokens": 1}
     ids = [256, 72, 105]
     assert client.complete(ids, **asked).json["choices"][0]["text"] == "HiH"

@@ -121,6 +121,6 @@ def test_vllms_names_say_what_ours_say() -> None:
     assert missing == []
 
 
-def test_vllms_names_are_there_only_if_asked_for() -> None:
+def test_vllms_names_are_there_only_if_requested() -> None:
     with serving(engine_front()) as client:
         assert b"vllm:" not in client.get("/metrics").body

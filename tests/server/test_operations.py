@@ -71,5 +71,5 @@ def test_every_name_of_vllms_is_there() -> None:
         f"{api_keys.MAX_KEYS:,}",
     ],
 )
-def test_every_bound_is_as_it_is_told(shown: str) -> None:
+def test_every_bound_is_as_documented(shown: str) -> None:
     assert shown in TEXT[TEXT.index("## Bounds") :]

@@ -62,13 +62,13 @@ def accepts(compiler: GrammarCompiler, grammar: Grammar | None, text: str) -> bo
         ({"thinking": True}, "low", ({"enable_thinking": True}, True, ("reasoning_effort",))),
     ],
 )
-def test_a_wish_reaches_the_template_under_its_own_name(
+def test_a_switch_reaches_the_template_under_its_own_name(
     kwargs: dict[str, Any], effort: str | None, wanted: tuple[dict[str, Any], bool, tuple[str, ...]]
 ) -> None:
     assert speech().switched(kwargs, effort) == wanted
 
 
-def test_a_template_without_a_switch_is_told_nothing() -> None:
+def test_a_template_without_a_switch_gets_none() -> None:
     plain = speech("{{ messages }}</think> about thinking")
     assert plain.switched({"enable_thinking": False}) == ({}, False, ())
     assert plain.budget(None, ReplyShape(thinks=False)) is not None
@@ -89,7 +89,7 @@ def test_hints_of_no_use_to_a_model_are_named() -> None:
         plain.switched({"enable_thinking": "no"})
 
 
-def test_a_broken_template_is_told_as_one() -> None:
+def test_a_broken_template_is_reported_as_one() -> None:
     with pytest.raises(BadTemplate, match="no Jinja"):
         speech("{{ messages </think>").switched({})
 
@@ -133,7 +133,7 @@ WISH = Grammar("choice", '["yes", "no"]', "guided_choice")
         (ReplyShape(thinks=False, is_open=True), ["hm</think>yes"], ["yes"]),
     ],
 )
-def test_a_wish_is_about_what_follows_the_thinking(
+def test_a_requested_grammar_is_about_what_follows_the_thinking(
     compiler: GrammarCompiler, shape: ReplyShape, good: list[str], bad: list[str]
 ) -> None:
     grammar = speech().grammar(WISH, shape)
@@ -144,7 +144,7 @@ def test_a_wish_is_about_what_follows_the_thinking(
 CALL = '<tool_call>\n{"name": "f", "arguments": {"n": 5}}\n</tool_call>'
 
 
-def test_a_call_may_stand_in_place_of_what_is_wished_for(compiler: GrammarCompiler) -> None:
+def test_a_call_may_come_in_place_of_requested_content(compiler: GrammarCompiler) -> None:
     grammar = speech().grammar(WISH, ReplyShape(tools=(TOOL,)))
     for text in ("yes", CALL, f"<think>hm</think>\n\n{CALL}", f"{CALL}\n{CALL}"):
         assert accepts(compiler, grammar, text), text
@@ -153,7 +153,7 @@ def test_a_call_may_stand_in_place_of_what_is_wished_for(compiler: GrammarCompil
     assert not accepts(compiler, speech().grammar(WISH, ReplyShape(tools=(TOOL,), choice="none")), CALL)
 
 
-def test_a_demanded_call_takes_the_place_of_what_is_wished_for(compiler: GrammarCompiler) -> None:
+def test_a_demanded_call_takes_the_place_of_requested_content(compiler: GrammarCompiler) -> None:
     grammar = speech().grammar(WISH, ReplyShape(tools=(TOOL,), choice="required"))
     assert accepts(compiler, grammar, CALL)
     assert not accepts(compiler, grammar, "yes")
@@ -183,7 +183,7 @@ def test_a_call_has_no_other_arguments_than_its_tool_names_unless_objects_are_op
     assert accepts(compiler, speech(style=JsonStyle(open_objects=True)).grammar(None, shape), more)
 
 
-def test_without_a_wish_or_a_demand_there_is_no_grammar() -> None:
+def test_without_a_request_or_a_demand_there_is_no_grammar() -> None:
     assert speech().grammar(None, ReplyShape(tools=(TOOL,))) is None
     assert speech().grammar(None, ReplyShape()) is None
 
@@ -238,7 +238,7 @@ def test_calls_of_a_strict_tool_are_held_to_their_schema_once_they_begin(compile
 
 
 @pytest.mark.parametrize("body", ["yes", CALL])
-def test_a_model_may_think_again_before_what_is_wished_for_and_not_behind_it(
+def test_a_model_may_think_again_before_requested_content_and_not_behind_it(
     compiler: GrammarCompiler, body: str
 ) -> None:
     grammar = speech().grammar(WISH, ReplyShape(tools=(TOOL,)))
@@ -257,7 +257,7 @@ def test_a_model_may_think_again_before_what_is_wished_for_and_not_behind_it(
 
 
 @pytest.mark.parametrize("tools", ["hermes", "json", "phi", "qwen_xml"])
-def test_no_thinking_begins_in_the_text_beside_calls_that_are_held(
+def test_no_thinking_begins_in_the_text_around_calls_that_are_held(
     compiler: GrammarCompiler, tools: str
 ) -> None:
     """What would be read as a thought is no text: a call in it would be lost."""

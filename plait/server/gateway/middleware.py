@@ -105,7 +105,7 @@ class Traffic:
         config = replace(self.config, **{name: getattr(config, name) for name in RELOADED})
         keyring = read_keys(config)
         if bool(keyring) != bool(self.keyring):
-            logger.warning("keys are %s from now on", "asked for" if keyring else "no longer asked for")
+            logger.warning("keys are %s from now on", "required" if keyring else "no longer required")
         self.keyring, self.config = keyring, config
         self.limits.change(_all_keys(keyring))
 

@@ -98,7 +98,7 @@ def compile_grammar(table: Any, form: str, limits: GrammarLimits) -> Any:
 
 
 PARTS = ("lead", "opening", "instead")
-"""What may stand beside a described reply: fields of a `Grammar`, rules of the library's grammar."""
+"""What may come with a described reply: fields of a `Grammar`, rules of the library's grammar."""
 
 
 def with_parts(form: str, **beside: str) -> str:

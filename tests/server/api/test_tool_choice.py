@@ -49,7 +49,7 @@ def test_what_cannot_be_chosen_is_refused_by_name(told: Any, word: str) -> None:
     assert word in str(refused.value)
 
 
-def test_the_model_is_told_of_the_allowed_tools_alone() -> None:
+def test_the_model_gets_the_allowed_tools_alone() -> None:
     template = SpeakingTemplate()
     with serving(fake_front(template=template)) as client:
         choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": CLOCK_ONLY}}
@@ -102,7 +102,7 @@ class XmlToolsTemplate(SpeakingTemplate):
 
 
 @pytest.mark.parametrize("wrapped", [True, False])
-def test_tools_may_stand_where_smollm3_has_them(wrapped: bool) -> None:
+def test_tools_may_be_where_smollm3_has_them(wrapped: bool) -> None:
     template = XmlToolsTemplate()
     text, tools = said_call("clock", "{}"), [CLOCK if wrapped else CLOCK["function"]]
     with serving(fake_front(template=template)) as client:

@@ -96,7 +96,7 @@ def test_paths_without_v1_are_the_same_paths(client: Client) -> None:
     assert client.post("/messages", {}).json["type"] == "error"  # in that API's own words
 
 
-def test_an_unknown_path_is_told_where_the_apis_are(client: Client) -> None:
+def test_an_unknown_path_is_answered_with_those_of_the_apis(client: Client) -> None:
     for path in ("/v2/chat", "/v1/chat", "/model"):
         answer = client.post(path, {})
         assert (answer.status, answer.error["code"]) == (404, "not_found")
@@ -144,7 +144,7 @@ def test_a_body_that_is_too_long_is_refused_before_it_comes() -> None:
         assert sock.recv(4096).startswith(b"HTTP/1.1 413 ")
 
 
-def test_a_large_body_gets_its_answer_although_nobody_reads_it() -> None:
+def test_a_large_body_gets_its_answer_although_it_is_not_read() -> None:
     with serving(fake_front(), max_body_bytes=LIMIT) as client:
         assert client.post("/v1/completions", b"x" * 20_000_000).status == 413
 

@@ -72,7 +72,7 @@ def test_a_head_has_so_many_headers(client: Client, more: int, status: bytes) ->
     assert b"x-request-id: " in found
 
 
-def test_a_megabyte_of_headers_is_told_so_and_ends_the_connection(client: Client) -> None:
+def test_a_megabyte_of_headers_is_refused_and_ends_the_connection(client: Client) -> None:
     with connected(client) as sock:
         sock.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * (1 << 20))
         found = answer(sock)
@@ -226,7 +226,7 @@ def test_a_body_that_comes_fast_enough_is_taken(client: Client, monkeypatch: pyt
         assert answer(sock).startswith(b"HTTP/1.1 200 ")
 
 
-def test_idle_and_dripping_connections_hold_up_nobody_and_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_and_dripping_connections_delay_no_one_and_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 1.0)
     with serving(fake_front()) as client, contextlib.ExitStack() as stack:
         socks = [stack.enter_context(connected(client)) for _ in range(250)]
@@ -274,7 +274,7 @@ def lost(monkeypatch: pytest.MonkeyPatch) -> list[connection.Connection]:
     return found
 
 
-def test_a_stream_that_nobody_reads_waits_in_a_bounded_buffer_and_is_cut(
+def test_a_stream_that_no_client_reads_waits_in_a_bounded_buffer_and_is_cut(
     lost: list[connection.Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "READ_TIMEOUT_S", 0.3)
@@ -297,7 +297,7 @@ def test_a_stream_that_nobody_reads_waits_in_a_bounded_buffer_and_is_cut(
     assert transfer.SEND_TIMEOUT_S >= 10  # it was the connection that gave up
 
 
-def test_an_answer_that_nobody_reads_is_cut(
+def test_an_answer_that_no_client_reads_is_cut(
     lost: list[connection.Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "READ_TIMEOUT_S", 0.2)
@@ -317,7 +317,7 @@ def test_an_answer_that_is_read_slowly_but_read_is_not_cut(
     assert b"data: [DONE]" in seen
 
 
-def test_the_end_of_an_answer_that_nobody_reads_does_not_hold_its_connection(
+def test_the_end_of_an_answer_that_no_client_reads_does_not_hold_its_connection(
     lost: list[connection.Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.2)
@@ -326,7 +326,7 @@ def test_the_end_of_an_answer_that_nobody_reads_does_not_hold_its_connection(
         assert wait_until(lambda: len(lost) == 1)
 
 
-def test_a_client_that_resets_its_connection_disturbs_nobody(client: Client, engine: EchoLoop) -> None:
+def test_a_client_that_resets_its_connection_disturbs_no_one(client: Client, engine: EchoLoop) -> None:
     for _ in range(20):
         sock = unread(client, {"prompt": "SLOW " * 50, "max_tokens": 500, "stream": True})
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -403,7 +403,7 @@ def test_http_1_0_gets_whole_answers_and_streams(client: Client) -> None:
         assert (b"data: [DONE]" in found) == (stream == b"true")
 
 
-def test_a_client_that_waits_for_100_is_told_to_go_on(client: Client) -> None:
+def test_a_client_that_waits_for_100_gets_it(client: Client) -> None:
     raw = b'{"prompt": "Hi", "max_tokens": 2}'
     with connected(client) as sock:
         sock.sendall(

@@ -142,7 +142,7 @@ def speaking() -> Iterator[Client]:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("more", [{}, {"tools": TOOLS}])
-def test_what_is_wished_for_is_the_content_behind_the_thinking(
+def test_what_is_requested_is_the_content_behind_the_thinking(
     speaking: Client, more: dict[str, Any], seed: int
 ) -> None:
     wish = {"response_format": {"type": "json_schema", "json_schema": {"name": "w", "schema": SCHEMA}}}
@@ -155,7 +155,7 @@ def test_what_is_wished_for_is_the_content_behind_the_thinking(
         jsonschema.validate(json.loads(message["content"]), SCHEMA)
 
 
-def test_a_switch_that_is_off_leaves_no_room_for_thinking(speaking: Client) -> None:
+def test_a_switch_that_is_off_leaves_no_thinking(speaking: Client) -> None:
     asked: dict[str, Any] = {"guided_choice": ["yes", "no"], "logit_bias": {str(ord("<")): 100}}
     for wish in ({"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False}}):
         message = speaking.chat("Well?", **asked, **wish).json["choices"][0]["message"]
@@ -196,7 +196,7 @@ def test_grammars_that_wait_hold_no_thread_and_leave_the_queue_with_their_client
 @pytest.mark.parametrize(
     ("timeout_s", "status", "says"), [(0.05, 504, "before the request's grammar"), (None, 503, "try again")]
 )
-def test_a_grammar_whose_turn_does_not_come_is_told_by_the_requests_own_deadline(
+def test_a_grammar_that_gets_no_turn_ends_at_the_requests_own_deadline(
     monkeypatch: pytest.MonkeyPatch, timeout_s: float | None, status: int, says: str
 ) -> None:
     front = fake_front()

@@ -177,7 +177,7 @@ def test_threads_take_turns(sandbox: Sandbox) -> None:
     assert answers == {n: str(n) for n in range(16)}
 
 
-def test_a_rendering_whose_turn_does_not_come_is_refused() -> None:
+def test_a_rendering_that_gets_no_turn_is_refused() -> None:
     box = Sandbox(SandboxLimits(wait_s=0.01))
     try:
         with box._turns.take(0, ""), pytest.raises(CapacityError, match="of others"):

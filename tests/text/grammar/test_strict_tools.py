@@ -162,7 +162,7 @@ def test_a_word_begins_a_call_only_with_its_bracket() -> None:
     assert not passes(found, 'functools[{"name": "dig", "arguments": {}}]')
 
 
-def test_control_tokens_around_text_and_calls_stand_where_they_belong() -> None:
+def test_control_tokens_around_text_and_calls_are_where_they_belong() -> None:
     form = FORMATS["harmony"]
     demanded = call_grammar(form, TOOLS, "required")
     assert demanded is not None

@@ -59,7 +59,7 @@ def with_control_tokens(byte_level: Any, folder: Path) -> Tokenizer:
     return load_hf_tokenizer(folder / "tokenizer.json", TokenizerFiles({}, {}))
 
 
-def test_json_stands_in_the_final_channel_and_thinking_before_it(harmony: tuple[Speech, Takes]) -> None:
+def test_json_is_in_the_final_channel_and_thinking_before_it(harmony: tuple[Speech, Takes]) -> None:
     model, takes = harmony
     grammar = model.grammar(OBJECT, ReplyShape())
     for text in (f'{FINAL}{{"a": 1}}', f'{THOUGHT}{FINAL}{{"a": 1}}', f"{THOUGHT}{THOUGHT}{FINAL}{{}}"):

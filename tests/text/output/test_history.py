@@ -67,7 +67,7 @@ def test_a_glm_template_gets_arguments_that_it_can_go_through(sandbox: Sandbox) 
         {"content": "Hm.", "tool_plan": "I look."},
     ],
 )
-def test_a_command_template_gets_what_was_thought_or_said_before_calls(
+def test_a_command_template_gets_thinking_or_text_before_calls(
     sandbox: Sandbox, more: dict[str, Any]
 ) -> None:
     message = {"role": "assistant", "tool_calls": [CALL], **more}

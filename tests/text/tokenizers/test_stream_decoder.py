@@ -96,7 +96,7 @@ def test_the_first_space_goes_only_at_the_start_of_a_text() -> None:
     assert stream(tokenizer, [the], prefix_ids=[bos], skip_special=False) == " the"
 
 
-def test_special_tokens_are_shown_only_if_asked_for() -> None:
+def test_special_tokens_are_shown_only_if_requested() -> None:
     tokenizer = TOKENIZERS["cl100k_base"]
     ids = [*tokenizer.encode("a"), 100257]
     assert stream(tokenizer, ids) == "a"
