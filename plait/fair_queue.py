@@ -17,7 +17,7 @@ from plait.errors import CapacityError
 
 T = TypeVar("T")
 P = ParamSpec("P")
-asker: ContextVar[str] = ContextVar("asker", default="")
+current_client: ContextVar[str] = ContextVar("current_client", default="")
 """The client that the work in progress is for: an API key's name, or a client's address."""
 
 
@@ -85,8 +85,8 @@ class Turns:
 
     @contextmanager
     def take(self, wait_s: float, refusal: str) -> Iterator[int]:
-        """A place for the current `asker`, the lowest that is free. Raises CapacityError(refusal)."""
-        turn, who = _Turn(), asker.get()
+        """A place for `current_client`, the lowest that is free. Raises CapacityError(refusal)."""
+        turn, who = _Turn(), current_client.get()
         with self._lock:
             self._queue.put(who, turn)
             self._deal()
@@ -132,7 +132,7 @@ def capture_call(call: Callable[[], T]) -> T:
 class FairThreads(Executor):
     """An executor in which clients take turns: none waits behind all that another has sent.
 
-    `num_threads`, of which one `asker` has at most `each` at once; what waits holds no thread.
+    `num_threads`, of which one `current_client` has at most `each` at once; what waits holds no thread.
     """
 
     def __init__(self, num_threads: int, each: int, name: str) -> None:
@@ -143,7 +143,7 @@ class FairThreads(Executor):
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         future: Future[T] = Future()
         with self._lock:
-            self._queue.put(asker.get(), (future, partial(fn, *args, **kwargs)))
+            self._queue.put(current_client.get(), (future, partial(fn, *args, **kwargs)))
         self._pool.submit(self._work)
         return future
 
@@ -236,7 +236,7 @@ class SliceTurns:
     def _serve(self) -> None:
         while (found := self._next()) is not None:
             key, job = found
-            asker.set(key)  # what a slice waits for (a template's child) is shared fairly, too
+            current_client.set(key)  # what a slice waits for (a template's child) is shared fairly, too
             is_done = job.is_done_after_a_slice()
             with self._changed:
                 self._queue.done(key)

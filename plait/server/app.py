@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from plait.config import ServerConfig
 from plait.errors import Cancelled
-from plait.fair_queue import FairThreads, Slices, SliceTurns, asker, capture_call
+from plait.fair_queue import FairThreads, Slices, SliceTurns, capture_call, current_client
 from plait.request import RequestTrace
 from plait.server import pages
 from plait.server.anthropic import messages
@@ -30,7 +30,7 @@ from plait.server.api.parse_fields import present
 from plait.server.api.reply import WARNING_HEADER, Answer, ApiReply, Endpoint
 from plait.server.gateway import api_keys
 from plait.server.gateway.exchange import SCOPE_KEY
-from plait.server.gateway.middleware import REQUEST_ID_HEADER, Door, Edge, Refusal, Traffic
+from plait.server.gateway.middleware import REQUEST_ID_HEADER, Edge, Refusal, RequestGate, Traffic
 from plait.server.gateway.request_context import Generation, Health, LoadingState, Readiness, RequestContext
 from plait.server.http.errors import BodyTooLarge, http_problem, json_response, problem
 from plait.server.http.transfer import EventStream, linger, read_object, until_disconnect
@@ -91,9 +91,9 @@ def create_app(
     app.router.redirect_slashes = False
     refusals = {e.path: e.refusal for e in ENDPOINTS if e.refusal is not None}
     generating = [e.path for e in ENDPOINTS if e.answer is None]
-    door = Door(traffic, loading, routes, refusals, generating)
-    app.add_middleware(Edge, door=door, traffic=traffic, loading=loading)
-    app.state.turned_away = door.turned_away  # for a server that can reject before it starts a task
+    gate = RequestGate(traffic, loading, routes, refusals, generating)
+    app.add_middleware(Edge, gate=gate, traffic=traffic, loading=loading)
+    app.state.reject_early = gate.reject_early  # for a server that can reject before it starts a task
     if config.cors_origin:
         app.add_middleware(
             CORSMiddleware,
@@ -160,7 +160,7 @@ class Service:
                 response = await respond(receive, context, work, self._threads, interval)
             else:
                 assert answer is not None
-                slices = self._turns.run(asker.get(), _write_answer(answer, context, body))
+                slices = self._turns.run(current_client.get(), _write_answer(answer, context, body))
                 response = await until_disconnect(receive, slices)
             if names := validate.list_ignored(body, endpoint.fields, context.exchange.unread):
                 response.headers[validate.IGNORED_HEADER] = names
@@ -180,7 +180,7 @@ class Service:
         front, exchange = self._loading.ready(), request.scope[SCOPE_KEY]
         model = self._named(front, body.get("model"))
         exchange.model = self.served(front)
-        asker.set(exchange.key.name or (request.client.host if request.client else ""))
+        current_client.set(exchange.key.name or (request.client.host if request.client else ""))
         return RequestContext(front, model, exchange), body
 
 

@@ -153,7 +153,7 @@ class Server(uvicorn.Server):
         settings: dict[str, Any] = {
             "http": functools.partial(
                 connection.Connection,
-                turned_away=app.state.turned_away,
+                reject_early=app.state.reject_early,
                 max_connections=config.max_connections,
                 max_head_bytes=transfer.MAX_HEAD_BYTES,
             ),
@@ -174,14 +174,14 @@ class Server(uvicorn.Server):
         """Listen, as uvicorn does: it has no option for the time of a TLS handshake."""
         await self.lifespan.startup()
 
-        room = memoryview(bytearray(READ_BYTES))
+        buffer = memoryview(bytearray(READ_BYTES))
 
         def connect() -> asyncio.BaseProtocol:
             kind: Any = self.config.http_protocol_class
             made: asyncio.Protocol = kind(
                 config=self.config, server_state=self.server_state, app_state=self.lifespan.state
             )
-            return Reads(made, room)
+            return Reads(made, buffer)
 
         options: dict[str, Any] = {"backlog": BACKLOG}
         if self._certificate is not None:

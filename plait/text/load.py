@@ -66,9 +66,9 @@ def _blame_files(what: str, directory: Path | None) -> Iterator[None]:
     try:
         yield
     except _FAULTS as error:
-        told, where = " ".join(str(error).split())[:160], f" in {directory}" if directory is not None else ""
+        shown, where = " ".join(str(error).split())[:160], f" in {directory}" if directory is not None else ""
         raise BadFile(
-            f"the {what}'s files{where} have values that cannot be read ({type(error).__name__}: {told}); "
+            f"the {what}'s files{where} have values that cannot be read ({type(error).__name__}: {shown}); "
             "--debug shows where, and --vocab and --chat-template name others"
         ) from error
 
@@ -89,10 +89,12 @@ def _load_carried(metadata: Mapping[str, Any]) -> TextTokenizer | None:
     if gguf_files.TOKENIZER not in metadata:
         return None
     text = str(metadata[gguf_files.TOKENIZER])
-    return hf_tokenizer(text, "tokenizer.json", f"GGUF metadata {gguf_files.TOKENIZER}", _read_told(metadata))
+    return hf_tokenizer(
+        text, "tokenizer.json", f"GGUF metadata {gguf_files.TOKENIZER}", _read_metadata(metadata)
+    )
 
 
-def _read_told(metadata: Mapping[str, Any]) -> TokenizerFiles:
+def _read_metadata(metadata: Mapping[str, Any]) -> TokenizerFiles:
     """The tokenizer's JSON files that a GGUF file has in its metadata."""
     config, special = (_json_in(metadata, key) for key in (gguf_files.CONFIG, gguf_files.SPECIAL))
     return TokenizerFiles(config, special)
@@ -241,7 +243,7 @@ def _name_parts(found: Any, path: Path) -> dict[str, str]:
 
 def _variables(directory: Path | None, metadata: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, str]:
     """The special tokens that a template may write."""
-    found = read_special_tokens(_read_told(metadata) if directory is None else _files(directory))
+    found = read_special_tokens(_read_metadata(metadata) if directory is None else _files(directory))
     if tokenizer.bos_token_id is not None:
         found.setdefault("bos_token", tokenizer.token_text(tokenizer.bos_token_id))
     if tokenizer.eos_token_id is not None:

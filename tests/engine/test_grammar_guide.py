@@ -269,8 +269,8 @@ def test_keys_take_turns_at_the_thread_that_compiles(front: Front) -> None:
 
     guides = Noted(find, VOCAB_SIZE)
     for number, key in enumerate("aaaab"):
-        wish = Grammar("regex", "a")
-        guides.open(Request(f"{key}{number}", (1,), SamplingParams(), tenant=key, grammar=wish))
+        requested = Grammar("regex", "a")
+        guides.open(Request(f"{key}{number}", (1,), SamplingParams(), tenant=key, grammar=requested))
     assert entered.wait(60)
     goes_on.set()
     assert guides._worker is not None

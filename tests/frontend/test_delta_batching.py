@@ -43,7 +43,7 @@ def events(text: str, n: int = 1) -> list[Event]:
 
 def stream(interval: int, desk: Desk | None = None, n: int = 1, stop: tuple[str, ...] = ()) -> OutputStream:
     params = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, n=n, stop=stop)
-    made = OutputStream(Request("r", (1,), params), ByteTokenizer(), lambda *_: None, couriers=desk)  # type: ignore[arg-type]
+    made = OutputStream(Request("r", (1,), params), ByteTokenizer(), lambda *_: None, bridges=desk)  # type: ignore[arg-type]
     made.gather(interval)
     return made
 
@@ -103,7 +103,7 @@ def test_where_text_may_end_a_choice_its_reader_is_woken_for_every_token() -> No
         Request("r", (1,), params),
         ByteTokenizer(),  # type: ignore[arg-type]
         lambda *who: cancelled.append(who),
-        couriers=desk,  # type: ignore[arg-type]
+        bridges=desk,  # type: ignore[arg-type]
     )
     asked.gather(4)
     spoken = [event(one) for one in "Hello, r"]  # no more: had it waited for another token, it would hang

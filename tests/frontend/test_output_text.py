@@ -14,12 +14,12 @@ from plait.frontend.output_stream import ChoiceText
 from plait.request import Event, ReplyShape, Request, SamplingParams, TokenLogprobs
 from plait.text.chat.markers import MarkerTemplate
 from plait.text.output import Arguments, CallEnd, CallStart, Content, Reasoning
-from plait.text.reply_format import ReplyReader, Speech
+from plait.text.reply_format import ReplyFormat, ReplyReader
 from plait.text.tokenizers.builtin import builtin_tokenizer
 
 TOOLS = ({"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}},)
 TOKENIZER = builtin_tokenizer("cl100k_base", True)
-SPEECH = Speech(TOKENIZER, MarkerTemplate("oxidizr", TOKENIZER), tools="agent", reasoning="agent")
+SPEECH = ReplyFormat(TOKENIZER, MarkerTemplate("oxidizr", TOKENIZER), tools="agent", reasoning="agent")
 CALL = '<|function|>{"name": "f", "arguments": {"a": "b"}}<|/function|>'
 THOUGHT = "<|think|>because<|/think|>"
 PIECES = (

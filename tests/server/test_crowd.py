@@ -32,7 +32,7 @@ class FullLoop(EchoLoop):
     is_full = True
     registry = CollectorRegistry()
 
-    def check_room(self) -> None:
+    def check_capacity(self) -> None:
         if self.is_full:
             raise QueueFull("max_waiting (0) requests wait already; try again later")
 

@@ -33,7 +33,7 @@ BYTES_FIELDS = {"memory_limit", "max_body_bytes"}
 _NOT_TYPED = {"n", "best_of", "logit_bias", "logprobs", "prompt_logprobs", "stop_token_ids"} | {
     *("include_stop_str_in_output", "skip_special_tokens")
 }
-SAMPLING_HELP = {name: told.words for name, told in SAMPLING.items() if name not in _NOT_TYPED}
+SAMPLING_HELP = {name: field.words for name, field in SAMPLING.items() if name not in _NOT_TYPED}
 
 
 class Bytes(click.ParamType[int]):

@@ -90,8 +90,8 @@ def _note(trial: Mapping[str, Any], quantity: Mapping[str, Any]) -> str:
         return ""
     if quantity["margin"] is None:
         return "nothing depends on it"
-    told = f"margin {quantity['margin']:.2g} nats on {trial['tokens']} tokens"
-    return told if quantity["sure"] else f"{told}, within chance"
+    text = f"margin {quantity['margin']:.2g} nats on {trial['tokens']} tokens"
+    return text if quantity["sure"] else f"{text}, within chance"
 
 
 def values_text(values: Mapping[str, Any], limit: int = 60) -> str:

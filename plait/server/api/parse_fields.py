@@ -23,7 +23,7 @@ NO_LIMIT = (-1, -2)  # llama.cpp's and Ollama's words for as many tokens as fit
 
 # alias -> our name
 NAMES: Mapping[str, str] = {
-    **{also: name for name, told in SAMPLING.items() for also in told.also},
+    **{also: name for name, field in SAMPLING.items() for also in field.also},
     "typical": "typical_p",
     "return_tokens": "return_token_ids",
     "add_special": "add_special_tokens",

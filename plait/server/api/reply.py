@@ -242,17 +242,20 @@ class ChoicesReply(ApiReply):
     ) -> None:
         super().__init__(requests, stream=asked.stream)
         self.head, self._chunk = head, chunk
-        self._told, self._has_timings = asked.stream_options or StreamOptions(), asked.timings_per_token
+        self._stream_options, self._has_timings = (
+            asked.stream_options or StreamOptions(),
+            asked.timings_per_token,
+        )
 
     def end(self) -> Iterator[msgspec.Struct]:
-        if self._told.include_usage:
+        if self._stream_options.include_usage:
             yield self._chunk(**self.head, choices=[], usage=self.count.usage())
 
     def fields_of_chunk(self, i: int, delta: Delta) -> dict[str, Any]:
         """The fields of every chunk of this delta, without its choice."""
         found: dict[str, Any] = {}
-        if self._told.include_usage:
-            found["usage"] = self.count.usage() if self._told.continuous_usage_stats else None
+        if self._stream_options.include_usage:
+            found["usage"] = self.count.usage() if self._stream_options.continuous_usage_stats else None
         if delta.prompt_progress is not None:
             found["prompt_progress"] = self.count.progress(i, delta)
         elif self._has_timings:

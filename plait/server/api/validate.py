@@ -20,7 +20,7 @@ from plait.text.output import tool_schemas
 from plait.text.output.call_grammar import required_tools
 
 if TYPE_CHECKING:
-    from plait.text.reply_format import Speech
+    from plait.text.reply_format import ReplyFormat
 
 
 Tool = Mapping[str, Any]
@@ -52,7 +52,7 @@ def allow_tools(tools: Sequence[Tool], choice: Any) -> tuple[list[Any], Any]:
 
 
 def from_template_kwargs(
-    tools: Sequence[Tool], kwargs: Mapping[str, Any], speech: Speech
+    tools: Sequence[Tool], kwargs: Mapping[str, Any], reply_format: ReplyFormat
 ) -> tuple[Sequence[Tool], Mapping[str, Any]]:
     """Tools, and the template's arguments without those of SmolLM3 that are tools.
 
@@ -60,7 +60,7 @@ def from_template_kwargs(
     as in that model's own examples. Raises InvalidField.
     """
     found, at = kwargs.get(XML_TOOLS), f"chat_template_kwargs.{XML_TOOLS}"
-    if found is None or XML_TOOLS not in speech.variables:
+    if found is None or XML_TOOLS not in reply_format.variables:
         return tools, kwargs
     if not isinstance(found, list) or not all(isinstance(tool, Mapping) for tool in found):
         raise InvalidField(f"{at}: it must be a list of tools", at)

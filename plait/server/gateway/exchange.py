@@ -32,7 +32,7 @@ class Exchange:
     account: Account | None = None  # each admitted request has one
     route: str = "other"
     is_working: bool = False
-    is_turned_away: bool = False  # the queue was full, and nothing of it was read
+    is_rejected: bool = False  # the queue was full, and nothing of it was read
     status: int = 0
     model: str = ""
     num_asked_tokens: int = 0  # the most that all choices together can generate

@@ -50,7 +50,9 @@ PUBLIC = frozenset(
 WATCHED = frozenset(
     {"/health", "/ready", "/live", "/metrics"}
 )  # answered also by a server that is full or stopping
-HAS_ROOM = "plait.has_room"  # in a scope: `turned_away` has checked, and only the engine's queue checks again
+HAS_CAPACITY = (
+    "plait.has_capacity"  # in a scope: `reject_early` has checked, and only the engine's queue checks again
+)
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _LOCAL_NAMES = frozenset({"localhost", "testserver"})
 logger = logging.getLogger("plait.server")
@@ -80,7 +82,7 @@ class Traffic:
         self.keyring = read_keys(config)
         self.limits = RateLimits(_all_keys(self.keyring))
         self.num_open = self.num_working = 0
-        self._num_turned_away = 0
+        self._num_rejected = 0
         self._settling: dict[str, tuple[Exchange, float, int]] = {}
         self.per_request = PerRequest()
         self.registry = CollectorRegistry()
@@ -124,11 +126,11 @@ class Traffic:
         account.admit()
         exchange.account = account
 
-    def turn_away(self, exchange: Exchange) -> None:
+    def reject(self, exchange: Exchange) -> None:
         """Count a request that the full queue rejects: a line of the log for each would cost more."""
-        exchange.is_turned_away = True
-        self._num_turned_away += 1
-        if self._num_turned_away == 1:
+        exchange.is_rejected = True
+        self._num_rejected += 1
+        if self._num_rejected == 1:
             asyncio.get_running_loop().call_later(CROWD_S, self._tell_of_crowd)
 
     def work(self, exchange: Exchange) -> None:
@@ -161,9 +163,9 @@ class Traffic:
         self._tell_of_crowd()
 
     def _tell_of_crowd(self) -> None:
-        if self._num_turned_away:
-            logger.warning("the queue was full: %d requests were refused", self._num_turned_away)
-        self._num_turned_away = 0
+        if self._num_rejected:
+            logger.warning("the queue was full: %d requests were refused", self._num_rejected)
+        self._num_rejected = 0
 
     def _settle(self, exchange: Exchange, deadline: float) -> None:
         if exchange.is_settled or time.monotonic() > deadline:
@@ -178,14 +180,14 @@ class Traffic:
         _, seconds, ended_ns = known
         if exchange.account is not None:
             exchange.account.pay(sum(trace.num_output_tokens for trace in exchange.traces()))
-        if shows_requests(exchange.route, is_quiet=exchange.is_turned_away):
-            log_request(log_fields(exchange, seconds), exchange.route, is_quiet=exchange.is_turned_away)
+        if shows_requests(exchange.route, is_quiet=exchange.is_rejected):
+            log_request(log_fields(exchange, seconds), exchange.route, is_quiet=exchange.is_rejected)
         self.per_request.record(exchange, ended_ns)
         if self._recorder is not None:
             self._recorder.record(exchange, ended_ns)
 
 
-class Door:
+class RequestGate:
     """Admits requests, and makes the error of those that it refuses.
 
     The application's `routes` are known. `refusals`: errors of other shapes, by path. `generating`: paths
@@ -206,7 +208,7 @@ class Door:
         self._routes = [route for route in routes if isinstance(route, Route)]
         self._exact = {route.path for route in self._routes}
 
-    def turned_away(self, scope: Scope) -> Response | None:
+    def reject_early(self, scope: Scope) -> Response | None:
         """The answer to a request that the engine's full queue rejects; None: it takes the usual way.
 
         The answer is the same as that way would give, but it needs no task and no layers.
@@ -214,8 +216,8 @@ class Door:
         if scope["method"] != "POST":
             return None
         try:
-            self._loading.check_room()
-            scope[HAS_ROOM] = True
+            self._loading.check_capacity()
+            scope[HAS_CAPACITY] = True
             return None
         except QueueFull as error:
             refusal: PlaitError = error
@@ -228,7 +230,7 @@ class Door:
         self._traffic.begin()
         try:
             self._check_caller({**scope, "path": path}, headers, exchange)
-            self._traffic.turn_away(exchange)
+            self._traffic.reject(exchange)
         except PlaitError as error:
             refusal = error
         exchange.reason = problem(refusal).reason
@@ -261,8 +263,8 @@ class Door:
         self._check_caller(scope, headers, exchange)
         path = scope["path"]
         if exchange.method == "POST" and not self._is_public(path, exchange.method):
-            if path in self._generating and HAS_ROOM not in scope:
-                self._check_room(exchange)
+            if path in self._generating and HAS_CAPACITY not in scope:
+                self._check_capacity(exchange)
             self._traffic.admit(exchange)
 
     def answer_to(self, error: PlaitError, path: str) -> Response:
@@ -281,12 +283,12 @@ class Door:
         if not self._is_public(path, exchange.method):
             self._traffic.recognize(exchange, headers)
 
-    def _check_room(self, exchange: Exchange) -> None:
+    def _check_capacity(self, exchange: Exchange) -> None:
         """Raises QueueFull, which does not count against the key's limits."""
         try:
-            self._loading.check_room()
+            self._loading.check_capacity()
         except QueueFull:
-            self._traffic.turn_away(exchange)
+            self._traffic.reject(exchange)
             raise
 
     def _is_public(self, path: str, method: str) -> bool:
@@ -321,28 +323,28 @@ class Door:
 
 
 class Edge:
-    """Wraps the application: each request that its `door` admits has an id, and its end is reported."""
+    """Wraps the application: each request that its `gate` admits has an id, and its end is reported."""
 
-    def __init__(self, app: ASGIApp, door: Door, traffic: Traffic, loading: LoadingState) -> None:
-        self._app, self._door, self._traffic, self._loading = app, door, traffic, loading
+    def __init__(self, app: ASGIApp, gate: RequestGate, traffic: Traffic, loading: LoadingState) -> None:
+        self._app, self._gate, self._traffic, self._loading = app, gate, traffic, loading
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers, path = Headers(scope=scope), self._door.path_of(scope)
-        exchange = self._door.exchange(scope, headers, path)
+        headers, path = Headers(scope=scope), self._gate.path_of(scope)
+        exchange = self._gate.exchange(scope, headers, path)
         scope = {**scope, "path": path, "raw_path": path.encode(), SCOPE_KEY: exchange}
         self._traffic.begin()
         try:
             app: ASGIApp = self._app
             try:
-                self._door.check(scope, headers, exchange)
+                self._gate.check(scope, headers, exchange)
                 if not self._loading.stopping:
                     self._traffic.work(exchange)
             except PlaitError as error:
                 exchange.reason = problem(error).reason
-                app = self._door.answer_to(error, path)
+                app = self._gate.answer_to(error, path)
             await app(scope, receive, self._named(exchange, send))
         finally:
             self._traffic.end(exchange)

@@ -19,7 +19,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from plait.errors import DeadlineExceeded, EngineError, InvalidField, QueueFull
-from plait.fair_queue import asker
+from plait.fair_queue import current_client
 from plait.request import Request, RequestTrace, SamplingParams
 from plait.server.gateway.exchange import Exchange
 from plait.server.http.errors import NotReady
@@ -102,10 +102,10 @@ class LoadingState:
             raise NotReady(f"the model is loading ({self.progress.text}); try again soon")
         return self.front
 
-    def check_room(self) -> None:
+    def check_capacity(self) -> None:
         """Raises QueueFull or EngineError if any request that came now would be refused."""
         if self.front is not None and not self.stopping:
-            self.front.check_room()
+            self.front.check_capacity()
 
     def readiness(self) -> tuple[int, str]:
         """The HTTP status of /ready and why: 200 if a request that came now would be taken."""
@@ -165,7 +165,7 @@ class RequestContext:
     @property
     def tenant(self) -> str:
         """The unit of fair sharing: the API key's name, else the client's address."""
-        return self.exchange.key.name or asker.get()
+        return self.exchange.key.name or current_client.get()
 
     def prepare(self, prompt: str | Sequence[int], params: SamplingParams, **more: Any) -> Request:
         """As Front's. Raises InvalidField, too, if the whole HTTP request asks for too many tokens."""

@@ -161,33 +161,33 @@ def plan_chat(context: RequestContext, body: Mapping[str, Any], words: Mapping[s
     front = context.front
     validate.refuse(body, FIELDS)
     asked = parse_as(body, ChatRequest)
-    tools, kwargs = from_template_kwargs(asked.tools, asked.chat_template_kwargs, front.speech)
+    tools, kwargs = from_template_kwargs(asked.tools, asked.chat_template_kwargs, front.reply_format)
     choosable, choice = allow_tools(tools, asked.tool_choice)
     asked = replace(asked, tools=choosable, tool_choice=choice, chat_template_kwargs=dict(kwargs))
     params = validate.chat_params(asked)
-    wish = grammar_from(body) if GRAMMAR_FIELDS & body.keys() else None
+    requested = grammar_from(body) if GRAMMAR_FIELDS & body.keys() else None
     validate.check_stream(asked, params)
     validate.check_messages(asked.messages)
     validate.check_template_kwargs(asked.chat_template_kwargs)
     validate.check_tools(asked.tools, asked.tool_choice)
-    kwargs, thinks, unread = front.speech.switched(asked.chat_template_kwargs, asked.reasoning_effort)
+    kwargs, thinks, unread = front.reply_format.switched(asked.chat_template_kwargs, asked.reasoning_effort)
     context.report_unread(unread, words)
     # With tool_choice "none" the template gets no tools, so that the model does not try to call one.
     tools = () if asked.tool_choice == "none" else tuple(asked.tools)
     options = {**kwargs, **validate.turn_options(asked), "tools": list(tools) or None}
     request = context.prepare_chat(asked.messages, params, asked, **options)
     begun = asked.messages[-1] if asked.continue_final_message else None
-    is_open = front.speech.is_open(request.prompt_token_ids, begun)
+    is_open = front.reply_format.is_open(request.prompt_token_ids, begun)
     shape = ReplyShape(
         tools=tools,
         choice=asked.tool_choice,
         parallel=asked.parallel_tool_calls,
         thinks=thinks,
         is_open=is_open,
-        has_begun=front.speech.has_begun(request.prompt_token_ids),
+        has_begun=front.reply_format.has_begun(request.prompt_token_ids),
         may_think=begun is None or is_open or not num_chars(begun.get("content")),
     )
-    request = front.shaped(request, shape, wish, validate.thinking_budget(asked))
+    request = front.shaped(request, shape, requested, validate.thinking_budget(asked))
     request = replace(request, shows_progress=asked.stream and asked.return_progress)
     return ChatPlan(asked, request, with_ids=asked.return_token_ids or front.tokenizer is None)
 

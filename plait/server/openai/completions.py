@@ -83,7 +83,7 @@ def plan(context: RequestContext, body: Mapping[str, Any]) -> CompletionReply:
     front = context.front
     validate.refuse(body, FIELDS)
     asked = parse_as(body, CompletionRequest)
-    params, wish = (
+    params, requested = (
         validate.completion_params(asked),
         grammar_from(body) if GRAMMAR_FIELDS & body.keys() else None,
     )
@@ -100,7 +100,7 @@ def plan(context: RequestContext, body: Mapping[str, Any]) -> CompletionReply:
     read = {"add_special": asked.add_special_tokens, "allow_special": asked.parse_special}
     prepared = (context.prepare(p, params, terms=asked, **read) for p in prompts)
     shows = asked.stream and asked.return_progress
-    requests = [replace(front.held(request, wish), shows_progress=shows) for request in prepared]
+    requests = [replace(front.held(request, requested), shows_progress=shows) for request in prepared]
     return CompletionReply(context, asked, requests)
 
 

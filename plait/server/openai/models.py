@@ -177,10 +177,10 @@ def prompt_ids(context: RequestContext, asked: TemplateRequest, words: Mapping[s
     front = context.front
     validate.check_messages(asked.messages)
     validate.check_template_kwargs(asked.chat_template_kwargs)
-    listed, wishes = from_template_kwargs(asked.tools, asked.chat_template_kwargs, front.speech)
+    listed, kwargs = from_template_kwargs(asked.tools, asked.chat_template_kwargs, front.reply_format)
     choosable, choice = allow_tools(listed, asked.tool_choice)
     validate.check_tools(choosable, choice)
-    kwargs, _, unread = front.speech.switched(wishes, asked.reasoning_effort)
+    kwargs, _, unread = front.reply_format.switched(kwargs, asked.reasoning_effort)
     context.report_unread(unread, words)
     tools: Sequence[Any] = () if choice == "none" else choosable
     options = {**kwargs, **validate.turn_options(asked), "tools": list(tools) or None}

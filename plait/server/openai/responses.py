@@ -237,8 +237,8 @@ class ResponsesReply(BlockReply):
         yield self._event(StateEvent, f"response.{response.status}", response=response, warning=warning)
 
     def failed(self, problem: Problem) -> Iterator[ResponseEvent]:
-        told = {"code": problem.code, "message": problem.message, "param": problem.param}
-        yield self._event(ErrorEvent, "error", **told)
+        found = {"code": problem.code, "message": problem.message, "param": problem.param}
+        yield self._event(ErrorEvent, "error", **found)
         code = "rate_limit_exceeded" if problem.status == 429 else "server_error"
         error, output = {"code": code, "message": problem.message}, map(self._item, self.blocks.all)
         response = msgspec.structs.replace(self._head, status="failed", error=error, output=[*output])

@@ -215,39 +215,39 @@ class ReplyBuilder:
         White space at the end of a block is not.
         """
         body = text.rstrip(SPACE)
-        told = "".join([*self._pause, body]) if body else ""
+        emitted = "".join([*self._pause, body]) if body else ""
         if body:
             self._pause = []
         self._pause.append(text[len(body) :])
-        self._out.append(Reasoning(told, self._parts))
-        return len(told)
+        self._out.append(Reasoning(emitted, self._parts))
+        return len(emitted)
 
     def end_thinking(self, cut: bool) -> int:
         """The block of thinking is over; more thinking is another. `cut`: it never ended; see `think`."""
-        told, self._pause = "".join(self._pause) if cut else "", []
-        self._out.append(Reasoning(told, self._parts))
+        emitted, self._pause = "".join(self._pause) if cut else "", []
+        self._out.append(Reasoning(emitted, self._parts))
         self._parts += 1
-        return len(told)
+        return len(emitted)
 
     def begin(self, name: str) -> None:
         """What was taken since the cursor's `hold` is the beginning of a call."""
         self.cursor.release()
         self.leave_content()
-        if self._tells():
+        if self._emits_calls():
             self._out.append(CallStart(self.num_calls, self._make_id(), name))
 
     def argue(self, text: str) -> None:
         """The next piece of the present call's arguments."""
-        if self._tells():
+        if self._emits_calls():
             self._out.append(Arguments(self.num_calls, text))
 
     def end(self, complete: bool) -> None:
         """The present call is over; what follows is held again."""
-        if self._tells():
+        if self._emits_calls():
             self._out.append(CallEnd(self.num_calls, complete))
         self.num_calls += 1
         self.num_whole += complete
         self.cursor.hold()
 
-    def _tells(self) -> bool:
+    def _emits_calls(self) -> bool:
         return self._most is None or self.num_whole < self._most

@@ -282,5 +282,5 @@ def _python(cursor: TextCursor, sink: Sink) -> Reading[bool]:
 def _types(schema: Mapping[str, Any], key: str) -> frozenset[str]:
     """The JSON types that a tool's schema allows for one parameter; empty if it does not say."""
     properties = schema.get("properties")
-    told = properties.get(key) if isinstance(properties, Mapping) else None
-    return frozenset().union(*map(kinds, alternatives(told, schema)))
+    stated = properties.get(key) if isinstance(properties, Mapping) else None
+    return frozenset().union(*map(kinds, alternatives(stated, schema)))

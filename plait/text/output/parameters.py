@@ -46,8 +46,8 @@ def alternatives(schema: Any, root: Mapping[str, Any]) -> list[Mapping[str, Any]
 
 def kinds(schema: Mapping[str, Any]) -> frozenset[str]:
     """The JSON types that one of `alternatives` allows; empty if it does not say."""
-    told = schema.get("type")
-    named = frozenset(kind for kind in (told if isinstance(told, list | tuple) else [told]) if kind)
+    stated = schema.get("type")
+    named = frozenset(kind for kind in (stated if isinstance(stated, list | tuple) else [stated]) if kind)
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if named or not isinstance(values, list):
         return frozenset(kind for kind in named if isinstance(kind, str))

@@ -24,7 +24,7 @@ FILE = Path(__file__).resolve().parents[3] / "benchmarks" / "flood.py"
 class Loop(EchoLoop):
     is_full = False
 
-    def check_room(self) -> None:
+    def check_capacity(self) -> None:
         if self.is_full:
             raise QueueFull("max_waiting (0) requests wait already; try again later")
 

@@ -70,10 +70,10 @@ def test_the_formats_of_replies_can_be_named_and_an_unknown_one_is_refused() -> 
     def other(**names: str) -> Front:
         return Front("x", front.spec, 64, front.loop, Language(*language), parsers=Parsers(**names))
 
-    assert front.speech.tools is not None
-    assert other(tools="mistral").speech.tools is not front.speech.tools
-    assert other(tools="none").speech.tools is None
-    assert other(reasoning="none").speech.reasoning is None
+    assert front.reply_format.tools is not None
+    assert other(tools="mistral").reply_format.tools is not front.reply_format.tools
+    assert other(tools="none").reply_format.tools is None
+    assert other(reasoning="none").reply_format.reasoning is None
     for names in ({"tools": "telepathy"}, {"reasoning": "telepathy"}):
         with pytest.raises(ConfigError, match="telepathy"):
             other(**names)

@@ -10,7 +10,7 @@ import pytest
 from plait.errors import InvalidField
 from plait.text.chat.jinja import JinjaTemplate
 from plait.text.chat.sandbox import Sandbox
-from plait.text.reply_format import Speech
+from plait.text.reply_format import ReplyFormat
 from plait.text.tokenizers.builtin import builtin_tokenizer
 
 TOKENIZER = builtin_tokenizer("cl100k_base", True)
@@ -46,7 +46,7 @@ def sandbox() -> Iterator[Sandbox]:
 
 def rendered(sandbox: Sandbox, source: str, message: dict[str, Any], **options: Any) -> str:
     template = JinjaTemplate("test", {"default": source}, TOKENIZER, {}, sandbox)
-    messages = Speech(TOKENIZER, template).history([message])
+    messages = ReplyFormat(TOKENIZER, template).history([message])
     return template.text(messages, **options)
 
 
