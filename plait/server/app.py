@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -32,9 +33,9 @@ from plait.server.gateway import api_keys
 from plait.server.gateway.exchange import SCOPE_KEY
 from plait.server.gateway.middleware import REQUEST_ID_HEADER, Edge, Refusal, RequestGate, Traffic
 from plait.server.gateway.request_context import Generation, Health, LoadingState, Readiness, RequestContext
-from plait.server.http.errors import BodyTooLarge, http_problem, json_response, problem
+from plait.server.gateway.vllm_metrics import aliases
+from plait.server.http.errors import BodyTooLarge, NotReady, http_problem, json_response, problem
 from plait.server.http.transfer import EventStream, linger, read_object, until_disconnect
-from plait.server.metrics import exposition
 from plait.server.openai import chat, completions, embeddings, models, responses
 from plait.version import __version__
 
@@ -287,6 +288,21 @@ async def run_plan(plan: Callable[[], T], threads: Executor | None) -> T:
     """What `plan` returns or raises, called in one of `threads`; None: in any of those all requests share."""
     call = partial(contextvars.copy_context().run, plan)
     return await asyncio.get_running_loop().run_in_executor(threads, capture_call, call)
+
+
+def exposition(loading: LoadingState, traffic: Traffic) -> Response:
+    """The metrics as they are now; also while the server stops, because requests still run then.
+
+    Raises NotReady while the model loads, because there is no engine yet.
+    """
+    if loading.front is None:
+        raise NotReady("the model is loading, and has no metrics yet; /health says how far it is")
+    text = generate_latest(loading.front.loop.registry) + generate_latest(traffic.registry)
+    if traffic.config.metrics_vllm_names:
+        name = traffic.config.served_model_name or loading.front.name
+        text += generate_latest(aliases(loading.front.loop.registry, name, loading.front.healthy))
+        text += generate_latest(traffic.per_request.registry)
+    return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST, "Cache-Control": "no-store"})
 
 
 async def _refuse_body(request: Request, response: Response, send: Send) -> None:

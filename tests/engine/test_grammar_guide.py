@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from plait.engine.grammar_guide import GrammarGuide, Guides
+from plait.engine.grammar_guide import GrammarGuide, Guides, ThinkingWatch
 from plait.engine.thread import EngineLoop
 from plait.errors import BadGrammar, InvalidField, OutOfMemory
 from plait.frontend.frontend import Front
@@ -22,7 +22,6 @@ from plait.schedule.costs import StepCosts
 from plait.schedule.plan import StepPlan
 from plait.schedule.speculate import NgramProposer, Speculation
 from plait.text.grammar.compiler import GrammarCompiler
-from plait.text.output.thinking_budget import ThinkingWatch
 from tests.server.fake import EOS, VOCAB_SIZE
 from tests.server.real_engine import engine_front
 

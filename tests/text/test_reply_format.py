@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from plait.engine.grammar_guide import ThinkingWatch
 from plait.errors import BadTemplate, InvalidField
 from plait.request import USUAL_STYLE, Grammar, JsonStyle, ReplyShape
 from plait.text.chat.jinja import JinjaTemplate
 from plait.text.grammar.compiler import GrammarCompiler
 from plait.text.output import Content
-from plait.text.output.thinking_budget import ThinkingWatch
 from plait.text.reply_format import ReplyFormat
 from plait.text.tokenizers.builtin import builtin_tokenizer
 
