@@ -44,7 +44,7 @@ def run_batch(
     at_once: int,
     served_model_name: str | None,
     any_model_name: bool,
-    **given: Any,
+    **given: object,
 ) -> None:
     """Answer a file of requests in OpenAI's batch format.
 

@@ -267,11 +267,11 @@ class Front:
 
     def prepare_chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, object]],
         params: SamplingParams,
         terms: ServiceOptions = USUAL_SERVICE,
         /,
-        **options: Any,
+        **options: object,
     ) -> Request:
         """A request for the reply to a conversation; `options` as for `render_chat`.
 

@@ -215,7 +215,7 @@ def _route(path: str, handler: Handler, method: str, refusal: Refusal | None = N
     return Route(path, _Endpoint(handler, refusal), methods=[method])
 
 
-def _write_answer(answer: Answer, context: RequestContext, body: Mapping[str, Any]) -> Slices[Response]:
+def _write_answer(answer: Answer, context: RequestContext, body: Mapping[str, object]) -> Slices[Response]:
     """The response of an endpoint that generates no text; written in the same thread, off the event loop."""
     found = answer(context, body)
     if isinstance(found, Generator):

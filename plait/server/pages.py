@@ -180,7 +180,7 @@ def _kind_html(schema: Mapping[str, Any]) -> str:
     return escape(str(schema.get("type", "anything")))
 
 
-def _default(schema: Mapping[str, Any]) -> str:
+def _default(schema: Mapping[str, object]) -> str:
     return f"default <code>{escape(repr(schema['default']))}</code>" if "default" in schema else "optional"
 
 
@@ -377,9 +377,9 @@ def _ref(kind: Struct) -> dict[str, Any]:
     return {"$ref": SCHEMA.format(name=kind.__name__)}
 
 
-def _json(found: Mapping[str, Any]) -> dict[str, Any]:
+def _json(found: Mapping[str, object]) -> dict[str, Any]:
     return {"application/json": {"schema": found}}
 
 
-def encode_document(found: Mapping[str, Any]) -> bytes:
+def encode_document(found: Mapping[str, object]) -> bytes:
     return msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n"

@@ -36,10 +36,10 @@ _WRITE = "write a tokenizer.json (transformers: AutoTokenizer.from_pretrained(..
 def load_tokenizer(
     *,
     directory: Path | None = None,
-    metadata: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, object] | None = None,
     vocab: str | None = None,
     vocab_size: int = 0,
-    config: Mapping[str, Any] | None = None,
+    config: Mapping[str, object] | None = None,
     oxidizr: bool = False,
 ) -> TextTokenizer | None:
     """The tokenizer of a model; None when none is found (token ids still work everywhere).
@@ -74,7 +74,7 @@ def _blame_files(what: str, directory: Path | None) -> Iterator[None]:
 
 
 def _find(
-    directory: Path | None, metadata: Mapping[str, Any] | None, vocab: str | None, oxidizr: bool
+    directory: Path | None, metadata: Mapping[str, object] | None, vocab: str | None, oxidizr: bool
 ) -> TextTokenizer | None:
     if vocab is not None:
         return _load_named(vocab, oxidizr)
@@ -84,7 +84,7 @@ def _find(
     return found or (_from_files(directory) if directory is not None else None)
 
 
-def _load_carried(metadata: Mapping[str, Any]) -> TextTokenizer | None:
+def _load_carried(metadata: Mapping[str, object]) -> TextTokenizer | None:
     """The tokenizer.json that a GGUF file has in its metadata, if it has one."""
     if gguf_files.TOKENIZER not in metadata:
         return None
@@ -94,7 +94,7 @@ def _load_carried(metadata: Mapping[str, Any]) -> TextTokenizer | None:
     )
 
 
-def _read_metadata(metadata: Mapping[str, Any]) -> TokenizerFiles:
+def _read_metadata(metadata: Mapping[str, object]) -> TokenizerFiles:
     """The tokenizer's JSON files that a GGUF file has in its metadata."""
     config, special = (_json_in(metadata, key) for key in (gguf_files.CONFIG, gguf_files.SPECIAL))
     return TokenizerFiles(config, special)
@@ -156,7 +156,7 @@ def _plamo(path: Path) -> TextTokenizer:
     return _load_pieces(plamo_metadata(path, _json(path.parent / "tokenizer_config.json")), path)
 
 
-def _load_pieces(metadata: Mapping[str, Any], path: Path) -> TextTokenizer:
+def _load_pieces(metadata: Mapping[str, object], path: Path) -> TextTokenizer:
     tokenizer = gguf_tokenizer(metadata)
     if tokenizer is None:
         raise BadFile(f"{path}: a vocabulary without a piece")
@@ -164,7 +164,7 @@ def _load_pieces(metadata: Mapping[str, Any], path: Path) -> TextTokenizer:
 
 
 def load_generation_config(
-    directory: Path | None, metadata: Mapping[str, Any] | None = None
+    directory: Path | None, metadata: Mapping[str, object] | None = None
 ) -> dict[str, Any]:
     """generation_config.json of a model's directory, or in a GGUF file's metadata; {} if it has none."""
     if directory is not None:
@@ -175,7 +175,7 @@ def load_generation_config(
 def load_chat_template(
     *,
     directory: Path | None = None,
-    metadata: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, object] | None = None,
     option: str | None = None,
     tokenizer: Tokenizer | None = None,
     oxidizr: bool = False,
@@ -204,13 +204,13 @@ def load_chat_template(
         return None
 
 
-def template_sources(directory: Path | None, metadata: Mapping[str, Any] | None) -> dict[str, str]:
+def template_sources(directory: Path | None, metadata: Mapping[str, object] | None) -> dict[str, str]:
     """The Jinja sources of a model's chat template by name, "default" being the usual; {} if it has none."""
     return _sources(directory, metadata or {}, None)[1]
 
 
 def _sources(
-    directory: Path | None, metadata: Mapping[str, Any], option: str | None
+    directory: Path | None, metadata: Mapping[str, object], option: str | None
 ) -> tuple[str, dict[str, str]]:
     """(where from, part name → Jinja source)."""
     if option is not None:
@@ -241,7 +241,9 @@ def _name_parts(found: Any, path: Path) -> dict[str, str]:
         raise BadFile(f"{path}: chat_template is neither text nor a list of named templates") from error
 
 
-def _variables(directory: Path | None, metadata: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, str]:
+def _variables(
+    directory: Path | None, metadata: Mapping[str, object], tokenizer: Tokenizer
+) -> dict[str, str]:
     """The special tokens that a template may write."""
     found = read_special_tokens(_read_metadata(metadata) if directory is None else _files(directory))
     if tokenizer.bos_token_id is not None:
@@ -256,7 +258,7 @@ def _files(directory: Path) -> TokenizerFiles:
     return TokenizerFiles(config, _json(directory / "special_tokens_map.json"))
 
 
-def _eos_ids(config: Mapping[str, Any]) -> frozenset[int]:
+def _eos_ids(config: Mapping[str, object]) -> frozenset[int]:
     value = config.get("eos_token_id")
     listed = value if isinstance(value, list) else [value]
     return frozenset(i for i in listed if isinstance(i, int) and not isinstance(i, bool))
@@ -269,7 +271,7 @@ def _json(path: Path) -> dict[str, Any]:
     return _object(_text(path), str(path))
 
 
-def _json_in(metadata: Mapping[str, Any], key: str) -> dict[str, Any]:
+def _json_in(metadata: Mapping[str, object], key: str) -> dict[str, Any]:
     """The same out of a GGUF file's metadata; numbers of any size, as transformers writes 10^30 for no limit.
 
     Raises BadFile.

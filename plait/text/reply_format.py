@@ -84,7 +84,7 @@ class ReplyFormat:
         return self._template.variables if self._template else frozenset()
 
     def switched(
-        self, kwargs: Mapping[str, Any], effort: str | None = None
+        self, kwargs: Mapping[str, object], effort: str | None = None
     ) -> tuple[dict[str, Any], bool, tuple[str, ...]]:
         """Template arguments under the template's own names, whether the model may think, and unread hints.
 
@@ -214,7 +214,7 @@ class ReplyFormat:
         final = self.reasoning.final if self.reasoning else ""
         return (FormatMarker(final),) if final and (shape.is_open or not shape.has_begun) else ()
 
-    def _call(self, shape: ReplyShape, choice: Any) -> Structure | None:
+    def _call(self, shape: ReplyShape, choice: object) -> Structure | None:
         if not shape.tools or choice is None:
             return None
         calls = self._calls(shape)
@@ -274,7 +274,7 @@ def _generable(structure: Structure, ends: Collection[str], style: JsonStyle) ->
     return tuple(found)
 
 
-def _style_schema(schema: Mapping[str, Any], style: JsonStyle) -> Mapping[str, Any]:
+def _style_schema(schema: Mapping[str, object], style: JsonStyle) -> Mapping[str, Any]:
     from plait.text.grammar.source import in_style  # a library that most requests need not load
 
     try:

@@ -19,7 +19,7 @@ class MessageConversation:
     messages: list[dict[str, Any]] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
 
-    def add(self, place: str, **message: Any) -> None:
+    def add(self, place: str, **message: object) -> None:
         self.messages.append(message)
         self.places.append(place)
 
@@ -90,7 +90,7 @@ def _add_assistant(chat: MessageConversation, blocks: Sequence[Any], at: str) ->
     chat.add(at, role="assistant", content=content, **more)
 
 
-def _call(block: Mapping[str, Any], at: str) -> dict[str, Any]:
+def _call(block: Mapping[str, object], at: str) -> dict[str, Any]:
     arguments = block.get("input")
     if not isinstance(arguments, dict):
         raise InvalidField(f"{at}.input: it must be an object", f"{at}.input")
@@ -99,7 +99,7 @@ def _call(block: Mapping[str, Any], at: str) -> dict[str, Any]:
     return {"id": string_of(block, "id", at), "type": "function", "function": function}
 
 
-def _text(content: Any, at: str) -> str:
+def _text(content: object, at: str) -> str:
     """Text, or a list of text blocks as one."""
     if isinstance(content, str):
         return content
@@ -113,7 +113,7 @@ def _text(content: Any, at: str) -> str:
     return "\n".join(texts)
 
 
-def _kind(block: Any, at: str) -> str:
+def _kind(block: object, at: str) -> str:
     kind = block.get("type") if isinstance(block, Mapping) else None
     if not isinstance(kind, str):
         raise InvalidField(f"{at}: it must be an object with a type", at)
@@ -124,7 +124,7 @@ def _refuse_block(kind: str, at: str) -> InvalidField:
     return InvalidField(f"{at}: {kind!r:.80} blocks are not supported here", at)
 
 
-def chat_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
+def chat_tools(tools: Sequence[object]) -> list[dict[str, Any]]:
     """Tools as a chat describes them. Raises InvalidField for tools that are run by others."""
     found = []
     for i, tool in enumerate(tools):
@@ -141,7 +141,7 @@ def chat_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
     return found
 
 
-def chat_tool_choice(choice: Mapping[str, Any]) -> dict[str, Any]:
+def chat_tool_choice(choice: Mapping[str, object]) -> dict[str, Any]:
     """`tool_choice` and `parallel_tool_calls` of a chat. Raises InvalidField."""
     found: dict[str, Any] = {}
     match choice.get("type"):
@@ -160,7 +160,7 @@ def chat_tool_choice(choice: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def convert_thinking(found: Mapping[str, Any]) -> dict[str, Any]:
+def convert_thinking(found: Mapping[str, object]) -> dict[str, Any]:
     """`thinking` in the words of a chat. Raises InvalidField."""
     sent: dict[str, Any] = {}
     match found.get("type"):
@@ -184,7 +184,7 @@ def convert_thinking(found: Mapping[str, Any]) -> dict[str, Any]:
     return sent
 
 
-def chat_output(found: Mapping[str, Any]) -> dict[str, Any]:
+def chat_output(found: Mapping[str, object]) -> dict[str, Any]:
     """`output_config` in the words of a chat. Raises InvalidField."""
     sent: dict[str, Any] = {}
     for name, value in found.items():

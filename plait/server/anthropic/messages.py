@@ -187,7 +187,7 @@ _KINDS = {
 }
 
 
-def plan(context: RequestContext, body: Mapping[str, Any]) -> MessagesReply:
+def plan(context: RequestContext, body: Mapping[str, object]) -> MessagesReply:
     """Validate, render and tokenize a request, before the engine gets it. Raises RequestErrors."""
     refuse_words_of_a_chat(body, _UNREAD, _NAMES)
     _refuse(body, FIELDS)
@@ -204,7 +204,7 @@ def plan(context: RequestContext, body: Mapping[str, Any]) -> MessagesReply:
     return MessagesReply(context.model, planned, found.places)
 
 
-def count(context: RequestContext, body: Mapping[str, Any]) -> InputTokens:
+def count(context: RequestContext, body: Mapping[str, object]) -> InputTokens:
     """Count the tokens of a prompt. Raises RequestErrors."""
     _refuse(body, COUNT_FIELDS)
     asked = parse_as(body, CountRequest)
@@ -225,7 +225,7 @@ def refusal(found: Problem) -> MessageError:
     return MessageError("error", ErrorText(kind, message))
 
 
-def _refuse(body: Mapping[str, Any], read: frozenset[str]) -> None:
+def _refuse(body: Mapping[str, object], read: frozenset[str]) -> None:
     for name in _REFUSED:
         if body.get(name):
             raise InvalidField(f"{name}: this server cannot honour it; leave it out", name)

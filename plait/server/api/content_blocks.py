@@ -44,7 +44,9 @@ _SAYS_NOTHING: Mapping[str, tuple[Any, ...]] = {
 _PARAMETERS = re.compile(r"^(tools\[\d+\])\.function\.parameters")
 
 
-def refuse_words_of_a_chat(body: Mapping[str, Any], words: frozenset[str], names: Mapping[str, str]) -> None:
+def refuse_words_of_a_chat(
+    body: Mapping[str, object], words: frozenset[str], names: Mapping[str, str]
+) -> None:
     """Raises InvalidField for a field of a chat that this API does not read, unless it changes nothing.
 
     `words`: those fields; `names`: what they are called here.

@@ -93,7 +93,7 @@ def shows_requests(route: str, *, is_quiet: bool = False) -> bool:
     return access.isEnabledFor(_level(route, is_quiet))
 
 
-def log_request(fields: Mapping[str, Any], route: str, *, is_quiet: bool = False) -> None:
+def log_request(fields: Mapping[str, object], route: str, *, is_quiet: bool = False) -> None:
     """Write the line of one request; fields without a value are left out."""
     level = _level(route, is_quiet)
     if access.isEnabledFor(level):
@@ -105,11 +105,11 @@ def _level(route: str, is_quiet: bool) -> int:
     return logging.DEBUG if is_quiet or route in QUIET_ROUTES else logging.INFO
 
 
-def _pairs(fields: Mapping[str, Any]) -> str:
+def _pairs(fields: Mapping[str, object]) -> str:
     return " ".join(f"{name}={_value(value)}" for name, value in fields.items())
 
 
-def _value(value: Any) -> str:
+def _value(value: object) -> str:
     text = ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
     return text if _PLAIN.fullmatch(text) else json.dumps(text)
 

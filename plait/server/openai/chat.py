@@ -149,11 +149,11 @@ class ChatChunk(msgspec.Struct, kw_only=True, frozen=True):
     warning: str | UnsetType = UNSET
 
 
-def plan(context: RequestContext, body: Mapping[str, Any]) -> ChatReply:
+def plan(context: RequestContext, body: Mapping[str, object]) -> ChatReply:
     return ChatReply(context, plan_chat(context, body))
 
 
-def plan_chat(context: RequestContext, body: Mapping[str, Any], words: Mapping[str, str] = {}) -> ChatPlan:
+def plan_chat(context: RequestContext, body: Mapping[str, object], words: Mapping[str, str] = {}) -> ChatPlan:
     """Validate, render and tokenize a chat, before the engine gets it. Raises RequestErrors.
 
     `words`: the names of fields in the requested API, where that is another one.

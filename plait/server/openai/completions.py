@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -78,7 +78,7 @@ class Completion(msgspec.Struct, kw_only=True, frozen=True):
     prompt_progress: PromptProgress | UnsetType = UNSET
 
 
-def plan(context: RequestContext, body: Mapping[str, Any]) -> CompletionReply:
+def plan(context: RequestContext, body: Mapping[str, object]) -> CompletionReply:
     """Validate and tokenize a request, before the engine gets it. Raises RequestErrors."""
     front = context.front
     validate.refuse(body, FIELDS)

@@ -74,7 +74,7 @@ def card(front: Front, name: str) -> ModelCard:
     return ModelCard(id=name, created=front.created, max_model_len=front.max_model_len)
 
 
-def tokenize(context: RequestContext, body: Mapping[str, Any]) -> Slices[Tokens]:
+def tokenize(context: RequestContext, body: Mapping[str, object]) -> Slices[Tokens]:
     """Token ids of a prompt or of messages. Raises InvalidField and BadTemplate."""
     front = context.front
     validate.refuse(body, TOKENIZE_FIELDS)
@@ -101,7 +101,7 @@ def tokenize(context: RequestContext, body: Mapping[str, Any]) -> Slices[Tokens]
     return Tokens(count=len(ids), max_model_len=front.max_model_len, tokens=tokens, token_strs=strings)
 
 
-def detokenize(context: RequestContext, body: Mapping[str, Any]) -> Slices[DetokenizeReply]:
+def detokenize(context: RequestContext, body: Mapping[str, object]) -> Slices[DetokenizeReply]:
     """The text of token ids, control tokens included. Raises InvalidField and ContextTooLong."""
     front = context.front
     validate.refuse(body, DETOKENIZE_FIELDS)
@@ -187,7 +187,7 @@ def prompt_ids(context: RequestContext, asked: TemplateRequest, words: Mapping[s
     return front.render_chat(asked.messages, **options)
 
 
-def apply_template(context: RequestContext, body: Mapping[str, Any]) -> dict[str, Any]:
+def apply_template(context: RequestContext, body: Mapping[str, object]) -> dict[str, Any]:
     """A conversation as the text that the model would get. Raises InvalidField and BadTemplate."""
     validate.refuse(body, TEMPLATE_FIELDS)
     ids = prompt_ids(context, parse_as(body, TemplateRequest))

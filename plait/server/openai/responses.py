@@ -139,7 +139,7 @@ _NAMES = {
 _REFUSED = ("conversation", "prompt", "max_tool_calls", "context_management", "moderation")
 
 
-def plan(context: RequestContext, body: Mapping[str, Any]) -> ResponsesReply:
+def plan(context: RequestContext, body: Mapping[str, object]) -> ResponsesReply:
     """Validate, render and tokenize a request, before the engine gets it. Raises RequestErrors."""
     asked, found, sent = _read(body)
     with in_words_of(_NAMES, found.places):
@@ -148,7 +148,7 @@ def plan(context: RequestContext, body: Mapping[str, Any]) -> ResponsesReply:
     return ResponsesReply(context.model, asked, planned, found.places)
 
 
-def count(context: RequestContext, body: Mapping[str, Any]) -> ResponseInputTokens:
+def count(context: RequestContext, body: Mapping[str, object]) -> ResponseInputTokens:
     """Count the tokens of a response's prompt. Raises RequestErrors."""
     _, found, sent = _read(body)
     seen = {name: value for name, value in sent.items() if name in models.TEMPLATE_FIELDS}
@@ -157,7 +157,7 @@ def count(context: RequestContext, body: Mapping[str, Any]) -> ResponseInputToke
         return ResponseInputTokens(input_tokens=len(models.prompt_ids(context, asking, _NAMES)))
 
 
-def _read(body: Mapping[str, Any]) -> tuple[ResponsesRequest, ResponseConversation, dict[str, Any]]:
+def _read(body: Mapping[str, object]) -> tuple[ResponsesRequest, ResponseConversation, dict[str, Any]]:
     """The request, the conversation in it, and the other fields as a chat has them."""
     for name in _REFUSED:
         if body.get(name):
@@ -282,7 +282,7 @@ class ResponsesReply(BlockReply):
                 return msgspec.structs.replace(item, role="assistant", content=parts)
         return msgspec.structs.replace(item, call_id=block.id, name=block.name, arguments=block.text)
 
-    def _event(self, event: type[E], kind: str, **fields: Any) -> E:
+    def _event(self, event: type[E], kind: str, **fields: object) -> E:
         self._num_sent += 1
         return event(type=kind, sequence_number=self._num_sent - 1, **fields)
 

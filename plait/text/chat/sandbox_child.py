@@ -43,7 +43,7 @@ class GenerationTag(jinja2.ext.Extension):
 
 
 def to_json(
-    value: Any,
+    value: object,
     ensure_ascii: bool = False,
     indent: int | None = None,
     separators: tuple[str, str] | None = None,

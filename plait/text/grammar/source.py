@@ -103,13 +103,13 @@ def _schema(source: str, style: JsonStyle) -> dict[str, Any]:
     return in_style(schema, style)
 
 
-def in_style(schema: Mapping[str, Any], style: JsonStyle) -> dict[str, Any]:
+def in_style(schema: Mapping[str, object], style: JsonStyle) -> dict[str, Any]:
     """A schema with its texts written in that style. Raises ValueError if it is nested too deeply."""
     found = schema if style.open_objects else with_closed_objects(schema)
     return {**found, "x-guidance": _SPACE[style.space]}
 
 
-def _subschemas(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def _subschemas(schema: Mapping[str, object]) -> Iterator[Mapping[str, Any]]:
     """The schema and every schema in it; what is in `enum`, `const` or an unknown keyword is not one."""
     waiting: list[Any] = [schema]
     while waiting:
@@ -124,7 +124,7 @@ def _subschemas(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
                 waiting += value if isinstance(value, list) else [value]
 
 
-def _check(part: Mapping[str, Any]) -> None:
+def _check(part: Mapping[str, object]) -> None:
     """Refuses what the library would pass over in silence; the rest it refuses by itself."""
     for name, instead in _UNHEEDED.items():
         if part.get(name) not in (None, False):

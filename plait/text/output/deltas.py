@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any
 
 from plait.text.output.cursor import SPACE, TextCursor
 
@@ -161,7 +160,7 @@ class ReplyBuilder:
     """
 
     def __init__(
-        self, tools: Mapping[str, Mapping[str, Any]], make_id: Callable[[], str], most_calls: int | None
+        self, tools: Mapping[str, Mapping[str, object]], make_id: Callable[[], str], most_calls: int | None
     ) -> None:
         self.cursor, self.tools = TextCursor(), tools
         self._make_id, self._most = make_id, most_calls

@@ -301,7 +301,7 @@ def tool_format(
 def call_grammar(
     form: ToolFormat,
     tools: Sequence[Tool],
-    choice: Any,
+    choice: object,
     *,
     parallel: bool = True,
     reasoning: ReasoningFormat | None = None,
