@@ -8,7 +8,7 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping
 from concurrent.futures import Executor
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -176,7 +176,7 @@ class Service:
         validate.check_model(asked, self.served(front))
         return self.served(front)
 
-    async def _read(self, request: Request) -> tuple[RequestContext, dict[str, Any]]:
+    async def _read(self, request: Request) -> tuple[RequestContext, dict[str, object]]:
         body = present(await read_object(request, self._config.max_body_bytes))
         front, exchange = self._loading.ready(), request.scope[SCOPE_KEY]
         model = self._named(front, body.get("model"))

@@ -269,9 +269,9 @@ POSTS: Mapping[str, Operation] = {
 }
 
 
-def document(endpoints: Iterable[Endpoint]) -> dict[str, Any]:
+def document(endpoints: Iterable[Endpoint]) -> dict[str, object]:
     """The OpenAPI document of the fixed GET routes and of `endpoints`."""
-    paths: dict[str, Any] = {path: {"get": _get(path, operation)} for path, operation in GETS.items()}
+    paths: dict[str, object] = {path: {"get": _get(path, operation)} for path, operation in GETS.items()}
     operations = [*GETS.values()]
     for endpoint in endpoints:
         operation = POSTS.get(endpoint.path, Operation(f"POST {endpoint.path}"))
@@ -301,7 +301,7 @@ def api_routes(endpoints: Iterable[Endpoint]) -> list[Route]:
     ]
 
 
-def _get(path: str, operation: Operation) -> dict[str, Any]:
+def _get(path: str, operation: Operation) -> dict[str, object]:
     found = _operation(path, operation)
     if "{id}" in path:
         found["parameters"] = [
@@ -312,7 +312,7 @@ def _get(path: str, operation: Operation) -> dict[str, Any]:
     return found
 
 
-def _post(endpoint: Endpoint, operation: Operation) -> dict[str, Any]:
+def _post(endpoint: Endpoint, operation: Operation) -> dict[str, object]:
     if operation.body is not None:
         body = _ref(operation.body)
     else:
@@ -348,7 +348,7 @@ def _events(stream: Struct | str) -> str:
     return f"With stream: events of one line each, `data: ` and a {name}; the last is `data: [DONE]`."
 
 
-def _schemas(operations: Iterable[Operation]) -> dict[str, Any]:
+def _schemas(operations: Iterable[Operation]) -> dict[str, object]:
     operations = [*operations]
     sent = [
         kind for operation in operations for kind in (operation.reply, operation.stream, operation.refusal)
@@ -373,11 +373,11 @@ def _components(kinds: Iterable[Struct]) -> dict[str, Any]:
     return found
 
 
-def _ref(kind: Struct) -> dict[str, Any]:
+def _ref(kind: Struct) -> dict[str, object]:
     return {"$ref": SCHEMA.format(name=kind.__name__)}
 
 
-def _json(found: Mapping[str, object]) -> dict[str, Any]:
+def _json(found: Mapping[str, object]) -> dict[str, object]:
     return {"application/json": {"schema": found}}
 
 

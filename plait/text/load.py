@@ -264,14 +264,14 @@ def _eos_ids(config: Mapping[str, object]) -> frozenset[int]:
     return frozenset(i for i in listed if isinstance(i, int) and not isinstance(i, bool))
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _json(path: Path) -> dict[str, object]:
     """A JSON object; {} if there is no such file. Raises BadFile."""
     if not path.exists():
         return {}
     return _object(_text(path), str(path))
 
 
-def _json_in(metadata: Mapping[str, object], key: str) -> dict[str, Any]:
+def _json_in(metadata: Mapping[str, object], key: str) -> dict[str, object]:
     """The same out of a GGUF file's metadata; numbers of any size, as transformers writes 10^30 for no limit.
 
     Raises BadFile.
@@ -282,7 +282,7 @@ def _json_in(metadata: Mapping[str, object], key: str) -> dict[str, Any]:
     return _object(text, f"GGUF metadata {key}")
 
 
-def _object(text: str, where: str) -> dict[str, Any]:
+def _object(text: str, where: str) -> dict[str, object]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -16,7 +16,7 @@ from plait.server.api.parse_fields import string_of
 class MessageConversation:
     """Messages of a chat, and where in the client's input each began."""
 
-    messages: list[dict[str, Any]] = field(default_factory=list)
+    messages: list[dict[str, object]] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
 
     def add(self, place: str, **message: object) -> None:
@@ -83,14 +83,14 @@ def _add_assistant(chat: MessageConversation, blocks: Sequence[Any], at: str) ->
                 calls.append(_call(block, place))
             case other:
                 raise _refuse_block(other, place)
-    more: dict[str, Any] = {"tool_calls": calls} if calls else {}
+    more: dict[str, object] = {"tool_calls": calls} if calls else {}
     if thought:
         more["reasoning_content"] = "\n".join(thought)
     content = "\n".join(said) if said or not calls else None
     chat.add(at, role="assistant", content=content, **more)
 
 
-def _call(block: Mapping[str, object], at: str) -> dict[str, Any]:
+def _call(block: Mapping[str, object], at: str) -> dict[str, object]:
     arguments = block.get("input")
     if not isinstance(arguments, dict):
         raise InvalidField(f"{at}.input: it must be an object", f"{at}.input")
@@ -141,9 +141,9 @@ def chat_tools(tools: Sequence[object]) -> list[dict[str, Any]]:
     return found
 
 
-def chat_tool_choice(choice: Mapping[str, object]) -> dict[str, Any]:
+def chat_tool_choice(choice: Mapping[str, object]) -> dict[str, object]:
     """`tool_choice` and `parallel_tool_calls` of a chat. Raises InvalidField."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     match choice.get("type"):
         case "auto" | "none" as kind:
             found["tool_choice"] = kind
@@ -160,9 +160,9 @@ def chat_tool_choice(choice: Mapping[str, object]) -> dict[str, Any]:
     return found
 
 
-def convert_thinking(found: Mapping[str, object]) -> dict[str, Any]:
+def convert_thinking(found: Mapping[str, object]) -> dict[str, object]:
     """`thinking` in the words of a chat. Raises InvalidField."""
-    sent: dict[str, Any] = {}
+    sent: dict[str, object] = {}
     match found.get("type"):
         case "disabled":
             sent["reasoning_effort"] = "none"
@@ -184,9 +184,9 @@ def convert_thinking(found: Mapping[str, object]) -> dict[str, Any]:
     return sent
 
 
-def chat_output(found: Mapping[str, object]) -> dict[str, Any]:
+def chat_output(found: Mapping[str, object]) -> dict[str, object]:
     """`output_config` in the words of a chat. Raises InvalidField."""
-    sent: dict[str, Any] = {}
+    sent: dict[str, object] = {}
     for name, value in found.items():
         if value is None:
             continue

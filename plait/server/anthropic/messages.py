@@ -239,7 +239,7 @@ def _continuation(found: MessageConversation) -> dict[str, Any]:
 
 def _translate_fields(asked: CountRequest) -> dict[str, Any]:
     """The fields that have other names in a chat."""
-    sent: dict[str, Any] = {}
+    sent: dict[str, object] = {}
     if asked.tools:
         sent |= {"tools": chat_tools(asked.tools), **chat_tool_choice(asked.tool_choice or {"type": "auto"})}
     elif asked.tool_choice and asked.tool_choice.get("type") not in ("auto", "none"):

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 # Fields of a chat that another API names otherwise, with the values that change nothing.
-_SAYS_NOTHING: Mapping[str, tuple[Any, ...]] = {
+_SAYS_NOTHING: Mapping[str, tuple[object, ...]] = {
     "n": (1,),
     "best_of": (1,),
     "stop": ("", []),

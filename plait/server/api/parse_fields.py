@@ -114,7 +114,7 @@ def parse_as(body: Mapping[str, object], kind: type[S]) -> S:
         raise InvalidField(f"{param}: {what}" if param else what, param) from None
 
 
-def present(body: Mapping[str, object]) -> dict[str, Any]:
+def present(body: Mapping[str, object]) -> dict[str, object]:
     """The fields that are not null, under their own names rather than aliases. Raises InvalidField."""
     return rename_params({name: value for name, value in body.items() if value is not None})
 
@@ -158,9 +158,9 @@ def _split_place(message: str) -> tuple[str, str | None]:
     return what.replace(" | null", ""), param
 
 
-def rename_params(body: Mapping[str, object]) -> dict[str, Any]:
+def rename_params(body: Mapping[str, object]) -> dict[str, object]:
     """The body under our names, without what changes nothing. Raises InvalidField."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for name, value in _flat(body).items():
         if name in REPORTED and REPORTED[name](value):
             continue
@@ -177,7 +177,7 @@ def rename_params(body: Mapping[str, object]) -> dict[str, Any]:
     return found
 
 
-def _flat(body: Mapping[str, object]) -> Mapping[str, Any]:
+def _flat(body: Mapping[str, object]) -> Mapping[str, object]:
     """The body with the fields of Ollama's `options` moved up to the other fields."""
     options = body.get("options")
     if options is None:
@@ -191,7 +191,7 @@ def _flat(body: Mapping[str, object]) -> Mapping[str, Any]:
     return rest
 
 
-def _translate_field(name: str, value: object, body: Mapping[str, object]) -> dict[str, Any]:
+def _translate_field(name: str, value: object, body: Mapping[str, object]) -> dict[str, object]:
     """A field under our names. Raises InvalidField."""
     if name == "n_probs":
         return _n_probs(value, is_chat="messages" in body)
@@ -205,7 +205,7 @@ def _translate_field(name: str, value: object, body: Mapping[str, object]) -> di
     return {ours: value}
 
 
-def _n_probs(value: object, *, is_chat: bool) -> dict[str, Any]:
+def _n_probs(value: object, *, is_chat: bool) -> dict[str, object]:
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidField(f"n_probs: {value!r:.80} is not a whole number", "n_probs")
     if not value:
@@ -213,7 +213,7 @@ def _n_probs(value: object, *, is_chat: bool) -> dict[str, Any]:
     return {"logprobs": True, "top_logprobs": value} if is_chat else {"logprobs": value}
 
 
-def _thinking(name: str, value: object) -> dict[str, Any]:
+def _thinking(name: str, value: object) -> dict[str, object]:
     """Ollama's switch of thinking, which may be a level, too."""
     if isinstance(value, str):
         return {"reasoning_effort": value}
@@ -222,14 +222,14 @@ def _thinking(name: str, value: object) -> dict[str, Any]:
     return {"chat_template_kwargs": {"enable_thinking": value}}
 
 
-def _bias_by_id(value: dict[str, Any]) -> dict[int, Any]:
+def _bias_by_id(value: dict[str, Any]) -> dict[int, object]:
     for key in value:
         if not (key.isascii() and key.isdigit() and len(key) <= 9):
             raise InvalidField(f"logit_bias: {shorten(key)} is not a token id", "logit_bias")
     return {int(key): bias for key, bias in value.items()}
 
 
-def _bias(value: object) -> dict[int, Any]:
+def _bias(value: object) -> dict[int, object]:
     """A logit bias: llama.cpp's pairs as OpenAI's object; false is none."""
     if value is False:
         return {}

@@ -216,7 +216,7 @@ class ApiReply(ABC):
         return (problem.body(),)
 
 
-def head(context: RequestContext, prefix: str, kind: str) -> dict[str, Any]:
+def head(context: RequestContext, prefix: str, kind: str) -> dict[str, object]:
     """The first fields of every body of one reply of chat or completions. `kind`: its `object`."""
     return {
         "id": new_id(prefix),
@@ -253,7 +253,7 @@ class ChoicesReply(ApiReply):
 
     def fields_of_chunk(self, i: int, delta: Delta) -> dict[str, Any]:
         """The fields of every chunk of this delta, without its choice."""
-        found: dict[str, Any] = {}
+        found: dict[str, object] = {}
         if self._stream_options.include_usage:
             found["usage"] = self.count.usage() if self._stream_options.continuous_usage_stats else None
         if delta.prompt_progress is not None:

@@ -53,7 +53,7 @@ def allow_tools(tools: Sequence[Tool], choice: object) -> tuple[list[Any], Any]:
 
 def from_template_kwargs(
     tools: Sequence[Tool], kwargs: Mapping[str, object], reply_format: ReplyFormat
-) -> tuple[Sequence[Tool], Mapping[str, Any]]:
+) -> tuple[Sequence[Tool], Mapping[str, object]]:
     """Tools, and the template's arguments without those of SmolLM3 that are tools.
 
     They reach the template and the parser of calls as tools of the request do. A bare function is accepted,
@@ -77,7 +77,7 @@ def _name(tool: object, at: str) -> str:
     return name
 
 
-def _function(tool: object) -> Mapping[str, Any]:
+def _function(tool: object) -> Mapping[str, object]:
     found = tool.get("function") if isinstance(tool, Mapping) else None
     return found if isinstance(found, Mapping) else {}
 
@@ -260,14 +260,14 @@ class ContinuableRequest(Protocol):
     """A request that says how the last turn of its conversation ends."""
 
     @property
-    def messages(self) -> list[dict[str, Any]]: ...
+    def messages(self) -> list[dict[str, object]]: ...
     @property
     def add_generation_prompt(self) -> bool | None: ...
     @property
     def continue_final_message(self) -> bool: ...
 
 
-def turn_options(asked: ContinuableRequest) -> dict[str, Any]:
+def turn_options(asked: ContinuableRequest) -> dict[str, object]:
     """How a template is to end the conversation. Raises InvalidField for a turn that cannot be continued."""
     if not asked.continue_final_message:
         return {"add_generation_prompt": asked.add_generation_prompt is not False}

@@ -19,7 +19,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -53,7 +52,7 @@ class JsonFormat(logging.Formatter):
     """One object: `time`, `level`, `logger`, `message` or a request's fields, `exception`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        said: dict[str, Any] = {
+        said: dict[str, object] = {
             "time": _when(record),
             "level": record.levelname.lower(),
             "logger": record.name,

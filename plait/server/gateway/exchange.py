@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from plait.request import RequestTrace
 from plait.server.gateway.api_keys import ANYBODY, Key
@@ -53,12 +53,12 @@ class Exchange:
             yield from (trace for trace in stream.traces.values() if trace is not None)
 
 
-def log_fields(exchange: Exchange, seconds: float) -> dict[str, Any]:
+def log_fields(exchange: Exchange, seconds: float) -> dict[str, object]:
     """The fields of a request's line in the log; times in milliseconds."""
     traces = [*exchange.traces()]
     starts = [t.first_scheduled_s - t.arrival_s for t in traces if t.first_scheduled_s is not None]
     firsts = [t.first_token_s - t.arrival_s for t in traces if t.first_token_s is not None]
-    found: dict[str, Any] = {
+    found: dict[str, object] = {
         "id": exchange.id,
         "method": exchange.method,
         "path": exchange.path,

@@ -63,7 +63,7 @@ class TurnTransport:
         self._size = 0
         self._end: asyncio.TimerHandle | None = None  # of a connection that is closing
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._inner, name)
 
     def write(self, piece: bytes) -> None:
@@ -136,7 +136,7 @@ class Connection(HttpToolsProtocol):
         *given: Any,
         max_connections: int,
         max_head_bytes: int,
-        reject_early: Callable[[Any], Response | None] = lambda scope: None,
+        reject_early: Callable[[object], Response | None] = lambda scope: None,
         **more: Any,
     ) -> None:
         """`reject_early`: the answer to a request, by its scope, that needs no task; None: it needs one."""

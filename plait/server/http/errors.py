@@ -208,7 +208,7 @@ def json_response(body: object, status: int = 200, headers: Mapping[str, str] | 
     return Response(msgspec.json.encode(body), status, dict(headers or {}), "application/json")
 
 
-def _too_long(error: ContextTooLong) -> Mapping[str, Any]:
+def _too_long(error: ContextTooLong) -> Mapping[str, object]:
     """llama.cpp's words, by its `type`; OpenAI's clients know the error by its `code`."""
     if error.num_prompt_tokens is None or error.max_model_len is None:
         return {}

@@ -70,7 +70,7 @@ def check_head(scope: Scope) -> None:
         raise HeadTooLarge(f"the request's headers take {size} bytes; send at most {MAX_HEAD_BYTES}")
 
 
-async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
+async def read_object(request: Request, max_bytes: int) -> dict[str, object]:
     """Read the JSON object in a request's body.
 
     Raises UnsupportedMedia (415), BodyTooLarge (413), BodyTimeout (408), BadBody (400) and Cancelled.
@@ -82,7 +82,7 @@ async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
     return await asyncio.to_thread(decode_object, body)
 
 
-def decode_object(body: bytes) -> dict[str, Any]:
+def decode_object(body: bytes) -> dict[str, object]:
     """A JSON object as plain values. Raises BadBody for anything that is not one."""
     if not body.strip():
         raise BadBody("the body is empty; send a JSON object")

@@ -119,7 +119,7 @@ async def run(
 
 
 async def _answer_line(app: ASGIApp, line: Line, fault: Callable[[], BaseException | None]) -> dict[str, Any]:
-    found: dict[str, Any] = {"id": new_id("batch_req", "_"), "custom_id": line.custom_id}
+    found: dict[str, object] = {"id": new_id("batch_req", "_"), "custom_id": line.custom_id}
     if line.fault:
         return {**found, "response": None, "error": {"code": "invalid_request", "message": line.fault}}
     status, headers, body = await post_json(app, line.url, line.body)
@@ -128,7 +128,7 @@ async def _answer_line(app: ASGIApp, line: Line, fault: Callable[[], BaseExcepti
             break
         await asyncio.sleep(pause_s)
         status, headers, body = await post_json(app, line.url, line.body)
-    answer: Any = msgspec.Raw(body) if _is_json(headers) else body.decode(errors="replace")
+    answer: object = msgspec.Raw(body) if _is_json(headers) else body.decode(errors="replace")
     request_id = headers.get(b"x-request-id", b"").decode("latin-1")
     response = {"status_code": status, "request_id": request_id, "body": answer}
     if ignored := headers.get(IGNORED_HEADER.encode()):
@@ -159,7 +159,7 @@ async def _receive_body(body: bytes) -> AsyncIterator[Message]:
     await asyncio.Event().wait()  # the client never disconnects
 
 
-def _scope(path: str, length: int) -> dict[str, Any]:
+def _scope(path: str, length: int) -> dict[str, object]:
     """An ASGI scope as of a client on this machine. `state` is what servers give an application."""
     headers = [
         (b"host", b"127.0.0.1"),

@@ -182,19 +182,19 @@ def prompt_ids(context: RequestContext, asked: TemplateRequest, words: Mapping[s
     validate.check_tools(choosable, choice)
     kwargs, _, unread = front.reply_format.switched(kwargs, asked.reasoning_effort)
     context.report_unread(unread, words)
-    tools: Sequence[Any] = () if choice == "none" else choosable
+    tools: Sequence[object] = () if choice == "none" else choosable
     options = {**kwargs, **validate.turn_options(asked), "tools": list(tools) or None}
     return front.render_chat(asked.messages, **options)
 
 
-def apply_template(context: RequestContext, body: Mapping[str, object]) -> dict[str, Any]:
+def apply_template(context: RequestContext, body: Mapping[str, object]) -> dict[str, object]:
     """A conversation as the text that the model would get. Raises InvalidField and BadTemplate."""
     validate.refuse(body, TEMPLATE_FIELDS)
     ids = prompt_ids(context, parse_as(body, TemplateRequest))
     return {"prompt": tokenizer_of(context.front).decode(ids, skip_special=False)}
 
 
-def tokenizer_info(front: Front) -> dict[str, Any]:
+def tokenizer_info(front: Front) -> dict[str, object]:
     """The vocabulary in the words of a tokenizer_config.json. Raises InvalidField without one."""
     tokenizer, template = tokenizer_of(front), front.chat_template
     special = sorted(tokenizer.special_ids)

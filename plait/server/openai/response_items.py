@@ -139,7 +139,7 @@ def chat_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
     return found
 
 
-def chat_tool_choice(choice: str | Mapping[str, object]) -> Any:
+def chat_tool_choice(choice: str | Mapping[str, object]) -> object:
     """`tool_choice` as a chat has it. Raises InvalidField."""
     if isinstance(choice, str):
         return choice
@@ -153,7 +153,7 @@ def chat_tool_choice(choice: str | Mapping[str, object]) -> Any:
     )
 
 
-def chat_format(found: Mapping[str, object]) -> dict[str, Any]:
+def chat_format(found: Mapping[str, object]) -> dict[str, object]:
     """`text.format` as a chat's `response_format`."""
     if found.get("type") != "json_schema":
         return dict(found)

@@ -157,7 +157,7 @@ def count(context: RequestContext, body: Mapping[str, object]) -> ResponseInputT
         return ResponseInputTokens(input_tokens=len(models.prompt_ids(context, asking, _NAMES)))
 
 
-def _read(body: Mapping[str, object]) -> tuple[ResponsesRequest, ResponseConversation, dict[str, Any]]:
+def _read(body: Mapping[str, object]) -> tuple[ResponsesRequest, ResponseConversation, dict[str, object]]:
     """The request, the conversation in it, and the other fields as a chat has them."""
     for name in _REFUSED:
         if body.get(name):
@@ -173,9 +173,9 @@ def _read(body: Mapping[str, object]) -> tuple[ResponsesRequest, ResponseConvers
     return asked, found, sent | _translate_fields(asked)
 
 
-def _translate_fields(asked: ResponsesRequest) -> dict[str, Any]:
+def _translate_fields(asked: ResponsesRequest) -> dict[str, object]:
     """The fields that have other names in a chat."""
-    sent: dict[str, Any] = {}
+    sent: dict[str, object] = {}
     if asked.max_output_tokens is not None:
         sent["max_completion_tokens"] = asked.max_output_tokens
     if asked.tools:
@@ -247,7 +247,7 @@ class ResponsesReply(BlockReply):
     def _events(self, step: BlockStep) -> Iterator[ResponseEvent]:
         block, index = step.block, step.block.index
         name, is_call = f"response.{_EVENTS[block.kind]}", block.kind == "call"
-        at: dict[str, Any] = {"item_id": self._ids[index], "output_index": index}
+        at: dict[str, object] = {"item_id": self._ids[index], "output_index": index}
         if not is_call:
             at["content_index"] = 0
         match step.what:

@@ -182,7 +182,7 @@ class JinjaTemplate:
         """Ends the rendering process."""
         self._sandbox.close()
 
-    def _tools(self, tools: list[Any] | None) -> dict[str, Any]:
+    def _tools(self, tools: list[Any] | None) -> dict[str, object]:
         """Tools under each name that a template may read them by."""
         return {name: tools for name in TOOLS if name == "tools" or name in self._reads}
 

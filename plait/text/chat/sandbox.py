@@ -103,7 +103,7 @@ class Sandbox:
     def _answer(self, place: int, line: str) -> dict[str, Any]:
         limits, child = self._limits, self._ready(place)
         try:
-            answer: dict[str, Any] = json.loads(child.ask(line, limits.clock_s))
+            answer: dict[str, object] = json.loads(child.ask(line, limits.clock_s))
         except TimeoutError as error:
             self._drop(place)
             raise CapacityError(

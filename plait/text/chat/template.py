@@ -154,7 +154,7 @@ def normalize_messages(messages: Sequence[Message], *, calls_as_text: bool = Fal
     return [_message(m, f"messages[{i}]", calls_as_text) for i, m in enumerate(messages)]
 
 
-def _message(message: Message, where: str, calls_as_text: bool) -> dict[str, Any]:
+def _message(message: Message, where: str, calls_as_text: bool) -> dict[str, object]:
     if not isinstance(message, Mapping):
         raise InvalidField(f"{where}: {type(message).__name__} is not a message like {{'role': …}}", where)
     role = message.get("role")
@@ -189,7 +189,7 @@ def _content(content: object, where: str) -> str | None:
     return "\n".join(texts)
 
 
-def _tool_call(call: Any, where: str, as_text: bool) -> dict[str, Any]:
+def _tool_call(call: Any, where: str, as_text: bool) -> dict[str, object]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         raise InvalidField(f"{where}: a tool call needs a function with a name and arguments", where)
@@ -218,7 +218,7 @@ def _check_depth(found: object, at: str) -> None:
         level = [inside for value in level for inside in _members(value)]
 
 
-def _members(value: Any) -> Iterable[Any]:
+def _members(value: Any) -> Iterable[object]:
     return value.values() if isinstance(value, Mapping) else value
 
 
@@ -268,7 +268,7 @@ def probe_calls(render: _Render) -> CallsTaken:
     """
     as_object, as_text = _render_calls(render, _ARGUMENTS), _render_calls(render, _TEXT)
     wants_text = not _holds_arguments(as_object) and _TEXT in as_text
-    arguments: Any = _TEXT if wants_text else _ARGUMENTS
+    arguments: object = _TEXT if wants_text else _ARGUMENTS
     works_at_all = bool(as_text if wants_text else as_object)
     return CallsTaken(wants_text, not works_at_all or bool(_render_calls(render, arguments, arguments)))
 

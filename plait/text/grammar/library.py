@@ -66,7 +66,7 @@ class _Words:
         raise NotImplementedError("no grammar may depend on how a text is cut into tokens")
 
 
-def token_table(tokens: Sequence[bytes], special: Sequence[int], ends: Sequence[int]) -> Any:
+def token_table(tokens: Sequence[bytes], special: Sequence[int], ends: Sequence[int]) -> object:
     """The library's index of a vocabulary. `special`: control tokens, which no text matches; `ends` is not
     empty. An id without bytes is never allowed."""
     import llguidance

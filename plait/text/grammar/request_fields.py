@@ -133,7 +133,7 @@ def _text(value: object, at: str, what: str) -> str:
     return value
 
 
-def _mapping(value: object, at: str) -> Mapping[str, Any]:
+def _mapping(value: object, at: str) -> Mapping[str, object]:
     if not isinstance(value, Mapping):
         what = "it is required" if value is None else f"{_short(value)} is not an object"
         raise InvalidField(f"{at}: {what}", at)
@@ -146,7 +146,7 @@ def _short(value: object) -> str:
 
 
 _Read = Callable[[Any, str], Grammar | None]
-_STRUCTURED: Mapping[str, Callable[[Any, str], Grammar]] = {
+_STRUCTURED: Mapping[str, Callable[[object, str], Grammar]] = {
     "json": _schema,
     "json_object": _json_object,
     "regex": _regex,

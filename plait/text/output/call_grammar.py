@@ -38,7 +38,7 @@ class FormatMarker:
 class Json:
     """A JSON text that this schema allows."""
 
-    schema: Mapping[str, Any]
+    schema: Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +254,7 @@ def _as_python(schema: Mapping[str, object]) -> Structure:
     return (OneOf((*begins, ())),) if begins else ()
 
 
-def _rows(schema: Mapping[str, object], row: Callable[[str, Any], Structure]) -> Structure:
+def _rows(schema: Mapping[str, object], row: Callable[[str, object], Structure]) -> Structure:
     required, optional = _properties(schema)
     rows: list[Part] = [part for name, one in required for part in row(name, one)]
     return (*rows, *(OneOf((row(name, one), ())) for name, one in optional))
