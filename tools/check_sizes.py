@@ -23,7 +23,7 @@ CAPS = {
     "checkpoint": 4_310,
     "cli": 3_800,
     "convert": 3_640,
-    "engine": 1_760,
+    "engine": 1_810,
     "families": 7_860,
     "frontend": 950,
     "kernels": 19_780,
@@ -36,7 +36,7 @@ CAPS = {
     "schedule": 2_160,
     "server": 7_880,
     "state": 820,
-    "text": 8_180,
+    "text": 8_110,
     "verify": 1_280,
     "worker": 1_920,
 }
