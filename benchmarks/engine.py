@@ -84,7 +84,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", action="append", help="this model; may be repeated")
     parser.add_argument("--model", action="append", default=[], metavar="NAME=FILE", help="one more model")
     parser.add_argument(
-        "--draft", action="append", default=[], metavar="NAME=FILE", help="who guesses for it"
+        "--draft", action="append", default=[], metavar="NAME=FILE", help="what drafts for it"
     )
     parser.add_argument("--llama-cpp", metavar="PYTHON", help="an interpreter that has llama-cpp-python")
     parser.add_argument("--threads", type=int, default=machine.cores())

@@ -11,7 +11,7 @@ from typing import Any
 from plait.memory import BlockGroup
 from plait.request import SamplingParams
 from plait.schedule.allocation import Allocation
-from plait.schedule.limits import SchedulerLimits
+from plait.schedule.costs import SchedulerLimits
 from plait.schedule.plan import Sampled
 from plait.schedule.pools import CacheOptions
 from plait.schedule.scheduler import Scheduler

@@ -101,7 +101,7 @@ def compared(
             replies[mode], speed = answer(sides[mode], prompt, max_tokens, hot=text == "random")
             speeds[mode].append(speed)
         if any(reply != replies["off"] for reply in replies.values()):
-            raise SystemExit(f"{name}, {text}: guessing changed the text, so nothing is measured")
+            raise SystemExit(f"{name}, {text}: drafts changed the text, so nothing is measured")
     row: dict[str, Any] = {"model": name, "text": text, "tokens": max_tokens}
     plain = speeds["off"][1:]
     for mode in ("off", "ngram", "draft"):

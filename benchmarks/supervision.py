@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--model", default=str(ROOT / "examples" / "nano-hybrid"))
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=200)
-    parser.add_argument("--runs", type=int, default=3, help="of each kind; the median is told")
+    parser.add_argument("--runs", type=int, default=3, help="of each kind; the median is shown")
     asked = parser.parse_args()
     found = {kind: measured(kind, asked) for kind in ("thread", "process")}
     found["killed"] = killed(asked)

@@ -246,7 +246,7 @@ class ServerConfig:
     metrics_public: bool = option(False, "answer /metrics without a key")
     metrics_vllm_names: bool = option(False, "add the names of vLLM's metrics to /metrics")
     cors_origin: tuple[str, ...] = option(
-        (), "a web origin whose pages may call the server, or *; may be repeated; default: none"
+        (), "a web origin with pages that may call the server, or *; may be repeated; default: none"
     )
     allowed_host: tuple[str, ...] = option(
         (), "a name that Host may have; may be repeated; default: local names on loopback, else any"
@@ -266,7 +266,7 @@ class ServerConfig:
         "when engines end again and again for no known request. end: the server does, with exit code 5; "
         "retry: it answers 503 and goes on trying",
     )
-    step_timeout_s: float = option(300.0, "an engine whose step takes longer, in seconds, is replaced")
+    step_timeout_s: float = option(300.0, "an engine with a step that takes longer, in seconds, is replaced")
     frozen_timeout_s: float = option(60.0, "an engine that shows no sign of life for so long is replaced")
     loading_timeout_s: float = option(1800.0, "loading that makes no progress for so long has failed")
     log_file: str | None = option(

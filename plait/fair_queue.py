@@ -1,19 +1,23 @@
-"""Fair queues: clients take turns, so one that sends much waits behind those that send little."""
+"""Fair queues: clients take turns, and none waits behind all that another has sent; shared threads."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections import Counter, OrderedDict, deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from functools import partial
+from typing import Any, Generic, ParamSpec, TypeVar
 
 from plait.errors import CapacityError
 
 T = TypeVar("T")
-asker: ContextVar[str] = ContextVar("asker", default="")
+P = ParamSpec("P")
+current_client: ContextVar[str] = ContextVar("current_client", default="")
 """The client that the work in progress is for: an API key's name, or a client's address."""
 
 
@@ -81,8 +85,8 @@ class Turns:
 
     @contextmanager
     def take(self, wait_s: float, refusal: str) -> Iterator[int]:
-        """A place for the current `asker`, the lowest that is free. Raises CapacityError(refusal)."""
-        turn, who = _Turn(), asker.get()
+        """A place for `current_client`, the lowest that is free. Raises CapacityError(refusal)."""
+        turn, who = _Turn(), current_client.get()
         with self._lock:
             self._queue.put(who, turn)
             self._deal()
@@ -115,3 +119,141 @@ class _Turn:
 
     came: threading.Event = field(default_factory=threading.Event)
     place: int | None = None
+
+
+def capture_call(call: Callable[[], T]) -> T:
+    """What `call` returns or raises. A StopIteration becomes a RuntimeError: an await would hang."""
+    try:
+        return call()
+    except StopIteration as error:
+        raise RuntimeError("StopIteration where no iterator is read") from error
+
+
+class FairThreads(Executor):
+    """An executor in which clients take turns: none waits behind all that another has sent.
+
+    `num_threads`, of which one `current_client` has at most `each` at once; what waits holds no thread.
+    """
+
+    def __init__(self, num_threads: int, each: int, name: str) -> None:
+        self._pool = ThreadPoolExecutor(num_threads, name)
+        self._queue = FairQueue[tuple[Future[Any], Callable[[], Any]]](each)
+        self._lock = threading.Lock()
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        future: Future[T] = Future()
+        with self._lock:
+            self._queue.put(current_client.get(), (future, partial(fn, *args, **kwargs)))
+        self._pool.submit(self._work)
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self._pool.shutdown(wait, cancel_futures=cancel_futures)
+
+    def _work(self) -> None:
+        """Run the calls that may run now. The others are of clients with enough in work, and follow later."""
+        while found := self._next():
+            who, (future, call) = found
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(capture_call(call))
+                except BaseException as error:
+                    future.set_exception(error)
+            with self._lock:
+                self._queue.done(who)
+            del found, future, call  # an idle thread must hold no request
+
+    def _next(self) -> tuple[str, tuple[Future[Any], Callable[[], Any]]] | None:
+        with self._lock:
+            return self._queue.take()
+
+
+Slices = Generator[None, None, T]  # yields between slices, returns the result
+NUM_THREADS = 2
+IDLE_S = 10.0  # after which a thread without work ends
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    work: Slices[Any]
+    done: Future[Any]
+
+    def is_done_after_a_slice(self) -> bool:
+        """Run one slice. What it returns or raises is the job's result."""
+        if self.done.cancelled():
+            self.work.close()
+            return True
+        try:
+            next(self.work)
+            return False
+        except StopIteration as end:
+            result, error = end.value, None
+        except BaseException as raised:
+            result, error = None, raised
+        if self.done.set_running_or_notify_cancel():
+            if error is None:
+                self.done.set_result(result)
+            else:
+                self.done.set_exception(error)
+        return True
+
+
+class SliceTurns:
+    """Jobs by key. The keys' turns go round, and so do the jobs of one key. Threads start when needed."""
+
+    def __init__(self, num_threads: int = NUM_THREADS) -> None:
+        self._num_threads = num_threads
+        self._changed = threading.Condition()
+        self._queue = FairQueue[_Job](each=1)
+        self._threads: set[threading.Thread] = set()
+
+    async def run(self, key: str, work: Slices[T]) -> T:
+        """The result of `work`, or what it raises. If this is cancelled, no more slices of it are run.
+
+        Raises CapacityError if the system gives no thread.
+        """
+        job = _Job(work, Future())
+        with self._changed:
+            self._add_thread()
+            self._queue.put(key, job)
+            self._changed.notify()
+        result: T = await asyncio.wrap_future(job.done)
+        return result
+
+    def _add_thread(self) -> None:
+        """Start another thread unless there are enough. The caller holds the lock."""
+        if len(self._threads) >= self._num_threads:
+            return
+        thread = threading.Thread(target=self._serve, name="plait-turns", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            if not self._threads:  # else those that run take the work
+                raise CapacityError(f"no thread can be started: {error}; try again later") from error
+        else:
+            self._threads.add(thread)
+
+    def _serve(self) -> None:
+        while (found := self._next()) is not None:
+            key, job = found
+            current_client.set(key)  # what a slice waits for (a template's child) is shared fairly, too
+            is_done = job.is_done_after_a_slice()
+            with self._changed:
+                self._queue.done(key)
+                if not is_done:
+                    self._queue.put(key, job)
+                self._changed.notify()
+
+    def _next(self) -> tuple[str, _Job] | None:
+        """Wait for a key with a job that no other thread works for; its next turn is after all others'.
+
+        None: there was none for a while, and this thread ends.
+        """
+        is_late = False
+        with self._changed:
+            while (found := self._queue.take()) is None:
+                if is_late:
+                    self._threads.discard(threading.current_thread())
+                    return None
+                is_late = not self._changed.wait(IDLE_S)  # work may come at that very moment
+            return found

@@ -102,8 +102,8 @@ class SamplingParams(ChoiceFields):
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _as_tuple("stop", self.stop))
         object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
-        for name, told in SAMPLING.items():
-            told.check(name, getattr(self, name))
+        for name, declared in SAMPLING.items():
+            declared.check(name, getattr(self, name))
         if self.best_of is not None and self.best_of < self.n:
             raise InvalidField(f"best_of: {self.best_of} is less than n ({self.n})", "best_of")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -135,9 +135,9 @@ class SamplingParams(ChoiceFields):
         is_greedy = not generation_config.get("do_sample", True)
         theirs = {**generation_config, "temperature": 0.0} if is_greedy else generation_config
         found: dict[str, Any] = {}
-        for name, told in SAMPLING.items():
-            values = (getattr(self, name), theirs.get(name), told.ours)
-            if told.ours is not None:
+        for name, declared in SAMPLING.items():
+            values = (getattr(self, name), theirs.get(name), declared.ours)
+            if declared.ours is not None:
                 found[name] = next(value for value in values if value is not None)
         return replace(self, **found)
 

@@ -82,7 +82,7 @@ def test_a_module_without_torch_imports_with_torch_blocked(name: str) -> None:
         ("model/mixers/mla.py", "import plait.families.llama\n", "sideways"),
         ("families/llama.py", "from plait.checkpoint import weights\n", "sideways"),
         ("schedule/scheduler.py", "def plan():\n    import torch\n", "must not load torch"),
-        ("text/stream_text.py", "from torch import Tensor\n", "must not load torch"),
+        ("text/load.py", "from torch import Tensor\n", "must not load torch"),
         ("engine/core.py", "import os\nx = os.environ['A']\n", "only cli/ may read the environment"),
         ("runner/runner.py", "from os import getenv\n", "only cli/ may read the environment"),
         ("ops/rope.py", "from . import norm\n", "relative import"),
@@ -210,6 +210,23 @@ def test_plain_english_is_no_alarm(tmp_path: Path, text: str) -> None:
     assert check_words.avoided(tmp_path, ("a.md",)) == []
 
 
+def test_texts_for_users_and_names_of_tests_are_held_to_the_words(tmp_path: Path) -> None:
+    text = """
+def test_nobody_waits(found):
+    names = {"told": "told", "room left": found}
+    sample = "Nobody came to the door,\\n and it was said so"
+    raise ValueError(f"{found}: is wanted " "here, and there is no room")
+"""
+    write(tmp_path, {"server/run.py": text, "kernels/cpu/source.py": text})
+    found = check_words.avoided(tmp_path, ("plait",))
+    assert found == [
+        'plait/kernels/cpu/source.py:2: "nobody": write otherwise',
+        'plait/server/run.py:5: "room": write otherwise',
+        'plait/server/run.py:5: "wanted": write otherwise',
+        'plait/server/run.py:2: "nobody": write otherwise',
+    ]
+
+
 def test_sentences_are_counted_without_code_tables_and_headings(tmp_path: Path) -> None:
     text = "# A heading\n\nOne two `x = y`. Three\nfour (five).\n\n| a | b |\n\n* Six.\n* Seven\n  eight\n"
     (tmp_path / "a.md").write_text(text + "\n```\nno words\n```\n")
@@ -242,7 +259,7 @@ def test_check_names_names_a_public_class_that_stands_twice(tmp_path: Path) -> N
     text = "class Plan:\n    pass\n\nclass _Own:\n    pass\n"
     write(tmp_path, {"schedule/plan.py": text, "convert/convert.py": text})
     assert check_names.repeated_classes(tmp_path) == [
-        "class Plan stands in plait/convert/convert.py:1, plait/schedule/plan.py:1"
+        "class Plan is in plait/convert/convert.py:1, plait/schedule/plan.py:1"
     ]
 
 

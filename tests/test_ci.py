@@ -82,7 +82,7 @@ def test_chromium_is_installed_by_root_or_with_sudo(machine: Path, user: str) ->
     assert (machine / "bin" / "chromium").exists()
 
 
-def test_why_chromium_could_not_be_installed_is_said(machine: Path) -> None:
+def test_why_chromium_could_not_be_installed_is_reported(machine: Path) -> None:
     done = run(machine, "chromium")
     assert (done.returncode, done.stdout) == (1, "this system has no apt-get to install it\n")
     program(machine, "apt-get", "echo E: no network; exit 100")

@@ -12,5 +12,5 @@ def test_threads_that_a_test_sets_are_not_the_next_ones(turn: int) -> None:
     torch.set_num_threads(2)
 
 
-def test_memory_that_nobody_wrote_is_no_number() -> None:
+def test_memory_that_was_never_written_is_no_number() -> None:
     assert torch.empty(3).isnan().all()

@@ -33,7 +33,7 @@ def texts() -> list[Path]:
     return [p for p in found if p.is_file() and p.suffix in KINDS and p.name not in own]
 
 
-def test_nothing_names_the_distribution_of_somebody_else() -> None:
+def test_nothing_names_the_distribution_of_others() -> None:
     named = [
         f"{path.relative_to(ROOT)}: {found[0]}"
         for path in texts()

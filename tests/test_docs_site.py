@@ -42,7 +42,7 @@ def test_changelog_begins_with_the_version_of_the_package() -> None:
     assert versions[0] == plait.__version__
 
 
-def test_links_of_the_pages_beside_docs_lead_to_files() -> None:
+def test_links_of_the_pages_outside_docs_lead_to_files() -> None:
     broken = [
         f"{page.name}: {target}"
         for page in ROOT.glob("*.md")

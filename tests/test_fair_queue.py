@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from plait.errors import CapacityError
-from plait.fair_queue import FairQueue, Turns, asker
+from plait.fair_queue import FairQueue, Turns, current_client
 
 
 def test_askers_take_turns_and_each_keeps_its_own_order() -> None:
@@ -39,12 +39,12 @@ def test_one_asker_leaves_a_place_to_others() -> None:
     with turns.take(0, "none free") as first:
         with pytest.raises(CapacityError, match="none free"), turns.take(0.01, "none free"):
             pass
-        token = asker.set("another")
+        token = current_client.set("another")
         try:
             with turns.take(0, "none free") as second:
                 assert (first, second) == (0, 1)
         finally:
-            asker.reset(token)
+            current_client.reset(token)
     with turns.take(0, "none free") as again:
         assert again == 0
 
@@ -54,7 +54,7 @@ def test_place_that_becomes_free_goes_to_a_waiting_client() -> None:
     waiting = threading.Semaphore(0)
 
     def work(who: str) -> None:
-        asker.set(who)
+        current_client.set(who)
         waiting.release()
         with turns.take(30, "late"):
             order.append(who)

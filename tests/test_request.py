@@ -68,6 +68,6 @@ def test_best_of_is_how_many_are_generated_and_n_how_many_return() -> None:
     assert (params.num_sequences, params.is_ranked) == (5, True)
 
 
-def test_a_bound_is_told_to_its_last_digit() -> None:
+def test_a_bound_is_shown_to_its_last_digit() -> None:
     with pytest.raises(InvalidField, match=r"\[-9223372036854775808, 9223372036854775807\]"):
         SamplingParams(seed=2**64)

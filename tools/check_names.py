@@ -64,7 +64,7 @@ def repeated_classes(root: Path = ROOT) -> list[str]:
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places.setdefault(node.name, []).append(f"{where}:{node.lineno}")
-    return [f"class {name} stands in {', '.join(at)}" for name, at in sorted(places.items()) if len(at) > 1]
+    return [f"class {name} is in {', '.join(at)}" for name, at in sorted(places.items()) if len(at) > 1]
 
 
 def renamed_imports(root: Path = ROOT) -> list[str]:

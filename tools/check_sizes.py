@@ -18,12 +18,12 @@ KERNEL_FILE_LINES, KERNEL_FUNCTION_LINES = 600, 150
 # Lines of each folder of plait/ (".": its own modules): what there is, and 3 % of air. A cap falls when
 # lines go; it is raised in a commit of its own that says why, or not at all.
 CAPS = {
-    ".": 1_880,
+    ".": 2_050,
     "bench": 3_950,
     "checkpoint": 4_560,
     "cli": 3_800,
     "convert": 3_640,
-    "engine": 1_760,
+    "engine": 1_810,
     "families": 8_900,
     "frontend": 950,
     "kernels": 19_780,
@@ -34,9 +34,9 @@ CAPS = {
     "quant": 2_500,
     "runner": 3_450,
     "schedule": 2_160,
-    "server": 8_030,
+    "server": 7_880,
     "state": 820,
-    "text": 8_180,
+    "text": 8_110,
     "verify": 1_410,
     "worker": 2_050,
 }

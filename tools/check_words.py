@@ -4,6 +4,8 @@
 
 * prose in CHECKED has none of the words of the glossary's first column. Prose is Markdown without code, block
   quotes and addresses, and the docstrings and comments of Python files;
+* nor have the texts that users meet (errors, log lines, help), which are the strings of some words in SPOKEN,
+  and the names of tests;
 * in MEASURED nine sentences in ten have at most WORDS words;
 * in DOCS a path in backticks, and the target of a relative link, exists;
 * in ARCHITECTURE the classes in backticks exist, and its reading path has fewer than READING lines.
@@ -33,6 +35,13 @@ DOCS = (
 MEASURED = DOCS
 # What is held to the words: Markdown files, Python files, or folders of both. Add a folder when it is clean.
 CHECKED = (*DOCS, "plait", "tests", "tools", "benchmarks", "examples")
+# Where strings are for users: everything but generated code, samples of text, and patterns.
+SPOKEN = ("plait", "tools", "benchmarks")
+NOT_SPOKEN = (
+    *("plait/kernels/", "plait/bench/model/measure.py"),
+    *("tools/check_words.py", "benchmarks/engine_speculation.py"),
+)
+FEW_WORDS, LONGEST_TEXT = 4, 600  # shorter strings are names; longer ones are samples or code
 # Files that a reader is to write, or not to write.
 MADE_UP = ("l2_norm", "softsign", "utils.py", "FILE_side.py", "FILE.py")
 OUTPUT = ("build", "dist", "site")  # what programs write: there or not, it is no file of ours
@@ -180,8 +189,41 @@ def python(text: str) -> Iterator[Passage]:
         yield Passage(first, _plain(held))
 
 
-def prose(path: Path) -> list[Passage]:
-    return list((python if path.suffix == ".py" else markdown)(path.read_text(encoding="utf-8")))
+def spoken(text: str) -> Iterator[Passage]:
+    """The strings of a Python file that users may meet: one line of some words. Values count as `code`."""
+    tree, inner = ast.parse(text), set[ast.AST]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            inner.update(part for value in node.values for part in ast.walk(value))
+        elif isinstance(node, ast.Expr):
+            inner.add(node.value)  # a docstring
+    for node in ast.walk(tree):
+        if node in inner:
+            continue
+        if isinstance(node, ast.JoinedStr):
+            parts = (value.value if isinstance(value, ast.Constant) else "`code`" for value in node.values)
+            found = "".join(map(str, parts))
+        else:
+            found = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+        is_text = len(re.findall(r"[A-Za-z]{2,}", found)) >= FEW_WORDS and not re.search(r"[\n<]", found)
+        if is_text and len(found) <= LONGEST_TEXT:
+            yield Passage(node.lineno, found, False)
+
+
+def test_names(text: str) -> Iterator[Passage]:
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
+            yield Passage(node.lineno, node.name.replace("_", " "), False)
+
+
+def prose(path: Path, root: Path = ROOT) -> list[Passage]:
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".py":
+        return list(markdown(text))
+    where, found = path.relative_to(root).as_posix(), list(python(text))
+    if where.startswith(SPOKEN) and not where.startswith(NOT_SPOKEN):
+        found += spoken(text)
+    return [*found, *test_names(text)]
 
 
 def files(root: Path, places: tuple[str, ...], kinds: tuple[str, ...]) -> Iterator[Path]:
@@ -196,7 +238,7 @@ def avoided(root: Path = ROOT, places: tuple[str, ...] = CHECKED) -> list[str]:
     write, found = glossary(root), []
     for path in files(root, places, (".md", ".py")):
         where = path.relative_to(root).as_posix()
-        for line, text, _ in prose(path) if where != GLOSSARY else ():
+        for line, text, _ in prose(path, root) if where != GLOSSARY else ():
             for word, pattern in _USES.items():
                 if word in _PLAIN and _PLAIN[word].search(text):
                     continue

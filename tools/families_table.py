@@ -206,7 +206,7 @@ def updated(text: str) -> str:
             rf"<!-- {name} -->.*?<!-- /{name} -->", lambda _, b=block: b, text, flags=re.DOTALL
         )
         if count != 1:
-            raise SystemExit(f"README.md has {count} places for the table of {name}, wanted 1")
+            raise SystemExit(f"README.md has {count} places for the table of {name}, expected 1")
     return text
 
 

@@ -82,7 +82,7 @@ def read_file(path: Path) -> list[Document]:
     ]
     documents = [document for document in documents if document.passages]
     if len(documents) < 2:
-        raise ValueError(f"{path} has {len(documents)} documents; give at least 2, parted by blank lines")
+        raise ValueError(f"{path} has {len(documents)} documents; give at least 2, separated by blank lines")
     return documents
 
 

@@ -156,7 +156,7 @@ def _on_hub(name: HubName, offline: bool) -> ModelFiles:
     if offline:
         if folder is None:
             raise CheckpointError(
-                f"{name} is not on this disk, and with --offline the Hub is not asked; "
+                f"{name} is not on this disk, and with --offline the Hub is not queried; "
                 f"`plait list` shows what is here, `plait pull {name}` fetches it"
             )
         return _in_snapshot(name, folder)

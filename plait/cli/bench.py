@@ -76,7 +76,7 @@ def _sizes(command: Any) -> Any:
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="also an HTML page with charts")
 @engine_options()
 @common_options()
-def model(model: str, as_json: bool, plot: Path | None, **given: Any) -> None:
+def model(model: str, as_json: bool, plot: Path | None, **given: object) -> None:
     """Decode, prefill, batches, first token, start-up and memory of a model.
 
     \b

@@ -125,7 +125,7 @@ ASKED = options(
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="also a page (.html) or a .png")
 @engine_options()
 @common_options()
-def serve(as_json: bool, plot: Path | None, **given: Any) -> None:
+def serve(as_json: bool, plot: Path | None, **given: object) -> None:
     """Latencies, throughput and goodput of a server under load, and what it refused.
 
     \b

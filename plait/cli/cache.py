@@ -53,7 +53,7 @@ def cache(ctx: click.Context, cache_dir: str | None, as_json: bool) -> None:
     """
     if ctx.invoked_subcommand is not None:
         if cache_dir or as_json:
-            raise click.UsageError(f"options of `plait cache` stand behind {ctx.invoked_subcommand!r}")
+            raise click.UsageError(f"options of `plait cache` come after {ctx.invoked_subcommand!r}")
         return
     base = base_of(cache_dir)
     found, now = list_cached(base), time.time()
@@ -71,7 +71,7 @@ def cache(ctx: click.Context, cache_dir: str | None, as_json: bool) -> None:
 @cache.command()
 @click.argument("kinds", nargs=-1, type=click.Choice(KINDS), metavar="[KIND]...")
 @folder_option
-@click.option("--unused-days", type=click.IntRange(0), default=0, help="only what no start used for so long")
+@click.option("--unused-days", type=click.IntRange(0), default=0, help="only what no run used for so long")
 @common_options()
 def clean(kinds: tuple[str, ...], cache_dir: str | None, unused_days: int) -> None:
     """Remove what is kept: KIND is kernels, packed, trials or findings; without one, all but findings.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -38,7 +38,7 @@ Message = dict[str, str]
 @engine_options()
 @click.option("--quiet", "-q", is_flag=True, help="replies only: no greeting and no speed")
 @common_options()
-def chat(model: str, system: str | None, quiet: bool, **given: Any) -> None:
+def chat(model: str, system: str | None, quiet: bool, **given: object) -> None:
     """Talk with a model in the terminal. Each line is a message; /help lists what else can be typed.
 
     \b

@@ -54,7 +54,7 @@ def generate(model: str, prompt: str | None, ids: tuple[int, ...] | None, quiet:
     llm = load(model, settings, quiet=quiet)
     if not quiet and "compiled" in llm.step_kind:
         later = f"compiles them again: {llm.unkept}" if llm.unkept else "loads them"
-        print(f"step: {llm.step_kind}; the next start {later}", file=sys.stderr)
+        print(f"step: {llm.step_kind}; the next run {later}", file=sys.stderr)
     try:
         request = llm.front.prepare(text, params)
         clock = Clock(len(request.prompt_token_ids))

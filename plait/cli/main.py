@@ -40,7 +40,7 @@ COMMANDS = {
     "doctor": "What this machine has, which kernels run on it, and what is wrong.",
     "decode": "Token ids to text.",
     "tokenize": "Text to token ids.",
-    "warmup": "Compile what a model needs, so that its next start is fast.",
+    "warmup": "Compile what a model needs, so that it starts fast the next time.",
     "cache": "What is kept on this disk to start faster; `plait cache clean` removes it.",
     "verify": "Check that a reply depends on its request alone, to the bit.",
     "completion": "Print the script that has a shell complete commands and options.",

@@ -44,7 +44,7 @@ def run_batch(
     at_once: int,
     served_model_name: str | None,
     any_model_name: bool,
-    **given: Any,
+    **given: object,
 ) -> None:
     """Answer a file of requests in OpenAI's batch format.
 
@@ -83,17 +83,17 @@ def _answer(
     source, target = files
     front = load()
     try:
-        told = _Told()
+        progress = _Progress()
         app = create_app(front, server)
-        options: dict[str, Any] = {"at_once": at_once, "on_done": told, "fault": lambda: front.fault}
+        options: dict[str, Any] = {"at_once": at_once, "on_done": progress, "fault": lambda: front.fault}
         counts = asyncio.run(run(app, lines(source), target.write, **options))
-        told.last(counts)
+        progress.last(counts)
         return counts
     finally:
         front.close(drain=False)
 
 
-class _Told:
+class _Progress:
     """Reports progress on stderr, now and then."""
 
     def __init__(self) -> None:

@@ -179,7 +179,7 @@ def run_ranks(
     if as_json:
         write_json({"model": model, "same": found.is_right, **asdict(found)})
     else:
-        say(make_heading(f"{model}: {found.num_ranks} ranks beside one"), *rank_lines(found))
+        say(make_heading(f"{model}: {found.num_ranks} ranks compared with one"), *rank_lines(found))
     return int(not found.is_right)
 
 

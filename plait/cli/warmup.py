@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -37,7 +37,7 @@ LIMIT = "64GiB"
 @click.option("--clear", "clears", is_flag=True, help="remove packed weights: of MODEL (a name), or all")
 @engine_options()
 @common_options()
-def warmup(model: str | None, packed: bool, packed_limit: int, clears: bool, **given: Any) -> None:
+def warmup(model: str | None, packed: bool, packed_limit: int, clears: bool, **given: object) -> None:
     """Load a model, run one step, and keep what was made for it: compiled kernels and packed weights.
 
     \b
@@ -75,7 +75,7 @@ def warmup(model: str | None, packed: bool, packed_limit: int, clears: bool, **g
     finally:
         llm.close()
     later = f"compiles again: {llm.unkept}" if llm.unkept else "loads what was made"
-    print(f"the next start {later}", file=sys.stderr)
+    print(f"the next run {later}", file=sys.stderr)
 
 
 def _run(llm: LLM, started: float) -> None:

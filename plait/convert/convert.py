@@ -268,7 +268,7 @@ def _hf_plan(opened: Opened, model: Model, choice: StorageChoice) -> ConversionP
     return _with_storage(ConversionPlan(kept, _store_tensors(choice, kept, made), config=config), choice)
 
 
-def _is_read(made: Sequence[Made], config: Mapping[str, Any] | None) -> bool:
+def _is_read(made: Sequence[Made], config: Mapping[str, object] | None) -> bool:
     """Whether a model in these tensors is read, all of them used."""
     shapes = {one.name: one.shape for one in made}
     try:

@@ -14,7 +14,7 @@ from plait.config import EngineConfig
 from plait.errors import ConfigError, OutOfMemory
 from plait.memory import BlockGroup, PagedState, SlotState, State, block_groups
 from plait.schedule.allocation import Allocation, num_window_blocks
-from plait.schedule.limits import SchedulerLimits
+from plait.schedule.costs import SchedulerLimits
 from plait.schedule.pools import CacheOptions
 from plait.schedule.scheduler import Scheduler
 

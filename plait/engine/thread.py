@@ -62,18 +62,18 @@ class EngineLoop:
         """
         arrived = self.engine.clock()
         with self._wake:
-            self.check_room()
+            self.check_capacity()
             self._arriving += 1
             self._commands.append(lambda: self._submit(request, on_event, arrived))
             self._wake.notify()
 
-    def check_room(self) -> None:
+    def check_capacity(self) -> None:
         """Raises QueueFull or EngineError if any request that came now would be rejected."""
         if self.fault is not None:
             raise EngineError(f"the engine has stopped after a fault: {self.fault}") from self.fault
         if self._closing:
             raise EngineError("the engine is closing and takes no more requests")
-        if not self.engine.scheduler.has_room(self._arriving):
+        if not self.engine.scheduler.has_capacity(self._arriving):
             most = self.engine.scheduler.limits.max_waiting
             raise QueueFull(f"max_waiting ({most}) requests wait already; try again later")
 

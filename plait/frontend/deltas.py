@@ -109,24 +109,24 @@ class Gathered:
     def __init__(self, interval: int) -> None:
         self._pace = TokenInterval(interval)
         self._held: list[Delta] = []
-        self.has_told = False
+        self.has_emitted = False
 
     def push(self, event: Event, delta: Delta | None) -> list[Delta]:
         """The deltas that are due now that this event has come, which brought this delta.
 
         The first with any text or part does not wait: it may come with a later token than the first.
         """
-        is_due = self._pace.is_due(event) or not self.has_told
+        is_due = self._pace.is_due(event) or not self.has_emitted
         ready: list[Delta] = []
         if delta is not None:
             if self._held and not _goes_on(self._held[-1], delta):
-                ready.append(self._told())
+                ready.append(self._emit())
             self._held.append(delta)
             is_due = is_due or delta.finish_reason is not None
-        return [*ready, self._told()] if is_due and self._held else ready
+        return [*ready, self._emit()] if is_due and self._held else ready
 
-    def _told(self) -> Delta:
-        held, self._held, self.has_told = self._held, [], True
+    def _emit(self) -> Delta:
+        held, self._held, self.has_emitted = self._held, [], True
         return _as_one(held) if len(held) > 1 else held[0]
 
 

@@ -19,13 +19,13 @@ from plait.config import EngineConfig
 from plait.engine.admission import USUAL_SERVICE, OnEvent, RequestLimits, ServiceOptions
 from plait.errors import BadGrammar, BadTemplate, CapacityError, InvalidField
 from plait.frontend.deltas import MOST_AT_ONCE
-from plait.frontend.output_stream import Couriers, OutputStream
+from plait.frontend.output_stream import LoopBridges, OutputStream
 from plait.request import USUAL_STYLE, Grammar, JsonStyle, ReplyShape, Request, SamplingParams, ThinkingBudget
 from plait.spec import ModelSpec, Recurrent
 from plait.text.chat.template import ChatTemplate, boundaries, num_chars
 from plait.text.grammar.compiler import GrammarChecker
 from plait.text.grammar.request_fields import grammar_from
-from plait.text.reply_format import Speech
+from plait.text.reply_format import ReplyFormat
 from plait.text.tokenizers.tokenizer import Tokenizer
 
 log = logging.getLogger("plait")
@@ -72,7 +72,7 @@ class Loop(Protocol):
     @property
     def longest(self) -> int | None: ...
     def submit(self, request: Request, on_event: OnEvent) -> None: ...
-    def check_room(self) -> None: ...
+    def check_capacity(self) -> None: ...
     def cancel(self, request_id: str, index: int | None = None) -> None: ...
     @property
     def loading(self) -> tuple[str, int, int] | None: ...
@@ -111,7 +111,7 @@ class Front:
         self.generation_config, self.stop_token_ids = language.generation_config, language.stop_token_ids
         self.created = int(time.time())
         self._style = parsers.style
-        self.speech = Speech(
+        self.reply_format = ReplyFormat(
             self.tokenizer,
             self.chat_template,
             tools=parsers.tools,
@@ -122,7 +122,7 @@ class Front:
         if self.tokenizer:
             self.grammars = GrammarChecker(self.tokenizer, spec.vocab_size, ends=self.stop_token_ids)
         self._seeds = random.SystemRandom()
-        self._couriers = Couriers()
+        self._bridges = LoopBridges()
 
     def start(self) -> None:
         """Start the processes that try grammars out, so that the first request need not wait for them.
@@ -218,18 +218,18 @@ class Front:
         return self.tried(self.held(self.limits.admit(request, wrote), grammar))
 
     def shaped(
-        self, request: Request, shape: ReplyShape, wish: Grammar | None, num_thinking: int | None
+        self, request: Request, shape: ReplyShape, requested: Grammar | None, num_thinking: int | None
     ) -> Request:
-        """The same request for a reply of this shape, with content as `wish` describes it.
+        """The same request for a reply of this shape, with content as `requested` describes it.
 
         `num_thinking`: tokens of thinking at most. Raises InvalidField for tools or a choice of them that
         cannot be honoured. Grammars are not tried out yet: see `untried`.
         """
-        grammar = self.speech.grammar(wish, shape)
+        grammar = self.reply_format.grammar(requested, shape)
         if grammar is not None and not shape.thinks:
             shape = replace(shape, may_think=False)
-        held = self.held(request, grammar, self.speech.budget(num_thinking, shape))
-        is_read = self.speech.reader(shape) is not None
+        held = self.held(request, grammar, self.reply_format.budget(num_thinking, shape))
+        is_read = self.reply_format.reader(shape) is not None
         return replace(held, shape=shape if is_read else None)
 
     def held(
@@ -255,7 +255,7 @@ class Front:
         """
         if request.grammar is None or request.grammar.form:
             return []
-        tools = () if request.shape is None else self.speech.schemas(request.shape)
+        tools = () if request.shape is None else self.reply_format.schemas(request.shape)
         return [*(schema.styled(self._style) for schema in tools), request.grammar]
 
     def tried(self, request: Request) -> Request:
@@ -267,11 +267,11 @@ class Front:
 
     def prepare_chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, object]],
         params: SamplingParams,
         terms: ServiceOptions = USUAL_SERVICE,
         /,
-        **options: Any,
+        **options: object,
     ) -> Request:
         """A request for the reply to a conversation; `options` as for `render_chat`.
 
@@ -280,15 +280,17 @@ class Front:
         The request has `boundaries` if the model has recurrent state; what other models keep can be cut
         anywhere. Raises what `prepare` raises, and BadTemplate.
         """
-        messages = self.speech.history(messages)
+        messages = self.reply_format.history(messages)
         ids = self.render_chat(messages, **options)
         free = replace(params, structured_outputs=None)
         request = self.prepare(ids, free, add_special=False, terms=terms)
         if params.structured_outputs is not None:
-            wish = grammar_from({"structured_outputs": params.structured_outputs})
+            requested = grammar_from({"structured_outputs": params.structured_outputs})
             prompt = request.prompt_token_ids
-            shape = ReplyShape(is_open=self.speech.is_open(prompt), has_begun=self.speech.has_begun(prompt))
-            request = self.tried(self.held(request, self.speech.grammar(wish, shape)))
+            shape = ReplyShape(
+                is_open=self.reply_format.is_open(prompt), has_begun=self.reply_format.has_begun(prompt)
+            )
+            request = self.tried(self.held(request, self.reply_format.grammar(requested, shape)))
         if not self.needs_boundaries or not self.chat_template:
             return request
         return replace(request, boundaries=boundaries(self.chat_template, messages, ids, options))
@@ -301,7 +303,7 @@ class Front:
                 "--chat-template FILE (or a built-in name: oxidizr, blazr, chatml)"
             )
         self.limits.check_chars(num_chars(messages, options), "messages")
-        return self.chat_template.render(self.speech.history(messages), **options)
+        return self.chat_template.render(self.reply_format.history(messages), **options)
 
     def encode(self, text: str, *, add_special: bool = True, allow_special: bool = False) -> tuple[int, ...]:
         """Token ids of a text. Raises InvalidField without a tokenizer, ContextTooLong for far too much.
@@ -316,24 +318,24 @@ class Front:
         self.limits.check_chars(len(text), "prompt")
         return tuple(self.tokenizer.encode(text, add_special=add_special, allow_special=allow_special))
 
-    def check_room(self) -> None:
+    def check_capacity(self) -> None:
         """Raises QueueFull, or EngineError, if a request that came now would be refused for any content."""
-        self.loop.check_room()
+        self.loop.check_capacity()
 
     def submit(self, request: Request, interval: int | None = 1) -> OutputStream:
         """Start a request. Raises QueueFull and other CapacityErrors at once.
 
         `interval`: see `OutputStream.gather`; None: only the end is needed, see `OutputStream.be_patient`.
         """
-        reader = None if request.shape is None else self.speech.reader(request.shape)
+        reader = None if request.shape is None else self.reply_format.reader(request.shape)
         is_read = reader is not None or bool(request.params.stop)
-        told = 1 if is_read else interval or MOST_AT_ONCE
+        num_at_once = 1 if is_read else interval or MOST_AT_ONCE
         watched = interval is not None
         grammar = request.grammar
         if grammar is not None and grammar.form:  # the engine needs nothing else of it
             grammar = Grammar(grammar.kind, "", grammar.param, form=grammar.form)
-        request = replace(request, shape=None, grammar=grammar, interval=told, watched=watched)
-        stream = OutputStream(request, self.tokenizer, self.loop.cancel, reader, self._couriers)
+        request = replace(request, shape=None, grammar=grammar, interval=num_at_once, watched=watched)
+        stream = OutputStream(request, self.tokenizer, self.loop.cancel, reader, self._bridges)
         if interval is None:
             stream.be_patient()
         else:

@@ -16,53 +16,52 @@ from queue import Empty, SimpleQueue
 from plait.frontend.deltas import Delta, Gathered, TextLogprob, TokenInterval, join_events
 from plait.request import Event, FinishReason, Request, RequestTrace, SamplingParams, TokenLogprobs
 from plait.text.output import Content, OutputDelta, OutputParser
-from plait.text.output.deltas import merge_deltas
+from plait.text.output.deltas import StopMatcher, merge_deltas
 from plait.text.reply_format import ReplyReader
-from plait.text.stream_text import StopMatcher, StreamDecoder
-from plait.text.tokenizers.tokenizer import Tokenizer
+from plait.text.tokenizers.tokenizer import StreamDecoder, Tokenizer
 
 Inbox = asyncio.Queue[Event]
 
 
-class Courier:
+class LoopBridge:
     """Fills the inboxes of one event loop. `put` is safe from any thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._lock = threading.Lock()
-        self._parcels: deque[tuple[Inbox, Event]] = deque()
+        self._events: deque[tuple[Inbox, Event]] = deque()
 
     def put(self, inbox: Inbox, event: Event) -> None:
         """Have the loop put an event into one of its queues, after those that were given before."""
         with self._lock:
-            self._parcels.append((inbox, event))
-            if len(self._parcels) == 1:
+            self._events.append((inbox, event))
+            if len(self._events) == 1:
                 # The loop may be gone already when a server is stopped with requests open.
                 with contextlib.suppress(RuntimeError):
                     self._loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
         with self._lock:
-            parcels, self._parcels = self._parcels, deque()
-        for inbox, event in parcels:
+            events, self._events = self._events, deque()
+        for inbox, event in events:
             inbox.put_nowait(event)
 
 
-class Couriers:
+class LoopBridges:
     """One event-loop bridge for each event loop that needs one, until the loop is closed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._by_loop: dict[asyncio.AbstractEventLoop, Courier] = {}
+        self._by_loop: dict[asyncio.AbstractEventLoop, LoopBridge] = {}
 
-    def of(self, loop: asyncio.AbstractEventLoop) -> Courier:
+    def of(self, loop: asyncio.AbstractEventLoop) -> LoopBridge:
         """The bridge of this loop."""
         with self._lock:
             found = self._by_loop.get(loop)
             if found is None:
                 # A bridge holds its loop, so no loop would ever be freed by itself.
                 self._by_loop = {one: its for one, its in self._by_loop.items() if not one.is_closed()}
-                found = self._by_loop[loop] = Courier(loop)
+                found = self._by_loop[loop] = LoopBridge(loop)
             return found
 
 
@@ -99,20 +98,20 @@ class Reading:
     def push(self, text: str) -> list[OutputDelta]:
         """The text of one more token; returns what can be emitted now."""
         self._num_tokens += 1
-        return self._told(self._parser.push(text) if self._parser else [Content(text)])
+        return self._until_stop(self._parser.push(text) if self._parser else [Content(text)])
 
     def finish(self, text: str, *, is_cut: bool = False) -> list[OutputDelta]:
         """The end, with the last of its text: what was held back comes out. `is_cut`: by a limit."""
         parts: list[OutputDelta] = [Content(text)]
         if self._parser:
             parts = [*self._parser.push(text, 0), *self._parser.finish(is_cut=is_cut)]
-        told = self._told(parts)
+        shown_parts = self._until_stop(parts)
         held = "" if self.has_ended else self._stop.flush()
         self._content_out += len(held)
-        return [*told, *([Content(held)] if held else [])]
+        return [*shown_parts, *([Content(held)] if held else [])]
 
-    def _told(self, parts: list[OutputDelta]) -> list[OutputDelta]:
-        told: list[OutputDelta] = []
+    def _until_stop(self, parts: list[OutputDelta]) -> list[OutputDelta]:
+        shown_parts: list[OutputDelta] = []
         for part in parts:
             if self.matched is not None:
                 break
@@ -124,8 +123,8 @@ class Reading:
                 self._content_out += len(shown)
                 part = Content(shown)
             if not isinstance(part, Content) or part.text:
-                told.append(part)
-        return told
+                shown_parts.append(part)
+        return shown_parts
 
 
 LAST_WORD_S = 60.0  # how long to wait for the engine's trace of a choice that a stop string ended
@@ -235,7 +234,7 @@ class OutputStream:
     A delta has the tokens of one plan, which is mostly one. A plain reader, and a patient one, receives the
     tokens of all the plans behind which it has fallen at once.
     Leaving early, or `cancel()`, frees what the request holds before the next plan. `reader` separates
-    content, thinking and calls. `couriers`: the event-loop bridges, shared by streams that are read on the
+    content, thinking and calls. `bridges`: the event-loop bridges, shared by streams that are read on the
     same loops.
     """
 
@@ -245,10 +244,10 @@ class OutputStream:
         tokenizer: Tokenizer | None,
         cancel: Callable[[str, int | None], None],
         reader: ReplyReader | None = None,
-        couriers: Couriers | None = None,
+        bridges: LoopBridges | None = None,
     ) -> None:
         self.request, self._cancel_request = request, cancel
-        self._couriers = couriers or Couriers()
+        self._bridges = bridges or LoopBridges()
         self._choices = [ChoiceText(i, request, tokenizer, reader) for i in range(request.params.n)]
         self._mutex = threading.RLock()  # entered as it is, it is cheaper than by its condition
         self._lock = threading.Condition(self._mutex)
@@ -327,8 +326,8 @@ class OutputStream:
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         events: asyncio.Queue[Event] = asyncio.Queue()
-        courier = self._couriers.of(asyncio.get_running_loop())
-        self._connect(lambda event: courier.put(events, event))
+        bridge = self._bridges.of(asyncio.get_running_loop())
+        self._connect(lambda event: bridge.put(events, event))
         try:
             while not self.done:
                 # A client that reads slowly does not get all that has piled up at once.
@@ -353,7 +352,7 @@ class OutputStream:
     def _wakes(self, event: Event) -> bool:
         if self._paces:
             is_due = self._paces[event.index].is_due(event)
-            return is_due or not self._gathered[event.index].has_told
+            return is_due or not self._gathered[event.index].has_emitted
         return event.finish_reason is not None or not self._is_patient
 
     def _deltas(self, event: Event) -> Sequence[Delta]:

@@ -255,7 +255,7 @@ def engine_over(
     if target.ranks:
         sizes = (dict(sizing.num_blocks), sizing.num_slots, sizing.block_size, sizing.max_model_len)
         target.ranks.prepare(Prepare(config, *sizes, tuple(sampler.holes.tolist())))
-    with out_of_memory(f"making room for sequences ({gib(sizing.nbytes)})"):
+    with out_of_memory(f"allocating memory for sequences ({gib(sizing.nbytes)})"):
         runner = make_runner(decoder, sampler, target, config, sizing, records=records)
     can_follow = runner.is_recorded and proposer is None  # a proposer has to see every step
     num_steps = MOST_STEPS if can_follow else 1
@@ -318,7 +318,7 @@ def _check_deterministic(target: Target) -> None:
         shown = ", ".join(f"{op} ({variant})" for op, variant in sorted(loose.items()))
         where = target.chip.name if target.chip else target.device.type
         raise ConfigError(
-            f"deterministic: on {where} this model runs {shown}, whose rounding may change with the batch; "
+            f"deterministic: on {where} this model runs {shown}, so rounding may change with the batch; "
             "leave the option out, or run on a CPU (--cpu) with native kernels and without --ops reference"
         )
 

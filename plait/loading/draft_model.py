@@ -67,7 +67,7 @@ def load_draft(
     if not any(isinstance(state, PagedState) for state in decoder.states.values()):
         longest = max_model_len  # recurrent state has no longest sequence
     memory = _memory(decoder, config, own, longest)
-    with out_of_memory(f"making room for drafts of {memory.num_places} sequences"):
+    with out_of_memory(f"allocating memory for drafts of {memory.num_places} sequences"):
         store = StateStore(
             decoder.states, memory.num_blocks, memory.num_slots, memory.block_size, own.device, own.dtype
         )

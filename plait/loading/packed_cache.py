@@ -178,7 +178,7 @@ def _drop_outdated(shelf: Shelf) -> None:
         is_same = key.get("weights") == shelf.key["weights"]
         is_ours = _versions(key) == _versions(shelf.key)
         if (is_same and not is_ours) or (source == shelf.source and not is_same):
-            log.info("packed weights that no start can use any more are removed: %s", item.path)
+            log.info("packed weights that no run can use any more are removed: %s", item.path)
             item.path.unlink(missing_ok=True)
 
 

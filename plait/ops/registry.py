@@ -174,7 +174,7 @@ class Op:
         skipped: list[tuple[str, str]] = []
         for variant in self.variants:
             if choice == "reference":
-                skipped.append((variant.name, "--ops reference was asked for"))
+                skipped.append((variant.name, "--ops reference is set"))
             elif reason := variant.refusal(facts) or why_rejected(self.name, variant, facts):
                 skipped.append((variant.name, reason))
             else:

@@ -40,7 +40,7 @@ class Fp4(BlockWeight):
 
     def __post_init__(self) -> None:
         if self.scales.dtype not in _GROUPS:
-            raise ShapeMismatch(f"fp4: scales are {self.scales.dtype}; wanted uint8 or float8_e4m3fn")
+            raise ShapeMismatch(f"fp4: scales are {self.scales.dtype}; expected uint8 or float8_e4m3fn")
         if self.codes.dtype != torch.uint8 or self.codes.dim() != 2:
             raise ShapeMismatch(f"{self.format}: codes are {self.codes.dtype} {list(self.codes.shape)}")
         rows, cols = self.shape

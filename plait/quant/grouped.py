@@ -59,7 +59,7 @@ class Grouped(BlockWeight):
             )
         if self.scales.dtype not in _FLOATS:
             raise ShapeMismatch(
-                f"{self.format}: scales are {self.scales.dtype}; wanted float16, 32 or bfloat16"
+                f"{self.format}: scales are {self.scales.dtype}; expected float16, 32 or bfloat16"
             )
 
     @property

@@ -1,8 +1,9 @@
-"""Measured cost of steps on this machine: seconds by tokens, and by bytes that are moved.
+"""What a step costs on this machine, and what one may do: its limits, and how many steps one plan may have.
 
-Steps are sorted by size into powers of two, and of each size the last few are remembered. The median of a
-size counts, because a hiccup, or a slow first step, can only make a step look slower than it is. A size that
-seems slower than a larger one is assumed to be as fast as that, unless several steps have shown it since.
+`StepCosts` measures seconds by tokens, and by bytes that are moved. Steps are sorted by size into powers of
+two, and of each size the last few are remembered. The median of a size counts, because a hiccup, or a slow
+first step, can only make a step look slower than it is. A size that seems slower than a larger one is assumed
+to be as fast as that, unless several steps have shown it since.
 """
 
 from __future__ import annotations
@@ -11,10 +12,31 @@ import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
+from plait.schedule.sequence import TokenSequence
+
+LONGEST_S = 0.05  # of several decode steps at once: a request that arrives meanwhile waits for them
 NUM_REMEMBERED = 9  # steps of each size: of these, four may be hiccups
 NUM_BELIEVED = 5  # steps of a size that are newer than all of another count for more
 FIXED_TOKENS = 8.0  # where nothing is measured: a step without tokens would cost as much as so many
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerLimits:
+    """What the scheduler may do in one step and at one time, with the names of `EngineConfig`.
+
+    `max_step_s`: prompts are cut so that a step with running replies takes no longer, if not None.
+    `num_steps`: the most decode steps of one plan. `causal` False: all is computed in each step.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_waiting: int
+    max_model_len: int
+    max_step_s: float | None = None
+    num_steps: int = 1
+    causal: bool = True
 
 
 class StepCosts:
@@ -122,3 +144,25 @@ def _rising(sizes: Sequence[_Size]) -> list[tuple[float, float]]:
         for j in larger:
             seconds[j] = max(seconds[j], seconds[i])
     return [(size.tokens, cost) for size, cost in zip(sizes, seconds, strict=True)]
+
+
+def most_steps(limits: SchedulerLimits, costs: StepCosts, running: Sequence[TokenSequence]) -> int:
+    """The most decode steps of one plan of these sequences.
+
+    Planning, committing and emitting events cost a small model 5 % of a step, so several are planned at once
+    where no reply has to be read in between. Each computes what the one before it sampled, so the text is the
+    same. A model with recurrent state takes one: behind a sequence's end it would be that of tokens that do
+    not count, so no sequence could start from it.
+    """
+    most = limits.num_steps
+    if most == 1 or not running:
+        return 1
+    for seq in running:
+        # A first token is emitted at once, because its time is how long the client waited for it.
+        if not seq.is_unobserved or seq.is_prefilling or not seq.num_output_tokens:
+            return 1
+        most = min(most, seq.max_len - seq.length)
+    seconds = costs.step_s(len(running))  # expensive: computed after all cheap checks
+    if seconds is None:
+        return 1
+    return min(most, int(min(LONGEST_S, limits.max_step_s or LONGEST_S) / seconds))

@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from plait.errors import CapacityError, QueueFull
 from plait.schedule.allocation import Allocation
-from plait.schedule.costs import StepCosts
-from plait.schedule.limits import SchedulerLimits, most_steps
+from plait.schedule.costs import SchedulerLimits, StepCosts, most_steps
 from plait.schedule.plan import FOLLOW, Chunk, Move, Sampled, SamplingBatch, StepPlan
 from plait.schedule.sequence import Phase, TokenSequence, Update, answers_by_id, num_computed
 from plait.state.blocks import Hit
@@ -61,7 +60,7 @@ class Scheduler:
                     f"a sequence of {length} tokens needs {short[0]} blocks and there are {short[1]}; send a "
                     "shorter prompt, request fewer tokens, or start with a larger --memory-limit"
                 )
-        if not self.has_room():
+        if not self.has_capacity():
             counts = f"{self.num_waiting_requests} requests are waiting and max_waiting is"
             raise QueueFull(f"{counts} {self.limits.max_waiting}; try again later")
         for seq in sequences:
@@ -76,7 +75,7 @@ class Scheduler:
         lengths = range(1, self.limits.max_model_len + 1)
         return bisect_left(lengths, True, key=lambda length: self.memory.shortage(length) is not None)
 
-    def has_room(self, arriving: int = 0) -> bool:
+    def has_capacity(self, arriving: int = 0) -> bool:
         """Whether one more request may wait, when `arriving` others are on their way."""
         free_places = max(self.limits.max_num_seqs - len(self.running), 0)
         return self.num_waiting_requests + arriving < self.limits.max_waiting + free_places

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import os
-from collections.abc import Awaitable, Callable, Generator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping
+from concurrent.futures import Executor
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -18,20 +22,20 @@ from starlette.types import Receive, Scope, Send
 
 from plait.config import ServerConfig
 from plait.errors import Cancelled
-from plait.fair_queue import asker
+from plait.fair_queue import FairThreads, Slices, SliceTurns, capture_call, current_client
+from plait.request import RequestTrace
 from plait.server import pages
 from plait.server.anthropic import messages
 from plait.server.api import validate
 from plait.server.api.parse_fields import present
-from plait.server.api.reply import WARNING_HEADER, Answer, Endpoint, respond
+from plait.server.api.reply import WARNING_HEADER, Answer, ApiReply, Endpoint
 from plait.server.gateway import api_keys
-from plait.server.gateway.accounting import Traffic
-from plait.server.gateway.middleware import REQUEST_ID_HEADER, Door, Edge, Refusal
-from plait.server.gateway.request_context import SCOPE_KEY, Health, LoadingState, Readiness, RequestContext
-from plait.server.http.bodies import linger, read_object
-from plait.server.http.errors import BodyTooLarge, http_problem, json_response, problem
-from plait.server.http.tasks import FairThreads, Slices, SliceTurns, until_disconnect
-from plait.server.metrics import exposition
+from plait.server.gateway.exchange import SCOPE_KEY
+from plait.server.gateway.middleware import REQUEST_ID_HEADER, Edge, Refusal, RequestGate, Traffic
+from plait.server.gateway.request_context import Generation, Health, LoadingState, Readiness, RequestContext
+from plait.server.gateway.vllm_metrics import aliases
+from plait.server.http.errors import BodyTooLarge, NotReady, http_problem, json_response, problem
+from plait.server.http.transfer import EventStream, linger, read_object, until_disconnect
 from plait.server.openai import chat, completions, embeddings, models, responses
 from plait.version import __version__
 
@@ -52,6 +56,7 @@ PATHS = (
     "see /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/embeddings, /v1/models, and "
     "/docs for all"
 )
+T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 ENDPOINTS = (
     *completions.ENDPOINTS,
@@ -87,9 +92,9 @@ def create_app(
     app.router.redirect_slashes = False
     refusals = {e.path: e.refusal for e in ENDPOINTS if e.refusal is not None}
     generating = [e.path for e in ENDPOINTS if e.answer is None]
-    door = Door(traffic, loading, routes, refusals, generating)
-    app.add_middleware(Edge, door=door, traffic=traffic, loading=loading)
-    app.state.turned_away = door.turned_away  # for a server that can reject before it starts a task
+    gate = RequestGate(traffic, loading, routes, refusals, generating)
+    app.add_middleware(Edge, gate=gate, traffic=traffic, loading=loading)
+    app.state.reject_early = gate.reject_early  # for a server that can reject before it starts a task
     if config.cors_origin:
         app.add_middleware(
             CORSMiddleware,
@@ -156,7 +161,7 @@ class Service:
                 response = await respond(receive, context, work, self._threads, interval)
             else:
                 assert answer is not None
-                slices = self._turns.run(asker.get(), _write_answer(answer, context, body))
+                slices = self._turns.run(current_client.get(), _write_answer(answer, context, body))
                 response = await until_disconnect(receive, slices)
             if names := validate.list_ignored(body, endpoint.fields, context.exchange.unread):
                 response.headers[validate.IGNORED_HEADER] = names
@@ -171,12 +176,12 @@ class Service:
         validate.check_model(asked, self.served(front))
         return self.served(front)
 
-    async def _read(self, request: Request) -> tuple[RequestContext, dict[str, Any]]:
+    async def _read(self, request: Request) -> tuple[RequestContext, dict[str, object]]:
         body = present(await read_object(request, self._config.max_body_bytes))
         front, exchange = self._loading.ready(), request.scope[SCOPE_KEY]
         model = self._named(front, body.get("model"))
         exchange.model = self.served(front)
-        asker.set(exchange.key.name or (request.client.host if request.client else ""))
+        current_client.set(exchange.key.name or (request.client.host if request.client else ""))
         return RequestContext(front, model, exchange), body
 
 
@@ -210,12 +215,94 @@ def _route(path: str, handler: Handler, method: str, refusal: Refusal | None = N
     return Route(path, _Endpoint(handler, refusal), methods=[method])
 
 
-def _write_answer(answer: Answer, context: RequestContext, body: Mapping[str, Any]) -> Slices[Response]:
+def _write_answer(answer: Answer, context: RequestContext, body: Mapping[str, object]) -> Slices[Response]:
     """The response of an endpoint that generates no text; written in the same thread, off the event loop."""
     found = answer(context, body)
     if isinstance(found, Generator):
         found = yield from found
     return json_response(found)
+
+
+async def respond(
+    receive: Receive,
+    context: RequestContext,
+    plan: Callable[[], ApiReply],
+    threads: Executor | None = None,
+    interval: int = 1,
+) -> Response:
+    """Run the reply that `plan` makes, and answer with it. `plan` tokenizes, so one of `threads` calls it.
+
+    `interval`: tokens that a stream emits together. Raises Cancelled if the client leaves.
+    """
+    return await until_disconnect(receive, _respond(context, plan, threads, interval))
+
+
+async def _respond(
+    context: RequestContext, plan: Callable[[], ApiReply], threads: Executor | None, interval: int
+) -> Response:
+    reply = await run_plan(plan, threads)
+    if reply.stream:
+        return await _stream_events(context, reply, interval)
+    traces: list[RequestTrace | None] = []
+    num_open = context.front.max_open
+    size = max(min(reply.at_once, num_open // 2), 1) if reply.at_once else num_open
+    for first in range(0, len(reply.requests), size):
+        requests = reply.requests[first : first + size]
+        # Later requests of a list wait for the queue, so that the results of the first are not lost.
+        with reply.in_words():
+            generation = await Generation.start(context, requests, None, waits=bool(first))
+        try:
+            async for i, delta in generation:
+                reply.count.add(first + i, delta)
+                reply.add(first + i, delta)
+        finally:
+            await generation.close()
+        traces += generation.traces()
+    body = await asyncio.to_thread(reply.whole, traces)
+    return json_response(body, headers={WARNING_HEADER: reply.warning} if reply.warning else {})
+
+
+async def _stream_events(context: RequestContext, reply: ApiReply, interval: int) -> Response:
+    with reply.in_words():
+        generation = await Generation.start(context, reply.requests, interval)
+    try:
+        await generation.peek()
+    except BaseException:
+        await generation.close()
+        raise
+    return EventStream(_events(reply, generation), generation.close, reply.failed, named=reply.named)
+
+
+async def _events(reply: ApiReply, generation: Generation) -> AsyncIterator[msgspec.Struct]:
+    for event in reply.begin():
+        yield event
+    async for i, delta in generation:
+        reply.count.add(i, delta)
+        for event in reply.events(i, delta):
+            yield event
+    for event in reply.end():
+        yield event
+
+
+async def run_plan(plan: Callable[[], T], threads: Executor | None) -> T:
+    """What `plan` returns or raises, called in one of `threads`; None: in any of those all requests share."""
+    call = partial(contextvars.copy_context().run, plan)
+    return await asyncio.get_running_loop().run_in_executor(threads, capture_call, call)
+
+
+def exposition(loading: LoadingState, traffic: Traffic) -> Response:
+    """The metrics as they are now; also while the server stops, because requests still run then.
+
+    Raises NotReady while the model loads, because there is no engine yet.
+    """
+    if loading.front is None:
+        raise NotReady("the model is loading, and has no metrics yet; /health says how far it is")
+    text = generate_latest(loading.front.loop.registry) + generate_latest(traffic.registry)
+    if traffic.config.metrics_vllm_names:
+        name = traffic.config.served_model_name or loading.front.name
+        text += generate_latest(aliases(loading.front.loop.registry, name, loading.front.healthy))
+        text += generate_latest(traffic.per_request.registry)
+    return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST, "Cache-Control": "no-store"})
 
 
 async def _refuse_body(request: Request, response: Response, send: Send) -> None:

@@ -114,9 +114,9 @@ def write_page(document: Mapping[str, Any]) -> bytes:
     about = document["info"]
     title, version = escape(about["title"]), escape(about["version"])
     operations = [
-        _operation_html(path, method, told)
+        _operation_html(path, method, operation)
         for path, methods in document["paths"].items()
-        for method, told in methods.items()
+        for method, operation in methods.items()
     ]
     types = [_type_html(name, schema) for name, schema in document["components"]["schemas"].items()]
     parts = [
@@ -134,15 +134,15 @@ def write_page(document: Mapping[str, Any]) -> bytes:
     return "\n".join(parts).encode()
 
 
-def _operation_html(path: str, method: str, told: Mapping[str, Any]) -> str:
+def _operation_html(path: str, method: str, operation: Mapping[str, Any]) -> str:
     lines = [
-        f'<h3 id="{escape(told["operationId"])}"><span class="method">{method.upper()}</span>'
-        f"<code>{escape(path)}</code></h3><p>{escape(told['summary'])}</p>"
+        f'<h3 id="{escape(operation["operationId"])}"><span class="method">{method.upper()}</span>'
+        f"<code>{escape(path)}</code></h3><p>{escape(operation['summary'])}</p>"
     ]
-    body = told.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema")
+    body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema")
     if body is not None:
         lines.append(f"<p>Takes {_kind_html(body)}.</p>")
-    for kind, content in told["responses"]["200"]["content"].items():
+    for kind, content in operation["responses"]["200"]["content"].items():
         shown = _kind_html(content["schema"]) if "$ref" in content.get("schema", {}) else ""
         text = content.get("schema", {}).get("description", "")
         lines.append(f"<p>Answers with <code>{escape(kind)}</code> {shown} {escape(text)}</p>")
@@ -152,10 +152,10 @@ def _operation_html(path: str, method: str, told: Mapping[str, Any]) -> str:
 def _type_html(name: str, schema: Mapping[str, Any]) -> str:
     required = set(schema.get("required", ()))
     rows = [
-        f"<tr><td><code>{escape(field)}</code></td><td>{_kind_html(told)}</td>"
-        f"<td>{'required' if field in required else _default(told)}</td>"
-        f"<td>{escape(told.get('description', ''))}</td></tr>"
-        for field, told in schema.get("properties", {}).items()
+        f"<tr><td><code>{escape(field)}</code></td><td>{_kind_html(found)}</td>"
+        f"<td>{'required' if field in required else _default(found)}</td>"
+        f"<td>{escape(found.get('description', ''))}</td></tr>"
+        for field, found in schema.get("properties", {}).items()
     ]
     text = escape(schema.get("description", ""))
     return (
@@ -180,7 +180,7 @@ def _kind_html(schema: Mapping[str, Any]) -> str:
     return escape(str(schema.get("type", "anything")))
 
 
-def _default(schema: Mapping[str, Any]) -> str:
+def _default(schema: Mapping[str, object]) -> str:
     return f"default <code>{escape(repr(schema['default']))}</code>" if "default" in schema else "optional"
 
 
@@ -214,7 +214,7 @@ class Operation:
 GETS: Mapping[str, Operation] = {
     "/health": Operation("Whether the server can serve; 503: not now", Health),
     "/ready": Operation("Whether new requests are taken; 503: not now", Readiness),
-    "/live": Operation("Whether it works or will again; 503: only a new start helps", Readiness),
+    "/live": Operation("Whether it works or will again; 503: only restarting the server helps", Readiness),
     "/version": Operation("The version of Plait", Version),
     "/metrics": Operation("The engine's numbers, in Prometheus's text format"),
     "/v1/models": Operation("The models that are served", models.ModelList),
@@ -269,20 +269,20 @@ POSTS: Mapping[str, Operation] = {
 }
 
 
-def document(endpoints: Iterable[Endpoint]) -> dict[str, Any]:
+def document(endpoints: Iterable[Endpoint]) -> dict[str, object]:
     """The OpenAPI document of the fixed GET routes and of `endpoints`."""
-    paths: dict[str, Any] = {path: {"get": _get(path, told)} for path, told in GETS.items()}
-    told_of = [*GETS.values()]
+    paths: dict[str, object] = {path: {"get": _get(path, operation)} for path, operation in GETS.items()}
+    operations = [*GETS.values()]
     for endpoint in endpoints:
-        told = POSTS.get(endpoint.path, Operation(f"POST {endpoint.path}"))
-        told_of.append(told)
-        paths[endpoint.path] = {"post": _post(endpoint, told)}
+        operation = POSTS.get(endpoint.path, Operation(f"POST {endpoint.path}"))
+        operations.append(operation)
+        paths[endpoint.path] = {"post": _post(endpoint, operation)}
     return {
         "openapi": "3.1.0",
         "info": {"title": TITLE, "version": __version__, "description": ABOUT},
         "paths": paths,
         "components": {
-            "schemas": _schemas(told_of),
+            "schemas": _schemas(operations),
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer"},
                 "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -301,40 +301,42 @@ def api_routes(endpoints: Iterable[Endpoint]) -> list[Route]:
     ]
 
 
-def _get(path: str, told: Operation) -> dict[str, Any]:
-    found = _operation(path, told)
+def _get(path: str, operation: Operation) -> dict[str, object]:
+    found = _operation(path, operation)
     if "{id}" in path:
         found["parameters"] = [
             {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}},
         ]
-    if told.reply in {Health, Readiness}:
-        found["responses"]["503"] = {"description": "Not now", "content": _json(_ref(told.reply))}
+    if operation.reply in {Health, Readiness}:
+        found["responses"]["503"] = {"description": "Not now", "content": _json(_ref(operation.reply))}
     return found
 
 
-def _post(endpoint: Endpoint, told: Operation) -> dict[str, Any]:
-    if told.body is not None:
-        body = _ref(told.body)
+def _post(endpoint: Endpoint, operation: Operation) -> dict[str, object]:
+    if operation.body is not None:
+        body = _ref(operation.body)
     else:
         body = {"type": "object", "properties": {name: {} for name in sorted(endpoint.fields)}}
     return {
-        **_operation(endpoint.path, told),
+        **_operation(endpoint.path, operation),
         "requestBody": {"required": True, "content": _json(body)},
     }
 
 
-def _operation(path: str, told: Operation) -> dict[str, Any]:
-    content = _json(_ref(told.reply)) if told.reply else {"*/*": {}}
-    if told.stream is not None:
-        content["text/event-stream"] = {"schema": {"type": "string", "description": _events(told.stream)}}
-    refusal = {"description": "A refusal that says why", "content": _json(_ref(told.refusal))}
+def _operation(path: str, operation: Operation) -> dict[str, Any]:
+    content = _json(_ref(operation.reply)) if operation.reply else {"*/*": {}}
+    if operation.stream is not None:
+        content["text/event-stream"] = {
+            "schema": {"type": "string", "description": _events(operation.stream)}
+        }
+    refusal = {"description": "A refusal that says why", "content": _json(_ref(operation.refusal))}
     return {
         "operationId": "_".join(part.strip("{}") for part in path.split("/") if part),
-        "summary": told.summary,
+        "summary": operation.summary,
         "responses": {
             "200": {"description": "Done", "content": content},
             "4XX": refusal,
-            "5XX": {**refusal, "description": "The server's fault, or no room now"},
+            "5XX": {**refusal, "description": "The server's fault, or no capacity now"},
         },
     }
 
@@ -346,9 +348,11 @@ def _events(stream: Struct | str) -> str:
     return f"With stream: events of one line each, `data: ` and a {name}; the last is `data: [DONE]`."
 
 
-def _schemas(operations: Iterable[Operation]) -> dict[str, Any]:
-    told_of = [*operations]
-    sent = [kind for told in told_of for kind in (told.reply, told.stream, told.refusal)]
+def _schemas(operations: Iterable[Operation]) -> dict[str, object]:
+    operations = [*operations]
+    sent = [
+        kind for operation in operations for kind in (operation.reply, operation.stream, operation.refusal)
+    ]
     replies = _components(kind for kind in sent if kind is not None and not isinstance(kind, str))
     for found in replies.values():  # what has a default in a reply is always sent
         fields = found["properties"]
@@ -357,7 +361,11 @@ def _schemas(operations: Iterable[Operation]) -> dict[str, Any]:
         ]
         for field in fields.values():
             field.pop("default", None)
-    return dict(sorted({**_components(told.body for told in told_of if told.body), **replies}.items()))
+    return dict(
+        sorted(
+            {**_components(operation.body for operation in operations if operation.body), **replies}.items()
+        )
+    )
 
 
 def _components(kinds: Iterable[Struct]) -> dict[str, Any]:
@@ -365,13 +373,13 @@ def _components(kinds: Iterable[Struct]) -> dict[str, Any]:
     return found
 
 
-def _ref(kind: Struct) -> dict[str, Any]:
+def _ref(kind: Struct) -> dict[str, object]:
     return {"$ref": SCHEMA.format(name=kind.__name__)}
 
 
-def _json(found: Mapping[str, Any]) -> dict[str, Any]:
+def _json(found: Mapping[str, object]) -> dict[str, object]:
     return {"application/json": {"schema": found}}
 
 
-def encode_document(found: Mapping[str, Any]) -> bytes:
+def encode_document(found: Mapping[str, object]) -> bytes:
     return msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n"

@@ -20,11 +20,11 @@ import uvicorn
 from plait.config import EngineConfig, ServerConfig
 from plait.errors import ConfigError
 from plait.server.app import create_app
-from plait.server.gateway import middleware, tracing
+from plait.server.gateway import tracing
 from plait.server.gateway.access_log import LogWriter, follow, start_log
-from plait.server.gateway.accounting import Traffic
+from plait.server.gateway.middleware import Traffic
 from plait.server.gateway.request_context import LoadingState
-from plait.server.http import connection, listening
+from plait.server.http import connection, listening, transfer
 from plait.server.http.connection import READ_BYTES, Reads
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("plait.server")
 KEEP_ALIVE_S = 5  # of an idle connection; a client that returns opens another in a millisecond
-CERTIFICATE_TICKS = 20  # of 0.1 s, between looks at the certificate's files
 BACKLOG = 2048
 LOADING_ENDS_S = 20.0  # a thread inside torch when Python ends would abort the process
 SPARE_FILES = 512  # weights, kernels, sockets of the engine
@@ -154,9 +153,9 @@ class Server(uvicorn.Server):
         settings: dict[str, Any] = {
             "http": functools.partial(
                 connection.Connection,
-                turned_away=app.state.turned_away,
+                reject_early=app.state.reject_early,
                 max_connections=config.max_connections,
-                max_head_bytes=middleware.MAX_HEAD_BYTES,
+                max_head_bytes=transfer.MAX_HEAD_BYTES,
             ),
             "ws": "none",
             "lifespan": "off",
@@ -166,6 +165,8 @@ class Server(uvicorn.Server):
             "proxy_headers": False,
             "timeout_keep_alive": KEEP_ALIVE_S,
             "timeout_graceful_shutdown": round(CLOSING_S),
+            "callback_notify": self._look_around,
+            "timeout_notify": 0,  # uvicorn looks once a second whether it is time
         }
         super().__init__(uvicorn.Config(app, **settings))
 
@@ -173,14 +174,14 @@ class Server(uvicorn.Server):
         """Listen, as uvicorn does: it has no option for the time of a TLS handshake."""
         await self.lifespan.startup()
 
-        room = memoryview(bytearray(READ_BYTES))
+        buffer = memoryview(bytearray(READ_BYTES))
 
         def connect() -> asyncio.BaseProtocol:
             kind: Any = self.config.http_protocol_class
             made: asyncio.Protocol = kind(
                 config=self.config, server_state=self.server_state, app_state=self.lifespan.state
             )
-            return Reads(made, room)
+            return Reads(made, buffer)
 
         options: dict[str, Any] = {"backlog": BACKLOG}
         if self._certificate is not None:
@@ -228,20 +229,19 @@ class Server(uvicorn.Server):
         """Reload soon. From any thread, and from a signal."""
         self._should_reload = True
 
-    async def on_tick(self, counter: int) -> bool:
-        """Ten times a second: reload if requested, load a certificate of which the files changed, and end if
-        the engine is given up.
+    async def _look_around(self) -> None:
+        """Once a second: reload if requested, load a certificate of which the files changed, and end if the
+        engine is given up.
         """
         if self._should_reload:
             self._should_reload = False
             self._reload()
-        if self._certificate is not None and counter % CERTIFICATE_TICKS == 0:
+        elif self._certificate is not None:
             self._certificate.reload_changed()
         front = self._loading.front
         if front is not None and front.fault is not None and not self.should_exit:
             logger.critical("the server ends: %s", front.fault)
             self.fault, self.should_exit = front.fault, True
-        return await super().on_tick(counter)
 
     def _reload(self) -> None:
         before = self.traffic.config

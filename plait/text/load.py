@@ -36,10 +36,10 @@ _WRITE = "write a tokenizer.json (transformers: AutoTokenizer.from_pretrained(..
 def load_tokenizer(
     *,
     directory: Path | None = None,
-    metadata: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, object] | None = None,
     vocab: str | None = None,
     vocab_size: int = 0,
-    config: Mapping[str, Any] | None = None,
+    config: Mapping[str, object] | None = None,
     oxidizr: bool = False,
 ) -> TextTokenizer | None:
     """The tokenizer of a model; None when none is found (token ids still work everywhere).
@@ -66,15 +66,15 @@ def _blame_files(what: str, directory: Path | None) -> Iterator[None]:
     try:
         yield
     except _FAULTS as error:
-        told, where = " ".join(str(error).split())[:160], f" in {directory}" if directory is not None else ""
+        shown, where = " ".join(str(error).split())[:160], f" in {directory}" if directory is not None else ""
         raise BadFile(
-            f"the {what}'s files{where} have values that cannot be read ({type(error).__name__}: {told}); "
+            f"the {what}'s files{where} have values that cannot be read ({type(error).__name__}: {shown}); "
             "--debug shows where, and --vocab and --chat-template name others"
         ) from error
 
 
 def _find(
-    directory: Path | None, metadata: Mapping[str, Any] | None, vocab: str | None, oxidizr: bool
+    directory: Path | None, metadata: Mapping[str, object] | None, vocab: str | None, oxidizr: bool
 ) -> TextTokenizer | None:
     if vocab is not None:
         return _load_named(vocab, oxidizr)
@@ -84,15 +84,17 @@ def _find(
     return found or (_from_files(directory) if directory is not None else None)
 
 
-def _load_carried(metadata: Mapping[str, Any]) -> TextTokenizer | None:
+def _load_carried(metadata: Mapping[str, object]) -> TextTokenizer | None:
     """The tokenizer.json that a GGUF file has in its metadata, if it has one."""
     if gguf_files.TOKENIZER not in metadata:
         return None
     text = str(metadata[gguf_files.TOKENIZER])
-    return hf_tokenizer(text, "tokenizer.json", f"GGUF metadata {gguf_files.TOKENIZER}", _read_told(metadata))
+    return hf_tokenizer(
+        text, "tokenizer.json", f"GGUF metadata {gguf_files.TOKENIZER}", _read_metadata(metadata)
+    )
 
 
-def _read_told(metadata: Mapping[str, Any]) -> TokenizerFiles:
+def _read_metadata(metadata: Mapping[str, object]) -> TokenizerFiles:
     """The tokenizer's JSON files that a GGUF file has in its metadata."""
     config, special = (_json_in(metadata, key) for key in (gguf_files.CONFIG, gguf_files.SPECIAL))
     return TokenizerFiles(config, special)
@@ -154,7 +156,7 @@ def _plamo(path: Path) -> TextTokenizer:
     return _load_pieces(plamo_metadata(path, _json(path.parent / "tokenizer_config.json")), path)
 
 
-def _load_pieces(metadata: Mapping[str, Any], path: Path) -> TextTokenizer:
+def _load_pieces(metadata: Mapping[str, object], path: Path) -> TextTokenizer:
     tokenizer = gguf_tokenizer(metadata)
     if tokenizer is None:
         raise BadFile(f"{path}: a vocabulary without a piece")
@@ -162,7 +164,7 @@ def _load_pieces(metadata: Mapping[str, Any], path: Path) -> TextTokenizer:
 
 
 def load_generation_config(
-    directory: Path | None, metadata: Mapping[str, Any] | None = None
+    directory: Path | None, metadata: Mapping[str, object] | None = None
 ) -> dict[str, Any]:
     """generation_config.json of a model's directory, or in a GGUF file's metadata; {} if it has none."""
     if directory is not None:
@@ -173,7 +175,7 @@ def load_generation_config(
 def load_chat_template(
     *,
     directory: Path | None = None,
-    metadata: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, object] | None = None,
     option: str | None = None,
     tokenizer: Tokenizer | None = None,
     oxidizr: bool = False,
@@ -202,13 +204,13 @@ def load_chat_template(
         return None
 
 
-def template_sources(directory: Path | None, metadata: Mapping[str, Any] | None) -> dict[str, str]:
+def template_sources(directory: Path | None, metadata: Mapping[str, object] | None) -> dict[str, str]:
     """The Jinja sources of a model's chat template by name, "default" being the usual; {} if it has none."""
     return _sources(directory, metadata or {}, None)[1]
 
 
 def _sources(
-    directory: Path | None, metadata: Mapping[str, Any], option: str | None
+    directory: Path | None, metadata: Mapping[str, object], option: str | None
 ) -> tuple[str, dict[str, str]]:
     """(where from, part name → Jinja source)."""
     if option is not None:
@@ -239,9 +241,11 @@ def _name_parts(found: Any, path: Path) -> dict[str, str]:
         raise BadFile(f"{path}: chat_template is neither text nor a list of named templates") from error
 
 
-def _variables(directory: Path | None, metadata: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, str]:
+def _variables(
+    directory: Path | None, metadata: Mapping[str, object], tokenizer: Tokenizer
+) -> dict[str, str]:
     """The special tokens that a template may write."""
-    found = read_special_tokens(_read_told(metadata) if directory is None else _files(directory))
+    found = read_special_tokens(_read_metadata(metadata) if directory is None else _files(directory))
     if tokenizer.bos_token_id is not None:
         found.setdefault("bos_token", tokenizer.token_text(tokenizer.bos_token_id))
     if tokenizer.eos_token_id is not None:
@@ -254,20 +258,20 @@ def _files(directory: Path) -> TokenizerFiles:
     return TokenizerFiles(config, _json(directory / "special_tokens_map.json"))
 
 
-def _eos_ids(config: Mapping[str, Any]) -> frozenset[int]:
+def _eos_ids(config: Mapping[str, object]) -> frozenset[int]:
     value = config.get("eos_token_id")
     listed = value if isinstance(value, list) else [value]
     return frozenset(i for i in listed if isinstance(i, int) and not isinstance(i, bool))
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _json(path: Path) -> dict[str, object]:
     """A JSON object; {} if there is no such file. Raises BadFile."""
     if not path.exists():
         return {}
     return _object(_text(path), str(path))
 
 
-def _json_in(metadata: Mapping[str, Any], key: str) -> dict[str, Any]:
+def _json_in(metadata: Mapping[str, object], key: str) -> dict[str, object]:
     """The same out of a GGUF file's metadata; numbers of any size, as transformers writes 10^30 for no limit.
 
     Raises BadFile.
@@ -278,7 +282,7 @@ def _json_in(metadata: Mapping[str, Any], key: str) -> dict[str, Any]:
     return _object(text, f"GGUF metadata {key}")
 
 
-def _object(text: str, where: str) -> dict[str, Any]:
+def _object(text: str, where: str) -> dict[str, object]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -47,7 +47,7 @@ class ReplyReader:
     ends_early: bool
 
 
-class Speech:
+class ReplyFormat:
     """The reply format of one model. Without a template or a vocabulary: neither tools nor thinking."""
 
     def __init__(
@@ -84,7 +84,7 @@ class Speech:
         return self._template.variables if self._template else frozenset()
 
     def switched(
-        self, kwargs: Mapping[str, Any], effort: str | None = None
+        self, kwargs: Mapping[str, object], effort: str | None = None
     ) -> tuple[dict[str, Any], bool, tuple[str, ...]]:
         """Template arguments under the template's own names, whether the model may think, and unread hints.
 
@@ -94,24 +94,24 @@ class Speech:
         """
         unread: list[str] = []
         rest = {name: value for name, value in kwargs.items() if name not in SWITCHES}
-        wishes = {f"chat_template_kwargs.{name}": kwargs[name] for name in SWITCHES if name in kwargs}
+        switches = {f"chat_template_kwargs.{name}": kwargs[name] for name in SWITCHES if name in kwargs}
         if effort == "none":
-            wishes["reasoning_effort"] = False
+            switches["reasoning_effort"] = False
         elif effort is not None and "reasoning_effort" in self.variables:
             rest["reasoning_effort"] = effort
         elif effort is not None:
             unread.append("reasoning_effort")
         read = [name for name in SWITCHES if name in self.variables]
-        wish: bool | None = None
-        for at, value in wishes.items():
-            if not isinstance(value, bool) or wish not in (None, value):
+        requested: bool | None = None
+        for at, value in switches.items():
+            if not isinstance(value, bool) or requested not in (None, value):
                 raise InvalidField(f"{at}: send true or false, and the same for all of its names", at)
             if value and not read and self.reasoning is None:
                 unread.append(at)
-            wish = value
-        if wish is not None:
-            rest |= dict.fromkeys(read, wish)
-        return rest, wish is not False, tuple(unread)
+            requested = value
+        if requested is not None:
+            rest |= dict.fromkeys(read, requested)
+        return rest, requested is not False, tuple(unread)
 
     def is_open(self, prompt_ids: Sequence[int], begun: Message | None = None) -> bool:
         """Whether a prompt ends inside of thinking. `begun`: the message that a reply goes on from."""
@@ -152,8 +152,8 @@ class Speech:
         ends_early = calls is not None and not parallel
         return ReplyReader(parser, frozenset(self._special[text] for text in shown), ends_early)
 
-    def grammar(self, wish: Grammar | None, shape: ReplyShape) -> Grammar | None:
-        """The grammar of the whole reply: thinking, then a demanded call, or content as `wish` describes it.
+    def grammar(self, requested: Grammar | None, shape: ReplyShape) -> Grammar | None:
+        """The grammar of the whole reply: thinking, then a demanded call, or content as `requested`.
 
         Where calls are possible and not demanded, they may replace that content. If a tool is `strict`, calls
         are held to their schemas once they begin.
@@ -162,13 +162,13 @@ class Speech:
         forced = self._call(shape, shape.choice)
         if forced is not None:
             return Grammar("lark", self._lark(forced), "tool_choice", lead)
-        if wish is None:
+        if requested is None:
             calls = self._held(shape)
             lead = self._lark(self._thinking(shape, again=False))  # text would take the space before another
             return None if calls is None else Grammar("lark", self._lark(calls), "tools", lead)
         instead = self._call(shape, "required") if shape.tools and shape.choice != "none" else None
         opening, in_place = self._lark(self._opening(shape)), "" if instead is None else self._lark(instead)
-        return replace(wish, lead=lead, opening=opening, instead=in_place)
+        return replace(requested, lead=lead, opening=opening, instead=in_place)
 
     def schemas(self, shape: ReplyShape) -> list[Grammar]:
         """The schema of each tool that a grammar may hold, to be checked by itself."""
@@ -214,7 +214,7 @@ class Speech:
         final = self.reasoning.final if self.reasoning else ""
         return (FormatMarker(final),) if final and (shape.is_open or not shape.has_begun) else ()
 
-    def _call(self, shape: ReplyShape, choice: Any) -> Structure | None:
+    def _call(self, shape: ReplyShape, choice: object) -> Structure | None:
         if not shape.tools or choice is None:
             return None
         calls = self._calls(shape)
@@ -274,7 +274,7 @@ def _generable(structure: Structure, ends: Collection[str], style: JsonStyle) ->
     return tuple(found)
 
 
-def _style_schema(schema: Mapping[str, Any], style: JsonStyle) -> Mapping[str, Any]:
+def _style_schema(schema: Mapping[str, object], style: JsonStyle) -> Mapping[str, Any]:
     from plait.text.grammar.source import in_style  # a library that most requests need not load
 
     try:

@@ -101,14 +101,14 @@ class EngineProcess:
         """Hand over a request. Raises QueueFull, and EngineError if it is loading, closed or given up."""
         arrived = time.monotonic()
         with self._changed:
-            self.check_room()
+            self.check_capacity()
             self._num_arriving += 1
         if not self._supervisor.mailbox.put(lambda s: self._submit(s, request, on_event, arrived)):
             with self._changed:
                 self._num_arriving -= 1
             raise EngineError("the engine is closing and takes no more requests")
 
-    def check_room(self) -> None:
+    def check_capacity(self) -> None:
         self._check_open()
         if self._num_open >= self.max_open:
             most = self.config.max_waiting

@@ -97,7 +97,7 @@ class Follower:
                 case Leave():
                     os._exit(0)
                 case Join():
-                    raise EngineError("a rank was asked to join twice")
+                    raise EngineError("a rank got Join twice")
 
     @property
     def _ready(self) -> ModelRunner:

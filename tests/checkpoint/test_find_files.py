@@ -77,7 +77,7 @@ def test_a_directory_is_searched_in_order(folder: Path, names: list[str], chosen
         [*SHARDS, "other-00001-of-00001.safetensors"],
     ],
 )
-def test_several_models_are_listed_and_not_guessed(folder: Path, names: list[str]) -> None:
+def test_several_models_are_listed_and_none_is_chosen(folder: Path, names: list[str]) -> None:
     put(folder, *names)
     with pytest.raises(ConfigError, match="several models; name one") as caught:
         find_model(folder)
@@ -191,7 +191,7 @@ def test_an_lfs_pointer_is_named(folder: Path) -> None:
         find_model(folder / "model.safetensors")
 
 
-def test_an_empty_directory_says_what_was_wanted(folder: Path) -> None:
+def test_an_empty_directory_says_what_was_expected(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"no \*\.safetensors and no \*\.gguf file; it holds nothing"):
         find_model(folder)
     put(folder, "README.md")

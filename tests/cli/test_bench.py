@@ -87,7 +87,7 @@ def test_a_side_answers_whatever_it_prints(fake: Path) -> None:
         assert side.ask("memory")["peak_mib"] > 0
 
 
-def test_what_a_side_cannot_do_is_said_by_name(fake: Path) -> None:
+def test_what_a_side_cannot_do_is_reported_by_name(fake: Path) -> None:
     with Side("fake", fake) as side, pytest.raises(Cannot, match=r"fake: it reads no \.bad files"):
         side.load(model="x.bad", threads=1, max_model_len=8, max_num_seqs=1, options={})
 
@@ -105,7 +105,7 @@ def test_an_interpreter_that_cannot_run_is_a_typed_error(fake: Path) -> None:
         Side("fake", fake, python="/nowhere/python")
 
 
-def test_sides_take_turns_and_what_one_cannot_do_is_noted(fake: Path, prompts: Prompts) -> None:
+def test_sides_take_turns_and_what_one_cannot_do_is_recorded(fake: Path, prompts: Prompts) -> None:
     probe = Probe(1, 1)
     with loaded(fake, "a") as a, loaded(fake, "b") as b:
         row = take_turns(Measure("decode", "runner", 20, 8), [a, b], prompts, 2, probe)

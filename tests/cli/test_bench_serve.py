@@ -55,7 +55,7 @@ def test_the_table_compares_servers_and_a_page_draws_them(plait: Run, url: str, 
     assert "http-equiv" not in drawn
 
 
-def test_errors_are_said_with_an_example(plait: Run, url: str, tmp_path: Path) -> None:
+def test_errors_are_reported_with_an_example(plait: Run, url: str, tmp_path: Path) -> None:
     chats = tmp_path / "chats.jsonl"
     chats.write_text('{"messages": [{"role": "user", "content": "BOOM"}]}')
     done = plait("bench", "serve", "--base-url", url, *LOAD, "--dataset", str(chats), "--warm-up", "0")

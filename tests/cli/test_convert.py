@@ -13,7 +13,7 @@ from plait.cli.main import run
 from plait.convert import compare_quality
 
 
-def test_a_model_is_written_and_the_comparison_is_told(
+def test_a_model_is_written_and_the_comparison_is_reported(
     nano_hybrid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = partial(compare_quality.compare, ops="reference")  # nothing to compile
@@ -28,7 +28,7 @@ def test_a_model_is_written_and_the_comparison_is_told(
     assert (out / "model.safetensors").exists()
 
 
-def test_who_reads_the_file_is_told_and_the_file_is_a_model_like_any_other(
+def test_readers_of_the_file_are_named_and_the_file_is_a_model_like_any_other(
     nano_hybrid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "nano.gguf"

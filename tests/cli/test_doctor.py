@@ -161,7 +161,7 @@ def test_options_are_checked_against_the_machine() -> None:
     )
     assert not findings(cpu__quota=2.5, cpu__threads=2), "the default keeps within it"
     (asked,) = findings(DoctorRequest(isa="generic"), kernels__dot="generic")
-    assert "--isa generic was asked for" in asked.what
+    assert "--isa generic is set" in asked.what
 
 
 def test_without_numba_there_is_one_finding_and_a_word_for_it() -> None:

@@ -31,7 +31,7 @@ def test_the_text_is_on_stdout_and_the_speed_on_stderr(plait: Run, engine: Any) 
 
 def test_a_first_start_says_what_it_compiled(plait: Run, engine: Any) -> None:
     engine.step_kind = "9 launches of 3 native kernels, one call; compiled 2 of them, once: 12.1 s"
-    told = "compiled 2 of them, once: 12.1 s; the next start loads them"
+    told = "compiled 2 of them, once: 12.1 s; the next run loads them"
     assert told in plait("generate", "-m", "m", "-p", "Say").err
     assert told not in plait("generate", "-m", "m", "-p", "Say", "--quiet").err
 
@@ -44,11 +44,11 @@ def test_a_full_context_is_reported_on_stderr(plait: Run, engine: Any) -> None:
     assert told not in plait("generate", "-m", "m", "-p", "Say", "--quiet").err
 
 
-def test_a_start_that_keeps_nothing_does_not_promise_anything_of_the_next(plait: Run, engine: Any) -> None:
+def test_a_run_that_keeps_nothing_does_not_promise_anything_of_the_next(plait: Run, engine: Any) -> None:
     engine.step_kind = "9 launches of 3 native kernels, one call; compiled 2 of them: 12.1 s"
     engine.unkept = "/cache cannot be written (Read-only file system)"
     told = plait("generate", "-m", "m", "-p", "Say").err
-    assert "the next start compiles them again: /cache cannot be written" in told
+    assert "the next run compiles them again: /cache cannot be written" in told
     assert "loads them" not in told
 
 

@@ -74,7 +74,7 @@ def test_a_dry_run_fetches_nothing(plait: Run, hub: FakeHub) -> None:
 def test_offline_says_whether_it_is_here(plait: Run, hub: FakeHub) -> None:
     missing = plait("pull", "org/m", "--offline")
     assert missing.code == 3
-    assert "with --offline the Hub is not asked" in missing.err
+    assert "with --offline the Hub is not queried" in missing.err
     plait("pull", "org/m")
     hub.forget()
     assert "org/m is on this disk" in plait("pull", "org/m", "--offline").out

@@ -36,7 +36,7 @@ def test_half_a_character_is_shown_as_bytes(plait: Run) -> None:
     assert any("b'" in line for line in lines)
 
 
-def test_control_tokens_are_text_unless_asked_for(plait: Run) -> None:
+def test_control_tokens_are_text_unless_requested(plait: Run) -> None:
     asked = ("tokenize", "--vocab", "cl100k_base", "--text", "<|endoftext|>", "--ids")
     assert "100257" not in plait(*asked).out
     assert plait(*asked, "--control").out == "100257\n"
@@ -77,7 +77,7 @@ def test_a_plug_in_is_loaded_before_the_model(plait: Run, tmp_path: Path, comman
         (("decode", "--vocab", "cl100k_base", "--plugin", "a.py", "--ids", "1"), "--plugin helps to read"),
     ],
 )
-def test_what_cannot_be_done_is_said(plait: Run, arguments: tuple[str, ...], message: str) -> None:
+def test_what_cannot_be_done_is_reported(plait: Run, arguments: tuple[str, ...], message: str) -> None:
     result = plait(*arguments)
     assert result.code == 2
     assert message in result.err

@@ -122,7 +122,7 @@ def test_lines_are_prompts_and_lists_are_token_ids(tmp_path: Path) -> None:
     assert read_prompts(path) == ["The sea", [4, 5]]
 
 
-def test_the_arithmetic_is_said_honestly() -> None:
+def test_the_arithmetic_is_reported_honestly() -> None:
     assert "the same bits are promised" in arithmetic_lines(NATIVE)[-1]
     assert "no promise: experts (dense), linear (reference) may round" in arithmetic_lines(LOOSE)[-1]
 
@@ -154,7 +154,7 @@ def test_a_difference_says_both_tokens_and_the_place() -> None:
     assert name_token(None, None) == "no token"
 
 
-def test_the_verdict_counts_and_says_whose_fault_it_is() -> None:
+def test_the_verdict_counts_and_says_which_side_is_at_fault() -> None:
     other = Difference("c", "r", 0, 0, 3, 5, 7)
     rounded = Difference("c", "r", 0, 0, 3, 5, 5, off_by=1e-7)
     bad = [CellResult("c", 8, 1200, (other, rounded), {})]

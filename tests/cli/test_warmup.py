@@ -65,7 +65,7 @@ def test_packed_weights_can_be_left_out(
     assert not list_packed(folder)
 
 
-def test_a_folder_that_cannot_be_made_is_told(
+def test_a_folder_that_cannot_be_made_is_reported(
     nano_hybrid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
@@ -76,7 +76,7 @@ def test_a_folder_that_cannot_be_made_is_told(
     assert "none are kept" in told.out
 
 
-def test_it_promises_nothing_of_the_next_start_if_nothing_is_kept(
+def test_it_promises_nothing_of_the_next_run_if_nothing_is_kept(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     warmup = import_module("plait.cli.warmup")
@@ -85,7 +85,7 @@ def test_it_promises_nothing_of_the_next_start_if_nothing_is_kept(
     monkeypatch.setattr(warmup, "load", lambda *_: llm)
     monkeypatch.setattr(warmup, "_run", lambda *_: None)
     assert run(["warmup", "m", "--no-packed"]) == 0
-    assert capsys.readouterr().err == f"the next start compiles again: {why}\n"
+    assert capsys.readouterr().err == f"the next run compiles again: {why}\n"
 
 
 def test_it_wants_a_model_or_something_to_clear(capsys: pytest.CaptureFixture[str]) -> None:

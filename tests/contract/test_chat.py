@@ -171,7 +171,7 @@ def test_messages_are_required(client: Any, body: Any) -> None:
     assert answer.error["param"] == "messages"
 
 
-def test_a_text_part_is_as_good_as_the_text(client: Any) -> None:
+def test_one_text_block_is_as_good_as_the_text(client: Any) -> None:
     """Point 62."""
     parts = client.chat([{"type": "text", "text": "Hello there"}], max_tokens=8).json
     assert parts["choices"] == client.chat("Hello there", max_tokens=8).json["choices"]

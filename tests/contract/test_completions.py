@@ -261,7 +261,7 @@ def test_best_of_returns_the_choices_with_the_highest_logprob_per_token(client: 
         )
 
 
-def test_best_of_counts_what_was_generated_and_hides_what_was_not_asked_for(client: Any) -> None:
+def test_best_of_counts_all_choices_and_hides_those_not_requested(client: Any) -> None:
     every = client.complete(n=6, **SAMPLED).json
     found = client.complete(n=1, best_of=6, **SAMPLED).json
     told = client.complete(n=1, best_of=6, logprobs=3, **SAMPLED).json

@@ -64,7 +64,7 @@ ROUTES = [
 @pytest.mark.parametrize(
     "header", ["", "Bearer", "Bearer wrong", f"Basic {KEY}", f"Bearer {KEY} x", "Bearer é"]
 )
-def test_without_the_key_nothing_is_told(stranger: Client, method: str, path: str, header: str) -> None:
+def test_without_the_key_nothing_is_reported(stranger: Client, method: str, path: str, header: str) -> None:
     """Point 59. Not even which paths and models there are."""
     headers = {"Authorization": header.encode().decode("latin-1")} if header else {}
     answer = stranger.request(method, path, b"{}" if method == "POST" else None, headers)

@@ -121,7 +121,7 @@ def test_counts_are_bounded_before_any_work(client: Client, path: str, name: str
 
 
 @pytest.mark.parametrize("value", [2**31, 2**63 - 1, 2**63, 2**64])
-def test_any_number_of_tokens_may_be_asked_for(client: Client, value: int) -> None:
+def test_any_number_of_tokens_may_be_requested(client: Client, value: int) -> None:
     """Extreme max_tokens: clamped to the context, or refused."""
     stop = [*"aeiou ,.", "th"]
     answer = client.complete("Hi", max_tokens=value, stop=stop)

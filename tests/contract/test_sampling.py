@@ -38,7 +38,7 @@ def test_choices_of_one_seed_differ(client: Client) -> None:
     assert len({choice["text"] for choice in found}) > 1
 
 
-def test_greedy_is_greedy_beside_others(client: Client) -> None:
+def test_greedy_is_greedy_in_any_batch_composition(client: Client) -> None:
     """Points 50 and 53. The same text alone and next to requests with penalties, biases and seeds."""
     others: list[dict[str, Any]] = [
         {"presence_penalty": 2, "frequency_penalty": 2, "repetition_penalty": 3},

@@ -75,7 +75,7 @@ def test_a_wrong_method_says_which_is_right(client: Any, path: str, method: str)
 
 
 @BOTH
-def test_usage_comes_once_before_done_if_asked_for(client: Any, path: str) -> None:
+def test_usage_comes_once_before_done_if_requested(client: Any, path: str) -> None:
     """Point 11."""
     *chunks, last = client.post(path, body(path, stream=True, stream_options={"include_usage": True})).events
     assert all(chunk["usage"] is None and len(chunk["choices"]) == 1 for chunk in chunks)
@@ -87,7 +87,7 @@ def test_usage_comes_once_before_done_if_asked_for(client: Any, path: str) -> No
 
 
 @BOTH
-def test_every_chunk_tells_the_usage_so_far_if_asked_for(client: Any, path: str) -> None:
+def test_every_chunk_shows_the_usage_so_far_if_requested(client: Any, path: str) -> None:
     """vLLM's `continuous_usage_stats`, which load generators send."""
     options = {"include_usage": True, "continuous_usage_stats": True}
     *chunks, last = client.post(path, body(path, stream=True, stream_options=options)).events

@@ -48,7 +48,7 @@ def said(client: Client, **more: Any) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("more", [{}, {"strict": True, "description": "a person"}])
-def test_a_reply_has_the_schema_that_was_asked_for(
+def test_a_reply_has_the_schema_that_was_requested(
     client: Client, more: dict[str, Any], unable: Callable[[str], None]
 ) -> None:
     """Point 54."""

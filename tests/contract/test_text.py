@@ -94,7 +94,7 @@ def test_no_stop_strings_stop_nothing(client: Client, stop: Any) -> None:
     assert whole(client, stop=stop) == whole(client)
 
 
-def test_text_that_was_held_back_is_said_at_the_end(client: Client) -> None:
+def test_text_that_was_held_back_is_emitted_at_the_end(client: Client) -> None:
     """Point 46. The text ends as a stop string begins, and never becomes one."""
     text = whole(client)["text"]
     stop = text[-2:] + "never"
@@ -142,7 +142,7 @@ def test_ignore_eos_goes_on_and_min_tokens_puts_the_end_off(client: Client) -> N
         assert found["choices"][0]["finish_reason"] == "length"
 
 
-def test_special_tokens_are_shown_only_if_asked_for(client: Client) -> None:
+def test_special_tokens_are_shown_only_if_requested(client: Client) -> None:
     """Point 49."""
     forced: Any = {"logit_bias": {str(ending(client)): 100}, "max_tokens": 3, "ignore_eos": True}
     assert client.complete("Hi", **forced).json["choices"][0]["text"] == ""

@@ -186,7 +186,7 @@ def test_both_sides_are_compared_on_a_text(models: Path, tmp_path: Path) -> None
         ({}, "nowhere/a.gguf", "nowhere is no directory"),
     ],
 )
-def test_what_cannot_be_is_told_before_anything_is_written(
+def test_what_cannot_be_is_reported_before_anything_is_written(
     models: Path, tmp_path: Path, given: dict[str, Any], out: str, why: str
 ) -> None:
     with pytest.raises(ConfigError, match=why):
@@ -252,7 +252,7 @@ def test_nothing_is_left_when_it_fails(
         assert (tmp_path / out).read_text() == "before"
 
 
-def test_a_disk_that_is_too_small_is_told_first(
+def test_a_disk_that_is_too_small_is_reported_first(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Usage:

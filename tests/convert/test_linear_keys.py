@@ -31,7 +31,7 @@ def qwen(*kinds: str) -> dict[str, Any]:
         ((D, D), 3, None),
     ],
 )
-def test_layers_are_told_by_an_interval_or_else_one_by_one(
+def test_layers_are_described_by_an_interval_or_else_one_by_one(
     kinds: tuple[str, ...], interval: int, recurrent: list[bool] | None
 ) -> None:
     keys = keys_of("qwen35", qwen(*kinds))
@@ -39,7 +39,7 @@ def test_layers_are_told_by_an_interval_or_else_one_by_one(
     assert keys.get("attention.recurrent_layers") == recurrent
 
 
-def test_key_heads_are_one_number_where_an_interval_tells_the_layers() -> None:
+def test_key_heads_are_one_number_where_an_interval_describes_the_layers() -> None:
     assert keys_of("qwen35", QWEN3_5_WRAPPED)["attention.head_count_kv"] == 2
     minimax = keys_of("minimax-01", MINIMAX_TEXT_01)
     assert (minimax["attention.head_count_kv"], minimax["full_attention_interval"]) == (8, 8)

@@ -63,20 +63,20 @@ def test_rows_that_alternate_are_put_back() -> None:
 @pytest.mark.parametrize(
     "recipe", [lambda w: w * 2, lambda w: w[:2], lambda w: w.T, lambda w: w[torch.tensor([0, 0, 1])]]
 )
-def test_what_is_more_than_an_order_is_not_guessed(recipe: object) -> None:
+def test_what_is_more_than_an_order_is_not_assumed(recipe: object) -> None:
     ours = Tensors(q=torch.zeros(3, 3))
     with pytest.raises(UnsupportedFormat, match="the way back to both in a test is not implemented"):
         plan_tensors(ours.wanted, NameMap({"q": Derived(recipe, ("both",))}), "a test")  # type: ignore[arg-type]
 
 
-def test_a_part_that_is_missing_is_told() -> None:
+def test_a_part_that_is_missing_is_reported() -> None:
     ours = Tensors(gate=torch.zeros(2, 2))
     names = NameMap({"gate": Derived(lambda w: w[:2], ("both",), (Back(at=0, of=2),))})
     with pytest.raises(UnsupportedFormat, match=r"both of a test is made of 2 tensor\(s\), the model has 1"):
         plan_tensors(ours.wanted, names, "a test")
 
 
-def test_large_tensors_go_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_tensors_go_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_plan, "PIECE", 20)
     whole = torch.randn(7, 8)
     ours = Tensors(x=whole)

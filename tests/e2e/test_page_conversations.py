@@ -175,7 +175,7 @@ def test_one_conversation_is_exported_under_its_title_as_text_to_read(page: Any,
     )
 
 
-def test_a_conversation_that_went_on_elsewhere_is_imported_beside_the_one_here(page: Any, url: str) -> None:
+def test_a_conversation_that_went_on_elsewhere_is_imported_next_to_the_one_here(page: Any, url: str) -> None:
     said(opened(page, url), "Start")
     content = exported(page, "All conversations", "JSON")[1]
     said(page, "And on")
@@ -242,7 +242,7 @@ def test_only_known_fields_of_a_file_are_kept_and_its_text_is_never_markup(page:
     assert set(found) == {"id", "title", "mode", "updated", "messages"}
 
 
-def test_a_browser_without_room_imports_nothing_of_a_file(page: Any, url: str) -> None:
+def test_a_browser_without_space_imports_nothing_of_a_file(page: Any, url: str) -> None:
     opened(page, url).evaluate("localStorage.setItem('filler', 'x'.repeat(5 * 2 ** 20 - 3000))")
     many = json.loads(file_of(USER))
     many["conversations"] = [{**many["conversations"][0], "title": f"{i} {'y' * 100}"} for i in range(40)]

@@ -124,7 +124,7 @@ def check_killed(
     assert len({stream.text for stream in calm}) > count // 2
 
 
-def test_streams_of_a_killed_engine_say_what_they_would_have_said(server: Server) -> None:
+def test_streams_of_a_killed_engine_have_the_text_they_would_have_had(server: Server) -> None:
     check_killed(server)
 
 

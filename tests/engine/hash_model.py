@@ -11,8 +11,7 @@ from plait.engine.core import Engine
 from plait.memory import BlockGroup
 from plait.request import Event, Request, RequestTrace, SamplingParams, TokenLogprobs
 from plait.schedule.allocation import Allocation
-from plait.schedule.costs import StepCosts
-from plait.schedule.limits import SchedulerLimits
+from plait.schedule.costs import SchedulerLimits, StepCosts
 from plait.schedule.plan import (
     Chunk,
     CopyBlock,

@@ -51,7 +51,7 @@ def test_a_gpu_that_is_too_old_is_refused_by_name_and_auto_takes_the_cpu(
         choose_device("cuda")
 
 
-def test_without_a_gpu_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_the_reason_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
     assert choose_device("auto") == (torch.device("cpu"), "this torch was built without CUDA")

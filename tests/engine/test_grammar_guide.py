@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from plait.engine.grammar_guide import GrammarGuide, Guides
+from plait.engine.grammar_guide import GrammarGuide, Guides, ThinkingWatch
 from plait.engine.thread import EngineLoop
 from plait.errors import BadGrammar, InvalidField, OutOfMemory
 from plait.frontend.frontend import Front
@@ -22,7 +22,6 @@ from plait.schedule.costs import StepCosts
 from plait.schedule.plan import StepPlan
 from plait.schedule.speculate import NgramProposer, Speculation
 from plait.text.grammar.compiler import GrammarCompiler
-from plait.text.output.thinking_budget import ThinkingWatch
 from tests.server.fake import EOS, VOCAB_SIZE
 from tests.server.real_engine import engine_front
 
@@ -269,8 +268,8 @@ def test_keys_take_turns_at_the_thread_that_compiles(front: Front) -> None:
 
     guides = Noted(find, VOCAB_SIZE)
     for number, key in enumerate("aaaab"):
-        wish = Grammar("regex", "a")
-        guides.open(Request(f"{key}{number}", (1,), SamplingParams(), tenant=key, grammar=wish))
+        requested = Grammar("regex", "a")
+        guides.open(Request(f"{key}{number}", (1,), SamplingParams(), tenant=key, grammar=requested))
     assert entered.wait(60)
     goes_on.set()
     assert guides._worker is not None

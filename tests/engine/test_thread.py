@@ -14,7 +14,7 @@ from plait.engine.thread import EngineLoop
 from plait.errors import DeadlineExceeded, EngineError, InvalidField, QueueFull
 from plait.request import Event, Request, SamplingParams
 from plait.schedule.allocation import Allocation
-from plait.schedule.limits import SchedulerLimits
+from plait.schedule.costs import SchedulerLimits
 from plait.schedule.plan import Done, Sampled, SamplingBatch, StepPlan, Ticket
 from plait.schedule.scheduler import Scheduler
 

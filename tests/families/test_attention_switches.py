@@ -84,7 +84,7 @@ def test_gpt_oss_has_one_activation(key: str, value: Any) -> None:
         attention("GptOssForCausalLM", num_local_experts=4, **{key: value})
 
 
-def test_command_r_norms_each_head_by_itself_where_it_is_told_to() -> None:
+def test_command_r_norms_each_head_by_itself_where_its_config_says_so() -> None:
     assert {a.qk_norm for a in attention("CohereForCausalLM")} == {None}
     layers = attention("CohereForCausalLM", use_qk_norm=True)
     assert {(a.qk_norm_over, a.qk_norm.kind) for a in layers if a.qk_norm} == {("each", "layer")}

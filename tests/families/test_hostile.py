@@ -64,6 +64,6 @@ def test_many_hostile_configs(name: str, tmp_path: Path) -> None:
 )
 def test_values_that_no_model_has_are_refused_by_name(key: str, value: object, wanted: str) -> None:
     with pytest.raises(
-        UnsupportedModel, match=rf"config\.json says {key} = .*; wanted {wanted}.*--set {key}=…"
+        UnsupportedModel, match=rf"config\.json says {key} = .*; expected {wanted}.*--set {key}=…"
     ):
         check_config({key: value})

@@ -143,7 +143,7 @@ def test_kimi_linear_counts_layers_from_one() -> None:
         spec_of("KimiLinearForCausalLM", **{**keys, "linear_attn_config": {}})
 
 
-def test_qwen_has_full_attention_in_every_fourth_layer_unless_told() -> None:
+def test_qwen_has_full_attention_in_every_fourth_layer_unless_set() -> None:
     def kinds(**keys: Any) -> str:
         spec = spec_of("Qwen3_5ForCausalLM", num_hidden_layers=6, head_dim=16, **keys)
         return "".join("a" if isinstance(layer[0].mixer, AttentionSpec) else "d" for layer in spec.layers)

@@ -200,7 +200,7 @@ def test_recipes_of_families_keep_the_storage(name: str) -> None:
     assert torch.equal(one.dequantize(torch.float32), rows[6:])
 
 
-def test_a_model_without_a_config_is_told_by_the_shapes_of_its_packed_weights(
+def test_a_model_without_a_config_is_known_by_the_shapes_of_its_packed_weights(
     models: dict[str, Model],
 ) -> None:
     tensors, heads = models["llama"][1], ["num_attention_heads=4"]

@@ -175,7 +175,7 @@ def test_deepseek_v3() -> None:
     assert not names.ignored.search("model.layers.6.mlp.gate.weight")
 
 
-def test_gemma_3_whose_config_leaves_most_to_its_class() -> None:
+def test_gemma_3_with_a_config_that_leaves_most_to_its_class() -> None:
     found = only(AttentionSpec, GEMMA_3_4B)
     assert [a.window for a in found[:7]] == [1024] * 5 + [None, 1024]
     assert (found[0].num_heads, found[0].num_kv_heads, found[0].head_dim) == (8, 4, 256)

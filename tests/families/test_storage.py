@@ -152,7 +152,7 @@ def test_a_tied_model_may_carry_a_copy_of_its_head(folder: Path) -> None:
     assert difference(config, tensors, oracle) <= 1e-4
 
 
-def test_layers_that_guess_a_second_token_are_not_the_model(folder: Path) -> None:
+def test_layers_that_draft_a_second_token_are_not_the_model(folder: Path) -> None:
     config, tensors, oracle = made("deepseek_v3_plain", folder)
     extra = {n.replace("layers.2.", "layers.3."): t for n, t in tensors.items() if ".layers.2." in n}
     guess = {
@@ -191,7 +191,7 @@ def test_set_wins_over_everything(folder: Path) -> None:
     assert found.provenance["n_groups"] == "--set"
 
 
-def test_inv_freq_tells_the_head_size(folder: Path) -> None:
+def test_inv_freq_shows_the_head_size(folder: Path) -> None:
     _, tensors, _ = made("llama_linear", folder)
     shapes = {name: tuple(t.shape) for name, t in tensors.items()}
     shapes["model.layers.0.self_attn.rotary_emb.inv_freq"] = (4,)

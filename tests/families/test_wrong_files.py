@@ -72,7 +72,7 @@ def test_a_config_of_more_layers_than_the_file_has(files: Files) -> None:
         build({**config, "num_hidden_layers": 4}, tensors)
 
 
-def test_packed_tensors_of_which_nobody_made_weights_are_refused_by_name(files: Files) -> None:
+def test_packed_tensors_without_weights_are_refused_by_name(files: Files) -> None:
     _, tensors = files
     tensors[f"{Q}_scale_inv"] = torch.ones(1, 1)
     with pytest.raises(UnsupportedFormat, match=f"tensor {Q}_scale_inv"):
@@ -94,7 +94,7 @@ def test_tensors_of_no_known_model_are_refused() -> None:
         infer_config({"model.layers.0.layer_scalar": (1,), "model.layers.0.self_attn.q_proj.weight": (9, 3)})
 
 
-def test_latent_attention_whose_shapes_do_not_fit_together() -> None:
+def test_latent_attention_with_shapes_that_do_not_fit_together() -> None:
     layer = "model.layers.0.self_attn."
     shapes = {
         "model.embed_tokens.weight": (97, 32),
@@ -139,7 +139,7 @@ def test_latent_attention_is_solved_from_five_shapes(
         (131072, 5120, 4096, 1024, 128, 1e6),  # Mistral Nemo
     ],
 )
-def test_head_sizes_of_published_models_are_guessed(
+def test_head_sizes_of_published_models_are_assumed(
     vocab: int, hidden: int, q_rows: int, kv_rows: int, head_dim: int, theta: float
 ) -> None:
     layer = "model.layers.0."

@@ -43,7 +43,7 @@ def events(text: str, n: int = 1) -> list[Event]:
 
 def stream(interval: int, desk: Desk | None = None, n: int = 1, stop: tuple[str, ...] = ()) -> OutputStream:
     params = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, n=n, stop=stop)
-    made = OutputStream(Request("r", (1,), params), ByteTokenizer(), lambda *_: None, couriers=desk)  # type: ignore[arg-type]
+    made = OutputStream(Request("r", (1,), params), ByteTokenizer(), lambda *_: None, bridges=desk)  # type: ignore[arg-type]
     made.gather(interval)
     return made
 
@@ -103,7 +103,7 @@ def test_where_text_may_end_a_choice_its_reader_is_woken_for_every_token() -> No
         Request("r", (1,), params),
         ByteTokenizer(),  # type: ignore[arg-type]
         lambda *who: cancelled.append(who),
-        couriers=desk,  # type: ignore[arg-type]
+        bridges=desk,  # type: ignore[arg-type]
     )
     asked.gather(4)
     spoken = [event(one) for one in "Hello, r"]  # no more: had it waited for another token, it would hang
@@ -130,7 +130,7 @@ def test_several_tokens_of_a_step_count_as_several() -> None:
     ]
 
 
-def test_what_was_said_is_told_before_a_failure_is() -> None:
+def test_text_so_far_is_emitted_before_a_failure_is() -> None:
     failure = event(finish="error")
     found = told(stream(8, Desk()), [*events("abcd")[:-1], failure], 0)
     assert [(d.text, d.finish_reason) for d in found] == [("a", None), ("bcd", None), ("", "error")]
@@ -148,7 +148,7 @@ PARTS: list[tuple[OutputDelta, ...]] = [
 
 
 @given(st.lists(st.tuples(st.sampled_from(PARTS), st.integers(1, 3)), max_size=12), st.integers(2, 5))
-def test_thinking_content_and_calls_are_told_apart(
+def test_thinking_content_and_calls_are_distinguished(
     made: list[tuple[tuple[OutputDelta, ...], int]], interval: int
 ) -> None:
     gathered, found, single = Gathered(interval), list[Delta](), list[Delta]()
@@ -189,7 +189,7 @@ def test_the_first_text_does_not_wait_for_tokens_that_say_nothing() -> None:
     ]  # as the side that wakes counts
 
 
-def test_a_reader_is_woken_for_every_token_until_something_was_told() -> None:
+def test_a_reader_is_woken_for_every_token_until_something_was_emitted() -> None:
     desk = Desk()
     asked = stream(8, desk)
 

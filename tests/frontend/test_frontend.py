@@ -43,7 +43,7 @@ def front(*mixers: Mixer, causal: bool = True, **options: Any) -> tuple[Front, C
     return Front("fake", spec, CONTEXT, EchoLoop(), language, **options), template
 
 
-def test_a_model_with_state_of_fixed_size_is_told_where_conversations_part() -> None:
+def test_a_model_with_recurrent_state_gets_where_conversations_diverge() -> None:
     for mixers in ((ATTENTION, MAMBA), (ParallelSpec({"attn": ATTENTION, "ssm": MAMBA}),)):
         asked, template = front(*mixers)
         request = asked.prepare_chat(TALK, SamplingParams())

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from plait.frontend.output_stream import Courier, Couriers, Inbox
+from plait.frontend.output_stream import Inbox, LoopBridge, LoopBridges
 from plait.request import Event
 
 
@@ -18,11 +18,11 @@ def test_events_that_come_together_wake_the_loop_once_and_keep_their_order() -> 
         real = loop.call_soon_threadsafe
         patched: Any = loop
         patched.call_soon_threadsafe = lambda *given: (woken.append(1), real(*given))
-        courier, inboxes = Courier(loop), [Inbox(), Inbox()]
+        bridge, inboxes = LoopBridge(loop), [Inbox(), Inbox()]
 
         def work() -> None:
             for i in range(100):
-                courier.put(inboxes[i % 2], Event("a", i))
+                bridge.put(inboxes[i % 2], Event("a", i))
 
         thread = threading.Thread(target=work)
         thread.start()
@@ -30,20 +30,20 @@ def test_events_that_come_together_wake_the_loop_once_and_keep_their_order() -> 
         found = [[(await inbox.get()).index for _ in range(50)] for inbox in inboxes]
         assert found == [[*range(0, 100, 2)], [*range(1, 100, 2)]]
         assert len(woken) == 1
-        courier.put(inboxes[0], Event("a", 7))
+        bridge.put(inboxes[0], Event("a", 7))
         assert (await inboxes[0].get()).index == 7
         assert len(woken) == 2
 
     asyncio.run(turns())
 
 
-def test_a_loop_has_one_courier_and_one_that_is_closed_is_left_alone() -> None:
-    couriers = Couriers()
+def test_a_loop_has_one_bridge_and_one_that_is_closed_is_left_alone() -> None:
+    bridges = LoopBridges()
 
-    async def find() -> Courier:
+    async def find() -> LoopBridge:
         loop = asyncio.get_running_loop()
-        assert couriers.of(loop) is couriers.of(loop)
-        return couriers.of(loop)
+        assert bridges.of(loop) is bridges.of(loop)
+        return bridges.of(loop)
 
     first, second = asyncio.run(find()), asyncio.run(find())
     assert first is not second
@@ -51,10 +51,10 @@ def test_a_loop_has_one_courier_and_one_that_is_closed_is_left_alone() -> None:
 
 
 def test_a_closed_loop_is_not_kept() -> None:
-    couriers = Couriers()
+    bridges = LoopBridges()
 
-    async def find() -> weakref.ref[Courier]:
-        return weakref.ref(couriers.of(asyncio.get_running_loop()))
+    async def find() -> weakref.ref[LoopBridge]:
+        return weakref.ref(bridges.of(asyncio.get_running_loop()))
 
     first = asyncio.run(find())
     asyncio.run(find())
@@ -62,8 +62,8 @@ def test_a_closed_loop_is_not_kept() -> None:
     assert first() is None
 
 
-def test_a_loop_that_closes_while_it_is_called_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_that_closes_while_it_is_called_harms_no_one(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = asyncio.new_event_loop()
     loop.close()
     monkeypatch.setattr(loop, "is_closed", lambda: False)  # it was open when it was looked at
-    Courier(loop).put(Inbox(), Event("a", 0))
+    LoopBridge(loop).put(Inbox(), Event("a", 0))

@@ -153,7 +153,7 @@ def test_joined_events_say_the_same_in_fewer(made: list[tuple[int, list[int], bo
         assert [e.finish_reason for e in before][-1:] == [e.finish_reason for e in after][-1:]
 
 
-def test_long_texts_are_read_in_pieces() -> None:
+def test_long_texts_are_read_in_chunks() -> None:
     told = join_events([Event("r", 0, (i,)) for i in range(2 * AT_ONCE + 1)])
     assert [len(e.token_ids) for e in told] == [AT_ONCE, AT_ONCE, 1]
     assert [i for e in told for i in e.token_ids] == list(range(2 * AT_ONCE + 1))
@@ -267,7 +267,7 @@ def one_by_one(ids: Sequence[int], finish: str) -> list[Event]:
     finish=st.sampled_from(["length", "stop"]),
     how=st.data(),
 )
-def test_however_tokens_are_cut_into_events_the_reader_is_told_the_same(
+def test_however_tokens_are_cut_into_events_the_reader_gets_the_same(
     ids: list[int], stops: list[str], include: bool, min_tokens: int, finish: str, how: st.DataObject
 ) -> None:
     asked = request(stop=tuple(stops), include_stop_str_in_output=include, min_tokens=min_tokens, logprobs=1)

@@ -14,12 +14,12 @@ from plait.frontend.output_stream import ChoiceText
 from plait.request import Event, ReplyShape, Request, SamplingParams, TokenLogprobs
 from plait.text.chat.markers import MarkerTemplate
 from plait.text.output import Arguments, CallEnd, CallStart, Content, Reasoning
-from plait.text.reply_format import ReplyReader, Speech
+from plait.text.reply_format import ReplyFormat, ReplyReader
 from plait.text.tokenizers.builtin import builtin_tokenizer
 
 TOOLS = ({"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}},)
 TOKENIZER = builtin_tokenizer("cl100k_base", True)
-SPEECH = Speech(TOKENIZER, MarkerTemplate("oxidizr", TOKENIZER), tools="agent", reasoning="agent")
+SPEECH = ReplyFormat(TOKENIZER, MarkerTemplate("oxidizr", TOKENIZER), tools="agent", reasoning="agent")
 CALL = '<|function|>{"name": "f", "arguments": {"a": "b"}}<|/function|>'
 THOUGHT = "<|think|>because<|/think|>"
 PIECES = (
@@ -90,7 +90,7 @@ def summed(deltas: Sequence[Delta]) -> tuple[object, ...]:
     parallel=st.booleans(),
     how=st.data(),
 )
-def test_however_tokens_are_cut_into_events_the_same_is_told(
+def test_however_tokens_are_cut_into_events_the_text_is_the_same(
     pieces: list[str], stop: tuple[str, ...], parallel: bool, how: st.DataObject
 ) -> None:
     ids = ids_of("".join(pieces))
@@ -101,7 +101,7 @@ def test_however_tokens_are_cut_into_events_the_same_is_told(
 
 
 @pytest.mark.parametrize("text", [f"{THOUGHT}So {CALL}", f"{CALL}\n{CALL}", "Hi END", f"a{THOUGHT}b"])
-def test_every_cut_of_a_reply_tells_the_same(text: str) -> None:
+def test_every_cut_of_a_reply_emits_the_same(text: str) -> None:
     ids = ids_of(text)[:12]
     shape = reader()
     for stop in ((), ("END", "So")):

@@ -75,7 +75,7 @@ def test_prompts_embedded_together_or_again_give_what_each_gives_alone(llm: LLM,
         torch.testing.assert_close(one, other, rtol=0, atol=1e-9 if is_native else 1e-2)
 
 
-def test_the_python_door_gives_unit_vectors(llm: LLM) -> None:
+def test_the_python_api_gives_unit_vectors(llm: LLM) -> None:
     short, long = llm.embed([SHORT, LONG])
     (want,) = embedded(llm, [SHORT], "last")
     torch.testing.assert_close(torch.tensor(short).double(), want / want.norm(), rtol=0, atol=1e-4)
@@ -83,7 +83,7 @@ def test_the_python_door_gives_unit_vectors(llm: LLM) -> None:
     assert llm.embed(SHORT, "mean", normalize=False)[0] != short
 
 
-def test_text_is_generated_beside_embeddings_as_ever(llm: LLM) -> None:
+def test_text_is_generated_next_to_embeddings_as_ever(llm: LLM) -> None:
     params = SamplingParams(max_tokens=20, temperature=0.0)
     want = llm.generate(SHORT, params)[0].outputs[0].text
     stream = llm.front.submit(llm.front.prepare(SHORT, params))

@@ -111,7 +111,7 @@ def test_streamed_text_is_the_whole_text(llm: LLM) -> None:
     assert len(pieces) > 3
 
 
-def test_limits_are_said_with_both_numbers(llm: LLM) -> None:
+def test_limits_are_reported_with_both_numbers(llm: LLM) -> None:
     with pytest.raises(ContextTooLong, match=r"is 512 tokens.*\(700 in"):
         llm.generate([5] * 700, GREEDY)
     with pytest.raises(InvalidField, match=r"token id 4096 is not one of this model's 0\.\.4095"):
@@ -186,7 +186,7 @@ def test_terms_are_for_all_prompts_and_priorities_for_each(llm: LLM, monkeypatch
         llm.generate("And", params, cache_salt="")
 
 
-def test_only_a_stream_is_watched(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_stream_is_observed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
     submit = llm.front.loop.submit
     monkeypatch.setattr(llm.front.loop, "submit", lambda r, on: (seen.append(r.watched), submit(r, on))[1])
@@ -227,7 +227,7 @@ def test_conversations_share_the_system_message_and_those_of_other_tenants_do_no
         assert cached == [0, shared]
 
 
-def test_a_reply_is_what_was_asked_for(llm: LLM) -> None:
+def test_a_reply_is_what_was_requested(llm: LLM) -> None:
     asked = SamplingParams(max_tokens=40, temperature=0.0, structured_outputs={"regex": "[a-c]{3}-[0-9]{2}"})
     (out,) = llm.generate("And the number was", asked)
     assert re.fullmatch("[a-c]{3}-[0-9]{2}", out.outputs[0].text)

@@ -128,7 +128,7 @@ def test_closing_leaves_no_thread_and_takes_nothing_more(model: Path) -> None:
         closed.generate([1, 2], GREEDY)
 
 
-def test_the_models_own_penalty_is_what_is_not_asked_for(model: Path, llm: LLM, tmp_path: Path) -> None:
+def test_the_models_own_penalty_is_what_is_not_requested(model: Path, llm: LLM, tmp_path: Path) -> None:
     for name in ("model.safetensors", "config.json"):
         (tmp_path / name).write_bytes((model / name).read_bytes())
     (tmp_path / "generation_config.json").write_text('{"do_sample": false, "repetition_penalty": 5.0}')

@@ -65,7 +65,7 @@ def changed(model: Path, into: Path, swap: tuple[str, str]) -> Path:
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_a_model_that_guesses_for_itself_is_always_right(hybrid: Loaded, params: SamplingParams) -> None:
+def test_a_model_that_drafts_for_itself_is_always_right(hybrid: Loaded, params: SamplingParams) -> None:
     draft, text = drafting(hybrid), [5, 300, 17, 4000, 9]
     for _ in range(3):
         guesses = draft.propose([DraftRequest(1, text, 4, params, 3)])[1]
@@ -159,7 +159,7 @@ def test_options_about_the_files_of_the_model_are_not_for_the_draft(tmp_path: Pa
 
 
 @pytest.mark.parametrize("word", ["ngram", "/nowhere"])
-def test_a_model_that_computes_whole_sequences_takes_no_guesses(hybrid: Loaded, word: str) -> None:
+def test_a_model_that_computes_whole_sequences_takes_no_drafts(hybrid: Loaded, word: str) -> None:
     config, spec = replace(hybrid.config, speculate=word), replace(hybrid.front.spec, causal=False)
     text = f"^speculate: {word} is set, but this model computes a whole"
     with pytest.raises(ConfigError, match=text):

@@ -124,7 +124,7 @@ def test_a_process_that_does_not_start_leaves_no_kernel_bound_and_keeps_nothing(
     assert OPS["right"].bind(OpFacts("cuda", torch.float32, {}, chip=chip))[1].variant == "reference"
 
 
-def test_a_start_on_a_gpu_tries_the_formats_of_the_model_and_says_what_is_not_proved(
+def test_startup_on_a_gpu_tries_the_formats_of_the_model_and_says_what_is_not_proved(
     nano_hybrid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     formats = weight_formats(open_model(str(nano_hybrid), EngineConfig(quantize="q4_0")))

@@ -213,7 +213,7 @@ def test_machines_of_two_kinds_can_share_a_folder(
     assert len(list_packed(folder)) == 2
 
 
-def test_a_folder_that_was_named_and_is_not_there_is_told(
+def test_a_folder_that_was_named_and_is_not_there_is_reported(
     model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "plait"):
@@ -273,7 +273,7 @@ def test_a_damaged_file_is_left_aside_with_one_line(
     assert is_used(model, folder)
 
 
-def test_damaged_tiles_are_found_when_somebody_looks(model: Path, folder: Path) -> None:
+def test_damaged_tiles_are_found_when_they_are_checked(model: Path, folder: Path) -> None:
     keep(model, folder)
     path = list_packed(folder)[0].path
     with loaded(model, folder) as llm:
@@ -287,7 +287,7 @@ def test_damaged_tiles_are_found_when_somebody_looks(model: Path, folder: Path) 
     assert not list_packed(folder)
 
 
-def test_a_start_writes_nothing(model: Path, folder: Path, tmp_path: Path) -> None:
+def test_startup_writes_nothing(model: Path, folder: Path, tmp_path: Path) -> None:
     assert not is_used(model, folder)
     assert not list(folder.iterdir())
     assert not is_used(model, tmp_path / "none")
@@ -298,7 +298,7 @@ def test_a_start_writes_nothing(model: Path, folder: Path, tmp_path: Path) -> No
     assert [(p, p.stat().st_mtime_ns) for p in folder.iterdir()] == before
 
 
-def test_what_has_no_room_is_not_written(model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_is_not_written(model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with loaded(model, folder) as llm:
         assert "--packed-limit" in llm.keep_packed(1000)
         assert not list(folder.iterdir())

@@ -52,7 +52,7 @@ def keep(model: Path, found: Findings = FOUND) -> Path | None:
     return write_findings(bare.files, bare.checkpoint, bare.config.cache_dir, found)
 
 
-def test_later_starts_use_what_was_found_and_say_so(model: Path) -> None:
+def test_later_runs_use_what_was_found_and_say_so(model: Path) -> None:
     assert opened(model).resolved.config["head_dim"] == 64
     assert keep(model) == model / "plait.json"
     resolved = opened(model).resolved
@@ -170,7 +170,7 @@ def test_a_disk_that_is_full_has_no_half_of_them(model: Path, monkeypatch: pytes
     assert sorted(model.parent.rglob("*.*")) == before
 
 
-def test_where_nothing_can_be_written_it_is_said(
+def test_where_nothing_can_be_written_it_is_reported(
     model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(Path, "write_text", lambda path, *a: refused(path, path.parent))

@@ -73,7 +73,7 @@ def opened(folder: Path, **more: Any) -> Opened:
 
 
 @pytest.mark.usefixtures("wrong_defaults")
-def test_what_was_guessed_badly_is_found(nano_hybrid: Path, tmp_path: Path) -> None:
+def test_bad_assumptions_are_found(nano_hybrid: Path, tmp_path: Path) -> None:
     folder = bare(nano_hybrid, tmp_path / "model")
     assert opened(folder).resolved.config["experts_per_tok"] == 1
     found = probe(opened(folder), silent, OLD_WORDS)
@@ -103,7 +103,7 @@ def test_a_language_it_does_not_know_changes_nothing(
 
 
 @pytest.mark.usefixtures("wrong_defaults")
-def test_a_start_probes_once_and_later_ones_never(
+def test_the_first_run_probes_once_and_later_ones_never(
     nano_hybrid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder, words = bare(nano_hybrid, tmp_path / "model"), tmp_path / "words.txt"

@@ -89,7 +89,7 @@ def test_long_quantities_are_tried_on_more_tokens() -> None:
     assert {tokens for values, tokens in model.asked if "rope_theta" in values} == {LONG}
 
 
-def test_of_a_shorter_text_it_is_said_how_much_was_read() -> None:
+def test_of_a_shorter_text_it_is_reported_how_much_was_read() -> None:
     class Short(Planted):
         def losses(self, values: Mapping[str, Any], tokens: int) -> list[float]:
             return super().losses(values, tokens)[:69]
@@ -142,7 +142,7 @@ def test_one_that_hides_another_is_tried_again() -> None:
     assert result.values == {"first": 1, "second": 1}
 
 
-def test_what_cannot_be_is_told_and_left_out() -> None:
+def test_what_cannot_be_is_reported_and_left_out() -> None:
     model = Planted({"head_dim": 64}, [HEADS], refused={"head_dim": 32})
     result = found(model)
     (refused,) = [trial for trial in result.trials["head_dim"] if trial.error]
@@ -181,7 +181,7 @@ def test_passes_are_bounded_and_the_best_so_far_holds(caplog: pytest.LogCaptureF
     assert "stopped after 5 passes" in caplog.text
 
 
-def test_a_text_that_the_model_does_not_understand_is_told_loudly() -> None:
+def test_a_text_that_the_model_does_not_understand_is_reported_loudly() -> None:
     model = Planted({"head_dim": 96}, [HEADS], {"head_dim": 8.0})
     result = found(model)
     assert not result.is_understood

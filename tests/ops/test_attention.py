@@ -79,7 +79,7 @@ def test_absorbed_latent_attention_equals_expanded_heads() -> None:
     torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-5)
 
 
-def test_read_paged_returns_the_asked_tokens_only() -> None:
+def test_read_paged_returns_the_requested_tokens_only() -> None:
     cache = torch.arange(6 * BLOCK).float().view(6, BLOCK, 1)
     table = torch.tensor([5, 2, 0])
     assert read_paged(cache, table, 3, 6).flatten().tolist() == [23.0, 8.0, 9.0]

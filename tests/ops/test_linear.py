@@ -21,7 +21,7 @@ def bind(op: Any, **sizes: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["Q4_K", "IQ2_XXS", "int4_g128+zeros", "fp8_b128", "mxfp4", "bnb_nf4"])
-def test_a_quantized_map_keeps_its_bytes_where_there_is_no_kernel(kind: str) -> None:
+def test_a_quantized_matrix_keeps_its_bytes_where_there_is_no_kernel(kind: str) -> None:
     weight = random_weight(kind, 96, 512)
     made = Linear([weight], [None], bind, torch.float32, "int8")
     assert made.nbytes == weight.nbytes < 96 * 512 * 2

@@ -95,7 +95,7 @@ def watched(call: Callable[..., Tensor]) -> Watch:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_a_large_map_is_decoded_in_less_than_64_mib_and_nobody_waits(kind: str) -> None:
+def test_a_large_matrix_is_decoded_in_less_than_64_mib_without_a_wait(kind: str) -> None:
     weight = on_meta(kind, 8192, 8192)
     for dtype in (torch.bfloat16, torch.float32):
         x = torch.empty(4, 8192, dtype=dtype, device=META)
@@ -105,7 +105,7 @@ def test_a_large_map_is_decoded_in_less_than_64_mib_and_nobody_waits(kind: str) 
 
 
 @pytest.mark.parametrize("kind", ["Q4_K", "IQ2_XS", "MXFP4", "int4_g128", "fp8_b128", "mxfp4"])
-def test_an_embedding_decodes_the_rows_it_reads_and_nobody_waits(kind: str) -> None:
+def test_an_embedding_decodes_the_rows_it_reads_without_a_wait(kind: str) -> None:
     table, ids = on_meta(kind, 131072, 4096), torch.empty(512, dtype=torch.int64, device=META)
     watch = watched(lambda: embed(ids, table, 2.5, torch.bfloat16))
     assert 0 < watch.peak <= MOST // 2

@@ -103,7 +103,7 @@ def interleaved(inputs: list[list[Tensor]], scan: Callable[..., Tensor]) -> list
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("chunk", [1, 16, 256])
-def test_mamba2_in_pieces_equals_the_recurrence(groups: int, chunk: int) -> None:
+def test_mamba2_in_chunks_equals_the_recurrence(groups: int, chunk: int) -> None:
     heads, dim, size = 4, 5, 6
     A, D = -torch.tensor([0.1, 1.0, 4.0, 16.0]), torch.randn(heads)
     state = torch.full((8, heads, dim, size), math.nan)
@@ -141,7 +141,7 @@ def test_mamba2_without_d_and_in_bfloat16() -> None:
 
 
 @pytest.mark.parametrize("limit", [None, 0.7])
-def test_mamba1_in_pieces_equals_the_recurrence(limit: float | None) -> None:
+def test_mamba1_in_chunks_equals_the_recurrence(limit: float | None) -> None:
     """With a limit the state would grow (A > 0); the clamp at every step is part of the model."""
     inner, size = 6, 4
     A = torch.rand(inner, size) * (1 if limit else -3)
@@ -158,7 +158,7 @@ def test_mamba1_in_pieces_equals_the_recurrence(limit: float | None) -> None:
 
 
 @pytest.mark.parametrize("rotated", [True, False])
-def test_mamba3_in_pieces_equals_the_recurrence(rotated: bool) -> None:
+def test_mamba3_in_chunks_equals_the_recurrence(rotated: bool) -> None:
     heads, dim, size = 3, 4, 6
     A, D = -torch.tensor([0.1, 1.0, 8.0]), torch.randn(heads)
     shapes = [(dim, size), (size // 2,), (size,), (dim,)]

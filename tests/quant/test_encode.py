@@ -250,7 +250,7 @@ def test_a_model_loaded_in_blocks_writes_text_in_less_memory(
         assert llm._loaded.target.weights_nbytes < 0.7 * plain_nbytes
 
 
-def test_each_map_takes_the_format_of_its_width(llama: Path) -> None:
+def test_each_matrix_takes_the_format_of_its_width(llama: Path) -> None:
     with loaded(llama, quantize="q4_k") as llm:
         found = llm._loaded.target.encoded
     # q, k, v, gate, up of two layers and the head have 64 columns; down has 256, o has 80.

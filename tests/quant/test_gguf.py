@@ -175,7 +175,7 @@ def test_columns_are_the_columns_of_the_whole(kind: BlockType) -> None:
 
 
 @KINDS
-def test_gather_decodes_only_what_is_asked(kind: BlockType) -> None:
+def test_gather_decodes_only_the_requested_rows(kind: BlockType) -> None:
     weight = Gguf(random_blocks(kind, 9, 2), kind)
     index = torch.tensor([8, 0, 0, 3])
     assert torch.equal(weight.gather(index, torch.float32), weight.dequantize(torch.float32)[index])

@@ -148,7 +148,7 @@ def test_bytes_are_counted_exactly_and_moved(name: str) -> None:
     assert (moved.shape, moved.format, moved.nbytes) == (weight.shape, weight.format, total)
 
 
-def test_maps_of_other_orders_or_zeros_and_scales_are_told_apart() -> None:
+def test_matrices_of_other_orders_or_zeros_and_scales_are_distinguished() -> None:
     torch.manual_seed(0)
     one, other = grouped(4, 16, order=True), grouped(4, 16, order=True)
     assert stack_key(one) != stack_key(other)
@@ -174,7 +174,7 @@ def test_parts_with_scales_of_their_own_become_one_with_a_scale_by_row() -> None
         assert stack_key(whole) == stack_key(parts[0])
 
 
-def test_a_large_map_is_decoded_in_pieces() -> None:
+def test_a_large_matrix_is_decoded_in_chunks() -> None:
     torch.manual_seed(0)
     for weight in (grouped(4, 128, rows=700, cols=2048), fp8((128, 128), rows=1100, cols=1024)):
         whole = weight.dequantize(torch.float32)
@@ -228,7 +228,7 @@ def test_parts_that_do_not_fit_are_refused(wrong: Any) -> None:
         (grouped(4, 16, cols=48), "float32"),  # no whole blocks of 32 inputs
     ],
 )
-def test_inputs_are_only_rounded_beside_small_integers_in_whole_blocks(weight: Weight, rounding: str) -> None:
+def test_inputs_are_only_rounded_for_small_integers_in_whole_blocks(weight: Weight, rounding: str) -> None:
     asked: dict[str, Any] = {}
 
     def bind(op: Any, **sizes: Any) -> Any:

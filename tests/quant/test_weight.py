@@ -58,7 +58,7 @@ def test_plain_tensors_are_picked_from_in_the_same_words() -> None:
 
 
 @pytest.mark.parametrize("name", [kind.name for kind in BLOCK_TYPES.values()])
-def test_a_map_of_one_block_can_be_made_of_every_format(name: str) -> None:
+def test_a_matrix_of_one_block_can_be_made_of_every_format(name: str) -> None:
     elements = next(kind.elements for kind in BLOCK_TYPES.values() if kind.name == name)
     numbers = random_blocks(name, 1, elements).dequantize(torch.float32)
     assert numbers.shape == (1, elements)

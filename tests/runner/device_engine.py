@@ -22,7 +22,7 @@ from plait.runner.runner import ModelRunner
 from plait.runner.sampler import Sampler
 from plait.runner.static_batch import Capacity
 from plait.schedule.allocation import Allocation
-from plait.schedule.limits import SchedulerLimits
+from plait.schedule.costs import SchedulerLimits
 from plait.schedule.pools import CacheOptions
 from plait.schedule.scheduler import Scheduler
 from plait.state.store import StateStore

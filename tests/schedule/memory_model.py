@@ -15,7 +15,7 @@ from msgspec import structs
 
 from plait.memory import BlockGroup
 from plait.request import FinishReason, SamplingParams, TokenLogprobs
-from plait.schedule.limits import SchedulerLimits
+from plait.schedule.costs import SchedulerLimits
 from plait.schedule.plan import (
     Chunk,
     CopyBlock,

@@ -45,16 +45,16 @@ class PrefixMachine(RuleBasedStateMachine):
     def start(self, shape: str, size: Size) -> None:
         self.world = World(SHAPES[shape], size)
 
-    @rule(wish=WISHES)
-    def submit(self, wish: Wish) -> None:
-        self.world.submit(wish)
+    @rule(requested=WISHES)
+    def submit(self, requested: Wish) -> None:
+        self.world.submit(requested)
 
     @precondition(lambda self: self.world.told)
-    @rule(wish=WISHES, data=st.data())
-    def go_on(self, wish: Wish, data: st.DataObject) -> None:
+    @rule(requested=WISHES, data=st.data())
+    def go_on(self, requested: Wish, data: st.DataObject) -> None:
         """The next turn of a conversation."""
         told = data.draw(st.sampled_from(self.world.told[-3:]))
-        self.world.submit(Wish((*told, *wish.prompt[:3]), wish.length, salt=wish.salt))
+        self.world.submit(Wish((*told, *requested.prompt[:3]), requested.length, salt=requested.salt))
 
     @precondition(lambda self: self.world.stories)
     @rule(data=st.data())

@@ -9,8 +9,7 @@ from plait.errors import CapacityError, EngineError, QueueFull
 from plait.memory import BlockGroup
 from plait.request import SamplingParams, TokenLogprobs
 from plait.schedule.allocation import Allocation
-from plait.schedule.costs import StepCosts
-from plait.schedule.limits import SchedulerLimits
+from plait.schedule.costs import SchedulerLimits, StepCosts
 from plait.schedule.plan import CopyBlock, CopySlot, Drop, Load, Sampled, Save, StepPlan
 from plait.schedule.pools import CacheOptions
 from plait.schedule.scheduler import Scheduler

@@ -13,7 +13,7 @@ from plait.errors import EngineError
 from plait.memory import BlockGroup
 from plait.request import SamplingParams
 from plait.schedule.allocation import Allocation
-from plait.schedule.limits import SchedulerLimits
+from plait.schedule.costs import SchedulerLimits
 from plait.schedule.plan import Drop, SamplingBatch, Save, StepPlan
 from plait.schedule.pools import CacheOptions
 from plait.schedule.scheduler import Scheduler
@@ -141,28 +141,28 @@ class World:
         self._digests: dict[bytes, list[int]] = {}  # by chain hash: what a block with this name holds
         self._ids = 0
 
-    def submit(self, wish: Wish) -> list[int]:
+    def submit(self, requested: Wish) -> list[int]:
         """A request arrives, with all its choices."""
-        prompt = wish.prompt[: self.limits.max_model_len]
-        max_len = min(len(prompt) + wish.length, self.limits.max_model_len)
-        ids = [*range(self._ids + 1, self._ids + 1 + wish.num_choices)]
-        params = SamplingParams(**{"temperature": 0.0, **wish.params, "max_tokens": wish.length})  # type: ignore[arg-type]
+        prompt = requested.prompt[: self.limits.max_model_len]
+        max_len = min(len(prompt) + requested.length, self.limits.max_model_len)
+        ids = [*range(self._ids + 1, self._ids + 1 + requested.num_choices)]
+        params = SamplingParams(**{"temperature": 0.0, **requested.params, "max_tokens": requested.length})  # type: ignore[arg-type]
         sequences = []
         for index, seq_id in enumerate(ids):
-            ask = Ask(prompt, params, max_len, wish.seed * 100 + index, wish.stops, wish.salt)
+            ask = Ask(prompt, params, max_len, requested.seed * 100 + index, requested.stops, requested.salt)
             sequences.append(
                 ask.sequence(
                     seq_id,
                     f"r{ids[0]}",
                     index,
-                    wants_prompt_logprobs=wish.scores and index == 0,
-                    boundaries=tuple(b for b in wish.boundaries if b <= len(prompt)),
-                    priority=wish.priority,
-                    deadline=wish.deadline,
-                    is_watched=wish.watched,
+                    wants_prompt_logprobs=requested.scores and index == 0,
+                    boundaries=tuple(b for b in requested.boundaries if b <= len(prompt)),
+                    priority=requested.priority,
+                    deadline=requested.deadline,
+                    is_watched=requested.watched,
                 )
             )
-            self.stories[seq_id], self.wishes[seq_id] = Story.of(ask), wish
+            self.stories[seq_id], self.wishes[seq_id] = Story.of(ask), requested
         self._ids = ids[-1]
         self.s.add(*sequences)
         self._sequences.update({seq.id: seq for seq in sequences})

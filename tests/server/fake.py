@@ -93,7 +93,7 @@ class EchoLoop:
         self.open: dict[str, set[int]] = {}  # choices that run
         self._lock = threading.Lock()
 
-    def check_room(self) -> None:
+    def check_capacity(self) -> None:
         """There is always capacity."""
 
     def follow_log_levels(self) -> None:

@@ -14,7 +14,7 @@ from plait.memory import BlockGroup
 from plait.runner.replay import add_pooled
 from plait.runner.sampler import Sampler
 from plait.schedule.allocation import Allocation
-from plait.schedule.limits import SchedulerLimits
+from plait.schedule.costs import SchedulerLimits
 from plait.schedule.plan import Done, SamplingBatch, StepPlan, Ticket
 from plait.schedule.scheduler import Scheduler
 from plait.spec import ModelSpec, NormSpec

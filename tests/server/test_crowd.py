@@ -18,8 +18,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from plait.errors import QueueFull
 from plait.request import SamplingParams
-from plait.server.api.generation import Generation
-from plait.server.gateway.request_context import Exchange, RequestContext
+from plait.server.gateway.exchange import Exchange
+from plait.server.gateway.request_context import Generation, RequestContext
 from plait.server.http.connection import MOST_BYTES, Connection, TurnTransport
 from tests.server.conftest import Client, serving, wait_until
 from tests.server.fake import EchoLoop, fake_front
@@ -32,7 +32,7 @@ class FullLoop(EchoLoop):
     is_full = True
     registry = CollectorRegistry()
 
-    def check_room(self) -> None:
+    def check_capacity(self) -> None:
         if self.is_full:
             raise QueueFull("max_waiting (0) requests wait already; try again later")
 
@@ -79,7 +79,7 @@ def test_a_refusal_in_anthropic_s_shape(full: Client) -> None:
 
 
 def test_a_crowd_is_one_line(full: Client, kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plait.server.gateway.accounting.CROWD_S", 0.05)
+    monkeypatch.setattr("plait.server.gateway.middleware.CROWD_S", 0.05)
     for _ in range(5):
         full.complete()
     assert wait_until(lambda: any("were refused" in record.getMessage() for record in kept.records))
@@ -107,7 +107,7 @@ def test_small_answers_are_not_held_back_by_the_kernel(
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_connection_lives_on_after_a_refusal_whose_body_nobody_read(full: Client, chunked: bool) -> None:
+def test_a_connection_lives_on_after_a_refusal_with_an_unread_body(full: Client, chunked: bool) -> None:
     connection = http.client.HTTPConnection(*full.address, timeout=20)
     with contextlib.closing(connection):
         for _ in range(3):
@@ -162,14 +162,14 @@ def test_the_short_way_and_the_usual_one_give_the_same_answer(
     assert without_times(short) == without_times(usual)
 
 
-def test_refusals_and_answers_come_in_the_order_they_were_asked_for(full: Client) -> None:
+def test_refusals_and_answers_come_in_the_order_of_their_requests(full: Client) -> None:
     refused, other = HEAD % (1, b"localhost", KEY, b""), b"GET /version HTTP/1.1\r\nHost: localhost\r\n"
     sent = refused * 3 + other + KEY + b"\r\n" + refused + other + KEY + b"Connection: close\r\n\r\n"
     answers = re.findall(rb"HTTP/1.1 (\d+) ", everything(full.address, sent))
     assert answers == [b"429"] * 3 + [b"200", b"429", b"200"]
 
 
-def test_the_id_that_a_client_gave_is_told_with_a_refusal(full: Client) -> None:
+def test_the_id_that_a_client_gave_comes_with_a_refusal(full: Client) -> None:
     sent = HEAD % (1, b"localhost", KEY, b"X-Request-Id: mine-1\r\nConnection: close\r\n")
     assert b"\r\nx-request-id: mine-1\r\n" in everything(full.address, sent)
 
@@ -240,8 +240,8 @@ def test_what_is_cut_off_is_not_written() -> None:
 
 
 def test_patience_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plait.server.api.generation.PATIENCE_S", 0.02)
-    monkeypatch.setattr("plait.server.api.generation.RETRY_S", 0.005)
+    monkeypatch.setattr("plait.server.gateway.request_context.PATIENCE_S", 0.02)
+    monkeypatch.setattr("plait.server.gateway.request_context.RETRY_S", 0.005)
     front = fake_front()
     request = front.prepare("FULL", SamplingParams(max_tokens=1))
 

@@ -53,7 +53,7 @@ def test_random_cancels_leave_nothing_behind() -> None:
         assert held(client) == before
 
 
-def test_a_crowd_is_served_or_told_to_come_back() -> None:
+def test_a_crowd_is_served_or_rejected_with_a_time_to_retry() -> None:
     with serving(engine_front(step_s=0.001)) as client, ThreadPoolExecutor(20) as pool:
         sent: dict[str, Any] = {"n": 60, "max_tokens": 5}
         found = list(pool.map(lambda i: client.complete(f"Crowd {i}", **sent), range(20)))

@@ -16,10 +16,10 @@ import pytest
 from openai import APIError, OpenAI
 
 from plait.frontend.deltas import TextLogprob
-from plait.server.api.generation import FIRST_WAIT_S
 from plait.server.api.reply import finite
 from plait.server.gateway import middleware
-from plait.server.http import bodies
+from plait.server.gateway.request_context import FIRST_WAIT_S
+from plait.server.http import transfer
 from tests.server.conftest import Client, serving, wait_until
 from tests.server.fake import EchoLoop, fake_front
 
@@ -59,7 +59,7 @@ def test_a_failure_is_a_500_that_says_what_failed(client: Client, path: str) -> 
 def test_a_failure_after_the_first_byte_is_an_event(
     client: Client, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("plait.server.api.generation.FIRST_WAIT_S", 0.0)
+    monkeypatch.setattr("plait.server.gateway.request_context.FIRST_WAIT_S", 0.0)
     answer = client.post(path, body(path, "BOOM", stream=True))
     assert answer.status == 200
     assert answer.events[-1]["error"]["message"] == "the engine failed here"
@@ -156,7 +156,7 @@ def test_headers_come_before_the_first_token(client: Client) -> None:
 
 
 def test_silence_is_filled_with_comments(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "PING_S", 0.02)
+    monkeypatch.setattr(transfer, "PING_S", 0.02)
     raw = json.dumps(body(PATHS[1], "HANG", stream=True)).encode()
     head = f"POST {PATHS[1]} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with socket.create_connection(client.address, timeout=20) as sock:
@@ -167,13 +167,13 @@ def test_silence_is_filled_with_comments(client: Client, monkeypatch: pytest.Mon
 
 
 def test_comments_do_not_disturb_the_openai_client(openai: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "PING_S", 0.004)
+    monkeypatch.setattr(transfer, "PING_S", 0.004)
     chunks = openai.completions.create(model="fake", prompt="SLOW and slower", stream=True)
     assert "".join(chunk.choices[0].text for chunk in chunks) == "SLOW and slower"
 
 
 def test_a_client_that_reads_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "SEND_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(transfer, "SEND_TIMEOUT_S", 0.2)
     front = fake_front()
     with serving(front) as client, socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
@@ -196,9 +196,9 @@ def test_an_open_request_too_many_is_429(monkeypatch: pytest.MonkeyPatch, client
     assert [client.get(path).status for path in ("/health", "/ready")] == [200, 200]
 
 
-def test_a_comment_that_nobody_reads_ends_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "PING_S", 0.01)
-    monkeypatch.setattr(bodies, "SEND_TIMEOUT_S", 0.05)
+def test_a_comment_that_no_client_reads_ends_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "PING_S", 0.01)
+    monkeypatch.setattr(transfer, "SEND_TIMEOUT_S", 0.05)
     ended = asyncio.Event()
 
     async def silence() -> AsyncIterator[Any]:
@@ -216,7 +216,7 @@ def test_a_comment_that_nobody_reads_ends_the_stream(monkeypatch: pytest.MonkeyP
             await asyncio.Event().wait()
 
     async def stream() -> None:
-        await bodies.EventStream(silence(), close)({"type": "http"}, nothing, stuck)
+        await transfer.EventStream(silence(), close)({"type": "http"}, nothing, stuck)
 
     asyncio.run(asyncio.wait_for(stream(), 20))
     assert ended.is_set()
@@ -241,13 +241,13 @@ def test_logprobs_are_always_json(value: float) -> None:
     assert TextLogprob("a", 1, b"a", value).logprob is value
 
 
-def test_impossible_alternatives_are_at_the_floor(client: Client) -> None:
+def test_impossible_alternatives_have_the_least_log_probability(client: Client) -> None:
     top = client.complete("a", max_tokens=1, logprobs=20).json["choices"][0]["logprobs"]["top_logprobs"][0]
     assert -9999.0 in top.values()
     assert len(top) == 20
 
 
-def test_a_character_in_pieces_is_never_torn(client: Client) -> None:
+def test_a_character_in_several_tokens_is_never_torn(client: Client) -> None:
     text = "né漢🙂e"
     chunks = client.complete(text, stream=True).events
     said = [chunk["choices"][0]["text"] for chunk in chunks]
@@ -272,7 +272,7 @@ def test_min_tokens_and_ignore_eos_keep_the_end_away(client: Client) -> None:
     assert short["text"] == "aba"
 
 
-def test_special_tokens_are_shown_if_asked_for(client: Client) -> None:
+def test_special_tokens_are_shown_if_requested(client: Client) -> None:
     asked: Any = {"echo": True, "max_tokens": 1}
     ids = [256, 72, 105]
     assert client.complete(ids, **asked).json["choices"][0]["text"] == "HiH"

@@ -63,7 +63,7 @@ def test_metrics_are_refused_with_a_reason_while_the_model_loads() -> None:
 
 
 def test_the_route_knows_no_torch() -> None:
-    code = "import sys; sys.modules['torch'] = None; import plait.server.metrics"
+    code = "import sys; sys.modules['torch'] = None; import plait.server.app"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -121,6 +121,6 @@ def test_vllms_names_say_what_ours_say() -> None:
     assert missing == []
 
 
-def test_vllms_names_are_there_only_if_asked_for() -> None:
+def test_vllms_names_are_there_only_if_requested() -> None:
     with serving(engine_front()) as client:
         assert b"vllm:" not in client.get("/metrics").body

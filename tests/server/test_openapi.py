@@ -81,6 +81,6 @@ def test_what_the_document_says_is_escaped() -> None:
 
 
 @pytest.mark.parametrize("path", ["/docs", "/openapi.json"])
-def test_a_browser_that_has_it_is_told_so(client: Client, path: str) -> None:
+def test_a_browser_that_has_it_gets_304(client: Client, path: str) -> None:
     tag = client.get(path).headers["etag"]
     assert client.request("GET", path, headers={"If-None-Match": tag}).status == 304

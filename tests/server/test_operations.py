@@ -13,9 +13,9 @@ from plait.config import ServerConfig
 from plait.server import run
 from plait.server.api import validate
 from plait.server.gateway import api_keys, middleware, request_context
-from plait.server.gateway.accounting import RELOADED, Traffic
+from plait.server.gateway.middleware import RELOADED, Traffic
 from plait.server.gateway.vllm_metrics import PER_REQUEST, RENAMED
-from plait.server.http import bodies, connection
+from plait.server.http import connection, transfer
 from tests.server.real_engine import engine_front
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "operations.md").read_text("utf-8")
@@ -55,12 +55,12 @@ def test_every_name_of_vllms_is_there() -> None:
     "shown",
     [
         f"{middleware.MAX_OPEN_REQUESTS} ",
-        f"{middleware.MAX_HEAD_BYTES >> 10} KiB, {middleware.MAX_HEADERS} headers",
+        f"{transfer.MAX_HEAD_BYTES >> 10} KiB, {transfer.MAX_HEADERS} headers",
         f"{connection.HEAD_TIMEOUT_S:g} s ",
         f"{run.KEEP_ALIVE_S} s ",
-        f"{bodies.MAX_DEPTH} levels",
-        f"{bodies.BODY_TIMEOUT_S:g} s between pieces; after {bodies.BODY_TIMEOUT_S:g} s, "
-        f"{bodies.MIN_BODY_RATE >> 10} KiB/s",
+        f"{transfer.MAX_DEPTH} levels",
+        f"{transfer.BODY_TIMEOUT_S:g} s between pieces; after {transfer.BODY_TIMEOUT_S:g} s, "
+        f"{transfer.MIN_BODY_RATE >> 10} KiB/s",
         f"{connection.WRITE_BUFFER_BYTES >> 10} KiB, and what the kernel keeps",
         f"48 KiB in {connection.READ_TIMEOUT_S:g} s",
         f"{connection.FLUSH_S:g} s after",
@@ -71,5 +71,5 @@ def test_every_name_of_vllms_is_there() -> None:
         f"{api_keys.MAX_KEYS:,}",
     ],
 )
-def test_every_bound_is_as_it_is_told(shown: str) -> None:
+def test_every_bound_is_as_documented(shown: str) -> None:
     assert shown in TEXT[TEXT.index("## Bounds") :]

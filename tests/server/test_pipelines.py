@@ -11,7 +11,7 @@ import time
 import pytest
 
 from plait.config import ServerConfig
-from plait.server.http import bodies, connection
+from plait.server.http import connection, transfer
 from plait.server.http.connection import TurnTransport
 from tests.server.conftest import Client, serving, start, wait_until
 from tests.server.fake import EchoLoop, fake_front
@@ -70,7 +70,7 @@ def test_connect_is_refused_whatever_it_names(client: Client, target: bytes) -> 
 def test_who_leaves_cancels_the_request_that_runs_and_not_only_the_last_that_was_sent(
     client: Client, engine: EchoLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bodies, "PING_S", 0.02)
+    monkeypatch.setattr(transfer, "PING_S", 0.02)
     sock = stream_that_hangs(client)
     sock.sendall(GET % (b"fake", b""))
     time.sleep(0.05)
@@ -101,7 +101,7 @@ def test_who_leaves_while_others_wait_is_noticed_though_nothing_is_written(
 
 
 def test_nothing_is_written_into_an_answer_that_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "PING_S", 0.02)
+    monkeypatch.setattr(transfer, "PING_S", 0.02)
     front = fake_front()
     running = start(lambda report: front, ServerConfig(port=0))
     client = Client(running.url, front.name)

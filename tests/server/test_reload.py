@@ -17,7 +17,7 @@ import pytest
 
 from plait.config import ServerConfig
 from plait.errors import ConfigError
-from plait.server.gateway.accounting import RELOADED, Traffic
+from plait.server.gateway.middleware import RELOADED, Traffic
 from plait.server.run import serve_front
 from tests.server.conftest import Client, wait_until
 from tests.server.fake import fake_front
@@ -129,7 +129,7 @@ def test_a_reload_that_fails_keeps_keys_and_limits(tmp_path: Path) -> None:
     assert traffic.keyring is before
 
 
-def test_a_server_whose_keys_cannot_be_read_does_not_start(tmp_path: Path) -> None:
+def test_a_server_without_readable_keys_does_not_start(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     config = ServerConfig(port=port, api_key_file=str(tmp_path / "missing"))

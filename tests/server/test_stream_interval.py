@@ -82,13 +82,13 @@ def test_the_first_token_goes_out_at_once_and_the_rest_by_fours(both: tuple[Clie
         {"prompt": "é文🦜 half", "return_token_ids": True, "logprobs": 0},
     ],
 )
-def test_what_is_said_is_the_same(both: tuple[Client, Client], asked: dict[str, Any]) -> None:
+def test_the_text_is_the_same(both: tuple[Client, Client], asked: dict[str, Any]) -> None:
     each, fourth = (completion(client, **asked) for client in both)
     assert joined(fourth) == joined(each)
     assert len(fourth) < len(each)
 
 
-def test_usage_is_the_same_and_comes_with_every_chunk_if_asked_for(both: tuple[Client, Client]) -> None:
+def test_usage_is_the_same_and_comes_with_every_chunk_if_requested(both: tuple[Client, Client]) -> None:
     asked = {"prompt": TEXT, "max_tokens": 11, "stream": True}
     last = []
     for client, counts in zip(both, ([*range(1, 12)], [1, 5, 9, 11]), strict=True):
@@ -176,7 +176,7 @@ def test_logprobs_of_a_response_are_those_of_its_text(speaking: tuple[Client, Cl
     assert done[0][0]
 
 
-def test_a_failure_comes_after_what_was_said(both: tuple[Client, Client]) -> None:
+def test_a_failure_comes_after_the_text_so_far(both: tuple[Client, Client]) -> None:
     answer = both[1].post("/v1/completions", {"prompt": "BOOM, it says", "stream": True})
     *chunks, error = answer.events
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "BOO"

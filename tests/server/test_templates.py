@@ -80,7 +80,7 @@ def test_a_chat_that_computes_without_end_harms_no_other(tmp_path: Path) -> None
     assert all("ended by the system; try again" in answer.error["message"] for answer in ended)
 
 
-def test_a_chat_whose_template_takes_too_long_is_refused_and_the_next_served() -> None:
+def test_a_chat_with_a_slow_template_is_refused_and_the_next_served() -> None:
     with templated(POWER, SandboxLimits(timeout_s=0.3)) as (client, _):
         assert content(client.chat("Hello")) == "Hello"
         refused = client.chat("x")

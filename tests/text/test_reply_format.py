@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from plait.engine.grammar_guide import ThinkingWatch
 from plait.errors import BadTemplate, InvalidField
 from plait.request import USUAL_STYLE, Grammar, JsonStyle, ReplyShape
 from plait.text.chat.jinja import JinjaTemplate
 from plait.text.grammar.compiler import GrammarCompiler
 from plait.text.output import Content
-from plait.text.output.thinking_budget import ThinkingWatch
-from plait.text.reply_format import Speech
+from plait.text.reply_format import ReplyFormat
 from plait.text.tokenizers.builtin import builtin_tokenizer
 
 TOKENIZER = builtin_tokenizer("cl100k_base", True)
@@ -26,9 +26,9 @@ TOOL = {
 }
 
 
-def speech(source: str = THINKS, style: JsonStyle = USUAL_STYLE) -> Speech:
+def reply_format(source: str = THINKS, style: JsonStyle = USUAL_STYLE) -> ReplyFormat:
     template = JinjaTemplate("test", {"default": source}, TOKENIZER, {})
-    return Speech(TOKENIZER, template, style=style)
+    return ReplyFormat(TOKENIZER, template, style=style)
 
 
 @pytest.fixture(scope="module")
@@ -62,25 +62,25 @@ def accepts(compiler: GrammarCompiler, grammar: Grammar | None, text: str) -> bo
         ({"thinking": True}, "low", ({"enable_thinking": True}, True, ("reasoning_effort",))),
     ],
 )
-def test_a_wish_reaches_the_template_under_its_own_name(
+def test_a_switch_reaches_the_template_under_its_own_name(
     kwargs: dict[str, Any], effort: str | None, wanted: tuple[dict[str, Any], bool, tuple[str, ...]]
 ) -> None:
-    assert speech().switched(kwargs, effort) == wanted
+    assert reply_format().switched(kwargs, effort) == wanted
 
 
-def test_a_template_without_a_switch_is_told_nothing() -> None:
-    plain = speech("{{ messages }}</think> about thinking")
+def test_a_template_without_a_switch_gets_none() -> None:
+    plain = reply_format("{{ messages }}</think> about thinking")
     assert plain.switched({"enable_thinking": False}) == ({}, False, ())
     assert plain.budget(None, ReplyShape(thinks=False)) is not None
 
 
 def test_levels_are_for_templates_that_know_them() -> None:
-    knows = speech("{{ messages }}{{ reasoning_effort }}")
+    knows = reply_format("{{ messages }}{{ reasoning_effort }}")
     assert knows.switched({}, "low") == ({"reasoning_effort": "low"}, True, ())
 
 
 def test_hints_of_no_use_to_a_model_are_named() -> None:
-    plain = Speech(
+    plain = ReplyFormat(
         TOKENIZER, JinjaTemplate("test", {"default": "{{ messages }}"}, TOKENIZER, {}), reasoning="none"
     )
     unread = ("reasoning_effort", "chat_template_kwargs.enable_thinking")
@@ -89,16 +89,16 @@ def test_hints_of_no_use_to_a_model_are_named() -> None:
         plain.switched({"enable_thinking": "no"})
 
 
-def test_a_broken_template_is_told_as_one() -> None:
+def test_a_broken_template_is_reported_as_one() -> None:
     with pytest.raises(BadTemplate, match="no Jinja"):
-        speech("{{ messages </think>").switched({})
+        reply_format("{{ messages </think>").switched({})
 
 
 @pytest.mark.parametrize(
     ("tail", "is_open"), [("<think>\n", True), ("<think>\n\n</think>\n\n", False), ("a", False)]
 )
 def test_a_prompt_may_end_inside_of_thinking(tail: str, is_open: bool) -> None:
-    assert speech().is_open(TOKENIZER.encode("q" * 500 + tail, allow_special=True)) is is_open
+    assert reply_format().is_open(TOKENIZER.encode("q" * 500 + tail, allow_special=True)) is is_open
 
 
 @pytest.mark.parametrize(
@@ -113,8 +113,8 @@ def test_a_prompt_may_end_inside_of_thinking(tail: str, is_open: bool) -> None:
 )
 def test_words_that_a_reply_goes_on_from_may_be_thinking(words: Any, is_open: bool) -> None:
     ids = TOKENIZER.encode("<think>\nLet me")
-    assert not speech().is_open(ids)
-    assert speech().is_open(ids, {"role": "assistant", "content": words}) is is_open
+    assert not reply_format().is_open(ids)
+    assert reply_format().is_open(ids, {"role": "assistant", "content": words}) is is_open
 
 
 WISH = Grammar("choice", '["yes", "no"]', "guided_choice")
@@ -133,10 +133,10 @@ WISH = Grammar("choice", '["yes", "no"]', "guided_choice")
         (ReplyShape(thinks=False, is_open=True), ["hm</think>yes"], ["yes"]),
     ],
 )
-def test_a_wish_is_about_what_follows_the_thinking(
+def test_a_requested_grammar_is_about_what_follows_the_thinking(
     compiler: GrammarCompiler, shape: ReplyShape, good: list[str], bad: list[str]
 ) -> None:
-    grammar = speech().grammar(WISH, shape)
+    grammar = reply_format().grammar(WISH, shape)
     assert [accepts(compiler, grammar, text) for text in good] == [True] * len(good)
     assert [accepts(compiler, grammar, text) for text in bad] == [False] * len(bad)
 
@@ -144,27 +144,30 @@ def test_a_wish_is_about_what_follows_the_thinking(
 CALL = '<tool_call>\n{"name": "f", "arguments": {"n": 5}}\n</tool_call>'
 
 
-def test_a_call_may_stand_in_place_of_what_is_wished_for(compiler: GrammarCompiler) -> None:
-    grammar = speech().grammar(WISH, ReplyShape(tools=(TOOL,)))
+def test_a_call_may_come_in_place_of_requested_content(compiler: GrammarCompiler) -> None:
+    grammar = reply_format().grammar(WISH, ReplyShape(tools=(TOOL,)))
     for text in ("yes", CALL, f"<think>hm</think>\n\n{CALL}", f"{CALL}\n{CALL}"):
         assert accepts(compiler, grammar, text), text
     for text in ("hm", f"yes{CALL}", CALL.replace("5", '"x"'), CALL.replace('"f"', '"g"')):
         assert not accepts(compiler, grammar, text), text
-    assert not accepts(compiler, speech().grammar(WISH, ReplyShape(tools=(TOOL,), choice="none")), CALL)
+    assert not accepts(compiler, reply_format().grammar(WISH, ReplyShape(tools=(TOOL,), choice="none")), CALL)
 
 
-def test_a_demanded_call_takes_the_place_of_what_is_wished_for(compiler: GrammarCompiler) -> None:
-    grammar = speech().grammar(WISH, ReplyShape(tools=(TOOL,), choice="required"))
+def test_a_demanded_call_takes_the_place_of_requested_content(compiler: GrammarCompiler) -> None:
+    grammar = reply_format().grammar(WISH, ReplyShape(tools=(TOOL,), choice="required"))
     assert accepts(compiler, grammar, CALL)
     assert not accepts(compiler, grammar, "yes")
-    alone = speech().grammar(None, ReplyShape(tools=(TOOL,), choice="required", parallel=False))
+    alone = reply_format().grammar(None, ReplyShape(tools=(TOOL,), choice="required", parallel=False))
     assert accepts(compiler, alone, f"<think>hm</think>{CALL}")
     assert not accepts(compiler, alone, f"{CALL}\n{CALL}")
 
 
 def test_white_space_in_a_demanded_call_is_one_space_unless_any_may_be(compiler: GrammarCompiler) -> None:
     shape = ReplyShape(tools=(TOOL,), choice="required")
-    usual, free = speech().grammar(None, shape), speech(style=JsonStyle(space="any")).grammar(None, shape)
+    usual, free = (
+        reply_format().grammar(None, shape),
+        reply_format(style=JsonStyle(space="any")).grammar(None, shape),
+    )
     for grammar, text, good in (
         (usual, CALL, True),
         (usual, CALL.replace(" 5", "  5"), False),
@@ -179,18 +182,18 @@ def test_a_call_has_no_other_arguments_than_its_tool_names_unless_objects_are_op
 ) -> None:
     shape = ReplyShape(tools=(TOOL,), choice="required")
     more = CALL.replace(" 5", ' 5, "more": 1')
-    assert not accepts(compiler, speech().grammar(None, shape), more)
-    assert accepts(compiler, speech(style=JsonStyle(open_objects=True)).grammar(None, shape), more)
+    assert not accepts(compiler, reply_format().grammar(None, shape), more)
+    assert accepts(compiler, reply_format(style=JsonStyle(open_objects=True)).grammar(None, shape), more)
 
 
-def test_without_a_wish_or_a_demand_there_is_no_grammar() -> None:
-    assert speech().grammar(None, ReplyShape(tools=(TOOL,))) is None
-    assert speech().grammar(None, ReplyShape()) is None
+def test_without_a_request_or_a_demand_there_is_no_grammar() -> None:
+    assert reply_format().grammar(None, ReplyShape(tools=(TOOL,))) is None
+    assert reply_format().grammar(None, ReplyShape()) is None
 
 
 def test_a_model_that_calls_nothing_says_so() -> None:
     template = JinjaTemplate("test", {"default": "{{ messages }}"}, TOKENIZER, {})
-    silent = Speech(TOKENIZER, template, tools="none", reasoning="none")
+    silent = ReplyFormat(TOKENIZER, template, tools="none", reasoning="none")
     with pytest.raises(InvalidField) as refused:
         silent.reader(ReplyShape(tools=(TOOL,)))
     assert refused.value.param == "tools"
@@ -199,7 +202,7 @@ def test_a_model_that_calls_nothing_says_so() -> None:
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 3])
 def test_a_budget_is_spent_by_thinking_alone(num_tokens: int) -> None:
-    budget = speech().budget(num_tokens, ReplyShape())
+    budget = reply_format().budget(num_tokens, ReplyShape())
     assert budget is not None
     watch = ThinkingWatch(budget, TOKENIZER.token_bytes)
     for token_id in TOKENIZER.encode(" \n\n\n", add_special=False):
@@ -227,22 +230,22 @@ STRICT = {**TOOL, "function": {**TOOL["function"], "strict": True}}
 
 
 def test_calls_of_a_strict_tool_are_held_to_their_schema_once_they_begin(compiler: GrammarCompiler) -> None:
-    grammar = speech().grammar(None, ReplyShape(tools=(STRICT,)))
+    grammar = reply_format().grammar(None, ReplyShape(tools=(STRICT,)))
     for text in ("", "yes", "a < b", CALL, f"I look.\n{CALL}", f"{CALL}\n{CALL}", f"<think>hm</think>{CALL}"):
         assert accepts(compiler, grammar, text), text
     for text in (CALL.replace("5", '"x"'), CALL.replace('"f"', '"g"'), "<tool_call>", f"{CALL} and more"):
         assert not accepts(compiler, grammar, text), text
-    alone = speech().grammar(None, ReplyShape(tools=(STRICT,), parallel=False))
+    alone = reply_format().grammar(None, ReplyShape(tools=(STRICT,), parallel=False))
     assert not accepts(compiler, alone, f"{CALL}\n{CALL}")
-    assert speech().grammar(None, ReplyShape(tools=(STRICT,), choice="none")) is None
+    assert reply_format().grammar(None, ReplyShape(tools=(STRICT,), choice="none")) is None
 
 
 @pytest.mark.parametrize("body", ["yes", CALL])
-def test_a_model_may_think_again_before_what_is_wished_for_and_not_behind_it(
+def test_a_model_may_think_again_before_requested_content_and_not_behind_it(
     compiler: GrammarCompiler, body: str
 ) -> None:
-    grammar = speech().grammar(WISH, ReplyShape(tools=(TOOL,)))
-    opened = speech().grammar(WISH, ReplyShape(tools=(TOOL,), is_open=True))
+    grammar = reply_format().grammar(WISH, ReplyShape(tools=(TOOL,)))
+    opened = reply_format().grammar(WISH, ReplyShape(tools=(TOOL,), is_open=True))
     again = "<think>and</think>\n\n"
     assert accepts(compiler, grammar, f"<think>hm</think>\n\n{again}{again}{body}")
     assert accepts(compiler, opened, f"hm</think>\n\n{again}{body}")
@@ -257,12 +260,12 @@ def test_a_model_may_think_again_before_what_is_wished_for_and_not_behind_it(
 
 
 @pytest.mark.parametrize("tools", ["hermes", "json", "phi", "qwen_xml"])
-def test_no_thinking_begins_in_the_text_beside_calls_that_are_held(
+def test_no_thinking_begins_in_the_text_around_calls_that_are_held(
     compiler: GrammarCompiler, tools: str
 ) -> None:
     """What would be read as a thought is no text: a call in it would be lost."""
     template = JinjaTemplate("test", {"default": THINKS}, TOKENIZER, {})
-    model = Speech(TOKENIZER, template, tools=tools)
+    model = ReplyFormat(TOKENIZER, template, tools=tools)
     grammar = model.grammar(None, ReplyShape(tools=(STRICT,)))
     for text in ("So < that", "<think>a</think>\n\nSo", "<think>a</think>I think>"):
         assert accepts(compiler, grammar, text), text
@@ -273,7 +276,7 @@ def test_no_thinking_begins_in_the_text_beside_calls_that_are_held(
 @pytest.mark.parametrize("text", ["<think>hm</think>a<think>b", "{<think>", "a <think>"])
 def test_a_budget_does_not_end_thinking_that_never_began(text: str) -> None:
     """The text of a string in a JSON reply may name the marker: nothing must be written into it."""
-    budget = speech().budget(0 if not text.startswith("<think>") else 100, ReplyShape())
+    budget = reply_format().budget(0 if not text.startswith("<think>") else 100, ReplyShape())
     assert budget is not None
     watch = ThinkingWatch(budget, TOKENIZER.token_bytes)
     for token_id in TOKENIZER.encode(text, add_special=False, allow_special=True):
@@ -283,12 +286,12 @@ def test_a_budget_does_not_end_thinking_that_never_began(text: str) -> None:
 
 
 def test_there_is_no_budget_where_no_thinking_can_begin() -> None:
-    assert speech().budget(5, ReplyShape(may_think=False)) is None
-    assert speech().budget(5, ReplyShape(may_think=False, is_open=True)) is not None
+    assert reply_format().budget(5, ReplyShape(may_think=False)) is None
+    assert reply_format().budget(5, ReplyShape(may_think=False, is_open=True)) is not None
 
 
 def test_a_reply_that_cannot_think_is_content_in_full() -> None:
-    reader = speech().reader(ReplyShape(may_think=False))
+    reader = reply_format().reader(ReplyShape(may_think=False))
     assert reader is not None
     parser = reader.parser()
     assert [*parser.push("<think>a</think>b"), *parser.finish()] == [Content("<think>a</think>b")]

@@ -240,7 +240,7 @@ def test_a_digest_is_of_bits() -> None:
     )
 
 
-def test_prompts_leave_room_for_two_replies(llama: Path, opened: Callable[..., Loaded]) -> None:
+def test_prompts_leave_space_for_two_replies(llama: Path, opened: Callable[..., Loaded]) -> None:
     front = opened(llama).front
     prompts = default_prompts(front, 40)
     assert max(map(len, prompts)) == 96 - 2 * 40 - min(map(len, prompts))
@@ -253,7 +253,7 @@ def test_prompts_leave_room_for_two_replies(llama: Path, opened: Callable[..., L
     assert not second_turns(asked, [[1] * 40] * 12, 40)
 
 
-def test_a_prompt_without_room_for_its_reply_is_refused(llama: Path, opened: Callable[..., Loaded]) -> None:
+def test_a_prompt_without_space_for_its_reply_is_refused(llama: Path, opened: Callable[..., Loaded]) -> None:
     with pytest.raises(ContextTooLong, match="do not fit into the context of 96"):
         first_turns(opened(llama).front, [[1] * 90], 8, batch=1)
 

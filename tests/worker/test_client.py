@@ -363,7 +363,7 @@ def test_an_idle_engine_that_keeps_ending_is_given_up(monkeypatch: pytest.Monkey
         until(lambda: process.fault is not None)
         assert not process.live
         with pytest.raises(EngineLost):
-            process.check_room()
+            process.check_capacity()
 
 
 def test_an_engine_that_was_lost_is_tried_again_and_refuses_requests_until_it_is_back(

@@ -105,7 +105,7 @@ class Child:
     def __init__(self, path: str) -> None:
         self.path, self.side = path, None  # type: str, Any
 
-    def load(self, started: float, **given: Any) -> dict[str, Any]:
+    def load(self, started: float, **given: object) -> dict[str, Any]:
         self.side = load_side(self.path)(**given)
         startup = time.time() - started
         return {**self.side.facts, "startup_s": round(startup, 2), "loaded_mib": memory_mib("VmRSS")}
@@ -113,7 +113,7 @@ class Child:
     def memory(self) -> dict[str, Any]:
         return {"peak_mib": memory_mib("VmHWM")}
 
-    def run(self, do: str, **given: Any) -> Any:
+    def run(self, do: str, **given: object) -> Any:
         own: dict[str, Callable[..., Any]] = {"load": self.load, "memory": self.memory}
         return (own.get(do) or getattr(self.side, do))(**given)
 

@@ -81,7 +81,7 @@ class LlamaCppSide:
         finally:
             lib.llama_batch_free(batch)
 
-    def _prefill(self, context: Any, batch: Any, prompts: list[list[int]]) -> list[int]:
+    def _prefill(self, context: object, batch: object, prompts: list[list[int]]) -> list[int]:
         """Whole prompts, as many to a pass as fit; the first new token of each."""
         rows = [
             (token, at, s, at == len(ids) - 1)

@@ -10,16 +10,16 @@ from typing import Any
 class Timed:
     """A runner that records how long each step took: (tokens, sequences, seconds)."""
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: object) -> None:
         self._runner, self.steps = runner, []  # type: Any, list[tuple[int, int, float]]
 
-    def launch(self, plan: Any, sampling: Any) -> Any:
+    def launch(self, plan: object, sampling: object) -> Any:
         """Run a step. Its ticket is done, so that the time of a step is its own."""
         from plait.schedule.plan import Done
 
         return Done(self._timed(plan, lambda: self._runner.launch(plan, sampling).wait()))
 
-    def execute(self, plan: Any, sampling: Any) -> Any:
+    def execute(self, plan: object, sampling: object) -> Any:
         """Run a step of a revision that had no tickets."""
         return self._timed(plan, lambda: self._runner.execute(plan, sampling))
 

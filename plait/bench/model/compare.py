@@ -56,7 +56,9 @@ class Contestant:
     is_plait: bool = True
 
 
-def contestant(what: str, model: str, settings: Mapping[str, Any], parse_options: ParseOptions) -> Contestant:
+def contestant(
+    what: str, model: str, settings: Mapping[str, object], parse_options: ParseOptions
+) -> Contestant:
     """The side that `what` names, next to `model` with `settings`. Raises ConfigError with the choices."""
     what = what.strip()
     own = SIDES / "plait_engine.py"
@@ -144,12 +146,12 @@ class Side:
     def pid(self) -> int:
         return self._process.pid
 
-    def load(self, **given: Any) -> dict[str, Any]:
+    def load(self, **given: object) -> dict[str, Any]:
         """Load its model; what it says about itself, with `startup_s` since the process began."""
         facts: dict[str, Any] = self.ask("load", started=self._started, **given)
         return facts
 
-    def ask(self, do: str, **given: Any) -> Any:
+    def ask(self, do: str, **given: object) -> Any:
         """Run one command and wait for its answer. Raises Cannot, or EngineError if it fails or dies."""
         try:
             self._pipe(self._process.stdin).write(json.dumps({"do": do, **given}) + "\n")

@@ -174,7 +174,7 @@ def check(
     if together < wanted:
         raise WrongOutput(
             f"{job.model}: {len(many)} requests that share a batch get what each gets alone for the first "
-            f"{together} tokens only, and {wanted} are wanted; --check-tokens lowers the bar"
+            f"{together} tokens only, and {wanted} are required; --check-tokens lowers the bar"
         )
     few, say = many[:CHECKED_PROMPTS], alone[:CHECKED_PROMPTS]
     agreed, gaps = _compare_reference(job, few, say, wanted)

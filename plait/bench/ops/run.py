@@ -108,7 +108,7 @@ def cases(op: Op, *, large: bool) -> list[Case]:
 def case_text(case: Case) -> str:
     """`rows=1 n_in=64`; long lists of sequences are written as their number."""
 
-    def short(value: Any) -> str:
+    def short(value: object) -> str:
         if not isinstance(value, list):
             return str(value)
         text = ",".join(map(str, value)) if len(value) <= 4 else f"{len(value)}×{value[0]}…"

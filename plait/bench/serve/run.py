@@ -119,7 +119,7 @@ def reach(target: ServerTarget) -> tuple[ServerTarget, int | None]:
     return replace(target, model=model), longest if isinstance(longest, int) else None
 
 
-def ask_json(target: ServerTarget, path: str, body: Mapping[str, Any] | None = None) -> Facts:
+def ask_json(target: ServerTarget, path: str, body: Mapping[str, object] | None = None) -> Facts:
     """GET, or POST of `body`, and its JSON object. Raises ConfigError with the server's reply."""
     url = target.base_url + path
     if urlsplit(url).scheme not in ("http", "https"):

@@ -24,7 +24,7 @@ LAST_LINES = 15  # of what a server wrote before it died
 Say = Callable[[str], None]
 
 
-def flags(settings: Mapping[str, Any]) -> list[str]:
+def flags(settings: Mapping[str, object]) -> list[str]:
     """Fields of a config as the command line has them."""
     words = []
     for name, value in settings.items():

@@ -239,7 +239,7 @@ def read_records(path: Path) -> list[list[tuple[str, str]]]:
     return found
 
 
-def _pairs(row: Any) -> Iterator[tuple[str, str]]:
+def _pairs(row: object) -> Iterator[tuple[str, str]]:
     said = row.get("conversations") or row.get("messages") or [] if isinstance(row, Mapping) else []
     question = ""
     for message in said:

@@ -78,7 +78,7 @@ def parse_hub_name(text: str) -> HubName:
     match = _NAME.fullmatch(name)
     if match is None or ".." in name:
         raise ConfigError(
-            f"{text!r} is not a name on the Hub; wanted org/name, org/name:Q4_K_M or org/name/file.gguf, "
+            f"{text!r} is not a name on the Hub; give org/name, org/name:Q4_K_M or org/name/file.gguf, "
             "each with @revision if need be, or the address of one of these"
         )
     if match["first"] and match["last"]:
@@ -181,7 +181,7 @@ def advice(error: BaseException, name: HubName) -> str:
     status = next((answer.status_code for answer in answers if answer is not None), None)
     login = "log in with `hf auth login`, or set HF_TOKEN"
     if "OfflineModeIsEnabled" in kinds:
-        return "HF_HUB_OFFLINE is set, so the Hub is not asked; unset it to fetch"
+        return "HF_HUB_OFFLINE is set, so the Hub is not queried; unset it to fetch"
     if "GatedRepoError" in kinds:
         return f"it is gated (HTTP {status}): accept its terms on its page on the Hub, then {login}"
     if "RevisionNotFoundError" in kinds:
@@ -228,9 +228,7 @@ def hub_text(text: str, endpoint: str | None = None) -> str:
         return text
     parts = [unquote(part) for part in path.split("#")[0].split("?")[0].rstrip("/").split("/")]
     if len(parts) < 2 or parts[0] in _NO_MODELS:
-        raise ConfigError(
-            f"{text!r} is not a model; wanted is the address of a repository or of a file in it"
-        )
+        raise ConfigError(f"{text!r} is not a model; give the address of a repository or of a file in it")
     repo, words = "/".join(parts[:2]), parts[2:]
     if not words:
         return repo

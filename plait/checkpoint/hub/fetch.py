@@ -158,7 +158,7 @@ def _check_space(name: HubName, nbytes: int) -> None:
     if nbytes + _SPARE_NBYTES > free:
         raise CheckpointError(
             f"{name} needs {nbytes / 1e9:.2f} GB more, and {there} has {free / 1e9:.2f} GB free: "
-            "make room (`plait list`, `plait rm`), or set HF_HUB_CACHE to a folder on another disk"
+            "free some (`plait list`, `plait rm`), or set HF_HUB_CACHE to a folder on another disk"
         )
 
 

@@ -69,12 +69,12 @@ class WeightParts:
                 f"{self.name}: its {part} is missing; the file has {', '.join(sorted(self.names.values()))}"
             )
         if self.dtype(part) not in dtypes:
-            raise BadFile(f"{self.names[part]}: is {self.dtype(part)}; wanted {' or '.join(dtypes)}")
+            raise BadFile(f"{self.names[part]}: is {self.dtype(part)}; expected {' or '.join(dtypes)}")
         shape = self.shape(part)
         if len(shape) not in dims or 0 in shape:
             wanted = " or ".join(map(str, dims))
             raise ShapeMismatch(
-                f"{self.names[part]}: {list(shape)}; wanted {wanted} dimensions, none of them 0"
+                f"{self.names[part]}: {list(shape)}; expected {wanted} dimensions, none of them 0"
             )
         return shape
 

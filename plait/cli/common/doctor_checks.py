@@ -252,7 +252,7 @@ def check_packages(facts: Mapping[str, Any], asked: DoctorRequest) -> Iterator[F
 def check_cpu(facts: Mapping[str, Any], asked: DoctorRequest) -> Iterator[Finding]:
     cpu, dot = facts["cpu"], facts["kernels"]["dot"]
     if dot == "generic" and facts["system"]["machine"].lower() in ("x86_64", "amd64"):
-        why = "--isa generic was asked for" if asked.isa == "generic" else "this processor has no AVX2"
+        why = "--isa generic is set" if asked.isa == "generic" else "this processor has no AVX2"
         yield Finding("warning", f"kernels use plain x86-64: {why}", "expect a fraction of the speed")
     elif dot == "generic" and dot is not None:
         yield Finding("note", "kernels are generic on this processor", "its own dot product is not used yet")
@@ -339,18 +339,20 @@ def check_gpu_kernels(facts: Mapping[str, Any], asked: DoctorRequest) -> Iterato
 def check_disks(facts: Mapping[str, Any], asked: DoctorRequest) -> Iterator[Finding]:
     cache, hub = facts["kernels"]["cache"], facts["hub"]
     if cache is None and facts["kernels"]["target"] is not None:
-        yield Finding("warning", "there is no home folder: kernels are compiled at every start", FOLDER)
+        yield Finding("warning", "there is no home folder: kernels are compiled in every run", FOLDER)
     elif cache is not None and cache["refused"]:
         yield Finding("warning", f"compiled kernels are neither read nor kept: {cache['refused']}", FOLDER)
     elif cache is not None and not cache["writable"]:
         yield Finding(
             "warning",
-            f"{cache['folder']} cannot be written: kernels that are not in it are compiled at every start",
+            f"{cache['folder']} cannot be written: kernels that are not in it are compiled in every run",
             FOLDER,
         )
     if cache is not None and sum(cache["old"].values()) > GIB:
         old = f"{len(cache['old'])} old folders of kernels take {sum(cache['old'].values()) / GIB:.1f} GiB"
-        yield Finding("note", old, "a start removes what was unused for 30 days; `plait cache clean` all")
+        yield Finding(
+            "note", old, "the next run removes what was unused for 30 days; `plait cache clean` all"
+        )
     for name, free in (("kernels", cache and cache["free"]), ("models of the Hub", hub["free"])):
         if free is not None and free < GIB:
             advice = "free some, or --cache-dir" if name == "kernels" else "`plait rm`, or set HF_HUB_CACHE"

@@ -61,7 +61,7 @@ def mixer_text(mixer: Mixer) -> str:
     return describe(mixer)
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Dataclasses, mappings and tuples as JSON values; every dataclass says its `type`. Infinity is null."""
     if is_dataclass(value) and not isinstance(value, type):
         own = {f.name: plain(getattr(value, f.name)) for f in fields(value)}

@@ -33,7 +33,7 @@ BYTES_FIELDS = {"memory_limit", "max_body_bytes"}
 _NOT_TYPED = {"n", "best_of", "logit_bias", "logprobs", "prompt_logprobs", "stop_token_ids"} | {
     *("include_stop_str_in_output", "skip_special_tokens")
 }
-SAMPLING_HELP = {name: told.words for name, told in SAMPLING.items() if name not in _NOT_TYPED}
+SAMPLING_HELP = {name: field.words for name, field in SAMPLING.items() if name not in _NOT_TYPED}
 
 
 class Bytes(click.ParamType[int]):
@@ -41,7 +41,7 @@ class Bytes(click.ParamType[int]):
 
     name = "bytes"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
         if isinstance(value, int):
             return value
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", str(value).strip(), re.IGNORECASE)
@@ -56,7 +56,7 @@ class TokenIds(click.ParamType[tuple[int, ...]]):
     name = "ids"
 
     def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[int, ...]:
         if isinstance(value, tuple):
             return value
@@ -199,7 +199,7 @@ def write_json(result: object) -> None:
     sys.stdout.write(to_json(result) + "\n")
 
 
-def engine_settings(given: Mapping[str, Any]) -> dict[str, Any]:
+def engine_settings(given: Mapping[str, object]) -> dict[str, Any]:
     """The EngineConfig fields among a command's parameters, with `--cpu` applied. Raises ConfigError."""
     settings = {f.name: given[f.name] for f in fields(EngineConfig)}
     if given.get("cpu"):
@@ -209,7 +209,7 @@ def engine_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def server_settings(given: Mapping[str, Any]) -> dict[str, Any]:
+def server_settings(given: Mapping[str, object]) -> dict[str, Any]:
     """The ServerConfig fields among a command's parameters."""
     return {f.name: given[f.name] for f in fields(ServerConfig)}
 

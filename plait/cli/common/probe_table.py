@@ -83,18 +83,18 @@ def probe_rows(tried: Mapping[str, Any]) -> list[Row]:
     return rows
 
 
-def _note(trial: Mapping[str, Any], quantity: Mapping[str, Any]) -> str:
+def _note(trial: Mapping[str, object], quantity: Mapping[str, object]) -> str:
     if "error" in trial:
         return f"cannot be: {trial['error']}"[:100]
     if not trial["chosen"]:
         return ""
     if quantity["margin"] is None:
         return "nothing depends on it"
-    told = f"margin {quantity['margin']:.2g} nats on {trial['tokens']} tokens"
-    return told if quantity["sure"] else f"{told}, within chance"
+    text = f"margin {quantity['margin']:.2g} nats on {trial['tokens']} tokens"
+    return text if quantity["sure"] else f"{text}, within chance"
 
 
-def values_text(values: Mapping[str, Any], limit: int = 60) -> str:
+def values_text(values: Mapping[str, object], limit: int = 60) -> str:
     """`head_dim=64`, as --set takes it; several with spaces between them."""
     text = " ".join(f"{key}={json.dumps(value)}" for key, value in values.items())
     return text if len(text) <= limit else text[: limit - 1] + "…"

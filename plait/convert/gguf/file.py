@@ -35,7 +35,7 @@ _FILE_TYPES = {"float32": "ALL_F32", "float16": "MOSTLY_F16", "bfloat16": "MOSTL
 
 def write_gguf(
     path: Path,
-    keys: Mapping[str, Any],
+    keys: Mapping[str, object],
     stored: Sequence[StorageForm],
     extra: Mapping[str, Tensor],
     model: Numbers,
@@ -104,14 +104,14 @@ def _declare(writer: gguf.GGUFWriter, entry: TensorEntry) -> None:
         writer.add_tensor_info(entry.name, shape, np.dtype(np.float32), entry.nbytes, TYPES[entry.kind])
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value: Any, types: tuple[int, ...] | None) -> None:
+def _add(writer: gguf.GGUFWriter, key: str, value: object, types: tuple[int, ...] | None) -> None:
     if isinstance(value, list) and not value:
         return  # the format has no empty lists
     kinds = tuple(gguf.GGUFValueType(t) for t in types) if types else _types_of(value)
     writer.add_key_value(key, _encode_strings(value), kinds[0], kinds[1] if len(kinds) > 1 else None)
 
 
-def _types_of(value: Any) -> tuple[gguf.GGUFValueType, ...]:
+def _types_of(value: object) -> tuple[gguf.GGUFValueType, ...]:
     kinds = gguf.GGUFValueType
     match value:
         case bool():
@@ -129,7 +129,7 @@ def _types_of(value: Any) -> tuple[gguf.GGUFValueType, ...]:
     raise TypeError(f"no type of GGUF for {type(value).__name__}")
 
 
-def _encode_strings(value: Any) -> Any:
+def _encode_strings(value: object) -> Any:
     """Strings as bytes: vocabularies hold pieces of characters."""
     if isinstance(value, str):
         return value.encode("utf-8", "surrogateescape")

@@ -32,7 +32,7 @@ SOFTMAX, SIGMOID = 1, 2  # expert_gating_func
 LARGEST = 1 << 31  # what llama.cpp takes as a context
 
 
-def model_keys(arch: str, spec: ModelSpec, config: Mapping[str, Any]) -> Values:
+def model_keys(arch: str, spec: ModelSpec, config: Mapping[str, object]) -> Values:
     """Every key behind the architecture's prefix. `config`: the source's, for what no spec says."""
     values: Values = {
         "block_count": len(spec.layers),

@@ -131,7 +131,7 @@ def _as_arch(model: Model, arch: str) -> GgufTarget:
     return GgufTarget(arch, keys, agreeing, extra, tuple(_notes(spec, arch)))
 
 
-def read_back(keys: Mapping[str, Any], made: list[Made], extra: Mapping[str, Tensor]) -> Resolved:
+def read_back(keys: Mapping[str, object], made: list[Made], extra: Mapping[str, Tensor]) -> Resolved:
     """What a reader of the file will take the model for."""
     shapes = {m.name: m.shape for m in made} | {name: tuple(t.shape) for name, t in extra.items()}
     return resolve(None, shapes, gguf=keys, read=lambda name: extra[name])
@@ -199,7 +199,7 @@ class OwnTarget:
     made: tuple[Made, ...]
 
 
-def own_target(made: Sequence[Made], config: Mapping[str, Any] | None) -> OwnTarget:
+def own_target(made: Sequence[Made], config: Mapping[str, object] | None) -> OwnTarget:
     """The checkpoint as it is. `config`: what its config.json should say, None if it has none."""
     given, names = [], list[str]()
     for one in made:
@@ -249,7 +249,7 @@ def with_overrides(config: Mapping[str, Any] | None, given: Mapping[str, Any]) -
     return found
 
 
-def drop_packing(config: Mapping[str, Any]) -> dict[str, Any]:
+def drop_packing(config: Mapping[str, object]) -> dict[str, Any]:
     """The config without what it says of how tensors are packed, which they no longer are."""
     return {
         k: drop_packing(v) if isinstance(v, Mapping) else v

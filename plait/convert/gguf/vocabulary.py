@@ -114,7 +114,7 @@ def _generation(opened: Opened) -> dict[str, str]:
     return {GENERATION: path.read_text(encoding="utf-8")} if path and path.exists() else {}
 
 
-def _is_beyond(value: Any, size: int) -> bool:
+def _is_beyond(value: object, size: int) -> bool:
     """Whether this is the id of a token that the model has no row for."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= size
 
@@ -271,7 +271,7 @@ def _ids(tokenizer: Tokenizer) -> dict[str, Any]:
     return found
 
 
-def _cuts_alike(keys: Mapping[str, Any], tokenizer: Tokenizer) -> bool:
+def _cuts_alike(keys: Mapping[str, object], tokenizer: Tokenizer) -> bool:
     """Whether the file's tokenizer makes of a text what the model's own does."""
     written = gguf_tokenizer(keys)
     wanted = tokenizer.encode(PROBE, add_special=False)

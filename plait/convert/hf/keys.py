@@ -84,7 +84,7 @@ def _biases(spec: ModelSpec, tensors: Container[str]) -> Values:
     return found
 
 
-def _shortest(value: Any) -> Any:
+def _shortest(value: object) -> Any:
     """Numbers that were float32 in GGUF as people write them: 1e-05, not 9.999999747378752e-06."""
     if isinstance(value, Mapping):
         return {k: _shortest(v) for k, v in value.items()}
@@ -93,7 +93,7 @@ def _shortest(value: Any) -> Any:
     return value
 
 
-def _find_names(config: Mapping[str, Any], spec: ModelSpec) -> tuple[str, str]:
+def _find_names(config: Mapping[str, object], spec: ModelSpec) -> tuple[str, str]:
     """(model_type, architecture), as transformers names them."""
     entry = find(config)
     if entry.name == "llama" and any(m.window for m in spec.mixers_of(AttentionSpec)):
@@ -101,7 +101,7 @@ def _find_names(config: Mapping[str, Any], spec: ModelSpec) -> tuple[str, str]:
     return entry.name, entry.architectures[0]
 
 
-def _carry(values: Values, config: Mapping[str, Any], ours: str, theirs: str | None) -> None:
+def _carry(values: Values, config: Mapping[str, object], ours: str, theirs: str | None) -> None:
     if config.get(ours) is not None:
         values[theirs or ours] = config[ours]
 

@@ -44,7 +44,7 @@ def write_vocabulary(folder: Path, metadata: Mapping[str, Any], tokenizer: Token
     _write_json(folder / "generation_config.json", {k: v for k, v in generation.items() if v is not None})
 
 
-def _write_library(folder: Path, metadata: Mapping[str, Any], tokenizer: Tokenizer) -> bool:
+def _write_library(folder: Path, metadata: Mapping[str, object], tokenizer: Tokenizer) -> bool:
     """tokenizer.json and its config; False for a kind that they cannot hold."""
     library = _library(metadata)
     if library is None:
@@ -57,7 +57,7 @@ def _write_library(folder: Path, metadata: Mapping[str, Any], tokenizer: Tokeniz
     return True
 
 
-def _write_templates(folder: Path, metadata: Mapping[str, Any]) -> None:
+def _write_templates(folder: Path, metadata: Mapping[str, object]) -> None:
     named = template_sources(None, metadata)
     if "default" in named:
         _write_text(folder / "chat_template.jinja", named.pop("default"))
@@ -74,11 +74,11 @@ def _write_text(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8", errors="surrogateescape", newline="")
 
 
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+def _write_json(path: Path, value: Mapping[str, object]) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _library(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer | None:
+def _library(metadata: Mapping[str, object]) -> tokenizers.Tokenizer | None:
     metadata = _drop_padding(metadata)
     match metadata.get(f"{KEY}model"):
         case "gpt2":
@@ -181,7 +181,7 @@ def _wrap(library: tokenizers.Tokenizer, tokenizer: Tokenizer) -> None:
     )
 
 
-def _check(folder: Path, config: Mapping[str, Any], tokenizer: Tokenizer) -> None:
+def _check(folder: Path, config: Mapping[str, object], tokenizer: Tokenizer) -> None:
     written = load_hf_tokenizer(folder / "tokenizer.json", TokenizerFiles(config, {}))
     if written.encode(PROBE) != tokenizer.encode(PROBE):
         log.warning("tokenizer.json does not cut every text as the GGUF file's tokenizer does")

@@ -154,7 +154,7 @@ def pairs_order(head_dim: int, rotated: int, *, to_pairs: bool) -> Tensor:
 def _drop_order(spec: ModelSpec) -> ModelSpec:
     """The spec without the order of rows, which is in the tensors."""
 
-    def plain(value: Any) -> Any:
+    def plain(value: object) -> Any:
         if isinstance(value, RopeSpec):
             inv_freq, mscale = frequencies(value, spec.max_len)
             numbers = {"divisors": tuple(inv_freq.tolist()), "mscale": mscale}
@@ -175,7 +175,7 @@ def _drop_order(spec: ModelSpec) -> ModelSpec:
     return found
 
 
-def differences(ours: Any, theirs: Any, where: str = "") -> Iterator[str]:
+def differences(ours: object, theirs: object, where: str = "") -> Iterator[str]:
     """What two specs do not agree on, `layers.0.attn.window: 8, there None`."""
     if is_dataclass(ours) and type(ours) is type(theirs):
         names = [f.name for f in fields(ours) if f.name not in FREE]

@@ -139,4 +139,4 @@ def _is_finite(value: float) -> bool:
 
 def _bad(source: str, key: str, value: Any, wanted: str) -> UnsupportedModel:
     shown = repr(value)[:80]
-    return UnsupportedModel(f"{source} says {key} = {shown}; wanted {wanted} (--set {key}=… corrects it)")
+    return UnsupportedModel(f"{source} says {key} = {shown}; expected {wanted} (--set {key}=… corrects it)")

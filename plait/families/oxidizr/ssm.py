@@ -39,7 +39,7 @@ def _groups(view: View, both: int, heads: int, leaf: str) -> tuple[int, int]:
     if size and (both % size or heads % (both // size)):
         where = view.facts.provenance["mamba2_state_size"]
         raise UnsupportedModel(
-            f"{where} says mamba2_state_size = {size}, but {view.theirs(leaf)} has room for groups × states "
+            f"{where} says mamba2_state_size = {size}, but {view.theirs(leaf)} holds groups × states "
             f"= {both} with {heads} heads; correct {where}, or run with --set mamba2_state_size={both}"
         )
     if size:
@@ -56,7 +56,7 @@ def _chunk_size(view: View) -> int:
     if view.ssm_mode == "exact" and not view.facts.given("mamba2_chunk_size"):
         raise ConfigError(
             "ssm_mode exact needs mamba2_chunk_size: it changes what this mode computes, the config does not "
-            "give it and no tensor tells it; run with --set mamba2_chunk_size=… (the trainer's examples have "
+            "give it and no tensor shows it; run with --set mamba2_chunk_size=… (the trainer's examples have "
             "64 and 32)"
         )
     size: int = view.facts.default("mamba2_chunk_size", 256)

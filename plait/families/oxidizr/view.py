@@ -52,7 +52,7 @@ class View:
         found = self.shapes.get(self.ours(leaf))
         if found is None:
             raise MissingTensor(
-                f"the checkpoint has no {self.theirs(leaf)!r}, which that layer needs and whose shape tells "
+                f"the checkpoint has no {self.theirs(leaf)!r}, which that layer needs and which shows "
                 "its sizes; the file is incomplete: fetch or export it again"
             )
         if len(found) not in dims:

@@ -16,10 +16,10 @@ from plait.server.api.parse_fields import string_of
 class MessageConversation:
     """Messages of a chat, and where in the client's input each began."""
 
-    messages: list[dict[str, Any]] = field(default_factory=list)
+    messages: list[dict[str, object]] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
 
-    def add(self, place: str, **message: Any) -> None:
+    def add(self, place: str, **message: object) -> None:
         self.messages.append(message)
         self.places.append(place)
 
@@ -83,14 +83,14 @@ def _add_assistant(chat: MessageConversation, blocks: Sequence[Any], at: str) ->
                 calls.append(_call(block, place))
             case other:
                 raise _refuse_block(other, place)
-    more: dict[str, Any] = {"tool_calls": calls} if calls else {}
+    more: dict[str, object] = {"tool_calls": calls} if calls else {}
     if thought:
         more["reasoning_content"] = "\n".join(thought)
     content = "\n".join(said) if said or not calls else None
     chat.add(at, role="assistant", content=content, **more)
 
 
-def _call(block: Mapping[str, Any], at: str) -> dict[str, Any]:
+def _call(block: Mapping[str, object], at: str) -> dict[str, object]:
     arguments = block.get("input")
     if not isinstance(arguments, dict):
         raise InvalidField(f"{at}.input: it must be an object", f"{at}.input")
@@ -99,7 +99,7 @@ def _call(block: Mapping[str, Any], at: str) -> dict[str, Any]:
     return {"id": string_of(block, "id", at), "type": "function", "function": function}
 
 
-def _text(content: Any, at: str) -> str:
+def _text(content: object, at: str) -> str:
     """Text, or a list of text blocks as one."""
     if isinstance(content, str):
         return content
@@ -113,7 +113,7 @@ def _text(content: Any, at: str) -> str:
     return "\n".join(texts)
 
 
-def _kind(block: Any, at: str) -> str:
+def _kind(block: object, at: str) -> str:
     kind = block.get("type") if isinstance(block, Mapping) else None
     if not isinstance(kind, str):
         raise InvalidField(f"{at}: it must be an object with a type", at)
@@ -124,7 +124,7 @@ def _refuse_block(kind: str, at: str) -> InvalidField:
     return InvalidField(f"{at}: {kind!r:.80} blocks are not supported here", at)
 
 
-def chat_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
+def chat_tools(tools: Sequence[object]) -> list[dict[str, Any]]:
     """Tools as a chat describes them. Raises InvalidField for tools that are run by others."""
     found = []
     for i, tool in enumerate(tools):
@@ -141,9 +141,9 @@ def chat_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
     return found
 
 
-def chat_tool_choice(choice: Mapping[str, Any]) -> dict[str, Any]:
+def chat_tool_choice(choice: Mapping[str, object]) -> dict[str, object]:
     """`tool_choice` and `parallel_tool_calls` of a chat. Raises InvalidField."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     match choice.get("type"):
         case "auto" | "none" as kind:
             found["tool_choice"] = kind
@@ -160,9 +160,9 @@ def chat_tool_choice(choice: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def convert_thinking(found: Mapping[str, Any]) -> dict[str, Any]:
+def convert_thinking(found: Mapping[str, object]) -> dict[str, object]:
     """`thinking` in the words of a chat. Raises InvalidField."""
-    sent: dict[str, Any] = {}
+    sent: dict[str, object] = {}
     match found.get("type"):
         case "disabled":
             sent["reasoning_effort"] = "none"
@@ -184,9 +184,9 @@ def convert_thinking(found: Mapping[str, Any]) -> dict[str, Any]:
     return sent
 
 
-def chat_output(found: Mapping[str, Any]) -> dict[str, Any]:
+def chat_output(found: Mapping[str, object]) -> dict[str, object]:
     """`output_config` in the words of a chat. Raises InvalidField."""
-    sent: dict[str, Any] = {}
+    sent: dict[str, object] = {}
     for name, value in found.items():
         if value is None:
             continue

@@ -28,17 +28,16 @@ from plait.server.api import validate
 from plait.server.api.content_blocks import (
     BlockReply,
     BlockStep,
-    ChatPlan,
     ReplyBlock,
     in_words_of,
     refuse_words_of_a_chat,
 )
 from plait.server.api.parse_fields import field_names, parse_as
-from plait.server.api.reply import Count, Endpoint, Usage
+from plait.server.api.reply import ChatPlan, Count, Endpoint, Usage
 from plait.server.api.schema import Objects
 from plait.server.gateway.request_context import RequestContext
 from plait.server.http.errors import Problem
-from plait.server.http.tasks import new_id
+from plait.server.http.transfer import new_id
 from plait.server.openai import chat, models
 
 if TYPE_CHECKING:
@@ -188,7 +187,7 @@ _KINDS = {
 }
 
 
-def plan(context: RequestContext, body: Mapping[str, Any]) -> MessagesReply:
+def plan(context: RequestContext, body: Mapping[str, object]) -> MessagesReply:
     """Validate, render and tokenize a request, before the engine gets it. Raises RequestErrors."""
     refuse_words_of_a_chat(body, _UNREAD, _NAMES)
     _refuse(body, FIELDS)
@@ -205,7 +204,7 @@ def plan(context: RequestContext, body: Mapping[str, Any]) -> MessagesReply:
     return MessagesReply(context.model, planned, found.places)
 
 
-def count(context: RequestContext, body: Mapping[str, Any]) -> InputTokens:
+def count(context: RequestContext, body: Mapping[str, object]) -> InputTokens:
     """Count the tokens of a prompt. Raises RequestErrors."""
     _refuse(body, COUNT_FIELDS)
     asked = parse_as(body, CountRequest)
@@ -226,7 +225,7 @@ def refusal(found: Problem) -> MessageError:
     return MessageError("error", ErrorText(kind, message))
 
 
-def _refuse(body: Mapping[str, Any], read: frozenset[str]) -> None:
+def _refuse(body: Mapping[str, object], read: frozenset[str]) -> None:
     for name in _REFUSED:
         if body.get(name):
             raise InvalidField(f"{name}: this server cannot honour it; leave it out", name)
@@ -240,7 +239,7 @@ def _continuation(found: MessageConversation) -> dict[str, Any]:
 
 def _translate_fields(asked: CountRequest) -> dict[str, Any]:
     """The fields that have other names in a chat."""
-    sent: dict[str, Any] = {}
+    sent: dict[str, object] = {}
     if asked.tools:
         sent |= {"tools": chat_tools(asked.tools), **chat_tool_choice(asked.tool_choice or {"type": "auto"})}
     elif asked.tool_choice and asked.tool_choice.get("type") not in ("auto", "none"):

@@ -1,7 +1,6 @@
-"""A chat's reply as it grows: every API that answers a chat reads the same typed deltas.
+"""A chat's reply as blocks, one after the other, as Responses and Messages show it.
 
-Chat shows the deltas themselves; Responses and Messages show blocks, one after the other. Errors are in the
-words of the requested API: a chat's `messages[2]` may be another one's `input[3]`.
+Errors are in the words of the requested API: a chat's `messages[2]` may be another one's `input[3]`.
 """
 
 from __future__ import annotations
@@ -10,14 +9,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from plait.errors import InvalidField, RequestError
-from plait.request import FinishReason, Request
-from plait.server.api.reply import ApiReply, ChosenToken, list_chosen_tokens
-from plait.server.api.schema import ChatRequest
+from plait.server.api.reply import ApiReply, ChatPlan, ChoiceCourse, ChosenToken, is_hidden, parts_of
 from plait.text.output import Arguments, CallEnd, CallStart, Content, Reasoning
 
 if TYPE_CHECKING:
@@ -25,7 +22,7 @@ if TYPE_CHECKING:
 
 
 # Fields of a chat that another API names otherwise, with the values that change nothing.
-_SAYS_NOTHING: Mapping[str, tuple[Any, ...]] = {
+_SAYS_NOTHING: Mapping[str, tuple[object, ...]] = {
     "n": (1,),
     "best_of": (1,),
     "stop": ("", []),
@@ -47,7 +44,9 @@ _SAYS_NOTHING: Mapping[str, tuple[Any, ...]] = {
 _PARAMETERS = re.compile(r"^(tools\[\d+\])\.function\.parameters")
 
 
-def refuse_words_of_a_chat(body: Mapping[str, Any], words: frozenset[str], names: Mapping[str, str]) -> None:
+def refuse_words_of_a_chat(
+    body: Mapping[str, object], words: frozenset[str], names: Mapping[str, str]
+) -> None:
     """Raises InvalidField for a field of a chat that this API does not read, unless it changes nothing.
 
     `words`: those fields; `names`: what they are called here.
@@ -92,71 +91,7 @@ def _rename_param(param: str, names: Mapping[str, str], places: Sequence[str]) -
     return names.get(stem, stem) + bracket + inner + dot + rest
 
 
-NO_FORM = (
-    "max_tokens ended the reply before what it must be had begun: thinking counts against max_tokens; send a "
-    "larger one, or bound thinking by thinking_token_budget"
-)
 BlockKind = Literal["reasoning", "text", "call"]
-Part = Content | Reasoning | CallStart | Arguments | CallEnd
-
-
-@dataclass(frozen=True, slots=True)
-class ChatPlan:
-    """A chat that may go to the engine. `with_ids`: its reply shows token ids."""
-
-    asked: ChatRequest
-    request: Request
-    with_ids: bool
-
-    def logprobs(self, delta: Delta) -> list[ChosenToken] | None:
-        """What the reply shows of a delta's log-probabilities; None: they were not requested."""
-        if not self.asked.logprobs:
-            return None
-        return list_chosen_tokens(delta.logprobs or (), self.asked.top_logprobs or 0)
-
-
-def parts_of(delta: Delta) -> Sequence[Part]:
-    """Content, thinking and calls in their order."""
-    return delta.parts or ((Content(delta.text),) if delta.text else ())
-
-
-def is_hidden(delta: Delta) -> bool:
-    """Whether its tokens are thinking, which are not shown where thinking is not."""
-    return any(isinstance(part, Reasoning) for part in delta.parts)
-
-
-class ChoiceCourse:
-    """Progress of one choice. `says_something`: more than thinking; `num_calls`: those that ended whole."""
-
-    def __init__(self, chat: ChatPlan) -> None:
-        grammar = chat.request.grammar
-        # A grammar of "tools" only says how calls are written, if there are any.
-        self._is_demanded = grammar is not None and grammar.param != "tools"
-        self.has_begun = self.has_thought = self.says_something = False
-        self.num_calls = 0
-        self.finish_reason: FinishReason | None = None
-        self.stop_reason: int | str | None = None
-
-    @property
-    def warning(self) -> str:
-        """What is wrong with a choice that has ended; "" if nothing is."""
-        is_cut = self.finish_reason == "length" and self.has_thought and not self.says_something
-        return NO_FORM if is_cut and self._is_demanded else ""
-
-    def note(self, delta: Delta) -> None:
-        """Update the progress by this delta of the choice."""
-        self.has_begun = True
-        for part in parts_of(delta):
-            match part:
-                case Content(text):
-                    self.says_something = self.says_something or bool(text.strip())
-                case Reasoning():
-                    self.has_thought = True
-                case CallStart():
-                    self.says_something = True
-                case CallEnd(_, complete):
-                    self.num_calls += complete
-        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
 
 @dataclass(slots=True)

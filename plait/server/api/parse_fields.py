@@ -23,7 +23,7 @@ NO_LIMIT = (-1, -2)  # llama.cpp's and Ollama's words for as many tokens as fit
 
 # alias -> our name
 NAMES: Mapping[str, str] = {
-    **{also: name for name, told in SAMPLING.items() for also in told.also},
+    **{also: name for name, field in SAMPLING.items() for also in field.also},
     "typical": "typical_p",
     "return_tokens": "return_token_ids",
     "add_special": "add_special_tokens",
@@ -37,15 +37,15 @@ NAMES: Mapping[str, str] = {
 Harmless = Callable[[Any], bool]
 
 
-def _is(*values: Any) -> Harmless:
+def _is(*values: object) -> Harmless:
     return lambda value: value in values and isinstance(value, bool) == isinstance(values[0], bool)
 
 
-def _always(_: Any) -> bool:
+def _always(_: object) -> bool:
     return True
 
 
-def _empty(value: Any) -> bool:
+def _empty(value: object) -> bool:
     return value in ("", [], {})
 
 
@@ -103,7 +103,7 @@ REPORTED: Mapping[str, Harmless] = {
 }
 
 
-def parse_as(body: Mapping[str, Any], kind: type[S]) -> S:
+def parse_as(body: Mapping[str, object], kind: type[S]) -> S:
     """`body` as `kind`. Raises InvalidField, naming the field as OpenAI does: `messages[0].content`."""
     try:
         return msgspec.convert(body, kind)
@@ -114,12 +114,12 @@ def parse_as(body: Mapping[str, Any], kind: type[S]) -> S:
         raise InvalidField(f"{param}: {what}" if param else what, param) from None
 
 
-def present(body: Mapping[str, Any]) -> dict[str, Any]:
+def present(body: Mapping[str, object]) -> dict[str, object]:
     """The fields that are not null, under their own names rather than aliases. Raises InvalidField."""
     return rename_params({name: value for name, value in body.items() if value is not None})
 
 
-def string_of(found: Mapping[str, Any], name: str, at: str) -> str:
+def string_of(found: Mapping[str, object], name: str, at: str) -> str:
     """A field that must be text, of an object at `at`. Raises InvalidField."""
     value = found.get(name)
     if not isinstance(value, str):
@@ -132,7 +132,7 @@ def field_names(kind: type) -> frozenset[str]:
     return frozenset(get_type_hints(kind))
 
 
-def _choices(kind: Any, param: str) -> str:
+def _choices(kind: object, param: str) -> str:
     """The values that a field may have, as a client writes them; "" if it is not one of a few."""
     name, _, rest = param.partition(".")
     name, is_entry, _ = name.partition("[")
@@ -158,9 +158,9 @@ def _split_place(message: str) -> tuple[str, str | None]:
     return what.replace(" | null", ""), param
 
 
-def rename_params(body: Mapping[str, Any]) -> dict[str, Any]:
+def rename_params(body: Mapping[str, object]) -> dict[str, object]:
     """The body under our names, without what changes nothing. Raises InvalidField."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for name, value in _flat(body).items():
         if name in REPORTED and REPORTED[name](value):
             continue
@@ -177,7 +177,7 @@ def rename_params(body: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _flat(body: Mapping[str, Any]) -> Mapping[str, Any]:
+def _flat(body: Mapping[str, object]) -> Mapping[str, object]:
     """The body with the fields of Ollama's `options` moved up to the other fields."""
     options = body.get("options")
     if options is None:
@@ -191,7 +191,7 @@ def _flat(body: Mapping[str, Any]) -> Mapping[str, Any]:
     return rest
 
 
-def _translate_field(name: str, value: Any, body: Mapping[str, Any]) -> dict[str, Any]:
+def _translate_field(name: str, value: object, body: Mapping[str, object]) -> dict[str, object]:
     """A field under our names. Raises InvalidField."""
     if name == "n_probs":
         return _n_probs(value, is_chat="messages" in body)
@@ -205,7 +205,7 @@ def _translate_field(name: str, value: Any, body: Mapping[str, Any]) -> dict[str
     return {ours: value}
 
 
-def _n_probs(value: Any, *, is_chat: bool) -> dict[str, Any]:
+def _n_probs(value: object, *, is_chat: bool) -> dict[str, object]:
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidField(f"n_probs: {value!r:.80} is not a whole number", "n_probs")
     if not value:
@@ -213,7 +213,7 @@ def _n_probs(value: Any, *, is_chat: bool) -> dict[str, Any]:
     return {"logprobs": True, "top_logprobs": value} if is_chat else {"logprobs": value}
 
 
-def _thinking(name: str, value: Any) -> dict[str, Any]:
+def _thinking(name: str, value: object) -> dict[str, object]:
     """Ollama's switch of thinking, which may be a level, too."""
     if isinstance(value, str):
         return {"reasoning_effort": value}
@@ -222,14 +222,14 @@ def _thinking(name: str, value: Any) -> dict[str, Any]:
     return {"chat_template_kwargs": {"enable_thinking": value}}
 
 
-def _bias_by_id(value: dict[str, Any]) -> dict[int, Any]:
+def _bias_by_id(value: dict[str, Any]) -> dict[int, object]:
     for key in value:
         if not (key.isascii() and key.isdigit() and len(key) <= 9):
             raise InvalidField(f"logit_bias: {shorten(key)} is not a token id", "logit_bias")
     return {int(key): bias for key, bias in value.items()}
 
 
-def _bias(value: Any) -> dict[int, Any]:
+def _bias(value: object) -> dict[int, object]:
     """A logit bias: llama.cpp's pairs as OpenAI's object; false is none."""
     if value is False:
         return {}

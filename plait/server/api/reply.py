@@ -1,27 +1,26 @@
-"""The base of every generated reply: deltas in, the Structs of an API out, whole or as events."""
+"""The base of every generated reply: deltas in, the Structs of an API out, whole or as events.
+
+Every API that answers a chat reads the same typed deltas; `ChoiceCourse` follows one choice through them.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
-from starlette.responses import Response
-from starlette.types import Receive
 
-from plait.request import Request, RequestTrace
-from plait.server.api.generation import Generation, run_plan
-from plait.server.api.schema import Sampling, StreamOptions
+from plait.fair_queue import Slices
+from plait.request import FinishReason, Request, RequestTrace
+from plait.server.api.schema import ChatRequest, Sampling, StreamOptions
 from plait.server.gateway.request_context import RequestContext
-from plait.server.http.bodies import EventStream
-from plait.server.http.errors import Problem, json_response
-from plait.server.http.tasks import Slices, new_id, until_disconnect
+from plait.server.http.errors import Problem
+from plait.server.http.transfer import new_id
+from plait.text.output import Arguments, CallEnd, CallStart, Content, Reasoning
 
 if TYPE_CHECKING:
     from plait.frontend.deltas import Delta, TextLogprob
@@ -217,7 +216,7 @@ class ApiReply(ABC):
         return (problem.body(),)
 
 
-def head(context: RequestContext, prefix: str, kind: str) -> dict[str, Any]:
+def head(context: RequestContext, prefix: str, kind: str) -> dict[str, object]:
     """The first fields of every body of one reply of chat or completions. `kind`: its `object`."""
     return {
         "id": new_id(prefix),
@@ -243,17 +242,20 @@ class ChoicesReply(ApiReply):
     ) -> None:
         super().__init__(requests, stream=asked.stream)
         self.head, self._chunk = head, chunk
-        self._told, self._has_timings = asked.stream_options or StreamOptions(), asked.timings_per_token
+        self._stream_options, self._has_timings = (
+            asked.stream_options or StreamOptions(),
+            asked.timings_per_token,
+        )
 
     def end(self) -> Iterator[msgspec.Struct]:
-        if self._told.include_usage:
+        if self._stream_options.include_usage:
             yield self._chunk(**self.head, choices=[], usage=self.count.usage())
 
     def fields_of_chunk(self, i: int, delta: Delta) -> dict[str, Any]:
         """The fields of every chunk of this delta, without its choice."""
-        found: dict[str, Any] = {}
-        if self._told.include_usage:
-            found["usage"] = self.count.usage() if self._told.continuous_usage_stats else None
+        found: dict[str, object] = {}
+        if self._stream_options.include_usage:
+            found["usage"] = self.count.usage() if self._stream_options.continuous_usage_stats else None
         if delta.prompt_progress is not None:
             found["prompt_progress"] = self.count.progress(i, delta)
         elif self._has_timings:
@@ -264,67 +266,6 @@ class ChoicesReply(ApiReply):
         """The fields of the whole reply, without its choices."""
         timings = {"timings": self.count.engine_timings(traces)} if self._has_timings else {}
         return {**self.head, "usage": self.count.usage(), **timings}
-
-
-async def respond(
-    receive: Receive,
-    context: RequestContext,
-    plan: Callable[[], ApiReply],
-    threads: Executor | None = None,
-    interval: int = 1,
-) -> Response:
-    """Run the reply that `plan` makes, and answer with it. `plan` tokenizes, so one of `threads` calls it.
-
-    `interval`: tokens that a stream emits together. Raises Cancelled if the client leaves.
-    """
-    return await until_disconnect(receive, _respond(context, plan, threads, interval))
-
-
-async def _respond(
-    context: RequestContext, plan: Callable[[], ApiReply], threads: Executor | None, interval: int
-) -> Response:
-    reply = await run_plan(plan, threads)
-    if reply.stream:
-        return await _stream_events(context, reply, interval)
-    traces: list[RequestTrace | None] = []
-    num_open = context.front.max_open
-    size = max(min(reply.at_once, num_open // 2), 1) if reply.at_once else num_open
-    for first in range(0, len(reply.requests), size):
-        requests = reply.requests[first : first + size]
-        # Later requests of a list wait for the queue, so that the results of the first are not lost.
-        with reply.in_words():
-            generation = await Generation.start(context, requests, None, waits=bool(first))
-        try:
-            async for i, delta in generation:
-                reply.count.add(first + i, delta)
-                reply.add(first + i, delta)
-        finally:
-            await generation.close()
-        traces += generation.traces()
-    body = await asyncio.to_thread(reply.whole, traces)
-    return json_response(body, headers={WARNING_HEADER: reply.warning} if reply.warning else {})
-
-
-async def _stream_events(context: RequestContext, reply: ApiReply, interval: int) -> Response:
-    with reply.in_words():
-        generation = await Generation.start(context, reply.requests, interval)
-    try:
-        await generation.peek()
-    except BaseException:
-        await generation.close()
-        raise
-    return EventStream(_events(reply, generation), generation.close, reply.failed, named=reply.named)
-
-
-async def _events(reply: ApiReply, generation: Generation) -> AsyncIterator[msgspec.Struct]:
-    for event in reply.begin():
-        yield event
-    async for i, delta in generation:
-        reply.count.add(i, delta)
-        for event in reply.events(i, delta):
-            yield event
-    for event in reply.end():
-        yield event
 
 
 class AlternativeToken(msgspec.Struct, frozen=True):
@@ -361,6 +302,72 @@ def finite(logprob: float) -> float:
 def best(lp: TextLogprob) -> list[TextLogprob]:
     """The alternatives of a token, most likely first."""
     return sorted(lp.top, key=lambda one: -finite(one.logprob))
+
+
+NO_FORM = (
+    "max_tokens ended the reply before what it must be had begun: thinking counts against max_tokens; send a "
+    "larger one, or bound thinking by thinking_token_budget"
+)
+Part = Content | Reasoning | CallStart | Arguments | CallEnd
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPlan:
+    """A chat that may go to the engine. `with_ids`: its reply shows token ids."""
+
+    asked: ChatRequest
+    request: Request
+    with_ids: bool
+
+    def logprobs(self, delta: Delta) -> list[ChosenToken] | None:
+        """What the reply shows of a delta's log-probabilities; None: they were not requested."""
+        if not self.asked.logprobs:
+            return None
+        return list_chosen_tokens(delta.logprobs or (), self.asked.top_logprobs or 0)
+
+
+def parts_of(delta: Delta) -> Sequence[Part]:
+    """Content, thinking and calls in their order."""
+    return delta.parts or ((Content(delta.text),) if delta.text else ())
+
+
+def is_hidden(delta: Delta) -> bool:
+    """Whether its tokens are thinking, which are not shown where thinking is not."""
+    return any(isinstance(part, Reasoning) for part in delta.parts)
+
+
+class ChoiceCourse:
+    """Progress of one choice. `says_something`: more than thinking; `num_calls`: those that ended whole."""
+
+    def __init__(self, chat: ChatPlan) -> None:
+        grammar = chat.request.grammar
+        # A grammar of "tools" only says how calls are written, if there are any.
+        self._is_demanded = grammar is not None and grammar.param != "tools"
+        self.has_begun = self.has_thought = self.says_something = False
+        self.num_calls = 0
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+
+    @property
+    def warning(self) -> str:
+        """What is wrong with a choice that has ended; "" if nothing is."""
+        is_cut = self.finish_reason == "length" and self.has_thought and not self.says_something
+        return NO_FORM if is_cut and self._is_demanded else ""
+
+    def note(self, delta: Delta) -> None:
+        """Update the progress by this delta of the choice."""
+        self.has_begun = True
+        for part in parts_of(delta):
+            match part:
+                case Content(text):
+                    self.says_something = self.says_something or bool(text.strip())
+                case Reasoning():
+                    self.has_thought = True
+                case CallStart():
+                    self.says_something = True
+                case CallEnd(_, complete):
+                    self.num_calls += complete
+        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
 
 Body = dict[str, Any] | msgspec.Struct

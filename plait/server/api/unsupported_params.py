@@ -12,19 +12,19 @@ from typing import Any
 Harmless = Callable[[Any], bool]
 
 
-def _only(*values: Any) -> Harmless:
+def _only(*values: object) -> Harmless:
     return lambda value: value in values and type(value) in {type(v) for v in values}
 
 
-def _empty(value: Any) -> bool:
+def _empty(value: object) -> bool:
     return value in ("", [], {})
 
 
-def _never(_: Any) -> bool:
+def _never(_: object) -> bool:
     return False
 
 
-def _always(_: Any) -> bool:
+def _always(_: object) -> bool:
     return True
 
 

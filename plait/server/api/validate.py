@@ -20,7 +20,7 @@ from plait.text.output import tool_schemas
 from plait.text.output.call_grammar import required_tools
 
 if TYPE_CHECKING:
-    from plait.text.reply_format import Speech
+    from plait.text.reply_format import ReplyFormat
 
 
 Tool = Mapping[str, Any]
@@ -28,7 +28,7 @@ XML_TOOLS = "xml_tools"
 AT = "tool_choice.allowed_tools"
 
 
-def allow_tools(tools: Sequence[Tool], choice: Any) -> tuple[list[Any], Any]:
+def allow_tools(tools: Sequence[Tool], choice: object) -> tuple[list[Any], Any]:
     """The tools that may be called, and the choice among them: any other choice leaves both as they are.
 
     The template gets those tools alone. Raises InvalidField for an unknown mode, and for a tool that is not
@@ -52,15 +52,15 @@ def allow_tools(tools: Sequence[Tool], choice: Any) -> tuple[list[Any], Any]:
 
 
 def from_template_kwargs(
-    tools: Sequence[Tool], kwargs: Mapping[str, Any], speech: Speech
-) -> tuple[Sequence[Tool], Mapping[str, Any]]:
+    tools: Sequence[Tool], kwargs: Mapping[str, object], reply_format: ReplyFormat
+) -> tuple[Sequence[Tool], Mapping[str, object]]:
     """Tools, and the template's arguments without those of SmolLM3 that are tools.
 
     They reach the template and the parser of calls as tools of the request do. A bare function is accepted,
     as in that model's own examples. Raises InvalidField.
     """
     found, at = kwargs.get(XML_TOOLS), f"chat_template_kwargs.{XML_TOOLS}"
-    if found is None or XML_TOOLS not in speech.variables:
+    if found is None or XML_TOOLS not in reply_format.variables:
         return tools, kwargs
     if not isinstance(found, list) or not all(isinstance(tool, Mapping) for tool in found):
         raise InvalidField(f"{at}: it must be a list of tools", at)
@@ -70,14 +70,14 @@ def from_template_kwargs(
     return tools or wrapped, {name: value for name, value in kwargs.items() if name != XML_TOOLS}
 
 
-def _name(tool: Any, at: str) -> str:
+def _name(tool: object, at: str) -> str:
     name = _function(tool).get("name") or (tool.get("name") if isinstance(tool, Mapping) else None)
     if not isinstance(name, str):
         raise InvalidField(f'{at}: it must be {{"type": "function", "function": {{"name": …}}}}', at)
     return name
 
 
-def _function(tool: Any) -> Mapping[str, Any]:
+def _function(tool: object) -> Mapping[str, object]:
     found = tool.get("function") if isinstance(tool, Mapping) else None
     return found if isinstance(found, Mapping) else {}
 
@@ -102,7 +102,7 @@ _RESERVED_KWARGS = frozenset(
 )
 
 
-def refuse(body: Mapping[str, Any], read: frozenset[str]) -> None:
+def refuse(body: Mapping[str, object], read: frozenset[str]) -> None:
     """Raises InvalidField for a parameter that would have to be ignored. `read`: fields that are honoured."""
     for name, value in body.items():
         harmless = UNREAD.get(name)
@@ -116,7 +116,7 @@ def refuse(body: Mapping[str, Any], read: frozenset[str]) -> None:
             raise InvalidField(f"{at}: this server cannot honour {shorten(value)}; leave it out", at)
 
 
-def list_ignored(body: Mapping[str, Any], read: frozenset[str], unread: Sequence[str] = ()) -> str:
+def list_ignored(body: Mapping[str, object], read: frozenset[str], unread: Sequence[str] = ()) -> str:
     """The fields that the endpoint ignores, for the header that reports them; made safe to print.
 
     `unread`: those that the endpoint knows and the model does not use.
@@ -219,7 +219,7 @@ def check_messages(messages: list[dict[str, Any]]) -> None:
                 raise InvalidField(f"{at}.{name}: it must be a string", f"{at}.{name}")
 
 
-def check_tools(tools: Sequence[Mapping[str, Any]], choice: Any) -> None:
+def check_tools(tools: Sequence[Mapping[str, object]], choice: object) -> None:
     """Raises InvalidField for too many tools, a tool that is no named function, and a wrong choice."""
     if not tools and choice is None:
         return
@@ -249,7 +249,7 @@ def thinking_budget(asked: ChatRequest) -> int | None:
     return None if wanted == -1 else wanted
 
 
-def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
+def check_template_kwargs(kwargs: Mapping[str, object]) -> None:
     """Raises InvalidField for names that would replace what a request has fields for."""
     if taken := sorted(_RESERVED_KWARGS & set(kwargs)):
         at = f"chat_template_kwargs.{taken[0]}"
@@ -260,14 +260,14 @@ class ContinuableRequest(Protocol):
     """A request that says how the last turn of its conversation ends."""
 
     @property
-    def messages(self) -> list[dict[str, Any]]: ...
+    def messages(self) -> list[dict[str, object]]: ...
     @property
     def add_generation_prompt(self) -> bool | None: ...
     @property
     def continue_final_message(self) -> bool: ...
 
 
-def turn_options(asked: ContinuableRequest) -> dict[str, Any]:
+def turn_options(asked: ContinuableRequest) -> dict[str, object]:
     """How a template is to end the conversation. Raises InvalidField for a turn that cannot be continued."""
     if not asked.continue_final_message:
         return {"add_generation_prompt": asked.add_generation_prompt is not False}
@@ -281,7 +281,7 @@ def turn_options(asked: ContinuableRequest) -> dict[str, Any]:
     return {"add_generation_prompt": False, "continue_final_message": True}
 
 
-def _check_content(message: Mapping[str, Any], role: str, at: str) -> None:
+def _check_content(message: Mapping[str, object], role: str, at: str) -> None:
     content = message.get("content")
     if isinstance(content, str):
         return
@@ -301,7 +301,7 @@ def _check_content(message: Mapping[str, Any], role: str, at: str) -> None:
             raise InvalidField(f"{at}[{i}].text: it must be a string", f"{at}[{i}].text")
 
 
-def _check_tool_calls(calls: Any, at: str) -> None:
+def _check_tool_calls(calls: object, at: str) -> None:
     if calls is None:
         return
     if not isinstance(calls, list):
@@ -347,5 +347,5 @@ def _stops(stop: str | Sequence[str]) -> tuple[str, ...]:
     return stops
 
 
-def _is_ids(part: Any) -> bool:
+def _is_ids(part: object) -> bool:
     return isinstance(part, list) and all(type(i) is int for i in part)

@@ -18,8 +18,10 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from plait.config import ServerConfig
 from plait.errors import ConfigError
@@ -50,7 +52,7 @@ class JsonFormat(logging.Formatter):
     """One object: `time`, `level`, `logger`, `message` or a request's fields, `exception`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        said: dict[str, Any] = {
+        said: dict[str, object] = {
             "time": _when(record),
             "level": record.levelname.lower(),
             "logger": record.name,
@@ -90,7 +92,7 @@ def shows_requests(route: str, *, is_quiet: bool = False) -> bool:
     return access.isEnabledFor(_level(route, is_quiet))
 
 
-def log_request(fields: Mapping[str, Any], route: str, *, is_quiet: bool = False) -> None:
+def log_request(fields: Mapping[str, object], route: str, *, is_quiet: bool = False) -> None:
     """Write the line of one request; fields without a value are left out."""
     level = _level(route, is_quiet)
     if access.isEnabledFor(level):
@@ -102,11 +104,11 @@ def _level(route: str, is_quiet: bool) -> int:
     return logging.DEBUG if is_quiet or route in QUIET_ROUTES else logging.INFO
 
 
-def _pairs(fields: Mapping[str, Any]) -> str:
+def _pairs(fields: Mapping[str, object]) -> str:
     return " ".join(f"{name}={_value(value)}" for name, value in fields.items())
 
 
-def _value(value: Any) -> str:
+def _value(value: object) -> str:
     text = ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
     return text if _PLAIN.fullmatch(text) else json.dumps(text)
 
@@ -248,3 +250,14 @@ def _open_log(path: str | None) -> int:
 def _close(fd: int) -> None:
     if fd != STDERR:
         os.close(fd)
+
+
+class DroppedLines(Collector):
+    """A metric: the lines that a log could not take."""
+
+    def __init__(self, log: LogWriter | None) -> None:
+        self._log = log
+
+    def collect(self) -> Iterator[Metric]:
+        text = "Lines of the log that were dropped: it was not read, or could not be written."
+        yield CounterMetricFamily("plait_log_lines_dropped", text, self._log.num_dropped if self._log else 0)

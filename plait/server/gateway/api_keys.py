@@ -83,7 +83,9 @@ def read_keys(config: ServerConfig) -> Keyring:
     if config.api_key_file is not None:
         from_file = list(_from_file(config.api_key_file, default))
         if not from_file:
-            raise ConfigError(f"api_key_file: {config.api_key_file} holds no key, and would let anybody in")
+            raise ConfigError(
+                f"api_key_file: {config.api_key_file} holds no key, and would let every client in"
+            )
         keys += from_file
     if len(keys) > MAX_KEYS:
         raise ConfigError(f"api_key_file: {len(keys)} keys are more than {MAX_KEYS}")

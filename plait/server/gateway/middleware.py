@@ -1,39 +1,46 @@
-"""The outermost layer: path spelling, request ids, hosts, keys, bounds; and an end for each request.
+"""The outermost layer: each request is admitted by its head, counted, and logged at its end.
 
-`//` counts as `/`, and a trailing slash is as good as none: never a redirect that loses a body.
+It checks path spelling, request ids, hosts, keys and bounds. `//` counts as `/`, and a trailing slash is as
+good as none: never a redirect that loses a body.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
+import logging
 import re
+import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import lru_cache
+from typing import Protocol
 
 import msgspec
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from plait.config import KIB
+from plait.config import ServerConfig
 from plait.errors import PlaitError, QueueFull
-from plait.server.gateway.accounting import Traffic
-from plait.server.gateway.request_context import SCOPE_KEY, Exchange, LoadingState
+from plait.server.gateway.access_log import DroppedLines, LogWriter, log_request, shows_requests
+from plait.server.gateway.api_keys import Key, Keyring, RateLimits, read_keys
+from plait.server.gateway.exchange import SCOPE_KEY, Exchange, log_fields
+from plait.server.gateway.request_context import LoadingState
+from plait.server.gateway.vllm_metrics import PerRequest
 from plait.server.http.errors import (
-    BadHost,
-    HeadTooLarge,
     HostRefused,
+    InvalidKey,
     NotReady,
     Problem,
     TooManyRequests,
     problem,
 )
-from plait.server.http.tasks import new_id
+from plait.server.http.transfer import check_head, host_of, new_id
 
 MAX_OPEN_REQUESTS = 2048  # each has a task, a body in memory and perhaps a thread
-MAX_HEAD_BYTES = 16 * KIB  # request line and headers; browsers and clients send less than 4 KiB
-MAX_HEADERS = 100
 MAX_LOGGED_PATH = 200
 Refusal = Callable[[Problem], msgspec.Struct]
 REQUEST_ID_HEADER = "x-request-id"
@@ -43,12 +50,144 @@ PUBLIC = frozenset(
 WATCHED = frozenset(
     {"/health", "/ready", "/live", "/metrics"}
 )  # answered also by a server that is full or stopping
-HAS_ROOM = "plait.has_room"  # in a scope: `turned_away` has checked, and only the engine's queue checks again
+HAS_CAPACITY = (
+    "plait.has_capacity"  # in a scope: `reject_early` has checked, and only the engine's queue checks again
+)
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _LOCAL_NAMES = frozenset({"localhost", "testserver"})
+logger = logging.getLogger("plait.server")
+CROWD_S = 1.0  # all requests that a full queue rejected in this time are one line of the log
+SETTLE_S, SETTLE_EVERY_S = 2.0, 0.02  # the engine reports a choice that a stop string ended a step later
+LATENCIES_S = (0.001, 0.005, 0.02, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 600.0)
+RELOADED = (
+    *("api_key", "api_key_file", "requests_per_minute", "tokens_per_minute", "max_requests_per_key"),
+    *("metrics_public", "metrics_vllm_names", "allowed_host", "log_file", "log_format", "log_level"),
+)
+METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH"})
 
 
-class Door:
+class Recorder(Protocol):
+    """Receives each request that has ended, for traces."""
+
+    def record(self, exchange: Exchange, ended_ns: int) -> None: ...
+
+
+class Traffic:
+    """Admission, metrics and log of all requests. Everything here runs on the event loop's thread."""
+
+    def __init__(
+        self, config: ServerConfig, recorder: Recorder | None = None, log: LogWriter | None = None
+    ) -> None:
+        self.config, self._recorder = config, recorder
+        self.keyring = read_keys(config)
+        self.limits = RateLimits(_all_keys(self.keyring))
+        self.num_open = self.num_working = 0
+        self._num_rejected = 0
+        self._settling: dict[str, tuple[Exchange, float, int]] = {}
+        self.per_request = PerRequest()
+        self.registry = CollectorRegistry()
+        self._requests = Counter(
+            "plait_http_requests",
+            "HTTP requests that were answered.",
+            ["route", "method", "status"],
+            registry=self.registry,
+        )
+        self._in_flight = Gauge("plait_http_requests_open", "HTTP requests in work.", registry=self.registry)
+        self._seconds = Histogram(
+            "plait_http_request_seconds",
+            "From the headers of a request to the end of its answer.",
+            ["route"],
+            buckets=LATENCIES_S,
+            registry=self.registry,
+        )
+        self.registry.register(DroppedLines(log))
+
+    def reload(self, config: ServerConfig) -> None:
+        """Apply the options in `RELOADED` as they are now. Raises ConfigError, and keeps the old ones."""
+        config = replace(self.config, **{name: getattr(config, name) for name in RELOADED})
+        keyring = read_keys(config)
+        if bool(keyring) != bool(self.keyring):
+            logger.warning("keys are %s from now on", "required" if keyring else "no longer required")
+        self.keyring, self.config = keyring, config
+        self.limits.change(_all_keys(keyring))
+
+    def recognize(self, exchange: Exchange, headers: Mapping[str, str]) -> None:
+        """Find the API key of a request. Raises InvalidKey."""
+        key = self.keyring.find(headers)
+        if key is None:
+            sent = "authorization" in headers or "x-api-key" in headers
+            text = "the API key is not one of this server's" if sent else "an API key is needed"
+            raise InvalidKey(f"{text}; send it as `Authorization: Bearer KEY` or `x-api-key: KEY`")
+        exchange.key = key
+
+    def admit(self, exchange: Exchange) -> None:
+        """Count a request against its key's limits. Raises RateLimited."""
+        account = self.limits.account(exchange.key)
+        account.admit()
+        exchange.account = account
+
+    def reject(self, exchange: Exchange) -> None:
+        """Count a request that the full queue rejects: a line of the log for each would cost more."""
+        exchange.is_rejected = True
+        self._num_rejected += 1
+        if self._num_rejected == 1:
+            asyncio.get_running_loop().call_later(CROWD_S, self._tell_of_crowd)
+
+    def work(self, exchange: Exchange) -> None:
+        """Count an admitted request: the server waits for it when it stops."""
+        exchange.is_working = True
+        self.num_working += 1
+
+    def begin(self) -> None:
+        self.num_open += 1
+        self._in_flight.inc()
+
+    def end(self, exchange: Exchange) -> None:
+        """Account for a request that has ended: its answer is sent, or the client has left."""
+        self.num_open -= 1
+        self.num_working -= exchange.is_working
+        self._in_flight.dec()
+        if exchange.account is not None:
+            exchange.account.leave()
+        seconds = time.monotonic() - exchange.began_s
+        method = exchange.method if exchange.method in METHODS else "other"
+        self._requests.labels(exchange.route, method, str(exchange.status)).inc()
+        self._seconds.labels(exchange.route).observe(seconds)
+        self._settling[exchange.id + str(id(exchange))] = (exchange, seconds, time.time_ns())
+        self._settle(exchange, time.monotonic() + SETTLE_S)
+
+    def flush(self) -> None:
+        """Log the requests that have ended, although the engine has not reported all of their choices."""
+        for exchange, _, _ in [*self._settling.values()]:
+            self._tell(exchange)
+        self._tell_of_crowd()
+
+    def _tell_of_crowd(self) -> None:
+        if self._num_rejected:
+            logger.warning("the queue was full: %d requests were refused", self._num_rejected)
+        self._num_rejected = 0
+
+    def _settle(self, exchange: Exchange, deadline: float) -> None:
+        if exchange.is_settled or time.monotonic() > deadline:
+            self._tell(exchange)
+        else:
+            asyncio.get_running_loop().call_later(SETTLE_EVERY_S, self._settle, exchange, deadline)
+
+    def _tell(self, exchange: Exchange) -> None:
+        known = self._settling.pop(exchange.id + str(id(exchange)), None)
+        if known is None:
+            return
+        _, seconds, ended_ns = known
+        if exchange.account is not None:
+            exchange.account.pay(sum(trace.num_output_tokens for trace in exchange.traces()))
+        if shows_requests(exchange.route, is_quiet=exchange.is_rejected):
+            log_request(log_fields(exchange, seconds), exchange.route, is_quiet=exchange.is_rejected)
+        self.per_request.record(exchange, ended_ns)
+        if self._recorder is not None:
+            self._recorder.record(exchange, ended_ns)
+
+
+class RequestGate:
     """Admits requests, and makes the error of those that it refuses.
 
     The application's `routes` are known. `refusals`: errors of other shapes, by path. `generating`: paths
@@ -69,7 +208,7 @@ class Door:
         self._routes = [route for route in routes if isinstance(route, Route)]
         self._exact = {route.path for route in self._routes}
 
-    def turned_away(self, scope: Scope) -> Response | None:
+    def reject_early(self, scope: Scope) -> Response | None:
         """The answer to a request that the engine's full queue rejects; None: it takes the usual way.
 
         The answer is the same as that way would give, but it needs no task and no layers.
@@ -77,8 +216,8 @@ class Door:
         if scope["method"] != "POST":
             return None
         try:
-            self._loading.check_room()
-            scope[HAS_ROOM] = True
+            self._loading.check_capacity()
+            scope[HAS_CAPACITY] = True
             return None
         except QueueFull as error:
             refusal: PlaitError = error
@@ -91,7 +230,7 @@ class Door:
         self._traffic.begin()
         try:
             self._check_caller({**scope, "path": path}, headers, exchange)
-            self._traffic.turn_away(exchange)
+            self._traffic.reject(exchange)
         except PlaitError as error:
             refusal = error
         exchange.reason = problem(refusal).reason
@@ -124,8 +263,8 @@ class Door:
         self._check_caller(scope, headers, exchange)
         path = scope["path"]
         if exchange.method == "POST" and not self._is_public(path, exchange.method):
-            if path in self._generating and HAS_ROOM not in scope:
-                self._check_room(exchange)
+            if path in self._generating and HAS_CAPACITY not in scope:
+                self._check_capacity(exchange)
             self._traffic.admit(exchange)
 
     def answer_to(self, error: PlaitError, path: str) -> Response:
@@ -134,8 +273,8 @@ class Door:
 
     def _check_caller(self, scope: Scope, headers: Headers, exchange: Exchange) -> None:
         """Raises the errors that do not depend on the engine's load."""
-        self._check_host(_host(scope))
-        _check_head(scope)
+        self._check_host(host_of(scope))
+        check_head(scope)
         path = scope["path"]
         if self._traffic.num_open > MAX_OPEN_REQUESTS and path not in WATCHED:
             raise TooManyRequests(f"{MAX_OPEN_REQUESTS} requests are open already; try again later")
@@ -144,12 +283,12 @@ class Door:
         if not self._is_public(path, exchange.method):
             self._traffic.recognize(exchange, headers)
 
-    def _check_room(self, exchange: Exchange) -> None:
+    def _check_capacity(self, exchange: Exchange) -> None:
         """Raises QueueFull, which does not count against the key's limits."""
         try:
-            self._loading.check_room()
+            self._loading.check_capacity()
         except QueueFull:
-            self._traffic.turn_away(exchange)
+            self._traffic.reject(exchange)
             raise
 
     def _is_public(self, path: str, method: str) -> bool:
@@ -184,28 +323,28 @@ class Door:
 
 
 class Edge:
-    """Wraps the application: each request that its `door` admits has an id, and its end is reported."""
+    """Wraps the application: each request that its `gate` admits has an id, and its end is reported."""
 
-    def __init__(self, app: ASGIApp, door: Door, traffic: Traffic, loading: LoadingState) -> None:
-        self._app, self._door, self._traffic, self._loading = app, door, traffic, loading
+    def __init__(self, app: ASGIApp, gate: RequestGate, traffic: Traffic, loading: LoadingState) -> None:
+        self._app, self._gate, self._traffic, self._loading = app, gate, traffic, loading
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers, path = Headers(scope=scope), self._door.path_of(scope)
-        exchange = self._door.exchange(scope, headers, path)
+        headers, path = Headers(scope=scope), self._gate.path_of(scope)
+        exchange = self._gate.exchange(scope, headers, path)
         scope = {**scope, "path": path, "raw_path": path.encode(), SCOPE_KEY: exchange}
         self._traffic.begin()
         try:
             app: ASGIApp = self._app
             try:
-                self._door.check(scope, headers, exchange)
+                self._gate.check(scope, headers, exchange)
                 if not self._loading.stopping:
                     self._traffic.work(exchange)
             except PlaitError as error:
                 exchange.reason = problem(error).reason
-                app = self._door.answer_to(error, path)
+                app = self._gate.answer_to(error, path)
             await app(scope, receive, self._named(exchange, send))
         finally:
             self._traffic.end(exchange)
@@ -251,23 +390,5 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _host(scope: Scope) -> str | None:
-    """The Host header; HTTP/1.0 may have none. Raises BadHost where it is not one (RFC 9112, 3.2)."""
-    found = [value.strip() for name, value in scope["headers"] if name == b"host"]
-    if not found and scope["http_version"] == "1.0":
-        return None
-    if len(found) != 1 or not found[0]:
-        sent = "an empty one" if len(found) == 1 else f"{len(found)}" if found else "none"
-        raise BadHost(f"Host: the request has {sent}; send one, with the server's name")
-    return str(found[0], "latin-1")
-
-
-def _check_head(scope: Scope) -> None:
-    headers = scope["headers"]
-    if len(headers) > MAX_HEADERS:
-        raise HeadTooLarge(f"the request has {len(headers)} headers; send at most {MAX_HEADERS}")
-    query = scope.get("query_string", b"")
-    line = len(scope["method"]) + len(scope["raw_path"]) + (len(query) + 1 if query else 0) + 12
-    size = line + sum(len(name) + len(value) + 4 for name, value in headers) + 2
-    if size > MAX_HEAD_BYTES:
-        raise HeadTooLarge(f"the request's headers take {size} bytes; send at most {MAX_HEAD_BYTES}")
+def _all_keys(keyring: Keyring) -> tuple[Key, ...]:
+    return (*keyring.keys, keyring.anybody)

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from plait.config import ServerConfig
 from plait.errors import ConfigError
-from plait.server.gateway.accounting import log_fields
-from plait.server.gateway.request_context import Exchange
+from plait.server.gateway.exchange import Exchange, log_fields
 from plait.version import __version__
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from plait.request import RequestTrace
-from plait.server.gateway.request_context import Exchange
+from plait.server.gateway.exchange import Exchange
 
 # our family: theirs
 RENAMED: Mapping[str, str] = {
@@ -43,7 +43,7 @@ PER_REQUEST: Mapping[str, tuple[str, tuple[float, ...]]] = {
     "request_decode_time_seconds": ("From the first token of a choice to its end.", SECONDS),
     "request_inference_time_seconds": ("From the first step of a choice to its end.", SECONDS),
     "request_time_per_output_token_seconds": ("Decode time by tokens after the first.", EACH_S),
-    "request_params_n": ("Choices that a request asked for.", COUNTS),
+    "request_params_n": ("Choices of a request, its n.", COUNTS),
     "request_params_max_tokens": ("Tokens that a choice may have.", TOKENS),
 }
 FINISHED = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}

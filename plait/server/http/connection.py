@@ -16,7 +16,7 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from plait.server.http.errors import HeadTooLarge, NotReady, Problem, problem
-from plait.server.http.tasks import new_id
+from plait.server.http.transfer import new_id
 
 READ_BYTES = 32 * 1024  # parsed in one turn: a hundred thousand tiny chunks would delay all connections
 LINGER_S = 2.0  # for a client to send the rest of what it had begun before its connection ends
@@ -26,11 +26,11 @@ MOST_BYTES = 16 * 1024  # what a turn may gather before it is handed on: buffers
 class Reads(asyncio.BufferedProtocol):
     """A protocol that is given at most READ_BYTES at a time, by any loop and through TLS.
 
-    `room`: a buffer of so many bytes, which all connections of a loop share: each read is parsed at once.
+    `buffer`: a buffer of so many bytes, which all connections of a loop share: each read is parsed at once.
     """
 
-    def __init__(self, inner: asyncio.Protocol, room: memoryview) -> None:
-        self._inner, self._room = inner, room
+    def __init__(self, inner: asyncio.Protocol, buffer: memoryview) -> None:
+        self._inner, self._buffer = inner, buffer
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._inner.connection_made(transport)
@@ -45,10 +45,10 @@ class Reads(asyncio.BufferedProtocol):
         self._inner.resume_writing()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self._room
+        return self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        self._inner.data_received(bytes(self._room[:nbytes]))
+        self._inner.data_received(bytes(self._buffer[:nbytes]))
 
     def eof_received(self) -> bool | None:
         return self._inner.eof_received()
@@ -63,7 +63,7 @@ class TurnTransport:
         self._size = 0
         self._end: asyncio.TimerHandle | None = None  # of a connection that is closing
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._inner, name)
 
     def write(self, piece: bytes) -> None:
@@ -136,12 +136,12 @@ class Connection(HttpToolsProtocol):
         *given: Any,
         max_connections: int,
         max_head_bytes: int,
-        turned_away: Callable[[Any], Response | None] = lambda scope: None,
+        reject_early: Callable[[object], Response | None] = lambda scope: None,
         **more: Any,
     ) -> None:
-        """`turned_away`: the answer to a request, by its scope, that needs no task; None: it needs one."""
+        """`reject_early`: the answer to a request, by its scope, that needs no task; None: it needs one."""
         super().__init__(*given, **more)
-        self._turned_away = turned_away
+        self._reject_early = reject_early
         self._max_connections, self._max_head_bytes = max_connections, max_head_bytes
         self._unused, self._is_used = 0, False  # bytes that were read and are part of nothing yet
         self._in_head, self._is_refused, self._piece = False, False, b""
@@ -239,7 +239,7 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         """uvicorn's, but a rejected request is answered at once, and its body is skipped."""
-        answer = None if self.flow.write_paused else self._turned_away(cycle.scope)
+        answer = None if self.flow.write_paused else self._reject_early(cycle.scope)
         if answer is None:
             super()._start_asgi_task(cycle, app)
             return

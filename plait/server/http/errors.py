@@ -203,12 +203,12 @@ def http_problem(status: int, message: str, headers: Mapping[str, str] | None = 
     return Problem(status, message, None, _BY_STATUS.get(status), headers or {})
 
 
-def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+def json_response(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """A JSON response; everything in `body` must be finite."""
     return Response(msgspec.json.encode(body), status, dict(headers or {}), "application/json")
 
 
-def _too_long(error: ContextTooLong) -> Mapping[str, Any]:
+def _too_long(error: ContextTooLong) -> Mapping[str, object]:
     """llama.cpp's words, by its `type`; OpenAI's clients know the error by its `code`."""
     if error.num_prompt_tokens is None or error.max_model_len is None:
         return {}

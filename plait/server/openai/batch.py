@@ -19,8 +19,7 @@ from plait.errors import ConfigError, RequestError
 from plait.server.api.parse_fields import rename_params
 from plait.server.api.reply import WARNING_HEADER
 from plait.server.api.validate import IGNORED_HEADER
-from plait.server.http.bodies import decode_object
-from plait.server.http.tasks import new_id
+from plait.server.http.transfer import decode_object, new_id
 
 METHOD = "POST"
 MAX_ID_CHARS = 512
@@ -120,7 +119,7 @@ async def run(
 
 
 async def _answer_line(app: ASGIApp, line: Line, fault: Callable[[], BaseException | None]) -> dict[str, Any]:
-    found: dict[str, Any] = {"id": new_id("batch_req", "_"), "custom_id": line.custom_id}
+    found: dict[str, object] = {"id": new_id("batch_req", "_"), "custom_id": line.custom_id}
     if line.fault:
         return {**found, "response": None, "error": {"code": "invalid_request", "message": line.fault}}
     status, headers, body = await post_json(app, line.url, line.body)
@@ -129,7 +128,7 @@ async def _answer_line(app: ASGIApp, line: Line, fault: Callable[[], BaseExcepti
             break
         await asyncio.sleep(pause_s)
         status, headers, body = await post_json(app, line.url, line.body)
-    answer: Any = msgspec.Raw(body) if _is_json(headers) else body.decode(errors="replace")
+    answer: object = msgspec.Raw(body) if _is_json(headers) else body.decode(errors="replace")
     request_id = headers.get(b"x-request-id", b"").decode("latin-1")
     response = {"status_code": status, "request_id": request_id, "body": answer}
     if ignored := headers.get(IGNORED_HEADER.encode()):
@@ -160,7 +159,7 @@ async def _receive_body(body: bytes) -> AsyncIterator[Message]:
     await asyncio.Event().wait()  # the client never disconnects
 
 
-def _scope(path: str, length: int) -> dict[str, Any]:
+def _scope(path: str, length: int) -> dict[str, object]:
     """An ASGI scope as of a client on this machine. `state` is what servers give an application."""
     headers = [
         (b"host", b"127.0.0.1"),

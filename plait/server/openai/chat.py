@@ -12,17 +12,22 @@ from msgspec import UNSET, UnsetType
 from plait.frontend.deltas import ChoiceScore, best_of
 from plait.request import ReplyShape, RequestTrace
 from plait.server.api import validate
-from plait.server.api.content_blocks import ChatPlan, ChoiceCourse, Part, ReplyBlocks, is_hidden, parts_of
+from plait.server.api.content_blocks import ReplyBlocks
 from plait.server.api.parse_fields import field_names, parse_as
 from plait.server.api.reply import (
+    ChatPlan,
+    ChoiceCourse,
     ChoicesReply,
     ChosenToken,
     Count,
     Endpoint,
+    Part,
     PromptProgress,
     Timings,
     Usage,
     head,
+    is_hidden,
+    parts_of,
 )
 from plait.server.api.schema import ChatRequest
 from plait.server.api.validate import allow_tools, from_template_kwargs
@@ -144,11 +149,11 @@ class ChatChunk(msgspec.Struct, kw_only=True, frozen=True):
     warning: str | UnsetType = UNSET
 
 
-def plan(context: RequestContext, body: Mapping[str, Any]) -> ChatReply:
+def plan(context: RequestContext, body: Mapping[str, object]) -> ChatReply:
     return ChatReply(context, plan_chat(context, body))
 
 
-def plan_chat(context: RequestContext, body: Mapping[str, Any], words: Mapping[str, str] = {}) -> ChatPlan:
+def plan_chat(context: RequestContext, body: Mapping[str, object], words: Mapping[str, str] = {}) -> ChatPlan:
     """Validate, render and tokenize a chat, before the engine gets it. Raises RequestErrors.
 
     `words`: the names of fields in the requested API, where that is another one.
@@ -156,33 +161,33 @@ def plan_chat(context: RequestContext, body: Mapping[str, Any], words: Mapping[s
     front = context.front
     validate.refuse(body, FIELDS)
     asked = parse_as(body, ChatRequest)
-    tools, kwargs = from_template_kwargs(asked.tools, asked.chat_template_kwargs, front.speech)
+    tools, kwargs = from_template_kwargs(asked.tools, asked.chat_template_kwargs, front.reply_format)
     choosable, choice = allow_tools(tools, asked.tool_choice)
     asked = replace(asked, tools=choosable, tool_choice=choice, chat_template_kwargs=dict(kwargs))
     params = validate.chat_params(asked)
-    wish = grammar_from(body) if GRAMMAR_FIELDS & body.keys() else None
+    requested = grammar_from(body) if GRAMMAR_FIELDS & body.keys() else None
     validate.check_stream(asked, params)
     validate.check_messages(asked.messages)
     validate.check_template_kwargs(asked.chat_template_kwargs)
     validate.check_tools(asked.tools, asked.tool_choice)
-    kwargs, thinks, unread = front.speech.switched(asked.chat_template_kwargs, asked.reasoning_effort)
+    kwargs, thinks, unread = front.reply_format.switched(asked.chat_template_kwargs, asked.reasoning_effort)
     context.report_unread(unread, words)
     # With tool_choice "none" the template gets no tools, so that the model does not try to call one.
     tools = () if asked.tool_choice == "none" else tuple(asked.tools)
     options = {**kwargs, **validate.turn_options(asked), "tools": list(tools) or None}
     request = context.prepare_chat(asked.messages, params, asked, **options)
     begun = asked.messages[-1] if asked.continue_final_message else None
-    is_open = front.speech.is_open(request.prompt_token_ids, begun)
+    is_open = front.reply_format.is_open(request.prompt_token_ids, begun)
     shape = ReplyShape(
         tools=tools,
         choice=asked.tool_choice,
         parallel=asked.parallel_tool_calls,
         thinks=thinks,
         is_open=is_open,
-        has_begun=front.speech.has_begun(request.prompt_token_ids),
+        has_begun=front.reply_format.has_begun(request.prompt_token_ids),
         may_think=begun is None or is_open or not num_chars(begun.get("content")),
     )
-    request = front.shaped(request, shape, wish, validate.thinking_budget(asked))
+    request = front.shaped(request, shape, requested, validate.thinking_budget(asked))
     request = replace(request, shows_progress=asked.stream and asked.return_progress)
     return ChatPlan(asked, request, with_ids=asked.return_token_ids or front.tokenizer is None)
 
@@ -198,14 +203,17 @@ class ChatReply(ChoicesReply):
         named = THOUGHTS if asked.reasoning_field is None else (asked.reasoning_field,)
         self._thoughts: Sequence[str] = named if asked.include_reasoning else ()
         self._once: dict[str, Any] = {"prompt_token_ids": request.prompt_token_ids} if chat.with_ids else {}
-        self._choices = [_Choice(chat) for _ in range(request.params.n)]
+        num = request.params.n
+        self._choices = [] if asked.stream else [_Choice(chat) for _ in range(num)]
+        self._courses = [ChoiceCourse(chat) for _ in range(num if asked.stream else 0)]
 
     @property
     def warning(self) -> str:
-        return next((choice.warning for choice in self._choices if choice.warning), "")
+        courses = self._choices or self._courses
+        return next((course.warning for course in courses if course.warning), "")
 
     def events(self, i: int, delta: Delta) -> list[ChatChunk]:
-        choice, found = self._choices[delta.index], self._chunks(delta)
+        choice, found = self._courses[delta.index], self._chunks(delta)
         fields = self.fields_of_chunk(i, delta)
         chunks = [ChatChunk(**self.head, choices=[one], **fields, **self._taken()) for one in found]
         if choice.warning:
@@ -218,7 +226,7 @@ class ChatReply(ChoicesReply):
         return found
 
     def _chunks(self, delta: Delta) -> list[ChatChunkChoice]:
-        index, choice, found = delta.index, self._choices[delta.index], []
+        index, choice, found = delta.index, self._courses[delta.index], []
         if not choice.has_begun:
             found.append(ChatChunkChoice(index, ChatDelta(role="assistant", content="")))
         elif delta.prompt_progress is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -29,7 +29,7 @@ from plait.server.api.reply import (
 from plait.server.api.schema import CompletionRequest
 from plait.server.gateway.request_context import RequestContext
 from plait.text.grammar.request_fields import GRAMMAR_FIELDS, grammar_from
-from plait.text.stream_text import StreamDecoder, text_offsets
+from plait.text.tokenizers.tokenizer import StreamDecoder, text_offsets
 
 if TYPE_CHECKING:
     from plait.frontend.deltas import Delta, TextLogprob
@@ -78,12 +78,12 @@ class Completion(msgspec.Struct, kw_only=True, frozen=True):
     prompt_progress: PromptProgress | UnsetType = UNSET
 
 
-def plan(context: RequestContext, body: Mapping[str, Any]) -> CompletionReply:
+def plan(context: RequestContext, body: Mapping[str, object]) -> CompletionReply:
     """Validate and tokenize a request, before the engine gets it. Raises RequestErrors."""
     front = context.front
     validate.refuse(body, FIELDS)
     asked = parse_as(body, CompletionRequest)
-    params, wish = (
+    params, requested = (
         validate.completion_params(asked),
         grammar_from(body) if GRAMMAR_FIELDS & body.keys() else None,
     )
@@ -100,7 +100,7 @@ def plan(context: RequestContext, body: Mapping[str, Any]) -> CompletionReply:
     read = {"add_special": asked.add_special_tokens, "allow_special": asked.parse_special}
     prepared = (context.prepare(p, params, terms=asked, **read) for p in prompts)
     shows = asked.stream and asked.return_progress
-    requests = [replace(front.held(request, wish), shows_progress=shows) for request in prepared]
+    requests = [replace(front.held(request, requested), shows_progress=shows) for request in prepared]
     return CompletionReply(context, asked, requests)
 
 

@@ -23,7 +23,7 @@ from plait.server.api import validate
 from plait.server.api.parse_fields import field_names, parse_as
 from plait.server.api.reply import ApiReply, Count, Endpoint, PromptUsage
 from plait.server.gateway.request_context import RequestContext
-from plait.server.http.tasks import new_id
+from plait.server.http.transfer import new_id
 
 if TYPE_CHECKING:
     from plait.frontend.deltas import Delta
@@ -70,7 +70,7 @@ class Embeddings(msgspec.Struct, kw_only=True, frozen=True):
     usage: PromptUsage
 
 
-def plan(context: RequestContext, body: Mapping[str, Any]) -> EmbeddingsReply:
+def plan(context: RequestContext, body: Mapping[str, object]) -> EmbeddingsReply:
     """Validate and tokenize a request, before the engine gets it. Raises RequestErrors."""
     validate.refuse(body, FIELDS)
     asked = parse_as(body, EmbeddingRequest)
@@ -218,7 +218,7 @@ SCORE_FIELDS = field_names(ScoreRequest) | frozenset(_SIDES)
 RERANK_FIELDS = field_names(RerankRequest)
 
 
-def score(context: RequestContext, body: Mapping[str, Any]) -> ScoresReply:
+def score(context: RequestContext, body: Mapping[str, object]) -> ScoresReply:
     """Tokenizes both sides. Raises RequestErrors."""
     validate.refuse(body, SCORE_FIELDS)
     renamed = {_SIDES.get(name, name): value for name, value in body.items()}
@@ -235,7 +235,7 @@ def score(context: RequestContext, body: Mapping[str, Any]) -> ScoresReply:
     return ScoresReply(context.model, requests, len(left))
 
 
-def rerank(context: RequestContext, body: Mapping[str, Any]) -> RankingReply:
+def rerank(context: RequestContext, body: Mapping[str, object]) -> RankingReply:
     """Tokenizes the query and the documents. Raises RequestErrors."""
     validate.refuse(body, RERANK_FIELDS)
     asked = parse_as(body, RerankRequest)
@@ -296,14 +296,14 @@ def _requests(
     return [embedding_request(context, text, asked.pooling, asked, place) for text, place in pairs]
 
 
-def _check_count(texts: Sequence[Any], at: str) -> None:
+def _check_count(texts: Sequence[object], at: str) -> None:
     if not texts:
         raise InvalidField(f"{at}: the list is empty; send at least one text", at)
     if len(texts) > MAX_INPUTS:
         raise InvalidField(f"{at}: {len(texts)} texts are more than {MAX_INPUTS}", at)
 
 
-def _text(document: str | Mapping[str, Any], at: str) -> str:
+def _text(document: str | Mapping[str, object], at: str) -> str:
     if isinstance(document, str):
         return document
     if not isinstance(text := document.get("text"), str):

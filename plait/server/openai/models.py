@@ -13,13 +13,13 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from plait.errors import InvalidField
+from plait.fair_queue import Slices
 from plait.server.api import validate
 from plait.server.api.parse_fields import field_names, parse_as
 from plait.server.api.reply import Count, Endpoint
 from plait.server.api.schema import DetokenizeRequest, TokenizeRequest
 from plait.server.api.validate import allow_tools, from_template_kwargs
 from plait.server.gateway.request_context import RequestContext
-from plait.server.http.tasks import Slices
 from plait.text.tokenizers.tokenizer import join_text
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def card(front: Front, name: str) -> ModelCard:
     return ModelCard(id=name, created=front.created, max_model_len=front.max_model_len)
 
 
-def tokenize(context: RequestContext, body: Mapping[str, Any]) -> Slices[Tokens]:
+def tokenize(context: RequestContext, body: Mapping[str, object]) -> Slices[Tokens]:
     """Token ids of a prompt or of messages. Raises InvalidField and BadTemplate."""
     front = context.front
     validate.refuse(body, TOKENIZE_FIELDS)
@@ -101,7 +101,7 @@ def tokenize(context: RequestContext, body: Mapping[str, Any]) -> Slices[Tokens]
     return Tokens(count=len(ids), max_model_len=front.max_model_len, tokens=tokens, token_strs=strings)
 
 
-def detokenize(context: RequestContext, body: Mapping[str, Any]) -> Slices[DetokenizeReply]:
+def detokenize(context: RequestContext, body: Mapping[str, object]) -> Slices[DetokenizeReply]:
     """The text of token ids, control tokens included. Raises InvalidField and ContextTooLong."""
     front = context.front
     validate.refuse(body, DETOKENIZE_FIELDS)
@@ -177,24 +177,24 @@ def prompt_ids(context: RequestContext, asked: TemplateRequest, words: Mapping[s
     front = context.front
     validate.check_messages(asked.messages)
     validate.check_template_kwargs(asked.chat_template_kwargs)
-    listed, wishes = from_template_kwargs(asked.tools, asked.chat_template_kwargs, front.speech)
+    listed, kwargs = from_template_kwargs(asked.tools, asked.chat_template_kwargs, front.reply_format)
     choosable, choice = allow_tools(listed, asked.tool_choice)
     validate.check_tools(choosable, choice)
-    kwargs, _, unread = front.speech.switched(wishes, asked.reasoning_effort)
+    kwargs, _, unread = front.reply_format.switched(kwargs, asked.reasoning_effort)
     context.report_unread(unread, words)
-    tools: Sequence[Any] = () if choice == "none" else choosable
+    tools: Sequence[object] = () if choice == "none" else choosable
     options = {**kwargs, **validate.turn_options(asked), "tools": list(tools) or None}
     return front.render_chat(asked.messages, **options)
 
 
-def apply_template(context: RequestContext, body: Mapping[str, Any]) -> dict[str, Any]:
+def apply_template(context: RequestContext, body: Mapping[str, object]) -> dict[str, object]:
     """A conversation as the text that the model would get. Raises InvalidField and BadTemplate."""
     validate.refuse(body, TEMPLATE_FIELDS)
     ids = prompt_ids(context, parse_as(body, TemplateRequest))
     return {"prompt": tokenizer_of(context.front).decode(ids, skip_special=False)}
 
 
-def tokenizer_info(front: Front) -> dict[str, Any]:
+def tokenizer_info(front: Front) -> dict[str, object]:
     """The vocabulary in the words of a tokenizer_config.json. Raises InvalidField without one."""
     tokenizer, template = tokenizer_of(front), front.chat_template
     special = sorted(tokenizer.special_ids)

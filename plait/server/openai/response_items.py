@@ -40,7 +40,7 @@ class ResponseConversation:
         """Add reasoning that came before the assistant's next message."""
         self._reasoning += text
 
-    def call(self, call: Mapping[str, Any], place: str) -> None:
+    def call(self, call: Mapping[str, object], place: str) -> None:
         """Add a call of a tool to the assistant's last message, or as a message of its own."""
         last = self.messages[-1] if self.messages else {}
         if last.get("role") != "assistant" or self._reasoning:
@@ -58,7 +58,7 @@ class ResponseConversation:
             self.places.insert(0, "instructions")
 
 
-def conversation(found: str | Sequence[Any], instructions: str | None) -> ResponseConversation:
+def conversation(found: str | Sequence[object], instructions: str | None) -> ResponseConversation:
     """The chat that an input stands for. Raises InvalidField, naming the item."""
     chat = ResponseConversation()
     if isinstance(found, str):
@@ -73,7 +73,7 @@ def conversation(found: str | Sequence[Any], instructions: str | None) -> Respon
     return chat
 
 
-def _take(chat: ResponseConversation, item: Any, at: str) -> None:
+def _take(chat: ResponseConversation, item: object, at: str) -> None:
     if not isinstance(item, Mapping):
         raise InvalidField(f"{at}: it must be an object with a type", at)
     match item.get("type") or "message":
@@ -100,7 +100,7 @@ def _take(chat: ResponseConversation, item: Any, at: str) -> None:
             raise InvalidField(f"{at}.type: items of type {other!r:.80} are not supported", f"{at}.type")
 
 
-def _text(content: Any, at: str) -> str:
+def _text(content: object, at: str) -> str:
     """Text, or a list of parts of text as one."""
     if isinstance(content, str):
         return content
@@ -115,7 +115,7 @@ def _text(content: Any, at: str) -> str:
     return "\n".join(texts)
 
 
-def _reasoning(item: Mapping[str, Any], at: str) -> str:
+def _reasoning(item: Mapping[str, object], at: str) -> str:
     if item.get("encrypted_content") is not None:
         text = f"{at}.encrypted_content: it was not made here and cannot be read; send the content"
         raise InvalidField(text, f"{at}.encrypted_content")
@@ -139,7 +139,7 @@ def chat_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
     return found
 
 
-def chat_tool_choice(choice: str | Mapping[str, Any]) -> Any:
+def chat_tool_choice(choice: str | Mapping[str, object]) -> object:
     """`tool_choice` as a chat has it. Raises InvalidField."""
     if isinstance(choice, str):
         return choice
@@ -153,7 +153,7 @@ def chat_tool_choice(choice: str | Mapping[str, Any]) -> Any:
     )
 
 
-def chat_format(found: Mapping[str, Any]) -> dict[str, Any]:
+def chat_format(found: Mapping[str, object]) -> dict[str, object]:
     """`text.format` as a chat's `response_format`."""
     if found.get("type") != "json_schema":
         return dict(found)

@@ -22,16 +22,15 @@ from plait.server.api.content_blocks import (
     BlockKind,
     BlockReply,
     BlockStep,
-    ChatPlan,
     ReplyBlock,
     in_words_of,
     refuse_words_of_a_chat,
 )
 from plait.server.api.parse_fields import field_names, parse_as
-from plait.server.api.reply import Count, Endpoint, Usage
+from plait.server.api.reply import ChatPlan, Count, Endpoint, Usage
 from plait.server.api.schema import Objects
 from plait.server.gateway.request_context import RequestContext
-from plait.server.http.tasks import new_id
+from plait.server.http.transfer import new_id
 from plait.server.openai import chat, models
 from plait.server.openai.response_items import (
     DeltaEvent,
@@ -140,7 +139,7 @@ _NAMES = {
 _REFUSED = ("conversation", "prompt", "max_tool_calls", "context_management", "moderation")
 
 
-def plan(context: RequestContext, body: Mapping[str, Any]) -> ResponsesReply:
+def plan(context: RequestContext, body: Mapping[str, object]) -> ResponsesReply:
     """Validate, render and tokenize a request, before the engine gets it. Raises RequestErrors."""
     asked, found, sent = _read(body)
     with in_words_of(_NAMES, found.places):
@@ -149,7 +148,7 @@ def plan(context: RequestContext, body: Mapping[str, Any]) -> ResponsesReply:
     return ResponsesReply(context.model, asked, planned, found.places)
 
 
-def count(context: RequestContext, body: Mapping[str, Any]) -> ResponseInputTokens:
+def count(context: RequestContext, body: Mapping[str, object]) -> ResponseInputTokens:
     """Count the tokens of a response's prompt. Raises RequestErrors."""
     _, found, sent = _read(body)
     seen = {name: value for name, value in sent.items() if name in models.TEMPLATE_FIELDS}
@@ -158,7 +157,7 @@ def count(context: RequestContext, body: Mapping[str, Any]) -> ResponseInputToke
         return ResponseInputTokens(input_tokens=len(models.prompt_ids(context, asking, _NAMES)))
 
 
-def _read(body: Mapping[str, Any]) -> tuple[ResponsesRequest, ResponseConversation, dict[str, Any]]:
+def _read(body: Mapping[str, object]) -> tuple[ResponsesRequest, ResponseConversation, dict[str, object]]:
     """The request, the conversation in it, and the other fields as a chat has them."""
     for name in _REFUSED:
         if body.get(name):
@@ -174,9 +173,9 @@ def _read(body: Mapping[str, Any]) -> tuple[ResponsesRequest, ResponseConversati
     return asked, found, sent | _translate_fields(asked)
 
 
-def _translate_fields(asked: ResponsesRequest) -> dict[str, Any]:
+def _translate_fields(asked: ResponsesRequest) -> dict[str, object]:
     """The fields that have other names in a chat."""
-    sent: dict[str, Any] = {}
+    sent: dict[str, object] = {}
     if asked.max_output_tokens is not None:
         sent["max_completion_tokens"] = asked.max_output_tokens
     if asked.tools:
@@ -238,8 +237,8 @@ class ResponsesReply(BlockReply):
         yield self._event(StateEvent, f"response.{response.status}", response=response, warning=warning)
 
     def failed(self, problem: Problem) -> Iterator[ResponseEvent]:
-        told = {"code": problem.code, "message": problem.message, "param": problem.param}
-        yield self._event(ErrorEvent, "error", **told)
+        found = {"code": problem.code, "message": problem.message, "param": problem.param}
+        yield self._event(ErrorEvent, "error", **found)
         code = "rate_limit_exceeded" if problem.status == 429 else "server_error"
         error, output = {"code": code, "message": problem.message}, map(self._item, self.blocks.all)
         response = msgspec.structs.replace(self._head, status="failed", error=error, output=[*output])
@@ -248,7 +247,7 @@ class ResponsesReply(BlockReply):
     def _events(self, step: BlockStep) -> Iterator[ResponseEvent]:
         block, index = step.block, step.block.index
         name, is_call = f"response.{_EVENTS[block.kind]}", block.kind == "call"
-        at: dict[str, Any] = {"item_id": self._ids[index], "output_index": index}
+        at: dict[str, object] = {"item_id": self._ids[index], "output_index": index}
         if not is_call:
             at["content_index"] = 0
         match step.what:
@@ -283,7 +282,7 @@ class ResponsesReply(BlockReply):
                 return msgspec.structs.replace(item, role="assistant", content=parts)
         return msgspec.structs.replace(item, call_id=block.id, name=block.name, arguments=block.text)
 
-    def _event(self, event: type[E], kind: str, **fields: Any) -> E:
+    def _event(self, event: type[E], kind: str, **fields: object) -> E:
         self._num_sent += 1
         return event(type=kind, sequence_number=self._num_sent - 1, **fields)
 

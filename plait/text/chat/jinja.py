@@ -145,8 +145,8 @@ class JinjaTemplate:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **kwargs: Any,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        **kwargs: object,
     ) -> list[int]:
         """Token ids of a conversation; see `ChatTemplate.render`."""
         read = self._parts_read()
@@ -182,7 +182,7 @@ class JinjaTemplate:
         """Ends the rendering process."""
         self._sandbox.close()
 
-    def _tools(self, tools: list[Any] | None) -> dict[str, Any]:
+    def _tools(self, tools: list[Any] | None) -> dict[str, object]:
         """Tools under each name that a template may read them by."""
         return {name: tools for name in TOOLS if name == "tools" or name in self._reads}
 
@@ -203,7 +203,7 @@ class JinjaTemplate:
                 f"messages[{i}].role",
             )
 
-    def _parts(self, user: Any, rendering: Callable[[Callable[[str], str]], str]) -> list[int | str]:
+    def _parts(self, user: object, rendering: Callable[[Callable[[str], str]], str]) -> list[int | str]:
         """The conversation as ids of the template's control tokens and ordinary strings."""
         written = "".join(_strings(user))
         if not any(start in written for start in self._starts):
@@ -233,7 +233,7 @@ def _insert(text: str, breaker: str) -> str:
     return text[0] + breaker + text[1:]
 
 
-def _strings(value: Any) -> Iterator[str]:
+def _strings(value: object) -> Iterator[str]:
     """Every string in JSON data, keys included."""
     if isinstance(value, str):
         yield value
@@ -246,7 +246,7 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(item)
 
 
-def _change_strings(value: Any, change: Callable[[str], str]) -> Any:
+def _change_strings(value: object, change: Callable[[str], str]) -> Any:
     """The same JSON data with every string changed, keys included."""
     if isinstance(value, str):
         return change(value)

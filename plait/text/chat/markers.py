@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from plait.errors import BadTemplate, ConfigError
 from plait.text.chat.template import CallsTaken, Message, message_text, normalize_messages, refuse_unread
@@ -81,8 +80,8 @@ class MarkerTemplate:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **kwargs: Any,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        **kwargs: object,
     ) -> list[int]:
         """Token ids of a conversation; see `ChatTemplate.render`."""
         refuse_unread(self.name, kwargs, tools, frozenset())

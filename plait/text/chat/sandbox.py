@@ -71,7 +71,7 @@ class Sandbox:
         """The names of the variables that a template reads, after compiling it. Raises as `render` does."""
         return frozenset(self._ask({"template": template}, "")["variables"])
 
-    def render(self, template: str, values: Mapping[str, Any]) -> str:
+    def render(self, template: str, values: Mapping[str, object]) -> str:
         """The rendered text. `values` must be JSON.
 
         Raises BadTemplate with the template's own message, TemplateEnded naming the limit, and CapacityError
@@ -90,7 +90,7 @@ class Sandbox:
             self._drop(place)
             lock.release()
 
-    def _ask(self, request: Mapping[str, Any], lead: str) -> dict[str, Any]:
+    def _ask(self, request: Mapping[str, object], lead: str) -> dict[str, Any]:
         # The child's own watch on the clock is for when this process is gone.
         times = {"cpu_s": self._limits.timeout_s, "clock_s": self._limits.clock_s + 1}
         line = json.dumps({**request, **times}) + "\n"
@@ -103,7 +103,7 @@ class Sandbox:
     def _answer(self, place: int, line: str) -> dict[str, Any]:
         limits, child = self._limits, self._ready(place)
         try:
-            answer: dict[str, Any] = json.loads(child.ask(line, limits.clock_s))
+            answer: dict[str, object] = json.loads(child.ask(line, limits.clock_s))
         except TimeoutError as error:
             self._drop(place)
             raise CapacityError(

@@ -43,7 +43,7 @@ class GenerationTag(jinja2.ext.Extension):
 
 
 def to_json(
-    value: Any,
+    value: object,
     ensure_ascii: bool = False,
     indent: int | None = None,
     separators: tuple[str, str] | None = None,
@@ -109,7 +109,7 @@ class Templates:
         self._env = environment()
         self._compiled: Callable[[str], jinja2.Template] = lru_cache(maxsize=16)(self._env.from_string)
 
-    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+    def answer(self, request: dict[str, Any]) -> dict[str, object]:
         """The answer to one request; every failure of the template is an answer too."""
         # Both end the process: a child outlives neither its time nor its parent.
         signal.setitimer(signal.ITIMER_PROF, request["cpu_s"])
@@ -143,7 +143,7 @@ def _cut(text: str) -> str:
     return text if len(text) <= _MAX_ERROR else text[: _MAX_ERROR - 1] + "…"
 
 
-def _render(template: jinja2.Template, values: dict[str, Any], max_chars: int) -> dict[str, Any]:
+def _render(template: jinja2.Template, values: dict[str, Any], max_chars: int) -> dict[str, object]:
     pieces, length = [], 0
     for piece in template.generate(**values):
         length += len(piece)

@@ -65,8 +65,8 @@ class ChatTemplate(Protocol):
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **kwargs: Any,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        **kwargs: object,
     ) -> list[int]:
         """Token ids of a conversation, with the opening of the model's reply if that is requested.
 
@@ -84,7 +84,7 @@ class ChatTemplate(Protocol):
         ...
 
 
-def num_chars(*found: Any) -> int:
+def num_chars(*found: object) -> int:
     """Characters of all texts in messages and tools, keys too: what a template may write."""
     total, rest = 0, list(found)
     while rest:
@@ -121,7 +121,7 @@ def boundaries(
     return tuple(sorted(at for at in found if 0 < at < len(ids)))
 
 
-def _others(messages: Sequence[Message], options: Mapping[str, Any]) -> Iterator[Sequence[Message]]:
+def _others(messages: Sequence[Message], options: Mapping[str, object]) -> Iterator[Sequence[Message]]:
     """The conversations that diverge from this one at its boundaries."""
     head = next((i for i, m in enumerate(messages) if m["role"] not in _HEAD_ROLES), len(messages))
     last = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=head)
@@ -154,7 +154,7 @@ def normalize_messages(messages: Sequence[Message], *, calls_as_text: bool = Fal
     return [_message(m, f"messages[{i}]", calls_as_text) for i, m in enumerate(messages)]
 
 
-def _message(message: Message, where: str, calls_as_text: bool) -> dict[str, Any]:
+def _message(message: Message, where: str, calls_as_text: bool) -> dict[str, object]:
     if not isinstance(message, Mapping):
         raise InvalidField(f"{where}: {type(message).__name__} is not a message like {{'role': …}}", where)
     role = message.get("role")
@@ -175,7 +175,7 @@ def _message(message: Message, where: str, calls_as_text: bool) -> dict[str, Any
     return plain if thought is None else {**plain, **dict.fromkeys(THOUGHTS, thought)}
 
 
-def _content(content: Any, where: str) -> str | None:
+def _content(content: object, where: str) -> str | None:
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
@@ -189,7 +189,7 @@ def _content(content: Any, where: str) -> str | None:
     return "\n".join(texts)
 
 
-def _tool_call(call: Any, where: str, as_text: bool) -> dict[str, Any]:
+def _tool_call(call: Any, where: str, as_text: bool) -> dict[str, object]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         raise InvalidField(f"{where}: a tool call needs a function with a name and arguments", where)
@@ -208,7 +208,7 @@ def _tool_call(call: Any, where: str, as_text: bool) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _check_depth(found: Any, at: str) -> None:
+def _check_depth(found: object, at: str) -> None:
     """Raises InvalidField for what is nested too deeply for templates, which call themselves to write it."""
     level, depth = [found], 0
     while level := [value for value in level if isinstance(value, Mapping | list | tuple)]:
@@ -218,7 +218,7 @@ def _check_depth(found: Any, at: str) -> None:
         level = [inside for value in level for inside in _members(value)]
 
 
-def _members(value: Any) -> Iterable[Any]:
+def _members(value: Any) -> Iterable[object]:
     return value.values() if isinstance(value, Mapping) else value
 
 
@@ -238,7 +238,7 @@ def cut_at_mark(parts: Sequence[int | str], mark: str) -> list[int | str]:
     )
 
 
-def refuse_unread(name: str, kwargs: Mapping[str, Any], tools: object, known: frozenset[str]) -> None:
+def refuse_unread(name: str, kwargs: Mapping[str, object], tools: object, known: frozenset[str]) -> None:
     """Raises InvalidField for tools or template arguments that a template would not look at."""
     if tools and not known.intersection(TOOLS):
         raise InvalidField(f"tools: the chat template {name!r} has no place for tools", "tools")
@@ -250,7 +250,7 @@ def refuse_unread(name: str, kwargs: Mapping[str, Any], tools: object, known: fr
         )
 
 
-def message_text(message: Mapping[str, Any], i: int) -> str:
+def message_text(message: Mapping[str, object], i: int) -> str:
     """The content of a message that must be text. Raises BadTemplate."""
     content = message["content"]
     if content is None or message.get("tool_calls"):
@@ -268,7 +268,7 @@ def probe_calls(render: _Render) -> CallsTaken:
     """
     as_object, as_text = _render_calls(render, _ARGUMENTS), _render_calls(render, _TEXT)
     wants_text = not _holds_arguments(as_object) and _TEXT in as_text
-    arguments: Any = _TEXT if wants_text else _ARGUMENTS
+    arguments: object = _TEXT if wants_text else _ARGUMENTS
     works_at_all = bool(as_text if wants_text else as_object)
     return CallsTaken(wants_text, not works_at_all or bool(_render_calls(render, arguments, arguments)))
 
@@ -278,7 +278,7 @@ def _holds_arguments(text: str) -> bool:
     return all(part in text for item in _ARGUMENTS.items() for part in item) and str(_ARGUMENTS) not in text
 
 
-def _render_calls(render: _Render, *arguments: Any) -> str:
+def _render_calls(render: _Render, *arguments: object) -> str:
     """A conversation with these calls; "" if it is refused."""
     named = list(zip(_IDS, arguments, strict=False))
     calls = [

@@ -25,7 +25,7 @@ _MOST_STEPS = 20_000  # schemas that are looked at: references could make it a s
 _MOST_ADDED = 1 << 20  # characters of copies and names: a reference's path may lead through all of the text
 
 
-def with_closed_objects(schema: Mapping[str, Any]) -> dict[str, Any]:
+def with_closed_objects(schema: Mapping[str, object]) -> dict[str, object]:
     """The same schema with closed objects. Raises ValueError if it is nested or combined too deeply."""
     try:
         return _Closing(schema).whole()
@@ -97,15 +97,15 @@ class _Names:
 
 
 class _Closing:
-    def __init__(self, root: Mapping[str, Any]) -> None:
+    def __init__(self, root: Mapping[str, object]) -> None:
         self._root, self._steps, self._added = root, 0, 0
         self._base = str(root.get("$id", "")).partition("#")[0]
-        self._copies: dict[str, Any] = {}  # open ones, by their names under $defs
+        self._copies: dict[str, object] = {}  # open ones, by their names under $defs
         self._names_of_copies: dict[tuple[str, _Mode], str] = {}  # by the reference
         self._has_followed = self._is_lost = self._has_inner_base = False
 
-    def whole(self) -> dict[str, Any]:
-        found: dict[str, Any] = self._part(self._root, _CLOSED)
+    def whole(self) -> dict[str, object]:
+        found: dict[str, object] = self._part(self._root, _CLOSED)
         # Of an unknown target nothing can be copied, so that none may be closed: it could be any of them.
         if self._is_lost or (self._has_followed and self._has_inner_base):
             return dict(self._root)
@@ -113,7 +113,7 @@ class _Closing:
             found["$defs"] = {**_mapping(found.get("$defs")), **self._copies}
         return found
 
-    def _part(self, part: Any, mode: _Mode) -> Any:
+    def _part(self, part: object, mode: _Mode) -> Any:
         """A schema, its objects closed where they may be."""
         if not isinstance(part, dict):
             return part
@@ -134,7 +134,7 @@ class _Closing:
             _close(found, _Names(required=dict.fromkeys(_texts(part.get("required")))))
         return found
 
-    def _value(self, key: str, value: Any, mode: _Mode) -> Any:
+    def _value(self, key: str, value: object, mode: _Mode) -> object:
         if key == "properties" and isinstance(value, dict):
             return {name: self._part(one, mode.of_property(name)) for name, one in value.items()}
         if key in _COMBINED and isinstance(value, list):
@@ -150,7 +150,7 @@ class _Closing:
             return self._part(value, within) if of_each is None else of_each
         return value
 
-    def _collect(self, part: Any, found: _Names, seen: set[str]) -> None:
+    def _collect(self, part: object, found: _Names, seen: set[str]) -> None:
         if not isinstance(part, dict):
             return
         self._collect_own(part, found)
@@ -170,7 +170,7 @@ class _Closing:
             seen.add(ref)
             self._collect(self._target(ref), found, seen)
 
-    def _collect_own(self, part: Mapping[str, Any], found: _Names) -> None:
+    def _collect_own(self, part: Mapping[str, object], found: _Names) -> None:
         names, patterns = _mapping(part.get("properties")), _mapping(part.get("patternProperties"))
         required = _texts(part.get("required"))
         self._step(1 + len(names) + len(patterns) + len(required))
@@ -202,7 +202,7 @@ class _Closing:
             self._copies[name] = self._part(kept, mode)
         return f"#/$defs/{self._names_of_copies[ref, mode]}"
 
-    def _target(self, ref: str) -> Any:
+    def _target(self, ref: str) -> object:
         """What a reference within the schema points to; None: it is unknown."""
         self._has_followed = True
         if self._base and (ref == self._base or ref.startswith(f"{self._base}#")):
@@ -230,7 +230,7 @@ def _close(schema: dict[str, Any], said: _Names) -> None:
     schema["additionalProperties"] = False
 
 
-def _at_pointer(root: Any, pointer: str) -> Any:
+def _at_pointer(root: object, pointer: str) -> object:
     """What a JSON pointer, after `#`, points to, or None."""
     if not pointer.startswith("#/"):
         return None
@@ -244,7 +244,7 @@ def _at_pointer(root: Any, pointer: str) -> Any:
     return at
 
 
-def _num_parts(part: Mapping[str, Any]) -> int:
+def _num_parts(part: Mapping[str, object]) -> int:
     """How many schemas must all hold."""
     all_of = part.get("allOf")
     num = len(all_of) if isinstance(all_of, list) else 0
@@ -252,9 +252,9 @@ def _num_parts(part: Mapping[str, Any]) -> int:
     return num + sum(key in part for key in ("$ref", "anyOf", "oneOf"))
 
 
-def _texts(values: Any) -> list[str]:
+def _texts(values: object) -> list[str]:
     return [value for value in values if isinstance(value, str)] if isinstance(values, list) else []
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
+def _mapping(value: object) -> Mapping[str, object]:
     return value if isinstance(value, dict) else {}

@@ -66,7 +66,7 @@ class _Words:
         raise NotImplementedError("no grammar may depend on how a text is cut into tokens")
 
 
-def token_table(tokens: Sequence[bytes], special: Sequence[int], ends: Sequence[int]) -> Any:
+def token_table(tokens: Sequence[bytes], special: Sequence[int], ends: Sequence[int]) -> object:
     """The library's index of a vocabulary. `special`: control tokens, which no text matches; `ends` is not
     empty. An id without bytes is never allowed."""
     import llguidance
@@ -98,22 +98,22 @@ def compile_grammar(table: Any, form: str, limits: GrammarLimits) -> Any:
 
 
 PARTS = ("lead", "opening", "instead")
-"""What may stand beside a described reply: fields of a `Grammar`, rules of the library's grammar."""
+"""What may come with a described reply: fields of a `Grammar`, rules of the library's grammar."""
 
 
-def with_parts(form: str, **beside: str) -> str:
+def with_parts(form: str, **parts_by_name: str) -> str:
     """A serialized grammar of two, the outer of which refers to `@reply`, with Lark sources for its parts.
 
-    `beside`: those of `PARTS`, "" for none. `lead` and `opening` come before the reply, and `instead` may
+    `parts_by_name`: of `PARTS`, "" for none. `lead` and `opening` come before the reply, and `instead` may
     replace the reply with its opening.
     """
-    parts = [{"name": name, "lark_grammar": beside[name]} for name in PARTS if beside.get(name)]
+    parts = [{"name": name, "lark_grammar": parts_by_name[name]} for name in PARTS if parts_by_name.get(name)]
     if not parts:
         return form
     outer, reply = json.loads(form)["grammars"]
-    start = "@opening @reply" if beside.get("opening") else "@reply"
-    start = f"( {start} | @instead )" if beside.get("instead") else start
-    start = f"@lead {start}" if beside.get("lead") else start
+    start = "@opening @reply" if parts_by_name.get("opening") else "@reply"
+    start = f"( {start} | @instead )" if parts_by_name.get("instead") else start
+    start = f"@lead {start}" if parts_by_name.get("lead") else start
     outer["lark_grammar"] = outer["lark_grammar"].replace("@reply", start)
     return json.dumps({"grammars": [outer, reply, *parts]}, ensure_ascii=False)
 

@@ -15,7 +15,7 @@ _FORMATS = "'text', 'json_object' or 'json_schema'"
 _LARK = "%llguidance"
 
 
-def grammar_from(body: Mapping[str, Any]) -> Grammar | None:
+def grammar_from(body: Mapping[str, object]) -> Grammar | None:
     """The grammar that a request asks for; None for free text.
 
     vLLM's `disable_additional_properties` (false: objects of a schema are open) and `disable_any_whitespace`
@@ -33,7 +33,7 @@ def grammar_from(body: Mapping[str, Any]) -> Grammar | None:
     return replace(found[0], **_style(body.get("structured_outputs"))) if found else None
 
 
-def _style(asked: Any) -> dict[str, Any]:
+def _style(asked: object) -> dict[str, Any]:
     """What a request says of how JSON is written, as fields of a Grammar."""
     given = asked if isinstance(asked, Mapping) else {}
     for name in _STYLE:
@@ -44,7 +44,7 @@ def _style(asked: Any) -> dict[str, Any]:
     return {"open_objects": None if is_open is None else not is_open, "space": "none" if is_compact else None}
 
 
-def _read_grammars(body: Mapping[str, Any]) -> Iterator[Grammar]:
+def _read_grammars(body: Mapping[str, object]) -> Iterator[Grammar]:
     for name, read in _FIELDS.items():
         value = body.get(name)
         if value is not None and not (value == "" and name in _EMPTY_IS_ABSENT):
@@ -69,7 +69,7 @@ def _response_format(value: Any, at: str) -> Grammar | None:
     return _schema(described["schema"], f"{inside}.schema")
 
 
-def _read_structured_outputs(value: Any, at: str) -> Grammar | None:
+def _read_structured_outputs(value: object, at: str) -> Grammar | None:
     sent = _mapping(value, at).items()
     wanted = {name: v for name, v in sent if v is not None and v is not False and name not in _STYLE}
     for name in wanted:
@@ -81,19 +81,19 @@ def _read_structured_outputs(value: Any, at: str) -> Grammar | None:
     return next((_STRUCTURED[name](v, f"{at}.{name}") for name, v in wanted.items()), None)
 
 
-def _ollama(value: Any, at: str) -> Grammar:
+def _ollama(value: object, at: str) -> Grammar:
     if isinstance(value, str) and value != "json":
         raise InvalidField(f"{at}: {_short(value)} is neither 'json' nor a JSON schema", at)
     return _schema(_ANY_OBJECT if value == "json" else value, at)
 
 
-def _json_object(value: Any, at: str) -> Grammar:
+def _json_object(value: object, at: str) -> Grammar:
     if value is not True:
         raise InvalidField(f"{at}: {_short(value)} is not true or false", at)
     return _schema(_ANY_OBJECT, at)
 
 
-def _schema(value: Any, at: str) -> Grammar:
+def _schema(value: object, at: str) -> Grammar:
     """From a schema, or from its JSON text."""
     if isinstance(value, str):
         return Grammar("json_schema", value, at)
@@ -107,11 +107,11 @@ def _schema(value: Any, at: str) -> Grammar:
         raise BadGrammar(f"{at}: the schema cannot be written as JSON: {error}", at) from error
 
 
-def _regex(value: Any, at: str) -> Grammar:
+def _regex(value: object, at: str) -> Grammar:
     return Grammar("regex", _text(value, at, "a regular expression"), at)
 
 
-def _choice(value: Any, at: str) -> Grammar:
+def _choice(value: object, at: str) -> Grammar:
     if not isinstance(value, list | tuple) or not value:
         raise InvalidField(f"{at}: {_short(value)} is not a list of strings, with at least one", at)
     for i, choice in enumerate(value):
@@ -120,33 +120,33 @@ def _choice(value: Any, at: str) -> Grammar:
     return Grammar("choice", json.dumps(list(value), ensure_ascii=False), at)
 
 
-def _grammar(value: Any, at: str) -> Grammar:
+def _grammar(value: object, at: str) -> Grammar:
     """llama.cpp's notation writes `root ::= …`, Lark's `start: …`; `%llguidance` at the head means Lark."""
     text = _text(value, at, "a grammar")
     is_gbnf = "::=" in text and not text.lstrip().startswith(_LARK)
     return Grammar("gbnf" if is_gbnf else "lark", text, at)
 
 
-def _text(value: Any, at: str, what: str) -> str:
+def _text(value: object, at: str, what: str) -> str:
     if not isinstance(value, str) or not value:
         raise InvalidField(f"{at}: {_short(value)} is not the text of {what}", at)
     return value
 
 
-def _mapping(value: Any, at: str) -> Mapping[str, Any]:
+def _mapping(value: object, at: str) -> Mapping[str, object]:
     if not isinstance(value, Mapping):
         what = "it is required" if value is None else f"{_short(value)} is not an object"
         raise InvalidField(f"{at}: {what}", at)
     return value
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     shown = repr(value) if not isinstance(value, list | tuple | Mapping) or len(value) < 8 else "this value"
     return shown if len(shown) <= 80 else shown[:79] + "…"
 
 
 _Read = Callable[[Any, str], Grammar | None]
-_STRUCTURED: Mapping[str, Callable[[Any, str], Grammar]] = {
+_STRUCTURED: Mapping[str, Callable[[object, str], Grammar]] = {
     "json": _schema,
     "json_object": _json_object,
     "regex": _regex,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from llguidance import regex_to_lark
 
@@ -17,7 +16,7 @@ from plait.text.grammar.closed_objects import with_closed_objects
 from plait.text.grammar.gbnf import lark_from_gbnf
 
 # Between two tokens of JSON. Small models get lost in white space, and each token of it costs a step.
-_SPACE: dict[str, dict[str, Any]] = {
+_SPACE: dict[str, dict[str, object]] = {
     "line": {"whitespace_pattern": r"\x20|\x0A(\x20{0,8}|\x09{0,4})"},
     "any": {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"},
     "none": {"whitespace_flexible": False},
@@ -46,7 +45,7 @@ def library_form(kind: str, source: str, style: JsonStyle, max_bytes: int) -> st
     """
     match kind:
         case "json_schema":
-            inner: dict[str, Any] = {"json_schema": _schema(source, style)}
+            inner: dict[str, object] = {"json_schema": _schema(source, style)}
         case "regex":
             inner = {"lark_grammar": f"start: {_regex(source)}"}
         case "choice":
@@ -87,7 +86,7 @@ def _lark(source: str) -> str:
     return source
 
 
-def _schema(source: str, style: JsonStyle) -> dict[str, Any]:
+def _schema(source: str, style: JsonStyle) -> dict[str, object]:
     try:
         schema = json.loads(source)
     except RecursionError as error:
@@ -103,15 +102,15 @@ def _schema(source: str, style: JsonStyle) -> dict[str, Any]:
     return in_style(schema, style)
 
 
-def in_style(schema: Mapping[str, Any], style: JsonStyle) -> dict[str, Any]:
+def in_style(schema: Mapping[str, object], style: JsonStyle) -> dict[str, object]:
     """A schema with its texts written in that style. Raises ValueError if it is nested too deeply."""
     found = schema if style.open_objects else with_closed_objects(schema)
     return {**found, "x-guidance": _SPACE[style.space]}
 
 
-def _subschemas(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def _subschemas(schema: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
     """The schema and every schema in it; what is in `enum`, `const` or an unknown keyword is not one."""
-    waiting: list[Any] = [schema]
+    waiting: list[object] = [schema]
     while waiting:
         part = waiting.pop()
         if not isinstance(part, dict):
@@ -124,7 +123,7 @@ def _subschemas(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
                 waiting += value if isinstance(value, list) else [value]
 
 
-def _check(part: Mapping[str, Any]) -> None:
+def _check(part: Mapping[str, object]) -> None:
     """Refuses what the library would pass over in silence; the rest it refuses by itself."""
     for name, instead in _UNHEEDED.items():
         if part.get(name) not in (None, False):

@@ -7,7 +7,7 @@ lists), a reply is read as a call because of how it begins and which tool it nam
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from plait.text.grammar.call_lark import quote_regex
 from plait.text.output.call_grammar import (
@@ -88,7 +88,7 @@ def hold_in_wrapper(calls: Structure, starts: Iterable[str], final: str, end: st
 def hold_by_name(
     syntax: CallSyntax,
     frame: Frame,
-    schemas: Mapping[str, Mapping[str, Any]],
+    schemas: Mapping[str, Mapping[str, object]],
     special: Collection[str],
     reasoning: ReasoningFormat | None = None,
     *,
@@ -134,7 +134,7 @@ def _open_pattern(shape: Shape) -> str:
 def _calls(
     style: Style,
     before: str,
-    schemas: Mapping[str, Mapping[str, Any]],
+    schemas: Mapping[str, Mapping[str, object]],
     markers: tuple[str, ...] = (),
     free: Unlike | None = None,
     *,
@@ -165,7 +165,7 @@ def _head(style: Style, name: str, before: str) -> str:
 
 
 def _further(
-    style: Style, shape: Shape, schemas: Mapping[str, Mapping[str, Any]], parallel: bool
+    style: Style, shape: Shape, schemas: Mapping[str, Mapping[str, object]], parallel: bool
 ) -> Structure:
     """What follows the first call."""
     before = _SOME + ("," if shape == "list" else "[,;]?") + _SOME
@@ -177,7 +177,7 @@ def _calls_as_text(
     syntax: CallSyntax,
     frame: Frame,
     plain: Sequence[str],
-    schemas: Mapping[str, Any],
+    schemas: Mapping[str, object],
     reasoning: ReasoningFormat | None,
 ) -> Iterable[str]:
     """Regular expressions of the texts that would be read as calls, or as thinking with a call after it."""

@@ -134,7 +134,7 @@ class TrialPool:
     `ends` (ids), of plain JSON. Runners are threads that live while there is something to do.
     """
 
-    def __init__(self, vocabulary: Mapping[str, Any], limits: GrammarLimits) -> None:
+    def __init__(self, vocabulary: Mapping[str, object], limits: GrammarLimits) -> None:
         self._setup = json.dumps({**vocabulary, "limits": asdict(limits)}) + "\n"
         self._limits = limits
         self._lock = threading.Lock()

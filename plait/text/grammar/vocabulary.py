@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +29,7 @@ class Vocabulary:
     size: int
     special: Mapping[int, str]
     ends: frozenset[int]
-    table: Any
+    table: object
     usable: Mask
     usable_inside: Mask
 

@@ -38,7 +38,7 @@ class FormatMarker:
 class Json:
     """A JSON text that this schema allows."""
 
-    schema: Mapping[str, Any]
+    schema: Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ def required_tools(schemas: Mapping[str, Mapping[str, Any]], choice: Any) -> tup
 
 
 def frame_call(
-    frame: Frame, markers: Iterable[str], schemas: Mapping[str, Mapping[str, Any]], parallel: bool
+    frame: Frame, markers: Iterable[str], schemas: Mapping[str, Mapping[str, object]], parallel: bool
 ) -> Structure:
     """A call of one of these tools; `parallel`: further ones may follow."""
     cut = [re.escape(marker) for marker in (*sorted(markers, key=len, reverse=True), NUMBER)]
@@ -223,7 +223,7 @@ def begin_thinking(reasoning: ReasoningFormat | None, starts_open: bool, *, agai
     return (*rest, *more) if starts_open else more
 
 
-def _properties(schema: Mapping[str, Any]) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
+def _properties(schema: Mapping[str, object]) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
     """(required, optional) parameters with their schemas, in the order of the schema.
 
     A part's schema keeps the definitions of the whole, for its references.
@@ -239,7 +239,7 @@ def _properties(schema: Mapping[str, Any]) -> tuple[list[tuple[str, Any]], list[
     return [p for p in found if p[0] in names], [p for p in found if p[0] not in names]
 
 
-def _as_python(schema: Mapping[str, Any]) -> Structure:
+def _as_python(schema: Mapping[str, object]) -> Structure:
     """`a=1, b="x"`: required ones first, for the order of keywords is free and a comma needs a left side."""
     required, optional = _properties(schema)
     head: list[Part] = []
@@ -254,17 +254,17 @@ def _as_python(schema: Mapping[str, Any]) -> Structure:
     return (OneOf((*begins, ())),) if begins else ()
 
 
-def _rows(schema: Mapping[str, Any], row: Callable[[str, Any], Structure]) -> Structure:
+def _rows(schema: Mapping[str, object], row: Callable[[str, object], Structure]) -> Structure:
     required, optional = _properties(schema)
     rows: list[Part] = [part for name, one in required for part in row(name, one)]
     return (*rows, *(OneOf((row(name, one), ())) for name, one in optional))
 
 
-def _xml_row(name: str, schema: Any) -> Structure:
+def _xml_row(name: str, schema: object) -> Structure:
     return (Text(f"<parameter={name}>\n"), *_bare(schema, Text("</parameter>"), "\n"), Text("\n"))
 
 
-def _glm_row(name: str, schema: Any) -> Structure:
+def _glm_row(name: str, schema: object) -> Structure:
     key = (FormatMarker("<arg_key>"), Text(name), FormatMarker("</arg_key>"))
     return (*key, _BREAK, FormatMarker("<arg_value>"), *_bare(schema, FormatMarker("</arg_value>")), _BREAK)
 
@@ -285,7 +285,7 @@ def _bare(schema: Any, closing: FormatMarker | Text, pad: str = "") -> Structure
     return found[0] if len(found) == 1 else (OneOf(tuple(dict.fromkeys(found))),)
 
 
-def _text(schema: Mapping[str, Any], closing: FormatMarker | Text, pad: str) -> Value:
+def _text(schema: Mapping[str, object], closing: FormatMarker | Text, pad: str) -> Value:
     """A string and what closes it, in a form that is cheap to follow: long ones need not be counted twice.
 
     The first `closing` ends what is free to its end, and `pad` before it belongs to no value. A string with a
@@ -302,7 +302,7 @@ def _text(schema: Mapping[str, Any], closing: FormatMarker | Text, pad: str) -> 
     return Value(Text(pad + closing.text) if pad else closing, (*counted, *forms), closing.text)
 
 
-def write_arguments(style: Style, schema: Mapping[str, Any]) -> Structure:
+def write_arguments(style: Style, schema: Mapping[str, object]) -> Structure:
     """The arguments of one call, in a style of `Frame`. GLM-4.7 breaks no lines, 4.5 and 4.6 do."""
     match style:
         case "json" | "line":

@@ -80,7 +80,7 @@ class ToolFormat:
         return messages if self.id_length is None else with_short_ids(messages, self.id_length)
 
 
-def tool_schemas(tools: Sequence[Tool]) -> dict[str, Mapping[str, Any]]:
+def tool_schemas(tools: Sequence[Tool]) -> dict[str, Mapping[str, object]]:
     """Name → JSON schema of the arguments. Raises InvalidField for what is not a tool with a name."""
     schemas: dict[str, Mapping[str, Any]] = {}
     for i, tool in enumerate(tools):
@@ -301,7 +301,7 @@ def tool_format(
 def call_grammar(
     form: ToolFormat,
     tools: Sequence[Tool],
-    choice: Any,
+    choice: object,
     *,
     parallel: bool = True,
     reasoning: ReasoningFormat | None = None,
@@ -350,7 +350,7 @@ def _shorten_ids(message: Message, length: int) -> Message:
     return changed
 
 
-def _shorten_id(call: Any, length: int) -> Any:
+def _shorten_id(call: Any, length: int) -> object:
     known = isinstance(call, Mapping) and isinstance(call.get("id"), str)
     return {**call, "id": _short(call["id"], length)} if known else call
 

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from plait.text.output.call_grammar import Frame
 from plait.text.output.cursor import SPACE, Reading, TextCursor, read_whole
@@ -204,7 +203,7 @@ def _arguments(reply: ReplyBuilder, name: str, tags: _Tags) -> Reading[bool]:
     return complete
 
 
-def _pairs(reply: ReplyBuilder, schema: Mapping[str, Any], key: str, tags: _Tags) -> Reading[bool]:
+def _pairs(reply: ReplyBuilder, schema: Mapping[str, object], key: str, tags: _Tags) -> Reading[bool]:
     cursor, opening = reply.cursor, "{"
     while key:
         reply.argue(f"{opening}{json.dumps(key, ensure_ascii=False)}: ")
@@ -279,8 +278,8 @@ def _python(cursor: TextCursor, sink: Sink) -> Reading[bool]:
     return (yield from python_value(cursor, sink)) and (yield from cursor.skip(" "))
 
 
-def _types(schema: Mapping[str, Any], key: str) -> frozenset[str]:
+def _types(schema: Mapping[str, object], key: str) -> frozenset[str]:
     """The JSON types that a tool's schema allows for one parameter; empty if it does not say."""
     properties = schema.get("properties")
-    told = properties.get(key) if isinstance(properties, Mapping) else None
-    return frozenset().union(*map(kinds, alternatives(told, schema)))
+    stated = properties.get(key) if isinstance(properties, Mapping) else None
+    return frozenset().union(*map(kinds, alternatives(stated, schema)))

@@ -22,7 +22,7 @@ _FORMATS = {
 _FORMATS["date-time"] = f"{_FORMATS['date']}[tT]{_FORMATS['time']}"
 
 
-def alternatives(schema: Any, root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def alternatives(schema: object, root: Mapping[str, object]) -> list[Mapping[str, Any]]:
     """The schemas of which one must hold. What is no schema, or refers too far, becomes `{}`: any value.
 
     `anyOf` and `oneOf` are taken apart, the parts of `allOf` are joined, references are followed.
@@ -44,28 +44,28 @@ def alternatives(schema: Any, root: Mapping[str, Any]) -> list[Mapping[str, Any]
     return [*found, {}]
 
 
-def kinds(schema: Mapping[str, Any]) -> frozenset[str]:
+def kinds(schema: Mapping[str, object]) -> frozenset[str]:
     """The JSON types that one of `alternatives` allows; empty if it does not say."""
-    told = schema.get("type")
-    named = frozenset(kind for kind in (told if isinstance(told, list | tuple) else [told]) if kind)
+    stated = schema.get("type")
+    named = frozenset(kind for kind in (stated if isinstance(stated, list | tuple) else [stated]) if kind)
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if named or not isinstance(values, list):
         return frozenset(kind for kind in named if isinstance(kind, str))
     return frozenset("null" if v is None else _KINDS.get(type(v), "object") for v in values)
 
 
-def values(schema: Mapping[str, Any]) -> list[str] | None:
+def values(schema: Mapping[str, object]) -> list[str] | None:
     """The strings that one of `alternatives` allows, where it lists them."""
     listed = [schema["const"]] if "const" in schema else schema.get("enum")
     return [value for value in listed if isinstance(value, str)] if isinstance(listed, list) else None
 
 
-def lengths(schema: Mapping[str, Any]) -> tuple[int, int | None]:
+def lengths(schema: Mapping[str, object]) -> tuple[int, int | None]:
     """How many characters a string must and may have under one of `alternatives`."""
     return _count(schema.get("minLength")) or 0, _count(schema.get("maxLength"))
 
 
-def patterns(schema: Mapping[str, Any]) -> tuple[str, ...]:
+def patterns(schema: Mapping[str, object]) -> tuple[str, ...]:
     """Regular expressions, each of which a string must match as a whole under one of `alternatives`."""
     found = []
     if isinstance(pattern := schema.get("pattern"), str):
@@ -75,7 +75,7 @@ def patterns(schema: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _count(value: Any) -> int | None:
+def _count(value: object) -> int | None:
     """What is no number is refused elsewhere, with the whole schema."""
     return int(min(max(value, 0), _MOST_CHARS)) if isinstance(value, int | float) else None
 
@@ -87,7 +87,7 @@ def _anchor_pattern(pattern: str) -> str:
     return f"{'' if begins else '(?s:.*)'}({inner}){'' if ends else '(?s:.*)'}"
 
 
-def _merge_schema(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
+def _merge_schema(schema: object, root: Mapping[str, object]) -> dict[str, Any]:
     """A schema with its reference, and the parts that must hold together, taken in: one step of each."""
     if not isinstance(schema, Mapping):
         return {}
@@ -102,7 +102,7 @@ def _merge_schema(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, **rest}
 
 
-def _follow_reference(reference: Any, root: Any) -> Any:
+def _follow_reference(reference: object, root: object) -> Any:
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return None
     for name in reference[2:].split("/"):

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 from plait.text.output.cursor import SPACE, SPACES, Reading
 from plait.text.output.deltas import Content, OutputDelta, ReplyBuilder
@@ -76,7 +75,7 @@ class OutputParser:
         *,
         calls: CallSyntax | None = None,
         reasoning: ReasoningFormat | None = None,
-        tools: Mapping[str, Mapping[str, Any]] | None = None,
+        tools: Mapping[str, Mapping[str, object]] | None = None,
         make_id: Callable[[], str] = str,
         starts_open: bool = False,
         may_think: bool = True,

@@ -26,7 +26,7 @@ _OTHER_KINDS = {"bert": "WordPiece", "t5": "Unigram", "rwkv": "RWKV", "none": "n
 _NO_WAY = "give another vocabulary with --vocab (a tokenizer.json of the model)"
 
 
-def gguf_tokenizer(metadata: Mapping[str, Any]) -> TextTokenizer | None:
+def gguf_tokenizer(metadata: Mapping[str, object]) -> TextTokenizer | None:
     """The tokenizer that a GGUF file's metadata describes; None when it describes none.
 
     Raises UnsupportedFormat for a kind or a `tokenizer.ggml.pre` that is not known, BadFile for lists that
@@ -65,7 +65,7 @@ def _odd(kinds: Sequence[int]) -> list[int]:
     return [i for i, kind in enumerate(kinds) if kind != NORMAL]
 
 
-def _byte_level(metadata: Mapping[str, Any]) -> TextTokenizer:
+def _byte_level(metadata: Mapping[str, object]) -> TextTokenizer:
     name, pattern = _pattern(metadata)
     tokens, kinds = _tokens(metadata)
     library = _library(metadata, tokens, kinds)
@@ -74,7 +74,7 @@ def _byte_level(metadata: Mapping[str, Any]) -> TextTokenizer:
     return _assemble(f"gguf:gpt2/{name}", engine, metadata, (tokens, kinds), pattern.add_bos)
 
 
-def byte_level_library(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
+def byte_level_library(metadata: Mapping[str, object]) -> tokenizers.Tokenizer:
     """A gpt2 vocabulary as the `tokenizers` library has it. Raises BadFile, UnsupportedFormat."""
     return _library(metadata, *_tokens(metadata))
 
@@ -104,7 +104,7 @@ def _library(
     return library
 
 
-def _pattern(metadata: Mapping[str, Any]) -> tuple[str, Pattern]:
+def _pattern(metadata: Mapping[str, object]) -> tuple[str, Pattern]:
     name = metadata.get(f"{_KEY}pre")
     if name is None:
         raise UnsupportedFormat(
@@ -139,13 +139,13 @@ def _scores(metadata: Mapping[str, Any], tokens: Sequence[str]) -> list[float]:
     return scores
 
 
-def _plamo(metadata: Mapping[str, Any]) -> TextTokenizer:
+def _plamo(metadata: Mapping[str, object]) -> TextTokenizer:
     tokens, kinds = _tokens(metadata)
     engine = PlamoEngine(Pieces(tokens, _scores(metadata, tokens), kinds, space_first=False))
     return _assemble("gguf:plamo2", engine, metadata, (tokens, kinds), add_bos=False)
 
 
-def _sentencepiece(metadata: Mapping[str, Any]) -> TextTokenizer:
+def _sentencepiece(metadata: Mapping[str, object]) -> TextTokenizer:
     tokens, kinds = _tokens(metadata)
     scores = _scores(metadata, tokens)
     space_first = bool(metadata.get(f"{_KEY}add_space_prefix", True))

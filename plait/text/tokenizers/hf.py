@@ -218,7 +218,7 @@ def _find_wrapping(tokenizer: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tu
 
 
 def _choose_wrapping(
-    config: Mapping[str, Any],
+    config: Mapping[str, object],
     wrapping: tuple[tuple[int, ...], tuple[int, ...]],
     bos: int | None,
     eos: int | None,
@@ -235,7 +235,7 @@ def _choose_wrapping(
     return before, after
 
 
-def _content(value: Any) -> str | None:
+def _content(value: object) -> str | None:
     if isinstance(value, Mapping):
         value = value.get("content")
     return value if isinstance(value, str) else None

@@ -45,7 +45,7 @@ def sentencepiece_metadata(path: Path) -> dict[str, Any]:
     }
 
 
-def _check(path: Path, trainer: Mapping[int, Any], normalizer: Mapping[int, Any]) -> None:
+def _check(path: Path, trainer: Mapping[int, object], normalizer: Mapping[int, object]) -> None:
     if trainer.get(3, 1) != _BPE:
         raise UnsupportedFormat(f"{path}: a SentencePiece model of a kind other than BPE; {_WAY_OUT}")
     if normalizer.get(2) or normalizer.get(4, 1):

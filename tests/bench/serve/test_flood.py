@@ -24,7 +24,7 @@ FILE = Path(__file__).resolve().parents[3] / "benchmarks" / "flood.py"
 class Loop(EchoLoop):
     is_full = False
 
-    def check_room(self) -> None:
+    def check_capacity(self) -> None:
         if self.is_full:
             raise QueueFull("max_waiting (0) requests wait already; try again later")
 
@@ -53,7 +53,7 @@ def target(loop: Loop) -> Iterator[ServerTarget]:
         yield ServerTarget(name="fake", base_url=client.base_url, model="fake", api_key="secret")
 
 
-def test_whole_replies_are_told_with_their_lengths_and_moments(
+def test_whole_replies_are_reported_with_their_lengths_and_moments(
     flood: ModuleType, target: ServerTarget
 ) -> None:
     run = flood.drive(flood.Flood.of(target, SHORT, 4), lambda load: load.full(3, 0.3))
@@ -65,7 +65,7 @@ def test_whole_replies_are_told_with_their_lengths_and_moments(
         assert one.input_len > 0
 
 
-def test_who_is_turned_away_is_counted_and_asks_on(
+def test_a_rejected_client_is_counted_and_asks_on(
     flood: ModuleType, target: ServerTarget, loop: Loop
 ) -> None:
     loop.is_full = True

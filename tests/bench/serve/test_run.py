@@ -172,7 +172,7 @@ def test_a_load_ends_when_its_time_is_over(target: ServerTarget) -> None:
     assert all(one.started < 0.3 and one.is_ok for one in run.outcomes)
 
 
-def test_an_open_load_waits_for_nobody(target: ServerTarget) -> None:
+def test_an_open_load_waits_for_no_one(target: ServerTarget) -> None:
     run = drive(target, said("SLOW and steady"), Arrivals(rate=1000.0, num_prompts=12, burst=4))
     assert len(run.outcomes) == 12
     assert score(run.outcomes, run.duration_s)["max_concurrent_requests"] > 4

@@ -53,7 +53,7 @@ def test_lengths_are_drawn_evenly_or_as_in_sharegpt() -> None:
     assert sum(n < 40 for n in asked) > 2000  # most questions are short
 
 
-def test_texts_have_about_the_tokens_that_were_asked_for() -> None:
+def test_texts_have_about_the_tokens_that_were_requested() -> None:
     load = Workload(input_len=Length(100, 100), tokens_per_word=1.25)
     assert len(load.chat(3).turns[0].text.split()) == 80
 
@@ -68,7 +68,7 @@ def test_a_group_shares_the_begin_of_its_texts() -> None:
     assert len({tuple(alone.chat(i).turns[0].text.split()[:5]) for i in range(30)}) == 30
 
 
-def test_as_many_leave_as_asked_and_before_their_reply_ends() -> None:
+def test_as_many_leave_as_set_and_before_their_reply_ends() -> None:
     load = Workload(output_len=Length(10, 10), cancel_rate=0.3)
     leaving = [turn.leaving for i in range(1000) for turn in load.chat(i).turns if turn.leaving]
     assert 240 < len(leaving) < 360
@@ -88,7 +88,7 @@ def test_a_chat_fits_the_context(turns: int, asked: int, said: int, max_len: int
     assert all(len(turn.text.split()) <= turn.input_len for turn in chat.turns)
 
 
-def test_a_context_without_room_is_refused() -> None:
+def test_a_context_without_space_is_refused() -> None:
     with pytest.raises(ConfigError, match="9 turns do not fit into a context of 100 tokens"):
         Workload(turns=9, max_len=100).chat(0)
 
@@ -121,7 +121,7 @@ def test_a_dataset_is_read_in_both_forms(tmp_path: Path, record: object, lines: 
     assert read_records(path) == [PAIRS, PAIRS]
 
 
-def test_a_question_without_an_answer_is_asked_too(tmp_path: Path) -> None:
+def test_a_question_without_an_answer_is_sent_too(tmp_path: Path) -> None:
     path = tmp_path / "asked.jsonl"
     path.write_text('{"messages": [{"role": "user", "content": "Why"}]}')
     ((question, answer),) = read_records(path)[0]
@@ -139,7 +139,7 @@ def test_a_file_without_chats_is_refused(tmp_path: Path, text: str) -> None:
         read_records(tmp_path / "nothing")
 
 
-def test_a_dataset_is_asked_once_in_each_pass_with_its_answers_lengths() -> None:
+def test_a_dataset_is_sent_once_in_each_pass_with_its_answers_lengths() -> None:
     records = [[(f"question {n}", "word " * (n + 1))] for n in range(5)]
     load = Workload(records=records, output_len=None, tokens_per_word=2.0)
     chats = [load.chat(i) for i in range(10)]

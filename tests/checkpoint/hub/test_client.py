@@ -131,7 +131,7 @@ def test_all_parts_of_a_quantization_in_a_folder_are_fetched(hub: FakeHub) -> No
     assert set(hub.fetched()) == set(names[:2])
 
 
-def test_quantizations_are_told_from_file_names() -> None:
+def test_quantizations_are_known_from_file_names() -> None:
     names = ["m-Q4_K_M.gguf", "m.IQ2_XXS.gguf", "m-UD-Q4_K_XL.gguf", "Qwen3-8B-Q8_0.gguf", "x-f16.gguf"]
     names += ["m-mxfp4.gguf", "imatrix-Q4_0.gguf", "plain.gguf", "m-Q4_0-00002-of-00002.gguf", "Q6_K.txt"]
     assert set(quantizations(names)) == {"Q4_K_M", "IQ2_XXS", "UD-Q4_K_XL", "Q8_0", "f16", "mxfp4"}
@@ -259,7 +259,7 @@ def test_a_model_that_is_not_there(hub: FakeHub) -> None:
 def test_a_disk_that_is_too_small_is_known_before(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.repos["org/m"].commit({"model.safetensors": tensors()})
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
-    with pytest.raises(CheckpointError, match=r"0\.00 GB free: make room \(`plait list`, `plait rm`\)"):
+    with pytest.raises(CheckpointError, match=r"0\.00 GB free: free some \(`plait list`, `plait rm`\)"):
         find_model("org/m")
     assert hub.fetched() == []
 
@@ -344,7 +344,7 @@ def test_a_name_with_two_revisions_is_refused() -> None:
         parse_hub_name("org/name@a:Q8_0@b")
 
 
-def test_rate_limits_are_told_from_refusals() -> None:
+def test_rate_limits_are_known_from_refusals() -> None:
     error = OSError("no")
     error.response = SimpleNamespace(status_code=429)  # type: ignore[attr-defined]
     assert advice(error, HubName("org/m")).startswith("too many requests (HTTP 429): wait a little")
@@ -399,10 +399,10 @@ def test_an_address_of_the_hub_is_the_name_it_shows(address: str, name: str) -> 
 
 @pytest.mark.parametrize("address", ["https://huggingface.co/org", "https://hf.co/datasets/org/name"])
 def test_an_address_that_is_no_model_is_refused(address: str) -> None:
-    with pytest.raises(ConfigError, match="wanted is the address of a repository"):
+    with pytest.raises(ConfigError, match="give the address of a repository"):
         parse_hub_name(address)
 
 
-def test_the_address_of_another_hub_is_one_of_the_hub_that_is_asked(hub: FakeHub) -> None:
+def test_the_address_of_another_hub_is_one_of_the_hub_that_is_queried(hub: FakeHub) -> None:
     hub.repos["org/m"].commit({"m.gguf": b"GGUF" + bytes(600)})
     assert find_model(f"{hub.url}/org/m/resolve/main/m.gguf").weights[0].name == "m.gguf"

@@ -54,7 +54,7 @@ def test_a_file_that_was_cut_is_found(tmp_path: Path, nbytes: int) -> None:
 
 
 @pytest.mark.parametrize("header", [b"{}", HEADER.replace(b"128", b'"128"'), HEADER.replace(b"{}", b"[]")])
-def test_a_header_of_somebody_else_is_found(tmp_path: Path, header: bytes) -> None:
+def test_a_header_of_another_client_is_found(tmp_path: Path, header: bytes) -> None:
     path = tmp_path / NAME
     path.write_bytes(file_format.encode_header(header) + bytes(128))
     with pytest.raises(BadFile, match="not one of Plait's"):
@@ -62,7 +62,7 @@ def test_a_header_of_somebody_else_is_found(tmp_path: Path, header: bytes) -> No
     assert file_format.read_key(path) is None
 
 
-def test_a_file_is_as_private_as_it_is_asked_to_be(tmp_path: Path) -> None:
+def test_a_file_is_as_private_as_requested(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
         for mode, found in ((0o644, 0o640), (0o600, 0o600)):

@@ -82,7 +82,9 @@ def test_a_probe_replaces_a_damaged_file(plait: Run, nano_hybrid: Path, tmp_path
     assert plait("info", str(model)).code == 0
 
 
-def test_a_text_it_does_not_understand_is_told_loudly(plait: Run, nano_hybrid: Path, tmp_path: Path) -> None:
+def test_a_text_it_does_not_understand_is_reported_loudly(
+    plait: Run, nano_hybrid: Path, tmp_path: Path
+) -> None:
     model = bare(nano_hybrid, tmp_path / "model")
     result = plait("info", str(model), "--probe", "--cpu")
     assert result.code == 0
@@ -132,7 +134,7 @@ def probed(plait: Run, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_real_model_is_found_from_bad_guesses(
+def test_a_real_model_is_found_from_bad_assumptions(
     plait: Run, smollm2_tensors: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil(monkeypatch, 32)

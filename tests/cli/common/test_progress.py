@@ -44,7 +44,7 @@ def test_one_is_one(now: list[float]) -> None:
     assert timed(now, 1, 1) == "1 prompt token · first token after 0.50 s · 1 token"
 
 
-def test_speeds_are_said_from_so_many_tokens_on(now: list[float]) -> None:
+def test_speeds_are_reported_from_so_many_tokens_on(now: list[float]) -> None:
     assert timed(now, MIN_PROMPT, MIN_WRITTEN).count("tok/s") == 2
 
 

@@ -179,7 +179,7 @@ def test_integers_around_a_middle_zero_stay_packed_both_ways(tmp_path: Path) -> 
     assert worst(logits(tmp_path / "c"), wanted) <= 1e-4
 
 
-def test_what_is_quantized_anew_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_quantized_anew_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run(llama(tmp_path), tmp_path / "a.gguf", quantize="q8_0")
     run(tmp_path / "a.gguf", tmp_path / "b", quantize="fp8")
     assert "21 tensors were quantized before and are so anew" in caplog.text
@@ -272,7 +272,7 @@ def test_nvfp4_keeps_its_bits_and_its_factors(name: str, maps: int, tmp_path: Pa
     assert len(stored[f"blk.0.{last}.scale"].data) == (6 if name == "qwen3_moe" else 1)
 
 
-def test_several_factors_in_one_map_are_not_lost() -> None:
+def test_several_factors_in_one_matrix_are_not_lost() -> None:
     one, other = (
         Fp4(torch.zeros(4, 32, dtype=torch.uint8), torch.ones(4, 4).to(torch.float8_e4m3fn), by)
         for by in (torch.tensor([2.0]), torch.tensor([2.0, 2.0, 3.0, 3.0]))

@@ -152,7 +152,7 @@ def test_overrides_are_json_and_name_a_key_that_exists() -> None:
         resolve(LLAMA, {}, read=dict[str, Any]().__getitem__, overrides=["rope_tetha=5"])
 
 
-def test_a_key_nobody_knows_the_value_of_is_named() -> None:
+def test_a_key_of_unknown_value_is_named() -> None:
     with pytest.raises(UnsupportedModel, match=r"'intermediate_size'.*--set intermediate_size=VALUE"):
         build_spec({k: v for k, v in LLAMA.items() if k != "intermediate_size"})
 

@@ -31,7 +31,7 @@ def test_logits_are_the_same_without_a_config(name: str, tmp_path: Path) -> None
     assert worst(whole(decoder(bare, checkpoint), oracle["ids"][0]), oracle["logits"][0]) <= 1e-4
 
 
-def test_plamo_is_told_without_a_config() -> None:
+def test_plamo_is_known_without_a_config() -> None:
     config = {**CONFIG, "attention_window_size": 2048, "full_attention_idx": []}
     tensors, ids = checkpoint(config), torch.arange(20) * 4
     bare = resolved(Memory(tensors), None)
@@ -65,7 +65,7 @@ def test_smollm3_has_llamas_tensors_and_its_own_sizes() -> None:
     assert infer_config(llama_like(128256, 2048, 16))[0]["architectures"] == ["LlamaForCausalLM"]
 
 
-def test_a_vocabulary_tells_falcon_mamba_from_mamba() -> None:
+def test_a_vocabulary_distinguishes_falcon_mamba_from_mamba() -> None:
     layer = "backbone.layers.0.mixer."
     shapes = {
         f"{layer}A_log": (64, 16),
@@ -80,7 +80,7 @@ def test_a_vocabulary_tells_falcon_mamba_from_mamba() -> None:
         assert why["mamba_dt_rank"] == f"tensor {layer}dt_proj.weight [64, 4]"
 
 
-def test_olmo3_is_told_from_olmo2_by_its_vocabulary() -> None:
+def test_olmo3_is_distinguished_from_olmo2_by_its_vocabulary() -> None:
     shapes = llama_like(
         100278, 512, 4, **{"self_attn.q_norm.weight": (512,), "self_attn.k_norm.weight": (128,)}
     )

@@ -48,7 +48,7 @@ def phi(vocab: int, hidden: int, kv_rows: int) -> Shapes:
         (command(4096, 8), "CohereForCausalLM", (1e4, 0.0625, False)),
     ],
 )
-def test_command_r_and_its_relatives_are_told_by_their_sizes(
+def test_command_r_and_its_relatives_are_known_by_their_sizes(
     shapes: Shapes, architecture: str, wanted: tuple[Any, ...]
 ) -> None:
     found, why = infer_config(shapes)
@@ -84,7 +84,7 @@ def test_phi_4_mini_stretches_its_positions_as_published() -> None:
     assert float(plain[-1] / stretched[-1]) == pytest.approx(47.77)
 
 
-def test_what_tensors_of_phi_3_leave_open_is_said() -> None:
+def test_what_tensors_of_phi_3_leave_open_is_reported() -> None:
     found, why = infer_config(phi(32064, 3072, 3072))
     assert (found["max_position_embeddings"], found["sliding_window"]) == (4096, 2047)
     assert "128k have the same tensors" in why["max_position_embeddings"]

@@ -193,7 +193,7 @@ def test_what_is_not_known_is_refused_by_name() -> None:
         config(**{"llama.attention.head_count_kv": [1, 2]})
 
 
-def test_an_old_file_of_qwen3_next_keeps_q_k_v_and_z_in_one_map(folder: Path) -> None:
+def test_an_old_file_of_qwen3_next_keeps_q_k_v_and_z_in_one_matrix(folder: Path) -> None:
     config, tensors, oracle = made("qwen3_next", folder)
     metadata, stored = converted("qwen3next", config, tensors)
     for i in (0, 2):

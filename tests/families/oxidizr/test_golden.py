@@ -170,7 +170,7 @@ def test_mamba1_layer() -> None:
 
 
 @torch.inference_mode()
-def test_in_pieces_beside_others_the_numbers_stay() -> None:
+def test_in_chunks_and_in_any_batch_composition_the_numbers_stay() -> None:
     """A prompt cut after 1, 3 and 4 tokens, between two sequences of other tokens, one of them decoding."""
     tensors = golden(HYBRID)
     run = Run(resolve(HYBRID_CONFIG, tensors, a_source="trainer"), tensors)

@@ -113,7 +113,7 @@ def test_every_convention_is_the_same_model(convention: str, prefix: bool, confi
     torch.testing.assert_close(logits(resolve(config, told, a_source="saved"), told), want, atol=2e-5, rtol=0)
 
 
-def test_a_router_named_moe_gate_and_experts_as_linear_maps() -> None:
+def test_a_router_named_moe_gate_and_experts_as_linear_layers() -> None:
     tensors = golden(HYBRID)
     want = logits(resolve(None, tensors), tensors)
     told = renamed(tensors, {r"moe\.router\.gate": "moe.gate"})
@@ -306,7 +306,7 @@ def test_any_odd_shape_is_named(name: str) -> None:
     assert name in str(caught.value)
 
 
-def test_all_misfits_are_told_at_once() -> None:
+def test_all_misfits_are_reported_at_once() -> None:
     tensors = golden(HYBRID)
     del tensors["layers.1.self_attn.o_proj.weight"]
     tensors["layers.0.mamba2.mixer.D"] = torch.zeros(5)
@@ -343,7 +343,7 @@ def test_gaps_and_strangers() -> None:
         resolve(None, both)
 
 
-def test_heads_of_plain_attention_must_be_said() -> None:
+def test_heads_of_plain_attention_must_be_given() -> None:
     """Rows of q and k fit several widths: an assumption could give another model."""
     tensors = golden({**ends(64, 11), **norms(0, 64), **gqa(0, 64, 32), **swiglu("layers.0.mlp", 64, 16)})
     with pytest.raises(ConfigError, match=r"fit several: .*--set num_attention_heads"):

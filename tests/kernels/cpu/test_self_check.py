@@ -86,7 +86,7 @@ def test_where_all_checks_pass_kernels_are_bound(monkeypatch: pytest.MonkeyPatch
     made.close()
 
 
-def test_x86_64_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_x86_64_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     def never() -> str:
         raise AssertionError("kernels of x86-64 are tested where they are made")
 

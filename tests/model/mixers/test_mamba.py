@@ -157,7 +157,7 @@ def in_pieces(mixer: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         {"chunk_size": 3},
     ],
 )
-def test_mamba2_equals_its_formula_whole_and_in_pieces(change: dict[str, Any]) -> None:
+def test_mamba2_equals_its_formula_whole_and_in_chunks(change: dict[str, Any]) -> None:
     s = replace(MAMBA2, **change)
     tensors = mamba2_tensors(s)
     mixer = make(Mamba2, s, tensors)
@@ -199,7 +199,7 @@ def mamba3_tensors(s: spec.Mamba3Spec) -> dict[str, Tensor]:
         {"dt_limit": (0.0, 2.0)},
     ],
 )
-def test_mamba3_in_pieces_equals_whole(change: dict[str, Any]) -> None:
+def test_mamba3_in_chunks_equals_whole(change: dict[str, Any]) -> None:
     s = replace(MAMBA3, **change)
     mixer = make(Mamba3, s, mamba3_tensors(s))
     a, b = torch.randn(21, HIDDEN), torch.randn(11, HIDDEN)
@@ -240,7 +240,7 @@ def mamba1_formula(s: spec.Mamba1Spec, t: Mapping[str, Tensor], x: Tensor) -> Te
 
 
 @pytest.mark.parametrize("limit", [None, 0.05])
-def test_mamba1_equals_its_formula_whole_and_in_pieces(limit: float | None) -> None:
+def test_mamba1_equals_its_formula_whole_and_in_chunks(limit: float | None) -> None:
     s = replace(MAMBA1, state_limit=limit)
     tensors = mamba1_tensors(s)
     if limit:

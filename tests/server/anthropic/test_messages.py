@@ -257,7 +257,7 @@ def test_blocks_become_messages_and_tools_functions() -> None:
     assert chat_tool_choice({"type": "tool", "name": "look"})["tool_choice"]["function"] == {"name": "look"}
 
 
-def test_thinking_and_output_are_said_in_a_chat_s_words() -> None:
+def test_thinking_and_output_become_fields_of_a_chat() -> None:
     assert convert_thinking({"type": "disabled"}) == {"reasoning_effort": "none"}
     asked = {"type": "enabled", "budget_tokens": 9, "display": "omitted"}
     assert convert_thinking(asked) == {"thinking_token_budget": 9, "include_reasoning": False}

@@ -70,7 +70,7 @@ def test_a_timeout_without_a_unit_is_refused_with_the_right_name(client: Client)
         ("/v1/responses", {"include": ["x"]}, "include[0]", '"reasoning.encrypted_content"'),
     ],
 )
-def test_a_value_that_is_none_of_a_few_is_told_which(
+def test_a_value_that_is_none_of_a_few_is_answered_with_them(
     client: Client, path: str, body: dict[str, Any], param: str, told: str
 ) -> None:
     error = client.post(path, {"input": "a", **body}).error

@@ -62,7 +62,7 @@ def test_names_of_others_stand_for_ours(body: dict[str, Any], want: dict[str, An
         ({"logit_bias": "x"}, "logit_bias[0]"),
     ],
 )
-def test_contradictions_and_what_nobody_honours_are_refused(body: dict[str, Any], param: str) -> None:
+def test_contradictions_and_what_cannot_be_honoured_are_refused(body: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidField) as caught:
         rename_params(body)
     assert caught.value.param == param
@@ -130,7 +130,7 @@ def test_where_and_how_long_it_is_kept_is_accepted_and_reported_as_ignored(clien
         assert set(answer.headers["x-plait-ignored"].split(",")) == {"keep_alive", "id_slot", "slot_id"}
 
 
-def test_a_vector_is_not_written_otherwise_than_was_asked(client: Client) -> None:
+def test_a_vector_is_written_only_as_requested(client: Client) -> None:
     for name, value in (("embed_dtype", "float16"), ("endianness", "big"), ("late_chunking", True)):
         answer = client.post("/v1/embeddings", {"input": "a", name: value})
         assert (answer.status, answer.error["param"]) == (400, name)

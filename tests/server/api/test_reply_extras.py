@@ -50,7 +50,7 @@ def test_times_are_those_of_the_engine(real: Client, ask: str) -> None:
 
 @pytest.mark.parametrize("ask", KINDS)
 @pytest.mark.parametrize("interval", [1, 8])
-def test_a_stream_tells_how_far_its_prompt_is(ask: str, interval: int) -> None:
+def test_a_stream_reports_how_far_its_prompt_is(ask: str, interval: int) -> None:
     with serving(engine_front(), stream_interval=interval) as client:
         asked: dict[str, Any] = {"return_progress": True, "max_tokens": 3, "ignore_eos": True}
         prompt = "many words " * 40

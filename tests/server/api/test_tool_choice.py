@@ -49,7 +49,7 @@ def test_what_cannot_be_chosen_is_refused_by_name(told: Any, word: str) -> None:
     assert word in str(refused.value)
 
 
-def test_the_model_is_told_of_the_allowed_tools_alone() -> None:
+def test_the_model_gets_the_allowed_tools_alone() -> None:
     template = SpeakingTemplate()
     with serving(fake_front(template=template)) as client:
         choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": CLOCK_ONLY}}
@@ -70,10 +70,10 @@ def test_the_formats_of_replies_can_be_named_and_an_unknown_one_is_refused() -> 
     def other(**names: str) -> Front:
         return Front("x", front.spec, 64, front.loop, Language(*language), parsers=Parsers(**names))
 
-    assert front.speech.tools is not None
-    assert other(tools="mistral").speech.tools is not front.speech.tools
-    assert other(tools="none").speech.tools is None
-    assert other(reasoning="none").speech.reasoning is None
+    assert front.reply_format.tools is not None
+    assert other(tools="mistral").reply_format.tools is not front.reply_format.tools
+    assert other(tools="none").reply_format.tools is None
+    assert other(reasoning="none").reply_format.reasoning is None
     for names in ({"tools": "telepathy"}, {"reasoning": "telepathy"}):
         with pytest.raises(ConfigError, match="telepathy"):
             other(**names)
@@ -102,7 +102,7 @@ class XmlToolsTemplate(SpeakingTemplate):
 
 
 @pytest.mark.parametrize("wrapped", [True, False])
-def test_tools_may_stand_where_smollm3_has_them(wrapped: bool) -> None:
+def test_tools_may_be_where_smollm3_has_them(wrapped: bool) -> None:
     template = XmlToolsTemplate()
     text, tools = said_call("clock", "{}"), [CLOCK if wrapped else CLOCK["function"]]
     with serving(fake_front(template=template)) as client:

@@ -74,7 +74,7 @@ def test_a_stop_string_does_not_hide_the_numbers(kept: Kept) -> None:
     assert kept.fields(id=wanted)[0]["output_tokens"] >= 1
 
 
-def test_refusals_are_logged_and_what_is_asked_every_second_is_not(kept: Kept) -> None:
+def test_refusals_are_logged_and_polled_routes_are_not(kept: Kept) -> None:
     with serving(fake_front(), api_key=("one",)) as client:
         for path in ("/health", "/ready", "/metrics", "/", "/page/js/main.js", "/v1/models"):
             client.get(path)
@@ -143,7 +143,7 @@ def test_text_lines_are_pairs() -> None:
     assert line.split()[0].endswith("Z")
 
 
-def test_a_traceback_is_told_in_both_styles() -> None:
+def test_a_traceback_is_logged_in_both_styles() -> None:
     try:
         raise ValueError("bad\nworse")
     except ValueError:
@@ -153,7 +153,7 @@ def test_a_traceback_is_told_in_both_styles() -> None:
     assert "ValueError: bad\nworse" in json.loads(JsonFormat().format(made))["exception"]
 
 
-def test_the_level_and_the_style_are_as_asked(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_level_and_the_style_are_as_set(capfd: pytest.CaptureFixture[str]) -> None:
     logs = [logging.getLogger(name) for name in ("", "plait", "uvicorn", "opentelemetry")]
     before = [(log.level, log.propagate, log.handlers) for log in logs]
     try:

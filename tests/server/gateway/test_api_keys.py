@@ -53,7 +53,7 @@ def test_a_line_that_cannot_be_read_is_refused_by_its_number_alone(tmp_path: Pat
 
 
 @pytest.mark.parametrize("text", ["", "# none\n"])
-def test_a_file_without_keys_lets_nobody_in(tmp_path: Path, text: str) -> None:
+def test_a_file_without_keys_lets_no_one_in(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match="holds no key"):
         ring(tmp_path, text)
     with pytest.raises(ConfigError, match="cannot be read"):
@@ -89,7 +89,7 @@ def test_a_key_is_found_in_either_header(headers: dict[str, str], name: str | No
     assert (found.name if found else None) == name
 
 
-def test_without_keys_anybody_is_served_with_one_allowance() -> None:
+def test_without_keys_all_clients_share_one_allowance() -> None:
     keyring = read_keys(ServerConfig(requests_per_minute=3))
     found = keyring.find({})
     assert not keyring
@@ -100,7 +100,7 @@ def test_without_keys_anybody_is_served_with_one_allowance() -> None:
 OPEN = {"/live", "/", "/health", "/ready", "/docs", "/openapi.json"}
 
 
-def test_every_route_but_what_is_the_same_for_everybody_asks_for_a_key() -> None:
+def test_every_route_but_what_is_the_same_for_all_clients_requires_a_key() -> None:
     app = create_app(fake_front(), ServerConfig(api_key="k"))
     routes = [route for route in app.routes if isinstance(route, Route)]
     assert len(routes) > 8
@@ -114,7 +114,7 @@ def test_every_route_but_what_is_the_same_for_everybody_asks_for_a_key() -> None
         assert client.request("OPTIONS", "/v1/models").status == 405
 
 
-def test_who_has_no_key_is_told_what_to_send() -> None:
+def test_a_client_without_a_key_gets_what_to_send() -> None:
     with serving(fake_front(), api_key=("alice:one",)) as client:
         answer = client.complete("Hi")
         assert (answer.status, answer.error["type"]) == (401, "authentication_error")
@@ -165,6 +165,6 @@ def test_strangers_see_that_the_server_is_well_and_no_more() -> None:
 
 
 @pytest.mark.parametrize(("public", "status"), [(True, 200), (False, 401)])
-def test_metrics_are_public_only_if_told_so(public: bool, status: int) -> None:
+def test_metrics_are_public_only_if_set_so(public: bool, status: int) -> None:
     with serving(engine_front(), api_key=("one",), metrics_public=public) as client:
         assert client.get("/metrics").status == status

@@ -65,7 +65,7 @@ def test_hosts_that_are_named_are_allowed_and_others_are_not() -> None:
             assert client.request("GET", "/version", headers={"Host": host}).status == status
 
 
-def test_named_hosts_are_asked_for_on_the_network_too() -> None:
+def test_named_hosts_are_required_on_the_network_too() -> None:
     with serving(fake_front(), host="0.0.0.0", allowed_host=("0.0.0.0", "llm.example")) as client:
         for host, status in (("llm.example", 200), ("other.example", 403), ("localhost", 403)):
             assert client.request("GET", "/version", headers={"Host": host}).status == status

@@ -60,7 +60,7 @@ def client_of(process: subprocess.Popen[str]) -> Client:
     return client
 
 
-def test_a_server_whose_stderr_is_a_full_pipe_answers_counts_and_ends() -> None:
+def test_a_server_with_a_full_pipe_as_stderr_answers_counts_and_ends() -> None:
     with started() as process:
         assert process.stderr is not None
         fcntl.fcntl(process.stderr, fcntl.F_SETPIPE_SZ, 4096)

@@ -17,9 +17,9 @@ from plait.errors import InvalidField
 from plait.server.api.parse_fields import AS_MANY_AS_FIT, field_names, present
 from plait.server.api.schema import ChatRequest, CompletionRequest
 from plait.server.gateway.middleware import host_name, is_loopback, one_spelling
-from plait.server.http import bodies, connection
-from plait.server.http.bodies import MAX_DEPTH, decode_object
+from plait.server.http import connection, transfer
 from plait.server.http.errors import BadBody, problem
+from plait.server.http.transfer import MAX_DEPTH, decode_object
 from tests.server.conftest import Client, serving
 from tests.server.fake import fake_front
 
@@ -96,7 +96,7 @@ def test_paths_without_v1_are_the_same_paths(client: Client) -> None:
     assert client.post("/messages", {}).json["type"] == "error"  # in that API's own words
 
 
-def test_an_unknown_path_is_told_where_the_apis_are(client: Client) -> None:
+def test_an_unknown_path_is_answered_with_those_of_the_apis(client: Client) -> None:
     for path in ("/v2/chat", "/v1/chat", "/model"):
         answer = client.post(path, {})
         assert (answer.status, answer.error["code"]) == (404, "not_found")
@@ -144,13 +144,13 @@ def test_a_body_that_is_too_long_is_refused_before_it_comes() -> None:
         assert sock.recv(4096).startswith(b"HTTP/1.1 413 ")
 
 
-def test_a_large_body_gets_its_answer_although_nobody_reads_it() -> None:
+def test_a_large_body_gets_its_answer_although_it_is_not_read() -> None:
     with serving(fake_front(), max_body_bytes=LIMIT) as client:
         assert client.post("/v1/completions", b"x" * 20_000_000).status == 413
 
 
 def test_a_body_that_stops_coming_is_408(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "BODY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(transfer, "BODY_TIMEOUT_S", 0.1)
     with socket.create_connection(client.address, timeout=20) as sock:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         sock.sendall(head + b"Content-Length: 99\r\n\r\n{")

@@ -119,7 +119,7 @@ def test_what_is_not_limited_has_no_headers() -> None:
 @pytest.mark.parametrize(
     ("seconds", "shown"), [(0, "0ms"), (0.02, "20ms"), (1.5, "1.5s"), (59, "59s"), (360, "6m0s")]
 )
-def test_spans_are_written_as_openai_writes_them(seconds: float, shown: str) -> None:
+def test_durations_are_written_as_openai_writes_them(seconds: float, shown: str) -> None:
     assert _span(seconds) == shown
 
 

@@ -33,7 +33,7 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     made.provider.shutdown()
 
 
-def test_a_request_is_a_span_with_the_engines_numbers(spans: Any) -> None:
+def test_a_request_is_one_span_of_its_trace_with_the_engines_numbers(spans: Any) -> None:
     with serving(engine_front(), api_key=("alice:one",)) as client:
         asked = {"prompt": "Hello", "max_tokens": 5, "ignore_eos": True}
         parent = f"00-{TRACE}-{PARENT}-01"

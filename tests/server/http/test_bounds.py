@@ -15,8 +15,8 @@ import pytest
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from plait.server.api.validate import MAX_LOGIT_BIAS, MAX_MESSAGES, MAX_STOP_TOKEN_IDS, MAX_STOPS
-from plait.server.gateway import middleware, request_context
-from plait.server.http import bodies, connection
+from plait.server.gateway import request_context
+from plait.server.http import connection, transfer
 from plait.server.http.connection import READ_BYTES
 from plait.server.openai.completions import MAX_CHOICES
 from tests.server.conftest import Client, serving, wait_until
@@ -45,7 +45,7 @@ def head(size: int) -> bytes:
 @pytest.mark.parametrize("pieces", [1, 2])
 @pytest.mark.parametrize(("more", "status"), [(0, b"200"), (1, b"431")])
 def test_a_head_has_so_many_bytes(client: Client, more: int, status: bytes, pieces: int) -> None:
-    sent = head(middleware.MAX_HEAD_BYTES + more)
+    sent = head(transfer.MAX_HEAD_BYTES + more)
     with connected(client) as sock:
         sock.sendall(sent[: len(sent) // pieces])
         if pieces == 2:
@@ -57,14 +57,14 @@ def test_a_head_has_so_many_bytes(client: Client, more: int, status: bytes, piec
 def test_a_target_counts_like_headers(client: Client) -> None:
     with connected(client) as sock:
         sock.sendall(
-            b"GET /version?" + b"x" * middleware.MAX_HEAD_BYTES + b" HTTP/1.1\r\nHost: localhost\r\n\r\n"
+            b"GET /version?" + b"x" * transfer.MAX_HEAD_BYTES + b" HTTP/1.1\r\nHost: localhost\r\n\r\n"
         )
         assert answer(sock).startswith(b"HTTP/1.1 431 ")
 
 
 @pytest.mark.parametrize(("more", "status"), [(0, b"200"), (1, b"431")])
 def test_a_head_has_so_many_headers(client: Client, more: int, status: bytes) -> None:
-    lines = b"".join(b"X%d: 1\r\n" % i for i in range(middleware.MAX_HEADERS - 2 + more))
+    lines = b"".join(b"X%d: 1\r\n" % i for i in range(transfer.MAX_HEADERS - 2 + more))
     with connected(client) as sock:
         sock.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n" + lines + b"\r\n")
         found = answer(sock)
@@ -72,7 +72,7 @@ def test_a_head_has_so_many_headers(client: Client, more: int, status: bytes) ->
     assert b"x-request-id: " in found
 
 
-def test_a_megabyte_of_headers_is_told_so_and_ends_the_connection(client: Client) -> None:
+def test_a_megabyte_of_headers_is_refused_and_ends_the_connection(client: Client) -> None:
     with connected(client) as sock:
         sock.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * (1 << 20))
         found = answer(sock)
@@ -108,7 +108,7 @@ def test_a_head_that_is_too_long_is_not_parsed(
             sock.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n" + sent + b"\r\n")
         with contextlib.suppress(ConnectionResetError):
             assert not answer(sock).startswith(b"HTTP/1.1 200")
-    assert sum(parsed) <= middleware.MAX_HEAD_BYTES + READ_BYTES
+    assert sum(parsed) <= transfer.MAX_HEAD_BYTES + READ_BYTES
 
 
 CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
@@ -203,8 +203,8 @@ def test_a_body_in_tiny_chunks_is_parsed_a_little_at_a_time(
 
 
 def test_a_body_that_drips_is_408(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "BODY_TIMEOUT_S", 0.15)
-    monkeypatch.setattr(bodies, "MIN_BODY_RATE", 1_000_000)
+    monkeypatch.setattr(transfer, "BODY_TIMEOUT_S", 0.15)
+    monkeypatch.setattr(transfer, "MIN_BODY_RATE", 1_000_000)
     with connected(client) as sock:
         sock.sendall(POST + b"Content-Length: 9999\r\n\r\n{")
         with contextlib.suppress(OSError):
@@ -215,8 +215,8 @@ def test_a_body_that_drips_is_408(client: Client, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_body_that_comes_fast_enough_is_taken(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "BODY_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(bodies, "MIN_BODY_RATE", 1)
+    monkeypatch.setattr(transfer, "BODY_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(transfer, "MIN_BODY_RATE", 1)
     sent = json.dumps({"prompt": "Hi", "max_tokens": 1}).encode()
     with connected(client) as sock:
         sock.sendall(POST + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(sent))
@@ -226,7 +226,7 @@ def test_a_body_that_comes_fast_enough_is_taken(client: Client, monkeypatch: pyt
         assert answer(sock).startswith(b"HTTP/1.1 200 ")
 
 
-def test_idle_and_dripping_connections_hold_up_nobody_and_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_and_dripping_connections_delay_no_one_and_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 1.0)
     with serving(fake_front()) as client, contextlib.ExitStack() as stack:
         socks = [stack.enter_context(connected(client)) for _ in range(250)]
@@ -274,7 +274,7 @@ def lost(monkeypatch: pytest.MonkeyPatch) -> list[connection.Connection]:
     return found
 
 
-def test_a_stream_that_nobody_reads_waits_in_a_bounded_buffer_and_is_cut(
+def test_a_stream_that_no_client_reads_waits_in_a_bounded_buffer_and_is_cut(
     lost: list[connection.Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "READ_TIMEOUT_S", 0.3)
@@ -294,10 +294,10 @@ def test_a_stream_that_nobody_reads_waits_in_a_bounded_buffer_and_is_cut(
         assert wait_until(lambda: front.stats()["running"] == 0)
         assert client.complete("Hi", max_tokens=2).status == 200
     assert max(sizes) < connection.WRITE_BUFFER_BYTES + 16 * 1024
-    assert bodies.SEND_TIMEOUT_S >= 10  # it was the connection that gave up
+    assert transfer.SEND_TIMEOUT_S >= 10  # it was the connection that gave up
 
 
-def test_an_answer_that_nobody_reads_is_cut(
+def test_an_answer_that_no_client_reads_is_cut(
     lost: list[connection.Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "READ_TIMEOUT_S", 0.2)
@@ -317,7 +317,7 @@ def test_an_answer_that_is_read_slowly_but_read_is_not_cut(
     assert b"data: [DONE]" in seen
 
 
-def test_the_end_of_an_answer_that_nobody_reads_does_not_hold_its_connection(
+def test_the_end_of_an_answer_that_no_client_reads_does_not_hold_its_connection(
     lost: list[connection.Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.2)
@@ -326,7 +326,7 @@ def test_the_end_of_an_answer_that_nobody_reads_does_not_hold_its_connection(
         assert wait_until(lambda: len(lost) == 1)
 
 
-def test_a_client_that_resets_its_connection_disturbs_nobody(client: Client, engine: EchoLoop) -> None:
+def test_a_client_that_resets_its_connection_disturbs_no_one(client: Client, engine: EchoLoop) -> None:
     for _ in range(20):
         sock = unread(client, {"prompt": "SLOW " * 50, "max_tokens": 500, "stream": True})
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -403,7 +403,7 @@ def test_http_1_0_gets_whole_answers_and_streams(client: Client) -> None:
         assert (b"data: [DONE]" in found) == (stream == b"true")
 
 
-def test_a_client_that_waits_for_100_is_told_to_go_on(client: Client) -> None:
+def test_a_client_that_waits_for_100_gets_it(client: Client) -> None:
     raw = b'{"prompt": "Hi", "max_tokens": 2}'
     with connected(client) as sock:
         sock.sendall(

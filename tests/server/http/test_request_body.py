@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from plait.server.http.bodies import MAX_CONTAINERS, MAX_DEPTH, decode_object
 from plait.server.http.errors import BadBody
+from plait.server.http.transfer import MAX_CONTAINERS, MAX_DEPTH, decode_object
 
 
 def nested(depth: int) -> bytes:

@@ -14,7 +14,6 @@ import pytest
 
 from plait.config import ServerConfig
 from plait.errors import ConfigError
-from plait.server import run
 from plait.server.http import connection
 from plait.server.http.listening import certificate
 from tests.server.conftest import Running, start, wait_until
@@ -79,11 +78,7 @@ def test_a_handshake_that_does_not_come_ends_the_connection(
 
 
 @pytest.mark.parametrize("asked", [True, False])
-def test_a_new_certificate_is_used_and_open_streams_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: bool
-) -> None:
-    if not asked:
-        monkeypatch.setattr(run, "CERTIFICATE_TICKS", 1)
+def test_a_new_certificate_is_used_and_open_streams_go_on(tmp_path: Path, asked: bool) -> None:
     put("one", tmp_path)
     running = start(lambda report: fake_front(), config(tmp_path))
     try:

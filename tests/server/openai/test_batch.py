@@ -135,7 +135,7 @@ def test_few_run_at_once_and_the_file_is_read_as_needed() -> None:
     assert max(seen) <= 3
 
 
-def test_a_full_engine_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_engine_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("plait.server.openai.batch.PAUSES_S", (0.01, 0.01))
     found, _ = answered(line("a", prompt="FULL"))
     assert found["a"]["response"]["status_code"] in {429, 503}
@@ -162,7 +162,7 @@ def test_through_the_engine_a_batch_gives_what_requests_alone_give() -> None:
         front.close()
 
 
-def test_fields_that_nobody_reads_are_named_in_the_answer() -> None:
+def test_fields_that_are_not_read_are_named_in_the_answer() -> None:
     found, _ = answered(line("a", prompt="hi", strange=1, odd=2), line("b", prompt="hi"))
     assert found["a"]["response"]["ignored_fields"] == ["strange", "odd"]
     assert "ignored_fields" not in found["b"]["response"]

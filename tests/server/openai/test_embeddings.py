@@ -59,14 +59,14 @@ def test_every_form_of_input_and_their_order(client: Client) -> None:
     assert found[0] == found[2] != found[1]
 
 
-def test_the_mean_of_all_tokens_if_asked(client: Client) -> None:
+def test_the_mean_of_all_tokens_if_requested(client: Client) -> None:
     (vector,) = vectors(embed(client, input="abc", pooling="mean"))
     assert vector == pytest.approx(unit(embedding([BOS, *b"abc"], "mean")), abs=1e-6)
     (bare,) = vectors(embed(client, input="abc", pooling="mean", add_special_tokens=False))
     assert bare == pytest.approx(unit(embedding(list(b"abc"), "mean")), abs=1e-6)
 
 
-def test_as_it_is_without_normalisation_and_cut_if_asked(client: Client) -> None:
+def test_as_it_is_without_normalisation_and_cut_if_requested(client: Client) -> None:
     raw = embedding([ord("w")], "last")
     assert vectors(embed(client, input="w", normalize=False)) == [list(raw)]
     (cut,) = vectors(embed(client, input="w", dimensions=3))

@@ -11,7 +11,7 @@ CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 9}
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_any_name_is_taken_and_said_again_if_the_server_is_told_so(stream: bool) -> None:
+def test_any_name_is_taken_and_repeated_if_the_server_is_set_so(stream: bool) -> None:
     with serving(fake_front(), any_model_name=True) as client:
         for path in ("/v1/chat/completions", "/v1/messages"):
             answer = client.post(path, {**CHAT, "model": "gpt-9", "stream": stream})

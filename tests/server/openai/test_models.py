@@ -11,7 +11,7 @@ CONTROL = "<turn>Hi"
 
 
 @pytest.mark.parametrize("field", ["prompt", "content"])
-def test_control_tokens_in_a_prompt_are_control_tokens_unless_said_otherwise(
+def test_control_tokens_in_a_prompt_are_control_tokens_unless_set_otherwise(
     client: Client, field: str
 ) -> None:
     asked = {field: CONTROL, "add_special_tokens": False}

@@ -15,8 +15,8 @@ from plait.errors import BadGrammar
 from plait.frontend.deltas import Delta
 from plait.request import FinishReason, Request, SamplingParams
 from plait.server.anthropic import messages
-from plait.server.api.content_blocks import ChatPlan, Part, in_words_of
-from plait.server.api.reply import ApiReply
+from plait.server.api.content_blocks import in_words_of
+from plait.server.api.reply import ApiReply, ChatPlan, Part
 from plait.server.api.schema import ChatRequest
 from plait.server.http.errors import Problem
 from plait.server.openai import responses
@@ -245,7 +245,7 @@ def test_nothing_that_openai_s_clients_send_by_themselves_fails(client: Client) 
     assert respond(client, "a", previous_response_id=None, tools=None).status == 200
 
 
-def test_a_failure_in_a_stream_is_told_and_ends_it(client: Client) -> None:
+def test_a_failure_in_a_stream_is_reported_and_ends_it(client: Client) -> None:
     events = respond(client, "BOOM", stream=True).named_events
     assert [event["type"] for event in events[-2:]] == ["error", "response.failed"]
     assert "failed here" in events[-2]["message"]
@@ -377,7 +377,7 @@ def test_a_call_that_was_cut_is_an_incomplete_item_of_the_output() -> None:
     assert events[-2]["item"] == final["output"][-1]
 
 
-def test_a_failure_keeps_what_was_said() -> None:
+def test_a_failure_keeps_the_text_so_far() -> None:
     found = ResponsesReply("m", ResponsesRequest(input="x"), PLAN)
     fed(found, said()[:5])
     error, failed = as_read(found.failed(Problem(429, "too much", "p", "c")))

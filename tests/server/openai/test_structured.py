@@ -54,15 +54,15 @@ def said(answer: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("wish", WISHES)
-def test_the_reply_is_what_the_schema_says(client: Client, path: str, wish: dict[str, Any]) -> None:
-    for text in said(getattr(client, path)(max_tokens=300, n=2, temperature=1, seed=3, **wish)):
+@pytest.mark.parametrize("requested", WISHES)
+def test_the_reply_is_what_the_schema_says(client: Client, path: str, requested: dict[str, Any]) -> None:
+    for text in said(getattr(client, path)(max_tokens=300, n=2, temperature=1, seed=3, **requested)):
         jsonschema.validate(json.loads(text), SCHEMA)
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
-    ("wish", "pattern"),
+    ("requested", "pattern"),
     [
         ({"guided_regex": "[ab]{4}"}, "[ab]{4}"),
         ({"guided_choice": ["one", "two"]}, "one|two"),
@@ -72,11 +72,11 @@ def test_the_reply_is_what_the_schema_says(client: Client, path: str, wish: dict
     ],
 )
 def test_the_reply_is_what_the_grammar_says(
-    client: Client, path: str, wish: dict[str, Any], pattern: str
+    client: Client, path: str, requested: dict[str, Any], pattern: str
 ) -> None:
-    (text,) = said(getattr(client, path)(max_tokens=300, **wish))
+    (text,) = said(getattr(client, path)(max_tokens=300, **requested))
     assert re.fullmatch(pattern, text)
-    (streamed,) = ["".join(_pieces(getattr(client, path)(max_tokens=300, stream=True, **wish).events))]
+    (streamed,) = ["".join(_pieces(getattr(client, path)(max_tokens=300, stream=True, **requested).events))]
     assert streamed == text
 
 
@@ -95,7 +95,7 @@ def test_any_object_is_one(client: Client) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
-    ("wish", "param"),
+    ("requested", "param"),
     [
         ({"response_format": {"type": "sound"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
@@ -110,10 +110,10 @@ def test_any_object_is_one(client: Client) -> None:
     ],
 )
 def test_what_cannot_be_kept_is_refused_with_the_reason(
-    client: Client, path: str, wish: dict[str, Any], param: str
+    client: Client, path: str, requested: dict[str, Any], param: str
 ) -> None:
     for stream in (False, True):
-        answer = getattr(client, path)(max_tokens=5, stream=stream, **wish)
+        answer = getattr(client, path)(max_tokens=5, stream=stream, **requested)
         assert (answer.status, answer.error["param"]) == (400, param)
         assert len(answer.error["message"]) > len(param) + 10
     assert client.complete(max_tokens=2).status == 200
@@ -121,7 +121,7 @@ def test_what_cannot_be_kept_is_refused_with_the_reason(
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
-    "wish",
+    "requested",
     [
         {"response_format": {"type": "text"}},
         {"response_format": None},
@@ -129,9 +129,9 @@ def test_what_cannot_be_kept_is_refused_with_the_reason(
         {"grammar": "", "format": ""},
     ],
 )
-def test_free_text_is_no_grammar(client: Client, path: str, wish: dict[str, Any]) -> None:
+def test_free_text_is_no_grammar(client: Client, path: str, requested: dict[str, Any]) -> None:
     free = getattr(client, path)(max_tokens=9).json["choices"][0]
-    assert getattr(client, path)(max_tokens=9, **wish).json["choices"][0] == free
+    assert getattr(client, path)(max_tokens=9, **requested).json["choices"][0] == free
 
 
 @pytest.fixture(scope="module")
@@ -142,11 +142,18 @@ def speaking() -> Iterator[Client]:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("more", [{}, {"tools": TOOLS}])
-def test_what_is_wished_for_is_the_content_behind_the_thinking(
+def test_what_is_requested_is_the_content_behind_the_thinking(
     speaking: Client, more: dict[str, Any], seed: int
 ) -> None:
-    wish = {"response_format": {"type": "json_schema", "json_schema": {"name": "w", "schema": SCHEMA}}}
-    asked = {"max_tokens": 400, "thinking_token_budget": 15, "temperature": 1.3, "seed": seed, **wish, **more}
+    requested = {"response_format": {"type": "json_schema", "json_schema": {"name": "w", "schema": SCHEMA}}}
+    asked = {
+        "max_tokens": 400,
+        "thinking_token_budget": 15,
+        "temperature": 1.3,
+        "seed": seed,
+        **requested,
+        **more,
+    }
     choice = speaking.chat("Weather?", **asked).json["choices"][0]
     message = choice["message"]
     if "tool_calls" in message and choice["finish_reason"] == "tool_calls":
@@ -155,10 +162,10 @@ def test_what_is_wished_for_is_the_content_behind_the_thinking(
         jsonschema.validate(json.loads(message["content"]), SCHEMA)
 
 
-def test_a_switch_that_is_off_leaves_no_room_for_thinking(speaking: Client) -> None:
+def test_a_switch_that_is_off_leaves_no_thinking(speaking: Client) -> None:
     asked: dict[str, Any] = {"guided_choice": ["yes", "no"], "logit_bias": {str(ord("<")): 100}}
-    for wish in ({"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False}}):
-        message = speaking.chat("Well?", **asked, **wish).json["choices"][0]["message"]
+    for requested in ({"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False}}):
+        message = speaking.chat("Well?", **asked, **requested).json["choices"][0]["message"]
         assert message["content"] in ("yes", "no")
         assert "reasoning_content" not in message
 
@@ -196,7 +203,7 @@ def test_grammars_that_wait_hold_no_thread_and_leave_the_queue_with_their_client
 @pytest.mark.parametrize(
     ("timeout_s", "status", "says"), [(0.05, 504, "before the request's grammar"), (None, 503, "try again")]
 )
-def test_a_grammar_whose_turn_does_not_come_is_told_by_the_requests_own_deadline(
+def test_a_grammar_that_gets_no_turn_ends_at_the_requests_own_deadline(
     monkeypatch: pytest.MonkeyPatch, timeout_s: float | None, status: int, says: str
 ) -> None:
     front = fake_front()

@@ -57,7 +57,7 @@ def test_thinking_is_apart_from_content(client: Client) -> None:
     assert "reasoning_content" not in message(client, "No thought")
 
 
-def test_streamed_thinking_is_the_same_and_never_beside_content(client: Client) -> None:
+def test_streamed_thinking_is_the_same_and_never_with_content(client: Client) -> None:
     found = deltas(client)
     assert not any("reasoning_content" in delta and "content" in delta for delta in found)
     assert "".join(delta.get("reasoning_content", "") for delta in found) == "First, hm.\n\nThen."
@@ -205,7 +205,7 @@ def test_the_switch_reaches_the_template_and_the_budget_the_engine(
         ),
     ],
 )
-def test_what_is_no_wish_about_thinking_is_named(client: Client, more: dict[str, Any], param: str) -> None:
+def test_what_is_no_switch_of_thinking_is_named(client: Client, more: dict[str, Any], param: str) -> None:
     answer = client.chat("Hello", **more)
     assert (answer.status, answer.error["param"]) == (400, param)
 
@@ -233,7 +233,7 @@ def test_a_budget_ends_thinking_in_the_engine(real: Client) -> None:
     assert len(found.get("reasoning_content", "")) <= 20
 
 
-def test_a_model_that_does_not_think_is_told_nothing_about_it() -> None:
+def test_a_model_that_does_not_think_gets_no_switch_of_it() -> None:
     with serving(fake_front()) as client:
         assert client.chat(THOUGHT, reasoning_effort="none").json["choices"][0]["message"] == {
             "role": "assistant",

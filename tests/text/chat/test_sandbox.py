@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from plait.errors import BadTemplate, CapacityError
-from plait.fair_queue import asker
+from plait.fair_queue import current_client
 from plait.text.chat.sandbox import Sandbox, SandboxLimits, TemplateEnded
 from plait.text.chat.sandbox_child import Templates
 
@@ -177,7 +177,7 @@ def test_threads_take_turns(sandbox: Sandbox) -> None:
     assert answers == {n: str(n) for n in range(16)}
 
 
-def test_a_rendering_whose_turn_does_not_come_is_refused() -> None:
+def test_a_rendering_that_gets_no_turn_is_refused() -> None:
     box = Sandbox(SandboxLimits(wait_s=0.01))
     try:
         with box._turns.take(0, ""), pytest.raises(CapacityError, match="of others"):
@@ -281,7 +281,7 @@ def test_another_asker_is_served_while_one_computes() -> None:
     ended = list[CapacityError]()
 
     def burn() -> None:
-        asker.set("greedy")
+        current_client.set("greedy")
         try:
             box.render(POWER, {"messages": [{"content": "x"}]})
         except CapacityError as error:  # its process ends, which is no fault of the template

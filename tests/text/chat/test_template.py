@@ -247,7 +247,7 @@ def test_arguments_of_calls_are_nested_so_deeply_and_no_deeper(as_text: bool) ->
         assert caught.value.param == "messages[0].tool_calls[0].function.arguments"
 
 
-def test_text_parts_are_one_text(vocabulary: Any, sandbox: Sandbox) -> None:
+def test_blocks_of_text_are_one_text(vocabulary: Any, sandbox: Sandbox) -> None:
     template = ours("chatml", vocabulary[1], sandbox)
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     whole = template.render([{"role": "user", "content": "a\nb"}])

@@ -91,7 +91,7 @@ def test_arguments_that_are_no_json_are_refused_by_name() -> None:
         assert refused.value.param == "messages[1].tool_calls[0].function.arguments"
 
 
-def test_a_null_beside_calls_is_no_content() -> None:
+def test_a_null_with_calls_is_no_content() -> None:
     assert normalize_messages(called("{}"))[1]["content"] == ""
     assert normalize_messages(called("{}", content="so:"))[1]["content"] == "so:"
 

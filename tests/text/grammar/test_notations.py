@@ -179,7 +179,7 @@ SPACED = {
 
 
 @pytest.mark.parametrize("space", ["line", "any", "none"])
-def test_white_space_in_json_is_one_space_or_one_indented_line_unless_said(
+def test_white_space_in_json_is_one_space_or_one_indented_line_unless_set(
     compiler: GrammarCompiler, space: Any
 ) -> None:
     grammar = replace(Grammar("json_schema", '{"type": "object"}'), space=space)

@@ -18,7 +18,7 @@ from plait.text.grammar.compiler import GrammarCompiler
 from plait.text.grammar.strict_tools import hold_by_name, hold_in_turns
 from plait.text.output import tool_schemas
 from plait.text.output.formats import FORMATS, call_grammar
-from plait.text.reply_format import Speech
+from plait.text.reply_format import ReplyFormat
 from plait.text.tokenizers.builtin import builtin_tokenizer
 from plait.text.tokenizers.hf import TokenizerFiles, load_hf_tokenizer
 from tests.text.output.test_call_grammar import ONE, TOOLS, WRITTEN
@@ -32,8 +32,8 @@ TOKENIZER = builtin_tokenizer("cl100k_base", True)
 STRICT = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
 
 
-def speech(source: str, tools: str) -> Speech:
-    return Speech(TOKENIZER, JinjaTemplate("test", {"default": source}, TOKENIZER, {}), tools=tools)
+def reply_format(source: str, tools: str) -> ReplyFormat:
+    return ReplyFormat(TOKENIZER, JinjaTemplate("test", {"default": source}, TOKENIZER, {}), tools=tools)
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +149,9 @@ def test_many_tools_are_held_within_the_limits_of_a_step(compiler: GrammarCompil
         {"type": "function", "function": {"name": f"weather{i}", "parameters": schema, "strict": True}}
         for i in range(100)
     ]
-    grammar = speech("{{ tools }}{{ messages }}</think>", name).grammar(None, ReplyShape(tools=tuple(tools)))
+    grammar = reply_format("{{ tools }}{{ messages }}</think>", name).grammar(
+        None, ReplyShape(tools=tuple(tools))
+    )
     call = WRITTEN[name].replace("weather", "weather7")
     assert accepts(compiler, grammar, call)
     assert accepts(compiler, grammar, "Hello [x] {y}, it is sunny.")
@@ -162,7 +164,7 @@ def test_a_word_begins_a_call_only_with_its_bracket() -> None:
     assert not passes(found, 'functools[{"name": "dig", "arguments": {}}]')
 
 
-def test_control_tokens_around_text_and_calls_stand_where_they_belong() -> None:
+def test_control_tokens_around_text_and_calls_are_where_they_belong() -> None:
     form = FORMATS["harmony"]
     demanded = call_grammar(form, TOOLS, "required")
     assert demanded is not None
@@ -182,7 +184,7 @@ def test_control_tokens_around_text_and_calls_stand_where_they_belong() -> None:
 
 @pytest.mark.parametrize("name", [*FORMATS])
 def test_a_strict_tool_is_served_whatever_the_format(compiler: GrammarCompiler, name: str) -> None:
-    grammar = speech("{{ tools }}{{ messages }}", name).grammar(None, ReplyShape(tools=tuple(STRICT)))
+    grammar = reply_format("{{ tools }}{{ messages }}", name).grammar(None, ReplyShape(tools=tuple(STRICT)))
     assert accepts(compiler, grammar, WRITTEN[name])
     assert accepts(compiler, grammar, "Hello")
     assert not accepts(compiler, grammar, WRITTEN[name].replace("city", "town"))
@@ -190,7 +192,7 @@ def test_a_strict_tool_is_served_whatever_the_format(compiler: GrammarCompiler, 
 
 @pytest.mark.parametrize("name", BARE)
 def test_thinking_may_come_first(compiler: GrammarCompiler, name: str) -> None:
-    thinking = speech("{{ tools }}{{ messages }}</think>", name)
+    thinking = reply_format("{{ tools }}{{ messages }}</think>", name)
     grammar = thinking.grammar(None, ReplyShape(tools=tuple(STRICT)))
     call = WRITTEN[name]
     for before in ("<think>[a] b</think>\n\n", "<think></think>", ""):
@@ -209,7 +211,7 @@ def test_harmony_s_control_tokens_are_tokens_and_its_turns_are_kept(byte_level: 
     vocabulary.save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_hf_tokenizer(tmp_path / "tokenizer.json", TokenizerFiles({}, {}))
     source = "{{ tools }}{{ messages }}<|channel|>analysis<|message|> to=functions."
-    talk = Speech(tokenizer, JinjaTemplate("test", {"default": source}, tokenizer, {}))
+    talk = ReplyFormat(tokenizer, JinjaTemplate("test", {"default": source}, tokenizer, {}))
     assert talk.tools is FORMATS["harmony"]
     own_compiler = GrammarCompiler(tokenizer)
     think = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"

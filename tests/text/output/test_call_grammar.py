@@ -182,7 +182,7 @@ def test_a_marker_that_is_a_control_token_is_that_token() -> None:
 
 
 @pytest.mark.parametrize("choice", [None, "auto", "none"])
-def test_nothing_is_demanded_unless_asked_for(choice: Any) -> None:
+def test_nothing_is_demanded_unless_requested(choice: Any) -> None:
     assert call_grammar(FORMATS["hermes"], TOOLS, choice) is None
 
 

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as HfVocabulary
 from plait.request import Grammar, ReplyShape
 from plait.text.chat.jinja import JinjaTemplate
 from plait.text.grammar.compiler import GrammarCompiler
-from plait.text.reply_format import Speech
+from plait.text.reply_format import ReplyFormat
 from plait.text.tokenizers.hf import TokenizerFiles, load_hf_tokenizer
 from tests.text.grammar.test_strict_tools import STRICT
 from tests.text.output.test_call_grammar import WRITTEN
@@ -38,7 +38,7 @@ def test_a_reply_may_be_what_its_family_writes(
     )
     vocabulary.save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_hf_tokenizer(tmp_path / "tokenizer.json", TokenizerFiles({}, {}))
-    talk = Speech(tokenizer, JinjaTemplate("test", {"default": source}, tokenizer, {}))
+    talk = ReplyFormat(tokenizer, JinjaTemplate("test", {"default": source}, tokenizer, {}))
     compiler = GrammarCompiler(tokenizer)
 
     def takes(grammar: Grammar | None, text: str) -> bool:
@@ -87,5 +87,5 @@ def test_command_s_prompt_may_have_begun_the_response(
 ) -> None:
     byte_level.save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_hf_tokenizer(tmp_path / "tokenizer.json", TokenizerFiles({}, {}))
-    talk = Speech(tokenizer, JinjaTemplate("test", {"default": COHERE_TEMPLATE}, tokenizer, {}))
+    talk = ReplyFormat(tokenizer, JinjaTemplate("test", {"default": COHERE_TEMPLATE}, tokenizer, {}))
     assert talk.has_begun(tokenizer.encode(prompt, add_special=False)) is has_begun

@@ -128,7 +128,7 @@ def test_bare_values_follow_the_schema_of_the_tool() -> None:
     assert call[1] == {"s": "5", "n": 5, "o": {"a": None}, "u": None, "e": "7", "x": [1], "y": "plain"}
 
 
-def test_arguments_are_told_as_they_come() -> None:
+def test_arguments_are_emitted_as_they_come() -> None:
     reader = parser("hermes")
     told: list[list[OutputDelta]] = []
     for piece in ['<tool_call>\n{"name": "f", "argu', 'ments": {"city": "Par', 'is"}', "}\n</tool_call>"]:
@@ -142,7 +142,7 @@ def test_arguments_are_told_as_they_come() -> None:
     assert reader.finish() == []
 
 
-def test_content_is_held_back_only_while_it_may_be_a_marker_or_white_space_beside_one() -> None:
+def test_content_is_held_back_only_while_it_may_be_a_marker_or_white_space_at_one() -> None:
     reader = parser("hermes")
     assert reader.push("a <tool_") == [Content("a")]
     assert reader.push("kit>") == [Content(" <tool_kit>")]

@@ -14,7 +14,7 @@ from plait.request import Grammar, ReplyShape
 from plait.text.chat.jinja import JinjaTemplate
 from plait.text.grammar.compiler import GrammarCompiler
 from plait.text.output import Content
-from plait.text.reply_format import Speech
+from plait.text.reply_format import ReplyFormat
 from plait.text.tokenizers.builtin import builtin_tokenizer
 from plait.text.tokenizers.hf import TokenizerFiles, load_hf_tokenizer
 from plait.text.tokenizers.tokenizer import Tokenizer
@@ -29,12 +29,12 @@ OBJECT = Grammar("json_schema", '{"type": "object"}', "response_format")
 
 
 @pytest.fixture(params=["text", "control tokens"])
-def harmony(request: Any, byte_level: Any, tmp_path: Path) -> Iterator[tuple[Speech, Takes]]:
+def harmony(request: Any, byte_level: Any, tmp_path: Path) -> Iterator[tuple[ReplyFormat, Takes]]:
     """Its markers being text, or tokens of their own: (how the model speaks, who takes a whole reply)."""
     plain = request.param == "text"
     found = builtin_tokenizer("cl100k_base", True) if plain else with_control_tokens(byte_level, tmp_path)
     compiler = GrammarCompiler(found)
-    model = Speech(found, JinjaTemplate("test", {"default": HARMONY}, found, {}))
+    model = ReplyFormat(found, JinjaTemplate("test", {"default": HARMONY}, found, {}))
     assert (model.tools and model.tools.name, model.reasoning and model.reasoning.name) == ("harmony",) * 2
 
     def takes(grammar: Grammar | None, text: str) -> bool:
@@ -59,7 +59,7 @@ def with_control_tokens(byte_level: Any, folder: Path) -> Tokenizer:
     return load_hf_tokenizer(folder / "tokenizer.json", TokenizerFiles({}, {}))
 
 
-def test_json_stands_in_the_final_channel_and_thinking_before_it(harmony: tuple[Speech, Takes]) -> None:
+def test_json_is_in_the_final_channel_and_thinking_before_it(harmony: tuple[ReplyFormat, Takes]) -> None:
     model, takes = harmony
     grammar = model.grammar(OBJECT, ReplyShape())
     for text in (f'{FINAL}{{"a": 1}}', f'{THOUGHT}{FINAL}{{"a": 1}}', f"{THOUGHT}{THOUGHT}{FINAL}{{}}"):
@@ -82,7 +82,7 @@ def test_json_stands_in_the_final_channel_and_thinking_before_it(harmony: tuple[
     assert not takes(silent, f"{THOUGHT}{FINAL}{{}}")
 
 
-def test_a_call_in_place_of_json_has_a_channel_of_its_own(harmony: tuple[Speech, Takes]) -> None:
+def test_a_call_in_place_of_json_has_a_channel_of_its_own(harmony: tuple[ReplyFormat, Takes]) -> None:
     model, takes = harmony
     grammar = model.grammar(OBJECT, ReplyShape(tools=(TOOL,)))
     # A control token that ends every reply is no part of one.
@@ -108,7 +108,7 @@ def test_a_call_in_place_of_json_has_a_channel_of_its_own(harmony: tuple[Speech,
     ],
 )
 def test_a_prompt_may_have_named_the_channel_already(
-    harmony: tuple[Speech, Takes], tail: str, is_open: bool, good: str, bad: str
+    harmony: tuple[ReplyFormat, Takes], tail: str, is_open: bool, good: str, bad: str
 ) -> None:
     model, takes = harmony
     assert model._tokenizer is not None

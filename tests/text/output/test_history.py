@@ -10,7 +10,7 @@ import pytest
 from plait.errors import InvalidField
 from plait.text.chat.jinja import JinjaTemplate
 from plait.text.chat.sandbox import Sandbox
-from plait.text.reply_format import Speech
+from plait.text.reply_format import ReplyFormat
 from plait.text.tokenizers.builtin import builtin_tokenizer
 
 TOKENIZER = builtin_tokenizer("cl100k_base", True)
@@ -46,7 +46,7 @@ def sandbox() -> Iterator[Sandbox]:
 
 def rendered(sandbox: Sandbox, source: str, message: dict[str, Any], **options: Any) -> str:
     template = JinjaTemplate("test", {"default": source}, TOKENIZER, {}, sandbox)
-    messages = Speech(TOKENIZER, template).history([message])
+    messages = ReplyFormat(TOKENIZER, template).history([message])
     return template.text(messages, **options)
 
 
@@ -67,7 +67,7 @@ def test_a_glm_template_gets_arguments_that_it_can_go_through(sandbox: Sandbox) 
         {"content": "Hm.", "tool_plan": "I look."},
     ],
 )
-def test_a_command_template_gets_what_was_thought_or_said_before_calls(
+def test_a_command_template_gets_thinking_or_text_before_calls(
     sandbox: Sandbox, more: dict[str, Any]
 ) -> None:
     message = {"role": "assistant", "tool_calls": [CALL], **more}

@@ -304,7 +304,7 @@ def whole_ones(found: Read) -> list[str]:
     return [*itertools.compress(found.arguments, found.complete)]
 
 
-def test_a_command_reply_without_calls_is_what_stands_in_its_wrapper() -> None:
+def test_a_command_reply_without_calls_is_what_is_in_its_wrapper() -> None:
     text = f"<|START_THINKING|>{THOUGHT}<|END_THINKING|><|START_RESPONSE|>Hello.<|END_RESPONSE|>"
     for at in range(len(text)):
         found = read("cohere", [text[:at], text[at:]], reasoning=REASONING["cohere"])

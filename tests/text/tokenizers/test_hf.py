@@ -46,7 +46,7 @@ def test_trusted_text_gets_the_librarys_ids(pair: Any, text: str) -> None:
         assert wrapped == library.encode(text).ids
 
 
-def test_a_long_text_has_its_ids_from_a_call_that_holds_up_nobody(pair: Any) -> None:
+def test_a_long_text_has_its_ids_from_a_call_that_delays_no_one(pair: Any) -> None:
     library, ours = Tokenizer.from_str(pair[0].to_str()), pair[1]
     text = "the fox 你好 123\n" * 8000
     called: list[str] = []
@@ -140,7 +140,7 @@ def test_every_end_of_generation_token_is_found(byte_level: Tokenizer, tmp_path:
     assert ours.eos_token_ids == {byte_level.token_to_id(t) for t in expected}
 
 
-def test_a_vocabulary_whose_words_are_control_tokens_cannot_be_tricked(tmp_path: Path) -> None:
+def test_a_vocabulary_with_words_that_are_control_tokens_cannot_be_tricked(tmp_path: Path) -> None:
     """With ignore_merges a whole word is looked up: an ordinary piece may have a control token's text."""
     from tokenizers import models, pre_tokenizers
 

@@ -179,7 +179,7 @@ def test_a_folder_that_cannot_be_written_is_read_without_a_word(
     assert (caplog.records, files.unkept) == ([], None)
 
 
-def test_without_a_home_nothing_is_kept_and_it_is_said(
+def test_without_a_home_nothing_is_kept_and_it_is_reported(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def homeless() -> Path:

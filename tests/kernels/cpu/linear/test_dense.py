@@ -161,7 +161,7 @@ def test_what_twelve_bits_do_not_hold_stays_as_it_is(cpu: Any, weight: torch.Ten
 
 @pytest.mark.skipif(not codes_here, reason="this target keeps bfloat16 as it is")
 @pytest.mark.parametrize("value", [0.0, 1.5, -3e-39])
-def test_a_map_of_one_number(cpu: Any, value: float) -> None:
+def test_a_matrix_of_one_number(cpu: Any, value: float) -> None:
     weight = torch.full((64, 512), value, dtype=torch.bfloat16)
     packed, x = dense.pack(cpu, Dense(weight), torch.float32), torch.randn(3, 512)
     assert packed.layout == codes.Coded()

@@ -160,7 +160,7 @@ def test_what_does_not_fit_is_refused(cpu: Any) -> None:
 
 
 @pytest.mark.parametrize("turned", [True, False])
-def test_halves_are_the_whole_map_for_every_reader(turned: bool) -> None:
+def test_halves_are_the_whole_matrix_for_every_reader(turned: bool) -> None:
     k, v = torch.randn(HEADS, 32, 64), torch.randn(HEADS, 32, 64)
     keys = random_weight("Q8_0", HEADS * (64 if turned else 32), 32 if turned else 64)
     values = Dense(v.flatten(0, 1))

@@ -8,9 +8,8 @@ from concurrent.futures import Future
 
 import pytest
 
-from plait.fair_queue import asker
-from plait.server.api.generation import run_plan
-from plait.server.http.tasks import FairThreads
+from plait.fair_queue import FairThreads, current_client
+from plait.server.app import run_plan
 
 
 def test_work_of_another_asker_goes_before_a_crowd_of_one() -> None:
@@ -19,9 +18,9 @@ def test_work_of_another_asker_goes_before_a_crowd_of_one() -> None:
     futures = [threads.submit(gate.wait)]
 
     def ask(who: str, count: int) -> None:
-        token = asker.set(who)
+        token = current_client.set(who)
         futures.extend(threads.submit(order.append, who) for _ in range(count))
-        asker.reset(token)
+        current_client.reset(token)
 
     ask("many", 5)
     ask("few", 1)
@@ -35,9 +34,9 @@ def test_work_of_another_asker_goes_before_a_crowd_of_one() -> None:
 def test_one_asker_never_has_every_thread() -> None:
     threads, gate = FairThreads(3, 2, "test"), threading.Event()
     held = [threads.submit(gate.wait) for _ in range(8)]
-    token = asker.set("another")
+    token = current_client.set("another")
     assert threads.submit(lambda: "served").result(30) == "served"
-    asker.reset(token)
+    current_client.reset(token)
     gate.set()
     assert all(future.result(30) for future in held)
     threads.shutdown()

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from plait.text.stream_text import StreamDecoder, text_offsets
 from plait.text.tokenizers.builtin import builtin_tokenizer
 from plait.text.tokenizers.gguf import gguf_tokenizer
-from plait.text.tokenizers.tokenizer import TextTokenizer
+from plait.text.tokenizers.tokenizer import StreamDecoder, TextTokenizer, text_offsets
 
 many = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=80)
 PIECES = ["▁the", "▁", "a", "b", "<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256))]
@@ -97,7 +96,7 @@ def test_the_first_space_goes_only_at_the_start_of_a_text() -> None:
     assert stream(tokenizer, [the], prefix_ids=[bos], skip_special=False) == " the"
 
 
-def test_special_tokens_are_shown_only_if_asked_for() -> None:
+def test_special_tokens_are_shown_only_if_requested() -> None:
     tokenizer = TOKENIZERS["cl100k_base"]
     ids = [*tokenizer.encode("a"), 100257]
     assert stream(tokenizer, ids) == "a"

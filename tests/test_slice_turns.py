@@ -10,7 +10,7 @@ from concurrent.futures import Future
 import pytest
 
 from plait.errors import CapacityError
-from plait.server.http.tasks import SliceTurns, _Job
+from plait.fair_queue import SliceTurns, _Job
 
 
 def slices(name: str, count: int, log: list[str]) -> Generator[None, None, str]:

@@ -1,4 +1,4 @@
-"""Bodies: JSON requests, bounded in bytes, time and depth, and replies as server-sent events."""
+"""What clients send and receive: heads and JSON bodies within bounds, server-sent events."""
 
 from __future__ import annotations
 
@@ -6,18 +6,31 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from typing import Any
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from plait.config import KIB
 from plait.errors import Cancelled
-from plait.server.http.errors import BadBody, BodyTimeout, BodyTooLarge, Problem, UnsupportedMedia, problem
-from plait.server.http.tasks import cancel_tasks, wait_disconnect
+from plait.server.http.errors import (
+    BadBody,
+    BadHost,
+    BodyTimeout,
+    BodyTooLarge,
+    HeadTooLarge,
+    Problem,
+    UnsupportedMedia,
+    problem,
+)
 
+T = TypeVar("T")
+MAX_HEAD_BYTES = 16 * KIB  # request line and headers; browsers and clients send less than 4 KiB
+MAX_HEADERS = 100
 MAX_DEPTH = 64
 MAX_CONTAINERS = 100_000  # objects and lists: as many messages as may be, of ten each
 BODY_TIMEOUT_S = 30.0  # between two parts of a body, and beyond the time that all of it takes at this rate:
@@ -34,7 +47,30 @@ _ROUND, _NOT_BRACKETS = bytes.maketrans(b"[]{}", b"()()"), bytes(set(range(256))
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
+def host_of(scope: Scope) -> str | None:
+    """The Host header; HTTP/1.0 may have none. Raises BadHost where it is not one (RFC 9112, 3.2)."""
+    found = [value.strip() for name, value in scope["headers"] if name == b"host"]
+    if not found and scope["http_version"] == "1.0":
+        return None
+    if len(found) != 1 or not found[0]:
+        sent = "an empty one" if len(found) == 1 else f"{len(found)}" if found else "none"
+        raise BadHost(f"Host: the request has {sent}; send one, with the server's name")
+    return str(found[0], "latin-1")
+
+
+def check_head(scope: Scope) -> None:
+    """Raises HeadTooLarge for a request line and headers that are out of bounds."""
+    headers = scope["headers"]
+    if len(headers) > MAX_HEADERS:
+        raise HeadTooLarge(f"the request has {len(headers)} headers; send at most {MAX_HEADERS}")
+    query = scope.get("query_string", b"")
+    line = len(scope["method"]) + len(scope["raw_path"]) + (len(query) + 1 if query else 0) + 12
+    size = line + sum(len(name) + len(value) + 4 for name, value in headers) + 2
+    if size > MAX_HEAD_BYTES:
+        raise HeadTooLarge(f"the request's headers take {size} bytes; send at most {MAX_HEAD_BYTES}")
+
+
+async def read_object(request: Request, max_bytes: int) -> dict[str, object]:
     """Read the JSON object in a request's body.
 
     Raises UnsupportedMedia (415), BodyTooLarge (413), BodyTimeout (408), BadBody (400) and Cancelled.
@@ -46,7 +82,7 @@ async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
     return await asyncio.to_thread(decode_object, body)
 
 
-def decode_object(body: bytes) -> dict[str, Any]:
+def decode_object(body: bytes) -> dict[str, object]:
     """A JSON object as plain values. Raises BadBody for anything that is not one."""
     if not body.strip():
         raise BadBody("the body is empty; send a JSON object")
@@ -138,6 +174,40 @@ def _check_structure(body: bytes) -> None:
 def _kind(value: object) -> str:
     names = {list: "array", str: "string", bool: "boolean", type(None): "null"}
     return names.get(type(value), "number")
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client goes away. Raises Cancelled then.
+
+    The body must have been read, so that `receive` returns only when the client leaves.
+    """
+    running = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(wait_disconnect(receive))
+    try:
+        await asyncio.wait({running, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            return running.result()
+        raise Cancelled("the client went away")
+    finally:
+        await cancel_tasks(running, watching)
+
+
+async def wait_disconnect(receive: Receive) -> None:
+    """Wait until the client has disconnected."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def cancel_tasks(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel tasks and wait until they have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def new_id(prefix: str, mark: str = "-") -> str:
+    """`prefix`-… with 122 random bits, of letters and digits."""
+    return f"{prefix}{mark}{uuid.uuid4().hex}"
 
 
 logger = logging.getLogger("plait.server")
