@@ -54,7 +54,7 @@ def test_rows_are_written_once_and_a_later_call_goes_on(
     assert call(part, tmp_path, "--phases", "7", "--baseline", str(tmp_path / "rows.jsonl")) == 0
     found = rows_of(tmp_path)[-1]
     assert (found["op"], found["ok"]) == ("tensor parallelism", None)
-    assert "not there yet" in found["note"]
+    assert "ranks need several GPUs" in found["note"]
 
 
 def test_a_row_that_never_came_back_is_named_and_skipped(part: Any, tmp_path: Path) -> None:

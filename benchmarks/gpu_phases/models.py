@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -27,6 +28,7 @@ from plait.request import Event, Request, SamplingParams
 from plait.runner.capture import capture_step, decode_batch
 from plait.runner.runner import ModelRunner
 from plait.runner.sampler import Sampler
+from plait.verify.ranks import check_ranks
 
 ALONE = (  # (model, storage, whether the short form has it)
     ("Llama-8B", "model", True),
@@ -50,6 +52,10 @@ MANY = (  # (model, sequences, prompt, new tokens, whether the short form has it
 DRY_ALONE = (("little Llama", "model", True), ("little Falcon-Mamba", "model", True))
 DRY_MANY = (("little Llama", 3, 5, 4, True),)
 BUILD_S = 30.0  # seconds that a model takes to be made
+
+
+NANO = Path(__file__).resolve().parents[2] / "examples" / "nano-hybrid"
+RANKS = (2, 4)  # it has four heads in a layer
 
 
 @dataclass(slots=True)
@@ -222,10 +228,21 @@ def _many(bench: Bench, name: str, seqs: int, prompt: int, tokens: int) -> dict[
 
 
 def list_parallel(bench: Bench) -> Iterator[Item]:
-    """Several GPUs."""
-    count = 0 if bench.is_dry else torch.cuda.device_count()
-    note = f"not there yet: a model runs on one GPU; here {'is' if count == 1 else 'are'} {count}"
-    yield Item("tensor parallelism", "", "", "", lambda: {"ok": None, "note": note})
+    """One rank compared with several: tokens and logits of the trained hybrid. Speed is not measured yet."""
+    counts = [] if bench.is_dry else [n for n in RANKS if n <= torch.cuda.device_count()]
+    if not counts:
+        note = "ranks need several GPUs; on CPUs `plait verify MODEL --cpu --tp 2` compares them"
+        yield Item("tensor parallelism", "", "", "", lambda: {"ok": None, "note": note})
+    for n in counts:
+        what = (f"{n} ranks", NANO.name, "float32")
+        yield Item("tensor parallelism", *what, lambda n=n: _ranks(n), needs_s=BUILD_S)
+
+
+def _ranks(count: int) -> dict[str, Any]:
+    config = EngineConfig(device="cuda", tensor_parallel_size=count, max_num_seqs=1, dtype="float32")
+    found = check_ranks(str(NANO), config, max_tokens=8, prompts=["In the"], say=lambda text: None)
+    note = f"logits off by {found.largest:.2g} of the largest, {found.num_tokens} tokens"
+    return {"ok": found.is_right, "note": note}
 
 
 def list_profiles(bench: Bench) -> Iterator[Item]:

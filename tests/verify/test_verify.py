@@ -168,7 +168,7 @@ def test_bound_ops_are_known_by_name(llama: Path, opened: Callable[..., Loaded])
     before = _attributes(decoder)
     with watch_ops(decoder, lambda path, op, result: seen.append((path, op))):
         assert _attributes(decoder) != before
-        decoder.embed(torch.tensor([1, 2]))
+        decoder.embed(torch.tensor([1, 2]), torch.tensor([0, 1]))
         decoder.branches[1].mixer.forward(torch.zeros(2, 32))  # type: ignore[attr-defined]
     assert seen == [
         ("embed._embed", "embed"),

@@ -243,7 +243,7 @@ LIES: dict[str, tuple[str, str, Any, str]] = {
     ),
     "scales of another width": ("awq", "scales", lambda t: t[:, :-8], "neither GPTQ nor AWQ"),
     "zeros of another width": ("awq", "qzeros", lambda t: t[:, :-1], r"qzeros.*\[6, 7\].*\[6, 8\]"),
-    "floats for words": ("awq", "qweight", lambda t: t.float(), "is float32; wanted int32"),
+    "floats for words": ("awq", "qweight", lambda t: t.float(), "is float32; expected int32"),
     "no rows": ("awq", "qweight", lambda t: t[:0], "none of them 0"),
     "a group too many": ("gptq4", "scales", lambda t: torch.cat([t, t[:1]]), r"qzeros: .*\[6, 8\].*\[7, 8\]"),
     "an order too short": ("gptq4", "g_idx", lambda t: t[:-3], "no whole bits"),

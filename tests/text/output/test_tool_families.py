@@ -140,6 +140,7 @@ FAMILIES: dict[str, list[Form]] = {
         MISTRAL,
         Form("{{ tools }}[TOOL_CALLS]f[ARGS]", "mistral_args", each("[TOOL_CALLS]{n}[ARGS]{a}")),
     ],
+    "Llama 4 (text, up to 8,192 tokens)": [Form(TURNS)],
     "Seed-OSS, CWM, InternLM 3 · AFM 4.5B · Helium": [Form(TURNS)],
     "ERNIE 4.5 · ERNIE 4.5 MoE": [Form("User: {{ m.content }}\nAssistant: ")],
     "EXAONE 4": [Form("[|{{ m.role }}|]\n{{ m.content }}[|endofturn|]"), think(HERMES_FORM)],
@@ -151,6 +152,7 @@ FAMILIES: dict[str, list[Form]] = {
     "Qwen3.5, Qwen3.5-MoE": [think(XML_FORM)],
     "Gemma 1, VaultGemma": [Form("<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>")],
     "Gemma 2, Gemma 3 (text)": [Form("<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>")],
+    "Gemma 4 dense (31B, text)": [Form(TURNS)],
     "RecurrentGemma": [Form("<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>")],
     "DeepSeek-V2, V3, R1, Kimi-K2, text of K2.5": [
         Form("User: {{ m.content }}\n\nAssistant: "),
@@ -163,6 +165,15 @@ FAMILIES: dict[str, list[Form]] = {
         ),
     ],
     "GLM-4.7-Flash · Youtu-LLM": [think(Form(GLM_TEMPLATE.replace("\n", ""), "glm", GLM47))],
+    "Ministral 3, Devstral 2": [
+        Form("{{ tools }}[TOOL_CALLS]f[ARGS]", "mistral_args", each("[TOOL_CALLS]{n}[ARGS]{a}"))
+    ],
+    "Apertus · Jais 2": [Form(TURNS)],
+    "Hunyuan dense · A13B": [Form(TURNS)],
+    "AFMoE (Trinity)": [Form(TURNS)],
+    "Hy3 · Mellum 2": [Form(TURNS)],
+    "MiMo-V2-Flash": [Form(TURNS)],
+    "MiniCPM 3": [Form(TURNS)],
     "MiniMax-M2 · dots.llm1 · Solar Open": [Form(TURNS)],
     "Kimi-Linear": [Form("{{ tools }}<|tool_calls_section_begin|>", "kimi", KIMI)],
     "MiniMax-01, M1": [
@@ -187,7 +198,7 @@ FAMILIES: dict[str, list[Form]] = {
     "OLMo 1, 2, 3": [Form("<|user|>\n{{ m.content }}"), OLMO, think(OLMO)],
     "OLMoE, FlexOlmo": [Form("<|user|>\n{{ m.content }}")],
     "OLMo-Hybrid": [OLMO],
-    "Phi 3, 3.5, 4": [
+    "Phi 1, 2 · Phi 3, 3.5, 4": [
         Form("<|{{ m.role }}|>\n{{ m.content }}<|end|>"),
         Form("{{ tools }}functools[…]", "phi", f"functools{LIST}"),
         Form(
@@ -197,6 +208,11 @@ FAMILIES: dict[str, list[Form]] = {
             tokens=("<|tool|>", "<|/tool|>", "<|tool_call|>", "<|/tool_call|>"),
         ),
     ],
+    "GPT-NeoX, Pythia · GPT-J · CodeGen": [PLAIN],
+    "GPT-2, StarCoder 1 · GPT-Neo": [PLAIN],
+    "OPT, Galactica": [PLAIN],
+    "nanochat": [Form(TURNS)],
+    "Falcon, Falcon 2": [Form(TURNS)],
     "SmolLM3": [think(Form("{{ xml_tools }}{{ python_tools }}" + HERMES_TEMPLATE, "hermes", HERMES))],
     "StarCoder2": [PLAIN, Form(TURNS)],
     "Command R, R+ · R7B, A": [
@@ -206,6 +222,9 @@ FAMILIES: dict[str, list[Form]] = {
             f"Action: ```json\n[{', '.join(objects('tool_name', 'parameters'))}]\n```",
         ),
         Form(COHERE_TEMPLATE, "cohere", ACTION, "cohere", f"<|START_THINKING|>{THOUGHT}<|END_THINKING|>"),
+    ],
+    "Command A with experts": [
+        Form(COHERE_TEMPLATE, "cohere", ACTION, "cohere", f"<|START_THINKING|>{THOUGHT}<|END_THINKING|>")
     ],
     "GLM-4 · GLM-4.5, 4.6, 4.7": [
         Form("[gMASK]<sop><|observation|>{{ tools }}", "glm4", each("{n}\n{a}", "\n")),
@@ -222,6 +241,8 @@ FAMILIES: dict[str, list[Form]] = {
             f"<think>{THOUGHT}</think>",
         ),
     ],
+    "Granite with windows, MoE": [GRANITE],
+    "HyperCLOVA X SEED Think": [Form(TURNS)],
     "Granite 4": [HERMES_FORM],
     "Mamba, Falcon-Mamba": [Form(TURNS)],
     "Mamba2, Codestral Mamba": [PLAIN],
