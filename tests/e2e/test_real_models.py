@@ -34,6 +34,7 @@ def llm(model: Path) -> Iterator[LLM]:
         yield loaded
 
 
+@pytest.mark.slow  # most of its time transformers reads the file
 def test_greedy_text_equals_transformers_reading_the_same_file(model: Path, llm: LLM) -> None:
     """Token by token, and once by transformers' own `generate`; sixty-four tokens, whatever they are."""
     oracle = AutoModelForCausalLM.from_pretrained(

@@ -237,7 +237,7 @@ def plain_nbytes(llama: Path) -> int:
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in ("q8_0", "q4_k") else pytest.param(name, marks=pytest.mark.slow) for name in ENCODERS],
+    [name if name == "q4_k" else pytest.param(name, marks=pytest.mark.slow) for name in ENCODERS],
 )
 def test_a_model_loaded_in_blocks_writes_text_in_less_memory(
     name: str, llama: Path, plain_nbytes: int

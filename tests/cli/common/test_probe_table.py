@@ -65,6 +65,7 @@ def test_a_probe_is_shown_kept_and_used(plait: Run, nano_hybrid: Path, tmp_path:
     assert told["sources"]["rope_interleave"] == {"value": True, "source": "--set"}
 
 
+@pytest.mark.slow
 def test_a_probe_replaces_a_damaged_file(plait: Run, nano_hybrid: Path, tmp_path: Path, words: str) -> None:
     model = bare(nano_hybrid, tmp_path / "model")
     (model / "plait.json").write_text("{")

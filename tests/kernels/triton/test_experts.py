@@ -135,7 +135,7 @@ def without_planes(n_out: int, n_in: int) -> list[Weight]:
     return [random_weight("int4_g8", n_out, n_in) for _ in range(EXPERTS)]
 
 
-@pytest.mark.parametrize("tokens", [1, 43])
+@pytest.mark.parametrize("tokens", [1, pytest.param(43, marks=pytest.mark.slow)])
 def test_decoded_experts_have_the_bits_of_plain_ones(tokens: int, monkeypatch: Any) -> None:
     """Also where scratch memory holds only one token's, or one expert, at a time."""
     up, down = (stack(without_planes(*shape)) for shape in ((32, 16), (16, 16)))

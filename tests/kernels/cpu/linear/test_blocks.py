@@ -29,6 +29,8 @@ load_kernels()
 layout = import_module("plait.kernels.cpu.linear.layout")
 kernels = import_module("plait.kernels.cpu.linear.blocks")
 packed = import_module("plait.kernels.cpu.linear.packed")
+# Little else that is quick compiles kernels for these; `tests/ops/test_variants.py` has each storage once.
+RARE = {"Q1_0", "Q2_0", "TQ1_0", "TQ2_0", "IQ1_S", "IQ1_M", "IQ2_XS", "IQ3_S"}
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +81,9 @@ def extreme_blocks(kind: str) -> Gguf:
     return Gguf(torch.cat([blocks, blocks.flip(0), blocks.roll(7, 0)], 1).contiguous(), form)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind in RARE else kind for kind in KINDS]
+)
 def test_extreme_blocks(kind: str, cpu: Any) -> None:
     weight = extreme_blocks(kind)
     x = torch.randn(6, weight.shape[1])
