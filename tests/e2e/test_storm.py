@@ -310,7 +310,7 @@ def one_storm(name: str, folder: Path, count: int, seed: int) -> tuple[Mapping[s
         engine = crowded(model, known(storm, alone))
         before, threads = engine.stats(), set(threading.enumerate())
         ended = assert_texts(storm, weather(engine, storm), alone)
-        assert set(threading.enumerate()) == threads
+        assert set(threading.enumerate()) <= threads  # those of earlier tests may end meanwhile
         stats, hits = engine.stats(), engine.scheduler.cache_counts
         assert_at_rest(engine, before)
     assert ended["stop"] + ended["length"] > count / 2, ended
