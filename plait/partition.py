@@ -100,10 +100,13 @@ class Division:
     """A mixer's part on one rank: a spec with this rank's sizes, and the cuts of its tensors by their names.
 
     A name is below the mixer's own: "q" cuts its weight and its bias. `*` stands for the number of an expert.
+    `sums`, `gathers`: what ranks exchange within the mixer, before the sum of its outputs.
     """
 
     spec: Mixer
     cuts: Mapping[str, Cut] = field(default_factory=dict)
+    sums: int = 0
+    gathers: int = 0
 
 
 def join_ranges(ranges: tuple[Range, ...]) -> Range:

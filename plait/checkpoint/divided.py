@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -41,7 +42,9 @@ class Cuts:
 
     @classmethod
     def for_rank(cls, comm: Comm, of: Callable[[Rank], Mapping[str, Cut]]) -> Cuts:
-        return cls(comm, of, of(comm.rank))
+        """`of` divides a whole model, and each layer with divided inputs needs it: results are kept."""
+        known = cache(of)
+        return cls(comm, known, known(comm.rank))
 
     def find(self, name: str) -> Cut | None:
         """The cut of `name`, with or without `.weight` or `.bias` at its end."""

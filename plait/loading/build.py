@@ -23,7 +23,7 @@ from plait.engine.thread import EngineLoop
 from plait.errors import BadGrammar, ConfigError
 from plait.frontend.frontend import Front, Language, Parsers
 from plait.loading.kernel_trials.trials import try_kernels
-from plait.loading.make_runner import make_runner
+from plait.loading.make_runner import make_runner, make_sampler
 from plait.loading.measure_memory import check_weights_fit, size_gpu
 from plait.loading.open_model import (
     Opened,
@@ -34,7 +34,7 @@ from plait.loading.open_model import (
 )
 from plait.loading.packed_cache import shelf_of
 from plait.loading.probe_scorer import open_settled
-from plait.loading.target import agreement_of, choose_rank, find_cuts, make_target
+from plait.loading.target import agreement_of, choose_rank, config_of_ranks, find_cuts, make_target
 from plait.memory import has_slots
 from plait.model.decoder import Decoder
 from plait.ops.chip import Chip
@@ -135,8 +135,10 @@ def build(
     device, why = choose_device(config.device, 0, config.num_ranks)
     log.info("device: %s (%s)", device, why)
     rank = choose_rank(opened)
-    ranks = RankGroup(rank, model, config) if rank.size > 1 else None
+    ranks = RankGroup(rank, model, config_of_ranks(config)) if rank.size > 1 else None
     try:
+        if ranks:
+            ranks.wait_joined()
         cuts = find_cuts(opened, rank, ranks.meeting if ranks else None, device)
         target = make_target(opened, device, example, is_interpreted=example is not None, cuts=cuts)
         target.ranks = ranks
@@ -173,7 +175,8 @@ def _build(opened: Opened, target: Target, tokenizer: Tokenizer | None, report: 
     target.shelf = None if target.cuts.own else shelf_of(opened, target)  # it has whole weights
     if target.device.type == "cuda":
         free = free_memory(target.device)
-        check_weights_fit(opened.files.name, opened.nbytes, free, target.chip.name if target.chip else "it")
+        own = opened.nbytes // target.comm.rank.size
+        check_weights_fit(opened.files.name, own, free, target.chip.name if target.chip else "it")
     with out_of_memory(f"loading the weights of {opened.files.name} ({gib(opened.nbytes)})"):
         decoder = load_decoder(opened, target, report)
     target.bound.append(_bind_packed(target))
@@ -182,14 +185,7 @@ def _build(opened: Opened, target: Target, tokenizer: Tokenizer | None, report: 
     sizing = _size(opened, decoder, target, draft)
     vocab_size = decoder.spec.vocab_size
     _check_vocabulary(config.vocab, tokenizer, vocab_size)
-    sampler = Sampler(
-        vocab_size,
-        banned=banned_ids(tokenizer, vocab_size),
-        device=str(target.device),
-        ops=config.ops,
-        executor=target.executor,
-        chip=target.chip,
-    )
+    sampler = make_sampler(target, vocab_size, banned_ids(tokenizer, vocab_size))
     target.bound.extend(sampler.bindings)
     report("preparing the step (the first start compiles kernels)", 0, 1)
     proposer = _proposer(draft, opened, target, sizing, tokenizer, report)

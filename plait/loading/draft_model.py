@@ -12,6 +12,7 @@ from plait.engine.device import choose_dtype, free_memory, out_of_memory
 from plait.engine.memory_plan import gib
 from plait.errors import ConfigError, OutOfMemory
 from plait.loading.kernel_trials.trials import try_kernels
+from plait.loading.make_runner import make_sampler
 from plait.loading.open_model import (
     Opened,
     Progress,
@@ -27,7 +28,6 @@ from plait.memory import PagedState, SlotState, State, block_groups, has_slots
 from plait.model.decoder import Decoder
 from plait.runner.draft import DraftMemory, DraftModel
 from plait.runner.runner import ModelRunner
-from plait.runner.sampler import Sampler
 from plait.runner.static_batch import Capacity
 from plait.spec import ModelSpec
 from plait.state.store import StateStore
@@ -71,14 +71,7 @@ def load_draft(
         store = StateStore(
             decoder.states, memory.num_blocks, memory.num_slots, memory.block_size, own.device, own.dtype
         )
-    sampler = Sampler(
-        spec.vocab_size,
-        banned=banned_ids(tokenizer, spec.vocab_size),
-        device=str(own.device),
-        ops=config.ops,
-        executor=own.executor,
-        chip=own.chip,
-    )
+    sampler = make_sampler(own, spec.vocab_size, banned_ids(tokenizer, spec.vocab_size))
     capacity = Capacity.of(memory.max_step_len, memory.num_places, longest, memory.block_size)
     steps = target.graphs or own.executor
     runner = ModelRunner(decoder, store, sampler, own.device, executor=steps, capacity=capacity)

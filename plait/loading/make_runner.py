@@ -1,8 +1,8 @@
-"""A runner over loaded weights, with memory for sequences of its own: made alike on every rank."""
+"""A sampler, and a runner with memory for sequences of its own, over loaded weights: alike on every rank."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from plait.checkpoint.weights import Target
@@ -12,6 +12,18 @@ from plait.runner.runner import ModelRunner
 from plait.runner.sampler import Sampler
 from plait.runner.static_batch import Capacity
 from plait.state.store import StateStore
+
+
+def make_sampler(target: Target, vocab_size: int, banned: Iterable[int]) -> Sampler:
+    """The sampler of a model that was built for `target`. `banned`: ids that are never chosen."""
+    return Sampler(
+        vocab_size,
+        banned=banned,
+        device=str(target.device),
+        ops=target.ops,
+        executor=target.executor,
+        chip=target.chip,
+    )
 
 
 class StateSizes(Protocol):

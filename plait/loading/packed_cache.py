@@ -200,6 +200,7 @@ def fingerprint(opened: Opened, target: Target) -> str:
         [_content(path) for path in opened.files.weights],
         repr((resolved.spec, sorted(resolved.config.items()))),
         (target.device.type, str(target.dtype), target.activations, target.kv_dtype, target.quantize),
+        (target.comm.rank.num_shares, target.comm.rank.whole_experts),  # the order of sums
         (config.isa, config.precise, config.prefill, config.ssm_mode, config.a_source),
         sorted({(row.op, row.variant) for row in target.bound if row.op not in NOT_ARITHMETIC}),
     )

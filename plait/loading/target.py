@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -13,6 +13,7 @@ import torch
 from plait import resource_limits
 from plait.checkpoint.divided import Cuts
 from plait.checkpoint.weights import Target
+from plait.config import EngineConfig
 from plait.engine.device import choose_dtype
 from plait.errors import CannotDivide
 from plait.kernels.load import executor, load_for_gpu, load_kernels, why_no_amx
@@ -129,6 +130,11 @@ def most_columns(opened: Opened) -> int:
     return max(found)
 
 
+def config_of_ranks(config: EngineConfig) -> EngineConfig:
+    """The options of ranks 1 and up: what rank 0 has probed is kept, and what it downloaded is there."""
+    return replace(config, probe=False, offline=True)
+
+
 def agreement_of(opened: Opened, rank: Rank) -> str:
     """A hash of what all ranks must have in common: version, model, files, options and how it is divided."""
     tensors = [
@@ -137,5 +143,5 @@ def agreement_of(opened: Opened, rank: Rank) -> str:
     ]
     divided = (rank.size, rank.shares, rank.block, rank.whole_experts)
     parts = (__version__, repr(opened.resolved.spec), tensors, divided)
-    options = json.dumps(asdict(opened.config), sort_keys=True)
+    options = json.dumps(asdict(config_of_ranks(opened.config)), sort_keys=True)
     return hashlib.blake2b(f"{parts}{options}".encode(), digest_size=16).hexdigest()

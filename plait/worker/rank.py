@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from multiprocessing.connection import Connection
 
-from plait.checkpoint.divided import Cuts
 from plait.checkpoint.weights import Target
 from plait.engine.device import choose_device
 from plait.errors import EngineError, PlaitError
 from plait.loading.kernel_trials.trials import try_kernels
-from plait.loading.make_runner import make_runner
+from plait.loading.make_runner import make_runner, make_sampler
 from plait.loading.open_model import load_decoder, weight_formats
 from plait.loading.probe_scorer import open_settled
-from plait.loading.target import agreement_of, make_target
+from plait.loading.target import agreement_of, find_cuts, make_target
 from plait.model.decoder import Decoder
-from plait.model.divide import divide_model
 from plait.partition import Rank
-from plait.runner.ranks.group_comm import GroupComm
 from plait.runner.ranks.messages import (
     Failed,
     Join,
+    Joined,
     Leave,
     Prepare,
     RankLoaded,
@@ -34,9 +31,6 @@ from plait.runner.ranks.messages import (
     receive_command,
 )
 from plait.runner.runner import ModelRunner
-from plait.runner.sampler import Sampler
-
-log = logging.getLogger("plait.engine")
 
 
 def main(socket_fd: int, alive_fd: int) -> None:
@@ -70,9 +64,8 @@ class Follower:
         rank = Rank(join.index, join.size, join.shares, join.block, join.whole_experts)
         opened = open_settled(join.model, join.config, _silent)
         device, _ = choose_device(join.config.device, join.index, join.size)
-        comm = GroupComm(rank, join.meeting, device)
-        spec = opened.resolved.spec
-        cuts = Cuts.for_rank(comm, lambda other: divide_model(spec, other)[1])
+        connection.send_bytes(encode(Joined()))  # what is wrong up to here, others need not wait for
+        cuts = find_cuts(opened, rank, join.meeting, device)
         self._target: Target = make_target(opened, device, cuts=cuts)
         if device.type == "cuda":  # each device has verdicts of its own; ranks that bind other kernels differ
             formats = weight_formats(opened)
@@ -107,14 +100,7 @@ class Follower:
 
     def _prepare(self, message: Prepare) -> None:
         target, vocab_size = self._target, self._decoder.spec.vocab_size
-        sampler = Sampler(
-            vocab_size,
-            banned=message.banned,
-            device=str(target.device),
-            ops=message.config.ops,
-            executor=target.executor,
-            chip=target.chip,
-        )
+        sampler = make_sampler(target, vocab_size, message.banned)
         self._runner = None
         self._runner = make_runner(self._decoder, sampler, target, message.config, message)
         sampler.prepare()

@@ -184,3 +184,20 @@ def test_steps_say_what_prevents_a_graph() -> None:
         "  not capturable: ops/moe.py:96: item (× 2)",
     ]
     assert step_lines({"no_step": "whole sequences"}) == ["  none: whole sequences"]
+
+
+def test_ranks_are_shown_with_what_lies_where_and_what_they_exchange(
+    plait: Run, nano_hybrid: Path, smollm2: Path
+) -> None:
+    facts = json.loads(plait("info", str(nano_hybrid), "--tp", "2", "--json").out)["ranks"]
+    assert [rank["layers"] == facts["ranks"][0]["layers"] for rank in facts["ranks"]] == [True, True]
+    assert "Mamba2, 4 heads" in facts["ranks"][0]["layers"][0]["branches"][0]  # of eight
+    assert all(0.5 < rank["share"] < 0.65 for rank in facts["ranks"])  # embeddings are on both
+    # A sum for each of eight branches; the logits, and for each of four gated norms outputs and gates.
+    assert (facts["sums"], facts["gathers"], facts["shares"]) == (8, 9, 2)
+    text = plait("info", str(nano_hybrid), "--tp", "2").out
+    assert "on 2 ranks" in text
+    assert "a step: 8 sums over ranks, 9 gathers" in text
+    refused = plait("info", str(smollm2), "--tp", "2")
+    assert refused.code == 2
+    assert "layers.0.attn: 9 heads cannot be divided equally among 2" in refused.err

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from plait import LLM, SamplingParams
+from plait.config import EngineConfig
 from plait.errors import CannotDivide, ConfigError, EngineError, RankLost
 from plait.llm.outputs import RequestOutput
+from plait.partition import Rank
 from plait.runner.ranks.group import RankGroup
-from plait.runner.ranks.messages import Stepped
 
 NANO = str(Path(__file__).parents[2] / "examples" / "nano-hybrid")
 PROMPTS = ["In the beginning", "And the king said unto them that"]
@@ -71,11 +72,10 @@ def test_requests_of_an_engine_that_lost_a_rank_end_with_an_error_that_names_it(
 def test_a_rank_that_computed_something_else_ends_the_engine(ranks: LLM) -> None:
     group = group_of(ranks)
     group._expected[7_000_000] = b"right"
-    group._reported.append((1, Stepped(7_000_000, b"wrong")))
+    group._reported[7_000_000] = {1: b"wrong"}
     with pytest.raises(RankLost, match="rank 1 computed something else in step 7000000 than rank 0"):
         group._check()
-    group._reported.clear()
-    del group._expected[7_000_000]
+    del group._reported[7_000_000], group._expected[7_000_000]
 
 
 def test_a_model_that_cannot_be_divided_is_refused_before_any_process_starts(
@@ -88,3 +88,12 @@ def test_a_model_that_cannot_be_divided_is_refused_before_any_process_starts(
         LLM(NANO, device="cpu", expert_parallel=True)
     with pytest.raises(ConfigError, match="names 3 GPUs, and tensor_parallel_size is 2"):
         LLM(NANO, device="cuda:0,1,2", tensor_parallel_size=2)
+
+
+def test_a_rank_that_fails_at_once_is_reported_before_any_other_waits_for_it(tmp_path: Path) -> None:
+    group = RankGroup(Rank(0, 2), str(tmp_path / "nothing"), EngineConfig(device="cpu"))
+    try:
+        with pytest.raises(RankLost, match=r"rank 1 has failed: .*nothing"):
+            group.wait_joined()
+    finally:
+        group.close()

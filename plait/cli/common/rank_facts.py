@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from plait import spec
 from plait.cli.common.format_model import bytes_text, index_ranges, layer_groups, layer_text
 from plait.memory import PagedState
+from plait.partition import Rank
 
 if TYPE_CHECKING:
     from plait.loading.open_model import Opened
@@ -39,25 +40,19 @@ def rank_facts(opened: Opened) -> Facts:
             "state_nbytes_per_token": token,
             "layers": parts,
         })  # fmt: skip
-    sums, gathers = count_exchanges(whole, first.size)
+    sums, gathers = count_exchanges(whole, first)
     return {"ranks": ranks, "shares": first.num_shares, "sums": sums, "gathers": gathers}
 
 
-def count_exchanges(whole: spec.ModelSpec, size: int) -> tuple[int, int]:
+def count_exchanges(whole: spec.ModelSpec, rank: Rank) -> tuple[int, int]:
     """(sums over ranks, gathers) of one step: a sum after each branch, and the logits are gathered."""
+    from plait.model.mixers.registry import divide
+
     sums, gathers = 0, 1
     for _, branch in whole.branches():
-        sums += 1 + 2 * (branch.aside is not None)
-    for _, mixer in whole.mixers():
-        match mixer:
-            case spec.Mamba1Spec():
-                sums += 1  # step sizes, B and C come from all channels
-            case spec.LightningSpec() | spec.Mamba3Spec():
-                gathers += 1 + isinstance(mixer, spec.Mamba3Spec)  # the norm is over all heads
-            case spec.Mamba2Spec(gated_norm=norm, norm_groups=groups) if norm and groups % size:
-                gathers += 2
-            case spec.AttentionSpec(qk_norm=norm, qk_norm_over="all") if norm:
-                gathers += 2
+        part = divide(branch.mixer, rank, whole.hidden_size)
+        sums += 1 + part.sums + 2 * (branch.aside is not None)
+        gathers += part.gathers
     return sums, gathers
 
 

@@ -42,7 +42,8 @@ def _divide(s: spec.AttentionSpec, rank: Rank, hidden_size: int) -> Division:
     cuts["o"] = Cut(cols=sum_of(rank.divide(s.num_heads, "heads", dim)))
     if s.qk_norm_over == "each":
         cuts |= {"q_norm": q_rows, "k_norm": kv_rows}
-    return Division(replace(s, num_heads=width(heads), num_kv_heads=width(kv)), cuts)
+    part, is_gathered = replace(s, num_heads=width(heads), num_kv_heads=width(kv)), s.qk_norm_over == "all"
+    return Division(part, cuts, gathers=2 * (is_gathered and s.qk_norm is not None))
 
 
 @mixer(spec.AttentionSpec, _words, _divide)

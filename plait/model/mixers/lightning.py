@@ -30,7 +30,8 @@ def _divide(s: spec.LightningSpec, rank: Rank, hidden_size: int) -> Division:
     ranges = rank.divide(s.num_heads, "heads", s.head_dim)
     (first, last), own = join_ranges(rank.divide(s.num_heads, "heads")), join_ranges(ranges)
     cuts = {"qkv": Cut((scale_range(own, 3),)), "gate": Cut((own,)), "o": Cut(cols=sum_of(ranges))}
-    return Division(replace(s, num_heads=last - first, slopes=s.slopes[first:last]), cuts)
+    part = replace(s, num_heads=last - first, slopes=s.slopes[first:last])
+    return Division(part, cuts, gathers=1)
 
 
 @mixer(spec.LightningSpec, _words, _divide)

@@ -44,7 +44,8 @@ def _divide(s: spec.Mamba1Spec, rank: Rank, hidden_size: int) -> Division:
     cuts = {name: Cut((steps,)) for name in ("dt", "A", "D")}
     cuts |= {"in": Cut(stack_ranges([s.inner_size] * 2, [own] * 2)), "conv": Cut((own,))}
     cuts |= {"x": Cut(cols=sum_of(ranges)), "out": Cut(cols=sum_of(ranges))}
-    return Division(replace(s, inner_size=width(own), num_heads=width(steps) if s.num_heads else None), cuts)
+    part = replace(s, inner_size=width(own), num_heads=width(steps) if s.num_heads else None)
+    return Division(part, cuts, sums=1)
 
 
 @mixer(spec.Mamba1Spec, _words, _divide)

@@ -80,7 +80,9 @@ def divide_ssd(s: spec.Mamba2Spec | spec.Mamba3Spec, rank: Rank) -> tuple[Range,
 
 def _divide(s: spec.Mamba2Spec, rank: Rank, hidden_size: int) -> Division:
     heads, groups, cuts = divide_ssd(s, rank)
-    return Division(replace(s, num_heads=width(heads), num_groups=width(groups)), cuts)
+    part = replace(s, num_heads=width(heads), num_groups=width(groups))
+    is_gathered = s.gated_norm is not None and s.norm_groups % rank.size != 0
+    return Division(part, cuts, gathers=2 * is_gathered)
 
 
 @mixer(spec.Mamba2Spec, ssd_words, _divide)

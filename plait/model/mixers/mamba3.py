@@ -30,7 +30,8 @@ def _divide(s: spec.Mamba3Spec, rank: Rank, hidden_size: int) -> Division:
         "b_bias": each,
         "c_bias": each,
     }
-    return Division(replace(s, num_heads=width(heads), num_groups=width(groups)), cuts)
+    part = replace(s, num_heads=width(heads), num_groups=width(groups))
+    return Division(part, cuts, gathers=2)
 
 
 @mixer(spec.Mamba3Spec, ssd_words, _divide)

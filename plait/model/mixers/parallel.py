@@ -24,7 +24,9 @@ def _words(m: spec.ParallelSpec) -> str:
 def _divide(s: spec.ParallelSpec, rank: Rank, hidden_size: int) -> Division:
     parts = {name: divide(part, rank, hidden_size) for name, part in s.parts.items()}
     cuts = {f"{name}.{key}": cut for name, part in parts.items() for key, cut in part.cuts.items()}
-    return Division(replace(s, parts={name: part.spec for name, part in parts.items()}), cuts)
+    sums, gathers = (sum(getattr(part, name) for part in parts.values()) for name in ("sums", "gathers"))
+    sums += (len(parts) - 1) * (rank.shares > 0)  # each part is summed by itself
+    return Division(replace(s, parts={n: part.spec for n, part in parts.items()}), cuts, sums, gathers)
 
 
 @mixer(spec.ParallelSpec, _words, _divide)

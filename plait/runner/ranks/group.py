@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 import socket
@@ -15,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -24,6 +24,7 @@ from plait.partition import Rank
 from plait.runner.ranks.messages import (
     Failed,
     Join,
+    Joined,
     Leave,
     Prepare,
     RankLoaded,
@@ -35,16 +36,16 @@ from plait.runner.ranks.messages import (
     encode,
     receive_report,
 )
+from plait.runner.replay import Run
 from plait.schedule.plan import Sampled, SamplingBatch, StepPlan, Ticket
 
-log = logging.getLogger("plait.engine")
 LEAVE_S = 5.0  # a rank gets this long to end by itself
 _RUN = (
     "import json, sys, signal as s; [s.signal(n, s.SIG_IGN) for n in (s.SIGINT, s.SIGTERM, s.SIGHUP)]; "
     "sys.path[:] = json.loads(sys.argv[1]); from plait.worker.rank import main; "
     "main(int(sys.argv[2]), int(sys.argv[3]))"
 )
-Run = Callable[[StepPlan, SamplingBatch], Ticket]
+R = TypeVar("R", Joined, RankLoaded)
 
 
 @dataclass(slots=True)
@@ -69,8 +70,8 @@ class RankGroup:
         self._alive, self._held = os.pipe()  # the other ranks see this end close
         self._members: list[_Member] = []
         self._number = 0
-        self._expected: dict[int, bytes] = {}
-        self._reported: list[tuple[int, Stepped]] = []
+        self._expected: dict[int, bytes] = {}  # by the number of a step that some rank has not reported
+        self._reported: dict[int, dict[int, bytes]] = {}  # by step, then rank
         try:
             for index in range(1, rank.size):
                 join = Join(
@@ -100,22 +101,24 @@ class RankGroup:
         """The processes of ranks 1 and up."""
         return [member.process.pid for member in self._members]
 
-    def wait_loaded(self, agreement: str) -> list[int]:
-        """Wait until all have loaded: bytes of each one's weights.
-
-        Raises RankLost if one has another model.
-        """
-        sizes = []
+    def wait_joined(self) -> None:
+        """Wait until all are about to meet: in the meeting, one that has failed is waited for for minutes."""
         for member in self._members:
-            report = self._receive(member)
-            if not isinstance(report, RankLoaded):
-                raise RankLost(f"rank {member.index} answered {type(report).__name__} while it was loading")
-            if report.agreement != agreement:
+            self._expect_report(member, Joined)
+
+    def wait_loaded(self, agreement: str) -> None:
+        """Wait until all have loaded. Raises RankLost if one has another model."""
+        for member in self._members:
+            if self._expect_report(member, RankLoaded).agreement != agreement:
                 raise RankLost(
                     f"rank {member.index} has loaded another model, or with other options or another version"
                 )
-            sizes.append(report.weights_nbytes)
-        return sizes
+
+    def _expect_report(self, member: _Member, kind: type[R]) -> R:
+        report = self._receive(member)
+        if not isinstance(report, kind):
+            raise RankLost(f"rank {member.index} sent {type(report).__name__}, not {kind.__name__}")
+        return report
 
     def prepare(self, message: Prepare) -> None:
         """Have all make the memory of sequences."""
@@ -177,19 +180,15 @@ class RankGroup:
             while member.connection.poll():
                 report = self._receive(member)
                 if isinstance(report, Stepped):
-                    self._reported.append((member.index, report))
-        later = []
-        for index, report in self._reported:
-            if report.number not in self._expected:
-                later.append((index, report))
-            elif report.digest != self._expected[report.number]:
-                raise RankLost(f"rank {index} computed something else in step {report.number} than rank 0")
-        self._reported = later
-        done = min((report.number for _, report in later), default=self._number) - self.rank.size
-        for number in [number for number in self._expected if number < done - 64]:
-            del self._expected[number]
+                    self._reported.setdefault(report.number, {})[member.index] = report.digest
+        for number in self._expected.keys() & self._reported.keys():
+            for index, digest in self._reported[number].items():
+                if digest != self._expected[number]:
+                    raise RankLost(f"rank {index} computed something else in step {number} than rank 0")
+            if len(self._reported[number]) == len(self._members):
+                del self._expected[number], self._reported[number]
 
-    def _receive(self, member: _Member) -> RankLoaded | Stepped:
+    def _receive(self, member: _Member) -> Joined | RankLoaded | Stepped:
         try:
             report = receive_report(member.connection)
         except (EOFError, OSError, EngineError) as error:

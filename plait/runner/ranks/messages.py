@@ -62,6 +62,10 @@ class Leave(RankMessage, frozen=True, tag=5):
     """End."""
 
 
+class Joined(RankMessage, frozen=True, tag=4):
+    """The headers are read and the device is there: the rank is about to meet the others."""
+
+
 class RankLoaded(RankMessage, frozen=True, tag=1):
     """The weights are there. `agreement`: a hash of all that ranks must agree on."""
 
@@ -83,7 +87,7 @@ class Failed(RankMessage, frozen=True, tag=3):
 
 
 FromLeader = Join | Prepare | Step | Score | Leave
-FromRank = RankLoaded | Stepped | Failed
+FromRank = Joined | RankLoaded | Stepped | Failed
 _ENCODE = msgspec.msgpack.Encoder()
 _FROM_LEADER: msgspec.msgpack.Decoder[FromLeader] = msgspec.msgpack.Decoder(FromLeader)
 _FROM_RANK: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
