@@ -22,6 +22,7 @@ Prefill = Literal["same", "bf16"]
 Quantize = Literal["q8_0", "q6_k", "q5_k", "q5_1", "q5_0", "q4_k", "q4_1", "q4_0"]
 ASource = Literal["auto", "trainer", "saved"]
 SsmMode = Literal["ssd", "exact"]
+StartupImage = Literal["auto", "renew", "off"]
 JsonSpace = Literal["line", "any", "none"]
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -151,6 +152,10 @@ class EngineConfig:
     packed_cache: str = option(
         "auto",
         "where `plait warmup` keeps packed weights, for later runs; auto: under --cache-dir; off",
+    )
+    startup_image: StartupImage = option(
+        "auto",
+        "load from what an earlier startup kept; renew: keep it anew; off",
     )
     ssm_mode: SsmMode = option("ssd", "oxidizr only. ssd: the recurrence; exact: what its trainer computes")
     a_source: ASource = option("auto", "oxidizr only. A of Mamba2/3 from the trainer's rule or from the file")

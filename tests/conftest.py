@@ -21,6 +21,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import torch
 
 from plait.kernels.load import executor, load_kernels
+from plait.state import host_store
 from tests.skips import pytest_terminal_summary
 
 __all__ = ["pytest_terminal_summary"]
@@ -51,12 +52,23 @@ def poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return empty
 
 
+def poisoned_rows(make: Callable[[int, int], Any]) -> Callable[[int, int], Any]:
+    def map_rows(count: int, nbytes: int) -> Any:
+        """All bits set: NaN in every format of floats."""
+        rows = make(count, nbytes)
+        rows[:] = 0xFF
+        return rows
+
+    return map_rows
+
+
 @pytest.fixture(autouse=True, scope="session")
 def poisoned_memory() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("empty", "empty_like", "empty_strided"):
             patch.setattr(torch, name, poisoned(getattr(torch, name)))
         patch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
+        patch.setattr(host_store, "map_rows", poisoned_rows(host_store.map_rows))
         yield
 
 

@@ -26,7 +26,7 @@ SIBLINGS = {
 }
 TIERS = (
     {"errors", "config", "cache_folder", "fair_queue", "resource_limits", "version"},
-    {"spec", "request", "memory", "partition"},
+    {"spec", "spec_values", "request", "memory", "partition"},
     {"quant", "ops", "kernels"},
     {"checkpoint", "families", "state", "model"},
     {"schedule", "runner", "text"},
@@ -40,6 +40,7 @@ SIDEWAYS = {
     "config": {"errors"},
     "fair_queue": {"errors"},
     "request": {"spec"},
+    "spec_values": {"spec"},
     "partition": {"spec"},
     "ops": {"quant"},
     "kernels": {"ops", "quant"},
@@ -53,9 +54,13 @@ SIDEWAYS = {
 # The front process holds none of a model: what runs in it must not load torch.
 NO_TORCH = (
     *("errors", "config", "cache_folder", "fair_queue", "resource_limits", "version"),
-    *("spec", "request", "memory", "partition"),
-    *("state.blocks", "schedule", "families.config.normalize", "text"),
-    *("engine.admission", "engine.metrics", "frontend", "loading.text_side", "server"),
+    *("spec", "spec_values", "request", "memory", "partition"),
+    *("state.blocks", "state.host_store", "schedule", "families.config.normalize", "text"),
+    *("runner.host", "checkpoint.find_files", "checkpoint.identity", "checkpoint.packed_cache.file_format"),
+    *("kernels.load", "kernels.cpu.runtime.threads", "kernels.cpu.runtime.machine_code"),
+    *("engine.core", "engine.thread", "engine.memory_plan", "engine.host_memory", "engine.grammar_guide"),
+    *("engine.admission", "engine.metrics", "frontend", "loading.text_side", "loading.make_engine", "server"),
+    *("loading.image.file_format", "loading.image.key", "loading.image.restore", "loading.image.start"),
     *("worker.client", "worker.supervisor", "worker.child_process"),
     *("worker.protocol", "worker.request_table"),
 )

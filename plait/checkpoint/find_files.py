@@ -26,7 +26,7 @@ from plait.checkpoint.hub.client import (
     repo_folder,
 )
 from plait.checkpoint.hub.fetch import fetch, fetch_file
-from plait.checkpoint.readers.gguf import part_paths
+from plait.checkpoint.readers.gguf_parts import part_paths
 from plait.checkpoint.readers.mmap_json import read_json, read_start
 from plait.errors import BadFile, CheckpointError, ConfigError, PlaitError, UnsupportedFormat, list_some
 

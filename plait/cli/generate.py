@@ -21,7 +21,8 @@ from plait.cli.common.options import (
     sampling_params,
 )
 from plait.cli.common.progress import Clock, LoadingBar
-from plait.worker.torch_preload import TorchStart
+from plait.config import EngineConfig
+from plait.loading.torch_preload import finish_torch
 
 if TYPE_CHECKING:
     from plait.frontend.deltas import Delta
@@ -71,8 +72,11 @@ def load(model: str, settings: dict[str, Any], *, quiet: bool = False) -> LLM:
     """The model, loaded, with a progress bar on a terminal."""
     gc.disable()  # looking for cycles in what libraries define takes a sixth of the time, and finds none
     try:
-        TorchStart().finish()
         from plait.llm.llm import LLM
+        from plait.loading.image.start import find_image
+
+        if find_image(model, EngineConfig(**settings)) is None:
+            finish_torch()
 
         with LoadingBar(f"loading {model}", is_quiet=quiet) as loading:
             return LLM(model, on_progress=None if quiet else loading.update, **settings)

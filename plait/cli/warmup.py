@@ -60,6 +60,8 @@ def warmup(model: str | None, packed: bool, packed_limit: int, clears: bool, **g
         raise click.UsageError("name a model with --model, or --clear")
     if packed and settings["packed_cache"] != "off" and folder is not None:
         _make(folder)
+    if settings["startup_image"] == "auto":
+        settings["startup_image"] = "renew"
     started = time.perf_counter()
     llm = load(model, settings)
     if packed and llm.drop_damaged():
@@ -72,6 +74,7 @@ def warmup(model: str | None, packed: bool, packed_limit: int, clears: bool, **g
             with Status("writing packed weights"):
                 kept = llm.keep_packed(packed_limit)
             print(kept)
+            print(llm.keep_image(packed_limit))
     finally:
         llm.close()
     later = f"compiles again: {llm.unkept}" if llm.unkept else "loads what was made"

@@ -6,15 +6,21 @@ import importlib
 import importlib.util
 import logging
 import pkgutil
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from plait.kernels.cpu.codegen.kernel_folder import KernelRoom, Spare, refusal, rooms, sweep
+from plait.kernels.cpu.codegen.kernel_folder import KernelRoom, Spare, is_foreign, refusal, rooms, sweep
 
 if TYPE_CHECKING:
+    from os import stat_result
+
+    from plait.kernels.cpu.codegen.kernel import Kernel
     from plait.kernels.cpu.runtime.executor import Executor
+    from plait.kernels.cpu.runtime.machine_code import LoadedCode
+    from plait.kernels.cpu.runtime.threads import LaunchTable, Threads
 
 log = logging.getLogger("plait")
 _lent: list[Spare] = []  # by the server that this process is an engine of: one at most
@@ -81,6 +87,67 @@ def cached_kernels(base: Path) -> list[KernelRoom]:
 def why_refused(room: Path) -> str | None:
     """Why compiled kernels are neither read from that folder nor kept there, if they are not."""
     return refusal(room)
+
+
+def is_foreign_file(status: stat_result) -> bool:
+    """Whether another user than this one and root may have written a file."""
+    return is_foreign(status)
+
+
+def link_code(code: bytes, parts: Sequence[tuple[str, int, int]]) -> LoadedCode:
+    """Load machine code of an earlier process, without Numba: `machine_code.link`. Raises RuntimeError."""
+    from plait.kernels.cpu.runtime.machine_code import link
+
+    return link(code, parts)
+
+
+def start_threads(threads: int, code: LoadedCode, loops: Mapping[str, int]) -> Threads:
+    """Threads that run such code; see `machine_code.start_threads`."""
+    from plait.kernels.cpu.runtime import machine_code
+
+    return machine_code.start_threads(threads, code, loops)
+
+
+def list_loops() -> dict[str, Kernel]:
+    """What threads run besides kernels, by field of `NativeLoops`."""
+    from plait.kernels.cpu.runtime import loops
+
+    return loops.list_loops()
+
+
+def sampling_kernels() -> dict[str, Kernel]:
+    """The kernels that sample from rows of logits: "largest" and "draw"."""
+    from plait.kernels.cpu.pointwise.sample import draw_rows, largest_rows
+
+    return {"largest": largest_rows, "draw": draw_rows}
+
+
+def find_kernel(address: int) -> Kernel | None:
+    """The kernel with machine code that begins there."""
+    from plait.kernels.cpu.codegen import kernel
+
+    return kernel.find_kernel(address)
+
+
+def find_targets(table: Any) -> Sequence[Any]:
+    """The tensors that the numbers of a tensor may point into; none if it holds no addresses."""
+    from plait.kernels.cpu.runtime import address_table
+
+    return address_table.find_targets(table)
+
+
+def new_table(scratch: int, shared: int) -> LaunchTable:
+    """An empty table of launches that need so many bytes for each thread, and for all threads together."""
+    from plait.kernels.cpu.runtime.threads import LaunchTable
+
+    return LaunchTable(scratch=scratch, shared=shared)
+
+
+def host_target() -> str:
+    """The processor and all that LLVM finds in it; nothing of Numba is imported."""
+    from plait.kernels.cpu.runtime import machine_code
+
+    return machine_code.host_target()
 
 
 def remove_cached(base: Path, unused_s: float) -> int:

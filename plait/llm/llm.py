@@ -16,13 +16,14 @@ from plait.frontend.output_stream import OutputStream
 from plait.kernels.load import why_not_cached
 from plait.llm.embed import embed_prompts, unit
 from plait.llm.outputs import RequestOutput, collect
-from plait.loading.build import load
-from plait.loading.packed_cache import keep
+from plait.loading.image.start import LoadedImage, load_image
 from plait.request import Pooling, Request, SamplingParams
 from plait.spec import ModelSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from plait.loading.build import Loaded
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
@@ -44,7 +45,7 @@ class LLM:
         known = option_names(EngineConfig)
         if unknown := [name for name in options if name not in known]:
             raise ConfigError(f"{unknown[0]}: there is no such option; there are {', '.join(known)}")
-        self._loaded = load(model, EngineConfig(**options), on_progress)
+        self._loaded = _load(model, EngineConfig(**options), on_progress)
         self.front = self._loaded.front
 
     @property
@@ -125,26 +126,42 @@ class LLM:
     def logits(self, prompt: Prompt) -> Tensor:
         """Raw logits after every token of a prompt, [tokens, vocab] float32."""
         request = self.front.prepare(prompt, SamplingParams(max_tokens=0))
-        return self._loaded.runner.logits(
+        found: Tensor = self._loaded.runner.logits(
             request.prompt_token_ids, self._loaded.config.max_num_batched_tokens
         )
+        return found
 
     def keep_packed(self, limit: int) -> str:
         """Write its packed weights to the disk, so that the next run maps them. Returns the outcome in words.
 
         limit: bytes that their folder may hold in all. `EngineConfig.packed_cache` says where it is.
         """
+        if isinstance(self._loaded, LoadedImage):
+            return "packed weights: they are kept, as the startup image needs them"
+        from plait.loading.packed_cache import keep
+
         opened, target = self._loaded.opened, self._loaded.target
         if target.shelf is None:
             return "packed weights: none are kept: nothing is packed here, or there is no folder for them"
         return keep(target.shelf, opened, target, limit)
+
+    def keep_image(self, limit: int) -> str:
+        """Write its startup image, and its packed weights if they are not kept. Returns the outcome in words.
+
+        limit: bytes that the folder of packed weights may hold in all.
+        """
+        if isinstance(self._loaded, LoadedImage):
+            return "startup image: it is kept, this run was loaded from it"
+        from plait.loading.image.write import keep_image
+
+        return keep_image(self._loaded, limit)
 
     def drop_damaged(self) -> bool:
         """Remove the packed weights it runs on if they are damaged; True if they were. Reads all of them.
 
         Raises BadFile if they cannot be removed, because every later run would use them.
         """
-        shelf = self._loaded.target.shelf
+        shelf = None if isinstance(self._loaded, LoadedImage) else self._loaded.target.shelf
         if shelf is None or not shelf.is_full or shelf.is_sound():
             return False
         try:
@@ -204,6 +221,20 @@ class LLM:
             if not others:
                 raise
             return None
+
+
+def _load(
+    model: str, config: EngineConfig, report: Callable[[str, int, int], None] | None
+) -> Loaded | LoadedImage:
+    """From the model's startup image, if there is one; else the long way, and the image is kept."""
+    if (image := load_image(model, config)) is not None:
+        return image
+    from plait.loading.build import load
+    from plait.loading.image.write import keep_image_at_startup
+
+    loaded = load(model, config, report)
+    keep_image_at_startup(loaded)
+    return loaded
 
 
 def _prompt_scores(out: RequestOutput) -> list[float]:

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from plait import resource_limits
 from plait.checkpoint.weights import Target
 from plait.config import EngineConfig
 from plait.engine.core import Engine
@@ -15,14 +14,15 @@ from plait.engine.device import (
     choose_device,
     free_memory,
     out_of_memory,
-    total_memory,
 )
 from plait.engine.grammar_guide import Guides
-from plait.engine.memory_plan import ModelFacts, Sizing, gib, size_state
+from plait.engine.host_memory import describe_memory, size_on_host
+from plait.engine.memory_plan import ModelFacts, Sizing, gib
 from plait.engine.thread import EngineLoop
-from plait.errors import BadGrammar, ConfigError
+from plait.errors import ConfigError
 from plait.frontend.frontend import Front, Language, Parsers
 from plait.loading.kernel_trials.trials import try_kernels
+from plait.loading.make_engine import make_compiler, make_engine
 from plait.loading.make_runner import make_runner, make_sampler
 from plait.loading.measure_memory import check_weights_fit, size_gpu
 from plait.loading.open_model import (
@@ -45,15 +45,12 @@ from plait.runner.ranks.group import RankGroup
 from plait.runner.ranks.messages import Prepare
 from plait.runner.runner import ModelRunner
 from plait.runner.sampler import Sampler
-from plait.schedule.plan import MOST_STEPS
-from plait.schedule.speculate import NgramProposer, Proposer, Speculation
+from plait.schedule.speculate import NgramProposer, Proposer
 from plait.spec import ModelSpec
-from plait.text.grammar.compiler import GrammarCompiler, check_memory
 from plait.text.tokenizers.tokenizer import Tokenizer
 
 log = logging.getLogger("plait")
 step_log = logging.getLogger("plait.step")
-TEXT_BYTES = 192 << 20  # of memory for a tokenizer, its table and the thread that makes them
 # Ops that sum over more than one row's own numbers, in an order that a library may choose by the batch.
 MIXING = {"linear", "paged_attention", "paged_latent_attention", "map_heads", "experts"}
 # Of those for GPUs the ones in which a row's bits depend on that row alone, whatever shares the step.
@@ -190,7 +187,7 @@ def _build(opened: Opened, target: Target, tokenizer: Tokenizer | None, report: 
     report("preparing the step (the first start compiles kernels)", 0, 1)
     proposer = _proposer(draft, opened, target, sizing, tokenizer, report)
     runner, engine = engine_over(decoder, sampler, target, config, sizing, proposer=proposer)
-    guides = Guides(_compiler(opened, vocab_size), vocab_size)
+    guides = Guides(make_compiler(opened.text_source(), vocab_size), vocab_size)
     engine.guided = guides.open
     sampler.prepare()
     step_log.info("step: %s", runner.step_kind)
@@ -218,21 +215,6 @@ def _bind_packed(target: Target) -> Binding:
     return Binding("weights", "packed while loading", "", (("mapped", why),))
 
 
-def _compiler(opened: Opened, vocab_size: int) -> Callable[[], GrammarCompiler]:
-    """What makes the compiler of a model's grammars. Its text side is loaded then, and not before."""
-
-    def find() -> GrammarCompiler:
-        check_memory(TEXT_BYTES)
-        language = opened.language()
-        if language.chat_template:
-            language.chat_template.close()
-        if language.tokenizer is None:
-            raise BadGrammar(f"{opened.files.name} has no tokenizer, so no grammar can be kept")
-        return GrammarCompiler(language.tokenizer, vocab_size, ends=language.stop_token_ids)
-
-    return find
-
-
 def engine_over(
     decoder: Decoder,
     sampler: Sampler,
@@ -253,16 +235,14 @@ def engine_over(
         target.ranks.prepare(Prepare(config, *sizes, tuple(sampler.holes.tolist())))
     with out_of_memory(f"allocating memory for sequences ({gib(sizing.nbytes)})"):
         runner = make_runner(decoder, sampler, target, config, sizing, records=records)
-    can_follow = runner.is_recorded and proposer is None  # a proposer has to see every step
-    num_steps = MOST_STEPS if can_follow else 1
-    scheduler = sizing.scheduler(config, causal=decoder.spec.causal, num_steps=num_steps)
-    speculation = None
-    if proposer is not None:
-        replays = has_slots(decoder.states)
-        speculation = Speculation(proposer, scheduler.costs, config.num_draft_tokens, replays=replays)
-    vocab_size, longest = decoder.spec.vocab_size, sizing.max_model_len
-    return runner, Engine(
-        runner, scheduler, vocab_size=vocab_size, max_model_len=longest, speculation=speculation
+    return runner, make_engine(
+        runner,
+        decoder.spec,
+        sizing,
+        config,
+        is_recorded=runner.is_recorded,
+        has_slots=has_slots(decoder.states),
+        proposer=proposer,
     )
 
 
@@ -335,20 +315,9 @@ def _size(opened: Opened, decoder: Decoder, target: Target, draft: Opened | None
         memory, draft_nbytes = CudaMemory(target.device), draft.nbytes if draft else 0
         sizing = size_gpu(facts, decoder, target, opened.config, memory, draft_nbytes)
     else:
-        mapped = target.shelf.nbytes if target.shelf else 0  # counts as free until it is read
-        free, limit = free_memory(target.device), resource_limits.memory_limit()
-        if limit is not None:
-            allowed = "memory: this process's control groups allow %s; %s can still be had"
-            log.info(allowed, gib(limit), gib(free))
-        total = total_memory(target.device)
-        ranks = target.comm.rank.size  # which share this machine's memory
-        own_total = None if total is None else total // ranks
-        own_free = (free - mapped) // ranks
-        sizing = size_state(facts, opened.config, free_memory=own_free, total_memory=own_total)
-    for what, count, nbytes in sizing.rows(target.weights_nbytes, is_lazy=target.device.type == "cpu"):
-        log.info("memory: %-31s %14s %10s", what, count, gib(nbytes))
-    for note in sizing.notes:
-        log.warning("%s", note)
+        mapped = target.shelf.nbytes if target.shelf else 0
+        sizing = size_on_host(facts, opened.config, mapped=mapped, ranks=target.comm.rank.size)
+    describe_memory(sizing, target.weights_nbytes, is_lazy=target.device.type == "cpu")
     return sizing
 
 

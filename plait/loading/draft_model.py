@@ -27,8 +27,8 @@ from plait.loading.open_model import (
 from plait.memory import PagedState, SlotState, State, block_groups, has_slots
 from plait.model.decoder import Decoder
 from plait.runner.draft import DraftMemory, DraftModel
+from plait.runner.host.static_batch import Capacity
 from plait.runner.runner import ModelRunner
-from plait.runner.static_batch import Capacity
 from plait.spec import ModelSpec
 from plait.state.store import StateStore
 from plait.text.tokenizers.tokenizer import Tokenizer

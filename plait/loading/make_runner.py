@@ -8,9 +8,9 @@ from typing import Protocol
 from plait.checkpoint.weights import Target
 from plait.config import EngineConfig
 from plait.model.decoder import Decoder
+from plait.runner.host.static_batch import Capacity
 from plait.runner.runner import ModelRunner
 from plait.runner.sampler import Sampler
-from plait.runner.static_batch import Capacity
 from plait.state.store import StateStore
 
 

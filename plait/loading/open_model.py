@@ -28,8 +28,8 @@ from plait.families.resolve import SET, resolve
 from plait.frontend.frontend import Language
 from plait.loading.meta_model import read_order
 from plait.loading.plugins import Plugin, load_plugins
-from plait.loading.probe_cache import Findings, read_findings
-from plait.loading.probe_candidates import is_open
+from plait.loading.probe.cache import Findings, read_findings
+from plait.loading.probe.candidates import is_open
 from plait.loading.text_side import TextSource
 from plait.model.decoder import Decoder
 from plait.model.divide import divide_model

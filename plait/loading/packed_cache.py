@@ -8,15 +8,17 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from plait.cache_folder import make_folder
+from plait.checkpoint.identity import identify_file
 from plait.checkpoint.packed_cache.cache import Shelf
 from plait.checkpoint.packed_cache.file_format import (
     SUFFIX,
@@ -29,7 +31,6 @@ from plait.checkpoint.packed_cache.file_format import (
 from plait.checkpoint.weights import Target
 from plait.config import EngineConfig
 from plait.engine.memory_plan import gib
-from plait.errors import BadFile
 from plait.kernels.load import describe_target
 from plait.loading.open_model import Opened
 from plait.version import __version__
@@ -54,7 +55,6 @@ ROOMS = (
     "ops",
     "quant",
 )  # that decide what is packed
-_EDGE, _PIECE, _PIECES = 1 << 16, 4096, 14  # of a file: bytes at its ends, bytes between them, how often
 
 
 def folder_of(config: EngineConfig) -> Path | None:
@@ -70,6 +70,9 @@ def shelf_of(opened: Opened, target: Target) -> Shelf | None:
     folder = folder_of(opened.config)
     if folder is None or target.executor is None:
         return None
+    if opened.config.packed_cache == "auto" and opened.config.startup_image != "off":
+        with suppress(OSError):  # a folder that cannot be made is none
+            make_folder(folder)
     if not is_folder(folder):
         if opened.config.packed_cache != "auto":
             log.warning("--packed-cache: %s is no folder that can be read; weights are packed anew", folder)
@@ -85,8 +88,8 @@ def key_of(opened: Opened, target: Target) -> dict[str, Any]:
     texts = [*files.side_files.values(), *([files.config] if files.config else [])]
     made_for = describe_target(isa=config.isa)
     key = {
-        "weights": [identity(path) for path in files.weights],
-        "texts": [identity(path) for path in sorted(texts)],
+        "weights": [identify_file(path) for path in files.weights],
+        "texts": [identify_file(path) for path in sorted(texts)],
         "model": _digest(repr((resolved.spec, sorted(resolved.config.items()))).encode()),
         "options": {name: value for name, value in asdict(config).items() if name not in APART},
         "computes": [str(target.dtype), target.activations],
@@ -95,24 +98,6 @@ def key_of(opened: Opened, target: Target) -> dict[str, Any]:
     }
     plain: dict[str, Any] = json.loads(json.dumps(key))
     return plain
-
-
-def identity(path: Path) -> list[Any]:
-    """A file's size and time, and a hash of parts of it: both ends, and some between them. Raises BadFile.
-
-    Not its place nor its inode: a copy that keeps the time, as in an image of a container, is the same file.
-    """
-    digest = hashlib.blake2b(digest_size=16)
-    try:
-        with path.open("rb", buffering=0) as file:
-            status = os.fstat(file.fileno())
-            places = [(status.st_size * i // (_PIECES + 1), _PIECE) for i in range(1, _PIECES + 1)]
-            for at, nbytes in [(0, _EDGE), *places, (max(0, status.st_size - _EDGE), _EDGE)]:
-                file.seek(at)
-                digest.update(file.read(nbytes))
-    except OSError as error:
-        raise BadFile(f"{path}: cannot be read: {error.strerror}") from error
-    return [status.st_size, status.st_mtime_ns, digest.hexdigest()]
 
 
 def code() -> str:
@@ -208,5 +193,5 @@ def fingerprint(opened: Opened, target: Target) -> str:
 
 
 def _content(path: Path) -> tuple[int, str]:
-    size, _, digest = identity(path)
+    size, _, digest = identify_file(path)
     return size, digest

@@ -30,9 +30,9 @@ from plait.loading.open_model import (
     with_findings,
     with_values,
 )
-from plait.loading.probe_cache import write_findings
-from plait.loading.probe_candidates import Quantity, quantities
-from plait.loading.probe_search import LEAST, LONG, TEXT, Probed, search
+from plait.loading.probe.cache import write_findings
+from plait.loading.probe.candidates import Quantity, quantities
+from plait.loading.probe.search import LEAST, LONG, TEXT, Probed, search
 from plait.memory import block_groups, has_slots
 from plait.model.decoder import Decoder
 from plait.ops.chip import read_chip

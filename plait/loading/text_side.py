@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,16 @@ class TextSource:
         stops = tokenizer.eos_token_ids if tokenizer else _as_set(generation_config.get("eos_token_id"))
         ends = template.stop_token_ids if template else frozenset()
         return Language(tokenizer, template, generation_config, stops | ends)
+
+    def to_json(self) -> bytes:
+        """All of it as JSON. Strings in files may not be Unicode; JSON can escape those."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return json.dumps(values, default=list).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> TextSource:
+        """What `to_json` wrote."""
+        return cls(**json.loads(data))
 
     @property
     def _path(self) -> Path | None:

@@ -27,11 +27,12 @@ from plait.request import SamplingParams
 from plait.runner.capture import decoder_tensors
 from plait.runner.device_batch import DeviceBatch
 from plait.runner.graph_backends import CapturedStep, GraphBackend
+from plait.runner.host.pooling import add_pooled
+from plait.runner.host.static_batch import Capacity
 from plait.runner.inputs import batch_of, is_decode, parts_of, upload
-from plait.runner.replay import add_pooled
+from plait.runner.replay import copy_pooled
 from plait.runner.sampler import Sampler
 from plait.runner.sampling_tables import DrawForm
-from plait.runner.static_batch import Capacity
 from plait.schedule.plan import FOLLOW, Chunk, Done, Sampled, SamplingBatch, SamplingRow, StepPlan, Ticket
 from plait.state.store import StateStore
 
@@ -68,7 +69,7 @@ class DeviceTicket:
         try:
             found = np.stack([read().numpy() for read in self.reads])  # [steps, 2, n]
             ids, values = found[:, 0, order].astype(np.int64), found[:, 1, order].astype(np.float32)
-            drawn = self.replay.sampler.likeliest(ids, values)
+            drawn = self.replay.sampler.host.likeliest(ids, values)
         except BaseException:
             self.replay.forget()
             raise
@@ -258,7 +259,7 @@ class DeviceReplay:
         here_ids = {chunk.seq_id for chunk in placed}
         logits, hidden, parts = self._computed(plan, _draws(drawing), _places(drawing, here_ids), rows)
         if not here:
-            return Done(add_pooled(plan, hidden, self.sampler.sample(logits, sampling)))
+            return Done(add_pooled(plan, copy_pooled(plan, hidden), self.sampler.sample(logits, sampling)))
         drawn, from_draw, to_row = parts
         if len(drawn) != logits.shape[0]:
             logits = logits[drawn]

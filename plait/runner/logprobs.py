@@ -1,8 +1,8 @@
-"""Log-probabilities of tokens and of their alternatives, from logits.
+"""Log-probabilities of tokens and of their alternatives on a GPU, from logits.
 
-On a CPU rows are scored one after the other. On a GPU all rows that a step wants are scored first, and then
-read with the step's tokens in one copy; a row's alternatives are found by integers of (value, id), of which
-no two are equal, so their order needs no second look.
+All rows that a step wants are scored first, and then read with the step's tokens in one copy. A row's
+alternatives are found by integers of (value, id), of which no two are equal, so their order needs no second
+look.
 """
 
 from __future__ import annotations
@@ -16,13 +16,11 @@ import torch
 from torch import Tensor
 
 from plait.request import TokenLogprobs
+from plait.runner.host.sampler import FLOOR, ROWS_AT_ONCE, with_target
 from plait.runner.sampling_tables import upload
 from plait.schedule.plan import SamplingBatch
 
-FLOOR = -9999.0  # log-probabilities stay finite: JSON has no infinity
-ROWS_AT_ONCE = 64  # of log-probabilities: [64, vocab] float32 in addition to the logits
 LOW_HALF, LARGEST_ID = 0xFFFFFFFF, 0x7FFFFFFF
-Alternatives = tuple[tuple[int, float], ...]
 
 
 class LogprobRequest(NamedTuple):
@@ -44,27 +42,6 @@ class StepAnswers(NamedTuple):
     tokens: list[int]
     values: list[float]
     scores: npt.NDArray[np.int64]
-
-
-def best(values: Tensor, k: int) -> list[Alternatives]:
-    """values: [n, width] -> the k largest of each row as (id, value), the lower id first among equals."""
-    top, ids = values.topk(min(k + 1, values.shape[1]), -1)
-    ties = (top[:, 1:] == top[:, :-1]).any(-1).tolist()
-    top, ids = top[:, :k], ids[:, :k]
-    for i, tied in enumerate(ties):
-        if tied:  # topk promises no order among equals
-            candidates = (values[i] >= top[i, -1]).nonzero()[:, 0]
-            order = values[i, candidates].sort(descending=True, stable=True).indices[:k]
-            ids[i] = candidates[order]
-            top[i] = values[i, ids[i]]
-    numbers = top.clamp_min(FLOOR).tolist()
-    return [tuple(zip(row_ids, row, strict=True)) for row_ids, row in zip(ids.tolist(), numbers, strict=True)]
-
-
-def with_target(target: int, logprob: float, top: Alternatives) -> TokenLogprobs:
-    """The answer for one token: alternatives, largest first, and behind them the token if it is none."""
-    known = not top or any(token_id == target for token_id, _ in top)
-    return TokenLogprobs(target, logprob, top if known else (*top, (target, logprob)))
 
 
 def list_requests(batch: SamplingBatch, most: int) -> Iterator[LogprobRequest]:

@@ -8,9 +8,8 @@ every batch, decodes and prompt chunks alike.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -19,13 +18,22 @@ from plait.errors import CannotRecord
 from plait.kernels.load import why_not_cached
 from plait.memory import BlockGroup
 from plait.model.decoder import Decoder
-from plait.runner.replay import add_pooled, find_tensors
-from plait.runner.sampler import Sampler, is_greedy
-from plait.runner.static_batch import Capacity, Found, NativeExecutor, StaticBatch
-from plait.schedule.plan import MOST_STEPS, Done, Sampled, SamplingBatch, StepPlan
+from plait.model.layers.layers import Batch, PagedIndex
+from plait.runner.host.program import HostProgram, ProgramReplay, StepResults
+from plait.runner.host.static_batch import Capacity, Found, NativeThreads, StaticBatch
+from plait.runner.replay import find_tensors
+from plait.runner.sampler import Sampler
 from plait.state.store import StateStore
 
 Largest = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+class NativeExecutor(NativeThreads, Protocol):
+    """Threads that also record launches (`kernels.cpu.runtime.executor`)."""
+
+    def recording(self, tokens: int, logits: int) -> Any: ...
+
+
 # What most calls return: a size, an address. No torch call writes these.
 PLAIN = frozenset({int, bool, torch.Size, torch.dtype, torch.device, torch.layout})
 
@@ -58,76 +66,63 @@ def _writes(name: str) -> bool:
     return in_place or name == "__setitem__" or (name.startswith("__i") and name != "__index__")
 
 
-class StepProgram:
-    """The decoder's step as one native call. Raises CannotRecord, naming the op that cannot be recorded.
+class Recording:
+    """A step's launches, recorded. `table`: as threads run them (`kernels.cpu.runtime.executor`)."""
 
-    `hidden`: the hidden states of the last call, [tokens, hidden]. `largest`: what the function of that name
-    found in each row of logits, None if it cannot be recorded.
-    """
-
-    def __init__(
-        self,
-        decoder: Decoder,
-        store: StateStore,
-        executor: NativeExecutor,
-        static: StaticBatch,
-        largest: Largest | None = None,
-    ) -> None:
-        self._executor, self._static, capacity = executor, static, static.capacity
-        with executor.recording(capacity.tokens, capacity.logits) as self._program, ViewsOnly():
-            self.hidden = decoder.hidden(static.batch, store)  # held, so that nothing takes its place
-            self._logits = decoder.logits(self.hidden, static.batch)
-            self.largest = _record_largest(largest, self._logits) if largest else None
-        self._rows: dict[int, Tensor] = {}  # the first so many rows of logits, for the counts that occurred
-        if self.largest is not None:
-            rows = (MOST_STEPS, capacity.seqs)
-            self._kept = np.zeros(rows, np.int64), np.zeros(rows, np.float32)
-            self._step = np.zeros(1, np.int64)
-            self._between = static.following(executor, self.largest, self._kept, self._step)
+    def __init__(self, table: Any) -> None:
+        self.table = table
 
     @property
-    def launches(self) -> Sequence[str]:
+    def names(self) -> Sequence[str]:
         """The names of the kernels, in order."""
-        return tuple(kernel.name for kernel in self._program.kernels)
+        return tuple(self.table.names)
 
     def __str__(self) -> str:
         """The summary that is printed at startup: launches, kernels, and the time to compile them."""
-        kernels = {kernel.name: kernel for kernel in self._program.kernels}
+        kernels = {launch.kernel.name: launch.kernel for launch in self.table.launches}
         made = [kernel.compile_s for kernel in kernels.values() if kernel.compile_s]
-        text = f"{len(self.launches)} launches of {len(kernels)} native kernels, one call"
+        text = f"{len(self.names)} launches of {len(kernels)} native kernels, one call"
         once = "" if why_not_cached() else ", once"
         return f"{text}; compiled {len(made)} of them{once}: {sum(made):.1f} s" if made else text
 
-    def __call__(self, plan: StepPlan) -> Tensor:
-        """Logits of the requested rows, [L, vocab] float32: memory that the next call overwrites."""
-        tokens, logits = self._static.fill(plan)
-        return self._run(tokens, logits, len(plan.chunks))
 
-    def follow(self, token_ids: Sequence[int]) -> Tensor:
-        """Logits of the step after a call of decodes. The block of each next token is in its table."""
-        count = self._static.follow(token_ids)
-        return self._run(count, count, count)
+def view_as_batch(static: StaticBatch, groups: Sequence[BlockGroup]) -> Batch:
+    """The buffers of a recorded step as the decoder takes them: of its largest step, all of it prompts."""
+    capacity, view = static.capacity, torch.from_numpy
+    pairs = zip(groups, static.tables, static.mappings, strict=True)
+    return Batch(
+        token_ids=view(static.ids),
+        positions=view(static.positions),
+        query_start=view(static.starts),
+        seq_lens=view(static.lens),
+        num_decodes=0,
+        max_query_len=capacity.tokens,
+        max_seq_len=capacity.blocks * static.block_size,
+        paged={group.name: PagedIndex(view(table), view(mapping)) for group, table, mapping in pairs},
+        state_slots=view(static.slots),
+        has_history=view(static.history),
+        logit_rows=view(static.logit_rows),
+    )
 
-    def several(self, plan: StepPlan) -> Found:
-        """Run all steps of a plan of decodes in one call: ids and values of `largest`, which must exist.
 
-        Both are [steps, sequences]: memory that the next call overwrites.
-        """
-        assert self.largest is not None
-        count, _ = self._static.fill(plan)
-        self._step[0], last = 0, plan.num_steps - 1
-        sizes = {"tokens": count, "logits": count, "seqs": count}
-        self._executor.run(self._program, **sizes, steps=plan.num_steps, between=self._between)
-        ids, values = self._kept
-        ids[last, :count], values[last, :count] = (found[:count] for found in self.largest)
-        return ids[: last + 1, :count], values[: last + 1, :count]
+def record_step(
+    decoder: Decoder,
+    store: StateStore,
+    executor: NativeExecutor,
+    static: StaticBatch,
+    groups: Sequence[BlockGroup],
+    largest: Largest | None,
+) -> tuple[Recording, StepResults]:
+    """The decoder's step over static buffers. Raises CannotRecord, naming the op that cannot be recorded.
 
-    def _run(self, tokens: int, logits: int, seqs: int) -> Tensor:
-        self._executor.run(self._program, tokens=tokens, logits=logits, seqs=seqs)
-        rows = self._rows.get(logits)
-        if rows is None:
-            rows = self._rows[logits] = self._logits[:logits]
-        return rows
+    `largest`: finds the largest of each row of logits; it is left out if it cannot be recorded.
+    """
+    batch, capacity = view_as_batch(static, groups), static.capacity
+    with executor.recording(capacity.tokens, capacity.logits) as table, ViewsOnly():
+        hidden = decoder.hidden(batch, store)  # held by the results, so that nothing takes its place
+        logits = decoder.logits(hidden, batch)
+        found = _record_largest(largest, logits) if largest else None
+    return Recording(table), StepResults(hidden.numpy(), logits.numpy(), found)
 
 
 def _record_largest(largest: Largest, logits: Tensor) -> Found | None:
@@ -137,50 +132,6 @@ def _record_largest(largest: Largest, logits: Tensor) -> Found | None:
     except CannotRecord:
         return None
     return ids.numpy(), values.numpy()
-
-
-class ProgramReplay:
-    """Replays a program for every plan that fits it, and samples from what it computes (a `Replay`)."""
-
-    def __init__(self, program: StepProgram, static: StaticBatch, sampler: Sampler) -> None:
-        self.program, self.static, self._sampler = program, static, sampler
-
-    @property
-    def launches(self) -> Sequence[str]:
-        """The names of the kernels of a step, in order."""
-        return self.program.launches
-
-    def describe(self) -> str:
-        """What was recorded, in a line."""
-        return str(self.program)
-
-    def fits(self, plan: StepPlan) -> bool:
-        """Whether the plan is no larger than the program."""
-        return self.static.fits(plan)
-
-    def forget(self) -> None:
-        """A step failed: nothing to do, because `fill` writes all that a step reads."""
-
-    def launch(self, plan: StepPlan, sampling: SamplingBatch) -> Done:
-        """Run the steps of a plan that fits."""
-        program = self.program
-        if plan.num_steps > 1:
-            return Done(self._several(plan, sampling))
-        # What torch need not do is most of what a replay saves: behind the model's weights its code is cold.
-        logits = program(plan)
-        return Done(add_pooled(plan, program.hidden, self._sampler.sample(logits, sampling, program.largest)))
-
-    def _several(self, plan: StepPlan, sampling: SamplingBatch) -> list[Sampled]:
-        """Run several decode steps of one plan, each of which computes what the last one sampled."""
-        program = self.program
-        if program.largest is not None and is_greedy(sampling):
-            return self._sampler.likeliest(*program.several(plan))
-        tokens = [a.token_ids[0] for a in self._sampler.sample(program(plan), sampling, program.largest)]
-        steps = [tokens]
-        for i in range(1, plan.num_steps):
-            tokens = self._sampler.follow(program.follow(tokens), sampling, i, program.largest)
-            steps.append(tokens)
-        return [Sampled(ids) for ids in zip(*steps, strict=True)]
 
 
 def record_program(
@@ -201,7 +152,8 @@ def record_program(
         return None, "the model is not causal: a step has no fixed form"
     static = StaticBatch(capacity, groups, store.block_size)
     try:
-        program = StepProgram(decoder, store, executor, static, sampler.plain_largest)
+        recording, results = record_step(decoder, store, executor, static, groups, sampler.plain_largest)
     except CannotRecord as error:
         return None, str(error)
-    return ProgramReplay(program, static, sampler), str(program)
+    program = HostProgram(executor, recording.table, static, results)
+    return ProgramReplay(program, sampler.host, recording), str(recording)

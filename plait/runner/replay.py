@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from msgspec.structs import replace
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
-from plait.errors import EngineError
-from plait.schedule.plan import Sampled, SamplingBatch, StepPlan, Ticket
+from plait.schedule.plan import SamplingBatch, StepPlan, Ticket
 
 Run = Callable[[StepPlan, SamplingBatch], Ticket]
 
@@ -39,26 +39,10 @@ class Replay(Protocol):
         """A step failed: nothing that is known about buffers can be trusted."""
 
 
-def add_pooled(plan: StepPlan, hidden: Tensor, answers: Sequence[Sampled]) -> list[Sampled]:
-    """The answers to a plan's chunks, in order, with the sums of hidden states that they requested.
-
-    hidden: [at least the plan's tokens, hidden]. A sum is computed in float64, so that only its last bits
-    depend on how a prompt was cut into chunks. Raises EngineError for a sum that is not finite.
-    """
-    if not any(chunk.num_pooled for chunk in plan.chunks):
-        return list(answers)
-    found, given, end = [], iter(answers), 0
-    for chunk in plan.chunks:
-        end += len(chunk.token_ids)
-        if not chunk.has_answer:
-            continue
-        answer = next(given)
-        if chunk.num_pooled:
-            total = hidden[end - chunk.num_pooled : end].double().sum(0)
-            if not total.isfinite().all():
-                raise EngineError("the hidden states are no numbers; a weight or a state is broken")
-            answer = replace(answer, pooled=tuple(total.tolist()))
-        found.append(answer)
+def copy_pooled(plan: StepPlan, hidden: Tensor) -> npt.NDArray[np.float32]:
+    """Hidden states on the host, as `add_pooled` takes them; none of a plan that pools none."""
+    pools = any(chunk.num_pooled for chunk in plan.chunks)
+    found: npt.NDArray[np.float32] = (hidden if pools else hidden[:0]).float().cpu().numpy()
     return found
 
 

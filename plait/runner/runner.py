@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -16,21 +15,17 @@ from plait.ops.registry import Binding
 from plait.runner.device_graphs import DeviceReplay
 from plait.runner.device_loss import CheckedTicket, check_lost
 from plait.runner.graph_backends import GraphBackend
+from plait.runner.host.moves import make_moves
+from plait.runner.host.pooling import add_pooled
+from plait.runner.host.static_batch import Capacity
 from plait.runner.inputs import build_batch
-from plait.runner.program import record_program
-from plait.runner.replay import Lead, Replay, add_pooled
+from plait.runner.program import NativeExecutor, record_program
+from plait.runner.replay import Lead, Replay, copy_pooled
 from plait.runner.sampler import Sampler
-from plait.runner.static_batch import Capacity, NativeExecutor
 from plait.schedule.plan import (
     Chunk,
-    CopyBlock,
-    CopySlot,
     Done,
-    Drop,
-    Load,
-    Move,
     SamplingBatch,
-    Save,
     StepPlan,
     Ticket,
 )
@@ -87,7 +82,8 @@ class ModelRunner:
 
     def _launch(self, plan: StepPlan, sampling: SamplingBatch) -> Ticket:
         if plan.moves or plan.fresh:
-            self._arrange(plan)
+            with torch.inference_mode():
+                make_moves(self.store, plan)
         if not plan.chunks:
             return Done([])
         if self.replay is not None and self.replay.fits(plan):
@@ -99,25 +95,7 @@ class ModelRunner:
         if plan.num_steps > 1:
             raise EngineError(f"{plan.num_steps} steps at once, and the first does not fit a recording")
         hidden, logits = self._computed(plan)
-        return Done(add_pooled(plan, hidden, self.sampler.sample(logits, sampling)))
-
-    @torch.inference_mode()
-    def _arrange(self, plan: StepPlan) -> None:
-        """Make the moves in their order, neighbours that copy the same kind together; then zero slots."""
-        for group, moves in groupby(plan.moves, _group_of):
-            if group is not None:
-                copies = (move for move in moves if isinstance(move, CopySlot | CopyBlock))
-                self.store.copy_rows(group, ((copy.source, copy.target) for copy in copies))
-                continue
-            for move in moves:
-                match move:
-                    case Save(handle, blocks, slot):
-                        self.store.save(handle, blocks, slot)
-                    case Load(handle, blocks, slot):
-                        self.store.load(handle, blocks, slot)
-                    case Drop(handle):
-                        self.store.drop(handle)
-        self.store.zero_slots(plan.fresh)
+        return Done(add_pooled(plan, copy_pooled(plan, hidden), self.sampler.sample(logits, sampling)))
 
     @property
     def bindings(self) -> Sequence[Binding]:
@@ -174,10 +152,3 @@ class ModelRunner:
             store.zero_slots(plan.fresh)
             parts.append(self.decoder(build_batch(plan, self.groups, size, self.device), store).cpu())
         return torch.cat(parts)
-
-
-def _group_of(move: Move) -> int | None:
-    """What a move copies: a block group, -1 for slots, None if it goes to or from host memory."""
-    if isinstance(move, CopyBlock):
-        return move.group
-    return -1 if isinstance(move, CopySlot) else None

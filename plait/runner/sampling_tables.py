@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from plait.ops.edit_logits import IN_PROMPT, NO_STOP, PER_OUTPUT
+from plait.runner.host.sampler import is_edited
 from plait.schedule.plan import SamplingBatch, SamplingRow
 
 Drawn = tuple[SamplingRow, int]  # which of a row's samples, from 0
@@ -320,12 +321,6 @@ class SamplingTables:
                 allowed[t // 32] &= ~np.uint32(1 << (t % 32))
             early = early if allowed.any() else []
         return early
-
-
-def is_edited(row: SamplingRow, i: int) -> bool:
-    """Whether a sample of a row is chosen from other logits than the model's."""
-    must_go_on = bool(row.stop_token_ids) and i < row.num_stopless
-    return bool(row.history or row.params.logit_bias or row.masks or must_go_on)
 
 
 def _plain_columns(draws: Sequence[Drawn]) -> dict[str, list[float] | list[int]]:

@@ -6,18 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from plait.errors import EngineError
 from plait.memory import DTYPE_BYTES, PagedState, State, block_groups, group_name
+from plait.state.host_store import SLOTS, HostStore, Pairs, Sizes, check_groups, check_saved
 from plait.state.swap import DeviceSwap, HostPiece, HostPool, copy_index, pin_memory, view_widest
-
-Pairs = Iterable[tuple[int, int]]
-SLOTS = "slots"
-Bytes = npt.NDArray[np.uint8]
 
 
 class StateStore:
@@ -28,7 +22,8 @@ class StateStore:
     zeroed when it is given out.
 
     Kernels may lay out the inside of a block or a slot as they like, so whole ones are copied, byte for byte.
-    Block groups are counted in the order of `block_groups(states)`.
+    Block groups are counted in the order of `block_groups(states)`. With `host`, its memory is used, and it
+    says how many blocks and slots there are.
     """
 
     def __init__(
@@ -39,28 +34,31 @@ class StateStore:
         block_size: int,
         device: torch.device,
         dtype: torch.dtype,
+        host: HostStore | None = None,
     ) -> None:
         self.block_size = block_size
         self._tensors: dict[str, dict[str, Tensor]] = {}
-        self._saved: dict[int, SavedState] = {}
-        names = [*(group.name for group in block_groups(states)), SLOTS]
-        rows: dict[str, list[Tensor]] = {name: [] for name in names}
+        self.host = host
+        if device.type == "cpu" and host is None:
+            model = str(dtype).removeprefix("torch.")
+            self.host = HostStore(states, num_blocks, num_slots, block_size, model)
         kinds = {name: getattr(torch, name) for name in DTYPE_BYTES} | {"model": dtype}
         for name, state in states.items():
-            if isinstance(state, PagedState):
-                group = group_name(state.window)
-                shape: tuple[int, ...] = (num_blocks[group], block_size)
-            else:
-                group, shape = SLOTS, (num_slots,)
-            self._tensors[name] = {
-                key: torch.empty(*shape, *entry, dtype=kinds[kind], device=device)
-                for key, (entry, kind) in state.tensors.items()
-            }
-            rows[group] += self._tensors[name].values()
-        self._rows = [*map(StateRows, rows.values())]  # of each block group, then of slots
-        self._swap: DeviceSwap | None = None
+            inner = (block_size,) if isinstance(state, PagedState) else ()
+            self._tensors[name] = {}
+            for key, (entry, kind) in state.tensors.items():
+                if self.host is not None:
+                    count = len(self.host[name][key])
+                elif isinstance(state, PagedState):
+                    count = num_blocks[group_name(state.window)]
+                else:
+                    count = num_slots
+                shape = (count, *inner, *entry)
+                self._tensors[name][key] = self._make(name, key, shape, kinds[kind], device)
+        self._states = states
+        self._on_device: DeviceStore | None = None
         if device.type == "cuda":
-            self._swap = DeviceSwap([rows.tensors for rows in self._rows], device, HostPool(pin_memory))
+            self._copy_on(device, HostPool(pin_memory))
 
     def __getitem__(self, name: str) -> dict[str, Tensor]:
         return self._tensors[name]
@@ -72,51 +70,29 @@ class StateStore:
 
     def zero_slots(self, slots: Iterable[int]) -> None:
         """Zero the slots of new sequences, because a one-token prompt must never read the last owner's."""
-        self._rows[-1].zero(slots)
+        self._copier.zero_slots(slots)
 
     def copy_rows(self, group: int, pairs: Pairs) -> None:
         """Copy blocks of a group, or slots (group -1), (from, to), one after the other."""
-        self._rows[group].copy(pairs)
+        self._copier.copy_rows(group, pairs)
 
     def save(self, handle: int, blocks: Sequence[Sequence[int]], slot: int) -> None:
         """Copy blocks (a sequence per group) and a slot (0: none) to host memory, over what had that name.
 
         From a GPU the copy is under way when this returns; what is loaded later, or written, waits for it.
         """
-        self._check_groups(blocks)
-        self.drop(handle)
-        index = (*blocks, (slot,) if slot else ())
-        nbytes = sum(len(some) * rows.nbytes for rows, some in zip(self._rows, index, strict=True))
-        content = host_memory(nbytes) if self._swap is None else self._swap.save(index)
-        if isinstance(content, Tensor):
-            for rows, some, part in self._parts(index, content):
-                rows.save(some, part)
-        self._saved[handle] = SavedState(tuple(map(len, blocks)), bool(slot), nbytes, content)
+        self._copier.save(handle, blocks, slot)
 
     def load(self, handle: int, blocks: Sequence[Sequence[int]], slot: int) -> None:
         """Copy a saved state back to as many blocks and a slot (0: none was saved); the copy stays.
 
         Raises EngineError, changing nothing, if there is no such copy or it is of another size.
         """
-        self._check_groups(blocks)
-        if (saved := self._saved.get(handle)) is None:
-            raise EngineError(f"nothing is saved as {handle}: it was never saved, or was dropped")
-        sizes = tuple(map(len, blocks)), bool(slot)
-        if sizes != (saved.tables, saved.has_slot):
-            text = f"{saved.tables} blocks and {int(saved.has_slot)} slots are saved as {handle}, not the"
-            raise EngineError(f"{text} {sizes[0]} blocks and {int(sizes[1])} slots that are to be loaded")
-        index = (*blocks, (slot,) if slot else ())
-        if isinstance(saved.content, Tensor):
-            for rows, some, part in self._parts(index, saved.content):
-                rows.load(some, part)
-        elif self._swap is not None:
-            self._swap.load(index, saved.content)
+        self._copier.load(handle, blocks, slot)
 
     def drop(self, handle: int) -> None:
         """Free a saved copy; one that is not there (a step failed before it was saved) is free already."""
-        saved = self._saved.pop(handle, None)
-        if saved is not None and self._swap is not None and not isinstance(saved.content, Tensor):
-            self._swap.drop(saved.content)
+        self._copier.drop(handle)
 
     @property
     def nbytes(self) -> int:
@@ -126,101 +102,114 @@ class StateStore:
     @property
     def nbytes_saved(self) -> int:
         """Bytes of the copies in host memory."""
-        return sum(saved.nbytes for saved in self._saved.values())
+        return self._copier.nbytes_saved
 
-    def _parts(
-        self, index: Sequence[Sequence[int]], content: Tensor
-    ) -> Iterator[tuple[StateRows, Sequence[int], Tensor]]:
-        """The rows of every group and of slots, and where a saved copy has them."""
-        at = 0
-        for rows, some in zip(self._rows, index, strict=True):
-            nbytes = len(some) * rows.nbytes
-            yield rows, some, content[at : at + nbytes]
-            at += nbytes
+    @property
+    def _copier(self) -> HostStore | DeviceStore:
+        found = self._on_device or self.host
+        assert found is not None, "there is no memory on this device"
+        return found
 
-    def _check_groups(self, blocks: Sequence[Sequence[int]]) -> None:
-        if len(blocks) != (groups := len(self._rows) - 1):
-            raise EngineError(f"blocks of {len(blocks)} groups are named and the model has {groups}")
+    def _make(
+        self, name: str, key: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        if self.host is None:
+            return torch.empty(shape, dtype=dtype, device=device)
+        if not prod(shape):
+            return torch.empty(shape, dtype=dtype)
+        return torch.from_numpy(self.host[name][key]).view(-1).view(dtype).view(shape)
+
+    def _copy_on(self, device: torch.device, pool: HostPool) -> None:
+        """Move rows as a GPU does: many at once, and by a stream of its own to and from `pool`."""
+        names = [*(group.name for group in block_groups(self._states)), SLOTS]
+        rows: dict[str, list[Tensor]] = {name: [] for name in names}
+        for name, state in self._states.items():
+            group = group_name(state.window) if isinstance(state, PagedState) else SLOTS
+            rows[group] += self._tensors[name].values()
+        self._on_device = DeviceStore([*map(DeviceRows, rows.values())], device, pool)
 
 
 @dataclass(frozen=True, slots=True)
-class SavedState:
-    """A copy in host memory: blocks of each group, whether a slot, and the bytes of all.
-
-    `content`: one tensor, or where a GPU's copy is in its pool.
-    """
+class SavedPieces:
+    """A copy in host memory: blocks of each group, whether a slot, the bytes of all, and where they are."""
 
     tables: tuple[int, ...]
     has_slot: bool
     nbytes: int
-    content: Tensor | tuple[HostPiece, ...]
+    pieces: tuple[HostPiece, ...]
+
+    @property
+    def sizes(self) -> Sizes:
+        return self.tables, self.has_slot
 
 
-class StateRows:
+class DeviceStore:
+    """Copies of rows on a GPU, and to and from host memory. `rows`: of each block group, then of slots."""
+
+    def __init__(self, rows: Sequence[DeviceRows], device: torch.device, pool: HostPool) -> None:
+        self._rows = rows
+        self._saved: dict[int, SavedPieces] = {}
+        self._swap = DeviceSwap([each.tensors for each in rows], device, pool)
+
+    def zero_slots(self, slots: Iterable[int]) -> None:
+        """See `StateStore`, here and below."""
+        self._rows[-1].zero(slots)
+
+    def copy_rows(self, group: int, pairs: Pairs) -> None:
+        self._rows[group].copy(pairs)
+
+    def save(self, handle: int, blocks: Sequence[Sequence[int]], slot: int) -> None:
+        check_groups(len(blocks), len(self._rows) - 1)
+        self.drop(handle)
+        index = (*blocks, (slot,) if slot else ())
+        nbytes = sum(len(some) * rows.nbytes for rows, some in zip(self._rows, index, strict=True))
+        pieces = self._swap.save(index)
+        self._saved[handle] = SavedPieces(tuple(map(len, blocks)), bool(slot), nbytes, pieces)
+
+    def load(self, handle: int, blocks: Sequence[Sequence[int]], slot: int) -> None:
+        check_groups(len(blocks), len(self._rows) - 1)
+        saved = self._saved.get(handle)
+        check_saved(handle, saved.sizes if saved else None, (tuple(map(len, blocks)), bool(slot)))
+        assert saved is not None
+        self._swap.load((*blocks, (slot,) if slot else ()), saved.pieces)
+
+    def drop(self, handle: int) -> None:
+        saved = self._saved.pop(handle, None)
+        if saved is not None:
+            self._swap.drop(saved.pieces)
+
+    @property
+    def nbytes_saved(self) -> int:
+        return sum(saved.nbytes for saved in self._saved.values())
+
+
+class DeviceRows:
     """Tensors with rows that belong together: row i of all of them is the content of one block or slot.
 
-    On a CPU a row is copied as bytes, one after the other and without memory in between. On a GPU as many
-    rows as possible are copied at once, because each launch costs more than a row.
+    As many rows as possible are copied at once, because each launch costs more than a row.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         wide = [tensor.view(tensor.shape[0], prod(tensor.shape[1:])) for tensor in tensors]
-        self._tensors = [tensor.view(torch.uint8) for tensor in wide]  # [rows, bytes], the same memory
-        self.nbytes = sum(tensor.shape[1] for tensor in self._tensors)  # of one row
-        self._wide = [view_widest(tensor) for tensor in self._tensors]  # [rows, integers]
-        self._arrays: list[Bytes] | None = None
-        if all(tensor.device.type == "cpu" for tensor in tensors):
-            self._arrays = [tensor.numpy() for tensor in self._tensors]
-
-    @property
-    def tensors(self) -> Sequence[Tensor]:
-        """Each tensor as bytes, [rows, bytes]."""
-        return self._tensors
+        self.tensors = [tensor.view(torch.uint8) for tensor in wide]  # [rows, bytes], the same memory
+        self.nbytes = sum(tensor.shape[1] for tensor in self.tensors)  # of one row
+        self._wide = [view_widest(tensor) for tensor in self.tensors]  # [rows, integers]
 
     def zero(self, index: Iterable[int]) -> None:
         """Fill these rows with zeros."""
         rows = list(index)
-        if not rows:
-            return
-        for array in self._arrays or ():
-            array[rows] = 0
-        if self._arrays is None and self._wide:
+        if rows and self._wide:
             chosen = copy_index(rows, self._wide[0].device)
             for tensor in self._wide:
                 tensor.index_fill_(0, chosen, 0)
 
     def copy(self, pairs: Pairs) -> None:
         """Copy rows, (from, to), as if one after the other."""
-        if self._arrays is None:
-            for batch in _independent(pairs) if self._wide else ():
-                device = self._wide[0].device
-                to, of = copy_index([*batch], device), copy_index([*batch.values()], device)
-                for tensor in self._wide:
-                    tensor.index_copy_(0, to, tensor.index_select(0, of))
-            return
-        for source, target in pairs:
-            for array in self._arrays:
-                array[target] = array[source]
-
-    def save(self, index: Sequence[int], content: Tensor) -> None:
-        """Copy rows of a CPU's tensors into `content`, [len(index) * nbytes] uint8."""
-        for array, part in zip(self._arrays or (), self._split(content, len(index)), strict=True):
-            for kept, row in zip(part.numpy(), index, strict=True):
-                kept[:] = array[row]
-
-    def load(self, index: Sequence[int], content: Tensor) -> None:
-        """Copy what `save` wrote back into rows."""
-        for array, part in zip(self._arrays or (), self._split(content, len(index)), strict=True):
-            for kept, row in zip(part.numpy(), index, strict=True):
-                array[row] = kept
-
-    def _split(self, content: Tensor, count: int) -> Iterator[Tensor]:
-        """Each tensor's rows of what was saved, [count, bytes]; nothing is saved of no rows."""
-        at = 0
-        for tensor in self._tensors:
-            nbytes = count * tensor.shape[1]
-            yield content[at : at + nbytes].view(count, tensor.shape[1])
-            at += nbytes
+        for batch in _independent(pairs) if self._wide else ():
+            device = self._wide[0].device
+            to, of = copy_index([*batch], device), copy_index([*batch.values()], device)
+            for tensor in self._wide:
+                tensor.index_copy_(0, to, tensor.index_select(0, of))
 
 
 def _independent(pairs: Pairs) -> Iterator[dict[int, int]]:
@@ -233,8 +222,3 @@ def _independent(pairs: Pairs) -> Iterator[dict[int, int]]:
         batch[target] = source
     if batch:
         yield batch
-
-
-def host_memory(nbytes: int) -> Tensor:
-    """Bytes that are not initialised."""
-    return torch.from_numpy(np.empty(nbytes, np.uint8))  # numpy asks for huge pages, torch does not

@@ -25,13 +25,15 @@ from plait.engine.metrics import Family
 from plait.errors import EngineError, PlaitError
 from plait.frontend.deltas import TokenInterval, join_events
 from plait.kernels.load import lend
+from plait.loading.image.start import start_image
 from plait.loading.text_side import TextSource
+from plait.loading.torch_preload import finish_torch
 from plait.request import Event, Request
 from plait.resource_limits import is_memory_error
 from plait.schedule.plan import SamplingBatch, StepPlan, Ticket
 from plait.spec import ModelSpec
+from plait.spec_values import encode_spec_value
 from plait.worker import protocol
-from plait.worker.torch_preload import TorchStart
 
 STATS_S = 0.05  # the numbers of an engine at work are this old at most, or as old as its step
 BEAT_S = 0.25
@@ -214,7 +216,12 @@ def load_engine(
     model: str, config: EngineConfig, report: Report, on_source: Callable[[TextSource], None]
 ) -> BuiltEngine:
     """The builder of every real model. Raises what `plait.loading.build.build` does."""
+    if (started := start_image(model, config)) is not None:
+        on_source(started.text)
+        return BuiltEngine(started.engine, started.spec, started.close, started.fingerprint)
+    finish_torch()
     from plait.loading.build import build
+    from plait.loading.image.write import keep_image_at_startup
     from plait.loading.open_model import Opened
     from plait.loading.packed_cache import fingerprint
     from plait.text.tokenizers.tokenizer import Tokenizer
@@ -225,6 +232,7 @@ def load_engine(
         return source.tokenizer()
 
     built = build(model, config, report, on_open)
+    keep_image_at_startup(built)
     return BuiltEngine(built.engine, built.spec, built.close, fingerprint(built.opened, built.target))
 
 
@@ -236,13 +244,13 @@ def serve_link(link: Link, status: protocol.SharedStatus, hello: protocol.Hello)
         hello.model,
         hello.config,
         lambda text, done, total: link.send(protocol.ProgressReport(text, done, total)),
-        lambda source: link.send(protocol.Headers(protocol.to_json(source))),
+        lambda source: link.send(protocol.Headers(source.to_json())),
     )
     gc.freeze()  # what exists now stays; looking at it would take a quarter of a second, and find nothing
     gc.enable()
     engine = built.engine
     child = EngineChild(link, status, engine)
-    spec, longest = protocol.encode_spec_value(built.spec), engine.scheduler.longest
+    spec, longest = encode_spec_value(built.spec), engine.scheduler.longest
     names = tuple(engine.stats())
     link.send(protocol.Ready(spec, engine.limits.max_model_len, longest, names, built.fingerprint))
     try:
@@ -251,10 +259,9 @@ def serve_link(link: Link, status: protocol.SharedStatus, hello: protocol.Hello)
         built.close()
 
 
-def main(torch: TorchStart | None = None) -> None:
+def main() -> None:
     """Run the engine process. Its arguments, after the path: descriptors of the socket and of the shared
-    status block, and the size of that block; see `plait.worker.child_process` for the others. `torch`: its
-    import, begun.
+    status block, and the size of that block; see `plait.worker.child_process` for the others.
     """
     gc.disable()  # while it loads: looking for cycles in what libraries define is a twentieth of the time
     fd, status_fd, max_planned = map(int, sys.argv[2:5])
@@ -270,8 +277,6 @@ def main(torch: TorchStart | None = None) -> None:
         if not isinstance(hello, protocol.Hello):
             raise EngineError(f"a hello was expected, not {type(hello).__name__}")
         _log_to(link, hello.log_levels)
-        if torch is not None:
-            torch.finish()
         serve_link(link, status, hello)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         os._exit(0)  # the front has gone, so nothing reads a report

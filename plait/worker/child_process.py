@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from plait.config import GIB
+from plait.loading.image.start import has_image
 from plait.resource_limits import num_oom_kills
 from plait.worker.protocol import (
     LOAD_ENGINE,
@@ -35,9 +36,9 @@ log = logging.getLogger("plait.engine")
 # Signals for a whole group (Ctrl-C, a terminal or a service that goes) are the front's to answer.
 _RUN = (
     "import json, sys, signal as s; [s.signal(n, s.SIG_IGN) for n in (s.SIGINT, s.SIGTERM, s.SIGHUP)]; "
-    "sys.path[:] = json.loads(sys.argv[1]); from plait.worker.torch_preload import TorchStart, die_with; "
+    "sys.path[:] = json.loads(sys.argv[1]); from plait.loading.torch_preload import begin_torch, die_with; "
     "die_with(int(sys.argv[5])); "
-    "begun = TorchStart() if sys.argv[6] == '1' else None; from plait.worker.child import main; main(begun)"
+    "sys.argv[6] == '1' and begin_torch(); from plait.worker.child import main; main()"
 )
 
 
@@ -68,7 +69,7 @@ class Spawned:
         status = new_status(max_planned)
         output, written = os.pipe()
         try:
-            wants_torch = hello.builder == LOAD_ENGINE
+            wants_torch = hello.builder == LOAD_ENGINE and not has_image(hello.model, hello.config)
             numbers = (theirs.fileno(), status, max_planned, os.getpid(), int(wants_torch), spare)
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _RUN, json.dumps(sys.path), *map(str, numbers)],

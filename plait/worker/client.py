@@ -7,7 +7,6 @@ Nothing here imports torch.
 from __future__ import annotations
 
 import atexit
-import json
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -194,7 +193,7 @@ class EngineProcess:
             if isinstance(message, protocol.ProgressReport):
                 self._progress = message
             elif isinstance(message, protocol.Headers) and self._source is None:
-                self._source = TextSource(**json.loads(message.source))
+                self._source = TextSource.from_json(message.source)
             self._changed.notify_all()
 
     def on_up(self, engine: Spawned, ready: protocol.Ready) -> None:

@@ -6,27 +6,25 @@ is longer than `MAX_FRAME_NBYTES`, or holds no message of the other side, is a `
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import struct
 import tempfile
 import time
 from array import array
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 
-from plait import errors, spec
+from plait import errors
 from plait.config import MIB, EngineConfig
 from plait.engine.metrics import Family
 from plait.errors import BadFile, EngineError, OutOfMemory, PlaitError, RequestError, clip_text
-from plait.loading.text_side import TextSource
 from plait.request import Event, Request
 from plait.resource_limits import is_memory_error, out_of_memory_text
 from plait.spec import ModelSpec
+from plait.spec_values import decode_spec_value
 
 MAX_FRAME_NBYTES = 256 * MIB  # log-probabilities of a long prompt, with alternatives, are tens of megabytes
 LENGTH = struct.Struct(">I")
@@ -336,37 +334,6 @@ def _read_error(kind: type, value: Any) -> PlaitError:
     raise NotImplementedError(f"a {kind.__name__} is not sent between processes")
 
 
-def encode_spec_value(value: object) -> object:
-    """A spec as plain values: a dataclass becomes a dict of its fields, with its class under "".
-
-    A mixer's spec that a plug-in defines is sent as the class of `plait.spec` from which it is derived,
-    because the front loads no plug-ins.
-    """
-    if is_dataclass(value) and not isinstance(value, type):
-        cls = next(c for c in type(value).__mro__ if getattr(spec, c.__name__, None) is c)
-        return {"": cls.__name__, **{f.name: encode_spec_value(getattr(value, f.name)) for f in fields(cls)}}
-    if isinstance(value, list | tuple):
-        return [encode_spec_value(item) for item in value]
-    if isinstance(value, Mapping):
-        return {key: encode_spec_value(item) for key, item in value.items()}
-    return value
-
-
-def decode_spec_value(value: object) -> object:
-    """What `encode_spec_value` encoded, of the classes in `plait.spec`."""
-    if isinstance(value, list | tuple):
-        return tuple(decode_spec_value(item) for item in value)
-    if not isinstance(value, dict):
-        return value
-    items = {key: decode_spec_value(item) for key, item in value.items() if key}
-    if "" not in value:
-        return items
-    cls = getattr(spec, str(value[""]), None)
-    if not (isinstance(cls, type) and is_dataclass(cls)):
-        raise TypeError(f"{value['']!r} is no part of a spec")
-    return cls(**items)
-
-
 def decode_spec(value: object) -> ModelSpec:
     """A whole model. Raises BadFrame if it is none."""
     try:
@@ -376,9 +343,3 @@ def decode_spec(value: object) -> ModelSpec:
     if not isinstance(found, ModelSpec):
         raise BadFrame(f"a spec was expected, not {found!r:.100}")
     return found
-
-
-def to_json(source: TextSource) -> bytes:
-    """Where the text side is, as JSON. Strings in files may not be Unicode; JSON can escape those."""
-    values = {field.name: getattr(source, field.name) for field in fields(source)}
-    return json.dumps(values, default=list).encode()

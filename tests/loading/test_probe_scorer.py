@@ -17,8 +17,8 @@ from plait.families.common.recipes import part, plus_one
 from plait.families.oxidizr.config import OxidizrFacts
 from plait.llm.llm import LLM
 from plait.loading.open_model import Opened, open_model
+from plait.loading.probe.search import LONG, TEXT
 from plait.loading.probe_scorer import KeptWeights, ModelScorer, open_settled, probe, recipe
-from plait.loading.probe_search import LONG, TEXT
 from plait.ops.linear import Linear
 
 # In the words that the model was trained on; it knows no others.

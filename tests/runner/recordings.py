@@ -16,7 +16,7 @@ from torch import Tensor
 from plait.config import EngineConfig
 from plait.loading.build import Loaded, load
 from plait.memory import BlockGroup
-from plait.runner.static_batch import Capacity
+from plait.runner.host.static_batch import Capacity
 from plait.schedule.plan import Chunk, StepPlan
 from plait.state.store import StateStore
 from tests.families.oxidizr.oxidizr_checkpoint import (

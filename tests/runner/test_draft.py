@@ -16,8 +16,8 @@ from plait.loading.build import Loaded
 from plait.memory import BlockGroup, has_slots
 from plait.request import SamplingParams
 from plait.runner.draft import DraftMemory, DraftModel
+from plait.runner.host.static_batch import Capacity
 from plait.runner.runner import ModelRunner
-from plait.runner.static_batch import Capacity
 from plait.schedule.plan import DraftRequest, SamplingBatch, SamplingRow, StepPlan, Ticket
 from plait.schedule.speculate import Proposer
 from plait.state.store import StateStore

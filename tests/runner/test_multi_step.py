@@ -13,7 +13,7 @@ import torch
 from plait import LLM, SamplingParams
 from plait.errors import EngineError
 from plait.memory import BlockGroup
-from plait.runner.static_batch import Capacity, StaticBatch
+from plait.runner.host.static_batch import Capacity, StaticBatch
 from plait.schedule.plan import MOST_STEPS, Chunk, SamplingBatch, SamplingRow, StepPlan
 from tests.families import tiny
 from tests.runner.recordings import BLOCK, loaded
@@ -62,7 +62,7 @@ def test_the_steps_of_a_plan_are_those_of_as_many_plans(folder: Path, params: An
                 tokens = [(*old, *new.token_ids) for old, new in zip(tokens, answers, strict=True)]
             said.append(tokens)
             replay: Any = runner.replay
-            logits.append(replay.program._logits[:2].clone())
+            logits.append(torch.from_numpy(replay.program.results.logits[:2].copy()))
         assert said[0] == said[1]
         torch.testing.assert_close(
             *logits, rtol=0, atol=0
@@ -118,11 +118,11 @@ def test_a_model_that_overflows_in_a_later_step_is_found(
         replay: Any = llm.front.loop.engine.runner.replay.program
         follow, several = replay.follow, replay.several
 
-        def followed(token_ids: Any) -> torch.Tensor:
-            logits: torch.Tensor = follow(token_ids)
-            logits[0, 0] = torch.nan
-            if replay.largest is not None:
-                replay.largest[1][0] = float("nan")
+        def followed(token_ids: Any) -> Any:
+            logits = follow(token_ids)
+            logits[0, 0] = float("nan")
+            if replay.results.largest is not None:
+                replay.results.largest[1][0] = float("nan")
             return logits
 
         def all_of_them(plan: StepPlan) -> Any:
@@ -154,8 +154,8 @@ def test_the_kernel_between_two_steps_does_what_the_buffers_do(cpu: Any, num_gro
         found[0][:3], found[1][:3] = ids, values
         cpu.run(between, tokens=3, logits=3, seqs=3)
         assert sides[1].follow(ids.tolist()) == 3
-        for name in ("_ids", "_moving", "_starts", "_slots", "_logit_rows"):
-            np.testing.assert_array_equal(getattr(sides[0], name), getattr(sides[1], name), err_msg=name)
+        for name, array in sides[0].arrays.items():
+            np.testing.assert_array_equal(array, sides[1].arrays[name], err_msg=name)
     assert step[0] == steps
     for rows, wanted in zip(kept, told, strict=True):
         np.testing.assert_array_equal(rows[:steps, :3], wanted)

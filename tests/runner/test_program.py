@@ -19,10 +19,10 @@ from plait.kernels.cpu.pointwise.norm import _rms_norm
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.loading.build import Loaded
 from plait.memory import PagedState, block_groups
+from plait.runner.host.static_batch import Capacity, StaticBatch
 from plait.runner.inputs import build_batch
-from plait.runner.program import ViewsOnly, record_program
+from plait.runner.program import ViewsOnly, record_program, view_as_batch
 from plait.runner.sampler import Sampler
-from plait.runner.static_batch import Capacity, StaticBatch
 from plait.schedule.plan import Chunk, StepPlan
 from tests.families import tiny, tiny_attention, tiny_ssm
 from tests.runner.recordings import (
@@ -83,7 +83,7 @@ def assert_replayed(model: Loaded, reference: Loaded | None) -> None:
                 store.zero_slots(plan.fresh)
         assert replay.fits(plan)
         batch = build_batch(plan, groups, BLOCK, runner.device)
-        got, want = replay.program(plan), decoder(batch, other)
+        got, want = torch.from_numpy(replay.program(plan)), decoder(batch, other)
         assert got.shape == (sum(chunk.num_logits for chunk in plan.chunks), decoder.spec.vocab_size)
         assert torch.equal(got, want), f"step {plan.step}: {(got - want).abs().max()}"
         if reference and third:
@@ -249,14 +249,14 @@ def test_the_largest_logits_are_found_in_the_same_call(cpu: Any, checkpoints: Pa
             replay, _ = record_program(*parts, sampler)
             return replay.program if replay else None
 
-        assert recorded_with(executor=cpu).largest is None  # another one than that of the recording
-        assert recorded_with(executor=runner.executor, ops="reference").largest is None
+        assert recorded_with(executor=cpu).results.largest is None  # another one than that of the recording
+        assert recorded_with(executor=runner.executor, ops="reference").results.largest is None
         replay = recorded_with(executor=runner.executor, banned=(limit, limit + 1))
         for plan in walk(runner.groups, size):
             store.zero_slots(plan.fresh)
-            values, ids = replay(plan)[:, :limit].max(-1)
-            assert replay.largest[0][: len(ids)].tolist() == ids.tolist()
-            assert replay.largest[1][: len(ids)].tolist() == values.tolist()
+            values, ids = torch.from_numpy(replay(plan))[:, :limit].max(-1)
+            assert replay.results.largest[0][: len(ids)].tolist() == ids.tolist()
+            assert replay.results.largest[1][: len(ids)].tolist() == values.tolist()
 
 
 def test_without_an_executor_nothing_is_recorded(checkpoints: Path) -> None:
@@ -342,7 +342,8 @@ def assert_filled(static: StaticBatch, plan: StepPlan, size: int) -> None:
     """Where a program looks, the buffers say what the tensors of this plan alone would."""
     assert static.fits(plan)
     tokens, rows = static.fill(plan)
-    want, got, seqs = build_batch(plan, GROUPS, size, torch.device("cpu")), static.batch, len(plan.chunks)
+    want, got = build_batch(plan, GROUPS, size, torch.device("cpu")), view_as_batch(static, GROUPS)
+    seqs = len(plan.chunks)
     assert (tokens, rows) == (len(want.token_ids), len(want.logit_rows))
     counts = {"token_ids": tokens, "positions": tokens, "query_start": seqs + 1, "seq_lens": seqs}
     counts |= {"state_slots": seqs, "has_history": seqs, "logit_rows": rows}
@@ -359,12 +360,11 @@ def assert_filled(static: StaticBatch, plan: StepPlan, size: int) -> None:
 @pytest.mark.parametrize("size", [1, 4])
 def test_the_buffers_follow_every_plan(size: int) -> None:
     static, rng = StaticBatch(SMALL, GROUPS, size), random.Random(size)
-    addresses = static.batch.token_ids.data_ptr(), static.batch.paged["window:6"].block_table.data_ptr()
+    addresses = {name: array.ctypes.data for name, array in static.arrays.items()}
     plans = list(lives(rng, size, 300))
     for plan in plans:
         assert_filled(static, plan, size)
-    assert addresses[0] == static.batch.token_ids.data_ptr()
-    assert addresses[1] == static.batch.paged["window:6"].block_table.data_ptr()
+    assert addresses == {name: array.ctypes.data for name, array in static.arrays.items()}
     assert any(not sum(chunk.num_logits for chunk in plan.chunks) for plan in plans)
     assert any(chunk.blocks[1][0] == 0 for plan in plans for chunk in plan.chunks)
     assert {len(plan.chunks) for plan in plans} == {1, 2, 3, 4}

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -17,9 +18,9 @@ from torch import Tensor
 from plait.errors import EngineError
 from plait.loading.build import Loaded
 from plait.memory import has_slots
-from plait.runner.replay import add_pooled
+from plait.runner.host.pooling import add_pooled
+from plait.runner.host.static_batch import Capacity
 from plait.runner.runner import ModelRunner
-from plait.runner.static_batch import Capacity
 from plait.schedule.plan import (
     Chunk,
     CopyBlock,
@@ -52,8 +53,12 @@ class Keeper:
     def __init__(self) -> None:
         self.logits = torch.empty(0)
 
-    def sample(self, logits: Tensor, batch: SamplingBatch, largest: None) -> list[Sampled]:
-        self.logits = logits.clone()
+    @property
+    def host(self) -> Keeper:
+        return self
+
+    def sample(self, logits: Any, batch: SamplingBatch, largest: None = None) -> list[Sampled]:
+        self.logits = torch.as_tensor(logits).clone()
         return []
 
 
@@ -361,13 +366,13 @@ def pooled_chunk(num_tokens: int, num_pooled: int) -> Chunk:
 
 
 def test_add_pooled_sums_the_last_rows_of_a_chunk() -> None:
-    hidden = torch.arange(10.0).view(5, 2)
+    hidden = np.arange(10, dtype=np.float32).reshape(5, 2)
     found = add_pooled(StepPlan(1, (pooled_chunk(2, 1), pooled_chunk(3, 2))), hidden, [Sampled(), Sampled()])
     assert [answer.pooled for answer in found] == [(2.0, 3.0), (6.0 + 8.0, 7.0 + 9.0)]
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 def test_add_pooled_rejects_a_sum_that_is_no_number(broken: float) -> None:
-    hidden = torch.full((2, 4), broken)
+    hidden = np.full((2, 4), broken, np.float32)
     with pytest.raises(EngineError, match="hidden states are no numbers"):
         add_pooled(StepPlan(1, (pooled_chunk(2, 2),)), hidden, [Sampled()])

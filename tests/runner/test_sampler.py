@@ -17,7 +17,7 @@ from plait.errors import EngineError
 from plait.ops.sample import sample
 from plait.ops.seed import choice_seed, uniform
 from plait.request import SamplingParams
-from plait.runner.logprobs import FLOOR, best
+from plait.runner.host.sampler import FLOOR, best
 from plait.runner.sampler import Sampler
 from plait.schedule.plan import Sampled, SamplingBatch, SamplingRow
 
@@ -285,7 +285,7 @@ def test_penalties_follow_their_formula(penalties: tuple[float, float, float]) -
         zip(("repetition_penalty", "presence_penalty", "frequency_penalty"), penalties, strict=True)
     )
     asked = row(history=(*prompt, *output), prompt_len=len(prompt), **options)
-    edited = sampler._edited(logits[None], [(asked, 0)])
+    edited = torch.from_numpy(sampler.host._edited(logits[None].numpy(), [(asked, 0)]))
     torch.testing.assert_close(edited[0], torch.tensor(expected), rtol=1e-6, atol=1e-6)
 
 
@@ -296,7 +296,7 @@ def test_a_bias_moves_the_choice_and_not_the_log_probability() -> None:
     assert sampled.token_ids[0] == 7
     assert sampled.logprobs is not None
     assert sampled.logprobs[0].logprob == raw[7].item()
-    assert sampled.logprobs[0].top[:2] == best(raw[None], 2)[0]
+    assert sampled.logprobs[0].top[:2] == best(raw.numpy(), 2)
     assert sampled.logprobs[0].top[2:] == ((7, raw[7].item()),)
 
 
@@ -336,8 +336,11 @@ def test_log_probabilities_stay_finite() -> None:
 
 def test_equal_alternatives_are_ordered_by_id() -> None:
     values = torch.tensor([[1.0, 3.0, 2.0, 3.0, 2.0, 2.0], [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]])
-    assert best(values, 3) == [((1, 3.0), (3, 3.0), (2, 2.0)), ((5, 5.0), (4, 4.0), (3, 3.0))]
-    assert [i for i, _ in best(values, 6)[0]] == [1, 3, 2, 4, 5, 0]
+    assert [best(row, 3) for row in values.numpy()] == [
+        ((1, 3.0), (3, 3.0), (2, 2.0)),
+        ((5, 5.0), (4, 4.0), (3, 3.0)),
+    ]
+    assert [i for i, _ in best(values[0].numpy(), 6)] == [1, 3, 2, 4, 5, 0]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 2.0])
@@ -421,7 +424,7 @@ def test_to_know_the_largest_logits_changes_no_answer(seed: int) -> None:
     assert sampler.plain_largest is not None
     # A program has capacity for more rows.
     ids, values = sampler.plain_largest(torch.cat([logits, random_logits(2)]))
-    known = sampler.sample(logits, SamplingBatch(tuple(rows)), (ids.numpy(), values.numpy()))
+    known = sampler.host.sample(logits.numpy(), SamplingBatch(tuple(rows)), (ids.numpy(), values.numpy()))
     assert known == answer(logits, *rows, sampler=sampler)
 
 

@@ -303,13 +303,6 @@ def test_log_probabilities_have_the_same_bits_in_any_batch() -> None:
     assert together[3:] == answer(logits[3:], prompt, sampler=sampler)
 
 
-def test_following_steps_are_drawn_from_the_same_rows() -> None:
-    batch = SamplingBatch((row(temperature=0.9, seed=4, position=3), row()))
-    logits = random_logits(2) / 3
-    for step in range(3):
-        assert gpu_sampler().follow(logits, batch, step) == Sampler(VOCAB).follow(logits, batch, step)
-
-
 def test_a_batch_without_samples_has_empty_answers() -> None:
     assert answer(torch.empty(0, VOCAB), sampler=gpu_sampler()) == []
     assert isinstance(gpu_sampler().tables(2), SamplingTables)

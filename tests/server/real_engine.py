@@ -11,7 +11,8 @@ from plait.engine.grammar_guide import Guides
 from plait.engine.thread import EngineLoop
 from plait.frontend.frontend import Front, Language
 from plait.memory import BlockGroup
-from plait.runner.replay import add_pooled
+from plait.runner.host.pooling import add_pooled
+from plait.runner.replay import copy_pooled
 from plait.runner.sampler import Sampler
 from plait.schedule.allocation import Allocation
 from plait.schedule.costs import SchedulerLimits
@@ -43,7 +44,7 @@ class Bigrams:
         ]
         hidden = self._table[[row for row, _ in tokens]][:, :HIDDEN_SIZE]
         answers = self._sampler.sample(self._table[[row for row, wanted in tokens if wanted]], sampling)
-        return Done(add_pooled(plan, hidden, answers))
+        return Done(add_pooled(plan, copy_pooled(plan, hidden), answers))
 
 
 def engine_front(

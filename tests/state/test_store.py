@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from plait.errors import EngineError
 from plait.memory import PagedState, SlotState, State, block_groups
-from plait.state.store import StateRows, StateStore, host_memory
-from plait.state.swap import DeviceSwap, HostPool
+from plait.state.store import DeviceRows, StateStore
+from plait.state.swap import HostPool
 
 BLOCKS, SLOTS, SIZE = 5, 4, 4
 PAGED = PagedState({"k": (2, 3), "v": (2, 5)}, dtype="bfloat16")
@@ -37,10 +37,7 @@ def store_of(states: Mapping[str, State], way: str = "rows") -> StateStore:
     slots = SLOTS if any(isinstance(state, SlotState) for state in states.values()) else 0
     store = StateStore(states, groups, slots, SIZE, device, torch.float32)
     if way == "at once":
-        groups_of_bytes = [rows.tensors for rows in store._rows]
-        store._swap = DeviceSwap(groups_of_bytes, device, HostPool(host_memory, segment=512))
-        for rows in store._rows:
-            rows._arrays = None
+        store._copy_on(device, HostPool(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8), segment=512))
     noise = np.random.default_rng(0)
     for name in states:
         for tensor in store[name].values():  # any bits, those that are no number too
@@ -227,7 +224,6 @@ def test_a_saved_copy_can_be_loaded_more_than_once() -> None:
 
 def test_copies_that_follow_from_each_other_are_made_in_turn() -> None:
     tensor = torch.arange(4.0)[:, None].clone()
-    rows = StateRows([tensor])
-    rows._arrays = None
+    rows = DeviceRows([tensor])
     rows.copy([(1, 2), (2, 3), (0, 1), (3, 0), (1, 3), (2, 2)])
     assert tensor[:, 0].tolist() == [1.0, 0.0, 1.0, 0.0]

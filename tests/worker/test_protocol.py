@@ -24,6 +24,7 @@ from plait.spec import (
     Recurrent,
     RopeSpec,
 )
+from plait.spec_values import encode_spec_value
 from plait.worker import protocol
 from plait.worker.protocol import (
     BadFrame,
@@ -41,7 +42,6 @@ from plait.worker.protocol import (
     decode_spec,
     encode_error,
     encode_event,
-    encode_spec_value,
     frame,
     new_status,
 )
@@ -170,7 +170,7 @@ def test_protocol_packs_the_mixer_of_a_plug_in_as_what_it_is_derived_from() -> N
 
 def test_where_a_text_lies_crosses_even_if_its_tokens_are_no_unicode() -> None:
     source = TextSource(name="m", vocab_size=3, metadata={"tokenizer.ggml.tokens": ["a", "\udcff"]})
-    assert TextSource(**protocol.json.loads(protocol.to_json(source))) == source
+    assert TextSource.from_json(source.to_json()) == source
 
 
 def test_a_page_is_read_as_it_was_written_also_by_another_owner() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from dataclasses import fields
+from typing import Any, cast
 
 
 class Timed:
@@ -43,12 +44,15 @@ class PlaitSide:
 
         import plait
         from plait import LLM
+        from plait.config import EngineConfig
 
         given: dict[str, Any] = {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs, **options}
+        if "startup_image" in {field.name for field in fields(EngineConfig)}:
+            given["startup_image"] = "off"  # the report says which ops are bound, and an image has none
         if threads:
             given["threads"] = threads
         self.llm = LLM(model, **given)
-        self._loaded = self.llm._loaded
+        self._loaded = cast(Any, self.llm._loaded)
         executor = getattr(self._loaded.target, "executor", None)
         ops: dict[str, set[str]] = {}
         for row in self._loaded.target.bound:

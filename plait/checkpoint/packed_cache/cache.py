@@ -6,14 +6,16 @@ processes share.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +28,16 @@ from plait.quant.weight import CachedWeight
 log = logging.getLogger("plait")
 
 
+@dataclass(frozen=True, slots=True)
+class KeptBlock:
+    """A packed weight in memory, that `Shelf.write` also wrote to a file: its address, bytes, and place."""
+
+    path: Path
+    start: int
+    nbytes: int
+    at: int
+
+
 class Shelf:
     """The packed weights of one model and one set of options: found on disk, or recorded as they are made.
 
@@ -34,6 +46,7 @@ class Shelf:
 
     def __init__(self, path: Path, source: str, key: Mapping[str, Any]) -> None:
         self.path, self.source, self.key = path, source, key
+        self.written: list[KeptBlock] = []
         self.num_found = 0  # linear layers that were taken from the file
         self._maps: Mapping[str, Any] = {}
         self._tiles: Tensor | None = None
@@ -125,7 +138,14 @@ class Shelf:
         header = {"key": self.key, "source": self.source, "nbytes": at, "maps": maps}
         # Users that may read the model may read this, because a container's image is built by another user.
         mode = 0o600 | Path(self.source).stat().st_mode & 0o044
-        return write_whole(self.path, encode_header(json.dumps(header).encode()), blocks, at, mode)
+        first = encode_header(json.dumps(header).encode())
+        written = write_whole(self.path, first, blocks, at, mode)
+        starts, path = itertools.accumulate((whole(b.nbytes) for b in blocks), initial=len(first)), self.path
+        self.written = [
+            KeptBlock(path.resolve(), np.asarray(block).ctypes.data, block.nbytes, place)
+            for block, place in zip(blocks, starts, strict=False)
+        ]
+        return written
 
 
 def _describe_part(packed: Any, rounding: str, places: Sequence[int]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ characters: encoding a string the same way gives the file's bytes back. Keys and
 from __future__ import annotations
 
 import mmap
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.readers.gguf_metadata import FileMetadata, MetadataCursor, is_own, restore_names
+from plait.checkpoint.readers.gguf_parts import part_paths
 from plait.checkpoint.readers.mmap_json import map_file
 from plait.errors import BadFile, MissingTensor, UnsupportedFormat, list_some
 from plait.quant.fp4 import Fp4
@@ -47,7 +47,6 @@ PLAIN_TYPES: Mapping[int, tuple[str, torch.dtype]] = MappingProxyType(
 _OTHER_NAMES = {4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8"} | {
     36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8"
 }  # fmt: skip  # no file of today has them
-_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,12 +268,3 @@ def _all_parts(opened: _Part) -> list[_Part]:
             raise BadFile(f"{path}: says that it is part {part.number + 1} of {part.count}, unlike its name")
         parts.append(part)
     return parts
-
-
-def part_paths(path: Path) -> list[Path]:
-    """Every part of the split model that a file's name belongs to; [path] for any other name."""
-    match = _PART.fullmatch(path.name)
-    if not match:
-        return [path]
-    stem, count = match["stem"], int(match["count"])
-    return [path.with_name(f"{stem}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]

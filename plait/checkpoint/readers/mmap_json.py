@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import mmap
 import os
 import stat
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,9 @@ _MAX_DEPTH = 64
 _MAX_DIGITS = 20  # of an integer: more does not fit in 64 bits
 
 
+_mapped: weakref.WeakKeyDictionary[mmap.mmap, Path] = weakref.WeakKeyDictionary()
+
+
 def map_file(path: Path) -> mmap.mmap:
     """The bytes of a regular file, mapped copy-on-write: tensors may view them, the file never changes.
 
@@ -27,11 +32,22 @@ def map_file(path: Path) -> mmap.mmap:
     try:
         if os.fstat(descriptor).st_size == 0:
             raise BadFile(f"{path}: the file is empty")
-        return mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+        mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+        _mapped[mapped] = path
+        return mapped
     except (OSError, ValueError) as error:
         raise BadFile(f"{path}: cannot be mapped into memory: {error}") from error
     finally:
         os.close(descriptor)
+
+
+def list_mapped() -> list[tuple[Path, int, int]]:
+    """Every file that is mapped: its path, the address of its first byte, and its bytes."""
+    return [
+        (path.resolve(), ctypes.addressof(ctypes.c_char.from_buffer(mapped)), len(mapped))
+        for mapped, path in list(_mapped.items())
+        if not mapped.closed
+    ]
 
 
 def read_start(path: Path, nbytes: int) -> bytes:

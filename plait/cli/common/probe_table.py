@@ -13,7 +13,7 @@ from plait.errors import ConfigError
 
 if TYPE_CHECKING:
     from plait.loading.open_model import Opened
-    from plait.loading.probe_search import ProbeDecision, Trial
+    from plait.loading.probe.search import ProbeDecision, Trial
 
 Row = tuple[str, ...]
 MOST_LETTERS = 1 << 16  # of a text, more than are read of it
@@ -24,7 +24,7 @@ def probe_model(
 ) -> tuple[Opened, dict[str, Any] | None]:
     """Probe a model anew: it, as it was found, and what was tried; None if nothing is open."""
     from plait.loading.open_model import open_model
-    from plait.loading.probe_candidates import quantities
+    from plait.loading.probe.candidates import quantities
     from plait.loading.probe_scorer import keep, probe
 
     opened = open_model(model, config, probed=False)

@@ -17,7 +17,7 @@ class Resolved:
     `config`: the config after normalisation and completion, as it was used to build `spec`.
     `provenance`: for each of its keys where the value came from ("config.json", "tensor …", "default (…)",
     "--set"). `family`: the name of the family that built it. `is_detected`: no config has all of it, so names
-    and shapes completed it; `plait.loading.probe_candidates` knows what they leave open.
+    and shapes completed it; `plait.loading.probe.candidates` knows what they leave open.
     """
 
     spec: ModelSpec

@@ -20,7 +20,7 @@ from plait.convert import convert as conversion
 from plait.convert.convert import ConversionResult, Order, convert_model
 from plait.errors import BadFile, ConfigError, PlaitError
 from plait.loading.open_model import open_model, with_values
-from plait.loading.probe_cache import Findings, write_findings
+from plait.loading.probe.cache import Findings, write_findings
 from tests.convert.words import byte_level
 from tests.families import tiny, tiny_bare, tiny_dense, tiny_moe
 from tests.families.parity import decoder, whole, worst

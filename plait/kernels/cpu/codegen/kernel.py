@@ -22,15 +22,17 @@ from numba import njit
 from numba.core.ccallback import CFunc
 from numba.core.sigutils import normalize_signature
 
-from plait.kernels.cpu.codegen.kernel_cache import lock_compile
+from plait.kernels.cpu.codegen.kernel_cache import lock_compile, read_object_code
 
 log = logging.getLogger("plait")
 
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
 BARE: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 SIGNATURE = "void(int64,int64,int64,int64)"
+ENTRY_SIGNATURE = "void(int64,int64)"
 Body = Callable[[int, int, int, int], None]
 F = TypeVar("F", bound=Callable[..., Any])
+_made: dict[int, Kernel] = {}  # by address
 
 
 def inline(function: F) -> F:
@@ -48,6 +50,8 @@ class Kernel:
     `loop`: makes the kernel's function around another one, which gives it its name; None: it is that one.
     """
 
+    signature = SIGNATURE
+
     def __init__(self, part: Callable[..., None], loop: Callable[[Any], Body] | None = None) -> None:
         self._part, self._loop, self.name = part, loop, part.__name__
         self.compile_s = 0.0  # seconds it took to make; 0: it came from the cache
@@ -63,14 +67,25 @@ class Kernel:
 
     @cached_property
     def address(self) -> int:
-        return int(self._compiled.address)
+        found = int(self._compiled.address)
+        _made[found] = self
+        return found
+
+    @property
+    def symbol(self) -> str:
+        """The name of `address` in the object code."""
+        return str(self._compiled._wrapper_name)
+
+    def object_code(self) -> bytes | None:
+        """What LLVM made, as it is kept on the disk, whole; None where nothing is kept."""
+        return read_object_code(self.function, self.signature)
 
     @cached_property
     def _compiled(self) -> Any:
         started = time.perf_counter()
-        with lock_compile(self.function, SIGNATURE) as found:
+        with lock_compile(self.function, self.signature) as found:
             options = {**OPTIONS, "nopython": True}
-            made: Any = CFunc(self.function, normalize_signature(SIGNATURE), {}, options)
+            made: Any = CFunc(self.function, normalize_signature(self.signature), {}, options)
             made._cache = found
             made.compile()
         if not found.was_found:
@@ -84,25 +99,20 @@ def kernel(function: Body) -> Kernel:
     return Kernel(function)
 
 
-class NativeEntry:
-    """Native code that Python calls; made, or loaded, when `call` is first read."""
+class NativeEntry(Kernel):
+    """Native code that Python calls with two addresses or numbers, as `threads.call_entry` does."""
 
-    def __init__(self, function: Any, signature: str) -> None:
-        self.function, self.signature = function, signature
-
-    @cached_property
-    def call(self) -> Callable[..., None]:
-        with lock_compile(self.function, self.signature) as found:
-            made: Any = njit(**OPTIONS)(self.function)
-            made._cache = found
-            made.compile(self.signature)
-        made.disable_compile()
-        return made  # type: ignore[no-any-return]
+    signature = ENTRY_SIGNATURE
 
 
-def entry(signature: str) -> Callable[[Callable[..., None]], NativeEntry]:
-    """Decorator: a function of that signature -> NativeEntry."""
-    return lambda function: NativeEntry(function, signature)
+def entry(function: Callable[[int, int], None]) -> NativeEntry:
+    """Decorator: (number, number) -> NativeEntry."""
+    return NativeEntry(function)
+
+
+def find_kernel(address: int) -> Kernel | None:
+    """The kernel with machine code that begins there."""
+    return _made.get(address)
 
 
 def load_generated(name: str, source: str) -> ModuleType:

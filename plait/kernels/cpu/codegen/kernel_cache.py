@@ -75,6 +75,19 @@ def lock_compile(function: FunctionType, signature: str) -> Iterator[Compiled]:
         yield found
 
 
+def read_object_code(function: FunctionType, signature: str) -> bytes | None:
+    """The object code that is kept of a function; None where nothing is kept."""
+    files = target.cached_files()
+    payload = files.read(name_of(function, signature)) if files else None
+    if payload is None:
+        return None
+    # `CompileResult._reduce` has the library as (name, "object", (object code, bitcode)).
+    libraries = [
+        part[2][0] for part in pickle.loads(payload) if isinstance(part, tuple) and part[1:2] == ("object",)
+    ]
+    return bytes(libraries[0]) if libraries else None
+
+
 def name_of(function: FunctionType, signature: str) -> str:
     """The name of the file that keeps a function's machine code."""
     parts = {sha256(part).hexdigest() for part in _parts(function, set())}

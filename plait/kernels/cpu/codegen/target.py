@@ -28,6 +28,7 @@ SHARED = (
     "codegen/vec.py",
     "codegen/plain_x86.py",
     "runtime/frame.py",
+    "runtime/frame_words.py",
     "codegen/kernel.py",
     "codegen/kernel_cache.py",
     "codegen/target.py",

@@ -28,8 +28,9 @@ from plait.kernels.cpu.codegen.kernel import inline, kernel
 from plait.kernels.cpu.codegen.kinds import Int
 from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, straight
 from plait.kernels.cpu.codegen.vec import DEFINED, get_i64, get_u8, put_i64, put_u8
-from plait.kernels.cpu.runtime.executor import LINE, Executor
+from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import word
+from plait.kernels.cpu.runtime.frame_words import LINE
 from plait.kernels.cpu.runtime.tile_memory import room
 
 TILE, RECORD_INPUTS = 16, 8

@@ -30,7 +30,8 @@ from plait.kernels.cpu.codegen.vec import get_i32, get_u8, put_i32, put_u8, word
 from plait.kernels.cpu.linear import bf16_codes
 from plait.kernels.cpu.linear.bf16_codes import Coded
 from plait.kernels.cpu.linear.packed import COUNTED, PackedWeight, multiply
-from plait.kernels.cpu.runtime.executor import LINE, Executor
+from plait.kernels.cpu.runtime.executor import Executor
+from plait.kernels.cpu.runtime.frame_words import LINE
 from plait.kernels.cpu.runtime.row_checks import float32_rows
 from plait.kernels.cpu.runtime.tile_memory import room
 from plait.ops.linear import Packing, linear

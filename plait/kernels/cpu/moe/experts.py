@@ -20,6 +20,7 @@ from plait.kernels.cpu.codegen.kernel import Kernel, inline, kernel
 from plait.kernels.cpu.codegen.kinds import Int
 from plait.kernels.cpu.linear.glu import join_of
 from plait.kernels.cpu.linear.packed import Groups, PackedWeight, check_bias, multiply
+from plait.kernels.cpu.runtime.address_table import keep_addresses
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import barrier, rows_of, word
 from plait.kernels.cpu.runtime.row_checks import TensorRows, float32_rows
@@ -170,7 +171,7 @@ class Maps:
 
 
 def _addresses(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.from_numpy(np.array([tensor.data_ptr() for tensor in tensors], np.int64))
+    return keep_addresses(np.array([tensor.data_ptr() for tensor in tensors], np.int64), tensors)
 
 
 class GroupedExperts:

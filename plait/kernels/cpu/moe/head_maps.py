@@ -24,9 +24,11 @@ from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, block
 from plait.kernels.cpu.codegen.vec import call_kernel, get_i64, put_i64
 from plait.kernels.cpu.embed.embed import RowReader, reader, why_unknown_format
 from plait.kernels.cpu.linear.dense import wide_registers
-from plait.kernels.cpu.runtime.executor import Executor, argument
+from plait.kernels.cpu.runtime.address_table import keep_addresses
+from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import rows_of, scratch_of, word
 from plait.kernels.cpu.runtime.row_checks import TensorRows, float32_rows
+from plait.kernels.cpu.runtime.threads import argument
 from plait.ops.heads import HeadRows, map_heads
 from plait.ops.registry import OpFacts
 from plait.quant.codebook import Codebook
@@ -224,7 +226,7 @@ class Recipes:
             row[2 : 2 + len(told)] = [argument(value) for value in told]
             row[START], row[WIDTH] = start, width
             held += [value for value in told[1:] if isinstance(value, Tensor)]
-        return cls(torch.from_numpy(words), readers, held, max(part.shape[1] for _, part in cut))
+        return cls(keep_addresses(words, held), readers, held, max(part.shape[1] for _, part in cut))
 
 
 class StoredHeads:

@@ -6,7 +6,6 @@ that its first argument gives, so that a recorded step serves any batch.
 
 from __future__ import annotations
 
-import platform
 import time
 
 import numpy as np
@@ -35,17 +34,8 @@ from plait.kernels.cpu.codegen.vec import (
     i64,
     pause,
 )
+from plait.kernels.cpu.runtime.frame_words import ARRIVED, FUTEX, SEQS, SLEEPERS, SPINS, TURN, WAIT, WAKE
 
-SYNC, TOKENS, LOGITS, SEQS, SCRATCH, SCRATCH_SIZE, SHARED, WORK, EXACT, WAIT, WAKE = range(11)  # words
-WORDS = 64  # of a frame
-# Of the memory at word SYNC, in bytes. What is read together is on one line of the cache.
-ARRIVED = 0  # threads that are at the barrier
-TURN, SLEEPERS, SPINS = 64, 68, 72  # barriers passed; threads that sleep until then; pauses before one does
-LEAVE = 80  # after which launch all threads but the first go: see `executor._play`
-COUNTERS = 128  # two lines of counters for sharing out work
-WAITED, PATIENCE = 256, 264  # microseconds of long waits, of all threads; how many thread 0 bears
-# The number of Linux's call that sleeps until a word changes; None elsewhere: a thread that waits takes naps.
-FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine()) if platform.system() == "Linux" else None
 word = vec.word
 
 # Words of eight bytes, at multiples of eight.

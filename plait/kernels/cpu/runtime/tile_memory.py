@@ -8,8 +8,9 @@ import threading
 import torch
 from torch import Tensor
 
-from plait.kernels.cpu.runtime.executor import HUGE, LINE
+from plait.kernels.cpu.runtime.frame_words import LINE
 
+HUGE = 2 << 20  # bytes of a large page
 ROOM = 32 << 20  # bytes that small weights share
 
 

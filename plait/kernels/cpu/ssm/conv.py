@@ -23,7 +23,8 @@ from plait.kernels.cpu.codegen.vec import (
     zero_f32,
 )
 from plait.kernels.cpu.runtime.executor import Executor
-from plait.kernels.cpu.runtime.frame import SEQS, scratch_of
+from plait.kernels.cpu.runtime.frame import scratch_of
+from plait.kernels.cpu.runtime.frame_words import SEQS
 from plait.kernels.cpu.runtime.row_checks import Sequences, TensorRows, dense, float32_rows
 from plait.ops.conv import causal_conv
 

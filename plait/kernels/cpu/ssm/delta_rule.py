@@ -29,8 +29,9 @@ from plait.kernels.cpu.codegen.vec import (
     words,
     zero_f32,
 )
-from plait.kernels.cpu.runtime.executor import LINE, Executor
+from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import scratch_of, take_sequence
+from plait.kernels.cpu.runtime.frame_words import LINE
 from plait.kernels.cpu.runtime.row_checks import Sequences, TensorRows, dense, float32_rows
 from plait.ops.delta import EPS, gated_delta_scan
 

@@ -28,8 +28,10 @@ from plait.kernels.cpu.codegen.vec import (
 )
 from plait.kernels.cpu.linear.packed import Groups, PackedWeight, multiply
 from plait.kernels.cpu.pointwise.copy_rows import copy_row
-from plait.kernels.cpu.runtime.executor import LINE, Executor
+from plait.kernels.cpu.runtime.address_table import keep_addresses
+from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import rows_of, scratch_of, take_sequence
+from plait.kernels.cpu.runtime.frame_words import LINE
 from plait.kernels.cpu.runtime.row_checks import Sequences, TensorRows, dense, float32_rows
 from plait.ops.linear import Linear
 from plait.ops.mamba3 import mamba3_scan, map_each_head, norm_for_heads
@@ -244,6 +246,6 @@ def _map_each_head(cpu: Executor, x: Tensor, linear: Linear) -> Tensor:
     flat = cpu.empty(rows.count * rows.heads, rows.width) if spaced else x.view(-1, rows.width)
     where = (rows.heads, starts, x, *rows.strides, rows.width)
     cpu.launch(heads_as_rows, *where, flat if spaced else None, rows=rows.count)
-    address = torch.from_numpy(np.array([weight.data.data_ptr()], np.int64))
+    address = keep_addresses(np.array([weight.data.data_ptr()], np.int64), [weight.data])
     y = multiply(cpu, flat, weight, bias, rounding, groups=Groups(1, starts, address), rows=rows.count)
     return y.view(*x.shape[:-1], weight.n_out)

@@ -13,8 +13,10 @@ import torch
 from plait.errors import CannotRecord, EngineError
 from plait.kernels.cpu.codegen.kernel import kernel
 from plait.kernels.cpu.codegen.vec import atomic_get, get_f32, pause, put_f32
-from plait.kernels.cpu.runtime.executor import HAS_FUTEX, Executor
-from plait.kernels.cpu.runtime.frame import SLEEPERS, barrier, rows_of, word
+from plait.kernels.cpu.runtime.executor import Executor
+from plait.kernels.cpu.runtime.frame import barrier, rows_of, word
+from plait.kernels.cpu.runtime.frame_words import SLEEPERS
+from plait.kernels.cpu.runtime.loops import HAS_FUTEX
 
 
 @kernel
@@ -52,7 +54,7 @@ def test_a_recording_runs_for_any_number_of_rows_and_uses_memory_again(cpu: Any)
     x = torch.zeros(64, 7)
     with cpu.recording(tokens=64, logits=65) as program:
         out = chain(cpu, x, 20)
-    buffers = {entry.ctypes.data for entry in program.kept if not isinstance(entry, tuple)}
+    buffers = {block.ctypes.data for block in program.blocks}
     assert len(buffers) <= 3
     for rows in (1, 5, 64):
         x[:rows] = torch.randn(rows, 7)

@@ -7,8 +7,8 @@ import weakref
 
 import torch
 
-from plait.kernels.cpu.runtime.executor import HUGE, LINE
-from plait.kernels.cpu.runtime.tile_memory import ROOM, Rooms
+from plait.kernels.cpu.runtime.frame_words import LINE
+from plait.kernels.cpu.runtime.tile_memory import HUGE, ROOM, Rooms
 
 
 def test_small_weights_share_memory_and_do_not_overlap() -> None:

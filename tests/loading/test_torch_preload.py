@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from plait.worker import torch_preload
-from plait.worker.torch_preload import NATIVE, OURS, THEIRS, Absent, TorchStart
+from plait.loading import torch_preload
+from plait.loading.torch_preload import NATIVE, OURS, THEIRS, Absent, TorchStart
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,7 +26,7 @@ def said(script: str) -> str:
 
 def test_torch_computes_and_what_only_meta_tensors_need_is_not_there() -> None:
     script = (
-        "import sys; from plait.worker.torch_preload import TorchStart; TorchStart().finish(); import torch;"
+        "import sys; from plait.loading.torch_preload import TorchStart; TorchStart().finish(); import torch;"
         "print((torch.ones(2, 3) @ torch.ones(3)).tolist(), torch.empty(2, device='meta').shape.numel());"
         "print('torch._meta_registrations' in sys.modules, 'torch._prims' in sys.modules);"
         "import torch._meta_registrations as it;"
@@ -37,7 +37,7 @@ def test_torch_computes_and_what_only_meta_tensors_need_is_not_there() -> None:
 
 def test_absent_module_is_imported_when_an_attribute_is_read() -> None:
     script = (
-        "from plait.worker.torch_preload import TorchStart; TorchStart().finish(); import torch;"
+        "from plait.loading.torch_preload import TorchStart; TorchStart().finish(); import torch;"
         "print(callable(torch._meta_registrations.activate_meta))"
     )
     assert said(script) == "True"
@@ -82,7 +82,7 @@ def test_a_library_that_cannot_be_mapped_is_left_to_torchs_own_import(tmp_path: 
 
 def test_finish_reports_that_torch_is_missing() -> None:
     script = (
-        "import sys; sys.modules['torch'] = None; from plait.worker.torch_preload import TorchStart;"
+        "import sys; sys.modules['torch'] = None; from plait.loading.torch_preload import TorchStart;"
         "TorchStart().finish()\n"
         "try:\n    import plait.llm.llm\nexcept ImportError as error:\n    print(error)"
     )
@@ -97,7 +97,7 @@ def test_what_is_imported_meanwhile_needs_no_torch() -> None:
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="another Python has other libraries of its own")
 def test_what_is_imported_meanwhile_brings_no_library_that_would_wait_for_torchs() -> None:
     script = (
-        "import plait.cli.generate, importlib.machinery as m; from plait.worker import torch_preload as t\n"
+        "import plait.cli.generate, importlib.machinery as m; from plait.loading import torch_preload as t\n"
         f"t._import_some({NATIVE!r})\n"
         "found, create = [], m.ExtensionFileLoader.create_module\n"
         "def note(self, spec):\n    found.append(spec.name)\n    return create(self, spec)\n"

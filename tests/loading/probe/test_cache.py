@@ -17,7 +17,7 @@ from plait.checkpoint.find_files import find_model
 from plait.config import EngineConfig
 from plait.errors import BadFile
 from plait.loading.open_model import Opened, open_model
-from plait.loading.probe_cache import Findings, fingerprint, places, read_findings, write_findings
+from plait.loading.probe.cache import Findings, fingerprint, places, read_findings, write_findings
 
 FOUND = Findings({"head_dim": 32, "rope_theta": 5e5}, {"head_dim": 4.0, "rope_theta": 0.0}, 2.5, 200)
 

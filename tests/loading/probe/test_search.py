@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from plait.errors import UnsupportedModel
-from plait.loading.probe_candidates import Quantity, Values
-from plait.loading.probe_search import LONG, SHORT, Probed, Search, is_better, search
+from plait.loading.probe.candidates import Quantity, Values
+from plait.loading.probe.search import LONG, SHORT, Probed, Search, is_better, search
 
 VOCAB = 50_000
 

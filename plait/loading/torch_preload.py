@@ -77,6 +77,19 @@ class TorchStart:
                 del sys.modules[META]  # an import from here on gets the module itself
 
 
+_begun: list[TorchStart] = []
+
+
+def begin_torch() -> None:
+    """Begin to import torch, for `finish_torch`."""
+    _begun.append(TorchStart())
+
+
+def finish_torch() -> None:
+    """Import torch; what was begun is waited for. Raises ImportError if there is no torch."""
+    (_begun.pop() if _begun else TorchStart()).finish()
+
+
 class Absent(ModuleType):
     """Replaces a module while another one is imported, and imports it when an attribute of it is read."""
 

@@ -1,7 +1,7 @@
 """Search the values that no config and no shape shows: those under which a text has the lowest loss.
 
-One quantity at a time, in the order of `loading.probe_candidates`, and all of them once more if something
-changed. The weights are packed once: a candidate is another spec around them. `probe_cache` keeps the result.
+One quantity at a time, in the order of `loading.probe.candidates`, and all of them once more if something
+changed. The weights are packed once: a candidate is another spec around them. `cache` keeps the result.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from statistics import fmean, stdev
 from typing import Any, Protocol
 
 from plait.errors import PlaitError
-from plait.loading.probe_cache import Findings
-from plait.loading.probe_candidates import Quantity, Values
+from plait.loading.probe.cache import Findings
+from plait.loading.probe.candidates import Quantity, Values
 
 log = logging.getLogger("plait")
 TEXT = Path(__file__).with_suffix(".txt")  # English and Python

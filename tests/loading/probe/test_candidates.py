@@ -12,7 +12,7 @@ import torch
 from plait.errors import ConfigError, UnsupportedModel
 from plait.families.common.resolved import Resolved
 from plait.families.resolve import resolve
-from plait.loading.probe_candidates import Quantity, is_open, quantities
+from plait.loading.probe.candidates import Quantity, is_open, quantities
 from plait.quant.weight import as_tensor
 from tests.families import tiny, tiny_bare
 from tests.families.parity import Memory, resolved

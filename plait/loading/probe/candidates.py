@@ -1,6 +1,6 @@
 """What names and shapes leave open, and which values it may have: likeliest first, most important first.
 
-`plait.loading.probe_search` tries them on a text. Only values that a trial can distinguish are here: windows
+`plait.loading.probe.search` tries them on a text. Only values that a trial can distinguish are here: windows
 and norm epsilons, for example, change nothing that a few hundred tokens show.
 """
 

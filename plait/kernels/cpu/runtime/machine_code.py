@@ -1,0 +1,88 @@
+"""Machine code from an earlier process: object files of LLVM, linked again in this one, without Numba.
+
+Numba's wrappers of kernels refer to functions of Python and of Numba that report an exception. Kernels raise
+none, so those of Numba are replaced by one that ends the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from llvmlite import binding
+
+from plait.kernels.cpu.runtime.threads import NativeLoops, Threads
+
+# Of Numba's own library, which is not loaded here.
+ABSENT = (
+    *("NRT_Free", "NRT_Allocate", "NRT_decref", "NRT_incref", "NRT_MemInfo_call_dtor"),
+    *("numba_do_raise", "numba_gil_ensure", "numba_gil_release", "numba_runtime_build_excinfo_struct"),
+    *("numba_unpickle", "numba_recreate_record", "numba_fatal_error"),
+)
+_linkers: list[Any] = []  # they own the code, for as long as this process lives
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedKernel:
+    """A kernel with machine code."""
+
+    name: str
+    address: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedCode:
+    """Kernels in order: their addresses, and their names."""
+
+    addresses: Sequence[int]
+    names: Sequence[str] = field(default=())
+
+    def kernel(self, number: int) -> LoadedKernel:
+        return LoadedKernel(self.names[number], self.addresses[number])
+
+
+def link(code: bytes, parts: Sequence[tuple[str, int, int]]) -> LoadedCode:
+    """Load object files. parts: symbol, place in `code` and bytes of each. Raises RuntimeError.
+
+    Each gets a linker of its own: files that different processes made may have functions of the same name.
+    """
+    _prepare()
+    addresses = []
+    for symbol, at, nbytes in parts:
+        machine = binding.Target.from_default_triple().create_target_machine(jit=True)
+        linker = binding.create_mcjit_compiler(binding.parse_assembly(""), machine)
+        linker.add_object_file(binding.ObjectFileRef.from_data(code[at : at + nbytes]))
+        linker.finalize_object()
+        addresses.append(linker.get_function_address(symbol))
+        if not addresses[-1]:
+            raise RuntimeError(f"there is no code for {symbol}")
+        _linkers.append(linker)
+    return LoadedCode(addresses, [symbol for symbol, *_ in parts])
+
+
+def start_threads(threads: int, code: LoadedCode, loops: Mapping[str, int]) -> Threads:
+    """Threads that run such code. `loops`: the kernel's number, by field of `NativeLoops`."""
+    return Threads(threads, NativeLoops(**{name: code.addresses[number] for name, number in loops.items()}))
+
+
+def host_target() -> str:
+    """The processor and all that LLVM finds in it: code for another one is never loaded."""
+    try:
+        features = binding.get_host_cpu_features().flatten()
+    except RuntimeError:
+        features = ""
+    return f"{binding.get_host_cpu_name()} {features}"
+
+
+@cache
+def _prepare() -> None:
+    """Let LLVM link for this processor, and give the functions that are absent an address."""
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    stop = ctypes.cast(ctypes.CDLL(None).abort, ctypes.c_void_p).value
+    for name in ABSENT:
+        if binding.address_of_symbol(name) is None:
+            binding.add_symbol(name, stop)

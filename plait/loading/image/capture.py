@@ -1,0 +1,246 @@
+"""Makes a startup image of a model that runs: where its recorded step points, and what lies there.
+
+Every number of a launch that may be an address must lie in memory that is known here. A step with one that
+does not is not kept, so an image never has an address of the process that made it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from msgspec.structs import replace
+from torch import Tensor
+
+from plait.checkpoint.packed_cache.cache import KeptBlock
+from plait.checkpoint.readers.mmap_json import list_mapped
+from plait.errors import CannotRecord
+from plait.kernels.load import find_kernel, find_targets, list_loops
+from plait.loading.image.file_format import (
+    Bytes,
+    FilePart,
+    KernelPart,
+    LaunchPart,
+    Region,
+    Result,
+    StepPart,
+    lay_out,
+)
+from plait.loading.image.restore import as_bytes
+from plait.runner.host.program import HostProgram
+from plait.state.host_store import HostStore
+
+LINE = 64  # bytes of a cache line
+LEAST_ADDRESS = 1 << 32  # smaller numbers are sizes, strides and floats
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRange:
+    """Memory of this process: the first address, its bytes, and what it becomes."""
+
+    start: int
+    nbytes: int
+    region: Region
+    content: Bytes | None = None  # of a constant
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedImage:
+    """The step, the object code of its kernels, its constants, and the files that it points into."""
+
+    step: StepPart
+    code: Sequence[bytes]
+    constants: Sequence[Bytes]
+    files: tuple[FilePart, ...]
+
+
+class Memory:
+    """Ranges of memory that do not overlap, and kernels; those that are found get numbers."""
+
+    def __init__(self, ranges: Iterable[MemoryRange]) -> None:
+        self.ranges = sorted(ranges, key=lambda one: one.start)
+        self._starts = [one.start for one in self.ranges]
+        self._used: dict[int, int] = {}  # by place among `ranges`: number of the region
+        self._kernels: dict[int, int] = {}  # by address: number of the kernel
+        self.kernels: list[Any] = []
+
+    def holds(self, address: int) -> bool:
+        """Whether that memory is known."""
+        at = bisect_right(self._starts, address) - 1
+        return at >= 0 and address < self.ranges[at].start + self.ranges[at].nbytes
+
+    def find(self, address: int, what: str) -> tuple[int, int]:
+        """(number of the region, offset), or (-1 - number of the kernel, 0). Raises CannotRecord."""
+        at = bisect_right(self._starts, address) - 1
+        if self.holds(address):
+            return self._used.setdefault(at, len(self._used)), address - self.ranges[at].start
+        if (kernel := find_kernel(address)) is not None:
+            return -1 - self.kernel(kernel), 0
+        raise CannotRecord(f"{what} leads to memory that is not known")
+
+    def kernel(self, kernel: Any) -> int:
+        """The number of a kernel."""
+        if kernel.address not in self._kernels:
+            self._kernels[kernel.address] = len(self.kernels)
+            self.kernels.append(kernel)
+        return self._kernels[kernel.address]
+
+    def used(self) -> list[MemoryRange]:
+        """The ranges in the order of their numbers."""
+        return [self.ranges[at] for at in self._used]
+
+
+def capture_step(
+    program: HostProgram,
+    store: HostStore,
+    sampling: Mapping[str, Any],
+    text: str,
+    kept: Iterable[KeptBlock] = (),
+) -> CapturedImage:
+    """A recorded step as an image has it.
+
+    sampling: the kernels that sample; text: describes the step; kept: blocks of weights that also lie in a
+    file. Raises CannotRecord where an address leads to memory that is not known.
+    """
+    table, results = program.table, program.results
+    files: dict[Path, int] = {}
+    memory = Memory(_ranges(program, store, files, kept))
+    launches = [_launch(memory, launch) for launch in table.launches]
+    hidden, logits = _result(memory, results.hidden), _result(memory, results.logits)
+    largest = None
+    if results.largest is not None:
+        largest = _result(memory, results.largest[0]), _result(memory, results.largest[1])
+    tables = [word for held in _list_held(table) for word in _table_words(memory, held)]
+    loops = {name: memory.kernel(kernel) for name, kernel in list_loops().items()}
+    chosen = {name: memory.kernel(kernel) for name, kernel in sampling.items()}
+    regions, constants = _regions(memory.used())
+    kernels, code = _machine_code(memory.kernels)
+    capacity = program.static.capacity
+    step = StepPart(
+        launches=tuple(launches),
+        regions=tuple(regions),
+        tables=tuple(tables),
+        scratch=table.scratch,
+        shared=table.shared,
+        hidden=hidden,
+        logits=logits,
+        largest=largest,
+        kernels=tuple(kernels),
+        loops=loops,
+        sampling=chosen,
+        capacity=(capacity.tokens, capacity.logits, capacity.seqs, capacity.blocks),
+        description=text,
+    )
+    return CapturedImage(step, code, constants, tuple(map(_describe_file, files)))
+
+
+def _ranges(
+    program: HostProgram, store: HostStore, files: dict[Path, int], kept: Iterable[KeptBlock]
+) -> list[MemoryRange]:
+    """All memory that a step may point into. `files` gets a number for each file."""
+    found = [_range("block", "", block) for block in program.table.blocks]
+    found += [_range("static", name, as_bytes(array)) for name, array in program.static.arrays.items()]
+    found += [_range("store", name, array.reshape(-1)) for name, array in store.arrays.items()]
+    found.append(MemoryRange(program.threads.counters, 2 * LINE, Region("sync", "", 0, 2 * LINE)))
+
+    def in_file(path: Path, start: int, nbytes: int, at: int) -> MemoryRange:
+        number = files.setdefault(path, len(files))
+        return MemoryRange(start, nbytes, Region("file", str(number), at, nbytes))
+
+    found += [in_file(path, start, nbytes, 0) for path, start, nbytes in list_mapped()]
+    found += [in_file(block.path, block.start, block.nbytes, block.at) for block in kept]
+    known = Memory(found)
+    ranges = [extent_of(held) for held in _list_held(program.table) if not known.holds(held.data_ptr())]
+    for start, end in join_ranges(ranges):
+        content = np.ctypeslib.as_array((ctypes.c_uint8 * (end - start)).from_address(start))
+        found.append(MemoryRange(start, end - start, Region("constant", "", 0, end - start), content))
+    return found
+
+
+def _range(kind: str, name: str, memory: Bytes) -> MemoryRange:
+    return MemoryRange(int(memory.ctypes.data), memory.nbytes, Region(kind, name, 0, memory.nbytes))
+
+
+def _list_held(table: Any) -> list[Tensor]:
+    """The tensors that a step reads, outside of its arena: those of launches, and what tables point to."""
+    direct = [tensor for launch in table.launches for tensor in launch.held]
+    return [*direct, *(target for tensor in direct for target in find_targets(tensor))]
+
+
+def extent_of(tensor: Tensor) -> tuple[int, int]:
+    """The first address of a tensor's numbers, and the one behind them, with a line that kernels may read."""
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    storage = tensor.untyped_storage()
+    start = tensor.data_ptr()
+    end = start + (last + 1) * tensor.element_size() + LINE if tensor.numel() else start
+    return start, min(end, storage.data_ptr() + storage.nbytes())
+
+
+def join_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """(first, behind the last) of what ranges cover, without overlaps."""
+    found: list[tuple[int, int]] = []
+    for start, end in sorted(ranges):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        elif end > start:
+            found.append((start, end))
+    return found
+
+
+def _launch(memory: Memory, launch: Any) -> LaunchPart:
+    words = launch.words.tolist()
+    moved = [
+        (i, *memory.find(word, f"word {i} of {launch.kernel.name}"))
+        for i, word in enumerate(words)
+        if word >= LEAST_ADDRESS
+    ]
+    for i, *_ in moved:
+        words[i] = 0
+    return LaunchPart(memory.kernel(launch.kernel), tuple(words), tuple(moved))
+
+
+def _table_words(memory: Memory, table: Tensor) -> Iterator[tuple[int, int, int, int]]:
+    """Where a table of addresses lies, word for word, and where each leads."""
+    if not find_targets(table):
+        return
+    for i, word in enumerate(table.reshape(-1).tolist()):
+        if word >= LEAST_ADDRESS:
+            place = memory.find(table.data_ptr() + 8 * i, "a table of addresses")
+            yield (*place, *memory.find(word, "a word of a table of addresses"))
+
+
+def _result(memory: Memory, array: npt.NDArray[Any]) -> Result:
+    region, offset = memory.find(int(array.ctypes.data), "a result")
+    return Result(region, offset, array.shape, array.strides, array.dtype.str)
+
+
+def _regions(ranges: Sequence[MemoryRange]) -> tuple[list[Region], list[Bytes]]:
+    """Regions in order, constants with their places, and the bytes of these."""
+    constants = [one.content for one in ranges if one.content is not None]
+    places = iter(lay_out([content.nbytes for content in constants])[0])
+    regions = [one.region if one.content is None else replace(one.region, at=next(places)) for one in ranges]
+    return regions, constants
+
+
+def _machine_code(kernels: Sequence[Any]) -> tuple[list[KernelPart], list[bytes]]:
+    """Raises CannotRecord for a kernel of which no code is kept."""
+    parts, code, at = [], [], 0
+    for kernel in kernels:
+        found = kernel.object_code()
+        if found is None:
+            raise CannotRecord(f"the machine code of {kernel.name} is not kept")
+        parts.append(KernelPart(kernel.name, kernel.symbol, at, len(found)))
+        code.append(found)
+        at += len(found)
+    return parts, code
+
+
+def _describe_file(path: Path) -> FilePart:
+    status = path.stat()
+    return FilePart(str(path), status.st_size, status.st_mtime_ns)

@@ -1,0 +1,113 @@
+"""Of what a startup image is made: where any of it differs, the image is not used."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import site
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from plait.cache_folder import cache_base
+from plait.checkpoint.find_files import ModelFiles
+from plait.checkpoint.identity import identify_file
+from plait.checkpoint.packed_cache.file_format import as_stem
+from plait.config import EngineConfig
+from plait.kernels.load import host_target
+from plait.loading.image.file_format import SUFFIX
+from plait.resource_limits import default_threads
+from plait.version import __version__
+
+PACKAGE = Path(__file__).resolve().parents[2]
+# Options that change nothing of what is in an image. How much memory there is decides at each startup.
+APART = frozenset({
+    "max_waiting", "memory_limit", "gpu_memory", "prefix_cache", "snapshot_interval", "swap_memory",
+    "max_step_ms", "cache_dir", "offline", "open_objects", "json_space", "startup_image",
+})  # fmt: skip
+GPUS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # of NVIDIA's driver, of Windows's for Linux, of AMD's
+
+
+def why_no_image(config: EngineConfig) -> str | None:
+    """Why a model with these options has no startup image; None: it may have one."""
+    if config.startup_image == "off":
+        return "--startup-image is off"
+    if config.device not in ("auto", "cpu") or (config.device == "auto" and has_gpu()):
+        return "it runs on a GPU"
+    if config.num_ranks > 1 or config.ops != "auto" or config.packed_cache == "off":
+        return "several ranks, --ops and --packed-cache off have no image"
+    if config.speculate not in ("off", "ngram") or config.plugins:
+        return "draft models and plug-ins have no image"
+    return None
+
+
+def has_gpu() -> bool:
+    """Whether there may be a GPU: torch looks for it then, so there is no image."""
+    return any(os.path.exists(path) for path in GPUS)
+
+
+def folder_of(config: EngineConfig) -> Path | None:
+    """Where startup images lie; None: there is no folder for them."""
+    base = cache_base(config.cache_dir)
+    return base / "images" if base is not None else None
+
+
+def count_threads(config: EngineConfig) -> int:
+    """How many threads a model gets on a CPU."""
+    return config.threads or default_threads()[0]
+
+
+def key_of(files: ModelFiles, config: EngineConfig) -> dict[str, Any]:
+    """All that decides what is in an image, as plain values. Raises BadFile for files that cannot be read."""
+    texts = [*files.side_files.values(), *([files.config] if files.config else [])]
+    key = {
+        "weights": [[str(path.resolve()), *identify_file(path)] for path in files.weights],
+        "texts": [[path.name, *identify_file(path)] for path in sorted(texts)],
+        "options": {name: value for name, value in asdict(config).items() if name not in APART},
+        "threads": count_threads(config),
+        "code": [__version__, _digest_code()],
+        "machine": [host_target(), platform.system(), sys.version],
+        "packages": sorted(_read_time(path) for path in site.getsitepackages()),
+    }
+    plain: dict[str, Any] = msgspec.msgpack.decode(msgspec.msgpack.encode(key))
+    return plain
+
+
+def path_of(files: ModelFiles, config: EngineConfig, key: dict[str, Any]) -> Path | None:
+    """The file of an image with that key; None: there is no folder for it."""
+    folder = folder_of(config)
+    if folder is None:
+        return None
+    digest = hashlib.blake2b(msgspec.msgpack.encode(key), digest_size=8).hexdigest()
+    return folder / f"{as_stem(files.name)}-{digest}{SUFFIX}"
+
+
+def _digest_code() -> str:
+    """A hash of the names, sizes and times of our modules."""
+    digest = hashlib.blake2b(digest_size=16)
+    for line in sorted(_modules(PACKAGE)):
+        digest.update(line.encode())
+    return digest.hexdigest()
+
+
+def _modules(folder: Path) -> Iterator[str]:
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir() and entry.name not in ("__pycache__", "page"):
+                yield from _modules(Path(entry.path))
+            elif entry.name.endswith(".py"):
+                status = entry.stat()
+                yield f"{entry.path} {status.st_size} {status.st_mtime_ns}\n"
+
+
+def _read_time(path: str) -> int:
+    """When a package was last installed or removed there: nanoseconds since 1970."""
+    try:
+        return os.stat(path).st_mtime_ns
+    except OSError:
+        return 0

@@ -1,0 +1,118 @@
+"""A recorded step from a startup image: its memory, its machine code, and its launches with new addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from plait.checkpoint.readers.mmap_json import map_file
+from plait.errors import BadFile
+from plait.kernels.load import link_code, new_table, start_threads
+from plait.loading.image.file_format import Bytes, FilePart, Image, Region, Result
+from plait.memory import block_groups
+from plait.runner.host.program import HostProgram, StepResults
+from plait.runner.host.static_batch import Capacity, StaticBatch
+from plait.state.host_store import HostStore
+
+LINE = 64  # bytes: the least that memory of the arena is aligned to
+
+
+def map_weights(files: Sequence[FilePart]) -> list[Bytes]:
+    """The files of weights, mapped. Raises BadFile for one that has changed."""
+    found = []
+    for file in files:
+        path = Path(file.path)
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise BadFile(f"{path} cannot be read ({error.strerror})") from error
+        if (status.st_size, status.st_mtime_ns) != (file.nbytes, file.changed_ns):
+            raise BadFile(f"{path} has changed")
+        found.append(np.frombuffer(map_file(path), np.uint8))
+    return found
+
+
+class RestoredStep:
+    """A recorded step in this process. `launches`: the names of its kernels, in order."""
+
+    def __init__(self, image: Image, store: HostStore, threads: int, files: Sequence[Bytes]) -> None:
+        model, step = image.header.model, image.header.step
+        code = link_code(image.code, [(part.symbol, part.at, part.nbytes) for part in step.kernels])
+        self.threads = start_threads(threads, code, step.loops)
+        self.static = StaticBatch(Capacity(*step.capacity), block_groups(model.states), model.block_size)
+        self._step, self._constants, self._store, self._files = step, image.constants, store, files
+        self._code = code
+        self._memory = [self._find(region) for region in step.regions]
+        self.kernels = {name: code.kernel(number) for name, number in step.sampling.items()}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the kernels, in order."""
+        return tuple(self._step.kernels[launch.kernel].name for launch in self._step.launches)
+
+    def __str__(self) -> str:
+        return f"{self._step.description}, from the startup image"
+
+    def program(self) -> HostProgram:
+        """The step, ready to run."""
+        step = self._step
+        for region, offset, target, at in step.tables:
+            memory, _ = self._memory[region]
+            assert memory is not None
+            memory[offset : offset + 8].view(np.int64)[0] = self._address(target) + at
+        table = new_table(step.scratch, step.shared)
+        for launch in step.launches:
+            words = np.array(launch.words, np.int64)
+            for word, region, offset in launch.moved:
+                words[word] = self._address(region) + offset
+            table.entries += (self._code.addresses[launch.kernel], words.ctypes.data)
+            table.kept.append(words)
+        table.kept.append(self._memory)
+        table.seal()
+        largest = step.largest and (self._view(step.largest[0]), self._view(step.largest[1]))
+        results = StepResults(self._view(step.hidden), self._view(step.logits), largest)
+        return HostProgram(self.threads, table, self.static, results)
+
+    def _address(self, region: int) -> int:
+        return self._memory[region][1] if region >= 0 else self._code.addresses[-1 - region]
+
+    def _find(self, region: Region) -> tuple[Bytes | None, int]:
+        """A region's memory, None if it is not to be written, and its address."""
+        found: Bytes
+        match region.kind:
+            case "block":
+                found = _allocate(region.nbytes)
+            case "static":
+                found = as_bytes(self.static.arrays[region.name])
+            case "store":
+                name, _, key = region.name.rpartition(".")
+                found = self._store[name][key].reshape(-1)
+            case "constant":
+                found = self._constants[region.at : region.at + region.nbytes]
+            case "file":
+                found = self._files[int(region.name)][region.at : region.at + region.nbytes]
+            case "sync":
+                return None, self.threads.counters
+            case other:
+                raise BadFile(f"it has memory of an unknown kind, {other!r}")
+        return found, int(found.ctypes.data)
+
+    def _view(self, result: Result) -> npt.NDArray[Any]:
+        memory, _ = self._memory[result.region]
+        assert memory is not None
+        return np.ndarray(result.shape, result.dtype, memory.data, result.offset, result.strides)
+
+
+def as_bytes(array: npt.NDArray[Any]) -> Bytes:
+    """The memory of a dense array."""
+    return array.reshape(-1).view(np.uint8)
+
+
+def _allocate(nbytes: int) -> Bytes:
+    raw = np.empty(nbytes + LINE, np.uint8)
+    start = -raw.ctypes.data % LINE
+    return raw[start : start + nbytes]

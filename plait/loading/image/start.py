@@ -1,0 +1,196 @@
+"""Starts an engine from a startup image: files are mapped, code is linked, and nothing is computed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from plait.checkpoint.find_files import ModelFiles, find_model
+from plait.config import EngineConfig
+from plait.engine.core import Engine
+from plait.engine.grammar_guide import Guides
+from plait.engine.host_memory import describe_memory, size_on_host
+from plait.engine.memory_plan import ModelFacts, Sizing
+from plait.engine.thread import EngineLoop
+from plait.errors import BadFile, OutOfMemory, PlaitError
+from plait.frontend.frontend import Front, Parsers
+from plait.kernels.load import why_refused
+from plait.loading.image.file_format import Image, read_image
+from plait.loading.image.key import count_threads, folder_of, key_of, path_of, why_no_image
+from plait.loading.image.restore import RestoredStep, map_weights
+from plait.loading.make_engine import make_compiler, make_engine
+from plait.loading.text_side import TextSource
+from plait.memory import has_slots
+from plait.request import JsonStyle
+from plait.runner.host.program import ProgramReplay
+from plait.runner.host.runner import FullRunner, HostRunner
+from plait.runner.host.sampler import Floats, HostSampler, Largest, Longs, RowOps, Settings
+from plait.runner.host.static_batch import Capacity
+from plait.schedule.speculate import NgramProposer
+from plait.spec import ModelSpec
+from plait.spec_values import decode_spec_value
+from plait.state.host_store import HostStore
+
+log = logging.getLogger("plait")
+OpenFull = Callable[[HostStore], FullRunner]
+
+
+@dataclass(frozen=True, slots=True)
+class StartedModel:
+    """A model with its engine, before a thread runs it."""
+
+    name: str
+    spec: ModelSpec
+    config: EngineConfig
+    text: TextSource
+    runner: HostRunner
+    engine: Engine
+    sizing: Sizing
+    guides: Guides
+    fingerprint: str
+    weights_nbytes: int
+
+    def close(self) -> None:
+        """Give back the threads. The engine must not step any more."""
+        self.runner.close()
+        self.guides.close()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedImage:
+    """A model with a running engine, from its image."""
+
+    config: EngineConfig
+    runner: HostRunner
+    front: Front
+
+
+def load_image(model: str, config: EngineConfig) -> LoadedImage | None:
+    """A model's image with a running engine; None as `start_image`. Raises what that and its text side do."""
+    started = start_image(model, config)
+    if started is None:
+        return None
+    language = started.text.language()
+    if language.chat_template:
+        language.chat_template.start(is_chosen=config.chat_template is not None)
+    loop = EngineLoop(started.engine, on_end=started.close)
+    parsers = Parsers(style=JsonStyle(config.open_objects, config.json_space))
+    longest = started.sizing.max_model_len
+    front = Front(started.name, started.spec, longest, loop, language, config, parsers)
+    return LoadedImage(config, started.runner, front)
+
+
+def find_image(model: str, config: EngineConfig) -> tuple[ModelFiles, Path] | None:
+    """The model's files and its image, if there may be one. Raises what `find_model` does."""
+    if config.startup_image == "renew" or why_no_image(config):
+        return None
+    folder = folder_of(config)
+    if folder is None or not folder.is_dir():
+        return None
+    files = find_model(model, offline=config.offline)
+    path = path_of(files, config, key_of(files, config))
+    return (files, path) if path is not None and path.exists() else None
+
+
+def has_image(model: str, config: EngineConfig) -> bool:
+    """Whether a process that loads the model will find its image, as far as this disk shows."""
+    try:
+        return find_image(model, replace(config, offline=True)) is not None
+    except PlaitError:
+        return False
+
+
+def start_image(model: str, config: EngineConfig) -> StartedModel | None:
+    """An engine from the model's image; None where there is none, or it cannot be used, with a line why.
+
+    What an image cannot do loads the whole model over the engine's memory, when it is first requested.
+    """
+    found = find_image(model, config)
+    if found is None:
+        return None
+    files, path = found
+    try:
+        if refused := why_refused(path.parent):
+            raise BadFile(refused)
+        image = read_image(path)
+        if image is None:
+            return None
+        if image.header.key != key_of(files, config):
+            raise BadFile("it is of another model or of other options")
+        return _start(image, config, partial(_open_full, model, config))
+    except (BadFile, RuntimeError) as error:
+        log.warning("%s: the startup image is not used: %s", path, error)
+        return None
+
+
+def _start(image: Image, config: EngineConfig, open_full: OpenFull) -> StartedModel:
+    model, step = image.header.model, image.header.step
+    spec = decode_spec_value(model.spec)
+    assert isinstance(spec, ModelSpec)
+    facts = ModelFacts(states=model.states, max_len=spec.max_len, dtype=model.dtype, causal=spec.causal)
+    sizing = size_on_host(facts, config, mapped=model.mapped_nbytes)
+    largest = Capacity(*step.capacity)
+    if largest.blocks < -(-sizing.max_model_len // model.block_size):
+        raise BadFile("it is of a shorter context")
+    describe_memory(sizing, model.weights_nbytes)
+    try:
+        state = sizing.num_blocks, sizing.num_slots, model.block_size, model.dtype
+        store = HostStore(model.states, *state)
+    except (MemoryError, OSError) as error:
+        raise OutOfMemory("not enough memory for sequences; see `plait info`") from error
+    restored = RestoredStep(image, store, count_threads(config), map_weights(image.header.files))
+    sampler = HostSampler(spec.vocab_size, _row_ops(restored), model.banned)
+    replay = ProgramReplay(restored.program(), sampler, restored)
+    runner = HostRunner(replay, store, open_full)
+    text = TextSource.from_json(model.text)
+    proposer = NgramProposer() if config.speculate == "ngram" else None
+    engine = make_engine(
+        *(runner, spec, sizing, config),
+        is_recorded=True,
+        has_slots=has_slots(model.states),
+        proposer=proposer,
+    )
+    guides = Guides(make_compiler(text, spec.vocab_size), spec.vocab_size)
+    engine.guided = guides.open
+    log.info("step: %s", runner.step_kind)
+    parts = text, runner, engine, sizing, guides, model.fingerprint, model.weights_nbytes
+    return StartedModel(model.name, spec, config, *parts)
+
+
+def _open_full(model: str, config: EngineConfig, store: HostStore) -> FullRunner:
+    from plait.loading.image.write import open_full
+
+    log.info("the whole model is loaded: a request needs more than its startup image has")
+    return open_full(model, config, store)
+
+
+def _row_ops(step: RestoredStep) -> RowOps:
+    """What is computed over rows of logits, by the kernels of the image."""
+    threads = step.threads
+
+    def find_largest(logits: Floats) -> Largest:
+        count, width = logits.shape
+        ids, values = np.empty(count, np.int64), np.empty(count, np.float32)
+        args = logits, logits.strides[0], width, ids, values
+        threads.launch(step.kernels["largest"], *args, rows=count, shared=16 * count * threads.threads)
+        return ids, values
+
+    def draw(logits: Floats, settings: Settings) -> Longs:
+        count, width = logits.shape
+        out = np.empty(count, np.int64)
+        scratch = -(-16 * width // 64) * 64 + 1024  # as `pointwise.sample` has it
+        args = logits, logits.strides[0], width, *settings, out
+        threads.launch(step.kernels["draw"], *args, rows=count, scratch=scratch)
+        return out
+
+    def score(logits: Floats) -> Floats:
+        from plait.runner.sampler import log_softmax
+
+        return log_softmax(logits)
+
+    return RowOps(find_largest, draw, score)

@@ -1,0 +1,164 @@
+"""Writes the startup image of a model that was loaded, and loads one where its image is not enough."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from plait.cache_folder import make_folder
+from plait.checkpoint.packed_cache.cache import KeptBlock
+from plait.checkpoint.packed_cache.file_format import drop_unfinished
+from plait.config import EngineConfig
+from plait.engine.memory_plan import gib
+from plait.errors import BadFile, CannotRecord
+from plait.kernels.load import sampling_kernels, why_refused
+from plait.loading.build import Built, Loaded
+from plait.loading.image.capture import capture_step
+from plait.loading.image.file_format import SUFFIX, ImageHeader, ModelPart, lay_out, read_image, write_image
+from plait.loading.image.key import key_of, path_of, why_no_image
+from plait.loading.make_runner import make_sampler
+from plait.loading.open_model import banned_ids, load_decoder
+from plait.loading.packed_cache import fingerprint, keep, shelf_of
+from plait.loading.probe_scorer import open_settled
+from plait.loading.target import make_target
+from plait.memory import PagedState, SlotState
+from plait.runner.host.program import ProgramReplay
+from plait.runner.runner import ModelRunner
+from plait.spec_values import encode_spec_value
+from plait.state.host_store import HostStore
+from plait.state.store import StateStore
+
+log = logging.getLogger("plait")
+MOST_CONSTANTS = 256 << 20  # bytes of an image that are in no other file: norms, tables of angles, biases
+AUTOMATIC_NBYTES = 2 << 30  # a startup keeps the packed weights of models up to this size by itself
+
+
+def keep_image(built: Built | Loaded, limit: int) -> str:
+    """Write what the next startup of this model needs: packed weights, and the image. The outcome in words.
+
+    limit: bytes that the folder of packed weights may hold in all.
+    """
+    opened, target = built.opened, built.target
+    kept = ""
+    if target.shelf is not None and not target.shelf.is_full:
+        kept = keep(target.shelf, opened, target, limit)
+        if not target.shelf.written:
+            return f"startup image: none is kept: {kept}"
+    try:
+        return _write(built)
+    except CannotRecord as error:
+        return f"startup image: none is kept: {error}"
+    except OSError as error:
+        return f"startup image: none is kept: it cannot be written ({error.strerror or error})"
+
+
+def keep_image_at_startup(built: Built | Loaded) -> None:
+    """`keep_image`, if that takes little of the disk. A startup never fails because of it."""
+    shelf = built.target.shelf
+    config = built.opened.config
+    if config.startup_image == "renew" or why_no_image(config) or not built.runner.is_recorded:
+        return
+    if shelf is None or (not shelf.is_full and shelf.needed() > AUTOMATIC_NBYTES):
+        return
+    log.info("%s", keep_image(built, AUTOMATIC_NBYTES * 4))
+
+
+def _write(built: Built | Loaded) -> str:
+    """Raises CannotRecord where there can be no image, and OSError."""
+    opened, runner, target = built.opened, built.runner, built.target
+    config = opened.config
+    replay, store = runner.replay, runner.store.host
+    if why := why_no_image(config) or _why_none(built):
+        raise CannotRecord(why)
+    assert isinstance(replay, ProgramReplay)
+    assert store is not None
+    key = key_of(opened.files, config)
+    path = path_of(opened.files, config, key)
+    if path is None:
+        raise CannotRecord("there is no folder for it")
+    make_folder(path.parent)
+    if refused := why_refused(path.parent):
+        raise CannotRecord(refused)
+    blocks: list[KeptBlock] = target.shelf.written if target.shelf else []
+    found = capture_step(replay.program, store, sampling_kernels(), replay.describe(), blocks)
+    nbytes = lay_out([content.nbytes for content in found.constants])[1]
+    if nbytes > MOST_CONSTANTS:
+        raise CannotRecord(f"{gib(nbytes)} of its weights are in no file")
+    header = ImageHeader(key, _model_part(built), found.step, found.files, nbytes)
+    _drop_older(path, key)
+    written = write_image(path, header, found.code, found.constants)
+    return f"startup image: {gib(written)} written to {path}"
+
+
+def _why_none(built: Built | Loaded) -> str | None:
+    """Why a model that runs has no image."""
+    if built.target.device.type != "cpu" or not isinstance(built.runner.replay, ProgramReplay):
+        return f"its step is not recorded: {built.runner.step_kind}"
+    if built.opened.plugins:
+        return "plug-ins are installed"
+    if built.opened.resolved.is_detected:
+        return "it has no config, and a probe may find another"
+    tiles = [row.op for row in built.target.bound if "amx" in row.variant]
+    if tiles:
+        return f"{tiles[0]} runs on AMX, which a process must ask for"
+    if any(row.variant != "native" for row in built.runner.sampler.bindings):
+        return "its sampler is not native"
+    return None
+
+
+def _model_part(built: Built | Loaded) -> ModelPart:
+    opened, target, runner = built.opened, built.target, built.runner
+    states = runner.decoder.states
+    return ModelPart(
+        name=opened.files.name,
+        spec=encode_spec_value(opened.resolved.spec),
+        paged={name: state for name, state in states.items() if isinstance(state, PagedState)},
+        slots={name: state for name, state in states.items() if isinstance(state, SlotState)},
+        order=tuple(states),
+        dtype=str(target.dtype).removeprefix("torch."),
+        block_size=runner.store.block_size,
+        banned=tuple(runner.sampler.host.banned),
+        text=opened.text_source().to_json(),
+        weights_nbytes=target.weights_nbytes,
+        mapped_nbytes=target.shelf.nbytes if target.shelf else 0,
+        fingerprint=fingerprint(opened, target),
+    )
+
+
+def _drop_older(path: Path, key: dict[str, Any]) -> None:
+    """Remove images of the same weights and options that no startup uses any more."""
+    for other in path.parent.glob(f"{path.stem.rpartition('-')[0]}-*{SUFFIX}"):
+        with suppress(OSError):
+            if other != path and _is_older(other, key):
+                other.unlink()
+    drop_unfinished(path.parent)
+
+
+def _is_older(path: Path, key: dict[str, Any]) -> bool:
+    try:
+        image = read_image(path)
+    except BadFile:
+        return True
+    return image is not None and all(image.header.key[part] == key[part] for part in ("weights", "options"))
+
+
+def open_full(model: str, config: EngineConfig, store: HostStore) -> ModelRunner:
+    """The model as it is loaded without an image, over state that is there already: it runs op by op."""
+    opened = open_settled(model, config, _silent)
+    device = torch.device("cpu")
+    target = make_target(opened, device)
+    target.shelf = shelf_of(opened, target)
+    decoder = load_decoder(opened, target, _silent)
+    sampler = make_sampler(
+        target, decoder.spec.vocab_size, banned_ids(opened.tokenizer(), decoder.spec.vocab_size)
+    )
+    state = StateStore(decoder.states, {}, 0, store.block_size, device, target.dtype, host=store)
+    return ModelRunner(decoder, state, sampler, device, executor=target.executor)
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    """Report no progress."""

@@ -1,0 +1,56 @@
+"""An engine over a runner and its memory, and what compiles a model's grammars. Nothing here needs torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from plait.config import EngineConfig
+from plait.engine.core import Engine
+from plait.engine.flight import StepRunner
+from plait.engine.memory_plan import Sizing
+from plait.errors import BadGrammar
+from plait.loading.text_side import TextSource
+from plait.schedule.plan import MOST_STEPS
+from plait.schedule.speculate import Proposer, Speculation
+from plait.spec import ModelSpec
+from plait.text.grammar.compiler import GrammarCompiler, check_memory
+
+TEXT_NBYTES = 192 << 20  # of memory for a tokenizer, its table and the thread that makes them
+
+
+def make_engine(
+    runner: StepRunner,
+    spec: ModelSpec,
+    sizing: Sizing,
+    config: EngineConfig,
+    *,
+    is_recorded: bool,
+    has_slots: bool,
+    proposer: Proposer | None = None,
+) -> Engine:
+    """is_recorded: steps are replayed; has_slots: some state is recurrent; proposer: of draft tokens."""
+    can_follow = is_recorded and proposer is None  # a proposer has to see every step
+    num_steps = MOST_STEPS if can_follow else 1
+    scheduler = sizing.scheduler(config, causal=spec.causal, num_steps=num_steps)
+    speculation = None
+    if proposer is not None:
+        speculation = Speculation(proposer, scheduler.costs, config.num_draft_tokens, replays=has_slots)
+    longest = sizing.max_model_len
+    return Engine(
+        runner, scheduler, vocab_size=spec.vocab_size, max_model_len=longest, speculation=speculation
+    )
+
+
+def make_compiler(text: TextSource, vocab_size: int) -> Callable[[], GrammarCompiler]:
+    """What makes the compiler of a model's grammars. Its text side is loaded then, and not before."""
+
+    def find() -> GrammarCompiler:
+        check_memory(TEXT_NBYTES)
+        language = text.language()
+        if language.chat_template:
+            language.chat_template.close()
+        if language.tokenizer is None:
+            raise BadGrammar(f"{text.name} has no tokenizer, so no grammar can be kept")
+        return GrammarCompiler(language.tokenizer, vocab_size, ends=language.stop_token_ids)
+
+    return find

@@ -1,0 +1,1 @@
+"""What a probe finds out about a model without a config, and where it is kept."""

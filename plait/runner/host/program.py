@@ -1,0 +1,125 @@
+"""A step that was recorded once, run over host memory: one native call for all layers, then the tokens.
+
+Nothing here needs torch. `program` records a step, `loading.image` brings one back that an earlier process
+recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from plait.runner.host.pooling import add_pooled
+from plait.runner.host.sampler import HostSampler, is_greedy
+from plait.runner.host.static_batch import Found, NativeThreads, StaticBatch
+from plait.schedule.plan import MOST_STEPS, Done, Sampled, SamplingBatch, StepPlan
+
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResults:
+    """Where a step leaves what it computes: memory that the next step overwrites.
+
+    hidden: [most tokens, hidden]; logits: [most rows, vocab]; largest: ids and values of the largest logit of
+    each row, None if the step does not find them.
+    """
+
+    hidden: Floats
+    logits: Floats
+    largest: Found | None
+
+
+class Described(Protocol):
+    """What a recording says of itself, in `str`, and the names of its kernels, in order."""
+
+    @property
+    def names(self) -> Sequence[str]: ...
+
+
+class HostProgram:
+    """A recorded step as one native call. `table`: its launches, as `threads` run them."""
+
+    def __init__(self, threads: NativeThreads, table: Any, static: StaticBatch, results: StepResults) -> None:
+        self.threads, self.table, self.static, self.results = threads, table, static, results
+        if results.largest is not None:
+            rows = (MOST_STEPS, static.capacity.seqs)
+            self._kept = np.zeros(rows, np.int64), np.zeros(rows, np.float32)
+            self._step = np.zeros(1, np.int64)
+            self._between = static.following(threads, results.largest, self._kept, self._step)
+
+    def __call__(self, plan: StepPlan) -> Floats:
+        """Logits of the requested rows, [L, vocab] float32: memory that the next call overwrites."""
+        tokens, logits = self.static.fill(plan)
+        return self._run(tokens, logits, len(plan.chunks))
+
+    def follow(self, token_ids: Sequence[int]) -> Floats:
+        """Logits of the step after a call of decodes. The block of each next token is in its table."""
+        count = self.static.follow(token_ids)
+        return self._run(count, count, count)
+
+    def several(self, plan: StepPlan) -> Found:
+        """Run all steps of a plan of decodes in one call: ids and values of `largest`, which must exist.
+
+        Both are [steps, sequences]: memory that the next call overwrites.
+        """
+        largest = self.results.largest
+        assert largest is not None
+        count, _ = self.static.fill(plan)
+        self._step[0], last = 0, plan.num_steps - 1
+        sizes = {"tokens": count, "logits": count, "seqs": count}
+        self.threads.run(self.table, **sizes, steps=plan.num_steps, between=self._between)
+        ids, values = self._kept
+        ids[last, :count], values[last, :count] = (found[:count] for found in largest)
+        return ids[: last + 1, :count], values[: last + 1, :count]
+
+    def _run(self, tokens: int, logits: int, seqs: int) -> Floats:
+        self.threads.run(self.table, tokens=tokens, logits=logits, seqs=seqs)
+        return self.results.logits[:logits]
+
+
+class ProgramReplay:
+    """Replays a program for every plan that fits it, and samples from what it computes (a `Replay`)."""
+
+    def __init__(self, program: HostProgram, sampler: HostSampler, description: Described) -> None:
+        self.program, self._sampler, self._description = program, sampler, description
+
+    @property
+    def launches(self) -> Sequence[str]:
+        """The names of the kernels of a step, in order."""
+        return tuple(self._description.names)
+
+    def describe(self) -> str:
+        """What was recorded, in a line."""
+        return str(self._description)
+
+    def fits(self, plan: StepPlan) -> bool:
+        """Whether the plan is no larger than the program."""
+        return self.program.static.fits(plan)
+
+    def forget(self) -> None:
+        """A step failed: nothing to do, because `fill` writes all that a step reads."""
+
+    def launch(self, plan: StepPlan, sampling: SamplingBatch) -> Done:
+        """Run the steps of a plan that fits."""
+        if plan.num_steps > 1:
+            return Done(self._several(plan, sampling))
+        logits, results = self.program(plan), self.program.results
+        answers = self._sampler.sample(logits, sampling, results.largest)
+        return Done(add_pooled(plan, results.hidden, answers))
+
+    def _several(self, plan: StepPlan, sampling: SamplingBatch) -> list[Sampled]:
+        """Run several decode steps of one plan, each of which computes what the last one sampled."""
+        program, largest = self.program, self.program.results.largest
+        if largest is not None and is_greedy(sampling):
+            return self._sampler.likeliest(*program.several(plan))
+        tokens = [a.token_ids[0] for a in self._sampler.sample(program(plan), sampling, largest)]
+        steps = [tokens]
+        for i in range(1, plan.num_steps):
+            tokens = self._sampler.follow(program.follow(tokens), sampling, i, largest)
+            steps.append(tokens)
+        return [Sampled(ids) for ids in zip(*steps, strict=True)]
