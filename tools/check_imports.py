@@ -60,7 +60,8 @@ NO_TORCH = (
     *("kernels.load", "kernels.cpu.runtime.threads", "kernels.cpu.runtime.machine_code"),
     *("engine.core", "engine.thread", "engine.memory_plan", "engine.host_memory", "engine.grammar_guide"),
     *("engine.admission", "engine.metrics", "frontend", "loading.text_side", "loading.make_engine", "server"),
-    *("loading.image.file_format", "loading.image.key", "loading.image.restore", "loading.image.start"),
+    *("loading.image.lookup", "loading.image.file_format", "loading.image.key"),
+    *("loading.image.restore", "loading.image.start"),
     *("worker.client", "worker.supervisor", "worker.child_process"),
     *("worker.protocol", "worker.request_table"),
 )

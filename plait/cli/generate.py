@@ -73,9 +73,9 @@ def load(model: str, settings: dict[str, Any], *, quiet: bool = False) -> LLM:
     gc.disable()  # looking for cycles in what libraries define takes a sixth of the time, and finds none
     try:
         from plait.llm.llm import LLM
-        from plait.loading.image.start import find_image
+        from plait.loading.image.lookup import has_image
 
-        if find_image(model, EngineConfig(**settings)) is None:
+        if not has_image(model, EngineConfig(**settings)):
             finish_torch()
 
         with LoadingBar(f"loading {model}", is_quiet=quiet) as loading:

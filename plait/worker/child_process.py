@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from plait.config import GIB
-from plait.loading.image.start import has_image
+from plait.loading.image.lookup import has_image
 from plait.resource_limits import num_oom_kills
 from plait.worker.protocol import (
     LOAD_ENGINE,

@@ -141,5 +141,13 @@ def test_streams_of_a_larger_model_do_too(smollm2: Path) -> None:
 
 def test_the_process_that_answers_http_holds_no_tensors(server: Server) -> None:
     for name in ("torch", "numba", "llvmlite"):
-        assert f"/{name}/" in Path(f"/proc/{engine_of(server)}/maps").read_text()
         assert f"/{name}/" not in Path(f"/proc/{server.process.pid}/maps").read_text()
+    assert "/llvmlite/" in Path(f"/proc/{engine_of(server)}/maps").read_text()
+
+
+def test_an_engine_from_a_startup_image_holds_neither_torch_nor_numba(tmp_path: Path) -> None:
+    options = ("--max-num-seqs", "4", "--cpu", "--cache-dir", str(tmp_path))
+    for is_first in (True, False):
+        with serve(NANO_HYBRID, *options) as running:
+            maps = Path(f"/proc/{engine_of(running)}/maps").read_text()
+            assert [f"/{name}/" in maps for name in ("torch", "numba")] == [is_first] * 2

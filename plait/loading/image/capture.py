@@ -100,13 +100,12 @@ def capture_step(
     program: HostProgram,
     store: HostStore,
     sampling: Mapping[str, Any],
-    text: str,
     kept: Iterable[KeptBlock] = (),
 ) -> CapturedImage:
     """A recorded step as an image has it.
 
-    sampling: the kernels that sample; text: describes the step; kept: blocks of weights that also lie in a
-    file. Raises CannotRecord where an address leads to memory that is not known.
+    sampling: the kernels that sample; kept: blocks of weights that also lie in a file. Raises CannotRecord
+    where an address leads to memory that is not known.
     """
     table, results = program.table, program.results
     files: dict[Path, int] = {}
@@ -135,7 +134,7 @@ def capture_step(
         loops=loops,
         sampling=chosen,
         capacity=(capacity.tokens, capacity.logits, capacity.seqs, capacity.blocks),
-        description=text,
+        description=f"{len(launches)} launches of {len(set(table.names))} native kernels, one call",
     )
     return CapturedImage(step, code, constants, tuple(map(_describe_file, files)))
 

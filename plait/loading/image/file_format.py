@@ -30,7 +30,6 @@ from plait.kernels.load import is_foreign_file
 from plait.memory import PagedState, SlotState, State
 
 MAGIC = b"plaitim1"
-SUFFIX = ".image"
 _START = struct.Struct("<8sQQ32s")
 _PAGE = 4096
 Bytes = npt.NDArray[np.uint8]

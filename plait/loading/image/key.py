@@ -14,13 +14,12 @@ from typing import Any
 
 import msgspec
 
-from plait.cache_folder import cache_base
 from plait.checkpoint.find_files import ModelFiles
 from plait.checkpoint.identity import identify_file
 from plait.checkpoint.packed_cache.file_format import as_stem
 from plait.config import EngineConfig
 from plait.kernels.load import host_target
-from plait.loading.image.file_format import SUFFIX
+from plait.loading.image.lookup import SUFFIX, folder_of
 from plait.resource_limits import default_threads
 from plait.version import __version__
 
@@ -30,36 +29,11 @@ APART = frozenset({
     "max_waiting", "memory_limit", "gpu_memory", "prefix_cache", "snapshot_interval", "swap_memory",
     "max_step_ms", "cache_dir", "offline", "open_objects", "json_space", "startup_image",
 })  # fmt: skip
-GPUS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # of NVIDIA's driver, of Windows's for Linux, of AMD's
 
 
-def why_no_image(config: EngineConfig) -> str | None:
-    """Why a model with these options has no startup image; None: it may have one."""
-    if config.startup_image == "off":
-        return "--startup-image is off"
-    if config.device not in ("auto", "cpu") or (config.device == "auto" and has_gpu()):
-        return "it runs on a GPU"
-    if config.num_ranks > 1 or config.ops != "auto" or config.packed_cache == "off":
-        return "several ranks, --ops and --packed-cache off have no image"
-    if config.speculate not in ("off", "ngram") or config.plugins:
-        return "draft models and plug-ins have no image"
-    return None
-
-
-def has_gpu() -> bool:
-    """Whether there may be a GPU: torch looks for it then, so there is no image."""
-    return any(os.path.exists(path) for path in GPUS)
-
-
-def folder_of(config: EngineConfig) -> Path | None:
-    """Where startup images lie; None: there is no folder for them."""
-    base = cache_base(config.cache_dir)
-    return base / "images" if base is not None else None
-
-
-def count_threads(config: EngineConfig) -> int:
-    """How many threads a model gets on a CPU."""
-    return config.threads or default_threads()[0]
+def choose_threads(config: EngineConfig) -> tuple[int, str]:
+    """How many threads a model gets on a CPU, and why."""
+    return (config.threads, "--threads") if config.threads else default_threads()
 
 
 def key_of(files: ModelFiles, config: EngineConfig) -> dict[str, Any]:
@@ -69,7 +43,7 @@ def key_of(files: ModelFiles, config: EngineConfig) -> dict[str, Any]:
         "weights": [[str(path.resolve()), *identify_file(path)] for path in files.weights],
         "texts": [[path.name, *identify_file(path)] for path in sorted(texts)],
         "options": {name: value for name, value in asdict(config).items() if name not in APART},
-        "threads": count_threads(config),
+        "threads": choose_threads(config)[0],
         "code": [__version__, _digest_code()],
         "machine": [host_target(), platform.system(), sys.version],
         "packages": sorted(_read_time(path) for path in site.getsitepackages()),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -17,11 +17,12 @@ from plait.engine.grammar_guide import Guides
 from plait.engine.host_memory import describe_memory, size_on_host
 from plait.engine.memory_plan import ModelFacts, Sizing
 from plait.engine.thread import EngineLoop
-from plait.errors import BadFile, OutOfMemory, PlaitError
+from plait.errors import BadFile, OutOfMemory
 from plait.frontend.frontend import Front, Parsers
 from plait.kernels.load import why_refused
 from plait.loading.image.file_format import Image, read_image
-from plait.loading.image.key import count_threads, folder_of, key_of, path_of, why_no_image
+from plait.loading.image.key import choose_threads, key_of, path_of
+from plait.loading.image.lookup import folder_of, why_no_image
 from plait.loading.image.restore import RestoredStep, map_weights
 from plait.loading.make_engine import make_compiler, make_engine
 from plait.loading.text_side import TextSource
@@ -97,14 +98,6 @@ def find_image(model: str, config: EngineConfig) -> tuple[ModelFiles, Path] | No
     return (files, path) if path is not None and path.exists() else None
 
 
-def has_image(model: str, config: EngineConfig) -> bool:
-    """Whether a process that loads the model will find its image, as far as this disk shows."""
-    try:
-        return find_image(model, replace(config, offline=True)) is not None
-    except PlaitError:
-        return False
-
-
 def start_image(model: str, config: EngineConfig) -> StartedModel | None:
     """An engine from the model's image; None where there is none, or it cannot be used, with a line why.
 
@@ -130,6 +123,9 @@ def start_image(model: str, config: EngineConfig) -> StartedModel | None:
 
 def _start(image: Image, config: EngineConfig, open_full: OpenFull) -> StartedModel:
     model, step = image.header.model, image.header.step
+    threads, why = choose_threads(config)
+    log.info("device: cpu (%s)", "requested" if config.device == "cpu" else "there is no GPU")
+    log.info("threads: %d (%s)", threads, why)
     spec = decode_spec_value(model.spec)
     assert isinstance(spec, ModelSpec)
     facts = ModelFacts(states=model.states, max_len=spec.max_len, dtype=model.dtype, causal=spec.causal)
@@ -143,7 +139,7 @@ def _start(image: Image, config: EngineConfig, open_full: OpenFull) -> StartedMo
         store = HostStore(model.states, *state)
     except (MemoryError, OSError) as error:
         raise OutOfMemory("not enough memory for sequences; see `plait info`") from error
-    restored = RestoredStep(image, store, count_threads(config), map_weights(image.header.files))
+    restored = RestoredStep(image, store, threads, map_weights(image.header.files))
     sampler = HostSampler(spec.vocab_size, _row_ops(restored), model.banned)
     replay = ProgramReplay(restored.program(), sampler, restored)
     runner = HostRunner(replay, store, open_full)

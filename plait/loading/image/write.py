@@ -18,8 +18,9 @@ from plait.errors import BadFile, CannotRecord
 from plait.kernels.load import sampling_kernels, why_refused
 from plait.loading.build import Built, Loaded
 from plait.loading.image.capture import capture_step
-from plait.loading.image.file_format import SUFFIX, ImageHeader, ModelPart, lay_out, read_image, write_image
-from plait.loading.image.key import key_of, path_of, why_no_image
+from plait.loading.image.file_format import ImageHeader, ModelPart, lay_out, read_image, write_image
+from plait.loading.image.key import key_of, path_of
+from plait.loading.image.lookup import list_images, why_no_image
 from plait.loading.make_runner import make_sampler
 from plait.loading.open_model import banned_ids, load_decoder
 from plait.loading.packed_cache import fingerprint, keep, shelf_of
@@ -84,12 +85,12 @@ def _write(built: Built | Loaded) -> str:
     if refused := why_refused(path.parent):
         raise CannotRecord(refused)
     blocks: list[KeptBlock] = target.shelf.written if target.shelf else []
-    found = capture_step(replay.program, store, sampling_kernels(), replay.describe(), blocks)
+    found = capture_step(replay.program, store, sampling_kernels(), blocks)
     nbytes = lay_out([content.nbytes for content in found.constants])[1]
     if nbytes > MOST_CONSTANTS:
         raise CannotRecord(f"{gib(nbytes)} of its weights are in no file")
     header = ImageHeader(key, _model_part(built), found.step, found.files, nbytes)
-    _drop_older(path, key)
+    _drop_older(path, opened.files.name, key)
     written = write_image(path, header, found.code, found.constants)
     return f"startup image: {gib(written)} written to {path}"
 
@@ -129,9 +130,9 @@ def _model_part(built: Built | Loaded) -> ModelPart:
     )
 
 
-def _drop_older(path: Path, key: dict[str, Any]) -> None:
+def _drop_older(path: Path, name: str, key: dict[str, Any]) -> None:
     """Remove images of the same weights and options that no startup uses any more."""
-    for other in path.parent.glob(f"{path.stem.rpartition('-')[0]}-*{SUFFIX}"):
+    for other in list_images(path.parent, name):
         with suppress(OSError):
             if other != path and _is_older(other, key):
                 other.unlink()

@@ -22,7 +22,7 @@ from numba import njit
 from numba.core.ccallback import CFunc
 from numba.core.sigutils import normalize_signature
 
-from plait.kernels.cpu.codegen.kernel_cache import lock_compile, read_object_code
+from plait.kernels.cpu.codegen.kernel_cache import lock_compile
 
 log = logging.getLogger("plait")
 
@@ -78,7 +78,8 @@ class Kernel:
 
     def object_code(self) -> bytes | None:
         """What LLVM made, as it is kept on the disk, whole; None where nothing is kept."""
-        return read_object_code(self.function, self.signature)
+        found: bytes | None = self._compiled._cache.read_object_code()
+        return found
 
     @cached_property
     def _compiled(self) -> Any:

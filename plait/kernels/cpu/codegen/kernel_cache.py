@@ -61,6 +61,16 @@ class Compiled(NullCache):
         if self._files and not data.library.has_dynamic_globals:
             self._files.write(self._name, dumps(data._reduce()))
 
+    def read_object_code(self) -> bytes | None:
+        """The object code that is kept; None where nothing is kept."""
+        payload = self._files.read(self._name) if self._files else None
+        if payload is None:
+            return None
+        # `CompileResult._reduce` has the library as (name, "object", (object code, bitcode)).
+        parts = [part for part in pickle.loads(payload) if isinstance(part, tuple)]
+        found = [part[2][0] for part in parts if part[1:2] == ("object",)]
+        return bytes(found[0]) if found else None
+
 
 @contextmanager
 def lock_compile(function: FunctionType, signature: str) -> Iterator[Compiled]:
@@ -73,19 +83,6 @@ def lock_compile(function: FunctionType, signature: str) -> Iterator[Compiled]:
     with files.making(found._name):
         found.look_again()
         yield found
-
-
-def read_object_code(function: FunctionType, signature: str) -> bytes | None:
-    """The object code that is kept of a function; None where nothing is kept."""
-    files = target.cached_files()
-    payload = files.read(name_of(function, signature)) if files else None
-    if payload is None:
-        return None
-    # `CompileResult._reduce` has the library as (name, "object", (object code, bitcode)).
-    libraries = [
-        part[2][0] for part in pickle.loads(payload) if isinstance(part, tuple) and part[1:2] == ("object",)
-    ]
-    return bytes(libraries[0]) if libraries else None
 
 
 def name_of(function: FunctionType, signature: str) -> str:
