@@ -34,6 +34,9 @@ UNPROVEN = "GPU kernels are proved by compilation and interpreter, and no run on
 MAX_STREAM_INTERVAL = 256  # tokens of one stream that are read at once, on the loop of all others
 
 
+_TYPES: dict[type, dict[str, tuple[Any, bool]]] = {}  # by class: to read them takes a millisecond
+
+
 def option(default: Any, text: str, *also: str, least: int | None = None) -> Any:
     """A field with a default and a help text. `also`: more names of its flag; `least`: the lowest number."""
     return field(default=default, metadata={"help": text, "also": also, "least": least})
@@ -41,12 +44,13 @@ def option(default: Any, text: str, *also: str, least: int | None = None) -> Any
 
 def option_types(cls: type) -> dict[str, tuple[Any, bool]]:
     """Of each field its type, and whether it may also be None: `int | None` is (int, True)."""
-    found = {}
-    for name, hint in get_type_hints(cls).items():
-        parts = [part for part in get_args(hint) if part is not NoneType]
-        optional = get_origin(hint) in (Union, UnionType)
-        found[name] = (parts[0] if optional else hint, optional)
-    return found
+    if cls not in _TYPES:
+        _TYPES[cls] = found = {}
+        for name, hint in get_type_hints(cls).items():
+            parts = [part for part in get_args(hint) if part is not NoneType]
+            optional = get_origin(hint) in (Union, UnionType)
+            found[name] = (parts[0] if optional else hint, optional)
+    return _TYPES[cls]
 
 
 def _check_fields(config: Any) -> None:

@@ -62,7 +62,7 @@ NO_TORCH = (
     *("engine.admission", "engine.metrics", "frontend", "loading.text_side", "loading.make_engine", "server"),
     *("loading.image.lookup", "loading.image.file_format", "loading.image.key"),
     *("loading.image.restore", "loading.image.start"),
-    *("worker.client", "worker.supervisor", "worker.child_process"),
+    *("worker.client", "worker.supervisor", "worker.child_process", "worker.start_process"),
     *("worker.protocol", "worker.request_table"),
 )
 READS_ENVIRONMENT = {"cli"}

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
+from plait.cache_folder import cache_base
 from plait.cli.common.help import GroupedCommand
 from plait.cli.common.options import (
     common_options,
@@ -21,6 +24,7 @@ from plait.cli.common.options import (
 )
 from plait.config import EngineConfig, ServerConfig, option_names
 from plait.errors import ConfigError
+from plait.worker.start_process import StartedProcess, new_spare, start_process
 
 TABLES: Mapping[str, type] = {"server": ServerConfig, "engine": EngineConfig}
 
@@ -51,9 +55,19 @@ def serve(ctx: click.Context, /, model: str, config: str | None, **given: Any) -
 
     engine = EngineConfig(**merge_settings(engine_settings(given), explicit, read_table(config, "engine")))
     server = server_config()
+    begun = begin_engine(engine)
     from plait.server.run import run_server
 
-    run_server(model, engine, server, reread=server_config)
+    run_server(model, engine, server, reread=server_config, begun=begun)
+
+
+def begin_engine(engine: EngineConfig) -> StartedProcess | None:
+    """The engine's process: it imports what it needs while this one does. None: it is started later."""
+    base = cache_base(engine.cache_dir)
+    has_images = base is not None and os.path.isdir(base / "images")
+    with suppress(OSError):
+        return start_process(engine.max_num_seqs, new_spare(), wants_torch=not has_images)
+    return None
 
 
 def merge_settings(

@@ -29,6 +29,7 @@ from plait.server.http.connection import READ_BYTES, Reads
 
 if TYPE_CHECKING:
     from plait.frontend.frontend import Front
+    from plait.worker.start_process import StartedProcess
 
 logger = logging.getLogger("plait.server")
 KEEP_ALIVE_S = 5  # of an idle connection; a client that returns opens another in a millisecond
@@ -41,10 +42,17 @@ Load = Callable[[Report], "Front"]
 Reread = Callable[[], ServerConfig]
 
 
-def run_server(model: str, engine: EngineConfig, server: ServerConfig, reread: Reread | None = None) -> None:
+def run_server(
+    model: str,
+    engine: EngineConfig,
+    server: ServerConfig,
+    reread: Reread | None = None,
+    begun: StartedProcess | None = None,
+) -> None:
     """Serve a model until SIGTERM or SIGINT. Raises ConfigError for a taken port, and what loading raises.
 
-    `reread`: the server's options as they are now, for SIGHUP; raises ConfigError.
+    `reread`: the server's options as they are now, for SIGHUP; raises ConfigError. `begun`: the engine's
+    process, started already.
     """
 
     def load(report: Report) -> Front:
@@ -59,7 +67,7 @@ def run_server(model: str, engine: EngineConfig, server: ServerConfig, reread: R
             loading_s=server.loading_timeout_s,
             goes_on=server.on_engine_lost == "retry",
         )
-        return load_process(model, engine, report, parsers, patience)
+        return load_process(model, engine, report, parsers, patience, begun)
 
     log = start_log(server)
     allow_files(server.max_connections + SPARE_FILES)

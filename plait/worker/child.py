@@ -216,8 +216,7 @@ def load_engine(
     model: str, config: EngineConfig, report: Report, on_source: Callable[[TextSource], None]
 ) -> BuiltEngine:
     """The builder of every real model. Raises what `plait.loading.build.build` does."""
-    if (started := start_image(model, config)) is not None:
-        on_source(started.text)
+    if (started := start_image(model, config, on_source)) is not None:
         return BuiltEngine(started.engine, started.spec, started.close, started.fingerprint)
     finish_torch()
     from plait.loading.build import build

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -26,20 +24,13 @@ from plait.worker.protocol import (
     Hello,
     SharedStatus,
     frame,
-    new_status,
 )
+from plait.worker.start_process import StartedProcess, start_process
 
 PIECE = 1 << 18  # bytes read at a time
 MAX_LINE = 8192  # of what the process writes to its output
 LAST_OUTPUT_S = 1.0  # for the rest of that to be read, if a process of its own still holds the pipe
 log = logging.getLogger("plait.engine")
-# Signals for a whole group (Ctrl-C, a terminal or a service that goes) are the front's to answer.
-_RUN = (
-    "import json, sys, signal as s; [s.signal(n, s.SIG_IGN) for n in (s.SIGINT, s.SIGTERM, s.SIGHUP)]; "
-    "sys.path[:] = json.loads(sys.argv[1]); from plait.loading.torch_preload import begin_torch, die_with; "
-    "die_with(int(sys.argv[5])); "
-    "sys.argv[6] == '1' and begin_torch(); from plait.worker.child import main; main()"
-)
 
 
 class End(NamedTuple):
@@ -60,35 +51,23 @@ class Spawned:
     that thread ends, so does the process. Raises OSError if the system cannot start it.
     """
 
-    def __init__(self, hello: Hello, max_planned: int, spare: int = -1) -> None:
-        """`spare`: descriptor of memory for kernels that no folder can take, or -1; the caller keeps it."""
+    def __init__(
+        self, hello: Hello, max_planned: int, spare: int = -1, begun: StartedProcess | None = None
+    ) -> None:
+        """`spare`: descriptor of memory for kernels that no folder can take, or -1; the caller keeps it.
+
+        `begun`: a process that was started already, with these numbers.
+        """
         self._frames: Frames[FromChild] = Frames(FromChild)
         self._outbox: deque[memoryview] = deque()
         self._num_oom_kills = num_oom_kills()
-        self.socket, theirs = socket.socketpair()
-        status = new_status(max_planned)
-        output, written = os.pipe()
-        try:
+        if begun is None:
             wants_torch = hello.builder == LOAD_ENGINE and not has_image(hello.model, hello.config)
-            numbers = (theirs.fileno(), status, max_planned, os.getpid(), int(wants_torch), spare)
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _RUN, json.dumps(sys.path), *map(str, numbers)],
-                stdin=subprocess.DEVNULL,
-                stdout=written,  # whatever a library prints belongs to the log
-                stderr=written,  # and not to our stderr: where that is not read, a step would wait for it
-                pass_fds=[fd for fd in (*numbers[:2], spare) if fd >= 0],
-            )
-        except BaseException:
-            self.socket.close()
-            os.close(status)
-            os.close(output)
-            raise
-        finally:
-            theirs.close()
-            os.close(written)
-        self._relay = threading.Thread(target=_relay, args=(output,), name="plait-output", daemon=True)
+            begun = start_process(max_planned, spare, wants_torch=wants_torch)
+        self._process, self.socket = begun.process, begun.socket
+        self._relay = threading.Thread(target=_relay, args=(begun.output,), name="plait-output", daemon=True)
         self._relay.start()
-        self.status = SharedStatus(status, max_planned)
+        self.status = SharedStatus(begun.status, max_planned)
         self.socket.setblocking(False)
         self.send(hello)
 

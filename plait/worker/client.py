@@ -24,8 +24,10 @@ from plait.frontend.frontend import TEMPLATES_OWN, Front, Parsers
 from plait.loading.text_side import TextSource
 from plait.request import JsonStyle, Request
 from plait.spec import ModelSpec
+from plait.text.chat.template import begin_start
 from plait.worker import protocol
 from plait.worker.child_process import Spawned
+from plait.worker.start_process import StartedProcess
 from plait.worker.supervisor import CLOSE_GRACE_S, Patience, Supervisor
 
 SUMS = ("num_steps", "num_prompt_tokens", "num_output_tokens", "num_preemptions", "num_swaps")
@@ -48,6 +50,7 @@ class EngineProcess:
         *,
         builder: str = protocol.LOAD_ENGINE,
         patience: Patience | None = None,
+        begun: StartedProcess | None = None,
     ) -> None:
         self.config, self.max_open = config, config.max_waiting + config.max_num_seqs
         self.fault: PlaitError | None = None
@@ -67,7 +70,7 @@ class EngineProcess:
         )
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self._collected)
-        self._supervisor = Supervisor(protocol.Hello(builder, model, config, {}), self, self._patience)
+        self._supervisor = Supervisor(protocol.Hello(builder, model, config, {}), self, self._patience, begun)
         self._thread = threading.Thread(target=self._supervisor.run, name="plait-supervisor", daemon=True)
         self._thread.start()
         self._abandon = partial(self.close, drain=False)
@@ -265,18 +268,23 @@ def load_process(
     report: Report,
     parsers: Parsers = TEMPLATES_OWN,
     patience: Patience | None = None,
+    begun: StartedProcess | None = None,
 ) -> Front:
-    """A Front over an engine in a process of its own. Raises what loading and `report` raise."""
-    process = EngineProcess(model, config, patience=patience)
+    """A Front over an engine in a process of its own. Raises what loading and `report` raise.
+
+    `begun`: that process, started already by the main thread.
+    """
+    process = EngineProcess(model, config, patience=patience, begun=begun)
     try:
         source = process.source(report)
         language = source.language()
-        if language.chat_template:
-            language.chat_template.start(is_chosen=source.chat_template is not None)
+        wait_for_template = begin_start(language.chat_template, is_chosen=source.chat_template is not None)
         spec, longest = process.ready(report)
         parsers = replace(parsers, style=JsonStyle(config.open_objects, config.json_space))
         front = Front(source.name, spec, longest, process, language, config, parsers)
-        front.start()
+        threading.Thread(target=front.start, name="plait-grammars", daemon=True).start()
+        if source.chat_template is not None:
+            wait_for_template()
         return front
     except BaseException:
         process.close(drain=False)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-import tempfile
 import time
 from array import array
 from collections.abc import Collection, Iterator, Sequence
@@ -25,14 +24,13 @@ from plait.request import Event, Request
 from plait.resource_limits import is_memory_error, out_of_memory_text
 from plait.spec import ModelSpec
 from plait.spec_values import decode_spec_value
+from plait.worker.start_process import NUM_STATS, PLANNED
 
 MAX_FRAME_NBYTES = 256 * MIB  # log-probabilities of a long prompt, with alternatives, are tens of megabytes
 LENGTH = struct.Struct(">I")
 LOAD_ENGINE = "plait.worker.child:load_engine"  # the builder of every real model
-NUM_STATS = 64
 ALIVE, BUSY, ARRIVING, NUM_PLANNED = range(4)
-STATS = 4
-PLANNED = STATS + NUM_STATS
+STATS = PLANNED - NUM_STATS
 M = TypeVar("M")
 
 
@@ -263,21 +261,6 @@ class SharedStatus:
         self._times.release()
         self._numbers.release()
         self._memory.close()
-
-
-def new_status(max_planned: int) -> int:
-    """The descriptor of memory for a `SharedStatus`: all zero."""
-    fd = new_memory("plait-engine")
-    os.truncate(fd, 8 * (PLANNED + max_planned))
-    return fd
-
-
-def new_memory(name: str) -> int:
-    """The descriptor of memory that processes can share, empty; gone with its last user. Raises OSError."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create(name)
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
 
 
 def encode_event(key: int, event: Event) -> EventMessage:

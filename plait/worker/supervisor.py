@@ -20,6 +20,7 @@ from plait.errors import EngineError, EngineLost, OutOfMemory, PlaitError
 from plait.worker import protocol
 from plait.worker.child_process import End, Spawned
 from plait.worker.request_table import RequestTable
+from plait.worker.start_process import StartedProcess, new_spare
 
 TICK_S = 1.0  # between two looks at the signs of life
 ASLEEP_S = 5.0  # without a look, this process was stopped itself, and perhaps the engine with it
@@ -106,7 +107,14 @@ class Mailbox:
 class Supervisor:
     """`run` it on a thread of its own. It ends after a call of `close`, or when the engine is given up."""
 
-    def __init__(self, hello: protocol.Hello, watcher: Watcher, patience: Patience) -> None:
+    def __init__(
+        self,
+        hello: protocol.Hello,
+        watcher: Watcher,
+        patience: Patience,
+        begun: StartedProcess | None = None,
+    ) -> None:
+        """`begun`: the first process, started already by a thread that lives at least as long as this one."""
         self._hello, self._watcher, self._patience = hello, watcher, patience
         self.mailbox, self.requests = Mailbox(), RequestTable()
         self.engine: Spawned | None = None
@@ -119,9 +127,8 @@ class Supervisor:
         self._reported: PlaitError | None = None  # why the process says that it ends
         self._close_at: float | None = None
         self._num_in_row = self._num_unexplained = 0
-        self._spare = -1  # memory for compiled kernels that no folder can take, kept for the next engine
-        with suppress(OSError):
-            self._spare = protocol.new_memory("plait-kernels")
+        self._begun = begun
+        self._spare = begun.spare if begun else new_spare()  # kept for the next engine
         self._last = End(NOT_STARTED)
 
     @property
@@ -178,7 +185,8 @@ class Supervisor:
         self._reported, self._has_spoken, self._up_since = None, False, None
         try:
             hello = protocol.Hello(self._hello.builder, self._hello.model, self._hello.config, _log_levels())
-            engine = self.engine = Spawned(hello, hello.config.max_num_seqs, self._spare)
+            engine = self.engine = Spawned(hello, hello.config.max_num_seqs, self._spare, self._begun)
+            self._begun = None
         except OSError as error:  # no memory, no processes, no files left: it may be better later
             self._num_in_row = max(self._num_in_row, 1) + 1
             self._num_unexplained += 1

@@ -43,8 +43,8 @@ from plait.worker.protocol import (
     encode_error,
     encode_event,
     frame,
-    new_status,
 )
+from plait.worker.start_process import new_status
 
 
 def crossed(message: protocol.WireMessage, kinds: object = FromFront) -> protocol.WireMessage:

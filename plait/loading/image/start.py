@@ -36,6 +36,7 @@ from plait.schedule.speculate import NgramProposer
 from plait.spec import ModelSpec
 from plait.spec_values import decode_spec_value
 from plait.state.host_store import HostStore
+from plait.text.chat.template import begin_start
 
 log = logging.getLogger("plait")
 OpenFull = Callable[[HostStore], FullRunner]
@@ -76,14 +77,19 @@ def load_image(model: str, config: EngineConfig) -> LoadedImage | None:
     started = start_image(model, config)
     if started is None:
         return None
-    language = started.text.language()
-    if language.chat_template:
-        language.chat_template.start(is_chosen=config.chat_template is not None)
+    language, is_chosen = started.text.language(), config.chat_template is not None
+    wait_for_template = begin_start(language.chat_template, is_chosen=is_chosen)
+    if is_chosen:
+        wait_for_template()
     loop = EngineLoop(started.engine, on_end=started.close)
     parsers = Parsers(style=JsonStyle(config.open_objects, config.json_space))
     longest = started.sizing.max_model_len
     front = Front(started.name, started.spec, longest, loop, language, config, parsers)
     return LoadedImage(config, started.runner, front)
+
+
+def _ignore(source: TextSource) -> None:
+    """Do nothing with it."""
 
 
 def find_image(model: str, config: EngineConfig) -> tuple[ModelFiles, Path] | None:
@@ -98,10 +104,13 @@ def find_image(model: str, config: EngineConfig) -> tuple[ModelFiles, Path] | No
     return (files, path) if path is not None and path.exists() else None
 
 
-def start_image(model: str, config: EngineConfig) -> StartedModel | None:
+def start_image(
+    model: str, config: EngineConfig, on_source: Callable[[TextSource], None] = _ignore
+) -> StartedModel | None:
     """An engine from the model's image; None where there is none, or it cannot be used, with a line why.
 
     What an image cannot do loads the whole model over the engine's memory, when it is first requested.
+    `on_source` gets the text side before the rest is made.
     """
     found = find_image(model, config)
     if found is None:
@@ -115,13 +124,15 @@ def start_image(model: str, config: EngineConfig) -> StartedModel | None:
             return None
         if image.header.key != key_of(files, config):
             raise BadFile("it is of another model or of other options")
-        return _start(image, config, partial(_open_full, model, config))
+        text = TextSource.from_json(image.header.model.text)
+        on_source(text)
+        return _start(image, config, text, partial(_open_full, model, config))
     except (BadFile, RuntimeError) as error:
         log.warning("%s: the startup image is not used: %s", path, error)
         return None
 
 
-def _start(image: Image, config: EngineConfig, open_full: OpenFull) -> StartedModel:
+def _start(image: Image, config: EngineConfig, text: TextSource, open_full: OpenFull) -> StartedModel:
     model, step = image.header.model, image.header.step
     threads, why = choose_threads(config)
     log.info("device: cpu (%s)", "requested" if config.device == "cpu" else "there is no GPU")
@@ -143,7 +154,6 @@ def _start(image: Image, config: EngineConfig, open_full: OpenFull) -> StartedMo
     sampler = HostSampler(spec.vocab_size, _row_ops(restored), model.banned)
     replay = ProgramReplay(restored.program(), sampler, restored)
     runner = HostRunner(replay, store, open_full)
-    text = TextSource.from_json(model.text)
     proposer = NgramProposer() if config.speculate == "ngram" else None
     engine = make_engine(
         *(runner, spec, sizing, config),

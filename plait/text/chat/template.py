@@ -6,7 +6,9 @@ A template's own markers become control tokens; what a user wrote never does, wh
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -82,6 +84,25 @@ class ChatTemplate(Protocol):
     def close(self) -> None:
         """Gives back what the template holds; it can be used again afterwards."""
         ...
+
+
+def begin_start(template: ChatTemplate | None, *, is_chosen: bool) -> Callable[[], None]:
+    """Start a template on a thread of its own: it waits for another process most of the time.
+
+    What is returned waits for the end, and raises what `start` does.
+    """
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            if template is not None:
+                template.start(is_chosen=is_chosen)
+            done.set_result(None)
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="plait-template", daemon=True).start()
+    return done.result
 
 
 def num_chars(*found: object) -> int:

@@ -26,7 +26,7 @@ from plait.kernels.cpu.codegen.kernel_folder import (
     sweep_daily,
     unseal,
 )
-from plait.worker.protocol import new_memory
+from plait.worker.start_process import new_memory
 
 NAME, OLD = "rows-0123.kernel", 31 * DAY_S
 HOLDER = """
