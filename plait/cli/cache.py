@@ -18,9 +18,10 @@ from plait.cli.common.options import common_options, json_option, to_json
 from plait.cli.hub import ago
 from plait.errors import ConfigError
 from plait.kernels.load import cached_kernels, remove_cached
+from plait.loading.image.lookup import SUFFIX
 from plait.loading.kernel_trials.verdicts import FOLDER
 
-KINDS = ("kernels", "packed", "trials", "findings")
+KINDS = ("kernels", "packed", "images", "trials", "findings")
 DAY_S = 86_400.0
 
 
@@ -46,7 +47,7 @@ def folder_option(function: Any) -> Any:
 @common_options()
 @click.pass_context
 def cache(ctx: click.Context, cache_dir: str | None, as_json: bool) -> None:
-    """List compiled kernels, packed weights, trials of GPU kernels and findings of probes: sizes and ages.
+    """List kernels, packed weights, startup images, trials of GPU kernels and findings: sizes and ages.
 
     Compiled kernels that no run has used for 30 days are removed by a later run. Models of the Hub are kept
     elsewhere: see `plait list`.
@@ -74,7 +75,7 @@ def cache(ctx: click.Context, cache_dir: str | None, as_json: bool) -> None:
 @click.option("--unused-days", type=click.IntRange(0), default=0, help="only what no run used for so long")
 @common_options()
 def clean(kinds: tuple[str, ...], cache_dir: str | None, unused_days: int) -> None:
-    """Remove what is kept: KIND is kernels, packed, trials or findings; without one, all but findings.
+    """Remove what is kept: kernels, packed, images, trials or findings; without KIND all but findings.
 
     \b
     plait cache clean
@@ -85,7 +86,7 @@ def clean(kinds: tuple[str, ...], cache_dir: str | None, unused_days: int) -> No
     `--probe` finds them again.
     """
     base, freed = base_of(cache_dir), 0
-    for kind in kinds or ("kernels", "packed", "trials"):
+    for kind in kinds or ("kernels", "packed", "images", "trials"):
         freed += CLEANERS[kind](base, unused_days * DAY_S)
     sys.stdout.write(f"removed from {base}: {bytes_text(freed)} freed\n")
 
@@ -107,14 +108,15 @@ def list_cached(base: Path) -> list[CachedItem]:
         CachedItem("packed", one.model, one.nbytes, one.made, one.path)
         for one in list_packed(base / "packed")
     ]
+    images = list_files("images", base / "images", f"*{SUFFIX}")
     trials = list_files("trials", base / FOLDER)
-    return [*kernels, *packed, *trials, *list_files("findings", base / "probes")]
+    return [*kernels, *packed, *images, *trials, *list_files("findings", base / "probes")]
 
 
-def list_files(kind: str, folder: Path) -> list[CachedItem]:
-    """Files of one kind: trials of GPU kernels, or findings of probes without a place next to a model."""
+def list_files(kind: str, folder: Path, pattern: str = "*.json") -> list[CachedItem]:
+    """Files of one kind, such as findings of probes without a place next to a model."""
     found = []
-    for path in sorted(folder.glob("*.json")):
+    for path in sorted(folder.glob(pattern)):
         status = path.stat()
         found.append(CachedItem(kind, path.stem, status.st_size, status.st_mtime, path))
     return found
@@ -137,9 +139,15 @@ def remove_packed(base: Path, unused_s: float) -> int:
     return remove_files("packed", base, unused_s)
 
 
+def remove_images(base: Path, unused_s: float) -> int:
+    drop_unfinished(base / "images")
+    return remove_files("images", base, unused_s)
+
+
 CLEANERS: dict[str, Callable[[Path, float], int]] = {
     "kernels": remove_cached,
     "packed": remove_packed,
+    "images": remove_images,
     "trials": lambda base, unused_s: remove_files("trials", base, unused_s),
     "findings": lambda base, unused_s: remove_files("findings", base, unused_s),
 }

@@ -66,7 +66,7 @@ def begin_engine(engine: EngineConfig) -> StartedProcess | None:
     base = cache_base(engine.cache_dir)
     has_images = base is not None and os.path.isdir(base / "images")
     with suppress(OSError):
-        return start_process(engine.max_num_seqs, new_spare(), wants_torch=not has_images)
+        return start_process(engine.max_num_seqs, new_spare(), "image" if has_images else "torch")
     return None
 
 

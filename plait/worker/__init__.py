@@ -1,1 +1,1 @@
-"""The engine as a process of its own. Only `child` and `torch_preload` run in it; the rest loads no torch."""
+"""The engine as a process of its own. Only `child` and `rank` run in it; the rest loads no torch."""

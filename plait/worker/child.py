@@ -25,7 +25,6 @@ from plait.engine.metrics import Family
 from plait.errors import EngineError, PlaitError
 from plait.frontend.deltas import TokenInterval, join_events
 from plait.kernels.load import lend
-from plait.loading.image.start import start_image
 from plait.loading.text_side import TextSource
 from plait.loading.torch_preload import finish_torch
 from plait.request import Event, Request
@@ -216,6 +215,8 @@ def load_engine(
     model: str, config: EngineConfig, report: Report, on_source: Callable[[TextSource], None]
 ) -> BuiltEngine:
     """The builder of every real model. Raises what `plait.loading.build.build` does."""
+    from plait.loading.image.start import start_image
+
     if (started := start_image(model, config, on_source)) is not None:
         return BuiltEngine(started.engine, started.spec, started.close, started.fingerprint)
     finish_torch()

@@ -25,7 +25,7 @@ from plait.worker.protocol import (
     SharedStatus,
     frame,
 )
-from plait.worker.start_process import StartedProcess, start_process
+from plait.worker.start_process import Imports, StartedProcess, start_process
 
 PIECE = 1 << 18  # bytes read at a time
 MAX_LINE = 8192  # of what the process writes to its output
@@ -46,6 +46,13 @@ class End(NamedTuple):
         return self.is_killed and self.is_oom is False
 
 
+def _choose_imports(hello: Hello) -> Imports:
+    """What an engine's process will need first."""
+    if hello.builder != LOAD_ENGINE:
+        return "nothing"
+    return "image" if has_image(hello.model, hello.config) else "torch"
+
+
 class Spawned:
     """One process, its socket and its shared status block. Call everything from the thread that made it: when
     that thread ends, so does the process. Raises OSError if the system cannot start it.
@@ -62,8 +69,7 @@ class Spawned:
         self._outbox: deque[memoryview] = deque()
         self._num_oom_kills = num_oom_kills()
         if begun is None:
-            wants_torch = hello.builder == LOAD_ENGINE and not has_image(hello.model, hello.config)
-            begun = start_process(max_planned, spare, wants_torch=wants_torch)
+            begun = start_process(max_planned, spare, _choose_imports(hello))
         self._process, self.socket = begun.process, begun.socket
         self._relay = threading.Thread(target=_relay, args=(begun.output,), name="plait-output", daemon=True)
         self._relay.start()

@@ -282,7 +282,7 @@ def load_process(
         spec, longest = process.ready(report)
         parsers = replace(parsers, style=JsonStyle(config.open_objects, config.json_space))
         front = Front(source.name, spec, longest, process, language, config, parsers)
-        threading.Thread(target=front.start, name="plait-grammars", daemon=True).start()
+        front.start()
         if source.chat_template is not None:
             wait_for_template()
         return front

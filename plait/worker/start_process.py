@@ -12,15 +12,17 @@ import subprocess
 import sys
 import tempfile
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 # Signals for a whole group (Ctrl-C, a terminal or a service that goes) are the front's to answer.
 _RUN = (
     "import json, sys, signal as s; [s.signal(n, s.SIG_IGN) for n in (s.SIGINT, s.SIGTERM, s.SIGHUP)]; "
     "sys.path[:] = json.loads(sys.argv[1]); from plait.loading.torch_preload import begin_torch, die_with; "
     "die_with(int(sys.argv[5])); "
-    "sys.argv[6] == '1' and begin_torch(); from plait.worker.child import main; main()"
+    "sys.argv[6] == 'torch' and begin_torch(); from plait.worker.child import main; "
+    "sys.argv[6] == 'image' and __import__('plait.loading.image.start'); main()"
 )
+Imports = Literal["torch", "image", "nothing"]
 NUM_STATS = 64
 PLANNED = 4 + NUM_STATS  # words of the shared status block before the requests that a step has
 
@@ -61,8 +63,8 @@ def new_status(max_planned: int) -> int:
     return fd
 
 
-def start_process(max_planned: int, spare: int, *, wants_torch: bool) -> StartedProcess:
-    """Start one. max_planned: requests of a step, at most; wants_torch: it imports torch at once.
+def start_process(max_planned: int, spare: int, imports: Imports) -> StartedProcess:
+    """Start one. max_planned: requests of a step, at most; imports: what it imports at once.
 
     The caller keeps `spare`. Raises OSError if the system cannot start it.
     """
@@ -70,13 +72,13 @@ def start_process(max_planned: int, spare: int, *, wants_torch: bool) -> Started
     status = new_status(max_planned)
     output, written = os.pipe()
     try:
-        numbers = (theirs.fileno(), status, max_planned, os.getpid(), int(wants_torch), spare)
+        numbers = (theirs.fileno(), status, max_planned, os.getpid(), imports, spare)
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", _RUN, json.dumps(sys.path), *map(str, numbers)],
             stdin=subprocess.DEVNULL,
             stdout=written,  # whatever a library prints belongs to the log
             stderr=written,  # and not to our stderr: where that is not read, a step would wait for it
-            pass_fds=[fd for fd in (*numbers[:2], spare) if fd >= 0],
+            pass_fds=[fd for fd in (theirs.fileno(), status, spare) if fd >= 0],
         )
     except BaseException:
         ours.close()

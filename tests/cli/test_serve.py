@@ -18,9 +18,10 @@ Run = Callable[..., Any]
 def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
 
-    def serve(model: str, engine: EngineConfig, server: ServerConfig, reread: Any) -> None:
+    def serve(model: str, engine: EngineConfig, server: ServerConfig, reread: Any, begun: None) -> None:
         found.extend((model, engine, server, reread))
 
+    monkeypatch.setattr("plait.cli.serve.begin_engine", lambda engine: None)
     monkeypatch.setattr("plait.server.run.run_server", serve)
     return found
 

@@ -115,8 +115,7 @@ def less_memory(loaded: Loaded) -> int | None:
 
 # One family for each kind of memory, mixer and branch; the others are slow, and their logits are compared.
 SERVED = {
-    *("llama", "gemma3", "deepseek_v3", "mamba2", "falcon_h1", "jamba", "zamba2", "lfm2", "qwen3_next"),
-    *("kimi_linear", "minimax", "recurrent_gemma"),
+    *("llama", "gemma3", "deepseek_v3", "falcon_h1", "lfm2", "kimi_linear", "recurrent_gemma"),
 }
 
 

@@ -20,7 +20,7 @@ def model(nano_hybrid: Path, tmp_path: Path) -> Path:
 
 
 def made(model: Path, **options: Any) -> str:
-    sizes = {"max_num_batched_tokens": 32, "max_num_seqs": 4, "threads": 1}
+    sizes = {"max_num_batched_tokens": 32, "max_num_seqs": 4, "threads": 1, "startup_image": "off"}
     with LLM(str(model), device="cpu", **(sizes | options)) as llm:
         return fingerprint(llm._loaded.opened, llm._loaded.target)
 

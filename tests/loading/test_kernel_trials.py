@@ -59,6 +59,7 @@ def test_each_variant_is_tried_once_for_each_kind_on_its_first_and_last_case() -
     ]
 
 
+@pytest.mark.slow  # it waits for the hanging one
 def test_a_wrong_a_hanging_and_a_crashing_kernel_are_rejected_and_the_start_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -46,7 +46,7 @@ def folder(tmp_path: Path) -> Path:
 
 @contextmanager
 def loaded(model: Path, folder: Path | str, **options: Any) -> Iterator[LLM]:
-    sizes = {"max_num_batched_tokens": 32, "max_num_seqs": 4, "threads": 1}
+    sizes = {"max_num_batched_tokens": 32, "max_num_seqs": 4, "threads": 1, "startup_image": "off"}
     with LLM(str(model), device="cpu", packed_cache=str(folder), **(sizes | options)) as llm:
         yield llm
 

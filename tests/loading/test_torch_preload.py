@@ -84,7 +84,7 @@ def test_finish_reports_that_torch_is_missing() -> None:
     script = (
         "import sys; sys.modules['torch'] = None; from plait.loading.torch_preload import TorchStart;"
         "TorchStart().finish()\n"
-        "try:\n    import plait.llm.llm\nexcept ImportError as error:\n    print(error)"
+        "try:\n    import plait.loading.build\nexcept ImportError as error:\n    print(error)"
     )
     assert "torch" in said(script)
 

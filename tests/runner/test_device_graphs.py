@@ -38,7 +38,9 @@ def replies(decoder: Decoder, has_graphs: bool, **options: int) -> tuple[Side, d
     return side, side.finish()
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "deepseek_v3" else name for name in QUICK]
+)
 def test_captured_steps_give_the_text_of_steps_op_by_op(name: str, folder: Path) -> None:
     agrees(gpu_decoder(name, folder / f"{name} of one layer", **QUICK[name]))
 
@@ -86,6 +88,7 @@ def test_so_do_they_without_graphs_but_ahead(folder: Path) -> None:
     assert side.engine.num_ahead > 5
 
 
+@pytest.mark.slow
 def test_several_replays_of_one_plan_are_as_many_steps(folder: Path) -> None:
     """Over the end of a block, without the host in between."""
     decoder = gpu_decoder("llama", folder / "llama of one layer", **ONE)

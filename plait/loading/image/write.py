@@ -47,6 +47,7 @@ def keep_image(built: Built | Loaded, limit: int) -> str:
     kept = ""
     if target.shelf is not None and not target.shelf.is_full:
         kept = keep(target.shelf, opened, target, limit)
+        log.info("%s", kept)
         if not target.shelf.written:
             return f"startup image: none is kept: {kept}"
     try:

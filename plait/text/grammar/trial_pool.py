@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import signal
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -23,6 +24,7 @@ from plait.request import Grammar
 from plait.text.grammar.library import PARTS, GrammarLimits, readable
 from plait.text.isolation.child_process import ChildProcess, is_foreign
 
+log = logging.getLogger("plait")
 _OVERHEAD = 512  # bytes of the objects around a text
 _MIB = 1 << 20
 _ASKED = ("kind", "source", "open_objects", "space", *PARTS)
@@ -143,25 +145,42 @@ class TrialPool:
         self._verdicts = Verdicts(limits.remembered_bytes)
         self._children: list[TrialChild | None] = [None] * limits.children
         self._running: dict[int, str | None] = {}  # place of a runner → the key that it works for
+        self._starting: list[TrialChild] = []
 
     def start(self) -> None:
-        """Starts the processes now, so that no grammar waits for them. Raises CapacityError."""
+        """Starts the processes now, so that no grammar waits for them. Raises CapacityError.
+
+        They get ready meanwhile: the first grammar waits for what is left of that.
+        """
         with self._lock:
             free = [i for i, child in enumerate(self._children) if child is None and i not in self._running]
             self._running |= dict.fromkeys(free)
         try:
-            made = [
-                (place, TrialChild(self._limits)) for place in free
-            ]  # all import their library at the same time
+            made = [(place, TrialChild(self._limits)) for place in free]  # all import their library at once
+        except OSError as error:
+            self._free_places(free)
+            raise CapacityError(f"no process can be started that tries grammars out: {error}") from error
+        self._starting = [child for _, child in made]
+        threading.Thread(
+            target=self._finish_start, args=(free, made), name="plait-trials", daemon=True
+        ).start()
+
+    def _finish_start(self, free: Sequence[int], made: Sequence[tuple[int, TrialChild]]) -> None:
+        try:
             for place, child in made:
                 self._set_up(place, child)
-        except OSError as error:
-            raise CapacityError(f"no process can be started that tries grammars out: {error}") from error
+        except (PlaitError, OSError) as error:
+            if self._starting:  # it was not closed meanwhile
+                log.warning("grammars: %s", error)
         finally:
-            with self._lock:
-                for place in free:
-                    self._running.pop(place, None)
-                self._add_runners()
+            self._starting = []
+            self._free_places(free)
+
+    def _free_places(self, places: Sequence[int]) -> None:
+        with self._lock:
+            for place in places:
+                self._running.pop(place, None)
+            self._add_runners()
 
     def submit(self, grammar: Grammar, key: str = "") -> Future[Verdict]:
         """The verdict on a grammar, tried for `key`. Cancelling the future takes it out of the queue.
@@ -195,7 +214,8 @@ class TrialPool:
             waiting = [job for job in self._jobs.values() if not job.is_running]
             for job in waiting:
                 self._forget(job)
-            children = [child for child in self._children if child is not None]
+            children = [child for child in (*self._children, *self._starting) if child is not None]
+            self._starting = []
             self._children = [None] * len(self._children)
         for job in waiting:
             _deliver(job, CapacityError("the server is stopping; the grammar was not tried out"))

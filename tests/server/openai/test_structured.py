@@ -228,7 +228,7 @@ def test_the_processes_that_try_grammars_are_up_before_a_server_is_ready(
 class StubProcess:
     """An engine that is up."""
 
-    name, longest = "stub", None
+    name, longest, chat_template = "stub", None, None
 
     def source(self, report: Any) -> Any:
         return self

@@ -159,7 +159,7 @@ def check_halves() -> None:
     cpu.close()
 
 
-@pytest.mark.parametrize("target", ["", "x86-64"])
+@pytest.mark.parametrize("target", ["", pytest.param("x86-64", marks=pytest.mark.slow)])
 def test_halves(target: str) -> None:
     """With the instructions of this processor, and by whole numbers where there are none."""
     here = Path(__file__)

@@ -112,6 +112,7 @@ def has_backend() -> bool:
 pytestmark = pytest.mark.skipif(not has_backend(), reason="this LLVM cannot write for aarch64")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dot", FEATURES)
 def test_operations_call_only_what_is_in_the_system(dot: str) -> None:
     for name, lines in written(dot).items():
