@@ -161,9 +161,13 @@ class TrialPool:
             self._free_places(free)
             raise CapacityError(f"no process can be started that tries grammars out: {error}") from error
         self._starting = [child for _, child in made]
-        threading.Thread(
+        finish = threading.Thread(
             target=self._finish_start, args=(free, made), name="plait-trials", daemon=True
-        ).start()
+        )
+        try:
+            finish.start()
+        except RuntimeError:  # the system has no more threads
+            self._finish_start(free, made)
 
     def _finish_start(self, free: Sequence[int], made: Sequence[tuple[int, TrialChild]]) -> None:
         try:
