@@ -20,6 +20,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import torch
 
+from plait.cache_folder import cache_base
 from plait.kernels.load import executor, load_kernels
 from plait.state import host_store
 from tests.skips import pytest_terminal_summary
@@ -50,6 +51,24 @@ def poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         return poison(make(*args, **kwargs))
 
     return empty
+
+
+@pytest.fixture(autouse=True, scope="session")
+def whole_models() -> Iterator[None]:
+    """`LLM` in this process loads a model whole, whatever an earlier test kept of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("plait.llm.llm.load_image", lambda model, config: None)
+        patch.setattr("plait.loading.image.write.keep_image_at_startup", lambda built: None)
+        yield
+
+
+@pytest.fixture(scope="session")
+def kernel_folder() -> Path:
+    """Where compiled kernels are kept, for tests with a cache folder of their own."""
+    base = cache_base(None)
+    assert base is not None
+    (base / "kernels").mkdir(parents=True, exist_ok=True)
+    return base / "kernels"
 
 
 def poisoned_rows(make: Callable[[int, int], Any]) -> Callable[[int, int], Any]:

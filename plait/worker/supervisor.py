@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from plait.errors import EngineError, EngineLost, OutOfMemory, PlaitError
@@ -127,7 +127,7 @@ class Supervisor:
         self._reported: PlaitError | None = None  # why the process says that it ends
         self._close_at: float | None = None
         self._num_in_row = self._num_unexplained = 0
-        self._begun = begun
+        self._begun, self._has_crashed = begun, False
         self._spare = begun.spare if begun else new_spare()  # kept for the next engine
         self._last = End(NOT_STARTED)
 
@@ -184,7 +184,10 @@ class Supervisor:
         """One process from its start to its end. Returns why it ended, or None if it was closed."""
         self._reported, self._has_spoken, self._up_since = None, False, None
         try:
-            hello = protocol.Hello(self._hello.builder, self._hello.model, self._hello.config, _log_levels())
+            config = self._hello.config
+            if self._has_crashed:  # a wrong startup image would end the next engine, too
+                config = replace(config, startup_image="off")
+            hello = protocol.Hello(self._hello.builder, self._hello.model, config, _log_levels())
             engine = self.engine = Spawned(hello, hello.config.max_num_seqs, self._spare, self._begun)
             self._begun = None
         except OSError as error:  # no memory, no processes, no files left: it may be better later
@@ -202,6 +205,7 @@ class Supervisor:
             if death is not None:
                 self._last = end if death == GONE else End(death)
                 death = self._last.how
+                self._has_crashed = not self._last.is_foreign
                 self._record_end(engine)
             self.engine, self._up_since = None, None
             engine.status.close()

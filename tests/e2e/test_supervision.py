@@ -145,7 +145,10 @@ def test_the_process_that_answers_http_holds_no_tensors(server: Server) -> None:
     assert "/llvmlite/" in Path(f"/proc/{engine_of(server)}/maps").read_text()
 
 
-def test_an_engine_from_a_startup_image_holds_neither_torch_nor_numba(tmp_path: Path) -> None:
+def test_an_engine_from_a_startup_image_holds_neither_torch_nor_numba(
+    tmp_path: Path, kernel_folder: Path
+) -> None:
+    (tmp_path / "kernels").symlink_to(kernel_folder)
     options = ("--max-num-seqs", "4", "--cpu", "--cache-dir", str(tmp_path))
     for is_first in (True, False):
         with serve(NANO_HYBRID, *options) as running:

@@ -46,7 +46,9 @@ def key_of(files: ModelFiles, config: EngineConfig) -> dict[str, Any]:
         "threads": choose_threads(config)[0],
         "code": [__version__, _digest_code()],
         "machine": [host_target(), platform.system(), sys.version],
-        "packages": sorted(_read_time(path) for path in site.getsitepackages()),
+        "packages": sorted(
+            _read_time(path) for path in (*site.getsitepackages(), site.getusersitepackages())
+        ),
     }
     plain: dict[str, Any] = msgspec.msgpack.decode(msgspec.msgpack.encode(key))
     return plain
@@ -64,19 +66,21 @@ def path_of(files: ModelFiles, config: EngineConfig, key: dict[str, Any]) -> Pat
 def _digest_code() -> str:
     """A hash of the names, sizes and times of our modules."""
     digest = hashlib.blake2b(digest_size=16)
-    for line in sorted(_modules(PACKAGE)):
+    for line in sorted(_modules(PACKAGE, "")):
         digest.update(line.encode())
     return digest.hexdigest()
 
 
-def _modules(folder: Path) -> Iterator[str]:
+def _modules(folder: Path, name: str) -> Iterator[str]:
+    """A line for each module under a folder of that name. Where the package lies is not in it."""
     with os.scandir(folder) as entries:
         for entry in entries:
+            path = f"{name}/{entry.name}"
             if entry.is_dir() and entry.name not in ("__pycache__", "page"):
-                yield from _modules(Path(entry.path))
+                yield from _modules(Path(entry.path), path)
             elif entry.name.endswith(".py"):
                 status = entry.stat()
-                yield f"{entry.path} {status.st_size} {status.st_mtime_ns}\n"
+                yield f"{path} {status.st_size} {status.st_mtime_ns}\n"
 
 
 def _read_time(path: str) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -124,6 +126,8 @@ def start_image(
             return None
         if image.header.key != key_of(files, config):
             raise BadFile("it is of another model or of other options")
+        with suppress(OSError):
+            os.utime(path)  # its age is that of its last use
         text = TextSource.from_json(image.header.model.text)
         on_source(text)
         return _start(image, config, text, partial(_open_full, model, config))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -14,13 +14,13 @@ from plait.checkpoint.packed_cache.cache import KeptBlock
 from plait.checkpoint.packed_cache.file_format import drop_unfinished
 from plait.config import EngineConfig
 from plait.engine.memory_plan import gib
-from plait.errors import BadFile, CannotRecord
+from plait.errors import CannotRecord
 from plait.kernels.load import sampling_kernels, why_refused
 from plait.loading.build import Built, Loaded
 from plait.loading.image.capture import capture_step
-from plait.loading.image.file_format import ImageHeader, ModelPart, lay_out, read_image, write_image
+from plait.loading.image.file_format import ImageHeader, ModelPart, lay_out, write_image
 from plait.loading.image.key import key_of, path_of
-from plait.loading.image.lookup import list_images, why_no_image
+from plait.loading.image.lookup import SUFFIX, why_no_image
 from plait.loading.make_runner import make_sampler
 from plait.loading.open_model import banned_ids, load_decoder
 from plait.loading.packed_cache import fingerprint, keep, shelf_of
@@ -35,6 +35,7 @@ from plait.state.store import StateStore
 
 log = logging.getLogger("plait")
 MOST_CONSTANTS = 256 << 20  # bytes of an image that are in no other file: norms, tables of angles, biases
+UNUSED_S = 30 * 86_400.0  # after which an image is removed, as compiled kernels are
 AUTOMATIC_NBYTES = 2 << 30  # a startup keeps the packed weights of models up to this size by itself
 
 
@@ -91,7 +92,7 @@ def _write(built: Built | Loaded) -> str:
     if nbytes > MOST_CONSTANTS:
         raise CannotRecord(f"{gib(nbytes)} of its weights are in no file")
     header = ImageHeader(key, _model_part(built), found.step, found.files, nbytes)
-    _drop_older(path, opened.files.name, key)
+    _drop_unused(path.parent)
     written = write_image(path, header, found.code, found.constants)
     return f"startup image: {gib(written)} written to {path}"
 
@@ -131,21 +132,13 @@ def _model_part(built: Built | Loaded) -> ModelPart:
     )
 
 
-def _drop_older(path: Path, name: str, key: dict[str, Any]) -> None:
-    """Remove images of the same weights and options that no startup uses any more."""
-    for other in list_images(path.parent, name):
+def _drop_unused(folder: Path) -> None:
+    """Remove images that no run has used for 30 days, and what a process began to write."""
+    for path in folder.glob(f"*{SUFFIX}"):
         with suppress(OSError):
-            if other != path and _is_older(other, key):
-                other.unlink()
-    drop_unfinished(path.parent)
-
-
-def _is_older(path: Path, key: dict[str, Any]) -> bool:
-    try:
-        image = read_image(path)
-    except BadFile:
-        return True
-    return image is not None and all(image.header.key[part] == key[part] for part in ("weights", "options"))
+            if time.time() - path.stat().st_mtime > UNUSED_S:
+                path.unlink()
+    drop_unfinished(folder)
 
 
 def open_full(model: str, config: EngineConfig, store: HostStore) -> ModelRunner:

@@ -49,6 +49,7 @@ def test_long_values_are_cut() -> None:
     assert len(values_text({"rope_scaling": {"factor": 8.0, "rope_type": "y" * 80}})) == 60
 
 
+@pytest.mark.slow
 def test_a_probe_is_shown_kept_and_used(plait: Run, nano_hybrid: Path, tmp_path: Path, words: str) -> None:
     model = str(bare(nano_hybrid, tmp_path / "model"))
     shown = plait("info", model, "--cpu", "--probe-text", words)

@@ -22,6 +22,7 @@ def asked_anew() -> Iterator[None]:
     self_check.refusal.cache_clear()
 
 
+@pytest.mark.slow  # it compiles kernels of its own
 def test_kernels_pass_where_they_are_right(cpu: Any) -> None:
     assert self_check.failures() == []
 

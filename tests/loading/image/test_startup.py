@@ -56,8 +56,11 @@ def model(nano_hybrid: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cache(model: Path) -> Path:
-    return model.parent / "cache"
+def cache(model: Path, kernel_folder: Path) -> Path:
+    made = model.parent / "cache"
+    made.mkdir()
+    (made / "kernels").symlink_to(kernel_folder)
+    return made
 
 
 def run(model: Path, cache: Path, **options: Any) -> tuple[dict[str, Any], list[str], str]:
@@ -156,7 +159,7 @@ def test_what_cannot_be_trusted_is_ignored_with_one_line(
     first: dict[str, Any], model: Path, cache: Path, tmp_path: Path, harm: Any, why: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    own = Path(shutil.copytree(cache, tmp_path / "cache"))
+    own = Path(shutil.copytree(cache, tmp_path / "cache", symlinks=True))
     config = EngineConfig(**SIZES, cache_dir=str(own))
     path = image_of(model, own)
     if harm is not without_weights:
@@ -189,7 +192,7 @@ def test_a_changed_model_and_another_option_have_no_image(
 def test_a_folder_that_others_may_write_has_none(
     first: dict[str, Any], model: Path, cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    own = Path(shutil.copytree(cache, tmp_path / "cache"))
+    own = Path(shutil.copytree(cache, tmp_path / "cache", symlinks=True))
     (own / "images").chmod(0o777)
     assert load_image(str(model), EngineConfig(**SIZES, cache_dir=str(own))) is None
     assert "others may write" in caplog.text

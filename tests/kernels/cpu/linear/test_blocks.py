@@ -6,7 +6,7 @@ import hashlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,17 @@ layout = import_module("plait.kernels.cpu.linear.layout")
 kernels = import_module("plait.kernels.cpu.linear.blocks")
 packed = import_module("plait.kernels.cpu.linear.packed")
 # Little else that is quick compiles kernels for these; `tests/ops/test_variants.py` has each storage once.
-RARE = {"Q1_0", "Q2_0", "TQ1_0", "TQ2_0", "IQ1_S", "IQ1_M", "IQ2_XS", "IQ3_S"}
+# Their kernels are made from the same parts as those of other formats: compiling them takes minutes.
+RARE = {
+    *("Q1_0", "Q2_0", "TQ1_0", "TQ2_0", "IQ1_S", "IQ1_M", "IQ2_XS", "IQ3_S", "IQ2_XXS", "IQ2_S", "IQ3_XXS"),
+    *("Q3_K", "int3_g128"),
+}
+
+
+def mark_rare(kinds: Iterable[str]) -> list[Any]:
+    """The kinds as parameters; those that are rare are slow."""
+    slow = pytest.mark.slow
+    return [pytest.param(k, marks=slow) if k.partition("+")[0] in RARE else k for k in kinds]
 
 
 @pytest.fixture(scope="module")
@@ -81,9 +91,7 @@ def extreme_blocks(kind: str) -> Gguf:
     return Gguf(torch.cat([blocks, blocks.flip(0), blocks.roll(7, 0)], 1).contiguous(), form)
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind in RARE else kind for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", mark_rare(KINDS))
 def test_extreme_blocks(kind: str, cpu: Any) -> None:
     weight = extreme_blocks(kind)
     x = torch.randn(6, weight.shape[1])
@@ -147,7 +155,7 @@ def test_scales_that_are_no_numbers(cpu: Any) -> None:
         torch.testing.assert_close(run(cpu, x, weight), want, rtol=5e-5, atol=5e-5, equal_nan=True)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mark_rare(KINDS))
 def test_blocks_of_any_bytes_are_multiplied(kind: str, cpu: Any) -> None:
     """Scales may be infinite or none: what comes out is so where it is in the reference too."""
     form = block_type(kind)
@@ -187,7 +195,7 @@ def test_parts_in_several_orders(cpu: Any) -> None:
     torch.testing.assert_close(both(x), want, rtol=5e-5, atol=5e-5)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *STORED])
+@pytest.mark.parametrize("kind", mark_rare([*KINDS, *STORED]))
 def test_a_row_is_the_same_in_every_batch(kind: str, cpu: Any, one: Any) -> None:
     weight, x, bias = random_weight(kind, 37, 768), torch.randn(200, 768), torch.randn(37)
     for activations in ("int8", "int8x2"):
