@@ -13,7 +13,7 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 /usr/bin/pyt
 	&& echo "$$p" && break; done)
 # One torch thread per worker. One worker more than cores: tests wait for servers, and for kernels of each other.
 WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$(( n > 3 ? 4 : n + 1 )))
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: help setup demo test test-all screenshots check gates format docs bench clean
 

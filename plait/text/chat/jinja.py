@@ -62,6 +62,7 @@ class JinjaTemplate:
         self._starts = sorted({text[0] for text in self._texts if text})
         self.stop_token_ids = frozenset[int]()  # the vocabulary knows its own ends
         self._lock = threading.Lock()
+        self._is_closed = False
         self._read: dict[str, frozenset[str]] | None = None  # by part
         self._calls: CallsTaken | None = None
         num_chars = sum(map(len, sources.values()))
@@ -93,10 +94,12 @@ class JinjaTemplate:
 
         Chats are refused then, and nothing else is. `is_chosen`: the user named it, so ConfigError is raised.
         """
+        self._is_closed = False
         try:
             self._parts_read()
         except CapacityError as error:
-            log.warning("the chat template is read at the first chat, not now: %s", error)
+            if not self._is_closed:  # meanwhile, by another thread
+                log.warning("the chat template is read at the first chat, not now: %s", error)
         except BadTemplate as error:
             if is_chosen:
                 raise ConfigError(f"chat_template: {error}") from error
@@ -180,6 +183,7 @@ class JinjaTemplate:
 
     def close(self) -> None:
         """Ends the rendering process."""
+        self._is_closed = True
         self._sandbox.close()
 
     def _tools(self, tools: list[Any] | None) -> dict[str, object]:
