@@ -94,7 +94,13 @@ def watched(call: Callable[..., Tensor]) -> Watch:
     return watch
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+# The others are decoded by the same means: a dozen of seconds is saved.
+OFTEN = {"Q4_K", "Q8_0", "MXFP4", "int4_g128", "fp8_b128", "nvfp4"}
+
+
+@pytest.mark.parametrize(
+    "kind", [k if k in OFTEN else pytest.param(k, marks=pytest.mark.slow) for k in FORMATS]
+)
 def test_a_large_matrix_is_decoded_in_less_than_64_mib_without_a_wait(kind: str) -> None:
     weight = on_meta(kind, 8192, 8192)
     for dtype in (torch.bfloat16, torch.float32):

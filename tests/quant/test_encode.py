@@ -235,10 +235,8 @@ def plain_nbytes(llama: Path) -> int:
         return llm._loaded.target.weights_nbytes
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name == "q4_k" else pytest.param(name, marks=pytest.mark.slow) for name in ENCODERS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(ENCODERS))
 def test_a_model_loaded_in_blocks_writes_text_in_less_memory(
     name: str, llama: Path, plain_nbytes: int
 ) -> None:

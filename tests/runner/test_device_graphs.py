@@ -67,6 +67,7 @@ def crowded(decoder: Decoder, has_graphs: bool, *, chip: Chip | None = CHIP, **o
     return side
 
 
+@pytest.mark.slow
 def test_sequences_that_are_preempted_between_captured_steps_get_the_same_text(folder: Path) -> None:
     decoder = gpu_decoder("llama", folder / "llama of one layer", **ONE)
     want = crowded(decoder, has_graphs=False).finish()

@@ -208,7 +208,7 @@ def planes_layer(kind: str, size: int = 32) -> tuple[ExpertStack, ExpertStack]:
     return stack(list(up)), stack([random_weight(kind, 64, size) for _ in range(EXPERTS)])
 
 
-@pytest.mark.parametrize("kind", ["mxfp4", "int4_g32+zeros+order"])
+@pytest.mark.parametrize("kind", ["mxfp4", pytest.param("int4_g32+zeros+order", marks=pytest.mark.slow)])
 def test_quantized_experts_have_the_same_bits_by_slots_and_by_groups(kind: str, monkeypatch: Any) -> None:
     """A token alone, next to others, and in tiles of pairs of one expert."""
     up, down = planes_layer(kind)

@@ -109,7 +109,10 @@ def has_backend() -> bool:
     return True
 
 
-pytestmark = pytest.mark.skipif(not has_backend(), reason="this LLVM cannot write for aarch64")
+pytestmark = [
+    pytest.mark.skipif(not has_backend(), reason="this LLVM cannot write for aarch64"),
+    pytest.mark.slow,
+]
 
 
 @pytest.mark.slow
