@@ -136,7 +136,9 @@ def capture_step(
         capacity=(capacity.tokens, capacity.logits, capacity.seqs, capacity.blocks),
         description=f"{len(launches)} launches of {len(set(table.names))} native kernels, one call",
     )
-    return CapturedImage(step, code, constants, tuple(map(_describe_file, files)))
+    used = {int(region.name) for region in regions if region.kind == "file"}
+    described = [_describe_file(path, number in used) for path, number in files.items()]
+    return CapturedImage(step, code, constants, tuple(described))
 
 
 def _ranges(
@@ -240,6 +242,9 @@ def _machine_code(kernels: Sequence[Any]) -> tuple[list[KernelPart], list[bytes]
     return parts, code
 
 
-def _describe_file(path: Path) -> FilePart:
+def _describe_file(path: Path, is_used: bool) -> FilePart:
+    """A file as it is; of another model, which is mapped in this process, too, nothing but its place."""
+    if not is_used:
+        return FilePart("", 0, 0)
     status = path.stat()
     return FilePart(str(path), status.st_size, status.st_mtime_ns)
