@@ -64,7 +64,7 @@ def serve(ctx: click.Context, /, model: str, config: str | None, **given: Any) -
 def begin_engine(engine: EngineConfig) -> StartedProcess | None:
     """The engine's process: it imports what it needs while this one does. None: it is started later."""
     base = cache_base(engine.cache_dir)
-    has_images = base is not None and os.path.isdir(base / "images")
+    has_images = engine.startup_image == "auto" and base is not None and os.path.isdir(base / "images")
     with suppress(OSError):
         return start_process(engine.max_num_seqs, new_spare(), "image" if has_images else "torch")
     return None

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from plait.kernels.cpu.codegen.kernel import Kernel
     from plait.kernels.cpu.runtime.executor import Executor
-    from plait.kernels.cpu.runtime.machine_code import LoadedCode
-    from plait.kernels.cpu.runtime.threads import LaunchTable, Threads
+    from plait.kernels.cpu.runtime.machine_code import LoadedKernel
+    from plait.kernels.cpu.runtime.threads import Launchable, LaunchTable, Threads
 
 log = logging.getLogger("plait")
 _lent: list[Spare] = []  # by the server that this process is an engine of: one at most
@@ -94,18 +94,18 @@ def is_foreign_file(status: stat_result) -> bool:
     return is_foreign(status)
 
 
-def link_code(code: bytes, parts: Sequence[tuple[str, int, int]]) -> LoadedCode:
+def link_code(code: bytes, parts: Sequence[tuple[str, int, int]]) -> list[LoadedKernel]:
     """Load machine code of an earlier process, without Numba: `machine_code.link`. Raises RuntimeError."""
     from plait.kernels.cpu.runtime.machine_code import link
 
     return link(code, parts)
 
 
-def start_threads(threads: int, code: LoadedCode, loops: Mapping[str, int]) -> Threads:
+def start_threads(threads: int, kernels: Sequence[LoadedKernel], loops: Mapping[str, int]) -> Threads:
     """Threads that run such code; see `machine_code.start_threads`."""
     from plait.kernels.cpu.runtime import machine_code
 
-    return machine_code.start_threads(threads, code, loops)
+    return machine_code.start_threads(threads, kernels, loops)
 
 
 def list_loops() -> dict[str, Kernel]:
@@ -134,6 +134,29 @@ def find_targets(table: Any) -> Sequence[Any]:
     from plait.kernels.cpu.runtime import address_table
 
     return address_table.find_targets(table)
+
+
+def find_row_largest(threads: Threads, kernel: Launchable, logits: Any, ids: Any, values: Any) -> None:
+    """Find the largest of each row of an array of logits; see `row_launches.launch_largest`."""
+    from plait.kernels.cpu.runtime.row_launches import launch_largest
+
+    launch_largest(threads, kernel, logits, logits.strides[0], ids, values)
+
+
+def draw_from_rows(
+    threads: Threads, kernel: Launchable, logits: Any, settings: tuple[Any, ...], out: Any
+) -> None:
+    """Draw from each row of an array of logits; see `row_launches.launch_draw`."""
+    from plait.kernels.cpu.runtime.row_launches import launch_draw
+
+    launch_draw(threads, kernel, logits, logits.strides[0], settings, out)
+
+
+def allocate_block(nbytes: int) -> Any:
+    """Memory for results of kernels, as a recording has it: bytes, not initialised."""
+    from plait.kernels.cpu.runtime.threads import allocate_aligned
+
+    return allocate_aligned(nbytes)
 
 
 def new_table(scratch: int, shared: int) -> LaunchTable:

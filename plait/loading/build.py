@@ -18,11 +18,10 @@ from plait.engine.device import (
 from plait.engine.grammar_guide import Guides
 from plait.engine.host_memory import describe_memory, size_on_host
 from plait.engine.memory_plan import ModelFacts, Sizing, gib
-from plait.engine.thread import EngineLoop
 from plait.errors import ConfigError
-from plait.frontend.frontend import Front, Language, Parsers
+from plait.frontend.frontend import Front, Language
 from plait.loading.kernel_trials.trials import try_kernels
-from plait.loading.make_engine import make_compiler, make_engine
+from plait.loading.make_engine import make_compiler, make_engine, make_front
 from plait.loading.make_runner import make_runner, make_sampler
 from plait.loading.measure_memory import check_weights_fit, size_gpu
 from plait.loading.open_model import (
@@ -40,7 +39,6 @@ from plait.model.decoder import Decoder
 from plait.ops.chip import Chip
 from plait.ops.registry import Binding
 from plait.ops.rope import rope_notes
-from plait.request import JsonStyle
 from plait.runner.ranks.group import RankGroup
 from plait.runner.ranks.messages import Prepare
 from plait.runner.runner import ModelRunner
@@ -109,10 +107,7 @@ def load(
         return found[0].tokenizer
 
     built = build(model, config, on_progress or _silent, on_open, example)
-    loop = EngineLoop(built.engine, on_end=built.close)
-    name, longest = built.opened.files.name, built.sizing.max_model_len
-    parsers = Parsers(style=JsonStyle(config.open_objects, config.json_space))
-    front = Front(name, built.spec, longest, loop, found[0], config, parsers)
+    front = make_front(built.opened.files.name, built, found[0], config)
     return Loaded(built.opened, config, built.runner, built.sizing, built.target, front)
 
 

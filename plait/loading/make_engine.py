@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 from plait.config import EngineConfig
 from plait.engine.core import Engine
 from plait.engine.flight import StepRunner
 from plait.engine.memory_plan import Sizing
+from plait.engine.thread import EngineLoop
 from plait.errors import BadGrammar
+from plait.frontend.frontend import Front, Language, Parsers
 from plait.loading.text_side import TextSource
+from plait.request import JsonStyle
 from plait.schedule.plan import MOST_STEPS
 from plait.schedule.speculate import Proposer, Speculation
 from plait.spec import ModelSpec
@@ -39,6 +43,25 @@ def make_engine(
     return Engine(
         runner, scheduler, vocab_size=spec.vocab_size, max_model_len=longest, speculation=speculation
     )
+
+
+class RunnableModel(Protocol):
+    """A model with an engine that no thread runs yet."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+    @property
+    def engine(self) -> Engine: ...
+    @property
+    def sizing(self) -> Sizing: ...
+    def close(self) -> None: ...
+
+
+def make_front(name: str, model: RunnableModel, language: Language, config: EngineConfig) -> Front:
+    """Text and limits around an engine, which runs on a thread from now on."""
+    loop = EngineLoop(model.engine, on_end=model.close)
+    parsers = Parsers(style=JsonStyle(config.open_objects, config.json_space))
+    return Front(name, model.spec, model.sizing.max_model_len, loop, language, config, parsers)
 
 
 def make_compiler(text: TextSource, vocab_size: int) -> Callable[[], GrammarCompiler]:

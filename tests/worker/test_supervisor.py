@@ -9,6 +9,7 @@ import pytest
 
 from plait.config import EngineConfig
 from plait.worker import supervisor as module
+from plait.worker.child_process import End
 from plait.worker.protocol import Hello
 from plait.worker.supervisor import Mailbox, Patience, Supervisor
 
@@ -30,6 +31,29 @@ def test_supervisor_that_was_stopped_itself_does_not_blame_the_engine() -> None:
     assert "a step has taken more than" in (overdue(supervisor, time.monotonic(), long_ago) or "")
     supervisor._looked_s = long_ago
     assert overdue(supervisor, long_ago, long_ago) is None
+    supervisor.mailbox.close()
+
+
+@pytest.mark.parametrize(("is_killed", "image"), [(True, "auto"), (False, "off")])
+def test_after_a_crash_no_startup_image_is_used(
+    is_killed: bool, image: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrong image would end the next engine, too. One that was killed from outside was not at fault."""
+    images: list[str] = []
+
+    def spawned(hello: Hello, *_: object) -> Any:
+        images.append(hello.config.startup_image)
+        end = End("it was ended", is_killed=is_killed, is_oom=False)
+        return SimpleNamespace(end=lambda timeout_s: end, status=SimpleNamespace(close=lambda: None))
+
+    monkeypatch.setattr(module, "Spawned", spawned)
+    watcher: Any = SimpleNamespace(on_down=lambda: None)
+    supervisor = Supervisor(Hello("a:b", "m", EngineConfig(), {}), watcher, Patience())
+    monkeypatch.setattr(supervisor, "_attend", lambda engine: module.GONE)
+    monkeypatch.setattr(supervisor, "_record_end", lambda engine: None)
+    supervisor._live()
+    supervisor._live()
+    assert images == ["auto", image]
     supervisor.mailbox.close()
 
 

@@ -108,8 +108,7 @@ def capture_step(
     where an address leads to memory that is not known.
     """
     table, results = program.table, program.results
-    files: dict[Path, int] = {}
-    memory = Memory(_ranges(program, store, files, kept))
+    memory = Memory(_ranges(program, store, kept))
     launches = [_launch(memory, launch) for launch in table.launches]
     hidden, logits = _result(memory, results.hidden), _result(memory, results.logits)
     largest = None
@@ -118,7 +117,7 @@ def capture_step(
     tables = [word for held in _list_held(table) for word in _table_words(memory, held)]
     loops = {name: memory.kernel(kernel) for name, kernel in list_loops().items()}
     chosen = {name: memory.kernel(kernel) for name, kernel in sampling.items()}
-    regions, constants = _regions(memory.used())
+    regions, constants, files = _regions(memory.used())
     kernels, code = _machine_code(memory.kernels)
     capacity = program.static.capacity
     step = StepPart(
@@ -136,23 +135,18 @@ def capture_step(
         capacity=(capacity.tokens, capacity.logits, capacity.seqs, capacity.blocks),
         description=f"{len(launches)} launches of {len(set(table.names))} native kernels, one call",
     )
-    used = {int(region.name) for region in regions if region.kind == "file"}
-    described = [_describe_file(path, number in used) for path, number in files.items()]
-    return CapturedImage(step, code, constants, tuple(described))
+    return CapturedImage(step, code, constants, tuple(map(_describe_file, files)))
 
 
-def _ranges(
-    program: HostProgram, store: HostStore, files: dict[Path, int], kept: Iterable[KeptBlock]
-) -> list[MemoryRange]:
-    """All memory that a step may point into. `files` gets a number for each file."""
+def _ranges(program: HostProgram, store: HostStore, kept: Iterable[KeptBlock]) -> list[MemoryRange]:
+    """All memory that a step may point into. Regions of files have their paths for names."""
     found = [_range("block", "", block) for block in program.table.blocks]
     found += [_range("static", name, as_bytes(array)) for name, array in program.static.arrays.items()]
     found += [_range("store", name, array.reshape(-1)) for name, array in store.arrays.items()]
     found.append(MemoryRange(program.threads.counters, 2 * LINE, Region("sync", "", 0, 2 * LINE)))
 
     def in_file(path: Path, start: int, nbytes: int, at: int) -> MemoryRange:
-        number = files.setdefault(path, len(files))
-        return MemoryRange(start, nbytes, Region("file", str(number), at, nbytes))
+        return MemoryRange(start, nbytes, Region("file", str(path), at, nbytes))
 
     found += [in_file(path, start, nbytes, 0) for path, start, nbytes in list_mapped()]
     found += [in_file(block.path, block.start, block.nbytes, block.at) for block in kept]
@@ -221,12 +215,19 @@ def _result(memory: Memory, array: npt.NDArray[Any]) -> Result:
     return Result(region, offset, array.shape, array.strides, array.dtype.str)
 
 
-def _regions(ranges: Sequence[MemoryRange]) -> tuple[list[Region], list[Bytes]]:
-    """Regions in order, constants with their places, and the bytes of these."""
+def _regions(ranges: Sequence[MemoryRange]) -> tuple[list[Region], list[Bytes], list[str]]:
+    """Regions in order, constants with their places and files with numbers; the constants; the files."""
     constants = [one.content for one in ranges if one.content is not None]
-    places = iter(lay_out([content.nbytes for content in constants])[0])
-    regions = [one.region if one.content is None else replace(one.region, at=next(places)) for one in ranges]
-    return regions, constants
+    places, files = iter(lay_out([content.nbytes for content in constants])[0]), dict[str, int]()
+    regions = []
+    for one in ranges:
+        region = one.region
+        if one.content is not None:
+            region = replace(region, at=next(places))
+        elif region.kind == "file":
+            region = replace(region, name=str(files.setdefault(region.name, len(files))))
+        regions.append(region)
+    return regions, constants, list(files)
 
 
 def _machine_code(kernels: Sequence[Any]) -> tuple[list[KernelPart], list[bytes]]:
@@ -242,9 +243,6 @@ def _machine_code(kernels: Sequence[Any]) -> tuple[list[KernelPart], list[bytes]
     return parts, code
 
 
-def _describe_file(path: Path, is_used: bool) -> FilePart:
-    """A file as it is; of another model, which is mapped in this process, too, nothing but its place."""
-    if not is_used:
-        return FilePart("", 0, 0)
-    status = path.stat()
-    return FilePart(str(path), status.st_size, status.st_mtime_ns)
+def _describe_file(path: str) -> FilePart:
+    status = Path(path).stat()
+    return FilePart(path, status.st_size, status.st_mtime_ns)

@@ -3,8 +3,8 @@
     magic (8 bytes), length of the header (8), of the code (8), BLAKE2b of both (32)
     | header (msgpack) | object code of each kernel, one after the other | zeros | constants
 
-Constants begin at a page, and are mapped. The file is code: it is read only if no other user may have written
-it, and if its hash is right. Nothing here imports torch or Numba.
+Constants begin at a page, and are mapped; their checksum is in the header. The file is code: it is read only
+if no other user may have written it, and if its hash is right. Nothing here imports torch or Numba.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import mmap
 import os
 import stat
 import struct
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,6 +137,7 @@ class ImageHeader(Struct, frozen=True):
     step: StepPart
     files: tuple[FilePart, ...]
     constants_nbytes: int
+    constants_crc: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +198,18 @@ def _parse(mapped: mmap.mmap) -> Image:
     if len(mapped) != start + header.constants_nbytes:
         raise BadFile("it is cut off")
     constants = np.frombuffer(mapped, np.uint8)[start:]
+    if zlib.crc32(constants.data) != header.constants_crc:
+        raise BadFile("it is damaged")
     return Image(header, raw[length:], constants)
+
+
+def checksum(constants: Sequence[Bytes]) -> int:
+    """Of constants as `write_image` writes them: each is filled up to whole lines."""
+    found = 0
+    for content in constants:
+        found = zlib.crc32(content.data, found)
+        found = zlib.crc32(bytes(whole(content.nbytes) - content.nbytes), found)
+    return found
 
 
 def lay_out(constants: Sequence[int]) -> tuple[list[int], int]:

@@ -54,13 +54,13 @@ def key_of(files: ModelFiles, config: EngineConfig) -> dict[str, Any]:
     return plain
 
 
-def path_of(files: ModelFiles, config: EngineConfig, key: dict[str, Any]) -> Path | None:
-    """The file of an image with that key; None: there is no folder for it."""
+def path_of(name: str, config: EngineConfig, key: dict[str, Any]) -> Path | None:
+    """The file of an image of a model with that name and key; None: there is no folder for it."""
     folder = folder_of(config)
     if folder is None:
         return None
     digest = hashlib.blake2b(msgspec.msgpack.encode(key), digest_size=8).hexdigest()
-    return folder / f"{as_stem(files.name)}-{digest}{SUFFIX}"
+    return folder / f"{as_stem(name)}-{digest}{SUFFIX}"
 
 
 def _digest_code() -> str:

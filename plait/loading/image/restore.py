@@ -11,23 +11,18 @@ import numpy.typing as npt
 
 from plait.checkpoint.readers.mmap_json import map_file
 from plait.errors import BadFile
-from plait.kernels.load import link_code, new_table, start_threads
+from plait.kernels.load import allocate_block, link_code, new_table, start_threads
 from plait.loading.image.file_format import Bytes, FilePart, Image, Region, Result
 from plait.memory import block_groups
 from plait.runner.host.program import HostProgram, StepResults
 from plait.runner.host.static_batch import Capacity, StaticBatch
 from plait.state.host_store import HostStore
 
-LINE = 64  # bytes: the least that memory of the arena is aligned to
-
 
 def map_weights(files: Sequence[FilePart]) -> list[Bytes]:
     """The files of weights, mapped. Raises BadFile for one that has changed."""
     found = []
     for file in files:
-        if not file.path:  # the step does not point into it
-            found.append(np.zeros(0, np.uint8))
-            continue
         path = Path(file.path)
         try:
             status = path.stat()
@@ -40,17 +35,17 @@ def map_weights(files: Sequence[FilePart]) -> list[Bytes]:
 
 
 class RestoredStep:
-    """A recorded step in this process. `launches`: the names of its kernels, in order."""
+    """A recorded step in this process. `kernels`: those that sample, by what they do."""
 
     def __init__(self, image: Image, store: HostStore, threads: int, files: Sequence[Bytes]) -> None:
         model, step = image.header.model, image.header.step
-        code = link_code(image.code, [(part.symbol, part.at, part.nbytes) for part in step.kernels])
-        self.threads = start_threads(threads, code, step.loops)
+        code = [(part.symbol, part.at, part.nbytes) for part in step.kernels]
+        self._code = link_code(image.code, code)
+        self.threads = start_threads(threads, self._code, step.loops)
         self.static = StaticBatch(Capacity(*step.capacity), block_groups(model.states), model.block_size)
         self._step, self._constants, self._store, self._files = step, image.constants, store, files
-        self._code = code
         self._memory = [self._find(region) for region in step.regions]
-        self.kernels = {name: code.kernel(number) for name, number in step.sampling.items()}
+        self.kernels = {name: self._code[number] for name, number in step.sampling.items()}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -72,7 +67,7 @@ class RestoredStep:
             words = np.array(launch.words, np.int64)
             for word, region, offset in launch.moved:
                 words[word] = self._address(region) + offset
-            table.entries += (self._code.addresses[launch.kernel], words.ctypes.data)
+            table.entries += (self._code[launch.kernel].address, words.ctypes.data)
             table.kept.append(words)
         table.kept.append(self._memory)
         table.seal()
@@ -81,14 +76,14 @@ class RestoredStep:
         return HostProgram(self.threads, table, self.static, results)
 
     def _address(self, region: int) -> int:
-        return self._memory[region][1] if region >= 0 else self._code.addresses[-1 - region]
+        return self._memory[region][1] if region >= 0 else self._code[-1 - region].address
 
     def _find(self, region: Region) -> tuple[Bytes | None, int]:
         """A region's memory, None if it is not to be written, and its address."""
         found: Bytes
         match region.kind:
             case "block":
-                found = _allocate(region.nbytes)
+                found = allocate_block(region.nbytes)
             case "static":
                 found = as_bytes(self.static.arrays[region.name])
             case "store":
@@ -113,9 +108,3 @@ class RestoredStep:
 def as_bytes(array: npt.NDArray[Any]) -> Bytes:
     """The memory of a dense array."""
     return array.reshape(-1).view(np.uint8)
-
-
-def _allocate(nbytes: int) -> Bytes:
-    raw = np.empty(nbytes + LINE, np.uint8)
-    start = -raw.ctypes.data % LINE
-    return raw[start : start + nbytes]

@@ -9,27 +9,26 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from plait.checkpoint.find_files import ModelFiles, find_model
+from plait.checkpoint.find_files import find_model
 from plait.config import EngineConfig
 from plait.engine.core import Engine
 from plait.engine.grammar_guide import Guides
 from plait.engine.host_memory import describe_memory, size_on_host
 from plait.engine.memory_plan import ModelFacts, Sizing
-from plait.engine.thread import EngineLoop
 from plait.errors import BadFile, OutOfMemory
-from plait.frontend.frontend import Front, Parsers
-from plait.kernels.load import why_refused
+from plait.frontend.frontend import Front
+from plait.kernels.load import draw_from_rows, find_row_largest, why_refused
 from plait.loading.image.file_format import Image, read_image
 from plait.loading.image.key import choose_threads, key_of, path_of
 from plait.loading.image.lookup import folder_of, why_no_image
 from plait.loading.image.restore import RestoredStep, map_weights
-from plait.loading.make_engine import make_compiler, make_engine
+from plait.loading.make_engine import make_compiler, make_engine, make_front
 from plait.loading.text_side import TextSource
 from plait.memory import has_slots
-from plait.request import JsonStyle
 from plait.runner.host.program import ProgramReplay
 from plait.runner.host.runner import FullRunner, HostRunner
 from plait.runner.host.sampler import Floats, HostSampler, Largest, Longs, RowOps, Settings
@@ -50,14 +49,12 @@ class StartedModel:
 
     name: str
     spec: ModelSpec
-    config: EngineConfig
     text: TextSource
     runner: HostRunner
     engine: Engine
     sizing: Sizing
     guides: Guides
     fingerprint: str
-    weights_nbytes: int
 
     def close(self) -> None:
         """Give back the threads. The engine must not step any more."""
@@ -83,27 +80,24 @@ def load_image(model: str, config: EngineConfig) -> LoadedImage | None:
     wait_for_template = begin_start(language.chat_template, is_chosen=is_chosen)
     if is_chosen:
         wait_for_template()
-    loop = EngineLoop(started.engine, on_end=started.close)
-    parsers = Parsers(style=JsonStyle(config.open_objects, config.json_space))
-    longest = started.sizing.max_model_len
-    front = Front(started.name, started.spec, longest, loop, language, config, parsers)
-    return LoadedImage(config, started.runner, front)
+    return LoadedImage(config, started.runner, make_front(started.name, started, language, config))
 
 
 def _ignore(source: TextSource) -> None:
     """Do nothing with it."""
 
 
-def find_image(model: str, config: EngineConfig) -> tuple[ModelFiles, Path] | None:
-    """The model's files and its image, if there may be one. Raises what `find_model` does."""
+def find_image(model: str, config: EngineConfig) -> tuple[Path, dict[str, Any]] | None:
+    """The model's image and the key that it must have, if there is one. Raises what `find_model` does."""
     if config.startup_image == "renew" or why_no_image(config):
         return None
     folder = folder_of(config)
     if folder is None or not folder.is_dir():
         return None
     files = find_model(model, offline=config.offline)
-    path = path_of(files, config, key_of(files, config))
-    return (files, path) if path is not None and path.exists() else None
+    key = key_of(files, config)
+    path = path_of(files.name, config, key)
+    return (path, key) if path is not None and path.exists() else None
 
 
 def start_image(
@@ -117,14 +111,14 @@ def start_image(
     found = find_image(model, config)
     if found is None:
         return None
-    files, path = found
+    path, key = found
     try:
         if refused := why_refused(path.parent):
             raise BadFile(refused)
         image = read_image(path)
         if image is None:
             return None
-        if image.header.key != key_of(files, config):
+        if image.header.key != key:
             raise BadFile("it is of another model or of other options")
         with suppress(OSError):
             os.utime(path)  # its age is that of its last use
@@ -168,8 +162,7 @@ def _start(image: Image, config: EngineConfig, text: TextSource, open_full: Open
     guides = Guides(make_compiler(text, spec.vocab_size), spec.vocab_size)
     engine.guided = guides.open
     log.info("step: %s", runner.step_kind)
-    parts = text, runner, engine, sizing, guides, model.fingerprint, model.weights_nbytes
-    return StartedModel(model.name, spec, config, *parts)
+    return StartedModel(model.name, spec, text, runner, engine, sizing, guides, model.fingerprint)
 
 
 def _open_full(model: str, config: EngineConfig, store: HostStore) -> FullRunner:
@@ -184,18 +177,14 @@ def _row_ops(step: RestoredStep) -> RowOps:
     threads = step.threads
 
     def find_largest(logits: Floats) -> Largest:
-        count, width = logits.shape
+        count = len(logits)
         ids, values = np.empty(count, np.int64), np.empty(count, np.float32)
-        args = logits, logits.strides[0], width, ids, values
-        threads.launch(step.kernels["largest"], *args, rows=count, shared=16 * count * threads.threads)
+        find_row_largest(threads, step.kernels["largest"], logits, ids, values)
         return ids, values
 
     def draw(logits: Floats, settings: Settings) -> Longs:
-        count, width = logits.shape
-        out = np.empty(count, np.int64)
-        scratch = -(-16 * width // 64) * 64 + 1024  # as `pointwise.sample` has it
-        args = logits, logits.strides[0], width, *settings, out
-        threads.launch(step.kernels["draw"], *args, rows=count, scratch=scratch)
+        out = np.empty(len(logits), np.int64)
+        draw_from_rows(threads, step.kernels["draw"], logits, settings, out)
         return out
 
     def score(logits: Floats) -> Floats:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from plait.errors import CannotRecord
 from plait.kernels.load import sampling_kernels, why_refused
 from plait.loading.build import Built, Loaded
 from plait.loading.image.capture import capture_step
-from plait.loading.image.file_format import ImageHeader, ModelPart, lay_out, write_image
+from plait.loading.image.file_format import ImageHeader, ModelPart, checksum, lay_out, write_image
 from plait.loading.image.key import key_of, path_of
 from plait.loading.image.lookup import SUFFIX, why_no_image
 from plait.loading.make_runner import make_sampler
@@ -36,7 +37,8 @@ from plait.state.store import StateStore
 log = logging.getLogger("plait")
 MOST_CONSTANTS = 256 << 20  # bytes of an image that are in no other file: norms, tables of angles, biases
 UNUSED_S = 30 * 86_400.0  # after which an image is removed, as compiled kernels are
-AUTOMATIC_NBYTES = 2 << 30  # a startup keeps the packed weights of models up to this size by itself
+AUTOMATIC_NBYTES = 2 << 30  # a startup keeps the packed weights of models up to this size by itself,
+AUTOMATIC_FOLDER_NBYTES = 8 << 30  # while the folder of all of them is no larger than this
 
 
 def keep_image(built: Built | Loaded, limit: int) -> str:
@@ -67,7 +69,7 @@ def keep_image_at_startup(built: Built | Loaded) -> None:
         return
     if shelf is None or (not shelf.is_full and shelf.needed() > AUTOMATIC_NBYTES):
         return
-    log.info("%s", keep_image(built, AUTOMATIC_NBYTES * 4))
+    log.info("%s", keep_image(built, AUTOMATIC_FOLDER_NBYTES))
 
 
 def _write(built: Built | Loaded) -> str:
@@ -80,7 +82,7 @@ def _write(built: Built | Loaded) -> str:
     assert isinstance(replay, ProgramReplay)
     assert store is not None
     key = key_of(opened.files, config)
-    path = path_of(opened.files, config, key)
+    path = path_of(opened.files.name, config, key)
     if path is None:
         raise CannotRecord("there is no folder for it")
     make_folder(path.parent)
@@ -91,7 +93,8 @@ def _write(built: Built | Loaded) -> str:
     nbytes = lay_out([content.nbytes for content in found.constants])[1]
     if nbytes > MOST_CONSTANTS:
         raise CannotRecord(f"{gib(nbytes)} of its weights are in no file")
-    header = ImageHeader(key, _model_part(built), found.step, found.files, nbytes)
+    parts = _model_part(built, blocks), found.step, found.files
+    header = ImageHeader(key, *parts, nbytes, checksum(found.constants))
     _drop_unused(path.parent)
     written = write_image(path, header, found.code, found.constants)
     return f"startup image: {gib(written)} written to {path}"
@@ -113,7 +116,8 @@ def _why_none(built: Built | Loaded) -> str | None:
     return None
 
 
-def _model_part(built: Built | Loaded) -> ModelPart:
+def _model_part(built: Built | Loaded, blocks: Sequence[KeptBlock]) -> ModelPart:
+    """`blocks`: packed weights in memory, which the next startup maps."""
     opened, target, runner = built.opened, built.target, built.runner
     states = runner.decoder.states
     return ModelPart(
@@ -127,7 +131,7 @@ def _model_part(built: Built | Loaded) -> ModelPart:
         banned=tuple(runner.sampler.host.banned),
         text=opened.text_source().to_json(),
         weights_nbytes=target.weights_nbytes,
-        mapped_nbytes=target.shelf.nbytes if target.shelf else 0,
+        mapped_nbytes=sum(block.nbytes for block in blocks) or (target.shelf.nbytes if target.shelf else 0),
         fingerprint=fingerprint(opened, target),
     )
 

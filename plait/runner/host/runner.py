@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -32,7 +33,7 @@ class HostRunner:
         self, replay: ProgramReplay, store: HostStore, open_full: Callable[[HostStore], FullRunner]
     ) -> None:
         self.replay, self.store, self.step_kind = replay, store, replay.describe()
-        self._open_full = open_full
+        self._open_full, self._lock = open_full, threading.Lock()
         self._full: FullRunner | None = None
 
     def launch(self, plan: StepPlan, sampling: SamplingBatch) -> Ticket:
@@ -52,9 +53,10 @@ class HostRunner:
     @property
     def full(self) -> FullRunner:
         """The one that runs any plan."""
-        if self._full is None:
-            self._full = self._open_full(self.store)
-        return self._full
+        with self._lock:  # the engine's thread may want it at the same time as a caller of `logits`
+            if self._full is None:
+                self._full = self._open_full(self.store)
+            return self._full
 
     def close(self) -> None:
         """Let all threads go. Nothing can run afterwards."""

@@ -111,7 +111,7 @@ def test_so_they_are_with_drafts_and_other_sizes_of_memory(
 def image_of(model: Path, cache: Path) -> Path:
     found = find_image(str(model), EngineConfig(**SIZES, cache_dir=str(cache)))
     assert found is not None
-    return found[1]
+    return found[0]
 
 
 def cut(path: Path) -> None:
@@ -139,6 +139,12 @@ def other_key(path: Path) -> None:
     file_format.write_image(path, header, [image.code], [image.constants])
 
 
+def flip_constant(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 1
+    path.write_bytes(data)
+
+
 def without_weights(path: Path) -> None:
     for packed in (path.parent.parent / "packed").iterdir():
         packed.unlink()
@@ -150,6 +156,7 @@ def without_weights(path: Path) -> None:
         (cut, "cut off"),
         (empty, "cut off"),
         (flip, "damaged"),
+        (flip_constant, "damaged"),
         (open_to_others, "another user may have written it"),
         (other_key, "of another model or of other options"),
         (without_weights, "cannot be read"),
@@ -175,6 +182,17 @@ def test_what_cannot_be_trusted_is_ignored_with_one_line(
     (line,) = caplog.messages
     assert "the startup image is not used" in line
     assert why in line
+
+
+def test_weights_that_are_mapped_count_as_taken_when_memory_is_divided(
+    first: dict[str, Any], model: Path, cache: Path
+) -> None:
+    """The run that keeps an image has its packed weights in memory; the next one has them in a file."""
+    image = read_image(image_of(model, cache))
+    assert image is not None
+    (packed,) = (cache / "packed").glob("*.packed")
+    assert 0.9 * packed.stat().st_size < image.header.model.mapped_nbytes <= packed.stat().st_size
+    assert [file.path for file in image.header.files].count(str(packed.resolve())) == 1
 
 
 def test_a_changed_model_and_another_option_have_no_image(

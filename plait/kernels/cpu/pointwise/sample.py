@@ -47,6 +47,7 @@ from plait.kernels.cpu.codegen.vec import (
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import barrier, common_scratch, rows_of, scratch_of
 from plait.kernels.cpu.runtime.row_checks import TensorRows, dense, float32_rows
+from plait.kernels.cpu.runtime.row_launches import launch_draw, launch_largest
 from plait.ops import sample
 
 BLOCK = 512  # floats of which the largest is found first, and then where it is
@@ -374,8 +375,7 @@ def _rows(logits: Tensor) -> TensorRows:
 def _largest(cpu: Executor, logits: Tensor) -> tuple[Tensor, Tensor]:
     rows = _rows(logits)
     ids, values = cpu.empty(rows.count, dtype=torch.int64), cpu.empty(rows.count)
-    shared = 16 * rows.count * cpu.threads
-    cpu.launch(largest_rows, logits, rows.row_bytes, rows.width, ids, values, rows=rows.count, shared=shared)
+    launch_largest(cpu, largest_rows, logits, rows.row_bytes, ids, values)
     return ids, values
 
 
@@ -394,7 +394,5 @@ def _sample(
     for name, setting in zip(("temperature", "top_k", "top_p", "min_p", "uniform"), settings, strict=True):
         dense(name, setting, rows.count, dtype=torch.int64 if name == "top_k" else torch.float64)
     out = cpu.empty(rows.count, dtype=torch.int64)
-    where = (logits, rows.row_bytes, rows.width)
-    scratch = -(-16 * rows.width // 64) * 64 + 1024  # whole cache lines, and the counts of a sort
-    cpu.launch(draw_rows, *where, *settings, out, rows=rows.count, scratch=scratch)
+    launch_draw(cpu, draw_rows, logits, rows.row_bytes, settings, out)
     return out

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -33,39 +33,28 @@ class LoadedKernel:
     address: int
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedCode:
-    """Kernels in order: their addresses, and their names."""
-
-    addresses: Sequence[int]
-    names: Sequence[str] = field(default=())
-
-    def kernel(self, number: int) -> LoadedKernel:
-        return LoadedKernel(self.names[number], self.addresses[number])
-
-
-def link(code: bytes, parts: Sequence[tuple[str, int, int]]) -> LoadedCode:
+def link(code: bytes, parts: Sequence[tuple[str, int, int]]) -> list[LoadedKernel]:
     """Load object files. parts: symbol, place in `code` and bytes of each. Raises RuntimeError.
 
     Each gets a linker of its own: files that different processes made may have functions of the same name.
     """
     _prepare()
-    addresses = []
+    kernels = []
     for symbol, at, nbytes in parts:
         machine = binding.Target.from_default_triple().create_target_machine(jit=True)
         linker = binding.create_mcjit_compiler(binding.parse_assembly(""), machine)
         linker.add_object_file(binding.ObjectFileRef.from_data(code[at : at + nbytes]))
         linker.finalize_object()
-        addresses.append(linker.get_function_address(symbol))
-        if not addresses[-1]:
+        kernels.append(LoadedKernel(symbol, linker.get_function_address(symbol)))
+        if not kernels[-1].address:
             raise RuntimeError(f"there is no code for {symbol}")
         _linkers.append(linker)
-    return LoadedCode(addresses, [symbol for symbol, *_ in parts])
+    return kernels
 
 
-def start_threads(threads: int, code: LoadedCode, loops: Mapping[str, int]) -> Threads:
+def start_threads(threads: int, kernels: Sequence[LoadedKernel], loops: Mapping[str, int]) -> Threads:
     """Threads that run such code. `loops`: the kernel's number, by field of `NativeLoops`."""
-    return Threads(threads, NativeLoops(**{name: code.addresses[number] for name, number in loops.items()}))
+    return Threads(threads, NativeLoops(**{name: kernels[number].address for name, number in loops.items()}))
 
 
 def host_target() -> str:
