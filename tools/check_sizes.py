@@ -21,7 +21,7 @@ CAPS = {
     ".": 2_050,
     "bench": 3_950,
     "checkpoint": 4_560,
-    "cli": 3_900,
+    "cli": 4_090,
     "convert": 3_640,
     "engine": 1_810,
     "families": 8_900,

@@ -5,13 +5,16 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from plait.errors import BadTemplate
+from plait.errors import BadTemplate, ModelNotFound
 
 Run = Callable[..., Any]
+chat_command = import_module("plait.cli.chat")
 
 
 @pytest.fixture
@@ -73,3 +76,106 @@ def test_a_model_without_a_template_is_an_error_in_a_pipe(
     result = talk("Hi\n", "--quiet")
     assert (result.code, result.err) == (2, "plait: m has no chat template\n")
     assert engine.closed == 1
+
+
+def test_a_message_of_several_lines_stands_between_three_quotes(talk: Run, engine: Any) -> None:
+    talk('"""def f():\n    return 1\n\n/exit"""\nNext\n"""\none\n"""\n"""left open\n')
+    assert [asked[-1]["content"] for asked in engine.chats] == [
+        "def f():\n    return 1\n\n/exit",
+        "Next",
+        "one",
+    ]
+
+
+def test_regen_asks_again_and_undo_takes_back(talk: Run, engine: Any) -> None:
+    result = talk("/regen\n/undo\nOne\nTwo\n/regen\n/undo\nThree\n")
+    asked = [[one["content"] for one in chat if one["role"] == "user"] for chat in engine.chats]
+    assert asked == [["One"], ["One", "Two"], ["One", "Two"], ["One", "Three"]]
+    assert "there is no reply yet" in result.err
+    assert "there is no message yet" in result.err
+
+
+def test_a_reply_that_fails_again_leaves_the_first_one(engine: Any, plait: Run, monkeypatch: Any) -> None:
+    def typed() -> Any:
+        yield "One"
+        engine.error = BadTemplate("no more")
+        yield "/regen"
+        engine.error = None
+        yield "Two"
+
+    monkeypatch.setattr("plait.cli.chat.messages", lambda prompt: typed())
+    result = plait("chat", "some/model")
+    assert "plait: no more" in result.err
+    assert [one["content"] for one in engine.chats[-1]] == ["One", "Hello world", "Two"]
+
+
+def test_set_changes_sampling_and_refuses_what_does_not_fit(talk: Run, engine: Any) -> None:
+    result = talk(
+        "/set temperature 0.5\n/set top-k none\n/set temperature 9\n/set heat 1\n/set min_p\nHi\n/set\n"
+    )
+    assert (engine.params[0].temperature, engine.params[0].top_k) == (0.5, None)
+    for said in (
+        "temperature is 0.5 now",
+        "plait: temperature: 9",
+        "heat is not an option",
+        "min_p is None: ",
+    ):
+        assert said in result.err
+
+
+def test_a_conversation_is_saved_and_goes_on(talk: Run, engine: Any, tmp_path: Path) -> None:
+    file, other = tmp_path / "talk.json", tmp_path / "other.json"
+    other.write_text("{}")
+    result = talk(f"Hi\n/save {file}\nMore\n/save {file}\n/save {other}\n/save\n", "--system", "Be kind.")
+    assert f"4 messages are in {file}" in result.err
+    assert f"{other} is there already" in result.err
+    assert "/save needs a file" in result.err
+    assert other.read_text() == "{}"
+    talk(f"/load {file}\nAnd?\n")
+    assert [one["content"] for one in engine.chats[-1]] == [
+        "Be kind.", "Hi", "Hello world", "More", "Hello world", "And?",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "[" * 9999,
+        '{"system": 1, "messages": []}',
+        '{"system": null, "messages": [{"role": "user"}]}',
+    ],
+)
+def test_what_is_no_conversation_changes_nothing(talk: Run, engine: Any, tmp_path: Path, text: str) -> None:
+    (tmp_path / "bad").write_text(text)
+    result = talk(f"Hi\n/load {tmp_path / 'bad'}\n/load {tmp_path / 'absent'}\nMore\n")
+    assert "is not a conversation" in result.err
+    assert "No such file" in result.err
+    assert len(engine.chats[-1]) == 3
+
+
+def test_another_model_goes_on_with_the_conversation(talk: Run, engine: Any, monkeypatch: Any) -> None:
+    opened, load = [], chat_command.load
+
+    def open_model(name: str, **options: Any) -> Any:
+        opened.append(name)
+        if name == "absent":
+            raise ModelNotFound("absent: there is no such model")
+        return load(name, **options)
+
+    monkeypatch.setattr(chat_command, "load", open_model)
+    result = talk("Hi\n/model absent\nStill?\n/model other/model\nAnd now?\n")
+    assert opened == ["some/model", "absent", "other/model"]
+    assert "plait: absent: there is no such model" in result.err
+    assert len(engine.chats[-1]) == 5
+
+
+def test_typed_lines_are_kept_for_their_user_alone(monkeypatch: Any, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    with chat_command.keep_history(is_kept=False):
+        pass
+    assert not list(tmp_path.iterdir())
+    with chat_command.keep_history(is_kept=True):
+        pass
+    assert (tmp_path / "plait/chat_history").stat().st_mode & 0o777 == 0o600
