@@ -15,10 +15,7 @@ Activation = Literal["silu", "gelu", "gelu_pytorch_tanh", "relu2", "relu", "swig
 
 @dataclass(frozen=True, slots=True)
 class NormSpec:
-    """RMS norm (Zhang & Sennrich 2019) or layer norm; weight and bias come from the file.
-
-    `weight` False: it has none, and only scales to unit size.
-    """
+    """RMS norm (Zhang & Sennrich 2019) or layer norm. `weight` False: it only scales to unit size."""
 
     eps: float = 1e-6
     kind: Literal["rms", "layer"] = "rms"
@@ -85,6 +82,13 @@ class AttentionSpec(Mixer):
     qk_norm_last: bool = False
     temperature: TemperatureSpec | None = None
     v_norm: NormSpec | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SharedKeysSpec(AttentionSpec):
+    """Attention without keys and values of its own: it reads those of the mixer `source` (Gemma 4)."""
+
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,10 +167,7 @@ class Mamba3Spec(Recurrent):
 
 @dataclass(frozen=True, slots=True)
 class ShortConvSpec(Recurrent):
-    """Gated short convolution (LFM2): from one projection B, C and x; out(C · conv(B · x)), no activation.
-
-    `channels` None: as many as the hidden size.
-    """
+    """Gated short convolution (LFM2): out(C · conv(B · x)); `channels` None: the hidden size."""
 
     kernel: int
     channels: int | None = None
@@ -231,6 +232,26 @@ class MlpSpec(Mixer):
 
 
 @dataclass(frozen=True, slots=True)
+class LayerInputSpec(Mixer):
+    """out(activation(gate(x)) · e): e is part `index` of the model's layer inputs (Gemma 4 E2B and E4B)."""
+
+    index: int
+    size: int
+    activation: Activation
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputsSpec:
+    """`size` numbers of a token for each of `count` layers: scale · table[token] + norm(linear(x))."""
+
+    count: int
+    size: int
+    vocab_size: int
+    scale: float
+    norm: NormSpec
+
+
+@dataclass(frozen=True, slots=True)
 class RouterSpec:
     """How tokens choose experts: scores, the optional group mask, top-k, then weights.
 
@@ -248,7 +269,11 @@ class RouterSpec:
 
 @dataclass(frozen=True, slots=True)
 class MoeSpec(Mixer):
-    """A mixture of experts. `shared_gate`: a sigmoid of the token weighs the shared expert (Qwen2-MoE)."""
+    """A mixture of experts. `shared_gate`: a sigmoid of the token weighs the shared expert (Qwen2-MoE).
+
+    `router_norm`, `expert_norm`: of what either reads; `expert_scale`: of each expert's weight (Gemma 4).
+    `latent`: experts read and write that many numbers, between two linear layers (Nemotron 3 Super).
+    """
 
     num_experts: int
     top_k: int
@@ -257,6 +282,10 @@ class MoeSpec(Mixer):
     shared: MlpSpec | None = None
     shared_gate: bool = False
     weigh_input: bool = False  # a token is weighed before its one expert, not behind it (Llama 4)
+    router_norm: NormSpec | None = None
+    expert_norm: NormSpec | None = None
+    expert_scale: bool = False
+    latent: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,19 +293,20 @@ class ParallelSpec(Mixer):
     """Mixers that read the same normed input, with summed outputs (Falcon-H1).
 
     `norms`: of what a part reads, where parts have norms of their own (GPT-NeoX); the branch then has none.
+    `post_norms`: of a part's output (Gemma 4).
     """
 
     parts: Mapping[str, Mixer]
     norms: Mapping[str, NormSpec] = field(default_factory=dict)
+    post_norms: Mapping[str, NormSpec] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class AsideSpec:
     """A shared transformer block next to a branch (Zamba2): out(mlp(norm(attention(norm([x, embeddings]))))).
 
-    It reads x and the token embeddings side by side and has no residuals. All asides of one `block` use the
-    same weights but for `out` and for adapters of their own. The adapters have rank `rank` and are added to
-    gate and up, and to q, k and v if `adapts_attention`. The gated feed-forward is `size` wide.
+    It has no residuals. All asides of one `block` use the same weights but for `out` and for adapters of
+    rank `rank`, added to gate and up (`size` wide), and to q, k and v if `adapts_attention`.
     """
 
     block: int
@@ -332,6 +362,7 @@ class ModelSpec:
     causal: bool = True
     positions: int | None = None
     embed_norm: NormSpec | None = None
+    layer_inputs: LayerInputsSpec | None = None
 
     def branches(self) -> Iterator[tuple[str, BranchSpec]]:
         """Every branch with its name in our naming, `layers.3.attn`."""

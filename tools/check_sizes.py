@@ -18,18 +18,18 @@ KERNEL_FILE_LINES, KERNEL_FUNCTION_LINES = 600, 150
 # Lines of each folder of plait/ (".": its own modules): what there is, and 3 % of air. A cap falls when
 # lines go; it is raised in a commit of its own that says why, or not at all.
 CAPS = {
-    ".": 2_050,
+    ".": 2_080,
     "bench": 3_950,
     "checkpoint": 4_560,
     "cli": 4_090,
     "convert": 3_640,
     "engine": 1_810,
-    "families": 8_900,
+    "families": 9_500,
     "frontend": 950,
-    "kernels": 19_780,
+    "kernels": 19_810,
     "llm": 450,
     "loading": 4_300,
-    "model": 1_960,
+    "model": 2_110,
     "ops": 4_000,
     "quant": 2_500,
     "runner": 3_690,

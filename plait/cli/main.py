@@ -33,6 +33,7 @@ COMMANDS = {
     "serve": "Serve a model over the OpenAI API.",
     "run-batch": "Answer a file of requests, in OpenAI's batch format.",
     "info": "What a model is: layers, sources of every value, memory.",
+    "families": "Every family of models that is served, and the kinds that are refused.",
     "pull": "Fetch a model from the Hub, only the files it needs.",
     "list": "The models of the Hub on this disk.",
     "rm": "Remove models of the Hub from this disk.",

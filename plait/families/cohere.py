@@ -129,6 +129,21 @@ def cohere2(c: Config) -> tuple[ModelSpec, NameMap]:
     return _cohere(c, "cohere2", [mixers[kind] for kind in c["layer_types"]])
 
 
+@family(
+    "CohereCompassForCausalLM",
+    model_types=("cohere_compass_text",),
+    defaults={**SHARED, "logit_scale": 1.0, "sliding_window": 4096},
+    honours=("logit_scale", "sliding_window"),
+)
+def cohere_compass(c: Config) -> tuple[ModelSpec, NameMap]:
+    """North Micro's text model: a kind of layers for which the config has no positions turns nothing."""
+    c["logit_scale"] = c["logit_scale"] or 1.0
+    turned = {kind: rope(c, c["head_dim"], kind) for kind in c["rope_parameters"]}
+    c["rope_parameters"].setdefault(FULL, {"rope_theta": 1e4, "partial_rotary_factor": 1.0})  # of none
+    mixers = [gqa(c, kind, rope=turned.get(kind)) for kind in c["layer_types"]]
+    return _cohere(c, "cohere_compass_text", mixers)
+
+
 def _window_mixers(c: Config) -> dict[str, AttentionSpec]:
     turned = gqa(c, SLIDING, rope=rope(c, c["head_dim"], SLIDING, interleaved=True))
     return {SLIDING: turned, FULL: gqa(c, FULL, rope=None)}

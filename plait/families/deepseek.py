@@ -126,6 +126,23 @@ def glm4_moe_lite(c: Config) -> tuple[ModelSpec, NameMap]:
     return _deepseek(c, "glm4_moe_lite", sigmoid_router(c))
 
 
+@family(
+    "AXK1ForCausalLM",
+    model_types=("axk1",),
+    defaults={
+        **SHARED,
+        "routed_scaling_factor": 2.5,
+        "n_group": 8,
+        "topk_group": 4,
+        "num_shared_experts": 1,
+        "first_k_dense_replace": 1,
+    },
+)
+def axk1(c: Config) -> tuple[ModelSpec, NameMap]:
+    """A.X K1: DeepSeek-V3 with a norm behind the experts."""
+    return _deepseek(c, "axk1", sigmoid_router(c), behind=norm(c))
+
+
 @family("YoutuForCausalLM", model_types=("youtu",), defaults={**SHARED, "tie_word_embeddings": True})
 def youtu(c: Config) -> tuple[ModelSpec, NameMap]:
     """Youtu-LLM: DeepSeek-V3's attention, no experts."""
@@ -158,12 +175,14 @@ def minicpm3(c: Config) -> tuple[ModelSpec, NameMap]:
     return replace(spec, logit_scale=(c["dim_model_base"] or hidden) / hidden), names
 
 
-def _deepseek(c: Config, name: str, router: RouterSpec) -> tuple[ModelSpec, NameMap]:
+def _deepseek(
+    c: Config, name: str, router: RouterSpec, *, behind: NormSpec | None = None
+) -> tuple[ModelSpec, NameMap]:
     each, count = norm(c), len(c["layer_types"])
     attn = BranchSpec("attn", _mla(c), each)
     ffn = {"dense": BranchSpec("ffn", mlp(c), each)}
     if c.get("num_experts"):
-        ffn["sparse"] = BranchSpec("ffn", _moe(c, router), each)
+        ffn["sparse"] = BranchSpec("ffn", _moe(c, router), each, behind)
     layers = [(attn, ffn[kind]) for kind in c.get("mlp_layer_types", ["dense"] * count)]
     # Layers behind the last one predict a second token for speculation; the model is whole without them.
     extra = tuple(
@@ -172,13 +191,15 @@ def _deepseek(c: Config, name: str, router: RouterSpec) -> tuple[ModelSpec, Name
     )
     names = at(("model.", "language_model.model."), lambda prefix: _names(c, prefix))
     names["head"] = ("lm_head", "language_model.lm_head")
-    return model(c, name, layers), NameMap(names, ignored=unused_patterns(c, *extra, *VISION, *PROJECTOR))
+    unused = (*extra, *VISION, *PROJECTOR, *([r"\.post_mlp_layernorm\."] if behind else []))
+    return model(c, name, layers), NameMap(names, ignored=unused_patterns(c, *unused))
 
 
 def _names(c: Config, prefix: str) -> Rules:
     layer = f"{prefix}layers.{{i}}"
     return {
         **(_expert_names(c["num_experts"], f"{layer}.mlp") if c.get("num_experts") else {}),
+        "layers.{i}.ffn.post_norm": (f"{layer}.post_mlp_layernorm", f"{layer}.mlp.post_mlp_layernorm"),
         "layers.{i}.attn.kv_a": f"{layer}.self_attn.kv_a_proj_with_mqa",
         "layers.{i}.attn.{x}_a_norm": f"{layer}.self_attn.{{x}}_a_layernorm",
         **transformer(prefix),

@@ -1,65 +1,159 @@
-"""Gemma 4, dense: wider heads in the layers without windows, where keys may be values, too."""
+"""Gemma 4: wider heads in layers without windows, where keys may be values; shared keys, experts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
-from plait.families.common.recipes import TEXT_PREFIXES, VISION, at, transformer, unused_patterns
+from plait.families.common.recipes import (
+    TEXT_PREFIXES,
+    VISION,
+    at,
+    expert_tensors,
+    scale_tensor,
+    transformer,
+    unused_patterns,
+)
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, require, rope
 from plait.families.config.normalize import FULL, Config
-from plait.spec import AttentionSpec, BranchSpec, ModelSpec, NormSpec
+from plait.spec import (
+    AttentionSpec,
+    BranchSpec,
+    LayerInputSpec,
+    LayerInputsSpec,
+    ModelSpec,
+    MoeSpec,
+    NormSpec,
+    ParallelSpec,
+    SharedKeysSpec,
+)
 
-OTHERS = (r"^(model\.)?(embed_vision|embed_audio|audio_tower)\.",)  # what is for images and sounds
+OTHERS = (  # what is for images and sounds
+    r"^(model\.)?(embed_vision|embed_audio|audio_tower|vision_embedder|audio_embedder)\.",
+)
 OWN = {"head_dim", "num_key_value_heads"}  # what layers may have otherwise
+HALF = 0.5**0.5  # the two parts of a layer's own input are added and divided by √2
+DEFAULTS = {
+    "norm_eps": 1e-6,
+    "hidden_act": "gelu_pytorch_tanh",
+    "head_dim": 256,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "global_head_dim": 512,
+    "attention_k_eq_v": False,
+    "tie_word_embeddings": True,
+}
+HONOURS = (
+    *("sliding_window", "per_layer_config", "final_logit_softcapping", "use_bidirectional_attention"),
+    *("num_kv_shared_layers", "hidden_size_per_layer_input"),
+)
 
 
 @family(
     *("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
     model_types=("gemma4_text", "gemma4"),
-    defaults={
-        "norm_eps": 1e-6,
-        "hidden_act": "gelu_pytorch_tanh",
-        "head_dim": 256,
-        "sliding_window": 512,
-        "sliding_window_pattern": 6,
-        "global_head_dim": 512,
-        "attention_k_eq_v": False,
-        "tie_word_embeddings": True,
-    },
-    honours=(
-        *("sliding_window", "per_layer_config", "final_logit_softcapping"),
-        "use_bidirectional_attention",
-    ),
+    defaults=DEFAULTS,
+    honours=HONOURS,
 )
 def gemma4(c: Config) -> tuple[ModelSpec, NameMap]:
-    """Gemma 4 31B. Those with experts, shared keys or embeddings for each layer are refused."""
-    require(c, "Gemma 4", enable_moe_block=(False,), use_bidirectional_attention=("vision",))
-    each = norm(c)
+    """Gemma 4 31B; E2B and E4B with shared keys and inputs of each layer; 26B-A4B with experts.
+
+    What a layer reads of another is the keys and values of the last layer of its kind that has any.
+    """
+    return _gemma4(c, "gemma4_text")
+
+
+@family(
+    *("Gemma4UnifiedForCausalLM", "Gemma4UnifiedForConditionalGeneration"),
+    model_types=("gemma4_unified_text", "gemma4_unified"),
+    defaults={**DEFAULTS, "sliding_window": 1024},
+    honours=HONOURS,
+)
+def gemma4_unified(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Gemma 4 12B: images and sounds without encoders; its text is Gemma 4."""
+    return _gemma4(c, "gemma4_unified_text")
+
+
+def _gemma4(c: Config, name: str) -> tuple[ModelSpec, NameMap]:
+    require(c, "Gemma 4", use_bidirectional_attention=("vision",))
+    each, size = norm(c), c.get("hidden_size_per_layer_input")
     kinds = [*c["layer_types"][:-1], FULL]
-    ffn = BranchSpec("ffn", mlp(c), each, each, factor=True)
-    layers = [(BranchSpec("attn", _attention(c, i, kind), each, each), ffn) for i, kind in enumerate(kinds)]
+    shared = len(kinds) - (c.get("num_kv_shared_layers") or 0)
+    layers = []
+    for i, kind in enumerate(kinds):
+        source = _source(kinds, i, shared) if i >= shared else None
+        attn = BranchSpec("attn", _attention(c, i, kind, source), each, each)
+        wide = 2 if source and c.get("use_double_wide_mlp") else 1
+        layer = [attn, _feed(c, wide, is_last=not size)]
+        if size:
+            own = LayerInputSpec(i, size, c["hidden_act"])
+            layer.append(BranchSpec("own", own, None, each, factor=True))
+        layers.append(tuple(layer))
     spec = model(
         c,
-        "gemma4_text",
+        name,
         layers,
         embed_scale=c["hidden_size"] ** 0.5,
         logit_softcap=c.get("final_logit_softcapping"),
+        layer_inputs=_layer_inputs(c, len(kinds)) if size else None,
     )
     usual = at(TEXT_PREFIXES, transformer)
     usual["head"] = ("lm_head", "language_model.lm_head")
-    return spec, NameMap(at(TEXT_PREFIXES, _names), usual, ignored=unused_patterns(c, *VISION, *OTHERS))
+    own_names = at(TEXT_PREFIXES, lambda prefix: _names(c, prefix))
+    unused = [
+        rf"\.layers\.{i}\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\." for i in range(shared, len(kinds))
+    ]
+    return spec, NameMap(own_names, usual, ignored=unused_patterns(c, *VISION, *OTHERS, *unused))
 
 
-def _attention(c: Config, i: int, kind: str) -> AttentionSpec:
+def _source(kinds: list[str], i: int, shared: int) -> str:
+    """The mixer of which layer i reads the keys: the last of its kind that has some."""
+    found = [j for j in range(shared) if kinds[j] == kinds[i]]
+    if not found:
+        raise UnsupportedModel(
+            f"layer {i} shares its keys, but none of the first {shared} layers is of its kind, {kinds[i]}; "
+            "num_kv_shared_layers must leave one"
+        )
+    return f"layers.{found[-1]}.attn"
+
+
+def _attention(c: Config, i: int, kind: str, source: str | None) -> AttentionSpec:
     own, each = _own_sizes(c, i, kind), norm(c)
     dim, heads = own.get("head_dim", c["head_dim"]), own.get("num_key_value_heads", c["num_key_value_heads"])
-    values = NormSpec(c["norm_eps"], weight=False)
     changes = {"head_dim": dim, "num_kv_heads": heads, "rope": rope(c, dim, kind)}
-    return gqa(c, kind, scale=1.0, qk_norm=each, v_norm=values, **changes)
+    usual = gqa(c, kind, scale=1.0, qk_norm=each, v_norm=NormSpec(c["norm_eps"], weight=False), **changes)
+    if source is None:
+        return usual
+    own = {f.name: getattr(usual, f.name) for f in fields(usual)}
+    return SharedKeysSpec(**{**own, "v_norm": None}, source=source)
+
+
+def _feed(c: Config, wide: int, *, is_last: bool) -> BranchSpec:
+    """An MLP, or next to it experts; each part then has a norm before and one behind."""
+    each, plain = norm(c), mlp(c, wide * c["intermediate_size"])
+    if not c.get("enable_moe_block"):
+        return BranchSpec("ffn", plain, each, each, factor=is_last)
+    moe = MoeSpec(
+        c["num_experts"],
+        c["num_experts_per_tok"],
+        mlp(c, c["moe_intermediate_size"]),
+        router_norm=each,
+        expert_norm=each,
+        expert_scale=True,
+    )
+    both = ParallelSpec({"mlp": plain, "moe": moe}, {"mlp": each}, {"mlp": each, "moe": each})
+    return BranchSpec("ffn", both, None, each, factor=is_last)
+
+
+def _layer_inputs(c: Config, count: int) -> LayerInputsSpec:
+    """eps is that of numbers that are divided by √hidden before they are normed."""
+    size, rows = c["hidden_size_per_layer_input"], c.get("vocab_size_per_layer_input") or c["vocab_size"]
+    each = NormSpec(c["norm_eps"] * c["hidden_size"])
+    return LayerInputsSpec(count, size, rows, (size / 2) ** 0.5, each)
 
 
 def _own_sizes(c: Config, i: int, kind: str) -> Mapping[str, Any]:
@@ -75,12 +169,34 @@ def _own_sizes(c: Config, i: int, kind: str) -> Mapping[str, Any]:
     return {"head_dim": c["global_head_dim"]} | ({} if heads is None else {"num_key_value_heads": heads})
 
 
-def _names(prefix: str) -> Rules:
+def _names(c: Config, prefix: str) -> Rules:
     layer = f"{prefix}layers.{{i}}"
     return {
         "layers.{i}.attn.post_norm": f"{layer}.post_attention_layernorm",
         "layers.{i}.attn.v": (f"{layer}.self_attn.v_proj", f"{layer}.self_attn.k_proj"),
         "layers.{i}.ffn.norm": f"{layer}.pre_feedforward_layernorm",
         "layers.{i}.ffn.post_norm": f"{layer}.post_feedforward_layernorm",
-        "layers.{i}.ffn.factor": f"{layer}.layer_scalar",
+        "layers.{i}.{branch}.factor": f"{layer}.layer_scalar",
+        **(_expert_names(c, layer) if c.get("enable_moe_block") else {}),
+        "layers.{i}.own.gate": f"{layer}.per_layer_input_gate",
+        "layers.{i}.own.out": f"{layer}.per_layer_projection",
+        "layers.{i}.own.post_norm": f"{layer}.post_per_layer_input_norm",
+        "layer_inputs": f"{prefix}embed_tokens_per_layer",
+        "layer_inputs.project": f"{prefix}per_layer_model_projection",
+        "layer_inputs.norm.weight": scale_tensor(HALF, f"{prefix}per_layer_projection_norm.weight"),
+    }
+
+
+def _expert_names(c: Config, layer: str) -> Rules:
+    mlp, moe = "layers.{i}.ffn.mlp", "layers.{i}.ffn.moe"
+    return {
+        f"{mlp}.norm": f"{layer}.pre_feedforward_layernorm",
+        f"{mlp}.post_norm": f"{layer}.post_feedforward_layernorm_1",
+        f"{mlp}.{{x}}": f"{layer}.mlp.{{x}}_proj",
+        f"{moe}.post_norm": f"{layer}.post_feedforward_layernorm_2",
+        f"{moe}.router_norm.weight": scale_tensor(c["hidden_size"] ** -0.5, f"{layer}.router.scale"),
+        f"{moe}.expert_norm": f"{layer}.pre_feedforward_layernorm_2",
+        f"{moe}.expert_scale": f"{layer}.router.per_expert_scale",
+        f"{moe}.router": f"{layer}.router.proj",
+        **expert_tensors(moe, layer, c["num_experts"]),
     }

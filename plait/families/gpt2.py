@@ -1,4 +1,4 @@
-"""GPT-2 and its kin: learned positions, layer norms, a plain feed-forward. GPT-BigCode, GPT-Neo, OPT."""
+"""GPT-2 and its kin: learned positions, layer norms, a plain feed-forward. GPT-BigCode, GPT-Neo."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from dataclasses import replace
 from torch import Tensor, cat
 
 from plait.checkpoint.names import Back, Derived, NameMap, Rules, Source
-from plait.families.common.recipes import Stored, part, skip_rows, split_grouped_qkv, turn, unused_patterns
+from plait.families.common.recipes import Stored, part, split_grouped_qkv, turn, unused_patterns
 from plait.families.common.registry import family
-from plait.families.common.spec_builders import gqa, model, norm, plain_mlp, require
+from plait.families.common.spec_builders import gqa, model, norm, plain_mlp
 from plait.families.config.normalize import FULL, SLIDING, Config
 from plait.quant.weight import as_tensor
 from plait.spec import AttentionSpec, BranchSpec, ModelSpec
 
 ATTN, FFN, H = "layers.{i}.attn", "layers.{i}.ffn", "transformer.h.{i}"
 USUAL = {"norm_eps": 1e-5, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}
-OPT_PADDING = 2  # rows of its table before the first position
 
 
 @family(
@@ -108,31 +107,3 @@ def _gpt(c: Config, name: str, mixers: list[AttentionSpec], own: Rules) -> tuple
     spec = model(c, name, layers, norm=each, positions=c["max_position_embeddings"])
     ignored = unused_patterns(c, r"\.attn\.(attention\.)?(bias|masked_bias)$")
     return spec, NameMap(names, own, usual, ignored=ignored)
-
-
-@family(
-    "OPTForCausalLM",
-    model_types=("opt",),
-    defaults={"norm_eps": 1e-5, "hidden_act": "relu", "tie_word_embeddings": True},
-)
-def opt(c: Config) -> tuple[ModelSpec, NameMap]:
-    """OPT and Galactica. The model of 350M norms behind its mixers, and is refused."""
-    require(c, "OPT", do_layer_norm_before=(True,), word_embed_proj_dim=(c["hidden_size"],))
-    require(c, "OPT", _remove_final_layer_norm=(False,), layer_norm_elementwise_affine=(True,))
-    each, theirs = norm(c, "layer"), "model.decoder.layers.{i}"
-    layers = [(BranchSpec("attn", gqa(c, rope=None), each), BranchSpec("ffn", plain_mlp(c), each))]
-    names: Rules = {
-        "embed.positions.weight": skip_rows(OPT_PADDING, "model.decoder.embed_positions.weight"),
-        "embed": "model.decoder.embed_tokens",
-        "norm": "model.decoder.final_layer_norm",
-        "head": "lm_head",
-        f"{ATTN}.norm": f"{theirs}.self_attn_layer_norm",
-        f"{FFN}.norm": f"{theirs}.final_layer_norm",
-        f"{ATTN}.o": f"{theirs}.self_attn.out_proj",
-        f"{ATTN}.{{x}}": f"{theirs}.self_attn.{{x}}_proj",
-        f"{FFN}.up": f"{theirs}.fc1",
-        f"{FFN}.down": f"{theirs}.fc2",
-    }
-    count, longest = len(c["layer_types"]), c["max_position_embeddings"]
-    spec = model(c, "opt", layers * count, norm=each, positions=longest)
-    return spec, NameMap(names, ignored=unused_patterns(c))

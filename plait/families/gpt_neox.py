@@ -6,7 +6,14 @@ import torch
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
-from plait.families.common.recipes import split_grouped_qkv, split_rows, unused_patterns
+from plait.families.common.recipes import (
+    TEXT_PREFIXES,
+    VISION,
+    at,
+    split_grouped_qkv,
+    split_rows,
+    unused_patterns,
+)
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, model, norm, plain_mlp, rope, side_by_side
 from plait.families.config.normalize import Config
@@ -31,20 +38,84 @@ def gpt_neox(c: Config) -> tuple[ModelSpec, NameMap]:
         layers: list[tuple[BranchSpec, ...]] = [side_by_side(attn, ffn, each, apart=True)] * count
     else:
         layers = [(BranchSpec("attn", attn, each), BranchSpec("ffn", ffn, each))] * count
-    at = MIX if c["use_parallel_residual"] else "layers.{i}"
+    ours = MIX if c["use_parallel_residual"] else "layers.{i}"
     names: Rules = {
         "embed": "gpt_neox.embed_in",
         "norm": "gpt_neox.final_layer_norm",
         "head": "embed_out",
-        f"{at}.attn.norm": f"{theirs}.input_layernorm",
-        f"{at}.ffn.norm": f"{theirs}.post_attention_layernorm",
-        f"{at}.attn.o": f"{theirs}.attention.dense",
-        f"{at}.ffn.up": f"{theirs}.mlp.dense_h_to_4h",
-        f"{at}.ffn.down": f"{theirs}.mlp.dense_4h_to_h",
-        **split_grouped_qkv(c, f"{at}.attn", f"{theirs}.attention.query_key_value"),
+        f"{ours}.attn.norm": f"{theirs}.input_layernorm",
+        f"{ours}.ffn.norm": f"{theirs}.post_attention_layernorm",
+        f"{ours}.attn.o": f"{theirs}.attention.dense",
+        f"{ours}.ffn.up": f"{theirs}.mlp.dense_h_to_4h",
+        f"{ours}.ffn.down": f"{theirs}.mlp.dense_4h_to_h",
+        **split_grouped_qkv(c, f"{ours}.attn", f"{theirs}.attention.query_key_value"),
     }
     unused = unused_patterns(c, r"\.attention\.(bias|masked_bias)$")
     return model(c, "gpt_neox", layers, norm=each), NameMap(names, ignored=unused)
+
+
+@family(
+    "GPTNeoXJapaneseForCausalLM",
+    model_types=("gpt_neox_japanese",),
+    defaults={"norm_eps": 1e-5, "hidden_act": "gelu", "rotary_pct": 1.0, "intermediate_multiple_size": 4},
+)
+def gpt_neox_japanese(c: Config) -> tuple[ModelSpec, NameMap]:
+    """GPT-NeoX Japanese: attention and feed-forward in turn; one bias, in the last layer."""
+    each, theirs = norm(c, "layer"), "gpt_neox_japanese.layers.{i}"
+    c["intermediate_size"] = c["hidden_size"] * c["intermediate_multiple_size"]
+    layer = (BranchSpec("attn", gqa(c), each), BranchSpec("ffn", plain_mlp(c), each))
+    names: Rules = {
+        "embed": "gpt_neox_japanese.embed_in",
+        "norm": "gpt_neox_japanese.final_layer_norm",
+        "head": "embed_out",
+        "layers.{i}.attn.norm": f"{theirs}.input_layernorm",
+        "layers.{i}.ffn.norm": f"{theirs}.post_attention_layernorm",
+        "layers.{i}.attn.o.bias": f"{theirs}.attention.dense_bias",
+        "layers.{i}.attn.o": f"{theirs}.attention.dense",
+        "layers.{i}.ffn.up": f"{theirs}.mlp.dense_h_to_4h",
+        "layers.{i}.ffn.down": f"{theirs}.mlp.dense_4h_to_h",
+        **split_grouped_qkv(c, "layers.{i}.attn", f"{theirs}.attention.query_key_value"),
+    }
+    spec = model(c, "gpt_neox_japanese", [layer] * len(c["layer_types"]), norm=each)
+    return spec, NameMap(names, ignored=unused_patterns(c))
+
+
+@family(
+    *("PersimmonForCausalLM", "FuyuForCausalLM"),
+    model_types=("persimmon", "fuyu"),
+    defaults={
+        "norm_eps": 1e-5,
+        "hidden_act": "relu2",
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 25_000.0,
+        "qk_layernorm": True,
+    },
+    honours=("qk_layernorm",),
+)
+def persimmon(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Persimmon, and Fuyu's text model: layer norms of q and k, a squared ReLU without a gate."""
+    each = norm(c, "layer")
+    attn = gqa(c, qk_norm=each if c["qk_layernorm"] else None)
+    layers = [(BranchSpec("attn", attn, each), BranchSpec("ffn", plain_mlp(c), each))] * len(c["layer_types"])
+    names = at(TEXT_PREFIXES, lambda prefix: _persimmon_names(c, prefix))
+    names["head"] = ("lm_head", "language_model.lm_head")
+    unused = unused_patterns(c, r"^(model\.)?vision_embed_tokens\.", *VISION)
+    return model(c, "persimmon", layers, norm=each), NameMap(names, ignored=unused)
+
+
+def _persimmon_names(c: Config, prefix: str) -> Rules:
+    theirs = f"{prefix}layers.{{i}}"
+    return {
+        "embed": f"{prefix}embed_tokens",
+        "norm": f"{prefix}final_layernorm",
+        "layers.{i}.attn.norm": f"{theirs}.input_layernorm",
+        "layers.{i}.ffn.norm": f"{theirs}.post_attention_layernorm",
+        "layers.{i}.attn.o": f"{theirs}.self_attn.dense",
+        "layers.{i}.attn.{x}_norm": f"{theirs}.self_attn.{{x}}_layernorm",
+        **split_grouped_qkv(c, "layers.{i}.attn", f"{theirs}.self_attn.query_key_value"),
+        "layers.{i}.ffn.up": f"{theirs}.mlp.dense_h_to_4h",
+        "layers.{i}.ffn.down": f"{theirs}.mlp.dense_4h_to_h",
+    }
 
 
 @family("GPTJForCausalLM", model_types=("gptj",), defaults=USUAL)

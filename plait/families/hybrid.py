@@ -170,7 +170,7 @@ def _granite_positions(c: Config) -> dict[str, None]:
         "mamba_chunk_size": 128,
         "routed_scaling_factor": 1.0,
     },
-    honours=("sliding_window",),
+    honours=("sliding_window", "moe_latent_size"),
     detection=Detection(
         markers=(
             ArchitectureMarker("NemotronHForCausalLM", ("mixer.up_proj.weight",), order=100),
@@ -236,6 +236,7 @@ def _nemotron_mixer(c: Config, kind: str) -> Mixer:
                 plain(c["moe_intermediate_size"]),
                 sigmoid_router(c),
                 shared=both,
+                latent=c.get("moe_latent_size"),
             )
         case _:
             return gqa(c, kind, rope=None, window=c.get("sliding_window"))
@@ -254,6 +255,8 @@ def _nemotron_names(prefix: str, experts: int) -> Rules:
         f"{ours}.router": f"{mixer}.gate",
         **(expert_tensors(ours, mixer, experts, gated=False) if experts else {}),
         f"{ours}.shared.{{x}}": f"{mixer}.shared_experts.{{x}}_proj",
+        f"{ours}.enter": f"{mixer}.fc1_latent_proj",
+        f"{ours}.leave": f"{mixer}.fc2_latent_proj",
         f"{ours}.{{x}}": f"{mixer}.{{x}}_proj",
     }
 

@@ -43,7 +43,7 @@ def _fill_llama(t: Tensors) -> None:
 
 @family(
     *("LlamaForCausalLM", "MistralForCausalLM", "MinistralForCausalLM"),
-    model_types=("llama", "mistral", "ministral"),
+    model_types=("llama", "mistral", "ministral", "iquestcoder"),
     defaults={"norm_eps": 1e-6, "hidden_act": "silu"},
     honours=("sliding_window",),
     detection=Detection(

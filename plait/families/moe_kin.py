@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
-from plait.families.common.recipes import either, expert_tensors, flat, transformer, unused_patterns
+from plait.families.common.recipes import (
+    either,
+    expert_tensors,
+    flat,
+    transformer,
+    turn_expert,
+    unused_patterns,
+)
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import (
     gqa,
@@ -16,7 +23,7 @@ from plait.families.common.spec_builders import (
     sigmoid_router,
     softmax_moe,
 )
-from plait.families.config.normalize import Config
+from plait.families.config.normalize import FULL, Config
 from plait.spec import BranchSpec, ModelSpec, MoeSpec, RouterSpec
 
 L = "model.layers.{i}"
@@ -220,6 +227,84 @@ def ernie_moe(c: Config) -> tuple[ModelSpec, NameMap]:
     )
 
 
+@family(
+    "ExaoneMoeForCausalLM",
+    model_types=("exaone_moe",),
+    defaults={
+        "norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
+        "num_shared_experts": 1,
+    },
+    honours=("sliding_window",),
+)
+def exaone_moe(c: Config) -> tuple[ModelSpec, NameMap]:
+    """K-EXAONE: DeepSeek-V3's experts; where some layers have windows, those without have no positions."""
+    each = norm(c)
+    attns = [
+        BranchSpec("attn", gqa(c, kind, qk_norm=each, **_positions(c, kind)), each)
+        for kind in c["layer_types"]
+    ]
+    return _with_shared_experts(c, "exaone_moe", attns, sigmoid_router(c))
+
+
+@family(
+    "FlintForCausalLM",
+    model_types=("flint",),
+    defaults={
+        **SILU,
+        "sliding_window": 513,
+        "mlp_only_layers": [0, 1],
+        "num_shared_experts": 1,
+        "shared_intermediate_size": 1024,
+    },
+    honours=("sliding_window",),
+)
+def flint(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Flint: sinks in every layer, positions in those with windows; sigmoid scores without a correction."""
+    each = norm(c)
+    attns = [
+        BranchSpec("attn", gqa(c, kind, qk_norm=each, sinks=True, **_positions(c, kind)), each)
+        for kind in c["layer_types"]
+    ]
+    router = RouterSpec("sigmoid", c.get("norm_topk_prob", True))
+    own: Rules = {
+        "layers.{i}.attn.sinks": (f"{L}.self_attn.sinks", f"{L}.self_attn.softmax_offset"),
+        f"{FFN}.shared.{{x}}": f"{MLP}.shared_expert.{{x}}_proj",
+    }
+    return _with_shared_experts(c, "flint", attns, router, own, c["shared_intermediate_size"])
+
+
+@family(
+    "AriaTextForCausalLM",
+    model_types=("aria_text",),
+    defaults={**SILU, "num_experts": 8, "num_experts_per_tok": 2, "num_shared_experts": 2},
+)
+def aria(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Aria's text model: Llama's attention; matrices of experts are stored the other way round."""
+    attn, theirs = BranchSpec("attn", gqa(c), norm(c)), f"{MLP}.experts"
+    own: Rules = {
+        f"{FFN}.router": f"{MLP}.router",
+        **{
+            f"{FFN}.experts.{{e}}.{x}.weight": tuple(turn_expert(half, at) for at in places)
+            for x, half, places in (
+                ("gate", 0, (f"{theirs}.gate_up_proj", f"{theirs}.fc1.weight")),
+                ("up", 1, (f"{theirs}.gate_up_proj", f"{theirs}.fc1.weight")),
+                ("down", None, (f"{theirs}.down_proj", f"{theirs}.fc2.weight")),
+            )
+        },
+    }
+    return _with_shared_experts(c, "aria_text", [attn] * len(c["layer_types"]), RouterSpec(), own)
+
+
+def _positions(c: Config, kind: str) -> dict[str, None]:
+    """Layers without a window turn nothing, where others have one."""
+    return {"rope": None} if kind == FULL and c.get("sliding_window") else {}
+
+
 def _experts(c: Config) -> Rules:
     routers = (f"{MLP}.gate", f"{MLP}.router.gate")
     return {f"{FFN}.router": routers, **expert_tensors(FFN, MLP, c["num_experts"])}
@@ -233,17 +318,24 @@ def _sparse(c: Config, name: str, attn: BranchSpec, moe: MoeSpec, names: Rules) 
 
 
 def _with_shared_experts(
-    c: Config, name: str, attns: list[BranchSpec], router: RouterSpec, own: Rules | None = None
+    c: Config,
+    name: str,
+    attns: list[BranchSpec],
+    router: RouterSpec,
+    own: Rules | None = None,
+    shared_size: int | None = None,
 ) -> tuple[ModelSpec, NameMap]:
     """Experts next to shared ones, and dense layers where the config has them."""
     size, shared = c["moe_intermediate_size"], c.get("num_shared_experts")
-    both = mlp(c, size * shared) if shared else None
+    both = mlp(c, shared_size or size * shared) if shared else None
     moe = MoeSpec(c["num_experts"], c["num_experts_per_tok"], mlp(c, size), router, shared=both)
     ffn = {"sparse": BranchSpec("ffn", moe, norm(c))}
     if "dense" in c["mlp_layer_types"]:
         ffn["dense"] = BranchSpec("ffn", mlp(c), norm(c))
-    correction: Rules = {f"{FFN}.router_bias": f"{MLP}.gate.e_score_correction_bias"}
-    names: Rules = {**SHARED, **_experts(c), **(own or correction)}
+    correction: Rules = {
+        f"{FFN}.router_bias": tuple(f"{at}.e_score_correction_bias" for at in (f"{MLP}.gate", MLP)),
+    }
+    names: Rules = {**SHARED, **_experts(c), **(correction if own is None else own)}
     layers = [(attn, ffn[kind]) for attn, kind in zip(attns, c["mlp_layer_types"], strict=True)]
     # What predicts a second token for speculation is behind the layers; the model is whole without it.
     extra = range(len(layers), len(layers) + (c.get("num_nextn_predict_layers") or 0))

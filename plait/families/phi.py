@@ -6,7 +6,7 @@ from typing import Any
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.families.common.detection import ArchitectureMarker, Detection, has_rope
-from plait.families.common.recipes import split_gate_up, split_qkv, transformer, unused_patterns
+from plait.families.common.recipes import either, split_gate_up, split_qkv, transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import ENDLESS, gqa, mlp, model, norm, plain_mlp, side_by_side
 from plait.families.common.tensors import Tensors
@@ -73,14 +73,40 @@ def _fill_phi_3(t: Tensors) -> None:
 )
 def phi3(c: Config) -> tuple[ModelSpec, NameMap]:
     """Phi 3 and 4: positions stretched by a divisor per dimension, or on a part of each head only."""
+    return _phi3(c, "phi3", "")
+
+
+@family(
+    "Phi4MultimodalForCausalLM",
+    model_types=("phi4_multimodal",),
+    defaults={"norm_eps": 1e-5, "hidden_act": "silu"},
+    honours=("sliding_window",),
+)
+def phi4_multimodal(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Phi 4 multimodal's text model; its adapters are for images and sounds."""
+    return _phi3(c, "phi4_multimodal", ".base_layer")
+
+
+def _phi3(c: Config, name: str, suffix: str) -> tuple[ModelSpec, NameMap]:
+    """`suffix`: what linear layers end with in files that have adapters."""
     each = norm(c)
     if (c.get("sliding_window") or 0) >= (c.get("max_position_embeddings") or ENDLESS):
         c["layer_types"] = [FULL] * len(c["layer_types"])  # as published with 128k: no sequence is so long
     ffn = BranchSpec("ffn", mlp(c), each)
     layers = [(BranchSpec("attn", gqa(c, kind), each), ffn) for kind in c["layer_types"]]
     layer = "model.layers.{i}"
-    names = _names(c, f"{layer}.self_attn.qkv_proj", f"{layer}.mlp.gate_up_proj")
-    return model(c, "phi3", layers), NameMap(names, transformer(), ignored=unused_patterns(c))
+    tables = [
+        {
+            **_names(c, f"{layer}.self_attn.qkv_proj{end}", f"{layer}.mlp.gate_up_proj{end}"),
+            "layers.{i}.attn.o": f"{layer}.self_attn.o_proj{end}",
+            "layers.{i}.ffn.down": f"{layer}.mlp.down_proj{end}",
+        }
+        for end in dict.fromkeys(("", suffix))
+    ]
+    unused = (r"^model\.embed_tokens_extend\.", r"\.lora_[AB]\.") if suffix else ()
+    return model(c, name, layers), NameMap(
+        either(*tables), transformer(), ignored=unused_patterns(c, *unused)
+    )
 
 
 @family(

@@ -10,6 +10,7 @@ from torch import Tensor
 from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.memory import State
+from plait.model.layers.layer_inputs import LayerInputs
 from plait.model.layers.layers import Batch, Embedding, LmHead, Norm
 from plait.model.mixers.registry import build
 from plait.model.shared_block import SharedBlockUse
@@ -84,6 +85,7 @@ class Decoder:
     def __init__(self, s: spec.ModelSpec, weights: Weights) -> None:
         self.spec = s
         self.embed = Embedding(s, weights.scope("embed"))
+        self.layer_inputs = LayerInputs(s, weights) if s.layer_inputs else None
         self.branches = [Branch(b, weights.scope(name), s.hidden_size) for name, b in s.branches()]
         self.norm = Norm(s.norm, weights.scope("norm"), s.hidden_size)
         self.head = LmHead(s, weights)
@@ -100,6 +102,8 @@ class Decoder:
         """What the model makes of every token, after the last norm: [T, hidden]. The states move on."""
         batch = replace(batch, step={})
         x = embeddings = self.embed(batch.token_ids, batch.positions)
+        if self.layer_inputs:
+            self.layer_inputs.compute(batch, embeddings)
         delta = None
         for branch in self.branches:
             x, h = branch.enter_beside(x, delta, embeddings, batch, store)

@@ -24,15 +24,19 @@ CASES: list[dict[str, Any]] = [
         tokens=33, experts=8, top_k=3, router=RouterSpec("sigmoid", True, 1e-20, 2.5, 4, 2, "top2"), bias=True
     ),
     dict(tokens=17, experts=8, top_k=2, router=RouterSpec("softmax", False, 0.0, 1.0, 4, 2, "max")),
+    dict(tokens=9, experts=6, top_k=3, router=RouterSpec(), factors=True),
 ]
 
 
 @op(cases=CASES)
-def route(logits: Tensor, bias: Tensor | None, top_k: int, router: RouterSpec) -> tuple[Tensor, Tensor]:
+def route(
+    logits: Tensor, bias: Tensor | None, top_k: int, router: RouterSpec, factors: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Expert weights [T, k] float32 and indices [T, k] int64, best first.
 
     logits: [T, experts]; bias: [experts], moves the choice and never the weight (DeepSeek-V3, 2.1.2). With
-    groups, only experts of the best `top_groups` groups may be chosen.
+    groups, only experts of the best `top_groups` groups may be chosen. factors: [experts] float32, what the
+    weight of each is multiplied by at last (Gemma 4).
     """
     scores = logits.float().softmax(-1) if router.score == "softmax" else logits.float().sigmoid()
     choice = scores if bias is None else scores + bias.float()
@@ -46,14 +50,16 @@ def route(logits: Tensor, bias: Tensor | None, top_k: int, router: RouterSpec) -
     weight = scores.gather(-1, index)
     if router.renormalize:
         weight = weight / (weight.sum(-1, keepdim=True) + router.renorm_eps)
-    return weight * router.scale, index
+    weight = weight * router.scale
+    return weight if factors is None else weight * factors[index], index
 
 
 @route.inputs
 def _route_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
     logits = torch.randn(case["tokens"], case["experts"], dtype=dtype, device=device)
     bias = torch.randn(case["experts"], device=device) if case.get("bias") else None
-    return (logits, bias, case["top_k"], case["router"]), {}
+    factors = torch.randn(case["experts"], device=device) if case.get("factors") else None
+    return (logits, bias, case["top_k"], case["router"], factors), {}
 
 
 EXPERT_CASES: list[dict[str, Any]] = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,12 @@ from tests.families import tiny
 from tests.families.parity import Memory, decoder, in_pieces, resolved, whole, worst
 
 TOLERANCE = 1e-4
+NEW_KEYS = (
+    "llama_longrope",
+    "mamba2",
+    "cohere_compass",
+    *(name for name in tiny.VARIANTS if name.startswith("gemma4")),
+)
 
 
 @pytest.fixture(scope="session")
@@ -23,7 +30,16 @@ def folder_of(name: str, root: Path) -> Path:
     return root / name
 
 
-@pytest.mark.parametrize("name", tiny.VARIANTS)
+def names(*without: str) -> list[Any]:
+    """Every variant, the slow ones marked."""
+    return [
+        pytest.param(name, marks=[pytest.mark.slow] if variant.slow else [])
+        for name, variant in tiny.VARIANTS.items()
+        if name not in without
+    ]
+
+
+@pytest.mark.parametrize("name", names())
 def test_logits_equal_those_of_transformers(name: str, checkpoints: Path) -> None:
     config, tensors, oracle = tiny.read(folder_of(name, checkpoints))
     checkpoint = Memory(tensors)
@@ -45,9 +61,7 @@ def test_logits_are_the_same_without_a_config(name: str, checkpoints: Path) -> N
     assert worst(whole(decoder(bare, checkpoint), oracle["ids"][0]), oracle["logits"][0]) <= TOLERANCE
 
 
-@pytest.mark.parametrize(
-    "name", [n for n in tiny.VARIANTS if n not in ("llama_longrope", "mamba2", "gemma4")]
-)
+@pytest.mark.parametrize("name", names(*NEW_KEYS))
 def test_old_and_new_keys_give_one_spec(name: str, checkpoints: Path) -> None:
     config, tensors, _ = tiny.read(folder_of(name, checkpoints))
     checkpoint = Memory(tensors)

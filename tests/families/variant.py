@@ -9,8 +9,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Variant:
-    """A config class of transformers and what differs from SIZES. `bare`: shapes alone tell this model."""
+    """A config class of transformers and what differs from SIZES.
+
+    `bare`: shapes alone tell this model. `slow`: left to `make test-all`.
+    """
 
     config: str
     changes: Mapping[str, Any] = field(default_factory=dict)
     bare: bool = False
+    slow: bool = False

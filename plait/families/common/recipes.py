@@ -152,6 +152,16 @@ def expert_half(index: int, count: int, source: str) -> Derived:
     return Derived(lambda w, e, **_: _half(expert_rows(w, int(e), count), index), (source,), (back,))
 
 
+def turn_expert(index: int | None, source: str) -> Derived:
+    """One expert of a stack [count, in, out]; of [count, in, 2 size] gate (0) or up (1)."""
+
+    def pick(w: Stored, e: str, **_: str) -> Stored:
+        matrix = as_tensor(w)[int(e)].T.contiguous()
+        return matrix if index is None else _half(matrix, index)
+
+    return Derived(pick, (source,))
+
+
 def split_qkv(c: Config, ours: str, theirs: str) -> dict[str, Source]:
     """q, k and v of one tensor: the rows of all query heads, then those of the key and value heads."""
     q, kv = (c[f"num_{x}_heads"] * c["head_dim"] for x in ("attention", "key_value"))

@@ -15,6 +15,7 @@ from plait.checkpoint.names import NameMap
 from plait.errors import UnsupportedModel
 from plait.families.common.detection import UNDETECTED, Detection
 from plait.families.common.hf_config import USUAL_HF, HfConfig
+from plait.families.common.refused import why_refused
 from plait.families.config.normalize import NOTHING, Config, flatten, normalize
 from plait.spec import ModelSpec
 
@@ -98,6 +99,8 @@ def find(config: Mapping[str, Any]) -> Family:
             return families[name]
     if not names:
         raise UnknownArchitecture("the config names no architecture and no model_type")
+    if why := why_refused(names):
+        raise UnknownArchitecture(why)
     every = sorted(a for f in families.values() for a in f.architectures)
     near = difflib.get_close_matches(names[0], every, 1, 0.5)
     hint = f"; the nearest is {near[0]}" if near else ""

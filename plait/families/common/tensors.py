@@ -17,6 +17,7 @@ EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight", "embedding.weight")
 HEADS = (
     *("lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weight", "output.weight"),
     "embed_out.weight",  # GPT-NeoX
+    "output_projection.weight",  # BioGPT
 )
 MTP = ("eh_proj.weight", "shared_head.norm.weight")
 OTHERS = ("vision_tower.", "visual.", "audio_tower.", "mtp.", "multi_modal_projector.")

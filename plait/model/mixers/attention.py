@@ -22,7 +22,7 @@ from plait.partition import Cut, Division, Rank, join_ranges, scale_range, sum_o
 from plait.state.store import StateStore
 
 
-def _words(m: spec.AttentionSpec) -> str:
+def describe_attention(m: spec.AttentionSpec) -> str:
     kind = "attention" if m.num_heads == m.num_kv_heads else "grouped-query attention"
     parts = [f"{kind}, {m.num_heads} heads × {m.head_dim}, {m.num_kv_heads} kv", describe_rope(m.rope)]
     parts += [f"window {m.window}"] if m.window else []
@@ -34,7 +34,7 @@ def _words(m: spec.AttentionSpec) -> str:
     return ", ".join(parts)
 
 
-def _divide(s: spec.AttentionSpec, rank: Rank, hidden_size: int) -> Division:
+def divide_attention(s: spec.AttentionSpec, rank: Rank, hidden_size: int) -> Division:
     heads, dim = join_ranges(rank.divide(s.num_heads, "heads")), s.head_dim
     kv = rank.divide_for_heads(s.num_kv_heads, s.num_heads, "key-value heads")
     q_rows, kv_rows = Cut((scale_range(heads, dim),)), Cut((scale_range(kv, dim),))
@@ -46,7 +46,7 @@ def _divide(s: spec.AttentionSpec, rank: Rank, hidden_size: int) -> Division:
     return Division(part, cuts, gathers=2 * (is_gathered and s.qk_norm is not None))
 
 
-@mixer(spec.AttentionSpec, _words, _divide)
+@mixer(spec.AttentionSpec, describe_attention, divide_attention)
 class Attention:
     def __init__(self, s: spec.AttentionSpec, w: Weights) -> None:
         self.spec, self.name = s, w.prefix

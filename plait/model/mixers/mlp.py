@@ -36,9 +36,9 @@ def _divide(s: spec.MlpSpec, rank: Rank, hidden_size: int) -> Division:
 
 @mixer(spec.MlpSpec, _words, _divide)
 class Mlp:
-    def __init__(self, s: spec.MlpSpec, w: Weights) -> None:
+    def __init__(self, s: spec.MlpSpec, w: Weights, hidden_size: int | None = None) -> None:
         self.spec, self.states = s, dict[str, State]()
-        hidden = w.target.hidden_size
+        hidden = hidden_size or w.target.hidden_size
         names = ("gate", "up") if s.gated else ("up",)
         self.up = w.linear(*names, in_size=hidden, out_sizes=(s.size,) * len(names))
         self.down = w.linear("down", in_size=s.size, out_sizes=(hidden,))

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from plait import spec
 from plait.checkpoint.weights import Weights
+from plait.errors import CannotDivide
 from plait.memory import State
-from plait.model.layers.layers import Batch
+from plait.model.layers.layers import Batch, Norm
 from plait.model.mixers.mlp import Mlp, divide_mlp
 from plait.model.mixers.registry import mixer
 from plait.ops.activation import combine, scale_rows
@@ -28,11 +29,14 @@ Experts = Sequence[Linear] | ExpertStack
 
 def _words(m: spec.MoeSpec) -> str:
     shared = "" if m.shared is None else f", shared {m.shared.size}"
-    return f"MoE, {m.top_k} of {m.num_experts} experts × {m.expert.size}, {m.router.score}{shared}"
+    latent = "" if m.latent is None else f", latent {m.latent}"
+    return f"MoE, {m.top_k} of {m.num_experts} experts × {m.expert.size}, {m.router.score}{shared}{latent}"
 
 
 def _divide(s: spec.MoeSpec, rank: Rank, hidden_size: int) -> Division:
     """A part of each expert's features; with `whole_experts` some of the experts. The router is whole."""
+    if s.latent:  # what leaves the latent space would have to be summed before
+        raise CannotDivide(f"experts between linear layers of {s.latent} are not divided among ranks")
     cuts: dict[str, Cut] = {}
     expert, shared = s.expert, s.shared
     if shared:
@@ -67,17 +71,35 @@ class Moe:
         ]
         self._combine = w.bind(combine)
         self._scale_rows = w.bind(scale_rows) if s.weigh_input else None
+        self._norms = [
+            Norm(norm, w.scope(name), hidden) if norm else None
+            for name, norm in (("router_norm", s.router_norm), ("expert_norm", s.expert_norm))
+        ]
+        self._enter = self._leave = None
+        if s.latent:
+            self._enter = w.linear("enter", in_size=hidden, out_sizes=(s.latent,))
+            self._leave = w.linear("leave", in_size=s.latent, out_sizes=(hidden,))
+        self.scale = w.tensor("expert_scale", (s.num_experts,), torch.float32) if s.expert_scale else None
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, hidden] -> [T, hidden]. A token's experts are added in the order of their numbers."""
-        logits, taken, s = self.router(x), x, self.spec
-        weight, index = self._route(logits, self.bias, s.top_k, s.router)
+        read, taken = (norm(x) if norm else x for norm in self._norms)
+        logits, s = self.router(read), self.spec
+        weight, index = self._route(logits, self.bias, s.top_k, s.router, self.scale)
         if self._scale_rows:  # of one expert the weight is 1, once it is divided by their sum
             taken = self._scale_rows(x, weight)
             weight, index = self._route(logits, self.bias, s.top_k, replace(s.router, renormalize=True))
         gate = self.shared_gate(x) if self.shared_gate else None
+        taken = self._enter(taken) if self._enter else taken
         parts = [share(x, taken, weight, index, gate) for share in self.shares]
-        return add_in_tree(parts, lambda a, b: self._combine(a, b, 1.0))
+        y = add_in_tree(parts, lambda a, b: self._combine(a, b, 1.0))
+        return y if self._leave is None else self._add_shared(self._leave(y), x)
+
+    def _add_shared(self, y: Tensor, x: Tensor) -> Tensor:
+        """y: [T, hidden], of experts in a latent space; the shared one reads x itself."""
+        for share in self.shares:
+            y = self._combine(y, share.shared.forward(x), 1.0) if share.shared else y
+        return y
 
 
 class ExpertShare:
@@ -86,7 +108,7 @@ class ExpertShare:
     def __init__(self, s: spec.MoeSpec, w: Weights, own: Range) -> None:
         self._first, self._count = own[0], width(own)
         self._is_part = self._count < s.num_experts
-        self._activation = (s.expert.activation, s.expert.gated)
+        self._activation, self._latent = (s.expert.activation, s.expert.gated), s.latent
         self.shared = Mlp(s.shared, w.scope("shared")) if s.shared else None
         self._experts, self.up, self.down = self._build_experts(s, w)
 
@@ -96,9 +118,9 @@ class ExpertShare:
         fn = w.bind(experts, **sizes, activations=w.target.activations)
         numbers = range(self._first, self._first + self._count)
         if not isinstance(fn, StackedExperts):
-            parts = [Mlp(s.expert, w.scope(f"experts.{e}")) for e in numbers]
+            parts = [Mlp(s.expert, w.scope(f"experts.{e}"), s.latent) for e in numbers]
             return fn, [part.up for part in parts], [part.down for part in parts]
-        hidden, size, each = w.target.hidden_size, s.expert.size, w.scope("experts")
+        hidden, size, each = s.latent or w.target.hidden_size, s.expert.size, w.scope("experts")
         names = ("gate", "up") if s.expert.gated else ("up",)
         sizes_up, pack = (size,) * len(names), fn.pack
         up = each.linear_stack(numbers, *names, in_size=hidden, out_sizes=sizes_up, pack=pack)
@@ -110,13 +132,13 @@ class ExpertShare:
     ) -> Tensor:
         """x, and what the chosen experts take of it: [T, hidden]; weight and index: [T, k], gate: [T, 1].
 
-        Returns [T, hidden].
+        Returns what `taken` is like. Without the shared expert where the experts' space is another.
         """
         if self._is_part:  # other ranks have the other experts: here they weigh nothing
             index = index - self._first
             is_own = (index >= 0) & (index < self._count)
             weight, index = weight * is_own, index.where(is_own, 0)
-        shared = self.shared.forward(x) if self.shared else None
+        shared = self.shared.forward(x) if self.shared and not self._latent else None
         how = self.up, self.down, self._activation
         y: Tensor = self._experts(taken, weight, index, *how, shared, gate)
         return y

@@ -25,8 +25,13 @@ def _divide(s: spec.ParallelSpec, rank: Rank, hidden_size: int) -> Division:
     parts = {name: divide(part, rank, hidden_size) for name, part in s.parts.items()}
     cuts = {f"{name}.{key}": cut for name, part in parts.items() for key, cut in part.cuts.items()}
     sums, gathers = (sum(getattr(part, name) for part in parts.values()) for name in ("sums", "gathers"))
-    sums += (len(parts) - 1) * (rank.shares > 0)  # each part is summed by itself
+    sums += (len(parts) - 1) * _is_apart(s, rank)
     return Division(replace(s, parts={n: part.spec for n, part in parts.items()}), cuts, sums, gathers)
+
+
+def _is_apart(s: spec.ParallelSpec, rank: Rank) -> bool:
+    """Whether each part is summed over ranks by itself: as one rank alone adds them, or before its norm."""
+    return rank.shares > 0 or bool(s.post_norms)
 
 
 @mixer(spec.ParallelSpec, _words, _divide)
@@ -39,20 +44,29 @@ class Parallel:
         self.norms = [
             Norm(norms[name], w.scope(f"{name}.norm"), hidden) if name in norms else None for name in s.parts
         ]
+        self.post_norms = [
+            Norm(s.post_norms[name], w.scope(f"{name}.post_norm"), hidden) if name in s.post_norms else None
+            for name in s.parts
+        ]
         self._combine, self._comm, self._dtype = w.bind(combine), w.target.comm, w.target.dtype
-        self.is_summed = self._comm.rank.shares > 0  # each part by itself, as one rank alone adds them
+        self.is_summed = _is_apart(s, self._comm.rank)
         self.states: dict[str, State] = {
             name: state for part in self.parts for name, state in part.states.items()
         }
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, hidden] -> [T, hidden]."""
-        both = zip(self.parts, self.norms, strict=True)
-        total, *others = (self._part(part, norm(x) if norm else x, batch, store) for part, norm in both)
+        every = zip(self.parts, self.norms, self.post_norms, strict=True)
+        total, *others = (
+            self._part(part, norm(x) if norm else x, post, batch, store) for part, norm, post in every
+        )
         for other in others:
             total = self._combine(total, other, 1.0)
         return total
 
-    def _part(self, part: MixerModule, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
+    def _part(
+        self, part: MixerModule, x: Tensor, post_norm: Norm | None, batch: Batch, store: StateStore
+    ) -> Tensor:
         y = part(x, batch, store)
-        return sum_ranks(y, self._comm, self._dtype) if self.is_summed else y
+        y = sum_ranks(y, self._comm, self._dtype) if self.is_summed else y
+        return post_norm(y) if post_norm else y

@@ -144,6 +144,7 @@ FAMILIES: dict[str, list[Form]] = {
     "Seed-OSS, CWM, InternLM 3 · AFM 4.5B · Helium": [Form(TURNS)],
     "ERNIE 4.5 · ERNIE 4.5 MoE": [Form("User: {{ m.content }}\nAssistant: ")],
     "EXAONE 4": [Form("[|{{ m.role }}|]\n{{ m.content }}[|endofturn|]"), think(HERMES_FORM)],
+    "K-EXAONE · Flint · Aria (text)": [think(HERMES_FORM), Form(TURNS)],
     "Nemotron 3, 4, Minitron · StableLM 2": [Form(TURNS)],
     "Mixtral": [PLAIN, MISTRAL],
     "Qwen2, Qwen2.5, Qwen3, text of Qwen2.5-VL, Qwen3-VL": [Form(TURNS), HERMES_FORM, think(HERMES_FORM)],
@@ -152,7 +153,7 @@ FAMILIES: dict[str, list[Form]] = {
     "Qwen3.5, Qwen3.5-MoE": [think(XML_FORM)],
     "Gemma 1, VaultGemma": [Form("<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>")],
     "Gemma 2, Gemma 3 (text)": [Form("<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>")],
-    "Gemma 4 dense (31B, text)": [Form(TURNS)],
+    "Gemma 4 (text)": [Form(TURNS)],
     "RecurrentGemma": [Form("<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>")],
     "DeepSeek-V2, V3, R1, Kimi-K2, text of K2.5": [
         Form("User: {{ m.content }}\n\nAssistant: "),
@@ -165,6 +166,7 @@ FAMILIES: dict[str, list[Form]] = {
         ),
     ],
     "GLM-4.7-Flash · Youtu-LLM": [think(Form(GLM_TEMPLATE.replace("\n", ""), "glm", GLM47))],
+    "A.X K1": [Form(TURNS)],
     "Ministral 3, Devstral 2": [
         Form("{{ tools }}[TOOL_CALLS]f[ARGS]", "mistral_args", each("[TOOL_CALLS]{n}[ARGS]{a}"))
     ],
@@ -211,6 +213,8 @@ FAMILIES: dict[str, list[Form]] = {
     "GPT-NeoX, Pythia · GPT-J · CodeGen": [PLAIN],
     "GPT-2, StarCoder 1 · GPT-Neo": [PLAIN],
     "OPT, Galactica": [PLAIN],
+    "BioGPT, XGLM, CTRL, GPT-1": [PLAIN],
+    "Persimmon, Fuyu (text) · GPT-NeoX Japanese": [PLAIN],
     "nanochat": [Form(TURNS)],
     "Falcon, Falcon 2": [Form(TURNS)],
     "SmolLM3": [think(Form("{{ xml_tools }}{{ python_tools }}" + HERMES_TEMPLATE, "hermes", HERMES))],
@@ -226,6 +230,7 @@ FAMILIES: dict[str, list[Form]] = {
     "Command A with experts": [
         Form(COHERE_TEMPLATE, "cohere", ACTION, "cohere", f"<|START_THINKING|>{THOUGHT}<|END_THINKING|>")
     ],
+    "North Micro (text)": [Form(TURNS)],
     "GLM-4 · GLM-4.5, 4.6, 4.7": [
         Form("[gMASK]<sop><|observation|>{{ tools }}", "glm4", each("{n}\n{a}", "\n")),
         think(Form(GLM_TEMPLATE, "glm", GLM45)),

@@ -212,8 +212,8 @@ def attend(
     cpu: Executor,
     chosen: Chosen | None,
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     k_cache: Tensor,
     v_cache: Tensor,
     block_table: Tensor,
@@ -225,8 +225,11 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """See `ops.attention.paged_attention`. `chosen`: another kernel than the usual one of these caches."""
-    rows, k_rows, v_rows = TensorRows.of(q), TensorRows.of(k), TensorRows.of(v)
+    """See `ops.attention.paged_attention`. `chosen`: another kernel than the usual one of these caches.
+
+    Without k and v, another layer of the step has stored them.
+    """
+    rows = TensorRows.of(q)
     size, kv_heads = k_cache.shape[1:3]
     coded, d = k_cache.dtype == torch.int8, rows.width
     widths = head_widths(d, "int8" if coded else "model")
@@ -236,11 +239,8 @@ def attend(
     _check_heads(q, k, v, (kv_heads, d), 4 if coded else 2)
     if sinks is not None:
         dense("sinks", sinks, rows.heads)
-    new = (k, *k_rows.strides, v, *v_rows.strides, k_cache, v_cache, slot_mapping, kv_heads, d, size)
-    if coded:
-        cpu.launch(store_codes, *new, KEY_GROUP, rows=k_rows.count, scratch=SCRATCH)
-    else:
-        cpu.launch(store_rows, *new, k_cache.element_size(), rows=k_rows.count, scratch=2 * d)
+    if k is not None and v is not None:
+        _store(cpu, k, v, k_cache, v_cache, slot_mapping)
     out = cpu.empty(*q.shape)
     spans = -(-block_table.shape[1] * size // SPAN)
     apart = min(APART, rows.count * rows.heads * spans * record_bytes(d))
@@ -252,6 +252,17 @@ def attend(
         rows=rows.count, seqs=seq_lens.shape[0], scratch=chosen.scratch(d, d), shared=apart,
     )  # fmt: skip
     return out
+
+
+def _store(cpu: Executor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    k_rows, v_rows = TensorRows.of(k), TensorRows.of(v)
+    size, kv_heads = k_cache.shape[1:3]
+    new = (k, *k_rows.strides, v, *v_rows.strides, k_cache, v_cache, slots, kv_heads, k_rows.width, size)
+    if k_cache.dtype == torch.int8:
+        cpu.launch(store_codes, *new, KEY_GROUP, rows=k_rows.count, scratch=SCRATCH)
+    else:
+        scratch = 2 * k_rows.width
+        cpu.launch(store_rows, *new, k_cache.element_size(), rows=k_rows.count, scratch=scratch)
 
 
 @paged_attention.variant("native", on="cpu", when=why_unserved, native=True)
@@ -285,11 +296,12 @@ def check_index(table: Tensor, slots: Tensor, starts: Tensor, lens: Tensor) -> N
         )
 
 
-def _check_heads(q: Tensor, k: Tensor, v: Tensor, kept: tuple[int, int], step: int) -> None:
+def _check_heads(q: Tensor, k: Tensor | None, v: Tensor | None, kept: tuple[int, int], step: int) -> None:
     kv_heads, d = kept
-    new_ones = k.shape == v.shape == (q.shape[0], kv_heads, d)
+    shapes = [None if x is None else list(x.shape) for x in (k, v)]
+    new_ones = shapes in ([[q.shape[0], kv_heads, d]] * 2, [None, None])
     if not new_ones or q.dim() != 3 or q.shape[2] != d or q.shape[1] % kv_heads or d % step:
         raise ShapeMismatch(
-            f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)} do not fit caches of {kv_heads} kv "
+            f"q {list(q.shape)}, k {shapes[0]}, v {shapes[1]} do not fit caches of {kv_heads} kv "
             f"heads of {d}: heads must be a multiple of kv heads, all of one size, a multiple of {step}"
         )

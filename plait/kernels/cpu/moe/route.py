@@ -108,11 +108,11 @@ def _keep_groups(choice: Int, n: Int, groups: Int, top_groups: Int, by_two: Int,
 @kernel
 def route_rows(frame: int, args: int, thread: int, threads: int) -> None:
     """logits, bytes between rows, experts, bias or 0, k, 1 for a sigmoid, groups, top groups, 1 for top2,
-    1 to renormalize, its eps, scale, weights (dense), indices (dense)."""
+    1 to renormalize, its eps, scale, weights (dense), indices (dense), factors or 0."""
     logits, row_bytes, n, bias, k = word(args, 2), word(args, 3), word(args, 4), word(args, 5), word(args, 6)
     by_sigmoid, groups, top_groups, by_two = word(args, 7), word(args, 8), word(args, 9), word(args, 10)
     renormalize, eps, scale = word(args, 11), vec.get_f32(args + 96), vec.get_f32(args + 104)
-    weights, indices, rows = word(args, 14), word(args, 15), rows_of(frame, args)
+    weights, indices, rows, factors = word(args, 14), word(args, 15), rows_of(frame, args), word(args, 16)
     scores = scratch_of(frame, thread)
     choice = scores + 4 * n
     group_scores = choice + 4 * n
@@ -147,16 +147,29 @@ def route_rows(frame: int, args: int, thread: int, threads: int) -> None:
             weight: Float = vec.get_f32(to)
             if renormalize != 0:
                 weight = np.float32(weight / np.float32(whole + eps))
-            vec.put_f32(to, np.float32(weight * scale))
+            weight = np.float32(weight * scale)
+            if factors != 0:
+                weight = np.float32(
+                    weight * vec.get_f32(factors + 4 * vec.get_i64(indices + 8 * (r * k + j)))
+                )
+            vec.put_f32(to, weight)
 
 
 @route.variant("native", on="cpu", when=float32_rows, native=True)
 def _route(
-    cpu: Executor, logits: Tensor, bias: Tensor | None, top_k: int, router: RouterSpec
+    cpu: Executor,
+    logits: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    router: RouterSpec,
+    factors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     rows, n = TensorRows.of(logits), logits.shape[-1]
-    if bias is not None and (bias.dtype != torch.float32 or bias.shape != (n,) or not bias.is_contiguous()):
-        raise ShapeMismatch(f"a router of {n} experts wants {n} float32 biases, got {list(bias.shape)}")
+    for name, each in (("biases", bias), ("factors", factors)):
+        if each is not None and (
+            each.dtype != torch.float32 or each.shape != (n,) or not each.is_contiguous()
+        ):
+            raise ShapeMismatch(f"a router of {n} experts wants {n} float32 {name}, got {list(each.shape)}")
     smallest = 2 if router.group_by == "top2" and router.groups > 1 else 1
     if logits.dim() != 2 or not 0 < top_k <= n or n % router.groups or n // router.groups < smallest:
         raise ShapeMismatch(
@@ -170,7 +183,7 @@ def _route(
         route_rows,
         *(logits, rows.row_bytes, n, bias, top_k, int(router.score == "sigmoid")),
         *(router.groups, router.top_groups, int(router.group_by == "top2")),
-        *(int(router.renormalize), float(router.renorm_eps), float(router.scale), weights, indices),
+        *(int(router.renormalize), float(router.renorm_eps), float(router.scale), weights, indices, factors),
         rows=rows.count,
         scratch=math.ceil((2 * n + router.groups) / 16) * 64,
     )

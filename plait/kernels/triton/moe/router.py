@@ -128,7 +128,7 @@ def why_not(facts: OpFacts) -> str | None:
 
 @route.variant(NAME, on="cuda", when=why_not)
 def route_in_one_launch(
-    logits: Tensor, bias: Tensor | None, top_k: int, router: RouterSpec
+    logits: Tensor, bias: Tensor | None, top_k: int, router: RouterSpec, factors: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """`route`: the same arguments and results; of equal scores the expert with the lower number."""
     tokens, count = logits.shape
@@ -141,7 +141,7 @@ def route_in_one_launch(
             logits.stride(0), count // router.groups, router.groups, router.renorm_eps, router.scale,
             **constants, num_warps=1,
         )  # fmt: skip
-    return weight, index
+    return weight if factors is None else weight * factors[index], index
 
 
 ROUTERS = {  # experts, k, router, biased

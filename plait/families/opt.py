@@ -1,0 +1,212 @@
+"""OPT and what has its layers: Galactica, BioGPT, XGLM; GPT-1, which norms behind its mixers as OPT 350M."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from plait.checkpoint.names import Derived, NameMap, Rules, Source
+from plait.families.common.recipes import Stored, part, skip_rows, turn, unused_patterns
+from plait.families.common.registry import family
+from plait.families.common.spec_builders import gqa, model, norm, plain_mlp, require
+from plait.families.config.normalize import Config
+from plait.quant.weight import as_tensor
+from plait.spec import BranchSpec, ModelSpec
+
+ATTN, FFN = "layers.{i}.attn", "layers.{i}.ffn"
+PADDING = 2  # rows of a table of positions before the first one
+USUAL = {"norm_eps": 1e-5, "hidden_act": "relu", "tie_word_embeddings": True}
+
+
+@family("OPTForCausalLM", model_types=("opt",), defaults=USUAL)
+def opt(c: Config) -> tuple[ModelSpec, NameMap]:
+    """OPT and Galactica. The model of 350M norms behind its mixers, and has narrow embeddings."""
+    require(c, "OPT", layer_norm_elementwise_affine=(True,))
+    behind = c.get("do_layer_norm_before") is False
+    if not behind:
+        require(c, "OPT", _remove_final_layer_norm=(False,), word_embed_proj_dim=(c["hidden_size"],))
+    place = "model.decoder."
+    own: dict[str, Source] = {
+        "embed.positions.weight": skip_rows(PADDING, f"{place}embed_positions.weight"),
+        "norm": f"{place}final_layer_norm",
+    }
+    narrow = c.get("word_embed_proj_dim") not in (None, c["hidden_size"])
+    if narrow:  # the projections around the layers are a part of the tables
+        own["embed.weight"] = Derived(_widen, (f"{place}embed_tokens.weight", f"{place}project_in.weight"))
+        head = f"{place}embed_tokens.weight" if c["tie_word_embeddings"] else "lm_head.weight"
+        own["head.weight"] = Derived(_narrow, (head, f"{place}project_out.weight"))
+        c["tie_word_embeddings"] = False
+    return _opt(c, "opt", place, own, behind=behind, unused=(r"^lm_head\.",) if narrow else ())
+
+
+@family(
+    "BioGptForCausalLM",
+    model_types=("biogpt",),
+    defaults={**USUAL, "hidden_act": "gelu", "scale_embedding": True},
+)
+def biogpt(c: Config) -> tuple[ModelSpec, NameMap]:
+    """BioGPT: OPT with scaled embeddings."""
+    c["norm_eps"] = 1e-5  # whatever layer_norm_eps says
+    own: Rules = {
+        "embed.positions.weight": skip_rows(PADDING, "biogpt.embed_positions.weight"),
+        "norm": "biogpt.layer_norm",
+        "head": "output_projection",
+    }
+    unused = (r"^output_projection\.",) if c["tie_word_embeddings"] else ()
+    return _opt(c, "biogpt", "biogpt.", own, unused=unused)
+
+
+@family(
+    "XGLMForCausalLM",
+    model_types=("xglm",),
+    defaults={**USUAL, "hidden_act": "gelu", "scale_embedding": True},
+)
+def xglm(c: Config) -> tuple[ModelSpec, NameMap]:
+    """XGLM: OPT with scaled embeddings and positions that are sines."""
+    c["norm_eps"] = 1e-5
+    count, size = c["max_position_embeddings"], c["hidden_size"]
+    own: Rules = {
+        "embed.positions.weight": Derived(lambda **_: sine_table(count, size), ()),
+        "norm": "model.layer_norm",
+    }
+    return _opt(c, "xglm", "model.", own)
+
+
+@family(
+    "OpenAIGPTLMHeadModel",
+    model_types=("openai-gpt",),
+    defaults={"norm_eps": 1e-5, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
+)
+def gpt1(c: Config) -> tuple[ModelSpec, NameMap]:
+    """GPT-1: norms behind the mixers; weight matrices are stored the other way round."""
+    act = c.get("afn", "gelu")
+    require(c, "GPT-1", afn=("gelu", "gelu_new", "relu", "silu", "swish"))
+    c["hidden_act"] = {"relu": "relu", "silu": "silu", "swish": "silu"}.get(act, "gelu_pytorch_tanh")
+    count, place, size = len(c["layer_types"]), "transformer.h.{i}", c["hidden_size"]
+    qkv = f"{place}.attn.c_attn"
+    names: dict[str, Source] = {
+        **_norms_behind("transformer.h", count, "ln_1", "ln_2"),
+        "embed.positions": "transformer.positions_embed",
+        "embed": "transformer.tokens_embed",
+        "head": "lm_head",
+        f"{ATTN}.o.weight": turn(f"{place}.attn.c_proj.weight"),
+        f"{ATTN}.o": f"{place}.attn.c_proj",
+        f"{FFN}.up.weight": turn(f"{place}.mlp.c_fc.weight"),
+        f"{FFN}.up": f"{place}.mlp.c_fc",
+        f"{FFN}.down.weight": turn(f"{place}.mlp.c_proj.weight"),
+        f"{FFN}.down": f"{place}.mlp.c_proj",
+        **{f"{ATTN}.{x}.weight": _columns(i, size, f"{qkv}.weight") for i, x in enumerate("qkv")},
+        **{f"{ATTN}.{x}.bias": part(i, (size,) * 3, f"{qkv}.bias") for i, x in enumerate("qkv")},
+    }
+    each, longest = norm(c, "layer"), c["max_position_embeddings"]
+    spec = model(c, "openai-gpt", _layers(c, behind=True), norm=each, positions=longest)
+    return spec, NameMap(names, ignored=unused_patterns(c, r"\.attn\.bias$", r"position_ids$"))
+
+
+@family(
+    "CTRLLMHeadModel",
+    model_types=("ctrl",),
+    defaults={"hidden_act": "relu", "tie_word_embeddings": True, "dff": 8192},
+)
+def ctrl(c: Config) -> tuple[ModelSpec, NameMap]:
+    """CTRL: OPT with scaled embeddings, positions that are sines, and a head with a bias."""
+    c["norm_eps"], c["intermediate_size"], place = 1e-6, c["dff"], "transformer.h.{i}"
+    count, size = c["max_position_embeddings"], c["hidden_size"]
+    rates = 1e4 ** (-torch.arange(0, size, 2).float() / size)
+    names: dict[str, Source] = {
+        "embed.positions.weight": Derived(lambda **_: sines_of(torch.arange(count), rates), ()),
+        "embed.weight": "transformer.w.weight",
+        "embed.bias": "lm_head.bias",
+        "head": "lm_head",
+        "norm": "transformer.layernorm",
+        f"{ATTN}.norm": f"{place}.layernorm1",
+        f"{FFN}.norm": f"{place}.layernorm2",
+        f"{ATTN}.o": f"{place}.multi_head_attention.dense",
+        f"{ATTN}.{{x}}": f"{place}.multi_head_attention.W{{x}}",
+        f"{FFN}.up": f"{place}.ffn.0",
+        f"{FFN}.down": f"{place}.ffn.2",
+    }
+    each = norm(c, "layer")
+    spec = model(
+        c, "ctrl", _layers(c, behind=False), norm=each, positions=count, embed_scale=float(size**0.5)
+    )
+    return spec, NameMap(names, ignored=unused_patterns(c))
+
+
+def _opt(
+    c: Config,
+    name: str,
+    place: str,
+    own: Rules,
+    *,
+    behind: bool = False,
+    unused: tuple[str, ...] = (),
+) -> tuple[ModelSpec, NameMap]:
+    theirs, count = f"{place}layers", len(c["layer_types"])
+    norms = {
+        f"{ATTN}.norm": f"{theirs}.{{i}}.self_attn_layer_norm",
+        f"{FFN}.norm": f"{theirs}.{{i}}.final_layer_norm",
+    }
+    names: Rules = {
+        "embed": f"{place}embed_tokens",
+        "head": "lm_head",
+        f"{ATTN}.o": f"{theirs}.{{i}}.self_attn.out_proj",
+        f"{ATTN}.{{x}}": f"{theirs}.{{i}}.self_attn.{{x}}_proj",
+        f"{FFN}.up": f"{theirs}.{{i}}.fc1",
+        f"{FFN}.down": f"{theirs}.{{i}}.fc2",
+    }
+    if behind:
+        norms = _norms_behind(theirs, count, "self_attn_layer_norm", "final_layer_norm")
+    each, scale = norm(c, "layer"), c["hidden_size"] ** 0.5 if c.get("scale_embedding") else 1.0
+    longest = c["max_position_embeddings"]
+    spec = model(c, name, _layers(c, behind=behind), norm=each, positions=longest, embed_scale=scale)
+    return spec, NameMap(norms, own, names, ignored=unused_patterns(c, *unused))
+
+
+def _layers(c: Config, *, behind: bool) -> list[tuple[BranchSpec, ...]]:
+    """Norms behind the mixers are those before the next ones, of which what is normed goes on (`keep` 1)."""
+    each, keep, mixers = norm(c, "layer"), 1.0 if behind else None, (gqa(c, rope=None), plain_mlp(c))
+    layer = tuple(BranchSpec(n, m, each, keep=keep) for n, m in zip(("attn", "ffn"), mixers, strict=True))
+    layers = [layer] * len(c["layer_types"])
+    if behind:
+        layers[0] = (BranchSpec("attn", mixers[0], None), *layer[1:])
+    return layers
+
+
+def _norms_behind(theirs: str, count: int, attn: str, ffn: str) -> dict[str, str]:
+    """Where norms are that the branches before own."""
+    norms = {f"layers.{i}.attn.norm": f"{theirs}.{i - 1}.{ffn}" for i in range(1, count)}
+    return {**norms, f"{FFN}.norm": f"{theirs}.{{i}}.{attn}", "norm": f"{theirs}.{count - 1}.{ffn}"}
+
+
+def _columns(index: int, size: int, source: str) -> Derived:
+    """q, k or v of a matrix [in, 3 out]."""
+
+    def pick(w: Stored, **_: str) -> Tensor:
+        return as_tensor(w)[:, index * size : (index + 1) * size].T.contiguous()
+
+    return Derived(pick, (source,))
+
+
+def _widen(table: Stored, project: Stored, **_: str) -> Tensor:
+    return as_tensor(table) @ as_tensor(project).T
+
+
+def _narrow(table: Stored, project: Stored, **_: str) -> Tensor:
+    return as_tensor(table) @ as_tensor(project)
+
+
+def sine_table(count: int, size: int) -> Tensor:
+    """Sines, then cosines, of positions from PADDING on (Vaswani et al. 2017), [count, size] float32."""
+    half = size // 2
+    rates = torch.exp(torch.arange(half).float() * (-math.log(10_000) / (half - 1)))
+    table = sines_of(torch.arange(PADDING, PADDING + count), rates)
+    return torch.cat([table, torch.zeros(count, size % 2)], 1)
+
+
+def sines_of(positions: Tensor, rates: Tensor) -> Tensor:
+    """The sines of positions times rates, then their cosines: [positions, 2 rates] float32."""
+    angles = positions.float()[:, None] * rates
+    return torch.cat([angles.sin(), angles.cos()], 1)

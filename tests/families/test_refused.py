@@ -1,0 +1,40 @@
+"""Every causal model of transformers is a family, or is refused by a sentence that says why."""
+
+from __future__ import annotations
+
+import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from plait.errors import UnsupportedModel
+from plait.families.common.refused import REFUSED
+from plait.families.common.registry import build_spec, families_by_name
+
+
+def test_every_causal_model_of_transformers_is_built_or_refused_by_name() -> None:
+    built = set(families_by_name())
+    for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        assert (kind in built) != (kind in REFUSED), kind
+    assert sum(kind in built for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) >= 105
+    assert not built & set(REFUSED)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("bart", "encoder next to its decoder"),
+        ("bert", "in both directions"),
+        ("whisper", "made for sound"),
+        ("llada", "diffusion"),
+        ("bloom", "ALiBi"),
+        ("gemma4_assistant", "drafts for another model"),
+        ("deepseek_v32", "indexer"),
+    ],
+)
+def test_a_refused_kind_is_named_with_its_reason(kind: str, why: str) -> None:
+    with pytest.raises(UnsupportedModel, match=f"{kind}' is not implemented: .*{why}"):
+        build_spec({"architectures": ["SomeForCausalLM"], "model_type": kind})
+
+
+def test_an_unknown_architecture_is_still_reported_with_its_nearest() -> None:
+    with pytest.raises(UnsupportedModel, match=r"'LlamoForCausalLM' is not known; the nearest is LlamaFor"):
+        build_spec({"architectures": ["LlamoForCausalLM"], "model_type": "llamo"})
