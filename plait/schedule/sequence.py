@@ -146,11 +146,11 @@ class TokenSequence:
 
     def __post_init__(self) -> None:
         params = self.params
-        penalties = (params.repetition_penalty or 1, params.presence_penalty, params.frequency_penalty)
-        self.is_penalized = penalties != (1, 0, 0)
-        looked_at = self.is_watched or self.is_penalized or params.logprobs is not None
+        self.is_penalized = params.needs_history
+        is_chosen_on_host = self.is_penalized or params.needs_chain
+        looked_at = self.is_watched or is_chosen_on_host or params.logprobs is not None
         self.is_unobserved = not looked_at and self.guide is None and self.pool is None
-        reads_answer = self.wants_prompt_logprobs or self.is_penalized
+        reads_answer = self.wants_prompt_logprobs or is_chosen_on_host
         self.can_follow = not reads_answer and self.guide is None and self.pool is None
         self.prompt_len = self.prompt_len or len(self.token_ids)
         self.chain = [root(self.cache_salt)]

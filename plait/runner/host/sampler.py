@@ -18,6 +18,7 @@ import numpy.typing as npt
 from plait.errors import EngineError
 from plait.ops.seed import uniform
 from plait.request import SamplingParams, TokenLogprobs
+from plait.runner.host.chain import ChainRow, choose_token
 from plait.schedule.plan import Sampled, SamplingBatch, SamplingRow
 
 FLOOR = -9999.0  # log-probabilities stay finite: JSON has no infinity
@@ -108,13 +109,16 @@ class HostSampler:
         found, values = (part[: len(draws)].tolist() for part in largest)
         check_finite(values)
         ids: list[int] = found
-        if drawn := [i for i, (row, _) in enumerate(draws) if row.params.temperature]:
+        chained = [i for i, (row, _) in enumerate(draws) if row.params.needs_chain]
+        if drawn := [i for i, (row, _) in enumerate(draws) if row.params.temperature and i not in chained]:
             limited = self.limited(edited)
             chosen = self._drawn(
                 limited if len(drawn) == len(limited) else limited[drawn], [draws[i] for i in drawn]
             )
             for i, token_id in zip(drawn, chosen, strict=True):
                 ids[i] = token_id
+        for i in chained:
+            ids[i] = choose_token(edited[i, : self.limit], _chain_row(*draws[i]))
         return ids
 
     def _drawn(self, logits: Floats, draws: Sequence[Draw]) -> list[int]:
@@ -159,7 +163,7 @@ class HostSampler:
             logits[early] = -np.inf
         if bias := {t: b for t, b in params.logit_bias.items() if t < self.limit}:
             logits[list(bias)] += np.array(list(bias.values()), np.float32)
-        if past is not None:
+        if past is not None and not params.samplers:  # else the chain does, at its place
             _penalise(logits, past, row.prompt_len, params)
 
     def _mask(self, words: bytes) -> npt.NDArray[np.bool_]:
@@ -238,6 +242,11 @@ def _penalise(logits: Floats, past: Longs, prompt_len: int, params: SamplingPara
         logits[ids] -= np.float32(params.presence_penalty)
 
 
+def _chain_row(row: SamplingRow, i: int) -> ChainRow:
+    past = np.array((*row.history, *row.draft[:i]) if row.history else (), np.int64)
+    return ChainRow(row.params, past, row.prompt_len, row.seed, row.position + i)
+
+
 def is_edited(row: SamplingRow, i: int) -> bool:
     """Whether a sample of a row is chosen from other logits than the model's."""
     must_go_on = bool(row.stop_token_ids) and i < row.num_stopless
@@ -246,7 +255,10 @@ def is_edited(row: SamplingRow, i: int) -> bool:
 
 def is_greedy(batch: SamplingBatch) -> bool:
     """Whether all tokens are those of the model's largest logits, if no row has a past or a mask."""
-    return not any(row.params.temperature or row.params.logit_bias or row.num_stopless for row in batch.rows)
+    return not any(
+        row.params.temperature or row.params.logit_bias or row.num_stopless or row.params.needs_chain
+        for row in batch.rows
+    )
 
 
 def check_count(rows: Sequence[SamplingRow], count: int) -> None:
