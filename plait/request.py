@@ -85,9 +85,10 @@ class SamplingParams(ChoiceFields):
     @cached_property
     def needs_chain(self) -> bool:
         """Whether tokens are chosen by more than penalties, biases, temperature, top-k, top-p and min-p."""
-        rules = self.dry_multiplier or self.allowed_token_ids or self.bad_word_ids or self.samplers
+        rules = self.dry_multiplier or self.allowed_token_ids or self.bad_word_ids
         cuts = self.typical_p < 1 or self.top_n_sigma > 0 or self.xtc_probability
-        return bool(rules or cuts or self.dynatemp_range or self.smoothing_factor)
+        shapes = self.dynatemp_range or self.smoothing_factor or self.mirostat
+        return bool(rules or cuts or shapes or self.samplers)
 
     @cached_property
     def needs_history(self) -> bool:
@@ -232,6 +233,7 @@ class Request:
     `priority`: lower runs first. `timeout_s`: a request that is not done by then, counted from its arrival,
     ends with an error. `resumed`: output tokens so far of each choice, None for one that has ended, of a
     request that goes on in a new engine, with the tokens it would have had in the old one; (): it is new.
+    `resumed_mu`: mirostat's bound of each of these choices, () without mirostat.
 
     `grammar`: what every choice must be; `thinking`: how much of it may be thinking. `shape`: how its text is
     parsed; None: all of it is content. `pooling`: instead of tokens, return the hidden state after the last
@@ -250,6 +252,7 @@ class Request:
     priority: int = 0
     timeout_s: float | None = None
     resumed: tuple[tuple[int, ...] | None, ...] = ()
+    resumed_mu: tuple[float | None, ...] = ()
     grammar: Grammar | None = None
     thinking: ThinkingBudget | None = None
     shape: ReplyShape | None = None
@@ -297,7 +300,7 @@ class Event:
     finish_reason "error". `trace`: comes with the finish_reason, unless the request was never taken; events
     that differ in it alone are equal. `embedding` (last event of a request with `pooling`): the hidden state.
     `prompt_progress`, of an event without tokens: how many of the prompt's tokens are done, computed or
-    cached, and the seconds since it first ran.
+    cached, and the seconds since it first ran. `mirostat_mu`: mirostat's bound after its last token.
     """
 
     request_id: str
@@ -312,3 +315,4 @@ class Event:
     trace: RequestTrace | None = field(default=None, compare=False)
     embedding: tuple[float, ...] | None = None
     prompt_progress: tuple[int, float] | None = None
+    mirostat_mu: float | None = None

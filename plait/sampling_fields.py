@@ -125,6 +125,9 @@ class SamplingFields(TokenRules):
     xtc_threshold: Annotated[
         float, _words("XTC: the probability from which tokens are dropped, but for one", 0, 1)
     ] = 0.1
+    mirostat: Annotated[int, _words("mirostat 1 or 2, in place of the other cuts; 0: off", 0, 2)] = 0
+    mirostat_tau: Annotated[float, _words("mirostat: the surprise of a token, in bits", 0, 100)] = 5.0
+    mirostat_eta: Annotated[float, _words("mirostat: how fast its bound follows", 0, 1)] = 0.1
     samplers: Annotated[
         tuple[str, ...], _words("which samplers run, in this order; empty: all; may be repeated")
     ] = ()

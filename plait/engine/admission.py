@@ -65,6 +65,8 @@ class RequestLimits:
             raise InvalidField(f"min_tokens: {text}", "min_tokens")
         if request.resumed and len(request.resumed) != params.n:
             raise InvalidField(f"resumed: {len(request.resumed)} choices of {params.n}", "resumed")
+        if request.resumed_mu and len(request.resumed_mu) != params.n:
+            raise InvalidField(f"resumed_mu: {len(request.resumed_mu)} choices of {params.n}", "resumed_mu")
         most = left if params.max_tokens is None else min(params.max_tokens, left)
         length = num_computed(num_prompt, num_prompt + most)
         if self.longest is not None and length > self.longest:

@@ -19,6 +19,7 @@ from plait.ops.seed import uniform
 from plait.request import SamplingParams
 from plait.sampling_fields import MAX_DRY_LENGTH, SAMPLERS
 
+BEFORE_MIROSTAT = frozenset({"penalties", "dry", "temperature", "smoothing"})  # it replaces the others
 XTC_SEED = 0x9E6C63D0876A9A47  # XTC's random numbers are not those of the draw
 DRY_MOST = 3e38  # the largest penalty of DRY: float32's range, as llama.cpp has it
 DRY_LONGEST = 2 * MAX_DRY_LENGTH  # longer repetitions count as so long
@@ -71,16 +72,20 @@ class ChainRow:
 Stage = Callable[[Candidates, ChainRow], Candidates]
 
 
-def choose_token(logits: npt.NDArray[np.float32], row: ChainRow) -> int:
-    """One token of logits [vocab] in which what is banned is -inf. Raises EngineError if none is left."""
+def list_candidates(logits: npt.NDArray[np.float32], row: ChainRow) -> Candidates:
+    """What the samplers leave of logits [vocab], in which what is banned is -inf.
+
+    Raises EngineError if no logit is finite.
+    """
     if not math.isfinite(float(logits.max())):
         raise EngineError(f"the model computed {logits.max()} as the largest logit of a token")
     rules = keep_allowed(logits, row)
     ids = np.flatnonzero(np.isfinite(rules))
     left = Candidates(ids, rules[ids].astype(np.float64))
     for name in row.params.samplers or SAMPLERS:
-        left = STAGES[name](left, row)
-    return draw(left.sorted(), uniform(row.seed, row.position))
+        if not row.params.mirostat or name in BEFORE_MIROSTAT:
+            left = STAGES[name](left, row)
+    return left
 
 
 def draw(left: Candidates, number: float) -> int:

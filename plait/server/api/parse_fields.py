@@ -68,8 +68,6 @@ REFUSED: Mapping[str, tuple[Harmless, str]] = {
     "system_prompt": (_empty, "; send a system message"),
     "image_data": (_empty, ""),
     "multimodal_data": (_empty, ""),
-    "mirostat_tau": (_always, ""),  # of mirostat, which is refused itself
-    "mirostat_eta": (_always, ""),
     "adaptive_target": (_is(-1, -1.0), ""),
     "adaptive_decay": (_always, ""),
     "raw": (_is(False), "; /v1/completions takes a prompt as it is"),

@@ -31,7 +31,7 @@ from tests.server.fake import CONTEXT, EchoLoop
         ({"logit_bias": [["Fox", False]]}, {"logit_bias": {}, "logit_bias_strings": {"Fox": -100.0}}),
         ({"samplers": "kpt", "typ_p": 0.9}, {"samplers": ["kpt"], "typical_p": 0.9}),
         ({"truncate": 9}, {"truncate_prompt_tokens": 9}),
-        ({"repeat_last_n": -1, "cache_prompt": True, "mirostat_tau": 4, "id_slot": -1}, {}),
+        ({"repeat_last_n": -1, "cache_prompt": True, "id_slot": -1}, {}),
         ({"strange": 1}, {"strange": 1}),
         ({"keep_alive": "-1"}, {}),
         ({"keep_alive": "5m", "id_slot": 3}, {"keep_alive": "5m", "id_slot": 3}),

@@ -25,6 +25,9 @@ GIVEN: dict[str, Any] = {
     "dry_penalty_last_n": 64,
     "allowed_token_ids": (65, 66),
     "samplers": ("top_k", "temperature"),
+    "mirostat": 2,
+    "mirostat_tau": 4.0,
+    "mirostat_eta": 0.2,
 }
 
 
