@@ -2,84 +2,30 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
-
-from msgspec import Meta
+from functools import cached_property
+from typing import Annotated, Any, Literal, get_origin, get_type_hints
 
 from plait.config import JsonSpace
 from plait.errors import InvalidField
+from plait.sampling_fields import (
+    STOP,
+    ChoiceFields,
+    Declared,
+    MaxTokens,
+    NumLogprobs,
+    as_tuple,
+    check_range,
+    check_texts,
+    check_whole,
+    declare,
+    read_samplers,
+    shorten,
+)
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 Pooling = Literal["last", "mean"]
-MAX_LOGPROBS, MAX_N = 20, 128
-_INT64 = 2**63 - 1
-
-
-def _words(
-    text: str, low: float | None = None, high: float = _INT64, *, also: str = "", ours: float | None = None
-) -> Meta:
-    """What a field does, and its range from `low` to `high`, which `SamplingParams` checks.
-
-    `also`: other servers' names for it. `ours`: its value where neither the request nor the model's
-    generation_config.json has one.
-    """
-    if ours is not None:
-        text += f" [default: the model's generation_config.json, else {ours:g}]"
-    bounds = {} if low is None else {"minimum": low, "maximum": high}
-    return Meta(description=text, extra_json_schema=bounds, extra={"also": tuple(also.split()), "ours": ours})
-
-
-NO_ENTRIES = Meta(extra_json_schema={"default": {}})
-_STOP = _words("text that ends it; may be repeated")
-MaxTokens = Annotated[
-    int | None, _words("most tokens to write", 0, also="n_predict num_predict max_new_tokens")
-]
-NumLogprobs = Annotated[int | None, _words("alternatives with each token; 0: itself alone", 0, MAX_LOGPROBS)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingFields:
-    """Sampling fields of HTTP requests of every API that generates, of `SamplingParams` and of the command
-    line, in vLLM's spelling; None: the model decides."""
-
-    min_tokens: Annotated[int, _words("tokens before anything may stop it", 0, also="min_new_tokens")] = 0
-    temperature: Annotated[float | None, _words("0: always the likeliest token", 0, 2, ours=0.7)] = None
-    top_p: Annotated[float | None, _words("the likeliest tokens of this probability", 0, 1, ours=0.9)] = None
-    top_k: Annotated[int | None, _words("the likeliest so many tokens; 0: no limit", -1, ours=40)] = None
-    min_p: Annotated[float | None, _words("least share of the likeliest's probability", 0, 1, ours=0)] = None
-    seed: Annotated[int | None, _words("makes a text repeatable", -_INT64 - 1, also="random_seed")] = None
-    repetition_penalty: Annotated[
-        float | None,
-        _words("above 1: less of what was there", 0.01, 100, ours=1, also="repeat_penalty penalty_repeat"),
-    ] = None
-    presence_penalty: Annotated[
-        float, _words("subtracted once from tokens already written", -2, 2, also="penalty_present")
-    ] = 0.0
-    frequency_penalty: Annotated[
-        float, _words("subtracted for each time a token was written", -2, 2, also="penalty_freq")
-    ] = 0.0
-    logit_bias: Annotated[
-        Mapping[int, float], _words("added to logits, by token id; -100 to 100"), NO_ENTRIES
-    ] = field(default_factory=dict)
-    stop_token_ids: Annotated[tuple[int, ...], _words("tokens that end it")] = ()
-    ignore_eos: Annotated[bool, _words("go on after an end-of-text token")] = False
-    include_stop_str_in_output: Annotated[
-        bool, _words("the text has the stop string that ended it", also="no_stop_trim")
-    ] = False
-    skip_special_tokens: Annotated[bool, _words("the text leaves control tokens out")] = True
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChoiceFields(SamplingFields):
-    """Sampling fields of the APIs that can generate several choices, and of `SamplingParams`."""
-
-    n: Annotated[int, _words("choices that are returned", 1, MAX_N, also="n_cmpl")] = 1
-    best_of: Annotated[int | None, _words("choices to generate; the best n return", 1, MAX_N)] = None
-    max_tokens: MaxTokens = None
-    stop: Annotated[str | tuple[str, ...], _STOP] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,17 +37,24 @@ class SamplingParams(ChoiceFields):
     log-probability per token, best first; this is OpenAI's meaning, where vLLM's V0 took the sum.
     `structured_outputs`: what the reply must be, in vLLM's shape: one of `json` (a schema), `regex`,
     `choice`, `grammar` and `json_object`. Raises InvalidField, naming the field.
+
+    `bad_word_ids` and `dry_breaker_ids`: what the texts of `bad_words` and `dry_sequence_breakers` are in
+    tokens. Where text becomes tokens they are filled in, and the engine reads them alone.
     """
 
     max_tokens: MaxTokens = 100
-    stop: Annotated[tuple[str, ...], _STOP] = ()
+    stop: Annotated[tuple[str, ...], STOP] = ()
     logprobs: NumLogprobs = None
     prompt_logprobs: NumLogprobs = None
     structured_outputs: Mapping[str, Any] | None = None
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    dry_breaker_ids: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", _as_tuple("stop", self.stop))
-        object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
+        for name in _LISTS:
+            object.__setattr__(self, name, as_tuple(name, getattr(self, name)))
+        if self.samplers:
+            object.__setattr__(self, "samplers", read_samplers(self.samplers))
         for name, declared in SAMPLING.items():
             declared.check(name, getattr(self, name))
         if self.best_of is not None and self.best_of < self.n:
@@ -109,16 +62,39 @@ class SamplingParams(ChoiceFields):
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             least, most = shorten(self.min_tokens), shorten(self.max_tokens)
             raise InvalidField(f"min_tokens: {least} is more than max_tokens ({most})", "min_tokens")
+        if self.truncate_prompt_tokens == 0:
+            text = "truncate_prompt_tokens: 0 leaves no prompt; send 1 or more, or -1"
+            raise InvalidField(text, "truncate_prompt_tokens")
+        self._check_lists()
+
+    def _check_lists(self) -> None:
         for stop in self.stop:
             if not isinstance(stop, str):
                 raise InvalidField(f"stop: {stop!r} is not a string; token ids go in stop_token_ids", "stop")
             if not stop:
                 raise InvalidField("stop: an empty stop string would stop at once; leave it out", "stop")
-        for token_id in self.stop_token_ids:
-            _check_whole("stop_token_ids", token_id)
-        for token_id, bias in self.logit_bias.items():
-            _check_whole("logit_bias", token_id)
-            check_range("logit_bias", bias, -100, 100)
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            for token_id in getattr(self, name):
+                check_whole(name, token_id)
+        for name in ("bad_words", "dry_sequence_breakers", "logit_bias_strings"):
+            check_texts(name, getattr(self, name))
+        for name in ("logit_bias", "logit_bias_strings"):
+            for bias in getattr(self, name).values():
+                check_range(name, bias, -100, 100)
+
+    @cached_property
+    def needs_chain(self) -> bool:
+        """Whether tokens are chosen by more than penalties, biases, temperature, top-k, top-p and min-p."""
+        rules = self.dry_multiplier or self.allowed_token_ids or self.bad_word_ids
+        cuts = self.typical_p < 1 or self.top_n_sigma > 0 or self.xtc_probability
+        shapes = self.dynatemp_range or self.smoothing_factor or self.mirostat
+        return bool(rules or cuts or shapes or self.samplers)
+
+    @cached_property
+    def needs_history(self) -> bool:
+        """Whether the sampler must know what came before."""
+        penalties = (self.repetition_penalty or 1, self.presence_penalty, self.frequency_penalty)
+        return penalties != (1, 0, 0) or bool(self.dry_multiplier or self.bad_word_ids)
 
     @property
     def num_sequences(self) -> int:
@@ -142,72 +118,12 @@ class SamplingParams(ChoiceFields):
         return replace(self, **found)
 
 
-def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
-    """A list as a tuple, one string as a list of it, None as an empty one."""
-    if isinstance(value, str):
-        return (value,)
-    if value is not None and not isinstance(value, Iterable):
-        raise InvalidField(f"{name}: {value!r} is not a list", name)
-    return tuple(value or ())
-
-
-def check_range(name: str, value: Any, low: float, high: float) -> None:
-    """Raises InvalidField for what is neither None nor a number from `low` to `high`."""
-    if value is None:
-        return
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or (isinstance(value, float) and not math.isfinite(value)):
-        raise InvalidField(f"{name}: {shorten(value)} is not a finite number", name)
-    if not low <= value <= high:
-        raise InvalidField(
-            f"{name}: {shorten(value)} is outside [{_limit_text(low)}, {_limit_text(high)}]", name
-        )
-
-
-def _limit_text(value: float) -> str:
-    return str(value) if isinstance(value, int) else f"{value:g}"
-
-
-def shorten(value: Any) -> str:
-    """A value as messages show it, at most 80 characters of it."""
-    try:
-        text = repr(value)
-    except ValueError:  # an integer with more digits than Python prints
-        return "such a number"
-    return text if len(text) <= 80 else text[:77] + "…"
-
-
-def _check_whole(name: str, value: Any) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-        raise InvalidField(f"{name}: {shorten(value)} is not a whole number", name)
-
-
-@dataclass(frozen=True, slots=True)
-class Declared:
-    """A sampling field: what it does, its range, if any, other servers' names for it, and Plait's default."""
-
-    words: str
-    bounds: tuple[float, float] | None
-    is_whole: bool
-    also: tuple[str, ...]
-    ours: float | None
-
-    def check(self, name: str, value: Any) -> None:
-        """Raises InvalidField for a value that is outside of its range, or no whole number."""
-        if self.bounds is not None:
-            check_range(name, value, *self.bounds)
-        if self.is_whole:
-            _check_whole(name, value)
-
-
-def _declare(hint: Any) -> Declared:
-    kind, meta, *_ = get_args(hint)
-    bounds = tuple(meta.extra_json_schema.values()) or None
-    return Declared(meta.description, bounds, kind in (int, int | None), **meta.extra)
-
-
+_LISTS = (
+    *("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "dry_sequence_breakers", "samplers"),
+    *("bad_word_ids", "dry_breaker_ids"),
+)
 _HINTS = get_type_hints(SamplingParams, include_extras=True).items()
-SAMPLING: Mapping[str, Declared] = {n: _declare(h) for n, h in _HINTS if get_origin(h) is Annotated}
+SAMPLING: Mapping[str, Declared] = {n: declare(h) for n, h in _HINTS if get_origin(h) is Annotated}
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,6 +233,7 @@ class Request:
     `priority`: lower runs first. `timeout_s`: a request that is not done by then, counted from its arrival,
     ends with an error. `resumed`: output tokens so far of each choice, None for one that has ended, of a
     request that goes on in a new engine, with the tokens it would have had in the old one; (): it is new.
+    `resumed_mu`: mirostat's bound of each of these choices, () without mirostat.
 
     `grammar`: what every choice must be; `thinking`: how much of it may be thinking. `shape`: how its text is
     parsed; None: all of it is content. `pooling`: instead of tokens, return the hidden state after the last
@@ -335,6 +252,7 @@ class Request:
     priority: int = 0
     timeout_s: float | None = None
     resumed: tuple[tuple[int, ...] | None, ...] = ()
+    resumed_mu: tuple[float | None, ...] = ()
     grammar: Grammar | None = None
     thinking: ThinkingBudget | None = None
     shape: ReplyShape | None = None
@@ -382,7 +300,7 @@ class Event:
     finish_reason "error". `trace`: comes with the finish_reason, unless the request was never taken; events
     that differ in it alone are equal. `embedding` (last event of a request with `pooling`): the hidden state.
     `prompt_progress`, of an event without tokens: how many of the prompt's tokens are done, computed or
-    cached, and the seconds since it first ran.
+    cached, and the seconds since it first ran. `mirostat_mu`: mirostat's bound after its last token.
     """
 
     request_id: str
@@ -397,3 +315,4 @@ class Event:
     trace: RequestTrace | None = field(default=None, compare=False)
     embedding: tuple[float, ...] | None = None
     prompt_progress: tuple[int, float] | None = None
+    mirostat_mu: float | None = None

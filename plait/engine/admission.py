@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from plait.errors import CapacityError, ContextTooLong, EngineError, InvalidField, PlaitError
-from plait.request import Event, FinishReason, Request, RequestTrace, shorten
+from plait.request import Event, FinishReason, Request, RequestTrace
+from plait.sampling_fields import shorten
 from plait.schedule.sequence import TokenSequence, num_computed
 
 MAX_SALT_CHARS = 256
@@ -52,8 +54,19 @@ class RequestLimits:
         self.check_ids("prompt", request.prompt_token_ids, vocabulary)
         self.check_ids("logit_bias", params.logit_bias)
         self.check_ids("stop_token_ids", params.stop_token_ids)
+        self.check_ids("allowed_token_ids", params.allowed_token_ids)
+        self.check_ids("bad_words", chain.from_iterable(params.bad_word_ids))
+        if (
+            params.min_tokens
+            and params.allowed_token_ids
+            and request.stop_token_ids.issuperset(params.allowed_token_ids)
+        ):
+            text = "allowed_token_ids has none but tokens that would end the reply; allow others, or send 0"
+            raise InvalidField(f"min_tokens: {text}", "min_tokens")
         if request.resumed and len(request.resumed) != params.n:
             raise InvalidField(f"resumed: {len(request.resumed)} choices of {params.n}", "resumed")
+        if request.resumed_mu and len(request.resumed_mu) != params.n:
+            raise InvalidField(f"resumed_mu: {len(request.resumed_mu)} choices of {params.n}", "resumed_mu")
         most = left if params.max_tokens is None else min(params.max_tokens, left)
         length = num_computed(num_prompt, num_prompt + most)
         if self.longest is not None and length > self.longest:

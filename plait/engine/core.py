@@ -247,6 +247,7 @@ class Engine:
                 deadline=None if timeout_s is None else arrived + timeout_s,
                 pool=Pool(request.pooling) if request.pooling else None,
                 is_watched=request.watched,
+                mirostat_mu=request.resumed_mu[index] if request.resumed_mu else None,
             )
             for index, so_far in enumerate(request.resumed or ((),) * params.n)
             if so_far is not None

@@ -16,10 +16,17 @@ from typing import Any, Protocol
 from prometheus_client import CollectorRegistry
 
 from plait.config import EngineConfig
-from plait.engine.admission import USUAL_SERVICE, OnEvent, RequestLimits, ServiceOptions
+from plait.engine.admission import (
+    MAX_CHARS_PER_TOKEN,
+    USUAL_SERVICE,
+    OnEvent,
+    RequestLimits,
+    ServiceOptions,
+)
 from plait.errors import BadGrammar, BadTemplate, CapacityError, InvalidField
 from plait.frontend.deltas import MOST_AT_ONCE
 from plait.frontend.output_stream import LoopBridges, OutputStream
+from plait.frontend.word_rules import WordRules, truncate_prompt
 from plait.request import USUAL_STYLE, Grammar, JsonStyle, ReplyShape, Request, SamplingParams, ThinkingBudget
 from plait.spec import ModelSpec, Recurrent
 from plait.text.chat.template import ChatTemplate, boundaries, num_chars
@@ -121,7 +128,7 @@ class Front:
         self.grammars = None
         if self.tokenizer:
             self.grammars = GrammarChecker(self.tokenizer, spec.vocab_size, ends=self.stop_token_ids)
-        self._seeds = random.SystemRandom()
+        self._seeds, self._words = random.SystemRandom(), WordRules(self.tokenizer)
         self._bridges = LoopBridges()
 
     def start(self) -> None:
@@ -188,9 +195,12 @@ class Front:
         CapacityError for a sequence that memory never holds, and BadGrammar.
         """
         if isinstance(prompt, str):
+            if params.truncate_prompt_tokens is not None:  # no more than what can be among its last tokens
+                prompt = prompt[-self.max_model_len * MAX_CHARS_PER_TOKEN :]
             ids = self.encode(prompt, add_special=add_special, allow_special=allow_special)
         else:
             ids = tuple(prompt)
+        ids = truncate_prompt(ids, params, self.max_model_len)
         demanded = params.structured_outputs
         grammar = None if demanded is None else grammar_from({"structured_outputs": demanded})
         params = replace(params.resolved(self.generation_config), structured_outputs=None)
@@ -200,6 +210,7 @@ class Front:
                 "vocabulary with --vocab",
                 "stop",
             )
+        params = self._words.apply(params)
         if params.seed is None:
             params = replace(params, seed=self._seeds.getrandbits(63))
         stops = frozenset(params.stop_token_ids)
@@ -293,7 +304,9 @@ class Front:
             request = self.tried(self.held(request, self.reply_format.grammar(requested, shape)))
         if not self.needs_boundaries or not self.chat_template:
             return request
-        return replace(request, boundaries=boundaries(self.chat_template, messages, ids, options))
+        found = boundaries(self.chat_template, messages, ids, options)
+        cut = len(ids) - len(request.prompt_token_ids)
+        return replace(request, boundaries=tuple(at - cut for at in found if at > cut))
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> list[int]:
         """Token ids of a conversation, ready for the model's reply. Raises BadTemplate and ContextTooLong."""

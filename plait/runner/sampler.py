@@ -84,6 +84,8 @@ class Sampler:
         if not self._is_gpu:
             return self.host.sample(logits.numpy(), batch)
         check_count(batch.rows, logits.shape[0])
+        if any(row.params.needs_chain for row in batch.rows):
+            return self._sample_in_parts(logits, batch)
         draws = [(row, i) for row in batch.rows for i in range(row.num_samples)]
         return self._sample_on_gpu(logits, batch, draws)
 
@@ -128,16 +130,34 @@ class Sampler:
     def _row_ops(self) -> RowOps:
         """What is bound, over arrays."""
 
+        top = largest.reference if self._is_gpu else self._largest  # a GPU's rows that need the host
+        draw_from = sample.reference if self._is_gpu else self._draw
+
         def find_largest(logits: Floats) -> Largest:
-            ids, values = self._largest(torch.from_numpy(logits))
+            ids, values = top(torch.from_numpy(logits))
             return ids.numpy(), values.numpy()
 
         def draw(logits: Floats, settings: Settings) -> Longs:
-            chosen = self._draw(torch.from_numpy(logits), *map(torch.from_numpy, settings))
+            chosen = draw_from(torch.from_numpy(logits), *map(torch.from_numpy, settings))
             found: Longs = chosen.numpy()
             return found
 
         return RowOps(find_largest, draw, log_softmax)
+
+    def _sample_in_parts(self, logits: Tensor, batch: SamplingBatch) -> list[Sampled]:
+        """`sample` where rows need a sampler that only the host has: their logits are read, no others."""
+        answers: dict[int, Sampled] = {}
+        ends = np.cumsum([row.num_logits for row in batch.rows])
+        for on_host in (False, True):
+            places = [n for n, row in enumerate(batch.rows) if row.params.needs_chain is on_host]
+            if not places:
+                continue
+            part = SamplingBatch(tuple(batch.rows[n] for n in places))
+            index = [i for n in places for i in range(ends[n] - batch.rows[n].num_logits, ends[n])]
+            mine = logits[upload(np.array(index, np.int64), logits.device)]
+            found = self.host.sample(mine.cpu().numpy(), part) if on_host else self.sample(mine, part)
+            answers.update(zip(places, found, strict=True))
+        return [answers[n] for n in range(len(batch.rows))]
 
     def _drawn_on_gpu(self, logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
         """A row of logits for each draw -> ids and largest logits, on the device."""

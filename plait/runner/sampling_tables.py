@@ -169,13 +169,16 @@ class SamplingTables:
 
     def fill(self, batch: SamplingBatch, rows: Sequence[int] | None = None) -> bool:
         """Write the settings of a batch; False, and nothing, if it has more samples than these tables have
-        rows, or needs answers that are no tokens.
+        rows, needs answers that are no tokens, or a sampler that only the host has.
 
         rows: the row of logits of each sample in turn, from 0 on by default. Where `form.moves_on`, the next
         step of the same sequences needs no call, if nothing but draws over these tables moved them on.
         """
         draws = [(row, i) for row in batch.rows for i in range(row.num_samples)]
-        is_scored = any(row.params.logprobs is not None or row.prompt_targets for row in batch.rows)
+        is_scored = any(
+            row.params.logprobs is not None or row.prompt_targets or row.params.needs_chain
+            for row in batch.rows
+        )
         if is_scored or len(draws) > self.capacity:
             return False
         self.fill_draws(draws, rows, moves_on=all(row.num_samples == 1 for row in batch.rows))

@@ -118,7 +118,7 @@ class SamplingRow(Struct, frozen=True, gc=False):
     prompt (`prompt_len` tokens) and the output so far, empty where no penalty needs it. None of the first
     `num_stopless` samples may be one of `stop_token_ids` (min_tokens). `masks`: what each sample may be, one
     bit per token id in little-endian uint32 words; () or an empty one: anything. Where a mask leaves nothing
-    but what `num_stopless` forbids, the mask counts.
+    but what `num_stopless` forbids, the mask counts. `mirostat_mu`: mirostat's bound after the token before.
     """
 
     params: SamplingParams
@@ -133,6 +133,7 @@ class SamplingRow(Struct, frozen=True, gc=False):
     stop_token_ids: frozenset[int] = frozenset()
     num_stopless: int = 0
     masks: tuple[bytes, ...] = ()
+    mirostat_mu: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,13 +146,15 @@ class SamplingBatch:
 class Sampled(Struct, frozen=True, gc=False):
     """The answer to one `SamplingRow`: one token per sample and step; `logprobs` as many, or None.
 
-    `pooled`: the sum of the hidden states that its chunk requested, one number per dimension.
+    `pooled`: the sum of the hidden states that its chunk requested, one number per dimension. `mirostat_mu`:
+    mirostat's bound after each token.
     """
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     pooled: tuple[float, ...] = ()
+    mirostat_mu: tuple[float, ...] = ()
 
 
 class Ticket(Protocol):

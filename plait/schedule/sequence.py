@@ -101,7 +101,8 @@ class TokenSequence:
     computes is recorded; `awaited`: the step of which this is recorded and only the answer is missing (0:
     none). `draft`: its draft tokens in that step; `scratch`: the slot with the state before them. `saved`:
     its state in host memory while it waits. `num_cached_tokens` of the prompt were not computed when it
-    first ran, and `miss_cause` is why there were not more.
+    first ran, and `miss_cause` is why there were not more. `mirostat_mu`: mirostat's bound after its last
+    token; None: it has none yet.
     """
 
     id: int
@@ -140,17 +141,18 @@ class TokenSequence:
     scored: list[TokenLogprobs] = field(default_factory=list)
     pool: Pool | None = None
     is_watched: bool = True
+    mirostat_mu: float | None = None
     is_penalized: bool = field(init=False)  # whether its sampler must know what came before
     is_unobserved: bool = field(init=False)  # whether nothing reads its tokens between two decode steps
     can_follow: bool = field(init=False)  # whether a decode can be planned before its token is known
 
     def __post_init__(self) -> None:
         params = self.params
-        penalties = (params.repetition_penalty or 1, params.presence_penalty, params.frequency_penalty)
-        self.is_penalized = penalties != (1, 0, 0)
-        looked_at = self.is_watched or self.is_penalized or params.logprobs is not None
+        self.is_penalized = params.needs_history
+        is_chosen_on_host = self.is_penalized or params.needs_chain
+        looked_at = self.is_watched or is_chosen_on_host or params.logprobs is not None
         self.is_unobserved = not looked_at and self.guide is None and self.pool is None
-        reads_answer = self.wants_prompt_logprobs or self.is_penalized
+        reads_answer = self.wants_prompt_logprobs or is_chosen_on_host
         self.can_follow = not reads_answer and self.guide is None and self.pool is None
         self.prompt_len = self.prompt_len or len(self.token_ids)
         self.chain = [root(self.cache_salt)]
@@ -252,7 +254,12 @@ class TokenSequence:
     def event(
         self, answer: Sampled | None, kept: tuple[int, ...], reason: FinishReason | None, *, is_scoring: bool
     ) -> Event:
-        """What a step added to the sequence. `kept`: the tokens of the answer that belong to it."""
+        """What a step added to the sequence. `kept`: the tokens of the answer that belong to it.
+
+        Mirostat's bound after the last of them is kept for the next step.
+        """
+        if answer and answer.mirostat_mu and kept:
+            self.mirostat_mu = answer.mirostat_mu[len(kept) - 1]
         new, logprobs = (answer.token_ids, answer.logprobs) if answer else ((), None)
         stop_token = None
         if reason == "stop" and len(kept) < len(new) and not (self.guide and self.guide.is_finished):
@@ -267,6 +274,7 @@ class TokenSequence:
             stop_token_id=stop_token,
             num_cached_tokens=self.num_cached_tokens,
             embedding=self.pool.vector() if self.pool else None,
+            mirostat_mu=self.mirostat_mu,
         )
 
     def sampling_row(self, chunk: Chunk) -> SamplingRow:
@@ -291,6 +299,7 @@ class TokenSequence:
             stop_token_ids=self.stop_token_ids if num_stopless else frozenset(),
             num_stopless=num_stopless,
             masks=self.guide.masks(self.draft) if self.guide is not None and samples else (),
+            mirostat_mu=self.mirostat_mu,
         )
 
 

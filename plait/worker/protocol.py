@@ -266,7 +266,7 @@ class SharedStatus:
 def encode_event(key: int, event: Event) -> EventMessage:
     """An event as it is sent: most are a token and nothing more."""
     rare = (event.finish_reason, event.logprobs, event.prompt_logprobs, event.prompt_progress)
-    is_more = any(value is not None for value in rare)
+    is_more = any(value is not None for value in (*rare, event.mirostat_mu))
     more = event if is_more else None  # a stop token, an error, a trace, an embedding come with the end
     return EventMessage(key, event.index, event.token_ids, event.num_cached_tokens, more)
 

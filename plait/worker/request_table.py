@@ -29,6 +29,7 @@ class ChoiceEntry:
     first_token_s: float | None = None
     is_cancelled: bool = False
     num_on_trial: int = 0  # tokens since the engine last received its request
+    mirostat_mu: float | None = None
     num_to_pass: int = TRIAL_TOKENS  # such tokens after which it is past the place where an engine ended
 
 
@@ -56,7 +57,13 @@ class RequestEntry:
             return self.request
         parts = (self.parts.get(i) for i in range(self.request.params.n))
         resumed = tuple(None if p is None else tuple(p.token_ids) for p in parts)
-        return replace(self.request, resumed=resumed, interval=1)  # what it brings shows that it is sound
+        bounds: tuple[float | None, ...] = ()
+        if self.request.params.mirostat:
+            known = [self.parts.get(i) for i in range(self.request.params.n)]
+            bounds = tuple(None if p is None else p.mirostat_mu for p in known)
+        return replace(
+            self.request, resumed=resumed, resumed_mu=bounds, interval=1
+        )  # what it brings shows that it is sound
 
 
 class RequestTable:
@@ -119,6 +126,8 @@ class RequestTable:
         if event.token_ids and part.first_token_s is None:
             part.first_token_s = now
         part.token_ids += event.token_ids
+        if event.mirostat_mu is not None:
+            part.mirostat_mu = event.mirostat_mu
         part.num_on_trial += len(event.token_ids)
         self._pass(entry, event)
         parts = entry.parts.values()

@@ -165,7 +165,7 @@ def test_logprobs_0_reports_the_chosen_token_alone(client: Any) -> None:
         *(("presence_penalty", v) for v in (-2.1, 2.1)),
         *(("frequency_penalty", v) for v in (-2.1, 2.1)),
         *(("repetition_penalty", v) for v in (0, -1)),
-        *(("logit_bias", v) for v in ({"x": 1}, {"-1": 1}, {"1": 101}, {"999999999": 1}, {"1" * 99: 1}, 5)),
+        *(("logit_bias", v) for v in ({"-1": 1}, {"1": 101}, {"999999999": 1}, {"1" * 99: 1}, 5)),
         *(("stop", v) for v in ("", ["a", ""], ["a"] * 17, [1], 5, ["x" * 2000])),
         *(("stop_token_ids", v) for v in (["a"], [1] * 2000)),
         *(("stream", v) for v in ("yes", 1)),
@@ -175,7 +175,7 @@ def test_logprobs_0_reports_the_chosen_token_alone(client: Any) -> None:
         *(("priority", v) for v in (2**31, -(2**31), 10**30, 0.5, "high", True)),
         *(("timeout_s", v) for v in (0, -1, "soon", True, 10**400)),
         ("timeout", 5),
-        ("prompt_logprobs", 1),
+        ("prompt_logprobs", 21),
     ],
 )
 def test_a_value_out_of_bounds_is_refused_by_name(client: Any, field: str, value: Any) -> None:

@@ -88,7 +88,7 @@ def test_a_bias_of_100_forces_and_of_minus_100_bans(client: Client) -> None:
     assert not set(banned) & set(plain)
 
 
-@pytest.mark.parametrize("bias", [{"1": 100.5}, {"1": -101}, {"123456789": 1}, {"a": 1}, {"1": "x"}])
+@pytest.mark.parametrize("bias", [{"1": 100.5}, {"1": -101}, {"123456789": 1}, {"": 1}, {"1": "x"}])
 def test_a_wrong_bias_is_refused(client: Client, bias: dict[str, Any]) -> None:
     """Point 52."""
     answer = client.complete(logit_bias=bias)
@@ -113,3 +113,30 @@ def test_what_is_no_number_in_range_is_400(client: Client, field: str, raw: byte
     answer = client.post("/v1/completions", body)
     assert answer.status == 400
     assert answer.error["type"] == "invalid_request_error"
+
+
+def test_samplers_of_front_ends_are_repeatable_and_change_the_text(client: Client) -> None:
+    plain = {"temperature": 1.2, "seed": 3, "max_tokens": 24, "top_k": 0, "top_p": 1}
+    given: list[dict[str, Any]] = [
+        {"xtc_probability": 1, "xtc_threshold": 0.02},
+        {"typical_p": 0.2},
+        {"top_n_sigma": 0.3},
+        {"dynatemp_range": 1.2},
+        {"smoothing_factor": 3},
+        {"dry_multiplier": 20, "dry_allowed_length": 0, "dry_sequence_breakers": []},
+        {"samplers": ["temperature"], "top_k": 1},
+    ]
+    alone = [text(client, **{**plain, **more}) for more in given]
+    with ThreadPoolExecutor(8) as pool:
+        beside = [pool.submit(text, client, **{**plain, **more}) for more in given]
+        assert [one.result() for one in beside] == alone
+    assert text(client, **plain) not in alone[:-1]
+    assert alone[-1] == text(client, **plain)  # a sampler that is not in the list does not run
+
+
+def test_token_rules_hold_over_http(client: Client) -> None:
+    plain = first_ids(client)
+    assert first_ids(client, allowed_token_ids=[5]) == [5] * 4
+    word = text(client).split()[0]
+    assert word not in text(client, bad_words=[word])
+    assert set(first_ids(client, logit_bias={word: -100})) != set(plain)

@@ -306,3 +306,26 @@ def test_log_probabilities_have_the_same_bits_in_any_batch() -> None:
 def test_a_batch_without_samples_has_empty_answers() -> None:
     assert answer(torch.empty(0, VOCAB), sampler=gpu_sampler()) == []
     assert isinstance(gpu_sampler().tables(2), SamplingTables)
+
+
+def test_rows_that_need_the_host_s_samplers_get_them_among_others() -> None:
+    rng = random.Random(5)
+    chained = [
+        row(temperature=1.0, xtc_probability=1.0, xtc_threshold=0.05, seed=3, position=9),
+        row(temperature=0.0, allowed_token_ids=(4, 9), logprobs=2),
+        row(temperature=1.0, dry_multiplier=9.0, history=(1, 2, 3, 1, 2), prompt_len=2, num_samples=1),
+        row(temperature=0.7, typical_p=0.4, num_logits=2, num_samples=2, draft=(7,), seed=8),
+    ]
+    for rows in (chained, [one for one in chained for one in (one, random_row(rng))]):
+        logits = random_logits(sum(one.num_logits for one in rows), 3)
+        found = answer(logits, *rows, sampler=gpu_sampler(banned=BANNED))
+        assert_same_answers(found, answer(logits, *rows, sampler=Sampler(VOCAB, banned=BANNED)))
+
+
+@pytest.mark.parametrize(
+    "more", [{"xtc_probability": 0.1}, {"samplers": ("top_k",)}, {"bad_word_ids": ((1,),)}]
+)
+def test_a_graph_leaves_the_draw_to_the_host_where_a_row_needs_it(more: dict[str, Any]) -> None:
+    tables = gpu_sampler().tables(16)
+    assert tables.fill(SamplingBatch((row(temperature=1.0),)))
+    assert not tables.fill(SamplingBatch((row(temperature=1.0), row(temperature=1.0, **more))))

@@ -83,3 +83,12 @@ def test_an_answer_without_a_state_is_an_error() -> None:
     pool.add((1.0, 2.0), 4)
     with pytest.raises(EngineError, match="after 2"):
         pool.add((1.0,), 8)
+
+
+def test_tokens_that_the_host_must_choose_are_neither_followed_nor_decoded_in_bulk() -> None:
+    plain = sequence(1, 20, 4, is_watched=False)
+    chained = sequence(2, 20, 4, is_watched=False, params={"xtc_probability": 0.5})
+    assert (plain.is_unobserved, plain.can_follow) == (True, True)
+    assert (chained.is_unobserved, chained.can_follow, chained.is_penalized) == (False, False, False)
+    repeated = sequence(3, 20, 4, params={"dry_multiplier": 1.0})
+    assert repeated.is_penalized

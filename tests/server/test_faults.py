@@ -16,7 +16,7 @@ import pytest
 from openai import APIError, OpenAI
 
 from plait.frontend.deltas import TextLogprob
-from plait.server.api.reply import finite
+from plait.server.api.token_scores import finite
 from plait.server.gateway import middleware
 from plait.server.gateway.request_context import FIRST_WAIT_S
 from plait.server.http import transfer

@@ -155,3 +155,13 @@ def test_a_trial_is_as_long_as_what_an_engine_may_have_kept() -> None:
     assert not book.failed()
     assert book.die("a")  # nothing of it was kept since
     assert book.failed() == {"a"}
+
+
+def test_a_new_engine_gets_mirostat_s_bound_of_each_choice() -> None:
+    book = Book("a", n=2, mirostat=2)
+    book.due()
+    book.say("a", 7, mirostat_mu=4.5)
+    book.say("a", 8, mirostat_mu=4.25)
+    book.die()
+    (again,) = (entry.so_far() for entry in book.table.due())
+    assert (again.resumed, again.resumed_mu) == (((7, 8), ()), (4.25, None))

@@ -18,6 +18,8 @@ import numpy.typing as npt
 from plait.errors import EngineError
 from plait.ops.seed import uniform
 from plait.request import SamplingParams, TokenLogprobs
+from plait.runner.host.chain import ChainRow, draw, list_candidates
+from plait.runner.host.mirostat import choose_by_surprise
 from plait.schedule.plan import Sampled, SamplingBatch, SamplingRow
 
 FLOOR = -9999.0  # log-probabilities stay finite: JSON has no infinity
@@ -26,6 +28,7 @@ Draw = tuple[SamplingRow, int]  # which of a row's samples, from 0
 Floats = npt.NDArray[np.float32]
 Longs = npt.NDArray[np.int64]
 Largest = tuple[Any, Any]  # the ids and values of a batch's largest logits: arrays
+Bounds = dict[int, list[float]]  # mirostat's μ after each sample, by the identity of its row
 Alternatives = tuple[tuple[int, float], ...]
 Settings = tuple[npt.NDArray[np.generic], ...]  # temperature, top_k, top_p, min_p, uniform: one for each row
 
@@ -68,18 +71,19 @@ class HostSampler:
         check_count(rows, count)
         draws = [(row, i) for row in rows for i in range(row.num_samples)]
         ids: list[int] = []
+        bounds: Bounds = {}
         if draws:
             if len(draws) == count:
-                ids = self._choose(logits, draws, largest)
+                ids = self._choose(logits, draws, largest, bounds)
             else:
-                ids = self._choose(logits[sampled_rows(rows)], draws)
+                ids = self._choose(logits[sampled_rows(rows)], draws, None, bounds)
         answers, at, end = [], 0, 0
         for row in rows:
             first, end = end, end + row.num_logits
             mine, at = tuple(ids[at : at + row.num_samples]), at + row.num_samples
             scores = self._logprobs_of(logits, end - row.num_samples, row, mine)
             prompt = self._prompt_logprobs(logits, first, row) if row.prompt_targets else ()
-            answers.append(Sampled(mine, scores, prompt))
+            answers.append(Sampled(mine, scores, prompt, mirostat_mu=tuple(bounds.get(id(row), ()))))
         return answers
 
     def follow(
@@ -100,21 +104,30 @@ class HostSampler:
         """Without the ids behind the last one that may be sampled; of an array or a tensor."""
         return logits if logits.shape[1] == self.limit else logits[:, : self.limit]
 
-    def _choose(self, logits: Floats, draws: Sequence[Draw], largest: Largest | None = None) -> list[int]:
-        """logits: [n, vocab], not changed -> n tokens."""
+    def _choose(
+        self,
+        logits: Floats,
+        draws: Sequence[Draw],
+        largest: Largest | None = None,
+        bounds: Bounds | None = None,
+    ) -> list[int]:
+        """logits: [n, vocab], not changed -> n tokens, and in `bounds` what mirostat goes on with."""
         edited = self._edited(logits, draws)
         if largest is None or edited is not logits:
             largest = self._ops.largest(self.limited(edited))
         found, values = (part[: len(draws)].tolist() for part in largest)
         check_finite(values)
         ids: list[int] = found
-        if drawn := [i for i, (row, _) in enumerate(draws) if row.params.temperature]:
+        chained = [i for i, (row, _) in enumerate(draws) if row.params.needs_chain]
+        if drawn := [i for i, (row, _) in enumerate(draws) if row.params.temperature and i not in chained]:
             limited = self.limited(edited)
             chosen = self._drawn(
                 limited if len(drawn) == len(limited) else limited[drawn], [draws[i] for i in drawn]
             )
             for i, token_id in zip(drawn, chosen, strict=True):
                 ids[i] = token_id
+        for i in chained:
+            ids[i] = _choose_by_chain(edited[i, : self.limit], draws[i], {} if bounds is None else bounds)
         return ids
 
     def _drawn(self, logits: Floats, draws: Sequence[Draw]) -> list[int]:
@@ -159,7 +172,7 @@ class HostSampler:
             logits[early] = -np.inf
         if bias := {t: b for t, b in params.logit_bias.items() if t < self.limit}:
             logits[list(bias)] += np.array(list(bias.values()), np.float32)
-        if past is not None:
+        if past is not None and not params.samplers:  # else the chain does, at its place
             _penalise(logits, past, row.prompt_len, params)
 
     def _mask(self, words: bytes) -> npt.NDArray[np.bool_]:
@@ -238,6 +251,20 @@ def _penalise(logits: Floats, past: Longs, prompt_len: int, params: SamplingPara
         logits[ids] -= np.float32(params.presence_penalty)
 
 
+def _choose_by_chain(logits: Floats, draw_of: Draw, bounds: Bounds) -> int:
+    """A token of logits [limit] by all samplers of its row."""
+    row, i = draw_of
+    past = np.array((*row.history, *row.draft[:i]) if row.history else (), np.int64)
+    chained = ChainRow(row.params, past, row.prompt_len, row.seed, row.position + i)
+    left = list_candidates(logits, chained)
+    if not row.params.mirostat:
+        return draw(left.sorted(), uniform(row.seed, row.position + i))
+    known = bounds.setdefault(id(row), [])
+    token_id, bound = choose_by_surprise(left, chained, known[-1] if known else row.mirostat_mu)
+    known.append(bound)
+    return token_id
+
+
 def is_edited(row: SamplingRow, i: int) -> bool:
     """Whether a sample of a row is chosen from other logits than the model's."""
     must_go_on = bool(row.stop_token_ids) and i < row.num_stopless
@@ -246,7 +273,10 @@ def is_edited(row: SamplingRow, i: int) -> bool:
 
 def is_greedy(batch: SamplingBatch) -> bool:
     """Whether all tokens are those of the model's largest logits, if no row has a past or a mask."""
-    return not any(row.params.temperature or row.params.logit_bias or row.num_stopless for row in batch.rows)
+    return not any(
+        row.params.temperature or row.params.logit_bias or row.num_stopless or row.params.needs_chain
+        for row in batch.rows
+    )
 
 
 def check_count(rows: Sequence[SamplingRow], count: int) -> None:

@@ -15,7 +15,8 @@ from msgspec import UNSET, UnsetType
 
 from plait.engine.admission import ServiceOptions
 from plait.errors import InvalidField
-from plait.request import RequestTrace, SamplingFields
+from plait.request import RequestTrace
+from plait.sampling_fields import SamplingFields
 from plait.server.anthropic.message_blocks import (
     MessageConversation,
     chat_output,
@@ -33,8 +34,9 @@ from plait.server.api.content_blocks import (
     refuse_words_of_a_chat,
 )
 from plait.server.api.parse_fields import field_names, parse_as
-from plait.server.api.reply import ChatPlan, Count, Endpoint, Usage
+from plait.server.api.reply import ChatPlan, Endpoint, Usage
 from plait.server.api.schema import Objects
+from plait.server.api.token_scores import Count
 from plait.server.gateway.request_context import RequestContext
 from plait.server.http.errors import Problem
 from plait.server.http.transfer import new_id

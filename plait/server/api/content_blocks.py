@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from plait.errors import InvalidField, RequestError
-from plait.server.api.reply import ApiReply, ChatPlan, ChoiceCourse, ChosenToken, is_hidden, parts_of
+from plait.server.api.reply import ApiReply, ChatPlan, ChoiceCourse, is_hidden, parts_of
+from plait.server.api.token_scores import ChosenToken
 from plait.text.output import Arguments, CallEnd, CallStart, Content, Reasoning
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import msgspec
 
 from plait.errors import InvalidField
-from plait.request import SAMPLING, shorten
+from plait.request import SAMPLING
+from plait.sampling_fields import shorten
 
 S = TypeVar("S")
 AS_MANY_AS_FIT = 2**31 - 1  # a limit that the free context makes smaller
@@ -24,10 +25,8 @@ NO_LIMIT = (-1, -2)  # llama.cpp's and Ollama's words for as many tokens as fit
 # alias -> our name
 NAMES: Mapping[str, str] = {
     **{also: name for name, field in SAMPLING.items() for also in field.also},
-    "typical": "typical_p",
     "return_tokens": "return_token_ids",
     "add_special": "add_special_tokens",
-    "truncate": "truncate_prompt_tokens",
     "thinking_budget": "thinking_token_budget",
     "extra_key": "cache_salt",
     "regex": "guided_regex",
@@ -69,14 +68,6 @@ REFUSED: Mapping[str, tuple[Harmless, str]] = {
     "system_prompt": (_empty, "; send a system message"),
     "image_data": (_empty, ""),
     "multimodal_data": (_empty, ""),
-    "mirostat_tau": (_always, ""),  # of mirostat, which is refused itself
-    "mirostat_eta": (_always, ""),
-    "dry_base": (_always, ""),  # of dry_multiplier, likewise
-    "dry_allowed_length": (_always, ""),
-    "dry_penalty_last_n": (_always, ""),
-    "dry_sequence_breakers": (_always, ""),
-    "xtc_threshold": (_always, ""),  # of xtc_probability
-    "dynatemp_exponent": (_always, ""),  # of dynatemp_range
     "adaptive_target": (_is(-1, -1.0), ""),
     "adaptive_decay": (_always, ""),
     "raw": (_is(False), "; /v1/completions takes a prompt as it is"),
@@ -196,7 +187,9 @@ def _translate_field(name: str, value: object, body: Mapping[str, object]) -> di
     if name == "n_probs":
         return _n_probs(value, is_chat="messages" in body)
     if name == "logit_bias":
-        return {name: _bias_by_id(value) if isinstance(value, dict) else _bias(value)}
+        return _bias(value)
+    if name == "samplers" and isinstance(value, str):
+        return {name: [value]}
     if name in _THINK and "prompt" not in body:
         return _thinking(name, value)
     ours = NAMES.get(name, name)
@@ -222,22 +215,32 @@ def _thinking(name: str, value: object) -> dict[str, object]:
     return {"chat_template_kwargs": {"enable_thinking": value}}
 
 
-def _bias_by_id(value: dict[str, Any]) -> dict[int, object]:
-    for key in value:
-        if not (key.isascii() and key.isdigit() and len(key) <= 9):
-            raise InvalidField(f"logit_bias: {shorten(key)} is not a token id", "logit_bias")
-    return {int(key): bias for key, bias in value.items()}
+def _bias(value: object) -> dict[str, object]:
+    """A logit bias by token id or by text: OpenAI's object, and llama.cpp's pairs; false is none.
 
-
-def _bias(value: object) -> dict[int, object]:
-    """A logit bias: llama.cpp's pairs as OpenAI's object; false is none."""
-    if value is False:
-        return {}
-    pairs = value if isinstance(value, list) else [value]
-    found = {}
+    In an object a key of digits alone is an id, and any other key a text, as llama.cpp has it.
+    """
+    pairs: list[Any]
+    if isinstance(value, dict):
+        pairs = [[_token_or_text(key), bias] for key, bias in value.items()]
+    else:
+        pairs = value if isinstance(value, list) else [] if value is False else [value]
+    by_id: dict[int, object] = {}
+    by_text: dict[str, object] = {}
     for i, pair in enumerate(pairs):
-        if not (isinstance(pair, list) and len(pair) == 2 and type(pair[0]) is int):
+        if not (isinstance(pair, list) and len(pair) == 2 and type(pair[0]) in (int, str)):
             at = f"logit_bias[{i}]"
-            raise InvalidField(f"{at}: send an object of token ids, or pairs of an id and a number", at)
-        found[pair[0]] = -100.0 if pair[1] is False else pair[1]
-    return found
+            text = "send an object, or pairs, of a token id or a text and a number"
+            raise InvalidField(f"{at}: {text}", at)
+        bias = -100.0 if pair[1] is False else pair[1]
+        (by_id if type(pair[0]) is int else by_text)[pair[0]] = bias
+    return {"logit_bias": by_id, **({"logit_bias_strings": by_text} if by_text else {})}
+
+
+def _token_or_text(key: str) -> int | str:
+    digits = key.removeprefix("-")
+    if not (digits.isascii() and digits.isdigit()):
+        return key
+    if len(key) > 9 or digits != key:
+        raise InvalidField(f"logit_bias: {shorten(key)} is not a token id", "logit_bias")
+    return int(key)

@@ -10,13 +10,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from plait.fair_queue import Slices
 from plait.request import FinishReason, Request, RequestTrace
 from plait.server.api.schema import ChatRequest, Sampling, StreamOptions
+from plait.server.api.token_scores import ChosenToken, Count, list_chosen_tokens, name_by_id
 from plait.server.gateway.request_context import RequestContext
 from plait.server.http.errors import Problem
 from plait.server.http.transfer import new_id
@@ -27,10 +28,7 @@ if TYPE_CHECKING:
 
 
 WARNING_HEADER = "x-plait-warning"
-LOGPROB_FLOOR = -9999.0  # JSON has no -inf
 MS = 1000.0
-Logprob = Annotated[float, msgspec.Meta(le=0)]
-Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class CompletionTokensDetails(msgspec.Struct, kw_only=True, frozen=True):
@@ -268,42 +266,6 @@ class ChoicesReply(ApiReply):
         return {**self.head, "usage": self.count.usage(), **timings}
 
 
-class AlternativeToken(msgspec.Struct, frozen=True):
-    """A token with its log-probability; `bytes` are its own, also when they are half a character."""
-
-    token: str
-    logprob: Logprob
-    bytes: list[Annotated[int, msgspec.Meta(ge=0, le=255)]]
-
-
-class ChosenToken(AlternativeToken, frozen=True):
-    """A token of the reply, and the most likely ones in its place, best first."""
-
-    top_logprobs: list[AlternativeToken]
-
-
-def list_chosen_tokens(logprobs: Iterable[TextLogprob], num_top: int) -> list[ChosenToken]:
-    """Tokens of a reply, with `num_top` alternatives each."""
-    return [
-        ChosenToken(*_show_token(lp), [AlternativeToken(*_show_token(one)) for one in best(lp)[:num_top]])
-        for lp in logprobs
-    ]
-
-
-def _show_token(lp: TextLogprob) -> tuple[str, float, list[int]]:
-    return lp.token, finite(lp.logprob), list(lp.bytes)
-
-
-def finite(logprob: float) -> float:
-    """A log-probability that JSON can carry. NaN and -inf become -9999."""
-    return min(logprob, 0.0) if logprob > LOGPROB_FLOOR else LOGPROB_FLOOR
-
-
-def best(lp: TextLogprob) -> list[TextLogprob]:
-    """The alternatives of a token, most likely first."""
-    return sorted(lp.top, key=lambda one: -finite(one.logprob))
-
-
 NO_FORM = (
     "max_tokens ended the reply before what it must be had begun: thinking counts against max_tokens; send a "
     "larger one, or bound thinking by thinking_token_budget"
@@ -323,7 +285,10 @@ class ChatPlan:
         """What the reply shows of a delta's log-probabilities; None: they were not requested."""
         if not self.asked.logprobs:
             return None
-        return list_chosen_tokens(delta.logprobs or (), self.asked.top_logprobs or 0)
+        scores: Sequence[TextLogprob] = delta.logprobs or ()
+        if self.asked.return_tokens_as_token_ids:
+            scores = name_by_id(scores, keeps_bytes=True)
+        return list_chosen_tokens(scores, self.asked.top_logprobs or 0)
 
 
 def parts_of(delta: Delta) -> Sequence[Part]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from plait.engine.admission import ServiceOptions
-from plait.request import NO_ENTRIES, ChoiceFields, MaxTokens, NumLogprobs
+from plait.sampling_fields import NO_ENTRIES, ChoiceFields, MaxTokens, NumLogprobs
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, frozen=True):
@@ -26,10 +26,11 @@ class Sampling(ChoiceFields, ServiceOptions):
     """Fields of both kinds of generation. An absent field has its default; None: the model decides.
 
     `cache_salt` and `priority` are vLLM's. `timeout_s`, in seconds, is ours: servers have no common field for
-    it, and the `timeout` of OpenAI's clients never leaves the client. `timings_per_token` (of a stream: with
-    every chunk) and `return_progress` (of a stream alone) are llama.cpp's. One of the fields from
-    `response_format` on sets the format of the reply: OpenAI's, vLLM's, llama.cpp's, Ollama's
-    (`text.grammar.request_fields`).
+    it, and the `timeout` of OpenAI's clients never leaves the client. `prompt_logprobs` and
+    `return_tokens_as_token_ids` (log-probabilities with "token_id:5" for a token's text) are vLLM's.
+    `timings_per_token` (of a stream: with every chunk) and `return_progress` (of a stream alone) are
+    llama.cpp's. One of the fields from `response_format` on sets the format of the reply: OpenAI's, vLLM's,
+    llama.cpp's, Ollama's (`text.grammar.request_fields`).
     """
 
     model: str | None = None
@@ -37,6 +38,8 @@ class Sampling(ChoiceFields, ServiceOptions):
     stream_options: StreamOptions | None = None
     max_completion_tokens: MaxTokens = None
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    prompt_logprobs: NumLogprobs = None
     timings_per_token: bool = False
     return_progress: bool = False
     response_format: Any = None

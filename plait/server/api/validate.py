@@ -12,7 +12,8 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Protocol
 
 from plait.errors import InvalidField, ModelNotFound
-from plait.request import MAX_LOGPROBS, ChoiceFields, SamplingParams, check_range, shorten
+from plait.request import SamplingParams
+from plait.sampling_fields import MAX_LOGPROBS, ChoiceFields, check_range, shorten
 from plait.server.api.schema import ChatRequest, CompletionRequest, Sampling
 from plait.server.api.unsupported_params import HINTS, UNREAD
 from plait.text.chat.template import THOUGHTS
@@ -156,6 +157,8 @@ def completion_params(asked: CompletionRequest) -> SamplingParams:
     if limit == 0 and not asked.echo:
         raise InvalidField("max_tokens: 0 generates nothing; with echo it scores the prompt", "max_tokens")
     scored = asked.logprobs if asked.echo else None
+    if asked.prompt_logprobs is not None:
+        scored = max(asked.prompt_logprobs, scored or 0)
     return _params(asked, limit, asked.logprobs, prompt_logprobs=scored)
 
 
@@ -167,11 +170,15 @@ def chat_params(asked: ChatRequest) -> SamplingParams:
     if asked.top_logprobs is not None and not asked.logprobs:
         raise InvalidField("top_logprobs: it needs logprobs: true", "top_logprobs")
     check_range("top_logprobs", asked.top_logprobs, 0, MAX_LOGPROBS)
-    return _params(asked, limit, (asked.top_logprobs or 0) if asked.logprobs else None)
+    chosen = (asked.top_logprobs or 0) if asked.logprobs else None
+    return _params(asked, limit, chosen, prompt_logprobs=asked.prompt_logprobs)
 
 
 def check_stream(asked: Sampling, params: SamplingParams) -> None:
     """Raises InvalidField for stream options without a stream, and for a stream that would have to wait."""
+    if asked.stream and asked.prompt_logprobs is not None:
+        text = "prompt_logprobs: a stream has none; send stream: false, or echo and logprobs"
+        raise InvalidField(text, "prompt_logprobs")
     if asked.stream_options is not None and not asked.stream:
         raise InvalidField("stream_options: it needs stream: true", "stream_options")
     options = asked.stream_options

@@ -18,8 +18,6 @@ from plait.server.api.reply import (
     ChatPlan,
     ChoiceCourse,
     ChoicesReply,
-    ChosenToken,
-    Count,
     Endpoint,
     Part,
     PromptProgress,
@@ -30,6 +28,7 @@ from plait.server.api.reply import (
     parts_of,
 )
 from plait.server.api.schema import ChatRequest
+from plait.server.api.token_scores import ChosenToken, Count, PromptScores, list_prompt_scores
 from plait.server.api.validate import allow_tools, from_template_kwargs
 from plait.server.gateway.request_context import RequestContext
 from plait.text.chat.template import num_chars
@@ -94,6 +93,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True, frozen=True):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: Sequence[Count] | UnsetType = UNSET
+    prompt_logprobs: PromptScores | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
 
 
@@ -267,6 +267,9 @@ class ChatReply(ChoicesReply):
         return dict.fromkeys(self._thoughts, text)
 
     def add(self, i: int, delta: Delta) -> None:
+        num_top = self._chat.asked.prompt_logprobs
+        if num_top is not None and delta.prompt_logprobs is not None:
+            self._once["prompt_logprobs"] = list_prompt_scores(delta.prompt_logprobs, num_top)
         self._choices[delta.index].add(delta, shows=bool(self._thoughts) or not is_hidden(delta))
 
     def whole(self, traces: Iterable[RequestTrace | None]) -> ChatCompletion:

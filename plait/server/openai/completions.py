@@ -14,19 +14,17 @@ from plait.frontend.deltas import ChoiceScore, best_of
 from plait.request import Request, RequestTrace
 from plait.server.api import validate
 from plait.server.api.parse_fields import field_names, parse_as
-from plait.server.api.reply import (
-    ChoicesReply,
+from plait.server.api.reply import ChoicesReply, Endpoint, PromptProgress, Timings, Usage, head
+from plait.server.api.schema import CompletionRequest
+from plait.server.api.token_scores import (
     Count,
-    Endpoint,
     Logprob,
-    PromptProgress,
-    Timings,
-    Usage,
+    PromptScores,
     best,
     finite,
-    head,
+    list_prompt_scores,
+    name_by_id,
 )
-from plait.server.api.schema import CompletionRequest
 from plait.server.gateway.request_context import RequestContext
 from plait.text.grammar.request_fields import GRAMMAR_FIELDS, grammar_from
 from plait.text.tokenizers.tokenizer import StreamDecoder, text_offsets
@@ -62,6 +60,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True, frozen=True):
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[Count] | UnsetType = UNSET
     prompt_token_ids: Sequence[Count] | UnsetType = UNSET
+    prompt_logprobs: PromptScores | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, kw_only=True, frozen=True):
@@ -152,10 +151,13 @@ class _Prompt:
         self._tokenizer, self._ids, self._skip_special = tokenizer, ids, skip_special
         self.text, self.lists = "", None if asked.logprobs is None else CompletionLogprobs()
         self._waits = asked.echo and asked.logprobs is not None
+        self.asked = asked
+        self.scores: PromptScores | UnsetType = UNSET if asked.prompt_logprobs is None else [None]
         self._held: list[Delta] = []
         if asked.echo:
             shown = tokenizer.decode(ids, skip_special=skip_special) if tokenizer else ""
-            self.text = prompt if isinstance(prompt, str) else shown
+            is_cut = asked.truncate_prompt_tokens is not None
+            self.text = prompt if isinstance(prompt, str) and not is_cut else shown
         if self._waits and len(ids) == 1:
             self._score(())
         with_ids = asked.return_token_ids or tokenizer is None
@@ -163,6 +165,9 @@ class _Prompt:
 
     def ready(self, delta: Delta) -> list[Delta]:
         """Deltas that can be shown now: with echo, none before the prompt's log-probabilities are there."""
+        num_top = self.asked.prompt_logprobs
+        if num_top is not None and delta.prompt_logprobs is not None:
+            self.scores = list_prompt_scores(delta.prompt_logprobs, num_top)
         if not self._waits:
             return [delta]
         self._held.append(delta)
@@ -174,9 +179,10 @@ class _Prompt:
 
     def _score(self, scores: Sequence[TextLogprob]) -> None:
         self._waits = False
-        lists = CompletionLogprobs([_token_text(self._ids[0], self._tokenizer)], [None], [None], [])
+        first = self.name(self._ids[0])
+        lists = CompletionLogprobs([first], [None], [None], [])
         for lp in scores:
-            _append(lists, lp)
+            self.append(lists, lp)
         offsets = [0] * len(self._ids)
         if self._tokenizer:
             offsets = text_offsets(self._tokenizer, self._ids, (), self._skip_special)
@@ -185,6 +191,23 @@ class _Prompt:
             offsets = [max(offset - before, 0) for offset in offsets]
         lists.text_offset.extend(min(offset, len(self.text)) for offset in offsets)
         self.lists = lists
+
+    def name(self, token_id: int) -> str:
+        """A token without a score, as the lists name it."""
+        is_shown = self._tokenizer is not None and not self.asked.return_tokens_as_token_ids
+        return _token_text(token_id, self._tokenizer if is_shown else None)
+
+    def append(self, lists: CompletionLogprobs, lp: TextLogprob) -> None:
+        """Append a token. Its alternatives have it with the same float, because lm-eval compares them."""
+        if self.asked.return_tokens_as_token_ids:
+            (lp,) = name_by_id([lp], keeps_bytes=False)
+        chosen, value = _logprob_text(lp), finite(lp.logprob)
+        lists.tokens.append(chosen)
+        lists.token_logprobs.append(value)
+        top: dict[str, float] = {}
+        for one in best(lp)[: self.asked.logprobs]:
+            top.setdefault(_logprob_text(one), finite(one.logprob))
+        lists.top_logprobs.append({**top, chosen: value})
 
 
 class _Choice:
@@ -242,7 +265,8 @@ class _Choice:
             if first.token_ids is not UNSET and piece.token_ids is not UNSET:
                 first.token_ids.extend(piece.token_ids)
         end = {"finish_reason": last.finish_reason, "stop_reason": last.stop_reason}
-        return msgspec.structs.replace(first, index=index, text="".join(text), **end)
+        scores = self._prompt.scores
+        return msgspec.structs.replace(first, index=index, text="".join(text), prompt_logprobs=scores, **end)
 
     def _new(self, delta: Delta) -> tuple[str, CompletionLogprobs | None]:
         text, lists = delta.text, None
@@ -251,23 +275,12 @@ class _Choice:
             if not self._begun:
                 lists.extend(self._prompt.lists)
             for lp in delta.logprobs or ():
-                _append(lists, lp)
+                self._prompt.append(lists, lp)
                 lists.text_offset.append(len(self._prompt.text) + self._offset)
                 self._offset += len(self._decoder.push(lp.token_id)) if self._decoder else 0
         if not self._begun:
             text, self._begun = self._prompt.text + text, True
         return text, lists
-
-
-def _append(lists: CompletionLogprobs, lp: TextLogprob) -> None:
-    """Append a token. Its alternatives include it with the very same float, because lm-eval compares them."""
-    chosen, value = _logprob_text(lp), finite(lp.logprob)
-    lists.tokens.append(chosen)
-    lists.token_logprobs.append(value)
-    top: dict[str, float] = {}
-    for one in best(lp):
-        top.setdefault(_logprob_text(one), finite(one.logprob))
-    lists.top_logprobs.append({**top, chosen: value})
 
 
 def _logprob_text(lp: TextLogprob) -> str:

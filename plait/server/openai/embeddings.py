@@ -21,7 +21,8 @@ from plait.llm.embed import NOTHING, unit
 from plait.request import Pooling, Request, RequestTrace
 from plait.server.api import validate
 from plait.server.api.parse_fields import field_names, parse_as
-from plait.server.api.reply import ApiReply, Count, Endpoint, PromptUsage
+from plait.server.api.reply import ApiReply, Endpoint, PromptUsage
+from plait.server.api.token_scores import Count
 from plait.server.gateway.request_context import RequestContext
 from plait.server.http.transfer import new_id
 

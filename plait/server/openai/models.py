@@ -16,8 +16,9 @@ from plait.errors import InvalidField
 from plait.fair_queue import Slices
 from plait.server.api import validate
 from plait.server.api.parse_fields import field_names, parse_as
-from plait.server.api.reply import Count, Endpoint
+from plait.server.api.reply import Endpoint
 from plait.server.api.schema import DetokenizeRequest, TokenizeRequest
+from plait.server.api.token_scores import Count
 from plait.server.api.validate import allow_tools, from_template_kwargs
 from plait.server.gateway.request_context import RequestContext
 from plait.text.tokenizers.tokenizer import join_text

@@ -14,7 +14,8 @@ from msgspec import UNSET, UnsetType
 
 from plait.errors import InvalidField
 from plait.server.api.parse_fields import string_of
-from plait.server.api.reply import ChosenToken, CompletionTokensDetails, Count
+from plait.server.api.reply import CompletionTokensDetails
+from plait.server.api.token_scores import ChosenToken, Count
 
 ROLES = frozenset({"user", "assistant", "system", "developer"})
 HEAD = frozenset({"system", "developer"})

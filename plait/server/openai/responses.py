@@ -16,7 +16,8 @@ from msgspec import UNSET
 
 from plait.engine.admission import ServiceOptions
 from plait.errors import InvalidField
-from plait.request import NO_ENTRIES, MaxTokens, NumLogprobs, Request, RequestTrace, SamplingFields
+from plait.request import Request, RequestTrace
+from plait.sampling_fields import NO_ENTRIES, MaxTokens, NumLogprobs, SamplingFields
 from plait.server.api import validate
 from plait.server.api.content_blocks import (
     BlockKind,
@@ -27,8 +28,9 @@ from plait.server.api.content_blocks import (
     refuse_words_of_a_chat,
 )
 from plait.server.api.parse_fields import field_names, parse_as
-from plait.server.api.reply import ChatPlan, Count, Endpoint, Usage
+from plait.server.api.reply import ChatPlan, Endpoint, Usage
 from plait.server.api.schema import Objects
+from plait.server.api.token_scores import Count
 from plait.server.gateway.request_context import RequestContext
 from plait.server.http.transfer import new_id
 from plait.server.openai import chat, models

@@ -8,7 +8,8 @@ from typing import Any, get_type_hints
 import msgspec
 import pytest
 
-from plait.request import SAMPLING, Declared, SamplingFields
+from plait.request import SAMPLING
+from plait.sampling_fields import Declared, SamplingFields
 from plait.server.anthropic.messages import MessagesRequest
 from plait.server.api.schema import ChatRequest, CompletionRequest
 from plait.server.openai.responses import ResponsesRequest

@@ -27,7 +27,11 @@ from tests.server.fake import CONTEXT, EchoLoop
         ({"n_probs": 3, "messages": []}, {"logprobs": True, "top_logprobs": 3, "messages": []}),
         ({"logit_bias": [[5, -1.5], [6, False]]}, {"logit_bias": {5: -1.5, 6: -100.0}}),
         ({"logit_bias": False}, {"logit_bias": {}}),
-        ({"repeat_last_n": -1, "cache_prompt": True, "mirostat_tau": 4, "id_slot": -1}, {}),
+        ({"logit_bias": {"5": 1, "Fox": 2}}, {"logit_bias": {5: 1}, "logit_bias_strings": {"Fox": 2}}),
+        ({"logit_bias": [["Fox", False]]}, {"logit_bias": {}, "logit_bias_strings": {"Fox": -100.0}}),
+        ({"samplers": "kpt", "typ_p": 0.9}, {"samplers": ["kpt"], "typical_p": 0.9}),
+        ({"truncate": 9}, {"truncate_prompt_tokens": 9}),
+        ({"repeat_last_n": -1, "cache_prompt": True, "id_slot": -1}, {}),
         ({"strange": 1}, {"strange": 1}),
         ({"keep_alive": "-1"}, {}),
         ({"keep_alive": "5m", "id_slot": 3}, {"keep_alive": "5m", "id_slot": 3}),
@@ -58,7 +62,8 @@ def test_names_of_others_stand_for_ours(body: dict[str, Any], want: dict[str, An
         ({"n_probs": True}, "n_probs"),
         ({"think": 1}, "think"),
         ({"think": False, "chat_template_kwargs": {"enable_thinking": True}}, "think"),
-        ({"logit_bias": [["word", 1]]}, "logit_bias[0]"),
+        ({"logit_bias": [[["word"], 1]]}, "logit_bias[0]"),
+        ({"logit_bias": {"1234567890": 1}}, "logit_bias"),
         ({"logit_bias": "x"}, "logit_bias[0]"),
     ],
 )
@@ -115,7 +120,7 @@ def test_a_request_in_ollama_s_words(client: Client, engine: EchoLoop) -> None:
         ("reasoning_format", "none"),
         ("thinking", {"type": "disabled"}),
         ("prompt_embeds", "AAAA"),
-        ("return_tokens_as_token_ids", True),
+        ("logprob_token_ids", [1]),
     ],
 )
 def test_what_others_know_is_not_passed_over(client: Client, path: str, name: str, value: Any) -> None:
