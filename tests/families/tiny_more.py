@@ -108,7 +108,7 @@ VARIANTS: dict[str, Variant] = {
     ),
     "gpt1": Variant(
         "OpenAIGPTConfig",
-        {"n_layer": 3, "n_head": 4, "n_embd": 32, "n_positions": 128, "tie_word_embeddings": False},
+        {"n_layer": 3, "n_head": 4, "n_embd": 32, "n_positions": 128},
         slow=True,
     ),
     "nemotron_h_latent": Variant(
