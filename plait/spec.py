@@ -65,7 +65,8 @@ class AttentionSpec(Mixer):
     `qk_norm_over`: one head with a weight for all ("head"), one head with a weight of its own ("each"), or
     all heads as one vector ("all"). `sinks`: a learned logit per head that takes part in the softmax and
     belongs to no token (gpt-oss). `gate`: the output is multiplied by the sigmoid of a projection
-    (Qwen3-Next). `qk_norm_last`: the norms follow the rotation (Hunyuan). `v_norm`: of each head's values.
+    (Qwen3-Next), or each head's by that of a number (`head_gate`; LFM3, Laguna). `qk_norm_last`: the norms
+    follow the rotation (Hunyuan). `v_norm`: of each head's values.
     """
 
     num_heads: int
@@ -82,6 +83,7 @@ class AttentionSpec(Mixer):
     qk_norm_last: bool = False
     temperature: TemperatureSpec | None = None
     v_norm: NormSpec | None = None
+    head_gate: Literal["sigmoid", "softplus"] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,10 +255,7 @@ class LayerInputsSpec:
 
 @dataclass(frozen=True, slots=True)
 class RouterSpec:
-    """How tokens choose experts: scores, the optional group mask, top-k, then weights.
-
-    A checkpoint's correction bias, when there is one, moves the choice and never the weight (DeepSeek-V3).
-    """
+    """Scores, the optional group mask, top-k, weights. A correction bias moves the choice alone."""
 
     score: Literal["softmax", "sigmoid"] = "softmax"
     renormalize: bool = True

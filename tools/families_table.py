@@ -77,6 +77,8 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Falcon-H1", "Mamba2 and GQA side by side, MLP", ("falcon_h1",)),
     ("PLaMo 2", "Mamba2-like, GQA, MLP", ("plamo2",)),
     ("LFM2, LFM2-MoE", "short convolutions, GQA, MLP or MoE", ("lfm2", "lfm2_moe")),
+    ("LFM3", "short convolutions, gated GQA, local and global, MLP", ("lfm3",)),
+    ("Laguna", "gated GQA, local and global, MoE", ("laguna",)),
     ("oxidizr hybrids", "Mamba1, 2, 3, MLA, MoE, GQA in any order", ("oxidizr",)),
 )  # fmt: skip
 # Families with another oracle than transformers: where their tests are.

@@ -12,7 +12,7 @@ from plait.families.common.hf_config import HfConfig, Values, first_dense
 from plait.families.common.recipes import attention_tensors, conv, ends, expert, expert_half, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, model, norm
-from plait.families.config.normalize import FULL, Config
+from plait.families.config.normalize import FULL, SLIDING, Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch
 from plait.spec import BranchSpec, MlpSpec, ModelSpec, MoeSpec, RouterSpec, ShortConvSpec
 
@@ -104,6 +104,46 @@ def lfm2_moe(c: Config) -> tuple[ModelSpec, NameMap]:
     spec = model(c, "lfm2_moe", [(_mixer(c, kind), ffn[width]) for kind, width in pairs])
     unread = () if c["use_expert_bias"] else (r"\.feed_forward\.expert_bias$",)
     return spec, NameMap(_expert_names(c), _names(c), ends(), ignored=unused_patterns(c, POSITIONS, *unread))
+
+
+@family(
+    "Lfm3ForCausalLM",
+    model_types=("lfm3",),
+    defaults={
+        "norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "head_dim": 128,
+        "conv_L_cache": 7,
+        "sliding_window": 256,
+        "tie_word_embeddings": True,
+        "use_sandwich_norm": True,
+        "use_attention_gate": True,
+        "rope_parameters": {
+            SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+            FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+        },
+    },
+    honours=("sliding_window",),
+)
+def lfm3(c: Config) -> tuple[ModelSpec, NameMap]:
+    """LFM3: short convolutions, windows and whole layers; a gate for each head, norms behind the mixers."""
+    each, behind = norm(c), norm(c) if c["use_sandwich_norm"] else None
+    gated = "sigmoid" if c["use_attention_gate"] else None
+    ffn = BranchSpec("ffn", MlpSpec(c["intermediate_size"]), each, behind)
+    mixers = {
+        kind: BranchSpec("attn", gqa(c, kind, qk_norm=each, head_gate=gated), each, behind)
+        for kind in (FULL, SLIDING)
+    }
+    mixers["conv"] = BranchSpec("conv", ShortConvSpec(c["conv_L_cache"]), each, behind)
+    names: Rules = {
+        "layers.{i}.ffn.post_norm": f"{L}.post_ffn_norm",
+        "layers.{i}.{branch}.post_norm": f"{L}.post_operator_norm",
+        "layers.{i}.attn.head_gate": (f"{L}.self_attn.g_proj", f"{L}.self_attn.gate_proj"),
+        "layers.{i}.attn.o": f"{L}.self_attn.o_proj",
+        **{f"layers.{{i}}.attn.{x}_norm": f"{L}.self_attn.{x}_norm" for x in ("q", "k")},
+    }
+    spec = model(c, "lfm3", [(mixers[kind], ffn) for kind in c["layer_types"]])
+    return spec, NameMap(names, _names(c), ends(), ignored=unused_patterns(c))
 
 
 def _mixer(c: Config, kind: str) -> BranchSpec:

@@ -300,6 +300,42 @@ def aria(c: Config) -> tuple[ModelSpec, NameMap]:
     return _with_shared_experts(c, "aria_text", [attn] * len(c["layer_types"]), RouterSpec(), own)
 
 
+@family(
+    "LagunaForCausalLM",
+    model_types=("laguna",),
+    defaults={
+        **SILU,
+        "head_dim": 128,
+        "sliding_window": 512,
+        "gating": True,
+        "num_shared_experts": 1,
+        "shared_intermediate_size": 512,
+        "routed_scaling_factor": 1.0,
+        "first_k_dense_replace": 1,
+    },
+    honours=("sliding_window",),
+)
+def laguna(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Laguna: a softplus gate for each head; layers may have more heads than others."""
+    require(c, "Laguna", gating=(True, "per-head"), moe_router_logit_softcapping=(0, 0.0))
+    require(c, "Laguna", moe_apply_router_weight_on_input=(False,))
+    each, count = norm(c), len(c["layer_types"])
+    heads = c.get("num_attention_heads_per_layer") or [c["num_attention_heads"]] * count
+    attns = [
+        BranchSpec("attn", gqa(c, kind, num_heads=n, qk_norm=each, head_gate="softplus"), each)
+        for kind, n in zip(c["layer_types"], heads, strict=True)
+    ]
+    router = RouterSpec("sigmoid", True, 0.0, float(c["routed_scaling_factor"]))
+    shared = (f"{MLP}.shared_experts.{{x}}_proj", f"{MLP}.shared_expert.{{x}}_proj")
+    places = (f"{MLP}.gate", f"{MLP}.experts", MLP)
+    own: Rules = {
+        "layers.{i}.attn.head_gate": f"{L}.self_attn.g_proj",
+        f"{FFN}.shared.{{x}}": shared,
+        f"{FFN}.router_bias": tuple(f"{at}.e_score_correction_bias" for at in places),
+    }
+    return _with_shared_experts(c, "laguna", attns, router, own, c["shared_intermediate_size"])
+
+
 def _positions(c: Config, kind: str) -> dict[str, None]:
     """Layers without a window turn nothing, where others have one."""
     return {"rope": None} if kind == FULL and c.get("sliding_window") else {}

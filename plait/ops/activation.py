@@ -95,17 +95,18 @@ def _gate_rows_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) 
     return (x, torch.randn(case["tokens"], 1, dtype=dtype, device=device)), {}
 
 
-@op(cases=[*CASES[:3], dict(tokens=5, heads=3, size=24)])
+@op(cases=[*CASES[:3], dict(tokens=5, heads=3, size=24), dict(tokens=4, heads=3, size=40, each=True)])
 def scale_rows(x: Tensor, by: Tensor) -> Tensor:
-    """x · by, one number for each row. x: [T, n] or [T, heads, n], by: [T, 1] float32 -> x's shape, dense."""
-    return (x * by.view(-1, *(1,) * (x.dim() - 1))).to(x.dtype)
+    """x · by, one number for each row, or for each head of it. x: [T, n] or [T, heads, n], by: [T, 1] or
+    [T, heads] float32 -> x's shape, dense."""
+    return (x * (by[..., None] if x.dim() == 3 else by)).to(x.dtype)
 
 
 @scale_rows.inputs
 def _scale_rows_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
     shape = (case["tokens"], *((case["heads"],) if "heads" in case else ()), 2 * case["size"])
     x = torch.randn(shape, dtype=dtype, device=device).chunk(2, -1)[0]
-    return (x, torch.randn(case["tokens"], 1, device=device)), {}
+    return (x, torch.randn(case["tokens"], case["heads"] if "each" in case else 1, device=device)), {}
 
 
 @op(cases=CASES[:4])

@@ -45,6 +45,8 @@ STRETCHED = {"llama_dynamic": ("max_position_embeddings=32", "original_max_posit
 # None is known today: the test passes with 0 too.
 TIE = 1e-4
 
+ALIKE = {"gpt1"}  # the biases of random weights choose the same token after any prompt
+
 Ids = list[int]
 
 
@@ -194,7 +196,7 @@ def test_greedy_tokens_over_http_are_those_of_transformers(name: str, tmp_path: 
         texts = [prompt + reply for prompt, reply in zip(prompts, replies, strict=True)]
         for prompt, reply, logits in zip(prompts, replies, after_each(oracle, texts), strict=True):
             assert_chosen(prompt, reply, logits)
-    assert len({tuple(reply) for reply in whole}) > 1
+    assert len({tuple(reply) for reply in whole}) > 1 or name in ALIKE
     assert all(seen.num_pieces and seen.num_mixed for seen in (roomy, tight, native))
     assert roomy.num_preemptions == 0
     assert (tight.num_preemptions > 0) == (limit is not None)

@@ -107,7 +107,9 @@ VARIANTS: dict[str, Variant] = {
         slow=True,
     ),
     "gpt1": Variant(
-        "OpenAIGPTConfig", {"n_layer": 3, "n_head": 4, "n_embd": 32, "n_positions": 128}, slow=True
+        "OpenAIGPTConfig",
+        {"n_layer": 3, "n_head": 4, "n_embd": 32, "n_positions": 128},
+        slow=True,
     ),
     "nemotron_h_latent": Variant(
         "NemotronHConfig",
@@ -134,6 +136,43 @@ VARIANTS: dict[str, Variant] = {
     "ctrl": Variant(
         "CTRLConfig",
         {"n_layer": 3, "n_head": 4, "n_embd": 32, "n_positions": 128, "dff": 40, "tie_word_embeddings": True},
+        slow=True,
+    ),
+    "lfm3": Variant(
+        "Lfm3Config",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", S, "conv", F],
+            "head_dim": 8,
+            "sliding_window": 6,
+            "conv_L_cache": 5,
+            **PAD,
+        },
+        slow=True,
+    ),
+    "lfm3_plain": Variant(
+        "Lfm3Config",
+        {
+            "layer_types": ["conv", F, S],
+            "head_dim": 8,
+            "sliding_window": 6,
+            "use_sandwich_norm": False,
+            "use_attention_gate": False,
+            **PAD,
+        },
+        slow=True,
+    ),
+    "laguna": Variant(
+        "LagunaConfig",
+        {
+            **ROUTED,
+            "head_dim": 8,
+            "sliding_window": 6,
+            "layer_types": [F, S, F],
+            "num_attention_heads_per_layer": [4, 6, 2],
+            "shared_expert_intermediate_size": 28,
+            "moe_routed_scaling_factor": 1.5,
+        },
         slow=True,
     ),
 }

@@ -62,7 +62,6 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
     "its experts may be identities, and its layers have two attentions, which is not implemented": (
         "longcat_flash",
     ),
-    "each head of its attention has a softplus gate, which is not implemented": ("laguna",),
     "its attention has experts, which is not implemented": ("jetmoe",),
     "it takes the difference of two attentions, which is not implemented": ("diffllama",),
     "its attention has a mask that it computes, which is not implemented": ("doge",),
@@ -73,7 +72,7 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
     "its head has layers of its own, which are not implemented": ("modernbert-decoder",),
     "its attention hashes tokens (Reformer), which is not implemented": ("reformer",),
     "its attention adds a bias for each distance, which is not implemented": ("cpmant",),
-    "its layers or its router are of a kind that is not implemented": ("beam", "lfm3"),
+    "its layers and its router are of kinds that are not implemented": ("beam",),
 }
 REFUSED: Mapping[str, str] = {name: why for why, names in _REASONS.items() for name in names}
 

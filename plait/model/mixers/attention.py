@@ -10,6 +10,7 @@ from torch import Tensor
 from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.memory import PagedState, State, group_name
+from plait.model.layers.head_gate import HeadGate
 from plait.model.layers.head_norm import HeadNorm
 from plait.model.layers.layers import Batch, Norm, Rope, describe_rope
 from plait.model.layers.temperature import Temperature
@@ -30,7 +31,7 @@ def describe_attention(m: spec.AttentionSpec) -> str:
     parts += [f"q and k normed{' last' if m.qk_norm_last else ''}"] if m.qk_norm else []
     parts += ["queries that grow"] if m.temperature else []
     parts += ["sinks"] if m.sinks else []
-    parts += ["gated"] if m.gate else []
+    parts += ["gated"] if m.gate or m.head_gate else []
     return ", ".join(parts)
 
 
@@ -39,7 +40,7 @@ def divide_attention(s: spec.AttentionSpec, rank: Rank, hidden_size: int) -> Div
     kv = rank.divide_for_heads(s.num_kv_heads, s.num_heads, "key-value heads")
     q_rows, kv_rows = Cut((scale_range(heads, dim),)), Cut((scale_range(kv, dim),))
     cuts = {"q": q_rows, "k": kv_rows, "v": kv_rows, "gate": q_rows, "sinks": Cut((heads,))}
-    cuts["o"] = Cut(cols=sum_of(rank.divide(s.num_heads, "heads", dim)))
+    cuts |= {"head_gate": cuts["sinks"], "o": Cut(cols=sum_of(rank.divide(s.num_heads, "heads", dim)))}
     if s.qk_norm_over == "each":
         cuts |= {"q_norm": q_rows, "k_norm": kv_rows}
     part, is_gathered = replace(s, num_heads=width(heads), num_kv_heads=width(kv)), s.qk_norm_over == "all"
@@ -64,15 +65,12 @@ class Attention:
             self._norms = HeadNorms(self.q_norm.weights, self.k_norm.weights, s.qk_norm_over)
         sizes: dict[str, object] = dict(heads=s.num_heads, kv_heads=s.num_kv_heads, dim=s.head_dim)
         sizes |= dict(window=s.window, softcap=s.softcap, sinks=s.sinks, activations=w.target.activations)
-        self._place, self._attend = (
-            (None, w.bind(paged_attention, **sizes))
-            if s.qk_norm_last  # what places heads norms them first
-            else w.bind_pair(place_heads, paged_attention, **sizes)
-        )
-        if self.q_norm and self.q_norm.is_gathered:  # no kernel that places heads reaches other ranks
-            self._place = None
+        self._place, self._attend = w.bind_pair(place_heads, paged_attention, **sizes)
+        if s.qk_norm_last or (self.q_norm and self.q_norm.is_gathered):
+            self._place = None  # what places heads norms them first, and reaches no other rank
         self.temperature = Temperature(s.temperature, w) if s.temperature else None
         self._gate = w.bind(gate) if s.gate else None
+        self.head_gate = HeadGate(s.head_gate, w, s.num_heads) if s.head_gate else None
         self._parts = [size // s.head_dim for size in parts.values()]
         dtype = w.target.kv_dtype
         widths = zip("kv", head_widths(s.head_dim, dtype), strict=True)
@@ -99,7 +97,7 @@ class Attention:
             q, k = self._turned(heads, q, k, batch)
             q = self.temperature(q, batch) if self.temperature else q
             out = self._attend(q, k, v, *caches, *where, *how)
-        out = out.flatten(1)
+        out = (self.head_gate(out, x) if self.head_gate else out).flatten(1)
         return self.o(self._gate(out, closing[0].flatten(1)) if self._gate else out)
 
     def _turned(self, heads: Tensor, q: Tensor, k: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -264,6 +264,8 @@ FAMILIES: dict[str, list[Form]] = {
             f"<|tool_call_start|>[{', '.join(PYTHON)}]<|tool_call_end|>",
         )
     ],
+    "LFM3": [Form(TURNS)],
+    "Laguna": [Form(TURNS)],
     "oxidizr hybrids": [
         Form(
             "",

@@ -165,14 +165,14 @@ def apply_gate_rows(frame: int, args: int, thread: int, threads: int) -> None:
 
 @kernel
 def apply_row_factors(frame: int, args: int, thread: int, threads: int) -> None:
-    """x, its row stride, its head stride, heads, factors, their row stride, n, out (dense)."""
-    x, x_bytes, head_bytes, heads, by, by_bytes, n, out = words(args, 2, 10)
+    """x, its row stride, its head stride, heads, factors, their row and head strides, n, out (dense)."""
+    x, x_bytes, head_bytes, heads, by, by_bytes, each_bytes, n, out = words(args, 2, 11)
     pieces = (n + PIECE - 1) // PIECE
     items = rows_of(frame, args) * heads * pieces
     for item in range(items * thread // threads, items * (thread + 1) // threads):
         i, start = item // pieces, item % pieces * PIECE
         row, head, count = i // heads, i % heads, min(PIECE, n - start)
-        factor = spread(get_f32(by + row * by_bytes))
+        factor = spread(get_f32(by + row * by_bytes + head * each_bytes))
         a, to = x + row * x_bytes + head * head_bytes + 4 * start, out + 4 * (n * i + start)
         full, left = count // 16 * 64, np.int32(count % 16)
         for at in range(0, full, 64):
@@ -240,12 +240,14 @@ def _gate_rows(cpu: Executor, x: Tensor, gate: Tensor) -> Tensor:
 @scale_rows.variant("native", on="cpu", when=float32_rows, native=True)
 def _scale_rows(cpu: Executor, x: Tensor, by: Tensor) -> Tensor:
     a = TensorRows.of(x)
-    if by.dtype != torch.float32 or by.shape != (a.count, 1):
+    if by.dtype != torch.float32 or by.shape not in ((a.count, 1), (a.count, a.heads)):
         raise ShapeMismatch(
-            f"{a.count} rows want as many float32 factors [T, 1], got {by.dtype} {list(by.shape)}"
+            f"{a.count} rows want as many float32 factors [T, 1], or [T, {a.heads}], got {by.dtype} "
+            f"{list(by.shape)}"
         )
     out = cpu.empty(*x.shape)
-    where = (x, *a.strides, a.heads, by, 4 * by.stride(0), a.width, out)
+    each = 4 * by.stride(1) if by.shape[1] > 1 else 0
+    where = (x, *a.strides, a.heads, by, 4 * by.stride(0), each, a.width, out)
     cpu.launch(apply_row_factors, *where, rows=a.count)
     return out
 
