@@ -26,7 +26,7 @@ CAPS = {
     "engine": 1_810,
     "families": 9_500,
     "frontend": 950,
-    "kernels": 19_810,
+    "kernels": 20_190,
     "llm": 450,
     "loading": 4_300,
     "model": 2_110,
