@@ -146,6 +146,13 @@ def test_kernels_that_are_wrong_are_found(
     assert why in found["note"]
 
 
+def test_every_peer_that_is_run_is_an_engine_that_bench_model_knows(part: Any) -> None:
+    peers, compare = part("gpu_phases.peers"), importlib.import_module("plait.bench.model.compare")
+    run = {name: what for name, what in peers.PEERS.items() if name not in peers.WHY_NOT}
+    assert {"vllm", "sglang"} <= run.keys()
+    assert all(compare.PEER.fullmatch(what.format(folder="/m"))[1] == name for name, what in run.items())
+
+
 def test_random_models_have_the_bytes_of_published_ones(part: Any) -> None:
     shapes = part("gpu_phases.shapes")
     made = shapes.make_model("Llama-8B", "model", torch.device("meta"), EXAMPLES[90], 64, torch.bfloat16)

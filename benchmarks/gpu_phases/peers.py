@@ -22,11 +22,13 @@ from plait.kernels.load import load_for_gpu
 from plait.model.decoder import Decoder
 
 MODEL = "Qwen3-0.6B"  # small enough to be written as a file in seconds
-PEERS = {"vllm": "vllm={folder}", "transformers": "transformers", "sglang": "", "llama_cpp": ""}
-WHY_NOT = {
-    "sglang": "it has no side file in plait/bench/engines yet",
-    "llama_cpp": "it reads GGUF alone, and random models are written as safetensors",
+PEERS = {
+    "vllm": "vllm={folder}",
+    "sglang": "sglang={folder}",
+    "transformers": "transformers",
+    "llama_cpp": "",
 }
+WHY_NOT = {"llama_cpp": "it reads GGUF alone, and random models are written as safetensors"}
 MOST_S = 420
 
 

@@ -62,6 +62,8 @@ def speed_cases(bench: Bench) -> Iterator[tuple[str, Case]]:
         elif op == "gated_mamba1_scan":
             sizes = dict(heads=64, dim=128, state=16, groups=1, normed=True)
         yield op, {"seqs": [(2048, False)], "decodes": 0, **sizes}
+    per_channel = dict(heads=32, keys=32, key_dim=128, dim=128, channel=True)  # Kimi Delta Attention
+    yield "gated_delta_scan", {"seqs": [(2048, False)], "decodes": 0, **per_channel}
 
 
 def list_speeds(bench: Bench) -> Iterator[Item]:

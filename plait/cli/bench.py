@@ -54,8 +54,8 @@ def _sizes(command: Any) -> Any:
     multiple=True,
     metavar="WHAT",
     help="compare it, in turns, with this: another model's path, options in quotes, a git revision, or an "
-    "engine: llama.cpp, transformers, openvino, onnxruntime-genai, ctranslate2 (each with @PYTHON and "
-    "=MODEL, if it has an interpreter or files of its own); may be repeated",
+    "engine: llama.cpp, transformers, vllm, sglang, openvino, onnxruntime-genai, ctranslate2 (each with "
+    "@PYTHON and =MODEL, if it has an interpreter or files of its own); may be repeated",
 )
 @click.option(
     "--measure", "kinds", multiple=True, type=click.Choice(KINDS), help="only this; may be repeated"

@@ -40,12 +40,15 @@ def gated_delta_scan(
     num_decodes: int,
     beta_scale: float = 1.0,
     tiled: bool = False,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """h ← exp(step A) h; h ← h + k ⊗ β (v - hᵀ k); y = hᵀ q / √K. Yang et al. 2024; per channel: KDA.
 
     q, k: [T, G, K], which get length 1 here; v: [T, H, V]; step: [T, H], or [T, H, K] for decays per channel
     (after softplus); A: [H] (negative); beta: [T, H], β = beta_scale · beta; state: [num_slots, H, K, V]
     float32, in place -> y [T, H, V] in v's dtype. Key head h // (H/G) serves head h, or h % G if `tiled`.
+    positions: [T], of the rows in their sequences; a kernel may cut its chunks at multiples of them, so that
+    a cut of a prompt changes no bit.
     """
     ratio, out = v.shape[1] // q.shape[1], torch.empty(v.shape, device=v.device)
     q, k = (_unit(m.float()) for m in (q, k))
@@ -114,6 +117,7 @@ def delta_scan_from_gates(
     num_decodes: int,
     beta_scale: float = 1.0,
     tiled: bool = False,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """`gated_delta_scan` of the steps softplus(decay + dt_bias) and of sigmoid(beta).
 

@@ -33,6 +33,7 @@ PEERS = {
     "onnxruntime-genai": "onnxruntime_engine.py",
     "ctranslate2": "ctranslate2_engine.py",
     "vllm": "vllm_engine.py",
+    "sglang": "sglang_engine.py",
 }
 PEER = re.compile(rf"({'|'.join(map(re.escape, PEERS))}|[^@=\s]+_side\.py)(?:@([^=]+))?(?:=(.+))?")
 KINDS = (

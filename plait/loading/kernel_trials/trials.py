@@ -28,6 +28,7 @@ from plait.loading.kernel_trials.verdicts import (
     find_folder,
     hash_sources,
     keep_verdicts,
+    list_accelerators,
     read_verdicts,
 )
 from plait.ops.attention import BLOCK
@@ -138,7 +139,7 @@ def find_site(chip: Chip) -> TrialSite:
     except PackageNotFoundError:
         triton = ""
     name = f"{chip.name}, sm_{chip.capability}"
-    return TrialSite(name, driver, torch.__version__, triton, hash_sources())
+    return TrialSite(name, driver, torch.__version__, triton, hash_sources(), list_accelerators())
 
 
 def prove_kernels(

@@ -14,7 +14,9 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from plait.cache_folder import cache_base, make_folder
@@ -24,6 +26,7 @@ KIND, VERSION = "plait-gpu-trials", 1
 FOLDER = "gpu_trials"
 MAX_BYTES = 1 << 20
 MAX_VERDICTS, MAX_KEY, MAX_REASON = 4096, 200, 300
+ACCELERATORS = ("fla-core", "flash-attn-3", "flash-attn-4")
 DRIVER = Path("/proc/driver/nvidia/version")
 SOURCES = ("kernels/triton", "kernels/torch", "ops", "quant")  # what the result of a trial may depend on
 log = logging.getLogger("plait")
@@ -32,17 +35,30 @@ Verdicts = Mapping[str, str]  # key of a trial -> "", or why the kernel is not b
 
 @dataclass(frozen=True, slots=True)
 class TrialSite:
-    """What the verdicts hold for: another chip, driver, version or kernel source begins anew."""
+    """What the verdicts hold for: another chip, driver, version or kernel source begins anew.
+
+    others: names and versions of `ACCELERATORS` that are installed.
+    """
 
     chip: str
     driver: str
     torch: str
     triton: str
     sources: str
+    others: str = ""
 
     @property
     def digest(self) -> str:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:32]
+
+
+def list_accelerators() -> str:
+    """Names and versions of the installed packages with kernels that may serve our ops."""
+    found = []
+    for name in ACCELERATORS:
+        with suppress(PackageNotFoundError):
+            found.append(f"{name} {version(name)}")
+    return ", ".join(found)
 
 
 def hash_sources(root: Path | None = None) -> str:

@@ -95,7 +95,7 @@ class DeltaNet:
         q, k, v = (m.unflatten(-1, (n, -1)) for m, n in zip((q, k, v), self.heads, strict=True))
         operands = (q, k, v, decay, self.dt_bias, self.A, beta, state["ssm"])
         where = (batch.state_slots, batch.query_start, batch.has_history, batch.num_decodes)
-        y = self._scan(*operands, *where, s.beta_scale, s.tiled)
+        y = self._scan(*operands, *where, s.beta_scale, s.tiled, batch.positions)
         return self.out(self._close(y, closing))
 
     @property

@@ -99,6 +99,50 @@ def test_vllm_gets_ids_and_is_timed_by_its_own_tokens(vllm: Any, given: Given) -
     assert given.of("shutdown") == ()
 
 
+@pytest.fixture(params=["all tokens so far", "new tokens"])
+def sglang(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, given: Given, tmp_path: Path
+) -> Any:
+    """A side of SGLang over a module that streams token by token, sequences in turns."""
+
+    def generate(input_ids: Any, sampling_params: Any, stream: bool) -> Any:
+        assert stream
+        for n in range(1, sampling_params["max_new_tokens"] + 1):
+            for row, ids in enumerate(input_ids):
+                new = ids[-1:] * (n if request.param == "all tokens so far" else 1)
+                yield {"index": row, "output_ids": new, "meta_info": {"completion_tokens": n}}
+
+    llm = SimpleNamespace(
+        generate=given_by("generate", given, generate), shutdown=given_by("shutdown", given, None)
+    )
+    fake = SimpleNamespace(__version__="1", Engine=given_by("Engine", given, llm))
+    monkeypatch.setitem(sys.modules, "sglang", fake)
+    monkeypatch.setattr(os, "environ", {})
+    (tmp_path / "config.json").write_text("{}")
+    return load_side(str(SIDES / PEERS["sglang"]))(model=str(tmp_path), **ROOM)
+
+
+def test_sglang_remembers_no_prefix_gets_ids_and_is_timed_by_its_stream(sglang: Any, given: Given) -> None:
+    asked = given.of("Engine")
+    assert asked["disable_radix_cache"] is True
+    assert (asked["context_length"], asked["max_running_requests"], asked["dtype"]) == (64, 4, "bfloat16")
+    assert asked["max_total_tokens"] == 64 * 4
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+    found, before, decoding = sglang.run([[1, 2], [3]], 3)
+    assert found == [[2, 2, 2], [3, 3, 3]]
+    assert given.of("generate")["sampling_params"]["ignore_eos"] is True
+    assert before > 0
+    assert decoding > 0
+    assert sglang.greedy([[5]], 1) == [[5]]
+    sglang.close()
+    assert given.of("shutdown") == ()
+
+
+def test_sglang_names_what_it_cannot_read(tmp_path: Path) -> None:
+    with pytest.raises(NotImplementedError, match="sglang=FOLDER"):
+        load_side(str(SIDES / PEERS["sglang"]))(model=str(tmp_path / "a.gguf"), **ROOM)
+
+
 @pytest.fixture
 def openvino(monkeypatch: pytest.MonkeyPatch, given: Given) -> Any:
     class Pipeline:

@@ -159,8 +159,9 @@ def _gated_delta_scan(
     num_decodes: int,
     beta_scale: float = 1.0,
     tiled: bool = False,
+    positions: Tensor | None = None,
 ) -> Tensor:
-    """`num_decodes` changes from step to step, and nothing here depends on it."""
+    """Nothing here depends on `num_decodes`, which changes from step to step, or `positions`."""
     (count, heads, dim), (keys, n), each = v.shape, q.shape[1:], step.dim() == 3
     wanted = (count, heads, n) if each else (count, heads)
     if heads % keys or k.shape != q.shape or len(q) != count or step.shape != wanted:
