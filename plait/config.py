@@ -119,6 +119,12 @@ class EngineConfig:
     swap_memory: int | None = option(
         None, "bytes of host memory for preempted sequences and snapshots; default: by need", least=0
     )
+    cache_disk: str | None = option(
+        None, "a folder in which the prefix cache outlives the process, on a CPU; default: it does not"
+    )
+    cache_disk_limit: int | None = option(
+        None, "bytes of files in --cache-disk; default: a tenth of what is free there", least=1
+    )
     max_step_ms: int = option(
         200, "prompts are cut so that no reply that is streamed waits longer for a token; 0: never", least=0
     )
@@ -193,6 +199,7 @@ class EngineConfig:
         if not DEVICE.fullmatch(self.device):
             raise ConfigError(f"device: {self.device!r} is not one of auto, cpu, cuda, cuda:N, cuda:N,M")
         self._check_ranks()
+        self._check_disk()
         if not 0 < self.gpu_memory <= 1:
             raise ConfigError(f"gpu_memory: {self.gpu_memory} is no share between 0 and 1")
         if not self.packed_cache.strip():
@@ -224,6 +231,18 @@ class EngineConfig:
             )
         if self.expert_parallel and self.num_ranks == 1:
             raise ConfigError("expert_parallel: there is one rank; --tp N says among how many to divide")
+
+    def _check_disk(self) -> None:
+        if self.cache_disk is None:
+            if self.cache_disk_limit is not None:
+                raise ConfigError("cache_disk_limit: it needs cache_disk, the folder to which it applies")
+            return
+        if not self.cache_disk.strip():
+            raise ConfigError("cache_disk: it is empty; name a folder, or leave it out")
+        if not self.prefix_cache:
+            raise ConfigError("cache_disk: it keeps the prefix cache, and prefix_cache is off")
+        if self.num_ranks > 1 or self.device.startswith("cuda"):
+            raise ConfigError("cache_disk: it is for one rank on a CPU; leave it out, or set device to cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

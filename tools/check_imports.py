@@ -55,14 +55,14 @@ SIDEWAYS = {
 NO_TORCH = (
     *("errors", "config", "cache_folder", "fair_queue", "resource_limits", "version"),
     *("spec", "spec_values", "request", "sampling_fields", "memory", "partition"),
-    *("state.blocks", "state.host_store", "schedule", "families.config.normalize", "text"),
+    *("state.blocks", "state.host_store", "state.disk", "schedule", "families.config.normalize", "text"),
     *("runner.host", "checkpoint.find_files", "checkpoint.identity", "checkpoint.packed_cache.file_format"),
     *("kernels.load", "kernels.cpu.runtime.threads", "kernels.cpu.runtime.machine_code"),
     *("kernels.cpu.runtime.frame_words", "kernels.cpu.runtime.row_launches"),
     *("engine.core", "engine.thread", "engine.memory_plan", "engine.host_memory", "engine.grammar_guide"),
     *("engine.admission", "engine.metrics", "frontend", "loading.text_side", "loading.make_engine", "server"),
     *("loading.image.lookup", "loading.image.file_format", "loading.image.key"),
-    *("loading.image.restore", "loading.image.start"),
+    *("loading.image.restore", "loading.image.start", "loading.disk_cache"),
     *("worker.client", "worker.supervisor", "worker.child_process", "worker.start_process"),
     *("worker.protocol", "worker.request_table"),
 )

@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 
 from plait.request import FinishReason, RequestTrace
 
-CAUSES = ("hit", "new", "evicted", "no_snapshot", "window", "short", "off")
+CAUSES = ("hit", "new", "evicted", "no_snapshot", "window", "short", "off", "disk")
 WAITS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0, 600.0)
 GAPS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 20.0)
 LENGTHS = tuple(float(1 << i) for i in range(18))  # 1 to 131,072 tokens
@@ -150,6 +150,7 @@ class Metrics(Collector):
         yield _gauge("snapshots", "Saved slots that a prompt can start from.", stats["num_snapshots"])
         about = "Memory of the host that holds the state of sequences swapped out."
         yield _gauge("host_saved_bytes", about, stats["host_nbytes"])
+        yield from _describe_disk(stats)
         for name, about in COUNTERS.items():
             yield _counter(name, about, getattr(self, f"num_{name}"))
         yield _counters("requests", "Choices of requests that ended.", "finish_reason", {**self._ended})
@@ -232,6 +233,17 @@ def _counters(name: str, about: str, label: str, values: Mapping[str, float]) ->
     for value, count in values.items():
         family.add_metric([value], count)
     return family
+
+
+def _describe_disk(stats: Mapping[str, int]) -> Iterator[Metric]:
+    """The families of the disk cache, if there is one."""
+    if "disk_nbytes" not in stats:
+        return
+    yield _gauge("disk_cache_bytes", "Bytes of the files of the disk cache.", stats["disk_nbytes"])
+    yield _gauge("disk_cache_files", "Files of the disk cache.", stats["disk_files"])
+    start = "num_disk_"
+    events = {name.removeprefix(start): n for name, n in stats.items() if name.startswith(start)}
+    yield _counters("disk_cache_events", "What happened to files of the disk cache.", "event", events)
 
 
 def _states(stats: Mapping[str, int], what: str, about: str, cached: int) -> Metric:

@@ -143,8 +143,7 @@ class EngineLoop:
                 self.engine.step_or_wait()
                 self._step_began = None
                 self.num_rounds += 1
-            for request_id in self.engine.open_requests:
-                self.engine.cancel(request_id)
+            self.engine.finish()
         except BaseException as error:
             self._die(error)
         finally:

@@ -20,6 +20,7 @@ from plait.engine.host_memory import describe_memory, size_on_host
 from plait.engine.memory_plan import ModelFacts, Sizing, gib
 from plait.errors import ConfigError
 from plait.frontend.frontend import Front, Language
+from plait.loading.disk_cache import open_disk_cache
 from plait.loading.kernel_trials.trials import try_kernels
 from plait.loading.make_engine import make_compiler, make_engine, make_front
 from plait.loading.make_runner import make_runner, make_sampler
@@ -31,7 +32,7 @@ from plait.loading.open_model import (
     load_decoder,
     weight_formats,
 )
-from plait.loading.packed_cache import shelf_of
+from plait.loading.packed_cache import fingerprint, shelf_of
 from plait.loading.probe_scorer import open_settled
 from plait.loading.target import agreement_of, choose_rank, config_of_ranks, find_cuts, make_target
 from plait.memory import has_slots
@@ -45,6 +46,7 @@ from plait.runner.runner import ModelRunner
 from plait.runner.sampler import Sampler
 from plait.schedule.speculate import NgramProposer, Proposer
 from plait.spec import ModelSpec
+from plait.state.disk.cache import DiskCache
 from plait.text.tokenizers.tokenizer import Tokenizer
 
 log = logging.getLogger("plait")
@@ -65,6 +67,7 @@ class Built:
     sizing: Sizing
     target: Target
     guides: Guides
+    disk: DiskCache | None = None
 
     @property
     def spec(self) -> ModelSpec:
@@ -75,6 +78,8 @@ class Built:
         """Give back the threads and the other ranks. The engine must not step any more."""
         self.runner.close()
         self.guides.close()
+        if self.disk:
+            self.disk.close()
         if self.target.ranks:
             self.target.ranks.close()
 
@@ -195,7 +200,11 @@ def _build(opened: Opened, target: Target, tokenizer: Tokenizer | None, report: 
     if config.deterministic:
         _check_deterministic(target)
     report("ready", 1, 1)  # before there is a thread, because `report` may raise to cancel the loading
-    return Built(opened, runner, engine, sizing, target, guides)
+    disk = None
+    if config.cache_disk is not None:
+        arithmetic, dtype = fingerprint(opened, target), str(target.dtype).removeprefix("torch.")
+        disk = open_disk_cache(config, engine, runner.store.host, decoder.states, arithmetic, dtype)
+    return Built(opened, runner, engine, sizing, target, guides, disk)
 
 
 def _bind_packed(target: Target) -> Binding:

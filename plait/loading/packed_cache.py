@@ -42,6 +42,7 @@ RESERVE_NBYTES = 1 << 30  # of the disk, which stay free
 APART = frozenset({
     "vocab", "chat_template", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_waiting",
     "block_size", "memory_limit", "gpu_memory", "prefix_cache", "snapshot_interval", "swap_memory",
+    "cache_disk", "cache_disk_limit",
     "max_step_ms", "speculate", "num_draft_tokens", "threads", "deterministic", "kv_dtype", "cache_dir",
     "packed_cache", "offline", "probe", "prefill", "no_fuse", "plugins",
 })  # fmt: skip

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from plait.memory import BlockGroup
+from plait.schedule.disk_prefixes import DiskPrefixes
 from plait.schedule.plan import CopySlot, Drop, Move, Save
 from plait.schedule.pools import CacheOptions, Pools
 from plait.schedule.sequence import TokenSequence
@@ -43,6 +44,7 @@ class Allocation:
         self._trims = any(window is not None for window in self.windows)
         self._num_blocks, self._num_slots, self.has_slots = num_blocks, num_slots, num_slots > 0
         self._computing: dict[bytes, TokenSequence] = {}
+        self.disk: DiskPrefixes | None = None
         self.pools = self._new_pools()
 
     def _new_pools(self) -> Pools:
@@ -93,7 +95,16 @@ class Allocation:
         self._extend(seq)
         if seq.needs_all_tokens:
             return Hit()
-        return self.pools.index.lookup(seq.chain, seq.token_ids, seq.num_tokens - 1)
+        if self.disk:
+            self.disk.insert_arrived(self.pools, seq)
+        hit = self.pools.index.lookup(seq.chain, seq.token_ids, seq.num_tokens - 1)
+        return self.disk.explain(seq, hit) if self.disk else hit
+
+    def awaits_prefix(self, seq: TokenSequence, hit: Hit) -> bool:
+        """Whether `seq` should wait, because more of its prefix is about to be computed or read."""
+        if self.leader(seq, hit) is not None:
+            return True
+        return self.disk is not None and self.disk.awaits(self.pools, seq, hit)
 
     def leader(self, seq: TokenSequence, hit: Hit) -> TokenSequence | None:
         """The running sequence that is about to compute a prefix of `seq`, which should wait for it."""
@@ -162,7 +173,9 @@ class Allocation:
             seq.tables[g].append(self.pools.copy_of(g, block))
 
     def forget_saved(self, seq: TokenSequence) -> None:
-        """Drop the sequence's copy in host memory, because it is not needed any more."""
+        """Drop the sequence's copy in host memory and what is read for it: neither is needed any more."""
+        if self.disk:
+            self.disk.forget(seq)
         if seq.saved:
             self.pools.drop(seq.saved.handle)
             seq.saved = None
@@ -229,6 +242,8 @@ class Allocation:
             return
         if end // self.block_size != seq.num_recorded:
             self._record(seq)
+        if self.disk:
+            self.disk.keep_blocks(self.pools, seq)
         if seq.marks or self.has_slots:
             self._take_snapshots(seq, begin, end)
         if self._trims:
@@ -261,6 +276,10 @@ class Allocation:
         if place := self._place(seq, at):
             partial = [table[at // self.block_size] for table in seq.tables] if place[1] else []
             self.pools.take_snapshot(place, seq.slot, partial, is_spare=is_spare)
+            # A chat has the end of a message close to that of its prompt, and each is as large as a slot.
+            is_near = at == seq.prompt_len - 1 and seq.boundaries and at not in seq.boundaries
+            if self.disk and self.has_slots and not is_spare and not is_near:
+                self.disk.keep_snapshot(self.pools, seq, place, partial)
 
     def _place(self, seq: TokenSequence, at: int) -> tuple[bytes, tuple[int, ...]] | None:
         """The name of a position in this sequence; None where no sequence could start."""
@@ -308,6 +327,8 @@ class Allocation:
             self.pools.give_slot(seq.scratch)
         if self._caches and seq.slot and is_known and (place := self._place(seq, seq.num_computed_tokens)):
             self._leave(seq, place)
+        if self.disk and self._caches:
+            self.disk.keep_blocks(self.pools, seq, all_of_them=True)
         for pool, table in zip(self.pools.blocks, seq.tables, strict=False):
             pool.give(block for block in reversed(table) if block)
         self.pools.give_slot(seq.slot)
@@ -315,11 +336,13 @@ class Allocation:
 
     def _leave(self, seq: TokenSequence, place: tuple[bytes, tuple[int, ...]]) -> None:
         """Turn the sequence's own slot into a snapshot, if there is none at this place."""
+        at = seq.num_computed_tokens // self.block_size
+        partial = tuple(table[at] for table in seq.tables) if place[1] else ()
+        if self.disk:
+            self.disk.keep_snapshot(self.pools, seq, place, partial)
         if known := self.pools.index.find(*place):
             self.pools.touch(known)
             return
-        at = seq.num_computed_tokens // self.block_size
-        partial = tuple(table[at] for table in seq.tables) if place[1] else ()
         self.pools.keep(Snapshot(*place, seq.slot, partial))
 
     def reset(self, moves: Sequence[Move]) -> None:
@@ -334,6 +357,12 @@ class Allocation:
         self.pools = self._new_pools()
         self.pools.moves += [Drop(handle) for handle in sorted(handles)]
         self._computing.clear()
+        if self.disk:
+            self.disk.reset()
+
+    def stats(self) -> dict[str, int]:
+        """Numbers of blocks (of all groups) and slots, bytes of host memory; of the disk cache, if any."""
+        return {**self.pools.stats(), **(self.disk.disk.stats() if self.disk else {})}
 
     # Invariants
 

@@ -193,7 +193,7 @@ class Scheduler:
         return {
             "num_running": len(self.running),
             "num_waiting": len(self.waiting),
-            **self.memory.pools.stats(),
+            **self.memory.stats(),
             "num_preemptions": self.num_preemptions,
             "num_swaps": self.num_swaps,
         }
@@ -290,8 +290,8 @@ class Scheduler:
         places = self.limits.max_num_seqs - len(self.running)
         for seq in [seq for seq in self.waiting if seq.is_ready][: 2 * places]:
             hit = self.memory.lookup(seq)
-            if self.memory.leader(seq, hit):
-                continue  # what it begins with is being computed
+            if self.memory.awaits_prefix(seq, hit):
+                continue  # what it begins with is being computed or read
             whole = not self.limits.causal and seq.num_tokens > budget
             if budget < 1 or whole or not self._admit(seq, hit):
                 return

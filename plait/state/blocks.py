@@ -159,6 +159,11 @@ def extend(chain: list[bytes], token_ids: Tokens, block_size: int) -> None:
         chain.append(blake2b(chain[-1] + block, digest_size=DIGEST_BYTES).digest())
 
 
+def window_start(window: int | None, length: int, block_size: int, whole: int) -> int:
+    """The first of `whole` blocks that a query behind `length` tokens can see."""
+    return 0 if window is None else min(max(length - window + 1, 0) // block_size, whole)
+
+
 @dataclass(slots=True, eq=False)
 class Snapshot:
     """State after the blocks up to `parent` and the tokens in `rest`: less than one block of them.
@@ -333,7 +338,7 @@ class PrefixIndex:
         """Block tables of the whole blocks; None if a window has a hole."""
         tables = []
         for group, window in enumerate(self.windows):
-            first = 0 if window is None else min(max(length - window + 1, 0) // self.block_size, whole)
+            first = window_start(window, length, self.block_size, whole)
             found = [self.blocks[group].get(chain[i + 1], GARBAGE) for i in range(first, whole)]
             if GARBAGE in found:
                 return None

@@ -9,6 +9,7 @@ import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,14 @@ Pairs = Iterable[tuple[int, int]]
 SLOTS = "slots"
 Bytes = npt.NDArray[np.uint8]
 Sizes = tuple[tuple[int, ...], bool]  # blocks of each group, and whether there is a slot
+
+
+class DiskCopies(Protocol):
+    """Where copies with handles below 0 are: on their way to the disk, or from there (`state.disk.cache`)."""
+
+    def write(self, handle: int, saved: SavedState) -> None: ...
+    def get(self, handle: int) -> SavedState | None: ...
+    def drop(self, handle: int) -> None: ...
 
 
 class HostStore:
@@ -41,6 +50,7 @@ class HostStore:
         self.block_size = block_size
         self._arrays: dict[str, dict[str, Bytes]] = {}
         self._saved: dict[int, SavedState] = {}
+        self.disk: DiskCopies | None = None
         names = [*(group.name for group in block_groups(states)), SLOTS]
         rows: dict[str, list[Bytes]] = {name: [] for name in names}
         sizes = DTYPE_BYTES | {"model": DTYPE_BYTES[dtype]}
@@ -80,7 +90,11 @@ class HostStore:
         content = np.empty(nbytes, np.uint8)
         for rows, some, part in self._parts(index, content):
             rows.save(some, part)
-        self._saved[handle] = SavedState(tuple(map(len, blocks)), bool(slot), content)
+        saved = SavedState(tuple(map(len, blocks)), bool(slot), content)
+        if handle < 0 and self.disk is not None:
+            self.disk.write(handle, saved)
+        else:
+            self._saved[handle] = saved
 
     def load(self, handle: int, blocks: Sequence[Sequence[int]], slot: int) -> None:
         """Copy a saved state back to as many blocks and a slot (0: none was saved); the copy stays.
@@ -89,6 +103,8 @@ class HostStore:
         """
         self._check_groups(blocks)
         saved = self._saved.get(handle)
+        if handle < 0 and self.disk is not None:
+            saved = self.disk.get(handle)
         check_saved(handle, saved.sizes if saved else None, (tuple(map(len, blocks)), bool(slot)))
         assert saved is not None
         for rows, some, part in self._parts((*blocks, (slot,) if slot else ()), saved.content):
@@ -97,6 +113,14 @@ class HostStore:
     def drop(self, handle: int) -> None:
         """Free a saved copy; one that is not there (a step failed before it was saved) is free already."""
         self._saved.pop(handle, None)
+        if handle < 0 and self.disk is not None:
+            self.disk.drop(handle)
+
+    @property
+    def layout(self) -> RowLayout:
+        """How copies are laid out."""
+        widths = tuple(rows.widths for rows in self._rows)
+        return RowLayout(widths[:-1], widths[-1], self.block_size)
 
     @property
     def nbytes_saved(self) -> int:
@@ -130,6 +154,43 @@ class SavedState:
         return self.tables, self.has_slot
 
 
+@dataclass(frozen=True, slots=True)
+class RowLayout:
+    """How copies are laid out: bytes of a row in each array of each block group (`groups`), and of a slot."""
+
+    groups: tuple[tuple[int, ...], ...]
+    slot: tuple[int, ...]
+    block_size: int
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.groups)
+
+    @property
+    def has_slots(self) -> bool:
+        return bool(self.slot)
+
+    def nbytes(self, tables: Sequence[int], has_slot: bool) -> int:
+        """Bytes of a copy with so many blocks of each group, and a slot."""
+        blocks = sum(count * sum(widths) for count, widths in zip(tables, self.groups, strict=True))
+        return blocks + (sum(self.slot) if has_slot else 0)
+
+    def pick(self, saved: SavedState, rows: Sequence[Sequence[int]]) -> SavedState:
+        """The copy of some blocks alone: by group, their places in `saved`, which has no slot."""
+        assert not saved.has_slot, "a slot is not picked from"
+        if tuple(map(len, rows)) == saved.tables:
+            return saved
+        tables = tuple(map(len, rows))
+        content, at, to = np.empty(self.nbytes(tables, False), np.uint8), 0, 0
+        for widths, count, chosen in zip(self.groups, saved.tables, rows, strict=True):
+            for width in widths:
+                source = saved.content[at : at + count * width].reshape(count, width)
+                target = content[to : to + len(chosen) * width].reshape(len(chosen), width)
+                target[:] = source[list(chosen)]
+                at, to = at + count * width, to + len(chosen) * width
+        return SavedState(tables, False, content)
+
+
 class HostRows:
     """Arrays with rows that belong together: row i of all of them is the content of one block or slot.
 
@@ -138,7 +199,8 @@ class HostRows:
 
     def __init__(self, arrays: Sequence[Bytes]) -> None:
         self._arrays = arrays
-        self.nbytes = sum(array.shape[1] for array in arrays)  # of one row
+        self.widths = tuple(int(array.shape[1]) for array in arrays)  # bytes of a row in each
+        self.nbytes = sum(self.widths)
 
     def zero(self, index: Iterable[int]) -> None:
         """Fill these rows with zeros."""

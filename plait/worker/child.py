@@ -163,8 +163,7 @@ class EngineChild:
             case protocol.LogLevels(levels):
                 _log_from(levels)
             case protocol.Close():
-                for request_id in self._engine.open_requests:
-                    self._engine.cancel(request_id)
+                self._engine.finish()
                 self._closing = True
             case protocol.Hello():
                 raise EngineError("the front process message hello twice")

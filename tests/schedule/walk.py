@@ -140,6 +140,7 @@ class World:
         self.starts: dict[int, int] = {}
         self._digests: dict[bytes, list[int]] = {}  # by chain hash: what a block with this name holds
         self._ids = 0
+        self.may_wait = False  # for a disk: then there may be work and no plan
 
     def submit(self, requested: Wish) -> list[int]:
         """A request arrives, with all its choices."""
@@ -188,9 +189,9 @@ class World:
             story.draft = (drafts or {}).get(seq_id, ())
         had_work = self.s.has_work
         self.plan = self.s.plan(drafts or {})
-        assert (self.plan is not None) == had_work
+        assert (self.plan is not None) == had_work or self.may_wait
         if self.plan is None:
-            assert not self.stories, "there is work and nobody works"
+            assert not self.stories or self.may_wait, "there is work and nobody works"
             return
         self.plans.append(self.plan)
         self._batch = self.s.sampling(self.plan)
@@ -256,7 +257,10 @@ class World:
             if self.plan is None:
                 self.make_plan()
             if self.plan is None:
-                break
+                if not self.may_wait or not self.stories:
+                    break
+                self.now += 0.1
+                continue
             self.execute()
             self.check()
         assert not self.stories, "somebody is never served"

@@ -28,7 +28,7 @@ Decorator = Callable[[Command], Command]
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 ENVIRONMENT = {"api_key": "PLAIT_API_KEY"}  # what a command line would show to every user of the machine
 METAVARS = {"set": "KEY=VALUE", "plugins": "FILE.py"}
-BYTES_FIELDS = {"memory_limit", "max_body_bytes"}
+BYTES_FIELDS = {"memory_limit", "max_body_bytes", "cache_disk_limit"}
 # Of no use in a terminal, where a reply is one text.
 _NOT_TYPED = {"n", "best_of", "logit_bias", "logprobs", "prompt_logprobs", "stop_token_ids"} | {
     *("include_stop_str_in_output", "skip_special_tokens", "logit_bias_strings", "allowed_token_ids"),

@@ -22,6 +22,7 @@ from plait.engine.memory_plan import ModelFacts, Sizing
 from plait.errors import BadFile, OutOfMemory
 from plait.frontend.frontend import Front
 from plait.kernels.load import draw_from_rows, find_row_largest, why_refused
+from plait.loading.disk_cache import open_disk_cache
 from plait.loading.image.file_format import Image, read_image
 from plait.loading.image.key import choose_threads, key_of, path_of
 from plait.loading.image.lookup import folder_of, why_no_image
@@ -36,6 +37,7 @@ from plait.runner.host.static_batch import Capacity
 from plait.schedule.speculate import NgramProposer
 from plait.spec import ModelSpec
 from plait.spec_values import decode_spec_value
+from plait.state.disk.cache import DiskCache
 from plait.state.host_store import HostStore
 from plait.text.chat.template import begin_start
 
@@ -55,11 +57,14 @@ class StartedModel:
     sizing: Sizing
     guides: Guides
     fingerprint: str
+    disk: DiskCache | None = None
 
     def close(self) -> None:
         """Give back the threads. The engine must not step any more."""
         self.runner.close()
         self.guides.close()
+        if self.disk:
+            self.disk.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +167,8 @@ def _start(image: Image, config: EngineConfig, text: TextSource, open_full: Open
     guides = Guides(make_compiler(text, spec.vocab_size), spec.vocab_size)
     engine.guided = guides.open
     log.info("step: %s", runner.step_kind)
-    return StartedModel(model.name, spec, text, runner, engine, sizing, guides, model.fingerprint)
+    disk = open_disk_cache(config, engine, store, model.states, model.fingerprint, model.dtype)
+    return StartedModel(model.name, spec, text, runner, engine, sizing, guides, model.fingerprint, disk)
 
 
 def _open_full(model: str, config: EngineConfig, store: HostStore) -> FullRunner:

@@ -1,0 +1,71 @@
+"""Opens the disk cache of an engine: its folder, its fingerprint, and how its copies are laid out."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from plait.cache_folder import make_folder
+from plait.config import EngineConfig
+from plait.engine.core import Engine
+from plait.errors import ConfigError
+from plait.kernels.load import host_target, why_refused
+from plait.memory import PagedState, State
+from plait.schedule.disk_prefixes import DiskPrefixes
+from plait.state.disk.cache import DiskCache
+from plait.state.host_store import HostStore
+
+log = logging.getLogger("plait")
+
+
+def open_disk_cache(
+    config: EngineConfig,
+    engine: Engine,
+    store: HostStore | None,
+    states: Mapping[str, State],
+    fingerprint: str,
+    dtype: str,
+) -> DiskCache | None:
+    """The disk cache that `config` requests, in use by `engine` and its `store`; None: it requests none.
+
+    `fingerprint`: of model and arithmetic, as `packed_cache.fingerprint`; `dtype`: what the model computes
+    in.
+    Raises ConfigError for a folder that others may write, for a GPU, and for a model that is not causal.
+    """
+    if config.cache_disk is None:
+        return None
+    if store is None:
+        raise ConfigError("cache_disk: state on a GPU is not kept on the disk; leave it out, or use --cpu")
+    if not engine.scheduler.limits.causal:
+        raise ConfigError(
+            "cache_disk: this model computes a whole sequence in each step, so it has no prefixes"
+        )
+    folder = Path(config.cache_disk).expanduser().absolute()
+    name = _combine(fingerprint, states, store.block_size, dtype)
+    try:
+        make_folder(folder.parent)
+        os.mkdir(folder, 0o700)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        log.warning("disk cache: %s cannot be made (%s); nothing is kept", folder, error.strerror)
+    if refused := why_refused(folder / name):
+        raise ConfigError(f"cache_disk: {refused}; state of requests is not kept where others may change it")
+    disk = DiskCache(folder, name, store.layout, config.cache_disk_limit)
+    scheduler = engine.scheduler
+    store.disk, scheduler.memory.disk = disk, DiskPrefixes(disk, scheduler.costs, scheduler.clock)
+    log.info("prefix cache: kept in %s", folder / name)
+    return disk
+
+
+def _combine(fingerprint: str, states: Mapping[str, State], block_size: int, dtype: str) -> str:
+    """32 hexadecimal digits, of all that decides what the bytes of a block or a slot mean."""
+    layout = [
+        (name, isinstance(state, PagedState) and state.window, [*state.tensors.items()])
+        for name, state in states.items()
+    ]
+    known = repr((fingerprint, host_target(), block_size, dtype, layout))
+    return hashlib.blake2b(known.encode(), digest_size=16).hexdigest()

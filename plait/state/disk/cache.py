@@ -1,0 +1,363 @@
+"""The disk cache: one thread that writes copies of state to files, and reads them back.
+
+    engine's thread   offer ─► handle, write(handle, copy)     read ─► DiskRead    get(handle), drop(handle)
+                                   │ queue, bounded in bytes     │                     ▲ copies that were read
+    disk's thread                  └─► space, write, rename      └─► open, check, hash ┘
+
+The engine's thread never waits for a file: it takes the lock for the length of a few dictionary operations.
+Reads go before writes, because a prompt waits for them. What fails is counted, warned about once, and a miss.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from plait.errors import BadFile
+from plait.kernels.load import why_refused
+from plait.state.disk.file_format import (
+    SUFFIX,
+    UNFINISHED,
+    DiskNames,
+    read_content,
+    read_names,
+    write_content,
+)
+from plait.state.disk.index import DiskFile, DiskIndex
+from plait.state.host_store import RowLayout, SavedState
+
+QUEUE_NBYTES = 256 << 20  # copies that wait to be written, or were read and are not in use yet
+FREE_SHARE = 0.1  # of the disk space that is free
+RETRY_S = 30.0  # after a failed write; what comes meanwhile is dropped
+USED_S = 60.0  # a file's time says when it was last used, as exactly as this
+ABANDONED_S = 3600.0  # after which an unfinished file is removed
+EVENTS = ("written", "read", "evicted", "dropped", "failed", "damaged", "gone", "late")
+FINGERPRINT = re.compile(r"[0-9a-f]{32}")  # names of the folders that are ours
+Rows = tuple[tuple[int, ...], ...]
+Key = (
+    tuple[int, bytes] | tuple[bytes, tuple[int, ...]]
+)  # of a block: its group and hash; of a snapshot: its place
+log = logging.getLogger("plait")
+
+
+@dataclass(slots=True, eq=False)
+class DiskRead:
+    """A file that is being read: `rows` of its blocks, by group, or its snapshot. `saved`: what was read."""
+
+    handle: int
+    file: DiskFile
+    names: DiskNames
+    rows: Rows
+    saved: SavedState | None = None
+    has_failed: bool = False
+
+
+class DiskCache:
+    """Copies of blocks and snapshots in files of `folder`, which may hold `limit` bytes, for all its models.
+
+    `limit` None: a tenth of what is free there without these files.
+    `fingerprint`: 32 hexadecimal digits, of model, arithmetic and layout. `layout`: of the copies.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        fingerprint: str,
+        layout: RowLayout,
+        limit: int | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.layout, self.clock = layout, clock
+        self.limit = sys.maxsize if limit is None else limit
+        self._has_limit = limit is not None
+        self.folder, self.fingerprint = folder / fingerprint, fingerprint
+        self.counts: Counter[str] = Counter()
+        self.is_scanning = True
+        self._index = DiskIndex(layout.num_groups)
+        self._lock = threading.Condition()
+        self._offers: dict[int, DiskNames] = {}
+        self._writes: deque[tuple[DiskNames, SavedState]] = deque()
+        self._reads: deque[DiskRead] = deque()
+        self._open: dict[int, DiskRead] = {}  # reads that are not dropped, by handle
+        self._coming: set[Key] = set()  # what was offered and is not in the index yet
+        self._used: set[DiskFile] = set()  # files of which the time is to be set
+        self._queued = self._reading = self._last = 0
+        self._retry_at, self._has_warned, self._closing = 0.0, False, False
+        self._thread = threading.Thread(target=self._run, name="plait-disk", daemon=True)
+        self._thread.start()
+
+    # The engine's thread
+
+    def missing(self, group: int, hashes: Sequence[bytes]) -> set[bytes]:
+        """The blocks that are neither on the disk nor on their way there. For the others this is a use."""
+        with self._lock:
+            known, coming = self._index.blocks[group], self._coming
+            for file in {known[one] for one in hashes if one in known}:
+                self._use(file)
+            return {one for one in hashes if one not in known and (group, one) not in coming}
+
+    def has_snapshot(self, parent: bytes, rest: tuple[int, ...]) -> bool:
+        """Whether the snapshot at this place is on the disk, which is a use, or on its way there."""
+        with self._lock:
+            if (file := self._index.snapshot(parent, rest)) is not None:
+                self._use(file)
+            return file is not None or (parent, rest) in self._coming
+
+    def block(self, group: int, chain_hash: bytes) -> DiskFile | None:
+        """The file that has a block."""
+        return self._index.blocks[group].get(chain_hash)  # one operation, so no lock
+
+    def snapshots(self, parent: bytes) -> Sequence[tuple[tuple[int, ...], DiskFile]]:
+        """(tokens behind the parent, file) of every snapshot on the disk there, the longest first."""
+        with self._lock:
+            return tuple(self._index.snapshots(parent))
+
+    def offer(self, names: DiskNames) -> int | None:
+        """A handle below 0, to `write` a copy with these names as; None: it cannot be taken now."""
+        nbytes = names.nbytes(self.layout)
+        with self._lock:
+            is_full = self._queued and self._queued + nbytes > QUEUE_NBYTES
+            if is_full or nbytes > self.limit or self._closing or self.clock() < self._retry_at:
+                self.counts["dropped"] += 1
+                return None
+            self._queued += nbytes
+            self._last -= 1
+            self._offers[self._last] = names
+            self._coming.update(_keys(names))
+            return self._last
+
+    def write(self, handle: int, saved: SavedState) -> None:
+        """Hand over the copy that was offered. One that was withdrawn is ignored."""
+        with self._lock:
+            if (names := self._offers.pop(handle, None)) is not None:
+                self._writes.append((names, saved))
+                self._lock.notify_all()
+
+    def withdraw(self) -> None:
+        """Forget every offer without a copy: the step failed before which the copy was to be made."""
+        with self._lock:
+            for names in self._offers.values():
+                self._settle(names)
+            self._offers.clear()
+
+    def read(self, file: DiskFile, rows: Rows) -> DiskRead | None:
+        """Begin to read these rows of a file's blocks, or its snapshot. None: too much is being read."""
+        assert file.names is not None
+        with self._lock:
+            if self._reading and self._reading + file.nbytes > QUEUE_NBYTES:
+                return None
+            self._reading += file.nbytes
+            self._last -= 1
+            read = self._open[self._last] = DiskRead(self._last, file, file.names, rows)
+            self._reads.append(read)
+            self._use(file)
+            self._lock.notify_all()
+            return read
+
+    def get(self, handle: int) -> SavedState | None:
+        """What was read as this handle."""
+        read = self._open.get(handle)
+        return read.saved if read else None
+
+    def drop(self, handle: int) -> None:
+        """Free what was read, or give the read up."""
+        with self._lock:
+            if (read := self._open.pop(handle, None)) is not None:
+                self._reading -= read.file.nbytes
+                read.saved = None
+
+    def stats(self) -> Mapping[str, int]:
+        """Bytes and files on the disk, and what has happened, by event."""
+        events = {f"num_disk_{event}": self.counts[event] for event in EVENTS}
+        return {"disk_nbytes": self._index.nbytes, "disk_files": len(self._index), **events}
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Write what is queued, for so long at most, and end the thread. May be called twice."""
+        with self._lock:
+            self._closing = True
+            self._lock.notify_all()
+        self._thread.join(timeout_s)
+
+    def _use(self, file: DiskFile) -> None:
+        self._index.touch(file)
+        if (now := self.clock()) - file.used > USED_S:
+            file.used = now
+            self._used.add(file)
+
+    def _settle(self, names: DiskNames) -> None:
+        """An offer is over: it is in the index, or will not be."""
+        self._queued -= names.nbytes(self.layout)
+        self._coming.difference_update(_keys(names))
+
+    # The disk's thread
+
+    def _run(self) -> None:
+        try:
+            self._scan()
+        except Exception:  # what was found so far counts
+            log.exception("disk cache: the files of %s were not all found", self.folder)
+        self.is_scanning = False
+        self._make_space(0)
+        while self._serve(wait=True):
+            pass
+
+    def _serve(self, *, wait: bool) -> bool:
+        """Do all that is waiting, reads first; with `wait`, wait for it. False: the cache was closed."""
+        while True:
+            with self._lock:
+                while wait and not (self._reads or self._writes or self._used or self._closing):
+                    self._lock.wait()
+                read = self._reads.popleft() if self._reads else None
+                written = self._writes.popleft() if self._writes and not read else None
+                used = {*self._used} if not read and not written else set()
+                self._used -= used
+            if read:
+                self._read(read)
+            elif written:
+                self._write(*written)
+            elif used:
+                for file in used:
+                    with suppress(OSError):
+                        os.utime(file.path)
+            else:
+                return not self._closing
+
+    def _read(self, read: DiskRead) -> None:
+        if read.handle not in self._open:
+            return
+        saved, file = None, read.file
+        try:
+            saved = read_content(file.path, self.fingerprint, read.names, self.layout)
+            saved = saved if read.names.parent else self.layout.pick(saved, read.rows)
+            self.counts["read"] += 1
+        except FileNotFoundError:
+            self.counts["gone"] += 1
+        except BadFile as error:
+            self._lose(file.path, error)
+        except Exception as error:  # no error of a disk, or of memory, may end the thread
+            self.counts["failed"] += 1
+            self._warn(f"{file.path} cannot be read ({error})")
+        with self._lock:
+            if saved is None:
+                self._index.remove(file)
+                read.has_failed = True
+            elif read.handle in self._open:
+                read.saved = saved
+
+    def _write(self, names: DiskNames, saved: SavedState) -> None:
+        path, file = self.folder / names.file_name, None
+        try:
+            if self.clock() < self._retry_at:
+                self.counts["dropped"] += 1
+                return
+            self._make_space(saved.content.nbytes)
+            self._make_folder()
+            nbytes = write_content(path, self.fingerprint, names, saved.content)
+            file = DiskFile(path, nbytes, names, self.clock())
+            self.counts["written"] += 1
+        except Exception as error:  # as above
+            self.counts["failed"] += 1
+            self._retry_at = self.clock() + RETRY_S
+            self._warn(f"{self.folder} cannot be written ({error}); serving goes on, and it is tried again")
+            if not self.folder.exists():
+                with self._lock:
+                    self._index.clear()
+        finally:
+            with self._lock:
+                if file is not None:
+                    self._index.add(file)
+                self._settle(names)
+            self._make_space(0)  # the header counts, too
+
+    def _make_folder(self) -> None:
+        with suppress(FileExistsError):
+            os.mkdir(self.folder, 0o700)
+        if refused := why_refused(self.folder):
+            raise PermissionError(refused)
+
+    def _make_space(self, nbytes: int) -> None:
+        """Remove the files that were used least recently until so many bytes more are within the limit."""
+        while True:
+            with self._lock:
+                file = self._index.oldest()
+                if file is None or self._index.nbytes + nbytes <= self.limit:
+                    return
+                self._index.remove(file)
+                self.counts["evicted"] += 1
+            with suppress(OSError):
+                file.path.unlink()
+
+    def _scan(self) -> None:
+        """Find the files of all models, the newest first; those of this one are known by their headers."""
+        files = sorted(self._list_files(), reverse=True)
+        if not self._has_limit:
+            free = shutil.disk_usage(self.folder.parent).free
+            self.limit = int((free + sum(nbytes for _, _, nbytes in files)) * FREE_SHARE)
+        for changed, path, nbytes in files:
+            names, is_ours = None, path.parent == self.folder
+            try:
+                if path.suffix == UNFINISHED:
+                    if time.time() - changed > ABANDONED_S:
+                        path.unlink()
+                    continue
+                if is_ours:
+                    names, nbytes = read_names(path, self.fingerprint, self.layout)
+            except BadFile as error:
+                self._lose(path, error)
+                continue
+            except OSError:
+                continue
+            with self._lock:
+                if path not in self._index:
+                    self._index.add(DiskFile(path, nbytes, names), is_newest=False)
+            self._serve(wait=False)
+            if self._closing:
+                return
+
+    def _list_files(self) -> Iterator[tuple[float, Path, int]]:
+        """(seconds since 1970 of the last use, path, bytes) of every file."""
+        for folder in (one for one in _list(self.folder.parent) if FINGERPRINT.fullmatch(one.name)):
+            for entry in _list(Path(folder.path)) if folder.is_dir(follow_symlinks=False) else ():
+                with suppress(OSError):
+                    status = entry.stat(follow_symlinks=False)
+                    if entry.name.endswith((SUFFIX, UNFINISHED)):
+                        yield status.st_mtime, Path(entry.path), status.st_size
+
+    def _lose(self, path: Path, error: BadFile) -> None:
+        """Remove a file that is not as it was written."""
+        self.counts["damaged"] += 1
+        self._warn(f"{path} is not used: {error}")
+        with suppress(OSError):
+            path.unlink()
+
+    def _warn(self, text: str) -> None:
+        """Log it, once: what comes after is counted."""
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning("disk cache: %s. Further faults are counted in /metrics only", text)
+
+
+def _keys(names: DiskNames) -> list[Key]:
+    if names.parent:
+        return [(names.parent, names.rest)]
+    return [(group, one) for group, hashes in enumerate(names.blocks) for one in hashes]
+
+
+def _list(folder: Path) -> list[os.DirEntry[str]]:
+    """What is in a folder; nothing where it cannot be read."""
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except OSError:
+        return []
