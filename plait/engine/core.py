@@ -65,7 +65,8 @@ class Engine:
         self._seeds = random.SystemRandom()
         self._is_audited = True
         self._flight: Flight | None = None  # launched ahead of the step that was committed last
-        self._landed_s, self.num_ahead = 0.0, 0  # when that was; steps launched while another one ran
+        self._landed_s = 0.0  # when that was
+        self.num_ahead = 0  # steps that were launched while another one ran
 
     def submit(self, request: Request, on_event: OnEvent, arrival_s: float | None = None) -> None:
         """Queue a request; `on_event` gets new tokens, and a `finish_reason` once for each choice.
@@ -162,13 +163,6 @@ class Engine:
         """`step`; where there is work and no step was possible, wait a moment. Raises what escapes a step."""
         if not self.step() and self.has_work:
             time.sleep(RETRY_S)
-
-    def finish(self) -> None:
-        """End every open request, and make the copies for the disk that are left. The last call."""
-        for request_id in self.open_requests:
-            self.cancel(request_id)
-        if self.scheduler.memory.disk:
-            self.step()
 
     @property
     def idle_s(self) -> float | None:

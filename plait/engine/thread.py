@@ -143,7 +143,7 @@ class EngineLoop:
                 self.engine.step_or_wait()
                 self._step_began = None
                 self.num_rounds += 1
-            self.engine.finish()
+            end_requests(self.engine)
         except BaseException as error:
             self._die(error)
         finally:
@@ -187,3 +187,11 @@ class EngineLoop:
             except Exception:  # none of them may keep the others from their end
                 log.exception("a command to an engine that has stopped failed")
         self.engine.fail_all(shown)
+
+
+def end_requests(engine: Engine) -> None:
+    """Cancel every open request, and make the copies for the disk that are left. The last call."""
+    for request_id in engine.open_requests:
+        engine.cancel(request_id)
+    if engine.scheduler.memory.disk:
+        engine.step()

@@ -22,6 +22,7 @@ from typing import NamedTuple
 from plait.config import EngineConfig
 from plait.engine.core import Engine
 from plait.engine.metrics import Family
+from plait.engine.thread import end_requests
 from plait.errors import EngineError, PlaitError
 from plait.frontend.deltas import TokenInterval, join_events
 from plait.kernels.load import lend
@@ -163,7 +164,7 @@ class EngineChild:
             case protocol.LogLevels(levels):
                 _log_from(levels)
             case protocol.Close():
-                self._engine.finish()
+                end_requests(self._engine)
                 self._closing = True
             case protocol.Hello():
                 raise EngineError("the front process message hello twice")
