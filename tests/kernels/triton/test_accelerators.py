@@ -58,7 +58,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     fake = SimpleNamespace(chunk_kda=chunks, chunk_gated_delta_rule=chunks)
     for name in ("fla.ops.kda", "fla.ops.gated_delta_rule"):
         monkeypatch.setitem(sys.modules, name, fake)
-    monkeypatch.setattr(fla.importlib.util, "find_spec", lambda name: name == "fla" or None)
+    monkeypatch.setattr(fla, "_is_installed", lambda: True)
     return seen
 
 

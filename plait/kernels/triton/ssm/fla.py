@@ -24,9 +24,13 @@ from plait.ops.registry import OpFacts
 NAME = "fla"
 
 
+def _is_installed() -> bool:
+    return importlib.util.find_spec("fla") is not None
+
+
 def why_not_fla(facts: OpFacts) -> str | None:
     """Why our own kernels serve."""
-    if importlib.util.find_spec("fla") is None:
+    if not _is_installed():
         return "fla-core is not installed (pip install fla-core)"
     return why_walked(facts)
 
