@@ -41,6 +41,7 @@ from plait.ops.chip import Chip
 from plait.ops.registry import Binding
 from plait.ops.rope import rope_notes
 from plait.runner.ranks.group import RankGroup
+from plait.runner.ranks.group_comm import GroupComm
 from plait.runner.ranks.messages import Prepare
 from plait.runner.runner import ModelRunner
 from plait.runner.sampler import Sampler
@@ -179,6 +180,7 @@ def _build(opened: Opened, target: Target, tokenizer: Tokenizer | None, report: 
     target.bound.append(_bind_packed(target))
     if target.ranks:
         target.ranks.wait_loaded(agreement_of(opened, target.comm.rank))
+        target.bound += [target.comm.bind()] if isinstance(target.comm, GroupComm) else []
     sizing = _size(opened, decoder, target, draft)
     vocab_size = decoder.spec.vocab_size
     _check_vocabulary(config.vocab, tokenizer, vocab_size)

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from plait.checkpoint.divided import Cuts
@@ -13,7 +14,7 @@ from plait.checkpoint.weights import Checkpoint, Target, Weights
 from plait.families.common.resolved import Resolved
 from plait.model.decoder import Decoder
 from plait.model.divide import divide_model
-from plait.ops.ranks import Comm
+from plait.ops.ranks import Comm, add_in_tree
 from plait.partition import Rank
 
 T = TypeVar("T")
@@ -32,6 +33,9 @@ class ThreadComm:
         found = tuple(self._passed)
         self._barrier.wait(LONGEST_S)
         return found
+
+    def sum(self, x: Tensor) -> Tensor:
+        return add_in_tree(self.gather(x), torch.add)
 
 
 def run_ranks(work: Callable[[Comm], T], size: int, shares: int = 0, whole_experts: bool = False) -> list[T]:
