@@ -38,7 +38,9 @@ class ThreadComm:
         return add_in_tree(self.gather(x), torch.add)
 
 
-def run_ranks(work: Callable[[Comm], T], size: int, shares: int = 0, whole_experts: bool = False) -> list[T]:
+def run_ranks(
+    work: Callable[[Comm], T], size: int, shares: int = 0, whole_experts: bool = False, block: int = 1
+) -> list[T]:
     """What `work` returns on each rank. Raises what the first of them raises."""
     barrier, passed = threading.Barrier(size), [Tensor()] * size
     results: list[T | None] = [None] * size
@@ -46,7 +48,7 @@ def run_ranks(work: Callable[[Comm], T], size: int, shares: int = 0, whole_exper
 
     def run(index: int) -> None:
         try:
-            rank = Rank(index, size, shares, whole_experts=whole_experts)
+            rank = Rank(index, size, shares, block, whole_experts)
             results[index] = work(ThreadComm(rank, barrier, passed))
         except Exception as error:
             errors.append(error)
