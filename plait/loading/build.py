@@ -55,7 +55,10 @@ step_log = logging.getLogger("plait.step")
 # Ops that sum over more than one row's own numbers, in an order that a library may choose by the batch.
 MIXING = {"linear", "paged_attention", "paged_latent_attention", "map_heads", "experts"}
 # Of those for GPUs the ones in which a row's bits depend on that row alone, whatever shares the step.
-APART = {("paged_attention", "triton"), ("paged_latent_attention", "triton")}
+APART = {
+    *(("paged_attention", "triton"), ("paged_latent_attention", "triton")),
+    *(("linear", "one form"), ("map_heads", "one form")),
+}
 
 
 @dataclass(frozen=True, slots=True)

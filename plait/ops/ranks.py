@@ -101,7 +101,7 @@ class ShareLinear:
     def __call__(self, x: Tensor) -> Tensor:
         sums = []
         for share in self._shares:
-            parts = [linear(x[..., start:stop]).float() for (start, stop), linear in share]
+            parts = [linear.in_float32(x[..., start:stop]) for (start, stop), linear in share]
             total = parts[0]
             for part in parts[1:]:
                 total = self._add(total, part)
