@@ -32,7 +32,7 @@ CAPS = {
     "model": 2_110,
     "ops": 4_000,
     "quant": 2_500,
-    "runner": 4_150,
+    "runner": 4_180,
     "schedule": 2_450,
     "server": 7_880,
     "state": 1_710,
