@@ -43,7 +43,7 @@ MINUTES = {False: 9.0, True: 2.0}  # of a dry run
 
 def list_phases() -> list[Callable[[Bench], Iterator[Item]]]:
     """The items of each phase; nothing is imported that only another phase needs."""
-    from gpu_phases import machine, models, peers, right, speed
+    from gpu_phases import machine, models, parallel, peers, right, speed
 
     return [
         machine.list_machine,
@@ -53,7 +53,7 @@ def list_phases() -> list[Callable[[Bench], Iterator[Item]]]:
         models.list_single,
         models.list_many,
         peers.list_peers,
-        models.list_parallel,
+        parallel.list_parallel,
         models.list_profiles,
     ]
 

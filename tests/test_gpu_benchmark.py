@@ -169,3 +169,19 @@ def test_a_random_model_runs_through_the_engine(part: Any, tmp_path: Path) -> No
         made = it.run(2, 2, 2)
     assert made.tokens == 4
     assert made.decode_step_s > 0
+
+
+@pytest.mark.slow
+def test_ranks_are_compared_with_one_rank_on_a_cpu_too(part: Any, tmp_path: Path) -> None:
+    assert call(part, tmp_path, "--phases", "7", "--full", "--minutes", "9") == 0
+    rows = {(row["variant"], row["shape"]): row for row in rows_of(tmp_path)}
+    speed = "little Llama 1 sequence"
+    assert rows.keys() == {
+        ("2 ranks, tokens", "nano-hybrid"),
+        ("2 ranks, bits", "nano-hybrid"),
+        ("1 rank", speed),
+        ("2 ranks", speed),
+    }
+    assert all(row["ok"] is True for row in rows.values())
+    alone, both = rows["1 rank", speed], rows["2 ranks", speed]
+    assert both["share_of_ideal"] == pytest.approx(both["tokens_s"] / alone["tokens_s"] / 2)

@@ -1,4 +1,4 @@
-"""Phases 4, 5, 7 and 8: models with random weights in published shapes, through the real engine."""
+"""Phases 4, 5 and 8: models with random weights in published shapes, through the real engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -28,7 +27,6 @@ from plait.request import Event, Request, SamplingParams
 from plait.runner.capture import capture_step, decode_batch
 from plait.runner.runner import ModelRunner
 from plait.runner.sampler import Sampler
-from plait.verify.ranks import check_ranks
 
 ALONE = (  # (model, storage, whether the short form has it)
     ("Llama-8B", "model", True),
@@ -54,10 +52,6 @@ DRY_MANY = (("little Llama", 3, 5, 4, True),)
 BUILD_S = 30.0  # seconds that a model takes to be made
 
 
-NANO = Path(__file__).resolve().parents[2] / "examples" / "nano-hybrid"
-RANKS = (2, 4)  # it has four heads in a layer
-
-
 @dataclass(slots=True)
 class Measured:
     """What a run of the engine took: seconds of each step, tokens in it, and when the first tokens came."""
@@ -72,6 +66,36 @@ class Measured:
         """The median of steps that brought a token, without those that the first tokens came in."""
         took = [seconds / max(tokens, 1) for seconds, tokens in self.steps if tokens]
         return median(took[len(took) // 4 :])
+
+
+def run_requests(
+    engine: Engine, vocab_size: int, seqs: int, prompt: int, tokens: int, *, profile: Any = None
+) -> Measured:
+    """`seqs` greedy requests of random tokens, to their end. `profile`: entered once all have a token."""
+    events: list[Event] = []
+    params = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, seed=0, max_tokens=tokens, ignore_eos=True)
+    ids = torch.randint(1, vocab_size, (seqs, prompt)).tolist()
+    for n, some in enumerate(ids):
+        engine.submit(Request(f"{n}", tuple(some), params), events.append)
+    steps, seen, begun, first = list[tuple[float, int]](), 0, time.perf_counter(), 0.0
+    going = True
+    while going:
+        at = time.perf_counter()
+        going = engine.step()
+        took = time.perf_counter() - at
+        count = sum(len(event.token_ids) for event in events)
+        if not first and count >= seqs:
+            first = time.perf_counter() - begun
+            if profile:
+                profile.__enter__()
+        steps.append((took, (count - seen) // seqs if first else 0))
+        seen = count
+    if profile:
+        profile.__exit__(None, None, None)
+    failed = [event.error for event in events if event.error]
+    if failed:
+        raise failed[0]
+    return Measured(steps, first, time.perf_counter() - begun, seen)
 
 
 class OpenModel:
@@ -96,33 +120,8 @@ class OpenModel:
         self.runner, self.engine = made
 
     def run(self, seqs: int, prompt: int, tokens: int, *, profile: Any = None) -> Measured:
-        """`seqs` greedy requests of random tokens, to their end. `profile`: entered once all have a token."""
-        events: list[Event] = []
-        params = SamplingParams(
-            temperature=0.0, top_p=1.0, top_k=0, seed=0, max_tokens=tokens, ignore_eos=True
-        )
-        ids = torch.randint(1, self.vocab_size, (seqs, prompt)).tolist()
-        for n, some in enumerate(ids):
-            self.engine.submit(Request(f"{n}", tuple(some), params), events.append)
-        steps, seen, begun, first = list[tuple[float, int]](), 0, time.perf_counter(), 0.0
-        going = True
-        while going:
-            at = time.perf_counter()
-            going = self.engine.step()
-            took = time.perf_counter() - at
-            count = sum(len(event.token_ids) for event in events)
-            if not first and count >= seqs:
-                first = time.perf_counter() - begun
-                if profile:
-                    profile.__enter__()
-            steps.append((took, (count - seen) // seqs if first else 0))
-            seen = count
-        if profile:
-            profile.__exit__(None, None, None)
-        failed = [event.error for event in events if event.error]
-        if failed:
-            raise failed[0]
-        return Measured(steps, first, time.perf_counter() - begun, seen)
+        """See `run_requests`."""
+        return run_requests(self.engine, self.vocab_size, seqs, prompt, tokens, profile=profile)
 
     def launches(self) -> Counter[str]:
         """The launches of a decode step of two sequences, by kernel; raises if it cannot be captured."""
@@ -225,24 +224,6 @@ def _many(bench: Bench, name: str, seqs: int, prompt: int, tokens: int) -> dict[
             found["flops"] = 2 * count * it.model.nbytes_per_token // size
             found["share_of_roof"] = found["flops"] / made.seconds / tflop_s(bench) / 1e12
         return found
-
-
-def list_parallel(bench: Bench) -> Iterator[Item]:
-    """One rank compared with several: tokens and logits of the trained hybrid. Speed is not measured yet."""
-    counts = [] if bench.is_dry else [n for n in RANKS if n <= torch.cuda.device_count()]
-    if not counts:
-        note = "ranks need several GPUs; on CPUs `plait verify MODEL --cpu --tp 2` compares them"
-        yield Item("tensor parallelism", "", "", "", lambda: {"ok": None, "note": note})
-    for n in counts:
-        what = (f"{n} ranks", NANO.name, "float32")
-        yield Item("tensor parallelism", *what, lambda n=n: _ranks(n), needs_s=BUILD_S)
-
-
-def _ranks(count: int) -> dict[str, Any]:
-    config = EngineConfig(device="cuda", tensor_parallel_size=count, max_num_seqs=1, dtype="float32")
-    found = check_ranks(str(NANO), config, max_tokens=8, prompts=["In the"], say=lambda text: None)
-    note = f"logits off by {found.largest:.2g} of the largest, {found.num_tokens} tokens"
-    return {"ok": found.is_right, "note": note}
 
 
 def list_profiles(bench: Bench) -> Iterator[Item]:

@@ -41,6 +41,7 @@ from plait.ops.chip import Chip
 from plait.ops.registry import Binding
 from plait.ops.rope import rope_notes
 from plait.runner.ranks.group import RankGroup
+from plait.runner.ranks.group_comm import GroupComm
 from plait.runner.ranks.messages import Prepare
 from plait.runner.runner import ModelRunner
 from plait.runner.sampler import Sampler
@@ -54,7 +55,10 @@ step_log = logging.getLogger("plait.step")
 # Ops that sum over more than one row's own numbers, in an order that a library may choose by the batch.
 MIXING = {"linear", "paged_attention", "paged_latent_attention", "map_heads", "experts"}
 # Of those for GPUs the ones in which a row's bits depend on that row alone, whatever shares the step.
-APART = {("paged_attention", "triton"), ("paged_latent_attention", "triton")}
+APART = {
+    *(("paged_attention", "triton"), ("paged_latent_attention", "triton")),
+    *(("linear", "one form"), ("map_heads", "one form")),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +183,7 @@ def _build(opened: Opened, target: Target, tokenizer: Tokenizer | None, report: 
     target.bound.append(_bind_packed(target))
     if target.ranks:
         target.ranks.wait_loaded(agreement_of(opened, target.comm.rank))
+        target.bound += [target.comm.bind()] if isinstance(target.comm, GroupComm) else []
     sizing = _size(opened, decoder, target, draft)
     vocab_size = decoder.spec.vocab_size
     _check_vocabulary(config.vocab, tokenizer, vocab_size)

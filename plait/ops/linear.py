@@ -152,12 +152,13 @@ class Packing:
     """A variant of `linear` that prepares its weight once: `pack` at construction, `apply` at every step.
 
     A native one takes the executor first in each. With `empty`, parts of several formats write their columns
-    into one result, which is `apply`'s `out`.
+    into one result, which is `apply`'s `out`. `widens`: that may be float32, whatever x is.
     """
 
     pack: Callable[..., Any]  # (weight, dtype) -> packed, with .nbytes
     apply: Callable[..., Tensor]  # (x, packed, bias, activations) -> y
     empty: Callable[[Tensor, int], Tensor] | None = None  # (x, columns) -> memory for a result
+    widens: bool = False
 
     def __call__(
         self, x: Tensor, weight: Weight, bias: Tensor | None, activations: Activations = "float32"
@@ -209,6 +210,7 @@ class Linear:
         self.n_out = sum(w.shape[0] for w in weights)
         self._parts: list[tuple[Callable[..., Tensor], tuple[Any, Tensor | None, Activations]]] = []
         self._widths: list[int] = []
+        self._widens: list[bool] = []
         makers: list[Callable[[Tensor, int], Tensor] | None] = []
         pairs: Iterable[tuple[Any, Tensor | None]] = zip(weights, biases, strict=True)
         for _, same in groupby(pairs, key=lambda pair: (stack_key(pair[0]), pair[1] is None)):
@@ -222,6 +224,7 @@ class Linear:
                 self._parts.append((fn.apply, (fn.pack(weight, dtype), bias, rounding)))
             else:
                 self._parts.append((fn, (weight, bias, rounding)))
+            self._widens.append(isinstance(fn, Packing) and fn.widens)
         self._empty = makers[0] if all(makers) else None
 
     @property
@@ -248,7 +251,16 @@ class Linear:
             return apply(x, *rest)
         if self._empty is None:
             return torch.cat([apply(x, *rest) for apply, rest in self._parts], -1)
-        out, start = self._empty(x, self.n_out), 0
+        return self._write(x, self._empty(x, self.n_out))
+
+    def in_float32(self, x: Tensor) -> Tensor:
+        """The result in float32, without a rounding to the dtype of x where the variants write that."""
+        if x.dtype == torch.float32 or not all(self._widens):
+            return self(x).float()
+        return self._write(x, torch.empty(*x.shape[:-1], self.n_out, dtype=torch.float32, device=x.device))
+
+    def _write(self, x: Tensor, out: Tensor) -> Tensor:
+        start = 0
         for (apply, rest), width in zip(self._parts, self._widths, strict=True):
             apply(x, *rest, out=out[..., start : start + width])
             start += width

@@ -28,6 +28,10 @@ class Comm(Protocol):
         """What every rank passed, in the order of ranks. The shapes must be equal."""
         ...
 
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of what every rank passed, in x's dtype and in any order; all ranks get the same bits."""
+        ...
+
 
 class Alone:
     """The only rank. Its sums may be divided into shares all the same."""
@@ -38,11 +42,18 @@ class Alone:
     def gather(self, x: Tensor) -> Sequence[Tensor]:
         return (x,)
 
+    def sum(self, x: Tensor) -> Tensor:
+        return x
+
 
 def sum_ranks(x: Tensor, comm: Comm, dtype: torch.dtype) -> Tensor:
-    """The sum over ranks of what each passed, like x, in `dtype`: added in float32 in the tree's order."""
-    if comm.rank.size == 1:
-        return x if x.dtype == dtype else x.to(dtype)
+    """The sum over ranks of what each passed, like x, in `dtype`.
+
+    Where a model has shares of its own it is added in float32 in the tree's order, else as ranks sum fastest.
+    """
+    if comm.rank.size == 1 or not comm.rank.shares:
+        total = comm.sum(x)
+        return total if total.dtype == dtype else total.to(dtype)
     return add_in_tree([part.float() for part in comm.gather(x)], torch.add).to(dtype)
 
 
@@ -90,7 +101,7 @@ class ShareLinear:
     def __call__(self, x: Tensor) -> Tensor:
         sums = []
         for share in self._shares:
-            parts = [linear(x[..., start:stop]).float() for (start, stop), linear in share]
+            parts = [linear.in_float32(x[..., start:stop]) for (start, stop), linear in share]
             total = parts[0]
             for part in parts[1:]:
                 total = self._add(total, part)

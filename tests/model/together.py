@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from plait.checkpoint.divided import Cuts
@@ -13,7 +14,7 @@ from plait.checkpoint.weights import Checkpoint, Target, Weights
 from plait.families.common.resolved import Resolved
 from plait.model.decoder import Decoder
 from plait.model.divide import divide_model
-from plait.ops.ranks import Comm
+from plait.ops.ranks import Comm, add_in_tree
 from plait.partition import Rank
 
 T = TypeVar("T")
@@ -33,8 +34,13 @@ class ThreadComm:
         self._barrier.wait(LONGEST_S)
         return found
 
+    def sum(self, x: Tensor) -> Tensor:
+        return add_in_tree(self.gather(x), torch.add)
 
-def run_ranks(work: Callable[[Comm], T], size: int, shares: int = 0, whole_experts: bool = False) -> list[T]:
+
+def run_ranks(
+    work: Callable[[Comm], T], size: int, shares: int = 0, whole_experts: bool = False, block: int = 1
+) -> list[T]:
     """What `work` returns on each rank. Raises what the first of them raises."""
     barrier, passed = threading.Barrier(size), [Tensor()] * size
     results: list[T | None] = [None] * size
@@ -42,7 +48,7 @@ def run_ranks(work: Callable[[Comm], T], size: int, shares: int = 0, whole_exper
 
     def run(index: int) -> None:
         try:
-            rank = Rank(index, size, shares, whole_experts=whole_experts)
+            rank = Rank(index, size, shares, block, whole_experts)
             results[index] = work(ThreadComm(rank, barrier, passed))
         except Exception as error:
             errors.append(error)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 import torch
 
@@ -89,25 +90,33 @@ def try_kernels(
     if chip is None or target.ops == "reference":
         return chip
     log.warning("%s; each is compared with its reference on this GPU, once", UNPROVEN)
-    trials = plan_trials(chip, list(dict.fromkeys((target.dtype, torch.float32))), formats)
+    dtypes = list(dict.fromkeys((target.dtype, torch.float32)))
+    trials = plan_trials(chip, dtypes, formats, deterministic=target.deterministic)
     run = TrialRun(str(target.device))
     return prove_kernels(chip, run, trials, find_folder(cache_dir), lambda done, of: report(WHAT, done, of))
 
 
 def plan_trials(
-    chip: Chip, dtypes: Sequence[torch.dtype], formats: Collection[str], modules: Sequence[str] = ()
+    chip: Chip,
+    dtypes: Sequence[torch.dtype],
+    formats: Collection[str],
+    modules: Sequence[str] = (),
+    *,
+    deterministic: bool = False,
 ) -> list[KernelTrial]:
     """The trials of every registered GPU kernel of ours that serves this chip: one for each `trial_key`.
 
     Of the cases of a key the first and the last are tried: most ops have one row in the first, and many in
-    the last. `dtypes`: the model's own first; `formats`: of its weights; `modules`: others with variants.
+    the last. `dtypes`: the model's own first; `formats`: of its weights; `modules`: others with variants;
+    `deterministic`: as the model is built, because that decides which variants serve.
     """
+    standard = STANDARD | {"deterministic": deterministic}
     found: dict[str, KernelTrial] = {}
     for op in REGISTRY.values():
         for variant in op.variants:
             module = f"{variant.module}."
             if variant.on == "cuda" and module.startswith((OURS, *(f"{name}." for name in modules))):
-                for trial in _cases(op, variant, chip, dtypes, formats):
+                for trial in _cases(op, variant, chip, dtypes, formats, standard):
                     first = found.setdefault(trial.key, trial)
                     found[trial.key] = replace(
                         first, cases=tuple(dict.fromkeys((first.cases[0], *trial.cases)))
@@ -116,7 +125,12 @@ def plan_trials(
 
 
 def _cases(
-    op: Op, variant: Variant, chip: Chip, dtypes: Sequence[torch.dtype], formats: Collection[str]
+    op: Op,
+    variant: Variant,
+    chip: Chip,
+    dtypes: Sequence[torch.dtype],
+    formats: Collection[str],
+    standard: Mapping[str, Any],
 ) -> Iterator[KernelTrial]:
     for i, case in enumerate(op.cases if op.make else ()):
         kind = case.get("kind")
@@ -124,7 +138,7 @@ def _cases(
             continue
         # Layers with stored weights compute in the model's dtype; others, as the sampler, in float32, too.
         for dtype in dtypes[:1] if kind in STORAGES else dtypes:
-            facts = OpFacts("cuda", dtype, {**STANDARD, **case}, chip=chip)
+            facts = OpFacts("cuda", dtype, {**standard, **case}, chip=chip)
             if dtype in op.tolerance and variant.refusal(facts) is None:
                 name = str(dtype).removeprefix("torch.")
                 yield KernelTrial(trial_key(op.name, variant.name, facts), op.name, variant.name, name, (i,))

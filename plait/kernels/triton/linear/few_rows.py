@@ -93,16 +93,29 @@ def _finish(
 
 
 @triton.jit
+def _start_block(x, out, m, x_row, out_row, BM: tl.constexpr):
+    """(x, out and m of this program's block of BM rows, its tile, its share, which is all of the inputs)."""
+    block = tl.program_id(0)
+    first = block.to(tl.int64) * BM
+    return x + first * x_row, out + first * out_row, m - block * BM, tl.program_id(1), block * 0
+
+
+@triton.jit
 def few_planes(
     x, codes, high, scales, levels, table, bias, out, parts, counters,
     m, n, n_in, units, steps, x_row, out_row, codes_unit, high_unit, scales_row, levels_row,
     BITS: tl.constexpr, HIGH: tl.constexpr, VALUE: tl.constexpr, ZERO: tl.constexpr, SCALES: tl.constexpr,
     GROUP: tl.constexpr, BLOCK: tl.constexpr, TALL: tl.constexpr, APPLY: tl.constexpr, BASE: tl.constexpr,
     CODE: tl.constexpr, EVEN: tl.constexpr, SHARES: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr,
-    UNITS: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
+    UNITS: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, BLOCKS: tl.constexpr = False,
 ):  # fmt: skip
-    """x: [m, n_in] times planes -> out: [m, n], or [m, n / 2] of gate and up with an activation."""
+    """x: [m, n_in] times planes -> out: [m, n], or [m, n / 2] of gate and up with an activation.
+
+    Grid: tiles of outputs, shares. BLOCKS: blocks of BM rows of x, tiles (`one_form`).
+    """
     tile, share, tokens = tl.program_id(0), tl.program_id(1), tl.arange(0, BM)
+    if BLOCKS:
+        x, out, m, tile, share = _start_block(x, out, m, x_row, out_row, BM)
     rows, there = _rows_of(tile, n, ACT, BN)
     tokens_there = tokens < m
     total = multiply_planes(
@@ -122,9 +135,12 @@ def few_dense(
     x, weight, bias, out, parts, counters, m, n, n_in, steps, x_row, out_row, weight_row,
     EVEN: tl.constexpr, SHARES: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr,
     UNIT: tl.constexpr, UNITS: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
+    BLOCKS: tl.constexpr = False,
 ):  # fmt: skip
     """x: [m, n_in] times weight [n, n_in], plain numbers -> out as `few_planes` has it."""
     tile, share, tokens = tl.program_id(0), tl.program_id(1), tl.arange(0, BM)
+    if BLOCKS:
+        x, out, m, tile, share = _start_block(x, out, m, x_row, out_row, BM)
     rows, there = _rows_of(tile, n, ACT, BN)
     tokens_there = tokens < m
     column = tl.arange(0, UNITS)[:, None] * UNIT + tl.arange(0, UNIT)[None, :]

@@ -31,6 +31,7 @@ from plait.kernels.triton.linear.linear import (
     plane_strides,
     plane_tensors,
     scale_types,
+    why_several,
     write_scratch,
 )
 from plait.kernels.triton.linear.many_rows import combine_number
@@ -177,10 +178,15 @@ def multiply_heads(x: Tensor, packed: Tensor | HeadRows | HeadPlanes) -> Tensor:
         return map_heads.reference(x, packed)
     if len(x) > MOST:
         return _multiply_many(x, packed)
+    return multiply_in_blocks(x, packed, 8 if len(x) <= 8 else 16)
+
+
+def multiply_in_blocks(x: Tensor, packed: Tensor | HeadPlanes, rows: int) -> Tensor:
+    """`map_heads` by programs of so many rows of x, 8 or 16; transposed planes take `BM` of them."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     if isinstance(packed, Tensor):
-        return _multiply_numbers(x, packed)
-    return _multiply_turned(x, packed) if packed.turned else _multiply_rows(x, packed)
+        return _multiply_numbers(x, packed, rows)
+    return _multiply_turned(x, packed) if packed.turned else _multiply_rows(x, packed, rows)
 
 
 def _multiply_many(x: Tensor, packed: Tensor | HeadPlanes) -> Tensor:
@@ -191,9 +197,9 @@ def _multiply_many(x: Tensor, packed: Tensor | HeadPlanes) -> Tensor:
     return found
 
 
-def _multiply_numbers(x: Tensor, weight: Tensor) -> Tensor:
+def _multiply_numbers(x: Tensor, weight: Tensor, bm: int) -> Tensor:
     (m, heads, n_in), n = x.shape, weight.shape[1]
-    out, bm = torch.empty(m, heads, n, dtype=x.dtype, device=x.device), 8 if m <= 8 else 16
+    out = torch.empty(m, heads, n, dtype=x.dtype, device=x.device)
     launch(
         heads_dense, (-(-n // BN), heads, -(-m // bm)), x, weight, out, m, n, n_in,
         -(-n_in // (UNITS * UNIT)),
@@ -203,21 +209,21 @@ def _multiply_numbers(x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
-def _multiply_rows(x: Tensor, packed: HeadPlanes) -> Tensor:
+def _multiply_rows(x: Tensor, packed: HeadPlanes, bm: int) -> Tensor:
     planes, tiling, (m, heads, n_in) = packed.planes, packed.tiling, x.shape
-    out, bm = torch.empty(m, heads, packed.count, dtype=x.dtype, device=x.device), 8 if m <= 8 else 16
+    out = torch.empty(m, heads, packed.count, dtype=x.dtype, device=x.device)
     launch(
         heads_planes, (-(-packed.count // BN), heads, -(-m // bm)), x, *plane_tensors(planes), out,
         m, packed.count, n_in, tiling.units, tiling.few_steps, *x.stride()[:2], *out.stride()[:2],
-        *plane_strides(planes), **_row_constants(tiling, m),
+        *plane_strides(planes), **_row_constants(tiling, bm),
         **plane_constants(planes.layout, x.dtype, has_assembly=x.is_cuda),
     )  # fmt: skip
     return out
 
 
-def _row_constants(tiling: PlanesTiling, rows: int) -> dict[str, Any]:
+def _row_constants(tiling: PlanesTiling, bm: int) -> dict[str, Any]:
     return {
-        "EVEN": tiling.is_even(UNITS), "UNITS": UNITS, "BN": BN, "BM": 8 if rows <= 8 else 16,
+        "EVEN": tiling.is_even(UNITS), "UNITS": UNITS, "BN": BN, "BM": bm,
         "num_warps": UNITS, "num_stages": 2,
     }  # fmt: skip
 
@@ -234,7 +240,7 @@ def _multiply_turned(x: Tensor, packed: HeadPlanes) -> Tensor:
     return out
 
 
-map_heads.variant("triton", on="cuda")(HeadPacking(pack, multiply_heads))
+map_heads.variant("triton", on="cuda", when=why_several)(HeadPacking(pack, multiply_heads))
 
 
 def forms() -> Iterator[KernelForm]:

@@ -5,8 +5,9 @@
     17 .. 512     one launch, tiles decoded on the way (`many_rows`)    torch's product
     more          decoded to scratch memory, torch's product            torch's product
 
-Within a line a row's bits depend on no other row; from one line to the next they differ. Of act-order GPTQ, x
-is put in the order of the columns first, one launch more. A storage without planes is decoded at each use.
+Within a line a row's bits depend on no other row; from one line to the next they differ (`one_form` has one
+line). Of act-order GPTQ, x is put in the order of the columns first, one launch more. A storage without
+planes is decoded at each use.
 """
 
 from __future__ import annotations
@@ -318,7 +319,8 @@ def write_scratch(planes: Planes, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def _make_result(x: Tensor, n_out: int) -> Tensor:
+def make_result(x: Tensor, n_out: int) -> Tensor:
+    """Memory for [..., out], in the dtype of x."""
     return torch.empty(*x.shape[:-1], n_out, dtype=x.dtype, device=x.device)
 
 
@@ -333,17 +335,26 @@ def why_not(facts: OpFacts) -> str | None:
     return None
 
 
-linear.variant(NAME, on="cuda", when=why_not)(Packing(pack, multiply, _make_result))
+def why_several(facts: OpFacts) -> str | None:
+    """The `when` of what has other forms for other numbers of rows."""
+    if facts.sizes.get("deterministic"):
+        return "it has several forms, by the number of rows: deterministic was asked for"
+    return None
 
 
-@glu.variant(NAME, on="cuda")
+linear.variant(NAME, on="cuda", when=lambda facts: why_several(facts) or why_not(facts))(
+    Packing(pack, multiply, make_result)
+)
+
+
+@glu.variant(NAME, on="cuda", when=why_several)
 def join_gate(x: Tensor, up: Linear, kind: str, activate: Any) -> Tensor:
     """`glu`: up to 16 rows in one launch where gate and up are one weight; else one op after the other."""
     packed, bias, _ = up.only_part or (None, None, "float32")
     rows = x.reshape(-1, x.shape[-1])
     is_known = kind in few_rows.ACTIVATIONS and 0 < len(rows) <= few_rows.MOST
     if is_known and isinstance(packed, PackedPlanes | PackedNumbers):
-        out = _make_result(x, up.n_out // 2)
+        out = make_result(x, up.n_out // 2)
         multiply_few(rows, packed, bias, kind, flat_rows(out, up.n_out // 2))
     else:
         out = activate(up(x), kind, True)
