@@ -264,6 +264,7 @@ class RouterSpec:
     groups: int = 1
     top_groups: int = 1
     group_by: Literal["max", "top2"] = "max"
+    by_logits: bool = False  # the choice is by logits, of which the scores are the weights (Kolibri)
 
 
 @dataclass(frozen=True, slots=True)
