@@ -12,12 +12,9 @@ from tests.families import tiny, tiny_more
 from tests.families.parity import Memory, decoder, in_pieces, resolved, whole, worst
 
 TOLERANCE = 1e-4
-NEW_KEYS = (
-    "llama_longrope",
-    "mamba2",
-    "cohere_compass",
-    *(name for name in tiny.VARIANTS if name.startswith("gemma4")),
-)
+# Models that no old release of transformers wrote, or with keys that its old words cannot say.
+NEW_KEYS = [name for name in tiny.VARIANTS if name.startswith(("gemma4", "lfm3", "laguna"))]
+NEW_KEYS += ["llama_longrope", "mamba2", "cohere_compass"]
 
 
 @pytest.fixture(scope="session")
