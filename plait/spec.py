@@ -63,10 +63,9 @@ class AttentionSpec(Mixer):
     """Grouped-query attention. `window` keys are visible to a query, itself included.
 
     `qk_norm_over`: one head with a weight for all ("head"), one head with a weight of its own ("each"), or
-    all heads as one vector ("all"). `sinks`: a learned logit per head that takes part in the softmax and
-    belongs to no token (gpt-oss). `gate`: the output is multiplied by the sigmoid of a projection
-    (Qwen3-Next), or each head's by that of a number (`head_gate`; LFM3, Laguna). `qk_norm_last`: the norms
-    follow the rotation (Hunyuan). `v_norm`: of each head's values.
+    all heads as one vector ("all"). `sinks`: a logit per head in the softmax, of no token (gpt-oss). `gate`:
+    the output times the sigmoid of a projection (Qwen3-Next); `head_gate`: each head's times one number
+    (LFM3, Laguna). `qk_norm_last`: norms follow the rotation (Hunyuan). `v_norm`: of each head's values.
     """
 
     num_heads: int
@@ -115,8 +114,7 @@ class MlaSpec(Mixer):
 class Mamba1Spec(Recurrent):
     """Selective scan (Gu & Dao 2023). `state_limit` clamps the state to ±limit (oxidizr).
 
-    `norm`: of dt, B and C before they are used (Jamba, Falcon-Mamba). `num_heads`: A, D and the step are one
-    number for each head, not for each channel (PLaMo 2).
+    `norm`: of dt, B and C (Jamba). `num_heads`: A, D and the step are one number for each (PLaMo 2).
     """
 
     inner_size: int
@@ -215,10 +213,7 @@ class LightningSpec(Recurrent):
 
 @dataclass(frozen=True, slots=True)
 class RgLruSpec(Recurrent):
-    """Griffin's recurrent block (De et al. 2024): conv and gated linear recurrence, times a second branch.
-
-    The recurrence's two gates are linear layers of each head onto itself; `activation`: of the second branch.
-    """
+    """Griffin (De et al. 2024): conv and gated linear recurrence, times `activation` of a second branch."""
 
     width: int
     num_heads: int
@@ -264,6 +259,7 @@ class RouterSpec:
     groups: int = 1
     top_groups: int = 1
     group_by: Literal["max", "top2"] = "max"
+    by_logits: bool = False  # the choice is by logits, of which the scores are the weights (Kolibri)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,8 +287,7 @@ class MoeSpec(Mixer):
 class ParallelSpec(Mixer):
     """Mixers that read the same normed input, with summed outputs (Falcon-H1).
 
-    `norms`: of what a part reads, where parts have norms of their own (GPT-NeoX); the branch then has none.
-    `post_norms`: of a part's output (Gemma 4).
+    `norms`: of what a part reads (GPT-NeoX; the branch then has none); `post_norms`: of its output (Gemma 4).
     """
 
     parts: Mapping[str, Mixer]
@@ -325,9 +320,8 @@ class AsideSpec:
 class BranchSpec:
     """One residual branch: x = x + scale * post_norm(mixer(norm(x))).
 
-    `keep`: the residual is not x but `keep` times the mixer's input, norm(x) (MiniMax-01). `aside`: its
-    output is added to what the norm reads, norm(x + aside(x, embeddings)), and to nothing else. `factor`:
-    behind it x is multiplied by a number of the checkpoint (Gemma 4).
+    `keep`: the residual is not x but `keep` times norm(x) (MiniMax-01). `aside`: what the norm alone reads,
+    norm(x + aside(x, embeddings)). `factor`: behind it x is multiplied by a stored number (Gemma 4).
     """
 
     name: str

@@ -29,7 +29,7 @@ CAPS = {
     "kernels": 20_650,
     "llm": 450,
     "loading": 4_485,
-    "model": 2_110,
+    "model": 2_150,
     "ops": 4_000,
     "quant": 2_500,
     "runner": 4_180,

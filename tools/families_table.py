@@ -79,6 +79,7 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("LFM2, LFM2-MoE", "short convolutions, GQA, MLP or MoE", ("lfm2", "lfm2_moe")),
     ("LFM3", "short convolutions, gated GQA, local and global, MLP", ("lfm3",)),
     ("Laguna", "gated GQA, local and global, MoE", ("laguna",)),
+    ("Kolibri 1", "GQA, local and global, MoE", ("kolibri1",)),
     ("oxidizr hybrids", "Mamba1, 2, 3, MLA, MoE, GQA in any order", ("oxidizr",)),
 )  # fmt: skip
 # Families with another oracle than transformers: where their tests are.

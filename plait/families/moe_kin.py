@@ -23,7 +23,7 @@ from plait.families.common.spec_builders import (
     sigmoid_router,
     softmax_moe,
 )
-from plait.families.config.normalize import FULL, Config
+from plait.families.config.normalize import Config
 from plait.spec import BranchSpec, ModelSpec, MoeSpec, RouterSpec
 
 L = "model.layers.{i}"
@@ -108,7 +108,7 @@ def dots1(c: Config) -> tuple[ModelSpec, NameMap]:
     """dots.llm1: DeepSeek-V3's experts behind Qwen3's attention."""
     each = norm(c)
     attns = [BranchSpec("attn", gqa(c, kind, qk_norm=each), each) for kind in c["layer_types"]]
-    return _with_shared_experts(c, "dots1", attns, sigmoid_router(c))
+    return build_shared_moe(c, "dots1", attns, sigmoid_router(c))
 
 
 @family(
@@ -126,7 +126,7 @@ def dots1(c: Config) -> tuple[ModelSpec, NameMap]:
 def solar_open(c: Config) -> tuple[ModelSpec, NameMap]:
     """Solar Open: Llama's attention, DeepSeek-V3's experts in every layer."""
     attn = BranchSpec("attn", gqa(c), norm(c))
-    return _with_shared_experts(c, "solar_open", [attn] * len(c["layer_types"]), sigmoid_router(c))
+    return build_shared_moe(c, "solar_open", [attn] * len(c["layer_types"]), sigmoid_router(c))
 
 
 @family(
@@ -151,7 +151,7 @@ def hy3(c: Config) -> tuple[ModelSpec, NameMap]:
     attn = BranchSpec("attn", gqa(c, qk_norm=norm(c) if c["qk_norm"] else None), norm(c))
     router = RouterSpec("sigmoid", True, 1e-20, float(c["routed_scaling_factor"]))
     bias: Rules = {f"{FFN}.router_bias": (f"{MLP}.expert_bias", f"{MLP}.e_score_correction_bias")}
-    return _with_shared_experts(c, "hy_v3", [attn] * len(c["layer_types"]), router, bias)
+    return build_shared_moe(c, "hy_v3", [attn] * len(c["layer_types"]), router, bias)
 
 
 @family(
@@ -176,7 +176,7 @@ def hunyuan_moe(c: Config) -> tuple[ModelSpec, NameMap]:
         f"{FFN}.router": f"{MLP}.gate.wg",
         **{f"layers.{{i}}.attn.{x}_norm": f"{L}.self_attn.{y}_layernorm" for x, y in QK},
     }
-    return _with_shared_experts(c, "hunyuan_v1_moe", [attn] * len(c["layer_types"]), RouterSpec(), names)
+    return build_shared_moe(c, "hunyuan_v1_moe", [attn] * len(c["layer_types"]), RouterSpec(), names)
 
 
 @family(
@@ -195,7 +195,7 @@ def mellum(c: Config) -> tuple[ModelSpec, NameMap]:
     """Mellum 2: Qwen3-MoE with windows, which have a rope of their own."""
     each = norm(c)
     attns = [BranchSpec("attn", gqa(c, kind, qk_norm=each), each) for kind in c["layer_types"]]
-    return _with_shared_experts(c, "mellum", attns, RouterSpec(renormalize=c["norm_topk_prob"]))
+    return build_shared_moe(c, "mellum", attns, RouterSpec(renormalize=c["norm_topk_prob"]))
 
 
 @family(
@@ -222,60 +222,7 @@ def ernie_moe(c: Config) -> tuple[ModelSpec, NameMap]:
     bias = flat(f"{MLP}.moe_statics.e_score_correction_bias")
     inside = flat(f"{MLP}.gate.moe_statics.e_score_correction_bias")
     router = RouterSpec("softmax", True, float(c["moe_norm_min"]))
-    return _with_shared_experts(
-        c, "ernie4_5_moe", [attn] * count, router, {f"{FFN}.router_bias": (bias, inside)}
-    )
-
-
-@family(
-    "ExaoneMoeForCausalLM",
-    model_types=("exaone_moe",),
-    defaults={
-        "norm_eps": 1e-5,
-        "hidden_act": "silu",
-        "sliding_window": 4096,
-        "sliding_window_pattern": 4,
-        "first_k_dense_replace": 1,
-        "routed_scaling_factor": 2.5,
-        "num_shared_experts": 1,
-    },
-    honours=("sliding_window",),
-)
-def exaone_moe(c: Config) -> tuple[ModelSpec, NameMap]:
-    """K-EXAONE: DeepSeek-V3's experts; where some layers have windows, those without have no positions."""
-    each = norm(c)
-    attns = [
-        BranchSpec("attn", gqa(c, kind, qk_norm=each, **_positions(c, kind)), each)
-        for kind in c["layer_types"]
-    ]
-    return _with_shared_experts(c, "exaone_moe", attns, sigmoid_router(c))
-
-
-@family(
-    "FlintForCausalLM",
-    model_types=("flint",),
-    defaults={
-        **SILU,
-        "sliding_window": 513,
-        "mlp_only_layers": [0, 1],
-        "num_shared_experts": 1,
-        "shared_intermediate_size": 1024,
-    },
-    honours=("sliding_window",),
-)
-def flint(c: Config) -> tuple[ModelSpec, NameMap]:
-    """Flint: sinks in every layer, positions in those with windows; sigmoid scores without a correction."""
-    each = norm(c)
-    attns = [
-        BranchSpec("attn", gqa(c, kind, qk_norm=each, sinks=True, **_positions(c, kind)), each)
-        for kind in c["layer_types"]
-    ]
-    router = RouterSpec("sigmoid", c.get("norm_topk_prob", True))
-    own: Rules = {
-        "layers.{i}.attn.sinks": (f"{L}.self_attn.sinks", f"{L}.self_attn.softmax_offset"),
-        f"{FFN}.shared.{{x}}": f"{MLP}.shared_expert.{{x}}_proj",
-    }
-    return _with_shared_experts(c, "flint", attns, router, own, c["shared_intermediate_size"])
+    return build_shared_moe(c, "ernie4_5_moe", [attn] * count, router, {f"{FFN}.router_bias": (bias, inside)})
 
 
 @family(
@@ -297,48 +244,7 @@ def aria(c: Config) -> tuple[ModelSpec, NameMap]:
             )
         },
     }
-    return _with_shared_experts(c, "aria_text", [attn] * len(c["layer_types"]), RouterSpec(), own)
-
-
-@family(
-    "LagunaForCausalLM",
-    model_types=("laguna",),
-    defaults={
-        **SILU,
-        "head_dim": 128,
-        "sliding_window": 512,
-        "gating": True,
-        "num_shared_experts": 1,
-        "shared_intermediate_size": 512,
-        "routed_scaling_factor": 1.0,
-        "first_k_dense_replace": 1,
-    },
-    honours=("sliding_window",),
-)
-def laguna(c: Config) -> tuple[ModelSpec, NameMap]:
-    """Laguna: a softplus gate for each head; layers may have more heads than others."""
-    require(c, "Laguna", gating=(True, "per-head"), moe_router_logit_softcapping=(0, 0.0))
-    require(c, "Laguna", moe_apply_router_weight_on_input=(False,))
-    each, count = norm(c), len(c["layer_types"])
-    heads = c.get("num_attention_heads_per_layer") or [c["num_attention_heads"]] * count
-    attns = [
-        BranchSpec("attn", gqa(c, kind, num_heads=n, qk_norm=each, head_gate="softplus"), each)
-        for kind, n in zip(c["layer_types"], heads, strict=True)
-    ]
-    router = RouterSpec("sigmoid", True, 0.0, float(c["routed_scaling_factor"]))
-    shared = (f"{MLP}.shared_experts.{{x}}_proj", f"{MLP}.shared_expert.{{x}}_proj")
-    places = (f"{MLP}.gate", f"{MLP}.experts", MLP)
-    own: Rules = {
-        "layers.{i}.attn.head_gate": f"{L}.self_attn.g_proj",
-        f"{FFN}.shared.{{x}}": shared,
-        f"{FFN}.router_bias": tuple(f"{at}.e_score_correction_bias" for at in places),
-    }
-    return _with_shared_experts(c, "laguna", attns, router, own, c["shared_intermediate_size"])
-
-
-def _positions(c: Config, kind: str) -> dict[str, None]:
-    """Layers without a window turn nothing, where others have one."""
-    return {"rope": None} if kind == FULL and c.get("sliding_window") else {}
+    return build_shared_moe(c, "aria_text", [attn] * len(c["layer_types"]), RouterSpec(), own)
 
 
 def _experts(c: Config) -> Rules:
@@ -353,7 +259,7 @@ def _sparse(c: Config, name: str, attn: BranchSpec, moe: MoeSpec, names: Rules) 
     return spec, NameMap(names, transformer(), ignored=unused_patterns(c))
 
 
-def _with_shared_experts(
+def build_shared_moe(
     c: Config,
     name: str,
     attns: list[BranchSpec],

@@ -25,6 +25,7 @@ CASES: list[dict[str, Any]] = [
     ),
     dict(tokens=17, experts=8, top_k=2, router=RouterSpec("softmax", False, 0.0, 1.0, 4, 2, "max")),
     dict(tokens=9, experts=6, top_k=3, router=RouterSpec(), factors=True),
+    dict(tokens=5, experts=19, top_k=3, router=RouterSpec("sigmoid", by_logits=True), bias=True),
 ]
 
 
@@ -39,7 +40,8 @@ def route(
     weight of each is multiplied by at last (Gemma 4).
     """
     scores = logits.float().softmax(-1) if router.score == "softmax" else logits.float().sigmoid()
-    choice = scores if bias is None else scores + bias.float()
+    choice = logits.float() if router.by_logits else scores
+    choice = choice if bias is None else choice + bias.float()
     if router.groups > 1:
         grouped = choice.unflatten(-1, (router.groups, -1))
         best = grouped.amax(-1) if router.group_by == "max" else grouped.topk(2, -1).values.sum(-1)

@@ -201,3 +201,12 @@ def test_ranks_are_shown_with_what_lies_where_and_what_they_exchange(
     refused = plait("info", str(smollm2), "--tp", "2")
     assert refused.code == 2
     assert "layers.0.attn: 9 heads cannot be divided equally among 2" in refused.err
+
+
+def test_info_names_the_family_and_of_which_layer_keys_are_read(plait: Run, tmp_path: Path) -> None:
+    tiny.write("gemma4_e2b", tmp_path)
+    shown = plait("info", str(tmp_path))
+    assert shown.code == 0, shown.err
+    assert shown.out.splitlines()[0].endswith(": gemma4_text")
+    assert "keys and values of layers.2.attn" in shown.out
+    assert "input of its own, 12" in shown.out

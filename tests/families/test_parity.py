@@ -7,16 +7,14 @@ from typing import Any
 
 import pytest
 
-from tests.families import tiny
+from plait.families.common.registry import find
+from tests.families import tiny, tiny_more
 from tests.families.parity import Memory, decoder, in_pieces, resolved, whole, worst
 
 TOLERANCE = 1e-4
-NEW_KEYS = (
-    "llama_longrope",
-    "mamba2",
-    "cohere_compass",
-    *(name for name in tiny.VARIANTS if name.startswith("gemma4")),
-)
+# Models that no old release of transformers wrote, or with keys that its old words cannot say.
+NEW_KEYS = [name for name in tiny.VARIANTS if name.startswith(("gemma4", "lfm3", "laguna"))]
+NEW_KEYS += ["llama_longrope", "mamba2", "cohere_compass"]
 
 
 @pytest.fixture(scope="session")
@@ -43,13 +41,16 @@ def names(*without: str) -> list[Any]:
 def test_logits_equal_those_of_transformers(name: str, checkpoints: Path) -> None:
     config, tensors, oracle = tiny.read(folder_of(name, checkpoints))
     checkpoint = Memory(tensors)
-    model = decoder(resolved(checkpoint, config), checkpoint)
+    found = resolved(checkpoint, config)
+    if name in tiny_more.VARIANTS:  # earlier ones have shorter names for two of a kind
+        assert found.spec.family == find(config).name
+    model = decoder(found, checkpoint)
     ids, wanted = oracle["ids"], oracle["logits"]
     assert worst(whole(model, ids[0]), wanted[0]) <= TOLERANCE
     if "dynamic" in name or "longrope" in name:  # transformers changes cached keys as a sequence grows
         ids, wanted = [ids[0], ids[0][:17]], [wanted[0], wanted[0][:17]]
-    for found, want in zip(in_pieces(model, ids), wanted, strict=True):
-        assert worst(found, want) <= TOLERANCE
+    for logits, want in zip(in_pieces(model, ids), wanted, strict=True):
+        assert worst(logits, want) <= TOLERANCE
 
 
 @pytest.mark.parametrize("name", [n for n, v in tiny.VARIANTS.items() if v.bare])

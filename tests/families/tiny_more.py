@@ -175,4 +175,16 @@ VARIANTS: dict[str, Variant] = {
         },
         slow=True,
     ),
+    "kolibri": Variant(
+        "Kolibri1Config",
+        {
+            **ROUTED,
+            "head_dim": 8,
+            "sliding_window": 6,
+            "layer_types": [S, F, S],
+            "norm_topk_prob": True,
+            "shared_expert_intermediate_size": 28,
+        },
+        slow=True,
+    ),
 }

@@ -58,7 +58,6 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
     ),
     "its attention reads convolved latents (CCA), which is not implemented": ("zaya",),
     "its router samples experts with a threshold (SparseMixer), which is not implemented": ("phimoe",),
-    "its router chooses by logits and weighs by their sigmoids, which is not implemented": ("kolibri1",),
     "its experts may be identities, and its layers have two attentions, which is not implemented": (
         "longcat_flash",
     ),

@@ -9,12 +9,12 @@ from plait.families.common.tensors import LAYER, Shapes, Tensors, is_aside
 from plait.families.config.normalize import FULL
 
 # Tensors of models that look like another one and are not.
+MISSING = "which is not implemented"
 STRANGERS = {
-    "altup.prediction_coefs.weight": "Gemma 3n",
-    "layer_scalar": "Gemma 4",
-    "self_attn.indexer.wk.weight": "sparse latent attention (DeepSeek-V3.2)",
-    "hc_attn_fn": "hyper-connections (DeepSeek-V4, GLM-5)",
-    "mlp.router.proj.weight": "Gemma 4 with experts",
+    "altup.prediction_coefs.weight": f"Gemma 3n, {MISSING}",
+    "layer_scalar": "Gemma 4, of which only a config.json says the windows and the shared keys; add it",
+    "self_attn.indexer.wk.weight": f"sparse latent attention (DeepSeek-V3.2), {MISSING}",
+    "hc_attn_fn": f"hyper-connections (DeepSeek-V4, GLM-5), {MISSING}",
 }
 
 
@@ -36,7 +36,7 @@ def find_architecture(t: Tensors) -> tuple[str, str]:
     """(architecture, the tensors that say so). Raises UnsupportedModel."""
     for mark, what in STRANGERS.items():
         if (found := t.first(mark)) is not None:
-            raise UnsupportedModel(f"tensor {found[0]} is one of {what}, which is not implemented")
+            raise UnsupportedModel(f"tensor {found[0]} is one of {what}")
     for marker in list_markers():
         layer = next((one for one in t.layers.values() if all(m in one for m in marker.has)), None)
         if layer is None or any(m in layer for m in marker.lacks):

@@ -11,11 +11,23 @@ from plait.model.layers.layer_inputs import NAME
 from plait.model.layers.layers import Batch
 from plait.model.mixers.registry import mixer
 from plait.ops.activation import activate, multiply
+from plait.partition import Division, Rank
 from plait.state.store import StateStore
 
 
-@mixer(spec.LayerInputSpec, lambda s: f"input of its own, {s.size}, {s.activation}")
+def _words(s: spec.LayerInputSpec) -> str:
+    return f"input of its own, {s.size}, {s.activation}"
+
+
+def _divide(s: spec.LayerInputSpec, rank: Rank, hidden_size: int) -> Division:
+    """It is small, so every rank has all of it, and nothing is summed."""
+    return Division(s, {}, sums=-1)
+
+
+@mixer(spec.LayerInputSpec, _words, _divide)
 class LayerInput:
+    is_summed = True  # each rank computes the whole
+
     def __init__(self, s: spec.LayerInputSpec, w: Weights) -> None:
         self.spec, self.states = s, dict[str, State]()
         hidden = w.target.hidden_size

@@ -266,6 +266,7 @@ FAMILIES: dict[str, list[Form]] = {
     ],
     "LFM3": [Form(TURNS)],
     "Laguna": [Form(TURNS)],
+    "Kolibri 1": [Form(TURNS)],
     "oxidizr hybrids": [
         Form(
             "",

@@ -108,11 +108,13 @@ def _keep_groups(choice: Int, n: Int, groups: Int, top_groups: Int, by_two: Int,
 @kernel
 def route_rows(frame: int, args: int, thread: int, threads: int) -> None:
     """logits, bytes between rows, experts, bias or 0, k, 1 for a sigmoid, groups, top groups, 1 for top2,
-    1 to renormalize, its eps, scale, weights (dense), indices (dense), factors or 0."""
+    1 to renormalize, its eps, scale, weights (dense), indices (dense), factors or 0, 1 to choose by
+    logits."""
     logits, row_bytes, n, bias, k = word(args, 2), word(args, 3), word(args, 4), word(args, 5), word(args, 6)
     by_sigmoid, groups, top_groups, by_two = word(args, 7), word(args, 8), word(args, 9), word(args, 10)
     renormalize, eps, scale = word(args, 11), vec.get_f32(args + 96), vec.get_f32(args + 104)
     weights, indices, rows, factors = word(args, 14), word(args, 15), rows_of(frame, args), word(args, 16)
+    by_logits = word(args, 17)
     scores = scratch_of(frame, thread)
     choice = scores + 4 * n
     group_scores = choice + 4 * n
@@ -127,7 +129,7 @@ def route_rows(frame: int, args: int, thread: int, threads: int) -> None:
             _softmax(row, n, scores)
         for i in range(0, n, 16):
             left = np.int32(n - i)
-            value = vec.load_some(scores + 4 * i, left)
+            value = vec.load_some((row if by_logits != 0 else scores) + 4 * i, left)
             if bias != 0:
                 value = vec.add(value, vec.load_some(bias + 4 * i, left))
             vec.store_some(choice + 4 * i, value, left)
@@ -184,6 +186,7 @@ def _route(
         *(logits, rows.row_bytes, n, bias, top_k, int(router.score == "sigmoid")),
         *(router.groups, router.top_groups, int(router.group_by == "top2")),
         *(int(router.renormalize), float(router.renorm_eps), float(router.scale), weights, indices, factors),
+        int(router.by_logits),
         rows=rows.count,
         scratch=math.ceil((2 * n + router.groups) / 16) * 64,
     )

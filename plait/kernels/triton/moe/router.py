@@ -120,6 +120,8 @@ def why_not(facts: OpFacts) -> str | None:
     """The `when` of the kernel: as many experts as registers hold."""
     count = int(facts.sizes.get("num_experts", facts.sizes.get("experts", 0)))
     router: RouterSpec = facts["router"]
+    if router.by_logits:
+        return "it chooses by scores, not by logits"
     size = triton.next_power_of_2(count // router.groups) * triton.next_power_of_2(router.groups)
     if size > MOST_EXPERTS:
         return f"{count} experts in {router.groups} groups; it holds {MOST_EXPERTS} scores"
