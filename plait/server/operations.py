@@ -54,7 +54,7 @@ GETS: Mapping[str, Operation] = {
     "/api/tags": Operation("The models that are served", manage.Tags, refusal=OLLAMAS),
     "/api/ps": Operation("The models that are loaded", manage.RunningModels, refusal=OLLAMAS),
     "/props": Operation("Facts about the server, in llama.cpp's words", server_facts.Props),
-    "/slots": Operation("What runs, a slot for each sequence that may", server_facts.SlotFacts),
+    "/slots": Operation("A list: a slot for each sequence that may run, and whether one does"),
 }
 _SCORE = Operation("How near texts are to each other", embeddings.Scores, embeddings.ScoreRequest)
 _RERANK = Operation("Documents by how near they are to a query", embeddings.Ranking, embeddings.RerankRequest)
