@@ -34,7 +34,7 @@ CAPS = {
     "quant": 2_500,
     "runner": 4_180,
     "schedule": 2_450,
-    "server": 7_880,
+    "server": 9_150,
     "state": 1_710,
     "text": 8_110,
     "verify": 1_410,

@@ -116,7 +116,7 @@ class Front:
         self.needs_boundaries = config.prefix_cache and spec.causal and _has_slots(spec)
         self.tokenizer, self.chat_template = language.tokenizer, language.chat_template
         self.generation_config, self.stop_token_ids = language.generation_config, language.stop_token_ids
-        self.created = int(time.time())
+        self.created, self.max_num_seqs = int(time.time()), config.max_num_seqs
         self._style = parsers.style
         self.reply_format = ReplyFormat(
             self.tokenizer,

@@ -24,11 +24,11 @@ from plait.config import ServerConfig
 from plait.errors import Cancelled
 from plait.fair_queue import FairThreads, Slices, SliceTurns, capture_call, current_client
 from plait.request import RequestTrace
-from plait.server import pages
+from plait.server import operations, pages
 from plait.server.anthropic import messages
 from plait.server.api import validate
-from plait.server.api.parse_fields import present
-from plait.server.api.reply import WARNING_HEADER, Answer, ApiReply, Endpoint
+from plait.server.api.endpoint import Answer, Endpoint, ModelLookup
+from plait.server.api.reply import WARNING_HEADER, ApiReply
 from plait.server.gateway import api_keys
 from plait.server.gateway.exchange import SCOPE_KEY
 from plait.server.gateway.middleware import REQUEST_ID_HEADER, Edge, Refusal, RequestGate, Traffic
@@ -36,6 +36,8 @@ from plait.server.gateway.request_context import Generation, Health, LoadingStat
 from plait.server.gateway.vllm_metrics import aliases
 from plait.server.http.errors import BodyTooLarge, NotReady, http_problem, json_response, problem
 from plait.server.http.transfer import EventStream, linger, read_object, until_disconnect
+from plait.server.llamacpp import completion, server_facts
+from plait.server.ollama import embed, generate, manage, wire
 from plait.server.openai import chat, completions, embeddings, models, responses
 from plait.version import __version__
 
@@ -65,7 +67,12 @@ ENDPOINTS = (
     *responses.ENDPOINTS,
     *messages.ENDPOINTS,
     *models.ENDPOINTS,
+    *generate.ENDPOINTS,
+    *embed.ENDPOINTS,
+    *manage.ENDPOINTS,
+    *completion.ENDPOINTS,
 )
+FACTS = (*manage.FACTS, *server_facts.FACTS)
 
 
 def create_app(
@@ -84,13 +91,15 @@ def create_app(
         _route("/v1/models", service.list_models, "GET"),
         _route("/v1/models/{id:path}", service.get_model, "GET"),
         _route("/tokenizer_info", service.tokenizer_info, "GET"),
-        *(_route(e.path, service.serves(e), "POST", e.refusal) for e in ENDPOINTS),
+        *(_route(e.path, service.serves(e), e.method, e.refusal) for e in ENDPOINTS),
+        *(_route(e.path, service.looks_up(e), "GET", e.refusal) for e in FACTS),
         *pages.page_routes(),
         *pages.api_routes(ENDPOINTS),
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _any_error})
     app.router.redirect_slashes = False
-    refusals = {e.path: e.refusal for e in ENDPOINTS if e.refusal is not None}
+    shapes = [(e.path, e.refusal) for e in ENDPOINTS] + [(e.path, e.refusal) for e in FACTS]
+    refusals = {path: refusal for path, refusal in shapes if refusal is not None}
     generating = [e.path for e in ENDPOINTS if e.answer is None]
     gate = RequestGate(traffic, loading, routes, refusals, generating)
     app.add_middleware(Edge, gate=gate, traffic=traffic, loading=loading)
@@ -136,7 +145,7 @@ class Service:
         return await asyncio.to_thread(exposition, self._loading, self._traffic)
 
     async def version(self, request: Request) -> Response:
-        return json_response(pages.Version(__version__))
+        return json_response(operations.Version(__version__))
 
     async def list_models(self, request: Request) -> Response:
         front = self._loading.ready()
@@ -149,11 +158,20 @@ class Service:
     async def tokenizer_info(self, request: Request) -> Response:
         return json_response(await asyncio.to_thread(models.tokenizer_info, self._loading.ready()))
 
+    def looks_up(self, facts: ModelLookup) -> Handler:
+        """The handler of facts about the served model."""
+
+        async def handle(request: Request) -> Response:
+            front = self._loading.ready()
+            return json_response(await asyncio.to_thread(facts.answer, front, self.served(front)))
+
+        return handle
+
     def serves(self, endpoint: Endpoint) -> Handler:
         """The handler of an endpoint: a reply by its `plan`, or its `answer` computed in a thread."""
 
         async def handle(request: Request) -> Response:
-            context, body = await self._read(request)
+            context, body = await self._read(request, endpoint)
             plan, answer, receive = endpoint.plan, endpoint.answer, request.receive
             if plan is not None:
                 work = partial(plan, context, body)
@@ -176,8 +194,8 @@ class Service:
         validate.check_model(asked, self.served(front))
         return self.served(front)
 
-    async def _read(self, request: Request) -> tuple[RequestContext, dict[str, object]]:
-        body = present(await read_object(request, self._config.max_body_bytes))
+    async def _read(self, request: Request, endpoint: Endpoint) -> tuple[RequestContext, dict[str, object]]:
+        body = endpoint.read(await read_object(request, self._config.max_body_bytes))
         front, exchange = self._loading.ready(), request.scope[SCOPE_KEY]
         model = self._named(front, body.get("model"))
         exchange.model = self.served(front)
@@ -270,7 +288,7 @@ async def _stream_events(context: RequestContext, reply: ApiReply, interval: int
     except BaseException:
         await generation.close()
         raise
-    return EventStream(_events(reply, generation), generation.close, reply.failed, named=reply.named)
+    return EventStream(_events(reply, generation), generation.close, reply.failed, form=reply.form)
 
 
 async def _events(reply: ApiReply, generation: Generation) -> AsyncIterator[msgspec.Struct]:
@@ -326,7 +344,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     found, exchange = http_problem(status, texts.get(status, where), headers), request.scope.get(SCOPE_KEY)
     if exchange is not None:
         exchange.reason = found.reason
-    return found.response()
+    return found.response(wire.refusal if request.url.path.startswith("/api/") else None)
 
 
 async def _any_error(request: Request, error: Exception) -> Response:

@@ -6,7 +6,7 @@ Content-Security-Policy makes browsers enforce that. Trusted Types keep its scri
 markup.
 
 `tools/print_openapi.py` prints the document; `docs/openapi.json` is that output. An endpoint that is not in
-the tables below is in the document all the same, with the fields it reads.
+`operations` is in the document all the same, with the fields it reads.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from html import escape
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -26,19 +25,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from plait.server.anthropic import messages
-from plait.server.api import schema
-from plait.server.api.reply import Endpoint
+from plait.server.api.endpoint import Endpoint
 from plait.server.gateway.request_context import Health, Readiness
-from plait.server.http.errors import ErrorBody
-from plait.server.openai import (
-    chat,
-    completions,
-    embeddings,
-    models,
-    response_items,
-    responses,
-)
+from plait.server.http.transfer import EVENTS
+from plait.server.operations import GETS, POSTS, Operation, Struct
 from plait.version import __version__
 
 POLICY = (
@@ -191,82 +181,6 @@ ABOUT = (
     "absence; unknown fields are accepted and named in the header x-plait-ignored; a known field that cannot "
     "be honoured is refused by name."
 )
-ITEM_EVENTS = "With stream: named and numbered events, from response.created to response.completed."
-BLOCK_EVENTS = "With stream: named events, from message_start to message_stop."
-Struct = type  # a msgspec Struct or a dataclass
-
-
-class Version(msgspec.Struct, frozen=True):
-    version: str
-
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """One path of the document. `stream`: the type of its stream's events, if it has one."""
-
-    summary: str
-    reply: Struct | None = None
-    body: Struct | None = None
-    stream: Struct | str | None = None
-    refusal: Struct = ErrorBody
-
-
-GETS: Mapping[str, Operation] = {
-    "/health": Operation("Whether the server can serve; 503: not now", Health),
-    "/ready": Operation("Whether new requests are taken; 503: not now", Readiness),
-    "/live": Operation("Whether it works or will again; 503: only restarting the server helps", Readiness),
-    "/version": Operation("The version of Plait", Version),
-    "/metrics": Operation("The engine's numbers, in Prometheus's text format"),
-    "/v1/models": Operation("The models that are served", models.ModelList),
-    "/tokenizer_info": Operation("The vocabulary and the chat template"),
-    "/v1/models/{id}": Operation("One model", models.ModelCard),
-}
-_SCORE = Operation("How near texts are to each other", embeddings.Scores, embeddings.ScoreRequest)
-_RERANK = Operation("Documents by how near they are to a query", embeddings.Ranking, embeddings.RerankRequest)
-POSTS: Mapping[str, Operation] = {
-    "/v1/completions": Operation(
-        "Text that follows a prompt",
-        completions.Completion,
-        schema.CompletionRequest,
-        completions.Completion,
-    ),
-    "/v1/chat/completions": Operation(
-        "The reply to a conversation",
-        chat.ChatCompletion,
-        schema.ChatRequest,
-        chat.ChatChunk,
-    ),
-    "/v1/embeddings": Operation("Texts as vectors", embeddings.Embeddings, embeddings.EmbeddingRequest),
-    **dict.fromkeys(("/v1/score", "/score"), _SCORE),
-    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), _RERANK),
-    "/apply-template": Operation("A conversation as the model's prompt", body=models.TemplateRequest),
-    "/v1/responses": Operation(
-        "The reply to a conversation, as items",
-        response_items.Response,
-        responses.ResponsesRequest,
-        ITEM_EVENTS,
-    ),
-    "/v1/responses/input_tokens": Operation(
-        "How many tokens the prompt of a response has",
-        responses.ResponseInputTokens,
-        responses.ResponsesRequest,
-    ),
-    "/v1/messages": Operation(
-        "The reply to a conversation, as blocks",
-        messages.MessageReply,
-        messages.MessagesRequest,
-        BLOCK_EVENTS,
-        messages.MessageError,
-    ),
-    "/v1/messages/count_tokens": Operation(
-        "How many tokens a conversation has",
-        messages.InputTokens,
-        messages.CountRequest,
-        refusal=messages.MessageError,
-    ),
-    "/tokenize": Operation("Text or messages as token ids", models.Tokens, schema.TokenizeRequest),
-    "/detokenize": Operation("Token ids as text", models.DetokenizeReply, schema.DetokenizeRequest),
-}
 
 
 def document(endpoints: Iterable[Endpoint]) -> dict[str, object]:
@@ -274,9 +188,9 @@ def document(endpoints: Iterable[Endpoint]) -> dict[str, object]:
     paths: dict[str, object] = {path: {"get": _get(path, operation)} for path, operation in GETS.items()}
     operations = [*GETS.values()]
     for endpoint in endpoints:
-        operation = POSTS.get(endpoint.path, Operation(f"POST {endpoint.path}"))
+        operation = POSTS.get(endpoint.path, Operation(f"{endpoint.method} {endpoint.path}"))
         operations.append(operation)
-        paths[endpoint.path] = {"post": _post(endpoint, operation)}
+        paths[endpoint.path] = {endpoint.method.lower(): _post(endpoint, operation)}
     return {
         "openapi": "3.1.0",
         "info": {"title": TITLE, "version": __version__, "description": ABOUT},
@@ -326,9 +240,7 @@ def _post(endpoint: Endpoint, operation: Operation) -> dict[str, object]:
 def _operation(path: str, operation: Operation) -> dict[str, Any]:
     content = _json(_ref(operation.reply)) if operation.reply else {"*/*": {}}
     if operation.stream is not None:
-        content["text/event-stream"] = {
-            "schema": {"type": "string", "description": _events(operation.stream)}
-        }
+        content[operation.form.media_type] = {"schema": {"type": "string", "description": _events(operation)}}
     refusal = {"description": "A refusal that says why", "content": _json(_ref(operation.refusal))}
     return {
         "operationId": "_".join(part.strip("{}") for part in path.split("/") if part),
@@ -341,11 +253,15 @@ def _operation(path: str, operation: Operation) -> dict[str, Any]:
     }
 
 
-def _events(stream: Struct | str) -> str:
-    if isinstance(stream, str):
-        return stream
-    name = stream.__name__
-    return f"With stream: events of one line each, `data: ` and a {name}; the last is `data: [DONE]`."
+def _events(operation: Operation) -> str:
+    stream = operation.stream
+    if stream is None or isinstance(stream, str):
+        return stream or ""
+    if operation.form is not EVENTS:
+        return f"Lines of JSON, each a {stream.__name__}; the last has `done`. Without stream: one of them."
+    return (
+        f"With stream: events of one line each, `data: ` and a {stream.__name__}; the last is `data: [DONE]`."
+    )
 
 
 def _schemas(operations: Iterable[Operation]) -> dict[str, object]:

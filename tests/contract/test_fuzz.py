@@ -20,7 +20,10 @@ from tests.contract.wire import Answer, Client
 MOST_TOKENS = 3
 POSITIVE = schemathesis.GenerationMode.POSITIVE
 PATHS = {"/v1/completions", "/v1/chat/completions", "/v1/models/{id}", "/v1/embeddings", "/detokenize"}
-GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
+GENERATING = (
+    *("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"),
+    *("/api/chat", "/api/generate", "/completion"),
+)
 
 
 def bounded(examples: int) -> settings:
@@ -50,11 +53,15 @@ class Checker:
         if answer.status >= 400:
             if path.startswith("/v1/messages"):
                 assert answer.json["type"] == "error", (path, sent)
+            elif path.startswith("/api/"):
+                assert isinstance(answer.json["error"], str), (path, sent)
             else:
                 assert answer.error["message"], (path, sent)
             return
         kind = answer.headers.get("content-type", "")
-        if kind.startswith("text/event-stream"):
+        if path == "/completion" and kind.startswith("text/event-stream"):
+            assert b'"stop":true' in answer.body
+        elif kind.startswith("text/event-stream"):
             assert (
                 answer.named_events if path.startswith(("/v1/messages", "/v1/responses")) else answer.events
             )
@@ -128,7 +135,9 @@ def from_document(
                 else:
                     if case.operation.path in GENERATING:
                         body = short(body)
-                    answer = client.post(path, json.dumps(body).encode("utf-8", "replace"))
+                    raw = json.dumps(body).encode("utf-8", "replace")
+                    kind = {"Content-Type": "application/json"}
+                    answer = client.request(case.operation.method.upper(), path, raw, kind)
                 num_sent += 1
                 checker.check(case.operation.path, case.operation.method.upper(), body, answer)
 

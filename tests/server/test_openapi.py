@@ -12,7 +12,7 @@ import pytest
 
 from plait.config import ServerConfig
 from plait.server import pages
-from plait.server.api.reply import Endpoint
+from plait.server.api.endpoint import Endpoint
 from plait.server.app import ENDPOINTS, create_app
 from plait.server.gateway.request_context import LoadingState
 from tests.server.conftest import Client

@@ -33,8 +33,9 @@ from plait.server.api.content_blocks import (
     in_words_of,
     refuse_words_of_a_chat,
 )
+from plait.server.api.endpoint import Endpoint
 from plait.server.api.parse_fields import field_names, parse_as
-from plait.server.api.reply import ChatPlan, Endpoint, Usage
+from plait.server.api.reply import ChatPlan, Usage
 from plait.server.api.schema import Objects
 from plait.server.api.token_scores import Count
 from plait.server.gateway.request_context import RequestContext

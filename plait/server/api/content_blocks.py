@@ -16,6 +16,7 @@ import msgspec
 from plait.errors import InvalidField, RequestError
 from plait.server.api.reply import ApiReply, ChatPlan, ChoiceCourse, is_hidden, parts_of
 from plait.server.api.token_scores import ChosenToken
+from plait.server.http.transfer import NAMED_EVENTS
 from plait.text.output import Arguments, CallEnd, CallStart, Content, Reasoning
 
 if TYPE_CHECKING:
@@ -201,7 +202,7 @@ class BlockReply(ApiReply):
     `names`: what a chat's fields are called there; `places`: where each message of the chat came from.
     """
 
-    named = True
+    form = NAMED_EVENTS
 
     def __init__(self, chat: ChatPlan, names: Mapping[str, str], places: Sequence[str]) -> None:
         super().__init__([chat.request], stream=chat.asked.stream)

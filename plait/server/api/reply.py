@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from plait.fair_queue import Slices
 from plait.request import FinishReason, Request, RequestTrace
 from plait.server.api.schema import ChatRequest, Sampling, StreamOptions
 from plait.server.api.token_scores import ChosenToken, Count, list_chosen_tokens, name_by_id
 from plait.server.gateway.request_context import RequestContext
 from plait.server.http.errors import Problem
-from plait.server.http.transfer import new_id
+from plait.server.http.transfer import EVENTS, new_id
 from plait.text.output import Arguments, CallEnd, CallStart, Content, Reasoning
 
 if TYPE_CHECKING:
@@ -170,11 +169,11 @@ def _rates(name: str, count: int, seconds: float) -> dict[str, Any]:
 class ApiReply(ABC):
     """One reply of an API, built from the deltas of its requests: whole, or with `stream` as events.
 
-    `count`: its tokens and times so far. `named`: its events have names. `at_once`: requests that the engine
-    has of it at a time; None: all.
+    `count`: its tokens and times so far. `form`: how its events are written. `at_once`: requests that the
+    engine has of it at a time; None: all.
     """
 
-    named = False
+    form = EVENTS
     at_once: int | None = None
 
     def __init__(self, requests: Sequence[Request], *, stream: bool = False) -> None:
@@ -333,24 +332,3 @@ class ChoiceCourse:
                 case CallEnd(_, complete):
                     self.num_calls += complete
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
-
-
-Body = dict[str, Any] | msgspec.Struct
-Plan = Callable[[RequestContext, Mapping[str, Any]], ApiReply]
-Answer = Callable[[RequestContext, Mapping[str, Any]], Body | Slices[Body]]
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """`POST path`, with the known body fields `fields`: others are accepted, and reported as ignored.
-
-    Called with the context of the request, and its body without its nulls. `plan` makes a reply that is
-    generated, whole or streamed; `answer` computes a body in a thread, in slices if it is a generator
-    (`turns`). One of the two is there. `refusal`: the body of an error, if it is not OpenAI's.
-    """
-
-    path: str
-    fields: frozenset[str]
-    plan: Plan | None = None
-    answer: Answer | None = None
-    refusal: Callable[[Problem], msgspec.Struct] | None = None

@@ -86,6 +86,7 @@ def _function(tool: object) -> Mapping[str, object]:
 MAX_STOPS, MAX_STOP_CHARS = 16, 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_MODEL_NAME = 256  # in each chunk of a reply
+LATEST = ":latest"
 DEFAULT_MODEL = "default"  # vLLM's and SGLang's name for whatever model is served
 MAX_LOGIT_BIAS = 1024
 MAX_MESSAGES = 10_000
@@ -132,9 +133,11 @@ def list_ignored(body: Mapping[str, object], read: frozenset[str], unread: Seque
 def check_model(asked: object, served: str) -> None:
     """Check a request's model. Raises InvalidField for no string, ModelNotFound for one that is not served.
 
-    Null and "default" always mean the served one.
+    Null and "default" always mean the served one. Ollama's tag ":latest" is the same as none.
     """
     if asked is None or asked in (served, DEFAULT_MODEL):
+        return
+    if isinstance(asked, str) and asked.removesuffix(LATEST) == served.removesuffix(LATEST):
         return
     if not isinstance(asked, str):
         raise InvalidField("model: it must be a string", "model")

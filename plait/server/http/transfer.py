@@ -8,6 +8,7 @@ import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -227,26 +228,44 @@ def event_frame(body: Any) -> bytes:
     return b"event: " + str(body.type).encode() + b"\n" + frame(body)
 
 
+def json_line(body: Any) -> bytes:
+    """One object in a line of its own."""
+    return _ENCODE(body) + b"\n"
+
+
+@dataclass(frozen=True, slots=True)
+class StreamForm:
+    """How a stream is written: one event by `frame`, its end by `done`, and `ping` in a long silence."""
+
+    media_type: str
+    frame: Callable[[Any], bytes]
+    done: bytes = b""
+    ping: bytes = b": ping\n\n"
+
+
+EVENTS = StreamForm("text/event-stream", frame, DONE)
+UNMARKED_EVENTS = StreamForm("text/event-stream", frame)  # llama.cpp's: the last event says that it is that
+NAMED_EVENTS = StreamForm("text/event-stream", event_frame)
+# Lines have no comments; a space before an object is part of no value.
+JSON_LINES = StreamForm("application/x-ndjson", json_line, ping=b" ")
+
+
 class EventStream(Response):
     """A streamed response of events. `close` is awaited at its end: done, failed or disconnected.
 
-    `failed`: the events that report a failure, if they are not OpenAI's error object. `named`: events have
-    their own names, and no `[DONE]` at the end.
+    `failed`: the events that report a failure, if they are not OpenAI's error object.
     """
-
-    media_type = "text/event-stream"
 
     def __init__(
         self,
         bodies: AsyncIterator[msgspec.Struct],
         close: Callable[[], Awaitable[None]],
         failed: Callable[[Problem], Iterable[msgspec.Struct]] = lambda found: (found.body(),),
-        *,
-        named: bool = False,
+        form: StreamForm = EVENTS,
     ) -> None:
+        self.media_type, self._form = form.media_type, form
         self.status_code, self.body, self.background = 200, b"", None
         self._bodies, self._close, self._failed, self._last_sent = bodies, close, failed, 0.0
-        self._frame, self._done = (event_frame, b"") if named else (frame, DONE)
         self._sending_since: float | None = None
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
@@ -267,12 +286,12 @@ class EventStream(Response):
     async def _pump(self, send: Send) -> None:
         try:
             async for body in self._bodies:
-                await self._send(send, self._frame(body))
+                await self._send(send, self._form.frame(body))
         except Exception as error:
             for body in self._failed(problem(error)):
-                await self._send(send, self._frame(body))
-        if self._done:
-            await self._send(send, self._done)
+                await self._send(send, self._form.frame(body))
+        if self._form.done:
+            await self._send(send, self._form.done)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send, data: bytes) -> None:
@@ -291,7 +310,7 @@ class EventStream(Response):
             elif silence >= PING_S:
                 try:
                     async with asyncio.timeout(SEND_TIMEOUT_S):  # no other timer limits this send
-                        await self._send(send, b": ping\n\n")
+                        await self._send(send, self._form.ping)
                 except TimeoutError:
                     break
             else:

@@ -13,12 +13,12 @@ from plait.frontend.deltas import ChoiceScore, best_of
 from plait.request import ReplyShape, RequestTrace
 from plait.server.api import validate
 from plait.server.api.content_blocks import ReplyBlocks
+from plait.server.api.endpoint import Endpoint
 from plait.server.api.parse_fields import field_names, parse_as
 from plait.server.api.reply import (
     ChatPlan,
     ChoiceCourse,
     ChoicesReply,
-    Endpoint,
     Part,
     PromptProgress,
     Timings,

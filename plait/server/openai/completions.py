@@ -13,8 +13,9 @@ from plait.errors import InvalidField
 from plait.frontend.deltas import ChoiceScore, best_of
 from plait.request import Request, RequestTrace
 from plait.server.api import validate
+from plait.server.api.endpoint import Endpoint
 from plait.server.api.parse_fields import field_names, parse_as
-from plait.server.api.reply import ChoicesReply, Endpoint, PromptProgress, Timings, Usage, head
+from plait.server.api.reply import ChoicesReply, PromptProgress, Timings, Usage, head
 from plait.server.api.schema import CompletionRequest
 from plait.server.api.token_scores import (
     Count,

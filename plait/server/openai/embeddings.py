@@ -20,8 +20,9 @@ from plait.errors import EngineError, InvalidField, RequestError
 from plait.llm.embed import NOTHING, unit
 from plait.request import Pooling, Request, RequestTrace
 from plait.server.api import validate
+from plait.server.api.endpoint import Endpoint
 from plait.server.api.parse_fields import field_names, parse_as
-from plait.server.api.reply import ApiReply, Endpoint, PromptUsage
+from plait.server.api.reply import ApiReply, PromptUsage
 from plait.server.api.token_scores import Count
 from plait.server.gateway.request_context import RequestContext
 from plait.server.http.transfer import new_id
@@ -204,9 +205,10 @@ class Ranked(msgspec.Struct, frozen=True):
 
 
 class Ranking(msgspec.Struct, kw_only=True, frozen=True):
-    """The nearest document first."""
+    """The nearest document first. `object` is llama.cpp's."""
 
     id: str
+    object: Literal["list"] = "list"
     model: str
     method: Literal["cosine"] = "cosine"
     results: list[Ranked]

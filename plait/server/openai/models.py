@@ -15,8 +15,8 @@ from msgspec import UNSET, UnsetType
 from plait.errors import InvalidField
 from plait.fair_queue import Slices
 from plait.server.api import validate
+from plait.server.api.endpoint import Endpoint
 from plait.server.api.parse_fields import field_names, parse_as
-from plait.server.api.reply import Endpoint
 from plait.server.api.schema import DetokenizeRequest, TokenizeRequest
 from plait.server.api.token_scores import Count
 from plait.server.api.validate import allow_tools, from_template_kwargs

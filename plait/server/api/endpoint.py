@@ -1,0 +1,51 @@
+"""An endpoint as data: its path, the fields it reads, and the function that answers it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from plait.fair_queue import Slices
+from plait.server.api.parse_fields import present
+from plait.server.api.reply import ApiReply
+from plait.server.gateway.request_context import RequestContext
+from plait.server.http.errors import Problem
+
+if TYPE_CHECKING:
+    from plait.frontend.frontend import Front
+
+Body = dict[str, Any] | msgspec.Struct
+Plan = Callable[[RequestContext, Mapping[str, Any]], ApiReply]
+Answer = Callable[[RequestContext, Mapping[str, Any]], Body | Slices[Body]]
+Refusal = Callable[[Problem], msgspec.Struct]
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """`POST path`, with the known body fields `fields`: others are accepted, and reported as ignored.
+
+    Called with the context of the request, and its body as `read` returns it: by default without its nulls
+    and under our names. `plan` makes a reply that is generated, whole or streamed; `answer` computes a body
+    in a thread, in slices if it is a generator (`turns`). One of the two is there. `refusal`: the body of an
+    error, if it is not OpenAI's. `method`: what it takes instead of POST.
+    """
+
+    path: str
+    fields: frozenset[str]
+    plan: Plan | None = None
+    answer: Answer | None = None
+    refusal: Refusal | None = None
+    read: Callable[[Mapping[str, object]], dict[str, object]] = present
+    method: Literal["POST", "DELETE"] = "POST"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLookup:
+    """`GET path`: facts about the served model, computed in a thread from it and its name."""
+
+    path: str
+    answer: Callable[[Front, str], Body | list[Any]]
+    refusal: Refusal | None = None

@@ -1,0 +1,1 @@
+"""Ollama's API: its endpoints over the same chat, completion and embeddings as the others."""

@@ -1,0 +1,129 @@
+"""What the OpenAPI document says of each path: its types, in tables.
+
+A path that is not in them is in the document all the same, with the fields it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from plait.server.anthropic import messages
+from plait.server.api import schema
+from plait.server.gateway.request_context import Health, Readiness
+from plait.server.http.errors import ErrorBody
+from plait.server.http.transfer import EVENTS, JSON_LINES, UNMARKED_EVENTS, StreamForm
+from plait.server.llamacpp import completion, server_facts
+from plait.server.ollama import embed, generate, manage, wire
+from plait.server.openai import chat, completions, embeddings, models, response_items, responses
+
+ITEM_EVENTS = "With stream: named and numbered events, from response.created to response.completed."
+BLOCK_EVENTS = "With stream: named events, from message_start to message_stop."
+Struct = type  # a msgspec Struct or a dataclass
+
+
+class Version(msgspec.Struct, frozen=True):
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One path of the document. `stream`: the type of its stream's events, if it has one, of that `form`."""
+
+    summary: str
+    reply: Struct | None = None
+    body: Struct | None = None
+    stream: Struct | str | None = None
+    form: StreamForm = EVENTS
+    refusal: Struct = ErrorBody
+
+
+OLLAMAS = wire.OllamaError
+GETS: Mapping[str, Operation] = {
+    "/health": Operation("Whether the server can serve; 503: not now", Health),
+    "/ready": Operation("Whether new requests are taken; 503: not now", Readiness),
+    "/live": Operation("Whether it works or will again; 503: only restarting the server helps", Readiness),
+    "/version": Operation("The version of Plait", Version),
+    "/metrics": Operation("The engine's numbers, in Prometheus's text format"),
+    "/v1/models": Operation("The models that are served", models.ModelList),
+    "/tokenizer_info": Operation("The vocabulary and the chat template"),
+    "/v1/models/{id}": Operation("One model", models.ModelCard),
+    "/api/version": Operation("The version of Ollama's API", manage.OllamaVersion, refusal=OLLAMAS),
+    "/api/tags": Operation("The models that are served", manage.Tags, refusal=OLLAMAS),
+    "/api/ps": Operation("The models that are loaded", manage.RunningModels, refusal=OLLAMAS),
+    "/props": Operation("Facts about the server, in llama.cpp's words", server_facts.Props),
+    "/slots": Operation("A list: a slot for each sequence that may run, and whether one does"),
+}
+_SCORE = Operation("How near texts are to each other", embeddings.Scores, embeddings.ScoreRequest)
+_RERANK = Operation("Documents by how near they are to a query", embeddings.Ranking, embeddings.RerankRequest)
+POSTS: Mapping[str, Operation] = {
+    "/v1/completions": Operation(
+        "Text that follows a prompt",
+        completions.Completion,
+        schema.CompletionRequest,
+        completions.Completion,
+    ),
+    "/v1/chat/completions": Operation(
+        "The reply to a conversation",
+        chat.ChatCompletion,
+        schema.ChatRequest,
+        chat.ChatChunk,
+    ),
+    "/v1/embeddings": Operation("Texts as vectors", embeddings.Embeddings, embeddings.EmbeddingRequest),
+    **dict.fromkeys(("/v1/score", "/score"), _SCORE),
+    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), _RERANK),
+    "/apply-template": Operation("A conversation as the model's prompt", body=models.TemplateRequest),
+    "/v1/responses": Operation(
+        "The reply to a conversation, as items",
+        response_items.Response,
+        responses.ResponsesRequest,
+        ITEM_EVENTS,
+    ),
+    "/v1/responses/input_tokens": Operation(
+        "How many tokens the prompt of a response has",
+        responses.ResponseInputTokens,
+        responses.ResponsesRequest,
+    ),
+    "/v1/messages": Operation(
+        "The reply to a conversation, as blocks",
+        messages.MessageReply,
+        messages.MessagesRequest,
+        BLOCK_EVENTS,
+        refusal=messages.MessageError,
+    ),
+    "/v1/messages/count_tokens": Operation(
+        "How many tokens a conversation has",
+        messages.InputTokens,
+        messages.CountRequest,
+        refusal=messages.MessageError,
+    ),
+    "/tokenize": Operation("Text or messages as token ids", models.Tokens, schema.TokenizeRequest),
+    "/detokenize": Operation("Token ids as text", models.DetokenizeReply, schema.DetokenizeRequest),
+    "/api/generate": Operation(
+        "The reply to a prompt",
+        generate.GenerateLine,
+        stream=generate.GenerateLine,
+        form=JSON_LINES,
+        refusal=OLLAMAS,
+    ),
+    "/api/chat": Operation(
+        "The reply to a conversation",
+        generate.ChatLine,
+        stream=generate.ChatLine,
+        form=JSON_LINES,
+        refusal=OLLAMAS,
+    ),
+    "/api/embed": Operation("Texts as vectors of length 1", embed.EmbedReply, refusal=OLLAMAS),
+    "/api/embeddings": Operation("A text as a vector", embed.EmbeddingReply, refusal=OLLAMAS),
+    "/api/show": Operation("The served model", manage.ShownModel, refusal=OLLAMAS),
+    "/api/pull": Operation("Whether a model is here; nothing is fetched", wire.OllamaStatus, refusal=OLLAMAS),
+    **{path: Operation(f"Refused: {why}", refusal=OLLAMAS) for path, why in manage.NOT_DONE.items()},
+    "/completion": Operation(
+        "Text that follows a prompt, in llama.cpp's words",
+        completion.NativeCompletion,
+        stream=completion.NativeCompletion,
+        form=UNMARKED_EVENTS,
+    ),
+}

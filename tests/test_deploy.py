@@ -1,0 +1,236 @@
+"""Images, compose.yaml, the dashboard and the systemd unit name only what the code has."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import re
+import shutil
+import subprocess
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from prometheus_client import CollectorRegistry
+
+from plait.cli.main import cli
+from plait.config import ServerConfig
+from plait.engine.metrics import Metrics, RemoteMetrics
+from plait.server.app import create_app
+from plait.server.gateway.middleware import PUBLIC, Traffic
+from plait.server.gateway.request_context import LoadingState
+from tests.test_distribution import settings
+
+ROOT = Path(__file__).resolve().parent.parent
+DEPLOY = ROOT / "deploy"
+DOCKERFILES = ("Dockerfile", "Dockerfile.cuda")
+SERVER = ServerConfig()
+
+
+def serve_options() -> set[str]:
+    found = cli.get_command(click.Context(cli), "serve")
+    assert found is not None
+    return {name for param in found.params for name in (*param.opts, *param.secondary_opts)}
+
+
+def paths() -> set[str]:
+    routes: list[Any] = list(create_app(LoadingState(), SERVER).routes)
+    return {route.path for route in routes}
+
+
+def steps(name: str) -> list[tuple[str, str]]:
+    """(instruction, its text) of a Dockerfile, continued lines joined."""
+    text = re.sub(r"\\\n\s*", " ", (ROOT / name).read_text("utf-8"))
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    return [(line.split()[0], line.split(maxsplit=1)[1]) for line in lines]
+
+
+def compose() -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text("utf-8"))
+    return found
+
+
+def unit() -> configparser.ConfigParser:
+    found = configparser.ConfigParser(interpolation=None, strict=True)
+    found.optionxform = str  # type: ignore[assignment, method-assign]
+    found.read(DEPLOY / "plait.service", encoding="utf-8")
+    return found
+
+
+def flags(words: list[str]) -> set[str]:
+    return {word.partition("=")[0] for word in words if word.startswith("--")}
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_an_image_serves_on_the_port_it_exposes_and_is_checked_at_a_public_path(name: str) -> None:
+    found = dict(steps(name))
+    entry = json.loads(found["ENTRYPOINT"])
+    assert entry[:2] == ["plait", "serve"]
+    assert flags(entry) <= serve_options()
+    port = entry[entry.index("--port") + 1]
+    assert port == found["EXPOSE"] == str(SERVER.port)
+    assert entry[entry.index("--host") + 1] == "0.0.0.0"
+    asked = re.search(rf"http://127\.0\.0\.1:{port}(/\w+)", found["HEALTHCHECK"])
+    assert asked is not None
+    assert asked[1] == "/live"
+    assert asked[1] in PUBLIC & paths()
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_an_image_runs_as_a_user_with_its_caches_on_a_volume(name: str) -> None:
+    found = dict(steps(name))
+    user = next(text for kind, text in steps(name) if kind == "RUN" and "useradd" in text)
+    assert f"--uid {found['USER']} " in user
+    assert int(found["USER"]) > 0
+    assert f"--home-dir {found['VOLUME']} " in user
+    env = dict(pair.split("=", 1) for kind, text in steps(name) if kind == "ENV" for pair in text.split())
+    assert env["HOME"] == found["VOLUME"] == found["WORKDIR"]
+    kinds = [kind for kind, _ in steps(name)]
+    assert kinds.index("USER") > max(i for i, kind in enumerate(kinds) if kind == "RUN")
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_an_image_is_built_from_files_that_its_context_has(name: str) -> None:
+    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text("utf-8").split() if line.startswith("!")}
+    copied = {
+        source
+        for kind, text in steps(name)
+        if kind == "COPY" and "--from=" not in text
+        for source in text.split()[:-1]
+    }
+    assert copied == kept
+    assert all((ROOT / source).exists() for source in copied)
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_an_image_installs_a_python_a_torch_and_an_extra_that_the_package_names(name: str) -> None:
+    project = settings()["project"]
+    (version,) = {text.partition("=")[2] for kind, text in steps(name) if kind == "ARG"}
+    assert f"Programming Language :: Python :: {version}" in project["classifiers"]
+    runs = [text for kind, text in steps(name) if kind == "RUN" and text.startswith("pip install")]
+    assert all("-c constraints.txt" in text for text in runs)
+    assert runs[0].endswith(" torch")
+    needed = {Requirement(one).name for one in project["dependencies"]}
+    assert "torch" in needed
+    (extra,) = re.findall(r'"\.\[(\w+)\]"', runs[-1])
+    assert extra in project["optional-dependencies"]
+    assert re.search(r"^torch==", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE)
+    assert ("whl/cpu" in runs[0]) == (name == "Dockerfile")
+
+
+def test_compose_starts_the_server_with_options_it_has() -> None:
+    plait = compose()["services"]["plait"]
+    assert flags(plait["command"]) <= serve_options()
+    assert set(plait["environment"]) == {"PLAIT_API_KEY", "HF_TOKEN"}
+    (port,) = plait["ports"]
+    assert port == f"127.0.0.1:{SERVER.port}:{SERVER.port}"
+    assert plait["volumes"] == [f"cache:{dict(steps('Dockerfile'))['VOLUME']}"]
+    assert int(plait["stop_grace_period"].removesuffix("s")) > SERVER.shutdown_timeout_s
+    assert (plait["read_only"], plait["cap_drop"]) == (True, ["ALL"])
+
+
+def test_compose_names_files_volumes_and_services_that_are_there() -> None:
+    found = compose()
+    for service in found["services"].values():
+        for volume in service["volumes"]:
+            source = volume.split(":")[0]
+            assert source in found["volumes"] or (ROOT / source).is_file(), volume
+        assert set(service.get("depends_on", ())) <= set(found["services"])
+    override = yaml.safe_load((DEPLOY / "compose.cuda.yaml").read_text("utf-8"))["services"]
+    assert set(override) <= set(found["services"])
+    assert (ROOT / override["plait"]["build"]["dockerfile"]).is_file()
+
+
+def test_prometheus_scrapes_the_service_and_grafana_reads_prometheus() -> None:
+    (job,) = yaml.safe_load((DEPLOY / "prometheus.yml").read_text("utf-8"))["scrape_configs"]
+    assert job["metrics_path"] in paths()
+    assert job["static_configs"] == [{"targets": [f"plait:{SERVER.port}"]}]
+    (source,) = yaml.safe_load((DEPLOY / "grafana/datasources.yml").read_text("utf-8"))["datasources"]
+    assert source["url"] == "http://prometheus:9090"
+    assert "prometheus" in compose()["services"]
+    (provider,) = yaml.safe_load((DEPLOY / "grafana/dashboards.yml").read_text("utf-8"))["providers"]
+    mounted = [volume.split(":")[1] for volume in compose()["services"]["grafana"]["volumes"]]
+    assert f"{provider['options']['path']}/plait.json" in mounted
+    dashboard = json.loads((DEPLOY / "grafana/plait.json").read_text("utf-8"))
+    used = {panel["datasource"]["uid"] for panel in dashboard["panels"] if panel["type"] != "row"}
+    assert used == {source["uid"]}
+
+
+class Counts:
+    """A scheduler of which every number is 0."""
+
+    cache_counts: Mapping[str, int] = {}
+
+    def stats(self) -> Mapping[str, int]:
+        return defaultdict(int)
+
+
+def metric_labels() -> dict[str, set[str]]:
+    """Every name that /metrics has, with the labels of its samples."""
+    registry = CollectorRegistry()
+    registry.register(RemoteMetrics(lambda number: False, lambda: (0, True)))
+    traffic = Traffic(SERVER)
+    traffic._requests.labels("route", "GET", "200").inc()
+    traffic._seconds.labels("route").observe(1.0)
+    found: dict[str, set[str]] = {}
+    for one in (Metrics(Counts()).registry, registry, traffic.registry):
+        for family in one.collect():
+            for sample in (one for one in family.samples if not one.name.endswith("_created")):
+                found.setdefault(sample.name, set()).update(sample.labels)
+    return found
+
+
+def test_the_dashboard_names_metrics_and_labels_that_the_server_has() -> None:
+    known = metric_labels()
+    dashboard = json.loads((DEPLOY / "grafana/plait.json").read_text("utf-8"))
+    panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
+    asked = [target["expr"] for panel in panels for target in panel["targets"]]
+    used: set[str] = set()
+    for text in asked:
+        names = set(re.findall(r"plait_\w+", text))
+        assert names <= known.keys(), text
+        used |= names
+        labels = {"instance"}.union(*(known[name] for name in names))
+        inside = {label for part in re.findall(r"\{([^}]*)\}", text) for label in re.findall(r"(\w+)=", part)}
+        grouped = {label for part in re.findall(r"by \(([^)]*)\)", text) for label in part.split(", ")}
+        assert inside | grouped <= labels, text
+        assert text.count("(") == text.count(")")
+    families = {re.sub(r"_(bucket|count|sum)$", "", name) for name in known}
+    shown = {re.sub(r"_bucket$", "", name) for name in used}
+    assert families - shown == set(), "the dashboard shows every metric"
+    ids = [panel["id"] for panel in dashboard["panels"]]
+    assert len(ids) == len(set(ids))
+
+
+def test_the_unit_starts_the_server_and_gives_it_time_to_stop() -> None:
+    service = unit()["Service"]
+    command = service["ExecStart"].split()
+    assert [Path(command[0]).name, command[1]] == ["plait", "serve"]
+    assert flags(command) <= serve_options()
+    assert int(service["TimeoutStopSec"]) > SERVER.shutdown_timeout_s
+    assert service["ExecReload"] == "/bin/kill -HUP $MAINPID"
+    assert int(service["LimitNOFILE"]) > SERVER.max_connections
+    assert service["Environment"] == f"HOME=/var/cache/{service['CacheDirectory']}"
+    assert {*service["RestartPreventExitStatus"].split()} == {"2", "3"}  # options, the model: operations.md
+    assert (service["DynamicUser"], service["NoNewPrivileges"], service["ProtectSystem"]) == (
+        *("yes", "yes"),
+        "strict",
+    )
+    assert "MemoryDenyWriteExecute" not in service  # it would forbid compiled kernels
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+def test_systemd_reads_the_unit_and_finds_it_hardened(tmp_path: Path) -> None:
+    text = (DEPLOY / "plait.service").read_text("utf-8")
+    file = tmp_path / "plait.service"
+    file.write_text(text.replace("/opt/plait/bin/plait", "/bin/true"), "utf-8")  # which must be there
+    done = subprocess.run(["systemd-analyze", "verify", str(file)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    rate = ["systemd-analyze", "security", "--offline=true", "--threshold=20", str(file)]
+    assert subprocess.run(rate, capture_output=True, text=True).returncode == 0  # at most 2.0 of 10
