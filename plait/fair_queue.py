@@ -137,7 +137,7 @@ class FairThreads(Executor):
 
     def __init__(self, num_threads: int, each: int, name: str) -> None:
         self._pool = ThreadPoolExecutor(num_threads, name)
-        self._queue = FairQueue[tuple[Future[Any], Callable[[], Any]]](each)
+        self._queue = FairQueue[tuple[Future[Any], Callable[[], object]]](each)
         self._lock = threading.Lock()
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:

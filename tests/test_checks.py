@@ -255,6 +255,21 @@ def test_what_programs_wrote_does_not_decide_which_paths_are_ours(tmp_path: Path
     assert check_words.missing_paths(tmp_path) == []
 
 
+def test_check_sizes_counts_lines_with_loose_types(tmp_path: Path) -> None:
+    text = (
+        "from typing import Any, cast\n\n"
+        '"""Any text, and a cast( of words."""\n'
+        "def read(value: Any, place: Any) -> Any:\n    return cast(int, place.bitcast(value))\n"
+    )
+    write(tmp_path, {"ops/norm.py": text, "ops/rope.py": "Json = Any\n"})
+    assert check_sizes.too_loose(tmp_path, most=4) == ["plait/ops/rope.py:1: another name for Any hides it"]
+    assert check_sizes.too_loose(tmp_path, most=3)[1] == "plait: 4 lines with Any or cast, the cap is 3"
+
+
+def test_lines_with_loose_types_are_within_their_cap() -> None:
+    assert check_sizes.too_loose() == []
+
+
 def test_check_names_names_a_public_class_that_stands_twice(tmp_path: Path) -> None:
     text = "class Plan:\n    pass\n\nclass _Own:\n    pass\n"
     write(tmp_path, {"schedule/plan.py": text, "convert/convert.py": text})

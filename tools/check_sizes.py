@@ -1,6 +1,7 @@
-"""Small by measure: the longest file, the longest function, and each package.
+"""Small by measure: the longest file, the longest function, each package, and the lines with loose types.
 
-A function's length is its lines without decorators and docstring. `python tools/check_sizes.py` prints what
+A function's length is its lines without decorators and docstring. A line with a loose type names `Any` or
+calls `cast`. `python tools/check_sizes.py` prints what
 is too long and exits with 1; `--table` also prints the size of every package.
 """
 
@@ -40,6 +41,10 @@ CAPS = {
     "verify": 1_410,
     "worker": 1_960,
 }
+
+# Lines of plait/ with `Any` (its imports, too) or typing's `cast`. It falls when they go, and is not raised:
+# `object`, a TypeVar, a Protocol or a class says more.
+LOOSE_LINES = 840
 
 # path, or path:function -> (limit, reason). The only list of exceptions.
 EXCEPTIONS: dict[str, tuple[int, str]] = {}
@@ -89,6 +94,42 @@ def too_long(root: Path = ROOT) -> list[str]:
     return found
 
 
+def is_loose(node: ast.AST) -> bool:
+    """Whether this names `Any`, calls `cast` by its own name, or imports one of them."""
+    match node:
+        case ast.ImportFrom(module="typing", names=names):
+            return any(alias.name in ("Any", "cast") for alias in names)
+        case ast.Name(id="Any") | ast.Call(func=ast.Name(id="cast")):
+            return True
+    return False
+
+
+def loose_lines(tree: ast.Module) -> set[int]:
+    """The lines of a module with loose types."""
+    return {node.lineno for node in ast.walk(tree) if is_loose(node)}
+
+
+def renamed_any(tree: ast.Module) -> list[int]:
+    """Where another name is given to `Any` alone, which would hide it."""
+    assigned = (node for node in ast.walk(tree) if isinstance(node, ast.Assign | ast.AnnAssign))
+    return [n.lineno for n in assigned if isinstance(n.value, ast.Name) and n.value.id == "Any"]
+
+
+def too_loose(root: Path = ROOT, most: int | None = None) -> list[str]:
+    """What `LOOSE_LINES` refuses, and every other name for `Any`."""
+    trees = {where: ast.parse(text) for where, text in sources(root) if where.startswith("plait/")}
+    found = [
+        f"{where}:{line}: another name for Any hides it"
+        for where, tree in trees.items()
+        for line in renamed_any(tree)
+    ]
+    most = LOOSE_LINES if most is None else most
+    count = sum(len(loose_lines(tree)) for tree in trees.values())
+    if count > most:
+        found.append(f"plait: {count} lines with Any or cast, the cap is {most}")
+    return found
+
+
 def folders(root: Path = ROOT) -> dict[str, int]:
     """Lines of each folder right under `plait/`, and of its own modules under "."."""
     found: dict[str, int] = {}
@@ -104,13 +145,15 @@ def table(root: Path = ROOT) -> str:
     """Lines of each folder of the package, next to its cap."""
     found = folders(root)
     rows = [f"{lines:6} of {CAPS.get(folder, 0):6}  {folder}" for folder, lines in found.items()]
+    loose = sum(len(loose_lines(ast.parse(t))) for where, t in sources(root) if where.startswith("plait/"))
+    rows.append(f"{loose:6} of {LOOSE_LINES:6}  lines with Any or cast")
     return "\n".join([*rows, f"{sum(found.values()):6} of {sum(CAPS.values()):6}  in all"])
 
 
 def main() -> int:
     if "--table" in sys.argv:
         print(table())
-    found = too_long()
+    found = too_long() + too_loose()
     print("\n".join(found) if found else "sizes: every file and function is within its limit")
     return 1 if found else 0
 

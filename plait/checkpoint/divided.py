@@ -18,6 +18,7 @@ from plait.errors import ShapeMismatch
 from plait.ops.activation import combine
 from plait.ops.linear import Linear
 from plait.ops.ranks import Alone, Comm, GatheredLinear, ShareLinear
+from plait.ops.registry import Bind
 from plait.partition import Cut, Range, Rank, width
 from plait.quant.weight import Weight
 
@@ -110,7 +111,7 @@ def divide_linear(
     bias: Tensor | None,
     cuts: Cuts,
     build: Callable[[Weight, Tensor | None], Linear],
-    bind: Callable[..., Any],
+    bind: Bind,
 ) -> Any:
     """A linear layer with divided inputs: `name` has a cut of columns, `weight` is whole.
 
@@ -155,7 +156,7 @@ def _gather_inputs(
     bias: Tensor | None,
     cuts: Cuts,
     build: Callable[[Weight, Tensor | None], Linear],
-) -> Any:
+) -> object:
     rank, n_out = cuts.comm.rank, weight.shape[0]
     if rank.size == 1:
         return build(weight, bias)

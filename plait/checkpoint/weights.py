@@ -103,18 +103,18 @@ class Weights:
         target: Target,
         prefix: str = "",
         used: set[str] | None = None,
-        made: dict[str, Any] | None = None,
+        made: dict[str, object] | None = None,
         cuts: Cuts | None = None,
     ) -> None:
         self.checkpoint, self.names, self.target, self.prefix = checkpoint, names, target, prefix
         self.cuts = target.cuts if cuts is None else cuts
         self._used: set[str] = set() if used is None else used
-        self._made: dict[str, Any] = {} if made is None else made
+        self._made: dict[str, object] = {} if made is None else made
 
     def scope(self, name: str) -> Weights:
         return self._at(self._full(name))
 
-    def shared(self, name: str, build: Callable[[Weights], Any]) -> Any:
+    def shared(self, name: str, build: Callable[[Weights], object]) -> Any:
         """What several users have in common, under a name from the root: built for the first of them only."""
         if name not in self._made:
             self._made[name] = build(self._at(name))
@@ -330,7 +330,7 @@ class Weights:
             "; nothing was encoded" if nothing else "",
         )
 
-    def bind(self, op: Op, **sizes: Any) -> Callable[..., Any]:
+    def bind(self, op: Op, **sizes: object) -> Callable[..., Any]:
         """The variant of an op for this target; recorded for `plait info --ops`."""
         target = self.target
         fn, rows = op.bind_parts(self._facts(sizes), self.prefix, target.ops, target.no_fuse)
@@ -338,7 +338,7 @@ class Weights:
         return fn
 
     def bind_pair(
-        self, writer: Op, reader: Op, **sizes: Any
+        self, writer: Op, reader: Op, **sizes: object
     ) -> tuple[Callable[..., Any] | None, Callable[..., Any]]:
         """What writes a cache and what reads it: kernels of one name, because both know how it lies there.
 
@@ -356,7 +356,7 @@ class Weights:
         target.bound.append(row)
         return write, read
 
-    def _facts(self, sizes: Mapping[str, Any]) -> OpFacts:
+    def _facts(self, sizes: Mapping[str, object]) -> OpFacts:
         target = self.target
         shared = {name: getattr(target, name) for name in ("block_size", "kv_dtype", "deterministic")}
         return OpFacts(target.platform, target.dtype, shared | dict(sizes), target.executor, target.chip)

@@ -9,6 +9,7 @@ import click
 
 from plait.cli.bench_serve import serve
 from plait.cli.common.options import (
+    Command,
     TokenIds,
     common_options,
     engine_option,
@@ -40,7 +41,7 @@ def bench() -> None:
     """Measure how fast a model and its ops are here. Results are checked before they are timed."""
 
 
-def _sizes(command: Any) -> Any:
+def _sizes(command: Command) -> Command:
     for name, text in reversed(SIZES.items()):
         command = click.option(f"--{name}", type=TokenIds(), metavar="N,N,…", help=text)(command)
     return command

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from plait.cli.common.options import (
+    Decorator,
     common_options,
     engine_options,
     engine_settings,
@@ -33,9 +34,11 @@ SIZE, COUNT = click.IntRange(1), click.IntRange(0)
 CHATS = click.Path(path_type=Path, dir_okay=False)
 
 
-def _option(names: str, kind: Any, text: str, default: Any = None, **more: Any) -> Any:
+def _option(
+    names: str, kind: type | click.ParamType[Any], text: str, default: object = None, **more: object
+) -> Decorator:
     """An option; its default is shown where it has one."""
-    shown = {"default": default, "show_default": default not in (None, math.inf), **more}
+    shown: dict[str, Any] = {"default": default, "show_default": default not in (None, math.inf), **more}
     return click.option(*names.split(), type=kind, help=text, **shown)
 
 

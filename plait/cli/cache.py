@@ -14,7 +14,7 @@ import click
 from plait.cache_folder import NO_HOME, cache_base
 from plait.checkpoint.packed_cache.file_format import drop_unfinished, list_packed
 from plait.cli.common.format_model import bytes_text
-from plait.cli.common.options import common_options, json_option, to_json
+from plait.cli.common.options import Command, common_options, json_option, to_json
 from plait.cli.hub import ago
 from plait.errors import ConfigError
 from plait.kernels.load import cached_kernels, remove_cached
@@ -36,7 +36,7 @@ class CachedItem:
     path: Path
 
 
-def folder_option(function: Any) -> Any:
+def folder_option(function: Command) -> Command:
     text = "the folder to look into, if it is not ~/.cache/plait"
     return click.option("--cache-dir", metavar="FOLDER", help=text)(function)
 

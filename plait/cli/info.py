@@ -302,7 +302,7 @@ def source_lines(sources: Mapping[str, Facts]) -> list[str]:
     return columns(rows)
 
 
-def shorten(value: Any, limit: int = 28) -> str:
+def shorten(value: object, limit: int = 28) -> str:
     """A value in one short line, with a sign of what is cut."""
     text = f"{value:g}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
     if len(text) <= limit:

@@ -71,7 +71,7 @@ def begin_engine(engine: EngineConfig) -> StartedProcess | None:
 
 
 def merge_settings(
-    settings: Mapping[str, Any], explicit: set[str], table: Mapping[str, Any]
+    settings: Mapping[str, object], explicit: set[str], table: Mapping[str, object]
 ) -> dict[str, Any]:
     """A command's settings, with those of a file where none was given."""
     fixed = explicit | ({"device"} if "cpu" in explicit else set())

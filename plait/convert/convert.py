@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -111,10 +111,10 @@ class ConversionPlan:
 
     numbers: Numbers
     stored: Sequence[StorageForm]
-    keys: Mapping[str, Any] = field(default_factory=dict)  # of GGUF
+    keys: Mapping[str, object] = field(default_factory=dict)  # of GGUF
     extra: Mapping[str, Tensor] = field(default_factory=dict)
     value_types: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    config: Mapping[str, Any] | None = None  # of safetensors
+    config: Mapping[str, object] | None = None  # of safetensors
     is_copy: bool = False  # of safetensors, as they are packed
     notes: tuple[str, ...] = ()
 
@@ -216,16 +216,18 @@ def _own_plan(opened: Opened, model: Model, choice: StorageChoice, why: str) -> 
     return ConversionPlan(numbers, stored, keys, notes=(f"only Plait reads this file: {why}",))
 
 
-def _rest_of_keys(opened: Opened, stored: Sequence[StorageForm], *, is_own: bool = False) -> dict[str, Any]:
+def _rest_of_keys(
+    opened: Opened, stored: Sequence[StorageForm], *, is_own: bool = False
+) -> dict[str, object]:
     name = (opened.metadata or {}).get("general.name", opened.files.name)
     return {"general.name": name, **_about(stored), **vocabulary_keys(opened, is_own=is_own)}
 
 
-def _about(stored: Sequence[StorageForm]) -> dict[str, Any]:
+def _about(stored: Sequence[StorageForm]) -> dict[str, object]:
     return {"general.quantization_version": 2, "general.file_type": file_type(stored)}
 
 
-def _raw_config(opened: Opened) -> dict[str, Any] | None:
+def _raw_config(opened: Opened) -> dict[str, object] | None:
     """config.json of the checkpoint, with the values of --set and of a probe.
 
     Raises ConfigError if it cannot hold them.

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
@@ -45,7 +43,7 @@ def _fill_v2(t: Tensors) -> None:
     t.default("routed_scaling_factor", 16.0 if count == 160 else 1.0, f"usual for {count} experts")
 
 
-def _hf_latent(config: Mapping[str, Any], spec: ModelSpec) -> Values:
+def _hf_latent(config: Config, spec: ModelSpec) -> Values:
     mixer = next(spec.mixers_of(MlaSpec))
     return {**first_dense(config, spec), "q_lora_rank": mixer.q_rank}
 

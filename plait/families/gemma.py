@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from plait.checkpoint.names import NameMap, Rules
 from plait.families.common.detection import ArchitectureMarker, Detection, Q
 from plait.families.common.hf_config import HfConfig, Values
@@ -38,7 +35,7 @@ def _fill_gemma2(t: Tensors) -> None:
     _fill_gemma(t)
 
 
-def _hf_gemma(config: Mapping[str, Any], spec: ModelSpec) -> Values:
+def _hf_gemma(config: Config, spec: ModelSpec) -> Values:
     mixer = next(spec.mixers_of(AttentionSpec))
     return {"query_pre_attn_scalar": round(mixer.scale**-2)}
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
 from plait.checkpoint.names import NameMap, Rules
@@ -45,7 +42,7 @@ def _fill_granite(t: Tensors) -> None:
     t.default("position_embedding_type", "nope", "usual for Granite 4")
 
 
-def _hf_granite(config: Mapping[str, Any], spec: ModelSpec) -> Values:
+def _hf_granite(config: Config, spec: ModelSpec) -> Values:
     has_experts = any(spec.mixers_of(MoeSpec))
     return {
         **mamba_expansion(config, spec),
@@ -54,7 +51,7 @@ def _hf_granite(config: Mapping[str, Any], spec: ModelSpec) -> Values:
     }
 
 
-def _hf_nemotron(config: Mapping[str, Any], spec: ModelSpec) -> Values:
+def _hf_nemotron(config: Config, spec: ModelSpec) -> Values:
     mixer = next(spec.mixers_of(Mamba2Spec))
     words = {LINEAR: "linear_attention", FULL: "full_attention"}
     return {

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -82,12 +81,12 @@ def _check(c: Config) -> None:
             raise UnsupportedModel(f"{key} = {c[key]!r} is not implemented for Kimi-Linear; known: {value!r}")
 
 
-def _sizes(c: Mapping[str, Any]) -> dict[str, int]:
+def _sizes(c: Config) -> dict[str, int]:
     nested = c.get("linear_attn_config") or {}
     return {ours: nested.get(theirs, c[ours]) for theirs, ours in NESTED.items()}
 
 
-def _widths(c: Mapping[str, Any]) -> tuple[int, int, int]:
+def _widths(c: Config) -> tuple[int, int, int]:
     """Widths of q, k and v."""
     sizes = _sizes(c)
     width = sizes["linear_num_heads"] * sizes["linear_head_dim"]
@@ -182,7 +181,7 @@ def negative_exp_flat(source: str) -> Derived:
     return Derived(lambda w, **_: -as_tensor(w).float().exp().flatten(), (source,), (back,))
 
 
-def _gguf_names(c: Mapping[str, Any]) -> Rules:
+def _gguf_names(c: Config) -> Rules:
     kernels = [f"{B}.ssm_conv1d_{x}.weight" for x in "qkv"]
     return {
         **gguf_delta_tensors(KDA, B),

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from plait.checkpoint.names import NameMap, Rules, Source
 from plait.errors import UnsupportedModel
 from plait.families.common.detection import ArchitectureMarker, Detection
@@ -25,7 +22,7 @@ PARTS = {"gate": "w1", "up": "w3", "down": "w2"}
 BIAS = "feed_forward.expert_bias"
 
 
-def _hf_dense_layers(config: Mapping[str, Any], spec: ModelSpec) -> Values:
+def _hf_dense_layers(config: Config, spec: ModelSpec) -> Values:
     return {"num_dense_layers": first_dense(config, spec)["first_k_dense_replace"]}
 
 
@@ -185,7 +182,7 @@ def _expert_names(c: Config) -> Rules:
     }
 
 
-def _gguf_names(c: Mapping[str, Any]) -> Rules:
+def _gguf_names(c: Config) -> Rules:
     b = "blk.{i}"
     return {
         "norm": ("token_embd_norm", "output_norm"),

@@ -21,7 +21,7 @@ from plait.spec import BranchSpec, Mamba2Spec, ModelSpec, NormSpec
 PREFIXES = ("backbone.", "model.backbone.")
 
 
-def _hf_mamba2(config: Mapping[str, Any], spec: ModelSpec) -> Values:
+def _hf_mamba2(config: Config, spec: ModelSpec) -> Values:
     mixer = next(spec.mixers_of(Mamba2Spec))
     return {"head_dim": mixer.head_dim, "num_heads": mixer.num_heads, "expand": expansion(mixer, spec)}
 

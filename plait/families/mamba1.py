@@ -28,14 +28,14 @@ SIZES = {"mamba_d_conv": 4, "mamba_d_state": 16, "mamba_expand": 2, "mamba_dt_ra
 ALONE = {**SIZES, "norm_eps": 1e-5, "hidden_act": "silu"}
 
 
-def _hf_mamba1(config: Mapping[str, Any], spec: ModelSpec) -> Values:
+def _hf_mamba1(config: Config, spec: ModelSpec) -> Values:
     mixer = next(spec.mixers_of(Mamba1Spec))
     if mixer.inner_size % spec.hidden_size == 0:
         return {"expand": mixer.inner_size // spec.hidden_size, "intermediate_size": mixer.inner_size}
     return {"intermediate_size": mixer.inner_size}
 
 
-def _hf_period(config: Mapping[str, Any], spec: ModelSpec) -> Values:
+def _hf_period(config: Config, spec: ModelSpec) -> Values:
     """Jamba's way to say which layers attend: one in every `period`, from an offset on."""
     kinds = config["layer_types"]
     attends = [i for i, kind in enumerate(kinds) if kind == FULL]
@@ -175,7 +175,7 @@ def state_spaces_mamba1(c: Config, ssm: Mapping[str, Any]) -> tuple[ModelSpec, N
     return mamba1_model(c, "mamba")
 
 
-def mamba1_in_gguf(c: Mapping[str, Any]) -> dict[str, Source | tuple[Source, ...]]:
+def mamba1_in_gguf(c: Config) -> dict[str, Source | tuple[Source, ...]]:
     """A Mamba1 mixer in a GGUF file, where the general table means Mamba2."""
     b, ours = "blk.{i}", "layers.{i}.ssm"
     return {

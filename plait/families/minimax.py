@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from plait.checkpoint.names import NameMap, Rules
@@ -112,7 +111,7 @@ def _expert_names(theirs: str, count: int) -> Rules:
     return {f"{FFN}.router": f"{theirs}.gate", **mixtral_experts(FFN, theirs, count)}
 
 
-def _gguf_names(c: Mapping[str, Any]) -> Rules:
+def _gguf_names(c: Config) -> Rules:
     return {
         f"{MIX}.qkv": f"{B}.attn_qkv",
         f"{MIX}.gate": f"{B}.attn_gate",

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -105,7 +102,7 @@ def _names(c: Config, prefix: str) -> Rules:
     }
 
 
-def _split_mixer(c: Mapping[str, Any], into: str, steps: str, qkv: str) -> dict[str, Source]:
+def _split_mixer(c: Config, into: str, steps: str, qkv: str) -> dict[str, Source]:
     """What PLaMo stores in one tensor, or in an order of its own."""
     rank, state = c["mamba_dt_rank"], c["mamba_d_state"]
     q, kv = c["num_attention_heads"] * c["head_dim"], c["num_key_value_heads"] * c["head_dim"]
@@ -128,7 +125,7 @@ def _heads_apart(heads: int, dim: int) -> Tensor:
     return torch.cat([rows[:, 1].flatten(), rows[:, 0].flatten()])
 
 
-def _gguf_names(c: Mapping[str, Any]) -> Rules:
+def _gguf_names(c: Config) -> Rules:
     b = "blk.{i}"
     names: dict[str, Source | tuple[Source, ...]] = {
         "layers.{i}.ssm.norm": f"{b}.attn_norm",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from plait.checkpoint.names import NameMap, Rules, Source
 from plait.families.common.detection import ArchitectureMarker, Detection
@@ -182,7 +181,7 @@ def _qkv(c: Config, source: str) -> dict[str, Source]:
     }
 
 
-def _gguf_names(c: Mapping[str, Any]) -> Rules:
+def _gguf_names(c: Config) -> Rules:
     config = Config(c)
     return {
         "layers.{i}.ffn.norm": f"{B}.post_attention_norm",
@@ -195,7 +194,7 @@ def _gguf_names(c: Mapping[str, Any]) -> Rules:
     }
 
 
-def _gguf_names_of_next(c: Mapping[str, Any]) -> Rules:
+def _gguf_names_of_next(c: Config) -> Rules:
     """b and a of one key head lie together; in old files so do q, k, v and z."""
     config = Config(c)
     apart: dict[str, Source] = {

@@ -64,7 +64,7 @@ def resolve(
     shapes: Shapes,
     *,
     read: Callable[[str], Tensor],
-    gguf: Mapping[str, Any] | None = None,
+    gguf: Mapping[str, object] | None = None,
     overrides: Sequence[str] = (),
     ssm_mode: Literal["ssd", "exact"] = "ssd",
     a_source: Literal["auto", "trainer", "saved"] = "auto",
@@ -136,7 +136,7 @@ def parse_override(text: str) -> tuple[str, Any]:
         raise ConfigError(f"--set {text}: {value!r} is not JSON (a word needs quotes: '\"word\"')") from None
 
 
-def _check_keys(given: Mapping[str, Any], flat: Mapping[str, Any]) -> None:
+def _check_keys(given: Mapping[str, Any], flat: Mapping[str, object]) -> None:
     """Refuse keys that nothing reads, because they would be ignored in silence."""
     aliases = {name for others in ALIASES.values() for name in others}
     known = {*KEYS, *ALIASES, *aliases, *NEUTRAL, *(set(flat) - set(given))}

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from plait.loading.build import Loaded
 
 Prompt = str | Sequence[int]
-Messages = Sequence[Mapping[str, Any]]
+Messages = Sequence[Mapping[str, object]]
 Asked = tuple[Request, str | None, SamplingParams]  # for the engine, the prompt, the caller's
 CHAT_PARAMS = SamplingParams(max_tokens=None)
 

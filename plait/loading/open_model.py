@@ -114,7 +114,7 @@ def open_model(model: str, config: EngineConfig, *, probed: bool = True) -> Open
 
 
 def with_values(
-    opened: Opened, values: Mapping[str, Any], source: Callable[[str], str] = lambda _: "probed"
+    opened: Opened, values: Mapping[str, object], source: Callable[[str], str] = lambda _: "probed"
 ) -> Resolved:
     """The model as resolved with these keys in its config. --set wins. Raises as `open_model` does."""
     raw = read_json(opened.files.config, "config.json") if opened.files.config else None
@@ -232,8 +232,8 @@ def banned_ids(tokenizer: Tokenizer | None, vocab_size: int) -> tuple[int, ...]:
 
 def _resolve(
     checkpoint: GgufFile | QuantizedCheckpoint,
-    raw: Mapping[str, Any] | None,
-    metadata: Mapping[str, Any] | None,
+    raw: Mapping[str, object] | None,
+    metadata: Mapping[str, object] | None,
     config: EngineConfig,
 ) -> Resolved:
     def read(name: str) -> Tensor:

@@ -83,7 +83,7 @@ def shelf_of(opened: Opened, target: Target) -> Shelf | None:
     return Shelf(folder / name, str(opened.files.weights[0].resolve()), key)
 
 
-def key_of(opened: Opened, target: Target) -> dict[str, Any]:
+def key_of(opened: Opened, target: Target) -> dict[str, object]:
     """All that decides how weights are packed, as plain values."""
     files, resolved, config = opened.files, opened.resolved, opened.config
     texts = [*files.side_files.values(), *([files.config] if files.config else [])]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import CodeType, FunctionType, TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -44,7 +44,7 @@ from plait.runner.sampler import Sampler
 from plait.state.store import StateStore
 
 log = logging.getLogger("plait")
-Kept = dict[Any, Linear]
+Kept = dict[object, Linear]
 
 
 class KeptWeights(Weights):
@@ -116,16 +116,16 @@ class ModelScorer:
         if self._target.executor:
             self._target.executor.close()
 
-    def quantities(self, values: Mapping[str, Any]) -> list[Quantity]:
+    def quantities(self, values: Mapping[str, object]) -> list[Quantity]:
         """What is open under these values."""
         return quantities(self._resolved(values))
 
-    def identity(self, values: Mapping[str, Any]) -> str:
+    def identity(self, values: Mapping[str, object]) -> str:
         """A text that is equal for equal models: the spec, and what of the config is no part of it."""
         found = self._resolved(values)
         return f"{found.spec!r} {found.config.get('norm_offset') or 0.0}"
 
-    def losses(self, values: Mapping[str, Any], tokens: int) -> list[float]:
+    def losses(self, values: Mapping[str, object], tokens: int) -> list[float]:
         """Nats for each token of the text but the first. Raises what building a model does."""
         ids = self._ids[:tokens]
         runner = self._runner(self._resolved(values))
@@ -133,7 +133,7 @@ class ModelScorer:
         losses = F.cross_entropy(logits, torch.tensor(ids[1:]), reduction="none")
         return [float(loss) for loss in losses]
 
-    def _resolved(self, values: Mapping[str, Any]) -> Resolved:
+    def _resolved(self, values: Mapping[str, object]) -> Resolved:
         return with_values(self._opened, values)
 
     def _runner(self, found: Resolved) -> ModelRunner:

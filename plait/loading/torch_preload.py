@@ -19,7 +19,6 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 # Libraries are mapped one at a time: an import that needs one waits for torch's. So these come before it: all
 # that the modules below bring. One that a Python does not have is missing here, and nothing else.
@@ -93,7 +92,7 @@ def finish_torch() -> None:
 class Absent(ModuleType):
     """Replaces a module while another one is imported, and imports it when an attribute of it is read."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name.startswith("__"):  # Python's own questions
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         if sys.modules.get(self.__name__) is self:

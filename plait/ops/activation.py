@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from plait.ops.elementwise import elementwise_op
-from plait.ops.registry import Arguments, Bound, op
+from plait.ops.registry import Arguments, TensorFn, op
 
 
 def _swiglu_oai(gate: Tensor, up: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ def gate_rows(x: Tensor, gate: Tensor) -> Tensor:
 
 
 @gate_rows.inputs
-def _gate_rows_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+def _gate_rows_inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
     x = torch.randn(case["tokens"], case["size"], dtype=dtype, device=device)
     return (x, torch.randn(case["tokens"], 1, dtype=dtype, device=device)), {}
 
@@ -103,7 +103,7 @@ def scale_rows(x: Tensor, by: Tensor) -> Tensor:
 
 
 @scale_rows.inputs
-def _scale_rows_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+def _scale_rows_inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
     shape = (case["tokens"], *((case["heads"],) if "heads" in case else ()), 2 * case["size"])
     x = torch.randn(shape, dtype=dtype, device=device).chunk(2, -1)[0]
     return (x, torch.randn(case["tokens"], case["heads"] if "each" in case else 1, device=device)), {}
@@ -122,7 +122,7 @@ def xielu(x: Tensor, curve: Tensor) -> Tensor:
 
 
 @xielu.inputs
-def _xielu_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+def _xielu_inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
     wide = 3 * torch.randn(case["tokens"], 2 * case["size"], dtype=dtype, device=device)
     return (wide.chunk(2, -1)[0], torch.tensor([0.8, 1.3, 0.5, -1e-6], device=device)), {}
 
@@ -137,7 +137,7 @@ def gate(x: Tensor, by: Tensor) -> Tensor:
 
 
 @gate.replaces(activate, multiply, exact=True)
-def _sigmoid_then_product(activate: Bound, multiply: Bound, x: Tensor, by: Tensor) -> Any:
+def _sigmoid_then_product(activate: TensorFn, multiply: TensorFn, x: Tensor, by: Tensor) -> Tensor:
     return multiply(x, activate(by, "sigmoid", False))
 
 
@@ -151,7 +151,7 @@ def step_sizes(dt: Tensor, bias: Tensor | None, low: float, high: float) -> Tens
 
 
 @step_sizes.inputs
-def _step_sizes_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+def _step_sizes_inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
     dt = 4 * torch.randn(case["tokens"], case["size"], dtype=dtype, device=device)
     bias = torch.randn(case["size"], device=device) if case["tokens"] > 1 else None
     return (dt, bias, 0.001, 5.0 if case["tokens"] > 1 else float("inf")), {}

@@ -95,7 +95,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    step: dict[Any, Any] | None = None,
+    step: dict[object, object] | None = None,
 ) -> Tensor:
     """Store the new keys and values; then causal softmax attention over all each sequence has in memory.
 
@@ -164,7 +164,7 @@ def paged_case(lengths: list[int], device: str) -> tuple[tuple[Tensor, Tensor, T
     return tuple(t.to(device) for t in where), sum(needs) + 1  # type: ignore[return-value]
 
 
-LATENT_CASES: list[dict[str, Any]] = [
+LATENT_CASES: list[dict[str, object]] = [
     dict(seqs=[1], heads=4, kv_rank=16, rope_dim=4),
     dict(seqs=SEQS, heads=3, kv_rank=32, rope_dim=8),
     dict(seqs=[130, 3], heads=16, kv_rank=64, rope_dim=32),
@@ -185,7 +185,7 @@ def paged_latent_attention(
     seq_lens: Tensor,
     scale: float,
     kv_rank: int,
-    step: dict[Any, Any] | None = None,
+    step: dict[object, object] | None = None,
 ) -> Tensor:
     """MLA with the key up-projection absorbed into q (DeepSeek-V2, 2.1): all heads read one latent per token.
 

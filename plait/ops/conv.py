@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from plait.ops.activation import activate
-from plait.ops.registry import Arguments, Bound, op
+from plait.ops.registry import Arguments, TensorFn, op
 
 SEQS = [(1, True), (1, True), (1, False), (2, True), (11, False), (5, True)]  # (new tokens, has history)
 CASES: list[dict[str, Any]] = [
@@ -62,8 +62,8 @@ def causal_conv(
 
 @causal_conv.replaces(causal_conv, activate)
 def _conv_then_activation(
-    conv: Bound,
-    activate: Bound,
+    conv: TensorFn,
+    activate: TensorFn,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -72,7 +72,7 @@ def _conv_then_activation(
     query_start: Tensor,
     has_history: Tensor,
     activation: str | None = "silu",
-) -> Any:
+) -> Tensor:
     out = conv(x, weight, bias, tail, slots, query_start, has_history, None)
     return activate(out, activation, False) if activation else out
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from plait.ops.activation import activate, step_sizes
 from plait.ops.conv import ragged_case
-from plait.ops.registry import Arguments, Bound, op
+from plait.ops.registry import Arguments, TensorFn, op
 from plait.ops.ssm import begin, pieces
 
 EPS = 1e-6  # under the root of a key's and a query's length
@@ -134,9 +134,9 @@ def delta_scan_from_gates(
 
 @delta_scan_from_gates.replaces(step_sizes, activate, gated_delta_scan, is_default=True)
 def _gates_then_scan(
-    steps: Bound,
-    activate: Bound,
-    scan: Bound,
+    steps: TensorFn,
+    activate: TensorFn,
+    scan: TensorFn,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -145,7 +145,7 @@ def _gates_then_scan(
     A: Tensor,
     beta: Tensor,
     *rest: Any,
-) -> Any:
+) -> Tensor:
     step, heads = steps(decay, dt_bias, 0.0, math.inf), v.shape[1]
     step = step if step.shape[1] == heads else step.unflatten(-1, (heads, -1))
     return scan(q, k, v, step, A, activate(beta, "sigmoid", False), *rest)

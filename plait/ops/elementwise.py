@@ -16,14 +16,14 @@ Numbers = tuple[float | None, ...]
 
 def elementwise_op(
     tolerance: Mapping[torch.dtype, float] = TOLERANCE, **numbers: Numbers
-) -> Callable[[Callable[..., Any]], Op]:
+) -> Callable[[Callable[..., object]], Op]:
     """Make a plain torch function of tensors [T, n] the reference of an op; cases and inputs are made.
 
     Its parameters are tensors of one shape, then numbers: `numbers` has the values that each takes in the
     cases, in turn. Rows of the inputs lie apart in memory, as those of a fused projection do.
     """
 
-    def register(fn: Callable[..., Any]) -> Op:
+    def register(fn: Callable[..., object]) -> Op:
         tensors = [name for name in signature(fn).parameters if name not in numbers]
         made = op(
             cases=[

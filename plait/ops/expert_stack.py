@@ -16,7 +16,7 @@ from plait.quant.stack import TensorStack
 from plait.quant.weight import Weight, stack_key
 
 log = logging.getLogger("plait")
-Pack = Callable[[Weight, torch.dtype], Any]  # a weight -> a tensor [out, in], Planes, or the weight itself
+Pack = Callable[[Weight, torch.dtype], object]  # a weight -> a tensor [out, in], Planes, or the weight itself
 
 
 class ExpertStack:
@@ -72,7 +72,7 @@ class ExpertStack:
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
 
-    def _decode(self, items: Iterable[Any]) -> Tensor:
+    def _decode(self, items: Iterable[object]) -> Tensor:
         found = [self._numbers(item) for item in items]
         return found[0] if len(found) == 1 else torch.cat(found)
 
@@ -82,7 +82,7 @@ class ExpertStack:
         found: Tensor = item.decode(self.dtype) if isinstance(item, Planes) else item.dequantize(self.dtype)
         return found
 
-    def _become_plain(self, e: int, made: list[Any]) -> Tensor:
+    def _become_plain(self, e: int, made: list[object]) -> Tensor:
         """Decode the experts before e, and return e's numbers: their storages differ."""
         log.warning("experts are stored in several ways; all of a layer are kept as %s", self.dtype)
         plain = TensorStack(self.count)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from plait.ops.activation import PAIRS, activate, multiply
 from plait.ops.linear import Linear, linear
-from plait.ops.registry import Arguments, Bound, op
+from plait.ops.registry import Arguments, TensorFn, bind_reference, op
 from plait.quant.weight import Dense
 
 CASES: list[dict[str, Any]] = [
@@ -31,7 +31,9 @@ def glu(x: Tensor, up: Linear, kind: str, activate: Callable[[Tensor, str, bool]
 
 
 @glu.replaces(activate, multiply, given=(linear,), exact=True)
-def _linear_then_product(activate: Bound, multiply: Bound, x: Tensor, up: Linear, kind: str, _: Bound) -> Any:
+def _linear_then_product(
+    activate: TensorFn, multiply: TensorFn, x: Tensor, up: Linear, kind: str, _: TensorFn
+) -> Tensor:
     both = up(x)
     if kind in PAIRS:
         return activate(both, kind, True)
@@ -45,5 +47,5 @@ def _inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Argumen
     x = torch.randn(case["tokens"], n_in, dtype=dtype, device=device)
     numbers = torch.randn(n_out, n_in, dtype=dtype, device=device) / n_in**0.5
     bias = torch.randn(n_out, dtype=dtype, device=device) if "bias" in case else None
-    up = Linear([Dense(numbers)], [bias], lambda fn, **_: fn, dtype)
+    up = Linear([Dense(numbers)], [bias], bind_reference, dtype)
     return (x, up, case["kind"], activate.reference), {}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from plait.errors import ShapeMismatch
 from plait.ops.blocks import random_weight
-from plait.ops.registry import Arguments, op
+from plait.ops.registry import Arguments, Bind, op
 from plait.quant.gguf import BLOCK_TYPES
 from plait.quant.weight import Dense, Weight, piece_of
 
@@ -76,7 +76,7 @@ class HeadRows:
         return found
 
 
-def facts_of(weight: Tensor | HeadRows) -> dict[str, Any]:
+def facts_of(weight: Tensor | HeadRows) -> dict[str, object]:
     """What a choice between variants may depend on."""
     if isinstance(weight, Tensor):
         return {"heads": weight.shape[0]}
@@ -106,14 +106,14 @@ def map_heads(x: Tensor, weight: Tensor | HeadRows) -> Tensor:
 class HeadPacking:
     """A variant of `map_heads` that lays matrices out once: `pack` at construction, `apply` at every step."""
 
-    pack: Callable[[Tensor | HeadRows], Any]
+    pack: Callable[[Tensor | HeadRows], object]
     apply: Callable[[Tensor, Any], Tensor]  # (x, packed) -> y
 
     def __call__(self, x: Tensor, weight: Tensor | HeadRows) -> Tensor:
         return self.apply(x, self.pack(weight))
 
 
-def bind_heads(bind: Callable[..., Any], weight: Tensor | HeadRows) -> tuple[Callable[..., Tensor], Any]:
+def bind_heads(bind: Bind, weight: Tensor | HeadRows) -> tuple[Callable[..., Tensor], Any]:
     """(what is bound for `map_heads`, the matrices as it keeps them). bind: `Weights.bind`."""
     fn = bind(map_heads, **facts_of(weight))
     return (fn.apply, fn.pack(weight)) if isinstance(fn, HeadPacking) else (fn, weight)

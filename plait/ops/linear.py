@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from plait.ops.blocks import random_weight
-from plait.ops.registry import Arguments, OpFacts, op
+from plait.ops.registry import Arguments, Bind, OpFacts, op
 from plait.quant.codebook import Codebook
 from plait.quant.fp8 import Fp8
 from plait.quant.gguf import BLOCK_TYPES
@@ -202,7 +202,7 @@ class Linear:
         self,
         weights: Sequence[Weight | CachedWeight],
         biases: Sequence[Tensor | None],
-        bind: Callable[..., Any],
+        bind: Bind,
         dtype: torch.dtype,
         activations: Activations = "float32",
     ) -> None:

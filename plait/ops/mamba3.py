@@ -13,7 +13,7 @@ from plait.ops.activation import activate, combine, step_sizes
 from plait.ops.conv import ragged_case
 from plait.ops.linear import Linear
 from plait.ops.norm import rms_norm
-from plait.ops.registry import Arguments, Bound, op
+from plait.ops.registry import Arguments, TensorFn, bind_reference, op
 from plait.ops.ssm import CASES, SSD_CHUNK, begin, pieces, ssd
 from plait.quant.weight import Dense
 
@@ -138,14 +138,16 @@ def norm_for_heads(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tenso
 
 
 @norm_for_heads.replaces(rms_norm, combine)
-def _norm_then_add(norm: Bound, add: Bound, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Any:
+def _norm_then_add(
+    norm: TensorFn, add: TensorFn, x: Tensor, weight: Tensor, bias: Tensor, eps: float
+) -> Tensor:
     normed, heads = norm(x, weight, eps), len(bias)
     normed = normed[:, :, None].expand(-1, -1, heads // x.shape[1], -1).flatten(1, 2)
     return add(normed, bias.expand_as(normed), 1.0)
 
 
 @norm_for_heads.inputs
-def _norm_for_heads_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+def _norm_for_heads_inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=dtype, device=device)
 
@@ -185,18 +187,18 @@ def raw_mamba3_scan(
     activation: of x, "silu" or None; the rest as for `mamba3_scan`.
     """
     parts = step_sizes.reference, activate.reference, norm_for_heads.reference, mamba3_scan.reference
-    operands = (x, dt, blend, theta, bc, A, D, dt_bias, weight, bias, state, angle, prev_b, prev_x)
-    where = (slots, query_start, has_history, num_decodes)
-    made: Tensor = _prepare_then_scan(*parts, *operands, *where, eps, dt_limit, activation, chunk_size)
-    return made
+    return _prepare_then_scan(
+        *parts, x, dt, blend, theta, bc, A, D, dt_bias, weight, bias, state, angle, prev_b, prev_x, slots,
+        query_start, has_history, num_decodes, eps, dt_limit, activation, chunk_size,
+    )  # fmt: skip
 
 
 @raw_mamba3_scan.replaces(step_sizes, activate, norm_for_heads, mamba3_scan, is_default=True)
 def _prepare_then_scan(
-    steps: Bound,
-    act: Bound,
-    norm: Bound,
-    scan: Bound,
+    steps: TensorFn,
+    act: TensorFn,
+    norm: TensorFn,
+    scan: TensorFn,
     x: Tensor,
     dt: Tensor,
     blend: Tensor,
@@ -219,7 +221,7 @@ def _prepare_then_scan(
     dt_limit: tuple[float, float],
     activation: str | None,
     chunk_size: int = 256,
-) -> Any:
+) -> Tensor:
     if activation:
         x = act(x.flatten(1), activation, False).unflatten(-1, x.shape[1:])
     B, C = norm(bc, weight, bias, eps).chunk(2, 1)
@@ -257,9 +259,9 @@ def map_each_head(x: Tensor, linear: Linear) -> Tensor:
 
 
 @map_each_head.inputs
-def _map_each_head_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+def _map_each_head_inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
     n, m = case["n_in"], case["n_out"]
     x = torch.randn(case["tokens"], case["heads"], n + 3, dtype=dtype, device=device)[..., 1:-2]
     weight = Dense(torch.randn(m, n, dtype=dtype, device=device) / n**0.5)
     bias = torch.randn(m, dtype=dtype, device=device) if case.get("bias", True) else None
-    return (x, Linear([weight], [bias], lambda fn, **_: fn, dtype)), {}
+    return (x, Linear([weight], [bias], bind_reference, dtype)), {}

@@ -14,7 +14,7 @@ from plait.ops.activation import activate, gate_rows
 from plait.ops.blocks import random_weight
 from plait.ops.expert_stack import ExpertStack, Pack
 from plait.ops.linear import Linear, linear
-from plait.ops.registry import Arguments, Bound, op
+from plait.ops.registry import Arguments, TensorFn, bind_reference, op
 from plait.quant.weight import Dense, Weight
 from plait.spec import RouterSpec
 
@@ -110,8 +110,8 @@ def experts(
 
 @experts.replaces(activate, gate_rows, given=(linear,))
 def _each_expert(
-    activate: Bound,
-    gate_rows: Bound,
+    activate: TensorFn,
+    gate_rows: TensorFn,
     x: Tensor,
     weight: Tensor,
     index: Tensor,
@@ -147,7 +147,7 @@ def _experts_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) ->
     def maps(n_in: int, n_out: int) -> list[Linear]:
         biases = torch.randn(case["experts"], n_out, dtype=dtype, device=device) if "bias" in case else None
         added = [None] * case["experts"] if biases is None else list(biases)
-        return [Linear([one(n_in, n_out)], [b], lambda fn, **_: fn, dtype) for b in added]
+        return [Linear([one(n_in, n_out)], [b], bind_reference, dtype) for b in added]
 
     up, down = maps(case["hidden"], case["size"] * (1 + case["gated"])), maps(case["size"], case["hidden"])
     shared = torch.randn_like(x) if case["tokens"] > 1 else None

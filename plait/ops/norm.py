@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from plait.ops.activation import activate, combine, multiply
-from plait.ops.registry import Arguments, Bound, op
+from plait.ops.registry import Arguments, TensorFn, op
 
-CASES: list[dict[str, Any]] = [
+CASES: list[dict[str, int]] = [
     dict(tokens=1, hidden=64, groups=1),
     dict(tokens=63, hidden=576, groups=1),
     dict(tokens=5, hidden=512, groups=4),
@@ -31,7 +30,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, groups: int = 1) -> Tensor:
 
 
 @rms_norm.inputs
-def _rms_norm_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+def _rms_norm_inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
     x = torch.randn(case["tokens"], case["hidden"], dtype=dtype, device=device)
     return (x, torch.randn(case["hidden"], dtype=dtype, device=device), 1e-6, case["groups"]), {}
 
@@ -44,13 +43,15 @@ def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[
 
 
 @add_rms_norm.replaces(combine, rms_norm, exact=True)
-def _add_then_norm(add: Bound, norm: Bound, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Any:
+def _add_then_norm(
+    add: TensorFn, norm: TensorFn, x: Tensor, delta: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     x = add(x, delta, 1.0)
     return x, norm(x, weight, eps)
 
 
 @add_rms_norm.inputs
-def _add_rms_norm_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+def _add_rms_norm_inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
     (x, weight, eps, _), _ = _rms_norm_inputs(case, dtype, device)
     return (x, torch.randn_like(x), weight, eps), {}
 
@@ -67,12 +68,12 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, group
 
 
 @layer_norm.inputs
-def _layer_norm_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+def _layer_norm_inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
     (x, weight, eps, groups), _ = _rms_norm_inputs(case, dtype, device)
     return (x, weight, torch.randn_like(weight), eps, groups), {}
 
 
-GATED_CASES: list[dict[str, Any]] = [
+GATED_CASES: list[dict[str, int]] = [
     dict(tokens=1, size=64, groups=1, before=False),
     dict(tokens=33, size=96, groups=4, before=False),
     dict(tokens=5, size=96, groups=2, before=True),
@@ -105,16 +106,16 @@ def gated_rms_norm(
 
 @gated_rms_norm.replaces(activate, multiply, rms_norm)
 def _gate_then_norm(
-    activate: Bound,
-    multiply: Bound,
-    norm: Bound,
+    activate: TensorFn,
+    multiply: TensorFn,
+    norm: TensorFn,
     x: Tensor,
     gate: Tensor,
     weight: Tensor | None,
     eps: float = 1e-6,
     groups: int = 1,
     norm_before_gate: bool = False,
-) -> Any:
+) -> Tensor:
     gated = activate(gate, "silu", False)
     if weight is None:
         return multiply(x, gated)
@@ -124,7 +125,7 @@ def _gate_then_norm(
 
 
 @gated_rms_norm.inputs
-def _gated_rms_norm_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+def _gated_rms_norm_inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
     x, gate = (torch.randn(case["tokens"], case["size"], dtype=dtype, device=device) for _ in range(2))
     weight = torch.randn(case["size"], dtype=dtype, device=device) if case.get("weight", True) else None
     return (x, gate, weight, 1e-5, case["groups"], case["before"]), {}

@@ -16,7 +16,7 @@ from torch import Tensor
 from plait.ops.attention import write_paged
 from plait.ops.entry import head_widths, key_codes, latent_codes, latent_width, value_codes
 from plait.ops.norm import layer_norm, rms_norm
-from plait.ops.registry import Arguments, Bound, op
+from plait.ops.registry import Arguments, TensorFn, op
 from plait.ops.rope import rotate
 
 
@@ -29,11 +29,11 @@ class NormWeights:
     eps: float
     is_layer: bool
 
-    def apply(self, rms: Bound, layer: Bound, x: Tensor, groups: int = 1) -> Tensor:
+    def apply(self, rms: TensorFn, layer: TensorFn, x: Tensor, groups: int = 1) -> Tensor:
         """x: [..., n] -> its norm, over each of `groups` equal parts."""
         if self.is_layer:
-            return layer(x, self.weight, self.bias, self.eps, groups)  # type: ignore[no-any-return]
-        return rms(x, self.weight, self.eps, groups)  # type: ignore[no-any-return]
+            return layer(x, self.weight, self.bias, self.eps, groups)
+        return rms(x, self.weight, self.eps, groups)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,7 +45,7 @@ class HeadNorms:
     k: NormWeights
     over: Literal["head", "each", "all"]
 
-    def apply(self, norm: NormWeights, rms: Bound, layer: Bound, x: Tensor) -> Tensor:
+    def apply(self, norm: NormWeights, rms: TensorFn, layer: TensorFn, x: Tensor) -> Tensor:
         """x: [T, heads, d] -> its norm."""
         if self.over == "head":
             return norm.apply(rms, layer, x)
@@ -60,12 +60,12 @@ class Rotation:
     mscale: float
     interleaved: bool
 
-    def apply(self, turn: Bound, x: Tensor, positions: Tensor) -> Tensor:
+    def apply(self, turn: TensorFn, x: Tensor, positions: Tensor) -> Tensor:
         """x: [T, heads, d], positions: [T] -> like x."""
-        return turn(x, positions, self.inv_freq, self.mscale, self.interleaved)  # type: ignore[no-any-return]
+        return turn(x, positions, self.inv_freq, self.mscale, self.interleaved)
 
 
-HEAD_CASES: list[dict[str, Any]] = [
+HEAD_CASES: list[dict[str, object]] = [
     dict(tokens=1, heads=4, kv_heads=2, dim=16, pairs=8, over="head"),
     dict(tokens=5, heads=6, kv_heads=3, dim=24, pairs=0, over="all"),
     dict(tokens=3, heads=9, kv_heads=3, dim=64, pairs=32, over=None),
@@ -78,9 +78,9 @@ ROWS = 48  # of the caches of test cases
 
 
 def _place_heads(
-    rms: Bound,
-    layer: Bound,
-    turn: Bound,
+    rms: TensorFn,
+    layer: TensorFn,
+    turn: TensorFn,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -156,7 +156,7 @@ def _heads_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> A
     return (*wide.split([heads, kv, kv], 1), *caches, slots, positions, norms, rotation), {}
 
 
-LATENT_CASES: list[dict[str, Any]] = [
+LATENT_CASES: list[dict[str, object]] = [
     dict(tokens=1, heads=4, kv_rank=16, rope_dim=4, interleaved=True),
     dict(tokens=5, heads=3, kv_rank=40, rope_dim=8),
     dict(tokens=3, heads=6, kv_rank=64, rope_dim=32, is_layer=True),
@@ -166,9 +166,9 @@ LATENT_CASES: list[dict[str, Any]] = [
 
 
 def _place_latent(
-    rms: Bound,
-    layer: Bound,
-    turn: Bound,
+    rms: TensorFn,
+    layer: TensorFn,
+    turn: TensorFn,
     q: Tensor,
     q_rope: Tensor,
     latent: Tensor,

@@ -9,15 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from plait.errors import ConfigError
 from plait.ops.chip import Chip
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Bound = Callable[..., Any]  # what is bound for an op
+TensorFn = Callable[..., Tensor]  # the same, of an op that gives one tensor
+F = TypeVar("F", bound=Callable[..., object])
 MakeInputs = Callable[[Mapping[str, Any], torch.dtype, str], Arguments]
 
 
@@ -49,7 +52,7 @@ class Variant:
 
     name: str
     on: str  # device type
-    fn: Callable[..., Any]
+    fn: Bound
     when: Callable[[OpFacts], str | None]
     native: bool = False
     tolerance: Mapping[torch.dtype, float] | None = None
@@ -67,12 +70,23 @@ class Variant:
         """The module of what computes it, be it a function or one that prepares weights first (`Packing`)."""
         return str(getattr(getattr(self.fn, "apply", self.fn), "__module__", ""))
 
-    def bound(self, executor: Any) -> Callable[..., Any]:
+    def bound(self, executor: object) -> Bound:
         """What is called with the op's own arguments."""
         if not self.native:
             return self.fn
         place = self.fn if isinstance(self.fn, type) else getattr(self.fn, "on", None)
         return place(executor) if place else partial(self.fn, executor)
+
+
+class Bind(Protocol):
+    """Binds an op for sizes that stay as they are (`Weights.bind`)."""
+
+    def __call__(self, op: Op, **sizes: object) -> Bound: ...
+
+
+def bind_reference(op: Op, **sizes: object) -> Bound:
+    """`Bind` of the inputs of cases: the op itself."""
+    return op
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +114,7 @@ class Composition:
 
     parts: tuple[Op, ...]
     given: tuple[Op, ...]
-    compute: Callable[..., Any]
+    compute: Callable[..., object]
     exact: bool
     is_default: bool = False
 
@@ -114,15 +128,15 @@ class Op:
     """A named operation. Calling it runs the reference."""
 
     name: str
-    reference: Callable[..., Any]
-    cases: Sequence[Mapping[str, Any]]
+    reference: Bound
+    cases: Sequence[Mapping[str, object]]
     tolerance: Mapping[torch.dtype, float]
     private: frozenset[str] = frozenset()  # state with a layout that each variant chooses
     make: MakeInputs | None = None
     variants: list[Variant] = field(default_factory=list)
     composition: Composition | None = None  # of a fused op
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         return self.reference(*args, **kwargs)
 
     def inputs(self, make: MakeInputs) -> MakeInputs:
@@ -138,10 +152,10 @@ class Op:
         when: Callable[[OpFacts], str | None] = lambda facts: None,
         native: bool = False,
         tolerance: Mapping[torch.dtype, float] | None = None,
-    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    ) -> Callable[[F], F]:
         """Register a faster way. Later registrations are tried first; a name that is there is kept."""
 
-        def register(fn: Callable[..., Any]) -> Callable[..., Any]:
+        def register(fn: F) -> F:
             if all((v.name, v.on) != (name, on) for v in self.variants):
                 self.variants.insert(0, Variant(name, on, fn, when, native, tolerance))
             return fn
@@ -150,14 +164,14 @@ class Op:
 
     def replaces(
         self, *parts: Op, given: Sequence[Op] = (), exact: bool = False, is_default: bool = False
-    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    ) -> Callable[[F], F]:
         """Name the composition that this fused op replaces; see `Composition`. It is tested against it.
 
         compute(*parts, *args, **kwargs) -> what the op returns. An op may be a part of itself, called with
         less to do. `--no-fuse` runs the composition instead of the op.
         """
 
-        def register(fn: Callable[..., Any]) -> Callable[..., Any]:
+        def register(fn: F) -> F:
             self.composition = Composition(parts, tuple(given), fn, exact, is_default)
             return fn
 
@@ -167,9 +181,7 @@ class Op:
         """How far, absolutely and relatively, a variant may be from the reference."""
         return (variant.tolerance or self.tolerance)[dtype]
 
-    def bind(
-        self, facts: OpFacts, user: str = "", choice: str = "auto"
-    ) -> tuple[Callable[..., Any], Binding]:
+    def bind(self, facts: OpFacts, user: str = "", choice: str = "auto") -> tuple[Bound, Binding]:
         """The function to call for these facts, and the row that explains the choice."""
         skipped: list[tuple[str, str]] = []
         for variant in self.variants:
@@ -183,7 +195,7 @@ class Op:
 
     def bind_parts(
         self, facts: OpFacts, user: str = "", choice: str = "auto", no_fuse: Collection[str] = ()
-    ) -> tuple[Callable[..., Any], list[Binding]]:
+    ) -> tuple[Callable[..., object], list[Binding]]:
         """As `bind`; of a fused op that `no_fuse` names, its composition, and a row for each part, too.
 
         So it is for a composition that is the default where no variant serves; where none could, by the
@@ -254,17 +266,17 @@ TOLERANCE: Mapping[torch.dtype, float] = {
 
 def op(
     *,
-    cases: Sequence[Mapping[str, Any]] = (),
+    cases: Sequence[Mapping[str, object]] = (),
     tolerance: Mapping[torch.dtype, float] = TOLERANCE,
     private: Sequence[str] = (),
-) -> Callable[[Callable[..., Any]], Op]:
+) -> Callable[[Callable[..., object]], Op]:
     """Make a plain torch function the reference of an op.
 
     `cases`: the sizes that tests try; `tolerance`: absolute, per dtype, outputs being of order 1; `private`:
     arguments that hold state in a layout which only the variant that wrote it can read.
     """
 
-    def register(fn: Callable[..., Any]) -> Op:
+    def register(fn: Callable[..., object]) -> Op:
         name = fn.__name__
         if name in REGISTRY:
             raise ValueError(f"op {name!r} is defined twice")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from plait.ops.blocks import random_weight
-from plait.ops.registry import Arguments, op
+from plait.ops.registry import Arguments, Bind, op
 from plait.quant.gguf import BLOCK_TYPES
 from plait.quant.weight import Dense, Weight
 
@@ -41,14 +41,14 @@ def embed(token_ids: Tensor, table: Weight, scale: float, dtype: torch.dtype) ->
 class TablePacking:
     """A variant of `embed` that lays its table out once: `pack` at construction, `apply` at every step."""
 
-    pack: Callable[[Weight], Any]
+    pack: Callable[[Weight], object]
     apply: Callable[[Tensor, Any, float, torch.dtype], Tensor]  # (token ids, packed, scale, dtype) -> rows
 
     def __call__(self, token_ids: Tensor, table: Weight, scale: float, dtype: torch.dtype) -> Tensor:
         return self.apply(token_ids, self.pack(table), scale, dtype)
 
 
-def bind_table(bind: Callable[..., Any], table: Weight) -> tuple[Callable[..., Tensor], Any]:
+def bind_table(bind: Bind, table: Weight) -> tuple[Callable[..., Tensor], Any]:
     """(what is bound for `embed`, the table as it keeps it). bind: `Weights.bind`."""
     fn = bind(embed, kind=table.format)
     return (fn.apply, fn.pack(table)) if isinstance(fn, TablePacking) else (fn, table)
@@ -77,7 +77,7 @@ def take_rows(x: Tensor, index: Tensor) -> Tensor:
 
 
 @take_rows.inputs
-def _take_rows_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+def _take_rows_inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
     x = torch.randn(case["rows"], case["size"], dtype=dtype, device=device)
     return (x, torch.randint(0, case["rows"], (case["rows"] + 1,), device=device)), {}
 
@@ -89,7 +89,7 @@ def join(a: Tensor, b: Tensor) -> Tensor:
 
 
 @join.inputs
-def _join_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+def _join_inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
     shape = (case["rows"],) if case["rows"] == 1 else (case["rows"], 3)
     a = torch.randn(*shape, case["size"], dtype=dtype, device=device)
     return (a, torch.randn(*shape, 8, dtype=dtype, device=device)), {}

@@ -17,7 +17,7 @@ from torch import Tensor
 from plait.ops.activation import step_sizes
 from plait.ops.conv import ragged_case
 from plait.ops.norm import gated_rms_norm, rms_norm
-from plait.ops.registry import Arguments, Bound, op
+from plait.ops.registry import Arguments, TensorFn, op
 
 SSD_CHUNK = 64  # tokens in one matrix form: more costs quadratic work, fewer costs more small products
 SEQS = [(1, True), (1, True), (1, False), (130, False), (3, True), (65, True)]
@@ -149,14 +149,14 @@ def mamba2_scan_from_dt(
 
 @mamba2_scan_from_dt.replaces(step_sizes, mamba2_scan, is_default=True)
 def _steps_then_scan(
-    steps: Bound,
-    scan: Bound,
+    steps: TensorFn,
+    scan: TensorFn,
     x: Tensor,
     dt: Tensor,
     dt_bias: Tensor | None,
     dt_limit: tuple[float, float],
-    *rest: Any,
-) -> Any:
+    *rest: object,
+) -> Tensor:
     return scan(x, steps(dt, dt_bias, *dt_limit), *rest)
 
 
@@ -248,18 +248,16 @@ def gated_mamba1_scan(
     dt, gate: [T, I], b_norm, c_norm: [N], the norms' weights, or None without norms; the rest as there.
     """
     parts = step_sizes.reference, mamba1_scan.reference, gated_rms_norm.reference, rms_norm.reference
-    operands = (x, dt, gate, A, B, C, D, b_norm, c_norm, state)
     where = (slots, query_start, has_history, num_decodes)
-    made: Tensor = _scan_then_gate(*parts, *operands, *where, state_limit, eps)
-    return made
+    return _scan_then_gate(*parts, x, dt, gate, A, B, C, D, b_norm, c_norm, state, *where, state_limit, eps)
 
 
 @gated_mamba1_scan.replaces(step_sizes, mamba1_scan, gated_rms_norm, rms_norm, is_default=True)
 def _scan_then_gate(
-    steps: Bound,
-    scan: Bound,
-    close: Bound,
-    norm: Bound,
+    steps: TensorFn,
+    scan: TensorFn,
+    close: TensorFn,
+    norm: TensorFn,
     x: Tensor,
     dt: Tensor,
     gate: Tensor,
@@ -276,7 +274,7 @@ def _scan_then_gate(
     num_decodes: int,
     state_limit: float | None = None,
     eps: float = 1e-6,
-) -> Any:
+) -> Tensor:
     B = B if b_norm is None else norm(B, b_norm, eps)
     C = C if c_norm is None else norm(C, c_norm, eps)
     dt = steps(dt, None, 0.0, math.inf)

@@ -25,7 +25,7 @@ class TensorStack:
         self._template: Any = None
         self._make: Hashable = None
 
-    def fits(self, item: Any) -> bool:
+    def fits(self, item: object) -> bool:
         """Whether an item is of the make of those before: the same type, shapes, dtypes and settings."""
         return self._template is None or _make_of(item) == self._make
 
@@ -43,7 +43,7 @@ class TensorStack:
         if self._template is None:
             self._template = _rebuild(item, iter([whole[at] for whole in self._tensors]))
 
-    def __getitem__(self, at: int) -> Any:
+    def __getitem__(self, at: int) -> object:
         """One item; its tensors are views."""
         return _rebuild(self._template, iter([whole[at] for whole in self._tensors]))
 
@@ -72,7 +72,7 @@ def _select(whole: Tensor, at: Tensor) -> Tensor:
     return whole.index_select(0, at)[0]
 
 
-def _tensors_in(item: Any) -> Iterator[Tensor]:
+def _tensors_in(item: object) -> Iterator[Tensor]:
     if isinstance(item, Tensor):
         yield item
     elif is_dataclass(item) and not isinstance(item, type):
@@ -80,7 +80,7 @@ def _tensors_in(item: Any) -> Iterator[Tensor]:
             yield from _tensors_in(getattr(item, field.name))
 
 
-def _make_of(item: Any) -> Hashable:
+def _make_of(item: object) -> Hashable:
     if isinstance(item, Tensor):
         return item.dtype, tuple(item.shape)
     if is_dataclass(item) and not isinstance(item, type) and any(True for _ in _tensors_in(item)):
@@ -88,7 +88,7 @@ def _make_of(item: Any) -> Hashable:
     return repr(item)
 
 
-def _rebuild(item: Any, tensors: Iterator[Tensor]) -> Any:
+def _rebuild(item: object, tensors: Iterator[Tensor]) -> Any:
     """The item with other tensors, taken in order."""
     if isinstance(item, Tensor):
         return next(tensors)

@@ -90,7 +90,7 @@ class StepCapture(TorchDispatchMode):
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
         self._modes.close()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
         name = func._schema.name.split("::")[1]
         self._check(func, name, args, kwargs)
@@ -263,14 +263,14 @@ class _HostReads(TorchFunctionMode):
         super().__init__()
         self._capture = capture
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if name in READS:
             self._capture.break_rule(f"{name} asks for a value, which waits for the device")
         return func(*args, **(kwargs or {}))
 
 
-def _repeat(func: Any, args: Any, kwargs: Any, results: Any) -> None:
+def _repeat(func: Any, args: Any, kwargs: Any, results: object) -> None:
     """Run an operator again; what it returned gets the new numbers."""
     fresh = func(*args, **kwargs)
     for target, value in zip(find_tensors(results), find_tensors(fresh), strict=False):

@@ -45,7 +45,7 @@ class ViewsOnly(TorchFunctionMode):
     would also see deeper calls, but costs a second, because it imports torch's compiler.)
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if type(result) in PLAIN:
             return result

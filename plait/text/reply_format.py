@@ -85,7 +85,7 @@ class ReplyFormat:
 
     def switched(
         self, kwargs: Mapping[str, object], effort: str | None = None
-    ) -> tuple[dict[str, Any], bool, tuple[str, ...]]:
+    ) -> tuple[dict[str, object], bool, tuple[str, ...]]:
         """Template arguments under the template's own names, whether the model may think, and unread hints.
 
         `effort`: OpenAI's reasoning_effort; "none": it may not. Clients send levels and switches to any
@@ -274,7 +274,7 @@ def _generable(structure: Structure, ends: Collection[str], style: JsonStyle) ->
     return tuple(found)
 
 
-def _style_schema(schema: Mapping[str, object], style: JsonStyle) -> Mapping[str, Any]:
+def _style_schema(schema: Mapping[str, object], style: JsonStyle) -> Mapping[str, object]:
     from plait.text.grammar.source import in_style  # a library that most requests need not load
 
     try:

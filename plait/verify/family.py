@@ -67,7 +67,7 @@ def check_plugin(name: str, config: EngineConfig, keep: Path | None = None) -> I
             yield from check_family(entry, kept or Path(passing), config)
 
 
-def is_of(plugin: Plugin, function: Any) -> bool:
+def is_of(plugin: Plugin, function: object) -> bool:
     """Whether a plug-in defines it, in any of its modules."""
     return f"{function.__module__}.".startswith(f"{plugin.module}.")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,7 +103,7 @@ def _watch_prompt(
     """Logits of a prompt, and what the ops of rank 0 gave on the way."""
     found: list[tuple[str, str, Tensor]] = []
 
-    def watch(where: str, op: str, result: Any) -> None:
+    def watch(where: str, op: str, result: object) -> None:
         values = result if isinstance(result, tuple) else (result,)
         found.extend((where, op, value.clone()) for value in values if isinstance(value, Tensor))
 

@@ -20,7 +20,7 @@ from plait.model.decoder import Decoder
 from plait.ops.registry import REGISTRY
 from plait.schedule.plan import Chunk, SamplingBatch, StepPlan, Ticket
 
-Watch = Callable[[str, str, Any], None]  # where an op is bound, its name, what it returned
+Watch = Callable[[str, str, object], None]  # where an op is bound, its name, what it returned
 Key = tuple[int, int]  # a position of the sequence, an op's place in the order of calls
 OWNERS = ("plait.model.", "plait.ops.linear")  # modules of the objects that hold bound ops
 AFTER_ROWS = ("_take_rows", "head")  # places with the rows of logits only, not of all tokens
@@ -46,7 +46,7 @@ class FirstDifference:
         return f"{place} (max |d| = {self.largest:.3g}), in a step of {self.rows} tokens"
 
 
-def is_default_composition(value: Any) -> bool:
+def is_default_composition(value: object) -> bool:
     """Whether a bound callable is a fused op's parts, which are bound where no kernel of it is."""
     found = (op.composition for op in REGISTRY.values())
     return isinstance(value, functools.partial) and any(
@@ -54,7 +54,7 @@ def is_default_composition(value: Any) -> bool:
     )
 
 
-def op_names() -> Mapping[Any, str]:
+def op_names() -> Mapping[object, str]:
     """Every function that may be bound for an op, with the op's name."""
     names: dict[Any, str] = {}
     for op in REGISTRY.values():
@@ -66,7 +66,7 @@ def op_names() -> Mapping[Any, str]:
     return names
 
 
-def op_of(value: Any, names: Mapping[Any, str]) -> str | None:
+def op_of(value: object, names: Mapping[object, str]) -> str | None:
     """The op that a bound callable computes, or None if it is something else."""
     while isinstance(value, functools.partial):
         value = value.func
@@ -93,9 +93,9 @@ def watch_ops(decoder: Decoder, watch: Watch) -> Iterator[None]:
 class _Replacing:
     """Replaces each bound op in a tree of objects with a wrapper, and remembers the op to put it back."""
 
-    def __init__(self, watch: Watch, names: Mapping[Any, str]) -> None:
+    def __init__(self, watch: Watch, names: Mapping[object, str]) -> None:
         self._watch, self._names = watch, names
-        self._undo: list[tuple[Any, str, Any]] = []
+        self._undo: list[tuple[object, str, object]] = []
         self._seen: set[int] = set()
         self._is_inside = False
 
@@ -103,14 +103,14 @@ class _Replacing:
         for owner, name, value in reversed(self._undo):
             setattr(owner, name, value)
 
-    def visit(self, owner: Any, path: str) -> None:
+    def visit(self, owner: object, path: str) -> None:
         if id(owner) in self._seen:
             return
         self._seen.add(id(owner))
         for name, value in [*vars(owner).items()]:
             self.attribute(owner, name, value, f"{path}.{name}")
 
-    def attribute(self, owner: Any, name: str, value: Any, path: str) -> None:
+    def attribute(self, owner: object, name: str, value: object, path: str) -> None:
         made = self._replaced(value, path)
         if made is not value:
             self._undo.append((owner, name, value))
@@ -129,11 +129,11 @@ class _Replacing:
             self.visit(value, getattr(value, "name", path))  # parallel mixers have names of their own
         return value
 
-    def _watching(self, fn: Callable[..., Any], path: str, op: str) -> Callable[..., Any]:
+    def _watching(self, fn: Callable[..., object], path: str, op: str) -> Callable[..., object]:
         """A wrapper of an op. It skips calls by other ops: their number may depend on data (experts)."""
 
         @functools.wraps(fn, assigned=())
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: object, **kwargs: object) -> object:
             if self._is_inside:
                 return fn(*args, **kwargs)
             self._is_inside = True
@@ -169,7 +169,7 @@ class Trace:
     def begin(self, plan: StepPlan) -> None:
         self._plan, self._calls = plan, 0
 
-    def watch(self, path: str, op: str, result: Any) -> None:
+    def watch(self, path: str, op: str, result: object) -> None:
         """One op's result: its rows are the step's tokens, or those with logits."""
         self._calls += 1
         if self._plan is None:

@@ -105,12 +105,12 @@ class Child:
     def __init__(self, path: str) -> None:
         self.path, self.side = path, None  # type: str, Any
 
-    def load(self, started: float, **given: object) -> dict[str, Any]:
+    def load(self, started: float, **given: object) -> dict[str, object]:
         self.side = load_side(self.path)(**given)
         startup = time.time() - started
         return {**self.side.facts, "startup_s": round(startup, 2), "loaded_mib": memory_mib("VmRSS")}
 
-    def memory(self) -> dict[str, Any]:
+    def memory(self) -> dict[str, object]:
         return {"peak_mib": memory_mib("VmHWM")}
 
     def run(self, do: str, **given: object) -> Any:
@@ -118,7 +118,7 @@ class Child:
         return (own.get(do) or getattr(self.side, do))(**given)
 
 
-def answers(child: Child, lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+def answers(child: Child, lines: Iterator[str]) -> Iterator[dict[str, object]]:
     """One answer a command: {"value": …}, {"cannot": why} or {"error": what, "type": name}."""
     for line in lines:
         command = json.loads(line)

@@ -13,7 +13,12 @@ class CTranslate2Side:
     """A CTranslate2 generator on the CPU. The first token is timed by a run of its own."""
 
     def __init__(
-        self, model: str, threads: int | None, max_model_len: int, max_num_seqs: int, options: dict[str, Any]
+        self,
+        model: str,
+        threads: int | None,
+        max_model_len: int,
+        max_num_seqs: int,
+        options: dict[str, object],
     ) -> None:
         folder = Path(model)
         if not (folder / "model.bin").exists():
@@ -27,7 +32,7 @@ class CTranslate2Side:
         words = next(p for p in (folder / "vocabulary.json", folder / "vocabulary.txt") if p.exists())
         text = words.read_text(encoding="utf-8")
         self.words: list[str] = json.loads(text) if words.suffix == ".json" else text.splitlines()
-        self.facts: dict[str, Any] = {
+        self.facts: dict[str, object] = {
             "engine": "ctranslate2",
             "version": f"{ct2.__version__}, {self.generator.compute_type}",
             "threads": threads,

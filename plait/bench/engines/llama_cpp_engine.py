@@ -14,7 +14,12 @@ class LlamaCppSide:
     """One model; a context for one sequence, and one for as many as the last batch had."""
 
     def __init__(
-        self, model: str, threads: int | None, max_model_len: int, max_num_seqs: int, options: dict[str, Any]
+        self,
+        model: str,
+        threads: int | None,
+        max_model_len: int,
+        max_num_seqs: int,
+        options: dict[str, object],
     ) -> None:
         if not model.endswith(".gguf"):
             raise NotImplementedError("llama.cpp reads GGUF files; name one: llama.cpp=FILE.gguf")
@@ -32,7 +37,7 @@ class LlamaCppSide:
         self.sampler = self.lib.llama_sampler_init_greedy()
         self.contexts: dict[tuple[int, int], Any] = {}
         self._context(1, max_model_len)
-        self.facts: dict[str, Any] = {
+        self.facts: dict[str, object] = {
             "engine": "llama.cpp",
             "version": f"llama-cpp-python {self.lib.__version__}",
             "threads": self.threads,

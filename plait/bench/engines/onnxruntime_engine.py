@@ -14,7 +14,12 @@ class OnnxRuntimeSide:
     """An onnxruntime-genai model on the CPU. Prompts of one batch must be equally long."""
 
     def __init__(
-        self, model: str, threads: int | None, max_model_len: int, max_num_seqs: int, options: dict[str, Any]
+        self,
+        model: str,
+        threads: int | None,
+        max_model_len: int,
+        max_num_seqs: int,
+        options: dict[str, object],
     ) -> None:
         folder = Path(model)
         if not (folder / "genai_config.json").exists():
@@ -25,7 +30,7 @@ class OnnxRuntimeSide:
         self.og: Any = import_module("onnxruntime_genai")
         self._folder = tempfile.TemporaryDirectory(prefix="plait-bench-")
         self.model = self.og.Model(str(_with_threads(folder, Path(self._folder.name), threads)))
-        self.facts: dict[str, Any] = {
+        self.facts: dict[str, object] = {
             "engine": "onnxruntime-genai",
             "version": self.og.__version__,
             "threads": threads,

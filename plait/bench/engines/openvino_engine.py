@@ -13,7 +13,12 @@ class OpenVinoSide:
     """An `LLMPipeline` on the CPU. Prompts of one batch must be equally long."""
 
     def __init__(
-        self, model: str, threads: int | None, max_model_len: int, max_num_seqs: int, options: dict[str, Any]
+        self,
+        model: str,
+        threads: int | None,
+        max_model_len: int,
+        max_num_seqs: int,
+        options: dict[str, object],
     ) -> None:
         self.numpy: Any = import_module("numpy")
         self.ov: Any = import_module("openvino")
@@ -21,7 +26,7 @@ class OpenVinoSide:
         limits = {"INFERENCE_NUM_THREADS": threads} if threads else {}
         given = {"scheduler_config": self._schedule(), **limits, **options}
         self.pipe = self.genai.LLMPipeline(model, "CPU", **given)
-        self.facts: dict[str, Any] = {
+        self.facts: dict[str, object] = {
             "engine": "openvino",
             "version": f"openvino-genai {self.genai.__version__}",
             "threads": threads,

@@ -24,13 +24,13 @@ class Timed:
         """Run a step of a revision that had no tickets."""
         return self._timed(plan, lambda: self._runner.execute(plan, sampling))
 
-    def _timed(self, plan: Any, run: Callable[[], Any]) -> Any:
+    def _timed(self, plan: Any, run: Callable[[], object]) -> Any:
         started = time.perf_counter()
         result = run()
         self.steps.append((plan.num_tokens, len(plan.chunks), time.perf_counter() - started))
         return result
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._runner, name)
 
 
@@ -38,7 +38,12 @@ class PlaitSide:
     """`options`: fields of EngineConfig. Level "runner" steps the loaded runner from this thread."""
 
     def __init__(
-        self, model: str, threads: int | None, max_model_len: int, max_num_seqs: int, options: dict[str, Any]
+        self,
+        model: str,
+        threads: int | None,
+        max_model_len: int,
+        max_num_seqs: int,
+        options: dict[str, object],
     ) -> None:
         import torch
 
@@ -57,7 +62,7 @@ class PlaitSide:
         ops: dict[str, set[str]] = {}
         for row in self._loaded.target.bound:
             ops.setdefault(row.op, set()).add(row.variant)
-        self.facts: dict[str, Any] = {
+        self.facts: dict[str, object] = {
             "engine": "plait",
             "version": plait.__version__,
             "threads": getattr(executor, "threads", None) or torch.get_num_threads(),

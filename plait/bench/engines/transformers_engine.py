@@ -12,7 +12,12 @@ class TransformersSide:
     """A causal language model of transformers on the CPU. Prompts of one batch must be equally long."""
 
     def __init__(
-        self, model: str, threads: int | None, max_model_len: int, max_num_seqs: int, options: dict[str, Any]
+        self,
+        model: str,
+        threads: int | None,
+        max_model_len: int,
+        max_num_seqs: int,
+        options: dict[str, object],
     ) -> None:
         self.torch: Any = import_module("torch")
         transformers: Any = import_module("transformers")
@@ -21,9 +26,9 @@ class TransformersSide:
         path = Path(model)
         named = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
         source = path.parent if named or path.is_file() else path
-        dtype = getattr(self.torch, options.get("dtype", "bfloat16"))
+        dtype = getattr(self.torch, str(options.get("dtype", "bfloat16")))
         self.model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **named).eval()
-        self.facts: dict[str, Any] = {
+        self.facts: dict[str, object] = {
             "engine": "transformers",
             "version": f"{transformers.__version__}, torch {self.torch.__version__}",
             "threads": self.torch.get_num_threads(),

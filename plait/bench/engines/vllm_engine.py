@@ -17,7 +17,12 @@ class VllmSide:
     """A model in bfloat16. Its engine and its worker are processes of their own, as they are by default."""
 
     def __init__(
-        self, model: str, threads: int | None, max_model_len: int, max_num_seqs: int, options: dict[str, Any]
+        self,
+        model: str,
+        threads: int | None,
+        max_model_len: int,
+        max_num_seqs: int,
+        options: dict[str, object],
     ) -> None:
         if not (Path(model) / "config.json").exists():
             raise NotImplementedError(
@@ -38,7 +43,7 @@ class VllmSide:
             disable_log_stats=False,  # the moments of tokens are part of them
             **given,
         )
-        self.facts: dict[str, Any] = {
+        self.facts: dict[str, object] = {
             "engine": "vllm",
             "version": self.vllm.__version__,
             "threads": threads,

@@ -41,7 +41,7 @@ KINDS = (
     f"an engine: {', '.join(PEERS)}, or FILE_side.py of your own, each with @PYTHON if it is installed for "
     "another interpreter and =MODEL if it needs files of its own"
 )
-ParseOptions = Callable[[str], Mapping[str, Any]]  # "--ops reference" -> {"ops": "reference"}
+ParseOptions = Callable[[str], Mapping[str, object]]  # "--ops reference" -> {"ops": "reference"}
 
 
 @dataclass(frozen=True, slots=True)

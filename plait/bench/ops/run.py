@@ -27,8 +27,8 @@ from plait.resource_limits import default_threads
 STANDARD = {"block_size": BLOCK, "kv_dtype": "model"}  # what every mixer adds to an op's own sizes
 SECONDS, FEWEST = 0.05, 5  # of timing: at least so long, and so many calls
 IN_CACHE, IN_MEMORY = 8 << 20, 512 << 20  # bytes; a machine's last level of cache lies between
-Case = Mapping[str, Any]
-Call = Callable[[], Any]
+Case = Mapping[str, object]
+Call = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +118,12 @@ def case_text(case: Case) -> str:
 
 
 @torch.inference_mode()
-def bench_case(op: Op, case: Case, ground: Ground) -> list[dict[str, Any]]:
+def bench_case(op: Op, case: Case, ground: Ground) -> list[dict[str, object]]:
     """The reference's row, then one for each variant of this device; none for a dtype it does not have."""
     return list(_rows(op, case, ground)) if ground.dtype in op.tolerance else []
 
 
-def _rows(op: Op, case: Case, ground: Ground) -> Iterator[dict[str, Any]]:
+def _rows(op: Op, case: Case, ground: Ground) -> Iterator[dict[str, object]]:
     call, want, work = prepare_case(op, None, case, ground)
     slow = time_call(call)
     blank: dict[str, Any] = {
@@ -191,7 +191,7 @@ def prepare_case(
         args, fn = (args[0], packed, *args[2:]), apply
     first = [t.clone() for t in tensors(fn(*args, **kwargs))]
 
-    def call() -> Any:
+    def call() -> object:
         return fn(*args, **kwargs)
 
     return call, first, work

@@ -34,7 +34,7 @@ class ServerTarget:
     ignore_eos: bool = True
     temperature: float = 0.0
     timeout_s: float = 600.0
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def path(self) -> str:
@@ -44,9 +44,9 @@ class ServerTarget:
     def headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
-    def body(self, messages: Messages, turn: Turn) -> dict[str, Any]:
+    def body(self, messages: Messages, turn: Turn) -> dict[str, object]:
         """The JSON that asks for the reply to `messages`; the completions endpoint gets their texts."""
-        asked: dict[str, Any] = {"model": self.model, "max_tokens": turn.output_len}
+        asked: dict[str, object] = {"model": self.model, "max_tokens": turn.output_len}
         asked["temperature"] = self.temperature
         if self.chat:
             asked["messages"] = messages

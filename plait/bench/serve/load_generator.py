@@ -79,7 +79,7 @@ class Run:
     cpu_s: float = 0.0
     late_s: list[float] = field(default_factory=list)
 
-    def client(self) -> dict[str, Any]:
+    def client(self) -> dict[str, object]:
         """How busy and how late this client was. `is_bottleneck`: the client may have limited the numbers."""
         events = sum(len(one.gaps_s) + (one.ttft_s is not None) for one in self.outcomes)
         late = [1000 * float(np.percentile(self.late_s, p)) if self.late_s else 0.0 for p in (50, 99, 100)]
@@ -165,7 +165,7 @@ class Clients:
                 await asyncio.sleep(self.began + at - time.perf_counter())
                 group.create_task(self._enter(door, self._next()))
 
-    async def _enter(self, door: contextlib.AbstractAsyncContextManager[Any], chat: Chat) -> None:
+    async def _enter(self, door: contextlib.AbstractAsyncContextManager[object], chat: Chat) -> None:
         async with door:
             await self._talk(chat)
 

@@ -155,7 +155,7 @@ def family(pid: int) -> list[int]:
     return found
 
 
-def census(pid: int) -> dict[str, Any]:
+def census(pid: int) -> dict[str, object]:
     """What a server's processes hold together; zeros where the system does not say.
 
     rss_mib counts pages that several processes share several times; rss_mib_each: the first process, then

@@ -44,7 +44,7 @@ class Shelf:
     `source`: the model's file, for messages; `key`: plain values (as JSON has them) that must all be equal.
     """
 
-    def __init__(self, path: Path, source: str, key: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, source: str, key: Mapping[str, object]) -> None:
         self.path, self.source, self.key = path, source, key
         self.written: list[KeptBlock] = []
         self.num_found = 0  # linear layers that were taken from the file

@@ -46,7 +46,7 @@ class Header:
 
     key: Mapping[str, Any]
     source: str
-    maps: Mapping[str, Any]  # by our name: its parts, and what encoding them counted
+    maps: Mapping[str, object]  # by our name: its parts, and what encoding them counted
     start: int
 
 
@@ -183,7 +183,7 @@ def read_header(mapped: mmap.mmap | bytes, path: Path) -> Header:
     return Header(found["key"], found["source"], found["maps"], start)
 
 
-def read_key(path: Path) -> tuple[str, Mapping[str, Any]] | None:
+def read_key(path: Path) -> tuple[str, Mapping[str, object]] | None:
     """(the model's file, the key) of a file of packed weights; None if it is damaged, or gone."""
     try:
         header = read_header(map_file(path), path)

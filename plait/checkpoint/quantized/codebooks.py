@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import gcd, isfinite, prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,7 +46,7 @@ def codebook(parts: WeightParts) -> StoredWeight:
     return StoredWeight(shape, f"bnb_{kind}", read)
 
 
-def _state(parts: WeightParts) -> Mapping[str, Any]:
+def _state(parts: WeightParts) -> Mapping[str, object]:
     found = [name for name in parts.names if name.startswith("quant_state")]
     if len(found) != 1:
         raise BadFile(f"{parts.name}: its quant_state is missing, which has its shape")
@@ -59,7 +58,7 @@ def _state(parts: WeightParts) -> Mapping[str, Any]:
     return parse_json(bytes(parts.read(found[0]).tolist()), parts.names[found[0]])
 
 
-def _sizes(parts: WeightParts, state: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:
+def _sizes(parts: WeightParts, state: Mapping[str, object]) -> tuple[tuple[int, ...], int]:
     """(shape of the weight, numbers of a block)."""
     shape, block = state.get("shape"), state.get("blocksize")
     if (
@@ -84,7 +83,7 @@ def _by_row(numbers: Tensor, block: int, size: int, rows: int, cols: int) -> Ten
 
 
 def _read_nested(
-    parts: WeightParts, state: Mapping[str, Any], block: int, size: int, shape: tuple[int, int]
+    parts: WeightParts, state: Mapping[str, object], block: int, size: int, shape: tuple[int, int]
 ) -> Nested:
     outer, offset = state.get("nested_blocksize"), state.get("nested_offset")
     if type(outer) is not int or not 0 < outer <= 1 << 16 or outer & (outer - 1):

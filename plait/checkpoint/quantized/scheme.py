@@ -95,7 +95,7 @@ class Scheme:
 
 
 def find_scheme(
-    config: Mapping[str, Any] | None, beside: Mapping[str, Path] = MappingProxyType({})
+    config: Mapping[str, object] | None, beside: Mapping[str, Path] = MappingProxyType({})
 ) -> Scheme | None:
     """The scheme of a checkpoint; None if no file has one.
 
@@ -114,7 +114,7 @@ def find_scheme(
     return None
 
 
-def read_scheme(raw: Any, where: str) -> Scheme:
+def read_scheme(raw: object, where: str) -> Scheme:
     """One dialect as data. `where` names its place in messages."""
     if not isinstance(raw, Mapping):
         raise BadFile(f"{where} must be an object, got {type(raw).__name__}")
@@ -129,7 +129,7 @@ def read_scheme(raw: Any, where: str) -> Scheme:
     return replace(_READERS[method](_Said(raw, where)), method=method)
 
 
-def _method(raw: Mapping[str, Any], where: str) -> str:
+def _method(raw: Mapping[str, object], where: str) -> str:
     said = raw.get("quant_method")
     if said is None:
         marks = {"w_bit": "awq", "config_groups": "compressed-tensors", "quant_algo": "modelopt"}

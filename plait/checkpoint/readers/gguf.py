@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -193,7 +192,7 @@ def _read_counts(cursor: MetadataCursor) -> tuple[int, int]:
     return num_tensors, num_keys
 
 
-def _alignment(metadata: Mapping[str, Any], path: Path) -> int:
+def _alignment(metadata: Mapping[str, object], path: Path) -> int:
     value = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
     if type(value) is not int or not 0 < value <= _MAX_ALIGNMENT or value & (value - 1):
         raise BadFile(f"{path}: general.alignment is {value!r}, not a power of two up to {_MAX_ALIGNMENT}")

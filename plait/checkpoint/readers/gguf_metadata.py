@@ -102,7 +102,7 @@ class MetadataCursor:
         return found
 
 
-class FileMetadata(Mapping[str, Any]):
+class FileMetadata(Mapping[str, object]):
     """key -> int, float, bool, str or list (of these, or of lists), in the file's order.
 
     A long list is made anew on each access; `items` and `values` do so with all. A caller that needs one
@@ -114,7 +114,7 @@ class FileMetadata(Mapping[str, Any]):
     def __init__(self, cursor: MetadataCursor, count: int) -> None:
         """Reads `count` keys and moves the cursor behind them."""
         self._mapped, self._path = cursor.mapped, cursor.path
-        self._short: dict[str, Any] = {}
+        self._short: dict[str, object] = {}
         self._long: dict[str, int] = {}  # where the list starts
         types: dict[str, tuple[int, ...]] = {}
         for _ in range(count):
@@ -130,7 +130,7 @@ class FileMetadata(Mapping[str, Any]):
                 self._short[key] = _read_values(cursor, kind, 1, key)[0]
         self.value_types: Mapping[str, tuple[int, ...]] = MappingProxyType(types)
 
-    def __getitem__(self, key: str) -> Any:
+    def __getitem__(self, key: str) -> object:
         if key in self._long:
             return _read_array(MetadataCursor(self._mapped, self._path, self._long[key]), key, 1)
         return self._short[key]
@@ -170,12 +170,12 @@ def _array_header(cursor: MetadataCursor, key: str) -> tuple[int, int]:
     return kind, count
 
 
-def _read_array(cursor: MetadataCursor, key: str, depth: int) -> list[Any]:
+def _read_array(cursor: MetadataCursor, key: str, depth: int) -> list[object]:
     kind, count = _array_header(cursor, key)
     return _read_elements(cursor, kind, count, key, depth)
 
 
-def _read_elements(cursor: MetadataCursor, kind: int, count: int, key: str, depth: int) -> list[Any]:
+def _read_elements(cursor: MetadataCursor, kind: int, count: int, key: str, depth: int) -> list[object]:
     if kind != _ARRAY:
         return _read_values(cursor, kind, count, key)
     if depth == _MAX_DEPTH:
@@ -191,12 +191,12 @@ def _read_values(cursor: MetadataCursor, kind: int, count: int, key: str) -> lis
     return cursor.values(kind, count, key)
 
 
-def is_own(metadata: Mapping[str, Any] | None) -> bool:
+def is_own(metadata: Mapping[str, object] | None) -> bool:
     """Whether a GGUF file holds a checkpoint under its own names. `metadata`: None for other files."""
     return metadata is not None and metadata.get("general.architecture") == ARCHITECTURE
 
 
-def own_config(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
+def own_config(metadata: Mapping[str, object]) -> dict[str, object] | None:
     """The config.json of the checkpoint in such a file, if it had one. Raises BadFile."""
     text = metadata.get(CONFIG)
     if text is None:
@@ -211,7 +211,7 @@ def stand_in(number: int) -> str:
     return f"plait.{number}"
 
 
-def restore_names(entries: Mapping[str, Entry], metadata: Mapping[str, Any]) -> dict[str, Entry]:
+def restore_names(entries: Mapping[str, Entry], metadata: Mapping[str, object]) -> dict[str, Entry]:
     """Tensors by their own names, where the file had to call them something else. Raises BadFile."""
     listed = metadata.get(NAMES, [])
     if not isinstance(listed, list) or not all(isinstance(name, str) and name for name in listed):

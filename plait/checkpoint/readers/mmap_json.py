@@ -117,7 +117,7 @@ def _check_regular(path: Path, mode: int) -> None:
         raise BadFile(f"{path}: is {kind}, not a regular file")
 
 
-def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _once_each(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) != len(pairs):
         seen: set[str] = set()

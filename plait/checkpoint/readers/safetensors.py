@@ -139,12 +139,12 @@ def _read_header(path: Path) -> dict[str, _Entry]:
     return entries
 
 
-def _check_metadata(metadata: Any, path: Path) -> None:
+def _check_metadata(metadata: object, path: Path) -> None:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise BadFile(f"{path}: the header's __metadata__ must be an object of strings")
 
 
-def _entry(name: str, fields: Any, path: Path) -> _Entry:
+def _entry(name: str, fields: object, path: Path) -> _Entry:
     if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
         raise BadFile(f"{path}: tensor {name[:80]!r} must have exactly dtype, shape and data_offsets")
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
@@ -161,7 +161,7 @@ def _entry(name: str, fields: Any, path: Path) -> _Entry:
     return _Entry(path, DTYPES[dtype], tuple(shape), start, stop)
 
 
-def _is_sizes(value: Any) -> bool:
+def _is_sizes(value: object) -> bool:
     return (
         isinstance(value, list)
         and len(value) <= _MAX_DIMS

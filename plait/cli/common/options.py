@@ -12,7 +12,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, Protocol, TypeVar, get_args, get_origin
 
 import click
 from click.core import ParameterSource
@@ -23,8 +23,7 @@ from plait.config import DEVICE, EngineConfig, ServerConfig, option_types
 from plait.errors import ConfigError
 from plait.request import SAMPLING, SamplingParams
 
-Command = TypeVar("Command", bound=Callable[..., Any])
-Decorator = Callable[[Command], Command]
+Command = TypeVar("Command", bound=Callable[..., object])
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 ENVIRONMENT = {"api_key": "PLAIT_API_KEY"}  # what a command line would show to every user of the machine
 METAVARS = {"set": "KEY=VALUE", "plugins": "FILE.py"}
@@ -35,6 +34,12 @@ _NOT_TYPED = {"n", "best_of", "logit_bias", "logprobs", "prompt_logprobs", "stop
     *("truncate_prompt_tokens",),
 }
 SAMPLING_HELP = {name: field.words for name, field in SAMPLING.items() if name not in _NOT_TYPED}
+
+
+class Decorator(Protocol):
+    """Adds options to a command, which stays what it is."""
+
+    def __call__(self, command: Command, /) -> Command: ...
 
 
 class Bytes(click.ParamType[int]):
@@ -73,13 +78,13 @@ class Device(click.ParamType[str]):
 
     name = "device"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
         if not DEVICE.fullmatch(value):
             self.fail(f"{value!r} is not one of auto, cpu, cuda, cuda:N", param, ctx)
         return str(value)
 
 
-def flag(cls: type, field: Field[Any], text: str) -> Decorator[Any]:
+def flag(cls: type, field: Field[object], text: str) -> Decorator:
     """One click option for one field of a dataclass; its default stays the dataclass's own."""
     hint, _ = option_types(cls)[field.name]
     name = "--" + field.name.replace("_", "-")
@@ -106,7 +111,7 @@ def flag(cls: type, field: Field[Any], text: str) -> Decorator[Any]:
     return click.option(*names, type=hint, **shown)
 
 
-def options(decorators: Sequence[Decorator[Any]]) -> Decorator[Any]:
+def options(decorators: Sequence[Decorator]) -> Decorator:
     """Several options as one decorator, listed in help in their order."""
 
     def apply(command: Command) -> Command:
@@ -117,18 +122,18 @@ def options(decorators: Sequence[Decorator[Any]]) -> Decorator[Any]:
     return apply
 
 
-def config_options(cls: type, *, without: Sequence[str] = ()) -> Decorator[Any]:
+def config_options(cls: type, *, without: Sequence[str] = ()) -> Decorator:
     """A flag for every field of EngineConfig or ServerConfig."""
     return options([flag(cls, f, f.metadata["help"]) for f in fields(cls) if f.name not in without])
 
 
-def engine_options(*, without: Sequence[str] = ()) -> Decorator[Any]:
+def engine_options(*, without: Sequence[str] = ()) -> Decorator:
     """Every EngineConfig flag, and `--cpu` for `--device cpu`."""
     cpu = click.option("--cpu", is_flag=True, help="use the CPU, also when there is a GPU; as --device cpu")
     return options([cpu, config_options(EngineConfig, without=without)])
 
 
-def sampling_options(*, max_tokens: int | None) -> Decorator[Any]:
+def sampling_options(*, max_tokens: int | None) -> Decorator:
     """The SamplingParams that a terminal needs; what is not given stays the model's choice."""
     names = {f.name: f for f in fields(SamplingParams)}
     rest = [
@@ -143,7 +148,7 @@ def sampling_options(*, max_tokens: int | None) -> Decorator[Any]:
     return options([first, *rest])
 
 
-def model_option(*, required: bool = True) -> Decorator[Any]:
+def model_option(*, required: bool = True) -> Decorator:
     """The model, as an argument or as `--model`; the command gets one `model`."""
     text = "a directory, a .safetensors or .gguf file, or a Hub id"
 
@@ -159,13 +164,13 @@ def model_option(*, required: bool = True) -> Decorator[Any]:
     return options([argument, named])
 
 
-def engine_option(name: str) -> Decorator[Any]:
+def engine_option(name: str) -> Decorator:
     """One flag alone, as EngineConfig has it."""
     field = next(f for f in fields(EngineConfig) if f.name == name)
     return flag(EngineConfig, field, field.metadata["help"])
 
 
-def common_options() -> Decorator[Any]:
+def common_options() -> Decorator:
     """`--verbose` and `--debug`: what every command has."""
 
     def debug(ctx: click.Context, param: click.Parameter, value: bool) -> None:
@@ -185,7 +190,7 @@ def common_options() -> Decorator[Any]:
     )
 
 
-def json_option(text: str = "everything as one JSON object") -> Decorator[Any]:
+def json_option(text: str = "everything as one JSON object") -> Decorator:
     """`--json`, which commands get as `as_json`."""
     return click.option("--json", "as_json", is_flag=True, help=text)
 
@@ -210,7 +215,7 @@ def engine_settings(given: Mapping[str, object]) -> dict[str, Any]:
     return settings
 
 
-def server_settings(given: Mapping[str, object]) -> dict[str, Any]:
+def server_settings(given: Mapping[str, object]) -> dict[str, object]:
     """The ServerConfig fields among a command's parameters."""
     return {f.name: given[f.name] for f in fields(ServerConfig)}
 
@@ -220,7 +225,7 @@ def sampling_params(given: Mapping[str, Any]) -> SamplingParams:
     return SamplingParams(**{name: given[name] for name in SAMPLING_HELP})
 
 
-def find_changes(settings: dict[str, Any]) -> dict[str, Any]:
+def find_changes(settings: dict[str, object]) -> dict[str, object]:
     """What differs from the defaults: another revision of Plait has defaults, and options, of its own."""
     plain = EngineConfig()
     return {name: value for name, value in settings.items() if value != getattr(plain, name)}

@@ -21,7 +21,7 @@ MOST_LETTERS = 1 << 16  # of a text, more than are read of it
 
 def probe_model(
     model: str, config: EngineConfig, text_file: str | None
-) -> tuple[Opened, dict[str, Any] | None]:
+) -> tuple[Opened, dict[str, object] | None]:
     """Probe a model anew: it, as it was found, and what was tried; None if nothing is open."""
     from plait.loading.open_model import open_model
     from plait.loading.probe.candidates import quantities
@@ -57,7 +57,7 @@ def read_text(path: str) -> str:
         raise ConfigError(f"--probe-text {path}: cannot be read as text in UTF-8: {error}") from error
 
 
-def trial_facts(trial: Trial) -> dict[str, Any]:
+def trial_facts(trial: Trial) -> dict[str, object]:
     facts = {
         "values": dict(trial.values),
         "tokens": trial.tokens,
@@ -67,7 +67,7 @@ def trial_facts(trial: Trial) -> dict[str, Any]:
     return facts | ({"error": trial.error} if trial.error else {})
 
 
-def choice_facts(choice: ProbeDecision | None) -> dict[str, Any]:
+def choice_facts(choice: ProbeDecision | None) -> dict[str, object]:
     return {"margin": choice.margin, "sure": choice.is_sure} if choice else {"margin": None, "sure": False}
 
 

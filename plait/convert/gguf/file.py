@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -129,7 +128,7 @@ def _types_of(value: object) -> tuple[gguf.GGUFValueType, ...]:
     raise TypeError(f"no type of GGUF for {type(value).__name__}")
 
 
-def _encode_strings(value: object) -> Any:
+def _encode_strings(value: object) -> object:
     """Strings as bytes: vocabularies hold pieces of characters."""
     if isinstance(value, str):
         return value.encode("utf-8", "surrogateescape")

@@ -66,7 +66,7 @@ def _each(spec: ModelSpec, kind: Any) -> list[Any]:
     return [next((m for m in _parts(layer) if isinstance(m, kind)), None) for layer in spec.layers]
 
 
-def _same(values: list[Any], what: str) -> Any:
+def _same(values: list[object], what: str) -> Any:
     found = list(dict.fromkeys(v for v in values if v is not None))
     if len(found) > 1:
         raise UnsupportedFormat(f"GGUF has one {what} for all layers; this model has {found}")

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,7 +65,7 @@ class GgufTarget:
     """
 
     arch: str
-    keys: Mapping[str, Any]
+    keys: Mapping[str, object]
     made: tuple[Made, ...]
     extra: Mapping[str, Tensor]  # float32
     notes: tuple[str, ...] = ()
@@ -137,9 +136,9 @@ def read_back(keys: Mapping[str, object], made: list[Made], extra: Mapping[str, 
     return resolve(None, shapes, gguf=keys, read=lambda name: extra[name])
 
 
-def _counts(spec: ModelSpec) -> dict[str, Any]:
+def _counts(spec: ModelSpec) -> dict[str, object]:
     """What `gguf_names` asks a config for, of any model."""
-    found: dict[str, Any] = {"num_hidden_layers": len(spec.layers)}
+    found: dict[str, object] = {"num_hidden_layers": len(spec.layers)}
     mla = next(spec.mixers_of(MlaSpec), None)
     if mla:
         found |= {"num_attention_heads": mla.num_heads, "kv_lora_rank": mla.kv_rank}
@@ -195,7 +194,7 @@ def divisors(rope: RopeSpec, max_len: int) -> Tensor:
 class OwnTarget:
     """What is to be written: `keys` of the model (not of its tokenizer), and its tensors."""
 
-    keys: Mapping[str, Any]
+    keys: Mapping[str, object]
     made: tuple[Made, ...]
 
 
@@ -208,7 +207,7 @@ def own_target(made: Sequence[Made], config: Mapping[str, object] | None) -> Own
             names.append(one.name)
         else:
             given.append(one)
-    keys: dict[str, Any] = {"general.architecture": ARCHITECTURE}
+    keys: dict[str, object] = {"general.architecture": ARCHITECTURE}
     if config is not None:
         keys[CONFIG] = json.dumps(config, ensure_ascii=False)
     return OwnTarget(keys | ({NAMES: names} if names else {}), tuple(given))
@@ -238,18 +237,20 @@ def _rename_made(made: Made, name: str) -> Made:
     return replace(made, name=name, turned=None if made.turned is None else replace(made.turned, name=name))
 
 
-def with_overrides(config: Mapping[str, Any] | None, given: Mapping[str, Any]) -> dict[str, Any] | None:
+def with_overrides(
+    config: Mapping[str, object] | None, given: Mapping[str, object]
+) -> dict[str, object] | None:
     """The config with the values of --set, at the top and wherever a text model's keys may be."""
     if not given:
         return None if config is None else dict(config)
     found = {**(config or {}), **given}
     for nest in (*NESTS, "model"):
-        if isinstance(found.get(nest), Mapping):
-            found[nest] = {**found[nest], **given}
+        if isinstance(own := found.get(nest), Mapping):
+            found[nest] = {**own, **given}
     return found
 
 
-def drop_packing(config: Mapping[str, object]) -> dict[str, Any]:
+def drop_packing(config: Mapping[str, object]) -> dict[str, object]:
     """The config without what it says of how tensors are packed, which they no longer are."""
     return {
         k: drop_packing(v) if isinstance(v, Mapping) else v

@@ -33,7 +33,7 @@ PROBE = (
 )
 
 
-def vocabulary_keys(opened: Opened, *, is_own: bool = False) -> dict[str, Any]:
+def vocabulary_keys(opened: Opened, *, is_own: bool = False) -> dict[str, object]:
     """The `tokenizer.` keys of a file of this model.
 
     Where GGUF's words do not cut text as the model does, or there are none, the file carries tokenizer.json.
@@ -73,7 +73,7 @@ def readable_tokenizer(opened: Opened) -> Tokenizer | None:
         return None
 
 
-def _collect_keys(opened: Opened, directory: Path, tokenizer: Tokenizer) -> dict[str, Any]:
+def _collect_keys(opened: Opened, directory: Path, tokenizer: Tokenizer) -> dict[str, object]:
     """The vocabulary in GGUF's words; {} if it has none for it."""
     size = opened.resolved.spec.vocab_size
     keys = _from_files(directory, tokenizer, size)
@@ -123,7 +123,7 @@ def _has_files(directory: Path) -> bool:
     return any((directory / name).exists() for name in VOCABULARIES)
 
 
-def _from_files(directory: Path, tokenizer: Tokenizer, size: int) -> dict[str, Any]:
+def _from_files(directory: Path, tokenizer: Tokenizer, size: int) -> dict[str, object]:
     path = directory / "tokenizer.json"
     if not path.exists():
         return _pad_tokens(_other_files(directory), size)
@@ -147,7 +147,7 @@ def _from_files(directory: Path, tokenizer: Tokenizer, size: int) -> dict[str, A
     return _pad_tokens(keys, size)
 
 
-def _other_files(directory: Path) -> dict[str, Any]:
+def _other_files(directory: Path) -> dict[str, object]:
     """SentencePiece's own file, or PLaMo's."""
     if (directory / "tokenizer.model").exists():
         return sentencepiece_metadata(directory / "tokenizer.model")
@@ -201,7 +201,7 @@ def _pad_tokens(keys: dict[str, Any], size: int) -> dict[str, Any]:
     """As many tokens as the model has rows: holes for rows without one, none for tokens without a row."""
     tokens = keys[f"{KEY}tokens"]
     missing = range(len(tokens), size)
-    filled: dict[str, list[Any]] = {
+    filled: dict[str, list[object]] = {
         "tokens": [f"[PAD{i}]" for i in missing],
         "token_type": [UNUSED] * len(missing),
         "scores": [0.0] * len(missing),

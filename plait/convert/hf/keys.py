@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from plait.families.common.registry import find
-from plait.families.config.normalize import FULL, SLIDING
+from plait.families.config.normalize import FULL, SLIDING, Config
 from plait.ops.rope import frequencies
 from plait.spec import AttentionSpec, MlaSpec, ModelSpec, RopeSpec
 
@@ -45,7 +45,7 @@ OWN = {
 NULLABLE = {"q_lora_rank"}  # null says something
 
 
-def config_json(config: Mapping[str, Any], spec: ModelSpec, dtype: str, tensors: Container[str]) -> Values:
+def config_json(config: Config, spec: ModelSpec, dtype: str, tensors: Container[str]) -> Values:
     """A config.json that describes this model, in the words of transformers where it has them.
 
     tensors: our names of those that the model has, for what configs say of biases.
@@ -84,7 +84,7 @@ def _biases(spec: ModelSpec, tensors: Container[str]) -> Values:
     return found
 
 
-def _shortest(value: object) -> Any:
+def _shortest(value: object) -> object:
     """Numbers that were float32 in GGUF as people write them: 1e-05, not 9.999999747378752e-06."""
     if isinstance(value, Mapping):
         return {k: _shortest(v) for k, v in value.items()}
@@ -106,7 +106,7 @@ def _carry(values: Values, config: Mapping[str, object], ours: str, theirs: str 
         values[theirs or ours] = config[ours]
 
 
-def _attention(config: Mapping[str, Any], spec: ModelSpec, family: str) -> Values:
+def _attention(config: Config, spec: ModelSpec, family: str) -> Values:
     mixers = [m for _, m in spec.mixers() if isinstance(m, (AttentionSpec, MlaSpec))]
     if not mixers:
         return {}
@@ -176,10 +176,10 @@ def llama3_scaling(rope: RopeSpec, max_len: int) -> Values:
     return dict(rope.scaling)
 
 
-def strangers(config: Mapping[str, Any]) -> list[str]:
+def strangers(config: Mapping[str, object]) -> list[str]:
     """What in a config.json of ours transformers has no word for, and Plait alone reads."""
-    sets = config.get("rope_parameters") or {}
-    found = []
+    sets, found = config.get("rope_parameters"), []
+    sets = sets if isinstance(sets, Mapping) else {}
     if any(p.get("rope_type") == "divisors" for p in (sets, *sets.values()) if isinstance(p, Mapping)):
         found.append("these divisors of rotary frequencies are not Llama 3's")
     if isinstance(config.get("expand"), float):

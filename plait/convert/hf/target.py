@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import Tensor
 
@@ -28,7 +27,7 @@ FORM = "safetensors"
 class HfTarget:
     """What is to be written: config.json and the tensors."""
 
-    config: Mapping[str, Any]
+    config: Mapping[str, object]
     made: tuple[Made, ...]
     notes: tuple[str, ...] = ()
 
@@ -61,7 +60,7 @@ def _shape(made: Made) -> tuple[int, ...]:
     return (made.shape[0], 1, made.shape[1]) if is_kernel else made.shape
 
 
-def quantization_config(stored: Sequence[StorageForm]) -> dict[str, Any] | None:
+def quantization_config(stored: Sequence[StorageForm]) -> dict[str, object] | None:
     """For fp8 as DeepSeek-V3 has it, int4 as compressed-tensors, MXFP4 as gpt-oss; None without any."""
     if any(isinstance(one, Fp8Blocks) for one in stored):
         return {

@@ -148,7 +148,7 @@ def _merges(tokens: Sequence[str], scores: Sequence[float], kinds: Sequence[int]
 
 def _config(metadata: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
     tokens = metadata[f"{KEY}tokens"]
-    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    config: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     for name in ("bos", "eos", "unk", "pad"):
         token_id = metadata.get(f"{KEY}{name}_token_id", metadata.get(f"{KEY}{name}ding_token_id"))
         if name == "unk":

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
+from plait.families.config.normalize import Config
 from plait.spec import Mamba2Spec, ModelSpec
 
-Values = dict[str, Any]
-Extra = Callable[[Mapping[str, Any], ModelSpec], Values]
+Values = dict[str, object]
+Extra = Callable[[Config, ModelSpec], Values]
 LOCAL = {"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"}
 ROUTED = {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"}
 QWEN_SHARED = {"shared_intermediate_size": "shared_expert_intermediate_size"}
 
 
-def _nothing(config: Mapping[str, Any], spec: ModelSpec) -> Values:
+def _nothing(config: Config, spec: ModelSpec) -> Values:
     return {}
 
 
@@ -42,19 +42,19 @@ def expansion(mixer: Mamba2Spec, spec: ModelSpec) -> int | float:
     return int(expand) if expand == int(expand) else expand
 
 
-def mamba_expansion(config: Mapping[str, Any], spec: ModelSpec) -> Values:
+def mamba_expansion(config: Config, spec: ModelSpec) -> Values:
     """Extra keys of a hybrid with Mamba2."""
     mixer = next(spec.mixers_of(Mamba2Spec))
     return {"mamba_expand": expansion(mixer, spec), "mamba_d_head": mixer.head_dim}
 
 
-def first_dense(config: Mapping[str, Any], spec: ModelSpec) -> Values:
+def first_dense(config: Config, spec: ModelSpec) -> Values:
     """How many layers at the beginning have no experts."""
     kinds = config.get("mlp_layer_types") or []
     return {"first_k_dense_replace": kinds.index("sparse") if "sparse" in kinds else len(spec.layers)}
 
 
-def sparse_list(config: Mapping[str, Any], spec: ModelSpec) -> Values:
+def sparse_list(config: Config, spec: ModelSpec) -> Values:
     """Which layers have no experts, as Qwen says it."""
     kinds = config.get("mlp_layer_types") or []
     dense = [i for i, kind in enumerate(kinds) if kind == "dense"]

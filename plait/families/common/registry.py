@@ -39,9 +39,9 @@ class Family:
     architectures: tuple[str, ...]
     model_types: tuple[str, ...]
     build: Build
-    defaults: Mapping[str, Any]
+    defaults: Mapping[str, object]
     honours: Collection[str]
-    tiny: Mapping[str, Any]
+    tiny: Mapping[str, object]
     detection: Detection
     hf: HfConfig
 
@@ -52,9 +52,9 @@ FAMILIES: dict[str, Family] = {}
 def family(
     *architectures: str,
     model_types: tuple[str, ...] = (),
-    defaults: Mapping[str, Any] = NOTHING,
+    defaults: Mapping[str, object] = NOTHING,
     honours: Collection[str] = (),
-    tiny: Mapping[str, Any] = NOTHING,
+    tiny: Mapping[str, object] = NOTHING,
     detection: Detection = UNDETECTED,
     hf: HfConfig = USUAL_HF,
 ) -> Callable[[Build], Build]:
@@ -90,7 +90,7 @@ def _import_families() -> None:
             import_module(module.name)
 
 
-def find(config: Mapping[str, Any]) -> Family:
+def find(config: Mapping[str, object]) -> Family:
     """The family of a raw config: by architecture, then by model type. Raises UnknownArchitecture."""
     families = families_by_name()
     names = names_in(config)
@@ -118,7 +118,7 @@ def names_in(config: Mapping[str, Any]) -> list[str]:
     return [name for name in names if name]
 
 
-def build_spec(config: Mapping[str, Any]) -> tuple[ModelSpec, NameMap]:
+def build_spec(config: Mapping[str, object]) -> tuple[ModelSpec, NameMap]:
     """What a model is and where its tensors are, from its config alone. Raises UnsupportedModel."""
     entry = find(config)
     return entry.build(normalize(config, entry.defaults, entry.honours))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from plait.checkpoint.names import NameMap
+from plait.families.config.normalize import Config
 from plait.spec import ModelSpec
 
 
@@ -22,7 +22,7 @@ class Resolved:
 
     spec: ModelSpec
     names: NameMap
-    config: Mapping[str, Any]
+    config: Config
     provenance: Mapping[str, str]
     family: str
     is_detected: bool = False

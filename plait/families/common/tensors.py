@@ -70,7 +70,7 @@ class Tensors:
             kinds.append(next((w for mark, w in marks.items() if mark in self.layers[i]), otherwise))
         return kinds
 
-    def put(self, key: str, value: Any, why: str) -> None:
+    def put(self, key: str, value: object, why: str) -> None:
         """Conclude, unless the config or an earlier conclusion has spoken."""
         if key not in self.values and not self.is_said(key):
             self.values[key], self.why[key] = value, why
@@ -81,7 +81,7 @@ class Tensors:
             raise UnsupportedModel(f"tensor {source[0]} {list(source[1])} would make {key} {value}")
         self.put(key, value, f"tensor {source[0]} {list(source[1])}")
 
-    def default(self, key: str, value: Any, why: str = "the tensors do not tell") -> None:
+    def default(self, key: str, value: object, why: str = "the tensors do not tell") -> None:
         self.put(key, value, f"default ({why})")
 
     def get(self, key: str) -> Any:

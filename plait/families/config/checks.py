@@ -125,7 +125,7 @@ def _check_sizes(where: str, part: Any) -> None:
             _check_sizes(f"{where}: {f.name}", value)
 
 
-def _is_count(value: Any, most: int) -> bool:
+def _is_count(value: object, most: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most
 
 
@@ -137,6 +137,6 @@ def _is_finite(value: float) -> bool:
         return False
 
 
-def _bad(source: str, key: str, value: Any, wanted: str) -> UnsupportedModel:
+def _bad(source: str, key: str, value: object, wanted: str) -> UnsupportedModel:
     shown = repr(value)[:80]
     return UnsupportedModel(f"{source} says {key} = {shown}; expected {wanted} (--set {key}=… corrects it)")

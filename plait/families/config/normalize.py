@@ -102,7 +102,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
 
 # What a key may hold without changing the arithmetic of a family that has never heard of it.
 _NO: tuple[Any, ...] = (None, False, 0, 0.0, [], {})
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(
         (
             *("attention_chunk_size", "clip_qkv", "attn_output_gate", "attn_logit_softcapping", "alibi"),
@@ -171,7 +171,7 @@ class Config(dict[str, Any]):
 
 
 def normalize(
-    config: Mapping[str, Any], defaults: Mapping[str, Any] = NOTHING, honours: Collection[str] = ()
+    config: Mapping[str, Any], defaults: Mapping[str, object] = NOTHING, honours: Collection[str] = ()
 ) -> Config:
     """A raw config, in the one vocabulary of this module's docstring.
 

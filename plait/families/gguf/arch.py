@@ -24,7 +24,7 @@ class Metadata:
         self.config: dict[str, Any] = {}
         self.why: dict[str, str] = {}
 
-    def put(self, key: str, value: Any, why: str) -> None:
+    def put(self, key: str, value: object, why: str) -> None:
         self.config[key], self.why[key] = value, why
 
     def size(self, key: str, name: str, axis: int) -> None:
@@ -54,7 +54,7 @@ class Arch:
 
     name: str
     architecture: str
-    constants: Mapping[str, Any]
+    constants: Mapping[str, object]
     read: Particulars
     names: Names | None
 
@@ -63,7 +63,7 @@ ARCHITECTURES: dict[str, Arch] = {}
 
 
 def gguf_arch(
-    name: str, architecture: str, *, constants: Mapping[str, Any] = NOTHING, names: Names | None = None
+    name: str, architecture: str, *, constants: Mapping[str, object] = NOTHING, names: Names | None = None
 ) -> Callable[[Particulars], Particulars]:
     """Register an architecture of GGUF; what it decorates completes the metadata's config."""
 

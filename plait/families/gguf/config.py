@@ -131,7 +131,7 @@ def _rope(m: Metadata, read: Callable[[str], Tensor]) -> None:
         m.put("partial_rotary_factor", rotated / dim, f"{FILE} {m.prefix}rope.dimension_count")
 
 
-def _scaling(m: Metadata) -> dict[str, Any]:
+def _scaling(m: Metadata) -> dict[str, object]:
     """The scaling that the metadata names; {} for none, and for those that are tensors."""
     kind, scaling = m.values.get("rope.scaling.type"), dict[str, Any]()
     original = m.values.get("rope.scaling.original_context_length")

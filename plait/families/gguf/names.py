@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -45,7 +42,7 @@ def gguf_names(c: Config) -> NameMap:
     )
 
 
-def _attention(ours: str, b: str, c: Mapping[str, Any]) -> dict[str, Source | tuple[Source, ...]]:
+def _attention(ours: str, b: str, c: Config) -> dict[str, Source | tuple[Source, ...]]:
     heads, rank = c.get("num_attention_heads") or 1, c.get("kv_lora_rank") or 1
 
     def joined(k: Stored, v: Stored, **_: str) -> Stored:

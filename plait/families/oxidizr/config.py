@@ -14,7 +14,7 @@ from typing import Any
 
 from plait.errors import ConfigError, PlaitError, UnsupportedModel
 
-NOTHING: Mapping[str, Any] = MappingProxyType({})
+NOTHING: Mapping[str, object] = MappingProxyType({})
 FILE, SET = "config.json", "--set"
 
 ALIASES = {
@@ -47,15 +47,15 @@ SECTIONS: Mapping[str, Mapping[str, str]] = {
 }
 
 
-def _whole(value: Any, low: int = 1) -> bool:
+def _whole(value: object, low: int = 1) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= low
 
 
-def _number(value: Any) -> bool:
+def _number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
-def _limits(value: Any) -> bool:
+def _limits(value: object) -> bool:
     return isinstance(value, Sequence) and len(value) == 2 and 0 <= value[0] <= value[1]
 
 
@@ -92,8 +92,8 @@ KEYS: Mapping[str, Check] = {
 class OxidizrFacts:
     """What is known of a model so far: `values`, where each is from, and `problems` to be raised together."""
 
-    def __init__(self, config: Mapping[str, Any] | None, overrides: Sequence[str] = ()) -> None:
-        self.values: dict[str, Any] = {}
+    def __init__(self, config: Mapping[str, object] | None, overrides: Sequence[str] = ()) -> None:
+        self.values: dict[str, object] = {}
         self.provenance: dict[str, str] = {}
         self.problems: list[PlaitError] = []
         for key, value in flatten(config or NOTHING).items():
@@ -106,7 +106,7 @@ class OxidizrFacts:
             if self.values.get(key):
                 self.problems.append(UnsupportedModel(f"{key}: this format's attention has no such thing"))
 
-    def _state(self, key: str, value: Any, where: str) -> None:
+    def _state(self, key: str, value: object, where: str) -> None:
         if key not in KEYS:
             self.provenance[key] = f"{where} (not used)"
             self.values[key] = value
@@ -124,7 +124,7 @@ class OxidizrFacts:
         """The config's value, or what a tensor showed before; None if neither has one."""
         return self.values.get(key)
 
-    def tensor(self, key: str, value: Any, source: str) -> Any:
+    def tensor(self, key: str, value: object, source: str) -> Any:
         """A value that a tensor decides. What the config says otherwise is a problem, never a choice."""
         stated = self.values.get(key)
         if stated is None:
@@ -139,7 +139,7 @@ class OxidizrFacts:
             )
         return value
 
-    def default(self, key: str, value: Any, why: str = "") -> Any:
+    def default(self, key: str, value: object, why: str = "") -> Any:
         """A value that no tensor shows: the config's, else this one."""
         if self.values.get(key) is None:
             self.values[key] = value
@@ -159,12 +159,12 @@ class OxidizrFacts:
             )
 
 
-def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
+def flatten(config: Mapping[str, object]) -> dict[str, Any]:
     """Sections and aliases resolved, nulls dropped. Raises UnsupportedModel for what we do not have."""
     inner = config.get("model")
     if isinstance(inner, Mapping):  # a training file, or a document with a server's own sections around it
         config = {**{k: v for k, v in config.items() if k != "model"}, **inner}
-    flat: dict[str, Any] = {}
+    flat: dict[str, object] = {}
     for key, value in config.items():
         if value is None:
             continue
@@ -179,13 +179,13 @@ def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _put(flat: dict[str, Any], key: str, value: Any) -> None:
+def _put(flat: dict[str, object], key: str, value: object) -> None:
     if key in flat and flat[key] != value:
         raise ConfigError(f"config.json gives {key} under two names, as {flat[key]!r} and as {value!r}")
     flat[key] = value
 
 
-def parse_override(text: str) -> tuple[str, Any]:
+def parse_override(text: str) -> tuple[str, object]:
     """(canonical key, value) of a `key=value`, the value as JSON. Raises ConfigError."""
     key, equals, value = text.partition("=")
     key = ALIASES.get(key.strip(), key.strip())

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from plait.errors import MissingTensor, PlaitError, ShapeMismatch, UnsupportedModel, UnusedTensor
 from plait.families.common.resolved import Resolved
+from plait.families.config.normalize import Config
 from plait.families.oxidizr.attention import gqa, latent, mla, mlp, moe
 from plait.families.oxidizr.config import OxidizrFacts
 from plait.families.oxidizr.names import MAMBAS, Catalog, Layer, read_catalog
@@ -46,7 +47,7 @@ SECTIONS = ("attention", "ssm", "moe", "hybrid_layers")
 PARTS = {"mla": "Mla", "latent": "Mla", "gqa": "Gqa", "moe": "Moe", "mlp": "Mlp"}
 
 
-def is_oxidizr(config: Mapping[str, Any] | None, names: Collection[str]) -> bool:
+def is_oxidizr(config: Mapping[str, object] | None, names: Collection[str]) -> bool:
     """Whether a checkpoint is of this format, rather than one of Hugging Face's families.
 
     `config`: its config.json, if it has one; `names`: its tensors.
@@ -54,7 +55,7 @@ def is_oxidizr(config: Mapping[str, Any] | None, names: Collection[str]) -> bool
     if any(OWN_NAMES.match(name) for name in names):
         return True
     config = config or {}
-    inner = config["model"] if isinstance(config.get("model"), Mapping) else config
+    inner = nested if isinstance(nested := config.get("model"), Mapping) else config
     if config.get("architectures") or not any(re.match(LAYER, name) for name in names):
         return False
     if any(isinstance(inner.get(section), Mapping) for section in SECTIONS):
@@ -74,7 +75,7 @@ def _is_documented_mamba(names: Collection[str]) -> bool:
 
 
 def resolve_oxidizr(
-    config: Mapping[str, Any] | None,
+    config: Mapping[str, object] | None,
     shapes: Mapping[str, tuple[int, ...]],
     read: Callable[[str], Tensor | Weight],
     *,
@@ -102,7 +103,7 @@ def resolve_oxidizr(
     heads = next((p.mixer.num_heads for p in parts.values() if isinstance(p.mixer, MlaSpec)), 0)
     stack = ours.get(next((n for n in ours if ".stacked.gate." in n), ""), (0, spec.hidden_size, 0))
     names = name_map(catalog, take_a, heads, flip_stacks=stack[1] == spec.hidden_size)
-    return Resolved(spec, names, facts.values, facts.provenance, "oxidizr", is_detected=not config)
+    return Resolved(spec, names, Config(facts.values), facts.provenance, "oxidizr", is_detected=not config)
 
 
 def _check_layers(facts: OxidizrFacts, catalog: Catalog) -> None:

@@ -62,7 +62,7 @@ class View:
             )
         return found
 
-    def measure(self, key: str, value: Any, leaf: str) -> Any:
+    def measure(self, key: str, value: object, leaf: str) -> Any:
         """A value that the tensor at `leaf` decides, checked against the config."""
         shape = self.shapes.get(self.ours(leaf))
         state = "(not there)" if shape is None else str(list(shape))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -39,7 +37,7 @@ def sdpa(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    step: dict[Any, Any] | None = None,
+    step: dict[object, object] | None = None,
 ) -> Tensor:
     """`paged_attention` without softcap: the same arguments and result; `step` is not needed."""
     caches = ((k_cache, key_codes(q.shape[-1])), (v_cache, value_codes(q.shape[-1])))

@@ -23,12 +23,12 @@ class KernelForm:
     name: str
     kernel: Any
     types: Mapping[str, str]
-    constants: Mapping[str, Any]
+    constants: Mapping[str, object]
     num_warps: int = 4
     num_stages: int = 2
     targets: tuple[int, ...] = TARGETS
     demands: tuple[tuple[str, ...], ...] = ()
     max_registers: int = 255
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)
     weights: int = 0
     max_per_weight: float = 0.0

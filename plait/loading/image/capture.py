@@ -99,7 +99,7 @@ class Memory:
 def capture_step(
     program: HostProgram,
     store: HostStore,
-    sampling: Mapping[str, Any],
+    sampling: Mapping[str, object],
     kept: Iterable[KeptBlock] = (),
 ) -> CapturedImage:
     """A recorded step as an image has it.

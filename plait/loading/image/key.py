@@ -37,7 +37,7 @@ def choose_threads(config: EngineConfig) -> tuple[int, str]:
     return (config.threads, "--threads") if config.threads else default_threads()
 
 
-def key_of(files: ModelFiles, config: EngineConfig) -> dict[str, Any]:
+def key_of(files: ModelFiles, config: EngineConfig) -> dict[str, object]:
     """All that decides what is in an image, as plain values. Raises BadFile for files that cannot be read."""
     texts = [*files.side_files.values(), *([files.config] if files.config else [])]
     key = {
@@ -55,7 +55,7 @@ def key_of(files: ModelFiles, config: EngineConfig) -> dict[str, Any]:
     return plain
 
 
-def path_of(name: str, config: EngineConfig, key: dict[str, Any]) -> Path | None:
+def path_of(name: str, config: EngineConfig, key: dict[str, object]) -> Path | None:
     """The file of an image of a model with that name and key; None: there is no folder for it."""
     folder = folder_of(config)
     if folder is None:

@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -92,7 +91,7 @@ def _ignore(source: TextSource) -> None:
     """Do nothing with it."""
 
 
-def find_image(model: str, config: EngineConfig) -> tuple[Path, dict[str, Any]] | None:
+def find_image(model: str, config: EngineConfig) -> tuple[Path, dict[str, object]] | None:
     """The model's image and the key that it must have, if there is one. Raises what `find_model` does."""
     if config.startup_image == "renew" or why_no_image(config):
         return None

@@ -22,7 +22,7 @@ from plait.ops.registry import REGISTRY, Op, Variant
 SEED = 0
 
 
-def try_variant(op: Op, variant: Variant, case: Mapping[str, Any], dtype: torch.dtype, device: str) -> str:
+def try_variant(op: Op, variant: Variant, case: Mapping[str, object], dtype: torch.dtype, device: str) -> str:
     """Why a variant is not right on one case of its op; empty: it is. Raises what the kernel raises.
 
     It runs twice on the same input: a race shows as different bits.
@@ -53,7 +53,7 @@ def _plain(value: Tensor) -> Tensor:
     return value.nan_to_num() if value.is_floating_point() else value
 
 
-def _outputs(op: Op, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+def _outputs(op: Op, fn: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> list[Tensor]:
     """What a call returns, and the state that it leaves and that has one layout for all variants."""
     out = fn(*args, **kwargs)
     names = inspect.signature(op.reference).parameters

@@ -17,7 +17,7 @@ from plait.families.common.resolved import Resolved
 from plait.families.detect.sizes import HEAD_DIMS
 from plait.spec import AttentionSpec, Mamba2Spec, Mamba3Spec, MlpSpec, MoeSpec, RopeSpec
 
-Values = Mapping[str, Any]  # keys of a config, as --set has them
+Values = Mapping[str, object]  # keys of a config, as --set has them
 OPEN = ("default", "probed", "from the other keys")
 STATES = (128, 64, 256, 32, 16)
 THETAS = (1e4, 1e5, 5e5, 1e6, 2e6, 5e6, 1e7)
@@ -55,7 +55,7 @@ def quantities(found: Resolved) -> list[Quantity]:
     return [q for q in every if len(q.options) > 1]
 
 
-def _ways(found: Resolved, key: str, *values: Any, is_long: bool = False) -> Iterator[Quantity]:
+def _ways(found: Resolved, key: str, *values: object, is_long: bool = False) -> Iterator[Quantity]:
     """One key that is open and has a value now, and its other values."""
     if key in found.config and is_open(found, key):
         now = found.config[key]

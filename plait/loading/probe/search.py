@@ -35,9 +35,9 @@ class Scorer(Protocol):
     `identity`: equal for values that make the same model.
     """
 
-    def quantities(self, values: Mapping[str, Any]) -> list[Quantity]: ...
-    def identity(self, values: Mapping[str, Any]) -> str: ...
-    def losses(self, values: Mapping[str, Any], tokens: int) -> Losses: ...
+    def quantities(self, values: Mapping[str, object]) -> list[Quantity]: ...
+    def identity(self, values: Mapping[str, object]) -> str: ...
+    def losses(self, values: Mapping[str, object], tokens: int) -> Losses: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class Search:
         self.choices[quantity.name] = ProbeDecision(option, margin, is_better(losses, next_best))
         self.values |= option
 
-    def losses(self, values: Mapping[str, Any], tokens: int) -> Losses:
+    def losses(self, values: Mapping[str, object], tokens: int) -> Losses:
         """The losses of a model, which is run for them once. Raises Exhausted, and what the scorer does."""
         key = f"{tokens} {self.scorer.identity(values)}"
         if key not in self._known:

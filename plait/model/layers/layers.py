@@ -49,7 +49,7 @@ class Batch:
     has_history: Tensor  # [S] bool: False where this pass holds the sequence's first token
     logit_rows: Tensor  # [L] int64: the rows of which logits are needed
     # What a layer's kernels leave for those of the layers behind it: the decoder starts each pass without.
-    step: dict[Any, Any] = field(default_factory=dict, compare=False)
+    step: dict[object, Any] = field(default_factory=dict, compare=False)
 
 
 class Embedding:

@@ -186,7 +186,7 @@ class JinjaTemplate:
         self._is_closed = True
         self._sandbox.close()
 
-    def _tools(self, tools: list[Any] | None) -> dict[str, object]:
+    def _tools(self, tools: list[object] | None) -> dict[str, object]:
         """Tools under each name that a template may read them by."""
         return {name: tools for name in TOOLS if name == "tools" or name in self._reads}
 

@@ -143,7 +143,7 @@ def _cut(text: str) -> str:
     return text if len(text) <= _MAX_ERROR else text[: _MAX_ERROR - 1] + "…"
 
 
-def _render(template: jinja2.Template, values: dict[str, Any], max_chars: int) -> dict[str, object]:
+def _render(template: jinja2.Template, values: dict[str, object], max_chars: int) -> dict[str, object]:
     pieces, length = [], 0
     for piece in template.generate(**values):
         length += len(piece)

@@ -32,7 +32,7 @@ TOOL = {
     },
 }
 QUESTION = {"role": "user", "content": "probe question"}
-_Render = Callable[[Sequence[Mapping[str, Any]]], str]
+_Render = Callable[[Sequence[Mapping[str, object]]], str]
 
 
 @dataclass(frozen=True, slots=True)

@@ -222,7 +222,7 @@ class _Closing:
             raise ValueError("the schema is too large with its references followed; make it simpler")
 
 
-def _close(schema: dict[str, Any], said: _Names) -> None:
+def _close(schema: dict[str, object], said: _Names) -> None:
     """Allow the schema's own properties and those named, and no others; these are described elsewhere."""
     for key, names in (("properties", said.names | said.required), ("patternProperties", said.patterns)):
         if names:

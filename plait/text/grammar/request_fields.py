@@ -145,7 +145,7 @@ def _short(value: object) -> str:
     return shown if len(shown) <= 80 else shown[:79] + "…"
 
 
-_Read = Callable[[Any, str], Grammar | None]
+_Read = Callable[[object, str], Grammar | None]
 _STRUCTURED: Mapping[str, Callable[[object, str], Grammar]] = {
     "json": _schema,
     "json_object": _json_object,

@@ -41,7 +41,7 @@ from plait.text.output.python_calls import call_lines, call_list
 from plait.text.output.reasoning import COHERE_END, COHERE_FINAL, HARMONY_FINAL, ReasoningFormat
 
 _PLAIN_ID = re.compile(r"[A-Za-z0-9]+")
-Tool = Mapping[str, Any]
+Tool = Mapping[str, object]
 """A tool as requests name it: `{"type": "function", "function": {"name": …, "parameters": …}}`."""
 
 
@@ -82,7 +82,7 @@ class ToolFormat:
 
 def tool_schemas(tools: Sequence[Tool]) -> dict[str, Mapping[str, object]]:
     """Name → JSON schema of the arguments. Raises InvalidField for what is not a tool with a name."""
-    schemas: dict[str, Mapping[str, Any]] = {}
+    schemas: dict[str, Mapping[str, object]] = {}
     for i, tool in enumerate(tools):
         at = f"tools[{i}]"
         function = tool.get("function") if isinstance(tool, Mapping) else None
@@ -341,7 +341,7 @@ def _set_plan(message: Message, key: str) -> Message:
 
 
 def _shorten_ids(message: Message, length: int) -> Message:
-    changed: dict[str, Any] = dict(message)
+    changed: dict[str, object] = dict(message)
     if isinstance(answered := message.get("tool_call_id"), str):
         changed["tool_call_id"] = _short(answered, length)
     calls = message.get("tool_calls")

@@ -22,7 +22,7 @@ _FORMATS = {
 _FORMATS["date-time"] = f"{_FORMATS['date']}[tT]{_FORMATS['time']}"
 
 
-def alternatives(schema: object, root: Mapping[str, object]) -> list[Mapping[str, Any]]:
+def alternatives(schema: object, root: Mapping[str, object]) -> list[Mapping[str, object]]:
     """The schemas of which one must hold. What is no schema, or refers too far, becomes `{}`: any value.
 
     `anyOf` and `oneOf` are taken apart, the parts of `allOf` are joined, references are followed.
@@ -87,7 +87,7 @@ def _anchor_pattern(pattern: str) -> str:
     return f"{'' if begins else '(?s:.*)'}({inner}){'' if ends else '(?s:.*)'}"
 
 
-def _merge_schema(schema: object, root: Mapping[str, object]) -> dict[str, Any]:
+def _merge_schema(schema: object, root: Mapping[str, object]) -> dict[str, object]:
     """A schema with its reference, and the parts that must hold together, taken in: one step of each."""
     if not isinstance(schema, Mapping):
         return {}
@@ -102,7 +102,7 @@ def _merge_schema(schema: object, root: Mapping[str, object]) -> dict[str, Any]:
     return {**found, **rest}
 
 
-def _follow_reference(reference: object, root: object) -> Any:
+def _follow_reference(reference: object, root: object) -> object:
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return None
     for name in reference[2:].split("/"):

@@ -84,7 +84,7 @@ class HfEngine:
         return bytes(self._alphabet[c] for c in piece)
 
 
-def _description(tokenizer: tokenizers.Tokenizer) -> dict[str, Any]:
+def _description(tokenizer: tokenizers.Tokenizer) -> dict[str, object]:
     """What a tokenizer.json would say of these two parts; its vocabulary takes long to write and to read."""
     parts = {"decoder": tokenizer.decoder, "pre_tokenizer": tokenizer.pre_tokenizer}
     return {name: part and json.loads(part.__getstate__()) for name, part in parts.items()}

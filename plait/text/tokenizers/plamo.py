@@ -68,7 +68,7 @@ class PlamoEngine(PieceEngine):
         return ids
 
 
-def plamo_metadata(path: Path, config: Mapping[str, object]) -> dict[str, Any]:
+def plamo_metadata(path: Path, config: Mapping[str, object]) -> dict[str, object]:
     """A tokenizer.jsonl ([text, score, kind, ...] a line) as GGUF's metadata would have it.
 
     config: tokenizer_config.json next to it, which names the control tokens. Raises BadFile.

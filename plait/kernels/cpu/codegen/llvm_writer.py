@@ -37,7 +37,7 @@ class Word:
     def __init__(self, builder: ir.IRBuilder, value: ir.Value) -> None:
         self.builder, self.value = builder, value
 
-    def _with(self, other: Word | int, operation: str, **how: Any) -> Word:
+    def _with(self, other: Word | int, operation: str, **how: object) -> Word:
         return Word(self.builder, getattr(self.builder, operation)(self.value, _raw_word(other), **how))
 
     def __add__(self, other: Word | int) -> Word:
@@ -97,7 +97,7 @@ class Writer:
             raise AttributeError(f"plait.kernels.cpu.codegen.vec has no operation {name}")
         result, arguments, emit = DEFINED[name]
 
-        def write(*values: Any) -> Any:
+        def write(*values: object) -> Any:
             given = [self._value(v, kind) for v, kind in zip(values, arguments, strict=True)]
             made = emit(self._builder, *given)
             return Word(self._builder, made) if result == A else made
@@ -152,7 +152,7 @@ class Writer:
     def number(self, value: int) -> Word:
         return Word(self._builder, ir.Constant(i64, value))
 
-    def pick(self, condition: ir.Value, x: Any, y: Any) -> Any:
+    def pick(self, condition: ir.Value, x: Any, y: object) -> Any:
         """x if condition else y: two words, or two other values of one type."""
         made = self._builder.select(condition, _raw(x), _raw(y))
         return Word(self._builder, made) if isinstance(x, Word) else made
@@ -190,7 +190,7 @@ class Writer:
             return ir.Constant(f32, float(value))
         return ir.Constant(i64 if kind == A else i32, int(value))
 
-    def opened(self, context: Any, value: ir.Value, kind: Any) -> Any:
+    def opened(self, context: Any, value: ir.Value, kind: object) -> Any:
         """An argument as the block sees it: a `Word` for an int, a list for a tuple, or the value itself."""
         if isinstance(kind, types.BaseTuple):
             of_tuple: Any = kind
@@ -205,11 +205,11 @@ def _raw_word(value: Word | int) -> ir.Value:
     return value.value if isinstance(value, Word) else ir.Constant(i64, int(value))
 
 
-def _raw(value: Any) -> ir.Value:
+def _raw(value: object) -> ir.Value:
     return value.value if isinstance(value, Word) else value
 
 
-def straight(write: Callable[..., Sequence[Value] | None], *, gives: int = 0, kind: Any = VF) -> Any:
+def straight(write: Callable[..., Sequence[Value] | None], *, gives: int = 0, kind: object = VF) -> Any:
     """An intrinsic with the instructions that `write(w, *arguments)` writes, w being a `Writer`.
 
     A call gives a tuple of `gives` values of that kind, vectors or (A) words; 0: a number without meaning.
@@ -241,7 +241,7 @@ def block(*, takes: int = 0, gives: int | Callable[..., int] = 0) -> Callable[[C
     takes: how many words its `*words` stands for; gives: as in `straight`, or computed from `made_for`.
     """
 
-    def family(write: Callable[..., Any]) -> Any:
+    def family(write: Callable[..., object]) -> Any:
         @cache
         def make(*made_for: Any) -> Any:
             one: Any = partial(write, *made_for)

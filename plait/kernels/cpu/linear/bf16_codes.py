@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -49,19 +49,20 @@ class Coded:
     bits: int = 12
 
 
+N = TypeVar("N", int, Word)
 INDEX = f"((n + {PIECE + PIECE - 1}) // {PIECE} * 8 + {LINE - 1}) // {LINE} * {LINE}"
 """Bytes of a tile of n inputs in front of its records, in the words of a kernel; `index_of` says it too."""
 TILE_BYTES = f"{INDEX} + n // {RECORD_INPUTS} * {RECORD}"
 
 
-def index_of(n: Any) -> Any:
+def index_of(n: N) -> N:
     """Of an int or of a `Word`."""
     return ((n + (2 * PIECE - 1)) // PIECE * 8 + (LINE - 1)) // LINE * LINE
 
 
 def _decode_record(w: Writer, at: Word, table: Value) -> list[Value]:
     """The four lines of a plain tile that a record is; what has no code is wrong."""
-    codes, found = w.load_i32(at + 2 * LINE), list[Any]()
+    codes, found = w.load_i32(at + 2 * LINE), list[Value]()
     for half, some in enumerate((codes, w.right(codes, 4))):
         low = w.load_i32(at + half * LINE)
         high = w.look_bytes(table, w.and_i32(some, w.spread_int(0x0F0F0F0F)))
@@ -124,7 +125,7 @@ class Walk:
     scratch: Word
     tiles: int
 
-    def lines(self, w: Writer, sums: list[Any], add: Callable[..., list[Any]]) -> list[Any]:
+    def lines(self, w: Writer, sums: list[Value], add: Callable[..., list[Value]]) -> list[Value]:
         """sums = add(pair, lines, sums) for each pair of inputs, from 0, and its line of every tile."""
         table, count, tiles = w.load_i32(self.weight), self.tiles, range(self.tiles)
         at = [self.tile + self.apart * t for t in tiles]
@@ -132,21 +133,21 @@ class Walk:
         others = [_others(w, self.weight, tile, self.first, self.count) for tile in at]
         total, before = self.count >> 3, self.first >> 3
 
-        def added(i: Word, lines: list[list[Any]], sums: list[Any]) -> list[Any]:
+        def added(i: Word, lines: list[list[Value]], sums: list[Value]) -> list[Value]:
             for p in range(4):
                 sums = add(i * 4 + p, [tile[p] for tile in lines], sums)
             return sums
 
-        def record(i: Word, *sums: Any) -> list[Any]:
+        def record(i: Word, *sums: Value) -> list[Value]:
             places = [r + i * RECORD for r in records]
             for place in places:
                 for line in range(0, RECORD, LINE):
                     w.prefetch(place + (AHEAD + line))
             return added(i, [_decode_record(w, place, table) for place in places], list(sums))
 
-        def mended(i: Word, *carried: Any) -> list[Any]:
+        def mended(i: Word, *carried: Value) -> list[Value]:
             """A record that has numbers without a code goes through memory."""
-            lines, nexts = list[list[Any]](), list[Word]()
+            lines, nexts = list[list[Value]](), list[Word]()
             for t, (_, end) in enumerate(others):
                 to = self.scratch + t * RECORD_PLAIN
                 for p, line in enumerate(_decode_record(w, records[t] + i * RECORD, table)):
@@ -157,14 +158,14 @@ class Walk:
                     _mend(w, w.get_i64(at), tile)
                     return [at + 8]
 
-                def more(at: Word, end: Word = end, here: Word = here) -> Any:
+                def more(at: Word, end: Word = end, here: Word = here) -> Value:
                     return _record_of(w, at, end).equals(here)
 
                 nexts += w.repeat([carried[t]], more, other)
                 lines.append([w.load_i32(to + p * LINE) for p in range(4)])
             return [*nexts, *added(i, lines, list(carried[count:]))]
 
-        def stretch(i: Word, *carried: Any) -> list[Any]:
+        def stretch(i: Word, *carried: Value) -> list[Value]:
             """To the next record that has such numbers, and that one."""
             stop = total
             for at, (_, end) in zip(carried, others, strict=False):

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from functools import cache, partial
 from itertools import product as pairs_of
 from string import Template
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,7 +97,7 @@ class _Part:
     left: Word
     apart: Word
 
-    def write(self, w: Writer, row: Word, rows: int, sums: list[Any] | None = None) -> None:
+    def write(self, w: Writer, row: Word, rows: int, sums: list[Value] | None = None) -> None:
         """Write rows row..row+rows, as many as registers hold sums of. `sums`: theirs, if computed before."""
         out = self.out + self.out_bytes * row
         grid = [(r, t) for r in range(rows) for t in range(self.tiles)]
@@ -106,10 +105,10 @@ class _Part:
             (out + self.out_bytes * r + 64 * self.apart * t, self.left - 16 * self.apart * t) for r, t in grid
         ]
 
-        def behind(*sums: Any) -> list[Any]:
+        def behind(*sums: Value) -> list[Value]:
             return [w.add(w.load_some(*place), s) for place, s in zip(places, sums, strict=True)]
 
-        def biased(*sums: Any) -> list[Any]:
+        def biased(*sums: Value) -> list[Value]:
             steps = [self.apart * t for t in range(self.tiles)]
             vectors = [w.load_some(self.bias + 64 * t, self.left - 16 * t) for t in steps]
             return [w.add(s, vectors[t]) for s, (_, t) in zip(sums, grid, strict=True)]
@@ -118,13 +117,13 @@ class _Part:
         for (at, columns), s in zip(places, w.unless_zero(self.bias, sums, biased), strict=True):
             w.store_some(at, s, columns)
 
-    def _sums(self, w: Writer, x: Word, rows: int) -> list[Any]:
+    def _sums(self, w: Writer, x: Word, rows: int) -> list[Value]:
         """Sums over even and over odd inputs together, row by row."""
         step, tiles, count = PAIR_BYTES[self.kind], self.tiles, rows * self.tiles
         rows_at = [x + self.row_bytes * r for r in range(rows)]
         tiles_at = [self.weights + self.weights_apart * t for t in range(tiles)]
 
-        def pair(k: Word, *sums: Any) -> list[Any]:
+        def pair(k: Word, *sums: Value) -> list[Value]:
             if rows == 1:
                 for at, line in pairs_of(tiles_at, range(0, step, LINE)):
                     w.prefetch(at + step * k + (AHEAD + line))
@@ -136,7 +135,7 @@ class _Part:
                 odd += [write_fma(w, u, b, sums[count + r * tiles + t]) for t, (_, b) in enumerate(pairs)]
             return even + odd
 
-        def last(_: Word, *sums: Any) -> list[Any]:
+        def last(_: Word, *sums: Value) -> list[Value]:
             weights = [_pair(w, self.kind, at + step * (self.n >> 1))[0] for at in tiles_at]
             ys = [w.spread_f32(at + 4 * self.n - 4) for at in rows_at]
             return [write_fma(w, ys[i // tiles], weights[i % tiles], s) for i, s in enumerate(sums)]

@@ -162,7 +162,9 @@ def multiply(
         raise ShapeMismatch(f"{a.count} rows go in and {b.count} come out")
     if bias is not None:
         check_bias(bias)
-    grouping: tuple[Any, ...] = (groups.count, groups.starts, groups.weights) if groups else (0, None, None)
+    grouping: tuple[object, ...] = (
+        (groups.count, groups.starts, groups.weights) if groups else (0, None, None)
+    )
     need = a.count * weight.shared_per_row
     asked = a.count if rows is None else rows
     if weight.order is not None:

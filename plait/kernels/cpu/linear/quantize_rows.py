@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -67,7 +66,7 @@ def _round_block(w: Writer, layout: Layout, x: Word, to: Word, size: Word, at: W
     w.when(terms.equals(2), rest)
 
 
-def _tree(w: Writer, leaf: Callable[[int], Any], combine: Callable[[Any, Any], Any]) -> Value:
+def _tree(w: Writer, leaf: Callable[[int], Value], combine: Callable[[Value, Value], Value]) -> Value:
     """Lane r: what all lanes of leaf(r), a vector of floats or of bits, come to.
 
     Leaves that meet in the end are neighbours: a step moves a lane's number up by a bit.
@@ -99,7 +98,7 @@ def _round_together(w: Writer, layout: Layout, rows: Sequence[Word], to: Word) -
     units = w.mul(w.div(w.spread(1.0), most), w.spread(127.0))
     place = to + 32 * TOGETHER
     w.store_f32(place, w.where_less(w.spread(below), most, units, w.zero_f32()))
-    kept: list[Any] = [None] * TOGETHER
+    kept: list[Value] = [None] * TOGETHER
 
     def codes(r: int) -> Value:
         unit, found = w.spread_f32(place + 4 * r), []
@@ -227,7 +226,7 @@ class _Rounding:
         end_row = ((own[1][0] + own[1][1]) // self.terms).least(self.rows)
         w.when(end.above(begin), lambda: w.loop(own[0][0] // self.terms, end_row, 1, (), row))
 
-    def _nothing(self, w: Writer, to: Word, size: Any, first: Any, end: Any) -> None:
+    def _nothing(self, w: Writer, to: Word, size: Word | int, first: Word | int, end: Word | int) -> None:
         """A block of zeros in rows first..end of a bundle."""
         zeros, size = [w.zero_f32()] * 2, w.number(size) if isinstance(size, int) else size
         w.loop(first, end, 1, (), lambda k: _put(w, self.layout, zeros, to, size, k, 0.0))

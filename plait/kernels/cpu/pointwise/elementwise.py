@@ -49,7 +49,7 @@ def {name}_rows(frame, args, thread, threads):
 """
 
 
-def kernel_of(name: str, lanes: Callable[..., Any], tensors: int, numbers: int) -> Kernel:
+def kernel_of(name: str, lanes: Callable[..., object], tensors: int, numbers: int) -> Kernel:
     """What computes `lanes` over rows of so many tensors.
 
     Its arguments are n, heads, out, then of each tensor its address, row and head strides, then the numbers.
@@ -105,14 +105,14 @@ def native(op: Op) -> Callable[[Callable[..., Any]], Callable[..., Tensor]]:
 
 
 def elementwise(
-    lanes: Callable[..., Any], tolerance: Mapping[torch.dtype, float] = TOLERANCE, **numbers: Numbers
-) -> Callable[[Callable[..., Any]], Op]:
+    lanes: Callable[..., object], tolerance: Mapping[torch.dtype, float] = TOLERANCE, **numbers: Numbers
+) -> Callable[[Callable[..., object]], Op]:
     """An op and its kernel in one: the decorated torch function is the reference, see `elementwise_op`.
 
     `lanes`: the same for sixteen numbers, see `native`.
     """
 
-    def register(fn: Callable[..., Any]) -> Op:
+    def register(fn: Callable[..., object]) -> Op:
         made = elementwise_op(tolerance, **numbers)(fn)
         native(made)(lanes)
         return made

@@ -101,7 +101,7 @@ class Executor(Threads):
         return torch.frombuffer(block, dtype=dtype, count=count).view(shape)
 
     def launch(
-        self, kernel: Launchable, *args: Any, rows: int, seqs: int = 0, scratch: int = 0, shared: int = 0
+        self, kernel: Launchable, *args: object, rows: int, seqs: int = 0, scratch: int = 0, shared: int = 0
     ) -> None:
         """Run a kernel, as `Threads.launch`, or record it: its tensors are kept alive in a recording."""
         if self._program is None:

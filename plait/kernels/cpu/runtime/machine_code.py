@@ -10,7 +10,6 @@ import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 from llvmlite import binding
 
@@ -22,7 +21,7 @@ ABSENT = (
     *("numba_do_raise", "numba_gil_ensure", "numba_gil_release", "numba_runtime_build_excinfo_struct"),
     *("numba_unpickle", "numba_recreate_record", "numba_fatal_error"),
 )
-_linkers: list[Any] = []  # they own the code, for as long as this process lives
+_linkers: list[object] = []  # they own the code, for as long as this process lives
 
 
 @dataclass(frozen=True, slots=True)

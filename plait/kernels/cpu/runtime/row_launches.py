@@ -13,7 +13,7 @@ from plait.kernels.cpu.runtime.threads import Launchable, Threads
 
 
 def launch_largest(
-    cpu: Threads, kernel: Launchable, logits: Any, row_bytes: int, ids: Any, values: Any
+    cpu: Threads, kernel: Launchable, logits: Any, row_bytes: int, ids: object, values: object
 ) -> None:
     """logits: [rows, width] float32, rows so far apart -> ids (int64) and values (float32) of the largest."""
     rows, width = logits.shape
@@ -21,7 +21,7 @@ def launch_largest(
 
 
 def launch_draw(
-    cpu: Threads, kernel: Launchable, logits: Any, row_bytes: int, settings: tuple[Any, ...], out: Any
+    cpu: Threads, kernel: Launchable, logits: Any, row_bytes: int, settings: tuple[object, ...], out: object
 ) -> None:
     """logits: [rows, width] float32, rows so far apart -> ids (int64) that are drawn from them.
 

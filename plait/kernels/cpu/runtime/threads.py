@@ -186,7 +186,7 @@ class Threads:
             worker.join()
 
     def launch(
-        self, kernel: Launchable, *args: Any, rows: int, seqs: int = 0, scratch: int = 0, shared: int = 0
+        self, kernel: Launchable, *args: object, rows: int, seqs: int = 0, scratch: int = 0, shared: int = 0
     ) -> None:
         """Run a kernel. Words 2, 3, … of its arguments are `args`, in order.
 
@@ -232,7 +232,7 @@ class Threads:
             waited = int(self._waited[0]) / 1e6 / max(threads - 1, 1)
             pace.observe(kind, steps if is_small else tokens, now - started, waited, now)
 
-    def following(self, *args: Any) -> LaunchTable:
+    def following(self, *args: object) -> LaunchTable:
         """What `run` takes as `between`; the arguments are those of `loops.follow_rows`."""
         array = np.array([8 * LOGITS, self.counters, *map(argument, args)], np.int64)
         table = LaunchTable(entries=[self._follow, array.ctypes.data], kept=[array, args])

@@ -248,7 +248,7 @@ def _write(w: Writer, at: Word, x: Value, left: int) -> None:
 
 
 @cache
-def row_of(n: int) -> Any:
+def row_of(n: int) -> object:
     """Block (at): n numbers, as vectors."""
     count = vectors(n)
     return straight(
@@ -269,7 +269,7 @@ def copy_row(n: int) -> Any:
 
 
 @cache
-def move_row(n: int) -> Any:
+def move_row(n: int) -> object:
     """Block (row, decay, v, b, c): one token passes by a row of the state, in memory. Gives its y."""
 
     def write(w: Writer, row: Word, decay: Value, v: Value, b: list[Value], c: list[Value]) -> list[Value]:
@@ -303,7 +303,7 @@ def turn() -> Any:
 
 
 @cache
-def move_columns(n: int) -> Any:
+def move_columns(n: int) -> object:
     """Block (state, b, c, y, decays, vs, tokens): tokens pass by chains of columns of sixteen turned rows.
 
     Chain i starts `TREE[i]` columns behind the first one: together they are a whole branch of the tree.

@@ -286,7 +286,7 @@ class PagedLayout:
         """Of a tile of queries. Wide heads have no registers for more than a decode's."""
         return PROMPT_ROWS if has_prompts and not self.rest else ROWS
 
-    def constants(self, num_seqs: int, rows: int) -> dict[str, Any]:
+    def constants(self, num_seqs: int, rows: int) -> dict[str, int]:
         """The constants that both kernels of a step have."""
         size = next((size for size in SEQS if num_seqs <= size), triton.next_power_of_2(num_seqs))
         return {
@@ -299,7 +299,7 @@ class PagedLayout:
             "BM": rows,
         }
 
-    def attention(self, k_cache: Tensor, v_cache: Tensor, sinks: bool) -> dict[str, Any]:
+    def attention(self, k_cache: Tensor, v_cache: Tensor, sinks: bool) -> dict[str, int]:
         """Those of `attend` alone."""
         # Registers decide, as compiled: codes and wide heads take many, so they have those of eight warps;
         # padded heads and the widest have half as many keys in a tile. Tiles of decodes and of prompts have
@@ -368,7 +368,7 @@ def _attend_over(
     where: tuple[Tensor, Tensor, Tensor],
     layout: PagedLayout,
     scale: float,
-    step: dict[Any, Any] | None,
+    step: dict[object, Any] | None,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """q: [T, heads, dim + rest], caches of keys and values, where: (block_table, query_start, seq_lens)
@@ -427,7 +427,7 @@ def attend_paged(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    step: dict[Any, Any] | None = None,
+    step: dict[object, Any] | None = None,
 ) -> Tensor:
     """`paged_attention`: the same arguments and result."""
     dim = q.shape[-1]
@@ -450,7 +450,7 @@ def attend_latent(
     seq_lens: Tensor,
     scale: float,
     kv_rank: int,
-    step: dict[Any, Any] | None = None,
+    step: dict[object, Any] | None = None,
 ) -> Tensor:
     """`paged_latent_attention`: the same arguments and result."""
     rest = q.shape[-1] - kv_rank

@@ -11,7 +11,7 @@ Codes (`ops.entry`) are written as bytes, their scales as words of 16 bits, wher
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import triton
@@ -329,7 +329,7 @@ def place_latent_rows(
 
 def _head_sizes(
     heads: int, kv_heads: int, dim: int, norms: HeadNorms | None, rotation: Rotation | None
-) -> dict[str, Any]:
+) -> dict[str, int]:
     """The constants that follow from sizes."""
     pairs = len(rotation.inv_freq) if rotation else dim // 2
     rest, wide = dim - 2 * pairs, triton.next_power_of_2(pairs)
@@ -402,7 +402,7 @@ def place_all_heads(
 
 def _latent_sizes(
     heads: int, rank: int, rope_dim: int, norm: NormWeights | None, rotation: Rotation | None
-) -> dict[str, Any]:
+) -> dict[str, int]:
     return {
         "H": heads,
         "R": rank,

@@ -28,7 +28,7 @@ from plait.kernels.triton.linear.decode_planes import base_of, make_assembly, ma
 from plait.ops.glu import glu
 from plait.ops.launch import launch
 from plait.ops.linear import Activations, Linear, Packing, linear
-from plait.ops.registry import OpFacts
+from plait.ops.registry import OpFacts, TensorFn
 from plait.quant.plane_parts import pack_planes
 from plait.quant.planes import PlaneLayout, Planes
 from plait.quant.weight import Dense, Weight
@@ -38,7 +38,7 @@ NAME = "triton"
 
 def plane_constants(
     layout: PlaneLayout, dtype: torch.dtype, *, has_assembly: bool, whole_units: bool = False
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """What a layout is to kernels that multiply by x in `dtype`; without assembly for the interpreter.
 
     whole_units: numbers without their scale are needed, where `multiply_planes` would have them with it.
@@ -53,7 +53,7 @@ def plane_constants(
     }  # fmt: skip
 
 
-def decode_constants(layout: PlaneLayout) -> dict[str, Any]:
+def decode_constants(layout: PlaneLayout) -> dict[str, object]:
     """What a layout is to kernels that decode it to float32."""
     shared = plane_constants(layout, torch.float32, has_assembly=False)
     return {name: value for name, value in shared.items() if name not in ("APPLY", "BASE", "CODE")}
@@ -348,7 +348,7 @@ linear.variant(NAME, on="cuda", when=lambda facts: why_several(facts) or why_not
 
 
 @glu.variant(NAME, on="cuda", when=why_several)
-def join_gate(x: Tensor, up: Linear, kind: str, activate: Any) -> Tensor:
+def join_gate(x: Tensor, up: Linear, kind: str, activate: TensorFn) -> Tensor:
     """`glu`: up to 16 rows in one launch where gate and up are one weight; else one op after the other."""
     packed, bias, _ = up.only_part or (None, None, "float32")
     rows = x.reshape(-1, x.shape[-1])

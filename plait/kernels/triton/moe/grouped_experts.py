@@ -18,7 +18,6 @@ ones. Between the two products rows are rounded to the dtype of x, as the refere
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 import triton
@@ -143,7 +142,7 @@ def tile_rows(pairs: int, experts: int) -> int:
     return 16 if each < 32 else 64 if each < 256 else 128
 
 
-def product_tile(rows: int, gated: bool) -> dict[str, Any]:
+def product_tile(rows: int, gated: bool) -> dict[str, int]:
     """Tile of a product, its warps and stages."""
     return {
         "BM": rows,

@@ -15,7 +15,6 @@ order of their own (act-order GPTQ), rows of x are put in the order of each pair
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import triton
@@ -191,7 +190,7 @@ def _order_rows(x: Tensor, order: Tensor, index: Tensor, k: int) -> Tensor:
     return out
 
 
-def pair_tile(layout: PlaneLayout, each: int) -> dict[str, Any]:
+def pair_tile(layout: PlaneLayout, each: int) -> dict[str, int]:
     """Outputs and pairs of a program; each: pairs of an expert, about, 0 for slots."""
     narrow = layout.unit <= 64
     rows = 8 if each < 8 else 16 if each < 24 else 32

@@ -12,7 +12,6 @@ logits are: of NaN, too, so that no kernel reads outside the experts' weights.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import triton
@@ -99,7 +98,7 @@ def choose_experts(
     tl.store(index + place, chosen.to(tl.int64), mask=k < K)
 
 
-def _constants(count: int, top_k: int, router: RouterSpec, biased: bool) -> dict[str, Any]:
+def _constants(count: int, top_k: int, router: RouterSpec, biased: bool) -> dict[str, object]:
     grouped = router.groups > 1
     size = count // router.groups
     return {

@@ -160,7 +160,12 @@ def _why_unknown(facts: OpFacts) -> str | None:
 
 
 def _combine_with(
-    kind: str, x: Tensor, y: Tensor | None, first: float = 0.0, second: float = 0.0, dtype: Any = None
+    kind: str,
+    x: Tensor,
+    y: Tensor | None,
+    first: float = 0.0,
+    second: float = 0.0,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """What `combine_numbers` computes; y: like x, or one number for each row, or one row for all."""
     is_like = y is not None and kind != "step_sizes"
@@ -272,7 +277,7 @@ def _form(
 
 def forms() -> Iterator[KernelForm]:
     """Each kernel at published widths."""
-    flat: dict[str, Any] = {"PER_OUTER": 1}
+    flat: dict[str, int] = {"PER_OUTER": 1}
     for kind in sorted(KINDS):
         sizes = _piece(14336) | flat | {"KIND": kind, "GATED": kind != "relu2"}
         yield _form(f"activate_numbers, {kind}", activate_numbers, sizes)

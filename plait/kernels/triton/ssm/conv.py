@@ -17,7 +17,6 @@ write it at once; nothing reads it. Gu & Dao 2023.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import triton
@@ -83,7 +82,7 @@ def convolve(
             tl.store(old + j * C, tl.where(at < 0, kept, value), mask=ok)
 
 
-def tile_constants(weight: Tensor, one_each: bool) -> dict[str, Any]:
+def tile_constants(weight: Tensor, one_each: bool) -> dict[str, int]:
     """The constants of a step. one_each: it has as many rows as sequences."""
     channels, taps = weight.shape
     return {

@@ -12,7 +12,6 @@ Gu & Dao 2023, section 3.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import triton
@@ -93,7 +92,7 @@ def scan_channels(
     tl.store(at, h, mask=ok)
 
 
-def _constants(inner: int, size: int, is_decode: bool, **flags: bool) -> dict[str, Any]:
+def _constants(inner: int, size: int, is_decode: bool, **flags: bool) -> dict[str, object]:
     """What the kernel is compiled for. is_decode: every sequence has one token."""
     return {
         "INNER": inner,

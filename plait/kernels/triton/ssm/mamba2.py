@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -87,7 +86,7 @@ def scan_heads(
         tl.store(at, h.to(state.dtype.element_ty), mask=okp[:, None] & okn[None, :])
 
 
-def head_constants(heads: int, dim: int, size: int, groups: int) -> dict[str, Any]:
+def head_constants(heads: int, dim: int, size: int, groups: int) -> dict[str, int]:
     """The constants that decodes and prompts share."""
     wide = triton.next_power_of_2(size)
     return {
@@ -107,7 +106,7 @@ class ScanLaunch:
 
     tensors: tuple[Tensor, ...]  # the last one is the result
     numbers: tuple[float, ...]  # strides, then the limits of dt
-    constants: dict[str, Any]
+    constants: dict[str, int]
 
     @property
     def y(self) -> Tensor:

@@ -20,7 +20,6 @@ a step. They are not those of decodes: `deterministic` leaves all to `scan_heads
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import triton
@@ -102,7 +101,7 @@ def scan_chunks(
         tl.store(at, h.to(state.dtype.element_ty), mask=okp[None, :] & okn[:, None])
 
 
-def chunk_constants(constants: dict[str, Any], placed: bool) -> dict[str, Any]:
+def chunk_constants(constants: dict[str, int], placed: bool) -> dict[str, int]:
     """Those of `scan_heads`, with tiles for products of matrices."""
     wide = max(constants["NP"], 16)
     return constants | {

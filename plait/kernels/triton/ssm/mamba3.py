@@ -13,7 +13,6 @@ steps, shares, the norms and biases of B and C, and the activation of x.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import triton
@@ -120,7 +119,7 @@ def norm_heads(
     tl.store(y + (row * H + head) * N + n, own.to(y.dtype.element_ty), mask=ok)
 
 
-def _constants(heads: int, dim: int, size: int, ratio: int, **flags: bool) -> dict[str, Any]:
+def _constants(heads: int, dim: int, size: int, ratio: int, **flags: bool) -> dict[str, int]:
     """What the kernel is compiled for."""
     long = triton.next_power_of_2(size)
     rows = min(triton.next_power_of_2(dim), max(1, TILE // long))
