@@ -82,6 +82,8 @@ def test_texts_reach_the_engine_as_tokens(client: Client, engine: EchoLoop, path
         ("dry_allowed_length", 513),
         ("dry_penalty_last_n", -2),
         ("dry_sequence_breakers", [""]),
+        ("dry_sequence_breakers", ["ab"] * 33),
+        ("allowed_token_ids", [5] * 8193),
         ("bad_words", ["a" * 1025]),
         ("bad_words", ["a"] * 1025),
         ("allowed_token_ids", [VOCAB_SIZE]),
