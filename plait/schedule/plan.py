@@ -144,11 +144,8 @@ class SamplingBatch:
 
 
 class Sampled(Struct, frozen=True, gc=False):
-    """The answer to one `SamplingRow`: one token per sample and step; `logprobs` as many, or None.
-
-    `pooled`: the sum of the hidden states that its chunk requested, one number per dimension. `mirostat_mu`:
-    mirostat's bound after each token.
-    """
+    """The answer to one `SamplingRow`: one token per sample and step; `logprobs` as many, or None; in
+    `mirostat_mu` the bound after each. `pooled`: the sum of its requested hidden states, by dimension."""
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None

@@ -161,8 +161,8 @@ def measure_repeats(
 ) -> dict[int, int]:
     """By token, the longest end of `past` that came before that token already.
 
-    No repetition reaches across a breaker: one of the tokens `breaks`, or one of `sequences` of tokens. Such a
-    token is never penalised itself, because the repetition ends there.
+    No repetition reaches across a breaker: one of the tokens `breaks`, or one of `sequences` of tokens. Such
+    a token is never penalised itself, because the repetition ends there.
     """
     most = min(measure_reach(past, breaks, sequences), DRY_LONGEST)
     lengths = np.zeros(len(past), np.int64)  # of the repetition that ends before each token
