@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal, get_origin, get_type_hints
 from plait.config import JsonSpace
 from plait.errors import InvalidField
 from plait.sampling_fields import (
+    MAX_ALLOWED,
+    MAX_BREAKERS,
     STOP,
     ChoiceFields,
     Declared,
@@ -76,8 +78,12 @@ class SamplingParams(ChoiceFields):
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token_id in getattr(self, name):
                 check_whole(name, token_id)
-        for name in ("bad_words", "dry_sequence_breakers", "logit_bias_strings"):
+        for name in ("bad_words", "logit_bias_strings"):
             check_texts(name, getattr(self, name))
+        check_texts("dry_sequence_breakers", self.dry_sequence_breakers, MAX_BREAKERS)
+        if (count := len(self.allowed_token_ids)) > MAX_ALLOWED:
+            text = f"allowed_token_ids: it has {count} ids; send at most {MAX_ALLOWED}"
+            raise InvalidField(text, "allowed_token_ids")
         for name in ("logit_bias", "logit_bias_strings"):
             for bias in getattr(self, name).values():
                 check_range(name, bias, -100, 100)
@@ -89,6 +95,12 @@ class SamplingParams(ChoiceFields):
         cuts = self.typical_p < 1 or self.top_n_sigma > 0 or self.xtc_probability
         shapes = self.dynatemp_range or self.smoothing_factor or self.mirostat
         return bool(rules or cuts or shapes or self.samplers)
+
+    @cached_property
+    def dry_breaks(self) -> tuple[frozenset[int], tuple[tuple[int, ...], ...]]:
+        """DRY's breakers: single tokens, and those of several."""
+        several = tuple(ids for ids in self.dry_breaker_ids if len(ids) > 1)
+        return frozenset(ids[0] for ids in self.dry_breaker_ids if len(ids) == 1), several
 
     @cached_property
     def needs_history(self) -> bool:

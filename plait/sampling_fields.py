@@ -17,6 +17,8 @@ from plait.errors import InvalidField
 
 MAX_LOGPROBS, MAX_N, MAX_DRY_LENGTH = 20, 128, 512
 MAX_WORDS, MAX_WORD_CHARS = 1024, 1024  # texts of one field, and characters of one of them
+MAX_BREAKERS = 32  # texts of dry_sequence_breakers: the vocabulary is searched for each
+MAX_ALLOWED = 8192  # token ids of allowed_token_ids, which every step reads
 _INT64 = 2**63 - 1
 # The default order; llama.cpp's has the temperature last. "smoothing" is no sampler of llama.cpp's.
 SAMPLERS = (
@@ -207,12 +209,12 @@ def check_whole(name: str, value: Any) -> None:
         raise InvalidField(f"{name}: {shorten(value)} is not a whole number", name)
 
 
-def check_texts(name: str, texts: Iterable[Any]) -> None:
+def check_texts(name: str, texts: Iterable[Any], most: int = MAX_WORDS) -> None:
     """Raises InvalidField for a list of texts that is too long, or has what is no text, an empty or a long
     one."""
     for count, text in enumerate(texts, 1):
-        if count > MAX_WORDS:
-            raise InvalidField(f"{name}: it has more than {MAX_WORDS} texts", name)
+        if count > most:
+            raise InvalidField(f"{name}: it has more than {most} texts; send fewer", name)
         if not isinstance(text, str):
             raise InvalidField(f"{name}: {shorten(text)} is not a string", name)
         if not text or len(text) > MAX_WORD_CHARS:

@@ -222,12 +222,10 @@ class Engine:
         }
 
     def _sequences(self, request: Request, arrived: float) -> list[TokenSequence]:
-        params, timeout_s = request.params, request.timeout_s
+        params, prompt, timeout_s = request.params, request.prompt_token_ids, request.timeout_s
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
-        prompt = request.prompt_token_ids
-        guides: Sequence[GrammarGuide | None] = (None,) * params.n
-        if request.grammar is not None or request.thinking is not None:
-            guides = self.guided(request)
+        is_guided = request.grammar is not None or request.thinking is not None
+        guides: Sequence[GrammarGuide | None] = self.guided(request) if is_guided else (None,) * params.n
         return [
             TokenSequence(
                 id=next(self._ids),

@@ -6,15 +6,19 @@ Text stays out of the engine, so this is done once for a request, before it is a
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 from plait.errors import InvalidField
 from plait.request import SamplingParams
 from plait.text.tokenizers.tokenizer import Tokenizer
 
 MOST_KEPT = 32  # lists of breakers of which the tokens are kept
+MOST_BREAKERS = 1 << 15  # tokens that contain a breaker
+SEPARATOR = b"\xff"  # between tokens: it is in no text
 MOST_IDS = 4096  # sequences of tokens, and biased tokens, that the texts of one field may become
 Words = tuple[tuple[int, ...], ...]
 
@@ -62,7 +66,7 @@ class WordRules:
             forms = [tokenizer.encode(text, add_special=False) for text in (plain, f" {plain}")]
             forms.append(encode_inside(tokenizer, plain))
             found.update((tuple(ids), None) for ids in forms if ids)
-        return _check_bound("bad_words", found)
+        return _check_bound("bad_words", found, MOST_IDS)
 
     def _bias(self, texts: Mapping[str, float]) -> dict[int, float]:
         """Each token of a text gets its bias; of a token in two texts the later one counts, as llama.cpp has
@@ -102,21 +106,26 @@ def encode_inside(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def _find_breakers(tokenizer: Tokenizer, texts: Sequence[str]) -> Words:
-    wanted = [text.encode() for text in texts]
+    tokens = [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
+    joined = SEPARATOR.join(tokens)
+    starts = list(accumulate((len(token) + 1 for token in tokens), initial=0))
     found: dict[tuple[int, ...], None] = {}
-    for i in range(tokenizer.vocab_size):
-        token = tokenizer.token_bytes(i)
-        if any(text in token for text in wanted):
-            found[(i,)] = None
-    several = [tuple(encode_inside(tokenizer, text)) for text in texts]
-    found.update((ids, None) for ids in several if len(ids) > 1)
-    return tuple(found)
+    for text in texts:
+        at = joined.find(text.encode())
+        while at >= 0:
+            token_id = bisect_right(starts, at) - 1
+            found[(token_id,)] = None
+            at = joined.find(text.encode(), starts[token_id + 1])
+        if len(ids := tuple(encode_inside(tokenizer, text))) > 1:
+            found[ids] = None
+    return _check_bound("dry_sequence_breakers", found, MOST_BREAKERS)
 
 
-def _check_bound(name: str, found: Iterable[tuple[int, ...]]) -> Words:
+def _check_bound(name: str, found: Iterable[tuple[int, ...]], most: int) -> Words:
     words = tuple(found)
-    if len(words) > MOST_IDS:
-        raise InvalidField(f"{name}: its texts make {len(words)} bans, more than {MOST_IDS}", name)
+    if len(words) > most:
+        text = f"{name}: its texts make {len(words)} sequences of tokens, more than {most}; send longer texts"
+        raise InvalidField(text, name)
     return words
 
 

@@ -116,9 +116,8 @@ class SamplingRow(Struct, frozen=True, gc=False):
     `num_samples` rows give the tokens at `position`, `position` + 1, … A token's random number is a function
     of `seed` and its position alone. Row i of the samples follows `history` + `draft[:i]`. `history` is the
     prompt (`prompt_len` tokens) and the output so far, empty where no penalty needs it. None of the first
-    `num_stopless` samples may be one of `stop_token_ids` (min_tokens). `masks`: what each sample may be, one
-    bit per token id in little-endian uint32 words; () or an empty one: anything. Where a mask leaves nothing
-    but what `num_stopless` forbids, the mask counts. `mirostat_mu`: mirostat's bound after the token before.
+    `num_stopless` samples may be one of `stop_token_ids` (min_tokens), unless its mask allows nothing else.
+    `masks`: what each sample may be, a bit per token id in little-endian uint32 words; () or empty: anything.
     """
 
     params: SamplingParams
@@ -133,7 +132,7 @@ class SamplingRow(Struct, frozen=True, gc=False):
     stop_token_ids: frozenset[int] = frozenset()
     num_stopless: int = 0
     masks: tuple[bytes, ...] = ()
-    mirostat_mu: float | None = None
+    mirostat_mu: float | None = None  # mirostat's bound after the token before
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +143,8 @@ class SamplingBatch:
 
 
 class Sampled(Struct, frozen=True, gc=False):
-    """The answer to one `SamplingRow`: one token per sample and step; `logprobs` as many, or None.
-
-    `pooled`: the sum of the hidden states that its chunk requested, one number per dimension. `mirostat_mu`:
-    mirostat's bound after each token.
-    """
+    """The answer to one `SamplingRow`: one token per sample and step; `logprobs` as many, or None; in
+    `mirostat_mu` the bound after each. `pooled`: the sum of its requested hidden states, by dimension."""
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None

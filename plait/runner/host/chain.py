@@ -8,7 +8,7 @@ float64, and a function of the row, its settings, its history and (seed, positio
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -145,7 +145,7 @@ def penalize_repeats(left: Candidates, row: ChainRow) -> Candidates:
     if not (params.dry_multiplier and params.dry_penalty_last_n):
         return left
     past = row.past if params.dry_penalty_last_n < 0 else row.past[-params.dry_penalty_last_n :]
-    lengths = measure_repeats(past, params.dry_breaker_ids)
+    lengths = measure_repeats(past, *params.dry_breaks)
     place = {int(t): i for i, t in enumerate(left.ids)} if lengths else {}
     logits = left.logits.copy()
     for token, length in lengths.items():
@@ -156,13 +156,15 @@ def penalize_repeats(left: Candidates, row: ChainRow) -> Candidates:
     return Candidates(left.ids, logits)
 
 
-def measure_repeats(past: Longs, breakers: Sequence[Sequence[int]]) -> dict[int, int]:
+def measure_repeats(
+    past: Longs, breaks: Container[int], sequences: Sequence[Sequence[int]]
+) -> dict[int, int]:
     """By token, the longest end of `past` that came before that token already.
 
-    No repetition reaches across a breaker, which is a sequence of tokens; nor is a breaker ever penalised as
-    the next token, because the repetition ends there.
+    No repetition reaches across a breaker: one of the tokens `breaks`, or one of `sequences` of tokens. Such
+    a token is never penalised itself, because the repetition ends there.
     """
-    most = min(reach_of(past, breakers), DRY_LONGEST)
+    most = min(measure_reach(past, breaks, sequences), DRY_LONGEST)
     lengths = np.zeros(len(past), np.int64)  # of the repetition that ends before each token
     at = np.arange(len(past) - 1)  # what may match the last token: every one with a next token
     for length in range(1, most + 1):
@@ -174,18 +176,17 @@ def measure_repeats(past: Longs, breakers: Sequence[Sequence[int]]) -> dict[int,
     found: dict[int, int] = {}
     for i in np.flatnonzero(lengths).tolist():
         found[int(past[i])] = max(found.get(int(past[i]), 0), int(lengths[i]))
-    ends = {words[0] for words in breakers if len(words) == 1}
-    return {token: length for token, length in found.items() if token not in ends}
+    return {token: length for token, length in found.items() if token not in breaks}
 
 
-def reach_of(past: Longs, breakers: Sequence[Sequence[int]]) -> int:
+def measure_reach(past: Longs, breaks: Container[int], sequences: Sequence[Sequence[int]]) -> int:
     """How many tokens come after the last breaker."""
-    single = [words[0] for words in breakers if len(words) == 1]
-    ends = np.flatnonzero(np.isin(past, single))
-    last = int(ends[-1]) if len(ends) else -1
-    for words in breakers:
+    last = len(past) - 1
+    while last >= 0 and int(past[last]) not in breaks:
+        last -= 1
+    for words in sequences:
         size = len(words)
-        if not 1 < size <= len(past):
+        if size > len(past):
             continue
         begins = np.ones(len(past) - size + 1, np.bool_)
         for i, token in enumerate(words):

@@ -58,10 +58,12 @@ class CompletionRequest(Sampling):
     """POST /v1/completions. `prompt`: text, token ids, or a list of either.
 
     `parse_special`, llama.cpp's: what looks like a control token in the prompt is that token, as in a prompt
-    that a chat template wrote. False: such text is text, for prompts that hold what a user wrote.
+    that a chat template wrote. False: such text is text, for prompts that hold what a user wrote. `suffix`:
+    what comes behind the reply, for models with tokens for filling in; neither text has control tokens then.
     """
 
     prompt: str | list[Any]
+    suffix: str = ""
     echo: bool = False
     logprobs: NumLogprobs = None
     add_special_tokens: bool = True

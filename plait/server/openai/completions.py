@@ -27,6 +27,7 @@ from plait.server.api.token_scores import (
     name_by_id,
 )
 from plait.server.gateway.request_context import RequestContext
+from plait.text.fill_in import fill_in_prompt
 from plait.text.grammar.request_fields import GRAMMAR_FIELDS, grammar_from
 from plait.text.tokenizers.tokenizer import StreamDecoder, text_offsets
 
@@ -98,10 +99,31 @@ def plan(context: RequestContext, body: Mapping[str, object]) -> CompletionReply
         )
         raise InvalidField(f"{text} at most, or serve with a larger --max-waiting", "prompt")
     read = {"add_special": asked.add_special_tokens, "allow_special": asked.parse_special}
+    if asked.suffix:
+        prompts = _fill_in(context, asked, prompts)
     prepared = (context.prepare(p, params, terms=asked, **read) for p in prompts)
     shows = asked.stream and asked.return_progress
     requests = [replace(front.held(request, requested), shows_progress=shows) for request in prepared]
     return CompletionReply(context, asked, requests)
+
+
+def _fill_in(
+    context: RequestContext, asked: CompletionRequest, prompts: Sequence[str | list[int]]
+) -> list[str | list[int]]:
+    """The prompts with the suffix behind the gap. Raises InvalidField and ContextTooLong."""
+    front = context.front
+    if asked.echo:
+        raise InvalidField("echo: it cannot show a prompt with a suffix; leave one of them out", "echo")
+    if asked.truncate_prompt_tokens is not None:
+        at = "truncate_prompt_tokens"
+        raise InvalidField(f"{at}: it would cut the tokens of suffix off; shorten the prompt", at)
+    if front.tokenizer is None or not all(isinstance(prompt, str) for prompt in prompts):
+        raise InvalidField("suffix: it needs a prompt of text, and a model with a tokenizer", "suffix")
+    found: list[str | list[int]] = []
+    for prompt in prompts:
+        front.limits.check_chars(len(prompt) + len(asked.suffix), "prompt")
+        found.append(fill_in_prompt(front.tokenizer, str(prompt), asked.suffix))
+    return found
 
 
 class CompletionReply(ChoicesReply):

@@ -82,6 +82,8 @@ def test_texts_reach_the_engine_as_tokens(client: Client, engine: EchoLoop, path
         ("dry_allowed_length", 513),
         ("dry_penalty_last_n", -2),
         ("dry_sequence_breakers", [""]),
+        ("dry_sequence_breakers", ["ab"] * 33),
+        ("allowed_token_ids", [5] * 8193),
         ("bad_words", ["a" * 1025]),
         ("bad_words", ["a"] * 1025),
         ("allowed_token_ids", [VOCAB_SIZE]),
@@ -146,3 +148,14 @@ def test_tokens_are_named_by_their_ids(client: Client) -> None:
     for one in content:
         assert one["token"] == f"token_id:{one['bytes'][0]}"
         assert all(other["token"].startswith("token_id:") for other in one["top_logprobs"])
+
+
+def test_a_suffix_that_the_model_cannot_read_is_refused_by_name(client: Client) -> None:
+    answer = client.complete("a", max_tokens=2, suffix="b")
+    assert (answer.status, answer.error["param"]) == (400, "suffix")
+    assert client.complete("a", max_tokens=2, suffix="b", echo=True).error["param"] == "echo"
+    assert client.complete([65], max_tokens=2, suffix="b").error["param"] == "suffix"
+    cut = client.complete("a", max_tokens=2, suffix="b", truncate_prompt_tokens=1)
+    assert cut.error["param"] == "truncate_prompt_tokens"
+    assert client.complete("a", max_tokens=2, suffix="").status == 200
+    assert client.chat(max_tokens=2, suffix="b").error["param"] == "suffix"
