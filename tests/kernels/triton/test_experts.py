@@ -64,11 +64,11 @@ def exact(
 
 
 # Tokens that go by slots, by groups of one tile, and by groups with several tiles of an expert.
-COUNTS = [2, moe.MOST_SLOTS // K + 1, 60]
+COUNTS = [2, pytest.param(moe.MOST_SLOTS // K + 1, marks=pytest.mark.slow), 60]
 
 
 @pytest.mark.parametrize("tokens", COUNTS)
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("bias", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_sum_of_experts_is_that_of_float64(tokens: int, bias: bool) -> None:
     up, down = layer(bias)
     x, weight, index, shared = pairs(tokens)
@@ -95,6 +95,7 @@ def test_a_token_alone_has_the_bits_that_it_has_in_a_batch() -> None:
         assert torch.equal(got[t : t + 1], moe.run_experts(*one, up, down, SILU, shared[t : t + 1]))
 
 
+@pytest.mark.slow
 def test_a_token_of_a_prompt_has_the_same_bits_next_to_others() -> None:
     up, down = layer()
     x, weight, index, shared = pairs(50)

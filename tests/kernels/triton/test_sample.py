@@ -122,6 +122,7 @@ def test_thousands_of_draws_are_the_references(kernels: Any, seed: int) -> None:
     assert assert_same_draws(kernels.draw_at(*arguments)[0], arguments) == 0
 
 
+@pytest.mark.slow
 def test_a_draw_differs_at_an_edge_alone(kernels: Any) -> None:
     """top_p is the exact mass of some first tokens, min_p an exact weight, the point one of an edge."""
     logits, heat, top_k, top_p, min_p, seed, position = random_rows(12, 40, 7)
@@ -155,6 +156,7 @@ def test_a_row_is_drawn_alone_as_in_a_batch_and_on_any_grid(
     assert torch.equal(kernels.find_largest(arguments[0])[0], arguments[0].argmax(-1))
 
 
+@pytest.mark.slow
 def test_rows_with_more_candidates_than_memory_are_drawn_as_all_others(
     kernels: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -206,7 +206,8 @@ def test_a_decode_step_of_oxidizrs_mamba_models_can_be_captured(name: str) -> No
     assert capture.launches.count(scan) == 2, "one launch for each layer"
 
 
-@pytest.mark.parametrize("name", ["mamba1", pytest.param("mamba3_mimo_conv", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mamba1", "mamba3_mimo_conv"])
 def test_a_model_on_kernels_gives_the_references_logits_in_ragged_batches(name: str) -> None:
     ids = [torch.randint(1, 10, (n,)) for n in (23, 17)]
     (kernels, _), (references, _) = on_gpu(name), on_gpu(name, is_gpu=False)

@@ -152,7 +152,7 @@ MESSAGE = st.builds(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=20)
 @given(messages=st.lists(MESSAGE, min_size=1, max_size=5), opens=st.booleans())
 def test_boundaries_rise_and_lie_inside_the_prompt(messages: list[dict[str, str]], opens: bool) -> None:
     template = MarkerTemplate("oxidizr", builtin_tokenizer("cl100k_base"))

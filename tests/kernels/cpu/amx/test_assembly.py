@@ -68,7 +68,7 @@ def calls_beside_sums(lines: list[str]) -> list[str]:
     ("kernel", "product", "regions"),
     [
         ("check", "tdpbf16ps", 2),
-        ("many", "tdpbf16ps", 1),
+        pytest.param("many", "tdpbf16ps", 1, marks=pytest.mark.slow),
         pytest.param("attention", "tdpbf16ps", 1, marks=pytest.mark.slow),
         pytest.param("bytes", "tdpbsud", 1, marks=pytest.mark.slow),
     ],
