@@ -51,10 +51,10 @@ def _keep_best_groups(
 
 @triton.jit
 def choose_experts(
-    logits, bias, weight, index, logits_row, size, groups, eps, scale,
+    logits, bias, factors, weight, index, logits_row, size, groups, eps, scale,
     K: tl.constexpr, KP: tl.constexpr, GP: tl.constexpr, SP: tl.constexpr, SOFTMAX: tl.constexpr,
     BIASED: tl.constexpr, GROUPED: tl.constexpr, TOP: tl.constexpr, BY_TOP2: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
+    RENORMALIZE: tl.constexpr, FACTORED: tl.constexpr,
 ):  # fmt: skip
     """logits: [T, groups * size] -> weight [T, K] float32, index [T, K] int64, the best first. Grid: (T,).
 
@@ -93,12 +93,15 @@ def choose_experts(
         total += value
     if RENORMALIZE:
         found = found / (total + eps)
+    found = found * scale
+    if FACTORED:
+        found = found * tl.load(factors + chosen, mask=k < K, other=0.0)
     place = token * K + k
-    tl.store(weight + place, found * scale, mask=k < K)
+    tl.store(weight + place, found, mask=k < K)
     tl.store(index + place, chosen.to(tl.int64), mask=k < K)
 
 
-def _constants(count: int, top_k: int, router: RouterSpec, biased: bool) -> dict[str, object]:
+def _constants(count: int, top_k: int, router: RouterSpec, biased: bool, factored: bool) -> dict[str, object]:
     grouped = router.groups > 1
     size = count // router.groups
     return {
@@ -112,6 +115,7 @@ def _constants(count: int, top_k: int, router: RouterSpec, biased: bool) -> dict
         "TOP": router.top_groups if grouped else 0,
         "BY_TOP2": router.group_by == "top2",
         "RENORMALIZE": router.renormalize,
+        "FACTORED": factored,
     }
 
 
@@ -136,16 +140,18 @@ def route_in_one_launch(
     weight = logits.new_empty(tokens, top_k, dtype=torch.float32)
     index = logits.new_empty(tokens, top_k, dtype=torch.int64)
     if tokens:
-        constants = _constants(count, top_k, router, bias is not None)
+        constants = _constants(count, top_k, router, bias is not None, factors is not None)
+        read = [weight if one is None else one for one in (bias, factors)]
         launch(
-            choose_experts, (tokens,), logits, weight if bias is None else bias, weight, index,
-            logits.stride(0), count // router.groups, router.groups, router.renorm_eps, router.scale,
+            choose_experts, (tokens,), logits, *read, weight, index, logits.stride(0), count // router.groups,
+            router.groups, router.renorm_eps, router.scale,
             **constants, num_warps=1,
         )  # fmt: skip
-    return weight if factors is None else weight * factors[index], index
+    return weight, index
 
 
 ROUTERS = {  # experts, k, router, biased
+    "gemma 4 26b-a4b": (128, 8, RouterSpec(), False),  # the one with factors
     "qwen3 30b-a3b": (128, 8, RouterSpec(), False),
     "mixtral": (8, 2, RouterSpec(), False),
     "gpt-oss 120b": (128, 4, RouterSpec(), False),
@@ -159,10 +165,10 @@ ROUTERS = {  # experts, k, router, biased
 def forms() -> Iterator[KernelForm]:
     """What models of published sizes launch."""
     types = {
-        "logits": "bf16*", "bias": "fp32*", "weight": "fp32*", "index": "i64*", "logits_row": "i32!",
-        "eps": "fp32", "scale": "fp32",
+        "logits": "bf16*", "bias": "fp32*", "factors": "fp32*", "weight": "fp32*", "index": "i64*",
+        "logits_row": "i32!", "eps": "fp32", "scale": "fp32",
     }  # fmt: skip
     for name, (count, top_k, router, biased) in ROUTERS.items():
-        constants = _constants(count, top_k, router, biased)
+        constants = _constants(count, top_k, router, biased, name.startswith("gemma"))
         own = types if count % 16 == 0 else types | {"logits_row": "i32"}
         yield KernelForm(f"choose_experts, {name}", choose_experts, own, constants, num_warps=1)
