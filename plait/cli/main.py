@@ -44,6 +44,7 @@ COMMANDS = {
     "warmup": "Compile what a model needs, so that it starts fast the next time.",
     "cache": "What is kept on this disk to start faster; `plait cache clean` removes it.",
     "verify": "Check that a reply depends on its request alone, to the bit.",
+    "config": "What `plait serve` would run with, and where each value comes from.",
     "completion": "Print the script that has a shell complete commands and options.",
     "bench": "How fast a model and its ops are here; checked, then timed.",
 }

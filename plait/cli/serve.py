@@ -16,11 +16,13 @@ from plait.cache_folder import cache_base
 from plait.cli.common.help import GroupedCommand
 from plait.cli.common.options import (
     common_options,
+    config_file_option,
     config_options,
     engine_options,
     engine_settings,
     model_option,
     server_settings,
+    warn_of_variables,
 )
 from plait.config import EngineConfig, ServerConfig, option_names
 from plait.errors import ConfigError
@@ -31,7 +33,7 @@ TABLES: Mapping[str, type] = {"server": ServerConfig, "engine": EngineConfig}
 
 @click.command(cls=GroupedCommand)
 @model_option()
-@click.option("--config", metavar="FILE", help="a TOML file of these options, in [server] and [engine]")
+@config_file_option()
 @config_options(ServerConfig)
 @engine_options()
 @common_options()
@@ -41,13 +43,14 @@ def serve(ctx: click.Context, /, model: str, config: str | None, **given: Any) -
 
     Ctrl-C (or SIGTERM) stops it; requests that are running get --shutdown-timeout-s seconds to finish.
     SIGHUP has it read --config, --api-key-file and the certificate again. What is given here wins over
-    --config.
+    the environment (PLAIT_PORT for --port, and so on), which wins over --config; `plait config` shows it.
 
     \b
     plait serve ./model
     plait serve ./model --host 0.0.0.0 --api-key-file keys.toml
     plait serve org/name:Q4_K_M --max-model-len 8192 --max-num-seqs 32
     """
+    warn_of_variables(os.environ)
     explicit = {name for name in given if ctx.get_parameter_source(name) is not ParameterSource.DEFAULT}
 
     def server_config() -> ServerConfig:

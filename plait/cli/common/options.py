@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol, TypeVar, get_args, get_origin
 import click
 from click.core import ParameterSource
 
-from plait.cli.common.help import path_completion
+from plait.cli.common.help import path_completion, suggest_word
 from plait.cli.common.session import Session, log_to_stderr
 from plait.config import DEVICE, EngineConfig, ServerConfig, option_types
 from plait.errors import ConfigError
@@ -25,7 +25,12 @@ from plait.request import SAMPLING, SamplingParams
 
 Command = TypeVar("Command", bound=Callable[..., object])
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-ENVIRONMENT = {"api_key": "PLAIT_API_KEY"}  # what a command line would show to every user of the machine
+PREFIX = "PLAIT_"  # of the environment variables: --max-num-seqs is PLAIT_MAX_NUM_SEQS, too
+# Their help names the variable: a command line would show the key to every user of the machine.
+SECRET = {"api_key"}
+# Variables with our prefix that are no options: what is read elsewhere, and the links that Kubernetes and
+# Docker put into a container next to a service that is called plait.
+NO_OPTIONS = re.compile(r"PLAIT_(CONFIG|SCREENSHOTS|NAME|ENV_.*|SERVICE_.*|PORT(_\d+_.*)?)")
 METAVARS = {"set": "KEY=VALUE", "plugins": "FILE.py"}
 BYTES_FIELDS = {"memory_limit", "max_body_bytes", "cache_disk_limit"}
 # Of no use in a terminal, where a reply is one text.
@@ -73,6 +78,27 @@ class TokenIds(click.ParamType[tuple[int, ...]]):
         return tuple(int(part) for part in parts)
 
 
+class FieldOption(click.Option):
+    """A flag of EngineConfig or ServerConfig, which the environment may set, too."""
+
+    def resolve_envvar_value(self, ctx: click.Context) -> str | None:
+        """What the environment has. Kubernetes sets PLAIT_PORT=tcp://10.0.0.1:8080 in every container next to
+        a service that is called plait: that is no option."""
+        value = super().resolve_envvar_value(ctx)
+        return None if self.name == "port" and value and value.startswith("tcp://") else value
+
+    def type_cast_value(self, ctx: click.Context, value: object) -> object:
+        """As click does it; an error says which variable is wrong."""
+        try:
+            return super().type_cast_value(ctx, value)
+        except click.BadParameter as error:
+            name = self.name or ""
+            if ctx.get_parameter_source(name) is not ParameterSource.ENVIRONMENT:
+                raise
+            text = f"{error.message.rstrip('.')} (of {variable_name(name)})."
+            raise click.BadParameter(text, ctx, self) from error
+
+
 class Device(click.ParamType[str]):
     """auto, cpu, cuda or cuda:N."""
 
@@ -84,6 +110,20 @@ class Device(click.ParamType[str]):
         return str(value)
 
 
+def variable_name(name: str) -> str:
+    """The environment variable of an option."""
+    return PREFIX + name.upper()
+
+
+def warn_of_variables(environment: Mapping[str, str]) -> None:
+    """Say which variables with our prefix no option reads: most likely they are misspelt."""
+    known = {variable_name(f.name) for kind in (ServerConfig, EngineConfig) for f in fields(kind)}
+    for name in sorted(environment):
+        if name.startswith(PREFIX) and name not in known and not NO_OPTIONS.fullmatch(name):
+            hint = suggest_word(name, known)
+            print(f"plait: {name} is set, and no option has this name{hint}", file=sys.stderr)
+
+
 def flag(cls: type, field: Field[object], text: str) -> Decorator:
     """One click option for one field of a dataclass; its default stays the dataclass's own."""
     hint, _ = option_types(cls)[field.name]
@@ -93,9 +133,10 @@ def flag(cls: type, field: Field[object], text: str) -> Decorator:
         "help": text,
         "default": default,
         "show_default": default not in (None, (), False),
-        "envvar": ENVIRONMENT.get(field.name),
-        "show_envvar": True,
+        "show_envvar": field.name in SECRET,
     }
+    if cls is not SamplingParams:  # those belong to a request
+        shown |= {"envvar": variable_name(field.name), "cls": FieldOption}
     names = (name, *field.metadata.get("also", ()), field.name)
     if field.name in BYTES_FIELDS:
         return click.option(*names, type=Bytes(), metavar="BYTES", **shown)
@@ -162,6 +203,12 @@ def model_option(*, required: bool = True) -> Decorator:
     argument = click.argument("model_argument", metavar="[MODEL]", required=False, is_eager=True, **shared)
     named = click.option("--model", "-m", metavar="MODEL", callback=merge, help=text, **shared)
     return options([argument, named])
+
+
+def config_file_option() -> Decorator:
+    """`--config`, a file of options."""
+    text = "a TOML file of these options, in [server] and [engine]"
+    return click.option("--config", metavar="FILE", envvar="PLAIT_CONFIG", show_envvar=True, help=text)
 
 
 def engine_option(name: str) -> Decorator:
