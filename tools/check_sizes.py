@@ -22,7 +22,7 @@ CAPS = {
     ".": 2_340,
     "bench": 3_950,
     "checkpoint": 4_560,
-    "cli": 4_400,
+    "cli": 5_020,
     "convert": 3_640,
     "engine": 1_830,
     "families": 9_500,

@@ -6,11 +6,11 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 
 import click
 
+from plait.cli.chat_models import LocalModel
 from plait.cli.chat_session import HELP, ChatSession
 from plait.cli.common.help import GroupedCommand
 from plait.cli.common.options import (
@@ -47,8 +47,17 @@ def chat(model: str, system: str | None, quiet: bool, history: bool, **given: ob
     plait chat org/name:Q4_K_M --system "You are terse." --temperature 0
     """
     params, settings = sampling_params(given), engine_settings(given)
-    session = ChatSession(partial(load, settings=settings, quiet=quiet), params, system, quiet=quiet)
+
+    def open_model(name: str) -> LocalModel:
+        return LocalModel(load(name, settings=settings, quiet=quiet))
+
+    session = ChatSession(open_model, params, system, quiet=quiet)
     session.open_model(model)
+    talk(session, quiet=quiet, history=history)
+
+
+def talk(session: ChatSession, *, quiet: bool, history: bool) -> None:
+    """Take messages from the terminal or the pipe until their end, and close the session's model."""
     try:
         is_terminal = sys.stdin.isatty()
         if not quiet and is_terminal:

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from plait.cli.common.help import suggest_word
 from plait.cli.common.options import SAMPLING_HELP
-from plait.cli.common.progress import Clock
 from plait.cli.generate import write
 from plait.errors import PlaitError, RequestError
 
 if TYPE_CHECKING:
-    from plait.llm.llm import LLM
+    from plait.cli.chat_models import ChatModel
     from plait.request import SamplingParams
 
 LEAVE = ("/exit", "/quit", "/bye")
@@ -43,25 +42,25 @@ class ChatSession:
     """
 
     def __init__(
-        self, load: Callable[[str], LLM], params: SamplingParams, system: str | None, *, quiet: bool
+        self, load: Callable[[str], ChatModel], params: SamplingParams, system: str | None, *, quiet: bool
     ) -> None:
         self._load_model, self._params, self._quiet = load, params, quiet
         self.system, self.messages = system, list[Message]()
-        self._llm: LLM | None = None
+        self._chat_model: ChatModel | None = None
         self._written: Path | None = None  # the file of this conversation, which may be written again
 
     @property
-    def model(self) -> LLM:
-        assert self._llm is not None
-        return self._llm
+    def model(self) -> ChatModel:
+        assert self._chat_model is not None
+        return self._chat_model
 
     @property
     def name(self) -> str:
-        return self.model.front.name
+        return self.model.name
 
     def open_model(self, name: str) -> None:
         """Load it, and then close the one before: one that cannot be loaded leaves the other in place."""
-        before, self._llm = self._llm, self._load_model(name)
+        before, self._chat_model = self._chat_model, self._load_model(name)
         if before is not None:
             before.close()
 
@@ -168,25 +167,23 @@ class ChatSession:
         """Send a message and stream the reply; refused or stopped, the conversation stays as it was."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         asked = [*system, *self.messages, {"role": "user", "content": text}]
-        front = self.model.front
         try:
-            request = front.prepare_chat(asked, self._params)
+            reply = self.model.ask(asked, self._params)
         except RequestError as error:
             if not self.messages and not sys.stdin.isatty():
                 raise
             print(f"plait: {error}", file=sys.stderr)
             return False
-        clock, stream = Clock(len(request.prompt_token_ids)), front.submit(request)
         try:
-            answer = write(stream, clock)
+            answer = write(reply, reply.clock)
         except KeyboardInterrupt:
-            stream.cancel()
+            reply.cancel()
             print("\n(stopped)", file=sys.stderr)
             return False
         self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
         if not self._quiet:
-            print(clock, file=sys.stderr)
-            if note := clock.context_note(front.max_model_len):
+            print(reply.clock, file=sys.stderr)
+            if note := reply.clock.context_note(self.model.max_model_len):
                 print(note, file=sys.stderr)
         return True
 

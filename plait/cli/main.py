@@ -29,6 +29,7 @@ from plait.version import __version__
 # name -> what `plait --help` says; the module is plait.cli.<name> (- is _), unless PLACES has another
 COMMANDS = {
     "generate": "Continue a text, streamed as it is written.",
+    "run": "Talk with a model: fetch it, serve it if no server does, and chat.",
     "chat": "Talk with a model in the terminal.",
     "serve": "Serve a model over the OpenAI API.",
     "run-batch": "Answer a file of requests, in OpenAI's batch format.",
@@ -44,13 +45,14 @@ COMMANDS = {
     "warmup": "Compile what a model needs, so that it starts fast the next time.",
     "cache": "What is kept on this disk to start faster; `plait cache clean` removes it.",
     "verify": "Check that a reply depends on its request alone, to the bit.",
+    "logs": "What servers that `plait run` started have written.",
     "config": "What `plait serve` would run with, and where each value comes from.",
     "completion": "Print the script that has a shell complete commands and options.",
     "bench": "How fast a model and its ops are here; checked, then timed.",
 }
 PLACES = {"decode": "tokenize", "list": "hub", "pull": "hub", "rm": "hub"}  # several commands in one module
 # What other programs call them.
-ALSO = {"run": "chat", "start": "serve", "server": "serve", "complete": "generate", "quantize": "convert"}
+ALSO = {"start": "serve", "server": "serve", "complete": "generate", "quantize": "convert"}
 ALSO |= {"download": "pull", "fetch": "pull", "ls": "list", "models": "list", "remove": "rm", "delete": "rm"}
 EXIT_USAGE, EXIT_MODEL, EXIT_MEMORY, EXIT_UNWRITTEN, EXIT_INTERRUPTED = 2, 3, 4, 120, 130
 UNREAD_S = 2.0  # for the reader of stderr to take the last line
@@ -99,7 +101,8 @@ def cli() -> None:
     A model is a directory, a .safetensors or .gguf file, or a name on the Hub. Its files say what it is.
 
     \b
-    plait chat ./model                      talk with it
+    plait run org/name                      fetch a model, serve it and talk with it
+    plait chat ./model                      talk with one on this disk
     plait serve ./model                     serve it, with a page to chat at http://127.0.0.1:8080
     plait generate -m ./model -p "Once"     continue a text
     plait info ./model                      what it is and what it needs

@@ -25,12 +25,13 @@ from plait.request import SAMPLING, SamplingParams
 
 Command = TypeVar("Command", bound=Callable[..., object])
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+SERVER_URL = "http://127.0.0.1:8080"
 PREFIX = "PLAIT_"  # of the environment variables: --max-num-seqs is PLAIT_MAX_NUM_SEQS, too
 # Their help names the variable: a command line would show the key to every user of the machine.
 SECRET = {"api_key"}
 # Variables with our prefix that are no options: what is read elsewhere, and the links that Kubernetes and
 # Docker put into a container next to a service that is called plait.
-NO_OPTIONS = re.compile(r"PLAIT_(CONFIG|SCREENSHOTS|NAME|ENV_.*|SERVICE_.*|PORT(_\d+_.*)?)")
+NO_OPTIONS = re.compile(r"PLAIT_(CONFIG|URL|SCREENSHOTS|NAME|ENV_.*|SERVICE_.*|PORT(_\d+_.*)?)")
 METAVARS = {"set": "KEY=VALUE", "plugins": "FILE.py"}
 BYTES_FIELDS = {"memory_limit", "max_body_bytes", "cache_disk_limit"}
 # Of no use in a terminal, where a reply is one text.
@@ -203,6 +204,21 @@ def model_option(*, required: bool = True) -> Decorator:
     argument = click.argument("model_argument", metavar="[MODEL]", required=False, is_eager=True, **shared)
     named = click.option("--model", "-m", metavar="MODEL", callback=merge, help=text, **shared)
     return options([argument, named])
+
+
+def server_options() -> Decorator:
+    """`--url` and `--api-key`: which server a command asks."""
+    url = click.option(
+        "--url",
+        default=SERVER_URL,
+        show_default=True,
+        envvar="PLAIT_URL",
+        show_envvar=True,
+        help="the server",
+    )
+    key = "the key that it is sent"
+    api_key = click.option("--api-key", envvar="PLAIT_API_KEY", show_envvar=True, help=key)
+    return options([url, api_key])
 
 
 def config_file_option() -> Decorator:

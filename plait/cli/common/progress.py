@@ -120,6 +120,10 @@ class Clock:
         self._started = time.perf_counter()
         self._first = self._last = self._started
 
+    def prompt_tokens(self, num_tokens: int) -> None:
+        """Record how many the prompt has, where it is known only now."""
+        self._num_prompt_tokens = num_tokens
+
     def tokens(self, num_tokens: int) -> None:
         """Record that so many tokens have been written by now."""
         if num_tokens > self._num_tokens:
