@@ -78,6 +78,61 @@ def test_markdown_becomes_what_it_says(page: Any, url: str) -> None:
     assert "noopener" in (link.get_attribute("rel") or "")
 
 
+MATHS = r"""The sum $a^2 + b^2$ costs $5 and $6, and \(\frac{1}{2}\) is \$1.
+
+$$
+\int_0^1 x \, dx = \sqrt{\frac{1}{4}}
+$$
+
+\[ \sum_{i=1}^n i \]
+
+```python
+def f(x):  # a comment
+    return "text" + str(12)
+```
+
+```unheard-of
+<b>x</b>
+```
+"""
+
+
+def test_code_has_colours_and_formulas_are_set(page: Any, url: str) -> None:
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    answers(opened(page, url), streamed(*({"content": MATHS[i : i + 5]} for i in range(0, len(MATHS), 5))))
+    reply = said(page, "Formulas, please")
+    expect(reply.locator(".formula .katex")).to_have_count(4)
+    assert reply.locator(".formula.shown .katex-display").count() == 2
+    expect(reply.locator("p").first).to_contain_text("costs $5 and $6, and")
+    expect(reply.locator("p").first).to_contain_text("is $1.")
+    assert reply.locator(".hl-keyword").all_inner_texts() == ["def", "return"]
+    assert reply.locator(".hl-string").inner_text() == '"text"'
+    assert reply.locator(".hl-comment").inner_text() == "# a comment"
+    assert reply.locator("pre code").first.inner_text() == MATHS.split("python\n")[1].split("\n```")[0]
+    assert reply.locator("pre code").last.inner_text() == "<b>x</b>"
+    wanted = page.evaluate(
+        "document.fonts.ready.then((fonts) => [...fonts].map((f) => [f.family, f.status]))"
+    )
+    assert ["KaTeX_Main", "loaded"] in wanted
+    assert {one.split("/")[2] for one in asked} == {url.split("/")[2]}  # nothing leaves the origin
+
+
+HOSTILE_MATHS = r"""$\href{javascript:window.hurt=1}{x}$ $\htmlData{a=b}{y}$ $\includegraphics{https://example.org/a.png}$
+$\def\a{\a\a}\a$ $\rule{99999em}{99999em}$ $<img src=x onerror=window.hurt=1>$
+
+$$\unknown{$$"""
+
+
+def test_a_formula_can_neither_run_nor_load_nor_hang(page: Any, url: str) -> None:
+    answers(opened(page, url), streamed({"content": HOSTILE_MATHS}))
+    reply = said(page, "Hurt me")
+    expect(reply.locator(".katex")).not_to_have_count(0)
+    assert reply.locator("a, img, script").count() == 0
+    assert page.evaluate("window.hurt") is None
+    assert reply.bounding_box()["height"] < 3000
+
+
 def test_markdown_written_to_be_slow_is_drawn(page: Any, url: str) -> None:
     script = """async (text) => {
         const { Markdown } = await import("/page/js/markdown.js");
@@ -86,7 +141,22 @@ def test_markdown_written_to_be_slow_is_drawn(page: Any, url: str) -> None:
         return node.childNodes.length;
     }"""
     opened(page, url)
-    for piece in ("[", "**", "> ", "`a", "- ", "| a ", "_a ", "[](", "1. a\n  ", "**a _b", "https://"):
+    for piece in (
+        "[",
+        "**",
+        "> ",
+        "`a",
+        "- ",
+        "| a ",
+        "_a ",
+        "[](",
+        "1. a\n  ",
+        "**a _b",
+        "https://",
+        "$",
+        "$$\n",
+        "\\(",
+    ):
         for text in (piece * 20000, piece * 5000 + "\n|-|", "x" + piece * 20000):
             assert page.evaluate(script, text) > 0, piece
 

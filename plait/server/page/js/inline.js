@@ -1,11 +1,12 @@
-/** What stands inside a line: code, strong, emphasis, struck out, links. Links go to http and https only. */
+/** What stands inside a line: code, formulas, strong, emphasis, struck out, links. Links go to http and https only. */
 
 import { make } from "./dom.js";
+import { formula } from "./vendored.js";
 
 const MAX_DEPTH = 5,
   MAX_LINK = 2048;
 // Each alternative ends at its own closing mark or at a line's end of search, so a match is found in linear time.
-const MARK = /`+|\*\*|__|\*|_|~~|\[|https?:\/\/[^\s<>"'`]{1,2000}|\\[\\`*_{}[\]()#+\-.!|~>]/g;
+const MARK = /`+|\*\*|__|\*|_|~~|\[|\\\(|\$\$?|https?:\/\/[^\s<>"'`]{1,2000}|\\[\\`*_{}[\]()#+\-.!|~>$]/g;
 const WRAPS = { "**": "strong", __: "strong", "*": "em", _: "em", "~~": "del" };
 
 /** Nodes for one paragraph's text; its line breaks stay. */
@@ -30,17 +31,38 @@ export function inline(text, depth = 0) {
 function mark(text, found, depth, missing) {
   const [sign] = found,
     at = found.index;
+  if (sign === "\\(" && !missing.has(sign)) {
+    const made = between(text, "\\)", at + 2);
+    if (made) return made;
+    missing.add(sign);
+  }
   if (sign[0] === "\\") return { node: sign[1], end: at + 2 };
   if (sign[0] === "h") return address(sign, at);
   if (missing.has(sign)) return null;
-  const made =
-    sign[0] === "`"
-      ? code(text, sign, at)
-      : sign === "["
-        ? link(text, at, depth)
-        : wrap(text, sign, at, depth);
+  const made = madeOf(text, sign, at, depth);
   if (made === undefined) missing.add(sign);
   return made ?? null;
+}
+
+function madeOf(text, sign, at, depth) {
+  if (sign[0] === "`") return code(text, sign, at);
+  if (sign[0] === "$") return dollars(text, sign, at);
+  return sign === "[" ? link(text, at, depth) : wrap(text, sign, at, depth);
+}
+
+/** A formula between dollars. Prices are none: no space after the first or before the last, no digit behind it. */
+function dollars(text, sign, at) {
+  const begin = at + sign.length,
+    end = text.indexOf(sign, begin + 1);
+  if (end < 0) return undefined;
+  const isPrice = /\s/.test(text[begin]) || /\s/.test(text[end - 1]) || /\d/.test(text[end + sign.length] ?? "");
+  return sign === "$" && isPrice ? null : between(text, sign, begin);
+}
+
+function between(text, mark, begin) {
+  const end = text.indexOf(mark, begin);
+  if (end <= begin) return null;
+  return { node: formula(text.slice(begin, end).trim(), mark === "$$"), end: end + mark.length };
 }
 
 function code(text, sign, at) {

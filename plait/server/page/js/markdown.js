@@ -1,5 +1,5 @@
 /**
- * Markdown as nodes: paragraphs, headings, lists, quotes, code, tables. Anything else stays the text it is.
+ * Markdown as nodes: paragraphs, headings, lists, quotes, code, formulas, tables. Anything else stays the text it is.
  *
  * No markup is ever made from text. Each line is looked at a bounded number of times, and nesting ends at a
  * depth, so a reply that was written to be slow to read is not.
@@ -7,6 +7,7 @@
 
 import { make, copyButton } from "./dom.js";
 import { inline } from "./inline.js";
+import { colour, formula } from "./vendored.js";
 
 const MAX_DEPTH = 6;
 const FENCE = /^ {0,3}(`{3,}|~{3,})([^`]*)$/;
@@ -14,6 +15,8 @@ const HEADING = /^ {0,3}(#{1,6})[ \t]+(.*)$/;
 const RULE = /^ {0,3}(?:(?:\* *){3,}|(?:- *){3,}|(?:_ *){3,})$/;
 const ITEM = /^( *)([-*+]|\d{1,9}[.)])( +|$)(.*)$/;
 const QUOTE = /^ {0,3}> ?(.*)$/;
+const FORMULA = /^ {0,3}(?:\$\$|\\\[)(.*)$/,
+  FORMULA_LINES = 100;
 const TABLE_RULE = /^ *\|?(?: *:?-+:? *\|)+(?: *:?-+:? *)?$/;
 
 /** The blocks of a text: {kind, raw, ...}. Equal `raw` means an equal block, which need not be drawn again. */
@@ -28,6 +31,7 @@ export function blocks(text) {
     }
     const block =
       fenced(lines, at) ??
+      formulated(lines, at) ??
       single(lines, at) ??
       quoted(lines, at) ??
       listed(lines, at) ??
@@ -64,6 +68,8 @@ function drawn(block, depth) {
   switch (block.kind) {
     case "code":
       return code(block);
+    case "formula":
+      return make("p", { class: "formula-block", tabindex: "0" }, formula(block.text, true));
     case "heading":
       return make(`h${Math.min(block.level + 2, 6)}`, {}, ...inline(block.text));
     case "rule":
@@ -92,7 +98,9 @@ function code({ text, language }) {
     make("span", { class: "small" }, language || "code"),
     button,
   );
-  return make("div", { class: "code" }, head, make("pre", { tabindex: "0" }, make("code", {}, text)));
+  const inner = make("code", {}, text);
+  colour(inner, text, language.toLowerCase());
+  return make("div", { class: "code" }, head, make("pre", { tabindex: "0" }, inner));
 }
 
 function list({ items, start, isLoose }, depth) {
@@ -125,6 +133,22 @@ function fenced(lines, at) {
   while (end < lines.length && !closes(lines[end], mark)) end++;
   const text = lines.slice(at + 1, end).join("\n");
   return { kind: "code", text, language: open[2].trim().split(" ")[0], end: Math.min(end + 1, lines.length) };
+}
+
+/** A formula on lines of its own, between $$ and $$ or \[ and \]; one without an end is text. */
+function formulated(lines, at) {
+  const open = FORMULA.exec(lines[at]);
+  if (!open) return null;
+  const mark = lines[at].trimStart().startsWith("$$") ? "$$" : "\\]",
+    inner = [];
+  const last = Math.min(lines.length, at + FORMULA_LINES);
+  for (let end = at, line = open[1]; end < last; line = lines[++end] ?? "") {
+    const close = line.indexOf(mark);
+    if (close >= 0 && line.slice(close + 2).trim() !== "") return null;
+    inner.push(close < 0 ? line : line.slice(0, close));
+    if (close >= 0) return { kind: "formula", text: inner.join("\n").trim(), end: end + 1 };
+  }
+  return null;
 }
 
 function closes(line, mark) {
@@ -214,6 +238,7 @@ function paragraph(lines, at) {
 
 const interrupts = (line) =>
   FENCE.test(line) ||
+  FORMULA.test(line) ||
   HEADING.test(line) ||
   RULE.test(line) ||
   QUOTE.test(line) ||
