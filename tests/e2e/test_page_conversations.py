@@ -271,3 +271,107 @@ def test_the_dialog_is_used_by_keyboard_and_closes_with_escape(page: Any, url: s
         page.keyboard.press("Enter")
     assert waiting.value.suggested_filename.endswith(".json")
     expect(page.locator("#said")).to_have_text(re.compile("Exported 1 conversation"))
+
+
+def test_versions_of_a_reply_are_kept_with_what_came_after(page: Any, url: str) -> None:
+    answers(opened(page, url), *(streamed({"content": text}) for text in ("first", "more", "second")))
+    said(page, "Question")
+    said(page, "Go on")
+    page.get_by_role("button", name="Regenerate").first.click()
+    reply = page.locator(".message.assistant")
+    expect(reply).to_have_count(1)
+    expect(reply.locator(".prose")).to_have_text("second")
+    expect(reply.get_by_role("status")).to_have_text("2 of 2")
+    page.get_by_role("button", name="Version before").click()
+    expect(page.locator(".message .body")).to_have_text(["Question", "first", "Go on", "more"])
+    page.reload()
+    expect(page.locator(".message .body")).to_have_text(["Question", "first", "Go on", "more"])
+    name, content = exported(page, "This conversation", "JSON")
+    delete(page, "Question")
+    imported(page, content, name=name)
+    entries(page).first.click()
+    page.get_by_role("button", name="Version after").click()
+    expect(page.locator(".message .body")).to_have_text(["Question", "second"])
+    expect(page.get_by_role("button", name="Version after")).to_be_disabled()
+
+
+def test_an_edited_question_keeps_what_it_was(page: Any, url: str) -> None:
+    sent = answers(opened(page, url), streamed({"content": "one"}), streamed({"content": "two"}))
+    said(page, "Question")
+    page.locator(".message.user").hover()
+    page.get_by_role("button", name="Edit").click()
+    page.get_by_label("Edit the message").fill("Better question")
+    page.keyboard.press("Control+Enter")
+    expect(page.locator(".message .body")).to_have_text(["Better question", "two"])
+    page.locator(".message.user").hover()
+    page.get_by_role("button", name="Version before").click()
+    expect(page.locator(".message .body")).to_have_text(["Question", "one"])
+    assert [one["messages"][0]["content"] for one in sent] == ["Question", "Better question"]
+    assert set(sent[1]["messages"][0]) == {"role", "content"}  # versions stay in the browser
+
+
+def test_conversations_are_renamed_and_found(page: Any, url: str) -> None:
+    answers(opened(page, url), streamed({"content": "Salt comes from stones."}), streamed({"content": "x"}))
+    said(page, "Why is the sea salt?")
+    page.click("#new")
+    said(page, "Another")
+    page.locator("#conversations li").filter(has_text="sea").hover()
+    page.get_by_role("button", name="Rename Why is the sea salt?").click()
+    page.get_by_label("Name of the conversation").fill(f"Seas {HOSTILE}")
+    page.keyboard.press("Enter")
+    expect(entries(page)).to_have_text(["Another", f"Seas {HOSTILE}"])
+    entries(page).first.focus()
+    page.keyboard.press("F2")
+    page.keyboard.type("not kept")
+    page.keyboard.press("Escape")
+    expect(entries(page).first).to_have_text("Another")
+    page.get_by_label("Search conversations").fill("STONES salt")
+    expect(entries(page)).to_have_text([f"Seas {HOSTILE}"])
+    page.get_by_label("Search conversations").fill("granite")
+    expect(entries(page)).to_have_count(0)
+    assert page.evaluate("window.hurt") is None
+
+
+def test_files_go_with_a_message_as_text(page: Any, url: str) -> None:
+    sent = answers(opened(page, url), streamed({"content": "Read."}))
+    files = [
+        {"name": "a.py", "mimeType": "text/x-python", "buffer": b"x = '''```'''\r\n"},
+        {"name": "b.png", "mimeType": "image/png", "buffer": b"\x89PNG\0\xff"},
+        {"name": "c.txt", "mimeType": "text/plain", "buffer": b"x" * (512 * 1024 + 1)},
+        {"name": "d.csv", "mimeType": "text/csv", "buffer": b"1,2\n"},
+    ]
+    with page.expect_file_chooser() as waiting:
+        page.get_by_role("button", name="Attach text files").click()
+    waiting.value.set_files(files)
+    expect(page.locator(NOTE)).to_have_count(2)
+    expect(page.locator("#attached li")).to_have_text(["a.py", "d.csv"])
+    page.get_by_role("button", name="Remove d.csv").click()
+    said(page, "What is this?")
+    assert sent[0]["messages"][0]["content"] == "a.py:\n````py\nx = '''```'''\n````\n\nWhat is this?"
+    expect(page.locator("#attached")).to_be_hidden()
+
+
+def test_light_or_dark_can_be_chosen(page: Any, url: str) -> None:
+    background = "getComputedStyle(document.body).backgroundColor"
+    opened(page, url).click("#panel-settings")
+    page.get_by_label("Light or dark").select_option("dark")
+    assert page.evaluate(background) == "rgb(21, 23, 28)"
+    opened(page, url)
+    assert page.evaluate(background) == "rgb(21, 23, 28)"
+    page.get_by_label("Light or dark").select_option("light")
+    assert page.evaluate(background) == "rgb(250, 249, 246)"
+
+
+def test_versions_of_another_kind_or_too_deep_are_refused(page: Any, url: str) -> None:
+    opened(page, url)
+    deep: dict[str, Any] = {"role": "user", "content": "x"}
+    for _ in range(60):
+        deep = {
+            "role": "user",
+            "content": "x",
+            "versions": [{"role": "user", "content": "y", "after": [deep]}],
+        }
+    expect(imported(page, file_of(deep))).to_contain_text("more than 50 deep")
+    other = {"role": "user", "content": "x", "versions": [{"role": "tool", "content": "y", "after": []}]}
+    expect(imported(page, file_of(other))).to_contain_text("a version is of another kind")
+    assert kept(page) == []

@@ -6,6 +6,7 @@ import { MessageView } from "./message.js";
 import { chatBody, sampling, textBody } from "./request.js";
 import { Reply, emptyReply } from "./reply.js";
 import * as store from "./store.js";
+import { replaces, turned } from "./versions.js";
 
 const NEAR_PX = 80,
   TITLE_CHARS = 60;
@@ -60,11 +61,25 @@ export class Chat {
     this.running?.abort();
   }
 
-  /** Write the reply again: it and everything after it goes. */
+  /** Write the reply again: it and everything after it becomes an earlier version. */
   async again(message) {
     if (this.isBusy) return;
-    this.cut(message);
-    await this.reply();
+    const after = this.cut(message);
+    const isWorthKeeping = message.content || message.tool_calls?.length || message.versions?.length;
+    await this.reply(isWorthKeeping ? replaces(emptyReply(), message, after) : emptyReply());
+  }
+
+  /** Show another version of a message, with what came after it. */
+  turn(message, step) {
+    if (this.isBusy) return;
+    const { messages } = this.conversation,
+      at = messages.indexOf(message);
+    const shown = turned(message, messages.slice(at + 1), step);
+    if (shown === null) return;
+    messages.splice(at, messages.length - at, ...shown);
+    this.render();
+    this.views.get(shown[0]).focusVersions(step);
+    this.keep();
   }
 
   async edit(message, text) {
@@ -76,8 +91,8 @@ export class Chat {
       this.keep();
       return;
     }
-    this.cut(message);
-    this.push({ role: "user", content: text });
+    const after = this.cut(message);
+    this.push(replaces({ role: "user", content: text }, message, after));
     await this.reply();
   }
 
@@ -107,9 +122,9 @@ export class Chat {
     });
   }
 
-  async reply() {
+  async reply(message = emptyReply()) {
     const isText = this.conversation.mode === "text";
-    await this.run(emptyReply(), async (settings, before) =>
+    await this.run(message, async (settings, before) =>
       isText
         ? ["v1/completions", textBody(before, settings)]
         : ["v1/chat/completions", chatBody(before, settings)],
@@ -179,14 +194,17 @@ export class Chat {
     this.keep();
   }
 
+  /** Take a message and all after it away; returns those after it. */
   cut(message) {
-    const { messages } = this.conversation;
-    for (const gone of messages.splice(messages.indexOf(message))) {
+    const { messages } = this.conversation,
+      cut = messages.splice(messages.indexOf(message));
+    for (const gone of cut) {
       this.views.get(gone)?.node.remove();
       this.views.delete(gone);
     }
     const last = messages.at(-1);
     if (last?.answered && last.role === "assistant") last.answered = false;
+    return cut.slice(1);
   }
 
   /** Whether a reply can be written on as plain text: not if the template or a parser had a part in it. */
@@ -201,6 +219,7 @@ export class Chat {
       again: (one) => this.again(one),
       edit: (one, text) => this.edit(one, text),
       answer: (one, results) => this.answer(one, results),
+      turn: (one, step) => this.turn(one, step),
       fork: (one, at, text) => this.fork(one, at, text),
       canFork: (one) => !this.isBusy && this.canFork(one),
       whole: () => this.conversation.messages.map((one) => one.content).join(""),

@@ -27,13 +27,17 @@ export class Conversations {
       files.value = ""; // so that the same file can be chosen again
       await this.take(chosen);
     });
+    byId("search").addEventListener("input", () => this.show());
     store.onChange(() => this.show());
   }
 
   show() {
+    if (byId("conversations").querySelector("input")) return; // a name is being typed
     const current = this.hooks.current().id,
-      all = store.conversations();
-    byId("conversations").replaceChildren(...all.map((one) => this.row(one, one.id === current)));
+      all = store.conversations(),
+      shown = matching(all, byId("search").value);
+    byId("conversations").replaceChildren(...shown.map((one) => this.row(one, one.id === current)));
+    byId("search").hidden = all.length === 0;
     byId("export-open").disabled = all.length === 0;
   }
 
@@ -41,8 +45,11 @@ export class Conversations {
     const name = title || "Untitled";
     const settings = { type: "button", class: "entry", "aria-current": isCurrent ? "true" : null };
     const keys = {
-      "aria-keyshortcuts": "Delete",
-      onkeydown: (event) => event.key === "Delete" && this.remove(id, name),
+      "aria-keyshortcuts": "Delete F2",
+      onkeydown: (event) => {
+        if (event.key === "Delete") this.remove(id, name);
+        if (event.key === "F2") this.rename(id, open);
+      },
     };
     const open = make("button", { ...settings, ...keys, onclick: () => this.open(id) }, name);
     open.dataset.id = id;
@@ -50,8 +57,41 @@ export class Conversations {
       "li",
       {},
       open,
+      iconButton("edit", `Rename ${name}`, () => this.rename(id, open), { class: "icon second" }),
       iconButton("trash", `Delete ${name}`, () => this.remove(id, name)),
     );
+  }
+
+  /** Type another name in the place of `entry`: Enter or leaving keeps it, Escape does not. */
+  rename(id, entry) {
+    const input = make("input", { class: "entry", "aria-label": "Name of the conversation", maxlength: 200 });
+    input.value = store.load(id)?.title ?? "";
+    let isDone = false; // taking it away is leaving it, too
+    const done = (isKept) => {
+      if (isDone) return;
+      isDone = true;
+      const title = input.value.trim();
+      input.replaceWith(entry);
+      if (isKept && title) this.name(id, title);
+      this.show();
+      byId("conversations").querySelector(`[data-id="${CSS.escape(id)}"]`)?.focus();
+    };
+    input.addEventListener("blur", () => done(true));
+    input.addEventListener("keydown", (event) => {
+      if (event.key !== "Enter" && event.key !== "Escape") return;
+      event.preventDefault(); // Escape would stop a reply
+      done(event.key === "Enter");
+    });
+    entry.replaceWith(input);
+    input.select();
+  }
+
+  name(id, title) {
+    const current = this.hooks.current(),
+      found = id === current.id ? current : store.load(id);
+    if (!found) return;
+    found.title = title;
+    store.save(found);
   }
 
   open(id) {
@@ -145,6 +185,17 @@ export class Conversations {
     const rest = known ? `, ${known} ${known === 1 ? "was" : "were"} here already` : "";
     notify(`Imported ${counted(count)}${rest}`);
   }
+}
+
+/** The conversations in which every word of `text` is somewhere: in the name or in a message. */
+function matching(all, text) {
+  const words = text.toLowerCase().split(/\s+/).filter(Boolean);
+  if (words.length === 0) return all;
+  return all.filter(({ id, title }) => {
+    const messages = store.load(id)?.messages ?? [];
+    const whole = [title, ...messages.map((one) => one.content)].join("\n").toLowerCase();
+    return words.every((word) => whole.includes(word));
+  });
 }
 
 /** Whether it is here already, under its own id and with the same messages. */

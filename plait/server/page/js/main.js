@@ -4,6 +4,7 @@ import { askJson, health, keepKey, knownKey } from "./api.js";
 import { drawBraid } from "./braid.js";
 import { Chat } from "./chat.js";
 import { Conversations } from "./conversations.js";
+import { Attachments } from "./attachments.js";
 import { byId, make, placeIcons } from "./dom.js";
 import { Engine } from "./engine.js";
 import { takeLatest } from "./notices.js";
@@ -63,6 +64,7 @@ class Page {
       open: (conversation) => this.open(conversation),
       start: (mode) => this.start(mode),
     });
+    this.attachments = new Attachments(byId("composer"), () => this.fit());
     this.listen();
     this.chat.open(store.load(store.look().conversation) ?? this.chat.conversation);
     this.check();
@@ -123,8 +125,7 @@ class Page {
     const draft = byId("draft"),
       text = this.chat.conversation.mode === "chat" ? draft.value.trim() : draft.value;
     draft.value = "";
-    this.fit();
-    this.chat.send(text);
+    this.chat.send(this.attachments.take(text));
   }
 
   start(mode) {

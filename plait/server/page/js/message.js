@@ -4,8 +4,9 @@ import { make, iconButton, copyButton } from "./dom.js";
 import { Markdown } from "./markdown.js";
 import { TokenView } from "./tokens.js";
 import { toolCalls } from "./calls.js";
+import { count, place } from "./versions.js";
 
-/** `actions`: {again, edit, answer, fork, canFork, whole}: what the reader may want done; see chat.js. */
+/** `actions`: {again, turn, edit, answer, fork, canFork, whole}: what the reader may want done; see chat.js. */
 export class MessageView {
   constructor(message, mode, actions) {
     this.message = message;
@@ -100,9 +101,33 @@ export class MessageView {
     const error = message.error ? this.failure(message.error) : null;
     this.foot.replaceChildren(
       ...(error ? [error] : []),
-      make("div", { class: "acts" }, ...buttons),
+      make("div", { class: "acts" }, ...buttons, this.versions()),
       facts(message.stats),
     );
+  }
+
+  /** Which version this is, and the way to its neighbours; null where there is one alone. */
+  versions() {
+    const { message, actions } = this,
+      all = count(message);
+    if (all === 1) return null;
+    const at = place(message);
+    const step = (icon, label, by, isEnd) =>
+      iconButton(icon, label, () => actions.turn(message, by), { disabled: isEnd });
+    this.steps = [
+      step("before", "Version before", -1, at === 1),
+      step("after", "Version after", 1, at === all),
+    ];
+    const [before, after] = this.steps;
+    const which = make("span", { class: "small num", role: "status" }, `${at} of ${all}`);
+    return make("div", { class: "versions", role: "group", "aria-label": "Versions" }, before, which, after);
+  }
+
+  /** Keep the focus where versions are turned. */
+  focusVersions(step) {
+    const [before, after] = this.steps ?? [];
+    const wanted = step < 0 ? before : after;
+    (wanted?.disabled ? (step < 0 ? after : before) : wanted)?.focus();
   }
 
   tokensButton() {

@@ -23,6 +23,12 @@ const THINKING = [
   ["off", "Reply at once"],
 ];
 
+const SCHEMES = [
+  ["", "As the system"],
+  ["light", "Light"],
+  ["dark", "Dark"],
+];
+
 /** Draws the form into `form`. `onKey()` is called when the key changed. */
 export class Settings {
   constructor(form, onKey) {
@@ -31,6 +37,7 @@ export class Settings {
     form.addEventListener("submit", (event) => event.preventDefault());
     form.addEventListener("input", (event) => this.changed(event.target));
     this.onKey = onKey;
+    showScheme(store.look().scheme);
     this.render();
   }
 
@@ -64,6 +71,7 @@ export class Settings {
       group("Tools", [
         this.area("tools", "Tools, as a JSON list", 3, '[{"type": "function", "function": {"name": …}}]'),
       ]),
+      group("Colours", [this.choice("scheme", "Light or dark", SCHEMES, store.look().scheme)]),
       group("API key", [this.key()]),
       reset,
     );
@@ -73,6 +81,11 @@ export class Settings {
     if (field.name === "key") {
       keepKey(field.value.trim());
       this.onKey();
+      return;
+    }
+    if (field.name === "scheme") {
+      store.saveLook({ scheme: field.value });
+      showScheme(field.value);
       return;
     }
     const value = field.type === "checkbox" ? field.checked : field.value;
@@ -111,10 +124,10 @@ export class Settings {
     );
   }
 
-  choice(name, label, options) {
+  choice(name, label, options, value = this.values[name]) {
     const nodes = options.map(([value, text]) => make("option", { value }, text));
     const select = make("select", { name }, ...nodes);
-    select.value = this.values[name] ?? "";
+    select.value = value ?? "";
     return make("label", { class: "field" }, make("span", { class: "unseen" }, label), select);
   }
 
@@ -156,6 +169,12 @@ export class Settings {
       make("small", { class: "quiet" }, "Kept until this tab closes."),
     );
   }
+}
+
+/** Light or dark for this page alone; empty: as the system has it. */
+function showScheme(scheme) {
+  if (scheme) document.documentElement.dataset.scheme = scheme;
+  else delete document.documentElement.dataset.scheme;
 }
 
 const group = (title, nodes) => make("fieldset", {}, make("legend", {}, title), ...nodes);

@@ -11,6 +11,8 @@ const FORMAT = "plait.conversations",
   CONVERSATIONS = 10_000,
   MESSAGES = 100_000,
   CALLS = 128,
+  VERSIONS = 50,
+  DEPTH = 50,
   TITLE_CHARS = 200;
 
 const FINISHES = ["stop", "length", "tool_calls", "content_filter", "stopped"],
@@ -94,10 +96,10 @@ function conversation(found, where) {
   };
 }
 
-function message(found, where) {
+function message(found, where, depth = 0) {
   if (!isObject(found)) refuse(`${where} is not an object`);
   const content = text(found.content, `${where}: "content"`);
-  if (found.role === "user") return { role: "user", content };
+  if (found.role === "user") return { role: "user", content, ...versions(found, where, depth) };
   if (found.role === "tool")
     return { role: "tool", tool_call_id: text(found.tool_call_id, `${where}: "tool_call_id"`), content };
   if (found.role !== "assistant") refuse(`${where}: "role" is none of user, assistant and tool`);
@@ -107,10 +109,25 @@ function message(found, where) {
     reasoning: text(found.reasoning ?? "", `${where}: "reasoning"`),
     tool_calls: list(found.tool_calls ?? [], CALLS, `${where}: "tool_calls"`).map((one) => call(one, where)),
     stats: stats(found.stats),
+    ...versions(found, where, depth),
   };
   if (found.answered === true) copy.answered = true;
   if (found.error !== undefined) copy.error = text(found.error, `${where}: "error"`);
   return copy;
+}
+
+/** The other versions of a message, each with the messages after it, which may have versions, too. */
+function versions(found, where, depth) {
+  if (found.versions === undefined) return {};
+  if (depth >= DEPTH) refuse(`${where}: versions of versions, more than ${DEPTH} deep`);
+  const all = list(found.versions, VERSIONS, `${where}: "versions"`).map((one) => {
+    if (!isObject(one) || one.role !== found.role) refuse(`${where}: a version is of another kind`);
+    const after = list(one.after, MESSAGES, `${where}: "after"`);
+    const { versions: _, ...bare } = one;
+    return { ...message(bare, where, depth), after: after.map((next) => message(next, where, depth + 1)) };
+  });
+  const at = Number.isInteger(found.at) ? Math.min(Math.max(found.at, 0), all.length) : all.length;
+  return { versions: all, at };
 }
 
 function call(found, where) {
