@@ -396,3 +396,54 @@ def test_a_hybrid_of_mamba_and_mla_is_served_to_a_browser(page: Any) -> None:
         expect(page.locator(".bar-box").nth(1)).to_contain_text("Slots and snapshots")
         expect(page.locator(".totals").last).to_contain_text("Replies ended by length")
         page.close()
+
+
+def test_a_conversation_may_have_settings_of_its_own(page: Any, url: str) -> None:
+    sent = answers(opened(page, url), streamed({"content": "x"}))
+    page.click("#panel-settings")
+    page.get_by_label("Temperature").fill("0.5")
+    page.get_by_label("For this conversation alone").check()
+    page.get_by_label("Temperature").fill("1.5")
+    said(page, "One")
+    page.click("#new")
+    expect(page.get_by_label("Temperature")).to_have_value("0.5")
+    said(page, "Two")
+    page.reload()
+    page.locator(".entry", has_text="One").click()
+    expect(page.get_by_label("Temperature")).to_have_value("1.5")
+    said(page, "Three")
+    page.get_by_label("For this conversation alone").uncheck()
+    said(page, "Four")
+    assert [one["temperature"] for one in sent] == [1.5, 0.5, 1.5, 0.5]
+
+
+def test_system_prompts_are_kept_by_name(page: Any, url: str) -> None:
+    sent = answers(opened(page, url), streamed({"content": "x"}))
+    page.click("#panel-settings")
+    for text in ("You are terse.\nVery.", "You rhyme."):
+        page.get_by_label("System prompt").fill(text)
+        page.get_by_role("button", name="Keep", exact=True).click()
+    page.get_by_label("Kept prompts").select_option("You are terse.")
+    expect(page.get_by_label("System prompt")).to_have_value("You are terse.\nVery.")
+    said(page, "Hello")
+    assert sent[0]["messages"][0] == {"role": "system", "content": "You are terse.\nVery."}
+    page.get_by_role("button", name="Forget", exact=True).click()
+    options = page.get_by_label("Kept prompts").locator("option")
+    expect(options).to_have_text(["Kept prompts", "You rhyme."])
+    page.get_by_role("button", name="Undo forgetting You are terse.").click()
+    expect(options).to_have_count(3)
+
+
+def test_keys_reach_what_they_say(page: Any, url: str) -> None:
+    answers(opened(page, url), streamed({"content": "x"}))
+    said(page, "One")
+    page.keyboard.press("Control+k")
+    expect(page.locator("#search")).to_be_focused()
+    page.keyboard.press("Control+.")
+    expect(page.locator("#settings")).to_be_visible()
+    page.keyboard.press("Control+Alt+n")
+    expect(page.locator("#welcome")).to_be_visible()
+    page.keyboard.press("Control+/")
+    expect(page.locator("#keys")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.locator("#keys")).to_be_hidden()

@@ -98,6 +98,10 @@ def test_every_view_is_legible_fits_and_can_be_hit(look: tuple[str, Any]) -> Non
     if phone:
         expect(page.locator("#sidebar")).to_be_hidden()
         page.get_by_role("button", name="Conversations").click()
+    page.get_by_role("button", name="Keys").click()
+    expect(page.locator("#keys")).to_be_in_viewport(ratio=1)
+    sound(page)
+    page.get_by_role("button", name="Close", exact=True).click()
     page.get_by_role("button", name="Export").click()
     expect(page.get_by_role("dialog")).to_be_in_viewport(ratio=1)
     sound(page)

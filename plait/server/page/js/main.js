@@ -49,7 +49,7 @@ class Page {
     for (const svg of document.querySelectorAll(".braid")) drawBraid(svg);
     this.hasChat = true;
     this.state = "away";
-    this.settings = new Settings(byId("settings"), () => this.meet());
+    this.settings = new Settings(byId("settings"), () => this.meet(), () => this.keepOwn());
     this.engine = new Engine(byId("engine"), (sample) => this.sampled(sample));
     this.panels = new Panels((open) => this.engine.watch(open === "engine" && this.state === "ok"));
     this.chat = new Chat(byId("scroll"), byId("transcript"), {
@@ -89,6 +89,8 @@ class Page {
       },
       { passive: true },
     );
+    byId("keys-open").addEventListener("click", () => byId("keys").showModal());
+    byId("keys-close").addEventListener("click", () => byId("keys").close());
     byId("key-save").addEventListener("click", () => this.giveKey());
     byId("key").addEventListener("keydown", (event) => {
       if (event.key === "Enter") {
@@ -101,10 +103,23 @@ class Page {
       if (event.key === "Escape" && !event.defaultPrevented && !isOver && !this.panels.escape())
         this.chat.stop();
       if (isUndo(event) && takeLatest()) event.preventDefault();
+      if ((event.ctrlKey || event.metaKey) && this.act(event)) event.preventDefault();
     });
     addEventListener("pagehide", () => {
       if (this.chat.isBusy) this.chat.keep();
     });
+  }
+
+  /** What keys do anywhere on the page, with Ctrl or Command; see the dialog. */
+  act({ key, altKey }) {
+    if (key === "/") byId("keys").showModal();
+    else if (key === "." && !altKey) this.panels.show(this.panels.open ? null : "settings", true);
+    else if (key === "k" && !altKey) {
+      this.panels.showSidebar(true);
+      byId("search").focus();
+    } else if (key.toLowerCase() === "n" && altKey) this.start(this.chat.conversation.mode);
+    else return false;
+    return true;
   }
 
   /** Enter sends where there is a keyboard to break lines with Shift; text that is continued has lines of its own. */
@@ -217,6 +232,7 @@ class Page {
           : "More text, or nothing: just go on";
     byId("hint").textContent = isOk ? words.hint : (STATES[this.state] ?? this.state);
     byId("hint").classList.toggle("typing", isOk);
+    this.settings.show(conversation);
     this.showContext();
     byId("send").disabled = !isOk;
     for (const radio of byId("mode").querySelectorAll("input")) {
@@ -226,6 +242,11 @@ class Page {
     }
     if (!isEmpty) store.saveLook({ conversation: conversation.id });
     this.conversations.show();
+  }
+
+  /** Keep a conversation's own settings; one without messages is not kept yet, and takes them along. */
+  keepOwn() {
+    if (!this.chat.isEmpty) this.chat.keep();
   }
 
   /** How much of the context the conversation has filled, as its last reply counted. */

@@ -12,6 +12,17 @@ const NUMBERS = [
   "frequency_penalty",
 ];
 
+/** Every setting that has to do with requests. */
+export const SETTINGS = [
+  ...NUMBERS,
+  "system",
+  "stop",
+  "thinking",
+  "tools",
+  "probabilities",
+  "top_logprobs",
+];
+
 /** The settings that mean the same to both kinds of request. */
 export function sampling(settings) {
   const body = {};

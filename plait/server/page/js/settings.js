@@ -2,6 +2,7 @@
 
 import { knownKey, keepKey } from "./api.js";
 import { make } from "./dom.js";
+import { notify } from "./notices.js";
 import * as store from "./store.js";
 
 const NUMBERS = [
@@ -29,11 +30,16 @@ const SCHEMES = [
   ["dark", "Dark"],
 ];
 
-/** Draws the form into `form`. `onKey()` is called when the key changed. */
+/**
+ * Draws the form into `form`. `onKey()` is called when the key changed, `onOwn()` when settings of the open
+ * conversation did: it may have its own in place of those of all.
+ */
 export class Settings {
-  constructor(form, onKey) {
+  constructor(form, onKey, onOwn) {
     this.form = form;
-    this.values = store.settings();
+    this.shared = store.settings();
+    this.conversation = {};
+    this.onOwn = onOwn;
     form.addEventListener("submit", (event) => event.preventDefault());
     form.addEventListener("input", (event) => this.changed(event.target));
     this.onKey = onKey;
@@ -41,15 +47,45 @@ export class Settings {
     this.render();
   }
 
+  get values() {
+    return this.conversation.settings ?? this.shared;
+  }
+
+  /** Show the settings of this conversation. */
+  show(conversation) {
+    if (conversation === this.conversation) return;
+    const before = this.values;
+    this.conversation = conversation;
+    if (this.values !== before) this.render();
+  }
+
+  save() {
+    if (this.conversation.settings) this.onOwn();
+    else store.saveSettings(this.shared);
+  }
+
+  /** Take the settings of all for this conversation, to change them there alone; or go back to those of all. */
+  own(isOwn) {
+    if (isOwn) this.conversation.settings = { ...this.shared };
+    else delete this.conversation.settings;
+    this.onOwn();
+    this.render();
+    this.form.elements.own.focus();
+  }
+
   render() {
+    const own = this.check("own", "For this conversation alone", "Others keep the settings of all.");
+    own.querySelector("input").checked = Boolean(this.conversation.settings);
     const reset = make(
       "button",
       { type: "button", onclick: () => this.reset() },
       "Reset to the model's defaults",
     );
     this.form.replaceChildren(
+      own,
       group("System prompt", [
         this.area("system", "System prompt", 3, "How the model should behave (chat only)", true),
+        this.prompts(),
       ]),
       group("Sampling", [
         make("div", { class: "numbers" }, ...NUMBERS.map((row) => this.number(...row))),
@@ -83,6 +119,14 @@ export class Settings {
       this.onKey();
       return;
     }
+    if (field.name === "own") {
+      this.own(field.checked);
+      return;
+    }
+    if (field.name === "prompt") {
+      this.usePrompt(field.value);
+      return;
+    }
     if (field.name === "scheme") {
       store.saveLook({ scheme: field.value });
       showScheme(field.value);
@@ -92,13 +136,66 @@ export class Settings {
     if (value === "" || value === false) delete this.values[field.name];
     else this.values[field.name] = value;
     field.setAttribute("aria-invalid", String(!field.checkValidity()));
-    store.saveSettings(this.values);
+    this.save();
   }
 
   reset() {
-    this.values = {};
-    store.saveSettings(this.values);
+    if (this.conversation.settings) this.conversation.settings = {};
+    else this.shared = {};
+    this.save();
     this.render();
+  }
+
+  /** Prompts that are kept by name: take one, keep this one, forget one. */
+  prompts() {
+    const all = store.prompts(),
+      names = Object.keys(all).sort(),
+      used = names.find((name) => all[name] === this.values.system) ?? "";
+    const options = [["", names.length ? "Kept prompts" : "No prompt is kept yet"], ...names.map((name) => [name, name])];
+    const button = (label, onclick, disabled) => make("button", { type: "button", onclick, disabled }, label);
+    return make(
+      "div",
+      { class: "prompts" },
+      this.choice("prompt", "Kept prompts", options, used),
+      button("Keep", () => this.keepPrompt(), false),
+      button("Forget", () => this.forgetPrompt(used), used === ""),
+    );
+  }
+
+  usePrompt(name) {
+    const text = store.prompts()[name];
+    if (text === undefined) return;
+    this.values.system = text;
+    this.save();
+    this.render();
+    this.form.elements.prompt.focus();
+  }
+
+  /** Its first line is its name. */
+  keepPrompt() {
+    const text = (this.values.system ?? "").trim(),
+      name = text.split("\n")[0].slice(0, 60);
+    if (!name) {
+      notify("There is no system prompt to keep");
+      return;
+    }
+    this.values.system = text;
+    store.savePrompts({ ...store.prompts(), [name]: text });
+    this.save();
+    this.render();
+    this.form.elements.prompt.focus();
+  }
+
+  forgetPrompt(name) {
+    const { [name]: text, ...rest } = store.prompts();
+    store.savePrompts(rest);
+    this.render();
+    this.form.elements.prompt.focus();
+    const run = () => {
+      store.savePrompts({ ...store.prompts(), [name]: text });
+      this.render();
+    };
+    notify(`Forgot “${name}”`, { action: { label: "Undo", name: `Undo forgetting ${name}`, run } });
   }
 
   number(name, label, hint, min, max, step, placeholder = "default") {

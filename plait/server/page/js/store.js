@@ -2,6 +2,7 @@
 
 const PREFIX = "plait.conversation.",
   SETTINGS = "plait.settings",
+  PROMPTS = "plait.prompts",
   LOOK = "plait.look";
 
 /** A name nobody else has; without crypto.randomUUID, which plain HTTP does not offer. */
@@ -61,6 +62,10 @@ export const forget = (id) => localStorage.removeItem(PREFIX + id);
 
 export const settings = () => read(SETTINGS, {});
 export const saveSettings = (values) => localStorage.setItem(SETTINGS, JSON.stringify(values));
+
+/** System prompts by name. */
+export const prompts = () => read(PROMPTS, {});
+export const savePrompts = (all) => localStorage.setItem(PROMPTS, JSON.stringify(all));
 
 /** How the page was left: open panel, last conversation. */
 export const look = () => read(LOOK, {});

@@ -3,6 +3,7 @@
  * A file may come from anywhere: its size and its counts are bounded, and only fields that are known are copied.
  */
 
+import { SETTINGS } from "./request.js";
 import * as markdown from "./transcript.js";
 
 const FORMAT = "plait.conversations",
@@ -85,7 +86,9 @@ function conversation(found, where) {
   if (!isObject(found)) refuse(`${where} is not an object`);
   if (found.mode !== "chat" && found.mode !== "text") refuse(`${where}: "mode" is neither "chat" nor "text"`);
   const updated = Number.isFinite(found.updated) ? found.updated : 0;
+  const own = isObject(found.settings) ? { settings: settings(found.settings) } : {};
   return {
+    ...own,
     id: typeof found.id === "string" && /^[0-9a-f]{16}$/.test(found.id) ? found.id : "",
     title: titled(text(found.title ?? "", `${where}: "title"`)),
     mode: found.mode,
@@ -94,6 +97,12 @@ function conversation(found, where) {
       message(one, `${where}, message ${i + 1}`),
     ),
   };
+}
+
+/** Settings are texts and marks; what is none of those that are known is left out. */
+function settings(found) {
+  const known = SETTINGS.filter((name) => ["string", "boolean"].includes(typeof found[name]));
+  return Object.fromEntries(known.map((name) => [name, found[name]]));
 }
 
 function message(found, where, depth = 0) {
