@@ -47,6 +47,7 @@ COMMANDS = {
     "verify": "Check that a reply depends on its request alone, to the bit.",
     "logs": "What servers that `plait run` started have written.",
     "config": "What `plait serve` would run with, and where each value comes from.",
+    "upgrade-check": "Which version is installed, and whether there is a newer one.",
     "completion": "Print the script that has a shell complete commands and options.",
     "bench": "How fast a model and its ops are here; checked, then timed.",
 }
@@ -54,6 +55,7 @@ PLACES = {"decode": "tokenize", "list": "hub", "pull": "hub", "rm": "hub"}  # se
 # What other programs call them.
 ALSO = {"start": "serve", "server": "serve", "complete": "generate", "quantize": "convert"}
 ALSO |= {"download": "pull", "fetch": "pull", "ls": "list", "models": "list", "remove": "rm", "delete": "rm"}
+ALSO |= {"upgrade": "upgrade-check", "update": "upgrade-check", "log": "logs"}
 EXIT_USAGE, EXIT_MODEL, EXIT_MEMORY, EXIT_UNWRITTEN, EXIT_INTERRUPTED = 2, 3, 4, 120, 130
 UNREAD_S = 2.0  # for the reader of stderr to take the last line
 
