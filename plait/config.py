@@ -29,6 +29,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 OnEngineLost = Literal["end", "retry"]
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+DAY_S = 86_400
 # What is known of kernels for GPUs until a run on one is recorded; startup on a GPU logs it.
 UNPROVEN = "GPU kernels are proved by compilation and interpreter, and no run on a GPU is recorded yet"
 MAX_STREAM_INTERVAL = 256  # tokens of one stream that are read at once, on the loop of all others
@@ -302,6 +303,19 @@ class ServerConfig:
     )
     log_format: LogFormat = option("text", "text: key=value; json: an object a line")
     log_level: LogLevel = option("info", "what is logged: from this level on")
+    store: str | None = option(
+        None,
+        "keep responses, chats, files and batches that clients store in this file; default: nothing is stored",
+    )
+    store_limit: int = option(
+        4 * GIB, "the most that is stored; more deletes what was not used longest", least=16 * MIB
+    )
+    store_max_age: int = option(
+        30 * DAY_S, "what nobody used for so long is deleted: 30d, 12h, or seconds", least=60
+    )
+    store_key: str | None = option(
+        None, "encrypt what is stored with the key in this file, 64 hexadecimal digits"
+    )
     otlp_endpoint: str | None = option(None, "send a trace of each request there, over OTLP and HTTP")
 
     def __post_init__(self) -> None:
@@ -320,6 +334,8 @@ class ServerConfig:
                 raise ConfigError(f"{name}: {getattr(self, name)} is not a positive number of seconds")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("tls_cert and tls_key: give both, or none of them")
+        if self.store_key is not None and self.store is None:
+            raise ConfigError("store_key: there is no store to encrypt; give --store PATH, too")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ConfigError(f"root_path: {self.root_path!r} must begin with / and not end with one")
 

@@ -19,7 +19,7 @@ from click.core import ParameterSource
 
 from plait.cli.common.help import path_completion, suggest_word
 from plait.cli.common.session import Session, log_to_stderr
-from plait.config import DEVICE, EngineConfig, ServerConfig, option_types
+from plait.config import DAY_S, DEVICE, EngineConfig, ServerConfig, option_types
 from plait.errors import ConfigError
 from plait.request import SAMPLING, SamplingParams
 
@@ -33,7 +33,8 @@ SECRET = {"api_key"}
 # Docker put into a container next to a service that is called plait.
 NO_OPTIONS = re.compile(r"PLAIT_(CONFIG|URL|SCREENSHOTS|NAME|ENV_.*|SERVICE_.*|PORT(_\d+_.*)?)")
 METAVARS = {"set": "KEY=VALUE", "plugins": "FILE.py"}
-BYTES_FIELDS = {"memory_limit", "max_body_bytes", "cache_disk_limit"}
+BYTES_FIELDS = {"memory_limit", "max_body_bytes", "cache_disk_limit", "store_limit"}
+SECONDS_FIELDS = {"store_max_age"}
 # Of no use in a terminal, where a reply is one text.
 _NOT_TYPED = {"n", "best_of", "logit_bias", "logprobs", "prompt_logprobs", "stop_token_ids"} | {
     *("include_stop_str_in_output", "skip_special_tokens", "logit_bias_strings", "allowed_token_ids"),
@@ -60,6 +61,18 @@ class Bytes(click.ParamType[int]):
         if match is None:
             self.fail(f"{value!r} is not a number of bytes; write 1073741824, 512MiB or 4GiB", param, ctx)
         return int(float(match[1]) * UNITS[match[2].upper()])
+
+
+class Seconds(click.ParamType[int]):
+    """A duration: 3600, 90m, 12h, 30d."""
+
+    name = "duration"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        match = re.fullmatch(r"(\d{1,12})\s*([smhd]?)", str(value).strip())
+        if match is None:
+            self.fail(f"{value!r} is no duration; write seconds, 90m, 12h or 30d", param, ctx)
+        return int(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": DAY_S}[match[2]]
 
 
 class TokenIds(click.ParamType[tuple[int, ...]]):
@@ -141,6 +154,8 @@ def flag(cls: type, field: Field[object], text: str) -> Decorator:
     names = (name, *field.metadata.get("also", ()), field.name)
     if field.name in BYTES_FIELDS:
         return click.option(*names, type=Bytes(), metavar="BYTES", **shown)
+    if field.name in SECONDS_FIELDS:
+        return click.option(*names, type=Seconds(), metavar="DURATION", **shown)
     if field.name == "device":
         return click.option(*names, type=Device(), **shown)
     if get_origin(hint) is Literal:

@@ -1,0 +1,199 @@
+"""Rows of the store, as one transaction sees them. Every read names the tenant, so no key sees another's.
+
+A row is an object of a client: a response, a chat, a file or a batch. Its `body` is what it says of itself as
+JSON, its parts are lists of bodies: the items of an input, the chunks of a file.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from plait.server.store.errors import NotStored
+from plait.server.store.seal import Seal
+
+Kind = Literal["response", "chat", "file", "batch"]
+NAMES: Mapping[Kind, str] = {"response": "response", "chat": "chat completion", "file": "file", "batch": "batch"}
+# States of what is in work: such a row, and what it refers to, is neither too old nor in the way.
+WORKING = ("queued", "in_progress", "uploading", "writing", "validating", "finalizing", "cancelling")
+_WORKING = ", ".join(f"'{status}'" for status in WORKING)
+MAX_CHAIN = 10_000  # responses of one conversation: as many as a chat has messages
+_COLUMNS = "position, id, kind, tenant, created, expires, status, model, refers, size, body"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One object. Times are seconds since 1970; `expires` None: with the store's own age. `size`: bytes of
+    its body and parts. `refers`: the id of the response before it, or of the file that a batch reads.
+    """
+
+    id: str
+    kind: Kind
+    tenant: str
+    created: int
+    body: bytes
+    status: str = "completed"
+    model: str = ""
+    refers: str = ""
+    expires: int | None = None
+    position: int = 0
+    size: int = 0
+
+    @property
+    def is_working(self) -> bool:
+        return self.status in WORKING
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageQuery:
+    """Which rows of a list: at most `limit` behind the row `after`, newest first if `is_descending`."""
+
+    limit: int = 20
+    after: str = ""
+    is_descending: bool = True
+
+
+class Rows:
+    """The rows, inside one transaction of the store's thread."""
+
+    def __init__(self, connection: sqlite3.Connection, seal: Seal) -> None:
+        self._connection, self._seal = connection, seal
+
+    def add(self, row: Row, parts: Mapping[str, Sequence[bytes]] = {}) -> Row:
+        """Insert a row with its parts."""
+        sealed = self._seal.close(row.body, _place(row.id, row.tenant, "body", 0))
+        values = (row.id, row.kind, row.tenant, row.created, row.created, row.expires, row.status)
+        cursor = self._connection.execute(
+            "INSERT INTO objects (id, kind, tenant, created, used, expires, status, model, refers, size, body) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (*values, row.model, row.refers, len(sealed), sealed),
+        )
+        found = replace(row, position=cursor.lastrowid or 0, size=len(sealed))
+        for name, bodies in parts.items():
+            for number, body in enumerate(bodies):
+                self.add_part(found, name, number, body)
+        return found
+
+    def get(self, tenant: str, kind: Kind, object_id: str) -> Row:
+        """Raises NotStored, also for another tenant's."""
+        found = self.find(tenant, kind, object_id)
+        if found is None:
+            raise NotStored(f"there is no {NAMES[kind]} {object_id!r:.80} that this key has stored")
+        return found
+
+    def find(self, tenant: str, kind: Kind, object_id: str) -> Row | None:
+        found = self._connection.execute(
+            f"SELECT {_COLUMNS} FROM objects WHERE id = ? AND tenant = ? AND kind = ?",
+            (object_id, tenant, kind),
+        ).fetchone()
+        return None if found is None else self._row(found)
+
+    def iterate(self, tenant: str, kind: Kind, query: PageQuery) -> Iterator[Row]:
+        """The rows behind `query.after`, all of them: the caller stops at its limit. Raises NotStored."""
+        sign, order = ("<", "DESC") if query.is_descending else (">", "ASC")
+        edge = ""
+        values: list[str | int] = [tenant, kind]
+        if query.after:
+            edge = f"AND position {sign} ?"
+            values.append(self.get(tenant, kind, query.after).position)
+        cursor = self._connection.execute(
+            f"SELECT {_COLUMNS} FROM objects WHERE tenant = ? AND kind = ? {edge} ORDER BY position {order}",
+            values,
+        )
+        yield from (self._row(found) for found in cursor)
+
+    def working(self, kind: Kind) -> list[Row]:
+        """The rows of all tenants that are in work; for the server itself, when it starts."""
+        text = f"SELECT {_COLUMNS} FROM objects WHERE kind = ? AND status IN ({_WORKING}) ORDER BY position"
+        return [self._row(found) for found in self._connection.execute(text, (kind,))]
+
+    def count_working(self, tenant: str, kind: Kind) -> int:
+        text = f"SELECT count(*) FROM objects WHERE tenant = ? AND kind = ? AND status IN ({_WORKING})"
+        (found,) = self._connection.execute(text, (tenant, kind)).fetchone()
+        return int(found)
+
+    def change(self, row: Row, body: bytes, status: str) -> Row:
+        """Replace the body and the status of a row that was read or added before. Raises NotStored."""
+        sealed = self._seal.close(body, _place(row.id, row.tenant, "body", 0))
+        found = self._connection.execute(
+            "UPDATE objects SET body = ?, status = ?, expires = ?, size = size + ? - length(body) "
+            "WHERE position = ? RETURNING size",
+            (sealed, status, row.expires, len(sealed), row.position),
+        ).fetchone()
+        if found is None:
+            raise NotStored(f"the {NAMES[row.kind]} {row.id!r:.80} was deleted meanwhile")
+        return replace(row, body=body, status=status, size=int(found[0]))
+
+    def delete(self, row: Row) -> None:
+        """Delete a row and its parts. Raises nothing if it is gone."""
+        self._connection.execute("DELETE FROM objects WHERE position = ?", (row.position,))
+
+    def add_part(self, row: Row, name: str, number: int, body: bytes) -> None:
+        """Add one body to a list of a row's parts."""
+        sealed = self._seal.close(body, _place(row.id, row.tenant, name, number))
+        self._connection.execute(
+            "INSERT INTO parts (object, name, number, body) VALUES (?, ?, ?, ?)",
+            (row.position, name, number, sealed),
+        )
+        self._connection.execute(
+            "UPDATE objects SET size = size + ? WHERE position = ?", (len(sealed), row.position)
+        )
+
+    def parts(self, row: Row, name: str) -> Iterator[bytes]:
+        """The bodies of a list, in the order of their numbers."""
+        cursor = self._connection.execute(
+            "SELECT number, body FROM parts WHERE object = ? AND name = ? ORDER BY number",
+            (row.position, name),
+        )
+        for number, body in cursor:
+            yield self._seal.open(body, _place(row.id, row.tenant, name, number))
+
+    def next_part(self, row: Row, name: str, after: int) -> tuple[int, bytes] | None:
+        """The first body with a number above `after`, with its number; None: there is no more."""
+        found = self._connection.execute(
+            "SELECT number, body FROM parts WHERE object = ? AND name = ? AND number > ? "
+            "ORDER BY number LIMIT 1",
+            (row.position, name, after),
+        ).fetchone()
+        if found is None:
+            return None
+        return int(found[0]), self._seal.open(found[1], _place(row.id, row.tenant, name, found[0]))
+
+    def part_numbers(self, row: Row, name: str) -> set[int]:
+        """The numbers of a list's parts."""
+        text = "SELECT number FROM parts WHERE object = ? AND name = ?"
+        return {int(number) for (number,) in self._connection.execute(text, (row.position, name))}
+
+    def is_in_use(self, object_id: str) -> bool:
+        """Whether a row that is in work refers to this one."""
+        text = f"SELECT 1 FROM objects WHERE refers = ? AND status IN ({_WORKING}) LIMIT 1"
+        return self._connection.execute(text, (object_id,)).fetchone() is not None
+
+    def chain(self, tenant: str, object_id: str, now: int) -> list[Row]:
+        """A conversation's responses, the first one first; all of them count as used now.
+
+        Raises NotStored where one of them is not there any more.
+        """
+        found: list[Row] = []
+        while object_id and len(found) < MAX_CHAIN:
+            found.append(self.get(tenant, "response", object_id))
+            object_id = found[-1].refers
+        self._connection.executemany(
+            "UPDATE objects SET used = ? WHERE position = ?", [(now, row.position) for row in found]
+        )
+        return found[::-1]
+
+    def _row(self, found: Sequence[object]) -> Row:
+        position, object_id, kind, tenant, created, expires, status, model, refers, size, sealed = found
+        assert isinstance(sealed, bytes)
+        body = self._seal.open(sealed, _place(str(object_id), str(tenant), "body", 0))
+        return Row(
+            id=object_id, kind=kind, tenant=tenant, created=created, body=body, status=status, model=model,
+            refers=refers, expires=expires, position=position, size=size,
+        )
+
+
+def _place(object_id: str, tenant: str, name: str, number: int) -> str:
+    return f"{object_id}\0{tenant}\0{name}\0{number}"

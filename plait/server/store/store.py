@@ -1,0 +1,143 @@
+"""The store: rows in the database's thread, and retention by age and size.
+
+Old rows go first: those not used for `--store-max-age`, and above `--store-limit` the least recently used rows
+of the key that has the most. So a key that stores much pushes its own rows out, not those of others. What is in
+work stays, with what it refers to. If nothing else is left, the new row is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from plait.config import MIB, ServerConfig
+from plait.errors import PlaitError
+from plait.server.store.database import Database
+from plait.server.store.errors import StoreFull
+from plait.server.store.rows import WORKING, Rows
+from plait.server.store.seal import Seal, read_seal
+
+logger = logging.getLogger("plait.server")
+T = TypeVar("T")
+Clock = Callable[[], float]
+PLAIN = Seal()
+CLEAN_EVERY_S = 60.0
+FREED_PAGES = 1024  # that the file gives back at a time
+MAX_FILE_BYTES = 200 * MIB  # as OpenAI's limit for the file of a batch
+_WORKING = ", ".join(f"'{status}'" for status in WORKING)
+_FREE = f"""
+    status NOT IN ({_WORKING}) AND NOT EXISTS
+    (SELECT 1 FROM objects AS user WHERE user.refers = objects.id AND user.refers != ''
+     AND user.status IN ({_WORKING}))
+"""
+
+
+class Store:
+    """What clients have stored. `limit`: bytes of all rows; `max_age_s`: of rows that nobody used."""
+
+    def __init__(
+        self,
+        database: Database,
+        limit: int,
+        max_age_s: float,
+        seal: Seal = PLAIN,
+        clock: Clock = time.time,
+    ) -> None:
+        self._database, self._seal = database, seal
+        self._limit, self._max_age_s, self._clock, self._cleaned_s = limit, max_age_s, clock, 0.0
+
+    @property
+    def max_file_bytes(self) -> int:
+        """The largest file: a quarter of the store, so that a batch's output finds a place."""
+        return min(MAX_FILE_BYTES, self._limit // 4)
+
+    def now(self) -> int:
+        return int(self._clock())
+
+    async def run(self, work: Callable[[Rows], T]) -> T:
+        """What `work` returns, as one transaction. Raises StoreFull, StoreUnavailable, and what it raises."""
+        return await self._database.run(self._bounded(work))
+
+    def call(self, work: Callable[[Rows], T]) -> T:
+        """As `run`, from any thread but the event loop's."""
+        return self._database.call(self._bounded(work))
+
+    def close(self) -> None:
+        self._database.close()
+
+    def _bounded(self, work: Callable[[Rows], T]) -> Callable[[sqlite3.Connection], T]:
+        def run(connection: sqlite3.Connection) -> T:
+            before = connection.total_changes
+            found = work(Rows(connection, self._seal))
+            if connection.total_changes != before:
+                self._clean(connection)
+            return found
+
+        return run
+
+    def _clean(self, connection: sqlite3.Connection) -> None:
+        """Delete what is too old, now and then, and what is too much."""
+        now = self._clock()
+        if now - self._cleaned_s >= CLEAN_EVERY_S or now < self._cleaned_s:
+            self._cleaned_s = now
+            oldest = int(now - self._max_age_s)
+            text = f"DELETE FROM objects WHERE (used < ? OR expires <= ?) AND {_FREE}"
+            connection.execute(text, (oldest, int(now)))
+            connection.execute("DELETE FROM tenants WHERE size <= 0")
+            connection.execute(f"PRAGMA incremental_vacuum({FREED_PAGES})").fetchall()
+        while (total := _total(connection)) > self._limit:
+            if not self._evict(connection, total - self._limit):
+                raise StoreFull(
+                    f"store: it may hold {self._limit} bytes and is full of what is in work; try again "
+                    "later, delete files, or start the server with a larger --store-limit"
+                )
+
+    def _evict(self, connection: sqlite3.Connection, excess: int) -> bool:
+        """Delete some of the least recently used rows of the largest tenant that has any to delete."""
+        tenants = connection.execute("SELECT name FROM tenants ORDER BY size DESC").fetchall()
+        for (tenant,) in tenants:
+            text = (
+                f"SELECT position, size FROM objects WHERE tenant = ? AND {_FREE} "
+                "ORDER BY used, position LIMIT 64"
+            )
+            freed, chosen = 0, []
+            for position, size in connection.execute(text, (tenant,)):
+                if freed >= excess:
+                    break
+                freed += size
+                chosen.append((position,))
+            if chosen:
+                connection.executemany("DELETE FROM objects WHERE position = ?", chosen)
+                return True
+        return False
+
+
+def open_store(config: ServerConfig) -> Store | None:
+    """The store of the options; None: the server has none. Raises ConfigError."""
+    if config.store is None:
+        return None
+    seal = read_seal(config.store_key)
+    database = Database(config.store, seal)
+    store = Store(database, config.store_limit, config.store_max_age, seal=seal)
+    try:
+        store.call(_drop_uploads)
+    except PlaitError:
+        store.close()
+        raise
+    logger.info("storing in %s, encrypted: %s", config.store, bool(seal))
+    return store
+
+
+def _drop_uploads(rows: Rows) -> None:
+    """Delete the files that were being sent when the server ended."""
+    for row in rows.working("file"):
+        if row.status == "uploading":
+            rows.delete(row)
+
+
+def _total(connection: sqlite3.Connection) -> int:
+    (found,) = connection.execute("SELECT coalesce(sum(size), 0) FROM tenants").fetchone()
+    return int(found)

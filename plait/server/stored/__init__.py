@@ -1,0 +1,1 @@
+"""The endpoints of what is stored: responses, chats, files and batches."""

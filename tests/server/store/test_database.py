@@ -1,0 +1,135 @@
+"""The store's file: private, locked, checked when it is opened, and typed errors when the disk refuses."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import stat
+from pathlib import Path
+
+import pytest
+
+from plait.config import ServerConfig
+from plait.errors import ConfigError
+from plait.server.store.database import Database
+from plait.server.store.errors import StoreFull, StoreUnavailable
+from plait.server.store.rows import Row, Rows
+from plait.server.store.seal import Seal
+from plait.server.store.store import Store, open_store
+
+
+def database(path: Path) -> Database:
+    return Database(str(path), Seal())
+
+
+def row(name: str, **more: object) -> Row:
+    fields: dict[str, object] = {"kind": "chat", "tenant": "a", "created": 1_000, "body": b"{}", **more}
+    return Row(id=name, **fields)  # type: ignore[arg-type]
+
+
+def filled(path: Path, count: int = 50) -> None:
+    """A closed database with rows of 2 KiB."""
+    store = Store(database(path), 1 << 30, 1e12)
+    store.call(lambda rows: [rows.add(row(f"r{i}", body=b"x" * 2048)) for i in range(count)])
+    store.close()
+
+
+def test_the_file_and_its_log_are_private(tmp_path: Path) -> None:
+    path = tmp_path / "s.db"
+    path.touch(0o644)
+    store = Store(database(path), 1 << 30, 1e12)
+    store.call(lambda rows: rows.add(row("one")))
+    found = {name: stat.S_IMODE(os.stat(tmp_path / name).st_mode) for name in os.listdir(tmp_path)}
+    assert found == {"s.db": 0o600, "s.db-wal": 0o600}
+    store.close()
+    assert os.listdir(tmp_path) == ["s.db"]
+
+
+def test_a_second_server_may_not_use_the_same_file(tmp_path: Path) -> None:
+    first = database(tmp_path / "s.db")
+    with pytest.raises(ConfigError, match=r"is locked; another server uses it"):
+        database(tmp_path / "s.db")
+    first.close()
+    database(tmp_path / "s.db").close()
+
+
+@pytest.mark.parametrize("left", [100, 5000, 20_000])
+def test_a_truncated_file_is_refused_in_one_line(tmp_path: Path, left: int) -> None:
+    path = tmp_path / "s.db"
+    filled(path)
+    os.truncate(path, left)
+    with pytest.raises(ConfigError, match=r"move it away") as caught:
+        open_store(ServerConfig(store=str(path)))
+    assert "\n" not in str(caught.value)
+    assert path.stat().st_size == left, "a refused file stays as it is"
+
+
+def test_a_file_with_a_damaged_page_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "s.db"
+    filled(path)
+    with path.open("r+b") as file:
+        file.seek(2 * 4096)  # the root of the table, behind the header and the map of pages
+        file.write(b"\xff" * 4096)
+    with pytest.raises(ConfigError, match="damaged"):
+        database(path)
+
+
+def test_what_is_no_database_of_ours_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("not a database, but longer than any header is" * 9)
+    with pytest.raises(ConfigError, match="damaged or no database"):
+        database(tmp_path / "text")
+    other = sqlite3.connect(tmp_path / "other.db")
+    other.execute("CREATE TABLE theirs (x)")
+    other.close()
+    with pytest.raises(ConfigError, match="another program's"):
+        database(tmp_path / "other.db")
+    with pytest.raises(ConfigError, match=r"cannot be opened|no regular file"):
+        database(tmp_path)
+    with pytest.raises(ConfigError, match="No such file"):
+        database(tmp_path / "no" / "s.db")
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(ConfigError, match="no regular file"):
+        database(tmp_path / "fifo")
+
+
+def test_a_newer_version_s_file_is_refused(tmp_path: Path) -> None:
+    filled(tmp_path / "s.db", 1)
+    connection = sqlite3.connect(tmp_path / "s.db")
+    connection.execute("PRAGMA user_version = 99")
+    connection.close()
+    with pytest.raises(ConfigError, match="newer version"):
+        database(tmp_path / "s.db")
+
+
+def test_a_full_disk_is_a_typed_error_and_what_was_stored_stays(tmp_path: Path) -> None:
+    found = database(tmp_path / "s.db")
+    store = Store(found, 1 << 30, 1e12)
+    store.call(lambda rows: rows.add(row("one")))
+    found.call(lambda connection: connection.execute("PRAGMA max_page_count = 20").fetchall())
+    with pytest.raises(StoreFull, match="the disk is full") as caught:
+        store.call(lambda rows: rows.add(row("two", body=b"x" * 500_000)))
+    assert (caught.value.status, caught.value.code) == (503, "store_full")
+    assert store.call(lambda rows: rows.get("a", "chat", "one")).body == b"{}"
+    store.call(lambda rows: rows.add(row("three")))
+    store.close()
+
+
+def test_a_file_that_became_unwritable_is_a_typed_error(tmp_path: Path) -> None:
+    found = database(tmp_path / "s.db")
+    found.call(lambda connection: connection.execute("PRAGMA query_only = ON"))
+    with pytest.raises(StoreUnavailable, match="read-only"):
+        found.call(lambda connection: connection.execute("DELETE FROM objects"))
+    found.close()
+
+
+def test_work_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    store = Store(database(tmp_path / "s.db"), 1 << 30, 1e12)
+
+    def add_and_fail(rows: Rows) -> None:
+        rows.add(row("one"))
+        raise KeyError("one")
+
+    with pytest.raises(KeyError):
+        store.call(add_and_fail)
+    assert store.call(lambda rows: rows.find("a", "chat", "one")) is None
+    store.close()
