@@ -39,10 +39,12 @@ from plait.server.http.transfer import EventStream, linger, read_object, until_d
 from plait.server.llamacpp import completion, server_facts
 from plait.server.ollama import embed, generate, manage, wire
 from plait.server.openai import chat, completions, embeddings, models, responses
+from plait.server.stored.endpoints import STORED
 from plait.version import __version__
 
 if TYPE_CHECKING:
     from plait.frontend.frontend import Front
+    from plait.server.stored.state import StoredState
 
 # Sent to pages of other origins.
 EXPOSED_HEADERS = (
@@ -76,12 +78,15 @@ FACTS = (*manage.FACTS, *server_facts.FACTS)
 
 
 def create_app(
-    front: Front | LoadingState, config: ServerConfig, traffic: Traffic | None = None
+    front: Front | LoadingState,
+    config: ServerConfig,
+    traffic: Traffic | None = None,
+    state: StoredState | None = None,
 ) -> Starlette:
-    """The application over a model, or over one that is still loading."""
+    """The application over a model, or over one that is still loading. `state`: with a store, what it runs."""
     loading = front if isinstance(front, LoadingState) else LoadingState(front)
     traffic = traffic or Traffic(config)
-    service = Service(loading, config, traffic)
+    service = Service(loading, config, traffic, state)
     routes = [
         _route("/health", service.health, "GET"),
         _route("/ready", service.ready, "GET"),
@@ -93,6 +98,7 @@ def create_app(
         _route("/tokenizer_info", service.tokenizer_info, "GET"),
         *(_route(e.path, service.serves(e), e.method, e.refusal) for e in ENDPOINTS),
         *(_route(e.path, service.looks_up(e), "GET", e.refusal) for e in FACTS),
+        *(_route(r.path, r.handler(state), r.method) for r in STORED),
         *pages.page_routes(),
         *pages.api_routes(ENDPOINTS),
     ]
@@ -108,7 +114,7 @@ def create_app(
         app.add_middleware(
             CORSMiddleware,
             allow_origins=config.cors_origin,
-            allow_methods=("GET", "POST"),
+            allow_methods=("GET", "POST") if state is None else ("GET", "POST", "DELETE"),
             allow_headers=("*",),
             expose_headers=EXPOSED_HEADERS,
         )
@@ -118,8 +124,10 @@ def create_app(
 class Service:
     """What the handlers share: the model, once it is loaded, and the server's limits."""
 
-    def __init__(self, loading: LoadingState, config: ServerConfig, traffic: Traffic) -> None:
-        self._loading, self._config, self._traffic = loading, config, traffic
+    def __init__(
+        self, loading: LoadingState, config: ServerConfig, traffic: Traffic, state: StoredState | None = None
+    ) -> None:
+        self._loading, self._config, self._traffic, self._state = loading, config, traffic, state
         self._turns = SliceTurns()
         self._threads = FairThreads(PLAN_THREADS, PLAN_THREADS - 2, "plait-plan")
 
@@ -176,7 +184,7 @@ class Service:
             if plan is not None:
                 work = partial(plan, context, body)
                 interval = self._config.stream_interval
-                response = await respond(receive, context, work, self._threads, interval)
+                response = await respond(receive, context, work, self._threads, interval, self._state)
             else:
                 assert answer is not None
                 slices = self._turns.run(current_client.get(), _write_answer(answer, context, body))
@@ -200,7 +208,8 @@ class Service:
         model = self._named(front, body.get("model"))
         exchange.model = self.served(front)
         current_client.set(exchange.key.name or (request.client.host if request.client else ""))
-        return RequestContext(front, model, exchange), body
+        store = None if self._state is None else self._state.store
+        return RequestContext(front, model, exchange, store), body
 
 
 class _Endpoint:
@@ -247,18 +256,26 @@ async def respond(
     plan: Callable[[], ApiReply],
     threads: Executor | None = None,
     interval: int = 1,
+    state: StoredState | None = None,
 ) -> Response:
     """Run the reply that `plan` makes, and answer with it. `plan` tokenizes, so one of `threads` calls it.
 
-    `interval`: tokens that a stream emits together. Raises Cancelled if the client leaves.
+    `interval`: tokens that a stream emits together. `state`: runs replies in the background. Raises Cancelled
+    if the client leaves.
     """
-    return await until_disconnect(receive, _respond(context, plan, threads, interval))
+    return await until_disconnect(receive, _respond(context, plan, threads, interval, state))
 
 
 async def _respond(
-    context: RequestContext, plan: Callable[[], ApiReply], threads: Executor | None, interval: int
+    context: RequestContext,
+    plan: Callable[[], ApiReply],
+    threads: Executor | None,
+    interval: int,
+    state: StoredState | None,
 ) -> Response:
     reply = await run_plan(plan, threads)
+    if isinstance(reply, responses.ResponsesReply) and reply.in_background and state is not None:
+        return await state.background.start(context, reply)
     if reply.stream:
         return await _stream_events(context, reply, interval)
     traces: list[RequestTrace | None] = []
@@ -276,7 +293,7 @@ async def _respond(
         finally:
             await generation.close()
         traces += generation.traces()
-    body = await asyncio.to_thread(reply.whole, traces)
+    body = await reply.keep(await asyncio.to_thread(reply.whole, traces))
     return json_response(body, headers={WARNING_HEADER: reply.warning} if reply.warning else {})
 
 
@@ -298,6 +315,7 @@ async def _events(reply: ApiReply, generation: Generation) -> AsyncIterator[msgs
         reply.count.add(i, delta)
         for event in reply.events(i, delta):
             yield event
+    await reply.keep_streamed()
     for event in reply.end():
         yield event
 

@@ -26,9 +26,12 @@ from plait.server.gateway.middleware import Traffic
 from plait.server.gateway.request_context import LoadingState
 from plait.server.http import connection, listening, transfer
 from plait.server.http.connection import READ_BYTES, Reads
+from plait.server.store.store import open_store
+from plait.server.stored.state import StoredState
 
 if TYPE_CHECKING:
     from plait.frontend.frontend import Front
+    from plait.server.store.store import Store
     from plait.worker.start_process import StartedProcess
 
 logger = logging.getLogger("plait.server")
@@ -85,13 +88,24 @@ def serve_front(
     log: LogWriter | None = None,
 ) -> None:
     """Serve what `load(report)` returns, which runs in a thread of its own while HTTP answers already."""
-    sock = listen(config.host, config.port)
-    loading = LoadingState(timeout_s=config.loading_timeout_s)
+    store = open_store(config)
     try:
-        server = Server(loading, config, sock, reread, log)
-    except BaseException:
-        sock.close()
-        raise
+        sock = listen(config.host, config.port)
+        loading = LoadingState(timeout_s=config.loading_timeout_s)
+        try:
+            server = Server(loading, config, sock, reread, log, store)
+        except BaseException:
+            sock.close()
+            raise
+        _serve_socket(server, sock, load, on_listen)
+    finally:
+        if store is not None:
+            store.close()
+
+
+def _serve_socket(
+    server: Server, sock: socket.socket, load: Load, on_listen: Callable[[Server], None] | None
+) -> None:
     thread = threading.Thread(target=server.load, args=(load,), name="plait-load", daemon=True)
     logger.info("listening on %s; the model is loading", server.url)
     thread.start()
@@ -102,8 +116,8 @@ def serve_front(
     finally:
         sock.close()
         thread.join(LOADING_ENDS_S)
-        if loading.front is not None:
-            loading.front.close(drain=False)
+        if server.loading.front is not None:
+            server.loading.front.close(drain=False)
     if server.fault is not None:
         raise server.fault
 
@@ -146,8 +160,10 @@ class Server(uvicorn.Server):
         sock: socket.socket,
         reread: Reread | None = None,
         log: LogWriter | None = None,
+        store: Store | None = None,
     ) -> None:
-        self._loading, self._timeout_s = loading, config.shutdown_timeout_s
+        self.loading = self._loading = loading
+        self._timeout_s = config.shutdown_timeout_s
         self._served_name = config.served_model_name
         self._reread: Reread = reread or (lambda: config)
         self._should_reload, self._log = False, log
@@ -157,7 +173,9 @@ class Server(uvicorn.Server):
         host = f"[{config.host}]" if ":" in config.host else config.host
         scheme = "https" if self._certificate else "http"
         self.url = f"{scheme}://{host}:{sock.getsockname()[1]}"
-        app = create_app(loading, config, self.traffic)
+        self._state = None if store is None else StoredState(store, self.traffic, loading)
+        app = create_app(loading, config, self.traffic, self._state)
+        self._routes = app.router
         settings: dict[str, Any] = {
             "http": functools.partial(
                 connection.Connection,
@@ -181,6 +199,8 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, as uvicorn does: it has no option for the time of a TLS handshake."""
         await self.lifespan.startup()
+        if self._state is not None:
+            await self._state.start(self._routes)
 
         buffer = memoryview(bytearray(READ_BYTES))
 
@@ -274,6 +294,8 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let open requests finish while new ones get 503, end those that take too long, stop listening."""
         self._loading.stop()
+        if self._state is not None:
+            await self._state.pause()
         if self.traffic.num_working:
             logger.info("stopping; %d open requests get %g s", self.traffic.num_working, self._timeout_s)
         ending = asyncio.ensure_future(self._end_streams())
@@ -286,6 +308,8 @@ class Server(uvicorn.Server):
             ending.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await ending
+            if self._state is not None:
+                await self._state.close()
             self.traffic.flush()
 
     async def _finish(self) -> None:

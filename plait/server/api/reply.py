@@ -170,11 +170,12 @@ class ApiReply(ABC):
     """One reply of an API, built from the deltas of its requests: whole, or with `stream` as events.
 
     `count`: its tokens and times so far. `form`: how its events are written. `at_once`: requests that the
-    engine has of it at a time; None: all.
+    engine has of it at a time; None: all. `in_background`: it goes on when its client has left.
     """
 
     form = EVENTS
     at_once: int | None = None
+    in_background = False
 
     def __init__(self, requests: Sequence[Request], *, stream: bool = False) -> None:
         self.requests, self.stream, self.count = requests, stream, TokenCount(requests)
@@ -195,6 +196,13 @@ class ApiReply(ABC):
     @abstractmethod
     def whole(self, traces: Iterable[RequestTrace | None]) -> msgspec.Struct:
         """The whole reply. `traces`: of its choices, None where the engine has not reported yet."""
+
+    async def keep(self, whole: msgspec.Struct) -> msgspec.Struct:
+        """Store the whole reply, if it was to be stored. Returns it as it is now. Raises CapacityErrors."""
+        return whole
+
+    async def keep_streamed(self) -> None:
+        """Store a reply that was streamed, before its `end`. Raises CapacityErrors."""
 
     def begin(self) -> Iterable[msgspec.Struct]:
         """The events before the first delta."""

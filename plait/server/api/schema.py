@@ -96,6 +96,17 @@ class ChatRequest(Sampling):
     chat_template_kwargs: Annotated[dict[str, Any], NO_ENTRIES] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True)
+class StorableChat(ChatRequest):
+    """POST /v1/chat/completions, and whether the chat is stored: only with a store, see `--store`.
+
+    `metadata`: strings that a stored chat has, and that lists are filtered by.
+    """
+
+    store: bool = False
+    metadata: dict[str, Any] | None = None
+
+
 class TokenizeRequest(msgspec.Struct, kw_only=True, frozen=True):
     """POST /tokenize: a prompt, or messages through the chat template, with what its prompt depends on.
 

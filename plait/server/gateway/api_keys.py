@@ -227,6 +227,10 @@ class Account:
             self._requests.take(1.0, now)
         self.num_open += 1
 
+    def wait_s(self) -> float:
+        """Seconds until tokens may be used again: for work that the server does for the key by itself."""
+        return 0.0 if self._tokens is None else self._tokens.wait_s(0.001, self._clock())
+
     def leave(self) -> None:
         self.num_open -= 1
 

@@ -47,6 +47,7 @@ REQUEST_ID_HEADER = "x-request-id"
 PUBLIC = frozenset(
     {"/health", "/ready", "/live", "/", "/docs", "/openapi.json"}
 )  # and /page/…: the same for every client
+WITH_ID = ("/models/", "/responses/", "/chat/completions/", "/files/", "/batches/")
 WATCHED = frozenset(
     {"/health", "/ready", "/live", "/metrics"}
 )  # answered also by a server that is full or stopping
@@ -120,6 +121,11 @@ class Traffic:
             raise InvalidKey(f"{text}; send it as `Authorization: Bearer KEY` or `x-api-key: KEY`")
         exchange.key = key
 
+    def find_key(self, name: str) -> Key | None:
+        """The key of this name; None: it is no longer one of this server's."""
+        keys = self.keyring.keys or (self.keyring.anybody,)
+        return next((key for key in keys if key.name == name), None)
+
     def admit(self, exchange: Exchange) -> None:
         """Count a request against its key's limits. Raises RateLimited."""
         account = self.limits.account(exchange.key)
@@ -137,6 +143,13 @@ class Traffic:
         """Count an admitted request: the server waits for it when it stops."""
         exchange.is_working = True
         self.num_working += 1
+
+    def begin_inner(self, exchange: Exchange) -> None:
+        """Count work that the server does for a key after its request, until `end`. It is never refused."""
+        self.begin()
+        self.work(exchange)
+        if exchange.account is not None:
+            exchange.account.num_open += 1
 
     def begin(self) -> None:
         self.num_open += 1
@@ -245,7 +258,7 @@ class RequestGate:
         path, prefix = one_spelling(scope["path"]), self._traffic.config.root_path
         if prefix and (path == prefix or path.startswith(prefix + "/")):
             path = path[len(prefix) :] or "/"
-        is_short = path not in self._exact and (f"/v1{path}" in self._exact or path.startswith("/models/"))
+        is_short = path not in self._exact and (f"/v1{path}" in self._exact or path.startswith(WITH_ID))
         return f"/v1{path}" if is_short else path
 
     def exchange(self, scope: Scope, headers: Headers, path: str) -> Exchange:

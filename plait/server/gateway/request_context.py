@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from plait.frontend.deltas import Delta
     from plait.frontend.frontend import Front
     from plait.frontend.output_stream import OutputStream
+    from plait.server.store.store import Store
 
 FIRST_WAIT_S = 0.05  # a refusal that only the engine can decide comes within this, and is an HTTP error then
 RETRY_S = 0.05  # between attempts to submit to a full queue
@@ -155,12 +156,14 @@ MAX_OUTPUT_TOKENS = 1 << 22
 class RequestContext:
     """One request on its way to the engine: the model, its name in the reply, and the client.
 
-    It separates the cached prompts of keys, counts and bounds. Safe from any thread, like the Front.
+    It separates the cached prompts of keys, counts and bounds. Safe from any thread, like the Front. `store`:
+    what clients have stored; None: the server stores nothing.
     """
 
     front: Front
     model: str
     exchange: Exchange
+    store: Store | None = None
 
     @property
     def tenant(self) -> str:

@@ -77,7 +77,7 @@ async def read_object(request: Request, max_bytes: int) -> dict[str, object]:
     Raises UnsupportedMedia (415), BodyTooLarge (413), BodyTimeout (408), BadBody (400) and Cancelled.
     """
     _check_headers(request, max_bytes)
-    body = await _read(request, max_bytes)
+    body = b"".join([piece async for piece in read_pieces(request, max_bytes)])
     if len(body) <= INLINE_BYTES:
         return decode_object(body)
     return await asyncio.to_thread(decode_object, body)
@@ -125,11 +125,11 @@ def _check_headers(request: Request, max_bytes: int) -> None:
         raise UnsupportedMedia(f"Content-Encoding is {encoding[:100]!r}; send the body as it is")
     length = request.headers.get("content-length", "0")
     if length.isascii() and length.isdigit() and int(length[:20]) > max_bytes:
-        raise _too_large(max_bytes)
+        raise too_large(max_bytes)
 
 
-async def _read(request: Request, max_bytes: int) -> bytes:
-    pieces: list[bytes] = []
+async def read_pieces(request: Request, max_bytes: int) -> AsyncIterator[bytes]:
+    """A body as it arrives. Raises BodyTooLarge, BodyTimeout and Cancelled."""
     size = 0
     stream = aiter(request.stream())
     began = time.monotonic()
@@ -139,11 +139,11 @@ async def _read(request: Request, max_bytes: int) -> bytes:
             async with asyncio.timeout(min(BODY_TIMEOUT_S, slowest)):
                 piece = await anext(stream, None)
             if piece is None:
-                return b"".join(pieces)
-            pieces.append(piece)
+                return
             size += len(piece)
             if size > max_bytes:
-                raise _too_large(max_bytes)
+                raise too_large(max_bytes)
+            yield piece
     except TimeoutError:
         text = f"the body stopped for {BODY_TIMEOUT_S:g} s or came slower than {MIN_BODY_RATE} bytes/s"
         raise BodyTimeout(text) from None
@@ -151,7 +151,7 @@ async def _read(request: Request, max_bytes: int) -> bytes:
         raise Cancelled("the client went away") from None
 
 
-def _too_large(max_bytes: int) -> BodyTooLarge:
+def too_large(max_bytes: int) -> BodyTooLarge:
     return BodyTooLarge(f"the body is larger than {max_bytes} bytes; the server's --max-body-bytes sets it")
 
 

@@ -50,10 +50,11 @@ def lines(file: Iterable[bytes]) -> Iterator[Line]:
     """The requests of a file; empty lines are none."""
     for number, text in enumerate(file, 1):
         if text.strip():
-            yield _line(number, text)
+            yield read_line(number, text)
 
 
-def _line(number: int, text: bytes) -> Line:
+def read_line(number: int, text: bytes) -> Line:
+    """One line that is not empty."""
     try:
         found = decode_object(text)
     except RequestError as error:
@@ -100,10 +101,10 @@ async def run(
     async def work() -> None:
         # Workers share the iterator: a file of any length is read as it is needed.
         for line in source:
-            answer = await _answer_line(app, line, fault)
+            answer = await answer_line(app, line, fault)
             if fault() is not None:
                 return
-            failed = answer["error"] is not None or answer["response"]["status_code"] >= 400
+            failed = has_failed(answer)
             write(msgspec.json.encode(answer) + b"\n")
             counts.done, counts.failed = counts.done + 1, counts.failed + failed
             on_done(counts)
@@ -118,12 +119,20 @@ async def run(
     return counts
 
 
-async def _answer_line(app: ASGIApp, line: Line, fault: Callable[[], BaseException | None]) -> dict[str, Any]:
+def has_failed(answer: dict[str, Any]) -> bool:
+    """Whether a line of output is an error."""
+    return answer["error"] is not None or answer["response"]["status_code"] >= 400
+
+
+async def answer_line(
+    app: ASGIApp, line: Line, fault: Callable[[], BaseException | None], pauses_s: Iterable[float] = PAUSES_S
+) -> dict[str, Any]:
+    """The line of output for one line of input. `pauses_s`: before it is tried again while there is load."""
     found: dict[str, object] = {"id": new_id("batch_req", "_"), "custom_id": line.custom_id}
     if line.fault:
         return {**found, "response": None, "error": {"code": "invalid_request", "message": line.fault}}
     status, headers, body = await post_json(app, line.url, line.body)
-    for pause_s in PAUSES_S:
+    for pause_s in pauses_s:
         if status not in BUSY or fault() is not None:
             break
         await asyncio.sleep(pause_s)

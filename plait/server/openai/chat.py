@@ -31,6 +31,7 @@ from plait.server.api.schema import ChatRequest
 from plait.server.api.token_scores import ChosenToken, Count, PromptScores, list_prompt_scores
 from plait.server.api.validate import allow_tools, from_template_kwargs
 from plait.server.gateway.request_context import RequestContext
+from plait.server.openai.chat_state import ChatKeeper, keeper_of
 from plait.text.chat.template import num_chars
 from plait.text.grammar.request_fields import GRAMMAR_FIELDS, grammar_from
 from plait.text.output import Arguments, CallStart, Content, Reasoning
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from plait.frontend.deltas import Delta
 
 FIELDS = field_names(ChatRequest)
+STORE_FIELDS = ("store", "metadata")
 THOUGHTS = ("reasoning_content", "reasoning")  # DeepSeek's name and vLLM's: clients read one of them
 EndReason = Literal["stop", "length", "tool_calls"]
 ChatId = Annotated[str, msgspec.Meta(pattern="^chatcmpl-[A-Za-z0-9_-]+$")]
@@ -150,7 +152,8 @@ class ChatChunk(msgspec.Struct, kw_only=True, frozen=True):
 
 
 def plan(context: RequestContext, body: Mapping[str, object]) -> ChatReply:
-    return ChatReply(context, plan_chat(context, body))
+    keeper = keeper_of(context, body)
+    return ChatReply(context, plan_chat(context, body), keeper)
 
 
 def plan_chat(context: RequestContext, body: Mapping[str, object], words: Mapping[str, str] = {}) -> ChatPlan:
@@ -195,16 +198,18 @@ def plan_chat(context: RequestContext, body: Mapping[str, object], words: Mappin
 class ChatReply(ChoicesReply):
     """A reply of /v1/chat/completions. With best_of the choices are in the order of their rank."""
 
-    def __init__(self, context: RequestContext, chat: ChatPlan) -> None:
+    def __init__(self, context: RequestContext, chat: ChatPlan, keeper: ChatKeeper | None = None) -> None:
         asked, request = chat.asked, chat.request
         kind = "chat.completion.chunk" if asked.stream else "chat.completion"
         super().__init__(head(context, "chatcmpl", kind), asked, [request], ChatChunk)
+        self._keeper = keeper
         self._chat, self._n, self._is_named = chat, asked.n, isinstance(asked.tool_choice, dict)
         named = THOUGHTS if asked.reasoning_field is None else (asked.reasoning_field,)
         self._thoughts: Sequence[str] = named if asked.include_reasoning else ()
         self._once: dict[str, Any] = {"prompt_token_ids": request.prompt_token_ids} if chat.with_ids else {}
         num = request.params.n
-        self._choices = [] if asked.stream else [_Choice(chat) for _ in range(num)]
+        is_whole = not asked.stream or keeper is not None
+        self._choices = [_Choice(chat) for _ in range(num if is_whole else 0)]
         self._courses = [ChoiceCourse(chat) for _ in range(num if asked.stream else 0)]
 
     @property
@@ -212,7 +217,20 @@ class ChatReply(ChoicesReply):
         courses = self._choices or self._courses
         return next((course.warning for course in courses if course.warning), "")
 
+    async def keep(self, whole: msgspec.Struct) -> msgspec.Struct:
+        if self._keeper is not None:
+            await self._keeper.save(whole, self._chat.asked.messages)
+        return whole
+
+    async def keep_streamed(self) -> None:
+        if self._keeper is not None:
+            self.head["object"] = "chat.completion"
+            await self.keep(self.whole(()))
+            self.head["object"] = "chat.completion.chunk"
+
     def events(self, i: int, delta: Delta) -> list[ChatChunk]:
+        if self._keeper is not None:
+            self.add(i, delta)
         choice, found = self._courses[delta.index], self._chunks(delta)
         fields = self.fields_of_chunk(i, delta)
         chunks = [ChatChunk(**self.head, choices=[one], **fields, **self._taken()) for one in found]
@@ -331,4 +349,4 @@ class _Choice(ReplyBlocks):
         )
 
 
-ENDPOINTS = (Endpoint("/v1/chat/completions", FIELDS, plan=plan),)
+ENDPOINTS = (Endpoint("/v1/chat/completions", FIELDS | {*STORE_FIELDS}, plan=plan),)

@@ -59,9 +59,16 @@ class ResponseConversation:
             self.places.insert(0, "instructions")
 
 
-def conversation(found: str | Sequence[object], instructions: str | None) -> ResponseConversation:
-    """The chat that an input stands for. Raises InvalidField, naming the item."""
+def conversation(
+    found: str | Sequence[object], instructions: str | None, earlier: Sequence[object] = ()
+) -> ResponseConversation:
+    """The chat that an input stands for. Raises InvalidField, naming the item.
+
+    `earlier`: the items of the responses before it.
+    """
     chat = ResponseConversation()
+    for item in earlier:
+        _take(chat, item, "previous_response_id")
     if isinstance(found, str):
         chat.add({"role": "user", "content": found}, "input")
     else:
@@ -95,7 +102,7 @@ def _take(chat: ResponseConversation, item: object, at: str) -> None:
         case "reasoning":
             chat.think(_reasoning(item, at))
         case "item_reference":
-            text = f"{at}: nothing is stored here, so no item can be referred to; send the item itself"
+            text = f"{at}: no item can be referred to; send the item itself, or previous_response_id"
             raise InvalidField(text, at)
         case other:
             raise InvalidField(f"{at}.type: items of type {other!r:.80} are not supported", f"{at}.type")
@@ -205,15 +212,18 @@ class ResponseUsage(msgspec.Struct, kw_only=True, frozen=True):
     total_tokens: Count
 
 
+ResponseStatus = Literal["completed", "incomplete", "failed", "in_progress", "queued", "cancelled"]
+
+
 class Response(msgspec.Struct, kw_only=True, frozen=True):
     """The reply of /v1/responses, and what the first and last events of its stream hold."""
 
     id: str
     object: Literal["response"] = "response"
     created_at: int
-    status: Literal["completed", "incomplete", "failed", "in_progress"] = "in_progress"
+    status: ResponseStatus = "in_progress"
     completed_at: int | None = None
-    background: Literal[False] = False
+    background: bool = False
     error: dict[str, str] | None = None
     incomplete_details: dict[str, str] | None = None
     instructions: str | None
@@ -223,10 +233,10 @@ class Response(msgspec.Struct, kw_only=True, frozen=True):
     model: str
     output: list[OutputItem] = []
     parallel_tool_calls: bool
-    previous_response_id: None = None
+    previous_response_id: str | None = None
     reasoning: dict[str, str | None]
     service_tier: Literal["default"] = "default"
-    store: Literal[False] = False
+    store: bool = False
     temperature: float | None
     text: dict[str, Any]
     tool_choice: str | dict[str, Any]

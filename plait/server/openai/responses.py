@@ -1,7 +1,8 @@
-"""POST /v1/responses: OpenAI's Responses API, without stored responses.
+"""POST /v1/responses: OpenAI's Responses API.
 
 The request becomes a chat, and the chat's reply becomes items and named events, so tools, reasoning and
-structured output are those of /v1/chat/completions. Nothing is stored: every response has `store` false.
+structured output are those of /v1/chat/completions. `response_state` stores responses, if the server has a
+store, and has the items of those that a conversation goes on from.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ from plait.server.openai.response_items import (
     Response,
     ResponseConversation,
     ResponseEvent,
+    ResponseStatus,
     ResponseUsage,
     StateEvent,
     chat_format,
@@ -57,15 +59,11 @@ from plait.server.openai.response_items import (
     conversation,
 )
 
+from plait.server.openai.response_state import ResponseKeeper, Stored, earlier_items, keeper_of
+
 if TYPE_CHECKING:
     from plait.frontend.deltas import Delta
     from plait.server.http.errors import Problem
-
-
-class NotStored(InvalidField):
-    """The request refers to an earlier response, but none is stored."""
-
-    code = "previous_response_not_found"
 
 
 class TextOptions(msgspec.Struct, kw_only=True, frozen=True):
@@ -105,8 +103,8 @@ class ResponsesRequest(SamplingFields, ServiceOptions):
     include: tuple[Literal["message.output_text.logprobs", "reasoning.encrypted_content"], ...] = ()
     metadata: Annotated[dict[str, str], NO_ENTRIES] = field(default_factory=dict)
     truncation: Literal["disabled"] = "disabled"
-    background: Literal[False] = False
-    store: bool = False
+    background: bool = False
+    store: bool | None = None
     previous_response_id: str | None = None
 
 
@@ -144,23 +142,26 @@ _REFUSED = ("conversation", "prompt", "max_tool_calls", "context_management", "m
 
 def plan(context: RequestContext, body: Mapping[str, object]) -> ResponsesReply:
     """Validate, render and tokenize a request, before the engine gets it. Raises RequestErrors."""
-    asked, found, sent = _read(body)
+    asked, found, sent = _read(context, body)
+    keeper = keeper_of(context, asked)
     with in_words_of(_NAMES, found.places):
         asking = {**sent, "messages": found.messages, "stream": asked.stream}
         planned = chat.plan_chat(context, asking, _NAMES)
-    return ResponsesReply(context.model, asked, planned, found.places)
+    return ResponsesReply(context.model, asked, planned, found.places, keeper)
 
 
 def count(context: RequestContext, body: Mapping[str, object]) -> ResponseInputTokens:
     """Count the tokens of a response's prompt. Raises RequestErrors."""
-    _, found, sent = _read(body)
+    _, found, sent = _read(context, body)
     seen = {name: value for name, value in sent.items() if name in models.TEMPLATE_FIELDS}
     with in_words_of(_NAMES, found.places):
         asking = parse_as({**seen, "messages": found.messages}, models.TemplateRequest)
         return ResponseInputTokens(input_tokens=len(models.prompt_ids(context, asking, _NAMES)))
 
 
-def _read(body: Mapping[str, object]) -> tuple[ResponsesRequest, ResponseConversation, dict[str, object]]:
+def _read(
+    context: RequestContext, body: Mapping[str, object]
+) -> tuple[ResponsesRequest, ResponseConversation, dict[str, object]]:
     """The request, the conversation in it, and the other fields as a chat has them."""
     for name in _REFUSED:
         if body.get(name):
@@ -168,10 +169,7 @@ def _read(body: Mapping[str, object]) -> tuple[ResponsesRequest, ResponseConvers
     refuse_words_of_a_chat(body, _UNREAD, _NAMES)
     validate.refuse(body, FIELDS)
     asked = parse_as(body, ResponsesRequest)
-    if asked.previous_response_id is not None:
-        text = "previous_response_id: nothing is stored here; send the earlier items in input"
-        raise NotStored(text, "previous_response_id")
-    found = conversation(asked.input, asked.instructions)
+    found = conversation(asked.input, asked.instructions, earlier_items(context, asked.previous_response_id))
     sent = {name: value for name, value in body.items() if name in _PASSED}
     return asked, found, sent | _translate_fields(asked)
 
@@ -204,17 +202,33 @@ class ResponsesReply(BlockReply):
     """
 
     def __init__(
-        self, model: str, asked: ResponsesRequest, chat: ChatPlan, places: Sequence[str] = ()
+        self,
+        model: str,
+        asked: ResponsesRequest,
+        chat: ChatPlan,
+        places: Sequence[str] = (),
+        keeper: ResponseKeeper | None = None,
     ) -> None:
         super().__init__(chat, _NAMES, places)
-        self._head = _head(model, asked, chat.request)
+        self.keeper, self._stored = keeper, Stored()
+        self.head = msgspec.structs.replace(_head(model, asked, chat.request), store=keeper is not None)
         self._ids: list[str] = []  # of the items
         self._num_sent = 0
+        self._last: Response | None = None  # what was stored, and is then sent
+
+    @property
+    def in_background(self) -> bool:
+        return self.head.background
+
+    @property
+    def warning(self) -> str:
+        return super().warning or self._stored.warning
 
     def whole(self, traces: Iterable[RequestTrace | None] = ()) -> Response:
         is_cut = self.blocks.finish_reason == "length"
         return msgspec.structs.replace(
-            self._head,
+            self.head,
+            store=self._stored.is_stored(self.keeper),
             status="incomplete" if is_cut else "completed",
             incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
             completed_at=None if is_cut else int(time.time()),
@@ -228,24 +242,46 @@ class ResponsesReply(BlockReply):
         return steps
 
     def begin(self) -> Iterator[ResponseEvent]:
-        for name in ("created", "in_progress"):
-            yield self._event(StateEvent, f"response.{name}", response=self._head)
+        yield self._event(StateEvent, "response.created", response=self.head)
+        if self.in_background:
+            yield self._event(StateEvent, "response.queued", response=self.head)
+        running = msgspec.structs.replace(self.head, status="in_progress")
+        yield self._event(StateEvent, "response.in_progress", response=running)
 
     def events(self, i: int, delta: Delta) -> Iterator[ResponseEvent]:
         for step in self.push(delta):
             yield from self._events(step)
 
     def end(self) -> Iterator[ResponseEvent]:
-        response, warning = self.whole(), self.warning or UNSET
+        response, warning = self._last or self.whole(), self.warning or UNSET
         yield self._event(StateEvent, f"response.{response.status}", response=response, warning=warning)
 
     def failed(self, problem: Problem) -> Iterator[ResponseEvent]:
         found = {"code": problem.code, "message": problem.message, "param": problem.param}
         yield self._event(ErrorEvent, "error", **found)
+        yield self._event(StateEvent, "response.failed", response=self.end_early("failed", problem))
+
+    def end_early(self, status: ResponseStatus, problem: Problem | None = None) -> Response:
+        """The response of a reply that failed or was cancelled, with the output so far."""
+        output = [self._item(block) for block in self.blocks.all]
+        found = msgspec.structs.replace(self.head, status=status, output=output)
+        if problem is None:
+            return found
         code = "rate_limit_exceeded" if problem.status == 429 else "server_error"
-        error, output = {"code": code, "message": problem.message}, map(self._item, self.blocks.all)
-        response = msgspec.structs.replace(self._head, status="failed", error=error, output=[*output])
-        yield self._event(StateEvent, "response.failed", response=response)
+        return msgspec.structs.replace(found, error={"code": code, "message": problem.message})
+
+    async def keep(self, whole: msgspec.Struct) -> msgspec.Struct:
+        assert isinstance(whole, Response)
+        if self.keeper is None:
+            return whole
+        self._stored = await self.keeper.save(whole)
+        return msgspec.structs.replace(whole, store=self._stored.is_stored(self.keeper))
+
+    async def keep_streamed(self) -> None:
+        if self.keeper is not None:
+            self._last = self.whole()
+            self._stored = await self.keeper.save(self._last)
+            self._last = msgspec.structs.replace(self._last, store=self._stored.is_stored(self.keeper))
 
     def _events(self, step: BlockStep) -> Iterator[ResponseEvent]:
         block, index = step.block, step.block.index
@@ -306,6 +342,9 @@ def _head(model: str, asked: ResponsesRequest, request: Request) -> Response:
     """The fields of a response that come from its request, before there is any output."""
     return Response(
         id=new_id("resp", "_"),
+        status="queued" if asked.background else "in_progress",
+        background=asked.background,
+        previous_response_id=asked.previous_response_id,
         created_at=int(time.time()),
         instructions=asked.instructions,
         max_output_tokens=asked.max_output_tokens,

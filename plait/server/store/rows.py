@@ -15,7 +15,12 @@ from plait.server.store.errors import NotStored
 from plait.server.store.seal import Seal
 
 Kind = Literal["response", "chat", "file", "batch"]
-NAMES: Mapping[Kind, str] = {"response": "response", "chat": "chat completion", "file": "file", "batch": "batch"}
+NAMES: Mapping[Kind, str] = {
+    "response": "response",
+    "chat": "chat completion",
+    "file": "file",
+    "batch": "batch",
+}
 # States of what is in work: such a row, and what it refers to, is neither too old nor in the way.
 WORKING = ("queued", "in_progress", "uploading", "writing", "validating", "finalizing", "cancelling")
 _WORKING = ", ".join(f"'{status}'" for status in WORKING)
@@ -166,6 +171,12 @@ class Rows:
         text = "SELECT number FROM parts WHERE object = ? AND name = ?"
         return {int(number) for (number,) in self._connection.execute(text, (row.position, name))}
 
+    def parts_length(self, row: Row, name: str) -> int:
+        """Bytes of all bodies of a list."""
+        text = "SELECT coalesce(sum(length(body)), 0), count(*) FROM parts WHERE object = ? AND name = ?"
+        size, count = self._connection.execute(text, (row.position, name)).fetchone()
+        return int(size) - int(count) * self._seal.num_added
+
     def is_in_use(self, object_id: str) -> bool:
         """Whether a row that is in work refers to this one."""
         text = f"SELECT 1 FROM objects WHERE refers = ? AND status IN ({_WORKING}) LIMIT 1"
@@ -190,8 +201,17 @@ class Rows:
         assert isinstance(sealed, bytes)
         body = self._seal.open(sealed, _place(str(object_id), str(tenant), "body", 0))
         return Row(
-            id=object_id, kind=kind, tenant=tenant, created=created, body=body, status=status, model=model,
-            refers=refers, expires=expires, position=position, size=size,
+            id=object_id,
+            kind=kind,
+            tenant=tenant,
+            created=created,
+            body=body,
+            status=status,
+            model=model,
+            refers=refers,
+            expires=expires,
+            position=position,
+            size=size,
         )
 
 

@@ -14,7 +14,7 @@ from typing import Protocol
 from plait.errors import ConfigError
 from plait.server.store.errors import StoreUnavailable
 
-KEY_BYTES, NONCE_BYTES = 32, 12
+KEY_BYTES, NONCE_BYTES, TAG_BYTES = 32, 12, 16
 HINT = "write 64 hexadecimal digits into it, as `openssl rand -hex 32` prints them"
 
 
@@ -31,6 +31,11 @@ class Seal:
 
     def __init__(self, cipher: Cipher | None = None) -> None:
         self._cipher = cipher
+
+    @property
+    def num_added(self) -> int:
+        """Bytes that a sealed body has more than its own."""
+        return 0 if self._cipher is None else NONCE_BYTES + TAG_BYTES
 
     def __bool__(self) -> bool:
         return self._cipher is not None

@@ -54,6 +54,15 @@ class Store:
         """The largest file: a quarter of the store, so that a batch's output finds a place."""
         return min(MAX_FILE_BYTES, self._limit // 4)
 
+    @property
+    def clean_every_s(self) -> float:
+        return CLEAN_EVERY_S
+
+    async def clean(self) -> None:
+        """Delete what is too old."""
+        self._cleaned_s = 0.0
+        await self._database.run(self._clean)
+
     def now(self) -> int:
         return int(self._clock())
 

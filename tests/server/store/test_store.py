@@ -80,7 +80,12 @@ def test_a_row_grows_with_its_parts_and_goes_with_them(store: Store) -> None:
 
     def read(rows: Any) -> tuple[Row, list[bytes], tuple[int, bytes] | None, set[int]]:
         found = rows.get("a", "chat", "one")
-        return found, [*rows.parts(found, "input")], rows.next_part(found, "input", 0), rows.part_numbers(found, "input")
+        return (
+            found,
+            [*rows.parts(found, "input")],
+            rows.next_part(found, "input", 0),
+            rows.part_numbers(found, "input"),
+        )
 
     found, parts, after, numbers = store.call(read)
     assert (found.body, found.status, found.size) == (b"123", "failed", 6)
@@ -88,7 +93,9 @@ def test_a_row_grows_with_its_parts_and_goes_with_them(store: Store) -> None:
     store.call(lambda rows: rows.delete(found))
     with pytest.raises(NotStored, match="deleted meanwhile"):
         store.call(lambda rows: rows.change(found, b"", "completed"))
-    left = store._database.call(lambda connection: connection.execute("SELECT count(*) FROM parts").fetchone())
+    left = store._database.call(
+        lambda connection: connection.execute("SELECT count(*) FROM parts").fetchone()
+    )
     assert left == (0,)
 
 

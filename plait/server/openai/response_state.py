@@ -1,0 +1,176 @@
+"""Responses that are stored: the items of a conversation so far, and what is written when a reply is whole.
+
+A response has its own items of input, and refers to the response before it. So a conversation of a hundred
+turns has each of its items once, and what was deleted is in no later response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from plait.errors import CapacityError, InvalidField
+from plait.server.http.transfer import new_id
+from plait.server.openai.response_items import Response
+from plait.server.store.errors import START, NotStored, PreviousNotStored, StoreOff
+from plait.server.store.rows import Row, Rows
+
+if TYPE_CHECKING:
+    from plait.server.gateway.request_context import RequestContext
+    from plait.server.store.store import Store
+
+Item = dict[str, object]
+INPUT = "input"  # the parts of a response with its items
+AT = "previous_response_id"
+_TEXT_OF = {"assistant": "output_text"}
+_GONE_ON_FROM = ("completed", "incomplete")
+
+
+class StateFields(Protocol):
+    """The fields of a request that say what is stored."""
+
+    @property
+    def input(self) -> str | Sequence[Item]: ...
+
+    @property
+    def store(self) -> bool | None: ...
+
+    @property
+    def background(self) -> bool: ...
+
+    @property
+    def previous_response_id(self) -> str | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Whether a response is stored. `warning`: why it is not, although nobody asked for that."""
+
+    warning: str = ""
+
+    def is_stored(self, keeper: ResponseKeeper | None) -> bool:
+        return keeper is not None and not self.warning
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseKeeper:
+    """Writes one response. `is_demanded`: the request said `store: true`, so a failure is the reply's."""
+
+    store: Store
+    tenant: str
+    items: Sequence[Item]
+    refers: str
+    is_demanded: bool
+
+    async def save(self, response: Response) -> Stored:
+        """Add the response with its items. Raises CapacityErrors if storing was demanded."""
+        try:
+            await self.store.run(partial(self.add, response=response))
+        except CapacityError as error:
+            if self.is_demanded:
+                raise
+            return Stored(f"the response was not stored: {error}")
+        return Stored()
+
+    def add(self, rows: Rows, response: Response) -> Row:
+        """Add the response's row."""
+        row = Row(
+            id=response.id,
+            kind="response",
+            tenant=self.tenant,
+            created=response.created_at,
+            body=msgspec.json.encode(response),
+            status=response.status,
+            model=response.model,
+            refers=self.refers,
+        )
+        return rows.add(row, {INPUT: [msgspec.json.encode(item) for item in self.items]})
+
+
+def keeper_of(context: RequestContext, asked: StateFields) -> ResponseKeeper | None:
+    """What stores the response; None: it is not stored. Raises StoreOff and InvalidField.
+
+    With a store a response is stored unless `store` is false, as OpenAI has it.
+    """
+    if asked.background and context.store is None:
+        raise StoreOff(f"background: {START}", "background")
+    if asked.background and asked.store is False:
+        text = "background: a reply in the background must be stored; leave store out, or send store: true"
+        raise InvalidField(text, "background")
+    if context.store is None:
+        if asked.store:
+            context.report_unread(("store",), {})
+        return None
+    if asked.store is False:
+        return None
+    tenant, refers = context.exchange.key.name, asked.previous_response_id or ""
+    return ResponseKeeper(context.store, tenant, list_items(asked.input), refers, asked.store is True)
+
+
+def earlier_items(context: RequestContext, previous: str | None) -> list[Item]:
+    """The items of the conversation up to and with the response `previous`; None: there are none.
+
+    Raises StoreOff, PreviousNotStored, and InvalidField for a response that has not ended well.
+    """
+    if previous is None:
+        return []
+    if context.store is None:
+        raise StoreOff(f"{AT}: {START}, or send the earlier items in input", AT)
+    tenant, now = context.exchange.key.name, context.store.now()
+    try:
+        found = context.store.call(partial(read_conversation, tenant=tenant, previous=previous, now=now))
+    except NotStored as error:
+        raise PreviousNotStored(f"{AT}: {error}; send the earlier items in input", AT) from error
+    status = found[-1][0].status
+    if status not in _GONE_ON_FROM:
+        hint = "wait until it is done" if found[-1][0].is_working else "it has no whole reply"
+        raise InvalidField(f"{AT}: the response {previous:.80} is {status}; {hint}", AT)
+    return [item for row, bodies in found for item in items_of(row, bodies)]
+
+
+def read_conversation(rows: Rows, tenant: str, previous: str, now: int) -> list[tuple[Row, list[bytes]]]:
+    """The responses up to `previous`, the first one first, each with the items of its input."""
+    return [(row, [*rows.parts(row, INPUT)]) for row in rows.chain(tenant, previous, now)]
+
+
+def items_of(row: Row, bodies: Sequence[bytes], *, with_output: bool = True) -> list[Item]:
+    """The items of a response's input and of its output, without calls that were cut."""
+    found: list[Item] = [msgspec.json.decode(body, type=Item) for body in bodies]
+    if with_output:
+        output = msgspec.json.decode(row.body, type=_Output).output
+        found += [
+            item
+            for item in output
+            if not (item.get("type") == "function_call" and item.get("status") != "completed")
+        ]
+    return found
+
+
+class _Output(msgspec.Struct):
+    output: list[Item]
+
+
+def list_items(sent: str | Sequence[Item]) -> list[Item]:
+    """An input as a list of items with ids, as clients read it again."""
+    if isinstance(sent, str):
+        return [_item({"role": "user", "content": sent})]
+    return [_item(item) for item in sent if isinstance(item, Mapping)]
+
+
+def _item(sent: Mapping[str, object]) -> Item:
+    item = {"type": "message", **{name: value for name, value in sent.items() if value is not None}}
+    kind, role = item["type"], item.get("role")
+    if kind == "message":
+        item.setdefault("status", "completed")
+        if isinstance(item.get("content"), str):
+            part: Item = {"type": _TEXT_OF.get(str(role), "input_text"), "text": item["content"]}
+            if role == "assistant":
+                part["annotations"] = []
+            item["content"] = [part]
+    prefixes = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+    item.setdefault("id", new_id(prefixes.get(str(kind), "item"), "_"))
+    return item

@@ -1,0 +1,113 @@
+"""Stored chats: lists, one chat, its messages, its metadata, and its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import msgspec
+from starlette.responses import Response
+
+from plait.errors import InvalidField
+from plait.server.api.stored_metadata import read_metadata
+from plait.server.openai.chat_state import MESSAGES
+from plait.server.store.errors import NotStored
+from plait.server.stored.routes import Deleted, StoredCall, StoredList, StoredRoute, page_of
+
+if TYPE_CHECKING:
+    from plait.server.store.rows import Row, Rows
+
+MAX_METADATA_BYTES = 64 * 1024
+MAX_SCANNED = 10_000  # rows that one page of a filtered list looks at
+Body = dict[str, object]
+
+
+class _Metadata(msgspec.Struct):
+    metadata: dict[str, str] = {}
+
+
+async def list_chats(call: StoredCall) -> StoredList:
+    """A page of the chats, of one `model` and with some `metadata` if the query says so."""
+    query, model, wanted = call.page(order="asc"), call.query("model"), call.metadata_filter()
+
+    def read(rows: Rows) -> StoredList:
+        def matching() -> Iterator[tuple[str, bytes]]:
+            for count, row in enumerate(rows.iterate(call.tenant, "chat", query)):
+                if count == MAX_SCANNED:
+                    text = f"metadata: {count} chats were read and too few match; go on behind {row.id}"
+                    raise InvalidField(text, "metadata")
+                if model in (None, "", row.model) and _has(row, wanted):
+                    yield row.id, row.body
+
+        return page_of(matching(), query.limit)
+
+    return await call.store.run(read)
+
+
+def _has(row: Row, wanted: dict[str, str]) -> bool:
+    if not wanted:
+        return True
+    found = msgspec.json.decode(row.body, type=_Metadata).metadata
+    return wanted.items() <= found.items()
+
+
+async def get_chat(call: StoredCall) -> Response:
+    """One chat."""
+    return _json(await _row(call))
+
+
+async def change_chat(call: StoredCall) -> Response:
+    """Replace the chat's metadata; nothing else of it can change."""
+    body = await call.body(MAX_METADATA_BYTES)
+    if "metadata" not in body:
+        raise InvalidField("metadata: it is required; only metadata can change", "metadata")
+    metadata = read_metadata(body["metadata"])
+
+    def change(rows: Rows) -> Row:
+        row = rows.get(call.tenant, "chat", call.id)
+        found = msgspec.json.decode(row.body, type=Body) | {"metadata": metadata}
+        return rows.change(row, msgspec.json.encode(found), row.status)
+
+    return _json(await call.store.run(change))
+
+
+async def delete_chat(call: StoredCall) -> Deleted:
+    """Delete the chat and its messages."""
+    await call.store.run(lambda rows: rows.delete(rows.get(call.tenant, "chat", call.id)))
+    return Deleted(id=call.id, object="chat.completion.deleted")
+
+
+async def list_messages(call: StoredCall) -> StoredList:
+    """The messages that the chat was made from."""
+    query = call.page(order="asc")
+
+    def read(rows: Rows) -> list[bytes]:
+        return [*rows.parts(rows.get(call.tenant, "chat", call.id), MESSAGES)]
+
+    bodies = [(f"{call.id}-{i}", body) for i, body in enumerate(await call.store.run(read))]
+    if query.is_descending:
+        bodies.reverse()
+    ids = [name for name, _ in bodies]
+    if query.after and query.after not in ids:
+        raise NotStored(f"after: there is no message {query.after!r:.80} in this chat", "after")
+    return page_of(bodies[ids.index(query.after) + 1 if query.after else 0 :], query.limit)
+
+
+async def _row(call: StoredCall) -> Row:
+    def read(rows: Rows) -> Row:
+        return rows.get(call.tenant, "chat", call.id)
+
+    return await call.store.run(read)
+
+
+def _json(row: Row) -> Response:
+    return Response(row.body, 200, media_type="application/json")
+
+
+ROUTES = (
+    StoredRoute("GET", "/v1/chat/completions", list_chats),
+    StoredRoute("GET", "/v1/chat/completions/{id}", get_chat),
+    StoredRoute("POST", "/v1/chat/completions/{id}", change_chat),
+    StoredRoute("DELETE", "/v1/chat/completions/{id}", delete_chat),
+    StoredRoute("GET", "/v1/chat/completions/{id}/messages", list_messages),
+)

@@ -1,0 +1,7 @@
+"""All endpoints of what is stored."""
+
+from __future__ import annotations
+
+from plait.server.stored import batches, chats, files, responses
+
+STORED = (*responses.ROUTES, *chats.ROUTES, *files.ROUTES, *batches.ROUTES)

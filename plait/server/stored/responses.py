@@ -1,0 +1,125 @@
+"""GET, DELETE and cancel of /v1/responses/{id}, the items of its input, and its stream again."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import AsyncIterator, Iterable
+from functools import partial
+
+import msgspec
+from starlette.responses import Response
+
+from plait.errors import InvalidField
+from plait.server.http.transfer import EventStream
+from plait.server.openai.response_state import items_of, read_conversation
+from plait.server.store.errors import NotStored
+from plait.server.store.rows import Row, Rows
+from plait.server.stored.background import EVENTS_PART, FRAMES, Frame, follow
+from plait.server.stored.routes import (
+    Deleted,
+    StoredCall,
+    StoredList,
+    StoredRoute,
+    flag_of,
+    number_of,
+    page_of,
+)
+
+MAX_EVENTS = 2**31 - 1
+
+
+async def get_response(call: StoredCall) -> Response | msgspec.Struct:
+    """The response as it is now, or with `stream=true` its events behind `starting_after`."""
+    if flag_of("stream", call.query("stream")):
+        return await _stream(call)
+    number_of("starting_after", call.query("starting_after"), 0, MAX_EVENTS)
+    row = await _row(call)
+    return _json(row)
+
+
+async def _stream(call: StoredCall) -> Response:
+    after = number_of("starting_after", call.query("starting_after"), 0, MAX_EVENTS)
+    first = 0 if after is None else after + 1
+    job = call.state.background.find(call.tenant, call.id)
+    if job is not None and job.is_streamed:
+        return EventStream(follow(job, first), _nothing, form=FRAMES)
+    row = await _row(call)
+    found = await call.store.run(lambda rows: rows.next_part(row, EVENTS_PART, -1))
+    if found is None:
+        text = "stream: only a response that was made with background: true and stream: true has events"
+        raise InvalidField(text, "stream")
+    frames = (await asyncio.to_thread(zlib.decompress, found[1])).split(b"\n\n")[:-1]
+    return EventStream(_replay(frames[first:]), _nothing, form=FRAMES)
+
+
+async def _replay(frames: Iterable[bytes]) -> AsyncIterator[msgspec.Struct]:
+    for frame in frames:
+        yield Frame(frame + b"\n\n")
+
+
+async def _nothing() -> None:
+    """A reader that leaves changes nothing."""
+
+
+async def delete_response(call: StoredCall) -> Deleted:
+    """Delete the response; one that runs in the background is cancelled first."""
+    row = await _row(call)
+    await call.state.background.cancel(call.tenant, call.id)
+    await call.store.run(lambda rows: rows.delete(row))
+    return Deleted(id=call.id, object="response")
+
+
+async def cancel_response(call: StoredCall) -> Response:
+    """Cancel a response that runs in the background; one that has ended stays as it is."""
+    row = await _row(call)
+    if not msgspec.json.decode(row.body, type=_Background).background:
+        raise InvalidField(
+            f"{call.id}: only a response with background: true can be cancelled", "response_id"
+        )
+    await call.state.background.cancel(call.tenant, call.id)
+    return _json(await _row(call))
+
+
+class _Background(msgspec.Struct):
+    background: bool = False
+
+
+async def list_input_items(call: StoredCall) -> StoredList:
+    """The items that the model was given: of the conversation before, and of this response's own input."""
+    query = call.page()
+    chain = await call.store.run(
+        partial(read_conversation, tenant=call.tenant, previous=call.id, now=call.store.now())
+    )
+    items = [
+        item
+        for place, (row, bodies) in enumerate(chain, 1)
+        for item in items_of(row, bodies, with_output=place < len(chain))
+    ]
+    if query.is_descending:
+        items.reverse()
+    ids = [str(item.get("id", "")) for item in items]
+    if query.after and query.after not in ids:
+        raise NotStored(f"after: there is no item {query.after!r:.80} in this list", "after")
+    first = ids.index(query.after) + 1 if query.after else 0
+    bodies = (msgspec.json.encode(item) for item in items[first:])
+    return page_of(zip(ids[first:], bodies, strict=True), query.limit)
+
+
+async def _row(call: StoredCall) -> Row:
+    def read(rows: Rows) -> Row:
+        return rows.get(call.tenant, "response", call.id)
+
+    return await call.store.run(read)
+
+
+def _json(row: Row) -> Response:
+    return Response(row.body, 200, media_type="application/json")
+
+
+ROUTES = (
+    StoredRoute("GET", "/v1/responses/{id}", get_response),
+    StoredRoute("DELETE", "/v1/responses/{id}", delete_response),
+    StoredRoute("GET", "/v1/responses/{id}/input_items", list_input_items),
+    StoredRoute("POST", "/v1/responses/{id}/cancel", cancel_response),
+)

@@ -1,0 +1,59 @@
+"""What runs over the store while the server does: responses in the background, batches, and retention."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+from plait.errors import CapacityError
+from plait.server.stored.background import BackgroundRunner, fail_unfinished
+from plait.server.stored.batches import BatchRunner
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+    from plait.server.gateway.middleware import Traffic
+    from plait.server.gateway.request_context import LoadingState
+    from plait.server.store.store import Store
+
+logger = logging.getLogger("plait.server")
+
+
+class StoredState:
+    """The store of a server, and what is in work. Only for the event loop's thread."""
+
+    def __init__(self, store: Store, traffic: Traffic, loading: LoadingState) -> None:
+        self.store = store
+        self.background = BackgroundRunner(store, traffic)
+        self.batches = BatchRunner(store, traffic, loading)
+        self._cleaning: asyncio.Task[None] | None = None
+
+    async def start(self, app: ASGIApp) -> None:
+        """Settle what was in work when the last server ended, and go on with its batches.
+
+        `app`: the application's routes. Raises CapacityErrors.
+        """
+        await self.store.run(fail_unfinished)
+        await self.batches.start(app)
+        self._cleaning = asyncio.get_running_loop().create_task(self._clean())
+
+    async def pause(self) -> None:
+        """Interrupt batches, because the server stops; responses get the time that requests get."""
+        await self.batches.close()
+
+    async def close(self) -> None:
+        """End what is in work, so that its rows say so."""
+        await self.batches.close()
+        await self.background.close()
+        if self._cleaning is not None:
+            self._cleaning.cancel()
+            await asyncio.gather(self._cleaning, return_exceptions=True)
+
+    async def _clean(self) -> None:
+        while True:
+            await asyncio.sleep(self.store.clean_every_s)
+            try:
+                await self.store.clean()
+            except CapacityError as error:
+                logger.error("%s", error)
