@@ -305,13 +305,13 @@ class ServerConfig:
     log_level: LogLevel = option("info", "what is logged: from this level on")
     store: str | None = option(
         None,
-        "keep responses, chats, files and batches that clients store in this file; default: nothing is stored",
+        "keep what clients store (responses, chats, files, batches) in this file; default: nothing is stored",
     )
     store_limit: int = option(
         4 * GIB, "the most that is stored; more deletes what was not used longest", least=16 * MIB
     )
     store_max_age: int = option(
-        30 * DAY_S, "what nobody used for so long is deleted: 30d, 12h, or seconds", least=60
+        30 * DAY_S, "what was not used for so long is deleted: 30d, 12h, or seconds", least=60
     )
     store_key: str | None = option(
         None, "encrypt what is stored with the key in this file, 64 hexadecimal digits"

@@ -83,7 +83,7 @@ def create_app(
     traffic: Traffic | None = None,
     state: StoredState | None = None,
 ) -> Starlette:
-    """The application over a model, or over one that is still loading. `state`: with a store, what it runs."""
+    """The application over a model, or over one that is still loading. `state`: of its store."""
     loading = front if isinstance(front, LoadingState) else LoadingState(front)
     traffic = traffic or Traffic(config)
     service = Service(loading, config, traffic, state)

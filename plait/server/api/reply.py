@@ -171,11 +171,12 @@ class ApiReply(ABC):
 
     `count`: its tokens and times so far. `form`: how its events are written. `at_once`: requests that the
     engine has of it at a time; None: all. `in_background`: it goes on when its client has left.
+    `is_kept`: `keep` stores it.
     """
 
     form = EVENTS
     at_once: int | None = None
-    in_background = False
+    in_background = is_kept = False
 
     def __init__(self, requests: Sequence[Request], *, stream: bool = False) -> None:
         self.requests, self.stream, self.count = requests, stream, TokenCount(requests)
@@ -203,6 +204,8 @@ class ApiReply(ABC):
 
     async def keep_streamed(self) -> None:
         """Store a reply that was streamed, before its `end`. Raises CapacityErrors."""
+        if self.is_kept:
+            await self.keep(self.whole(()))
 
     def begin(self) -> Iterable[msgspec.Struct]:
         """The events before the first delta."""

@@ -71,6 +71,10 @@ class Keyring:
                     found = key
         return found
 
+    def find_name(self, name: str) -> Key | None:
+        """The key of this name; None: it is no longer one of this server's."""
+        return next((key for key in self.keys or (self.anybody,) if key.name == name), None)
+
 
 def read_keys(config: ServerConfig) -> Keyring:
     """The keys of `api_key` and, as it is now, of `api_key_file`. Raises ConfigError, which shows no key."""

@@ -7,13 +7,11 @@ good as none: never a redirect that loses a body.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import lru_cache
 from typing import Protocol
 
 import msgspec
@@ -38,6 +36,7 @@ from plait.server.http.errors import (
     TooManyRequests,
     problem,
 )
+from plait.server.http.hosts import host_name, is_loopback
 from plait.server.http.transfer import check_head, host_of, new_id
 
 MAX_OPEN_REQUESTS = 2048  # each has a task, a body in memory and perhaps a thread
@@ -120,11 +119,6 @@ class Traffic:
             text = "the API key is not one of this server's" if sent else "an API key is needed"
             raise InvalidKey(f"{text}; send it as `Authorization: Bearer KEY` or `x-api-key: KEY`")
         exchange.key = key
-
-    def find_key(self, name: str) -> Key | None:
-        """The key of this name; None: it is no longer one of this server's."""
-        keys = self.keyring.keys or (self.keyring.anybody,)
-        return next((key for key in keys if key.name == name), None)
 
     def admit(self, exchange: Exchange) -> None:
         """Count a request against its key's limits. Raises RateLimited."""
@@ -382,25 +376,6 @@ class Edge:
 def one_spelling(path: str) -> str:
     """A path without doubled and trailing slashes."""
     return "/" + "/".join(part for part in path.split("/") if part)
-
-
-def host_name(host: str) -> str:
-    """The name in a Host header, without port and brackets, in lower case."""
-    host = host.strip().lower()
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.rpartition(":")[0] if host.count(":") == 1 else host
-
-
-@lru_cache(maxsize=64)
-def is_loopback(host: str) -> bool:
-    """Whether an address or a name means this machine only."""
-    if host.lower() == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _all_keys(keyring: Keyring) -> tuple[Key, ...]:

@@ -8,7 +8,7 @@ A response lists fields of its request that the endpoint ignored, if there were 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,9 +119,10 @@ async def run(
     return counts
 
 
-def has_failed(answer: dict[str, Any]) -> bool:
+def has_failed(answer: Mapping[str, object]) -> bool:
     """Whether a line of output is an error."""
-    return answer["error"] is not None or answer["response"]["status_code"] >= 400
+    response = answer["response"]
+    return not (isinstance(response, dict) and response["status_code"] < 400)
 
 
 async def answer_line(

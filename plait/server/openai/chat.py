@@ -202,7 +202,7 @@ class ChatReply(ChoicesReply):
         asked, request = chat.asked, chat.request
         kind = "chat.completion.chunk" if asked.stream else "chat.completion"
         super().__init__(head(context, "chatcmpl", kind), asked, [request], ChatChunk)
-        self._keeper = keeper
+        self._keeper, self.is_kept = keeper, keeper is not None
         self._chat, self._n, self._is_named = chat, asked.n, isinstance(asked.tool_choice, dict)
         named = THOUGHTS if asked.reasoning_field is None else (asked.reasoning_field,)
         self._thoughts: Sequence[str] = named if asked.include_reasoning else ()
@@ -219,14 +219,9 @@ class ChatReply(ChoicesReply):
 
     async def keep(self, whole: msgspec.Struct) -> msgspec.Struct:
         if self._keeper is not None:
+            whole = msgspec.structs.replace(whole, object="chat.completion")  # not a chunk, if it was streamed
             await self._keeper.save(whole, self._chat.asked.messages)
         return whole
-
-    async def keep_streamed(self) -> None:
-        if self._keeper is not None:
-            self.head["object"] = "chat.completion"
-            await self.keep(self.whole(()))
-            self.head["object"] = "chat.completion.chunk"
 
     def events(self, i: int, delta: Delta) -> list[ChatChunk]:
         if self._keeper is not None:

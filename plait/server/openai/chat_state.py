@@ -10,7 +10,7 @@ import msgspec
 
 from plait.errors import InvalidField
 from plait.server.api.stored_metadata import read_metadata
-from plait.server.store.rows import Row, Rows
+from plait.server.store.rows import Rows, StoredRow
 
 if TYPE_CHECKING:
     from plait.server.gateway.request_context import RequestContext
@@ -42,7 +42,7 @@ class ChatKeeper:
             msgspec.json.encode({"content": None, **message, "id": f"{head.id}-{i}"})
             for i, message in enumerate(messages)
         ]
-        row = Row(
+        row = StoredRow(
             id=head.id,
             kind="chat",
             tenant=self.tenant,

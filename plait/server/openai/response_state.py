@@ -17,7 +17,7 @@ from plait.errors import CapacityError, InvalidField
 from plait.server.http.transfer import new_id
 from plait.server.openai.response_items import Response
 from plait.server.store.errors import START, NotStored, PreviousNotStored, StoreOff
-from plait.server.store.rows import Row, Rows
+from plait.server.store.rows import Rows, StoredRow
 
 if TYPE_CHECKING:
     from plait.server.gateway.request_context import RequestContext
@@ -48,7 +48,7 @@ class StateFields(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Whether a response is stored. `warning`: why it is not, although nobody asked for that."""
+    """Whether a response is stored. `warning`: why it is not, although the request would have had it."""
 
     warning: str = ""
 
@@ -58,7 +58,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class ResponseKeeper:
-    """Writes one response. `is_demanded`: the request said `store: true`, so a failure is the reply's."""
+    """Writes one response. `is_demanded`: the request has `store: true`, so a failure is the reply's."""
 
     store: Store
     tenant: str
@@ -76,9 +76,9 @@ class ResponseKeeper:
             return Stored(f"the response was not stored: {error}")
         return Stored()
 
-    def add(self, rows: Rows, response: Response) -> Row:
+    def add(self, rows: Rows, response: Response) -> StoredRow:
         """Add the response's row."""
-        row = Row(
+        row = StoredRow(
             id=response.id,
             kind="response",
             tenant=self.tenant,
@@ -132,12 +132,14 @@ def earlier_items(context: RequestContext, previous: str | None) -> list[Item]:
     return [item for row, bodies in found for item in items_of(row, bodies)]
 
 
-def read_conversation(rows: Rows, tenant: str, previous: str, now: int) -> list[tuple[Row, list[bytes]]]:
+def read_conversation(
+    rows: Rows, tenant: str, previous: str, now: int
+) -> list[tuple[StoredRow, list[bytes]]]:
     """The responses up to `previous`, the first one first, each with the items of its input."""
     return [(row, [*rows.parts(row, INPUT)]) for row in rows.chain(tenant, previous, now)]
 
 
-def items_of(row: Row, bodies: Sequence[bytes], *, with_output: bool = True) -> list[Item]:
+def items_of(row: StoredRow, bodies: Sequence[bytes], *, with_output: bool = True) -> list[Item]:
     """The items of a response's input and of its output, without calls that were cut."""
     found: list[Item] = [msgspec.json.decode(body, type=Item) for body in bodies]
     if with_output:

@@ -58,7 +58,6 @@ from plait.server.openai.response_items import (
     chat_tools,
     conversation,
 )
-
 from plait.server.openai.response_state import ResponseKeeper, Stored, earlier_items, keeper_of
 
 if TYPE_CHECKING:
@@ -210,15 +209,11 @@ class ResponsesReply(BlockReply):
         keeper: ResponseKeeper | None = None,
     ) -> None:
         super().__init__(chat, _NAMES, places)
-        self.keeper, self._stored = keeper, Stored()
+        self.keeper, self._stored, self.in_background = keeper, Stored(), asked.background
         self.head = msgspec.structs.replace(_head(model, asked, chat.request), store=keeper is not None)
         self._ids: list[str] = []  # of the items
         self._num_sent = 0
         self._last: Response | None = None  # what was stored, and is then sent
-
-    @property
-    def in_background(self) -> bool:
-        return self.head.background
 
     @property
     def warning(self) -> str:

@@ -1,1 +1,1 @@
-"""What the server keeps for clients with `--store`: one SQLite file, rows by API key, retention, encryption."""
+"""What the server keeps for clients with `--store`: a SQLite file, rows by API key, retention, encryption."""

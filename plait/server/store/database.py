@@ -118,7 +118,7 @@ class Database:
             self._connection.close()
 
     def _transact(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        with _typed_errors():
+        with _translate_errors():
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 found = work(self._connection)
@@ -131,7 +131,7 @@ class Database:
 
 
 @contextlib.contextmanager
-def _typed_errors() -> Iterator[None]:
+def _translate_errors() -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:
@@ -176,7 +176,7 @@ def _create_private(path: str) -> None:
 
 
 def _check_length(path: str, head: bytes, size: int) -> None:
-    """Raises ConfigError for a file that is shorter than its own header says, and has no log to mend it."""
+    """Raises ConfigError for a file that is shorter than its header says, and has no log to complete it."""
     if len(head) < 100 or os.path.exists(path + "-wal"):
         return
     page = int.from_bytes(head[16:18], "big")

@@ -28,8 +28,11 @@ MAX_CHAIN = 10_000  # responses of one conversation: as many as a chat has messa
 _COLUMNS = "position, id, kind, tenant, created, expires, status, model, refers, size, body"
 
 
+_Columns = tuple[int, str, Kind, str, int, int | None, str, str, str, int, bytes]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class StoredRow:
     """One object. Times are seconds since 1970; `expires` None: with the store's own age. `size`: bytes of
     its body and parts. `refers`: the id of the response before it, or of the file that a batch reads.
     """
@@ -66,12 +69,13 @@ class Rows:
     def __init__(self, connection: sqlite3.Connection, seal: Seal) -> None:
         self._connection, self._seal = connection, seal
 
-    def add(self, row: Row, parts: Mapping[str, Sequence[bytes]] = {}) -> Row:
+    def add(self, row: StoredRow, parts: Mapping[str, Sequence[bytes]] = {}) -> StoredRow:
         """Insert a row with its parts."""
         sealed = self._seal.close(row.body, _place(row.id, row.tenant, "body", 0))
         values = (row.id, row.kind, row.tenant, row.created, row.created, row.expires, row.status)
         cursor = self._connection.execute(
-            "INSERT INTO objects (id, kind, tenant, created, used, expires, status, model, refers, size, body) "
+            "INSERT INTO objects "
+            "(id, kind, tenant, created, used, expires, status, model, refers, size, body) "
             "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (*values, row.model, row.refers, len(sealed), sealed),
         )
@@ -81,21 +85,21 @@ class Rows:
                 self.add_part(found, name, number, body)
         return found
 
-    def get(self, tenant: str, kind: Kind, object_id: str) -> Row:
+    def get(self, tenant: str, kind: Kind, object_id: str) -> StoredRow:
         """Raises NotStored, also for another tenant's."""
         found = self.find(tenant, kind, object_id)
         if found is None:
             raise NotStored(f"there is no {NAMES[kind]} {object_id!r:.80} that this key has stored")
         return found
 
-    def find(self, tenant: str, kind: Kind, object_id: str) -> Row | None:
+    def find(self, tenant: str, kind: Kind, object_id: str) -> StoredRow | None:
         found = self._connection.execute(
             f"SELECT {_COLUMNS} FROM objects WHERE id = ? AND tenant = ? AND kind = ?",
             (object_id, tenant, kind),
         ).fetchone()
         return None if found is None else self._row(found)
 
-    def iterate(self, tenant: str, kind: Kind, query: PageQuery) -> Iterator[Row]:
+    def iterate(self, tenant: str, kind: Kind, query: PageQuery) -> Iterator[StoredRow]:
         """The rows behind `query.after`, all of them: the caller stops at its limit. Raises NotStored."""
         sign, order = ("<", "DESC") if query.is_descending else (">", "ASC")
         edge = ""
@@ -109,7 +113,7 @@ class Rows:
         )
         yield from (self._row(found) for found in cursor)
 
-    def working(self, kind: Kind) -> list[Row]:
+    def working(self, kind: Kind) -> list[StoredRow]:
         """The rows of all tenants that are in work; for the server itself, when it starts."""
         text = f"SELECT {_COLUMNS} FROM objects WHERE kind = ? AND status IN ({_WORKING}) ORDER BY position"
         return [self._row(found) for found in self._connection.execute(text, (kind,))]
@@ -119,7 +123,7 @@ class Rows:
         (found,) = self._connection.execute(text, (tenant, kind)).fetchone()
         return int(found)
 
-    def change(self, row: Row, body: bytes, status: str) -> Row:
+    def change(self, row: StoredRow, body: bytes, status: str) -> StoredRow:
         """Replace the body and the status of a row that was read or added before. Raises NotStored."""
         sealed = self._seal.close(body, _place(row.id, row.tenant, "body", 0))
         found = self._connection.execute(
@@ -131,11 +135,11 @@ class Rows:
             raise NotStored(f"the {NAMES[row.kind]} {row.id!r:.80} was deleted meanwhile")
         return replace(row, body=body, status=status, size=int(found[0]))
 
-    def delete(self, row: Row) -> None:
+    def delete(self, row: StoredRow) -> None:
         """Delete a row and its parts. Raises nothing if it is gone."""
         self._connection.execute("DELETE FROM objects WHERE position = ?", (row.position,))
 
-    def add_part(self, row: Row, name: str, number: int, body: bytes) -> None:
+    def add_part(self, row: StoredRow, name: str, number: int, body: bytes) -> None:
         """Add one body to a list of a row's parts."""
         sealed = self._seal.close(body, _place(row.id, row.tenant, name, number))
         self._connection.execute(
@@ -146,7 +150,7 @@ class Rows:
             "UPDATE objects SET size = size + ? WHERE position = ?", (len(sealed), row.position)
         )
 
-    def parts(self, row: Row, name: str) -> Iterator[bytes]:
+    def parts(self, row: StoredRow, name: str) -> Iterator[bytes]:
         """The bodies of a list, in the order of their numbers."""
         cursor = self._connection.execute(
             "SELECT number, body FROM parts WHERE object = ? AND name = ? ORDER BY number",
@@ -155,7 +159,7 @@ class Rows:
         for number, body in cursor:
             yield self._seal.open(body, _place(row.id, row.tenant, name, number))
 
-    def next_part(self, row: Row, name: str, after: int) -> tuple[int, bytes] | None:
+    def next_part(self, row: StoredRow, name: str, after: int) -> tuple[int, bytes] | None:
         """The first body with a number above `after`, with its number; None: there is no more."""
         found = self._connection.execute(
             "SELECT number, body FROM parts WHERE object = ? AND name = ? AND number > ? "
@@ -166,12 +170,12 @@ class Rows:
             return None
         return int(found[0]), self._seal.open(found[1], _place(row.id, row.tenant, name, found[0]))
 
-    def part_numbers(self, row: Row, name: str) -> set[int]:
+    def part_numbers(self, row: StoredRow, name: str) -> set[int]:
         """The numbers of a list's parts."""
         text = "SELECT number FROM parts WHERE object = ? AND name = ?"
         return {int(number) for (number,) in self._connection.execute(text, (row.position, name))}
 
-    def parts_length(self, row: Row, name: str) -> int:
+    def parts_length(self, row: StoredRow, name: str) -> int:
         """Bytes of all bodies of a list."""
         text = "SELECT coalesce(sum(length(body)), 0), count(*) FROM parts WHERE object = ? AND name = ?"
         size, count = self._connection.execute(text, (row.position, name)).fetchone()
@@ -182,12 +186,12 @@ class Rows:
         text = f"SELECT 1 FROM objects WHERE refers = ? AND status IN ({_WORKING}) LIMIT 1"
         return self._connection.execute(text, (object_id,)).fetchone() is not None
 
-    def chain(self, tenant: str, object_id: str, now: int) -> list[Row]:
+    def chain(self, tenant: str, object_id: str, now: int) -> list[StoredRow]:
         """A conversation's responses, the first one first; all of them count as used now.
 
         Raises NotStored where one of them is not there any more.
         """
-        found: list[Row] = []
+        found: list[StoredRow] = []
         while object_id and len(found) < MAX_CHAIN:
             found.append(self.get(tenant, "response", object_id))
             object_id = found[-1].refers
@@ -196,11 +200,10 @@ class Rows:
         )
         return found[::-1]
 
-    def _row(self, found: Sequence[object]) -> Row:
+    def _row(self, found: _Columns) -> StoredRow:
         position, object_id, kind, tenant, created, expires, status, model, refers, size, sealed = found
-        assert isinstance(sealed, bytes)
-        body = self._seal.open(sealed, _place(str(object_id), str(tenant), "body", 0))
-        return Row(
+        body = self._seal.open(sealed, _place(object_id, tenant, "body", 0))
+        return StoredRow(
             id=object_id,
             kind=kind,
             tenant=tenant,

@@ -1,7 +1,7 @@
 """The store: rows in the database's thread, and retention by age and size.
 
-Old rows go first: those not used for `--store-max-age`, and above `--store-limit` the least recently used rows
-of the key that has the most. So a key that stores much pushes its own rows out, not those of others. What is in
+Old rows go first: those not used for `--store-max-age`. Above `--store-limit` the least recently used rows go of
+the key that has the most. So a key that stores much pushes its own rows out, not those of others. What is in
 work stays, with what it refers to. If nothing else is left, the new row is refused.
 """
 
@@ -36,7 +36,7 @@ _FREE = f"""
 
 
 class Store:
-    """What clients have stored. `limit`: bytes of all rows; `max_age_s`: of rows that nobody used."""
+    """What clients have stored. `limit`: bytes of all rows; `max_age_s`: of rows that were not used."""
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ from plait.server.store.errors import NotStored
 
 if TYPE_CHECKING:
     from plait.server.gateway.middleware import Traffic
-    from plait.server.store.rows import Row, Rows
+    from plait.server.store.rows import Rows, StoredRow
     from plait.server.store.store import Store
 
 logger = logging.getLogger("plait.server")
@@ -39,7 +39,7 @@ RESTARTED = "the server ended before this response was whole; send the request a
 STOPPED = "the server is stopping and has ended this response; send the request again"
 
 
-class Frame(msgspec.Struct, frozen=True):
+class EventFrame(msgspec.Struct, frozen=True):
     """One event as it is sent."""
 
     data: bytes
@@ -49,11 +49,11 @@ FRAMES = StreamForm("text/event-stream", lambda found: found.data)
 
 
 @dataclass(slots=True)
-class Job:
+class ResponseJob:
     """One response in work. `frames`: its events, each as it is sent; the number of one is its place."""
 
     reply: ResponsesReply
-    row: Row
+    row: StoredRow
     frames: list[bytes] = field(default_factory=list)
     is_done: bool = False
     is_cancelled: bool = False  # by its client
@@ -80,12 +80,12 @@ class Job:
         await self._changed.wait()
 
 
-async def follow(job: Job, first: int) -> AsyncIterator[msgspec.Struct]:
+async def follow(job: ResponseJob, first: int) -> AsyncIterator[msgspec.Struct]:
     """The events of a job from the number `first` on, as they come, until its end."""
     number = first
     while True:
         while number < len(job.frames):
-            yield Frame(job.frames[number])
+            yield EventFrame(job.frames[number])
             number += 1
         if job.is_done:
             return
@@ -97,10 +97,10 @@ class BackgroundRunner:
 
     def __init__(self, store: Store, traffic: Traffic) -> None:
         self._store, self._traffic = store, traffic
-        self._jobs: dict[tuple[str, str], Job] = {}
+        self._jobs: dict[tuple[str, str], ResponseJob] = {}
         self._stops = False
 
-    def find(self, tenant: str, response_id: str) -> Job | None:
+    def find(self, tenant: str, response_id: str) -> ResponseJob | None:
         """The job of a response that is in work."""
         return self._jobs.get((tenant, response_id))
 
@@ -123,11 +123,11 @@ class BackgroundRunner:
             return EventStream(follow(job, 0), _leave, form=FRAMES)
         return json_response(reply.head)
 
-    async def _begin(self, context: RequestContext, reply: ResponsesReply) -> Job:
+    async def _begin(self, context: RequestContext, reply: ResponsesReply) -> ResponseJob:
         keeper, head = reply.keeper, reply.head
         assert keeper is not None
         row = await self._store.run(lambda rows: keeper.add(rows, head))
-        job = self._jobs[keeper.tenant, head.id] = Job(reply, row)
+        job = self._jobs[keeper.tenant, head.id] = ResponseJob(reply, row)
         job.task = asyncio.get_running_loop().create_task(self._run(job, context))
         await asyncio.sleep(0)  # a task that is cancelled before it began would never end its job
         return job
@@ -149,7 +149,7 @@ class BackgroundRunner:
         if tasks:
             await asyncio.wait(tasks)
 
-    async def _run(self, job: Job, context: RequestContext) -> None:
+    async def _run(self, job: ResponseJob, context: RequestContext) -> None:
         """Run a job to its end, whatever that is. Its requests, tokens and log are those of its key."""
         old = context.exchange
         exchange = Exchange(
@@ -171,7 +171,7 @@ class BackgroundRunner:
             self._traffic.end(exchange)
         await self._finish(job, ending)
 
-    async def _generate(self, job: Job, context: RequestContext) -> Ending:
+    async def _generate(self, job: ResponseJob, context: RequestContext) -> Ending:
         reply = job.reply
         events = reply.begin()
         for event in (next(events), next(events)):  # created and queued
@@ -187,7 +187,7 @@ class BackgroundRunner:
                     job.push(event)
         finally:
             await generation.close()
-        return _ending(reply.end())
+        return _end_with(reply.end())
 
     async def _submit(self, context: RequestContext, reply: ResponsesReply) -> Generation:
         """Submit the request, and wait while the engine's queue is full. Raises CapacityErrors."""
@@ -201,12 +201,12 @@ class BackgroundRunner:
                     raise
             await asyncio.sleep(RETRY_S)
 
-    async def _change(self, job: Job, response: response_items.Response) -> None:
+    async def _change(self, job: ResponseJob, response: response_items.Response) -> None:
         body = msgspec.json.encode(response)
         job.row = await self._store.run(lambda rows: rows.change(job.row, body, response.status))
 
-    async def _finish(self, job: Job, ending: Ending) -> None:
-        """Store how the job ended, with its events, before readers see that. A failure is a line of the log."""
+    async def _finish(self, job: ResponseJob, ending: Ending) -> None:
+        """Store how the job ended, with its events, before readers see it. A failure is a line of the log."""
         response, last = ending.response, b"".join(event_frame(event) for event in ending.events)
         body, packed = msgspec.json.encode(response), b""
         if job.is_streamed:
@@ -239,15 +239,15 @@ class Ending:
     events: Sequence[response_items.ResponseEvent] = ()
 
 
-def _ending(events: Iterable[response_items.ResponseEvent]) -> Ending:
+def _end_with(events: Iterable[response_items.ResponseEvent]) -> Ending:
     found = [*events]
     last = found[-1]
     assert isinstance(last, response_items.StateEvent)
     return Ending(last.response, found)
 
 
-def _fail(job: Job, found: Problem) -> Ending:
-    return _ending(job.reply.failed(found))
+def _fail(job: ResponseJob, found: Problem) -> Ending:
+    return _end_with(job.reply.failed(found))
 
 
 async def _leave() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ import msgspec
 from plait.config import MIB
 from plait.server.http.transfer import new_id
 from plait.server.openai.batch import PAUSES_S, Line, answer_line, has_failed
-from plait.server.store.rows import Row
+from plait.server.store.rows import StoredRow
 from plait.server.stored.batch_objects import (
     MAX_ERRORS,
     MAX_LINES,
@@ -31,7 +31,7 @@ from plait.server.stored.batch_objects import (
     RequestCounts,
     read_request,
 )
-from plait.server.stored.files import CONTENT, FileObject, read_parts
+from plait.server.stored.file_objects import CONTENT, FileObject, read_parts
 
 if TYPE_CHECKING:
     from plait.server.store.rows import Rows
@@ -51,7 +51,7 @@ class BatchRun:
     """
 
     store: Store
-    row: Row
+    row: StoredRow
     work: BatchWork
     places: asyncio.Semaphore
     app_of: Callable[[str], InnerApp | None]
@@ -115,7 +115,7 @@ class BatchRun:
         await self._change(status="in_progress", in_progress_at=now, request_counts=counts)
         return True
 
-    async def _lines(self) -> AsyncIterator[Line]:
+    async def _lines(self) -> AsyncGenerator[Line, None]:
         """The requests of the input. Parts are parsed in a thread, some of them at a time."""
         row, endpoint = self.row, self.batch.endpoint
         source = await self.store.run(lambda rows: rows.get(row.tenant, "file", row.refers))
@@ -155,7 +155,7 @@ class BatchRun:
             for file in made:
                 body = msgspec.json.encode(file)
                 rows.add(
-                    Row(
+                    StoredRow(
                         id=file.id,
                         kind="file",
                         tenant=self.row.tenant,
@@ -169,8 +169,8 @@ class BatchRun:
 
         await self.store.run(write)
 
-    async def _files(self) -> tuple[Row, Row]:
-        def read(rows: Rows) -> tuple[Row, Row]:
+    async def _files(self) -> tuple[StoredRow, StoredRow]:
+        def read(rows: Rows) -> tuple[StoredRow, StoredRow]:
             ids, tenant = self.work, self.row.tenant
             return rows.get(tenant, "file", ids.output_id), rows.get(tenant, "file", ids.error_id)
 
@@ -195,7 +195,7 @@ class BatchRun:
                     await mine.acquire()
                     group.create_task(answer(line))
 
-    async def _count_answers(self, output: Row, errors: Row) -> set[int]:
+    async def _count_answers(self, output: StoredRow, errors: StoredRow) -> set[int]:
         """The lines that have an answer; the counts are theirs again, whatever was interrupted."""
 
         def read(rows: Rows) -> tuple[set[int], set[int]]:
@@ -207,7 +207,7 @@ class BatchRun:
         self._hold(msgspec.structs.replace(self.batch, request_counts=counts))
         return good | bad
 
-    async def _answer_line(self, line: Line, output: Row, errors: Row) -> None:
+    async def _answer_line(self, line: Line, output: StoredRow, errors: StoredRow) -> None:
         app = self.app_of(self.row.tenant)
         if app is None:
             answer = _refuse(line, {"code": "key_removed", "message": KEY_GONE})
@@ -219,7 +219,7 @@ class BatchRun:
         failed = has_failed(answer)
         await self._write(line.number, errors if failed else output, answer, failed=failed)
 
-    async def _write(self, number: int, target: Row, answer: object, *, failed: bool) -> None:
+    async def _write(self, number: int, target: StoredRow, answer: object, *, failed: bool) -> None:
         """Store one answer and the counts that it changes."""
         counts = self.batch.request_counts
         name = "failed" if failed else "completed"

@@ -1,120 +1,29 @@
-"""/v1/batches: create, get, list, cancel; and the batches that run."""
+"""/v1/batches: create, get, list, cancel."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from functools import partial
-from typing import TYPE_CHECKING
 
 import msgspec
-from starlette.types import ASGIApp
 
 from plait.config import MIB
-from plait.errors import CapacityError, InvalidField
+from plait.errors import InvalidField
 from plait.server.api.stored_metadata import read_metadata
-from plait.server.http.errors import TooManyRequests, problem
+from plait.server.http.errors import TooManyRequests
 from plait.server.http.transfer import new_id
 from plait.server.store.errors import NotStored
-from plait.server.store.rows import Row, Rows
+from plait.server.store.rows import Rows, StoredRow
 from plait.server.stored.batch_objects import (
     WINDOW_S,
     BatchObject,
     BatchWork,
     check_endpoint,
 )
-from plait.server.stored.batch_run import BatchRun
-from plait.server.stored.files import EXPIRES, purpose_of
-from plait.server.stored.inner import InnerApp
+from plait.server.stored.file_objects import EXPIRES, purpose_of
 from plait.server.stored.routes import StoredCall, StoredList, StoredRoute, page_of
 
-if TYPE_CHECKING:
-    from plait.server.gateway.middleware import Traffic
-    from plait.server.gateway.request_context import LoadingState
-    from plait.server.store.store import Store
-
-logger = logging.getLogger("plait.server")
 MAX_OPEN = 32  # batches of one key
-PLACES = 8  # lines of all batches in work: each has a place in the engine's queue
-RETRY_S, LOADING_S = 10.0, 0.2
 BODY_BYTES = MIB
-
-
-class BatchRunner:
-    """Runs every batch that is in work. Only for the event loop's thread."""
-
-    def __init__(self, store: Store, traffic: Traffic, loading: LoadingState) -> None:
-        self._store, self._traffic, self._loading = store, traffic, loading
-        self._app: ASGIApp | None = None
-        self._places = asyncio.Semaphore(PLACES)
-        self._runs: dict[str, tuple[BatchRun, asyncio.Task[None]]] = {}
-        self._stops = False
-
-    async def start(self, app: ASGIApp) -> None:
-        """Go on with the batches that the last server left. `app`: the application's routes."""
-        self._app = app
-        for row in await self._store.run(lambda rows: rows.working("batch")):
-            self.launch(row, msgspec.json.decode(row.body, type=BatchWork))
-
-    def launch(self, row: Row, work: BatchWork) -> None:
-        """Begin a batch, or go on with it."""
-        if self._stops:
-            return
-        is_cancelled = work.batch.status == "cancelling"
-        run = BatchRun(self._store, row, work, self._places, self._app_of, is_cancelled)
-        self._runs[row.id] = run, asyncio.get_running_loop().create_task(self._run(run))
-
-    async def cancel(self, row: Row) -> None:
-        """Cancel a batch that runs, and wait until its answers so far are files."""
-        found = self._runs.get(row.id)
-        if found is not None:
-            run, task = found
-            await run.mark_cancelling()
-            task.cancel()
-            await asyncio.wait({task})
-
-    async def close(self) -> None:
-        """Interrupt every batch; the next server goes on with it."""
-        self._stops = True
-        tasks = [task for _, task in self._runs.values()]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
-
-    async def _run(self, run: BatchRun) -> None:
-        try:
-            await self._run_to_end(run)
-        except asyncio.CancelledError:
-            if not run.is_cancelled:
-                raise
-            await run.cancel()
-        except Exception as error:
-            found = problem(error)
-            await run.fail(found.code or "internal_error", found.message)
-        finally:
-            self._runs.pop(run.row.id, None)
-
-    async def _run_to_end(self, run: BatchRun) -> None:
-        """Run a batch; while the store refuses its answers, it waits and goes on."""
-        while self._loading.front is None:
-            await asyncio.sleep(LOADING_S)
-        has_ended = False
-        while not has_ended:
-            try:
-                if run.is_cancelled:
-                    await run.cancel()
-                else:
-                    await run.run()
-                has_ended = True
-            except* CapacityError as errors:
-                logger.error("the batch %s waits: %s", run.row.id, errors.exceptions[0])
-                await asyncio.sleep(RETRY_S)
-
-    def _app_of(self, tenant: str) -> InnerApp | None:
-        key = self._traffic.find_key(tenant)
-        assert self._app is not None
-        return None if key is None else InnerApp(self._app, self._traffic, key)
 
 
 async def create_batch(call: StoredCall) -> BatchObject:
@@ -154,7 +63,7 @@ def _output_age(found: object) -> int | None:
     return seconds
 
 
-def _add(rows: Rows, tenant: str, work: BatchWork) -> Row:
+def _add(rows: Rows, tenant: str, work: BatchWork) -> StoredRow:
     batch = work.batch
     try:
         file = rows.get(tenant, "file", batch.input_file_id)
@@ -167,7 +76,7 @@ def _add(rows: Rows, tenant: str, work: BatchWork) -> Row:
         raise TooManyRequests(
             f"{num_open} batches of this key are in work, and {MAX_OPEN} may be; wait for one"
         )
-    row = Row(
+    row = StoredRow(
         id=batch.id,
         kind="batch",
         tenant=tenant,
@@ -201,11 +110,11 @@ async def cancel_batch(call: StoredCall) -> BatchObject:
     return _batch(await _row(call))
 
 
-async def _row(call: StoredCall) -> Row:
+async def _row(call: StoredCall) -> StoredRow:
     return await call.store.run(lambda rows: rows.get(call.tenant, "batch", call.id))
 
 
-def _batch(row: Row) -> BatchObject:
+def _batch(row: StoredRow) -> BatchObject:
     return msgspec.json.decode(row.body, type=BatchWork).batch
 
 

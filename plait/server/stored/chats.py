@@ -15,10 +15,10 @@ from plait.server.store.errors import NotStored
 from plait.server.stored.routes import Deleted, StoredCall, StoredList, StoredRoute, page_of
 
 if TYPE_CHECKING:
-    from plait.server.store.rows import Row, Rows
+    from plait.server.store.rows import Rows, StoredRow
 
 MAX_METADATA_BYTES = 64 * 1024
-MAX_SCANNED = 10_000  # rows that one page of a filtered list looks at
+MAX_SCANNED = 10_000  # rows that a filtered list looks at for a page
 Body = dict[str, object]
 
 
@@ -44,7 +44,7 @@ async def list_chats(call: StoredCall) -> StoredList:
     return await call.store.run(read)
 
 
-def _has(row: Row, wanted: dict[str, str]) -> bool:
+def _has(row: StoredRow, wanted: dict[str, str]) -> bool:
     if not wanted:
         return True
     found = msgspec.json.decode(row.body, type=_Metadata).metadata
@@ -63,7 +63,7 @@ async def change_chat(call: StoredCall) -> Response:
         raise InvalidField("metadata: it is required; only metadata can change", "metadata")
     metadata = read_metadata(body["metadata"])
 
-    def change(rows: Rows) -> Row:
+    def change(rows: Rows) -> StoredRow:
         row = rows.get(call.tenant, "chat", call.id)
         found = msgspec.json.decode(row.body, type=Body) | {"metadata": metadata}
         return rows.change(row, msgspec.json.encode(found), row.status)
@@ -93,14 +93,14 @@ async def list_messages(call: StoredCall) -> StoredList:
     return page_of(bodies[ids.index(query.after) + 1 if query.after else 0 :], query.limit)
 
 
-async def _row(call: StoredCall) -> Row:
-    def read(rows: Rows) -> Row:
+async def _row(call: StoredCall) -> StoredRow:
+    def read(rows: Rows) -> StoredRow:
         return rows.get(call.tenant, "chat", call.id)
 
     return await call.store.run(read)
 
 
-def _json(row: Row) -> Response:
+def _json(row: StoredRow) -> Response:
     return Response(row.body, 200, media_type="application/json")
 
 

@@ -5,9 +5,8 @@ A file is stored in parts of a megabyte, as it arrives. The answers of a batch a
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 import msgspec
@@ -19,41 +18,25 @@ from plait.errors import InvalidField
 from plait.server.http.errors import BodyTooLarge
 from plait.server.http.transfer import new_id, read_pieces
 from plait.server.store.errors import InUse, NotStored
-from plait.server.store.rows import Row, Rows
+from plait.server.store.rows import Rows, StoredRow
+from plait.server.stored.file_objects import CONTENT, EXPIRES, FileObject, purpose_of, read_parts
 from plait.server.stored.multipart import FormReader, boundary_of
 from plait.server.stored.routes import Deleted, StoredCall, StoredList, StoredRoute, number_of, page_of
 
 if TYPE_CHECKING:
     from plait.server.store.store import Store
 
-CONTENT = "content"
 PART_BYTES = MIB
 MAX_NAME = 255
 MAX_PAGE = 10_000
 FORM_BYTES = 64 * 1024  # of a form, apart from its file
-EXPIRES = (3600, 30 * 86_400)
-Purpose = Literal["batch", "batch_output"]
-
-
-class FileObject(msgspec.Struct, kw_only=True, frozen=True):
-    """A stored file. `expires_at`: when it is deleted, if that was requested."""
-
-    id: str
-    object: Literal["file"] = "file"
-    bytes: int
-    created_at: int
-    expires_at: int | None = None
-    filename: str
-    purpose: Purpose
-    status: Literal["processed"] = "processed"
-    status_details: None = None
 
 
 @dataclass(slots=True)
 class Upload:
     """A form that arrives: its file's row, and its fields."""
 
-    row: Row | None = None
+    row: StoredRow | None = None
     filename: str = ""
     size: int = 0
     fields: dict[str, str] = field(default_factory=dict)
@@ -100,14 +83,14 @@ async def _receive(call: StoredCall, request: Request, upload: Upload) -> None:
             await _write(call.store, row, number, bytes(waiting))
 
 
-async def _begin_file(store: Store, tenant: str) -> Row:
-    row = Row(
+async def _begin_file(store: Store, tenant: str) -> StoredRow:
+    row = StoredRow(
         id=new_id("file"), kind="file", tenant=tenant, created=store.now(), body=b"{}", status="uploading"
     )
     return await store.run(lambda rows: rows.add(row))
 
 
-async def _write(store: Store, row: Row, number: int, body: bytes) -> None:
+async def _write(store: Store, row: StoredRow, number: int, body: bytes) -> None:
     await store.run(lambda rows: rows.add_part(row, CONTENT, number, body))
 
 
@@ -183,14 +166,6 @@ async def get_content(call: StoredCall) -> Response:
     return StreamingResponse(read_parts(call.store, row), 200, headers, "application/octet-stream")
 
 
-async def read_parts(store: Store, row: Row) -> AsyncIterator[bytes]:
-    """A file's content in parts. It ends early if the file is deleted meanwhile."""
-    number = -1
-    while (found := await store.run(lambda rows, n=number: rows.next_part(row, CONTENT, n))) is not None:
-        number, body = found
-        yield body
-
-
 async def delete_file(call: StoredCall) -> Deleted:
     """Delete a file. Raises InUse while a batch reads or writes it."""
 
@@ -202,10 +177,6 @@ async def delete_file(call: StoredCall) -> Deleted:
 
     await call.store.run(delete)
     return Deleted(id=call.id, object="file")
-
-
-def purpose_of(row: Row) -> str:
-    return msgspec.json.decode(row.body, type=FileObject).purpose
 
 
 def _clean_name(sent: str) -> str:
@@ -220,8 +191,8 @@ def _too_large(most: int) -> BodyTooLarge:
     )
 
 
-async def _row(call: StoredCall) -> Row:
-    def read(rows: Rows) -> Row:
+async def _row(call: StoredCall) -> StoredRow:
+    def read(rows: Rows) -> StoredRow:
         row = rows.get(call.tenant, "file", call.id)
         if row.is_working:
             raise NotStored(f"the file {call.id!r:.80} is not whole yet")

@@ -14,8 +14,8 @@ from plait.errors import InvalidField
 from plait.server.http.transfer import EventStream
 from plait.server.openai.response_state import items_of, read_conversation
 from plait.server.store.errors import NotStored
-from plait.server.store.rows import Row, Rows
-from plait.server.stored.background import EVENTS_PART, FRAMES, Frame, follow
+from plait.server.store.rows import Rows, StoredRow
+from plait.server.stored.background import EVENTS_PART, FRAMES, EventFrame, follow
 from plait.server.stored.routes import (
     Deleted,
     StoredCall,
@@ -55,7 +55,7 @@ async def _stream(call: StoredCall) -> Response:
 
 async def _replay(frames: Iterable[bytes]) -> AsyncIterator[msgspec.Struct]:
     for frame in frames:
-        yield Frame(frame + b"\n\n")
+        yield EventFrame(frame + b"\n\n")
 
 
 async def _nothing() -> None:
@@ -106,14 +106,14 @@ async def list_input_items(call: StoredCall) -> StoredList:
     return page_of(zip(ids[first:], bodies, strict=True), query.limit)
 
 
-async def _row(call: StoredCall) -> Row:
-    def read(rows: Rows) -> Row:
+async def _row(call: StoredCall) -> StoredRow:
+    def read(rows: Rows) -> StoredRow:
         return rows.get(call.tenant, "response", call.id)
 
     return await call.store.run(read)
 
 
-def _json(row: Row) -> Response:
+def _json(row: StoredRow) -> Response:
     return Response(row.body, 200, media_type="application/json")
 
 

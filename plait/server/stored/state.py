@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from plait.errors import CapacityError
 from plait.server.stored.background import BackgroundRunner, fail_unfinished
-from plait.server.stored.batches import BatchRunner
+from plait.server.stored.batch_runner import BatchRunner
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp

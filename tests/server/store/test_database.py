@@ -13,7 +13,7 @@ from plait.config import ServerConfig
 from plait.errors import ConfigError
 from plait.server.store.database import Database
 from plait.server.store.errors import StoreFull, StoreUnavailable
-from plait.server.store.rows import Row, Rows
+from plait.server.store.rows import Rows, StoredRow
 from plait.server.store.seal import Seal
 from plait.server.store.store import Store, open_store
 
@@ -22,9 +22,9 @@ def database(path: Path) -> Database:
     return Database(str(path), Seal())
 
 
-def row(name: str, **more: object) -> Row:
+def row(name: str, **more: object) -> StoredRow:
     fields: dict[str, object] = {"kind": "chat", "tenant": "a", "created": 1_000, "body": b"{}", **more}
-    return Row(id=name, **fields)  # type: ignore[arg-type]
+    return StoredRow(id=name, **fields)  # type: ignore[arg-type]
 
 
 def filled(path: Path, count: int = 50) -> None:

@@ -12,7 +12,7 @@ from plait.config import MIB, ServerConfig
 from plait.errors import ConfigError
 from plait.server.store.database import Database
 from plait.server.store.errors import NotStored, StoreFull, StoreUnavailable
-from plait.server.store.rows import PageQuery, Row
+from plait.server.store.rows import PageQuery, StoredRow
 from plait.server.store.seal import Seal, read_seal
 from plait.server.store.store import Store, open_store
 from tests.server.store.test_database import row
@@ -78,7 +78,7 @@ def test_a_row_grows_with_its_parts_and_goes_with_them(store: Store) -> None:
     made = store.call(lambda rows: rows.add(row("one", body=b"12345"), {"input": [b"ab", b"c"]}))
     store.call(lambda rows: rows.change(made, b"123", "failed"))
 
-    def read(rows: Any) -> tuple[Row, list[bytes], tuple[int, bytes] | None, set[int]]:
+    def read(rows: Any) -> tuple[StoredRow, list[bytes], tuple[int, bytes] | None, set[int]]:
         found = rows.get("a", "chat", "one")
         return (
             found,
@@ -99,7 +99,9 @@ def test_a_row_grows_with_its_parts_and_goes_with_them(store: Store) -> None:
     assert left == (0,)
 
 
-def test_what_nobody_used_for_long_goes_but_not_what_is_in_work_or_needed(store: Store, clock: Clock) -> None:
+def test_what_was_not_used_for_long_goes_but_not_what_is_in_work_or_needed(
+    store: Store, clock: Clock
+) -> None:
     store.call(
         lambda rows: [
             rows.add(row("old")),
