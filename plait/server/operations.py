@@ -18,6 +18,7 @@ from plait.server.http.transfer import EVENTS, JSON_LINES, UNMARKED_EVENTS, Stre
 from plait.server.llamacpp import completion, server_facts
 from plait.server.ollama import embed, generate, manage, wire
 from plait.server.openai import chat, completions, embeddings, models, response_items, responses
+from plait.server.stored import batch_objects, chats, file_objects, routes
 
 ITEM_EVENTS = "With stream: named and numbered events, from response.created to response.completed."
 BLOCK_EVENTS = "With stream: named events, from message_start to message_stop."
@@ -40,6 +41,37 @@ class Operation:
     refusal: Struct = ErrorBody
 
 
+_ONE = "that this key has stored"
+STORED: Mapping[tuple[str, str], Operation] = {
+    ("GET", "/v1/responses/{id}"): Operation(
+        "A stored response",
+        response_items.Response,
+        stream="With stream=true: its events, from starting_after.",
+    ),
+    ("DELETE", "/v1/responses/{id}"): Operation("Delete a response", routes.Deleted),
+    ("GET", "/v1/responses/{id}/input_items"): Operation("The items of its input", routes.StoredList),
+    ("POST", "/v1/responses/{id}/cancel"): Operation(
+        "Cancel a response that runs in the background", response_items.Response
+    ),
+    ("GET", "/v1/chat/completions"): Operation(f"The chats {_ONE}", routes.StoredList),
+    ("GET", "/v1/chat/completions/{id}"): Operation("A stored chat", chat.ChatCompletion),
+    ("POST", "/v1/chat/completions/{id}"): Operation(
+        "Replace a stored chat's metadata", chat.ChatCompletion, chats.ChatChange
+    ),
+    ("DELETE", "/v1/chat/completions/{id}"): Operation("Delete a stored chat", routes.Deleted),
+    ("GET", "/v1/chat/completions/{id}/messages"): Operation("Its messages", routes.StoredList),
+    ("POST", "/v1/files"): Operation("Store a file, sent as a form", file_objects.FileObject),
+    ("GET", "/v1/files"): Operation(f"The files {_ONE}", routes.StoredList),
+    ("GET", "/v1/files/{id}"): Operation("What is known of a file", file_objects.FileObject),
+    ("GET", "/v1/files/{id}/content"): Operation("The file itself"),
+    ("DELETE", "/v1/files/{id}"): Operation("Delete a file", routes.Deleted),
+    ("POST", "/v1/batches"): Operation(
+        "Answer the requests of a file at low priority", batch_objects.BatchObject, batch_objects.BatchRequest
+    ),
+    ("GET", "/v1/batches"): Operation(f"The batches {_ONE}", routes.StoredList),
+    ("GET", "/v1/batches/{id}"): Operation("A batch as it is now", batch_objects.BatchObject),
+    ("POST", "/v1/batches/{id}/cancel"): Operation("Cancel a batch", batch_objects.BatchObject),
+}
 OLLAMAS = wire.OllamaError
 GETS: Mapping[str, Operation] = {
     "/health": Operation("Whether the server can serve; 503: not now", Health),
@@ -68,7 +100,7 @@ POSTS: Mapping[str, Operation] = {
     "/v1/chat/completions": Operation(
         "The reply to a conversation",
         chat.ChatCompletion,
-        schema.ChatRequest,
+        schema.StorableChat,
         chat.ChatChunk,
     ),
     "/v1/embeddings": Operation("Texts as vectors", embeddings.Embeddings, embeddings.EmbeddingRequest),

@@ -28,7 +28,7 @@ from starlette.types import Receive, Scope, Send
 from plait.server.api.endpoint import Endpoint
 from plait.server.gateway.request_context import Health, Readiness
 from plait.server.http.transfer import EVENTS
-from plait.server.operations import GETS, POSTS, Operation, Struct
+from plait.server.operations import GETS, POSTS, STORED, Operation, Struct
 from plait.version import __version__
 
 POLICY = (
@@ -187,12 +187,17 @@ ABOUT = (
 
 def document(endpoints: Iterable[Endpoint]) -> dict[str, object]:
     """The OpenAPI document of the fixed GET routes and of `endpoints`."""
-    paths: dict[str, object] = {path: {"get": _get(path, operation)} for path, operation in GETS.items()}
+    paths: dict[str, dict[str, object]] = {
+        path: {"get": _get(path, operation)} for path, operation in GETS.items()
+    }
     operations = [*GETS.values()]
     for endpoint in endpoints:
         operation = POSTS.get(endpoint.path, Operation(f"{endpoint.method} {endpoint.path}"))
         operations.append(operation)
         paths[endpoint.path] = {endpoint.method.lower(): _post(endpoint, operation)}
+    for (method, path), operation in STORED.items():
+        operations.append(operation)
+        paths[path] = {**paths.get(path, {}), method.lower(): _describe_stored(method, path, operation)}
     return {
         "openapi": "3.1.0",
         "info": {"title": TITLE, "version": __version__, "description": ABOUT},
@@ -225,6 +230,18 @@ def _get(path: str, operation: Operation) -> dict[str, object]:
         ]
     if operation.reply in {Health, Readiness}:
         found["responses"]["503"] = {"description": "Not now", "content": _json(_ref(operation.reply))}
+    return found
+
+
+def _describe_stored(method: str, path: str, operation: Operation) -> dict[str, object]:
+    found = _get(path, operation)
+    found["operationId"] = f"{method.lower()}_{found['operationId']}"
+    if operation.body is not None:
+        found["requestBody"] = {"required": True, "content": _json(_ref(operation.body))}
+    elif (method, path) == ("POST", "/v1/files"):
+        form = {"properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"type": "string"}}}
+        schema = {"type": "object", "required": ["file", "purpose"], **form}
+        found["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": schema}}}
     return found
 
 

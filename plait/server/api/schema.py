@@ -104,7 +104,7 @@ class StorableChat(ChatRequest):
     """
 
     store: bool = False
-    metadata: dict[str, object] | None = None
+    metadata: dict[str, str] | None = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, frozen=True):

@@ -26,6 +26,7 @@ from plait.errors import (
     RequestError,
     clip_text,
 )
+from plait.server.store.errors import StoreFull, StoreUnavailable
 
 logger = logging.getLogger("plait.server")
 RETRY_AFTER_S = 1
@@ -182,8 +183,9 @@ def _problem(error: BaseException) -> Problem:
             return Problem(
                 error.status, str(error), error.param, error.code, _close_headers(error.status), more
             )
-        case DeadlineExceeded():  # the client's own; OpenAI's and Anthropic's clients would ask twice more
-            return Problem(504, str(error), None, error.code, {"x-should-retry": "false"})
+        # Clients would ask twice more: for what their own limit ended, or for a reply that cannot be stored.
+        case DeadlineExceeded() | StoreFull() | StoreUnavailable():
+            return Problem(error.status, str(error), None, error.code, {"x-should-retry": "false"})
         case CapacityError():
             return Problem(error.status, str(error), None, error.code, {"Retry-After": str(RETRY_AFTER_S)})
         case EngineLost():

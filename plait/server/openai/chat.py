@@ -85,7 +85,7 @@ class ChatChoice(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True, frozen=True):
-    """The reply of /v1/chat/completions."""
+    """The reply of /v1/chat/completions. `metadata`: of one that was stored, when it is read again."""
 
     id: ChatId
     object: Literal["chat.completion"]
@@ -97,6 +97,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True, frozen=True):
     prompt_token_ids: Sequence[Count] | UnsetType = UNSET
     prompt_logprobs: PromptScores | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
+    metadata: dict[str, str] | UnsetType = UNSET
 
 
 class FunctionCallDelta(msgspec.Struct, kw_only=True, frozen=True):
@@ -219,8 +220,10 @@ class ChatReply(ChoicesReply):
 
     async def keep(self, whole: msgspec.Struct) -> msgspec.Struct:
         if self._keeper is not None:
-            whole = msgspec.structs.replace(whole, object="chat.completion")  # not a chunk, if it was streamed
-            await self._keeper.save(whole, self._chat.asked.messages)
+            # A streamed reply has the head of its chunks.
+            metadata = dict(self._keeper.metadata)
+            stored = msgspec.structs.replace(whole, object="chat.completion", metadata=metadata)
+            await self._keeper.save(stored, self._chat.asked.messages)
         return whole
 
     def events(self, i: int, delta: Delta) -> list[ChatChunk]:

@@ -36,8 +36,8 @@ class ChatKeeper:
 
     async def save(self, whole: msgspec.Struct, messages: Sequence[Mapping[str, object]]) -> None:
         """Add the chat with its messages. Raises CapacityErrors."""
-        body = msgspec.to_builtins(whole) | {"metadata": dict(self.metadata)}
-        head = msgspec.convert(body, _Head)
+        body = msgspec.json.encode(whole)
+        head = msgspec.json.decode(body, type=_Head)
         parts = [
             msgspec.json.encode({"content": None, **message, "id": f"{head.id}-{i}"})
             for i, message in enumerate(messages)
@@ -47,7 +47,7 @@ class ChatKeeper:
             kind="chat",
             tenant=self.tenant,
             created=head.created,
-            body=msgspec.json.encode(body),
+            body=body,
             model=head.model,
         )
 

@@ -114,12 +114,12 @@ def keeper_of(context: RequestContext, asked: StateFields) -> ResponseKeeper | N
 def earlier_items(context: RequestContext, previous: str | None) -> list[Item]:
     """The items of the conversation up to and with the response `previous`; None: there are none.
 
-    Raises StoreOff, PreviousNotStored, and InvalidField for a response that has not ended well.
+    Raises PreviousNotStored, and InvalidField for a response that has not ended well.
     """
     if previous is None:
         return []
     if context.store is None:
-        raise StoreOff(f"{AT}: {START}, or send the earlier items in input", AT)
+        raise PreviousNotStored(f"{AT}: {START}, or send the earlier items in input", AT)
     tenant, now = context.exchange.key.name, context.store.now()
     try:
         found = context.store.call(partial(read_conversation, tenant=tenant, previous=previous, now=now))

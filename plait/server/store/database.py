@@ -119,7 +119,7 @@ class Database:
 
     def _transact(self, work: Callable[[sqlite3.Connection], T]) -> T:
         with _translate_errors():
-            self._connection.execute("BEGIN IMMEDIATE")
+            self._connection.execute("BEGIN")  # the file is locked anyway
             try:
                 found = work(self._connection)
                 self._connection.execute("COMMIT")

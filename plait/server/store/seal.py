@@ -65,7 +65,7 @@ def read_seal(path: str | None) -> Seal:
     try:
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
     except ImportError as error:
-        text = "store_key: encryption needs the library cryptography; pip install 'plait[store]'"
+        text = "store_key: encryption needs the library cryptography; pip install 'plait-engine[store]'"
         raise ConfigError(text) from error
     return Seal(AESGCM(_read_key(path)))
 

@@ -1,8 +1,8 @@
 """The store: rows in the database's thread, and retention by age and size.
 
-Old rows go first: those not used for `--store-max-age`. Above `--store-limit` the least recently used rows go of
-the key that has the most. So a key that stores much pushes its own rows out, not those of others. What is in
-work stays, with what it refers to. If nothing else is left, the new row is refused.
+Old rows go first: those not used for `--store-max-age`. Above `--store-limit`, the key that has the most
+loses its least recently used rows. So a key that stores much pushes its own rows out, not those of others.
+What is in work stays, with what it refers to. If nothing else is left, the new row is refused.
 """
 
 from __future__ import annotations

@@ -7,17 +7,32 @@ from typing import Literal
 
 import msgspec
 
-from plait.errors import InvalidField
 from plait.server.openai.batch import Line, read_line
 
 WINDOW_S = 86_400
-BATCH_ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 PRIORITY = 1_000  # far behind all clients; half a minute of waiting counts as one level
 MAX_LINES = 50_000
 MAX_ERRORS = 100  # of a file that is no batch
 BatchStatus = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
 ]
+
+
+class OutputAge(msgspec.Struct, kw_only=True, frozen=True):
+    """How long output files are kept, in seconds."""
+
+    anchor: Literal["created_at"] = "created_at"
+    seconds: int
+
+
+class BatchRequest(msgspec.Struct, kw_only=True, frozen=True):
+    """POST /v1/batches. Without `output_expires_after` files are kept as long as anything else."""
+
+    input_file_id: str
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
+    completion_window: Literal["24h"]
+    metadata: dict[str, str] | None = None
+    output_expires_after: OutputAge | None = None
 
 
 class BatchFault(msgspec.Struct, kw_only=True, frozen=True):
@@ -97,11 +112,3 @@ def _lower(body: Mapping[str, object], endpoint: str) -> dict[str, object]:
         priority = max(priority, PRIORITY)
     more: dict[str, object] = {"store": False} if endpoint == "/v1/responses" and "store" not in body else {}
     return {**body, **more, "priority": priority}
-
-
-def check_endpoint(value: object) -> str:
-    """Raises InvalidField for an endpoint that no batch can have."""
-    if value not in BATCH_ENDPOINTS:
-        text = f"endpoint: {value!r:.80} is not one of {', '.join(BATCH_ENDPOINTS)}"
-        raise InvalidField(text, "endpoint")
-    return str(value)

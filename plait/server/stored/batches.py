@@ -8,6 +8,7 @@ import msgspec
 
 from plait.config import MIB
 from plait.errors import InvalidField
+from plait.server.api.parse_fields import parse_as
 from plait.server.api.stored_metadata import read_metadata
 from plait.server.http.errors import TooManyRequests
 from plait.server.http.transfer import new_id
@@ -16,8 +17,8 @@ from plait.server.store.rows import Rows, StoredRow
 from plait.server.stored.batch_objects import (
     WINDOW_S,
     BatchObject,
+    BatchRequest,
     BatchWork,
-    check_endpoint,
 )
 from plait.server.stored.file_objects import EXPIRES, purpose_of
 from plait.server.stored.routes import StoredCall, StoredList, StoredRoute, page_of
@@ -28,38 +29,28 @@ BODY_BYTES = MIB
 
 async def create_batch(call: StoredCall) -> BatchObject:
     """Begin a batch. Raises InvalidField, NotStored for its file, and TooManyRequests."""
-    body = await call.body(BODY_BYTES)
-    now, endpoint = call.store.now(), check_endpoint(body.get("endpoint"))
-    if body.get("completion_window") != "24h":
-        raise InvalidField(
-            f"completion_window: {body.get('completion_window')!r:.80} is not '24h'", "completion_window"
-        )
-    source = body.get("input_file_id")
-    if not isinstance(source, str):
-        raise InvalidField("input_file_id: it must be the id of a file", "input_file_id")
+    asked, now = parse_as(await call.body(BODY_BYTES), BatchRequest), call.store.now()
     batch = BatchObject(
         id=new_id("batch", "_"),
-        endpoint=endpoint,
-        input_file_id=source,
+        endpoint=asked.endpoint,
+        input_file_id=asked.input_file_id,
         created_at=now,
         expires_at=now + WINDOW_S,
-        metadata=read_metadata(body.get("metadata")) or None,
+        metadata=read_metadata(asked.metadata) or None,
     )
-    work = BatchWork(batch=batch, output_expires_s=_output_age(body.get("output_expires_after")))
+    work = BatchWork(batch=batch, output_expires_s=_output_age(asked))
     row = await call.store.run(partial(_add, tenant=call.tenant, work=work))
     call.state.batches.launch(row, work)
     return batch
 
 
-def _output_age(found: object) -> int | None:
-    if found is None:
+def _output_age(asked: BatchRequest) -> int | None:
+    if asked.output_expires_after is None:
         return None
-    seconds = found.get("seconds") if isinstance(found, dict) else None
-    anchor = found.get("anchor", "created_at") if isinstance(found, dict) else None
-    least, most = EXPIRES
-    if type(seconds) is not int or not least <= seconds <= most or anchor != "created_at":
-        text = f"anchor must be created_at, seconds a whole number from {least} to {most}"
-        raise InvalidField(f"output_expires_after: {text}", "output_expires_after")
+    seconds, (least, most) = asked.output_expires_after.seconds, EXPIRES
+    if not least <= seconds <= most:
+        text = f"output_expires_after.seconds: {seconds} is not from {least} to {most}"
+        raise InvalidField(text, "output_expires_after.seconds")
     return seconds
 
 

@@ -22,6 +22,12 @@ MAX_SCANNED = 10_000  # rows that a filtered list looks at for a page
 Body = dict[str, object]
 
 
+class ChatChange(msgspec.Struct, kw_only=True, frozen=True):
+    """POST /v1/chat/completions/{id}."""
+
+    metadata: dict[str, str] | None
+
+
 class _Metadata(msgspec.Struct):
     metadata: dict[str, str] = {}
 

@@ -1,6 +1,6 @@
 """/v1/files: files of requests that a batch reads, and those of answers that it writes.
 
-A file is stored in parts of a megabyte, as it arrives. The answers of a batch are parts by number of their line.
+A file is stored in parts of a megabyte, as it arrives. An answer of a batch is a part with its line's number.
 """
 
 from __future__ import annotations
