@@ -166,13 +166,12 @@ def list_items(sent: str | Sequence[Item]) -> list[Item]:
 def _item(sent: Mapping[str, object]) -> Item:
     item = {"type": "message", **{name: value for name, value in sent.items() if value is not None}}
     kind, role = item["type"], item.get("role")
-    if kind == "message":
-        item.setdefault("status", "completed")
-        if isinstance(item.get("content"), str):
-            part: Item = {"type": _TEXT_OF.get(str(role), "input_text"), "text": item["content"]}
-            if role == "assistant":
-                part["annotations"] = []
-            item["content"] = [part]
+    item.setdefault("status", "completed")
+    if kind == "message" and isinstance(item.get("content"), str):
+        part: Item = {"type": _TEXT_OF.get(str(role), "input_text"), "text": item["content"]}
+        if role == "assistant":
+            part["annotations"] = []
+        item["content"] = [part]
     prefixes = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
     item.setdefault("id", new_id(prefixes.get(str(kind), "item"), "_"))
     return item

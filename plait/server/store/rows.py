@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from plait.config import MIB
+from plait.errors import InvalidField
 from plait.server.store.errors import NotStored
 from plait.server.store.seal import Seal
 
@@ -25,6 +27,7 @@ NAMES: Mapping[Kind, str] = {
 WORKING = ("queued", "in_progress", "uploading", "writing", "validating", "finalizing", "cancelling")
 _WORKING = ", ".join(f"'{status}'" for status in WORKING)
 MAX_CHAIN = 10_000  # responses of one conversation: as many as a chat has messages
+MAX_CHAIN_BYTES = 64 * MIB  # of all its items: more text than any context holds
 _COLUMNS = "position, id, kind, tenant, created, expires, status, model, refers, size, body"
 
 
@@ -68,9 +71,11 @@ class Rows:
 
     def __init__(self, connection: sqlite3.Connection, seal: Seal) -> None:
         self._connection, self._seal = connection, seal
+        self.writers: set[str] = set()  # tenants of which rows grew
 
     def add(self, row: StoredRow, parts: Mapping[str, Sequence[bytes]] = {}) -> StoredRow:
         """Insert a row with its parts."""
+        self.writers.add(row.tenant)
         sealed = self._seal.close(row.body, _place(row.id, row.tenant, "body", 0))
         values = (row.id, row.kind, row.tenant, row.created, row.created, row.expires, row.status)
         cursor = self._connection.execute(
@@ -141,6 +146,7 @@ class Rows:
 
     def add_part(self, row: StoredRow, name: str, number: int, body: bytes) -> None:
         """Add one body to a list of a row's parts."""
+        self.writers.add(row.tenant)
         sealed = self._seal.close(body, _place(row.id, row.tenant, name, number))
         self._connection.execute(
             "INSERT INTO parts (object, name, number, body) VALUES (?, ?, ?, ?)",
@@ -189,12 +195,16 @@ class Rows:
     def chain(self, tenant: str, object_id: str, now: int) -> list[StoredRow]:
         """A conversation's responses, the first one first; all of them count as used now.
 
-        Raises NotStored where one of them is not there any more.
+        Raises NotStored where one of them is not there any more, and InvalidField for too long a one.
         """
         found: list[StoredRow] = []
-        while object_id and len(found) < MAX_CHAIN:
+        size = 0
+        while object_id:
             found.append(self.get(tenant, "response", object_id))
-            object_id = found[-1].refers
+            size, object_id = size + found[-1].size, found[-1].refers
+            if len(found) > MAX_CHAIN or size > MAX_CHAIN_BYTES:
+                text = f"the conversation has more than {MAX_CHAIN} responses or {MAX_CHAIN_BYTES} bytes"
+                raise InvalidField(f"previous_response_id: {text}; begin a new one", "previous_response_id")
         self._connection.executemany(
             "UPDATE objects SET used = ? WHERE position = ?", [(now, row.position) for row in found]
         )

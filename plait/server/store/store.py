@@ -1,8 +1,9 @@
 """The store: rows in the database's thread, and retention by age and size.
 
 Old rows go first: those not used for `--store-max-age`. Above `--store-limit`, the key that has the most
-loses its least recently used rows. So a key that stores much pushes its own rows out, not those of others.
-What is in work stays, with what it refers to. If nothing else is left, the new row is refused.
+loses its least recently used rows; a key with a name may have half of it. So a key that stores much pushes
+its own rows out, not those of others. What is in work stays, with what it refers to. If nothing else is
+left, the new row is refused.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import logging
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from plait.config import MIB, ServerConfig
@@ -80,15 +81,17 @@ class Store:
     def _bounded(self, work: Callable[[Rows], T]) -> Callable[[sqlite3.Connection], T]:
         def run(connection: sqlite3.Connection) -> T:
             before = connection.total_changes
-            found = work(Rows(connection, self._seal))
+            rows = Rows(connection, self._seal)
+            found = work(rows)
             if connection.total_changes != before:
                 self._clean(connection)
+                self._bound(connection, rows.writers)
             return found
 
         return run
 
     def _clean(self, connection: sqlite3.Connection) -> None:
-        """Delete what is too old, now and then, and what is too much."""
+        """Delete what is too old, now and then."""
         now = self._clock()
         if now - self._cleaned_s >= CLEAN_EVERY_S or now < self._cleaned_s:
             self._cleaned_s = now
@@ -97,31 +100,37 @@ class Store:
             connection.execute(text, (oldest, int(now)))
             connection.execute("DELETE FROM tenants WHERE size <= 0")
             connection.execute(f"PRAGMA incremental_vacuum({FREED_PAGES})").fetchall()
-        while (total := _total(connection)) > self._limit:
-            if not self._evict(connection, total - self._limit):
+
+    def _bound(self, connection: sqlite3.Connection, writers: Iterable[str]) -> None:
+        """Delete what is too much: of the keys that wrote, then of the largest. Raises StoreFull."""
+        for tenant in writers:
+            share = self._limit // 2 if tenant else self._limit
+            while (excess := _size(connection, tenant) - share) > 0:
+                if not _evict(connection, tenant, excess):
+                    raise StoreFull(
+                        f"store: this key may hold {share} bytes and has as much in work; try again later, "
+                        "delete files, or start the server with a larger --store-limit"
+                    )
+        while (excess := _total(connection) - self._limit) > 0:
+            tenants = connection.execute("SELECT name FROM tenants ORDER BY size DESC").fetchall()
+            if not any(_evict(connection, tenant, excess) for (tenant,) in tenants):
                 raise StoreFull(
                     f"store: it may hold {self._limit} bytes and is full of what is in work; try again "
                     "later, delete files, or start the server with a larger --store-limit"
                 )
 
-    def _evict(self, connection: sqlite3.Connection, excess: int) -> bool:
-        """Delete some of the least recently used rows of the largest tenant that has any to delete."""
-        tenants = connection.execute("SELECT name FROM tenants ORDER BY size DESC").fetchall()
-        for (tenant,) in tenants:
-            text = (
-                f"SELECT position, size FROM objects WHERE tenant = ? AND {_FREE} "
-                "ORDER BY used, position LIMIT 64"
-            )
-            freed, chosen = 0, []
-            for position, size in connection.execute(text, (tenant,)):
-                if freed >= excess:
-                    break
-                freed += size
-                chosen.append((position,))
-            if chosen:
-                connection.executemany("DELETE FROM objects WHERE position = ?", chosen)
-                return True
-        return False
+
+def _evict(connection: sqlite3.Connection, tenant: str, excess: int) -> bool:
+    """Delete the least recently used rows of a tenant, some at a time. False: it has none to delete."""
+    text = f"SELECT position, size FROM objects WHERE tenant = ? AND {_FREE} ORDER BY used, position LIMIT 64"
+    freed, chosen = 0, []
+    for position, size in connection.execute(text, (tenant,)):
+        if freed >= excess:
+            break
+        freed += size
+        chosen.append((position,))
+    connection.executemany("DELETE FROM objects WHERE position = ?", chosen)
+    return bool(chosen)
 
 
 def open_store(config: ServerConfig) -> Store | None:
@@ -145,6 +154,11 @@ def _drop_uploads(rows: Rows) -> None:
     for row in rows.working("file"):
         if row.status == "uploading":
             rows.delete(row)
+
+
+def _size(connection: sqlite3.Connection, tenant: str) -> int:
+    found = connection.execute("SELECT size FROM tenants WHERE name = ?", (tenant,)).fetchone()
+    return int(found[0]) if found else 0
 
 
 def _total(connection: sqlite3.Connection) -> int:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import zlib
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import msgspec
 from starlette.responses import Response
 
-from plait.errors import EngineError, PlaitError, QueueFull
+from plait.errors import CapacityError, EngineError, QueueFull
 from plait.server.gateway.exchange import Exchange
 from plait.server.gateway.request_context import Generation, RequestContext
 from plait.server.http.errors import NotReady, Problem, TooManyRequests, json_response, problem
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("plait.server")
 MAX_PER_KEY = 32  # responses of one key in work; each may have a place in the engine's queue
 QUEUE_S, RETRY_S = 3600.0, 1.0  # how long a full queue is tried again, and how often
+PAUSES_S = (1.0, 5.0, 15.0, 60.0)  # between attempts to store how a response ended
 EVENTS_PART = "events"
 RESTARTED = "the server ended before this response was whole; send the request again"
 STOPPED = "the server is stopping and has ended this response; send the request again"
@@ -218,17 +219,28 @@ class BackgroundRunner:
                 rows.add_part(row, EVENTS_PART, 0, packed)
 
         try:
-            await self._store.run(write)
-        except NotStored:  # it was deleted meanwhile
-            pass
-        except PlaitError as error:
-            logger.error("a response in the background was not stored: %s", error)
+            for pause_s in PAUSES_S:
+                # What was begun is stored, also when the server stops meanwhile.
+                if await asyncio.shield(self._try_to_store(write)):
+                    break
+                await asyncio.sleep(pause_s)
         finally:
             for event in ending.events:
                 job.push(event)
             job.is_done = True
             self._jobs.pop((job.row.tenant, job.row.id), None)
             job.wake()
+
+    async def _try_to_store(self, write: Callable[[Rows], None]) -> bool:
+        """Store how a job ended. False: the store refuses it now, which the log says."""
+        try:
+            await self._store.run(write)
+        except NotStored:  # it was deleted meanwhile
+            pass
+        except CapacityError as error:
+            logger.error("a response in the background was not stored: %s", error)
+            return False
+        return True
 
 
 @dataclass(frozen=True, slots=True)

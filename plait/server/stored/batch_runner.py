@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import msgspec
 from starlette.types import ASGIApp
 
-from plait.errors import CapacityError
-from plait.server.http.errors import problem
+from plait.errors import CapacityError, PlaitError
+from plait.server.http.errors import Problem, problem
 from plait.server.stored.batch_objects import BatchWork
 from plait.server.stored.batch_run import BatchRun
 from plait.server.stored.inner import InnerApp
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("plait.server")
 PLACES = 8  # lines of all batches in work: each has a place in the engine's queue
-RETRY_S, LOADING_S = 10.0, 0.2
+RETRY_S, LOADING_S, CANCEL_S = 10.0, 0.2, 30.0
 
 
 class BatchRunner:
@@ -57,7 +57,7 @@ class BatchRunner:
             run, task = found
             await run.mark_cancelling()
             task.cancel()
-            await asyncio.wait({task})
+            await asyncio.wait({task}, timeout=CANCEL_S)
 
     async def close(self) -> None:
         """Interrupt every batch; the next server goes on with it."""
@@ -74,10 +74,9 @@ class BatchRunner:
         except asyncio.CancelledError:
             if not run.is_cancelled:
                 raise
-            await run.cancel()
+            await self._run_to_end(run)
         except Exception as error:
-            found = problem(error)
-            await run.fail(found.code or "internal_error", found.message)
+            await _fail(run, problem(error))
         finally:
             self._runs.pop(run.row.id, None)
 
@@ -101,3 +100,11 @@ class BatchRunner:
         key = self._traffic.keyring.find_name(tenant)
         assert self._app is not None
         return None if key is None else InnerApp(self._app, self._traffic, key)
+
+
+async def _fail(run: BatchRun, found: Problem) -> None:
+    """End a batch that cannot go on. If not even that can be stored, the next server tries it again."""
+    try:
+        await run.fail(found.code or "internal_error", found.message)
+    except PlaitError as error:
+        logger.error("the batch %s failed (%s), which was not stored: %s", run.row.id, found.message, error)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from plait.config import MIB, ServerConfig
-from plait.errors import ConfigError
+from plait.errors import ConfigError, InvalidField
+from plait.server.store import rows as stored_rows
 from plait.server.store.database import Database
 from plait.server.store.errors import NotStored, StoreFull, StoreUnavailable
 from plait.server.store.rows import PageQuery, StoredRow
@@ -35,7 +36,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def store(tmp_path: Path, clock: Clock) -> Any:
-    found = Store(Database(str(tmp_path / "s.db"), Seal()), 200_000, 3600, clock=clock)
+    found = Store(Database(str(tmp_path / "s.db"), Seal()), 400_000, 3600, clock=clock)
     yield found
     found.close()
 
@@ -140,9 +141,27 @@ def test_a_key_that_stores_much_pushes_its_own_rows_out(store: Store, clock: Clo
 
 def test_a_store_that_is_full_of_work_refuses_more(store: Store) -> None:
     store.call(lambda rows: rows.add(row("works", status="in_progress", body=b"x" * 150_000)))
-    with pytest.raises(StoreFull, match=r"may hold 200000 bytes"):
+    with pytest.raises(StoreFull, match=r"this key may hold 200000 bytes"):
         store.call(lambda rows: rows.add(row("more", status="queued", body=b"x" * 60_000)))
     assert names(store) == ["works"]
+    store.call(lambda rows: rows.add(row("theirs", tenant="b", status="queued", body=b"x" * 190_000)))
+    with pytest.raises(StoreFull, match=r"may hold 400000 bytes"):
+        store.call(lambda rows: rows.add(row("more", tenant="c", status="queued", body=b"x" * 100_000)))
+    assert names(store, "b") == ["theirs"]
+
+
+def test_a_server_without_keys_may_use_all_of_the_store(store: Store) -> None:
+    store.call(lambda rows: rows.add(row("works", tenant="", status="in_progress", body=b"x" * 390_000)))
+    assert names(store, "") == ["works"]
+
+
+def test_a_conversation_that_is_too_long_is_refused(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored_rows, "MAX_CHAIN_BYTES", 3)
+    store.call(lambda rows: rows.add(row("r1", kind="response")))
+    store.call(lambda rows: rows.add(row("r2", kind="response", refers="r1")))
+    assert len(store.call(lambda rows: rows.chain("a", "r1", 1_000))) == 1
+    with pytest.raises(InvalidField, match="begin a new one"):
+        store.call(lambda rows: rows.chain("a", "r2", 1_000))
 
 
 def test_the_event_loop_goes_on_while_the_disk_is_slow(store: Store) -> None:

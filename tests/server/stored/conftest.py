@@ -29,7 +29,9 @@ def server(echo: Front, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cl
 
 
 def client_of(server: Client, key: str) -> OpenAI:
-    return OpenAI(base_url=server.base_url + "/v1", api_key=key, max_retries=0)
+    return OpenAI(
+        base_url=server.base_url + "/v1", api_key=key, max_retries=0, _strict_response_validation=True
+    )
 
 
 @pytest.fixture(scope="session")

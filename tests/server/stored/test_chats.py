@@ -12,12 +12,14 @@ from tests.contract.wire import Client
 ASK: Any = {"model": "default", "messages": [{"role": "user", "content": "Good morning"}], "temperature": 0}
 
 
-def test_a_stored_chat_is_what_was_answered(alice: OpenAI) -> None:
+def test_a_stored_chat_is_what_was_answered(alice: OpenAI, server: Client) -> None:
     made = alice.chat.completions.create(**ASK, store=True, metadata={"topic": "greeting"})
     found = alice.chat.completions.retrieve(made.id)
     assert found.to_dict() == {**made.to_dict(), "metadata": {"topic": "greeting"}}
-    (message,) = alice.chat.completions.messages.list(made.id)
-    assert (message.id, message.role, message.content) == (f"{made.id}-0", "user", "Good morning")
+    # The client's type has assistants alone, so a strict client cannot read what its own API sends.
+    path = f"/v1/chat/completions/{made.id}/messages"
+    (message,) = server.request("GET", path, headers={"x-api-key": "key-of-alice"}).json["data"]
+    assert message == {"id": f"{made.id}-0", "role": "user", "content": "Good morning"}
 
 
 def test_a_streamed_chat_is_stored_as_a_whole(alice: OpenAI) -> None:
