@@ -11,7 +11,7 @@ import pytest
 from plait.request import SAMPLING
 from plait.sampling_fields import Declared, SamplingFields
 from plait.server.anthropic.messages import MessagesRequest
-from plait.server.api.schema import ChatRequest, CompletionRequest
+from plait.server.api.schema import CompletionRequest, StorableChat
 from plait.server.openai.responses import ResponsesRequest
 from tests.server.conftest import Client
 from tests.server.fake import EchoLoop
@@ -66,7 +66,6 @@ def test_a_timeout_without_a_unit_is_refused_with_the_right_name(client: Client)
     [
         ("/v1/embeddings", {"pooling": "cls"}, "pooling", '\'cls\' is not "last" or "mean"'),
         ("/v1/responses", {"truncation": "auto"}, "truncation", "'auto' is not \"disabled\""),
-        ("/v1/responses", {"background": True}, "background", "True is not false"),
         ("/v1/responses", {"text": {"verbosity": "low"}}, "text.verbosity", "'low' is not \"medium\""),
         ("/v1/responses", {"include": ["x"]}, "include[0]", '"reasoning.encrypted_content"'),
     ],
@@ -79,7 +78,7 @@ def test_a_value_that_is_none_of_a_few_is_answered_with_them(
     assert told in error["message"]
 
 
-REQUESTS = (CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest)
+REQUESTS = (CompletionRequest, StorableChat, ResponsesRequest, MessagesRequest)
 
 
 @pytest.mark.parametrize("request_type", REQUESTS)
