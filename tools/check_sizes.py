@@ -35,7 +35,7 @@ CAPS = {
     "quant": 2_500,
     "runner": 4_180,
     "schedule": 2_450,
-    "server": 12_100,
+    "server": 12_200,
     "state": 1_710,
     "text": 8_110,
     "verify": 1_410,

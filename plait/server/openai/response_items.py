@@ -102,7 +102,7 @@ def _take(chat: ResponseConversation, item: object, at: str) -> None:
         case "reasoning":
             chat.think(_reasoning(item, at))
         case "item_reference":
-            text = f"{at}: no item can be referred to; send the item itself, or previous_response_id"
+            text = f"{at}: this item can no longer be referred to; send the item itself"
             raise InvalidField(text, at)
         case other:
             raise InvalidField(f"{at}.type: items of type {other!r:.80} are not supported", f"{at}.type")

@@ -88,7 +88,9 @@ class ResponseKeeper:
             model=response.model,
             refers=self.refers,
         )
-        return rows.add(row, {INPUT: [msgspec.json.encode(item) for item in self.items]})
+        added = rows.add(row, {INPUT: [msgspec.json.encode(item) for item in self.items]})
+        rows.add_items(added, (item.id for item in response.output))
+        return added
 
 
 def keeper_of(context: RequestContext, asked: StateFields) -> ResponseKeeper | None:
@@ -109,6 +111,32 @@ def keeper_of(context: RequestContext, asked: StateFields) -> ResponseKeeper | N
         return None
     tenant, refers = context.exchange.key.name, asked.previous_response_id or ""
     return ResponseKeeper(context.store, tenant, list_items(asked.input), refers, asked.store is True)
+
+
+def resolve_references(context: RequestContext, sent: str | Sequence[Item]) -> str | list[Item]:
+    """An input with stored items in place of each `item_reference`. Raises InvalidField, naming the place."""
+    if isinstance(sent, str):
+        return sent
+    wanted = {i: item.get("id") for i, item in enumerate(sent) if item.get("type") == "item_reference"}
+    if not wanted:
+        return [*sent]
+    store, tenant = context.store, context.exchange.key.name
+    if store is None:
+        at = f"input[{next(iter(wanted))}]"
+        raise InvalidField(f"{at}: {START}, or send the item itself", at)
+
+    def read(rows: Rows) -> dict[int, StoredRow | None]:
+        return {i: rows.find_item(tenant, str(name)) for i, name in wanted.items()}
+
+    found = [*sent]
+    for i, row in store.call(read).items():
+        output = [] if row is None else msgspec.json.decode(row.body, type=_Output).output
+        item = next((item for item in output if item.get("id") == wanted[i]), None)
+        if item is None:
+            text = f"input[{i}]: there is no item {wanted[i]!r:.80} that this key has stored; send the item"
+            raise InvalidField(text, f"input[{i}]")
+        found[i] = item
+    return found
 
 
 def earlier_items(context: RequestContext, previous: str | None) -> list[Item]:

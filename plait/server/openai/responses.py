@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -58,7 +58,13 @@ from plait.server.openai.response_items import (
     chat_tools,
     conversation,
 )
-from plait.server.openai.response_state import ResponseKeeper, Stored, earlier_items, keeper_of
+from plait.server.openai.response_state import (
+    ResponseKeeper,
+    Stored,
+    earlier_items,
+    keeper_of,
+    resolve_references,
+)
 
 if TYPE_CHECKING:
     from plait.frontend.deltas import Delta
@@ -168,6 +174,7 @@ def _read(
     refuse_words_of_a_chat(body, _UNREAD, _NAMES)
     validate.refuse(body, FIELDS)
     asked = parse_as(body, ResponsesRequest)
+    asked = replace(asked, input=resolve_references(context, asked.input))
     found = conversation(asked.input, asked.instructions, earlier_items(context, asked.previous_response_id))
     sent = {name: value for name, value in body.items() if name in _PASSED}
     return asked, found, sent | _translate_fields(asked)

@@ -69,6 +69,15 @@ CREATE TABLE parts (
     UNIQUE (object, name, number)
 );
 
+CREATE TABLE items (
+    id TEXT NOT NULL,  -- of an item that a response has made
+    object INTEGER NOT NULL REFERENCES objects (position) ON DELETE CASCADE
+);
+
+CREATE INDEX items_by_id ON items (id);
+
+CREATE INDEX items_of_object ON items (object);
+
 CREATE TABLE tenants (name TEXT PRIMARY KEY, size INTEGER NOT NULL);
 
 CREATE TRIGGER added AFTER INSERT ON objects BEGIN

@@ -7,7 +7,7 @@ JSON, its parts are lists of bodies: the items of an input, the chunks of a file
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -155,6 +155,21 @@ class Rows:
         self._connection.execute(
             "UPDATE objects SET size = size + ? WHERE position = ?", (len(sealed), row.position)
         )
+
+    def add_items(self, row: StoredRow, names: Iterable[str]) -> None:
+        """Have `find_item` find the row by the ids of the items that it made."""
+        text = "INSERT INTO items (id, object) VALUES (?, ?)"
+        self._connection.executemany(text, [(name, row.position) for name in names])
+
+    def find_item(self, tenant: str, name: str) -> StoredRow | None:
+        """The row that made an item; None: this tenant has stored none."""
+        columns = ", ".join(f"objects.{column}" for column in _COLUMNS.split(", "))
+        found = self._connection.execute(
+            f"SELECT {columns} FROM items JOIN objects ON objects.position = items.object "
+            "WHERE items.id = ? AND objects.tenant = ? LIMIT 1",
+            (name, tenant),
+        ).fetchone()
+        return None if found is None else self._row(found)
 
     def parts(self, row: StoredRow, name: str) -> Iterator[bytes]:
         """The bodies of a list, in the order of their numbers."""

@@ -228,6 +228,7 @@ def test_after_a_restart_batches_go_on_and_responses_say_why_they_ended(tmp_path
         made = begin(openai, source)
         assert wait_until(lambda: openai.batches.retrieve(made.id).request_counts.completed == 2)
         response = openai.responses.create(model="default", input="HANG", background=True)
+        stopped = openai.responses.create(model="default", input="HANG", background=True)
         kept = openai.responses.create(model="default", input="one")
     connection = sqlite3.connect(path)  # as if the server had been killed
     connection.execute("UPDATE objects SET status = 'in_progress' WHERE id = ?", (response.id,))
@@ -239,6 +240,9 @@ def test_after_a_restart_batches_go_on_and_responses_say_why_they_ended(tmp_path
         assert found.status == "failed"
         assert found.error is not None
         assert "the server ended before" in found.error.message
+        error = openai.responses.retrieve(stopped.id).error
+        assert error is not None
+        assert "the server is stopping" in error.message
         assert openai.responses.retrieve(kept.id).output_text == "one"
         assert wait_until(lambda: bool(second.loop.requests))  # type: ignore[attr-defined]
         batch = openai.batches.cancel(made.id)

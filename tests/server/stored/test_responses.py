@@ -71,6 +71,26 @@ def test_calls_and_their_results_go_on(alice: OpenAI) -> None:
     assert kinds == ["message", "function_call", "message", "function_call_output"]
 
 
+def test_items_are_referred_to_by_their_ids(alice: OpenAI, bob: OpenAI) -> None:
+    first = alice.responses.create(model=MODEL, input="one", temperature=0)
+    hidden = alice.responses.create(model=MODEL, input="two", background=True, temperature=0)
+    other = ended(alice, hidden.id).output[0].id
+    asked: Any = [{"role": "user", "content": "one"}, {"type": "item_reference", "id": first.output[0].id}]
+    asked += [{"type": "item_reference", "id": other}, {"role": "user", "content": "three"}]
+    found = alice.responses.create(model=MODEL, input=asked, temperature=0)
+    items = alice.responses.input_items.list(found.id, order="asc")
+    texts = [item.content[0].text for item in items]  # type: ignore[union-attr]
+    assert texts == ["one", "one", "two", "three"]
+    with pytest.raises(
+        BadRequestError, match=r"input\[1\]: there is no item 'msg_.*' that this key"
+    ) as caught:
+        bob.responses.create(model=MODEL, input=asked)
+    assert caught.value.param == "input[1]"
+    alice.responses.delete(first.id)
+    with pytest.raises(BadRequestError, match="there is no item"):
+        alice.responses.create(model=MODEL, input=asked)
+
+
 def test_store_false_stores_nothing(alice: OpenAI) -> None:
     found = alice.responses.create(model=MODEL, input="secret", store=False)
     assert found.store is False  # type: ignore[attr-defined]
@@ -200,6 +220,8 @@ class TestWithoutAStore:
             answer = client.post("/v1/responses", {"input": "Hi", **body})
             assert (answer.status, answer.error["param"]) == (400, next(iter(body)))
             assert "start the server with --store PATH" in answer.error["message"]
+        answer = client.post("/v1/responses", {"input": [{"type": "item_reference", "id": "msg_1"}]})
+        assert (answer.status, answer.error["param"]) == (400, "input[0]")
         for method, path in (
             ("GET", "/v1/responses/resp_1"),
             ("DELETE", "/v1/responses/resp_1"),
