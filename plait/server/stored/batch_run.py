@@ -209,11 +209,12 @@ class BatchRun:
 
     async def _answer_line(self, line: Line, output: StoredRow, errors: StoredRow) -> None:
         app = self.app_of(self.row.tenant)
+        while app is not None and (wait_s := app.account.wait_s()) > 0:
+            await asyncio.sleep(min(wait_s, 5.0))
+            app = self.app_of(self.row.tenant)  # keys may change while it waits
         if app is None:
             answer = _refuse(line, {"code": "key_removed", "message": KEY_GONE})
         else:
-            while (wait_s := app.account.wait_s()) > 0:
-                await asyncio.sleep(min(wait_s, 5.0))
             pauses = itertools.chain(PAUSES_S, itertools.repeat(PAUSES_S[-1]))
             answer = await answer_line(app, line, lambda: None, pauses)
         failed = has_failed(answer)

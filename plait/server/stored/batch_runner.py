@@ -99,7 +99,9 @@ class BatchRunner:
     def _app_of(self, tenant: str) -> InnerApp | None:
         key = self._traffic.keyring.find_name(tenant)
         assert self._app is not None
-        return None if key is None else InnerApp(self._app, self._traffic, key)
+        if key is None:
+            return None
+        return InnerApp(self._app, self._traffic, key, self._traffic.limits.account(key))
 
 
 async def _fail(run: BatchRun, found: Problem) -> None:

@@ -27,10 +27,7 @@ class InnerApp:
     app: ASGIApp
     traffic: Traffic
     key: Key
-
-    @property
-    def account(self) -> Account:
-        return self.traffic.limits.account(self.key)
+    account: Account
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(

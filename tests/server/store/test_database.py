@@ -122,6 +122,20 @@ def test_a_file_that_became_unwritable_is_a_typed_error(tmp_path: Path) -> None:
     found.close()
 
 
+def test_a_file_that_is_damaged_while_it_is_served_is_a_typed_error(tmp_path: Path) -> None:
+    path = tmp_path / "s.db"
+    filled(path)
+    store = Store(database(path), 1 << 30, 1e12)
+    store._database.call(lambda connection: connection.execute("PRAGMA shrink_memory").fetchall())
+    with path.open("r+b") as file:
+        file.seek(2 * 4096)
+        file.write(b"\xff" * (path.stat().st_size - 2 * 4096))
+    with pytest.raises(StoreUnavailable, match="the file is damaged") as caught:
+        store.call(lambda rows: rows.get("a", "chat", "r30"))
+    assert (caught.value.status, caught.value.code) == (503, "store_unavailable")
+    store.close()
+
+
 def test_work_that_fails_leaves_nothing(tmp_path: Path) -> None:
     store = Store(database(tmp_path / "s.db"), 1 << 30, 1e12)
 

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 from openai import APIStatusError, BadRequestError, ConflictError, NotFoundError, OpenAI
 
+from plait.config import ServerConfig
 from plait.frontend.frontend import Front
 from plait.server.store.store import Store
 from plait.server.stored import batches
 from tests.contract.wire import Client
-from tests.server.conftest import serving, wait_until
+from tests.server.conftest import serving, start, wait_until
 from tests.server.fake import fake_front
 from tests.server.stored.conftest import client_of
 
@@ -211,6 +212,29 @@ class TestFiles:
         with pytest.raises(APIStatusError, match="more than 1000 bytes"):
             bob.files.create(file=("a", b"x" * 200_000), purpose="batch")
         assert [*bob.files.list()] == []
+
+
+@pytest.mark.slow
+def test_a_batch_of_a_key_that_is_removed_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "s.db"
+    with serving(fake_front(), store=str(path), api_key=("old:k1", "new:k2")) as server:
+        openai = client_of(server, "k1")
+        made = begin(openai, upload(openai, line("a", "HANG"), line("b")))
+        assert wait_until(lambda: openai.batches.retrieve(made.id).request_counts.completed == 1)  # type: ignore[union-attr]
+    front = fake_front()
+    running = start(lambda report: front, ServerConfig(port=0, store=str(path), api_key=("new:k2",)))
+    assert running.server._state is not None
+    store = running.server._state.store
+    assert wait_until(lambda: not store.call(lambda rows: rows.working("batch")))
+    openai = client_of(Client(running.url), "k2")
+    with pytest.raises(NotFoundError):
+        openai.batches.retrieve(made.id)
+    running.stop()
+    with serving(fake_front(), store=str(path), api_key=("old:k3",)) as server:  # another secret, one name
+        openai = client_of(server, "k3")
+        found = ended(openai, made.id)
+        assert (found.status, found.request_counts.failed) == ("completed", 1)
+        assert read(openai, found.error_file_id)[0]["error"]["code"] == "key_removed"
 
 
 @contextmanager
