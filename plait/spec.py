@@ -93,6 +93,21 @@ class SharedKeysSpec(AttentionSpec):
 
 
 @dataclass(frozen=True, slots=True)
+class IndexerSpec:
+    """Which `top_k` keys a query attends to (DeepSeek-V3.2): those with the largest Σ_h w_h relu(q_h · k).
+
+    `source`: the mixer with the choice that is taken instead (GLM-5).
+    """
+
+    num_heads: int
+    dim: int
+    top_k: int
+    rope: RopeSpec
+    norm: NormSpec = NormSpec(1e-6, "layer")  # of index keys
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class MlaSpec(Mixer):
     """Multi-head latent attention (DeepSeek-V2). `q_rank` None: queries come from the hidden state.
 
@@ -108,6 +123,7 @@ class MlaSpec(Mixer):
     rope_dim: int
     rope: RopeSpec | None
     latent_norm: NormSpec | None = None
+    indexer: IndexerSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,16 +225,6 @@ class LightningSpec(Recurrent):
     slopes: tuple[float, ...]
     norm: NormSpec
     activation: Activation = "silu"
-
-
-@dataclass(frozen=True, slots=True)
-class RgLruSpec(Recurrent):
-    """Griffin (De et al. 2024): conv and gated linear recurrence, times `activation` of a second branch."""
-
-    width: int
-    num_heads: int
-    conv_kernel: int
-    activation: Activation = "gelu_pytorch_tanh"
 
 
 @dataclass(frozen=True, slots=True)

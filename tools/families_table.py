@@ -34,6 +34,7 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Gemma 4 (text)", "GQA, local and global, MLP, MoE", ("gemma4_text", "gemma4_unified_text")),
     ("RecurrentGemma", "RG-LRU, local GQA, MLP", ("recurrent_gemma",)),
     ("DeepSeek-V2, V3, R1, Kimi-K2, text of K2.5", "MLA, MoE", ("deepseek_v2", "deepseek_v3")),
+    ("DeepSeek-V3.2 · GLM-5", "MLA with an indexer, MoE", ("deepseek_v32", "glm_moe_dsa")),
     ("GLM-4.7-Flash · Youtu-LLM", "MLA, MoE · MLP", ("glm4_moe_lite", "youtu")),
     ("A.X K1", "MLA, MoE", ("axk1",)),
     ("Ministral 3, Devstral 2", "GQA, queries that grow with position, MLP", ("ministral3",)),

@@ -44,7 +44,7 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
     IMAGE: ("emu3", "git", "got_ocr2", "mllama", "mllama_text_model"),
     DIFFUSION: ("diffusion_gemma", "dream", "llada", "llada2_moe", "sdar", "sdar_moe"),
     DRAFTER: ("gemma4_assistant", "gemma4_unified_assistant"),
-    INDEXER: ("axk2", "deepseek_v32", "dots3_note", "dots3_note_text", "glm_moe_dsa", "minimax_m3_vl_text"),
+    INDEXER: ("axk2", "dots3_note", "dots3_note_text", "minimax_m3_vl_text"),
     STREAMS: (
         *("deepseek_v4", "gemma3n", "gemma3n_text", "hy_v4", "inkling2_text", "inkling_text"),
         *("kimi_k3", "qwen4_exp", "qwen4_exp_text"),

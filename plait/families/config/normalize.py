@@ -21,6 +21,8 @@ FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention
 LAYER_WORDS = {
     FULL: FULL,
     "attention": FULL,
+    "indexed_attention": FULL,  # a family says how keys are chosen
+    "deepseek_sparse_attention": FULL,
     SLIDING: SLIDING,
     LINEAR: LINEAR,
     "mamba": LINEAR,

@@ -15,6 +15,7 @@ from plait.cli.common.format_model import (
     mixer_text,
     plain,
 )
+from plait.rare_specs import RgLruSpec
 from plait.spec import (
     AttentionSpec,
     BranchSpec,
@@ -29,7 +30,6 @@ from plait.spec import (
     MoeSpec,
     NormSpec,
     ParallelSpec,
-    RgLruSpec,
     RopeSpec,
     RouterSpec,
     ShortConvSpec,

@@ -1,0 +1,34 @@
+"""Tiny checkpoints of families with mixers of their own. Most are slow: `make test` stays short."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.families.variant import Variant
+
+PAD = {"pad_token_id": 0}
+# Index heads of 32 are kept in bfloat16, too; six keys are fewer than any prompt of the tests has.
+SPARSE: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "index_n_heads": 12,
+    "index_head_dim": 32,
+    "index_topk": 6,
+    **PAD,
+}
+
+VARIANTS: dict[str, Variant] = {
+    "deepseek_v32": Variant("DeepseekV32Config", {**SPARSE, "n_group": 4, "topk_group": 2}, slow=True),
+    "glm_moe_dsa": Variant(
+        "GlmMoeDsaConfig",
+        {**SPARSE, "attention_bias": True, "index_topk_pattern": "FSF", "index_head_dim": 20},
+    ),
+}
