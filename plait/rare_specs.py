@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from plait.spec import Activation, Recurrent
+from plait.spec import Activation, NormSpec, Recurrent, RopeSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,3 +15,22 @@ class RgLruSpec(Recurrent):
     num_heads: int
     conv_kernel: int
     activation: Activation = "gelu_pytorch_tanh"
+
+
+@dataclass(frozen=True, slots=True)
+class LightningSpec(Recurrent):
+    """Linear attention with a fixed decay per head (MiniMax-01): h <- exp(-slope) h + v k, y = scale h q.
+
+    q, k, v are `activation`s of one projection, q and k may be normed and turned (Ling 2.5); y is normed over
+    `norm_groups` parts of all heads, and gated by a sigmoid.
+    """
+
+    num_heads: int
+    head_dim: int
+    slopes: tuple[float, ...]
+    norm: NormSpec
+    activation: Activation | None = "silu"
+    qk_norm: NormSpec | None = None
+    rope: RopeSpec | None = None
+    scale: float = 1.0
+    norm_groups: int = 1

@@ -124,6 +124,7 @@ class MlaSpec(Mixer):
     rope: RopeSpec | None
     latent_norm: NormSpec | None = None
     indexer: IndexerSpec | None = None
+    head_gate: bool = False  # as in AttentionSpec, by a sigmoid (Ling 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,20 +212,7 @@ class DeltaNetSpec(Recurrent):
     decay_rank: int | None = None
     gate_rank: int | None = None
     tiled: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class LightningSpec(Recurrent):
-    """Linear attention with a fixed decay per head (MiniMax-01): h <- exp(-slope) h + v k, y = h q.
-
-    q, k and v are `activation`s of one projection; y is normed over all heads and gated by a sigmoid.
-    """
-
-    num_heads: int
-    head_dim: int
-    slopes: tuple[float, ...]
-    norm: NormSpec
-    activation: Activation = "silu"
+    decay_floor: float | None = None  # a decay's log is this number times a sigmoid, no softplus (Ling 3)
 
 
 @dataclass(frozen=True, slots=True)

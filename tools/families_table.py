@@ -46,6 +46,8 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("MiniCPM 3", "MLA, MLP", ("minicpm3",)),
     ("MiniMax-M2 · dots.llm1 · Solar Open", "GQA, MoE", ("minimax_m2", "dots1", "solar_open")),
     ("Kimi-Linear", "Kimi delta attention, MLA, MoE", ("kimi_linear",)),
+    ("Ling 3", "Kimi delta attention, MLA, MoE", ("bailing_hybrid",)),
+    ("Ling 2.5, Ring 2.5", "lightning attention, MLA, MoE", ("bailing_moe_linear",)),
     ("MiniMax-01, M1", "lightning attention, GQA, MoE", ("minimax",)),
     ("gpt-oss", "GQA with sinks, local and global, MoE", ("gpt_oss",)),
     ("OLMo 1, 2, 3", "GQA, local and global, MLP", ("olmo", "olmo2", "olmo3")),
@@ -86,6 +88,7 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 # Families with another oracle than transformers: where their tests are.
 OTHER_TESTS: Mapping[str, tuple[bool, bool, bool]] = {  # Hugging Face files, GGUF, names only
     "plamo2": (True, True, True),  # test_plamo2, test_detect
+    "bailing_moe_linear": (True, False, False),  # test_ling
     "MambaLMHeadModel": (True, False, False),  # test_published
     "oxidizr": (True, False, True),  # test_oxidizr
 }

@@ -246,11 +246,11 @@ def _deepseek(
     behind: NormSpec | None = None,
     indexers: Sequence[IndexerSpec | None] = (),
 ) -> tuple[ModelSpec, NameMap]:
-    each, count, mla = norm(c), len(c["layer_types"]), _mla(c)
+    each, count, mla = norm(c), len(c["layer_types"]), latent_attention(c)
     attn = [BranchSpec("attn", replace(mla, indexer=i), each) for i in indexers or (None,) * count]
     ffn = {"dense": BranchSpec("ffn", mlp(c), each)}
     if c.get("num_experts"):
-        ffn["sparse"] = BranchSpec("ffn", _moe(c, router), each, behind)
+        ffn["sparse"] = BranchSpec("ffn", shared_moe(c, router), each, behind)
     layers = list(zip(attn, (ffn[kind] for kind in c.get("mlp_layer_types", ["dense"] * count)), strict=True))
     # Layers behind the last one predict a second token for speculation; the model is whole without them.
     extra = tuple(
@@ -266,7 +266,7 @@ def _deepseek(
 def _names(c: Config, prefix: str) -> Rules:
     layer = f"{prefix}layers.{{i}}"
     return {
-        **(_expert_names(c["num_experts"], f"{layer}.mlp") if c.get("num_experts") else {}),
+        **(shared_moe_tensors(c["num_experts"], f"{layer}.mlp") if c.get("num_experts") else {}),
         "layers.{i}.ffn.post_norm": (f"{layer}.post_mlp_layernorm", f"{layer}.mlp.post_mlp_layernorm"),
         "layers.{i}.attn.index.q": f"{layer}.self_attn.indexer.wq_b",
         "layers.{i}.attn.index.k": f"{layer}.self_attn.indexer.wk",
@@ -278,7 +278,8 @@ def _names(c: Config, prefix: str) -> Rules:
     }
 
 
-def _mla(c: Config) -> MlaSpec:
+def latent_attention(c: Config) -> MlaSpec:
+    """MLA as DeepSeek has it: neighbours turn, and YaRN sharpens the softmax."""
     r = rope(c, c["qk_rope_head_dim"], interleaved=True)
     return MlaSpec(
         num_heads=c["num_attention_heads"],
@@ -293,14 +294,16 @@ def _mla(c: Config) -> MlaSpec:
     )
 
 
-def _moe(c: Config, router: RouterSpec) -> MoeSpec:
+def shared_moe(c: Config, router: RouterSpec) -> MoeSpec:
+    """Experts, and shared ones that are one MLP."""
     size, shared = c["moe_intermediate_size"], c.get("num_shared_experts")
     expert = mlp(c, size)
     both = mlp(c, size * shared) if shared else None
     return MoeSpec(c["num_experts"], c["num_experts_per_tok"], expert, router, shared=both)
 
 
-def _expert_names(count: int, theirs: str) -> Rules:
+def shared_moe_tensors(count: int, theirs: str) -> Rules:
+    """Its tensors, under a file's names."""
     ours = "layers.{i}.ffn"
     return {
         f"{ours}.router_bias": f"{theirs}.gate.e_score_correction_bias",

@@ -25,10 +25,31 @@ SPARSE: dict[str, Any] = {
     **PAD,
 }
 
+LING: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "layer_group_size": 3,
+    "head_dim": 10,
+    "linear_head_dim": 10,
+    "eos_token_id": 1,
+    **PAD,
+}
+
 VARIANTS: dict[str, Variant] = {
     "deepseek_v32": Variant("DeepseekV32Config", {**SPARSE, "n_group": 4, "topk_group": 2}, slow=True),
     "glm_moe_dsa": Variant(
         "GlmMoeDsaConfig",
         {**SPARSE, "attention_bias": True, "index_topk_pattern": "FSF", "index_head_dim": 20},
     ),
+    "ling3": Variant("BailingHybridConfig", LING, slow=True),
+    "ling3_plain": Variant("BailingHybridConfig", {**LING, "kda_safe_gate": False}, slow=True),
 }

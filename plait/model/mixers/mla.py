@@ -15,6 +15,7 @@ from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.errors import ShapeMismatch
 from plait.memory import PagedState, State, group_name
+from plait.model.layers.head_gate import HeadGate
 from plait.model.layers.indexer import Indexer
 from plait.model.layers.layers import Batch, Norm, Rope, describe_rope
 from plait.model.mixers.registry import mixer
@@ -45,6 +46,7 @@ def _divide(s: spec.MlaSpec, rank: Rank, hidden_size: int) -> Division:
     heads = join_ranges(rank.divide(s.num_heads, "heads"))
     queries = Cut((scale_range(heads, s.nope_dim + s.rope_dim),))
     cuts = {"q_b" if s.q_rank else "q": queries, "kv_b": Cut((scale_range(heads, s.nope_dim + s.v_dim),))}
+    cuts |= {"head_gate": Cut((heads,))} if s.head_gate else {}
     cuts["o"] = Cut(cols=sum_of(rank.divide(s.num_heads, "heads", s.v_dim)))
     return Division(replace(s, num_heads=width(heads)), cuts)
 
@@ -66,6 +68,7 @@ class Mla:
             bind_heads(w.bind, up) for up in _halves(s, w)
         )
         self.o = w.linear("o", in_size=heads * s.v_dim, out_sizes=(hidden,))
+        self.head_gate = HeadGate("sigmoid", w, heads) if s.head_gate else None
         self.rope = Rope(s.rope, w) if s.rope else None
         sizes = {"heads": heads, "kv_rank": s.kv_rank, "rope_dim": s.rope_dim}
         self.indexer = Indexer(s.indexer, w.scope("index"), s.q_rank or 0) if s.indexer else None
@@ -109,7 +112,8 @@ class Mla:
                 k_rope = self.rope(k_rope[:, None], batch.positions)[:, 0]
             q = self._join(q_nope, q_rope)
             out = self._attend(q, self._join(latent, k_rope), cache, *chosen, *where, s.scale, s.kv_rank)
-        return self.o(self._map_out(out, self.v_up).flatten(1))
+        out = self._map_out(out, self.v_up)
+        return self.o((self.head_gate(out, x) if self.head_gate else out).flatten(1))
 
 
 def _halves(s: spec.MlaSpec, w: Weights) -> tuple[Tensor | HeadRows, Tensor | HeadRows]:

@@ -15,12 +15,11 @@ from plait.cli.common.format_model import (
     mixer_text,
     plain,
 )
-from plait.rare_specs import RgLruSpec
+from plait.rare_specs import LightningSpec, RgLruSpec
 from plait.spec import (
     AttentionSpec,
     BranchSpec,
     DeltaNetSpec,
-    LightningSpec,
     Mamba1Spec,
     Mamba2Spec,
     Mixer,
