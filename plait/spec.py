@@ -294,7 +294,7 @@ class AsideSpec:
     """A shared transformer block next to a branch (Zamba2): out(mlp(norm(attention(norm([x, embeddings]))))).
 
     It has no residuals. All asides of one `block` use the same weights but for `out` and for adapters of
-    rank `rank`, added to gate and up (`size` wide), and to q, k and v if `adapts_attention`.
+    rank `rank` (Zamba 1: none), added to gate and up (`size` wide), and to q, k and v if `adapts_attention`.
     """
 
     block: int
@@ -306,7 +306,7 @@ class AsideSpec:
     size: int
     activation: Activation
     norm: NormSpec
-    rank: int
+    rank: int | None
     adapts_attention: bool = False
 
 

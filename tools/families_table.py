@@ -75,6 +75,7 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Mamba2, Codestral Mamba", "Mamba2", ("mamba2", "MambaLMHeadModel")),
     ("Jamba", "Mamba1, GQA, MLP or MoE", ("jamba",)),
     ("Bamba", "Mamba2, GQA, MLP", ("bamba",)),
+    ("Zamba 1", "Mamba1, shared attention", ("zamba",)),
     ("Zamba2", "Mamba2, shared attention", ("zamba2",)),
     ("Nemotron-H", "Mamba2, GQA, MLP or MoE", ("nemotron_h",)),
     ("Falcon-H1", "Mamba2 and GQA side by side, MLP", ("falcon_h1",)),

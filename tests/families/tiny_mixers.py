@@ -44,6 +44,14 @@ LING: dict[str, Any] = {
     **PAD,
 }
 
+ZAMBA: dict[str, Any] = {
+    "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+    "n_mamba_heads": 2,
+    "mamba_d_state": 6,
+    "mamba_dt_rank": 3,
+    "num_key_value_heads": 4,
+}
+
 VARIANTS: dict[str, Variant] = {
     "deepseek_v32": Variant("DeepseekV32Config", {**SPARSE, "n_group": 4, "topk_group": 2}, slow=True),
     "glm_moe_dsa": Variant(
@@ -52,4 +60,6 @@ VARIANTS: dict[str, Variant] = {
     ),
     "ling3": Variant("BailingHybridConfig", LING, slow=True),
     "ling3_plain": Variant("BailingHybridConfig", {**LING, "kda_safe_gate": False}, slow=True),
+    "zamba": Variant("ZambaConfig", {**ZAMBA, "tie_word_embeddings": True}, slow=True),
+    "zamba_plain": Variant("ZambaConfig", {**ZAMBA, "n_mamba_heads": 1, "mamba_conv_bias": False}, slow=True),
 }
