@@ -34,3 +34,18 @@ class LightningSpec(Recurrent):
     rope: RopeSpec | None = None
     scale: float = 1.0
     norm_groups: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class MlstmSpec(Recurrent):
+    """xLSTM's mLSTM (Beck et al. 2024). `gate_cap`: of both gates' logits; `eps`: in the memory's divisor.
+
+    `norm`: of each head's output, with a weight of its own.
+    """
+
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    norm: NormSpec
+    gate_cap: float | None
+    eps: float

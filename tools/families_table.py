@@ -32,6 +32,7 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Gemma 1, VaultGemma", "GQA, local and global, MLP", ("gemma", "vaultgemma")),
     ("Gemma 2, Gemma 3 (text)", "GQA, local and global, MLP", ("gemma2", "gemma3_text")),
     ("Gemma 4 (text)", "GQA, local and global, MLP, MoE", ("gemma4_text", "gemma4_unified_text")),
+    ("xLSTM 7B", "mLSTM, MLP", ("xlstm",)),
     ("RecurrentGemma", "RG-LRU, local GQA, MLP", ("recurrent_gemma",)),
     ("DeepSeek-V2, V3, R1, Kimi-K2, text of K2.5", "MLA, MoE", ("deepseek_v2", "deepseek_v3")),
     ("DeepSeek-V3.2 · GLM-5", "MLA with an indexer, MoE", ("deepseek_v32", "glm_moe_dsa")),

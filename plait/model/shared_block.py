@@ -1,4 +1,4 @@
-"""Zamba's shared transformer blocks: weights that several layers use, in Zamba2 with adapters of their own."""
+"""Zamba's shared transformer blocks: weights that several layers use; Zamba2 has adapters for each."""
 
 from __future__ import annotations
 

@@ -52,6 +52,14 @@ ZAMBA: dict[str, Any] = {
     "num_key_value_heads": 4,
 }
 
+# The oracle's chunks are powers of two, and its kernels compute in float32 here.
+XLSTM: dict[str, Any] = {
+    "num_heads": 2,
+    "ffn_round_up_to_multiple_of": 20,
+    "chunk_size": 16,
+    "autocast_kernel_dtype": "float32",
+}
+
 VARIANTS: dict[str, Variant] = {
     "deepseek_v32": Variant("DeepseekV32Config", {**SPARSE, "n_group": 4, "topk_group": 2}, slow=True),
     "glm_moe_dsa": Variant(
@@ -62,4 +70,5 @@ VARIANTS: dict[str, Variant] = {
     "ling3_plain": Variant("BailingHybridConfig", {**LING, "kda_safe_gate": False}, slow=True),
     "zamba": Variant("ZambaConfig", {**ZAMBA, "tie_word_embeddings": True}, slow=True),
     "zamba_plain": Variant("ZambaConfig", {**ZAMBA, "n_mamba_heads": 1, "mamba_conv_bias": False}, slow=True),
+    "xlstm": Variant("xLSTMConfig", XLSTM, slow=True),
 }

@@ -51,7 +51,6 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
     ),
     ALIBI: ("bloom", "mpt"),
     "its layers are RWKV, which is not implemented": ("rwkv", "rwkv5", "rwkv6", "rwkv7"),
-    "its layers are xLSTM, which is not implemented": ("xlstm",),
     "its attention reads convolved latents (CCA), which is not implemented": ("zaya",),
     "its router samples experts with a threshold (SparseMixer), which is not implemented": ("phimoe",),
     "its experts may be identities, and its layers have two attentions, which is not implemented": (
