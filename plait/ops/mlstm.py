@@ -1,4 +1,4 @@
-"""The matrix memory of xLSTM (Beck et al. 2024) over a ragged batch. Its exponential gates cannot overflow."""
+"""The matrix memory of xLSTM (Beck et al. 2024) over a ragged batch; exponential gates cannot overflow."""
 
 from __future__ import annotations
 
