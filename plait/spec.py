@@ -93,6 +93,21 @@ class SharedKeysSpec(AttentionSpec):
 
 
 @dataclass(frozen=True, slots=True)
+class IndexerSpec:
+    """Which `top_k` keys a query attends to (DeepSeek-V3.2): those with the largest Σ_h w_h relu(q_h · k).
+
+    `source`: the mixer with the choice that is taken instead (GLM-5).
+    """
+
+    num_heads: int
+    dim: int
+    top_k: int
+    rope: RopeSpec
+    norm: NormSpec = NormSpec(1e-6, "layer")  # of index keys
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class MlaSpec(Mixer):
     """Multi-head latent attention (DeepSeek-V2). `q_rank` None: queries come from the hidden state.
 
@@ -108,6 +123,8 @@ class MlaSpec(Mixer):
     rope_dim: int
     rope: RopeSpec | None
     latent_norm: NormSpec | None = None
+    indexer: IndexerSpec | None = None
+    head_gate: bool = False  # as in AttentionSpec, by a sigmoid (Ling 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,30 +212,7 @@ class DeltaNetSpec(Recurrent):
     decay_rank: int | None = None
     gate_rank: int | None = None
     tiled: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class LightningSpec(Recurrent):
-    """Linear attention with a fixed decay per head (MiniMax-01): h <- exp(-slope) h + v k, y = h q.
-
-    q, k and v are `activation`s of one projection; y is normed over all heads and gated by a sigmoid.
-    """
-
-    num_heads: int
-    head_dim: int
-    slopes: tuple[float, ...]
-    norm: NormSpec
-    activation: Activation = "silu"
-
-
-@dataclass(frozen=True, slots=True)
-class RgLruSpec(Recurrent):
-    """Griffin (De et al. 2024): conv and gated linear recurrence, times `activation` of a second branch."""
-
-    width: int
-    num_heads: int
-    conv_kernel: int
-    activation: Activation = "gelu_pytorch_tanh"
+    decay_floor: float | None = None  # a decay's log is this number times a sigmoid, no softplus (Ling 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +294,7 @@ class AsideSpec:
     """A shared transformer block next to a branch (Zamba2): out(mlp(norm(attention(norm([x, embeddings]))))).
 
     It has no residuals. All asides of one `block` use the same weights but for `out` and for adapters of
-    rank `rank`, added to gate and up (`size` wide), and to q, k and v if `adapts_attention`.
+    rank `rank` (Zamba 1: none), added to gate and up (`size` wide), and to q, k and v if `adapts_attention`.
     """
 
     block: int
@@ -312,7 +306,7 @@ class AsideSpec:
     size: int
     activation: Activation
     norm: NormSpec
-    rank: int
+    rank: int | None
     adapts_attention: bool = False
 
 

@@ -32,8 +32,10 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Gemma 1, VaultGemma", "GQA, local and global, MLP", ("gemma", "vaultgemma")),
     ("Gemma 2, Gemma 3 (text)", "GQA, local and global, MLP", ("gemma2", "gemma3_text")),
     ("Gemma 4 (text)", "GQA, local and global, MLP, MoE", ("gemma4_text", "gemma4_unified_text")),
+    ("xLSTM 7B", "mLSTM, MLP", ("xlstm",)),
     ("RecurrentGemma", "RG-LRU, local GQA, MLP", ("recurrent_gemma",)),
     ("DeepSeek-V2, V3, R1, Kimi-K2, text of K2.5", "MLA, MoE", ("deepseek_v2", "deepseek_v3")),
+    ("DeepSeek-V3.2 · GLM-5", "MLA with an indexer, MoE", ("deepseek_v32", "glm_moe_dsa")),
     ("GLM-4.7-Flash · Youtu-LLM", "MLA, MoE · MLP", ("glm4_moe_lite", "youtu")),
     ("A.X K1", "MLA, MoE", ("axk1",)),
     ("Ministral 3, Devstral 2", "GQA, queries that grow with position, MLP", ("ministral3",)),
@@ -45,6 +47,8 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("MiniCPM 3", "MLA, MLP", ("minicpm3",)),
     ("MiniMax-M2 · dots.llm1 · Solar Open", "GQA, MoE", ("minimax_m2", "dots1", "solar_open")),
     ("Kimi-Linear", "Kimi delta attention, MLA, MoE", ("kimi_linear",)),
+    ("Ling 3", "Kimi delta attention, MLA, MoE", ("bailing_hybrid",)),
+    ("Ling 2.5, Ring 2.5", "lightning attention, MLA, MoE", ("bailing_moe_linear",)),
     ("MiniMax-01, M1", "lightning attention, GQA, MoE", ("minimax",)),
     ("gpt-oss", "GQA with sinks, local and global, MoE", ("gpt_oss",)),
     ("OLMo 1, 2, 3", "GQA, local and global, MLP", ("olmo", "olmo2", "olmo3")),
@@ -72,6 +76,7 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Mamba2, Codestral Mamba", "Mamba2", ("mamba2", "MambaLMHeadModel")),
     ("Jamba", "Mamba1, GQA, MLP or MoE", ("jamba",)),
     ("Bamba", "Mamba2, GQA, MLP", ("bamba",)),
+    ("Zamba 1", "Mamba1, shared attention", ("zamba",)),
     ("Zamba2", "Mamba2, shared attention", ("zamba2",)),
     ("Nemotron-H", "Mamba2, GQA, MLP or MoE", ("nemotron_h",)),
     ("Falcon-H1", "Mamba2 and GQA side by side, MLP", ("falcon_h1",)),
@@ -85,6 +90,7 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 # Families with another oracle than transformers: where their tests are.
 OTHER_TESTS: Mapping[str, tuple[bool, bool, bool]] = {  # Hugging Face files, GGUF, names only
     "plamo2": (True, True, True),  # test_plamo2, test_detect
+    "bailing_moe_linear": (True, False, False),  # test_ling
     "MambaLMHeadModel": (True, False, False),  # test_published
     "oxidizr": (True, False, True),  # test_oxidizr
 }

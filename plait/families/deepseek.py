@@ -1,7 +1,11 @@
-"""DeepSeek V2 and V3 (R1 too): latent attention, a few dense layers, then experts with a shared one."""
+"""DeepSeek V2 and V3 (R1 too): latent attention, a few dense layers, then experts with a shared one.
+
+V3.2 and GLM-5 are the same, with an indexer that chooses the keys of each query.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from plait.checkpoint.names import NameMap, Rules
@@ -14,7 +18,7 @@ from plait.families.common.spec_builders import mlp, model, mscale_squared, norm
 from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import FULL, Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch
-from plait.spec import BranchSpec, MlaSpec, ModelSpec, MoeSpec, NormSpec, RouterSpec
+from plait.spec import BranchSpec, IndexerSpec, MlaSpec, ModelSpec, MoeSpec, NormSpec, RouterSpec
 
 LATENT_EPS = 1e-6  # whatever rms_norm_eps says
 PROJECTOR = (r"^mm_projector\.",)  # from images to the width of the text
@@ -141,6 +145,67 @@ def axk1(c: Config) -> tuple[ModelSpec, NameMap]:
     return _deepseek(c, "axk1", sigmoid_router(c), behind=norm(c))
 
 
+SPARSE = {**SHARED, "routed_scaling_factor": 2.5, "num_shared_experts": 1, "first_k_dense_replace": 3}
+INDEX_KEYS = ("index_topk",)
+
+
+@family(
+    "DeepseekV32ForCausalLM",
+    model_types=("deepseek_v32",),
+    defaults={**SPARSE, "n_group": 8, "topk_group": 4, "index_n_heads": 64, "index_head_dim": 128},
+    honours=INDEX_KEYS,
+    hf=HfConfig(words=ROUTED, extra=_hf_latent),
+)
+def deepseek_v32(c: Config) -> tuple[ModelSpec, NameMap]:
+    """DeepSeek-V3.2: every layer has an indexer; the halves of its heads turn together."""
+    indexers = [_indexer(c, interleaved=False)] * len(c["layer_types"])
+    return _deepseek(c, "deepseek_v32", sigmoid_router(c), indexers=indexers)
+
+
+@family(
+    "GlmMoeDsaForCausalLM",
+    model_types=("glm_moe_dsa",),
+    defaults={**SPARSE, "norm_eps": 1e-5, "index_n_heads": 32, "index_head_dim": 128},
+    honours=INDEX_KEYS,
+    hf=HfConfig(words=ROUTED, extra=_hf_latent),
+)
+def glm_moe_dsa(c: Config) -> tuple[ModelSpec, NameMap]:
+    """GLM-5: neighbours turn in index heads, too; some layers take the choice of an earlier one."""
+    own, indexers, source = _indexer(c, interleaved=True), list[IndexerSpec](), ""
+    for i, kind in enumerate(_indexer_kinds(c)):
+        if kind == "shared" and not source:
+            raise UnsupportedModel(f"indexer_types: layer {i} is 'shared', and none before it is 'full'")
+        source = source if kind == "shared" else f"layers.{i}.attn"
+        indexers.append(replace(own, source=source if kind == "shared" else ""))
+    return _deepseek(c, "glm_moe_dsa", sigmoid_router(c), indexers=indexers)
+
+
+def _indexer_kinds(c: Config) -> list[str]:
+    """ "full" or "shared" for each layer: from a list, a pattern of letters, or a period."""
+    count, words = len(c["layer_types"]), {"F": "full", "S": "shared", "full": "full", "shared": "shared"}
+    kinds = c.get("indexer_types") or c.get("index_topk_pattern")
+    if not kinds:
+        period, offset = max(c.get("index_topk_freq") or 1, 1), c.get("index_skip_topk_offset", 2)
+        kinds = ["shared" if max(i - offset + 1, 0) % period else "full" for i in range(count)]
+    if len(kinds) != count or any(kind not in words for kind in kinds):
+        raise UnsupportedModel(
+            f"indexer_types {kinds!r} is not known; known: 'full' or 'shared' for each of {count} layers"
+        )
+    return [words[kind] for kind in kinds]
+
+
+def _indexer(c: Config, *, interleaved: bool) -> IndexerSpec:
+    if not c.get("q_lora_rank"):
+        raise UnsupportedModel("q_lora_rank is absent, and an indexer makes its queries of that latent")
+    if c["index_topk"] < 1 or c["index_head_dim"] < c["qk_rope_head_dim"]:
+        raise UnsupportedModel(
+            f"index_topk {c['index_topk']} and index_head_dim {c['index_head_dim']}: an indexer takes one "
+            f"key or more, and its heads have the {c['qk_rope_head_dim']} numbers that are rotated, or more"
+        )
+    turned = replace(rope(c, c["qk_rope_head_dim"]), interleaved=interleaved)
+    return IndexerSpec(c["index_n_heads"], c["index_head_dim"], c["index_topk"], turned)
+
+
 @family("YoutuForCausalLM", model_types=("youtu",), defaults={**SHARED, "tie_word_embeddings": True})
 def youtu(c: Config) -> tuple[ModelSpec, NameMap]:
     """Youtu-LLM: DeepSeek-V3's attention, no experts."""
@@ -174,14 +239,19 @@ def minicpm3(c: Config) -> tuple[ModelSpec, NameMap]:
 
 
 def _deepseek(
-    c: Config, name: str, router: RouterSpec, *, behind: NormSpec | None = None
+    c: Config,
+    name: str,
+    router: RouterSpec,
+    *,
+    behind: NormSpec | None = None,
+    indexers: Sequence[IndexerSpec | None] = (),
 ) -> tuple[ModelSpec, NameMap]:
-    each, count = norm(c), len(c["layer_types"])
-    attn = BranchSpec("attn", _mla(c), each)
+    each, count, mla = norm(c), len(c["layer_types"]), latent_attention(c)
+    attn = [BranchSpec("attn", replace(mla, indexer=i), each) for i in indexers or (None,) * count]
     ffn = {"dense": BranchSpec("ffn", mlp(c), each)}
     if c.get("num_experts"):
-        ffn["sparse"] = BranchSpec("ffn", _moe(c, router), each, behind)
-    layers = [(attn, ffn[kind]) for kind in c.get("mlp_layer_types", ["dense"] * count)]
+        ffn["sparse"] = BranchSpec("ffn", shared_moe(c, router), each, behind)
+    layers = list(zip(attn, (ffn[kind] for kind in c.get("mlp_layer_types", ["dense"] * count)), strict=True))
     # Layers behind the last one predict a second token for speculation; the model is whole without them.
     extra = tuple(
         rf"^(language_model\.)?model\.layers\.{count + k}\."
@@ -196,15 +266,20 @@ def _deepseek(
 def _names(c: Config, prefix: str) -> Rules:
     layer = f"{prefix}layers.{{i}}"
     return {
-        **(_expert_names(c["num_experts"], f"{layer}.mlp") if c.get("num_experts") else {}),
+        **(shared_moe_tensors(c["num_experts"], f"{layer}.mlp") if c.get("num_experts") else {}),
         "layers.{i}.ffn.post_norm": (f"{layer}.post_mlp_layernorm", f"{layer}.mlp.post_mlp_layernorm"),
+        "layers.{i}.attn.index.q": f"{layer}.self_attn.indexer.wq_b",
+        "layers.{i}.attn.index.k": f"{layer}.self_attn.indexer.wk",
+        "layers.{i}.attn.index.k_norm": f"{layer}.self_attn.indexer.k_norm",
+        "layers.{i}.attn.index.weights": f"{layer}.self_attn.indexer.weights_proj",
         "layers.{i}.attn.kv_a": f"{layer}.self_attn.kv_a_proj_with_mqa",
         "layers.{i}.attn.{x}_a_norm": f"{layer}.self_attn.{{x}}_a_layernorm",
         **transformer(prefix),
     }
 
 
-def _mla(c: Config) -> MlaSpec:
+def latent_attention(c: Config) -> MlaSpec:
+    """MLA as DeepSeek has it: neighbours turn, and YaRN sharpens the softmax."""
     r = rope(c, c["qk_rope_head_dim"], interleaved=True)
     return MlaSpec(
         num_heads=c["num_attention_heads"],
@@ -219,14 +294,16 @@ def _mla(c: Config) -> MlaSpec:
     )
 
 
-def _moe(c: Config, router: RouterSpec) -> MoeSpec:
+def shared_moe(c: Config, router: RouterSpec) -> MoeSpec:
+    """Experts, and shared ones that are one MLP."""
     size, shared = c["moe_intermediate_size"], c.get("num_shared_experts")
     expert = mlp(c, size)
     both = mlp(c, size * shared) if shared else None
     return MoeSpec(c["num_experts"], c["num_experts_per_tok"], expert, router, shared=both)
 
 
-def _expert_names(count: int, theirs: str) -> Rules:
+def shared_moe_tensors(count: int, theirs: str) -> Rules:
+    """Its tensors, under a file's names."""
     ours = "layers.{i}.ffn"
     return {
         f"{ours}.router_bias": f"{theirs}.gate.e_score_correction_bias",

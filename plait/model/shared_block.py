@@ -1,4 +1,4 @@
-"""Zamba2's shared transformer blocks: weights that several layers use, each with adapters of its own."""
+"""Zamba's shared transformer blocks: weights that several layers use; Zamba2 has adapters for each."""
 
 from __future__ import annotations
 
@@ -46,9 +46,10 @@ class SharedBlockUse:
         hidden, self._sizes = w.target.hidden_size, _widths(s)
         self.block: SharedBlock = w.shared(f"shared.{s.block}", lambda shared: SharedBlock(s, shared))
         self.adapters: list[tuple[Linear, Linear]] = []
-        for name, size in zip("qkv", self._sizes if s.adapts_attention else (), strict=False):
-            self.adapters.append(_adapter(w, name, s.rank, 2 * hidden, size))
-        self.widen = _adapter(w, "gate_up", s.rank, hidden, 2 * s.size)
+        if s.rank and s.adapts_attention:
+            pairs = zip("qkv", self._sizes, strict=True)
+            self.adapters += [_adapter(w, name, s.rank, 2 * hidden, size) for name, size in pairs]
+        self.widen = _adapter(w, "gate_up", s.rank, hidden, 2 * s.size) if s.rank else None
         self.out = w.linear("out", in_size=hidden, out_sizes=(hidden,))
         self._join, self._combine = w.bind(join), w.bind(combine)
         self._comm, self._dtype = w.target.comm, w.target.dtype
@@ -75,7 +76,8 @@ class SharedBlockUse:
         h = block.norm(self._join(x, embeddings))
         h = self._sum(block.o(self._attended(h, batch, store)))
         h = block.ffn_norm(h)
-        up = self._combine(block.up(h), self.widen[1](self.widen[0](h)), 1.0)
+        up = block.up(h)
+        up = self._combine(up, self.widen[1](self.widen[0](h)), 1.0) if self.widen else up
         return self.out(self._sum(block.down(self._activate(up, self.spec.activation, True))))
 
     def _sum(self, x: Tensor) -> Tensor:

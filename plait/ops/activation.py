@@ -155,3 +155,19 @@ def _step_sizes_inputs(case: Mapping[str, int], dtype: torch.dtype, device: str)
     dt = 4 * torch.randn(case["tokens"], case["size"], dtype=dtype, device=device)
     bias = torch.randn(case["size"], device=device) if case["tokens"] > 1 else None
     return (dt, bias, 0.001, 5.0 if case["tokens"] > 1 else float("inf")), {}
+
+
+@op(cases=CASES[:3])
+def sigmoid_steps(dt: Tensor, bias: Tensor, rate: Tensor) -> Tensor:
+    """sigmoid(rate · (dt + bias)), float32: how much of the largest step a state moves (Ling 3's KDA).
+
+    dt: [T, n], rows may lie apart in memory, bias, rate: [n] float32 -> [T, n] float32.
+    """
+    return torch.sigmoid(rate * (dt.float() + bias))
+
+
+@sigmoid_steps.inputs
+def _sigmoid_steps_inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
+    wide = 4 * torch.randn(case["tokens"], 2 * case["size"], dtype=dtype, device=device)
+    bias, rate = (torch.rand(case["size"], device=device) for _ in range(2))
+    return (wide.chunk(2, -1)[0], bias, rate), {}

@@ -15,6 +15,7 @@ from torch import Tensor
 from plait.ops.entry import Codes, head_widths, key_codes, latent_codes, latent_width, value_codes
 from plait.ops.registry import Arguments, op
 
+Case = Mapping[str, Any]
 SEQS = [1, 7, 5, 40]  # lengths: history lies in a layout of the variant's own, so that cases start without
 CASES: list[dict[str, Any]] = [
     dict(seqs=[1], heads=4, kv_heads=2, dim=16, window=None, softcap=None),
@@ -134,18 +135,18 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 @paged_attention.inputs
-def _paged_attention_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+def _paged_attention_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     where, num_blocks = paged_case(case["seqs"], device)
     total, kv = sum(case["seqs"]), (case["kv_heads"], case["dim"])
     q = torch.randn(total, case["heads"], case["dim"], dtype=dtype, device=device)
     k, v = (torch.randn(total, *kv, dtype=dtype, device=device) for _ in range(2))
     widths, rows = head_widths(case["dim"], case.get("kv_dtype", "")), (num_blocks, BLOCK, case["kv_heads"])
-    caches = [_random_cache((*rows, width), case, dtype, device) for width in widths]
+    caches = [random_cache((*rows, width), case, dtype, device) for width in widths]
     sinks = torch.randn(case["heads"], device=device) if case.get("sinks") else None
     return (q, k, v, *caches, *where, case["dim"] ** -0.5, case["window"], case["softcap"], sinks), {}
 
 
-def _random_cache(shape: tuple[int, ...], case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Tensor:
+def random_cache(shape: tuple[int, ...], case: Case, dtype: torch.dtype, device: str) -> Tensor:
     kept = getattr(torch, case["kv_dtype"]) if "kv_dtype" in case else dtype
     return (torch.randn(*shape, device=device) * 50).to(kept)
 
@@ -208,11 +209,11 @@ def paged_latent_attention(
 
 
 @paged_latent_attention.inputs
-def _latent_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+def _latent_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     where, num_blocks = paged_case(case["seqs"], device)
     total, width = sum(case["seqs"]), case["kv_rank"] + case["rope_dim"]
     q = torch.randn(total, case["heads"], width, dtype=dtype, device=device)
     latent = torch.randn(total, width, dtype=dtype, device=device)
     kept = latent_width(case["kv_rank"], case["rope_dim"], case.get("kv_dtype", ""))
-    cache = _random_cache((num_blocks, BLOCK, kept), case, dtype, device)
+    cache = random_cache((num_blocks, BLOCK, kept), case, dtype, device)
     return (q, latent, cache, *where, width**-0.5, case["kv_rank"]), {}

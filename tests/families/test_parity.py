@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from plait.families.common.registry import find
-from tests.families import tiny, tiny_more
+from tests.families import tiny, tiny_mixers, tiny_more
 from tests.families.parity import Memory, decoder, in_pieces, resolved, whole, worst
 
 TOLERANCE = 1e-4
@@ -42,7 +42,10 @@ def test_logits_equal_those_of_transformers(name: str, checkpoints: Path) -> Non
     config, tensors, oracle = tiny.read(folder_of(name, checkpoints))
     checkpoint = Memory(tensors)
     found = resolved(checkpoint, config)
-    if name in tiny_more.VARIANTS:  # earlier ones have shorter names for two of a kind
+    if name in {
+        **tiny_more.VARIANTS,
+        **tiny_mixers.VARIANTS,
+    }:  # earlier ones have shorter names for two of a kind
         assert found.spec.family == find(config).name
     model = decoder(found, checkpoint)
     ids, wanted = oracle["ids"], oracle["logits"]

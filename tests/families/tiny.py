@@ -14,7 +14,15 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.families import tiny_attention, tiny_dense, tiny_linear, tiny_moe, tiny_more, tiny_ssm
+from tests.families import (
+    tiny_attention,
+    tiny_dense,
+    tiny_linear,
+    tiny_mixers,
+    tiny_moe,
+    tiny_more,
+    tiny_ssm,
+)
 from tests.families.variant import Variant
 
 SIZES = {
@@ -284,7 +292,7 @@ VARIANTS: dict[str, Variant] = {
     ),
 }
 VARIANTS |= tiny_dense.VARIANTS | tiny_attention.VARIANTS | tiny_ssm.VARIANTS | tiny_linear.VARIANTS
-VARIANTS |= tiny_moe.VARIANTS | tiny_more.VARIANTS
+VARIANTS |= tiny_moe.VARIANTS | tiny_more.VARIANTS | tiny_mixers.VARIANTS
 
 
 def write(name: str, folder: Path, variant: Variant | None = None) -> None:

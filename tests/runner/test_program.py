@@ -24,7 +24,7 @@ from plait.runner.inputs import build_batch
 from plait.runner.program import ViewsOnly, record_program, view_as_batch
 from plait.runner.sampler import Sampler
 from plait.schedule.plan import Chunk, StepPlan
-from tests.families import tiny, tiny_attention, tiny_ssm
+from tests.families import tiny, tiny_attention, tiny_mixers, tiny_ssm
 from tests.runner.recordings import (
     BLOCK,
     CAPACITY,
@@ -40,6 +40,7 @@ from tests.runner.recordings import (
 
 # Of a family that attends, the variant with switches off their defaults: the plain one has no op more.
 PLAIN = {name for name in tiny_attention.VARIANTS if name.endswith("_plain")}
+PLAIN |= {name for name in tiny_mixers.VARIANTS if name.endswith("_plain")}
 PLAIN |= {name for name in tiny_ssm.VARIANTS if name.endswith(("_plain", "_biases", "_dense"))}  # likewise
 NAMES = [*(name for name in tiny.VARIANTS if name not in PLAIN), *(f"oxidizr_{name}" for name in OXIDIZR)]
 # All that cannot be recorded, and why.

@@ -11,10 +11,10 @@ import torch
 
 from plait.errors import UnsupportedFormat
 from plait.ops.rope import frequencies, yarn_mscale
+from plait.rare_specs import LightningSpec
 from plait.spec import (
     AttentionSpec,
     DeltaNetSpec,
-    LightningSpec,
     Mamba1Spec,
     Mamba2Spec,
     Mixer,

@@ -44,18 +44,13 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
     IMAGE: ("emu3", "git", "got_ocr2", "mllama", "mllama_text_model"),
     DIFFUSION: ("diffusion_gemma", "dream", "llada", "llada2_moe", "sdar", "sdar_moe"),
     DRAFTER: ("gemma4_assistant", "gemma4_unified_assistant"),
-    INDEXER: ("axk2", "deepseek_v32", "dots3_note", "dots3_note_text", "glm_moe_dsa", "minimax_m3_vl_text"),
+    INDEXER: ("axk2", "dots3_note", "dots3_note_text", "minimax_m3_vl_text"),
     STREAMS: (
         *("deepseek_v4", "gemma3n", "gemma3n_text", "hy_v4", "inkling2_text", "inkling_text"),
         *("kimi_k3", "qwen4_exp", "qwen4_exp_text"),
     ),
     ALIBI: ("bloom", "mpt"),
     "its layers are RWKV, which is not implemented": ("rwkv", "rwkv5", "rwkv6", "rwkv7"),
-    "its layers are xLSTM, which is not implemented": ("xlstm",),
-    "its shared block reads states of Mamba1 heads, which is not implemented": ("zamba",),
-    "it mixes Lightning attention or Kimi delta attention with MLA in a way that is not implemented": (
-        "bailing_hybrid",
-    ),
     "its attention reads convolved latents (CCA), which is not implemented": ("zaya",),
     "its router samples experts with a threshold (SparseMixer), which is not implemented": ("phimoe",),
     "its experts may be identities, and its layers have two attentions, which is not implemented": (

@@ -21,6 +21,8 @@ FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention
 LAYER_WORDS = {
     FULL: FULL,
     "attention": FULL,
+    "indexed_attention": FULL,  # a family says how keys are chosen
+    "deepseek_sparse_attention": FULL,
     SLIDING: SLIDING,
     LINEAR: LINEAR,
     "mamba": LINEAR,
@@ -91,6 +93,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "time_step_limit": ("mamba_dt_limit",),
     "n_group": ("num_expert_group",),
     "sliding_window": ("attention_window_size",),
+    "full_attention_interval": ("layer_group_size",),
     "sliding_window_pattern": ("global_attn_every_n_layers",),
     "full_attn_alpha_factor": ("layernorm_full_attention_alpha",),
     "full_attn_beta_factor": ("layernorm_full_attention_beta",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -13,8 +14,8 @@ from plait.memory import SlotState, State
 from plait.model.layers.layers import Batch, Norm
 from plait.model.mixers.mamba2 import DepthwiseConv
 from plait.model.mixers.registry import mixer
-from plait.ops.activation import gate
-from plait.ops.delta import delta_scan_from_gates
+from plait.ops.activation import activate, gate, sigmoid_steps
+from plait.ops.delta import delta_scan_from_gates, gated_delta_scan
 from plait.ops.norm import gated_rms_norm
 from plait.partition import Cut, Division, Range, Rank, join_ranges, scale_range, shift_range, sum_of, width
 from plait.state.store import StateStore
@@ -79,7 +80,10 @@ class DeltaNet:
         self.dt_bias = w.optional("dt_bias", (steps,), torch.float32)
         self._close = OutputGate(s, w)
         sizes = {"heads": s.num_heads, "key_dim": s.key_dim, "value_dim": s.value_dim}
-        self._scan = w.bind(delta_scan_from_gates, **sizes, kind="sigmoid", gated=False)
+        if s.decay_floor is None:
+            self._scan = w.bind(delta_scan_from_gates, **sizes, kind="sigmoid", gated=False)
+        else:
+            self._scan = BoundedScan(s, w, self.A, self.dt_bias, sizes)
         ssm = (s.num_heads, s.key_dim, s.value_dim)
         state = SlotState({"conv": (self.conv.tail_shape, "model"), "ssm": (ssm, "float32")})
         self.states: dict[str, State] = {self.name: state}
@@ -101,6 +105,30 @@ class DeltaNet:
     @property
     def _dims(self) -> tuple[int, int, int]:
         return self.spec.key_dim, self.spec.key_dim, self.spec.value_dim
+
+
+class BoundedScan:
+    """`delta_scan_from_gates` where the log of a decay is a lowest number times a sigmoid (Ling 3)."""
+
+    def __init__(
+        self, s: spec.DeltaNetSpec, w: Weights, A: Tensor, bias: Tensor | None, sizes: Mapping[str, int]
+    ) -> None:
+        each = s.key_dim if s.decay == "channel" else 1
+        self._shape, self._rate = (s.num_heads, each), (-A).repeat_interleave(each)
+        self._bias = torch.zeros_like(self._rate) if bias is None else bias
+        self._floor = torch.full_like(A, s.decay_floor or 0.0)
+        self._steps, self._scan = w.bind(sigmoid_steps), w.bind(gated_delta_scan, **sizes)
+        self._activate = w.bind(activate, kind="sigmoid", gated=False)
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, bias: Tensor | None, A: Tensor, beta: Tensor,
+        *rest: object,
+    ) -> Tensor:  # fmt: skip
+        """As the op; A and the bias are what this was made with."""
+        step = self._steps(decay, self._bias, self._rate)
+        step = step.unflatten(-1, self._shape) if self._shape[1] > 1 else step
+        out: Tensor = self._scan(q, k, v, step, self._floor, self._activate(beta, "sigmoid", False), *rest)
+        return out
 
 
 class OutputGate:

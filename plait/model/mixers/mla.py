@@ -6,6 +6,7 @@ softmax, so that nothing but latents is ever read from memory.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from torch import Tensor
@@ -14,12 +15,16 @@ from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.errors import ShapeMismatch
 from plait.memory import PagedState, State, group_name
+from plait.model.layers.head_gate import HeadGate
+from plait.model.layers.indexer import Indexer
 from plait.model.layers.layers import Batch, Norm, Rope, describe_rope
 from plait.model.mixers.registry import mixer
 from plait.ops.attention import paged_latent_attention
 from plait.ops.entry import latent_width
 from plait.ops.heads import HeadRows, bind_heads
+from plait.ops.indexer import sparse_latent_attention
 from plait.ops.place import place_latent
+from plait.ops.registry import TensorFn
 from plait.ops.rows import join
 from plait.partition import Cut, Division, Rank, join_ranges, scale_range, sum_of, width
 from plait.quant.halves import Halves
@@ -29,7 +34,11 @@ from plait.state.store import StateStore
 def _words(m: spec.MlaSpec) -> str:
     q = "" if m.q_rank is None else f", q rank {m.q_rank}"
     heads = f"{m.num_heads} heads × ({m.nope_dim} + {m.rope_dim})"
-    return f"MLA, {heads}, kv rank {m.kv_rank}{q}, {describe_rope(m.rope)}"
+    text = f"MLA, {heads}, kv rank {m.kv_rank}{q}, {describe_rope(m.rope)}"
+    if (i := m.indexer) is None:
+        return text
+    chosen = f"as {i.source}" if i.source else f"an indexer of {i.num_heads} heads × {i.dim}"
+    return f"{text}, the best {i.top_k} keys by {chosen}"
 
 
 def _divide(s: spec.MlaSpec, rank: Rank, hidden_size: int) -> Division:
@@ -37,6 +46,7 @@ def _divide(s: spec.MlaSpec, rank: Rank, hidden_size: int) -> Division:
     heads = join_ranges(rank.divide(s.num_heads, "heads"))
     queries = Cut((scale_range(heads, s.nope_dim + s.rope_dim),))
     cuts = {"q_b" if s.q_rank else "q": queries, "kv_b": Cut((scale_range(heads, s.nope_dim + s.v_dim),))}
+    cuts |= {"head_gate": Cut((heads,))} if s.head_gate else {}
     cuts["o"] = Cut(cols=sum_of(rank.divide(s.num_heads, "heads", s.v_dim)))
     return Division(replace(s, num_heads=width(heads)), cuts)
 
@@ -58,19 +68,30 @@ class Mla:
             bind_heads(w.bind, up) for up in _halves(s, w)
         )
         self.o = w.linear("o", in_size=heads * s.v_dim, out_sizes=(hidden,))
+        self.head_gate = HeadGate("sigmoid", w, heads) if s.head_gate else None
         self.rope = Rope(s.rope, w) if s.rope else None
         sizes = {"heads": heads, "kv_rank": s.kv_rank, "rope_dim": s.rope_dim}
-        self._place, self._attend = w.bind_pair(place_latent, paged_latent_attention, **sizes)
+        self.indexer = Indexer(s.indexer, w.scope("index"), s.q_rank or 0) if s.indexer else None
+        self._place, self._attend = self._bind(w, sizes)
         self._join = w.bind(join)
         kept = w.target.kv_dtype
         entry = {"latent": (latent_width(s.kv_rank, s.rope_dim, kept),)}
         self.states: dict[str, State] = {self.name: PagedState(entry, dtype=kept)}
+        self.states |= self.indexer.states if self.indexer else {}
+
+    def _bind(self, w: Weights, sizes: Mapping[str, object]) -> tuple[TensorFn | None, TensorFn]:
+        """What places latents, if that is one op, and what attends to them."""
+        if self.indexer is None:
+            return w.bind_pair(place_latent, paged_latent_attention, **sizes)
+        return None, w.bind(sparse_latent_attention, **sizes, top_k=self.indexer.top_k)
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, hidden] -> [T, hidden]."""
         s = self.spec
         q = self.q_a(x) if self.q_a else x
-        q = self.q(self.q_norm(q) if self.q_norm else q).unflatten(-1, (s.num_heads, -1))
+        q = self.q_norm(q) if self.q_norm else q
+        chosen = (self.indexer(x, q, batch, store),) if self.indexer else ()
+        q = self.q(q).unflatten(-1, (s.num_heads, -1))
         q_nope, q_rope = q.split([s.nope_dim, s.rope_dim], -1)
         latent, k_rope = self.kv_a(x).split([s.kv_rank, s.rope_dim], -1)
         q_nope = self._map_q(q_nope, self.k_up)
@@ -90,8 +111,9 @@ class Mla:
                 q_rope = self.rope(q_rope, batch.positions)
                 k_rope = self.rope(k_rope[:, None], batch.positions)[:, 0]
             q = self._join(q_nope, q_rope)
-            out = self._attend(q, self._join(latent, k_rope), cache, *where, s.scale, s.kv_rank)
-        return self.o(self._map_out(out, self.v_up).flatten(1))
+            out = self._attend(q, self._join(latent, k_rope), cache, *chosen, *where, s.scale, s.kv_rank)
+        out = self._map_out(out, self.v_up)
+        return self.o((self.head_gate(out, x) if self.head_gate else out).flatten(1))
 
 
 def _halves(s: spec.MlaSpec, w: Weights) -> tuple[Tensor | HeadRows, Tensor | HeadRows]:

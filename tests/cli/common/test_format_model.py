@@ -15,11 +15,11 @@ from plait.cli.common.format_model import (
     mixer_text,
     plain,
 )
+from plait.rare_specs import LightningSpec, RgLruSpec
 from plait.spec import (
     AttentionSpec,
     BranchSpec,
     DeltaNetSpec,
-    LightningSpec,
     Mamba1Spec,
     Mamba2Spec,
     Mixer,
@@ -29,7 +29,6 @@ from plait.spec import (
     MoeSpec,
     NormSpec,
     ParallelSpec,
-    RgLruSpec,
     RopeSpec,
     RouterSpec,
     ShortConvSpec,

@@ -10,7 +10,7 @@ from torch import Tensor
 from plait.errors import ShapeMismatch
 from plait.kernels.cpu.codegen.kernel import inline, kernel
 from plait.kernels.cpu.codegen.kinds import Float, Floats, Int
-from plait.kernels.cpu.codegen.maths import exp, load_left, polynomial, silu, store_left
+from plait.kernels.cpu.codegen.maths import exp, load_left, polynomial, sigmoid, silu, store_left
 from plait.kernels.cpu.codegen.vec import (
     absolute,
     add,
@@ -28,8 +28,8 @@ from plait.kernels.cpu.codegen.vec import (
 )
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import rows_of
-from plait.kernels.cpu.runtime.row_checks import TensorRows, float32_rows
-from plait.ops.activation import step_sizes
+from plait.kernels.cpu.runtime.row_checks import TensorRows, dense, float32_rows
+from plait.ops.activation import sigmoid_steps, step_sizes
 from plait.ops.norm import gated_rms_norm
 
 
@@ -146,4 +146,29 @@ def _step_sizes(cpu: Executor, dt: Tensor, bias: Tensor | None, low: float, high
         )
     out = cpu.empty(*dt.shape)
     cpu.launch(step_rows, dt, rows.row_bytes, rows.width, bias, float(low), float(high), out, rows=rows.count)
+    return out
+
+
+@kernel
+def sigmoid_step_rows(frame: int, args: int, thread: int, threads: int) -> None:
+    """dt, its row stride, n, bias, rate, out (dense): sigmoid(rate (dt + bias))."""
+    dt, dt_bytes, n, bias, rate, out = words(args, 2, 8)
+    pieces = (n + 15) // 16
+    items = rows_of(frame, args) * pieces
+    for i in range(items * thread // threads, items * (thread + 1) // threads):
+        r, at = i // pieces, i % pieces * 16
+        x = add(load_left(dt + r * dt_bytes + 4 * at, n - at), load_left(bias + 4 * at, n - at))
+        x = mul(x, load_left(rate + 4 * at, n - at))
+        # exp makes a number of a NaN: only what is below 0 or above -1 is one.
+        s = where_less(spread(np.float32(-1.0)), x, sigmoid(x), x)
+        store_left(out + 4 * (r * n + at), where_less(x, zero_f32(), sigmoid(x), s), n - at)
+
+
+@sigmoid_steps.variant("native", on="cpu", when=float32_rows, native=True)
+def _sigmoid_steps(cpu: Executor, dt: Tensor, bias: Tensor, rate: Tensor) -> Tensor:
+    rows, out = TensorRows.of(dt), cpu.empty(*dt.shape)
+    if dt.dim() != 2:
+        raise ShapeMismatch(f"sigmoid steps want dt [T, n], got {list(dt.shape)}")
+    vectors = (dense("bias", bias, rows.width), dense("rate", rate, rows.width))
+    cpu.launch(sigmoid_step_rows, dt, rows.row_bytes, rows.width, *vectors, out, rows=rows.count)
     return out

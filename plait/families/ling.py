@@ -1,0 +1,171 @@
+"""Ling and Ring: linear attention, latent attention in the last layer of each group, then experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from plait.checkpoint.names import NameMap, Rules
+from plait.errors import UnsupportedModel
+from plait.families.common.recipes import conv, either, ends, reorder_rows, unused_patterns
+from plait.families.common.registry import family
+from plait.families.common.spec_builders import mlp, model, norm, require, rope, sigmoid_router
+from plait.families.config.normalize import LINEAR, Config
+from plait.families.deepseek import latent_attention, shared_moe, shared_moe_tensors
+from plait.families.kimi import negative_exp_flat
+from plait.families.linear_attention import check_silu, join_conv
+from plait.rare_specs import LightningSpec
+from plait.spec import BranchSpec, DeltaNetSpec, Mixer, MlaSpec, ModelSpec
+
+L, MIX, ATTN, FFN = "model.layers.{i}", "layers.{i}.linear", "layers.{i}.attn", "layers.{i}.ffn"
+MIXERS, ENDS = ("attention", "self_attn"), ("weight", "bias")  # what a file calls a layer's mixer
+SHARED = {"norm_eps": 1e-6, "hidden_act": "silu", "routed_scaling_factor": 2.5, "first_k_dense_replace": 0}
+SHARED |= {"num_shared_experts": 1, "rope_theta": 6e6}
+
+
+@family(
+    "BailingHybridForCausalLM",
+    model_types=("bailing_hybrid",),
+    defaults={
+        **SHARED,
+        "short_conv_kernel_size": 4,
+        "full_attention_interval": 6,
+        "kda_safe_gate": True,
+        "kda_lower_bound": -5.0,
+    },
+)
+def ling_3(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Ling 3: Kimi delta attention with bounded decays; heads of latent attention have a gate each."""
+    check_silu(c)
+    heads, dim = c["num_attention_heads"], c.get("linear_head_dim") or c["head_dim"]
+    delta = DeltaNetSpec(
+        num_heads=heads,
+        num_key_heads=heads,
+        key_dim=dim,
+        value_dim=dim,
+        conv_kernel=c["short_conv_kernel_size"],
+        norm=norm(c),
+        decay="channel",
+        gate="sigmoid",
+        decay_floor=float(c["kda_lower_bound"]) if c["kda_safe_gate"] else None,
+    )
+    names = either(*(_delta_names(f"{L}.{x}", heads * dim) for x in MIXERS))
+    mla = replace(latent_attention(c), head_gate=True)
+    return _ling(c, "bailing_hybrid", [delta] * len(c["layer_types"]), {**_outputs(), **names}, mla)
+
+
+@family(
+    *("BailingMoeV2_5ForCausalLM", "BailingMoeLinearV2ForCausalLM"),
+    model_types=("bailing_moe_linear",),
+    defaults={**SHARED, "full_attention_interval": 8, "group_norm_size": 1, "use_qk_norm": False},
+    honours=("use_qk_norm",),
+)
+def ling_2(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Ling and Ring 2.5: lightning attention with norms and positions of queries and keys."""
+    require(c, "Ling 2.5", score_function=("sigmoid",), linear_rope=(True,))
+    heads, dim, count = c["num_attention_heads"], c["head_dim"], len(c["layer_types"])
+    each = norm(c)
+    activates = c.get("use_linear_silu", c.get("linear_silu", False))
+    mixers = []
+    for i in range(count):
+        factor = 1 - i / max(count - 1, 1) + 1e-5
+        mixers.append(
+            LightningSpec(
+                heads,
+                dim,
+                tuple(2.0 ** (-8 * (h + 1) / heads) * factor for h in range(heads)),
+                each,
+                activation="silu" if activates else None,
+                qk_norm=each if c["use_qk_norm"] else None,
+                rope=rope(c, dim),
+                scale=dim**-0.5,
+                norm_groups=c["group_norm_size"],
+            )
+        )
+    names = either(*(_lightning_names(f"{L}.{x}", heads, dim) for x in MIXERS))
+    mla, turned = latent_attention(c), c["qk_rope_head_dim"]  # of which all is turned, whatever part of heads
+    scale = (c["qk_nope_head_dim"] + turned) ** -0.5
+    mla = replace(
+        mla, rope=replace(rope(c, turned, interleaved=True), dim=turned), scale=scale, latent_norm=each
+    )
+    return _ling(c, "bailing_moe_linear", mixers, {**_outputs(), **names}, mla)
+
+
+def _ling(
+    c: Config, name: str, mixers: Sequence[Mixer], own: Rules, mla: MlaSpec
+) -> tuple[ModelSpec, NameMap]:
+    if LINEAR not in c["layer_types"]:
+        raise UnsupportedModel("the config names no layer of linear attention; it wants layer_group_size")
+    each, moe = norm(c), shared_moe(c, sigmoid_router(c))
+    if (size := c.get("shared_intermediate_size")) and moe.shared:
+        moe = replace(moe, shared=mlp(c, size * c["num_shared_experts"]))
+    ffn = {"dense": BranchSpec("ffn", mlp(c), each), "sparse": BranchSpec("ffn", moe, each)}
+    attn = BranchSpec("attn", mla, each)
+    layers = [
+        (BranchSpec("linear", mixer, each) if kind == LINEAR else attn, ffn[sort])
+        for mixer, kind, sort in zip(mixers, c["layer_types"], c["mlp_layer_types"], strict=True)
+    ]
+    names = {"embed": ("model.word_embeddings", "model.embed_tokens"), **_names(c), **own}
+    unused = (r"^model\.mtp", rf"^model\.layers\.{len(layers)}\.")
+    return model(c, name, layers), NameMap(names, ends(), ignored=unused_patterns(c, *unused))
+
+
+def _names(c: Config) -> Rules:
+    experts = shared_moe_tensors(c["num_experts"], f"{L}.mlp")
+    bias = (f"{L}.mlp.gate.expert_bias", f"{L}.mlp.gate.e_score_correction_bias")
+    return {
+        **experts,
+        f"{FFN}.router_bias": bias,
+        f"{FFN}.norm": f"{L}.post_attention_layernorm",
+        "layers.{i}.{x}.norm": f"{L}.input_layernorm",
+        f"{FFN}.{{x}}": f"{L}.mlp.{{x}}_proj",
+    }
+
+
+def _mixer_names(theirs: str) -> Rules:
+    """Of latent attention, and what both kinds of layers name alike."""
+    return {
+        f"{ATTN}.head_gate": f"{theirs}.g_proj",
+        f"{ATTN}.kv_a": f"{theirs}.kv_a_proj_with_mqa",
+        f"{ATTN}.{{x}}_a_norm": f"{theirs}.{{x}}_a_layernorm",
+        f"{MIX}.gate": f"{theirs}.g_proj",
+    }
+
+
+def _outputs() -> Rules:
+    theirs = [f"{L}.{mixer}.{last}" for mixer in MIXERS for last in ("dense", "o_proj")]
+    return {f"{ours}.o": tuple(theirs) for ours in (ATTN, MIX)}
+
+
+def _delta_names(theirs: str, width: int) -> Rules:
+    inner = (theirs, f"{theirs}.forget_gate")
+    return {
+        **_mixer_names(theirs),
+        f"{MIX}.A": tuple(negative_exp_flat(f"{x}.A_log") for x in inner),
+        f"{MIX}.dt_bias": tuple(f"{x}.dt_bias" for x in inner),
+        f"{MIX}.decay": tuple(f"{x}.f_proj" for x in inner),
+        f"{MIX}.conv.weight": (
+            join_conv((width,) * 3, [f"{theirs}.{x}_conv1d.weight" for x in "qkv"]),
+            conv(f"{theirs}.conv1d.weight"),
+        ),
+        f"{MIX}.gated_norm": f"{theirs}.o_norm",
+        f"{MIX}.beta": f"{theirs}.b_proj",
+        f"{MIX}.{{x}}": f"{theirs}.{{x}}_proj",
+        f"{ATTN}.{{x}}": f"{theirs}.{{x}}_proj",
+    }
+
+
+def _lightning_names(theirs: str, heads: int, dim: int) -> Rules:
+    """The file has all queries, then all keys, then all values; the mixer has those of a head together."""
+    order = torch.arange(3 * heads * dim).view(3, heads, dim).transpose(0, 1).flatten()
+    joined = {f"{MIX}.qkv.{end}": reorder_rows(order, f"{theirs}.query_key_value.{end}") for end in ENDS}
+    return {
+        **_mixer_names(theirs),
+        **joined,
+        f"{MIX}.q_norm": f"{theirs}.query_layernorm",
+        f"{MIX}.k_norm": f"{theirs}.key_layernorm",
+        f"{MIX}.gated_norm": f"{theirs}.g_norm",
+        f"{ATTN}.{{x}}": f"{theirs}.{{x}}_proj",
+    }

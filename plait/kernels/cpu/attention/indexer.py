@@ -1,0 +1,378 @@
+"""Sparse attention by an indexer: scores of index keys, the best of them, attention over those alone.
+
+    scores   [row][position]    a thread takes splits of 256 keys of each row, every `threads`-th
+    best     [row][top_k]       a row's threshold by its digits: four counts of 256, then one pass in order
+    attend   row × 16 heads     64 latents at a time become float32, next to one another, for all heads
+
+What is computed of a row depends on that row and its keys alone, in one order: batches, chunks and threads
+change no bit.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plait.errors import ShapeMismatch
+from plait.kernels.cpu.attention.attention import (
+    SCRATCH,
+    check_cache,
+    check_index,
+    store_latent_codes,
+    why_unstorable,
+)
+from plait.kernels.cpu.attention.mla import store_latents, why_unserved
+from plait.kernels.cpu.codegen.kernel import inline, kernel
+from plait.kernels.cpu.codegen.kinds import Float, Int
+from plait.kernels.cpu.codegen.maths import exp
+from plait.kernels.cpu.codegen.vec import (
+    add,
+    div,
+    fma,
+    get_bf16,
+    get_f32,
+    get_i32,
+    get_i64,
+    largest,
+    load_bf16,
+    load_f32,
+    load_i8,
+    load_some,
+    mul,
+    peak,
+    put_bf16,
+    put_f32,
+    put_i32,
+    put_i64,
+    spread,
+    store_f32,
+    store_some,
+    sub,
+    to_f32,
+    total,
+    where_below,
+    words,
+    zero_f32,
+)
+from plait.kernels.cpu.runtime.executor import Executor
+from plait.kernels.cpu.runtime.frame import rows_of, scratch_of
+from plait.kernels.cpu.runtime.row_checks import TensorRows, dense
+from plait.ops.entry import LATENT_GROUP, SCALE_NBYTES, latent_codes
+from plait.ops.indexer import choose_keys, sparse_latent_attention
+from plait.ops.registry import OpFacts
+
+SPLIT = 256  # keys of a row that one thread scores at a time
+TILE = 64  # latents that are decoded together
+HEADS = 16  # that share them
+DIGITS = 256
+
+
+@inline
+def sequence_of(starts: Int, s: Int, row: Int) -> Int:
+    """The sequence of a row, from that of an earlier one."""
+    while get_i64(starts + 8 * s + 8) <= row:
+        s += 1
+    return s
+
+
+@inline
+def index_product(q: Int, key: Int, d: Int, size: Int) -> float:
+    """q · key over d columns; a key of two bytes a number is bfloat16."""
+    s = zero_f32()
+    if size == 4:
+        for c in range(0, d, 16):
+            left = np.int32(d - c)
+            s = fma(load_some(q + 4 * c, left), load_some(key + 4 * c, left), s)
+    else:
+        for c in range(0, d, 16):
+            s = fma(load_f32(q + 4 * c), load_bf16(key + 2 * c), s)
+    return total(s)
+
+
+@kernel
+def score_keys(frame: int, args: int, thread: int, threads: int) -> None:
+    """q, its strides, weights, their stride, cache, bytes of a number, table, bytes of its rows, query_start,
+    seq_lens, heads, d, block, top_k, scores, numbers of a row of scores."""
+    q, q_row, q_head, weights, w_row, cached, size, table, table_row, starts, lens = words(args, 2, 13)
+    heads, d, block, top_k, scores, most = words(args, 13, 19)
+    s: Int = 0
+    for r in range(rows_of(frame, args)):
+        s = sequence_of(starts, s, r)
+        n = get_i64(lens + 8 * s) - (get_i64(starts + 8 * s + 8) - r) + 1
+        if n <= top_k:  # all are taken
+            continue
+        begin = (thread + threads - r % threads) % threads * SPLIT
+        for at in range(begin, n, threads * SPLIT):
+            for t in range(at, min(at + SPLIT, n)):
+                place = get_i64(table + s * table_row + 8 * (t // block)) * block + t % block
+                key = cached + place * d * size
+                score: Float = np.float32(0.0)
+                for h in range(heads):
+                    product = index_product(q + r * q_row + h * q_head, key, d, size)
+                    weight = get_f32(weights + r * w_row + 4 * h)
+                    if not product < np.float32(0.0):  # what is no number stays none
+                        score = np.float32(score + np.float32(weight * product))
+                put_f32(scores + 4 * (r * most + t), score)
+
+
+@inline
+def digits_of(score: Int) -> Int:
+    """A float's place in the order of floats, 0 to 2^32 - 1. What is no number comes first or last."""
+    bits = np.int64(get_i32(score))
+    return bits + 2147483648 if bits >= 0 else -1 - bits
+
+
+@inline
+def find_threshold(scores: Int, n: Int, top_k: Int, counts: Int) -> tuple[Int, Int]:
+    """The digits of the `top_k`-th best of n scores, and how many equal to it are taken. counts: scratch."""
+    prefix, wanted = np.int64(0), np.int64(top_k)
+    for shift in range(24, -8, -8):
+        for i in range(DIGITS):
+            put_i64(counts + 8 * i, 0)
+        for t in range(n):
+            x = digits_of(scores + 4 * t)
+            if x >> (shift + 8) == prefix:
+                at = counts + 8 * ((x >> shift) & 255)
+                put_i64(at, get_i64(at) + 1)
+        digit = np.int64(DIGITS - 1)
+        while get_i64(counts + 8 * digit) < wanted:
+            wanted -= get_i64(counts + 8 * digit)
+            digit -= 1
+        prefix = prefix * DIGITS + digit
+    return prefix, wanted
+
+
+@kernel
+def take_best(frame: int, args: int, thread: int, threads: int) -> None:
+    """scores, numbers of a row of scores, query_start, seq_lens, top_k, chosen (dense)."""
+    scores, most, starts, lens, top_k, chosen = words(args, 2, 8)
+    counts, rows = scratch_of(frame, thread), rows_of(frame, args)
+    s: Int = 0
+    for r in range(thread, rows, threads):
+        s = sequence_of(starts, s, r)
+        n = get_i64(lens + 8 * s) - (get_i64(starts + 8 * s + 8) - r) + 1
+        to, row = chosen + 4 * r * top_k, scores + 4 * r * most
+        if n <= top_k:
+            for t in range(n):
+                put_i32(to + 4 * t, np.int32(t))
+            for t in range(n, top_k):
+                put_i32(to + 4 * t, np.int32(-1))
+            continue
+        least, equal = find_threshold(row, n, top_k, counts)
+        count = 0
+        for t in range(n):
+            x = digits_of(row + 4 * t)
+            if x > least or (x == least and equal > 0):
+                if x == least:
+                    equal -= 1
+                put_i32(to + 4 * count, np.int32(t))
+                count += 1
+
+
+@kernel
+def store_index_keys(frame: int, args: int, thread: int, threads: int) -> None:
+    """k, its row stride, cache, slots, d, bytes of a cached number."""
+    k, row_bytes, cached, slots, d, size = words(args, 2, 8)
+    rows = rows_of(frame, args)
+    for r in range(rows * thread // threads, rows * (thread + 1) // threads):
+        x, to = k + r * row_bytes, cached + get_i64(slots + 8 * r) * d * size
+        for i in range(d):
+            if size == 4:
+                put_f32(to + 4 * i, get_f32(x + 4 * i))
+            else:
+                put_bf16(to + 2 * i, get_f32(x + 4 * i))
+
+
+def why_no_choice(facts: OpFacts) -> str | None:
+    """Why the native kernels cannot serve an indexer of these facts, if so."""
+    if facts.sizes.get("kv_dtype", "model") in ("bfloat16", "int8") and facts.sizes.get("index_dim", 16) % 16:
+        return f"it wants index keys of a multiple of 16 in bfloat16, not of {facts['index_dim']}"
+    return why_unstorable(facts)
+
+
+@choose_keys.variant("native", on="cpu", when=why_no_choice, native=True)
+def _choose_keys(
+    cpu: Executor,
+    q: Tensor,
+    weights: Tensor,
+    k: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    slot_mapping: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    top_k: int,
+) -> Tensor:
+    rows, each, new = TensorRows.of(q), TensorRows.of(weights), TensorRows.of(k)
+    size, d, item = cache.shape[1], rows.width, cache.element_size()
+    check_cache("index cache", cache, (size, d), cache.dtype)
+    check_index(block_table, slot_mapping, query_start, seq_lens)
+    if q.dim() != 3 or weights.shape != q.shape[:2] or k.shape != (rows.count, d) or item == 1 or top_k < 1:
+        raise ShapeMismatch(
+            f"an indexer of {top_k} keys: q {list(q.shape)}, weights {list(weights.shape)} and k "
+            f"{list(k.shape)} do not fit each other, or the cache is {cache.dtype}"
+        )
+    if item == 2 and d % 16:
+        raise ShapeMismatch(f"index keys in bfloat16 want a multiple of 16 columns, not {d}")
+    cpu.launch(store_index_keys, k, new.row_bytes, cache, slot_mapping, d, item, rows=rows.count)
+    most = block_table.shape[1] * size
+    scores = cpu.empty(rows.count, most)
+    cpu.launch(
+        *(score_keys, q, *rows.strides, weights, each.row_bytes, cache, item, block_table),
+        *(block_table.stride(0) * 8, query_start, seq_lens, rows.heads, d, size, top_k, scores, most),
+        rows=rows.count,
+        seqs=seq_lens.shape[0],
+    )
+    chosen = cpu.empty(rows.count, top_k, dtype=torch.int32)
+    cpu.launch(
+        *(take_best, scores, most, query_start, seq_lens, top_k, chosen),
+        rows=rows.count,
+        seqs=seq_lens.shape[0],
+        scratch=8 * DIGITS,
+    )
+    return chosen
+
+
+@inline
+def unfold_latent(source: Int, to: Int, width: Int, rank: Int, size: Int) -> None:
+    """One cached latent as float32."""
+    if size == 4:
+        for c in range(0, width, 16):
+            left = np.int32(width - c)
+            store_some(to + 4 * c, load_some(source + 4 * c, left), left)
+        return
+    at: Int = source
+    first: Int = 0
+    if size == 1:
+        for c in range(0, rank, 16):
+            scale = spread(get_bf16(source + rank + c // LATENT_GROUP * SCALE_NBYTES))
+            store_some(to + 4 * c, mul(to_f32(load_i8(source + c)), scale), np.int32(rank - c))
+        at = source + rank + (rank + LATENT_GROUP - 1) // LATENT_GROUP * SCALE_NBYTES - 2 * rank
+        first = rank
+    full = first + (width - first) // 16 * 16
+    for c in range(first, full, 16):
+        store_f32(to + 4 * c, load_bf16(at + 2 * c))
+    for c in range(full, width):
+        put_f32(to + 4 * c, get_bf16(at + 2 * c))
+
+
+@inline
+def add_tile(
+    q: Int, tile: Int, n: Int, width: Int, rank: Int, scale: Float, state: Int, weights: Int
+) -> None:
+    """A head's softmax moves on by n latents. state: [largest, sum] and 56 bytes, then the weighted sum."""
+    for j in range(n):
+        s, key = zero_f32(), tile + 4 * j * width
+        for c in range(0, width, 16):
+            left = np.int32(width - c)
+            s = fma(load_some(q + 4 * c, left), load_some(key + 4 * c, left), s)
+        put_f32(weights + 4 * j, np.float32(total(s) * scale))
+    top = spread(get_f32(state))
+    for j in range(0, n, 16):
+        left = np.int32(n - j)
+        top = largest(top, where_below(left, load_some(weights + 4 * j, left), top))
+    highest, sums = spread(peak(top)), zero_f32()
+    for j in range(0, n, 16):
+        left = np.int32(n - j)
+        x = sub(load_some(weights + 4 * j, left), highest)
+        e = where_below(left, fma(x, zero_f32(), exp(x)), zero_f32())  # what is no number stays none
+        store_some(weights + 4 * j, e, left)
+        sums = add(sums, e)
+    shrink = exp(sub(spread(get_f32(state)), highest))
+    store_some(state, highest, np.int32(1))
+    store_some(state + 4, fma(shrink, spread(get_f32(state + 4)), spread(total(sums))), np.int32(1))
+    for c in range(0, rank, 16):
+        left = np.int32(rank - c)
+        acc = mul(shrink, load_some(state + 64 + 4 * c, left))
+        for j in range(n):
+            acc = fma(spread(get_f32(weights + 4 * j)), load_some(tile + 4 * (j * width + c), left), acc)
+        store_some(state + 64 + 4 * c, acc, left)
+
+
+@kernel
+def attend_chosen(frame: int, args: int, thread: int, threads: int) -> None:
+    """q, its strides, out (dense), cache, bytes of a number, of an entry, chosen, top_k, table, bytes of its
+    rows, query_start, block, heads, width, rank, scale, bytes of a head's state."""
+    q, q_row, q_head, out, cached, size, entry, chosen, top_k, table, table_row = words(args, 2, 13)
+    starts, block, heads, width, rank, _, state_bytes = words(args, 13, 20)
+    scale, tile = get_f32(args + 8 * 18), scratch_of(frame, thread)
+    weights = tile + 4 * TILE * width
+    states = weights + 4 * TILE
+    parts = (heads + HEADS - 1) // HEADS
+    s: Int = 0
+    for item in range(thread, rows_of(frame, args) * parts, threads):
+        r, first = item // parts, item % parts * HEADS
+        end = min(first + HEADS, heads)
+        s = sequence_of(starts, s, r)
+        for h in range(end - first):
+            state = states + h * state_bytes
+            put_f32(state, np.float32(-np.inf))
+            for c in range(4, state_bytes, 4):
+                put_f32(state + c, np.float32(0.0))
+        for at in range(0, top_k, TILE):
+            n = 0
+            while n < min(TILE, top_k - at):
+                t = np.int64(get_i32(chosen + 4 * (r * top_k + at + n)))
+                if t < 0:
+                    break
+                place = get_i64(table + s * table_row + 8 * (t // block)) * block + t % block
+                unfold_latent(cached + place * entry, tile + 4 * n * width, width, rank, size)
+                n += 1
+            if n == 0:
+                break
+            for h in range(first, end):
+                x = q + r * q_row + h * q_head
+                add_tile(x, tile, n, width, rank, scale, states + (h - first) * state_bytes, weights)
+        for h in range(first, end):
+            state, to = states + (h - first) * state_bytes, out + 4 * rank * (r * heads + h)
+            whole = spread(get_f32(state + 4))
+            for c in range(0, rank, 16):
+                left = np.int32(rank - c)
+                store_some(to + 4 * c, div(load_some(state + 64 + 4 * c, left), whole), left)
+
+
+@sparse_latent_attention.variant("native", on="cpu", when=why_unserved, native=True)
+def _sparse_latent_attention(
+    cpu: Executor,
+    q: Tensor,
+    latent: Tensor,
+    cache: Tensor,
+    chosen: Tensor,
+    block_table: Tensor,
+    slot_mapping: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    kv_rank: int,
+) -> Tensor:
+    rows, new = TensorRows.of(q), TensorRows.of(latent)
+    size, width, rest = cache.shape[1], rows.width, rows.width - kv_rank
+    form = latent_codes(kv_rank, rest) if cache.dtype == torch.int8 else None
+    check_cache("cache", cache, (size, form.width if form else width), cache.dtype)
+    check_index(block_table, slot_mapping, query_start, seq_lens)
+    top_k = chosen.shape[-1]
+    dense("chosen", chosen, rows.count, top_k, dtype=torch.int32)
+    same = new.count == rows.count and new.width == width and q.dim() == 3
+    if not same or latent.dim() != 2 or not 0 < kv_rank <= width:
+        raise ShapeMismatch(
+            f"q {list(q.shape)} and latent {list(latent.shape)} do not fit each other with a kv_rank of "
+            f"{kv_rank}"
+        )
+    given = (latent, new.row_bytes, cache, slot_mapping)
+    if form:
+        parts = (kv_rank, form.group, form.rest_at, rest, form.width)
+        cpu.launch(store_latent_codes, *given, *parts, rows=new.count, scratch=SCRATCH)
+    else:
+        cpu.launch(store_latents, *given, width, cache.element_size(), rows=new.count)
+    out, state = cpu.empty(rows.count, rows.heads, kv_rank), 64 + -(-kv_rank // 16) * 64
+    entry = cache.shape[-1] * cache.element_size()
+    cpu.launch(
+        *(attend_chosen, q, *rows.strides, out, cache, cache.element_size(), entry, chosen, top_k),
+        *(block_table, block_table.stride(0) * 8, query_start, size, rows.heads, width, kv_rank),
+        *(float(scale), state),
+        rows=rows.count,
+        seqs=seq_lens.shape[0],
+        scratch=4 * TILE * width + 4 * TILE + HEADS * state,
+    )
+    return out

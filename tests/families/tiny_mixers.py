@@ -1,0 +1,74 @@
+"""Tiny checkpoints of families with mixers of their own. Most are slow: `make test` stays short."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.families.variant import Variant
+
+PAD = {"pad_token_id": 0}
+# Index heads of 32 are kept in bfloat16, too; six keys are fewer than any prompt of the tests has.
+SPARSE: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "index_n_heads": 12,
+    "index_head_dim": 32,
+    "index_topk": 6,
+    **PAD,
+}
+
+LING: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "layer_group_size": 3,
+    "head_dim": 10,
+    "linear_head_dim": 10,
+    "eos_token_id": 1,
+    **PAD,
+}
+
+ZAMBA: dict[str, Any] = {
+    "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+    "n_mamba_heads": 2,
+    "mamba_d_state": 6,
+    "mamba_dt_rank": 3,
+    "num_key_value_heads": 4,
+}
+
+# The oracle's chunks are powers of two, and its kernels compute in float32 here.
+XLSTM: dict[str, Any] = {
+    "num_heads": 2,
+    "ffn_round_up_to_multiple_of": 20,
+    "chunk_size": 16,
+    "autocast_kernel_dtype": "float32",
+}
+
+VARIANTS: dict[str, Variant] = {
+    "deepseek_v32": Variant("DeepseekV32Config", {**SPARSE, "n_group": 4, "topk_group": 2}, slow=True),
+    "glm_moe_dsa": Variant(
+        "GlmMoeDsaConfig",
+        {**SPARSE, "attention_bias": True, "index_topk_pattern": "FSF", "index_head_dim": 20},
+    ),
+    "ling3": Variant("BailingHybridConfig", LING, slow=True),
+    "ling3_plain": Variant("BailingHybridConfig", {**LING, "kda_safe_gate": False}, slow=True),
+    "zamba": Variant("ZambaConfig", {**ZAMBA, "tie_word_embeddings": True}, slow=True),
+    "zamba_plain": Variant("ZambaConfig", {**ZAMBA, "n_mamba_heads": 1, "mamba_conv_bias": False}, slow=True),
+    "xlstm": Variant("xLSTMConfig", XLSTM, slow=True),
+}
