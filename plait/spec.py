@@ -66,6 +66,8 @@ class AttentionSpec(Mixer):
     all heads as one vector ("all"). `sinks`: a logit per head in the softmax, of no token (gpt-oss). `gate`:
     the output times the sigmoid of a projection (Qwen3-Next); `head_gate`: each head's times one number
     (LFM3, Laguna). `qk_norm_last`: norms follow the rotation (Hunyuan). `v_norm`: of each head's values.
+    `slopes`: what a score of each head loses with every position of distance (ALiBi; Press et al. 2021).
+    `clip`: queries, keys and values stay within ± it (DBRX). `out_norm`: of all heads' outputs (BitNet).
     """
 
     num_heads: int
@@ -83,6 +85,9 @@ class AttentionSpec(Mixer):
     temperature: TemperatureSpec | None = None
     v_norm: NormSpec | None = None
     head_gate: Literal["sigmoid", "softplus"] | None = None
+    slopes: tuple[float, ...] | None = None
+    clip: float | None = None
+    out_norm: NormSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,9 +228,12 @@ class RgLruSpec(Recurrent):
 
 @dataclass(frozen=True, slots=True)
 class MlpSpec(Mixer):
+    """`norm`: of its inner features (BitNet)."""
+
     size: int
     activation: Activation = "silu"
     gated: bool = True  # never with xIELU
+    norm: NormSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)

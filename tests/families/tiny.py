@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.families import tiny_attention, tiny_dense, tiny_linear, tiny_moe, tiny_more, tiny_ssm
+from tests.families import tiny_attention, tiny_dense, tiny_linear, tiny_moe, tiny_more, tiny_plain, tiny_ssm
 from tests.families.variant import Variant
 
 SIZES = {
@@ -284,7 +284,7 @@ VARIANTS: dict[str, Variant] = {
     ),
 }
 VARIANTS |= tiny_dense.VARIANTS | tiny_attention.VARIANTS | tiny_ssm.VARIANTS | tiny_linear.VARIANTS
-VARIANTS |= tiny_moe.VARIANTS | tiny_more.VARIANTS
+VARIANTS |= tiny_moe.VARIANTS | tiny_more.VARIANTS | tiny_plain.VARIANTS
 
 
 def write(name: str, folder: Path, variant: Variant | None = None) -> None:
@@ -294,7 +294,7 @@ def write(name: str, folder: Path, variant: Variant | None = None) -> None:
     known = {f.name for f in fields(kind)} | set(kind.attribute_map)
     config = kind(**{**{k: v for k, v in SIZES.items() if k in known}, **variant.changes})
     model = transformers.AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, attn_implementation="eager"
+        config, dtype=torch.float32, attn_implementation=variant.attention
     ).eval()
     randomize(model, one_plus=any(word in name for word in ("gemma", "qwen3_next", "qwen3_5")))
     save(model, folder)

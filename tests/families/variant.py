@@ -11,10 +11,11 @@ from typing import Any
 class Variant:
     """A config class of transformers and what differs from SIZES.
 
-    `bare`: shapes alone tell this model. `slow`: left to `make test-all`.
+    `attention`: the implementation of the oracle. `bare`: shapes alone tell this model. `slow`: left to `make test-all`.
     """
 
     config: str
     changes: Mapping[str, Any] = field(default_factory=dict)
     bare: bool = False
     slow: bool = False
+    attention: str = "eager"

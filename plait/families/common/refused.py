@@ -12,7 +12,6 @@ DIFFUSION = "it writes by diffusion, many tokens at once, and Plait writes one t
 DRAFTER = "it drafts for another model and reads that model's keys, so it does not run by itself"
 INDEXER = "its attention chooses tokens by an indexer, which is not implemented"
 STREAMS = "it has several residual streams, which are not implemented"
-ALIBI = "its attention adds a bias that grows with the distance (ALiBi), which is not implemented"
 
 # reason -> model types
 _REASONS: Mapping[str, tuple[str, ...]] = {
@@ -49,7 +48,6 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
         *("deepseek_v4", "gemma3n", "gemma3n_text", "hy_v4", "inkling2_text", "inkling_text"),
         *("kimi_k3", "qwen4_exp", "qwen4_exp_text"),
     ),
-    ALIBI: ("bloom", "mpt"),
     "its layers are RWKV, which is not implemented": ("rwkv", "rwkv5", "rwkv6", "rwkv7"),
     "its layers are xLSTM, which is not implemented": ("xlstm",),
     "its shared block reads states of Mamba1 heads, which is not implemented": ("zamba",),
@@ -64,8 +62,6 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
     "its attention has experts, which is not implemented": ("jetmoe",),
     "it takes the difference of two attentions, which is not implemented": ("diffllama",),
     "its attention has a mask that it computes, which is not implemented": ("doge",),
-    "it has norms within attention and feed-forward (BitNet), which are not implemented": ("bitnet",),
-    "it clips queries, keys and values, which is not implemented": ("dbrx",),
     "its layers are run again and again, which is not implemented": ("hrm_text",),
     "it reads bytes in patches of varying size, which is not implemented": ("blt",),
     "its head has layers of its own, which are not implemented": ("modernbert-decoder",),

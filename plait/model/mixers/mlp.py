@@ -10,6 +10,7 @@ from torch import Tensor
 from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.memory import State
+from plait.model.layers.inner_norm import InnerNorm
 from plait.model.layers.layers import Batch
 from plait.model.mixers.registry import mixer
 from plait.ops.activation import activate, xielu
@@ -31,7 +32,7 @@ def divide_mlp(s: spec.MlpSpec, rank: Rank) -> tuple[spec.MlpSpec, dict[str, Cut
 
 
 def _divide(s: spec.MlpSpec, rank: Rank, hidden_size: int) -> Division:
-    return Division(*divide_mlp(s, rank))
+    return Division(*divide_mlp(s, rank), gathers=int(s.norm is not None))
 
 
 @mixer(spec.MlpSpec, _words, _divide)
@@ -42,6 +43,7 @@ class Mlp:
         names = ("gate", "up") if s.gated else ("up",)
         self.up = w.linear(*names, in_size=hidden, out_sizes=(s.size,) * len(names))
         self.down = w.linear("down", in_size=s.size, out_sizes=(hidden,))
+        self._norm = InnerNorm(s.norm, w.scope("inner_norm"), s.size) if s.norm else None
         self._curve = w.tensor("curve", (4,), torch.float32) if s.activation == "xielu" else None
         self._activate = (
             w.bind(activate, kind=s.activation, gated=s.gated) if self._curve is None else w.bind(xielu)
@@ -52,10 +54,12 @@ class Mlp:
         """x: [..., hidden] -> [..., hidden]."""
         kind = self.spec.activation
         if self._glu:
-            return self.down(self._glu(x, self.up, kind, self._activate))
-        if self._curve is not None:
-            return self.down(self._activate(self.up(x), self._curve))
-        return self.down(self._activate(self.up(x), kind, False))
+            h = self._glu(x, self.up, kind, self._activate)
+        elif self._curve is not None:
+            h = self._activate(self.up(x), self._curve)
+        else:
+            h = self._activate(self.up(x), kind, False)
+        return self.down(self._norm(h) if self._norm else h)
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         return self.forward(x)
