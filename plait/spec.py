@@ -343,6 +343,14 @@ class BranchSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadSpec:
+    """Between the last norm and the table of logits: norm(activation(linear(x))) (BERT)."""
+
+    activation: Activation
+    norm: NormSpec
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A whole model. `max_len` is the longest sequence it was made for, in tokens.
 
@@ -364,6 +372,7 @@ class ModelSpec:
     positions: int | None = None
     embed_norm: NormSpec | None = None
     layer_inputs: LayerInputsSpec | None = None
+    head: HeadSpec | None = None
 
     def branches(self) -> Iterator[tuple[str, BranchSpec]]:
         """Every branch with its name in our naming, `layers.3.attn`."""

@@ -20,9 +20,9 @@ def dbrx(c: Config) -> tuple[ModelSpec, NameMap]:
     require(Config(ffn), "DBRX", moe_normalize_expert_weights=(1, 1.0))
     c["norm_topk_prob"] = ffn.get("moe_normalize_expert_weights", 1) is not None
     c["num_key_value_heads"] = attn.get("kv_n_heads", 1)
-    c["rope_parameters"]["full_attention"]["rope_theta"] = attn.get("rope_theta") or c["rope_parameters"][
-        "full_attention"
-    ]["rope_theta"]
+    c["rope_parameters"]["full_attention"]["rope_theta"] = (
+        attn.get("rope_theta") or c["rope_parameters"]["full_attention"]["rope_theta"]
+    )
     c["num_experts"], c["num_experts_per_tok"] = ffn.get("moe_num_experts", 4), ffn.get("moe_top_k", 1)
     c["moe_intermediate_size"] = ffn.get("ffn_hidden_size", 3584)
     c["hidden_act"] = ACTIVATIONS[(ffn.get("ffn_act_fn") or {}).get("name", "silu")]

@@ -57,4 +57,6 @@ def falcon(c: Config) -> tuple[ModelSpec, NameMap]:
         f"{ours}.ffn.down": f"{L}.mlp.dense_4h_to_h",
         **split_grouped_qkv(c, f"{ours}.attn", f"{L}.self_attention.query_key_value"),
     }
-    return model(c, "falcon", [layer] * len(c["layer_types"]), norm=each), NameMap(names, ignored=unused_patterns(c))
+    return model(c, "falcon", [layer] * len(c["layer_types"]), norm=each), NameMap(
+        names, ignored=unused_patterns(c)
+    )

@@ -311,14 +311,16 @@ def randomize(model: torch.nn.Module, *, one_plus: bool) -> None:
             tensor.copy_(torch.randn(tensor.shape) * (0.2 if tensor.ndim > 1 else 0.3) + center)
 
 
-_KEPT = ("A_log", "rotary", "mup_", "slope_rate", "_decay")
+_KEPT = ("A_log", "encoder.embed_positions", "rotary", "mup_", "slope_rate", "_decay")
 
 
 def save(model: Any, folder: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model.save_pretrained(folder)
+    pad = getattr(model.config, "pad_token_id", None)  # some give it a position of its own
     ids = [torch.randint(0, 97, (length,)) for length in (23, 17)]
+    ids = ids if pad is None else [x.where(x != pad, pad + 1) for x in ids]
     with torch.no_grad():
         logits = [model(x[None], use_cache=False).logits[0] for x in ids]
     torch.save({"ids": ids, "logits": logits}, folder / "oracle.pt")

@@ -37,4 +37,37 @@ VARIANTS: dict[str, Variant] = {
         },
         slow=True,
     ),
+    "modernbert_decoder": Variant(
+        "ModernBertDecoderConfig",
+        {
+            **{"local_attention": 12, "decoder_bias": True, "tie_word_embeddings": True, **PAD},
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            **{"eos_token_id": 1, "bos_token_id": 2, "cls_token_id": 2, "sep_token_id": 1},
+        },
+        slow=True,
+    ),
 }
+# BERT's kin and BART's: config class, and what it needs besides the sizes.
+BERT: dict[str, Any] = {"is_decoder": True, "tie_word_embeddings": True, "pad_token_id": 3}
+BERTS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("Bert", "Ernie", "MegatronBert", "BertGeneration", "Roberta", "Camembert"), {}),
+    **dict.fromkeys(("XLMRoberta", "Data2VecText", "RobertaPreLayerNorm", "XLMRobertaXL"), {}),
+    "Electra": {"embedding_size": 32},
+    "RoFormer": {"embedding_size": 32},
+    "BigBird": {"attention_type": "original_full", "rescale_embeddings": True},
+}
+BART: dict[str, Any] = {
+    **{"d_model": 32, "decoder_layers": 3, "decoder_attention_heads": 4, "decoder_ffn_dim": 40},
+    **{"is_decoder": True, "is_encoder_decoder": False, "scale_embedding": True, "pad_token_id": 1},
+    **{"bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2, "forced_eos_token_id": 2},
+    "tie_word_embeddings": True,
+}
+BARTS = (
+    *("Bart", "Mvp", "PLBart", "MBart", "Blenderbot", "BlenderbotSmall", "Pegasus", "BigBirdPegasus"),
+    *("Marian", "TrOCR"),
+)
+VARIANTS |= {
+    f"{name.lower()}_decoder": Variant(f"{name}Config", {**BERT, **more}, slow=True)
+    for name, more in BERTS.items()
+}
+VARIANTS |= {f"{name.lower()}_decoder": Variant(f"{name}Config", BART, slow=True) for name in BARTS}

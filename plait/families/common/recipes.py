@@ -164,9 +164,7 @@ def turn_expert(index: int | None, source: str) -> Derived:
 
 def turn_flat_expert(count: int, source: str) -> Derived:
     """One expert of `count` matrices [in, out], one below the other."""
-    return Derived(
-        lambda w, e, **_: as_tensor(expert_rows(w, int(e), count)).T.contiguous(), (source,)
-    )
+    return Derived(lambda w, e, **_: as_tensor(expert_rows(w, int(e), count)).T.contiguous(), (source,))
 
 
 def split_qkv(c: Config, ours: str, theirs: str) -> dict[str, Source]:

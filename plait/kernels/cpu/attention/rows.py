@@ -175,7 +175,15 @@ def soften(args: Int, scores: Int, first: Int, end: Int, span: Int, position: In
 
 @inline
 def lean(
-    args: Int, scores: Int, first: Int, end: Int, span: Int, position: Int, kv_head: Int, row: Int, unit: Float
+    args: Int,
+    scores: Int,
+    first: Int,
+    end: Int,
+    span: Int,
+    position: Int,
+    kv_head: Int,
+    row: Int,
+    unit: Float,
 ) -> None:
     """Products of one row with the groups first..end of a split get what the distance of keys adds, if heads
     have slopes. unit: what a score of 1 is as a product."""
