@@ -293,9 +293,9 @@ def write(name: str, folder: Path, variant: Variant | None = None) -> None:
     kind = getattr(transformers, variant.config)
     known = {f.name for f in fields(kind)} | set(kind.attribute_map)
     config = kind(**{**{k: v for k, v in SIZES.items() if k in known}, **variant.changes})
-    model = transformers.AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, attn_implementation=variant.attention
-    ).eval()
+    made = getattr(transformers, variant.model) if variant.model else transformers.AutoModelForCausalLM
+    build = made._from_config if variant.model else made.from_config
+    model = build(config, dtype=torch.float32, attn_implementation=variant.attention).eval()
     randomize(model, one_plus=any(word in name for word in ("gemma", "qwen3_next", "qwen3_5")))
     save(model, folder)
 

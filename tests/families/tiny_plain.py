@@ -37,6 +37,13 @@ VARIANTS: dict[str, Variant] = {
         },
         slow=True,
     ),
+    "emu3": Variant("Emu3TextConfig", PAD, slow=True, model="Emu3ForCausalLM"),
+    "mllama": Variant(
+        "MllamaTextConfig",
+        {"num_hidden_layers": 4, "cross_attention_layers": [1], "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}, **PAD},
+        slow=True,
+        model="MllamaForCausalLM",
+    ),
     "modernbert_decoder": Variant(
         "ModernBertDecoderConfig",
         {

@@ -11,7 +11,8 @@ from typing import Any
 class Variant:
     """A config class of transformers and what differs from SIZES.
 
-    `attention`: the implementation of the oracle. `bare`: shapes alone tell this model. `slow`: left to `make test-all`.
+    `model`: the class, where none is known for the config. `attention`: the implementation of the oracle.
+    `bare`: shapes alone tell this model. `slow`: left to `make test-all`.
     """
 
     config: str
@@ -19,3 +20,4 @@ class Variant:
     bare: bool = False
     slow: bool = False
     attention: str = "eager"
+    model: str = ""

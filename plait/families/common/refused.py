@@ -33,7 +33,7 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
         *("bark", "csm", "dia", "moshi", "moss_transcribe_diarize", "musicgen", "musicgen_melody"),
         *("speech_to_text", "wav2vec2", "whisper"),
     ),
-    IMAGE: ("emu3", "git", "got_ocr2", "mllama", "mllama_text_model"),
+    IMAGE: ("git",),
     DIFFUSION: ("diffusion_gemma", "dream", "llada", "llada2_moe", "sdar", "sdar_moe"),
     DRAFTER: ("gemma4_assistant", "gemma4_unified_assistant"),
     INDEXER: ("axk2", "deepseek_v32", "dots3_note", "dots3_note_text", "glm_moe_dsa", "minimax_m3_vl_text"),
