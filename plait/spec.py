@@ -258,7 +258,11 @@ class LayerInputsSpec:
 
 @dataclass(frozen=True, slots=True)
 class RouterSpec:
-    """Scores, the optional group mask, top-k, weights. A correction bias moves the choice alone."""
+    """Scores, the optional group mask, top-k, weights. A correction bias moves the choice alone.
+
+    `margin`: each weight is a softmax of its own, over the logits within the margin of the chosen one, in
+    proportion to their size, without those chosen before (SparseMixer, Liu et al. 2024; Phi-3.5-MoE).
+    """
 
     score: Literal["softmax", "sigmoid"] = "softmax"
     renormalize: bool = True
@@ -267,6 +271,7 @@ class RouterSpec:
     groups: int = 1
     top_groups: int = 1
     group_by: Literal["max", "top2"] = "max"
+    margin: float | None = None  # the choice is by logits, too
     by_logits: bool = False  # the choice is by logits, of which the scores are the weights (Kolibri)
 
 

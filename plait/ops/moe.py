@@ -26,6 +26,7 @@ CASES: list[dict[str, Any]] = [
     dict(tokens=17, experts=8, top_k=2, router=RouterSpec("softmax", False, 0.0, 1.0, 4, 2, "max")),
     dict(tokens=9, experts=6, top_k=3, router=RouterSpec(), factors=True),
     dict(tokens=5, experts=19, top_k=3, router=RouterSpec("sigmoid", by_logits=True), bias=True),
+    dict(tokens=11, experts=18, top_k=3, router=RouterSpec(renormalize=False, margin=0.7)),
 ]
 
 
@@ -40,7 +41,7 @@ def route(
     weight of each is multiplied by at last (Gemma 4).
     """
     scores = logits.float().softmax(-1) if router.score == "softmax" else logits.float().sigmoid()
-    choice = logits.float() if router.by_logits else scores
+    choice = logits.float() if router.by_logits or router.margin else scores
     choice = choice if bias is None else choice + bias.float()
     if router.groups > 1:
         grouped = choice.unflatten(-1, (router.groups, -1))
@@ -50,10 +51,23 @@ def route(
         choice = grouped.masked_fill(~kept[..., None], -math.inf).flatten(-2)
     index = choice.topk(top_k, -1).indices
     weight = scores.gather(-1, index)
+    if router.margin:
+        weight = _weigh_within(logits.float(), index, router.margin)
     if router.renormalize:
         weight = weight / (weight.sum(-1, keepdim=True) + router.renorm_eps)
     weight = weight * router.scale
     return weight if factors is None else weight * factors[index], index
+
+
+def _weigh_within(logits: Tensor, index: Tensor, margin: float) -> Tensor:
+    """Softmaxes over logits within a margin of each chosen one: see `RouterSpec.margin`. [T, k]."""
+    left, weights = logits, []
+    for chosen in index.unbind(-1):
+        best = logits.gather(-1, chosen[:, None])
+        far = (best - logits) > margin * torch.maximum(logits.abs(), best)
+        weights.append((left.masked_fill(far, -math.inf) - best).exp().sum(-1).reciprocal())
+        left = left.scatter(-1, chosen[:, None], -math.inf)
+    return torch.stack(weights, -1)
 
 
 @route.inputs

@@ -48,7 +48,6 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
         "bailing_hybrid",
     ),
     "its attention reads convolved latents (CCA), which is not implemented": ("zaya",),
-    "its router samples experts with a threshold (SparseMixer), which is not implemented": ("phimoe",),
     "its experts may be identities, and its layers have two attentions, which is not implemented": (
         "longcat_flash",
     ),

@@ -49,6 +49,8 @@ ROPE_KEYS = {
     *("mscale_all_dim", "low_freq_factor", "high_freq_factor", "long_factor", "short_factor", "divisors"),
     *(
         "alpha",
+        "short_mscale",
+        "long_mscale",
         "finetuned",
         "mrope_section",
         "mrope_interleaved",
