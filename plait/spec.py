@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 UNLIMITED = float("inf")
 Activation = Literal["silu", "gelu", "gelu_pytorch_tanh", "relu2", "relu", "swiglu_oai", "xielu"]
@@ -228,12 +228,14 @@ class RgLruSpec(Recurrent):
 
 @dataclass(frozen=True, slots=True)
 class MlpSpec(Mixer):
-    """`norm`: of its inner features (BitNet)."""
+    """`norm`: of its inner features (BitNet). `keep`: a gate keeps what lies above its mean by that many
+    deviations (Gemma 3n)."""
 
     size: int
     activation: Activation = "silu"
     gated: bool = True  # never with xIELU
     norm: NormSpec | None = None
+    keep: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,6 +311,22 @@ class ParallelSpec(Mixer):
 
 
 @dataclass(frozen=True, slots=True)
+class AltUpSpec(ParallelSpec):
+    """A layer over `streams` of a token (AltUp; Gemma 3n): parts attn, ffn, and own, which is a layer's input.
+
+    `rank`: of the path around attention (LAuReL). `norm`: of every norm in it; `norms` is not used.
+    """
+
+    streams: int = 4
+    rank: int = 64
+    norm: NormSpec = NormSpec()
+    NORMS: ClassVar[tuple[str, ...]] = (
+        *("router_norm", "attn.norm", "attn.post_norm", "ffn.norm", "ffn.post_norm", "own.post_norm"),
+        "laurel.norm",
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class AsideSpec:
     """A shared transformer block next to a branch (Zamba2): out(mlp(norm(attention(norm([x, embeddings]))))).
 
@@ -361,6 +379,7 @@ class ModelSpec:
 
     `causal` False: earlier outputs change as tokens are appended; every step computes the whole sequence.
     `positions`: how many learned ones are added to embeddings (GPT-2). `embed_norm`: of these (nanochat).
+    `streams`: how many residual streams a token has, of `hidden_size` each; layers are then `AltUpSpec`s.
     """
 
     family: str
@@ -378,6 +397,7 @@ class ModelSpec:
     embed_norm: NormSpec | None = None
     layer_inputs: LayerInputsSpec | None = None
     head: HeadSpec | None = None
+    streams: int | None = None
 
     def branches(self) -> Iterator[tuple[str, BranchSpec]]:
         """Every branch with its name in our naming, `layers.3.attn`."""

@@ -16,8 +16,13 @@ L, ATTN, FFN = "model.layers.{i}", "layers.{i}.attn", "layers.{i}.ffn"
     "ModernBertDecoderForCausalLM",
     model_types=("modernbert-decoder",),
     defaults={
-        "norm_eps": 1e-5, "hidden_act": "gelu", "tie_word_embeddings": True, "local_attention": 128,
-        "rope_theta": 160_000.0, "rope_local_base_freq": 10_000.0, "classifier_activation": "gelu",
+        "norm_eps": 1e-5,
+        "hidden_act": "gelu",
+        "tie_word_embeddings": True,
+        "local_attention": 128,
+        "rope_theta": 160_000.0,
+        "rope_local_base_freq": 10_000.0,
+        "classifier_activation": "gelu",
     },
     honours=("sliding_window",),
 )

@@ -24,8 +24,12 @@ FFN, OLD, NEW = "layers.{i}.ffn", "model.layers.{i}.block_sparse_moe", "model.la
     "PhiMoEForCausalLM",
     model_types=("phimoe",),
     defaults={
-        "norm_eps": 1e-5, "hidden_act": "silu", "rope_theta": 1e6, "num_experts_per_tok": 2,
-        "num_experts": 16, "router_jitter_noise": 0.01,
+        "norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "rope_theta": 1e6,
+        "num_experts_per_tok": 2,
+        "num_experts": 16,
+        "router_jitter_noise": 0.01,
     },
     honours=("sliding_window",),
 )

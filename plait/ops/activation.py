@@ -85,7 +85,7 @@ def rescale(x: Tensor, scale: float, cap: float | None) -> Tensor:
 
 @elementwise_op(limit=(0.5, 1.25))
 def clip(x: Tensor, limit: float) -> Tensor:
-    """x within ±limit (DBRX's queries, keys and values). x: [T, n], rows may lie apart in memory -> [T, n]."""
+    """x within ±limit (DBRX's queries, keys and values). x: [T, n], rows may lie apart -> [T, n]."""
     return x.clamp(-limit, limit)
 
 

@@ -115,7 +115,8 @@ def paged_attention(
     `sinks`: [heads] float32, a score of each head for a key with the value 0 (Xiao et al. 2023; gpt-oss).
     `k` and `v` None: `ops.place.place_heads` has stored them. `step`: where kernels leave what other layers
     of the step need, too (`Batch.step`). `slopes`: [heads] float32, what a score of each head loses with
-    every position that the key lies behind (ALiBi; Press et al. 2021). The variant that writes a cache decides how it lies in memory.
+    every position that the key lies behind (ALiBi; Press et al. 2021). The variant that writes a cache
+    decides how it lies in memory.
     """
     k_form, v_form = key_codes(q.shape[-1]), value_codes(q.shape[-1])
     if k is not None and v is not None:

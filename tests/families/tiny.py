@@ -307,7 +307,8 @@ def randomize(model: torch.nn.Module, *, one_plus: bool) -> None:
         for key, tensor in model.state_dict().items():
             if not tensor.is_floating_point() or any(word in key for word in _KEPT):
                 continue
-            center = 1.0 if "norm" in key and not one_plus else 0.0
+            is_norm = "norm" in key.replace("norm_attn_norm.attn", "")
+            center = 1.0 if is_norm and not one_plus else 0.0
             tensor.copy_(torch.randn(tensor.shape) * (0.2 if tensor.ndim > 1 else 0.3) + center)
 
 
@@ -341,7 +342,7 @@ def with_old_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     elif "full_attention" in parameters:
         old["rope_local_base_freq"] = parameters["sliding_attention"]["rope_theta"]
         parameters = dict(parameters["full_attention"])
-        if old["model_type"].startswith("gemma3"):
+        if old["model_type"].startswith("gemma3_"):
             old["sliding_window_pattern"] = 6
             del old["layer_types"]
     if parameters:

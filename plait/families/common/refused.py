@@ -38,7 +38,7 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
     DRAFTER: ("gemma4_assistant", "gemma4_unified_assistant"),
     INDEXER: ("axk2", "deepseek_v32", "dots3_note", "dots3_note_text", "glm_moe_dsa", "minimax_m3_vl_text"),
     STREAMS: (
-        *("deepseek_v4", "gemma3n", "gemma3n_text", "hy_v4", "inkling2_text", "inkling_text"),
+        *("deepseek_v4", "hy_v4", "inkling2_text", "inkling_text"),
         *("kimi_k3", "qwen4_exp", "qwen4_exp_text"),
     ),
     "its layers are RWKV, which is not implemented": ("rwkv", "rwkv5", "rwkv6", "rwkv7"),

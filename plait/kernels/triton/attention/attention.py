@@ -399,7 +399,8 @@ def _attend_over(
         attend, (_num_programs(q.device),),
         q, k_cache, v_cache, *map(_as_words, caches), table, seq_lens, work.items, work.slots, work.starts,
         work.counters, out, work.part, work.sums, work.sums if sinks is None else sinks,
-        work.sums if slopes is None else slopes, table.stride(0), q.stride(0), q.stride(1), scale * LOG2E, **shared,
+        work.sums if slopes is None else slopes, table.stride(0), q.stride(0), q.stride(1), scale * LOG2E,
+        **shared,
         **layout.attention(k_cache, v_cache, sinks is not None, slopes is not None),
     )  # fmt: skip
     return out
