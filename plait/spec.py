@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 UNLIMITED = float("inf")
 Activation = Literal["silu", "gelu", "gelu_pytorch_tanh", "relu2", "relu", "swiglu_oai", "xielu"]
@@ -153,32 +153,6 @@ class Mamba2Spec(Recurrent):
 
 
 @dataclass(frozen=True, slots=True)
-class Mamba3Spec(Recurrent):
-    """oxidizr's Mamba3: trapezoidal input, B and C rotated by a running angle; MIMO, conv optional."""
-
-    num_heads: int
-    head_dim: int
-    state_size: int
-    num_groups: int
-    conv_kernel: int | None = None
-    complex_rope: bool = True
-    mimo_rank: int = 0
-    chunk_size: int = 256
-    dt_limit: tuple[float, float] = (1e-3, 0.1)
-    bc_norm: NormSpec = NormSpec(1e-6)
-    gated_norm: NormSpec = NormSpec(1e-6)
-    mode: Literal["ssd", "exact"] = "ssd"
-
-
-@dataclass(frozen=True, slots=True)
-class ShortConvSpec(Recurrent):
-    """Gated short convolution (LFM2): out(C · conv(B · x)); `channels` None: the hidden size."""
-
-    kernel: int
-    channels: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class DeltaNetSpec(Recurrent):
     """Gated delta rule: Gated DeltaNet (Yang et al. 2024), Kimi Delta Attention (Kimi Team 2025).
 
@@ -217,16 +191,6 @@ class LightningSpec(Recurrent):
 
 
 @dataclass(frozen=True, slots=True)
-class RgLruSpec(Recurrent):
-    """Griffin (De et al. 2024): conv and gated linear recurrence, times `activation` of a second branch."""
-
-    width: int
-    num_heads: int
-    conv_kernel: int
-    activation: Activation = "gelu_pytorch_tanh"
-
-
-@dataclass(frozen=True, slots=True)
 class MlpSpec(Mixer):
     """`norm`: of its inner features (BitNet). `keep`: a gate keeps what lies above its mean by that many
     deviations (Gemma 3n)."""
@@ -236,15 +200,6 @@ class MlpSpec(Mixer):
     gated: bool = True  # never with xIELU
     norm: NormSpec | None = None
     keep: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class LayerInputSpec(Mixer):
-    """out(activation(gate(x)) · e): e is part `index` of the model's layer inputs (Gemma 4 E2B and E4B)."""
-
-    index: int
-    size: int
-    activation: Activation
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,22 +263,6 @@ class ParallelSpec(Mixer):
     parts: Mapping[str, Mixer]
     norms: Mapping[str, NormSpec] = field(default_factory=dict)
     post_norms: Mapping[str, NormSpec] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class AltUpSpec(ParallelSpec):
-    """A layer over `streams` of a token (AltUp; Gemma 3n): parts attn, ffn, and own, which is a layer's input.
-
-    `rank`: of the path around attention (LAuReL). `norm`: of every norm in it; `norms` is not used.
-    """
-
-    streams: int = 4
-    rank: int = 64
-    norm: NormSpec = NormSpec()
-    NORMS: ClassVar[tuple[str, ...]] = (
-        *("router_norm", "attn.norm", "attn.post_norm", "ffn.norm", "ffn.post_norm", "own.post_norm"),
-        "laurel.norm",
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 
-from plait import spec
+from plait import rare_specs, spec
+
+_CLASSES: Mapping[str, object] = {**vars(rare_specs), **vars(spec)}
 
 
 def encode_spec_value(value: object) -> object:
     """A spec as plain values: a dataclass becomes a dict of its fields, with its class under "".
 
-    A mixer's spec that a plug-in defines is given as the class of `plait.spec` from which it is derived,
+    A mixer's spec that a plug-in defines is given as the class of Plait from which it is derived,
     because not every process loads plug-ins.
     """
     if is_dataclass(value) and not isinstance(value, type):
-        cls = next(c for c in type(value).__mro__ if getattr(spec, c.__name__, None) is c)
+        cls = next(c for c in type(value).__mro__ if _CLASSES.get(c.__name__) is c)
         return {"": cls.__name__, **{f.name: encode_spec_value(getattr(value, f.name)) for f in fields(cls)}}
     if isinstance(value, list | tuple):
         return [encode_spec_value(item) for item in value]
@@ -25,7 +27,7 @@ def encode_spec_value(value: object) -> object:
 
 
 def decode_spec_value(value: object) -> object:
-    """What `encode_spec_value` encoded, of the classes in `plait.spec`. Raises TypeError."""
+    """What `encode_spec_value` encoded, of Plait's classes. Raises TypeError."""
     if isinstance(value, list | tuple):
         return tuple(decode_spec_value(item) for item in value)
     if not isinstance(value, dict):
@@ -33,7 +35,7 @@ def decode_spec_value(value: object) -> object:
     items = {key: decode_spec_value(item) for key, item in value.items() if key}
     if "" not in value:
         return items
-    cls = getattr(spec, str(value[""]), None)
+    cls = _CLASSES.get(str(value[""]))
     if not (isinstance(cls, type) and is_dataclass(cls)):
         raise TypeError(f"{value['']!r} is no part of a spec")
     return cls(**items)

@@ -26,7 +26,7 @@ SIBLINGS = {
 }
 TIERS = (
     {"errors", "config", "cache_folder", "fair_queue", "resource_limits", "version"},
-    {"spec", "spec_values", "request", "sampling_fields", "memory", "partition"},
+    {"spec", "rare_specs", "spec_values", "request", "sampling_fields", "memory", "partition"},
     {"quant", "ops", "kernels"},
     {"checkpoint", "families", "state", "model"},
     {"schedule", "runner", "text"},
@@ -40,7 +40,8 @@ SIDEWAYS = {
     "config": {"errors"},
     "fair_queue": {"errors"},
     "request": {"sampling_fields", "spec"},
-    "spec_values": {"spec"},
+    "rare_specs": {"spec"},
+    "spec_values": {"spec", "rare_specs"},
     "partition": {"spec"},
     "ops": {"quant"},
     "kernels": {"ops", "quant"},
@@ -54,7 +55,7 @@ SIDEWAYS = {
 # The front process holds none of a model: what runs in it must not load torch.
 NO_TORCH = (
     *("errors", "config", "cache_folder", "fair_queue", "resource_limits", "version"),
-    *("spec", "spec_values", "request", "sampling_fields", "memory", "partition"),
+    *("spec", "rare_specs", "spec_values", "request", "sampling_fields", "memory", "partition"),
     *("state.blocks", "state.host_store", "state.disk", "schedule", "families.config.normalize", "text"),
     *("runner.host", "checkpoint.find_files", "checkpoint.identity", "checkpoint.packed_cache.file_format"),
     *("kernels.load", "kernels.cpu.runtime.threads", "kernels.cpu.runtime.machine_code"),

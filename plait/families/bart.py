@@ -107,8 +107,8 @@ def _embedding(c: Config, kind: BartKind) -> dict[str, Source | tuple[Source, ..
     table, places, normed = f"{D}embed_tokens.weight", f"{D}embed_positions.weight", f"{D}layernorm_embedding"
 
     def apply_norm(rows: Stored, weight: Stored, bias: Stored, **_: str) -> Tensor:
-        own = (as_tensor(x).float() for x in (weight, bias))
-        return torch.nn.functional.layer_norm(as_tensor(rows).float(), (size,), *own, eps)
+        w, b = as_tensor(weight).float(), as_tensor(bias).float()
+        return torch.nn.functional.layer_norm(as_tensor(rows).float(), (size,), w, b, eps)
 
     rates = 1e4 ** (-torch.arange(0, size, 2).float() / size)
     sines = Derived(lambda **_: sines_of(torch.arange(count), rates)[:, :size], ())

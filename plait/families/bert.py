@@ -14,7 +14,7 @@ from plait.families.common.registry import Build, family
 from plait.families.common.spec_builders import gqa, model, norm, require, rope
 from plait.families.config.normalize import Config
 from plait.quant.weight import as_tensor
-from plait.spec import HeadSpec, ModelSpec
+from plait.spec import Activation, HeadSpec, ModelSpec
 
 E, ATTN, FFN = "embeddings", "layers.{i}.attn", "layers.{i}.ffn"
 
@@ -77,7 +77,7 @@ def _builder(kind: BertKind, name: str) -> Build:
         longest = c["max_position_embeddings"] - first
         turned = rope(c, c["head_dim"], interleaved=True) if kind.turned else None
         c["max_position_embeddings"] = longest
-        act = c["hidden_act"] if kind.head == "bert" else "gelu"
+        act: Activation = c["hidden_act"] if kind.head == "bert" else "gelu"
         spec = model(
             c,
             name,

@@ -52,10 +52,9 @@ def bloom(c: Config) -> tuple[ModelSpec, NameMap]:
 )
 def mpt(c: Config) -> tuple[ModelSpec, NameMap]:
     """MPT: norms without biases; queries, keys and values may be clipped."""
-    own = {"attn_type": "multihead_attention", "alibi": True, "clip_qkv": None, "alibi_bias_max": 8}
+    own = Config({"alibi": True, "clip_qkv": None, "alibi_bias_max": 8})
     own |= {k: c[k] for k in ("clip_qkv", "alibi_bias_max") if k in c} | (c.get("attn_config") or {})
-    require(Config(own), "MPT", alibi=(True,), qk_ln=(False,), prefix_lm=(False,))
-    require(Config(own), "MPT", attn_type=("multihead_attention",))
+    require(own, "MPT", alibi=(True,), qk_ln=(False,), prefix_lm=(False,), attn_type=("multihead_attention",))
     require(c, "MPT", expansion_ratio=(4,), norm_type=("low_precision_layernorm",), logit_scale=(1, 1.0))
     slopes = thin_slopes(c["num_attention_heads"], own["alibi_bias_max"])
     attn = gqa(c, rope=None, slopes=slopes, clip=own["clip_qkv"] or None)

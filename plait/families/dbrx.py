@@ -15,7 +15,7 @@ MLP = f"{L}.ffn.experts.mlp"
 
 @family("DbrxForCausalLM", model_types=("dbrx",), defaults={"norm_eps": 1e-5, "norm_topk_prob": True})
 def dbrx(c: Config) -> tuple[ModelSpec, NameMap]:
-    """DBRX, whose config says in two parts what attention and experts are."""
+    """DBRX. Its config says in two parts what attention and experts are."""
     attn, ffn = c.get("attn_config") or {}, c.get("ffn_config") or {}
     require(Config(ffn), "DBRX", moe_normalize_expert_weights=(1, 1.0))
     c["norm_topk_prob"] = ffn.get("moe_normalize_expert_weights", 1) is not None

@@ -23,7 +23,8 @@ from plait.families.common.spec_builders import mlp, model, norm, require
 from plait.families.config.normalize import Config
 from plait.families.gemma4 import HALF, OTHERS, attention_of, find_source, inputs_of_layers
 from plait.quant.weight import as_tensor, pick_rows
-from plait.spec import AltUpSpec, BranchSpec, LayerInputSpec, MlpSpec, ModelSpec
+from plait.rare_specs import AltUpSpec, LayerInputSpec
+from plait.spec import BranchSpec, MlpSpec, ModelSpec
 
 OURS = "layers.{i}.layer"
 
@@ -32,11 +33,23 @@ OURS = "layers.{i}.layer"
     *("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
     model_types=("gemma3n_text", "gemma3n"),
     defaults={
-        "norm_eps": 1e-6, "hidden_act": "gelu_pytorch_tanh", "head_dim": 256, "sliding_window": 512,
-        "sliding_window_pattern": 5, "tie_word_embeddings": True, "rope_theta": 1e6, "laurel_rank": 64,
-        "rope_local_base_freq": 1e4, "altup_num_inputs": 4, "num_kv_shared_layers": 15,
-        "hidden_size_per_layer_input": 256, "final_logit_softcapping": 30.0, "attention_k_eq_v": False,
-        "global_head_dim": None, "num_attention_heads": 8, "num_key_value_heads": 2,
+        "norm_eps": 1e-6,
+        "hidden_act": "gelu_pytorch_tanh",
+        "head_dim": 256,
+        "sliding_window": 512,
+        "sliding_window_pattern": 5,
+        "tie_word_embeddings": True,
+        "rope_theta": 1e6,
+        "laurel_rank": 64,
+        "rope_local_base_freq": 1e4,
+        "altup_num_inputs": 4,
+        "num_kv_shared_layers": 15,
+        "hidden_size_per_layer_input": 256,
+        "final_logit_softcapping": 30.0,
+        "attention_k_eq_v": False,
+        "global_head_dim": None,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
     },
     honours=(
         *("sliding_window", "final_logit_softcapping", "num_kv_shared_layers"),

@@ -20,10 +20,10 @@ from plait.families.common.recipes import (
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, require, rope
 from plait.families.config.normalize import FULL, Config
+from plait.rare_specs import LayerInputSpec
 from plait.spec import (
     AttentionSpec,
     BranchSpec,
-    LayerInputSpec,
     LayerInputsSpec,
     ModelSpec,
     MoeSpec,

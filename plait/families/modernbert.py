@@ -5,8 +5,8 @@ from __future__ import annotations
 from plait.checkpoint.names import NameMap, Rules
 from plait.families.common.recipes import split_gate_up, unused_patterns
 from plait.families.common.registry import family
-from plait.families.common.spec_builders import gqa, mlp, model, norm
-from plait.families.config.normalize import ACTIVATIONS, FULL, SLIDING, Config
+from plait.families.common.spec_builders import gqa, mlp, model, norm, require
+from plait.families.config.normalize import FULL, SLIDING, Config
 from plait.spec import BranchSpec, HeadSpec, ModelSpec
 
 L, ATTN, FFN = "model.layers.{i}", "layers.{i}.attn", "layers.{i}.ffn"
@@ -22,7 +22,6 @@ L, ATTN, FFN = "model.layers.{i}", "layers.{i}.attn", "layers.{i}.ffn"
         "local_attention": 128,
         "rope_theta": 160_000.0,
         "rope_local_base_freq": 10_000.0,
-        "classifier_activation": "gelu",
     },
     honours=("sliding_window",),
 )
@@ -54,6 +53,7 @@ def modernbert_decoder(c: Config) -> tuple[ModelSpec, NameMap]:
         f"{FFN}.down": f"{L}.mlp.Wo",
         **split_gate_up(FFN, f"{L}.mlp.Wi"),
     }
-    head = HeadSpec(ACTIVATIONS[c["classifier_activation"]], each)
+    require(c, "ModernBERT", classifier_activation=("gelu",))
+    head = HeadSpec("gelu", each)
     spec = model(c, "modernbert-decoder", layers, norm=each, embed_norm=each, head=head)
     return spec, NameMap(own, names, ignored=unused_patterns(c, r"^decoder\.weight$"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from plait.ops.registry import Arguments, op
 
-CASES: list[dict[str, Any]] = [
+CASES: list[dict[str, object]] = [
     dict(tokens=1, streams=4, out=4, size=64),
     dict(tokens=33, streams=1, out=3, size=100),
     dict(tokens=5, streams=2, out=4, size=23),

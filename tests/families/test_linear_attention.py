@@ -14,7 +14,8 @@ from plait.families.resolve import resolve
 from plait.quant.encode import encoder
 from plait.quant.gguf import Gguf
 from plait.quant.weight import as_tensor
-from plait.spec import AttentionSpec, DeltaNetSpec, LightningSpec, MlaSpec, RgLruSpec
+from plait.rare_specs import RgLruSpec
+from plait.spec import AttentionSpec, DeltaNetSpec, LightningSpec, MlaSpec
 from tests.families import tiny, tiny_bare
 from tests.families.parity import CPU, Memory, decoder, resolved, whole, worst
 

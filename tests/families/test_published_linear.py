@@ -8,7 +8,8 @@ import pytest
 
 from plait.errors import UnsupportedModel
 from plait.families.common.registry import build_spec
-from plait.spec import AttentionSpec, DeltaNetSpec, LightningSpec, MlaSpec, MoeSpec, RgLruSpec
+from plait.rare_specs import RgLruSpec
+from plait.spec import AttentionSpec, DeltaNetSpec, LightningSpec, MlaSpec, MoeSpec
 
 QWEN3_NEXT_80B: dict[str, Any] = {
     "architectures": ["Qwen3NextForCausalLM"],

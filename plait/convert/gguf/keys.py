@@ -11,6 +11,7 @@ import torch
 
 from plait.errors import UnsupportedFormat
 from plait.ops.rope import frequencies, yarn_mscale
+from plait.rare_specs import ShortConvSpec
 from plait.spec import (
     AttentionSpec,
     DeltaNetSpec,
@@ -24,7 +25,6 @@ from plait.spec import (
     MoeSpec,
     ParallelSpec,
     RopeSpec,
-    ShortConvSpec,
 )
 
 Values = dict[str, Any]

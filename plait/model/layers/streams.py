@@ -9,6 +9,7 @@ from torch import Tensor
 from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.ops.activation import combine, rescale
+from plait.ops.linear import Linear
 from plait.ops.rows import join
 from plait.ops.streams import match_size
 
@@ -16,15 +17,15 @@ LEAST = 1e-5  # mean square of what is made as large as the first stream
 
 
 class Streams:
-    """How the streams begin, and how they become one again: `spread.1` ..., `join.1` ... are linear layers."""
+    """How the streams begin, and how they become one again: `spread.1`, `join.1` and on are linear layers."""
 
     def __init__(self, s: spec.ModelSpec, weights: Weights) -> None:
         assert s.streams is not None
         self.count, self.size, w = s.streams, s.hidden_size, weights.scope("streams")
 
-        def linears(name: str) -> list[object]:
-            sizes = {"in_size": self.size, "out_sizes": (self.size,)}
-            return [w.linear(f"{name}.{k}", **sizes) for k in range(1, self.count)]
+        def linears(name: str) -> list[Linear]:
+            numbers = range(1, self.count)
+            return [w.linear(f"{name}.{k}", in_size=self.size, out_sizes=(self.size,)) for k in numbers]
 
         self._spread, self._join = linears("spread"), linears("join")
         self._match, self._pair = w.bind(match_size), w.bind(join)

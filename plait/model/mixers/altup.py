@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.memory import State
 from plait.model.layers.layers import Batch, Norm
@@ -16,17 +15,18 @@ from plait.ops.activation import combine, rescale
 from plait.ops.ranks import sum_ranks
 from plait.ops.streams import mix_streams
 from plait.partition import Division, Rank
+from plait.rare_specs import AltUpSpec
 from plait.state.store import StateStore
 
 HALF = 0.5**0.5
 
 
-def _words(m: spec.AltUpSpec) -> str:
+def _words(m: AltUpSpec) -> str:
     parts = "; ".join(f"{name}: {describe(part)}" for name, part in m.parts.items())
     return f"{m.streams} streams ({parts})"
 
 
-def _divide(s: spec.AltUpSpec, rank: Rank, hidden_size: int) -> Division:
+def _divide(s: AltUpSpec, rank: Rank, hidden_size: int) -> Division:
     """Attention and feed-forward are divided, and each summed by itself; the rest is whole on every rank."""
     parts = {name: divide(part, rank, hidden_size) for name, part in s.parts.items()}
     cuts = {f"{name}.{key}": cut for name, part in parts.items() for key, cut in part.cuts.items()}
@@ -34,13 +34,13 @@ def _divide(s: spec.AltUpSpec, rank: Rank, hidden_size: int) -> Division:
     return Division(replace(s, parts={n: p.spec for n, p in parts.items()}), cuts, sums + 2, gathers)
 
 
-@mixer(spec.AltUpSpec, _words, _divide)
+@mixer(AltUpSpec, _words, _divide)
 class AltUpLayer:
     """What it gives is added to all streams: [T, streams * hidden]."""
 
     is_summed = True
 
-    def __init__(self, s: spec.AltUpSpec, w: Weights) -> None:
+    def __init__(self, s: AltUpSpec, w: Weights) -> None:
         self.count, self.size = s.streams, w.target.hidden_size
         self.parts = {name: build(part, w.scope(name)) for name, part in s.parts.items()}
         self.norms = {name: Norm(s.norm, w.scope(name), self.size) for name in s.NORMS}

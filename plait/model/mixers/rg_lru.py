@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.memory import SlotState, State
 from plait.model.layers.layers import Batch
@@ -17,14 +16,15 @@ from plait.ops.activation import activate, multiply
 from plait.ops.heads import map_heads
 from plait.ops.rg_lru import rg_lru
 from plait.partition import Cut, Division, Rank, join_ranges, sum_of, width
+from plait.rare_specs import RgLruSpec
 from plait.state.store import StateStore
 
 
-def _words(m: spec.RgLruSpec) -> str:
+def _words(m: RgLruSpec) -> str:
     return f"RG-LRU, width {m.width}, {m.num_heads} heads"
 
 
-def _divide(s: spec.RgLruSpec, rank: Rank, hidden_size: int) -> Division:
+def _divide(s: RgLruSpec, rank: Rank, hidden_size: int) -> Division:
     ranges = rank.divide(s.num_heads, "heads", s.width // s.num_heads)
     heads, own = join_ranges(rank.divide(s.num_heads, "heads")), join_ranges(ranges)
     cuts = {name: Cut((own,)) for name in ("x", "y", "conv", "rate")}
@@ -32,11 +32,11 @@ def _divide(s: spec.RgLruSpec, rank: Rank, hidden_size: int) -> Division:
     return Division(replace(s, width=width(own), num_heads=width(heads)), cuts)
 
 
-@mixer(spec.RgLruSpec, _words, _divide)
+@mixer(RgLruSpec, _words, _divide)
 class RgLru:
     """`gates` maps each head's channels to what opens its input, then to what opens its recurrence."""
 
-    def __init__(self, s: spec.RgLruSpec, w: Weights) -> None:
+    def __init__(self, s: RgLruSpec, w: Weights) -> None:
         self.spec, self.name = s, w.prefix
         hidden, dim = w.target.hidden_size, s.width // s.num_heads
         self.into = w.linear("x", "y", in_size=hidden, out_sizes=(s.width, s.width))

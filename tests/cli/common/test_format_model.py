@@ -15,6 +15,7 @@ from plait.cli.common.format_model import (
     mixer_text,
     plain,
 )
+from plait.rare_specs import RgLruSpec, ShortConvSpec
 from plait.spec import (
     AttentionSpec,
     BranchSpec,
@@ -29,10 +30,8 @@ from plait.spec import (
     MoeSpec,
     NormSpec,
     ParallelSpec,
-    RgLruSpec,
     RopeSpec,
     RouterSpec,
-    ShortConvSpec,
 )
 
 ATTN = AttentionSpec(9, 3, 64, 0.125, RopeSpec(64, 1e5), window=512, softcap=50.0, qk_norm=NormSpec())

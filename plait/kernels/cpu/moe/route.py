@@ -155,7 +155,7 @@ def route_rows(frame: int, args: int, thread: int, threads: int) -> None:
             e = _best(choice, n)
             if e < 0:  # all that is left is NaN: any expert, so that what follows stays inside its tensors
                 e = np.int64(j)
-            score = vec.get_f32(scores + 4 * e)
+            score: Float = vec.get_f32(scores + 4 * e)
             if margin > np.float32(0.0):
                 score = np.float32(np.float32(1.0) / _mass_within(row, choice, n, e, margin))
             vec.put_i64(indices + 8 * (r * k + j), e)
