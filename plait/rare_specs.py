@@ -67,3 +67,9 @@ class AltUpSpec(ParallelSpec):
         *("router_norm", "attn.norm", "attn.post_norm", "ffn.norm", "ffn.post_norm", "own.post_norm"),
         "laurel.norm",
     )
+
+
+@dataclass(frozen=True, slots=True)
+class ShortcutSpec(ParallelSpec):
+    """An MLP, `mlp`. With experts `moe` next to it, which read the same, their output waits: the next one
+    without experts adds it (LongCat-Flash; Cai et al. 2024). Norms are not used."""

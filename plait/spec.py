@@ -238,6 +238,7 @@ class MoeSpec(Mixer):
 
     `router_norm`, `expert_norm`: of what either reads; `expert_scale`: of each expert's weight (Gemma 4).
     `latent`: experts read and write that many numbers, between two linear layers (Nemotron 3 Super).
+    `identities`: experts beyond the others that give back what they read (LongCat-Flash).
     """
 
     num_experts: int
@@ -251,6 +252,7 @@ class MoeSpec(Mixer):
     expert_norm: NormSpec | None = None
     expert_scale: bool = False
     latent: int | None = None
+    identities: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,7 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Gemma 3n (text)", "GQA, local and global, MLP, four residual streams", ("gemma3n_text",)),
     ("RecurrentGemma", "RG-LRU, local GQA, MLP", ("recurrent_gemma",)),
     ("DeepSeek-V2, V3, R1, Kimi-K2, text of K2.5", "MLA, MoE", ("deepseek_v2", "deepseek_v3")),
+    ("LongCat-Flash", "MLA, MLP, MoE with identities", ("longcat_flash",)),
     ("GLM-4.7-Flash · Youtu-LLM", "MLA, MoE · MLP", ("glm4_moe_lite", "youtu")),
     ("A.X K1", "MLA, MoE", ("axk1",)),
     ("Ministral 3, Devstral 2", "GQA, queries that grow with position, MLP", ("ministral3",)),

@@ -78,6 +78,24 @@ def _route_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> A
     return (logits, bias, case["top_k"], case["router"], factors), {}
 
 
+@op(cases=[dict(tokens=1, experts=4, top_k=2), dict(tokens=19, experts=6, top_k=5)])
+def split_identities(weight: Tensor, index: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights and indices of the first `count` experts, and the weight of all others together, [T, 1].
+
+    weight: [T, k] float32, index: [T, k] int64. In place of another expert comes the first, of no weight.
+    """
+    is_own = index < count
+    rest = weight.masked_fill(is_own, 0.0).sum(-1, keepdim=True)
+    return weight.masked_fill(~is_own, 0.0), index.masked_fill(~is_own, 0), rest
+
+
+@split_identities.inputs
+def _split_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+    tokens, top_k = case["tokens"], case["top_k"]
+    index = torch.randint(0, 2 * case["experts"], (tokens, top_k), device=device)
+    return (torch.rand(tokens, top_k, device=device), index, case["experts"]), {}
+
+
 EXPERT_CASES: list[dict[str, Any]] = [
     dict(tokens=1, experts=4, top_k=2, hidden=64, size=32, gated=True),
     dict(tokens=19, experts=8, top_k=3, hidden=64, size=96, gated=True),

@@ -64,6 +64,28 @@ VARIANTS: dict[str, Variant] = {
         },
         slow=True,
     ),
+    "longcat": Variant(
+        "LongcatFlashConfig",
+        {
+            "num_layers": 2,
+            "num_hidden_layers": 4,
+            "ffn_hidden_size": 40,
+            "q_lora_rank": 12,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 6,
+            "head_dim": 4,
+            "n_routed_experts": 6,
+            "zero_expert_num": 3,
+            "moe_topk": 4,
+            "expert_ffn_hidden_size": 20,
+            "routed_scaling_factor": 1.5,
+            "num_key_value_heads": 4,
+            **PAD,
+        },
+        slow=True,
+    ),
     "phimoe": Variant(
         "PhimoeConfig",
         {

@@ -48,9 +48,6 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
         "bailing_hybrid",
     ),
     "its attention reads convolved latents (CCA), which is not implemented": ("zaya",),
-    "its experts may be identities, and its layers have two attentions, which is not implemented": (
-        "longcat_flash",
-    ),
     "its attention has experts, which is not implemented": ("jetmoe",),
     "it takes the difference of two attentions, which is not implemented": ("diffllama",),
     "its attention has a mask that it computes, which is not implemented": ("doge",),

@@ -15,8 +15,8 @@ from plait.kernels.cpu.codegen.kinds import Float, Floats, Int
 from plait.kernels.cpu.codegen.maths import exp, sigmoid
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import rows_of, scratch_of, word
-from plait.kernels.cpu.runtime.row_checks import TensorRows, float32_rows
-from plait.ops.moe import route
+from plait.kernels.cpu.runtime.row_checks import TensorRows, dense, float32_rows
+from plait.ops.moe import route, split_identities
 from plait.spec import RouterSpec
 
 
@@ -209,3 +209,31 @@ def _route(
         scratch=math.ceil((2 * n + router.groups) / 16) * 64,
     )
     return weights, indices
+
+
+@kernel
+def split_rows(frame: int, args: int, thread: int, threads: int) -> None:
+    """weights, indices (dense), k, experts, weights, indices, weight of the others (dense)."""
+    given, which, k, count = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
+    weights, indices, others, rows = word(args, 6), word(args, 7), word(args, 8), rows_of(frame, args)
+    for r in range(rows * thread // threads, rows * (thread + 1) // threads):
+        rest = np.float32(0.0)
+        for i in range(r * k, (r + 1) * k):
+            e, weight = vec.get_i64(which + 8 * i), vec.get_f32(given + 4 * i)
+            is_own = e < count
+            vec.put_i64(indices + 8 * i, e if is_own else np.int64(0))
+            vec.put_f32(weights + 4 * i, weight if is_own else np.float32(0.0))
+            rest = np.float32(rest + (np.float32(0.0) if is_own else weight))
+        vec.put_f32(others + 4 * r, rest)
+
+
+@split_identities.variant("native", on="cpu", when=float32_rows, native=True)
+def _split_identities(
+    cpu: Executor, weight: Tensor, index: Tensor, count: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, k = weight.shape
+    dense("weights of experts", weight, rows, k)
+    dense("indices of experts", index, rows, k, dtype=torch.int64)
+    made = cpu.empty(rows, k), cpu.empty(rows, k, dtype=torch.int64), cpu.empty(rows, 1)
+    cpu.launch(split_rows, weight, index, k, count, *made, rows=rows)
+    return made
