@@ -7,6 +7,7 @@ from plait.families.common.recipes import expert, split_qkv, turn_flat_expert, u
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, model, norm, require, softmax_moe
 from plait.families.config.normalize import ACTIVATIONS, Config
+from plait.families.gguf.arch import Metadata, gguf_arch
 from plait.spec import BranchSpec, ModelSpec
 
 L = "transformer.blocks.{i}"
@@ -47,3 +48,20 @@ def dbrx(c: Config) -> tuple[ModelSpec, NameMap]:
     }
     spec = model(c, "dbrx", [layer] * len(c["layer_types"]), norm=each)
     return spec, NameMap(names, ignored=unused_patterns(c))
+
+
+def _gguf_names(c: Config) -> Rules:
+    return {
+        "layers.{i}.ffn.norm": "blk.{i}.attn_output_norm",
+        **split_qkv(c, "layers.{i}.attn", "blk.{i}.attn_qkv"),
+    }
+
+
+@gguf_arch("dbrx", "DbrxForCausalLM", names=_gguf_names)
+def _read_dbrx(m: Metadata) -> None:
+    """As the two parts of a config."""
+    get, why = m.config.get, "GGUF metadata"
+    attn = {"kv_n_heads": get("num_key_value_heads"), "clip_qkv": m.config.pop("clip_qkv", None)}
+    m.put("attn_config", {**attn, "rope_theta": get("rope_theta")}, why)
+    ffn = {"moe_num_experts": get("num_experts"), "moe_top_k": get("num_experts_per_tok")}
+    m.put("ffn_config", {**ffn, "ffn_hidden_size": get("moe_intermediate_size")}, why)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.families.common.alibi import spread_slopes
-from plait.families.common.recipes import split_grouped_qkv, unused_patterns
+from plait.families.common.recipes import split_grouped_qkv, split_qkv, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, model, norm, plain_mlp, side_by_side
 from plait.families.config.normalize import Config
+from plait.families.gguf.arch import Metadata, gguf_arch
 from plait.spec import BranchSpec, ModelSpec
 
 MIX, L = "layers.{i}.mix", "transformer.h.{i}"
@@ -60,3 +61,22 @@ def falcon(c: Config) -> tuple[ModelSpec, NameMap]:
     return model(c, "falcon", [layer] * len(c["layer_types"]), norm=each), NameMap(
         names, ignored=unused_patterns(c)
     )
+
+
+def _gguf_names(c: Config) -> Rules:
+    """llama.cpp puts the rows of all queries in front; of two norms that of attention comes second."""
+    return {
+        f"{MIX}.attn.norm": "blk.{i}.attn_norm_2",
+        f"{MIX}.ffn.norm": "blk.{i}.attn_norm",
+        **split_qkv(c, f"{MIX}.attn", "blk.{i}.attn_qkv"),
+    }
+
+
+@gguf_arch("falcon", "FalconForCausalLM", names=_gguf_names)
+def _read_falcon(m: Metadata) -> None:
+    """The 40B's layers have two norms. Falcon-RW has no architecture."""
+    kv, why = m.config.get("num_key_value_heads", 1), f"GGUF metadata {m.prefix}attention.head_count_kv"
+    m.put("num_kv_heads", kv, why)
+    m.put("new_decoder_architecture", kv != 1, why)
+    has_two = any(name.endswith("attn_norm_2.weight") for name in m.shapes)
+    m.put("num_ln_in_parallel_attn", 2 if has_two else 1, "tensors attn_norm_2")

@@ -90,7 +90,7 @@ def split_identities(weight: Tensor, index: Tensor, count: int) -> tuple[Tensor,
 
 
 @split_identities.inputs
-def _split_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+def _split_inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
     tokens, top_k = case["tokens"], case["top_k"]
     index = torch.randint(0, 2 * case["experts"], (tokens, top_k), device=device)
     return (torch.rand(tokens, top_k, device=device), index, case["experts"]), {}

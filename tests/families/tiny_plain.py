@@ -10,6 +10,7 @@ PAD = {"pad_token_id": 0}
 
 VARIANTS: dict[str, Variant] = {
     "bloom": Variant("BloomConfig", {"n_layer": 3, "n_head": 6, "hidden_size": 24, **PAD}),
+    "gpt2_plain": Variant("GPT2Config", {"n_embd": 32, "n_head": 4, "n_layer": 3}, slow=True),
     "mpt": Variant(
         "MptConfig",
         {

@@ -164,7 +164,11 @@ def turn_expert(index: int | None, source: str) -> Derived:
 
 def turn_flat_expert(count: int, source: str) -> Derived:
     """One expert of `count` matrices [in, out], one below the other."""
-    return Derived(lambda w, e, **_: as_tensor(expert_rows(w, int(e), count)).T.contiguous(), (source,))
+
+    def pick(w: Stored, e: str, **_: str) -> Tensor:
+        return as_tensor(expert_rows(w, int(e), count)).T.contiguous()
+
+    return Derived(pick, (source,), (Back(lambda w: w.T, stack=count),))
 
 
 def split_qkv(c: Config, ours: str, theirs: str) -> dict[str, Source]:
