@@ -20,9 +20,9 @@ def register() -> None:
 
 
 def _no_softcap(facts: OpFacts) -> str | None:
-    if facts.sizes.get("softcap") is not None or facts.sizes.get("alibi"):
-        return "torch's attention has neither softcap nor slopes of heads"
-    return None
+    if facts.sizes.get("softcap") is not None:
+        return "torch's attention has no softcap"
+    return "torch's attention has no slopes of heads" if facts.sizes.get("alibi") else None
 
 
 def sdpa(

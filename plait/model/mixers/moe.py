@@ -102,7 +102,8 @@ class Moe:
         parts = [share(x, taken, weight, index, gate) for share in self.shares]
         y = add_in_tree(parts, lambda a, b: self._combine(a, b, 1.0))
         if rest is not None and self._scale_rows:
-            return self._combine(sum_ranks(y, *self._ranks), self._scale_rows(x, rest), 1.0)
+            total: Tensor = self._combine(sum_ranks(y, *self._ranks), self._scale_rows(x, rest), 1.0)
+            return total
         return y if self._leave is None else self._add_shared(self._leave(y), x)
 
     def _add_shared(self, y: Tensor, x: Tensor) -> Tensor:
