@@ -27,7 +27,7 @@ from plait.frontend.output_stream import OutputStream
 from plait.loading.build import Loaded, describe_for_sizing, load
 from plait.request import Request
 from plait.schedule.plan import Chunk, SamplingBatch, StepPlan, Ticket
-from tests.families import tiny
+from tests.families import tiny, tiny_plain
 from tests.server.conftest import Client, serving
 
 LONGEST, REPLY, BLOCK = 32, 12, 4  # the first prompt and its reply are as long as the model may go
@@ -46,7 +46,7 @@ STRETCHED = {"llama_dynamic": ("max_position_embeddings=32", "original_max_posit
 TIE = 1e-4
 
 # The biases of random weights choose the same token after any prompt.
-ALIKE = {"gpt1", *(f"{name}_decoder" for name in ("roberta", "xlmroberta", "bart", "plbart", "marian"))}
+ALIKE = {"gpt1", *(n for n in tiny_plain.VARIANTS if n.endswith("_decoder"))}
 
 Ids = list[int]
 
