@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from plait.checkpoint.names import NameMap, Rules
+from plait.families.common.detection import ArchitectureMarker, Detection, Q
 from plait.families.common.recipes import transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm
@@ -19,6 +20,10 @@ L = "model.layers.{i}"
     "BitnetForCausalLM",
     model_types=("bitnet",),
     defaults={"norm_eps": 1e-5, "hidden_act": "relu2", "rope_theta": 5e5, "max_position_embeddings": 2048},
+    detection=Detection(
+        markers=(ArchitectureMarker("BitNetForCausalLM", (Q, "self_attn.attn_sub_norm.weight"), order=400),),
+        usual={"rope_theta": 5e5, "max_position_embeddings": 4096, "norm_eps": 1e-5},
+    ),
 )
 def bitnet(c: Config) -> tuple[ModelSpec, NameMap]:
     """BitNet as its bfloat16 checkpoints have it: what rounds weights to three values is not in them."""

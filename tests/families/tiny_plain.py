@@ -28,7 +28,12 @@ VARIANTS: dict[str, Variant] = {
         slow=True,
         attention="sdpa",  # with "eager", transformers adds the slopes twice
     ),
-    "bitnet": Variant("BitNetConfig", PAD, slow=True),
+    "bitnet": Variant(
+        "BitNetConfig",
+        {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, **PAD},
+        bare=True,
+        slow=True,
+    ),
     "dbrx": Variant(
         "DbrxConfig",
         {
