@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
-from plait.spec import Activation, NormSpec, Recurrent, RopeSpec
+from plait.spec import Activation, Mixer, NormSpec, ParallelSpec, Recurrent, RopeSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,3 +50,60 @@ class MlstmSpec(Recurrent):
     norm: NormSpec
     gate_cap: float | None
     eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba3Spec(Recurrent):
+    """oxidizr's Mamba3: trapezoidal input, B and C rotated by a running angle; MIMO, conv optional."""
+
+    num_heads: int
+    head_dim: int
+    state_size: int
+    num_groups: int
+    conv_kernel: int | None = None
+    complex_rope: bool = True
+    mimo_rank: int = 0
+    chunk_size: int = 256
+    dt_limit: tuple[float, float] = (1e-3, 0.1)
+    bc_norm: NormSpec = NormSpec(1e-6)
+    gated_norm: NormSpec = NormSpec(1e-6)
+    mode: Literal["ssd", "exact"] = "ssd"
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvSpec(Recurrent):
+    """Gated short convolution (LFM2): out(C · conv(B · x)); `channels` None: the hidden size."""
+
+    kernel: int
+    channels: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputSpec(Mixer):
+    """out(activation(gate(x)) · e): e is part `index` of the model's layer inputs (Gemma 4 E2B and E4B)."""
+
+    index: int
+    size: int
+    activation: Activation
+
+
+@dataclass(frozen=True, slots=True)
+class AltUpSpec(ParallelSpec):
+    """A layer over `streams` of a token (AltUp; Gemma 3n): parts attn, ffn, and own, a `LayerInputSpec`.
+
+    `rank`: of the path around attention (LAuReL). `norm`: of every norm in it; `norms` is not used.
+    """
+
+    streams: int = 4
+    rank: int = 64
+    norm: NormSpec = NormSpec()
+    NORMS: ClassVar[tuple[str, ...]] = (
+        *("router_norm", "attn.norm", "attn.post_norm", "ffn.norm", "ffn.post_norm", "own.post_norm"),
+        "laurel.norm",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ShortcutSpec(ParallelSpec):
+    """An MLP, `mlp`. With experts `moe` next to it, which read the same, their output waits: the next one
+    without experts adds it (LongCat-Flash; Cai et al. 2024). Norms are not used."""

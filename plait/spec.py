@@ -66,6 +66,8 @@ class AttentionSpec(Mixer):
     all heads as one vector ("all"). `sinks`: a logit per head in the softmax, of no token (gpt-oss). `gate`:
     the output times the sigmoid of a projection (Qwen3-Next); `head_gate`: each head's times one number
     (LFM3, Laguna). `qk_norm_last`: norms follow the rotation (Hunyuan). `v_norm`: of each head's values.
+    `slopes`: what a score of each head loses with every position of distance (ALiBi; Press et al. 2021).
+    `clip`: queries, keys and values stay within ± it (DBRX). `out_norm`: of all heads' outputs (BitNet).
     """
 
     num_heads: int
@@ -83,6 +85,9 @@ class AttentionSpec(Mixer):
     temperature: TemperatureSpec | None = None
     v_norm: NormSpec | None = None
     head_gate: Literal["sigmoid", "softplus"] | None = None
+    slopes: tuple[float, ...] | None = None
+    clip: float | None = None
+    out_norm: NormSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,32 +170,6 @@ class Mamba2Spec(Recurrent):
 
 
 @dataclass(frozen=True, slots=True)
-class Mamba3Spec(Recurrent):
-    """oxidizr's Mamba3: trapezoidal input, B and C rotated by a running angle; MIMO, conv optional."""
-
-    num_heads: int
-    head_dim: int
-    state_size: int
-    num_groups: int
-    conv_kernel: int | None = None
-    complex_rope: bool = True
-    mimo_rank: int = 0
-    chunk_size: int = 256
-    dt_limit: tuple[float, float] = (1e-3, 0.1)
-    bc_norm: NormSpec = NormSpec(1e-6)
-    gated_norm: NormSpec = NormSpec(1e-6)
-    mode: Literal["ssd", "exact"] = "ssd"
-
-
-@dataclass(frozen=True, slots=True)
-class ShortConvSpec(Recurrent):
-    """Gated short convolution (LFM2): out(C · conv(B · x)); `channels` None: the hidden size."""
-
-    kernel: int
-    channels: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class DeltaNetSpec(Recurrent):
     """Gated delta rule: Gated DeltaNet (Yang et al. 2024), Kimi Delta Attention (Kimi Team 2025).
 
@@ -217,18 +196,14 @@ class DeltaNetSpec(Recurrent):
 
 @dataclass(frozen=True, slots=True)
 class MlpSpec(Mixer):
+    """`norm`: of its inner features (BitNet). `keep`: a gate keeps what lies above its mean by that many
+    deviations (Gemma 3n)."""
+
     size: int
     activation: Activation = "silu"
     gated: bool = True  # never with xIELU
-
-
-@dataclass(frozen=True, slots=True)
-class LayerInputSpec(Mixer):
-    """out(activation(gate(x)) · e): e is part `index` of the model's layer inputs (Gemma 4 E2B and E4B)."""
-
-    index: int
-    size: int
-    activation: Activation
+    norm: NormSpec | None = None
+    keep: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +219,11 @@ class LayerInputsSpec:
 
 @dataclass(frozen=True, slots=True)
 class RouterSpec:
-    """Scores, the optional group mask, top-k, weights. A correction bias moves the choice alone."""
+    """Scores, the optional group mask, top-k, weights. A correction bias moves the choice alone.
+
+    `margin`: each weight is a softmax of its own, over the logits within the margin of the chosen one, in
+    proportion to their size, without those chosen before (SparseMixer, Liu et al. 2024; Phi-3.5-MoE).
+    """
 
     score: Literal["softmax", "sigmoid"] = "softmax"
     renormalize: bool = True
@@ -253,6 +232,7 @@ class RouterSpec:
     groups: int = 1
     top_groups: int = 1
     group_by: Literal["max", "top2"] = "max"
+    margin: float | None = None  # the choice is by logits, too
     by_logits: bool = False  # the choice is by logits, of which the scores are the weights (Kolibri)
 
 
@@ -262,6 +242,7 @@ class MoeSpec(Mixer):
 
     `router_norm`, `expert_norm`: of what either reads; `expert_scale`: of each expert's weight (Gemma 4).
     `latent`: experts read and write that many numbers, between two linear layers (Nemotron 3 Super).
+    `identities`: experts beyond the others that give back what they read (LongCat-Flash).
     """
 
     num_experts: int
@@ -275,6 +256,7 @@ class MoeSpec(Mixer):
     expert_norm: NormSpec | None = None
     expert_scale: bool = False
     latent: int | None = None
+    identities: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,11 +311,20 @@ class BranchSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadSpec:
+    """Between the last norm and the table of logits: norm(activation(linear(x))) (BERT)."""
+
+    activation: Activation
+    norm: NormSpec
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A whole model. `max_len` is the longest sequence it was made for, in tokens.
 
     `causal` False: earlier outputs change as tokens are appended; every step computes the whole sequence.
     `positions`: how many learned ones are added to embeddings (GPT-2). `embed_norm`: of these (nanochat).
+    `streams`: how many residual streams a token has, of `hidden_size` each; layers are then `AltUpSpec`s.
     """
 
     family: str
@@ -350,6 +341,8 @@ class ModelSpec:
     positions: int | None = None
     embed_norm: NormSpec | None = None
     layer_inputs: LayerInputsSpec | None = None
+    head: HeadSpec | None = None
+    streams: int | None = None
 
     def branches(self) -> Iterator[tuple[str, BranchSpec]]:
         """Every branch with its name in our naming, `layers.3.attn`."""

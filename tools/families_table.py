@@ -15,6 +15,14 @@ ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 sys.path.insert(0, str(ROOT))
 
+BERTS = (
+    *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie"),
+    *("megatron-bert", "roberta", "roberta-prelayernorm", "roformer", "xlm-roberta", "xlm-roberta-xl"),
+)
+BARTS = (
+    *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp", "pegasus"),
+    *("plbart", "trocr"),
+)
 # What a row is called, its layers, and the families (as `families.common.registry` has them) it stands for.
 ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Llama 2, 3, 3.x, SmolLM2, CodeLlama, Mistral, Nemo, Devstral", "GQA, MLP", ("llama",)),
@@ -33,9 +41,11 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Gemma 2, Gemma 3 (text)", "GQA, local and global, MLP", ("gemma2", "gemma3_text")),
     ("Gemma 4 (text)", "GQA, local and global, MLP, MoE", ("gemma4_text", "gemma4_unified_text")),
     ("xLSTM 7B", "mLSTM, MLP", ("xlstm",)),
+    ("Gemma 3n (text)", "GQA, local and global, MLP, four residual streams", ("gemma3n_text",)),
     ("RecurrentGemma", "RG-LRU, local GQA, MLP", ("recurrent_gemma",)),
     ("DeepSeek-V2, V3, R1, Kimi-K2, text of K2.5", "MLA, MoE", ("deepseek_v2", "deepseek_v3")),
     ("DeepSeek-V3.2 · GLM-5", "MLA with an indexer, MoE", ("deepseek_v32", "glm_moe_dsa")),
+    ("LongCat-Flash", "MLA, MLP, MoE with identities", ("longcat_flash",)),
     ("GLM-4.7-Flash · Youtu-LLM", "MLA, MoE · MLP", ("glm4_moe_lite", "youtu")),
     ("A.X K1", "MLA, MoE", ("axk1",)),
     ("Ministral 3, Devstral 2", "GQA, queries that grow with position, MLP", ("ministral3",)),
@@ -61,7 +71,14 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("BioGPT, XGLM, CTRL, GPT-1", "MHA, MLP", ("biogpt", "xglm", "ctrl", "openai-gpt")),
     ("Persimmon, Fuyu (text) · GPT-NeoX Japanese", "MHA, MLP", ("persimmon", "gpt_neox_japanese")),
     ("nanochat", "GQA, MLP", ("nanochat",)),
-    ("Falcon, Falcon 2", "GQA and MLP side by side", ("falcon",)),
+    ("Falcon, Falcon 2 · Falcon-RW", "GQA and MLP side by side · in turn, ALiBi", ("falcon",)),
+    ("BLOOM, BLOOMZ · MPT", "MHA with ALiBi, MLP", ("bloom", "mpt")),
+    ("DBRX · Phi-3.5-MoE", "GQA, MoE", ("dbrx", "phimoe")),
+    ("BitNet b1.58 2B-4T, as bfloat16", "GQA and MLP with norms within", ("bitnet",)),
+    ("Llama 3.2 Vision, Emu3 (text)", "GQA, MLP", ("mllama_text_model", "emu3_text_model")),
+    ("ModernBERT as a decoder (Ettin)", "MHA, local and global, MLP", ("modernbert-decoder",)),
+    ("Decoders of BERT and its kin (`is_decoder`)", "MHA, MLP", BERTS),
+    ("Decoders of BART and its kin, without encoders", "MHA, MLP", BARTS),
     ("SmolLM3", "GQA, partly without positions, MLP", ("smollm3",)),
     ("StarCoder2", "GQA, MLP", ("starcoder2",)),
     ("Command R, R+ · R7B, A", "GQA and MLP side by side", ("cohere", "cohere2")),
@@ -126,17 +143,17 @@ def _tested() -> tuple[set[str], set[str], set[str]]:
     """Families that tests run from Hugging Face files, as GGUF, and without a config."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    from plait.families.common.registry import find
+    from plait.families.common.registry import families_by_name
     from tests.families import tiny, tiny_bare
-    from tests.families.gguf.test_config import VARIANTS
+    from tests.families.gguf.test_config import OLD, VARIANTS
 
     types = {config: kind for kind, config in CONFIG_MAPPING_NAMES.items()}
 
     def family_of(config: str) -> str:
-        return find({"model_type": types[config]}).name
+        return families_by_name()[types[config]].name
 
     hugging = {family_of(v.config) for v in tiny.VARIANTS.values()}
-    files = {family_of(tiny.VARIANTS[name].config) for name in VARIANTS}
+    files = {family_of(tiny.VARIANTS[name].config) for name in (*VARIANTS, *OLD)}
     bare = {family_of(v.config) for v in tiny.VARIANTS.values() if v.bare}
     bare |= {family_of(v.config) for v in tiny_bare.VARIANTS.values()}
     for name, flags in OTHER_TESTS.items():

@@ -51,10 +51,11 @@ def list_families() -> list[dict[str, Any]]:
 
 
 def list_refused() -> dict[str, str]:
-    """Model types that are known and refused, each with the reason."""
-    from plait.families.common.refused import REFUSED
+    """Model types that are known and refused, each with the reason: some but for checkpoints of decoders."""
+    from plait.families.common.refused import DECODERS, REFUSED
 
-    return dict(sorted(REFUSED.items()))
+    decoders = {name: f"{why}; a decoder alone is built" for name, why in DECODERS.items()}
+    return dict(sorted({**REFUSED, **decoders}.items()))
 
 
 def text_lines(facts: dict[str, Any]) -> list[str]:

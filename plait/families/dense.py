@@ -22,6 +22,7 @@ from plait.families.common.recipes import (
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, plain_mlp, require, side_by_side
 from plait.families.config.normalize import FULL, Config
+from plait.families.gguf.arch import plain_arch
 from plait.families.llama import dense
 from plait.quant.weight import as_tensor
 from plait.spec import ModelSpec, NormSpec, TemperatureSpec
@@ -209,3 +210,11 @@ def stablelm(c: Config) -> tuple[ModelSpec, NameMap]:
     names |= attention_tensors(f"{at}.attn", f"{layer}.self_attn")
     spec = model(c, "stablelm", [side_by_side(gqa(c, **changes), mlp(c), each)] * count, norm=each)
     return spec, NameMap(names, ends(), ignored=unused_patterns(c))
+
+
+def _seed_names(c: Config) -> dict[str, str]:
+    return {"layers.{i}.ffn.norm": "blk.{i}.post_attention_norm"}
+
+
+plain_arch("seed_oss", "SeedOssForCausalLM", names=_seed_names, model_type="seed_oss")
+plain_arch("arcee", "ArceeForCausalLM", rope_interleave=True)

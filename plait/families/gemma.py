@@ -10,7 +10,7 @@ from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm
 from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import Config
-from plait.families.gguf.arch import FILE, Metadata, gguf_arch
+from plait.families.gguf.arch import FILE, Metadata, gguf_arch, plain_arch
 from plait.spec import AttentionSpec, BranchSpec, ModelSpec
 
 SHARED = {
@@ -190,3 +190,6 @@ def _gemma_scale(m: Metadata, layers_of_27b: int) -> None:
     if m.config["num_hidden_layers"] == layers_of_27b:
         scalar = m.config["hidden_size"] // m.config["num_attention_heads"]
     m.put("query_pre_attn_scalar", scalar, "default (by the number of layers)")
+
+
+plain_arch("gemma", "GemmaForCausalLM")

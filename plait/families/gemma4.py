@@ -20,10 +20,10 @@ from plait.families.common.recipes import (
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, require, rope
 from plait.families.config.normalize import FULL, Config
+from plait.rare_specs import LayerInputSpec
 from plait.spec import (
     AttentionSpec,
     BranchSpec,
-    LayerInputSpec,
     LayerInputsSpec,
     ModelSpec,
     MoeSpec,
@@ -85,8 +85,8 @@ def _gemma4(c: Config, name: str) -> tuple[ModelSpec, NameMap]:
     shared = len(kinds) - (c.get("num_kv_shared_layers") or 0)
     layers = []
     for i, kind in enumerate(kinds):
-        source = _source(kinds, i, shared) if i >= shared else None
-        attn = BranchSpec("attn", _attention(c, i, kind, source), each, each)
+        source = find_source(kinds, i, shared) if i >= shared else None
+        attn = BranchSpec("attn", attention_of(c, i, kind, source), each, each)
         wide = 2 if source and c.get("use_double_wide_mlp") else 1
         layer = [attn, _feed(c, wide, is_last=not size)]
         if size:
@@ -99,7 +99,7 @@ def _gemma4(c: Config, name: str) -> tuple[ModelSpec, NameMap]:
         layers,
         embed_scale=c["hidden_size"] ** 0.5,
         logit_softcap=c.get("final_logit_softcapping"),
-        layer_inputs=_layer_inputs(c, len(kinds)) if size else None,
+        layer_inputs=inputs_of_layers(c, len(kinds)) if size else None,
     )
     usual = at(TEXT_PREFIXES, transformer)
     usual["head"] = ("lm_head", "language_model.lm_head")
@@ -110,7 +110,7 @@ def _gemma4(c: Config, name: str) -> tuple[ModelSpec, NameMap]:
     return spec, NameMap(own_names, usual, ignored=unused_patterns(c, *VISION, *OTHERS, *unused))
 
 
-def _source(kinds: list[str], i: int, shared: int) -> str:
+def find_source(kinds: list[str], i: int, shared: int, part: str = "attn") -> str:
     """The mixer of which layer i reads the keys: the last of its kind that has some."""
     found = [j for j in range(shared) if kinds[j] == kinds[i]]
     if not found:
@@ -118,10 +118,10 @@ def _source(kinds: list[str], i: int, shared: int) -> str:
             f"layer {i} shares its keys, but none of the first {shared} layers is of its kind, {kinds[i]}; "
             "num_kv_shared_layers must leave one"
         )
-    return f"layers.{found[-1]}.attn"
+    return f"layers.{found[-1]}.{part}"
 
 
-def _attention(c: Config, i: int, kind: str, source: str | None) -> AttentionSpec:
+def attention_of(c: Config, i: int, kind: str, source: str | None) -> AttentionSpec:
     own, each = _own_sizes(c, i, kind), norm(c)
     dim, heads = own.get("head_dim", c["head_dim"]), own.get("num_key_value_heads", c["num_key_value_heads"])
     changes = {"head_dim": dim, "num_kv_heads": heads, "rope": rope(c, dim, kind)}
@@ -149,7 +149,7 @@ def _feed(c: Config, wide: int, *, is_last: bool) -> BranchSpec:
     return BranchSpec("ffn", both, None, each, factor=is_last)
 
 
-def _layer_inputs(c: Config, count: int) -> LayerInputsSpec:
+def inputs_of_layers(c: Config, count: int) -> LayerInputsSpec:
     """eps is that of numbers that are divided by √hidden before they are normed."""
     size, rows = c["hidden_size_per_layer_input"], c.get("vocab_size_per_layer_input") or c["vocab_size"]
     each = NormSpec(c["norm_eps"] * c["hidden_size"])

@@ -7,10 +7,11 @@ from dataclasses import replace
 from torch import Tensor, cat
 
 from plait.checkpoint.names import Back, Derived, NameMap, Rules, Source
-from plait.families.common.recipes import Stored, part, split_grouped_qkv, turn, unused_patterns
+from plait.families.common.recipes import Stored, part, split_grouped_qkv, split_qkv, turn, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, model, norm, plain_mlp
 from plait.families.config.normalize import FULL, SLIDING, Config
+from plait.families.gguf.arch import plain_arch
 from plait.quant.weight import as_tensor
 from plait.spec import AttentionSpec, BranchSpec, ModelSpec
 
@@ -107,3 +108,15 @@ def _gpt(c: Config, name: str, mixers: list[AttentionSpec], own: Rules) -> tuple
     spec = model(c, name, layers, norm=each, positions=c["max_position_embeddings"])
     ignored = unused_patterns(c, r"\.attn\.(attention\.)?(bias|masked_bias)$")
     return spec, NameMap(names, own, usual, ignored=ignored)
+
+
+def _gguf_names(c: Config) -> Rules:
+    own: Rules = {
+        "embed.positions.weight": "position_embd.weight",
+        **split_qkv(c, ATTN, "blk.{i}.attn_qkv"),
+    }
+    return own
+
+
+plain_arch("gpt2", "GPT2LMHeadModel", names=_gguf_names)
+plain_arch("starcoder", "GPTBigCodeForCausalLM", names=_gguf_names)

@@ -11,12 +11,14 @@ from plait.families.common.recipes import (
     VISION,
     at,
     split_grouped_qkv,
+    split_qkv,
     split_rows,
     unused_patterns,
 )
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, model, norm, plain_mlp, rope, side_by_side
 from plait.families.config.normalize import Config
+from plait.families.gguf.arch import Metadata, gguf_arch
 from plait.spec import BranchSpec, ModelSpec
 
 MIX = "layers.{i}.mix"
@@ -151,3 +153,19 @@ def _gptj(c: Config, name: str, own: Rules) -> tuple[ModelSpec, NameMap]:
     }
     unused = unused_patterns(c, r"\.attn\.(causal_mask|bias|masked_bias|embed_positions)$")
     return model(c, name, layers, norm=each), NameMap(names, ignored=unused)
+
+
+def _gguf_names(c: Config) -> Rules:
+    """llama.cpp puts the rows of all queries in front, then those of keys and values."""
+    ours = MIX if c.get("use_parallel_residual", True) else "layers.{i}"
+    return {
+        f"{MIX}.attn.norm": "blk.{i}.attn_norm",
+        f"{MIX}.ffn.norm": "blk.{i}.ffn_norm",
+        **split_qkv(c, f"{ours}.attn", "blk.{i}.attn_qkv"),
+    }
+
+
+@gguf_arch("gptneox", "GPTNeoXForCausalLM", names=_gguf_names)
+def _read_neox(m: Metadata) -> None:
+    if (parallel := m.values.get("use_parallel_residual")) is not None:
+        m.put("use_parallel_residual", bool(parallel), f"GGUF metadata {m.prefix}use_parallel_residual")

@@ -68,7 +68,8 @@ def llama(c: Config) -> tuple[ModelSpec, NameMap]:
 
 @family(
     *("Qwen2ForCausalLM", "Qwen2_5_VLForConditionalGeneration", "Qwen2VLForConditionalGeneration"),
-    model_types=("qwen2", "qwen2_5_vl", "qwen2_5_vl_text", "qwen2_vl", "qwen2_vl_text"),
+    "GotOcr2ForConditionalGeneration",
+    model_types=("qwen2", "qwen2_5_vl", "qwen2_5_vl_text", "qwen2_vl", "qwen2_vl_text", "got_ocr2"),
     defaults={
         "norm_eps": 1e-6,
         "hidden_act": "silu",

@@ -24,6 +24,7 @@ from plait.families.common.spec_builders import (
     softmax_moe,
 )
 from plait.families.config.normalize import Config
+from plait.families.gguf.arch import plain_arch
 from plait.spec import BranchSpec, ModelSpec, MoeSpec, RouterSpec
 
 L = "model.layers.{i}"
@@ -283,3 +284,6 @@ def build_shared_moe(
     extra = range(len(layers), len(layers) + (c.get("num_nextn_predict_layers") or 0))
     unused = unused_patterns(c, r"^mtp\.", *(rf"^model\.layers\.{i}\." for i in extra))
     return model(c, name, layers), NameMap(names, transformer(), ignored=unused)
+
+
+plain_arch("olmoe", "OlmoeForCausalLM", norm_topk_prob=False)

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.names import Derived, NameMap, Rules, Source
+from plait.families.common.post_norm import norms_behind, plain_layers
 from plait.families.common.recipes import Stored, part, skip_rows, turn, unused_patterns
 from plait.families.common.registry import family
-from plait.families.common.spec_builders import gqa, model, norm, plain_mlp, require
+from plait.families.common.spec_builders import model, norm, require
 from plait.families.config.normalize import Config
 from plait.quant.weight import as_tensor
-from plait.spec import BranchSpec, ModelSpec
+from plait.spec import ModelSpec
 
 ATTN, FFN = "layers.{i}.attn", "layers.{i}.ffn"
 PADDING = 2  # rows of a table of positions before the first one
@@ -87,7 +88,7 @@ def gpt1(c: Config) -> tuple[ModelSpec, NameMap]:
     count, place, size = len(c["layer_types"]), "transformer.h.{i}", c["hidden_size"]
     qkv = f"{place}.attn.c_attn"
     names: dict[str, Source] = {
-        **_norms_behind("transformer.h", count, "ln_1", "ln_2"),
+        **norms_behind("transformer.h", count, "ln_1", "ln_2"),
         "embed.positions": "transformer.positions_embed",
         "embed": "transformer.tokens_embed",
         "head": "lm_head",
@@ -101,7 +102,7 @@ def gpt1(c: Config) -> tuple[ModelSpec, NameMap]:
         **{f"{ATTN}.{x}.bias": part(i, (size,) * 3, f"{qkv}.bias") for i, x in enumerate("qkv")},
     }
     each, longest = norm(c, "layer"), c["max_position_embeddings"]
-    spec = model(c, "openai-gpt", _layers(c, behind=True), norm=each, positions=longest)
+    spec = model(c, "openai-gpt", plain_layers(c, behind=True), norm=each, positions=longest)
     return spec, NameMap(names, ignored=unused_patterns(c, r"\.attn\.bias$", r"position_ids$"))
 
 
@@ -130,7 +131,7 @@ def ctrl(c: Config) -> tuple[ModelSpec, NameMap]:
     }
     each = norm(c, "layer")
     spec = model(
-        c, "ctrl", _layers(c, behind=False), norm=each, positions=count, embed_scale=float(size**0.5)
+        c, "ctrl", plain_layers(c, behind=False), norm=each, positions=count, embed_scale=float(size**0.5)
     )
     return spec, NameMap(names, ignored=unused_patterns(c))
 
@@ -158,27 +159,11 @@ def _opt(
         f"{FFN}.down": f"{theirs}.{{i}}.fc2",
     }
     if behind:
-        norms = _norms_behind(theirs, count, "self_attn_layer_norm", "final_layer_norm")
+        norms = norms_behind(theirs, count, "self_attn_layer_norm", "final_layer_norm")
     each, scale = norm(c, "layer"), c["hidden_size"] ** 0.5 if c.get("scale_embedding") else 1.0
     longest = c["max_position_embeddings"]
-    spec = model(c, name, _layers(c, behind=behind), norm=each, positions=longest, embed_scale=scale)
+    spec = model(c, name, plain_layers(c, behind=behind), norm=each, positions=longest, embed_scale=scale)
     return spec, NameMap(norms, own, names, ignored=unused_patterns(c, *unused))
-
-
-def _layers(c: Config, *, behind: bool) -> list[tuple[BranchSpec, ...]]:
-    """Norms behind the mixers are those before the next ones, of which what is normed goes on (`keep` 1)."""
-    each, keep, mixers = norm(c, "layer"), 1.0 if behind else None, (gqa(c, rope=None), plain_mlp(c))
-    layer = tuple(BranchSpec(n, m, each, keep=keep) for n, m in zip(("attn", "ffn"), mixers, strict=True))
-    layers = [layer] * len(c["layer_types"])
-    if behind:
-        layers[0] = (BranchSpec("attn", mixers[0], None), *layer[1:])
-    return layers
-
-
-def _norms_behind(theirs: str, count: int, attn: str, ffn: str) -> dict[str, str]:
-    """Where norms are that the branches before own."""
-    norms = {f"layers.{i}.attn.norm": f"{theirs}.{i - 1}.{ffn}" for i in range(1, count)}
-    return {**norms, f"{FFN}.norm": f"{theirs}.{{i}}.{attn}", "norm": f"{theirs}.{count - 1}.{ffn}"}
 
 
 def _columns(index: int, size: int, source: str) -> Derived:

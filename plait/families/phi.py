@@ -140,3 +140,14 @@ def _gguf_names(c: Config) -> Rules:
 
 
 plain_arch("phi3", "Phi3ForCausalLM", names=_gguf_names)
+
+
+def _phi2_names(c: Config) -> Rules:
+    """Files have queries, keys and values in one tensor, or apart."""
+    ours = "layers.{i}.mix.attn"
+    ends = [(x, suffix) for x in "qkv" for suffix in ("weight", "bias")]
+    apart: Rules = {f"{ours}.{x}.{suffix}": f"blk.{{i}}.attn_{x}.{suffix}" for x, suffix in ends}
+    return either(split_qkv(c, ours, "blk.{i}.attn_qkv"), apart)
+
+
+plain_arch("phi2", "PhiForCausalLM", names=_phi2_names)

@@ -12,6 +12,7 @@ from plait.checkpoint.weights import Weights
 from plait.memory import State
 from plait.model.layers.layer_inputs import LayerInputs
 from plait.model.layers.layers import Batch, Embedding, LmHead, Norm
+from plait.model.layers.streams import Streams
 from plait.model.mixers.registry import build
 from plait.model.shared_block import SharedBlockUse
 from plait.ops.activation import combine, rescale, scale_rows
@@ -86,6 +87,7 @@ class Decoder:
         self.spec = s
         self.embed = Embedding(s, weights.scope("embed"))
         self.layer_inputs = LayerInputs(s, weights) if s.layer_inputs else None
+        self.streams = Streams(s, weights) if s.streams else None
         self.branches = [Branch(b, weights.scope(name), s.hidden_size) for name, b in s.branches()]
         self.norm = Norm(s.norm, weights.scope("norm"), s.hidden_size)
         self.head = LmHead(s, weights)
@@ -102,12 +104,15 @@ class Decoder:
         """What the model makes of every token, after the last norm: [T, hidden]. The states move on."""
         batch = replace(batch, step={})
         x = embeddings = self.embed(batch.token_ids, batch.positions)
+        x = self.streams.spread(x) if self.streams else x
         if self.layer_inputs:
             self.layer_inputs.compute(batch, embeddings)
         delta = None
         for branch in self.branches:
             x, h = branch.enter_beside(x, delta, embeddings, batch, store)
             x, delta = branch.leave(x, branch(h, batch, store))
+        if self.streams:
+            return self.norm(self.streams.join(x, delta))
         _, h = self.norm.add(x, delta)
         return h
 

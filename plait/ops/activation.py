@@ -83,6 +83,12 @@ def rescale(x: Tensor, scale: float, cap: float | None) -> Tensor:
     return cap * torch.tanh(x / cap) if cap else x
 
 
+@elementwise_op(limit=(0.5, 1.25))
+def clip(x: Tensor, limit: float) -> Tensor:
+    """x within ±limit (DBRX's queries, keys and values). x: [T, n], rows may lie apart -> [T, n]."""
+    return x.clamp(-limit, limit)
+
+
 @op(cases=CASES[:3])
 def gate_rows(x: Tensor, gate: Tensor) -> Tensor:
     """x · sigmoid(gate), one number for each row (Qwen2-MoE's shared expert). x: [T, n], gate: [T, 1]."""

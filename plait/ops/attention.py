@@ -31,6 +31,8 @@ CASES: list[dict[str, Any]] = [
     dict(seqs=[300, 2], heads=9, kv_heads=3, dim=64, window=None, softcap=None, kv_dtype="int8"),
     dict(seqs=[270, 4], heads=8, kv_heads=1, dim=40, window=70, softcap=30.0, kv_dtype="int8"),
     dict(seqs=SEQS, heads=6, kv_heads=2, dim=20, window=9, softcap=None, sinks=True, kv_dtype="int8"),
+    dict(seqs=[300, 2], heads=6, kv_heads=3, dim=24, window=None, softcap=None, alibi=True),
+    dict(seqs=SEQS, heads=4, kv_heads=4, dim=20, window=9, softcap=20.0, alibi=True, kv_dtype="int8"),
 ]
 # If linear layers round activations, queries and weights of values may be rounded over a bfloat16 cache.
 ROUNDED = {"kv_dtype": "bfloat16", "activations": "int8"}
@@ -39,6 +41,7 @@ CASES += [
     dict(seqs=[530, 4], heads=4, kv_heads=2, dim=24, window=70, softcap=30.0, **ROUNDED),
     dict(seqs=[*SEQS, 270], heads=8, kv_heads=1, dim=40, window=None, softcap=None, sinks=True, **ROUNDED),
     dict(seqs=[300, 1], heads=4, kv_heads=4, dim=256, window=None, softcap=None, **ROUNDED),
+    dict(seqs=[270, 4], heads=6, kv_heads=3, dim=32, window=None, softcap=None, alibi=True, **ROUNDED),
 ]
 BLOCK = 16  # of the test cases
 
@@ -76,9 +79,14 @@ def visible(
 
 def causal_mask(num_queries: int, start: int, end: int, window: int | None, device: torch.device) -> Tensor:
     """[queries, keys] bool: the last `num_queries` positions of start..end see keys up to themselves."""
-    keys = torch.arange(start, end, device=device)
-    behind = torch.arange(end - num_queries, end, device=device)[:, None] - keys
+    behind = -positions_ahead(num_queries, start, end, device)
     return (behind >= 0) if window is None else (behind >= 0) & (behind < window)
+
+
+def positions_ahead(num_queries: int, start: int, end: int, device: torch.device) -> Tensor:
+    """[queries, keys] int64: by how much each key of start..end is ahead of each of the last queries."""
+    keys = torch.arange(start, end, device=device)
+    return keys - torch.arange(end - num_queries, end, device=device)[:, None]
 
 
 @op(cases=CASES, private=("k_cache", "v_cache"))
@@ -97,6 +105,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     step: dict[object, object] | None = None,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """Store the new keys and values; then causal softmax attention over all each sequence has in memory.
 
@@ -106,7 +115,9 @@ def paged_attention(
     h // (heads / kv_heads). `window`: how many last keys are seen; `softcap`: scores become cap·tanh(·/cap).
     `sinks`: [heads] float32, a score of each head for a key with the value 0 (Xiao et al. 2023; gpt-oss).
     `k` and `v` None: `ops.place.place_heads` has stored them. `step`: where kernels leave what other layers
-    of the step need, too (`Batch.step`). The variant that writes a cache decides how it lies in memory.
+    of the step need, too (`Batch.step`). `slopes`: [heads] float32, what a score of each head loses with
+    every position that the key lies behind (ALiBi; Press et al. 2021). The variant that writes a cache
+    decides how it lies in memory.
     """
     k_form, v_form = key_codes(q.shape[-1]), value_codes(q.shape[-1])
     if k is not None and v is not None:
@@ -118,6 +129,9 @@ def paged_attention(
         values = read_paged(v_cache, block_table[s], start, end, v_form).float()
         grouped = q[rows].float().unflatten(1, (keys.shape[1], -1))  # [n, kv, g, d]
         scores = torch.einsum("nkgd,tkd->kgnt", grouped, keys) * scale
+        if slopes is not None:
+            ahead = positions_ahead(rows.stop - rows.start, start, end, q.device)
+            scores = scores + slopes.float().view(*scores.shape[:2], 1, 1) * ahead
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         mask = causal_mask(rows.stop - rows.start, start, end, window, q.device)
@@ -143,7 +157,9 @@ def _paged_attention_inputs(case: Case, dtype: torch.dtype, device: str) -> Argu
     widths, rows = head_widths(case["dim"], case.get("kv_dtype", "")), (num_blocks, BLOCK, case["kv_heads"])
     caches = [random_cache((*rows, width), case, dtype, device) for width in widths]
     sinks = torch.randn(case["heads"], device=device) if case.get("sinks") else None
-    return (q, k, v, *caches, *where, case["dim"] ** -0.5, case["window"], case["softcap"], sinks), {}
+    slopes = torch.rand(case["heads"], device=device) if case.get("alibi") else None
+    how = (case["dim"] ** -0.5, case["window"], case["softcap"], sinks)
+    return (q, k, v, *caches, *where, *how), {"slopes": slopes}
 
 
 def random_cache(shape: tuple[int, ...], case: Case, dtype: torch.dtype, device: str) -> Tensor:

@@ -26,6 +26,7 @@ CASES: list[dict[str, Any]] = [
     dict(tokens=17, experts=8, top_k=2, router=RouterSpec("softmax", False, 0.0, 1.0, 4, 2, "max")),
     dict(tokens=9, experts=6, top_k=3, router=RouterSpec(), factors=True),
     dict(tokens=5, experts=19, top_k=3, router=RouterSpec("sigmoid", by_logits=True), bias=True),
+    dict(tokens=11, experts=18, top_k=3, router=RouterSpec(renormalize=False, margin=0.7)),
 ]
 
 
@@ -40,7 +41,7 @@ def route(
     weight of each is multiplied by at last (Gemma 4).
     """
     scores = logits.float().softmax(-1) if router.score == "softmax" else logits.float().sigmoid()
-    choice = logits.float() if router.by_logits else scores
+    choice = logits.float() if router.by_logits or router.margin else scores
     choice = choice if bias is None else choice + bias.float()
     if router.groups > 1:
         grouped = choice.unflatten(-1, (router.groups, -1))
@@ -50,10 +51,23 @@ def route(
         choice = grouped.masked_fill(~kept[..., None], -math.inf).flatten(-2)
     index = choice.topk(top_k, -1).indices
     weight = scores.gather(-1, index)
+    if router.margin:
+        weight = _weigh_within(logits.float(), index, router.margin)
     if router.renormalize:
         weight = weight / (weight.sum(-1, keepdim=True) + router.renorm_eps)
     weight = weight * router.scale
     return weight if factors is None else weight * factors[index], index
+
+
+def _weigh_within(logits: Tensor, index: Tensor, margin: float) -> Tensor:
+    """Softmaxes over logits within a margin of each chosen one: see `RouterSpec.margin`. [T, k]."""
+    left, weights = logits, []
+    for chosen in index.unbind(-1):
+        best = logits.gather(-1, chosen[:, None])
+        far = (best - logits) > margin * torch.maximum(logits.abs(), best)
+        weights.append((left.masked_fill(far, -math.inf) - best).exp().sum(-1).reciprocal())
+        left = left.scatter(-1, chosen[:, None], -math.inf)
+    return torch.stack(weights, -1)
 
 
 @route.inputs
@@ -62,6 +76,24 @@ def _route_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> A
     bias = torch.randn(case["experts"], device=device) if case.get("bias") else None
     factors = torch.randn(case["experts"], device=device) if case.get("factors") else None
     return (logits, bias, case["top_k"], case["router"], factors), {}
+
+
+@op(cases=[dict(tokens=1, experts=4, top_k=2), dict(tokens=19, experts=6, top_k=5)])
+def split_identities(weight: Tensor, index: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights and indices of the first `count` experts, and the weight of all others together, [T, 1].
+
+    weight: [T, k] float32, index: [T, k] int64. In place of another expert comes the first, of no weight.
+    """
+    is_own = index < count
+    rest = weight.masked_fill(is_own, 0.0).sum(-1, keepdim=True)
+    return weight.masked_fill(~is_own, 0.0), index.masked_fill(~is_own, 0), rest
+
+
+@split_identities.inputs
+def _split_inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
+    tokens, top_k = case["tokens"], case["top_k"]
+    index = torch.randint(0, 2 * case["experts"], (tokens, top_k), device=device)
+    return (torch.rand(tokens, top_k, device=device), index, case["experts"]), {}
 
 
 EXPERT_CASES: list[dict[str, Any]] = [

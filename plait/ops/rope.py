@@ -124,8 +124,9 @@ def _longrope(rope: RopeSpec, p: Mapping[str, Any], max_len: int) -> Scaled:
     """Ding et al. 2024: a divisor per dimension; the long list if the engine may pass the original length."""
     original = p["original_max_position_embeddings"]
     factor = p.get("factor") or p["max_position_embeddings"] / original
-    divisors = torch.tensor(p["long_factor"] if max_len > original else p["short_factor"]).float()
-    scale = p.get("attention_factor")
+    word = "long" if max_len > original else "short"
+    divisors = torch.tensor(p[f"{word}_factor"]).float()
+    scale = p.get(f"{word}_mscale", p.get("attention_factor"))  # PhiMoE says it for both lists
     if scale is None:
         scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     return _plain(rope.dim, rope.theta) / divisors, float(scale)

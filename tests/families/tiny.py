@@ -21,6 +21,7 @@ from tests.families import (
     tiny_mixers,
     tiny_moe,
     tiny_more,
+    tiny_plain,
     tiny_ssm,
 )
 from tests.families.variant import Variant
@@ -292,7 +293,7 @@ VARIANTS: dict[str, Variant] = {
     ),
 }
 VARIANTS |= tiny_dense.VARIANTS | tiny_attention.VARIANTS | tiny_ssm.VARIANTS | tiny_linear.VARIANTS
-VARIANTS |= tiny_moe.VARIANTS | tiny_more.VARIANTS | tiny_mixers.VARIANTS
+VARIANTS |= tiny_moe.VARIANTS | tiny_more.VARIANTS | tiny_mixers.VARIANTS | tiny_plain.VARIANTS
 
 
 def write(name: str, folder: Path, variant: Variant | None = None) -> None:
@@ -301,9 +302,9 @@ def write(name: str, folder: Path, variant: Variant | None = None) -> None:
     kind = getattr(transformers, variant.config)
     known = {f.name for f in fields(kind)} | set(kind.attribute_map)
     config = kind(**{**{k: v for k, v in SIZES.items() if k in known}, **variant.changes})
-    model = transformers.AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    made = getattr(transformers, variant.model) if variant.model else transformers.AutoModelForCausalLM
+    build = made._from_config if variant.model else made.from_config
+    model = build(config, dtype=torch.float32, attn_implementation=variant.attention).eval()
     randomize(model, one_plus=any(word in name for word in ("gemma", "qwen3_next", "qwen3_5")))
     save(model, folder)
 
@@ -315,18 +316,21 @@ def randomize(model: torch.nn.Module, *, one_plus: bool) -> None:
         for key, tensor in model.state_dict().items():
             if not tensor.is_floating_point() or any(word in key for word in _KEPT):
                 continue
-            center = 1.0 if "norm" in key and not one_plus else 0.0
+            is_norm = "norm" in key.replace("norm_attn_norm.attn", "")
+            center = 1.0 if is_norm and not one_plus else 0.0
             tensor.copy_(torch.randn(tensor.shape) * (0.2 if tensor.ndim > 1 else 0.3) + center)
 
 
-_KEPT = ("A_log", "rotary", "mup_", "slope_rate", "_decay")
+_KEPT = ("A_log", "encoder.embed_positions", "rotary", "mup_", "slope_rate", "_decay")
 
 
 def save(model: Any, folder: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model.save_pretrained(folder)
+    pad = getattr(model.config, "pad_token_id", None)  # some give it a position of its own
     ids = [torch.randint(0, 97, (length,)) for length in (23, 17)]
+    ids = ids if pad is None else [x.where(x != pad, pad + 1) for x in ids]
     with torch.no_grad():
         logits = [model(x[None], use_cache=False).logits[0] for x in ids]
     torch.save({"ids": ids, "logits": logits}, folder / "oracle.pt")
@@ -347,7 +351,7 @@ def with_old_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     elif "full_attention" in parameters:
         old["rope_local_base_freq"] = parameters["sliding_attention"]["rope_theta"]
         parameters = dict(parameters["full_attention"])
-        if old["model_type"].startswith("gemma3"):
+        if old["model_type"].startswith("gemma3_"):
             old["sliding_window_pattern"] = 6
             del old["layer_types"]
     if parameters:

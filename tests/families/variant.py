@@ -11,6 +11,7 @@ from typing import Any
 class Variant:
     """A config class of transformers and what differs from SIZES.
 
+    `model`: the class, where none is known for the config. `attention`: the implementation of the oracle.
     `bare`: shapes alone tell this model. `slow`: left to `make test-all`.
     """
 
@@ -18,3 +19,5 @@ class Variant:
     changes: Mapping[str, Any] = field(default_factory=dict)
     bare: bool = False
     slow: bool = False
+    attention: str = "eager"
+    model: str = ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from plait.model.decoder import Decoder
 from plait.ops.chip import EXAMPLES
 from plait.runner.capture import StepCapture, capture_step, decode_batch
 from plait.state.store import StateStore
-from tests.families import tiny
+from tests.families import tiny, tiny_plain
 from tests.families.parity import Memory, decoder, resolved
 
 ELSEWHERE = torch.randn(3)
@@ -93,7 +94,13 @@ def on_gpu(name: str, folder: Path) -> tuple[Decoder, StateStore]:
     return model, store
 
 
-@pytest.mark.parametrize("name", tiny.VARIANTS)
+def quick() -> list[Any]:
+    """Most of the families that came last are left to `make test-all`."""
+    late = {name for name, variant in tiny_plain.VARIANTS.items() if variant.slow}
+    return [pytest.param(n, marks=pytest.mark.slow) if n in late else n for n in tiny.VARIANTS]
+
+
+@pytest.mark.parametrize("name", quick())
 def test_a_decode_step_of_every_family_can_be_captured(name: str, tmp_path: Path) -> None:
     model, store = on_gpu(name, tmp_path)
     batch = decode_batch(block_groups(model.states), 2, BLOCKS, store)

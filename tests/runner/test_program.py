@@ -24,7 +24,7 @@ from plait.runner.inputs import build_batch
 from plait.runner.program import ViewsOnly, record_program, view_as_batch
 from plait.runner.sampler import Sampler
 from plait.schedule.plan import Chunk, StepPlan
-from tests.families import tiny, tiny_attention, tiny_mixers, tiny_ssm
+from tests.families import tiny, tiny_attention, tiny_mixers, tiny_plain, tiny_ssm
 from tests.runner.recordings import (
     BLOCK,
     CAPACITY,
@@ -102,7 +102,17 @@ REPLAYED = {
 }
 
 
-@pytest.mark.parametrize("name", RECORDED)
+def quick(names: list[str]) -> list[Any]:
+    """Most of the families that came last are left to `make test-all`."""
+    return [
+        pytest.param(name, marks=pytest.mark.slow)
+        if name in tiny_plain.VARIANTS and tiny_plain.VARIANTS[name].slow
+        else name
+        for name in names
+    ]
+
+
+@pytest.mark.parametrize("name", quick(RECORDED))
 def test_a_step_of_every_family_can_be_recorded(
     name: str, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

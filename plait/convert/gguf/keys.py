@@ -11,7 +11,7 @@ import torch
 
 from plait.errors import UnsupportedFormat
 from plait.ops.rope import frequencies, yarn_mscale
-from plait.rare_specs import LightningSpec
+from plait.rare_specs import LightningSpec, ShortConvSpec
 from plait.spec import (
     AttentionSpec,
     DeltaNetSpec,
@@ -24,7 +24,6 @@ from plait.spec import (
     MoeSpec,
     ParallelSpec,
     RopeSpec,
-    ShortConvSpec,
 )
 
 Values = dict[str, Any]
@@ -328,12 +327,27 @@ def _plamo2(spec: ModelSpec) -> Values:
     return values | ({"ssm.time_step_rank": ssm.num_heads} if ssm else {})
 
 
+def _limit_keys(spec: ModelSpec) -> Values:
+    """The limit of queries, keys and values; MPT's smallest slope says how far its slopes go."""
+    attention = next(spec.mixers_of(AttentionSpec))
+    values = {"attention.clamp_kqv": float(attention.clip)} if attention.clip else {}
+    if attention.slopes:
+        values["attention.max_alibi_bias"] = -math.log2(min(attention.slopes))
+    return values
+
+
+def _neox_keys(spec: ModelSpec) -> Values:
+    return {"use_parallel_residual": any(isinstance(b.mixer, ParallelSpec) for _, b in spec.branches())}
+
+
 _PARTICULARS: Mapping[str, Callable[[ModelSpec], Values]] = MappingProxyType(
     {
         **dict.fromkeys(("granitehybrid", "granite", "granitemoe"), _granite),
         **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), _nemotron),
         **dict.fromkeys(("command-r", "cohere2"), _cohere),
         **dict.fromkeys(("qwen35", "qwen35moe"), _sections),
+        **dict.fromkeys(("dbrx", "mpt"), _limit_keys),
+        "gptneox": _neox_keys,
         "gemma3": _gemma3,
         "olmo2": _olmo,
         "minimax-01": _minimax,

@@ -162,6 +162,15 @@ def turn_expert(index: int | None, source: str) -> Derived:
     return Derived(pick, (source,))
 
 
+def turn_flat_expert(count: int, source: str) -> Derived:
+    """One expert of `count` matrices [in, out], one below the other."""
+
+    def pick(w: Stored, e: str, **_: str) -> Tensor:
+        return as_tensor(expert_rows(w, int(e), count)).T.contiguous()
+
+    return Derived(pick, (source,), (Back(lambda w: w.T, stack=count),))
+
+
 def split_qkv(c: Config, ours: str, theirs: str) -> dict[str, Source]:
     """q, k and v of one tensor: the rows of all query heads, then those of the key and value heads."""
     q, kv = (c[f"num_{x}_heads"] * c["head_dim"] for x in ("attention", "key_value"))

@@ -12,63 +12,75 @@ DIFFUSION = "it writes by diffusion, many tokens at once, and Plait writes one t
 DRAFTER = "it drafts for another model and reads that model's keys, so it does not run by itself"
 INDEXER = "its attention chooses tokens by an indexer, which is not implemented"
 STREAMS = "it has several residual streams, which are not implemented"
-ALIBI = "its attention adds a bias that grows with the distance (ALiBi), which is not implemented"
 
 # reason -> model types
 _REASONS: Mapping[str, tuple[str, ...]] = {
     ENCODER_DECODER: (
-        *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "encoder-decoder", "fsmt", "led"),
-        *("longt5", "m2m_100", "marian", "mbart", "mt5", "mvp", "nllb-moe", "pegasus", "pegasus_x", "plbart"),
-        *("prophetnet", "seamless_m4t", "switch_transformers", "t5", "t5gemma", "t5gemma2", "trocr", "udop"),
-        *("umt5", "xlm-prophetnet"),
+        *("encoder-decoder", "fsmt", "led", "longt5", "m2m_100", "mt5", "nllb-moe", "pegasus_x"),
+        *("seamless_m4t", "switch_transformers", "t5", "t5gemma", "t5gemma2", "udop", "umt5"),
+    ),
+    "it predicts several tokens at once by streams of their own, which are not implemented": (
+        *("prophetnet", "xlm-prophetnet"),
     ),
     ENCODER: (
-        *("albert", "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "deberta"),
-        *("deberta-v2", "distilbert", "electra", "ernie", "esm", "longformer", "megatron-bert", "modernbert"),
-        *(
-            "mpnet",
-            "rembert",
-            "roberta",
-            "roberta-prelayernorm",
-            "roc_bert",
-            "roformer",
-            "xlm",
-            "xlm-roberta",
-        ),
-        *("xlm-roberta-xl", "xlnet", "xmod"),
+        *("albert", "deberta", "deberta-v2", "distilbert", "esm", "longformer", "modernbert", "mpnet", "xlm"),
+        "xlnet",
     ),
+    "its embeddings are normed before they are widened, which is not implemented": ("rembert",),
+    "it reads a token's shape and sound besides the token, and Plait reads tokens": ("roc_bert",),
+    "each language has adapters of its own in every layer, which are not implemented": ("xmod",),
     AUDIO: (
         *("bark", "csm", "dia", "moshi", "moss_transcribe_diarize", "musicgen", "musicgen_melody"),
         *("speech_to_text", "wav2vec2", "whisper"),
     ),
-    IMAGE: ("emu3", "git", "got_ocr2", "mllama", "mllama_text_model"),
+    IMAGE: ("git",),
     DIFFUSION: ("diffusion_gemma", "dream", "llada", "llada2_moe", "sdar", "sdar_moe"),
     DRAFTER: ("gemma4_assistant", "gemma4_unified_assistant"),
     INDEXER: ("axk2", "dots3_note", "dots3_note_text", "minimax_m3_vl_text"),
     STREAMS: (
-        *("deepseek_v4", "gemma3n", "gemma3n_text", "hy_v4", "inkling2_text", "inkling_text"),
+        *("deepseek_v4", "hy_v4", "inkling2_text", "inkling_text"),
         *("kimi_k3", "qwen4_exp", "qwen4_exp_text"),
     ),
-    ALIBI: ("bloom", "mpt"),
     "its layers are RWKV, which is not implemented": ("rwkv", "rwkv5", "rwkv6", "rwkv7"),
     "its attention reads convolved latents (CCA), which is not implemented": ("zaya",),
-    "its router samples experts with a threshold (SparseMixer), which is not implemented": ("phimoe",),
-    "its experts may be identities, and its layers have two attentions, which is not implemented": (
-        "longcat_flash",
-    ),
     "its attention has experts, which is not implemented": ("jetmoe",),
     "it takes the difference of two attentions, which is not implemented": ("diffllama",),
     "its attention has a mask that it computes, which is not implemented": ("doge",),
-    "it has norms within attention and feed-forward (BitNet), which are not implemented": ("bitnet",),
-    "it clips queries, keys and values, which is not implemented": ("dbrx",),
     "its layers are run again and again, which is not implemented": ("hrm_text",),
     "it reads bytes in patches of varying size, which is not implemented": ("blt",),
-    "its head has layers of its own, which are not implemented": ("modernbert-decoder",),
     "its attention hashes tokens (Reformer), which is not implemented": ("reformer",),
     "its attention adds a bias for each distance, which is not implemented": ("cpmant",),
     "its layers and its router are of kinds that are not implemented": ("beam",),
 }
 REFUSED: Mapping[str, str] = {name: why for why, names in _REASONS.items() for name in names}
+
+
+# Built only where the config says that the checkpoint is a decoder: reason -> model types.
+_DECODERS: Mapping[str, tuple[str, ...]] = {
+    ENCODER_DECODER: (
+        *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp", "pegasus"),
+        "plbart",
+    ),
+    ENCODER: (
+        *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie"),
+        *("megatron-bert", "roberta", "roberta-prelayernorm", "roformer", "xlm-roberta", "xlm-roberta-xl"),
+    ),
+}
+DECODERS: Mapping[str, str] = {name: why for why, names in _DECODERS.items() for name in names}
+
+
+def why_no_decoder(config: Mapping[str, object]) -> str | None:
+    """The same, of a model type that is built as a decoder, of a checkpoint that is none."""
+    kind = str(config.get("model_type"))
+    if kind not in DECODERS:
+        return None
+    has_encoder = config.get("is_encoder_decoder", DECODERS[kind] == ENCODER_DECODER)
+    if config.get("is_decoder") and not has_encoder:
+        return None
+    return (
+        f"a model of type {kind!r} is not implemented: {DECODERS[kind]}; one with is_decoder = true and "
+        "is_encoder_decoder = false is built"
+    )
 
 
 def why_refused(names: Iterable[str]) -> str | None:

@@ -15,7 +15,7 @@ from plait.checkpoint.names import NameMap
 from plait.errors import UnsupportedModel
 from plait.families.common.detection import UNDETECTED, Detection
 from plait.families.common.hf_config import USUAL_HF, HfConfig
-from plait.families.common.refused import why_refused
+from plait.families.common.refused import why_no_decoder, why_refused
 from plait.families.config.normalize import NOTHING, Config, flatten, normalize
 from plait.spec import ModelSpec
 
@@ -94,6 +94,8 @@ def find(config: Mapping[str, object]) -> Family:
     """The family of a raw config: by architecture, then by model type. Raises UnknownArchitecture."""
     families = families_by_name()
     names = names_in(config)
+    if why := why_no_decoder(config):
+        raise UnknownArchitecture(why)
     for name in names:
         if name in families:
             return families[name]

@@ -97,6 +97,10 @@ def check_spec(spec: ModelSpec) -> None:
             raise UnsupportedModel(
                 f"{name}: {mixer.num_heads} heads cannot share {mixer.num_kv_heads} key-value heads evenly"
             )
+        if isinstance(mixer, AttentionSpec) and mixer.clip is not None and mixer.clip <= 0:
+            raise UnsupportedModel(
+                f"{name}: queries, keys and values are clipped at {mixer.clip:g}, not above 0"
+            )
         if isinstance(mixer, Mamba2Spec) and mixer.num_heads % mixer.num_groups:
             raise UnsupportedModel(
                 f"{name}: {mixer.num_heads} heads cannot share {mixer.num_groups} groups evenly"

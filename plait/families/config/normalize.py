@@ -51,6 +51,8 @@ ROPE_KEYS = {
     *("mscale_all_dim", "low_freq_factor", "high_freq_factor", "long_factor", "short_factor", "divisors"),
     *(
         "alpha",
+        "short_mscale",
+        "long_mscale",
         "finetuned",
         "mrope_section",
         "mrope_interleaved",
@@ -62,7 +64,7 @@ NESTS = ("text_config", "llm_config", "language_config")
 ALIASES: Mapping[str, tuple[str, ...]] = {
     "hidden_size": ("d_model", "n_embd"),
     "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size"),
-    "num_attention_heads": ("n_head", "attention_heads"),
+    "num_attention_heads": ("n_head", "attention_heads", "n_heads"),
     "rope_theta": ("rotary_emb_base",),
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
     "max_position_embeddings": ("max_seq_len", "n_positions", "model_max_length"),

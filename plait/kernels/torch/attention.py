@@ -20,7 +20,9 @@ def register() -> None:
 
 
 def _no_softcap(facts: OpFacts) -> str | None:
-    return "torch's attention has no softcap" if facts.sizes.get("softcap") is not None else None
+    if facts.sizes.get("softcap") is not None:
+        return "torch's attention has no softcap"
+    return "torch's attention has no slopes of heads" if facts.sizes.get("alibi") else None
 
 
 def sdpa(
@@ -38,8 +40,9 @@ def sdpa(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     step: dict[object, object] | None = None,
+    slopes: None = None,
 ) -> Tensor:
-    """`paged_attention` without softcap: the same arguments and result; `step` is not needed."""
+    """`paged_attention` without softcap and slopes: the same arguments and result; `step` is not needed."""
     caches = ((k_cache, key_codes(q.shape[-1])), (v_cache, value_codes(q.shape[-1])))
     for (cache, form), new in zip(caches, (k, v), strict=True):
         if new is not None:

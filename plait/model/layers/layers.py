@@ -13,7 +13,7 @@ from torch import Tensor
 from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.ops import norm
-from plait.ops.activation import combine, rescale
+from plait.ops.activation import activate, combine, rescale
 from plait.ops.linear import Linear
 from plait.ops.place import NormWeights, Rotation
 from plait.ops.ranks import Comm, gather_columns
@@ -91,12 +91,27 @@ class LmHead:
         sizes = (self._widths[rank.index],)
         self.linear: Linear = w.linear(name, in_size=s.hidden_size, out_sizes=sizes, rows=rows)
         self._rescale = w.bind(rescale)
+        self._turn = HeadTransform(s.head, w.scope("head.transform"), s.hidden_size) if s.head else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [L, hidden] -> [L, vocab] float32."""
+        x = self._turn(x) if self._turn else x
         logits = gather_columns(self._comm, self.linear(x).float(), self._widths)
         scale, cap = self.spec.logit_scale, self.spec.logit_softcap
         return logits if scale == 1.0 and not cap else self._rescale(logits, scale, cap)
+
+
+class HeadTransform:
+    """What some heads do before their table of logits: norm(activation(linear(x))), whole on every rank."""
+
+    def __init__(self, s: spec.HeadSpec, w: Weights, hidden: int) -> None:
+        self.spec, self.norm = s, Norm(s.norm, w.scope("norm"), hidden)
+        self.linear: Linear = w.linear("linear", in_size=hidden, out_sizes=(hidden,))
+        self._activate = w.bind(activate, kind=s.activation, gated=False)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [L, hidden] -> its like."""
+        return self.norm(self._activate(self.linear(x), self.spec.activation, False))
 
 
 class Norm:

@@ -12,10 +12,11 @@ from plait.checkpoint.weights import Weights
 from plait.memory import PagedState, State, group_name
 from plait.model.layers.head_gate import HeadGate
 from plait.model.layers.head_norm import HeadNorm
+from plait.model.layers.inner_norm import InnerNorm
 from plait.model.layers.layers import Batch, Norm, Rope, describe_rope
 from plait.model.layers.temperature import Temperature
 from plait.model.mixers.registry import mixer
-from plait.ops.activation import gate
+from plait.ops.activation import clip, gate
 from plait.ops.attention import paged_attention
 from plait.ops.entry import head_widths
 from plait.ops.place import HeadNorms, place_heads
@@ -31,6 +32,9 @@ def describe_attention(m: spec.AttentionSpec) -> str:
     parts += [f"q and k normed{' last' if m.qk_norm_last else ''}"] if m.qk_norm else []
     parts += ["queries that grow"] if m.temperature else []
     parts += ["sinks"] if m.sinks else []
+    parts += ["ALiBi"] if m.slopes else []
+    parts += [f"clipped at {m.clip:g}"] if m.clip else []
+    parts += ["outputs normed"] if m.out_norm else []
     parts += ["gated"] if m.gate or m.head_gate else []
     return ", ".join(parts)
 
@@ -43,8 +47,10 @@ def divide_attention(s: spec.AttentionSpec, rank: Rank, hidden_size: int) -> Div
     cuts |= {"head_gate": cuts["sinks"], "o": Cut(cols=sum_of(rank.divide(s.num_heads, "heads", dim)))}
     if s.qk_norm_over == "each":
         cuts |= {"q_norm": q_rows, "k_norm": kv_rows}
-    part, is_gathered = replace(s, num_heads=width(heads), num_kv_heads=width(kv)), s.qk_norm_over == "all"
-    return Division(part, cuts, gathers=2 * (is_gathered and s.qk_norm is not None))
+    gathers = 2 * (s.qk_norm_over == "all" and s.qk_norm is not None) + (s.out_norm is not None)
+    slopes = s.slopes[slice(*heads)] if s.slopes else None
+    part = replace(s, num_heads=width(heads), num_kv_heads=width(kv), slopes=slopes)
+    return Division(part, cuts, gathers=gathers)
 
 
 @mixer(spec.AttentionSpec, describe_attention, divide_attention)
@@ -65,11 +71,16 @@ class Attention:
             self._norms = HeadNorms(self.q_norm.weights, self.k_norm.weights, s.qk_norm_over)
         sizes: dict[str, object] = dict(heads=s.num_heads, kv_heads=s.num_kv_heads, dim=s.head_dim)
         sizes |= dict(window=s.window, softcap=s.softcap, sinks=s.sinks, activations=w.target.activations)
+        self.slopes = torch.tensor(s.slopes, device=w.target.device) if s.slopes else None
+        sizes |= {"alibi": True} if s.slopes else {}
+        self._more = {"slopes": self.slopes} if s.slopes else {}
         self._place, self._attend = w.bind_pair(place_heads, paged_attention, **sizes)
         if s.qk_norm_last or (self.q_norm and self.q_norm.is_gathered):
             self._place = None  # what places heads norms them first, and reaches no other rank
         self.temperature = Temperature(s.temperature, w) if s.temperature else None
         self._gate = w.bind(gate) if s.gate else None
+        self._clip = w.bind(clip) if s.clip else None
+        self.out_norm = InnerNorm(s.out_norm, w.scope("out_norm"), q, s.head_dim) if s.out_norm else None
         self.head_gate = HeadGate(s.head_gate, w, s.num_heads) if s.head_gate else None
         self._parts = [size // s.head_dim for size in parts.values()]
         dtype = w.target.kv_dtype
@@ -81,7 +92,8 @@ class Attention:
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, hidden] -> [T, hidden]."""
         s = self.spec
-        heads = self.qkv(x).unflatten(-1, (-1, s.head_dim))  # [T, heads + 2 kv_heads (+ heads), d]
+        projected = self.qkv(x) if self._clip is None else self._clip(self.qkv(x), s.clip)
+        heads = projected.unflatten(-1, (-1, s.head_dim))  # [T, heads + 2 kv_heads (+ heads), d]
         q, k, v, *closing = heads.split(self._parts, 1)
         v = self.v_norm(v) if self.v_norm else v
         cache, index = store[self.name], batch.paged[self._group]
@@ -92,12 +104,13 @@ class Attention:
             to = (*caches, index.slot_mapping, batch.positions)
             q = self._place(q, k, v, *to, self._norms, self.rope.rotation if self.rope else None)
             q = self.temperature(q, batch) if self.temperature else q
-            out = self._attend(q, None, None, *caches, *where, *how, batch.step)
+            out = self._attend(q, None, None, *caches, *where, *how, batch.step, **self._more)
         else:
             q, k = self._turned(heads, q, k, batch)
             q = self.temperature(q, batch) if self.temperature else q
-            out = self._attend(q, k, v, *caches, *where, *how)
+            out = self._attend(q, k, v, *caches, *where, *how, **self._more)
         out = (self.head_gate(out, x) if self.head_gate else out).flatten(1)
+        out = self.out_norm(out) if self.out_norm else out
         return self.o(self._gate(out, closing[0].flatten(1)) if self._gate else out)
 
     def _turned(self, heads: Tensor, q: Tensor, k: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:

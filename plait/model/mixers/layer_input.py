@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.memory import State
 from plait.model.layers.layer_inputs import NAME
@@ -12,23 +11,24 @@ from plait.model.layers.layers import Batch
 from plait.model.mixers.registry import mixer
 from plait.ops.activation import activate, multiply
 from plait.partition import Division, Rank
+from plait.rare_specs import LayerInputSpec
 from plait.state.store import StateStore
 
 
-def _words(s: spec.LayerInputSpec) -> str:
+def _words(s: LayerInputSpec) -> str:
     return f"input of its own, {s.size}, {s.activation}"
 
 
-def _divide(s: spec.LayerInputSpec, rank: Rank, hidden_size: int) -> Division:
+def _divide(s: LayerInputSpec, rank: Rank, hidden_size: int) -> Division:
     """It is small, so every rank has all of it, and nothing is summed."""
     return Division(s, {}, sums=-1)
 
 
-@mixer(spec.LayerInputSpec, _words, _divide)
+@mixer(LayerInputSpec, _words, _divide)
 class LayerInput:
     is_summed = True  # each rank computes the whole
 
-    def __init__(self, s: spec.LayerInputSpec, w: Weights) -> None:
+    def __init__(self, s: LayerInputSpec, w: Weights) -> None:
         self.spec, self.states = s, dict[str, State]()
         hidden = w.target.hidden_size
         self.gate = w.linear("gate", in_size=hidden, out_sizes=(s.size,))

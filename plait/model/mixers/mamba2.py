@@ -18,6 +18,7 @@ from plait.ops.conv import causal_conv
 from plait.ops.ssm import mamba2_scan_from_dt
 from plait.ops.ssm_exact import mamba2_exact
 from plait.partition import Cut, Division, Range, Rank, join_ranges, scale_range, shift_range, sum_of, width
+from plait.rare_specs import Mamba3Spec
 from plait.state.store import StateStore
 
 
@@ -47,7 +48,7 @@ class DepthwiseConv:
         return out
 
 
-def ssd_words(m: spec.Mamba2Spec | spec.Mamba3Spec) -> str:
+def ssd_words(m: spec.Mamba2Spec | Mamba3Spec) -> str:
     """Mamba2 and Mamba3 have the same sizes."""
     groups = f", {m.num_groups} groups" if m.num_groups > 1 else ""
     mode = f", {m.mode}" if m.mode != "ssd" else ""
@@ -61,7 +62,7 @@ def stack_ranges(sizes: Sequence[int], ranges: Sequence[Range]) -> tuple[Range, 
     return tuple(shift_range(piece, start) for piece, start in zip(ranges, starts, strict=True))
 
 
-def divide_ssd(s: spec.Mamba2Spec | spec.Mamba3Spec, rank: Rank) -> tuple[Range, Range, dict[str, Cut]]:
+def divide_ssd(s: spec.Mamba2Spec | Mamba3Spec, rank: Rank) -> tuple[Range, Range, dict[str, Cut]]:
     """Heads, groups of B and C, and the cuts that Mamba2 and Mamba3 have in common."""
     ranges = rank.divide(s.num_heads, "heads", s.head_dim)
     heads, inner = join_ranges(rank.divide(s.num_heads, "heads")), join_ranges(ranges)

@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.memory import SlotState, State
 from plait.model.layers.layers import Batch, GatedNorm
@@ -18,10 +17,11 @@ from plait.ops.activation import activate, step_sizes
 from plait.ops.mamba3 import map_each_head, norm_for_heads, raw_mamba3_scan
 from plait.ops.ssm_exact import mamba3_exact
 from plait.partition import Cut, Division, Rank, scale_range, width
+from plait.rare_specs import Mamba3Spec
 from plait.state.store import StateStore
 
 
-def _divide(s: spec.Mamba3Spec, rank: Rank, hidden_size: int) -> Division:
+def _divide(s: Mamba3Spec, rank: Rank, hidden_size: int) -> Division:
     heads, groups, cuts = divide_ssd(s, rank)
     each = Cut((heads,))
     cuts |= {
@@ -34,9 +34,9 @@ def _divide(s: spec.Mamba3Spec, rank: Rank, hidden_size: int) -> Division:
     return Division(part, cuts, gathers=2)
 
 
-@mixer(spec.Mamba3Spec, ssd_words, _divide)
+@mixer(Mamba3Spec, ssd_words, _divide)
 class Mamba3:
-    def __init__(self, s: spec.Mamba3Spec, w: Weights) -> None:
+    def __init__(self, s: Mamba3Spec, w: Weights) -> None:
         self.spec, self.name = s, w.prefix
         hidden, heads, per_head = w.target.hidden_size, s.num_heads, (s.num_heads, s.state_size)
         inner, bc = heads * s.head_dim, s.num_groups * s.state_size
@@ -96,7 +96,7 @@ class Mamba3:
 class _Recurrent:
     """The recurrence, from what the linear layers give to what a head puts out."""
 
-    def __init__(self, s: spec.Mamba3Spec, w: Weights, width: int) -> None:
+    def __init__(self, s: Mamba3Spec, w: Weights, width: int) -> None:
         self.spec = s
         self._scan = w.bind(raw_mamba3_scan, heads=s.num_heads, dim=width, state=s.state_size)
 
@@ -119,7 +119,7 @@ class _Recurrent:
 class _Whole:
     """The trainer's scan of whole sequences: no state, and no causality."""
 
-    def __init__(self, s: spec.Mamba3Spec, w: Weights, width: int) -> None:
+    def __init__(self, s: Mamba3Spec, w: Weights, width: int) -> None:
         self.spec = s
         self._scan = w.bind(mamba3_exact, heads=s.num_heads, dim=width, state=s.state_size)
         self._norm = w.bind(norm_for_heads, size=s.state_size)

@@ -10,10 +10,12 @@ from torch import Tensor
 from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.memory import State
+from plait.model.layers.inner_norm import InnerNorm
 from plait.model.layers.layers import Batch
 from plait.model.mixers.registry import mixer
-from plait.ops.activation import activate, xielu
+from plait.ops.activation import activate, multiply, xielu
 from plait.ops.glu import glu
+from plait.ops.streams import keep_largest
 from plait.partition import Cut, Division, Rank, join_ranges, sum_of, width
 from plait.state.store import StateStore
 
@@ -31,7 +33,9 @@ def divide_mlp(s: spec.MlpSpec, rank: Rank) -> tuple[spec.MlpSpec, dict[str, Cut
 
 
 def _divide(s: spec.MlpSpec, rank: Rank, hidden_size: int) -> Division:
-    return Division(*divide_mlp(s, rank))
+    if s.keep is not None:  # mean and deviation are of all features: each rank computes the whole
+        return Division(s, {}, sums=-1)
+    return Division(*divide_mlp(s, rank), gathers=int(s.norm is not None))
 
 
 @mixer(spec.MlpSpec, _words, _divide)
@@ -42,20 +46,30 @@ class Mlp:
         names = ("gate", "up") if s.gated else ("up",)
         self.up = w.linear(*names, in_size=hidden, out_sizes=(s.size,) * len(names))
         self.down = w.linear("down", in_size=s.size, out_sizes=(hidden,))
+        self._norm = InnerNorm(s.norm, w.scope("inner_norm"), s.size) if s.norm else None
         self._curve = w.tensor("curve", (4,), torch.float32) if s.activation == "xielu" else None
         self._activate = (
-            w.bind(activate, kind=s.activation, gated=s.gated) if self._curve is None else w.bind(xielu)
+            w.bind(activate, kind=s.activation, gated=s.gated and s.keep is None)
+            if self._curve is None
+            else w.bind(xielu)
         )
-        self._glu = w.bind(glu, kind=s.activation, up=self.up) if s.gated else None
+        self._glu = w.bind(glu, kind=s.activation, up=self.up) if s.gated and s.keep is None else None
+        self.is_summed, self._multiply = s.keep is not None, w.bind(multiply)
+        self._keep = w.bind(keep_largest) if s.keep is not None else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., hidden] -> [..., hidden]."""
         kind = self.spec.activation
         if self._glu:
-            return self.down(self._glu(x, self.up, kind, self._activate))
-        if self._curve is not None:
-            return self.down(self._activate(self.up(x), self._curve))
-        return self.down(self._activate(self.up(x), kind, False))
+            h = self._glu(x, self.up, kind, self._activate)
+        elif self._keep:
+            gate, up = self.up(x).chunk(2, -1)
+            h = self._multiply(self._activate(self._keep(gate, self.spec.keep), kind, False), up)
+        elif self._curve is not None:
+            h = self._activate(self.up(x), self._curve)
+        else:
+            h = self._activate(self.up(x), kind, False)
+        return self.down(self._norm(h) if self._norm else h)
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         return self.forward(x)

@@ -18,8 +18,8 @@ from plait.model.mixers.registry import mixer
 from plait.ops.activation import combine, scale_rows
 from plait.ops.expert_stack import ExpertStack
 from plait.ops.linear import Linear
-from plait.ops.moe import StackedExperts, experts, route
-from plait.ops.ranks import add_in_tree
+from plait.ops.moe import StackedExperts, experts, route, split_identities
+from plait.ops.ranks import add_in_tree, sum_ranks
 from plait.ops.registry import Bound
 from plait.partition import Cut, Division, Range, Rank, join_ranges, width
 from plait.state.store import StateStore
@@ -59,18 +59,21 @@ class Moe:
     def __init__(self, s: spec.MoeSpec, w: Weights) -> None:
         self.spec, self.states = s, dict[str, State]()
         hidden, rank = w.target.hidden_size, w.target.comm.rank
-        self.router = w.linear("router", in_size=hidden, out_sizes=(s.num_experts,))
-        self.bias = w.optional("router_bias", (s.num_experts,), torch.float32)
+        scored = s.num_experts + (s.identities or 0)
+        self.router = w.linear("router", in_size=hidden, out_sizes=(scored,))
+        self.bias = w.optional("router_bias", (scored,), torch.float32)
         self.shared_gate = w.linear("shared_gate", in_size=hidden, out_sizes=(1,)) if s.shared_gate else None
-        self._route = w.bind(route, num_experts=s.num_experts, top_k=s.top_k, router=s.router)
+        self._route = w.bind(route, num_experts=scored, top_k=s.top_k, router=s.router)
         own = rank.own_shares
         views = [(s, w)] if len(own) == 1 else [_share_of(s, w.for_share(number)) for number in own]
         self.shares = [
             ExpertShare(part, view, _experts_of(s, rank, number))
             for number, (part, view) in zip(own, views, strict=True)
         ]
-        self._combine = w.bind(combine)
-        self._scale_rows = w.bind(scale_rows) if s.weigh_input else None
+        self._combine, self._split = w.bind(combine), w.bind(split_identities)
+        # What identities give is whole on every rank: it is added to the sum over ranks.
+        self.is_summed, self._ranks = s.identities is not None, (w.target.comm, w.target.dtype)
+        self._scale_rows = w.bind(scale_rows) if s.weigh_input or s.identities else None
         self._norms = [
             Norm(norm, w.scope(name), hidden) if norm else None
             for name, norm in (("router_norm", s.router_norm), ("expert_norm", s.expert_norm))
@@ -86,13 +89,21 @@ class Moe:
         read, taken = (norm(x) if norm else x for norm in self._norms)
         logits, s = self.router(read), self.spec
         weight, index = self._route(logits, self.bias, s.top_k, s.router, self.scale)
-        if self._scale_rows:  # of one expert the weight is 1, once it is divided by their sum
+        if (
+            s.weigh_input and self._scale_rows
+        ):  # of one expert the weight is 1, once it is divided by their sum
             taken = self._scale_rows(x, weight)
             weight, index = self._route(logits, self.bias, s.top_k, replace(s.router, renormalize=True))
+        rest = None
+        if s.identities:
+            weight, index, rest = self._split(weight, index, s.num_experts)
         gate = self.shared_gate(x) if self.shared_gate else None
         taken = self._enter(taken) if self._enter else taken
         parts = [share(x, taken, weight, index, gate) for share in self.shares]
         y = add_in_tree(parts, lambda a, b: self._combine(a, b, 1.0))
+        if rest is not None and self._scale_rows:
+            total: Tensor = self._combine(sum_ranks(y, *self._ranks), self._scale_rows(x, rest), 1.0)
+            return total
         return y if self._leave is None else self._add_shared(self._leave(y), x)
 
     def _add_shared(self, y: Tensor, x: Tensor) -> Tensor:

@@ -31,8 +31,19 @@ class SharedKeys:
     """It has no state: the step's new keys are in its source's before it runs."""
 
     def __init__(self, s: spec.SharedKeysSpec, w: Weights) -> None:
-        if s.sinks or s.gate or s.qk_norm_last or s.temperature or s.v_norm:
-            raise UnsupportedModel("shared keys with sinks, gates or growing queries are not implemented")
+        if (
+            s.sinks
+            or s.gate
+            or s.qk_norm_last
+            or s.temperature
+            or s.v_norm
+            or s.slopes
+            or s.clip
+            or s.out_norm
+        ):
+            raise UnsupportedModel(
+                "shared keys with sinks, gates, slopes, clips or growing queries are not implemented"
+            )
         self.spec, self.states, q = s, dict[str, State](), s.num_heads * s.head_dim
         self.q = w.linear("q", in_size=w.target.hidden_size, out_sizes=(q,))
         self.o = w.linear("o", in_size=q, out_sizes=(w.target.hidden_size,))

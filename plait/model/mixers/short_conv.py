@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.memory import SlotState, State
 from plait.model.layers.layers import Batch
@@ -14,14 +13,15 @@ from plait.model.mixers.mamba2 import DepthwiseConv, stack_ranges
 from plait.model.mixers.registry import mixer
 from plait.ops.activation import multiply
 from plait.partition import Cut, Division, Rank, join_ranges, sum_of, width
+from plait.rare_specs import ShortConvSpec
 from plait.state.store import StateStore
 
 
-def _words(m: spec.ShortConvSpec) -> str:
+def _words(m: ShortConvSpec) -> str:
     return f"gated short convolution, width {m.kernel}"
 
 
-def _divide(s: spec.ShortConvSpec, rank: Rank, hidden_size: int) -> Division:
+def _divide(s: ShortConvSpec, rank: Rank, hidden_size: int) -> Division:
     channels = s.channels or hidden_size
     ranges = rank.divide(channels, "channels")
     own = join_ranges(ranges)
@@ -30,11 +30,11 @@ def _divide(s: spec.ShortConvSpec, rank: Rank, hidden_size: int) -> Division:
     return Division(replace(s, channels=width(own)), cuts)
 
 
-@mixer(spec.ShortConvSpec, _words, _divide)
+@mixer(ShortConvSpec, _words, _divide)
 class ShortConv:
     """out(C · conv(B · x)), where [B, C, x] are the three parts of `in`; the tail is of B · x."""
 
-    def __init__(self, s: spec.ShortConvSpec, w: Weights) -> None:
+    def __init__(self, s: ShortConvSpec, w: Weights) -> None:
         self.name, hidden = w.prefix, w.target.hidden_size
         channels = s.channels or hidden
         self.in_proj = w.linear("in", in_size=hidden, out_sizes=(3 * channels,))

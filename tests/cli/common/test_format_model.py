@@ -15,7 +15,7 @@ from plait.cli.common.format_model import (
     mixer_text,
     plain,
 )
-from plait.rare_specs import LightningSpec, RgLruSpec
+from plait.rare_specs import LightningSpec, RgLruSpec, ShortConvSpec
 from plait.spec import (
     AttentionSpec,
     BranchSpec,
@@ -31,7 +31,6 @@ from plait.spec import (
     ParallelSpec,
     RopeSpec,
     RouterSpec,
-    ShortConvSpec,
 )
 
 ATTN = AttentionSpec(9, 3, 64, 0.125, RopeSpec(64, 1e5), window=512, softcap=50.0, qk_norm=NormSpec())

@@ -22,15 +22,18 @@ from plait.errors import BadFile, ConfigError, PlaitError
 from plait.loading.open_model import open_model, with_values
 from plait.loading.probe.cache import Findings, write_findings
 from tests.convert.words import byte_level
-from tests.families import tiny, tiny_bare, tiny_dense, tiny_mixers, tiny_moe
+from tests.families import tiny, tiny_bare, tiny_dense, tiny_mixers, tiny_moe, tiny_more, tiny_plain
+from tests.families.gguf.test_config import OLD
 from tests.families.parity import decoder, whole, worst
 from tests.families.variant import Variant
 
 IDS = torch.arange(2, 24)
+SAYABLE = {*OLD, "falcon_heads", "gpt2"}
 NO_ARCHITECTURE = (
     *("zamba2", "zamba2_plain", "olmo_hybrid", "olmo_hybrid_nope", "recurrent_gemma", "recurrent_gemma_wide"),
     *("ministral", "qwen2_window", "gpt_oss_plain", "smollm3", "starcoder2", "cohere2_plain"),
-    *("falcon_mamba", "minimax_factors", *tiny_dense.VARIANTS, *tiny_moe.VARIANTS, *tiny_mixers.VARIANTS),
+    *("falcon_mamba", "minimax_factors", *tiny_mixers.VARIANTS),
+    *({*tiny_dense.VARIANTS, *tiny_moe.VARIANTS, *tiny_more.VARIANTS, *tiny_plain.VARIANTS} - SAYABLE),
 )
 FAST = ("zamba2", "olmo_hybrid", "recurrent_gemma", "ministral", "gpt_oss_plain", "minimax_factors")
 FAST_TOO = ("llama_dynamic", "qwen3_moe", "granite_moe", "gpt_oss")  # which llama.cpp has an architecture for

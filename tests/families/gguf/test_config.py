@@ -15,7 +15,7 @@ from plait.errors import UnsupportedModel
 from plait.families.gguf.config import gguf_config
 from plait.ops.rope import frequencies, yarn_mscale
 from plait.spec import AttentionSpec
-from tests.families import tiny
+from tests.families import as_gguf_plain, tiny
 from tests.families.as_gguf import converted, permuted
 from tests.families.parity import Memory, decoder, in_pieces, resolved, whole, worst
 
@@ -78,6 +78,25 @@ VARIANTS = {
 }
 
 
+# Families of other converters: those of before Llama, mostly.
+OLD = {
+    "bloom": "bloom",
+    "mpt": "mpt",
+    "falcon": "falcon",
+    "falcon_grouped": "falcon",
+    "gpt2_plain": "gpt2",
+    "gpt_neox": "gptneox",
+    "gpt_neox_in_turn": "gptneox",
+    "gpt_bigcode": "starcoder",
+    "dbrx": "dbrx",
+    "phi": "phi2",
+    "gemma": "gemma",
+    "olmoe": "olmoe",
+    "arcee": "arcee",
+    "seed_oss": "seed_oss",
+}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("gguf")
@@ -96,6 +115,17 @@ def test_logits_are_those_of_the_original(name: str, folder: Path) -> None:
     checkpoint = Memory(stored)
     model = decoder(resolved(checkpoint, gguf=metadata), checkpoint)
     assert worst(whole(model, oracle["ids"][0]), oracle["logits"][0]) <= 1e-4
+    for found, wanted in zip(in_pieces(model, oracle["ids"]), oracle["logits"], strict=True):
+        assert worst(found, wanted) <= 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OLD)
+def test_logits_of_older_families_are_those_of_the_original(name: str, folder: Path) -> None:
+    config, tensors, oracle = made(name, folder)
+    metadata, stored = as_gguf_plain.convert(OLD[name], config, tensors)
+    checkpoint = Memory(stored)
+    model = decoder(resolved(checkpoint, gguf=metadata), checkpoint)
     for found, wanted in zip(in_pieces(model, oracle["ids"]), oracle["logits"], strict=True):
         assert worst(found, wanted) <= 1e-4
 

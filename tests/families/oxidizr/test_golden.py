@@ -14,6 +14,7 @@ from plait.families.oxidizr.names import read_catalog
 from plait.families.oxidizr.weights import name_map
 from plait.model.layers.layers import Batch, Norm
 from plait.model.mixers.registry import build
+from plait.rare_specs import Mamba3Spec
 from plait.state.store import StateStore
 from tests.families.oxidizr.oxidizr_checkpoint import (
     CPU,
@@ -150,7 +151,7 @@ def layer(mixer: spec.Mixer, norm: spec.NormSpec, tensors: dict[str, Tensor], x:
 def test_mamba3_layer(variant: str, mode: Any) -> None:
     options = VARIANTS[variant]
     tensors = golden(mamba3_layer(0, 8, 4, 4, 4, **options))
-    mixer = spec.Mamba3Spec(
+    mixer = Mamba3Spec(
         4, 4, 4, 1, 4 if options.get("conv") else None, options.get("rope", True), options.get("rank", 0), 4,
         mode=mode,
     )  # fmt: skip

@@ -19,11 +19,12 @@ from plait.model.layers.layers import Batch
 from plait.model.mixers.mamba1 import Mamba1
 from plait.model.mixers.mamba2 import Mamba2
 from plait.model.mixers.mamba3 import Mamba3
+from plait.rare_specs import Mamba3Spec
 from plait.state.store import StateStore
 
 HIDDEN, CPU = 12, torch.device("cpu")
 MAMBA2 = spec.Mamba2Spec(4, 6, 5, 2, 4, norm_groups=2)
-MAMBA3 = spec.Mamba3Spec(4, 6, 4, 2)
+MAMBA3 = Mamba3Spec(4, 6, 4, 2)
 MAMBA1 = spec.Mamba1Spec(24, 5, 3, 4)
 
 
@@ -168,7 +169,7 @@ def test_mamba2_equals_its_formula_whole_and_in_chunks(change: dict[str, Any]) -
         torch.testing.assert_close(got, want, atol=2e-5, rtol=0)
 
 
-def mamba3_tensors(s: spec.Mamba3Spec) -> dict[str, Tensor]:
+def mamba3_tensors(s: Mamba3Spec) -> dict[str, Tensor]:
     inner, both, width = s.num_heads * s.head_dim, s.num_groups * s.state_size, s.head_dim * s.mimo_rank
     shapes: dict[str, tuple[int, ...]] = {
         "in.weight": (2 * inner + 2 * both + s.num_heads, HIDDEN),

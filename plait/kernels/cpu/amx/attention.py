@@ -195,6 +195,8 @@ def why_unserved(facts: OpFacts) -> str | None:
         return f"it wants heads of a multiple of 32, not of {facts['dim']}"
     if facts.sizes.get("dim", 32) > WIDEST:
         return f"it takes heads of at most {WIDEST}, not of {facts['dim']}"
+    if facts.sizes.get("alibi"):
+        return "it has no slopes of heads"
     return attention.why_unserved(facts)
 
 

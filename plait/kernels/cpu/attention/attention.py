@@ -61,6 +61,7 @@ SPAN = 256  # tokens of a split: their scores are in L1 together; threads share 
 APART = 8 << 20  # bytes for parts of rows: beyond, one thread computes all splits of a row
 LOCATE = "locate(args, s, kv_head, at, first, end, {k_bytes}, {v_bytes}, to, {groups})"
 SCRATCH = 64  # bytes of each thread that writes codes
+LEAN = "lean(args, scores + r * {line}, head, tail, at, position, kv_head, base + i + r, {unit})"
 WEIGH = "weigh(args, scores + r * {line}, head, tail, values)"
 KEPT = (torch.float32, torch.bfloat16, torch.int8)
 
@@ -164,7 +165,8 @@ def form_of(dtype: torch.dtype) -> Form:
         locate=LOCATE.format(k_bytes=k_bytes, v_bytes=v_bytes, groups=SPAN // 16),
         next_keys=f"word(args, BLOCK) * ({k_bytes})",
     )
-    return replace(made, weigh=WEIGH.format(line=made.line)) if coded else made
+    lean = LEAN.format(line=made.line, unit="np.float32(1.0) / get_f32(args + 8 * SCALE)")
+    return replace(made, lean=lean, weigh=WEIGH.format(line=made.line) if coded else made.weigh)
 
 
 @cache
@@ -224,6 +226,7 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """See `ops.attention.paged_attention`. `chosen`: another kernel than the usual one of these caches.
 
@@ -237,8 +240,9 @@ def attend(
         check_cache(name, cached, (size, kv_heads, width), k_cache.dtype)
     check_index(block_table, slot_mapping, query_start, seq_lens)
     _check_heads(q, k, v, (kv_heads, d), 4 if coded else 2)
-    if sinks is not None:
-        dense("sinks", sinks, rows.heads)
+    for name, each in (("sinks", sinks), ("slopes", slopes)):
+        if each is not None:
+            dense(name, each, rows.heads)
     if k is not None and v is not None:
         _store(cpu, k, v, k_cache, v_cache, slot_mapping)
     out = cpu.empty(*q.shape)
@@ -249,6 +253,7 @@ def attend(
         chosen.kernel, q, *rows.strides, out, k_cache, v_cache, block_table,
         block_table.stride(0) * 8, query_start, seq_lens, rows.heads, kv_heads, d, d, size, window or 0,
         float(scale), float(softcap or 0), apart, sinks, chosen.few.kernel.address if chosen.few else 0,
+        slopes,
         rows=rows.count, seqs=seq_lens.shape[0], scratch=chosen.scratch(d, d), shared=apart,
     )  # fmt: skip
     return out

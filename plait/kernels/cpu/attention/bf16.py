@@ -130,6 +130,7 @@ def form_of() -> Form:
         prelude=_PRELUDE.format(digest=made_from),
         products=_PRODUCTS.format(line=plain.line),
         query=QUERY,
+        lean=attention.LEAN.format(line=plain.line, unit="LOG2_E"),
     )
 
 

@@ -23,7 +23,7 @@ from plait.kernels.cpu.codegen.bf16_dot import (
     upward,
 )
 from plait.kernels.cpu.codegen.kernel import inline
-from plait.kernels.cpu.codegen.kinds import Floats, Int
+from plait.kernels.cpu.codegen.kinds import Float, Floats, Int
 from plait.kernels.cpu.codegen.maths import WHOLE, above, exp, polynomial, tanh
 from plait.kernels.cpu.codegen.vec import (
     add,
@@ -34,6 +34,7 @@ from plait.kernels.cpu.codegen.vec import (
     fma,
     get_f32,
     get_i64,
+    lanes,
     largest,
     left,
     load_bf16,
@@ -49,6 +50,7 @@ from plait.kernels.cpu.codegen.vec import (
     store_i32,
     store_some,
     sub,
+    to_f32,
     total,
     where_below,
     word,
@@ -63,7 +65,7 @@ HIDDEN = np.float32(-np.inf)
 
 # Words of a launch: addresses, strides in bytes, sizes.
 Q, Q_ROW, Q_HEAD, OUT, KEYS, VALUES, TABLE, TABLE_ROW, START, LENS = range(2, 12)
-HEADS, KV_HEADS, K_DIM, V_DIM, BLOCK, WINDOW, SCALE, CAP, BUDGET, SINKS, FEW = range(12, 23)
+HEADS, KV_HEADS, K_DIM, V_DIM, BLOCK, WINDOW, SCALE, CAP, BUDGET, SINKS, FEW, SLOPES = range(12, 24)
 
 
 @inline
@@ -169,6 +171,28 @@ def soften(args: Int, scores: Int, first: Int, end: Int, span: Int, position: In
         sum = add(sum, e)
     put_f32(part, most)
     put_f32(part + 4, total(sum))
+
+
+@inline
+def lean(
+    args: Int,
+    scores: Int,
+    first: Int,
+    end: Int,
+    span: Int,
+    position: Int,
+    kv_head: Int,
+    row: Int,
+    unit: Float,
+) -> None:
+    """Products of one row with the groups first..end of a split get what the distance of keys adds, if heads
+    have slopes. unit: what a score of 1 is as a product."""
+    if word(args, SLOPES) != 0:
+        group = word(args, HEADS) // word(args, KV_HEADS)
+        slope = spread(get_f32(word(args, SLOPES) + 4 * (kv_head * group + row % group)) * unit)
+        for g in range(first, end):
+            at, ahead = scores + 64 * g, spread_int(np.int32(span + 16 * g - position))
+            store_f32(at, fma(to_f32(add_i32(lanes(), ahead)), slope, load_f32(at)))
 
 
 @inline

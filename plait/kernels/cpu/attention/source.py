@@ -52,6 +52,7 @@ class Form:
     least: int = 1  # tiles of a unit of work, at least
     prelude: str = ""  # functions that `locate` calls
     weigh: str = "pass"
+    lean: str = "pass"  # what the distance of keys adds to their products with a row
     value_group: int = 0
     query: int = 0  # bytes from one packed row to the next, if not as many as numbers take
     # What a kernel on tiles of its own has instead (`amx.attention`):
@@ -471,6 +472,7 @@ def attend(frame, args, thread, threads):
                 tile_scores(size, packed + i * query, d, scratch, head, tail, scores)
                 for r in range(left):
                     position = past + (base + i + r) // group
+                    {lean}
                     soften(args, scores + r * {line}, head, tail, at, position, parts + r * record)
                     {weigh}
                 tile_values(size, scores, start, stop, values, {values}, columns, parts, record, soon)

@@ -15,8 +15,8 @@ from plait.kernels.cpu.codegen.kinds import Float, Floats, Int
 from plait.kernels.cpu.codegen.maths import exp, sigmoid
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import rows_of, scratch_of, word
-from plait.kernels.cpu.runtime.row_checks import TensorRows, float32_rows
-from plait.ops.moe import route
+from plait.kernels.cpu.runtime.row_checks import TensorRows, dense, float32_rows
+from plait.ops.moe import route, split_identities
 from plait.spec import RouterSpec
 
 
@@ -105,16 +105,31 @@ def _keep_groups(choice: Int, n: Int, groups: Int, top_groups: Int, by_two: Int,
                 vec.put_f32(choice + 4 * i, np.float32(-np.inf))
 
 
+@inline
+def _mass_within(row: Int, choice: Int, n: Int, best: Int, margin: Float) -> Float:
+    """The sum of exp(x - x of `best`) over what is not taken, x being within the margin of it."""
+    top, zero, below = vec.spread(vec.get_f32(row + 4 * best)), vec.zero_f32(), vec.spread(np.float32(-1.0))
+    sums = zero
+    for i in range(0, n, 16):
+        left = np.int32(n - i)
+        x, free = vec.load_some(row + 4 * i, left), vec.load_some(choice + 4 * i, left)
+        reach = vec.mul(vec.largest(vec.absolute(x), top), vec.spread(margin))
+        e = vec.where_less(reach, vec.sub(top, x), zero, exp(vec.sub(x, top)))
+        e = vec.where_less(free, zero, e, vec.where_less(below, free, e, zero))  # what is taken is NaN
+        sums = vec.add(sums, vec.where_below(left, e, zero))
+    return np.float32(vec.total(sums) + np.float32(1.0))  # `best` is taken, too
+
+
 @kernel
 def route_rows(frame: int, args: int, thread: int, threads: int) -> None:
     """logits, bytes between rows, experts, bias or 0, k, 1 for a sigmoid, groups, top groups, 1 for top2,
     1 to renormalize, its eps, scale, weights (dense), indices (dense), factors or 0, 1 to choose by
-    logits."""
+    logits, the margin or 0."""
     logits, row_bytes, n, bias, k = word(args, 2), word(args, 3), word(args, 4), word(args, 5), word(args, 6)
     by_sigmoid, groups, top_groups, by_two = word(args, 7), word(args, 8), word(args, 9), word(args, 10)
     renormalize, eps, scale = word(args, 11), vec.get_f32(args + 96), vec.get_f32(args + 104)
     weights, indices, rows, factors = word(args, 14), word(args, 15), rows_of(frame, args), word(args, 16)
-    by_logits = word(args, 17)
+    by_logits, margin = word(args, 17), vec.get_f32(args + 144)
     scores = scratch_of(frame, thread)
     choice = scores + 4 * n
     group_scores = choice + 4 * n
@@ -140,7 +155,9 @@ def route_rows(frame: int, args: int, thread: int, threads: int) -> None:
             e = _best(choice, n)
             if e < 0:  # all that is left is NaN: any expert, so that what follows stays inside its tensors
                 e = np.int64(j)
-            score = vec.get_f32(scores + 4 * e)
+            score: Float = vec.get_f32(scores + 4 * e)
+            if margin > np.float32(0.0):
+                score = np.float32(np.float32(1.0) / _mass_within(row, choice, n, e, margin))
             vec.put_i64(indices + 8 * (r * k + j), e)
             vec.put_f32(weights + 4 * (r * k + j), score)
             whole = np.float32(whole + score)
@@ -186,8 +203,37 @@ def _route(
         *(logits, rows.row_bytes, n, bias, top_k, int(router.score == "sigmoid")),
         *(router.groups, router.top_groups, int(router.group_by == "top2")),
         *(int(router.renormalize), float(router.renorm_eps), float(router.scale), weights, indices, factors),
-        int(router.by_logits),
+        int(router.by_logits or router.margin is not None),
+        float(router.margin or 0.0),
         rows=rows.count,
         scratch=math.ceil((2 * n + router.groups) / 16) * 64,
     )
     return weights, indices
+
+
+@kernel
+def split_rows(frame: int, args: int, thread: int, threads: int) -> None:
+    """weights, indices (dense), k, experts, weights, indices, weight of the others (dense)."""
+    given, which, k, count = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
+    weights, indices, others, rows = word(args, 6), word(args, 7), word(args, 8), rows_of(frame, args)
+    for r in range(rows * thread // threads, rows * (thread + 1) // threads):
+        rest = np.float32(0.0)
+        for i in range(r * k, (r + 1) * k):
+            e, weight = vec.get_i64(which + 8 * i), vec.get_f32(given + 4 * i)
+            is_own = e < count
+            vec.put_i64(indices + 8 * i, e if is_own else np.int64(0))
+            vec.put_f32(weights + 4 * i, weight if is_own else np.float32(0.0))
+            rest = np.float32(rest + (np.float32(0.0) if is_own else weight))
+        vec.put_f32(others + 4 * r, rest)
+
+
+@split_identities.variant("native", on="cpu", when=float32_rows, native=True)
+def _split_identities(
+    cpu: Executor, weight: Tensor, index: Tensor, count: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, k = weight.shape
+    dense("weights of experts", weight, rows, k)
+    dense("indices of experts", index, rows, k, dtype=torch.int64)
+    made = cpu.empty(rows, k), cpu.empty(rows, k, dtype=torch.int64), cpu.empty(rows, 1)
+    cpu.launch(split_rows, weight, index, k, count, *made, rows=rows)
+    return made

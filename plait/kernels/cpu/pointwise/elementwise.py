@@ -17,10 +17,10 @@ from plait.errors import ShapeMismatch
 from plait.kernels.cpu.codegen.kernel import Kernel, inline, load_generated
 from plait.kernels.cpu.codegen.kinds import Float, Floats
 from plait.kernels.cpu.codegen.maths import sigmoid, tanh
-from plait.kernels.cpu.codegen.vec import add, div, mul, spread, where_less, zero_f32
+from plait.kernels.cpu.codegen.vec import add, div, mul, spread, sub, where_less, zero_f32
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.row_checks import TensorRows, float32_rows
-from plait.ops.activation import combine, gate, multiply, rescale
+from plait.ops.activation import clip, combine, gate, multiply, rescale
 from plait.ops.elementwise import Numbers, elementwise_op
 from plait.ops.registry import TOLERANCE, Op
 
@@ -135,6 +135,15 @@ def _gate(x: Floats, z: Floats) -> Floats:
     """x · sigmoid(z). exp makes a number of a NaN: only what is below 0 or above -1 is one."""
     s = sigmoid(z)
     return mul(x, where_less(z, zero_f32(), s, where_less(spread(np.float32(-1.0)), z, s, z)))
+
+
+@native(clip)
+def _clip(x: Floats, limit: Float) -> Floats:
+    """Of what is no number it stays so: no comparison holds."""
+    top = spread(limit)
+    low = sub(zero_f32(), top)
+    x = where_less(top, x, top, x)
+    return where_less(x, low, low, x)
 
 
 @native(rescale)

@@ -34,7 +34,7 @@ from plait.ops.norm import add_rms_norm, layer_norm, rms_norm
 
 
 @inline
-def _squares(x: Int, shift: Floats, n: Int) -> float:
+def sum_squares(x: Int, shift: Floats, n: Int) -> float:
     """Σ (x - shift)² of n floats: four sums of sixteen lanes each, so that no addition waits for another."""
     a, b, c, d = zero_f32(), zero_f32(), zero_f32(), zero_f32()
     quads, full = n // 64 * 256, n // 16 * 64
@@ -53,8 +53,8 @@ def _squares(x: Int, shift: Floats, n: Int) -> float:
 
 
 @inline
-def _sum(x: Int, n: Int) -> float:
-    """Σ x of n floats, added like `_squares`."""
+def sum_of(x: Int, n: Int) -> float:
+    """Σ x of n floats, added like `sum_squares`."""
     a, b, c, d = zero_f32(), zero_f32(), zero_f32(), zero_f32()
     quads, full = n // 64 * 256, n // 16 * 64
     for at in range(0, quads, 256):
@@ -77,7 +77,7 @@ def _inverse(squares: Float, n: Int, eps: Float) -> Floats:
 @inline
 def _rms_row(x: Int, weight: Int, eps: Float, n: Int, out: Int) -> None:
     """out = x / rms(x) * weight, for n floats."""
-    factor = _inverse(_squares(x, zero_f32(), n), n, eps)
+    factor = _inverse(sum_squares(x, zero_f32(), n), n, eps)
     full = n // 16 * 64
     for at in range(0, full, 64):
         store_f32(out + at, mul(mul(load_f32(x + at), factor), load_f32(weight + at)))
@@ -123,8 +123,8 @@ def add_rms_rows(frame: int, args: int, thread: int, threads: int) -> None:
 @inline
 def _layer_row(x: Int, weight: Int, bias: Int, eps: Float, n: Int, out: Int) -> None:
     """out = (x - mean) / std * weight + bias, for n floats."""
-    mean = spread(np.float32(np.float64(_sum(x, n)) / n))
-    factor = _inverse(_squares(x, mean, n), n, eps)
+    mean = spread(np.float32(np.float64(sum_of(x, n)) / n))
+    factor = _inverse(sum_squares(x, mean, n), n, eps)
     full, left = n // 16 * 64, np.int32(n % 16)
     for at in range(0, full, 64):
         y = mul(mul(sub(load_f32(x + at), mean), factor), load_f32(weight + at))

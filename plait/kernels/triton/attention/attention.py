@@ -142,12 +142,12 @@ def _find_sequence(items, item, S: tl.constexpr, STEPS: tl.constexpr):
 @triton.jit
 def attend(
     q, k_cache, v_cache, k_words, v_words, table, seq_lens, items, slots, starts, counters,
-    out, part, part_sums, sinks, table_row, q_row, q_head, scale,
+    out, part, part_sums, sinks, slopes, table_row, q_row, q_head, scale,
     S: tl.constexpr, STEPS: tl.constexpr, G: tl.constexpr, KVH: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, REST: tl.constexpr, RESTP: tl.constexpr, LATENT: tl.constexpr,
     KW: tl.constexpr, VW: tl.constexpr, GROUP: tl.constexpr, REST_AT: tl.constexpr,
     PAGE: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ALIBI: tl.constexpr,
 ):  # fmt: skip
     """q: [T, KVH * G, D + REST] -> out [T, KVH * G, D], or partial results of splits: see the module.
 
@@ -183,6 +183,8 @@ def attend(
                 q + at[:, None] + D + r[None, :], mask=there[:, None] & (r < REST)[None, :], other=0.0
             )
         position = length - count + token
+        if ALIBI:
+            lean = tl.load(slopes + head, mask=there, other=0.0) * 1.4426950408889634
         if SINKS and first == begins:
             largest = tl.load(sinks + head, mask=there, other=0.0) * 1.4426950408889634
             sums = tl.full([BM], 1.0, tl.float32)
@@ -214,6 +216,8 @@ def attend(
                         more = _load_entries(k_cache, k_words, at_k + D, scales, seen, r, REST, RESTP, 0)
                     scores = tl.dot(rest_q, tl.trans(more.to(own_q.dtype)), scores, input_precision="ieee")
                 scores = scores * scale  # of base 2
+                if ALIBI:
+                    scores += lean[:, None] * (t[None, :] - position[:, None]).to(tl.float32)
                 if SOFTCAP > 0:
                     cap: tl.constexpr = SOFTCAP * 1.4426950408889634
                     scores = cap * tanh(scores / cap)
@@ -299,7 +303,7 @@ class PagedLayout:
             "BM": rows,
         }
 
-    def attention(self, k_cache: Tensor, v_cache: Tensor, sinks: bool) -> dict[str, int]:
+    def attention(self, k_cache: Tensor, v_cache: Tensor, sinks: bool, alibi: bool = False) -> dict[str, int]:
         """Those of `attend` alone."""
         # Registers decide, as compiled: codes and wide heads take many, so they have those of eight warps;
         # padded heads and the widest have half as many keys in a tile. Tiles of decodes and of prompts have
@@ -320,6 +324,7 @@ class PagedLayout:
             "WINDOW": self.window or 0,
             "SOFTCAP": self.softcap or 0.0,
             "SINKS": sinks,
+            "ALIBI": alibi,
             "num_warps": 8 if wide else 4,
             "num_stages": 2,
         }
@@ -370,6 +375,7 @@ def _attend_over(
     scale: float,
     step: dict[object, Any] | None,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """q: [T, heads, dim + rest], caches of keys and values, where: (block_table, query_start, seq_lens)
     -> [T, heads, dim]. `step`: where the work list of the step is, or is left."""
@@ -392,9 +398,10 @@ def _attend_over(
     launch(
         attend, (_num_programs(q.device),),
         q, k_cache, v_cache, *map(_as_words, caches), table, seq_lens, work.items, work.slots, work.starts,
-        work.counters, out, work.part, work.sums, work.sums if sinks is None else sinks, table.stride(0),
-        q.stride(0), q.stride(1), scale * LOG2E, **shared,
-        **layout.attention(k_cache, v_cache, sinks is not None),
+        work.counters, out, work.part, work.sums, work.sums if sinks is None else sinks,
+        work.sums if slopes is None else slopes, table.stride(0), q.stride(0), q.stride(1), scale * LOG2E,
+        **shared,
+        **layout.attention(k_cache, v_cache, sinks is not None, slopes is not None),
     )  # fmt: skip
     return out
 
@@ -428,6 +435,7 @@ def attend_paged(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     step: dict[object, Any] | None = None,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """`paged_attention`: the same arguments and result."""
     dim = q.shape[-1]
@@ -436,7 +444,7 @@ def attend_paged(
     codes = key_codes(dim) if k_cache.dtype is torch.int8 else None
     layout = PagedLayout(q.shape[1], k_cache.shape[2], dim, 0, codes, window, softcap)
     where = block_table, query_start, seq_lens
-    return _attend_over(q, (k_cache, v_cache), where, layout, scale, step, sinks)
+    return _attend_over(q, (k_cache, v_cache), where, layout, scale, step, sinks, slopes)
 
 
 @paged_latent_attention.variant(NAME, on="cuda")
@@ -467,6 +475,7 @@ POINTERS = {
     "table": "i64*",
     "query_start": "i64*", "seq_lens": "i64*", "items": "i32*", "slots": "i32*", "starts": "i32*",
     "counters": "i32*", "out": "bf16*", "part": "fp32*", "part_sums": "fp32*", "sinks": "fp32*",
+    "slopes": "fp32*",
     "q_row": "i32!", "q_head": "i32!", "table_row": "i32!", "scale": "fp32",
 }  # fmt: skip
 CODE_POINTERS = {"k_cache": "i8*", "v_cache": "i8*", "k_words": "i16*", "v_words": "i16*"}

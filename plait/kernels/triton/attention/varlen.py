@@ -54,8 +54,8 @@ def why_not_varlen(facts: OpFacts) -> str | None:
         return "prompts would have other last bits than decodes: deterministic was asked for"
     if facts.dtype not in (torch.bfloat16, torch.float16):
         return "its products are of 16-bit numbers"
-    if facts.sizes.get("softcap") is not None or facts.sizes.get("sinks"):
-        return "it has neither softcap nor sinks"
+    if facts.sizes.get("softcap") is not None or facts.sizes.get("sinks") or facts.sizes.get("alibi"):
+        return "it has neither softcap, sinks nor slopes of heads"
     if facts["dim"] > WIDEST or facts["dim"] % 8:
         return f"heads have more than {WIDEST} columns, or no multiple of 8"
     kept = facts.sizes.get("kv_dtype", "model")

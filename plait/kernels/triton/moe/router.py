@@ -123,7 +123,7 @@ def why_not(facts: OpFacts) -> str | None:
     """The `when` of the kernel: as many experts as registers hold."""
     count = int(facts.sizes.get("num_experts", facts.sizes.get("experts", 0)))
     router: RouterSpec = facts["router"]
-    if router.by_logits:
+    if router.by_logits or router.margin:
         return "it chooses by scores, not by logits"
     size = triton.next_power_of_2(count // router.groups) * triton.next_power_of_2(router.groups)
     if size > MOST_EXPERTS:

@@ -21,6 +21,7 @@ from plait.ops.activation import (
     ACTIVATIONS,
     PAIRS,
     activate,
+    clip,
     combine,
     gate,
     gate_rows,
@@ -89,6 +90,8 @@ def combine_numbers(
         h = h * sigmoid(other)
     elif KIND == "rescale":
         h = h * first
+    elif KIND == "clip":
+        h = tl.where(h < -first, -first, tl.where(h > first, first, h))
     elif KIND == "softcap":
         h = second * tanh(h * first / second)
     else:
@@ -196,6 +199,12 @@ def combine_rows(x: Tensor, y: Tensor, scale: float) -> Tensor:
 def rescale_rows(x: Tensor, scale: float, cap: float | None) -> Tensor:
     """`rescale`: the same arguments and result."""
     return _combine_with("softcap", x, None, scale, cap) if cap else _combine_with("rescale", x, None, scale)
+
+
+@clip.variant(NAME, on="cuda")
+def clip_numbers(x: Tensor, limit: float) -> Tensor:
+    """`clip`: the same arguments and result."""
+    return _combine_with("clip", x, None, limit)
 
 
 @gate.variant(NAME, on="cuda")

@@ -1,0 +1,140 @@
+"""Gemma 3n: four residual streams, paths of low rank around attention, sparse gates, inputs of each layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import NormalDist
+
+import torch
+from torch import Tensor
+
+from plait.checkpoint.names import Derived, NameMap, Rules
+from plait.families.common.recipes import (
+    TEXT_PREFIXES,
+    VISION,
+    Stored,
+    at,
+    scale_tensor,
+    transformer,
+    unused_patterns,
+)
+from plait.families.common.registry import family
+from plait.families.common.spec_builders import mlp, model, norm, require
+from plait.families.config.normalize import Config
+from plait.families.gemma4 import HALF, OTHERS, attention_of, find_source, inputs_of_layers
+from plait.quant.weight import as_tensor, pick_rows
+from plait.rare_specs import AltUpSpec, LayerInputSpec
+from plait.spec import BranchSpec, MlpSpec, ModelSpec
+
+OURS = "layers.{i}.layer"
+
+
+@family(
+    *("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
+    model_types=("gemma3n_text", "gemma3n"),
+    defaults={
+        "norm_eps": 1e-6,
+        "hidden_act": "gelu_pytorch_tanh",
+        "head_dim": 256,
+        "sliding_window": 512,
+        "sliding_window_pattern": 5,
+        "tie_word_embeddings": True,
+        "rope_theta": 1e6,
+        "laurel_rank": 64,
+        "rope_local_base_freq": 1e4,
+        "altup_num_inputs": 4,
+        "num_kv_shared_layers": 15,
+        "hidden_size_per_layer_input": 256,
+        "final_logit_softcapping": 30.0,
+        "attention_k_eq_v": False,
+        "global_head_dim": None,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+    },
+    honours=(
+        *("sliding_window", "final_logit_softcapping", "num_kv_shared_layers"),
+        "hidden_size_per_layer_input",
+    ),
+)
+def gemma3n(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Gemma 3n E2B and E4B as text. The last layers read keys of earlier ones, as Gemma 4's do."""
+    require(c, "Gemma 3n", altup_active_idx=(0,), altup_correct_scale=(True,))
+    c["global_head_dim"] = c["head_dim"]
+    kinds, size = c["layer_types"], c["hidden_size_per_layer_input"]
+    shared = len(kinds) - c["num_kv_shared_layers"]
+    layers = []
+    for i, kind in enumerate(kinds):
+        source = find_source(kinds, i, shared, "layer.attn") if i >= shared else None
+        own = LayerInputSpec(i, size, c["hidden_act"])
+        parts = {"attn": attention_of(c, i, kind, source), "ffn": _feed(c, i), "own": own}
+        layer = AltUpSpec(parts, streams=c["altup_num_inputs"], rank=c["laurel_rank"], norm=norm(c))
+        layers.append((BranchSpec("layer", layer, None),))
+    inputs = replace(inputs_of_layers(c, len(kinds)), vocab_size=c["vocab_size"])
+    spec = model(
+        c,
+        "gemma3n_text",
+        layers,
+        embed_scale=c["hidden_size"] ** 0.5,
+        logit_softcap=c["final_logit_softcapping"],
+        layer_inputs=inputs,
+        streams=c["altup_num_inputs"],
+    )
+    names = at(TEXT_PREFIXES, lambda prefix: _names(c, prefix))
+    names["head"] = ("lm_head", "language_model.lm_head")
+    unused = [
+        rf"\.layers\.{i}\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\." for i in range(shared, len(kinds))
+    ]
+    return spec, NameMap(names, ignored=unused_patterns(c, *VISION, *OTHERS, *unused))
+
+
+def _feed(c: Config, i: int) -> MlpSpec:
+    """A share of the gate's numbers is left, of those that a normal distribution would have above an edge."""
+    sizes, shares = c["intermediate_size"], c.get("activation_sparsity_pattern")
+    if shares is None:
+        shares = [0.95] * 10 if len(c["layer_types"]) > 10 else []
+    share = shares[i] if isinstance(shares, list) and i < len(shares) else 0.0
+    keep = NormalDist().inv_cdf(share) if share else None
+    return replace(mlp(c, sizes[i] if isinstance(sizes, list) else sizes), keep=keep)
+
+
+def _names(c: Config, prefix: str) -> Rules:
+    layer, count = f"{prefix}layers.{{i}}", c["altup_num_inputs"]
+    mean, table = 1 / c["hidden_size"], f"{prefix}embed_tokens_per_layer.weight"
+    rows = c.get("vocab_size_per_layer_input") or c["vocab_size"]
+    names = {k: v for k, v in transformer(prefix).items() if "layers" not in k}
+
+    def scale_columns(w: Stored, by: Stored, **_: str) -> Tensor:
+        return as_tensor(w).float() * as_tensor(by).float()
+
+    def known_rows(w: Stored, **_: str) -> Stored:
+        """Tokens behind the table's end are token 0 to it."""
+        places = torch.arange(c["vocab_size"])
+        return pick_rows(w, places.where(places < rows, 0))
+
+    return {
+        **names,
+        f"{OURS}.attn.norm": f"{layer}.input_layernorm",
+        f"{OURS}.attn.post_norm": f"{layer}.post_attention_layernorm",
+        f"{OURS}.attn.{{x}}_norm": f"{layer}.self_attn.{{x}}_norm",
+        f"{OURS}.attn.{{x}}": f"{layer}.self_attn.{{x}}_proj",
+        f"{OURS}.ffn.norm": f"{layer}.pre_feedforward_layernorm",
+        f"{OURS}.ffn.post_norm": f"{layer}.post_feedforward_layernorm",
+        f"{OURS}.ffn.{{x}}": f"{layer}.mlp.{{x}}_proj",
+        f"{OURS}.laurel.norm": f"{layer}.laurel.post_laurel_norm",
+        f"{OURS}.laurel.{{x}}": f"{layer}.laurel.linear_{{x}}",
+        f"{OURS}.router_norm.weight": scale_tensor(mean, f"{layer}.altup.router_norm.weight"),
+        f"{OURS}.router": f"{layer}.altup.modality_router",
+        f"{OURS}.predict": f"{layer}.altup.prediction_coefs",
+        f"{OURS}.correct.bias": Derived(lambda **_: torch.ones(count), ()),
+        f"{OURS}.correct": f"{layer}.altup.correction_coefs",
+        f"{OURS}.own.gate.weight": Derived(
+            scale_columns, (f"{layer}.per_layer_input_gate.weight", f"{layer}.altup.correct_output_scale")
+        ),
+        f"{OURS}.own.out": f"{layer}.per_layer_projection",
+        f"{OURS}.own.post_norm": f"{layer}.post_per_layer_input_norm",
+        "layer_inputs.weight": table if rows >= c["vocab_size"] else Derived(known_rows, (table,)),
+        "layer_inputs.project": f"{prefix}per_layer_model_projection",
+        "layer_inputs.norm.weight": scale_tensor(HALF, f"{prefix}per_layer_projection_norm.weight"),
+        **{f"streams.spread.{k}": f"{prefix}altup_projections.{k - 1}" for k in range(1, count)},
+        **{f"streams.join.{k}": f"{prefix}altup_unembed_projections.{k - 1}" for k in range(1, count)},
+    }

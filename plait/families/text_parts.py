@@ -1,0 +1,65 @@
+"""Text models inside models that see or draw: GOT-OCR 2, Emu3, Llama 3.2 Vision."""
+
+from __future__ import annotations
+
+from plait.checkpoint.names import NameMap, Rules, Source
+from plait.families.common.recipes import at, attention_tensors, part, transformer, unused_patterns
+from plait.families.common.registry import family
+from plait.families.common.spec_builders import gqa, mlp, model, norm
+from plait.families.config.normalize import FULL, Config
+from plait.families.llama import dense
+from plait.spec import BranchSpec, ModelSpec
+
+IMAGES = (r"^(model\.)?(vqmodel|vision_model|vision_tower|multi_modal_projector)\.",)
+WRAPPED = ("model.", "language_model.model.", "model.language_model.")
+
+
+@family(
+    *("Emu3ForCausalLM", "Emu3ForConditionalGeneration"),
+    model_types=("emu3_text_model", "emu3"),
+    defaults={"norm_eps": 1e-5, "hidden_act": "silu", "num_key_value_heads": 8, "rope_theta": 1e6},
+)
+def emu3(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Emu3: Llama over words and tokens of images, which Plait reads and writes as tokens."""
+    spec, _ = dense(c, "emu3_text_model")
+    names = at(("model.", "text_model.model.", "model.text_model."), transformer)
+    names["head"] = ("lm_head", "text_model.lm_head")
+    return spec, NameMap(names, ignored=unused_patterns(c, *IMAGES))
+
+
+@family(
+    *("MllamaForCausalLM", "MllamaForConditionalGeneration"),
+    model_types=("mllama_text_model", "mllama"),
+    defaults={"norm_eps": 1e-5, "hidden_act": "silu", "rope_theta": 5e5},
+)
+def mllama(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Llama 3.2 Vision as text: without an image its layers of cross attention do nothing, and are not read.
+
+    The table of tokens has eight rows more, of images.
+    """
+    crossed = set(c.get("cross_attention_layers") or (3, 8, 13, 18, 23, 28, 33, 38))
+    kept = [i for i in range(c["num_hidden_layers"]) if i not in crossed]
+    c["layer_types"] = [FULL] * len(kept)
+    each, vocab = norm(c), c["vocab_size"]
+    layer = (BranchSpec("attn", gqa(c), each), BranchSpec("ffn", mlp(c), each))
+
+    def table(prefix: str) -> Rules:
+        names: dict[str, Source | tuple[Source, ...]] = {
+            "embed.weight": part(0, (vocab, 8), f"{prefix}embed_tokens.weight"),
+            "norm": f"{prefix}norm",
+        }
+        for ours, theirs in enumerate(kept):
+            place, here = f"{prefix}layers.{theirs}", f"layers.{ours}"
+            names |= {
+                f"{here}.attn.norm": f"{place}.input_layernorm",
+                f"{here}.ffn.norm": f"{place}.post_attention_layernorm",
+                **attention_tensors(f"{here}.attn", f"{place}.self_attn"),
+                f"{here}.ffn.{{x}}": f"{place}.mlp.{{x}}_proj",
+            }
+        return names
+
+    names = at(WRAPPED, table)
+    names["head"] = ("lm_head", "language_model.lm_head")
+    others = (rf"\.layers\.{i}\." for i in sorted(crossed))
+    spec = model(c, "mllama_text_model", [layer] * len(kept))
+    return spec, NameMap(names, ignored=unused_patterns(c, *IMAGES, *others))

@@ -1,0 +1,110 @@
+"""Native kernels for what Gemma 3n does between its layers; every row is computed by one thread."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from torch import Tensor
+
+from plait.errors import ShapeMismatch
+from plait.kernels.cpu.codegen.kernel import kernel
+from plait.kernels.cpu.codegen.vec import (
+    fma,
+    get_f32,
+    largest,
+    load_some,
+    mul,
+    spread,
+    store_some,
+    sub,
+    word,
+    words,
+    zero_f32,
+)
+from plait.kernels.cpu.pointwise.norm import sum_of, sum_squares
+from plait.kernels.cpu.runtime.executor import Executor
+from plait.kernels.cpu.runtime.frame import rows_of
+from plait.kernels.cpu.runtime.row_checks import TensorRows, float32_rows
+from plait.ops.streams import keep_largest, match_size, mix_streams
+
+
+@kernel
+def mix_rows(frame: int, args: int, thread: int, threads: int) -> None:
+    """x, its row and stream strides, streams, n, by, its row stride, streams of the result, out (dense)."""
+    x, row_bytes, stream_bytes, streams, n, by, by_bytes, count, out = words(args, 2, 11)
+    items = rows_of(frame, args) * count
+    for i in range(items * thread // threads, items * (thread + 1) // threads):
+        row, k = i // count, i % count
+        start, factors = x + row * row_bytes, by + row * by_bytes + 4 * k * streams
+        for c in range(0, n, 16):
+            left, total = np.int32(n - c), zero_f32()
+            for j in range(streams):
+                one = load_some(start + j * stream_bytes + 4 * c, left)
+                total = fma(one, spread(get_f32(factors + 4 * j)), total)
+            store_some(out + 4 * (i * n + c), total, left)
+
+
+@kernel
+def match_rows(frame: int, args: int, thread: int, threads: int) -> None:
+    """x, its row stride, like, its row stride, n, the least mean square, out (dense)."""
+    x, x_bytes, like, like_bytes, n = words(args, 2, 7)
+    least, out, rows = get_f32(args + 56), word(args, 8), rows_of(frame, args)
+    for r in range(rows * thread // threads, rows * (thread + 1) // threads):
+        at = x + r * x_bytes
+        own = max(np.float64(sum_squares(at, zero_f32(), n)) / n, np.float64(least))
+        wanted = np.float64(sum_squares(like + r * like_bytes, zero_f32(), n)) / n
+        factor = spread(np.float32(math.sqrt(wanted / own)))
+        for c in range(0, n, 16):
+            left = np.int32(n - c)
+            store_some(out + 4 * (r * n + c), mul(load_some(at + 4 * c, left), factor), left)
+
+
+@kernel
+def keep_rows(frame: int, args: int, thread: int, threads: int) -> None:
+    """x, its row stride, n, times, out (dense)."""
+    x, row_bytes, n = words(args, 2, 5)
+    times, out, rows = get_f32(args + 40), word(args, 6), rows_of(frame, args)
+    for r in range(rows * thread // threads, rows * (thread + 1) // threads):
+        at = x + r * row_bytes
+        mean = np.float32(np.float64(sum_of(at, n)) / n)
+        deviation = math.sqrt(np.float64(sum_squares(at, spread(mean), n)) / n)
+        edge = spread(np.float32(mean + np.float32(deviation) * times))
+        for c in range(0, n, 16):
+            left = np.int32(n - c)
+            kept = largest(sub(load_some(at + 4 * c, left), edge), zero_f32())
+            store_some(out + 4 * (r * n + c), kept, left)
+
+
+@mix_streams.variant("native", on="cpu", when=float32_rows, native=True)
+def _mix_streams(cpu: Executor, x: Tensor, by: Tensor) -> Tensor:
+    rows, factors = TensorRows.of(x), TensorRows.of(by)
+    if x.dim() != 3 or by.dim() != 2 or factors.width % rows.heads or factors.count not in (1, rows.count):
+        raise ShapeMismatch(f"factors {list(by.shape)} do not fit streams {list(x.shape)}")
+    count = factors.width // rows.heads
+    out = cpu.empty(rows.count, count, rows.width)
+    step = 0 if factors.count == 1 else factors.row_bytes
+    where = (x, *rows.strides, rows.heads, rows.width, by, step, count, out)
+    cpu.launch(mix_rows, *where, rows=rows.count)
+    return out
+
+
+@match_size.variant("native", on="cpu", when=float32_rows, native=True)
+def _match_size(cpu: Executor, x: Tensor, like: Tensor, least: float) -> Tensor:
+    a, b = TensorRows.of(x), TensorRows.of(like)
+    if x.shape != like.shape or x.dim() != 2:
+        raise ShapeMismatch(f"[T, n] is matched to its like, got {list(x.shape)} and {list(like.shape)}")
+    out = cpu.empty(*x.shape)
+    where = (x, a.row_bytes, like, b.row_bytes, a.width, float(least), out)
+    cpu.launch(match_rows, *where, rows=a.count)
+    return out
+
+
+@keep_largest.variant("native", on="cpu", when=float32_rows, native=True)
+def _keep_largest(cpu: Executor, x: Tensor, times: float) -> Tensor:
+    rows = TensorRows.of(x)
+    if x.dim() != 2:
+        raise ShapeMismatch(f"rows [T, n] are wanted, got {list(x.shape)}")
+    out = cpu.empty(*x.shape)
+    cpu.launch(keep_rows, x, rows.row_bytes, rows.width, float(times), out, rows=rows.count)
+    return out

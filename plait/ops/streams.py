@@ -1,0 +1,68 @@
+"""What Gemma 3n does between its layers: streams that are mixed and matched (AltUp), and sparse gates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from plait.ops.registry import Arguments, op
+
+CASES: list[dict[str, object]] = [
+    dict(tokens=1, streams=4, out=4, size=64),
+    dict(tokens=33, streams=1, out=3, size=100),
+    dict(tokens=5, streams=2, out=4, size=23),
+]
+
+
+@op(cases=CASES)
+def mix_streams(x: Tensor, by: Tensor) -> Tensor:
+    """Sums of a token's streams: y[k] = Σ_j by[k, j] x[j] (Baykal et al. 2023).
+
+    x: [T, J, n], by: [T, K * J] or one such row for all -> [T, K, n], dense.
+    """
+    factors = by.float().unflatten(-1, (-1, x.shape[1]))
+    return torch.einsum("tkj,tjn->tkn", factors.expand(len(x), -1, -1), x.float()).to(x.dtype)
+
+
+@mix_streams.inputs
+def _mix_inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
+    wide = torch.randn(case["tokens"], case["streams"], 2 * case["size"], dtype=dtype, device=device)
+    rows = case["tokens"] if case["out"] == 4 else 1
+    return (wide.chunk(2, -1)[0], torch.randn(rows, case["out"] * case["streams"], device=device)), {}
+
+
+@op(cases=CASES)
+def match_size(x: Tensor, like: Tensor, least: float) -> Tensor:
+    """x with the root mean square of `like`, row by row; x's own counts as √least at least.
+
+    x, like: [T, n], rows may lie apart -> [T, n].
+    """
+    wanted, own = (t.float().square().mean(-1, keepdim=True) for t in (like, x))
+    return (x.float() * wanted.sqrt() / own.clamp(min=least).sqrt()).to(x.dtype)
+
+
+@match_size.inputs
+def _match_inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
+    wide = torch.randn(case["tokens"], 4 * case["size"], dtype=dtype, device=device)
+    return (*wide.split(case["size"], -1)[::2], 1e-5), {}
+
+
+@op(cases=CASES)
+def keep_largest(x: Tensor, times: float) -> Tensor:
+    """How far each number lies above mean + times · deviation of its row, and 0 below.
+
+    So a known share of a row is left if its numbers are normally distributed (Gemma 3n). x: [T, n], rows may
+    lie apart -> [T, n].
+    """
+    wide = x.float()
+    deviation, mean = torch.std_mean(wide, -1, correction=0, keepdim=True)
+    return F.relu(wide - (mean + deviation * times)).to(x.dtype)
+
+
+@keep_largest.inputs
+def _keep_inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
+    wide = 1 + torch.randn(case["tokens"], 2 * case["size"], dtype=dtype, device=device)
+    return (wide.chunk(2, -1)[0], 0.8), {}
