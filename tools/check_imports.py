@@ -58,6 +58,7 @@ NO_TORCH = (
     *("spec", "rare_specs", "spec_values", "request", "sampling_fields", "memory", "partition"),
     *("state.blocks", "state.host_store", "state.disk", "schedule", "families.config.normalize", "text"),
     *("runner.host", "checkpoint.find_files", "checkpoint.identity", "checkpoint.packed_cache.file_format"),
+    "checkpoint.readers.gguf_metadata",
     *("kernels.load", "kernels.cpu.runtime.threads", "kernels.cpu.runtime.machine_code"),
     *("kernels.cpu.runtime.frame_words", "kernels.cpu.runtime.row_launches"),
     *("engine.core", "engine.thread", "engine.memory_plan", "engine.host_memory", "engine.grammar_guide"),

@@ -19,10 +19,10 @@ KERNEL_FILE_LINES, KERNEL_FUNCTION_LINES = 600, 150
 # Lines of each folder of plait/ (".": its own modules): what there is, and 3 % of air. A cap falls when
 # lines go; it is raised in a commit of its own that says why, or not at all.
 CAPS = {
-    ".": 2_430,
+    ".": 2_530,
     "bench": 3_950,
     "checkpoint": 4_560,
-    "cli": 5_040,
+    "cli": 5_500,
     "convert": 3_640,
     "engine": 1_830,
     "families": 11_300,
@@ -35,7 +35,7 @@ CAPS = {
     "quant": 2_500,
     "runner": 4_180,
     "schedule": 2_450,
-    "server": 12_200,
+    "server": 14_400,
     "state": 1_710,
     "text": 8_110,
     "verify": 1_410,

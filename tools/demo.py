@@ -1,4 +1,4 @@
-"""The demo: a server comes up on a small model, chats, completes a text, and stops cleanly.
+"""The demo: a server comes up on two small models, chats, completes texts with both, and stops cleanly.
 
 Everything goes through a user's entry points: `plait serve`, plain HTTP, `plait generate`. When anything does
 not answer as it should, it shows the server's log and exits with 1.
@@ -62,12 +62,14 @@ def free_port() -> int:
 class Server:
     """`plait serve` as a child process, with its log in a file."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, *models: str) -> None:
+        """`models`: each as NAME=PATH; the first is loaded at startup."""
         self.url = f"http://127.0.0.1:{free_port()}"
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the server)
-        command = [sys.executable, "-m", "plait", "serve", "--model", str(model)]
-        command += ["--port", self.url.rsplit(":", 1)[1], "--served-model-name", "smollm2", "--cpu"]
-        print(paint("$ plait serve --model SmolLM2-135M-Instruct.Q4_1.gguf --cpu", "dim"))
+        command = [sys.executable, "-m", "plait", "serve", *models]
+        command += ["--port", self.url.rsplit(":", 1)[1], "--cpu"]
+        shown = (f"{name}={Path(path).name}" for name, _, path in (one.partition("=") for one in models))
+        print(paint(f"$ plait serve {' '.join(shown)} --cpu", "dim"))
         self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log, cwd=ROOT)
 
     def wait_until_healthy(self) -> float:
@@ -151,9 +153,34 @@ def show_completion(server: Server) -> None:
     print(paint(COMPLETION, "bold") + text)
 
 
+def show_second_model(server: Server) -> None:
+    """A model that is loaded by its first request, next to the one that is there."""
+    if not has_nano():
+        return
+    heading("a second model in the same server, loaded now · POST /v1/completions")
+    started = time.monotonic()
+    body = {"model": "nano", "prompt": VERSE, "max_tokens": 24, "temperature": 0.7, "seed": 3}
+    with server.post("/v1/completions", body) as response:
+        answer = json.load(response)
+    text = answer["choices"][0]["text"]
+    if answer["model"] != "nano" or not text.strip():
+        raise DemoFailed("the second model did not answer")
+    print(paint(VERSE, "bold") + text)
+    with urllib.request.urlopen(f"{server.url}/v1/models", timeout=5) as response:
+        cards = json.load(response)["data"]
+    if any(card["status"]["value"] != "loaded" for card in cards):
+        raise DemoFailed("one of the two models is not loaded")
+    held = ", ".join(f"{card['id']} {card['memory'] >> 20} MiB" for card in cards)
+    print(paint(f"           after {time.monotonic() - started:.1f} s; both are loaded: {held}", "dim"))
+
+
+def has_nano() -> bool:
+    return (NANO / "config.json").exists()
+
+
 def show_nano_hybrid() -> None:
     """Mamba2, MLA and MoE layers in one model, from the command line."""
-    if not (NANO / "config.json").exists():
+    if not has_nano():
         return
     heading("a hybrid of Mamba2, MLA and MoE layers, trained here · plait generate")
     options = ["--max-tokens", "60", "--seed", "1", "--cpu"]
@@ -170,6 +197,7 @@ def demonstrate(server: Server) -> None:
     print(paint(f"healthy after {seconds:.1f} s at {server.url}", "green"))
     show_chat(server)
     show_completion(server)
+    show_second_model(server)
     heading("the server stops")
     if code := server.stop():
         raise DemoFailed(f"the server ended with exit code {code}, not 0")
@@ -181,7 +209,7 @@ def demonstrate(server: Server) -> None:
 def main() -> int:
     server = None
     try:
-        server = Server(smollm2())
+        server = Server(f"smollm2={smollm2()}", *([f"nano={NANO}"] if has_nano() else []))
         demonstrate(server)
     except (DemoFailed, OSError, KeyError, ValueError) as error:
         print("\n" + paint(f"demo: {type(error).__name__}: {error}", "bold", "red"), file=sys.stderr)

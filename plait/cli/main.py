@@ -32,6 +32,9 @@ COMMANDS = {
     "run": "Talk with a model: fetch it, serve it if no server does, and chat.",
     "chat": "Talk with a model in the terminal.",
     "serve": "Serve a model over the OpenAI API.",
+    "ps": "The models of a running server: which are loaded, and what they take.",
+    "load": "Have a running server load a model.",
+    "stop": "Have a running server unload a model.",
     "run-batch": "Answer a file of requests, in OpenAI's batch format.",
     "info": "What a model is: layers, sources of every value, memory.",
     "families": "Every family of models that is served, and the kinds that are refused.",
@@ -51,11 +54,13 @@ COMMANDS = {
     "completion": "Print the script that has a shell complete commands and options.",
     "bench": "How fast a model and its ops are here; checked, then timed.",
 }
-PLACES = {"decode": "tokenize", "list": "hub", "pull": "hub", "rm": "hub"}  # several commands in one module
+# Several commands in one module.
+PLACES = {"decode": "tokenize", "list": "hub", "pull": "hub", "rm": "hub"}
+PLACES |= dict.fromkeys(("ps", "load", "stop"), "resident")
 # What other programs call them.
 ALSO = {"start": "serve", "server": "serve", "complete": "generate", "quantize": "convert"}
 ALSO |= {"download": "pull", "fetch": "pull", "ls": "list", "models": "list", "remove": "rm", "delete": "rm"}
-ALSO |= {"upgrade": "upgrade-check", "update": "upgrade-check", "log": "logs"}
+ALSO |= {"upgrade": "upgrade-check", "update": "upgrade-check", "log": "logs", "unload": "stop"}
 EXIT_USAGE, EXIT_MODEL, EXIT_MEMORY, EXIT_UNWRITTEN, EXIT_INTERRUPTED = 2, 3, 4, 120, 130
 UNREAD_S = 2.0  # for the reader of stderr to take the last line
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import os
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping
 from concurrent.futures import Executor
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -21,22 +21,25 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from plait.config import ServerConfig
-from plait.errors import Cancelled
+from plait.errors import Cancelled, DeadlineExceeded
 from plait.fair_queue import FairThreads, Slices, SliceTurns, capture_call, current_client
 from plait.request import RequestTrace
 from plait.server import operations, pages
 from plait.server.anthropic import messages
 from plait.server.api import validate
-from plait.server.api.endpoint import Answer, Endpoint, ModelLookup
+from plait.server.api.endpoint import Answer, Endpoint, Manage, ModelLookup, ModelsLookup
 from plait.server.api.reply import WARNING_HEADER, ApiReply
 from plait.server.gateway import api_keys
-from plait.server.gateway.exchange import SCOPE_KEY
+from plait.server.gateway.exchange import SCOPE_KEY, SHOWN_LOAD_S, Exchange
+from plait.server.gateway.exposition import exposition
 from plait.server.gateway.middleware import REQUEST_ID_HEADER, Edge, Refusal, RequestGate, Traffic
 from plait.server.gateway.request_context import Generation, Health, LoadingState, Readiness, RequestContext
-from plait.server.gateway.vllm_metrics import aliases
-from plait.server.http.errors import BodyTooLarge, NotReady, http_problem, json_response, problem
+from plait.server.gateway.served_models import ChosenModel, ServedModels
+from plait.server.http.errors import BodyTooLarge, http_problem, json_response, problem
 from plait.server.http.transfer import EventStream, linger, read_object, until_disconnect
 from plait.server.llamacpp import completion, server_facts
+from plait.server.models import admin
+from plait.server.models.only import OnlyModel
 from plait.server.ollama import embed, generate, manage, wire
 from plait.server.openai import chat, completions, embeddings, models, responses
 from plait.server.stored.endpoints import STORED
@@ -56,6 +59,7 @@ EXPOSED_HEADERS = (
     *api_keys.HEADERS,
 )
 PLAN_THREADS = max(min(32, (os.cpu_count() or 1) + 4), 3)  # as many as Python's own executor has
+MAX_WAIT_S = 1e6  # a request's timeout_s above it is none for waiting
 PATHS = (
     "see /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/embeddings, /v1/models, and "
     "/docs for all"
@@ -73,20 +77,26 @@ ENDPOINTS = (
     *embed.ENDPOINTS,
     *manage.ENDPOINTS,
     *completion.ENDPOINTS,
+    *admin.ENDPOINTS,
 )
-FACTS = (*manage.FACTS, *server_facts.FACTS)
+FACTS = server_facts.FACTS
+LISTS = (*manage.LISTS, *admin.LISTS)
 
 
 def create_app(
-    front: Front | LoadingState,
+    served: Front | LoadingState | ServedModels,
     config: ServerConfig,
     traffic: Traffic | None = None,
     state: StoredState | None = None,
 ) -> Starlette:
-    """The application over a model, or over one that is still loading. `state`: of its store."""
-    loading = front if isinstance(front, LoadingState) else LoadingState(front)
+    """The application over a model, one that is still loading, or several. `state`: of its store."""
+    if isinstance(served, ServedModels):
+        models = served
+    else:
+        loading = served if isinstance(served, LoadingState) else LoadingState(served)
+        models = OnlyModel(loading, config)
     traffic = traffic or Traffic(config)
-    service = Service(loading, config, traffic, state)
+    service = Service(models, config, traffic, state)
     routes = [
         _route("/health", service.health, "GET"),
         _route("/ready", service.ready, "GET"),
@@ -99,16 +109,19 @@ def create_app(
         *(_route(e.path, service.serves(e), e.method, e.refusal) for e in ENDPOINTS),
         *(_route(e.path, service.looks_up(e), "GET", e.refusal) for e in FACTS),
         *(_route(r.path, r.handler(state), r.method) for r in STORED),
+        *(_route(e.path, service.lists(e), "GET", e.refusal) for e in LISTS),
         *pages.page_routes(),
         *pages.api_routes(ENDPOINTS),
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _any_error})
     app.router.redirect_slashes = False
     shapes = [(e.path, e.refusal) for e in ENDPOINTS] + [(e.path, e.refusal) for e in FACTS]
+    shapes += [(e.path, e.refusal) for e in LISTS]
     refusals = {path: refusal for path, refusal in shapes if refusal is not None}
-    generating = [e.path for e in ENDPOINTS if e.answer is None]
-    gate = RequestGate(traffic, loading, routes, refusals, generating)
-    app.add_middleware(Edge, gate=gate, traffic=traffic, loading=loading)
+    generating = [e.path for e in ENDPOINTS if e.plan is not None]
+    managing = [e.path for e in ENDPOINTS if e.needs_admin] + [e.path for e in LISTS if e.needs_admin]
+    gate = RequestGate(traffic, models, routes, refusals, generating, managing)
+    app.add_middleware(Edge, gate=gate, traffic=traffic, models=models)
     app.state.reject_early = gate.reject_early  # for a server that can reject before it starts a task
     if config.cors_origin:
         app.add_middleware(
@@ -122,61 +135,66 @@ def create_app(
 
 
 class Service:
-    """What the handlers share: the model, once it is loaded, and the server's limits."""
+    """What the handlers share: the models, and the server's limits."""
 
     def __init__(
-        self, loading: LoadingState, config: ServerConfig, traffic: Traffic, state: StoredState | None = None
+        self, models: ServedModels, config: ServerConfig, traffic: Traffic, state: StoredState | None = None
     ) -> None:
-        self._loading, self._config, self._traffic, self._state = loading, config, traffic, state
+        self._models, self._config, self._traffic, self._state = models, config, traffic, state
         self._turns = SliceTurns()
         self._threads = FairThreads(PLAN_THREADS, PLAN_THREADS - 2, "plait-plan")
 
-    def served(self, front: Front) -> str:
-        """The model's name, which clients send and replies carry."""
-        return self._config.served_model_name or front.name
-
     async def health(self, request: Request) -> Response:
-        status, body = self._loading.health()
+        status, body = self._models.health()
         if self._traffic.keyring.find(request.headers) is None:
             body = Health(status=body.status)  # without a key, no numbers of the engine's load
         return json_response(body, status, {"Cache-Control": "no-store"})
 
     async def ready(self, request: Request) -> Response:
-        status, why = self._loading.readiness()
+        status, why = self._models.readiness()
         return json_response(Readiness(why), status, {"Cache-Control": "no-store"})
 
     async def live(self, request: Request) -> Response:
-        status, why = self._loading.liveness()
+        status, why = self._models.liveness()
         return json_response(Readiness(why), status, {"Cache-Control": "no-store"})
 
     async def metrics(self, request: Request) -> Response:
-        return await asyncio.to_thread(exposition, self._loading, self._traffic)
+        return await asyncio.to_thread(exposition, self._models, self._traffic)
 
     async def version(self, request: Request) -> Response:
         return json_response(operations.Version(__version__))
 
     async def list_models(self, request: Request) -> Response:
-        front = self._loading.ready()
-        return json_response(models.ModelList(data=[models.card(front, self.served(front))]))
+        return json_response(models.ModelList(data=[models.card(one) for one in self._models.list_facts()]))
 
     async def get_model(self, request: Request) -> Response:
-        front = self._loading.ready()
-        return json_response(models.card(front, self._named(front, request.path_params["id"])))
+        return json_response(models.card(self._models.facts_of(request.path_params["id"])))
 
     async def tokenizer_info(self, request: Request) -> Response:
-        return json_response(await asyncio.to_thread(models.tokenizer_info, self._loading.ready()))
+        found = self._models.look_up(request.query_params.get("model"))
+        return json_response(await asyncio.to_thread(models.tokenizer_info, found.front))
 
     def looks_up(self, facts: ModelLookup) -> Handler:
-        """The handler of facts about the served model."""
+        """The handler of facts about a loaded model."""
 
         async def handle(request: Request) -> Response:
-            front = self._loading.ready()
-            return json_response(await asyncio.to_thread(facts.answer, front, self.served(front)))
+            found = self._models.look_up(request.query_params.get("model"))
+            return json_response(await asyncio.to_thread(facts.answer, found.front, found.served))
+
+        return handle
+
+    def lists(self, facts: ModelsLookup) -> Handler:
+        """The handler of facts about all models."""
+
+        async def handle(request: Request) -> Response:
+            return json_response(facts.answer(self._models.list_facts()))
 
         return handle
 
     def serves(self, endpoint: Endpoint) -> Handler:
         """The handler of an endpoint: a reply by its `plan`, or its `answer` computed in a thread."""
+        if endpoint.manage is not None:
+            return self._manages(endpoint, endpoint.manage)
 
         async def handle(request: Request) -> Response:
             context, body = await self._read(request, endpoint)
@@ -195,21 +213,49 @@ class Service:
 
         return handle
 
-    def _named(self, front: Front, asked: object) -> str:
-        """The model's name for a reply to this request. Raises InvalidField and ModelNotFound."""
-        if self._config.any_model_name:
-            return validate.any_model_name(asked) or self.served(front)
-        validate.check_model(asked, self.served(front))
-        return self.served(front)
+    def _manages(self, endpoint: Endpoint, manage: Manage) -> Handler:
+        async def handle(request: Request) -> Response:
+            body = endpoint.read(await read_object(request, self._config.max_body_bytes))
+            response = json_response(await manage(self._models, body))
+            if names := validate.list_ignored(body, endpoint.fields, ()):
+                response.headers[validate.IGNORED_HEADER] = names
+            return response
+
+        return handle
 
     async def _read(self, request: Request, endpoint: Endpoint) -> tuple[RequestContext, dict[str, object]]:
-        body = endpoint.read(await read_object(request, self._config.max_body_bytes))
-        front, exchange = self._loading.ready(), request.scope[SCOPE_KEY]
-        model = self._named(front, body.get("model"))
-        exchange.model = self.served(front)
+        sent = await read_object(request, self._config.max_body_bytes)
+        stays = sent.pop("keep_alive", None) if self._models.keeps_time else None
+        body, exchange = endpoint.read(sent), request.scope[SCOPE_KEY]
         current_client.set(exchange.key.name or (request.client.host if request.client else ""))
+        found = await self._choose(request, body, exchange, stays)
+        exchange.model = found.served
         store = None if self._state is None else self._state.store
-        return RequestContext(front, model, exchange, store), body
+        return RequestContext(found.front, found.name, exchange, store), body
+
+    async def _choose(
+        self, request: Request, body: dict[str, object], exchange: Exchange, stays: object
+    ) -> ChosenModel:
+        """The request's model. The time until it is loaded is part of the request's timeout_s.
+
+        Raises DeadlineExceeded, Cancelled, and what choosing raises.
+        """
+        choosing = self._models.choose(body.get("model"), exchange, stays)
+        if not self._models.keeps_time:
+            return await choosing
+        limit, began, seconds = body.get("timeout_s"), time.monotonic(), None
+        if isinstance(limit, int | float) and not isinstance(limit, bool) and 0 < limit < MAX_WAIT_S:
+            seconds = float(limit)
+        try:
+            async with asyncio.timeout(seconds):
+                found = await until_disconnect(request.receive, choosing)
+        except TimeoutError as error:
+            raise DeadlineExceeded("timeout_s: it was over before the model was loaded") from error
+        waited_s = time.monotonic() - began
+        exchange.load_s = waited_s if waited_s >= SHOWN_LOAD_S else 0.0
+        if seconds is not None:
+            body["timeout_s"] = max(seconds - waited_s, 0.001)
+        return found
 
 
 class _Endpoint:
@@ -324,21 +370,6 @@ async def run_plan(plan: Callable[[], T], threads: Executor | None) -> T:
     """What `plan` returns or raises, called in one of `threads`; None: in any of those all requests share."""
     call = partial(contextvars.copy_context().run, plan)
     return await asyncio.get_running_loop().run_in_executor(threads, capture_call, call)
-
-
-def exposition(loading: LoadingState, traffic: Traffic) -> Response:
-    """The metrics as they are now; also while the server stops, because requests still run then.
-
-    Raises NotReady while the model loads, because there is no engine yet.
-    """
-    if loading.front is None:
-        raise NotReady("the model is loading, and has no metrics yet; /health says how far it is")
-    text = generate_latest(loading.front.loop.registry) + generate_latest(traffic.registry)
-    if traffic.config.metrics_vllm_names:
-        name = traffic.config.served_model_name or loading.front.name
-        text += generate_latest(aliases(loading.front.loop.registry, name, loading.front.healthy))
-        text += generate_latest(traffic.per_request.registry)
-    return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST, "Cache-Control": "no-store"})
 
 
 async def _refuse_body(request: Request, response: Response, send: Send) -> None:

@@ -16,6 +16,7 @@ from plait.server.gateway.request_context import Health, Readiness
 from plait.server.http.errors import ErrorBody
 from plait.server.http.transfer import EVENTS, JSON_LINES, UNMARKED_EVENTS, StreamForm
 from plait.server.llamacpp import completion, server_facts
+from plait.server.models import admin
 from plait.server.ollama import embed, generate, manage, wire
 from plait.server.openai import chat, completions, embeddings, models, response_items, responses
 from plait.server.stored import batch_objects, chats, file_objects, routes
@@ -86,8 +87,11 @@ GETS: Mapping[str, Operation] = {
     "/api/tags": Operation("The models that are served", manage.Tags, refusal=OLLAMAS),
     "/api/ps": Operation("The models that are loaded", manage.RunningModels, refusal=OLLAMAS),
     "/props": Operation("Facts about the server, in llama.cpp's words", server_facts.Props),
+    "/admin/models": Operation("The models that are served, for the admin key", models.ModelList),
     "/slots": Operation("A list: a slot for each sequence that may run, and whether one does"),
 }
+_LOAD = Operation("Have a model loaded; needs the admin key", admin.Managed, admin.ManageRequest)
+_UNLOAD = Operation("Have a model unloaded; needs the admin key", admin.Managed, admin.ManageRequest)
 _SCORE = Operation("How near texts are to each other", embeddings.Scores, embeddings.ScoreRequest)
 _RERANK = Operation("Documents by how near they are to a query", embeddings.Ranking, embeddings.RerankRequest)
 POSTS: Mapping[str, Operation] = {
@@ -149,9 +153,11 @@ POSTS: Mapping[str, Operation] = {
     ),
     "/api/embed": Operation("Texts as vectors of length 1", embed.EmbedReply, refusal=OLLAMAS),
     "/api/embeddings": Operation("A text as a vector", embed.EmbeddingReply, refusal=OLLAMAS),
-    "/api/show": Operation("The served model", manage.ShownModel, refusal=OLLAMAS),
+    "/api/show": Operation("A served model", manage.ShownModel, refusal=OLLAMAS),
     "/api/pull": Operation("Whether a model is here; nothing is fetched", wire.OllamaStatus, refusal=OLLAMAS),
     **{path: Operation(f"Refused: {why}", refusal=OLLAMAS) for path, why in manage.NOT_DONE.items()},
+    **dict.fromkeys(("/admin/models/load", "/models/load"), _LOAD),
+    **dict.fromkeys(("/admin/models/unload", "/models/unload"), _UNLOAD),
     "/completion": Operation(
         "Text that follows a prompt, in llama.cpp's words",
         completion.NativeCompletion,

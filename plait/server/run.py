@@ -24,8 +24,10 @@ from plait.server.gateway import tracing
 from plait.server.gateway.access_log import LogWriter, follow, start_log
 from plait.server.gateway.middleware import Traffic
 from plait.server.gateway.request_context import LoadingState
+from plait.server.gateway.served_models import ServedModels
 from plait.server.http import connection, listening, transfer
 from plait.server.http.connection import READ_BYTES, Reads
+from plait.server.models.only import OnlyModel
 from plait.server.store.store import open_store
 from plait.server.stored.state import StoredState
 
@@ -88,38 +90,80 @@ def serve_front(
     log: LogWriter | None = None,
 ) -> None:
     """Serve what `load(report)` returns, which runs in a thread of its own while HTTP answers already."""
+    loading = LoadingState(timeout_s=config.loading_timeout_s)
+    models = OnlyModel(loading, config)
+
+    def begin(server: Server) -> threading.Thread:
+        thread = threading.Thread(
+            target=load_only, args=(load, models, server), name="plait-load", daemon=True
+        )
+        logger.info("listening on %s; the model is loading", server.url)
+        thread.start()
+        if on_listen is not None:
+            on_listen(server)
+        return thread
+
+    serve_models(models, config, begin, reread, log)
+
+
+def serve_models(
+    models: ServedModels,
+    config: ServerConfig,
+    on_listen: Callable[[Server], threading.Thread | None] | None = None,
+    reread: Reread | None = None,
+    log: LogWriter | None = None,
+) -> None:
+    """Serve until a signal. `on_listen` may return the thread that loads: it gets time to end.
+
+    Raises ConfigError for a taken port, and the fault that ended the server.
+    """
     store = open_store(config)
     try:
         sock = listen(config.host, config.port)
-        loading = LoadingState(timeout_s=config.loading_timeout_s)
         try:
-            server = Server(loading, config, sock, reread, log, store)
+            server = Server(models, config, sock, reread, log, store)
         except BaseException:
             sock.close()
             raise
-        _serve_socket(server, sock, load, on_listen)
+        _serve_socket(server, sock, models, on_listen)
     finally:
         if store is not None:
             store.close()
 
 
 def _serve_socket(
-    server: Server, sock: socket.socket, load: Load, on_listen: Callable[[Server], None] | None
+    server: Server,
+    sock: socket.socket,
+    models: ServedModels,
+    on_listen: Callable[[Server], threading.Thread | None] | None,
 ) -> None:
-    thread = threading.Thread(target=server.load, args=(load,), name="plait-load", daemon=True)
-    logger.info("listening on %s; the model is loading", server.url)
-    thread.start()
+    thread = None
     if on_listen is not None:
-        on_listen(server)
+        thread = on_listen(server)
     try:
         server.run(sockets=[sock])
     finally:
         sock.close()
-        thread.join(LOADING_ENDS_S)
-        if server.loading.front is not None:
-            server.loading.front.close(drain=False)
+        if thread is not None:
+            thread.join(LOADING_ENDS_S)
+        models.close()
     if server.fault is not None:
         raise server.fault
+
+
+def load_only(load: Load, models: OnlyModel, server: Server) -> None:
+    """Load the only model, in a thread of its own. A failure ends the server, and `fault` says why."""
+    loading = models.loading
+    try:
+        front = load(loading.report)
+    except BaseException as error:
+        if not loading.stopping:
+            server.fault, server.should_exit = error, True
+        return
+    if loading.arrive(front):
+        logger.info("serving %s on %s", *models.fronts(), server.url)
+    else:
+        front.close(drain=False)
 
 
 def allow_files(wanted: int) -> None:
@@ -155,26 +199,24 @@ class Server(uvicorn.Server):
 
     def __init__(
         self,
-        loading: LoadingState,
+        models: ServedModels,
         config: ServerConfig,
         sock: socket.socket,
         reread: Reread | None = None,
         log: LogWriter | None = None,
         store: Store | None = None,
     ) -> None:
-        self.loading = self._loading = loading
-        self._timeout_s = config.shutdown_timeout_s
-        self._served_name = config.served_model_name
+        self.models, self._timeout_s = models, config.shutdown_timeout_s
         self._reread: Reread = reread or (lambda: config)
         self._should_reload, self._log = False, log
         self.fault: BaseException | None = None
-        self.traffic = Traffic(config, tracing.recorder(config), log)
+        self.traffic = Traffic(config, tracing.recorder(config), log, names_models=models.keeps_time)
         self._certificate = listening.certificate(config)
         host = f"[{config.host}]" if ":" in config.host else config.host
         scheme = "https" if self._certificate else "http"
         self.url = f"{scheme}://{host}:{sock.getsockname()[1]}"
-        self._state = None if store is None else StoredState(store, self.traffic, loading)
-        app = create_app(loading, config, self.traffic, self._state)
+        self._state = None if store is None else StoredState(store, self.traffic, models)
+        app = create_app(models, config, self.traffic, self._state)
         self._routes = app.router
         settings: dict[str, Any] = {
             "http": functools.partial(
@@ -199,6 +241,7 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, as uvicorn does: it has no option for the time of a TLS handshake."""
         await self.lifespan.startup()
+        self.models.begin()
         if self._state is not None:
             await self._state.start(self._routes)
 
@@ -217,21 +260,6 @@ class Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         self.servers = [await loop.create_server(connect, sock=sock, **options) for sock in sockets or ()]
         self.started = True
-
-    def load(self, load: Load) -> None:
-        """Runs in its own thread. A failure ends the server, and `fault` says why."""
-        try:
-            front = load(self._loading.report)
-        except BaseException as error:
-            if self._loading.stopping:
-                return
-            self.fault = error
-            self.should_exit = True
-            return
-        if self._loading.arrive(front):
-            logger.info("serving %s on %s", self._served_name or front.name, self.url)
-        else:
-            front.close(drain=False)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal lets open requests finish, the second does not; the exit code stays 0."""
@@ -266,10 +294,11 @@ class Server(uvicorn.Server):
             self._reload()
         elif self._certificate is not None:
             self._certificate.reload_changed()
-        front = self._loading.front
-        if front is not None and front.fault is not None and not self.should_exit:
-            logger.critical("the server ends: %s", front.fault)
-            self.fault, self.should_exit = front.fault, True
+        self.models.look_around()
+        fault = self.models.fault
+        if fault is not None and not self.should_exit:
+            logger.critical("the server ends: %s", fault)
+            self.fault, self.should_exit = fault, True
 
     def _reload(self) -> None:
         before = self.traffic.config
@@ -287,13 +316,13 @@ class Server(uvicorn.Server):
         if (now.log_level, now.log_format) != (before.log_level, before.log_format):
             if self._log is not None:
                 follow(now, self._log)
-            if self._loading.front is not None:
-                self._loading.front.follow_log_levels()
+            for front in self.models.fronts().values():
+                front.follow_log_levels()
         logger.info("reloaded: keys, limits, hosts, log and certificate")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let open requests finish while new ones get 503, end those that take too long, stop listening."""
-        self._loading.stop()
+        self.models.stop()
         if self._state is not None:
             await self._state.pause()
         if self.traffic.num_working:
@@ -326,5 +355,4 @@ class Server(uvicorn.Server):
 
     async def _end_streams(self) -> None:
         await asyncio.sleep(self._timeout_s)
-        if self._loading.front is not None:
-            await asyncio.to_thread(self._loading.front.close, drain=False)
+        await asyncio.to_thread(self.models.close)

@@ -39,7 +39,7 @@ def stream(client: Client, text: str, max_tokens: int) -> http.client.HTTPRespon
 
 
 def is_stopping(running: Running) -> bool:
-    return running.server._loading.stopping
+    return running.server.models.stopping
 
 
 def test_while_streams_finish_new_requests_are_sent_elsewhere(

@@ -17,7 +17,13 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from plait.checkpoint.readers.gguf_metadata import FileMetadata, MetadataCursor, is_own, restore_names
+from plait.checkpoint.readers.gguf_metadata import (
+    FileMetadata,
+    MetadataCursor,
+    is_own,
+    read_counts,
+    restore_names,
+)
 from plait.checkpoint.readers.gguf_parts import part_paths
 from plait.checkpoint.readers.mmap_json import map_file
 from plait.errors import BadFile, MissingTensor, UnsupportedFormat, list_some
@@ -25,8 +31,6 @@ from plait.quant.fp4 import Fp4
 from plait.quant.gguf import BLOCK_TYPES, BlockType, Gguf, scale_nvfp4
 from plait.quant.weight import as_tensor
 
-_MAGIC = b"GGUF"
-_VERSIONS = (2, 3)
 _MAX_NAME_BYTES = 64
 _MAX_DIMS = 4
 _MAX_ALIGNMENT = 1 << 20
@@ -157,7 +161,7 @@ class _Part:
         self.path = path
         self.mapped = map_file(path)
         cursor = MetadataCursor(self.mapped, path)
-        num_tensors, num_keys = _read_counts(cursor)
+        num_tensors, num_keys = read_counts(cursor)
         self.metadata = FileMetadata(cursor, num_keys)
         self.entries = _read_entries(cursor, num_tensors, _alignment(self.metadata, path))
         self.count = self._split_number("split.count", 1)
@@ -168,28 +172,6 @@ class _Part:
         if type(value) is not int or not 0 <= value <= 99999:
             raise BadFile(f"{self.path}: {key} is {value!r}, not a number of parts")
         return value
-
-
-def _read_counts(cursor: MetadataCursor) -> tuple[int, int]:
-    """(tensors, keys) of the header. Raises UnsupportedFormat for other versions and byte orders."""
-    magic = cursor.mapped[:4]
-    if magic != _MAGIC:
-        raise BadFile(f"{cursor.path}: starts with {magic!r}, not {_MAGIC!r}: not a GGUF file")
-    cursor.at = 4
-    version = cursor.unpack("I", "the version")
-    if version not in _VERSIONS:
-        swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
-        which = f"big-endian (version {swapped})" if 0 < swapped < 256 < version else f"version {version}"
-        raise UnsupportedFormat(
-            f"{cursor.path}: GGUF {which}; supported: little-endian, versions 2 and 3. Convert it again."
-        )
-    num_tensors, num_keys = cursor.unpack("Q", "the tensor count"), cursor.unpack("Q", "the key count")
-    smallest = num_keys * 14 + num_tensors * 25  # a key: 8 + 1 + 4 + 1 bytes; a tensor: 8 + 1 + 4 + 4 + 8
-    if smallest > cursor.left:
-        raise cursor.bad(
-            f"{num_keys} keys and {num_tensors} tensors need {smallest} bytes, only {cursor.left} are left"
-        )
-    return num_tensors, num_keys
 
 
 def _alignment(metadata: Mapping[str, object], path: Path) -> int:

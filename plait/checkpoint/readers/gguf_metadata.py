@@ -18,9 +18,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from plait.checkpoint.readers.mmap_json import parse_json
-from plait.errors import BadFile
+from plait.checkpoint.readers.mmap_json import map_file, parse_json
+from plait.errors import BadFile, UnsupportedFormat
 
+_MAGIC, _VERSIONS = b"GGUF", (2, 3)
 ARCHITECTURE = "plait"
 CONFIG = "plait.config"
 NAMES = "plait.tensor_names"  # of the tensors that are called `stand_in(n)`, n counting them
@@ -156,6 +157,34 @@ class FileMetadata(Mapping[str, object]):
             self._long[key] = start
         else:
             self._short[key] = found
+
+
+def read_counts(cursor: MetadataCursor) -> tuple[int, int]:
+    """(tensors, keys) of the header. Raises UnsupportedFormat for other versions and byte orders."""
+    magic = cursor.mapped[:4]
+    if magic != _MAGIC:
+        raise BadFile(f"{cursor.path}: starts with {magic!r}, not {_MAGIC!r}: not a GGUF file")
+    cursor.at = 4
+    version = cursor.unpack("I", "the version")
+    if version not in _VERSIONS:
+        swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
+        which = f"big-endian (version {swapped})" if 0 < swapped < 256 < version else f"version {version}"
+        raise UnsupportedFormat(
+            f"{cursor.path}: GGUF {which}; supported: little-endian, versions 2 and 3. Convert it again."
+        )
+    num_tensors, num_keys = cursor.unpack("Q", "the tensor count"), cursor.unpack("Q", "the key count")
+    smallest = num_keys * 14 + num_tensors * 25  # a key: 8 + 1 + 4 + 1 bytes; a tensor: 8 + 1 + 4 + 4 + 8
+    if smallest > cursor.left:
+        raise cursor.bad(
+            f"{num_keys} keys and {num_tensors} tensors need {smallest} bytes, only {cursor.left} are left"
+        )
+    return num_tensors, num_keys
+
+
+def read_metadata(path: Path) -> FileMetadata:
+    """The metadata of one file alone; its tensors are not looked at. Raises BadFile and UnsupportedFormat."""
+    cursor = MetadataCursor(map_file(path), path)
+    return FileMetadata(cursor, read_counts(cursor)[1])
 
 
 def _array_header(cursor: MetadataCursor, key: str) -> tuple[int, int]:

@@ -19,6 +19,7 @@ GROUPS = {
         *("model", "prompt", "system", "input", "output", "host", "port", "served_model_name", "api_key"),
         *("config", "max_tokens", "temperature", "seed", "cpu", "max_model_len", "max_num_seqs", "threads"),
     ),
+    "Several models": ("models_dir", "keep_alive", "models_memory", "max_loaded_models", "admin_key"),
     "Access": (
         *("api_key_file", "requests_per_minute", "tokens_per_minute", "max_requests_per_key"),
         *("allowed_host", "cors_origin", "tls_cert", "tls_key", "metrics_public", "root_path"),

@@ -28,12 +28,12 @@ UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 SERVER_URL = "http://127.0.0.1:8080"
 PREFIX = "PLAIT_"  # of the environment variables: --max-num-seqs is PLAIT_MAX_NUM_SEQS, too
 # Their help names the variable: a command line would show the key to every user of the machine.
-SECRET = {"api_key"}
+SECRET = {"api_key", "admin_key"}
 # Variables with our prefix that are no options: what is read elsewhere, and the links that Kubernetes and
 # Docker put into a container next to a service that is called plait.
 NO_OPTIONS = re.compile(r"PLAIT_(CONFIG|URL|SCREENSHOTS|NAME|ENV_.*|SERVICE_.*|PORT(_\d+_.*)?)")
 METAVARS = {"set": "KEY=VALUE", "plugins": "FILE.py"}
-BYTES_FIELDS = {"memory_limit", "max_body_bytes", "cache_disk_limit", "store_limit"}
+BYTES_FIELDS = {"memory_limit", "max_body_bytes", "cache_disk_limit", "store_limit", "models_memory"}
 SECONDS_FIELDS = {"store_max_age"}
 # Of no use in a terminal, where a reply is one text.
 _NOT_TYPED = {"n", "best_of", "logit_bias", "logprobs", "prompt_logprobs", "stop_token_ids"} | {
@@ -238,8 +238,31 @@ def server_options() -> Decorator:
 
 def config_file_option() -> Decorator:
     """`--config`, a file of options."""
-    text = "a TOML file of these options, in [server] and [engine]"
+    text = "a TOML file of these options, in [server], [engine] and [models.NAME]"
     return click.option("--config", metavar="FILE", envvar="PLAIT_CONFIG", show_envvar=True, help=text)
+
+
+def models_option() -> Decorator:
+    """Any number of models, as arguments or as `--model`; the command gets a tuple `model`."""
+    text = "a directory, a .safetensors or .gguf file, or a Hub id; NAME[,ALIAS]=MODEL: under these names"
+
+    def merge(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
+        arguments: tuple[str, ...] = ctx.params.pop("model_arguments", ())
+        return (*arguments, *value)
+
+    argument = click.argument(
+        "model_arguments", metavar="[MODEL]...", nargs=-1, is_eager=True, shell_complete=path_completion
+    )
+    named = click.option(
+        "--model",
+        "-m",
+        metavar="MODEL",
+        multiple=True,
+        callback=merge,
+        help=text,
+        shell_complete=path_completion,
+    )
+    return options([argument, named])
 
 
 def engine_option(name: str) -> Decorator:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,6 +12,7 @@ from plait.fair_queue import Slices
 from plait.server.api.parse_fields import present
 from plait.server.api.reply import ApiReply
 from plait.server.gateway.request_context import RequestContext
+from plait.server.gateway.served_models import ServedFacts, ServedModels
 from plait.server.http.errors import Problem
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 Body = dict[str, Any] | msgspec.Struct
 Plan = Callable[[RequestContext, Mapping[str, Any]], ApiReply]
 Answer = Callable[[RequestContext, Mapping[str, Any]], Body | Slices[Body]]
+Manage = Callable[[ServedModels, Mapping[str, object]], Awaitable[Body]]
 Refusal = Callable[[Problem], msgspec.Struct]
 
 
@@ -29,23 +31,39 @@ class Endpoint:
 
     Called with the context of the request, and its body as `read` returns it: by default without its nulls
     and under our names. `plan` makes a reply that is generated, whole or streamed; `answer` computes a body
-    in a thread, in slices if it is a generator (`turns`). One of the two is there. `refusal`: the body of an
-    error, if it is not OpenAI's. `method`: what it takes instead of POST.
+    in a thread, in slices if it is a generator (`turns`). `manage` gets all models and needs none of them
+    loaded. One of the three is there. `refusal`: the body of an error, if it is not OpenAI's. `method`: what
+    it takes instead of POST. `needs_admin`: it is refused without the admin key.
     """
 
     path: str
     fields: frozenset[str]
     plan: Plan | None = None
     answer: Answer | None = None
+    manage: Manage | None = None
     refusal: Refusal | None = None
     read: Callable[[Mapping[str, object]], dict[str, object]] = present
     method: Literal["POST", "DELETE"] = "POST"
+    needs_admin: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLookup:
-    """`GET path`: facts about the served model, computed in a thread from it and its name."""
+    """`GET path`: facts about a loaded model, computed in a thread from it and its name.
+
+    The query's `model` names it; without one it is the first.
+    """
 
     path: str
     answer: Callable[[Front, str], Body | list[Any]]
     refusal: Refusal | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelsLookup:
+    """`GET path`: facts about all models, loaded or not. `needs_admin`: as of an `Endpoint`."""
+
+    path: str
+    answer: Callable[[Sequence[ServedFacts]], Body]
+    refusal: Refusal | None = None
+    needs_admin: bool = False

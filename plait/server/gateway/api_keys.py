@@ -15,6 +15,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 from plait.config import ServerConfig
@@ -22,6 +23,7 @@ from plait.errors import ConfigError
 from plait.server.http.errors import RateLimited
 
 MAX_KEYS = 10_000  # each is compared with every request: this many take some milliseconds
+ADMIN = "admin"  # the name of the admin key, in the log
 DIGEST_MARK = "sha256:"
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
@@ -95,6 +97,14 @@ def read_keys(config: ServerConfig) -> Keyring:
         raise ConfigError(f"api_key_file: {len(keys)} keys are more than {MAX_KEYS}")
     _check_unique(keys)
     return Keyring(keys, default)
+
+
+@lru_cache(maxsize=2)
+def read_admin_key(config: ServerConfig) -> Keyring:
+    """The key that `--admin-key` sets, alone: KEY or sha256:HEX. Raises ConfigError, which shows no key."""
+    if config.admin_key is None:
+        return Keyring()
+    return Keyring([replace(_key(config.admin_key, Allowance(), "admin_key"), name=ADMIN)])
 
 
 def _from_file(path: str, default: Allowance) -> Iterator[Key]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from plait.server.gateway.api_keys import Account
 
 SCOPE_KEY = "plait.exchange"
+SHOWN_LOAD_S = 0.01  # what is shorter was no loading
 
 
 @dataclass(slots=True)
@@ -35,9 +36,11 @@ class Exchange:
     is_rejected: bool = False  # the queue was full, and nothing of it was read
     status: int = 0
     model: str = ""
+    load_s: float = 0.0  # it waited so long until its model was loaded
     num_asked_tokens: int = 0  # the most that all choices together can generate
     unread: list[str] = field(default_factory=list)  # hints that the model has no use for
     reason: str = ""  # why it was refused, for the log
+    release: Callable[[], None] | None = None  # called at the end: its model may be unloaded then
     streams: list[OutputStream] = field(default_factory=list)
     began_s: float = field(default_factory=time.monotonic)
     began_ns: int = field(default_factory=time.time_ns)
@@ -66,6 +69,7 @@ def log_fields(exchange: Exchange, seconds: float) -> dict[str, object]:
         "ms": round(seconds * 1000, 1),
         "key": exchange.key.name,
         "model": exchange.model,
+        "load_ms": round(exchange.load_s * 1000, 1) or None,
         "reason": exchange.reason,
     }
     if exchange.streams:

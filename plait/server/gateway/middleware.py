@@ -24,19 +24,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from plait.config import ServerConfig
 from plait.errors import PlaitError, QueueFull
 from plait.server.gateway.access_log import DroppedLines, LogWriter, log_request, shows_requests
-from plait.server.gateway.api_keys import Key, Keyring, RateLimits, read_keys
+from plait.server.gateway.api_keys import Key, Keyring, RateLimits, read_admin_key, read_keys
 from plait.server.gateway.exchange import SCOPE_KEY, Exchange, log_fields
-from plait.server.gateway.request_context import LoadingState
+from plait.server.gateway.request_head import check_host, one_spelling
+from plait.server.gateway.served_models import ServedModels
 from plait.server.gateway.vllm_metrics import PerRequest
 from plait.server.http.errors import (
-    HostRefused,
+    AdminRefused,
     InvalidKey,
     NotReady,
     Problem,
     TooManyRequests,
     problem,
 )
-from plait.server.http.hosts import host_name, is_loopback
 from plait.server.http.transfer import check_head, host_of, new_id
 
 MAX_OPEN_REQUESTS = 2048  # each has a task, a body in memory and perhaps a thread
@@ -54,7 +54,6 @@ HAS_CAPACITY = (
     "plait.has_capacity"  # in a scope: `reject_early` has checked, and only the engine's queue checks again
 )
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_LOCAL_NAMES = frozenset({"localhost", "testserver"})
 logger = logging.getLogger("plait.server")
 CROWD_S = 1.0  # all requests that a full queue rejected in this time are one line of the log
 SETTLE_S, SETTLE_EVERY_S = 2.0, 0.02  # the engine reports a choice that a stop string ended a step later
@@ -62,6 +61,7 @@ LATENCIES_S = (0.001, 0.005, 0.02, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 30
 RELOADED = (
     *("api_key", "api_key_file", "requests_per_minute", "tokens_per_minute", "max_requests_per_key"),
     *("metrics_public", "metrics_vllm_names", "allowed_host", "log_file", "log_format", "log_level"),
+    "admin_key",
 )
 METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH"})
 
@@ -76,10 +76,19 @@ class Traffic:
     """Admission, metrics and log of all requests. Everything here runs on the event loop's thread."""
 
     def __init__(
-        self, config: ServerConfig, recorder: Recorder | None = None, log: LogWriter | None = None
+        self,
+        config: ServerConfig,
+        recorder: Recorder | None = None,
+        log: LogWriter | None = None,
+        *,
+        names_models: bool = False,
     ) -> None:
+        """`names_models`: metrics of requests have the label `model`, "" where none was found."""
+        self._names_models = names_models
+        models = ["model"] if names_models else []
         self.config, self._recorder = config, recorder
         self.keyring = read_keys(config)
+        read_admin_key(config)
         self.limits = RateLimits(_all_keys(self.keyring))
         self.num_open = self.num_working = 0
         self._num_rejected = 0
@@ -89,14 +98,14 @@ class Traffic:
         self._requests = Counter(
             "plait_http_requests",
             "HTTP requests that were answered.",
-            ["route", "method", "status"],
+            ["route", "method", "status", *models],
             registry=self.registry,
         )
         self._in_flight = Gauge("plait_http_requests_open", "HTTP requests in work.", registry=self.registry)
         self._seconds = Histogram(
             "plait_http_request_seconds",
             "From the headers of a request to the end of its answer.",
-            ["route"],
+            ["route", *models],
             buckets=LATENCIES_S,
             registry=self.registry,
         )
@@ -106,6 +115,7 @@ class Traffic:
         """Apply the options in `RELOADED` as they are now. Raises ConfigError, and keeps the old ones."""
         config = replace(self.config, **{name: getattr(config, name) for name in RELOADED})
         keyring = read_keys(config)
+        read_admin_key(config)
         if bool(keyring) != bool(self.keyring):
             logger.warning("keys are %s from now on", "required" if keyring else "no longer required")
         self.keyring, self.config = keyring, config
@@ -118,6 +128,15 @@ class Traffic:
             sent = "authorization" in headers or "x-api-key" in headers
             text = "the API key is not one of this server's" if sent else "an API key is needed"
             raise InvalidKey(f"{text}; send it as `Authorization: Bearer KEY` or `x-api-key: KEY`")
+        exchange.key = key
+
+    def recognize_admin(self, exchange: Exchange, headers: Mapping[str, str]) -> None:
+        """Check the admin key, which no other key replaces. Raises AdminRefused and InvalidKey."""
+        if self.config.admin_key is None:
+            raise AdminRefused("models are managed with an admin key, and --admin-key sets none here")
+        key = read_admin_key(self.config).find(headers)
+        if key is None:
+            raise InvalidKey("this path needs the server's admin key; send it as `Authorization: Bearer KEY`")
         exchange.key = key
 
     def admit(self, exchange: Exchange) -> None:
@@ -156,10 +175,13 @@ class Traffic:
         self._in_flight.dec()
         if exchange.account is not None:
             exchange.account.leave()
+        if exchange.release is not None:
+            exchange.release()
         seconds = time.monotonic() - exchange.began_s
         method = exchange.method if exchange.method in METHODS else "other"
-        self._requests.labels(exchange.route, method, str(exchange.status)).inc()
-        self._seconds.labels(exchange.route).observe(seconds)
+        model = [exchange.model] if self._names_models else []
+        self._requests.labels(exchange.route, method, str(exchange.status), *model).inc()
+        self._seconds.labels(exchange.route, *model).observe(seconds)
         self._settling[exchange.id + str(id(exchange))] = (exchange, seconds, time.time_ns())
         self._settle(exchange, time.monotonic() + SETTLE_S)
 
@@ -199,19 +221,22 @@ class RequestGate:
 
     The application's `routes` are known. `refusals`: errors of other shapes, by path. `generating`: paths
     that need a place in the engine's queue. While it is full they are rejected before their bodies are read.
+    `managing`: paths that need the admin key.
     A rejection must cost little, because its cost is taken from the requests that are served.
     """
 
     def __init__(
         self,
         traffic: Traffic,
-        loading: LoadingState,
+        models: ServedModels,
         routes: Iterable[BaseRoute] = (),
         refusals: Mapping[str, Refusal] | None = None,
         generating: Iterable[str] = (),
+        managing: Iterable[str] = (),
     ) -> None:
-        self._traffic, self._loading = traffic, loading
+        self._traffic, self._models = traffic, models
         self._refusals, self._generating = refusals or {}, frozenset(generating)
+        self._managing = frozenset(managing)
         self._routes = [route for route in routes if isinstance(route, Route)]
         self._exact = {route.path for route in self._routes}
 
@@ -223,7 +248,7 @@ class RequestGate:
         if scope["method"] != "POST":
             return None
         try:
-            self._loading.check_capacity()
+            self._models.check_capacity()
             scope[HAS_CAPACITY] = True
             return None
         except QueueFull as error:
@@ -269,6 +294,8 @@ class RequestGate:
         """Raises the error of a request that can be refused by its headers alone."""
         self._check_caller(scope, headers, exchange)
         path = scope["path"]
+        if path in self._managing:
+            return
         if exchange.method == "POST" and not self._is_public(path, exchange.method):
             if path in self._generating and HAS_CAPACITY not in scope:
                 self._check_capacity(exchange)
@@ -280,20 +307,22 @@ class RequestGate:
 
     def _check_caller(self, scope: Scope, headers: Headers, exchange: Exchange) -> None:
         """Raises the errors that do not depend on the engine's load."""
-        self._check_host(host_of(scope))
+        check_host(self._traffic.config, host_of(scope))
         check_head(scope)
         path = scope["path"]
         if self._traffic.num_open > MAX_OPEN_REQUESTS and path not in WATCHED:
             raise TooManyRequests(f"{MAX_OPEN_REQUESTS} requests are open already; try again later")
-        if self._loading.stopping and path not in WATCHED:
+        if self._models.stopping and path not in WATCHED:
             raise NotReady("the server is stopping and takes no more requests")
-        if not self._is_public(path, exchange.method):
+        if path in self._managing and exchange.method != "OPTIONS":
+            self._traffic.recognize_admin(exchange, headers)
+        elif not self._is_public(path, exchange.method):
             self._traffic.recognize(exchange, headers)
 
     def _check_capacity(self, exchange: Exchange) -> None:
         """Raises QueueFull, which does not count against the key's limits."""
         try:
-            self._loading.check_capacity()
+            self._models.check_capacity()
         except QueueFull:
             self._traffic.reject(exchange)
             raise
@@ -302,22 +331,6 @@ class RequestGate:
         if path == "/metrics" and self._traffic.config.metrics_public:
             return True
         return method == "OPTIONS" or path in PUBLIC or path.startswith("/page/")
-
-    def _check_host(self, host: str | None) -> None:
-        config = self._traffic.config
-        if host is None or (not config.allowed_host and not is_loopback(config.host)):
-            return
-        name = host_name(host)
-        if name in {allowed.lower() for allowed in config.allowed_host}:
-            return
-        if is_loopback(config.host) and (
-            name in _LOCAL_NAMES or name == config.host.lower() or is_loopback(name)
-        ):
-            return
-        raise HostRefused(
-            f"Host is {host[:200]!r}; this server answers to localhost and the names of --allowed-host only",
-            "host",
-        )
 
     def _route(self, path: str) -> str:
         """The route of a path: one of few names, for metrics."""
@@ -332,8 +345,8 @@ class RequestGate:
 class Edge:
     """Wraps the application: each request that its `gate` admits has an id, and its end is reported."""
 
-    def __init__(self, app: ASGIApp, gate: RequestGate, traffic: Traffic, loading: LoadingState) -> None:
-        self._app, self._gate, self._traffic, self._loading = app, gate, traffic, loading
+    def __init__(self, app: ASGIApp, gate: RequestGate, traffic: Traffic, models: ServedModels) -> None:
+        self._app, self._gate, self._traffic, self._models = app, gate, traffic, models
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -347,7 +360,7 @@ class Edge:
             app: ASGIApp = self._app
             try:
                 self._gate.check(scope, headers, exchange)
-                if not self._loading.stopping:
+                if not self._models.stopping:
                     self._traffic.work(exchange)
             except PlaitError as error:
                 exchange.reason = problem(error).reason
@@ -366,16 +379,11 @@ class Edge:
                 headers[REQUEST_ID_HEADER] = exchange.id
                 if exchange.account is not None:
                     headers.update(exchange.account.headers())
-                if self._loading.stopping:
+                if self._models.stopping:
                     headers["Connection"] = "close"
             await send(message)
 
         return named
-
-
-def one_spelling(path: str) -> str:
-    """A path without doubled and trailing slashes."""
-    return "/" + "/".join(part for part in path.split("/") if part)
 
 
 def _all_keys(keyring: Keyring) -> tuple[Key, ...]:

@@ -49,13 +49,27 @@ class LoadingProgress:
     total: int = 0
 
 
+class ModelHealth(msgspec.Struct, kw_only=True, frozen=True):
+    """How one of several models is; `engine` and `totals` as of `Health`. `error`: why it failed."""
+
+    status: Literal["ok", "loading", "unhealthy", "unloaded", "failed"]
+    progress: LoadingProgress | UnsetType = UNSET
+    error: str | UnsetType = UNSET
+    engine: dict[str, int] | UnsetType = UNSET
+    totals: dict[str, int] | UnsetType = UNSET
+
+
 class Health(msgspec.Struct, kw_only=True, frozen=True):
-    """The body of /health. `engine`: current values; `totals`: counters; `progress`: while it loads."""
+    """The body of /health. `engine`: current values; `totals`: counters; `progress`: while it loads.
+
+    `models`: of a server of several, each by its name.
+    """
 
     status: Literal["ok", "loading", "unhealthy", "stopping"]
     progress: LoadingProgress | UnsetType = UNSET
     engine: dict[str, Any] | UnsetType = UNSET
     totals: dict[str, Any] | UnsetType = UNSET
+    models: dict[str, ModelHealth] | UnsetType = UNSET
 
 
 class Readiness(msgspec.Struct, frozen=True):

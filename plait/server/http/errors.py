@@ -83,6 +83,30 @@ class InvalidKey(RequestError):
     code = "invalid_api_key"
 
 
+class AdminRefused(RequestError):
+    """A path that manages the server, and no admin key is set."""
+
+    status = 403
+    code = "no_admin_key"
+
+
+class ModelUnavailable(CapacityError):
+    """A model that cannot be loaded now. `wait_s`: when to retry, None: retrying does not help."""
+
+    code = "model_unavailable"
+
+    def __init__(self, message: str, wait_s: float | None = None) -> None:
+        super().__init__(message)
+        self.wait_s = wait_s
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """What keeps clients from retrying in vain."""
+        if self.wait_s is None:
+            return {"x-should-retry": "false"}
+        return {"Retry-After": str(max(1, math.ceil(self.wait_s))), "x-should-retry": "false"}
+
+
 class RateLimited(CapacityError):
     """A key has reached its limits. `wait_s`: when to retry; `headers`: the limits."""
 
@@ -109,6 +133,7 @@ _TYPES = {
     503: "server_error",
     504: "server_error",
 }
+_AGAIN = {"Retry-After": str(RETRY_AFTER_S)}
 _BY_STATUS = {404: "not_found", 405: "method_not_allowed"}
 
 
@@ -187,7 +212,8 @@ def _problem(error: BaseException) -> Problem:
         case DeadlineExceeded() | StoreFull() | StoreUnavailable():
             return Problem(error.status, str(error), None, error.code, {"x-should-retry": "false"})
         case CapacityError():
-            return Problem(error.status, str(error), None, error.code, {"Retry-After": str(RETRY_AFTER_S)})
+            again = error.headers if isinstance(error, ModelUnavailable) else _AGAIN
+            return Problem(error.status, str(error), None, error.code, again)
         case EngineLost():
             return Problem(503, str(error), None, error.code, {"Retry-After": str(LOST_RETRY_S)})
         case EngineError():

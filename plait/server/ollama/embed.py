@@ -40,7 +40,11 @@ class EmbeddingReply(msgspec.Struct, frozen=True):
 
 def plan_embed(context: RequestContext, body: Mapping[str, object]) -> EmbedsReply:
     """Validate and tokenize texts, before the engine gets them. Raises RequestErrors."""
-    clock, terms, dimensions = ReplyClock(), _terms(context, body), body.get("dimensions")
+    clock, terms, dimensions = (
+        ReplyClock(context.exchange.load_s),
+        _terms(context, body),
+        body.get("dimensions"),
+    )
     size, truncate = context.front.spec.hidden_size, body.get("truncate", False)
     if dimensions is not None and not (type(dimensions) is int and 1 <= dimensions <= size):
         text = (

@@ -110,7 +110,7 @@ class GenerateLine(ReplyLine, kw_only=True, frozen=True):
 
 def plan_chat(context: RequestContext, body: Mapping[str, object]) -> ApiReply:
     """Validate, render and tokenize a chat, before the engine gets it. Raises RequestErrors."""
-    clock, sent = ReplyClock(), chat_fields(context, body)
+    clock, sent = ReplyClock(context.exchange.load_s), chat_fields(context, body)
     if not sent["messages"]:
         return LoadedReply(ChatLine(**_load_fields(context), message=OllamaMessage()))
     names = {**NAMES, "prompt": "messages"}
@@ -121,7 +121,7 @@ def plan_chat(context: RequestContext, body: Mapping[str, object]) -> ApiReply:
 
 def plan_generate(context: RequestContext, body: Mapping[str, object]) -> ApiReply:
     """Validate a prompt, and render and tokenize it, before the engine gets it. Raises RequestErrors."""
-    clock = ReplyClock()
+    clock = ReplyClock(context.exchange.load_s)
     refuse_images(body.get("images"), "images")
     for name, why in _NOT_TAKEN.items():
         if body.get(name):

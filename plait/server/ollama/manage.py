@@ -1,14 +1,14 @@
 """Ollama's paths about models: what is served, and requests to change that.
 
-One server has one model for as long as it runs, so requests to fetch, copy, make or remove one are answered
-with what is true of it, or refused with the command to run instead.
+A server has the models that it was started with, so requests to fetch, copy, make or remove one are answered
+with what is true of them, or refused with the command to run instead.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NoReturn
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -16,19 +16,15 @@ from msgspec import UNSET, UnsetType
 from plait.errors import InvalidField, ModelNotFound
 from plait.request import SamplingParams
 from plait.sampling_fields import shorten
-from plait.server.api.endpoint import Endpoint, ModelLookup
+from plait.server.api.endpoint import Endpoint, ModelsLookup
 from plait.server.api.token_scores import Count
-from plait.server.api.validate import LATEST
-from plait.server.gateway.request_context import RequestContext
+from plait.server.api.validate import DEFAULT_MODEL, LATEST
+from plait.server.gateway.served_models import ServedFacts, ServedModels
 from plait.server.ollama.wire import OllamaStatus, as_time, read_body, refusal
 from plait.version import __version__
 
-if TYPE_CHECKING:
-    from plait.frontend.frontend import Front
-
 API_VERSION = "0.12.6"  # of Ollama, with the API that these paths have: clients refuse what looks too old
 FOR_EVER = "9999-12-31T23:59:59Z"
-WANTED = "wanted"  # `model` of a request that need not name the served one
 NOT_DONE = {
     "/api/delete": "the model is in use; stop the server, then run `plait rm NAME`",
     "/api/copy": "a server has one name for its model; start it with --served-model-name NAME",
@@ -57,7 +53,9 @@ class ModelDetails(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class Tag(msgspec.Struct, kw_only=True, frozen=True):
-    """A served model. `digest`: a hash of `system_fingerprint`; `modified_at`: when it was loaded."""
+    """A served model. `digest`: a hash of `system_fingerprint`, of the name before it was loaded;
+    `modified_at`: when it was loaded, before that when the server started.
+    """
 
     name: str
     model: str
@@ -74,7 +72,7 @@ class Tags(msgspec.Struct, frozen=True):
 
 
 class RunningModel(Tag, kw_only=True, frozen=True):
-    """A loaded model; it stays as long as the server runs."""
+    """A loaded model. `size`: bytes of its engine, if known; `expires_at`: when it is unloaded."""
 
     expires_at: str = FOR_EVER
     size_vram: Count = 0
@@ -100,120 +98,115 @@ class ShownModel(msgspec.Struct, kw_only=True, frozen=True):
     license: str | UnsetType = UNSET
 
 
-def list_tags(front: Front, name: str) -> Tags:
-    """The served model, as /api/tags lists it."""
-    return Tags([Tag(**_facts(front, name))])
+def list_tags(found: Sequence[ServedFacts]) -> Tags:
+    """Every model, loaded or not, as /api/tags lists it."""
+    return Tags([Tag(**_facts(one)) for one in found])
 
 
-def list_running(front: Front, name: str) -> RunningModels:
-    """The served model, as /api/ps lists it."""
-    return RunningModels([RunningModel(**_facts(front, name), context_length=front.max_model_len)])
+def list_running(found: Sequence[ServedFacts]) -> RunningModels:
+    """The loaded models, as /api/ps lists them."""
+    return RunningModels(
+        [
+            RunningModel(
+                **{**_facts(one), "size": one.memory or 0},
+                context_length=one.max_model_len or 0,
+                expires_at=FOR_EVER if one.expires is None else as_time(one.expires),
+            )
+            for one in found
+            if one.stage == "loaded"
+        ]
+    )
 
 
-def version(front: Front, name: str) -> OllamaVersion:
+def version(found: Sequence[ServedFacts]) -> OllamaVersion:
     """The version of Ollama's API that is spoken here."""
     return OllamaVersion()
 
 
-def show(context: RequestContext, body: Mapping[str, object]) -> ShownModel:
-    """The served model. Raises ModelNotFound for another name."""
-    front, name = context.front, context.model
-    template = front.chat_template
-    params = SamplingParams().resolved(front.generation_config)
+async def show(models: ServedModels, body: Mapping[str, object]) -> ShownModel:
+    """A model, which need not be loaded; what is not known before that is left out. Raises ModelNotFound."""
+    found = models.facts_of(body.get("model"))
+    params = SamplingParams().resolved(found.front.generation_config if found.front else {})
     parameters = "\n".join(f"{one:<30} {getattr(params, one):g}" for one in _PARAMETERS)
     return ShownModel(
-        modelfile=f"# served by Plait {__version__}\nFROM {name}\n",
+        modelfile=f"# served by Plait {__version__}\nFROM {found.name}\n",
         parameters=parameters.replace("repetition_penalty", "repeat_penalty    "),
-        template=template.source if template else "",
-        details=_details(front),
-        model_info=_info(front),
-        capabilities=_capabilities(front),
-        modified_at=as_time(front.created),
+        template=found.template,
+        details=_details(found),
+        model_info=_info(found),
+        capabilities=["completion"] if found.abilities is None else [*found.abilities],
+        modified_at=as_time(found.created),
     )
 
 
-def pull(context: RequestContext, body: Mapping[str, object]) -> OllamaStatus:
+async def pull(models: ServedModels, body: Mapping[str, object]) -> OllamaStatus:
     """Whether the model is here: one line, streamed or not. Raises ModelNotFound for one that is not."""
-    wanted, served = body.get(WANTED), context.model
+    wanted, served = body.get("model"), models.list_facts()
     if not isinstance(wanted, str):
         raise InvalidField("model: it must be a string", "model")
-    if wanted.removesuffix(LATEST) not in (served.removesuffix(LATEST), "default"):
-        text = f"{shorten(wanted)} is not served here, {served!r} is; this server fetches nothing: run "
+    names = {name.removesuffix(LATEST) for one in served for name in (one.name, *one.aliases)}
+    if wanted.removesuffix(LATEST) not in names | {DEFAULT_MODEL}:
+        here = f"{served[0].name!r} is" if len(served) == 1 else f"{len(served)} others are"
+        text = f"{shorten(wanted)} is not served here, {here}; this server fetches nothing: run "
         raise ModelNotFound(f"{text}`plait pull NAME`, then `plait serve NAME`", "model")
     return OllamaStatus("success")
 
 
-def _facts(front: Front, name: str) -> dict[str, Any]:
-    digest = hashlib.sha256(front.fingerprint.encode()).hexdigest()
-    loaded = as_time(front.created)
+def _facts(found: ServedFacts) -> dict[str, Any]:
+    digest = hashlib.sha256((found.fingerprint or found.name).encode()).hexdigest()
     return {
-        "name": name,
-        "model": name,
-        "modified_at": loaded,
+        "name": found.name,
+        "model": found.name,
+        "modified_at": as_time(found.created),
+        "size": found.size or 0,
         "digest": digest,
-        "details": _details(front),
+        "details": _details(found),
     }
 
 
-def _details(front: Front) -> ModelDetails:
-    return ModelDetails(family=front.spec.family, families=[front.spec.family])
+def _details(found: ServedFacts) -> ModelDetails:
+    return ModelDetails(family=found.family, families=[found.family] if found.family else [])
 
 
-def _info(front: Front) -> dict[str, str | int]:
+def _info(found: ServedFacts) -> dict[str, str | int]:
     """What is known of the model, under a GGUF file's keys."""
-    spec, family = front.spec, front.spec.family
-    return {
-        "general.architecture": family,
-        "general.basename": front.name,
-        f"{family}.context_length": front.max_model_len,
-        f"{family}.embedding_length": spec.hidden_size,
-        f"{family}.block_count": len(spec.layers),
-        f"{family}.vocab_size": spec.vocab_size,
-    }
-
-
-def _capabilities(front: Front) -> list[str]:
-    """What the model can, in Ollama's words; "embedding" is for models that do nothing else."""
-    if not front.spec.causal:
-        return ["embedding"]
-    found = ["completion"]
-    if front.reply_format.tools is not None:
-        found.append("tools")
-    if front.reply_format.reasoning is not None:
-        found.append("thinking")
-    return found
-
-
-def _read_wanted(body: Mapping[str, object]) -> dict[str, object]:
-    """The body with `model` under a name that is not checked against the served one."""
-    found = read_body(body)
-    if "model" in found:
-        found[WANTED] = found.pop("model")
-    return found
+    front, family = found.front, found.family
+    info: dict[str, str | int] = {"general.architecture": family, "general.basename": found.name}
+    if found.max_model_len is not None:
+        info[f"{family}.context_length"] = found.max_model_len
+    if front is not None:
+        spec = front.spec
+        info |= {
+            "general.basename": front.name,
+            f"{family}.embedding_length": spec.hidden_size,
+            f"{family}.block_count": len(spec.layers),
+            f"{family}.vocab_size": spec.vocab_size,
+        }
+    return info
 
 
 def _endpoint_not_done(path: str, why: str) -> Endpoint:
-    def refuse(context: RequestContext, body: Mapping[str, object]) -> NoReturn:
+    async def refuse(models: ServedModels, body: Mapping[str, object]) -> NoReturn:
         raise InvalidField(f"{path}: this server cannot do that: {why}", "model")
 
     method: Literal["POST", "DELETE"] = "DELETE" if path == "/api/delete" else "POST"
-    fields = frozenset({WANTED, "source", "destination"})
-    return Endpoint(path, fields, answer=refuse, refusal=refusal, read=_read_wanted, method=method)
+    fields = frozenset({"model", "source", "destination"})
+    return Endpoint(path, fields, manage=refuse, refusal=refusal, read=read_body, method=method)
 
 
-FACTS = (
-    ModelLookup("/api/tags", list_tags, refusal),
-    ModelLookup("/api/ps", list_running, refusal),
-    ModelLookup("/api/version", version, refusal),
+LISTS = (
+    ModelsLookup("/api/tags", list_tags, refusal),
+    ModelsLookup("/api/ps", list_running, refusal),
+    ModelsLookup("/api/version", version, refusal),
 )
 ENDPOINTS = (
-    Endpoint("/api/show", frozenset({"model", "verbose"}), answer=show, refusal=refusal, read=read_body),
+    Endpoint("/api/show", frozenset({"model", "verbose"}), manage=show, refusal=refusal, read=read_body),
     Endpoint(
         "/api/pull",
-        frozenset({WANTED, "stream", "insecure"}),
-        answer=pull,
+        frozenset({"model", "stream", "insecure"}),
+        manage=pull,
         refusal=refusal,
-        read=_read_wanted,
+        read=read_body,
     ),
     *(_endpoint_not_done(path, why) for path, why in NOT_DONE.items()),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Mapping
@@ -20,6 +21,8 @@ NS = 1_000_000_000
 _NS_OF_MS = 1_000_000
 # Go's notation, which Ollama's clients send: "5m", "1h30m", "-1"; a bare number is seconds.
 _DURATION = re.compile(r"-?(?:\d+(?:\.\d+)?|(?:\d+(?:\.\d+)?(?:ns|us|µs|ms|s|m|h)){1,6})")
+_PART_OF_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ns|us|µs|ms|s|m|h)")
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 MAX_DURATION_CHARS = 64
 
 
@@ -36,7 +39,7 @@ class OllamaStatus(msgspec.Struct, frozen=True):
 
 
 class Durations(msgspec.Struct, kw_only=True, frozen=True):
-    """Times in nanoseconds, and tokens. The model is loaded already, so `load_duration` is 0."""
+    """Times in nanoseconds, and tokens. `load_duration`: until the model was loaded; 0 if it was."""
 
     total_duration: Count
     load_duration: Count
@@ -47,16 +50,17 @@ class Durations(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class ReplyClock:
-    """The time since a request was read."""
+    """The time since a request was read. `load_s`: how long it had waited for its model by then."""
 
-    def __init__(self) -> None:
-        self._began_ns = time.monotonic_ns()
+    def __init__(self, load_s: float) -> None:
+        self._load_ns = round(load_s * NS)
+        self._began_ns = time.monotonic_ns() - self._load_ns
 
     def durations(self, num_prompt: int, timings: Timings | None = None) -> dict[str, int]:
         """The fields of `Durations`; without `timings` those of a reply that generates nothing."""
         found = {
             "total_duration": time.monotonic_ns() - self._began_ns,
-            "load_duration": 0,
+            "load_duration": self._load_ns,
             "prompt_eval_count": num_prompt,
         }
         if timings is not None:
@@ -92,16 +96,25 @@ def read_body(body: Mapping[str, object]) -> dict[str, object]:
 
 
 def check_keep_alive(value: object) -> bool:
-    """Whether it requests what holds anyway: that the model stays. Raises InvalidField.
+    """Whether it requests what holds anyway: that the only model stays. Raises InvalidField.
 
-    The model stays as long as the server runs, so any other time changes nothing, and is reported.
+    It stays as long as the server runs, so any other time changes nothing, and is reported.
     """
-    if value is None:
-        return True
+    return value is None or read_keep_alive(value) == math.inf
+
+
+def read_keep_alive(value: object) -> float:
+    """How long a model is to stay after a request, in seconds; below zero means: for ever.
+
+    Raises InvalidField for what is no time.
+    """
     text = value.strip() if isinstance(value, str) else str(value)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     is_text = isinstance(value, str) and len(value) <= MAX_DURATION_CHARS and _DURATION.fullmatch(text)
     if not (is_number or is_text):
         wanted = 'send seconds, or a duration such as "5m"; -1: for ever'
         raise InvalidField(f"keep_alive: {shorten(value)} is no time; {wanted}", "keep_alive")
-    return text.startswith("-")
+    if text.startswith("-"):
+        return math.inf
+    parts = _PART_OF_DURATION.findall(text) if is_text else []
+    return sum(float(number) * _SECONDS[unit] for number, unit in parts) if parts else float(text)

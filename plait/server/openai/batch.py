@@ -8,7 +8,7 @@ A response lists fields of its request that the endpoint ignored, if there were 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,10 +150,13 @@ async def answer_line(
 
 async def post_json(app: ASGIApp, path: str, body: bytes) -> tuple[int, dict[bytes, bytes], bytes]:
     """One POST of JSON to an application: (status, headers, body)."""
-    arriving, sent = _receive_body(body), list[Message]()
+    arriving, sent = iter([{"type": "http.request", "body": body, "more_body": False}]), list[Message]()
 
     async def receive() -> Message:
-        return await anext(arriving, {"type": "http.disconnect"})
+        for message in arriving:
+            return message
+        await asyncio.Event().wait()  # the client never disconnects, and may be waited for again and again
+        raise AssertionError("a client that never disconnects has done so")
 
     async def send(message: Message) -> None:
         sent.append(message)
@@ -162,11 +165,6 @@ async def post_json(app: ASGIApp, path: str, body: bytes) -> tuple[int, dict[byt
     whole = b"".join(m.get("body", b"") for m in sent if m["type"] == "http.response.body")
     start = next(m for m in sent if m["type"] == "http.response.start")
     return start["status"], dict(start["headers"]), whole
-
-
-async def _receive_body(body: bytes) -> AsyncIterator[Message]:
-    yield {"type": "http.request", "body": body, "more_body": False}
-    await asyncio.Event().wait()  # the client never disconnects
 
 
 def _scope(path: str, length: int) -> dict[str, object]:

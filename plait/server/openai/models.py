@@ -20,7 +20,8 @@ from plait.server.api.parse_fields import field_names, parse_as
 from plait.server.api.schema import DetokenizeRequest, TokenizeRequest
 from plait.server.api.token_scores import Count
 from plait.server.api.validate import allow_tools, from_template_kwargs
-from plait.server.gateway.request_context import RequestContext
+from plait.server.gateway.request_context import LoadingProgress, RequestContext
+from plait.server.gateway.served_models import ServedFacts, Stage
 from plait.text.tokenizers.tokenizer import join_text
 
 if TYPE_CHECKING:
@@ -34,12 +35,32 @@ TOKENIZE_FIELDS, DETOKENIZE_FIELDS = field_names(TokenizeRequest), field_names(D
 _OF_A_CHAT = ("tools", "reasoning_effort", "chat_template_kwargs", "continue_final_message")
 
 
+class ModelStatus(msgspec.Struct, kw_only=True, frozen=True):
+    """Whether a model is loaded; llama-server's shape. `error`: why the last attempt to load it failed."""
+
+    value: Stage
+    progress: LoadingProgress | UnsetType = UNSET
+    error: str | UnsetType = UNSET
+
+
 class ModelCard(msgspec.Struct, kw_only=True, frozen=True):
+    """A model. What is not known before it is loaded is left out.
+
+    `size`: bytes of its weight files; `memory`: bytes that its engine holds. `capabilities`: Ollama's words.
+    """
+
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "plait"
-    max_model_len: Count
+    max_model_len: Count | UnsetType = UNSET
+    status: ModelStatus
+    aliases: list[str] | UnsetType = UNSET
+    capabilities: list[str] | UnsetType = UNSET
+    size: Count | UnsetType = UNSET
+    memory: Count | UnsetType = UNSET
+    num_open_requests: Count | UnsetType = UNSET
+    expires: float | UnsetType = UNSET
 
 
 class ModelList(msgspec.Struct, kw_only=True, frozen=True):
@@ -70,9 +91,25 @@ class DetokenizeReply(msgspec.Struct, frozen=True):
     content: str
 
 
-def card(front: Front, name: str) -> ModelCard:
-    """The model as /v1/models lists it, under this name."""
-    return ModelCard(id=name, created=front.created, max_model_len=front.max_model_len)
+def card(found: ServedFacts) -> ModelCard:
+    """A model as /v1/models lists it."""
+    progress = UNSET if found.progress is None else found.progress
+    return ModelCard(
+        id=found.name,
+        created=found.created,
+        max_model_len=_or_unset(found.max_model_len),
+        status=ModelStatus(value=found.stage, progress=progress, error=found.error or UNSET),
+        aliases=[*found.aliases] or UNSET,
+        capabilities=UNSET if found.abilities is None else [*found.abilities],
+        size=_or_unset(found.size),
+        memory=_or_unset(found.memory),
+        num_open_requests=found.num_open or UNSET,
+        expires=_or_unset(found.expires),
+    )
+
+
+def _or_unset(value: T | None) -> T | UnsetType:
+    return UNSET if value is None else value
 
 
 def tokenize(context: RequestContext, body: Mapping[str, object]) -> Slices[Tokens]:

@@ -17,7 +17,7 @@ from plait.server.stored.inner import InnerApp
 
 if TYPE_CHECKING:
     from plait.server.gateway.middleware import Traffic
-    from plait.server.gateway.request_context import LoadingState
+    from plait.server.gateway.served_models import ServedModels
     from plait.server.store.rows import StoredRow
     from plait.server.store.store import Store
 
@@ -29,8 +29,8 @@ RETRY_S, LOADING_S, CANCEL_S = 10.0, 0.2, 30.0
 class BatchRunner:
     """Runs every batch that is in work. Only for the event loop's thread."""
 
-    def __init__(self, store: Store, traffic: Traffic, loading: LoadingState) -> None:
-        self._store, self._traffic, self._loading = store, traffic, loading
+    def __init__(self, store: Store, traffic: Traffic, models: ServedModels) -> None:
+        self._store, self._traffic, self._models = store, traffic, models
         self._app: ASGIApp | None = None
         self._places = asyncio.Semaphore(PLACES)
         self._runs: dict[str, tuple[BatchRun, asyncio.Task[None]]] = {}
@@ -82,7 +82,7 @@ class BatchRunner:
 
     async def _run_to_end(self, run: BatchRun) -> None:
         """Run a batch; while the store refuses its answers, it waits and goes on."""
-        while self._loading.front is None:
+        while self._models.readiness()[1] == "loading":
             await asyncio.sleep(LOADING_S)
         has_ended = False
         while not has_ended:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from plait.server.gateway.middleware import Traffic
-    from plait.server.gateway.request_context import LoadingState
+    from plait.server.gateway.served_models import ServedModels
     from plait.server.store.store import Store
 
 logger = logging.getLogger("plait.server")
@@ -23,10 +23,10 @@ logger = logging.getLogger("plait.server")
 class StoredState:
     """The store of a server, and what is in work. Only for the event loop's thread."""
 
-    def __init__(self, store: Store, traffic: Traffic, loading: LoadingState) -> None:
+    def __init__(self, store: Store, traffic: Traffic, models: ServedModels) -> None:
         self.store = store
         self.background = BackgroundRunner(store, traffic)
-        self.batches = BatchRunner(store, traffic, loading)
+        self.batches = BatchRunner(store, traffic, models)
         self._cleaning: asyncio.Task[None] | None = None
 
     async def start(self, app: ASGIApp) -> None:

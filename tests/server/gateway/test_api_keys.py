@@ -104,7 +104,7 @@ def test_every_route_but_what_is_the_same_for_all_clients_requires_a_key() -> No
     app = create_app(fake_front(), ServerConfig(api_key="k"))
     routes = [route for route in app.routes if isinstance(route, Route)]
     assert len(routes) > 8
-    with serving(fake_front(), api_key=("k",)) as client:
+    with serving(fake_front(), api_key=("k",), admin_key="a") as client:
         for route in routes:
             (method,) = (route.methods or set()) - {"HEAD"}
             answer = client.request(method, route.path.replace("{id:path}", "fake"))

@@ -82,7 +82,7 @@ def test_a_new_certificate_is_used_and_open_streams_go_on(tmp_path: Path, asked:
     put("one", tmp_path)
     running = start(lambda report: fake_front(), config(tmp_path))
     try:
-        assert wait_until(lambda: running.server._loading.front is not None)
+        assert wait_until(lambda: bool(running.server.models.fronts()))
         stream = http.client.HTTPSConnection(*address(running), timeout=20, context=trusting("one"))
         body = {"prompt": "SLOW", "stream": True, "ignore_eos": True, "max_tokens": 60}
         headers = {"Content-Type": "application/json"}

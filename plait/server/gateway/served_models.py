@@ -1,0 +1,170 @@
+"""The models behind a server, as its handlers see them: one that is loaded at startup, or several.
+
+`models/only` is the first, `models/pool` the second.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from plait.server.gateway.exchange import Exchange
+from plait.server.gateway.request_context import Health, LoadingProgress
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+    from plait.frontend.frontend import Front
+
+Stage = Literal["loaded", "loading", "unloaded", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenModel:
+    """A loaded model that a request has chosen. `served`: its name; `name`: what the reply calls it."""
+
+    front: Front
+    served: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedFacts:
+    """What is known of a model, loaded or not; None: not known before it is loaded.
+
+    `created`: seconds since 1970; `size`: bytes of its weight files; `memory`: bytes that its engine holds;
+    `expires`: seconds since 1970 when it is unloaded, None: never; `error`: why it could not be loaded.
+    """
+
+    name: str
+    created: int
+    stage: Stage
+    front: Front | None = None
+    aliases: Sequence[str] = ()
+    progress: LoadingProgress | None = None
+    error: str = ""
+    max_model_len: int | None = None
+    abilities: Sequence[str] | None = None
+    family: str = ""
+    fingerprint: str = ""
+    template: str = ""
+    size: int | None = None
+    memory: int | None = None
+    expires: float | None = None
+    num_open: int = 0
+
+
+class ServedModels(ABC):
+    """All models of a server. Only for the event loop's thread, but for `fronts` and `registries`."""
+
+    keeps_time = False  # whether `keep_alive` of a request means something
+
+    @property
+    @abstractmethod
+    def stopping(self) -> bool:
+        """Whether no new requests are accepted."""
+
+    @property
+    @abstractmethod
+    def fault(self) -> BaseException | None:
+        """Why nothing can be served any more, if that is so."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Called once, when the event loop runs."""
+
+    @abstractmethod
+    def look_around(self) -> None:
+        """Called once a second."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Accept no new requests from now on; running ones go on."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End every engine; blocks. From any thread."""
+
+    @abstractmethod
+    async def choose(self, asked: object, exchange: Exchange, keep_alive: object = None) -> ChosenModel:
+        """The model that a request names, loaded; it stays until `exchange.release` is called.
+
+        Raises InvalidField, ModelNotFound and CapacityErrors.
+        """
+
+    @abstractmethod
+    def look_up(self, asked: object) -> ChosenModel:
+        """A model that is loaded. Raises NotReady for one that is not, and what `choose` raises."""
+
+    @abstractmethod
+    def list_facts(self) -> list[ServedFacts]:
+        """All models, the first first. Raises NotReady while nothing is known."""
+
+    @abstractmethod
+    def facts_of(self, asked: object) -> ServedFacts:
+        """One model. Raises InvalidField and ModelNotFound."""
+
+    @abstractmethod
+    async def load(self, asked: object) -> ServedFacts:
+        """Have a model loaded; does not wait for it. Raises what `choose` raises."""
+
+    @abstractmethod
+    async def unload(self, asked: object) -> ServedFacts:
+        """Have a model unloaded when its open requests have ended; does not wait for that.
+
+        Raises InvalidField and ModelNotFound.
+        """
+
+    @abstractmethod
+    def fronts(self) -> Mapping[str, Front]:
+        """The loaded models, by name."""
+
+    @abstractmethod
+    def registries(self) -> Sequence[CollectorRegistry]:
+        """Metrics of the models and of what is done with them. Raises NotReady while there are none."""
+
+    @abstractmethod
+    def check_capacity(self) -> None:
+        """Raises QueueFull or EngineError if any request that came now would be refused."""
+
+    @abstractmethod
+    def readiness(self) -> tuple[int, str]:
+        """The HTTP status of /ready and why: 200 if a request that came now would be taken."""
+
+    @abstractmethod
+    def liveness(self) -> tuple[int, str]:
+        """The HTTP status of /live and why: 503 if only restarting the server could help."""
+
+    @abstractmethod
+    def health(self) -> tuple[int, Health]:
+        """The HTTP status of /health and its body."""
+
+
+def list_abilities(front: Front) -> list[str]:
+    """What a model can, in Ollama's words; "embedding" is for models that do nothing else."""
+    if not front.spec.causal:
+        return ["embedding"]
+    found = ["completion"]
+    if front.reply_format.tools is not None:
+        found.append("tools")
+    if front.reply_format.reasoning is not None:
+        found.append("thinking")
+    return found
+
+
+def facts_of_front(front: Front, name: str) -> ServedFacts:
+    """What is known of a loaded model."""
+    template = front.chat_template
+    return ServedFacts(
+        name=name,
+        created=front.created,
+        stage="loaded",
+        front=front,
+        max_model_len=front.max_model_len,
+        abilities=list_abilities(front),
+        family=front.spec.family,
+        fingerprint=front.fingerprint,
+        template=template.source if template else "",
+    )

@@ -1,0 +1,193 @@
+"""Several models in one server: each is loaded when a request names it, and unloaded when it is idle.
+
+Names and facts are here; what is in memory is `residents`. All runs on the event loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from plait.config import ServerConfig
+from plait.errors import ModelNotFound
+from plait.server.api import validate
+from plait.server.gateway.exchange import Exchange
+from plait.server.gateway.request_context import Health
+from plait.server.gateway.served_models import ChosenModel, ServedFacts, ServedModels
+from plait.server.http.errors import NotReady
+from plait.server.models.catalog import LOOK_EVERY_S, ModelCatalog
+from plait.server.models.hosted import HostedModel
+from plait.server.models.placement import RESIDENCE_S
+from plait.server.models.pool_health import find_readiness, join_health
+from plait.server.models.residents import ResidentModels, make_stopping_error
+from plait.server.ollama.wire import read_keep_alive
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+    from plait.frontend.frontend import Front
+
+FOLLOW_EVERY_S = 10.0  # between two looks at the folder that no request causes
+
+
+class ModelPool(ServedModels):
+    """The models of a catalogue, as the handlers of HTTP see them."""
+
+    keeps_time = True
+
+    def __init__(self, catalog: ModelCatalog, config: ServerConfig, residents: ResidentModels) -> None:
+        self._catalog, self._config, self._residents = catalog, config, residents
+        self._scan: asyncio.Task[None] | None = None
+        self._follow_catalog()
+        if catalog.num_named:
+            residents.first = next(iter(residents.models.values()))
+
+    # As `ServedModels`
+
+    @property
+    def stopping(self) -> bool:
+        return self._residents.stopping
+
+    @property
+    def fault(self) -> BaseException | None:
+        return self._residents.fault
+
+    def begin(self) -> None:
+        """Load the first named model, as a server of one model does; read what the files of all say."""
+        if self._residents.first is not None:
+            self._residents.want(self._residents.first)
+        self._learning = asyncio.ensure_future(self._learn_all())
+
+    def look_around(self) -> None:
+        self._residents.look_around()
+        if self._catalog.is_due(FOLLOW_EVERY_S) and not self.stopping:
+            self._rescan()
+
+    def stop(self) -> None:
+        self._residents.stop()
+
+    def close(self) -> None:
+        self._residents.close()
+
+    async def choose(self, asked: object, exchange: Exchange, keep_alive: object = None) -> ChosenModel:
+        keep_s = None if keep_alive is None else read_keep_alive(keep_alive)
+        self._check_open()
+        model, name = await self._find_anew(asked)
+        front = await self._residents.hold(model)
+        exchange.release = partial(self._residents.release, model, keep_s)
+        return ChosenModel(front, model.name, name)
+
+    def look_up(self, asked: object) -> ChosenModel:
+        self._check_open()
+        model, name = self._find(asked)
+        if model.front is None:
+            raise NotReady(f"the model {model.name!r} is not loaded; a request for text has it loaded")
+        return ChosenModel(model.front, model.name, name)
+
+    def list_facts(self) -> list[ServedFacts]:
+        now = self._residents.clock()
+        return [model.facts(now, RESIDENCE_S) for model in self._residents.models.values()]
+
+    def facts_of(self, asked: object) -> ServedFacts:
+        return self._find(asked)[0].facts(self._residents.clock(), RESIDENCE_S)
+
+    async def load(self, asked: object) -> ServedFacts:
+        self._check_open()
+        model, _ = await self._find_anew(asked)
+        model.failure, model.is_unwanted = None, False
+        await self._residents.learn(model)
+        if refusal := self._residents.budget.refusal(model):
+            raise model.too_large(refusal)
+        if model.phase not in ("loading", "loaded"):
+            self._residents.want(model)
+        return self.facts_of(model.name)
+
+    async def unload(self, asked: object) -> ServedFacts:
+        model, _ = self._find(asked)
+        model.is_wanted, model.is_unwanted = False, model.phase in ("loading", "loaded")
+        if model in self._residents.queue and not model.waiters:
+            self._residents.queue.remove(model)
+        if model.phase == "loading" and not model.waiters:
+            model.loading.stop()
+        if model.is_idle:
+            self._residents.unload(model, "requested")
+        return self.facts_of(model.name)
+
+    def fronts(self) -> Mapping[str, Front]:
+        models = [*self._residents.models.values()]
+        return {model.name: front for model in models if (front := model.front) is not None}
+
+    def registries(self) -> Sequence[CollectorRegistry]:
+        return [self._residents.metrics.join(self.fronts()), self._residents.metrics.registry]
+
+    def check_capacity(self) -> None:
+        """Which model's queue a request needs is not known before its body is read."""
+
+    def readiness(self) -> tuple[int, str]:
+        return find_readiness(self.stopping, self._residents.first)
+
+    def liveness(self) -> tuple[int, str]:
+        return 200, "stopping" if self.stopping else "up"
+
+    def health(self) -> tuple[int, Health]:
+        found = join_health(self.readiness(), [*self._residents.models.values()], self._residents.first)
+        return 200 if found.status == "ok" else 503, found
+
+    # Which models there are
+
+    def _find(self, asked: object) -> tuple[HostedModel, str]:
+        """The model that a request names, and its name for the reply. Raises InvalidField, ModelNotFound."""
+        name = validate.any_model_name(asked) if self._config.any_model_name else ""
+        try:
+            entry = self._catalog.find(asked)
+        except ModelNotFound:
+            if not name:
+                raise
+            entry = self._catalog.find(None)
+        if entry.name not in self._residents.models:
+            self._follow_catalog()
+        return self._residents.models[entry.name], name or entry.name
+
+    async def _find_anew(self, asked: object) -> tuple[HostedModel, str]:
+        """As `_find`, after another look at the folder if there is no such model."""
+        with contextlib.suppress(ModelNotFound):
+            return self._find(asked)
+        if self._catalog.is_due(LOOK_EVERY_S):
+            await asyncio.shield(self._rescan())
+        return self._find(asked)
+
+    def _rescan(self) -> asyncio.Task[None]:
+        """Look at the folder in a thread; requests that come meanwhile wait for the same look."""
+
+        async def scan() -> None:
+            if await asyncio.to_thread(self._catalog.refresh):
+                self._follow_catalog()
+                await self._learn_all()
+
+        if self._scan is None or self._scan.done():
+            self._scan = asyncio.ensure_future(scan())
+        return self._scan
+
+    def _follow_catalog(self) -> None:
+        """Have a `HostedModel` for each entry; one that has vanished from the folder ends when it is idle."""
+        entries = {entry.name: entry for entry in self._catalog.entries}
+        before = self._residents.models
+        found = {name: before.get(name) or HostedModel(entry) for name, entry in entries.items()}
+        for name, entry in entries.items():
+            found[name].entry, found[name].has_vanished = entry, False
+        for name, model in before.items():
+            if name not in entries and model.phase != "unloaded":
+                model.is_unwanted = model.has_vanished = True
+                found[name] = model
+        self._residents.models = found
+
+    async def _learn_all(self) -> None:
+        for model in [*self._residents.models.values()]:
+            await self._residents.learn(model)
+
+    def _check_open(self) -> None:
+        if self.stopping:
+            raise make_stopping_error()
