@@ -37,7 +37,7 @@ CAPS = {
     "schedule": 2_450,
     "server": 12_200,
     "state": 1_710,
-    "text": 8_110,
+    "text": 8_900,
     "verify": 1_410,
     "worker": 1_960,
 }

@@ -1,13 +1,15 @@
-"""Reads a tool's schema for one parameter that is written as bare text, not as JSON."""
+"""Parameters that are written as bare text between tags: the tags, and what a tool's schema says of one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 _MOST_STEPS = 256  # of a schema that refers to itself
 _MOST_CHARS = 1_000_000  # more than any reply has
 _KINDS: Mapping[type, str] = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array"}
+JSON_TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
 _FORMATS = {
     "date": r"[0-9]{4}-[0-9]{2}-[0-9]{2}",
     "time": r"[0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]+)?([zZ]|[+-][0-9]{2}:[0-9]{2})",
@@ -20,6 +22,29 @@ _FORMATS = {
     "uri": r"[A-Za-z][A-Za-z0-9+.-]*:[^ \t\r\n<>]*",
 }
 _FORMATS["date-time"] = f"{_FORMATS['date']}[tT]{_FORMATS['time']}"
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentTags:
+    """How an argument is written as text: `key`, its name, `named`, `value`, the value, and `end`.
+
+    `pads`: a line end on either side of the value is not its own. `words`: JSON type → the word between
+    `named` and `value` that says whether the value is text or JSON; a call may leave it out with `named`.
+    `stop`: what comes behind the last argument begins with this.
+    """
+
+    key: str
+    named: str
+    value: str
+    end: str
+    pads: bool = False
+    words: Mapping[str, str] = field(default_factory=dict)
+    stop: str = "</"
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Every text of the tags that may hold a control token of a vocabulary."""
+        return tuple(dict.fromkeys(text for text in (self.key, self.named, self.value, self.end) if text))
 
 
 def alternatives(schema: object, root: Mapping[str, object]) -> list[Mapping[str, object]]:
