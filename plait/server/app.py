@@ -38,7 +38,7 @@ from plait.server.http.errors import BodyTooLarge, NotReady, http_problem, json_
 from plait.server.http.transfer import EventStream, linger, read_object, until_disconnect
 from plait.server.llamacpp import completion, server_facts
 from plait.server.ollama import embed, generate, manage, wire
-from plait.server.openai import chat, completions, embeddings, models, responses
+from plait.server.openai import chat, completions, embeddings, models, responses, scores
 from plait.server.stored.endpoints import STORED
 from plait.version import __version__
 
@@ -66,6 +66,7 @@ ENDPOINTS = (
     *completions.ENDPOINTS,
     *chat.ENDPOINTS,
     *embeddings.ENDPOINTS,
+    *scores.ENDPOINTS,
     *responses.ENDPOINTS,
     *messages.ENDPOINTS,
     *models.ENDPOINTS,
