@@ -66,6 +66,7 @@ class AttentionSpec(Mixer):
     all heads as one vector ("all"). `sinks`: a logit per head in the softmax, of no token (gpt-oss). `gate`:
     the output times the sigmoid of a projection (Qwen3-Next); `head_gate`: each head's times one number
     (LFM3, Laguna). `qk_norm_last`: norms follow the rotation (Hunyuan). `v_norm`: of each head's values.
+    `both_ways`: tokens see later ones, too, so a step needs the whole sequence (`ModelSpec.causal` False).
     """
 
     num_heads: int
@@ -83,6 +84,7 @@ class AttentionSpec(Mixer):
     temperature: TemperatureSpec | None = None
     v_norm: NormSpec | None = None
     head_gate: Literal["sigmoid", "softplus"] | None = None
+    both_ways: bool = False
 
 
 @dataclass(frozen=True, slots=True)

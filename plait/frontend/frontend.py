@@ -198,7 +198,7 @@ class Front:
         CapacityError for a sequence that memory never holds, and BadGrammar.
         """
         if not self.head.generates and (params.max_tokens != 0 or params.prompt_logprobs is not None):
-            text = "its head is for scores, not for words; use /v1/score, /v1/rerank or /v1/classify"
+            text = "it has no head for words, only for scores, labels or vectors (/v1/score, /v1/embeddings)"
             raise InvalidField(f"model: {text}", "model")
         if isinstance(prompt, str):
             if params.truncate_prompt_tokens is not None:  # no more than what can be among its last tokens

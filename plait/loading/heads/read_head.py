@@ -18,6 +18,7 @@ from plait.families.detect.detect import HEADS
 from plait.frontend.model_head import NO_HEAD, HeadLayer, ModelHead, PairForm, ScoreActivation
 from plait.loading.heads.read_vectors import make_layer, read_vectors
 from plait.quant.weight import as_tensor
+from plait.spec import AttentionSpec, ModelSpec
 from plait.text.tokenizers.tokenizer import Tokenizer
 
 HEAD_TENSORS = ("score", "classifier", "v_head")  # of transformers' classes; reward models have `score.0` …
@@ -43,9 +44,9 @@ def read_head(opened: HeadSource) -> ModelHead:
     config = opened.resolved.config
     if opened.files.kind == "gguf":
         return NO_HEAD
-    head = read_vectors(opened.files.directory)
+    head = replace(read_vectors(opened.files.directory), generates=_has_words(opened.resolved.spec))
     if layers := _score_layers(opened):
-        generates = any(name in opened.checkpoint for name in HEADS)
+        generates = head.generates and any(name in opened.checkpoint for name in HEADS)
         labels, activation = _labels(config, layers[-1].shape[0]), _activation(config, layers[-1].shape[0])
         return replace(
             head,
@@ -59,6 +60,11 @@ def read_head(opened: HeadSource) -> ModelHead:
     if words is None and "qwen3-reranker" in opened.files.name.lower():
         words = ["no", "yes"]
     return head if words is None else _read_words(opened, head, words)
+
+
+def _has_words(spec: ModelSpec) -> bool:
+    """Whether the model may continue a text: not one of which the tokens have seen what follows."""
+    return not any(mixer.both_ways for mixer in spec.mixers_of(AttentionSpec))
 
 
 def _score_layers(opened: HeadSource) -> tuple[HeadLayer, ...]:

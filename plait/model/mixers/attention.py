@@ -18,6 +18,7 @@ from plait.model.mixers.registry import mixer
 from plait.ops.activation import gate
 from plait.ops.attention import paged_attention
 from plait.ops.entry import head_widths
+from plait.ops.full_attention import full_attention
 from plait.ops.place import HeadNorms, place_heads
 from plait.partition import Cut, Division, Rank, join_ranges, scale_range, sum_of, width
 from plait.state.store import StateStore
@@ -29,6 +30,7 @@ def describe_attention(m: spec.AttentionSpec) -> str:
     parts += [f"window {m.window}"] if m.window else []
     parts += [f"softcap {m.softcap:g}"] if m.softcap else []
     parts += [f"q and k normed{' last' if m.qk_norm_last else ''}"] if m.qk_norm else []
+    parts += ["both ways"] if m.both_ways else []
     parts += ["queries that grow"] if m.temperature else []
     parts += ["sinks"] if m.sinks else []
     parts += ["gated"] if m.gate or m.head_gate else []
@@ -65,7 +67,11 @@ class Attention:
             self._norms = HeadNorms(self.q_norm.weights, self.k_norm.weights, s.qk_norm_over)
         sizes: dict[str, object] = dict(heads=s.num_heads, kv_heads=s.num_kv_heads, dim=s.head_dim)
         sizes |= dict(window=s.window, softcap=s.softcap, sinks=s.sinks, activations=w.target.activations)
-        self._place, self._attend = w.bind_pair(place_heads, paged_attention, **sizes)
+        self._both_ways = w.bind(full_attention) if s.both_ways else None
+        if self._both_ways:
+            self._place, self._attend = None, paged_attention
+        else:
+            self._place, self._attend = w.bind_pair(place_heads, paged_attention, **sizes)
         if s.qk_norm_last or (self.q_norm and self.q_norm.is_gathered):
             self._place = None  # what places heads norms them first, and reaches no other rank
         self.temperature = Temperature(s.temperature, w) if s.temperature else None
@@ -75,7 +81,9 @@ class Attention:
         dtype = w.target.kv_dtype
         widths = zip("kv", head_widths(s.head_dim, dtype), strict=True)
         entry = {name: (s.num_kv_heads, width) for name, width in widths}
-        self.states: dict[str, State] = {self.name: PagedState(entry, s.window, dtype)}
+        self.states: dict[str, State] = {}
+        if not s.both_ways:  # else no later step reads them
+            self.states = {self.name: PagedState(entry, s.window, dtype)}
         self._group = group_name(s.window)
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
@@ -84,6 +92,10 @@ class Attention:
         heads = self.qkv(x).unflatten(-1, (-1, s.head_dim))  # [T, heads + 2 kv_heads (+ heads), d]
         q, k, v, *closing = heads.split(self._parts, 1)
         v = self.v_norm(v) if self.v_norm else v
+        if self._both_ways:
+            q, k = self._turned(heads, q, k, batch)
+            out = self._both_ways(q, k, v, batch.query_start, s.scale, s.window, s.softcap)
+            return self._close(out, x, closing)
         cache, index = store[self.name], batch.paged[self._group]
         caches = cache["k"], cache["v"]
         where = (index.block_table, index.slot_mapping, batch.query_start, batch.seq_lens)
@@ -97,6 +109,10 @@ class Attention:
             q, k = self._turned(heads, q, k, batch)
             q = self.temperature(q, batch) if self.temperature else q
             out = self._attend(q, k, v, *caches, *where, *how)
+        return self._close(out, x, closing)
+
+    def _close(self, out: Tensor, x: Tensor, closing: list[Tensor]) -> Tensor:
+        """Gates and the output's matrix. out: [T, heads, d] -> [T, hidden]."""
         out = (self.head_gate(out, x) if self.head_gate else out).flatten(1)
         return self.o(self._gate(out, closing[0].flatten(1)) if self._gate else out)
 

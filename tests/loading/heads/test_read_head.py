@@ -63,7 +63,7 @@ def test_labels_have_the_probabilities_of_transformers(kind: str, tmp_path: Path
         torch.testing.assert_close(plain, torch.stack(raw), atol=1e-5, rtol=0)
         head = llm.front.head
         assert head.label(found[0]) == ["bad", "fair", "good"][int(raw[0].argmax())]
-        with pytest.raises(InvalidField, match="its head is for scores, not for words"):
+        with pytest.raises(InvalidField, match="it has no head for words, only for scores"):
             llm.generate("x")
         with pytest.raises(InvalidField, match="needs a head with one output; this model has 3"):
             llm.score("a", "b")
@@ -183,6 +183,29 @@ def test_vectors_follow_the_model_s_own_modules_and_prompts(tmp_path: Path) -> N
     with opened(tmp_path) as llm:
         states = hidden(model, ids_of(llm, prompts["query"] + TEXTS[0]))[-1]
         assert llm.embed(TEXTS[0])[0] == pytest.approx((states / states.norm()).tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["Gemma3Text", pytest.param("Qwen3", marks=SLOW)])
+def test_tokens_see_later_ones_where_the_config_says_so(kind: str, tmp_path: Path) -> None:
+    says: dict[str, Any] = {"is_causal": False}
+    more: dict[str, Any] = {}
+    if kind == "Gemma3Text":  # EmbeddingGemma
+        says = {"sliding_window": 8}  # transformers halves it when the config is made
+        more = dict(use_bidirectional_attention=True, **says, query_pre_attn_scalar=8)
+        more |= {"layer_types": ["sliding_attention", "full_attention"]}
+    model = make(kind, "Model", **more)
+    save(model, tmp_path, **says)
+    dense = write_modules(tmp_path, {"pooling_mode": "mean"}, dense=True)
+    with opened(tmp_path) as llm:
+        for text, vector in zip(TEXTS, llm.embed(TEXTS), strict=True):
+            ids = ids_of(llm, text)
+            whole = torch.zeros(1, 1, ids.shape[1], ids.shape[1])  # every token sees every other
+            mask = torch.ones_like(ids) if kind == "Gemma3Text" else whole
+            states = model(input_ids=ids, attention_mask=mask).last_hidden_state[0].mean(0)
+            made = torch.tanh(dense["linear.weight"] @ states + dense["linear.bias"])
+            assert vector == pytest.approx((made / made.norm()).tolist(), abs=1e-5)
+        with pytest.raises(InvalidField, match="it has no head for words"):
+            llm.generate("x")
 
 
 @pytest.mark.parametrize(
