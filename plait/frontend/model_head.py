@@ -75,7 +75,9 @@ class ModelHead:
     Vectors: `pooling` of the hidden states, then `layers`, then length 1 if `normalize`. `prompts` by name,
     of which `default_prompt` is one, come before a text. `skips_prompt`: the mean leaves the prompt out.
     Scores: `scores` are layers, the last with an output for each of `labels`; `activation` comes last.
-    `pairs`: how a query and a document become one text. `generates`: there is a head for words, too.
+    `pairs`: how a query and a document become one text, `opens_reply` if a chat template shall open a reply
+    after it. `words` (yes, no): ids of tokens of which the logits make the score. `generates`: there is a
+    head for words, too.
     """
 
     pooling: Pooling | None = None
@@ -88,6 +90,8 @@ class ModelHead:
     labels: tuple[str, ...] = ()
     activation: ScoreActivation = "none"
     pairs: PairForm = ""
+    opens_reply: bool = False
+    words: tuple[int, ...] = ()
     generates: bool = True
 
     def to_values(self) -> dict[str, object]:

@@ -9,7 +9,7 @@ from plait.frontend.model_head import DEFAULT_TASK, QWEN3_AFTER, QWEN3_BEFORE
 if TYPE_CHECKING:
     from plait.frontend.frontend import Front
 
-ROLES = ("query", "document")  # of messages that vLLM's templates for pairs take
+ROLES = ("query", "document")  # of messages in templates for pairs, as vLLM and sentence-transformers have it
 
 
 def pair_ids(front: Front, query: str, document: str, task: str | None = None) -> list[int]:
@@ -18,11 +18,11 @@ def pair_ids(front: Front, query: str, document: str, task: str | None = None) -
     A chat template that knows the roles of a pair decides; then Qwen3-Reranker's own form; else the two texts
     follow each other, each as it is alone. Raises InvalidField, BadTemplate and ContextTooLong.
     """
-    template = front.chat_template
-    if template is not None and all(role in template.source for role in _quote_roles()):
+    template, task = front.chat_template, task or front.head.prompt_text(None)
+    if template is not None and all(_knows_role(template.source, role) for role in ROLES):
         said = [{"role": "system", "content": task}] if task else []
         pair = [{"role": "query", "content": query}, {"role": "document", "content": document}]
-        return front.render_chat([*said, *pair], add_generation_prompt=False)
+        return front.render_chat([*said, *pair], add_generation_prompt=front.head.opens_reply)
     if front.head.pairs == "qwen3":
         body = f"<Instruct>: {task or DEFAULT_TASK}\n<Query>: {query}\n<Document>: {document}"
         before, after = (
@@ -32,5 +32,5 @@ def pair_ids(front: Front, query: str, document: str, task: str | None = None) -
     return [*front.encode(query), *front.encode(document)]
 
 
-def _quote_roles() -> list[str]:
-    return [f'"{role}"' for role in ROLES]
+def _knows_role(source: str, role: str) -> bool:
+    return f'"{role}"' in source or f"'{role}'" in source

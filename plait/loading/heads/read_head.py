@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from plait.errors import BadFile, ConfigError, UnsupportedFormat
 from plait.families.common.resolved import Resolved
 from plait.families.detect.detect import HEADS
 from plait.frontend.model_head import NO_HEAD, HeadLayer, ModelHead, PairForm, ScoreActivation
-from plait.loading.heads.read_vectors import make_layer, read_vectors
+from plait.loading.heads.read_vectors import make_layer, read_json_file, read_vectors
 from plait.quant.weight import as_tensor
 from plait.spec import AttentionSpec, ModelSpec
 from plait.text.tokenizers.tokenizer import Tokenizer
@@ -56,6 +57,9 @@ def read_head(opened: HeadSource) -> ModelHead:
             pairs=_pair_form(opened),
             generates=generates,
         )
+    if head.words:
+        said = {**config, **_cross_config(opened.files.directory)}
+        return _score_words(opened, replace(head, activation=_activation(said, 1)), head.words)
     words = config.get("classifier_from_token")
     if words is None and "qwen3-reranker" in opened.files.name.lower():
         words = ["no", "yes"]
@@ -144,18 +148,38 @@ def _read_words(opened: HeadSource, head: ModelHead, words: object) -> ModelHead
     for word, found in zip(words, ids, strict=True):
         if len(found) != 1:
             raise ConfigError(f"classifier_from_token: {word!r} is {len(found)} tokens; it must be one")
+    no, yes = (found[0] for found in ids)
+    made = replace(head, activation="sigmoid", pairs="qwen3", labels=(str(words[1]),))
+    return _score_words(opened, made, (yes, no))
+
+
+def _cross_config(directory: Path) -> dict[str, object]:
+    """The activation that sentence-transformers keeps next to its modules."""
+    said = read_json_file(directory / "config_sentence_transformers.json")
+    found = said.get("activation_fn") if isinstance(said, Mapping) else None
+    return {} if found is None else {"sentence_transformers": {"activation_fn": found}}
+
+
+def _score_words(opened: HeadSource, head: ModelHead, ids: Sequence[int]) -> ModelHead:
+    """A score from the logit of one token, or from two: the first less the second."""
     spec = opened.resolved.spec
     if spec.logit_softcap:
-        raise UnsupportedFormat(
-            "classifier_from_token: this model caps its logits, so two of them make no score"
+        raise UnsupportedFormat("this model caps its logits, so those of two words make no score")
+    if any(not 0 <= i < spec.vocab_size for i in ids):
+        raise BadFile(
+            f"the ids {list(ids)} of a score's words are outside the vocabulary of {spec.vocab_size}"
         )
     name = "embed.weight" if spec.tied else "head.weight"
     source, _ = opened.resolved.names.resolve(name, opened.checkpoint)
     if not isinstance(source, str):
-        raise UnsupportedFormat("classifier_from_token: the head for words is stored in parts")
-    no, yes = (as_tensor(opened.checkpoint.read(source))[found[0]].double() for found in ids)
-    layer = make_layer(((yes - no) * spec.logit_scale)[None], None, source)
-    return replace(head, scores=(layer,), labels=(words[1],), activation="sigmoid", pairs="qwen3")
+        raise UnsupportedFormat("the head for words is stored in parts, so two of them make no score")
+    table = as_tensor(opened.checkpoint.read(source))
+    rows = [table[i].double() for i in ids]
+    row = rows[0] - rows[1] if len(rows) == 2 else rows[0]
+    layer = make_layer((row * spec.logit_scale)[None], None, source)
+    return replace(
+        head, scores=(layer,), labels=head.labels or ("true",), pairs=head.pairs or _pair_form(opened)
+    )
 
 
 def head_names(names: Iterable[str]) -> list[str]:

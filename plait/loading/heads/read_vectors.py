@@ -37,12 +37,12 @@ _POOLINGS: Mapping[str, Pooling] = {
 
 def read_vectors(directory: Path) -> ModelHead:
     """Pooling, dense layers, length and prompts as sentence-transformers has them in files of their own."""
-    modules = _json(directory / "modules.json")
+    modules = read_json_file(directory / "modules.json")
     if modules is None:
         return NO_HEAD
     if not isinstance(modules, list):
         raise BadFile(f"{directory / 'modules.json'}: it is not a list of modules")
-    said = _json(directory / "config_sentence_transformers.json") or {}
+    said = read_json_file(directory / "config_sentence_transformers.json") or {}
     prompts = said.get("prompts") if isinstance(said, Mapping) else None
     default = said.get("default_prompt_name") if isinstance(said, Mapping) else None
     head = ModelHead(
@@ -50,10 +50,18 @@ def read_vectors(directory: Path) -> ModelHead:
         normalize=False,
         prompts={str(k): str(v) for k, v in prompts.items()} if isinstance(prompts, Mapping) else {},
         default_prompt=default if isinstance(default, str) else None,
+        opens_reply=_opens_reply(read_json_file(directory / "sentence_bert_config.json")),
     )
     for module in modules:
         head = _add_module(head, module, directory)
     return head
+
+
+def _opens_reply(said: object) -> bool:
+    """Whether a chat template shall write the opening of a reply."""
+    for name in ("processing_kwargs", "chat_template", "add_generation_prompt"):
+        said = said.get(name) if isinstance(said, Mapping) else None
+    return said is True
 
 
 def _add_module(head: ModelHead, module: object, directory: Path) -> ModelHead:
@@ -72,15 +80,18 @@ def _add_module(head: ModelHead, module: object, directory: Path) -> ModelHead:
             return replace(head, normalize=True)
         case "Pooling":
             return _add_pooling(head, folder / "config.json")
+        case "LogitScore":
+            return _add_words(head, folder / "config.json")
         case "Dense":
             return replace(head, layers=(*head.layers, _read_dense(folder)))
     raise UnsupportedFormat(
-        f"modules.json: a module {kind!r} is not supported; known: Transformer, Pooling, Dense, Normalize"
+        f"modules.json: a module {kind!r} is not supported; "
+        "known: Transformer, Pooling, Dense, LogitScore, Normalize"
     )
 
 
 def _add_pooling(head: ModelHead, path: Path) -> ModelHead:
-    said = _json(path)
+    said = read_json_file(path)
     if not isinstance(said, Mapping):
         raise BadFile(f"{path}: there is no such object; a Pooling module needs it")
     single = said.get("pooling_mode")
@@ -98,8 +109,20 @@ def _add_pooling(head: ModelHead, path: Path) -> ModelHead:
     return replace(head, pooling=_POOLINGS[chosen[0]], skips_prompt=said.get("include_prompt") is False)
 
 
+def _add_words(head: ModelHead, path: Path) -> ModelHead:
+    """The ids of the tokens of which the logits make a score: a true one and perhaps a false one."""
+    said = read_json_file(path)
+    ids = (
+        [said.get(name) for name in ("true_token_id", "false_token_id")] if isinstance(said, Mapping) else []
+    )
+    words = tuple(one for one in ids if isinstance(one, int) and not isinstance(one, bool))
+    if not ids or words[:1] != (ids[0],) or (ids[1] is not None and len(words) != 2):
+        raise BadFile(f"{path}: true_token_id {ids[:1]} and false_token_id {ids[1:]} are not ids of tokens")
+    return replace(head, words=words)
+
+
 def _read_dense(folder: Path) -> HeadLayer:
-    said = _json(folder / "config.json")
+    said = read_json_file(folder / "config.json")
     path = folder / "model.safetensors"
     if not isinstance(said, Mapping) or not path.is_file():
         raise BadFile(f"{folder}: a Dense module needs config.json and model.safetensors")
@@ -113,7 +136,7 @@ def _read_dense(folder: Path) -> HeadLayer:
     return make_layer(files.read("linear.weight"), bias, str(path), _ACTIVATIONS[kind])
 
 
-def _json(path: Path) -> object:
+def read_json_file(path: Path) -> object:
     """The content of a JSON file; None if there is none. Raises BadFile."""
     if not path.is_file():
         return None

@@ -67,11 +67,8 @@ class Attention:
             self._norms = HeadNorms(self.q_norm.weights, self.k_norm.weights, s.qk_norm_over)
         sizes: dict[str, object] = dict(heads=s.num_heads, kv_heads=s.num_kv_heads, dim=s.head_dim)
         sizes |= dict(window=s.window, softcap=s.softcap, sinks=s.sinks, activations=w.target.activations)
-        self._both_ways = w.bind(full_attention) if s.both_ways else None
-        if self._both_ways:
-            self._place, self._attend = None, paged_attention
-        else:
-            self._place, self._attend = w.bind_pair(place_heads, paged_attention, **sizes)
+        attends = (None, w.bind(full_attention)) if s.both_ways else None
+        self._place, self._attend = attends or w.bind_pair(place_heads, paged_attention, **sizes)
         if s.qk_norm_last or (self.q_norm and self.q_norm.is_gathered):
             self._place = None  # what places heads norms them first, and reaches no other rank
         self.temperature = Temperature(s.temperature, w) if s.temperature else None
@@ -81,9 +78,8 @@ class Attention:
         dtype = w.target.kv_dtype
         widths = zip("kv", head_widths(s.head_dim, dtype), strict=True)
         entry = {name: (s.num_kv_heads, width) for name, width in widths}
-        self.states: dict[str, State] = {}
-        if not s.both_ways:  # else no later step reads them
-            self.states = {self.name: PagedState(entry, s.window, dtype)}
+        states: dict[str, State] = {self.name: PagedState(entry, s.window, dtype)}
+        self.states = {} if s.both_ways else states  # no later step reads them
         self._group = group_name(s.window)
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
@@ -92,10 +88,9 @@ class Attention:
         heads = self.qkv(x).unflatten(-1, (-1, s.head_dim))  # [T, heads + 2 kv_heads (+ heads), d]
         q, k, v, *closing = heads.split(self._parts, 1)
         v = self.v_norm(v) if self.v_norm else v
-        if self._both_ways:
-            q, k = self._turned(heads, q, k, batch)
-            out = self._both_ways(q, k, v, batch.query_start, s.scale, s.window, s.softcap)
-            return self._close(out, x, closing)
+        if s.both_ways:
+            turned, starts = self._turned(heads, q, k, batch), batch.query_start
+            return self._close(self._attend(*turned, v, starts, s.scale, s.window, s.softcap), x, closing)
         cache, index = store[self.name], batch.paged[self._group]
         caches = cache["k"], cache["v"]
         where = (index.block_table, index.slot_mapping, batch.query_start, batch.seq_lens)
@@ -112,7 +107,6 @@ class Attention:
         return self._close(out, x, closing)
 
     def _close(self, out: Tensor, x: Tensor, closing: list[Tensor]) -> Tensor:
-        """Gates and the output's matrix. out: [T, heads, d] -> [T, hidden]."""
         out = (self.head_gate(out, x) if self.head_gate else out).flatten(1)
         return self.o(self._gate(out, closing[0].flatten(1)) if self._gate else out)
 

@@ -6,7 +6,6 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from plait.text.chat.template import THOUGHTS, Message
 from plait.text.output.call_grammar import Frame
@@ -82,9 +81,10 @@ def _shorten_ids(message: Message, length: int) -> Message:
     return changed
 
 
-def _shorten_id(call: Any, length: int) -> object:
-    known = isinstance(call, Mapping) and isinstance(call.get("id"), str)
-    return {**call, "id": _short(call["id"], length)} if known else call
+def _shorten_id(call: object, length: int) -> object:
+    if isinstance(call, Mapping) and isinstance(known := call.get("id"), str):
+        return {**call, "id": _short(known, length)}
+    return call
 
 
 def _short(call_id: str, length: int) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 _MOST_STEPS = 256  # of a schema that refers to itself
 _MOST_CHARS = 1_000_000  # more than any reply has
@@ -52,7 +51,7 @@ def alternatives(schema: object, root: Mapping[str, object]) -> list[Mapping[str
 
     `anyOf` and `oneOf` are taken apart, the parts of `allOf` are joined, references are followed.
     """
-    found: list[Mapping[str, Any]] = []
+    found: list[Mapping[str, object]] = []
     waiting = [schema]
     for _ in range(_MOST_STEPS):
         if not waiting:
@@ -118,7 +117,7 @@ def _merge_schema(schema: object, root: Mapping[str, object]) -> dict[str, objec
         return {}
     rest = {name: value for name, value in schema.items() if name not in ("$ref", "allOf")}
     parts = schema.get("allOf")
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for part in (
         _follow_reference(schema.get("$ref"), root),
         *(parts if isinstance(parts, Sequence) else ()),

@@ -115,6 +115,43 @@ def test_an_original_qwen3_reranker_answers_yes_or_no(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.parametrize("opens", [True, False])
+def test_a_score_of_words_follows_sentence_transformers_files_and_the_template_for_pairs(
+    opens: bool, tmp_path: Path
+) -> None:
+    model = make("Qwen3", "ForCausalLM", tie_word_embeddings=False)
+    save(model, tmp_path)
+    places = {"": "base.modules.transformer.Transformer", "1_LogitScore": "cross_encoder.modules.LogitScore"}
+    modules = [{"path": path, "type": f"sentence_transformers.{kind}"} for path, kind in places.items()]
+    ids = {"true_token_id": 257, "false_token_id": 256 if opens else None}
+    said = {"activation_fn": "torch.nn.modules.linear.Identity", "prompts": {"query": "Find it"}}
+    files: dict[str, Any] = {
+        "modules.json": modules,
+        "1_LogitScore/config.json": ids,
+        "config_sentence_transformers.json": {**said, "default_prompt_name": "query"},
+        "sentence_bert_config.json": {
+            "processing_kwargs": {"chat_template": {"add_generation_prompt": opens}}
+        },
+    }
+    (tmp_path / "1_LogitScore").mkdir()
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    template = "{% for m in messages %}{% if m.role in ('system', 'query', 'document') %}"
+    template += (
+        "{{ m.role }}={{ m.content }};{% endif %}{% endfor %}{% if add_generation_prompt %}reply:{% endif %}"
+    )
+    (tmp_path / "chat_template.jinja").write_text(template)
+    with opened(tmp_path) as llm, torch.inference_mode():
+        text = f"system=Find it;query=a query;document={TEXTS[0]};{'reply:' if opens else ''}"
+        logits = model(torch.tensor([list(llm.front.encode(text))])).logits[0, -1]
+        want = logits[257] - logits[256] if opens else logits[257]
+        assert llm.score("a query", TEXTS[0]) == pytest.approx([want.item()], abs=1e-5)
+    (tmp_path / "1_LogitScore/config.json").write_text('{"true_token_id": 999}')
+    words = r"the ids \[999\] of a score's words are outside the vocabulary"
+    with pytest.raises(BadFile, match=words), opened(tmp_path):
+        pass
+
+
 def test_a_reward_model_has_two_layers(tmp_path: Path) -> None:
     model = make("Qwen2", "Model")
     save(model, tmp_path, architectures=["Qwen2ForRewardModel"])

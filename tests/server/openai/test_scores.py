@@ -74,7 +74,7 @@ def test_texts_get_labels(headed: tuple[Client, Front]) -> None:
     assert [entry["probs"][1] for entry in body["data"]] == pytest.approx(high)
     first = body["data"][0]
     assert (first["label"], first["num_classes"], first["index"]) == ("high", 2, 0)
-    assert body["usage"]["prompt_tokens"] == 6
+    assert body["usage"]["prompt_tokens"] == 4
     raw = ask(client, "/classify", input="g", use_activation=False).json["data"][0]["probs"]
     assert raw == pytest.approx([bits("g") / 4, bits("g") / 2])
     refused = ask(client, "/v1/score", text_1="a", text_2="b")
