@@ -72,7 +72,7 @@ def test_labels_have_the_probabilities_of_transformers(kind: str, tmp_path: Path
 @pytest.mark.parametrize(
     ("config", "function"),
     [
-        ({}, torch.sigmoid),
+        pytest.param({}, torch.sigmoid, marks=SLOW),
         pytest.param({"problem_type": "regression"}, lambda x: x, marks=SLOW),
         pytest.param({"problem_type": "multi_label_classification"}, torch.sigmoid, marks=SLOW),
         ({"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}, lambda x: x),

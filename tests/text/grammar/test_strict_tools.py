@@ -22,6 +22,7 @@ from plait.text.reply_format import ReplyFormat
 from plait.text.tokenizers.builtin import builtin_tokenizer
 from plait.text.tokenizers.hf import TokenizerFiles, load_hf_tokenizer
 from tests.text.output.test_call_grammar import ONE, TOOLS, WRITTEN
+from tests.text.output.written_calls import WRITERS
 from tests.text.replies import read_every_way
 
 BYTES = LLTokenizer("byte")
@@ -182,7 +183,13 @@ def test_control_tokens_around_text_and_calls_are_where_they_belong() -> None:
     assert not passes(found, "Hello")
 
 
-@pytest.mark.parametrize("name", [*FORMATS])
+# Most rows are held by the same parts; compiling a grammar takes long.
+RARE = WRITERS.keys() - {"dsml", "gemma4", "functionary"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in RARE)) for name in FORMATS]
+)
 def test_a_strict_tool_is_served_whatever_the_format(compiler: GrammarCompiler, name: str) -> None:
     talk, shape = reply_format("{{ tools }}{{ messages }}", name), ReplyShape(tools=tuple(STRICT))
     if not FORMATS[name].holds:

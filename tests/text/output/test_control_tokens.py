@@ -60,7 +60,13 @@ SAID = {
 ENDS = ("<|END_RESPONSE|>", "<|close|>response<|sep|>")
 
 
-@pytest.mark.parametrize(("name", "source"), SOURCES.items())
+RARE = ("internlm", "gemma4", "solar_open", "dsml")
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [pytest.param(*one, marks=[pytest.mark.slow] * (one[0] in RARE)) for one in SOURCES.items()],
+)
 def test_a_reply_may_be_what_its_family_writes(
     name: str, source: str, byte_level: Any, tmp_path: Path
 ) -> None:

@@ -18,22 +18,24 @@ CALLS = [("get_weather", FIRST), ("search", SECOND)]
 BARE = {"functionary", "functionary_v2", "xlam"}
 
 
+@pytest.mark.parametrize("step", [11, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", WRITERS)
-def test_two_calls_are_read_alike_wherever_their_text_is_cut(name: str) -> None:
+def test_two_calls_are_read_alike_wherever_their_text_is_cut(name: str, step: int) -> None:
     written = WRITERS[name]([*CALLS])
     text = written if name in BARE else f"Well.\n{written}"
     whole = read(name, [text])
     assert whole.calls == CALLS
     assert (whole.content, whole.complete) == ("" if name in BARE else "Well.", [True, True])
-    for at in range(1, len(text)):
+    for at in range(1, len(text), step):
         assert read(name, [text[:at], text[at:]]) == whole, text[:at]
     assert read(name, list(text)) == whole
 
 
+@pytest.mark.parametrize("step", [17, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_damaged_call_never_raises_and_gives_no_broken_arguments(name: str) -> None:
+def test_a_damaged_call_never_raises_and_gives_no_broken_arguments(name: str, step: int) -> None:
     text = WRITERS[name]([*CALLS])
-    for at in range(0, len(text), 3):
+    for at in range(0, len(text), step):
         for damaged in (text[:at], text[:at] + text[at + 2 :], f"{text[:at]}<x>\n{text[at:]}"):
             found = read(name, [damaged])
             for arguments, complete in zip(found.arguments, found.complete, strict=True):
