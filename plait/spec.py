@@ -68,6 +68,7 @@ class AttentionSpec(Mixer):
     (LFM3, Laguna). `qk_norm_last`: norms follow the rotation (Hunyuan). `v_norm`: of each head's values.
     `slopes`: what a score of each head loses with every position of distance (ALiBi; Press et al. 2021).
     `clip`: queries, keys and values stay within ± it (DBRX). `out_norm`: of all heads' outputs (BitNet).
+    `both_ways`: tokens see later ones, too, so a step needs the whole sequence (`ModelSpec.causal` False).
     """
 
     num_heads: int
@@ -88,6 +89,7 @@ class AttentionSpec(Mixer):
     slopes: tuple[float, ...] | None = None
     clip: float | None = None
     out_norm: NormSpec | None = None
+    both_ways: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,11 +36,13 @@ log = logging.getLogger("plait")
 
 _SIDE_NAMES = frozenset({"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json"}) | {
     *("tokenizer.jsonl", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
+    *("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"),
     *("generation_config.json", "chat_template.jinja", "chat_template.json"),
     *("quantize_config.json", "quant_config.json", "params.json", "hf_quant_config.json"),
 }
 _INDEX = ".safetensors.index.json"
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
+_MODULE = re.compile(r"\d_(Pooling|Dense|Normalize|LogitScore)")  # folders of sentence-transformers' modules
 _STEP = re.compile(r"(?P<prefix>.*)_step_(?P<step>\d{1,18})\.safetensors")
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 _PICKLE_STARTS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
@@ -198,6 +200,9 @@ def _is_side(name: str) -> bool:
     """Small files that a model of safetensors is read with: config, tokenizer, templates, an index."""
     if name.startswith("additional_chat_templates/"):
         return name.endswith(".jinja")
+    folder, _, last = name.partition("/")
+    if _MODULE.fullmatch(folder):
+        return last in ("config.json", "model.safetensors")
     beside = name in _SIDE_NAMES or name == "config.json" or name.endswith((".tiktoken", _INDEX))
     return beside and "/" not in name
 

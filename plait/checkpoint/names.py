@@ -72,13 +72,15 @@ class NameMap:
         """(their name or the recipe, the fields of the pattern). Raises UnknownName.
 
         `present`: their names; decides between alternatives. When it has none of them, the first is named.
+        Models that were saved without a head (transformers' AutoModel) have names without `model.` before.
         """
         for pattern, targets in self._rules:
             if match := pattern.fullmatch(name):
                 found = match.groupdict()
                 rest = found.pop("_rest")
                 sources = [_fill(target, found, rest) for target in targets]
-                there = (s for s in sources if present is not None and _is_there(s, present))
+                ways = [*sources, *map(_strip_model, sources)]
+                there = (s for s in ways if present is not None and _is_there(s, present))
                 return next(there, sources[0]), found
         raise UnknownName(name)
 
@@ -87,6 +89,12 @@ def _fill(target: Source, fields: dict[str, str], rest: str) -> Source:
     if isinstance(target, str):
         return target.format(**fields) + rest
     return Derived(target.fn, tuple(s.format(**fields) for s in target.sources), target.back)
+
+
+def _strip_model(source: Source) -> Source:
+    if isinstance(source, str):
+        return source.removeprefix("model.")
+    return Derived(source.fn, tuple(s.removeprefix("model.") for s in source.sources), source.back)
 
 
 def _is_there(source: Source, present: Container[str]) -> bool:

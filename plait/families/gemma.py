@@ -65,7 +65,7 @@ def gemma2(c: Config) -> tuple[ModelSpec, NameMap]:
 
 
 @family(
-    *("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+    *("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "Gemma3TextModel"),
     model_types=("gemma3_text", "gemma3"),
     defaults={
         **SHARED,
@@ -78,7 +78,7 @@ def gemma2(c: Config) -> tuple[ModelSpec, NameMap]:
         "num_key_value_heads": 4,
         "max_position_embeddings": 131_072,
     },
-    honours=HONOURS,
+    honours=(*HONOURS, "use_bidirectional_attention"),
     detection=Detection(
         markers=(
             ArchitectureMarker(

@@ -55,6 +55,7 @@ KEYS = {
     *("num_nextn_predict_layers", "attention_bias", "ssm_cfg", "rope_interleave", "mamba_hidden_act"),
     *("norm_offset", "linear_key_head_dim", "topk_group", "use_mem_rope", "position_embedding_type"),
     *("attn_type_list", "block_ff_dim", "full_attention_idx", "lru_width", "mamba_enabled", "no_rope"),
+    *("is_causal", "classifier_from_token", "id2label", "problem_type"),
     *("postnorm", "rotary_dim", "rotary_pct", "tokenizer_vocab", "eos_token_id"),
 }
 

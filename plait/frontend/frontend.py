@@ -25,6 +25,7 @@ from plait.engine.admission import (
 )
 from plait.errors import BadGrammar, BadTemplate, CapacityError, InvalidField
 from plait.frontend.deltas import MOST_AT_ONCE
+from plait.frontend.model_head import NO_HEAD, ModelHead
 from plait.frontend.output_stream import LoopBridges, OutputStream
 from plait.frontend.word_rules import WordRules, truncate_prompt
 from plait.request import USUAL_STYLE, Grammar, JsonStyle, ReplyShape, Request, SamplingParams, ThinkingBudget
@@ -40,12 +41,13 @@ log = logging.getLogger("plait")
 
 @dataclass(frozen=True, slots=True)
 class Language:
-    """The text side of a model. `stop_token_ids`: every token that ends a reply."""
+    """The text side of a model, its head included. `stop_token_ids`: every token that ends a reply."""
 
     tokenizer: Tokenizer | None
     chat_template: ChatTemplate | None
     generation_config: Mapping[str, Any]
     stop_token_ids: frozenset[int]
+    head: ModelHead = NO_HEAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,7 @@ class Front:
         self.needs_boundaries = config.prefix_cache and spec.causal and _has_slots(spec)
         self.tokenizer, self.chat_template = language.tokenizer, language.chat_template
         self.generation_config, self.stop_token_ids = language.generation_config, language.stop_token_ids
+        self.head = language.head
         self.created, self.max_num_seqs = int(time.time()), config.max_num_seqs
         self._style = parsers.style
         self.reply_format = ReplyFormat(
@@ -194,6 +197,9 @@ class Front:
         the model does not have, an empty prompt, text without a tokenizer), ContextTooLong with both numbers,
         CapacityError for a sequence that memory never holds, and BadGrammar.
         """
+        if not self.head.generates and (params.max_tokens != 0 or params.prompt_logprobs is not None):
+            text = "it has no head for words, only for scores, labels or vectors (/v1/score, /v1/embeddings)"
+            raise InvalidField(f"model: {text}", "model")
         if isinstance(prompt, str):
             if params.truncate_prompt_tokens is not None:  # no more than what can be among its last tokens
                 prompt = prompt[-self.max_model_len * MAX_CHARS_PER_TOKEN :]

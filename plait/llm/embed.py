@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from plait.errors import EngineError
+from plait.errors import EngineError, InvalidField
+from plait.frontend.pairs import pair_ids
 from plait.request import Pooling, SamplingParams
 
 if TYPE_CHECKING:  # a server answers before it has loaded torch and the rest
@@ -35,14 +35,38 @@ def embed_prompts(
             raise
 
 
+def classify_prompts(
+    front: Front, prompts: Sequence[str | Sequence[int]], activate: bool, at_once: int
+) -> list[list[float]]:
+    """A number for each label, for each prompt. Raises InvalidField for a model without a head for labels."""
+    if not front.head.scores:
+        raise InvalidField(
+            "model: this model has no head for labels; LLM.embed gives vectors of any", "model"
+        )
+    return [
+        front.head.classify(one, activate=activate) for one in embed_prompts(front, prompts, "last", at_once)
+    ]
+
+
+def score_pairs(
+    front: Front, queries: Sequence[object], documents: Sequence[object], task: str | None, at_once: int
+) -> list[float]:
+    """The score of each document and its query, or the only one. Raises InvalidField."""
+    if len(front.head.labels) != 1:
+        count = len(front.head.labels)
+        raise InvalidField(
+            f"model: a pair's score needs a head with one output; this model has {count}", "model"
+        )
+    if len(queries) not in {1, len(documents)}:
+        text = f"prompts: {len(queries)} queries for {len(documents)} documents; give one, or as many"
+        raise InvalidField(text, "prompts")
+    each = queries if len(queries) == len(documents) else list(queries) * len(documents)
+    pairs = [pair_ids(front, str(a), str(b), task) for a, b in zip(each, documents, strict=True)]
+    return [one for (one,) in classify_prompts(front, pairs, True, at_once)]
+
+
 def _vector(stream: OutputStream) -> tuple[float, ...]:
     *_, last = stream
     if not last.embedding:
         raise last.error or EngineError(f"a text ended with {last.finish_reason!r} and no hidden state")
     return last.embedding
-
-
-def unit(vector: Sequence[float]) -> list[float]:
-    """The vector with length 1; zeros stay zeros."""
-    length = math.hypot(*vector)
-    return [value / length for value in vector] if length else list(vector)

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, overload
 
 from plait.config import EngineConfig, option_names
 from plait.engine.admission import USUAL_SERVICE, ServiceOptions
@@ -14,7 +14,7 @@ from plait.errors import BadFile, ConfigError, InvalidField, QueueFull
 from plait.frontend.deltas import Delta
 from plait.frontend.output_stream import OutputStream
 from plait.kernels.load import why_not_cached
-from plait.llm.embed import embed_prompts, unit
+from plait.llm.embed import classify_prompts, embed_prompts, score_pairs
 from plait.llm.outputs import RequestOutput, collect
 from plait.loading.image.start import LoadedImage, load_image
 from plait.request import Pooling, Request, SamplingParams
@@ -110,18 +110,61 @@ class LLM:
         settings = _streamable(params or CHAT_PARAMS)
         return iter(self.front.submit(self.front.prepare_chat(messages, settings, terms)))
 
-    def score(self, prompts: Prompt | Sequence[Prompt]) -> list[list[float]]:
-        """Natural-log probability of each prompt token after the first, given those before it."""
+    @overload
+    def score(self, prompts: Prompt | Sequence[Prompt]) -> list[list[float]]: ...
+    @overload
+    def score(
+        self, prompts: str | Sequence[str], documents: str | Sequence[str], *, instruction: str | None = None
+    ) -> list[float]: ...
+    def score(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        documents: str | Sequence[str] | None = None,
+        *,
+        instruction: str | None = None,
+    ) -> list[list[float]] | list[float]:
+        """Natural-log probability of each prompt token after the first, given those before it.
+
+        With `documents`: how well each fits its query of `prompts`, or the only one, by the model's own head,
+        as /v1/score. Raises InvalidField for a model without such a head.
+        """
+        if documents is not None:
+            return score_pairs(self.front, _as_list(prompts), _as_list(documents), instruction, self._at_once)
         asked = SamplingParams(max_tokens=0, prompt_logprobs=0, temperature=0.0)
         return [_prompt_scores(out) for out in self.generate(prompts, asked)]
 
-    def embed(
-        self, prompts: Prompt | Sequence[Prompt], pooling: Pooling = "last", *, normalize: bool = True
+    def classify(
+        self, prompts: Prompt | Sequence[Prompt], *, use_activation: bool = True
     ) -> list[list[float]]:
-        """One vector for each prompt: the hidden state of its last token, or the mean of all, of length 1."""
-        at_once = max(self._loaded.config.max_waiting, 1)
-        found = embed_prompts(self.front, _as_list(prompts), pooling, at_once)
-        return [unit(vector) if normalize else list(vector) for vector in found]
+        """A number for each of the model's labels (`front.head.labels`), as /v1/classify.
+
+        Raises InvalidField for a model without a head for labels.
+        """
+        return classify_prompts(self.front, _as_list(prompts), use_activation, self._at_once)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling: Pooling | None = None,
+        *,
+        normalize: bool | None = None,
+        prompt_name: str | None = None,
+        dimensions: int | None = None,
+    ) -> list[list[float]]:
+        """One vector for each prompt, as the model's own modules make it.
+
+        Without any: the hidden state of the last token, or the mean of all, of length 1. `prompt_name`: which
+        of the model's prompts comes before each text; `dimensions`: the first so many numbers.
+        """
+        head, many = self.front.head, _as_list(prompts)
+        before = head.prompt_text(prompt_name)
+        texts = [before + one if isinstance(one, str) else one for one in many]
+        found = embed_prompts(self.front, texts, pooling or head.pooling or "last", self._at_once)
+        return [head.embed(vector, dimensions, normalize) for vector in found]
+
+    @property
+    def _at_once(self) -> int:
+        return max(self._loaded.config.max_waiting, 1)
 
     def logits(self, prompt: Prompt) -> Tensor:
         """Raw logits after every token of a prompt, [tokens, vocab] float32."""

@@ -26,6 +26,7 @@ from plait.errors import BadFile, PlaitError
 from plait.families.common.resolved import Resolved
 from plait.families.resolve import SET, resolve
 from plait.frontend.frontend import Language
+from plait.loading.heads.read_head import HeadSource, head_names, read_head
 from plait.loading.meta_model import read_order
 from plait.loading.plugins import Plugin, load_plugins
 from plait.loading.probe.cache import Findings, read_findings
@@ -68,6 +69,11 @@ class Opened:
         """Bytes of all tensors as they are stored."""
         return sum(self.checkpoint.nbytes(name) for name in self.checkpoint.names())
 
+    def whole_source(self) -> TextSource:
+        """Where its tokenizer and template come from, and its head if that is not for words."""
+        source = HeadSource(self.files, self.checkpoint, self.resolved, self.tokenizer)
+        return replace(self.text_source(), head=read_head(source).to_values())
+
     def text_source(self) -> TextSource:
         """Where its tokenizer and template come from."""
         config, metadata = self.resolved.config, self.metadata
@@ -88,7 +94,7 @@ class Opened:
 
     def language(self) -> Language:
         """Its whole text side."""
-        return self.text_source().language()
+        return self.whole_source().language()
 
 
 def open_model(model: str, config: EngineConfig, *, probed: bool = True) -> Opened:
@@ -147,7 +153,8 @@ def with_findings(opened: Opened, found: Findings) -> Resolved:
 def load_decoder(opened: Opened, target: Target, report: Progress) -> Decoder:
     """The model with all its weights, packed for `target`. Raises CheckpointError."""
     target.on_read = release_pages(opened, report)
-    weights = Weights(opened.checkpoint, opened.resolved.names, target)
+    heads = set(head_names(opened.checkpoint.names()))  # `read_head` reads them
+    weights = Weights(opened.checkpoint, opened.resolved.names, target, used=heads)
     spec, _ = divide_model(opened.resolved.spec, target.comm.rank)
     with feed_device(opened, target):
         decoder = Decoder(spec, weights)

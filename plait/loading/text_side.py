@@ -10,6 +10,7 @@ from typing import Any
 
 from plait.errors import BadFile, InvalidField
 from plait.frontend.frontend import Language
+from plait.frontend.model_head import NO_HEAD, ModelHead
 from plait.request import SamplingParams
 from plait.text.load import load_chat_template, load_generation_config, load_tokenizer
 from plait.text.tokenizers.tokenizer import Tokenizer
@@ -20,7 +21,8 @@ class TextSource:
     """What the readers of tokenizers and templates need.
 
     `directory`: where files of text lie, None if there are none. `metadata`: of a GGUF file, the keys about
-    text. `config`: of the model's, the keys about tokens. `vocab`, `chat_template`: the user's.
+    text. `config`: of the model's, the keys about tokens. `vocab`, `chat_template`: the user's. `head`: the
+    values of its `ModelHead`.
     """
 
     name: str
@@ -31,6 +33,7 @@ class TextSource:
     vocab: str | None = None
     chat_template: str | None = None
     oxidizr: bool = False
+    head: Mapping[str, object] | None = None
 
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer that belongs to the model, if one can be found."""
@@ -60,7 +63,8 @@ class TextSource:
         )
         stops = tokenizer.eos_token_ids if tokenizer else _as_set(generation_config.get("eos_token_id"))
         ends = template.stop_token_ids if template else frozenset()
-        return Language(tokenizer, template, generation_config, stops | ends)
+        head = NO_HEAD if self.head is None else ModelHead.from_values(self.head)
+        return Language(tokenizer, template, generation_config, stops | ends, head)
 
     def to_json(self) -> bytes:
         """All of it as JSON. Strings in files may not be Unicode; JSON can escape those."""

@@ -41,7 +41,7 @@ from plait.server.llamacpp import completion, server_facts
 from plait.server.models import admin
 from plait.server.models.only import OnlyModel
 from plait.server.ollama import embed, generate, manage, wire
-from plait.server.openai import chat, completions, embeddings, models, responses
+from plait.server.openai import chat, completions, embeddings, models, responses, scores
 from plait.server.stored.endpoints import STORED
 from plait.version import __version__
 
@@ -70,6 +70,7 @@ ENDPOINTS = (
     *completions.ENDPOINTS,
     *chat.ENDPOINTS,
     *embeddings.ENDPOINTS,
+    *scores.ENDPOINTS,
     *responses.ENDPOINTS,
     *messages.ENDPOINTS,
     *models.ENDPOINTS,

@@ -18,7 +18,7 @@ from plait.server.http.transfer import EVENTS, JSON_LINES, UNMARKED_EVENTS, Stre
 from plait.server.llamacpp import completion, server_facts
 from plait.server.models import admin
 from plait.server.ollama import embed, generate, manage, wire
-from plait.server.openai import chat, completions, embeddings, models, response_items, responses
+from plait.server.openai import chat, completions, embeddings, models, response_items, responses, scores
 from plait.server.stored import batch_objects, chats, file_objects, routes
 
 ITEM_EVENTS = "With stream: named and numbered events, from response.created to response.completed."
@@ -92,8 +92,9 @@ GETS: Mapping[str, Operation] = {
 }
 _LOAD = Operation("Have a model loaded; needs the admin key", admin.Managed, admin.ManageRequest)
 _UNLOAD = Operation("Have a model unloaded; needs the admin key", admin.Managed, admin.ManageRequest)
-_SCORE = Operation("How near texts are to each other", embeddings.Scores, embeddings.ScoreRequest)
-_RERANK = Operation("Documents by how near they are to a query", embeddings.Ranking, embeddings.RerankRequest)
+_SCORE = Operation("How well texts fit each other", scores.Scores, scores.ScoreRequest)
+_RERANK = Operation("Documents by how well they fit a query", scores.Ranking, scores.RerankRequest)
+_CLASSIFY = Operation("Texts with a label each", scores.Classification, scores.ClassifyRequest)
 POSTS: Mapping[str, Operation] = {
     "/v1/completions": Operation(
         "Text that follows a prompt",
@@ -110,6 +111,7 @@ POSTS: Mapping[str, Operation] = {
     "/v1/embeddings": Operation("Texts as vectors", embeddings.Embeddings, embeddings.EmbeddingRequest),
     **dict.fromkeys(("/v1/score", "/score"), _SCORE),
     **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), _RERANK),
+    **dict.fromkeys(("/v1/classify", "/classify"), _CLASSIFY),
     "/apply-template": Operation("A conversation as the model's prompt", body=models.TemplateRequest),
     "/v1/responses": Operation(
         "The reply to a conversation, as items",

@@ -27,7 +27,7 @@ from plait.text.output.call_grammar import (
     Structure,
     begin_thinking,
 )
-from plait.text.output.reasoning import HARMONY_TURN, ReasoningFormat, reasoning_format
+from plait.text.output.reasoning import ReasoningFormat, reasoning_format
 from plait.text.tokenizers.tokenizer import Tokenizer
 
 SWITCHES = ("enable_thinking", "thinking")  # names of the switch in templates
@@ -228,11 +228,17 @@ class ReplyFormat:
         demanded = self._call(shape, "required")
         if form is None or demanded is None or not any(_is_strict(tool) for tool in shape.tools):
             return None
+        if not form.holds:
+            raise InvalidField(
+                f"tools: the format {form.name!r} holds strict calls only where one is demanded; send "
+                "tool_choice 'required', or leave strict out",
+                "tools",
+            )
         if form.final_end:
             return hold_in_wrapper(demanded, form.syntax.opens, form.final, form.final_end)
+        if form.turn and any(token and token in form.final for token in self._special):
+            return hold_in_turns(demanded, form.asides, form.turn, form.final)
         found = hold_calls(demanded, form.syntax.opens, self._special, self.reasoning)
-        if found is None and form.final:
-            return hold_in_turns(demanded, form.asides, HARMONY_TURN, form.final)
         if found is None:
             schemas = tool_schemas(shape.tools)
             parallel = self._may_be_several(shape)

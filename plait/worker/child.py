@@ -227,7 +227,7 @@ def load_engine(
     from plait.text.tokenizers.tokenizer import Tokenizer
 
     def on_open(opened: Opened) -> Tokenizer | None:
-        source = opened.text_source()
+        source = opened.whole_source()
         on_source(source)
         return source.tokenizer()
 

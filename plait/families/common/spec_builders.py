@@ -46,7 +46,10 @@ def rope(c: Config, dim: int, kind: str = FULL, *, interleaved: bool = False) ->
 def window(c: Config, kind: str) -> int | None:
     if kind == "chunked_attention":
         raise UnsupportedModel("layer_types has chunked_attention, which only Llama 4 is known to have")
-    return int(c["sliding_window"]) if kind == SLIDING else None
+    if kind != SLIDING:
+        return None
+    size = int(c["sliding_window"])
+    return size // 2 + 1 if c.get("use_bidirectional_attention") is True else size  # of both sides together
 
 
 def gqa(c: Config, kind: str = FULL, **changes: Any) -> AttentionSpec:
@@ -155,7 +158,27 @@ def model(c: Config, name: str, layers: Iterable[tuple[BranchSpec, ...]], **chan
         max_len=c.get("max_position_embeddings") or ENDLESS,
         tied=bool(c.get("tie_word_embeddings", False)),
     )
-    return replace(usual, **changes)
+    spec = replace(usual, **changes)
+    reads_on = c.get("use_bidirectional_attention") is True or c.get("is_causal") is False
+    return see_both_ways(spec) if reads_on else spec
+
+
+def see_both_ways(spec: ModelSpec) -> ModelSpec:
+    """The same model, its tokens seeing later ones, too. Raises UnsupportedModel for mixers with an order."""
+
+    def turn(branch: BranchSpec) -> BranchSpec:
+        match branch.mixer:
+            case MlpSpec():
+                return branch
+            case AttentionSpec() if type(branch.mixer) is AttentionSpec and not branch.mixer.sinks:
+                return replace(branch, mixer=replace(branch.mixer, both_ways=True))
+        raise UnsupportedModel(
+            f"the config says that tokens see later ones, which {type(branch.mixer).__name__} cannot; if the "
+            "model is right without it, say so with --set is_causal=true"
+        )
+
+    layers = tuple(tuple(turn(branch) for branch in layer) for layer in spec.layers)
+    return replace(spec, layers=layers, causal=False)
 
 
 def mscale_squared(r: RopeSpec) -> float:

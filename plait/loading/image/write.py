@@ -129,7 +129,7 @@ def _model_part(built: Built | Loaded, blocks: Sequence[KeptBlock]) -> ModelPart
         dtype=str(target.dtype).removeprefix("torch."),
         block_size=runner.store.block_size,
         banned=tuple(runner.sampler.host.banned),
-        text=opened.text_source().to_json(),
+        text=opened.whole_source().to_json(),
         weights_nbytes=target.weights_nbytes,
         mapped_nbytes=sum(block.nbytes for block in blocks) or (target.shelf.nbytes if target.shelf else 0),
         fingerprint=fingerprint(opened, target),

@@ -19,6 +19,7 @@ from plait.model.mixers.registry import mixer
 from plait.ops.activation import clip, gate
 from plait.ops.attention import paged_attention
 from plait.ops.entry import head_widths
+from plait.ops.full_attention import full_attention
 from plait.ops.place import HeadNorms, place_heads
 from plait.partition import Cut, Division, Rank, join_ranges, scale_range, sum_of, width
 from plait.state.store import StateStore
@@ -30,6 +31,7 @@ def describe_attention(m: spec.AttentionSpec) -> str:
     parts += [f"window {m.window}"] if m.window else []
     parts += [f"softcap {m.softcap:g}"] if m.softcap else []
     parts += [f"q and k normed{' last' if m.qk_norm_last else ''}"] if m.qk_norm else []
+    parts += ["both ways"] if m.both_ways else []
     parts += ["queries that grow"] if m.temperature else []
     parts += ["sinks"] if m.sinks else []
     parts += ["ALiBi"] if m.slopes else []
@@ -74,7 +76,8 @@ class Attention:
         self.slopes = torch.tensor(s.slopes, device=w.target.device) if s.slopes else None
         sizes |= {"alibi": True} if s.slopes else {}
         self._more = {"slopes": self.slopes} if s.slopes else {}
-        self._place, self._attend = w.bind_pair(place_heads, paged_attention, **sizes)
+        attends = (None, w.bind(full_attention)) if s.both_ways else None
+        self._place, self._attend = attends or w.bind_pair(place_heads, paged_attention, **sizes)
         if s.qk_norm_last or (self.q_norm and self.q_norm.is_gathered):
             self._place = None  # what places heads norms them first, and reaches no other rank
         self.temperature = Temperature(s.temperature, w) if s.temperature else None
@@ -86,7 +89,8 @@ class Attention:
         dtype = w.target.kv_dtype
         widths = zip("kv", head_widths(s.head_dim, dtype), strict=True)
         entry = {name: (s.num_kv_heads, width) for name, width in widths}
-        self.states: dict[str, State] = {self.name: PagedState(entry, s.window, dtype)}
+        states: dict[str, State] = {self.name: PagedState(entry, s.window, dtype)}
+        self.states = {} if s.both_ways else states  # no later step reads them
         self._group = group_name(s.window)
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
@@ -96,6 +100,9 @@ class Attention:
         heads = projected.unflatten(-1, (-1, s.head_dim))  # [T, heads + 2 kv_heads (+ heads), d]
         q, k, v, *closing = heads.split(self._parts, 1)
         v = self.v_norm(v) if self.v_norm else v
+        if s.both_ways:
+            turned, starts = self._turned(heads, q, k, batch), batch.query_start
+            return self._close(self._attend(*turned, v, starts, s.scale, s.window, s.softcap), x, closing)
         cache, index = store[self.name], batch.paged[self._group]
         caches = cache["k"], cache["v"]
         where = (index.block_table, index.slot_mapping, batch.query_start, batch.seq_lens)
@@ -109,6 +116,9 @@ class Attention:
             q, k = self._turned(heads, q, k, batch)
             q = self.temperature(q, batch) if self.temperature else q
             out = self._attend(q, k, v, *caches, *where, *how, **self._more)
+        return self._close(out, x, closing)
+
+    def _close(self, out: Tensor, x: Tensor, closing: list[Tensor]) -> Tensor:
         out = (self.head_gate(out, x) if self.head_gate else out).flatten(1)
         out = self.out_norm(out) if self.out_norm else out
         return self.o(self._gate(out, closing[0].flatten(1)) if self._gate else out)

@@ -11,7 +11,6 @@ import msgspec
 
 from plait.engine.admission import MAX_CHARS_PER_TOKEN, ServiceOptions
 from plait.errors import InvalidField
-from plait.llm.embed import unit
 from plait.request import Request, RequestTrace
 from plait.sampling_fields import shorten
 from plait.server.api.endpoint import Endpoint
@@ -45,11 +44,9 @@ def plan_embed(context: RequestContext, body: Mapping[str, object]) -> EmbedsRep
         _terms(context, body),
         body.get("dimensions"),
     )
-    size, truncate = context.front.spec.hidden_size, body.get("truncate", False)
+    size, truncate = context.front.head.width(context.front.spec.hidden_size), body.get("truncate", False)
     if dimensions is not None and not (type(dimensions) is int and 1 <= dimensions <= size):
-        text = (
-            f"dimensions: {shorten(dimensions)} is outside [1, {size}], the size of this model's hidden state"
-        )
+        text = f"dimensions: {shorten(dimensions)} is outside [1, {size}], the size of this model's vectors"
         raise InvalidField(text, "dimensions")
     if not isinstance(truncate, bool):
         raise InvalidField("truncate: send true or false", "truncate")
@@ -63,15 +60,15 @@ def plan_embed(context: RequestContext, body: Mapping[str, object]) -> EmbedsRep
     requests = []
     for i, text in enumerate(texts):
         found = _cut(context, text) if truncate else text
-        requests.append(embedding_request(context, found, "last", terms, f"input[{i}]" if many else "input"))
-    return EmbedsReply(context.model, requests, clock, dimensions if isinstance(dimensions, int) else None)
+        requests.append(embedding_request(context, found, None, terms, f"input[{i}]" if many else "input"))
+    return EmbedsReply(context, requests, clock, dimensions if isinstance(dimensions, int) else None)
 
 
 def plan_embedding(context: RequestContext, body: Mapping[str, object]) -> OneEmbeddingReply:
     """Validate and tokenize a text, before the engine gets it. Raises RequestErrors."""
     text = text_of(body, "prompt")
     return OneEmbeddingReply(
-        context.model, [embedding_request(context, text, "last", _terms(context, body), "prompt")]
+        context, [embedding_request(context, text, None, _terms(context, body), "prompt")]
     )
 
 
@@ -97,22 +94,26 @@ class EmbedsReply(VectorsReply):
     """One reply of /api/embed."""
 
     def __init__(
-        self, model: str, requests: Sequence[Request], clock: ReplyClock, dimensions: int | None
+        self, context: RequestContext, requests: Sequence[Request], clock: ReplyClock, dimensions: int | None
     ) -> None:
-        super().__init__(model, requests)
-        self._clock, self._dimensions = clock, dimensions
+        super().__init__(context.model, requests)
+        self._clock, self._dimensions, self._head = clock, dimensions, context.front.head
 
     def whole(self, traces: Iterable[RequestTrace | None]) -> EmbedReply:
         num_prompt = self.count.prompt_usage().prompt_tokens
-        vectors = [[*unit(vector[: self._dimensions])] for vector in self.vectors]
+        vectors = [self._head.embed(one, self._dimensions, normalize=True) for one in self.vectors]
         return EmbedReply(model=self.model, embeddings=vectors, **self._clock.durations(num_prompt))
 
 
 class OneEmbeddingReply(VectorsReply):
     """One reply of /api/embeddings."""
 
+    def __init__(self, context: RequestContext, requests: Sequence[Request]) -> None:
+        super().__init__(context.model, requests)
+        self._head = context.front.head
+
     def whole(self, traces: Iterable[RequestTrace | None]) -> EmbeddingReply:
-        return EmbeddingReply([*self.vectors[0]])
+        return EmbeddingReply(self._head.embed(self.vectors[0], normalize=bool(self._head.normalize)))
 
 
 ENDPOINTS = (

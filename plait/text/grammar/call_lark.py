@@ -71,9 +71,10 @@ def _until(part: FreeUntil | Value, special_ids: Mapping[str, int], rules: Rules
         kept = f"~/(?s:.*){quote_regex(part.closing)}(?s:.+)/" if part.closing else ""
     elif part.end.text not in special_ids:
         kept = _without(part.without, special_ids)
-    if isinstance(part.end, FormatMarker) and part.end.text in special_ids:
-        text = ": " + " & ".join(f"/{pattern}/" for pattern in patterns)
-        return f"{_rule(rules, text)} <[{special_ids[part.end.text]}]>"
+    lead, *rest = _cut_marker(part.end.text, special_ids) if isinstance(part.end, FormatMarker) else [""]
+    if rest:  # a control token ends the text, behind what the marker has before it
+        text = ": " + " & ".join(f"/{pattern}{quote_regex(lead)}/" for pattern in patterns)
+        return f"{_rule(rules, text)} {_write_pieces(rest, special_ids)}"
     texts = [f"/{pattern}{quote_regex(part.end.text)}/" for pattern in patterns]
     return _rule(rules, "[lazy]: " + " & ".join([*texts, kept] if kept else texts))
 
@@ -101,13 +102,17 @@ def _expression(part: Unlike | RegexPiece, rules: Rules) -> str:
 
 def _marker(text: str, special_ids: Mapping[str, int]) -> str:
     """A marker may be one control token, hold some, or be ordinary text."""
+    return _write_pieces(_cut_marker(text, special_ids), special_ids)
+
+
+def _cut_marker(text: str, special_ids: Mapping[str, int]) -> list[str]:
+    """Text and control tokens in turn, text first; it may be empty."""
     inside = sorted((token for token in special_ids if token and token in text), key=len, reverse=True)
-    pieces = re.split(f"({'|'.join(map(re.escape, inside))})", text) if inside else [text]
-    texts = (piece for piece in pieces if piece)
-    written = (
-        f"<[{special_ids[t]}]>" if t in special_ids else json.dumps(t, ensure_ascii=False) for t in texts
-    )
-    return " ".join(written)
+    return re.split(f"({'|'.join(map(re.escape, inside))})", text) if inside else [text]
+
+
+def _write_pieces(pieces: Iterable[str], special_ids: Mapping[str, int]) -> str:
+    return " ".join(f"<[{special_ids[t]}]>" if t in special_ids else _literal(t) for t in pieces if t)
 
 
 def _literal(text: str) -> str:

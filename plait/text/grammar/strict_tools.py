@@ -43,16 +43,19 @@ def hold_calls(
     starts: Sequence[str],
     special: Collection[str],
     reasoning: ReasoningFormat | None = None,
+    asides: Iterable[tuple[str, str]] = (),
 ) -> Structure | None:
     """Text, and then perhaps `calls`, which begin with one of the markers `starts`: to write it is to call.
 
     `special`: the vocabulary's control tokens. No thinking begins within text: a call in it would be a
-    thought. None where calls begin with no marker of their own, or with one that text may hold.
+    thought. None where calls begin with no marker of their own, or where the first control token of it may
+    begin something else, of `asides`.
     """
     marker = next((m for m in starts if _rest(calls, m) is not None), None)
     if marker is None or marker.isalnum():
         return None
-    if marker not in special and any(token and token in marker for token in special):
+    inside = [token for token in special if token and token in marker]
+    if any(token in opening for token in inside for opening, _ in asides):
         return None
     rest = _rest(calls, marker) or ()
     others = tuple(other for other in starts if other != marker)
@@ -147,7 +150,7 @@ def _calls(
         tuple(
             (
                 RegexPiece(_head(style, name, before), markers, free, bare),
-                *write_arguments(style, schema),
+                *write_arguments(Frame("", style=style), schema),
                 *end,
             )
             for name, schema in schemas.items()

@@ -10,13 +10,15 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from plait.errors import InvalidField
-from plait.text.output.parameters import alternatives, kinds, lengths, patterns, values
+from plait.text.output.parameters import ArgumentTags, alternatives, kinds, lengths, patterns, values
 from plait.text.output.reasoning import ReasoningFormat
 
 _MOST_COUNTED = 1000  # characters of a text that must also be free of something
+MOST_NESTED, MOST_ITEMS = 6, 32  # levels of objects, and counted items, in the style "quoted"
 MOST_THOUGHTS = 4  # blocks of thinking before what is demanded
 
 
@@ -109,17 +111,19 @@ Part = Text | FormatMarker | Json | FreeUntil | Value | FreeWithout | Unlike | R
 Structure = tuple[Part, ...]
 
 
-Style = Literal["json", "line", "python", "xml", "glm"]
-NUMBER, NAME, ARGUMENTS = "\0", "\1", "\2"  # in the texts of a `Frame`
+Style = Literal["json", "line", "python", "tags", "quoted"]
+NUMBER, NAME, ARGUMENTS, LINE = "\0", "\1", "\2", "\3"  # in the texts of a `Frame`
 _BREAK = OneOf(((Text("\n"),), ()))
+_PLACES: Mapping[str, Part] = {NUMBER: RegexPiece("[0-9]{1,3}"), LINE: _BREAK}
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
     """How a format writes calls: `opening`, then calls with `separator` between them, then `closing`.
 
-    `call`: a text with `NAME`, `ARGUMENTS` (written as `style`) and perhaps `NUMBER`, the call's number.
-    `name_in_json`: the name is inside a JSON string.
+    `call`: a text with `NAME`, `ARGUMENTS` (written as `style`) and perhaps `NUMBER`, the call's number, and
+    `LINE`, a line end that may be left out. `name_in_json`: the name is inside a JSON string. `tags`: of the
+    style "tags"; `quote`: around texts in the style "quoted". `leads`: texts of which one may come first.
     """
 
     call: str
@@ -128,6 +132,9 @@ class Frame:
     closing: str = ""
     style: Style = "json"
     name_in_json: bool = False
+    tags: ArgumentTags | None = None
+    quote: str = ""
+    leads: tuple[str, ...] = ()
 
 
 def json_frame(
@@ -137,12 +144,10 @@ def json_frame(
     *,
     name: str = "name",
     key: str = "arguments",
-    tag: str = "",
+    around: tuple[str, str] = ("", ""),
 ) -> Frame:
-    """Calls as JSON objects, `tag` and what closes it around each. `name`, `key`: their keys."""
-    ends = {"<tool_call>": "\n</tool_call>", "<|function|>": "<|/function|>"}
-    begin = tag + "\n" if ends.get(tag, "").startswith("\n") else tag
-    call = f'{begin}{{"{name}": "{NAME}", "{key}": {ARGUMENTS}}}{ends.get(tag, "")}'
+    """Calls as JSON objects, the texts of `around` before and behind each. `name`, `key`: their keys."""
+    call = f'{around[0]}{{"{name}": "{NAME}", "{key}": {ARGUMENTS}}}{around[1]}'
     return Frame(call, opening, separator, closing, name_in_json=True)
 
 
@@ -175,17 +180,11 @@ def frame_call(
     frame: Frame, markers: Iterable[str], schemas: Mapping[str, Mapping[str, object]], parallel: bool
 ) -> Structure:
     """A call of one of these tools; `parallel`: further ones may follow."""
-    cut = [re.escape(marker) for marker in (*sorted(markers, key=len, reverse=True), NUMBER)]
+    cut = [re.escape(marker) for marker in (*sorted(markers, key=len, reverse=True), *_PLACES)]
 
     def parts(text: str) -> Structure:
-        pieces = re.split(f"({'|'.join(cut)})", text)
-        number = RegexPiece("[0-9]{1,3}")
-        found = (
-            (FormatMarker(p) if n % 2 else Text(p)) if p != NUMBER else number
-            for n, p in enumerate(pieces)
-            if p
-        )
-        return tuple(found)
+        pieces = enumerate(re.split(f"({'|'.join(cut)})", text))
+        return tuple(_PLACES.get(p) or (FormatMarker(p) if n % 2 else Text(p)) for n, p in pieces if p)
 
     before, after = frame.call.split(NAME)
     between, after = after.split(ARGUMENTS)
@@ -194,15 +193,15 @@ def frame_call(
             *parts(before),
             Text(json.dumps(name, ensure_ascii=False)[1:-1] if frame.name_in_json else name),
             *parts(between),
-            *write_arguments(frame.style, schema),
+            *write_arguments(frame, schema),
             *parts(after),
         )
         for name, schema in schemas.items()
     )
     call = OneOf(calls)
-    gap = parts(frame.separator) if frame.style != "glm" else (_BREAK,)
-    more: Structure = (Repeated((*gap, call)),) if parallel else ()
-    return (*parts(frame.opening), call, *more, *parts(frame.closing))
+    more: Structure = (Repeated((*parts(frame.separator), call)),) if parallel else ()
+    lead: Structure = (OneOf((*map(parts, frame.leads), ())),) if frame.leads else ()
+    return (*lead, *parts(frame.opening), call, *more, *parts(frame.closing))
 
 
 def begin_thinking(reasoning: ReasoningFormat | None, starts_open: bool, *, again: bool = True) -> Structure:
@@ -260,13 +259,23 @@ def _rows(schema: Mapping[str, object], row: Callable[[str, object], Structure])
     return (*rows, *(OneOf((row(name, one), ())) for name, one in optional))
 
 
-def _xml_row(name: str, schema: object) -> Structure:
-    return (Text(f"<parameter={name}>\n"), *_bare(schema, Text("</parameter>"), "\n"), Text("\n"))
+def _write_tags(tags: ArgumentTags, name: str, schema: object) -> Structure:
+    """One argument between tags: text where its schema allows one, else JSON."""
+    head = (FormatMarker(tags.key), Text(name), FormatMarker(tags.named))
+    if tags.words:
+        return (*head, OneOf(tuple(_write_word(tags, schema))), _BREAK)
+    lead: Structure = (_BREAK, FormatMarker(tags.value)) if tags.value else ()
+    pad = "\n" if tags.pads else ""
+    return (*head, *lead, *((Text(pad),) if pad else ()), *_bare(schema, FormatMarker(tags.end), pad), _BREAK)
 
 
-def _glm_row(name: str, schema: object) -> Structure:
-    key = (FormatMarker("<arg_key>"), Text(name), FormatMarker("</arg_key>"))
-    return (*key, _BREAK, FormatMarker("<arg_value>"), *_bare(schema, FormatMarker("</arg_value>")), _BREAK)
+def _write_word(tags: ArgumentTags, schema: object) -> Iterable[Structure]:
+    """The word for each type that a value may have, and the values of that type."""
+    for option in alternatives(schema, schema if isinstance(schema, Mapping) else {}):
+        for kind in sorted(kinds(option) or tags.words):
+            one, end = {**option, "type": kind}, FormatMarker(tags.end)
+            value = _bare(one, end) if kind == "string" else (Json(one), end)
+            yield (Text(tags.words.get(kind, tags.words["object"])), FormatMarker(tags.value), *value)
 
 
 def _bare(schema: Any, closing: FormatMarker | Text, pad: str = "") -> Structure:
@@ -302,14 +311,73 @@ def _text(schema: Mapping[str, object], closing: FormatMarker | Text, pad: str) 
     return Value(Text(pad + closing.text) if pad else closing, (*counted, *forms), closing.text)
 
 
-def write_arguments(style: Style, schema: Mapping[str, object]) -> Structure:
-    """The arguments of one call, in a style of `Frame`. GLM-4.7 breaks no lines, 4.5 and 4.6 do."""
-    match style:
+def write_arguments(frame: Frame, schema: Mapping[str, object]) -> Structure:
+    """The arguments of one call, in the style of a `Frame`."""
+    match frame.style:
         case "json" | "line":
             return (Json(schema if schema.get("type") == "object" else {"type": "object", **schema}),)
         case "python":
             return _as_python(schema)
-        case "xml":
-            return _rows(schema, _xml_row)
-        case "glm":
-            return (_BREAK, *_rows(schema, _glm_row))
+        case "tags":
+            return _rows(schema, partial(_write_tags, frame.tags)) if frame.tags else ()
+        case "quoted":
+            return write_members(schema, frame.quote)
+
+
+def write_members(schema: Mapping[str, object], quote: str, depth: int = 0) -> Structure:
+    """`a:1,b:{c:<quote>x<quote>}`: the members of an object, required ones first.
+
+    A part of what the schema allows: unknown keys are left out. Raises InvalidField for what is nested deeper
+    than MOST_NESTED, as schemas that hold themselves are.
+    """
+    required, optional = _properties(schema)
+    rows = [(Text(f"{name}:"), *_write_quoted(one, quote, depth)) for name, one in required]
+    head = [part for n, row in enumerate(rows) for part in ((Text(","), *row) if n else row)]
+    ways = [(Text(f"{name}:"), *_write_quoted(one, quote, depth)) for name, one in optional]
+    tails = [OneOf(((Text(","), *row), ())) for row in ways]
+    if required or not ways:
+        return (*head, *tails)
+    return (OneOf((*((*row, *tails[n + 1 :]) for n, row in enumerate(ways)), ())),)
+
+
+def _write_quoted(schema: object, quote: str, depth: int) -> Structure:
+    if depth > MOST_NESTED:
+        raise InvalidField(
+            f"tools: parameters nested deeper than {MOST_NESTED} levels cannot be demanded in this model's "
+            "format; make them flatter, or send tool_choice 'auto'",
+            "tools",
+        )
+    found: list[Structure] = []
+    for option in alternatives(schema, schema if isinstance(schema, Mapping) else {}):
+        for kind in sorted(kinds(option) or ("boolean", "null", "number", "string")):
+            found.append(_write_kind({**option, "type": kind}, kind, quote, depth))
+    return found[0] if len(found) == 1 else (OneOf(tuple(found)),)
+
+
+def _write_kind(schema: Mapping[str, object], kind: str, quote: str, depth: int) -> Structure:
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    match kind:
+        case "string":
+            return (FormatMarker(quote), *_bare(schema, FormatMarker(quote)))
+        case "object":
+            return (Text("{"), *write_members(schema, quote, depth + 1), Text("}"))
+        case "array":
+            items = schema.get("items")
+            one = {**items, **shared} if isinstance(items, Mapping) else {}
+            return (Text("["), *_write_items(schema, _write_quoted(one, quote, depth + 1)), Text("]"))
+        case _:
+            return (Json(schema),)
+
+
+def _write_items(schema: Mapping[str, object], item: Structure) -> Structure:
+    """As many items as a list must have, and further ones up to what it may have."""
+    least, most = (schema.get(name) for name in ("minItems", "maxItems"))
+    low = min(least, MOST_ITEMS) if isinstance(least, int) and least > 0 else 0
+    more: Structure = (Repeated((Text(","), *item)),)
+    if isinstance(most, int) and most >= low:
+        more = ()
+        for _ in range(min(most, MOST_ITEMS) - max(low, 1)):
+            more = (OneOf(((Text(","), *item, *more), ())),)
+    rest = tuple(part for _ in range(low - 1) for part in (Text(","), *item))
+    some = (*item, *rest, *more)
+    return some if low else (OneOf((some, ())),) if most != 0 else ()

@@ -105,6 +105,25 @@ def one_or_list(known_only: bool = False) -> Body:
     return body
 
 
+def read_keyed_list(reply: ReplyBuilder) -> Reading[bool]:
+    """`[{"name": {…}}, …]`: objects with one key, the tool's name, and its arguments."""
+    cursor = reply.cursor
+    yield from cursor.space()
+    if not (yield from cursor.skip("[")):
+        return False
+    found = yield from cursor.skip("]")
+    while not found:
+        yield from cursor.space()
+        name = (yield from _key(cursor)) if (yield from cursor.skip("{")) else None
+        if not name or name == "}" or not (yield from call_arguments(reply, name)):
+            return False
+        yield from cursor.skip_spaced("}")
+        if not (yield from cursor.skip(",")):
+            found = yield from cursor.skip("]")
+            break
+    return found
+
+
 def objects(reply: ReplyBuilder, known_only: bool, closer: str = "") -> Reading[bool]:
     """Objects one after the other, with white space, `,` or `;` between them."""
     while (yield from call_object(reply, known_only)):

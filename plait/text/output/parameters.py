@@ -1,13 +1,14 @@
-"""Reads a tool's schema for one parameter that is written as bare text, not as JSON."""
+"""Parameters that are written as bare text between tags: the tags, and what a tool's schema says of one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
 
 _MOST_STEPS = 256  # of a schema that refers to itself
 _MOST_CHARS = 1_000_000  # more than any reply has
 _KINDS: Mapping[type, str] = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array"}
+JSON_TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
 _FORMATS = {
     "date": r"[0-9]{4}-[0-9]{2}-[0-9]{2}",
     "time": r"[0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]+)?([zZ]|[+-][0-9]{2}:[0-9]{2})",
@@ -22,12 +23,35 @@ _FORMATS = {
 _FORMATS["date-time"] = f"{_FORMATS['date']}[tT]{_FORMATS['time']}"
 
 
+@dataclass(frozen=True, slots=True)
+class ArgumentTags:
+    """How an argument is written as text: `key`, its name, `named`, `value`, the value, and `end`.
+
+    `pads`: a line end on either side of the value is not its own. `words`: JSON type → the word between
+    `named` and `value` that says whether the value is text or JSON; a call may leave it out with `named`.
+    `stop`: what comes behind the last argument begins with this.
+    """
+
+    key: str
+    named: str
+    value: str
+    end: str
+    pads: bool = False
+    words: Mapping[str, str] = field(default_factory=dict)
+    stop: str = "</"
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Every text of the tags that may hold a control token of a vocabulary."""
+        return tuple(dict.fromkeys(text for text in (self.key, self.named, self.value, self.end) if text))
+
+
 def alternatives(schema: object, root: Mapping[str, object]) -> list[Mapping[str, object]]:
     """The schemas of which one must hold. What is no schema, or refers too far, becomes `{}`: any value.
 
     `anyOf` and `oneOf` are taken apart, the parts of `allOf` are joined, references are followed.
     """
-    found: list[Mapping[str, Any]] = []
+    found: list[Mapping[str, object]] = []
     waiting = [schema]
     for _ in range(_MOST_STEPS):
         if not waiting:
@@ -93,7 +117,7 @@ def _merge_schema(schema: object, root: Mapping[str, object]) -> dict[str, objec
         return {}
     rest = {name: value for name, value in schema.items() if name not in ("$ref", "allOf")}
     parts = schema.get("allOf")
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for part in (
         _follow_reference(schema.get("$ref"), root),
         *(parts if isinstance(parts, Sequence) else ()),

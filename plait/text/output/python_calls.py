@@ -45,11 +45,18 @@ def call_list(known_only: bool = False) -> Body:
     return body
 
 
+def call_list_or_lines(reply: ReplyBuilder) -> Reading[bool]:
+    """`[f(a=1), g()]`, or the same without a list: see `call_lines`."""
+    yield from reply.cursor.space()
+    as_list = (yield from reply.cursor.peek()) == "["
+    return (yield from call_list()(reply) if as_list else call_lines(reply))
+
+
 def call_lines(reply: ReplyBuilder) -> Reading[bool]:
-    """`f(a=1)` and further calls on lines of their own, without a list around them."""
+    """`f(a=1)` and further calls on lines of their own or behind `;`, without a list around them."""
     yield from reply.cursor.space()
     while (yield from _call(reply, known_only=False)):
-        yield from reply.cursor.space()
+        yield from reply.cursor.skip_spaced(";")
         if not _NAME.match((yield from reply.cursor.peek())):
             return True
     return False

@@ -49,7 +49,7 @@ class ReasoningFormat:
 
         Only white space may follow the opening marker: further up it belongs to another message.
         """
-        return any(prompt.rstrip().endswith(pair.opening) for pair in self.pairs)
+        return any(prompt.rstrip().endswith(pair.opening.rstrip()) for pair in self.pairs)
 
     def has_begun(self, prompt: str) -> bool:
         """Whether a prompt ends where content may follow at once: behind its marker, or within a message.
@@ -76,7 +76,31 @@ class ReasoningFormat:
 HARMONY_TURN, HARMONY_FINAL = "<|start|>assistant", "<|channel|>final<|message|>"
 _COMMENTARY = "<|channel|>commentary<|message|>"
 COHERE_FINAL, COHERE_END = "<|START_RESPONSE|>", "<|END_RESPONSE|>"
+COHERE_TEXT, COHERE_TEXT_END = "<|START_TEXT|>", "<|END_TEXT|>"
+KIMI_FINAL, KIMI_CLOSE = "<|open|>response<|sep|>", "<|close|>response<|sep|>"
+_KIMI_MESSAGE = ('<|open|>message role="assistant"<|sep|>', "<|close|>message<|sep|>")
+SOLAR_TURN, SOLAR_FINAL = "<|begin|>assistant", "<|content|>"
 _THINK = Pair("<think>", "</think>")
+
+
+def _pair(name: str, opening: str, closing: str, signs: tuple[str, ...] = ()) -> ReasoningFormat:
+    """A format of which one pair of markers says all."""
+    return ReasoningFormat(name, (Pair(opening, closing),), signs or (closing,), tokens=signs or (opening,))
+
+
+def _cohere(name: str, final: str, end: str, signs: tuple[str, ...] = ()) -> ReasoningFormat:
+    return ReasoningFormat(
+        name,
+        (Pair("<|START_THINKING|>", "<|END_THINKING|>"),),
+        signs=("<|START_THINKING|>", *signs),
+        tokens=("<|START_THINKING|>", "<|END_THINKING|>", *signs),
+        wrappers=(final, end),
+        between=("\n", ""),
+        final=final,
+        before=("<|CHATBOT_TOKEN|>", "<|END_THINKING|>"),
+    )
+
+
 REASONING: Mapping[str, ReasoningFormat] = {
     form.name: form
     for form in (
@@ -88,21 +112,46 @@ REASONING: Mapping[str, ReasoningFormat] = {
             anywhere=True,
         ),
         ReasoningFormat(
+            "kimi_k3",
+            (Pair("<|open|>think<|sep|>", "<|close|>think<|sep|>"),),
+            signs=("<|open|>", "<|close|>", "<|sep|>"),
+            tokens=("<|open|>", "<|close|>", "<|sep|>"),
+            wrappers=(KIMI_FINAL, KIMI_CLOSE, _KIMI_MESSAGE[1]),
+            between=("",),
+            final=KIMI_FINAL,
+            before=(_KIMI_MESSAGE[0], "<|close|>think<|sep|>"),
+        ),
+        ReasoningFormat(
+            "solar_open",
+            (Pair("<|think|>", "<|end|>"),),
+            signs=("<|think|>", "<|content|>", "<|end|>"),
+            wrappers=(SOLAR_TURN, SOLAR_FINAL, "<|end|>", "<|flush|>"),
+            between=(SOLAR_TURN,),
+            final=SOLAR_FINAL,
+            anywhere=True,
+        ),
+        _pair("apertus", "<|inner_prefix|>", "<|inner_suffix|>"),
+        _pair("gemma4", "<|channel>thought\n", "<channel|>", ("<|channel>", "<channel|>")),
+        _pair("hy3", "<think:opensource>", "</think:opensource>"),
+        _pair("longcat", "<longcat_think>", "</longcat_think>"),
+        _pair("kimi_dev", "◁think▷", "◁/think▷"),
+        _pair("pangu", "[unused16]", "[unused17]"),
+        _pair("seed", "<seed:think>", "</seed:think>"),
+        _pair("thinking", "<thinking>", "</thinking>"),
+        ReasoningFormat(
+            "hunyuan",
+            (_THINK,),
+            signs=("</think>", "<answer>"),
+            wrappers=("<answer>", "</answer>"),
+        ),
+        ReasoningFormat(
             "granite",
             (_THINK,),
             signs=("</think>", "<response>"),
             wrappers=("<response>", "</response>"),
         ),
-        ReasoningFormat(
-            "cohere",
-            (Pair("<|START_THINKING|>", "<|END_THINKING|>"),),
-            signs=("<|START_THINKING|>",),
-            tokens=("<|START_THINKING|>", "<|END_THINKING|>"),
-            wrappers=(COHERE_FINAL, COHERE_END),
-            between=("\n", ""),
-            final=COHERE_FINAL,
-            before=("<|CHATBOT_TOKEN|>", "<|END_THINKING|>"),
-        ),
+        _cohere("cohere_text", COHERE_TEXT, COHERE_TEXT_END, ("<|START_TEXT|>",)),
+        _cohere("cohere", COHERE_FINAL, COHERE_END),
         ReasoningFormat("think", (_THINK,), signs=("</think>",), tokens=("<think>", "</think>")),
         ReasoningFormat(
             "mistral",
@@ -115,7 +164,6 @@ REASONING: Mapping[str, ReasoningFormat] = {
             (Pair("Here is my thought process:", "Here is my response:"),),
             signs=("Here is my thought process:", "Here is my response:"),
         ),
-        ReasoningFormat("seed", (Pair("<seed:think>", "</seed:think>"),), signs=("</seed:think>",)),
         ReasoningFormat(
             "harmony",
             (Pair("<|channel|>analysis<|message|>", "<|end|>"),),
@@ -129,8 +177,8 @@ REASONING: Mapping[str, ReasoningFormat] = {
     )
 }
 """`think`: DeepSeek, Qwen, Nemotron, Falcon and most others; `agent`: the agent tokens of oxidizr's
-vocabularies; `cohere`: Command R7B and A; `granite`: Granite 3.3,
-and `said` 3.2; `harmony`: gpt-oss, as the tool format of that name."""
+vocabularies; `cohere`: Command R7B and A, `cohere_text`: later ones; `granite`: Granite 3.3 and ERNIE 4.5;
+`said`: Granite 3.2; `hunyuan`: A13B, `hy3`: as it was published; `harmony`: gpt-oss."""
 
 
 def reasoning_format(

@@ -368,7 +368,7 @@ def _inside_word(text: str, start: int, end: int) -> bool:
 _ENDS = """
 <|endoftext|> <|end_of_text|> <|eot_id|> <|eom_id|> <|eot|> <|eom|> <|im_end|> <|end|> <|end_of_turn|>
 <end_of_turn> <|return|> <|call|> <|flush|> <|calls|> <|endofturn|> <|stop|> <end_of_utterance>
-<EOT> _<EOT> <|EOT|> [EOT] [EOS] [e~[ <turn|> <｜end▁of▁sentence｜>
+<|end_of_msg|> <EOT> _<EOT> <|EOT|> [EOT] [EOS] [e~[ <turn|> <｜end▁of▁sentence｜>
 """
 _END_OF_GENERATION = frozenset(_ENDS.split())
 _ONLY_IF_CONTROL = frozenset({"</s>", "<eos>"})  # HTML's strike-through is an ordinary piece of Gemma
@@ -377,10 +377,11 @@ _ONLY_IF_CONTROL = frozenset({"</s>", "<eos>"})  # HTML's strike-through is an o
 def end_of_generation(control: Iterable[Special], user_defined: Iterable[Special] = ()) -> frozenset[int]:
     """Ids that end a generation, known by their text.
 
-    Harmony's `<|end|>` only closes a message: where `<|return|>` and `<|call|>` exist it is not an end.
+    Harmony's and Solar's `<|end|>` only closes a message: where `<|return|>` and `<|call|>`, or `<|flush|>`
+    and `<|calls|>` exist it is not an end.
     """
     texts = {s.text: s.id for s in user_defined if s.text in _END_OF_GENERATION}
     texts |= {s.text: s.id for s in control if s.text in _END_OF_GENERATION | _ONLY_IF_CONTROL}
-    if {"<|return|>", "<|call|>"} <= texts.keys():
+    if any(pair <= texts.keys() for pair in ({"<|return|>", "<|call|>"}, {"<|flush|>", "<|calls|>"})):
         texts.pop("<|end|>", None)
     return frozenset(texts.values())

@@ -160,7 +160,7 @@ def test_the_markers_are_found_in_the_template_then_in_the_vocabulary(
 def test_a_reasoning_format_can_be_named_or_refused() -> None:
     assert reasoning_format("<think></think>", (), "mistral") is REASONING["mistral"]
     assert reasoning_format("<think></think>", (), "none") is None
-    with pytest.raises(ConfigError, match="'deep' is not known; there are agent, granite, cohere, think"):
+    with pytest.raises(ConfigError, match="'deep' is not known; there are agent, kimi_k3, solar_open"):
         reasoning_format("", (), "deep")
 
 
