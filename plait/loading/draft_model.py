@@ -25,7 +25,6 @@ from plait.loading.open_model import (
     weight_formats,
 )
 from plait.memory import PagedState, SlotState, State, block_groups, has_slots
-from plait.model.decoder import Decoder
 from plait.runner.draft import DraftMemory, DraftModel
 from plait.runner.host.static_batch import Capacity
 from plait.runner.runner import ModelRunner
@@ -66,7 +65,7 @@ def load_draft(
         decoder = load_decoder(opened, own, report)
     if not any(isinstance(state, PagedState) for state in decoder.states.values()):
         longest = max_model_len  # recurrent state has no longest sequence
-    memory = _memory(decoder, config, own, longest)
+    memory = plan_places(decoder.states, config, own, longest)
     with out_of_memory(f"allocating memory for drafts of {memory.num_places} sequences"):
         store = StateStore(
             decoder.states, memory.num_blocks, memory.num_slots, memory.block_size, own.device, own.dtype
@@ -93,7 +92,7 @@ def open_draft(config: EngineConfig, spec: ModelSpec, tokenizer: Tokenizer | Non
     try:
         opened = open_model(name, own)
     except ConfigError as error:
-        raise ConfigError(f"speculate: {error} (it is off, ngram, or a draft model)") from error
+        raise ConfigError(f"speculate: {error} (it is off, ngram, mtp, or a draft model)") from error
     draft = opened.resolved.spec
     if draft.vocab_size != spec.vocab_size:
         raise ConfigError(
@@ -124,18 +123,23 @@ def _difference(draft: Tokenizer | None, model: Tokenizer | None) -> str | None:
     return None
 
 
-def _memory(decoder: Decoder, config: EngineConfig, own: Target, longest: int) -> DraftMemory:
-    """A place for each running sequence, or for as many as fit. Raises OutOfMemory if not one does."""
+def plan_places(
+    states: Mapping[str, State], config: EngineConfig, own: Target, longest: int, beside: int = 0
+) -> DraftMemory:
+    """A place for each running sequence, or for as many as fit. Raises OutOfMemory if not one does.
+
+    `beside`: bytes that a place takes in addition to the state.
+    """
     memory = DraftMemory(
-        groups=block_groups(decoder.states),
-        has_slots=has_slots(decoder.states),
+        groups=block_groups(states),
+        has_slots=has_slots(states),
         block_size=config.block_size,
         num_places=config.max_num_seqs,
         max_len=longest,
         max_step_len=config.max_num_batched_tokens,
     )
     limit = (config.memory_limit or free_memory(own.device)) // SHARE
-    each = place_nbytes(memory, decoder.states, str(own.dtype).removeprefix("torch."))
+    each = place_nbytes(memory, states, str(own.dtype).removeprefix("torch.")) + beside
     if each > limit:
         raise OutOfMemory(
             f"speculate: the state of one draft of {longest} tokens needs {gib(each)}, and there are "

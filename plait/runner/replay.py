@@ -12,6 +12,7 @@ from torch import Tensor
 from plait.schedule.plan import SamplingBatch, StepPlan, Ticket
 
 Run = Callable[[StepPlan, SamplingBatch], Ticket]
+Observe = Callable[[StepPlan, Tensor], None]  # (a plan that has run, its hidden states [tokens, hidden])
 
 
 class Lead(Protocol):

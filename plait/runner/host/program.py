@@ -105,7 +105,7 @@ class ProgramReplay:
         """A step failed: nothing to do, because `fill` writes all that a step reads."""
 
     def launch(self, plan: StepPlan, sampling: SamplingBatch) -> Done:
-        """Run the steps of a plan that fits."""
+        """Run the steps of a plan that fits. What it made of tokens stays in `program.results`."""
         if plan.num_steps > 1:
             return Done(self._several(plan, sampling))
         logits, results = self.program(plan), self.program.results
