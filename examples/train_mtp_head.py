@@ -24,35 +24,12 @@ from tokenizers import Tokenizer
 from plait import LLM, SamplingParams
 
 SUBJECTS = (
-    *(
-        "David",
-        "Moses",
-        "the king",
-        "the LORD",
-        "Jerusalem",
-        "bread",
-        "the sea",
-        "Egypt",
-        "Paul",
-        "the house",
-    ),
-    *(
-        "the house",
-        "wisdom",
-        "fire",
-        "the priests",
-        "Israel",
-        "Jesus",
-        "water",
-        "the temple",
-        "peace",
-        "sin",
-        "Solomon",
-    ),
+    *("David", "Moses", "the king", "the LORD", "Jerusalem", "bread", "the sea", "Egypt", "Paul", "sin"),
+    *("the house", "wisdom", "fire", "the priests", "Israel", "Jesus", "water", "the temple", "peace"),
 )
 AT_ONCE, LENGTH = 128, 256  # replies that are written together, and tokens of each
 HELD_OUT = 64  # sequences
-DEPTH = 3  # draft tokens that are trained
+DEPTH = 2  # draft tokens that are trained
 RATE = 3e-3  # of AdamW, for what is no matrix a third
 
 
@@ -121,7 +98,7 @@ def train(options: argparse.Namespace, replies: list[list[int]], began: float) -
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         step += 1
-        if step % 50 == 0:
+        if step % 25 == 0:
             shown = " ".join(f"{share:.3f}" for share in agreed)
             print(f"step {step:5d} {done:6.1%}  loss {loss.item():.3f}  right: {shown}", flush=True)
     with torch.no_grad():

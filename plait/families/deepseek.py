@@ -278,7 +278,7 @@ def _names(c: Config, prefix: str) -> Rules:
         "layers.{i}.attn.{x}_a_norm": f"{layer}.self_attn.{{x}}_a_layernorm",
         **transformer(prefix),
     }
-    return {**names, **mtp_names(names, deepseek_parts(f"{prefix}layers.{len(c['layer_types'])}"))}
+    return {**names, **mtp_names(deepseek_parts(f"{prefix}layers.{len(c['layer_types'])}"), names)}
 
 
 def latent_attention(c: Config) -> MlaSpec:

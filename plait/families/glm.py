@@ -125,15 +125,14 @@ def glm4_moe(c: Config) -> tuple[ModelSpec, NameMap]:
         f"{FFN}.router": f"{mlp_names}.gate",
         f"{FFN}.shared.{{x}}": f"{mlp_names}.shared_experts.{{x}}_proj",
         **expert_tensors(FFN, mlp_names, c["num_experts"]),
-        **transformer(),
     }
     # Layers behind the last one predict a second token for speculation; the model is whole without them.
     num_mtp = c.get("num_nextn_predict_layers") or 0
     extra = tuple(rf"^model\.layers\.{count + k}\." for k in range(num_mtp or 1))
     mtp = MtpSpec(((attn, ffn["sparse"]),), each, first=count) if num_mtp else None
     spec = model(c, "glm4_moe", [(attn, ffn[kind]) for kind in c["mlp_layer_types"]], mtp=mtp)
-    head = mtp_names(names, deepseek_parts(f"model.layers.{count}"))
-    return spec, NameMap(names, head, ignored=unused_patterns(c, *extra))
+    head = mtp_names(deepseek_parts(f"model.layers.{count}"), names, transformer())
+    return spec, NameMap(names, transformer(), head, ignored=unused_patterns(c, *extra))
 
 
 def _dense_names(c: Config) -> Rules:

@@ -47,11 +47,12 @@ def mimo_v2_flash(c: Config) -> tuple[ModelSpec, NameMap]:
     # Three heads of windowed, dense layers; the first one drafts, the others are ignored.
     mtp = MtpSpec(((BranchSpec("attn", attns[SLIDING], each), ffns["dense"]),), each)
     head = mtp_names(
-        {f"{FFN}.norm": "model.mtp.layers.{i}.pre_mlp_layernorm", **_names(c, "model.mtp.")},
         deepseek_parts("model.mtp.layers.0", "final_layernorm"),
+        {f"{FFN}.norm": "model.mtp.layers.{i}.pre_mlp_layernorm"},
+        *(_names(c, "model.mtp."), transformer("model.mtp.")),
     )
-    unused = unused_patterns(c, r"^model\.mtp\.")
-    return model(c, "mimo_v2_flash", layers, mtp=mtp), NameMap(_names(c, "model."), head, ignored=unused)
+    names, unused = _names(c, "model."), unused_patterns(c, r"^model\.mtp\.")
+    return model(c, "mimo_v2_flash", layers, mtp=mtp), NameMap(names, transformer(), head, ignored=unused)
 
 
 def _names(c: Config, prefix: str) -> Rules:
@@ -65,7 +66,6 @@ def _names(c: Config, prefix: str) -> Rules:
         f"{FFN}.router": f"{mlp_at}.gate",
         f"{FFN}.router_bias": f"{mlp_at}.gate.e_score_correction_bias",
         **expert_tensors(FFN, mlp_at, c["num_experts"]),
-        **transformer(prefix),
     }
 
 

@@ -98,7 +98,7 @@ def _nemotron_mtp(c: Config) -> tuple[MtpSpec | None, Rules]:
         **deepseek_parts("mtp.layers.0"),
         "norm": f"mtp.layers.{len(layers) - 1}.final_layernorm",
     }
-    return MtpSpec(layers, norm(c)), mtp_names(_nemotron_names("mtp.", c.get("num_experts") or 0), parts)
+    return MtpSpec(layers, norm(c)), mtp_names(parts, _nemotron_names("mtp.", c.get("num_experts") or 0))
 
 
 def _nemotron_mixer(c: Config, kind: str) -> Mixer:

@@ -134,7 +134,7 @@ def _mtp_names(c: Config, prefix: str, projections: Callable[[Config, str], Rule
         "fc": f"{prefix}fc",
         "norm.weight": plus_one(f"{prefix}norm.weight"),
     }
-    return mtp_names(_names(c, prefix, projections), parts)
+    return mtp_names(parts, _names(c, prefix, projections))
 
 
 def _names(c: Config, prefix: str, projections: Callable[[Config, str], Rules]) -> Rules:

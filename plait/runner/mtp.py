@@ -70,7 +70,7 @@ class MtpDrafter:
             row = 0
             for chunk in plan.chunks:
                 end = row + len(chunk.token_ids)
-                if chunk.num_logits or chunk.seq_id in self._places:
+                if not chunk.num_pooled:  # what is pooled gives no reply
                     self._keep(chunk, hidden[row:end])
                 row = end
         except Exception as error:

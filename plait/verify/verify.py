@@ -17,6 +17,7 @@ from plait.engine.device import free_memory
 from plait.engine.memory_plan import Sizing, size_state
 from plait.errors import EngineError
 from plait.loading.build import Loaded, describe_for_sizing, engine_over, loose_ops
+from plait.loading.mtp_head import has_mtp, load_head, make_drafter
 from plait.memory import PagedState, has_slots
 from plait.request import Event, TokenLogprobs
 from plait.schedule.speculate import NgramProposer, Proposer, Speculation
@@ -163,6 +164,8 @@ class Verification:
         is_quick: bool = False,
     ) -> None:
         self.loaded, self.batch, self._is_quick = loaded, batch, is_quick
+        has_head = has_mtp(loaded.opened) and loaded.runner.decoder.spec.causal
+        self._head = load_head(loaded.opened, loaded.target, loaded.runner.decoder) if has_head else None
         self._num_traced = {True: 0, False: 0}
         front = loaded.front
         first = first_turns(front, prompts or default_prompts(front, max_tokens), max_tokens, batch)
@@ -194,7 +197,8 @@ class Verification:
         spec = self.loaded.runner.decoder.spec
         follows = self.loaded.runner.is_recorded and not has_slots(self.loaded.runner.decoder.states)
         ahead, size = self.loaded.target.graphs is not None, self.loaded.config.block_size
-        found = cells(self.batch, size, causal=spec.causal, follows=follows, ahead=ahead)
+        mtp = self._head is not None
+        found = cells(self.batch, size, causal=spec.causal, follows=follows, ahead=ahead, mtp=mtp)
         return [cell for cell in found if cell.is_quick or not self._is_quick]
 
     def results(self) -> Iterator[CellResult]:
@@ -242,14 +246,17 @@ class Verification:
         config, sizing = self._settings(cell, waves)
         runner, sampler = self.loaded.runner, self.loaded.runner.sampler
         target, decoder = self.loaded.target, runner.decoder
-        _, engine = engine_over(decoder, sampler, target, config, sizing, records=trace is None)
+        proposer = self._proposer(cell, config, sizing) if cell.drafts else None
+        _, engine = engine_over(
+            *(decoder, sampler, target, config, sizing), records=trace is None, proposer=proposer
+        )
         if cell.swaps:
             engine.scheduler.costs = CheapMoves()
         if cell.unseen:
             engine.scheduler.costs = CheapSteps()
         if cell.unseen or cell.tokens_only:
             waves = [[ask_tokens_only(asked, is_watched=not cell.unseen) for asked in wave] for wave in waves]
-        engine.speculation = drafts = self._speculation(cell) if cell.drafts else None
+        engine.speculation = drafts = self._speculation(proposer) if proposer else None
         failing = FailingRunner(engine) if cell.fails else None
         engine.runner = failing or engine.runner
         if trace is None:
@@ -263,16 +270,21 @@ class Verification:
             counts |= {"drafted": drafts.num_drafted, "accepted": drafts.num_accepted}
         return Ran(replies, counts)
 
-    def _speculation(self, cell: Cell) -> Speculation:
-        """A cell's speculation, which drafts wherever it can, whether it pays or not."""
-        decoder = self.loaded.runner.decoder
-        proposer: Proposer = NgramProposer()
+    def _proposer(self, cell: Cell, config: EngineConfig, sizing: Sizing) -> Proposer:
+        """What drafts in a cell."""
+        runner, target = self.loaded.runner, self.loaded.target
+        if cell.drafts == "mtp" and self._head is not None:
+            return make_drafter(self._head, target, config, sizing.max_model_len, runner.sampler)
         if cell.drafts == "known":
             plain = self.plain.items()
             known = [(*self.asked[name].request.prompt_token_ids, *r.token_ids) for name, r in plain]
-            proposer = KnownReplies(known, decoder.spec.vocab_size)
-        num_tokens, replays = self.loaded.config.num_draft_tokens, has_slots(decoder.states)
-        return Speculation(proposer, CheapRows(), num_tokens, replays=replays)
+            return KnownReplies(known, runner.decoder.spec.vocab_size)
+        return NgramProposer()
+
+    def _speculation(self, proposer: Proposer) -> Speculation:
+        """A cell's speculation, which drafts wherever it can, whether it pays or not."""
+        states, num_tokens = self.loaded.runner.decoder.states, self.loaded.config.num_draft_tokens
+        return Speculation(proposer, CheapRows(), num_tokens, replays=has_slots(states))
 
     def _settings(self, cell: Cell, waves: Sequence[Sequence[VerifyRequest]]) -> tuple[EngineConfig, Sizing]:
         """Options and memory of a cell: no longer than its own requests."""

@@ -8,10 +8,14 @@ from plait.checkpoint.names import Rules, Source
 DEEPSEEK = {"embed_norm": "enorm", "hidden_norm": "hnorm", "fc": "eh_proj"}
 
 
-def mtp_names(layer: Rules, parts: dict[str, Source]) -> Rules:
-    """The names of a head: those of its layers are `layer`'s, the other parts are given one by one."""
-    own = {f"mtp.{ours}": theirs for ours, theirs in layer.items() if ours.startswith("layers.")}
-    return {**{f"mtp.{ours}": theirs for ours, theirs in parts.items()}, **own}
+def mtp_names(parts: dict[str, Source], *layers: Rules) -> Rules:
+    """The names of a head: its parts one by one; its layers as in these tables, the first that has a name."""
+    names: dict[str, Source | tuple[Source, ...]] = {f"mtp.{ours}": theirs for ours, theirs in parts.items()}
+    for table in layers:
+        for ours, theirs in table.items():
+            if ours.startswith("layers."):
+                names.setdefault(f"mtp.{ours}", theirs)
+    return names
 
 
 def deepseek_parts(at: str, norm: str = "shared_head.norm") -> dict[str, Source]:

@@ -142,7 +142,7 @@ def _find_mtp(
         return None, {}
     rules = list_rules(catalog, "saved", _count_heads(parts), flip_stacks=False)
     spec = MtpSpec(_layers(catalog, parts), NormSpec(facts.default("rms_norm_eps", 1e-5)))
-    return spec, mtp_names(rules, {part: MTP + part for part in MTP_PARTS})
+    return spec, mtp_names({part: MTP + part for part in MTP_PARTS}, rules)
 
 
 def _check_layers(facts: OxidizrFacts, catalog: Catalog) -> None:
