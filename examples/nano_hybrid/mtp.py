@@ -56,35 +56,25 @@ class MtpHead(nn.Module):
         return self.norm(x)
 
 
-@torch.no_grad()
-def run_trunk(model: NanoHybrid, ids: Tensor) -> Tensor:
-    """What the model makes of ids [batch, time], behind its last norm: [batch, time, hidden_size]."""
-    hidden = model.embed_tokens(ids)
-    for layer in model.layers:
-        hidden, _ = layer(hidden)
-    return model.norm(hidden)
-
-
 def head_losses(
-    model: NanoHybrid, head: MtpHead, ids: Tensor, depth: int, every: int = 4
+    model: NanoHybrid, head: MtpHead, ids: Tensor, hidden: Tensor, depth: int, every: int = 4
 ) -> tuple[Tensor, list[float]]:
     """(the loss to minimise, for each of `depth` draft tokens how often it is the model's likeliest one).
 
-    ids: [batch, time]. The loss is the cross-entropy to what the model itself would draw next, at the
-    temperature 1, and to its likeliest token, halves of both. It is taken at one position in `every`: the
-    output head costs more than all the rest.
+    ids: [batch, time]; hidden: what the model made of them behind its last norm, [batch, time, hidden_size].
+    The loss is the cross-entropy to what the model itself would draw next, at the temperature 1, and to its
+    likeliest token, halves of both. It is taken at one position in `every`: the output head costs more than
+    all the rest.
     """
-    hidden = run_trunk(model, ids)
+    trunk, total, agreed = hidden, torch.zeros(()), list[float]()
     places = torch.arange(int(torch.randint(every, ())), ids.shape[1] - depth, every)
-    total, agreed = torch.zeros(()), []
     alive = torch.ones(ids.shape[0], len(places), dtype=torch.bool)
-    trunk = hidden
     for step in range(1, depth + 1):
         count = ids.shape[1] - step
         hidden = head(model.embed_tokens(ids[:, step:]), hidden[:, :count])
         with torch.no_grad():
-            wanted = model.lm_head(trunk[:, places + step])
-        logits, best = model.lm_head(hidden[:, places]), wanted.argmax(-1)
+            wanted = model.lm_head(trunk[:, places + step]).float()
+        logits, best = model.lm_head(hidden[:, places]).float(), wanted.argmax(-1)
         scores = logits.log_softmax(-1)
         soft = -(wanted.softmax(-1) * scores).sum(-1).mean()
         hard = F.nll_loss(scores.flatten(0, 1), best.flatten())

@@ -39,10 +39,11 @@ def check_mtp(opened: Opened) -> None:
     """Raises ConfigError if a model has no head for multi-token prediction."""
     if has_mtp(opened):
         return
-    known = "its family knows none" if opened.resolved.spec.mtp is None else "its files have no such tensors"
+    names = opened.checkpoint.names()
+    hint = "; --set num_nextn_predict_layers=1 says that it has" if any("eh_proj" in n for n in names) else ""
     raise ConfigError(
-        f"speculate: mtp is set, but {opened.files.name} has no head for multi-token prediction ({known}); "
-        "use --speculate ngram, or name a draft model of the same vocabulary"
+        f"speculate: mtp is set, but {opened.files.name} has no head for multi-token prediction in a layout "
+        f"that Plait knows{hint}; use --speculate ngram, or name a draft model of the same vocabulary"
     )
 
 

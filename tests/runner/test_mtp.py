@@ -173,7 +173,8 @@ def test_place_of_the_sequence_without_drafts_for_longest_is_given_away() -> Non
     bench.step((2, 0, 4))
     assert bench.ask(5, seq_id=2)
     bench.step((1, 4, 5))
-    assert bench.ask(6) and bench.computed()[-1] == (0, (5,), [4])
+    assert bench.ask(6)
+    assert bench.computed()[-1] == (0, (5,), [4])
 
 
 def test_ended_sequence_frees_its_place() -> None:
