@@ -330,23 +330,12 @@ class BranchSpec:
 
 @dataclass(frozen=True, slots=True)
 class MtpSpec:
-    """A head that predicts one token more (DeepSeek-V3, section 2.2): norm(layers(fc([norm(e), norm(h)]))).
-
-    `e` is the embedding of the token behind a position, and `h` what the model made of the position, behind
-    its last norm. `layers` begin at number `first`, as the checkpoint counts. `hidden_first`: h is the first
-    half of what `fc` reads. Embedding and output head are the model's own.
-    """
+    """A head for the token after the next, norm(layers(fc([norm(e), norm(h)]))): see `model.mtp`."""
 
     layers: tuple[tuple[BranchSpec, ...], ...]
     norm: NormSpec
-    first: int = 0
-    hidden_first: bool = False
-
-    def branches(self) -> Iterator[tuple[str, BranchSpec]]:
-        """Every branch with its name in our naming, `mtp.layers.61.attn`."""
-        for i, layer in enumerate(self.layers, self.first):
-            for branch in layer:
-                yield f"mtp.layers.{i}.{branch.name}", branch
+    first: int = 0  # the number of its first layer in the checkpoint
+    hidden_first: bool = False  # fc reads [norm(h), norm(e)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,7 +360,7 @@ class ModelSpec:
     positions: int | None = None
     embed_norm: NormSpec | None = None
     layer_inputs: LayerInputsSpec | None = None
-    mtp: MtpSpec | None = None  # of files with a head for it, which may have been left out of this one
+    mtp: MtpSpec | None = None  # which may have been left out of the files
 
     def branches(self) -> Iterator[tuple[str, BranchSpec]]:
         """Every branch with its name in our naming, `layers.3.attn`."""

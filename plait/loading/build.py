@@ -25,7 +25,6 @@ from plait.loading.kernel_trials.trials import try_kernels
 from plait.loading.make_engine import make_compiler, make_engine, make_front
 from plait.loading.make_runner import make_runner, make_sampler
 from plait.loading.measure_memory import check_weights_fit, size_gpu
-from plait.loading.mtp_head import check_mtp, load_mtp
 from plait.loading.open_model import (
     Opened,
     Progress,
@@ -176,6 +175,8 @@ def _build(opened: Opened, target: Target, tokenizer: Tokenizer | None, report: 
     config = opened.config
     draft = draft_headers(config, opened.resolved.spec, tokenizer)
     if config.speculate == "mtp":
+        from plait.loading.draft_model import check_mtp
+
         check_mtp(opened)
     target.shelf = None if target.cuts.own else shelf_of(opened, target)  # it has whole weights
     if target.device.type == "cuda":
@@ -291,6 +292,8 @@ def _proposer(
     if config.speculate == "off":
         return None
     if config.speculate == "mtp":
+        from plait.loading.draft_model import load_mtp
+
         banned = banned_ids(tokenizer, opened.resolved.spec.vocab_size)
         return load_mtp(opened, target, decoder, sizing.max_model_len, banned)
     if draft is None:

@@ -75,5 +75,7 @@ def make_runner(
         lead=target.ranks,
     )
     if observe:
-        runner.show(observe)
+        runner.observe = observe
+        if runner.replay is not None:
+            runner.replay.show(observe)
     return runner

@@ -36,7 +36,8 @@ class MtpHead:
         self.embed_norm = Norm(own.norm, w.scope("embed_norm"), s.hidden_size)
         self.hidden_norm = Norm(own.norm, w.scope("hidden_norm"), s.hidden_size)
         self.fc = w.linear("fc", in_size=2 * s.hidden_size, out_sizes=(s.hidden_size,))
-        self.branches = [Branch(b, weights.scope(name), s.hidden_size) for name, b in own.branches()]
+        named = ((f"layers.{i}.{b.name}", b) for i, layer in enumerate(own.layers, own.first) for b in layer)
+        self.branches = [Branch(b, w.scope(name), s.hidden_size) for name, b in named]
         self.norm = Norm(own.norm, w.scope("norm"), s.hidden_size)
         self._join, self._put_rows = weights.bind(join), weights.bind(put_rows)
         self.states: dict[str, State] = {}

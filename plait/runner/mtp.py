@@ -7,18 +7,20 @@ sees no further back than what was kept then: behind cached prefixes, and after 
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from plait.runner.draft import DraftMemory, without_logprobs
 from plait.runner.mtp_passes import HeadPasses
 from plait.schedule.plan import MOST_STEPS, Chunk, DraftRequest, SamplingRow, StepPlan
 
-log = logging.getLogger("plait")
+Rows = Tensor | npt.NDArray[np.float32]
 MOST_KEPT = 256  # hidden states of one sequence that wait for the head
 
 
@@ -57,13 +59,15 @@ class MtpDrafter:
 
     def __init__(self, passes: HeadPasses, memory: DraftMemory, kept: Tensor) -> None:
         self.passes, self.memory, self._kept = passes, memory, kept
+        on_host = kept.device.type == "cpu" and kept.dtype == torch.float32
+        self._into: Rows = kept.numpy() if on_host else kept  # the same memory; numpy copies rows faster
         self._free = [HeadPlace(i) for i in reversed(range(memory.num_places))]
         self._places: OrderedDict[int, HeadPlace] = OrderedDict()  # by sequence, least recently drafted first
         self._error: Exception | None = None
         self._step = 0
 
-    def observe(self, plan: StepPlan, hidden: Tensor) -> None:
-        """hidden: [the plan's tokens, hidden], behind the last norm. A failure must not fail the step."""
+    def observe(self, plan: StepPlan, hidden: Rows) -> None:
+        """hidden: [the plan's tokens or more, hidden]. A failure must not fail the step."""
         if self._error is not None:
             return
         try:
@@ -102,7 +106,7 @@ class MtpDrafter:
         if place := self._places.pop(seq_id, None):
             self._free.append(place)
 
-    def _keep(self, chunk: Chunk, rows: Tensor) -> None:
+    def _keep(self, chunk: Chunk, rows: Rows) -> None:
         """Keep what the model made of a chunk's tokens; what was kept of later ones was of other tokens."""
         place = self._places.get(chunk.seq_id) or self._take_place(chunk)
         if place is None:
@@ -122,7 +126,7 @@ class MtpDrafter:
             self._kept[place.index, : count - spare] = self._kept[place.index, spare:count].clone()
             place.at, count = place.at + spare, count - spare
         place.count = count + len(rows)
-        self._kept[place.index, count : place.count] = rows
+        self._into[place.index, count : place.count] = rows
 
     def _take_place(self, chunk: Chunk) -> HeadPlace | None:
         """A place for a sequence that has none: a free one, or that of the one without drafts for longest."""

@@ -20,7 +20,7 @@ from plait.runner.host.pooling import add_pooled
 from plait.runner.host.static_batch import Capacity
 from plait.runner.inputs import build_batch
 from plait.runner.program import NativeExecutor, record_program
-from plait.runner.replay import Lead, Observe, Replay, copy_pooled
+from plait.runner.replay import Lead, Observe, Replay, copy_pooled, ignore_hidden
 from plait.runner.sampler import Sampler
 from plait.schedule.plan import (
     Chunk,
@@ -51,8 +51,7 @@ class ModelRunner:
         lead: Lead | None = None,
     ) -> None:
         self._lead = lead
-        self._observe: Observe | None = None
-        self._hidden: Tensor | None = None  # of a recorded step on a CPU
+        self.observe: Observe = ignore_hidden  # is shown the hidden states of steps that run op by op
         self.decoder, self.store, self.sampler, self.device = decoder, store, sampler, device
         self.groups, self.executor = block_groups(decoder.states), executor
         self.replay: Replay | None = None
@@ -64,14 +63,6 @@ class ModelRunner:
             made = record_program(decoder, store, native, self.groups, capacity, sampler)
             self.replay, self.step_kind = made
             self.is_recorded = self.replay is not None
-            if made[0] is not None:
-                self._hidden = torch.from_numpy(made[0].program.results.hidden)
-
-    def show(self, observe: Observe) -> None:
-        """Show every step's hidden states from now on, behind the last norm; a plan has one step then."""
-        self._observe = observe
-        if isinstance(self.replay, DeviceReplay):
-            self.replay.show(observe)
 
     def launch(self, plan: StepPlan, sampling: SamplingBatch) -> Ticket:
         """Launch the steps of a plan: its ticket gives the answer to every chunk that has one, in order.
@@ -98,18 +89,14 @@ class ModelRunner:
             return Done([])
         if self.replay is not None and self.replay.fits(plan):
             try:
-                ticket = self.replay.launch(plan, sampling)
+                return self.replay.launch(plan, sampling)
             except BaseException:
                 self.replay.forget()
                 raise
-            if self._observe and self._hidden is not None:
-                self._observe(plan, self._hidden)
-            return ticket
         if plan.num_steps > 1:
             raise EngineError(f"{plan.num_steps} steps at once, and the first does not fit a recording")
         hidden, logits = self._computed(plan)
-        if self._observe:
-            self._observe(plan, hidden)
+        self.observe(plan, hidden)
         return Done(add_pooled(plan, copy_pooled(plan, hidden), self.sampler.sample(logits, sampling)))
 
     @property

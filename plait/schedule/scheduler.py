@@ -91,9 +91,8 @@ class Scheduler:
 
     def drafting(self) -> list[TokenSequence]:
         """Running sequences that can have draft tokens checked in the next step."""
-        if self._suspects or not self.limits.causal:
-            return []
-        return [seq for seq in self.running if seq.can_draft]
+        is_possible = self.limits.causal and not self._suspects
+        return [seq for seq in self.running if is_possible and seq.can_draft]
 
     def plan(self, drafts: Mapping[int, tuple[int, ...]] = NOTHING) -> StepPlan | None:
         """The next step, or None if there is nothing to do. `drafts`: draft tokens by id, of `drafting`."""
@@ -272,8 +271,8 @@ class Scheduler:
         """Add draft tokens where the budget and memory allow it; no sequence is preempted for a draft."""
         budget = self.limits.max_num_batched_tokens - sum(shares.values())
         for seq in self.running:
-            share = shares.get(seq.id)
-            if seq.id not in drafts or share != seq.num_left or not seq.can_draft:
+            share = seq.num_left
+            if seq.id not in drafts or shares.get(seq.id) != share or not seq.can_draft:
                 continue
             # The last sampled token is never computed, and a chunk ends where a snapshot is needed.
             most = min(budget, seq.max_len - seq.num_tokens - 1, self.memory.until_mark(seq) - share)

@@ -17,7 +17,7 @@ from plait.engine.device import free_memory
 from plait.engine.memory_plan import Sizing, size_state
 from plait.errors import EngineError
 from plait.loading.build import Loaded, describe_for_sizing, engine_over, loose_ops
-from plait.loading.mtp_head import has_mtp, load_head, make_drafter
+from plait.loading.draft_model import find_head, make_drafter
 from plait.memory import PagedState, has_slots
 from plait.request import Event, TokenLogprobs
 from plait.schedule.speculate import NgramProposer, Proposer, Speculation
@@ -164,10 +164,8 @@ class Verification:
         is_quick: bool = False,
     ) -> None:
         self.loaded, self.batch, self._is_quick = loaded, batch, is_quick
-        has_head = has_mtp(loaded.opened) and loaded.runner.decoder.spec.causal
-        self._head = load_head(loaded.opened, loaded.target, loaded.runner.decoder) if has_head else None
-        self._num_traced = {True: 0, False: 0}
-        front = loaded.front
+        self._head = find_head(loaded.opened, loaded.target, loaded.runner.decoder)
+        self._num_traced, front = {True: 0, False: 0}, loaded.front
         first = first_turns(front, prompts or default_prompts(front, max_tokens), max_tokens, batch)
         self.asked = {asked.name: asked for asked in first}
         plain = self._ran(PLAIN, [first])
@@ -194,11 +192,16 @@ class Verification:
 
     @property
     def cells(self) -> list[Cell]:
-        spec = self.loaded.runner.decoder.spec
-        follows = self.loaded.runner.is_recorded and not has_slots(self.loaded.runner.decoder.states)
+        decoder = self.loaded.runner.decoder
+        follows = self.loaded.runner.is_recorded and not has_slots(decoder.states)
         ahead, size = self.loaded.target.graphs is not None, self.loaded.config.block_size
-        mtp = self._head is not None
-        found = cells(self.batch, size, causal=spec.causal, follows=follows, ahead=ahead, mtp=mtp)
+        kinds = {
+            "causal": decoder.spec.causal,
+            "follows": follows,
+            "ahead": ahead,
+            "mtp": self._head is not None,
+        }
+        found = cells(self.batch, size, **kinds)
         return [cell for cell in found if cell.is_quick or not self._is_quick]
 
     def results(self) -> Iterator[CellResult]:
@@ -246,17 +249,16 @@ class Verification:
         config, sizing = self._settings(cell, waves)
         runner, sampler = self.loaded.runner, self.loaded.runner.sampler
         target, decoder = self.loaded.target, runner.decoder
-        proposer = self._proposer(cell, config, sizing) if cell.drafts else None
-        _, engine = engine_over(
-            *(decoder, sampler, target, config, sizing), records=trace is None, proposer=proposer
-        )
+        drafter = self._proposer(cell, config, sizing) if cell.drafts else None
+        parts = (decoder, sampler, target, config, sizing)
+        _, engine = engine_over(*parts, records=trace is None, proposer=drafter)
         if cell.swaps:
             engine.scheduler.costs = CheapMoves()
         if cell.unseen:
             engine.scheduler.costs = CheapSteps()
         if cell.unseen or cell.tokens_only:
             waves = [[ask_tokens_only(asked, is_watched=not cell.unseen) for asked in wave] for wave in waves]
-        engine.speculation = drafts = self._speculation(proposer) if proposer else None
+        engine.speculation = drafts = self._speculation(drafter) if drafter else None
         failing = FailingRunner(engine) if cell.fails else None
         engine.runner = failing or engine.runner
         if trace is None:
@@ -272,19 +274,19 @@ class Verification:
 
     def _proposer(self, cell: Cell, config: EngineConfig, sizing: Sizing) -> Proposer:
         """What drafts in a cell."""
-        runner, target = self.loaded.runner, self.loaded.target
-        if cell.drafts == "mtp" and self._head is not None:
-            return make_drafter(self._head, target, config, sizing.max_model_len, runner.sampler)
+        runner, head = self.loaded.runner, self._head
+        if cell.drafts == "mtp" and head is not None:
+            return make_drafter(head, self.loaded.target, config, sizing.max_model_len, runner.sampler)
         if cell.drafts == "known":
-            plain = self.plain.items()
-            known = [(*self.asked[name].request.prompt_token_ids, *r.token_ids) for name, r in plain]
+            prompts = {name: asked.request.prompt_token_ids for name, asked in self.asked.items()}
+            known = [(*prompts[name], *reply.token_ids) for name, reply in self.plain.items()]
             return KnownReplies(known, runner.decoder.spec.vocab_size)
         return NgramProposer()
 
     def _speculation(self, proposer: Proposer) -> Speculation:
-        """A cell's speculation, which drafts wherever it can, whether it pays or not."""
-        states, num_tokens = self.loaded.runner.decoder.states, self.loaded.config.num_draft_tokens
-        return Speculation(proposer, CheapRows(), num_tokens, replays=has_slots(states))
+        """Drafts wherever it can, whether it pays or not."""
+        count, states = self.loaded.config.num_draft_tokens, self.loaded.runner.decoder.states
+        return Speculation(proposer, CheapRows(), count, replays=has_slots(states))
 
     def _settings(self, cell: Cell, waves: Sequence[Sequence[VerifyRequest]]) -> tuple[EngineConfig, Sizing]:
         """Options and memory of a cell: no longer than its own requests."""

@@ -43,7 +43,7 @@ def layer_text(layer: Layer) -> list[str]:
 
 def head_text(head: MtpSpec) -> list[str]:
     """One line for each branch of a head for multi-token prediction."""
-    return [branch_text(branch) for _, branch in head.branches()]
+    return [branch_text(branch) for layer in head.layers for branch in layer]
 
 
 def branch_text(branch: BranchSpec) -> str:

@@ -91,7 +91,7 @@ def check_spec(spec: ModelSpec) -> None:
     for i, layer in enumerate(spec.layers):
         for branch in layer:
             _check_sizes(f"layers.{i}.{branch.name}", branch)
-    head = [*spec.mtp.branches()] if spec.mtp else []
+    head = [(f"mtp {b.name}", b) for layer in spec.mtp.layers for b in layer] if spec.mtp else []
     for name, branch in head:
         _check_sizes(name, branch)
     for name, mixer in (*spec.mixers(), *((name, branch.mixer) for name, branch in head)):
