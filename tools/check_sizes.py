@@ -38,7 +38,7 @@ CAPS = {
     "server": 12_200,
     "state": 1_710,
     "text": 8_110,
-    "verify": 1_410,
+    "verify": 1_450,
     "worker": 1_960,
 }
 

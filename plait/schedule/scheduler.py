@@ -271,8 +271,7 @@ class Scheduler:
         """Add draft tokens where the budget and memory allow it; no sequence is preempted for a draft."""
         budget = self.limits.max_num_batched_tokens - sum(shares.values())
         for seq in self.running:
-            share = seq.num_left
-            if seq.id not in drafts or shares.get(seq.id) != share or not seq.can_draft:
+            if seq.id not in drafts or shares.get(seq.id) != (share := seq.num_left) or not seq.can_draft:
                 continue
             # The last sampled token is never computed, and a chunk ends where a snapshot is needed.
             most = min(budget, seq.max_len - seq.num_tokens - 1, self.memory.until_mark(seq) - share)

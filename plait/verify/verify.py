@@ -17,18 +17,17 @@ from plait.engine.device import free_memory
 from plait.engine.memory_plan import Sizing, size_state
 from plait.errors import EngineError
 from plait.loading.build import Loaded, describe_for_sizing, engine_over, loose_ops
-from plait.loading.draft_model import find_head, make_drafter
+from plait.loading.draft_model import find_head
 from plait.memory import PagedState, has_slots
 from plait.request import Event, TokenLogprobs
-from plait.schedule.speculate import NgramProposer, Proposer, Speculation
+from plait.schedule.speculate import Proposer
+from plait.verify.drafters import make_proposer, speculate_always
 from plait.verify.matrix import (
     PLAIN,
     Cell,
     CheapMoves,
-    CheapRows,
     CheapSteps,
     FailingRunner,
-    KnownReplies,
     cells,
     count_effects,
 )
@@ -249,7 +248,7 @@ class Verification:
         config, sizing = self._settings(cell, waves)
         runner, sampler = self.loaded.runner, self.loaded.runner.sampler
         target, decoder = self.loaded.target, runner.decoder
-        drafter = self._proposer(cell, config, sizing) if cell.drafts else None
+        drafter = self._drafter(cell, config, sizing)
         parts = (decoder, sampler, target, config, sizing)
         _, engine = engine_over(*parts, records=trace is None, proposer=drafter)
         if cell.swaps:
@@ -258,7 +257,7 @@ class Verification:
             engine.scheduler.costs = CheapSteps()
         if cell.unseen or cell.tokens_only:
             waves = [[ask_tokens_only(asked, is_watched=not cell.unseen) for asked in wave] for wave in waves]
-        engine.speculation = drafts = self._speculation(drafter) if drafter else None
+        engine.speculation = drafts = speculate_always(drafter, self.loaded) if drafter else None
         failing = FailingRunner(engine) if cell.fails else None
         engine.runner = failing or engine.runner
         if trace is None:
@@ -272,21 +271,10 @@ class Verification:
             counts |= {"drafted": drafts.num_drafted, "accepted": drafts.num_accepted}
         return Ran(replies, counts)
 
-    def _proposer(self, cell: Cell, config: EngineConfig, sizing: Sizing) -> Proposer:
-        """What drafts in a cell."""
-        runner, head = self.loaded.runner, self._head
-        if cell.drafts == "mtp" and head is not None:
-            return make_drafter(head, self.loaded.target, config, sizing.max_model_len, runner.sampler)
-        if cell.drafts == "known":
-            prompts = {name: asked.request.prompt_token_ids for name, asked in self.asked.items()}
-            known = [(*prompts[name], *reply.token_ids) for name, reply in self.plain.items()]
-            return KnownReplies(known, runner.decoder.spec.vocab_size)
-        return NgramProposer()
-
-    def _speculation(self, proposer: Proposer) -> Speculation:
-        """Drafts wherever it can, whether it pays or not."""
-        count, states = self.loaded.config.num_draft_tokens, self.loaded.runner.decoder.states
-        return Speculation(proposer, CheapRows(), count, replays=has_slots(states))
+    def _drafter(self, cell: Cell, config: EngineConfig, sizing: Sizing) -> Proposer | None:
+        prompts = {name: asked.request.prompt_token_ids for name, asked in self.asked.items()}
+        known = [(*prompts[n], *r.token_ids) for n, r in self.plain.items()] if cell.drafts == "known" else []
+        return make_proposer(cell, self.loaded, self._head, config, sizing.max_model_len, known)
 
     def _settings(self, cell: Cell, waves: Sequence[Sequence[VerifyRequest]]) -> tuple[EngineConfig, Sizing]:
         """Options and memory of a cell: no longer than its own requests."""

@@ -203,7 +203,7 @@ def test_failure_to_keep_hidden_states_fails_no_step() -> None:
     bench = Bench()
     chunk = Chunk(1, 0, (1, 2), (), 0, 1)
     bench.drafter.observe(StepPlan(1, (chunk,)), torch.zeros(2, 3))  # of another width
-    with pytest.raises((RuntimeError, ValueError), match="shape|size|expand"):
+    with pytest.raises((RuntimeError, ValueError), match=r"shape|size|expand"):
         bench.ask(3)
 
 
