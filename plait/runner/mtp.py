@@ -60,7 +60,7 @@ class MtpDrafter:
     def __init__(self, passes: HeadPasses, memory: DraftMemory, kept: Tensor) -> None:
         self.passes, self.memory, self._kept = passes, memory, kept
         on_host = kept.device.type == "cpu" and kept.dtype == torch.float32
-        self._into: Rows = kept.numpy() if on_host else kept  # the same memory; numpy copies rows faster
+        self._host = kept.numpy() if on_host else None  # the same memory; numpy copies rows faster
         self._free = [HeadPlace(i) for i in reversed(range(memory.num_places))]
         self._places: OrderedDict[int, HeadPlace] = OrderedDict()  # by sequence, least recently drafted first
         self._error: Exception | None = None
@@ -109,8 +109,6 @@ class MtpDrafter:
     def _keep(self, chunk: Chunk, rows: Rows) -> None:
         """Keep what the model made of a chunk's tokens; what was kept of later ones was of other tokens."""
         place = self._places.get(chunk.seq_id) or self._take_place(chunk)
-        if place is None:
-            return
         if chunk.start > place.at + place.count:  # a prefix was cached
             place.clear(chunk.start)
         first = max(place.at - chunk.start, 0)  # computed again, and the head has them
@@ -126,9 +124,13 @@ class MtpDrafter:
             self._kept[place.index, : count - spare] = self._kept[place.index, spare:count].clone()
             place.at, count = place.at + spare, count - spare
         place.count = count + len(rows)
-        self._into[place.index, count : place.count] = rows
+        where = (place.index, slice(count, place.count))
+        if self._host is not None and not isinstance(rows, Tensor):
+            self._host[where] = rows
+        else:
+            self._kept[where] = torch.as_tensor(rows)
 
-    def _take_place(self, chunk: Chunk) -> HeadPlace | None:
+    def _take_place(self, chunk: Chunk) -> HeadPlace:
         """A place for a sequence that has none: a free one, or that of the one without drafts for longest."""
         if not self._free:
             self.forget(next(iter(self._places)))
