@@ -18,7 +18,6 @@ from plait.runner.mtp import MtpDrafter
 from plait.runner.mtp_passes import EagerPasses, RecordedPasses
 from plait.schedule.plan import Chunk, SamplingRow, StepPlan
 from plait.state.store import StateStore
-from tests.families import tiny
 
 SIZES: dict[str, Any] = {
     "device": "cpu", "threads": 1, "max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 64
@@ -78,7 +77,9 @@ def test_text_is_the_same_with_its_own_head_as_without(nano_hybrid: Path) -> Non
     assert found[0] == found[1]
 
 
-def test_model_without_a_head_is_refused_in_one_line(tmp_path: Path) -> None:
-    tiny.write("llama", tmp_path)
+def test_model_without_a_head_is_refused_in_one_line(nano_hybrid: Path, tmp_path: Path) -> None:
+    for file in nano_hybrid.iterdir():
+        if file.name != "mtp.safetensors":
+            (tmp_path / file.name).symlink_to(file)
     with pytest.raises(ConfigError, match="has no head for multi-token prediction in a layout that Plait"):
         load(str(tmp_path), EngineConfig(speculate="mtp", **SIZES))
