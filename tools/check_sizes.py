@@ -19,18 +19,18 @@ KERNEL_FILE_LINES, KERNEL_FUNCTION_LINES = 600, 150
 # Lines of each folder of plait/ (".": its own modules): what there is, and 3 % of air. A cap falls when
 # lines go; it is raised in a commit of its own that says why, or not at all.
 CAPS = {
-    ".": 2_340,
+    ".": 2_360,
     "bench": 3_950,
     "checkpoint": 4_560,
     "cli": 5_040,
     "convert": 3_640,
     "engine": 1_830,
-    "families": 10_000,
+    "families": 10_130,
     "frontend": 1_180,
     "kernels": 21_300,
     "llm": 450,
     "loading": 4_570,
-    "model": 2_300,
+    "model": 2_380,
     "ops": 4_250,
     "quant": 2_500,
     "runner": 4_600,
