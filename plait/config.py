@@ -130,7 +130,9 @@ class EngineConfig:
         200, "prompts are cut so that no reply that is streamed waits longer for a token; 0: never", least=0
     )
     speculate: str = option(
-        "off", "draft tokens and check several at once, same text: off, ngram (prompt lookup) or a model"
+        "off",
+        "draft tokens and check several at once, same text: off, ngram (prompt lookup), mtp (the model's own"
+        " head) or a model",
     )
     num_draft_tokens: int = option(8, "the most draft tokens at a time", least=1)
     threads: int | None = option(

@@ -321,6 +321,16 @@ class HeadSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class MtpSpec:
+    """A head for the token after the next, norm(layers(fc([norm(e), norm(h)]))): see `model.mtp`."""
+
+    layers: tuple[tuple[BranchSpec, ...], ...]
+    norm: NormSpec
+    first: int = 0  # the number of its first layer in the checkpoint
+    hidden_first: bool = False  # fc reads [norm(h), norm(e)]
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A whole model. `max_len` is the longest sequence it was made for, in tokens.
 
@@ -345,6 +355,7 @@ class ModelSpec:
     layer_inputs: LayerInputsSpec | None = None
     head: HeadSpec | None = None
     streams: int | None = None
+    mtp: MtpSpec | None = None  # which may have been left out of the files
 
     def branches(self) -> Iterator[tuple[str, BranchSpec]]:
         """Every branch with its name in our naming, `layers.3.attn`."""

@@ -19,26 +19,26 @@ KERNEL_FILE_LINES, KERNEL_FUNCTION_LINES = 600, 150
 # Lines of each folder of plait/ (".": its own modules): what there is, and 3 % of air. A cap falls when
 # lines go; it is raised in a commit of its own that says why, or not at all.
 CAPS = {
-    ".": 2_530,
+    ".": 2_550,
     "bench": 3_950,
     "checkpoint": 4_560,
     "cli": 5_500,
     "convert": 3_640,
     "engine": 1_830,
-    "families": 11_340,
+    "families": 11_470,
     "frontend": 1_310,
     "kernels": 21_600,
     "llm": 525,
-    "loading": 4_860,
-    "model": 2_620,
+    "loading": 4_945,
+    "model": 2_700,
     "ops": 4_450,
     "quant": 2_500,
-    "runner": 4_180,
+    "runner": 4_600,
     "schedule": 2_450,
     "server": 14_670,
     "state": 1_710,
     "text": 8_900,
-    "verify": 1_410,
+    "verify": 1_450,
     "worker": 1_960,
 }
 

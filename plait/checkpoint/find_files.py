@@ -43,6 +43,7 @@ _SIDE_NAMES = frozenset({"tokenizer.json", "tokenizer_config.json", "tokenizer.m
 _INDEX = ".safetensors.index.json"
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
 _MODULE = re.compile(r"\d_(Pooling|Dense|Normalize|LogitScore)")  # folders of sentence-transformers' modules
+MTP_FILE = "mtp.safetensors"  # a head for drafts that was trained later, next to its model
 _STEP = re.compile(r"(?P<prefix>.*)_step_(?P<step>\d{1,18})\.safetensors")
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 _PICKLE_STARTS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
@@ -210,13 +211,14 @@ def _is_side(name: str) -> bool:
 def choose_weights(names: Sequence[str], where: str) -> tuple[str, ...]:
     """Which of a directory's files are the weights: one file, all shards, or all parts.
 
-    In this order: model.safetensors; shards; *_final; the last *_step_N; consolidated or the only safetensors
-    file; the only GGUF model. Raises ConfigError when there are several to choose from, or none.
+    In this order: model.safetensors, with mtp.safetensors where there is one; shards; *_final; the last
+    *_step_N; consolidated or the only safetensors file; the only GGUF model. Raises ConfigError when there
+    are several to choose from, or none.
     """
     tensors = sorted(n for n in names if n.endswith(".safetensors") and not n.startswith("adapter_"))
     for single in ("model.safetensors", "pytorch_model.safetensors"):
         if single in tensors:
-            return (single,)
+            return (single, *(n for n in tensors if n == MTP_FILE))
     shards = [n for n in tensors if _SHARD.fullmatch(n)]
     if shards:
         stems = {_SHARD.sub(r"\g<stem>-of-\g<count>", n) for n in shards}
@@ -323,7 +325,8 @@ def _make_files(
 
     alone: the user named one GGUF file, so the files next to it may belong to another model.
     """
-    weights = _shards(weights[0]) if kind == "safetensors" and index is None else weights
+    if kind == "safetensors" and index is None:
+        weights = [*dict.fromkeys((*_shards(weights[0]), *weights[1:]))]
     directory = weights[0].parent
     if missing := [path.name for path in weights if not path.exists()]:
         shown = list_some(missing, 8)

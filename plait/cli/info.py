@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from plait.cli.common.format_model import bytes_text, index_ranges, layer_groups, layer_text, plain
+from plait.cli.common.format_model import (
+    bytes_text,
+    head_text,
+    index_ranges,
+    layer_groups,
+    layer_text,
+    plain,
+)
 from plait.cli.common.help import GroupedCommand
 from plait.cli.common.options import (
     common_options,
@@ -67,6 +74,7 @@ def info(model: str, as_json: bool, show_ops: bool, probe_text: str | None, **gi
 def model_facts(model: str, config: EngineConfig, probe_text: str | None = None) -> Facts:
     """Everything `info` says, as plain values. Raises CheckpointError, UnsupportedModel."""
     from plait.engine.device import choose_dtype
+    from plait.loading.draft_model import has_mtp
     from plait.loading.meta_model import model_states
     from plait.loading.open_model import kv_dtype, linear_dtypes, open_model, stored_dtypes
     from plait.ops.rope import rope_notes
@@ -87,6 +95,7 @@ def model_facts(model: str, config: EngineConfig, probe_text: str | None = None)
         "layers": [
             {"indices": list(indices), "branches": layer_text(layer)} for indices, layer in layer_groups(spec)
         ],
+        "mtp": head_text(spec.mtp) if spec.mtp and has_mtp(opened) else None,
         "sources": {
             key: {"value": plain(value), "source": resolved.provenance.get(key, "?")}
             for key, value in resolved.config.items()
@@ -247,6 +256,9 @@ def text_lines(facts: Facts) -> list[str]:
     ]
     lines += ["", make_heading(f"layers ({len(spec['layers'])})")]
     lines += layer_lines(facts["layers"])
+    if head := facts["mtp"]:
+        lines += ["", make_heading("head for multi-token prediction (--speculate mtp)")]
+        lines += [f"  {branch}" for branch in head]
     lines += ["", make_heading("values and their sources"), *source_lines(facts["sources"])]
     if "probe" in facts:
         lines += ["", make_heading("probe"), *probe_lines(facts["probe"])]

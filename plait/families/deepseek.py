@@ -12,13 +12,14 @@ from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
 from plait.families.common.detection import ArchitectureMarker, Detection, has_rope
 from plait.families.common.hf_config import ROUTED, HfConfig, Values, first_dense
+from plait.families.common.mtp import deepseek_parts, mtp_names
 from plait.families.common.recipes import VISION, at, expert_tensors, transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import mlp, model, mscale_squared, norm, rope, sigmoid_router
 from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import FULL, Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch
-from plait.spec import BranchSpec, IndexerSpec, MlaSpec, ModelSpec, MoeSpec, NormSpec, RouterSpec
+from plait.spec import BranchSpec, IndexerSpec, MlaSpec, ModelSpec, MoeSpec, MtpSpec, NormSpec, RouterSpec
 
 LATENT_EPS = 1e-6  # whatever rms_norm_eps says
 PROJECTOR = (r"^mm_projector\.",)  # from images to the width of the text
@@ -253,19 +254,20 @@ def _deepseek(
         ffn["sparse"] = BranchSpec("ffn", shared_moe(c, router), each, behind)
     layers = list(zip(attn, (ffn[kind] for kind in c.get("mlp_layer_types", ["dense"] * count)), strict=True))
     # Layers behind the last one predict a second token for speculation; the model is whole without them.
-    extra = tuple(
-        rf"^(language_model\.)?model\.layers\.{count + k}\."
-        for k in range(c.get("num_nextn_predict_layers") or 1)
-    )
+    num_mtp = c.get("num_nextn_predict_layers") or 0
+    extra = tuple(rf"^(language_model\.)?model\.layers\.{count + k}\." for k in range(num_mtp or 1))
+    head = (BranchSpec("attn", mla, each), ffn.get("sparse", ffn["dense"]))
+    # A head with an indexer of its own is not implemented.
+    mtp = MtpSpec((head,), each, first=count) if num_mtp and not indexers else None
     names = at(("model.", "language_model.model."), lambda prefix: _names(c, prefix))
     names["head"] = ("lm_head", "language_model.lm_head")
     unused = (*extra, *VISION, *PROJECTOR, *([r"\.post_mlp_layernorm\."] if behind else []))
-    return model(c, name, layers), NameMap(names, ignored=unused_patterns(c, *unused))
+    return model(c, name, layers, mtp=mtp), NameMap(names, ignored=unused_patterns(c, *unused))
 
 
 def _names(c: Config, prefix: str) -> Rules:
     layer = f"{prefix}layers.{{i}}"
-    return {
+    names: Rules = {
         **(shared_moe_tensors(c["num_experts"], f"{layer}.mlp") if c.get("num_experts") else {}),
         "layers.{i}.ffn.post_norm": (f"{layer}.post_mlp_layernorm", f"{layer}.mlp.post_mlp_layernorm"),
         "layers.{i}.attn.index.q": f"{layer}.self_attn.indexer.wq_b",
@@ -276,6 +278,7 @@ def _names(c: Config, prefix: str) -> Rules:
         "layers.{i}.attn.{x}_a_norm": f"{layer}.self_attn.{{x}}_a_layernorm",
         **transformer(prefix),
     }
+    return {**names, **mtp_names(deepseek_parts(f"{prefix}layers.{len(c['layer_types'])}"), names)}
 
 
 def latent_attention(c: Config) -> MlaSpec:

@@ -6,6 +6,7 @@ from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
 from plait.families.common.detection import ArchitectureMarker, Detection, Q
 from plait.families.common.hf_config import ROUTED, HfConfig, first_dense
+from plait.families.common.mtp import deepseek_parts, mtp_names
 from plait.families.common.recipes import (
     either,
     expert_tensors,
@@ -18,7 +19,7 @@ from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, rope, sigmoid_router
 from plait.families.config.normalize import Config
 from plait.families.gguf.arch import Metadata, gguf_arch, plain_arch
-from plait.spec import BranchSpec, ModelSpec, MoeSpec, NormSpec
+from plait.spec import BranchSpec, ModelSpec, MoeSpec, MtpSpec, NormSpec
 
 L = "model.layers.{i}"
 FFN = "layers.{i}.ffn"
@@ -126,9 +127,12 @@ def glm4_moe(c: Config) -> tuple[ModelSpec, NameMap]:
         **expert_tensors(FFN, mlp_names, c["num_experts"]),
     }
     # Layers behind the last one predict a second token for speculation; the model is whole without them.
-    extra = tuple(rf"^model\.layers\.{count + k}\." for k in range(c.get("num_nextn_predict_layers") or 1))
-    spec = model(c, "glm4_moe", [(attn, ffn[kind]) for kind in c["mlp_layer_types"]])
-    return spec, NameMap(names, transformer(), ignored=unused_patterns(c, *extra))
+    num_mtp = c.get("num_nextn_predict_layers") or 0
+    extra = tuple(rf"^model\.layers\.{count + k}\." for k in range(num_mtp or 1))
+    mtp = MtpSpec(((attn, ffn["sparse"]),), each, first=count) if num_mtp else None
+    spec = model(c, "glm4_moe", [(attn, ffn[kind]) for kind in c["mlp_layer_types"]], mtp=mtp)
+    head = mtp_names(deepseek_parts(f"model.layers.{count}"), names, transformer())
+    return spec, NameMap(names, transformer(), head, ignored=unused_patterns(c, *extra))
 
 
 def _dense_names(c: Config) -> Rules:

@@ -1,4 +1,4 @@
-"""Bamba, Granite 4, Nemotron-H, Falcon-H1: Mamba2 and attention in one model."""
+"""Bamba, Granite 4, Falcon-H1: Mamba2 and attention in one model."""
 
 from __future__ import annotations
 
@@ -10,21 +10,19 @@ from plait.families.common.detection import ArchitectureMarker, Detection, Q
 from plait.families.common.hf_config import LOCAL, HfConfig, Values, mamba_expansion
 from plait.families.common.recipes import (
     attention_tensors,
-    either,
     ends,
-    expert_tensors,
     mamba_tensors,
     scale_tensor,
     transformer,
     unused_patterns,
 )
 from plait.families.common.registry import family
-from plait.families.common.spec_builders import gqa, mamba2, mlp, model, norm, sigmoid_router
+from plait.families.common.spec_builders import gqa, mamba2, mlp, model, norm
 from plait.families.common.tensors import Tensors
-from plait.families.config.normalize import FULL, LINEAR, Config
+from plait.families.config.normalize import LINEAR, Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch, head_size
 from plait.families.granite import granite_ffn, granite_tensors
-from plait.spec import BranchSpec, Mamba2Spec, Mixer, MlpSpec, ModelSpec, MoeSpec, ParallelSpec
+from plait.spec import BranchSpec, ModelSpec, MoeSpec, ParallelSpec
 
 L = "model.layers.{i}"
 MAMBA = {
@@ -48,16 +46,6 @@ def _hf_granite(config: Config, spec: ModelSpec) -> Values:
         **mamba_expansion(config, spec),
         "num_local_experts": config["num_experts"] if has_experts else 0,
         "shared_intermediate_size": config["shared_intermediate_size"],
-    }
-
-
-def _hf_nemotron(config: Config, spec: ModelSpec) -> Values:
-    mixer = next(spec.mixers_of(Mamba2Spec))
-    words = {LINEAR: "linear_attention", FULL: "full_attention"}
-    return {
-        "mamba_head_dim": mixer.head_dim,
-        "expand": mixer.num_heads * mixer.head_dim // spec.hidden_size,
-        "layers_block_type": [words.get(kind, kind) for kind in config["layer_types"]],
     }
 
 
@@ -154,108 +142,6 @@ def _granite_positions(c: Config) -> dict[str, None]:
     if kind in (None, "nope"):
         return {"rope": None}
     raise UnsupportedModel(f"position_embedding_type {kind!r} is not known for Granite; known: rope, nope")
-
-
-@family(
-    "NemotronHForCausalLM",
-    model_types=("nemotron_h",),
-    defaults={
-        "norm_eps": 1e-5,
-        "hidden_act": "relu2",
-        "head_dim": 128,
-        "mamba_d_conv": 4,
-        "mamba_chunk_size": 128,
-        "routed_scaling_factor": 1.0,
-    },
-    honours=("sliding_window", "moe_latent_size"),
-    detection=Detection(
-        markers=(
-            ArchitectureMarker("NemotronHForCausalLM", ("mixer.up_proj.weight",), order=100),
-            ArchitectureMarker("NemotronHForCausalLM", ("mixer.q_proj.weight",), order=110),
-            ArchitectureMarker("NemotronHForCausalLM", ("mixer.gate.weight",), order=120),
-        ),
-        kinds={"mixer.q_proj.weight": FULL},
-    ),
-    hf=HfConfig(
-        words={
-            "norm_eps": "layer_norm_epsilon",
-            "hidden_act": "mlp_hidden_act",
-            "layer_types": "layers_block_type",
-            "num_experts": "n_routed_experts",
-            "num_shared_experts": "n_shared_experts",
-            "shared_intermediate_size": "moe_shared_expert_intermediate_size",
-            "mamba_n_heads": "mamba_num_heads",
-            "mamba_d_head": "mamba_head_dim",
-            "mamba_d_state": "ssm_state_size",
-            "mamba_n_groups": "n_groups",
-            "mamba_d_conv": "conv_kernel",
-            "mamba_chunk_size": "chunk_size",
-        },
-        lists_layers=True,
-        extra=_hf_nemotron,
-    ),
-)
-def nemotron_h(c: Config) -> tuple[ModelSpec, NameMap]:
-    """Nemotron-H, Nemotron 3: one mixer per layer (Mamba2, attention, MLP or experts), no positions.
-
-    Step sizes are held to `time_step_limit` (0 to infinity in the published configs), as in NVIDIA's own
-    modeling code. transformers holds them above `time_step_min` instead, a value that the initialisation
-    uses. So its logits differ where a step size falls below 0.001.
-    """
-    if c.get("mamba_hidden_act", "silu") != "silu":
-        raise UnsupportedModel(f"mamba_hidden_act {c['mamba_hidden_act']!r} is not implemented; known: silu")
-    each = norm(c)
-    mixers = {kind: _nemotron_mixer(c, kind) for kind in dict.fromkeys(c["layer_types"])}
-    layers = [(BranchSpec("mix", mixers[kind], each),) for kind in c["layer_types"]]
-    prefixes = ("backbone.", "model.")
-    names = either(*(_nemotron_names(p, c.get("num_experts") or 0) for p in prefixes))
-    ignored = unused_patterns(
-        c, r"^mtp\."
-    )  # layers that draft a second token; the model is whole without them
-    return model(c, "nemotron_h", layers), NameMap(names, ignored=ignored)
-
-
-def _nemotron_mixer(c: Config, kind: str) -> Mixer:
-    def plain(size: int) -> MlpSpec:
-        return MlpSpec(size, c["hidden_act"], gated=False)
-
-    match kind:
-        case "linear_attention":
-            return mamba2(c)
-        case "mlp":
-            return plain(c["intermediate_size"])
-        case "moe":
-            shared = c.get("num_shared_experts", 1)
-            both = plain(c["shared_intermediate_size"] * shared) if shared else None
-            return MoeSpec(
-                c["num_experts"],
-                c["num_experts_per_tok"],
-                plain(c["moe_intermediate_size"]),
-                sigmoid_router(c),
-                shared=both,
-                latent=c.get("moe_latent_size"),
-            )
-        case _:
-            return gqa(c, kind, rope=None, window=c.get("sliding_window"))
-
-
-def _nemotron_names(prefix: str, experts: int) -> Rules:
-    ours, layer = "layers.{i}.mix", f"{prefix}layers.{{i}}"
-    mixer = f"{layer}.mixer"
-    return {
-        "embed": (f"{prefix}embeddings", f"{prefix}embed_tokens"),
-        "norm": f"{prefix}norm_f",
-        "head": "lm_head",
-        f"{ours}.norm": f"{layer}.norm",
-        **mamba_tensors(ours, mixer),
-        f"{ours}.router_bias": f"{mixer}.gate.e_score_correction_bias",
-        f"{ours}.router": f"{mixer}.gate",
-        **(expert_tensors(ours, mixer, experts, gated=False) if experts else {}),
-        f"{ours}.shared.{{x}}": f"{mixer}.shared_experts.{{x}}_proj",
-        f"{ours}.enter": f"{mixer}.fc1_latent_proj",
-        f"{ours}.leave": f"{mixer}.fc2_latent_proj",
-        f"{ours}.{{x}}": f"{mixer}.{{x}}_proj",
-    }
 
 
 MULTIPLIERS = {
@@ -373,7 +259,3 @@ def _falcon_gguf(m: Metadata) -> None:
     head_size(m)
     has_norm = any(n.endswith("ssm_norm.weight") for n in m.shapes)
     m.put("mamba_rms_norm", has_norm, "tensor ssm_norm.weight")
-
-
-for _name in ("nemotron_h", "nemotron_h_moe"):
-    gguf_arch(_name, "NemotronHForCausalLM")(head_size)

@@ -6,15 +6,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from plait.checkpoint.names import Back, Derived, NameMap, Rules
+from plait.families.common.mtp import deepseek_parts, mtp_names
 from plait.families.common.recipes import Stored, expert_tensors, transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, sigmoid_router
 from plait.families.config.normalize import FULL, SLIDING, Config
 from plait.quant.weight import as_tensor
-from plait.spec import BranchSpec, ModelSpec, MoeSpec
+from plait.spec import BranchSpec, ModelSpec, MoeSpec, MtpSpec
 
-ATTN, FFN, L = "layers.{i}.attn", "layers.{i}.ffn", "model.layers.{i}"
-MLP = f"{L}.mlp"
+ATTN, FFN = "layers.{i}.attn", "layers.{i}.ffn"
 
 
 @family(
@@ -44,20 +44,29 @@ def mimo_v2_flash(c: Config) -> tuple[ModelSpec, NameMap]:
     ffns = {"sparse": BranchSpec("ffn", moe, each), "dense": BranchSpec("ffn", mlp(c), each)}
     kinds = zip(c["layer_types"], c["mlp_layer_types"], strict=True)
     layers = [(BranchSpec("attn", attns[kind], each), ffns[feed]) for kind, feed in kinds]
+    # Three heads of windowed, dense layers; the first one drafts, the others are ignored.
+    mtp = MtpSpec(((BranchSpec("attn", attns[SLIDING], each), ffns["dense"]),), each)
+    head = mtp_names(
+        deepseek_parts("model.mtp.layers.0", "final_layernorm"),
+        {f"{FFN}.norm": "model.mtp.layers.{i}.pre_mlp_layernorm"},
+        *(_names(c, "model.mtp."), transformer("model.mtp.")),
+    )
+    names, unused = _names(c, "model."), unused_patterns(c, r"^model\.mtp\.")
+    return model(c, "mimo_v2_flash", layers, mtp=mtp), NameMap(names, transformer(), head, ignored=unused)
+
+
+def _names(c: Config, prefix: str) -> Rules:
+    layer = f"{prefix}layers.{{i}}"
+    attn, mlp_at = f"{layer}.self_attn", f"{layer}.mlp"
     scale, widths = c["attention_value_scale"] or 1.0, (c["v_head_dim"], c["head_dim"])
-    names: Rules = {
-        **{
-            f"{ATTN}.v.{x}": _widen_rows(scale, *widths, f"{L}.self_attn.v_proj.{x}")
-            for x in ("weight", "bias")
-        },
-        f"{ATTN}.o.weight": _widen_columns(*widths, f"{L}.self_attn.o_proj.weight"),
-        f"{ATTN}.sinks": (f"{L}.self_attn.attention_sink_bias", f"{L}.self_attn.sinks"),
-        f"{FFN}.router": f"{MLP}.gate",
-        f"{FFN}.router_bias": f"{MLP}.gate.e_score_correction_bias",
-        **expert_tensors(FFN, MLP, c["num_experts"]),
+    return {
+        **{f"{ATTN}.v.{x}": _widen_rows(scale, *widths, f"{attn}.v_proj.{x}") for x in ("weight", "bias")},
+        f"{ATTN}.o.weight": _widen_columns(*widths, f"{attn}.o_proj.weight"),
+        f"{ATTN}.sinks": (f"{attn}.attention_sink_bias", f"{attn}.sinks"),
+        f"{FFN}.router": f"{mlp_at}.gate",
+        f"{FFN}.router_bias": f"{mlp_at}.gate.e_score_correction_bias",
+        **expert_tensors(FFN, mlp_at, c["num_experts"]),
     }
-    unused = unused_patterns(c, r"^model\.mtp\.")
-    return model(c, "mimo_v2_flash", layers), NameMap(names, transformer(), ignored=unused)
 
 
 def _widen_rows(scale: float, narrow: int, wide: int, source: str) -> Derived:

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from plait.checkpoint.names import NameMap, Rules, Source
 from plait.families.common.detection import ArchitectureMarker, Detection
 from plait.families.common.hf_config import QWEN_SHARED, HfConfig, sparse_list
+from plait.families.common.mtp import mtp_names
 from plait.families.common.recipes import TEXT_PREFIXES, at, expert_tensors, plus_one, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, softmax_moe
-from plait.families.config.normalize import LINEAR, Config
+from plait.families.config.normalize import FULL, LINEAR, Config
 from plait.families.gguf.arch import Metadata, gguf_arch
 from plait.families.linear_attention import (
     DELTA,
@@ -23,7 +24,7 @@ from plait.families.linear_attention import (
     rows,
     select_rows,
 )
-from plait.spec import BranchSpec, ModelSpec
+from plait.spec import BranchSpec, ModelSpec, MtpSpec
 
 SHARED = {
     **DELTA,
@@ -118,7 +119,22 @@ def _qwen(c: Config, name: str, projections: Callable[[Config, str], Rules]) -> 
     layers = [(mixer(kind), ffn(sort)) for kind, sort in zip(kinds, sorts, strict=True)]
     names = at(TEXT_PREFIXES, lambda prefix: _names(c, prefix, projections))
     names["head"] = ("lm_head", "language_model.lm_head")
-    return model(c, name, layers), NameMap(names, ignored=unused_patterns(c, *OTHERS))
+    head = (mixer(FULL), ffn("sparse" if c.get("num_experts") else "dense"))
+    # Tables of its own are in no published file, and their layout is not known.
+    mtp = None if c.get("mtp_use_dedicated_embeddings") else MtpSpec((head,), each)
+    heads_names = at(("mtp.", "model.mtp."), lambda prefix: _mtp_names(c, prefix, projections))
+    ignored = unused_patterns(c, *OTHERS)
+    return model(c, name, layers, mtp=mtp), NameMap(names, heads_names, ignored=ignored)
+
+
+def _mtp_names(c: Config, prefix: str, projections: Callable[[Config, str], Rules]) -> Rules:
+    parts: dict[str, Source] = {
+        "embed_norm.weight": plus_one(f"{prefix}pre_fc_norm_embedding.weight"),
+        "hidden_norm.weight": plus_one(f"{prefix}pre_fc_norm_hidden.weight"),
+        "fc": f"{prefix}fc",
+        "norm.weight": plus_one(f"{prefix}norm.weight"),
+    }
+    return mtp_names(parts, _names(c, prefix, projections))
 
 
 def _names(c: Config, prefix: str, projections: Callable[[Config, str], Rules]) -> Rules:

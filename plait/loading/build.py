@@ -40,6 +40,7 @@ from plait.model.decoder import Decoder
 from plait.ops.chip import Chip
 from plait.ops.registry import Binding
 from plait.ops.rope import rope_notes
+from plait.runner.mtp import MtpDrafter
 from plait.runner.ranks.group import RankGroup
 from plait.runner.ranks.group_comm import GroupComm
 from plait.runner.ranks.messages import Prepare
@@ -173,6 +174,10 @@ def _build_for(
 def _build(opened: Opened, target: Target, tokenizer: Tokenizer | None, report: Progress) -> Built:
     config = opened.config
     draft = draft_headers(config, opened.resolved.spec, tokenizer)
+    if config.speculate == "mtp":
+        from plait.loading.draft_model import check_mtp
+
+        check_mtp(opened)
     target.shelf = None if target.cuts.own else shelf_of(opened, target)  # it has whole weights
     if target.device.type == "cuda":
         free = free_memory(target.device)
@@ -190,7 +195,7 @@ def _build(opened: Opened, target: Target, tokenizer: Tokenizer | None, report: 
     sampler = make_sampler(target, vocab_size, banned_ids(tokenizer, vocab_size))
     target.bound.extend(sampler.bindings)
     report("preparing the step (the first start compiles kernels)", 0, 1)
-    proposer = _proposer(draft, opened, target, sizing, tokenizer, report)
+    proposer = _proposer(draft, opened, decoder, target, sizing, tokenizer, report)
     runner, engine = engine_over(decoder, sampler, target, config, sizing, proposer=proposer)
     guides = Guides(make_compiler(opened.text_source(), vocab_size), vocab_size)
     engine.guided = guides.open
@@ -243,7 +248,8 @@ def engine_over(
         sizes = (dict(sizing.num_blocks), sizing.num_slots, sizing.block_size, sizing.max_model_len)
         target.ranks.prepare(Prepare(config, *sizes, tuple(sampler.holes.tolist())))
     with out_of_memory(f"allocating memory for sequences ({gib(sizing.nbytes)})"):
-        runner = make_runner(decoder, sampler, target, config, sizing, records=records)
+        observe = proposer.observe if isinstance(proposer, MtpDrafter) else None
+        runner = make_runner(decoder, sampler, target, config, sizing, records=records, observe=observe)
     return runner, make_engine(
         runner,
         decoder.spec,
@@ -265,7 +271,7 @@ def draft_headers(config: EngineConfig, spec: ModelSpec, tokenizer: Tokenizer | 
             f"speculate: {config.speculate} is set, but this model computes a whole sequence in every step, "
             "so draft tokens save no time; leave the option out, or use --ssm-mode ssd"
         )
-    if config.speculate in ("off", "ngram"):
+    if config.speculate in ("off", "ngram", "mtp"):
         return None
     from plait.loading.draft_model import open_draft
 
@@ -275,15 +281,21 @@ def draft_headers(config: EngineConfig, spec: ModelSpec, tokenizer: Tokenizer | 
 def _proposer(
     draft: Opened | None,
     opened: Opened,
+    decoder: Decoder,
     target: Target,
     sizing: Sizing,
     tokenizer: Tokenizer | None,
     report: Progress,
 ) -> Proposer | None:
-    """The proposer of draft tokens: prompt lookup or a draft model; None without speculation."""
+    """The proposer of draft tokens: prompt lookup, its head or a draft model; None without speculation."""
     config = opened.config
     if config.speculate == "off":
         return None
+    if config.speculate == "mtp":
+        from plait.loading.draft_model import load_mtp
+
+        banned = banned_ids(tokenizer, opened.resolved.spec.vocab_size)
+        return load_mtp(opened, target, decoder, sizing.max_model_len, banned)
     if draft is None:
         return NgramProposer()
     from plait.loading.draft_model import load_draft

@@ -1,4 +1,7 @@
-"""Load a draft model for speculation: like the model it drafts for, on its threads, in memory of its own."""
+"""Load what drafts for a model: a smaller model, or the model's own head for multi-token prediction.
+
+Either runs like the model it drafts for, on its threads, in memory of its own.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,10 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
-from plait.checkpoint.weights import Target
+import torch
+
+from plait.checkpoint.divided import Cuts
+from plait.checkpoint.weights import Target, Weights
 from plait.config import EngineConfig
 from plait.engine.device import choose_dtype, free_memory, out_of_memory
 from plait.engine.memory_plan import gib
@@ -26,9 +32,13 @@ from plait.loading.open_model import (
 )
 from plait.memory import PagedState, SlotState, State, block_groups, has_slots
 from plait.model.decoder import Decoder
+from plait.model.mtp import FC, MtpHead
 from plait.runner.draft import DraftMemory, DraftModel
 from plait.runner.host.static_batch import Capacity
+from plait.runner.mtp import MOST_KEPT, MtpDrafter
+from plait.runner.mtp_passes import make_passes
 from plait.runner.runner import ModelRunner
+from plait.runner.sampler import Sampler
 from plait.spec import ModelSpec
 from plait.state.store import StateStore
 from plait.text.tokenizers.tokenizer import Tokenizer
@@ -66,7 +76,7 @@ def load_draft(
         decoder = load_decoder(opened, own, report)
     if not any(isinstance(state, PagedState) for state in decoder.states.values()):
         longest = max_model_len  # recurrent state has no longest sequence
-    memory = _memory(decoder, config, own, longest)
+    memory = plan_places(decoder.states, config, own, longest)
     with out_of_memory(f"allocating memory for drafts of {memory.num_places} sequences"):
         store = StateStore(
             decoder.states, memory.num_blocks, memory.num_slots, memory.block_size, own.device, own.dtype
@@ -93,7 +103,7 @@ def open_draft(config: EngineConfig, spec: ModelSpec, tokenizer: Tokenizer | Non
     try:
         opened = open_model(name, own)
     except ConfigError as error:
-        raise ConfigError(f"speculate: {error} (it is off, ngram, or a draft model)") from error
+        raise ConfigError(f"speculate: {error} (it is off, ngram, mtp, or a draft model)") from error
     draft = opened.resolved.spec
     if draft.vocab_size != spec.vocab_size:
         raise ConfigError(
@@ -124,18 +134,23 @@ def _difference(draft: Tokenizer | None, model: Tokenizer | None) -> str | None:
     return None
 
 
-def _memory(decoder: Decoder, config: EngineConfig, own: Target, longest: int) -> DraftMemory:
-    """A place for each running sequence, or for as many as fit. Raises OutOfMemory if not one does."""
+def plan_places(
+    states: Mapping[str, State], config: EngineConfig, own: Target, longest: int, beside: int = 0
+) -> DraftMemory:
+    """A place for each running sequence, or for as many as fit. Raises OutOfMemory if not one does.
+
+    `beside`: bytes that a place takes in addition to the state.
+    """
     memory = DraftMemory(
-        groups=block_groups(decoder.states),
-        has_slots=has_slots(decoder.states),
+        groups=block_groups(states),
+        has_slots=has_slots(states),
         block_size=config.block_size,
         num_places=config.max_num_seqs,
         max_len=longest,
         max_step_len=config.max_num_batched_tokens,
     )
     limit = (config.memory_limit or free_memory(own.device)) // SHARE
-    each = place_nbytes(memory, decoder.states, str(own.dtype).removeprefix("torch."))
+    each = place_nbytes(memory, states, str(own.dtype).removeprefix("torch.")) + beside
     if each > limit:
         raise OutOfMemory(
             f"speculate: the state of one draft of {longest} tokens needs {gib(each)}, and there are "
@@ -158,3 +173,67 @@ def place_nbytes(memory: DraftMemory, states: Mapping[str, State], dtype: str) -
         per_token = sum(s.nbytes_per_token(dtype) for s in members if isinstance(s, PagedState))
         total += memory.per_place(group) * memory.block_size * per_token
     return total
+
+
+def has_mtp(opened: Opened) -> bool:
+    """Whether a model has a head for multi-token prediction: its family knows one, and it is in the file."""
+    names = opened.resolved.names
+    target = Target(torch.device("cpu"), torch.float32, 1, 1)
+    return opened.resolved.spec.mtp is not None and FC in Weights(opened.checkpoint, names, target)
+
+
+def check_mtp(opened: Opened) -> None:
+    """Raises ConfigError if a model has no head for multi-token prediction."""
+    if has_mtp(opened):
+        return
+    names = opened.checkpoint.names()
+    hint = "; --set num_nextn_predict_layers=1 says that it has" if any("eh_proj" in n for n in names) else ""
+    raise ConfigError(
+        f"speculate: mtp is set, but {opened.files.name} has no head for multi-token prediction in a layout "
+        f"that Plait knows{hint}; use --speculate ngram, or name a draft model of the same vocabulary"
+    )
+
+
+def load_head(opened: Opened, target: Target, trunk: Decoder) -> MtpHead:
+    """The head of a loaded model, with its tables where one rank has all of them. Raises CheckpointError."""
+    own = replace(target, bound=[], shelf=None, feed=None, cuts=Cuts(), ranks=None, weights_nbytes=0)
+    weights = Weights(opened.checkpoint, opened.resolved.names, own)
+    is_whole = target.comm.rank.size == 1
+    head = MtpHead(opened.resolved.spec, weights, trunk if is_whole else None)
+    opened.checkpoint.release()
+    log.info("head for multi-token prediction: %s", gib(own.weights_nbytes))
+    return head
+
+
+def find_head(opened: Opened, target: Target, trunk: Decoder) -> MtpHead | None:
+    """`load_head` of a model that has one."""
+    return load_head(opened, target, trunk) if has_mtp(opened) and trunk.spec.causal else None
+
+
+def make_drafter(
+    head: MtpHead, target: Target, config: EngineConfig, max_model_len: int, sampler: Sampler
+) -> MtpDrafter:
+    """Memory and passes for a head that was loaded for `target`. Raises OutOfMemory."""
+    size = head.fc.n_out
+    nbytes = MOST_KEPT * size * target.dtype.itemsize
+    memory = plan_places(head.states, config, target, max_model_len, nbytes)
+    most = max(MOST_KEPT, memory.num_places * (1 + config.num_draft_tokens))
+    memory = replace(memory, max_step_len=most)
+    with out_of_memory(f"allocating memory for drafts of {memory.num_places} sequences"):
+        store = StateStore(head.states, memory.num_blocks, 0, memory.block_size, target.device, target.dtype)
+        kept = torch.empty(memory.num_places, MOST_KEPT, size, dtype=target.dtype, device=target.device)
+    capacity = Capacity.of(most, memory.num_places, max_model_len, memory.block_size)
+    threads = None if target.graphs else target.executor
+    passes, kind = make_passes(head, store, sampler, target.device, threads, capacity)
+    step_log.info("step of the head for multi-token prediction: %s", kind)
+    return MtpDrafter(passes, memory, kept)
+
+
+def load_mtp(
+    opened: Opened, target: Target, trunk: Decoder, max_model_len: int, banned: tuple[int, ...]
+) -> MtpDrafter:
+    """What drafts with the head of a loaded model, on its device and threads, which it never closes."""
+    with out_of_memory(f"loading the head for drafts of {opened.files.name}"):
+        head = load_head(opened, target, trunk)
+    sampler = make_sampler(target, opened.resolved.spec.vocab_size, banned)
+    return make_drafter(head, target, opened.config, max_model_len, sampler)

@@ -9,6 +9,7 @@ from plait.checkpoint.weights import Target
 from plait.config import EngineConfig
 from plait.model.decoder import Decoder
 from plait.runner.host.static_batch import Capacity
+from plait.runner.replay import Observe
 from plait.runner.runner import ModelRunner
 from plait.runner.sampler import Sampler
 from plait.state.store import StateStore
@@ -47,8 +48,12 @@ def make_runner(
     sizes: StateSizes,
     *,
     records: bool = True,
+    observe: Observe | None = None,
 ) -> ModelRunner:
-    """`records` False: every step runs op by op, as it does on CPUs where ranks meet between two ops."""
+    """`records` False: every step runs op by op, as it does on CPUs where ranks meet between two ops.
+
+    `observe`: is shown the hidden states of every step.
+    """
     store = StateStore(
         *(decoder.states, sizes.num_blocks, sizes.num_slots, sizes.block_size, target.device, target.dtype)
     )
@@ -60,7 +65,7 @@ def make_runner(
         num_draft_tokens=0 if config.speculate == "off" else config.num_draft_tokens,
     )
     meets = target.comm.rank.size > 1 and target.device.type == "cpu"
-    return ModelRunner(
+    runner = ModelRunner(
         decoder,
         store,
         sampler,
@@ -69,3 +74,8 @@ def make_runner(
         capacity=capacity if records and not meets else None,
         lead=target.ranks,
     )
+    if observe:
+        runner.observe = observe
+        if runner.replay is not None:
+            runner.replay.show(observe)
+    return runner

@@ -83,6 +83,19 @@ def _take_rows_inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) 
 
 
 @op(cases=CASES)
+def put_rows(x: Tensor, index: Tensor, out: Tensor) -> Tensor:
+    """Writes rows of x [T, n] to the first of `out` [at least L, n], by index [L] int64. Returns these."""
+    out[: len(index)] = x[index]
+    return out[: len(index)]
+
+
+@put_rows.inputs
+def _put_rows_inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
+    (x, index), _ = _take_rows_inputs(case, dtype, device)
+    return (x, index, torch.zeros(case["rows"] + 3, case["size"], dtype=dtype, device=device)), {}
+
+
+@op(cases=CASES)
 def join(a: Tensor, b: Tensor) -> Tensor:
     """The last dimensions one behind the other: a: [T, …, n], b: [T, …, m] -> [T, …, n + m]."""
     return torch.cat([a, b], -1)

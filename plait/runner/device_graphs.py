@@ -30,7 +30,7 @@ from plait.runner.graph_backends import CapturedStep, GraphBackend
 from plait.runner.host.pooling import add_pooled
 from plait.runner.host.static_batch import Capacity
 from plait.runner.inputs import batch_of, is_decode, parts_of, upload
-from plait.runner.replay import copy_pooled
+from plait.runner.replay import Observe, copy_pooled
 from plait.runner.sampler import Sampler
 from plait.runner.sampling_tables import DrawForm
 from plait.schedule.plan import FOLLOW, Chunk, Done, Sampled, SamplingBatch, SamplingRow, StepPlan, Ticket
@@ -94,11 +94,13 @@ class DeviceReplay:
         backend: GraphBackend,
     ) -> None:
         self._decoder, self._store, self.sampler, self._backend = decoder, store, sampler, backend
+        self._observe: Observe | None = None
         self._groups, device = tuple(groups), backend.device
         self.batch = DeviceBatch(capacity, groups, store.block_size, device)
         self._tables = sampler.tables(self.batch.rows, device)
         self._eager_tables = sampler.tables(capacity.logits, device)
         self._answers = torch.zeros(2, self.batch.rows, dtype=torch.float64, device=device)
+        self._hidden = torch.zeros(0, device=device)  # of the rows of a graph, for who observes
         facts = OpFacts("cuda" if backend.chip else device.type, torch.float32, chip=backend.chip)
         self._locate, where = locate_tokens.bind(facts, "step")
         self._move_on, move = move_rows_on.bind(facts, "step")
@@ -118,6 +120,12 @@ class DeviceReplay:
         sizes = ", ".join(map(str, sorted({key.bucket for key in self._graphs})))
         shown = f"those of {sizes} are captured" if sizes else "each is captured when it is first needed"
         return f"decodes of up to {self.batch.rows} sequences are graphs, {shown}; prompts run op by op"
+
+    def show(self, observe: Observe) -> None:
+        """Show every step's hidden states from now on. Graphs that leave none are captured again."""
+        shape, embed = (self.batch.rows, self._decoder.spec.hidden_size), self._decoder.embed
+        self._hidden = torch.zeros(shape, dtype=embed.dtype, device=self._backend.device)
+        self._observe, self._graphs = observe, {}
 
     def prepare(self) -> None:
         """Capture the graphs of small batches, the largest first. Raises what their capture raises."""
@@ -164,18 +172,26 @@ class DeviceReplay:
             if plan.num_steps > 1:
                 raise EngineError(f"{plan.num_steps} steps at once, and their answers need the host")
             graph.replay()
+            self._show_rows(plan, rows)
             self.batch.moved_on(rows)
             (index,) = upload([np.array(rows, np.int64)], self._backend.device)
             return Done(self.sampler.sample(graph.result[index], sampling))
         reads = []
         for _ in range(plan.num_steps):
             graph.replay()
+            self._show_rows(plan, rows)
             reads.append(self._backend.read(self._answers[:, : key.bucket]))
             self.batch.moved_on(rows)
         self._tables.moved_on(plan.num_steps)
         self.batch.sampled(rows, plan.step)
         seq_ids, columns = [chunk.seq_id for chunk in plan.chunks], [(row,) for row in rows]
         return DeviceTicket(self, plan.step, reads, columns, seq_ids, can_be_followed=True)
+
+    def _show_rows(self, plan: StepPlan, rows: Sequence[int]) -> None:
+        """Show what a graph made of its tokens, in the plan's order."""
+        if self._observe:
+            (index,) = upload([np.array(rows, np.int64)], self._backend.device)
+            self._observe(plan, self._hidden[index])
 
     def _fill(self, plan: StepPlan, sampling: SamplingBatch, rows: Sequence[int]) -> bool:
         """Write the batch's settings, unless the device has them. False: the host must sample."""
@@ -221,7 +237,8 @@ class DeviceReplay:
         batch = self.batch
         held = batch.memory.clone()
         batch.memory.copy_(batch.blank)
-        inputs = [*decoder_tensors(self._decoder), *self._store.tensors, *batch.static_tensors, self._answers]
+        inputs = [*decoder_tensors(self._decoder), *self._store.tensors, *batch.static_tensors]
+        inputs += [self._answers, self._hidden]
         try:
             return self._backend.capture(lambda: self._step(key), [*inputs, *self._tables.static_tensors])
         finally:
@@ -235,7 +252,11 @@ class DeviceReplay:
             group.name: self._locate(positions, batch.table(g, key.bucket), size)
             for g, group in enumerate(self._groups)
         }
-        logits: Tensor = self._decoder(batch.batch(key.bucket, mappings), self._store)
+        own = batch.batch(key.bucket, mappings)
+        hidden = self._decoder.hidden(own, self._store)
+        if self._observe:
+            self._hidden[: key.bucket].copy_(hidden)
+        logits: Tensor = self._decoder.logits(hidden, own)
         if key.form is None:
             positions.add_(active)
             lens.add_(active)
@@ -258,6 +279,8 @@ class DeviceReplay:
         rows = [self.batch.row_of(chunk.seq_id) for chunk in placed]
         here_ids = {chunk.seq_id for chunk in placed}
         logits, hidden, parts = self._computed(plan, _draws(drawing), _places(drawing, here_ids), rows)
+        if self._observe:
+            self._observe(plan, hidden)
         if not here:
             return Done(add_pooled(plan, copy_pooled(plan, hidden), self.sampler.sample(logits, sampling)))
         drawn, from_draw, to_row = parts

@@ -224,7 +224,10 @@ class DraftModel:
         work = sorted(work, key=lambda each: len(each[1].token_ids) > 1 or each[1].start == 0)
         chunks = tuple(chunk for _, chunk in work)
         drawing = [(job, job.request) for job, chunk in work if chunk.num_logits]
-        rows = [SamplingRow(_plain(request.params), 1, 1, job.end, request.seed) for job, request in drawing]
+        rows = [
+            SamplingRow(without_logprobs(request.params), 1, 1, job.end, request.seed)
+            for job, request in drawing
+        ]
         fresh = tuple(chunk.slot for chunk in chunks if chunk.start == 0 and chunk.slot)
         self._step += 1
         plan = StepPlan(self._step, chunks, tuple(moves), fresh)
@@ -233,7 +236,7 @@ class DraftModel:
             job.found += answer.token_ids
 
 
-def _plain(params: SamplingParams) -> SamplingParams:
+def without_logprobs(params: SamplingParams) -> SamplingParams:
     """Parameters without log-probabilities, which drafts do not need."""
     is_plain = params.logprobs is None and params.prompt_logprobs is None
     return params if is_plain else replace(params, logprobs=None, prompt_logprobs=None)

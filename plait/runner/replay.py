@@ -12,6 +12,8 @@ from torch import Tensor
 from plait.schedule.plan import SamplingBatch, StepPlan, Ticket
 
 Run = Callable[[StepPlan, SamplingBatch], Ticket]
+# (a plan that has run, its hidden states [its tokens or more, hidden], which the next step overwrites)
+Observe = Callable[[StepPlan, Tensor | npt.NDArray[np.float32]], None]
 
 
 class Lead(Protocol):
@@ -35,8 +37,15 @@ class Replay(Protocol):
     def launch(self, plan: StepPlan, sampling: SamplingBatch) -> Ticket:
         """Launch all steps of a plan that fits."""
 
+    def show(self, observe: Observe) -> None:
+        """Show the hidden states of every step from now on."""
+
     def forget(self) -> None:
         """A step failed: nothing that is known about buffers can be trusted."""
+
+
+def ignore_hidden(plan: StepPlan, hidden: object) -> None:
+    """Observes nothing."""
 
 
 def copy_pooled(plan: StepPlan, hidden: Tensor) -> npt.NDArray[np.float32]:

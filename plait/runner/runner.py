@@ -20,7 +20,7 @@ from plait.runner.host.pooling import add_pooled
 from plait.runner.host.static_batch import Capacity
 from plait.runner.inputs import build_batch
 from plait.runner.program import NativeExecutor, record_program
-from plait.runner.replay import Lead, Replay, copy_pooled
+from plait.runner.replay import Lead, Observe, Replay, copy_pooled, ignore_hidden
 from plait.runner.sampler import Sampler
 from plait.schedule.plan import (
     Chunk,
@@ -51,6 +51,7 @@ class ModelRunner:
         lead: Lead | None = None,
     ) -> None:
         self._lead = lead
+        self.observe: Observe = ignore_hidden  # is shown the hidden states of steps that run op by op
         self.decoder, self.store, self.sampler, self.device = decoder, store, sampler, device
         self.groups, self.executor = block_groups(decoder.states), executor
         self.replay: Replay | None = None
@@ -95,6 +96,7 @@ class ModelRunner:
         if plan.num_steps > 1:
             raise EngineError(f"{plan.num_steps} steps at once, and the first does not fit a recording")
         hidden, logits = self._computed(plan)
+        self.observe(plan, hidden)
         return Done(add_pooled(plan, copy_pooled(plan, hidden), self.sampler.sample(logits, sampling)))
 
     @property

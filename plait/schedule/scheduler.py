@@ -90,10 +90,9 @@ class Scheduler:
         return [seq.id for seq in self._by_id.values() if seq.deadline is not None and seq.deadline <= now]
 
     def drafting(self) -> list[TokenSequence]:
-        """Running sequences that decode, and so can have draft tokens checked in the next step."""
-        if self._suspects or not self.limits.causal:
-            return []
-        return [seq for seq in self.running if not seq.is_prefilling]
+        """Running sequences that can have draft tokens checked in the next step."""
+        is_possible = self.limits.causal and not self._suspects
+        return [seq for seq in self.running if is_possible and seq.can_draft]
 
     def plan(self, drafts: Mapping[int, tuple[int, ...]] = NOTHING) -> StepPlan | None:
         """The next step, or None if there is nothing to do. `drafts`: draft tokens by id, of `drafting`."""
@@ -272,12 +271,12 @@ class Scheduler:
         """Add draft tokens where the budget and memory allow it; no sequence is preempted for a draft."""
         budget = self.limits.max_num_batched_tokens - sum(shares.values())
         for seq in self.running:
-            if seq.id not in drafts or shares.get(seq.id) != 1 or seq.is_prefilling:
+            if seq.id not in drafts or shares.get(seq.id) != (share := seq.num_left) or not seq.can_draft:
                 continue
             # The last sampled token is never computed, and a chunk ends where a snapshot is needed.
-            most = min(budget, seq.max_len - seq.num_tokens - 1, self.memory.until_mark(seq) - 1)
+            most = min(budget, seq.max_len - seq.num_tokens - 1, self.memory.until_mark(seq) - share)
             draft = seq.allowed(drafts[seq.id][: max(most, 0)])
-            length = seq.num_computed_tokens + 1 + len(draft)
+            length = seq.num_computed_tokens + share + len(draft)
             if draft and self.memory.reserve(seq, length) and self.memory.branch(seq):
                 seq.draft = draft
                 budget -= len(draft)

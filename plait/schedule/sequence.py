@@ -17,6 +17,8 @@ from plait.request import Event, FinishReason, Pooling, SamplingParams, TokenLog
 from plait.schedule.plan import Chunk, Sampled, SamplingRow, StepPlan
 from plait.state.blocks import root
 
+MOST_REPLAYED = 8  # tokens that are computed again in a step with a draft; of more, a step has no draft
+
 
 class Guide(Protocol):
     """Constrains the tokens of one sequence, see `engine.grammar_guide.GrammarGuide`. Nothing raises."""
@@ -199,6 +201,15 @@ class TokenSequence:
     def is_prefilling(self) -> bool:
         computed = self.num_computed_tokens
         return len(self.token_ids) - computed > 1 or computed == 0
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether a step that computes all of its tokens may check a draft behind them, too.
+
+        In a hybrid some tokens may have to be computed again, because a draft was wrong.
+        """
+        replays = self.slot > 0 and self.num_output_tokens > 0
+        return 0 < self.num_left <= (MOST_REPLAYED if replays else 1) and self.num_computed_tokens > 0
 
     def samples_after(self, end: int) -> bool:
         """Whether a token is sampled once the tokens before `end` are computed."""

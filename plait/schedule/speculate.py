@@ -18,7 +18,7 @@ from typing import Protocol
 
 from plait.schedule.costs import NUM_BELIEVED, NUM_REMEMBERED, StepCosts, median
 from plait.schedule.plan import DraftRequest
-from plait.schedule.sequence import TokenSequence
+from plait.schedule.sequence import MOST_REPLAYED, TokenSequence
 
 log = logging.getLogger("plait")
 LONGEST = 4  # the most tokens of a match of prompt lookup that are compared; the fewest are two
@@ -149,17 +149,16 @@ class _Choice:
     def outlook(self, length: int, *, replays: bool) -> _Outlook:
         """What a draft of this length brings and costs in a step.
 
-        In a model that replays, the mean over a partly accepted draft and the step that computes it again.
+        In a model that replays, a step also computes again what came since the last draft that was right.
         """
         a = self.record.acceptance
         every = a**length  # all of it is accepted
         tokens = length + 1.0 if a >= 1 else (1 - a ** (length + 1)) / (1 - a)
-        if not replays:
+        if not replays or every >= 1:
             return _Outlook(tokens, 1.0 + length, float(length))
-        again = 1 - every
-        replayed = 2 * again + tokens - 1 - length * every  # the last token, the accepted ones, the new one
-        steps = 1 + again
-        return _Outlook((tokens + again) / steps, (1 + length + replayed) / steps, length / steps)
+        missed = tokens - every * (1 + length)  # tokens of a draft that was not right, times their share
+        again = min(1 + missed / max(every, 1e-6), float(MOST_REPLAYED))
+        return _Outlook(tokens, again + length, float(length))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,17 +17,17 @@ from plait.engine.device import free_memory
 from plait.engine.memory_plan import Sizing, size_state
 from plait.errors import EngineError
 from plait.loading.build import Loaded, describe_for_sizing, engine_over, loose_ops
+from plait.loading.draft_model import find_head
 from plait.memory import PagedState, has_slots
 from plait.request import Event, TokenLogprobs
-from plait.schedule.speculate import NgramProposer, Proposer, Speculation
+from plait.schedule.speculate import Proposer
+from plait.verify.drafters import make_proposer, speculate_always
 from plait.verify.matrix import (
     PLAIN,
     Cell,
     CheapMoves,
-    CheapRows,
     CheapSteps,
     FailingRunner,
-    KnownReplies,
     cells,
     count_effects,
 )
@@ -163,8 +163,8 @@ class Verification:
         is_quick: bool = False,
     ) -> None:
         self.loaded, self.batch, self._is_quick = loaded, batch, is_quick
-        self._num_traced = {True: 0, False: 0}
-        front = loaded.front
+        self._head = find_head(loaded.opened, loaded.target, loaded.runner.decoder)
+        self._num_traced, front = {True: 0, False: 0}, loaded.front
         first = first_turns(front, prompts or default_prompts(front, max_tokens), max_tokens, batch)
         self.asked = {asked.name: asked for asked in first}
         plain = self._ran(PLAIN, [first])
@@ -191,10 +191,16 @@ class Verification:
 
     @property
     def cells(self) -> list[Cell]:
-        spec = self.loaded.runner.decoder.spec
-        follows = self.loaded.runner.is_recorded and not has_slots(self.loaded.runner.decoder.states)
+        decoder = self.loaded.runner.decoder
+        follows = self.loaded.runner.is_recorded and not has_slots(decoder.states)
         ahead, size = self.loaded.target.graphs is not None, self.loaded.config.block_size
-        found = cells(self.batch, size, causal=spec.causal, follows=follows, ahead=ahead)
+        kinds = {
+            "causal": decoder.spec.causal,
+            "follows": follows,
+            "ahead": ahead,
+            "mtp": self._head is not None,
+        }
+        found = cells(self.batch, size, **kinds)
         return [cell for cell in found if cell.is_quick or not self._is_quick]
 
     def results(self) -> Iterator[CellResult]:
@@ -242,14 +248,16 @@ class Verification:
         config, sizing = self._settings(cell, waves)
         runner, sampler = self.loaded.runner, self.loaded.runner.sampler
         target, decoder = self.loaded.target, runner.decoder
-        _, engine = engine_over(decoder, sampler, target, config, sizing, records=trace is None)
+        drafter = self._drafter(cell, config, sizing)
+        parts = (decoder, sampler, target, config, sizing)
+        _, engine = engine_over(*parts, records=trace is None, proposer=drafter)
         if cell.swaps:
             engine.scheduler.costs = CheapMoves()
         if cell.unseen:
             engine.scheduler.costs = CheapSteps()
         if cell.unseen or cell.tokens_only:
             waves = [[ask_tokens_only(asked, is_watched=not cell.unseen) for asked in wave] for wave in waves]
-        engine.speculation = drafts = self._speculation(cell) if cell.drafts else None
+        engine.speculation = drafts = speculate_always(drafter, self.loaded) if drafter else None
         failing = FailingRunner(engine) if cell.fails else None
         engine.runner = failing or engine.runner
         if trace is None:
@@ -263,16 +271,10 @@ class Verification:
             counts |= {"drafted": drafts.num_drafted, "accepted": drafts.num_accepted}
         return Ran(replies, counts)
 
-    def _speculation(self, cell: Cell) -> Speculation:
-        """A cell's speculation, which drafts wherever it can, whether it pays or not."""
-        decoder = self.loaded.runner.decoder
-        proposer: Proposer = NgramProposer()
-        if cell.drafts == "known":
-            plain = self.plain.items()
-            known = [(*self.asked[name].request.prompt_token_ids, *r.token_ids) for name, r in plain]
-            proposer = KnownReplies(known, decoder.spec.vocab_size)
-        num_tokens, replays = self.loaded.config.num_draft_tokens, has_slots(decoder.states)
-        return Speculation(proposer, CheapRows(), num_tokens, replays=replays)
+    def _drafter(self, cell: Cell, config: EngineConfig, sizing: Sizing) -> Proposer | None:
+        prompts = {name: asked.request.prompt_token_ids for name, asked in self.asked.items()}
+        known = [(*prompts[n], *r.token_ids) for n, r in self.plain.items()] if cell.drafts == "known" else []
+        return make_proposer(cell, self.loaded, self._head, config, sizing.max_model_len, known)
 
     def _settings(self, cell: Cell, waves: Sequence[Sequence[VerifyRequest]]) -> tuple[EngineConfig, Sizing]:
         """Options and memory of a cell: no longer than its own requests."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from plait.spec import BranchSpec, Mixer, ModelSpec
+from plait.spec import BranchSpec, Mixer, ModelSpec, MtpSpec
 
 Layer = tuple[BranchSpec, ...]
 
@@ -39,6 +39,11 @@ def index_ranges(indices: Iterable[int]) -> str:
 def layer_text(layer: Layer) -> list[str]:
     """One line for each branch of a layer."""
     return [branch_text(branch) for branch in layer]
+
+
+def head_text(head: MtpSpec) -> list[str]:
+    """One line for each branch of a head for multi-token prediction."""
+    return [branch_text(branch) for layer in head.layers for branch in layer]
 
 
 def branch_text(branch: BranchSpec) -> str:

@@ -91,7 +91,10 @@ def check_spec(spec: ModelSpec) -> None:
     for i, layer in enumerate(spec.layers):
         for branch in layer:
             _check_sizes(f"layers.{i}.{branch.name}", branch)
-    for name, mixer in spec.mixers():
+    head = [(f"mtp {b.name}", b) for layer in spec.mtp.layers for b in layer] if spec.mtp else []
+    for name, branch in head:
+        _check_sizes(name, branch)
+    for name, mixer in (*spec.mixers(), *((name, branch.mixer) for name, branch in head)):
         _check_sizes(name, mixer)
         if isinstance(mixer, AttentionSpec) and mixer.num_heads % mixer.num_kv_heads:
             raise UnsupportedModel(
@@ -112,7 +115,7 @@ def check_spec(spec: ModelSpec) -> None:
 def _check_sizes(where: str, part: Any) -> None:
     for f in fields(part):
         value = getattr(part, f.name)
-        if isinstance(value, bool) or f.name in ("mimo_rank", "block", "index"):
+        if isinstance(value, bool) or f.name in ("mimo_rank", "block", "index", "first"):
             continue
         wanted = _KINDS.get(str(f.type).removesuffix(" | None"), object)
         if not isinstance(value, wanted) and not (value is None and str(f.type).endswith("None")):

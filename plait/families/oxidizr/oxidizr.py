@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from plait.checkpoint.names import NameMap, Rules
 from plait.errors import MissingTensor, PlaitError, ShapeMismatch, UnsupportedModel, UnusedTensor
+from plait.families.common.mtp import mtp_names
 from plait.families.common.resolved import Resolved
 from plait.families.config.normalize import Config
 from plait.families.oxidizr.attention import gqa, latent, mla, mlp, moe
 from plait.families.oxidizr.config import OxidizrFacts
-from plait.families.oxidizr.names import MAMBAS, Catalog, Layer, read_catalog
+from plait.families.oxidizr.names import IGNORED, MAMBAS, Catalog, Layer, read_catalog
 from plait.families.oxidizr.ssm import mamba1, mamba2, mamba3
 from plait.families.oxidizr.view import BranchPart, Shape, SsmMode, Tensors, View
-from plait.families.oxidizr.weights import TakeA, name_map
+from plait.families.oxidizr.weights import TakeA, list_rules
 from plait.quant.weight import Weight, as_tensor
-from plait.spec import BranchSpec, MlaSpec, ModelSpec, NormSpec
+from plait.spec import BranchSpec, MlaSpec, ModelSpec, MtpSpec, NormSpec
 
 MEASURES: Mapping[str, Callable[[View], BranchPart]] = {
     "mamba1": mamba1, "mamba2": mamba2, "mamba3": mamba3, "mla": mla, "latent": latent, "gqa": gqa,
@@ -43,6 +46,7 @@ LIKELY_NAMES = re.compile(
 OWN_KEYS = frozenset(
     ("mamba_layers", "mamba2_num_heads", "mamba3_enabled", "kv_latent_dim", "experts_per_tok", "num_layers")
 )
+MTP, MTP_PARTS = "mtp.", ("embed_norm", "hidden_norm", "fc", "norm")
 SECTIONS = ("attention", "ssm", "moe", "hybrid_layers")
 PARTS = {"mla": "Mla", "latent": "Mla", "gqa": "Gqa", "moe": "Moe", "mlp": "Mlp"}
 
@@ -88,22 +92,57 @@ def resolve_oxidizr(
     `overrides` (`key=value`) win over the config. Raises one PlaitError that names everything that does not
     fit: missing and odd tensors, and what the config says against them.
     """
-    facts, catalog = OxidizrFacts(config, overrides), read_catalog(shapes)
+    facts = OxidizrFacts(config, overrides)
+    catalog = read_catalog(name for name in shapes if not name.startswith(MTP))
     ours = {name: tuple(shapes[theirs]) for name, theirs in catalog.names.items()}
     _check_layers(facts, catalog)
     hidden = _check_ends(facts, catalog, ours)
     parts = _measure(facts, catalog, ours, hidden, ssm_mode) if hidden else {}
+    mtp, head = _find_mtp(facts, shapes, hidden, ssm_mode)
     facts.problems += [
         UnusedTensor(f"{name}: no layer of this format has such a tensor; the model would not be the file's")
         for name in catalog.odd
     ]
     facts.raise_problems()
-    spec = _spec(facts, catalog, parts, ssm_mode)
+    spec = replace(_spec(facts, catalog, parts, ssm_mode), mtp=mtp)
     take_a = _choose_a(facts, catalog, read, a_source)
-    heads = next((p.mixer.num_heads for p in parts.values() if isinstance(p.mixer, MlaSpec)), 0)
     stack = ours.get(next((n for n in ours if ".stacked.gate." in n), ""), (0, spec.hidden_size, 0))
-    names = name_map(catalog, take_a, heads, flip_stacks=stack[1] == spec.hidden_size)
+    rules = list_rules(catalog, take_a, _count_heads(parts), flip_stacks=stack[1] == spec.hidden_size)
+    names = NameMap(rules, head, ignored=(*IGNORED, rf"^{MTP}"))
     return Resolved(spec, names, Config(facts.values), facts.provenance, "oxidizr", is_detected=not config)
+
+
+def _count_heads(parts: Mapping[str, BranchPart]) -> int:
+    return next((p.mixer.num_heads for p in parts.values() if isinstance(p.mixer, MlaSpec)), 0)
+
+
+def _find_mtp(
+    facts: OxidizrFacts, shapes: Mapping[str, Shape], hidden: int, ssm_mode: SsmMode
+) -> tuple[MtpSpec | None, Rules]:
+    """The head for a second token, of layers like the model's; what does not fit goes to `facts.problems`."""
+    own = {name.removeprefix(MTP): tuple(shape) for name, shape in shapes.items() if name.startswith(MTP)}
+    if not own or not hidden:
+        return None, {}
+    layers = {name: shape for name, shape in own.items() if name.startswith("layers.")}
+    facts.problems += [
+        UnusedTensor(f"{MTP}{name}: a head has no such tensor; it has {', '.join(MTP_PARTS)} and layers.N.…")
+        for name in own.keys() - layers.keys() - {f"{part}.weight" for part in MTP_PARTS}
+    ]
+    found = read_catalog(layers)
+    facts.problems += [UnusedTensor(f"{MTP}{name}: a layer has no such tensor") for name in found.odd]
+    catalog = replace(found, names={ours: MTP + theirs for ours, theirs in found.names.items()})
+    if any(layer.mixer in MAMBAS for layer in catalog.layers):
+        facts.problems.append(
+            UnsupportedModel(f"{MTP}layers: a head with recurrent state is not implemented")
+        )
+        return None, {}
+    ours = {name: layers[theirs] for name, theirs in found.names.items()}
+    parts = _measure(facts, catalog, ours, hidden, ssm_mode)
+    if facts.problems:
+        return None, {}
+    rules = list_rules(catalog, "saved", _count_heads(parts), flip_stacks=False)
+    spec = MtpSpec(_layers(catalog, parts), NormSpec(facts.default("rms_norm_eps", 1e-5)))
+    return spec, mtp_names({part: MTP + part for part in MTP_PARTS}, rules)
 
 
 def _check_layers(facts: OxidizrFacts, catalog: Catalog) -> None:
@@ -263,13 +302,6 @@ def _misfits(
 def _spec(
     facts: OxidizrFacts, catalog: Catalog, parts: Mapping[str, BranchPart], ssm_mode: SsmMode
 ) -> ModelSpec:
-    def branch(name: str, kind: str) -> BranchSpec:
-        return BranchSpec(name, parts[kind].mixer, parts[kind].norm)
-
-    layers = []
-    for layer in catalog.layers:
-        ffn = (branch("ffn", layer.ffn),) if layer.ffn else ()
-        layers.append((branch(layer.branch, layer.mixer), *ffn))
     scans = {layer.mixer for layer in catalog.layers} & {"mamba2", "mamba3"}
     if scans:
         facts.values["ssm_mode"], facts.provenance["ssm_mode"] = ssm_mode, "option ssm_mode"
@@ -277,12 +309,23 @@ def _spec(
         "oxidizr",
         facts.given("hidden_size"),
         facts.given("vocab_size"),
-        tuple(layers),
+        _layers(catalog, parts),
         NormSpec(facts.default("rms_norm_eps", 1e-5)),
         facts.default("max_seq_len", 4096),
         tied=facts.given("tie_word_embeddings"),
         causal=not (scans and ssm_mode == "exact"),
     )
+
+
+def _layers(catalog: Catalog, parts: Mapping[str, BranchPart]) -> tuple[tuple[BranchSpec, ...], ...]:
+    def branch(name: str, kind: str) -> BranchSpec:
+        return BranchSpec(name, parts[kind].mixer, parts[kind].norm)
+
+    layers = []
+    for layer in catalog.layers:
+        ffn = (branch("ffn", layer.ffn),) if layer.ffn else ()
+        layers.append((branch(layer.branch, layer.mixer), *ffn))
+    return tuple(layers)
 
 
 def _choose_a(

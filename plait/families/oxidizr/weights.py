@@ -9,9 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from plait.checkpoint.names import Derived, NameMap, Source
+from plait.checkpoint.names import Derived, Source
 from plait.families.common.recipes import Stored, conv
-from plait.families.oxidizr.names import IGNORED, Catalog, MixerKind
+from plait.families.oxidizr.names import Catalog, MixerKind
 from plait.quant.halves import Halves
 from plait.quant.weight import as_tensor, as_weight
 
@@ -72,7 +72,9 @@ def _slice_expert(source: str, *, flip: bool) -> Derived:
     return Derived(one, (source,))
 
 
-def name_map(catalog: Catalog, take_a: TakeA, heads: int, *, flip_stacks: bool) -> NameMap:
+def list_rules(
+    catalog: Catalog, take_a: TakeA, heads: int, *, flip_stacks: bool
+) -> dict[str, tuple[Source, ...]]:
     """`heads`: of the MLA layers; `flip_stacks`: stacked experts are [E, in, out]."""
     rules: dict[str, tuple[Source, ...]] = {}
     seen: set[tuple[str, str, str]] = set()
@@ -89,7 +91,7 @@ def name_map(catalog: Catalog, take_a: TakeA, heads: int, *, flip_stacks: bool) 
         convert = _Converter(catalog, int(match[1]), take_a, heads, flip_stacks)
         for key, source in convert(match[2], theirs):
             rules[key] = (*rules.get(key, ()), source)
-    return NameMap(rules, ignored=IGNORED)
+    return rules
 
 
 def _general(name: str) -> str:

@@ -6,7 +6,7 @@ recorded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -87,6 +87,7 @@ class ProgramReplay:
 
     def __init__(self, program: HostProgram, sampler: HostSampler, description: Described) -> None:
         self.program, self._sampler, self._description = program, sampler, description
+        self._observe: Callable[[StepPlan, Floats], None] | None = None
 
     @property
     def launches(self) -> Sequence[str]:
@@ -97,6 +98,10 @@ class ProgramReplay:
         """What was recorded, in a line."""
         return str(self._description)
 
+    def show(self, observe: Callable[[StepPlan, Floats], None]) -> None:
+        """Show the hidden states of every step from now on, in memory that the next step overwrites."""
+        self._observe = observe
+
     def fits(self, plan: StepPlan) -> bool:
         """Whether the plan is no larger than the program."""
         return self.program.static.fits(plan)
@@ -105,10 +110,12 @@ class ProgramReplay:
         """A step failed: nothing to do, because `fill` writes all that a step reads."""
 
     def launch(self, plan: StepPlan, sampling: SamplingBatch) -> Done:
-        """Run the steps of a plan that fits."""
+        """Run the steps of a plan that fits. What it made of tokens stays in `program.results`."""
         if plan.num_steps > 1:
             return Done(self._several(plan, sampling))
         logits, results = self.program(plan), self.program.results
+        if self._observe:
+            self._observe(plan, results.hidden)
         answers = self._sampler.sample(logits, sampling, results.largest)
         return Done(add_pooled(plan, results.hidden, answers))
 

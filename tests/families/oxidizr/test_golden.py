@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from plait import spec
+from plait.checkpoint.names import NameMap
 from plait.checkpoint.weights import Target, Weights
 from plait.families.oxidizr.names import read_catalog
-from plait.families.oxidizr.weights import name_map
+from plait.families.oxidizr.weights import list_rules
 from plait.model.layers.layers import Batch, Norm
 from plait.model.mixers.registry import build
 from plait.rare_specs import Mamba3Spec
@@ -139,7 +140,7 @@ def whole(n: int) -> Batch:
 
 def layer(mixer: spec.Mixer, norm: spec.NormSpec, tensors: dict[str, Tensor], x: Tensor) -> Tensor:
     """x + mixer(norm(x)) of layer 0, as the decoder would have it."""
-    names = name_map(read_catalog(tensors), "trainer", 0, flip_stacks=True)
+    names = NameMap(list_rules(read_catalog(tensors), "trainer", 0, flip_stacks=True))
     w = Weights(Tensors(tensors), names, Target(CPU, torch.float32, 64, x.shape[1])).scope("layers.0.ssm")
     built, before = build(mixer, w), Norm(norm, w.scope("norm"), x.shape[1])
     w.check_all_used()

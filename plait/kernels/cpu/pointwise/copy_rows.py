@@ -13,7 +13,7 @@ from plait.kernels.cpu.codegen.vec import get_i64, load_f32, load_some, store_f3
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import rows_of
 from plait.kernels.cpu.runtime.row_checks import TensorRows, dense, float32_rows
-from plait.ops.rows import join, take_rows
+from plait.ops.rows import join, put_rows, take_rows
 
 
 @inline
@@ -56,6 +56,16 @@ def _take_rows(cpu: Executor, x: Tensor, index: Tensor) -> Tensor:
     where = (x, *rows.strides, rows.heads, rows.width)
     cpu.launch(gather_rows, *where, index, out, rows=index.shape[0])
     return out
+
+
+@put_rows.variant("native", on="cpu", when=float32_rows, native=True)
+def _put_rows(cpu: Executor, x: Tensor, index: Tensor, out: Tensor) -> Tensor:
+    rows, count = TensorRows.of(x), index.shape[0]
+    dense("row numbers", index, index.numel(), dtype=torch.int64)
+    if out.shape[0] < count or out.shape[1:] != x.shape[1:] or not out.is_contiguous():
+        raise ShapeMismatch(f"{count} rows of {list(x.shape)} cannot be put into {list(out.shape)}")
+    cpu.launch(gather_rows, x, *rows.strides, rows.heads, rows.width, index, out, rows=count)
+    return out[:count]
 
 
 @join.variant("native", on="cpu", when=float32_rows, native=True)

@@ -1,0 +1,148 @@
+"""Nemotron-H and Nemotron 3: one mixer per layer, without positions; a head of two layers for drafts."""
+
+from __future__ import annotations
+
+from plait.checkpoint.names import NameMap, Rules
+from plait.errors import UnsupportedModel
+from plait.families.common.detection import ArchitectureMarker, Detection
+from plait.families.common.hf_config import HfConfig, Values
+from plait.families.common.mtp import deepseek_parts, mtp_names
+from plait.families.common.recipes import either, expert_tensors, mamba_tensors, unused_patterns
+from plait.families.common.registry import family
+from plait.families.common.spec_builders import gqa, mamba2, model, norm, sigmoid_router
+from plait.families.config.normalize import FULL, LINEAR, Config
+from plait.families.gguf.arch import gguf_arch, head_size
+from plait.spec import BranchSpec, Mamba2Spec, Mixer, MlpSpec, ModelSpec, MoeSpec, MtpSpec
+
+MTP_LAYERS = {"*": FULL, "E": "moe", "-": "mlp"}  # of mtp_hybrid_override_pattern
+
+
+def _hf_nemotron(config: Config, spec: ModelSpec) -> Values:
+    mixer = next(spec.mixers_of(Mamba2Spec))
+    words = {LINEAR: "linear_attention", FULL: "full_attention"}
+    return {
+        "mamba_head_dim": mixer.head_dim,
+        "expand": mixer.num_heads * mixer.head_dim // spec.hidden_size,
+        "layers_block_type": [words.get(kind, kind) for kind in config["layer_types"]],
+    }
+
+
+@family(
+    "NemotronHForCausalLM",
+    model_types=("nemotron_h",),
+    defaults={
+        "norm_eps": 1e-5,
+        "hidden_act": "relu2",
+        "head_dim": 128,
+        "mamba_d_conv": 4,
+        "mamba_chunk_size": 128,
+        "routed_scaling_factor": 1.0,
+    },
+    honours=("sliding_window", "moe_latent_size"),
+    detection=Detection(
+        markers=(
+            ArchitectureMarker("NemotronHForCausalLM", ("mixer.up_proj.weight",), order=100),
+            ArchitectureMarker("NemotronHForCausalLM", ("mixer.q_proj.weight",), order=110),
+            ArchitectureMarker("NemotronHForCausalLM", ("mixer.gate.weight",), order=120),
+        ),
+        kinds={"mixer.q_proj.weight": FULL},
+    ),
+    hf=HfConfig(
+        words={
+            "norm_eps": "layer_norm_epsilon",
+            "hidden_act": "mlp_hidden_act",
+            "layer_types": "layers_block_type",
+            "num_experts": "n_routed_experts",
+            "num_shared_experts": "n_shared_experts",
+            "shared_intermediate_size": "moe_shared_expert_intermediate_size",
+            "mamba_n_heads": "mamba_num_heads",
+            "mamba_d_head": "mamba_head_dim",
+            "mamba_d_state": "ssm_state_size",
+            "mamba_n_groups": "n_groups",
+            "mamba_d_conv": "conv_kernel",
+            "mamba_chunk_size": "chunk_size",
+        },
+        lists_layers=True,
+        extra=_hf_nemotron,
+    ),
+)
+def nemotron_h(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Nemotron-H, Nemotron 3: one mixer per layer (Mamba2, attention, MLP or experts), no positions.
+
+    Step sizes are held to `time_step_limit` (0 to infinity in the published configs), as in NVIDIA's own
+    modeling code. transformers holds them above `time_step_min` instead, a value that the initialisation
+    uses. So its logits differ where a step size falls below 0.001.
+    """
+    if c.get("mamba_hidden_act", "silu") != "silu":
+        raise UnsupportedModel(f"mamba_hidden_act {c['mamba_hidden_act']!r} is not implemented; known: silu")
+    each = norm(c)
+    mixers = {kind: _nemotron_mixer(c, kind) for kind in dict.fromkeys(c["layer_types"])}
+    layers = [(BranchSpec("mix", mixers[kind], each),) for kind in c["layer_types"]]
+    prefixes = ("backbone.", "model.")
+    names = either(*(_nemotron_names(p, c.get("num_experts") or 0) for p in prefixes))
+    mtp, head = _nemotron_mtp(c)
+    # Its layers draft a second token; the model is whole without them.
+    return model(c, "nemotron_h", layers, mtp=mtp), NameMap(
+        names, head, ignored=unused_patterns(c, r"^mtp\.")
+    )
+
+
+def _nemotron_mtp(c: Config) -> tuple[MtpSpec | None, Rules]:
+    """Nemotron 3's head: the last of its layers carries the norm behind them."""
+    pattern = str(c.get("mtp_hybrid_override_pattern") or "*E")
+    if not set(pattern) <= set(MTP_LAYERS) or ("E" in pattern and not c.get("num_experts")):
+        return None, {}
+    mixers = [_nemotron_mixer(c, MTP_LAYERS[letter]) for letter in pattern]
+    layers = tuple((BranchSpec("mix", mixer, norm(c)),) for mixer in mixers)
+    parts = {
+        **deepseek_parts("mtp.layers.0"),
+        "norm": f"mtp.layers.{len(layers) - 1}.final_layernorm",
+    }
+    return MtpSpec(layers, norm(c)), mtp_names(parts, _nemotron_names("mtp.", c.get("num_experts") or 0))
+
+
+def _nemotron_mixer(c: Config, kind: str) -> Mixer:
+    def plain(size: int) -> MlpSpec:
+        return MlpSpec(size, c["hidden_act"], gated=False)
+
+    match kind:
+        case "linear_attention":
+            return mamba2(c)
+        case "mlp":
+            return plain(c["intermediate_size"])
+        case "moe":
+            shared = c.get("num_shared_experts", 1)
+            both = plain(c["shared_intermediate_size"] * shared) if shared else None
+            return MoeSpec(
+                c["num_experts"],
+                c["num_experts_per_tok"],
+                plain(c["moe_intermediate_size"]),
+                sigmoid_router(c),
+                shared=both,
+                latent=c.get("moe_latent_size"),
+            )
+        case _:
+            return gqa(c, kind, rope=None, window=c.get("sliding_window"))
+
+
+def _nemotron_names(prefix: str, experts: int) -> Rules:
+    ours, layer = "layers.{i}.mix", f"{prefix}layers.{{i}}"
+    mixer = f"{layer}.mixer"
+    return {
+        "embed": (f"{prefix}embeddings", f"{prefix}embed_tokens"),
+        "norm": f"{prefix}norm_f",
+        "head": "lm_head",
+        f"{ours}.norm": f"{layer}.norm",
+        **mamba_tensors(ours, mixer),
+        f"{ours}.router_bias": f"{mixer}.gate.e_score_correction_bias",
+        f"{ours}.router": f"{mixer}.gate",
+        **(expert_tensors(ours, mixer, experts, gated=False) if experts else {}),
+        f"{ours}.shared.{{x}}": f"{mixer}.shared_experts.{{x}}_proj",
+        f"{ours}.enter": f"{mixer}.fc1_latent_proj",
+        f"{ours}.leave": f"{mixer}.fc2_latent_proj",
+        f"{ours}.{{x}}": f"{mixer}.{{x}}_proj",
+    }
+
+
+for _name in ("nemotron_h", "nemotron_h_moe"):
+    gguf_arch(_name, "NemotronHForCausalLM")(head_size)

@@ -1,0 +1,74 @@
+"""Multi-token prediction: a head over the model's own hidden states, which predicts the token after the next.
+
+The method and the layout are those of DeepSeek-V3 (section 2.2); GLM-4.5, Qwen3-Next, MiMo and Nemotron 3
+differ in names, in the order of the halves and in the layer. A family says so in an `MtpSpec`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from plait import spec
+from plait.checkpoint.weights import Weights
+from plait.memory import State, has_slots
+from plait.model.decoder import Branch, Decoder
+from plait.model.layers.layers import Batch, Embedding, LmHead, Norm
+from plait.ops.rows import join, put_rows
+from plait.state.store import StateStore
+
+FC = "mtp.fc.weight"  # every head has it: where a file has none, it has no head
+
+
+class MtpHead:
+    """The head of a model. `weights` gives its tensors, under `mtp`. Raises CheckpointError.
+
+    Position i is computed from h[i], which the model made of it, and from token i + 1. `trunk`: the model
+    that lends its embedding and its output head; None: they are read again, whole.
+    """
+
+    def __init__(self, s: spec.ModelSpec, weights: Weights, trunk: Decoder | None) -> None:
+        assert s.mtp is not None
+        self.spec, own, w = s.mtp, s.mtp, weights.scope("mtp")
+        self.embed = trunk.embed if trunk else Embedding(s, weights.scope("embed"))
+        self.head = trunk.head if trunk else LmHead(s, weights)
+        self.embed_norm = Norm(own.norm, w.scope("embed_norm"), s.hidden_size)
+        self.hidden_norm = Norm(own.norm, w.scope("hidden_norm"), s.hidden_size)
+        self.fc = w.linear("fc", in_size=2 * s.hidden_size, out_sizes=(s.hidden_size,))
+        named = ((f"layers.{i}.{b.name}", b) for i, layer in enumerate(own.layers, own.first) for b in layer)
+        self.branches = [Branch(b, w.scope(name), s.hidden_size) for name, b in named]
+        self.norm = Norm(own.norm, w.scope("norm"), s.hidden_size)
+        self._join, self._put_rows = weights.bind(join), weights.bind(put_rows)
+        self.states: dict[str, State] = {}
+        for branch in self.branches:
+            self.states |= branch.states
+        assert not has_slots(self.states), "a head with recurrent state"
+
+    def hidden(self, batch: Batch, store: StateStore, before: Tensor) -> Tensor:
+        """before: [T, hidden], h of every row; `batch.token_ids` are the tokens behind them.
+
+        What the head makes of every row, behind its norm: [T, hidden]. Of its last row it can go on.
+        """
+        batch = replace(batch, step={})
+        e = self.embed_norm(self.embed(batch.token_ids, batch.positions))
+        h = self.hidden_norm(before)
+        delta = None
+        x = self.fc(self._join(h, e) if self.spec.hidden_first else self._join(e, h))
+        for branch in self.branches:
+            x, h = branch.enter(x, delta)
+            x, delta = branch.leave(x, branch(h, batch, store))
+        _, h = self.norm.add(x, delta)
+        return h
+
+    def keep_last(self, h: Tensor, batch: Batch, before: Tensor) -> Tensor:
+        """h: [T, hidden] -> its requested rows [L, hidden], which are the first of `before` from now on.
+
+        So the next pass, of one row for each of these, reads what this one made.
+        """
+        kept: Tensor = self._put_rows(h, batch.logit_rows, before)
+        return kept
+
+    def logits(self, last: Tensor) -> Tensor:
+        """last: [L, hidden] -> [L, vocab] float32."""
+        return self.head(last)

@@ -1,0 +1,181 @@
+"""Multi-token prediction as a drafter: the model's own head, which goes on from its hidden states.
+
+The head has keys and values of its own, at a place for each sequence, as a draft model has. What the model
+made of each token is kept until the head computes it, so prompts cost it nothing before the first draft. It
+sees no further back than what was kept then: behind cached prefixes, and after a pause, it begins anew.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from plait.runner.draft import DraftMemory, without_logprobs
+from plait.runner.mtp_passes import HeadPasses
+from plait.schedule.plan import MOST_STEPS, Chunk, DraftRequest, SamplingRow, StepPlan
+
+Rows = Tensor | npt.NDArray[np.float32]
+MOST_KEPT = 256  # hidden states of one sequence that wait for the head
+
+
+@dataclass(slots=True)
+class HeadPlace:
+    """Where one sequence's state is: entries of positions base … done-1, hidden states of those from `at`.
+
+    `count` of these are kept. `last`: the token behind position done-1, by which a sequence is known again.
+    `proposal`: the draft that was made when the sequence had done + 1 tokens.
+    """
+
+    index: int
+    base: int = 0
+    done: int = 0
+    at: int = 0
+    count: int = 0
+    last: int = -1
+    proposal: tuple[int, ...] = ()
+
+    def clear(self, position: int = 0) -> None:
+        """Know nothing before this position."""
+        self.base = self.done = self.at = position
+        self.count, self.last, self.proposal = 0, -1, ()
+
+    def is_about(self, token_ids: Sequence[int]) -> bool:
+        """Whether the entries are those of a prefix of these tokens, judged by the last of them."""
+        return self.done == self.base or (len(token_ids) > self.done and token_ids[self.done] == self.last)
+
+
+class MtpDrafter:
+    """Proposes drafts with a model's head. `kept`: [places, MOST_KEPT, hidden], for hidden states.
+
+    `observe` has to be called behind each step of the model. Sequences beyond the places get no drafts.
+    Penalties and `min_tokens` are left out of the draws, as with a draft model.
+    """
+
+    def __init__(self, passes: HeadPasses, memory: DraftMemory, kept: Tensor) -> None:
+        self.passes, self.memory, self._kept = passes, memory, kept
+        on_host = kept.device.type == "cpu" and kept.dtype == torch.float32
+        self._host = kept.numpy() if on_host else None  # the same memory; numpy copies rows faster
+        self._free = [HeadPlace(i) for i in reversed(range(memory.num_places))]
+        self._places: OrderedDict[int, HeadPlace] = OrderedDict()  # by sequence, least recently drafted first
+        self._error: Exception | None = None
+        self._step = 0
+
+    def observe(self, plan: StepPlan, hidden: Rows) -> None:
+        """hidden: [the plan's tokens or more, hidden]. A failure must not fail the step."""
+        if self._error is not None:
+            return
+        try:
+            row = 0
+            for chunk in plan.chunks:
+                end = row + len(chunk.token_ids)
+                if not chunk.num_pooled:  # what is pooled gives no reply
+                    self._keep(chunk, hidden[row:end])
+                row = end
+        except Exception as error:
+            self._error = error
+
+    def propose(self, wanted: Sequence[DraftRequest]) -> Mapping[int, tuple[int, ...]]:
+        """Drafts by sequence id. Raises EngineError if the head computes no numbers."""
+        if self._error is not None:
+            raise self._error
+        found, work = dict[int, tuple[int, ...]](), list[tuple[DraftRequest, HeadPlace]]()
+        left = self.memory.max_step_len
+        for one in wanted:
+            place = self._places.get(one.seq_id)
+            if place is None or one.limit < 1:
+                continue
+            self._places.move_to_end(one.seq_id)
+            end = len(one.token_ids) - 1
+            if place.done == end and place.proposal and place.is_about(one.token_ids):
+                found[one.seq_id] = place.proposal[: one.limit]  # no step has checked it yet
+            elif self._settle(place, one, end) and end - place.done <= left:
+                left -= end - place.done
+                work.append((one, place))
+        if work:
+            found |= self._draft(work)
+        return found
+
+    def forget(self, seq_id: int) -> None:
+        """Free the place of a sequence that has ended."""
+        if place := self._places.pop(seq_id, None):
+            self._free.append(place)
+
+    def _keep(self, chunk: Chunk, rows: Rows) -> None:
+        """Keep what the model made of a chunk's tokens; what was kept of later ones was of other tokens."""
+        place = self._places.get(chunk.seq_id) or self._take_place(chunk)
+        if chunk.start > place.at + place.count:  # a prefix was cached
+            place.clear(chunk.start)
+        first = max(place.at - chunk.start, 0)  # computed again, and the head has them
+        rows = rows[first:]
+        if not len(rows):
+            return
+        count = chunk.start + first - place.at
+        if len(rows) >= MOST_KEPT:
+            rows = rows[-MOST_KEPT:]
+            place.at, count = chunk.end - MOST_KEPT, 0
+        elif count + len(rows) > MOST_KEPT:
+            spare = min(count, max(MOST_KEPT // 2, count + len(rows) - MOST_KEPT))
+            self._kept[place.index, : count - spare] = self._kept[place.index, spare:count].clone()
+            place.at, count = place.at + spare, count - spare
+        place.count = count + len(rows)
+        where = (place.index, slice(count, place.count))
+        if self._host is not None and not isinstance(rows, Tensor):
+            self._host[where] = rows
+        else:
+            self._kept[where] = torch.as_tensor(rows)
+
+    def _take_place(self, chunk: Chunk) -> HeadPlace:
+        """A place for a sequence that has none: a free one, or that of the one without drafts for longest."""
+        if not self._free:
+            self.forget(next(iter(self._places)))
+        place = self._places[chunk.seq_id] = self._free.pop()
+        place.clear(chunk.start)
+        return place
+
+    def _settle(self, place: HeadPlace, one: DraftRequest, end: int) -> bool:
+        """Make the place one of a prefix of these tokens; False: what the head has to read is not known."""
+        if not place.is_about(one.token_ids):
+            place.clear(end)
+            return False
+        if place.at != place.done or end + one.limit - place.base > self.memory.max_len:
+            place.base = place.done = place.at
+        return place.done < end <= place.at + place.count
+
+    def _draft(self, work: list[tuple[DraftRequest, HeadPlace]]) -> dict[int, tuple[int, ...]]:
+        """One pass over what is new of all sequences, then passes of one token each."""
+        work.sort(key=lambda each: len(each[0].token_ids) - each[1].done > 2 or each[1].done == each[1].base)
+        length = min(max(one.limit for one, _ in work), MOST_STEPS)
+        self._step += 1
+        chunks, rows = [], []
+        for one, place in work:
+            end = len(one.token_ids) - 1
+            tokens = tuple(one.token_ids[place.done + 1 :])
+            start = place.done - place.base
+            tables = self.memory.tables(place.index, start, end - place.base + length)
+            chunks.append(Chunk(one.seq_id, start, tokens, tables, 0, 1))
+            rows.append(self._kept[place.index, : len(tokens)])
+        sampling = [
+            SamplingRow(without_logprobs(one.params), 1, 1, len(one.token_ids), one.seed) for one, _ in work
+        ]
+        try:
+            drafts = self.passes.run(StepPlan(self._step, tuple(chunks)), rows, sampling, length)
+        except BaseException:
+            for _, place in work:  # half a pass may have run
+                place.clear()
+            raise
+        found = {}
+        for (one, place), draft in zip(work, drafts, strict=True):
+            end = len(one.token_ids) - 1
+            used = end - place.done
+            if used < place.count:  # only of tokens that were drafted and rejected
+                place.count = used
+            place.at, place.count, place.done = end, 0, end
+            place.last, place.proposal = one.token_ids[end], draft
+            found[one.seq_id] = draft[: one.limit]
+        return found

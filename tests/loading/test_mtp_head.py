@@ -1,0 +1,85 @@
+"""A model's own head, loaded: the same text with and without, and models without one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from plait import LLM, SamplingParams
+from plait.config import EngineConfig
+from plait.errors import ConfigError
+from plait.loading.build import Loaded, load
+from plait.loading.draft_model import find_head, make_drafter
+from plait.runner.mtp import MtpDrafter
+from plait.runner.mtp_passes import EagerPasses, RecordedPasses
+from plait.schedule.plan import Chunk, SamplingRow, StepPlan
+from plait.state.store import StateStore
+
+SIZES: dict[str, Any] = {
+    "device": "cpu", "threads": 1, "max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 64
+}  # fmt: skip
+GREEDY, DRAWN = SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_p=0.95)
+
+
+@pytest.fixture(scope="module")
+def hybrid(nano_hybrid: Path) -> Iterator[Loaded]:
+    made = load(str(nano_hybrid), EngineConfig(speculate="mtp", **SIZES))
+    yield made
+    made.front.close(drain=False)
+
+
+def drafting(model: Loaded) -> MtpDrafter:
+    head = find_head(model.opened, model.target, model.runner.decoder)
+    assert head is not None
+    return make_drafter(head, model.target, model.config, 128, model.runner.sampler)
+
+
+@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_recorded_passes_give_the_drafts_of_passes_op_by_op(hybrid: Loaded, params: SamplingParams) -> None:
+    drafter = drafting(hybrid)
+    assert isinstance(drafter.passes, RecordedPasses)
+    rows = [torch.randn(1, 256), torch.randn(5, 256)]
+    chunks = tuple(
+        Chunk(n, 0, tuple(range(7, 7 + len(row))), drafter.memory.tables(n, 0, 24), 0, 1)
+        for n, row in enumerate(rows)
+    )
+    sampling = [SamplingRow(params, 1, 1, position, 3) for position in (2, 6)]
+    plan = StepPlan(1, chunks)
+    made = drafter.passes.run(plan, rows, sampling, 3)
+    eager = eager_passes(hybrid, drafter)
+    assert eager.run(plan, rows, sampling, 3) == made
+
+
+def eager_passes(model: Loaded, drafter: MtpDrafter) -> EagerPasses:
+    """Of the same head, in memory of its own."""
+    head = find_head(model.opened, model.target, model.runner.decoder)
+    assert head is not None
+    memory, target = drafter.memory, model.target
+    store = StateStore(head.states, memory.num_blocks, 0, memory.block_size, target.device, target.dtype)
+    return EagerPasses(head, store, model.runner.sampler, target.device)
+
+
+def test_text_is_the_same_with_its_own_head_as_without(nano_hybrid: Path) -> None:
+    """Greedy, drawn, several choices and a second turn that the prefix cache knows."""
+    prompts = ["And it came to pass in those days, that", "<|user|>Tell me of David.<|assistant|>"]
+    params = [SamplingParams(temperature=t, seed=5, max_tokens=40, n=n) for t, n in ((0.0, 1), (0.9, 2))]
+    found = []
+    for words in ({}, {"speculate": "mtp", "num_draft_tokens": 3}):
+        with LLM(str(nano_hybrid), **SIZES, **words) as llm:
+            first = llm.generate(prompts, params)
+            longer = [p + first[0].outputs[0].text for p in prompts]
+            outputs = [*first, *llm.generate(longer, params)]
+            found.append([[tuple(c.token_ids) for c in out.outputs] for out in outputs])
+    assert found[0] == found[1]
+
+
+def test_model_without_a_head_is_refused_in_one_line(nano_hybrid: Path, tmp_path: Path) -> None:
+    for file in nano_hybrid.iterdir():
+        if file.name != "mtp.safetensors":
+            (tmp_path / file.name).symlink_to(file)
+    with pytest.raises(ConfigError, match="has no head for multi-token prediction in a layout that Plait"):
+        load(str(tmp_path), EngineConfig(speculate="mtp", **SIZES))

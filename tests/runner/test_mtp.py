@@ -1,0 +1,215 @@
+"""The head's drafter: which hidden states it keeps, and what it gives the head to compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from plait.memory import BlockGroup
+from plait.request import SamplingParams
+from plait.runner.draft import DraftMemory
+from plait.runner.mtp import MOST_KEPT, MtpDrafter
+from plait.schedule.plan import Chunk, DraftRequest, SamplingRow, StepPlan
+
+GREEDY = SamplingParams(temperature=0.0)
+LENGTH = 2000
+
+
+@dataclass
+class RecordingPasses:
+    """A head that says which hidden states and tokens it was given; a hidden state is its position."""
+
+    seen: list[tuple[Chunk, list[float]]] = field(default_factory=list)
+    error: Exception | None = None
+
+    def run(
+        self, plan: StepPlan, rows: Sequence[Tensor], sampling: Sequence[SamplingRow], length: int
+    ) -> list[tuple[int, ...]]:
+        if self.error:
+            raise self.error
+        for chunk, row in zip(plan.chunks, rows, strict=True):
+            assert len(row) == len(chunk.token_ids)
+            self.seen.append((chunk, row[:, 0].tolist()))
+        return [tuple(range(row.position, row.position + length)) for row in sampling]
+
+
+class Bench:
+    """A drafter with a model of which hidden states are positions."""
+
+    def __init__(self, places: int = 2, max_len: int = LENGTH) -> None:
+        group = BlockGroup("full", None, ("mtp.layers.0.attn",))
+        memory = DraftMemory(
+            groups=(group,),
+            has_slots=False,
+            block_size=16,
+            num_places=places,
+            max_len=max_len,
+            max_step_len=512,
+        )
+        self.passes = RecordingPasses()
+        self.drafter = MtpDrafter(self.passes, memory, torch.zeros(places, MOST_KEPT, 1))
+        self._step = 0
+
+    def step(self, *chunks: tuple[int, int, int]) -> None:
+        """The model computes (sequence, start, end)."""
+        self._step += 1
+        made = [Chunk(s, start, tuple(range(start, end)), (), 0, 0) for s, start, end in chunks]
+        hidden = [torch.arange(start, end).float() for _, start, end in chunks]
+        self.drafter.observe(StepPlan(self._step, tuple(made)), torch.cat(hidden)[:, None])
+
+    def ask(self, count: int, seq_id: int = 1, limit: int = 3) -> tuple[int, ...]:
+        """A draft for a sequence of `count` tokens, of which token i is i."""
+        one = DraftRequest(seq_id, list(range(count)), limit, GREEDY, 0)
+        return self.drafter.propose([one]).get(seq_id, ())
+
+    def computed(self) -> list[tuple[int, tuple[int, ...], list[float]]]:
+        """(start, tokens, hidden states) of every chunk since the last call."""
+        found = [(chunk.start, chunk.token_ids, rows) for chunk, rows in self.passes.seen]
+        self.passes.seen.clear()
+        return found
+
+
+def test_head_computes_every_position_with_the_token_behind_it() -> None:
+    bench = Bench()
+    bench.step((1, 0, 4))
+    assert bench.ask(5) == (5, 6, 7)
+    assert bench.computed() == [(0, (1, 2, 3, 4), [0, 1, 2, 3])]
+    bench.step((1, 4, 8))  # the draft, of which one token was right
+    assert bench.ask(7) == (7, 8, 9)
+    assert bench.computed() == [(4, (5, 6), [4, 5])]
+
+
+def test_positions_that_the_model_replays_are_not_computed_again() -> None:
+    """After a wrong draft a hybrid computes what was right again, with the next token."""
+    bench = Bench()
+    bench.step((1, 0, 4))
+    bench.ask(5)
+    bench.step((1, 4, 8))
+    bench.ask(6)
+    bench.computed()
+    bench.step((1, 4, 6))
+    bench.ask(7)
+    assert bench.computed() == [(5, (6,), [5])]
+
+
+def test_head_begins_behind_a_cached_prefix() -> None:
+    bench = Bench()
+    bench.step((1, 32, 40))
+    assert bench.ask(41)
+    assert bench.computed() == [(0, tuple(range(33, 41)), [float(i) for i in range(32, 40)])]
+
+
+def test_head_begins_anew_behind_what_was_not_kept() -> None:
+    bench = Bench()
+    bench.step((1, 0, 3))
+    bench.ask(4)
+    bench.computed()
+    for at in range(3, 600):  # decodes without a draft
+        bench.step((1, at, at + 1))
+    assert bench.ask(601)
+    ((start, tokens, rows),) = bench.computed()
+    assert start == 0
+    assert MOST_KEPT // 2 <= len(rows) <= MOST_KEPT
+    assert rows == [float(i) for i in range(600 - len(rows), 600)]
+    assert tokens == tuple(range(601 - len(rows), 601))
+
+
+def test_of_a_long_prompt_the_end_is_kept() -> None:
+    bench = Bench()
+    bench.step((1, 0, 700))
+    assert bench.ask(701)
+    ((start, tokens, rows),) = bench.computed()
+    assert (start, len(rows), rows[-1], tokens[-1]) == (0, MOST_KEPT, 699, 700)
+
+
+def test_prompt_in_chunks_is_kept_whole() -> None:
+    bench = Bench()
+    for start in range(0, 200, 50):
+        bench.step((1, start, start + 50))
+    bench.ask(201)
+    ((start, _, rows),) = bench.computed()
+    assert (start, rows) == (0, [float(i) for i in range(200)])
+
+
+def test_sequence_that_outgrows_its_place_begins_anew() -> None:
+    bench = Bench(max_len=40)
+    bench.step((1, 0, 30))
+    assert bench.ask(31)
+    bench.computed()
+    bench.step((1, 30, 40))
+    assert bench.ask(41)
+    assert bench.computed() == [(0, tuple(range(31, 41)), [float(i) for i in range(30, 40)])]
+
+
+def test_repeated_request_computes_nothing() -> None:
+    bench = Bench()
+    bench.step((1, 0, 4))
+    draft = bench.ask(5)
+    bench.computed()
+    assert bench.ask(5, limit=2) == draft[:2]
+    assert bench.computed() == []
+
+
+def test_preempted_sequence_that_is_computed_again_keeps_its_entries() -> None:
+    bench = Bench()
+    bench.step((1, 0, 20))
+    bench.ask(21)
+    bench.computed()
+    for start in range(0, 20, 5):
+        bench.step((1, start, start + 5))
+    bench.step((1, 20, 21))
+    bench.ask(22)
+    assert bench.computed() == [(20, (21,), [20])]
+
+
+def test_place_of_the_sequence_without_drafts_for_longest_is_given_away() -> None:
+    bench = Bench(places=1)
+    bench.step((1, 0, 4))
+    assert bench.ask(5)
+    bench.step((2, 0, 4))
+    assert bench.ask(5, seq_id=2)
+    bench.step((1, 4, 5))
+    assert bench.ask(6)
+    assert bench.computed()[-1] == (0, (5,), [4])
+
+
+def test_ended_sequence_frees_its_place() -> None:
+    bench = Bench(places=1)
+    bench.step((1, 0, 4))
+    bench.drafter.forget(1)
+    assert bench.ask(5) == ()
+    bench.step((2, 0, 4))
+    assert bench.ask(5, seq_id=2)
+
+
+def test_failed_pass_is_raised_and_nothing_of_its_state_is_trusted() -> None:
+    bench = Bench()
+    bench.step((1, 0, 4))
+    bench.passes.error = RuntimeError("the head")
+    with pytest.raises(RuntimeError, match="the head"):
+        bench.ask(5)
+    bench.passes.error = None
+    assert bench.ask(5) == ()
+    bench.step((1, 4, 5))
+    assert bench.ask(6)
+    assert bench.computed() == [(0, (5,), [4])]
+
+
+def test_failure_to_keep_hidden_states_fails_no_step() -> None:
+    bench = Bench()
+    chunk = Chunk(1, 0, (1, 2), (), 0, 1)
+    bench.drafter.observe(StepPlan(1, (chunk,)), torch.zeros(2, 3))  # of another width
+    with pytest.raises((RuntimeError, ValueError), match=r"shape|size|expand"):
+        bench.ask(3)
+
+
+def test_other_tokens_under_the_same_id_are_not_drafted_for() -> None:
+    bench = Bench()
+    bench.step((1, 0, 4))
+    bench.ask(5)
+    one = DraftRequest(1, [9, 9, 9, 9, 9, 9], 3, GREEDY, 0)
+    assert bench.drafter.propose([one]) == {}
