@@ -38,7 +38,7 @@ from plait.server.http.errors import BodyTooLarge, NotReady, http_problem, json_
 from plait.server.http.transfer import EventStream, linger, read_object, until_disconnect
 from plait.server.llamacpp import completion, server_facts
 from plait.server.ollama import embed, generate, manage, wire
-from plait.server.openai import chat, completions, embeddings, models, responses
+from plait.server.openai import adapters, chat, completions, embeddings, models, responses
 from plait.server.stored.endpoints import STORED
 from plait.version import __version__
 
@@ -69,6 +69,7 @@ ENDPOINTS = (
     *responses.ENDPOINTS,
     *messages.ENDPOINTS,
     *models.ENDPOINTS,
+    *adapters.ENDPOINTS,
     *generate.ENDPOINTS,
     *embed.ENDPOINTS,
     *manage.ENDPOINTS,
@@ -157,11 +158,12 @@ class Service:
 
     async def list_models(self, request: Request) -> Response:
         front = self._loading.ready()
-        return json_response(models.ModelList(data=[models.card(front, self.served(front))]))
+        return json_response(models.ModelList(data=models.cards(front, self.served(front))))
 
     async def get_model(self, request: Request) -> Response:
         front = self._loading.ready()
-        return json_response(models.card(front, self._named(front, request.path_params["id"])))
+        name, adapter = self._named(front, request.path_params["id"])
+        return json_response(models.card(front, name, self.served(front) if adapter else ""))
 
     async def tokenizer_info(self, request: Request) -> Response:
         return json_response(await asyncio.to_thread(models.tokenizer_info, self._loading.ready()))
@@ -195,21 +197,27 @@ class Service:
 
         return handle
 
-    def _named(self, front: Front, asked: object) -> str:
-        """The model's name for a reply to this request. Raises InvalidField and ModelNotFound."""
+    def _named(self, front: Front, asked: object) -> tuple[str, str]:
+        """The model's name for a reply to this request, and the adapter that it chooses (or "").
+
+        Raises InvalidField and ModelNotFound.
+        """
+        served = self.served(front)
+        if isinstance(asked, str) and asked != served and asked in front.adapters:
+            return asked, asked
         if self._config.any_model_name:
-            return validate.any_model_name(asked) or self.served(front)
-        validate.check_model(asked, self.served(front))
-        return self.served(front)
+            return validate.any_model_name(asked) or served, ""
+        validate.check_model(asked, served, front.adapters)
+        return served, ""
 
     async def _read(self, request: Request, endpoint: Endpoint) -> tuple[RequestContext, dict[str, object]]:
         body = endpoint.read(await read_object(request, self._config.max_body_bytes))
         front, exchange = self._loading.ready(), request.scope[SCOPE_KEY]
-        model = self._named(front, body.get("model"))
+        model, adapter = self._named(front, body.get("model"))
         exchange.model = self.served(front)
         current_client.set(exchange.key.name or (request.client.host if request.client else ""))
         store = None if self._state is None else self._state.store
-        return RequestContext(front, model, exchange, store), body
+        return RequestContext(front, model, exchange, store, adapter), body
 
 
 class _Endpoint:

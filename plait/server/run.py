@@ -22,7 +22,7 @@ from plait.errors import ConfigError
 from plait.server.app import create_app
 from plait.server.gateway import tracing
 from plait.server.gateway.access_log import LogWriter, follow, start_log
-from plait.server.gateway.middleware import Traffic
+from plait.server.gateway.middleware import Traffic, is_loopback
 from plait.server.gateway.request_context import LoadingState
 from plait.server.http import connection, listening, transfer
 from plait.server.http.connection import READ_BYTES, Reads
@@ -72,6 +72,12 @@ def run_server(
         )
         return load_process(model, engine, report, parsers, patience, begun)
 
+    has_keys = bool(server.api_key or server.api_key_file)
+    if engine.lora_folder is not None and not has_keys and not is_loopback(server.host):
+        raise ConfigError(
+            "lora_folder: on an address that others reach, requests may change adapters only with a key; set "
+            "--api-key or --api-key-file"
+        )
     log = start_log(server)
     allow_files(server.max_connections + SPARE_FILES)
     try:

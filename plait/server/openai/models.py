@@ -40,6 +40,7 @@ class ModelCard(msgspec.Struct, kw_only=True, frozen=True):
     created: int
     owned_by: str = "plait"
     max_model_len: Count
+    parent: str | UnsetType = UNSET  # of an adapter: the model that it changes
 
 
 class ModelList(msgspec.Struct, kw_only=True, frozen=True):
@@ -70,9 +71,15 @@ class DetokenizeReply(msgspec.Struct, frozen=True):
     content: str
 
 
-def card(front: Front, name: str) -> ModelCard:
-    """The model as /v1/models lists it, under this name."""
-    return ModelCard(id=name, created=front.created, max_model_len=front.max_model_len)
+def card(front: Front, name: str, parent: str = "") -> ModelCard:
+    """The model as /v1/models lists it, under this name; or an adapter of `parent`."""
+    found = ModelCard(id=name, created=front.created, max_model_len=front.max_model_len)
+    return msgspec.structs.replace(found, parent=parent) if parent else found
+
+
+def cards(front: Front, served: str) -> list[ModelCard]:
+    """The model, then its adapters."""
+    return [card(front, served), *(card(front, name, served) for name in front.adapters)]
 
 
 def tokenize(context: RequestContext, body: Mapping[str, object]) -> Slices[Tokens]:
