@@ -127,7 +127,7 @@ def _write_ranks(kind: str, load: Callable[[Int], Floats], size: int) -> tuple[I
         store_f32(out[2], add(add(i, j), add(t, m)))
         store_f32(out[3], add(add(o, p), add(q, r)))
 
-    return _named(one, f"adapter_ranks_of_one_{kind}"), _named(four, f"adapter_ranks_of_four_{kind}")
+    return _rename(one, f"adapter_ranks_of_one_{kind}"), _rename(four, f"adapter_ranks_of_four_{kind}")
 
 
 @inline
@@ -187,7 +187,7 @@ def _write_outputs(kind: str, load: Callable[[Int], Floats], size: int) -> tuple
         _put_sums(y[2], left, scale, (x, m, n, o))
         _put_sums(y[3], left, scale, (p, q, s, t))
 
-    return _named(one, f"adapter_outputs_of_one_{kind}"), _named(four, f"adapter_outputs_of_four_{kind}")
+    return _rename(one, f"adapter_outputs_of_one_{kind}"), _rename(four, f"adapter_outputs_of_four_{kind}")
 
 
 @inline
@@ -304,7 +304,7 @@ def adder(kind: str) -> Kernel:
     return kernel(add_adapters)
 
 
-def _named(write: Inlined, name: str) -> Inlined:
+def _rename(write: Inlined, name: str) -> Inlined:
     """Machine code goes by this name, and no two functions may share one."""
     write.__name__ = write.__qualname__ = name
     return inline(write)
