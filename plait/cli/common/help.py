@@ -34,7 +34,6 @@ GROUPS = {
         "lora_folder",
         "max_loras",
         "max_lora_rank",
-        "adapter",
         "set",
         "probe",
         "offline",
