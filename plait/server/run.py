@@ -22,10 +22,11 @@ from plait.errors import ConfigError
 from plait.server.app import create_app
 from plait.server.gateway import tracing
 from plait.server.gateway.access_log import LogWriter, follow, start_log
-from plait.server.gateway.middleware import Traffic, is_loopback
+from plait.server.gateway.middleware import Traffic
 from plait.server.gateway.request_context import LoadingState
 from plait.server.http import connection, listening, transfer
 from plait.server.http.connection import READ_BYTES, Reads
+from plait.server.http.hosts import is_loopback
 from plait.server.store.store import open_store
 from plait.server.stored.state import StoredState
 
