@@ -32,6 +32,7 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 DAY_S = 86_400
 # What is known of kernels for GPUs until a run on one is recorded; startup on a GPU logs it.
 UNPROVEN = "GPU kernels are proved by compilation and interpreter, and no run on a GPU is recorded yet"
+MOST_RANK = 1024  # of an adapter
 MAX_STREAM_INTERVAL = 256  # tokens of one stream that are read at once, on the loop of all others
 
 
@@ -189,6 +190,17 @@ class EngineConfig:
         False,
         "of a model without a whole config: try on a text what its tensors leave open, once, and keep it",
     )
+    lora: tuple[str, ...] = option(
+        (),
+        "NAME=PATH: an adapter (LoRA, of PEFT or GGUF) that requests choose by its name; may be repeated",
+    )
+    lora_folder: str | None = option(
+        None, "adapters in this folder may be loaded and unloaded by requests while the model runs"
+    )
+    max_loras: int | None = option(
+        None, "adapters loaded at a time; default: those of --lora, and 4 with --lora-folder", least=1
+    )
+    max_lora_rank: int = option(64, "the largest rank of an adapter", least=1)
     set: tuple[str, ...] = option((), "key=value: overrides one key of the model's config; may be repeated")
     plugins: tuple[str, ...] = option(
         (),
@@ -203,6 +215,7 @@ class EngineConfig:
             raise ConfigError(f"device: {self.device!r} is not one of auto, cpu, cuda, cuda:N, cuda:N,M")
         self._check_ranks()
         self._check_disk()
+        self._check_lora()
         if not 0 < self.gpu_memory <= 1:
             raise ConfigError(f"gpu_memory: {self.gpu_memory} is no share between 0 and 1")
         if not self.packed_cache.strip():
@@ -234,6 +247,18 @@ class EngineConfig:
             )
         if self.expert_parallel and self.num_ranks == 1:
             raise ConfigError("expert_parallel: there is one rank; --tp N says among how many to divide")
+
+    def _check_lora(self) -> None:
+        if self.max_loras is not None and not self.lora and self.lora_folder is None:
+            raise ConfigError("max_loras: there are no adapters; it needs lora or lora_folder")
+        if (self.lora or self.lora_folder is not None) and self.speculate == "mtp":
+            raise ConfigError(
+                "speculate: mtp drafts from the hidden state of the model without adapters; with lora choose ngram"
+            )
+        if self.max_lora_rank > MOST_RANK:
+            raise ConfigError(f"max_lora_rank: {self.max_lora_rank} is more than {MOST_RANK}")
+        if self.lora_folder is not None and not self.lora_folder.strip():
+            raise ConfigError("lora_folder: it is empty; name a folder, or leave it out")
 
     def _check_disk(self) -> None:
         if self.cache_disk is None:

@@ -253,6 +253,7 @@ class Request:
     process emits at a time; it emits the first, and the end, at once. `watched`: the reply is streamed, so a
     client would see it falter. `shows_progress`: events also report how far the prompt of the first choice is
     computed. `tenant`: an API key or an address; requests of one tenant share its turns.
+    `adapter`: the name of the adapter that computes it with the model; "": the model alone does.
     """
 
     id: str
@@ -273,6 +274,7 @@ class Request:
     watched: bool = True
     shows_progress: bool = False
     tenant: str = ""
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,3 +56,10 @@ def test_a_server_option_that_cannot_be_is_refused_by_name(options: dict[str, An
 def test_one_override_may_be_given_as_it_is() -> None:
     assert EngineConfig(set="rope_theta=1e6").set == ("rope_theta=1e6",)
     assert EngineConfig(set=["a=1", "b=2"]).set == ("a=1", "b=2")
+
+
+def test_a_head_for_drafts_and_adapters_exclude_each_other() -> None:
+    for more in ({"lora": ("a=x",)}, {"lora_folder": "x"}):
+        with pytest.raises(ConfigError, match="with lora choose ngram"):
+            EngineConfig(speculate="mtp", **more)  # type: ignore[arg-type]
+    assert EngineConfig(speculate="ngram", lora=("a=x",)).lora == ("a=x",)

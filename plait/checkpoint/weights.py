@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from plait.checkpoint.adapter_slots import AdapterSlots
 from plait.checkpoint.divided import Cuts, divide_linear, keep_rows, list_dropped
 from plait.checkpoint.names import NameMap, UnknownName, sources_of
 from plait.checkpoint.packed_cache.cache import Shelf
@@ -80,6 +81,7 @@ class Target:
     feed: WeightFeed | None = None  # gives what is read as it is stored, while a model is built for a GPU
     no_fuse: tuple[str, ...] = ()  # fused ops that are left out: their compositions run
     cuts: Cuts = field(default_factory=Cuts)  # this rank's part, where ranks share the model
+    adapters: AdapterSlots | None = None  # of LoRA, if the model may have some
     ranks: Any = None  # of rank 0: the other ranks (`runner.ranks.group`), if there are any
 
     @property
@@ -231,6 +233,8 @@ class Weights:
             weights, biases = self._from_shelf(names, kept, biases)
         made = Linear(weights, biases, self.bind, target.dtype, target.activations)
         target.weights_nbytes += made.nbytes
+        if target.adapters:
+            target.adapters.attach([self._full(name) for name in names], made, out_sizes, self.bind)
         if target.shelf and kept is None:
             target.shelf.note(full, made, (in_size, out_sizes), target.encoded - before)
         return made
@@ -322,13 +326,8 @@ class Weights:
             return
         counts = ", ".join(f"{count} in {name}" for name, count in found.most_common())
         nothing = all(name.endswith("as it was") for name in found)
-        log.log(
-            logging.WARNING if nothing else logging.INFO,
-            "quantize %s: of the linear layers, %s%s",
-            wanted,
-            counts,
-            "; nothing was encoded" if nothing else "",
-        )
+        level, more = (logging.WARNING, "; nothing was encoded") if nothing else (logging.INFO, "")
+        log.log(level, "quantize %s: of the linear layers, %s%s", wanted, counts, more)
 
     def bind(self, op: Op, **sizes: object) -> Callable[..., Any]:
         """The variant of an op for this target; recorded for `plait info --ops`."""

@@ -14,6 +14,8 @@ from plait.cli.chat_models import LocalModel
 from plait.cli.chat_session import HELP, ChatSession
 from plait.cli.common.help import GroupedCommand
 from plait.cli.common.options import (
+    adapter_option,
+    choose_adapter,
     common_options,
     engine_options,
     engine_settings,
@@ -32,12 +34,15 @@ HISTORY_LINES = 1000
 @click.option("--system", help="the system message")
 @sampling_options(max_tokens=None)
 @engine_options()
+@adapter_option()
 @click.option("--quiet", "-q", is_flag=True, help="replies only: no greeting and no speed")
 @click.option(
     "--history/--no-history", default=True, help="keep typed lines for the arrow keys of later chats"
 )
 @common_options()
-def chat(model: str, system: str | None, quiet: bool, history: bool, **given: object) -> None:
+def chat(
+    model: str, system: str | None, adapter: str | None, quiet: bool, history: bool, **given: object
+) -> None:
     """Talk with a model in the terminal. Each line is a message; /help lists what else can be typed.
 
     A message of several lines begins and ends with three quotes.
@@ -47,9 +52,10 @@ def chat(model: str, system: str | None, quiet: bool, history: bool, **given: ob
     plait chat org/name:Q4_K_M --system "You are terse." --temperature 0
     """
     params, settings = sampling_params(given), engine_settings(given)
+    chosen = choose_adapter(adapter, settings["lora"])
 
     def open_model(name: str) -> LocalModel:
-        return LocalModel(load(name, settings=settings, quiet=quiet))
+        return LocalModel(load(name, settings=settings, quiet=quiet), chosen)
 
     session = ChatSession(open_model, params, system, quiet=quiet)
     session.open_model(model)

@@ -54,10 +54,10 @@ class LocalReply:
 
 
 class LocalModel:
-    """A model in this process."""
+    """A model in this process. adapter: the name of the one that writes; "": none."""
 
-    def __init__(self, llm: LLM) -> None:
-        self._llm, self._front = llm, llm.front
+    def __init__(self, llm: LLM, adapter: str = "") -> None:
+        self._llm, self._front, self._adapter = llm, llm.front, adapter
 
     @property
     def name(self) -> str:
@@ -68,7 +68,9 @@ class LocalModel:
         return self._front.max_model_len
 
     def ask(self, messages: list[Message], params: SamplingParams) -> LocalReply:
-        request = self._front.prepare_chat(messages, params)
+        from plait.engine.admission import ServiceOptions
+
+        request = self._front.prepare_chat(messages, params, ServiceOptions(adapter=self._adapter))
         num_prompt_tokens = len(request.prompt_token_ids)
         return LocalReply(self._front.submit(request), num_prompt_tokens)
 

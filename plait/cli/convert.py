@@ -53,6 +53,12 @@ if TYPE_CHECKING:
 @click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="override a value of MODEL's config"
 )
+@click.option(
+    "--lora",
+    type=click.Path(path_type=Path),
+    metavar="PATH",
+    help="an adapter that is merged into the weights: a folder of PEFT, or a GGUF file",
+)
 @engine_option("vocab")
 @engine_option("plugins")
 @common_options()
@@ -63,6 +69,10 @@ def convert(model: str, out: Path, overrides: tuple[str, ...], **given: Any) -> 
     """
     from plait.convert.convert import Order, convert_model, count_text
 
+    if given["lora"] is not None and given["verify"]:
+        raise click.UsageError(
+            "--verify compares OUT with MODEL, and --lora makes them differ; leave one out"
+        )
     order = Order(
         model,
         out,
@@ -74,6 +84,7 @@ def convert(model: str, out: Path, overrides: tuple[str, ...], **given: Any) -> 
         overrides,
         given["max_shard"],
         given["plugins"],
+        given["lora"],
     )
     started = time.perf_counter()
     with end_by_signals(), LoadingBar("converting") as shown:

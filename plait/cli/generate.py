@@ -12,6 +12,8 @@ import click
 from plait.cli.common.help import GroupedCommand
 from plait.cli.common.options import (
     TokenIds,
+    adapter_option,
+    choose_adapter,
     common_options,
     engine_options,
     engine_settings,
@@ -37,9 +39,17 @@ DEFAULT_MAX_TOKENS = 100
 @click.option("--ids", type=TokenIds(), help="the prompt as token ids: 1,2,3; for models without a tokenizer")
 @sampling_options(max_tokens=DEFAULT_MAX_TOKENS)
 @engine_options()
+@adapter_option()
 @click.option("--quiet", "-q", is_flag=True, help="nothing on stderr but errors")
 @common_options()
-def generate(model: str, prompt: str | None, ids: tuple[int, ...] | None, quiet: bool, **given: Any) -> None:
+def generate(
+    model: str,
+    prompt: str | None,
+    ids: tuple[int, ...] | None,
+    adapter: str | None,
+    quiet: bool,
+    **given: Any,
+) -> None:
     """Continue a text, streamed as it is written.
 
     \b
@@ -47,6 +57,7 @@ def generate(model: str, prompt: str | None, ids: tuple[int, ...] | None, quiet:
     cat notes.txt | plait generate --model model.gguf --max-tokens 200
     """
     params, settings = sampling_params(given), engine_settings(given)
+    chosen = choose_adapter(adapter, settings["lora"])
     if ids is not None and prompt is not None:
         raise click.UsageError("--prompt and --ids are both the prompt; give one of them")
     text = ids if ids is not None else prompt
@@ -56,8 +67,10 @@ def generate(model: str, prompt: str | None, ids: tuple[int, ...] | None, quiet:
     if not quiet and "compiled" in llm.step_kind:
         later = f"compiles them again: {llm.unkept}" if llm.unkept else "loads them"
         print(f"step: {llm.step_kind}; the next run {later}", file=sys.stderr)
+    from plait.engine.admission import ServiceOptions
+
     try:
-        request = llm.front.prepare(text, params)
+        request = llm.front.prepare(text, params, terms=ServiceOptions(adapter=chosen))
         clock = Clock(len(request.prompt_token_ids))
         write(llm.front.submit(request), clock, as_ids=llm.front.tokenizer is None)
         if not quiet:

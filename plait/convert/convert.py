@@ -16,10 +16,10 @@ from torch import Tensor
 
 from plait.checkpoint.find_files import read_json
 from plait.checkpoint.quantized.packed import QuantizedCheckpoint
-from plait.checkpoint.quantized.scheme import BESIDE
+from plait.checkpoint.quantized.scheme import BESIDE, find_scheme
 from plait.checkpoint.readers.gguf import GgufFile
 from plait.checkpoint.readers.gguf_metadata import is_own, own_config
-from plait.config import EngineConfig
+from plait.config import MOST_RANK, EngineConfig
 from plait.convert.gguf.file import file_type, total_nbytes, write_gguf
 from plait.convert.gguf.target import (
     Unsayable,
@@ -58,6 +58,8 @@ from plait.convert.plan.storage import BlockStorage, Mxfp4Stack, StorageForm
 from plait.convert.plan.tensor_plan import Made
 from plait.errors import CheckpointError, ConfigError, UnsupportedModel
 from plait.families.resolve import parse_override, resolve
+from plait.loading.adapters.merge import MergedGguf, MergedSafetensors
+from plait.loading.adapters.place import open_adapter
 from plait.loading.open_model import Opened, open_model
 from plait.quant.weight import as_tensor
 from plait.resource_limits import default_threads
@@ -86,6 +88,7 @@ class Order:
     set: tuple[str, ...] = ()
     shard_nbytes: int = SHARD_NBYTES
     plugins: tuple[str, ...] = ()
+    lora: Path | None = None  # an adapter that is merged into the weights
 
     @property
     def source_config(self) -> EngineConfig:
@@ -125,6 +128,7 @@ def convert_model(order: Order, progress: Progress) -> ConversionResult:
     Raises ConfigError, CheckpointError, UnsupportedModel and OutOfMemory; then nothing has been written.
     """
     opened = open_model(order.model, order.source_config)
+    opened = opened if order.lora is None else merge_adapter(opened, order.lora)
     form = choose_form(order)
     is_directory = form == "safetensors"
     check_place(order.out, opened.files.weights, force=order.force, is_directory=is_directory)
@@ -151,6 +155,17 @@ def convert_model(order: Order, progress: Progress) -> ConversionResult:
             choice.recoded,
         )
     return ConversionResult(order.out, form, opened.nbytes, nbytes, dict(choice.counts), plan.notes)
+
+
+def merge_adapter(opened: Opened, path: Path) -> Opened:
+    """The model with an adapter in its weights. Raises CheckpointError, one line each."""
+    adapter, files = open_adapter(path, MOST_RANK), opened.files
+    if isinstance(opened.checkpoint, GgufFile):
+        return replace(opened, checkpoint=MergedGguf(files.weights[0], adapter))
+    merged = MergedSafetensors(*files.weights, index=files.index, adapter=adapter)
+    raw = read_json(files.config, "config.json") if files.config else None
+    scheme = find_scheme(raw, files.side_files)
+    return replace(opened, checkpoint=QuantizedCheckpoint(merged, scheme))
 
 
 def choose_form(order: Order) -> Form:

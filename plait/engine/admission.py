@@ -186,12 +186,14 @@ class ServiceOptions:
 
     cache_salt: only requests with the same one share what was computed; None: those without one share.
     priority: lower runs first. Both are vLLM's. timeout_s: seconds from its arrival, the queue included,
-    after which it ends with an error; None: as long as it takes.
+    after which it ends with an error; None: as long as it takes. adapter: the name of one that is loaded; "":
+    the model alone.
     """
 
     cache_salt: str | None = None
     priority: int = 0
     timeout_s: float | None = None
+    adapter: str = ""
 
     def __post_init__(self) -> None:
         _check_salt(self.cache_salt)

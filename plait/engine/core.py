@@ -17,6 +17,7 @@ from dataclasses import replace
 from itertools import count
 from typing import TypeVar
 
+from plait.engine.adapters import no_adapters
 from plait.engine.admission import OnEvent, OpenChoice, OpenRequest, RequestLimits, failure_event
 from plait.engine.flight import Flight, NotLaunched, StepRunner
 from plait.engine.grammar_guide import GrammarGuide, refuse_guides
@@ -58,7 +59,7 @@ class Engine:
     ) -> None:
         self.runner, self.scheduler, self.speculation, self.clock = runner, scheduler, speculation, clock
         self.limits, self.guided = RequestLimits(vocab_size, max_model_len), guided
-        self.metrics = Metrics(scheduler)
+        self.metrics, self.adapters = Metrics(scheduler), no_adapters()
         self._requests: dict[str, OpenRequest] = {}
         self._choices: dict[int, OpenChoice] = {}  # by sequence id
         self._ids = count(1)
@@ -205,6 +206,10 @@ class Engine:
         return list(dict.fromkeys(choice.entry.request.id for choice in choices if choice is not None))
 
     @property
+    def used_adapters(self) -> set[int]:
+        return {choice.sequence.adapter for choice in self._choices.values()}
+
+    @property
     def open_requests(self) -> Sequence[str]:
         return tuple(self._requests)
 
@@ -225,6 +230,7 @@ class Engine:
         params, prompt, timeout_s = request.params, request.prompt_token_ids, request.timeout_s
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         is_guided = request.grammar is not None or request.thinking is not None
+        adapter, salt = self.adapters.place(request.adapter, request.cache_salt)
         guides: Sequence[GrammarGuide | None] = self.guided(request) if is_guided else (None,) * params.n
         return [
             TokenSequence(
@@ -238,7 +244,8 @@ class Engine:
                 max_len=len(prompt) + (params.max_tokens or 0),
                 seed=choice_seed(seed, index),
                 wants_prompt_logprobs=params.prompt_logprobs is not None and index == 0 and not so_far,
-                cache_salt=request.cache_salt,
+                cache_salt=salt,
+                adapter=adapter,
                 boundaries=request.boundaries,
                 guide=guides[index],
                 priority=request.priority,

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from functools import partial
 
 from prometheus_client import CollectorRegistry
@@ -84,6 +85,24 @@ class EngineLoop:
         with self._wake:
             self._commands.append(lambda: self.engine.cancel(request_id, index))
             self._wake.notify()
+
+    def change_adapter(self, name: str, path: str | None) -> None:
+        """Load an adapter, or with None unload it, between two steps; waits. Raises as the table does."""
+        done: Future[None] = Future()
+
+        def change() -> None:
+            try:
+                self.engine.adapters.change(name, path, self.engine.used_adapters)
+                done.set_result(None)
+            except Exception as error:
+                done.set_exception(error)
+
+        with self._wake:
+            if self.fault is not None or self._closing:
+                raise EngineError("the engine is closing and loads no adapter")
+            self._commands.append(change)
+            self._wake.notify()
+        done.result()
 
     def close(self, *, drain: bool = True, timeout_s: float = 30.0) -> bool:
         """Stop. With `drain`, open requests get `timeout_s` seconds; what is left then is cancelled.

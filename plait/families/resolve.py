@@ -219,4 +219,5 @@ def _resolve_gguf(
     _check_keys(given, flat)
     c = _normalize_config(flat)
     resolved = _build_resolved(c, why)
-    return Resolved(resolved.spec, gguf_names(c), c, resolved.provenance, resolved.family)
+    names = gguf_names(c)
+    return Resolved(resolved.spec, names, c, resolved.provenance, resolved.family, hf_names=resolved.names)

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from prometheus_client import CollectorRegistry
 
 from plait.config import EngineConfig
+from plait.engine.adapters import parse_named, why_no_name
 from plait.engine.admission import (
     MAX_CHARS_PER_TOKEN,
     USUAL_SERVICE,
@@ -89,6 +90,7 @@ class Loop(Protocol):
     def fingerprint(self) -> str: ...
     def follow_log_levels(self) -> None: ...
     def stats(self) -> Mapping[str, int]: ...
+    def change_adapter(self, name: str, path: str | None) -> None: ...
     def close(self, *, drain: bool = True, timeout_s: float = 30.0) -> bool: ...
 
 
@@ -120,6 +122,7 @@ class Front:
         self.generation_config, self.stop_token_ids = language.generation_config, language.stop_token_ids
         self.head = language.head
         self.created, self.max_num_seqs = int(time.time()), config.max_num_seqs
+        self.adapters, self.lora_folder = dict(map(parse_named, config.lora)), config.lora_folder
         self._style = parsers.style
         self.reply_format = ReplyFormat(
             self.tokenizer,
@@ -230,6 +233,7 @@ class Front:
             cache_salt=terms.cache_salt or "",
             priority=terms.priority,
             timeout_s=terms.timeout_s,
+            adapter=terms.adapter,
         )
         wrote = self.tokenizer.name if self.tokenizer and isinstance(prompt, str) else ""
         return self.tried(self.held(self.limits.admit(request, wrote), grammar))
@@ -336,6 +340,18 @@ class Front:
             )
         self.limits.check_chars(len(text), "prompt")
         return tuple(self.tokenizer.encode(text, add_special=add_special, allow_special=allow_special))
+
+    def load_adapter(self, name: str, path: str) -> None:
+        """Load an adapter from a path inside of `lora_folder`; blocks. Raises PlaitError, one line each."""
+        if (why := why_no_name(name)) is not None:
+            raise InvalidField(f"lora_name: {why}", "lora_name")
+        self.loop.change_adapter(name, path)
+        self.adapters = {**self.adapters, name: path}
+
+    def unload_adapter(self, name: str) -> None:
+        """Take an adapter's name away; its open requests go on. Blocks. Raises ModelNotFound."""
+        self.adapters = {known: path for known, path in self.adapters.items() if known != name}
+        self.loop.change_adapter(name, None)
 
     def check_capacity(self) -> None:
         """Raises QueueFull, or EngineError, if a request that came now would be refused for any content."""

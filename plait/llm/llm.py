@@ -60,13 +60,15 @@ class LLM:
         cache_salt: str | None = None,
         priority: int | Sequence[int] = 0,
         timeout_s: float | None = None,
+        adapter: str = "",
     ) -> list[RequestOutput]:
         """Continue one prompt or several, all at the same time. Strings or lists of token ids.
 
-        `cache_salt`, `priority` (one for all, or one for each prompt) and `timeout_s`: see `ServiceOptions`.
+        `cache_salt`, `priority` (one for all, or one for each prompt), `timeout_s` and
+        `adapter`: see `ServiceOptions`.
         """
         many = _as_list(prompts)
-        terms = _terms(len(many), cache_salt, priority, timeout_s)
+        terms = _terms(len(many), cache_salt, priority, timeout_s, adapter)
         each = zip(many, _per_prompt(params, len(many)), terms, strict=True)
         return self._run(
             [(self.front.prepare(p, s, terms=t), p if isinstance(p, str) else None, s) for p, s, t in each]
@@ -80,15 +82,16 @@ class LLM:
         cache_salt: str | None = None,
         priority: int | Sequence[int] = 0,
         timeout_s: float | None = None,
+        adapter: str = "",
     ) -> list[RequestOutput]:
         """The model's reply to one conversation or several: lists of {"role": …, "content": …}.
 
-        `cache_salt`, `priority` (one for all, or one for each conversation) and `timeout_s`:
-        see `ServiceOptions`.
+        `cache_salt`, `priority` (one for all, or one for each conversation), `timeout_s` and
+        `adapter`: see `ServiceOptions`.
         """
         many: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         settings = params or CHAT_PARAMS
-        terms = _terms(len(many), cache_salt, priority, timeout_s)
+        terms = _terms(len(many), cache_salt, priority, timeout_s, adapter)
         each = zip(many, terms, strict=True)
         return self._run([(self.front.prepare_chat(m, settings, t), None, settings) for m, t in each])
 
@@ -307,12 +310,13 @@ def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count:
 
 
 def _terms(
-    count: int, cache_salt: str | None, priority: int | Sequence[int], timeout_s: float | None
+    count: int, cache_salt: str | None, priority: int | Sequence[int], timeout_s: float | None, adapter: str
 ) -> list[ServiceOptions]:
     each = list(priority) if isinstance(priority, Sequence) else [priority] * count
     if len(each) != count:
         raise InvalidField(f"priority: {len(each)} were given for {count} prompts", "priority")
-    return [ServiceOptions(cache_salt=cache_salt, priority=one, timeout_s=timeout_s) for one in each]
+    same = ServiceOptions(cache_salt=cache_salt, timeout_s=timeout_s, adapter=adapter)
+    return [replace(same, priority=one) for one in each]
 
 
 def _streamable(params: SamplingParams) -> SamplingParams:

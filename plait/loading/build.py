@@ -20,6 +20,7 @@ from plait.engine.host_memory import describe_memory, size_on_host
 from plait.engine.memory_plan import ModelFacts, Sizing, gib
 from plait.errors import ConfigError
 from plait.frontend.frontend import Front, Language
+from plait.loading.adapters.place import load_adapters, place_adapters
 from plait.loading.disk_cache import open_disk_cache
 from plait.loading.kernel_trials.trials import try_kernels
 from plait.loading.make_engine import make_compiler, make_engine, make_front
@@ -54,7 +55,7 @@ from plait.text.tokenizers.tokenizer import Tokenizer
 log = logging.getLogger("plait")
 step_log = logging.getLogger("plait.step")
 # Ops that sum over more than one row's own numbers, in an order that a library may choose by the batch.
-MIXING = {"linear", "paged_attention", "paged_latent_attention", "map_heads", "experts"}
+MIXING = {"linear", "paged_attention", "paged_latent_attention", "map_heads", "experts", "add_low_rank"}
 # Of those for GPUs the ones in which a row's bits depend on that row alone, whatever shares the step.
 APART = {
     *(("paged_attention", "triton"), ("paged_latent_attention", "triton")),
@@ -183,8 +184,10 @@ def _build(opened: Opened, target: Target, tokenizer: Tokenizer | None, report: 
         free = free_memory(target.device)
         own = opened.nbytes // target.comm.rank.size
         check_weights_fit(opened.files.name, own, free, target.chip.name if target.chip else "it")
+    named = place_adapters(opened, target)
     with out_of_memory(f"loading the weights of {opened.files.name} ({gib(opened.nbytes)})"):
         decoder = load_decoder(opened, target, report)
+        adapters = load_adapters(opened, target, named)
     target.bound.append(_bind_packed(target))
     if target.ranks:
         target.ranks.wait_loaded(agreement_of(opened, target.comm.rank))
@@ -198,7 +201,7 @@ def _build(opened: Opened, target: Target, tokenizer: Tokenizer | None, report: 
     proposer = _proposer(draft, opened, decoder, target, sizing, tokenizer, report)
     runner, engine = engine_over(decoder, sampler, target, config, sizing, proposer=proposer)
     guides = Guides(make_compiler(opened.text_source(), vocab_size), vocab_size)
-    engine.guided = guides.open
+    engine.guided, engine.adapters = guides.open, adapters
     sampler.prepare()
     step_log.info("step: %s", runner.step_kind)
     target.bound.extend(runner.bindings)

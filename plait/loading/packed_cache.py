@@ -44,7 +44,8 @@ APART = frozenset({
     "block_size", "memory_limit", "gpu_memory", "prefix_cache", "snapshot_interval", "swap_memory",
     "cache_disk", "cache_disk_limit",
     "max_step_ms", "speculate", "num_draft_tokens", "threads", "deterministic", "kv_dtype", "cache_dir",
-    "packed_cache", "offline", "probe", "prefill", "no_fuse", "plugins",
+    "packed_cache", "lora", "lora_folder", "max_loras", "max_lora_rank",
+    "offline", "probe", "prefill", "no_fuse", "plugins",
 })  # fmt: skip
 PACKAGE = Path(__file__).resolve().parents[1]
 ROOMS = (

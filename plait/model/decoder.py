@@ -92,6 +92,7 @@ class Decoder:
         self.norm = Norm(s.norm, weights.scope("norm"), s.hidden_size)
         self.head = LmHead(s, weights)
         self._take_rows = weights.bind(take_rows)
+        self.adapters = weights.target.adapters
         self.states: dict[str, State] = {}
         for branch in self.branches:
             self.states |= branch.states
@@ -103,6 +104,8 @@ class Decoder:
     def hidden(self, batch: Batch, store: StateStore) -> Tensor:
         """What the model makes of every token, after the last norm: [T, hidden]. The states move on."""
         batch = replace(batch, step={})
+        if self.adapters:
+            self.adapters.step.current = batch.adapters
         x = embeddings = self.embed(batch.token_ids, batch.positions)
         x = self.streams.spread(x) if self.streams else x
         if self.layer_inputs:
@@ -118,4 +121,4 @@ class Decoder:
 
     def logits(self, h: Tensor, batch: Batch) -> Tensor:
         """h: [T, hidden] -> logits of the requested rows, [L, vocab] float32."""
-        return self.head(self._take_rows(h, batch.logit_rows))
+        return self.head(self._take_rows(h, batch.logit_rows), batch.logit_rows)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from plait.ops.blocks import random_weight
+from plait.ops.low_rank import AddedAdapters
 from plait.ops.registry import Arguments, Bind, OpFacts, op
 from plait.quant.codebook import Codebook
 from plait.quant.fp8 import Fp8
@@ -226,6 +227,7 @@ class Linear:
                 self._parts.append((fn, (weight, bias, rounding)))
             self._widens.append(isinstance(fn, Packing) and fn.widens)
         self._empty = makers[0] if all(makers) else None
+        self.added: AddedAdapters | None = None  # what adapters add to its result, if it may have some
 
     @property
     def nbytes(self) -> int:
@@ -245,7 +247,12 @@ class Linear:
         """
         return self._parts[0][1] if len(self._parts) == 1 else None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """x: [..., in] -> [..., out]. tokens: of which token each row is, where row i is not token i."""
+        y = self._multiply(x)
+        return y if self.added is None else self.added(y, x, tokens)
+
+    def _multiply(self, x: Tensor) -> Tensor:
         if len(self._parts) == 1:
             apply, rest = self._parts[0]
             return apply(x, *rest)
@@ -255,7 +262,7 @@ class Linear:
 
     def in_float32(self, x: Tensor) -> Tensor:
         """The result in float32, without a rounding to the dtype of x where the variants write that."""
-        if x.dtype == torch.float32 or not all(self._widens):
+        if x.dtype == torch.float32 or not all(self._widens) or self.added is not None:
             return self(x).float()
         return self._write(x, torch.empty(*x.shape[:-1], self.n_out, dtype=torch.float32, device=x.device))
 

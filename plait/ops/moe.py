@@ -158,7 +158,7 @@ def _each_expert(
     out = torch.zeros_like(x, dtype=torch.float32) if shared is None else shared.to(torch.float32, copy=True)
     for e in index.unique().tolist():
         token, k = torch.where(index == e)
-        h = down[e](activate(up[e](x[token]), *activation))
+        h = down[e](activate(up[e](x[token], token), *activation), token)
         out.index_add_(0, token, h.float() * weight[token, k, None])
     return out.to(x.dtype)
 

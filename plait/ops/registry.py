@@ -21,7 +21,8 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Bound = Callable[..., Any]  # what is bound for an op
 TensorFn = Callable[..., Tensor]  # the same, of an op that gives one tensor
 F = TypeVar("F", bound=Callable[..., object])
-MakeInputs = Callable[[Mapping[str, Any], torch.dtype, str], Arguments]
+Case = Mapping[str, Any]  # the sizes of a case
+MakeInputs = Callable[[Case, torch.dtype, str], Arguments]
 
 
 @dataclass(frozen=True, slots=True)

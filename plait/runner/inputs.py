@@ -11,6 +11,7 @@ from torch import Tensor
 
 from plait.memory import BlockGroup
 from plait.model.layers.layers import Batch, PagedIndex
+from plait.ops.low_rank import AdapterRows
 from plait.schedule.plan import Chunk, StepPlan
 
 Ints = npt.NDArray[np.int64]
@@ -23,8 +24,8 @@ def build_batch(plan: StepPlan, groups: Sequence[BlockGroup], block_size: int, d
 
 
 def parts_of(plan: StepPlan, num_groups: int, block_size: int) -> list[Ints]:
-    """The arrays of a step: ids, positions, starts, lengths, slots, history, rows of logits; then tables and
-    addresses of each block group."""
+    """The arrays of a step: ids, positions, starts, lengths, slots, history, rows of logits, adapters; then
+    tables and addresses of each block group."""
     chunks = plan.chunks
     counts = np.fromiter((len(c.token_ids) for c in chunks), np.int64, len(chunks))
     begins = np.fromiter((c.start for c in chunks), np.int64, len(chunks))
@@ -39,6 +40,7 @@ def parts_of(plan: StepPlan, num_groups: int, block_size: int) -> list[Ints]:
         np.fromiter((c.slot for c in chunks), np.int64, len(chunks)),
         (begins > 0).astype(np.int64),
         _ranges(starts[1:] - wanted, wanted),
+        np.repeat(np.fromiter((c.adapter for c in chunks), np.int64, len(chunks)), counts),
     ]
     sequence = np.repeat(np.arange(len(chunks)), counts)
     for g in range(num_groups):
@@ -69,7 +71,7 @@ def upload_pairs(numbers: tuple[list[int], list[int]], device: torch.device) -> 
 def batch_of(plan: StepPlan, groups: Sequence[BlockGroup], tensors: Sequence[Tensor]) -> Batch:
     """The batch of a plan over what `parts_of` it is on the device."""
     chunks = plan.chunks
-    ids, positions, starts, lens, slots, history, rows, *paged = tensors
+    ids, positions, starts, lens, slots, history, rows, adapters, *paged = tensors
     decodes = [len(c.token_ids) == 1 and c.start > 0 for c in chunks]
     pairs = zip(groups, paged[::2], paged[1::2], strict=True)
     return Batch(
@@ -84,6 +86,7 @@ def batch_of(plan: StepPlan, groups: Sequence[BlockGroup], tensors: Sequence[Ten
         state_slots=slots,
         has_history=history.bool(),
         logit_rows=rows,
+        adapters=AdapterRows.of(adapters) if any(c.adapter for c in chunks) else None,
     )
 
 

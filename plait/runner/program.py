@@ -19,6 +19,7 @@ from plait.kernels.load import why_not_cached
 from plait.memory import BlockGroup
 from plait.model.decoder import Decoder
 from plait.model.layers.layers import Batch, PagedIndex
+from plait.ops.low_rank import AdapterRows
 from plait.runner.host.program import HostProgram, ProgramReplay, StepResults
 from plait.runner.host.static_batch import Capacity, Found, NativeThreads, StaticBatch
 from plait.runner.replay import find_tensors
@@ -102,7 +103,14 @@ def view_as_batch(static: StaticBatch, groups: Sequence[BlockGroup]) -> Batch:
         state_slots=view(static.slots),
         has_history=view(static.history),
         logit_rows=view(static.logit_rows),
+        adapters=_view_adapters(static),
     )
+
+
+def _view_adapters(static: StaticBatch) -> AdapterRows | None:
+    if static.adapters is None:
+        return None
+    return AdapterRows(*map(torch.from_numpy, (static.adapters, static.num_adapted, static.adapter_order)))
 
 
 def record_step(
@@ -150,7 +158,7 @@ def record_program(
         return None, "there is no executor of native kernels"
     if not decoder.spec.causal:
         return None, "the model is not causal: a step has no fixed form"
-    static = StaticBatch(capacity, groups, store.block_size)
+    static = StaticBatch(capacity, groups, store.block_size, has_adapters=decoder.adapters is not None)
     try:
         recording, results = record_step(decoder, store, executor, static, groups, sampler.plain_largest)
     except CannotRecord as error:

@@ -25,7 +25,7 @@ class Chunk(Struct, frozen=True, gc=False):
     `blocks`: one block table per block group, in the groups' order; `slot`: where its recurrent state is.
     `num_logits`: logits of that many last tokens are requested (0: a chunk in the middle of a prompt).
     `num_pooled`: the sum of the hidden states of that many last tokens is requested. A decode that was
-    planned before its token was known has FOLLOW in its place.
+    planned before its token was known has FOLLOW in its place. `adapter`: the slot of its adapter, 0: none.
     """
 
     seq_id: int
@@ -35,6 +35,7 @@ class Chunk(Struct, frozen=True, gc=False):
     slot: int
     num_logits: int
     num_pooled: int = 0
+    adapter: int = 0
 
     @property
     def end(self) -> int:

@@ -363,6 +363,7 @@ class Scheduler:
             slot=seq.slot,
             num_logits=seq.num_logits(start, end),
             num_pooled=seq.pool.wanted(start, end, seq.num_tokens) if seq.pool else 0,
+            adapter=seq.adapter,
         )
 
     def _advance(self, seq: TokenSequence, chunk: Chunk, answer: Sampled | None) -> Update | None:

@@ -98,6 +98,7 @@ class TokenSequence:
     table per group) and `slot` point to. `num_pending`: tokens that are being sampled. `max_len`: where it
     must end. `scored`: log-probabilities of prompt tokens so far, from the second token on. `pool`: its
     hidden states, if requested. `deadline`: on the scheduler's clock. `is_watched`: its reply is streamed.
+    `adapter`: the slot of its adapter, 0: none.
     `chain` and `num_recorded`: its hashes, and how many of its blocks the prefix cache knows. `marks`:
     positions where a snapshot is needed. `in_step`: the step that was planned with it, until what it
     computes is recorded; `awaited`: the step of which this is recorded and only the answer is missing (0:
@@ -117,6 +118,7 @@ class TokenSequence:
     seed: int = 0
     wants_prompt_logprobs: bool = False
     cache_salt: str = ""
+    adapter: int = 0
     boundaries: tuple[int, ...] = ()
     priority: int = 0
     deadline: float | None = None

@@ -41,7 +41,7 @@ from plait.server.llamacpp import completion, server_facts
 from plait.server.models import admin
 from plait.server.models.only import OnlyModel
 from plait.server.ollama import embed, generate, manage, wire
-from plait.server.openai import chat, completions, embeddings, models, responses, scores
+from plait.server.openai import adapters, chat, completions, embeddings, models, responses, scores
 from plait.server.stored.endpoints import STORED
 from plait.version import __version__
 
@@ -74,6 +74,7 @@ ENDPOINTS = (
     *responses.ENDPOINTS,
     *messages.ENDPOINTS,
     *models.ENDPOINTS,
+    *adapters.ENDPOINTS,
     *generate.ENDPOINTS,
     *embed.ENDPOINTS,
     *manage.ENDPOINTS,
@@ -166,7 +167,7 @@ class Service:
         return json_response(operations.Version(__version__))
 
     async def list_models(self, request: Request) -> Response:
-        return json_response(models.ModelList(data=[models.card(one) for one in self._models.list_facts()]))
+        return json_response(models.ModelList(data=models.cards(self._models.list_facts())))
 
     async def get_model(self, request: Request) -> Response:
         return json_response(models.card(self._models.facts_of(request.path_params["id"])))
@@ -232,7 +233,7 @@ class Service:
         found = await self._choose(request, body, exchange, stays)
         exchange.model = found.served
         store = None if self._state is None else self._state.store
-        return RequestContext(found.front, found.name, exchange, store), body
+        return RequestContext(found.front, found.name, exchange, store, found.adapter), body
 
     async def _choose(
         self, request: Request, body: dict[str, object], exchange: Exchange, stays: object

@@ -18,7 +18,16 @@ from plait.server.http.transfer import EVENTS, JSON_LINES, UNMARKED_EVENTS, Stre
 from plait.server.llamacpp import completion, server_facts
 from plait.server.models import admin
 from plait.server.ollama import embed, generate, manage, wire
-from plait.server.openai import chat, completions, embeddings, models, response_items, responses, scores
+from plait.server.openai import (
+    adapters,
+    chat,
+    completions,
+    embeddings,
+    models,
+    response_items,
+    responses,
+    scores,
+)
 from plait.server.stored import batch_objects, chats, file_objects, routes
 
 ITEM_EVENTS = "With stream: named and numbered events, from response.created to response.completed."
@@ -136,6 +145,12 @@ POSTS: Mapping[str, Operation] = {
         messages.InputTokens,
         messages.CountRequest,
         refusal=messages.MessageError,
+    ),
+    "/v1/load_lora_adapter": Operation(
+        "Load an adapter from --lora-folder", adapters.AdapterReply, adapters.LoadAdapterRequest
+    ),
+    "/v1/unload_lora_adapter": Operation(
+        "Unload an adapter; its open requests go on", adapters.AdapterReply, adapters.UnloadAdapterRequest
     ),
     "/tokenize": Operation("Text or messages as token ids", models.Tokens, schema.TokenizeRequest),
     "/detokenize": Operation("Token ids as text", models.DetokenizeReply, schema.DetokenizeRequest),

@@ -27,6 +27,7 @@ from plait.server.gateway.request_context import LoadingState
 from plait.server.gateway.served_models import ServedModels
 from plait.server.http import connection, listening, transfer
 from plait.server.http.connection import READ_BYTES, Reads
+from plait.server.http.hosts import is_loopback
 from plait.server.models.only import OnlyModel
 from plait.server.store.store import open_store
 from plait.server.stored.state import StoredState
@@ -74,6 +75,12 @@ def run_server(
         )
         return load_process(model, engine, report, parsers, patience, begun)
 
+    has_keys = bool(server.api_key or server.api_key_file)
+    if engine.lora_folder is not None and not has_keys and not is_loopback(server.host):
+        raise ConfigError(
+            "lora_folder: on an address that others reach, requests may change adapters only with a key; set "
+            "--api-key or --api-key-file"
+        )
     log = start_log(server)
     allow_files(server.max_connections + SPARE_FILES)
     try:

@@ -163,11 +163,24 @@ class EngineChild:
                 self._link.send(protocol.MetricsReport(number, self._families()))
             case protocol.LogLevels(levels):
                 _log_from(levels)
+            case protocol.ChangeAdapter():
+                self._change_adapter(message)
             case protocol.Close():
                 end_requests(self._engine)
                 self._closing = True
             case protocol.Hello():
                 raise EngineError("the front process message hello twice")
+
+    def _change_adapter(self, message: protocol.ChangeAdapter) -> None:
+        table, found = self._engine.adapters, None
+        change = table.change if message.number else table.restore
+        try:
+            change(message.name, message.path, self._engine.used_adapters)
+        except Exception as error:
+            found = protocol.decode_error(*protocol.encode_error(error))
+            log.warning("adapter %s: %s", message.name, found)
+        if message.number:
+            self._link.send(protocol.AdapterChanged(message.number, found))
 
     def _submit(self, key: int, request: Request, arrival_s: float) -> None:
         reader = _Reader(self, key, request)

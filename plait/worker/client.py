@@ -10,8 +10,10 @@ import atexit
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry
@@ -63,6 +65,8 @@ class EngineProcess:
         self._engine: Spawned | None = None  # one that is up
         self._past_sums = dict.fromkeys(SUMS, 0)
         self._closing = self._has_ended = False
+        self._numbers = count(1)
+        self._changes: dict[int, Future[None]] = {}  # of adapters, that are not answered
         self._num_arriving = 0
         self._collected = RemoteMetrics(
             lambda number: self.healthy and self._supervisor.mailbox.put(lambda s: s.ask_counts(number)),
@@ -118,6 +122,36 @@ class EngineProcess:
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
         self._supervisor.mailbox.put(lambda s: s.cancel(request_id, index))
+
+    def change_adapter(self, name: str, path: str | None) -> None:
+        """Load an adapter, or with None unload it; waits. Raises what the engine raised, or EngineError."""
+        self._check_open()
+        with self._changed:
+            number = next(self._numbers)
+            done = self._changes[number] = Future()
+
+        def send(supervisor: Supervisor) -> None:
+            supervisor.change_adapter(number, name, path)
+
+        if not self._supervisor.mailbox.put(send):
+            raise EngineError("the engine is closing and loads no adapter")
+        done.result()
+        # An engine that comes after this one has it from the start.
+        self._supervisor.mailbox.put(lambda s: s.adapters.update({name: path}))
+
+    def _answer_change(self, number: int, error: PlaitError | None) -> None:
+        with self._changed:
+            done = self._changes.pop(number, None)
+        if done is None:
+            return
+        if error is None:
+            done.set_result(None)
+        else:
+            done.set_exception(error)
+
+    def _fail_changes(self, why: str) -> None:
+        for number in [*self._changes]:
+            self._answer_change(number, EngineError(why))
 
     def close(self, *, drain: bool = True, timeout_s: float = 30.0) -> bool:
         """Stop. Returns whether the process and the thread have ended."""
@@ -192,6 +226,9 @@ class EngineProcess:
         if isinstance(message, protocol.MetricsReport):
             self._collected.arrive(message.number, message.families)
             return
+        if isinstance(message, protocol.AdapterChanged):
+            self._answer_change(message.number, message.error)
+            return
         with self._changed:
             if isinstance(message, protocol.ProgressReport):
                 self._progress = message
@@ -206,6 +243,7 @@ class EngineProcess:
 
     def on_down(self) -> None:
         self._collected.keep()
+        self._fail_changes("the engine ended meanwhile; try again")
         with self._changed:
             last, self._engine = self._stats(), None
             self._progress = protocol.ProgressReport("starting another engine", 0, 1)
@@ -217,6 +255,7 @@ class EngineProcess:
             self._lost = error
 
     def on_end(self, error: PlaitError | None) -> None:
+        self._fail_changes("the engine has ended")
         with self._changed:
             self.fault, self._has_ended = error, True
             self._changed.notify_all()

@@ -82,6 +82,17 @@ class LogLevels(WireMessage, frozen=True, tag=6):
     levels: dict[str, int]
 
 
+class ChangeAdapter(WireMessage, frozen=True, tag=7):
+    """Load an adapter, or unload it (path None): `AdapterChanged` with the same number answers.
+
+    number 0: make it what it was in the engine before; nothing answers.
+    """
+
+    number: int
+    name: str
+    path: str | None
+
+
 class ProgressReport(WireMessage, frozen=True, tag=1):
     """How far loading is: `done` of `total` of what `text` names."""
 
@@ -143,8 +154,15 @@ class Fault(WireMessage, frozen=True, tag=7):
     error: PlaitError
 
 
-FromFront = Hello | Submit | Cancel | Count | Close | LogLevels
-FromChild = ProgressReport | Headers | Ready | Events | MetricsReport | Logged | Fault
+class AdapterChanged(WireMessage, frozen=True, tag=8):
+    """The answer to `ChangeAdapter`. error: why it was not done."""
+
+    number: int
+    error: PlaitError | None
+
+
+FromFront = Hello | Submit | Cancel | Count | Close | LogLevels | ChangeAdapter
+FromChild = ProgressReport | Headers | Ready | Events | MetricsReport | Logged | Fault | AdapterChanged
 
 
 def frame(message: WireMessage) -> bytes:

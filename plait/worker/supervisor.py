@@ -119,6 +119,7 @@ class Supervisor:
         self.mailbox, self.requests = Mailbox(), RequestTable()
         self.engine: Spawned | None = None
         self.num_restarts = 0
+        self.adapters: dict[str, str | None] = {}  # what changed since startup: paths, None for unloaded
         self._up_since: float | None = None  # None: it is loading
         self._progress_s = self._counted_s = 0.0
         self._looked_s = self._awake_s = 0.0
@@ -172,6 +173,14 @@ class Supervisor:
         """Ask an engine that is up for its metrics."""
         if self.engine is not None and self.is_up:
             self.engine.send(protocol.Count(number))
+
+    def change_adapter(self, number: int, name: str, path: str | None) -> None:
+        """Have an engine that is up load or unload an adapter: `on_message` gets the answer."""
+        if self.engine is not None and self.is_up:
+            self.engine.send(protocol.ChangeAdapter(number, name, path))
+        else:
+            error = EngineError("the engine is starting again; try again later")
+            self._watcher.on_message(protocol.AdapterChanged(number, error))
 
     def send_log_levels(self) -> None:
         """Send the levels of loggers, which may have changed. An engine that loads gets them once up."""
@@ -265,6 +274,8 @@ class Supervisor:
             case protocol.Ready():
                 self._up_since, self._was_up = time.monotonic(), True
                 self.send_log_levels()
+                for name, path in self.adapters.items():
+                    engine.send(protocol.ChangeAdapter(0, name, path))
                 self._watcher.on_up(engine, message)
                 if self.num_restarts:
                     log.warning("the engine is back (process %d)", engine.pid)

@@ -13,6 +13,7 @@ import pytest
 
 from plait.cli.common import progress
 from plait.cli.main import run
+from plait.engine.admission import USUAL_SERVICE, ServiceOptions
 from plait.errors import PlaitError
 from plait.request import Request, SamplingParams
 
@@ -60,14 +61,23 @@ class FakeEngine:
     def close(self) -> None:
         self.closed += 1
 
-    def prepare(self, prompt: Any, params: SamplingParams, *, add_special: bool = True) -> Request:
+    def prepare(
+        self,
+        prompt: Any,
+        params: SamplingParams,
+        *,
+        add_special: bool = True,
+        terms: ServiceOptions = USUAL_SERVICE,
+    ) -> Request:
         self.prompts.append(prompt)
         self.params.append(params)
-        return Request("r", (1, 2, 3), params)
+        return Request("r", (1, 2, 3), params, adapter=terms.adapter)
 
-    def prepare_chat(self, messages: list[dict[str, str]], params: SamplingParams) -> Request:
+    def prepare_chat(
+        self, messages: list[dict[str, str]], params: SamplingParams, terms: ServiceOptions = USUAL_SERVICE
+    ) -> Request:
         self.chats.append(messages)
-        return self.prepare([1, 2, 3], params)
+        return self.prepare([1, 2, 3], params, terms=terms)
 
     def submit(self, request: Request) -> FakeStream:
         return FakeStream(self)

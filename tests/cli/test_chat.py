@@ -69,7 +69,7 @@ def test_quiet_shows_replies_only(talk: Run, engine: Any) -> None:
 def test_a_model_without_a_template_is_an_error_in_a_pipe(
     talk: Run, engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(messages: object, params: object) -> list[int]:
+    def refuse(messages: object, params: object, terms: object) -> list[int]:
         raise BadTemplate("m has no chat template")
 
     monkeypatch.setattr(engine, "prepare_chat", refuse)

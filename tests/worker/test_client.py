@@ -20,6 +20,7 @@ from prometheus_client.exposition import generate_latest
 from plait.config import EngineConfig
 from plait.errors import (
     BadFile,
+    CheckpointError,
     ConfigError,
     ContextTooLong,
     DeadlineExceeded,
@@ -27,6 +28,7 @@ from plait.errors import (
     EngineKilled,
     EngineLost,
     InvalidField,
+    ModelNotFound,
     OutOfMemory,
     QueueFull,
 )
@@ -35,6 +37,7 @@ from plait.server.http.errors import problem
 from plait.worker.client import EngineProcess
 from plait.worker.supervisor import Patience
 from tests.engine.hash_model import Reader, oracle, prompts, request
+from tests.loading.adapters.made import linear_modules, write_llama, write_peft
 from tests.worker.fake_engines import GARBAGE, LONG, LOUD, POISON, STALL, WORDY
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -617,3 +620,33 @@ def test_a_process_that_cannot_be_started_says_why(monkeypatch: pytest.MonkeyPat
     with pytest.raises(EngineError, match=r"could not be started: .*Resource temporarily unavailable$"):
         process.ready(lambda *_: None)
     process.close(drain=False)
+
+
+@pytest.mark.slow
+def test_streams_of_an_adapter_go_on_after_a_kill_with_the_same_tokens(tmp_path: Path) -> None:
+    tensors = write_llama(tmp_path / "base")
+    write_peft(tmp_path / "more/a", tensors, linear_modules(tensors))
+    config = EngineConfig(lora_folder=str(tmp_path / "more"), device="cpu", threads=1, max_num_seqs=4)
+    process, reader = EngineProcess(str(tmp_path / "base"), config), Reader()
+    try:
+        process.ready(lambda *_: None)
+        with pytest.raises(CheckpointError):
+            process.change_adapter("b", "nowhere")
+        process.change_adapter("a", "a")
+        for name, adapter in (("one", "a"), ("base", "")):
+            asked = replace(request(name, [3, 1, 4, 1, 5], max_tokens=100), adapter=adapter)
+            process.submit(asked, reader)
+        until(done(reader, "one", "base"))
+        process.submit(replace(request("two", [3, 1, 4, 1, 5], max_tokens=100), adapter="a"), reader)
+        until(lambda: len(reader.tokens("two")) > 2)
+        kill(process)
+        until(done(reader, "two"))
+        assert reader.tokens("two") == reader.tokens("one") != reader.tokens("base")
+        process.change_adapter("a", None)
+        kill(process)
+        until(lambda: process.healthy)
+        process.submit(replace(request("three", [3, 1, 4], max_tokens=4), adapter="a"), reader)
+        until(done(reader, "three"))
+        assert isinstance(reader.last("three").error, ModelNotFound)
+    finally:
+        assert process.close(drain=False)

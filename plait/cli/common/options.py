@@ -20,6 +20,7 @@ from click.core import ParameterSource
 from plait.cli.common.help import path_completion, suggest_word
 from plait.cli.common.session import Session, log_to_stderr
 from plait.config import DAY_S, DEVICE, EngineConfig, ServerConfig, option_types
+from plait.engine.adapters import parse_named
 from plait.errors import ConfigError
 from plait.request import SAMPLING, SamplingParams
 
@@ -324,6 +325,24 @@ def server_settings(given: Mapping[str, object]) -> dict[str, object]:
 def sampling_params(given: Mapping[str, Any]) -> SamplingParams:
     """SamplingParams from a command's parameters. Raises InvalidField."""
     return SamplingParams(**{name: given[name] for name in SAMPLING_HELP})
+
+
+def adapter_option() -> Callable[[Command], Command]:
+    """--adapter, of commands that talk to one adapter."""
+    return click.option(
+        "--adapter", help="the name of the --lora that writes; default: the only one there is"
+    )
+
+
+def choose_adapter(asked: str | None, lora: Sequence[str]) -> str:
+    """The adapter that was named, or the only one; "": there is none. Raises UsageError."""
+    names = [parse_named(text)[0] for text in lora]
+    if asked is not None and asked not in names:
+        there = ", ".join(names) or "none is there: give --lora NAME=PATH"
+        raise click.UsageError(f"--adapter {asked}: it is none of the adapters ({there})")
+    if asked is None and len(names) > 1:
+        raise click.UsageError(f"--adapter: there are {', '.join(names)}; say which one writes")
+    return asked or (names[0] if names else "")
 
 
 def find_changes(settings: dict[str, object]) -> dict[str, object]:

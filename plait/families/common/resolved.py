@@ -26,3 +26,4 @@ class Resolved:
     provenance: Mapping[str, str]
     family: str
     is_detected: bool = False
+    hf_names: NameMap | None = None  # of a model in GGUF: where Hugging Face's files would have its tensors

@@ -23,6 +23,8 @@ def why_no_image(config: EngineConfig) -> str | None:
         return "it runs on a GPU"
     if config.num_ranks > 1 or config.ops != "auto" or config.packed_cache == "off":
         return "several ranks, --ops and --packed-cache off have no image"
+    if config.lora or config.lora_folder is not None:
+        return "adapters have no image"
     if config.speculate not in ("off", "ngram") or config.plugins:
         return "draft models and plug-ins have no image"
     return None

@@ -15,6 +15,7 @@ from plait.checkpoint.weights import Weights
 from plait.ops import norm
 from plait.ops.activation import activate, combine, rescale
 from plait.ops.linear import Linear
+from plait.ops.low_rank import AdapterRows
 from plait.ops.place import NormWeights, Rotation
 from plait.ops.ranks import Comm, gather_columns
 from plait.ops.rope import frequencies, rotate
@@ -48,6 +49,7 @@ class Batch:
     state_slots: Tensor  # [S] int64
     has_history: Tensor  # [S] bool: False where this pass holds the sequence's first token
     logit_rows: Tensor  # [L] int64: the rows of which logits are needed
+    adapters: AdapterRows | None = None  # which adapter each token has; None: there are none
     # What a layer's kernels leave for those of the layers behind it: the decoder starts each pass without.
     step: dict[object, Any] = field(default_factory=dict, compare=False)
 
@@ -93,10 +95,13 @@ class LmHead:
         self._rescale = w.bind(rescale)
         self._turn = HeadTransform(s.head, w.scope("head.transform"), s.hidden_size) if s.head else None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x: [L, hidden] -> [L, vocab] float32."""
+    def __call__(self, x: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """x: [L, hidden], tokens: [L] int64, which of the step these are -> [L, vocab] float32.
+
+        None: there are no adapters, which choose by token.
+        """
         x = self._turn(x) if self._turn else x
-        logits = gather_columns(self._comm, self.linear(x).float(), self._widths)
+        logits = gather_columns(self._comm, self.linear(x, tokens).float(), self._widths)
         scale, cap = self.spec.logit_scale, self.spec.logit_softcap
         return logits if scale == 1.0 and not cap else self._rescale(logits, scale, cap)
 

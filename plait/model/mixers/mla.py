@@ -23,6 +23,7 @@ from plait.ops.attention import paged_latent_attention
 from plait.ops.entry import latent_width
 from plait.ops.heads import HeadRows, bind_heads
 from plait.ops.indexer import sparse_latent_attention
+from plait.ops.low_rank import add_head_low_rank
 from plait.ops.place import place_latent
 from plait.ops.registry import TensorFn
 from plait.ops.rows import join
@@ -67,6 +68,11 @@ class Mla:
         (self._map_q, self.k_up), (self._map_out, self.v_up) = (
             bind_heads(w.bind, up) for up in _halves(s, w)
         )
+        self._step, self._sites = None, None
+        if adapters := w.target.adapters:
+            sizes_up = (heads, s.nope_dim, s.v_dim, s.kv_rank)
+            self._step, self._sites = adapters.step, adapters.head_sites(f"{w.prefix}.kv_b", *sizes_up)
+        self._add = w.bind(add_head_low_rank) if self._sites else None
         self.o = w.linear("o", in_size=heads * s.v_dim, out_sizes=(hidden,))
         self.head_gate = HeadGate("sigmoid", w, heads) if s.head_gate else None
         self.rope = Rope(s.rope, w) if s.rope else None
@@ -94,7 +100,7 @@ class Mla:
         q = self.q(q).unflatten(-1, (s.num_heads, -1))
         q_nope, q_rope = q.split([s.nope_dim, s.rope_dim], -1)
         latent, k_rope = self.kv_a(x).split([s.kv_rank, s.rope_dim], -1)
-        q_nope = self._map_q(q_nope, self.k_up)
+        q_nope = self._added(self._map_q(q_nope, self.k_up), q_nope, is_keys=True)
         cache, index = store[self.name]["latent"], batch.paged[group_name(None)]
         where = (index.block_table, index.slot_mapping, batch.query_start, batch.seq_lens)
         if self._place:
@@ -112,8 +118,16 @@ class Mla:
                 k_rope = self.rope(k_rope[:, None], batch.positions)[:, 0]
             q = self._join(q_nope, q_rope)
             out = self._attend(q, self._join(latent, k_rope), cache, *chosen, *where, s.scale, s.kv_rank)
-        out = self._map_out(out, self.v_up)
+        out = self._added(self._map_out(out, self.v_up), out)
         return self.o((self.head_gate(out, x) if self.head_gate else out).flatten(1))
+
+    def _added(self, y: Tensor, x: Tensor, *, is_keys: bool = False) -> Tensor:
+        """y: [T, heads, out] of one half of the up-projection, and its x: what adapters make of it."""
+        rows = self._step.current if self._step else None
+        if self._add is None or self._sites is None or rows is None:
+            return y
+        added: Tensor = self._add(y, x, self._sites.keys if is_keys else self._sites.values, rows)
+        return added
 
 
 def _halves(s: spec.MlaSpec, w: Weights) -> tuple[Tensor | HeadRows, Tensor | HeadRows]:

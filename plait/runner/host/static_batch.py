@@ -54,7 +54,9 @@ class Capacity:
 class StaticBatch:
     """The buffers that a program reads. `fill` writes a plan into them."""
 
-    def __init__(self, capacity: Capacity, groups: Sequence[BlockGroup], block_size: int) -> None:
+    def __init__(
+        self, capacity: Capacity, groups: Sequence[BlockGroup], block_size: int, *, has_adapters: bool = False
+    ) -> None:
         self.capacity, self.block_size = capacity, block_size
         c = capacity
         self.ids, self.logit_rows, self.starts, self.slots = (
@@ -66,6 +68,9 @@ class StaticBatch:
         self.mappings = [row[: c.tokens] for row in self._moving[2:]]
         self.history = np.zeros(c.seqs, np.bool_)
         self.tables = [np.zeros((c.seqs, c.blocks), np.int64) for _ in groups]
+        # The adapter of each token, how many tokens have one, and tokens by adapter.
+        self.adapters = np.zeros(c.tokens, np.int64) if has_adapters else None
+        self.num_adapted, self.adapter_order = np.zeros(1, np.int64), np.zeros(c.tokens, np.int64)
         self._known: list[list[Table]] = [[() for _ in range(c.seqs)] for _ in groups]  # what tables hold
 
     @property
@@ -112,6 +117,8 @@ class StaticBatch:
             elif num_logits:
                 self.logit_rows[row : row + num_logits] = range(token - num_logits, token)
             row += num_logits
+        if self.adapters is not None:
+            self._fill_adapters(self.adapters, plan)
         return token, row
 
     def follow(self, token_ids: Sequence[int]) -> int:
@@ -136,6 +143,15 @@ class StaticBatch:
             *(*largest, self.ids, self._moving, self._moving.strides[0], len(places), places),
             *(self.block_size, *kept, *(a.strides[0] for a in kept), step),
         )
+
+    def _fill_adapters(self, adapters: npt.NDArray[np.int64], plan: StepPlan) -> None:
+        token = 0
+        for chunk in plan.chunks:
+            adapters[token : token + len(chunk.token_ids)] = chunk.adapter
+            token += len(chunk.token_ids)
+        self.num_adapted[0] = count = np.count_nonzero(adapters[:token])
+        if count:
+            self.adapter_order[:token] = adapters[:token].argsort(kind="stable")
 
     def _fill_piece(self, s: int, chunk: Chunk, start: int) -> None:
         """Write a prompt chunk: its token ids, positions, and where its keys and values go."""

@@ -7,11 +7,11 @@ field is accepted, and reported.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Protocol
 
-from plait.errors import InvalidField, ModelNotFound
+from plait.errors import InvalidField, ModelNotFound, list_some
 from plait.request import SamplingParams
 from plait.sampling_fields import MAX_LOGPROBS, ChoiceFields, check_range, shorten
 from plait.server.api.schema import ChatRequest, CompletionRequest, Sampling
@@ -130,7 +130,7 @@ def list_ignored(body: Mapping[str, object], read: frozenset[str], unread: Seque
     return ",".join(safe + more)
 
 
-def check_model(asked: object, served: str) -> None:
+def check_model(asked: object, served: str, adapters: Collection[str] = ()) -> None:
     """Check a request's model. Raises InvalidField for no string, ModelNotFound for one that is not served.
 
     Null and "default" always mean the served one. Ollama's tag ":latest" is the same as none.
@@ -141,7 +141,8 @@ def check_model(asked: object, served: str) -> None:
         return
     if not isinstance(asked, str):
         raise InvalidField("model: it must be a string", "model")
-    raise ModelNotFound(f"the model {asked[:200]!r} is not served here; {served!r} is", "model")
+    there = f"{served!r} is" if not adapters else f"{list_some([served, *adapters], 8)} are"
+    raise ModelNotFound(f"the model {asked[:200]!r} is not served here; {there}", "model")
 
 
 def any_model_name(asked: object) -> str:

@@ -171,13 +171,15 @@ class RequestContext:
     """One request on its way to the engine: the model, its name in the reply, and the client.
 
     It separates the cached prompts of keys, counts and bounds. Safe from any thread, like the Front. `store`:
-    what clients have stored; None: the server stores nothing.
+    what clients have stored; None: the server stores nothing. `adapter`: the name of the one that the request
+    chose; "": none.
     """
 
     front: Front
     model: str
     exchange: Exchange
     store: Store | None = None
+    adapter: str = ""
 
     @property
     def tenant(self) -> str:
@@ -198,7 +200,8 @@ class RequestContext:
         if exchange.key.name:
             # No name holds a slash, so no salt that is sent makes one key's prompts another's.
             request = replace(request, cache_salt=f"{exchange.key.name}/{request.cache_salt}")
-        stream = self.front.submit(replace(request, tenant=self.tenant), interval)
+        request = replace(request, tenant=self.tenant, adapter=self.adapter)
+        stream = self.front.submit(request, interval)
         exchange.streams.append(stream)
         if exchange.account is not None:
             exchange.account.pay(len(request.prompt_token_ids))

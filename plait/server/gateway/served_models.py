@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from plait.server.gateway.exchange import Exchange
@@ -23,11 +23,14 @@ Stage = Literal["loaded", "loading", "unloaded", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class ChosenModel:
-    """A loaded model that a request has chosen. `served`: its name; `name`: what the reply calls it."""
+    """A loaded model that a request has chosen. `served`: its name; `name`: what the reply calls it;
+    `adapter`: the name of the one that the request chose with it, or "".
+    """
 
     front: Front
     served: str
     name: str
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +38,8 @@ class ServedFacts:
     """What is known of a model, loaded or not; None: not known before it is loaded.
 
     `created`: seconds since 1970; `size`: bytes of its weight files; `memory`: bytes that its engine holds;
-    `expires`: seconds since 1970 when it is unloaded, None: never; `error`: why it could not be loaded.
+    `expires`: seconds since 1970 when it is unloaded, None: never; `error`: why it could not be loaded;
+    `parent`: of an adapter, the model that it changes.
     """
 
     name: str
@@ -54,6 +58,7 @@ class ServedFacts:
     memory: int | None = None
     expires: float | None = None
     num_open: int = 0
+    parent: str = ""
 
 
 class ServedModels(ABC):
@@ -152,6 +157,17 @@ def list_abilities(front: Front) -> list[str]:
     if front.reply_format.reasoning is not None:
         found.append("thinking")
     return found
+
+
+def facts_of_adapter(found: ServedFacts, name: str) -> ServedFacts:
+    """An adapter of a model: what is the model's own stays with it."""
+    of_adapter = replace(found, name=name, parent=found.name, aliases=(), num_open=0)
+    return replace(of_adapter, size=None, memory=None)
+
+
+def facts_of_adapters(found: ServedFacts) -> list[ServedFacts]:
+    """The adapters of a loaded model."""
+    return [] if found.front is None else [facts_of_adapter(found, name) for name in found.front.adapters]
 
 
 def facts_of_front(front: Front, name: str) -> ServedFacts:

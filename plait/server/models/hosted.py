@@ -6,6 +6,7 @@ import asyncio
 import math
 import re
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -112,6 +113,13 @@ class HostedModel:
     def too_large(self, refusal: str) -> ModelUnavailable:
         """The error of requests for a model that never fits."""
         return ModelUnavailable(f"the model {self.name!r} does not fit: {refusal}")
+
+    @property
+    def adapters(self) -> Collection[str]:
+        """The names of its adapters; before it is loaded, of those of its options."""
+        if self.front is not None:
+            return self.front.adapters
+        return [one.partition("=")[0] for one in self.entry.engine.lora]
 
     def facts(self, now: float, residence_s: float) -> ServedFacts:
         """What is known of it now."""

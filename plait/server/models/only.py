@@ -10,7 +10,13 @@ from plait.errors import InvalidField
 from plait.server.api import validate
 from plait.server.gateway.exchange import Exchange
 from plait.server.gateway.request_context import Health, LoadingState
-from plait.server.gateway.served_models import ChosenModel, ServedFacts, ServedModels, facts_of_front
+from plait.server.gateway.served_models import (
+    ChosenModel,
+    ServedFacts,
+    ServedModels,
+    facts_of_adapter,
+    facts_of_front,
+)
 from plait.server.http.errors import NotReady
 
 if TYPE_CHECKING:
@@ -52,9 +58,11 @@ class OnlyModel(ServedModels):
     def look_up(self, asked: object) -> ChosenModel:
         front = self.loading.ready()
         served = self._served(front)
+        if isinstance(asked, str) and asked != served and asked in front.adapters:
+            return ChosenModel(front, served, asked, asked)
         if self._config.any_model_name:
             return ChosenModel(front, served, validate.any_model_name(asked) or served)
-        validate.check_model(asked, served)
+        validate.check_model(asked, served, front.adapters)
         return ChosenModel(front, served, served)
 
     def list_facts(self) -> list[ServedFacts]:
@@ -63,7 +71,8 @@ class OnlyModel(ServedModels):
 
     def facts_of(self, asked: object) -> ServedFacts:
         found = self.look_up(asked)
-        return facts_of_front(found.front, found.name)
+        facts = facts_of_front(found.front, found.served if found.adapter else found.name)
+        return facts_of_adapter(facts, found.adapter) if found.adapter else facts
 
     async def load(self, asked: object) -> ServedFacts:
         return self.facts_of(asked)

@@ -16,7 +16,7 @@ from plait.errors import ModelNotFound
 from plait.server.api import validate
 from plait.server.gateway.exchange import Exchange
 from plait.server.gateway.request_context import Health
-from plait.server.gateway.served_models import ChosenModel, ServedFacts, ServedModels
+from plait.server.gateway.served_models import ChosenModel, ServedFacts, ServedModels, facts_of_adapter
 from plait.server.http.errors import NotReady
 from plait.server.models.catalog import LOOK_EVERY_S, ModelCatalog
 from plait.server.models.hosted import HostedModel
@@ -75,28 +75,30 @@ class ModelPool(ServedModels):
     async def choose(self, asked: object, exchange: Exchange, keep_alive: object = None) -> ChosenModel:
         keep_s = None if keep_alive is None else read_keep_alive(keep_alive)
         self._check_open()
-        model, name = await self._find_anew(asked)
+        model, name, adapter = await self._find_anew(asked)
         front = await self._residents.hold(model)
         exchange.release = partial(self._residents.release, model, keep_s)
-        return ChosenModel(front, model.name, name)
+        return ChosenModel(front, model.name, name, adapter)
 
     def look_up(self, asked: object) -> ChosenModel:
         self._check_open()
-        model, name = self._find(asked)
+        model, name, adapter = self._find(asked)
         if model.front is None:
             raise NotReady(f"the model {model.name!r} is not loaded; a request for text has it loaded")
-        return ChosenModel(model.front, model.name, name)
+        return ChosenModel(model.front, model.name, name, adapter)
 
     def list_facts(self) -> list[ServedFacts]:
         now = self._residents.clock()
         return [model.facts(now, RESIDENCE_S) for model in self._residents.models.values()]
 
     def facts_of(self, asked: object) -> ServedFacts:
-        return self._find(asked)[0].facts(self._residents.clock(), RESIDENCE_S)
+        model, _, adapter = self._find(asked)
+        found = model.facts(self._residents.clock(), RESIDENCE_S)
+        return facts_of_adapter(found, adapter) if adapter else found
 
     async def load(self, asked: object) -> ServedFacts:
         self._check_open()
-        model, _ = await self._find_anew(asked)
+        model, *_ = await self._find_anew(asked)
         model.failure, model.is_unwanted = None, False
         await self._residents.learn(model)
         if refusal := self._residents.budget.refusal(model):
@@ -106,7 +108,7 @@ class ModelPool(ServedModels):
         return self.facts_of(model.name)
 
     async def unload(self, asked: object) -> ServedFacts:
-        model, _ = self._find(asked)
+        model, *_ = self._find(asked)
         model.is_wanted, model.is_unwanted = False, model.phase in ("loading", "loaded")
         if model in self._residents.queue and not model.waiters:
             self._residents.queue.remove(model)
@@ -138,20 +140,26 @@ class ModelPool(ServedModels):
 
     # Which models there are
 
-    def _find(self, asked: object) -> tuple[HostedModel, str]:
-        """The model that a request names, and its name for the reply. Raises InvalidField, ModelNotFound."""
+    def _find(self, asked: object) -> tuple[HostedModel, str, str]:
+        """The model that a request names, its name for the reply, and the adapter that is named, or "".
+
+        Raises InvalidField and ModelNotFound.
+        """
         name = validate.any_model_name(asked) if self._config.any_model_name else ""
         try:
             entry = self._catalog.find(asked)
         except ModelNotFound:
+            for model in self._residents.models.values():
+                if isinstance(asked, str) and asked in model.adapters:
+                    return model, asked, asked
             if not name:
                 raise
             entry = self._catalog.find(None)
         if entry.name not in self._residents.models:
             self._follow_catalog()
-        return self._residents.models[entry.name], name or entry.name
+        return self._residents.models[entry.name], name or entry.name, ""
 
-    async def _find_anew(self, asked: object) -> tuple[HostedModel, str]:
+    async def _find_anew(self, asked: object) -> tuple[HostedModel, str, str]:
         """As `_find`, after another look at the folder if there is no such model."""
         with contextlib.suppress(ModelNotFound):
             return self._find(asked)

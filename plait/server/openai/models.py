@@ -6,7 +6,7 @@ prompts themselves, such as lm-eval, read it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
@@ -21,7 +21,7 @@ from plait.server.api.schema import DetokenizeRequest, TokenizeRequest
 from plait.server.api.token_scores import Count
 from plait.server.api.validate import allow_tools, from_template_kwargs
 from plait.server.gateway.request_context import LoadingProgress, RequestContext
-from plait.server.gateway.served_models import ServedFacts, Stage
+from plait.server.gateway.served_models import ServedFacts, Stage, facts_of_adapters
 from plait.text.tokenizers.tokenizer import join_text
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ class ModelCard(msgspec.Struct, kw_only=True, frozen=True):
     created: int
     owned_by: str = "plait"
     max_model_len: Count | UnsetType = UNSET
+    parent: str | UnsetType = UNSET  # of an adapter: the model that it changes
     status: ModelStatus
     aliases: list[str] | UnsetType = UNSET
     capabilities: list[str] | UnsetType = UNSET
@@ -92,12 +93,13 @@ class DetokenizeReply(msgspec.Struct, frozen=True):
 
 
 def card(found: ServedFacts) -> ModelCard:
-    """A model as /v1/models lists it."""
+    """A model, or an adapter of one, as /v1/models lists it."""
     progress = UNSET if found.progress is None else found.progress
     return ModelCard(
         id=found.name,
         created=found.created,
         max_model_len=_or_unset(found.max_model_len),
+        parent=found.parent or UNSET,
         status=ModelStatus(value=found.stage, progress=progress, error=found.error or UNSET),
         aliases=[*found.aliases] or UNSET,
         capabilities=UNSET if found.abilities is None else [*found.abilities],
@@ -106,6 +108,11 @@ def card(found: ServedFacts) -> ModelCard:
         num_open_requests=found.num_open or UNSET,
         expires=_or_unset(found.expires),
     )
+
+
+def cards(models: Iterable[ServedFacts]) -> list[ModelCard]:
+    """Every model, each before its adapters."""
+    return [card(one) for found in models for one in (found, *facts_of_adapters(found))]
 
 
 def _or_unset(value: T | None) -> T | UnsetType:

@@ -65,6 +65,8 @@ def why_unjoinable(facts: OpFacts) -> str | None:
     """The `when` of a join of gate and up: one packed weight of whole tiles, and a known activation."""
     up, kind = facts.sizes.get("up"), facts["kind"]
     part = up.only_part if isinstance(up, Linear) else None
+    if isinstance(up, Linear) and up.added is not None:
+        return "adapters add to gate and up before the activation"
     if part is None or not isinstance(part[0], PackedWeight):
         return "gate and up are not one packed weight matrix"
     if not part[0].joins:

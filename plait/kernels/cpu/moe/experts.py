@@ -19,6 +19,7 @@ from plait.kernels.cpu.codegen import vec
 from plait.kernels.cpu.codegen.kernel import Kernel, inline, kernel
 from plait.kernels.cpu.codegen.kinds import Int
 from plait.kernels.cpu.linear.glu import join_of
+from plait.kernels.cpu.linear.low_rank import ExpertTables
 from plait.kernels.cpu.linear.packed import Groups, PackedWeight, check_bias, multiply
 from plait.kernels.cpu.runtime.address_table import keep_addresses
 from plait.kernels.cpu.runtime.executor import Executor
@@ -183,6 +184,7 @@ class GroupedExperts:
         self._activate, self._gate_rows = activate.bind(facts)[0], gate_rows.bind(facts)[0]
         self._seen: tuple[Sequence[Linear], Sequence[Linear]] = ([], [])
         self._maps: tuple[Maps | str, Maps | str] = ("", "")
+        self._tables: tuple[ExpertTables | None, ExpertTables | None] = (None, None)
 
     def __call__(
         self,
@@ -200,14 +202,15 @@ class GroupedExperts:
         Raises CannotRecord in a recording if the weights do not share a kernel: then they are called singly.
         """
         if self._seen[0] is not up or self._seen[1] is not down:
+            self._tables = ExpertTables.of(up), ExpertTables.of(down)
             self._seen, self._maps = (up, down), (Maps.of(up), Maps.of(down))
-        first, second = self._maps
+        (first, second), (up_tables, down_tables) = self._maps, self._tables
         if isinstance(first, str) or isinstance(second, str):
             if self._cpu.is_recording:
                 why = " and ".join(m for m in self._maps if isinstance(m, str))
                 raise CannotRecord(f"a mixture of experts cannot be recorded: {why}")
-            y: Tensor = experts.reference(x, weight, index, up, down, activation, shared, gate)
-            return y
+            summed: Tensor = experts.reference(x, weight, index, up, down, activation, shared, gate)
+            return summed
         if shared is not None and gate is not None:
             shared = self._gate_rows(shared, gate)
         cpu, rows = self._cpu, TensorRows.of(x)
@@ -222,18 +225,23 @@ class GroupedExperts:
             *(index, *pair_bytes, k, count, starts, places, x, rows.row_bytes, rows.width, ordered),
             rows=tokens,
         )
-        join = join_of(first.first, *activation) if first.biases is None else None
+        is_joined = first.biases is None and up_tables is None
+        join = join_of(first.first, *activation) if is_joined else None
         h = self._multiply(ordered, first, starts, tokens, join)
+        if up_tables is not None:
+            up_tables.add(cpu, h, ordered, places, index)
         if join is None:
             # As many rows as pairs: k "heads" of each token, so that the frame's count of tokens is right.
             h = self._activate(h.view(tokens, k, -1), *activation).view(tokens * k, -1)
-        h = self._multiply(h, second, starts, tokens)
+        y = self._multiply(h, second, starts, tokens)
+        if down_tables is not None:
+            down_tables.add(cpu, y, h, places, index)
         out = cpu.empty(tokens, rows.width)
         weight_bytes = (weight.stride(0) * 4, weight.stride(1) * 4)
         shared_bytes = shared.stride(0) * 4 if shared is not None else 0
         cpu.launch(
             weigh_rows,
-            *(h, rows.width, places, k, weight, *weight_bytes, shared, shared_bytes, out),
+            *(y, rows.width, places, k, weight, *weight_bytes, shared, shared_bytes, out),
             rows=tokens,
         )
         return out

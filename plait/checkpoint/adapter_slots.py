@@ -1,0 +1,95 @@
+"""The adapters of a loaded model: which of its linear layers have a site, and what each slot adds there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from plait.errors import ShapeMismatch
+from plait.ops.linear import Linear
+from plait.ops.low_rank import AdapterLimits, AdapterSite, AddedAdapters, HeadSites, LowRankFactors, StepRows
+from plait.ops.registry import Bind
+
+
+class FactorSource(Protocol):
+    """An adapter by our names (`checkpoint.adapters.match.AdapterMatch`)."""
+
+    @property
+    def path(self) -> Path: ...
+    def has(self, ours: str) -> bool: ...
+    def take(self, ours: str) -> LowRankFactors | None: ...
+    def check_all_used(self) -> None: ...
+
+
+BEHIND = "head.transform"  # its rows are those of logits, not the tokens of a step
+UNREACHED = ("mimo_up", "mimo_down")  # layers that a kernel applies to each head
+
+
+class AdapterSlots:
+    """As many adapters at a time as `limits` say, numbered from 1. Sites are made while the model is built.
+
+    known: the adapters that there will ever be, so that other layers stay as they are; None: any may come.
+    """
+
+    def __init__(self, limits: AdapterLimits, known: Sequence[FactorSource] | None) -> None:
+        self.limits, self.step, self._known = limits, StepRows(), known
+        self._sites: dict[tuple[str, ...], AdapterSite | HeadSites] = {}
+
+    def attach(self, names: Sequence[str], linear: Linear, out_sizes: Sequence[int], bind: Bind) -> None:
+        """Give a linear layer of these weights of ours, side by side, a site."""
+        if any(name.rpartition(".")[2] in UNREACHED or name.startswith(BEHIND) for name in names):
+            return
+        if (site := self.site(names, linear.n_in, out_sizes)) is not None:
+            linear.added = AddedAdapters(site, self.step, bind)
+
+    def site(self, names: Sequence[str], n_in: int, out_sizes: Sequence[int]) -> AdapterSite | None:
+        """The site of these weights; None: no adapter changes them."""
+        if not self._may_change(names):
+            return None
+        made = self._sites[tuple(names)] = AdapterSite(n_in, out_sizes, self.limits)
+        return made
+
+    def head_sites(self, name: str, heads: int, nope: int, v: int, latent: int) -> HeadSites | None:
+        """The site of MLA's up-projection of that name; None: no adapter changes it."""
+        if not self._may_change([name]):
+            return None
+        made = self._sites[name,] = HeadSites(heads, nope, v, latent, self.limits)
+        return made
+
+    def _may_change(self, names: Sequence[str]) -> bool:
+        return self._known is None or any(match.has(name) for match in self._known for name in names)
+
+    def load(self, slot: int, match: FactorSource) -> None:
+        """Put an adapter into a slot that is free. No step may run meanwhile.
+
+        Raises ShapeMismatch, UnsupportedFormat and UnusedTensor; the slot is free as before then.
+        """
+        try:
+            for names, site in self._sites.items():
+                for part, name in enumerate(names):
+                    factors = match.take(name)
+                    if factors is not None:
+                        _put(site, slot, part, factors, f"{match.path}: {name}")
+            match.check_all_used()
+        except BaseException:
+            self.clear(slot)
+            raise
+
+    def clear(self, slot: int) -> None:
+        """Free a slot. No step may run meanwhile."""
+        for site in self._sites.values():
+            site.clear(slot)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(site.nbytes for site in self._sites.values())
+
+
+def _put(site: AdapterSite | HeadSites, slot: int, part: int, factors: LowRankFactors, where: str) -> None:
+    if factors.rank > site.max_rank:
+        raise ShapeMismatch(f"{where}: rank {factors.rank} is more than {site.max_rank} (--max-lora-rank)")
+    try:
+        site.put(slot, part, factors)
+    except ShapeMismatch as error:
+        raise ShapeMismatch(f"{where}: {error}") from None

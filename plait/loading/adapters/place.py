@@ -1,0 +1,168 @@
+"""From `--lora NAME=PATH` to adapters in the slots of a loaded model, at startup and later."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from plait.checkpoint.adapter_slots import AdapterSlots
+from plait.checkpoint.adapters.adapter_file import AdapterFile
+from plait.checkpoint.adapters.gguf_adapter import open_gguf
+from plait.checkpoint.adapters.match import AdapterMatch
+from plait.checkpoint.adapters.peft import WEIGHTS, open_peft
+from plait.checkpoint.find_files import ModelFiles
+from plait.checkpoint.names import NameMap
+from plait.checkpoint.readers.gguf_metadata import is_own
+from plait.checkpoint.weights import Target
+from plait.config import EngineConfig
+from plait.engine.adapters import AdapterTable, no_adapters, parse_named
+from plait.errors import ConfigError, MissingTensor, UnsupportedFormat
+from plait.families.common.resolved import Resolved
+from plait.ops.low_rank import AdapterLimits
+
+log = logging.getLogger("plait")
+MORE_SLOTS = 4  # of a model that takes adapters at run time, if --max-loras does not say how many
+
+
+class AdaptableModel(Protocol):
+    """A model's headers (`loading.open_model.Opened`)."""
+
+    @property
+    def files(self) -> ModelFiles: ...
+    @property
+    def metadata(self) -> Mapping[str, object] | None: ...
+    @property
+    def resolved(self) -> Resolved: ...
+    @property
+    def config(self) -> EngineConfig: ...
+
+
+@dataclass(frozen=True, slots=True)
+class NamedAdapter:
+    """One of `--lora`, opened, before its model is built."""
+
+    name: str
+    path: str
+    match: AdapterMatch
+
+
+def open_adapter(path: Path, max_rank: int) -> AdapterFile:
+    """A folder of PEFT's, or a GGUF file. Raises CheckpointError, one line each."""
+    if path.is_dir():
+        return open_peft(path, max_rank)
+    if path.name == WEIGHTS:
+        return open_peft(path.parent, max_rank)
+    if not path.is_file():
+        raise MissingTensor(f"{path}: there is no adapter; name a folder with {WEIGHTS}, or a .gguf file")
+    return open_gguf(path, max_rank)
+
+
+def match_adapter(opened: AdaptableModel, file: AdapterFile) -> AdapterMatch:
+    """The adapter through the names of a model's files. Raises UnsupportedFormat for another model's."""
+    return AdapterMatch(file, _names_for(opened, file))
+
+
+def _names_for(opened: AdaptableModel, file: AdapterFile) -> NameMap:
+    resolved, metadata = opened.resolved, opened.metadata
+    is_gguf = metadata is not None and not is_own(metadata)
+    if file.naming == "hf":
+        return resolved.hf_names or resolved.names
+    if not is_gguf or metadata is None:
+        raise UnsupportedFormat(
+            f"{file.path}: a GGUF adapter is for a model in GGUF, and {opened.files.name} is none; use the "
+            "adapter in PEFT's layout"
+        )
+    if file.architecture != metadata.get("general.architecture"):
+        raise UnsupportedFormat(
+            f"{file.path}: it is for the architecture {file.architecture!r}, and {opened.files.name} is "
+            f"{metadata.get('general.architecture')!r}"
+        )
+    return resolved.names
+
+
+def place_adapters(opened: AdaptableModel, target: Target) -> Sequence[NamedAdapter]:
+    """Open what `--lora` names, and have the model of `target` built with sites for it.
+
+    Raises ConfigError where adapters are not possible, and CheckpointError for a bad one.
+    """
+    config = opened.config
+    if not config.lora and config.lora_folder is None:
+        return ()
+    if target.chip is not None or target.device.type != "cpu":
+        raise ConfigError(
+            "lora: adapters run on a CPU only so far, there are no GPU kernels for them; leave --lora out, "
+            "set device to cpu, or merge the adapter with `plait convert --lora`"
+        )
+    if target.comm.rank.num_shares > 1:
+        raise ConfigError(
+            "lora: adapters do not run on several ranks, nor with --deterministic where sums have shares; "
+            "leave one of both out, or merge the adapter with `plait convert --lora`"
+        )
+    found = list[NamedAdapter]()
+    for text in config.lora:
+        name, path = parse_named(text)
+        if name in (one.name for one in found):
+            raise ConfigError(f"lora: the name {name!r} is there twice")
+        file = open_adapter(Path(path), config.max_lora_rank)
+        found.append(NamedAdapter(name, path, match_adapter(opened, file)))
+    known = None if config.lora_folder is not None else [one.match for one in found]
+    # As precise as keys and values: bfloat16 behind rounded weights, where float32 would only cost time.
+    dtype = torch.float32 if target.kv_dtype in ("model", "float32") else torch.bfloat16
+    limits = AdapterLimits(count_slots(config), config.max_lora_rank, dtype)
+    target.adapters = AdapterSlots(limits, known)
+    return found
+
+
+def count_slots(config: EngineConfig) -> int:
+    """How many adapters are loaded at a time, at most. Raises ConfigError."""
+    least = len(config.lora)
+    most = config.max_loras or least + (MORE_SLOTS if config.lora_folder is not None else 0)
+    if most < least:
+        raise ConfigError(f"max_loras: {most} is less than the {least} adapters that --lora names")
+    return most
+
+
+def load_adapters(opened: AdaptableModel, target: Target, named: Sequence[NamedAdapter]) -> AdapterTable:
+    """Put the adapters into their slots. Raises CheckpointError.
+
+    The table loads others later only from inside of `lora_folder`.
+    """
+    slots, config = target.adapters, opened.config
+    if slots is None:
+        return no_adapters()
+    first = {one.path: one.match for one in named}
+
+    def load(slot: int, path: str) -> str:
+        match = first.pop(path, None) or match_adapter(
+            opened, open_adapter(find_inside(config.lora_folder, path), config.max_lora_rank)
+        )
+        slots.load(slot, match)
+        return match.file.digest
+
+    table = AdapterTable(slots.limits.num_slots, load, slots.clear)
+    for one in named:
+        first[one.path] = one.match
+        table.load(one.name, one.path, ())
+    if named:
+        mib = slots.nbytes / (1 << 20)
+        log.info("adapters: %s (%.1f MiB)", ", ".join(table.names), mib)
+    return table
+
+
+def find_inside(folder: str | None, path: str) -> Path:
+    """A path of a request, inside of the folder. Raises ConfigError for any other."""
+    if folder is None:
+        raise ConfigError("adapters are not loaded at run time; start with --lora-folder")
+    root = Path(folder).resolve()
+    try:
+        found = (root / path).resolve()
+    except (OSError, ValueError, RuntimeError):
+        raise ConfigError("lora_path: it is no path") from None
+    if not found.is_relative_to(root) or found == root:
+        raise ConfigError("lora_path: it is not inside of --lora-folder; send a path relative to that folder")
+    return found

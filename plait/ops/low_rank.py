@@ -1,0 +1,280 @@
+"""Low-rank adapters (LoRA; Hu et al. 2021): y += scale · (x Aᵀ) Bᵀ, each row by the adapter that it names."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from plait.errors import ShapeMismatch
+from plait.ops.registry import Arguments, Bind, Bound, Case, op
+
+LANES = 16  # ranks, or outputs, that kernels compute at a time
+WORDS = 4  # of a table's entry: addresses of A and B, rank, scale as float32 bits
+
+
+@dataclass(frozen=True, slots=True)
+class LowRankFactors:
+    """What an adapter adds to one weight: scale · up · down. down: [rank, in], up: [out, rank]."""
+
+    down: Tensor
+    up: Tensor
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        return self.down.shape[0]
+
+    def product(self) -> Tensor:
+        """The change of the weight, [out, in] float32."""
+        return self.scale * (self.up.float() @ self.down.float())
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRows:
+    """Which adapter each token of a step has. slots: [T] int64, 0: none.
+
+    count: [1] int64, how many tokens have one; order: [T] int64, tokens by slot: the last `count` have one.
+    """
+
+    slots: Tensor
+    count: Tensor
+    order: Tensor
+
+    @classmethod
+    def of(cls, slots: Tensor) -> AdapterRows:
+        """Of a step that is not recorded."""
+        return cls(slots, (slots > 0).sum()[None], slots.argsort(stable=True))
+
+
+class StepRows(threading.local):
+    """The rows of the step that this thread computes. Mixers give a linear layer x alone; so the decoder
+    says here which rows they are, before each pass."""
+
+    current: AdapterRows | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _PaddedFactors:
+    """Factors as kernels read them. down: [groups of 16 ranks, inputs, 16]; up:
+    [rank, outputs, up to a multiple of 16]; what was added is 0."""
+
+    down: Tensor
+    up: Tensor
+    rank: int
+    scale: float
+
+    @classmethod
+    def of(cls, factors: LowRankFactors, n_in: int, n_out: int, dtype: torch.dtype) -> _PaddedFactors:
+        rank = factors.rank
+        down = torch.zeros(_whole(rank, LANES), n_in, dtype=dtype)
+        up = torch.zeros(rank, _whole(n_out, LANES), dtype=dtype)
+        down[:rank], up[:, :n_out] = factors.down, factors.up.T
+        turned = down.view(-1, LANES, n_in).transpose(1, 2).contiguous()
+        return cls(turned, up, rank, factors.scale)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """x: [n, in] -> [n, rank] float32."""
+        return torch.cat([x.float() @ group.float() for group in self.down], -1)[:, : self.rank]
+
+    def words(self) -> list[int]:
+        bits = struct.unpack("<i", struct.pack("<f", self.scale))[0]
+        return [self.down.data_ptr(), self.up.data_ptr(), self.rank, bits]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLimits:
+    """What the sites of a model have in common. dtype: of factors as they are kept, float32 or bfloat16.
+
+    used: int64 [1], how many times 16 ranks the largest of all adapters has.
+    """
+
+    num_slots: int
+    max_rank: int
+    dtype: torch.dtype = torch.float32
+    used: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64))
+
+
+class AdapterSite:
+    """What the adapters in `num_slots` slots add to one linear layer, of one or more parts side by side.
+
+    table: int64 [slots, parts, WORDS], zeros where a slot adds nothing. It stays where it is, so a recorded
+    step reads what was loaded after it was recorded. Slots count from 1.
+    """
+
+    def __init__(self, n_in: int, out_sizes: Sequence[int], limits: AdapterLimits) -> None:
+        self.n_in, self.out_sizes, self.used = n_in, tuple(out_sizes), limits.used
+        self.dtype, self.max_rank = limits.dtype, _whole(limits.max_rank, LANES)
+        self.starts = torch.tensor([0, *accumulate(self.out_sizes)], dtype=torch.int64)
+        self.table = torch.zeros(limits.num_slots, len(self.out_sizes), WORDS, dtype=torch.int64)
+        self._kept: dict[tuple[int, int], _PaddedFactors] = {}
+
+    @property
+    def num_parts(self) -> int:
+        return len(self.out_sizes)
+
+    @property
+    def kind(self) -> str:
+        """The dtype of its factors, in a word."""
+        return str(self.dtype).removeprefix("torch.")
+
+    def put(self, slot: int, part: int, factors: LowRankFactors) -> None:
+        """Keep an adapter's factors. No step may run meanwhile. Raises ShapeMismatch."""
+        wanted = (factors.rank, self.n_in), (self.out_sizes[part], factors.rank)
+        found = tuple(factors.down.shape), tuple(factors.up.shape)
+        if found != wanted:
+            raise ShapeMismatch(
+                f"lora_A is {list(found[0])} and lora_B {list(found[1])}; the layer wants {list(wanted[0])} "
+                f"and {list(wanted[1])}"
+            )
+        self.used.clamp_(min=-(-factors.rank // LANES))
+        kept = self._kept[slot, part] = _PaddedFactors.of(
+            factors, self.n_in, self.out_sizes[part], self.dtype
+        )
+        self.table[slot - 1, part] = torch.tensor(kept.words(), dtype=torch.int64)
+
+    def clear(self, slot: int) -> None:
+        """Forget an adapter. No step may run meanwhile."""
+        self.table[slot - 1].zero_()
+        for part in range(self.num_parts):
+            self._kept.pop((slot, part), None)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(kept.down.nbytes + kept.up.nbytes for kept in self._kept.values())
+
+    def add_slot(self, slot: int, y: Tensor, x: Tensor) -> Tensor:
+        """y: [n, out], x: [n, in], rows of one slot -> y with what the slot adds, in y's dtype."""
+        parts = list(y.split(list(self.out_sizes), -1))
+        for part, (n_out, before) in enumerate(zip(self.out_sizes, list(parts), strict=True)):
+            if kept := self._kept.get((slot, part)):
+                added = kept.scale * (kept.hidden(x) @ kept.up[:, :n_out].float())
+                parts[part] = (before.float() + added).to(y.dtype)
+        return torch.cat(parts, -1)
+
+
+CASES = [
+    dict(rows=1, n_in=64, outs=(48,), ranks=(8,)),
+    dict(rows=20, n_in=101, outs=(40, 7, 70), ranks=(4, 16, 33)),
+    dict(rows=45, n_in=33, outs=(16, 200), ranks=(1, 9)),
+    dict(rows=6, n_in=48, outs=(20,), ranks=(8, 8), is_idle=True),
+]
+
+
+@op(cases=CASES)
+def add_low_rank(
+    y: Tensor, x: Tensor, site: AdapterSite, rows: AdapterRows, tokens: Tensor | None = None
+) -> Tensor:
+    """y: [n, out] of a linear layer and its x: [n, in] -> y with what each row's adapter adds, in y's dtype.
+
+    tokens: [n] int64, of which token of the step each row is; None: row i is token i. y is changed in place:
+    its linear layer has just made it, and nothing else knows of it yet.
+    """
+    slots = rows.slots[: len(y)] if tokens is None else rows.slots[tokens]
+    for slot in slots.unique().tolist():
+        if slot:
+            at = torch.where(slots == slot)[0]
+            y[at] = site.add_slot(slot, y[at], x[at])
+    return y
+
+
+@add_low_rank.inputs
+def _inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
+    count, n_in, outs, ranks = case["rows"], case["n_in"], case["outs"], case["ranks"]
+    stored = getattr(torch, case.get("dtype", "float32"))
+    site = AdapterSite(n_in, outs, AdapterLimits(len(ranks) + 1, max(ranks), stored))
+    for slot, rank in enumerate(ranks, 1):
+        for part, n_out in enumerate(outs):
+            if (slot + part) % 3 or len(outs) == 1:
+                down = (torch.randn(rank, n_in) / n_in**0.5).to(stored)
+                site.put(
+                    slot, part, LowRankFactors(down, (torch.randn(n_out, rank) / rank**0.5).to(stored), 0.75)
+                )
+    is_picked = count % 2 == 1 and count > 1  # rows are some of the step's tokens
+    slots = torch.randint(0, len(ranks) + 2, (count + 3 * is_picked,)) * (not case.get("is_idle"))
+    slots[: count // 2] = 0 if case.get("is_idle") else 1  # neighbours of one adapter
+    rows = AdapterRows.of(slots.to(device))
+    y = torch.randn(count, sum(outs), dtype=dtype, device=device)
+    tokens = torch.randperm(count + 3, device=device)[:count] if is_picked else None
+    return (y, torch.randn(count, n_in, dtype=dtype, device=device), site, rows, tokens), {}
+
+
+class HeadSites:
+    """What adapters add to MLA's up-projection, kv_b: of each head `nope` rows of keys, then `v` of values.
+
+    It is absorbed: keys take q to the latent, so their factors change places; values take latents on.
+    """
+
+    def __init__(self, heads: int, nope: int, v: int, latent: int, limits: AdapterLimits) -> None:
+        self.sizes, self.max_rank = (heads, nope, v, latent), limits.max_rank
+        self.keys = [AdapterSite(nope, (latent,), limits) for _ in range(heads)]
+        self.values = [AdapterSite(latent, (v,), limits) for _ in range(heads)]
+
+    def put(self, slot: int, part: int, factors: LowRankFactors) -> None:
+        """As `AdapterSite.put`, of all heads."""
+        heads, nope, v, latent = self.sizes
+        if factors.up.shape[0] != heads * (nope + v) or factors.down.shape[1] != latent:
+            raise ShapeMismatch(
+                f"lora_A is {list(factors.down.shape)} and lora_B {list(factors.up.shape)}; the layer wants "
+                f"{latent} inputs and {heads * (nope + v)} outputs"
+            )
+        ups = factors.up.view(heads, nope + v, -1)
+        for head, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
+            turned = LowRankFactors(ups[head, :nope].T, factors.down.T, factors.scale)
+            keys.put(slot, part, turned)
+            values.put(slot, part, LowRankFactors(factors.down, ups[head, nope:], factors.scale))
+
+    def clear(self, slot: int) -> None:
+        """As `AdapterSite.clear`."""
+        for site in (*self.keys, *self.values):
+            site.clear(slot)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(site.nbytes for site in (*self.keys, *self.values))
+
+
+@op(cases=[dict(rows=1, heads=2, n_in=12, n_out=32), dict(rows=17, heads=3, n_in=40, n_out=7)])
+def add_head_low_rank(y: Tensor, x: Tensor, sites: Sequence[AdapterSite], rows: AdapterRows) -> Tensor:
+    """As `add_low_rank`, each head by a site of its own. y: [T, H, m], x: [T, H, n] -> like y."""
+    for h, site in enumerate(sites):
+        add_low_rank.reference(y[:, h], x[:, h], site, rows)
+    return y
+
+
+@add_head_low_rank.inputs
+def _head_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
+    count, heads, n_in, n_out = (case[name] for name in ("rows", "heads", "n_in", "n_out"))
+    sites = [AdapterSite(n_in, (n_out,), AdapterLimits(2, 4)) for _ in range(heads)]
+    for site in sites:
+        site.put(1, 0, LowRankFactors(torch.randn(4, n_in) / n_in**0.5, torch.randn(n_out, 4) / 2, 1.5))
+    rows = AdapterRows.of((torch.arange(count, device=device) + 1) % 3)
+    y = torch.randn(count, heads, n_out, dtype=dtype, device=device)
+    return (y, torch.randn(count, heads, n_in + 3, dtype=dtype, device=device)[..., :n_in], sites, rows), {}
+
+
+class AddedAdapters:
+    """What a linear layer with adapters calls behind its product."""
+
+    def __init__(self, site: AdapterSite, step: StepRows, bind: Bind) -> None:
+        self.site, self.step = site, step
+        self._add: Bound = bind(add_low_rank)
+
+    def __call__(self, y: Tensor, x: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """See `add_low_rank`; in a step without adapters y as it is."""
+        rows = self.step.current
+        if rows is None:
+            return y
+        if x.dim() != 2:
+            raise ShapeMismatch(f"adapters add to rows [n, {self.site.n_in}], not to {list(x.shape)}")
+        out: Tensor = self._add(y, x, self.site, rows, tokens)
+        return out
+
+
+def _whole(count: int, unit: int) -> int:
+    return -(-count // unit) * unit

@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from plait.engine.admission import ServiceOptions
+from plait.errors import BadFile, CheckpointError, ConfigError, InvalidField, ModelNotFound, UnusedTensor
+from plait.frontend.deltas import Delta
+from plait.llm.llm import LLM
+from plait.request import SamplingParams
+from tests.families import tiny
+from tests.loading.adapters.made import linear_modules, write_llama, write_merged, write_peft
+
+PROMPT = [3, 14, 15, 9, 26, 5, 35, 8, 9, 79]
+GREEDY = SamplingParams(max_tokens=6, temperature=0, logprobs=3, ignore_eos=True)
+OPTIONS = {
+    "dtype": "float32",
+    "startup_image": "off",
+    "packed_cache": "off",
+    "threads": 1,
+    "max_model_len": 64,
+}
+
+
+def scores(
+    llm: LLM, adapter: str = "", prompt: Sequence[int] = PROMPT
+) -> tuple[tuple[int, ...], torch.Tensor]:
+    (out,) = llm.generate([list(prompt)], GREEDY, adapter=adapter)
+    found = out.outputs[0]
+    assert found.logprobs is not None
+    return tuple(found.token_ids), torch.tensor(
+        [[one.logprob for one in at.values()] for at in found.logprobs]
+    )
+
+
+def scored(delta: Delta) -> list[tuple[int, float]]:
+    ids = delta.token_ids
+    assert len(delta.logprobs or ()) == len(ids)
+    return [(token, one.logprob) for token, one in zip(ids, delta.logprobs or (), strict=True)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, adapters a (all linear layers) and b (queries, rank 16), and the model with a merged."""
+    root = tmp_path_factory.mktemp("adapters")
+    tensors = write_llama(root / "base")
+    changes = write_peft(root / "more/a", tensors, linear_modules(tensors))
+    queries = [name for name in linear_modules(tensors) if "q_proj" in name]
+    write_peft(root / "more/b", tensors, queries, rank=16, seed=1, dtype=torch.bfloat16)
+    write_merged(root / "base", root / "merged", {name: 2.0 * change for name, change in changes.items()})
+    return root
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    named = (f"a={folder / 'more/a'}", f"b={folder / 'more/b'}")
+    with LLM(str(folder / "base"), lora=named, lora_folder=str(folder / "more"), **OPTIONS) as found:
+        yield found
+
+
+def test_adapter_equals_the_merged_model(folder: Path, llm: LLM) -> None:
+    with LLM(str(folder / "merged"), **OPTIONS) as merged:
+        wanted = scores(merged)
+    found = scores(llm, "a")
+    assert llm.step_kind.endswith("one call") or "launches" in llm.step_kind
+    assert found[0] == wanted[0]
+    torch.testing.assert_close(found[1], wanted[1], rtol=1e-5, atol=1e-5)
+
+
+def test_rows_do_not_depend_on_the_adapters_of_other_rows(folder: Path, llm: LLM) -> None:
+    with LLM(str(folder / "base"), **OPTIONS) as plain:
+        base = scores(plain)
+    alone = {name: scores(llm, name) for name in ("a", "b")}
+    assert torch.equal(scores(llm)[1], base[1])
+    assert not torch.equal(alone["a"][1], base[1])
+    names = ["a", "", "b", "a", "", "b", "b"]
+    requests = [llm.front.prepare(PROMPT[i:], GREEDY) for i in range(len(names))]
+    streams = [
+        llm.front.submit(llm.front.prepare(PROMPT, GREEDY, terms=ServiceOptions(adapter=name)))
+        for name in names
+    ]
+    others = [llm.front.submit(request) for request in requests]
+    for name, stream in zip(names, streams, strict=True):
+        found = [pair for delta in stream for pair in scored(delta)]
+        wanted = alone[name] if name else base
+        assert [token for token, _ in found] == list(wanted[0])
+        assert [score for _, score in found] == wanted[1][:, 0].tolist()
+    for other in others:
+        assert not any(delta.error for delta in other)
+
+
+def test_prefixes_of_adapters_are_not_shared(llm: LLM) -> None:
+    prompt = [*range(20, 60)]
+    first = scores(llm, "a", prompt)
+    for name in ("", "b"):
+        (out,) = llm.generate([prompt], GREEDY, adapter=name)
+        assert out.num_cached_tokens == 0
+    (again,) = llm.generate([prompt], GREEDY, adapter="a")
+    assert again.num_cached_tokens >= 32
+    assert tuple(again.outputs[0].token_ids) == first[0]
+
+
+def test_adapters_are_loaded_and_unloaded_while_the_model_runs(folder: Path, llm: LLM) -> None:
+    wanted = scores(llm, "a")
+    llm.front.load_adapter("c", "a")
+    assert torch.equal(scores(llm, "c")[1], wanted[1])
+    with pytest.raises(InvalidField, match="loaded already"):
+        llm.front.load_adapter("c", "b")
+    llm.front.unload_adapter("c")
+    with pytest.raises(ModelNotFound):
+        scores(llm, "c")
+    with pytest.raises(ModelNotFound):
+        llm.front.unload_adapter("c")
+    for path in ("../base", "/etc", "a/../../merged", str(folder / "base"), ""):
+        with pytest.raises(ConfigError, match="not inside"):
+            llm.front.load_adapter("d", path)
+    (folder / "more/link").symlink_to(folder / "base")
+    with pytest.raises(ConfigError, match="not inside"):
+        llm.front.load_adapter("d", "link")
+    with pytest.raises(InvalidField, match="a name has"):
+        llm.front.load_adapter("d e", "a")
+    llm.front.load_adapter("d", "b")
+    assert torch.equal(scores(llm, "d")[1], scores(llm, "b")[1])
+    llm.front.unload_adapter("d")
+
+
+def test_adapter_of_another_model_is_refused_and_its_slot_stays_free(folder: Path, llm: LLM) -> None:
+    tensors = {"model.layers.7.self_attn.q_proj.weight": torch.zeros(32, 32)}
+    write_peft(folder / "more/foreign", tensors, ["model.layers.7.self_attn.q_proj"])
+    wide = {"model.layers.0.self_attn.q_proj.weight": torch.zeros(40, 32)}
+    write_peft(folder / "more/wide", wide, ["model.layers.0.self_attn.q_proj"])
+    for _ in range(6):  # more often than there are slots
+        with pytest.raises(UnusedTensor, match=r"no linear layer for 1 weight.*layers\.7"):
+            llm.front.load_adapter("f", "foreign")
+        with pytest.raises(CheckpointError, match=r"q: lora_A is \[4, 32\] and lora_B \[40, 4\]"):
+            llm.front.load_adapter("f", "wide")
+
+
+def test_adapters_are_refused_where_they_cannot_run(folder: Path) -> None:
+    named = (f"a={folder / 'more/a'}",)
+    for more, text in (
+        ({"lora": named * 2}, "there twice"),
+        ({"lora": ("a",)}, "NAME=PATH"),
+        ({"lora": named, "max_lora_rank": 5000}, "max_lora_rank"),
+        ({"max_loras": 2}, "needs lora"),
+        ({"lora": (*named, f"b={folder / 'more/b'}"), "max_loras": 1}, "less than the 2"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            LLM(str(folder / "base"), **{**OPTIONS, **more})  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match="there is no adapter"):
+        LLM(str(folder / "base"), lora=("a=nowhere",), **OPTIONS)
+    (folder / "x.gguf").write_bytes(b"no")
+    with pytest.raises(BadFile):
+        LLM(str(folder / "base"), lora=(f"a={folder / 'x.gguf'}",), **OPTIONS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["nemotron_h", "bamba", "qwen3_moe", "mixtral", "deepseek_v3", "qwen3_next", "phi3"]
+)
+@pytest.mark.parametrize("ops", ["auto", "reference"])
+def test_adapter_equals_the_merged_model_of_a_family(tmp_path: Path, name: str, ops: str) -> None:
+    tiny.write(name, tmp_path / "base")
+    _, tensors, _ = tiny.read(tmp_path / "base")
+    changes = write_peft(tmp_path / "a", tensors, linear_modules(tensors))
+    write_merged(
+        tmp_path / "base", tmp_path / "merged", {name: 2.0 * change for name, change in changes.items()}
+    )
+    with LLM(str(tmp_path / "base"), lora=(f"a={tmp_path / 'a'}",), ops=ops, **OPTIONS) as llm:
+        found = scores(llm, "a")
+        assert llm.step_kind.startswith("there is no executor") or "launches" in llm.step_kind
+    with LLM(str(tmp_path / "merged"), ops=ops, **OPTIONS) as merged:
+        wanted = scores(merged)
+    assert found[0] == wanted[0]
+    torch.testing.assert_close(found[1], wanted[1], rtol=1e-5, atol=1e-5)

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plait.config import EngineConfig, ServerConfig
+from plait.errors import BadFile, ConfigError, ModelNotFound
+from plait.frontend.frontend import Front
+from plait.request import Request
+from plait.server.run import run_server
+from tests.server.conftest import serving
+from tests.server.fake import fake_front
+
+
+def adapted(monkeypatch: pytest.MonkeyPatch, folder: Path | None) -> tuple[Front, list[Any]]:
+    """A Front with the adapter `a`; requests and changes of adapters are recorded."""
+    front, seen = fake_front(), list[Any]()
+    front.adapters, front.lora_folder = {"a": "x"}, None if folder is None else str(folder)
+    submit = front.loop.submit
+
+    def record(request: Request, on_event: Any) -> None:
+        seen.append(request.adapter)
+        submit(request, on_event)
+
+    def change(name: str, path: str | None) -> None:
+        if path == "bad":
+            raise BadFile(f"{folder}/bad: it is bad")
+        if path is None and name == "gone":
+            raise ModelNotFound("the adapter 'gone' is not loaded here (any more)", "model")
+        seen.append((name, path))
+
+    monkeypatch.setattr(front.loop, "submit", record)
+    monkeypatch.setattr(front.loop, "change_adapter", change, raising=False)
+    return front, seen
+
+
+def test_request_chooses_an_adapter_by_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    front, seen = adapted(monkeypatch, None)
+    with serving(front) as client:
+        base, adapter = client.get("/v1/models").json["data"]
+        assert "parent" not in base
+        assert (adapter["id"], adapter["parent"]) == ("a", base["id"])
+        assert client.get("/v1/models/a").json == adapter
+        for model in ("a", None, base["id"], "default"):
+            answer = client.complete(max_tokens=1, model=model)
+            assert answer.json["model"] == ("a" if model == "a" else base["id"])
+        assert seen == ["a", "", "", ""]
+        assert client.complete(max_tokens=1, model="b").status == 404
+        for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+            answer = client.post(path, {"lora_name": "b", "lora_path": "b"})
+            assert answer.status == 400
+            assert "--lora-folder" in answer.error["message"]
+
+
+def test_adapters_are_loaded_and_unloaded_by_requests(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    front, seen = adapted(monkeypatch, tmp_path)
+    with serving(front) as client:
+        own = client.get("/v1/models").json["data"][0]["id"]
+        answer = client.post("/v1/load_lora_adapter", {"lora_name": "b", "lora_path": "y"})
+        assert (answer.status, seen) == (200, [("b", "y")])
+        assert "'b' added successfully" in answer.json["message"]
+        assert client.complete(max_tokens=1, model="b").json["model"] == "b"
+        assert client.post("/v1/unload_lora_adapter", {"lora_name": "b"}).status == 200
+        assert client.complete(max_tokens=1, model="b").status == 404
+        assert client.post("/v1/unload_lora_adapter", {"lora_name": "gone"}).status == 404
+        bad = client.post("/v1/load_lora_adapter", {"lora_name": "c", "lora_path": "bad"})
+        assert (bad.status, bad.error["message"], bad.error["param"]) == (400, "bad: it is bad", "lora_path")
+        for name, path in ((own, "y"), ("a b", "y"), ("c", "y\0"), (5, "y"), ("c", 5), ("c", None)):
+            refused = client.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
+            assert refused.status == 400, (name, path)
+
+
+def test_server_that_others_reach_changes_adapters_only_with_keys(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="only with a key"):
+        run_server("m", EngineConfig(lora_folder=str(tmp_path)), ServerConfig(host="0.0.0.0"))
