@@ -15,7 +15,7 @@ from plait.checkpoint.divided import Cuts
 from plait.checkpoint.weights import Target
 from plait.config import EngineConfig
 from plait.engine.device import choose_dtype
-from plait.errors import CannotDivide
+from plait.errors import CannotDivide, ConfigError
 from plait.kernels.load import executor, load_for_gpu, load_kernels, why_no_amx
 from plait.loading.open_model import (
     Opened,
@@ -63,6 +63,7 @@ def make_target(
     target.quantize, target.no_fuse, target.chip = config.quantize, config.no_fuse, chip
     target.deterministic = config.deterministic
     target.kv_dtype = kv_dtype(config, stored_dtypes(opened), dtype)
+    target.state_dtype = check_state_dtype(config, chip)
     if chip is not None:
         load_for_gpu()
         if is_interpreted:
@@ -87,6 +88,15 @@ def make_target(
     # Native kernels have threads of their own: torch's would wait for work on the same cores.
     torch.set_num_threads(1 if target.executor else threads)
     return target
+
+
+def check_state_dtype(config: EngineConfig, chip: Chip | None) -> str:
+    """What recurrent state is kept in. Raises ConfigError for a GPU, where kernels read float32 alone."""
+    if config.state_dtype != "float32" and chip is not None:
+        raise ConfigError(
+            f"state_dtype: {config.state_dtype} is for CPUs, and kernels on a GPU read float32; leave it out"
+        )
+    return config.state_dtype
 
 
 def choose_rank(opened: Opened) -> Rank:

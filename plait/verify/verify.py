@@ -138,6 +138,7 @@ class Arithmetic:
     device: str
     dtype: str
     kv_dtype: str
+    state_dtype: str
     step: str
     loose: Mapping[str, str]
 
@@ -185,6 +186,7 @@ class Verification:
             device=target.device.type,
             dtype=str(target.dtype).removeprefix("torch."),
             kv_dtype=target.kv_dtype,
+            state_dtype=target.state_dtype,
             step=self.loaded.runner.step_kind,
             loose=loose_ops(target),
         )
