@@ -23,6 +23,7 @@ from plait.kernels.cpu.codegen.vec import (
     load_bf16,
     load_f32,
     mul,
+    prefetch,
     spread,
     spread_f32,
     store_f32,
@@ -88,6 +89,8 @@ def _enter(state: Int, row_bytes: Int, left: Int, tile: Int, n: Int) -> None:
     for r in range(n):
         a, b = zero_f32(), zero_f32()
         if state != 0:
+            prefetch(state + r * row_bytes - 128)  # of the columns that come next, a thread going down
+            prefetch(state + r * row_bytes - 64)
             a, b = load_left(state + r * row_bytes, left), load_left(state + r * row_bytes + 64, left - 16)
         store_f32(tile + 128 * r, a)
         store_f32(tile + 128 * r + 64, b)
@@ -99,6 +102,7 @@ def _enter_rounded(state: Int, row_bytes: Int, left: Int, tile: Int, n: Int) -> 
     for r in range(n):
         a, b = zero_f32(), zero_f32()
         if state != 0:
+            prefetch(state + r * row_bytes - 64)
             a = load_bf16(state + r * row_bytes)
             if left > 16:
                 b = load_bf16(state + r * row_bytes + 32)

@@ -92,7 +92,11 @@ def _clear(state, rows):
 @inline
 def _narrow(state, rows, x, x_bytes, dt, dt_bytes, a, b, b_bytes, c, c_bytes, skip, skips, out, out_bytes,
             tokens, positions, first):
-    """Walk all tokens; lanes are columns. first: the row's number in the slot's state."""
+    """Walk all tokens; lanes are columns. first: the row's number in the slot's state.
+
+    Threads take rows from the last ones to the first, so those before `state` come next: they are
+    prefetched.
+    """
     for t in range(tokens):
         step = get_f32(dt + t * dt_bytes)
         decay = exp(spread(step * a))
@@ -100,7 +104,7 @@ def _narrow(state, rows, x, x_bytes, dt, dt_bytes, a, b, b_bytes, c, c_bytes, sk
         seed = seed_at(positions, t) + first * ROW_STEP if $half else np.int64(0)
         for p in range(rows):
             u = get_f32(x + t * x_bytes + 4 * p)
-            z, = move_row(state + $row * p, decay, spread(u * step), bs, cs, seed)
+            z, = move_row(state + $row * p, decay, spread(u * step), bs, cs, seed, -$row * rows)
             seed += ROW_STEP
             put_f32(out + t * out_bytes + 4 * p, z + skip * u if skips else z)
 
@@ -308,14 +312,24 @@ def copy_row(n: int) -> Any:
 
 @cache
 def move_row(n: int, half: bool) -> object:
-    """Block (row, decay, v, b, c, seed): one token passes by a row of the state, in memory. Gives its y.
+    """Block (row, decay, v, b, c, seed, ahead): one token passes by a row of the state. Gives its y.
 
-    seed: of the row's thresholds, where the state is bfloat16 (`half`).
+    seed: of the row's thresholds, where the state is bfloat16 (`half`); ahead: bytes to the row
+    that is prefetched.
     """
 
     def write(
-        w: Writer, row: Word, decay: Value, v: Value, b: list[Value], c: list[Value], seed: Word
+        w: Writer,
+        row: Word,
+        decay: Value,
+        v: Value,
+        b: list[Value],
+        c: list[Value],
+        seed: Word,
+        ahead: Word,
     ) -> list[Value]:
+        for line in range(0, (2 if half else 4) * n, 64):
+            w.prefetch(row + ahead + line)
         y, thresholds = w.zero_f32(), _thresholds(w, w.spread_int(seed)) if half else None
         for j in range(vectors(n)):
             at, left = row + (32 if half else 64) * j, _count_left(n, j)
