@@ -63,7 +63,8 @@ def make_target(
     target.quantize, target.no_fuse, target.chip = config.quantize, config.no_fuse, chip
     target.deterministic = config.deterministic
     target.kv_dtype = kv_dtype(config, stored_dtypes(opened), dtype)
-    target.state_dtype = check_state_dtype(config, chip)
+    check_kept(config, chip)
+    target.state_dtype = config.state_dtype
     if chip is not None:
         load_for_gpu()
         if is_interpreted:
@@ -90,13 +91,16 @@ def make_target(
     return target
 
 
-def check_state_dtype(config: EngineConfig, chip: Chip | None) -> str:
-    """What recurrent state is kept in. Raises ConfigError for a GPU, where kernels read float32 alone."""
-    if config.state_dtype != "float32" and chip is not None:
+def check_kept(config: EngineConfig, chip: Chip | None) -> None:
+    """Raises ConfigError for what state is to be kept in, where kernels on a GPU do not read it."""
+    if chip is None:
+        return
+    if config.state_dtype != "float32":
         raise ConfigError(
             f"state_dtype: {config.state_dtype} is for CPUs, and kernels on a GPU read float32; leave it out"
         )
-    return config.state_dtype
+    if config.kv_dtype == "int4":
+        raise ConfigError("kv_dtype: int4 is for CPUs; kernels on a GPU read float32, bfloat16 and int8")
 
 
 def choose_rank(opened: Opened) -> Rank:
