@@ -16,6 +16,7 @@ from llvmlite import ir
 from plait.errors import ShapeMismatch
 from plait.kernels.cpu.codegen.kernel import inline
 from plait.kernels.cpu.codegen.kinds import Int, Ints
+from plait.kernels.cpu.codegen.llvm_writer import Value, Writer
 from plait.kernels.cpu.codegen.vec import (
     VF,
     VI,
@@ -79,6 +80,16 @@ def column_thresholds(seed: Int, row: Int, column: Int) -> Ints:
     """Of sixteen columns of a row, from `column` on."""
     first = np.int32((seed + row * ROW_STEP + column * COLUMN_STEP) & WORD)
     return add_i32(spread_int(first), mul_i32(lanes(), spread_int(np.int32(COLUMN_LANE))))
+
+
+def wrap_int32(x: int) -> int:
+    """x as an int32."""
+    return (x + (1 << 31) & WORD) - (1 << 31)
+
+
+def row_thresholds(w: Writer, seeds: Value) -> Value:
+    """Of sixteen columns, from the first on, which has `seeds` in every lane."""
+    return w.add_i32(seeds, w.mul_i32(w.lanes(), w.spread_int(wrap_int32(COLUMN_STEP))))
 
 
 def rounds_columns(name: str) -> Callable[[OpFacts], str | None]:

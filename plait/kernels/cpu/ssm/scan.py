@@ -48,13 +48,15 @@ from plait.kernels.cpu.ssm.rounding import (
     check_state,
     column_thresholds,
     is_rounded,
+    row_thresholds,
     rounds_columns,
     seed_at,
     store_rounded,
+    wrap_int32,
 )
 from plait.ops.registry import OpFacts
 from plait.ops.ssm import mamba1_scan, mamba2_scan
-from plait.ops.state_rounding import COLUMN_STEP, ROW_STEP, WORD
+from plait.ops.state_rounding import COLUMN_STEP, ROW_STEP
 
 CHANNELS = 64  # of a Mamba1 layer that one thread takes at a time
 LANES = 16
@@ -330,29 +332,21 @@ def move_row(n: int, half: bool) -> object:
     ) -> list[Value]:
         for line in range(0, (2 if half else 4) * n, 64):
             w.prefetch(row + ahead + line)
-        y, thresholds = w.zero_f32(), _thresholds(w, w.spread_int(seed)) if half else None
+        y, thresholds = w.zero_f32(), row_thresholds(w, w.spread_int(seed)) if half else None
         for j in range(vectors(n)):
             at, left = row + (32 if half else 64) * j, _count_left(n, j)
             old = w.load_bf16(at) if half else _read(w, at, left)
             h = w.fma(old, decay, w.mul(v, b[j]))
             if half:
-                w.store_rounded(at, h, w.add_i32(thresholds, w.spread_int(_wrap(LANES * COLUMN_STEP * j))))
+                w.store_rounded(
+                    at, h, w.add_i32(thresholds, w.spread_int(wrap_int32(LANES * COLUMN_STEP * j)))
+                )
             else:
                 _write(w, at, h, left)
             y = w.fma(h, c[j], y)
         return [w.total(y)]
 
     return straight(write, gives=1, kind=F)
-
-
-def _wrap(x: int) -> int:
-    """x as an int32."""
-    return (x + (1 << 31) & WORD) - (1 << 31)
-
-
-def _thresholds(w: Writer, seeds: Value) -> Value:
-    """Of sixteen columns, from the first on, which has `seeds` in every lane."""
-    return w.add_i32(seeds, w.mul_i32(w.lanes(), w.spread_int(_wrap(COLUMN_STEP))))
 
 
 @cache
@@ -396,7 +390,7 @@ def move_columns(n: int, half: bool) -> object:
         seeds: Word,
         lane: Word,
     ) -> None:
-        rows = w.mul_i32(w.lanes(), w.spread_int(_wrap(ROW_STEP)))
+        rows = w.mul_i32(w.lanes(), w.spread_int(wrap_int32(ROW_STEP)))
         rows = w.add_i32(rows, w.spread_int(lane * COLUMN_STEP)) if half else rows
 
         def token(t: Word, *h: Value) -> list[Value]:
@@ -408,7 +402,7 @@ def move_columns(n: int, half: bool) -> object:
                 new = w.fma(old, decay, w.mul(v, w.spread_f32(b + at)))
                 sums[i] = w.fma(new, w.spread_f32(c + at), sums[i])
                 if half:
-                    column = w.spread_int(_wrap((LANES * j + TREE[i]) * COLUMN_STEP))
+                    column = w.spread_int(wrap_int32((LANES * j + TREE[i]) * COLUMN_STEP))
                     new = w.round_state(new, w.add_i32(thresholds, column))
                 moved.append(new)
             while len(sums) > 1:
