@@ -271,8 +271,8 @@ def gated_mamba1_scan(
     """
     parts = step_sizes.reference, mamba1_scan.reference, gated_rms_norm.reference, rms_norm.reference
     where = (slots, query_start, has_history, num_decodes)
-    operands = (x, dt, gate, A, B, C, D, b_norm, c_norm, state)
-    return _scan_then_gate(*parts, *operands, *where, state_limit, eps, positions)
+    how = (state_limit, eps, positions)
+    return _scan_then_gate(*parts, x, dt, gate, A, B, C, D, b_norm, c_norm, state, *where, *how)
 
 
 @gated_mamba1_scan.replaces(step_sizes, mamba1_scan, gated_rms_norm, rms_norm, is_default=True)

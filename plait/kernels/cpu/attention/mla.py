@@ -214,8 +214,7 @@ def _paged_latent_attention(
         )
     given = (latent, new.row_bytes, cache, slot_mapping)
     if isinstance(form, Nibbles):
-        parts = (kv_rank, rest, form.width)
-        cpu.launch(store_latent_nibbles, *given, *parts, rows=new.count, scratch=SCRATCH)
+        cpu.launch(store_latent_nibbles, *given, kv_rank, rest, form.width, rows=new.count, scratch=SCRATCH)
     elif form:
         parts = (kv_rank, form.group, form.rest_at, rest, form.width)
         cpu.launch(store_latent_codes, *given, *parts, rows=new.count, scratch=SCRATCH)

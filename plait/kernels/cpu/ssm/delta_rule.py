@@ -215,7 +215,7 @@ def delta_columns(frame: int, args: int, thread: int, threads: int) -> None:
             store_left(out + t * out_bytes + 64, fma(both, b, y_b), left - 16)
             now, before = before, now
             if positions != 0:
-                seed = seed_at(positions, first + t) + h * n * ROW_STEP
+                seed = np.int64(seed_at(positions, first + t) + h * n * ROW_STEP)
         if positions == 0:
             _leave(own, v_row, left, tile, n, before, a, b)
         else:

@@ -138,7 +138,7 @@ def mamba3_heads(frame: int, args: int, thread: int, threads: int) -> None:
             ub, uc = b + t * b_bytes + head * b_head, c + t * c_bytes + head * c_head
             _rotate_pairs(ub, uc, n, turn, step, turned, now_b, now_c)
             if positions != 0:
-                seed = seed_at(positions, t)
+                seed = np.int64(seed_at(positions, t))
             for p in range(dim):
                 u = get_f32(x + t * x_bytes + head * x_head + 4 * p)
                 v, w = spread(gamma * u), spread(beta * get_f32(old_x + 4 * p))

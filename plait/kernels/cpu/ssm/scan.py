@@ -48,8 +48,8 @@ from plait.kernels.cpu.ssm.rounding import (
     check_state,
     column_thresholds,
     is_rounded,
-    row_thresholds,
     rounds_columns,
+    row_thresholds,
     seed_at,
     store_rounded,
     wrap_int32,
@@ -545,7 +545,7 @@ def mamba1_channels(frame: int, args: int, thread: int, threads: int) -> None:
         for t in range(begin, begin + tokens):
             ub, uc, to = b + t * b_bytes, c + t * c_bytes, out + 4 * t * inner
             if positions != 0:
-                seed = seed_at(positions, t)
+                seed = np.int64(seed_at(positions, t))
             for k in range(first, last):
                 u, step = get_f32(x + t * x_bytes + 4 * k), get_f32(dt + t * dt_bytes + 4 * k)
                 h, a = own + row * k, decay + 4 * n * k
