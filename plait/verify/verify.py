@@ -138,9 +138,9 @@ class Arithmetic:
     device: str
     dtype: str
     kv_dtype: str
-    state_dtype: str
     step: str
     loose: Mapping[str, str]
+    state_dtype: str = "float32"
 
     @property
     def is_promised(self) -> bool:
