@@ -107,7 +107,7 @@ def check_rounded_state(resolved: Resolved, checkpoint: Checkpoint, target: Targ
     slots = [state for state in states if isinstance(state, SlotState)]
     if any(dtype == target.state_dtype for state in slots for _, dtype in state.tensors.values()):
         return
-    has = "its convolutions keep the model's dtype" if slots else "it has no recurrent state"
+    has = "what there is keeps its own dtype" if slots else "it has no recurrent state"
     raise ConfigError(
         f"state_dtype: {target.state_dtype} is for recurrent state, and of this model {has}; leave it out"
     )
