@@ -34,7 +34,7 @@ CASES: list[dict[str, Any]] = [
     dict(seqs=[300, 2], heads=6, kv_heads=3, dim=24, window=None, softcap=None, alibi=True),
     dict(seqs=SEQS, heads=4, kv_heads=4, dim=20, window=9, softcap=20.0, alibi=True, kv_dtype="int8"),
     dict(seqs=[300, 2], heads=9, kv_heads=3, dim=64, window=None, softcap=None, kv_dtype="int4"),
-    dict(seqs=[270, 4], heads=8, kv_heads=1, dim=96, window=70, softcap=30.0, kv_dtype="int4"),
+    dict(seqs=[270, 4], heads=8, kv_heads=1, dim=96, window=70, softcap=30.0, kv_dtype="int4", alibi=True),
 ]
 # If linear layers round activations, queries and weights of values may be rounded over a bfloat16 cache.
 ROUNDED = {"kv_dtype": "bfloat16", "activations": "int8"}

@@ -66,6 +66,7 @@ APART = 8 << 20  # bytes for parts of rows: beyond, one thread computes all spli
 LOCATE = "locate(args, s, kv_head, at, first, end, {k_bytes}, {v_bytes}, to, {groups})"
 SCRATCH = 64  # bytes of each thread that writes codes
 LEAN = "lean(args, scores + r * {line}, head, tail, at, position, kv_head, base + i + r, {unit})"
+UNIT = "np.float32(1.0) / get_f32(args + 8 * SCALE)"
 WEIGH = "weigh(args, scores + r * {line}, head, tail, values)"
 CODES = {torch.int8: "int8", torch.uint8: "int4"}
 KEPT = (torch.float32, torch.bfloat16, *CODES)
@@ -215,7 +216,7 @@ def store_latent_nibbles(frame: int, args: int, thread: int, threads: int) -> No
 
 def _nibble_form() -> Form:
     k_bytes, v_bytes = (f"word(args, {dim}) // 8 * 5" for dim in ("K_DIM", "V_DIM"))
-    return Form(
+    made = Form(
         name="int4",
         span=SPAN,
         key_size=0,
@@ -224,6 +225,7 @@ def _nibble_form() -> Form:
         locate=LOCATE.format(k_bytes=k_bytes, v_bytes=v_bytes, groups=SPAN // 16),
         next_keys=f"word(args, BLOCK) * ({k_bytes})",
     )
+    return replace(made, lean=LEAN.format(line=made.line, unit=UNIT))
 
 
 def form_of(dtype: torch.dtype) -> Form:
@@ -244,7 +246,7 @@ def form_of(dtype: torch.dtype) -> Form:
         locate=LOCATE.format(k_bytes=k_bytes, v_bytes=v_bytes, groups=SPAN // 16),
         next_keys=f"word(args, BLOCK) * ({k_bytes})",
     )
-    lean = LEAN.format(line=made.line, unit="np.float32(1.0) / get_f32(args + 8 * SCALE)")
+    lean = LEAN.format(line=made.line, unit=UNIT)
     return replace(made, lean=lean, weigh=WEIGH.format(line=made.line) if coded else made.weigh)
 
 
