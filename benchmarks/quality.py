@@ -67,6 +67,7 @@ class Setting:
     activations: Activations = "int8"
     kv_dtype: str = "bfloat16"
     ops: str = "auto"
+    state_dtype: str = "float32"
 
 
 REFERENCE = Setting("float32, reference ops", True, None, "float32", "model", "reference")
@@ -78,6 +79,8 @@ AS_IT_IS = (
     Setting("float32, but bfloat16 KV", plain=True, activations="float32"),
     Setting("float32, but bfloat16 KV, queries and attention weights", plain=True),
     Setting("float32, but int8 KV", plain=True, kv_dtype="int8"),
+    Setting("float32, but bfloat16 state", plain=True, kv_dtype="model", state_dtype="bfloat16"),
+    Setting("float32, but int4 KV", plain=True, kv_dtype="int4"),
     Setting("float32, fastest ops", plain=True, kv_dtype="model"),
 )
 
@@ -118,7 +121,7 @@ def build(opened: Opened, setting: Setting, threads: int, dither: bool) -> tuple
     spec = opened.resolved.spec
     target = Target(torch.device("cpu"), torch.float32, WINDOW, spec.hidden_size, setting.ops)
     target.activations, target.kv_dtype = setting.activations, setting.kv_dtype
-    target.quantize = setting.quantize
+    target.quantize, target.state_dtype = setting.quantize, setting.state_dtype
     target.executor = None if setting.ops == "reference" else executor(threads)
     checkpoint = Plain(opened.checkpoint, dither) if setting.plain else opened.checkpoint
     weights = Weights(checkpoint, opened.resolved.names, target)
@@ -229,7 +232,7 @@ def say(name: str, results: dict[str, dict[str, Any]]) -> None:
 
 def rows(opened: Opened, given: argparse.Namespace) -> Iterable[tuple[str, Callable[[], Any]]]:
     formats = get_args(Quantize) if "all" in given.quantize else given.quantize
-    settings = [] if given.dither else list(AS_IT_IS)
+    settings = [] if given.dither else [s for s in AS_IT_IS if not given.only or s.name in given.only]
     settings += [Setting(f"--quantize {name}", plain=True, quantize=name) for name in formats]
     if formats and given.dither:
         settings.append(replace(AS_IT_IS[-1]))
@@ -267,6 +270,7 @@ def main() -> None:
         choices=["all", *get_args(Quantize)],
         help="may be repeated",
     )
+    parser.add_argument("--only", action="append", default=[], help="a row of the table; may be repeated")
     parser.add_argument("--dither", action="store_true", help="move the file's numbers off their grid first")
     parser.add_argument("--llama-cpp", metavar="PYTHON", help="a Python that has llama-cpp-python")
     parser.add_argument("--text", type=Path, default=TEXT)

@@ -16,7 +16,8 @@ from plait.errors import ConfigError
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+(,\d+)*)?|cuda:sm_\d+a?")
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Ops = Literal["auto", "reference"]
-KvDType = Literal["auto", "float32", "bfloat16", "int8"]
+KvDType = Literal["auto", "float32", "bfloat16", "int8", "int4"]
+StateDType = Literal["float32", "bfloat16"]
 Isa = Literal["native", "amx", "avx512", "avx2", "generic"]
 Prefill = Literal["same", "bf16"]
 Quantize = Literal["q8_0", "q6_k", "q5_k", "q5_1", "q5_0", "q4_k", "q4_1", "q4_0"]
@@ -155,8 +156,13 @@ class EngineConfig:
     kv_dtype: KvDType = option(
         "auto",
         "what keys and values are kept in; auto: bfloat16, or float32 for float32 weights or --precise; "
-        "int8: codes, with a scale for each head of a token",
+        "int8, int4: codes with scales; int4 on a CPU",
         "--kv-cache-dtype",
+    )
+    state_dtype: StateDType = option(
+        "float32",
+        "what recurrent state is kept in. bfloat16, on a CPU: half the memory, rounded after every token, by "
+        "its position",
     )
     quantize: Quantize | None = option(
         None, "encode plain weights of linear layers while loading; files already in blocks stay as they are"
@@ -252,9 +258,7 @@ class EngineConfig:
         if self.max_loras is not None and not self.lora and self.lora_folder is None:
             raise ConfigError("max_loras: there are no adapters; it needs lora or lora_folder")
         if (self.lora or self.lora_folder is not None) and self.speculate == "mtp":
-            raise ConfigError(
-                "speculate: mtp drafts from the hidden state of the model without adapters; with lora choose ngram"
-            )
+            raise ConfigError("speculate: mtp drafts from the model without adapters; with lora choose ngram")
         if self.max_lora_rank > MOST_RANK:
             raise ConfigError(f"max_lora_rank: {self.max_lora_rank} is more than {MOST_RANK}")
         if self.lora_folder is not None and not self.lora_folder.strip():

@@ -72,6 +72,7 @@ class Target:
     chip: Chip | None = None  # the GPU, if it is one
     activations: Activations = "float32"  # what inputs of layers in block formats are rounded to
     kv_dtype: str = "model"  # of keys, values and latents
+    state_dtype: str = "float32"  # of recurrent state
     deterministic: bool = False  # prompts in the arithmetic of decodes
     block_size: int = 16  # tokens in a block of paged state
     quantize: str | None = None  # the block format that plain weights of linear layers are encoded in
@@ -114,16 +115,13 @@ class Weights:
         self._made: dict[str, object] = {} if made is None else made
 
     def scope(self, name: str) -> Weights:
-        return self._at(self._full(name))
+        return self._view(self._full(name), self.cuts)
 
     def shared(self, name: str, build: Callable[[Weights], object]) -> Any:
         """What several users have in common, under a name from the root: built for the first of them only."""
         if name not in self._made:
-            self._made[name] = build(self._at(name))
+            self._made[name] = build(self._view(name, self.cuts))
         return self._made[name]
-
-    def _at(self, prefix: str) -> Weights:
-        return self._view(prefix, self.cuts)
 
     def for_share(self, share: int) -> Weights:
         """The same view of one share of the rank's: see `Cuts.for_share`."""
@@ -357,7 +355,7 @@ class Weights:
 
     def _facts(self, sizes: Mapping[str, object]) -> OpFacts:
         target = self.target
-        shared = {name: getattr(target, name) for name in ("block_size", "kv_dtype", "deterministic")}
+        shared = {n: getattr(target, n) for n in ("block_size", "kv_dtype", "state_dtype", "deterministic")}
         return OpFacts(target.platform, target.dtype, shared | dict(sizes), target.executor, target.chip)
 
     def unused(self) -> list[str]:

@@ -85,7 +85,7 @@ def model_facts(model: str, config: EngineConfig, probe_text: str | None = None)
     resolved, spec = opened.resolved, opened.resolved.spec
     chosen = choose_dtype(config.dtype, chip_of(config), linear_dtypes(opened))
     dtype, kept = str(chosen).removeprefix("torch."), kv_dtype(config, stored_dtypes(opened), chosen)
-    states = model_states(resolved, opened.checkpoint, kept)
+    states = model_states(resolved, opened.checkpoint, kept, config.state_dtype)
     return {
         "model": model,
         "family": resolved.family,
@@ -106,6 +106,7 @@ def model_facts(model: str, config: EngineConfig, probe_text: str | None = None)
         "memory": {
             **memory_facts(states, dtype, config, spec.max_len),
             "kv_dtype": dtype if kept == "model" else kept,
+            "state_dtype": config.state_dtype,
         },
         **({"probe": tried} if config.probe else {}),
         **({"ranks": rank_facts(opened)} if config.num_ranks > 1 else {}),
@@ -265,6 +266,7 @@ def text_lines(facts: Facts) -> list[str]:
     memory = facts["memory"]
     kept = memory["kv_dtype"]
     of = memory["dtype"] if kept == memory["dtype"] else f"{memory['dtype']}, keys and values {kept}"
+    of += "" if memory["state_dtype"] == "float32" else f", recurrent state {memory['state_dtype']}"
     lines += ["", make_heading(f"state of one sequence ({of})")]
     lines += columns(
         [(f"{row['tokens']:>8,} tokens", bytes_text(row["nbytes"])) for row in memory["sequence"]]

@@ -275,9 +275,10 @@ def say(*lines: str) -> None:
 def arithmetic_lines(found: Arithmetic) -> list[str]:
     """What computes, and what may be expected of it."""
     kv = found.dtype if found.kv_dtype == "model" else found.kv_dtype
+    state = "" if found.state_dtype == "float32" else f", recurrent state {found.state_dtype}"
     lines = [
         "  compared with a sequence alone, its prompt in one chunk, nothing kept, no drafts",
-        f"  arithmetic: {found.device}, {found.dtype}, keys and values {kv}; step: {found.step}",
+        f"  arithmetic: {found.device}, {found.dtype}, keys and values {kv}{state}; step: {found.step}",
     ]
     if found.is_promised:
         return [*lines, "  native kernels: the same bits are promised, whatever shares a batch"]

@@ -26,6 +26,7 @@ from plait.loading.kernel_trials.trials import try_kernels
 from plait.loading.make_engine import make_compiler, make_engine, make_front
 from plait.loading.make_runner import make_runner, make_sampler
 from plait.loading.measure_memory import check_weights_fit, size_gpu
+from plait.loading.meta_model import check_rounded_state
 from plait.loading.open_model import (
     Opened,
     Progress,
@@ -184,6 +185,7 @@ def _build(opened: Opened, target: Target, tokenizer: Tokenizer | None, report: 
         free = free_memory(target.device)
         own = opened.nbytes // target.comm.rank.size
         check_weights_fit(opened.files.name, own, free, target.chip.name if target.chip else "it")
+    check_rounded_state(opened.resolved, opened.checkpoint, target)
     named = place_adapters(opened, target)
     with out_of_memory(f"loading the weights of {opened.files.name} ({gib(opened.nbytes)})"):
         decoder = load_decoder(opened, target, report)

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from plait.checkpoint.divided import Cuts
 from plait.checkpoint.weights import Checkpoint, Target, Weights
+from plait.errors import ConfigError
 from plait.families.common.resolved import Resolved
-from plait.memory import State
+from plait.memory import SlotState, State
 from plait.model.decoder import Decoder
 from plait.model.divide import divide_model
 from plait.ops.ranks import Alone
@@ -73,6 +74,7 @@ def read_order(resolved: Resolved, checkpoint: Checkpoint, target: Target) -> li
     """
     dry, outline = meta_target(resolved.spec), Outline(checkpoint)
     dry.kv_dtype, dry.block_size = target.kv_dtype, target.block_size
+    dry.state_dtype = target.state_dtype
     dry.feed = order = ReadOrder(outline)
     Decoder(resolved.spec, Weights(outline, resolved.names, dry))
     return [*order.names]
@@ -83,14 +85,32 @@ def meta_target(spec: ModelSpec) -> Target:
     return Target(torch.device("meta"), torch.float32, spec.max_len, spec.hidden_size, ops="reference")
 
 
-def model_states(resolved: Resolved, checkpoint: Checkpoint, kv_dtype: str = "model") -> Mapping[str, State]:
+def model_states(
+    resolved: Resolved, checkpoint: Checkpoint, kv_dtype: str = "model", state_dtype: str = "float32"
+) -> Mapping[str, State]:
     """The state of every mixer, by mixer name; `kv_dtype`: of keys, values and latents.
+
+    `state_dtype`: of recurrent state.
 
     Raises MissingTensor, ShapeMismatch.
     """
     target = meta_target(resolved.spec)
-    target.kv_dtype = kv_dtype
+    target.kv_dtype, target.state_dtype = kv_dtype, state_dtype
     return Decoder(resolved.spec, Weights(Outline(checkpoint), resolved.names, target)).states
+
+
+def check_rounded_state(resolved: Resolved, checkpoint: Checkpoint, target: Target) -> None:
+    """Raises ConfigError if recurrent state is to be rounded and the model has none that can be."""
+    if target.state_dtype == "float32":
+        return
+    states = model_states(resolved, checkpoint, state_dtype=target.state_dtype).values()
+    slots = [state for state in states if isinstance(state, SlotState)]
+    if any(dtype == target.state_dtype for state in slots for _, dtype in state.tensors.values()):
+        return
+    has = "what there is keeps its own dtype" if slots else "it has no recurrent state"
+    raise ConfigError(
+        f"state_dtype: {target.state_dtype} is for recurrent state, and of this model {has}; leave it out"
+    )
 
 
 def rank_share(resolved: Resolved, checkpoint: Checkpoint, rank: Rank) -> tuple[float, list[State]]:

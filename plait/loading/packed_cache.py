@@ -43,8 +43,8 @@ APART = frozenset({
     "vocab", "chat_template", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_waiting",
     "block_size", "memory_limit", "gpu_memory", "prefix_cache", "snapshot_interval", "swap_memory",
     "cache_disk", "cache_disk_limit",
-    "max_step_ms", "speculate", "num_draft_tokens", "threads", "deterministic", "kv_dtype", "cache_dir",
-    "packed_cache", "lora", "lora_folder", "max_loras", "max_lora_rank",
+    "max_step_ms", "speculate", "num_draft_tokens", "threads", "deterministic", "kv_dtype", "state_dtype",
+    "cache_dir", "packed_cache", "lora", "lora_folder", "max_loras", "max_lora_rank",
     "offline", "probe", "prefill", "no_fuse", "plugins",
 })  # fmt: skip
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -187,6 +187,7 @@ def fingerprint(opened: Opened, target: Target) -> str:
         [_content(path) for path in opened.files.weights],
         repr((resolved.spec, sorted(resolved.config.items()))),
         (target.device.type, str(target.dtype), target.activations, target.kv_dtype, target.quantize),
+        target.state_dtype,
         (target.comm.rank.num_shares, target.comm.rank.whole_experts),  # the order of sums
         (config.isa, config.precise, config.prefill, config.ssm_mode, config.a_source),
         sorted({(row.op, row.variant) for row in target.bound if row.op not in NOT_ARITHMETIC}),

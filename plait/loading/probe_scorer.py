@@ -12,6 +12,7 @@ from typing import Self
 import torch
 import torch.nn.functional as F
 
+from plait.checkpoint.divided import Cuts
 from plait.checkpoint.names import NameMap, Source, UnknownName, sources_of
 from plait.checkpoint.weights import Checkpoint, Target, Weights
 from plait.config import EngineConfig
@@ -58,9 +59,10 @@ class KeptWeights(Weights):
         super().__init__(checkpoint, names, target)
         self.kept, self.built = kept, Kept()
 
-    def _at(self, prefix: str) -> Weights:
+    def _view(self, prefix: str, cuts: Cuts) -> Weights:
         view = KeptWeights(self.checkpoint, self.names, self.target, self.kept)
         view.prefix, view._used, view._made, view.built = prefix, self._used, self._made, self.built
+        view.cuts = cuts
         return view
 
     def linear(

@@ -15,7 +15,7 @@ from plait.checkpoint.divided import Cuts
 from plait.checkpoint.weights import Target
 from plait.config import EngineConfig
 from plait.engine.device import choose_dtype
-from plait.errors import CannotDivide
+from plait.errors import CannotDivide, ConfigError
 from plait.kernels.load import executor, load_for_gpu, load_kernels, why_no_amx
 from plait.loading.open_model import (
     Opened,
@@ -63,6 +63,8 @@ def make_target(
     target.quantize, target.no_fuse, target.chip = config.quantize, config.no_fuse, chip
     target.deterministic = config.deterministic
     target.kv_dtype = kv_dtype(config, stored_dtypes(opened), dtype)
+    check_kept(config, chip)
+    target.state_dtype = config.state_dtype
     if chip is not None:
         load_for_gpu()
         if is_interpreted:
@@ -87,6 +89,18 @@ def make_target(
     # Native kernels have threads of their own: torch's would wait for work on the same cores.
     torch.set_num_threads(1 if target.executor else threads)
     return target
+
+
+def check_kept(config: EngineConfig, chip: Chip | None) -> None:
+    """Raises ConfigError for what state is to be kept in, where kernels on a GPU do not read it."""
+    if chip is None:
+        return
+    if config.state_dtype != "float32":
+        raise ConfigError(
+            f"state_dtype: {config.state_dtype} is for CPUs, and kernels on a GPU read float32; leave it out"
+        )
+    if config.kv_dtype == "int4":
+        raise ConfigError("kv_dtype: int4 is for CPUs; kernels on a GPU read float32, bfloat16 and int8")
 
 
 def choose_rank(opened: Opened) -> Rank:

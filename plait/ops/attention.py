@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.ops.entry import Codes, head_widths, key_codes, latent_codes, latent_width, value_codes
+from plait.ops.entry import Form, head_forms, head_widths, latent_form, latent_width, stored_dtype
 from plait.ops.registry import Arguments, op
 
 Case = Mapping[str, Any]
@@ -33,6 +33,8 @@ CASES: list[dict[str, Any]] = [
     dict(seqs=SEQS, heads=6, kv_heads=2, dim=20, window=9, softcap=None, sinks=True, kv_dtype="int8"),
     dict(seqs=[300, 2], heads=6, kv_heads=3, dim=24, window=None, softcap=None, alibi=True),
     dict(seqs=SEQS, heads=4, kv_heads=4, dim=20, window=9, softcap=20.0, alibi=True, kv_dtype="int8"),
+    dict(seqs=[300, 2], heads=9, kv_heads=3, dim=64, window=None, softcap=None, kv_dtype="int4"),
+    dict(seqs=[270, 4], heads=8, kv_heads=1, dim=96, window=70, softcap=30.0, kv_dtype="int4", alibi=True),
 ]
 # If linear layers round activations, queries and weights of values may be rounded over a bfloat16 cache.
 ROUNDED = {"kv_dtype": "bfloat16", "activations": "int8"}
@@ -46,24 +48,24 @@ CASES += [
 BLOCK = 16  # of the test cases
 
 
-def write_paged(cache: Tensor, values: Tensor, slot_mapping: Tensor, form: Codes | None = None) -> None:
+def write_paged(cache: Tensor, values: Tensor, slot_mapping: Tensor, form: Form = None) -> None:
     """Store an entry per new token. cache: [blocks, block_size, ...], values: [T, ...], slot_mapping: [T].
 
-    `form`: of the entries, if they may be codes; an int8 cache has them.
+    `form`: of the entries, if they are codes.
     """
-    if form and cache.dtype == torch.int8:
+    if form:
         values = form.encode(values)
     cache.view(-1, *cache.shape[2:])[slot_mapping] = values.to(cache.dtype)
 
 
-def read_paged(cache: Tensor, table: Tensor, start: int, stop: int, form: Codes | None = None) -> Tensor:
-    """Entries of tokens start..stop of one sequence, [stop - start, ...]; of an int8 cache what its codes
-    stand for, in float32. table: [M] block ids."""
+def read_paged(cache: Tensor, table: Tensor, start: int, stop: int, form: Form = None) -> Tensor:
+    """Entries of tokens start..stop of one sequence, [stop - start, ...]; with a `form` what codes stand for,
+    in float32. table: [M] block ids."""
     size = cache.shape[1]
     first = start // size
     blocks = cache[table[first : -(-stop // size)]]
     entries = blocks.flatten(0, 1)[start - first * size : stop - first * size]
-    return form.decode(entries) if form and cache.dtype == torch.int8 else entries
+    return form.decode(entries) if form else entries
 
 
 def visible(
@@ -109,7 +111,7 @@ def paged_attention(
 ) -> Tensor:
     """Store the new keys and values; then causal softmax attention over all each sequence has in memory.
 
-    q: [T, heads, d], k, v: [T, kv_heads, d], caches: [blocks, block_size, kv_heads, d], or of int8 codes
+    q: [T, heads, d], k, v: [T, kv_heads, d], caches: [blocks, block_size, kv_heads, d], or of codes
     (`ops.entry.head_widths` bytes instead of d numbers), block_table: [S, M], slot_mapping: [T],
     query_start: [S+1], seq_lens: [S] (new tokens included) -> [T, heads, d]. Query head h reads kv head
     h // (heads / kv_heads). `window`: how many last keys are seen; `softcap`: scores become cap·tanh(·/cap).
@@ -119,7 +121,7 @@ def paged_attention(
     every position that the key lies behind (ALiBi; Press et al. 2021). The variant that writes a cache
     decides how it lies in memory.
     """
-    k_form, v_form = key_codes(q.shape[-1]), value_codes(q.shape[-1])
+    k_form, v_form = head_forms(q.shape[-1], k_cache.dtype)
     if k is not None and v is not None:
         write_paged(k_cache, k, slot_mapping, k_form)
         write_paged(v_cache, v, slot_mapping, v_form)
@@ -163,8 +165,9 @@ def _paged_attention_inputs(case: Case, dtype: torch.dtype, device: str) -> Argu
 
 
 def random_cache(shape: tuple[int, ...], case: Case, dtype: torch.dtype, device: str) -> Tensor:
-    kept = getattr(torch, case["kv_dtype"]) if "kv_dtype" in case else dtype
-    return (torch.randn(*shape, device=device) * 50).to(kept)
+    kept = stored_dtype(case["kv_dtype"]) if "kv_dtype" in case else dtype
+    garbage = torch.randn(*shape, device=device) * 50
+    return (garbage.abs() if kept == torch.uint8 else garbage).to(kept)
 
 
 def paged_case(lengths: list[int], device: str) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], int]:
@@ -188,6 +191,7 @@ LATENT_CASES: list[dict[str, object]] = [
     dict(seqs=[150, 3], heads=5, kv_rank=24, rope_dim=6, kv_dtype="bfloat16"),
     dict(seqs=[150, 3], heads=16, kv_rank=160, rope_dim=32, kv_dtype="int8"),
     dict(seqs=SEQS, heads=3, kv_rank=20, rope_dim=6, kv_dtype="int8"),
+    dict(seqs=[150, 3], heads=16, kv_rank=160, rope_dim=32, kv_dtype="int4"),
 ]
 
 
@@ -207,11 +211,11 @@ def paged_latent_attention(
     """MLA with the key up-projection absorbed into q (DeepSeek-V2, 2.1): all heads read one latent per token.
 
     q: [T, heads, kv_rank + rope_dim], latent: [T, kv_rank + rope_dim] (new, stored first), cache: [blocks,
-    block_size, kv_rank + rope_dim], or of int8 codes (`ops.entry.latent_codes(…).width` bytes) -> [T, heads,
+    block_size, kv_rank + rope_dim], or of codes (`ops.entry.latent_width` bytes) -> [T, heads,
     kv_rank], which the value up-projection turns into the heads' outputs. `latent` None:
     `ops.place.place_latent` has stored it. The rest as in `paged_attention`.
     """
-    form = latent_codes(kv_rank, q.shape[-1] - kv_rank)
+    form = latent_form(kv_rank, q.shape[-1] - kv_rank, cache.dtype)
     if latent is not None:
         write_paged(cache, latent, slot_mapping, form)
     out = q.new_empty(*q.shape[:2], kv_rank)

@@ -12,7 +12,7 @@ from torch import Tensor
 from plait.ops.activation import activate, step_sizes
 from plait.ops.conv import ragged_case
 from plait.ops.registry import Arguments, TensorFn, op
-from plait.ops.ssm import begin, pieces
+from plait.ops.state_rounding import walk_tokens
 
 EPS = 1e-6  # under the root of a key's and a query's length
 SEQS = [(1, True), (1, True), (1, False), (70, False), (3, True), (35, True)]
@@ -46,9 +46,10 @@ def gated_delta_scan(
 
     q, k: [T, G, K], which get length 1 here; v: [T, H, V]; step: [T, H], or [T, H, K] for decays per channel
     (after softplus); A: [H] (negative); beta: [T, H], β = beta_scale · beta; state: [num_slots, H, K, V]
-    float32, in place -> y [T, H, V] in v's dtype. Key head h // (H/G) serves head h, or h % G if `tiled`.
-    positions: [T], of the rows in their sequences; a kernel may cut its chunks at multiples of them, so that
-    a cut of a prompt changes no bit.
+    float32 or bfloat16, in place -> y [T, H, V] in v's dtype. Key head h // (H/G) serves head h, or h % G if
+    `tiled`.
+    positions: [T], of the rows in their sequences, by which a bfloat16 state is rounded; a kernel may cut its
+    chunks at multiples of them, so that a cut of a prompt changes no bit.
     """
     ratio, out = v.shape[1] // q.shape[1], torch.empty(v.shape, device=v.device)
     q, k = (_unit(m.float()) for m in (q, k))
@@ -65,14 +66,7 @@ def gated_delta_scan(
         out[rows] = (q[rows][..., None, :] @ h)[..., 0, :]
         return h
 
-    if num_decodes:
-        own = slots[:num_decodes]
-        state[own] = move(state[own], slice(num_decodes))
-    for rows, slot, past in pieces(slots, query_start, has_history, num_decodes):
-        h = begin(state, slot, past)
-        for t in range(rows.start, rows.stop):
-            h = move(h, t)
-        state[slot] = h
+    walk_tokens(move, state, (slots, query_start, has_history, num_decodes), positions)
     return out.to(v.dtype)
 
 
@@ -127,7 +121,7 @@ def delta_scan_from_gates(
     parts = step_sizes.reference, activate.reference, gated_delta_scan.reference
     where = (slots, query_start, has_history, num_decodes)
     made: Tensor = _gates_then_scan(
-        *parts, q, k, v, decay, dt_bias, A, beta, state, *where, beta_scale, tiled
+        *parts, q, k, v, decay, dt_bias, A, beta, state, *where, beta_scale, tiled, positions
     )
     return made
 

@@ -1,9 +1,14 @@
-"""How a token's keys, values or latents lie in a paged cache: as numbers of its dtype, or as int8 codes.
+"""How a token's keys, values or latents lie in a paged cache: as numbers of its dtype, or as codes.
 
-An entry of codes is bytes: [codes, one for each of the first `columns` numbers; scales, bfloat16, one for
+An entry of int8 is bytes: [codes, one for each of the first `columns` numbers; scales, bfloat16, one for
 each `group` of columns; the rest as bfloat16; padding]. A number is its code times its scale, which float32
 holds exactly. The scale is the group's largest magnitude / 127, and codes are rounded under the scale as it
 is stored, so that bfloat16 there costs nothing, and has a range that float16 has not.
+
+An entry of int4 is bytes: [sixteen for each group of 32 columns, byte i having the code of column i in its
+low half and that of column i + 16 in its high half; a step and an offset for each group, bfloat16; the rest
+as bfloat16; padding]. A number is offset + code · step, codes being 0 to 15: columns of keys lie around means
+of their own, so that steps from the smallest number to the largest are shorter than steps around 0.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ SCALE_NBYTES = 2
 KEY_GROUP = 32  # columns of a key under one scale: some columns of keys are far larger than the others
 LATENT_GROUP = 64  # columns of a latent under one scale
 LATENT_ALIGN = 16  # bytes; kernels read that many at a time
+NIBBLE_GROUP, NIBBLE_MOST = 32, 15  # columns under one step and offset, and the largest code
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +34,7 @@ class Codes:
     group: int
     rest: int = 0
     align: int = 1
+    dtype: torch.dtype = torch.int8  # of caches
 
     @property
     def rest_at(self) -> int:
@@ -61,31 +68,112 @@ class Codes:
         return torch.cat([entry[..., : self.columns].float() * steps, _bfloat16(rest)], -1)
 
 
+@dataclass(frozen=True, slots=True)
+class Nibbles:
+    """The form of an int4 entry."""
+
+    columns: int
+    rest: int = 0
+    align: int = 1
+    dtype: torch.dtype = torch.uint8  # of caches
+
+    @property
+    def groups(self) -> int:
+        return -(-self.columns // NIBBLE_GROUP)
+
+    @property
+    def rest_at(self) -> int:
+        """The byte at which the rest begins."""
+        return self.groups * (NIBBLE_GROUP // 2 + 2 * SCALE_NBYTES)
+
+    @property
+    def width(self) -> int:
+        """Bytes of an entry."""
+        return -(-(self.rest_at + 2 * self.rest) // self.align) * self.align
+
+    def encode(self, x: Tensor) -> Tensor:
+        """[..., columns + rest] floats -> [..., width] uint8."""
+        if not x.numel():
+            return x.new_zeros(*x.shape[:-1], self.width, dtype=torch.uint8)
+        more = self.groups * NIBBLE_GROUP - self.columns
+        known = x[..., : self.columns].float()
+        groups = torch.cat([known, known[..., -1:].expand(*known.shape[:-1], more)], -1)
+        groups = groups.unflatten(-1, (self.groups, NIBBLE_GROUP))
+        low, high = groups.aminmax(dim=-1, keepdim=True)
+        step, offset = ((high - low) / NIBBLE_MOST).bfloat16(), low.bfloat16()
+        codes = torch.where(step > 0, (groups - offset.float()) / step.float(), 0).round()
+        codes = codes.clamp(0, NIBBLE_MOST).nan_to_num().to(torch.uint8)
+        packed = (codes[..., :16] | codes[..., 16:] << 4).flatten(-2)
+        scales = torch.cat([step, offset], -1).flatten(-2)
+        bits = [
+            t.contiguous().view(torch.uint8) for t in (scales, x[..., self.columns :].bfloat16()) if t.numel()
+        ]
+        padding = x.new_zeros(*x.shape[:-1], self.width - self.rest_at - 2 * self.rest, dtype=torch.uint8)
+        return torch.cat([packed, *bits, padding], -1)
+
+    def decode(self, entry: Tensor) -> Tensor:
+        """[..., width] uint8 -> [..., columns + rest] float32."""
+        codes_end, end = self.groups * NIBBLE_GROUP // 2, self.rest_at + 2 * self.rest
+        packed = entry[..., :codes_end].unflatten(-1, (self.groups, NIBBLE_GROUP // 2))
+        codes = torch.cat([packed & NIBBLE_MOST, packed >> 4], -1).float()
+        scales = _bfloat16(entry[..., codes_end : self.rest_at]).unflatten(-1, (self.groups, 2))
+        numbers = torch.addcmul(scales[..., 1:], codes, scales[..., :1]).flatten(-2)[..., : self.columns]
+        return torch.cat([numbers, _bfloat16(entry[..., self.rest_at : end])], -1)
+
+
 def _bfloat16(bits: Tensor) -> Tensor:
-    """[..., 2n] int8 -> [..., n] float32."""
+    """[..., 2n] bytes -> [..., n] float32."""
     return bits.contiguous().view(torch.bfloat16).float() if bits.shape[-1] else bits.float()
 
 
+Form = Codes | Nibbles | None
+CODED = ("int8", "int4")
+
+
 def key_codes(dim: int) -> Codes:
-    """The form of one head's key of `dim` columns."""
+    """The int8 form of one head's key of `dim` columns."""
     return Codes(dim, KEY_GROUP)
 
 
 def value_codes(dim: int) -> Codes:
-    """The form of one head's value of `dim` columns."""
+    """The int8 form of one head's value of `dim` columns."""
     return Codes(dim, dim)
 
 
 def latent_codes(kv_rank: int, rope_dim: int) -> Codes:
-    """The form of MLA's latents. What is rotated stays bfloat16: docs/precision.md has its error as codes."""
+    """The int8 form of MLA's latents. What is rotated stays bfloat16: docs/precision.md has the reason."""
     return Codes(kv_rank, LATENT_GROUP, rope_dim, LATENT_ALIGN)
+
+
+def head_forms(dim: int, kept: torch.dtype) -> tuple[Form, Form]:
+    """The forms of one head's key and value in a cache of that dtype; None: as numbers."""
+    if kept == torch.uint8:
+        return Nibbles(dim), Nibbles(dim)
+    return (key_codes(dim), value_codes(dim)) if kept == torch.int8 else (None, None)
+
+
+def latent_form(kv_rank: int, rope_dim: int, kept: torch.dtype) -> Form:
+    """The form of MLA's latents in a cache of that dtype; None: as numbers."""
+    if kept == torch.uint8:
+        return Nibbles(kv_rank, rope_dim, LATENT_ALIGN)
+    return latent_codes(kv_rank, rope_dim) if kept == torch.int8 else None
+
+
+def stored_dtype(kv_dtype: str) -> torch.dtype:
+    """The dtype of tensors that keep `kv_dtype`, one of `memory.DTYPE_BYTES`."""
+    found: torch.dtype = torch.uint8 if kv_dtype == "int4" else getattr(torch, kv_dtype)
+    return found
 
 
 def head_widths(dim: int, kv_dtype: str) -> tuple[int, int]:
     """Numbers of `kv_dtype` that a head's key and its value take."""
-    return (key_codes(dim).width, value_codes(dim).width) if kv_dtype == "int8" else (dim, dim)
+    if kv_dtype not in CODED:
+        return dim, dim
+    key, value = head_forms(dim, stored_dtype(kv_dtype))
+    return key.width if key else dim, value.width if value else dim
 
 
 def latent_width(kv_rank: int, rope_dim: int, kv_dtype: str) -> int:
     """Numbers of `kv_dtype` that a token's latent takes."""
-    return latent_codes(kv_rank, rope_dim).width if kv_dtype == "int8" else kv_rank + rope_dim
+    form = latent_form(kv_rank, rope_dim, stored_dtype(kv_dtype)) if kv_dtype in CODED else None
+    return form.width if form else kv_rank + rope_dim

@@ -21,7 +21,7 @@ from plait.ops.attention import (
     visible,
     write_paged,
 )
-from plait.ops.entry import latent_codes, latent_width
+from plait.ops.entry import latent_form, latent_width
 from plait.ops.registry import Arguments, op
 
 NONE = -1  # in place of a position, behind the last that was chosen
@@ -102,7 +102,7 @@ def sparse_latent_attention(
 ) -> Tensor:
     """`paged_latent_attention` over the positions that `choose_keys` gave. chosen: [T, top_k] int32, NONE
     behind the last; -> [T, heads, kv_rank]."""
-    form = latent_codes(kv_rank, q.shape[-1] - kv_rank)
+    form = latent_form(kv_rank, q.shape[-1] - kv_rank, cache.dtype)
     if latent is not None:
         write_paged(cache, latent, slot_mapping, form)
     out = q.new_empty(*q.shape[:2], kv_rank)

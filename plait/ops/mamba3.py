@@ -15,6 +15,7 @@ from plait.ops.linear import Linear
 from plait.ops.norm import rms_norm
 from plait.ops.registry import Arguments, TensorFn, bind_reference, op
 from plait.ops.ssm import CASES, SSD_CHUNK, begin, pieces, ssd
+from plait.ops.state_rounding import walk_tokens
 from plait.quant.weight import Dense
 
 
@@ -71,12 +72,14 @@ def mamba3_scan(
     has_history: Tensor,
     num_decodes: int,
     chunk_size: int = 256,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """h ← α h + β x' ⊗ B' + γ x ⊗ B; y = h C + D x, with x', B' of the token before.
 
     α = exp(dt A), β = (1 - blend) dt α, γ = blend dt; B and C are turned by the running sum of theta · dt.
     x: [T, H, P], dt, blend: [T, H], theta: [T, H, N/2] or None, A, D: [H], B, C: [T, H, N]; slots' tensors,
-    float32, in place: state [num_slots, H, P, N], angle [num_slots, H, N/2], prev_b [num_slots, H, N], prev_x
+    in place, float32, state also bfloat16, rounded by positions [T]: state [num_slots, H, P, N],
+    angle [num_slots, H, N/2], prev_b [num_slots, H, N], prev_x
     [num_slots, H, P] -> y [T, H, P] in x's dtype.
     """
     u, dt, B, C, blend = x.float(), dt.float(), B.float(), C.float(), blend.float()
@@ -88,11 +91,18 @@ def mamba3_scan(
     log_decay = dt * A.float()
     v, before_v = (blend * dt)[..., None] * u, ((1 - blend) * dt * log_decay.exp())[..., None] * before_x
     y = torch.empty_like(u)
+
+    def move(h: Tensor, rows: slice | int) -> Tensor:
+        h = h * log_decay[rows].exp()[..., None, None] + v[rows][..., None] * B[rows][..., None, :]
+        h = h + before_v[rows][..., None] * before_b[rows][..., None, :]
+        y[rows] = (h @ C[rows][..., None])[..., 0]
+        return h
+
+    if state.dtype != torch.float32:
+        walk_tokens(move, state, (*where, num_decodes), positions)
+        return (y + D.float()[:, None] * u).to(x.dtype)
     if n := num_decodes:
-        h = state[slots[:n]] * log_decay[:n].exp()[..., None, None]
-        h = h + v[:n, ..., None] * B[:n, :, None] + before_v[:n, ..., None] * before_b[:n, :, None]
-        state[slots[:n]] = h
-        y[:n] = (h @ C[:n, ..., None])[..., 0]
+        state[slots[:n]] = move(state[slots[:n]], slice(n))
     size = min(chunk_size, SSD_CHUNK)
     for rows, slot, past in pieces(*where, num_decodes):
         h = begin(state, slot, past)
@@ -179,6 +189,7 @@ def raw_mamba3_scan(
     dt_limit: tuple[float, float],
     activation: str | None,
     chunk_size: int = 256,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """`mamba3_scan` of what its linear layers give: steps, shares, norms and biases of B and C included.
 
@@ -189,7 +200,7 @@ def raw_mamba3_scan(
     parts = step_sizes.reference, activate.reference, norm_for_heads.reference, mamba3_scan.reference
     return _prepare_then_scan(
         *parts, x, dt, blend, theta, bc, A, D, dt_bias, weight, bias, state, angle, prev_b, prev_x, slots,
-        query_start, has_history, num_decodes, eps, dt_limit, activation, chunk_size,
+        query_start, has_history, num_decodes, eps, dt_limit, activation, chunk_size, positions,
     )  # fmt: skip
 
 
@@ -221,13 +232,14 @@ def _prepare_then_scan(
     dt_limit: tuple[float, float],
     activation: str | None,
     chunk_size: int = 256,
+    positions: Tensor | None = None,
 ) -> Tensor:
     if activation:
         x = act(x.flatten(1), activation, False).unflatten(-1, x.shape[1:])
     B, C = norm(bc, weight, bias, eps).chunk(2, 1)
     dt, blend = steps(dt, dt_bias, *dt_limit), act(blend, "sigmoid", False)
     memory, where = (state, angle, prev_b, prev_x), (slots, query_start, has_history, num_decodes)
-    return scan(x, dt, blend, theta, A, B, C, D, *memory, *where, chunk_size)
+    return scan(x, dt, blend, theta, A, B, C, D, *memory, *where, chunk_size, positions)
 
 
 @raw_mamba3_scan.inputs

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from plait.ops.attention import write_paged
-from plait.ops.entry import head_widths, key_codes, latent_codes, latent_width, value_codes
+from plait.ops.entry import head_forms, head_widths, latent_form, latent_width, stored_dtype
 from plait.ops.norm import layer_norm, rms_norm
 from plait.ops.registry import Arguments, TensorFn, op
 from plait.ops.rope import rotate
@@ -95,8 +95,10 @@ def _place_heads(
         q, k = norms.apply(norms.q, rms, layer, q), norms.apply(norms.k, rms, layer, k)
     if rotation:
         q, k = rotation.apply(turn, q, positions), rotation.apply(turn, k, positions)
-    write_paged(k_cache, k, slot_mapping, key_codes(k.shape[-1]))
-    write_paged(v_cache, v, slot_mapping, value_codes(v.shape[-1]))
+    for cache, new, form in zip(
+        (k_cache, v_cache), (k, v), head_forms(k.shape[-1], k_cache.dtype), strict=True
+    ):
+        write_paged(cache, new, slot_mapping, form)
     return q
 
 
@@ -134,7 +136,7 @@ def _random_rotation(pairs: int, is_interleaved: bool, device: str) -> Rotation:
 
 
 def _cache(case: Mapping[str, Any], shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
-    kept = getattr(torch, case["kv_dtype"]) if "kv_dtype" in case else dtype
+    kept = stored_dtype(case["kv_dtype"]) if "kv_dtype" in case else dtype
     return torch.zeros(shape, dtype=kept, device=device)
 
 
@@ -183,7 +185,7 @@ def _place_latent(
     if rotation:
         q_rope = rotation.apply(turn, q_rope, positions)
         k_rope = rotation.apply(turn, k_rope[:, None], positions)[:, 0]
-    form = latent_codes(latent.shape[-1], k_rope.shape[-1])
+    form = latent_form(latent.shape[-1], k_rope.shape[-1], cache.dtype)
     write_paged(cache, torch.cat([latent, k_rope], -1), slot_mapping, form)
     return torch.cat([q, q_rope], -1)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from plait.ops.conv import ragged_case
 from plait.ops.registry import Arguments, op
 from plait.ops.ssm import begin, pieces
+from plait.ops.state_rounding import decode_state, encode_state, require_positions
 
 SEQS = [(1, True), (1, True), (1, False), (40, False), (3, True), (17, True)]
 CASES: list[dict[str, Any]] = [
@@ -31,26 +32,30 @@ def rg_lru(
     query_start: Tensor,
     has_history: Tensor,
     num_decodes: int,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """a = exp(rate · r); h ← a h + √(1 - a²) i x, with i and r the sigmoids of the gates. De et al. 2024.
 
     x: [T, W], gates: [T, H, 2 W/H] (of each head the input's, then the recurrence's), bias: [H, 2 W/H], rate:
-    [W] (negative), state: [num_slots, W] float32, in place -> h [T, W] in x's dtype. A sequence's first token
-    is taken in whole: h = i x.
+    [W] (negative), state: [num_slots, W] float32 or bfloat16, in place -> h [T, W] in x's dtype. A sequence's
+    first token is taken in whole: h = i x. positions: [T], of the rows in their sequences, by which a
+    bfloat16 state is rounded.
     """
     both = (gates.float() + bias.float()).sigmoid()
     enter, recur = (half.flatten(1) for half in both.chunk(2, -1))  # [T, W]
     log_a = rate.float() * recur
     a, kept, u = log_a.exp(), (-torch.expm1(2 * log_a)).sqrt(), enter * x.float()
-    out = torch.empty_like(u)
+    out, at = torch.empty_like(u), require_positions(positions, query_start, state.dtype)
     if num_decodes:
         first, own = slice(num_decodes), slots[:num_decodes]
-        out[first] = a[first] * state[own] + kept[first] * u[first]
-        state[own] = out[first]
+        out[first] = a[first] * decode_state(state[own]) + kept[first] * u[first]
+        state[own] = encode_state(out[first], at[first], state.dtype)
     for rows, slot, past in pieces(slots, query_start, has_history, num_decodes):
         h = begin(state, slot, past)
         for t in range(rows.start, rows.stop):
-            h = out[t] = a[t] * h + kept[t] * u[t] if past or t > rows.start else u[t]
+            is_first = not past and t == rows.start
+            out[t] = u[t] if is_first else a[t] * decode_state(h) + kept[t] * u[t]
+            h = encode_state(out[t], at[t], state.dtype)
         state[slot] = h
     return out.to(x.dtype)
 

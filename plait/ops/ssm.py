@@ -2,7 +2,8 @@
 
 A batch is decodes first (one token each, history present), then chunks of prompts. Every sequence's state is
 in a slot and is moved on in place. A sequence without history starts from zeros, whatever its slot holds.
-States are float32, and so is all arithmetic. A prompt may be cut anywhere.
+States are float32, or rounded after every token (`state_rounding`); all arithmetic is in float32. A prompt
+may be cut anywhere.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from plait.ops.activation import step_sizes
 from plait.ops.conv import ragged_case
 from plait.ops.norm import gated_rms_norm, rms_norm
 from plait.ops.registry import Arguments, TensorFn, op
+from plait.ops.state_rounding import walk_tokens
 
 SSD_CHUNK = 64  # tokens in one matrix form: more costs quadratic work, fewer costs more small products
 SEQS = [(1, True), (1, True), (1, False), (130, False), (3, True), (65, True)]
@@ -87,14 +89,25 @@ def mamba2_scan(
     """h ← exp(dt A) h + dt x ⊗ B; y = h C + D x. Dao & Gu 2024.
 
     x: [T, H, P], dt: [T, H] (after softplus and clamp), A: [H] (negative), B, C: [T, G, N] (group h // (H/G)
-    serves head h), D: [H], state: [num_slots, H, P, N] float32, in place -> y [T, H, P] in x's dtype.
-    `chunk_size` bounds the matrix form and does not change the result. positions: [T], of the rows in their
-    sequences; a kernel may cut its chunks at multiples of them, so that a cut of a prompt changes no bit.
+    serves head h), D: [H], state: [num_slots, H, P, N] float32 or bfloat16, in place -> y [T, H, P] in x's
+    dtype. `chunk_size` bounds the matrix form and does not change the result. positions: [T], of the rows in
+    their sequences, by which a bfloat16 state is rounded; a kernel may cut its chunks at multiples of them,
+    so that a cut of a prompt changes no bit.
     """
     u, dt, A, B, C = x.float(), dt.float(), A.float(), B.float(), C.float()
     v, log_decay, y = u * dt[..., None], dt * A, torch.empty_like(u)
+    ratio = x.shape[1] // B.shape[1]
+    if state.dtype != torch.float32:
+        b, c = (m.repeat_interleave(ratio, 1) for m in (B, C))  # [T, H, N]
+
+        def move(h: Tensor, rows: slice | int) -> Tensor:
+            h = h * log_decay[rows].exp()[..., None, None] + v[rows][..., None] * b[rows][..., None, :]
+            y[rows] = (h @ c[rows][..., None])[..., 0]
+            return h
+
+        walk_tokens(move, state, (slots, query_start, has_history, num_decodes), positions)
+        return (y if D is None else y + D.float()[:, None] * u).to(x.dtype)
     if num_decodes:
-        ratio = x.shape[1] // B.shape[1]
         b, c = (m[:num_decodes].repeat_interleave(ratio, 1) for m in (B, C))  # [S, H, N]
         h = state[slots[:num_decodes]] * log_decay[:num_decodes].exp()[..., None, None]
         h = h + v[:num_decodes, :, :, None] * b[:, :, None]
@@ -142,7 +155,7 @@ def mamba2_scan_from_dt(
     operands = (x, dt, dt_bias, dt_limit, A, B, C, D, state)
     where = (slots, query_start, has_history, num_decodes)
     made: Tensor = _steps_then_scan(
-        step_sizes.reference, mamba2_scan.reference, *operands, *where, chunk_size
+        step_sizes.reference, mamba2_scan.reference, *operands, *where, chunk_size, positions
     )
     return made
 
@@ -183,23 +196,31 @@ def mamba1_scan(
     has_history: Tensor,
     num_decodes: int,
     state_limit: float | None = None,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """h ← clamp(exp(dt A) h + dt x ⊗ B, ±state_limit); y = h C + D x. Gu & Dao 2023.
 
-    x, dt: [T, I], A: [I, N], B, C: [T, N], D: [I], state: [num_slots, I, N] float32, in place -> y [T, I] in
-    x's dtype. The clamp (oxidizr's) is between steps, so time is walked token by token.
+    x, dt: [T, I], A: [I, N], B, C: [T, N], D: [I], state: [num_slots, I, N] float32 or bfloat16, in place ->
+    y [T, I] in x's dtype. The clamp (oxidizr's) is between steps, so time is walked token by token.
+    positions: [T], of the rows in their sequences, by which a bfloat16 state is rounded.
     """
     u, dt, A, B, C = x.float(), dt.float(), A.float(), B.float(), C.float()
     limit, y = torch.inf if state_limit is None else state_limit, torch.empty_like(u)
 
-    def terms(rows: slice) -> tuple[Tensor, Tensor]:
-        return torch.exp(dt[rows, :, None] * A), (dt[rows] * u[rows])[..., None] * B[rows, None]
+    def terms(rows: slice | int) -> tuple[Tensor, Tensor]:
+        return torch.exp(dt[rows][..., None] * A), (dt[rows] * u[rows])[..., None] * B[rows][..., None, :]
 
+    def move(h: Tensor, rows: slice | int) -> Tensor:
+        decay, add = terms(rows)
+        h = torch.addcmul(add, decay, h).clamp_(-limit, limit)
+        y[rows] = (h @ C[rows][..., None])[..., 0]
+        return h
+
+    if state.dtype != torch.float32:
+        walk_tokens(move, state, (slots, query_start, has_history, num_decodes), positions)
+        return (y if D is None else y + D.float() * u).to(x.dtype)
     if num_decodes:
-        decay, add = terms(slice(num_decodes))
-        h = torch.addcmul(add, decay, state[slots[:num_decodes]]).clamp_(-limit, limit)
-        state[slots[:num_decodes]] = h
-        y[:num_decodes] = (h @ C[:num_decodes, :, None])[..., 0]
+        state[slots[:num_decodes]] = move(state[slots[:num_decodes]], slice(num_decodes))
     for rows, slot, past in pieces(slots, query_start, has_history, num_decodes):
         h = begin(state, slot, past)
         for start in range(rows.start, rows.stop, SSD_CHUNK):
@@ -242,6 +263,7 @@ def gated_mamba1_scan(
     num_decodes: int,
     state_limit: float | None = None,
     eps: float = 1e-6,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """`mamba1_scan` of steps softplus(dt) and RMS norms of B and C, times silu(gate).
 
@@ -249,7 +271,8 @@ def gated_mamba1_scan(
     """
     parts = step_sizes.reference, mamba1_scan.reference, gated_rms_norm.reference, rms_norm.reference
     where = (slots, query_start, has_history, num_decodes)
-    return _scan_then_gate(*parts, x, dt, gate, A, B, C, D, b_norm, c_norm, state, *where, state_limit, eps)
+    how = (state_limit, eps, positions)
+    return _scan_then_gate(*parts, x, dt, gate, A, B, C, D, b_norm, c_norm, state, *where, *how)
 
 
 @gated_mamba1_scan.replaces(step_sizes, mamba1_scan, gated_rms_norm, rms_norm, is_default=True)
@@ -274,12 +297,13 @@ def _scan_then_gate(
     num_decodes: int,
     state_limit: float | None = None,
     eps: float = 1e-6,
+    positions: Tensor | None = None,
 ) -> Tensor:
     B = B if b_norm is None else norm(B, b_norm, eps)
     C = C if c_norm is None else norm(C, c_norm, eps)
     dt = steps(dt, None, 0.0, math.inf)
     where = (slots, query_start, has_history, num_decodes)
-    return close(scan(x, dt, A, B, C, D, state, *where, state_limit), gate, None)
+    return close(scan(x, dt, A, B, C, D, state, *where, state_limit, positions), gate, None)
 
 
 @gated_mamba1_scan.inputs

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from plait.memory import DTYPE_BYTES, PagedState, State, block_groups, group_name
+from plait.ops.entry import stored_dtype
 from plait.state.host_store import SLOTS, HostStore, Pairs, Sizes, check_groups, check_saved
 from plait.state.swap import DeviceSwap, HostPiece, HostPool, copy_index, pin_memory, view_widest
 
@@ -42,7 +43,7 @@ class StateStore:
         if device.type == "cpu" and host is None:
             model = str(dtype).removeprefix("torch.")
             self.host = HostStore(states, num_blocks, num_slots, block_size, model)
-        kinds = {name: getattr(torch, name) for name in DTYPE_BYTES} | {"model": dtype}
+        kinds = {name: stored_dtype(name) for name in DTYPE_BYTES} | {"model": dtype}
         for name, state in states.items():
             inner = (block_size,) if isinstance(state, PagedState) else ()
             self._tensors[name] = {}

@@ -140,6 +140,7 @@ class Arithmetic:
     kv_dtype: str
     step: str
     loose: Mapping[str, str]
+    state_dtype: str = "float32"
 
     @property
     def is_promised(self) -> bool:
@@ -185,6 +186,7 @@ class Verification:
             device=target.device.type,
             dtype=str(target.dtype).removeprefix("torch."),
             kv_dtype=target.kv_dtype,
+            state_dtype=target.state_dtype,
             step=self.loaded.runner.step_kind,
             loose=loose_ops(target),
         )

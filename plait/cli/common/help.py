@@ -43,8 +43,9 @@ GROUPS = {
         "a_source",
     ),
     "Memory": (
-        *("memory_limit", "gpu_memory", "kv_dtype", "block_size", "prefix_cache", "snapshot_interval"),
-        *("swap_memory", "cache_disk", "cache_disk_limit", "cache_dir", "packed_cache", "startup_image"),
+        *("memory_limit", "gpu_memory", "kv_dtype", "state_dtype", "block_size", "prefix_cache"),
+        *("snapshot_interval", "swap_memory", "cache_disk", "cache_disk_limit", "cache_dir"),
+        *("packed_cache", "startup_image"),
     ),
     "Speed and arithmetic": (
         *("device", "dtype", "ops", "no_fuse", "isa", "max_num_batched_tokens", "max_step_ms"),

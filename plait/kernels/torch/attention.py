@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from plait.ops.attention import causal_mask, paged_attention, read_paged, visible, write_paged
-from plait.ops.entry import key_codes, value_codes
+from plait.ops.entry import head_forms
 from plait.ops.registry import OpFacts
 
 NAME = "sdpa"
@@ -43,7 +43,7 @@ def sdpa(
     slopes: None = None,
 ) -> Tensor:
     """`paged_attention` without softcap and slopes: the same arguments and result; `step` is not needed."""
-    caches = ((k_cache, key_codes(q.shape[-1])), (v_cache, value_codes(q.shape[-1])))
+    caches = tuple(zip((k_cache, v_cache), head_forms(q.shape[-1], k_cache.dtype), strict=True))
     for (cache, form), new in zip(caches, (k, v), strict=True):
         if new is not None:
             write_paged(cache, new, slot_mapping, form)

@@ -8,6 +8,7 @@ from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.memory import PagedState, State, group_name
 from plait.model.layers.layers import Batch, Norm, Rope
+from plait.ops.entry import CODED
 from plait.ops.indexer import choose_keys
 from plait.state.store import StateStore
 
@@ -32,7 +33,7 @@ class Indexer:
         self._norm, self._rope = Norm(s.norm, w.scope("k_norm"), s.dim), Rope(s.rope, w)
         self._choose = w.bind(choose_keys, heads=s.num_heads, index_dim=s.dim, top_k=self.top_k)
         kept = w.target.kv_dtype
-        self.states[self.name] = PagedState({"key": (s.dim,)}, dtype="bfloat16" if kept == "int8" else kept)
+        self.states[self.name] = PagedState({"key": (s.dim,)}, dtype="bfloat16" if kept in CODED else kept)
 
     def __call__(self, x: Tensor, q: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, hidden], q: [T, q_size] -> positions [T, top_k] int32 (`ops.indexer.choose_keys`)."""

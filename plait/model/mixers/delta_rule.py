@@ -85,7 +85,7 @@ class DeltaNet:
         else:
             self._scan = BoundedScan(s, w, self.A, self.dt_bias, sizes)
         ssm = (s.num_heads, s.key_dim, s.value_dim)
-        state = SlotState({"conv": (self.conv.tail_shape, "model"), "ssm": (ssm, "float32")})
+        state = SlotState({"conv": (self.conv.tail_shape, "model"), "ssm": (ssm, w.target.state_dtype)})
         self.states: dict[str, State] = {self.name: state}
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:

@@ -55,7 +55,7 @@ class Lightning:
         sizes = {"heads": s.num_heads, "dim": s.head_dim, "state": s.head_dim, "groups": s.num_heads}
         self._scan, self._gate = w.bind(mamba2_scan, **sizes), w.bind(gate)
         shape = (s.num_heads, s.head_dim, s.head_dim)
-        self.states: dict[str, State] = {self.name: SlotState({"ssm": (shape, "float32")})}
+        self.states: dict[str, State] = {self.name: SlotState({"ssm": (shape, w.target.state_dtype)})}
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, hidden] -> [T, hidden]."""

@@ -69,7 +69,7 @@ class Mamba1:
         self.step_norm = norms[0]
         self._scan = _PerHead(s, w, norms[1:]) if s.num_heads else _PerChannel(s, w, norms[1:])
         ssm, conv = self._scan.state_shape, self.conv.tail_shape
-        state = SlotState({"conv": (conv, "model"), "ssm": (ssm, "float32")})
+        state = SlotState({"conv": (conv, "model"), "ssm": (ssm, w.target.state_dtype)})
         self.states: dict[str, State] = {self.name: state}
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
@@ -103,7 +103,9 @@ class _PerChannel:
         *before, state = operands
         where = (batch.state_slots, batch.query_start, batch.has_history, batch.num_decodes)
         dt, *rest = before
-        y: Tensor = self._scan(h, dt, gate, *rest, *self._norms, state, *where, self._limit, self._eps)
+        y: Tensor = self._scan(
+            h, dt, gate, *rest, *self._norms, state, *where, self._limit, self._eps, batch.positions
+        )
         return y
 
 
@@ -125,6 +127,6 @@ class _PerHead:
         dt = self._step_sizes(dt, None, 0.0, spec.UNLIMITED)
         x, B, C = h.unflatten(-1, self.state_shape[:2]), B[:, None], C[:, None]
         where = (batch.state_slots, batch.query_start, batch.has_history, batch.num_decodes)
-        y: Tensor = self._scan(x, dt, A, B, C, D, state, *where)
+        y: Tensor = self._scan(x, dt, A, B, C, D, state, *where, positions=batch.positions)
         gated: Tensor = self._gate(y.flatten(1), gate, None)
         return gated

@@ -107,7 +107,7 @@ class Mamba2:
         if s.mode == "ssd":
             ssm = (s.num_heads, s.head_dim, s.state_size)
             conv = self.conv.tail_shape
-            self.states[self.name] = SlotState({"conv": (conv, "model"), "ssm": (ssm, "float32")})
+            self.states[self.name] = SlotState({"conv": (conv, "model"), "ssm": (ssm, w.target.state_dtype)})
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, hidden] -> [T, hidden]."""

@@ -62,12 +62,14 @@ class Mamba3:
         self._silu = w.bind(activate, kind="silu", gated=False) if self._activation and s.mimo_rank else None
         self._scan = _Whole(s, w, self.width) if s.mode == "exact" else _Recurrent(s, w, self.width)
         self._gate = GatedNorm(s.gated_norm, w, inner, 1)
-        self.states: dict[str, State] = {} if s.mode == "exact" else {self.name: self._memory()}
+        self.states: dict[str, State] = (
+            {} if s.mode == "exact" else {self.name: self._memory(w.target.state_dtype)}
+        )
 
-    def _memory(self) -> SlotState:
+    def _memory(self, state_dtype: str) -> SlotState:
         s = self.spec
         shapes: dict[str, tuple[tuple[int, ...], str]] = {
-            "ssm": ((s.num_heads, self.width, s.state_size), "float32"),
+            "ssm": ((s.num_heads, self.width, s.state_size), state_dtype),
             "prev_b": ((s.num_heads, s.state_size), "float32"),
             "prev_x": ((s.num_heads, self.width), "float32"),
         }
@@ -111,7 +113,7 @@ class _Recurrent:
         """inputs: x, dt, blend, theta, groups of B and C; parts: A, D, biases and the norm's weight."""
         s, where = self.spec, (batch.state_slots, batch.query_start, batch.has_history, batch.num_decodes)
         memory = (state["ssm"], state.get("angle"), state["prev_b"], state["prev_x"])
-        how = (s.bc_norm.eps, s.dt_limit, activation, s.chunk_size)
+        how = (s.bc_norm.eps, s.dt_limit, activation, s.chunk_size, batch.positions)
         y: Tensor = self._scan(*inputs, *parts, *memory, *where, *how)
         return y
 

@@ -48,7 +48,7 @@ class RgLru:
         self._map = w.bind(map_heads, heads=s.num_heads)
         self._scan = w.bind(rg_lru, heads=s.num_heads, dim=dim)
         self._activate, self._multiply = w.bind(activate, kind=s.activation, gated=False), w.bind(multiply)
-        kept = {"conv": (self.conv.tail_shape, "model"), "ssm": ((s.width,), "float32")}
+        kept = {"conv": (self.conv.tail_shape, "model"), "ssm": ((s.width,), w.target.state_dtype)}
         self.states: dict[str, State] = {self.name: SlotState(kept)}
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
@@ -58,5 +58,5 @@ class RgLru:
         u = self.conv(u, batch, state["conv"])
         gates = self._map(u.unflatten(-1, (s.num_heads, -1)), self.gates)
         where = (batch.state_slots, batch.query_start, batch.has_history, batch.num_decodes)
-        h = self._scan(u, gates, self.bias, self.rate, state["ssm"], *where)
+        h = self._scan(u, gates, self.bias, self.rate, state["ssm"], *where, batch.positions)
         return self.out(self._multiply(h, self._activate(second, s.activation, False)))

@@ -1,4 +1,4 @@
-"""Attention over paged keys and values, float32, bfloat16 or int8, with windows, softcaps and shared heads.
+"""Attention over paged keys and values, float32, bfloat16 or codes, with windows, softcaps and shared heads.
 
 The caches keep their shape. Inside, keys lie as [block][kv head][sixteen tokens][column][token] (bfloat16:
 [column pair][token][2]) and values as [block][kv head][token][column]. So lanes are tokens for the scores and
@@ -6,7 +6,9 @@ columns for the outputs, and nothing but the softmax is summed across lanes.
 
 Int8 lies by groups of sixteen tokens with their scales behind them, rounded as `ops.entry` does: [block]
 [kv head][sixteen tokens][codes (keys: [column][token], values: [token][column]), scales (keys: [group of
-columns][token], values: [token])]. A latent lies as `ops.entry` says.
+columns][token], values: [token])]. Int4 keys lie so, too: [codes [column pair][token], the even column in the
+lower half; then of each group of columns steps [token] and offsets [token]]. A token's int4 values, and a
+latent, lie as `ops.entry` says.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from plait.kernels.cpu.codegen.vec import (
     largest,
     load_f32,
     load_some,
+    mul,
     nearest,
     peak,
     put_bf16,
@@ -45,6 +48,7 @@ from plait.kernels.cpu.codegen.vec import (
     spread,
     store_bf16,
     store_i8,
+    sub,
     to_i32,
     total,
     words,
@@ -54,7 +58,7 @@ from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import rows_of, scratch_of
 from plait.kernels.cpu.runtime.row_checks import TensorRows, dense, float32_rows
 from plait.ops.attention import paged_attention
-from plait.ops.entry import KEY_GROUP, SCALE_NBYTES, head_widths
+from plait.ops.entry import CODED, KEY_GROUP, NIBBLE_GROUP, SCALE_NBYTES, head_widths
 from plait.ops.registry import OpFacts
 
 SPAN = 256  # tokens of a split: their scores are in L1 together; threads share out a long sequence by splits
@@ -62,8 +66,10 @@ APART = 8 << 20  # bytes for parts of rows: beyond, one thread computes all spli
 LOCATE = "locate(args, s, kv_head, at, first, end, {k_bytes}, {v_bytes}, to, {groups})"
 SCRATCH = 64  # bytes of each thread that writes codes
 LEAN = "lean(args, scores + r * {line}, head, tail, at, position, kv_head, base + i + r, {unit})"
+UNIT = "np.float32(1.0) / get_f32(args + 8 * SCALE)"
 WEIGH = "weigh(args, scores + r * {line}, head, tail, values)"
-KEPT = (torch.float32, torch.bfloat16, torch.int8)
+CODES = {torch.int8: "int8", torch.uint8: "int4"}
+KEPT = (torch.float32, torch.bfloat16, *CODES)
 
 
 @kernel
@@ -149,7 +155,82 @@ def store_latent_codes(frame: int, args: int, thread: int, threads: int) -> None
             put_bf16(to + rest_at + 2 * i, get_f32(x + 4 * (n + i)))
 
 
+@inline
+def code_nibbles(x: Int, scratch: Int, step_at: Int, offset_at: Int) -> None:
+    """32 floats become codes, a byte each at `scratch`, under a step and an offset, which are stored.
+
+    A number that is infinite or none makes the step none: what reads it is not a number either.
+    """
+    a, b, zero = load_f32(x), load_f32(x + 64), zero_f32()
+    high, low = peak(largest(a, b)), -peak(sub(zero, smallest(a, b)))
+    odd = total(fma(a, zero, mul(b, zero)))
+    put_bf16(step_at, (high - low) / np.float32(15.0) + odd)
+    put_bf16(offset_at, low)
+    step = get_bf16(step_at)
+    unit, offset = spread(step if step > np.float32(0.0) else np.float32(1.0)), spread(get_bf16(offset_at))
+    most = spread(np.float32(15.0))
+    for i in range(2):
+        v = smallest(largest(div(sub(load_f32(x + 64 * i), offset), unit), zero), most)
+        store_i8(scratch + 16 * i, to_i32(nearest(v)))
+
+
+@kernel
+def store_nibbles(frame: int, args: int, thread: int, threads: int) -> None:
+    """k, its strides, v, its strides, k_cache, v_cache, slots, kv_heads, d, block_size."""
+    k, k_row, k_head, v, v_row, v_head, keys, values, slots, heads, d, block = words(args, 2, 14)
+    codes, items, width = scratch_of(frame, thread), rows_of(frame, args) * heads, d // 8 * 5
+    for item in range(items * thread // threads, items * (thread + 1) // threads):
+        token, head = item // heads, item % heads
+        slot = get_i64(slots + 8 * token)
+        lane = slot % 16
+        group = (slot // block * heads + head) * block + slot % block - lane
+        x, y = k + token * k_row + head * k_head, v + token * v_row + head * v_head
+        key, value = keys + group * width, values + (group + lane) * width
+        for i in range(0, d, 32):
+            scale = key + 8 * d + 2 * i + 2 * lane
+            code_nibbles(x + 4 * i, codes, scale, scale + 32)
+            for p in range(16):
+                both = get_u8(codes + 2 * p) | get_u8(codes + 2 * p + 1) << np.int32(4)
+                put_u8(key + 8 * i + 16 * p + lane, both)
+            scale = value + d // 2 + i // 8
+            code_nibbles(y + 4 * i, codes, scale, scale + 2)
+            for p in range(16):
+                put_u8(value + i // 2 + p, get_u8(codes + p) | get_u8(codes + 16 + p) << np.int32(4))
+
+
+@kernel
+def store_latent_nibbles(frame: int, args: int, thread: int, threads: int) -> None:
+    """latent, its row stride, cache, slots, columns in codes, numbers of the rest, bytes of an entry."""
+    latent, row_bytes, cached, slots, n, rest, width = words(args, 2, 9)
+    codes, rows = scratch_of(frame, thread), rows_of(frame, args)
+    for r in range(rows * thread // threads, rows * (thread + 1) // threads):
+        x, to = latent + r * row_bytes, cached + get_i64(slots + 8 * r) * width
+        for i in range(0, n, 32):
+            scale = to + n // 2 + i // 8
+            code_nibbles(x + 4 * i, codes, scale, scale + 2)
+            for p in range(16):
+                put_u8(to + i // 2 + p, get_u8(codes + p) | get_u8(codes + 16 + p) << np.int32(4))
+        for i in range(rest):
+            put_bf16(to + n // 8 * 5 + 2 * i, get_f32(x + 4 * (n + i)))
+
+
+def _nibble_form() -> Form:
+    k_bytes, v_bytes = (f"word(args, {dim}) // 8 * 5" for dim in ("K_DIM", "V_DIM"))
+    made = Form(
+        name="int4",
+        span=SPAN,
+        key_size=0,
+        value_size=0,
+        stride=v_bytes,
+        locate=LOCATE.format(k_bytes=k_bytes, v_bytes=v_bytes, groups=SPAN // 16),
+        next_keys=f"word(args, BLOCK) * ({k_bytes})",
+    )
+    return replace(made, lean=LEAN.format(line=made.line, unit=UNIT))
+
+
 def form_of(dtype: torch.dtype) -> Form:
+    if dtype == torch.uint8:
+        return _nibble_form()
     size = dtype.itemsize
     k_bytes, v_bytes = (f"word(args, {dim}) * {size}" for dim in ("K_DIM", "V_DIM"))
     coded = dtype == torch.int8
@@ -165,7 +246,7 @@ def form_of(dtype: torch.dtype) -> Form:
         locate=LOCATE.format(k_bytes=k_bytes, v_bytes=v_bytes, groups=SPAN // 16),
         next_keys=f"word(args, BLOCK) * ({k_bytes})",
     )
-    lean = LEAN.format(line=made.line, unit="np.float32(1.0) / get_f32(args + 8 * SCALE)")
+    lean = LEAN.format(line=made.line, unit=UNIT)
     return replace(made, lean=lean, weigh=WEIGH.format(line=made.line) if coded else made.weigh)
 
 
@@ -180,8 +261,8 @@ def why_unstorable(facts: OpFacts) -> str | None:
     """Why caches like these cannot be kept here, if so."""
     if reason := float32_rows(facts):
         return reason
-    if (kept := facts.sizes.get("kv_dtype", "model")) not in ("model", "float32", "bfloat16", "int8"):
-        return f"it keeps float32, bfloat16 or int8, not {kept}"
+    if (kept := facts.sizes.get("kv_dtype", "model")) not in ("model", "float32", "bfloat16", *CODED):
+        return f"it keeps float32, bfloat16, int8 or int4, not {kept}"
     if facts.sizes.get("block_size", 16) % 16:
         return f"it wants blocks of 16, 32, ... tokens, not of {facts['block_size']}"
     return None
@@ -193,6 +274,8 @@ def why_unserved(facts: OpFacts) -> str | None:
         return f"it wants heads of even size, not of {facts['dim']}"
     if facts.sizes.get("kv_dtype") == "int8" and facts.sizes.get("dim", 4) % 4:
         return f"it keeps int8 for heads of a multiple of 4, not of {facts['dim']}"
+    if facts.sizes.get("kv_dtype") == "int4" and facts.sizes.get("dim", 32) % NIBBLE_GROUP:
+        return f"it keeps int4 for heads of a multiple of {NIBBLE_GROUP}, not of {facts['dim']}"
     return why_unstorable(facts)
 
 
@@ -234,12 +317,12 @@ def attend(
     """
     rows = TensorRows.of(q)
     size, kv_heads = k_cache.shape[1:3]
-    coded, d = k_cache.dtype == torch.int8, rows.width
-    widths = head_widths(d, "int8" if coded else "model")
+    kept, d = CODES.get(k_cache.dtype, "model"), rows.width
+    widths = head_widths(d, kept)
     for name, cached, width in zip(("k_cache", "v_cache"), (k_cache, v_cache), widths, strict=True):
         check_cache(name, cached, (size, kv_heads, width), k_cache.dtype)
     check_index(block_table, slot_mapping, query_start, seq_lens)
-    _check_heads(q, k, v, (kv_heads, d), 4 if coded else 2)
+    _check_heads(q, k, v, (kv_heads, d), {"int8": 4, "int4": NIBBLE_GROUP}.get(kept, 2))
     for name, each in (("sinks", sinks), ("slopes", slopes)):
         if each is not None:
             dense(name, each, rows.heads)
@@ -265,6 +348,8 @@ def _store(cpu: Executor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor
     new = (k, *k_rows.strides, v, *v_rows.strides, k_cache, v_cache, slots, kv_heads, k_rows.width, size)
     if k_cache.dtype == torch.int8:
         cpu.launch(store_codes, *new, KEY_GROUP, rows=k_rows.count, scratch=SCRATCH)
+    elif k_cache.dtype == torch.uint8:
+        cpu.launch(store_nibbles, *new, rows=k_rows.count, scratch=SCRATCH)
     else:
         scratch = 2 * k_rows.width
         cpu.launch(store_rows, *new, k_cache.element_size(), rows=k_rows.count, scratch=scratch)
@@ -280,7 +365,7 @@ def check_cache(name: str, cached: Tensor, entry: tuple[int, ...], dtype: torch.
     known = cached.dtype == dtype and dtype in KEPT and cached.is_contiguous()
     if not known or tuple(cached.shape[1:]) != entry or entry[0] % 16:
         raise ShapeMismatch(
-            f"{name}: native attention wants contiguous float32, bfloat16 or int8 [blocks, {entry}], the "
+            f"{name}: native attention wants contiguous float32, bfloat16 or codes [blocks, {entry}], the "
             "same for keys and values, blocks being of 16, 32, ... tokens, got "
             f"{cached.dtype} {list(cached.shape)} strides {cached.stride()}"
         )

@@ -186,7 +186,10 @@ def store_index_keys(frame: int, args: int, thread: int, threads: int) -> None:
 
 def why_no_choice(facts: OpFacts) -> str | None:
     """Why the native kernels cannot serve an indexer of these facts, if so."""
-    if facts.sizes.get("kv_dtype", "model") in ("bfloat16", "int8") and facts.sizes.get("index_dim", 16) % 16:
+    if (
+        facts.sizes.get("kv_dtype", "model") in ("bfloat16", "int8", "int4")
+        and facts.sizes.get("index_dim", 16) % 16
+    ):
         return f"it wants index keys of a multiple of 16 in bfloat16, not of {facts['index_dim']}"
     return why_unstorable(facts)
 
@@ -332,7 +335,14 @@ def attend_chosen(frame: int, args: int, thread: int, threads: int) -> None:
                 store_some(to + 4 * c, div(load_some(state + 64 + 4 * c, left), whole), left)
 
 
-@sparse_latent_attention.variant("native", on="cpu", when=why_unserved, native=True)
+def why_no_sparse(facts: OpFacts) -> str | None:
+    """Why the native kernel cannot serve these facts, if so."""
+    if facts.sizes.get("kv_dtype") == "int4":
+        return "it reads latents in float32, bfloat16 or int8, not in int4"
+    return why_unserved(facts)
+
+
+@sparse_latent_attention.variant("native", on="cpu", when=why_no_sparse, native=True)
 def _sparse_latent_attention(
     cpu: Executor,
     q: Tensor,

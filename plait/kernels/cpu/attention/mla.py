@@ -16,10 +16,12 @@ from torch import Tensor
 from plait.errors import ShapeMismatch
 from plait.kernels.cpu.attention.attention import (
     APART,
+    CODES,
     SCRATCH,
     check_cache,
     check_index,
     store_latent_codes,
+    store_latent_nibbles,
     why_unstorable,
 )
 from plait.kernels.cpu.attention.source import TILES, Form, module, record_bytes
@@ -29,7 +31,7 @@ from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import rows_of
 from plait.kernels.cpu.runtime.row_checks import TensorRows
 from plait.ops.attention import paged_latent_attention
-from plait.ops.entry import LATENT_ALIGN, LATENT_GROUP, SCALE_NBYTES, latent_codes
+from plait.ops.entry import LATENT_ALIGN, LATENT_GROUP, NIBBLE_GROUP, SCALE_NBYTES, Nibbles, latent_form
 from plait.ops.registry import OpFacts
 
 SPAN = 128  # tokens; their latents, turned, have to stay in L2
@@ -54,7 +56,16 @@ def store_latents(frame: int, args: int, thread: int, threads: int) -> None:
 def _turn(size: int) -> str:
     """The text of `unfold`: copies of a split's latents as [group of sixteen][column][token]."""
     groups = SPAN // 16
-    if size > 1:
+    if size == 0:
+        text = (
+            _NIBBLES
+            + _square("turn", 2, _LOAD[2])
+            + _square("turn_codes", 0, _LOAD[0])
+            + _NIBBLE_BYTES.format(align=LATENT_ALIGN)
+        )
+        turn, stride = _TURN_CODES, "token_bytes(args)"
+        copied = "((rank + 15) // 16 + (width - rank + 15) // 16) * 1024"
+    elif size > 1:
         text, turn = _square("turn", size, _LOAD[size]), "turn(source, stride, width, copy)"
         stride, copied = f"width * {size}", "(width + 15) // 16 * 1024"
     else:
@@ -68,6 +79,7 @@ def _turn(size: int) -> str:
 _LOAD = {
     4: "load_some(row + 4 * c, left)",
     2: "widened(load_some(row + 2 * c, left // np.int32(2)))",
+    0: "nibbles(row + c // 32 * 16, c, row + columns // 2 + c // 32 * 4)",
     1: "mul(to_f32(load_i8(row + c)), spread(get_bf16(row + columns + c // {group} * 2)))",
 }
 
@@ -120,14 +132,34 @@ def token_bytes(args):
     return (rest_at(args) + 2 * (word(args, K_DIM) - word(args, V_DIM)) + {align} - 1) // {align} * {align}
 
 '''
+_NIBBLES = '''
+@inline
+def nibbles(at, c, scale):
+    """Sixteen numbers of a row, of column c on: half a byte each of those at `at`."""
+    codes = and_i32(right(load_u8(at), np.int32((c & 16) // 4)), spread_int(np.int32(15)))
+    return fma(to_f32(codes), spread(get_bf16(scale)), spread(get_bf16(scale + 2)))
+
+'''
+_NIBBLE_BYTES = '''
+@inline
+def rest_at(args):
+    """The byte of a latent at which what is not in codes begins."""
+    return word(args, V_DIM) // 8 * 5
+
+
+@inline
+def token_bytes(args):
+    return (rest_at(args) + 2 * (word(args, K_DIM) - word(args, V_DIM)) + {align} - 1) // {align} * {align}
+
+'''
 _TURN_CODES = """turn_codes(source, stride, rank, copy)
         turn(source + rest_at(args), stride, width - rank, copy + 64 * rank)"""
 
 
 def form_of(dtype: torch.dtype) -> Form:
-    size = dtype.itemsize
+    size = 0 if dtype == torch.uint8 else dtype.itemsize
     return Form(
-        name=f"latent_{str(dtype).removeprefix('torch.')}",
+        name=f"latent_{CODES.get(dtype, str(dtype).removeprefix('torch.'))}",
         span=SPAN,
         key_size=4,
         value_size=size,
@@ -135,7 +167,7 @@ def form_of(dtype: torch.dtype) -> Form:
         locate="unfold(args, s, at, first, end, to, copies)",
         least=TILES,
         prelude=_turn(size),
-        value_group=0 if size > 1 else LATENT_GROUP,
+        value_group=LATENT_GROUP if size == 1 else 0,
     )
 
 
@@ -151,6 +183,8 @@ def why_unserved(facts: OpFacts) -> str | None:
     for name in ("kv_rank", "rope_dim"):
         if facts.sizes.get(name, 2) % 2:
             return f"it wants an even {name}, not {facts[name]}"
+    if facts.sizes.get("kv_dtype") == "int4" and facts.sizes.get("kv_rank", 32) % NIBBLE_GROUP:
+        return f"it keeps int4 for a kv_rank of a multiple of {NIBBLE_GROUP}, not of {facts['kv_rank']}"
     return why_unstorable(facts)
 
 
@@ -169,7 +203,7 @@ def _paged_latent_attention(
 ) -> Tensor:
     rows, new = TensorRows.of(q), TensorRows.of(latent)
     size, width, rest = cache.shape[1], rows.width, rows.width - kv_rank
-    form = latent_codes(kv_rank, rest) if cache.dtype == torch.int8 else None
+    form = latent_form(kv_rank, rest, cache.dtype)
     check_cache("cache", cache, (size, form.width if form else width), cache.dtype)
     check_index(block_table, slot_mapping, query_start, seq_lens)
     same = new.count == rows.count and new.width == width and q.dim() == 3
@@ -179,7 +213,9 @@ def _paged_latent_attention(
             f"{kv_rank}: both have to end in the cache's width, and both numbers are even"
         )
     given = (latent, new.row_bytes, cache, slot_mapping)
-    if form:
+    if isinstance(form, Nibbles):
+        cpu.launch(store_latent_nibbles, *given, kv_rank, rest, form.width, rows=new.count, scratch=SCRATCH)
+    elif form:
         parts = (kv_rank, form.group, form.rest_at, rest, form.width)
         cpu.launch(store_latent_codes, *given, *parts, rows=new.count, scratch=SCRATCH)
     else:

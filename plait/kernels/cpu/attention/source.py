@@ -27,7 +27,7 @@ from plait.kernels.cpu.attention.rows import SIZES, TILE
 from plait.kernels.cpu.codegen.kernel import load_generated
 from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, digest, straight
 from plait.kernels.cpu.codegen.vec import name_arguments
-from plait.ops.entry import KEY_GROUP
+from plait.ops.entry import KEY_GROUP, NIBBLE_GROUP, NIBBLE_MOST
 
 TILES = 8  # of one unit of work, at most: they share the keys and values of a split while those are in L2
 FEW = 4  # rows: tiles up to here wait for memory, and ask for the next group while they work on one
@@ -35,16 +35,22 @@ FEW = 4  # rows: tiles up to here wait for memory, and ask for the next group wh
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What one kernel is made for. Sizes are of one cached number, in bytes (4 float32, 2 bfloat16, 1 int8).
+    """What one kernel is made for. Sizes are of one cached number, in bytes (4 float32, 2 bfloat16, 1 int8),
+    and 0 of int4.
 
     Behind sixteen int8 keys lie their scales: for every KEY_GROUP columns sixteen bfloat16. Behind as many
     int8 values lie sixteen scales, and the statement `weigh` multiplies a row's exponentials with them; or
     each token has a scale for every `value_group` columns behind its own.
+
+    Behind sixteen int4 keys lie for every NIBBLE_GROUP columns sixteen steps and sixteen offsets; a token's
+    int4 values lie as `ops.entry` says.
     """
 
     name: str
     span: int  # tokens
-    key_size: int  # 4, 1: [column][token]; 2: [column pair][token][2]
+    key_size: (
+        int  # 4, 1: [column][token]; 2: [column pair][token][2]; 0: [column pair][token], half a byte each
+    )
     value_size: int
     stride: str  # bytes from token to token, in terms of `args`
     locate: str  # the statement that finds the groups of a split: see `find`
@@ -164,17 +170,42 @@ class Scoring:
             both = enumerate(zip(products, sums, strict=True))
             return [w.fma(p, scales[i % wide], s) for i, (p, s) in both]
 
+        def offset(n: Word, *sums: Value) -> list[Value]:
+            at = 8 * self.d + 64 * n
+            scales = [(w.load_bf16(k + at), w.load_bf16(k + at + 32)) for k in keys]
+            first, step = n * (NIBBLE_GROUP // 8), partial(self._step, w, rows)
+            return w.loop(
+                first, first + NIBBLE_GROUP // 8, 1, sums, lambda p, *now: step(p, keys, ahead, now, scales)
+            )
+
+        if self.key_size == 0:
+            return w.loop(0, self.d >> 5, 1, zeros, offset)
         if self.key_size == 1:
             return w.loop(0, (self.d + (KEY_GROUP - 1)) >> KEY_GROUP.bit_length() - 1, 1, zeros, scaled)
         return some(0, self.d if self.key_size == 4 else self.d >> 1)
 
     def _step(
-        self, w: Writer, rows: int, p: Word, keys: list[Word], ahead: list[Word], sums: Sequence[Value]
+        self,
+        w: Writer,
+        rows: int,
+        p: Word,
+        keys: list[Word],
+        ahead: list[Word],
+        sums: Sequence[Value],
+        scales: Sequence[tuple[Value, Value]] = (),
     ) -> list[Value]:
-        """The next column, or as many as 64 bytes hold."""
+        """The next column, or as many as 64 bytes hold. scales: of int4, steps and offsets of each group."""
         for n in ahead:
             w.prefetch(n + 64 * p)
-        if self.key_size == 1:
+        if self.key_size == 0:
+            columns = []
+            for i in range(4):
+                codes = [split_nibbles(w, k + 64 * p + 16 * i) for k in keys]
+                columns += [
+                    [w.fma(both[half], *scale) for both, scale in zip(codes, scales, strict=True)]
+                    for half in range(2)
+                ]
+        elif self.key_size == 1:
             columns = [[w.to_f32(w.load_i8(k + 64 * p + 16 * i)) for k in keys] for i in range(4)]
         else:
             columns = [[(w.load_f32 if self.key_size == 4 else w.load_i32)(k + 64 * p) for k in keys]]
@@ -184,6 +215,12 @@ class Scoring:
             at = self.q + 4 * rows * len(columns) * p + 4 * rows * i
             sums = _multiply_add(w, xs, (at + 4 * r for r in range(rows)), sums)
         return list(sums)
+
+
+def split_nibbles(w: Writer, at: Word) -> tuple[Value, Value]:
+    """The lower and the upper halves of sixteen bytes, as numbers."""
+    codes = w.load_u8(at)
+    return w.to_f32(w.and_i32(codes, w.spread_int(NIBBLE_MOST))), w.to_f32(w.right(codes, 4))
 
 
 def soon(w: Writer, places: Word, end: Word, line: int, own: Sequence[Word], then: Word) -> list[Word]:
@@ -233,6 +270,16 @@ class Weighing:
 
     def write(self, w: Writer, rows: int) -> None:
         bits, unit = 6 if rows <= 4 else 5, self.UNIT  # 64 columns at a time, or 32
+        if not self.value_size:
+            w.loop(
+                0,
+                whole := self.columns >> bits << bits,
+                1 << bits,
+                (),
+                lambda c: self._some(w, rows, c, 1 << bits - 4, None),
+            )
+            w.loop(whole, self.columns, 32, (), lambda c: self._some(w, rows, c, 2, None))
+            return
         whole = self.columns >> bits << bits
 
         def last(c: Word) -> None:
@@ -243,7 +290,8 @@ class Weighing:
 
     def _some(self, w: Writer, rows: int, c: Word, wide: int, left: Word | None) -> None:
         """Columns c and on: `wide` vectors of them, or `left` float32 as they lie."""
-        offset, ahead = self.value_size * c, rows <= FEW and left is None
+        offset = self.value_size * c if self.value_size else c >> 1
+        ahead = rows <= FEW and left is None
 
         def group(g: Word, *sums: Value) -> list[Value]:
             v, s = w.get_i64(self.places + 8 * g) + offset, self.scores + 64 * g
@@ -254,10 +302,11 @@ class Weighing:
             def token(j: Word, *sums: Value) -> list[Value]:
                 if ahead:
                     n = next_group(w, self.soon, stage, j - (j >> 2 << 2))
-                    for i in range(0, 16 * self.value_size * wide, 64):
+                    for i in range(0, (16 * self.value_size or 8) * wide, 64):
                         w.prefetch(n + part + self.stride * (j >> 2) + i)
-                xs = self._read(w, v + self.stride * j, wide, left)
-                if self.group:
+                at = v + self.stride * j
+                xs = self._read(w, at, wide, left) if self.value_size else self._decode(w, at, c, wide)
+                if self.group and self.value_size:
                     scale = w.spread(w.get_bf16(v - c + self.stride * j + self.columns + c // self.group * 2))
                     xs = [w.mul(x, scale) for x in xs]
                 return _multiply_add(w, xs, (s + 4 * j + self.line * r for r in range(rows)), sums)
@@ -267,6 +316,15 @@ class Weighing:
         zeros = [w.zero_f32()] * (rows * wide)
         for i, x in enumerate(w.loop(self.start >> 4, (self.end + 15) >> 4, 1, zeros, group)):
             w.store_f32(self.out + self.record * (i // wide) + 64 + 4 * c + 64 * (i % wide), x)
+
+    def _decode(self, w: Writer, at: Word, c: Word, wide: int) -> list[Value]:
+        """`wide` vectors of int4, from column c on, of which the codes are at `at`."""
+        found = []
+        for i in range(wide // 2):
+            scales = at - (c >> 1) + (self.columns >> 1) + (c >> 3) + 4 * i
+            step, offset = (w.spread(w.get_bf16(scales + 2 * k)) for k in range(2))
+            found += [w.fma(code, step, offset) for code in split_nibbles(w, at + 16 * i)]
+        return found
 
     def _read(self, w: Writer, at: Word, wide: int, left: Word | None) -> list[Value]:
         if self.value_size == 1:  # what lies behind the last column is read too, as numbers that are not used

@@ -2,7 +2,8 @@
 
 A thread takes 32 columns of a head's state, turned into a dense tile. A token passes over the tile once: what
 the last token adds is written on the way, while this one's decay, its error and its output are computed. So
-the numbers, and the order in which they are added, are the same wherever a prompt is cut.
+the numbers, and the order in which they are added, are the same wherever a prompt is cut. A bfloat16 state is
+rounded in the tile, as the next token passes, by the position of the last.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from plait.kernels.cpu.codegen.maths import exp, load_left, store_left
 from plait.kernels.cpu.codegen.vec import (
     fma,
     get_f32,
+    load_bf16,
     load_f32,
     mul,
+    prefetch,
     spread,
     spread_f32,
     store_f32,
@@ -32,8 +35,18 @@ from plait.kernels.cpu.codegen.vec import (
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import scratch_of, take_sequence
 from plait.kernels.cpu.runtime.frame_words import LINE
-from plait.kernels.cpu.runtime.row_checks import Sequences, TensorRows, dense, float32_rows
+from plait.kernels.cpu.runtime.row_checks import Sequences, TensorRows, dense
+from plait.kernels.cpu.ssm.rounding import (
+    check_state,
+    column_thresholds,
+    is_rounded,
+    round_state,
+    rounds_columns,
+    seed_at,
+    store_rounded,
+)
 from plait.ops.delta import EPS, gated_delta_scan
+from plait.ops.state_rounding import ROW_STEP
 
 COLUMNS = 32  # of a head's state that one thread takes at a time: two vectors
 
@@ -76,7 +89,23 @@ def _enter(state: Int, row_bytes: Int, left: Int, tile: Int, n: Int) -> None:
     for r in range(n):
         a, b = zero_f32(), zero_f32()
         if state != 0:
+            prefetch(state + r * row_bytes - 128)  # of the columns that come next, a thread going down
+            prefetch(state + r * row_bytes - 64)
             a, b = load_left(state + r * row_bytes, left), load_left(state + r * row_bytes + 64, left - 16)
+        store_f32(tile + 128 * r, a)
+        store_f32(tile + 128 * r + 64, b)
+
+
+@inline
+def _enter_rounded(state: Int, row_bytes: Int, left: Int, tile: Int, n: Int) -> None:
+    """`_enter` of a bfloat16 state, of 16 or 32 columns."""
+    for r in range(n):
+        a, b = zero_f32(), zero_f32()
+        if state != 0:
+            prefetch(state + r * row_bytes - 64)
+            a = load_bf16(state + r * row_bytes)
+            if left > 16:
+                b = load_bf16(state + r * row_bytes + 32)
         store_f32(tile + 128 * r, a)
         store_f32(tile + 128 * r + 64, b)
 
@@ -90,16 +119,51 @@ def _leave(state: Int, row_bytes: Int, left: Int, tile: Int, n: Int, k: Int, a: 
         store_left(state + r * row_bytes + 64, fma(weight, b, load_f32(tile + 128 * r + 64)), left - 16)
 
 
+@inline
+def _leave_rounded(
+    state: Int,
+    row_bytes: Int,
+    left: Int,
+    tile: Int,
+    n: Int,
+    k: Int,
+    a: Floats,
+    b: Floats,
+    seed: Int,
+    column: Int,
+) -> None:
+    """`_leave` of a bfloat16 state. seed: of the last token and the head's first row."""
+    for r in range(n):
+        weight, at = spread_f32(k + 4 * r), state + r * row_bytes
+        t_a, t_b = column_thresholds(seed, r, column), column_thresholds(seed, r, column + 16)
+        store_rounded(at, fma(weight, a, load_f32(tile + 128 * r)), t_a)
+        if left > 16:
+            store_rounded(at + 32, fma(weight, b, load_f32(tile + 128 * r + 64)), t_b)
+
+
+@inline
+def _round_tile(tile: Int, n: Int, k: Int, a: Floats, b: Floats, seed: Int, column: Int) -> None:
+    """Add to the tile what the last token adds, and round it."""
+    for r in range(n):
+        weight, at = spread_f32(k + 4 * r), tile + 128 * r
+        t_a, t_b = column_thresholds(seed, r, column), column_thresholds(seed, r, column + 16)
+        store_f32(at, round_state(fma(weight, a, load_f32(at)), t_a))
+        store_f32(at + 64, round_state(fma(weight, b, load_f32(at + 64)), t_b))
+
+
 @kernel
 def delta_columns(frame: int, args: int, thread: int, threads: int) -> None:
     """heads, heads of a key head, key heads, tiled, n of a key, columns; q, k, v and step with two strides
     each, step's is one per head; A; beta and its stride, its scale; state and its slot stride; slots,
-    query_start, has_history; out (dense). All tokens of a sequence over 32 columns of a head at a time."""
+    query_start, has_history; out (dense); positions where the state is bfloat16, else 0. All tokens of a
+    sequence over 32 columns of a head at a time."""
     heads, ratio, keys, tiled, n, dim, qs, q_bytes, q_head, ks, k_bytes, k_head = words(args, 2, 14)
     vs, v_bytes, v_head, steps, step_bytes, step_head, one, rates, betas, beta_bytes = words(args, 14, 24)
-    beta_scale, (state, slot_bytes, slots, starts, history, outs) = get_f32(args + 192), words(args, 25, 31)
+    beta_scale = get_f32(args + 192)
+    state, slot_bytes, slots, starts, history, outs, positions = words(args, 25, 32)
+    size = 4 if positions == 0 else 2
     row, parts = (4 * n + 63) // 64 * 64, (dim + COLUMNS - 1) // COLUMNS
-    v_row, out_bytes = 4 * dim, 4 * heads * dim
+    v_row, out_bytes = size * dim, 4 * heads * dim
     tile = scratch_of(frame, thread)
     decays, unit_q, length = tile + 128 * n, tile + 128 * n + row, 1.0 / math.sqrt(np.float64(n))
     while True:
@@ -108,7 +172,7 @@ def delta_columns(frame: int, args: int, thread: int, threads: int) -> None:
             return
         h, c = i // parts, i % parts * COLUMNS
         g, left = h % keys if tiled else h // ratio, dim - c
-        own = state + slot * slot_bytes + 4 * (h * n * dim + c)
+        own = state + slot * slot_bytes + size * (h * n * dim + c)
         out = outs + first * out_bytes + 4 * (h * dim + c)
         q, k = qs + first * q_bytes + g * q_head, ks + first * k_bytes + g * k_head
         v, step = vs + first * v_bytes + h * v_head + 4 * c, steps + first * step_bytes + h * step_head
@@ -116,13 +180,23 @@ def delta_columns(frame: int, args: int, thread: int, threads: int) -> None:
         now, before = unit_q + row, unit_q + 2 * row
         for r in range(0, n, 16):
             store_f32(before + 4 * r, zero_f32())
-        _enter(own if past else np.int64(0), v_row, left, tile, n)
+        if positions == 0:
+            _enter(own if past else np.int64(0), v_row, left, tile, n)
+        else:
+            _enter_rounded(own if past else np.int64(0), v_row, left, tile, n)
+        seed = np.int64(0)
         # Nothing was added yet: minus 0, because x + -0 is x, also where x is -0.
-        a, b = spread(np.float32(-0.0)), spread(np.float32(-0.0))
+        nothing = spread(np.float32(-0.0))
+        a, b = nothing, nothing
         for t in range(tokens):
             _unit(q + t * q_bytes, n, length, unit_q)
             _unit(k + t * k_bytes, n, 1.0, now)
             _decays(step + t * step_bytes, n, rate, one, decays)
+            if positions != 0 and t > 0:
+                _round_tile(tile, n, before, a, b, seed, c)
+                a, b = nothing, nothing
+                for r in range(0, n, 16):
+                    store_f32(before + 4 * r, zero_f32())
             seen_a, seen_b, y_a, y_b = zero_f32(), zero_f32(), zero_f32(), zero_f32()
             for r in range(n):
                 last, decay, at = spread_f32(before + 4 * r), spread_f32(decays + 4 * r), tile + 128 * r
@@ -140,10 +214,15 @@ def delta_columns(frame: int, args: int, thread: int, threads: int) -> None:
             store_left(out + t * out_bytes, fma(both, a, y_a), left)
             store_left(out + t * out_bytes + 64, fma(both, b, y_b), left - 16)
             now, before = before, now
-        _leave(own, v_row, left, tile, n, before, a, b)
+            if positions != 0:
+                seed = np.int64(seed_at(positions, first + t) + h * n * ROW_STEP)
+        if positions == 0:
+            _leave(own, v_row, left, tile, n, before, a, b)
+        else:
+            _leave_rounded(own, v_row, left, tile, n, before, a, b, seed, c)
 
 
-@gated_delta_scan.variant("native", on="cpu", when=float32_rows, native=True)
+@gated_delta_scan.variant("native", on="cpu", when=rounds_columns("value_dim"), native=True)
 def _gated_delta_scan(
     cpu: Executor,
     q: Tensor,
@@ -161,7 +240,7 @@ def _gated_delta_scan(
     tiled: bool = False,
     positions: Tensor | None = None,
 ) -> Tensor:
-    """Nothing here depends on `num_decodes`, which changes from step to step, or `positions`."""
+    """Nothing here depends on `num_decodes`, which changes from step to step."""
     (count, heads, dim), (keys, n), each = v.shape, q.shape[1:], step.dim() == 3
     wanted = (count, heads, n) if each else (count, heads)
     if heads % keys or k.shape != q.shape or len(q) != count or step.shape != wanted:
@@ -172,7 +251,7 @@ def _gated_delta_scan(
     if beta.shape != (count, heads):
         raise ShapeMismatch(f"a delta scan of v {list(v.shape)} wants beta [T, H], got {list(beta.shape)}")
     dense("A", A, heads)
-    dense("a slot's state", state[0], heads, n, dim)
+    slot_bytes = check_state(state, positions, count, heads, n, dim)
     where, steps = Sequences.of(slots, query_start, has_history), TensorRows.of(step)
     step_head = steps.head_bytes if each else 4
     strided = [word for m in (q, k, v) for word in (m, *TensorRows.of(m).strides)]
@@ -182,7 +261,8 @@ def _gated_delta_scan(
         delta_columns,
         *(heads, heads // keys, keys, tiled, n, dim, *strided),
         *(step, steps.row_bytes, step_head, not each, A, beta, TensorRows.of(beta).row_bytes),
-        *(float(beta_scale), state, 4 * state.stride(0), *where.words, out),
+        *(float(beta_scale), state, slot_bytes, *where.words, out),
+        positions if is_rounded(state) else None,
         rows=count,
         seqs=len(slots),
         scratch=4 * COLUMNS * n + 4 * row + LINE,

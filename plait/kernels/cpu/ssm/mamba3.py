@@ -16,6 +16,8 @@ from plait.kernels.cpu.codegen.vec import (
     add,
     fma,
     get_f32,
+    load_bf16,
+    load_f32,
     mul,
     put_f32,
     put_i64,
@@ -33,6 +35,14 @@ from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import rows_of, scratch_of, take_sequence
 from plait.kernels.cpu.runtime.frame_words import LINE
 from plait.kernels.cpu.runtime.row_checks import Sequences, TensorRows, dense, float32_rows
+from plait.kernels.cpu.ssm.rounding import (
+    check_state,
+    column_thresholds,
+    is_rounded,
+    rounds_columns,
+    seed_at,
+    store_rounded,
+)
 from plait.ops.linear import Linear
 from plait.ops.mamba3 import mamba3_scan, map_each_head, norm_for_heads
 
@@ -81,24 +91,40 @@ def _move(h: Int, n: Int, decay: Floats, v: Floats, b: Int, w: Floats, before: I
     return total(y)
 
 
+@inline
+def _move_rounded(
+    h: Int, n: Int, decay: Floats, v: Floats, b: Int, w: Floats, before: Int, c: Int, seed: Int, row: Int
+) -> float:
+    """`_move` of a bfloat16 state. seed: of the token; row: the row's number in the slot's state."""
+    y = zero_f32()
+    for i in range(0, n, 16):
+        s = fma(v, load_f32(b + 4 * i), mul(w, load_f32(before + 4 * i)))
+        s = fma(load_bf16(h + 2 * i), decay, s)
+        store_rounded(h + 2 * i, s, column_thresholds(seed, row, i))
+        y = fma(s, load_f32(c + 4 * i), y)
+    return total(y)
+
+
 @kernel
 def mamba3_heads(frame: int, args: int, thread: int, threads: int) -> None:
     """heads, rows of one, n; x and B and C with two strides each, dt and blend with one; theta or 0 with two;
-    A, D; state, angle or 0, prev_b, prev_x with a slot stride each; slots, query_start, has_history; out."""
+    A, D; state, angle or 0, prev_b, prev_x with a slot stride each; slots, query_start, has_history; out;
+    positions where the state is bfloat16, else 0."""
     heads, dim, n, x, x_bytes, x_head, b, b_bytes, b_head, c, c_bytes, c_head = words(args, 2, 14)
     dt, dt_bytes, blend, blend_bytes, theta, theta_bytes, theta_head, rate, skip = words(args, 14, 23)
     state, state_slot, angle, angle_slot, prev_b, b_slot, prev_x, x_slot = words(args, 23, 31)
-    slots, starts, history, out = words(args, 31, 35)
+    slots, starts, history, out, positions = words(args, 31, 36)
+    h_row, seed = n * (4 if positions == 0 else 2), np.int64(0)
     now_b, row = scratch_of(frame, thread), (4 * n + 63) // 64 * 64
     now_c, now = now_b + row, now_b + 2 * row
     while True:
         head, slot, past, first, tokens = take_sequence(frame, args, heads, (slots, starts, history))
         if head < 0:
             return
-        h, turned = state + slot * state_slot + 4 * head * dim * n, angle + slot * angle_slot + 2 * head * n
+        h, turned = state + slot * state_slot + h_row * head * dim, angle + slot * angle_slot + 2 * head * n
         old_b, old_x = prev_b + slot * b_slot + 4 * head * n, prev_x + slot * x_slot + 4 * head * dim
         if not past:
-            _clear(h, dim * n)
+            _clear(h, dim * h_row // 4)
             _clear(old_b, n)
             _clear(old_x, dim)
             if theta != 0:
@@ -111,16 +137,22 @@ def mamba3_heads(frame: int, args: int, thread: int, threads: int) -> None:
             turn = theta + t * theta_bytes + head * theta_head if theta != 0 else np.int64(0)
             ub, uc = b + t * b_bytes + head * b_head, c + t * c_bytes + head * c_head
             _rotate_pairs(ub, uc, n, turn, step, turned, now_b, now_c)
+            if positions != 0:
+                seed = np.int64(seed_at(positions, t))
             for p in range(dim):
                 u = get_f32(x + t * x_bytes + head * x_head + 4 * p)
                 v, w = spread(gamma * u), spread(beta * get_f32(old_x + 4 * p))
-                y = _move(h + 4 * n * p, n, decay, v, now_b, w, old_b, now_c)
+                own = h + h_row * p
+                if positions == 0:
+                    y = _move(own, n, decay, v, now_b, w, old_b, now_c)
+                else:
+                    y = _move_rounded(own, n, decay, v, now_b, w, old_b, now_c, seed, head * dim + p)
                 put_f32(out + 4 * ((t * heads + head) * dim + p), y + get_f32(skip + 4 * head) * u)
                 put_f32(old_x + 4 * p, u)
             copy_row(now_b, old_b, n)
 
 
-@mamba3_scan.variant("native", on="cpu", when=float32_rows, native=True)
+@mamba3_scan.variant("native", on="cpu", when=rounds_columns("state"), native=True)
 def _mamba3_scan(
     cpu: Executor,
     x: Tensor,
@@ -140,6 +172,7 @@ def _mamba3_scan(
     has_history: Tensor,
     num_decodes: int,
     chunk_size: int = 256,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """`num_decodes` and `chunk_size` change from step to step, and nothing here depends on them."""
     (count, heads, dim), size = x.shape, B.shape[-1]
@@ -159,7 +192,7 @@ def _mamba3_scan(
         )
     dense("A", A, heads)
     dense("D", D, heads)
-    dense("a slot's state", state[0], heads, dim, size)
+    slot_bytes = check_state(state, positions, count, heads, dim, size)
     dense("a slot's prev_b", prev_b[0], heads, size)
     dense("a slot's prev_x", prev_x[0], heads, dim)
     turning: tuple[object, ...] = (None, 0, 0)
@@ -168,12 +201,14 @@ def _mamba3_scan(
         turning = (theta, *TensorRows.of(theta).strides)
     out = cpu.empty(count, heads, dim)
     strided = [word for m, r in zip((x, B, C), rows, strict=True) for word in (m, *r.strides)]
-    kept = (state, angle if turns else None, prev_b, prev_x)
-    places = [word for m in kept for word in (m, 0 if m is None else 4 * m.stride(0))]
+    kept = (angle if turns else None, prev_b, prev_x)
+    places = [state, slot_bytes]
+    places += [word for m in kept for word in (m, 0 if m is None else 4 * m.stride(0))]
     cpu.launch(
         mamba3_heads,
         *(heads, dim, size, *strided, dt, TensorRows.of(dt).row_bytes, blend),
         *(TensorRows.of(blend).row_bytes, *turning, A, D, *places, *where.words, out),
+        positions if is_rounded(state) else None,
         rows=count,
         seqs=len(slots),
         scratch=2 * (-(-4 * size // LINE) * LINE) + LINE,

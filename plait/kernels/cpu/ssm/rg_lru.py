@@ -13,6 +13,7 @@ from plait.kernels.cpu.codegen.vec import (
     add,
     div,
     fma,
+    load_bf16,
     load_some,
     mul,
     root,
@@ -24,7 +25,16 @@ from plait.kernels.cpu.codegen.vec import (
 )
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import take_sequence
-from plait.kernels.cpu.runtime.row_checks import Sequences, TensorRows, dense, float32_rows
+from plait.kernels.cpu.runtime.row_checks import Sequences, TensorRows, dense
+from plait.kernels.cpu.ssm.rounding import (
+    check_state,
+    column_thresholds,
+    is_rounded,
+    round_state,
+    rounds_columns,
+    seed_at,
+    store_kept,
+)
 from plait.ops.rg_lru import rg_lru
 
 CHANNELS = 64  # of a head that one thread takes at a time
@@ -40,9 +50,10 @@ def _input_scale(log_a: Floats) -> Floats:
 @kernel
 def rg_lru_channels(frame: int, args: int, thread: int, threads: int) -> None:
     """heads, channels of one; x, its stride; gates, their row and head strides; bias, rate; state, its slot
-    stride; slots, query_start, has_history; out (dense). The recurrence's gates are behind the input's."""
+    stride; slots, query_start, has_history; out (dense); positions
+    where the state is bfloat16, else 0. The recurrence's gates are behind the input's."""
     heads, dim, xs, x_bytes, gates, gate_bytes, gate_head, bias, rate = words(args, 2, 11)
-    state, slot_bytes, slots, starts, history, outs = words(args, 11, 17)
+    state, slot_bytes, slots, starts, history, outs, positions = words(args, 11, 18)
     parts, out_bytes = (dim + CHANNELS - 1) // CHANNELS, 4 * heads * dim
     while True:
         i, slot, past, first, tokens = take_sequence(frame, args, heads * parts, (slots, starts, history))
@@ -51,21 +62,28 @@ def rg_lru_channels(frame: int, args: int, thread: int, threads: int) -> None:
         head, begin = i // parts, i % parts * CHANNELS
         for c in range(begin, min(begin + CHANNELS, np.int64(dim)), 16):
             at, left = 4 * (head * dim + c), np.int32(min(dim - c, 16))
-            own, shifts = state + slot * slot_bytes + at, bias + 4 * (2 * head * dim + c)
+            own = state + slot * slot_bytes + (at if positions == 0 else at // 2)
+            shifts = bias + 4 * (2 * head * dim + c)
             x, out = xs + first * x_bytes + at, outs + first * out_bytes + at
             z = gates + first * gate_bytes + head * gate_head + 4 * c
-            h, low, high = load_some(own, left), load_some(shifts, left), load_some(shifts + 4 * dim, left)
+            h = load_some(own, left) if positions == 0 else load_bf16(own)
+            low, high = load_some(shifts, left), load_some(shifts + 4 * dim, left)
             speed = load_some(rate + at, left)
             for t in range(tokens):
                 u = mul(sigmoid(add(load_some(z, left), low)), load_some(x + t * x_bytes, left))
                 log_a = mul(speed, sigmoid(add(load_some(z + 4 * dim, left), high)))
                 h = fma(exp(log_a), h, mul(_input_scale(log_a), u)) if past or t > 0 else u
                 store_some(out + t * out_bytes, h, left)
+                if positions != 0:
+                    h = round_state(h, column_thresholds(seed_at(positions, first + t), 0, at // 4))
                 z += gate_bytes
-            store_some(own, h, left)
+            if positions == 0:
+                store_some(own, h, left)
+            else:
+                store_kept(own, h)
 
 
-@rg_lru.variant("native", on="cpu", when=float32_rows, native=True)
+@rg_lru.variant("native", on="cpu", when=rounds_columns("dim"), native=True)
 def _rg_lru(
     cpu: Executor,
     x: Tensor,
@@ -77,6 +95,7 @@ def _rg_lru(
     query_start: Tensor,
     has_history: Tensor,
     num_decodes: int,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """`num_decodes` changes from step to step, and nothing here depends on it."""
     (count, width), (heads, double) = x.shape, gates.shape[1:]
@@ -86,12 +105,12 @@ def _rg_lru(
         )
     dense("bias", bias, heads, double)
     dense("rate", rate, width)
-    dense("a slot's state", state[0], width)
+    slot_bytes = check_state(state, positions, count, width)
     where, rows = Sequences.of(slots, query_start, has_history), TensorRows.of(x)
     out = cpu.empty(count, width)
     cpu.launch(
         *(rg_lru_channels, heads, double // 2, x, rows.row_bytes, gates, *TensorRows.of(gates).strides),
-        *(bias, rate, state, 4 * state.stride(0), *where.words, out),
+        *(bias, rate, state, slot_bytes, *where.words, out, positions if is_rounded(state) else None),
         rows=count,
         seqs=len(slots),
     )

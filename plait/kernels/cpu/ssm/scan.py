@@ -7,7 +7,8 @@ Kernels of Mamba2 are generated text: one per state size N, made when a model ne
 Two forms of the same recurrence, which give the same bits. *Narrow*, for a token or a few: the lanes are
 sixteen of a row's N numbers, and memory is read as it lies. *Wide*, for prompts: sixteen rows are turned, so
 that lanes are rows, a few columns stay in registers while sixteen tokens pass by, and nothing is summed
-across lanes. Both add what belongs to y in one order: columns n, n + 16, n + 32, … one after the other by
+across lanes. Both round a bfloat16 state after every token, under the same thresholds
+(`rounding`). Both add what belongs to y in one order: columns n, n + 16, n + 32, … one after the other by
 fma, then these sixteen sums in the tree of `vec.total`. The wide form visits columns in that tree's order.
 """
 
@@ -29,19 +30,33 @@ from plait.kernels.cpu.codegen.vec import (
     F,
     fma,
     get_f32,
+    load_bf16,
+    load_f32,
     mul,
     put_f32,
     spread,
     total,
     where_less,
+    word,
     words,
     zero_f32,
 )
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import take_sequence
-from plait.kernels.cpu.runtime.row_checks import Sequences, TensorRows, dense, float32_rows
+from plait.kernels.cpu.runtime.row_checks import Sequences, TensorRows, dense
+from plait.kernels.cpu.ssm.rounding import (
+    check_state,
+    column_thresholds,
+    is_rounded,
+    rounds_columns,
+    row_thresholds,
+    seed_at,
+    store_rounded,
+    wrap_int32,
+)
 from plait.ops.registry import OpFacts
 from plait.ops.ssm import mamba1_scan, mamba2_scan
+from plait.ops.state_rounding import COLUMN_STEP, ROW_STEP
 
 CHANNELS = 64  # of a Mamba1 layer that one thread takes at a time
 LANES = 16
@@ -61,30 +76,38 @@ from plait.kernels.cpu.runtime.frame import scratch_of, take_sequence
 from plait.kernels.cpu.codegen.kernel import inline, kernel
 from plait.kernels.cpu.codegen.maths import exp, load_left, store_left
 from plait.kernels.cpu.codegen.vec import (
-    add, get_f32, load_f32, mul, put_f32, spread, spread_f32, store_f32, words, zero_f32,
+    add, get_f32, load_bf16, load_f32, mul, put_f32, put_i32, spread, spread_f32, store_f32, words, zero_f32,
 )
+from plait.kernels.cpu.ssm.rounding import ROW_STEP, WORD, seed_at, store_kept
 
-row_of, move_row, copy_row = scan.row_of($n), scan.move_row($n), scan.copy_row($n)
-turn, move_columns = scan.turn(), scan.move_columns($n)
+row_of, move_row, copy_row = scan.row_of($n), scan.move_row($n, $half), scan.copy_row($n)
+turn, move_columns = scan.turn(), scan.move_columns($n, $half)
 
 
 @inline
 def _clear(state, rows):
-    for i in range(0, rows * $n, 16):
-        store_left(state + 4 * i, zero_f32(), rows * $n - i)
+    words = rows * $row // 4
+    for i in range(0, words, 16):
+        store_left(state + 4 * i, zero_f32(), words - i)
 
 
 @inline
 def _narrow(state, rows, x, x_bytes, dt, dt_bytes, a, b, b_bytes, c, c_bytes, skip, skips, out, out_bytes,
-            tokens):
-    """Walk all tokens; lanes are columns."""
+            tokens, positions, first):
+    """Walk all tokens; lanes are columns. first: the row's number in the slot's state.
+
+    Threads take rows from the last ones to the first, so those before `state` come next: they are
+    prefetched.
+    """
     for t in range(tokens):
         step = get_f32(dt + t * dt_bytes)
         decay = exp(spread(step * a))
         bs, cs = row_of(b + t * b_bytes), row_of(c + t * c_bytes)
+        seed = seed_at(positions, t) + first * ROW_STEP if $half else np.int64(0)
         for p in range(rows):
             u = get_f32(x + t * x_bytes + 4 * p)
-            z, = move_row(state + $row * p, decay, spread(u * step), bs, cs)
+            z, = move_row(state + $row * p, decay, spread(u * step), bs, cs, seed, -$row * rows)
+            seed += ROW_STEP
             put_f32(out + t * out_bytes + 4 * p, z + skip * u if skips else z)
 
 
@@ -96,13 +119,13 @@ def _pack(rows, row_bytes, tokens, to):
 
 
 @inline
-def _columns(h, bs, cs, decays, vs, stack, tokens):
+def _columns(h, bs, cs, decays, vs, stack, tokens, seeds):
     """Let tokens pass by sixteen turned rows. The sums come to lie at `stack`, a vector per token."""
     height = 0
     for g in range($groups):
         lane = (g & 1) * $bit0 + (g >> 1 & 1) * $bit1 + (g >> 2 & 1) * $bit2 + (g >> 3 & 1) * $bit3
         at, b, c, y = h + 64 * lane, bs + 4 * lane, cs + 4 * lane, stack + height * $level
-        move_columns(at, b, c, y, decays, vs, tokens)
+        move_columns(at, b, c, y, decays, vs, tokens, seeds, lane)
         height += 1
         whole = g
         while whole & 1:
@@ -115,18 +138,19 @@ def _columns(h, bs, cs, decays, vs, stack, tokens):
 
 @inline
 def _wide(state, rows, x, x_bytes, dt, dt_bytes, a, b, b_bytes, c, c_bytes, skip, skips, out, out_bytes,
-          tokens, scratch):
-    """Walk all tokens; lanes are rows."""
+          tokens, scratch, positions, first):
+    """Walk all tokens; lanes are rows. first: as in `_narrow`."""
     bs, cs = scratch, scratch + $tokens * $packed
     steps, decays, vs = cs + $tokens * $packed, cs + $tokens * $packed + 64, cs + $tokens * $packed + 128
-    stack = vs + $level
+    seeds = vs + $level
+    stack = seeds + 64
     turned = stack + $levels * $level
     for p in range(0, rows, 16):
         for j in range($vectors):
             for i in range(16):
                 z = zero_f32()
                 if p + i < rows:
-                    z = load_left(state + $row * (p + i) + 64 * j, $n - 16 * j)
+                    z = $load
                 store_f32(stack + 64 * i, z)
             turn(stack, turned + $tile * (p // 16) + 1024 * j)
     for start in range(0, tokens, $tokens):
@@ -141,7 +165,11 @@ def _wide(state, rows, x, x_bytes, dt, dt_bytes, a, b, b_bytes, c, c_bytes, skip
             u, y = x + start * x_bytes + 4 * p, out + start * out_bytes + 4 * p
             for t in range(size):
                 store_f32(vs + 64 * t, mul(load_left(u + t * x_bytes, rows - p), spread_f32(steps + 4 * t)))
-            _columns(turned + $tile * (p // 16), bs, cs, decays, vs, stack, size)
+            if $half:
+                for t in range(size):
+                    seed = seed_at(positions, start + t) + (first + p) * ROW_STEP
+                    put_i32(seeds + 4 * t, np.int32(seed & WORD))
+            _columns(turned + $tile * (p // 16), bs, cs, decays, vs, stack, size, seeds)
             for t in range(size):
                 z = load_f32(stack + 64 * t)
                 if skips:
@@ -151,16 +179,17 @@ def _wide(state, rows, x, x_bytes, dt, dt_bytes, a, b, b_bytes, c, c_bytes, skip
         for j in range($vectors):
             turn(turned + $tile * (p // 16) + 1024 * j, stack)
             for i in range(min(rows - p, 16)):
-                store_left(state + $row * (p + i) + 64 * j, load_f32(stack + 64 * i), $n - 16 * j)
+                $store
 
 
 @kernel
-def mamba2_$n(frame, args, thread, threads):
+def $name(frame, args, thread, threads):
     """heads, rows of a head, heads of a group; x and its strides; dt and its; A, D or 0; B and its strides,
-    C and its; state and its slot stride; slots, query_start, has_history; out (dense)."""
+    C and its; state and its slot stride; slots, query_start, has_history; out (dense);
+    positions, which only a rounded state needs."""
     heads, dim, ratio, x, x_bytes, x_head, dt, dt_bytes, decay, skip = words(args, 2, 12)
     b, b_bytes, b_group, c, c_bytes, c_group = words(args, 12, 18)
-    state, slot_bytes, slots, starts, history, out = words(args, 18, 24)
+    state, slot_bytes, slots, starts, history, out, positions = words(args, 18, 25)
     parts, out_bytes, scratch = (dim + $part - 1) // $part, 4 * heads * dim, scratch_of(frame, thread)
     while True:
         i, slot, past, t, tokens = take_sequence(frame, args, heads * parts, (slots, starts, history))
@@ -171,17 +200,27 @@ def mamba2_$n(frame, args, thread, threads):
         if not past:
             _clear(own, rows)
         ux, ud, uo = x + t * x_bytes + head * x_head + 4 * p, dt + t * dt_bytes + 4 * head, head * dim + p
+        row, at = head * dim + p, positions + 8 * t
         ub, uc = b + t * b_bytes + head // ratio * b_group, c + t * c_bytes + head // ratio * c_group
         uo, a, skips, d = out + t * out_bytes + 4 * uo, get_f32(decay + 4 * head), skip != 0, np.float32(0)
         if skips:
             d = get_f32(skip + 4 * head)
         if $has_wide and tokens >= $wide_tokens:
             _wide(own, rows, ux, x_bytes, ud, dt_bytes, a, ub, b_bytes, uc, c_bytes, d, skips, uo,
-                  out_bytes, tokens, scratch)
+                  out_bytes, tokens, scratch, at, row)
         else:
             _narrow(own, rows, ux, x_bytes, ud, dt_bytes, a, ub, b_bytes, uc, c_bytes, d, skips, uo,
-                    out_bytes, tokens)
+                    out_bytes, tokens, at, row)
 ''')
+# How rows of a state enter and leave the wide form, by whether it is bfloat16.
+_LOAD = {
+    False: "load_left(state + $row * (p + i) + 64 * j, $n - 16 * j)",
+    True: "load_bf16(state + $row * (p + i) + 32 * j)",
+}
+_STORE = {
+    False: "store_left(state + $row * (p + i) + 64 * j, load_f32(stack + 64 * i), $n - 16 * j)",
+    True: "store_kept(state + $row * (p + i) + 32 * j, load_f32(stack + 64 * i))",
+}
 
 
 def vectors(n: int) -> int:
@@ -199,24 +238,29 @@ def columns_at_once(n: int) -> int:
 def scratch_bytes(n: int) -> int:
     """What a thread needs: B and C of some tokens, their sums, and the turned rows."""
     packed, level = TOKENS * 64 * vectors(n), TOKENS * 64
-    return 2 * packed + 128 + (1 + LEVELS) * level + ROWS * 64 * vectors(n)
+    return 2 * packed + 128 + 64 + (1 + LEVELS) * level + ROWS * 64 * vectors(n)
 
 
 @cache
-def mamba2_kernel(n: int) -> Kernel:
-    """The kernel for states of n columns."""
-    found: Kernel = getattr(load_generated(f"mamba2_{n}", _text(n)), f"mamba2_{n}")
+def mamba2_kernel(n: int, half: bool = False) -> Kernel:
+    """The kernel for states of n columns; `half`: they are bfloat16."""
+    name = f"mamba2_{n}_bf16" if half else f"mamba2_{n}"
+    found: Kernel = getattr(load_generated(name, _text(n, half, name)), name)
     return found
 
 
-def _text(n: int) -> str:
+def _text(n: int, half: bool, name: str) -> str:
+    sizes = {"n": n, "row": (2 if half else 4) * n}
     count = columns_at_once(n)
     groups = LANES // count
     bits = [TREE[count << i] if count << i < LANES else 0 for i in range(4)]
     return _SOURCE.substitute(
         {f"bit{i}": bit for i, bit in enumerate(bits)},
-        n=n,
-        row=4 * n,
+        **sizes,
+        name=name,
+        half=half,
+        load=Template(_LOAD[half]).substitute(sizes),
+        store=Template(_STORE[half]).substitute(sizes),
         vectors=vectors(n),
         groups=groups,
         tokens=TOKENS,
@@ -227,7 +271,7 @@ def _text(n: int) -> str:
         part=ROWS,
         has_wide=vectors(n) <= REGISTERS + 4,
         wide_tokens=WIDE_TOKENS,
-        digest=digest("ssm/scan.py"),
+        digest=digest("ssm/scan.py", "ssm/rounding.py"),
     )
 
 
@@ -269,15 +313,36 @@ def copy_row(n: int) -> Any:
 
 
 @cache
-def move_row(n: int) -> object:
-    """Block (row, decay, v, b, c): one token passes by a row of the state, in memory. Gives its y."""
+def move_row(n: int, half: bool) -> object:
+    """Block (row, decay, v, b, c, seed, ahead): one token passes by a row of the state. Gives its y.
 
-    def write(w: Writer, row: Word, decay: Value, v: Value, b: list[Value], c: list[Value]) -> list[Value]:
-        y = w.zero_f32()
+    seed: of the row's thresholds, where the state is bfloat16 (`half`); ahead: bytes to the row
+    that is prefetched.
+    """
+
+    def write(
+        w: Writer,
+        row: Word,
+        decay: Value,
+        v: Value,
+        b: list[Value],
+        c: list[Value],
+        seed: Word,
+        ahead: Word,
+    ) -> list[Value]:
+        for line in range(0, (2 if half else 4) * n, 64):
+            w.prefetch(row + ahead + line)
+        y, thresholds = w.zero_f32(), row_thresholds(w, w.spread_int(seed)) if half else None
         for j in range(vectors(n)):
-            at, left = row + 64 * j, _count_left(n, j)
-            h = w.fma(_read(w, at, left), decay, w.mul(v, b[j]))
-            _write(w, at, h, left)
+            at, left = row + (32 if half else 64) * j, _count_left(n, j)
+            old = w.load_bf16(at) if half else _read(w, at, left)
+            h = w.fma(old, decay, w.mul(v, b[j]))
+            if half:
+                w.store_rounded(
+                    at, h, w.add_i32(thresholds, w.spread_int(wrap_int32(LANES * COLUMN_STEP * j)))
+                )
+            else:
+                _write(w, at, h, left)
             y = w.fma(h, c[j], y)
         return [w.total(y)]
 
@@ -303,25 +368,43 @@ def turn() -> Any:
 
 
 @cache
-def move_columns(n: int) -> object:
-    """Block (state, b, c, y, decays, vs, tokens): tokens pass by chains of columns of sixteen turned rows.
+def move_columns(n: int, half: bool) -> object:
+    """Block (state, b, c, y, decays, vs, tokens, seeds, lane): tokens pass by columns of sixteen turned rows.
 
     Chain i starts `TREE[i]` columns behind the first one: together they are a whole branch of the tree.
-    b and c are packed; y gets a vector per token.
+    b and c are packed; y gets a vector per token. Where the state is bfloat16 (`half`), it is rounded after
+    each token: seeds are the thresholds of the first row's first column, and the first chain is at `lane`.
     """
     count, packed = columns_at_once(n), 64 * vectors(n)
     chains = [(i, j) for i in range(count) for j in range(vectors(n))]
 
     def write(
-        w: Writer, state: Word, b: Word, c: Word, y: Word, decays: Word, vs: Word, tokens: Word
+        w: Writer,
+        state: Word,
+        b: Word,
+        c: Word,
+        y: Word,
+        decays: Word,
+        vs: Word,
+        tokens: Word,
+        seeds: Word,
+        lane: Word,
     ) -> None:
+        rows = w.mul_i32(w.lanes(), w.spread_int(wrap_int32(ROW_STEP)))
+        rows = w.add_i32(rows, w.spread_int(lane * COLUMN_STEP)) if half else rows
+
         def token(t: Word, *h: Value) -> list[Value]:
             decay, v = w.spread_f32(decays + 4 * t), w.load_f32(vs + 64 * t)
             moved, sums = [], [w.zero_f32()] * count
+            thresholds = w.add_i32(w.spread_i32(seeds + 4 * t), rows) if half else None
             for (i, j), old in zip(chains, h, strict=True):
                 at = packed * t + 64 * j + 4 * TREE[i]
-                moved.append(w.fma(old, decay, w.mul(v, w.spread_f32(b + at))))
-                sums[i] = w.fma(moved[-1], w.spread_f32(c + at), sums[i])
+                new = w.fma(old, decay, w.mul(v, w.spread_f32(b + at)))
+                sums[i] = w.fma(new, w.spread_f32(c + at), sums[i])
+                if half:
+                    column = w.spread_int(wrap_int32((LANES * j + TREE[i]) * COLUMN_STEP))
+                    new = w.round_state(new, w.add_i32(thresholds, column))
+                moved.append(new)
             while len(sums) > 1:
                 sums = [w.add(*pair) for pair in zip(sums[::2], sums[1::2], strict=True)]
             w.store_f32(y + 64 * t, sums[0])
@@ -338,7 +421,7 @@ def narrow_states(facts: OpFacts) -> str | None:
     """The `when` of scans with generated text that has a line per sixteen columns."""
     if (size := facts.sizes.get("state", 0)) > LARGEST:
         return f"its states have {size} columns, more than {LARGEST}"
-    return float32_rows(facts)
+    return rounds_columns("state")(facts)
 
 
 @mamba2_scan.variant("native", on="cpu", when=narrow_states, native=True)
@@ -358,7 +441,7 @@ def _mamba2_scan(
     chunk_size: int = 256,
     positions: Tensor | None = None,
 ) -> Tensor:
-    """Nothing here depends on `num_decodes`, which changes from step to step, `chunk_size` or `positions`."""
+    """Nothing here depends on `num_decodes`, which changes from step to step, or on `chunk_size`."""
     count, heads, dim = x.shape
     groups, size = B.shape[1:]
     rows, steps, where = TensorRows.of(x), TensorRows.of(dt), Sequences.of(slots, query_start, has_history)
@@ -370,12 +453,23 @@ def _mamba2_scan(
     dense("A", A, heads)
     if D is not None:
         dense("D", D, heads)
-    dense("a slot's state", state[0], heads, dim, size)
+    slot_bytes = check_state(state, positions, count, heads, dim, size)
     out = cpu.empty(count, heads, dim)
     cpu.launch(
-        *(mamba2_kernel(size), heads, dim, heads // groups, x, *rows.strides, dt, steps.row_bytes, A, D),
+        *(
+            mamba2_kernel(size, is_rounded(state)),
+            heads,
+            dim,
+            heads // groups,
+            x,
+            *rows.strides,
+            dt,
+            steps.row_bytes,
+            A,
+            D,
+        ),
         *(B, *TensorRows.of(B).strides, C, *TensorRows.of(C).strides),
-        *(state, 4 * state.stride(0), *where.words, out),
+        *(state, slot_bytes, *where.words, out, positions if is_rounded(state) else None),
         rows=count,
         seqs=len(slots),
         scratch=scratch_bytes(size),
@@ -402,15 +496,42 @@ def _channel(
     return total(y)
 
 
+@inline
+def _move_rounded_channel(
+    h: Int,
+    n: Int,
+    step: Float,
+    u: Float,
+    a: Int,
+    b: Int,
+    c: Int,
+    limit: Float,
+    limited: Int,
+    seed: Int,
+    k: Int,
+) -> float:
+    """`_channel` of a bfloat16 state, of which this is row k."""
+    y, size, v = zero_f32(), spread(step), spread(step * u)
+    low, high = spread(-limit), spread(limit)
+    for i in range(0, n, 16):
+        decay = exp(mul(size, load_f32(a + 4 * i)))
+        s = fma(decay, load_bf16(h + 2 * i), mul(v, load_f32(b + 4 * i)))
+        if limited:
+            s = where_less(s, low, low, s)
+            s = where_less(high, s, high, s)
+        store_rounded(h + 2 * i, s, column_thresholds(seed, k, i))
+        y = fma(s, load_f32(c + 4 * i), y)
+    return total(y)
+
+
 @kernel
 def mamba1_channels(frame: int, args: int, thread: int, threads: int) -> None:
     """channels, n; x, dt, B, C with a row stride each; A, D or 0; limit, limited; state, its slot stride;
-    slots, query_start, has_history; out (dense)."""
+    slots, query_start, has_history; out (dense); positions of rows where the state is bfloat16, else 0."""
     inner, n, x, x_bytes, dt, dt_bytes, b, b_bytes, c, c_bytes, decay, skip = words(args, 2, 14)
-    limit, (limited, state, slot_bytes, slots, starts, history, out) = (
-        get_f32(args + 112),
-        words(args, 15, 22),
-    )
+    limit, limited = get_f32(args + 112), word(args, 15)
+    state, slot_bytes, slots, starts, history, out, positions = words(args, 16, 23)
+    row, seed = n * (4 if positions == 0 else 2), np.int64(0)
     parts = (inner + CHANNELS - 1) // CHANNELS
     while True:
         i, slot, past, begin, tokens = take_sequence(frame, args, parts, (slots, starts, history))
@@ -419,19 +540,25 @@ def mamba1_channels(frame: int, args: int, thread: int, threads: int) -> None:
         own, first = state + slot * slot_bytes, i * CHANNELS
         last = min(first + CHANNELS, np.int64(inner))
         if not past:
-            for j in range(first * n, last * n, 16):
-                store_left(own + 4 * j, zero_f32(), last * n - j)
+            for j in range(first * row // 4, last * row // 4, 16):
+                store_left(own + 4 * j, zero_f32(), last * row // 4 - j)
         for t in range(begin, begin + tokens):
             ub, uc, to = b + t * b_bytes, c + t * c_bytes, out + 4 * t * inner
+            if positions != 0:
+                seed = np.int64(seed_at(positions, t))
             for k in range(first, last):
                 u, step = get_f32(x + t * x_bytes + 4 * k), get_f32(dt + t * dt_bytes + 4 * k)
-                y = _channel(own + 4 * n * k, n, step, u, decay + 4 * n * k, ub, uc, limit, limited)
+                h, a = own + row * k, decay + 4 * n * k
+                if positions == 0:
+                    y = _channel(h, n, step, u, a, ub, uc, limit, limited)
+                else:
+                    y = _move_rounded_channel(h, n, step, u, a, ub, uc, limit, limited, seed, k)
                 if skip != 0:
                     y += get_f32(skip + 4 * k) * u
                 put_f32(to + 4 * k, y)
 
 
-@mamba1_scan.variant("native", on="cpu", when=float32_rows, native=True)
+@mamba1_scan.variant("native", on="cpu", when=rounds_columns("state"), native=True)
 def _mamba1_scan(
     cpu: Executor,
     x: Tensor,
@@ -446,6 +573,7 @@ def _mamba1_scan(
     has_history: Tensor,
     num_decodes: int,
     state_limit: float | None = None,
+    positions: Tensor | None = None,
 ) -> Tensor:
     (count, inner), size = x.shape, B.shape[-1]
     rows, where = [TensorRows.of(m) for m in (x, dt, B, C)], Sequences.of(slots, query_start, has_history)
@@ -457,14 +585,14 @@ def _mamba1_scan(
     dense("A", A, inner, size)
     if D is not None:
         dense("D", D, inner)
-    dense("a slot's state", state[0], inner, size)
+    slot_bytes = check_state(state, positions, count, inner, size)
     out = cpu.empty(count, inner)
     strided = [word for m, r in zip((x, dt, B, C), rows, strict=True) for word in (m, r.row_bytes)]
     limit = 0.0 if state_limit is None else float(state_limit)
     cpu.launch(
         mamba1_channels,
         *(inner, size, *strided, A, D, limit, state_limit is not None),
-        *(state, 4 * state.stride(0), *where.words, out),
+        *(state, slot_bytes, *where.words, out, positions if is_rounded(state) else None),
         rows=count,
         seqs=len(slots),
     )

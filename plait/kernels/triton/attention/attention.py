@@ -36,7 +36,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plait.kernels.triton.attention.place import entry_places, place_all_heads
+from plait.kernels.triton.attention.place import entry_places, place_all_heads, why_no_codes
 from plait.kernels.triton.forms import KernelForm
 from plait.kernels.triton.maths import tanh
 from plait.ops.attention import paged_attention, paged_latent_attention, write_paged
@@ -419,7 +419,7 @@ def _as_words(cache: Tensor) -> Tensor:
     return cache.view(torch.int16) if cache.dtype is torch.int8 else cache
 
 
-@paged_attention.variant(NAME, on="cuda")
+@paged_attention.variant(NAME, on="cuda", when=why_no_codes)
 def attend_paged(
     q: Tensor,
     k: Tensor | None,
@@ -447,7 +447,7 @@ def attend_paged(
     return _attend_over(q, (k_cache, v_cache), where, layout, scale, step, sinks, slopes)
 
 
-@paged_latent_attention.variant(NAME, on="cuda")
+@paged_latent_attention.variant(NAME, on="cuda", when=why_no_codes)
 def attend_latent(
     q: Tensor,
     latent: Tensor | None,

@@ -23,6 +23,7 @@ from plait.kernels.triton.forms import KernelForm
 from plait.ops.entry import Codes, key_codes, latent_codes, value_codes
 from plait.ops.launch import launch
 from plait.ops.place import HeadNorms, NormWeights, Rotation, place_heads, place_latent
+from plait.ops.registry import OpFacts
 
 NAME = "triton"
 HEADS = 8  # of a program, where no norm is over all
@@ -367,7 +368,12 @@ def _pack_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-@place_heads.variant(NAME, on="cuda")
+def why_no_codes(facts: OpFacts) -> str | None:
+    """The `when` of kernels that read and write caches of numbers or int8."""
+    return "it keeps float32, bfloat16 or int8, not int4" if facts.sizes.get("kv_dtype") == "int4" else None
+
+
+@place_heads.variant(NAME, on="cuda", when=why_no_codes)
 def place_all_heads(
     q: Tensor,
     k: Tensor,
@@ -423,7 +429,7 @@ def _latent_entry(form: Codes | None, width: int) -> dict[str, int]:
     return {"WIDTH": width, "GROUP": form.group if form else 0, "REST_AT": form.rest_at if form else 0}
 
 
-@place_latent.variant(NAME, on="cuda")
+@place_latent.variant(NAME, on="cuda", when=why_no_codes)
 def place_whole_latent(
     q: Tensor,
     q_rope: Tensor,

@@ -127,6 +127,7 @@ def scan_and_gate(
     num_decodes: int,
     state_limit: float | None = None,
     eps: float = 1e-6,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """`gated_mamba1_scan`: the same arguments and result.
 
@@ -165,6 +166,7 @@ def scan(
     has_history: Tensor,
     num_decodes: int,
     state_limit: float | None = None,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """`mamba1_scan`: the same arguments and result."""
     where = slots, query_start, has_history, num_decodes

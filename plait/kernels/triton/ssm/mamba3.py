@@ -180,6 +180,7 @@ def scan(
     has_history: Tensor,
     num_decodes: int,
     chunk_size: int = 256,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """`mamba3_scan`: the same arguments and result. There are no chunks, so `chunk_size` says nothing."""
     memory = (state, angle, prev_b, prev_x)
@@ -210,6 +211,7 @@ def prepare_and_scan(
     dt_limit: tuple[float, float],
     activation: str | None,
     chunk_size: int = 256,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """`raw_mamba3_scan`: the same arguments and result."""
     B, C = bc.chunk(2, 1)

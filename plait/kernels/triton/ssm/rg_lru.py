@@ -81,6 +81,7 @@ def scan(
     query_start: Tensor,
     has_history: Tensor,
     num_decodes: int,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """`rg_lru`: the same arguments and result."""
     (tokens, width), seqs = x.shape, len(slots)

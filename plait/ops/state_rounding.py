@@ -1,0 +1,92 @@
+"""Recurrent state in fewer bits: rounded after every token, by a rule that knows only position and place.
+
+A state is rounded once per token, whatever else shares the step and wherever a prompt is cut. So a chunk, a
+batch, a snapshot and a restart have the same bits. What a token puts out is computed before its rounding.
+
+Nearest rounding would lose what a slowly decaying state adds: a sum stops growing where its terms are below
+half a step. So rounding is stochastic. The threshold of number (row, column) after the token at a position
+is the fraction of mix(position) + row · ROW_STEP + column · COLUMN_STEP, in units of 2^32. It is even over
+positions, so rounding has no bias; over the numbers of one state it is a lattice, more even than chance.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+# The two-dimensional sequence of least discrepancy of Roberts (2018): powers of the inverse plastic number.
+ROW_STEP, COLUMN_STEP = 0x91E10DA5, 0xC13FA9A9
+# The finalizer of MurmurHash3 (Appleby), behind a multiple of the golden ratio.
+GOLDEN, FIRST, SECOND = 0x9E3779B9, 0x85EBCA6B, 0xC2B2AE35
+WORD = 0xFFFFFFFF
+Where = tuple[Tensor, Tensor, Tensor, int]  # slots, query_start, has_history, num_decodes
+Move = Callable[[Tensor, "slice | int"], Tensor]  # (states, rows of their tokens) -> states after them
+
+
+def mix_positions(positions: Tensor) -> Tensor:
+    """Whole numbers -> int64 in 0 … 2^32 - 1, each as good as drawn."""
+    x = positions.long() * GOLDEN & WORD
+    x = x ^ x >> 16
+    x = x * FIRST & WORD
+    x = x ^ x >> 13
+    x = x * SECOND & WORD
+    return x ^ x >> 16
+
+
+def draw_thresholds(positions: Tensor, shape: Sequence[int]) -> Tensor:
+    """Of every number of a state of that shape, [*positions, *shape] int64 in 0 … 2^32 - 1."""
+    rows, columns = math.prod(shape[:-1]), shape[-1]
+    count = torch.arange(max(rows, columns), device=positions.device)
+    place = (count[:rows, None] * ROW_STEP + count[:columns] * COLUMN_STEP).view(*shape)
+    return mix_positions(positions).view(*positions.shape, *[1] * len(shape)) + place & WORD
+
+
+def encode_state(h: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is kept of float32 states [*positions, *shape] after the tokens at these positions.
+
+    bfloat16: the upper half of h's bits, after the upper half of the threshold is added to the lower one.
+    float32: h itself.
+    """
+    if dtype == torch.float32:
+        return h
+    bits = h.contiguous().view(torch.int32).long() & WORD
+    kept = bits + (draw_thresholds(positions, h.shape[positions.dim() :]) >> 16) & 0xFFFF0000
+    kept = torch.where(kept > 0x7FFFFFFF, kept - (1 << 32), kept)
+    return torch.where(h.isnan(), h, kept.int().view(torch.float32)).to(dtype)
+
+
+def decode_state(kept: Tensor) -> Tensor:
+    """float32 states of what was kept."""
+    return kept.float()
+
+
+def walk_tokens(move: Move, state: Tensor, where: Where, positions: Tensor | None) -> None:
+    """Move every sequence's state, in its slot, past its tokens one by one; round it after each.
+
+    state: [num_slots, *shape]; positions: [T], which only a rounded state needs.
+    """
+    slots, query_start, has_history, num_decodes = where
+    at = require_positions(positions, query_start, state.dtype)
+    if num_decodes:
+        own, first = slots[:num_decodes], slice(num_decodes)
+        state[own] = encode_state(move(decode_state(state[own]), first), at[first], state.dtype)
+    if num_decodes == len(slots):
+        return  # a batch of decodes asks nothing of the device
+    starts, owners, history = query_start.tolist(), slots.tolist(), has_history.tolist()
+    for s in range(num_decodes, len(owners)):
+        kept = state[owners[s]] if history[s] else torch.zeros_like(state[owners[s]])
+        for t in range(starts[s], starts[s + 1]):
+            kept = encode_state(move(decode_state(kept), t), at[t], state.dtype)
+        state[owners[s]] = kept
+
+
+def require_positions(positions: Tensor | None, query_start: Tensor, dtype: torch.dtype) -> Tensor:
+    """The positions; zeros where none are needed and none are given. Raises ValueError without them."""
+    if positions is not None:
+        return positions
+    if dtype != torch.float32:
+        raise ValueError(f"a state in {dtype} is rounded by position, and no positions are given")
+    return torch.zeros(int(query_start[-1]), dtype=torch.int64, device=query_start.device)
