@@ -135,22 +135,6 @@ class MlaSpec(Mixer):
 
 
 @dataclass(frozen=True, slots=True)
-class Mamba1Spec(Recurrent):
-    """Selective scan (Gu & Dao 2023). `state_limit` clamps the state to ±limit (oxidizr).
-
-    `norm`: of dt, B and C (Jamba). `num_heads`: A, D and the step are one number for each (PLaMo 2).
-    """
-
-    inner_size: int
-    state_size: int
-    dt_rank: int
-    conv_kernel: int
-    state_limit: float | None = None
-    norm: NormSpec | None = None
-    num_heads: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Mamba2Spec(Recurrent):
     """State-space duality (Dao & Gu 2024). `norm_groups` is how many parts the gated norm is taken over.
 
@@ -169,31 +153,6 @@ class Mamba2Spec(Recurrent):
     norm_groups: int = 1
     norm_before_gate: bool = False
     mode: Literal["ssd", "exact"] = "ssd"
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaNetSpec(Recurrent):
-    """Gated delta rule: Gated DeltaNet (Yang et al. 2024), Kimi Delta Attention (Kimi Team 2025).
-
-    `num_heads` have a state and a value each; key head h // (num_heads / num_key_heads) serves head h, or
-    h % num_key_heads if `tiled`. `decay`: one number per head, or one per channel of a key. `beta_scale` 2
-    allows negative eigenvalues. `gate`: what activates the output's gate. `decay_rank`, `gate_rank`: their
-    projections have two factors, of that rank. `norm`: of each head's output, before the gate.
-    """
-
-    num_heads: int
-    num_key_heads: int
-    key_dim: int
-    value_dim: int
-    conv_kernel: int
-    norm: NormSpec
-    decay: Literal["head", "channel"] = "head"
-    gate: Literal["silu", "sigmoid"] = "silu"
-    beta_scale: float = 1.0
-    decay_rank: int | None = None
-    gate_rank: int | None = None
-    tiled: bool = False
-    decay_floor: float | None = None  # a decay's log is this number times a sigmoid, no softplus (Ling 3)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ CAPS = {
     "frontend": 1_310,
     "kernels": 22_650,
     "llm": 525,
-    "loading": 5_160,
+    "loading": 5_240,
     "model": 2_720,
     "ops": 5_000,
     "quant": 2_500,

@@ -12,14 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from plait.cli.common.format_model import (
-    bytes_text,
-    head_text,
-    index_ranges,
-    layer_groups,
-    layer_text,
-    plain,
-)
+from plait.cli.common.format_model import bytes_text, head_text, index_ranges, layer_groups, layer_text, plain
 from plait.cli.common.help import GroupedCommand
 from plait.cli.common.options import (
     common_options,

@@ -17,7 +17,8 @@ from plait.families.deepseek import LATENT_EPS, latent_sizes
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch
 from plait.families.linear_attention import check_silu, gguf_delta_tensors, join_conv, linear_layers
 from plait.quant.weight import as_tensor
-from plait.spec import BranchSpec, DeltaNetSpec, MlaSpec, ModelSpec, MoeSpec, NormSpec
+from plait.rare_specs import DeltaNetSpec
+from plait.spec import BranchSpec, MlaSpec, ModelSpec, MoeSpec, NormSpec
 
 L, B, KDA, ATTN, FFN = "model.layers.{i}", "blk.{i}", "layers.{i}.delta", "layers.{i}.attn", "layers.{i}.ffn"
 NESTED = {  # linear_attn_config's keys

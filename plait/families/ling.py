@@ -16,8 +16,8 @@ from plait.families.config.normalize import LINEAR, Config
 from plait.families.deepseek import latent_attention, shared_moe, shared_moe_tensors
 from plait.families.kimi import negative_exp_flat
 from plait.families.linear_attention import check_silu, join_conv
-from plait.rare_specs import LightningSpec
-from plait.spec import BranchSpec, DeltaNetSpec, Mixer, MlaSpec, ModelSpec
+from plait.rare_specs import DeltaNetSpec, LightningSpec
+from plait.spec import BranchSpec, Mixer, MlaSpec, ModelSpec
 
 L, MIX, ATTN, FFN = "model.layers.{i}", "layers.{i}.linear", "layers.{i}.attn", "layers.{i}.ffn"
 MIXERS, ENDS = ("attention", "self_attn"), ("weight", "bias")  # what a file calls a layer's mixer

@@ -17,13 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from plait.config import EngineConfig
 from plait.engine.adapters import parse_named, why_no_name
-from plait.engine.admission import (
-    MAX_CHARS_PER_TOKEN,
-    USUAL_SERVICE,
-    OnEvent,
-    RequestLimits,
-    ServiceOptions,
-)
+from plait.engine.admission import MAX_CHARS_PER_TOKEN, USUAL_SERVICE, OnEvent, RequestLimits, ServiceOptions
 from plait.errors import BadGrammar, BadTemplate, CapacityError, InvalidField
 from plait.frontend.deltas import MOST_AT_ONCE
 from plait.frontend.model_head import NO_HEAD, ModelHead

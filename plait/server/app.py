@@ -306,11 +306,8 @@ async def respond(
     interval: int = 1,
     state: StoredState | None = None,
 ) -> Response:
-    """Run the reply that `plan` makes, and answer with it. `plan` tokenizes, so one of `threads` calls it.
-
-    `interval`: tokens that a stream emits together. `state`: runs replies in the background. Raises Cancelled
-    if the client leaves.
-    """
+    """Answer with the reply that `plan` makes. It tokenizes, so one of `threads` calls it. `interval`: tokens
+    that a stream emits together. `state`: of background replies. Raises Cancelled if the client leaves."""
     return await until_disconnect(receive, _respond(context, plan, threads, interval, state))
 
 

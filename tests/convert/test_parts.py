@@ -16,7 +16,8 @@ from plait.convert.plan.storage import Fp8Blocks, Int4Groups
 from plait.convert.plan.tensor_plan import Made, TensorPart, matrices, pieces, plan_tensors
 from plait.errors import UnsupportedFormat
 from plait.ops.rope import frequencies
-from plait.spec import DeltaNetSpec, NormSpec, RopeSpec
+from plait.rare_specs import DeltaNetSpec
+from plait.spec import NormSpec, RopeSpec
 from tests.families.as_gguf import permuted
 
 

@@ -11,11 +11,9 @@ import torch
 
 from plait.errors import UnsupportedFormat
 from plait.ops.rope import frequencies, yarn_mscale
-from plait.rare_specs import LightningSpec, ShortConvSpec
+from plait.rare_specs import DeltaNetSpec, LightningSpec, Mamba1Spec, ShortConvSpec
 from plait.spec import (
     AttentionSpec,
-    DeltaNetSpec,
-    Mamba1Spec,
     Mamba2Spec,
     Mixer,
     MlaSpec,

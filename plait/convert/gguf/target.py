@@ -29,9 +29,9 @@ from plait.families.gguf.arch import ARCHITECTURES
 from plait.families.gguf.names import gguf_names
 from plait.families.resolve import resolve
 from plait.ops.rope import frequencies
+from plait.rare_specs import DeltaNetSpec
 from plait.spec import (
     AttentionSpec,
-    DeltaNetSpec,
     Mamba2Spec,
     MlaSpec,
     ModelSpec,

@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 from plait.errors import UnsupportedModel
 from plait.families.config.normalize import FULL, SLIDING, Config
+from plait.rare_specs import Mamba1Spec
 from plait.spec import (
     UNLIMITED,
     AttentionSpec,
     BranchSpec,
-    Mamba1Spec,
     Mamba2Spec,
     Mixer,
     MlpSpec,

@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.memory import SlotState, State
 from plait.model.layers.layers import Batch, Norm
@@ -18,16 +17,17 @@ from plait.ops.activation import activate, gate, sigmoid_steps
 from plait.ops.delta import delta_scan_from_gates, gated_delta_scan
 from plait.ops.norm import gated_rms_norm
 from plait.partition import Cut, Division, Range, Rank, join_ranges, scale_range, shift_range, sum_of, width
+from plait.rare_specs import DeltaNetSpec
 from plait.state.store import StateStore
 
 
-def _words(m: spec.DeltaNetSpec) -> str:
+def _words(m: DeltaNetSpec) -> str:
     kind = "Kimi delta attention" if m.decay == "channel" else "gated DeltaNet"
     shared = f", {m.num_key_heads} key" if m.num_key_heads != m.num_heads else ""
     return f"{kind}, {m.num_heads} heads{shared} × ({m.key_dim} × {m.value_dim})"
 
 
-def _divide(s: spec.DeltaNetSpec, rank: Rank, hidden_size: int) -> Division:
+def _divide(s: DeltaNetSpec, rank: Rank, hidden_size: int) -> Division:
     """Heads are divided, each with its key head. The first factors of decay and gate are whole."""
     heads, keys, shares = _divide_heads(s, rank)
     qk, whole = scale_range(keys, s.key_dim), s.num_key_heads * s.key_dim
@@ -44,7 +44,7 @@ def _divide(s: spec.DeltaNetSpec, rank: Rank, hidden_size: int) -> Division:
 
 
 def _divide_heads(
-    s: spec.DeltaNetSpec, rank: Rank
+    s: DeltaNetSpec, rank: Rank
 ) -> tuple[tuple[Range, ...], Range, tuple[tuple[Range, ...], ...]]:
     """A rank's heads, its key heads, and the heads of each share. Tiled heads go with their key head."""
     if not s.tiled:
@@ -60,9 +60,9 @@ def _divide_heads(
     return heads_of(keys), keys, tuple(heads_of(piece) for piece in ranges)
 
 
-@mixer(spec.DeltaNetSpec, _words, _divide)
+@mixer(DeltaNetSpec, _words, _divide)
 class DeltaNet:
-    def __init__(self, s: spec.DeltaNetSpec, w: Weights) -> None:
+    def __init__(self, s: DeltaNetSpec, w: Weights) -> None:
         self.spec, self.name = s, w.prefix
         hidden, keys, values = w.target.hidden_size, s.num_key_heads * s.key_dim, s.num_heads * s.value_dim
         steps = s.num_heads * (s.key_dim if s.decay == "channel" else 1)
@@ -111,7 +111,7 @@ class BoundedScan:
     """`delta_scan_from_gates` where the log of a decay is a lowest number times a sigmoid (Ling 3)."""
 
     def __init__(
-        self, s: spec.DeltaNetSpec, w: Weights, A: Tensor, bias: Tensor | None, sizes: Mapping[str, int]
+        self, s: DeltaNetSpec, w: Weights, A: Tensor, bias: Tensor | None, sizes: Mapping[str, int]
     ) -> None:
         each = s.key_dim if s.decay == "channel" else 1
         self._shape, self._rate = (s.num_heads, each), (-A).repeat_interleave(each)
@@ -134,7 +134,7 @@ class BoundedScan:
 class OutputGate:
     """The norm of each head's output, one weight for all, times the gate's activation."""
 
-    def __init__(self, s: spec.DeltaNetSpec, w: Weights) -> None:
+    def __init__(self, s: DeltaNetSpec, w: Weights) -> None:
         self.spec, size = s, s.num_heads * s.value_dim
         if s.gate == "silu":
             weight = w.tensor("gated_norm.weight", (s.value_dim,))

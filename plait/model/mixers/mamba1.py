@@ -24,15 +24,16 @@ from plait.ops.norm import gated_rms_norm
 from plait.ops.ranks import sum_ranks
 from plait.ops.ssm import gated_mamba1_scan, mamba2_scan
 from plait.partition import Cut, Division, Rank, join_ranges, sum_of, width
+from plait.rare_specs import Mamba1Spec
 from plait.state.store import StateStore
 
 
-def _words(m: spec.Mamba1Spec) -> str:
+def _words(m: Mamba1Spec) -> str:
     heads = "" if m.num_heads is None else f", {m.num_heads} heads"
     return f"Mamba1, inner {m.inner_size}, state {m.state_size}{heads}"
 
 
-def _divide(s: spec.Mamba1Spec, rank: Rank, hidden_size: int) -> Division:
+def _divide(s: Mamba1Spec, rank: Rank, hidden_size: int) -> Division:
     """Channels are divided, or heads of them. What `x` makes of them is summed within the mixer."""
     if s.num_heads:
         ranges = rank.divide(s.num_heads, "heads", s.inner_size // s.num_heads)
@@ -48,11 +49,11 @@ def _divide(s: spec.Mamba1Spec, rank: Rank, hidden_size: int) -> Division:
     return Division(part, cuts, sums=1)
 
 
-@mixer(spec.Mamba1Spec, _words, _divide)
+@mixer(Mamba1Spec, _words, _divide)
 class Mamba1:
     """`in` has the rows of x and then of the gate; `x` those of the step, B and C; `dt` has a bias."""
 
-    def __init__(self, s: spec.Mamba1Spec, w: Weights) -> None:
+    def __init__(self, s: Mamba1Spec, w: Weights) -> None:
         self.spec, self.name, self._comm = s, w.prefix, w.target.comm
         hidden, inner, steps = w.target.hidden_size, s.inner_size, s.num_heads or s.inner_size
         self.in_proj = w.linear("in", in_size=hidden, out_sizes=(2 * inner,))
@@ -86,7 +87,7 @@ class Mamba1:
 class _PerChannel:
     """The scan with a step and a decay for each channel. RMS norms of B and C are a part of it."""
 
-    def __init__(self, s: spec.Mamba1Spec, w: Weights, norms: Sequence[Norm | None]) -> None:
+    def __init__(self, s: Mamba1Spec, w: Weights, norms: Sequence[Norm | None]) -> None:
         if s.norm and s.norm.kind != "rms":
             raise UnsupportedModel(
                 f"{w.prefix}: Mamba1 knows RMS norms of B and C, not {s.norm.kind!r} norms"
@@ -112,7 +113,7 @@ class _PerChannel:
 class _PerHead:
     """The scan with a step and a decay for each head, which is Mamba2's with one group."""
 
-    def __init__(self, s: spec.Mamba1Spec, w: Weights, norms: Sequence[Norm | None]) -> None:
+    def __init__(self, s: Mamba1Spec, w: Weights, norms: Sequence[Norm | None]) -> None:
         heads = s.num_heads or 1
         self.state_shape: tuple[int, ...] = (heads, s.inner_size // heads, s.state_size)
         sizes = {"heads": heads, "dim": s.inner_size // heads, "state": s.state_size, "groups": 1}

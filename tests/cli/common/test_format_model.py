@@ -15,12 +15,10 @@ from plait.cli.common.format_model import (
     mixer_text,
     plain,
 )
-from plait.rare_specs import LightningSpec, RgLruSpec, ShortConvSpec
+from plait.rare_specs import DeltaNetSpec, LightningSpec, Mamba1Spec, RgLruSpec, ShortConvSpec
 from plait.spec import (
     AttentionSpec,
     BranchSpec,
-    DeltaNetSpec,
-    Mamba1Spec,
     Mamba2Spec,
     Mixer,
     MlaSpec,

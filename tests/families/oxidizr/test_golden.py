@@ -15,7 +15,7 @@ from plait.families.oxidizr.names import read_catalog
 from plait.families.oxidizr.weights import list_rules
 from plait.model.layers.layers import Batch, Norm
 from plait.model.mixers.registry import build
-from plait.rare_specs import Mamba3Spec
+from plait.rare_specs import Mamba1Spec, Mamba3Spec
 from plait.state.store import StateStore
 from tests.families.oxidizr.oxidizr_checkpoint import (
     CPU,
@@ -166,7 +166,7 @@ def test_mamba3_layer(variant: str, mode: Any) -> None:
 def test_mamba1_layer() -> None:
     tensors = golden(mamba1_layer(0, 4))
     x = torch.sin(0.5 * torch.arange(1, 25)).view(6, 4)
-    got = layer(spec.Mamba1Spec(8, 16, 8, 4, 30.0), spec.NormSpec(1e-5), tensors, x)
+    got = layer(Mamba1Spec(8, 16, 8, 4, 30.0), spec.NormSpec(1e-5), tensors, x)
     assert_golden(got[-1], "-0.988248 -1.059984 -0.859958 -0.452545")
     assert float(got.sum()) == pytest.approx(-0.170902, abs=2e-5)
 

@@ -19,13 +19,13 @@ from plait.model.layers.layers import Batch
 from plait.model.mixers.mamba1 import Mamba1
 from plait.model.mixers.mamba2 import Mamba2
 from plait.model.mixers.mamba3 import Mamba3
-from plait.rare_specs import Mamba3Spec
+from plait.rare_specs import Mamba1Spec, Mamba3Spec
 from plait.state.store import StateStore
 
 HIDDEN, CPU = 12, torch.device("cpu")
 MAMBA2 = spec.Mamba2Spec(4, 6, 5, 2, 4, norm_groups=2)
 MAMBA3 = Mamba3Spec(4, 6, 4, 2)
-MAMBA1 = spec.Mamba1Spec(24, 5, 3, 4)
+MAMBA1 = Mamba1Spec(24, 5, 3, 4)
 
 
 class Tensors(dict[str, Tensor]):
@@ -209,7 +209,7 @@ def test_mamba3_in_chunks_equals_whole(change: dict[str, Any]) -> None:
     torch.testing.assert_close(got_b, whole(mixer, b), atol=2e-5, rtol=0)
 
 
-def mamba1_tensors(s: spec.Mamba1Spec) -> dict[str, Tensor]:
+def mamba1_tensors(s: Mamba1Spec) -> dict[str, Tensor]:
     inner, size = s.inner_size, s.state_size
     tensors = normal(
         {
@@ -226,7 +226,7 @@ def mamba1_tensors(s: spec.Mamba1Spec) -> dict[str, Tensor]:
     return {**tensors, "A": -torch.rand(inner, size)}
 
 
-def mamba1_formula(s: spec.Mamba1Spec, t: Mapping[str, Tensor], x: Tensor) -> Tensor:
+def mamba1_formula(s: Mamba1Spec, t: Mapping[str, Tensor], x: Tensor) -> Tensor:
     """Gu & Dao 2023, algorithm 2, one token at a time."""
     u, z = (x @ t["in.weight"].T).chunk(2, -1)
     u = convolve(u, t)
