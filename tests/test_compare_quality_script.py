@@ -44,7 +44,7 @@ def test_a_score_is_perplexity_and_divergence(quality: ModuleType) -> None:
 
 def test_rounding_more_is_further_from_float32(quality: ModuleType, nano_hybrid: Path) -> None:
     load_kernels()
-    given = Namespace(text=quality.TEXT, tokens=130, threads=1, dither=False, llama_cpp=None)
+    given = Namespace(text=quality.TEXT, tokens=130, threads=1, dither=False, llama_cpp=None, only=[])
     given.quantize = ["q8_0", "q4_0"]
     results = quality.compare(open_model(str(nano_hybrid), EngineConfig(device="cpu")), given)
     assert results["float32, fastest ops"]["kl_mean"] < 1e-6

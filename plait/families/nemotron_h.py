@@ -89,6 +89,8 @@ def nemotron_h(c: Config) -> tuple[ModelSpec, NameMap]:
 
 def _nemotron_mtp(c: Config) -> tuple[MtpSpec | None, Rules]:
     """Nemotron 3's head: the last of its layers carries the norm behind them."""
+    if not (c.get("num_nextn_predict_layers") or c.get("mtp_hybrid_override_pattern")):
+        return None, {}
     pattern = str(c.get("mtp_hybrid_override_pattern") or "*E")
     if not set(pattern) <= set(MTP_LAYERS) or ("E" in pattern and not c.get("num_experts")):
         return None, {}

@@ -66,10 +66,15 @@ def test_an_error_before_the_first_byte_is_not_a_stream(client: Any, path: str) 
 @BOTH
 @pytest.mark.parametrize("method", ["GET", "HEAD", "PUT", "DELETE"])
 def test_a_wrong_method_says_which_is_right(client: Any, path: str, method: str) -> None:
-    """Point 6."""
+    """Point 6. Chats that are stored are listed with GET, which this server names an option for."""
     answer = client.request(method, path)
+    is_stored = path.endswith("/chat/completions")
+    if is_stored and method in ("GET", "HEAD"):
+        assert answer.status == 400
+        assert method == "HEAD" or "--store" in answer.error["message"]
+        return
     assert answer.status == 405
-    assert answer.headers["allow"] == "POST"
+    assert "POST" in answer.headers["allow"]
     if method != "HEAD":
         assert answer.error["code"] == "method_not_allowed"
 

@@ -95,6 +95,8 @@ def gguf_target(model: Model) -> GgufTarget:
 
 
 def _notes(spec: ModelSpec, arch: str) -> Iterator[str]:
+    if spec.mtp:
+        yield "the model's head for drafts (--speculate mtp) is not written"
     attention = list(spec.mixers_of(AttentionSpec))
     if arch in NO_WINDOWS and any(m.window for m in attention):
         yield f"llama.cpp has no windows for {arch}: there, attention sees all keys"

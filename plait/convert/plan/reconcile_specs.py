@@ -42,6 +42,7 @@ def reconcile(
         if name in tensors:
             result[tensors[name]] = with_part(result[tensors[name]], name, rows, scale, fn)
 
+    ours, theirs = replace(ours, mtp=None), replace(theirs, mtp=None)  # a head for drafts may be left out
     theirs = _fold_multipliers(ours, theirs, wanted, change)
     others = dict(theirs.mixers())
     for name, mixer in ours.mixers():

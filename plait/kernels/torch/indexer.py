@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from plait.ops.attention import write_paged
-from plait.ops.entry import latent_codes
+from plait.ops.entry import latent_form
 from plait.ops.indexer import NONE, choose_keys, sparse_latent_attention
 
 NAME = "torch"
@@ -69,13 +69,13 @@ def attend(
     if len(q) != len(seq_lens):
         given = (q, latent, cache, chosen, *where)
         return sparse_latent_attention.reference(*given, scale, kv_rank)  # type: ignore[no-any-return]
-    form = latent_codes(kv_rank, q.shape[-1] - kv_rank)
+    form = latent_form(kv_rank, q.shape[-1] - kv_rank, cache.dtype)
     if latent is not None:
         write_paged(cache, latent, slot_mapping, form)
     places, size = chosen.long().clamp(min=0), cache.shape[1]
     places = block_table.gather(1, places // size) * size + places % size
     known = cache.view(-1, cache.shape[-1])[places]  # [T, top_k, width]
-    known = form.decode(known) if cache.dtype == torch.int8 else known.float()
+    known = form.decode(known) if form else known.float()
     scores = torch.einsum("thr,tkr->thk", q.float(), known) * scale
     probs = scores.masked_fill((chosen == NONE)[:, None], -math.inf).softmax(-1)
     return torch.einsum("thk,tkr->thr", probs, known[..., :kv_rank]).to(q.dtype)

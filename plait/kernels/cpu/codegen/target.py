@@ -35,6 +35,9 @@ SHARED = (
     "codegen/maths.py",
     "pointwise/activation.py",
     "pointwise/copy_rows.py",
+    "pointwise/norm.py",
+    "ssm/gated_norm.py",
+    "ssm/rounding.py",
 )  # all that kernels of other files may call
 # What LLVM may use under each name; "native": all that this machine has.
 TARGETS = {

@@ -462,10 +462,9 @@ def attend_latent(
 ) -> Tensor:
     """`paged_latent_attention`: the same arguments and result."""
     rest = q.shape[-1] - kv_rank
-    form = latent_codes(kv_rank, rest)
+    codes = latent_codes(kv_rank, rest) if cache.dtype is torch.int8 else None
     if latent is not None:
-        write_paged(cache, latent, slot_mapping, form)
-    codes = form if cache.dtype is torch.int8 else None
+        write_paged(cache, latent, slot_mapping, codes)
     layout = PagedLayout(q.shape[1], 1, kv_rank, rest, codes, None, None)
     return _attend_over(q, (cache, cache), (block_table, query_start, seq_lens), layout, scale, step)
 
