@@ -66,7 +66,7 @@ NO_TORCH = (
     *("loading.image.lookup", "loading.image.file_format", "loading.image.key"),
     *("loading.image.restore", "loading.image.start", "loading.disk_cache"),
     *("worker.client", "worker.supervisor", "worker.child_process", "worker.start_process"),
-    *("worker.protocol", "worker.request_table"),
+    *("worker.protocol", "worker.request_table", "cluster"),
 )
 READS_ENVIRONMENT = {"cli"}
 SETS_ENVIRONMENT = "bench.engines"  # separate processes, with engines that read most options from there

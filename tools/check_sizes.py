@@ -23,6 +23,7 @@ CAPS = {
     "bench": 3_950,
     "checkpoint": 5_150,
     "cli": 5_550,
+    "cluster": 370,
     "convert": 3_640,
     "engine": 2_000,
     "families": 11_470,
