@@ -37,7 +37,7 @@ from plait.server.gateway.request_context import Generation, Health, LoadingStat
 from plait.server.gateway.served_models import ChosenModel, ServedModels
 from plait.server.http.errors import BodyTooLarge, http_problem, json_response, problem
 from plait.server.http.transfer import EventStream, linger, read_object, until_disconnect
-from plait.server.llamacpp import completion, server_facts
+from plait.server.llamacpp import completion, infill, server_facts
 from plait.server.models import admin
 from plait.server.models.only import OnlyModel
 from plait.server.ollama import embed, generate, manage, wire
@@ -79,6 +79,7 @@ ENDPOINTS = (
     *embed.ENDPOINTS,
     *manage.ENDPOINTS,
     *completion.ENDPOINTS,
+    *infill.ENDPOINTS,
     *admin.ENDPOINTS,
 )
 FACTS = server_facts.FACTS

@@ -175,6 +175,12 @@ POSTS: Mapping[str, Operation] = {
     **{path: Operation(f"Refused: {why}", refusal=OLLAMAS) for path, why in manage.NOT_DONE.items()},
     **dict.fromkeys(("/admin/models/load", "/models/load"), _LOAD),
     **dict.fromkeys(("/admin/models/unload", "/models/unload"), _UNLOAD),
+    "/infill": Operation(
+        "What belongs between two texts, in llama.cpp's words",
+        completion.NativeCompletion,
+        stream=completion.NativeCompletion,
+        form=UNMARKED_EVENTS,
+    ),
     "/completion": Operation(
         "Text that follows a prompt, in llama.cpp's words",
         completion.NativeCompletion,

@@ -162,13 +162,13 @@ def test_headers_come_while_the_reply_is_still_made(client: Any, path: str) -> N
 @BOTH
 def test_an_error_after_the_first_byte_is_an_event(client: Any, path: str) -> None:
     """Point 5. The error object, then [DONE]; OpenAI's client raises on it."""
-    asked = body(path, stream=True, timeout_s=0.3, max_tokens=480, ignore_eos=True, n=4)
+    asked = body(path, stream=True, timeout_s=0.15, max_tokens=480, ignore_eos=True, n=4)
     *chunks, last = client.post(path, asked).events
     assert set(last["error"]) == {"message", "type", "param", "code"}
     assert last["error"]["code"] == "deadline_exceeded"
     assert all("choices" in chunk for chunk in chunks)
     del asked["ignore_eos"], asked["timeout_s"]
-    more = {"ignore_eos": True, "timeout_s": 0.3}
+    more = {"ignore_eos": True, "timeout_s": 0.15}
     with OpenAI(base_url=client.base_url + "/v1", api_key="x", default_headers=client.headers) as openai:
         create: Any = openai.chat.completions.create if "chat" in path else openai.completions.create
         stream = create(model=client.model, **asked, extra_body=more)

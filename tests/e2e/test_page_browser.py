@@ -447,3 +447,38 @@ def test_keys_reach_what_they_say(page: Any, url: str) -> None:
     expect(page.locator("#keys")).to_be_visible()
     page.keyboard.press("Escape")
     expect(page.locator("#keys")).to_be_hidden()
+
+
+def card(name: str, value: str = "loaded", **more: object) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": 1,
+        "status": {"value": value, **more},
+        "max_model_len": 64,
+    }
+
+
+def test_of_several_models_one_is_chosen_for_a_conversation(page: Any, url: str) -> None:
+    found = [card("small"), card("big", "unloaded")]
+    page.route("**/v1/models", lambda route: route.fulfill(json={"object": "list", "data": found}))
+    page.route("**/tokenize", lambda route: route.fulfill(json={"tokens": [1], "max_model_len": 64}))
+    sent = answers(opened(page, url), streamed({"content": "x"}))
+    expect(page.get_by_label("Model", exact=True).locator("option")).to_have_text(
+        ["small", "big · not loaded yet"]
+    )
+    said(page, "One")
+    found[1] = card("big", "loading", progress={"text": "reading", "done": 1, "total": 4})
+    page.get_by_label("Model", exact=True).select_option("big")
+    expect(page.get_by_label("Model", exact=True).locator("option")).to_have_text(
+        ["small", "big · loading 25 %"]
+    )
+    found[1] = card("big")
+    said(page, "Two")
+    page.click("#new")
+    said(page, "Three")
+    page.get_by_label("Model", exact=True).select_option("small")
+    said(page, "Four")
+    page.locator(".entry", has_text="One").click()
+    expect(page.get_by_label("Model", exact=True)).to_have_value("big")
+    assert [one["model"] for one in sent] == ["small", "big", "big", "small"]

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from plait.frontend.deltas import Delta, TextLogprob
 
 StopType = Literal["none", "eos", "limit", "word"]
-_NOT_HERE = frozenset({"n", "best_of", "echo", "stream_options", "max_completion_tokens"})
-FIELDS = field_names(CompletionRequest) - _NOT_HERE
+NOT_HERE = frozenset({"n", "best_of", "echo", "stream_options", "max_completion_tokens"})
+FIELDS = field_names(CompletionRequest) - NOT_HERE
 _SETTINGS = (
     *("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "min_tokens"),
     *("seed", "ignore_eos"),
@@ -75,7 +75,7 @@ class NativeCompletion(msgspec.Struct, kw_only=True, frozen=True):
 
 def plan(context: RequestContext, body: Mapping[str, object]) -> NativeReply:
     """Validate and tokenize a request, before the engine gets it. Raises RequestErrors."""
-    refuse_words_of_a_chat(body, _NOT_HERE, {"max_completion_tokens": "n_predict"})
+    refuse_words_of_a_chat(body, NOT_HERE, {"max_completion_tokens": "n_predict"})
     validate.refuse(body, FIELDS)
     asked = parse_as({"max_tokens": AS_MANY_AS_FIT, **body}, CompletionRequest)
     params = validate.completion_params(asked)

@@ -258,8 +258,11 @@ export class Chat {
 /** The body that continues a reply from `begun`: the conversation's tokens and those of the beginning, as a prompt. */
 async function continued(before, begun, settings) {
   const { messages } = chatBody(before, settings);
-  const prompt = await askJson("tokenize", { body: { messages } });
-  const more = await askJson("tokenize", { body: { prompt: begun, add_special_tokens: false, parse_special: false } });
+  const { model } = settings;
+  const prompt = await askJson("tokenize", { body: { model, messages } });
+  const more = await askJson("tokenize", {
+    body: { model, prompt: begun, add_special_tokens: false, parse_special: false },
+  });
   const room = prompt.max_model_len - prompt.tokens.length - more.tokens.length;
   const body = { ...textBody([], settings), prompt: [...prompt.tokens, ...more.tokens] };
   return { ...body, max_tokens: sampling(settings).max_tokens ?? Math.max(room, 1) };

@@ -8,6 +8,7 @@ import { Attachments } from "./attachments.js";
 import { byId, make, placeIcons } from "./dom.js";
 import { Engine } from "./engine.js";
 import { takeLatest } from "./notices.js";
+import { Models } from "./models.js";
 import { Panels } from "./panels.js";
 import { Settings } from "./settings.js";
 import { whole } from "./plot.js";
@@ -50,10 +51,11 @@ class Page {
     this.hasChat = true;
     this.state = "away";
     this.settings = new Settings(byId("settings"), () => this.meet(), () => this.keepOwn());
+    this.models = new Models((name) => this.choose(name));
     this.engine = new Engine(byId("engine"), (sample) => this.sampled(sample));
     this.panels = new Panels((open) => this.engine.watch(open === "engine" && this.state === "ok"));
     this.chat = new Chat(byId("scroll"), byId("transcript"), {
-      settings: () => this.settings.values,
+      settings: () => ({ ...this.settings.values, model: this.models.sent(this.chat.conversation.model) }),
       changed: () => this.changed(),
       busy: (isBusy) => this.showBusy(isBusy),
       refused: (error) => this.refused(error),
@@ -144,7 +146,8 @@ class Page {
   }
 
   start(mode) {
-    this.chat.open(store.newConversation(this.hasChat ? mode : "text"));
+    const { model } = this.chat.conversation;
+    this.chat.open({ ...store.newConversation(this.hasChat ? mode : "text"), ...(model ? { model } : {}) });
     this.panels.closeSidebarIfOver();
     byId("draft").focus();
   }
@@ -156,16 +159,28 @@ class Page {
     this.state = found.status;
     if (found.status === "ok" && before !== "ok") await this.meet();
     if (found.status !== before || found.status !== "ok") this.showState(found);
-    setTimeout(() => this.check(), found.status === "ok" ? LATER_MS : SOON_MS);
+    if (this.models.areSeveral && before === "ok") await this.meet();
+    const isSoon = found.status !== "ok" || this.chat.isBusy || this.models.isLoading(this.chat.conversation.model);
+    setTimeout(() => this.check(), isSoon ? SOON_MS : LATER_MS);
+  }
+
+  /** Go on with another model of the server; it is loaded when it is asked. */
+  async choose(name) {
+    const { conversation } = this.chat;
+    conversation.model = name;
+    if (!this.chat.isEmpty) this.chat.keep();
+    await this.meet();
+    byId("draft").focus();
   }
 
   /** Learn the model's name, its context, and whether it has a chat template. */
   async meet() {
     if (this.state !== "ok") return;
     try {
-      const [model] = (await askJson("v1/models")).data;
-      this.hasChat = await canChat();
-      byId("model").textContent = model.id;
+      const chosen = this.chat.conversation.model;
+      this.models.show((await askJson("v1/models")).data, chosen);
+      const model = this.models.card(chosen);
+      if (model.status.value === "loaded") this.hasChat = await canChat(this.models.sent(chosen));
       this.context = model.max_model_len;
       document.title = `${model.id} · Plait`;
       byId("version").textContent = (await askJson("version")).version;
@@ -258,6 +273,7 @@ class Page {
 
   open(conversation) {
     this.chat.open(conversation);
+    if (this.models.areSeveral) this.meet();
     this.panels.closeSidebarIfOver();
   }
 
@@ -288,9 +304,9 @@ function isUndo({ key, ctrlKey, metaKey, shiftKey, target }) {
 }
 
 /** Whether the model has a chat template: only that refusal means no. */
-async function canChat() {
+async function canChat(model) {
   try {
-    await askJson("tokenize", { body: { messages: [{ role: "user", content: "Hello" }] } });
+    await askJson("tokenize", { body: { model, messages: [{ role: "user", content: "Hello" }] } });
     return true;
   } catch (error) {
     if (error.status === 401) throw error;

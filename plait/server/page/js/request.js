@@ -30,6 +30,7 @@ export function sampling(settings) {
     const value = settings[name];
     if (value !== undefined && value !== "" && Number.isFinite(Number(value))) body[name] = Number(value);
   }
+  if (settings.model) body.model = settings.model;
   const stops = (settings.stop ?? "").split("\n").filter((line) => line !== "");
   if (stops.length) body.stop = stops;
   return body;

@@ -86,9 +86,11 @@ function conversation(found, where) {
   if (!isObject(found)) refuse(`${where} is not an object`);
   if (found.mode !== "chat" && found.mode !== "text") refuse(`${where}: "mode" is neither "chat" nor "text"`);
   const updated = Number.isFinite(found.updated) ? found.updated : 0;
+  const model = typeof found.model === "string" ? { model: found.model.slice(0, TITLE_CHARS) } : {};
   const own = isObject(found.settings) ? { settings: settings(found.settings) } : {};
   return {
     ...own,
+    ...model,
     id: typeof found.id === "string" && /^[0-9a-f]{16}$/.test(found.id) ? found.id : "",
     title: titled(text(found.title ?? "", `${where}: "title"`)),
     mode: found.mode,
