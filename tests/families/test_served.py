@@ -46,7 +46,13 @@ STRETCHED = {"llama_dynamic": ("max_position_embeddings=32", "original_max_posit
 TIE = 1e-4
 
 # The biases of random weights choose the same token after any prompt.
-ALIKE = {"gpt1", *(n for n in tiny_plain.VARIANTS if n.endswith("_decoder"))}
+ALIKE = {
+    "gpt1",
+    "falcon",
+    "falcon_heads",
+    "gpt_neo",
+    *(n for n in tiny_plain.VARIANTS if n.endswith("_decoder")),
+}
 
 Ids = list[int]
 
