@@ -156,7 +156,7 @@ def turn_expert(index: int | None, source: str) -> Derived:
     """One expert of a stack [count, in, out]; of [count, in, 2 size] gate (0) or up (1)."""
 
     def pick(w: Stored, e: str, **_: str) -> Stored:
-        matrix = as_tensor(w)[int(e)].T.contiguous()
+        matrix = as_tensor(w)[int(e)].mT.contiguous()
         return matrix if index is None else _half(matrix, index)
 
     return Derived(pick, (source,))
