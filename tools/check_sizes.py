@@ -28,7 +28,7 @@ CAPS = {
     "engine": 2_000,
     "families": 11_470,
     "frontend": 1_310,
-    "kernels": 22_650,
+    "kernels": 22_710,
     "llm": 525,
     "loading": 5_240,
     "model": 2_720,
