@@ -24,10 +24,9 @@ from plait.server.openai import (
     completions,
     embeddings,
     models,
-    response_items,
-    responses,
     scores,
 )
+from plait.server.responses import endpoints, items, request
 from plait.server.stored import batch_objects, chats, file_objects, routes
 
 ITEM_EVENTS = "With stream: named and numbered events, from response.created to response.completed."
@@ -55,13 +54,13 @@ _ONE = "that this key has stored"
 STORED: Mapping[tuple[str, str], Operation] = {
     ("GET", "/v1/responses/{id}"): Operation(
         "A stored response",
-        response_items.Response,
+        items.Response,
         stream="With stream=true: its events, from starting_after.",
     ),
     ("DELETE", "/v1/responses/{id}"): Operation("Delete a response", routes.Deleted),
     ("GET", "/v1/responses/{id}/input_items"): Operation("The items of its input", routes.StoredList),
     ("POST", "/v1/responses/{id}/cancel"): Operation(
-        "Cancel a response that runs in the background", response_items.Response
+        "Cancel a response that runs in the background", items.Response
     ),
     ("GET", "/v1/chat/completions"): Operation(f"The chats {_ONE}", routes.StoredList),
     ("GET", "/v1/chat/completions/{id}"): Operation("A stored chat", chat.ChatCompletion),
@@ -124,14 +123,14 @@ POSTS: Mapping[str, Operation] = {
     "/apply-template": Operation("A conversation as the model's prompt", body=models.TemplateRequest),
     "/v1/responses": Operation(
         "The reply to a conversation, as items",
-        response_items.Response,
-        responses.ResponsesRequest,
+        items.Response,
+        request.ResponsesRequest,
         ITEM_EVENTS,
     ),
     "/v1/responses/input_tokens": Operation(
         "How many tokens the prompt of a response has",
-        responses.ResponseInputTokens,
-        responses.ResponsesRequest,
+        endpoints.ResponseInputTokens,
+        request.ResponsesRequest,
     ),
     "/v1/messages": Operation(
         "The reply to a conversation, as blocks",

@@ -9,6 +9,7 @@ import anthropic
 import msgspec
 import pytest
 from anthropic import Anthropic
+from tests.server.openai.test_responses import PLAN, as_read, fed, said
 
 from plait.frontend.deltas import Delta
 from plait.server.anthropic.message_blocks import (
@@ -23,7 +24,6 @@ from plait.server.http.errors import Problem
 from tests.contract.wire import Answer, Client
 from tests.server.conftest import serving, wait_until
 from tests.server.fake import EchoLoop
-from tests.server.openai.test_responses import PLAN, as_read, fed, said
 from tests.server.real_engine import engine_front
 
 PATH = "/v1/messages"

@@ -15,7 +15,7 @@ import msgspec
 
 from plait.errors import CapacityError, InvalidField
 from plait.server.http.transfer import new_id
-from plait.server.openai.response_items import Response
+from plait.server.responses.items import Response
 from plait.server.store.errors import START, NotStored, PreviousNotStored, StoreOff
 from plait.server.store.rows import Rows, StoredRow
 
@@ -194,12 +194,14 @@ def list_items(sent: str | Sequence[Item]) -> list[Item]:
 def _item(sent: Mapping[str, object]) -> Item:
     item = {"type": "message", **{name: value for name, value in sent.items() if value is not None}}
     kind, role = item["type"], item.get("role")
-    item.setdefault("status", "completed")
+    if not str(kind).startswith("mcp_"):
+        item.setdefault("status", "completed")
     if kind == "message" and isinstance(item.get("content"), str):
         part: Item = {"type": _TEXT_OF.get(str(role), "input_text"), "text": item["content"]}
         if role == "assistant":
             part["annotations"] = []
         item["content"] = [part]
     prefixes = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+    prefixes["mcp_approval_response"] = "mcpa"
     item.setdefault("id", new_id(prefixes.get(str(kind), "item"), "_"))
     return item
