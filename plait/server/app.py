@@ -35,6 +35,7 @@ from plait.server.http.errors import BodyTooLarge, http_problem, json_response, 
 from plait.server.http.transfer import linger, read_object, until_disconnect
 from plait.server.llamacpp import completion, infill, server_facts
 from plait.server.mcp.allowed import McpServers
+from plait.server.mcp_routes import MCP, McpDesk
 from plait.server.models import admin
 from plait.server.models.only import OnlyModel
 from plait.server.ollama import embed, generate, manage, wire
@@ -97,7 +98,9 @@ def create_app(
         loading = served if isinstance(served, LoadingState) else LoadingState(served)
         models = OnlyModel(loading, config)
     traffic = traffic or Traffic(config)
-    service = Service(models, config, traffic, state)
+    servers = McpServers.of(config)
+    desk = McpDesk(servers, config.max_body_bytes)
+    service = Service(models, config, traffic, state, servers)
     routes = [
         _route("/health", service.health, "GET"),
         _route("/ready", service.ready, "GET"),
@@ -110,6 +113,7 @@ def create_app(
         *(_route(e.path, service.serves(e), e.method, e.refusal) for e in ENDPOINTS),
         *(_route(e.path, service.looks_up(e), "GET", e.refusal) for e in FACTS),
         *(_route(r.path, r.handler(state), r.method) for r in STORED),
+        *(_route(r.path, r.handler(desk), r.method) for r in MCP),
         *(_route(e.path, service.lists(e), "GET", e.refusal) for e in LISTS),
         *pages.page_routes(),
         *pages.api_routes(ENDPOINTS),
@@ -139,10 +143,15 @@ class Service:
     """What the handlers share: the models, and the server's limits."""
 
     def __init__(
-        self, models: ServedModels, config: ServerConfig, traffic: Traffic, state: StoredState | None = None
+        self,
+        models: ServedModels,
+        config: ServerConfig,
+        traffic: Traffic,
+        state: StoredState | None,
+        servers: McpServers,
     ) -> None:
         self._models, self._config, self._traffic, self._state = models, config, traffic, state
-        self._mcp = McpServers.of(config)
+        self._mcp = servers
         self._turns = SliceTurns()
         self._threads = FairThreads(PLAN_THREADS, PLAN_THREADS - 2, "plait-plan")
 

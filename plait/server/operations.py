@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from plait.server import mcp_routes
 from plait.server.anthropic import messages
 from plait.server.api import schema
 from plait.server.gateway.request_context import Health, Readiness
@@ -49,6 +50,16 @@ class Operation:
     form: StreamForm = EVENTS
     refusal: Struct = ErrorBody
 
+
+MCP: Mapping[tuple[str, str], Operation] = {
+    ("GET", "/v1/mcp/servers"): Operation("The MCP servers that may be used", mcp_routes.McpServerList),
+    ("POST", "/v1/mcp/tools"): Operation(
+        "The tools of an MCP server", mcp_routes.ToolList, mcp_routes.ToolsRequest
+    ),
+    ("POST", "/v1/mcp/call"): Operation(
+        "Call a tool of an MCP server", mcp_routes.CallAnswer, mcp_routes.CallRequest
+    ),
+}
 
 _ONE = "that this key has stored"
 STORED: Mapping[tuple[str, str], Operation] = {

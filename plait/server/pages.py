@@ -28,7 +28,7 @@ from starlette.types import Receive, Scope, Send
 from plait.server.api.endpoint import Endpoint
 from plait.server.gateway.request_context import Health, Readiness
 from plait.server.http.transfer import EVENTS
-from plait.server.operations import GETS, POSTS, STORED, Operation, Struct
+from plait.server.operations import GETS, MCP, POSTS, STORED, Operation, Struct
 from plait.version import __version__
 
 POLICY = (
@@ -195,7 +195,7 @@ def document(endpoints: Iterable[Endpoint]) -> dict[str, object]:
         operation = POSTS.get(endpoint.path, Operation(f"{endpoint.method} {endpoint.path}"))
         operations.append(operation)
         paths[endpoint.path] = {endpoint.method.lower(): _post(endpoint, operation)}
-    for (method, path), operation in STORED.items():
+    for (method, path), operation in (*STORED.items(), *MCP.items()):
         operations.append(operation)
         paths[path] = {**paths.get(path, {}), method.lower(): _describe_stored(method, path, operation)}
     return {

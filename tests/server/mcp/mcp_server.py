@@ -185,7 +185,7 @@ def _huge(handler: _Handler, message: dict[str, Any]) -> None:
 
 
 def _silent(handler: _Handler, message: dict[str, Any]) -> None:
-    time.sleep(3)
+    time.sleep(1.5)
 
 
 def _trickle(handler: _Handler, message: dict[str, Any]) -> None:
