@@ -98,9 +98,8 @@ def create_app(
         loading = served if isinstance(served, LoadingState) else LoadingState(served)
         models = OnlyModel(loading, config)
     traffic = traffic or Traffic(config)
-    servers = McpServers.of(config)
-    desk = McpDesk(servers, config.max_body_bytes)
-    service = Service(models, config, traffic, state, servers)
+    desk = McpDesk(McpServers.of(config), config.max_body_bytes)
+    service = Service(models, config, traffic, state, desk.servers)
     routes = [
         _route("/health", service.health, "GET"),
         _route("/ready", service.ready, "GET"),

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from plait.errors import InvalidField
+from plait.server.api.schema import JsonValue
 from plait.server.gateway.exchange import SCOPE_KEY, Exchange
 from plait.server.http.errors import TooManyRequests, json_response
 from plait.server.http.transfer import read_object, until_disconnect
@@ -24,7 +25,6 @@ from plait.server.mcp.client import McpClient
 from plait.server.mcp.messages import Json, McpTool
 
 T = TypeVar("T")
-Value = Annotated[object, msgspec.Meta(extra_json_schema={"description": "any JSON value"})]
 MAX_OPEN_CALLS = 16  # of one key, or of all that have none
 
 
@@ -50,7 +50,7 @@ class ToolCard(msgspec.Struct, kw_only=True, frozen=True):
 
     name: str
     description: str
-    input_schema: dict[str, Value]
+    input_schema: dict[str, JsonValue]
     read_only: bool
 
 
@@ -64,7 +64,7 @@ class CallRequest(msgspec.Struct, kw_only=True, frozen=True):
 
     server: str
     name: str
-    arguments: dict[str, Value] = {}
+    arguments: dict[str, JsonValue] = {}
 
 
 class CallAnswer(msgspec.Struct, kw_only=True, frozen=True):

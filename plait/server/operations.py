@@ -28,7 +28,7 @@ from plait.server.openai import (
     scores,
 )
 from plait.server.responses import endpoints, items, request
-from plait.server.stored import batch_objects, chats, file_objects, routes
+from plait.server.stored import batch_objects, chats, conversations, file_objects, routes
 
 ITEM_EVENTS = "With stream: named and numbered events, from response.created to response.completed."
 BLOCK_EVENTS = "With stream: named events, from message_start to message_stop."
@@ -72,6 +72,22 @@ STORED: Mapping[tuple[str, str], Operation] = {
     ("GET", "/v1/responses/{id}/input_items"): Operation("The items of its input", routes.StoredList),
     ("POST", "/v1/responses/{id}/cancel"): Operation(
         "Cancel a response that runs in the background", items.Response
+    ),
+    ("POST", "/v1/conversations"): Operation(
+        "Begin a conversation", conversations.Conversation, conversations.NewConversation
+    ),
+    ("GET", "/v1/conversations/{id}"): Operation("A conversation", conversations.Conversation),
+    ("POST", "/v1/conversations/{id}"): Operation(
+        "Change a conversation's metadata", conversations.Conversation, conversations.ConversationChange
+    ),
+    ("DELETE", "/v1/conversations/{id}"): Operation("Delete a conversation", routes.Deleted),
+    ("GET", "/v1/conversations/{id}/items"): Operation("The items of a conversation", routes.StoredList),
+    ("POST", "/v1/conversations/{id}/items"): Operation(
+        "Add items to a conversation", routes.StoredList, conversations.NewItems
+    ),
+    ("GET", "/v1/conversations/{id}/items/{item}"): Operation("An item of a conversation"),
+    ("DELETE", "/v1/conversations/{id}/items/{item}"): Operation(
+        "Delete an item of a conversation", conversations.Conversation
     ),
     ("GET", "/v1/chat/completions"): Operation(f"The chats {_ONE}", routes.StoredList),
     ("GET", "/v1/chat/completions/{id}"): Operation("A stored chat", chat.ChatCompletion),

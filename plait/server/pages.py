@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 from importlib import resources
@@ -224,9 +225,9 @@ def api_routes(endpoints: Iterable[Endpoint]) -> list[Route]:
 
 def _get(path: str, operation: Operation) -> dict[str, object]:
     found = _operation(path, operation)
-    if "{id}" in path:
+    if names := re.findall(r"{(\w+)}", path):
         found["parameters"] = [
-            {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}},
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
         ]
     if operation.reply in {Health, Readiness}:
         found["responses"]["503"] = {"description": "Not now", "content": _json(_ref(operation.reply))}

@@ -35,6 +35,7 @@ from plait.server.api.reply import (
 from plait.server.http.transfer import new_id
 from plait.server.mcp.messages import McpTool
 from plait.server.openai import chat
+from plait.server.responses.input_items import ResponseConversation
 from plait.server.responses.items import (
     DeltaEvent,
     DoneEvent,
@@ -42,7 +43,6 @@ from plait.server.responses.items import (
     ItemStatus,
     OutputItem,
     Response,
-    ResponseConversation,
     ResponseEvent,
     ServerEvent,
     server_call,

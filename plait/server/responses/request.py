@@ -17,7 +17,7 @@ from plait.server.api.parse_fields import field_names, parse_as
 from plait.server.api.schema import Objects
 from plait.server.gateway.request_context import RequestContext
 from plait.server.openai import chat
-from plait.server.responses.items import (
+from plait.server.responses.input_items import (
     NameTool,
     ResponseConversation,
     chat_format,
@@ -26,7 +26,7 @@ from plait.server.responses.items import (
     conversation,
 )
 from plait.server.responses.mcp_tools import RequestedServer, name_with_label, read_servers
-from plait.server.responses.state import Item, earlier_items, resolve_references
+from plait.server.responses.state import Item, conversation_items, earlier_items, resolve_references
 
 
 class TextOptions(msgspec.Struct, kw_only=True, frozen=True):
@@ -42,6 +42,10 @@ class ReasoningOptions(msgspec.Struct, kw_only=True, frozen=True):
 
 class ResponseStreamOptions(msgspec.Struct, kw_only=True, frozen=True):
     include_obfuscation: Literal[False] | None = None
+
+
+class ConversationParam(msgspec.Struct, kw_only=True, frozen=True):
+    id: str
 
 
 PLAIN_TEXT, USUAL_REASONING = TextOptions(), ReasoningOptions()
@@ -69,7 +73,13 @@ class ResponsesRequest(SamplingFields, ServiceOptions):
     background: bool = False
     store: bool | None = None
     previous_response_id: str | None = None
+    conversation: str | ConversationParam | None = None
     max_tool_calls: Annotated[int, msgspec.Meta(ge=1)] | None = None
+
+    @property
+    def conversation_id(self) -> str | None:
+        found = self.conversation
+        return found.id if isinstance(found, ConversationParam) else found
 
 
 LOGPROBS = "message.output_text.logprobs"
@@ -94,7 +104,7 @@ NAMES = {
     "logprobs": "include",
     "parameters": "parameters",
 }
-_REFUSED = ("conversation", "prompt", "context_management", "moderation")
+_REFUSED = ("prompt", "context_management", "moderation")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +137,19 @@ def read_request(context: RequestContext, body: Mapping[str, object]) -> ReadReq
     asked = parse_as(body, ResponsesRequest)
     asked = replace(asked, input=resolve_references(context, asked.input))
     servers = read_servers(asked.tools, context.mcp)
-    earlier = earlier_items(context, asked.previous_response_id)
+    earlier = _earlier(context, asked)
     sent = {name: value for name, value in body.items() if name in _PASSED - {"tools", "tool_choice"}}
     return ReadRequest(asked, sent | _translate_fields(asked, has_servers=bool(servers)), earlier, servers)
+
+
+def _earlier(context: RequestContext, asked: ResponsesRequest) -> list[Item]:
+    """The items before the input."""
+    if asked.conversation_id is None:
+        return earlier_items(context, asked.previous_response_id)
+    if asked.previous_response_id is not None:
+        text = "conversation: a request goes on from it or from previous_response_id; send one of them"
+        raise InvalidField(text, "conversation")
+    return conversation_items(context, asked.conversation_id)
 
 
 def _translate_fields(asked: ResponsesRequest, *, has_servers: bool) -> dict[str, object]:

@@ -222,6 +222,8 @@ class BackgroundRunner:
         def write(rows: Rows) -> None:
             row = rows.change(job.row, body, response.status)
             rows.add_items(row, (item.id for item in response.output))
+            if job.reply.keeper is not None:
+                job.reply.keeper.append(rows, response)
             if packed:
                 rows.add_part(row, EVENTS_PART, 0, packed)
 

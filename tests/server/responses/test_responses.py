@@ -19,7 +19,7 @@ from plait.server.api.content_blocks import in_words_of
 from plait.server.api.reply import ApiReply, ChatPlan, Part
 from plait.server.api.schema import ChatRequest
 from plait.server.http.errors import Problem
-from plait.server.responses.items import conversation
+from plait.server.responses.input_items import conversation
 from plait.server.responses.reply import ResponsesReply
 from plait.server.responses.request import NAMES, ResponsesRequest
 from plait.text.output import Arguments, CallEnd, CallStart, Content, Reasoning
