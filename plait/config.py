@@ -355,7 +355,7 @@ class ServerConfig:
     log_level: LogLevel = option("info", "what is logged: from this level on")
     store: str | None = option(
         None,
-        "keep what clients store (responses, chats, files, batches) in this file; default: nothing is stored",
+        "keep what clients store (responses, chats, files, …) in this file; default: nothing is stored",
     )
     store_limit: int = option(
         4 * GIB, "the most that is stored; more deletes what was not used longest", least=16 * MIB

@@ -70,6 +70,7 @@ def test_a_call_is_shown_and_made_when_it_is_allowed(ready: Any, mcp: McpTestSer
     assert len(mcp.calls()) == 1, "once is once"
 
 
+@pytest.mark.slow
 def test_a_refusal_calls_nothing_and_the_model_reads_it(ready: Any, mcp: McpTestServer) -> None:
     send(ready, WEATHER)
     ready.get_by_role("button", name="Refuse").click()
@@ -77,6 +78,7 @@ def test_a_refusal_calls_nothing_and_the_model_reads_it(ready: Any, mcp: McpTest
     assert mcp.calls() == []
 
 
+@pytest.mark.slow
 def test_always_is_for_one_tool_of_one_conversation(ready: Any, mcp: McpTestServer) -> None:
     inner = said_call("say", json.dumps({"text": WEATHER}))
     send(ready, inner)
@@ -96,6 +98,7 @@ def test_always_is_for_one_tool_of_one_conversation(ready: Any, mcp: McpTestServ
     assert len(mcp.calls()) == 4, "a new conversation has no tools"
 
 
+@pytest.mark.slow
 def test_a_call_that_waits_is_not_made_by_loading_the_page_again(ready: Any, mcp: McpTestServer) -> None:
     send(ready, said_call("say", '{"text": "hi"}'))
     ready.get_by_role("button", name="Always in this conversation").click()
@@ -110,6 +113,7 @@ def test_a_call_that_waits_is_not_made_by_loading_the_page_again(ready: Any, mcp
     expect(replies(ready).last).to_contain_text("Rain in Bonn")
 
 
+@pytest.mark.slow
 def test_words_of_a_server_are_text_and_its_failure_is_named(
     page: Any, tools_url: str, mcp: McpTestServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
