@@ -9,7 +9,6 @@ import anthropic
 import msgspec
 import pytest
 from anthropic import Anthropic
-from tests.server.openai.test_responses import PLAN, as_read, fed, said
 
 from plait.frontend.deltas import Delta
 from plait.server.anthropic.message_blocks import (
@@ -25,6 +24,7 @@ from tests.contract.wire import Answer, Client
 from tests.server.conftest import serving, wait_until
 from tests.server.fake import EchoLoop
 from tests.server.real_engine import engine_front
+from tests.server.responses.test_responses import PLAN, as_read, fed, said
 
 PATH = "/v1/messages"
 
