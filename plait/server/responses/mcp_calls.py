@@ -19,6 +19,7 @@ from plait.server.responses.mcp_tools import OfferedTool, RequestedServer
 from plait.server.responses.state import Item
 
 INVALID_PARAMS = -32602
+MAX_ERROR_CHARS = 4000  # of a tool's own words for what failed
 _SNAKE = {"input_schema": "inputSchema"}
 
 
@@ -126,7 +127,7 @@ class McpCaller:
         except McpFailed as error:
             return self.fail(item, error)
         if result.is_error:
-            return self.refuse(item, result.text)
+            return self.refuse(item, clip_text(result.text, MAX_ERROR_CHARS))
         return msgspec.structs.replace(item, status="completed", output=result.text)
 
     def refuse(self, item: OutputItem, text: str) -> OutputItem:
