@@ -64,7 +64,7 @@ class Page {
     this.conversations = new Conversations({
       current: () => this.chat.conversation,
       open: (conversation) => this.open(conversation),
-      start: (mode) => this.start(mode),
+      start: (mode, folder) => this.start(mode, folder),
     });
     this.attachments = new Attachments(byId("composer"), () => this.fit());
     this.listen();
@@ -145,9 +145,10 @@ class Page {
     this.chat.send(this.attachments.take(text));
   }
 
-  start(mode) {
+  start(mode, folder) {
     const { model } = this.chat.conversation;
-    this.chat.open({ ...store.newConversation(this.hasChat ? mode : "text"), ...(model ? { model } : {}) });
+    const kept = { ...(model ? { model } : {}), ...(folder ? { folder } : {}) };
+    this.chat.open({ ...store.newConversation(this.hasChat ? mode : "text"), ...kept });
     this.panels.closeSidebarIfOver();
     byId("draft").focus();
   }
