@@ -320,7 +320,7 @@ def test_files_go_with_a_message_as_text(page: Any, url: str) -> None:
         {"name": "d.csv", "mimeType": "text/csv", "buffer": b"1,2\n"},
     ]
     with page.expect_file_chooser() as waiting:
-        page.get_by_role("button", name="Attach text files").click()
+        page.get_by_role("button", name="Attach text or PDF files").click()
     waiting.value.set_files(files)
     expect(page.locator(NOTE)).to_have_count(2)
     expect(page.locator("#attached li")).to_have_text(["a.py", "d.csv"])

@@ -1,4 +1,4 @@
-"""Folders of conversations in a real browser: made, renamed, deleted, filled by menu, key and mouse, in files."""
+"""Folders of conversations in a real browser: made, renamed, filled by menu, key and mouse, in files."""
 
 from __future__ import annotations
 

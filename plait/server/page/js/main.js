@@ -5,7 +5,7 @@ import { drawBraid } from "./braid.js";
 import { Chat } from "./chat.js";
 import { Conversations } from "./conversations.js";
 import { Attachments } from "./attachments.js";
-import { byId, make, placeIcons } from "./dom.js";
+import { byId, make, placeIcons, say } from "./dom.js";
 import { Engine } from "./engine.js";
 import { takeLatest } from "./notices.js";
 import { Models } from "./models.js";
@@ -139,6 +139,10 @@ class Page {
 
   send() {
     if (this.state !== "ok" || this.chat.isBusy) return;
+    if (this.attachments.isReading) {
+      say("A file is still being read");
+      return;
+    }
     const draft = byId("draft"),
       text = this.chat.conversation.mode === "chat" ? draft.value.trim() : draft.value;
     draft.value = "";
