@@ -74,16 +74,22 @@ export class Attachments {
     this.changed();
   }
 
-  /** The files as text before `draft`, each in a fence that nothing in it closes; the list is empty then. */
+  /** The files as text before `draft`; the list is empty then. */
   take(draft) {
+    const text = this.with(draft);
+    this.files = [];
+    this.show();
+    return text;
+  }
+
+  /** The same, and the list stays: each file in a fence that nothing in it closes. */
+  with(draft) {
     const parts = this.files.map(({ name, text, isPaged }) => {
       const longest = Math.max(2, ...(text.match(/`{3,}/g) ?? []).map((run) => run.length));
       const fence = "`".repeat(longest + 1);
       const kind = isPaged ? "" : (/\.([a-z0-9]{1,12})$/i.exec(name)?.[1].toLowerCase() ?? "");
       return `${name}:\n${fence}${kind}\n${text.replace(/\n$/, "")}\n${fence}\n\n`;
     });
-    this.files = [];
-    this.show();
     return parts.join("") + draft;
   }
 }

@@ -43,6 +43,7 @@ const ICONS = {
   before: "M14 6l-6 6 6 6",
   after: "M10 6l6 6-6 6",
   clip: "M20 11l-8.5 8.5a5 5 0 0 1-7-7L13 4a3.3 3.3 0 0 1 4.7 4.7l-8.5 8.5a1.6 1.6 0 0 1-2.3-2.3L14.5 7",
+  columns: "M4 5h7v14H4zM13 5h7v14h-7z",
   folder: "M3.5 6h6l2 2.5h9v10h-17z",
   "folder-new": "M3.5 6h6l2 2.5h9v10h-17zM12 11v5M9.5 13.5h5",
   save: "M12 4v11M7 11l5 5 5-5M5 20h14",

@@ -125,6 +125,7 @@ function message(found, where, depth = 0) {
     stats: stats(found.stats),
     ...versions(found, where, depth),
   };
+  if (typeof found.model === "string" && found.model) copy.model = found.model.slice(0, TITLE_CHARS);
   if (found.answered === true) copy.answered = true;
   if (found.error !== undefined) copy.error = text(found.error, `${where}: "error"`);
   return copy;
