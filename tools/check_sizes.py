@@ -36,7 +36,7 @@ CAPS = {
     "quant": 2_500,
     "runner": 4_630,
     "schedule": 2_450,
-    "server": 14_770,
+    "server": 15_390,
     "state": 1_710,
     "text": 8_900,
     "verify": 1_450,
