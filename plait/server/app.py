@@ -33,10 +33,11 @@ from plait.server.gateway import api_keys
 from plait.server.gateway.exchange import SCOPE_KEY, SHOWN_LOAD_S, Exchange
 from plait.server.gateway.exposition import exposition
 from plait.server.gateway.middleware import REQUEST_ID_HEADER, Edge, Refusal, RequestGate, Traffic
+from plait.server.gateway.operator_views import VIEWS, OperatorView
 from plait.server.gateway.request_context import Generation, Health, LoadingState, Readiness, RequestContext
 from plait.server.gateway.served_models import ChosenModel, ServedModels
 from plait.server.http.errors import BodyTooLarge, http_problem, json_response, problem
-from plait.server.http.transfer import EventStream, linger, read_object, until_disconnect
+from plait.server.http.transfer import EventStream, read_object, refuse_body, until_disconnect
 from plait.server.llamacpp import completion, infill, server_facts
 from plait.server.models import admin
 from plait.server.models.only import OnlyModel
@@ -113,6 +114,7 @@ def create_app(
         *(_route(e.path, service.looks_up(e), "GET", e.refusal) for e in FACTS),
         *(_route(r.path, r.handler(state), r.method) for r in STORED),
         *(_route(e.path, service.lists(e), "GET", e.refusal) for e in LISTS),
+        *(_route(view.path, service.views(view), "GET") for view in VIEWS),
         *pages.page_routes(),
         *pages.api_routes(ENDPOINTS),
     ]
@@ -123,6 +125,7 @@ def create_app(
     refusals = {path: refusal for path, refusal in shapes if refusal is not None}
     generating = [e.path for e in ENDPOINTS if e.plan is not None]
     managing = [e.path for e in ENDPOINTS if e.needs_admin] + [e.path for e in LISTS if e.needs_admin]
+    managing += [view.path for view in VIEWS]
     gate = RequestGate(traffic, models, routes, refusals, generating, managing)
     app.add_middleware(Edge, gate=gate, traffic=traffic, models=models)
     app.state.reject_early = gate.reject_early  # for a server that can reject before it starts a task
@@ -191,6 +194,12 @@ class Service:
 
         async def handle(request: Request) -> Response:
             return json_response(facts.answer(self._models.list_facts()))
+
+        return handle
+
+    def views(self, view: OperatorView) -> Handler:
+        async def handle(request: Request) -> Response:
+            return json_response(view.answer(self._traffic, self._models, request.query_params))
 
         return handle
 
@@ -272,7 +281,7 @@ class _Endpoint:
         try:
             response = await self._handler(request)
         except BodyTooLarge as error:
-            await _refuse_body(request, self._answer(scope, error), send)
+            await refuse_body(request, self._answer(scope, error), send)
             return
         except Exception as error:
             response = self._answer(scope, error)
@@ -370,16 +379,6 @@ async def run_plan(plan: Callable[[], T], threads: Executor | None) -> T:
     """What `plan` returns or raises, called in one of `threads`; None: in any of those all requests share."""
     call = partial(contextvars.copy_context().run, plan)
     return await asyncio.get_running_loop().run_in_executor(threads, capture_call, call)
-
-
-async def _refuse_body(request: Request, response: Response, send: Send) -> None:
-    """Answer first and end the response a moment later: closing on a body in flight would lose the answer."""
-    await send(
-        {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
-    )
-    await send({"type": "http.response.body", "body": response.body, "more_body": True})
-    await linger(request)
-    await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
