@@ -16,6 +16,7 @@ const ANYWHERE = [
   { key: "r", ctrl: true, alt: true, act: "again", what: "Write the last reply again" },
   { key: ".", ctrl: true, act: "settings", what: "Settings" },
   { key: "e", ctrl: true, alt: true, act: "engine", what: "Engine" },
+  { key: "o", ctrl: true, alt: true, act: "operator", what: "Operator's view" },
   { key: "z", ctrl: true, act: "undo", what: "Undo the last deletion or move" },
   { key: "Escape", act: "escape", what: "Stop the reply, or close what is over the page" },
 ];

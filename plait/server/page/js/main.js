@@ -11,6 +11,7 @@ import { Engine } from "./engine.js";
 import { listenToKeys } from "./keys.js";
 import { notify, takeLatest } from "./notices.js";
 import { Models } from "./models.js";
+import { Operator } from "./operator.js";
 import { Panels } from "./panels.js";
 import { Settings } from "./settings.js";
 import { whole } from "./plot.js";
@@ -79,6 +80,7 @@ class Page {
       whole: (draft) => this.attachments.with(draft),
       kept: (found) => this.takeCompared(found),
     });
+    this.operator = new Operator();
     this.listen();
     this.chat.open(store.load(store.look().conversation) ?? this.chat.conversation);
     this.check();
@@ -125,6 +127,7 @@ class Page {
       again: () => this.chat.againLast(),
       settings: () => this.panels.show(this.panels.open === "settings" ? null : "settings", true),
       engine: () => this.panels.show(this.panels.open === "engine" ? null : "engine", true),
+      operator: () => this.operator.open(),
       undo: takeLatest,
       escape: () => {
         if (!this.panels.escape()) this.chat.stop();
