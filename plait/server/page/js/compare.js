@@ -22,8 +22,8 @@ class Side {
     this.message = null;
     this.fields = make("div", { class: "side-fields" });
     this.output = make("div", { class: "side-output", tabindex: "0", role: "region", "aria-label": `${name} reply` });
-    this.keeps = make("button", { type: "button", disabled: true, onclick: () => hooks.keep(this) }, "Keep this reply");
-    this.keeps.setAttribute("aria-label", `Keep the ${name.toLowerCase()} reply`);
+    const keep = { type: "button", disabled: true, onclick: () => hooks.keep(this) };
+    this.keeps = make("button", keep, `Keep the ${name.toLowerCase()} reply`);
     const head = make("h3", {}, name);
     this.node = make("section", { class: "side", "aria-label": name }, head, this.fields, this.output, this.keeps);
   }
