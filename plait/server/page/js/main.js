@@ -149,7 +149,7 @@ class Page {
     this.setDraft("");
     this.attachments.take("");
     const { conversation } = this.chat,
-      isOther = JSON.stringify(settings) !== JSON.stringify(this.settings.values);
+      isOther = !isSame(settings, this.settings.values);
     if (model) conversation.model = model;
     this.chat.adopt(text, message, other);
     if (isOther) this.settings.takeOwn(settings);
@@ -342,6 +342,8 @@ class Page {
     draft.style.height = `${Math.min(draft.scrollHeight, innerHeight * 0.4)}px`;
   }
 }
+
+const isSame = (a, b) => [...Object.keys(a), ...Object.keys(b)].every((name) => a[name] === b[name]);
 
 /** Whether the model has a chat template: only that refusal means no. */
 async function canChat(model) {

@@ -5,6 +5,7 @@ import { byId, make, say } from "./dom.js";
 import { whole } from "./plot.js";
 
 const POLL_MS = 2000,
+  ID_CHARS = 16,
   LOG_LINES = 200;
 
 /** Each view: its tab, what it asks for, and what it draws of the answer. */
@@ -151,8 +152,8 @@ function drawRequests({ data, engines }, operator) {
     one.model,
     `${one.method} ${one.path}`,
     `${one.seconds.toFixed(1)} s`,
-    whole(one.prompt_tokens),
-    whole(one.output_tokens),
+    one.prompt_tokens ? whole(one.prompt_tokens) : "",
+    one.prompt_tokens ? whole(one.output_tokens) : "",
   ]);
   return [
     table("In the engines", ["Model", "Running", "Waiting"], loads, "No model is loaded."),
@@ -234,8 +235,8 @@ function drawLog({ data, capacity }, operator) {
     `${one.method} ${one.path}`,
     `${one.ms} ms`,
     one.ttft_ms === undefined ? "" : `${one.ttft_ms} ms`,
-    whole(one.prompt_tokens),
-    whole(one.output_tokens),
+    one.prompt_tokens ? whole(one.prompt_tokens) : "",
+    one.prompt_tokens ? whole(one.output_tokens) : "",
     one.reason || one.finish.join(", "),
   ]);
   const heads = ["Time", "Id", "Status", "Key", "Model", "Path", "Took", "First token", "Prompt", "Output", "End"];
@@ -243,9 +244,11 @@ function drawLog({ data, capacity }, operator) {
   return [table("Ended requests, the latest first", heads, rows, none)];
 }
 
-/** A request's id, which shows what the log has of it. */
+/** A request's id, its beginning if it is long: it shows what the log has of it, and the whole id. */
 function idButton(id, operator) {
-  const button = make("button", { type: "button", class: "link", onclick: () => operator.look(id) }, id);
+  const short = id.length > ID_CHARS ? `${id.slice(0, ID_CHARS - 1)}…` : id;
+  const settings = { type: "button", class: "link", title: id, onclick: () => operator.look(id) };
+  const button = make("button", settings, short);
   button.dataset.focus = `id ${id}`;
   return button;
 }
