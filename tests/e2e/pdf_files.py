@@ -76,7 +76,7 @@ def scripted() -> bytes:
 
 
 def bomb(num_bytes: int) -> bytes:
-    """A small file of which the one page has so many bytes of text when it is unpacked."""
+    """A small file of which a single page has so many bytes of text when it is unpacked."""
     line = (
         b"1 0 0 1 72 720 Tm (all work and no play) Tj\n"  # all at one place: what is off the page is no text
     )

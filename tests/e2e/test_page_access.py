@@ -1,4 +1,4 @@
-"""The page for everybody: axe finds nothing serious in any view, in any look."""
+"""Accessibility of the page: axe finds nothing serious in any view, in any look."""
 
 from __future__ import annotations
 

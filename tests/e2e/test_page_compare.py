@@ -72,7 +72,7 @@ CARDS = [{"id": name, "max_model_len": 100, "status": {"value": "loaded"}} for n
 
 
 @pytest.mark.slow
-def test_two_models_are_compared_and_the_reply_says_whose_it_is(page: Any, url: str) -> None:
+def test_two_models_are_compared_and_the_reply_names_its_model(page: Any, url: str) -> None:
     page.route("**/v1/models", lambda route: route.fulfill(json={"object": "list", "data": CARDS}))
 
     def answer(route: Any) -> None:

@@ -55,10 +55,10 @@ def test_only_the_admin_key_opens_it_and_it_stays_for_the_tab(page: Any, several
     page.keyboard.press("Control+Alt+o")
     expect(dialog.get_by_role("tabpanel")).to_contain_text("No request is open.")
     page.keyboard.press("Escape")
-    asked: list[str] = []
-    page.on("request", lambda request: asked.append(request.url) if "/admin/" in request.url else None)
+    sent: list[str] = []
+    page.on("request", lambda request: sent.append(request.url) if "/admin/" in request.url else None)
     page.wait_for_timeout(2500)
-    assert asked == []  # nothing is asked while it is closed
+    assert sent == []  # no request while it is closed
 
 
 def test_a_server_without_an_admin_key_says_so(page: Any) -> None:

@@ -52,7 +52,7 @@ def test_the_text_of_a_pdf_goes_with_a_message_and_nothing_leaves_the_origin(pag
 
 
 @pytest.mark.slow
-def test_what_has_no_text_or_cannot_be_read_is_said(page: Any, url: str) -> None:
+def test_what_has_no_text_or_cannot_be_read_is_reported(page: Any, url: str) -> None:
     opened(page, url)
     attached(page, pdf(None, None))
     refused(page, "it has no text: its pages are pictures, as of a scanner")

@@ -69,7 +69,7 @@ class ServerLimits(msgspec.Struct, kw_only=True, frozen=True):
     models: dict[str, ModelLimits] = {}
 
 
-class OpenRequest(msgspec.Struct, kw_only=True, frozen=True):
+class OpenRequestFacts(msgspec.Struct, kw_only=True, frozen=True):
     """A request that has not ended.
 
     `open`: it has not reached an engine: its body is read, its model loaded, or it needs none. `waiting`: it
@@ -98,7 +98,7 @@ class OpenRequests(msgspec.Struct, kw_only=True, frozen=True):
     """All open requests, the oldest first, and the load of each loaded model's engine."""
 
     object: Literal["list"] = "list"
-    data: list[OpenRequest]
+    data: list[OpenRequestFacts]
     engines: dict[str, EngineLoad]
 
 
@@ -141,11 +141,11 @@ def list_keys(traffic: Traffic, models: ServedModels, query: Mapping[str, str]) 
         found.append(
             KeyUsage(
                 name=key.name,
-                requests_per_minute=_given(allowance.requests_per_minute),
-                remaining_requests=_given(requests),
-                tokens_per_minute=_given(allowance.tokens_per_minute),
-                remaining_tokens=_given(tokens),
-                max_requests=_given(allowance.max_requests),
+                requests_per_minute=_leave_out_none(allowance.requests_per_minute),
+                remaining_requests=_leave_out_none(requests),
+                tokens_per_minute=_leave_out_none(allowance.tokens_per_minute),
+                remaining_tokens=_leave_out_none(tokens),
+                max_requests=_leave_out_none(allowance.max_requests),
                 num_open_requests=max(account.num_open, 0),
                 num_requests=account.num_requests,
                 last_used=UNSET if account.last_used is None else account.last_used,
@@ -162,9 +162,9 @@ def list_limits(traffic: Traffic, models: ServedModels, query: Mapping[str, str]
         max_connections=config.max_connections,
         max_body_bytes=config.max_body_bytes,
         shutdown_timeout_s=config.shutdown_timeout_s,
-        requests_per_minute=_given(config.requests_per_minute),
-        tokens_per_minute=_given(config.tokens_per_minute),
-        max_requests_per_key=_given(config.max_requests_per_key),
+        requests_per_minute=_leave_out_none(config.requests_per_minute),
+        tokens_per_minute=_leave_out_none(config.tokens_per_minute),
+        max_requests_per_key=_leave_out_none(config.max_requests_per_key),
         models={
             name: ModelLimits(max_model_len=front.max_model_len, max_open_requests=front.max_open)
             for name, front in models.fronts().items()
@@ -194,10 +194,10 @@ def list_logged(traffic: Traffic, models: ServedModels, query: Mapping[str, str]
     return LoggedRequests(data=msgspec.convert(found, list[LoggedRequest]))
 
 
-def _open_request(exchange: Exchange, now: float) -> OpenRequest:
+def _open_request(exchange: Exchange, now: float) -> OpenRequestFacts:
     num_arrived = sum(stream.num_arrived for stream in exchange.streams)
     started: Literal["waiting", "generating"] = "generating" if num_arrived else "waiting"
-    return OpenRequest(
+    return OpenRequestFacts(
         id=exchange.id,
         method=exchange.method,
         path=exchange.path,
@@ -210,7 +210,7 @@ def _open_request(exchange: Exchange, now: float) -> OpenRequest:
     )
 
 
-def _given(limit: int | None) -> int | UnsetType:
+def _leave_out_none(limit: int | None) -> int | UnsetType:
     return UNSET if limit is None else limit
 
 

@@ -1,4 +1,4 @@
-"""What an operator sees: keys, limits, open and ended requests; and what nobody sees."""
+"""What an operator sees: keys, limits, open and ended requests; and what it never has."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from plait.server.gateway.api_keys import Key
+from plait.server.gateway.api_keys import Account, Allowance, Key
 from plait.server.gateway.exchange import Exchange
 from plait.server.gateway.operator_views import VIEWS, LoggedRequests
 from plait.server.gateway.request_log import RequestLog
@@ -67,16 +67,24 @@ def test_keys_have_names_limits_and_usage_and_no_secret(server: Client) -> None:
     assert found["needed"] is True
     alice, other = found["data"]
     assert (alice["name"], other["name"][:4]) == ("alice", "key-")
-    assert [alice[key] for key in ("requests_per_minute", "tokens_per_minute", "max_requests")] == [
-        1000,
-        9000,
-        7,
-    ]
-    assert 990 <= alice["remaining_requests"] <= 999
-    assert alice["remaining_tokens"] < 9000
+    limits = [alice[key] for key in ("requests_per_minute", "tokens_per_minute", "max_requests")]
+    assert limits == [1000, 9000, 7]
+    assert 900 <= alice["remaining_requests"] <= 1000
+    assert 0 < alice["remaining_tokens"] <= 9000
     assert alice["num_requests"] >= 2
     assert before <= alice["last_used"] <= time.time()
     assert set(other) == {"name", "num_open_requests", "num_requests"}  # no limits, never used
+
+
+def test_what_remains_of_a_key_is_what_its_buckets_hold() -> None:
+    now = [100.0]
+    account = Account(Allowance(requests_per_minute=60, tokens_per_minute=600), lambda: now[0])
+    account.admit()
+    account.pay(650)
+    assert account.remaining() == (59, 0)  # what is owed is not shown as less than nothing
+    now[0] += 30
+    assert account.remaining() == (60, 250)
+    assert Account(Allowance(), lambda: 0.0).remaining() == (None, None)
 
 
 def test_open_requests_are_shown_with_how_far_they_are(server: Client) -> None:
