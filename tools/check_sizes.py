@@ -36,7 +36,7 @@ CAPS = {
     "quant": 2_500,
     "runner": 4_630,
     "schedule": 2_450,
-    "server": 17_600,
+    "server": 18_220,
     "state": 1_710,
     "text": 8_900,
     "verify": 1_450,

@@ -247,6 +247,7 @@ class OutputStream:
         bridges: LoopBridges | None = None,
     ) -> None:
         self.request, self._cancel_request = request, cancel
+        self.num_arrived = 0  # tokens that the engine has sent, of all choices
         self._bridges = bridges or LoopBridges()
         self._choices = [ChoiceText(i, request, tokenizer, reader) for i in range(request.params.n)]
         self._mutex = threading.RLock()  # entered as it is, it is cheaper than by its condition
@@ -263,6 +264,7 @@ class OutputStream:
     def on_event(self, event: Event) -> None:
         """Called by the engine's thread; only passes the event on."""
         with self._mutex:
+            self.num_arrived += len(event.token_ids)
             if event.finish_reason is not None:
                 self._traces[event.index] = event.trace
                 self._lock.notify_all()

@@ -29,10 +29,11 @@ from plait.server.gateway import api_keys
 from plait.server.gateway.exchange import SCOPE_KEY, SHOWN_LOAD_S, Exchange
 from plait.server.gateway.exposition import exposition
 from plait.server.gateway.middleware import REQUEST_ID_HEADER, Edge, Refusal, RequestGate, Traffic
+from plait.server.gateway.operator_views import VIEWS, OperatorView
 from plait.server.gateway.request_context import Health, LoadingState, Readiness, RequestContext
 from plait.server.gateway.served_models import ChosenModel, ServedModels
 from plait.server.http.errors import BodyTooLarge, http_problem, json_response, problem
-from plait.server.http.transfer import linger, read_object, until_disconnect
+from plait.server.http.transfer import read_object, refuse_body, until_disconnect
 from plait.server.llamacpp import completion, infill, server_facts
 from plait.server.mcp.allowed import McpServers
 from plait.server.mcp_routes import MCP, McpDesk
@@ -114,6 +115,7 @@ def create_app(
         *(_route(r.path, r.handler(state), r.method) for r in STORED),
         *(_route(r.path, r.handler(desk), r.method) for r in MCP),
         *(_route(e.path, service.lists(e), "GET", e.refusal) for e in LISTS),
+        *(_route(view.path, service.views(view), "GET") for view in VIEWS),
         *pages.page_routes(),
         *pages.api_routes(ENDPOINTS),
     ]
@@ -124,6 +126,7 @@ def create_app(
     refusals = {path: refusal for path, refusal in shapes if refusal is not None}
     generating = [e.path for e in ENDPOINTS if e.plan is not None]
     managing = [e.path for e in ENDPOINTS if e.needs_admin] + [e.path for e in LISTS if e.needs_admin]
+    managing += [view.path for view in VIEWS]
     gate = RequestGate(traffic, models, routes, refusals, generating, managing)
     app.add_middleware(Edge, gate=gate, traffic=traffic, models=models)
     app.state.reject_early = gate.reject_early  # for a server that can reject before it starts a task
@@ -198,6 +201,12 @@ class Service:
 
         async def handle(request: Request) -> Response:
             return json_response(facts.answer(self._models.list_facts()))
+
+        return handle
+
+    def views(self, view: OperatorView) -> Handler:
+        async def handle(request: Request) -> Response:
+            return json_response(view.answer(self._traffic, self._models, request.query_params))
 
         return handle
 
@@ -279,7 +288,7 @@ class _Endpoint:
         try:
             response = await self._handler(request)
         except BodyTooLarge as error:
-            await _refuse_body(request, self._answer(scope, error), send)
+            await refuse_body(request, self._answer(scope, error), send)
             return
         except Exception as error:
             response = self._answer(scope, error)
@@ -304,16 +313,6 @@ def _write_answer(answer: Answer, context: RequestContext, body: Mapping[str, ob
     if isinstance(found, Generator):
         found = yield from found
     return json_response(found)
-
-
-async def _refuse_body(request: Request, response: Response, send: Send) -> None:
-    """Answer first and end the response a moment later: closing on a body in flight would lose the answer."""
-    await send(
-        {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
-    )
-    await send({"type": "http.response.body", "body": response.body, "more_body": True})
-    await linger(request)
-    await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

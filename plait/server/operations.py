@@ -13,6 +13,7 @@ import msgspec
 from plait.server import mcp_routes
 from plait.server.anthropic import messages
 from plait.server.api import schema
+from plait.server.gateway import operator_views
 from plait.server.gateway.request_context import Health, Readiness
 from plait.server.http.errors import ErrorBody
 from plait.server.http.transfer import EVENTS, JSON_LINES, UNMARKED_EVENTS, StreamForm
@@ -123,6 +124,12 @@ GETS: Mapping[str, Operation] = {
     "/api/ps": Operation("The models that are loaded", manage.RunningModels, refusal=OLLAMAS),
     "/props": Operation("Facts about the server, in llama.cpp's words", server_facts.Props),
     "/admin/models": Operation("The models that are served, for the admin key", models.ModelList),
+    "/admin/keys": Operation("Keys with limits and usage, for the admin key", operator_views.KeyUsages),
+    "/admin/limits": Operation("The limits that hold now, for the admin key", operator_views.ServerLimits),
+    "/admin/requests": Operation("The open requests, for the admin key", operator_views.OpenRequests),
+    "/admin/log": Operation(
+        "The last requests by id=, key=, limit=, for the admin key", operator_views.LoggedRequests
+    ),
     "/slots": Operation("A list: a slot for each sequence that may run, and whether one does"),
 }
 _LOAD = Operation("Have a model loaded; needs the admin key", admin.Managed, admin.ManageRequest)

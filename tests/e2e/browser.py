@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +16,13 @@ from playwright.sync_api import expect, sync_playwright
 __all__ = [
     "HEIGHT",
     "LOOKS",
+    "NOTE",
     "answers",
+    "entries",
     "expect",
+    "exported",
+    "imported",
+    "kept",
     "launched",
     "needs_browser",
     "opened",
@@ -26,6 +32,7 @@ __all__ = [
 ]
 
 HEIGHT = 720
+NOTE = ".note"
 DESKTOP: dict[str, Any] = {"viewport": {"width": 1280, "height": 800}}
 PHONE: dict[str, Any] = {
     "viewport": {"width": 360, "height": 720},
@@ -120,3 +127,34 @@ def answers(page: Any, *bodies: str) -> list[dict[str, Any]]:
 
     page.route("**/v1/chat/completions", answer)
     return sent
+
+
+def entries(page: Any) -> Any:
+    return page.locator(".entry")
+
+
+def exported(page: Any, which: str, form: str) -> tuple[str, bytes]:
+    """Name and content of the file that the dialog saves."""
+    page.get_by_role("button", name="Export").click()
+    page.get_by_role("dialog").get_by_label(which).check()
+    page.get_by_role("dialog").get_by_label(form).check()
+    with page.expect_download() as waiting:
+        page.get_by_role("button", name="Download").click()
+    return waiting.value.suggested_filename, Path(waiting.value.path()).read_bytes()
+
+
+def imported(page: Any, *contents: bytes, name: str = "file") -> Any:
+    """Choose files as a user does; returns the newest notice."""
+    with page.expect_file_chooser() as waiting:
+        page.get_by_role("button", name="Import").click()
+    files = [{"name": name, "mimeType": "text/plain", "buffer": content} for content in contents]
+    waiting.value.set_files(files)
+    return page.locator(NOTE).last
+
+
+def kept(page: Any) -> list[dict[str, Any]]:
+    """What the browser stores, latest first."""
+    script = """() => Object.entries(localStorage).filter(([key]) => key.startsWith("plait.conversation."))
+        .map(([, text]) => JSON.parse(text)).sort((a, b) => b.updated - a.updated)"""
+    found: list[dict[str, Any]] = page.evaluate(script)
+    return found

@@ -4,54 +4,33 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.browser import answers, expect, needs_browser, opened, said, streamed
+from tests.e2e.browser import (
+    NOTE,
+    answers,
+    entries,
+    expect,
+    exported,
+    imported,
+    kept,
+    needs_browser,
+    opened,
+    said,
+    streamed,
+)
 
 pytestmark = needs_browser
 
 HOSTILE = '<img src=x onerror="window.hurt = 1"><script>window.hurt = 1</script>[a](javascript:window.hurt=1)'
 TRICKY = "<!-- plait:user -->\n## You\n\\<!-- plait:call -->\n\n```\ncode\n```\n\n"
-NOTE = ".note"
-
-
-def entries(page: Any) -> Any:
-    return page.locator(".entry")
 
 
 def delete(page: Any, title: str) -> None:
     page.locator("#conversations li").filter(has_text=title).hover()
     page.get_by_role("button", name=f"Delete {title}", exact=True).click()
-
-
-def exported(page: Any, which: str, form: str) -> tuple[str, bytes]:
-    """Name and content of the file that the dialog saves."""
-    page.get_by_role("button", name="Export").click()
-    page.get_by_role("dialog").get_by_label(which).check()
-    page.get_by_role("dialog").get_by_label(form).check()
-    with page.expect_download() as waiting:
-        page.get_by_role("button", name="Download").click()
-    return waiting.value.suggested_filename, Path(waiting.value.path()).read_bytes()
-
-
-def imported(page: Any, *contents: bytes, name: str = "file") -> Any:
-    """Choose files as a user does; returns the newest notice."""
-    with page.expect_file_chooser() as waiting:
-        page.get_by_role("button", name="Import").click()
-    files = [{"name": name, "mimeType": "text/plain", "buffer": content} for content in contents]
-    waiting.value.set_files(files)
-    return page.locator(NOTE).last
-
-
-def kept(page: Any) -> list[dict[str, Any]]:
-    """What the browser stores, latest first."""
-    script = """() => Object.entries(localStorage).filter(([key]) => key.startsWith("plait.conversation."))
-        .map(([, text]) => JSON.parse(text)).sort((a, b) => b.updated - a.updated)"""
-    found: list[dict[str, Any]] = page.evaluate(script)
-    return found
 
 
 def file_of(*messages: object, **more: object) -> bytes:
@@ -341,7 +320,7 @@ def test_files_go_with_a_message_as_text(page: Any, url: str) -> None:
         {"name": "d.csv", "mimeType": "text/csv", "buffer": b"1,2\n"},
     ]
     with page.expect_file_chooser() as waiting:
-        page.get_by_role("button", name="Attach text files").click()
+        page.get_by_role("button", name="Attach text or PDF files").click()
     waiting.value.set_files(files)
     expect(page.locator(NOTE)).to_have_count(2)
     expect(page.locator("#attached li")).to_have_text(["a.py", "d.csv"])

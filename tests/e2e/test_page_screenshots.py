@@ -18,6 +18,7 @@ from tests.e2e.conftest import NANO_HYBRID, serve
 
 pytestmark = [needs_browser, pytest.mark.slow]
 
+ADMIN = "the-key-of-the-operator"
 SETTINGS = """localStorage["plait.settings"] = '{"temperature": "0", "max_tokens": "160"}'"""
 
 
@@ -28,7 +29,8 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def smol(smollm2: Path) -> Iterator[str]:
-    with serve(smollm2, "--served-model-name", "SmolLM2-135M-Instruct") as server:
+    options = ("--served-model-name", "SmolLM2-135M-Instruct", "--admin-key", ADMIN)
+    with serve(smollm2, *options) as server:
         yield server.url + "/"
 
 
@@ -94,8 +96,40 @@ def test_a_deletion_that_can_be_undone(chromium: Any, smol: str, folder: Path) -
             page.get_by_role("button", name="Conversations").click()
             page.click("#new")
         page.get_by_role("button", name="Conversations").click()
+        for text, folder_name in (("Name three rivers", "Rivers"), ("Write a haiku", "Rivers")):
+            page.get_by_role("button", name=f"Move {text}").click()
+            page.get_by_label("To a new folder").fill(folder_name)
+            page.keyboard.press("Enter")
+            page.get_by_role("button", name="Close this notice").click()
         page.get_by_role("button", name="Delete Why is the sky blue?").click()
         take(page, folder, "conversations")
+
+
+def test_two_replies_next_to_each_other(chromium: Any, smol: str, folder: Path) -> None:
+    with browser.tab(chromium, **LOOKS["desktop-light"]) as page:
+        page.goto(smol)
+        page.evaluate(SETTINGS.replace("160", "120"))
+        opened(page, smol).get_by_role("button", name="Compare two replies").click()
+        page.get_by_label("Message to both").fill("Give me three tips for a calm morning.")
+        right = page.get_by_role("region", name="Right", exact=True)
+        right.get_by_label("Temperature").fill("0.8")
+        right.get_by_label("Seed").fill("7")
+        page.get_by_role("button", name="Run both").click()
+        for name in ("left", "right"):
+            keep = page.get_by_role("button", name=f"Keep the {name} reply")
+            expect(keep).to_be_enabled(timeout=60_000)
+        take(page, folder, "compare")
+
+
+def test_requests_as_an_operator_sees_them(chromium: Any, smol: str, folder: Path) -> None:
+    with browser.tab(chromium, **LOOKS["desktop-dark"]) as page, traffic(smol):
+        opened(page, smol).get_by_role("button", name="Operator", exact=True).click()
+        page.get_by_label("The server's admin key").fill(ADMIN)
+        page.keyboard.press("Enter")
+        expect(page.get_by_role("table", name="Open requests")).to_contain_text("generating")
+        page.get_by_role("tab", name="Log").click()
+        expect(page.get_by_role("table").locator("tbody tr").nth(8)).to_be_visible(timeout=60_000)
+        take(page, folder, "operator")
 
 
 def test_what_else_a_token_could_have_been(chromium: Any, folder: Path) -> None:

@@ -26,6 +26,7 @@ KINDS = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
+    ".mjs": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
     ".txt": "text/plain; charset=utf-8",
     ".woff2": "font/woff2",
@@ -95,6 +96,7 @@ def test_the_policy_lets_nothing_in_from_outside(client: Client) -> None:
     }
     assert policy["default-src"] == ["'self'"]
     assert policy["require-trusted-types-for"] == ["'script'"]
+    assert policy["trusted-types"] == ["plait-worker"]  # the one address that may become a worker
     assert all(
         policy[what] == ["'none'"] for what in ("base-uri", "form-action", "frame-ancestors", "object-src")
     )

@@ -219,7 +219,8 @@ class Account:
     """What one key has used. Only for the event loop's thread."""
 
     def __init__(self, allowance: Allowance, clock: Clock) -> None:
-        self.num_open = 0
+        self.num_open = self.num_requests = 0
+        self.last_used: float | None = None  # seconds since 1970
         self._clock, self._max_open = clock, allowance.max_requests
         now = clock()
         self._requests = _bucket(allowance.requests_per_minute, now)
@@ -240,6 +241,20 @@ class Account:
         if self._requests is not None:
             self._requests.take(1.0, now)
         self.num_open += 1
+
+    def see(self) -> None:
+        """Count a request that came with the key, whether or not it is admitted."""
+        self.num_requests += 1
+        self.last_used = time.time()
+
+    def remaining(self) -> tuple[int | None, int | None]:
+        """Requests and tokens that may be used now; None: no limit."""
+        now = self._clock()
+        requests, tokens = (
+            None if bucket is None else max(0, math.floor(bucket.level(now)))
+            for bucket in (self._requests, self._tokens)
+        )
+        return requests, tokens
 
     def wait_s(self) -> float:
         """Seconds until tokens may be used again: for work that the server does for the key by itself."""

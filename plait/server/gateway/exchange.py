@@ -46,6 +46,12 @@ class Exchange:
     began_ns: int = field(default_factory=time.time_ns)
 
     @property
+    def is_quiet(self) -> bool:
+        """Whether its end is no news: the queue rejected it, or an operator looked at something."""
+        is_view = self.method == "GET" and self.route.startswith("/admin/") and self.status == 200
+        return self.is_rejected or is_view
+
+    @property
     def is_settled(self) -> bool:
         """Whether the engine has reported the end of every choice."""
         return all(len(stream.traces) == stream.request.params.n for stream in self.streams)

@@ -23,10 +23,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from plait.config import ServerConfig
 from plait.errors import PlaitError, QueueFull
-from plait.server.gateway.access_log import DroppedLines, LogWriter, log_request, shows_requests
+from plait.server.gateway.access_log import DroppedLines, LogWriter
 from plait.server.gateway.api_keys import Key, Keyring, RateLimits, read_admin_key, read_keys
-from plait.server.gateway.exchange import SCOPE_KEY, Exchange, log_fields
+from plait.server.gateway.exchange import SCOPE_KEY, Exchange
 from plait.server.gateway.request_head import check_host, one_spelling
+from plait.server.gateway.request_log import RequestLog
 from plait.server.gateway.served_models import ServedModels
 from plait.server.gateway.vllm_metrics import PerRequest
 from plait.server.http.errors import (
@@ -47,12 +48,10 @@ PUBLIC = frozenset(
     {"/health", "/ready", "/live", "/", "/docs", "/openapi.json"}
 )  # and /page/…: the same for every client
 WITH_ID = ("/models/", "/responses/", "/chat/completions/", "/files/", "/batches/")
-WATCHED = frozenset(
-    {"/health", "/ready", "/live", "/metrics"}
-)  # answered also by a server that is full or stopping
-HAS_CAPACITY = (
-    "plait.has_capacity"  # in a scope: `reject_early` has checked, and only the engine's queue checks again
-)
+# Answered also by a server that is full or stopping.
+WATCHED = frozenset({"/health", "/ready", "/live", "/metrics"})
+# In a scope: `reject_early` has checked, and only the engine's queue checks again.
+HAS_CAPACITY = "plait.has_capacity"
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 logger = logging.getLogger("plait.server")
 CROWD_S = 1.0  # all requests that a full queue rejected in this time are one line of the log
@@ -90,7 +89,9 @@ class Traffic:
         self.keyring = read_keys(config)
         read_admin_key(config)
         self.limits = RateLimits(_all_keys(self.keyring))
-        self.num_open = self.num_working = 0
+        self.log = RequestLog()
+        self._open: dict[int, Exchange] = {}
+        self.num_working = 0
         self._num_rejected = 0
         self._settling: dict[str, tuple[Exchange, float, int]] = {}
         self.per_request = PerRequest()
@@ -129,11 +130,12 @@ class Traffic:
             text = "the API key is not one of this server's" if sent else "an API key is needed"
             raise InvalidKey(f"{text}; send it as `Authorization: Bearer KEY` or `x-api-key: KEY`")
         exchange.key = key
+        self.limits.account(key).see()
 
     def recognize_admin(self, exchange: Exchange, headers: Mapping[str, str]) -> None:
         """Check the admin key, which no other key replaces. Raises AdminRefused and InvalidKey."""
         if self.config.admin_key is None:
-            raise AdminRefused("models are managed with an admin key, and --admin-key sets none here")
+            raise AdminRefused("this path needs an admin key, and --admin-key sets none here")
         key = read_admin_key(self.config).find(headers)
         if key is None:
             raise InvalidKey("this path needs the server's admin key; send it as `Authorization: Bearer KEY`")
@@ -159,18 +161,26 @@ class Traffic:
 
     def begin_inner(self, exchange: Exchange) -> None:
         """Count work that the server does for a key after its request, until `end`. It is never refused."""
-        self.begin()
+        self.begin(exchange)
         self.work(exchange)
         if exchange.account is not None:
             exchange.account.num_open += 1
 
-    def begin(self) -> None:
-        self.num_open += 1
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def open_exchanges(self) -> list[Exchange]:
+        """The requests that have not ended, the oldest first."""
+        return list(self._open.values())
+
+    def begin(self, exchange: Exchange) -> None:
+        self._open[id(exchange)] = exchange
         self._in_flight.inc()
 
     def end(self, exchange: Exchange) -> None:
         """Account for a request that has ended: its answer is sent, or the client has left."""
-        self.num_open -= 1
+        self._open.pop(id(exchange), None)
         self.num_working -= exchange.is_working
         self._in_flight.dec()
         if exchange.account is not None:
@@ -209,8 +219,7 @@ class Traffic:
         _, seconds, ended_ns = known
         if exchange.account is not None:
             exchange.account.pay(sum(trace.num_output_tokens for trace in exchange.traces()))
-        if shows_requests(exchange.route, is_quiet=exchange.is_rejected):
-            log_request(log_fields(exchange, seconds), exchange.route, is_quiet=exchange.is_rejected)
+        self.log.record(exchange, seconds)
         self.per_request.record(exchange, ended_ns)
         if self._recorder is not None:
             self._recorder.record(exchange, ended_ns)
@@ -259,7 +268,7 @@ class RequestGate:
         if path not in self._generating or "origin" in headers:  # a page's answer needs more headers
             return None
         exchange = self.exchange(scope, headers, path)
-        self._traffic.begin()
+        self._traffic.begin(exchange)
         try:
             self._check_caller({**scope, "path": path}, headers, exchange)
             self._traffic.reject(exchange)
@@ -355,7 +364,7 @@ class Edge:
         headers, path = Headers(scope=scope), self._gate.path_of(scope)
         exchange = self._gate.exchange(scope, headers, path)
         scope = {**scope, "path": path, "raw_path": path.encode(), SCOPE_KEY: exchange}
-        self._traffic.begin()
+        self._traffic.begin(exchange)
         try:
             app: ASGIApp = self._app
             try:

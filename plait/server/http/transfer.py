@@ -116,6 +116,16 @@ async def linger(request: Request) -> None:
         return
 
 
+async def refuse_body(request: Request, response: Response, send: Send) -> None:
+    """Answer first and end the response a moment later: closing on a body in flight would lose the answer."""
+    await send(
+        {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
+    )
+    await send({"type": "http.response.body", "body": response.body, "more_body": True})
+    await linger(request)
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
 def _check_headers(request: Request, max_bytes: int) -> None:
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):

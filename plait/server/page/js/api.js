@@ -1,6 +1,7 @@
 /** The server's API as this page uses it. Addresses are relative, so a proxy may serve it under a path. */
 
-const KEY = "plait.key";
+const KEY = "plait.key",
+  ADMIN_KEY = "plait.admin-key";
 
 /** The server said no, or could not be reached. `status` 0: no answer; `code` as in the error object. */
 export class ApiError extends Error {
@@ -20,11 +21,19 @@ export function keepKey(key) {
 
 export const knownKey = () => sessionStorage.getItem(KEY) ?? "";
 
-/** A response that succeeded. Raises ApiError, and AbortError when `signal` says so. */
-export async function ask(path, { body, signal } = {}) {
+/** The admin key lives there, too, and goes with nothing but an operator's requests. */
+export function keepAdminKey(key) {
+  if (key) sessionStorage.setItem(ADMIN_KEY, key);
+  else sessionStorage.removeItem(ADMIN_KEY);
+}
+
+export const knownAdminKey = () => sessionStorage.getItem(ADMIN_KEY) ?? "";
+
+/** A response that succeeded; with the API key, or with `key`. Raises ApiError, and AbortError when `signal` says so. */
+export async function ask(path, { body, signal, key = knownKey() } = {}) {
   const headers = {};
   if (body !== undefined) headers["Content-Type"] = "application/json";
-  if (knownKey()) headers.Authorization = `Bearer ${knownKey()}`;
+  if (key) headers.Authorization = `Bearer ${key}`;
   const method = body === undefined ? "GET" : "POST";
   const sent = body === undefined ? undefined : JSON.stringify(body);
   let response;

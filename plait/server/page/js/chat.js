@@ -64,6 +64,21 @@ export class Chat {
     this.running?.abort();
   }
 
+  /** Take a question and a reply that were made elsewhere; `other`: another reply to it, which becomes a version. */
+  adopt(text, message, other) {
+    if (text !== "") this.push({ role: "user", content: text });
+    this.push(other === null ? message : replaces(message, other, []));
+    this.views.get(message).update(false);
+    this.follow(true);
+    this.keep();
+  }
+
+  /** Write the last reply again, if there is one. */
+  async againLast() {
+    const last = this.conversation.messages.at(-1);
+    if (last?.role === "assistant") await this.again(last);
+  }
+
   /** Write the reply again: it and everything after it becomes an earlier version. */
   async again(message) {
     if (this.isBusy) return;
@@ -177,7 +192,9 @@ export class Chat {
     this.hooks.busy(true);
     say("The model is replying");
     try {
-      const [path, body] = await plan(this.hooks.settings(), before);
+      const settings = this.hooks.settings();
+      if (settings.model) message.model = settings.model;
+      const [path, body] = await plan(settings, before);
       reply.begun = performance.now();
       for await (const event of events(path, body, abort.signal)) {
         reply.add(event, performance.now());

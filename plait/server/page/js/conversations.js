@@ -1,18 +1,25 @@
 /** The list of conversations: open one, delete one (with ten seconds to undo it), export them, import them. */
 
 import { byId, iconButton, make } from "./dom.js";
+import { FolderError, Folders, ensure, nameField, nameOf } from "./folders.js";
 import { notify } from "./notices.js";
 import * as store from "./store.js";
 import { ImportError, isSame, readFile, toJson, toMarkdown } from "./transfer.js";
 
 const UNDO_MS = 10_000,
   FILES = 20,
+  TITLE_CHARS = 200,
   NAME_CHARS = 40;
 
 export class Conversations {
-  /** `hooks`: current() -> the open conversation, open(conversation), start(mode) opens a new one. */
+  /** `hooks`: current() -> the open conversation, open(conversation), start(mode, folder) opens a new one. */
   constructor(hooks) {
     this.hooks = hooks;
+    this.folders = new Folders({
+      show: () => this.show(),
+      put: (id, folder) => this.change(id, { folder }),
+      start: (folder) => hooks.start(hooks.current().mode, folder),
+    });
     byId("export-open").addEventListener("click", () => this.ask());
     byId("export-close").addEventListener("click", () => byId("export").close());
     byId("export-form").addEventListener("submit", (event) => {
@@ -35,63 +42,63 @@ export class Conversations {
     if (byId("conversations").querySelector("input")) return; // a name is being typed
     const current = this.hooks.current().id,
       all = store.conversations(),
-      shown = matching(all, byId("search").value);
-    byId("conversations").replaceChildren(...shown.map((one) => this.row(one, one.id === current)));
+      text = byId("search").value.trim(),
+      shown = matching(all, text);
+    const row = (one) => this.row(one, one.id === current);
+    byId("conversations").replaceChildren(...this.folders.nodes(shown, text !== "", row));
     byId("search").hidden = all.length === 0;
     byId("export-open").disabled = all.length === 0;
   }
 
-  row({ id, title }, isCurrent) {
-    const name = title || "Untitled";
+  row(conversation, isCurrent) {
+    const { id, title } = conversation,
+      name = title || "Untitled";
     const settings = { type: "button", class: "entry", "aria-current": isCurrent ? "true" : null };
     const keys = {
-      "aria-keyshortcuts": "Delete F2",
+      "aria-keyshortcuts": "Delete F2 M",
       onkeydown: (event) => {
         if (event.key === "Delete") this.remove(id, name);
         if (event.key === "F2") this.rename(id, open);
+        if (event.key.toLowerCase() === "m" && !event.ctrlKey && !event.metaKey) this.folders.ask(conversation);
       },
     };
     const open = make("button", { ...settings, ...keys, onclick: () => this.open(id) }, name);
     open.dataset.id = id;
-    return make(
+    const node = make(
       "li",
       {},
       open,
+      iconButton("folder", `Move ${name}`, () => this.folders.ask(conversation), { class: "icon third" }),
       iconButton("edit", `Rename ${name}`, () => this.rename(id, open), { class: "icon second" }),
       iconButton("trash", `Delete ${name}`, () => this.remove(id, name)),
     );
+    return this.folders.drags(node, conversation);
   }
 
   /** Type another name in the place of `entry`: Enter or leaving keeps it, Escape does not. */
   rename(id, entry) {
-    const input = make("input", { class: "entry", "aria-label": "Name of the conversation", maxlength: 200 });
-    input.value = store.load(id)?.title ?? "";
-    let isDone = false; // taking it away is leaving it, too
-    const done = (isKept) => {
-      if (isDone) return;
-      isDone = true;
-      const title = input.value.trim();
+    const done = (title) => {
       input.replaceWith(entry);
-      if (isKept && title) this.name(id, title);
+      if (title) this.change(id, { title });
       this.show();
       byId("conversations").querySelector(`[data-id="${CSS.escape(id)}"]`)?.focus();
     };
-    input.addEventListener("blur", () => done(true));
-    input.addEventListener("keydown", (event) => {
-      if (event.key !== "Enter" && event.key !== "Escape") return;
-      event.preventDefault(); // Escape would stop a reply
-      done(event.key === "Enter");
-    });
+    const input = nameField("Name of the conversation", store.load(id)?.title ?? "", done, TITLE_CHARS);
     entry.replaceWith(input);
     input.select();
   }
 
-  name(id, title) {
+  /** Change a kept conversation, which may be the open one. */
+  change(id, facts) {
     const current = this.hooks.current(),
       found = id === current.id ? current : store.load(id);
     if (!found) return;
-    found.title = title;
-    store.save(found);
+    Object.assign(found, facts); // what is undefined is not kept
+    try {
+      store.save(found);
+    } catch (error) {
+      notify(`The change was not kept: ${reason(error)}`, { ms: 0 });
+    }
   }
 
   open(id) {
@@ -135,16 +142,27 @@ export class Conversations {
 
   /** Ask which conversations go into a file, and in which form. */
   ask() {
-    const isHere = store.load(this.hooks.current().id) !== null,
-      [one, all] = byId("export-form").elements.which;
+    const { id, folder } = this.hooks.current(),
+      isHere = store.load(id) !== null,
+      name = nameOf(folder),
+      [one, inside, all] = byId("export-form").elements.which;
     one.disabled = !isHere;
+    inside.disabled = name === undefined;
+    inside.closest("label").hidden = inside.disabled;
+    byId("export-folder").textContent = name ?? "";
     (isHere ? one : all).checked = true;
     byId("export").showModal();
   }
 
   download(chosen) {
-    const ids = chosen.get("which") === "one" ? [this.hooks.current()] : store.conversations();
-    const all = ids.map(({ id }) => store.load(id)).filter((one) => one !== null);
+    const current = this.hooks.current(),
+      which = chosen.get("which");
+    const ids = which === "one" ? [current] : store.conversations();
+    const all = ids
+      .filter(({ folder }) => which !== "folder" || folder === current.folder)
+      .map(({ id }) => store.load(id))
+      .filter((one) => one !== null)
+      .map((one) => ({ ...one, folder: nameOf(one.folder) }));
     const isJson = chosen.get("form") === "json";
     let text;
     try {
@@ -155,7 +173,8 @@ export class Conversations {
     }
     const kind = isJson ? "application/json" : "text/markdown";
     const address = URL.createObjectURL(new Blob([text], { type: kind }));
-    const name = `${fileName(all.length === 1 ? all[0].title : "conversations")}.${isJson ? "json" : "md"}`;
+    const title = which === "folder" ? nameOf(current.folder) : all.length === 1 ? all[0].title : "conversations";
+    const name = `${fileName(title)}.${isJson ? "json" : "md"}`;
     make("a", { href: address, download: name }).click();
     setTimeout(() => URL.revokeObjectURL(address), 60_000);
     notify(`Exported ${counted(all.length)} as ${name}`);
@@ -187,13 +206,14 @@ export class Conversations {
   }
 }
 
-/** The conversations in which every word of `text` is somewhere: in the name or in a message. */
+/** The conversations in which every word of `text` is somewhere: in the name, the folder's, or a message. */
 function matching(all, text) {
   const words = text.toLowerCase().split(/\s+/).filter(Boolean);
   if (words.length === 0) return all;
-  return all.filter(({ id, title }) => {
+  const names = new Map(store.folders().map(({ id, name }) => [id, name]));
+  return all.filter(({ id, title, folder }) => {
     const messages = store.load(id)?.messages ?? [];
-    const whole = [title, ...messages.map((one) => one.content)].join("\n").toLowerCase();
+    const whole = [title, names.get(folder) ?? "", ...messages.map((one) => one.content)].join("\n").toLowerCase();
     return words.every((word) => whole.includes(word));
   });
 }
@@ -209,23 +229,26 @@ function isHere(conversation) {
   }
 }
 
-/** Save them all, or none: an id that is taken is replaced. */
+/** Save them all, or none: an id that is taken is replaced, and a folder is one by its name. */
 function keep(conversations) {
-  const saved = [];
+  const saved = [],
+    before = new Set(store.folders().map((one) => one.id));
   try {
     for (const one of conversations) {
+      if (one.folder) one.folder = ensure(one.folder);
       if (!one.id || store.load(one.id)) one.id = store.newId();
       saved.push(one.id);
       store.save(one);
     }
   } catch (error) {
     saved.forEach(store.forget);
+    for (const { id } of store.folders()) if (!before.has(id)) store.forgetFolder(id);
     throw error;
   }
 }
 
 function reason(error) {
-  if (error instanceof ImportError) return error.message;
+  if (error instanceof ImportError || error instanceof FolderError) return error.message;
   if (error.name === "QuotaExceededError") return "this browser has no room for it";
   throw error;
 }

@@ -3,13 +3,16 @@
 import { askJson, health, keepKey, knownKey } from "./api.js";
 import { drawBraid } from "./braid.js";
 import { Chat } from "./chat.js";
+import { Compare } from "./compare.js";
 import { Conversations } from "./conversations.js";
 import { Attachments } from "./attachments.js";
-import { byId, make, placeIcons } from "./dom.js";
+import { byId, make, placeIcons, say } from "./dom.js";
 import { Engine } from "./engine.js";
-import { takeLatest } from "./notices.js";
+import { listenToKeys } from "./keys.js";
+import { notify, takeLatest } from "./notices.js";
 import { McpTools } from "./mcp.js";
 import { Models } from "./models.js";
+import { Operator } from "./operator.js";
 import { Panels } from "./panels.js";
 import { Settings } from "./settings.js";
 import { whole } from "./plot.js";
@@ -72,9 +75,20 @@ class Page {
     this.conversations = new Conversations({
       current: () => this.chat.conversation,
       open: (conversation) => this.open(conversation),
-      start: (mode) => this.start(mode),
+      start: (mode, folder) => this.start(mode, folder),
     });
     this.attachments = new Attachments(byId("composer"), () => this.fit());
+    this.compare = new Compare({
+      conversation: () => this.chat.conversation,
+      settings: () => this.settings.values,
+      model: () => this.models.sent(this.chat.conversation.model),
+      names: () => this.models.names,
+      draft: () => byId("draft").value,
+      setDraft: (text) => this.setDraft(text),
+      whole: (draft) => this.attachments.with(draft),
+      kept: (found) => this.takeCompared(found),
+    });
+    this.operator = new Operator();
     this.listen();
     this.chat.open(store.load(store.look().conversation) ?? this.chat.conversation);
     this.check();
@@ -108,28 +122,54 @@ class Page {
         this.giveKey();
       }
     });
-    document.addEventListener("keydown", (event) => {
-      const isOver = event.target.closest?.("dialog"); // which closes by itself
-      if (event.key === "Escape" && !event.defaultPrevented && !isOver && !this.panels.escape())
-        this.chat.stop();
-      if (isUndo(event) && takeLatest()) event.preventDefault();
-      if ((event.ctrlKey || event.metaKey) && this.act(event)) event.preventDefault();
+    byId("compare-open").addEventListener("click", () => this.openCompare());
+    listenToKeys({
+      keys: () => byId("keys").showModal(),
+      start: () => this.start(this.chat.conversation.mode),
+      search: () => {
+        this.panels.showSidebar(true);
+        byId("search").focus();
+      },
+      sidebar: () => this.panels.showSidebar(!this.panels.hasSidebar),
+      compare: () => this.openCompare(),
+      again: () => this.chat.againLast(),
+      settings: () => this.panels.show(this.panels.open === "settings" ? null : "settings", true),
+      engine: () => this.panels.show(this.panels.open === "engine" ? null : "engine", true),
+      operator: () => this.operator.open(),
+      undo: takeLatest,
+      escape: () => {
+        if (!this.panels.escape()) this.chat.stop();
+        return false;
+      },
     });
     addEventListener("pagehide", () => {
       if (this.chat.isBusy) this.chat.keep();
     });
   }
 
-  /** What keys do anywhere on the page, with Ctrl or Command; see the dialog. */
-  act({ key, altKey }) {
-    if (key === "/") byId("keys").showModal();
-    else if (key === "." && !altKey) this.panels.show(this.panels.open ? null : "settings", true);
-    else if (key === "k" && !altKey) {
-      this.panels.showSidebar(true);
-      byId("search").focus();
-    } else if (key.toLowerCase() === "n" && altKey) this.start(this.chat.conversation.mode);
-    else return false;
-    return true;
+  openCompare() {
+    if (this.state === "ok" && !this.chat.isBusy && !this.attachments.isReading) this.compare.open();
+    else say(STATES[this.state] ?? "A reply is being written, or a file read");
+  }
+
+  /** Go on with a reply that was compared, its model and its settings. */
+  takeCompared({ text, message, other, model, settings, name }) {
+    this.setDraft("");
+    this.attachments.take("");
+    const { conversation } = this.chat,
+      isOther = !isSame(settings, this.settings.values);
+    if (model) conversation.model = model;
+    this.chat.adopt(text, message, other);
+    if (isOther) this.settings.takeOwn(settings);
+    if (model) this.meet();
+    const more = isOther || model ? "; the conversation goes on as it was made" : "";
+    notify(`Kept the ${name} reply${more}`);
+    byId("draft").focus();
+  }
+
+  setDraft(text) {
+    byId("draft").value = text;
+    this.fit();
   }
 
   /** Enter sends where there is a keyboard to break lines with Shift; text that is continued has lines of its own. */
@@ -147,15 +187,20 @@ class Page {
 
   send() {
     if (this.state !== "ok" || this.chat.isBusy) return;
+    if (this.attachments.isReading) {
+      say("A file is still being read");
+      return;
+    }
     const draft = byId("draft"),
       text = this.chat.conversation.mode === "chat" ? draft.value.trim() : draft.value;
     draft.value = "";
     this.chat.send(this.attachments.take(text));
   }
 
-  start(mode) {
+  start(mode, folder) {
     const { model } = this.chat.conversation;
-    this.chat.open({ ...store.newConversation(this.hasChat ? mode : "text"), ...(model ? { model } : {}) });
+    const kept = { ...(model ? { model } : {}), ...(folder ? { folder } : {}) };
+    this.chat.open({ ...store.newConversation(this.hasChat ? mode : "text"), ...kept });
     this.panels.closeSidebarIfOver();
     byId("draft").focus();
   }
@@ -308,10 +353,7 @@ class Page {
   }
 }
 
-/** Ctrl+Z or Command+Z, where it does not belong to a field that is being written in. */
-function isUndo({ key, ctrlKey, metaKey, shiftKey, target }) {
-  return key === "z" && (ctrlKey || metaKey) && !shiftKey && !target.matches?.("input, textarea");
-}
+const isSame = (a, b) => [...Object.keys(a), ...Object.keys(b)].every((name) => a[name] === b[name]);
 
 /** Whether the model has a chat template: only that refusal means no. */
 async function canChat(model) {

@@ -102,7 +102,7 @@ export class MessageView {
     this.foot.replaceChildren(
       ...(error ? [error] : []),
       make("div", { class: "acts" }, ...buttons, this.versions()),
-      facts(message.stats),
+      facts(message.stats, message.model),
     );
   }
 
@@ -195,9 +195,10 @@ export class MessageView {
 }
 
 /** How long a reply took, in the words people compare. */
-function facts(stats = {}) {
+function facts(stats = {}, model = "") {
   const found = [];
   const add = (text, title) => found.push(make("span", { title }, text));
+  if (model) add(model, "The model that wrote it");
   if (stats.rate)
     add(`${stats.rate.toFixed(stats.rate < 10 ? 1 : 0)} tok/s`, "Output tokens per second, after the first");
   if (stats.first_ms > 0)

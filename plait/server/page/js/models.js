@@ -16,6 +16,11 @@ export class Models {
     return this.cards.length > 1;
   }
 
+  /** The names of all, where there are several. */
+  get names() {
+    return this.areSeveral ? this.cards.map((one) => one.id) : [];
+  }
+
   /** The model of this name; one that is gone, or none, is the first. */
   card(name) {
     return this.cards.find((one) => one.id === name) ?? this.cards[0];

@@ -73,6 +73,13 @@ export class Settings {
     this.form.elements.own.focus();
   }
 
+  /** Have these settings for this conversation alone. */
+  takeOwn(values) {
+    this.conversation.settings = values;
+    this.onOwn();
+    this.render();
+  }
+
   render() {
     const own = this.check("own", "For this conversation alone", "Others keep the settings of all.");
     own.querySelector("input").checked = Boolean(this.conversation.settings);

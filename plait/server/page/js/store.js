@@ -1,6 +1,7 @@
 /** What stays in this browser: conversations, each under a key of its own so that tabs do not undo each other. */
 
 const PREFIX = "plait.conversation.",
+  FOLDER = "plait.folder.",
   SETTINGS = "plait.settings",
   PROMPTS = "plait.prompts",
   LOOK = "plait.look";
@@ -20,16 +21,26 @@ export const newConversation = (mode) => ({
   messages: [],
 });
 
-/** Every conversation's id, title and time, latest first. */
+/** Every conversation's id, title, time and folder, latest first. */
 export function conversations() {
-  const found = [];
-  for (let i = 0; i < localStorage.length; i++) {
-    const key = localStorage.key(i);
-    if (!key.startsWith(PREFIX)) continue;
-    const one = read(key, null);
-    if (isWhole(one)) found.push({ id: one.id, title: one.title, updated: one.updated });
-  }
-  return found.sort((a, b) => b.updated - a.updated);
+  const found = all(PREFIX).filter(isWhole);
+  return found
+    .map(({ id, title, updated, folder }) => ({ id, title, updated, folder }))
+    .sort((a, b) => b.updated - a.updated);
+}
+
+/** Every folder, by name: {id, name, isClosed}. Each has a key of its own, as conversations have. */
+export function folders() {
+  const found = all(FOLDER).filter((one) => typeof one?.id === "string" && typeof one.name === "string");
+  return found.sort((a, b) => a.name.localeCompare(b.name));
+}
+
+export const saveFolder = (folder) => localStorage.setItem(FOLDER + folder.id, JSON.stringify(folder));
+export const forgetFolder = (id) => localStorage.removeItem(FOLDER + id);
+
+function all(prefix) {
+  const keys = Array.from({ length: localStorage.length }, (_, i) => localStorage.key(i));
+  return keys.filter((key) => key.startsWith(prefix)).map((key) => read(key, null));
 }
 
 /** The conversation, or null if it is not here. */
@@ -74,7 +85,7 @@ export const saveLook = (change) => localStorage.setItem(LOOK, JSON.stringify({ 
 /** Call back when another tab changed the list. */
 export function onChange(callback) {
   addEventListener("storage", (event) => {
-    if (event.key === null || event.key.startsWith(PREFIX)) callback();
+    if (event.key === null || [PREFIX, FOLDER].some((prefix) => event.key.startsWith(prefix))) callback();
   });
 }
 

@@ -19,8 +19,8 @@ const MARKER = /^<!-- plait:([a-z]+)(?: (\{.*\}))? -->$/s,
 export class TranscriptError extends Error {}
 
 export function write(conversation) {
-  const { id, mode, updated, title } = conversation;
-  const begin = section("conversation", { version: VERSION, id, mode, updated }, `# ${title || "Untitled"}`);
+  const { id, mode, updated, title, folder } = conversation;
+  const begin = section("conversation", { version: VERSION, id, mode, updated, folder }, `# ${title || "Untitled"}`);
   return begin + writeMessages(conversation);
 }
 
@@ -56,9 +56,9 @@ export function read(text) {
   for (const part of sections(text)) {
     const { kind, at } = part;
     if (kind === "conversation") {
-      const { version, id, mode, updated } = part.facts;
+      const { version, id, mode, updated, folder } = part.facts;
       if (version !== VERSION) fail(at, `"version" is not ${VERSION}, which this page reads`);
-      found.push({ id, mode, updated, title: part.heading.replace(/^# /, ""), messages: [] });
+      found.push({ id, mode, updated, folder, title: part.heading.replace(/^# /, ""), messages: [] });
     } else if (found.length === 0) fail(at, "a message without a conversation");
     else add(found.at(-1).messages, part);
   }

@@ -14,7 +14,8 @@ const FORMAT = "plait.conversations",
   CALLS = 128,
   VERSIONS = 50,
   DEPTH = 50,
-  TITLE_CHARS = 200;
+  TITLE_CHARS = 200,
+  FOLDER_CHARS = 80;
 
 const FINISHES = ["stop", "length", "tool_calls", "content_filter", "stopped"],
   NUMBERS = ["first_ms", "rate", "tokens", "prompt", "cached"];
@@ -81,16 +82,18 @@ function fromMarkdown(text) {
   }
 }
 
-/** A clean copy. `where` names it in errors. */
+/** A clean copy. `where` names it in errors. `folder` is the name of one here, and its id in the store. */
 function conversation(found, where) {
   if (!isObject(found)) refuse(`${where} is not an object`);
   if (found.mode !== "chat" && found.mode !== "text") refuse(`${where}: "mode" is neither "chat" nor "text"`);
   const updated = Number.isFinite(found.updated) ? found.updated : 0;
   const model = typeof found.model === "string" ? { model: found.model.slice(0, TITLE_CHARS) } : {};
+  const folder = titled(text(found.folder ?? "", `${where}: "folder"`)).slice(0, FOLDER_CHARS);
   const own = isObject(found.settings) ? { settings: settings(found.settings) } : {};
   return {
     ...own,
     ...model,
+    ...(folder ? { folder } : {}),
     id: typeof found.id === "string" && /^[0-9a-f]{16}$/.test(found.id) ? found.id : "",
     title: titled(text(found.title ?? "", `${where}: "title"`)),
     mode: found.mode,
@@ -122,6 +125,7 @@ function message(found, where, depth = 0) {
     stats: stats(found.stats),
     ...versions(found, where, depth),
   };
+  if (typeof found.model === "string" && found.model) copy.model = found.model.slice(0, TITLE_CHARS);
   if (found.answered === true) copy.answered = true;
   if (found.error !== undefined) copy.error = text(found.error, `${where}: "error"`);
   return copy;
