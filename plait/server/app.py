@@ -218,7 +218,7 @@ class Service:
 
     def _manages(self, endpoint: Endpoint, manage: Manage) -> Handler:
         async def handle(request: Request) -> Response:
-            body = endpoint.read(await read_object(request, self._config.max_body_bytes))
+            body = endpoint.read(await read_object(request, self._config.max_body_bytes, endpoint.any_type))
             response = json_response(await manage(self._models, body))
             if names := validate.list_ignored(body, endpoint.fields, ()):
                 response.headers[validate.IGNORED_HEADER] = names
@@ -227,7 +227,7 @@ class Service:
         return handle
 
     async def _read(self, request: Request, endpoint: Endpoint) -> tuple[RequestContext, dict[str, object]]:
-        sent = await read_object(request, self._config.max_body_bytes)
+        sent = await read_object(request, self._config.max_body_bytes, endpoint.any_type)
         stays = sent.pop("keep_alive", None) if self._models.keeps_time else None
         body, exchange = endpoint.read(sent), request.scope[SCOPE_KEY]
         current_client.set(exchange.key.name or (request.client.host if request.client else ""))

@@ -33,7 +33,8 @@ class Endpoint:
     and under our names. `plan` makes a reply that is generated, whole or streamed; `answer` computes a body
     in a thread, in slices if it is a generator (`turns`). `manage` gets all models and needs none of them
     loaded. One of the three is there. `refusal`: the body of an error, if it is not OpenAI's. `method`: what
-    it takes instead of POST. `needs_admin`: it is refused without the admin key.
+    it takes instead of POST. `needs_admin`: it is refused without the admin key. `any_type`: as of
+    `read_object`, for clients that do not say that they send JSON.
     """
 
     path: str
@@ -45,6 +46,7 @@ class Endpoint:
     read: Callable[[Mapping[str, object]], dict[str, object]] = present
     method: Literal["POST", "DELETE"] = "POST"
     needs_admin: bool = False
+    any_type: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -191,7 +191,9 @@ def _endpoint_not_done(path: str, why: str) -> Endpoint:
 
     method: Literal["POST", "DELETE"] = "DELETE" if path == "/api/delete" else "POST"
     fields = frozenset({"model", "source", "destination"})
-    return Endpoint(path, fields, manage=refuse, refusal=refusal, read=read_body, method=method)
+    return Endpoint(
+        path, fields, manage=refuse, refusal=refusal, read=read_body, any_type=True, method=method
+    )
 
 
 LISTS = (
@@ -200,13 +202,21 @@ LISTS = (
     ModelsLookup("/api/version", version, refusal),
 )
 ENDPOINTS = (
-    Endpoint("/api/show", frozenset({"model", "verbose"}), manage=show, refusal=refusal, read=read_body),
+    Endpoint(
+        "/api/show",
+        frozenset({"model", "verbose"}),
+        manage=show,
+        refusal=refusal,
+        read=read_body,
+        any_type=True,
+    ),
     Endpoint(
         "/api/pull",
         frozenset({"model", "stream", "insecure"}),
         manage=pull,
         refusal=refusal,
         read=read_body,
+        any_type=True,
     ),
     *(_endpoint_not_done(path, why) for path, why in NOT_DONE.items()),
 )
