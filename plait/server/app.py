@@ -27,7 +27,8 @@ from plait.request import RequestTrace
 from plait.server import operations, pages
 from plait.server.anthropic import messages
 from plait.server.api import validate
-from plait.server.api.endpoint import Answer, Endpoint, Manage, ModelLookup, ModelsLookup
+from plait.server.api.endpoint import Answer, Endpoint, ModelLookup, ModelsLookup
+from plait.server.api.manage import manage_models
 from plait.server.api.reply import WARNING_HEADER, ApiReply
 from plait.server.gateway import api_keys
 from plait.server.gateway.exchange import SCOPE_KEY, SHOWN_LOAD_S, Exchange
@@ -123,7 +124,8 @@ def create_app(
     refusals = {path: refusal for path, refusal in shapes if refusal is not None}
     generating = [e.path for e in ENDPOINTS if e.plan is not None]
     managing = [e.path for e in ENDPOINTS if e.needs_admin] + [e.path for e in LISTS if e.needs_admin]
-    gate = RequestGate(traffic, models, routes, refusals, generating, managing)
+    either = [e.path for e in ENDPOINTS if e.admin is not None]
+    gate = RequestGate(traffic, models, routes, refusals, generating, managing, either)
     app.add_middleware(Edge, gate=gate, traffic=traffic, models=models)
     app.state.reject_early = gate.reject_early  # for a server that can reject before it starts a task
     if config.cors_origin:
@@ -197,7 +199,7 @@ class Service:
     def serves(self, endpoint: Endpoint) -> Handler:
         """The handler of an endpoint: a reply by its `plan`, or its `answer` computed in a thread."""
         if endpoint.manage is not None:
-            return self._manages(endpoint, endpoint.manage)
+            return self._manages(endpoint)
 
         async def handle(request: Request) -> Response:
             context, body = await self._read(request, endpoint)
@@ -216,13 +218,10 @@ class Service:
 
         return handle
 
-    def _manages(self, endpoint: Endpoint, manage: Manage) -> Handler:
+    def _manages(self, endpoint: Endpoint) -> Handler:
         async def handle(request: Request) -> Response:
             body = endpoint.read(await read_object(request, self._config.max_body_bytes, endpoint.any_type))
-            response = json_response(await manage(self._models, body))
-            if names := validate.list_ignored(body, endpoint.fields, ()):
-                response.headers[validate.IGNORED_HEADER] = names
-            return response
+            return await manage_models(endpoint, self._models, body, request.scope[SCOPE_KEY])
 
         return handle
 

@@ -120,8 +120,10 @@ async def linger(request: Request) -> None:
 
 
 def is_of_page(request: Request) -> bool:
-    """Whether a browser sent it for a page. Pages may send text and forms to any server, so a body that is not
-    JSON by its type is none there; no page can leave these headers out."""
+    """Whether a browser sent it for a page, which cannot leave these headers out.
+
+    Pages may send text and forms to any server; what says that it is JSON they may send only to their own.
+    """
     return any(name in request.headers for name in ("origin", "sec-fetch-site", "sec-fetch-mode"))
 
 

@@ -267,8 +267,10 @@ def _fail(job: ResponseJob, found: Problem) -> Ending:
 
 
 def take_over(old: Exchange) -> Exchange:
-    """The exchange of a job, which outlives the request that began it. It holds the model in its place, so that
-    no model is unloaded under a response in work."""
+    """The exchange of a job, which outlives the request that began it.
+
+    It holds the model in that request's place: no model is unloaded under a response in work.
+    """
     release, old.release = old.release, None
     return Exchange(
         old.id,
