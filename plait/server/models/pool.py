@@ -99,7 +99,8 @@ class ModelPool(ServedModels):
 
     def list_facts(self) -> list[ServedFacts]:
         now = self._residents.clock()
-        return [model.facts(now, RESIDENCE_S) for model in self._residents.models.values()]
+        models = [model for model in self._residents.models.values() if not model.has_vanished]
+        return [model.facts(now, RESIDENCE_S) for model in models]
 
     def facts_of(self, asked: object) -> ServedFacts:
         model, _, adapter = self._find(asked)
