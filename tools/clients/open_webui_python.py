@@ -1,4 +1,4 @@
-"""Open WebUI, started with this server as its Ollama and as its OpenAI, and asked over its own API."""
+"""Open WebUI, started with this server as its Ollama and as its OpenAI, over its own API."""
 
 import contextlib
 import json
