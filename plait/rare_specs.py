@@ -148,3 +148,10 @@ class AltUpSpec(ParallelSpec):
 class ShortcutSpec(ParallelSpec):
     """An MLP, `mlp`. With experts `moe` next to it, which read the same, their output waits: the next one
     without experts adds it (LongCat-Flash; Cai et al. 2024). Norms are not used."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatedInputSpec(ParallelSpec):
+    """One mixer, `inner`, that reads x · sigmoid(widen(silu(narrow(x)))), with `rank` numbers between (A.X K2)."""
+
+    rank: int = 16

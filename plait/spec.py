@@ -51,11 +51,15 @@ class Recurrent(Mixer):
 
 @dataclass(frozen=True, slots=True)
 class TemperatureSpec:
-    """Queries that grow with their position p: by 1 + growth · ln(1 + ⌊(p + first) / length⌋) (Llama 4)."""
+    """Queries that grow with their position p: by 1 + growth · ln(1 + ⌊(p + first) / length⌋) (Llama 4).
+
+    `power`: by (1 + (p + first) / length)^growth instead (Beam).
+    """
 
     growth: float
     length: float
     first: float = 0.0
+    power: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +136,7 @@ class MlaSpec(Mixer):
     latent_norm: NormSpec | None = None
     indexer: IndexerSpec | None = None
     head_gate: bool = False  # as in AttentionSpec, by a sigmoid (Ling 3)
+    gate: bool = False  # of all outputs; it and queries read [normed latent, latent] (A.X K2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,17 @@ XLSTM: dict[str, Any] = {
 }
 
 VARIANTS: dict[str, Variant] = {
+    "axk2": Variant("AXK2Config", {**SPARSE, "gated_norm_rank": 5}, slow=True),
+    "beam": Variant(
+        "BeamConfig",
+        {
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            **{"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "n_group": 4},
+            **{"topk_group": 2, "head_dim": 10, "sliding_window": 6, "rms_norm_eps": 0.1},
+        },
+        slow=True,
+    ),
     "deepseek_v32": Variant("DeepseekV32Config", {**SPARSE, "n_group": 4, "topk_group": 2}, slow=True),
     "glm_moe_dsa": Variant(
         "GlmMoeDsaConfig",

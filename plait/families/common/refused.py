@@ -36,7 +36,7 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
     IMAGE: ("git",),
     DIFFUSION: ("diffusion_gemma", "dream", "llada", "llada2_moe", "sdar", "sdar_moe"),
     DRAFTER: ("gemma4_assistant", "gemma4_unified_assistant"),
-    INDEXER: ("axk2", "dots3_note", "dots3_note_text", "minimax_m3_vl_text"),
+    INDEXER: ("dots3_note", "dots3_note_text", "minimax_m3_vl_text"),
     STREAMS: (
         *("deepseek_v4", "hy_v4", "inkling2_text", "inkling_text"),
         *("kimi_k3", "qwen4_exp", "qwen4_exp_text"),
@@ -50,7 +50,6 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
     "it reads bytes in patches of varying size, which is not implemented": ("blt",),
     "its attention hashes tokens (Reformer), which is not implemented": ("reformer",),
     "its attention adds a bias for each distance, which is not implemented": ("cpmant",),
-    "its layers and its router are of kinds that are not implemented": ("beam",),
 }
 REFUSED: Mapping[str, str] = {name: why for why, names in _REASONS.items() for name in names}
 
