@@ -155,3 +155,32 @@ class GatedInputSpec(ParallelSpec):
     """One mixer, `inner`, that reads x · sigmoid(widen(silu(narrow(x)))), with `rank` numbers between (A.X K2)."""
 
     rank: int = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Wkv4Spec(Recurrent):
+    """RWKV-4's time mixing (Peng et al. 2023): averages over the past, weighed by keys; `size` channels."""
+
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wkv7Spec(Recurrent):
+    """RWKV-7's time mixing (Peng et al. 2025), a delta rule with a decay and a rate for each key channel.
+
+    `ranks`: of what makes decay, rate and gate, and of what mixes values with those of the first layer; None
+    there: this is the first layer. `norm`: of each head's output.
+    """
+
+    num_heads: int
+    head_dim: int
+    ranks: tuple[int, int, int, int | None]
+    norm: NormSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelMixSpec(Recurrent):
+    """RWKV's channel mixing: an MLP of relu², of a token and the last one; `gated` by a sigmoid (RWKV-4)."""
+
+    size: int
+    gated: bool = False

@@ -79,6 +79,7 @@ VARIANTS: dict[str, Variant] = {
     ),
     "ling3": Variant("BailingHybridConfig", LING, slow=True),
     "ling3_plain": Variant("BailingHybridConfig", {**LING, "kda_safe_gate": False}, slow=True),
+    "rwkv": Variant("RwkvConfig", {"attention_hidden_size": 40, "layer_norm_epsilon": 1e-3, "rescale_every": 2}),
     "zamba": Variant("ZambaConfig", {**ZAMBA, "tie_word_embeddings": True}, slow=True),
     "zamba_plain": Variant("ZambaConfig", {**ZAMBA, "n_mamba_heads": 1, "mamba_conv_bias": False}, slow=True),
     "xlstm": Variant("xLSTMConfig", XLSTM, slow=True),

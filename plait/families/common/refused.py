@@ -41,7 +41,7 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
         *("deepseek_v4", "hy_v4", "inkling2_text", "inkling_text"),
         *("kimi_k3", "qwen4_exp", "qwen4_exp_text"),
     ),
-    "its layers are RWKV, which is not implemented": ("rwkv", "rwkv5", "rwkv6", "rwkv7"),
+    "its layers are RWKV-5 or RWKV-6, and RWKV-4 and RWKV-7 are implemented": ("rwkv5", "rwkv6"),
     "its attention reads convolved latents (CCA), which is not implemented": ("zaya",),
     "its attention has experts, which is not implemented": ("jetmoe",),
     "it takes the difference of two attentions, which is not implemented": ("diffllama",),

@@ -43,6 +43,7 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_pytorch_tanh",
     "relu": "relu",
     "relu2": "relu2",
+    "sqrelu": "relu2",
 }
 ROPE_KINDS = ("default", "divisors", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")
 ROPE_KEYS = {

@@ -1,0 +1,108 @@
+"""RWKV-4 and RWKV-7: recurrent layers without attention or positions, which all read the last token, too."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from plait.checkpoint.names import Derived, NameMap, Rules
+from plait.errors import UnsupportedModel
+from plait.families.common.recipes import Stored, flat, negative_exp, unused_patterns
+from plait.families.common.registry import family
+from plait.families.common.spec_builders import model, norm, require
+from plait.families.config.normalize import Config
+from plait.quant.weight import as_tensor
+from plait.rare_specs import ChannelMixSpec, Wkv4Spec, Wkv7Spec
+from plait.spec import BranchSpec, ModelSpec, NormSpec
+
+MIX, FFN = "layers.{i}.mix", "layers.{i}.ffn"
+L4, L7 = "rwkv.blocks.{i}", "model.layers.{i}"
+LN_OUT = 1e-5  # eps of RWKV-4's last norm, whatever layer_norm_epsilon says
+
+
+@family(
+    "RwkvForCausalLM",
+    model_types=("rwkv",),
+    defaults={"norm_eps": 1e-5, "tie_word_embeddings": False, "rescale_every": 6},
+)
+def rwkv(c: Config) -> tuple[ModelSpec, NameMap]:
+    """RWKV-4. transformers halves x every `rescale_every` layers: of what is not, norms have 4 times eps."""
+    hidden, count, every = c["hidden_size"], c["num_hidden_layers"], c["rescale_every"]
+    halved = [i // every if every > 0 else 0 for i in range(count + 1)]
+    norms = [NormSpec(c["norm_eps"] * 4.0**n, "layer") for n in halved]
+    mix = Wkv4Spec(c.get("attention_hidden_size") or hidden)
+    ffn = ChannelMixSpec(c.get("intermediate_size") or 4 * hidden, gated=True)
+    layers = [(BranchSpec("mix", mix, each), BranchSpec("ffn", ffn, each)) for each in norms[:-1]]
+    names: Rules = {
+        **{"embed": "rwkv.embeddings", "embed.norm": "rwkv.blocks.0.pre_ln", "norm": "rwkv.ln_out", "head": "head"},
+        **{f"{MIX}.norm": f"{L4}.ln1", f"{FFN}.norm": f"{L4}.ln2"},
+        **_mixes4(MIX, f"{L4}.attention", {"k": "key", "v": "value", "gate": "receptance", "o": "output"}),
+        **_mixes4(FFN, f"{L4}.feed_forward", {"k": "key", "v": "value", "gate": "receptance"}),
+        f"{MIX}.decay": negative_exp(f"{L4}.attention.time_decay"),
+        f"{MIX}.first": f"{L4}.attention.time_first",
+    }
+    tied = (r"^head\.weight$",) if c["tie_word_embeddings"] else ()
+    last = NormSpec(LN_OUT * 4.0 ** halved[-1], "layer")
+    spec = model(c, "rwkv", layers, embed_norm=norm(c, "layer"), norm=last)
+    return spec, NameMap(names, ignored=unused_patterns(c, *tied))
+
+
+def _mixes4(ours: str, theirs: str, linears: dict[str, str]) -> Rules:
+    shifted = {x: name for x, name in linears.items() if x in ("k", "v", "gate")}
+    return {
+        **{f"{ours}.{x}.weight": f"{theirs}.{name}.weight" for x, name in linears.items()},
+        **{f"{ours}.shift.{x}": _share_of_last(f"{theirs}.time_mix_{name}") for x, name in shifted.items()},
+    }
+
+
+def _share_of_last(source: str) -> Derived:
+    """What is stored is the share of the token itself."""
+
+    def rest(w: Stored, **_: str) -> Tensor:
+        return 1 - as_tensor(w).flatten().float()
+
+    return Derived(rest, (source,))
+
+
+@family(
+    *("RWKV7ForCausalLM", "Rwkv7ForCausalLM"),
+    model_types=("rwkv7",),
+    defaults={"norm_eps": 1e-5, "head_dim": 64, "tie_word_embeddings": False, "hidden_act": "relu2"}
+    | {"decay_low_rank_dim": 64, "gate_low_rank_dim": 128, "a_low_rank_dim": 64, "v_low_rank_dim": 32},
+)
+def rwkv7(c: Config) -> tuple[ModelSpec, NameMap]:
+    """RWKV-7 (Goose) in the layout of flash-linear-attention, as its checkpoints are published."""
+    require(c, "RWKV-7", norm_first=(True,), norm_bias=(True,), hidden_act=("relu2",), attn=({},))
+    hidden, dim, count, each = c["hidden_size"], c["head_dim"], c["num_hidden_layers"], norm(c, "layer")
+    if dim < 1 or hidden % dim:
+        raise UnsupportedModel(f"hidden_size {hidden} is not a multiple of head_dim {dim}")
+    three = (c["decay_low_rank_dim"], c["a_low_rank_dim"], c["gate_low_rank_dim"])
+    heads = NormSpec(dim * c["norm_eps"], "layer")
+    ffn = BranchSpec("ffn", ChannelMixSpec(c.get("intermediate_size") or 4 * hidden), each)
+    ranks = [(*three, c["v_low_rank_dim"] if i else None) for i in range(count)]
+    layers = [(BranchSpec("mix", Wkv7Spec(hidden // dim, dim, r, heads), each), ffn) for r in ranks]
+    spec = model(c, "rwkv7", layers, embed_norm=each, norm=each)
+    return spec, NameMap(_names7(hidden // dim), ignored=unused_patterns(c))
+
+
+def _names7(heads: int) -> Rules:
+    mix, low = f"{L7}.attn", {"decay": "w", "rate": "a", "gate": "g", "share": "v"}
+    names: Rules = {
+        **{"embed": "model.embeddings", "embed.norm": "model.layers.0.pre_norm", "norm": "model.norm"},
+        **{"head": "lm_head", f"{MIX}.norm": f"{L7}.attn_norm", f"{FFN}.norm": f"{L7}.ffn_norm"},
+        **{f"{FFN}.k": f"{L7}.ffn.key", f"{FFN}.v": f"{L7}.ffn.value", f"{FFN}.shift.k": flat(f"{L7}.ffn.x_k")},
+        **{f"{MIX}.{x}": f"{mix}.{x}_proj" for x in "rkvo"},
+        **{f"{MIX}.shift.{x}": flat(f"{mix}.x_{low.get(x, x)}") for x in ("r", "decay", "k", "rate", "gate")},
+        f"{MIX}.shift.v": flat(f"{mix}.x_v"),
+        f"{MIX}.gated_norm": f"{mix}.g_norm",
+    }
+    for ours, theirs in low.items():
+        names |= {f"{MIX}.{ours}.{x}": f"{mix}.{theirs}_lora.lora.{n}" for x, n in (("down", 0), ("up", 2))}
+    parts = (("long", "k_k"), ("less", "k_a"), ("bonus", "r_k"))
+    return {**names, **{f"{MIX}.{ours}": _heads(heads, f"{mix}.{theirs}") for ours, theirs in parts}}
+
+
+def _heads(heads: int, source: str) -> Derived:
+    def apart(w: Stored, **_: str) -> Tensor:
+        return as_tensor(w).view(heads, -1)
+
+    return Derived(apart, (source,))
