@@ -67,6 +67,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size"),
     "num_attention_heads": ("n_head", "attention_heads", "n_heads"),
     "rope_theta": ("rotary_emb_base",),
+    "rope_local_base_freq": ("rope_local_theta",),
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
     "max_position_embeddings": ("max_seq_len", "n_positions", "model_max_length"),
     "norm_eps": ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon"),
