@@ -184,3 +184,11 @@ class ChannelMixSpec(Recurrent):
 
     size: int
     gated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class JetSpec(DeltaNetSpec):
+    """JetBlock (Gu et al. 2025): a gated delta rule in which only values are convolved, by taps that each
+    token makes through `rank` numbers."""
+
+    rank: int = 0

@@ -32,6 +32,7 @@ LAYER_WORDS = {
     "hybrid": "hybrid",
     "conv": "conv",
     "chunked_attention": "chunked_attention",
+    **{"attn": FULL, "swa": SLIDING, "jet": LINEAR},  # Jet-Nemotron
 }
 PATTERN_LETTERS = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}  # Nemotron-H
 ACTIVATIONS = {
