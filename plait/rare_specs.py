@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from plait.spec import Activation, Mixer, NormSpec, ParallelSpec, Recurrent, RopeSpec
+from plait.spec import (
+    Activation,
+    AttentionSpec,
+    Mixer,
+    MoeSpec,
+    NormSpec,
+    ParallelSpec,
+    Recurrent,
+    RopeSpec,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,3 +201,33 @@ class JetSpec(DeltaNetSpec):
     token makes through `rank` numbers."""
 
     rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CcaSpec(AttentionSpec, Recurrent):
+    """Attention over convolved queries and keys, half of the values being the last token's (CCA; ZAYA).
+
+    `taps`: of the convolution of each channel, and of the one in each head that follows it.
+    """
+
+    taps: tuple[int, int] = (2, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class StateMoeSpec(MoeSpec):
+    """A mixture with a router of `router_size` numbers, which each layer adds to those of the last (ZAYA).
+
+    A norm and three linear layers make logits of them. Of its `identities`, nothing is added. `first`: there
+    are none to be added to.
+    """
+
+    router_size: int = 256
+    norm: NormSpec = NormSpec()
+    first: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledSpec(ParallelSpec):
+    """x becomes a x + b + c inner(norm(x)) + d, with learned vectors a to d (ZAYA); without `inner` a x + b."""
+
+    norm: NormSpec | None = None

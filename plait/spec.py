@@ -51,10 +51,8 @@ class Recurrent(Mixer):
 
 @dataclass(frozen=True, slots=True)
 class TemperatureSpec:
-    """Queries that grow with their position p: by 1 + growth · ln(1 + ⌊(p + first) / length⌋) (Llama 4).
-
-    `power`: by (1 + (p + first) / length)^growth instead (Beam).
-    """
+    """Queries that grow with their position p: by 1 + growth · ln(1 + ⌊(p + first) / length⌋) (Llama 4), or
+    with `power` by (1 + (p + first) / length)^growth (Beam)."""
 
     growth: float
     length: float

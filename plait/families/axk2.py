@@ -58,5 +58,7 @@ def _gated_names(c: Config) -> Rules:
     moved = latent_names(c, "model.").items()
     for name in ("attn", "ffn"):
         start = f"layers.{{i}}.{name}."
-        found |= {ours.replace(start, f"{start}inner."): theirs for ours, theirs in moved if ours.startswith(start)}
+        found |= {
+            ours.replace(start, f"{start}inner."): theirs for ours, theirs in moved if ours.startswith(start)
+        }
     return found

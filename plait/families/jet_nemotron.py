@@ -46,11 +46,15 @@ def jet_nemotron(c: Config) -> tuple[ModelSpec, NameMap]:
 
 def _jet(told: dict[str, object]) -> JetSpec:
     """From the words of `efficient_attention_config`; where it is silent, those of the 2B model."""
-    heads, dim, taps = (int(told.get(k, v)) for k, v in (("num_heads", 12), ("head_dim", 96), ("conv_size", 4)))
+    heads, dim, taps = (
+        int(told.get(k, v)) for k, v in (("num_heads", 12), ("head_dim", 96), ("conv_size", 4))
+    )
     values = int(dim * float(told.get("expand_v", 2.0)))
     reduction = int(told.get("dconv_generator_reduction", 8))
     if min(heads, dim, values, reduction) < 1 or taps < 2:
-        raise UnsupportedModel(f"efficient_attention_config {told!r} has a size below 1, or less than two taps")
+        raise UnsupportedModel(
+            f"efficient_attention_config {told!r} has a size below 1, or less than two taps"
+        )
     rank, eps = heads * values // reduction, float(told.get("norm_eps", 1e-5))
     return JetSpec(heads, heads, dim, values, taps, NormSpec(eps), rank=rank)
 

@@ -33,7 +33,12 @@ def rwkv(c: Config) -> tuple[ModelSpec, NameMap]:
     ffn = ChannelMixSpec(c.get("intermediate_size") or 4 * hidden, gated=True)
     layers = [(BranchSpec("mix", mix, each), BranchSpec("ffn", ffn, each)) for each in norms[:-1]]
     names: Rules = {
-        **{"embed": "rwkv.embeddings", "embed.norm": "rwkv.blocks.0.pre_ln", "norm": "rwkv.ln_out", "head": "head"},
+        **{
+            "embed": "rwkv.embeddings",
+            "embed.norm": "rwkv.blocks.0.pre_ln",
+            "norm": "rwkv.ln_out",
+            "head": "head",
+        },
         **{f"{MIX}.norm": f"{L4}.ln1", f"{FFN}.norm": f"{L4}.ln2"},
         **_mixes4(MIX, f"{L4}.attention", {"k": "key", "v": "value", "gate": "receptance", "o": "output"}),
         **_mixes4(FFN, f"{L4}.feed_forward", {"k": "key", "v": "value", "gate": "receptance"}),
@@ -89,7 +94,11 @@ def _names7(heads: int) -> Rules:
     names: Rules = {
         **{"embed": "model.embeddings", "embed.norm": "model.layers.0.pre_norm", "norm": "model.norm"},
         **{"head": "lm_head", f"{MIX}.norm": f"{L7}.attn_norm", f"{FFN}.norm": f"{L7}.ffn_norm"},
-        **{f"{FFN}.k": f"{L7}.ffn.key", f"{FFN}.v": f"{L7}.ffn.value", f"{FFN}.shift.k": flat(f"{L7}.ffn.x_k")},
+        **{
+            f"{FFN}.k": f"{L7}.ffn.key",
+            f"{FFN}.v": f"{L7}.ffn.value",
+            f"{FFN}.shift.k": flat(f"{L7}.ffn.x_k"),
+        },
         **{f"{MIX}.{x}": f"{mix}.{x}_proj" for x in "rkvo"},
         **{f"{MIX}.shift.{x}": flat(f"{mix}.x_{low.get(x, x)}") for x in ("r", "decay", "k", "rate", "gate")},
         f"{MIX}.shift.v": flat(f"{mix}.x_v"),

@@ -77,7 +77,19 @@ def _wkv4_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     k, v = (2 * torch.randn(total, 2 * n, dtype=dtype, device=device)).chunk(2, -1)
     decay, first = -torch.rand(n, device=device), torch.randn(n, device=device)
     sums, weights, largest = (torch.randn(num_slots, n, device=device) for _ in range(3))
-    return (k, v, decay, first, sums, weights.abs(), largest, slots, query_start, has_history, case["decodes"]), {}
+    return (
+        k,
+        v,
+        decay,
+        first,
+        sums,
+        weights.abs(),
+        largest,
+        slots,
+        query_start,
+        has_history,
+        case["decodes"],
+    ), {}
 
 
 WKV7 = [

@@ -74,7 +74,11 @@ def logits(c: dict[str, Any], t: dict[str, Tensor], ids: Tensor) -> Tensor:
     for i, kind in enumerate(c["layer_types"]):
         layer = f"model.layers.{i}"
         h = rms(x, t[f"{layer}.input_layernorm.weight"], eps)
-        own = {k.removeprefix(f"{layer}.self_attn."): v for k, v in t.items() if k.startswith(f"{layer}.self_attn.")}
+        own = {
+            k.removeprefix(f"{layer}.self_attn."): v
+            for k, v in t.items()
+            if k.startswith(f"{layer}.self_attn.")
+        }
         x = x + (_jet(own, h) if kind == "jet" else _attention(c, own, h, 6 if kind == "swa" else len(h)))
         h = rms(x, t[f"{layer}.post_attention_layernorm.weight"], eps)
         gate, up = (h @ t[f"{layer}.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
@@ -85,9 +89,7 @@ def logits(c: dict[str, Any], t: dict[str, Tensor], ids: Tensor) -> Tensor:
 def _attention(c: dict[str, Any], t: dict[str, Tensor], h: Tensor, visible: int) -> Tensor:
     """`visible` keys, the query's own included."""
     dim = c["hidden_size"] // c["num_attention_heads"]
-    q, k, v = (
-        (h @ t[f"{x}_proj.weight"].T + t[f"{x}_proj.bias"]).unflatten(-1, (-1, dim)) for x in "qkv"
-    )
+    q, k, v = ((h @ t[f"{x}_proj.weight"].T + t[f"{x}_proj.bias"]).unflatten(-1, (-1, dim)) for x in "qkv")
     q, k = turned(q, c["rope_theta"]), turned(k, c["rope_theta"])
     k, v = (part.repeat_interleave(2, 1) for part in (k, v))
     at = torch.arange(len(h))
@@ -102,7 +104,9 @@ def _jet(t: dict[str, Tensor], h: Tensor) -> Tensor:
     q, k = (F.silu(h @ t[f"{x}_proj.weight"].T).unflatten(-1, (heads, -1)) for x in "qk")
     q, k = (part * torch.rsqrt(part.square().sum(-1, keepdim=True) + 1e-6) for part in (q, k))
     generator = "dynamic_conv1d.kernel_generator"
-    taps = F.silu(h @ t[f"{generator}.w1.weight"].T) @ t[f"{generator}.w2.weight"].T + t[f"{generator}.w2.bias"]
+    taps = (
+        F.silu(h @ t[f"{generator}.w1.weight"].T) @ t[f"{generator}.w2.weight"].T + t[f"{generator}.w2.bias"]
+    )
     v = h @ t["v_proj.weight"].T
     padded = torch.cat([v.new_zeros(kernel - 1, v.shape[1]), v])
     seen = padded.unfold(0, kernel, 1)  # [T, channels, taps]

@@ -35,7 +35,7 @@ def checkpoint(c: dict[str, Any]) -> dict[str, Tensor]:
     n, dim, made = c["hidden_size"], c["head_dim"], dict[str, Tensor]()
 
     def put(name: str, *shape: int, around: float = 0.0) -> None:
-        made[name] = (torch.randn(shape, dtype=torch.float64) * (0.3 if len(shape) == 1 else 0.2) + around)
+        made[name] = torch.randn(shape, dtype=torch.float64) * (0.3 if len(shape) == 1 else 0.2) + around
 
     def layer_norm(name: str) -> None:
         put(f"{name}.weight", n, around=1.0)
@@ -115,7 +115,11 @@ def _time_mix(
         state = state * decay[n][:, None, :] - removed + values[n][:, :, None] @ k[n][:, None, :]
         ys.append((state @ r[n][:, :, None])[..., 0])
     y = F.group_norm(
-        torch.stack(ys).flatten(1), heads, t[f"{at}.g_norm.weight"], t[f"{at}.g_norm.bias"], dim * c["norm_eps"]
+        torch.stack(ys).flatten(1),
+        heads,
+        t[f"{at}.g_norm.weight"],
+        t[f"{at}.g_norm.bias"],
+        dim * c["norm_eps"],
     )
     own = ((r * k * t[f"{at}.r_k"]).sum(-1, keepdim=True) * values).flatten(1)
     return ((y + own) * gate) @ t[f"{at}.o_proj.weight"].T, v if first is None else first

@@ -44,6 +44,11 @@ LING: dict[str, Any] = {
     **PAD,
 }
 
+ZAYA: dict[str, Any] = {
+    **{"head_dim": 10, "num_experts": 6, "moe_intermediate_size": 20, "router_hidden_size": 9},
+    **PAD,
+}
+
 ZAMBA: dict[str, Any] = {
     "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
     "n_mamba_heads": 2,
@@ -79,7 +84,15 @@ VARIANTS: dict[str, Variant] = {
     ),
     "ling3": Variant("BailingHybridConfig", LING, slow=True),
     "ling3_plain": Variant("BailingHybridConfig", {**LING, "kda_safe_gate": False}, slow=True),
-    "rwkv": Variant("RwkvConfig", {"attention_hidden_size": 40, "layer_norm_epsilon": 1e-3, "rescale_every": 2}),
+    "rwkv": Variant(
+        "RwkvConfig", {"attention_hidden_size": 40, "layer_norm_epsilon": 1e-3, "rescale_every": 2}
+    ),
+    "zaya": Variant("ZayaConfig", {**ZAYA, "attention_bias": True, "lm_head_bias": True, "cca_time1": 3}),
+    "zaya_window": Variant(
+        "ZayaConfig",
+        {**ZAYA, "layer_types": ["hybrid", "hybrid_sliding", "hybrid"], "sliding_window": 6},
+        slow=True,
+    ),
     "zamba": Variant("ZambaConfig", {**ZAMBA, "tie_word_embeddings": True}, slow=True),
     "zamba_plain": Variant("ZambaConfig", {**ZAMBA, "n_mamba_heads": 1, "mamba_conv_bias": False}, slow=True),
     "xlstm": Variant("xLSTMConfig", XLSTM, slow=True),

@@ -42,7 +42,6 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
         *("kimi_k3", "qwen4_exp", "qwen4_exp_text"),
     ),
     "its layers are RWKV-5 or RWKV-6, and RWKV-4 and RWKV-7 are implemented": ("rwkv5", "rwkv6"),
-    "its attention reads convolved latents (CCA), which is not implemented": ("zaya",),
     "its attention has experts, which is not implemented": ("jetmoe",),
     "it takes the difference of two attentions, which is not implemented": ("diffllama",),
     "its attention has a mask that it computes, which is not implemented": ("doge",),

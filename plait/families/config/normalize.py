@@ -30,6 +30,7 @@ LAYER_WORDS = {
     "mlp": "mlp",
     "moe": "moe",
     "hybrid": "hybrid",
+    "hybrid_sliding": "hybrid_sliding",  # ZAYA
     "conv": "conv",
     "chunked_attention": "chunked_attention",
     **{"attn": FULL, "swa": SLIDING, "jet": LINEAR},  # Jet-Nemotron

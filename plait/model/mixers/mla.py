@@ -67,7 +67,10 @@ class Mla:
         )
         parts = {"q_b" if s.q_rank else "q": q_size, **({"gate": heads * s.v_dim} if s.gate else {})}
         read = 2 * s.q_rank if s.gate and s.q_rank else s.q_rank or hidden
-        self.q, self._parts = w.linear(*parts, in_size=read, out_sizes=tuple(parts.values())), [*parts.values()]
+        self.q, self._parts = (
+            w.linear(*parts, in_size=read, out_sizes=tuple(parts.values())),
+            [*parts.values()],
+        )
         self._gate = w.bind(gate) if s.gate else None
         self.kv_a = w.linear("kv_a", in_size=hidden, out_sizes=(s.kv_rank + s.rope_dim,))
         self.kv_norm = Norm(s.latent_norm, w.scope("kv_a_norm"), s.kv_rank) if s.latent_norm else None

@@ -211,7 +211,9 @@ def _wkv7_scan(
         raise ShapeMismatch(f"WKV: {[list(x.shape) for x in (r, decay, k, v, rate)]} do not fit")
     dense("scales", scales, 3, heads, n)
     dense("a slot's state", state[0], heads, n, n)
-    strides = {name: TensorRows.of(x).strides for name, x in zip("rzkva", (r, decay, k, v, rate), strict=True)}
+    strides = {
+        name: TensorRows.of(x).strides for name, x in zip("rzkva", (r, decay, k, v, rate), strict=True)
+    }
     made, bonus, out = cpu.empty(count, heads, 4, n), cpu.empty(count, heads), cpu.empty(count, heads, n)
     given = (r, *strides["r"], decay, *strides["z"], k, *strides["k"], rate, *strides["a"])
     cpu.launch(wkv7_keys, heads, n, *given, scales, made, bonus, rows=count)
