@@ -161,7 +161,7 @@ class ShortcutSpec(ParallelSpec):
 
 @dataclass(frozen=True, slots=True)
 class GatedInputSpec(ParallelSpec):
-    """One mixer, `inner`, that reads x · sigmoid(widen(silu(narrow(x)))), with `rank` numbers between (A.X K2)."""
+    """One mixer, `inner`, that reads x · sigmoid(widen(silu(narrow(x)))), by `rank` numbers (A.X K2)."""
 
     rank: int = 16
 
@@ -228,6 +228,6 @@ class StateMoeSpec(MoeSpec):
 
 @dataclass(frozen=True, slots=True)
 class ScaledSpec(ParallelSpec):
-    """x becomes a x + b + c inner(norm(x)) + d, with learned vectors a to d (ZAYA); without `inner` a x + b."""
+    """x becomes a x + b + c inner(norm(x)) + d, with learned vectors (ZAYA); without `inner` a x + b."""
 
     norm: NormSpec | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from plait.checkpoint.names import NameMap, Rules
@@ -12,7 +14,7 @@ from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm
 from plait.families.config.normalize import FULL, LINEAR, SLIDING, Config
 from plait.rare_specs import JetSpec
-from plait.spec import BranchSpec, ModelSpec, NormSpec
+from plait.spec import BranchSpec, Mixer, ModelSpec, NormSpec
 
 L, JET = "model.layers.{i}", "layers.{i}.jet"
 
@@ -34,17 +36,17 @@ L, JET = "model.layers.{i}", "layers.{i}.jet"
 def jet_nemotron(c: Config) -> tuple[ModelSpec, NameMap]:
     """Jet-Nemotron 2B and 4B. A query of a window sees itself and `window_size` keys before it."""
     efficient, each = c["efficient_attention_config"], norm(c)
-    attns = {FULL: gqa(c), LINEAR: _jet(efficient.get("jet") or {})}
+    jet = _jet(efficient.get("jet") or {})
+    attns: dict[str, Mixer] = {FULL: gqa(c), LINEAR: jet}
     if SLIDING in c["layer_types"]:
         attns[SLIDING] = gqa(c, window=int(efficient["swa"]["window_size"]) + 1)
     names = {kind: "jet" if kind == LINEAR else "attn" for kind in attns}
     ffn = BranchSpec("ffn", mlp(c), each)
     layers = [(BranchSpec(names[kind], attns[kind], each), ffn) for kind in c["layer_types"]]
-    jet = attns[LINEAR]
     return model(c, "jet_nemotron", layers), NameMap(_names(jet), transformer(), ignored=unused_patterns(c))
 
 
-def _jet(told: dict[str, object]) -> JetSpec:
+def _jet(told: Mapping[str, str | float]) -> JetSpec:
     """From the words of `efficient_attention_config`; where it is silent, those of the 2B model."""
     heads, dim, taps = (
         int(told.get(k, v)) for k, v in (("num_heads", 12), ("head_dim", 96), ("conv_size", 4))

@@ -44,7 +44,9 @@ def plamo3(c: Config) -> tuple[ModelSpec, NameMap]:
 
 def _names(c: Config, layer: str) -> Rules:
     return {
-        **{"embed": "model.embed_tokens", "norm.weight": plus(1.0, "model.norm.weight"), "head": "lm_head"},
+        "embed": "model.embed_tokens",
+        "norm.weight": plus(1.0, "model.norm.weight"),
+        "head": "lm_head",
         f"{ATTN}.norm.weight": plus(OFFSETS["pre_mixer"], f"{layer}.pre_mixer_norm.weight"),
         f"{ATTN}.post_norm.weight": plus(OFFSETS["post_mixer"], f"{layer}.post_mixer_norm.weight"),
         f"{FFN}.norm.weight": plus(OFFSETS["pre_mlp"], f"{layer}.pre_mlp_norm.weight"),
@@ -52,17 +54,19 @@ def _names(c: Config, layer: str) -> Rules:
         **{f"{ATTN}.{x}_norm.weight": plus(1.0, f"{layer}.mixer.{x}_norm.weight") for x in "qk"},
         f"{ATTN}.o": f"{layer}.mixer.o_proj",
         f"{FFN}.down": f"{layer}.mlp.down_proj",
-        **_fused(c, f"{layer}.mixer.qkv_proj", f"{layer}.mlp.gate_up_proj"),
+        **_split_fused(c, f"{layer}.mixer.qkv_proj", f"{layer}.mlp.gate_up_proj"),
     }
 
 
-def _fused(c: Config, qkv: str, gate_up: str) -> Rules:
+def _split_fused(c: Config, qkv: str, gate_up: str) -> Rules:
     q, kv = c["num_attention_heads"] * c["head_dim"], c["num_key_value_heads"] * c["head_dim"]
     parts = {f"{ATTN}.{x}.weight": part(n, (q, kv, kv), f"{qkv}.weight") for n, x in enumerate("qkv")}
     return {**parts, **split_gate_up(FFN, gate_up)}
 
 
-@gguf_arch("plamo3", "Plamo3ForCausalLM", names=lambda c: _fused(c, "blk.{i}.attn_qkv", "blk.{i}.ffn_up"))
+@gguf_arch(
+    "plamo3", "Plamo3ForCausalLM", names=lambda c: _split_fused(c, "blk.{i}.attn_qkv", "blk.{i}.ffn_up")
+)
 def _plamo3_gguf(m: Metadata) -> None:
     windows(m, 8)
     if base := m.values.get("rope.freq_base_swa"):

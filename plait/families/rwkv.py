@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from plait.checkpoint.names import Derived, NameMap, Rules
+from plait.checkpoint.names import Derived, NameMap, Rules, Source
 from plait.errors import UnsupportedModel
 from plait.families.common.recipes import Stored, flat, negative_exp, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import model, norm, require
 from plait.families.config.normalize import Config
+from plait.families.gguf.arch import FILE, Metadata, gguf_arch
 from plait.quant.weight import as_tensor
 from plait.rare_specs import ChannelMixSpec, Wkv4Spec, Wkv7Spec
 from plait.spec import BranchSpec, ModelSpec, NormSpec
@@ -33,13 +34,12 @@ def rwkv(c: Config) -> tuple[ModelSpec, NameMap]:
     ffn = ChannelMixSpec(c.get("intermediate_size") or 4 * hidden, gated=True)
     layers = [(BranchSpec("mix", mix, each), BranchSpec("ffn", ffn, each)) for each in norms[:-1]]
     names: Rules = {
-        **{
-            "embed": "rwkv.embeddings",
-            "embed.norm": "rwkv.blocks.0.pre_ln",
-            "norm": "rwkv.ln_out",
-            "head": "head",
-        },
-        **{f"{MIX}.norm": f"{L4}.ln1", f"{FFN}.norm": f"{L4}.ln2"},
+        "embed": "rwkv.embeddings",
+        "embed.norm": "rwkv.blocks.0.pre_ln",
+        "norm": "rwkv.ln_out",
+        "head": "head",
+        f"{MIX}.norm": f"{L4}.ln1",
+        f"{FFN}.norm": f"{L4}.ln2",
         **_mixes4(MIX, f"{L4}.attention", {"k": "key", "v": "value", "gate": "receptance", "o": "output"}),
         **_mixes4(FFN, f"{L4}.feed_forward", {"k": "key", "v": "value", "gate": "receptance"}),
         f"{MIX}.decay": negative_exp(f"{L4}.attention.time_decay"),
@@ -91,14 +91,16 @@ def rwkv7(c: Config) -> tuple[ModelSpec, NameMap]:
 
 def _names7(heads: int) -> Rules:
     mix, low = f"{L7}.attn", {"decay": "w", "rate": "a", "gate": "g", "share": "v"}
-    names: Rules = {
-        **{"embed": "model.embeddings", "embed.norm": "model.layers.0.pre_norm", "norm": "model.norm"},
-        **{"head": "lm_head", f"{MIX}.norm": f"{L7}.attn_norm", f"{FFN}.norm": f"{L7}.ffn_norm"},
-        **{
-            f"{FFN}.k": f"{L7}.ffn.key",
-            f"{FFN}.v": f"{L7}.ffn.value",
-            f"{FFN}.shift.k": flat(f"{L7}.ffn.x_k"),
-        },
+    names: dict[str, Source | tuple[Source, ...]] = {
+        "embed": "model.embeddings",
+        "embed.norm": "model.layers.0.pre_norm",
+        "norm": "model.norm",
+        "head": "lm_head",
+        f"{MIX}.norm": f"{L7}.attn_norm",
+        f"{FFN}.norm": f"{L7}.ffn_norm",
+        f"{FFN}.k": f"{L7}.ffn.key",
+        f"{FFN}.v": f"{L7}.ffn.value",
+        f"{FFN}.shift.k": flat(f"{L7}.ffn.x_k"),
         **{f"{MIX}.{x}": f"{mix}.{x}_proj" for x in "rkvo"},
         **{f"{MIX}.shift.{x}": flat(f"{mix}.x_{low.get(x, x)}") for x in ("r", "decay", "k", "rate", "gate")},
         f"{MIX}.shift.v": flat(f"{mix}.x_v"),
@@ -107,11 +109,56 @@ def _names7(heads: int) -> Rules:
     for ours, theirs in low.items():
         names |= {f"{MIX}.{ours}.{x}": f"{mix}.{theirs}_lora.lora.{n}" for x, n in (("down", 0), ("up", 2))}
     parts = (("long", "k_k"), ("less", "k_a"), ("bonus", "r_k"))
-    return {**names, **{f"{MIX}.{ours}": _heads(heads, f"{mix}.{theirs}") for ours, theirs in parts}}
+    return {**names, **{f"{MIX}.{ours}": _split_heads(heads, f"{mix}.{theirs}") for ours, theirs in parts}}
 
 
-def _heads(heads: int, source: str) -> Derived:
+def _split_heads(heads: int, source: str) -> Derived:
     def apart(w: Stored, **_: str) -> Tensor:
         return as_tensor(w).view(heads, -1)
 
     return Derived(apart, (source,))
+
+
+def _gguf_names(c: Config) -> Rules:
+    """llama.cpp's names. All shares of the last token are in one tensor; a bias is a weight of its own."""
+    b, mix = "blk.{i}", "blk.{i}.time_mix"
+    heads = c["hidden_size"] // c["head_dim"]
+    names: dict[str, Source | tuple[Source, ...]] = {
+        "embed.norm": "token_embd_norm",
+        f"{FFN}.norm": f"{b}.attn_norm_2",
+        f"{FFN}.k": f"{b}.channel_mix_key",
+        f"{FFN}.v": f"{b}.channel_mix_value",
+        f"{FFN}.shift.k": flat(f"{b}.channel_mix_lerp_k.weight"),
+        f"{MIX}.gated_norm": f"{mix}_ln",
+    }
+    for ours, theirs in (("r", "receptance"), ("k", "key"), ("v", "value"), ("o", "output")):
+        names[f"{MIX}.{ours}"] = f"{mix}_{theirs}"
+    for n, ours in enumerate(("r", "decay", "k", "v", "rate", "gate")):
+        names[f"{MIX}.shift.{ours}"] = _pick_share(n, f"{mix}_lerp_fused.weight")
+    for ours, theirs in (("decay", "w"), ("rate", "a"), ("share", "v"), ("gate", "g")):
+        names[f"{MIX}.{ours}.up.bias"] = flat(f"{mix}_{theirs}0.weight")
+        names[f"{MIX}.{ours}.down"] = f"{mix}_{theirs}1"
+        names[f"{MIX}.{ours}.up"] = f"{mix}_{theirs}2"
+    for ours, theirs in (("long", "k_k"), ("less", "k_a"), ("bonus", "r_k")):
+        names[f"{MIX}.{ours}"] = _split_heads(heads, f"{mix}_{theirs}.weight")
+    return names
+
+
+def _pick_share(n: int, source: str) -> Derived:
+    """One of six vectors that the file has in one tensor, [6, 1, 1, hidden]."""
+
+    def picked(w: Stored, **_: str) -> Tensor:
+        return as_tensor(w).reshape(6, -1)[n].float()
+
+    return Derived(picked, (source,))
+
+
+@gguf_arch("rwkv7", "RWKV7ForCausalLM", names=_gguf_names)
+def _rwkv7_gguf(m: Metadata) -> None:
+    """The file says that there are 0 attention heads."""
+    m.put("num_attention_heads", None, f"{FILE} {m.prefix}attention.head_count")
+    ranks = {"decay": "decay", "a": "iclr", "v": "value_residual_mix", "gate": "gate"}
+    keys = {f"{ours}_low_rank_dim": f"attention.{theirs}_lora_rank" for ours, theirs in ranks.items()}
+    for key, theirs in {"head_dim": "wkv.head_size", **keys}.items():
+        if (value := m.values.get(theirs)) is not None:
+            m.put(key, value, f"{FILE} {m.prefix}{theirs}")

@@ -43,8 +43,8 @@ def zaya(c: Config) -> tuple[ModelSpec, NameMap]:
     heads, groups, each = c["num_attention_heads"], c["num_key_value_heads"], norm(c)
     if groups < 1 or heads % groups or groups * c["head_dim"] % 2 or c["num_experts_per_tok"] != 1:
         raise UnsupportedModel(
-            f"ZAYA has query heads for each key head, {groups * c['head_dim']} value channels of which one half "
-            f"is the last token's, and one expert per token; got {heads} heads, {groups} key heads, "
+            f"ZAYA has as many query heads for each key head, an even number of value channels, one expert "
+            f"per token; got {heads} heads, {groups} key heads × {c['head_dim']}, "
             f"{c['num_experts_per_tok']} experts"
         )
     layers: list[tuple[BranchSpec, ...]] = []
@@ -68,8 +68,13 @@ def _attention(c: Config, kind: str) -> CcaSpec:
             f"cca_time0 and cca_time1 are {taps}; convolutions of two tokens or more are known"
         )
     return CcaSpec(
-        **{"num_heads": c["num_attention_heads"], "num_kv_heads": c["num_key_value_heads"], "head_dim": dim},
-        **{"scale": dim**-0.5, "rope": rope(c, dim, kind), "qk_norm": UNIT, "qk_norm_over": "each"},
+        num_heads=c["num_attention_heads"],
+        num_kv_heads=c["num_key_value_heads"],
+        head_dim=dim,
+        scale=dim**-0.5,
+        rope=rope(c, dim, kind),
+        qk_norm=UNIT,
+        qk_norm_over="each",
         window=int(c["sliding_window"]) if kind == "hybrid_sliding" else None,
         taps=taps,
     )
@@ -90,12 +95,13 @@ def _names(c: Config) -> Rules:
         f"{ATTN}.norm": f"{L}.input_layernorm",
         f"{FFN}.norm": f"{L}.post_attention_layernorm",
         **{f"{ATTN}.inner.{x}": f"{qkv}.{x}_proj" for x in "qk"},
-        **{f"{ATTN}.inner.v": f"{qkv}.v_proj_current", f"{ATTN}.inner.v_last": f"{qkv}.v_proj_delayed"},
+        f"{ATTN}.inner.v": f"{qkv}.v_proj_current",
+        f"{ATTN}.inner.v_last": f"{qkv}.v_proj_delayed",
         f"{ATTN}.inner.o": f"{L}.self_attn.o_proj",
         f"{ATTN}.inner.conv.weight": conv(f"{qkv}.conv_qk_depthwise.weight"),
-        **_grouped(f"{ATTN}.inner.heads", qkv, heads + groups),
-        f"{ATTN}.inner.q_norm.weight": _repeated(f"{L}.self_attn.qk_norm.temp", heads * dim, ones=True),
-        f"{ATTN}.inner.k_norm.weight": _repeated(f"{L}.self_attn.qk_norm.temp", groups * dim),
+        **_split_taps(f"{ATTN}.inner.heads", qkv, heads + groups),
+        f"{ATTN}.inner.q_norm.weight": _repeat_head(f"{L}.self_attn.qk_norm.temp", heads * dim, ones=True),
+        f"{ATTN}.inner.k_norm.weight": _repeat_head(f"{L}.self_attn.qk_norm.temp", groups * dim),
         f"{FFN}.inner.router_bias": f"{gate}.balancing_biases",
         f"{FFN}.inner.router.enter": f"{gate}.down_proj",
         f"{FFN}.inner.router.scale": f"{gate}.router_states_scale",
@@ -121,12 +127,13 @@ def _shift(theirs: str) -> Derived:
     return Derived(scaled, (f"{theirs}_scale", f"{theirs}_bias"))
 
 
-def _grouped(ours: str, qkv: str, heads: int) -> Rules:
+def _split_taps(ours: str, qkv: str, heads: int) -> Rules:
     """The convolution within heads, [heads · d, d, taps]: a matrix of each head, which reads all taps."""
     theirs, before = f"{qkv}.conv_qk_grouped", f"{qkv}.conv_qk_depthwise.bias"
 
     def apart(w: Stored) -> Tensor:
-        return as_tensor(w).unflatten(0, (heads, -1)).transpose(2, 3)  # [heads, d out, taps, d in]
+        by_head: Tensor = as_tensor(w).unflatten(0, (heads, -1))
+        return by_head.transpose(2, 3)  # [heads, d out, taps, d in]
 
     def with_bias(bias: Stored, w: Stored, depthwise: Stored, **_: str) -> Tensor:
         added = as_tensor(depthwise).float().view(heads, 1, 1, -1)
@@ -138,7 +145,7 @@ def _grouped(ours: str, qkv: str, heads: int) -> Rules:
     }
 
 
-def _repeated(source: str, count: int, *, ones: bool = False) -> Derived:
+def _repeat_head(source: str, count: int, *, ones: bool = False) -> Derived:
     """A number of each head, for all of its channels; or as many ones."""
 
     def repeated(w: Stored, **_: str) -> Tensor:

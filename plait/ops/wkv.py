@@ -1,4 +1,4 @@
-"""RWKV's recurrences over a ragged batch: WKV of RWKV-4 (Peng et al. 2023) and of RWKV-7 (Peng et al. 2025)."""
+"""RWKV's recurrences over a ragged batch: of RWKV-4 (Peng et al. 2023) and RWKV-7 (Peng et al. 2025)."""
 
 from __future__ import annotations
 

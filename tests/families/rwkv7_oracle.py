@@ -1,4 +1,4 @@
-"""RWKV-7, written down plainly from its paper (Peng et al. 2025): the oracle for a model transformers lacks."""
+"""RWKV-7, written down from its paper (Peng et al. 2025): the oracle for a model transformers lacks."""
 
 from __future__ import annotations
 

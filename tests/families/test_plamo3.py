@@ -49,11 +49,21 @@ def test_gguf_gives_the_same() -> None:
             weight = tensors[f"model.layers.layers.{i}.{theirs}.weight"].float()
             stored[f"blk.{i}.{name}.weight"] = weight + around
     keys = {
-        **{"block_count": 4, "context_length": 128, "embedding_length": 36, "feed_forward_length": 44},
-        **{"attention.head_count": 6, "attention.head_count_kv": 2, "attention.key_length": 8},
-        **{"attention.value_length": 8, "attention.layer_norm_rms_epsilon": 1e-5, "vocab_size": 97},
-        **{"attention.sliding_window": 6, "attention.sliding_window_pattern": 3},
-        **{"rope.freq_base": 50_000.0, "rope.freq_base_swa": 700.0, "rope.dimension_count": 8},
+        "block_count": 4,
+        "context_length": 128,
+        "embedding_length": 36,
+        "feed_forward_length": 44,
+        "attention.head_count": 6,
+        "attention.head_count_kv": 2,
+        "attention.key_length": 8,
+        "attention.value_length": 8,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "vocab_size": 97,
+        "attention.sliding_window": 6,
+        "attention.sliding_window_pattern": 3,
+        "rope.freq_base": 50_000.0,
+        "rope.freq_base_swa": 700.0,
+        "rope.dimension_count": 8,
     }
     metadata = {"general.architecture": "plamo3", **{f"plamo3.{key}": value for key, value in keys.items()}}
     found = resolved(stored, gguf=metadata)

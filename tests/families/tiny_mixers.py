@@ -45,7 +45,10 @@ LING: dict[str, Any] = {
 }
 
 ZAYA: dict[str, Any] = {
-    **{"head_dim": 10, "num_experts": 6, "moe_intermediate_size": 20, "router_hidden_size": 9},
+    "head_dim": 10,
+    "num_experts": 6,
+    "moe_intermediate_size": 20,
+    "router_hidden_size": 9,
     **PAD,
 }
 
@@ -72,8 +75,14 @@ VARIANTS: dict[str, Variant] = {
         {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
             "mlp_layer_types": ["dense", "sparse", "sparse"],
-            **{"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "n_group": 4},
-            **{"topk_group": 2, "head_dim": 10, "sliding_window": 6, "rms_norm_eps": 0.1},
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 20,
+            "n_group": 4,
+            "topk_group": 2,
+            "head_dim": 10,
+            "sliding_window": 6,
+            "rms_norm_eps": 0.1,
         },
         slow=True,
     ),

@@ -33,7 +33,9 @@ LAYER_WORDS = {
     "hybrid_sliding": "hybrid_sliding",  # ZAYA
     "conv": "conv",
     "chunked_attention": "chunked_attention",
-    **{"attn": FULL, "swa": SLIDING, "jet": LINEAR},  # Jet-Nemotron
+    "attn": FULL,
+    "swa": SLIDING,
+    "jet": LINEAR,  # Jet-Nemotron
 }
 PATTERN_LETTERS = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}  # Nemotron-H
 ACTIVATIONS = {
@@ -120,26 +122,10 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
             *("use_bidirectional_attention", "per_layer_config", "hidden_size_per_layer_input"),
             *("dual_chunk_attention_config", "attention_sink_bias", "moe_latent_size", "index_topk"),
             *("linear_attn_config", "use_parallel_residual", "parallel_attn", "swiglu_limit", "hc_mult"),
-            *(
-                "query_pre_attn_scalar",
-                "sliding_window",
-                "mamba_rms_norm",
-                "attn_layer_idx",
-                "d_intermediate",
-            ),
-            *(
-                "add_cross_attention",
-                "mup_enabled",
-                "llama_4_scaling_beta",
-                "use_post_norm",
-                "layer_rope_theta",
-                "scale_attn_by_inverse_layer_idx",
-                "use_long_context",
-                "scale_depth",
-                "dim_model_base",
-                "rotary_emb_fraction",
-                "mamba_layers",
-            ),
+            *("query_pre_attn_scalar", "sliding_window", "mamba_rms_norm", "attn_layer_idx"),
+            *("d_intermediate", "add_cross_attention", "mup_enabled", "llama_4_scaling_beta"),
+            *("use_post_norm", "layer_rope_theta", "scale_attn_by_inverse_layer_idx", "use_long_context"),
+            *("scale_depth", "dim_model_base", "rotary_emb_fraction", "mamba_layers"),
         ),
         _NO,
     ),

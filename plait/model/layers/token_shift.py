@@ -6,11 +6,9 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.weights import Weights
-from plait.memory import State
 from plait.model.layers.layers import Batch
 from plait.ops.conv import causal_conv
 from plait.ops.wkv import mix_shift
-from plait.state.store import StateStore
 
 SHIFT = "shift"  # the last token, among a mixer's states
 

@@ -57,9 +57,11 @@ class JetBlock:
         self._conv = w.bind(dynamic_conv, channels=values, kernel=s.conv_kernel)
         sizes = {"heads": heads, "key_dim": s.key_dim, "value_dim": s.value_dim}
         self._scan = w.bind(delta_scan_from_gates, **sizes, kind="sigmoid", gated=False)
-        kept = {"conv": ((s.conv_kernel - 1, values), "model")}
-        kept["ssm"] = ((heads, s.key_dim, s.value_dim), w.target.state_dtype)
-        self.states: dict[str, State] = {self.name: SlotState(kept)}
+        ssm = (heads, s.key_dim, s.value_dim)
+        state = SlotState(
+            {"conv": ((s.conv_kernel - 1, values), "model"), "ssm": (ssm, w.target.state_dtype)}
+        )
+        self.states: dict[str, State] = {self.name: state}
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, hidden] -> [T, hidden]."""

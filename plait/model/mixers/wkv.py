@@ -41,7 +41,7 @@ class Wkv4:
         self.out = w.linear("o", in_size=s.size, out_sizes=(hidden,))
         self.decay, self.first = (w.tensor(name, size, torch.float32) for name in ("decay", "first"))
         self._scan, self._gate = w.bind(wkv4_scan, size=s.size), w.bind(gate)
-        kept = {name: (size, "float32") for name in ("sums", "weights", "largest")}
+        kept = dict.fromkeys(("sums", "weights", "largest"), (size, "float32"))
         self.states: dict[str, State] = {self.name: SlotState({SHIFT: self.shift.shape, **kept})}
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
@@ -63,7 +63,7 @@ def _divide7(s: Wkv7Spec, rank: Rank, hidden_size: int) -> Division:
     heads = join_ranges(rank.divide(s.num_heads, "heads"))
     own = Cut((scale_range(heads, s.head_dim),))
     names = ("r", "k", "v", "decay.up", "rate.up", "gate.up", "share.up", "gated_norm")
-    cuts = {name: own for name in names} | {name: Cut((heads,)) for name in ("long", "less", "bonus")}
+    cuts = dict.fromkeys(names, own) | {name: Cut((heads,)) for name in ("long", "less", "bonus")}
     cuts["o"] = Cut(cols=sum_of(rank.divide(s.num_heads, "heads", s.head_dim)))
     return Division(replace(s, num_heads=width(heads)), cuts)
 

@@ -64,8 +64,8 @@ def _dynamic_conv(
     rows, own, (past, channels) = TensorRows.of(x), TensorRows.of(taps), tail.shape[1:]
     if x.dim() != 2 or rows.width != channels or tuple(taps.shape) != (len(x), (past + 1) * channels):
         raise ShapeMismatch(
-            f"a convolution of x {list(x.shape)} with a tail of {past} wants taps [T, {(past + 1) * channels}], "
-            f"got {list(taps.shape)}"
+            f"a convolution of x {list(x.shape)} with a tail of {past} wants taps "
+            f"[T, {(past + 1) * channels}], got {list(taps.shape)}"
         )
     dense("a slot's tail", tail[0], past, channels)
     where, out = Sequences.of(slots, query_start, has_history), cpu.empty(rows.count, channels)

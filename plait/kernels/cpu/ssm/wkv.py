@@ -114,9 +114,8 @@ def _wkv4_scan(
     held = [word for _, x in states for word in (x, 4 * x.stride(0))]
     where, out = Sequences.of(slots, query_start, has_history), cpu.empty(count, n)
     given = [word for x, r in zip((k, v), rows, strict=True) for word in (x, r.row_bytes)]
-    cpu.launch(
-        *(wkv4_channels, n, *given, decay, first, *held, *where.words, out), rows=count, seqs=len(slots)
-    )
+    words = (n, *given, decay, first, *held, *where.words, out)
+    cpu.launch(wkv4_channels, *words, rows=count, seqs=len(slots))
     return out
 
 
@@ -215,9 +214,9 @@ def _wkv7_scan(
         name: TensorRows.of(x).strides for name, x in zip("rzkva", (r, decay, k, v, rate), strict=True)
     }
     made, bonus, out = cpu.empty(count, heads, 4, n), cpu.empty(count, heads), cpu.empty(count, heads, n)
-    given = (r, *strides["r"], decay, *strides["z"], k, *strides["k"], rate, *strides["a"])
-    cpu.launch(wkv7_keys, heads, n, *given, scales, made, bonus, rows=count)
+    keys = (r, *strides["r"], decay, *strides["z"], k, *strides["k"], rate, *strides["a"])
+    cpu.launch(wkv7_keys, heads, n, *keys, scales, made, bonus, rows=count)
     where = Sequences.of(slots, query_start, has_history)
-    given = (r, *strides["r"], v, *strides["v"], made, state, 4 * state.stride(0))
-    cpu.launch(wkv7_heads, heads, n, *given, *where.words, out, rows=count, seqs=len(slots))
+    moved = (r, *strides["r"], v, *strides["v"], made, state, 4 * state.stride(0))
+    cpu.launch(wkv7_heads, heads, n, *moved, *where.words, out, rows=count, seqs=len(slots))
     return out, bonus
