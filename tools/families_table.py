@@ -48,6 +48,8 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("LongCat-Flash", "MLA, MLP, MoE with identities", ("longcat_flash",)),
     ("GLM-4.7-Flash · Youtu-LLM", "MLA, MoE · MLP", ("glm4_moe_lite", "youtu")),
     ("A.X K1", "MLA, MoE", ("axk1",)),
+    ("A.X K2", "gated MLA with an indexer, MoE", ("axk2",)),
+    ("Beam", "gated GQA, local and global, MoE", ("beam",)),
     ("Ministral 3, Devstral 2", "GQA, queries that grow with position, MLP", ("ministral3",)),
     ("Apertus · Jais 2", "GQA, MLP", ("apertus", "jais2")),
     ("Hunyuan dense · A13B", "GQA, MLP · MoE", ("hunyuan_v1_dense", "hunyuan_v1_moe")),
@@ -97,7 +99,10 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Zamba2", "Mamba2, shared attention", ("zamba2",)),
     ("Nemotron-H", "Mamba2, GQA, MLP or MoE", ("nemotron_h",)),
     ("Falcon-H1", "Mamba2 and GQA side by side, MLP", ("falcon_h1",)),
-    ("PLaMo 2", "Mamba2-like, GQA, MLP", ("plamo2",)),
+    ("PLaMo 2 · PLaMo 3", "Mamba2-like, GQA, MLP · GQA, local and global, MLP", ("plamo2", "plamo3")),
+    ("RWKV-4 · RWKV-7", "WKV · generalized delta rule, channel mixing", ("rwkv", "rwkv7")),
+    ("Jet-Nemotron", "JetBlock, GQA, local and global, MLP", ("jet_nemotron",)),
+    ("ZAYA1", "compressed convolutional attention, MoE", ("zaya",)),
     ("LFM2, LFM2-MoE", "short convolutions, GQA, MLP or MoE", ("lfm2", "lfm2_moe")),
     ("LFM3", "short convolutions, gated GQA, local and global, MLP", ("lfm3",)),
     ("Laguna", "gated GQA, local and global, MoE", ("laguna",)),
@@ -108,6 +113,9 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 OTHER_TESTS: Mapping[str, tuple[bool, bool, bool]] = {  # Hugging Face files, GGUF, names only
     "plamo2": (True, True, True),  # test_plamo2, test_detect
     "bailing_moe_linear": (True, False, False),  # test_ling
+    "jet_nemotron": (True, False, False),  # test_jet_nemotron
+    "plamo3": (True, True, True),  # test_plamo3
+    "rwkv7": (True, True, True),  # test_rwkv7
     "MambaLMHeadModel": (True, False, False),  # test_published
     "oxidizr": (True, False, True),  # test_oxidizr
 }

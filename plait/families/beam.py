@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from plait.checkpoint.names import NameMap, Rules
+from plait.families.common.detection import ArchitectureMarker, Detection
 from plait.families.common.recipes import expert_tensors, repeat_each, transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, sigmoid_router
@@ -10,8 +11,12 @@ from plait.families.config.normalize import FULL, SLIDING, Config
 from plait.spec import BranchSpec, ModelSpec, MoeSpec, NormSpec, TemperatureSpec
 
 L, FFN = "model.layers.{i}", "layers.{i}.ffn"
-USUAL = [*(SLIDING if (i + 1) % 6 else FULL for i in range(51)), FULL]
 GROWTH = TemperatureSpec(0.1, 2048.0, 1.0, power=True)  # of queries in layers without positions
+
+
+def find_kinds(count: int) -> list[str]:
+    """Every sixth layer is whole, and so is the last one."""
+    return [*(SLIDING if (i + 1) % 6 else FULL for i in range(count - 1)), FULL]
 
 
 @family(
@@ -19,8 +24,13 @@ GROWTH = TemperatureSpec(0.1, 2048.0, 1.0, power=True)  # of queries in layers w
     model_types=("beam",),
     defaults={"norm_eps": 1e-6, "hidden_act": "silu", "head_dim": 128, "n_group": 8, "topk_group": 4}
     | {"routed_scaling_factor": 2.5, "num_experts_per_tok": 8, "sliding_window": 512}
-    | {"layer_types": USUAL, "first_k_dense_replace": 3, "final_logit_softcapping": 30.0},
+    | {"layer_types": find_kinds(52), "first_k_dense_replace": 3, "final_logit_softcapping": 30.0},
     honours=("sliding_window", "final_logit_softcapping"),
+    detection=Detection(
+        markers=(ArchitectureMarker("BeamForCausalLM", ("self_attn.gate_bias",), order=17),),
+        fill=lambda t: t.default("layer_types", find_kinds(len(t.layers)), "usual for Beam"),
+        top_k=8,
+    ),
 )
 def beam(c: Config) -> tuple[ModelSpec, NameMap]:
     """After n additions Beam's x is (the sum of all)/√n. We keep the sum: its norms then have n times eps."""

@@ -8,7 +8,6 @@ import torch
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
-from plait.families.common.detection import ArchitectureMarker, Detection
 from plait.families.common.recipes import negative_exp, reorder_rows, transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm
@@ -24,14 +23,6 @@ L, JET = "model.layers.{i}", "layers.{i}.jet"
     model_types=("jet_nemotron",),
     defaults={"norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": True},
     honours=("sliding_window",),
-    detection=Detection(
-        markers=(
-            ArchitectureMarker(
-                "JetNemotronForCausalLM", ("self_attn.dynamic_conv1d.kernel_generator.w1.weight",), order=15
-            ),
-        ),
-        kinds={"self_attn.A_log": LINEAR, "self_attn.qkv_proj.weight": FULL},
-    ),
 )
 def jet_nemotron(c: Config) -> tuple[ModelSpec, NameMap]:
     """Jet-Nemotron 2B and 4B. A query of a window sees itself and `window_size` keys before it."""

@@ -7,12 +7,21 @@ from plait.families.common.detection import ArchitectureMarker, Detection
 from plait.families.common.recipes import at, part, plus, split_gate_up, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm
+from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import FULL, SLIDING, Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch, windows
 from plait.families.plamo2 import OFFSETS
 from plait.spec import BranchSpec, ModelSpec
 
 ATTN, FFN = "layers.{i}.attn", "layers.{i}.ffn"
+
+
+def _infer_sizes(t: Tensors) -> None:
+    """Of queries, keys and values in one tensor: the outputs are as many as queries."""
+    norm, out, qkv = (t.need(f"mixer.{x}.weight") for x in ("q_norm", "o_proj", "qkv_proj"))
+    t.size("head_dim", dim := norm[1][-1], norm)
+    t.size("num_attention_heads", out[1][-1] // dim, out)
+    t.size("num_key_value_heads", (qkv[1][0] - out[1][-1]) // (2 * dim), qkv)
 
 
 @family(
@@ -24,9 +33,11 @@ ATTN, FFN = "layers.{i}.attn", "layers.{i}.ffn"
     detection=Detection(
         markers=(
             ArchitectureMarker(
-                "Plamo3ForCausalLM", ("mixer.qkv_proj.weight", "mixer.q_norm.weight"), order=22
+                "Plamo3ForCausalLM", ("mixer.qkv_proj.weight", "mixer.q_norm.weight"), order=19
             ),
         ),
+        kinds={"mixer.qkv_proj.weight": FULL},
+        sizes=_infer_sizes,
     ),
 )
 def plamo3(c: Config) -> tuple[ModelSpec, NameMap]:

@@ -6,10 +6,12 @@ from torch import Tensor
 
 from plait.checkpoint.names import Derived, NameMap, Rules, Source
 from plait.errors import UnsupportedModel
+from plait.families.common.detection import ArchitectureMarker, Detection
 from plait.families.common.recipes import Stored, flat, negative_exp, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import model, norm, require
-from plait.families.config.normalize import Config
+from plait.families.common.tensors import Tensors
+from plait.families.config.normalize import LINEAR, Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch
 from plait.quant.weight import as_tensor
 from plait.rare_specs import ChannelMixSpec, Wkv4Spec, Wkv7Spec
@@ -68,11 +70,25 @@ def _share_of_last(source: str) -> Derived:
     return Derived(rest, (source,))
 
 
+def _infer_sizes(t: Tensors) -> None:
+    """All of RWKV-7's sizes are in its shapes."""
+    t.size("head_dim", (found := t.need("attn.r_k"))[1][-1], found)
+    t.size("intermediate_size", (found := t.need("ffn.key.weight"))[1][0], found)
+    for key, letter in (("decay", "w"), ("a", "a"), ("v", "v"), ("gate", "g")):
+        if found_rank := t.first(f"attn.{letter}_lora.lora.0.weight"):
+            t.size(f"{key}_low_rank_dim", found_rank[1][0], found_rank)
+
+
 @family(
     *("RWKV7ForCausalLM", "Rwkv7ForCausalLM"),
     model_types=("rwkv7",),
     defaults={"norm_eps": 1e-5, "head_dim": 64, "tie_word_embeddings": False, "hidden_act": "relu2"}
     | {"decay_low_rank_dim": 64, "gate_low_rank_dim": 128, "a_low_rank_dim": 64, "v_low_rank_dim": 32},
+    detection=Detection(
+        markers=(ArchitectureMarker("RWKV7ForCausalLM", ("attn.r_k", "attn.x_r"), order=14),),
+        kinds={"attn.r_k": LINEAR},
+        sizes=_infer_sizes,
+    ),
 )
 def rwkv7(c: Config) -> tuple[ModelSpec, NameMap]:
     """RWKV-7 (Goose) in the layout of flash-linear-attention, as its checkpoints are published."""

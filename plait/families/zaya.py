@@ -11,17 +11,35 @@ from plait.families.common.detection import ArchitectureMarker, Detection
 from plait.families.common.recipes import Stored, conv, ends, expert_tensors, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import mlp, model, norm, rope
+from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import Config
 from plait.quant.weight import as_tensor
 from plait.rare_specs import CcaSpec, ScaledSpec, StateMoeSpec
 from plait.spec import BranchSpec, ModelSpec, NormSpec, RouterSpec
 
 L, ATTN, FFN = "model.layers.{i}", "layers.{i}.attn", "layers.{i}.ffn"
+QKV = "self_attn.qkv_proj"
 UNIT = NormSpec(1e-14)  # lengths of queries and keys, which no number is added to
 ROPES = {
     kind: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 0.5}
     for kind, theta in (("hybrid", 5e6), ("hybrid_sliding", 1e4))
 }
+
+
+def _infer_sizes(t: Tensors) -> None:
+    """The convolution within heads shows how wide they are, and a number for each key head how many."""
+    temperatures, taps = t.need("self_attn.qk_norm.temp"), t.need(f"{QKV}.conv_qk_grouped.weight")
+    queries, before = t.need(f"{QKV}.q_proj.weight"), t.need(f"{QKV}.conv_qk_depthwise.weight")
+    t.size("head_dim", dim := taps[1][1], taps)
+    t.size("num_key_value_heads", temperatures[1][0], temperatures)
+    t.size("num_attention_heads", queries[1][0] // max(dim, 1), queries)
+    t.size("cca_time0", before[1][-1], before)
+    t.size("cca_time1", taps[1][-1], taps)
+    stacked = t.need("mlp.experts.down_proj")
+    t.size("num_experts", stacked[1][0], stacked)
+    t.size("moe_intermediate_size", stacked[1][-1], stacked)
+    router = t.need("mlp.gate.down_proj.weight")
+    t.size("router_hidden_size", router[1][0], router)
 
 
 @family(
@@ -36,6 +54,7 @@ ROPES = {
             ArchitectureMarker("ZayaForCausalLM", ("self_attn.qkv_proj.conv_qk_depthwise.weight",), order=16),
         ),
         words={"self_attn.qkv_proj.conv_qk_depthwise.weight": "hybrid"},
+        sizes=_infer_sizes,
     ),
 )
 def zaya(c: Config) -> tuple[ModelSpec, NameMap]:

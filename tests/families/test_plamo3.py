@@ -38,6 +38,16 @@ def test_logits_are_those_of_the_description() -> None:
     answers(decoder(found, memory), [logits(CONFIG, tensors, ids) for ids in IDS])
 
 
+def test_names_alone_show_it() -> None:
+    config = {**CONFIG, "sliding_window_pattern": 8, "rope_local_theta": 10_000, "rms_norm_eps": 1e-6}
+    tensors = checkpoint(config)
+    memory = Memory({name: t.float() for name, t in tensors.items()})
+    found = resolved(memory, None)
+    assert found.spec.family == "plamo3"
+    wide = {**config, "window_size": 2048}
+    answers(decoder(found, memory), [logits(wide, tensors, ids) for ids in IDS])
+
+
 def test_gguf_gives_the_same() -> None:
     tensors = checkpoint(CONFIG)
     c, stored = CONFIG, Memory({"token_embd.weight": tensors["model.embed_tokens.weight"].float()})

@@ -19,6 +19,9 @@ def test_logits_are_those_of_the_description() -> None:
     assert worst(whole(model, IDS[0]).double(), wanted[0]) <= 1e-4
     for got, want in zip(in_pieces(model, IDS), wanted, strict=True):
         assert worst(got.double(), want) <= 1e-4
+    bare = resolved(memory, None)
+    assert bare.spec.family == "rwkv7"
+    assert worst(whole(decoder(bare, memory), IDS[0]).double(), wanted[0]) <= 1e-4
 
 
 NAMES = {  # of llama.cpp's converter

@@ -96,7 +96,9 @@ VARIANTS: dict[str, Variant] = {
     "rwkv": Variant(
         "RwkvConfig", {"attention_hidden_size": 40, "layer_norm_epsilon": 1e-3, "rescale_every": 2}
     ),
-    "zaya": Variant("ZayaConfig", {**ZAYA, "attention_bias": True, "lm_head_bias": True, "cca_time1": 3}),
+    "zaya": Variant(
+        "ZayaConfig", {**ZAYA, "attention_bias": True, "lm_head_bias": True, "cca_time1": 3}, bare=True
+    ),
     "zaya_window": Variant(
         "ZayaConfig",
         {**ZAYA, "layer_types": ["hybrid", "hybrid_sliding", "hybrid"], "sliding_window": 6},
