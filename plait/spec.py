@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 UNLIMITED = float("inf")
-Activation = Literal["silu", "gelu", "gelu_pytorch_tanh", "relu2", "relu", "swiglu_oai", "xielu"]
+Activation = Literal[
+    "silu", "gelu", "gelu_pytorch_tanh", "relu2", "relu", "swiglu_oai", "xielu", "swiglu_7", "swiglu_16"
+]
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,7 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Hunyuan dense · A13B", "GQA, MLP · MoE", ("hunyuan_v1_dense", "hunyuan_v1_moe")),
     ("AFMoE (Trinity)", "gated GQA, local and global, MoE", ("afmoe",)),
     ("Hy3 · Mellum 2", "GQA, local and global, MoE", ("hy_v3", "mellum")),
+    ("Step 3.5, text of 3.7", "gated GQA, local and global, MoE", ("step3p5",)),
     ("MiMo-V2-Flash", "GQA with sinks, local and global, MoE", ("mimo_v2_flash",)),
     ("MiniCPM 3", "MLA, MLP", ("minicpm3",)),
     ("MiniMax-M2 · dots.llm1 · Solar Open", "GQA, MoE", ("minimax_m2", "dots1", "solar_open")),

@@ -69,6 +69,7 @@ NESTS = ("text_config", "llm_config", "language_config")
 ALIASES: Mapping[str, tuple[str, ...]] = {
     "hidden_size": ("d_model", "n_embd"),
     "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size"),
+    "num_key_value_heads": ("num_attention_groups",),
     "num_attention_heads": ("n_head", "attention_heads", "n_heads"),
     "rope_theta": ("rotary_emb_base",),
     "rope_local_base_freq": ("rope_local_theta",),
@@ -82,10 +83,15 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     ),
     "layer_types": ("layers_block_type",),
     "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
-    "num_experts_per_tok": ("num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"),
+    "num_experts_per_tok": ("num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "moe_top_k"),
     "moe_intermediate_size": ("expert_ffn_hidden_size",),
     "norm_topk_prob": ("moe_renormalize",),
-    "routed_scaling_factor": ("route_scale", "router_scaling_factor", "moe_routed_scaling_factor"),
+    "routed_scaling_factor": (
+        "route_scale",
+        "router_scaling_factor",
+        "moe_routed_scaling_factor",
+        "moe_router_scaling_factor",
+    ),
     "num_shared_experts": ("n_shared_experts", "moe_num_shared_experts"),
     "shared_intermediate_size": ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
     "mamba_n_heads": ("mamba_num_heads", "n_mamba_heads"),
@@ -311,6 +317,9 @@ def _layer_types(c: Config) -> list[str]:
         kinds = [_word(letter, PATTERN_LETTERS, "hybrid_override_pattern") for letter in pattern]
     else:
         kinds = _linear_kinds(c) or [_layer_kind(c, i) for i in range(c["num_hidden_layers"])]
+    extra = c.get("num_nextn_predict_layers") or 0
+    if extra and len(kinds) == c.get("num_hidden_layers", 0) + extra:
+        return kinds[:-extra]  # the last are those of drafts (Step)
     if "num_hidden_layers" in c and len(kinds) != c["num_hidden_layers"]:
         raise UnsupportedModel(
             f"the config names {len(kinds)} layer types for {c['num_hidden_layers']} layers; they must agree"
