@@ -11,7 +11,7 @@ from plait.families.common.recipes import Stored, flat, negative_exp, unused_pat
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import model, norm, require
 from plait.families.common.tensors import Tensors
-from plait.families.config.normalize import LINEAR, Config
+from plait.families.config.normalize import Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch
 from plait.quant.weight import as_tensor
 from plait.rare_specs import ChannelMixSpec, Wkv4Spec, Wkv7Spec
@@ -86,7 +86,6 @@ def _infer_sizes(t: Tensors) -> None:
     | {"decay_low_rank_dim": 64, "gate_low_rank_dim": 128, "a_low_rank_dim": 64, "v_low_rank_dim": 32},
     detection=Detection(
         markers=(ArchitectureMarker("RWKV7ForCausalLM", ("attn.r_k", "attn.x_r"), order=14),),
-        kinds={"attn.r_k": LINEAR},
         sizes=_infer_sizes,
     ),
 )

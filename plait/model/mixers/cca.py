@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.weights import Weights
+from plait.errors import CannotDivide
 from plait.memory import SlotState, State
 from plait.model.layers.layers import Batch
 from plait.model.mixers.attention import Attention, describe_attention
@@ -17,6 +18,7 @@ from plait.ops.heads import map_heads
 from plait.ops.linear import Linear
 from plait.ops.rows import join
 from plait.ops.streams import mix_streams
+from plait.partition import Division, Rank
 from plait.rare_specs import CcaSpec
 from plait.state.store import StateStore
 
@@ -25,7 +27,12 @@ def _words(m: CcaSpec) -> str:
     return f"{describe_attention(m)}, convolved over {m.taps[0]} and {m.taps[1]} tokens"
 
 
-@mixer(CcaSpec, _words)
+def _divide(s: CcaSpec, rank: Rank, hidden_size: int) -> Division:
+    """The halves of the values would be on other ranks than the heads that they are of."""
+    raise CannotDivide("convolved heads, of which values are of two tokens, are not divided among ranks")
+
+
+@mixer(CcaSpec, _words, _divide)
 class Cca(Attention):
     """`conv` has taps of each channel, without a bias, because `heads.bias` contains what it would add.
 

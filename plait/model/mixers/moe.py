@@ -34,7 +34,7 @@ def _words(m: spec.MoeSpec) -> str:
     return f"MoE, {m.top_k} of {m.num_experts} experts × {m.expert.size}, {m.router.score}{shared}{latent}"
 
 
-def _divide(s: spec.MoeSpec, rank: Rank, hidden_size: int) -> Division:
+def divide_moe(s: spec.MoeSpec, rank: Rank, hidden_size: int) -> Division:
     """A part of each expert's features; with `whole_experts` some of the experts. The router is whole."""
     if s.latent:  # what leaves the latent space would have to be summed before
         raise CannotDivide(f"experts between linear layers of {s.latent} are not divided among ranks")
@@ -53,7 +53,7 @@ def _divide(s: spec.MoeSpec, rank: Rank, hidden_size: int) -> Division:
     return Division(replace(s, expert=expert, shared=shared), cuts)
 
 
-@mixer(spec.MoeSpec, _words, _divide)
+@mixer(spec.MoeSpec, _words, divide_moe)
 class Moe:
     """Several shares of a rank are computed each by itself: sums are then in the order of shares.
 
@@ -78,7 +78,8 @@ class Moe:
         ]
         self._combine, self._split = w.bind(combine), w.bind(split_identities)
         # What identities give is whole on every rank: it is added to the sum over ranks.
-        self.is_summed, self._ranks = s.identities is not None, (w.target.comm, w.target.dtype)
+        self.is_summed = s.identities is not None and self.gives_back
+        self._ranks = (w.target.comm, w.target.dtype)
         self._scale_rows = w.bind(scale_rows) if s.weigh_input or s.identities else None
         self._norms = [
             Norm(norm, w.scope(name), hidden) if norm else None

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from plait.checkpoint.weights import Weights
 from plait.model.layers.layers import Batch, Norm
-from plait.model.mixers.moe import Moe
+from plait.model.mixers.moe import Moe, divide_moe
 from plait.model.mixers.registry import mixer
 from plait.ops.activation import activate
 from plait.ops.linear import Linear
@@ -21,7 +21,7 @@ def _words(m: StateMoeSpec) -> str:
     return f"MoE, {m.top_k} of {m.num_experts} experts × {m.expert.size} or none, a router of {m.router_size}"
 
 
-@mixer(StateMoeSpec, _words)
+@mixer(StateMoeSpec, _words, divide_moe)
 class StateMoe(Moe):
     """`router.enter` makes the numbers, `router.scale` says how much of the last layer's is added."""
 
