@@ -10,7 +10,7 @@ AUDIO = "it is made for sound, and Plait reads and writes text"
 IMAGE = "its text layers are made to attend to images, and Plait reads and writes text"
 DIFFUSION = "it writes by diffusion, many tokens at once, and Plait writes one token after another"
 DRAFTER = "it drafts for another model and reads that model's keys, so it does not run by itself"
-INDEXER = "its attention chooses tokens by an indexer, which is not implemented"
+BLOCKS = "its attention chooses blocks of keys for each key head, which is not implemented"
 STREAMS = "it has several residual streams, which are not implemented"
 
 # reason -> model types
@@ -36,7 +36,12 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
     IMAGE: ("git",),
     DIFFUSION: ("diffusion_gemma", "dream", "llada", "llada2_moe", "sdar", "sdar_moe"),
     DRAFTER: ("gemma4_assistant", "gemma4_unified_assistant"),
-    INDEXER: ("dots3_note", "dots3_note_text", "minimax_m3_vl_text"),
+    BLOCKS: ("minimax_m3_vl_text", "minicpm_sala"),
+    "some layers have windows over latents, which is not implemented": ("dots3_note", "dots3_note_text"),
+    "it puts learned tokens before each text, which is not implemented": ("hymba",),
+    "it takes the difference of two attentions over keys of an earlier layer, which is not implemented": (
+        *("phi4flash", "phi4_flash"),
+    ),
     STREAMS: (
         *("deepseek_v4", "hy_v4", "inkling2_text", "inkling_text"),
         *("kimi_k3", "qwen4_exp", "qwen4_exp_text"),
