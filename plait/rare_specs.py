@@ -231,3 +231,14 @@ class ScaledSpec(ParallelSpec):
     """x becomes a x + b + c inner(norm(x)) + d, with learned vectors (ZAYA); without `inner` a x + b."""
 
     norm: NormSpec | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DifferenceSpec(AttentionSpec):
+    """Head h minus λ times head h + num_heads / 2, over values of two heads (Ye et al. 2024; DiffLlama).
+
+    λ is learned around `balance`. `norm`: of each pair's output, without a weight.
+    """
+
+    balance: float = 0.8
+    norm: NormSpec = NormSpec()

@@ -135,6 +135,7 @@ VARIANTS: dict[str, Variant] = {
         slow=True,
     ),
     "step3p5": Variant("Step3p7Config", STEP, model="Step3p7ForConditionalGeneration", slow=True),
+    "diffllama": Variant("DiffLlamaConfig", {"head_dim": 12, "attention_bias": True}, bare=True),
     "zamba": Variant("ZambaConfig", {**ZAMBA, "tie_word_embeddings": True}, slow=True),
     "zamba_plain": Variant("ZambaConfig", {**ZAMBA, "n_mamba_heads": 1, "mamba_conv_bias": False}, slow=True),
     "xlstm": Variant("xLSTMConfig", XLSTM, slow=True),
