@@ -53,13 +53,12 @@ class Recurrent(Mixer):
 
 @dataclass(frozen=True, slots=True)
 class TemperatureSpec:
-    """Queries that grow with their position p: by 1 + growth · ln(1 + ⌊(p + first) / length⌋) (Llama 4), or
-    with `power` by (1 + (p + first) / length)^growth (Beam)."""
+    """Queries that grow with their position p: by 1 + growth · ln(1 + ⌊(p + first) / length⌋) (Llama 4)."""
 
     growth: float
     length: float
     first: float = 0.0
-    power: bool = False
+    power: bool = False  # by (1 + (p + first) / length)^growth instead (Beam)
 
 
 @dataclass(frozen=True, slots=True)

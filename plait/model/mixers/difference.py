@@ -34,7 +34,7 @@ def _divide(s: DifferenceSpec, rank: Rank, hidden_size: int) -> Division:
 
 
 @mixer(DifferenceSpec, _words, _divide)
-class Difference:
+class DifferenceAttention:
     """`lambda_q1` and so on are vectors of a head's width."""
 
     def __init__(self, s: DifferenceSpec, w: Weights) -> None:
@@ -63,7 +63,8 @@ class Difference:
         q, k, first, second = self.qkv(x).split(self._sizes, -1)
         values = self._join(self._join(first, first), self._join(second, second))
         parts = (self._join(q, q), self._join(k, k), values)
-        out = self._attend_twice(*(part.unflatten(-1, (-1, s.head_dim)) for part in parts), batch, store)
+        q, k, v = (part.unflatten(-1, (-1, s.head_dim)) for part in parts)
+        out = self._attend_twice(q, k, v, batch, store)
         wide = self._join(*out.chunk(2, 1))  # [T, heads, 2 d]
         minuend, other = (half.flatten(1) for half in wide.chunk(2, 1))
         y = self._combine(minuend, other, -self.share).unflatten(-1, (-1, 2 * s.head_dim))
