@@ -12,7 +12,9 @@ from plait.errors import InvalidField
 from plait.sampling_fields import (
     MAX_ALLOWED,
     MAX_BREAKERS,
+    MAX_EXPRESSIONS,
     STOP,
+    STOP_REGEX,
     ChoiceFields,
     Declared,
     MaxTokens,
@@ -46,6 +48,7 @@ class SamplingParams(ChoiceFields):
 
     max_tokens: MaxTokens = 100
     stop: Annotated[tuple[str, ...], STOP] = ()
+    stop_regex: Annotated[tuple[str, ...], STOP_REGEX] = ()
     logprobs: NumLogprobs = None
     prompt_logprobs: NumLogprobs = None
     structured_outputs: Mapping[str, Any] | None = None
@@ -81,6 +84,7 @@ class SamplingParams(ChoiceFields):
         for name in ("bad_words", "logit_bias_strings"):
             check_texts(name, getattr(self, name))
         check_texts("dry_sequence_breakers", self.dry_sequence_breakers, MAX_BREAKERS)
+        check_texts("stop_regex", self.stop_regex, MAX_EXPRESSIONS)
         if (count := len(self.allowed_token_ids)) > MAX_ALLOWED:
             text = f"allowed_token_ids: it has {count} ids; send at most {MAX_ALLOWED}"
             raise InvalidField(text, "allowed_token_ids")
@@ -109,6 +113,11 @@ class SamplingParams(ChoiceFields):
         return penalties != (1, 0, 0) or bool(self.dry_multiplier or self.bad_word_ids)
 
     @property
+    def is_ended_by_text(self) -> bool:
+        """Whether text may end a choice, which only its reader sees."""
+        return bool(self.stop or self.stop_regex)
+
+    @property
     def num_sequences(self) -> int:
         """How many choices are generated."""
         return self.n if self.best_of is None else self.best_of
@@ -131,7 +140,7 @@ class SamplingParams(ChoiceFields):
 
 
 _LISTS = (
-    *("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "dry_sequence_breakers", "samplers"),
+    *("stop", "stop_regex", "stop_token_ids", "allowed_token_ids", "bad_words", "dry_sequence_breakers", "samplers"),
     *("bad_word_ids", "dry_breaker_ids"),
 )
 _HINTS = get_type_hints(SamplingParams, include_extras=True).items()

@@ -17,6 +17,7 @@ from plait.errors import InvalidField
 
 MAX_LOGPROBS, MAX_N, MAX_DRY_LENGTH = 20, 128, 512
 MAX_WORDS, MAX_WORD_CHARS = 1024, 1024  # texts of one field, and characters of one of them
+MAX_EXPRESSIONS = 16  # of stop_regex
 MAX_BREAKERS = 32  # texts of dry_sequence_breakers: the vocabulary is searched for each
 MAX_ALLOWED = 8192  # token ids of allowed_token_ids, which every step reads
 _INT64 = 2**63 - 1
@@ -57,6 +58,7 @@ def _words(
 
 NO_ENTRIES = Meta(extra_json_schema={"default": {}})
 STOP = _words("text that ends it; may be repeated")
+STOP_REGEX = _words("an expression of which a match ends it; may be repeated")
 MaxTokens = Annotated[
     int | None, _words("most tokens to write", 0, also="n_predict num_predict max_new_tokens")
 ]
@@ -150,6 +152,7 @@ class ChoiceFields(SamplingFields):
     best_of: Annotated[int | None, _words("choices to generate; the best n return", 1, MAX_N)] = None
     max_tokens: MaxTokens = None
     stop: Annotated[str | tuple[str, ...], STOP] = ()
+    stop_regex: Annotated[str | tuple[str, ...], STOP_REGEX] = ()
     truncate_prompt_tokens: Annotated[
         int | None,
         _words("the prompt's last so many tokens; -1: as many as fit", -1, also="truncate"),
