@@ -18,6 +18,7 @@ from plait.engine.adapters import parse_named, why_no_name
 from plait.engine.admission import MAX_CHARS_PER_TOKEN, USUAL_SERVICE, RequestLimits, ServiceOptions
 from plait.errors import BadGrammar, BadTemplate, CapacityError, InvalidField
 from plait.frontend.deltas import MOST_AT_ONCE
+from plait.frontend.field_rules import check_combination, resolve
 from plait.frontend.loop import Loop
 from plait.frontend.model_head import NO_HEAD, ModelHead
 from plait.frontend.output_stream import LoopBridges, OutputStream
@@ -176,9 +177,11 @@ class Front:
         else:
             ids = tuple(prompt)
         ids = truncate_prompt(ids, params, self.max_model_len)
+        check_combination(params, self.max_num_seqs)
+        negative, params = self._negative(params, ids, allow_special)
         demanded = params.structured_outputs
         grammar = None if demanded is None else grammar_from({"structured_outputs": demanded})
-        params = replace(params.resolved(self.generation_config), structured_outputs=None)
+        params = replace(resolve(params, self.generation_config), structured_outputs=None)
         self._check_stops(params)
         params = self._words.apply(params)
         if params.seed is None:
@@ -195,9 +198,27 @@ class Front:
             priority=terms.priority,
             timeout_s=terms.timeout_s,
             adapter=terms.adapter,
+            negative_ids=negative,
         )
         wrote = self.tokenizer.name if self.tokenizer and isinstance(prompt, str) else ""
         return self.tried(self.held(self.limits.admit(request, wrote), grammar))
+
+    def _negative(
+        self, params: SamplingParams, ids: tuple[int, ...], allow_special: bool
+    ) -> tuple[tuple[int, ...], SamplingParams]:
+        """The negative prompt in tokens, and the parameters without its text."""
+        if not params.is_guided:
+            return (), params
+        text, found = params.negative_prompt, ids[-1:]
+        if isinstance(text, tuple):
+            found = text or found
+        elif text is not None:
+            self.limits.check_chars(len(text), "negative_prompt")
+            if self.tokenizer is None:
+                no_text = f"negative_prompt: {self.name} has no tokenizer; leave it out"
+                raise InvalidField(no_text, "negative_prompt")
+            found = self.encode(text, allow_special=allow_special) or found
+        return found, replace(params, negative_prompt=None)
 
     def _check_stops(self, params: SamplingParams) -> None:
         if params.is_ended_by_text and not self.tokenizer:

@@ -1,6 +1,6 @@
 """Regular expressions of `stop_regex`: their syntax, and the automaton that finds them in a stream.
 
-The syntax is what Python's `re` and Rust's `regex` share and what a stream can decide: literals, `.`, classes,
+The syntax is what Python's `re` and Rust's `regex` share and a stream can decide: literals, `.`, classes,
 groups, `|`, `*`, `+`, `?`, `{m,n}`, `^`, and the flags i, m and s. What must look ahead or back is refused.
 
 An expression becomes an automaton of Thompson's construction (1968). Its size is bounded, and a step visits
