@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 
 from plait.errors import InvalidField
-from plait.request import SamplingParams
+from plait.request import Grammar, SamplingParams, ThinkingBudget
 from plait.sampling_fields import SamplingFields
 
 # With beam search tokens are not drawn, so what changes a draw is refused; these values change nothing.
@@ -68,6 +68,15 @@ def _check_beams(params: SamplingParams, max_num_seqs: int) -> None:
         name = "n" if params.beam_width is None else "beam_width"
         most = f"{max_num_seqs}, the most sequences of a step (--max-num-seqs)"
         raise InvalidField(f"{name}: {num_beams} beams are more than {most}", name)
+
+
+def check_unconstrained(grammar: Grammar | None, thinking: ThinkingBudget | None) -> None:
+    """Raises InvalidField for a beam search with a grammar, or with a budget of thinking."""
+    if grammar is not None:
+        name = grammar.param or "tools"
+        raise InvalidField(f"{name}: {ALONE}", name)
+    if thinking is not None:
+        raise InvalidField(f"thinking_token_budget: {ALONE}", "thinking_token_budget")
 
 
 def resolve(params: SamplingParams, generation_config: Mapping[str, object]) -> SamplingParams:

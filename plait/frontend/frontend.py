@@ -18,7 +18,7 @@ from plait.engine.adapters import parse_named, why_no_name
 from plait.engine.admission import MAX_CHARS_PER_TOKEN, USUAL_SERVICE, RequestLimits, ServiceOptions
 from plait.errors import BadGrammar, BadTemplate, CapacityError, InvalidField
 from plait.frontend.deltas import MOST_AT_ONCE
-from plait.frontend.field_rules import check_combination, resolve
+from plait.frontend.field_rules import check_combination, check_unconstrained, resolve
 from plait.frontend.loop import Loop
 from plait.frontend.model_head import NO_HEAD, ModelHead
 from plait.frontend.output_stream import LoopBridges, OutputStream
@@ -251,8 +251,11 @@ class Front:
     ) -> Request:
         """The same request, constrained: every choice matches `grammar` and thinks as `thinking` allows.
 
-        The grammar is not tried out yet: see `untried`. Raises BadGrammar for one that is too large.
+        The grammar is not tried out yet: see `untried`. Raises BadGrammar for one that is too large, and
+        InvalidField with a beam search.
         """
+        if request.params.use_beam_search:
+            check_unconstrained(grammar, thinking)
         if grammar is not None:
             if self.grammars is None:
                 raise BadGrammar(f"{self.name} has no tokenizer, so no grammar can be kept", grammar.param)

@@ -19,7 +19,7 @@ PROMPTS = ([3, 14, 15, 92, 65, 35], [89, 79, 32, 38, 46, 26, 43, 38, 32, 79, 50,
 ENDS = (5, 9, 17, 40)
 
 
-@pytest.fixture(scope="module", params=["llama", "bamba", "qwen3_next"])
+@pytest.fixture(scope="module", params=["llama", "bamba", pytest.param("qwen3_next", marks=pytest.mark.slow)])
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, Any]]:
     """A tiny model here and there: attention alone, and two hybrids."""
     folder: Path = tmp_path_factory.mktemp(request.param)
