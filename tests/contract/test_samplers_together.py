@@ -52,7 +52,9 @@ def test_guidance_leads_away_from_the_negative_prompt_and_is_repeatable(client: 
     assert nothing == plain, "at 0 the negative prompt alone speaks, which is the prompt here"
     other = whole(client, **{**asked, "negative_prompt": "In Spain it is"})[0]["text"]
     assert other != plain
-    assert [whole(client, **{**asked, "negative_prompt": "In Spain it is"})[0]["text"] for _ in range(2)] == [other] * 2
+    assert [whole(client, **{**asked, "negative_prompt": "In Spain it is"})[0]["text"] for _ in range(2)] == [
+        other
+    ] * 2
     chat = client.chat("Hi", guidance_scale=2.0, negative_prompt="Hello", temperature=0, max_tokens=4)
     assert chat.status == 200, chat.body
 

@@ -20,7 +20,9 @@ ENDS = (5, 9, 17, 40)
 
 
 @pytest.fixture(scope="module", params=["llama", "bamba", pytest.param("qwen3_next", marks=pytest.mark.slow)])
-def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, Any]]:
+def both(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[LLM, Any]]:
     """A tiny model here and there: attention alone, and two hybrids."""
     folder: Path = tmp_path_factory.mktemp(request.param)
     tiny.write(request.param, folder)
@@ -30,7 +32,9 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         yield ours, theirs
 
 
-def their_beams(model: Any, prompt: list[int], width: int, count: int, **more: Any) -> list[tuple[list[int], float]]:
+def their_beams(
+    model: Any, prompt: list[int], width: int, count: int, **more: Any
+) -> list[tuple[list[int], float]]:
     found = model.generate(
         torch.tensor([prompt]),
         num_beams=width,
@@ -64,9 +68,7 @@ def their_beams(model: Any, prompt: list[int], width: int, count: int, **more: A
 )
 def test_beams_are_those_of_transformers(both: tuple[LLM, Any], more: dict[str, Any]) -> None:
     ours, theirs = both
-    params = BeamSearchParams(
-        beam_width=4, max_tokens=12, stop_token_ids=ENDS, ignore_eos=True, **more
-    )
+    params = BeamSearchParams(beam_width=4, max_tokens=12, stop_token_ids=ENDS, ignore_eos=True, **more)
     found = ours.beam_search(list(PROMPTS), params)  # together, so that their beams share steps
     for prompt, output in zip(PROMPTS, found, strict=True):
         expected = their_beams(theirs, prompt, 4, 12, **more)
@@ -88,7 +90,9 @@ def test_a_beam_of_one_is_greedy(both: tuple[LLM, Any]) -> None:
 
 @pytest.mark.parametrize("negative", [None, [1, 2, 3, 4]])
 @pytest.mark.parametrize("scale", [0.5, 1.5, 4.0])
-def test_guidance_is_that_of_transformers(both: tuple[LLM, Any], scale: float, negative: list[int] | None) -> None:
+def test_guidance_is_that_of_transformers(
+    both: tuple[LLM, Any], scale: float, negative: list[int] | None
+) -> None:
     ours, theirs = both
     for prompt in PROMPTS:
         expected = theirs.generate(
