@@ -66,9 +66,9 @@ def _request(
     return VerifyRequest(name, replace(front.prepare(prompt, made), id=name), turn)
 
 
-def sampler_cells(batch: int, block_size: int, asked: Iterable[VerifyRequest]) -> Iterator[Cell]:
-    """Each sampler that is asked for: in batches and chunks, preempted, and behind a cache and drafts."""
-    keeps, turns = {"prefix_cache": True, "snapshot_interval": block_size}, {one.turn for one in asked}
+def sampler_cells(batch: int, block_size: int, requests: Iterable[VerifyRequest]) -> Iterator[Cell]:
+    """Each sampler that has a request: in batches and chunks, preempted, and behind a cache and drafts."""
+    keeps, turns = {"prefix_cache": True, "snapshot_interval": block_size}, {one.turn for one in requests}
     for turn, what in ((SAMPLED, "samplers"), (TOGETHER, "guidance and beams")):
         if turn not in turns:
             continue

@@ -36,11 +36,11 @@ class MatchState:
     """Groups of live nodes, by where their match begins; the last may begin at the next character."""
 
     groups: tuple[tuple[int, ...], ...]
-    steps: dict[frozenset[int], Step] = field(default_factory=dict)
+    steps: dict[frozenset[int], MatchStep] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class MatchStep:
     """Where a character leads. `origins`: by group, which one it was, or HERE.
 
     `found`: the number of the expression that is complete, and the origin of its match.
@@ -67,7 +67,7 @@ class Automaton:
             raise InvalidField(f"stop_regex: {text}; ask for a character at least", "stop_regex")
         self.first = MatchState((live,))
 
-    def step(self, state: MatchState, char: str) -> Step:
+    def step(self, state: MatchState, char: str) -> MatchStep:
         """What a character leads to."""
         passed = self._chars.get(char)
         if passed is None:
@@ -77,7 +77,7 @@ class Automaton:
             passed = self._chars[char] = frozenset(found | ({BREAK} if char == "\n" else set()))
         return state.steps.get(passed) or self._make(state, passed)
 
-    def _make(self, state: MatchState, passed: frozenset[int]) -> Step:
+    def _make(self, state: MatchState, passed: frozenset[int]) -> MatchStep:
         seen: set[int] = set()  # a node counts for the earliest match that reaches it
         groups, origins, found, is_line = [], [], None, BREAK in passed
         for origin, group in enumerate(state.groups):
@@ -92,7 +92,7 @@ class Automaton:
         if live:
             groups.append(live)
             origins.append(HERE)
-        made = state.steps[passed] = Step(self._interned(tuple(groups)), tuple(origins), found)
+        made = state.steps[passed] = MatchStep(self._interned(tuple(groups)), tuple(origins), found)
         return made
 
     def _interned(self, groups: tuple[tuple[int, ...], ...]) -> MatchState:

@@ -63,7 +63,7 @@ class Either:
 
 
 @dataclass(frozen=True, slots=True)
-class Repeated:
+class RepeatedPart:
     """A part `least` to `most` times; None: without an end."""
 
     part: Part
@@ -78,7 +78,7 @@ class LineStart:
     every: bool
 
 
-Part = CharTest | Sequenced | Either | Repeated | LineStart
+Part = CharTest | Sequenced | Either | RepeatedPart | LineStart
 ANY_BUT_BREAK = CharTest((("\n", "\n"),), is_negated=True)
 ANY = CharTest(is_negated=True)
 
@@ -101,7 +101,7 @@ class Nodes:
     def add(self, *, behind: int | None = None) -> int:
         """A new node; `behind`: reached from that one without a character."""
         if len(self.free) >= MAX_NODES:
-            raise _refused(f"the expressions have more than {MAX_NODES} places in all; send shorter ones")
+            raise _make_error(f"the expressions have more than {MAX_NODES} places in all; send shorter ones")
         self.free.append([])
         if behind is not None:
             self.free[behind].append(len(self.free) - 1)
@@ -119,7 +119,7 @@ class Nodes:
             for end in ends:
                 self.free[end].append(joined)
             return joined
-        if isinstance(part, Repeated):
+        if isinstance(part, RepeatedPart):
             return self._repeat(part, at)
         node, end = self.add(behind=at), self.add()
         if isinstance(part, CharTest):
@@ -128,7 +128,7 @@ class Nodes:
             self.guards[node], self.nexts[node] = part, end
         return end
 
-    def _repeat(self, part: Repeated, at: int) -> int:
+    def _repeat(self, part: RepeatedPart, at: int) -> int:
         for _ in range(part.least):
             at = self.append(part.part, self.add(behind=at))  # a node for each: the work is bounded by them
         if part.most is None:
@@ -151,7 +151,7 @@ def build_nodes(patterns: Sequence[str]) -> Nodes:
     return nodes
 
 
-def _refused(why: str) -> InvalidField:
+def _make_error(why: str) -> InvalidField:
     return InvalidField(f"stop_regex: {why}", "stop_regex")
 
 
@@ -165,14 +165,14 @@ class PatternReader:
     def read(self) -> Part:
         """The whole expression. Raises InvalidField, naming the place."""
         if not self._text:
-            raise _refused("an empty expression would stop at once; leave it out")
+            raise _make_error("an empty expression would stop at once; leave it out")
         found = self._either()
         if self._at < len(self._text):
             raise self._wrong("there is no group to close here")
         return found
 
     def _wrong(self, why: str) -> InvalidField:
-        return _refused(f"{shorten(self._text)}, at character {self._at}: {why}")
+        return _make_error(f"{shorten(self._text)}, at character {self._at}: {why}")
 
     def _sees(self, text: str) -> bool:
         return self._text.startswith(text, self._at)
@@ -209,7 +209,7 @@ class PatternReader:
         if self._sees("+") or self._bounds() is not None:
             self._at = begin
             raise self._wrong("a repetition of a repetition; put the inner one into a group")
-        return Repeated(part, *bounds)
+        return RepeatedPart(part, *bounds)
 
     def _bounds(self) -> tuple[int, int | None] | None:
         for sign, bounds in (("*", (0, None)), ("+", (1, None)), ("?", (0, 1))):
