@@ -37,6 +37,7 @@ OWN = (
     *("prefix_cache", "snapshot_interval", "swap_memory", "speculate", "chat_template"),
     *("cache_disk", "cache_disk_limit"),
 )
+NUM_TOGETHER = 3  # sequences of one choice: without so many, guidance and beams have no cells
 TOKENS, QUICK_TOKENS = 24, 12  # of each reply
 MOST_SHOWN = 5  # differences, where people read; --json has them all
 NEAR = 1e-3  # between two logits: rounding in float32 may make either the larger
@@ -121,7 +122,8 @@ def verify(
     on N instead. The exit code is 0 if nothing differs that is promised.
     """
     defaults = {name: EngineConfig.__dataclass_fields__[name].default for name in OWN}
-    config = EngineConfig(**engine_settings({**given, **defaults, "max_num_seqs": 1, "prefix_cache": False}))
+    own = {"max_num_seqs": NUM_TOGETHER, "prefix_cache": False}
+    config = EngineConfig(**engine_settings({**given, **defaults, **own}))
     if family is not None:
         if model is not None:
             raise ConfigError("--family makes up a model of its own; leave MODEL out")

@@ -41,17 +41,22 @@ class RequestLimits:
         `vocabulary`: the one that wrote the prompt; "": its ids were sent. Raises InvalidField,
         ContextTooLong, and CapacityError for a sequence that memory can never hold.
         """
-        params, num_prompt = request.params, len(request.prompt_token_ids)
-        if not num_prompt:
+        params, num_prompt = request.params, max(len(request.prompt_token_ids), len(request.negative_ids))
+        longer = "prompt" if num_prompt == len(request.prompt_token_ids) else "negative_prompt"
+        if not request.prompt_token_ids:
             text = "it is empty, and this model has no beginning-of-text token; send at least one token"
             raise InvalidField(f"prompt: {text}", "prompt")
         least = 0 if params.max_tokens == 0 else max(params.min_tokens, 1)
         left = self.max_model_len - num_prompt
         if least > left:
-            parts = f" ({num_prompt} in the prompt, {least} in the completion)"
-            advice = f"shorten the prompt to {self.max_model_len - least} tokens{self.may_grow}"
-            raise self._too_long(num_prompt, f"{num_prompt + least} tokens{parts}", advice, "prompt")
+            parts = f" ({num_prompt} in the {longer}, {least} in the completion)"
+            advice = f"shorten the {longer} to {self.max_model_len - least} tokens{self.may_grow}"
+            raise self._too_long(num_prompt, f"{num_prompt + least} tokens{parts}", advice, longer)
         self.check_ids("prompt", request.prompt_token_ids, vocabulary)
+        self.check_ids("negative_prompt", request.negative_ids, vocabulary)
+        if params.is_guided != bool(request.negative_ids):
+            text = "guidance needs a negative prompt of at least one token, and a scale that is not 1"
+            raise InvalidField(f"guidance_scale: {text}", "guidance_scale")
         self.check_ids("logit_bias", params.logit_bias)
         self.check_ids("stop_token_ids", params.stop_token_ids)
         self.check_ids("allowed_token_ids", params.allowed_token_ids)
@@ -141,6 +146,21 @@ class OpenChoice:
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
     num_failures: int = 0
+
+    @property
+    def is_searched(self) -> bool:
+        """Whether it is a result of a beam search, which all choices of its request share."""
+        return self.sequence.gang is not None and self.sequence.gang.search is not None
+
+    @property
+    def member_ids(self) -> list[int]:
+        """The ids of sequences that it answers for: its own, its negative prompt's, or those of all beams
+        that are no choice."""
+        members = [seq.id for seq in self.sequence.members]
+        if not self.is_searched:
+            return members
+        choices = {choice.sequence.id for choice in self.entry.open.values()}
+        return [self.sequence.id, *(seq_id for seq_id in members if seq_id not in choices)]
 
     @property
     def misguided_by(self) -> Exception | None:

@@ -61,27 +61,34 @@ class Allocation:
         new = sum(max(n - beside, 0) for n in blocks)
         return sum(min(n, beside) for n in blocks) + min(new, -(-self.max_step_len // self.block_size))
 
-    def shortage(self, length: int) -> tuple[int, int] | None:
-        """(blocks needed, blocks there are) in the first group where `length` tokens can never fit."""
+    def shortage(self, *lengths: int) -> tuple[int, int] | None:
+        """(blocks needed, blocks there are) in the first group where sequences of these lengths never fit."""
         for g, pool in enumerate(self.pools.blocks):
-            if (needed := self.needed(g, [length])) > pool.num_blocks - 1:
+            if (needed := self.needed(g, lengths)) > pool.num_blocks - 1:
                 return needed, pool.num_blocks - 1
         return None
 
-    def can_hold(self, seq: TokenSequence, hit: Hit, running: Sequence[TokenSequence]) -> bool:
-        """Whether all known tokens of `seq` fit together with all known tokens of the running sequences."""
-        if self.pools.slots and not self.pools.slots.num_available:
+    def can_hold(
+        self,
+        seq: TokenSequence,
+        hit: Hit,
+        running: Sequence[TokenSequence],
+        others: Sequence[TokenSequence] = (),
+    ) -> bool:
+        """Whether all known tokens of `seq`, of `others` (which share nothing) and of the running sequences
+        fit together."""
+        if self.pools.slots and self.pools.slots.num_available <= len(others):
             return False
         for g, pool in enumerate(self.pools.blocks):
             if self.windows[g] is not None:
-                lengths = [seq.num_tokens, *(other.length for other in running)]
+                lengths = [seq.num_tokens, *(other.length for other in (*others, *running))]
                 if self.needed(g, lengths) > pool.num_blocks - 1:
                     return False
                 continue
             shared = hit.blocks[g] if hit.length and not self._is_restored(seq, hit) else ()
             held = [(-(-other.length // self.block_size), other.tables[g]) for other in running]
             missing = sum(max(needed - len(table), 0) for needed, table in held)
-            missing += -(-seq.num_tokens // self.block_size) - len(shared)
+            missing += sum(-(-one.num_tokens // self.block_size) for one in (seq, *others)) - len(shared)
             if missing > pool.num_available - sum(pool.is_cached(block) for block in shared):
                 return False
         return True

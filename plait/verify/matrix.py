@@ -167,15 +167,16 @@ def _ahead_cells(batch: int, block_size: int) -> Iterator[Cell]:
 
 
 class FailingRunner:
-    """A runner with failures: of the steps that several sequences share, one in a few fails after it ran."""
+    """A runner with failures: of the steps that several requests share, one in a few fails after it ran."""
 
     def __init__(self, engine: Engine) -> None:
-        self._runner, self._num_shared, self.num_failed = engine.runner, 0, 0
+        self._engine, self._runner, self._num_shared, self.num_failed = engine, engine.runner, 0, 0
 
     def launch(self, plan: StepPlan, sampling: SamplingBatch) -> Ticket:
         ticket = self._runner.launch(plan, sampling)
-        self._num_shared += len(plan.chunks) > 1
-        if len(plan.chunks) > 1 and self._num_shared % FAILS_EVERY == 0:
+        is_shared = len(self._engine.requests_in(plan)) > 1
+        self._num_shared += is_shared
+        if is_shared and self._num_shared % FAILS_EVERY == 0:
             self.num_failed += 1
             return FailingTicket(ticket)
         return ticket

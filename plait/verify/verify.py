@@ -39,6 +39,7 @@ from plait.verify.prompts import (
     first_turns,
     second_turns,
 )
+from plait.verify.samplers import most_together, sampler_cells, sampler_waves
 from plait.verify.trace import (
     Digests,
     FirstDifference,
@@ -166,14 +167,15 @@ class Verification:
         self.loaded, self.batch, self._is_quick = loaded, batch, is_quick
         self._head = find_head(loaded.opened, loaded.target, loaded.runner.decoder)
         self._num_traced, front = {True: 0, False: 0}, loaded.front
-        first = first_turns(front, prompts or default_prompts(front, max_tokens), max_tokens, batch)
+        prompts = prompts or default_prompts(front, max_tokens)
+        first = first_turns(front, prompts, max_tokens, batch)
         self.asked = {asked.name: asked for asked in first}
         plain = self._ran(PLAIN, [first])
         replies = {name: reply for (_, name), reply in plain.replies.items()}
         second = second_turns(first, [replies[a.name].token_ids for a in first], front.max_model_len)
-        self.asked |= {asked.name: asked for asked in second}
-        if second:
-            replies |= {name: r for (_, name), r in self._ran(PLAIN, [second]).replies.items()}
+        for wave in filter(None, (second, *sampler_waves(front, prompts, max_tokens))):
+            self.asked |= {asked.name: asked for asked in wave}
+            replies |= {name: r for (_, name), r in self._ran(PLAIN, [wave]).replies.items()}
         for name, reply in replies.items():
             if reply.error:
                 raise EngineError(f"{name}, alone: {reply.error}") from reply.error
@@ -202,7 +204,7 @@ class Verification:
             "ahead": ahead,
             "mtp": self._head is not None,
         }
-        found = cells(self.batch, size, **kinds)
+        found = [*cells(self.batch, size, **kinds), *sampler_cells(self.batch, size, self.asked.values())]
         return [cell for cell in found if cell.is_quick or not self._is_quick]
 
     def results(self) -> Iterator[CellResult]:
@@ -283,7 +285,6 @@ class Verification:
         lengths = [a.prompt_len + (a.request.params.max_tokens or 0) for wave in waves for a in wave]
         longest = max(lengths)
         plain = {
-            "max_num_seqs": 1,
             "max_num_batched_tokens": cell.batch * longest,
             "max_waiting": len(lengths),
             "max_model_len": longest,
@@ -293,7 +294,8 @@ class Verification:
             "swap_memory": 0,
             "speculate": "ngram" if cell.drafts else "off",  # memory for rows of logits
         }
-        config = replace(self.loaded.config, **plain | dict(cell.options))
+        gang, options = most_together(waves), plain | dict(cell.options)
+        config = replace(self.loaded.config, **options | {"max_num_seqs": max(cell.batch, gang)})
         facts = describe_for_sizing(self.loaded.runner.decoder, self.loaded.target)
         free = free_memory(self.loaded.target.device)
         sizing = size_state(facts, config, free_memory=free)
@@ -303,7 +305,8 @@ class Verification:
             roomy = replace(config, max_num_seqs=most, max_num_batched_tokens=tokens)
             sizing = size_state(facts, roomy, free_memory=free)
         if cell.spared is not None:
-            alone = size_state(facts, replace(config, max_num_seqs=1, prefix_cache=False), free_memory=free)
+            few = replace(config, max_num_seqs=gang, prefix_cache=False)
+            alone = size_state(facts, few, free_memory=free)
             groups = zip(sizing.groups, alone.groups, strict=True)
             spared = [
                 replace(g, num_blocks=min(g.num_blocks, one.num_blocks + cell.spared)) for g, one in groups

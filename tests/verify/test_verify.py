@@ -28,6 +28,7 @@ from plait.schedule.plan import Chunk, Done, DraftRequest, SamplingBatch, StepPl
 from plait.state.store import StateStore
 from plait.verify.matrix import FAILS_EVERY, PLAIN, Cell, FailingRunner, KnownReplies, cells
 from plait.verify.prompts import default_prompts, first_turns, second_turns
+from plait.verify.samplers import sampler_cells
 from plait.verify.trace import Trace, digest, op_names, op_of, watch_ops
 from plait.verify.verify import Arithmetic, CellResult, Difference, Verification, VerifyReply
 from tests.families import tiny
@@ -148,7 +149,8 @@ def _asked(loaded: Loaded) -> list[Any]:
 def test_what_is_sound_has_no_difference(llama: Path, opened: Callable[..., Loaded]) -> None:
     made = Verification(opened(llama), batch=2, max_tokens=MAX_TOKENS)
     results = {result.cell: result for result in made.results()}
-    assert set(results) == {cell.name for cell in cells(2, 16)}
+    sampled = sampler_cells(2, 16, made.asked.values())
+    assert set(results) == {cell.name for cell in (*cells(2, 16), *sampled)}
     assert not [d for result in results.values() for d in result.differences]
     assert results["batch of 2"].num_tokens == len(_asked(made.loaded)) * MAX_TOKENS
     assert results["steps that fail"].counts["failed_steps"] > 0
@@ -316,7 +318,10 @@ def test_only_steps_that_several_share_fail() -> None:
         def launch(self, plan: StepPlan, sampling: SamplingBatch) -> Ticket:
             return Done([])
 
-    failing = FailingRunner(SimpleNamespace(runner=Runner()))  # type: ignore[arg-type]
+    def requests_in(plan: StepPlan) -> list[str]:
+        return [str(chunk.seq_id) for chunk in plan.chunks]
+
+    failing = FailingRunner(SimpleNamespace(runner=Runner(), requests_in=requests_in))  # type: ignore[arg-type]
     alone = StepPlan(1, (_chunk(1, 0, (5,)),))
     shared = StepPlan(1, (_chunk(1, 0, (5,)), _chunk(2, 0, (5,))))
     for _ in range(3 * FAILS_EVERY):
