@@ -114,7 +114,7 @@ class Verification:
             "mtp": self._head is not None,
         }
         found = [*cells(self.batch, size, **kinds)]
-        if decoder.spec.causal and self.loaded.target.device.type == "cpu":
+        if decoder.spec.causal and self.loaded.runner.store.host is not None:
             found += durable_cells(self.batch, size, has_slots=has_slots(decoder.states))
         if decoder.spec.causal and self.extent.model is not None:
             found += reloading_cells(self.batch, size, drafts=self.extent.draft is not None)
