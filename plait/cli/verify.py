@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 OWN = (
     *("max_num_seqs", "max_num_batched_tokens", "max_waiting", "memory_limit", "max_step_ms"),
     *("prefix_cache", "snapshot_interval", "swap_memory", "speculate", "chat_template"),
-    *("cache_disk", "cache_disk_limit"),
+    *("cache_disk", "cache_disk_limit", "cache_disk_bandwidth"),
 )
 TOKENS, QUICK_TOKENS = 24, 12  # of each reply
 MOST_SHOWN = 5  # differences, where people read; --json has them all

@@ -71,7 +71,7 @@ class CellRun:
                     self._run_wave(number, wave)
         finally:
             self._stop()
-        return Ran(self.replies, self.counts)
+        return Ran(self.replies, dict(self.counts))
 
     def _run_wave(self, number: int, wave: Sequence[VerifyRequest]) -> None:
         engine, num_steps = self._engine or self._start(), 0

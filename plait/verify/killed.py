@@ -75,7 +75,7 @@ def run_killed(
         finally:
             process.close(drain=False)
     counts["hit_tokens"] = sum(reply.num_cached for reply in replies.values())
-    return Ran(replies, counts)
+    return Ran(replies, dict(counts))
 
 
 def _run_wave(
