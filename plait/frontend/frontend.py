@@ -11,15 +11,20 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
-
-from prometheus_client import CollectorRegistry
+from typing import Any
 
 from plait.config import EngineConfig
 from plait.engine.adapters import parse_named, why_no_name
-from plait.engine.admission import MAX_CHARS_PER_TOKEN, USUAL_SERVICE, OnEvent, RequestLimits, ServiceOptions
+from plait.engine.admission import (
+    MAX_CHARS_PER_TOKEN,
+    USUAL_SERVICE,
+    RequestLimits,
+    ServiceOptions,
+    check_places,
+)
 from plait.errors import BadGrammar, BadTemplate, CapacityError, InvalidField
 from plait.frontend.deltas import MOST_AT_ONCE
+from plait.frontend.loop import Loop
 from plait.frontend.model_head import NO_HEAD, ModelHead
 from plait.frontend.output_stream import LoopBridges, OutputStream
 from plait.frontend.word_rules import WordRules, truncate_prompt
@@ -58,34 +63,6 @@ class Parsers:
 
 
 TEMPLATES_OWN = Parsers()
-
-
-class Loop(Protocol):
-    """A running engine: `EngineLoop` in this process, `EngineProcess` in another. Safe from any thread."""
-
-    @property
-    def healthy(self) -> bool: ...
-    @property
-    def live(self) -> bool: ...
-    @property
-    def fault(self) -> BaseException | None: ...
-    @property
-    def registry(self) -> CollectorRegistry: ...
-    @property
-    def max_open(self) -> int: ...
-    @property
-    def longest(self) -> int | None: ...
-    def submit(self, request: Request, on_event: OnEvent) -> None: ...
-    def check_capacity(self) -> None: ...
-    def cancel(self, request_id: str, index: int | None = None) -> None: ...
-    @property
-    def loading(self) -> tuple[str, int, int] | None: ...
-    @property
-    def fingerprint(self) -> str: ...
-    def follow_log_levels(self) -> None: ...
-    def stats(self) -> Mapping[str, int]: ...
-    def change_adapter(self, name: str, path: str | None) -> None: ...
-    def close(self, *, drain: bool = True, timeout_s: float = 30.0) -> bool: ...
 
 
 class Front:
@@ -203,7 +180,10 @@ class Front:
             ids = self.encode(prompt, add_special=add_special, allow_special=allow_special)
         else:
             ids = tuple(prompt)
+        check_places(terms.cache_at, len(ids), "tokens")
+        num_sent = len(ids)
         ids = truncate_prompt(ids, params, self.max_model_len)
+        cut = num_sent - len(ids)
         demanded = params.structured_outputs
         grammar = None if demanded is None else grammar_from({"structured_outputs": demanded})
         params = replace(params.resolved(self.generation_config), structured_outputs=None)
@@ -228,6 +208,7 @@ class Front:
             priority=terms.priority,
             timeout_s=terms.timeout_s,
             adapter=terms.adapter,
+            boundaries=tuple(at - cut for at in terms.cache_at if at > cut) if self.needs_boundaries else (),
         )
         wrote = self.tokenizer.name if self.tokenizer and isinstance(prompt, str) else ""
         return self.tried(self.held(self.limits.admit(request, wrote), grammar))
@@ -298,7 +279,8 @@ class Front:
         messages = self.reply_format.history(messages)
         ids = self.render_chat(messages, **options)
         free = replace(params, structured_outputs=None)
-        request = self.prepare(ids, free, add_special=False, terms=terms)
+        check_places(terms.cache_at, len(messages), "messages")
+        request = self.prepare(ids, free, add_special=False, terms=replace(terms, cache_at=()))
         if params.structured_outputs is not None:
             requested = grammar_from({"structured_outputs": params.structured_outputs})
             prompt = request.prompt_token_ids
@@ -308,7 +290,7 @@ class Front:
             request = self.tried(self.held(request, self.reply_format.grammar(requested, shape)))
         if not self.needs_boundaries or not self.chat_template:
             return request
-        found = boundaries(self.chat_template, messages, ids, options)
+        found = boundaries(self.chat_template, messages, ids, options, terms.cache_at)
         cut = len(ids) - len(request.prompt_token_ids)
         return replace(request, boundaries=tuple(at - cut for at in found if at > cut))
 
