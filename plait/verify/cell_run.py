@@ -94,7 +94,7 @@ class CellRun:
 
     def _submit(self, engine: Engine, number: int, asked: VerifyRequest) -> None:
         reply = self.replies[number, asked.name]
-        request = resumed(replace(asked.request, id=f"{number}: {asked.name}"), reply)
+        request = resume_request(replace(asked.request, id=f"{number}: {asked.name}"), reply)
         engine.submit(request, reply.on_event)
         if self.traced and (number, asked.name) == (self.traced.wave, self.traced.name):
             ids = [seq.id for seq in engine.scheduler.waiting if seq.request_id == request.id]
@@ -140,6 +140,6 @@ class CellRun:
         self._engine = self._disk = None
 
 
-def resumed(request: Request, reply: VerifyReply) -> Request:
+def resume_request(request: Request, reply: VerifyReply) -> Request:
     """A request for the tokens that a reply does not have yet, as another engine gets it."""
     return replace(request, resumed=(tuple(reply.token_ids),)) if reply.token_ids else request

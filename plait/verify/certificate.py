@@ -79,7 +79,7 @@ class CertifiedModel(Struct, frozen=True):
     cells: tuple[str, ...]
 
 
-class Certificate(Struct):
+class VerifyCertificate(Struct):
     """What is in a file. `made_by`: all that decides a bit; a file goes on only where this is the same."""
 
     form: int
@@ -133,10 +133,10 @@ class Certificate(Struct):
             temporary.unlink(missing_ok=True)
 
 
-def read_certificate(path: Path) -> Certificate | None:
+def read_certificate(path: Path) -> VerifyCertificate | None:
     """What is in a file; None: there is none. Raises ConfigError for one that is no certificate."""
     try:
-        made = msgspec.json.decode(path.read_bytes(), type=Certificate)
+        made = msgspec.json.decode(path.read_bytes(), type=VerifyCertificate)
     except FileNotFoundError:
         return None
     except (msgspec.MsgspecError, OSError) as error:
@@ -148,11 +148,11 @@ def read_certificate(path: Path) -> Certificate | None:
     return made
 
 
-def resume(path: Path, made_by: Mapping[str, object]) -> Certificate:
+def resume(path: Path, made_by: Mapping[str, object]) -> VerifyCertificate:
     """The certificate in a file, to go on with, or a new one. Raises ConfigError if others have made it."""
     found = read_certificate(path)
     if found is None:
-        return Certificate(FORM, dict(made_by), _now(), {}, [])
+        return VerifyCertificate(FORM, dict(made_by), _now(), {}, [])
     if found.made_by != made_by:
         keys = sorted(k for k in {*found.made_by, *made_by} if found.made_by.get(k) != made_by.get(k))
         raise ConfigError(
@@ -248,7 +248,9 @@ class CertificateRun:
         self.config, self._folder = _engine_config(config), folder
         self.made_by = describe_maker(self.config)
 
-    def rounds(self, certificate: Certificate, tokens: int) -> Iterator[tuple[CellName, CellResult | None]]:
+    def rounds(
+        self, certificate: VerifyCertificate, tokens: int
+    ) -> Iterator[tuple[CellName, CellResult | None]]:
         """Run what the certificate does not have, round by round, until it has so many tokens.
 
         Each cell is added to it before it is given out. None: the cell failed with an error.
@@ -261,7 +263,7 @@ class CertificateRun:
         certificate.ended = certificate.ended or _now()
 
     def _run_round(
-        self, certificate: Certificate, model: str, number: int
+        self, certificate: VerifyCertificate, model: str, number: int
     ) -> Iterator[tuple[CellName, CellResult | None]]:
         done = {cell.cell for cell in certificate.cells}
         known = certificate.models.get(model)

@@ -40,7 +40,7 @@ def durable_cells(batch: int, block_size: int, *, has_slots: bool) -> Iterator[C
     yield Cell(name, {"max_num_seqs": batch}, restarts=OFTEN, drafts="known", proof="accepted")
 
 
-def reloading_cells(batch: int, block_size: int, *, drafts: bool) -> Iterator[Cell]:
+def second_load_cells(batch: int, block_size: int, *, drafts: bool) -> Iterator[Cell]:
     """Cells with a draft model, where there is one, and those that load the model again."""
     together: dict[str, Any] = {"max_num_seqs": batch}
     keeps = together | {"prefix_cache": True, "snapshot_interval": block_size}

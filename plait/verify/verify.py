@@ -27,7 +27,7 @@ from plait.request import TokenLogprobs
 from plait.schedule.speculate import Proposer
 from plait.verify.cell_run import CellRun, Traced, Waves
 from plait.verify.drafters import DraftParts, make_proposer
-from plait.verify.durable_cells import durable_cells, reloading_cells
+from plait.verify.durable_cells import durable_cells, second_load_cells
 from plait.verify.killed import run_killed
 from plait.verify.matrix import PLAIN, Cell, cells
 from plait.verify.prompts import Prompt, VerifyRequest, default_prompts, first_turns, second_turns
@@ -117,7 +117,7 @@ class Verification:
         if decoder.spec.causal and self.loaded.runner.store.host is not None:
             found += durable_cells(self.batch, size, has_slots=has_slots(decoder.states))
         if decoder.spec.causal and self.extent.model is not None:
-            found += reloading_cells(self.batch, size, drafts=self.extent.draft is not None)
+            found += second_load_cells(self.batch, size, drafts=self.extent.draft is not None)
         if (only := self.extent.only) is not None:
             return [cell for cell in found if only in (cell.name, cell.word)]
         return [cell for cell in found if cell.is_quick or not self.extent.is_quick]

@@ -17,9 +17,9 @@ from plait.spec import Mixer
 from plait.verify import certificate as module
 from plait.verify.certificate import (
     CellName,
-    Certificate,
     CertificateRun,
     CertifiedCell,
+    VerifyCertificate,
     describe_maker,
     read_certificate,
     resume,
@@ -121,7 +121,7 @@ def test_one_cell_runs_alone_with_the_same_bits(tmp_path: Path) -> None:
 def test_another_plait_does_not_go_on_with_a_file(tmp_path: Path) -> None:
     path = tmp_path / "c.json"
     made_by = describe_maker(CONFIG)
-    Certificate(1, made_by, "now", {}, [CertifiedCell("a/b/1", 1, 2, 0, 0, -1, "d", 0.1)]).write(path)
+    VerifyCertificate(1, made_by, "now", {}, [CertifiedCell("a/b/1", 1, 2, 0, 0, -1, "d", 0.1)]).write(path)
     assert resume(path, made_by).num_tokens == 2
     with pytest.raises(ConfigError, match=r"made by another Plait \(code: other values\)"):
         resume(path, {**made_by, "code": "other"})
@@ -142,7 +142,7 @@ def test_the_file_has_sums_and_a_line_for_each_cell(tmp_path: Path) -> None:
         CertifiedCell("a/c/1", 2, 30, 1, 1, 0, "e", 0.5, "EngineError: no"),
     ]
     path = tmp_path / "c.json"
-    Certificate(1, {}, "now", {}, cells).write(path)
+    VerifyCertificate(1, {}, "now", {}, cells).write(path)
     found = json.loads(path.read_text())
     assert found["summary"] == {
         "complete": False,

@@ -17,7 +17,7 @@ from plait.cli.common.progress import Status
 from plait.config import EngineConfig
 
 if TYPE_CHECKING:
-    from plait.verify.certificate import Certificate, CertifiedCell
+    from plait.verify.certificate import CertifiedCell, VerifyCertificate
 
 MOST_SHOWN = 5  # differences of a cell
 
@@ -78,7 +78,7 @@ def show_cell(cell: CertifiedCell, differences: list[str]) -> None:
         _say(f"  once more: plait verify --cell {cell.cell}")
 
 
-def show_summary(path: Path, certificate: Certificate) -> None:
+def show_summary(path: Path, certificate: VerifyCertificate) -> None:
     """What is in a certificate, in a few lines."""
     found = certificate.summary()
     _say(f"{path}: {found['tokens']:,} tokens of {found['replies']:,} replies in {found['cells']:,} cells")

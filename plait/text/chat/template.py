@@ -136,7 +136,7 @@ def boundaries(
     as the two have the same tokens. A conversation that the template refuses has none.
     """
     found = set()
-    for other in [*_others(messages, options), *(_differing(messages, place) for place in places)]:
+    for other in [*_others(messages, options), *(_change_next(messages, place) for place in places)]:
         try:
             rendered = template.render(other, **{**options, "add_generation_prompt": False})
         except (TemplateEnded, CapacityError):
@@ -159,7 +159,7 @@ def _others(messages: Sequence[Message], options: Mapping[str, object]) -> Itera
         yield messages
 
 
-def _differing(messages: Sequence[Message], place: int) -> Sequence[Message]:
+def _change_next(messages: Sequence[Message], place: int) -> Sequence[Message]:
     """The conversation with another message behind so many, which has the same role."""
     if place >= len(messages):
         return messages
