@@ -1,4 +1,4 @@
-"""A long conversation whose server gets SIGKILL with all its processes: what the next turn costs after that.
+"""A long conversation on a server that gets SIGKILL with all its processes: what the next turn costs then.
 
 python benchmarks/restart.py examples/nano-hybrid --set max_seq_len=32768
 python benchmarks/restart.py MODEL --tokens 8000 --quantize q8_0
