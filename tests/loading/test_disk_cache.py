@@ -231,7 +231,7 @@ def test_a_folder_that_is_removed_while_it_serves_ends_no_request(
 
     def remove(number: int) -> None:
         if number == 1:
-            shutil.rmtree(tmp_path / "kept")
+            (tmp_path / "kept").rename(tmp_path / "elsewhere")  # at once, whatever is being written
         if number == 2:
             (tmp_path / "kept").write_text("a file in its place")
 
