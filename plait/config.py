@@ -125,12 +125,8 @@ class EngineConfig:
     cache_disk: str | None = option(
         None, "a folder in which the prefix cache outlives the process, on a CPU; default: it does not"
     )
-    cache_disk_limit: int | None = option(
-        None, "bytes of files in --cache-disk; default: a tenth of what is free there", least=1
-    )
-    cache_disk_bandwidth: int | None = option(
-        None, "bytes per second that are written to --cache-disk; default: what the disk takes", least=1
-    )
+    cache_disk_limit: int | None = option(None, "its bytes; default: 10 % of what is free", least=1)
+    cache_disk_bandwidth: int | None = option(None, "bytes per second written to --cache-disk", least=1)
     max_step_ms: int = option(
         200, "prompts are cut so that no reply that is streamed waits longer for a token; 0: never", least=0
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from plait.config import GIB
 from plait.verify.matrix import Cell
@@ -18,7 +17,7 @@ def durable_cells(batch: int, block_size: int, *, has_slots: bool) -> Iterator[C
 
     `has_slots`: some state is recurrent, so there are snapshots, which host memory keeps.
     """
-    keeps: dict[str, Any] = {"prefix_cache": True, "snapshot_interval": block_size}
+    keeps: dict[str, object] = {"prefix_cache": True, "snapshot_interval": block_size}
     together = keeps | {"max_num_seqs": batch}
     if has_slots:
         name = "snapshots in host memory"
@@ -42,7 +41,7 @@ def durable_cells(batch: int, block_size: int, *, has_slots: bool) -> Iterator[C
 
 def second_load_cells(batch: int, block_size: int, *, drafts: bool) -> Iterator[Cell]:
     """Cells with a draft model, where there is one, and those that load the model again."""
-    together: dict[str, Any] = {"max_num_seqs": batch}
+    together: dict[str, object] = {"max_num_seqs": batch}
     keeps = together | {"prefix_cache": True, "snapshot_interval": block_size}
     if drafts:
         yield Cell("a draft model, alone", drafts="model", proof="drafted")
