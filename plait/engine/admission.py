@@ -7,7 +7,7 @@ trusts no other, and one token id that the model lacks would end every request t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -18,6 +18,7 @@ from plait.schedule.sequence import TokenSequence, num_computed
 
 MAX_SALT_CHARS = 256
 MAX_PRIORITY = 2**31 - 1
+MAX_CACHE_PLACES = 4  # in a request, as Anthropic's clients send them
 MAX_CHARS_PER_TOKEN = 64  # longer text cannot fit the context and is refused before it is tokenized
 OnEvent = Callable[[Event], None]
 
@@ -207,18 +208,41 @@ class ServiceOptions:
     cache_salt: only requests with the same one share what was computed; None: those without one share.
     priority: lower runs first. Both are vLLM's. timeout_s: seconds from its arrival, the queue included,
     after which it ends with an error; None: as long as it takes. adapter: the name of one that is loaded; "":
-    the model alone.
+    the model alone. cache_at: behind so many tokens of a prompt, or messages of a chat, state is kept for
+    requests that begin alike; at most four places.
     """
 
     cache_salt: str | None = None
     priority: int = 0
     timeout_s: float | None = None
     adapter: str = ""
+    cache_at: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "cache_at", _read_places(self.cache_at))
         _check_salt(self.cache_salt)
         _check_priority(self.priority)
         _check_timeout(self.timeout_s)
+
+
+def _read_places(places: object) -> tuple[int, ...]:
+    if not isinstance(places, list | tuple):
+        text = f"cache_at: a {type(places).__name__} is no list of whole numbers; send [3], for example"
+        raise InvalidField(text, "cache_at")
+    if len(places) > MAX_CACHE_PLACES:
+        text = f"cache_at: it has {len(places)} places; send at most {MAX_CACHE_PLACES}"
+        raise InvalidField(text, "cache_at")
+    for i, place in enumerate(places):
+        if isinstance(place, bool) or not isinstance(place, int) or place < 1:
+            raise InvalidField(f"cache_at[{i}]: {place!r:.40} is no whole number of 1 or more", "cache_at")
+    return tuple(places)
+
+
+def check_places(places: Sequence[int], most: int, what: str) -> None:
+    """Raises InvalidField for a place of `cache_at` behind all `most` tokens or messages of a request."""
+    if places and max(places) > most:
+        text = f"cache_at: {max(places)} is behind the end: there are {most} {what}"
+        raise InvalidField(text, "cache_at")
 
 
 def _check_salt(salt: str | None) -> None:

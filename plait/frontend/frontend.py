@@ -15,7 +15,13 @@ from typing import Any
 
 from plait.config import EngineConfig
 from plait.engine.adapters import parse_named, why_no_name
-from plait.engine.admission import MAX_CHARS_PER_TOKEN, USUAL_SERVICE, RequestLimits, ServiceOptions
+from plait.engine.admission import (
+    MAX_CHARS_PER_TOKEN,
+    USUAL_SERVICE,
+    RequestLimits,
+    ServiceOptions,
+    check_places,
+)
 from plait.errors import BadGrammar, BadTemplate, CapacityError, InvalidField
 from plait.frontend.deltas import MOST_AT_ONCE
 from plait.frontend.field_rules import check_combination, check_unconstrained, resolve
@@ -176,9 +182,12 @@ class Front:
             ids = self.encode(prompt, add_special=add_special, allow_special=allow_special)
         else:
             ids = tuple(prompt)
+        check_places(terms.cache_at, len(ids), "tokens")
+        num_sent = len(ids)
         ids = truncate_prompt(ids, params, self.max_model_len)
         check_combination(params, self.max_num_seqs)
         negative, params = self._negative(params, ids, allow_special)
+        cut = num_sent - len(ids)
         demanded = params.structured_outputs
         grammar = None if demanded is None else grammar_from({"structured_outputs": demanded})
         params = replace(resolve(params, self.generation_config), structured_outputs=None)
@@ -199,6 +208,7 @@ class Front:
             timeout_s=terms.timeout_s,
             adapter=terms.adapter,
             negative_ids=negative,
+            boundaries=tuple(at - cut for at in terms.cache_at if at > cut) if self.needs_boundaries else (),
         )
         wrote = self.tokenizer.name if self.tokenizer and isinstance(prompt, str) else ""
         return self.tried(self.held(self.limits.admit(request, wrote), grammar))
@@ -300,7 +310,8 @@ class Front:
         messages = self.reply_format.history(messages)
         ids = self.render_chat(messages, **options)
         free = replace(params, structured_outputs=None)
-        request = self.prepare(ids, free, add_special=False, terms=terms)
+        check_places(terms.cache_at, len(messages), "messages")
+        request = self.prepare(ids, free, add_special=False, terms=replace(terms, cache_at=()))
         if params.structured_outputs is not None:
             requested = grammar_from({"structured_outputs": params.structured_outputs})
             prompt = request.prompt_token_ids
@@ -310,7 +321,7 @@ class Front:
             request = self.tried(self.held(request, self.reply_format.grammar(requested, shape)))
         if not self.needs_boundaries or not self.chat_template:
             return request
-        found = boundaries(self.chat_template, messages, ids, options)
+        found = boundaries(self.chat_template, messages, ids, options, terms.cache_at)
         cut = len(ids) - len(request.prompt_token_ids)
         return replace(request, boundaries=tuple(at - cut for at in found if at > cut))
 

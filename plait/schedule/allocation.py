@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from plait.memory import BlockGroup
-from plait.schedule.disk_prefixes import DiskPrefixes
+from plait.schedule.disk_prefixes import MOST_AHEAD, DiskPrefixes
 from plait.schedule.plan import CopySlot, Drop, Move, Save
 from plait.schedule.pools import CacheOptions, Pools
 from plait.schedule.sequence import TokenSequence
@@ -112,6 +112,15 @@ class Allocation:
         if self.leader(seq, hit) is not None:
             return True
         return self.disk is not None and self.disk.awaits(self.pools, seq, hit)
+
+    def read_ahead(self, waiting: Sequence[TokenSequence]) -> None:
+        """Begin to read from the disk for the first sequences that wait, in their order."""
+        if self.disk is None or not self._caches:
+            return
+        first = [seq for seq in waiting[:MOST_AHEAD] if not (seq.saved or seq.needs_all_tokens)]
+        for seq in first:
+            self._extend(seq)
+        self.disk.read_ahead(self.pools, first)
 
     def leader(self, seq: TokenSequence, hit: Hit) -> TokenSequence | None:
         """The running sequence that is about to compute a prefix of `seq`, which should wait for it."""

@@ -54,6 +54,7 @@ class Pools:
         self.host = HostSpace(options.host_nbytes, lambda handle: self._lose(self._spilled[handle]))
         self.moves: list[Move] = []
         self._spilled: dict[int, Snapshot] = {}
+        self.num_host_hits = 0  # sequences that began with a snapshot from host memory
         self._nowhere: tuple[tuple[int, ...], ...] = tuple(() for _ in num_blocks)
 
     def take_slot(self) -> int:
@@ -69,6 +70,7 @@ class Pools:
         if not self.slots:
             return GARBAGE
         if snapshot and snapshot.handle:
+            self.num_host_hits += 1
             self.host.pin(snapshot.handle)
             slot = self.take_slot()
             self.host.unpin(snapshot.handle)

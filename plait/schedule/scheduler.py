@@ -99,6 +99,7 @@ class Scheduler:
         self._reserve(shares)
         if self.waiting and not self._suspects:
             self._admit_waiting(shares)
+            self.memory.read_ahead(self.waiting)
         if drafts and not self._suspects:
             self._add_drafts(shares, drafts)
         num_steps = 1 if drafts or self.waiting or self._suspects else self._num_steps()
