@@ -84,7 +84,7 @@ def test_a_response_that_cannot_be_stored_holds_no_model(
     def refuse(*given: object) -> None:
         raise OutOfMemory("the store is full")
 
-    monkeypatch.setattr("plait.server.openai.response_state.ResponseKeeper.add", refuse)
+    monkeypatch.setattr("plait.server.responses.state.ResponseKeeper.add", refuse)
     with pytest.raises(Exception, match="the store is full"):
         openai.responses.create(model="big", input="x", background=True)
     assert wait_until(lambda: bench.residents.models["big"].num_users == 0)
