@@ -45,8 +45,8 @@ class SequenceMaker:
         for index, so_far in enumerate(request.resumed or ((),) * params.n):
             if so_far is None:
                 continue
-            seq = self._make_one(request, arrived, place, index, so_far)
-            seq.seed, seq.guide = choice_seed(seed, index), guides[index]
+            seq = self._make_one(request, arrived, place, index, so_far, guide=guides[index])
+            seq.seed = choice_seed(seed, index)
             if request.resumed_mu:
                 seq.mirostat_mu = request.resumed_mu[index]
             if params.is_guided:
@@ -62,6 +62,7 @@ class SequenceMaker:
         index: int,
         so_far: Sequence[int],
         params: SamplingParams | None = None,
+        guide: GrammarGuide | None = None,
     ) -> TokenSequence:
         prompt, timeout_s, (adapter, salt) = request.prompt_token_ids, request.timeout_s, place
         params, is_new = params or request.params, not so_far
@@ -81,6 +82,7 @@ class SequenceMaker:
             priority=request.priority,
             deadline=None if timeout_s is None else arrived + timeout_s,
             pool=Pool(request.pooling) if request.pooling else None,
+            guide=guide,
             is_watched=request.watched,
         )
 
