@@ -40,7 +40,7 @@ from plait.server.mcp_routes import MCP, McpDesk
 from plait.server.models import admin
 from plait.server.models.only import OnlyModel
 from plait.server.ollama import embed, generate, manage, wire
-from plait.server.openai import adapters, chat, completions, embeddings, models, scores
+from plait.server.openai import adapters, chat, completions, embeddings, models, render, scores
 from plait.server.respond import respond
 from plait.server.responses import endpoints
 from plait.server.stored.endpoints import STORED
@@ -74,6 +74,7 @@ ENDPOINTS = (
     *messages.ENDPOINTS,
     *models.ENDPOINTS,
     *adapters.ENDPOINTS,
+    *render.ENDPOINTS,
     *generate.ENDPOINTS,
     *embed.ENDPOINTS,
     *manage.ENDPOINTS,
