@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from plait import resource_limits
 from plait.config import ServerConfig
+from plait.errors import ConfigError
 from plait.frontend.frontend import Front, Parsers
 from plait.server.gateway.access_log import start_log
 from plait.server.models.catalog import ModelCatalog, ModelEntry
@@ -39,6 +40,8 @@ def run_models(
 
     `begun`: the process of the first model's engine.
     """
+    if config.kv_events is not None:
+        raise ConfigError("kv_events: readers know one model for each address; serve one model")
     residents = ResidentModels(config, find_budget(config), make_load(config, begun), measure_front)
     pool = ModelPool(catalog, config, residents)
     log = start_log(config)
