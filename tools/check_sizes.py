@@ -23,7 +23,7 @@ CAPS = {
     "bench": 3_950,
     "checkpoint": 5_150,
     "cli": 5_550,
-    "cluster": 400,
+    "cluster": 580,
     "convert": 3_640,
     "engine": 2_060,
     "families": 11_470,
