@@ -2,8 +2,8 @@
 
     seconds of a replica = waiting tokens / prompt speed + replies that wait / replies that end in a second
 
-Up at once, because starting one takes a while and requests wait meanwhile. Down only after minutes, one replica at
-a time, because a replica takes its cache with it.
+Up at once, because starting one takes a while and requests wait meanwhile. Down only after minutes, one
+replica at a time, because a replica takes its cache with it.
 """
 
 from __future__ import annotations
