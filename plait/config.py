@@ -330,12 +330,8 @@ class ServerConfig:
     )
     tls_cert: str | None = option(None, "serve https with this chain of certificates, a PEM file")
     tls_key: str | None = option(None, "the certificate's private key, a PEM file")
-    startup_digest: bool = option(
-        False, "generate 64 tokens before the first request; /version has their hash, to compare replicas"
-    )
-    kv_events: str | None = option(
-        None, "publish what the prefix cache has, over ZeroMQ as vLLM does, there: tcp://*:5557"
-    )
+    startup_digest: bool = option(False, "generate 64 tokens at startup; /version has their hash")
+    kv_events: str | None = option(None, "publish KV events as vLLM does, over ZeroMQ: tcp://*:5557")
     kv_events_replay: str | None = option(None, "send missed events again, there: tcp://*:5558")
     kv_events_topic: str | None = option(None, "topic of events; default: kv@HOST@MODEL")
     stream_interval: int = option(
@@ -384,8 +380,7 @@ class ServerConfig:
         if self.port > 65535:
             raise ConfigError(f"port: {self.port} is outside 0..65535")
         if self.stream_interval > MAX_STREAM_INTERVAL:
-            text = f"stream_interval: {self.stream_interval} is more than {MAX_STREAM_INTERVAL}"
-            raise ConfigError(f"{text}; 4 or 8 save most of what there is to save")
+            raise ConfigError(f"stream_interval: {self.stream_interval} is more than {MAX_STREAM_INTERVAL}")
         if not 0 <= self.shutdown_timeout_s < math.inf:
             raise ConfigError(f"shutdown_timeout_s: {self.shutdown_timeout_s} is not a number of seconds")
         for name in ("step_timeout_s", "frozen_timeout_s", "loading_timeout_s", "mcp_timeout_s"):

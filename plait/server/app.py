@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable, Generator, Mapping
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -131,14 +131,19 @@ def create_app(
     app.add_middleware(Edge, gate=gate, traffic=traffic, models=models)
     app.state.reject_early = gate.reject_early  # for a server that can reject before it starts a task
     if config.cors_origin:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=config.cors_origin,
-            allow_methods=("GET", "POST") if state is None else ("GET", "POST", "DELETE"),
-            allow_headers=("*",),
-            expose_headers=EXPOSED_HEADERS,
-        )
+        _allow_origins(app, config.cors_origin, may_delete=state is not None)
     return app
+
+
+def _allow_origins(app: Starlette, origins: Sequence[str], *, may_delete: bool) -> None:
+    """Let pages of these origins call the server."""
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=origins,
+        allow_methods=("GET", "POST", "DELETE") if may_delete else ("GET", "POST"),
+        allow_headers=("*",),
+        expose_headers=EXPOSED_HEADERS,
+    )
 
 
 class Service:
