@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # The first Python that is new enough and can make virtual environments; PYTHON=… overrides.
-PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 /usr/bin/python3; do \
+PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.14 /usr/bin/python3; do \
 	"$$p" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
 	&& echo "$$p" && break; done)
 # One torch thread per worker. One worker more than cores: tests wait for servers, and for kernels of each other.

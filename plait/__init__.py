@@ -12,10 +12,11 @@ from plait.errors import PlaitError
 from plait.version import __version__
 
 if TYPE_CHECKING:
+    from plait.llm.beam_search import BeamSearchParams
     from plait.llm.llm import LLM
     from plait.request import SamplingParams
 
-__all__ = ["LLM", "PlaitError", "SamplingParams", "__version__"]
+__all__ = ["LLM", "BeamSearchParams", "PlaitError", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -23,6 +24,10 @@ def __getattr__(name: str) -> Any:
         from plait.llm.llm import LLM
 
         return LLM
+    if name == "BeamSearchParams":
+        from plait.llm.beam_search import BeamSearchParams
+
+        return BeamSearchParams
     if name == "SamplingParams":
         from plait.request import SamplingParams
 

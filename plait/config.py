@@ -123,9 +123,8 @@ class EngineConfig:
     cache_disk: str | None = option(
         None, "a folder in which the prefix cache outlives the process, on a CPU; default: it does not"
     )
-    cache_disk_limit: int | None = option(
-        None, "bytes of files in --cache-disk; default: a tenth of what is free there", least=1
-    )
+    cache_disk_limit: int | None = option(None, "its bytes; default: 10 % of what is free", least=1)
+    cache_disk_bandwidth: int | None = option(None, "bytes per second written to --cache-disk", least=1)
     max_step_ms: int = option(
         200, "prompts are cut so that no reply that is streamed waits longer for a token; 0: never", least=0
     )
@@ -264,8 +263,9 @@ class EngineConfig:
 
     def _check_disk(self) -> None:
         if self.cache_disk is None:
-            if self.cache_disk_limit is not None:
-                raise ConfigError("cache_disk_limit: it needs cache_disk, the folder to which it applies")
+            for name in ("cache_disk_limit", "cache_disk_bandwidth"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(f"{name}: it needs cache_disk, the folder to which it applies")
             return
         if not self.cache_disk.strip():
             raise ConfigError("cache_disk: it is empty; name a folder, or leave it out")

@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from plait.spec import Activation, Mixer, NormSpec, ParallelSpec, Recurrent, RopeSpec
+from plait.spec import (
+    Activation,
+    AttentionSpec,
+    Mixer,
+    MoeSpec,
+    NormSpec,
+    ParallelSpec,
+    Recurrent,
+    RopeSpec,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,3 +157,88 @@ class AltUpSpec(ParallelSpec):
 class ShortcutSpec(ParallelSpec):
     """An MLP, `mlp`. With experts `moe` next to it, which read the same, their output waits: the next one
     without experts adds it (LongCat-Flash; Cai et al. 2024). Norms are not used."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatedInputSpec(ParallelSpec):
+    """One mixer, `inner`, that reads x · sigmoid(widen(silu(narrow(x)))), by `rank` numbers (A.X K2)."""
+
+    rank: int = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Wkv4Spec(Recurrent):
+    """RWKV-4's time mixing (Peng et al. 2023): averages over the past, weighed by keys; `size` channels."""
+
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wkv7Spec(Recurrent):
+    """RWKV-7's time mixing (Peng et al. 2025), a delta rule with a decay and a rate for each key channel.
+
+    `ranks`: of what makes decay, rate and gate, and of what mixes values with those of the first layer; None
+    there: this is the first layer. `norm`: of each head's output.
+    """
+
+    num_heads: int
+    head_dim: int
+    ranks: tuple[int, int, int, int | None]
+    norm: NormSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelMixSpec(Recurrent):
+    """RWKV's channel mixing: an MLP of relu², of a token and the last one; `gated` by a sigmoid (RWKV-4)."""
+
+    size: int
+    gated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class JetSpec(DeltaNetSpec):
+    """JetBlock (Gu et al. 2025): a gated delta rule in which only values are convolved, by taps that each
+    token makes through `rank` numbers."""
+
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CcaSpec(AttentionSpec, Recurrent):
+    """Attention over convolved queries and keys, half of the values being the last token's (CCA; ZAYA).
+
+    `taps`: of the convolution of each channel, and of the one in each head that follows it.
+    """
+
+    taps: tuple[int, int] = (2, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class StateMoeSpec(MoeSpec):
+    """A mixture with a router of `router_size` numbers, which each layer adds to those of the last (ZAYA).
+
+    A norm and three linear layers make logits of them. Of its `identities`, nothing is added. `first`: there
+    are none to be added to.
+    """
+
+    router_size: int = 256
+    norm: NormSpec = NormSpec()
+    first: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledSpec(ParallelSpec):
+    """x becomes a x + b + c inner(norm(x)) + d, with learned vectors (ZAYA); without `inner` a x + b."""
+
+    norm: NormSpec | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DifferenceSpec(AttentionSpec):
+    """Head h minus λ times head h + num_heads / 2, over values of two heads (Ye et al. 2024; DiffLlama).
+
+    λ is learned around `balance`. `norm`: of each pair's output, without a weight.
+    """
+
+    balance: float = 0.8
+    norm: NormSpec = NormSpec()

@@ -12,7 +12,9 @@ from plait.errors import InvalidField
 from plait.sampling_fields import (
     MAX_ALLOWED,
     MAX_BREAKERS,
+    MAX_EXPRESSIONS,
     STOP,
+    STOP_REGEX,
     ChoiceFields,
     Declared,
     MaxTokens,
@@ -46,6 +48,7 @@ class SamplingParams(ChoiceFields):
 
     max_tokens: MaxTokens = 100
     stop: Annotated[tuple[str, ...], STOP] = ()
+    stop_regex: Annotated[tuple[str, ...], STOP_REGEX] = ()
     logprobs: NumLogprobs = None
     prompt_logprobs: NumLogprobs = None
     structured_outputs: Mapping[str, Any] | None = None
@@ -61,6 +64,13 @@ class SamplingParams(ChoiceFields):
             declared.check(name, getattr(self, name))
         if self.best_of is not None and self.best_of < self.n:
             raise InvalidField(f"best_of: {self.best_of} is less than n ({self.n})", "best_of")
+        if self.use_beam_search and self.n > self.num_beams:
+            raise InvalidField(f"beam_width: {self.beam_width} is less than n ({self.n})", "beam_width")
+        if self.negative_prompt is not None and not isinstance(self.negative_prompt, str):
+            object.__setattr__(self, "negative_prompt", as_tuple("negative_prompt", self.negative_prompt))
+        if self.early_stopping not in (True, False, "never"):
+            text = f'early_stopping: {shorten(self.early_stopping)} is none of true, false and "never"'
+            raise InvalidField(text, "early_stopping")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             least, most = shorten(self.min_tokens), shorten(self.max_tokens)
             raise InvalidField(f"min_tokens: {least} is more than max_tokens ({most})", "min_tokens")
@@ -81,6 +91,7 @@ class SamplingParams(ChoiceFields):
         for name in ("bad_words", "logit_bias_strings"):
             check_texts(name, getattr(self, name))
         check_texts("dry_sequence_breakers", self.dry_sequence_breakers, MAX_BREAKERS)
+        check_texts("stop_regex", self.stop_regex, MAX_EXPRESSIONS)
         if (count := len(self.allowed_token_ids)) > MAX_ALLOWED:
             text = f"allowed_token_ids: it has {count} ids; send at most {MAX_ALLOWED}"
             raise InvalidField(text, "allowed_token_ids")
@@ -109,6 +120,21 @@ class SamplingParams(ChoiceFields):
         return penalties != (1, 0, 0) or bool(self.dry_multiplier or self.bad_word_ids)
 
     @property
+    def is_ended_by_text(self) -> bool:
+        """Whether text may end a choice, which only its reader sees."""
+        return bool(self.stop or self.stop_regex)
+
+    @property
+    def is_guided(self) -> bool:
+        """Whether a second sequence with the negative prompt guides each choice."""
+        return self.guidance_scale != 1
+
+    @property
+    def num_beams(self) -> int:
+        """The beams of a beam search."""
+        return self.n if self.beam_width is None else self.beam_width
+
+    @property
     def num_sequences(self) -> int:
         """How many choices are generated."""
         return self.n if self.best_of is None else self.best_of
@@ -131,7 +157,15 @@ class SamplingParams(ChoiceFields):
 
 
 _LISTS = (
-    *("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "dry_sequence_breakers", "samplers"),
+    *(
+        "stop",
+        "stop_regex",
+        "stop_token_ids",
+        "allowed_token_ids",
+        "bad_words",
+        "dry_sequence_breakers",
+        "samplers",
+    ),
     *("bad_word_ids", "dry_breaker_ids"),
 )
 _HINTS = get_type_hints(SamplingParams, include_extras=True).items()
@@ -249,7 +283,8 @@ class Request:
 
     `grammar`: what every choice must be; `thinking`: how much of it may be thinking. `shape`: how its text is
     parsed; None: all of it is content. `pooling`: instead of tokens, return the hidden state after the last
-    norm, of the last token or the mean of all. `interval`: tokens of a choice that an engine in another
+    norm, of the last token or the mean of all. `negative_ids`: the negative prompt of a guided request; its
+    sequence goes on with the tokens of the choice. `interval`: tokens of a choice that an engine in another
     process emits at a time; it emits the first, and the end, at once. `watched`: the reply is streamed, so a
     client would see it falter. `shows_progress`: events also report how far the prompt of the first choice is
     computed. `tenant`: an API key or an address; requests of one tenant share its turns.
@@ -270,6 +305,7 @@ class Request:
     thinking: ThinkingBudget | None = None
     shape: ReplyShape | None = None
     pooling: Pooling | None = None
+    negative_ids: tuple[int, ...] = ()
     interval: int = 1
     watched: bool = True
     shows_progress: bool = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from msgspec import Meta
 
@@ -17,6 +17,8 @@ from plait.errors import InvalidField
 
 MAX_LOGPROBS, MAX_N, MAX_DRY_LENGTH = 20, 128, 512
 MAX_WORDS, MAX_WORD_CHARS = 1024, 1024  # texts of one field, and characters of one of them
+MAX_BEAMS = 64  # each is a sequence, with memory of its own
+MAX_EXPRESSIONS = 16  # of stop_regex
 MAX_BREAKERS = 32  # texts of dry_sequence_breakers: the vocabulary is searched for each
 MAX_ALLOWED = 8192  # token ids of allowed_token_ids, which every step reads
 _INT64 = 2**63 - 1
@@ -57,6 +59,7 @@ def _words(
 
 NO_ENTRIES = Meta(extra_json_schema={"default": {}})
 STOP = _words("text that ends it; may be repeated")
+STOP_REGEX = _words("an expression of which a match ends it; may be repeated")
 MaxTokens = Annotated[
     int | None, _words("most tokens to write", 0, also="n_predict num_predict max_new_tokens")
 ]
@@ -150,6 +153,25 @@ class ChoiceFields(SamplingFields):
     best_of: Annotated[int | None, _words("choices to generate; the best n return", 1, MAX_N)] = None
     max_tokens: MaxTokens = None
     stop: Annotated[str | tuple[str, ...], STOP] = ()
+    stop_regex: Annotated[str | tuple[str, ...], STOP_REGEX] = ()
+    guidance_scale: Annotated[
+        float,
+        _words("classifier-free guidance: away from the negative prompt; 1: off", 0, 100, also="cfg_scale"),
+    ] = 1.0
+    negative_prompt: Annotated[
+        str | tuple[int, ...] | None,
+        _words("guidance: the text or token ids to go away from; none: the prompt's last token"),
+    ] = None
+    use_beam_search: Annotated[bool, _words("the likeliest texts by beam search, in place of draws")] = False
+    beam_width: Annotated[
+        int | None, _words("beam search: beams; none: n", 1, MAX_BEAMS, also="num_beams")
+    ] = None
+    length_penalty: Annotated[
+        float, _words("beam search: scores are divided by the length to this power", -10, 10)
+    ] = 1.0
+    early_stopping: Annotated[
+        bool | Literal["never"], _words('beam search: end at beam_width finished beams; or "never"')
+    ] = False
     truncate_prompt_tokens: Annotated[
         int | None,
         _words("the prompt's last so many tokens; -1: as many as fit", -1, also="truncate"),

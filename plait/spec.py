@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 UNLIMITED = float("inf")
-Activation = Literal["silu", "gelu", "gelu_pytorch_tanh", "relu2", "relu", "swiglu_oai", "xielu"]
+Activation = Literal[
+    "silu", "gelu", "gelu_pytorch_tanh", "relu2", "relu", "swiglu_oai", "xielu", "swiglu_7", "swiglu_16"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ class TemperatureSpec:
     growth: float
     length: float
     first: float = 0.0
+    power: bool = False  # by (1 + (p + first) / length)^growth instead (Beam)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +135,7 @@ class MlaSpec(Mixer):
     latent_norm: NormSpec | None = None
     indexer: IndexerSpec | None = None
     head_gate: bool = False  # as in AttentionSpec, by a sigmoid (Ling 3)
+    gate: bool = False  # of all outputs; it and queries read [normed latent, latent] (A.X K2)
 
 
 @dataclass(frozen=True, slots=True)

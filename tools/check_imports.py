@@ -48,7 +48,7 @@ SIDEWAYS = {
     "families": {"checkpoint.names"},
     "model": {"checkpoint.weights", "state"},
     "runner": {"schedule.plan"},
-    "verify": {"convert.plan"},
+    "verify": {"convert.plan", "worker"},
     "cli": {"server", "cluster", "bench"},
     "__main__": {"cli"},
 }

@@ -26,6 +26,7 @@ BARTS = (
 # What a row is called, its layers, and the families (as `families.common.registry` has them) it stands for.
 ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Llama 2, 3, 3.x, SmolLM2, CodeLlama, Mistral, Nemo, Devstral", "GQA, MLP", ("llama",)),
+    ("DiffLlama", "differential GQA, MLP", ("diffllama",)),
     ("Llama 4 (text, up to 8,192 tokens)", "GQA, partly without positions, MoE", ("llama4_text",)),
     ("Seed-OSS, CWM, InternLM 3 · AFM 4.5B · Helium", "GQA, MLP", ("seed_oss", "arcee", "helium")),
     ("ERNIE 4.5 · ERNIE 4.5 MoE", "GQA, MLP · MoE", ("ernie4_5", "ernie4_5_moe")),
@@ -48,11 +49,14 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("LongCat-Flash", "MLA, MLP, MoE with identities", ("longcat_flash",)),
     ("GLM-4.7-Flash · Youtu-LLM", "MLA, MoE · MLP", ("glm4_moe_lite", "youtu")),
     ("A.X K1", "MLA, MoE", ("axk1",)),
+    ("A.X K2", "gated MLA with an indexer, MoE", ("axk2",)),
+    ("Beam", "gated GQA, local and global, MoE", ("beam",)),
     ("Ministral 3, Devstral 2", "GQA, queries that grow with position, MLP", ("ministral3",)),
     ("Apertus · Jais 2", "GQA, MLP", ("apertus", "jais2")),
     ("Hunyuan dense · A13B", "GQA, MLP · MoE", ("hunyuan_v1_dense", "hunyuan_v1_moe")),
     ("AFMoE (Trinity)", "gated GQA, local and global, MoE", ("afmoe",)),
     ("Hy3 · Mellum 2", "GQA, local and global, MoE", ("hy_v3", "mellum")),
+    ("Step 3.5, text of 3.7", "gated GQA, local and global, MoE", ("step3p5",)),
     ("MiMo-V2-Flash", "GQA with sinks, local and global, MoE", ("mimo_v2_flash",)),
     ("MiniCPM 3", "MLA, MLP", ("minicpm3",)),
     ("MiniMax-M2 · dots.llm1 · Solar Open", "GQA, MoE", ("minimax_m2", "dots1", "solar_open")),
@@ -97,7 +101,10 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Zamba2", "Mamba2, shared attention", ("zamba2",)),
     ("Nemotron-H", "Mamba2, GQA, MLP or MoE", ("nemotron_h",)),
     ("Falcon-H1", "Mamba2 and GQA side by side, MLP", ("falcon_h1",)),
-    ("PLaMo 2", "Mamba2-like, GQA, MLP", ("plamo2",)),
+    ("PLaMo 2 · PLaMo 3", "Mamba2-like, GQA, MLP · GQA, local and global, MLP", ("plamo2", "plamo3")),
+    ("RWKV-4 · RWKV-7", "WKV · generalized delta rule, channel mixing", ("rwkv", "rwkv7")),
+    ("Jet-Nemotron", "JetBlock, GQA, local and global, MLP", ("jet_nemotron",)),
+    ("ZAYA1", "compressed convolutional attention, MoE", ("zaya",)),
     ("LFM2, LFM2-MoE", "short convolutions, GQA, MLP or MoE", ("lfm2", "lfm2_moe")),
     ("LFM3", "short convolutions, gated GQA, local and global, MLP", ("lfm3",)),
     ("Laguna", "gated GQA, local and global, MoE", ("laguna",)),
@@ -108,6 +115,9 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 OTHER_TESTS: Mapping[str, tuple[bool, bool, bool]] = {  # Hugging Face files, GGUF, names only
     "plamo2": (True, True, True),  # test_plamo2, test_detect
     "bailing_moe_linear": (True, False, False),  # test_ling
+    "jet_nemotron": (True, False, False),  # test_jet_nemotron
+    "plamo3": (True, True, True),  # test_plamo3
+    "rwkv7": (True, True, True),  # test_rwkv7
     "MambaLMHeadModel": (True, False, False),  # test_published
     "oxidizr": (True, False, True),  # test_oxidizr
 }

@@ -2,7 +2,8 @@
 
 `python tools/try_clients.py --server URL --model NAME --python PYTHON --node FOLDER --write` tries the
 scripts of `tools/clients`: those of Python with that interpreter, which has the clients installed (`--list`
-names them), those of Node in that folder, with its `node_modules`. The server needs a template with a place
+names them), those of Node in that folder, with its `node_modules`. `--python SCRIPT=PYTHON` is for one of
+them: aider, lm-eval and Open WebUI want environments of their own. The server needs a template with a place
 for tools; `tools/clients/template.jinja` is one.
 """
 
@@ -23,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS, PAGE = ROOT / "tools" / "clients", ROOT / "docs" / "clients.md"
 FEATURES = ("chat", "stream", "tools", "schema", "embeddings")
-TIMEOUT_S = 300
+TIMEOUT_S = 600
 # script -> (client, what it speaks, the package that has the version)
 CLIENTS = {
     "openai_python.py": ("openai (Python)", "OpenAI", "openai"),
@@ -38,17 +39,22 @@ CLIENTS = {
     "instructor_python.py": ("instructor", "OpenAI", "instructor"),
     "pydantic_ai_python.py": ("pydantic-ai", "OpenAI", "pydantic-ai-slim"),
     "vercel_ai_node.mjs": ("ai, @ai-sdk/openai-compatible (Node)", "OpenAI", "ai"),
+    "llm_python.py": ("llm", "OpenAI", "llm"),
+    "lm_eval_python.py": ("lm-eval", "OpenAI", "lm-eval"),
+    "aider_python.py": ("aider", "OpenAI, Ollama", "aider-chat"),
+    "continue_node.mjs": ("Continue (cn and its adapters)", "OpenAI, Ollama", "@continuedev/cli"),
+    "open_webui_python.py": ("Open WebUI", "OpenAI, Ollama", "open-webui"),
 }
 HEAD = """\
 # Clients
 
 Clients of others that were tried with `plait serve` as they are: only the address is set.
 `tools/try_clients.py` made this table with SmolLM2-135M-Instruct and the template `{template}`.
-✓: it worked; –: the client's script in `tools/clients` does not try it. OpenAI's and Anthropic's clients
-for Python, and `llm`, are tried by the tests, too.
+✓: it worked; ✗: it did not; –: the client's script in `tools/clients` does not try it. The clients of OpenAI,
+Anthropic and Ollama for Python, and `llm`, are tried by the tests, too.
 
-| Client | Version | API | Chat | Stream | Tools | JSON schema | Embeddings |
-|---|---|---|---|---|---|---|---|
+| Client | Version | API | Chat | Stream | Tools | JSON schema | Embeddings | Also |
+|---|---|---|---|---|---|---|---|---|
 """
 
 
@@ -64,7 +70,10 @@ class TriedClient:
     def row(self) -> str:
         """Its line of the table."""
         marks = ["–" if f not in self.found else "✗" if self.found[f] else "✓" for f in FEATURES]
-        return f"| {self.name} | {self.version} | {self.api} | {' | '.join(marks)} |"
+        more = [
+            f"{f.replace('_', ' ')} {'✗' if self.found[f] else '✓'}" for f in self.found if f not in FEATURES
+        ]
+        return f"| {' | '.join([self.name, self.version, self.api, *marks, ', '.join(more)])} |"
 
 
 def wait_until_ready(server: str) -> None:
@@ -110,7 +119,7 @@ def main() -> int:
     parser.add_argument("--server", default="http://127.0.0.1:8080")
     parser.add_argument("--model", required=True)
     parser.add_argument("--template", default="the model's own")
-    parser.add_argument("--python", default=sys.executable)
+    parser.add_argument("--python", action="append", default=[], metavar="[SCRIPT=]PYTHON")
     parser.add_argument("--node", type=Path, default=Path())
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--list", action="store_true", help="the packages, and nothing else")
@@ -119,11 +128,13 @@ def main() -> int:
         print(json.dumps({script: package for script, (*_, package) in CLIENTS.items()}, indent=2))
         return 0
     environment = {**os.environ, "SERVER_URL": given.server, "SERVER_MODEL": given.model}
+    pythons = {"": sys.executable} | {one.rpartition("=")[0]: one.rpartition("=")[2] for one in given.python}
     wait_until_ready(given.server)
     tried = []
     for script, (name, api, package) in CLIENTS.items():
-        found = run_script(script, given.python, given.node, environment)
-        tried.append(TriedClient(name, version_of(script, package, given.python, given.node), api, found))
+        python = pythons.get(script, pythons[""])
+        found = run_script(script, python, given.node, environment)
+        tried.append(TriedClient(name, version_of(script, package, python, given.node), api, found))
         print(json.dumps({"client": name, "version": tried[-1].version, "found": found}), flush=True)
     if given.write:
         rows = "\n".join(one.row() for one in tried)

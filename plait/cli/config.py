@@ -19,20 +19,23 @@ from plait.cli.common.options import (
     engine_options,
     engine_settings,
     json_option,
+    models_option,
     server_settings,
     variable_name,
     warn_of_variables,
     write_json,
 )
-from plait.cli.serve import TABLES, merge_settings, read_table
+from plait.cli.serve import TABLES, merge_settings, read_model_tables, read_table
 from plait.config import ServerConfig, option_names
 
 HIDDEN = "(hidden)"
+COMMAND_LINE, DEFAULT, INHERITED = "command line", "default", "[engine]"
 
 
 @dataclass(frozen=True, slots=True)
 class OptionValue:
-    """An option as a server would have it. `source`: default, command line, a variable's name, or a file."""
+    """An option as a server would have it. `table`: server, engine or models.NAME. `source`: default, command
+    line, a variable's name, a file, or [engine] for what a model has from there."""
 
     table: str
     name: str
@@ -41,6 +44,7 @@ class OptionValue:
 
 
 @click.command(cls=GroupedCommand)
+@models_option()
 @config_file_option()
 @config_options(ServerConfig)
 @engine_options()
@@ -48,25 +52,36 @@ class OptionValue:
 @json_option("an array with an object for each option")
 @common_options()
 @click.pass_context
-def config(ctx: click.Context, /, config: str | None, show_all: bool, as_json: bool, **given: object) -> None:
+def config(
+    ctx: click.Context,
+    /,
+    model: tuple[str, ...],
+    config: str | None,
+    show_all: bool,
+    as_json: bool,
+    **given: object,
+) -> None:
     """Show what `plait serve` would run with, and where each value comes from.
 
     It takes the options of `plait serve`. The command line wins over the environment (--max-num-seqs is
     PLAIT_MAX_NUM_SEQS), which wins over the file (--config or PLAIT_CONFIG), which wins over defaults.
+    [models.NAME] of the file wins for its model; --all lists every option of the engine there.
 
     \b
     plait config --all
     PLAIT_PORT=9000 plait config --config plait.toml
+    plait config small=./model --config plait.toml
     """
     found = list_values(ctx, config, given)
+    found += list_model_values(config, model, [each for each in found if each.table == "engine"])
     warn_of_variables(os.environ)
-    shown = [each for each in found if show_all or each.source != "default"]
+    shown = [each for each in found if show_all or each.source not in (DEFAULT, INHERITED)]
     if as_json:
         write_json([{"table": o.table, "name": o.name, "value": o.value, "source": o.source} for o in shown])
         return
     if not shown:
         print("every option has its default; --all lists them")
-    for table in TABLES:
+    for table in dict.fromkeys(each.table for each in found):
         rows = [each for each in shown if each.table == table]
         if rows:
             print(f"[{table}]")
@@ -78,7 +93,7 @@ def config(ctx: click.Context, /, config: str | None, show_all: bool, as_json: b
 def list_values(ctx: click.Context, path: str | None, given: Mapping[str, object]) -> list[OptionValue]:
     """Every option, in the order of its class. Raises ConfigError as `plait serve` would."""
     sources = {name: source_of(ctx, name) for name in given}
-    explicit = {name for name, source in sources.items() if source != "default"}
+    explicit = {name for name, source in sources.items() if source != DEFAULT}
     if given["cpu"]:
         sources["device"] = sources["cpu"]
     found = []
@@ -87,10 +102,36 @@ def list_values(ctx: click.Context, path: str | None, given: Mapping[str, object
         whole = kind(**merge_settings(settings, explicit, read))
         for name in option_names(kind):
             source = sources[name]
-            if source == "default" and name in read:
+            if source == DEFAULT and name in read:
                 source = str(Path(str(path)))
             value = getattr(whole, name)
             found.append(OptionValue(table, name, HIDDEN if name in SECRET and value else value, source))
+    return found
+
+
+def list_model_values(
+    path: str | None, words: tuple[str, ...], engine: list[OptionValue]
+) -> list[OptionValue]:
+    """Every option of each model that the file or the command line names; `engine`: those of [engine].
+
+    Raises ConfigError as `plait serve` would.
+    """
+    from plait.cli.common.served_models import MODEL_KEYS, NamedModel, list_named, make_entry
+
+    tables, settings = read_model_tables(path), {each.name: each.value for each in engine}
+    typed = {one.name: one for one in list_named(words, tables) if one.name is not None}
+    found = []
+    for name in dict.fromkeys([*typed, *tables]):
+        table, one = tables.get(name, {}), typed.get(name) or NamedModel(name, "", tables[name])
+        entry = make_entry(name, one, settings)
+        own = {key: (value, str(path)) for key, value in table.items()}
+        if one.source != table.get("model", ""):
+            own["model"] = (entry.source, COMMAND_LINE)
+        if one.aliases:
+            own["aliases"] = (entry.aliases, f"{COMMAND_LINE}, {path}" if "aliases" in own else COMMAND_LINE)
+        rows = {key: own[key] for key in MODEL_KEYS if key in own}
+        rows |= {each.name: own.get(each.name, (each.value, INHERITED)) for each in engine}
+        found += [OptionValue(f"models.{name}", key, *row) for key, row in rows.items()]
     return found
 
 
@@ -98,11 +139,11 @@ def source_of(ctx: click.Context, name: str) -> str:
     """Where the command's parameter has its value from."""
     match ctx.get_parameter_source(name):
         case ParameterSource.COMMANDLINE:
-            return "command line"
+            return COMMAND_LINE
         case ParameterSource.ENVIRONMENT:
             return variable_name(name)
         case _:
-            return "default"
+            return DEFAULT
 
 
 def toml_text(value: object) -> str:

@@ -172,6 +172,11 @@ def explain(error: BaseException) -> tuple[str, int]:
             return out_of_memory_text(error), EXIT_MEMORY
         case OSError(filename=name) if name is not None:
             return f"{name}: {error.strerror}", EXIT_MODEL
+        case ModuleNotFoundError(name=str(name)) if not name.startswith("plait"):
+            text = (
+                f"the package {name.partition('.')[0]} is not installed; `pip install plait-engine` brings it"
+            )
+            return f"{text}, and docs/deploy.md has PyTorch's build for CPUs", 1
     # torch is not imported here to ask: its allocators say what they are.
     text = " ".join(str(error).split())
     if type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in text:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from plait.cli.common.certificate import run_cell, run_certificate
 from plait.cli.common.help import GroupedCommand
 from plait.cli.common.options import (
     common_options,
@@ -29,14 +30,16 @@ from plait.errors import ConfigError
 if TYPE_CHECKING:
     from plait.text.tokenizers.tokenizer import Tokenizer
     from plait.verify.ranks import RankCheck
-    from plait.verify.verify import Arithmetic, CellResult, Difference, Verification
+    from plait.verify.results import Arithmetic, CellResult, Difference
+    from plait.verify.verify import Verification
 
 # What the matrix sets itself, or what no reply depends on.
 OWN = (
     *("max_num_seqs", "max_num_batched_tokens", "max_waiting", "memory_limit", "max_step_ms"),
     *("prefix_cache", "snapshot_interval", "swap_memory", "speculate", "chat_template"),
-    *("cache_disk", "cache_disk_limit"),
+    *("cache_disk", "cache_disk_limit", "cache_disk_bandwidth"),
 )
+NUM_TOGETHER = 3  # sequences of one choice: without so many, guidance and beams have no cells
 TOKENS, QUICK_TOKENS = 24, 12  # of each reply
 MOST_SHOWN = 5  # differences, where people read; --json has them all
 NEAR = 1e-3  # between two logits: rounding in float32 may make either the larger
@@ -46,6 +49,9 @@ HAPPENED = {
     "swaps": "swaps",
     "hit_tokens": "tokens from the cache",
     "launched_ahead": "steps launched ahead",
+    "host_hits": "snapshots from host memory",
+    "disk_reads": "files from the disk",
+    "restarts": "restarts",
 }
 NOTHING = {
     "failed_steps": "no step failed",
@@ -55,6 +61,9 @@ NOTHING = {
     "hit_tokens": "nothing came from the cache",
     "drafted": "nothing was drafted",
     "accepted": "no draft token was accepted",
+    "host_hits": "nothing came from host memory",
+    "disk_reads": "nothing came from the disk",
+    "restarts": "nothing was left to go on with",
 }
 
 
@@ -90,6 +99,22 @@ NOTHING = {
     help="run a GPU's kernels and graphs on the CPU, in Triton's interpreter (TRITON_INTERPRET=1): for the "
     "smallest models",
 )
+@click.option(
+    "--cell", metavar="NAME", help="one way alone: of the model, or MODEL/CELL/ROUND of a certificate"
+)
+@click.option(
+    "--certificate",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="instead of a model: small random ones with every mixer, in every way, and write what comes of it "
+    "into this file; a run that was interrupted goes on",
+)
+@click.option(
+    "--tokens",
+    type=click.IntRange(1),
+    default=1_000_000,
+    show_default=True,
+    help="with --certificate: of all replies together; whole rounds are run",
+)
 @json_option()
 @engine_options(without=OWN)
 @common_options()
@@ -102,6 +127,9 @@ def verify(
     prompts_file: Path | None,
     quick: bool,
     graph: str | None,
+    cell: str | None,
+    certificate: Path | None,
+    tokens: int,
     as_json: bool,
     **given: Any,
 ) -> int:
@@ -113,34 +141,46 @@ def verify(
     plait verify ./model --batch 8 --max-tokens 64 --prompts prompts.txt
     plait verify --family my_hybrid.py
     plait verify ./model --tp 2 --deterministic
+    plait verify --certificate certificate.json
+    plait verify --cell mamba2/restarts-together/1
 
     The same requests, greedy and drawn with a seed, run under many settings: batches, prompts in chunks, the
     prefix cache, preemption by swap and by computing again, draft tokens, steps that fail. Each is compared
     token by token, and log-probability by log-probability, with a sequence that runs alone. If they differ,
     both run again op by op to find the first op that does. With --tp N the same requests run on one rank and
-    on N instead. The exit code is 0 if nothing differs that is promised.
+    on N instead. A certificate covers a million tokens of small models with every mixer. The exit code is 0
+    if nothing differs that is promised.
     """
     defaults = {name: EngineConfig.__dataclass_fields__[name].default for name in OWN}
-    config = EngineConfig(**engine_settings({**given, **defaults, "max_num_seqs": 1, "prefix_cache": False}))
+    own = {"max_num_seqs": NUM_TOGETHER, "prefix_cache": False}
+    config = EngineConfig(**engine_settings({**given, **defaults, **own}))
     if family is not None:
         if model is not None:
             raise ConfigError("--family makes up a model of its own; leave MODEL out")
         return run_family(family, config, keep, as_json)
+    if model is None and (certificate is not None or (cell is not None and keep is None)):
+        if cell is not None:
+            return run_cell(cell, config, certificate, as_json)
+        assert certificate is not None
+        return run_certificate(certificate, config, tokens, as_json)
+    if certificate is not None:
+        raise ConfigError("--certificate makes up models of its own; leave MODEL out")
     if model is None or keep is not None:
         raise click.UsageError("name a model with --model, or a family with --family (and --keep)")
     if config.num_ranks > 1:
         return run_ranks(model, config, max_tokens or QUICK_TOKENS, prompts_file, as_json)
     from plait.loading.build import load
     from plait.ops.chip import EXAMPLES
-    from plait.verify.verify import Verification
+    from plait.verify.verify import Extent, Verification
 
     prompts = read_prompts(prompts_file) if prompts_file else None
     with LoadingBar(f"loading {model}") as loading:
         loaded = load(model, config, loading.update, example=EXAMPLES[90] if graph else None)
     try:
-        tokens = max_tokens or (QUICK_TOKENS if quick else TOKENS)
+        length = max_tokens or (QUICK_TOKENS if quick else TOKENS)
         with Status("running each request alone") as status:
-            made = Verification(loaded, batch=batch, max_tokens=tokens, prompts=prompts, is_quick=quick)
+            extent = Extent(is_quick=quick, only=cell)
+            made = Verification(loaded, batch=batch, max_tokens=length, prompts=prompts, extent=extent)
             results = run_as_json(model, made, status) if as_json else run_as_text(model, made, status)
     finally:
         loaded.front.close(drain=False)

@@ -7,7 +7,7 @@ trusts no other, and one token id that the model lacks would end every request t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -18,6 +18,7 @@ from plait.schedule.sequence import TokenSequence, num_computed
 
 MAX_SALT_CHARS = 256
 MAX_PRIORITY = 2**31 - 1
+MAX_CACHE_PLACES = 4  # in a request, as Anthropic's clients send them
 MAX_CHARS_PER_TOKEN = 64  # longer text cannot fit the context and is refused before it is tokenized
 OnEvent = Callable[[Event], None]
 
@@ -41,17 +42,22 @@ class RequestLimits:
         `vocabulary`: the one that wrote the prompt; "": its ids were sent. Raises InvalidField,
         ContextTooLong, and CapacityError for a sequence that memory can never hold.
         """
-        params, num_prompt = request.params, len(request.prompt_token_ids)
-        if not num_prompt:
+        params, num_prompt = request.params, max(len(request.prompt_token_ids), len(request.negative_ids))
+        longer = "prompt" if num_prompt == len(request.prompt_token_ids) else "negative_prompt"
+        if not request.prompt_token_ids:
             text = "it is empty, and this model has no beginning-of-text token; send at least one token"
             raise InvalidField(f"prompt: {text}", "prompt")
         least = 0 if params.max_tokens == 0 else max(params.min_tokens, 1)
         left = self.max_model_len - num_prompt
         if least > left:
-            parts = f" ({num_prompt} in the prompt, {least} in the completion)"
-            advice = f"shorten the prompt to {self.max_model_len - least} tokens{self.may_grow}"
-            raise self._too_long(num_prompt, f"{num_prompt + least} tokens{parts}", advice, "prompt")
+            parts = f" ({num_prompt} in the {longer}, {least} in the completion)"
+            advice = f"shorten the {longer} to {self.max_model_len - least} tokens{self.may_grow}"
+            raise self._too_long(num_prompt, f"{num_prompt + least} tokens{parts}", advice, longer)
         self.check_ids("prompt", request.prompt_token_ids, vocabulary)
+        self.check_ids("negative_prompt", request.negative_ids, vocabulary)
+        if params.is_guided != bool(request.negative_ids):
+            text = "guidance needs a negative prompt of at least one token, and a scale that is not 1"
+            raise InvalidField(f"guidance_scale: {text}", "guidance_scale")
         self.check_ids("logit_bias", params.logit_bias)
         self.check_ids("stop_token_ids", params.stop_token_ids)
         self.check_ids("allowed_token_ids", params.allowed_token_ids)
@@ -143,6 +149,21 @@ class OpenChoice:
     num_failures: int = 0
 
     @property
+    def is_searched(self) -> bool:
+        """Whether it is a result of a beam search, which all choices of its request share."""
+        return self.sequence.gang is not None and self.sequence.gang.search is not None
+
+    @property
+    def member_ids(self) -> list[int]:
+        """The ids of sequences that it answers for: its own, its negative prompt's, or those of all beams
+        that are no choice."""
+        members = [seq.id for seq in self.sequence.members]
+        if not self.is_searched:
+            return members
+        choices = {choice.sequence.id for choice in self.entry.open.values()}
+        return [self.sequence.id, *(seq_id for seq_id in members if seq_id not in choices)]
+
+    @property
     def misguided_by(self) -> Exception | None:
         """Why the choice's guide cannot be followed any more; None while it can."""
         return None if self.sequence.guide is None else self.sequence.guide.error
@@ -187,18 +208,41 @@ class ServiceOptions:
     cache_salt: only requests with the same one share what was computed; None: those without one share.
     priority: lower runs first. Both are vLLM's. timeout_s: seconds from its arrival, the queue included,
     after which it ends with an error; None: as long as it takes. adapter: the name of one that is loaded; "":
-    the model alone.
+    the model alone. cache_at: behind so many tokens of a prompt, or messages of a chat, state is kept for
+    requests that begin alike; at most four places.
     """
 
     cache_salt: str | None = None
     priority: int = 0
     timeout_s: float | None = None
     adapter: str = ""
+    cache_at: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "cache_at", _read_places(self.cache_at))
         _check_salt(self.cache_salt)
         _check_priority(self.priority)
         _check_timeout(self.timeout_s)
+
+
+def _read_places(places: object) -> tuple[int, ...]:
+    if not isinstance(places, list | tuple):
+        text = f"cache_at: a {type(places).__name__} is no list of whole numbers; send [3], for example"
+        raise InvalidField(text, "cache_at")
+    if len(places) > MAX_CACHE_PLACES:
+        text = f"cache_at: it has {len(places)} places; send at most {MAX_CACHE_PLACES}"
+        raise InvalidField(text, "cache_at")
+    for i, place in enumerate(places):
+        if isinstance(place, bool) or not isinstance(place, int) or place < 1:
+            raise InvalidField(f"cache_at[{i}]: {place!r:.40} is no whole number of 1 or more", "cache_at")
+    return tuple(places)
+
+
+def check_places(places: Sequence[int], most: int, what: str) -> None:
+    """Raises InvalidField for a place of `cache_at` behind all `most` tokens or messages of a request."""
+    if places and max(places) > most:
+        text = f"cache_at: {max(places)} is behind the end: there are {most} {what}"
+        raise InvalidField(text, "cache_at")
 
 
 def _check_salt(salt: str | None) -> None:

@@ -10,11 +10,9 @@ sequences run again one by one, and only those that fail alone are failed.
 from __future__ import annotations
 
 import logging
-import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import count
 from typing import TypeVar
 
 from plait.engine.adapters import no_adapters
@@ -22,12 +20,12 @@ from plait.engine.admission import OnEvent, OpenChoice, OpenRequest, RequestLimi
 from plait.engine.flight import Flight, NotLaunched, StepRunner
 from plait.engine.grammar_guide import GrammarGuide, refuse_guides
 from plait.engine.metrics import Metrics
+from plait.engine.sequences import SequenceMaker, list_alone, list_choices
 from plait.errors import DeadlineExceeded, DeviceLost, EngineError, InvalidField
-from plait.ops.seed import choice_seed
 from plait.request import Event, Request
 from plait.schedule.plan import Chunk, StepPlan
 from plait.schedule.scheduler import Scheduler
-from plait.schedule.sequence import Pool, TokenSequence, Update
+from plait.schedule.sequence import Update
 from plait.schedule.speculate import Speculation
 
 T = TypeVar("T")
@@ -58,12 +56,10 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.runner, self.scheduler, self.speculation, self.clock = runner, scheduler, speculation, clock
-        self.limits, self.guided = RequestLimits(vocab_size, max_model_len), guided
-        self.metrics, self.adapters = Metrics(scheduler), no_adapters()
+        self.limits, self._maker = RequestLimits(vocab_size, max_model_len), SequenceMaker()
+        self.metrics, self.adapters, self.guided = Metrics(scheduler), no_adapters(), guided
         self._requests: dict[str, OpenRequest] = {}
         self._choices: dict[int, OpenChoice] = {}  # by sequence id
-        self._ids = count(1)
-        self._seeds = random.SystemRandom()
         self._is_audited = True
         self._flight: Flight | None = None  # launched ahead of the step that was committed last
         self._landed_s = 0.0  # when that was
@@ -80,11 +76,13 @@ class Engine:
         if request.id in self._requests:
             raise InvalidField(f"request id {request.id!r} is in use by an open request", "id")
         arrived = self.clock() if arrival_s is None else arrival_s
-        sequences = self._sequences(request, arrived)
-        self.scheduler.add(*sequences)
+        place = self.adapters.place(request.adapter, request.cache_salt)
+        leaders = self._maker.make(request, arrived, place, self.guided)
+        self.scheduler.add(*leaders)
         entry = self._requests[request.id] = OpenRequest(request, on_event)
-        for seq in sequences:
-            choice = entry.open[seq.index] = self._choices[seq.id] = OpenChoice(entry, seq, arrived)
+        for seq in list_choices(request, leaders):
+            choice = entry.open[seq.index] = OpenChoice(entry, seq, arrived)
+            self._choices.update(dict.fromkeys(choice.member_ids, choice))
             if seq.num_output_tokens:  # it has begun, and its start was counted, in another engine
                 choice.first_scheduled_s = choice.first_token_s = choice.last_token_s = self.clock()
         if not request.resumed:
@@ -226,38 +224,6 @@ class Engine:
             "num_output_tokens": self.metrics.num_output_tokens,
         }
 
-    def _sequences(self, request: Request, arrived: float) -> list[TokenSequence]:
-        params, prompt, timeout_s = request.params, request.prompt_token_ids, request.timeout_s
-        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
-        is_guided = request.grammar is not None or request.thinking is not None
-        adapter, salt = self.adapters.place(request.adapter, request.cache_salt)
-        guides: Sequence[GrammarGuide | None] = self.guided(request) if is_guided else (None,) * params.n
-        return [
-            TokenSequence(
-                id=next(self._ids),
-                request_id=request.id,
-                index=index,
-                token_ids=[*prompt, *so_far],
-                prompt_len=len(prompt),
-                params=params,
-                stop_token_ids=request.stop_token_ids,
-                max_len=len(prompt) + (params.max_tokens or 0),
-                seed=choice_seed(seed, index),
-                wants_prompt_logprobs=params.prompt_logprobs is not None and index == 0 and not so_far,
-                cache_salt=salt,
-                adapter=adapter,
-                boundaries=request.boundaries,
-                guide=guides[index],
-                priority=request.priority,
-                deadline=None if timeout_s is None else arrived + timeout_s,
-                pool=Pool(request.pooling) if request.pooling else None,
-                is_watched=request.watched,
-                mirostat_mu=request.resumed_mu[index] if request.resumed_mu else None,
-            )
-            for index, so_far in enumerate(request.resumed or ((),) * params.n)
-            if so_far is not None
-        ]
-
     def _end_hopeless(self) -> bool:
         """End choices past their deadline, or with a guide that cannot be followed. Returns if there were."""
         expired = [self._choices.get(seq_id) for seq_id in self.scheduler.expire(self.clock())]
@@ -293,7 +259,7 @@ class Engine:
     def _record_start(self, plan: StepPlan, now: float) -> None:
         for chunk in plan.chunks:
             choice = self._choices[chunk.seq_id]
-            choice.num_steps += plan.num_steps
+            choice.num_steps += plan.num_steps * (chunk.seq_id == choice.sequence.id)
             if choice.first_scheduled_s is None:
                 choice.first_scheduled_s = now
                 self.metrics.count_start(now - choice.arrival_s, choice.sequence.num_cached_tokens)
@@ -359,11 +325,12 @@ class Engine:
         self.metrics.num_failed_steps += 1
         self._flight = None
         self.scheduler.isolate()  # before the sequence ends: nothing that it leaves may be found by others
-        if len(plan.chunks) != 1 or (choice := self._choices.get(plan.chunks[0].seq_id)) is None:
+        if (alone := list_alone(plan, self._choices)) is None:
             return
-        choice.num_failures += 1
-        if not plan.moves or choice.num_failures >= MAX_TRIES:
-            self._fail(choice, error)
+        alone[0].num_failures += 1
+        if not plan.moves or alone[0].num_failures >= MAX_TRIES:
+            for choice in alone:
+                self._fail(choice, error)
 
     def _fail(self, choice: OpenChoice, error: Exception) -> None:
         self._end(choice, failure_event(choice.entry.request.id, choice.sequence.index, error))
@@ -373,8 +340,11 @@ class Engine:
         entry, seq_id = choice.entry, choice.sequence.id
         if self._choices.pop(seq_id, None) is None:
             return
+        for member in choice.member_ids:
+            self._choices.pop(member, None)
         del entry.open[event.index]
-        self.scheduler.cancel(seq_id)
+        if not (choice.is_searched and entry.open):  # other choices still need its beams
+            self.scheduler.cancel(seq_id)
         if choice.sequence.guide is not None:
             choice.sequence.guide.is_wanted = False
         self._ask(lambda speculation: speculation.forget(seq_id), None)

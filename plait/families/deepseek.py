@@ -48,7 +48,7 @@ def _fill_v2(t: Tensors) -> None:
     t.default("routed_scaling_factor", 16.0 if count == 160 else 1.0, f"usual for {count} experts")
 
 
-def _hf_latent(config: Config, spec: ModelSpec) -> Values:
+def hf_latent(config: Config, spec: ModelSpec) -> Values:
     mixer = next(spec.mixers_of(MlaSpec))
     return {**first_dense(config, spec), "q_lora_rank": mixer.q_rank}
 
@@ -63,7 +63,7 @@ def _hf_latent(config: Config, spec: ModelSpec) -> Values:
         ),
         fill=_fill_v2,
     ),
-    hf=HfConfig(words=ROUTED, extra=_hf_latent),
+    hf=HfConfig(words=ROUTED, extra=hf_latent),
 )
 def deepseek_v2(c: Config) -> tuple[ModelSpec, NameMap]:
     """DeepSeek-V2 and V2-Lite: softmax scores, the best groups by their best expert."""
@@ -83,7 +83,7 @@ def deepseek_v2(c: Config) -> tuple[ModelSpec, NameMap]:
         groups=c["n_group"] if grouped else 1,
         top_groups=c["topk_group"] if grouped else 1,
     )
-    return _deepseek(c, "deepseek_v2", router)
+    return latent_model(c, "deepseek_v2", router)
 
 
 @family(
@@ -102,7 +102,7 @@ def deepseek_v2(c: Config) -> tuple[ModelSpec, NameMap]:
         kinds={"self_attn.kv_a_proj_with_mqa.weight": FULL},
         fill=_fill_deepseek,
     ),
-    hf=HfConfig(words=ROUTED, extra=_hf_latent),
+    hf=HfConfig(words=ROUTED, extra=hf_latent),
 )
 def deepseek_v3(c: Config) -> tuple[ModelSpec, NameMap]:
     """DeepSeek-V3, R1, Kimi-K2: sigmoid scores with a correction bias, groups by their best two experts."""
@@ -110,7 +110,7 @@ def deepseek_v3(c: Config) -> tuple[ModelSpec, NameMap]:
         raise UnsupportedModel(
             f"scoring_func {c['scoring_func']!r} is not known for DeepSeek-V3; known: sigmoid"
         )
-    return _deepseek(c, "deepseek_v3", sigmoid_router(c))
+    return latent_model(c, "deepseek_v3", sigmoid_router(c))
 
 
 @family(
@@ -126,7 +126,7 @@ def deepseek_v3(c: Config) -> tuple[ModelSpec, NameMap]:
 )
 def glm4_moe_lite(c: Config) -> tuple[ModelSpec, NameMap]:
     """GLM-4.7-Flash: DeepSeek-V3 in GLM's sizes."""
-    return _deepseek(c, "glm4_moe_lite", sigmoid_router(c))
+    return latent_model(c, "glm4_moe_lite", sigmoid_router(c))
 
 
 @family(
@@ -143,7 +143,7 @@ def glm4_moe_lite(c: Config) -> tuple[ModelSpec, NameMap]:
 )
 def axk1(c: Config) -> tuple[ModelSpec, NameMap]:
     """A.X K1: DeepSeek-V3 with a norm behind the experts."""
-    return _deepseek(c, "axk1", sigmoid_router(c), behind=norm(c))
+    return latent_model(c, "axk1", sigmoid_router(c), behind=norm(c))
 
 
 SPARSE = {**SHARED, "routed_scaling_factor": 2.5, "num_shared_experts": 1, "first_k_dense_replace": 3}
@@ -155,12 +155,12 @@ INDEX_KEYS = ("index_topk",)
     model_types=("deepseek_v32",),
     defaults={**SPARSE, "n_group": 8, "topk_group": 4, "index_n_heads": 64, "index_head_dim": 128},
     honours=INDEX_KEYS,
-    hf=HfConfig(words=ROUTED, extra=_hf_latent),
+    hf=HfConfig(words=ROUTED, extra=hf_latent),
 )
 def deepseek_v32(c: Config) -> tuple[ModelSpec, NameMap]:
     """DeepSeek-V3.2: every layer has an indexer; the halves of its heads turn together."""
-    indexers = [_indexer(c, interleaved=False)] * len(c["layer_types"])
-    return _deepseek(c, "deepseek_v32", sigmoid_router(c), indexers=indexers)
+    indexers = [latent_indexer(c, interleaved=False)] * len(c["layer_types"])
+    return latent_model(c, "deepseek_v32", sigmoid_router(c), indexers=indexers)
 
 
 @family(
@@ -168,17 +168,17 @@ def deepseek_v32(c: Config) -> tuple[ModelSpec, NameMap]:
     model_types=("glm_moe_dsa",),
     defaults={**SPARSE, "norm_eps": 1e-5, "index_n_heads": 32, "index_head_dim": 128},
     honours=INDEX_KEYS,
-    hf=HfConfig(words=ROUTED, extra=_hf_latent),
+    hf=HfConfig(words=ROUTED, extra=hf_latent),
 )
 def glm_moe_dsa(c: Config) -> tuple[ModelSpec, NameMap]:
     """GLM-5: neighbours turn in index heads, too; some layers take the choice of an earlier one."""
-    own, indexers, source = _indexer(c, interleaved=True), list[IndexerSpec](), ""
+    own, indexers, source = latent_indexer(c, interleaved=True), list[IndexerSpec](), ""
     for i, kind in enumerate(_indexer_kinds(c)):
         if kind == "shared" and not source:
             raise UnsupportedModel(f"indexer_types: layer {i} is 'shared', and none before it is 'full'")
         source = source if kind == "shared" else f"layers.{i}.attn"
         indexers.append(replace(own, source=source if kind == "shared" else ""))
-    return _deepseek(c, "glm_moe_dsa", sigmoid_router(c), indexers=indexers)
+    return latent_model(c, "glm_moe_dsa", sigmoid_router(c), indexers=indexers)
 
 
 def _indexer_kinds(c: Config) -> list[str]:
@@ -195,7 +195,7 @@ def _indexer_kinds(c: Config) -> list[str]:
     return [words[kind] for kind in kinds]
 
 
-def _indexer(c: Config, *, interleaved: bool) -> IndexerSpec:
+def latent_indexer(c: Config, *, interleaved: bool) -> IndexerSpec:
     if not c.get("q_lora_rank"):
         raise UnsupportedModel("q_lora_rank is absent, and an indexer makes its queries of that latent")
     if c["index_topk"] < 1 or c["index_head_dim"] < c["qk_rope_head_dim"]:
@@ -210,7 +210,7 @@ def _indexer(c: Config, *, interleaved: bool) -> IndexerSpec:
 @family("YoutuForCausalLM", model_types=("youtu",), defaults={**SHARED, "tie_word_embeddings": True})
 def youtu(c: Config) -> tuple[ModelSpec, NameMap]:
     """Youtu-LLM: DeepSeek-V3's attention, no experts."""
-    return _deepseek(c, "youtu", RouterSpec())
+    return latent_model(c, "youtu", RouterSpec())
 
 
 @family(
@@ -232,14 +232,14 @@ def minicpm3(c: Config) -> tuple[ModelSpec, NameMap]:
     hidden, count = c["hidden_size"], len(c["layer_types"])
     if c.get("v_head_dim") is None:
         c["v_head_dim"] = hidden // c["num_attention_heads"]
-    spec, names = _deepseek(c, "minicpm3", RouterSpec())
+    spec, names = latent_model(c, "minicpm3", RouterSpec())
     scale = 1.0 if c["scale_depth"] is None else c["scale_depth"] / count**0.5
     layers = tuple(tuple(replace(branch, scale=scale) for branch in layer) for layer in spec.layers)
     spec = replace(spec, layers=layers, embed_scale=float(c["scale_emb"]))
     return replace(spec, logit_scale=(c["dim_model_base"] or hidden) / hidden), names
 
 
-def _deepseek(
+def latent_model(
     c: Config,
     name: str,
     router: RouterSpec,
@@ -259,13 +259,13 @@ def _deepseek(
     head = (BranchSpec("attn", mla, each), ffn.get("sparse", ffn["dense"]))
     # A head with an indexer of its own is not implemented.
     mtp = MtpSpec((head,), each, first=count) if num_mtp and not indexers else None
-    names = at(("model.", "language_model.model."), lambda prefix: _names(c, prefix))
+    names = at(("model.", "language_model.model."), lambda prefix: latent_names(c, prefix))
     names["head"] = ("lm_head", "language_model.lm_head")
     unused = (*extra, *VISION, *PROJECTOR, *([r"\.post_mlp_layernorm\."] if behind else []))
     return model(c, name, layers, mtp=mtp), NameMap(names, ignored=unused_patterns(c, *unused))
 
 
-def _names(c: Config, prefix: str) -> Rules:
+def latent_names(c: Config, prefix: str) -> Rules:
     layer = f"{prefix}layers.{{i}}"
     names: Rules = {
         **(shared_moe_tensors(c["num_experts"], f"{layer}.mlp") if c.get("num_experts") else {}),

@@ -8,7 +8,7 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from plait.checkpoint.names import Derived, NameMap, Rules
+from plait.checkpoint.names import Back, Derived, NameMap, Rules
 from plait.families.common.recipes import (
     TEXT_PREFIXES,
     VISION,
@@ -128,7 +128,9 @@ def _names(c: Config, prefix: str) -> Rules:
         f"{OURS}.correct.bias": Derived(lambda **_: torch.ones(count), ()),
         f"{OURS}.correct": f"{layer}.altup.correction_coefs",
         f"{OURS}.own.gate.weight": Derived(
-            scale_columns, (f"{layer}.per_layer_input_gate.weight", f"{layer}.altup.correct_output_scale")
+            scale_columns,
+            (f"{layer}.per_layer_input_gate.weight", f"{layer}.altup.correct_output_scale"),
+            (Back(), Back(lambda gate: torch.ones(gate.shape[1]))),  # the scale stays in the gate
         ),
         f"{OURS}.own.out": f"{layer}.per_layer_projection",
         f"{OURS}.own.post_norm": f"{layer}.post_per_layer_input_norm",

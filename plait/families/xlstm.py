@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from plait.checkpoint.names import Derived, NameMap, Source
+from plait.checkpoint.names import Back, Derived, NameMap, Source
 from plait.errors import UnsupportedModel
 from plait.families.common.recipes import either, ends, part, unused_patterns
 from plait.families.common.registry import family
@@ -91,4 +93,7 @@ def _stack(sources: list[str]) -> Derived:
     def joined(*parts: Tensor, **_: str) -> Tensor:
         return torch.cat([as_tensor(x) for x in parts])
 
-    return Derived(joined, tuple(sources))
+    def rows(n: int) -> Callable[[Tensor], Tensor]:
+        return lambda w: w.chunk(len(sources))[n]
+
+    return Derived(joined, tuple(sources), tuple(Back(rows(n)) for n in range(len(sources))))

@@ -11,16 +11,22 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
-
-from prometheus_client import CollectorRegistry
+from typing import Any
 
 from plait.config import EngineConfig
 from plait.engine.adapters import parse_named, why_no_name
-from plait.engine.admission import MAX_CHARS_PER_TOKEN, USUAL_SERVICE, OnEvent, RequestLimits, ServiceOptions
+from plait.engine.admission import (
+    MAX_CHARS_PER_TOKEN,
+    USUAL_SERVICE,
+    RequestLimits,
+    ServiceOptions,
+    check_places,
+)
 from plait.engine.fingerprint import Fingerprint
 from plait.errors import BadGrammar, BadTemplate, CapacityError, InvalidField
 from plait.frontend.deltas import MOST_AT_ONCE
+from plait.frontend.field_rules import check_combination, check_unconstrained, resolve
+from plait.frontend.loop import Loop
 from plait.frontend.model_head import NO_HEAD, ModelHead
 from plait.frontend.output_stream import LoopBridges, OutputStream
 from plait.frontend.word_rules import WordRules, truncate_prompt
@@ -30,6 +36,7 @@ from plait.text.chat.template import ChatTemplate, boundaries, num_chars
 from plait.text.grammar.compiler import GrammarChecker
 from plait.text.grammar.request_fields import grammar_from
 from plait.text.reply_format import ReplyFormat
+from plait.text.stops.expressions import find_automaton
 from plait.text.tokenizers.tokenizer import Tokenizer
 
 log = logging.getLogger("plait")
@@ -59,34 +66,6 @@ class Parsers:
 
 
 TEMPLATES_OWN = Parsers()
-
-
-class Loop(Protocol):
-    """A running engine: `EngineLoop` in this process, `EngineProcess` in another. Safe from any thread."""
-
-    @property
-    def healthy(self) -> bool: ...
-    @property
-    def live(self) -> bool: ...
-    @property
-    def fault(self) -> BaseException | None: ...
-    @property
-    def registry(self) -> CollectorRegistry: ...
-    @property
-    def max_open(self) -> int: ...
-    @property
-    def longest(self) -> int | None: ...
-    def submit(self, request: Request, on_event: OnEvent) -> None: ...
-    def check_capacity(self) -> None: ...
-    def cancel(self, request_id: str, index: int | None = None) -> None: ...
-    @property
-    def loading(self) -> tuple[str, int, int] | None: ...
-    @property
-    def fingerprint(self) -> Fingerprint: ...
-    def follow_log_levels(self) -> None: ...
-    def stats(self) -> Mapping[str, int]: ...
-    def change_adapter(self, name: str, path: str | None) -> None: ...
-    def close(self, *, drain: bool = True, timeout_s: float = 30.0) -> bool: ...
 
 
 class Front:
@@ -205,16 +184,16 @@ class Front:
             ids = self.encode(prompt, add_special=add_special, allow_special=allow_special)
         else:
             ids = tuple(prompt)
+        check_places(terms.cache_at, len(ids), "tokens")
+        num_sent = len(ids)
         ids = truncate_prompt(ids, params, self.max_model_len)
+        check_combination(params, self.max_num_seqs)
+        negative, params = self._negative(params, ids, allow_special)
+        cut = num_sent - len(ids)
         demanded = params.structured_outputs
         grammar = None if demanded is None else grammar_from({"structured_outputs": demanded})
-        params = replace(params.resolved(self.generation_config), structured_outputs=None)
-        if params.stop and not self.tokenizer:
-            raise InvalidField(
-                f"stop: {self.name} has no tokenizer, so no text can stop it; send stop_token_ids, or name a "
-                "vocabulary with --vocab",
-                "stop",
-            )
+        params = replace(resolve(params, self.generation_config), structured_outputs=None)
+        self._check_stops(params)
         params = self._words.apply(params)
         if params.seed is None:
             params = replace(params, seed=self._seeds.getrandbits(63))
@@ -230,9 +209,39 @@ class Front:
             priority=terms.priority,
             timeout_s=terms.timeout_s,
             adapter=terms.adapter,
+            negative_ids=negative,
+            boundaries=tuple(at - cut for at in terms.cache_at if at > cut) if self.needs_boundaries else (),
         )
         wrote = self.tokenizer.name if self.tokenizer and isinstance(prompt, str) else ""
         return self.tried(self.held(self.limits.admit(request, wrote), grammar))
+
+    def _negative(
+        self, params: SamplingParams, ids: tuple[int, ...], allow_special: bool
+    ) -> tuple[tuple[int, ...], SamplingParams]:
+        """The negative prompt in tokens, and the parameters without its text."""
+        if not params.is_guided:
+            return (), params
+        text, found = params.negative_prompt, ids[-1:]
+        if isinstance(text, tuple):
+            found = text or found
+        elif text is not None:
+            self.limits.check_chars(len(text), "negative_prompt")
+            if self.tokenizer is None:
+                no_text = f"negative_prompt: {self.name} has no tokenizer; leave it out"
+                raise InvalidField(no_text, "negative_prompt")
+            found = self.encode(text, allow_special=allow_special) or found
+        return found, replace(params, negative_prompt=None)
+
+    def _check_stops(self, params: SamplingParams) -> None:
+        if params.is_ended_by_text and not self.tokenizer:
+            name = "stop" if params.stop else "stop_regex"
+            raise InvalidField(
+                f"{name}: {self.name} has no tokenizer, so no text can stop it; send stop_token_ids, or name "
+                "a vocabulary with --vocab",
+                name,
+            )
+        if params.stop_regex:
+            find_automaton(params.stop_regex)
 
     def shaped(
         self, request: Request, shape: ReplyShape, requested: Grammar | None, num_thinking: int | None
@@ -254,8 +263,11 @@ class Front:
     ) -> Request:
         """The same request, constrained: every choice matches `grammar` and thinks as `thinking` allows.
 
-        The grammar is not tried out yet: see `untried`. Raises BadGrammar for one that is too large.
+        The grammar is not tried out yet: see `untried`. Raises BadGrammar for one that is too large, and
+        InvalidField with a beam search.
         """
+        if request.params.use_beam_search:
+            check_unconstrained(grammar, thinking)
         if grammar is not None:
             if self.grammars is None:
                 raise BadGrammar(f"{self.name} has no tokenizer, so no grammar can be kept", grammar.param)
@@ -300,7 +312,8 @@ class Front:
         messages = self.reply_format.history(messages)
         ids = self.render_chat(messages, **options)
         free = replace(params, structured_outputs=None)
-        request = self.prepare(ids, free, add_special=False, terms=terms)
+        check_places(terms.cache_at, len(messages), "messages")
+        request = self.prepare(ids, free, add_special=False, terms=replace(terms, cache_at=()))
         if params.structured_outputs is not None:
             requested = grammar_from({"structured_outputs": params.structured_outputs})
             prompt = request.prompt_token_ids
@@ -310,7 +323,7 @@ class Front:
             request = self.tried(self.held(request, self.reply_format.grammar(requested, shape)))
         if not self.needs_boundaries or not self.chat_template:
             return request
-        found = boundaries(self.chat_template, messages, ids, options)
+        found = boundaries(self.chat_template, messages, ids, options, terms.cache_at)
         cut = len(ids) - len(request.prompt_token_ids)
         return replace(request, boundaries=tuple(at - cut for at in found if at > cut))
 
@@ -359,7 +372,7 @@ class Front:
         `interval`: see `OutputStream.gather`; None: only the end is needed, see `OutputStream.be_patient`.
         """
         reader = None if request.shape is None else self.reply_format.reader(request.shape)
-        is_read = reader is not None or bool(request.params.stop)
+        is_read = reader is not None or request.params.is_ended_by_text
         num_at_once = 1 if is_read else interval or MOST_AT_ONCE
         watched = interval is not None
         grammar = request.grammar

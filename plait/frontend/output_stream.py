@@ -16,8 +16,9 @@ from queue import Empty, SimpleQueue
 from plait.frontend.deltas import Delta, Gathered, TextLogprob, TokenInterval, join_events
 from plait.request import Event, FinishReason, Request, RequestTrace, SamplingParams, TokenLogprobs
 from plait.text.output import Content, OutputDelta, OutputParser
-from plait.text.output.deltas import StopMatcher, merge_deltas
+from plait.text.output.deltas import merge_deltas
 from plait.text.reply_format import ReplyReader
+from plait.text.stops.expressions import open_matcher
 from plait.text.tokenizers.tokenizer import StreamDecoder, Tokenizer
 
 Inbox = asyncio.Queue[Event]
@@ -74,7 +75,7 @@ class Reading:
 
     def __init__(self, params: SamplingParams, parser: OutputParser | None) -> None:
         self._parser, self._min_tokens = parser, params.min_tokens
-        self._stop = StopMatcher(params.stop, include=params.include_stop_str_in_output)
+        self._stop = open_matcher(params.stop, params.stop_regex, params.include_stop_str_in_output)
         self._content_in = self._content_out = self._num_tokens = 0
 
     @property
@@ -255,8 +256,8 @@ class OutputStream:
         self._waiting: deque[Event] = deque()
         self._sink: Callable[[Event], None] | None = None
         self._is_patient = False
-        self._is_read = bool(request.params.stop) or reader is not None
-        self._ends_early = bool(request.params.stop) or (reader is not None and reader.ends_early)
+        self._is_read = request.params.is_ended_by_text or reader is not None
+        self._ends_early = request.params.is_ended_by_text or (reader is not None and reader.ends_early)
         self._paces: list[TokenInterval] = []  # by choice; none: every event wakes the reader
         self._gathered: list[Gathered] = []  # by choice; none: every delta is emitted
         self._traces: dict[int, RequestTrace | None] = {}  # by choice; there once the engine is done with it

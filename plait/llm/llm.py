@@ -14,6 +14,7 @@ from plait.errors import BadFile, ConfigError, InvalidField, QueueFull
 from plait.frontend.deltas import Delta
 from plait.frontend.output_stream import OutputStream
 from plait.kernels.load import why_not_cached
+from plait.llm.beam_search import BeamSearchOutput, BeamSearchParams, beam_output
 from plait.llm.embed import classify_prompts, embed_prompts, score_pairs
 from plait.llm.outputs import RequestOutput, collect
 from plait.loading.image.start import LoadedImage, load_image
@@ -94,6 +95,30 @@ class LLM:
         terms = _terms(len(many), cache_salt, priority, timeout_s, adapter)
         each = zip(many, terms, strict=True)
         return self._run([(self.front.prepare_chat(m, settings, t), None, settings) for m, t in each])
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        cache_salt: str | None = None,
+        priority: int | Sequence[int] = 0,
+        timeout_s: float | None = None,
+        adapter: str = "",
+    ) -> list[BeamSearchOutput]:
+        """The likeliest texts behind each prompt, `params.beam_width` of them, by beam search.
+
+        The other options are those of `generate`. Raises InvalidField.
+        """
+        found = self.generate(
+            prompts,
+            params.sampling(),
+            cache_salt=cache_salt,
+            priority=priority,
+            timeout_s=timeout_s,
+            adapter=adapter,
+        )
+        return [beam_output(one) for one in found]
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, terms: ServiceOptions = USUAL_SERVICE

@@ -54,7 +54,8 @@ def open_disk_cache(
         log.warning("disk cache: %s cannot be made (%s); nothing is kept", folder, error.strerror)
     if refused := why_refused(folder / name):
         raise ConfigError(f"cache_disk: {refused}; state of requests is not kept where others may change it")
-    disk = DiskCache(folder, name, store.layout, config.cache_disk_limit)
+    limit, bandwidth = config.cache_disk_limit, config.cache_disk_bandwidth
+    disk = DiskCache(folder, name, store.layout, limit, bandwidth=bandwidth)
     scheduler = engine.scheduler
     store.disk, scheduler.memory.disk = disk, DiskPrefixes(disk, scheduler.costs, scheduler.clock)
     log.info("prefix cache: kept in %s", folder / name)

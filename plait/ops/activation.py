@@ -19,6 +19,11 @@ def _swiglu_oai(gate: Tensor, up: Tensor) -> Tensor:
     return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 
 
+def _swiglu_within(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    """Step 3.5: silu(gate), at most the limit, times up, which is within ± it."""
+    return F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
+
+
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -27,7 +32,11 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "relu2": lambda x: F.relu(x).square(),
     "sigmoid": torch.sigmoid,
 }
-PAIRS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"swiglu_oai": _swiglu_oai}
+PAIRS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "swiglu_oai": _swiglu_oai,
+    "swiglu_7": lambda gate, up: _swiglu_within(gate, up, 7.0),
+    "swiglu_16": lambda gate, up: _swiglu_within(gate, up, 16.0),
+}
 CASES: list[dict[str, Any]] = [
     dict(tokens=tokens, size=size, kind=kind)
     for tokens, size, kind in (
@@ -40,6 +49,8 @@ CASES: list[dict[str, Any]] = [
         (9, 20, "sigmoid"),
         (1, 64, "swiglu_oai"),
         (35, 300, "swiglu_oai"),
+        (35, 52, "swiglu_7"),
+        (1, 64, "swiglu_16"),
     )
 ]
 

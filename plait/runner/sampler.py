@@ -84,6 +84,8 @@ class Sampler:
         if not self._is_gpu:
             return self.host.sample(logits.numpy(), batch)
         check_count(batch.rows, logits.shape[0])
+        if any(row.negative >= 0 for row in batch.rows):  # few rows, of which the host mixes two to one
+            return self.host.sample(logits.cpu().numpy(), batch)
         if any(row.params.needs_chain for row in batch.rows):
             return self._sample_in_parts(logits, batch)
         draws = [(row, i) for row in batch.rows for i in range(row.num_samples)]

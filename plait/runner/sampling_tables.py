@@ -176,7 +176,11 @@ class SamplingTables:
         """
         draws = [(row, i) for row in batch.rows for i in range(row.num_samples)]
         is_scored = any(
-            row.params.logprobs is not None or row.prompt_targets or row.params.needs_chain
+            row.params.logprobs is not None
+            or row.prompt_targets
+            or row.params.needs_chain
+            or row.negative >= 0
+            or row.num_candidates
             for row in batch.rows
         )
         if is_scored or len(draws) > self.capacity:

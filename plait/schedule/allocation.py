@@ -6,12 +6,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from plait.memory import BlockGroup
-from plait.schedule.disk_prefixes import DiskPrefixes
+from plait.schedule.disk_prefixes import MOST_AHEAD, DiskPrefixes
 from plait.schedule.plan import CopySlot, Drop, Move, Save
 from plait.schedule.pools import CacheOptions, Pools
 from plait.schedule.sequence import TokenSequence
 from plait.state.blocks import GARBAGE, Hit, PrefixListener, Snapshot, extend, root
-from plait.state.prefix_tree import PrefixTree
 
 
 def num_window_blocks(window: int, block_size: int) -> int:
@@ -46,25 +45,12 @@ class Allocation:
         self._num_blocks, self._num_slots, self.has_slots = num_blocks, num_slots, num_slots > 0
         self._computing: dict[bytes, TokenSequence] = {}
         self.disk: DiskPrefixes | None = None
-        self._listener: PrefixListener | None = None
+        self.listener: PrefixListener | None = None  # set by `follow_prefixes`
         self.pools = self._new_pools()
 
     def _new_pools(self) -> Pools:
-        pools = Pools(self.windows, self._num_blocks, self._num_slots, self.block_size, self.options)
-        pools.index.listener = self._listener
-        return pools
-
-    def follow_prefixes(self) -> PrefixTree | None:
-        """What is cached from now on, as a tree; None: this model caches nothing."""
-        if not self._caches:
-            return None
-        tree = PrefixTree(self.windows, self.block_size, has_slots=self.has_slots)
-        self._listener = self.pools.index.listener = tree
-        return tree
-
-    def _introduce(self, seq: TokenSequence, num_blocks: int) -> None:
-        if (listener := self.pools.index.listener) is not None:
-            listener.introduce(seq.chain, seq.token_ids, num_blocks)
+        sizes = self._num_blocks, self._num_slots, self.block_size
+        return Pools(self.windows, *sizes, self.options, self.listener)
 
     # What fits
 
@@ -77,27 +63,34 @@ class Allocation:
         new = sum(max(n - beside, 0) for n in blocks)
         return sum(min(n, beside) for n in blocks) + min(new, -(-self.max_step_len // self.block_size))
 
-    def shortage(self, length: int) -> tuple[int, int] | None:
-        """(blocks needed, blocks there are) in the first group where `length` tokens can never fit."""
+    def shortage(self, *lengths: int) -> tuple[int, int] | None:
+        """(blocks needed, blocks there are) in the first group where sequences of these lengths never fit."""
         for g, pool in enumerate(self.pools.blocks):
-            if (needed := self.needed(g, [length])) > pool.num_blocks - 1:
+            if (needed := self.needed(g, lengths)) > pool.num_blocks - 1:
                 return needed, pool.num_blocks - 1
         return None
 
-    def can_hold(self, seq: TokenSequence, hit: Hit, running: Sequence[TokenSequence]) -> bool:
-        """Whether all known tokens of `seq` fit together with all known tokens of the running sequences."""
-        if self.pools.slots and not self.pools.slots.num_available:
+    def can_hold(
+        self,
+        seq: TokenSequence,
+        hit: Hit,
+        running: Sequence[TokenSequence],
+        others: Sequence[TokenSequence] = (),
+    ) -> bool:
+        """Whether all known tokens of `seq`, of `others` (which share nothing) and of the running sequences
+        fit together."""
+        if self.pools.slots and self.pools.slots.num_available <= len(others):
             return False
         for g, pool in enumerate(self.pools.blocks):
             if self.windows[g] is not None:
-                lengths = [seq.num_tokens, *(other.length for other in running)]
+                lengths = [seq.num_tokens, *(other.length for other in (*others, *running))]
                 if self.needed(g, lengths) > pool.num_blocks - 1:
                     return False
                 continue
             shared = hit.blocks[g] if hit.length and not self._is_restored(seq, hit) else ()
             held = [(-(-other.length // self.block_size), other.tables[g]) for other in running]
             missing = sum(max(needed - len(table), 0) for needed, table in held)
-            missing += -(-seq.num_tokens // self.block_size) - len(shared)
+            missing += sum(-(-one.num_tokens // self.block_size) for one in (seq, *others)) - len(shared)
             if missing > pool.num_available - sum(pool.is_cached(block) for block in shared):
                 return False
         return True
@@ -121,6 +114,15 @@ class Allocation:
         if self.leader(seq, hit) is not None:
             return True
         return self.disk is not None and self.disk.awaits(self.pools, seq, hit)
+
+    def read_ahead(self, waiting: Sequence[TokenSequence]) -> None:
+        """Begin to read from the disk for the first sequences that wait, in their order."""
+        if self.disk is None or not self._caches:
+            return
+        first = [seq for seq in waiting[:MOST_AHEAD] if not (seq.saved or seq.needs_all_tokens)]
+        for seq in first:
+            self._extend(seq)
+        self.disk.read_ahead(self.pools, first)
 
     def leader(self, seq: TokenSequence, hit: Hit) -> TokenSequence | None:
         """The running sequence that is about to compute a prefix of `seq`, which should wait for it."""
@@ -277,7 +279,7 @@ class Allocation:
     def _record(self, seq: TokenSequence) -> None:
         whole = seq.num_computed_tokens // self.block_size
         self._extend(seq)
-        self._introduce(seq, whole)
+        self.pools.introduce(seq, whole)
         index = self.pools.index
         for i in range(seq.num_recorded, whole):
             chain_hash = seq.chain[i + 1]
@@ -292,7 +294,7 @@ class Allocation:
     def _snapshot(self, seq: TokenSequence, at: int, *, is_spare: bool) -> None:
         if place := self._place(seq, at):
             partial = [table[at // self.block_size] for table in seq.tables] if place[1] else []
-            self._introduce(seq, at // self.block_size)
+            self.pools.introduce(seq, at // self.block_size)
             self.pools.take_snapshot(place, seq.slot, partial, is_spare=is_spare)
             # A chat has the end of a message close to that of its prompt, and each is as large as a slot.
             is_near = at == seq.prompt_len - 1 and seq.boundaries and at not in seq.boundaries
@@ -361,7 +363,7 @@ class Allocation:
         if known := self.pools.index.find(*place):
             self.pools.touch(known)
             return
-        self._introduce(seq, at)
+        self.pools.introduce(seq, at)
         self.pools.keep(Snapshot(*place, seq.slot, partial))
 
     def reset(self, moves: Sequence[Move]) -> None:
@@ -374,8 +376,6 @@ class Allocation:
         unsaved = {move.handle for move in self.pools.moves if isinstance(move, Save)}
         handles = (drops | self.pools.host.handles) - unsaved
         self.pools = self._new_pools()
-        if self._listener is not None:
-            self._listener.clear()
         self.pools.moves += [Drop(handle) for handle in sorted(handles)]
         self._computing.clear()
         if self.disk:

@@ -98,6 +98,11 @@ class StepCosts:
         """Seconds to save or load so many bytes; None: nothing was measured yet."""
         return median(self._moved) * nbytes if self._moved else None
 
+    def prefers_moving(self, nbytes: int, num_tokens: int) -> bool:
+        """Whether moving so many bytes is known to be faster than computing so many tokens, or may be."""
+        moved, again = self.moved_s(nbytes), self.step_s(num_tokens)
+        return moved is None or again is None or moved < again
+
     def _curve(self) -> list[tuple[float, float]]:
         if not self._knots and self._sizes:
             for size in self._sizes.values():

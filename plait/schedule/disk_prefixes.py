@@ -16,14 +16,15 @@ from plait.schedule.plan import Drop, Load, Save
 from plait.schedule.pools import Pools
 from plait.schedule.sequence import TokenSequence
 from plait.state.blocks import GARBAGE, Hit, Snapshot, window_start
-from plait.state.disk.cache import DiskCache, DiskRead, Rows
+from plait.state.disk.cache import DiskCache
 from plait.state.disk.file_format import DiskNames
-from plait.state.disk.index import DiskFile
+from plait.state.disk.index import DiskFile, DiskRead, Rows
 
 FILE_NBYTES = 4 << 20  # of a file with blocks, about
 MOST_BLOCKS = 256  # of a group in a file
 SCAN_S = 2.0  # that a prompt waits for the list of files, at startup
 UNMEASURED_S = 10.0  # that a prompt waits while no step was measured
+MOST_AHEAD = 4  # sequences of the queue that are read for before their turn
 LOOK_AGAIN_S = 0.05  # between two searches for the same sequence
 Tables = Sequence[Sequence[int]]
 # Tokens of a prefix, where it ends, and the files and rows to be read for it, the first one last.
@@ -37,6 +38,8 @@ class DiskWait:
     until: float
     left: list[tuple[DiskFile, Rows]] = field(default_factory=list)
     reads: list[DiskRead] = field(default_factory=list)
+    seconds: float = 0.0  # that it may take, from when its turn comes
+    is_ahead: bool = False  # its turn has not come yet
     next_look: float = 0.0
     target: tuple[bytes, tuple[int, ...]] = (b"", ())  # where its prefix ends
     follows: DiskWait | None = None  # one with the same target, which reads for both
@@ -105,8 +108,8 @@ class DiskPrefixes:
         """Make what was read for a sequence cached memory."""
         if (wait := self._waits.get(seq.id)) is None or wait.is_over:
             return
-        if wait.reads and pools.index.listener is not None:
-            pools.index.listener.introduce(seq.chain, seq.token_ids, len(seq.chain) - 1)
+        if wait.reads:
+            pools.introduce(seq, len(seq.chain) - 1)
         while wait.reads and wait.reads[0].saved is not None and self._insert(pools, wait.reads[0]):
             wait.reads.pop(0)
 
@@ -124,6 +127,7 @@ class DiskPrefixes:
             if self.disk.is_scanning and now < self._scan_until:
                 return True
             wait = self._waits[seq.id] = DiskWait(0.0)
+        wait.is_ahead = False
         self._read_on(wait)
         if failed := any(read.has_failed for read in wait.reads):
             wait.has_failed = True
@@ -131,12 +135,26 @@ class DiskPrefixes:
         is_read = wait.is_active or (wait.follows is not None and wait.follows.is_active)
         if not is_read and now >= wait.next_look:
             is_read = self._look(pools, seq, hit, wait)
+        if is_read and not wait.until:
+            wait.until = now + wait.seconds
         if not is_read or now < wait.until:
             return is_read or failed  # the next lookup explains the miss
         self.disk.counts["late"] += 1
         wait.has_failed = wait.is_over = True
         self._give_up(wait)
         return True
+
+    def read_ahead(self, pools: Pools, waiting: Sequence[TokenSequence]) -> None:
+        """Begin to read for sequences with others before them, so that the files are there in their turn."""
+        if self.disk.is_scanning:
+            return
+        for seq in waiting:
+            if (known := self._waits.get(seq.id)) is None:
+                wait = self._waits[seq.id] = DiskWait(0.0, is_ahead=True)
+                hit = pools.index.lookup(seq.chain, seq.token_ids, seq.num_tokens - 1)
+                self._look(pools, seq, hit, wait)
+            elif known.is_ahead:
+                self._read_on(known)
 
     def forget(self, seq: TokenSequence) -> None:
         """A sequence starts, or is gone: nothing is read for it any more."""
@@ -154,9 +172,20 @@ class DiskPrefixes:
             self.disk.drop(read.handle)
         wait.reads, wait.left = [], []
 
+    def _give_up_ahead(self) -> None:
+        """Free the memory of what was read ahead, because a sequence needs it in its turn."""
+        for seq_id in [seq_id for seq_id, wait in self._waits.items() if wait.is_ahead]:
+            self._give_up(self._waits.pop(seq_id))
+
     def _read_on(self, wait: DiskWait) -> None:
         """Begin to read as many files as there is memory for."""
-        while wait.left and (read := self.disk.read(*wait.left[-1])) is not None:
+        while wait.left:
+            read = self.disk.read(*wait.left[-1], is_ahead=wait.is_ahead)
+            if read is None and not wait.is_ahead and not wait.reads:
+                self._give_up_ahead()
+                read = self.disk.read(*wait.left[-1])
+            if read is None:
+                return
             wait.reads.append(read)
             wait.left.pop()
 
@@ -168,7 +197,7 @@ class DiskPrefixes:
         length, wait.target, files = found
         if not wait.until:
             seconds = self.costs.step_s(length - hit.length)
-            wait.until = self.clock() + (UNMEASURED_S if seconds is None else seconds)
+            wait.seconds = UNMEASURED_S if seconds is None else seconds
         others = (one for one in self._waits.values() if one is not wait and one.is_active)
         wait.follows = next((one for one in others if one.target == wait.target), None)
         if wait.follows is None:

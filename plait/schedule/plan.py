@@ -134,6 +134,8 @@ class SamplingRow(Struct, frozen=True, gc=False):
     num_stopless: int = 0
     masks: tuple[bytes, ...] = ()
     mirostat_mu: float | None = None  # mirostat's bound after the token before
+    negative: int = -1  # of a guided choice: the row of the batch with its negative prompt
+    num_candidates: int = 0  # beam search: so many alternatives, whatever is requested
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,15 +12,16 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from plait.errors import CapacityError, QueueFull
+from plait.errors import QueueFull
 from plait.schedule.allocation import Allocation
 from plait.schedule.costs import SchedulerLimits, StepCosts, describe_load, most_steps
-from plait.schedule.plan import FOLLOW, Chunk, Move, Sampled, SamplingBatch, StepPlan
-from plait.schedule.sequence import Phase, TokenSequence, Update, answers_by_id, num_computed
+from plait.schedule.gang_beams import advance_beams, drop_state
+from plait.schedule.plan import Chunk, Move, Sampled, SamplingBatch, StepPlan
+from plait.schedule.sequence import Gang, Phase, TokenSequence, Update, answers_by_id
+from plait.schedule.shares import check_fits, others_await, prompt_budget, share_members, share_step
 from plait.state.blocks import Hit
 
 AGING_S = 30.0  # waiting this long counts as much as one level of priority: no request waits for ever
-LEAST_PIECE = 32  # the smallest prompt chunk in a step with running replies, however slow the machine
 NOTHING: Mapping[int, tuple[int, ...]] = {}
 
 
@@ -54,18 +55,13 @@ class Scheduler:
         Raises CapacityError if memory can never hold one, QueueFull if too many requests wait.
         """
         for seq in sequences:
-            length = num_computed(seq.prompt_len, seq.max_len)
-            if short := self.memory.shortage(length):
-                raise CapacityError(
-                    f"a sequence of {length} tokens needs {short[0]} blocks and there are {short[1]}; send a "
-                    "shorter prompt, request fewer tokens, or start with a larger --memory-limit"
-                )
+            check_fits(seq, self.limits, self.memory)
         if not self.has_capacity():
             counts = f"{self.num_waiting_requests} requests are waiting and max_waiting is"
             raise QueueFull(f"{counts} {self.limits.max_waiting}; try again later")
-        for seq in sequences:
-            seq.arrival, self._arrivals = self._arrivals, self._arrivals + 1
-            seq.arrived_at = self.clock()
+        now = self.clock()
+        for seq in [member for one in sequences for member in one.members]:
+            seq.arrival, self._arrivals, seq.arrived_at = self._arrivals, self._arrivals + 1, now
             self._by_id[seq.id] = seq
             insort(self.waiting, seq, key=self._place)
 
@@ -83,7 +79,7 @@ class Scheduler:
     def cancel(self, seq_id: int) -> None:
         """Forget a sequence and take back what it holds. Unknown and finished ones are ignored."""
         if seq := self._by_id.get(seq_id):
-            self._finish(seq)
+            self._finish(*seq.members)
 
     def expire(self, now: float) -> list[int]:
         """Sequences with a deadline that has passed; the caller ends them."""
@@ -97,12 +93,13 @@ class Scheduler:
     def plan(self, drafts: Mapping[int, tuple[int, ...]] = NOTHING) -> StepPlan | None:
         """The next step, or None if there is nothing to do. `drafts`: draft tokens by id, of `drafting`."""
         if suspect := self._next_suspect():
-            shares = {suspect.id: self._share(suspect, self.limits.max_num_batched_tokens)}
+            shares = share_members(suspect, self.limits.max_num_batched_tokens, self.limits, self.memory)
         else:
             shares = self._shares()
         self._reserve(shares)
         if self.waiting and not self._suspects:
             self._admit_waiting(shares)
+            self.memory.read_ahead(self.waiting)
         if drafts and not self._suspects:
             self._add_drafts(shares, drafts)
         num_steps = 1 if drafts or self.waiting or self._suspects else self._num_steps()
@@ -137,7 +134,7 @@ class Scheduler:
     def _planned(self, shares: Mapping[int, int], num_steps: int) -> StepPlan | None:
         """The plan of these shares and of the moves that memory needs; None if there is nothing to do."""
         step, moves = self._step + 1, tuple(self.memory.pools.moves)
-        chunks = [self._chunk(seq, shares[seq.id], step) for seq in self.running if shares.get(seq.id)]
+        chunks = [seq.chunk(shares[seq.id], step) for seq in self.running if shares.get(seq.id)]
         if not chunks and not moves:
             return None
         self._step, self._moves[step], self.memory.pools.moves = step, moves, []
@@ -147,8 +144,9 @@ class Scheduler:
 
     def sampling(self, plan: StepPlan) -> SamplingBatch:
         """What the sampler must know about a plan that was just made."""
-        rows = [self._by_id[c.seq_id].sampling_row(c) for c in plan.chunks if c.has_answer]
-        return SamplingBatch(tuple(rows))
+        chunks = [chunk for chunk in plan.chunks if chunk.has_answer]
+        places = {chunk.seq_id: place for place, chunk in enumerate(chunks)}
+        return SamplingBatch(tuple(self._by_id[c.seq_id].sampling_row(c, places) for c in chunks))
 
     def commit(self, plan: StepPlan, sampled: Sequence[Sampled]) -> list[Update]:
         """Advance the sequences of a plan that has run; those cancelled since are left out.
@@ -160,6 +158,9 @@ class Scheduler:
             seq = self._by_id.get(chunk.seq_id)
             if seq and seq.is_in(plan.step) and (update := self._advance(seq, chunk, answers.get(seq.id))):
                 updates.append(update)
+        for gang in {seq.gang: None for i in answers if (seq := self._by_id.get(i)) and seq.gang}:
+            if gang.search and all(seq.id in answers for seq in gang.ranked):
+                updates += self._advance_beams(gang, answers)
         self._moves.pop(plan.step, None)
         return updates
 
@@ -221,31 +222,8 @@ class Scheduler:
         """A sequence's place in line: priority with aging, then arrival; the lowest is first."""
         return seq.priority + seq.arrived_at / AGING_S, seq.arrival
 
-    def _share(self, seq: TokenSequence, budget: int) -> int:
-        if self.limits.causal:
-            return min(seq.num_left, budget, self.memory.until_mark(seq))
-        return seq.num_tokens if seq.num_tokens <= budget else 0
-
-    def _budget(self, decodes: list[TokenSequence]) -> int:
-        """The most prompt tokens of a step with these running replies."""
-        most = self.limits.max_num_batched_tokens
-        if self.limits.max_step_s is not None and any(seq.is_watched for seq in decodes):
-            within = self.costs.tokens_within(self.limits.max_step_s)
-            if within is not None:
-                most = min(most, max(within, len(decodes) + LEAST_PIECE))
-        return most - len(decodes)
-
     def _shares(self) -> dict[int, int]:
-        """Tokens per running sequence: one for every decode, the rest to prompts in line."""
-        prompts = [seq for seq in self.running if seq.is_prefilling]
-        if not prompts:  # most steps: the budget is expensive, and is not computed
-            return {seq.id: 1 for seq in self.running if seq.has_more}
-        decodes = [seq for seq in self.running if not seq.is_prefilling and seq.has_more]
-        shares, budget = {seq.id: 1 for seq in decodes}, self._budget(decodes)
-        for seq in prompts:
-            shares[seq.id] = self._share(seq, budget)
-            budget -= shares[seq.id]
-        return shares
+        return share_step(self.running, self.limits, self.costs, self.memory)
 
     def _reserve(self, shares: dict[int, int]) -> None:
         """Reserve blocks for every share, in line; the last in line are preempted until it fits."""
@@ -254,10 +232,10 @@ class Scheduler:
                 continue
             end = seq.num_computed_tokens + shares[seq.id]
             while seq.phase is Phase.RUNNING and not self.memory.reserve(seq, end):
-                victim = self.running[-1]
-                shares.pop(victim.id, None)
-                self._save_if_cheaper(victim)
-                self._preempt(victim)
+                for victim in self.running[-1].members:
+                    shares.pop(victim.id, None)
+                    self._save_if_cheaper(victim)
+                    self._preempt(victim)
 
     def _num_steps(self) -> int:
         """How many decode steps this plan can have, with blocks for all of them reserved."""
@@ -283,33 +261,46 @@ class Scheduler:
     # Which sequences start, and which are preempted
 
     def _admit_waiting(self, shares: dict[int, int]) -> None:
-        budget = self._budget([s for s in self.running if shares.get(s.id) and not s.is_prefilling])
+        decodes = [s for s in self.running if shares.get(s.id) and not s.is_prefilling]
+        budget = prompt_budget(self.limits, self.costs, decodes)
         budget -= sum(n for seq_id, n in shares.items() if self._by_id[seq_id].is_prefilling)
         places = self.limits.max_num_seqs - len(self.running)
-        for seq in [seq for seq in self.waiting if seq.is_ready][: 2 * places]:
+        for seq in [seq for seq in self.waiting if seq.is_ready and seq is seq.members[0]][: 2 * places]:
             hit = self.memory.lookup(seq)
-            if self.memory.awaits_prefix(seq, hit):
+            if self.memory.awaits_prefix(seq, hit) or others_await(seq, self.memory):
                 continue  # what it begins with is being computed or read
             whole = not self.limits.causal and seq.num_tokens > budget
             if budget < 1 or whole or not self._admit(seq, hit):
                 return
-            share = self._share(seq, budget)
-            assert self.memory.reserve(seq, seq.num_computed_tokens + share), "an admitted one did not fit"
-            shares[seq.id], budget = share, budget - share
+            shares |= (new := share_members(seq, budget, self.limits, self.memory))
+            for one in seq.members:
+                length = one.num_computed_tokens + new.get(one.id, 0)
+                assert self.memory.reserve(one, length), "an admitted one did not fit"
+            budget -= sum(new.values())
 
     def _admit(self, seq: TokenSequence, hit: Hit) -> bool:
-        """Start a waiting sequence if it can have a place and memory for all its known tokens."""
-        full = len(self.running) >= self.limits.max_num_seqs
-        if full or not self.memory.can_hold(seq, hit, self.running):
+        """Start a waiting sequence, with those of its gang, if all can have a place and memory for all their
+        known tokens."""
+        others = seq.members[1:]
+        full = len(self.running) + len(others) >= self.limits.max_num_seqs
+        if full or not self.memory.can_hold(seq, hit, self.running, others):
             return False
+        self._open(seq, hit)
+        for other in others:
+            self._open(other, Hit() if other.is_idle else self.memory.lookup(other))
+        return True
+
+    def _open(self, seq: TokenSequence, hit: Hit) -> None:
         self.waiting.remove(seq)
-        self.memory.open(seq, hit)
+        if seq.is_idle:
+            drop_state(seq, self.memory)
+        else:
+            self.memory.open(seq, hit)
         seq.phase = Phase.RUNNING
         insort(self.running, seq, key=self._place)
-        if not seq.miss_cause:  # not when it resumes
+        if not seq.miss_cause and not seq.is_idle:  # not when it resumes
             seq.num_cached_tokens, seq.miss_cause = hit.length, hit.cause
             self.cache_counts.update({hit.cause: 1, "asked_tokens": seq.prompt_len, "hit_tokens": hit.length})
-        return True
 
     def _next_suspect(self) -> TokenSequence | None:
         """The suspect that must run alone now; None also when it has to wait for memory."""
@@ -322,9 +313,7 @@ class Scheduler:
         """Save a sequence that is preempted to host memory, unless it is faster to compute it again."""
         if not self.limits.causal or not seq.num_computed_tokens or not self.memory.can_save(seq):
             return
-        moved = self.costs.moved_s(2 * self.memory.saved_nbytes(seq))
-        again = self.costs.step_s(seq.num_computed_tokens)
-        if moved is None or again is None or moved < again:
+        if self.costs.prefers_moving(2 * self.memory.saved_nbytes(seq), seq.num_computed_tokens):
             self.memory.save(seq)
             self.num_swaps += 1
 
@@ -340,30 +329,17 @@ class Scheduler:
         self.num_preemptions += 1
         insort(self.waiting, seq, key=self._place)
 
-    def _finish(self, seq: TokenSequence) -> None:
-        for some in (self.running, self.waiting, self._suspects):
-            if seq in some:
-                some.remove(seq)
-        self.memory.release(seq)
-        self.memory.forget_saved(seq)
-        seq.phase = Phase.FINISHED
-        del self._by_id[seq.id]
+    def _finish(self, *sequences: TokenSequence) -> None:
+        for seq in sequences:
+            for some in (self.running, self.waiting, self._suspects):
+                if seq in some:
+                    some.remove(seq)
+            self.memory.release(seq)
+            self.memory.forget_saved(seq)
+            seq.phase = Phase.FINISHED
+            del self._by_id[seq.id]
 
     # What a step brings
-
-    def _chunk(self, seq: TokenSequence, share: int, step: int) -> Chunk:
-        start, end = seq.num_computed_tokens, seq.num_computed_tokens + share
-        seq.in_step = step
-        return Chunk(
-            seq_id=seq.id,
-            start=start,
-            token_ids=(*seq.token_ids[start:end], *seq.draft) if start < len(seq.token_ids) else (FOLLOW,),
-            blocks=tuple([tuple(table) for table in seq.tables]),
-            slot=seq.slot,
-            num_logits=seq.num_logits(start, end),
-            num_pooled=seq.pool.wanted(start, end, seq.num_tokens) if seq.pool else 0,
-            adapter=seq.adapter,
-        )
 
     def _advance(self, seq: TokenSequence, chunk: Chunk, answer: Sampled | None) -> Update | None:
         draft, seq.draft, is_settled = seq.draft, (), seq.awaited > 0
@@ -374,7 +350,8 @@ class Scheduler:
         end, is_scoring = chunk.end - len(draft), seq.wants_prompt_logprobs and not seq.num_output_tokens
         if answer:
             seq.take(answer, end)
-        if end < seq.num_tokens:
+        searches = seq.gang is not None and seq.gang.search is not None
+        if end < seq.num_tokens or seq.is_negative or searches:
             if not is_settled:
                 self._settle(seq, end, accepted=True)
             return None
@@ -383,15 +360,30 @@ class Scheduler:
         wrong = (i for i, token_id in enumerate(draft) if new[i] != token_id)
         num_ahead = next(wrong, len(draft)) if draft else max(len(new) - 1, 0)
         tokens, reason = seq.keep_tokens(new[: num_ahead + 1])
-        seq.token_ids += tokens  # before the memory settles, because it names blocks by their tokens
+        for one in seq.members:  # before the memory settles, because it names blocks by their tokens
+            one.token_ids += tokens
         if not is_settled:
             self._settle(seq, end + num_ahead, accepted=not draft or num_ahead == len(draft))
-        if seq in self._suspects:
-            self._suspects.remove(seq)
+        self._clear(seq)
         if reason is not None:
-            self._finish(seq)
+            self._finish(*seq.members)
         event = seq.event(answer, tokens, reason, is_scoring=is_scoring)
         return Update(seq.id, event, len(draft), num_ahead if draft else 0)
+
+    def _clear(self, seq: TokenSequence) -> None:
+        """A sequence, with its gang, has shown that it does not make steps fail."""
+        if seq in self._suspects:
+            self._suspects = [one for one in self._suspects if one not in seq.members]
+
+    def _advance_beams(self, gang: Gang, answers: Mapping[int, Sampled]) -> list[Update]:
+        self._clear(gang.members[0])
+        is_whole, updates = advance_beams(gang, answers, self.memory)
+        if updates:
+            self._finish(*gang.members)
+        elif not is_whole:
+            for seq in gang.members:
+                self._preempt(seq)
+        return updates
 
     def _settle(self, seq: TokenSequence, end: int, *, accepted: bool) -> None:
         if self.limits.causal:  # an end inside of a right draft leaves state of tokens that do not count

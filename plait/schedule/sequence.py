@@ -13,8 +13,10 @@ from typing import Protocol
 from msgspec import Struct
 
 from plait.errors import EngineError
-from plait.request import Event, FinishReason, Pooling, SamplingParams, TokenLogprobs
-from plait.schedule.plan import Chunk, Sampled, SamplingRow, StepPlan
+from plait.request import Event, FinishReason, SamplingParams, TokenLogprobs
+from plait.schedule.beams import BeamSearch
+from plait.schedule.plan import FOLLOW, Chunk, Sampled, SamplingRow, StepPlan
+from plait.schedule.pooled import Pool
 from plait.state.blocks import root
 
 MOST_REPLAYED = 8  # tokens that are computed again in a step with a draft; of more, a step has no draft
@@ -34,40 +36,6 @@ class Guide(Protocol):
     def masks(self, draft: tuple[int, ...] = ()) -> tuple[bytes, ...]: ...
     def accept(self, token_id: int) -> bool: ...
     def forced(self) -> tuple[int, ...]: ...
-
-
-@dataclass(slots=True)
-class Pool:
-    """The pooled sum of one sequence so far: of its first `length` tokens ("mean") or its last ("last")."""
-
-    kind: Pooling
-    total: tuple[float, ...] = ()
-    length: int = 0
-
-    @property
-    def needs_all_tokens(self) -> bool:
-        """Whether tokens with known state must be computed too, because hidden states are not kept."""
-        return self.kind == "mean"
-
-    def wanted(self, start: int, end: int, num_tokens: int) -> int:
-        """How many hidden states, at its end, a chunk start..end of so many tokens must give."""
-        if self.kind == "last":
-            return int(end == num_tokens)
-        return max(end - max(start, self.length), 0)
-
-    def add(self, total: Sequence[float], end: int) -> None:
-        """Add the sum of the chunk that ended at `end`. Raises EngineError if it is empty or misshapen."""
-        if not total or (self.total and len(self.total) != len(total)):
-            raise EngineError(f"{len(total)} numbers of hidden state arrived, after {len(self.total)}")
-        if self.kind == "last":
-            self.total, self.length = tuple(total), 1
-        else:
-            before = self.total or (0.0,) * len(total)
-            self.total, self.length = tuple(a + b for a, b in zip(before, total, strict=True)), end
-
-    def vector(self) -> tuple[float, ...]:
-        """The pooled hidden state, as long as the model is wide."""
-        return tuple(value / self.length for value in self.total)
 
 
 class Phase(Enum):
@@ -91,6 +59,30 @@ class SavedSequence:
 
 
 @dataclass(slots=True, eq=False)
+class Gang:
+    """Sequences that are sampled in the same step, and have memory together or not at all.
+
+    Either a choice and its negative prompt (`search` None), or the beams of a search. `ranked`: the members
+    with a live beam, best beam first; only the first member computes the prompt, the others fork from it.
+    """
+
+    members: tuple[TokenSequence, ...]
+    search: BeamSearch | None = None
+    ranked: tuple[TokenSequence, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.ranked = self.members[:1] if self.search else self.members
+        for seq in self.members:
+            seq.gang = self
+            seq.is_unobserved = seq.can_follow = False
+
+    @property
+    def is_due(self) -> bool:
+        """Whether one token of each is left to compute, so that all can be sampled in a step."""
+        return all(seq.num_left == 1 for seq in self.ranked)
+
+
+@dataclass(slots=True, eq=False)
 class TokenSequence:
     """Tokens, memory and progress of one sequence. Only the `Scheduler` and its `Allocation` change it.
 
@@ -98,7 +90,7 @@ class TokenSequence:
     table per group) and `slot` point to. `num_pending`: tokens that are being sampled. `max_len`: where it
     must end. `scored`: log-probabilities of prompt tokens so far, from the second token on. `pool`: its
     hidden states, if requested. `deadline`: on the scheduler's clock. `is_watched`: its reply is streamed.
-    `adapter`: the slot of its adapter, 0: none.
+    `adapter`: the slot of its adapter, 0: none. `gang`: the sequences that it is sampled with, if any.
     `chain` and `num_recorded`: its hashes, and how many of its blocks the prefix cache knows. `marks`:
     positions where a snapshot is needed. `in_step`: the step that was planned with it, until what it
     computes is recorded; `awaited`: the step of which this is recorded and only the answer is missing (0:
@@ -146,6 +138,7 @@ class TokenSequence:
     pool: Pool | None = None
     is_watched: bool = True
     mirostat_mu: float | None = None
+    gang: Gang | None = None
     is_penalized: bool = field(init=False)  # whether its sampler must know what came before
     is_unobserved: bool = field(init=False)  # whether nothing reads its tokens between two decode steps
     can_follow: bool = field(init=False)  # whether a decode can be planned before its token is known
@@ -169,6 +162,28 @@ class TokenSequence:
     def length(self) -> int:
         """Tokens that are known or being sampled."""
         return len(self.token_ids) + self.num_pending
+
+    @property
+    def members(self) -> tuple[TokenSequence, ...]:
+        """The sequences that it is admitted and preempted with, itself among them."""
+        return (self,) if self.gang is None else self.gang.members
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it is a beam that does not live yet, and computes nothing."""
+        return self.gang is not None and self not in self.gang.ranked
+
+    @property
+    def is_negative(self) -> bool:
+        """Whether it is a negative prompt: its logits guide another sequence, and it has no answer."""
+        return self.gang is not None and self.gang.search is None and self is self.gang.members[1]
+
+    @property
+    def is_due(self) -> bool:
+        """Whether its next token can be sampled in the next step."""
+        if self.gang is not None:
+            return self.gang.is_due and not self.is_idle
+        return not self.is_prefilling and self.has_more
 
     @property
     def has_more(self) -> bool:
@@ -211,11 +226,12 @@ class TokenSequence:
         In a hybrid some tokens may have to be computed again, because a draft was wrong.
         """
         replays = self.slot > 0 and self.num_output_tokens > 0
-        return 0 < self.num_left <= (MOST_REPLAYED if replays else 1) and self.num_computed_tokens > 0
+        is_near = 0 < self.num_left <= (MOST_REPLAYED if replays else 1)
+        return is_near and self.num_computed_tokens > 0 and self.gang is None
 
     def samples_after(self, end: int) -> bool:
         """Whether a token is sampled once the tokens before `end` are computed."""
-        return end >= len(self.token_ids) and self.max_len > self.prompt_len
+        return end >= len(self.token_ids) and self.max_len > self.prompt_len and not self.is_negative
 
     def num_logits(self, start: int, end: int) -> int:
         """Rows of logits that a chunk start..end must give: to sample from, and to score the prompt.
@@ -290,8 +306,26 @@ class TokenSequence:
             mirostat_mu=self.mirostat_mu,
         )
 
-    def sampling_row(self, chunk: Chunk) -> SamplingRow:
-        """What the sampler must know about its chunk of a step that was just planned."""
+    def chunk(self, share: int, step: int) -> Chunk:
+        """Its next tokens, as many as its share of a step."""
+        start, end = self.num_computed_tokens, self.num_computed_tokens + share
+        self.in_step = step
+        return Chunk(
+            seq_id=self.id,
+            start=start,
+            token_ids=(*self.token_ids[start:end], *self.draft) if start < len(self.token_ids) else (FOLLOW,),
+            blocks=tuple([tuple(table) for table in self.tables]),
+            slot=self.slot,
+            num_logits=self.num_logits(start, end),
+            num_pooled=self.pool.wanted(start, end, self.num_tokens) if self.pool else 0,
+            adapter=self.adapter,
+        )
+
+    def sampling_row(self, chunk: Chunk, places: Mapping[int, int]) -> SamplingRow:
+        """What the sampler must know about its chunk of a step that was just planned.
+
+        `places`: where in the batch each sequence is, by id.
+        """
         params, num_logits, num_tokens = self.params, chunk.num_logits, self.length
         end = chunk.end - len(self.draft)
         targets: tuple[int, ...] = ()
@@ -313,7 +347,13 @@ class TokenSequence:
             num_stopless=num_stopless,
             masks=self.guide.masks(self.draft) if self.guide is not None and samples else (),
             mirostat_mu=self.mirostat_mu,
+            negative=self._negative_row(places) if samples else -1,
+            num_candidates=self.gang.search.num_candidates if self.gang and self.gang.search else 0,
         )
+
+    def _negative_row(self, places: Mapping[int, int]) -> int:
+        is_guided = self.gang is not None and self.gang.search is None
+        return places[self.members[1].id] if is_guided else -1
 
 
 def num_computed(prompt_len: int, max_len: int) -> int:

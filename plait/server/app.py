@@ -23,7 +23,8 @@ from plait.fair_queue import FairThreads, Slices, SliceTurns, current_client
 from plait.server import pages
 from plait.server.anthropic import messages
 from plait.server.api import validate, versions
-from plait.server.api.endpoint import Answer, Endpoint, Manage, ModelLookup, ModelsLookup
+from plait.server.api.endpoint import Answer, Endpoint, ModelLookup, ModelsLookup
+from plait.server.api.manage import manage_models
 from plait.server.api.reply import WARNING_HEADER
 from plait.server.gateway import api_keys
 from plait.server.gateway.exchange import SCOPE_KEY, SHOWN_LOAD_S, Exchange
@@ -127,7 +128,8 @@ def create_app(
     generating = [e.path for e in ENDPOINTS if e.plan is not None]
     managing = [e.path for e in ENDPOINTS if e.needs_admin] + [e.path for e in LISTS if e.needs_admin]
     managing += [view.path for view in VIEWS]
-    gate = RequestGate(traffic, models, routes, refusals, generating, managing)
+    either = [e.path for e in ENDPOINTS if e.admin is not None]
+    gate = RequestGate(traffic, models, routes, refusals, generating, managing, either)
     app.add_middleware(Edge, gate=gate, traffic=traffic, models=models)
     app.state.reject_early = gate.reject_early  # for a server that can reject before it starts a task
     if config.cors_origin:
@@ -218,7 +220,7 @@ class Service:
     def serves(self, endpoint: Endpoint) -> Handler:
         """The handler of an endpoint: a reply by its `plan`, or its `answer` computed in a thread."""
         if endpoint.manage is not None:
-            return self._manages(endpoint, endpoint.manage)
+            return self._manages(endpoint)
 
         async def handle(request: Request) -> Response:
             context, body = await self._read(request, endpoint)
@@ -237,18 +239,15 @@ class Service:
 
         return handle
 
-    def _manages(self, endpoint: Endpoint, manage: Manage) -> Handler:
+    def _manages(self, endpoint: Endpoint) -> Handler:
         async def handle(request: Request) -> Response:
-            body = endpoint.read(await read_object(request, self._config.max_body_bytes))
-            response = json_response(await manage(self._models, body))
-            if names := validate.list_ignored(body, endpoint.fields, ()):
-                response.headers[validate.IGNORED_HEADER] = names
-            return response
+            body = endpoint.read(await read_object(request, self._config.max_body_bytes, endpoint.any_type))
+            return await manage_models(endpoint, self._models, body, request.scope[SCOPE_KEY])
 
         return handle
 
     async def _read(self, request: Request, endpoint: Endpoint) -> tuple[RequestContext, dict[str, object]]:
-        sent = await read_object(request, self._config.max_body_bytes)
+        sent = await read_object(request, self._config.max_body_bytes, endpoint.any_type)
         stays = sent.pop("keep_alive", None) if self._models.keeps_time else None
         body, exchange = endpoint.read(sent), request.scope[SCOPE_KEY]
         current_client.set(exchange.key.name or (request.client.host if request.client else ""))

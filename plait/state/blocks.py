@@ -226,13 +226,13 @@ class PrefixIndex:
     windows: Sequence[int | None]
     block_size: int
     has_slots: bool
+    listener: PrefixListener | None = None
     blocks: list[dict[bytes, int]] = field(init=False)  # by group: hash -> block
     snapshots: dict[bytes, list[Snapshot]] = field(default_factory=dict)  # by parent, the longest rest first
     _hash_of: list[dict[int, bytes]] = field(init=False)  # by group: block -> hash
     _snapshot_of: list[dict[int, Snapshot]] = field(init=False)  # by group: partly filled block -> snapshot
     _by_slot: dict[int, Snapshot] = field(default_factory=dict)
     _seen: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
-    listener: PrefixListener | None = None
 
     def __post_init__(self) -> None:
         self.blocks, self._hash_of = [{} for _ in self.windows], [{} for _ in self.windows]

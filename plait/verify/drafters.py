@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from plait.config import EngineConfig
 from plait.loading.build import Loaded
-from plait.loading.draft_model import make_drafter
+from plait.loading.draft_model import load_draft, make_drafter
+from plait.loading.open_model import Opened
 from plait.memory import has_slots
 from plait.model.mtp import MtpHead
 from plait.schedule.speculate import NgramProposer, Proposer, Speculation
 from plait.verify.matrix import Cell, CheapRows, KnownReplies
 
 
+@dataclass(frozen=True, slots=True)
+class DraftParts:
+    """What may draft for a model: its own head, another model, or prompts with their plain replies."""
+
+    head: MtpHead | None
+    model: Opened | None
+    known: Sequence[Sequence[int]]
+
+
 def make_proposer(
-    cell: Cell,
-    loaded: Loaded,
-    head: MtpHead | None,
-    config: EngineConfig,
-    max_len: int,
-    known: Sequence[Sequence[int]],
+    cell: Cell, loaded: Loaded, parts: DraftParts, config: EngineConfig, max_len: int
 ) -> Proposer | None:
-    """A cell's proposer; None if it has no drafts. `known`: prompts with their plain replies."""
+    """A cell's proposer; None if it has no drafts."""
     if cell.drafts is None:
         return None
-    if cell.drafts == "mtp" and head is not None:
-        return make_drafter(head, loaded.target, config, max_len, loaded.runner.sampler)
+    if cell.drafts == "mtp" and parts.head is not None:
+        return make_drafter(parts.head, loaded.target, config, max_len, loaded.runner.sampler)
+    if cell.drafts == "model" and parts.model is not None:
+        return load_draft(parts.model, config, loaded.target, max_len, None, _silent)
     if cell.drafts == "known":
-        return KnownReplies(known, loaded.runner.decoder.spec.vocab_size)
+        return KnownReplies(parts.known, loaded.runner.decoder.spec.vocab_size)
     return NgramProposer()
 
 
@@ -35,3 +43,7 @@ def speculate_always(proposer: Proposer, loaded: Loaded) -> Speculation:
     """Speculation for which drafts always pay."""
     replays = has_slots(loaded.runner.decoder.states)
     return Speculation(proposer, CheapRows(), loaded.config.num_draft_tokens, replays=replays)
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    """Report no progress."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -12,28 +11,21 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from plait.checkpoint.synthetic import Synthetic
-from plait.checkpoint.weights import Weights
 from plait.config import EngineConfig
-from plait.convert.plan.source import NeededTensor
-from plait.convert.plan.tensor_plan import plan_tensors
 from plait.errors import ConfigError
-from plait.families.common.registry import Family, build_spec, families_by_name
+from plait.families.common.registry import Family, families_by_name
 from plait.kernels.load import executor
 from plait.loading.build import Loaded, load
-from plait.loading.meta_model import meta_target
 from plait.loading.plugins import Plugin, load_plugins
-from plait.model.decoder import Decoder
 from plait.ops.registry import REGISTRY, Op, OpFacts, Variant
-from plait.quant.weight import Dense, Weight
-from plait.verify.verify import Verification, VerifyReply
+from plait.verify.results import VerifyReply
+from plait.verify.tiny_models import write_model
+from plait.verify.verify import Extent, Verification
 
 BATCH, TOKENS = 3, 8
 NEAR = 1e-3  # between log-probabilities of kernels and references, of a model of a few layers in float32
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +73,7 @@ def check_family(entry: Family, folder: Path, config: EngineConfig) -> Iterator[
     for storage in ("float32", "q8_0"):
         loaded = load(str(folder), replace(config, quantize=None if storage == "float32" else "q8_0"))
         try:
-            made = Verification(loaded, batch=BATCH, max_tokens=TOKENS, is_quick=True)
+            made = Verification(loaded, batch=BATCH, max_tokens=TOKENS, extent=Extent(is_quick=True))
             if storage == "float32":
                 yield CheckResult("how a step runs", True, loaded.runner.step_kind)
             for result in made.results():
@@ -155,53 +147,6 @@ def _size(number: float) -> float:
     return math.inf if math.isnan(number) else number
 
 
-class NoFile:
-    """A checkpoint without a tensor; `shapes`: those of the requested tensors, under our names."""
-
-    def __init__(self) -> None:
-        self.shapes: dict[str, Shape] = {}
-
-    def __contains__(self, name: object) -> bool:
-        return False
-
-    def names(self) -> Iterator[str]:
-        return iter(())
-
-    def shape(self, name: str) -> Shape:
-        raise KeyError(name)
-
-    def read(self, name: str) -> Tensor:
-        raise KeyError(name)
-
-
-class AskedWeights(Weights):
-    """Weights without numbers: each that a mixer requires, in the shape that it requests.
-
-    Optional ones, such as a bias, are missing.
-    """
-
-    def read(self, name: str) -> Tensor:
-        return torch.empty(0, device="meta")
-
-    def _numbers(
-        self, name: str, value: Tensor, shape: Shape | None, dtype: torch.dtype | None = None
-    ) -> Tensor:
-        return self._asked(name, shape)
-
-    def _matrix(self, name: str, value: Tensor | Weight, shape: tuple[int, int] | None) -> Weight:
-        return Dense(self._asked(name, shape))
-
-    def _asked(self, name: str, shape: Shape | None) -> Tensor:
-        if shape is None:
-            raise ConfigError(
-                f"{self._full(name)}: a mixer asks for it without a shape, so that no model can be made up; "
-                "give the shape to w.tensor or w.weight"
-            )
-        assert isinstance(self.checkpoint, NoFile)
-        self.checkpoint.shapes[self._full(name)] = shape
-        return torch.empty(shape, device="meta")
-
-
 def write_tiny_model(entry: Family, folder: Path, seed: int = 0) -> None:
     """Write config.json and model.safetensors of the family's `tiny` config.
 
@@ -213,13 +158,4 @@ def write_tiny_model(entry: Family, folder: Path, seed: int = 0) -> None:
         )
     named = {"model_type": entry.model_types[0]} if entry.model_types else {}
     config: dict[str, Any] = {"architectures": [entry.architectures[0]], **named, **entry.tiny}
-    spec, names = build_spec(config)
-    asked = NoFile()
-    Decoder(spec, AskedWeights(asked, names, meta_target(spec)))
-    wanted = {name: NeededTensor(shape, "", {}) for name, shape in asked.shapes.items()}
-    shapes = {made.name: made.shape for made in plan_tensors(wanted, names, entry.name)}
-    drawn = Synthetic(shapes, seed)
-    tensors = {name: drawn.read(name).contiguous() for name in shapes}
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    write_model(config, folder, seed)

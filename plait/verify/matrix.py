@@ -5,6 +5,7 @@ And the substitutes for parts of an engine that some of them need: steps that fa
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -30,10 +31,13 @@ class Cell:
     conversation, 2 its second. `only`: that many shortest prompts. `spared`: memory for the longest sequence
     and for no more than so many blocks in addition. `swaps`: moving memory counts as cheap, so that preempted
     sequences are swapped and not computed again. `fails`: some steps fail after they ran. `drafts`: the
-    proposer of drafts: prompt lookup, the model's own head, or one with the plain replies, which is often
-    right and often wrong.
+    proposer of drafts: prompt lookup, the model's own head, a draft model, or one with the plain replies,
+    which is often right and often wrong.
     `unseen`: replies are not streamed, so that steps may share a plan. `tokens_only`: without
     log-probabilities, so that a step may be launched before the last one's tokens are known.
+    `disk`: with a disk cache, and each wave in an engine of its own over the same files. `restarts`: after
+    that many steps the engine is dropped, and the replies go on in another. `threads`: how many compute it,
+    over weights that are loaded for them. `kills`: in a process, which is killed in each wave.
     `is_quick`: `plait verify --quick` runs it.
     `proof`: a number of `Ran.counts` that is above zero if the cell's effect has happened.
     """
@@ -45,11 +49,20 @@ class Cell:
     spared: int | None = None
     swaps: bool = False
     fails: bool = False
-    drafts: Literal["ngram", "known", "mtp"] | None = None
+    drafts: Literal["ngram", "known", "mtp", "model"] | None = None
     unseen: bool = False
     tokens_only: bool = False
+    disk: bool = False
+    restarts: int = 0
+    threads: int | None = None
+    kills: bool = False
     is_quick: bool = False
     proof: str | None = None
+
+    @property
+    def word(self) -> str:
+        """The name as one word, for a command line."""
+        return re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
 
     @property
     def batch(self) -> int:
@@ -167,15 +180,16 @@ def _ahead_cells(batch: int, block_size: int) -> Iterator[Cell]:
 
 
 class FailingRunner:
-    """A runner with failures: of the steps that several sequences share, one in a few fails after it ran."""
+    """A runner with failures: of the steps that several requests share, one in a few fails after it ran."""
 
     def __init__(self, engine: Engine) -> None:
-        self._runner, self._num_shared, self.num_failed = engine.runner, 0, 0
+        self._engine, self._runner, self._num_shared, self.num_failed = engine, engine.runner, 0, 0
 
     def launch(self, plan: StepPlan, sampling: SamplingBatch) -> Ticket:
         ticket = self._runner.launch(plan, sampling)
-        self._num_shared += len(plan.chunks) > 1
-        if len(plan.chunks) > 1 and self._num_shared % FAILS_EVERY == 0:
+        is_shared = len(self._engine.requests_in(plan)) > 1
+        self._num_shared += is_shared
+        if is_shared and self._num_shared % FAILS_EVERY == 0:
             self.num_failed += 1
             return FailingTicket(ticket)
         return ticket
@@ -218,6 +232,13 @@ class CheapSteps(StepCosts):
         return 1e-6
 
 
+class SlowSteps(StepCosts):
+    """A step takes a minute, so that prompts wait for the disk."""
+
+    def step_s(self, num_tokens: float) -> float | None:
+        return 60.0
+
+
 class KnownReplies:
     """Proposes the tokens of the plain replies, now and then with a wrong one (a `Proposer`)."""
 
@@ -248,4 +269,5 @@ def count_effects(engine: Engine) -> dict[str, int]:
         "swaps": stats["num_swaps"],
         "hit_tokens": hits.get("hit_tokens", 0),
         "asked_tokens": hits.get("asked_tokens", 0),
+        "host_hits": engine.scheduler.memory.pools.num_host_hits,
     }

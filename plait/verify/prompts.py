@@ -42,7 +42,7 @@ class VerifyRequest:
 def default_prompts(front: Front, max_tokens: int) -> list[Prompt]:
     """Texts, or token ids for a model without a tokenizer, cut so that two replies fit after them."""
     if front.tokenizer is None:
-        prompts = _ids(front.spec.vocab_size)
+        prompts = make_up_prompts(front.spec.vocab_size)
     else:
         asked = SamplingParams(max_tokens=1)
         prompts = [front.prepare(text, asked).prompt_token_ids for text in TEXTS]
@@ -50,12 +50,21 @@ def default_prompts(front: Front, max_tokens: int) -> list[Prompt]:
     return [prompt[: max(room, 1)] for prompt in prompts]
 
 
-def _ids(vocab_size: int) -> list[tuple[int, ...]]:
-    """Token ids in the form of `TEXTS`: one short, two that begin alike, one that repeats itself."""
-    rng = random.Random(SEED)
-    short, one, other, _ = (tuple(rng.randrange(vocab_size) for _ in range(n)) for n in LENGTHS)
-    again = tuple(short[n % len(short)] for n in range(LENGTHS[3]))
-    return [short, one, one[:NUM_SHARED] + other[NUM_SHARED:], again]
+def make_up_prompts(vocab_size: int, round_number: int = 1) -> list[Prompt]:
+    """Token ids in the form of `TEXTS`: one short, two that begin alike, one that repeats itself.
+
+    Other rounds have other tokens, and lengths that are drawn.
+    """
+    rng = random.Random(SEED + round_number - 1)
+    lengths: tuple[int, ...] = LENGTHS
+    shared = NUM_SHARED
+    if round_number > 1:
+        shared = rng.randrange(17, 90)
+        long = [shared + rng.randrange(1, 60) for _ in range(2)]
+        lengths = (rng.randrange(1, 17), *long, rng.randrange(20, 99))
+    short, one, other, _ = (tuple(rng.randrange(vocab_size) for _ in range(n)) for n in lengths)
+    again = tuple(short[n % len(short)] for n in range(lengths[3]))
+    return [short, one, one[:shared] + other[shared:], again]
 
 
 def first_turns(front: Front, prompts: Sequence[Prompt], max_tokens: int, batch: int) -> list[VerifyRequest]:

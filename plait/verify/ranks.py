@@ -11,8 +11,9 @@ from torch import Tensor
 from plait.config import EngineConfig
 from plait.loading.build import Loaded, load
 from plait.verify.prompts import Prompt
+from plait.verify.results import VerifyReply
 from plait.verify.trace import FirstDifference, watch_ops
-from plait.verify.verify import Verification, VerifyReply
+from plait.verify.verify import Extent, Verification
 
 CLOSE = 1e-5  # of logits in float32, as a share of the largest: sums in another order
 BATCH = 2
@@ -87,7 +88,9 @@ def _answers(
 ) -> _Answers:
     loaded = load(model, config, lambda text, done, total: say(text))
     try:
-        made = Verification(loaded, batch=BATCH, max_tokens=max_tokens, prompts=prompts, is_quick=True)
+        made = Verification(
+            loaded, batch=BATCH, max_tokens=max_tokens, prompts=prompts, extent=Extent(is_quick=True)
+        )
         longest = max((asked.request.prompt_token_ids for asked in made.asked.values()), key=len)
         logits, ops = _watch_prompt(loaded, longest)
         is_float32 = loaded.target.activations == "float32" and loaded.target.dtype == torch.float32

@@ -7,48 +7,33 @@ drafts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 from plait.config import EngineConfig
-from plait.engine.core import Engine
 from plait.engine.device import free_memory
 from plait.engine.memory_plan import Sizing, size_state
-from plait.errors import EngineError
-from plait.loading.build import Loaded, describe_for_sizing, engine_over, loose_ops
+from plait.errors import ConfigError, EngineError
+from plait.loading.build import Loaded, describe_for_sizing, load, loose_ops
 from plait.loading.draft_model import find_head
+from plait.loading.open_model import Opened
 from plait.memory import PagedState, has_slots
-from plait.request import Event, TokenLogprobs
+from plait.request import TokenLogprobs
 from plait.schedule.speculate import Proposer
-from plait.verify.drafters import make_proposer, speculate_always
-from plait.verify.matrix import (
-    PLAIN,
-    Cell,
-    CheapMoves,
-    CheapSteps,
-    FailingRunner,
-    cells,
-    count_effects,
-)
-from plait.verify.prompts import (
-    Prompt,
-    VerifyRequest,
-    ask_tokens_only,
-    default_prompts,
-    first_turns,
-    second_turns,
-)
-from plait.verify.trace import (
-    Digests,
-    FirstDifference,
-    OneRow,
-    Parting,
-    Trace,
-    TracedRunner,
-    place_of,
-    watch_ops,
-)
+from plait.verify.cell_run import CellRun, Traced, Waves
+from plait.verify.drafters import DraftParts, make_proposer
+from plait.verify.durable_cells import durable_cells, second_load_cells
+from plait.verify.killed import run_killed
+from plait.verify.matrix import PLAIN, Cell, cells
+from plait.verify.prompts import Prompt, VerifyRequest, default_prompts, first_turns, second_turns
+from plait.verify.results import Arithmetic, CellResult, Difference, Ran, VerifyReply, digest_replies
+from plait.verify.samplers import most_together, sampler_cells, sampler_waves
+from plait.verify.trace import Digests, OneRow, Parting, Trace, place_of
 
 Value = TypeVar("Value")
 # Differences that are followed down to an op, of tokens and of rounding each: it runs a cell again, slowly.
@@ -56,102 +41,27 @@ MOST_TRACED = 2
 SPARED = (0, 2, 3, 4)  # blocks in addition to the longest sequence's, tried until one is preempted or evicted
 
 
-@dataclass(slots=True)
-class VerifyReply:
-    """The reply to one request: its tokens and their log-probabilities."""
-
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    error: Exception | None = None
-
-    def on_event(self, event: Event) -> None:
-        self.token_ids += event.token_ids
-        self.logprobs += event.logprobs or ()
-        self.error = event.error or self.error
-
-
 @dataclass(frozen=True, slots=True)
-class Ran:
-    """A cell that has run: replies by (number of the wave, request), and what happened meanwhile."""
+class Extent:
+    """Which cells are run. `is_quick`: one of each kind. `only`: one, by its name or word.
 
-    replies: Mapping[tuple[int, str], VerifyReply]
-    counts: Mapping[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """The first token of a reply that differs from the plain run, in itself or in its log-probability.
-
-    `index`: in the reply; `position`: in the sequence. `gap`: between the two best log-probabilities of the
-    plain run there, which is the gap between their logits. `place`: the first op with numbers that diverge;
-    without one `note` says why.
+    `model`: what `load` loads; with it there are cells that load it again, for other threads and in
+    processes. `draft`: a draft model of the same vocabulary.
     """
 
-    cell: str
-    request: str
-    wave: int
-    index: int
-    position: int
-    expected: int | None
-    found: int | None
-    gap: float | None = None
-    off_by: float | None = None  # the log-probabilities of the same token, or of its alternatives
-    place: FirstDifference | None = None
-    note: str = ""
-
-    @property
-    def is_token(self) -> bool:
-        return self.expected != self.found
+    is_quick: bool = False
+    only: str | None = None
+    model: str | None = None
+    draft: Opened | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class CellResult:
-    """One cell compared. `proof`: the count that must not be zero for it to show anything (`Cell.proof`)."""
-
-    cell: str
-    num_replies: int
-    num_tokens: int
-    differences: tuple[Difference, ...]
-    counts: Mapping[str, int]
-    proof: str | None = None
-
-    @property
-    def happened(self) -> bool:
-        """Whether the effect that the cell tests came about."""
-        return self.proof is None or bool(self.counts.get(self.proof))
-
-    @property
-    def num_different(self) -> int:
-        """How many replies have another token."""
-        return sum(d.is_token for d in self.differences)
-
-    @property
-    def num_rounded(self) -> int:
-        """How many replies have the same tokens, but log-probabilities that differ in some bit."""
-        return len(self.differences) - self.num_different
-
-
-@dataclass(frozen=True, slots=True)
-class Arithmetic:
-    """The device and the formats of a run. `loose`: ops with rounding that may depend on the batch."""
-
-    device: str
-    dtype: str
-    kv_dtype: str
-    step: str
-    loose: Mapping[str, str]
-    state_dtype: str = "float32"
-
-    @property
-    def is_promised(self) -> bool:
-        """Whether Plait promises the same bits for every cell."""
-        return not self.loose
+USUAL_EXTENT = Extent()
 
 
 class Verification:
     """The matrix over one loaded model. `prompts` None: Plait's own. Iterate over `results()`.
 
-    `is_quick`: one cell of each kind.
+    Raises ConfigError if there is no cell in the extent, and EngineError if a request fails alone.
     """
 
     def __init__(
@@ -161,19 +71,22 @@ class Verification:
         batch: int,
         max_tokens: int,
         prompts: Sequence[Prompt] | None = None,
-        is_quick: bool = False,
+        extent: Extent = USUAL_EXTENT,
     ) -> None:
-        self.loaded, self.batch, self._is_quick = loaded, batch, is_quick
+        self.loaded, self.batch, self.extent = loaded, batch, extent
         self._head = find_head(loaded.opened, loaded.target, loaded.runner.decoder)
         self._num_traced, front = {True: 0, False: 0}, loaded.front
-        first = first_turns(front, prompts or default_prompts(front, max_tokens), max_tokens, batch)
+        prompts = prompts or default_prompts(front, max_tokens)
+        first = first_turns(front, prompts, max_tokens, batch)
         self.asked = {asked.name: asked for asked in first}
         plain = self._ran(PLAIN, [first])
         replies = {name: reply for (_, name), reply in plain.replies.items()}
         second = second_turns(first, [replies[a.name].token_ids for a in first], front.max_model_len)
-        self.asked |= {asked.name: asked for asked in second}
-        if second:
-            replies |= {name: r for (_, name), r in self._ran(PLAIN, [second]).replies.items()}
+        for wave in filter(None, (second, *sampler_waves(front, prompts, max_tokens))):
+            self.asked |= {asked.name: asked for asked in wave}
+            replies |= {name: r for (_, name), r in self._ran(PLAIN, [wave]).replies.items()}
+        if not self.cells:
+            raise ConfigError(f"--cell {extent.only}: it has no such cell; without --cell the table has all")
         for name, reply in replies.items():
             if reply.error:
                 raise EngineError(f"{name}, alone: {reply.error}") from reply.error
@@ -202,23 +115,33 @@ class Verification:
             "ahead": ahead,
             "mtp": self._head is not None,
         }
-        found = cells(self.batch, size, **kinds)
-        return [cell for cell in found if cell.is_quick or not self._is_quick]
+        found = [*cells(self.batch, size, **kinds), *sampler_cells(self.batch, size, self.asked.values())]
+        if decoder.spec.causal and self.loaded.runner.store.host is not None:
+            found += durable_cells(self.batch, size, has_slots=has_slots(decoder.states))
+        if decoder.spec.causal and self.extent.model is not None:
+            found += second_load_cells(self.batch, size, drafts=self.extent.draft is not None)
+        if (only := self.extent.only) is not None:
+            return [cell for cell in found if only in (cell.name, cell.word)]
+        return [cell for cell in found if cell.is_quick or not self.extent.is_quick]
 
     def results(self) -> Iterator[CellResult]:
         """Every cell, as it is done."""
-        for planned in self.cells:
-            cell, ran = self._shown(planned)
-            found = [self._difference(cell, *key, reply) for key, reply in ran.replies.items()]
-            differences = [self._followed(cell, d) for d in found if d]
-            yield CellResult(
-                cell.name,
-                num_replies=len(ran.replies),
-                num_tokens=sum(len(reply.token_ids) for reply in ran.replies.values()),
-                differences=tuple(differences),
-                counts=ran.counts,
-                proof=cell.proof,
-            )
+        return map(self.result, self.cells)
+
+    def result(self, planned: Cell) -> CellResult:
+        """Run one cell, and compare it."""
+        cell, ran = self._shown(planned)
+        found = [self._difference(cell, *key, reply) for key, reply in ran.replies.items()]
+        differences = [self._followed(cell, d) for d in found if d]
+        return CellResult(
+            cell.name,
+            num_replies=len(ran.replies),
+            num_tokens=sum(len(reply.token_ids) for reply in ran.replies.values()),
+            differences=tuple(differences),
+            counts=ran.counts,
+            proof=cell.proof,
+            digest=digest_replies(ran.replies),
+        )
 
     def _shown(self, cell: Cell) -> tuple[Cell, Ran]:
         """Run a cell with so little memory that it shows something; how little depends on the prompts."""
@@ -245,45 +168,43 @@ class Verification:
             found.append(wave)
         return [wave for wave in found if wave]
 
-    def _ran(self, cell: Cell, waves: Sequence[Sequence[VerifyRequest]], trace: Traced | None = None) -> Ran:
+    def _ran(self, cell: Cell, waves: Waves, traced: Traced | None = None) -> Ran:
         """Run a cell. With a trace it runs op by op, and the trace observes one request of it."""
         config, sizing = self._settings(cell, waves)
-        runner, sampler = self.loaded.runner, self.loaded.runner.sampler
-        target, decoder = self.loaded.target, runner.decoder
-        drafter = self._drafter(cell, config, sizing)
-        parts = (decoder, sampler, target, config, sizing)
-        _, engine = engine_over(*parts, records=trace is None, proposer=drafter)
-        if cell.swaps:
-            engine.scheduler.costs = CheapMoves()
-        if cell.unseen:
-            engine.scheduler.costs = CheapSteps()
-        if cell.unseen or cell.tokens_only:
-            waves = [[ask_tokens_only(asked, is_watched=not cell.unseen) for asked in wave] for wave in waves]
-        engine.speculation = drafts = speculate_always(drafter, self.loaded) if drafter else None
-        failing = FailingRunner(engine) if cell.fails else None
-        engine.runner = failing or engine.runner
-        if trace is None:
-            replies = _drive(engine, waves)
-        else:
-            engine.runner = TracedRunner(engine.runner, trace.trace)
-            with watch_ops(decoder, trace.trace.watch):
-                replies = _drive(engine, waves, trace)
-        counts = count_effects(engine) | {"failed_steps": failing.num_failed if failing else 0}
-        if drafts:
-            counts |= {"drafted": drafts.num_drafted, "accepted": drafts.num_accepted}
-        return Ran(replies, counts)
+        with TemporaryDirectory(prefix="plait-verify-") as folder, self._loaded_for(cell) as loaded:
+            if cell.kills:
+                return run_killed(cell, self._named, config, waves, Path(folder))
+            make = partial(self._drafter, cell, config, sizing)
+            return CellRun(cell, loaded, config, sizing, make, Path(folder), traced).run(waves)
+
+    @contextmanager
+    def _loaded_for(self, cell: Cell) -> Iterator[Loaded]:
+        """The model, or the same with other threads."""
+        if cell.threads is None:
+            yield self.loaded
+            return
+        other = load(self._named, replace(self.loaded.config, threads=cell.threads))
+        try:
+            yield other
+        finally:
+            other.front.close(drain=False)
+
+    @property
+    def _named(self) -> str:
+        assert self.extent.model is not None, "a cell that loads the model again needs its name"
+        return self.extent.model
 
     def _drafter(self, cell: Cell, config: EngineConfig, sizing: Sizing) -> Proposer | None:
         prompts = {name: asked.request.prompt_token_ids for name, asked in self.asked.items()}
         known = [(*prompts[n], *r.token_ids) for n, r in self.plain.items()] if cell.drafts == "known" else []
-        return make_proposer(cell, self.loaded, self._head, config, sizing.max_model_len, known)
+        parts = DraftParts(self._head, self.extent.draft, known)
+        return make_proposer(cell, self.loaded, parts, config, sizing.max_model_len)
 
     def _settings(self, cell: Cell, waves: Sequence[Sequence[VerifyRequest]]) -> tuple[EngineConfig, Sizing]:
         """Options and memory of a cell: no longer than its own requests."""
         lengths = [a.prompt_len + (a.request.params.max_tokens or 0) for wave in waves for a in wave]
         longest = max(lengths)
         plain = {
-            "max_num_seqs": 1,
             "max_num_batched_tokens": cell.batch * longest,
             "max_waiting": len(lengths),
             "max_model_len": longest,
@@ -293,7 +214,8 @@ class Verification:
             "swap_memory": 0,
             "speculate": "ngram" if cell.drafts else "off",  # memory for rows of logits
         }
-        config = replace(self.loaded.config, **plain | dict(cell.options))
+        gang, options = most_together(waves), plain | dict(cell.options)
+        config = replace(self.loaded.config, **options | {"max_num_seqs": max(cell.batch, gang)})
         facts = describe_for_sizing(self.loaded.runner.decoder, self.loaded.target)
         free = free_memory(self.loaded.target.device)
         sizing = size_state(facts, config, free_memory=free)
@@ -303,7 +225,8 @@ class Verification:
             roomy = replace(config, max_num_seqs=most, max_num_batched_tokens=tokens)
             sizing = size_state(facts, roomy, free_memory=free)
         if cell.spared is not None:
-            alone = size_state(facts, replace(config, max_num_seqs=1, prefix_cache=False), free_memory=free)
+            few = replace(config, max_num_seqs=gang, prefix_cache=False)
+            alone = size_state(facts, few, free_memory=free)
             groups = zip(sizing.groups, alone.groups, strict=True)
             spared = [
                 replace(g, num_blocks=min(g.num_blocks, one.num_blocks + cell.spared)) for g, one in groups
@@ -346,36 +269,6 @@ class Verification:
         plain = OneRow(parting.first)
         self._ran(PLAIN, [[asked]], Traced(Trace(ids, plain.visit), 0, asked.name))
         return found if plain.row is None else replace(found, place=place_of(parting, plain.row))
-
-
-@dataclass(frozen=True, slots=True)
-class Traced:
-    """A trace and the request that it observes, of one wave."""
-
-    trace: Trace
-    wave: int
-    name: str
-
-
-def _drive(
-    engine: Engine, waves: Sequence[Sequence[VerifyRequest]], traced: Traced | None = None
-) -> dict[tuple[int, str], VerifyReply]:
-    """Submit each wave at once and run it to its end."""
-    replies: dict[tuple[int, str], VerifyReply] = {}
-    for number, wave in enumerate(waves):
-        for asked in wave:
-            reply = replies[number, asked.name] = VerifyReply()
-            request = replace(asked.request, id=f"{number}: {asked.name}")
-            engine.submit(request, reply.on_event)
-            if traced and (number, asked.name) == (traced.wave, traced.name):
-                ids = [seq.id for seq in engine.scheduler.waiting if seq.request_id == request.id]
-                traced.trace.seq_id = ids[0]
-        while engine.step():
-            pass
-        if engine.open_requests:
-            raise EngineError(f"the engine stopped before {engine.open_requests[0]!r} had ended")
-        engine.scheduler.check()
-    return replies
 
 
 def _first_other(plain: Sequence[Value], reply: Sequence[Value]) -> int | None:

@@ -31,6 +31,7 @@ from plait.loading.text_side import TextSource
 from plait.loading.torch_preload import finish_torch
 from plait.request import Event, Request
 from plait.resource_limits import is_memory_error
+from plait.schedule.follow_prefixes import follow_prefixes
 from plait.schedule.plan import SamplingBatch, StepPlan, Ticket
 from plait.spec import ModelSpec
 from plait.spec_values import encode_spec_value
@@ -199,7 +200,7 @@ class EngineChild:
 
     def _follow_prefixes(self) -> None:
         if self._prefixes is None:
-            self._prefixes = self._engine.scheduler.memory.follow_prefixes()
+            self._prefixes = follow_prefixes(self._engine.scheduler)
         else:
             self._prefixes.report_anew()
 

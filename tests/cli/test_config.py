@@ -53,6 +53,73 @@ def test_all_of_them_have_the_default_that_their_class_has(plait: Run) -> None:
     assert not found
 
 
+MODELS = """
+[engine]
+max_num_seqs = 4
+[models.small]
+model = "./of-the-file"
+aliases = ["gpt-4o-mini"]
+max-num-seqs = 64
+[models.big]
+model = "org/name:Q4_K_M"
+keep_alive = "1h"
+"""
+
+
+def rows_of_models(plait: Run, *arguments: str) -> dict[tuple[str, str], tuple[object, str]]:
+    result = plait("config", "--json", *arguments)
+    assert result.code == 0, result.err
+    shown = {(row["table"], row["name"]): (row["value"], row["source"]) for row in json.loads(result.out)}
+    return {key: row for key, row in shown.items() if key[0].startswith("models.")}
+
+
+def test_options_of_one_model_are_listed_with_their_source(plait: Run, tmp_path: Path) -> None:
+    file = tmp_path / "plait.toml"
+    file.write_text(MODELS)
+    arguments = ("--config", str(file), "--max-model-len", "512")
+    assert rows_of_models(plait, *arguments) == {
+        ("models.small", "model"): ("./of-the-file", str(file)),
+        ("models.small", "aliases"): (["gpt-4o-mini"], str(file)),
+        ("models.small", "max_num_seqs"): (64, str(file)),
+        ("models.big", "model"): ("org/name:Q4_K_M", str(file)),
+        ("models.big", "keep_alive"): ("1h", str(file)),
+    }
+    everything = rows_of_models(plait, *arguments, "--all")
+    assert everything["models.small", "max_num_seqs"] == (64, str(file))
+    assert everything["models.big", "max_num_seqs"] == (4, "[engine]")
+    assert everything["models.big", "max_model_len"] == (512, "[engine]")
+    for name in ("small", "big"):
+        assert {key for table, key in everything if table == f"models.{name}"} >= {
+            *option_names(EngineConfig)
+        }
+    typed = rows_of_models(plait, "small,mini=./typed", "one=./other", *arguments)
+    assert typed["models.small", "model"] == ("./typed", "command line")
+    assert typed["models.small", "aliases"] == (["mini", "gpt-4o-mini"], f"command line, {file}")
+    assert typed["models.one", "model"] == ("./other", "command line")
+    text = plait("config", *arguments).out
+    assert "[models.small]" in text
+    assert f"max_num_seqs = 64  # {file}" in text
+
+
+@pytest.mark.parametrize(
+    ("table", "told"),
+    [
+        ("max_num_seqs = 0", "models.small: max_num_seqs"),
+        ("port = 1", "has no option 'port'"),
+        ("keep_alive = 'x'", "no time"),
+    ],
+)
+def test_a_wrong_option_of_one_model_is_refused_as_by_serve(
+    plait: Run, tmp_path: Path, table: str, told: str
+) -> None:
+    file = tmp_path / "plait.toml"
+    file.write_text(f"[models.small]\n{table}\n")
+    result = plait("config", "--config", str(file))
+    assert result.code == 2
+    assert told in result.err
+    assert result.err.count("\n") == 1
+
+
 def test_as_text_it_is_toml_and_keys_are_hidden(plait: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PLAIT_API_KEY", "me:secret")
     result = plait("config", "--served-model-name", 'a "b"')

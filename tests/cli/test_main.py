@@ -154,6 +154,12 @@ def test_wrong_usage_is_one_line_and_exit_2(plait: Run, arguments: tuple[str, ..
             3,
             "nowhere: No such file or directory",
         ),
+        (
+            ModuleNotFoundError("No module named 'torch'", name="torch"),
+            1,
+            "torch is not installed; `pip install",
+        ),
+        (ModuleNotFoundError("No module named 'plait.x'", name="plait.x"), 1, "a fault of Plait"),
         (KeyboardInterrupt(), 130, ""),
         (ZeroDivisionError("division by zero"), 1, "ZeroDivisionError: division by zero (a fault of Plait"),
     ],

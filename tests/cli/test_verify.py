@@ -16,8 +16,8 @@ from plait.errors import ConfigError
 from plait.kernels.load import load_kernels
 from plait.ops.attention import paged_attention
 from plait.ops.registry import Variant
+from plait.verify.results import Arithmetic, CellResult, Difference
 from plait.verify.trace import FirstDifference
-from plait.verify.verify import Arithmetic, CellResult, Difference
 from tests.families import tiny
 
 Run = Callable[..., Any]
@@ -55,6 +55,8 @@ def test_quick_runs_one_way_of_each_kind(plait: Run, llama: str) -> None:
         "right and wrong drafts, together",
         "several steps at once, together",
         "all of it at once",
+        "disk cache, after a restart",
+        "restarts, together",
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -86,6 +87,19 @@ def test_a_stop_string_in_the_echo_does_not_stop(client: Client) -> None:
     choice = whole(client, "A zebra said:", echo=True, stop=["zebra said:"], max_tokens=4)
     assert choice["text"].startswith("A zebra said:")
     assert choice["finish_reason"] == "length"
+
+
+def test_an_expression_stops_at_its_first_match_in_both_kinds_of_replies(client: Client) -> None:
+    text = whole(client)["text"]
+    stop = re.escape(text[2:3]) + "(" + re.escape(text[3:5]) + "|zebra)"
+    found = re.search(stop, text, re.DOTALL)
+    assert found is not None
+    choice = whole(client, stop_regex=stop)
+    assert (choice["text"], choice["finish_reason"]) == (text[: found.start()], "stop")
+    assert choice["stop_reason"] == stop
+    assert "".join(c["text"] for c in streamed(client, stop_regex=[stop])) == text[: found.start()]
+    refused = client.complete("a", stop_regex="(a|b")
+    assert (refused.status, refused.json["error"]["param"]) == (400, "stop_regex")
 
 
 @pytest.mark.parametrize("stop", [[], None])

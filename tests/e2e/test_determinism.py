@@ -14,7 +14,8 @@ import pytest
 from plait.config import EngineConfig
 from plait.loading.build import load
 from plait.memory import PagedState
-from plait.verify.verify import CellResult, Verification
+from plait.verify.results import CellResult
+from plait.verify.verify import Verification
 from tests.families import tiny
 from tests.runner import recordings
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -106,3 +107,17 @@ def test_a_kill_at_any_moment_leaves_a_folder_that_serves(tmp_path: Path) -> Non
             texts.add(ask(server, messages)[0])
             time.sleep(delay)
     assert len(texts) == 1
+
+
+def test_a_long_conversation_goes_on_after_kills_in_mid_reply_and_behind_one() -> None:
+    """As `benchmarks/restart.py` measures it with 30,000 tokens: each next turn computes few tokens."""
+    script = Path(__file__).resolve().parents[2] / "benchmarks" / "restart.py"
+    command = [sys.executable, str(script), str(NANO_HYBRID), "--tokens", "3000"]
+    run = subprocess.run(
+        [*command, "--set", "max_seq_len=8192", "--threads", "1"], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    computed = [int(number) for number in re.findall(r"computed (\d+) of", run.stdout)]
+    assert len(computed) == 2
+    assert all(count <= 64 for count in computed), run.stdout
+    assert "the same tokens" in run.stdout

@@ -44,6 +44,44 @@ LING: dict[str, Any] = {
     **PAD,
 }
 
+ZAYA: dict[str, Any] = {
+    "head_dim": 10,
+    "num_experts": 6,
+    "moe_intermediate_size": 20,
+    "router_hidden_size": 9,
+    **PAD,
+}
+
+STEP: dict[str, Any] = {
+    "text_config": {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 4,
+        "intermediate_size": 48,
+        "max_position_embeddings": 128,
+        "head_dim": 10,
+        "layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"],
+        "num_sliding_attention_heads": 6,
+        "sliding_window": 6,
+        "n_routed_experts": 6,
+        "mlp_layer_types": ["dense", *["sparse"] * 3],
+        "num_experts_per_tok": 2,
+        "share_expert_dim": 22,
+        "moe_intermediate_size": 20,
+        "moe_router_scaling_factor": 1.7,
+        "pad_token_id": 0,
+        "swiglu_limits": [0.0, 0.0, 7.0, 7.0],
+        "swiglu_limits_shared": [0.0, 0.0, 16.0, 7.0],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+        },
+    },
+    "vision_config": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "mlp_ratio": 2.0},
+}
+
 ZAMBA: dict[str, Any] = {
     "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
     "n_mamba_heads": 2,
@@ -61,6 +99,23 @@ XLSTM: dict[str, Any] = {
 }
 
 VARIANTS: dict[str, Variant] = {
+    "axk2": Variant("AXK2Config", {**SPARSE, "gated_norm_rank": 5}, slow=True),
+    "beam": Variant(
+        "BeamConfig",
+        {
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 20,
+            "n_group": 4,
+            "topk_group": 2,
+            "head_dim": 10,
+            "sliding_window": 6,
+            "rms_norm_eps": 0.1,
+        },
+        slow=True,
+    ),
     "deepseek_v32": Variant("DeepseekV32Config", {**SPARSE, "n_group": 4, "topk_group": 2}, slow=True),
     "glm_moe_dsa": Variant(
         "GlmMoeDsaConfig",
@@ -68,6 +123,19 @@ VARIANTS: dict[str, Variant] = {
     ),
     "ling3": Variant("BailingHybridConfig", LING, slow=True),
     "ling3_plain": Variant("BailingHybridConfig", {**LING, "kda_safe_gate": False}, slow=True),
+    "rwkv": Variant(
+        "RwkvConfig", {"attention_hidden_size": 40, "layer_norm_epsilon": 1e-3, "rescale_every": 2}
+    ),
+    "zaya": Variant(
+        "ZayaConfig", {**ZAYA, "attention_bias": True, "lm_head_bias": True, "cca_time1": 3}, bare=True
+    ),
+    "zaya_window": Variant(
+        "ZayaConfig",
+        {**ZAYA, "layer_types": ["hybrid", "hybrid_sliding", "hybrid"], "sliding_window": 6},
+        slow=True,
+    ),
+    "step3p5": Variant("Step3p7Config", STEP, model="Step3p7ForConditionalGeneration", slow=True),
+    "diffllama": Variant("DiffLlamaConfig", {"head_dim": 12, "attention_bias": True}, bare=True),
     "zamba": Variant("ZambaConfig", {**ZAMBA, "tie_word_embeddings": True}, slow=True),
     "zamba_plain": Variant("ZambaConfig", {**ZAMBA, "n_mamba_heads": 1, "mamba_conv_bias": False}, slow=True),
     "xlstm": Variant("xLSTMConfig", XLSTM, slow=True),

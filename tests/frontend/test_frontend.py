@@ -8,7 +8,7 @@ import pytest
 
 from plait.config import EngineConfig
 from plait.engine.admission import ServiceOptions
-from plait.errors import ContextTooLong
+from plait.errors import ContextTooLong, InvalidField
 from plait.frontend.frontend import Front, Language
 from plait.rare_specs import Mamba1Spec
 from plait.request import SamplingParams
@@ -97,3 +97,36 @@ def test_best_of_is_generated_with_what_it_is_ranked_by() -> None:
     assert params(n=2, best_of=5, logprobs=3) == (5, None, 3)
     assert params(n=2, best_of=2) == (2, None, None)
     assert params(n=2) == (2, None, None)
+
+
+def test_places_worth_keeping_are_tokens_of_a_prompt() -> None:
+    asked, _ = front(MAMBA)
+    request = asked.prepare("Hello, you", SamplingParams(), terms=ServiceOptions(cache_at=(6, 3)))
+    assert request.boundaries == (6, 3)
+    cut = SamplingParams(truncate_prompt_tokens=6)
+    request = asked.prepare("Hello, you", cut, terms=ServiceOptions(cache_at=(7, 2)))
+    assert bytes(request.prompt_token_ids[: request.boundaries[0]]) == b"o,"
+    assert len(request.boundaries) == 1
+    with pytest.raises(InvalidField, match="cache_at: 12 is behind the end: there are 11 tokens"):
+        asked.prepare("Hello, you", SamplingParams(), terms=ServiceOptions(cache_at=(12,)))
+    plain, _ = front(ATTENTION)
+    assert plain.prepare("Hello", SamplingParams(), terms=ServiceOptions(cache_at=(3,))).boundaries == ()
+
+
+def test_places_worth_keeping_are_messages_of_a_chat() -> None:
+    asked, _ = front(MAMBA)
+    talk = [*TALK, {"role": "assistant", "content": "So."}, {"role": "user", "content": "Then?"}]
+    request = asked.prepare_chat(talk, SamplingParams(), ServiceOptions(cache_at=(2,)))
+    ids = request.prompt_token_ids
+    assert [bytes(ids[at : at + 4]) for at in request.boundaries] == [b"Hell", b"Yes.", b"Then"]
+    with pytest.raises(InvalidField, match="cache_at: 7 is behind the end: there are 6 messages"):
+        asked.prepare_chat(talk, SamplingParams(), ServiceOptions(cache_at=(7,)))
+
+
+@pytest.mark.parametrize(
+    "wrong", [3, "3", {"a": 1}, [0], [-1], [True], [1.5], ["1"], [1, 2, 3, 4, 5], [None]]
+)
+def test_places_that_are_none_are_refused_by_name(wrong: Any) -> None:
+    with pytest.raises(InvalidField, match=r"^cache_at") as caught:
+        ServiceOptions(cache_at=wrong)
+    assert caught.value.param == "cache_at"

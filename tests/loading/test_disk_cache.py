@@ -8,9 +8,11 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +21,7 @@ from plait.errors import ConfigError
 from plait.loading.build import load
 from plait.loading.image.start import load_image
 from plait.request import Request, SamplingParams
+from plait.state.disk import cache as cache_module
 from tests.families import tiny
 
 BLOCK, LONGEST = 16, 512
@@ -184,3 +187,67 @@ def test_other_kernels_read_nothing_of_these(
     monkeypatch.setattr("plait.loading.identity.fingerprint.hash_code", lambda parts: "other kernels")
     assert not ask(nano_hybrid, prompt, **disk).num_cached
     assert len(list((tmp_path / "disk").iterdir())) == 2
+
+
+def chat(
+    model: Path, folder: Path, histories: list[list[int]], between: Callable[[int], None]
+) -> list[Reply]:
+    """Requests in one engine with a disk cache, one after the other; `between` runs before each."""
+    found = []
+    config = EngineConfig(**{**SIZES, "startup_image": "off", "cache_disk": str(folder)})  # type: ignore[arg-type]
+    loaded = load(str(model), config)
+    engine = loaded.front.loop.engine  # type: ignore[attr-defined]
+    try:
+        for number, history in enumerate(histories):
+            between(number)
+            stream = loaded.front.submit(Request(str(number), tuple(history), DRAWN))
+            reply = [token_id for delta in stream for token_id in delta.token_ids]
+            trace = stream.trace(0)
+            assert trace is not None
+            found.append(Reply(reply, trace.num_cached_tokens, engine.stats(), {}, True))
+    finally:
+        loaded.front.close()
+    engine.scheduler.check()
+    return found
+
+
+def test_a_disk_that_takes_100_ms_for_each_read_changes_no_reply(
+    nano_hybrid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    histories = [words(seed, 45) for seed in range(3)]
+    plain = [ask(nano_hybrid, history) for history in histories]
+    for history in histories:
+        ask(nano_hybrid, history, cache_disk=str(tmp_path / "kept"))
+    real = cache_module.read_content
+
+    def slow(*given: Any) -> Any:
+        time.sleep(0.1)
+        return real(*given)
+
+    monkeypatch.setattr(cache_module, "read_content", slow)
+    found = chat(nano_hybrid, tmp_path / "kept", histories, lambda number: None)
+    assert [reply.token_ids for reply in found] == [reply.token_ids for reply in plain]
+    assert found[0].num_cached  # no step is measured before it, so it waits
+    # The others wait as long as their tokens take to compute: where that is less, they are computed.
+    assert found[-1].stats["num_disk_late"] == sum(not reply.num_cached for reply in found[1:])
+
+
+def test_a_folder_that_is_removed_while_it_serves_ends_no_request(
+    nano_hybrid: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    histories = [words(seed, 45) for seed in range(4)]
+    plain = [ask(nano_hybrid, history) for history in histories]
+    ask(nano_hybrid, histories[1], cache_disk=str(tmp_path / "kept"))
+    caplog.clear()
+
+    def remove(number: int) -> None:
+        if number == 1:
+            (tmp_path / "kept").rename(tmp_path / "elsewhere")  # at once, whatever is being written
+        if number == 2:
+            (tmp_path / "kept").write_text("a file in its place")
+
+    found = chat(nano_hybrid, tmp_path / "kept", histories, remove)
+    assert [reply.token_ids for reply in found] == [reply.token_ids for reply in plain]
+    assert found[1].num_cached == 0
+    assert found[-1].stats["num_disk_failed"] + found[-1].stats["num_disk_dropped"] >= 1
+    assert len([record for record in caplog.records if record.levelno == logging.WARNING]) <= 1

@@ -14,9 +14,8 @@ import pytest
 from plait.schedule.costs import StepCosts
 from plait.schedule.disk_prefixes import DiskPrefixes
 from plait.schedule.plan import Drop, Load, Move, Save
-from plait.state.disk.cache import DiskRead, Rows
 from plait.state.disk.file_format import DiskNames
-from plait.state.disk.index import DiskFile, DiskIndex
+from plait.state.disk.index import DiskFile, DiskIndex, DiskRead, Rows
 from plait.state.host_store import RowLayout
 from tests.schedule.memory_model import POISON, ModelMemory
 from tests.schedule.walk import SHAPES, Shape, Size, Wish, World, branch, wander
@@ -77,8 +76,8 @@ class FakeDisk:
     def withdraw(self) -> None:
         self.offers.clear()
 
-    def read(self, file: DiskFile, rows: Rows) -> DiskRead | None:
-        if len(self.open) > 3:
+    def read(self, file: DiskFile, rows: Rows, *, is_ahead: bool = False) -> DiskRead | None:
+        if len(self.open) > (1 if is_ahead else 3):
             return None
         assert file.names is not None
         self.last -= 1
@@ -251,3 +250,55 @@ def test_a_prompt_gives_up_a_disk_that_is_slower_than_computing() -> None:
     assert not disk.open
     other.drain()
     assert other.s.cache_counts["disk"] == 1
+
+
+def test_files_are_read_ahead_while_a_prompt_waits_in_the_queue() -> None:
+    """One place: the second conversation is read while the first runs, and begins at once in its turn."""
+    size = Size(num_blocks=60, num_seqs=1, max_model_len=60, budget=60)
+    disk = FakeDisk(SHAPES["full+slots"], size.block_size, random.Random(0))
+    world = DiskWorld(SHAPES["full+slots"], size, disk)
+    for seed in (0, 1):
+        world.submit(Wish(branch(seed, 40, seed, 21), 8))
+    world.drain()
+    told = [*world.told]
+    other = restart(world)
+    (running,) = other.submit(Wish(branch(5, 40, 5, 21), 20))
+    other.make_plan()
+    other.execute()
+    (waiting,) = other.submit(Wish((*told[1], 1, 2, 3), 4))
+    set_step_s(other, 1e-9)  # in its turn it would not wait for the disk at all
+    for _ in range(8):
+        other.make_plan()
+        other.execute()
+    assert running in other.starts
+    assert waiting not in other.starts
+    assert disk.counts["read"] >= 2
+    other.drain()
+    assert other.starts[waiting] >= len(told[1]) - 1
+    assert disk.counts["late"] == 0
+
+
+def test_a_prompt_in_its_turn_takes_the_memory_of_what_was_read_ahead() -> None:
+    size = Size(num_blocks=60, num_seqs=2, max_model_len=60, budget=60)
+    disk = FakeDisk(SHAPES["full"], size.block_size, random.Random(0))
+    world = DiskWorld(SHAPES["full"], size, disk)
+    for seed in (0, 1):
+        world.submit(Wish(branch(seed, 40, seed, 21), 8))
+    world.drain()
+    told = [*world.told]
+    other = restart(world)
+    prefixes = other.s.memory.disk
+    assert prefixes is not None
+    ids = [one for ids in told for one in other.submit(Wish((*ids, 1, 2, 3), 4))]
+    first, second = other.s.waiting
+    other.s.memory.read_ahead([second])
+    assert prefixes._waits[second.id].reads
+    real = disk.read
+    disk.read = lambda *given, is_ahead=False: (  # type: ignore[method-assign]
+        None if disk.open else real(*given, is_ahead=is_ahead)
+    )
+    assert prefixes.awaits(other.s.memory.pools, first, other.s.memory.lookup(first))
+    assert second.id not in prefixes._waits
+    disk.read = real  # type: ignore[method-assign]
+    other.drain()
+    assert all(other.starts[one] for one in ids)

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from plait.schedule.follow_prefixes import follow_prefixes
 from plait.state.blocks import Snapshot, Tokens
 from plait.state.prefix_tree import PrefixNode, PrefixTree
 from tests.schedule.walk import SHAPES, Size, World, wander
@@ -42,7 +43,7 @@ def check(world: World, tree: PrefixTree, points: set[bytes]) -> None:
 def test_points_follow_the_index_through_random_lives(shape: str) -> None:
     rng, num_points = random.Random(shape), 0
     world = World(SHAPES[shape], Size(num_blocks=24, num_spare_slots=4, host_nbytes=1000))
-    tree = world.memory.follow_prefixes()
+    tree = follow_prefixes(world.s)
     assert tree is not None
     points: set[bytes] = set()
     for _ in range(12):
@@ -56,4 +57,4 @@ def test_points_follow_the_index_through_random_lives(shape: str) -> None:
 
 
 def test_a_model_that_is_not_causal_has_nothing_to_follow() -> None:
-    assert World(SHAPES["full"], Size(causal=False)).memory.follow_prefixes() is None
+    assert follow_prefixes(World(SHAPES["full"], Size(causal=False)).s) is None

@@ -6,8 +6,9 @@ import pytest
 
 from plait.errors import EngineError
 from plait.schedule.plan import Chunk, Sampled, StepPlan
+from plait.schedule.pooled import Pool
 from plait.schedule.scheduler import Scheduler
-from plait.schedule.sequence import Pool, Update
+from plait.schedule.sequence import Update
 from tests.schedule.test_scheduler import planned, scheduler, sequence, shape
 
 

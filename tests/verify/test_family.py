@@ -21,7 +21,7 @@ from plait.ops.activation import multiply
 from plait.ops.registry import Variant
 from plait.request import TokenLogprobs
 from plait.verify.family import _check_variant, _compare_replies, write_tiny_model
-from plait.verify.verify import VerifyReply
+from plait.verify.results import VerifyReply
 from tests.families.parity import Memory, decoder, resolved, whole
 
 SIZES = {"vocab_size": 97, "hidden_size": 32, "num_attention_heads": 2, "max_position_embeddings": 64}

@@ -26,10 +26,13 @@ from plait.ops.ssm import mamba2_scan
 from plait.request import SamplingParams, TokenLogprobs
 from plait.schedule.plan import Chunk, Done, DraftRequest, SamplingBatch, StepPlan, Ticket
 from plait.state.store import StateStore
+from plait.verify.durable_cells import durable_cells
 from plait.verify.matrix import FAILS_EVERY, PLAIN, Cell, FailingRunner, KnownReplies, cells
 from plait.verify.prompts import default_prompts, first_turns, second_turns
+from plait.verify.results import Arithmetic, CellResult, Difference, VerifyReply
+from plait.verify.samplers import sampler_cells
 from plait.verify.trace import Trace, digest, op_names, op_of, watch_ops
-from plait.verify.verify import Arithmetic, CellResult, Difference, Verification, VerifyReply
+from plait.verify.verify import Verification
 from tests.families import tiny
 
 MAX_TOKENS = 4
@@ -148,7 +151,10 @@ def _asked(loaded: Loaded) -> list[Any]:
 def test_what_is_sound_has_no_difference(llama: Path, opened: Callable[..., Loaded]) -> None:
     made = Verification(opened(llama), batch=2, max_tokens=MAX_TOKENS)
     results = {result.cell: result for result in made.results()}
-    assert set(results) == {cell.name for cell in cells(2, 16)}
+    known = [*cells(2, 16), *durable_cells(2, 16, has_slots=False)]
+    known += sampler_cells(2, 16, made.asked.values())
+    assert set(results) == {cell.name for cell in known}
+    assert {result.proof for result in results.values() if not result.happened} <= {"drafted"}
     assert not [d for result in results.values() for d in result.differences]
     assert results["batch of 2"].num_tokens == len(_asked(made.loaded)) * MAX_TOKENS
     assert results["steps that fail"].counts["failed_steps"] > 0
@@ -316,7 +322,10 @@ def test_only_steps_that_several_share_fail() -> None:
         def launch(self, plan: StepPlan, sampling: SamplingBatch) -> Ticket:
             return Done([])
 
-    failing = FailingRunner(SimpleNamespace(runner=Runner()))  # type: ignore[arg-type]
+    def requests_in(plan: StepPlan) -> list[str]:
+        return [str(chunk.seq_id) for chunk in plan.chunks]
+
+    failing = FailingRunner(SimpleNamespace(runner=Runner(), requests_in=requests_in))  # type: ignore[arg-type]
     alone = StepPlan(1, (_chunk(1, 0, (5,)),))
     shared = StepPlan(1, (_chunk(1, 0, (5,)), _chunk(2, 0, (5,))))
     for _ in range(3 * FAILS_EVERY):

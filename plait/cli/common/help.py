@@ -45,7 +45,8 @@ GROUPS = {
     ),
     "Memory": (
         *("memory_limit", "gpu_memory", "kv_dtype", "state_dtype", "block_size", "prefix_cache"),
-        *("snapshot_interval", "swap_memory", "cache_disk", "cache_disk_limit", "cache_dir"),
+        *("snapshot_interval", "swap_memory", "cache_disk", "cache_disk_limit"),
+        *("cache_disk_bandwidth", "cache_dir"),
         *("packed_cache", "startup_image"),
     ),
     "Speed and arithmetic": (

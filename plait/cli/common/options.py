@@ -34,12 +34,19 @@ SECRET = {"api_key", "admin_key", "mcp_token"}
 # Docker put into a container next to a service that is called plait.
 NO_OPTIONS = re.compile(r"PLAIT_(CONFIG|URL|SCREENSHOTS|NAME|ENV_.*|SERVICE_.*|PORT(_\d+_.*)?)")
 METAVARS = {"set": "KEY=VALUE", "plugins": "FILE.py"}
-BYTES_FIELDS = {"memory_limit", "max_body_bytes", "cache_disk_limit", "store_limit", "models_memory"}
+BYTES_FIELDS = {
+    "memory_limit",
+    "max_body_bytes",
+    "cache_disk_limit",
+    "cache_disk_bandwidth",
+    "store_limit",
+    "models_memory",
+}
 SECONDS_FIELDS = {"store_max_age"}
 # Of no use in a terminal, where a reply is one text.
 _NOT_TYPED = {"n", "best_of", "logit_bias", "logprobs", "prompt_logprobs", "stop_token_ids"} | {
     *("include_stop_str_in_output", "skip_special_tokens", "logit_bias_strings", "allowed_token_ids"),
-    *("truncate_prompt_tokens",),
+    *("truncate_prompt_tokens", "use_beam_search", "beam_width", "length_penalty", "early_stopping"),
 }
 SAMPLING_HELP = {name: field.words for name, field in SAMPLING.items() if name not in _NOT_TYPED}
 

@@ -90,10 +90,10 @@ def make_catalog(
         _keep_alive("keep_alive", server.keep_alive)
     if not models and server.models_dir is None:
         raise ConfigError("model: none is named; give PATH, NAME=PATH, or --models-dir")
-    entries = [_entry(one.name or _own_name(one.source), one.source, one, settings) for one in models]
+    entries = [make_entry(one.name or _own_name(one.source), one, settings) for one in models]
     named = {entry.name for entry in entries}
     special = {
-        name: _entry(name, "", NamedModel(name, "", table), settings)
+        name: make_entry(name, NamedModel(name, "", table), settings)
         for name, table in tables.items()
         if name not in named
     }
@@ -104,7 +104,8 @@ def make_catalog(
     return ModelCatalog(entries, server.models_dir, template, special)
 
 
-def _entry(name: str, source: str, one: NamedModel, settings: Mapping[str, object]) -> ModelEntry:
+def make_entry(name: str, one: NamedModel, settings: Mapping[str, object]) -> ModelEntry:
+    """A model of a catalogue; `settings`: engine options that hold for each. Raises ConfigError."""
     table, keep = one.table, one.table.get("keep_alive")
     aliases = table.get("aliases", ())
     aliases = (aliases,) if isinstance(aliases, str) else aliases
@@ -112,7 +113,7 @@ def _entry(name: str, source: str, one: NamedModel, settings: Mapping[str, objec
         raise ConfigError(f"[models.{name}]: aliases must be a list of names")
     return ModelEntry(
         name=name,
-        source=source,
+        source=one.source,
         engine=one.engine(settings),
         aliases=(*one.aliases, *aliases),
         tool_call_parser=_optional(name, table, "tool_call_parser"),

@@ -112,6 +112,15 @@ def flat(source: str) -> Derived:
     return Derived(lambda w, **_: as_tensor(w).flatten(), (source,), (Back(),))
 
 
+def repeat_each(times: int, source: str) -> Derived:
+    """A vector of which every number serves so many places, as one of a head does its channels."""
+
+    def repeated(w: Stored, **_: str) -> Tensor:
+        return as_tensor(w).repeat_interleave(times)
+
+    return Derived(repeated, (source,), (Back(lambda w: w[::times]),))
+
+
 def conv(source: str) -> Derived:
     """A depthwise kernel [C, 1, K] or [C, K] as [C, K]."""
     return Derived(lambda w, **_: as_tensor(w).flatten(1), (source,), (Back(),))

@@ -10,7 +10,7 @@ AUDIO = "it is made for sound, and Plait reads and writes text"
 IMAGE = "its text layers are made to attend to images, and Plait reads and writes text"
 DIFFUSION = "it writes by diffusion, many tokens at once, and Plait writes one token after another"
 DRAFTER = "it drafts for another model and reads that model's keys, so it does not run by itself"
-INDEXER = "its attention chooses tokens by an indexer, which is not implemented"
+BLOCKS = "its attention chooses blocks of keys for each key head, which is not implemented"
 STREAMS = "it has several residual streams, which are not implemented"
 
 # reason -> model types
@@ -36,21 +36,23 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
     IMAGE: ("git",),
     DIFFUSION: ("diffusion_gemma", "dream", "llada", "llada2_moe", "sdar", "sdar_moe"),
     DRAFTER: ("gemma4_assistant", "gemma4_unified_assistant"),
-    INDEXER: ("axk2", "dots3_note", "dots3_note_text", "minimax_m3_vl_text"),
+    BLOCKS: ("minimax_m3_vl_text", "minicpm_sala"),
+    "some layers have windows over latents, which is not implemented": ("dots3_note", "dots3_note_text"),
+    "it puts learned tokens before each text, which is not implemented": ("hymba",),
+    "it takes the difference of two attentions over keys of an earlier layer, which is not implemented": (
+        *("phi4flash", "phi4_flash"),
+    ),
     STREAMS: (
         *("deepseek_v4", "hy_v4", "inkling2_text", "inkling_text"),
         *("kimi_k3", "qwen4_exp", "qwen4_exp_text"),
     ),
-    "its layers are RWKV, which is not implemented": ("rwkv", "rwkv5", "rwkv6", "rwkv7"),
-    "its attention reads convolved latents (CCA), which is not implemented": ("zaya",),
+    "its layers are RWKV-5 or RWKV-6, and RWKV-4 and RWKV-7 are implemented": ("rwkv5", "rwkv6"),
     "its attention has experts, which is not implemented": ("jetmoe",),
-    "it takes the difference of two attentions, which is not implemented": ("diffllama",),
     "its attention has a mask that it computes, which is not implemented": ("doge",),
     "its layers are run again and again, which is not implemented": ("hrm_text",),
     "it reads bytes in patches of varying size, which is not implemented": ("blt",),
     "its attention hashes tokens (Reformer), which is not implemented": ("reformer",),
     "its attention adds a bias for each distance, which is not implemented": ("cpmant",),
-    "its layers and its router are of kinds that are not implemented": ("beam",),
 }
 REFUSED: Mapping[str, str] = {name: why for why, names in _REASONS.items() for name in names}
 

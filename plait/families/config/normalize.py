@@ -30,8 +30,12 @@ LAYER_WORDS = {
     "mlp": "mlp",
     "moe": "moe",
     "hybrid": "hybrid",
+    "hybrid_sliding": "hybrid_sliding",  # ZAYA
     "conv": "conv",
     "chunked_attention": "chunked_attention",
+    "attn": FULL,
+    "swa": SLIDING,
+    "jet": LINEAR,  # Jet-Nemotron
 }
 PATTERN_LETTERS = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}  # Nemotron-H
 ACTIVATIONS = {
@@ -43,6 +47,7 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_pytorch_tanh",
     "relu": "relu",
     "relu2": "relu2",
+    "sqrelu": "relu2",
 }
 ROPE_KINDS = ("default", "divisors", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")
 ROPE_KEYS = {
@@ -64,8 +69,10 @@ NESTS = ("text_config", "llm_config", "language_config")
 ALIASES: Mapping[str, tuple[str, ...]] = {
     "hidden_size": ("d_model", "n_embd"),
     "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size"),
+    "num_key_value_heads": ("num_attention_groups",),
     "num_attention_heads": ("n_head", "attention_heads", "n_heads"),
     "rope_theta": ("rotary_emb_base",),
+    "rope_local_base_freq": ("rope_local_theta",),
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
     "max_position_embeddings": ("max_seq_len", "n_positions", "model_max_length"),
     "norm_eps": ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon"),
@@ -76,10 +83,15 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     ),
     "layer_types": ("layers_block_type",),
     "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
-    "num_experts_per_tok": ("num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"),
+    "num_experts_per_tok": ("num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "moe_top_k"),
     "moe_intermediate_size": ("expert_ffn_hidden_size",),
     "norm_topk_prob": ("moe_renormalize",),
-    "routed_scaling_factor": ("route_scale", "router_scaling_factor", "moe_routed_scaling_factor"),
+    "routed_scaling_factor": (
+        "route_scale",
+        "router_scaling_factor",
+        "moe_routed_scaling_factor",
+        "moe_router_scaling_factor",
+    ),
     "num_shared_experts": ("n_shared_experts", "moe_num_shared_experts"),
     "shared_intermediate_size": ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
     "mamba_n_heads": ("mamba_num_heads", "n_mamba_heads"),
@@ -116,26 +128,10 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
             *("use_bidirectional_attention", "per_layer_config", "hidden_size_per_layer_input"),
             *("dual_chunk_attention_config", "attention_sink_bias", "moe_latent_size", "index_topk"),
             *("linear_attn_config", "use_parallel_residual", "parallel_attn", "swiglu_limit", "hc_mult"),
-            *(
-                "query_pre_attn_scalar",
-                "sliding_window",
-                "mamba_rms_norm",
-                "attn_layer_idx",
-                "d_intermediate",
-            ),
-            *(
-                "add_cross_attention",
-                "mup_enabled",
-                "llama_4_scaling_beta",
-                "use_post_norm",
-                "layer_rope_theta",
-                "scale_attn_by_inverse_layer_idx",
-                "use_long_context",
-                "scale_depth",
-                "dim_model_base",
-                "rotary_emb_fraction",
-                "mamba_layers",
-            ),
+            *("query_pre_attn_scalar", "sliding_window", "mamba_rms_norm", "attn_layer_idx"),
+            *("d_intermediate", "add_cross_attention", "mup_enabled", "llama_4_scaling_beta"),
+            *("use_post_norm", "layer_rope_theta", "scale_attn_by_inverse_layer_idx", "use_long_context"),
+            *("scale_depth", "dim_model_base", "rotary_emb_fraction", "mamba_layers"),
         ),
         _NO,
     ),
@@ -321,6 +317,9 @@ def _layer_types(c: Config) -> list[str]:
         kinds = [_word(letter, PATTERN_LETTERS, "hybrid_override_pattern") for letter in pattern]
     else:
         kinds = _linear_kinds(c) or [_layer_kind(c, i) for i in range(c["num_hidden_layers"])]
+    extra = c.get("num_nextn_predict_layers") or 0
+    if extra and len(kinds) == c.get("num_hidden_layers", 0) + extra:
+        return kinds[:-extra]  # the last are those of drafts (Step)
     if "num_hidden_layers" in c and len(kinds) != c["num_hidden_layers"]:
         raise UnsupportedModel(
             f"the config names {len(kinds)} layer types for {c['num_hidden_layers']} layers; they must agree"

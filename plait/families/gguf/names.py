@@ -14,6 +14,8 @@ from plait.quant.weight import Weight, as_tensor, as_weight
 
 ROPE_TABLES = r"^rope_(freqs|factors_long|factors_short)\.weight$"  # read as a part of the config
 
+DUMMIES = r"^blk\.0\.time_mix_v[012]\.weight$"  # RWKV-7: no part of its first layer
+
 
 def gguf_names(c: Config) -> NameMap:
     """Where every family's tensors are in a GGUF file: its names are the same for all architectures."""
@@ -38,7 +40,7 @@ def gguf_names(c: Config) -> NameMap:
     return NameMap(
         own(c) if own else {},
         names,
-        ignored=(ROPE_TABLES, *(rf"^blk\.{i}\." for i in extra)),
+        ignored=(ROPE_TABLES, DUMMIES, *(rf"^blk\.{i}\." for i in extra)),
     )
 
 

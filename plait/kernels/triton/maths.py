@@ -103,6 +103,11 @@ def apply_gated(gate, up, KIND: tl.constexpr):
         low = tl.where(gate > 7.0, 7.0, gate)
         near = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
         y = (near + 1.0) * low * sigmoid(1.702 * low)
+    elif KIND == "swiglu_7" or KIND == "swiglu_16":
+        limit: tl.constexpr = 7.0 if KIND == "swiglu_7" else 16.0
+        near = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+        low = gate * sigmoid(gate)
+        y = tl.where(low > limit, limit, low) * near
     else:
         y = apply_activation(gate, KIND) * up
     return y

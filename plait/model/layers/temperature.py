@@ -18,7 +18,8 @@ class Temperature:
     def __init__(self, s: spec.TemperatureSpec, w: Weights) -> None:
         def table(_: Weights) -> Tensor:
             at = torch.arange(w.target.max_len, dtype=torch.float32)
-            grown = 1 + s.growth * torch.log1p(((at + s.first) / s.length).floor())
+            far = (at + s.first) / s.length
+            grown = (1 + far) ** s.growth if s.power else 1 + s.growth * torch.log1p(far.floor())
             return grown[:, None].to(w.target.device)
 
         self.table: Tensor = w.shared(f"temperature of {s}", table)

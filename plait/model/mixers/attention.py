@@ -20,6 +20,7 @@ from plait.ops.activation import clip, gate
 from plait.ops.attention import paged_attention
 from plait.ops.entry import head_widths
 from plait.ops.full_attention import full_attention
+from plait.ops.linear import Linear
 from plait.ops.place import HeadNorms, place_heads
 from plait.partition import Cut, Division, Rank, join_ranges, scale_range, sum_of, width
 from plait.state.store import StateStore
@@ -61,7 +62,7 @@ class Attention:
         self.spec, self.name = s, w.prefix
         hidden, q, kv = w.target.hidden_size, s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
         parts = {"q": q, "k": kv, "v": kv, **({"gate": q} if s.gate else {})}
-        self.qkv = w.linear(*parts, in_size=hidden, out_sizes=tuple(parts.values()))
+        self.qkv = self._bind_qkv(w, parts)
         self.o = w.linear("o", in_size=q, out_sizes=(hidden,))
         self.q_norm = HeadNorm(s.qk_norm, s, w.scope("q_norm"), s.num_heads) if s.qk_norm else None
         self.k_norm = HeadNorm(s.qk_norm, s, w.scope("k_norm"), s.num_kv_heads) if s.qk_norm else None
@@ -93,10 +94,17 @@ class Attention:
         self.states = {} if s.both_ways else states  # no later step reads them
         self._group = group_name(s.window)
 
+    def _bind_qkv(self, w: Weights, parts: dict[str, int]) -> Linear:
+        return w.linear(*parts, in_size=w.target.hidden_size, out_sizes=tuple(parts.values()))
+
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, hidden] -> [T, hidden]."""
+        return self.attend(self.qkv(x), x, batch, store)
+
+    def attend(self, projected: Tensor, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
+        """The same, of x's projections, one head behind the other."""
         s = self.spec
-        projected = self.qkv(x) if self._clip is None else self._clip(self.qkv(x), s.clip)
+        projected = projected if self._clip is None else self._clip(projected, s.clip)
         heads = projected.unflatten(-1, (-1, s.head_dim))  # [T, heads + 2 kv_heads (+ heads), d]
         q, k, v, *closing = heads.split(self._parts, 1)
         v = self.v_norm(v) if self.v_norm else v

@@ -19,6 +19,7 @@ from plait.model.layers.head_gate import HeadGate
 from plait.model.layers.indexer import Indexer
 from plait.model.layers.layers import Batch, Norm, Rope, describe_rope
 from plait.model.mixers.registry import mixer
+from plait.ops.activation import gate
 from plait.ops.attention import paged_latent_attention
 from plait.ops.entry import latent_width
 from plait.ops.heads import HeadRows, bind_heads
@@ -35,7 +36,8 @@ from plait.state.store import StateStore
 def _words(m: spec.MlaSpec) -> str:
     q = "" if m.q_rank is None else f", q rank {m.q_rank}"
     heads = f"{m.num_heads} heads × ({m.nope_dim} + {m.rope_dim})"
-    text = f"MLA, {heads}, kv rank {m.kv_rank}{q}, {describe_rope(m.rope)}"
+    gated = ", gated" if m.gate or m.head_gate else ""
+    text = f"MLA, {heads}, kv rank {m.kv_rank}{q}, {describe_rope(m.rope)}{gated}"
     if (i := m.indexer) is None:
         return text
     chosen = f"as {i.source}" if i.source else f"an indexer of {i.num_heads} heads × {i.dim}"
@@ -48,6 +50,7 @@ def _divide(s: spec.MlaSpec, rank: Rank, hidden_size: int) -> Division:
     queries = Cut((scale_range(heads, s.nope_dim + s.rope_dim),))
     cuts = {"q_b" if s.q_rank else "q": queries, "kv_b": Cut((scale_range(heads, s.nope_dim + s.v_dim),))}
     cuts |= {"head_gate": Cut((heads,))} if s.head_gate else {}
+    cuts |= {"gate": Cut((scale_range(heads, s.v_dim),))} if s.gate else {}
     cuts["o"] = Cut(cols=sum_of(rank.divide(s.num_heads, "heads", s.v_dim)))
     return Division(replace(s, num_heads=width(heads)), cuts)
 
@@ -62,7 +65,13 @@ class Mla:
         self.q_norm = (
             Norm(s.latent_norm, w.scope("q_a_norm"), s.q_rank) if s.q_rank and s.latent_norm else None
         )
-        self.q = w.linear("q_b" if s.q_rank else "q", in_size=s.q_rank or hidden, out_sizes=(q_size,))
+        parts = {"q_b" if s.q_rank else "q": q_size, **({"gate": heads * s.v_dim} if s.gate else {})}
+        read = 2 * s.q_rank if s.gate and s.q_rank else s.q_rank or hidden
+        self.q, self._parts = (
+            w.linear(*parts, in_size=read, out_sizes=tuple(parts.values())),
+            [*parts.values()],
+        )
+        self._gate = w.bind(gate) if s.gate else None
         self.kv_a = w.linear("kv_a", in_size=hidden, out_sizes=(s.kv_rank + s.rope_dim,))
         self.kv_norm = Norm(s.latent_norm, w.scope("kv_a_norm"), s.kv_rank) if s.latent_norm else None
         (self._map_q, self.k_up), (self._map_out, self.v_up) = (
@@ -94,10 +103,11 @@ class Mla:
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, hidden] -> [T, hidden]."""
         s = self.spec
-        q = self.q_a(x) if self.q_a else x
-        q = self.q_norm(q) if self.q_norm else q
+        raw = self.q_a(x) if self.q_a else x
+        q = self.q_norm(raw) if self.q_norm else raw
         chosen = (self.indexer(x, q, batch, store),) if self.indexer else ()
-        q = self.q(q).unflatten(-1, (s.num_heads, -1))
+        q, *closing = self.q(self._join(q, raw) if self._gate else q).split(self._parts, -1)
+        q = q.unflatten(-1, (s.num_heads, -1))
         q_nope, q_rope = q.split([s.nope_dim, s.rope_dim], -1)
         latent, k_rope = self.kv_a(x).split([s.kv_rank, s.rope_dim], -1)
         q_nope = self._added(self._map_q(q_nope, self.k_up), q_nope, is_keys=True)
@@ -119,7 +129,8 @@ class Mla:
             q = self._join(q_nope, q_rope)
             out = self._attend(q, self._join(latent, k_rope), cache, *chosen, *where, s.scale, s.kv_rank)
         out = self._added(self._map_out(out, self.v_up), out)
-        return self.o((self.head_gate(out, x) if self.head_gate else out).flatten(1))
+        out = (self.head_gate(out, x) if self.head_gate else out).flatten(1)
+        return self.o(self._gate(out, closing[0]) if self._gate else out)
 
     def _added(self, y: Tensor, x: Tensor, *, is_keys: bool = False) -> Tensor:
         """y: [T, heads, out] of one half of the up-projection, and its x: what adapters make of it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ def _words(m: spec.MoeSpec) -> str:
     return f"MoE, {m.top_k} of {m.num_experts} experts × {m.expert.size}, {m.router.score}{shared}{latent}"
 
 
-def _divide(s: spec.MoeSpec, rank: Rank, hidden_size: int) -> Division:
+def divide_moe(s: spec.MoeSpec, rank: Rank, hidden_size: int) -> Division:
     """A part of each expert's features; with `whole_experts` some of the experts. The router is whole."""
     if s.latent:  # what leaves the latent space would have to be summed before
         raise CannotDivide(f"experts between linear layers of {s.latent} are not divided among ranks")
@@ -52,15 +53,20 @@ def _divide(s: spec.MoeSpec, rank: Rank, hidden_size: int) -> Division:
     return Division(replace(s, expert=expert, shared=shared), cuts)
 
 
-@mixer(spec.MoeSpec, _words, _divide)
+@mixer(spec.MoeSpec, _words, divide_moe)
 class Moe:
-    """Several shares of a rank are computed each by itself: sums are then in the order of shares."""
+    """Several shares of a rank are computed each by itself: sums are then in the order of shares.
+
+    `gives_back`: identities add what they read.
+    """
+
+    gives_back: ClassVar[bool] = True
 
     def __init__(self, s: spec.MoeSpec, w: Weights) -> None:
         self.spec, self.states = s, dict[str, State]()
         hidden, rank = w.target.hidden_size, w.target.comm.rank
         scored = s.num_experts + (s.identities or 0)
-        self.router = w.linear("router", in_size=hidden, out_sizes=(scored,))
+        self.router = self._build_router(w, scored)
         self.bias = w.optional("router_bias", (scored,), torch.float32)
         self.shared_gate = w.linear("shared_gate", in_size=hidden, out_sizes=(1,)) if s.shared_gate else None
         self._route = w.bind(route, num_experts=scored, top_k=s.top_k, router=s.router)
@@ -72,7 +78,8 @@ class Moe:
         ]
         self._combine, self._split = w.bind(combine), w.bind(split_identities)
         # What identities give is whole on every rank: it is added to the sum over ranks.
-        self.is_summed, self._ranks = s.identities is not None, (w.target.comm, w.target.dtype)
+        self.is_summed = s.identities is not None and self.gives_back
+        self._ranks = (w.target.comm, w.target.dtype)
         self._scale_rows = w.bind(scale_rows) if s.weigh_input or s.identities else None
         self._norms = [
             Norm(norm, w.scope(name), hidden) if norm else None
@@ -84,10 +91,18 @@ class Moe:
             self._leave = w.linear("leave", in_size=s.latent, out_sizes=(hidden,))
         self.scale = w.tensor("expert_scale", (s.num_experts,), torch.float32) if s.expert_scale else None
 
+    def _build_router(self, w: Weights, scored: int) -> Linear:
+        """What makes logits of x, [T, scored]."""
+        return w.linear("router", in_size=w.target.hidden_size, out_sizes=(scored,))
+
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, hidden] -> [T, hidden]. A token's experts are added in the order of their numbers."""
         read, taken = (norm(x) if norm else x for norm in self._norms)
-        logits, s = self.router(read), self.spec
+        return self.choose(self.router(read), x, taken)
+
+    def choose(self, logits: Tensor, x: Tensor, taken: Tensor) -> Tensor:
+        """The same, of the router's logits and of what experts read."""
+        s = self.spec
         weight, index = self._route(logits, self.bias, s.top_k, s.router, self.scale)
         if (
             s.weigh_input and self._scale_rows
@@ -101,7 +116,7 @@ class Moe:
         taken = self._enter(taken) if self._enter else taken
         parts = [share(x, taken, weight, index, gate) for share in self.shares]
         y = add_in_tree(parts, lambda a, b: self._combine(a, b, 1.0))
-        if rest is not None and self._scale_rows:
+        if rest is not None and self._scale_rows and self.gives_back:
             total: Tensor = self._combine(sum_ranks(y, *self._ranks), self._scale_rows(x, rest), 1.0)
             return total
         return y if self._leave is None else self._add_shared(self._leave(y), x)

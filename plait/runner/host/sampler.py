@@ -69,6 +69,8 @@ class HostSampler:
         """
         rows, count = batch.rows, logits.shape[0]
         check_count(rows, count)
+        if any(row.negative >= 0 for row in rows):
+            logits, largest = guide(logits, rows, self._ops.log_softmax), None
         draws = [(row, i) for row in rows for i in range(row.num_samples)]
         ids: list[int] = []
         bounds: Bounds = {}
@@ -186,7 +188,7 @@ class HostSampler:
         self, logits: Floats, first: int, row: SamplingRow, ids: Sequence[int]
     ) -> tuple[TokenLogprobs, ...] | None:
         """The model's log-probabilities of the tokens chosen from rows `first`, …; None: not requested."""
-        num_top = row.params.logprobs
+        num_top = row.num_candidates or row.params.logprobs
         if num_top is None or not ids:
             return None
         # One by one: a row's bits must not depend on its neighbours.
@@ -217,6 +219,26 @@ class HostSampler:
         for target, logprob, row in zip(targets, chosen, allowed, strict=True):
             found.append(with_target(target, logprob, best(row, count)))
         return found
+
+
+def guide(logits: Floats, rows: Sequence[SamplingRow], log_softmax: Callable[[Floats], Floats]) -> Floats:
+    """A copy with classifier-free guidance in the rows that are sampled: n + scale · (p - n).
+
+    p and n: log-probabilities behind the prompt, and behind the negative prompt (Sanchez and others, 2023:
+    "Stay on topic with Classifier-Free Guidance"; transformers has the same formula).
+    """
+    guided, ends = logits.copy(), [*accumulate(row.num_logits for row in rows)]
+    for row, end in zip(rows, ends, strict=True):
+        if row.negative < 0:
+            continue
+        # One by one: a row's bits must not depend on its neighbours.
+        positive = log_softmax(logits[end - 1 : end])
+        negative = log_softmax(logits[ends[row.negative] - 1 : ends[row.negative]])
+        with np.errstate(invalid="ignore"):
+            mixed = negative + np.float32(row.params.guidance_scale) * (positive - negative)
+        # A token that neither prompt allows has no number.
+        guided[end - 1] = np.where(np.isneginf(positive) | np.isneginf(negative), -np.inf, mixed)[0]
+    return guided
 
 
 def best(values: Floats, k: int) -> Alternatives:

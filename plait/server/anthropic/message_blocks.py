@@ -8,16 +8,19 @@ from typing import Any
 
 import msgspec
 
+from plait.engine.admission import MAX_CACHE_PLACES
 from plait.errors import InvalidField
 from plait.server.api.parse_fields import string_of
 
 
 @dataclass(slots=True)
 class MessageConversation:
-    """Messages of a chat, and where in the client's input each began."""
+    """Messages of a chat, and where in the client's input each began. `cached`: behind how many of them a
+    block has `cache_control`."""
 
     messages: list[dict[str, object]] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
+    cached: list[int] = field(default_factory=list)
 
     def add(self, place: str, **message: object) -> None:
         self.messages.append(message)
@@ -31,6 +34,7 @@ def conversation(messages: Sequence[Any], system: str | Sequence[Any] | None) ->
         raise InvalidField("messages: there is none; send at least one", "messages")
     if system:
         chat.add("system", role="system", content=_text(system, "system"))
+        _mark_cached(chat, system, "system")
     for i, message in enumerate(messages):
         at = f"messages[{i}]"
         role = message.get("role") if isinstance(message, Mapping) else None
@@ -46,7 +50,23 @@ def conversation(messages: Sequence[Any], system: str | Sequence[Any] | None) ->
             _add_user(chat, content, at)
         else:
             _add_assistant(chat, content, at)
+        _mark_cached(chat, content, f"{at}.content")
+    if len(chat.cached) > MAX_CACHE_PLACES:
+        text = f"cache_control: {len(chat.cached)} blocks have it; at most {MAX_CACHE_PLACES} may"
+        raise InvalidField(text, "messages")
     return chat
+
+
+def _mark_cached(chat: MessageConversation, content: object, at: str) -> None:
+    """Remember that state is worth keeping behind what was added last, once for each block that says so."""
+    for i, block in enumerate(content if isinstance(content, list) else ()):
+        control = block.get("cache_control") if isinstance(block, Mapping) else None
+        if control is None:
+            continue
+        if not isinstance(control, Mapping) or control.get("type") != "ephemeral":
+            place = f"{at}[{i}].cache_control"
+            raise InvalidField(f'{place}: it must be {{"type": "ephemeral"}}', place)
+        chat.cached.append(len(chat.messages))
 
 
 def _add_user(chat: MessageConversation, blocks: Sequence[Any], at: str) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from plait.engine.admission import ServiceOptions
+from plait.engine.admission import MAX_CACHE_PLACES, ServiceOptions, check_places
 from plait.errors import InvalidField
 from plait.request import RequestTrace
 from plait.sampling_fields import SamplingFields
@@ -200,6 +200,7 @@ def plan(context: RequestContext, body: Mapping[str, object]) -> MessagesReply:
     sent |= _translate_fields(asked) | {"stream": asked.stream}
     if asked.stop_sequences:
         sent["stop"] = asked.stop_sequences
+    sent["cache_at"] = _cache_places(asked, found)
     with in_words_of(_NAMES, found.places):
         planned = chat.plan_chat(
             context, {**sent, **_continuation(found), "messages": found.messages}, _NAMES
@@ -233,6 +234,22 @@ def _refuse(body: Mapping[str, object], read: frozenset[str]) -> None:
         if body.get(name):
             raise InvalidField(f"{name}: this server cannot honour it; leave it out", name)
     validate.refuse(body, read)
+
+
+def _cache_places(asked: MessagesRequest, found: MessageConversation) -> list[int]:
+    """Behind how many messages of the chat state is kept: where blocks say so, and where `cache_at` does.
+
+    `cache_at` counts the client's messages; a system prompt and results of tools are messages of a chat, too.
+    """
+    check_places(asked.cache_at, len(asked.messages), "messages")
+    first = [f"messages[{place}]" for place in asked.cache_at]
+    starts = [next((n for n, at in enumerate(found.places) if at.startswith(one)), None) for one in first]
+    own = [len(found.messages) if start is None else start for start in starts]
+    places = [*dict.fromkeys([*found.cached, *own])]
+    if len(places) > MAX_CACHE_PLACES:
+        text = f"cache_at: with cache_control {len(places)} places, more than {MAX_CACHE_PLACES}"
+        raise InvalidField(text, "cache_at")
+    return places
 
 
 def _continuation(found: MessageConversation) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Body = dict[str, Any] | Sequence[msgspec.Struct] | msgspec.Struct
 Plan = Callable[[RequestContext, Mapping[str, Any]], ApiReply]
 Answer = Callable[[RequestContext, Mapping[str, Any]], Body | Slices[Body]]
-Manage = Callable[[ServedModels, Mapping[str, object]], Awaitable[Body]]
+Manage = Callable[[ServedModels, Mapping[str, object]], Awaitable[Body | AsyncIterator[msgspec.Struct]]]
 Refusal = Callable[[Problem], msgspec.Struct]
 
 
@@ -32,8 +32,10 @@ class Endpoint:
     Called with the context of the request, and its body as `read` returns it: by default without its nulls
     and under our names. `plan` makes a reply that is generated, whole or streamed; `answer` computes a body
     in a thread, in slices if it is a generator (`turns`). `manage` gets all models and needs none of them
-    loaded. One of the three is there. `refusal`: the body of an error, if it is not OpenAI's. `method`: what
-    it takes instead of POST. `needs_admin`: it is refused without the admin key.
+    loaded; what it iterates over is streamed as lines of JSON. One of the three is there. `admin`: what is
+    done in place of `manage` for the admin key. `refusal`: the body of an error, if it is not OpenAI's.
+    `method`: what it takes instead of POST. `needs_admin`: it is refused without the admin key. `any_type`:
+    as of `read_object`, for clients that do not say that they send JSON.
     """
 
     path: str
@@ -41,10 +43,12 @@ class Endpoint:
     plan: Plan | None = None
     answer: Answer | None = None
     manage: Manage | None = None
+    admin: Manage | None = None
     refusal: Refusal | None = None
     read: Callable[[Mapping[str, object]], dict[str, object]] = present
     method: Literal["POST", "DELETE"] = "POST"
     needs_admin: bool = False
+    any_type: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,6 @@ REFUSED: Mapping[str, tuple[Harmless, str]] = {
     "numa": (_is(False), _LOADED),
     "low_vram": (_is(False), _LOADED),
     "vocab_only": (_is(False), _LOADED),
-    "stop_regex": (_empty, "; send stop"),
     "custom_logit_processor": (_empty, "; no code is taken from clients"),
 }
 # These change no reply, and are reported as ignored unless they request what holds anyway. Sequences have no

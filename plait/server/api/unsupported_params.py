@@ -53,6 +53,7 @@ UNREAD: Mapping[str, Harmless] = {
     "use_beam_search": _OFF,
     "length_penalty": _ONE,
     "early_stopping": _OFF,
+    "stop_regex": _empty,
     "allowed_token_ids": _empty,
     "bad_words": _empty,
     "logits_processors": _empty,

@@ -132,6 +132,10 @@ class Traffic:
         exchange.key = key
         self.limits.account(key).see()
 
+    def is_admin(self, headers: Mapping[str, str]) -> bool:
+        """Whether a request has the admin key."""
+        return self.config.admin_key is not None and read_admin_key(self.config).find(headers) is not None
+
     def recognize_admin(self, exchange: Exchange, headers: Mapping[str, str]) -> None:
         """Check the admin key, which no other key replaces. Raises AdminRefused and InvalidKey."""
         if self.config.admin_key is None:
@@ -139,7 +143,7 @@ class Traffic:
         key = read_admin_key(self.config).find(headers)
         if key is None:
             raise InvalidKey("this path needs the server's admin key; send it as `Authorization: Bearer KEY`")
-        exchange.key = key
+        exchange.key, exchange.is_admin = key, True
 
     def admit(self, exchange: Exchange) -> None:
         """Count a request against its key's limits. Raises RateLimited."""
@@ -230,7 +234,7 @@ class RequestGate:
 
     The application's `routes` are known. `refusals`: errors of other shapes, by path. `generating`: paths
     that need a place in the engine's queue. While it is full they are rejected before their bodies are read.
-    `managing`: paths that need the admin key.
+    `managing`: paths that need the admin key; `either`: paths that do more for it than for others.
     A rejection must cost little, because its cost is taken from the requests that are served.
     """
 
@@ -242,10 +246,11 @@ class RequestGate:
         refusals: Mapping[str, Refusal] | None = None,
         generating: Iterable[str] = (),
         managing: Iterable[str] = (),
+        either: Iterable[str] = (),
     ) -> None:
         self._traffic, self._models = traffic, models
         self._refusals, self._generating = refusals or {}, frozenset(generating)
-        self._managing = frozenset(managing)
+        self._managing, self._either = frozenset(managing), frozenset(either)
         self._routes = [route for route in routes if isinstance(route, Route)]
         self._exact = {route.path for route in self._routes}
 
@@ -303,7 +308,7 @@ class RequestGate:
         """Raises the error of a request that can be refused by its headers alone."""
         self._check_caller(scope, headers, exchange)
         path = scope["path"]
-        if path in self._managing:
+        if exchange.is_admin:
             return
         if exchange.method == "POST" and not self._is_public(path, exchange.method):
             if path in self._generating and HAS_CAPACITY not in scope:
@@ -323,7 +328,9 @@ class RequestGate:
             raise TooManyRequests(f"{MAX_OPEN_REQUESTS} requests are open already; try again later")
         if self._models.stopping and path not in WATCHED:
             raise NotReady("the server is stopping and takes no more requests")
-        if path in self._managing and exchange.method != "OPTIONS":
+        if exchange.method != "OPTIONS" and (
+            path in self._managing or (path in self._either and self._traffic.is_admin(headers))
+        ):
             self._traffic.recognize_admin(exchange, headers)
         elif not self._is_public(path, exchange.method):
             self._traffic.recognize(exchange, headers)

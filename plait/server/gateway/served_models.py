@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from plait.engine.fingerprint import NO_FINGERPRINT, Fingerprint
+from plait.errors import InvalidField
 from plait.server.gateway.exchange import Exchange
 from plait.server.gateway.request_context import Health, LoadingProgress
 
@@ -20,6 +21,17 @@ if TYPE_CHECKING:
     from plait.frontend.frontend import Front
 
 Stage = Literal["loaded", "loading", "unloaded", "failed"]
+NO_FOLDER = "this server has no folder of models that may change; start it with --models-dir"
+
+
+@dataclass(frozen=True, slots=True)
+class PullStep:
+    """How far a fetch is. `commit` and the numbers of bytes are there once the Hub has listed the model."""
+
+    text: str
+    commit: str = ""
+    total: int = 0
+    completed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +134,22 @@ class ServedModels(ABC):
 
         Raises InvalidField and ModelNotFound.
         """
+
+    async def pull(self, asked: str) -> AsyncIterator[PullStep]:
+        """Fetch a model of the Hub into the models' folder: how far that is.
+
+        Raises InvalidField where there is no folder, and for what is no such name, and QueueFull; the
+        iterator raises CheckpointError and what else the fetch raises.
+        """
+        raise InvalidField(f"model: {NO_FOLDER}", "model")
+
+    async def copy(self, asked: object, destination: str) -> None:
+        """Have a model under another name, too. Raises as `pull`, and ModelNotFound."""
+        raise InvalidField(f"model: {NO_FOLDER}", "model")
+
+    async def delete(self, asked: object) -> None:
+        """Delete the files of a model of the folder. Raises as `copy`."""
+        raise InvalidField(f"model: {NO_FOLDER}", "model")
 
     @abstractmethod
     def fronts(self) -> Mapping[str, Front]:

@@ -71,11 +71,14 @@ def check_head(scope: Scope) -> None:
         raise HeadTooLarge(f"the request's headers take {size} bytes; send at most {MAX_HEAD_BYTES}")
 
 
-async def read_object(request: Request, max_bytes: int) -> dict[str, object]:
+async def read_object(request: Request, max_bytes: int, any_type: bool = False) -> dict[str, object]:
     """Read the JSON object in a request's body.
 
+    `any_type`: Content-Type may say something else, or nothing, unless a browser's page sent the request.
     Raises UnsupportedMedia (415), BodyTooLarge (413), BodyTimeout (408), BadBody (400) and Cancelled.
     """
+    if not any_type or is_of_page(request):
+        _check_type(request)
     _check_headers(request, max_bytes)
     body = b"".join([piece async for piece in read_pieces(request, max_bytes)])
     if len(body) <= INLINE_BYTES:
@@ -126,10 +129,21 @@ async def refuse_body(request: Request, response: Response, send: Send) -> None:
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _check_headers(request: Request, max_bytes: int) -> None:
+def is_of_page(request: Request) -> bool:
+    """Whether a browser sent it for a page, which cannot leave these headers out.
+
+    Pages may send text and forms to any server; what says that it is JSON they may send only to their own.
+    """
+    return any(name in request.headers for name in ("origin", "sec-fetch-site", "sec-fetch-mode"))
+
+
+def _check_type(request: Request) -> None:
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise UnsupportedMedia(f"Content-Type is {kind[:100]!r}; send application/json")
+
+
+def _check_headers(request: Request, max_bytes: int) -> None:
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in {"", "identity"}:
         raise UnsupportedMedia(f"Content-Encoding is {encoding[:100]!r}; send the body as it is")

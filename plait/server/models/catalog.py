@@ -24,6 +24,7 @@ MAX_FOUND = 1000  # models of a folder
 MAX_ENTRIES = 10_000  # files of a folder, and of a model in it
 LOOK_EVERY_S = 2.0  # between two looks at the folder, however many requests come
 _WEIGHTS = (".safetensors", ".gguf")
+_HUB = ("hf.co/", "huggingface.co/")  # clients of Ollama name models of the Hub by their address
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-\d{5}")
 Clock = Callable[[], float]
 
@@ -93,6 +94,16 @@ class ModelCatalog:
         return [*self._named, *self._found.values()]
 
     @property
+    def folder(self) -> Path | None:
+        """The models' folder, resolved."""
+        return self._folder
+
+    @property
+    def is_offline(self) -> bool:
+        """Whether models of the folder may not be fetched."""
+        return self._template is not None and self._template.engine.offline
+
+    @property
     def num_named(self) -> int:
         return len(self._named)
 
@@ -135,11 +146,17 @@ class ModelCatalog:
         self._found = found
         return True
 
+    def forget_look(self) -> None:
+        """Have the folder looked at again, however short ago that was."""
+        self._looked_s = -LOOK_EVERY_S
+
     def is_due(self, seconds: float) -> bool:
         """Whether there is a folder, and the last look at it was so long ago."""
         return self._folder is not None and self._clock() - self._looked_s >= seconds
 
     def _find(self, asked: str) -> ModelEntry | None:
+        for prefix in _HUB:
+            asked = asked.removeprefix(prefix)
         for name in (asked, asked.removesuffix(LATEST), asked + LATEST):
             if (entry := self._names.get(name) or self._found.get(name)) is not None:
                 return entry
@@ -167,14 +184,14 @@ def find_outside(path: Path, folder: Path) -> str:
 
     A folder with too many files to look at counts, too.
     """
-    for number, entry in enumerate(_files_of(path)):
+    for number, entry in enumerate(files_of_model(path)):
         if number >= MAX_ENTRIES or not entry.resolve().is_relative_to(folder):
             return entry.name
     return ""
 
 
-def _files_of(path: Path) -> Iterator[Path]:
-    """The model's files: all parts, all in its folder, and texts beside a file of safetensors."""
+def files_of_model(path: Path) -> Iterator[Path]:
+    """A model's files and folders: all parts, all in its folder, and texts beside a file of safetensors."""
     yield path
     if path.is_dir():
         for root, folders, names in os.walk(path):

@@ -7,18 +7,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from plait.config import ServerConfig
-from plait.errors import ModelNotFound
+from plait.errors import InvalidField, ModelNotFound
 from plait.server.api import validate
 from plait.server.gateway.exchange import Exchange
 from plait.server.gateway.request_context import Health
-from plait.server.gateway.served_models import ChosenModel, ServedFacts, ServedModels, facts_of_adapter
+from plait.server.gateway.served_models import (
+    NO_FOLDER,
+    ChosenModel,
+    PullStep,
+    ServedFacts,
+    ServedModels,
+    facts_of_adapter,
+)
 from plait.server.http.errors import NotReady
 from plait.server.models.catalog import LOOK_EVERY_S, ModelCatalog
+from plait.server.models.folder_changes import FolderChanges
 from plait.server.models.hosted import HostedModel
 from plait.server.models.placement import RESIDENCE_S
 from plait.server.models.pool_health import find_readiness, join_health
@@ -41,6 +49,8 @@ class ModelPool(ServedModels):
     def __init__(self, catalog: ModelCatalog, config: ServerConfig, residents: ResidentModels) -> None:
         self._catalog, self._config, self._residents = catalog, config, residents
         self._scan: asyncio.Task[None] | None = None
+        folder = catalog.folder
+        self._changes = None if folder is None else FolderChanges(folder, offline=catalog.is_offline)
         self._follow_catalog()
         if catalog.num_named:
             residents.first = next(iter(residents.models.values()))
@@ -89,7 +99,8 @@ class ModelPool(ServedModels):
 
     def list_facts(self) -> list[ServedFacts]:
         now = self._residents.clock()
-        return [model.facts(now, RESIDENCE_S) for model in self._residents.models.values()]
+        models = [model for model in self._residents.models.values() if not model.has_vanished]
+        return [model.facts(now, RESIDENCE_S) for model in models]
 
     def facts_of(self, asked: object) -> ServedFacts:
         model, _, adapter = self._find(asked)
@@ -117,6 +128,40 @@ class ModelPool(ServedModels):
         if model.is_idle:
             self._residents.unload(model, "requested")
         return self.facts_of(model.name)
+
+    async def pull(self, asked: str) -> AsyncIterator[PullStep]:
+        job = self._in_folder().pull(asked)
+
+        async def follow() -> AsyncIterator[PullStep]:
+            async for step in job.follow():
+                yield step
+            await self._look_again()
+
+        return follow()
+
+    async def copy(self, asked: object, destination: str) -> None:
+        model, *_ = await self._find_anew(asked)
+        await asyncio.to_thread(self._in_folder().copy, model.entry, destination)
+        await self._look_again()
+
+    async def delete(self, asked: object) -> None:
+        model, *_ = await self._find_anew(asked)
+        await asyncio.to_thread(self._in_folder().delete, model.entry)
+        await self._look_again()
+
+    def _in_folder(self) -> FolderChanges:
+        """Changes of the models' folder. Raises InvalidField where there is none."""
+        self._check_open()
+        if self._changes is None:
+            raise InvalidField(f"model: {NO_FOLDER}", "model")
+        return self._changes
+
+    async def _look_again(self) -> None:
+        """Look at the folder now, and not with the eyes of a look that began before."""
+        if self._scan is not None:
+            await asyncio.shield(self._scan)
+        self._catalog.forget_look()
+        await asyncio.shield(self._rescan())
 
     def fronts(self) -> Mapping[str, Front]:
         models = [*self._residents.models.values()]

@@ -117,6 +117,13 @@ class OneEmbeddingReply(VectorsReply):
 
 
 ENDPOINTS = (
-    Endpoint("/api/embed", EMBED_FIELDS, plan=plan_embed, refusal=refusal, read=read_body),
-    Endpoint("/api/embeddings", FIELDS | {"prompt"}, plan=plan_embedding, refusal=refusal, read=read_body),
+    Endpoint("/api/embed", EMBED_FIELDS, plan=plan_embed, refusal=refusal, read=read_body, any_type=True),
+    Endpoint(
+        "/api/embeddings",
+        FIELDS | {"prompt"},
+        plan=plan_embedding,
+        refusal=refusal,
+        read=read_body,
+        any_type=True,
+    ),
 )

@@ -254,6 +254,8 @@ def _call(block: ReplyBlock, index: int) -> OllamaCall:
 
 
 ENDPOINTS = (
-    Endpoint("/api/chat", CHAT_FIELDS, plan=plan_chat, refusal=refusal, read=read_body),
-    Endpoint("/api/generate", GENERATE_FIELDS, plan=plan_generate, refusal=refusal, read=read_body),
+    Endpoint("/api/chat", CHAT_FIELDS, plan=plan_chat, refusal=refusal, read=read_body, any_type=True),
+    Endpoint(
+        "/api/generate", GENERATE_FIELDS, plan=plan_generate, refusal=refusal, read=read_body, any_type=True
+    ),
 )

@@ -1,13 +1,14 @@
 """Ollama's paths about models: what is served, and requests to change that.
 
-A server has the models that it was started with, so requests to fetch, copy, make or remove one are answered
-with what is true of them, or refused with the command to run instead.
+Clients with the admin key fetch, copy and delete models of the models' folder (`--models-dir`). Others are
+answered with what is true, or refused with what to do instead.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal, NoReturn
 
 import msgspec
@@ -16,7 +17,7 @@ from msgspec import UNSET, UnsetType
 from plait.errors import InvalidField, ModelNotFound
 from plait.request import SamplingParams
 from plait.sampling_fields import shorten
-from plait.server.api.endpoint import Endpoint, ModelsLookup
+from plait.server.api.endpoint import Endpoint, Manage, ModelsLookup
 from plait.server.api.token_scores import Count
 from plait.server.api.validate import DEFAULT_MODEL, LATEST
 from plait.server.gateway.served_models import ServedFacts, ServedModels
@@ -26,11 +27,10 @@ from plait.version import __version__
 API_VERSION = "0.12.6"  # of Ollama, with the API that these paths have: clients refuse what looks too old
 FOR_EVER = "9999-12-31T23:59:59Z"
 NOT_DONE = {
-    "/api/delete": "the model is in use; stop the server, then run `plait rm NAME`",
-    "/api/copy": "a server has one name for its model; start it with --served-model-name NAME",
     "/api/create": "models are made by `plait convert`, and served by `plait serve`",
     "/api/push": "this server sends nothing to others",
 }
+NAMES = frozenset({"model"})
 _PARAMETERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -139,6 +139,15 @@ async def show(models: ServedModels, body: Mapping[str, object]) -> ShownModel:
     )
 
 
+class OllamaPull(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
+    """A line of /api/pull: how far a fetch is. `digest`: the commit of what is fetched; sizes in bytes."""
+
+    status: str
+    digest: str = ""
+    total: Count = 0
+    completed: Count = 0
+
+
 async def pull(models: ServedModels, body: Mapping[str, object]) -> OllamaStatus:
     """Whether the model is here: one line, streamed or not. Raises ModelNotFound for one that is not."""
     wanted, served = body.get("model"), models.list_facts()
@@ -147,8 +156,44 @@ async def pull(models: ServedModels, body: Mapping[str, object]) -> OllamaStatus
     names = {name.removesuffix(LATEST) for one in served for name in (one.name, *one.aliases)}
     if wanted.removesuffix(LATEST) not in names | {DEFAULT_MODEL}:
         here = f"{served[0].name!r} is" if len(served) == 1 else f"{len(served)} others are"
-        text = f"{shorten(wanted)} is not served here, {here}; this server fetches nothing: run "
+        text = f"{shorten(wanted)} is not served here, {here}; only the admin key has it fetched; or run "
         raise ModelNotFound(f"{text}`plait pull NAME`, then `plait serve NAME`", "model")
+    return OllamaStatus("success")
+
+
+async def fetch(models: ServedModels, body: Mapping[str, object]) -> OllamaStatus | AsyncIterator[OllamaPull]:
+    """Fetch a model that is not here, in lines that say how far it is, or in one. Raises as `models.pull`."""
+    with suppress(ModelNotFound):
+        return await pull(models, body)
+    steps = await models.pull(str(body["model"]))
+
+    async def lines() -> AsyncIterator[OllamaPull]:
+        async for step in steps:
+            sizes = {"total": step.total, "completed": step.completed} if step.commit else {}
+            yield OllamaPull(status=step.text, digest=step.commit, **sizes)
+        yield OllamaPull(status="success")
+
+    if body.get("stream", True) is not False:
+        return lines()
+    async for _ in steps:
+        pass
+    return OllamaStatus("success")
+
+
+async def copy(models: ServedModels, body: Mapping[str, object]) -> OllamaStatus:
+    """Have a model under another name, too. Raises as `models.copy`."""
+    for field in ("source", "destination"):
+        if not isinstance(body.get(field), str) or not body[field]:
+            raise InvalidField(f"{field}: send the name of a model", field)
+    await models.copy(body["source"], str(body["destination"]).removesuffix(LATEST))
+    return OllamaStatus("success")
+
+
+async def delete(models: ServedModels, body: Mapping[str, object]) -> OllamaStatus:
+    """Delete a model's files. Raises as `models.delete`."""
+    if not isinstance(body.get("model"), str) or body["model"] == DEFAULT_MODEL:
+        raise InvalidField("model: send the name of the model that is to be deleted", "model")
+    await models.delete(body["model"])
     return OllamaStatus("success")
 
 
@@ -189,9 +234,22 @@ def _endpoint_not_done(path: str, why: str) -> Endpoint:
     async def refuse(models: ServedModels, body: Mapping[str, object]) -> NoReturn:
         raise InvalidField(f"{path}: this server cannot do that: {why}", "model")
 
-    method: Literal["POST", "DELETE"] = "DELETE" if path == "/api/delete" else "POST"
-    fields = frozenset({"model", "source", "destination"})
-    return Endpoint(path, fields, manage=refuse, refusal=refusal, read=read_body, method=method)
+    return Endpoint(path, NAMES, manage=refuse, refusal=refusal, read=read_body, any_type=True)
+
+
+def _endpoint_of_admin(
+    path: str, manage: Manage, fields: frozenset[str], method: Literal["POST", "DELETE"] = "POST"
+) -> Endpoint:
+    return Endpoint(
+        path,
+        fields,
+        manage=manage,
+        refusal=refusal,
+        read=read_body,
+        method=method,
+        needs_admin=True,
+        any_type=True,
+    )
 
 
 LISTS = (
@@ -200,13 +258,24 @@ LISTS = (
     ModelsLookup("/api/version", version, refusal),
 )
 ENDPOINTS = (
-    Endpoint("/api/show", frozenset({"model", "verbose"}), manage=show, refusal=refusal, read=read_body),
+    Endpoint(
+        "/api/show",
+        frozenset({"model", "verbose"}),
+        manage=show,
+        refusal=refusal,
+        read=read_body,
+        any_type=True,
+    ),
     Endpoint(
         "/api/pull",
         frozenset({"model", "stream", "insecure"}),
         manage=pull,
+        admin=fetch,
         refusal=refusal,
         read=read_body,
+        any_type=True,
     ),
+    _endpoint_of_admin("/api/copy", copy, frozenset({"source", "destination"})),
+    _endpoint_of_admin("/api/delete", delete, NAMES, "DELETE"),
     *(_endpoint_not_done(path, why) for path, why in NOT_DONE.items()),
 )

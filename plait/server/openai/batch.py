@@ -134,7 +134,7 @@ async def answer_line(
         return {**found, "response": None, "error": {"code": "invalid_request", "message": line.fault}}
     status, headers, body = await post_json(app, line.url, line.body)
     for pause_s in pauses_s:
-        if status not in BUSY or fault() is not None:
+        if status not in BUSY or headers.get(b"x-should-retry") == b"false" or fault() is not None:
             break
         await asyncio.sleep(pause_s)
         status, headers, body = await post_json(app, line.url, line.body)

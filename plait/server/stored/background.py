@@ -119,7 +119,8 @@ class BackgroundRunner:
         if self._stops:
             raise NotReady("the server is stopping and takes no more requests")
         # A client that leaves now must not leave a row behind that no task works on.
-        job = await asyncio.shield(self._begin(context, reply))
+        work = self._begin(replace(context, exchange=take_over(context.exchange)), reply)
+        job = await asyncio.shield(work)
         if reply.stream:
             return EventStream(follow(job, 0), _leave, form=FRAMES)
         return json_response(reply.head)
@@ -127,7 +128,12 @@ class BackgroundRunner:
     async def _begin(self, context: RequestContext, reply: ResponsesReply) -> ResponseJob:
         keeper, head = reply.keeper, reply.head
         assert keeper is not None
-        row = await self._store.run(lambda rows: keeper.add(rows, head))
+        try:
+            row = await self._store.run(lambda rows: keeper.add(rows, head))
+        except BaseException:
+            if context.exchange.release is not None:
+                context.exchange.release()
+            raise
         job = self._jobs[keeper.tenant, head.id] = ResponseJob(reply, row)
         job.task = asyncio.get_running_loop().create_task(self._run(job, context))
         await asyncio.sleep(0)  # a task that is cancelled before it began would never end its job
@@ -152,13 +158,10 @@ class BackgroundRunner:
 
     async def _run(self, job: ResponseJob, context: RequestContext) -> None:
         """Run a job to its end, whatever that is. Its requests, tokens and log are those of its key."""
-        old = context.exchange
-        exchange = Exchange(
-            old.id, old.method, old.path, old.traceparent, old.key, old.account, old.route, model=old.model
-        )
+        exchange = context.exchange
         self._traffic.begin_inner(exchange)
         try:
-            ending = await self._generate(job, replace(context, exchange=exchange))
+            ending = await self._generate(job, context)
             exchange.status = 200
         except asyncio.CancelledError:
             found = problem(NotReady(STOPPED))
@@ -276,6 +279,25 @@ def _end_with(events: Iterable[items.ResponseEvent]) -> Ending:
 
 def _fail(job: ResponseJob, found: Problem) -> Ending:
     return _end_with(job.reply.failed(found))
+
+
+def take_over(old: Exchange) -> Exchange:
+    """The exchange of a job, which outlives the request that began it.
+
+    It holds the model in that request's place: no model is unloaded under a response in work.
+    """
+    release, old.release = old.release, None
+    return Exchange(
+        old.id,
+        old.method,
+        old.path,
+        old.traceparent,
+        old.key,
+        old.account,
+        old.route,
+        model=old.model,
+        release=release,
+    )
 
 
 async def _leave() -> None:

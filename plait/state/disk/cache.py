@@ -12,60 +12,47 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import shutil
 import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from plait.errors import BadFile
 from plait.kernels.load import why_refused
 from plait.state.disk.file_format import (
-    SUFFIX,
     UNFINISHED,
     DiskNames,
     read_content,
     read_names,
     write_content,
 )
-from plait.state.disk.index import DiskFile, DiskIndex
+from plait.state.disk.index import DiskFile, DiskIndex, DiskRead, Rows
+from plait.state.disk.scan import FoundFile, last_use, list_files, read_folder_times
 from plait.state.host_store import RowLayout, SavedState
 
 QUEUE_NBYTES = 256 << 20  # copies that wait to be written, or were read and are not in use yet
 FREE_SHARE = 0.1  # of the disk space that is free
 RETRY_S = 30.0  # after a failed write; what comes meanwhile is dropped
+RESCAN_S = 2.0  # between two looks for files of other servers
+MIN_WAIT_S = 0.001
 USED_S = 60.0  # a file's time says when it was last used, as exactly as this
 ABANDONED_S = 3600.0  # after which an unfinished file is removed
 EVENTS = ("written", "read", "evicted", "dropped", "failed", "damaged", "gone", "late")
-FINGERPRINT = re.compile(r"[0-9a-f]{32}")  # names of the folders that are ours
-Rows = tuple[tuple[int, ...], ...]
 Key = (
     tuple[int, bytes] | tuple[bytes, tuple[int, ...]]
 )  # of a block: its group and hash; of a snapshot: its place
 log = logging.getLogger("plait")
 
 
-@dataclass(slots=True, eq=False)
-class DiskRead:
-    """A file that is being read: `rows` of its blocks, by group, or its snapshot. `saved`: what was read."""
-
-    handle: int
-    file: DiskFile
-    names: DiskNames
-    rows: Rows
-    saved: SavedState | None = None
-    has_failed: bool = False
-
-
 class DiskCache:
     """Copies of blocks and snapshots in files of `folder`, which may hold `limit` bytes, for all its models.
 
-    `limit` None: a tenth of what is free there without these files.
+    `limit` None: a tenth of what is free there without these files. `bandwidth`: bytes per second that are
+    written, on average; None: as many as the disk takes.
     `fingerprint`: 32 hexadecimal digits, of model, arithmetic and layout. `layout`: of the copies.
     """
 
@@ -76,10 +63,12 @@ class DiskCache:
         layout: RowLayout,
         limit: int | None = None,
         *,
+        bandwidth: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.layout, self.clock = layout, clock
         self.limit = sys.maxsize if limit is None else limit
+        self.bandwidth, self._write_at = bandwidth, 0.0
         self._has_limit = limit is not None
         self.folder, self.fingerprint = folder / fingerprint, fingerprint
         self.counts: Counter[str] = Counter()
@@ -89,11 +78,14 @@ class DiskCache:
         self._offers: dict[int, DiskNames] = {}
         self._writes: deque[tuple[DiskNames, SavedState]] = deque()
         self._reads: deque[DiskRead] = deque()
+        self._ahead: deque[DiskRead] = deque()  # for prompts that are further behind in the queue
         self._open: dict[int, DiskRead] = {}  # reads that are not dropped, by handle
         self._coming: set[Key] = set()  # what was offered and is not in the index yet
         self._used: set[DiskFile] = set()  # files of which the time is to be set
         self._queued = self._reading = self._last = 0
         self._retry_at, self._has_warned, self._closing = 0.0, False, False
+        self._rescan_at = clock() + RESCAN_S
+        self._folder_times: dict[str, int] = {}
         self._thread = threading.Thread(target=self._run, name="plait-disk", daemon=True)
         self._thread.start()
 
@@ -151,16 +143,20 @@ class DiskCache:
                 self._settle(names)
             self._offers.clear()
 
-    def read(self, file: DiskFile, rows: Rows) -> DiskRead | None:
-        """Begin to read these rows of a file's blocks, or its snapshot. None: too much is being read."""
+    def read(self, file: DiskFile, rows: Rows, *, is_ahead: bool = False) -> DiskRead | None:
+        """Begin to read these rows of a file's blocks, or its snapshot. None: too much is being read.
+
+        `is_ahead`: for a prompt with others before it; it takes half of the memory at most.
+        """
         assert file.names is not None
+        most = QUEUE_NBYTES // 2 if is_ahead else QUEUE_NBYTES
         with self._lock:
-            if self._reading and self._reading + file.nbytes > QUEUE_NBYTES:
+            if self._reading and self._reading + file.nbytes > most:
                 return None
             self._reading += file.nbytes
             self._last -= 1
             read = self._open[self._last] = DiskRead(self._last, file, file.names, rows)
-            self._reads.append(read)
+            (self._ahead if is_ahead else self._reads).append(read)
             self._use(file)
             self._lock.notify_all()
             return read
@@ -203,23 +199,26 @@ class DiskCache:
     # The disk's thread
 
     def _run(self) -> None:
-        try:
-            self._scan()
-        except Exception:  # what was found so far counts
-            log.exception("disk cache: the files of %s were not all found", self.folder)
+        self._scan()
         self.is_scanning = False
         self._make_space(0)
         while self._serve(wait=True):
-            pass
+            if self.clock() >= self._rescan_at:
+                self._rescan_at = self.clock() + RESCAN_S
+                self._rescan()
 
     def _serve(self, *, wait: bool) -> bool:
-        """Do all that is waiting, reads first; with `wait`, wait for it. False: the cache was closed."""
+        """Do all that is waiting, reads first; with `wait`, wait for it, or for the next rescan.
+
+        False: the cache was closed.
+        """
         while True:
             with self._lock:
-                while wait and not (self._reads or self._writes or self._used or self._closing):
-                    self._lock.wait()
-                read = self._reads.popleft() if self._reads else None
-                written = self._writes.popleft() if self._writes and not read else None
+                if wait and not self._has_work():
+                    self._lock.wait(self._wait_s())
+                reads = self._reads or self._ahead
+                read = reads.popleft() if reads else None
+                written = self._writes.popleft() if not read and self._may_write() else None
                 used = {*self._used} if not read and not written else set()
                 self._used -= used
             if read:
@@ -227,11 +226,27 @@ class DiskCache:
             elif written:
                 self._write(*written)
             elif used:
-                for file in used:
-                    with suppress(OSError):
-                        os.utime(file.path)
+                self._mark_used(used)
             else:
                 return not self._closing
+
+    def _has_work(self) -> bool:
+        return bool(self._reads or self._ahead or self._used or self._closing or self._may_write())
+
+    def _may_write(self) -> bool:
+        """Whether a copy waits, and the bandwidth allows to write it now. At the end it always does."""
+        return bool(self._writes) and (self._closing or self.clock() >= self._write_at)
+
+    def _wait_s(self) -> float:
+        now = self.clock()
+        due = [self._rescan_at, *([self._write_at] if self._writes else [])]
+        return min(max(min(due) - now, MIN_WAIT_S), RESCAN_S)
+
+    def _mark_used(self, used: set[DiskFile]) -> None:
+        for file in used:
+            with suppress(OSError):
+                os.utime(file.path)
+                file.changed = time.time()
 
     def _read(self, read: DiskRead) -> None:
         if read.handle not in self._open:
@@ -264,7 +279,9 @@ class DiskCache:
             self._make_space(saved.content.nbytes)
             self._make_folder()
             nbytes = write_content(path, self.fingerprint, names, saved.content)
-            file = DiskFile(path, nbytes, names, self.clock())
+            if self.bandwidth is not None:
+                self._write_at = max(self._write_at, self.clock()) + nbytes / self.bandwidth
+            file = DiskFile(path, nbytes, names, self.clock(), time.time())
             self.counts["written"] += 1
         except Exception as error:  # as above
             self.counts["failed"] += 1
@@ -287,12 +304,21 @@ class DiskCache:
             raise PermissionError(refused)
 
     def _make_space(self, nbytes: int) -> None:
-        """Remove the files that were used least recently until so many bytes more are within the limit."""
+        """Remove the files that were used least recently until so many bytes more are within the limit.
+
+        A file that another server has used meanwhile is not the oldest any more.
+        """
         while True:
             with self._lock:
                 file = self._index.oldest()
                 if file is None or self._index.nbytes + nbytes <= self.limit:
                     return
+            changed = last_use(file.path)
+            with self._lock:
+                if changed is not None and changed > file.changed + USED_S / 2:
+                    file.changed = changed
+                    self._index.touch(file)
+                    continue
                 self._index.remove(file)
                 self.counts["evicted"] += 1
             with suppress(OSError):
@@ -300,18 +326,46 @@ class DiskCache:
 
     def _scan(self) -> None:
         """Find the files of all models, the newest first; those of this one are known by their headers."""
-        files = sorted(self._list_files(), reverse=True)
-        if not self._has_limit:
-            free = shutil.disk_usage(self.folder.parent).free
-            self.limit = int((free + sum(nbytes for _, _, nbytes in files)) * FREE_SHARE)
-        for changed, path, nbytes in files:
-            names, is_ours = None, path.parent == self.folder
+        try:
+            self._folder_times = read_folder_times(self.folder.parent)
+            files = sorted(list_files(self.folder.parent), reverse=True)
+            if not self._has_limit:
+                free = shutil.disk_usage(self.folder.parent).free
+                self.limit = int((free + sum(file.nbytes for file in files)) * FREE_SHARE)
+            self._add_files(files, is_newest=False)
+        except Exception:  # what was found so far counts
+            log.exception("disk cache: the files of %s were not all found", self.folder)
+
+    def _rescan(self) -> None:
+        """Find what other servers have written or removed since the last look, if a folder has changed."""
+        try:
+            times = read_folder_times(self.folder.parent)
+            if times == self._folder_times:
+                return
+            files = sorted(list_files(self.folder.parent))
+            there = {file.path for file in files}
+            with self._lock:
+                for gone in self._index.paths() - there:
+                    self._index.forget(gone)
+            self._add_files(files, is_newest=True)
+            self._folder_times = times
+            self._make_space(0)
+        except Exception as error:  # the thread goes on
+            self._warn(f"{self.folder.parent} cannot be searched ({error})")
+
+    def _add_files(self, files: Sequence[FoundFile], *, is_newest: bool) -> None:
+        """Add the files that are not known yet, in this order, and serve what waits meanwhile."""
+        for found in files:
+            changed, path, nbytes = found
+            names = None
+            if path in self._index:
+                continue
             try:
                 if path.suffix == UNFINISHED:
                     if time.time() - changed > ABANDONED_S:
                         path.unlink()
                     continue
-                if is_ours:
+                if path.parent == self.folder:
                     names, nbytes = read_names(path, self.fingerprint, self.layout)
             except BadFile as error:
                 self._lose(path, error)
@@ -320,19 +374,10 @@ class DiskCache:
                 continue
             with self._lock:
                 if path not in self._index:
-                    self._index.add(DiskFile(path, nbytes, names), is_newest=False)
+                    self._index.add(DiskFile(path, nbytes, names, changed=changed), is_newest=is_newest)
             self._serve(wait=False)
             if self._closing:
                 return
-
-    def _list_files(self) -> Iterator[tuple[float, Path, int]]:
-        """(seconds since 1970 of the last use, path, bytes) of every file."""
-        for folder in (one for one in _list(self.folder.parent) if FINGERPRINT.fullmatch(one.name)):
-            for entry in _list(Path(folder.path)) if folder.is_dir(follow_symlinks=False) else ():
-                with suppress(OSError):
-                    status = entry.stat(follow_symlinks=False)
-                    if entry.name.endswith((SUFFIX, UNFINISHED)):
-                        yield status.st_mtime, Path(entry.path), status.st_size
 
     def _lose(self, path: Path, error: BadFile) -> None:
         """Remove a file that is not as it was written."""
@@ -352,12 +397,3 @@ def _keys(names: DiskNames) -> list[Key]:
     if names.parent:
         return [(names.parent, names.rest)]
     return [(group, one) for group, hashes in enumerate(names.blocks) for one in hashes]
-
-
-def _list(folder: Path) -> list[os.DirEntry[str]]:
-    """What is in a folder; nothing where it cannot be read."""
-    try:
-        with os.scandir(folder) as entries:
-            return list(entries)
-    except OSError:
-        return []

@@ -8,16 +8,35 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plait.state.disk.file_format import DiskNames
+from plait.state.host_store import SavedState
+
+Rows = tuple[tuple[int, ...], ...]  # of the blocks in a file, by group
 
 
 @dataclass(slots=True, eq=False)
 class DiskFile:
-    """A file. `names` None: it is of another model, and its bytes count. `used`: when its time was set."""
+    """A file. `names` None: it is of another model, and its bytes count. `used`: when its time was set.
+
+    `changed`: its time as it was known last, in seconds since 1970.
+    """
 
     path: Path
     nbytes: int
     names: DiskNames | None
     used: float = 0.0
+    changed: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class DiskRead:
+    """A file that is being read: `rows` of its blocks, by group, or its snapshot. `saved`: what was read."""
+
+    handle: int
+    file: DiskFile
+    names: DiskNames
+    rows: Rows
+    saved: SavedState | None = None
+    has_failed: bool = False
 
 
 class DiskIndex:
@@ -65,6 +84,15 @@ class DiskIndex:
         places = self._snapshots.get(file.names.parent, {})
         if places.pop(file.names.rest, None) and not places:
             del self._snapshots[file.names.parent]
+
+    def paths(self) -> set[Path]:
+        """Every file's path."""
+        return {*self._files}
+
+    def forget(self, path: Path) -> None:
+        """Remove the file with this path, if there is one."""
+        if (file := self._files.get(path)) is not None:
+            self.remove(file)
 
     def clear(self) -> None:
         """Forget all files."""

@@ -121,17 +121,22 @@ def num_chars(*found: object) -> int:
 
 
 def boundaries(
-    template: ChatTemplate, messages: Sequence[Message], ids: Sequence[int], options: Mapping[str, Any]
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    ids: Sequence[int],
+    options: Mapping[str, Any],
+    places: Sequence[int] = (),
 ) -> tuple[int, ...]:
-    """Where in a prompt other requests are likely to diverge: rising positions, at most three, inside it.
+    """Where in a prompt other requests are likely to diverge: rising positions inside it.
 
     After the system messages and tools, where the first user's words begin; after everything before the last
-    user message, where its words begin; and before the opening of the reply. `ids` is the conversation as
+    user message, where its words begin; before the opening of the reply; and behind so many messages as the
+    client says in `places`. `ids` is the conversation as
     `template` renders it with `options`. Each place is found by rendering another conversation, and is as far
     as the two have the same tokens. A conversation that the template refuses has none.
     """
     found = set()
-    for other in _others(messages, options):
+    for other in [*_others(messages, options), *(_change_next(messages, place) for place in places)]:
         try:
             rendered = template.render(other, **{**options, "add_generation_prompt": False})
         except (TemplateEnded, CapacityError):
@@ -152,6 +157,14 @@ def _others(messages: Sequence[Message], options: Mapping[str, object]) -> Itera
         yield [*messages[:last], _another(messages[last])]
     if options.get("add_generation_prompt", True):
         yield messages
+
+
+def _change_next(messages: Sequence[Message], place: int) -> Sequence[Message]:
+    """The conversation with another message behind so many, which has the same role."""
+    if place >= len(messages):
+        return messages
+    follows = messages[place]
+    return [*messages[:place], {**_another(follows), "role": follows["role"]}]
 
 
 def _another(message: Message) -> Message:

@@ -215,8 +215,8 @@ def test_what_is_not_known_is_refused_by_name() -> None:
         metadata = {"general.architecture": "llama", "llama.block_count": 1, **keys}
         gguf_config(metadata, {}, dict[str, Any]().__getitem__)
 
-    with pytest.raises(UnsupportedModel, match=r"'rwkv7' of the GGUF file.*Known: .*llama, mamba"):
-        config(**{"general.architecture": "rwkv7"})
+    with pytest.raises(UnsupportedModel, match=r"'rwkv6' of the GGUF file.*Known: .*llama, mamba"):
+        config(**{"general.architecture": "rwkv6"})
     with pytest.raises(UnsupportedModel, match=r"rope\.scaling\.type 'spiral'"):
         config(**{"llama.rope.scaling.type": "spiral"})
     with pytest.raises(UnsupportedModel, match=r"layer to layer.*\[1, 2\]"):

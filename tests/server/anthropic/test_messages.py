@@ -357,3 +357,39 @@ def test_through_the_engine_a_seed_gives_the_chat_s_text() -> None:
             assert found["content"][0]["text"] == chat["choices"][0]["message"]["content"]
     finally:
         front.close()
+
+
+def test_cache_control_marks_places_worth_keeping() -> None:
+    kept = {"cache_control": {"type": "ephemeral"}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "a long document", **kept}]},
+        {"role": "assistant", "content": "Read."},
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "t", "content": "4"},
+                {"type": "text", "text": "and?", "cache_control": {"type": "ephemeral", "ttl": "1h"}},
+            ],
+        },
+    ]
+    found = conversation(messages, [{"type": "text", "text": "Be short.", **kept}])
+    assert found.cached == [1, 2, 5]
+    assert [message["role"] for message in found.messages] == ["system", "user", "assistant", "tool", "user"]
+    assert conversation(messages[1:2], None).cached == []
+
+
+def test_cache_control_and_cache_at_reach_the_chat(client: Client) -> None:
+    block = {"type": "text", "text": "Hello", "cache_control": {"type": "ephemeral"}}
+    assert ask(client, [block]).status == 200
+    assert ask(client, [block], cache_at=[1]).status == 200
+    for content, more in (
+        ([{**block, "cache_control": {"type": "for ever"}}], {}),
+        ([{**block, "cache_control": "yes"}], {}),
+        ([block] * 5, {}),
+        ([block], {"cache_at": [2]}),
+        ("Hello", {"cache_at": [0]}),
+        ("Hello", {"cache_at": 1}),
+    ):
+        answer = ask(client, content, **more)
+        assert answer.status == 400, (content, more)
+        assert "cache_" in answer.json["error"]["message"]

@@ -283,3 +283,18 @@ def test_keys_hold_here_too() -> None:
         client.headers["Authorization"] = "Bearer a-key"
         assert chat(client).status == 200
         assert client.get("/api/tags").status == 200
+
+
+def test_a_body_need_not_say_that_it_is_json_unless_a_page_sends_it(client: Client) -> None:
+    """Ollama reads any type, so `curl -d` sends a form's, and litellm none. Pages may send these anywhere."""
+    messages = [{"role": "user", "content": "Hello there"}]
+    raw = json.dumps({"model": client.model, "messages": messages, "stream": False}).encode()
+    for kind in ("", "application/x-www-form-urlencoded", "text/plain"):
+        headers = {"Content-Type": kind} if kind else {}
+        assert client.request("POST", "/api/chat", raw, headers).status == 200
+        assert client.request("POST", "/api/show", raw, headers).status == 200
+        for mark in ({"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "cross-site"}):
+            answer = client.request("POST", "/api/chat", raw, headers | mark)
+            assert answer.status in {403, 415}
+            assert list(answer.json) == ["error"]
+    assert client.request("POST", "/v1/chat/completions", raw, {}).status == 415

@@ -64,9 +64,12 @@ def test_a_pull_of_the_served_model_succeeds_and_of_another_says_what_to_do(clie
 def test_what_one_server_does_not_do_is_refused_with_what_to_do(client: Client) -> None:
     body = {"model": client.model, "source": client.model, "destination": "x"}
     for path, why in NOT_DONE.items():
-        answer = delete(client, body) if path == "/api/delete" else client.post(path, body)
+        answer = client.post(path, body)
         assert answer.status == 400
         assert why in answer.json["error"]
+    for answer in (delete(client, body), client.post("/api/copy", body)):
+        assert answer.status == 403
+        assert "--admin-key" in answer.json["error"]
 
 
 def test_an_unknown_path_has_ollamas_error(client: Client) -> None:

@@ -17,8 +17,9 @@ from plait.errors import BadFile
 from plait.memory import PagedState, SlotState, State
 from plait.state.blocks import DIGEST_BYTES
 from plait.state.disk import cache as cache_module
-from plait.state.disk.cache import DiskCache, DiskRead
+from plait.state.disk.cache import DiskCache
 from plait.state.disk.file_format import DiskNames, read_content, read_names, write_content
+from plait.state.disk.index import DiskRead
 from plait.state.host_store import HostStore, SavedState
 
 STATES: dict[str, State] = {
@@ -277,6 +278,70 @@ def test_files_of_other_models_count_and_are_evicted(
     put(cache, ALL[1])
     assert not old.exists()
     assert stranger.exists()
+
+
+def test_servers_that_share_a_folder_find_what_the_others_write(
+    opened: Callable[..., DiskCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_module, "RESCAN_S", 0.01)
+    first, second = opened(), opened()
+    for seed, names in enumerate(ALL):
+        saved = put(first, names, seed)
+        until(lambda names=names: fetch(second, names) is not None)
+        read = fetch(second, names)
+        assert read is not None
+        assert read.saved is not None
+        assert read.saved.content.tobytes() == saved.content.tobytes()
+    until(lambda: second.stats()["disk_nbytes"] == first.stats()["disk_nbytes"])
+    assert not second.missing(0, [hash_of(1), hash_of(4)]), "it would write them again"
+    for path in first.folder.iterdir():
+        path.unlink()
+    until(lambda: not second.stats()["disk_files"] and not first.stats()["disk_files"])
+    assert second.counts["gone"] == 0
+
+
+def test_what_another_server_has_used_meanwhile_is_not_evicted_first(
+    opened: Callable[..., DiskCache],
+) -> None:
+    cache = opened()
+    put(cache, snapshot(1))
+    cache.limit = 2 * cache.stats()["disk_nbytes"]
+    put(cache, snapshot(2))
+    used = time.time() + 100
+    os.utime(cache.folder / snapshot(1).file_name, (used, used))
+    put(cache, snapshot(3))
+    assert [parent for parent in (1, 2, 3) if cache.has_snapshot(hash_of(parent), ())] == [1, 3]
+
+
+def test_copies_are_written_no_faster_than_the_bandwidth(opened: Callable[..., DiskCache]) -> None:
+    now = [0.0]
+    cache = opened(bandwidth=10, clock=lambda: now[0])
+    names = [snapshot(n) for n in range(1, 4)]
+    for n, one in enumerate(names):
+        handle = cache.offer(one)
+        assert handle is not None
+        cache.write(handle, copy_for(one))
+        if not n:
+            until(lambda: cache.counts["written"] == 1)
+            until(lambda: cache.stats()["disk_nbytes"])
+    nbytes = cache.stats()["disk_nbytes"]
+    assert fetch(cache, names[0]) is not None, "a read waits for no write"
+    for written in (2, 3):
+        now[0] += nbytes / 10 - 0.5
+        time.sleep(0.02)
+        assert cache.counts["written"] == written - 1
+        now[0] += 0.6
+        until(lambda written=written: cache.counts["written"] == written)
+
+
+def test_what_waits_for_the_bandwidth_is_written_at_the_end(opened: Callable[..., DiskCache]) -> None:
+    cache = opened(bandwidth=1)
+    for names in ALL:
+        handle = cache.offer(names)
+        assert handle is not None
+        cache.write(handle, copy_for(names))
+    cache.close()
+    assert cache.counts["written"] == len(ALL)
 
 
 def test_a_default_limit_is_a_tenth_of_what_is_free(

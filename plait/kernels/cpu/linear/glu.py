@@ -17,7 +17,16 @@ from plait.kernels.cpu.codegen.kinds import Floats
 from plait.kernels.cpu.codegen.vec import load_f32, mul, store_f32
 from plait.kernels.cpu.linear.layout import TILE
 from plait.kernels.cpu.linear.packed import PackedWeight, multiply
-from plait.kernels.cpu.pointwise.activation import gelu, gelu_tanh, relu, relu2, silu, swiglu_oai
+from plait.kernels.cpu.pointwise.activation import (
+    gelu,
+    gelu_tanh,
+    relu,
+    relu2,
+    silu,
+    swiglu_7,
+    swiglu_16,
+    swiglu_oai,
+)
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.row_checks import float32_rows
 from plait.ops.glu import glu
@@ -50,6 +59,8 @@ JOINS: Mapping[str, Kernel] = MappingProxyType(
         "relu": _join_product("relu", relu),
         "relu2": _join_product("relu2", relu2),
         "swiglu_oai": _join("swiglu_oai", swiglu_oai),
+        "swiglu_7": _join("swiglu_7", swiglu_7),
+        "swiglu_16": _join("swiglu_16", swiglu_16),
     }
 )
 """What a kernel joins gate and up with, by activation."""

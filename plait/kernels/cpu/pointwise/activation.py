@@ -38,7 +38,7 @@ from plait.kernels.cpu.pointwise.elementwise import PIECE, kernel_of
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import rows_of
 from plait.kernels.cpu.runtime.row_checks import TensorRows, dense, float32_rows
-from plait.ops.activation import activate, gate_rows, scale_rows, xielu
+from plait.ops.activation import PAIRS, activate, gate_rows, scale_rows, xielu
 from plait.ops.registry import OpFacts
 
 
@@ -121,9 +121,27 @@ def swiglu_oai(x: Floats, y: Floats) -> Floats:
     return mul(add(y, spread(np.float32(1.0))), _times_sigmoid(x, z))
 
 
+@inline
+def _swiglu_within(x: Floats, y: Floats, limit: Floats) -> Floats:
+    """silu(gate), at most the limit, times up, which is within ± it."""
+    low = sub(zero_f32(), limit)
+    y = _least(y, limit)
+    return mul(_least(silu(x), limit), where_less(y, low, low, y))
+
+
+@inline
+def swiglu_7(x: Floats, y: Floats) -> Floats:
+    return _swiglu_within(x, y, spread(np.float32(7.0)))
+
+
+@inline
+def swiglu_16(x: Floats, y: Floats) -> Floats:
+    return _swiglu_within(x, y, spread(np.float32(16.0)))
+
+
 KINDS: dict[str, Callable[..., Floats]] = {
     "silu": silu, "gelu": gelu, "gelu_pytorch_tanh": gelu_tanh, "relu": relu, "relu2": relu2,
-    "sigmoid": _sigmoid, "swiglu_oai": swiglu_oai,
+    "sigmoid": _sigmoid, "swiglu_oai": swiglu_oai, "swiglu_7": swiglu_7, "swiglu_16": swiglu_16,
 }  # fmt: skip
 
 
@@ -141,7 +159,7 @@ def kernel_for(kind: str, gated: bool) -> Kernel:
     def of_both(x: Floats, up: Floats) -> Floats:
         return function(x, up)
 
-    lanes = of_both if kind == "swiglu_oai" else times if gated else alone
+    lanes = of_both if kind in PAIRS else times if gated else alone
     return kernel_of(f"{kind}_gated" if gated else kind, lanes, 1 + gated, 0)
 
 
@@ -216,7 +234,7 @@ def why_unknown_kind(facts: OpFacts) -> str | None:
 @activate.variant("native", on="cpu", when=why_unknown_kind, native=True)
 def _activate(cpu: Executor, x: Tensor, kind: str, gated: bool) -> Tensor:
     rows = TensorRows.of(x)
-    if kind not in KINDS or (gated and rows.width % 2) or (kind == "swiglu_oai" and not gated):
+    if kind not in KINDS or (gated and rows.width % 2) or (kind in PAIRS and not gated):
         raise ShapeMismatch(f"{kind} of rows of {rows.width} numbers{', gate and up' if gated else ''}")
     n = rows.width // 2 if gated else rows.width
     out = cpu.empty(*x.shape[:-1], n)

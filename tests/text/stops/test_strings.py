@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.text.output.deltas import StopMatcher
+from plait.text.stops.strings import StopMatcher
 
 TEXT = st.text(alphabet="abc", max_size=30)
 STOPS = st.lists(st.text(alphabet="abc", min_size=1, max_size=4), max_size=4).map(tuple)

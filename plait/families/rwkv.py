@@ -1,0 +1,179 @@
+"""RWKV-4 and RWKV-7: recurrent layers without attention or positions, which all read the last token, too."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from plait.checkpoint.names import Derived, NameMap, Rules, Source
+from plait.errors import UnsupportedModel
+from plait.families.common.detection import ArchitectureMarker, Detection
+from plait.families.common.recipes import Stored, flat, negative_exp, unused_patterns
+from plait.families.common.registry import family
+from plait.families.common.spec_builders import model, norm, require
+from plait.families.common.tensors import Tensors
+from plait.families.config.normalize import Config
+from plait.families.gguf.arch import FILE, Metadata, gguf_arch
+from plait.quant.weight import as_tensor
+from plait.rare_specs import ChannelMixSpec, Wkv4Spec, Wkv7Spec
+from plait.spec import BranchSpec, ModelSpec, NormSpec
+
+MIX, FFN = "layers.{i}.mix", "layers.{i}.ffn"
+L4, L7 = "rwkv.blocks.{i}", "model.layers.{i}"
+LN_OUT = 1e-5  # eps of RWKV-4's last norm, whatever layer_norm_epsilon says
+
+
+@family(
+    "RwkvForCausalLM",
+    model_types=("rwkv",),
+    defaults={"norm_eps": 1e-5, "tie_word_embeddings": False, "rescale_every": 6},
+)
+def rwkv(c: Config) -> tuple[ModelSpec, NameMap]:
+    """RWKV-4. transformers halves x every `rescale_every` layers: of what is not, norms have 4 times eps."""
+    hidden, count, every = c["hidden_size"], c["num_hidden_layers"], c["rescale_every"]
+    halved = [i // every if every > 0 else 0 for i in range(count + 1)]
+    norms = [NormSpec(c["norm_eps"] * 4.0**n, "layer") for n in halved]
+    mix = Wkv4Spec(c.get("attention_hidden_size") or hidden)
+    ffn = ChannelMixSpec(c.get("intermediate_size") or 4 * hidden, gated=True)
+    layers = [(BranchSpec("mix", mix, each), BranchSpec("ffn", ffn, each)) for each in norms[:-1]]
+    names: Rules = {
+        "embed": "rwkv.embeddings",
+        "embed.norm": "rwkv.blocks.0.pre_ln",
+        "norm": "rwkv.ln_out",
+        "head": "head",
+        f"{MIX}.norm": f"{L4}.ln1",
+        f"{FFN}.norm": f"{L4}.ln2",
+        **_mixes4(MIX, f"{L4}.attention", {"k": "key", "v": "value", "gate": "receptance", "o": "output"}),
+        **_mixes4(FFN, f"{L4}.feed_forward", {"k": "key", "v": "value", "gate": "receptance"}),
+        f"{MIX}.decay": negative_exp(f"{L4}.attention.time_decay"),
+        f"{MIX}.first": f"{L4}.attention.time_first",
+    }
+    tied = (r"^head\.weight$",) if c["tie_word_embeddings"] else ()
+    last = NormSpec(LN_OUT * 4.0 ** halved[-1], "layer")
+    spec = model(c, "rwkv", layers, embed_norm=norm(c, "layer"), norm=last)
+    return spec, NameMap(names, ignored=unused_patterns(c, *tied))
+
+
+def _mixes4(ours: str, theirs: str, linears: dict[str, str]) -> Rules:
+    shifted = {x: name for x, name in linears.items() if x in ("k", "v", "gate")}
+    return {
+        **{f"{ours}.{x}.weight": f"{theirs}.{name}.weight" for x, name in linears.items()},
+        **{f"{ours}.shift.{x}": _share_of_last(f"{theirs}.time_mix_{name}") for x, name in shifted.items()},
+    }
+
+
+def _share_of_last(source: str) -> Derived:
+    """What is stored is the share of the token itself."""
+
+    def rest(w: Stored, **_: str) -> Tensor:
+        return 1 - as_tensor(w).flatten().float()
+
+    return Derived(rest, (source,))
+
+
+def _infer_sizes(t: Tensors) -> None:
+    """All of RWKV-7's sizes are in its shapes."""
+    t.size("head_dim", (found := t.need("attn.r_k"))[1][-1], found)
+    t.size("intermediate_size", (found := t.need("ffn.key.weight"))[1][0], found)
+    for key, letter in (("decay", "w"), ("a", "a"), ("v", "v"), ("gate", "g")):
+        if found_rank := t.first(f"attn.{letter}_lora.lora.0.weight"):
+            t.size(f"{key}_low_rank_dim", found_rank[1][0], found_rank)
+
+
+@family(
+    *("RWKV7ForCausalLM", "Rwkv7ForCausalLM"),
+    model_types=("rwkv7",),
+    defaults={"norm_eps": 1e-5, "head_dim": 64, "tie_word_embeddings": False, "hidden_act": "relu2"}
+    | {"decay_low_rank_dim": 64, "gate_low_rank_dim": 128, "a_low_rank_dim": 64, "v_low_rank_dim": 32},
+    detection=Detection(
+        markers=(ArchitectureMarker("RWKV7ForCausalLM", ("attn.r_k", "attn.x_r"), order=14),),
+        sizes=_infer_sizes,
+    ),
+)
+def rwkv7(c: Config) -> tuple[ModelSpec, NameMap]:
+    """RWKV-7 (Goose) in the layout of flash-linear-attention, as its checkpoints are published."""
+    require(c, "RWKV-7", norm_first=(True,), norm_bias=(True,), hidden_act=("relu2",), attn=({},))
+    hidden, dim, count, each = c["hidden_size"], c["head_dim"], c["num_hidden_layers"], norm(c, "layer")
+    if dim < 1 or hidden % dim:
+        raise UnsupportedModel(f"hidden_size {hidden} is not a multiple of head_dim {dim}")
+    three = (c["decay_low_rank_dim"], c["a_low_rank_dim"], c["gate_low_rank_dim"])
+    heads = NormSpec(dim * c["norm_eps"], "layer")
+    ffn = BranchSpec("ffn", ChannelMixSpec(c.get("intermediate_size") or 4 * hidden), each)
+    ranks = [(*three, c["v_low_rank_dim"] if i else None) for i in range(count)]
+    layers = [(BranchSpec("mix", Wkv7Spec(hidden // dim, dim, r, heads), each), ffn) for r in ranks]
+    spec = model(c, "rwkv7", layers, embed_norm=each, norm=each)
+    return spec, NameMap(_names7(hidden // dim), ignored=unused_patterns(c))
+
+
+def _names7(heads: int) -> Rules:
+    mix, low = f"{L7}.attn", {"decay": "w", "rate": "a", "gate": "g", "share": "v"}
+    names: dict[str, Source | tuple[Source, ...]] = {
+        "embed": "model.embeddings",
+        "embed.norm": "model.layers.0.pre_norm",
+        "norm": "model.norm",
+        "head": "lm_head",
+        f"{MIX}.norm": f"{L7}.attn_norm",
+        f"{FFN}.norm": f"{L7}.ffn_norm",
+        f"{FFN}.k": f"{L7}.ffn.key",
+        f"{FFN}.v": f"{L7}.ffn.value",
+        f"{FFN}.shift.k": flat(f"{L7}.ffn.x_k"),
+        **{f"{MIX}.{x}": f"{mix}.{x}_proj" for x in "rkvo"},
+        **{f"{MIX}.shift.{x}": flat(f"{mix}.x_{low.get(x, x)}") for x in ("r", "decay", "k", "rate", "gate")},
+        f"{MIX}.shift.v": flat(f"{mix}.x_v"),
+        f"{MIX}.gated_norm": f"{mix}.g_norm",
+    }
+    for ours, theirs in low.items():
+        names |= {f"{MIX}.{ours}.{x}": f"{mix}.{theirs}_lora.lora.{n}" for x, n in (("down", 0), ("up", 2))}
+    parts = (("long", "k_k"), ("less", "k_a"), ("bonus", "r_k"))
+    return {**names, **{f"{MIX}.{ours}": _split_heads(heads, f"{mix}.{theirs}") for ours, theirs in parts}}
+
+
+def _split_heads(heads: int, source: str) -> Derived:
+    def apart(w: Stored, **_: str) -> Tensor:
+        return as_tensor(w).view(heads, -1)
+
+    return Derived(apart, (source,))
+
+
+def _gguf_names(c: Config) -> Rules:
+    """llama.cpp's names. All shares of the last token are in one tensor; a bias is a weight of its own."""
+    b, mix = "blk.{i}", "blk.{i}.time_mix"
+    heads = c["hidden_size"] // c["head_dim"]
+    names: dict[str, Source | tuple[Source, ...]] = {
+        "embed.norm": "token_embd_norm",
+        f"{FFN}.norm": f"{b}.attn_norm_2",
+        f"{FFN}.k": f"{b}.channel_mix_key",
+        f"{FFN}.v": f"{b}.channel_mix_value",
+        f"{FFN}.shift.k": flat(f"{b}.channel_mix_lerp_k.weight"),
+        f"{MIX}.gated_norm": f"{mix}_ln",
+    }
+    for ours, theirs in (("r", "receptance"), ("k", "key"), ("v", "value"), ("o", "output")):
+        names[f"{MIX}.{ours}"] = f"{mix}_{theirs}"
+    for n, ours in enumerate(("r", "decay", "k", "v", "rate", "gate")):
+        names[f"{MIX}.shift.{ours}"] = _pick_share(n, f"{mix}_lerp_fused.weight")
+    for ours, theirs in (("decay", "w"), ("rate", "a"), ("share", "v"), ("gate", "g")):
+        names[f"{MIX}.{ours}.up.bias"] = flat(f"{mix}_{theirs}0.weight")
+        names[f"{MIX}.{ours}.down"] = f"{mix}_{theirs}1"
+        names[f"{MIX}.{ours}.up"] = f"{mix}_{theirs}2"
+    for ours, theirs in (("long", "k_k"), ("less", "k_a"), ("bonus", "r_k")):
+        names[f"{MIX}.{ours}"] = _split_heads(heads, f"{mix}_{theirs}.weight")
+    return names
+
+
+def _pick_share(n: int, source: str) -> Derived:
+    """One of six vectors that the file has in one tensor, [6, 1, 1, hidden]."""
+
+    def picked(w: Stored, **_: str) -> Tensor:
+        return as_tensor(w).reshape(6, -1)[n].float()
+
+    return Derived(picked, (source,))
+
+
+@gguf_arch("rwkv7", "RWKV7ForCausalLM", names=_gguf_names)
+def _rwkv7_gguf(m: Metadata) -> None:
+    """The file says that there are 0 attention heads."""
+    m.put("num_attention_heads", None, f"{FILE} {m.prefix}attention.head_count")
+    ranks = {"decay": "decay", "a": "iclr", "v": "value_residual_mix", "gate": "gate"}
+    keys = {f"{ours}_low_rank_dim": f"attention.{theirs}_lora_rank" for ours, theirs in ranks.items()}
+    for key, theirs in {"head_dim": "wkv.head_size", **keys}.items():
+        if (value := m.values.get(theirs)) is not None:
+            m.put(key, value, f"{FILE} {m.prefix}{theirs}")

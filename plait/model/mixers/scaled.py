@@ -1,0 +1,68 @@
+"""A residual branch with learned vectors: what stays and what is added are each scaled and shifted (ZAYA)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from plait.checkpoint.weights import Weights
+from plait.memory import State
+from plait.model.layers.layers import Batch, Norm
+from plait.model.mixers.registry import build, describe, divide, mixer
+from plait.ops.activation import combine
+from plait.ops.ranks import sum_ranks
+from plait.ops.wkv import mix_shift
+from plait.partition import Division, Rank
+from plait.rare_specs import ScaledSpec
+from plait.state.store import StateStore
+
+INNER = "inner"
+
+
+def _words(m: ScaledSpec) -> str:
+    return f"{describe(m.parts[INNER])}, scaled" if INNER in m.parts else "channels scaled"
+
+
+def _divide(s: ScaledSpec, rank: Rank, hidden_size: int) -> Division:
+    """What is inside is divided, and summed before it is scaled; the vectors are whole on every rank."""
+    if INNER not in s.parts:
+        return Division(s, {}, sums=-1)
+    inner = divide(s.parts[INNER], rank, hidden_size)
+    cuts = {f"{INNER}.{key}": cut for key, cut in inner.cuts.items()}
+    return Division(replace(s, parts={INNER: inner.spec}), cuts, inner.sums, inner.gathers)
+
+
+@mixer(ScaledSpec, _words, _divide)
+class Scaled:
+    """What it gives is added to x. `stays` and `added` have a `scale` and a `shift` each, [hidden]."""
+
+    is_summed = True
+
+    def __init__(self, s: ScaledSpec, w: Weights) -> None:
+        self.inner = build(s.parts[INNER], w.scope(INNER)) if INNER in s.parts else None
+        hidden = w.target.hidden_size
+        self.norm = Norm(s.norm, w.scope("norm"), hidden) if s.norm else None
+        self.states: dict[str, State] = self.inner.states if self.inner else {}
+        names = ("stays", "added") if self.inner else ("stays",)
+        self._vectors = [
+            [w.scope(name).tensor(x, (hidden,), torch.float32) for x in ("scale", "shift")] for name in names
+        ]
+        self._affine, self._combine = w.bind(mix_shift), w.bind(combine)
+        self._ranks = (w.target.comm, w.target.dtype)
+
+    def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
+        """x: [T, hidden] -> [T, hidden]."""
+        total = self._scale(0, x)
+        if self.inner:
+            y = self.inner(self.norm(x) if self.norm else x, batch, store)
+            y = y if getattr(self.inner, "is_summed", False) else sum_ranks(y, *self._ranks)
+            total = self._combine(total, self._scale(1, y), 1.0)
+        change: Tensor = self._combine(total, x, -1.0)
+        return change
+
+    def _scale(self, which: int, x: Tensor) -> Tensor:
+        scale, shift = (vector.expand(len(x), -1) for vector in self._vectors[which])
+        out: Tensor = self._affine(shift, x, scale)
+        return out

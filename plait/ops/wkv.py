@@ -1,0 +1,153 @@
+"""RWKV's recurrences over a ragged batch: of RWKV-4 (Peng et al. 2023) and RWKV-7 (Peng et al. 2025)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from plait.ops.attention import Case
+from plait.ops.conv import ragged_case
+from plait.ops.elementwise import elementwise_op
+from plait.ops.registry import Arguments, op
+from plait.ops.ssm import begin, pieces
+
+SEQS = [(1, True), (1, True), (1, False), (40, False), (3, True), (17, True)]
+LEAST = -1e38  # the exponent of a sum of nothing
+RATE = 0.6065306597126334  # e^-½, the fastest decay's logarithm (RWKV-7)
+UNIT_EPS = 1e-12  # a key of less length is not made longer
+
+
+@elementwise_op()
+def mix_shift(x: Tensor, change: Tensor, share: Tensor) -> Tensor:
+    """x + share · change: how much of the last token a channel takes. All [T, n], rows may lie apart."""
+    return x + change * share
+
+
+@op(cases=[dict(seqs=[(1, True)], decodes=1, size=16), dict(seqs=SEQS, decodes=2, size=37)])
+def wkv4_scan(
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    first: Tensor,
+    sums: Tensor,
+    weights: Tensor,
+    largest: Tensor,
+    slots: Tensor,
+    query_start: Tensor,
+    has_history: Tensor,
+    num_decodes: int,
+) -> Tensor:
+    """y = (a + e^(first + k) v) / (b + e^(first + k)); then a ← e^decay a + e^k v, b ← e^decay b + e^k.
+
+    k, v: [T, n]; decay (negative), first: [n] float32; in place, float32 [num_slots, n]: sums a and weights b
+    as multiples of e^largest, so that nothing overflows -> y [T, n] in v's dtype. The rest as in
+    `mamba2_scan`.
+    """
+    key, value, out = k.float(), v.float(), torch.empty(v.shape, device=v.device)
+    states = (sums, weights, largest)
+
+    def move(rows: slice | int, held: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        a, b, m = held
+        top = torch.maximum(m, key[rows] + first)
+        old, new = (m - top).exp(), (key[rows] + first - top).exp()
+        out[rows] = (old * a + new * value[rows]) / (old * b + new)
+        top = torch.maximum(m + decay, key[rows])
+        old, new = (m + decay - top).exp(), (key[rows] - top).exp()
+        return old * a + new * value[rows], old * b + new, top
+
+    if num_decodes:
+        own = slots[:num_decodes]
+        for state, new in zip(states, move(slice(num_decodes), tuple(s[own] for s in states)), strict=True):
+            state[own] = new
+    for rows, slot, past in pieces(slots, query_start, has_history, num_decodes):
+        held = tuple(begin(state, slot, past) for state in states)
+        held = held if past else (*held[:2], torch.full_like(held[2], LEAST))
+        for t in range(rows.start, rows.stop):
+            held = move(t, held)
+        for state, new in zip(states, held, strict=True):
+            state[slot] = new
+    return out.to(v.dtype)
+
+
+@wkv4_scan.inputs
+def _wkv4_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
+    slots, query_start, has_history, num_slots = ragged_case(case["seqs"], device)
+    total, n = int(query_start[-1]), case["size"]
+    k, v = (2 * torch.randn(total, 2 * n, dtype=dtype, device=device)).chunk(2, -1)
+    decay, first = -torch.rand(n, device=device), torch.randn(n, device=device)
+    sums, weights, largest = (torch.randn(num_slots, n, device=device) for _ in range(3))
+    return (
+        k,
+        v,
+        decay,
+        first,
+        sums,
+        weights.abs(),
+        largest,
+        slots,
+        query_start,
+        has_history,
+        case["decodes"],
+    ), {}
+
+
+WKV7 = [
+    dict(seqs=[(1, True)], decodes=1, heads=2, dim=16),
+    dict(seqs=SEQS, decodes=2, heads=3, dim=7),
+    dict(seqs=SEQS, decodes=2, heads=2, dim=40),
+]
+
+
+@op(cases=WKV7)
+def wkv7_scan(
+    r: Tensor,
+    decay: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rate: Tensor,
+    scales: Tensor,
+    state: Tensor,
+    slots: Tensor,
+    query_start: Tensor,
+    has_history: Tensor,
+    num_decodes: int,
+) -> tuple[Tensor, Tensor]:
+    """S ← e^(-RATE σ(decay)) S - (a κ) ⊗ (Sᵀ κ) + k̃ ⊗ v, by the last S; y = Sᵀ r. A generalized delta rule.
+
+    a = σ(rate), κ is k · scales[0] with length 1, k̃ = k (1 + (a - 1) scales[1]). r, decay, k, v, rate: [T, H,
+    d], rows may lie apart; scales: [3, H, d] float32; state S: [num_slots, H, d, d] (keys, values) float32,
+    in place -> y [T, H, d] in v's dtype, and [T, H] float32, how much of v each head adds: Σ r k̃ scales[2].
+    """
+    r32, k32, v32, a = (x.float() for x in (r, k, v, rate.float().sigmoid()))
+    kept = (-RATE * decay.float().sigmoid()).exp()[..., None]
+    unit = F.normalize(k32 * scales[0], dim=-1, eps=UNIT_EPS)
+    key, gone, out = k32 * (1 + (a - 1) * scales[1]), a * unit, torch.empty_like(v32)
+
+    def move(rows: slice | int, s: Tensor) -> Tensor:
+        seen = (unit[rows][..., None, :] @ s)[..., 0, :]
+        s = kept[rows] * s - gone[rows][..., None] * seen[..., None, :]
+        s = s + key[rows][..., None] * v32[rows][..., None, :]
+        out[rows] = (r32[rows][..., None, :] @ s)[..., 0, :]
+        return s
+
+    if num_decodes:
+        own = slots[:num_decodes]
+        state[own] = move(slice(num_decodes), state[own])
+    for rows, slot, past in pieces(slots, query_start, has_history, num_decodes):
+        s = begin(state, slot, past)
+        for t in range(rows.start, rows.stop):
+            s = move(t, s)
+        state[slot] = s
+    return out.to(v.dtype), (r32 * key * scales[2]).sum(-1)
+
+
+@wkv7_scan.inputs
+def _wkv7_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
+    slots, query_start, has_history, num_slots = ragged_case(case["seqs"], device)
+    total, heads, dim = int(query_start[-1]), case["heads"], case["dim"]
+    wide = torch.randn(total, 5 * heads * dim, dtype=dtype, device=device)
+    parts = [part.unflatten(-1, (heads, dim)) for part in wide.chunk(5, -1)]
+    scales = torch.randn(3, heads, dim, device=device)
+    state = torch.randn(num_slots, heads, dim, dim, device=device)
+    return (*parts, scales, state, slots, query_start, has_history, case["decodes"]), {}

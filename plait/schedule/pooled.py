@@ -1,0 +1,43 @@
+"""The pooled hidden states of one sequence, as its steps bring them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from plait.errors import EngineError
+from plait.request import Pooling
+
+
+@dataclass(slots=True)
+class Pool:
+    """The pooled sum of one sequence so far: of its first `length` tokens ("mean") or its last ("last")."""
+
+    kind: Pooling
+    total: tuple[float, ...] = ()
+    length: int = 0
+
+    @property
+    def needs_all_tokens(self) -> bool:
+        """Whether tokens with known state must be computed too, because hidden states are not kept."""
+        return self.kind == "mean"
+
+    def wanted(self, start: int, end: int, num_tokens: int) -> int:
+        """How many hidden states, at its end, a chunk start..end of so many tokens must give."""
+        if self.kind == "last":
+            return int(end == num_tokens)
+        return max(end - max(start, self.length), 0)
+
+    def add(self, total: Sequence[float], end: int) -> None:
+        """Add the sum of the chunk that ended at `end`. Raises EngineError if it is empty or misshapen."""
+        if not total or (self.total and len(self.total) != len(total)):
+            raise EngineError(f"{len(total)} numbers of hidden state arrived, after {len(self.total)}")
+        if self.kind == "last":
+            self.total, self.length = tuple(total), 1
+        else:
+            before = self.total or (0.0,) * len(total)
+            self.total, self.length = tuple(a + b for a, b in zip(before, total, strict=True)), end
+
+    def vector(self) -> tuple[float, ...]:
+        """The pooled hidden state, as long as the model is wide."""
+        return tuple(value / self.length for value in self.total)

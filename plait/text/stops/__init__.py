@@ -1,0 +1,1 @@
+"""Where text ends a reply: stop strings, and regular expressions that do."""

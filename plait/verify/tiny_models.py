@@ -1,0 +1,113 @@
+"""Write small random models: of a config, in the tensors that its family would have on disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from plait.checkpoint.names import sources_of
+from plait.checkpoint.synthetic import Synthetic
+from plait.checkpoint.weights import Weights
+from plait.convert.plan.source import NeededTensor
+from plait.convert.plan.tensor_plan import plan_tensors
+from plait.errors import ConfigError
+from plait.families.common.registry import build_spec, find
+from plait.loading.meta_model import meta_target
+from plait.model.decoder import Decoder
+from plait.model.mtp import MtpHead
+from plait.quant.weight import Dense, Weight
+from plait.verify.tiny_configs import CONFIGS, TENSORS
+
+Shape = tuple[int, ...]
+NAMES = (*CONFIGS, *TENSORS)  # of the models of `plait verify --certificate`
+
+
+class NoFile:
+    """A checkpoint without a tensor; `shapes`: those of the requested tensors, under our names."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[str, Shape] = {}
+
+    def __contains__(self, name: object) -> bool:
+        return False
+
+    def names(self) -> Iterator[str]:
+        return iter(())
+
+    def shape(self, name: str) -> Shape:
+        raise KeyError(name)
+
+    def read(self, name: str) -> Tensor:
+        raise KeyError(name)
+
+
+class AskedWeights(Weights):
+    """Weights without numbers: each that a mixer requires, in the shape that it requests.
+
+    Optional ones, such as a bias, are missing.
+    """
+
+    def read(self, name: str) -> Tensor:
+        return torch.empty(0, device="meta")
+
+    def _numbers(
+        self, name: str, value: Tensor, shape: Shape | None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        return self._asked(name, shape)
+
+    def _matrix(self, name: str, value: Tensor | Weight, shape: tuple[int, int] | None) -> Weight:
+        return Dense(self._asked(name, shape))
+
+    def _asked(self, name: str, shape: Shape | None) -> Tensor:
+        if shape is None:
+            raise ConfigError(
+                f"{self._full(name)}: a mixer asks for it without a shape, so that no model can be made up; "
+                "give the shape to w.tensor or w.weight"
+            )
+        assert isinstance(self.checkpoint, NoFile)
+        self.checkpoint.shapes[self._full(name)] = shape
+        return torch.empty(shape, device="meta")
+
+
+def write_model(config: Mapping[str, object], folder: Path, seed: int = 0) -> None:
+    """Write config.json and model.safetensors of a model with this config, its head for MTP included.
+
+    The numbers are `Synthetic`'s, by tensor and seed. Raises UnsupportedModel for a config of no family, and
+    UnsupportedFormat where a recipe has no way back.
+    """
+    spec, names = build_spec(config)
+    asked = NoFile()
+    weights = AskedWeights(asked, names, meta_target(spec))
+    decoder = Decoder(spec, weights)
+    if spec.mtp is not None:
+        MtpHead(spec, weights, decoder)
+    wanted = {
+        name: NeededTensor(shape, "", {})
+        for name, shape in asked.shapes.items()
+        if sources_of(names.resolve(name)[0])  # a constant is in no file
+    }
+    made = plan_tensors(wanted, names, find(config).name)
+    write_tensors(config, {one.name: one.shape for one in made}, folder, seed)
+
+
+def write_tensors(
+    config: Mapping[str, object], shapes: Mapping[str, Shape], folder: Path, seed: int = 0
+) -> None:
+    """Write a config.json, and a model.safetensors with random tensors of these shapes."""
+    drawn = Synthetic(shapes, seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: drawn.read(name).contiguous() for name in shapes}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+
+
+def write_named(name: str, folder: Path, seed: int = 0) -> None:
+    """Write one of the models in `NAMES`."""
+    if name in TENSORS:
+        write_tensors(*TENSORS[name], folder, seed)
+    else:
+        write_model(CONFIGS[name], folder, seed)
