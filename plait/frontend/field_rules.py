@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from plait.errors import InvalidField
 from plait.request import Grammar, SamplingParams, ThinkingBudget
 from plait.sampling_fields import SamplingFields
+from plait.text.stops.expressions import find_automaton
 
 # With beam search tokens are not drawn, so what changes a draw is refused; these values change nothing.
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
@@ -84,3 +85,16 @@ def resolve(params: SamplingParams, generation_config: Mapping[str, object]) -> 
     if not params.use_beam_search:
         return params.resolved(generation_config)
     return replace(params, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0)
+
+
+def check_stops(params: SamplingParams, wordless: str | None) -> None:
+    """Raises InvalidField for stops by text at a model without a tokenizer: `wordless` is its name."""
+    if params.is_ended_by_text and wordless is not None:
+        name = "stop" if params.stop else "stop_regex"
+        raise InvalidField(
+            f"{name}: {wordless} has no tokenizer, so no text can stop it; send stop_token_ids, or name "
+            "a vocabulary with --vocab",
+            name,
+        )
+    if params.stop_regex:
+        find_automaton(params.stop_regex)

@@ -25,7 +25,7 @@ from plait.engine.admission import (
 from plait.engine.fingerprint import Fingerprint
 from plait.errors import BadGrammar, BadTemplate, CapacityError, InvalidField
 from plait.frontend.deltas import MOST_AT_ONCE
-from plait.frontend.field_rules import check_combination, check_unconstrained, resolve
+from plait.frontend.field_rules import check_combination, check_stops, check_unconstrained, resolve
 from plait.frontend.loop import Loop
 from plait.frontend.model_head import NO_HEAD, ModelHead
 from plait.frontend.output_stream import LoopBridges, OutputStream
@@ -36,7 +36,6 @@ from plait.text.chat.template import ChatTemplate, boundaries, num_chars
 from plait.text.grammar.compiler import GrammarChecker
 from plait.text.grammar.request_fields import grammar_from
 from plait.text.reply_format import ReplyFormat
-from plait.text.stops.expressions import find_automaton
 from plait.text.tokenizers.tokenizer import Tokenizer
 
 log = logging.getLogger("plait")
@@ -193,7 +192,7 @@ class Front:
         demanded = params.structured_outputs
         grammar = None if demanded is None else grammar_from({"structured_outputs": demanded})
         params = replace(resolve(params, self.generation_config), structured_outputs=None)
-        self._check_stops(params)
+        check_stops(params, None if self.tokenizer else self.name)
         params = self._words.apply(params)
         if params.seed is None:
             params = replace(params, seed=self._seeds.getrandbits(63))
@@ -231,17 +230,6 @@ class Front:
                 raise InvalidField(no_text, "negative_prompt")
             found = self.encode(text, allow_special=allow_special) or found
         return found, replace(params, negative_prompt=None)
-
-    def _check_stops(self, params: SamplingParams) -> None:
-        if params.is_ended_by_text and not self.tokenizer:
-            name = "stop" if params.stop else "stop_regex"
-            raise InvalidField(
-                f"{name}: {self.name} has no tokenizer, so no text can stop it; send stop_token_ids, or name "
-                "a vocabulary with --vocab",
-                name,
-            )
-        if params.stop_regex:
-            find_automaton(params.stop_regex)
 
     def shaped(
         self, request: Request, shape: ReplyShape, requested: Grammar | None, num_thinking: int | None
