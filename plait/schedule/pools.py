@@ -61,7 +61,7 @@ class Pools:
         self._nowhere: tuple[tuple[int, ...], ...] = tuple(() for _ in num_blocks)
 
     def introduce(self, seq: TokenSequence, num_blocks: int) -> None:
-        """Show the index's listener, if there is one, the first blocks of a sequence: something is kept there."""
+        """Give an index's listener the names of a sequence's first blocks: something is kept behind them."""
         if self.index.listener is not None:
             self.index.listener.introduce(seq.chain, seq.token_ids, num_blocks)
 
