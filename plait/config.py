@@ -35,8 +35,6 @@ DAY_S = 86_400
 UNPROVEN = "GPU kernels are proved by compilation and interpreter, and no run on a GPU is recorded yet"
 MOST_RANK = 1024  # of an adapter
 MAX_STREAM_INTERVAL = 256  # tokens of one stream that are read at once, on the loop of all others
-
-
 _TYPES: dict[type, dict[str, tuple[Any, bool]]] = {}  # by class: to read them takes a millisecond
 
 
@@ -332,6 +330,10 @@ class ServerConfig:
     )
     tls_cert: str | None = option(None, "serve https with this chain of certificates, a PEM file")
     tls_key: str | None = option(None, "the certificate's private key, a PEM file")
+    startup_digest: bool = option(False, "generate 64 tokens at startup; /version has their hash")
+    kv_events: str | None = option(None, "publish KV events as vLLM does, over ZeroMQ: tcp://*:5557")
+    kv_events_replay: str | None = option(None, "send missed events again, there: tcp://*:5558")
+    kv_events_topic: str | None = option(None, "topic of events; default: kv@HOST@MODEL")
     stream_interval: int = option(
         1,
         "tokens in an event of a streamed reply, the first alone; more: less CPU time, less smooth",
@@ -378,10 +380,7 @@ class ServerConfig:
         if self.port > 65535:
             raise ConfigError(f"port: {self.port} is outside 0..65535")
         if self.stream_interval > MAX_STREAM_INTERVAL:
-            raise ConfigError(
-                f"stream_interval: {self.stream_interval} tokens in an event are more than "
-                f"{MAX_STREAM_INTERVAL}; 4 or 8 save most of what there is to save"
-            )
+            raise ConfigError(f"stream_interval: {self.stream_interval} is more than {MAX_STREAM_INTERVAL}")
         if not 0 <= self.shutdown_timeout_s < math.inf:
             raise ConfigError(f"shutdown_timeout_s: {self.shutdown_timeout_s} is not a number of seconds")
         for name in ("step_timeout_s", "frozen_timeout_s", "loading_timeout_s", "mcp_timeout_s"):
@@ -389,6 +388,8 @@ class ServerConfig:
                 raise ConfigError(f"{name}: {getattr(self, name)} is not a positive number of seconds")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("tls_cert and tls_key: give both, or none of them")
+        if self.kv_events is None and (self.kv_events_replay or self.kv_events_topic):
+            raise ConfigError("kv_events: it is needed for its other options; give --kv-events tcp://*:5557")
         if self.store_key is not None and self.store is None:
             raise ConfigError("store_key: there is no store to encrypt; give --store PATH, too")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):

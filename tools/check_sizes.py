@@ -19,28 +19,28 @@ KERNEL_FILE_LINES, KERNEL_FUNCTION_LINES = 600, 150
 # Lines of each folder of plait/ (".": its own modules): what there is, and 3 % of air. A cap falls when
 # lines go; it is raised in a commit of its own that says why, or not at all.
 CAPS = {
-    ".": 2_630,
+    ".": 2_640,
     "bench": 3_950,
     "checkpoint": 5_150,
     "cli": 5_970,
-    "cluster": 370,
+    "cluster": 580,
     "convert": 3_640,
     "engine": 2_200,
     "families": 12_060,
     "frontend": 1_510,
     "kernels": 23_520,
     "llm": 630,
-    "loading": 5_240,
+    "loading": 5_460,
     "model": 3_390,
     "ops": 5_290,
     "quant": 2_500,
     "runner": 4_630,
     "schedule": 2_990,
     "server": 18_990,
-    "state": 1_850,
+    "state": 2_100,
     "text": 9_540,
     "verify": 2_700,
-    "worker": 2_010,
+    "worker": 2_080,
 }
 
 # Lines of plait/ with `Any` (its imports, too) or typing's `cast`. It falls when they go, and is not raised:

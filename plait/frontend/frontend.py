@@ -22,6 +22,7 @@ from plait.engine.admission import (
     ServiceOptions,
     check_places,
 )
+from plait.engine.fingerprint import Fingerprint
 from plait.errors import BadGrammar, BadTemplate, CapacityError, InvalidField
 from plait.frontend.deltas import MOST_AT_ONCE
 from plait.frontend.field_rules import check_combination, check_stops, check_unconstrained, resolve
@@ -108,6 +109,7 @@ class Front:
             self.grammars = GrammarChecker(self.tokenizer, spec.vocab_size, ends=self.stop_token_ids)
         self._seeds, self._words = random.SystemRandom(), WordRules(self.tokenizer)
         self._bridges = LoopBridges()
+        self.reply_digest = ""  # see `frontend.reply_digest`; "": it was not measured
 
     def start(self) -> None:
         """Start the processes that try grammars out, so that the first request need not wait for them.
@@ -128,8 +130,8 @@ class Front:
         return self.loop.healthy
 
     @property
-    def fingerprint(self) -> str:
-        """A hash of what decides the numbers of a reply; "": not known."""
+    def fingerprint(self) -> Fingerprint:
+        """Which engines give the same replies."""
         return self.loop.fingerprint
 
     @property

@@ -10,7 +10,7 @@ from plait.schedule.disk_prefixes import MOST_AHEAD, DiskPrefixes
 from plait.schedule.plan import CopySlot, Drop, Move, Save
 from plait.schedule.pools import CacheOptions, Pools
 from plait.schedule.sequence import TokenSequence
-from plait.state.blocks import GARBAGE, Hit, Snapshot, extend, root
+from plait.state.blocks import GARBAGE, Hit, PrefixListener, Snapshot, extend, root
 
 
 def num_window_blocks(window: int, block_size: int) -> int:
@@ -45,10 +45,12 @@ class Allocation:
         self._num_blocks, self._num_slots, self.has_slots = num_blocks, num_slots, num_slots > 0
         self._computing: dict[bytes, TokenSequence] = {}
         self.disk: DiskPrefixes | None = None
+        self.listener: PrefixListener | None = None  # set by `follow_prefixes`
         self.pools = self._new_pools()
 
     def _new_pools(self) -> Pools:
-        return Pools(self.windows, self._num_blocks, self._num_slots, self.block_size, self.options)
+        sizes = self._num_blocks, self._num_slots, self.block_size
+        return Pools(self.windows, *sizes, self.options, self.listener)
 
     # What fits
 
@@ -277,6 +279,7 @@ class Allocation:
     def _record(self, seq: TokenSequence) -> None:
         whole = seq.num_computed_tokens // self.block_size
         self._extend(seq)
+        self.pools.introduce(seq, whole)
         index = self.pools.index
         for i in range(seq.num_recorded, whole):
             chain_hash = seq.chain[i + 1]
@@ -291,6 +294,7 @@ class Allocation:
     def _snapshot(self, seq: TokenSequence, at: int, *, is_spare: bool) -> None:
         if place := self._place(seq, at):
             partial = [table[at // self.block_size] for table in seq.tables] if place[1] else []
+            self.pools.introduce(seq, at // self.block_size)
             self.pools.take_snapshot(place, seq.slot, partial, is_spare=is_spare)
             # A chat has the end of a message close to that of its prompt, and each is as large as a slot.
             is_near = at == seq.prompt_len - 1 and seq.boundaries and at not in seq.boundaries
@@ -359,6 +363,7 @@ class Allocation:
         if known := self.pools.index.find(*place):
             self.pools.touch(known)
             return
+        self.pools.introduce(seq, at)
         self.pools.keep(Snapshot(*place, seq.slot, partial))
 
     def reset(self, moves: Sequence[Move]) -> None:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from plait.schedule.plan import CopyBlock, CopySlot, Drop, Load, Move, Save, StepPlan
-from plait.schedule.sequence import SavedSequence
-from plait.state.blocks import GARBAGE, BlockPool, PrefixIndex, Snapshot
+from plait.schedule.sequence import SavedSequence, TokenSequence
+from plait.state.blocks import GARBAGE, BlockPool, PrefixIndex, PrefixListener, Snapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,17 +45,25 @@ class Pools:
         num_slots: int,
         block_size: int,
         options: CacheOptions,
+        listener: PrefixListener | None = None,
     ) -> None:
         self.options, self.block_size = options, block_size
         self.blocks = tuple(BlockPool(n, partial(self._evict_block, g)) for g, n in enumerate(num_blocks))
         slots = BlockPool(num_slots, self._evict_slot, what="slot", option="--max-num-seqs")
         self.slots = slots if num_slots else None
-        self.index = PrefixIndex(windows, block_size, self.slots is not None)
+        self.index = PrefixIndex(windows, block_size, self.slots is not None, listener)
+        if listener is not None:
+            listener.clear()
         self.host = HostSpace(options.host_nbytes, lambda handle: self._lose(self._spilled[handle]))
         self.moves: list[Move] = []
         self._spilled: dict[int, Snapshot] = {}
         self.num_host_hits = 0  # sequences that began with a snapshot from host memory
         self._nowhere: tuple[tuple[int, ...], ...] = tuple(() for _ in num_blocks)
+
+    def introduce(self, seq: TokenSequence, num_blocks: int) -> None:
+        """Give an index's listener the names of a sequence's first blocks: something is kept behind them."""
+        if self.index.listener is not None:
+            self.index.listener.introduce(seq.chain, seq.token_ids, num_blocks)
 
     def take_slot(self) -> int:
         """A slot, or 0 if the model has no use for one. Raises OutOfBlocks."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable, Generator, Mapping
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,9 +20,9 @@ from starlette.types import Receive, Scope, Send
 from plait.config import ServerConfig
 from plait.errors import Cancelled, DeadlineExceeded
 from plait.fair_queue import FairThreads, Slices, SliceTurns, current_client
-from plait.server import operations, pages
+from plait.server import pages
 from plait.server.anthropic import messages
-from plait.server.api import validate
+from plait.server.api import validate, versions
 from plait.server.api.endpoint import Answer, Endpoint, ModelLookup, ModelsLookup
 from plait.server.api.manage import manage_models
 from plait.server.api.reply import WARNING_HEADER
@@ -41,11 +41,10 @@ from plait.server.mcp_routes import MCP, McpDesk
 from plait.server.models import admin
 from plait.server.models.only import OnlyModel
 from plait.server.ollama import embed, generate, manage, wire
-from plait.server.openai import adapters, chat, completions, embeddings, models, scores
+from plait.server.openai import adapters, chat, completions, embeddings, models, render, scores
 from plait.server.respond import respond
 from plait.server.responses import endpoints
 from plait.server.stored.endpoints import STORED
-from plait.version import __version__
 
 if TYPE_CHECKING:
     from plait.frontend.frontend import Front
@@ -76,6 +75,7 @@ ENDPOINTS = (
     *messages.ENDPOINTS,
     *models.ENDPOINTS,
     *adapters.ENDPOINTS,
+    *render.ENDPOINTS,
     *generate.ENDPOINTS,
     *embed.ENDPOINTS,
     *manage.ENDPOINTS,
@@ -133,14 +133,19 @@ def create_app(
     app.add_middleware(Edge, gate=gate, traffic=traffic, models=models)
     app.state.reject_early = gate.reject_early  # for a server that can reject before it starts a task
     if config.cors_origin:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=config.cors_origin,
-            allow_methods=("GET", "POST") if state is None else ("GET", "POST", "DELETE"),
-            allow_headers=("*",),
-            expose_headers=EXPOSED_HEADERS,
-        )
+        _allow_origins(app, config.cors_origin, may_delete=state is not None)
     return app
+
+
+def _allow_origins(app: Starlette, origins: Sequence[str], *, may_delete: bool) -> None:
+    """Let pages of these origins call the server."""
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=origins,
+        allow_methods=("GET", "POST", "DELETE") if may_delete else ("GET", "POST"),
+        allow_headers=("*",),
+        expose_headers=EXPOSED_HEADERS,
+    )
 
 
 class Service:
@@ -177,7 +182,7 @@ class Service:
         return await asyncio.to_thread(exposition, self._models, self._traffic)
 
     async def version(self, request: Request) -> Response:
-        return json_response(operations.Version(__version__))
+        return json_response(versions.describe_version(self._models))
 
     async def list_models(self, request: Request) -> Response:
         return json_response(models.ModelList(data=models.cards(self._models.list_facts())))

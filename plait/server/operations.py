@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import msgspec
-
 from plait.server import mcp_routes
 from plait.server.anthropic import messages
-from plait.server.api import schema
+from plait.server.api import schema, versions
 from plait.server.gateway import operator_views
 from plait.server.gateway.request_context import Health, Readiness
 from plait.server.http.errors import ErrorBody
@@ -26,6 +24,7 @@ from plait.server.openai import (
     completions,
     embeddings,
     models,
+    render,
     scores,
 )
 from plait.server.responses import endpoints, items, request
@@ -34,10 +33,6 @@ from plait.server.stored import batch_objects, chats, conversations, file_object
 ITEM_EVENTS = "With stream: named and numbered events, from response.created to response.completed."
 BLOCK_EVENTS = "With stream: named events, from message_start to message_stop."
 Struct = type  # a msgspec Struct or a dataclass
-
-
-class Version(msgspec.Struct, frozen=True):
-    version: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +109,7 @@ GETS: Mapping[str, Operation] = {
     "/health": Operation("Whether the server can serve; 503: not now", Health),
     "/ready": Operation("Whether new requests are taken; 503: not now", Readiness),
     "/live": Operation("Whether it works or will again; 503: only restarting the server helps", Readiness),
-    "/version": Operation("The version of Plait", Version),
+    "/version": Operation("Plait's version, and fingerprints of the loaded models", versions.Version),
     "/metrics": Operation("The engine's numbers, in Prometheus's text format"),
     "/v1/models": Operation("The models that are served", models.ModelList),
     "/tokenizer_info": Operation("The vocabulary and the chat template"),
@@ -184,6 +179,12 @@ POSTS: Mapping[str, Operation] = {
     ),
     "/v1/unload_lora_adapter": Operation(
         "Unload an adapter; its open requests go on", adapters.AdapterReply, adapters.UnloadAdapterRequest
+    ),
+    "/v1/chat/completions/render": Operation(
+        "A conversation as the token ids that the model would get", render.RenderedPrompt, schema.ChatRequest
+    ),
+    "/v1/completions/render": Operation(
+        "A list: each prompt as the token ids that the model would get", body=schema.CompletionRequest
     ),
     "/tokenize": Operation("Text or messages as token ids", models.Tokens, schema.TokenizeRequest),
     "/detokenize": Operation("Token ids as text", models.DetokenizeReply, schema.DetokenizeRequest),

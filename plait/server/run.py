@@ -63,7 +63,7 @@ def run_server(
 
     def load(report: Report) -> Front:
         from plait.frontend.frontend import Parsers
-        from plait.worker.client import load_process
+        from plait.worker.client import EngineProcess, load_process
         from plait.worker.supervisor import Patience
 
         parsers = Parsers(server.tool_call_parser, server.reasoning_parser)
@@ -73,7 +73,15 @@ def run_server(
             loading_s=server.loading_timeout_s,
             goes_on=server.on_engine_lost == "retry",
         )
-        return load_process(model, engine, report, parsers, patience, begun)
+        front = load_process(model, engine, report, parsers, patience, begun)
+        if server.startup_digest:
+            from plait.frontend.reply_digest import record_digest
+
+            record_digest(front)
+        if publisher is not None:
+            assert isinstance(front.loop, EngineProcess)
+            publisher.follow(front.loop, server.served_model_name or front.name)
+        return front
 
     has_keys = bool(server.api_key or server.api_key_file)
     if engine.lora_folder is not None and not has_keys and not is_loopback(server.host):
@@ -83,9 +91,16 @@ def run_server(
         )
     log = start_log(server)
     allow_files(server.max_connections + SPARE_FILES)
+    publisher = None
+    if server.kv_events is not None:
+        from plait.server.gateway.kv_events import open_publisher
+
+        publisher = open_publisher(server.kv_events, server)
     try:
         serve_front(load, server, reread=reread, log=log)
     finally:
+        if publisher is not None:
+            publisher.close()
         log.flush()
 
 

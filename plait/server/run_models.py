@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from plait import resource_limits
 from plait.config import ServerConfig
+from plait.errors import ConfigError
 from plait.frontend.frontend import Front, Parsers
 from plait.server.gateway.access_log import start_log
 from plait.server.models.catalog import ModelCatalog, ModelEntry
@@ -39,6 +40,8 @@ def run_models(
 
     `begun`: the process of the first model's engine.
     """
+    if config.kv_events is not None:
+        raise ConfigError("kv_events: readers know one model for each address; serve one model")
     residents = ResidentModels(config, find_budget(config), make_load(config, begun), measure_front)
     pool = ModelPool(catalog, config, residents)
     log = start_log(config)
@@ -78,7 +81,12 @@ def make_load(config: ServerConfig, begun: StartedProcess | None = None) -> Load
             process = spare.pop() if spare else None
         tools = entry.tool_call_parser or config.tool_call_parser
         parsers = Parsers(tools, entry.reasoning_parser or config.reasoning_parser)
-        return load_process(entry.source, entry.engine, report, parsers, patience, process)
+        front = load_process(entry.source, entry.engine, report, parsers, patience, process)
+        if not config.startup_digest:
+            return front
+        from plait.frontend.reply_digest import record_digest
+
+        return record_digest(front)
 
     return load
 

@@ -15,7 +15,7 @@ from plait.engine.thread import end_requests
 from plait.errors import EngineError
 from plait.loading.build import Loaded, engine_over
 from plait.loading.disk_cache import open_disk_cache
-from plait.loading.packed_cache import fingerprint
+from plait.loading.identity.fingerprint import fingerprint
 from plait.request import Request
 from plait.schedule.speculate import Proposer
 from plait.state.disk.cache import DiskCache
@@ -113,9 +113,8 @@ class CellRun:
         if cell.disk:
             engine.scheduler.costs = SlowSteps()
             config = replace(self.config, cache_disk=str(self.folder))
-            arithmetic, dtype = fingerprint(loaded.opened, loaded.target), loaded.target.dtype
-            words = (arithmetic, str(dtype).removeprefix("torch."))
-            self._disk = open_disk_cache(config, engine, runner.store.host, runner.decoder.states, *words)
+            known = fingerprint(loaded.opened, loaded.target)
+            self._disk = open_disk_cache(config, engine, runner.store.host, runner.decoder.states, known)
         engine.speculation = speculate_always(drafter, loaded) if drafter else None
         self._failing = FailingRunner(engine) if cell.fails else None
         engine.runner = self._failing or engine.runner

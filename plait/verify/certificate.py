@@ -26,7 +26,8 @@ from plait.errors import ConfigError, PlaitError
 from plait.kernels.load import host_target
 from plait.loading.build import load
 from plait.loading.draft_model import open_draft
-from plait.loading.packed_cache import PACKAGE, fingerprint
+from plait.loading.identity.fingerprint import fingerprint
+from plait.loading.identity.source_code import PACKAGE
 from plait.verify.matrix import Cell
 from plait.verify.prompts import make_up_prompts
 from plait.verify.results import CellResult
@@ -338,7 +339,8 @@ def _describe(verification: Verification) -> CertifiedModel:
     loaded = verification.loaded
     names = (type(mixer).__name__.removesuffix("Spec") for _, mixer in loaded.front.spec.mixers())
     step, cells = loaded.runner.step_kind.partition(";")[0], tuple(cell.word for cell in verification.cells)
-    return CertifiedModel(tuple(dict.fromkeys(names)), step, fingerprint(loaded.opened, loaded.target), cells)
+    known = fingerprint(loaded.opened, loaded.target).arithmetic
+    return CertifiedModel(tuple(dict.fromkeys(names)), step, known, cells)
 
 
 def _now() -> str:

@@ -30,6 +30,14 @@ def test_cost_routing_finds_more_prompt_tokens_than_load_and_round_robin(
     assert found["cost"]["first_token_p50_ms"] < 0.5 * found["load"]["first_token_p50_ms"]
 
 
+def test_four_gateways_find_what_one_cache_would(script: ModuleType) -> None:
+    options = ["--replicas", "16", "--gateways", "4", "--seconds", "60", "--policies", "cost"]
+    (row,) = script.rows(script.parse(options))
+    assert (
+        row["found_share"] > 0.93 * row["one_cache_share"]
+    )  # chats of a minute are young; 0.98 of older ones
+
+
 def test_rows_repeat_but_for_measured_times_and_are_json(script: ModuleType) -> None:
     options = script.parse(["--replicas", "1,3", "--seconds", "20", "--policies", "cost,home,two"])
     first, second = ([json.loads(json.dumps(row)) for row in script.rows(options)] for _ in range(2))

@@ -178,6 +178,17 @@ def test_an_image_and_the_whole_model_share_what_they_keep(
         history += [*token_ids, *words(1, 20)]
 
 
+def test_other_kernels_read_nothing_of_these(
+    nano_hybrid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, prompt = {"cache_disk": str(tmp_path / "disk")}, words(1, 60)
+    ask(nano_hybrid, prompt, **disk)
+    assert ask(nano_hybrid, prompt, **disk).num_cached
+    monkeypatch.setattr("plait.loading.identity.fingerprint.hash_code", lambda parts: "other kernels")
+    assert not ask(nano_hybrid, prompt, **disk).num_cached
+    assert len(list((tmp_path / "disk").iterdir())) == 2
+
+
 def chat(
     model: Path, folder: Path, histories: list[list[int]], between: Callable[[int], None]
 ) -> list[Reply]:

@@ -198,7 +198,7 @@ async def delete(models: ServedModels, body: Mapping[str, object]) -> OllamaStat
 
 
 def _facts(found: ServedFacts) -> dict[str, Any]:
-    digest = hashlib.sha256((found.fingerprint or found.name).encode()).hexdigest()
+    digest = hashlib.sha256((found.fingerprint.arithmetic or found.name).encode()).hexdigest()
     return {
         "name": found.name,
         "model": found.name,
