@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from plait.engine.admission import OnEvent
 from plait.errors import DeadlineExceeded
-from plait.request import Event, Request, RequestTrace
+from plait.request import Event, FinishReason, Request, RequestTrace
 
 log = logging.getLogger("plait.engine")
 
@@ -95,7 +95,7 @@ class OpenStream:
 
     def end(self, error: Exception | None = None, index: int | None = None) -> None:
         """End every open choice, or one: with this error, or as cancelled."""
-        reason = "cancelled" if error is None else "error"
+        reason: FinishReason = "cancelled" if error is None else "error"
         for i in [*self.parts]:
             if index is None or i == index:
                 self.emit(Event(self.request.id, i, finish_reason=reason, error=error))

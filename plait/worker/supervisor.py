@@ -56,8 +56,9 @@ class Patience:
 class Watcher(Protocol):
     """Receives changes of the engine's state; called on the supervisor's thread.
 
-    `on_message`: progress, headers, metrics. `on_up`: requests are accepted. `on_down`: the engine has ended.
-    `on_charged`: with these requests in its last step, or killed from outside (`is_foreign`). `on_lost`: no engine stays up, so requests are rejected until one does. `on_end`: none will be started.
+    `on_message`: progress, headers, metrics. `on_up`: requests are accepted. `on_down`: the engine has ended;
+    `on_charged`: with these requests in its last step, or killed from outside (`is_foreign`). `on_lost`: no
+    engine stays up, so requests are rejected until one does. `on_end`: none will be started.
     """
 
     def on_message(self, message: protocol.FromChild) -> None: ...
