@@ -332,6 +332,9 @@ class ServerConfig:
     )
     tls_cert: str | None = option(None, "serve https with this chain of certificates, a PEM file")
     tls_key: str | None = option(None, "the certificate's private key, a PEM file")
+    startup_digest: bool = option(
+        False, "generate 64 tokens before the first request; /version has their hash, to compare replicas"
+    )
     stream_interval: int = option(
         1,
         "tokens in an event of a streamed reply, the first alone; more: less CPU time, less smooth",

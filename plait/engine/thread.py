@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from plait.engine.admission import OnEvent
 from plait.engine.core import Engine
+from plait.engine.fingerprint import NO_FINGERPRINT
 from plait.errors import EngineError, QueueFull
 from plait.request import Request
 
@@ -34,7 +35,7 @@ class EngineLoop:
     """
 
     loading: None = None  # it was loaded before there was a loop
-    fingerprint = ""  # no server reports one for an engine in this process
+    fingerprint = NO_FINGERPRINT  # no server reports one for an engine in this process
 
     def __init__(self, engine: Engine, *, on_end: Callable[[], None] | None = None) -> None:
         self.engine, self._on_end, limits = engine, on_end, engine.scheduler.limits

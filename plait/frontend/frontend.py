@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 from plait.config import EngineConfig
 from plait.engine.adapters import parse_named, why_no_name
 from plait.engine.admission import MAX_CHARS_PER_TOKEN, USUAL_SERVICE, OnEvent, RequestLimits, ServiceOptions
+from plait.engine.fingerprint import Fingerprint
 from plait.errors import BadGrammar, BadTemplate, CapacityError, InvalidField
 from plait.frontend.deltas import MOST_AT_ONCE
 from plait.frontend.model_head import NO_HEAD, ModelHead
@@ -81,7 +82,7 @@ class Loop(Protocol):
     @property
     def loading(self) -> tuple[str, int, int] | None: ...
     @property
-    def fingerprint(self) -> str: ...
+    def fingerprint(self) -> Fingerprint: ...
     def follow_log_levels(self) -> None: ...
     def stats(self) -> Mapping[str, int]: ...
     def change_adapter(self, name: str, path: str | None) -> None: ...
@@ -130,6 +131,7 @@ class Front:
             self.grammars = GrammarChecker(self.tokenizer, spec.vocab_size, ends=self.stop_token_ids)
         self._seeds, self._words = random.SystemRandom(), WordRules(self.tokenizer)
         self._bridges = LoopBridges()
+        self.reply_digest = ""  # see `frontend.reply_digest`; "": it was not measured
 
     def start(self) -> None:
         """Start the processes that try grammars out, so that the first request need not wait for them.
@@ -150,8 +152,8 @@ class Front:
         return self.loop.healthy
 
     @property
-    def fingerprint(self) -> str:
-        """A hash of what decides the numbers of a reply; "": not known."""
+    def fingerprint(self) -> Fingerprint:
+        """Which engines give the same replies."""
         return self.loop.fingerprint
 
     @property

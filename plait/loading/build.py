@@ -22,6 +22,7 @@ from plait.errors import ConfigError
 from plait.frontend.frontend import Front, Language
 from plait.loading.adapters.place import load_adapters, place_adapters
 from plait.loading.disk_cache import open_disk_cache
+from plait.loading.identity.fingerprint import fingerprint
 from plait.loading.kernel_trials.trials import try_kernels
 from plait.loading.make_engine import make_compiler, make_engine, make_front
 from plait.loading.make_runner import make_runner, make_sampler
@@ -34,7 +35,7 @@ from plait.loading.open_model import (
     load_decoder,
     weight_formats,
 )
-from plait.loading.packed_cache import fingerprint, shelf_of
+from plait.loading.packed_cache import shelf_of
 from plait.loading.probe_scorer import open_settled
 from plait.loading.target import agreement_of, choose_rank, config_of_ranks, find_cuts, make_target
 from plait.memory import has_slots
@@ -217,8 +218,8 @@ def _build(opened: Opened, target: Target, tokenizer: Tokenizer | None, report: 
     report("ready", 1, 1)  # before there is a thread, because `report` may raise to cancel the loading
     disk = None
     if config.cache_disk is not None:
-        arithmetic, dtype = fingerprint(opened, target), str(target.dtype).removeprefix("torch.")
-        disk = open_disk_cache(config, engine, runner.store.host, decoder.states, arithmetic, dtype)
+        known = fingerprint(opened, target)
+        disk = open_disk_cache(config, engine, runner.store.host, decoder.states, known)
     return Built(opened, runner, engine, sizing, target, guides, disk)
 
 

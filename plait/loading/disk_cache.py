@@ -11,8 +11,9 @@ from pathlib import Path
 from plait.cache_folder import make_folder
 from plait.config import EngineConfig
 from plait.engine.core import Engine
+from plait.engine.fingerprint import Fingerprint
 from plait.errors import ConfigError
-from plait.kernels.load import host_target, why_refused
+from plait.kernels.load import why_refused
 from plait.memory import PagedState, State
 from plait.schedule.disk_prefixes import DiskPrefixes
 from plait.state.disk.cache import DiskCache
@@ -26,13 +27,12 @@ def open_disk_cache(
     engine: Engine,
     store: HostStore | None,
     states: Mapping[str, State],
-    fingerprint: str,
-    dtype: str,
+    fingerprint: Fingerprint,
 ) -> DiskCache | None:
     """The disk cache that `config` requests, in use by `engine` and its `store`; None: it requests none.
 
-    `fingerprint`: of model and arithmetic, as `packed_cache.fingerprint`; `dtype`: what the model computes
-    in.
+    `fingerprint`: of this model here. Its arithmetic covers the processor, what the model computes in, and
+    the code of the kernels, so no file of an older version is ever read.
     Raises ConfigError for a folder that others may write, for a GPU, and for a model that is not causal.
     """
     if config.cache_disk is None:
@@ -44,7 +44,7 @@ def open_disk_cache(
             "cache_disk: this model computes a whole sequence in each step, so it has no prefixes"
         )
     folder = Path(config.cache_disk).expanduser().absolute()
-    name = _combine(fingerprint, states, store.block_size, dtype)
+    name = _combine(fingerprint.arithmetic, states, store.block_size)
     try:
         make_folder(folder.parent)
         os.mkdir(folder, 0o700)
@@ -61,11 +61,11 @@ def open_disk_cache(
     return disk
 
 
-def _combine(fingerprint: str, states: Mapping[str, State], block_size: int, dtype: str) -> str:
+def _combine(arithmetic: str, states: Mapping[str, State], block_size: int) -> str:
     """32 hexadecimal digits, of all that decides what the bytes of a block or a slot mean."""
     layout = [
         (name, isinstance(state, PagedState) and state.window, [*state.tensors.items()])
         for name, state in states.items()
     ]
-    known = repr((fingerprint, host_target(), block_size, dtype, layout))
+    known = repr((arithmetic, block_size, layout))
     return hashlib.blake2b(known.encode(), digest_size=16).hexdigest()

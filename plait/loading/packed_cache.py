@@ -1,7 +1,4 @@
-"""The packed-weight cache: which packed weights belong to a model and its options, and when to write.
-
-Also OpenAI's `system_fingerprint`: a hash of all but the request that decides the numbers of a reply.
-"""
+"""The packed-weight cache: which packed weights belong to a model and its options, and when to write."""
 
 from __future__ import annotations
 
@@ -32,11 +29,10 @@ from plait.checkpoint.weights import Target
 from plait.config import EngineConfig
 from plait.engine.memory_plan import gib
 from plait.kernels.load import describe_target
+from plait.loading.identity.source_code import hash_code
 from plait.loading.open_model import Opened
-from plait.version import __version__
 
 log = logging.getLogger("plait")
-NOT_ARITHMETIC = frozenset({"weights", "step"})  # rows of `Target.bound` that change no number
 RESERVE_NBYTES = 1 << 30  # of the disk, which stay free
 # Options that change nothing of what is packed: all others are in the key.
 APART = frozenset({
@@ -47,7 +43,6 @@ APART = frozenset({
     "cache_dir", "packed_cache", "lora", "lora_folder", "max_loras", "max_lora_rank",
     "offline", "probe", "prefill", "no_fuse", "plugins",
 })  # fmt: skip
-PACKAGE = Path(__file__).resolve().parents[1]
 ROOMS = (
     "spec.py",
     "checkpoint",
@@ -95,20 +90,11 @@ def key_of(opened: Opened, target: Target) -> dict[str, object]:
         "model": _digest(repr((resolved.spec, sorted(resolved.config.items()))).encode()),
         "options": {name: value for name, value in asdict(config).items() if name not in APART},
         "computes": [str(target.dtype), target.activations],
-        "made by": [code(), torch.__version__, made_for.room_name if made_for else ""],
+        "made by": [hash_code(ROOMS), torch.__version__, made_for.room_name if made_for else ""],
         "plugins": [plugin.digest for plugin in opened.plugins],
     }
     plain: dict[str, Any] = json.loads(json.dumps(key))
     return plain
-
-
-def code() -> str:
-    """A hash of our source code that packs weights."""
-    root, digest = PACKAGE, hashlib.blake2b(digest_size=16)
-    for room in ROOMS:
-        for path in sorted([root / room] if room.endswith(".py") else (root / room).rglob("*.py")):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 def _digest(raw: bytes) -> str:
@@ -173,28 +159,3 @@ def _versions(key: Mapping[str, Any]) -> tuple[str, ...]:
     """The versions in a key, without the processor: machines of several kinds may share a folder."""
     ours, torch_version, room = key.get("made by", ("", "", ""))
     return ours, torch_version, room.rpartition("-")[2]
-
-
-def fingerprint(opened: Opened, target: Target) -> str:
-    """`fp_` and 16 hexadecimal digits. Raises BadFile for weights that cannot be read any more.
-
-    Of the version, the plug-ins, the weights and the model's config, and of what was bound to compute it on
-    this machine. Neither the folder nor a file's time is in it: a copy of a model is the same model.
-    """
-    resolved, config = opened.resolved, opened.config
-    known = (
-        (__version__, torch.__version__, *(plugin.digest for plugin in opened.plugins)),
-        [_content(path) for path in opened.files.weights],
-        repr((resolved.spec, sorted(resolved.config.items()))),
-        (target.device.type, str(target.dtype), target.activations, target.kv_dtype, target.quantize),
-        target.state_dtype,
-        (target.comm.rank.num_shares, target.comm.rank.whole_experts),  # the order of sums
-        (config.isa, config.precise, config.prefill, config.ssm_mode, config.a_source),
-        sorted({(row.op, row.variant) for row in target.bound if row.op not in NOT_ARITHMETIC}),
-    )
-    return f"fp_{hashlib.blake2b(repr(known).encode(), digest_size=8).hexdigest()}"
-
-
-def _content(path: Path) -> tuple[int, str]:
-    size, _, digest = identify_file(path)
-    return size, digest

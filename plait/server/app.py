@@ -24,9 +24,9 @@ from plait.config import ServerConfig
 from plait.errors import Cancelled, DeadlineExceeded
 from plait.fair_queue import FairThreads, Slices, SliceTurns, capture_call, current_client
 from plait.request import RequestTrace
-from plait.server import operations, pages
+from plait.server import pages
 from plait.server.anthropic import messages
-from plait.server.api import validate
+from plait.server.api import validate, versions
 from plait.server.api.endpoint import Answer, Endpoint, Manage, ModelLookup, ModelsLookup
 from plait.server.api.reply import WARNING_HEADER, ApiReply
 from plait.server.gateway import api_keys
@@ -43,7 +43,6 @@ from plait.server.models.only import OnlyModel
 from plait.server.ollama import embed, generate, manage, wire
 from plait.server.openai import adapters, chat, completions, embeddings, models, responses, scores
 from plait.server.stored.endpoints import STORED
-from plait.version import __version__
 
 if TYPE_CHECKING:
     from plait.frontend.frontend import Front
@@ -165,7 +164,7 @@ class Service:
         return await asyncio.to_thread(exposition, self._models, self._traffic)
 
     async def version(self, request: Request) -> Response:
-        return json_response(operations.Version(__version__))
+        return json_response(versions.describe_version(self._models))
 
     async def list_models(self, request: Request) -> Response:
         return json_response(models.ModelList(data=models.cards(self._models.list_facts())))

@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import msgspec
-
 from plait.server.anthropic import messages
-from plait.server.api import schema
+from plait.server.api import schema, versions
 from plait.server.gateway.request_context import Health, Readiness
 from plait.server.http.errors import ErrorBody
 from plait.server.http.transfer import EVENTS, JSON_LINES, UNMARKED_EVENTS, StreamForm
@@ -33,10 +31,6 @@ from plait.server.stored import batch_objects, chats, file_objects, routes
 ITEM_EVENTS = "With stream: named and numbered events, from response.created to response.completed."
 BLOCK_EVENTS = "With stream: named events, from message_start to message_stop."
 Struct = type  # a msgspec Struct or a dataclass
-
-
-class Version(msgspec.Struct, frozen=True):
-    version: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +81,7 @@ GETS: Mapping[str, Operation] = {
     "/health": Operation("Whether the server can serve; 503: not now", Health),
     "/ready": Operation("Whether new requests are taken; 503: not now", Readiness),
     "/live": Operation("Whether it works or will again; 503: only restarting the server helps", Readiness),
-    "/version": Operation("The version of Plait", Version),
+    "/version": Operation("Plait's version, and fingerprints of the loaded models", versions.Version),
     "/metrics": Operation("The engine's numbers, in Prometheus's text format"),
     "/v1/models": Operation("The models that are served", models.ModelList),
     "/tokenizer_info": Operation("The vocabulary and the chat template"),

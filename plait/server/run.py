@@ -73,7 +73,12 @@ def run_server(
             loading_s=server.loading_timeout_s,
             goes_on=server.on_engine_lost == "retry",
         )
-        return load_process(model, engine, report, parsers, patience, begun)
+        front = load_process(model, engine, report, parsers, patience, begun)
+        if not server.startup_digest:
+            return front
+        from plait.frontend.reply_digest import record_digest
+
+        return record_digest(front)
 
     has_keys = bool(server.api_key or server.api_key_file)
     if engine.lora_folder is not None and not has_keys and not is_loopback(server.host):

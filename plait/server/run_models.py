@@ -78,7 +78,12 @@ def make_load(config: ServerConfig, begun: StartedProcess | None = None) -> Load
             process = spare.pop() if spare else None
         tools = entry.tool_call_parser or config.tool_call_parser
         parsers = Parsers(tools, entry.reasoning_parser or config.reasoning_parser)
-        return load_process(entry.source, entry.engine, report, parsers, patience, process)
+        front = load_process(entry.source, entry.engine, report, parsers, patience, process)
+        if not config.startup_digest:
+            return front
+        from plait.frontend.reply_digest import record_digest
+
+        return record_digest(front)
 
     return load
 

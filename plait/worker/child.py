@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from plait.config import EngineConfig
 from plait.engine.core import Engine
+from plait.engine.fingerprint import NO_FINGERPRINT, Fingerprint
 from plait.engine.metrics import Family
 from plait.engine.thread import end_requests
 from plait.errors import EngineError, PlaitError
@@ -48,7 +49,7 @@ class BuiltEngine(NamedTuple):
     engine: Engine
     spec: ModelSpec
     close: Callable[[], None]
-    fingerprint: str = ""
+    fingerprint: Fingerprint = NO_FINGERPRINT
 
 
 Builder = Callable[[str, EngineConfig, Report, Callable[[TextSource], None]], BuiltEngine]
@@ -234,9 +235,9 @@ def load_engine(
         return BuiltEngine(started.engine, started.spec, started.close, started.fingerprint)
     finish_torch()
     from plait.loading.build import build
+    from plait.loading.identity.fingerprint import fingerprint
     from plait.loading.image.write import keep_image_at_startup
     from plait.loading.open_model import Opened
-    from plait.loading.packed_cache import fingerprint
     from plait.text.tokenizers.tokenizer import Tokenizer
 
     def on_open(opened: Opened) -> Tokenizer | None:

@@ -20,6 +20,7 @@ from prometheus_client import CollectorRegistry
 
 from plait.config import EngineConfig
 from plait.engine.admission import OnEvent
+from plait.engine.fingerprint import NO_FINGERPRINT, Fingerprint
 from plait.engine.metrics import RemoteMetrics
 from plait.errors import EngineError, EngineLost, PlaitError, QueueFull
 from plait.frontend.frontend import TEMPLATES_OWN, Front, Parsers
@@ -93,9 +94,9 @@ class EngineProcess:
         return protocol.decode_spec(ready.spec), ready.max_model_len
 
     @property
-    def fingerprint(self) -> str:
-        """A hash of what decides the numbers of a reply; "" until requests are accepted."""
-        return self._ready.fingerprint if self._ready else ""
+    def fingerprint(self) -> Fingerprint:
+        """Which engines give the same replies; not known until requests are accepted."""
+        return self._ready.fingerprint if self._ready else NO_FINGERPRINT
 
     @property
     def longest(self) -> int | None:

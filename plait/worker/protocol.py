@@ -18,6 +18,7 @@ import msgspec
 
 from plait import errors
 from plait.config import MIB, EngineConfig
+from plait.engine.fingerprint import NO_FINGERPRINT, Fingerprint
 from plait.engine.metrics import Family
 from plait.errors import BadFile, EngineError, OutOfMemory, PlaitError, RequestError, clip_text
 from plait.request import Event, Request
@@ -114,7 +115,7 @@ class Ready(WireMessage, frozen=True, tag=3):
     max_model_len: int
     longest: int
     stat_names: tuple[str, ...]
-    fingerprint: str = ""
+    fingerprint: Fingerprint = NO_FINGERPRINT
 
 
 class EventMessage(WireMessage, frozen=True, gc=False):

@@ -19,7 +19,7 @@ SIZES = ("--threads", "1", "--max-num-seqs", "4", "--max-num-batched-tokens", "3
 @pytest.fixture(autouse=True)
 def same_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """The code's key is fixed, because a developer may edit the code while a test runs."""
-    monkeypatch.setattr(packed_cache, "code", lambda: "this code")
+    monkeypatch.setattr(packed_cache, "hash_code", lambda parts: "this code")
 
 
 def test_packed_weights_are_kept_used_shown_and_removed(

@@ -173,3 +173,14 @@ def test_an_image_and_the_whole_model_share_what_they_keep(
         assert token_ids == reply(history, startup_image="off")[0]
         assert num_cached == (len(history) - 21 if len(history) > 45 else 0)
         history += [*token_ids, *words(1, 20)]
+
+
+def test_other_kernels_read_nothing_of_these(
+    nano_hybrid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, prompt = {"cache_disk": str(tmp_path / "disk")}, words(1, 60)
+    ask(nano_hybrid, prompt, **disk)
+    assert ask(nano_hybrid, prompt, **disk).num_cached
+    monkeypatch.setattr("plait.loading.identity.fingerprint.hash_code", lambda parts: "other kernels")
+    assert not ask(nano_hybrid, prompt, **disk).num_cached
+    assert len(list((tmp_path / "disk").iterdir())) == 2

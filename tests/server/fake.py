@@ -14,6 +14,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
+from plait.engine.fingerprint import Fingerprint
 from plait.errors import BadTemplate, CapacityError, EngineError, QueueFull
 from plait.frontend.frontend import Front, Language
 from plait.request import Event, Pooling, Request, TokenLogprobs
@@ -87,7 +88,7 @@ class EchoLoop:
 
     def __init__(self) -> None:
         self.healthy, self.max_open, self.loading, self.longest = True, 4096, None, None
-        self.fingerprint = "fp_echo"
+        self.fingerprint = Fingerprint("echo", "fp_echo")
         self.live, self.fault, self.registry = True, None, CollectorRegistry()
         self.requests: list[Request] = []
         self.open: dict[str, set[int]] = {}  # choices that run

@@ -26,6 +26,7 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from plait.checkpoint.packed_cache.file_format import whole, write_whole
+from plait.engine.fingerprint import Fingerprint
 from plait.errors import BadFile
 from plait.kernels.load import is_foreign_file
 from plait.memory import PagedState, SlotState, State
@@ -120,7 +121,7 @@ class ModelPart(Struct, frozen=True):
     text: bytes  # its `TextSource`, as JSON
     weights_nbytes: int
     mapped_nbytes: int
-    fingerprint: str
+    fingerprint: Fingerprint
 
     @property
     def states(self) -> Mapping[str, State]:

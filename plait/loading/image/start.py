@@ -15,6 +15,7 @@ import numpy as np
 from plait.checkpoint.find_files import find_model
 from plait.config import EngineConfig
 from plait.engine.core import Engine
+from plait.engine.fingerprint import Fingerprint
 from plait.engine.grammar_guide import Guides
 from plait.engine.host_memory import describe_memory, size_on_host
 from plait.engine.memory_plan import ModelFacts, Sizing
@@ -55,7 +56,7 @@ class StartedModel:
     engine: Engine
     sizing: Sizing
     guides: Guides
-    fingerprint: str
+    fingerprint: Fingerprint
     disk: DiskCache | None = None
 
     def close(self) -> None:
@@ -166,7 +167,7 @@ def _start(image: Image, config: EngineConfig, text: TextSource, open_full: Open
     guides = Guides(make_compiler(text, spec.vocab_size), spec.vocab_size)
     engine.guided = guides.open
     log.info("step: %s", runner.step_kind)
-    disk = open_disk_cache(config, engine, store, model.states, model.fingerprint, model.dtype)
+    disk = open_disk_cache(config, engine, store, model.states, model.fingerprint)
     return StartedModel(model.name, spec, text, runner, engine, sizing, guides, model.fingerprint, disk)
 
 

@@ -18,13 +18,14 @@ from plait.engine.memory_plan import gib
 from plait.errors import CannotRecord
 from plait.kernels.load import sampling_kernels, why_refused
 from plait.loading.build import Built, Loaded
+from plait.loading.identity.fingerprint import fingerprint
 from plait.loading.image.capture import capture_step
 from plait.loading.image.file_format import ImageHeader, ModelPart, checksum, lay_out, write_image
 from plait.loading.image.key import key_of, path_of
 from plait.loading.image.lookup import SUFFIX, why_no_image
 from plait.loading.make_runner import make_sampler
 from plait.loading.open_model import banned_ids, load_decoder
-from plait.loading.packed_cache import fingerprint, keep, shelf_of
+from plait.loading.packed_cache import keep, shelf_of
 from plait.loading.probe_scorer import open_settled
 from plait.loading.target import make_target
 from plait.memory import PagedState, SlotState

@@ -231,7 +231,7 @@ def head(context: RequestContext, prefix: str, kind: str) -> dict[str, object]:
         "object": kind,
         "created": int(time.time()),
         "model": context.model,
-        "system_fingerprint": context.front.fingerprint or None,
+        "system_fingerprint": context.front.fingerprint.arithmetic or None,
     }
 
 

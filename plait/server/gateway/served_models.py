@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from plait.engine.fingerprint import NO_FINGERPRINT, Fingerprint
 from plait.server.gateway.exchange import Exchange
 from plait.server.gateway.request_context import Health, LoadingProgress
 
@@ -52,7 +53,7 @@ class ServedFacts:
     max_model_len: int | None = None
     abilities: Sequence[str] | None = None
     family: str = ""
-    fingerprint: str = ""
+    fingerprint: Fingerprint = NO_FINGERPRINT
     template: str = ""
     size: int | None = None
     memory: int | None = None

@@ -153,7 +153,7 @@ async def pull(models: ServedModels, body: Mapping[str, object]) -> OllamaStatus
 
 
 def _facts(found: ServedFacts) -> dict[str, Any]:
-    digest = hashlib.sha256((found.fingerprint or found.name).encode()).hexdigest()
+    digest = hashlib.sha256((found.fingerprint.arithmetic or found.name).encode()).hexdigest()
     return {
         "name": found.name,
         "model": found.name,

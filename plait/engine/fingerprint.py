@@ -1,0 +1,23 @@
+"""Which engines give the same replies: two hashes that an engine reports once it is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """`model`: of the files and of the options that change text, 16 hexadecimal digits.
+
+    `arithmetic`: of the model and of all else that changes a bit of its numbers, `fp_` and 16 such digits;
+    it is the `system_fingerprint` of replies. "": not known.
+
+    A request may go to any engine of the same model. An engine that goes on with a reply of another one
+    generates the very same rest only where the arithmetic is the same, too.
+    """
+
+    model: str = ""
+    arithmetic: str = ""
+
+
+NO_FINGERPRINT = Fingerprint()
