@@ -56,7 +56,7 @@ def option_types(cls: type) -> dict[str, tuple[Any, bool]]:
     return _TYPES[cls]
 
 
-def _check_fields(config: Any) -> None:
+def check_fields(config: Any) -> None:
     """Make lists tuples. Raises ConfigError for a word that is not of its type, and for a number too low."""
     for each in fields(config):
         name, value = each.name, getattr(config, each.name)
@@ -216,7 +216,7 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        _check_fields(self)
+        check_fields(self)
         if not DEVICE.fullmatch(self.device):
             raise ConfigError(f"device: {self.device!r} is not one of auto, cpu, cuda, cuda:N, cuda:N,M")
         self._check_ranks()
@@ -372,7 +372,7 @@ class ServerConfig:
     otlp_endpoint: str | None = option(None, "send a trace of each request there, over OTLP and HTTP")
 
     def __post_init__(self) -> None:
-        _check_fields(self)
+        check_fields(self)
         if self.port > 65535:
             raise ConfigError(f"port: {self.port} is outside 0..65535")
         if self.stream_interval > MAX_STREAM_INTERVAL:

@@ -36,6 +36,7 @@ from plait.cluster.wire import (
     ToGateway,
 )
 from plait.engine.admission import OnEvent
+from plait.engine.fingerprint import Fingerprint
 from plait.engine.metrics import WAITS_S, Histogram
 from plait.errors import EngineError, PlaitError, QueueFull
 from plait.request import Request
@@ -132,9 +133,9 @@ class ClusterLoop:
         return self._thread.is_alive()
 
     @property
-    def fingerprint(self) -> str:
-        """The arithmetic of the replica that was heard first: all others should have it, too."""
-        return self._arithmetic
+    def fingerprint(self) -> Fingerprint:
+        """Of the replica that was heard first: all others should have its arithmetic, too."""
+        return Fingerprint("" if self._card is None else self._card.model, self._arithmetic)
 
     @property
     def max_open(self) -> int:

@@ -15,6 +15,7 @@ from plait.cluster.loop import ClusterLoop
 from plait.cluster.replica_server import ReplicaAddress, ReplicaServer
 from plait.cluster.wire import ReplicaCard
 from plait.engine.admission import OnEvent
+from plait.engine.fingerprint import Fingerprint
 from plait.errors import EngineError, PlaitError, QueueFull
 from plait.request import Event, Request, SamplingParams
 
@@ -93,7 +94,7 @@ class ThreadEngine:
 
     fault: BaseException | None = None
     loading: tuple[str, int, int] | None = None
-    fingerprint, longest = "fp_1", 100
+    fingerprint, longest = Fingerprint("m", "fp_1"), 100
 
     def __init__(self, poison: int | None = None, most: int = 64) -> None:
         self.poison, self.max_open = poison, most

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from plait.cluster.lease_table import MAX_LOSSES
+from plait.engine.fingerprint import Fingerprint
 from plait.errors import DeadlineExceeded, EngineError, EngineKilled, EngineLost, InvalidField, QueueFull
 from tests.cluster.replicas import cluster, expected, make_card, make_request
 
@@ -243,7 +244,7 @@ def test_what_is_measured_names_states_moves_and_routes() -> None:
         assert found["plait_cluster_replicas"] == {"state": "ready", "value": 2}
         assert found["plait_cluster_routed_total"] == {"why": "home", "value": 1}
         assert made.loop.max_open == 128
-        assert made.loop.fingerprint == "fp_1"
+        assert made.loop.fingerprint == Fingerprint("m", "fp_1")
         assert made.loop.longest == 100
         assert MAX_LOSSES == 3
         assert make_card().max_open == 64

@@ -1,0 +1,29 @@
+"""The router of Ray Serve's handle in a gateway: a call goes to the replica that it names.
+
+Which replica gets a request is decided by the lease table, not here. Serve pickles this class by value, so it
+imports what it shares with the gateway where it is used.
+"""
+
+from __future__ import annotations
+
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+
+
+class PinnedRouter(RequestRouter):
+    """A call with `at` goes to the replica of that id, and one without to any."""
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """The replica with the id `at`, or all; none if it has ended, and the caller gives up."""
+        at = pending_request.kwargs.get("at") if pending_request is not None else None
+        if not at:
+            return [candidate_replicas]
+        return [[replica for replica in candidate_replicas if replica.replica_id.unique_id == at]]
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Serve's list of replicas that take requests has changed."""
+        super().update_replicas(replicas)
+        from plait.cluster.ray_serve.membership import MEMBERSHIP
+
+        MEMBERSHIP.publish([replica.replica_id.unique_id for replica in replicas])
