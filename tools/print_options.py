@@ -16,8 +16,9 @@ HEAD = """\
 # Options
 
 All options of `plait serve`, as flags, environment variables and keys of a TOML file (`--config`).
-`[cluster]` is of `plait cluster serve`. Options of the engine hold for every command that runs a model, and for `LLM` by their key. This page is
-made by `tools/print_options.py`; [operations.md](operations.md) says how they work together.
+Options of the engine hold for every command that runs a model, and for `LLM` by their key. `[cluster]` is of
+`plait cluster serve`. This page is made by `tools/print_options.py`; [operations.md](operations.md) says how
+they work together.
 """
 
 

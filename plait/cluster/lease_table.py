@@ -81,7 +81,7 @@ class LeaseTable:
             stream.end(InvalidField(f"request id {request.id!r} is in use by an open request", "id"))
             return
         first_end = min(request.boundaries, default=0) // self._block_size
-        stream.home = chain[max(first_end, 1) - 1] if chain else b""
+        stream.home = chain[max(first_end, 1) - 1] if chain else name_blocks(request, 1)[-1]
         self._streams[request.id] = self._waiting[stream.key] = stream
 
     def cancel(self, request_id: str, index: int | None) -> None:

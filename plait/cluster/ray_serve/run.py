@@ -1,4 +1,4 @@
-"""Starts the application on a Ray cluster, asks it how it does, and writes it as a file for `serve deploy`."""
+"""Runs the application on a Ray cluster, reads its status, and writes it as a file for `serve deploy`."""
 
 from __future__ import annotations
 
