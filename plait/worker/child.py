@@ -283,6 +283,7 @@ def serve_link(link: Link, status: protocol.SharedStatus, hello: protocol.Hello)
     gc.freeze()  # what exists now stays; looking at it would take a quarter of a second, and find nothing
     gc.enable()
     engine = built.engine
+    engine.metrics.arithmetic = built.fingerprint.arithmetic
     child = EngineChild(link, status, engine)
     spec, longest = encode_spec_value(built.spec), engine.scheduler.longest
     names = tuple(engine.stats())
