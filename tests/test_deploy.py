@@ -21,6 +21,8 @@ from prometheus_client import CollectorRegistry
 from plait.cli.main import cli
 from plait.config import ServerConfig
 from plait.engine.metrics import Metrics, RemoteMetrics
+from plait.schedule.allocation import Allocation
+from plait.schedule.costs import SchedulerLimits
 from plait.server.app import create_app
 from plait.server.gateway.middleware import PUBLIC, Traffic
 from plait.server.gateway.request_context import LoadingState
@@ -165,6 +167,8 @@ class Counts:
     """A scheduler of which every number is 0."""
 
     cache_counts: Mapping[str, int] = {}
+    limits = SchedulerLimits(max_num_seqs=1, max_num_batched_tokens=1, max_waiting=0, max_model_len=1)
+    memory = Allocation((), (), 16, num_slots=0, max_step_len=1)
 
     def stats(self) -> Mapping[str, int]:
         return defaultdict(int)

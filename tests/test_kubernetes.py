@@ -180,9 +180,10 @@ def test_the_pool_finds_the_picker_and_the_picker_the_pool() -> None:
 def vllm_names() -> set[str]:
     """The gauges that --metrics-vllm-names adds for a registry with ours."""
     registry = CollectorRegistry()
-    for name in ("requests_waiting", "requests_running"):
+    for name in ("requests_waiting", "requests_running", "memory_usage_ratio"):
         Gauge(f"plait_{name}", name, registry=registry)
-    Gauge("plait_blocks", "blocks", ["state"], registry=registry).labels("held").set(1)
+    labels = {"block_size": "16", "num_blocks": "9", "num_slots": "0", "arithmetic": ""}
+    Gauge("plait_cache_config_info", "cache", labels, registry=registry).labels(**labels).set(1)
     return {family.name for family in Aliases(registry, "model").collect()}
 
 

@@ -57,7 +57,15 @@ SIDEWAYS = {
 NO_TORCH = (
     *("errors", "config", "cache_folder", "fair_queue", "resource_limits", "version"),
     *("spec", "rare_specs", "spec_values", "request", "sampling_fields", "memory", "partition"),
-    *("state.blocks", "state.host_store", "state.disk", "schedule", "families.config.normalize", "text"),
+    *(
+        "state.blocks",
+        "state.prefix_tree",
+        "state.host_store",
+        "state.disk",
+        "schedule",
+        "families.config.normalize",
+        "text",
+    ),
     *("runner.host", "checkpoint.find_files", "checkpoint.identity", "checkpoint.packed_cache.file_format"),
     "checkpoint.readers.gguf_metadata",
     *("kernels.load", "kernels.cpu.runtime.threads", "kernels.cpu.runtime.machine_code"),

@@ -7,8 +7,11 @@ counts for the blocks before it, so a hybrid's reports say up to 15 tokens less 
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from dataclasses import dataclass, field
+
+from plait.state.prefix_tree import PrefixChanges
 
 MAX_CHANGES = 4096  # hashes in one report: 64 KiB
 
@@ -34,7 +37,7 @@ class ResumePoints:
     """The points of one replica, and what has changed since its last report.
 
     A hash may be added several times (a group's block and a snapshot, two snapshots in one block): it is a
-    point until it was removed as often. Not locked: the engine's thread calls everything.
+    point until it was removed as often. Safe from several threads: changes come from the engine's supervisor.
     """
 
     _counts: Counter[bytes] = field(default_factory=Counter)
@@ -42,40 +45,57 @@ class ResumePoints:
     _removed: dict[bytes, None] = field(default_factory=dict)
     _number: int = 0
     _is_new: bool = True  # no report was made, or the next one is to have everything
+    _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def __len__(self) -> int:
         return len(self._counts)
 
     def add(self, point: bytes) -> None:
         """A prefix can be resumed from now on."""
-        self._counts[point] += 1
-        if self._counts[point] == 1 and self._removed.pop(point, self) is self:
-            self._added[point] = None
+        with self._lock:
+            self._counts[point] += 1
+            if self._counts[point] == 1 and self._removed.pop(point, self) is self:
+                self._added[point] = None
 
     def remove(self, point: bytes) -> None:
         """A prefix cannot be resumed any more: its block or snapshot was evicted. It must have been added."""
-        assert self._counts[point] > 0, "a resume point is removed that was never added"
-        self._counts[point] -= 1
-        if not self._counts[point]:
-            del self._counts[point]
-            if self._added.pop(point, self) is self:
-                self._removed[point] = None
+        with self._lock:
+            assert self._counts[point] > 0, "a resume point is removed that was never added"
+            self._counts[point] -= 1
+            if not self._counts[point]:
+                del self._counts[point]
+                if self._added.pop(point, self) is self:
+                    self._removed[point] = None
+
+    def apply(self, changes: PrefixChanges) -> None:
+        """Take in what an engine reports of its cache: for `EngineProcess.follow_prefixes`."""
+        with self._lock:
+            if changes.begins:
+                for changed in (self._counts, self._added, self._removed):
+                    changed.clear()
+                self._is_new = True
+            for point in changes.removed:
+                self.remove(point)
+            for point in changes.added:
+                self.add(point)
 
     def begin_anew(self) -> None:
         """The next reports have every point: a gateway needs that after a gap."""
-        self._is_new = True
+        with self._lock:
+            self._is_new = True
 
     def report(self, waiting_tokens: int, open_replies: int) -> list[ReplicaReport]:
         """What has changed since the last call, as one message; or everything, in as many as that takes.
 
         Everything is reported first, when `begin_anew` was called, and when more than MAX_CHANGES changed.
         """
-        is_new = self._is_new or len(self._added) + len(self._removed) > MAX_CHANGES
-        added = tuple(self._counts if is_new else self._added)
-        removed = () if is_new else tuple(self._removed)
-        self._added.clear()
-        self._removed.clear()
-        self._is_new = False
+        with self._lock:
+            is_new = self._is_new or len(self._added) + len(self._removed) > MAX_CHANGES
+            added = tuple(self._counts if is_new else self._added)
+            removed = () if is_new else tuple(self._removed)
+            self._added.clear()
+            self._removed.clear()
+            self._is_new = False
         reports = []
         for start in range(0, max(len(added), 1), MAX_CHANGES):
             self._number += 1

@@ -17,6 +17,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from plait.request import FinishReason, RequestTrace
+from plait.schedule.allocation import Allocation
+from plait.schedule.costs import SchedulerLimits
 
 CAUSES = ("hit", "new", "evicted", "no_snapshot", "window", "short", "off", "disk")
 WAITS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0, 600.0)
@@ -50,10 +52,14 @@ Family = tuple[str, str, str, tuple[tuple[str, dict[str, str], float], ...]]  # 
 
 
 class SchedulerCounts(Protocol):
-    """The scheduler as it is read here; both methods are safe from any thread."""
+    """The scheduler as it is read here, safe from any thread."""
 
     @property
     def cache_counts(self) -> Mapping[str, int]: ...
+    @property
+    def limits(self) -> SchedulerLimits: ...
+    @property
+    def memory(self) -> Allocation: ...
     def stats(self) -> Mapping[str, int]: ...
 
 
@@ -95,6 +101,7 @@ class Metrics(Collector):
         made = [Histogram(f"plait_{name}", about, bounds) for name, about, bounds in HISTOGRAMS]
         self._histograms, (self._first_token, self._gap, self._whole, self._queue) = made, made[:4]
         self._step, self._step_tokens, self._prompt, self._output = made[4:]
+        self.arithmetic = ""  # see `engine.fingerprint`; an engine's process sets it
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
 
@@ -147,6 +154,8 @@ class Metrics(Collector):
         about = "Blocks of keys, values and latents, in all groups."
         yield _states(stats, "blocks", about, stats["num_cached_blocks"])
         yield _states(stats, "slots", "Slots for the recurrent state of a sequence.", stats["num_snapshots"])
+        yield _gauge("memory_usage_ratio", "Memory that sequences hold, of all: 0 to 1.", self._usage(stats))
+        yield self._describe_cache(stats)
         yield _gauge("snapshots", "Saved slots that a prompt can start from.", stats["num_snapshots"])
         about = "Memory of the host that holds the state of sequences swapped out."
         yield _gauge("host_saved_bytes", about, stats["host_nbytes"])
@@ -163,6 +172,28 @@ class Metrics(Collector):
             value = lookups.get(f"{name}_tokens", 0)
             yield _counter(f"prefix_cache_{name}_tokens", f"{about} the prefix cache.", value)
         yield from (histogram.family() for histogram in self._histograms)
+
+    def _usage(self, stats: Mapping[str, int]) -> float:
+        """Of blocks, or of the slots that running sequences can have: the larger share that is held."""
+        most = min(stats["num_slots"], self._scheduler.limits.max_num_seqs)
+        slots = stats["num_slots"] - stats["num_free_slots"] - stats["num_snapshots"]
+        blocks = stats["num_blocks"] - stats["num_free_blocks"] - stats["num_cached_blocks"]
+        return max(blocks / max(stats["num_blocks"], 1), min(slots / max(most, 1), 1.0))
+
+    def _describe_cache(self, stats: Mapping[str, int]) -> Metric:
+        """What does not change while the engine runs, as labels."""
+        memory = self._scheduler.memory
+        sizes = [pool.num_blocks - 1 for pool in memory.pools.blocks]
+        labels = {
+            "block_size": str(memory.block_size),
+            "num_blocks": str(max(sizes, default=0)),
+            "num_slots": str(stats["num_slots"]),
+            "arithmetic": self.arithmetic,
+        }
+        about = "Tokens in a block, blocks of the largest group, slots, fingerprint of the arithmetic."
+        family = GaugeMetricFamily("plait_cache_config_info", about, labels=[*labels])
+        family.add_metric([*labels.values()], 1)
+        return family
 
 
 class RemoteMetrics(Collector):

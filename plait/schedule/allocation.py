@@ -10,7 +10,8 @@ from plait.schedule.disk_prefixes import DiskPrefixes
 from plait.schedule.plan import CopySlot, Drop, Move, Save
 from plait.schedule.pools import CacheOptions, Pools
 from plait.schedule.sequence import TokenSequence
-from plait.state.blocks import GARBAGE, Hit, Snapshot, extend, root
+from plait.state.blocks import GARBAGE, Hit, PrefixListener, Snapshot, extend, root
+from plait.state.prefix_tree import PrefixTree
 
 
 def num_window_blocks(window: int, block_size: int) -> int:
@@ -45,10 +46,25 @@ class Allocation:
         self._num_blocks, self._num_slots, self.has_slots = num_blocks, num_slots, num_slots > 0
         self._computing: dict[bytes, TokenSequence] = {}
         self.disk: DiskPrefixes | None = None
+        self._listener: PrefixListener | None = None
         self.pools = self._new_pools()
 
     def _new_pools(self) -> Pools:
-        return Pools(self.windows, self._num_blocks, self._num_slots, self.block_size, self.options)
+        pools = Pools(self.windows, self._num_blocks, self._num_slots, self.block_size, self.options)
+        pools.index.listener = self._listener
+        return pools
+
+    def follow_prefixes(self) -> PrefixTree | None:
+        """What is cached from now on, as a tree; None: this model caches nothing."""
+        if not self._caches:
+            return None
+        tree = PrefixTree(self.windows, self.block_size, has_slots=self.has_slots)
+        self._listener = self.pools.index.listener = tree
+        return tree
+
+    def _introduce(self, seq: TokenSequence, num_blocks: int) -> None:
+        if (listener := self.pools.index.listener) is not None:
+            listener.introduce(seq.chain, seq.token_ids, num_blocks)
 
     # What fits
 
@@ -261,6 +277,7 @@ class Allocation:
     def _record(self, seq: TokenSequence) -> None:
         whole = seq.num_computed_tokens // self.block_size
         self._extend(seq)
+        self._introduce(seq, whole)
         index = self.pools.index
         for i in range(seq.num_recorded, whole):
             chain_hash = seq.chain[i + 1]
@@ -275,6 +292,7 @@ class Allocation:
     def _snapshot(self, seq: TokenSequence, at: int, *, is_spare: bool) -> None:
         if place := self._place(seq, at):
             partial = [table[at // self.block_size] for table in seq.tables] if place[1] else []
+            self._introduce(seq, at // self.block_size)
             self.pools.take_snapshot(place, seq.slot, partial, is_spare=is_spare)
             # A chat has the end of a message close to that of its prompt, and each is as large as a slot.
             is_near = at == seq.prompt_len - 1 and seq.boundaries and at not in seq.boundaries
@@ -343,6 +361,7 @@ class Allocation:
         if known := self.pools.index.find(*place):
             self.pools.touch(known)
             return
+        self._introduce(seq, at)
         self.pools.keep(Snapshot(*place, seq.slot, partial))
 
     def reset(self, moves: Sequence[Move]) -> None:
@@ -355,6 +374,8 @@ class Allocation:
         unsaved = {move.handle for move in self.pools.moves if isinstance(move, Save)}
         handles = (drops | self.pools.host.handles) - unsaved
         self.pools = self._new_pools()
+        if self._listener is not None:
+            self._listener.clear()
         self.pools.moves += [Drop(handle) for handle in sorted(handles)]
         self._computing.clear()
         if self.disk:

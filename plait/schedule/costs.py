@@ -146,6 +146,22 @@ def _rising(sizes: Sequence[_Size]) -> list[tuple[float, float]]:
     return [(size.tokens, cost) for size, cost in zip(sizes, seconds, strict=True)]
 
 
+def describe_load(
+    waiting: Sequence[TokenSequence], running: Sequence[TokenSequence], costs: StepCosts
+) -> dict[str, int]:
+    """Sequences that run and wait, tokens that are to be computed before their next one, and prompt speed.
+
+    What the prefix cache has of a sequence that waits is counted, too: it is looked up when that starts.
+    """
+    prompts = sum(seq.num_left for seq in running if seq.is_prefilling)
+    return {
+        "num_running": len(running),
+        "num_waiting": len(waiting),
+        "num_waiting_tokens": prompts + sum(seq.num_tokens for seq in waiting),
+        "prompt_tokens_per_s": costs.tokens_within(1.0) or 0,
+    }
+
+
 def most_steps(limits: SchedulerLimits, costs: StepCosts, running: Sequence[TokenSequence]) -> int:
     """The most decode steps of one plan of these sequences.
 

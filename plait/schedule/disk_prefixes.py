@@ -105,6 +105,8 @@ class DiskPrefixes:
         """Make what was read for a sequence cached memory."""
         if (wait := self._waits.get(seq.id)) is None or wait.is_over:
             return
+        if wait.reads and pools.index.listener is not None:
+            pools.index.listener.introduce(seq.chain, seq.token_ids, len(seq.chain) - 1)
         while wait.reads and wait.reads[0].saved is not None and self._insert(pools, wait.reads[0]):
             wait.reads.pop(0)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from plait.errors import CapacityError, QueueFull
 from plait.schedule.allocation import Allocation
-from plait.schedule.costs import SchedulerLimits, StepCosts, most_steps
+from plait.schedule.costs import SchedulerLimits, StepCosts, describe_load, most_steps
 from plait.schedule.plan import FOLLOW, Chunk, Move, Sampled, SamplingBatch, StepPlan
 from plait.schedule.sequence import Phase, TokenSequence, Update, answers_by_id, num_computed
 from plait.state.blocks import Hit
@@ -190,8 +190,7 @@ class Scheduler:
     def stats(self) -> Mapping[str, int]:
         """What is running and waiting; blocks (of all groups), slots and host memory; preemptions."""
         return {
-            "num_running": len(self.running),
-            "num_waiting": len(self.waiting),
+            **describe_load(self.waiting, self.running, self.costs),
             **self.memory.stats(),
             "num_preemptions": self.num_preemptions,
             "num_swaps": self.num_swaps,

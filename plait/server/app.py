@@ -41,7 +41,7 @@ from plait.server.llamacpp import completion, infill, server_facts
 from plait.server.models import admin
 from plait.server.models.only import OnlyModel
 from plait.server.ollama import embed, generate, manage, wire
-from plait.server.openai import adapters, chat, completions, embeddings, models, responses, scores
+from plait.server.openai import adapters, chat, completions, embeddings, models, render, responses, scores
 from plait.server.stored.endpoints import STORED
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ ENDPOINTS = (
     *messages.ENDPOINTS,
     *models.ENDPOINTS,
     *adapters.ENDPOINTS,
+    *render.ENDPOINTS,
     *generate.ENDPOINTS,
     *embed.ENDPOINTS,
     *manage.ENDPOINTS,

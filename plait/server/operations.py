@@ -22,6 +22,7 @@ from plait.server.openai import (
     completions,
     embeddings,
     models,
+    render,
     response_items,
     responses,
     scores,
@@ -145,6 +146,12 @@ POSTS: Mapping[str, Operation] = {
     ),
     "/v1/unload_lora_adapter": Operation(
         "Unload an adapter; its open requests go on", adapters.AdapterReply, adapters.UnloadAdapterRequest
+    ),
+    "/v1/chat/completions/render": Operation(
+        "A conversation as the token ids that the model would get", render.RenderedPrompt, schema.ChatRequest
+    ),
+    "/v1/completions/render": Operation(
+        "A list: each prompt as the token ids that the model would get", body=schema.CompletionRequest
     ),
     "/tokenize": Operation("Text or messages as token ids", models.Tokens, schema.TokenizeRequest),
     "/detokenize": Operation("Token ids as text", models.DetokenizeReply, schema.DetokenizeRequest),

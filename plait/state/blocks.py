@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Protocol
 
 from plait.errors import OutOfBlocks
 
@@ -201,6 +202,20 @@ class Hit:
     seen: int = 0
 
 
+class PrefixListener(Protocol):
+    """Gets the changes of an index as they happen: `state.prefix_tree`."""
+
+    def introduce(self, chain: Sequence[bytes], token_ids: Tokens, num_blocks: int) -> None:
+        """Called before something is added behind a block of this chain: the names and tokens up to it."""
+
+    def add_block(self, group: int, name: bytes) -> None: ...
+    def remove_block(self, group: int, name: bytes) -> None: ...
+    def add_snapshot(self, parent: bytes) -> None: ...
+    def remove_snapshot(self, parent: bytes) -> None: ...
+    def clear(self) -> None:
+        """The index is empty again."""
+
+
 @dataclass(slots=True)
 class PrefixIndex:
     """Maps prefixes to blocks and snapshots. It knows no holders: `forget` a block before it is reused.
@@ -217,6 +232,7 @@ class PrefixIndex:
     _snapshot_of: list[dict[int, Snapshot]] = field(init=False)  # by group: partly filled block -> snapshot
     _by_slot: dict[int, Snapshot] = field(default_factory=dict)
     _seen: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+    listener: PrefixListener | None = None
 
     def __post_init__(self) -> None:
         self.blocks, self._hash_of = [{} for _ in self.windows], [{} for _ in self.windows]
@@ -245,6 +261,8 @@ class PrefixIndex:
         if chain_hash in self.blocks[group] or block in self._hash_of[group]:
             return self.blocks[group].get(chain_hash) == block
         self.blocks[group][chain_hash], self._hash_of[group][block] = block, chain_hash
+        if self.listener is not None:
+            self.listener.add_block(group, chain_hash)
         return True
 
     def saw(self, chain_hash: bytes) -> None:
@@ -269,6 +287,8 @@ class PrefixIndex:
         for group, block in enumerate(snapshot.blocks):
             if block:
                 self._snapshot_of[group][block] = snapshot
+        if self.listener is not None:
+            self.listener.add_snapshot(snapshot.parent)
 
     def remove(self, snapshot: Snapshot) -> None:
         """Remove a snapshot that is lost; the owner of its slot and blocks gives them back."""
@@ -280,6 +300,8 @@ class PrefixIndex:
         for group, block in enumerate(snapshot.blocks):
             if block:
                 del self._snapshot_of[group][block]
+        if self.listener is not None:
+            self.listener.remove_snapshot(snapshot.parent)
 
     def move_to_host(self, snapshot: Snapshot, handle: int) -> None:
         """Record that a snapshot was saved to host memory, because its slot is about to be reused."""
@@ -290,6 +312,8 @@ class PrefixIndex:
         """Remove a block that is about to be reused. Returns the snapshot that is lost, not yet removed."""
         if (chain_hash := self._hash_of[group].pop(block, None)) is not None:
             del self.blocks[group][chain_hash]
+            if self.listener is not None:
+                self.listener.remove_block(group, chain_hash)
         return self._snapshot_of[group].get(block)
 
     def in_slot(self, slot: int) -> Snapshot | None:

@@ -34,6 +34,7 @@ from plait.resource_limits import is_memory_error
 from plait.schedule.plan import SamplingBatch, StepPlan, Ticket
 from plait.spec import ModelSpec
 from plait.spec_values import encode_spec_value
+from plait.state.prefix_tree import PrefixTree
 from plait.worker import protocol
 
 STATS_S = 0.05  # the numbers of an engine at work are this old at most, or as old as its step
@@ -104,7 +105,8 @@ class EngineChild:
         self._ids: dict[int, str] = {}
         self._events: list[protocol.EventMessage] = []
         self._closing = False
-        self._counted_s = 0.0
+        self._counted_s = self._reported_s = 0.0
+        self._prefixes: PrefixTree | None = None  # what is cached, if the front follows it
         engine.runner, self._runner = self, engine.runner
         self._show_stats()
 
@@ -135,6 +137,16 @@ class EngineChild:
         if self._events:
             events, self._events = tuple(self._events), []
             self._link.send(protocol.Events(events))
+        if self._prefixes is not None:
+            self._report_prefixes(self._prefixes)
+
+    def _report_prefixes(self, prefixes: PrefixTree) -> None:
+        """Send what has changed in the prefix cache: now and then, and before the engine waits."""
+        now = time.monotonic()
+        if not self._engine.has_work or now - self._reported_s > STATS_S:
+            self._reported_s = now
+            for changes in prefixes.take():
+                self._link.send(protocol.PrefixReport(changes))
 
     def forget(self, request_id: str) -> None:
         """A request has ended."""
@@ -164,6 +176,8 @@ class EngineChild:
                 self._link.send(protocol.MetricsReport(number, self._families()))
             case protocol.LogLevels(levels):
                 _log_from(levels)
+            case protocol.FollowPrefixes():
+                self._follow_prefixes()
             case protocol.ChangeAdapter():
                 self._change_adapter(message)
             case protocol.Close():
@@ -182,6 +196,12 @@ class EngineChild:
             log.warning("adapter %s: %s", message.name, found)
         if message.number:
             self._link.send(protocol.AdapterChanged(message.number, found))
+
+    def _follow_prefixes(self) -> None:
+        if self._prefixes is None:
+            self._prefixes = self._engine.scheduler.memory.follow_prefixes()
+        else:
+            self._prefixes.report_anew()
 
     def _submit(self, key: int, request: Request, arrival_s: float) -> None:
         reader = _Reader(self, key, request)
@@ -263,6 +283,7 @@ def serve_link(link: Link, status: protocol.SharedStatus, hello: protocol.Hello)
     gc.freeze()  # what exists now stays; looking at it would take a quarter of a second, and find nothing
     gc.enable()
     engine = built.engine
+    engine.metrics.arithmetic = built.fingerprint.arithmetic
     child = EngineChild(link, status, engine)
     spec, longest = encode_spec_value(built.spec), engine.scheduler.longest
     names = tuple(engine.stats())

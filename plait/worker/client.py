@@ -27,6 +27,7 @@ from plait.frontend.frontend import TEMPLATES_OWN, Front, Parsers
 from plait.loading.text_side import TextSource
 from plait.request import JsonStyle, Request
 from plait.spec import ModelSpec
+from plait.state.prefix_tree import PrefixChanges
 from plait.text.chat.template import begin_start
 from plait.worker import protocol
 from plait.worker.child_process import Spawned
@@ -36,6 +37,7 @@ from plait.worker.supervisor import CLOSE_GRACE_S, Patience, Supervisor
 SUMS = ("num_steps", "num_prompt_tokens", "num_output_tokens", "num_preemptions", "num_swaps")
 ASK_AGAIN_S = 0.5  # between two checks whether a caller still waits for a model that is loading
 Report = Callable[[str, int, int], None]
+OnPrefixes = Callable[[PrefixChanges], None]
 T = TypeVar("T")
 
 
@@ -69,6 +71,7 @@ class EngineProcess:
         self._numbers = count(1)
         self._changes: dict[int, Future[None]] = {}  # of adapters, that are not answered
         self._num_arriving = 0
+        self._on_prefixes: OnPrefixes | None = None
         self._collected = RemoteMetrics(
             lambda number: self.healthy and self._supervisor.mailbox.put(lambda s: s.ask_counts(number)),
             lambda: (self.num_restarts, self.healthy),
@@ -140,6 +143,20 @@ class EngineProcess:
         done.result()
         # An engine that comes after this one has it from the start.
         self._supervisor.mailbox.put(lambda s: s.adapters.update({name: path}))
+
+    def follow_prefixes(self, on_changes: OnPrefixes) -> None:
+        """Have `on_changes` get what the engine can resume: all of it first, then changes, 20 times a second.
+
+        It runs on the supervisor's thread and must be quick. When an engine ends, what it could resume is
+        gone: `begins`. A second call replaces the first, and gets everything anew.
+        """
+
+        def send(supervisor: Supervisor) -> None:
+            self._on_prefixes = on_changes
+            if supervisor.engine is not None and supervisor.is_up:
+                supervisor.engine.send(protocol.FollowPrefixes())
+
+        self._supervisor.mailbox.put(send)
 
     def _answer_change(self, number: int, error: PlaitError | None) -> None:
         with self._changed:
@@ -231,6 +248,10 @@ class EngineProcess:
         if isinstance(message, protocol.AdapterChanged):
             self._answer_change(message.number, message.error)
             return
+        if isinstance(message, protocol.PrefixReport):
+            if self._on_prefixes is not None:
+                self._on_prefixes(message.changes)
+            return
         with self._changed:
             if isinstance(message, protocol.ProgressReport):
                 self._progress = message
@@ -242,10 +263,14 @@ class EngineProcess:
         with self._changed:
             self._engine, self._ready, self._lost = engine, ready, None
             self._changed.notify_all()
+        if self._on_prefixes is not None:
+            engine.send(protocol.FollowPrefixes())
 
     def on_down(self) -> None:
         self._collected.keep()
         self._fail_changes("the engine ended meanwhile; try again")
+        if self._on_prefixes is not None:
+            self._on_prefixes(PrefixChanges(begins=True))
         with self._changed:
             last, self._engine = self._stats(), None
             self._progress = protocol.ProgressReport("starting another engine", 0, 1)

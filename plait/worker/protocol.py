@@ -25,6 +25,7 @@ from plait.request import Event, Request
 from plait.resource_limits import is_memory_error, out_of_memory_text
 from plait.spec import ModelSpec
 from plait.spec_values import decode_spec_value
+from plait.state.prefix_tree import PrefixChanges
 from plait.worker.start_process import NUM_STATS, PLANNED
 
 MAX_FRAME_NBYTES = 256 * MIB  # log-probabilities of a long prompt, with alternatives, are tens of megabytes
@@ -92,6 +93,10 @@ class ChangeAdapter(WireMessage, frozen=True, tag=7):
     number: int
     name: str
     path: str | None
+
+
+class FollowPrefixes(WireMessage, frozen=True, tag=8):
+    """Report what can be resumed from now on, all of it first: `PrefixReport`s follow."""
 
 
 class ProgressReport(WireMessage, frozen=True, tag=1):
@@ -162,8 +167,16 @@ class AdapterChanged(WireMessage, frozen=True, tag=8):
     error: PlaitError | None
 
 
-FromFront = Hello | Submit | Cancel | Count | Close | LogLevels | ChangeAdapter
-FromChild = ProgressReport | Headers | Ready | Events | MetricsReport | Logged | Fault | AdapterChanged
+class PrefixReport(WireMessage, frozen=True, tag=9):
+    """What has changed in the prefix cache since the last report."""
+
+    changes: PrefixChanges
+
+
+FromFront = Hello | Submit | Cancel | Count | Close | LogLevels | ChangeAdapter | FollowPrefixes
+FromChild = (
+    ProgressReport | Headers | Ready | Events | MetricsReport | Logged | Fault | AdapterChanged | PrefixReport
+)
 
 
 def frame(message: WireMessage) -> bytes:

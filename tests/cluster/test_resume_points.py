@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from plait.cluster.resume_points import MAX_CHANGES, ReplicaReport, ResumePoints
+from plait.state.prefix_tree import PrefixChanges
 
 
 def name(number: int) -> bytes:
@@ -83,3 +84,17 @@ def test_reports_add_up_to_what_a_random_walk_left() -> None:
                 points.begin_anew()
             known = apply(known, points.report(0, 0))
             assert known == {p for p, count in counts.items() if count}
+
+
+def test_changes_of_an_engine_become_reports_and_a_new_engine_begins_anew() -> None:
+    points = ResumePoints()
+    points.apply(PrefixChanges(begins=True, added=(name(1), name(2))))
+    known = apply(set(), points.report(0, 0))
+    points.apply(PrefixChanges(removed=(name(1),), added=(name(3),)))
+    reports = points.report(0, 0)
+    assert not reports[0].begins
+    known = apply(known, reports)
+    assert known == {name(2), name(3)}
+    points.apply(PrefixChanges(begins=True))
+    points.apply(PrefixChanges(added=(name(4),)))
+    assert apply(known, points.report(0, 0)) == {name(4)}

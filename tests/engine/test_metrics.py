@@ -9,7 +9,10 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from plait.engine.metrics import Histogram, Metrics
+from plait.memory import BlockGroup
 from plait.request import FinishReason, RequestTrace
+from plait.schedule.allocation import Allocation
+from plait.schedule.costs import SchedulerLimits
 
 STATS = dict(
     num_running=3,
@@ -30,6 +33,11 @@ class Books:
     """Stands for the scheduler."""
 
     def __init__(self) -> None:
+        self.limits = SchedulerLimits(
+            max_num_seqs=4, max_num_batched_tokens=8, max_waiting=1, max_model_len=64
+        )
+        groups = (BlockGroup("full", None, ("a",)), BlockGroup("window", 32, ("b",)))
+        self.memory = Allocation(groups, [71, 31], 16, num_slots=9, max_step_len=8)
         self.cache_counts: Mapping[str, int] = {"hit": 7, "new": 2, "asked_tokens": 90, "hit_tokens": 64}
 
     def stats(self) -> Mapping[str, int]:
@@ -56,11 +64,14 @@ def trace(reason: FinishReason, **times: Any) -> RequestTrace:
 def test_what_the_scheduler_says_is_read_at_the_scrape() -> None:
     books = Books()
     metrics = Metrics(books)
+    metrics.arithmetic = "fp_own"
     found = read(metrics)
     assert found["plait_requests_running"] == 3
     assert found["plait_requests_waiting"] == 2
     assert [found[f"plait_blocks{{{state}}}"] for state in ("free", "held", "cached")] == [60, 10, 30]
     assert [found[f"plait_slots{{{state}}}"] for state in ("free", "held", "cached")] == [1, 3, 4]
+    assert found["plait_memory_usage_ratio"] == 3 / 4  # slots: more than the tenth of the blocks
+    assert found["plait_cache_config_info{fp_own}{16}{70}{8}"] == 1
     assert found["plait_snapshots"] == 4
     assert found["plait_host_saved_bytes"] == 4096
     assert found["plait_preemptions_total{swap}"] == 2

@@ -11,7 +11,7 @@ from plait.frontend.frontend import Front
 from plait.server.gateway.vllm_metrics import RENAMED
 from tests.server.conftest import Answer, Client, serving, start, wait_until
 from tests.server.fake import fake_front
-from tests.server.real_engine import engine_front
+from tests.server.real_engine import BLOCK, NUM_BLOCKS, engine_front
 
 
 def samples(answer: Answer) -> dict[str, float]:
@@ -111,6 +111,9 @@ def test_vllms_names_say_what_ours_say() -> None:
     assert found["vllm:num_preemptions_total"] == 0
     assert found["vllm:num_requests_running"] == found["vllm:num_requests_waiting"] == 0
     assert found["vllm:kv_cache_usage_perc"] == 0
+    (config,) = (name for name in found if name.startswith("vllm:cache_config_info"))
+    assert found[config] == 1
+    assert config.removeprefix("vllm:cache_config_info") == f"{{{BLOCK}}}{{{NUM_BLOCKS - 1}}}"
     assert found["vllm:iteration_tokens_total_count"] >= 5
     assert found["vllm:prefix_cache_queries_total"] >= 0
     assert found["vllm:engine_healthy"] == 1

@@ -34,6 +34,7 @@ from plait.errors import (
 )
 from plait.ops.seed import choice_seed
 from plait.server.http.errors import problem
+from plait.state.prefix_tree import PrefixChanges
 from plait.worker.client import EngineProcess
 from plait.worker.supervisor import Patience
 from tests.engine.hash_model import Reader, oracle, prompts, request
@@ -650,3 +651,33 @@ def test_streams_of_an_adapter_go_on_after_a_kill_with_the_same_tokens(tmp_path:
         assert isinstance(reader.last("three").error, ModelNotFound)
     finally:
         assert process.close(drain=False)
+
+
+def test_prefixes_are_followed_across_processes_and_engines() -> None:
+    reader, found = Reader(), list[PrefixChanges]()
+    points: set[bytes] = set()
+
+    def follow(changes: PrefixChanges) -> None:
+        found.append(changes)
+        if changes.begins:
+            points.clear()
+        points.difference_update(changes.removed)
+        points.update(changes.added)
+
+    with running() as process:
+        process.submit(request("before", [1, 2, 3, 4] * 10, max_tokens=2), reader)
+        until(done(reader, "before"))
+        process.follow_prefixes(follow)
+        until(lambda: bool(found))
+        assert [(changes.begins, changes.added) for changes in found] == [(True, ())]
+        process.submit(request("one", [5, 6, 7, 8] * 10, max_tokens=2), reader)
+        until(lambda: len(points) >= 2)
+        stored = [block for changes in found for block in changes.stored]
+        assert stored[0].tokens == tuple(([5, 6, 7, 8] * 10)[: len(stored[0].tokens)])
+        known = set(points)
+        process.follow_prefixes(follow)  # anew
+        until(lambda: found[-1].begins and points == known)
+        kill(process)
+        until(lambda: not points)
+        process.submit(request("two", [5, 6, 7, 8] * 10, max_tokens=2), reader)
+        until(lambda: points >= known)

@@ -14,6 +14,7 @@ import ray
 
 from plait.cluster.card import make_card
 from plait.cluster.replica_server import ReplicaServer
+from plait.cluster.resume_points import ResumePoints
 from plait.config import EngineConfig, ServerConfig
 from plait.errors import EngineLost
 from plait.worker.client import EngineProcess
@@ -34,7 +35,10 @@ class EngineReplica:
         self._process = EngineProcess(model, config, patience=patience)
         try:
             card = make_card(self._process, config)
-            self._server = ReplicaServer(self._process, card, host=ray.util.get_node_ip_address())
+            points = ResumePoints()
+            self._process.follow_prefixes(points.apply)
+            host = ray.util.get_node_ip_address()
+            self._server = ReplicaServer(self._process, card, host=host, points=points)
         except BaseException:
             self._process.close(drain=False)
             raise

@@ -18,7 +18,7 @@ from plait.server.http.errors import Problem
 if TYPE_CHECKING:
     from plait.frontend.frontend import Front
 
-Body = dict[str, Any] | msgspec.Struct
+Body = dict[str, Any] | Sequence[msgspec.Struct] | msgspec.Struct
 Plan = Callable[[RequestContext, Mapping[str, Any]], ApiReply]
 Answer = Callable[[RequestContext, Mapping[str, Any]], Body | Slices[Body]]
 Manage = Callable[[ServedModels, Mapping[str, object]], Awaitable[Body]]

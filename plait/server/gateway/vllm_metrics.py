@@ -20,6 +20,7 @@ from plait.server.gateway.exchange import Exchange
 RENAMED: Mapping[str, str] = {
     "plait_requests_running": "vllm:num_requests_running",
     "plait_requests_waiting": "vllm:num_requests_waiting",
+    "plait_memory_usage_ratio": "vllm:kv_cache_usage_perc",
     "plait_prompt_tokens": "vllm:prompt_tokens",
     "plait_output_tokens": "vllm:generation_tokens",
     "plait_prefix_cache_asked_tokens": "vllm:prefix_cache_queries",
@@ -46,6 +47,7 @@ PER_REQUEST: Mapping[str, tuple[str, tuple[float, ...]]] = {
     "request_params_n": ("Choices of a request, its n.", COUNTS),
     "request_params_max_tokens": ("Tokens that a choice may have.", TOKENS),
 }
+CACHE_LABELS = {"block_size": "block_size", "num_blocks": "num_gpu_blocks"}
 FINISHED = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
 
 
@@ -70,12 +72,11 @@ class Aliases(Collector):
             found.add_sample(name + suffix, {**sample.labels, **self._labels}, sample.value)
         return found
 
-    def _usage(self, family: Metric) -> Metric:
-        """The part of all blocks that sequences hold."""
-        blocks = {sample.labels["state"]: sample.value for sample in family.samples}
-        found = Family("vllm:kv_cache_usage_perc", "Blocks held by sequences, of all: 0 to 1.", "gauge")
-        total = sum(blocks.values())
-        found.add_sample(found.name, self._labels, blocks.get("held", 0.0) / total if total else 0.0)
+    def _describe_cache(self, family: Metric) -> Metric:
+        found = Family("vllm:cache_config_info", family.documentation, "gauge")
+        for sample in family.samples:
+            labels = {theirs: sample.labels[ours] for ours, theirs in CACHE_LABELS.items()}
+            found.add_sample(found.name, {**labels, **self._labels}, sample.value)
         return found
 
     def _finished(self, family: Metric) -> Metric:
@@ -94,7 +95,7 @@ class Aliases(Collector):
 
 
 _MADE: Mapping[str, Callable[[Aliases, Metric], Metric]] = {
-    "plait_blocks": Aliases._usage,
+    "plait_cache_config_info": Aliases._describe_cache,
     "plait_requests": Aliases._finished,
     "plait_preemptions": Aliases._preempted,
 }
