@@ -22,7 +22,7 @@ CAPS = {
     ".": 2_550,
     "bench": 3_950,
     "checkpoint": 5_150,
-    "cli": 5_550,
+    "cli": 5_860,
     "cluster": 3_200,
     "convert": 3_640,
     "engine": 2_060,

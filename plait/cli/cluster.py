@@ -7,14 +7,15 @@ import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import fields
-from types import FrameType
-from typing import Any
+from types import FrameType, ModuleType
+from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
 
 from plait.cli.common.help import GroupedCommand
 from plait.cli.common.options import (
+    Decorator,
     common_options,
     config_file_option,
     config_options,
@@ -30,6 +31,7 @@ from plait.config import EngineConfig, ServerConfig
 from plait.errors import ConfigError
 
 NO_RAY = "cluster: it needs Ray Serve; install it with: pip install 'plait-engine[cluster]'"
+C = TypeVar("C", EngineConfig, ServerConfig, ClusterConfig)
 Configs = tuple[EngineConfig, ServerConfig, ClusterConfig]
 
 
@@ -41,7 +43,7 @@ def cluster() -> None:
     """
 
 
-def cluster_options() -> Any:
+def cluster_options() -> Decorator:
     """What `serve` and `config` take: every option that holds in a cluster."""
     server = config_options(ServerConfig, without=tuple(NOT_SERVED))
     engine = engine_options(without=tuple(NOT_COMPUTED))
@@ -52,7 +54,7 @@ def cluster_options() -> Any:
 @cluster.command("serve", cls=GroupedCommand)
 @cluster_options()
 @click.pass_context
-def serve_command(ctx: click.Context, /, model: str, config: str | None, **given: Any) -> None:
+def serve_command(ctx: click.Context, /, model: str, config: str | None, **given: object) -> None:
     """Serve a model over the OpenAI API with several engines; Ctrl-C stops it.
 
     Without --address it starts a Ray cluster on this machine, which ends with the command. Options are
@@ -91,7 +93,7 @@ def status_command(address: str, as_json: bool) -> None:
 @cluster.command("config", cls=GroupedCommand)
 @cluster_options()
 @click.pass_context
-def config_command(ctx: click.Context, /, model: str, config: str | None, **given: Any) -> None:
+def config_command(ctx: click.Context, /, model: str, config: str | None, **given: object) -> None:
     """Write the file that `serve deploy` and KubeRay's RayService take.
 
     \b
@@ -111,14 +113,14 @@ def read_configs(ctx: click.Context, path: str | None, given: Mapping[str, objec
             raise ConfigError("--cpu and --device cuda contradict each other; give one of them")
         values["device"] = "cpu"
 
-    def make(kind: type, table: str) -> Any:
+    def make(kind: type[C], table: str) -> C:
         own = {field.name: values[field.name] for field in fields(kind) if field.name in values}
         return kind(**merge_settings(own, explicit, read_table(path, table)))
 
     return make(EngineConfig, "engine"), make(ServerConfig, "server"), make(ClusterConfig, "cluster")
 
 
-def import_run() -> Any:
+def import_run() -> ModuleType:
     """The module that knows Ray. Raises ConfigError where Ray is not installed."""
     try:
         from plait.cluster.ray_serve import run

@@ -50,7 +50,7 @@ def body_of(i: int, num_tokens: int = TOKENS) -> dict[str, Any]:
 
 
 class RunningCluster:
-    """The cluster of this module, as a client and as whoever kills processes sees it."""
+    """The cluster of this module, as its clients see it."""
 
     def __init__(self, port: int) -> None:
         self.port = port

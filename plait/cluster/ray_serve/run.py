@@ -113,9 +113,9 @@ def make_config(
     check_cluster(engine, server)
     if server.api_key:
         raise ConfigError("api_key: it would be readable in the file; use api_key_file")
-    tables = {"engine": engine, "server": server, "cluster": cluster}
+    tables = {"engine": find_changed(engine), "server": find_changed(server), "cluster": find_changed(cluster)}
     args: dict[str, object] = {"model": model}
-    args |= {name: changed for name, config in tables.items() if (changed := find_changed(config))}
+    args |= {name: changed for name, changed in tables.items() if changed}
     path = "plait.cluster.ray_serve.app:build"
     application = {"name": APP, "route_prefix": "/", "import_path": path, "args": args}
     http = {"host": server.host, "port": server.port}
