@@ -110,7 +110,10 @@ class ClusterGateway:
             while name in self._members and name not in self._addresses:
                 try:
                     found = await asyncio.wait_for(self._engines.address.remote(at=name), ASK_S)
-                    self._addresses[name] = ReplicaAddress(*found)
+                    if found is not None:
+                        self._addresses[name] = ReplicaAddress(*found)
+                        break
+                    await asyncio.sleep(0.1)  # the list of members is about to change
                 except (ray.exceptions.RayError, TimeoutError) as error:
                     log.warning("replica %s does not say where it listens: %s", name, type(error).__name__)
                     await asyncio.sleep(0.5)

@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping
 
 import ray
+from ray import serve
 
 from plait.cluster.card import make_card
 from plait.cluster.replica_server import ReplicaServer
@@ -32,6 +33,7 @@ class EngineReplica:
             loading_s=limits.loading_timeout_s,
             goes_on=limits.on_engine_lost == "retry",
         )
+        self._id = serve.get_replica_context().replica_id.unique_id
         self._process = EngineProcess(model, config, patience=patience)
         try:
             card = make_card(self._process, config)
@@ -44,13 +46,17 @@ class EngineReplica:
             raise
         self._process.on_charged = self._server.report_charged
 
-    def address(self, at: str = "") -> tuple[str, int, bytes]:
-        """Where gateways connect, and the token that lets them in. `at`: for the router."""
+    def address(self, at: str = "") -> tuple[str, int, bytes] | None:
+        """Where gateways connect, and the token that lets them in. None: `at` is another replica."""
+        if at not in ("", self._id):
+            return None
         host, port, token = self._server.address
         return host, port, token  # Ray's cluster pickles no class of ours
 
     async def hold(self, gateway: str, key: int, at: str = "") -> None:
         """As long as a lease: so Serve sees what is open, and waits for it when it stops the replica."""
+        if at != self._id:
+            return
         await asyncio.wrap_future(self._server.hold(gateway, key))
 
     def pids(self, at: str = "") -> tuple[int, int | None]:

@@ -10,16 +10,19 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 
 
 class PinnedRouter(RequestRouter):
-    """A call with `at` goes to the replica of that id, and one without to any."""
+    """A call with `at` goes to the replica of that id, and one without to any.
+
+    A call to a replica that has ended goes to any, too, which answers that it is another one: Serve would
+    look for it for ever, and keep later calls waiting behind it.
+    """
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """The replica with the id `at`, or all; none if it has ended, and the caller gives up."""
+        """One rank: the replica with the id `at`, or all."""
         at = pending_request.kwargs.get("at") if pending_request is not None else None
-        if not at:
-            return [candidate_replicas]
-        return [[replica for replica in candidate_replicas if replica.replica_id.unique_id == at]]
+        pinned = [replica for replica in candidate_replicas if replica.replica_id.unique_id == at]
+        return [pinned or candidate_replicas]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Serve's list of replicas that take requests has changed."""
