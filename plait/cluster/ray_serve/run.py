@@ -113,7 +113,11 @@ def make_config(
     check_cluster(engine, server)
     if server.api_key:
         raise ConfigError("api_key: it would be readable in the file; use api_key_file")
-    tables = {"engine": find_changed(engine), "server": find_changed(server), "cluster": find_changed(cluster)}
+    tables = {
+        "engine": find_changed(engine),
+        "server": find_changed(server),
+        "cluster": find_changed(cluster),
+    }
     args: dict[str, object] = {"model": model}
     args |= {name: changed for name, changed in tables.items() if changed}
     path = "plait.cluster.ray_serve.app:build"
