@@ -11,9 +11,13 @@ WORKDIR /src
 COPY constraints.txt ./
 # The build for CPUs: the usual one brings gigabytes for GPUs.
 RUN pip install -c constraints.txt --index-url https://download.pytorch.org/whl/cpu torch
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml hatch_build.py README.md LICENSE CHANGELOG.md ./
 COPY plait plait
 RUN pip install -c constraints.txt ".[hub]"
+# Kernels of common models, for every level of x86-64 that this machine runs, into the installed package.
+COPY examples/nano-hybrid examples/nano-hybrid
+COPY tools/ship_kernels.py tools/
+RUN cd /opt && python /src/tools/ship_kernels.py
 
 FROM python:${PYTHON}-slim
 # Caches (models, compiled kernels, packed weights, startup images) are under the home, which is a volume.

@@ -80,8 +80,7 @@ class EngineConfig:
 
     device: str = option(
         "auto",
-        "auto, cpu, cuda, cuda:N or cuda:N,M; auto: the first CUDA device, else the CPU; `info --ops`: "
-        "cuda:sm_90, too",
+        "auto, cpu, cuda, cuda:N or cuda:N,M; auto: the first GPU, else the CPU; info --ops: cuda:sm_90",
     )
     dtype: DType = option(
         "auto", "what the model computes in; auto: float32 on a CPU and for float32 weights, else 16 bits"
@@ -358,7 +357,7 @@ class ServerConfig:
     log_level: LogLevel = option("info", "what is logged: from this level on")
     store: str | None = option(
         None,
-        "keep what clients store (responses, chats, files, batches) in this file; default: nothing is stored",
+        "keep what clients store (responses, chats, files, …) in this file; default: nothing is stored",
     )
     store_limit: int = option(
         4 * GIB, "the most that is stored; more deletes what was not used longest", least=16 * MIB
@@ -369,6 +368,11 @@ class ServerConfig:
     store_key: str | None = option(
         None, "encrypt what is stored with the key in this file, 64 hexadecimal digits"
     )
+    mcp_server: tuple[str, ...] = option(
+        (), "LABEL=URL: an MCP server with tools that clients and the page may call; may be repeated"
+    )
+    mcp_token: tuple[str, ...] = option((), "LABEL=TOKEN: a bearer for that MCP server; may be repeated")
+    mcp_timeout_s: float = option(60.0, "seconds that an MCP server gets for a list of tools or one call")
     otlp_endpoint: str | None = option(None, "send a trace of each request there, over OTLP and HTTP")
 
     def __post_init__(self) -> None:
@@ -382,7 +386,7 @@ class ServerConfig:
             )
         if not 0 <= self.shutdown_timeout_s < math.inf:
             raise ConfigError(f"shutdown_timeout_s: {self.shutdown_timeout_s} is not a number of seconds")
-        for name in ("step_timeout_s", "frozen_timeout_s", "loading_timeout_s"):
+        for name in ("step_timeout_s", "frozen_timeout_s", "loading_timeout_s", "mcp_timeout_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name}: {getattr(self, name)} is not a positive number of seconds")
         if (self.tls_cert is None) != (self.tls_key is None):

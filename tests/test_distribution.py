@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
+import sys
 import tomllib
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -75,3 +78,33 @@ def test_setup_takes_the_distribution_of_the_old_name_away_before_it_installs() 
     assert (
         0 < done.index("pip uninstall -qq -y --disable-pip-version-check plait\n") < done.index("-e '.[dev]'")
     )
+
+
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_a_wheel_with_compiled_kernels_is_for_the_python_that_made_them(
+    tmp_path: Path, has_kernels: bool
+) -> None:
+    """Built by the real backend, from a tree with a package of one module."""
+    for name in (
+        "pyproject.toml",
+        "hatch_build.py",
+        "README.md",
+        "CHANGELOG.md",
+        "LICENSE",
+        "plait/version.py",
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(ROOT / name, tmp_path / name)
+    (tmp_path / ".gitignore").write_text("plait/kernels/cpu/shipped/\n")
+    kernel = "plait/kernels/cpu/shipped/x86-64-v3-0/add-0.kernel"
+    if has_kernels:
+        (tmp_path / kernel).parent.mkdir(parents=True)
+        (tmp_path / kernel).write_bytes(b"code")
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel"]
+    subprocess.run(build, cwd=tmp_path, check=True, capture_output=True)
+    (wheel,) = (tmp_path / "dist").iterdir()
+    python = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    assert wheel.name.endswith(
+        f"-{python}-none-manylinux_2_17_x86_64.whl" if has_kernels else "-py3-none-any.whl"
+    )
+    assert (kernel in zipfile.ZipFile(wheel).namelist()) == has_kernels

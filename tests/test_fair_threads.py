@@ -9,7 +9,7 @@ from concurrent.futures import Future
 import pytest
 
 from plait.fair_queue import FairThreads, current_client
-from plait.server.app import run_plan
+from plait.server.api.reply import run_plan
 
 
 def test_work_of_another_asker_goes_before_a_crowd_of_one() -> None:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import fields
 from types import FrameType, ModuleType
-from typing import Any, TypeVar
+from typing import TypedDict, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -131,7 +131,35 @@ def import_run() -> ModuleType:
     return run
 
 
-def describe_status(found: Mapping[str, Any]) -> list[str]:
+class ReplicaRow(TypedDict):
+    """A replica, as a gateway sees it."""
+
+    name: str
+    state: str
+    arithmetic: str
+    open: int
+    restarts: int
+
+
+class GatewayRow(TypedDict):
+    """A gateway, with its counts by reason."""
+
+    pid: int
+    open: int
+    replicas: list[ReplicaRow]
+    moved: dict[str, int]
+    routed: dict[str, int]
+
+
+class ClusterStatus(TypedDict):
+    """What `read_status` returns."""
+
+    status: str
+    deployments: dict[str, dict[str, int]]
+    gateways: list[GatewayRow]
+
+
+def describe_status(found: ClusterStatus) -> list[str]:
     """Lines for a terminal."""
     lines = [f"plait: {found['status'].lower()}"]
     for name, states in found["deployments"].items():
@@ -142,7 +170,7 @@ def describe_status(found: Mapping[str, Any]) -> list[str]:
         for replica in gateway["replicas"]:
             more = f"{replica['open']} open, {replica['restarts']} restarts, {replica['arithmetic']}"
             lines.append(f"  {replica['name']}: {replica['state']}, {more}")
-        for title in ("moved", "routed"):
-            counts = ", ".join(f"{count} ({why})" for why, count in gateway[title].items())
-            lines.append(f"  {title}: {counts or 'none'}")
+        for title, counts in (("moved", gateway["moved"]), ("routed", gateway["routed"])):
+            text = ", ".join(f"{count} ({why})" for why, count in counts.items())
+            lines.append(f"  {title}: {text or 'none'}")
     return lines

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Generic, TypeVar, cast
+from typing import Generic, TypeVar
 
 from plait.cluster.wire import (
     NONCE_NBYTES,
@@ -64,8 +64,8 @@ class ClusterConnection(asyncio.Protocol, Generic[M]):
         """Whether frames can be sent."""
         return self._writer is not None and not self._transport.is_closing()
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's is no subclass of it
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as for TCP
+        self._transport = transport
         self._transport.set_write_buffer_limits(MAX_UNSENT_NBYTES)
         loop = asyncio.get_running_loop()
         self._patience = loop.call_later(HANDSHAKE_S, self.end, f"no handshake within {HANDSHAKE_S:g} s")

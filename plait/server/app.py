@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping
-from concurrent.futures import Executor
+from collections.abc import Awaitable, Callable, Generator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -22,26 +19,29 @@ from starlette.types import Receive, Scope, Send
 
 from plait.config import ServerConfig
 from plait.errors import Cancelled, DeadlineExceeded
-from plait.fair_queue import FairThreads, Slices, SliceTurns, capture_call, current_client
-from plait.request import RequestTrace
+from plait.fair_queue import FairThreads, Slices, SliceTurns, current_client
 from plait.server import pages
 from plait.server.anthropic import messages
 from plait.server.api import validate, versions
 from plait.server.api.endpoint import Answer, Endpoint, Manage, ModelLookup, ModelsLookup
-from plait.server.api.reply import WARNING_HEADER, ApiReply
+from plait.server.api.reply import WARNING_HEADER
 from plait.server.gateway import api_keys
 from plait.server.gateway.exchange import SCOPE_KEY, SHOWN_LOAD_S, Exchange
 from plait.server.gateway.exposition import exposition
 from plait.server.gateway.middleware import REQUEST_ID_HEADER, Edge, Refusal, RequestGate, Traffic
-from plait.server.gateway.request_context import Generation, Health, LoadingState, Readiness, RequestContext
+from plait.server.gateway.request_context import Health, LoadingState, Readiness, RequestContext
 from plait.server.gateway.served_models import ChosenModel, ServedModels
 from plait.server.http.errors import BodyTooLarge, http_problem, json_response, problem
-from plait.server.http.transfer import EventStream, linger, read_object, until_disconnect
+from plait.server.http.transfer import linger, read_object, until_disconnect
 from plait.server.llamacpp import completion, infill, server_facts
+from plait.server.mcp.allowed import McpServers
+from plait.server.mcp_routes import MCP, McpDesk
 from plait.server.models import admin
 from plait.server.models.only import OnlyModel
 from plait.server.ollama import embed, generate, manage, wire
-from plait.server.openai import adapters, chat, completions, embeddings, models, render, responses, scores
+from plait.server.openai import adapters, chat, completions, embeddings, models, render, scores
+from plait.server.respond import respond
+from plait.server.responses import endpoints
 from plait.server.stored.endpoints import STORED
 
 if TYPE_CHECKING:
@@ -63,14 +63,13 @@ PATHS = (
     "see /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/embeddings, /v1/models, and "
     "/docs for all"
 )
-T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 ENDPOINTS = (
     *completions.ENDPOINTS,
     *chat.ENDPOINTS,
     *embeddings.ENDPOINTS,
     *scores.ENDPOINTS,
-    *responses.ENDPOINTS,
+    *endpoints.ENDPOINTS,
     *messages.ENDPOINTS,
     *models.ENDPOINTS,
     *adapters.ENDPOINTS,
@@ -99,7 +98,8 @@ def create_app(
         loading = served if isinstance(served, LoadingState) else LoadingState(served)
         models = OnlyModel(loading, config)
     traffic = traffic or Traffic(config)
-    service = Service(models, config, traffic, state)
+    desk = McpDesk(McpServers.of(config), config.max_body_bytes)
+    service = Service(models, config, traffic, state, desk.servers)
     routes = [
         _route("/health", service.health, "GET"),
         _route("/ready", service.ready, "GET"),
@@ -112,6 +112,7 @@ def create_app(
         *(_route(e.path, service.serves(e), e.method, e.refusal) for e in ENDPOINTS),
         *(_route(e.path, service.looks_up(e), "GET", e.refusal) for e in FACTS),
         *(_route(r.path, r.handler(state), r.method) for r in STORED),
+        *(_route(r.path, r.handler(desk), r.method) for r in MCP),
         *(_route(e.path, service.lists(e), "GET", e.refusal) for e in LISTS),
         *pages.page_routes(),
         *pages.api_routes(ENDPOINTS),
@@ -141,9 +142,15 @@ class Service:
     """What the handlers share: the models, and the server's limits."""
 
     def __init__(
-        self, models: ServedModels, config: ServerConfig, traffic: Traffic, state: StoredState | None = None
+        self,
+        models: ServedModels,
+        config: ServerConfig,
+        traffic: Traffic,
+        state: StoredState | None,
+        servers: McpServers,
     ) -> None:
         self._models, self._config, self._traffic, self._state = models, config, traffic, state
+        self._mcp = servers
         self._turns = SliceTurns()
         self._threads = FairThreads(PLAN_THREADS, PLAN_THREADS - 2, "plait-plan")
 
@@ -234,7 +241,7 @@ class Service:
         found = await self._choose(request, body, exchange, stays)
         exchange.model = found.served
         store = None if self._state is None else self._state.store
-        return RequestContext(found.front, found.name, exchange, store, found.adapter), body
+        return RequestContext(found.front, found.name, exchange, store, found.adapter, self._mcp), body
 
     async def _choose(
         self, request: Request, body: dict[str, object], exchange: Exchange, stays: object
@@ -297,79 +304,6 @@ def _write_answer(answer: Answer, context: RequestContext, body: Mapping[str, ob
     if isinstance(found, Generator):
         found = yield from found
     return json_response(found)
-
-
-async def respond(
-    receive: Receive,
-    context: RequestContext,
-    plan: Callable[[], ApiReply],
-    threads: Executor | None = None,
-    interval: int = 1,
-    state: StoredState | None = None,
-) -> Response:
-    """Answer with the reply that `plan` makes. It tokenizes, so one of `threads` calls it. `interval`: tokens
-    that a stream emits together. `state`: of background replies. Raises Cancelled if the client leaves."""
-    return await until_disconnect(receive, _respond(context, plan, threads, interval, state))
-
-
-async def _respond(
-    context: RequestContext,
-    plan: Callable[[], ApiReply],
-    threads: Executor | None,
-    interval: int,
-    state: StoredState | None,
-) -> Response:
-    reply = await run_plan(plan, threads)
-    if isinstance(reply, responses.ResponsesReply) and reply.in_background and state is not None:
-        return await state.background.start(context, reply)
-    if reply.stream:
-        return await _stream_events(context, reply, interval)
-    traces: list[RequestTrace | None] = []
-    num_open = context.front.max_open
-    size = max(min(reply.at_once, num_open // 2), 1) if reply.at_once else num_open
-    for first in range(0, len(reply.requests), size):
-        requests = reply.requests[first : first + size]
-        # Later requests of a list wait for the queue, so that the results of the first are not lost.
-        with reply.in_words():
-            generation = await Generation.start(context, requests, None, waits=bool(first))
-        try:
-            async for i, delta in generation:
-                reply.count.add(first + i, delta)
-                reply.add(first + i, delta)
-        finally:
-            await generation.close()
-        traces += generation.traces()
-    body = await reply.keep(await asyncio.to_thread(reply.whole, traces))
-    return json_response(body, headers={WARNING_HEADER: reply.warning} if reply.warning else {})
-
-
-async def _stream_events(context: RequestContext, reply: ApiReply, interval: int) -> Response:
-    with reply.in_words():
-        generation = await Generation.start(context, reply.requests, interval)
-    try:
-        await generation.peek()
-    except BaseException:
-        await generation.close()
-        raise
-    return EventStream(_events(reply, generation), generation.close, reply.failed, form=reply.form)
-
-
-async def _events(reply: ApiReply, generation: Generation) -> AsyncIterator[msgspec.Struct]:
-    for event in reply.begin():
-        yield event
-    async for i, delta in generation:
-        reply.count.add(i, delta)
-        for event in reply.events(i, delta):
-            yield event
-    await reply.keep_streamed()
-    for event in reply.end():
-        yield event
-
-
-async def run_plan(plan: Callable[[], T], threads: Executor | None) -> T:
-    """What `plan` returns or raises, called in one of `threads`; None: in any of those all requests share."""
-    call = partial(contextvars.copy_context().run, plan)
-    return await asyncio.get_running_loop().run_in_executor(threads, capture_call, call)
 
 
 async def _refuse_body(request: Request, response: Response, send: Send) -> None:

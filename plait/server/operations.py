@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from plait.server import mcp_routes
 from plait.server.anthropic import messages
 from plait.server.api import schema, versions
 from plait.server.gateway.request_context import Health, Readiness
@@ -23,11 +24,10 @@ from plait.server.openai import (
     embeddings,
     models,
     render,
-    response_items,
-    responses,
     scores,
 )
-from plait.server.stored import batch_objects, chats, file_objects, routes
+from plait.server.responses import endpoints, items, request
+from plait.server.stored import batch_objects, chats, conversations, file_objects, routes
 
 ITEM_EVENTS = "With stream: named and numbered events, from response.created to response.completed."
 BLOCK_EVENTS = "With stream: named events, from message_start to message_stop."
@@ -46,17 +46,43 @@ class Operation:
     refusal: Struct = ErrorBody
 
 
+MCP: Mapping[tuple[str, str], Operation] = {
+    ("GET", "/v1/mcp/servers"): Operation("The MCP servers that may be used", mcp_routes.McpServerList),
+    ("POST", "/v1/mcp/tools"): Operation(
+        "The tools of an MCP server", mcp_routes.ToolList, mcp_routes.ToolsRequest
+    ),
+    ("POST", "/v1/mcp/call"): Operation(
+        "Call a tool of an MCP server", mcp_routes.CallAnswer, mcp_routes.CallRequest
+    ),
+}
+
 _ONE = "that this key has stored"
 STORED: Mapping[tuple[str, str], Operation] = {
     ("GET", "/v1/responses/{id}"): Operation(
         "A stored response",
-        response_items.Response,
+        items.Response,
         stream="With stream=true: its events, from starting_after.",
     ),
     ("DELETE", "/v1/responses/{id}"): Operation("Delete a response", routes.Deleted),
     ("GET", "/v1/responses/{id}/input_items"): Operation("The items of its input", routes.StoredList),
     ("POST", "/v1/responses/{id}/cancel"): Operation(
-        "Cancel a response that runs in the background", response_items.Response
+        "Cancel a response that runs in the background", items.Response
+    ),
+    ("POST", "/v1/conversations"): Operation(
+        "Begin a conversation", conversations.Conversation, conversations.NewConversation
+    ),
+    ("GET", "/v1/conversations/{id}"): Operation("A conversation", conversations.Conversation),
+    ("POST", "/v1/conversations/{id}"): Operation(
+        "Change a conversation's metadata", conversations.Conversation, conversations.ConversationChange
+    ),
+    ("DELETE", "/v1/conversations/{id}"): Operation("Delete a conversation", routes.Deleted),
+    ("GET", "/v1/conversations/{id}/items"): Operation("The items of a conversation", routes.StoredList),
+    ("POST", "/v1/conversations/{id}/items"): Operation(
+        "Add items to a conversation", routes.StoredList, conversations.NewItems
+    ),
+    ("GET", "/v1/conversations/{id}/items/{item}"): Operation("An item of a conversation"),
+    ("DELETE", "/v1/conversations/{id}/items/{item}"): Operation(
+        "Delete an item of a conversation", conversations.Conversation
     ),
     ("GET", "/v1/chat/completions"): Operation(f"The chats {_ONE}", routes.StoredList),
     ("GET", "/v1/chat/completions/{id}"): Operation("A stored chat", chat.ChatCompletion),
@@ -119,14 +145,14 @@ POSTS: Mapping[str, Operation] = {
     "/apply-template": Operation("A conversation as the model's prompt", body=models.TemplateRequest),
     "/v1/responses": Operation(
         "The reply to a conversation, as items",
-        response_items.Response,
-        responses.ResponsesRequest,
+        items.Response,
+        request.ResponsesRequest,
         ITEM_EVENTS,
     ),
     "/v1/responses/input_tokens": Operation(
         "How many tokens the prompt of a response has",
-        responses.ResponseInputTokens,
-        responses.ResponsesRequest,
+        endpoints.ResponseInputTokens,
+        request.ResponsesRequest,
     ),
     "/v1/messages": Operation(
         "The reply to a conversation, as blocks",

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 from importlib import resources
@@ -28,7 +29,7 @@ from starlette.types import Receive, Scope, Send
 from plait.server.api.endpoint import Endpoint
 from plait.server.gateway.request_context import Health, Readiness
 from plait.server.http.transfer import EVENTS
-from plait.server.operations import GETS, POSTS, STORED, Operation, Struct
+from plait.server.operations import GETS, MCP, POSTS, STORED, Operation, Struct
 from plait.version import __version__
 
 POLICY = (
@@ -195,7 +196,7 @@ def document(endpoints: Iterable[Endpoint]) -> dict[str, object]:
         operation = POSTS.get(endpoint.path, Operation(f"{endpoint.method} {endpoint.path}"))
         operations.append(operation)
         paths[endpoint.path] = {endpoint.method.lower(): _post(endpoint, operation)}
-    for (method, path), operation in STORED.items():
+    for (method, path), operation in (*STORED.items(), *MCP.items()):
         operations.append(operation)
         paths[path] = {**paths.get(path, {}), method.lower(): _describe_stored(method, path, operation)}
     return {
@@ -224,9 +225,9 @@ def api_routes(endpoints: Iterable[Endpoint]) -> list[Route]:
 
 def _get(path: str, operation: Operation) -> dict[str, object]:
     found = _operation(path, operation)
-    if "{id}" in path:
+    if names := re.findall(r"{(\w+)}", path):
         found["parameters"] = [
-            {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}},
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
         ]
     if operation.reply in {Health, Readiness}:
         found["responses"]["503"] = {"description": "Not now", "content": _json(_ref(operation.reply))}

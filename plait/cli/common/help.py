@@ -28,6 +28,7 @@ GROUPS = {
         *("any_model_name", "chat_template", "tool_call_parser", "reasoning_parser", "stream_interval"),
         *("max_waiting", "max_body_bytes", "max_connections", "shutdown_timeout_s"),
     ),
+    "Tools of MCP servers": ("mcp_server", "mcp_token", "mcp_timeout_s"),
     "Logs and metrics": ("log_format", "log_level", "metrics_vllm_names", "otlp_endpoint"),
     "The model": (
         "vocab",

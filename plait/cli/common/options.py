@@ -29,7 +29,7 @@ UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 SERVER_URL = "http://127.0.0.1:8080"
 PREFIX = "PLAIT_"  # of the environment variables: --max-num-seqs is PLAIT_MAX_NUM_SEQS, too
 # Their help names the variable: a command line would show the key to every user of the machine.
-SECRET = {"api_key", "admin_key"}
+SECRET = {"api_key", "admin_key", "mcp_token"}
 # Variables with our prefix that are no options: what is read elsewhere, and the links that Kubernetes and
 # Docker put into a container next to a service that is called plait.
 NO_OPTIONS = re.compile(r"PLAIT_(CONFIG|URL|SCREENSHOTS|NAME|ENV_.*|SERVICE_.*|PORT(_\d+_.*)?)")

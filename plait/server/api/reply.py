@@ -5,15 +5,20 @@ Every API that answers a chat reads the same typed deltas; `ChoiceCourse` follow
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from plait.fair_queue import capture_call
 from plait.request import FinishReason, Request, RequestTrace
 from plait.server.api.schema import ChatRequest, Sampling, StreamOptions
 from plait.server.api.token_scores import ChosenToken, Count, list_chosen_tokens, name_by_id
@@ -26,6 +31,7 @@ if TYPE_CHECKING:
     from plait.frontend.deltas import Delta, TextLogprob
 
 
+T = TypeVar("T")
 WARNING_HEADER = "x-plait-warning"
 MS = 1000.0
 
@@ -171,12 +177,12 @@ class ApiReply(ABC):
 
     `count`: its tokens and times so far. `form`: how its events are written. `at_once`: requests that the
     engine has of it at a time; None: all. `in_background`: it goes on when its client has left.
-    `is_kept`: `keep` stores it.
+    `is_kept`: `keep` stores it. `has_rounds`: `advance` may ask for another generation.
     """
 
     form = EVENTS
     at_once: int | None = None
-    in_background = is_kept = False
+    in_background = is_kept = has_rounds = False
 
     def __init__(self, requests: Sequence[Request], *, stream: bool = False) -> None:
         self.requests, self.stream, self.count = requests, stream, TokenCount(requests)
@@ -211,6 +217,19 @@ class ApiReply(ABC):
         """The events before the first delta."""
         return ()
 
+    def advance(
+        self, context: RequestContext, threads: Executor | None
+    ) -> AsyncIterator[msgspec.Struct] | None:
+        """What is done between two generations, as its events; None: the reply is whole.
+
+        Afterwards `requests` are those of the next generation. Called first if there are none at the start.
+        """
+        return None
+
+    def close(self) -> None:
+        """Let go of requests, and of what `advance` uses. May be called at any time, and twice."""
+        self.requests = ()
+
     def events(self, i: int, delta: Delta) -> Iterable[msgspec.Struct]:
         """The events that this delta of request `i` brings."""
         return ()
@@ -222,6 +241,12 @@ class ApiReply(ABC):
     def failed(self, problem: Problem) -> Iterable[msgspec.Struct]:
         """The last events of a stream that fails."""
         return (problem.body(),)
+
+
+async def run_plan(plan: Callable[[], T], threads: Executor | None) -> T:
+    """What `plan` returns or raises, called in one of `threads`; None: in any of those all requests share."""
+    call = partial(contextvars.copy_context().run, plan)
+    return await asyncio.get_running_loop().run_in_executor(threads, capture_call, call)
 
 
 def head(context: RequestContext, prefix: str, kind: str) -> dict[str, object]:

@@ -18,6 +18,8 @@ class StreamOptions(msgspec.Struct, kw_only=True, frozen=True):
     continuous_usage_stats: bool = False
 
 
+# A field of it has a schema, as one of `object` has not.
+JsonValue = Annotated[object, msgspec.Meta(extra_json_schema={"description": "any JSON value"})]
 Objects = Annotated[list[dict[str, Any]], msgspec.Meta(extra_json_schema={"default": []})]
 
 

@@ -24,6 +24,7 @@ from plait.request import Request, RequestTrace, SamplingParams
 from plait.server.gateway.exchange import Exchange
 from plait.server.http.errors import NotReady
 from plait.server.http.transfer import cancel_tasks
+from plait.server.mcp.allowed import McpServers
 from plait.text.grammar.trial_pool import apply_verdict, too_late
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 FIRST_WAIT_S = 0.05  # a refusal that only the engine can decide comes within this, and is an HTTP error then
 RETRY_S = 0.05  # between attempts to submit to a full queue
 PATIENCE_S = 60.0  # in a full queue: then the client gets an error, and may retry
+NO_MCP = McpServers()
 TOTALS = frozenset(
     {"num_steps", "num_prompt_tokens", "num_output_tokens", "num_preemptions", "num_swaps", "num_restarts"}
 )
@@ -172,7 +174,7 @@ class RequestContext:
 
     It separates the cached prompts of keys, counts and bounds. Safe from any thread, like the Front. `store`:
     what clients have stored; None: the server stores nothing. `adapter`: the name of the one that the request
-    chose; "": none.
+    chose; "": none. `mcp`: the servers of which tools may be called.
     """
 
     front: Front
@@ -180,6 +182,7 @@ class RequestContext:
     exchange: Exchange
     store: Store | None = None
     adapter: str = ""
+    mcp: McpServers = NO_MCP
 
     @property
     def tenant(self) -> str:

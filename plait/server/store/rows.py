@@ -16,12 +16,13 @@ from plait.errors import InvalidField
 from plait.server.store.errors import NotStored
 from plait.server.store.seal import Seal
 
-Kind = Literal["response", "chat", "file", "batch"]
+Kind = Literal["response", "chat", "file", "batch", "conversation"]
 NAMES: Mapping[Kind, str] = {
     "response": "response",
     "chat": "chat completion",
     "file": "file",
     "batch": "batch",
+    "conversation": "conversation",
 }
 # States of what is in work: such a row, and what it refers to, is neither too old nor in the way.
 WORKING = ("queued", "in_progress", "uploading", "writing", "validating", "finalizing", "cancelling")
@@ -190,6 +191,42 @@ class Rows:
         if found is None:
             return None
         return int(found[0]), self._seal.open(found[1], _place(row.id, row.tenant, name, found[0]))
+
+    def entries(self, row: StoredRow) -> Iterator[tuple[str, bytes]]:
+        """All parts of a row of which each has a name of its own, in the order of their numbers."""
+        text = "SELECT name, number, body FROM parts WHERE object = ? ORDER BY number"
+        for name, number, body in self._connection.execute(text, (row.position,)):
+            yield name, self._seal.open(body, _place(row.id, row.tenant, name, number))
+
+    def find_entry(self, row: StoredRow, name: str) -> bytes | None:
+        """The part with this name."""
+        text = "SELECT number, body FROM parts WHERE object = ? AND name = ? LIMIT 1"
+        found = self._connection.execute(text, (row.position, name)).fetchone()
+        return (
+            None if found is None else self._seal.open(found[1], _place(row.id, row.tenant, name, found[0]))
+        )
+
+    def add_entry(self, row: StoredRow, name: str, body: bytes) -> None:
+        """Add a part behind all others."""
+        text = "SELECT coalesce(max(number), -1) + 1 FROM parts WHERE object = ?"
+        (number,) = self._connection.execute(text, (row.position,)).fetchone()
+        self.add_part(row, name, int(number), body)
+
+    def delete_entry(self, row: StoredRow, name: str) -> bool:
+        """Delete the part with this name. False: there is none."""
+        text = "DELETE FROM parts WHERE object = ? AND name = ? RETURNING length(body)"
+        sizes = [int(size) for (size,) in self._connection.execute(text, (row.position, name))]
+        text = "UPDATE objects SET size = size - ? WHERE position = ?"
+        self._connection.execute(text, (sum(sizes), row.position))
+        return bool(sizes)
+
+    def count_entries(self, row: StoredRow) -> int:
+        text = "SELECT count(*) FROM parts WHERE object = ?"
+        return int(self._connection.execute(text, (row.position,)).fetchone()[0])
+
+    def touch(self, row: StoredRow, now: int) -> None:
+        """Have a row count as used now."""
+        self._connection.execute("UPDATE objects SET used = ? WHERE position = ?", (now, row.position))
 
     def part_numbers(self, row: StoredRow, name: str) -> set[int]:
         """The numbers of a list's parts."""

@@ -22,8 +22,8 @@ from plait.server.gateway.exchange import Exchange
 from plait.server.gateway.request_context import Generation, RequestContext
 from plait.server.http.errors import NotReady, Problem, TooManyRequests, json_response, problem
 from plait.server.http.transfer import EventStream, StreamForm, event_frame
-from plait.server.openai import response_items
-from plait.server.openai.responses import ResponsesReply
+from plait.server.responses import items
+from plait.server.responses.reply import ResponsesReply
 from plait.server.store.errors import NotStored
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class ResponseJob:
     def is_streamed(self) -> bool:
         return self.reply.stream
 
-    def push(self, event: response_items.ResponseEvent) -> None:
+    def push(self, event: msgspec.Struct) -> None:
         """Add an event, if the response has any."""
         if self.is_streamed:
             self.frames.append(event_frame(event))
@@ -177,18 +177,24 @@ class BackgroundRunner:
         events = reply.begin()
         for event in (next(events), next(events)):  # created and queued
             job.push(event)
-        generation = await self._submit(context, reply)
+        generation = await self._submit(context, reply) if reply.requests else None
         try:
             await self._change(job, msgspec.structs.replace(reply.head, status="in_progress"))
             for event in events:
                 job.push(event)
-            async for i, delta in generation:
-                reply.count.add(i, delta)
-                for event in reply.events(i, delta):
-                    job.push(event)
+            while True:
+                if generation is not None:
+                    await _push_deltas(job, generation)
+                between = reply.advance(context, None)
+                if between is None:
+                    return _end_with(reply.end())
+                async for done in between:
+                    job.push(done)
+                generation = await self._submit(context, reply) if reply.requests else None
         finally:
-            await generation.close()
-        return _end_with(reply.end())
+            if generation is not None:
+                await generation.close()
+            reply.close()
 
     async def _submit(self, context: RequestContext, reply: ResponsesReply) -> Generation:
         """Submit the request, and wait while the engine's queue is full. Raises CapacityErrors."""
@@ -202,7 +208,7 @@ class BackgroundRunner:
                     raise
             await asyncio.sleep(RETRY_S)
 
-    async def _change(self, job: ResponseJob, response: response_items.Response) -> None:
+    async def _change(self, job: ResponseJob, response: items.Response) -> None:
         body = msgspec.json.encode(response)
         job.row = await self._store.run(lambda rows: rows.change(job.row, body, response.status))
 
@@ -216,6 +222,8 @@ class BackgroundRunner:
         def write(rows: Rows) -> None:
             row = rows.change(job.row, body, response.status)
             rows.add_items(row, (item.id for item in response.output))
+            if job.reply.keeper is not None:
+                job.reply.keeper.append(rows, response)
             if packed:
                 rows.add_part(row, EVENTS_PART, 0, packed)
 
@@ -244,18 +252,25 @@ class BackgroundRunner:
         return True
 
 
+async def _push_deltas(job: ResponseJob, generation: Generation) -> None:
+    async for i, delta in generation:
+        job.reply.count.add(i, delta)
+        for event in job.reply.events(i, delta):
+            job.push(event)
+
+
 @dataclass(frozen=True, slots=True)
 class Ending:
     """How a response ended, and its last events."""
 
-    response: response_items.Response
-    events: Sequence[response_items.ResponseEvent] = ()
+    response: items.Response
+    events: Sequence[items.ResponseEvent] = ()
 
 
-def _end_with(events: Iterable[response_items.ResponseEvent]) -> Ending:
+def _end_with(events: Iterable[items.ResponseEvent]) -> Ending:
     found = [*events]
     last = found[-1]
-    assert isinstance(last, response_items.StateEvent)
+    assert isinstance(last, items.StateEvent)
     return Ending(last.response, found)
 
 

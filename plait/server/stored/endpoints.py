@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
-from plait.server.stored import batches, chats, files, responses
+from plait.server.stored import batches, chats, conversations, files, responses
 
-STORED = (*responses.ROUTES, *chats.ROUTES, *files.ROUTES, *batches.ROUTES)
+STORED = (
+    *responses.ROUTES,
+    *conversations.ROUTES,
+    *chats.ROUTES,
+    *files.ROUTES,
+    *batches.ROUTES,
+)

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from plait.errors import InvalidField
 from plait.server.http.transfer import EventStream
-from plait.server.openai.response_state import items_of, read_conversation
+from plait.server.responses.state import items_of, read_conversation
 from plait.server.store.errors import NotStored
 from plait.server.store.rows import Rows, StoredRow
 from plait.server.stored.background import EVENTS_PART, FRAMES, EventFrame, follow

@@ -45,7 +45,11 @@ class StoredCall:
     @property
     def id(self) -> str:
         """The id in the path."""
-        found: str = self.request.path_params["id"]
+        return self.name("id")
+
+    def name(self, place: str) -> str:
+        """What the path has at a place in braces."""
+        found: str = self.request.path_params[place]
         return found
 
     def query(self, name: str) -> str | None:

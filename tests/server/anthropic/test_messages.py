@@ -23,8 +23,8 @@ from plait.server.http.errors import Problem
 from tests.contract.wire import Answer, Client
 from tests.server.conftest import serving, wait_until
 from tests.server.fake import EchoLoop
-from tests.server.openai.test_responses import PLAN, as_read, fed, said
 from tests.server.real_engine import engine_front
+from tests.server.responses.test_responses import PLAN, as_read, fed, said
 
 PATH = "/v1/messages"
 

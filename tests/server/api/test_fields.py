@@ -12,7 +12,7 @@ from plait.request import SAMPLING
 from plait.sampling_fields import Declared, SamplingFields
 from plait.server.anthropic.messages import MessagesRequest
 from plait.server.api.schema import CompletionRequest, StorableChat
-from plait.server.openai.responses import ResponsesRequest
+from plait.server.responses.request import ResponsesRequest
 from tests.server.conftest import Client
 from tests.server.fake import EchoLoop
 

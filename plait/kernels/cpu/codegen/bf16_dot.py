@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from llvmlite import binding, ir
+from llvmlite import ir
 
 from plait.kernels.cpu.codegen import plain_x86
 from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer
-from plait.kernels.cpu.codegen.target import config, host_features
+from plait.kernels.cpu.codegen.target import adds_bf16
 from plait.kernels.cpu.codegen.vec import (
     DEFINED,
     VF,
@@ -34,18 +34,7 @@ Pairs: TypeAlias = Value | Sequence[Value]
 TINY = 0x00800000  # bits of the smallest normal float32
 
 
-def _gains() -> bool:
-    """Whether kernels of this process use AVX512_BF16: where it is, and is faster than what stands for it.
-
-    AMD's cores add 64 products a cycle with it. Intel's add 16 (measured on Emerald Rapids, where AMX is
-    there for this), and 32 with float32 multiply-adds. A process that compiles for a named target is Intel's.
-    """
-    if config.CPU_NAME or not {"avx512bf16", "avx512bw"} <= host_features():
-        return False
-    return str(binding.get_host_cpu_name()).startswith("znver")
-
-
-HARDWARE = _gains()
+HARDWARE = adds_bf16()
 
 
 class _Bfloat(ir.Type):  # type: ignore[misc]

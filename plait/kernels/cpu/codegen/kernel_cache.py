@@ -12,6 +12,7 @@ import logging
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -26,22 +27,31 @@ from numba.core.serialize import dumps
 
 from plait.kernels.cpu.codegen import target
 from plait.kernels.cpu.codegen.kernel_folder import SUFFIX, KernelFiles
+from plait.kernels.cpu.codegen.levels import SHIPPED, read_shipped
 
 log = logging.getLogger("plait")
+ShippedName = tuple[str, str]  # of a folder and of a file in it
 PLAIN = (int, float, str, bytes, np.generic, type(None))
 
 
 class Compiled(NullCache):
     """One function's machine code, as Numba looks for it before it compiles, and hands it over afterwards."""
 
-    def __init__(self, files: KernelFiles | None, name: str) -> None:
-        self._files, self._name = files, name
+    def __init__(self, files: KernelFiles | None, name: str, shipped: ShippedName | None) -> None:
+        self._files, self._name, self._shipped = files, name, shipped
         self.was_found = False
-        self.payload = files.read(name) if files else None
+        self.payload = self._read()
 
     def look_again(self) -> None:
         """Another process may have made it meanwhile."""
-        self.payload = self._files.read(self._name) if self._files else None
+        self.payload = self._read()
+
+    def _read(self) -> bytes | None:
+        """What this user's processes made is for this very processor; then what was shipped."""
+        found = self._files.read(self._name) if self._files else None
+        if found is None and self._shipped is not None:
+            found = read_shipped(*self._shipped)
+        return found
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """What was kept; its checksum was right before anything of it is unpickled."""
@@ -63,8 +73,7 @@ class Compiled(NullCache):
 
     def read_object_code(self) -> bytes | None:
         """The object code that is kept; None where nothing is kept."""
-        payload = self._files.read(self._name) if self._files else None
-        if payload is None:
+        if (payload := self._read()) is None:
             return None
         # `CompileResult._reduce` has the library as (name, "object", (object code, bitcode)).
         parts = [part for part in pickle.loads(payload) if isinstance(part, tuple)]
@@ -75,8 +84,8 @@ class Compiled(NullCache):
 @contextmanager
 def lock_compile(function: FunctionType, signature: str) -> Iterator[Compiled]:
     """What Numba is given for a cache; processes that compile the same function do it one after the other."""
-    files = target.cached_files()
-    found = Compiled(files, name_of(function, signature) if files else "")
+    files, content = target.cached_files(), read_content(function, signature)
+    found = Compiled(files, name_of(content) if files else "", name_if_shipped(content))
     if files is None or found.payload is not None:
         yield found
         return
@@ -85,15 +94,42 @@ def lock_compile(function: FunctionType, signature: str) -> Iterator[Compiled]:
         yield found
 
 
-def name_of(function: FunctionType, signature: str) -> str:
+def name_of(content: KernelContent) -> str:
     """The name of the file that keeps a function's machine code."""
+    return content.name_for(target.room_name(), cpu_target.target_context.codegen().magic_tuple())
+
+
+def name_if_shipped(content: KernelContent) -> ShippedName | None:
+    """Where the function's machine code is if it was shipped."""
+    level = None if target.read_cpu_name() else target.host_level()
+    if level is None or not (SHIPPED / (room := target.level_room(level))).is_dir():
+        return None
+    triple = cpu_target.target_context.codegen().magic_tuple()[0]
+    return room, content.name_for(room, (triple, level.cpu, level.llvm_features))
+
+
+@dataclass(frozen=True, slots=True)
+class KernelContent:
+    """What decides a function's machine code except the target. `parts`: hashes, sorted."""
+
+    function: FunctionType
+    signature: str
+    parts: tuple[str, ...]
+
+    def name_for(self, room: str, magic: tuple[str, ...]) -> str:
+        """The file's name in the folder `room` of a target; `magic`: how Numba names the target."""
+        made_for = repr((room, magic, self.signature))
+        # Machine code names the module of its function: that of a plug-in has its content in its name.
+        title = self.function.__qualname__
+        named = [self.function.__module__, title, made_for, *self.parts]
+        digest = sha256("\n".join(named).encode()).hexdigest()
+        return f"{''.join(c for c in title if c.isalnum() or c in '_.')[:80]}-{digest[:32]}{SUFFIX}"
+
+
+def read_content(function: FunctionType, signature: str) -> KernelContent:
+    """Everything that goes into the name of a function's machine code but the target."""
     parts = {sha256(part).hexdigest() for part in _parts(function, set())}
-    made_for = repr((target.room_name(), cpu_target.target_context.codegen().magic_tuple(), signature))
-    # Machine code names the module of its function: that of a plug-in has its content in its name.
-    named = [function.__module__, function.__qualname__, made_for]
-    digest = sha256("\n".join([*named, *sorted(parts)]).encode()).hexdigest()
-    title = "".join(c for c in function.__qualname__ if c.isalnum() or c in "_.")
-    return f"{title[:80]}-{digest[:32]}{SUFFIX}"
+    return KernelContent(function, signature, tuple(sorted(parts)))
 
 
 def _parts(function: FunctionType, seen: set[int]) -> Iterator[bytes]:

@@ -20,6 +20,7 @@ from llvmlite import binding
 from plait.cache_folder import cache_base
 from plait.errors import ConfigError
 from plait.kernels.cpu.codegen.kernel_folder import KernelFiles, Spare, sweep_daily
+from plait.kernels.cpu.codegen.levels import LEVELS, Level
 
 config: Any = numba.config  # its names are made when it is imported
 
@@ -62,7 +63,13 @@ ARM_NAMES = {"dotprod": b"hw.optional.arm.FEAT_DotProd", "i8mm": b"hw.optional.a
 ARM_NUMBERS = {"dotprod": 43}
 
 _kept: list[KernelFiles] = []  # of `keep_in`: one at most
+_level: list[Level] = []  # that kernels are compiled for: one at most
 PERMISSION = (158, 0x1023, 18)  # arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA), Linux on x86-64
+
+
+def kernel_features() -> frozenset[str]:
+    """What kernels may use where no processor is named: what their level has, or all that this one has."""
+    return _level[0].features if _level else host_features()
 
 
 @cache
@@ -117,9 +124,9 @@ def _dot() -> str:
     """How four products of bytes are added: "vnni", "avx2", as `_arm_dot` says, or "generic"."""
     if AARCH64:
         return _arm_dot()
-    name = config.CPU_NAME or ""
+    name = read_cpu_name()
     if not name:
-        features = host_features()
+        features = kernel_features()
         if {"avx512vnni", "avx512bw", "avx512vl"} <= features:
             return "vnni"
         return "avx2" if "avx2" in features else "generic"
@@ -128,13 +135,50 @@ def _dot() -> str:
     return "avx2" if name in (TARGETS["avx512"], TARGETS["avx2"]) else "generic"
 
 
+def read_cpu_name() -> str:
+    """The processor that kernels are compiled for by name; "": this one, or its level."""
+    return "" if _level else config.CPU_NAME or ""
+
+
+def adds_bf16() -> bool:
+    """Whether kernels use AVX512_BF16: where it is, and is faster than what stands for it.
+
+    AMD's cores add 64 products a cycle with it. Intel's add 16 (measured on Emerald Rapids, where AMX is
+    there for this), and 32 with float32 multiply-adds. A process that compiles for a named target is Intel's.
+    """
+    if read_cpu_name() or not {"avx512bf16", "avx512bw"} <= kernel_features():
+        return False
+    return bool(_level) or str(binding.get_host_cpu_name()).startswith("znver")
+
+
+def host_level() -> Level | None:
+    """The level of the kernels that this processor may load: the best that it has all of."""
+    if not X86_64 or platform.system() != "Linux":
+        return None
+    is_amd = str(binding.get_host_cpu_name()).startswith("znver")
+    return next((one for one in LEVELS if one.fits(host_features(), is_amd)), None)
+
+
+def _aim_at_host() -> None:
+    """Compile for the level of this processor: kernels are the same, and as fast, on all that have it.
+
+    Where there is AMX, or no level, kernels are compiled for this very processor.
+    """
+    level = host_level()
+    _level[:] = [level] if level and "amx-tile" not in host_features() else []
+    config.CPU_NAME = _level[0].cpu if _level else None
+    config.CPU_FEATURES = _level[0].llvm_features if _level else _native_features()
+
+
 if not config.CPU_NAME and config.CPU_FEATURES is None:
-    config.CPU_FEATURES = _native_features()
+    _aim_at_host()
 DOT = _dot()
 
 
 def name() -> str:
     """The target of this process, for `plait info --ops` and the cache's folder."""
+    if _level:
+        return _level[0].name
     return f"{config.CPU_NAME or binding.get_host_cpu_name()}-{DOT}"
 
 
@@ -151,11 +195,29 @@ def aim(isa: str) -> None:
         raise ConfigError(f"isa: {isa} is for x86-64; this machine is {platform.machine()}: use native")
     if missing := NEEDED.get(isa, set()) - host_features():
         raise ConfigError(f"isa: this machine has no {', '.join(sorted(missing))}, which {isa} needs")
-    if cpu == (config.CPU_NAME or ""):
+    if cpu == read_cpu_name():
         return
     if "plait.kernels.cpu.codegen.vec" in sys.modules:
         raise ConfigError(f"isa: kernels of this process are made for {name()}; start another one for {isa}")
-    config.CPU_NAME, config.CPU_FEATURES = cpu or None, "" if cpu else _native_features()
+    if cpu:
+        _level.clear()
+        config.CPU_NAME, config.CPU_FEATURES = cpu, ""
+    else:
+        _aim_at_host()
+    globals()["DOT"] = _dot()
+
+
+def aim_at_level(level: Level) -> None:
+    """Compile for any processor of a level from now on: to make kernels that are shipped.
+
+    Raises ConfigError if this machine cannot run them, or if kernels were already made for another target.
+    """
+    if missing := level.features - host_features():
+        raise ConfigError(f"level {level.name}: this machine has no {', '.join(sorted(missing))}")
+    if "plait.kernels.cpu.codegen.vec" in sys.modules:
+        raise ConfigError(f"level {level.name}: kernels of this process are made for {name()}")
+    _level[:] = [level]
+    config.CPU_NAME, config.CPU_FEATURES = level.cpu, level.llvm_features
     globals()["DOT"] = _dot()
 
 
@@ -168,7 +230,7 @@ def no_amx() -> str | None:
         return "AMX is used on Linux and x86-64 only"
     if missing := NEEDED["amx"] - host_features():
         return f"this processor has no {', '.join(sorted(missing))}"
-    cpu = config.CPU_NAME or TARGETS["amx"]
+    cpu = read_cpu_name() or TARGETS["amx"]
     if cpu != TARGETS["amx"]:
         return f"kernels are compiled for {cpu}"
     libc = ctypes.CDLL(None, use_errno=True)
@@ -212,9 +274,16 @@ def room_name() -> str:
     return f"{name()}-{_fingerprint()}"
 
 
+def level_room(level: Level) -> str:
+    """`room_name` of a process that compiles for a level."""
+    return f"{level.name}-{_fingerprint()}"
+
+
 @cache
 def _fingerprint() -> str:
-    digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__} {sys.version}".encode())
+    """A hash of what every kernel depends on except its target: sources, and what reads the code again."""
+    versions = f"{numba.__version__} {llvmlite.__version__} {sys.implementation.cache_tag}"
+    digest = hashlib.sha256(versions.encode())
     for source in SHARED:
         digest.update((ROOT / source).read_bytes())
     return digest.hexdigest()[:16]

@@ -24,7 +24,7 @@ from plait.errors import ShapeMismatch
 from plait.kernels.cpu.codegen.kernel import Kernel, kernel, load_generated
 from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, block, digest
 from plait.kernels.cpu.codegen.plain_x86 import write_fma
-from plait.kernels.cpu.codegen.target import TARGETS, config, host_features
+from plait.kernels.cpu.codegen.target import TARGETS, kernel_features, read_cpu_name
 from plait.kernels.cpu.codegen.vec import get_i32, get_u8, put_i32, put_u8, word
 from plait.kernels.cpu.linear import bf16_codes
 from plait.kernels.cpu.linear.bf16_codes import Coded
@@ -49,8 +49,8 @@ CHUNK_BYTES = CHUNK * 3 // 2 * 32  # of a plain tile of bfloat16, at most
 
 def wide_registers() -> bool:
     """Whether a vector of sixteen floats is one register, of which there are many."""
-    name = config.CPU_NAME or ""
-    return name in (TARGETS["amx"], TARGETS["avx512"]) or (not name and "avx512f" in host_features())
+    name = read_cpu_name()
+    return name in (TARGETS["amx"], TARGETS["avx512"]) or (not name and "avx512f" in kernel_features())
 
 
 def write_groups(w: Writer, rows: Word, sizes: Iterable[int], write: Callable[[Word, int], None]) -> None:

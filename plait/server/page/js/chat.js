@@ -12,7 +12,7 @@ const NEAR_PX = 80,
   TITLE_CHARS = 60;
 
 export class Chat {
-  /** `hooks`: settings() -> values, changed() after every change, busy(bool), refused(ApiError), rate(tok/s). */
+  /** `hooks`: tools: McpTools, settings() -> values, changed() after every change, busy(bool), refused(ApiError), rate(tok/s). */
   constructor(scroll, transcript, hooks) {
     this.scroll = scroll;
     this.transcript = transcript;
@@ -36,9 +36,11 @@ export class Chat {
       this.hooks.busy(false);
     }
     this.conversation = conversation;
+    this.hooks.tools.name();
     this.render();
     this.follow(true);
     this.hooks.changed();
+    this.hooks.tools.arrive();
   }
 
   render() {
@@ -54,6 +56,7 @@ export class Chat {
     const { messages, mode } = this.conversation;
     if (text === "" && (mode === "chat" || messages.length === 0)) return;
     if (text !== "") this.push({ role: "user", content: text });
+    this.hooks.tools.rounds = 0;
     await this.reply();
   }
 
@@ -96,15 +99,36 @@ export class Chat {
     await this.reply();
   }
 
-  /** The results of tool calls, in their order. */
-  async answer(message, results) {
+  /** Settle the tool calls as the user has decided, in their order, and have the model go on. */
+  async answer(message, decisions) {
     if (this.isBusy) return;
+    const results = await this.settle(message, decisions);
+    if (results === null) return;
     message.answered = true;
     this.views.get(message).update(false);
     message.tool_calls.forEach((call, i) =>
       this.push({ role: "tool", tool_call_id: call.id, content: results[i] }),
     );
     await this.reply();
+  }
+
+  /** What the calls came to; null: the user has stopped them, or opened another conversation. */
+  async settle(message, decisions) {
+    const abort = (this.running = new AbortController()),
+      results = [];
+    this.hooks.busy(true);
+    try {
+      for (const [i, call] of message.tool_calls.entries())
+        results.push(await this.hooks.tools.settle(call, decisions[i], abort.signal));
+    } catch (error) {
+      if (!abort.signal.aborted) throw error;
+    }
+    if (this.running !== abort) return null;
+    this.running = null;
+    this.hooks.busy(false);
+    if (!abort.signal.aborted) return results;
+    this.views.get(message)?.update(false);
+    return null;
   }
 
   /** Go on from another token than the one taken: what stood before it stays, and the model continues. */
@@ -127,8 +151,20 @@ export class Chat {
     await this.run(message, async (settings, before) =>
       isText
         ? ["v1/completions", textBody(before, settings)]
-        : ["v1/chat/completions", chatBody(before, settings)],
+        : ["v1/chat/completions", await this.withTools(chatBody(before, settings))],
     );
+    const calls = message.tool_calls ?? [],
+      { tools } = this.hooks;
+    const isOpen = this.views.has(message) && !message.error && message.stats.finish === "tool_calls";
+    if (isOpen && tools.goesOn(calls)) await this.answer(message, calls.map(() => "once"));
+  }
+
+  /** The body with the tools of MCP servers that the conversation uses. */
+  async withTools(body) {
+    const { tools } = this.hooks;
+    await tools.ready();
+    const all = [...(body.tools ?? []), ...tools.functions()];
+    return all.length ? { ...body, tools: all } : body;
   }
 
   /** Fill `message` from a stream. `plan(settings, messages before it)` -> [path, body]. */
@@ -211,14 +247,16 @@ export class Chat {
   canFork(message) {
     const { tools, thinking } = this.hooks.settings();
     const isPlain = !message.reasoning && !message.tool_calls?.length;
-    return this.conversation.mode === "text" || (isPlain && !tools?.trim() && !thinking);
+    const hasTools = tools?.trim() || this.hooks.tools.used.length > 0;
+    return this.conversation.mode === "text" || (isPlain && !hasTools && !thinking);
   }
 
   view(message) {
     return new MessageView(message, this.conversation.mode, {
       again: (one) => this.again(one),
       edit: (one, text) => this.edit(one, text),
-      answer: (one, results) => this.answer(one, results),
+      answer: (one, decisions) => this.answer(one, decisions),
+      tools: this.hooks.tools,
       turn: (one, step) => this.turn(one, step),
       fork: (one, at, text) => this.fork(one, at, text),
       canFork: (one) => !this.isBusy && this.canFork(one),

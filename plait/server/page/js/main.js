@@ -8,6 +8,7 @@ import { Attachments } from "./attachments.js";
 import { byId, make, placeIcons } from "./dom.js";
 import { Engine } from "./engine.js";
 import { takeLatest } from "./notices.js";
+import { McpTools } from "./mcp.js";
 import { Models } from "./models.js";
 import { Panels } from "./panels.js";
 import { Settings } from "./settings.js";
@@ -54,7 +55,14 @@ class Page {
     this.models = new Models((name) => this.choose(name));
     this.engine = new Engine(byId("engine"), (sample) => this.sampled(sample));
     this.panels = new Panels((open) => this.engine.watch(open === "engine" && this.state === "ok"));
+    this.tools = new McpTools({
+      conversation: () => this.chat.conversation,
+      settings: () => this.settings.values,
+      keep: () => this.keepOwn(),
+      draw: () => this.chat.isBusy || this.chat.render(),
+    });
     this.chat = new Chat(byId("scroll"), byId("transcript"), {
+      tools: this.tools,
       settings: () => ({ ...this.settings.values, model: this.models.sent(this.chat.conversation.model) }),
       changed: () => this.changed(),
       busy: (isBusy) => this.showBusy(isBusy),
@@ -184,6 +192,7 @@ class Page {
       this.context = model.max_model_len;
       document.title = `${model.id} · Plait`;
       byId("version").textContent = (await askJson("version")).version;
+      await this.tools.load();
       byId("key-row").hidden = true;
     } catch (error) {
       this.refused(error);
@@ -248,6 +257,7 @@ class Page {
     byId("hint").textContent = isOk ? words.hint : (STATES[this.state] ?? this.state);
     byId("hint").classList.toggle("typing", isOk);
     this.settings.show(conversation);
+    this.tools.show();
     this.showContext();
     byId("send").disabled = !isOk;
     for (const radio of byId("mode").querySelectorAll("input")) {

@@ -79,7 +79,7 @@ export class MessageView {
 
   calls(isLive) {
     this.asked?.remove();
-    this.asked = toolCalls(this.message, isLive, this.actions.answer);
+    this.asked = toolCalls(this.message, isLive, this.actions.answer, this.actions.tools);
     this.body.append(this.asked);
   }
 

@@ -44,9 +44,15 @@ export function chatBody(messages, settings) {
     const isOn = settings.thinking === "on";
     body.chat_template_kwargs = { enable_thinking: isOn, thinking: isOn };
   }
-  const tools = (settings.tools ?? "").trim();
-  if (tools) body.tools = parsed(tools);
+  const tools = ownTools(settings);
+  if (tools.length) body.tools = tools;
   return body;
+}
+
+/** The tools that are written in the settings. Raises an Error that says so if they are not JSON. */
+export function ownTools(settings) {
+  const tools = (settings.tools ?? "").trim();
+  return tools ? parsed(tools) : [];
 }
 
 function parsed(tools) {

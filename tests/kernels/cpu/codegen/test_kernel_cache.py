@@ -12,7 +12,7 @@ import pytest
 
 from plait.kernels.cpu.codegen import target
 from plait.kernels.cpu.codegen.kernel import SIGNATURE, Kernel, NativeEntry, load_generated
-from plait.kernels.cpu.codegen.kernel_cache import name_of
+from plait.kernels.cpu.codegen.kernel_cache import name_of, read_content
 from plait.kernels.cpu.codegen.kernel_folder import seal, unseal
 from plait.kernels.cpu.codegen.vec import put_i64
 from plait.kernels.cpu.runtime.threads import call_entry
@@ -122,7 +122,7 @@ def test_what_is_whole_and_cannot_be_loaded_is_compiled_again(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     kernel = made("unreadable")
-    name = name_of(kernel.function, SIGNATURE)  # type: ignore[arg-type]
+    name = name_of(read_content(kernel.function, SIGNATURE))  # type: ignore[arg-type]
     folder.mkdir(parents=True)
     (folder / name).write_bytes(seal(name, b"no pickle"))
     assert kernel.address > 0
@@ -144,7 +144,7 @@ def test_an_entry_is_kept_too(folder: Path) -> None:
 
 def test_a_name_changes_with_the_text_its_helpers_and_its_numbers() -> None:
     def named(kernel: Kernel) -> str:
-        return name_of(kernel.function, SIGNATURE)  # type: ignore[arg-type]
+        return name_of(read_content(kernel.function, SIGNATURE))  # type: ignore[arg-type]
 
     plain = named(made("names"))
     assert named(made("names")) == plain

@@ -1,24 +1,19 @@
-"""Items of /v1/responses: those of an input become a chat's messages, those of an output are Structs.
-
-Tools and formats move to the places that they have in a chat.
-"""
+"""Items of an input as a chat's messages; tools, choices and formats in the places of a chat."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
-
-import msgspec
-from msgspec import UNSET, UnsetType
+from typing import Any
 
 from plait.errors import InvalidField
 from plait.server.api.parse_fields import string_of
-from plait.server.api.reply import CompletionTokensDetails
-from plait.server.api.token_scores import ChosenToken, Count
+from plait.server.responses.mcp_tools import name_with_label
 
 ROLES = frozenset({"user", "assistant", "system", "developer"})
 HEAD = frozenset({"system", "developer"})
+REFUSED = "The user refused this call"
+NameTool = Callable[[str, str], str]  # a server's label and its tool's name -> the name of a function
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 
 
@@ -28,6 +23,8 @@ class ResponseConversation:
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
+    name_tool: NameTool = name_with_label
+    approvals: dict[str, Mapping[str, object]] = field(default_factory=dict)  # requests of them, by id
     _reasoning: str = ""
 
     def add(self, message: dict[str, Any], place: str) -> None:
@@ -49,6 +46,14 @@ class ResponseConversation:
         else:
             last.setdefault("tool_calls", []).append(call)
 
+    def call_server(self, call: Mapping[str, object], text: str, place: str) -> None:
+        """Add a call of a server's tool with its result."""
+        label, name, given = (string_of(call, one, place) for one in ("server_label", "name", "arguments"))
+        call_id = string_of(call, "id", place)
+        function = {"name": self.name_tool(label, name), "arguments": given}
+        self.call({"id": call_id, "type": "function", "function": function}, place)
+        self.add({"role": "tool", "tool_call_id": call_id, "content": text}, place)
+
     def instruct(self, text: str) -> None:
         """Add instructions at the front. Templates know one system message, so an old one is joined."""
         first = self.messages[0] if self.messages else {}
@@ -60,13 +65,18 @@ class ResponseConversation:
 
 
 def conversation(
-    found: str | Sequence[object], instructions: str | None, earlier: Sequence[object] = ()
+    found: str | Sequence[object],
+    instructions: str | None,
+    earlier: Sequence[object] = (),
+    output: Sequence[object] = (),
+    name_tool: NameTool = name_with_label,
 ) -> ResponseConversation:
     """The chat that an input stands for. Raises InvalidField, naming the item.
 
-    `earlier`: the items of the responses before it.
+    `earlier`: the items of the responses before it; `output`: those that its own response has made so far.
+    `name_tool`: the function of a server's tool.
     """
-    chat = ResponseConversation()
+    chat = ResponseConversation(name_tool=name_tool)
     for item in earlier:
         _take(chat, item, "previous_response_id")
     if isinstance(found, str):
@@ -76,9 +86,18 @@ def conversation(
             _take(chat, item, f"input[{i}]")
         if not chat.messages:
             raise InvalidField("input: it has no message; send at least one", "input")
+    for item in output:
+        _take(chat, item, "output")
     if instructions:
         chat.instruct(instructions)
     return chat
+
+
+def check_items(items: Sequence[object]) -> None:
+    """Raises InvalidField for an item that no conversation can have, naming its place in `items`."""
+    chat = ResponseConversation()
+    for i, item in enumerate(items):
+        _take(chat, item, f"items[{i}]")
 
 
 def _take(chat: ResponseConversation, item: object, at: str) -> None:
@@ -101,11 +120,50 @@ def _take(chat: ResponseConversation, item: object, at: str) -> None:
             chat.add({"role": "tool", "tool_call_id": called, "content": text}, at)
         case "reasoning":
             chat.think(_reasoning(item, at))
+        case "mcp_call" | "mcp_approval_request" | "mcp_approval_response" | "mcp_list_tools" as kind:
+            _take_server_item(chat, item, kind, at)
         case "item_reference":
             text = f"{at}: this item can no longer be referred to; send the item itself"
             raise InvalidField(text, at)
         case other:
             raise InvalidField(f"{at}.type: items of type {other!r:.80} are not supported", f"{at}.type")
+
+
+def _take_server_item(chat: ResponseConversation, item: Mapping[str, object], kind: str, at: str) -> None:
+    """A list of tools is in no message, and a call that waits for consent was not made."""
+    if kind == "mcp_call":
+        chat.call_server(item, _server_output(item), at)
+    elif kind == "mcp_approval_request":
+        chat.approvals[string_of(item, "id", at)] = item
+    elif kind == "mcp_approval_response":
+        _take_approval(chat, item, at)
+
+
+def _take_approval(chat: ResponseConversation, item: Mapping[str, object], at: str) -> None:
+    """The model learns of a refused call; one that was approved becomes an `mcp_call`."""
+    wanted = string_of(item, "approval_request_id", at)
+    if wanted not in chat.approvals:
+        text = f"{at}.approval_request_id: there is no mcp_approval_request {wanted!r:.80} before it"
+        raise InvalidField(text, f"{at}.approval_request_id")
+    if not isinstance(item.get("approve"), bool):
+        raise InvalidField(f"{at}.approve: it must be true or false", f"{at}.approve")
+    if item["approve"] is False:
+        reason = item.get("reason")
+        why = f": {reason}" if isinstance(reason, str) and reason else ""
+        chat.call_server(chat.approvals[wanted], f"{REFUSED}{why}", at)
+
+
+def _server_output(item: Mapping[str, object]) -> str:
+    """What the model reads of a call: its output, or else its error."""
+    if isinstance(output := item.get("output"), str):
+        return output
+    error = item.get("error")
+    if not isinstance(error, Mapping):
+        return error if isinstance(error, str) else "The call was not made."
+    content = error.get("content")
+    parts = content if isinstance(content, list) else []
+    texts = [str(part.get("text", "")) for part in parts if isinstance(part, Mapping)]
+    return "The call failed: " + ("\n".join(texts) or str(error.get("message", "")))
 
 
 def _text(content: object, at: str) -> str:
@@ -134,12 +192,17 @@ def _reasoning(item: Mapping[str, object], at: str) -> str:
 
 
 def chat_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
-    """Functions as a chat describes them. Raises InvalidField for tools that are run by others."""
+    """Functions as a chat describes them. Raises InvalidField for tools that nothing here can run.
+
+    Those of MCP servers are left out: they are known when the servers have listed them.
+    """
     found = []
     for i, tool in enumerate(tools):
         kind = tool.get("type") if isinstance(tool, Mapping) else type(tool).__name__
+        if kind == "mcp":
+            continue
         if kind != "function":
-            text = f"tools[{i}].type: {kind!r:.80} cannot be run here; only functions of the client can"
+            text = f"tools[{i}].type: {kind!r:.80} cannot be run here; send functions of yours, or mcp"
             raise InvalidField(text, f"tools[{i}].type")
         names = ("name", "description", "parameters", "strict")
         function = {name: tool[name] for name in names if tool.get(name) is not None}
@@ -147,13 +210,13 @@ def chat_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
     return found
 
 
-def chat_tool_choice(choice: str | Mapping[str, object]) -> object:
-    """`tool_choice` as a chat has it. Raises InvalidField."""
+def chat_tool_choice(choice: str | Mapping[str, object], *, has_servers: bool = False) -> object:
+    """`tool_choice` as a chat has it; with MCP servers it may name one of those. Raises InvalidField."""
     if isinstance(choice, str):
         return choice
     if choice.get("type") == "function" and isinstance(choice.get("name"), str):
         return {"type": "function", "function": {"name": choice["name"]}}
-    if choice.get("type") == "allowed_tools":
+    if choice.get("type") == "allowed_tools" or (has_servers and choice.get("type") == "mcp"):
         return choice
     raise InvalidField(
         f"tool_choice: {choice!r:.80} is not supported; send 'none', 'auto', 'required' or a function",
@@ -170,128 +233,3 @@ def chat_format(found: Mapping[str, object]) -> dict[str, object]:
         "type": "json_schema",
         "json_schema": {name: found[name] for name in names if found.get(name) is not None},
     }
-
-
-ItemStatus = Literal["in_progress", "completed", "incomplete"]
-ItemType = Literal["message", "reasoning", "function_call"]
-
-
-class OutputPart(msgspec.Struct, frozen=True):
-    """The content of an item: its text or its reasoning."""
-
-    type: Literal["output_text", "reasoning_text"]
-    text: str
-    annotations: list[Any] | UnsetType = UNSET
-    logprobs: list[ChosenToken] | UnsetType = UNSET
-
-
-class OutputItem(msgspec.Struct, frozen=True):
-    """A message, reasoning, or a call of a function; `arguments` is JSON text."""
-
-    id: str
-    status: ItemStatus
-    type: ItemType
-    role: Literal["assistant"] | UnsetType = UNSET
-    summary: list[Any] | UnsetType = UNSET
-    content: list[OutputPart] | UnsetType = UNSET
-    call_id: str | UnsetType = UNSET
-    name: str | UnsetType = UNSET
-    arguments: str | UnsetType = UNSET
-
-
-class InputDetails(msgspec.Struct, frozen=True):
-    cached_tokens: Count
-    cache_write_tokens: Count = 0
-
-
-class ResponseUsage(msgspec.Struct, kw_only=True, frozen=True):
-    input_tokens: Count
-    input_tokens_details: InputDetails
-    output_tokens: Count
-    output_tokens_details: CompletionTokensDetails
-    total_tokens: Count
-
-
-ResponseStatus = Literal["completed", "incomplete", "failed", "in_progress", "queued", "cancelled"]
-
-
-class Response(msgspec.Struct, kw_only=True, frozen=True):
-    """The reply of /v1/responses, and what the first and last events of its stream hold."""
-
-    id: str
-    object: Literal["response"] = "response"
-    created_at: int
-    status: ResponseStatus = "in_progress"
-    completed_at: int | None = None
-    background: bool = False
-    error: dict[str, str] | None = None
-    incomplete_details: dict[str, str] | None = None
-    instructions: str | None
-    max_output_tokens: int | None
-    max_tool_calls: None = None
-    metadata: dict[str, str]
-    model: str
-    output: list[OutputItem] = []
-    parallel_tool_calls: bool
-    previous_response_id: str | None = None
-    reasoning: dict[str, str | None]
-    service_tier: Literal["default"] = "default"
-    store: bool = False
-    temperature: float | None
-    text: dict[str, Any]
-    tool_choice: str | dict[str, Any]
-    tools: list[dict[str, Any]]
-    top_logprobs: Count
-    top_p: float | None
-    truncation: Literal["disabled"] = "disabled"
-    usage: ResponseUsage | None = None
-
-
-class ResponseEvent(msgspec.Struct, kw_only=True, frozen=True):
-    """One event of a stream; numbered from 0."""
-
-    type: str
-    sequence_number: Count
-
-
-class StateEvent(ResponseEvent, kw_only=True, frozen=True):
-    """`warning`: what a whole reply has in the header x-plait-warning."""
-
-    response: Response
-    warning: str | UnsetType = UNSET
-
-
-class ErrorEvent(ResponseEvent, kw_only=True, frozen=True):
-    code: str | None
-    message: str
-    param: str | None
-
-
-class ItemEvent(ResponseEvent, kw_only=True, frozen=True):
-    output_index: Count
-    item: OutputItem
-
-
-class PartEvent(ResponseEvent, kw_only=True, frozen=True):
-    part: OutputPart
-    item_id: str
-    output_index: Count
-    content_index: Count
-
-
-class DeltaEvent(ResponseEvent, kw_only=True, frozen=True):
-    delta: str
-    item_id: str
-    output_index: Count
-    content_index: Count | UnsetType = UNSET
-    logprobs: Sequence[ChosenToken] | UnsetType = UNSET
-
-
-class DoneEvent(ResponseEvent, kw_only=True, frozen=True):
-    text: str | UnsetType = UNSET
-    arguments: str | UnsetType = UNSET
-    logprobs: list[ChosenToken] | UnsetType = UNSET
-    name: str | UnsetType = UNSET
-    item_id: str
-    output_index: Count
-    content_index: Count | UnsetType = UNSET

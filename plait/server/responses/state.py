@@ -6,6 +6,7 @@ turns has each of its items once, and what was deleted is in no later response.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,9 +16,9 @@ import msgspec
 
 from plait.errors import CapacityError, InvalidField
 from plait.server.http.transfer import new_id
-from plait.server.openai.response_items import Response
+from plait.server.responses.items import Response
 from plait.server.store.errors import START, NotStored, PreviousNotStored, StoreOff
-from plait.server.store.rows import Rows, StoredRow
+from plait.server.store.rows import MAX_CHAIN, MAX_CHAIN_BYTES, Rows, StoredRow
 
 if TYPE_CHECKING:
     from plait.server.gateway.request_context import RequestContext
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
 Item = dict[str, object]
 INPUT = "input"  # the parts of a response with its items
 AT = "previous_response_id"
+IN = "conversation"
 _TEXT_OF = {"assistant": "output_text"}
+_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _GONE_ON_FROM = ("completed", "incomplete")
 
 
@@ -45,6 +48,9 @@ class StateFields(Protocol):
     @property
     def previous_response_id(self) -> str | None: ...
 
+    @property
+    def conversation_id(self) -> str | None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Stored:
@@ -58,13 +64,17 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class ResponseKeeper:
-    """Writes one response. `is_demanded`: the request has `store: true`, so a failure is the reply's."""
+    """Writes one response. `is_demanded`: the request has `store: true`, so a failure is the reply's.
+
+    `conversation`: where its items go when it has ended well; "": it is in none.
+    """
 
     store: Store
     tenant: str
     items: Sequence[Item]
     refers: str
     is_demanded: bool
+    conversation: str = ""
 
     async def save(self, response: Response) -> Stored:
         """Add the response with its items. Raises CapacityErrors if storing was demanded."""
@@ -90,7 +100,17 @@ class ResponseKeeper:
         )
         added = rows.add(row, {INPUT: [msgspec.json.encode(item) for item in self.items]})
         rows.add_items(added, (item.id for item in response.output))
+        self.append(rows, response)
         return added
+
+    def append(self, rows: Rows, response: Response) -> None:
+        """Add the items to the conversation, if there is one and the response has ended well."""
+        if self.conversation and response.status in _GONE_ON_FROM:
+            row = rows.find(self.tenant, "conversation", self.conversation)
+            if row is not None:  # else it was deleted meanwhile
+                output = msgspec.to_builtins(response.output)
+                append_items(rows, row, [*self.items, *_without_cut_calls(output)])
+                rows.touch(row, self.store.now())
 
 
 def keeper_of(context: RequestContext, asked: StateFields) -> ResponseKeeper | None:
@@ -103,6 +123,9 @@ def keeper_of(context: RequestContext, asked: StateFields) -> ResponseKeeper | N
     if asked.background and asked.store is False:
         text = "background: a reply in the background must be stored; leave store out, or send store: true"
         raise InvalidField(text, "background")
+    if asked.conversation_id is not None and asked.store is False:
+        text = "conversation: what a conversation has is stored; leave store out, or send store: true"
+        raise InvalidField(text, IN)
     if context.store is None:
         if asked.store:
             context.report_unread(("store",), {})
@@ -110,7 +133,9 @@ def keeper_of(context: RequestContext, asked: StateFields) -> ResponseKeeper | N
     if asked.store is False:
         return None
     tenant, refers = context.exchange.key.name, asked.previous_response_id or ""
-    return ResponseKeeper(context.store, tenant, list_items(asked.input), refers, asked.store is True)
+    demanded, conversation = asked.store is True, asked.conversation_id or ""
+    items = list_items(asked.input)
+    return ResponseKeeper(context.store, tenant, items, refers, demanded, conversation)
 
 
 def resolve_references(context: RequestContext, sent: str | Sequence[Item]) -> str | list[Item]:
@@ -171,13 +196,46 @@ def items_of(row: StoredRow, bodies: Sequence[bytes], *, with_output: bool = Tru
     """The items of a response's input and of its output, without calls that were cut."""
     found: list[Item] = [msgspec.json.decode(body, type=Item) for body in bodies]
     if with_output:
-        output = msgspec.json.decode(row.body, type=_Output).output
-        found += [
-            item
-            for item in output
-            if not (item.get("type") == "function_call" and item.get("status") != "completed")
-        ]
+        found += _without_cut_calls(msgspec.json.decode(row.body, type=_Output).output)
     return found
+
+
+def _without_cut_calls(output: Sequence[Item]) -> list[Item]:
+    return [
+        item
+        for item in output
+        if not (item.get("type") == "function_call" and item.get("status") != "completed")
+    ]
+
+
+def conversation_items(context: RequestContext, conversation: str) -> list[Item]:
+    """The items of a conversation, which counts as used now. Raises StoreOff, NotStored and InvalidField."""
+    store, tenant = context.store, context.exchange.key.name
+    if store is None:
+        raise StoreOff(f"{IN}: {START}", IN)
+
+    def read(rows: Rows) -> list[bytes]:
+        row = rows.find(tenant, "conversation", conversation)
+        if row is None:
+            raise NotStored(f"{IN}: there is no {conversation!r:.80} that this key has stored", IN)
+        if rows.count_entries(row) >= MAX_CHAIN or row.size > MAX_CHAIN_BYTES:
+            text = f"it has {MAX_CHAIN} items or more than {MAX_CHAIN_BYTES} bytes; begin a new one"
+            raise InvalidField(f"{IN}: {text}", IN)
+        rows.touch(row, store.now())
+        return [body for _, body in rows.entries(row)]
+
+    return [msgspec.json.decode(body, type=Item) for body in store.call(read)]
+
+
+def append_items(rows: Rows, row: StoredRow, items: Sequence[Item]) -> list[Item]:
+    """Add items to a conversation. One with an id that is in it already gets another."""
+    added = []
+    for item in items:
+        if not _ID.fullmatch(str(item["id"])) or rows.find_entry(row, str(item["id"])) is not None:
+            item = {**item, "id": new_id("item", "_")}
+        rows.add_entry(row, str(item["id"]), msgspec.json.encode(item))
+        added.append(item)
+    return added
 
 
 class _Output(msgspec.Struct):
@@ -194,12 +252,14 @@ def list_items(sent: str | Sequence[Item]) -> list[Item]:
 def _item(sent: Mapping[str, object]) -> Item:
     item = {"type": "message", **{name: value for name, value in sent.items() if value is not None}}
     kind, role = item["type"], item.get("role")
-    item.setdefault("status", "completed")
+    if not str(kind).startswith("mcp_"):
+        item.setdefault("status", "completed")
     if kind == "message" and isinstance(item.get("content"), str):
         part: Item = {"type": _TEXT_OF.get(str(role), "input_text"), "text": item["content"]}
         if role == "assistant":
             part["annotations"] = []
         item["content"] = [part]
     prefixes = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+    prefixes["mcp_approval_response"] = "mcpa"
     item.setdefault("id", new_id(prefixes.get(str(kind), "item"), "_"))
     return item

@@ -19,9 +19,9 @@ from plait.server.api.content_blocks import in_words_of
 from plait.server.api.reply import ApiReply, ChatPlan, Part
 from plait.server.api.schema import ChatRequest
 from plait.server.http.errors import Problem
-from plait.server.openai import responses
-from plait.server.openai.response_items import conversation
-from plait.server.openai.responses import ResponsesReply, ResponsesRequest
+from plait.server.responses.input_items import conversation
+from plait.server.responses.reply import ResponsesReply
+from plait.server.responses.request import NAMES, ResponsesRequest
 from plait.text.output import Arguments, CallEnd, CallStart, Content, Reasoning
 from tests.contract.wire import Answer, Client
 from tests.server.conftest import serving, wait_until
@@ -179,7 +179,7 @@ def test_calls_results_and_reasoning_become_messages() -> None:
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"max_tool_calls": 3}, "max_tool_calls"),
+        ({"max_tool_calls": 0}, "max_tool_calls"),
         ({"temperature": 3}, "temperature"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tool_choice": "required"}, "tool_choice"),
@@ -401,7 +401,7 @@ def test_a_bad_grammar_is_refused_in_words_of_this_api(client: Client, stream: b
 
 
 def test_a_tools_schema_is_named_as_each_api_names_it() -> None:
-    for module, name in ((responses, "tools[2].parameters"), (messages, "tools[2].input_schema")):
-        with pytest.raises(BadGrammar) as caught, in_words_of(module._NAMES, ()):
+    for names, name in ((NAMES, "tools[2].parameters"), (messages._NAMES, "tools[2].input_schema")):
+        with pytest.raises(BadGrammar) as caught, in_words_of(names, ()):
             raise BadGrammar("it cannot be honoured", "tools[2].function.parameters")
         assert caught.value.param == name

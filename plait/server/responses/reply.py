@@ -1,45 +1,23 @@
-"""POST /v1/responses: OpenAI's Responses API.
-
-The request becomes a chat, and the chat's reply becomes items and named events, so tools, reasoning and
-structured output are those of /v1/chat/completions. `response_state` stores responses, if the server has a
-store, and has the items of those that a conversation goes on from.
-"""
+"""The reply of /v1/responses: a chat's reply as items and named events."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 from msgspec import UNSET
 
-from plait.engine.admission import ServiceOptions
-from plait.errors import InvalidField
 from plait.request import Request, RequestTrace
-from plait.sampling_fields import NO_ENTRIES, MaxTokens, NumLogprobs, SamplingFields
-from plait.server.api import validate
-from plait.server.api.content_blocks import (
-    BlockKind,
-    BlockReply,
-    BlockStep,
-    ReplyBlock,
-    in_words_of,
-    refuse_words_of_a_chat,
-)
-from plait.server.api.endpoint import Endpoint
-from plait.server.api.parse_fields import field_names, parse_as
+from plait.server.api.content_blocks import BlockKind, BlockReply, BlockStep, ReplyBlock
 from plait.server.api.reply import ChatPlan, Usage
-from plait.server.api.schema import Objects
-from plait.server.api.token_scores import Count
-from plait.server.gateway.request_context import RequestContext
 from plait.server.http.transfer import new_id
-from plait.server.openai import chat, models
-from plait.server.openai.response_items import (
+from plait.server.responses.items import (
     DeltaEvent,
     DoneEvent,
     ErrorEvent,
+    InConversation,
     InputDetails,
     ItemEvent,
     ItemStatus,
@@ -48,157 +26,18 @@ from plait.server.openai.response_items import (
     OutputPart,
     PartEvent,
     Response,
-    ResponseConversation,
     ResponseEvent,
     ResponseStatus,
     ResponseUsage,
     StateEvent,
-    chat_format,
-    chat_tool_choice,
-    chat_tools,
-    conversation,
 )
-from plait.server.openai.response_state import (
-    ResponseKeeper,
-    Stored,
-    earlier_items,
-    keeper_of,
-    resolve_references,
-)
+from plait.server.responses.mcp_tools import redact
+from plait.server.responses.request import NAMES, ResponsesRequest
+from plait.server.responses.state import ResponseKeeper, Stored
 
 if TYPE_CHECKING:
     from plait.frontend.deltas import Delta
     from plait.server.http.errors import Problem
-
-
-class TextOptions(msgspec.Struct, kw_only=True, frozen=True):
-    format: dict[str, Any] | None = None
-    verbosity: Literal["medium"] | None = None
-
-
-class ReasoningOptions(msgspec.Struct, kw_only=True, frozen=True):
-    effort: str | None = None
-    summary: Literal["auto"] | None = None
-    generate_summary: Literal["auto"] | None = None
-
-
-class ResponseStreamOptions(msgspec.Struct, kw_only=True, frozen=True):
-    include_obfuscation: Literal[False] | None = None
-
-
-PLAIN_TEXT, USUAL_REASONING = TextOptions(), ReasoningOptions()
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResponsesRequest(SamplingFields, ServiceOptions):
-    """POST /v1/responses. The other fields of a chat (`seed`, `top_k`, `stop`, …) are accepted here too."""
-
-    model: str | None = None
-    input: str | list[dict[str, Any]]
-    instructions: str | None = None
-    max_output_tokens: MaxTokens = None
-    stream: bool = False
-    stream_options: ResponseStreamOptions | None = None
-    tools: Objects = field(default_factory=list)
-    tool_choice: str | dict[str, Any] = "auto"
-    parallel_tool_calls: bool = True
-    text: TextOptions = PLAIN_TEXT
-    reasoning: ReasoningOptions = USUAL_REASONING
-    top_logprobs: NumLogprobs = None
-    include: tuple[Literal["message.output_text.logprobs", "reasoning.encrypted_content"], ...] = ()
-    metadata: Annotated[dict[str, str], NO_ENTRIES] = field(default_factory=dict)
-    truncation: Literal["disabled"] = "disabled"
-    background: bool = False
-    store: bool | None = None
-    previous_response_id: str | None = None
-
-
-class ResponseInputTokens(msgspec.Struct, kw_only=True, frozen=True):
-    """The reply of /v1/responses/input_tokens."""
-
-    object: Literal["response.input_tokens"] = "response.input_tokens"
-    input_tokens: Count
-
-
-LOGPROBS = "message.output_text.logprobs"
-# Fields of a chat that have other names or values here.
-_TRANSLATED = frozenset(
-    {
-        *("messages", "n", "best_of", "stream", "stream_options", "max_tokens", "max_completion_tokens"),
-        *("logprobs", "top_logprobs", "response_format", "reasoning_effort", "return_token_ids"),
-        *("reasoning_field", "timings_per_token", "return_progress"),
-    }
-)
-_PASSED = chat.FIELDS - _TRANSLATED
-FIELDS = field_names(ResponsesRequest) | _PASSED
-_UNREAD = _TRANSLATED - FIELDS
-_NAMES = {
-    "messages": "input",
-    "prompt": "input",
-    "max_tokens": "max_output_tokens",
-    "max_completion_tokens": "max_output_tokens",
-    "response_format": "text.format",
-    "reasoning_effort": "reasoning.effort",
-    "logprobs": "include",
-    "parameters": "parameters",
-}
-_REFUSED = ("conversation", "prompt", "max_tool_calls", "context_management", "moderation")
-
-
-def plan(context: RequestContext, body: Mapping[str, object]) -> ResponsesReply:
-    """Validate, render and tokenize a request, before the engine gets it. Raises RequestErrors."""
-    asked, found, sent = _read(context, body)
-    keeper = keeper_of(context, asked)
-    with in_words_of(_NAMES, found.places):
-        asking = {**sent, "messages": found.messages, "stream": asked.stream}
-        planned = chat.plan_chat(context, asking, _NAMES)
-    return ResponsesReply(context.model, asked, planned, found.places, keeper)
-
-
-def count(context: RequestContext, body: Mapping[str, object]) -> ResponseInputTokens:
-    """Count the tokens of a response's prompt. Raises RequestErrors."""
-    _, found, sent = _read(context, body)
-    seen = {name: value for name, value in sent.items() if name in models.TEMPLATE_FIELDS}
-    with in_words_of(_NAMES, found.places):
-        asking = parse_as({**seen, "messages": found.messages}, models.TemplateRequest)
-        return ResponseInputTokens(input_tokens=len(models.prompt_ids(context, asking, _NAMES)))
-
-
-def _read(
-    context: RequestContext, body: Mapping[str, object]
-) -> tuple[ResponsesRequest, ResponseConversation, dict[str, object]]:
-    """The request, the conversation in it, and the other fields as a chat has them."""
-    for name in _REFUSED:
-        if body.get(name):
-            raise InvalidField(f"{name}: this server cannot honour it; leave it out", name)
-    refuse_words_of_a_chat(body, _UNREAD, _NAMES)
-    validate.refuse(body, FIELDS)
-    asked = parse_as(body, ResponsesRequest)
-    asked = replace(asked, input=resolve_references(context, asked.input))
-    found = conversation(asked.input, asked.instructions, earlier_items(context, asked.previous_response_id))
-    sent = {name: value for name, value in body.items() if name in _PASSED}
-    return asked, found, sent | _translate_fields(asked)
-
-
-def _translate_fields(asked: ResponsesRequest) -> dict[str, object]:
-    """The fields that have other names in a chat."""
-    sent: dict[str, object] = {}
-    if asked.max_output_tokens is not None:
-        sent["max_completion_tokens"] = asked.max_output_tokens
-    if asked.tools:
-        sent["tools"] = chat_tools(asked.tools)
-        sent["tool_choice"] = chat_tool_choice(asked.tool_choice)
-    elif asked.tool_choice not in ("auto", "none"):
-        raise InvalidField("tool_choice: there are no tools to choose from", "tool_choice")
-    if asked.text.format is not None:
-        sent["response_format"] = chat_format(asked.text.format)
-    if asked.reasoning.effort is not None:
-        sent["reasoning_effort"] = asked.reasoning.effort
-    if LOGPROBS in asked.include:
-        sent |= {"logprobs": True, "top_logprobs": asked.top_logprobs or 0}
-    elif asked.top_logprobs:
-        raise InvalidField(f"top_logprobs: it needs include: ['{LOGPROBS}']", "top_logprobs")
-    return sent
 
 
 class ResponsesReply(BlockReply):
@@ -215,7 +54,7 @@ class ResponsesReply(BlockReply):
         places: Sequence[str] = (),
         keeper: ResponseKeeper | None = None,
     ) -> None:
-        super().__init__(chat, _NAMES, places)
+        super().__init__(chat, NAMES, places)
         self.keeper, self._stored, self.in_background = keeper, Stored(), asked.background
         self.head = msgspec.structs.replace(_head(model, asked, chat.request), store=keeper is not None)
         self._ids: list[str] = []  # of the items
@@ -234,14 +73,29 @@ class ResponsesReply(BlockReply):
             status="incomplete" if is_cut else "completed",
             incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
             completed_at=None if is_cut else int(time.time()),
-            output=[self._item(block) for block in self.blocks.all],
-            usage=_usage(self.count.usage()),
+            output=self._output(),
+            usage=_usage(self._total_usage()),
         )
 
     def push(self, delta: Delta) -> list[BlockStep]:
         steps = super().push(delta)
-        self._ids += (new_id(_PREFIXES[step.block.kind], "_") for step in steps if step.what == "open")
+        self._ids += (new_id(self._prefix(step.block), "_") for step in steps if step.what == "open")
         return steps
+
+    def _output(self) -> list[OutputItem]:
+        """The items so far."""
+        return [self._item(block) for block in self.blocks.all]
+
+    def _total_usage(self) -> Usage:
+        return self.count.usage()
+
+    def _prefix(self, block: ReplyBlock) -> str:
+        """What the id of a block's item begins with."""
+        return _PREFIXES[block.kind]
+
+    def _place(self, block: ReplyBlock) -> int:
+        """The place of a block's item in the output."""
+        return block.index
 
     def begin(self) -> Iterator[ResponseEvent]:
         yield self._event(StateEvent, "response.created", response=self.head)
@@ -265,8 +119,7 @@ class ResponsesReply(BlockReply):
 
     def end_early(self, status: ResponseStatus, problem: Problem | None = None) -> Response:
         """The response of a reply that failed or was cancelled, with the output so far."""
-        output = [self._item(block) for block in self.blocks.all]
-        found = msgspec.structs.replace(self.head, status=status, output=output)
+        found = msgspec.structs.replace(self.head, status=status, output=self._output())
         if problem is None:
             return found
         code = "rate_limit_exceeded" if problem.status == 429 else "server_error"
@@ -286,9 +139,9 @@ class ResponsesReply(BlockReply):
             self._last = msgspec.structs.replace(self._last, store=self._stored.is_stored(self.keeper))
 
     def _events(self, step: BlockStep) -> Iterator[ResponseEvent]:
-        block, index = step.block, step.block.index
+        block, index = step.block, self._place(step.block)
         name, is_call = f"response.{_EVENTS[block.kind]}", block.kind == "call"
-        at: dict[str, object] = {"item_id": self._ids[index], "output_index": index}
+        at: dict[str, object] = {"item_id": self._ids[block.index], "output_index": index}
         if not is_call:
             at["content_index"] = 0
         match step.what:
@@ -347,6 +200,7 @@ def _head(model: str, asked: ResponsesRequest, request: Request) -> Response:
         status="queued" if asked.background else "in_progress",
         background=asked.background,
         previous_response_id=asked.previous_response_id,
+        conversation=None if asked.conversation_id is None else InConversation(asked.conversation_id),
         created_at=int(time.time()),
         instructions=asked.instructions,
         max_output_tokens=asked.max_output_tokens,
@@ -357,7 +211,8 @@ def _head(model: str, asked: ResponsesRequest, request: Request) -> Response:
         temperature=request.params.temperature,
         text={"format": asked.text.format or {"type": "text"}},
         tool_choice=asked.tool_choice,
-        tools=asked.tools,
+        max_tool_calls=asked.max_tool_calls,
+        tools=[redact(tool) for tool in asked.tools],
         top_logprobs=asked.top_logprobs or 0,
         top_p=request.params.top_p,
     )
@@ -371,9 +226,3 @@ def _usage(found: Usage) -> ResponseUsage:
         output_tokens_details=found.completion_tokens_details,
         total_tokens=found.total_tokens,
     )
-
-
-ENDPOINTS = (
-    Endpoint("/v1/responses", FIELDS, plan=plan),
-    Endpoint("/v1/responses/input_tokens", FIELDS, answer=count),
-)
