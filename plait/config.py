@@ -31,7 +31,6 @@ OnEngineLost = Literal["end", "retry"]
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 DAY_S = 86_400
-# What is known of kernels for GPUs until a run on one is recorded; startup on a GPU logs it.
 UNPROVEN = "GPU kernels are proved by compilation and interpreter, and no run on a GPU is recorded yet"
 MOST_RANK = 1024  # of an adapter
 MAX_STREAM_INTERVAL = 256  # tokens of one stream that are read at once, on the loop of all others
