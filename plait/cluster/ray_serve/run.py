@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -22,7 +23,7 @@ CORES_BESIDE = 1  # as Ray counts them, for gateways and the controller
 ASK_S = 20.0
 
 
-def connect(address: str | None, num_cpus: float | None = None) -> None:
+def connect(address: str | None, num_cpus: int | None = None) -> None:
     """Join a Ray cluster, or start one on this machine (None). Raises ConfigError if there is none."""
     options: dict[str, object] = {"log_to_driver": False, "logging_level": "error", "namespace": "serve"}
     if address is None:
@@ -33,7 +34,8 @@ def connect(address: str | None, num_cpus: float | None = None) -> None:
     try:
         ray.init(**options)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ConfigError(f"address: no Ray cluster at {address}: {' '.join(str(error).split())}") from error
+        what = "Ray does not start here" if address is None else f"no Ray cluster at {address}"
+        raise ConfigError(f"address: {what}: {' '.join(str(error).split())}") from error
 
 
 def run_cluster(
@@ -49,7 +51,7 @@ def run_cluster(
     cluster = share_machine(engine, cluster)
     least, most = cluster.bounds
     report("starting Ray" if cluster.address is None else f"joining Ray at {cluster.address}")
-    total = (cluster.cpus or 1) * 2 * most + 0.1 * 2 * cluster.gateways + CORES_BESIDE
+    total = math.ceil((cluster.cpus or 1) * 2 * most + 0.1 * 2 * cluster.gateways + CORES_BESIDE)
     connect(cluster.address, total)  # twice: an update starts new replicas before it stops old ones
     try:
         # An explicit host: Serve's own default can be all interfaces.
