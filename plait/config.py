@@ -31,7 +31,6 @@ OnEngineLost = Literal["end", "retry"]
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 DAY_S = 86_400
-# What is known of kernels for GPUs until a run on one is recorded; startup on a GPU logs it.
 UNPROVEN = "GPU kernels are proved by compilation and interpreter, and no run on a GPU is recorded yet"
 MOST_RANK = 1024  # of an adapter
 MAX_STREAM_INTERVAL = 256  # tokens of one stream that are read at once, on the loop of all others
@@ -54,7 +53,7 @@ def option_types(cls: type) -> dict[str, tuple[Any, bool]]:
     return _TYPES[cls]
 
 
-def _check_fields(config: Any) -> None:
+def check_fields(config: Any) -> None:
     """Make lists tuples. Raises ConfigError for a word that is not of its type, and for a number too low."""
     for each in fields(config):
         name, value = each.name, getattr(config, each.name)
@@ -78,8 +77,7 @@ class EngineConfig:
 
     device: str = option(
         "auto",
-        "auto, cpu, cuda, cuda:N or cuda:N,M; auto: the first CUDA device, else the CPU; `info --ops`: "
-        "cuda:sm_90, too",
+        "auto, cpu, cuda, cuda:N or cuda:N,M; auto: the first GPU, else the CPU; info --ops: cuda:sm_90",
     )
     dtype: DType = option(
         "auto", "what the model computes in; auto: float32 on a CPU and for float32 weights, else 16 bits"
@@ -213,7 +211,7 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        _check_fields(self)
+        check_fields(self)
         if not DEVICE.fullmatch(self.device):
             raise ConfigError(f"device: {self.device!r} is not one of auto, cpu, cuda, cuda:N, cuda:N,M")
         self._check_ranks()
@@ -376,7 +374,7 @@ class ServerConfig:
     otlp_endpoint: str | None = option(None, "send a trace of each request there, over OTLP and HTTP")
 
     def __post_init__(self) -> None:
-        _check_fields(self)
+        check_fields(self)
         if self.port > 65535:
             raise ConfigError(f"port: {self.port} is outside 0..65535")
         if self.stream_interval > MAX_STREAM_INTERVAL:

@@ -26,12 +26,14 @@ check_imports, check_sizes = tool("check_imports"), tool("check_sizes")
 check_names, check_words = tool("check_names"), tool("check_words")
 WITHOUT_TORCH = ("plait", *(f"plait.{name}" for name in (*check_imports.NO_TORCH, "cli.main")))
 BLOCKED = """
-import importlib, pkgutil, sys
+import importlib.util, pkgutil, sys
+has_ray = importlib.util.find_spec("ray")
 sys.modules["torch"] = None  # makes `import torch` an ImportError
 for name in sys.argv[1:]:
     module = importlib.import_module(name)
     for found in pkgutil.walk_packages(getattr(module, "__path__", ()), name + "."):
-        if name != "plait" and not found.name.endswith("__main__"):
+        needs_ray = ".ray_serve." in found.name and not has_ray
+        if name != "plait" and not found.name.endswith("__main__") and not needs_ray:
             importlib.import_module(found.name)
 if sys.argv[1:] in (["plait"], ["plait.cli.main"]):
     assert "rich" not in sys.modules, "rich was imported at the door"

@@ -49,6 +49,7 @@ SIDEWAYS = {
     "model": {"checkpoint.weights", "state"},
     "runner": {"schedule.plan"},
     "verify": {"convert.plan", "worker"},
+    "cluster": {"server"},
     "cli": {"server", "cluster", "bench"},
     "__main__": {"cli"},
 }

@@ -10,13 +10,15 @@ from dataclasses import MISSING, fields
 
 from plait.cli.common.options import variable_name
 from plait.cli.serve import TABLES
+from plait.cluster.config import ClusterConfig
 
 HEAD = """\
 # Options
 
 All options of `plait serve`, as flags, environment variables and keys of a TOML file (`--config`).
-Options of the engine hold for every command that runs a model, and for `LLM` by their key. This page is
-made by `tools/print_options.py`; [operations.md](operations.md) says how they work together.
+Options of the engine hold for every command that runs a model, and for `LLM` by their key. `[cluster]` is of
+`plait cluster serve`. This page is made by `tools/print_options.py`; [operations.md](operations.md) says how
+they work together.
 """
 
 
@@ -33,7 +35,7 @@ def rows(kind: type) -> Iterator[str]:
 def print_options() -> str:
     """The whole page."""
     parts = [HEAD]
-    for name, kind in TABLES.items():
+    for name, kind in {**TABLES, "cluster": ClusterConfig}.items():
         parts += [f"## `[{name}]`\n", "| Flag | Variable | Default | |", "|---|---|---|---|", *rows(kind), ""]
     return "\n".join(parts)
 

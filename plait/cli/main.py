@@ -32,6 +32,7 @@ COMMANDS = {
     "run": "Talk with a model: fetch it, serve it if no server does, and chat.",
     "chat": "Talk with a model in the terminal.",
     "serve": "Serve a model over the OpenAI API.",
+    "cluster": "Serve a model with several engines, over Ray Serve.",
     "ps": "The models of a running server: which are loaded, and what they take.",
     "load": "Have a running server load a model.",
     "stop": "Have a running server unload a model.",

@@ -148,11 +148,16 @@ def read_table(path: str | None, name: str) -> dict[str, Any]:
     if path is None:
         return {}
     tables = _read_file(path)
-    known = {f"[{table}]": set(option_names(kind)) for table, kind in TABLES.items()}
+    kinds = dict(TABLES)
+    if "cluster" in tables:
+        from plait.cluster.config import ClusterConfig
+
+        kinds["cluster"] = ClusterConfig
+    known = {f"[{table}]": set(option_names(kind)) for table, kind in kinds.items()}
     for table, values in tables.items():
         if table == "models" and isinstance(values, dict):
             continue
-        if table not in TABLES or not isinstance(values, dict):
+        if table not in kinds or not isinstance(values, dict):
             shown = f"{', '.join(known)} and [models.NAME]"
             raise ConfigError(f"config: {path} has {table!r}; it holds the tables {shown} only")
         if unknown := sorted({key.replace("-", "_") for key in values} - known[f"[{table}]"]):

@@ -27,9 +27,10 @@ from plait.server.api.endpoint import Answer, Endpoint, ModelLookup, ModelsLooku
 from plait.server.api.manage import manage_models
 from plait.server.api.reply import WARNING_HEADER
 from plait.server.gateway import api_keys
+from plait.server.gateway.edge import Edge
 from plait.server.gateway.exchange import SCOPE_KEY, SHOWN_LOAD_S, Exchange
 from plait.server.gateway.exposition import exposition
-from plait.server.gateway.middleware import REQUEST_ID_HEADER, Edge, Refusal, RequestGate, Traffic
+from plait.server.gateway.middleware import REQUEST_ID_HEADER, Refusal, RequestGate, Traffic
 from plait.server.gateway.operator_views import VIEWS, OperatorView
 from plait.server.gateway.request_context import Health, LoadingState, Readiness, RequestContext
 from plait.server.gateway.served_models import ChosenModel, ServedModels

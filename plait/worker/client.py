@@ -78,6 +78,7 @@ class EngineProcess:
         )
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self._collected)
+        self.on_charged: Callable[[tuple[str, ...], bool], None] = lambda request_ids, is_foreign: None
         self._supervisor = Supervisor(protocol.Hello(builder, model, config, {}), self, self._patience, begun)
         self._thread = threading.Thread(target=self._supervisor.run, name="plait-supervisor", daemon=True)
         self._thread.start()
@@ -275,6 +276,8 @@ class EngineProcess:
             self._progress = protocol.ProgressReport("starting another engine", 0, 1)
             for name in SUMS:
                 self._past_sums[name] += last.get(name, 0)
+
+    # `on_charged`, of `Watcher` too, is an attribute: a replica of a cluster puts its own function there.
 
     def on_lost(self, error: EngineLost) -> None:
         with self._changed:

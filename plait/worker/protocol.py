@@ -182,7 +182,7 @@ FromChild = (
 def frame(message: WireMessage) -> bytes:
     """A message as it is sent. Raises EngineError if it cannot be written, or is too long for a frame."""
     try:
-        body = msgspec.msgpack.encode(message, enc_hook=_write_error)
+        body = msgspec.msgpack.encode(message, enc_hook=write_error)
     except (UnicodeEncodeError, OverflowError, TypeError, NotImplementedError) as error:
         raise EngineError(f"a {type(message).__name__} cannot be sent: {error}") from error
     if len(body) > MAX_FRAME_NBYTES:
@@ -197,7 +197,7 @@ class Frames(Generic[M]):
     """Bytes as they arrive, cut into the messages of one side."""
 
     def __init__(self, kinds: object) -> None:
-        self._decoder = msgspec.msgpack.Decoder(kinds, dec_hook=_read_error)
+        self._decoder = msgspec.msgpack.Decoder(kinds, dec_hook=read_error)
         self._rest = bytearray()
 
     def feed(self, piece: bytes) -> Iterator[M]:
@@ -336,14 +336,16 @@ def decode_error(kind: str, message: str, param: str | None) -> PlaitError:
     return cls(message, param) if issubclass(cls, RequestError) else cls(message)
 
 
-def _write_error(value: object) -> tuple[str, str, str | None]:
+def write_error(value: object) -> tuple[str, str, str | None]:
+    """An exception for msgspec's encoder (`enc_hook`)."""
     if isinstance(value, BaseException):
         return encode_error(value)
     # What msgspec's hooks raise for a type that they do not know; `frame` makes an EngineError of it.
     raise NotImplementedError(f"a {type(value).__name__} is not sent between processes")
 
 
-def _read_error(kind: type, value: Any) -> PlaitError:
+def read_error(kind: type, value: Any) -> PlaitError:
+    """What `write_error` wrote, for msgspec's decoder (`dec_hook`)."""
     if issubclass(kind, BaseException):
         return decode_error(*value)
     raise NotImplementedError(f"a {kind.__name__} is not sent between processes")

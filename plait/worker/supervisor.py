@@ -56,13 +56,15 @@ class Patience:
 class Watcher(Protocol):
     """Receives changes of the engine's state; called on the supervisor's thread.
 
-    `on_message`: progress, headers, metrics. `on_up`: requests are accepted. `on_down`: the engine has ended.
-    `on_lost`: no engine stays up, so requests are rejected until one does. `on_end`: none will be started.
+    `on_message`: progress, headers, metrics. `on_up`: requests are accepted. `on_down`: the engine has ended;
+    `on_charged`: with these requests in its last step, or killed from outside (`is_foreign`). `on_lost`: no
+    engine stays up, so requests are rejected until one does. `on_end`: none will be started.
     """
 
     def on_message(self, message: protocol.FromChild) -> None: ...
     def on_up(self, engine: Spawned, ready: protocol.Ready) -> None: ...
     def on_down(self) -> None: ...
+    def on_charged(self, request_ids: tuple[str, ...], is_foreign: bool) -> None: ...
     def on_lost(self, error: EngineLost) -> None: ...
     def on_end(self, error: PlaitError | None) -> None: ...
 
@@ -316,13 +318,12 @@ class Supervisor:
     # Between two processes
 
     def _record_end(self, engine: Spawned) -> None:
-        status = engine.status
-        is_blamed = self.requests.record_end(
-            status.planned, status.arriving, is_foreign=self._last.is_foreign
-        )
+        status, is_foreign = engine.status, self._last.is_foreign
+        charged = self.requests.record_end(status.planned, status.arriving, is_foreign=is_foreign)
+        self._watcher.on_charged(charged, is_foreign)
         stood = self._up_since is not None and time.monotonic() - self._up_since > STABLE_S
         self._num_in_row = 1 if stood or self._has_spoken else self._num_in_row + 1
-        if self._has_spoken or is_blamed:
+        if self._has_spoken or charged:
             self._num_unexplained = 0
         else:
             self._num_unexplained = 1 if stood else self._num_unexplained + 1

@@ -140,8 +140,13 @@ def variable_name(name: str) -> str:
 def warn_of_variables(environment: Mapping[str, str]) -> None:
     """Say which variables with our prefix no option reads: most likely they are misspelt."""
     known = {variable_name(f.name) for kind in (ServerConfig, EngineConfig) for f in fields(kind)}
-    for name in sorted(environment):
-        if name.startswith(PREFIX) and name not in known and not NO_OPTIONS.fullmatch(name):
+    unknown = [name for name in sorted(environment) if name.startswith(PREFIX) and name not in known]
+    if unknown:  # seldom, so that `plait serve` does not import it
+        from plait.cluster.config import ClusterConfig
+
+        known |= {variable_name(f.name) for f in fields(ClusterConfig)}
+    for name in unknown:
+        if name not in known and not NO_OPTIONS.fullmatch(name):
             hint = suggest_word(name, known)
             print(f"plait: {name} is set, and no option has this name{hint}", file=sys.stderr)
 

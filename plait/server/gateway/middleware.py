@@ -1,4 +1,4 @@
-"""The outermost layer: each request is admitted by its head, counted, and logged at its end.
+"""Each request is admitted by its head, counted, and logged at its end; `edge` calls this.
 
 It checks path spelling, request ids, hosts, keys and bounds. `//` counts as `/`, and a trailing slash is as
 good as none: never a redirect that loses a body.
@@ -16,16 +16,16 @@ from typing import Protocol
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Scope
 
 from plait.config import ServerConfig
 from plait.errors import PlaitError, QueueFull
 from plait.server.gateway.access_log import DroppedLines, LogWriter
 from plait.server.gateway.api_keys import Key, Keyring, RateLimits, read_admin_key, read_keys
-from plait.server.gateway.exchange import SCOPE_KEY, Exchange
+from plait.server.gateway.exchange import Exchange
 from plait.server.gateway.request_head import check_host, one_spelling
 from plait.server.gateway.request_log import RequestLog
 from plait.server.gateway.served_models import ServedModels
@@ -356,50 +356,6 @@ class RequestGate:
             return path
         found = (route.path for route in self._routes if route.path_regex.match(path))
         return next(found, "other").replace(":path}", "}")
-
-
-class Edge:
-    """Wraps the application: each request that its `gate` admits has an id, and its end is reported."""
-
-    def __init__(self, app: ASGIApp, gate: RequestGate, traffic: Traffic, models: ServedModels) -> None:
-        self._app, self._gate, self._traffic, self._models = app, gate, traffic, models
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        headers, path = Headers(scope=scope), self._gate.path_of(scope)
-        exchange = self._gate.exchange(scope, headers, path)
-        scope = {**scope, "path": path, "raw_path": path.encode(), SCOPE_KEY: exchange}
-        self._traffic.begin(exchange)
-        try:
-            app: ASGIApp = self._app
-            try:
-                self._gate.check(scope, headers, exchange)
-                if not self._models.stopping:
-                    self._traffic.work(exchange)
-            except PlaitError as error:
-                exchange.reason = problem(error).reason
-                app = self._gate.answer_to(error, path)
-            await app(scope, receive, self._named(exchange, send))
-        finally:
-            self._traffic.end(exchange)
-
-    def _named(self, exchange: Exchange, send: Send) -> Send:
-        """`send` with the headers that every answer has."""
-
-        async def named(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                exchange.status = message["status"]
-                headers = MutableHeaders(scope=message)
-                headers[REQUEST_ID_HEADER] = exchange.id
-                if exchange.account is not None:
-                    headers.update(exchange.account.headers())
-                if self._models.stopping:
-                    headers["Connection"] = "close"
-            await send(message)
-
-        return named
 
 
 def _all_keys(keyring: Keyring) -> tuple[Key, ...]:

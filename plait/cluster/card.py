@@ -1,0 +1,52 @@
+"""A replica's card: what it serves, as its engine process reports it, and as a gateway reads it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+
+from plait.cluster.wire import ReplicaCard
+from plait.config import EngineConfig
+from plait.frontend.frontend import Front, Parsers
+from plait.frontend.loop import Loop
+from plait.loading.text_side import TextSource
+from plait.request import JsonStyle
+from plait.spec import ModelSpec, Recurrent
+from plait.spec_values import encode_spec_value
+from plait.worker.client import EngineProcess
+from plait.worker.protocol import decode_spec
+
+
+def make_card(process: EngineProcess, config: EngineConfig) -> ReplicaCard:
+    """Of an engine process, once it has loaded; waits for that. Raises what loading raises."""
+    source = process.source(lambda text, done, total: None)
+    spec, max_model_len = process.ready(lambda text, done, total: None)
+    found = process.fingerprint
+    return ReplicaCard(
+        source.name,
+        source.to_json(),
+        msgspec.msgpack.encode(encode_spec_value(spec)),
+        found.model,
+        found.arithmetic,
+        max_model_len,
+        process.longest,
+        config.block_size,
+        not has_recurrent_state(spec),
+        process.max_open,
+    )
+
+
+def make_front(card: ReplicaCard, loop: Loop, config: EngineConfig, parsers: Parsers) -> Front:
+    """The front of a gateway. Reads tokenizer and template, no weights. Raises BadFile and ConfigError."""
+    source = TextSource.from_json(card.source)
+    spec = decode_spec(msgspec.msgpack.decode(card.spec))
+    parsers = replace(parsers, style=JsonStyle(config.open_objects, config.json_space))
+    front = Front(source.name, spec, card.max_model_len, loop, source.language(), config, parsers)
+    front.start()
+    return front
+
+
+def has_recurrent_state(spec: ModelSpec) -> bool:
+    """Whether a prefix can be resumed at snapshots only."""
+    return any(isinstance(mixer, Recurrent) for _, mixer in spec.mixers())

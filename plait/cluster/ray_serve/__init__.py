@@ -1,0 +1,1 @@
+"""The cluster on Ray Serve: the only modules that import Ray. `plait serve` imports none of them."""

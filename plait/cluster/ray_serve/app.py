@@ -1,0 +1,114 @@
+"""The application that Ray Serve runs: engine replicas, and gateways in front of them.
+
+serve run plait.cluster.ray_serve.app:build model=./model replicas=2..8 max_num_seqs=32
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from typing import get_origin
+
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
+
+from plait.cluster.config import ClusterConfig, check_cluster, share_limits
+from plait.cluster.ray_serve.gateway import ClusterGateway, serve_http
+from plait.cluster.ray_serve.replica import EngineReplica
+from plait.config import EngineConfig, ServerConfig, option_types
+from plait.errors import ConfigError
+
+APP, ENGINE, GATEWAY = "plait", "engine", "gateway"
+SLACK = 64  # calls to a replica that are no requests
+UPSCALE_S, DOWNSCALE_S = 2.0, 300.0  # a load must last so long
+
+
+def build(args: Mapping[str, object]) -> Application:
+    """From `model` and any option of [engine], [server] and [cluster]: by its name, or in these tables.
+
+    Raises ConfigError for an option that is none.
+    """
+    given = {name: value for name, value in args.items() if name != "model"}
+    tables: dict[str, dict[str, object]] = {}
+    for table, kind in (("engine", EngineConfig), ("server", ServerConfig), ("cluster", ClusterConfig)):
+        found = given.pop(table, {})
+        if not isinstance(found, Mapping):
+            raise ConfigError(f"{table}: it is no table of options")
+        own = {field.name for field in fields(kind)}
+        named = {name: given.pop(name) for name in [*given] if name in own}
+        tables[table] = {name: _read(kind, name, value) for name, value in {**found, **named}.items()}
+    if given or not isinstance(args.get("model"), str):
+        raise ConfigError(f"{min(given)}: no option has this name" if given else "model: name a model")
+    engine, server = EngineConfig(**tables["engine"]), ServerConfig(**tables["server"])  # type: ignore[arg-type]
+    return make_app(str(args["model"]), engine, server, ClusterConfig(**tables["cluster"]))  # type: ignore[arg-type]
+
+
+def make_app(model: str, engine: EngineConfig, server: ServerConfig, cluster: ClusterConfig) -> Application:
+    """The deployments. Raises ConfigError for options that a cluster cannot keep."""
+    check_cluster(engine, server)
+    cpus = cluster.cpus if cluster.cpus is not None else float(engine.threads or 1)
+    gpus = cluster.gpus
+    if gpus is None:
+        gpus = float(engine.num_ranks) if engine.device.startswith("cuda") else 0.0
+    settings = asdict(engine)
+    if engine.threads is None and cpus >= 1:
+        settings["threads"] = int(cpus)
+    served = asdict(share_limits(server, cluster.gateways))
+    replicas = serve.deployment(EngineReplica).options(
+        name=ENGINE,
+        ray_actor_options={"num_cpus": cpus, "num_gpus": gpus},
+        max_ongoing_requests=engine.max_waiting + engine.max_num_seqs + SLACK,
+        health_check_period_s=1.0,
+        health_check_timeout_s=10.0,
+        graceful_shutdown_timeout_s=cluster.drain_s,
+        graceful_shutdown_wait_loop_s=0.2,
+        max_surge_percent=100,
+        request_router_config=RequestRouterConfig(
+            request_router_class="plait.cluster.ray_serve.router:PinnedRouter"
+        ),
+        **_scale(cluster, engine),
+    )
+    gateways = serve.deployment(serve.ingress(lambda: serve_http)(ClusterGateway)).options(
+        name=GATEWAY,
+        num_replicas=cluster.gateways,
+        ray_actor_options={"num_cpus": 0.1},
+        max_ongoing_requests=4096,
+        max_surge_percent=100,
+        graceful_shutdown_timeout_s=max(server.shutdown_timeout_s, 1.0),
+    )
+    bound = replicas.bind(model, settings, served)
+    return gateways.bind(bound, settings, served, cluster.patience_s)
+
+
+def _scale(cluster: ClusterConfig, engine: EngineConfig) -> dict[str, object]:
+    least, most = cluster.bounds
+    if least == most:
+        return {"num_replicas": least}
+    return {
+        "autoscaling_config": {
+            "min_replicas": least,
+            "max_replicas": most,
+            "initial_replicas": least,
+            "target_ongoing_requests": max(engine.max_num_seqs / 2, 1),
+            "upscale_delay_s": UPSCALE_S,
+            "downscale_delay_s": DOWNSCALE_S,
+        }
+    }
+
+
+def _read(kind: type, name: str, value: object) -> object:
+    """An option's value; `serve run` has words only."""
+    if name not in {field.name for field in fields(kind)}:
+        raise ConfigError(f"{name}: no option has this name")
+    if not isinstance(value, str):
+        return value
+    hint, _ = option_types(kind)[name]
+    try:
+        if hint is bool:
+            return {"true": True, "false": False}[value.lower()]
+        if get_origin(hint) is tuple:
+            return tuple(value.split(","))
+        return hint(value) if hint in (int, float) else value
+    except (KeyError, ValueError) as error:
+        raise ConfigError(f"{name}: {value!r} cannot be read") from error

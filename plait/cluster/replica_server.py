@@ -1,0 +1,330 @@
+"""Serves one engine to gateways: leases come in, and the events of all leases of a step go out as one frame.
+
+An event loop on a thread of its own. It knows neither Ray nor how replicas are found: a gateway needs its
+address and token. A gateway with a connection that ends has its leases ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from collections import deque
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, Protocol
+
+from plait.cluster.connection import ReplicaEnd
+from plait.cluster.resume_points import ReplicaReport
+from plait.cluster.wire import (
+    Beat,
+    CancelLease,
+    EngineEnded,
+    Greeting,
+    LeaseEvent,
+    LeaseEvents,
+    OpenLease,
+    PointsReport,
+    Refused,
+    ReplicaCard,
+    ReplicaLeaves,
+    ToReplica,
+)
+from plait.errors import EngineError, PlaitError
+from plait.frontend.loop import Loop
+from plait.request import Event
+from plait.worker.protocol import encode_event
+
+BEAT_S = 1.0
+TOKEN_NBYTES = 32
+HOLD_S = 10.0  # for a lease to arrive of which the cluster has heard already
+MAX_CONNECTIONS = 1024  # gateways, and strangers that have not proved themselves yet
+log = logging.getLogger("plait.cluster")
+
+
+class ReplicaAddress(NamedTuple):
+    """Where a replica listens, and what proves that a gateway belongs to its cluster."""
+
+    host: str
+    port: int
+    token: bytes
+
+
+class PointSource(Protocol):
+    """What an engine can resume. Both methods are safe from any thread."""
+
+    def begin_anew(self) -> None: ...
+    def report(self, waiting_tokens: int, open_replies: int) -> list[ReplicaReport]: ...
+
+
+@dataclass(slots=True)
+class ServedLease:
+    """A lease that is open. `starts`: tokens of each open choice that its gateway has or that were sent."""
+
+    request_id: str
+    num_prompt_tokens: int
+    starts: dict[int, int]
+    has_spoken: bool = False
+
+
+class ReplicaServer:
+    """Listens from its construction to `close`. `points`: None if the engine does not report any.
+
+    `engine`: its loop; it stays the caller's. Raises OSError for an address that cannot be had.
+    """
+
+    def __init__(
+        self,
+        engine: Loop,
+        card: ReplicaCard,
+        *,
+        host: str = "127.0.0.1",
+        points: PointSource | None = None,
+        beat_s: float = BEAT_S,
+    ) -> None:
+        self._engine, self._card, self._points, self._beat_s = engine, card, points, beat_s
+        self._token = os.urandom(TOKEN_NBYTES)
+        self._gateways: dict[str, _GatewayLink] = {}
+        self._links: set[_GatewayLink] = set()
+        self._is_leaving = False
+        self._holds: dict[tuple[str, int], Future[None]] = {}
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="plait-replica", daemon=True)
+        self._thread.start()
+        try:
+            self._listener = asyncio.run_coroutine_threadsafe(self._listen(host), self._loop).result()
+        except BaseException:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            raise
+        self.address = ReplicaAddress(host, self._listener.sockets[0].getsockname()[1], self._token)
+
+    @property
+    def num_open(self) -> int:
+        """Leases of all gateways."""
+        return sum(len(link.leases) for link in [*self._links])
+
+    def leave(self) -> None:
+        """Announce that it will stop: gateways send nothing new."""
+        self._loop.call_soon_threadsafe(self._leave)
+
+    def report_charged(self, request_ids: tuple[str, ...], is_foreign: bool) -> None:
+        """The engine's process has ended, see `Watcher.on_charged`. Gateways move what they can."""
+        self._loop.call_soon_threadsafe(self._report_charged, frozenset(request_ids), is_foreign)
+
+    def hold(self, gateway: str, key: int) -> Future[None]:
+        """Done when this lease is over; one that does not arrive within HOLD_S is over as well."""
+        found: Future[None] = Future()
+        self._loop.call_soon_threadsafe(self._hold, gateway, key, found)
+        return found
+
+    def close(self) -> None:
+        """End every lease and connection."""
+        if not self._thread.is_alive():
+            return
+        with suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(5)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(5)
+
+    # On the thread
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        self._loop.close()
+
+    async def _listen(self, host: str) -> asyncio.Server:
+        self._beating = self._loop.create_task(self._beat_on())
+        return await self._loop.create_server(self._connect, host, 0, backlog=128)
+
+    def _connect(self) -> asyncio.Protocol:
+        link = _GatewayLink(self)
+        self._links.add(link)
+        if len(self._links) > MAX_CONNECTIONS:
+            self._loop.call_soon(link.end.end, f"{MAX_CONNECTIONS} connections are open")
+        return link.end
+
+    async def _close(self) -> None:
+        self._beating.cancel()
+        self._listener.close()
+        for link in [*self._links]:
+            link.end.end("the replica stops")
+        await asyncio.sleep(0)  # their ends are called
+
+    async def _beat_on(self) -> None:
+        while True:
+            try:
+                self._beat()
+            except Exception:  # the next one may do better; without any, gateways see a silent replica
+                log.exception("a beat failed")
+            await asyncio.sleep(self._beat_s)
+
+    def _beat(self) -> None:
+        engine, links = self._engine, [link for link in self._links if link.name]
+        waiting, replies = self._count_load()
+        is_ready, stats = engine.healthy and not self._is_leaving, dict(engine.stats())
+        beat = Beat(is_ready, not engine.live, waiting, replies, stats)
+        reports = [] if self._points is None or not links else self._points.report(waiting, replies)
+        for link in links:
+            link.end.send(beat)
+            for report in reports:
+                link.end.send(PointsReport(report))
+
+    def _count_load(self) -> tuple[int, int]:
+        """Tokens of prompts that have no reply yet, and open choices."""
+        leases = [lease for link in self._links for lease in link.leases.values()]
+        waiting = sum(lease.num_prompt_tokens for lease in leases if not lease.has_spoken)
+        return waiting, sum(len(lease.starts) for lease in leases)
+
+    def _leave(self) -> None:
+        self._is_leaving = True
+        for link in self._links:
+            link.end.send(ReplicaLeaves())
+
+    def _report_charged(self, request_ids: frozenset[str], is_foreign: bool) -> None:
+        for link in self._links:
+            charged = tuple(key for key, lease in link.leases.items() if lease.request_id in request_ids)
+            link.end.send(EngineEnded(charged, is_foreign))
+
+    def _hold(self, gateway: str, key: int, found: Future[None]) -> None:
+        self._holds[gateway, key] = found
+        self._loop.call_later(HOLD_S, self._look_after, gateway, key)
+
+    def _look_after(self, gateway: str, key: int) -> None:
+        link = self._gateways.get(gateway)
+        if link is None or key not in link.leases:
+            self.release(gateway, key)
+
+    def release(self, gateway: str, key: int) -> None:
+        """A lease is over."""
+        found = self._holds.pop((gateway, key), None)
+        if found is not None and found.set_running_or_notify_cancel():
+            found.set_result(None)
+
+    def greet(self, link: _GatewayLink, name: str) -> None:
+        """A gateway has sent its name."""
+        if (older := self._gateways.get(name)) is not None:
+            older.end.end("the gateway has connected again")
+        link.name, self._gateways[name] = name, link
+        if self._points is not None:
+            self._points.begin_anew()  # it must hear of everything
+        self._beat()
+
+    def forget(self, link: _GatewayLink, why: str) -> None:
+        """A connection has ended."""
+        self._links.discard(link)
+        if link.name:
+            log.info("gateway %s: the connection has ended: %s", link.name, why)
+            if self._gateways.get(link.name) is link:
+                del self._gateways[link.name]
+        for key, lease in link.leases.items():
+            self._engine.cancel(lease.request_id)
+            self.release(link.name, key)
+        link.leases.clear()
+
+    def hear(self, link: _GatewayLink, message: ToReplica) -> None:
+        """A message of a gateway."""
+        match message:
+            case OpenLease(key, request):
+                try:
+                    if self._is_leaving:
+                        raise EngineError("the replica is stopping and takes no more requests")
+                    link.add(key, message)
+                    self._engine.submit(request, partial(link.arrive, key))
+                except PlaitError as error:
+                    link.leases.pop(key, None)
+                    link.end.send(Refused(key, error))
+                    self.release(link.name, key)
+            case CancelLease(key, index):
+                if (lease := link.leases.get(key)) is not None:
+                    self._engine.cancel(lease.request_id, index)
+            case Greeting(gateway):
+                self.greet(link, gateway)
+            case _:
+                if self._points is not None:
+                    self._points.begin_anew()
+
+    def drop(self, link: _GatewayLink, key: int, request_id: str) -> None:
+        """End a lease with an event that cannot be sent."""
+        link.leases.pop(key, None)
+        self._engine.cancel(request_id)
+        self.release(link.name, key)
+
+    def call(self, function: partial[None]) -> None:
+        """Call it soon on the event loop's thread. From any thread."""
+        with suppress(RuntimeError):  # closed
+            self._loop.call_soon_threadsafe(function)
+
+    def show_card(self, link: _GatewayLink) -> None:
+        """Say what is served here."""
+        link.end.send(self._card)
+
+
+class _GatewayLink:
+    """One gateway: its leases, and the events that wait for the next frame."""
+
+    def __init__(self, server: ReplicaServer) -> None:
+        self._server, self.name = server, ""
+        self.leases: dict[int, ServedLease] = {}
+        self._arrived: deque[tuple[int, Event]] = deque()
+        self._is_awaited = False
+        self.end = ReplicaEnd(
+            server._token,
+            partial(server.show_card, self),
+            partial(server.hear, self),
+            partial(server.forget, self),
+        )
+
+    def add(self, key: int, message: OpenLease) -> None:
+        """Record a lease. Raises EngineError for a key that is in use."""
+        if key in self.leases or not self.name:
+            raise EngineError("a lease with this key is open already, or the gateway has not sent its name")
+        request = message.request
+        resumed = request.resumed or ((),) * request.params.n
+        starts = {i: len(token_ids) for i, token_ids in enumerate(resumed) if token_ids is not None}
+        self.leases[key] = ServedLease(request.id, len(request.prompt_token_ids), starts)
+
+    def arrive(self, key: int, event: Event) -> None:
+        """An event of the engine, from its thread."""
+        self._arrived.append((key, event))
+        if not self._is_awaited:
+            self._is_awaited = True
+            self._server.call(partial(self._flush))
+
+    def _flush(self) -> None:
+        self._is_awaited = False
+        events = []
+        while self._arrived:
+            key, event = self._arrived.popleft()
+            lease = self.leases.get(key)
+            if lease is None or event.index not in lease.starts:
+                continue
+            start = lease.starts[event.index]
+            events.append(LeaseEvent(start, encode_event(key, event)))
+            lease.starts[event.index] = start + len(event.token_ids)
+            lease.has_spoken |= bool(event.token_ids)
+            if event.finish_reason is not None:
+                del lease.starts[event.index]
+            if not lease.starts:
+                del self.leases[key]
+                self._server.release(self.name, key)
+        if events:
+            self._send(events)
+
+    def _send(self, events: list[LeaseEvent]) -> None:
+        """Send events as one frame; where that would be too long, as more, and one that is alone fails."""
+        try:
+            self.end.send(LeaseEvents(tuple(events)))
+        except EngineError as error:
+            if len(events) > 1:
+                self._send(events[: len(events) // 2])
+                self._send(events[len(events) // 2 :])
+                return
+            (start, event), key = (events[0].start, events[0].event), events[0].event.key
+            request_id = event.more.request_id if event.more else ""
+            failed = Event(request_id, event.index, finish_reason="error", error=error)
+            self.end.send(LeaseEvents((LeaseEvent(start, encode_event(key, failed)),)))
+            self._server.drop(self, key, request_id)
