@@ -197,12 +197,12 @@ def demonstrate(server: Server) -> None:
     print(paint(f"healthy after {seconds:.1f} s at {server.url}", "green"))
     show_chat(server)
     show_completion(server)
+    show_nano_hybrid()
     show_second_model(server)
     heading("the server stops")
     if code := server.stop():
         raise DemoFailed(f"the server ended with exit code {code}, not 0")
     print(paint("it has ended with exit code 0", "green"))
-    show_nano_hybrid()
     print("\n" + paint("Everything worked.", "bold", "green") + " Next: plait --help, and README.md")
 
 

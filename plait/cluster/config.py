@@ -20,6 +20,10 @@ NOT_SERVED = {
     "admin_key": "a cluster has one model",
     **dict.fromkeys(("store", "store_limit", "store_max_age", "store_key"), "gateways share no store"),
     **dict.fromkeys(("log_file", "log_format"), "Ray keeps the logs of a cluster"),
+    **dict.fromkeys(
+        ("kv_events", "kv_events_replay", "kv_events_topic"), "gateways route by what replicas report to them"
+    ),
+    "startup_digest": "compare the fingerprints that plait cluster status shows",
 }
 NOT_COMPUTED = {"lora_folder": "adapters of a cluster are loaded at its start, with --lora"}
 

@@ -58,6 +58,7 @@ class ClusterConnection(asyncio.Protocol, Generic[M]):
         self._writer: FrameWriter | None = None
         self._patience: asyncio.TimerHandle | None = None
         self._why = "the other end closed it"
+        self._is_over = False
 
     @property
     def is_open(self) -> bool:
@@ -66,6 +67,9 @@ class ClusterConnection(asyncio.Protocol, Generic[M]):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as for TCP
         self._transport = transport
+        if self._is_over:
+            transport.abort()
+            return
         self._transport.set_write_buffer_limits(MAX_UNSENT_NBYTES)
         loop = asyncio.get_running_loop()
         self._patience = loop.call_later(HANDSHAKE_S, self.end, f"no handshake within {HANDSHAKE_S:g} s")
@@ -91,14 +95,16 @@ class ClusterConnection(asyncio.Protocol, Generic[M]):
         """Send a message, or drop it if the connection has ended. Raises what `encode_message` raises."""
         if self._writer is None or self._transport.is_closing():
             return
-        self._transport.write(self._writer.seal(encode_message(message)))
-        if self._transport.get_write_buffer_size() > MAX_UNSENT_NBYTES:
+        frame = encode_message(message)
+        if self._transport.get_write_buffer_size() > MAX_UNSENT_NBYTES:  # before this one, however long it is
             self.end(f"{MAX_UNSENT_NBYTES} bytes wait to be sent, and the other end reads nothing")
+            return
+        self._transport.write(self._writer.seal(frame))
 
     def end(self, why: str) -> None:
         """Close it at once; `on_end` follows."""
-        self._why = why
-        with suppress(AttributeError):
+        self._why, self._is_over = why, True
+        with suppress(NotImplementedError):  # no connection yet
             self._transport.abort()
 
     def begin(self) -> None:

@@ -49,7 +49,7 @@ class Lease:
 class KnownReplica:
     """A replica with a connection. `is_ready`: its engine works; `is_silent`: no sign of life for too long.
 
-    `is_leaving`: it finishes what it has.
+    `is_leaving`: it finishes what it has; `has_announced`: it has said so itself.
     """
 
     name: str
@@ -58,6 +58,7 @@ class KnownReplica:
     is_ready: bool = True
     is_silent: bool = False
     is_leaving: bool = False
+    has_announced: bool = False
     leases: dict[int, Lease] = field(default_factory=dict)
     beat: Beat | None = None
 

@@ -114,6 +114,20 @@ class LeaseTable:
             known.is_leaving = True
             self._routes.remove(name)
 
+    def rejoin(self, name: str) -> None:
+        """A replica is listed again. One that has said itself that it leaves gets no new requests."""
+        known = self.replicas.get(name)
+        if known is not None and known.is_leaving and not known.has_announced:
+            known.is_leaving = False
+            self._routes.add(name)
+            self.outbox.append((name, ReportAnew()))
+
+    def announce(self, name: str) -> None:
+        """A replica says that it leaves."""
+        if (known := self.replicas.get(name)) is not None:
+            known.has_announced = True
+        self.retire(name)
+
     def lose(self, name: str, now: float) -> None:
         """The connection with a replica has ended, and with it all its leases."""
         if (known := self.replicas.pop(name, None)) is None:
@@ -147,7 +161,7 @@ class LeaseTable:
         found = []
         if now - self._looked_s > ASLEEP_S:
             for known in self.replicas.values():
-                known.heard_s = max(known.heard_s, now - LATE_S)
+                known.heard_s = max(known.heard_s, now - min(LATE_S, self._patience_s / 2))
         self._looked_s = now
         for known in self.replicas.values():
             if known.is_silent or now - known.heard_s <= self._patience_s:
@@ -238,7 +252,10 @@ class LeaseTable:
             return
         lease.stream.refused_by.add(name)
         self._end_lease(lease, now)
-        self._waiting[lease.stream.key] = lease.stream
+        lease.stream.end_cancelled()
+        if lease.stream.parts:
+            self._waiting[lease.stream.key] = lease.stream
+        self._settle(lease.stream, now)
 
     def expire(self, now: float) -> None:
         """End requests past their time limit; an engine that has one gets a moment to do it itself."""
@@ -333,7 +350,11 @@ class LeaseTable:
 
 
 def name_blocks(request: Request, block_size: int) -> tuple[bytes, ...]:
-    """The hashes of a prompt's whole blocks, as the engine's prefix index names them."""
+    """The hashes of a prompt's whole blocks, as the engine's prefix index names them.
+
+    An engine names those of an adapter by its content, which a gateway does not know: such requests go where
+    like ones were sent.
+    """
     salt = f"{request.cache_salt}\0adapter {request.adapter}" if request.adapter else request.cache_salt
     chain = [root(salt)]
     extend(chain, request.prompt_token_ids, block_size)

@@ -267,6 +267,8 @@ class ClusterLoop:
                 self._on_lease(name, message.key)
 
     def _set_members(self, members: dict[str, ReplicaAddress]) -> None:
+        for name in members if self._table is not None else ():
+            self._table.rejoin(name)
         for name in self._links.set_members(members):
             if self._table is not None:
                 self._table.retire(name)
@@ -310,7 +312,7 @@ class ClusterLoop:
             case Refused():
                 table.refuse(name, message, now)
             case ReplicaLeaves():
-                table.retire(name)
+                table.announce(name)
 
     def _join(self, name: str, card: ReplicaCard, now: float) -> None:
         if self._table is None:

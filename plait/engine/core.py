@@ -288,7 +288,8 @@ class Engine:
 
     def _deliver(self, update: Update, now: float) -> None:
         choice = self._choices.get(update.seq_id)
-        if choice is None:  # cancelled by an event of the same step
+        # Cancelled by an event of the same step; or the beam of a choice that had ended before a restart.
+        if choice is None or update.seq_id != choice.sequence.id:
             return
         if choice.misguided_by:  # in this very step: none of its tokens may be emitted
             self._fail(choice, choice.misguided_by)
@@ -343,7 +344,10 @@ class Engine:
         for member in choice.member_ids:
             self._choices.pop(member, None)
         del entry.open[event.index]
-        if not (choice.is_searched and entry.open):  # other choices still need its beams
+        if choice.is_searched and entry.open:  # other choices still need its beams
+            heir = next(iter(entry.open.values()))
+            self._choices.update(dict.fromkeys(heir.member_ids, heir))
+        else:
             self.scheduler.cancel(seq_id)
         if choice.sequence.guide is not None:
             choice.sequence.guide.is_wanted = False

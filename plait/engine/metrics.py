@@ -10,15 +10,17 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol, get_args
+from typing import TYPE_CHECKING, Protocol, get_args
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from plait.request import FinishReason, RequestTrace
-from plait.schedule.allocation import Allocation
 from plait.schedule.costs import SchedulerLimits
+
+if TYPE_CHECKING:  # the front of a server reads metrics, and loads neither torch nor kernels
+    from plait.schedule.allocation import Allocation
 
 CAUSES = ("hit", "new", "evicted", "no_snapshot", "window", "short", "off", "disk")
 WAITS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0, 600.0)

@@ -119,6 +119,7 @@ def list_choices(request: Request, leaders: Sequence[TokenSequence]) -> list[Tok
 def list_alone(plan: StepPlan, choices: Mapping[int, OpenChoice]) -> list[OpenChoice] | None:
     """The choices of the one sequence, or of the one gang, that was in a step; None: there were more."""
     found = [choice for chunk in plan.chunks if (choice := choices.get(chunk.seq_id)) is not None]
-    if len({id(choice.sequence.gang or choice.sequence) for choice in found}) != 1:
+    is_whole = len(found) == len(plan.chunks)  # else a sequence that has ended was in it, too
+    if not is_whole or len({id(choice.sequence.gang or choice.sequence) for choice in found}) != 1:
         return None
     return [*found[0].entry.open.values()] if found[0].is_searched else [found[0]]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from plait.ops.chip import Chip
@@ -84,9 +85,7 @@ class Sampler:
         if not self._is_gpu:
             return self.host.sample(logits.numpy(), batch)
         check_count(batch.rows, logits.shape[0])
-        if any(row.negative >= 0 for row in batch.rows):  # few rows, of which the host mixes two to one
-            return self.host.sample(logits.cpu().numpy(), batch)
-        if any(row.params.needs_chain for row in batch.rows):
+        if any(row.params.needs_chain or row.negative >= 0 for row in batch.rows):
             return self._sample_in_parts(logits, batch)
         draws = [(row, i) for row in batch.rows for i in range(row.num_samples)]
         return self._sample_on_gpu(logits, batch, draws)
@@ -150,11 +149,19 @@ class Sampler:
         """`sample` where rows need a sampler that only the host has: their logits are read, no others."""
         answers: dict[int, Sampled] = {}
         ends = np.cumsum([row.num_logits for row in batch.rows])
+        negatives = {row.negative for row in batch.rows}  # the host mixes each with the row that it guides
+        hosted = [
+            row.params.needs_chain or row.negative >= 0 or n in negatives for n, row in enumerate(batch.rows)
+        ]
         for on_host in (False, True):
-            places = [n for n, row in enumerate(batch.rows) if row.params.needs_chain is on_host]
+            places = [n for n, is_hosted in enumerate(hosted) if is_hosted is on_host]
             if not places:
                 continue
-            part = SamplingBatch(tuple(batch.rows[n] for n in places))
+            rows = [batch.rows[n] for n in places]
+            found_at = {n: place for place, n in enumerate(places)}
+            part = SamplingBatch(
+                tuple(replace(r, negative=found_at[r.negative]) if r.negative >= 0 else r for r in rows)
+            )
             index = [i for n in places for i in range(ends[n] - batch.rows[n].num_logits, ends[n])]
             mine = logits[upload(np.array(index, np.int64), logits.device)]
             found = self.host.sample(mine.cpu().numpy(), part) if on_host else self.sample(mine, part)

@@ -55,6 +55,8 @@ def test_quick_runs_one_way_of_each_kind(plait: Run, llama: str) -> None:
         "right and wrong drafts, together",
         "several steps at once, together",
         "all of it at once",
+        "samplers, in chunks, with a cache",
+        "guidance and beams, in chunks, with a cache",
         "disk cache, after a restart",
         "restarts, together",
     ]

@@ -281,6 +281,33 @@ def test_a_gateway_that_was_stopped_itself_takes_no_replica_for_silent() -> None
     assert [name for at in late for name in model.table.find_silent(at)] == ["r0", "r1", "r2"]
 
 
+def test_a_cancelled_request_that_is_refused_is_not_computed_elsewhere() -> None:
+    model = Model()
+    model.add(make_request("a", 50))
+    (name,) = [n for n, leases in model.leases.items() if leases]
+    (key,) = model.leases[name]
+    model.table.cancel("a", None)
+    model.table.outbox.clear()  # the refusal was on its way before the cancel arrives
+    model.table.refuse(name, Refused(key, QueueFull("full")), model.now)
+    model.leases[name].clear()
+    model.settle()
+    assert len(model.table) == 0
+    assert not any(model.leases.values())
+
+
+def test_a_replica_that_is_listed_again_gets_requests_again_unless_it_leaves() -> None:
+    model = Model(names=("r0",))
+    model.table.retire("r0")
+    model.add(make_request("a", 50))
+    assert not model.leases["r0"]
+    model.table.rejoin("r0")
+    model.settle()
+    assert model.leases["r0"]
+    model.table.announce("r0")
+    model.table.rejoin("r0")
+    assert model.table.replicas["r0"].is_leaving
+
+
 def test_blocks_are_named_as_the_prefix_index_names_them() -> None:
     request = Request("a", tuple(range(10)), make_request("a").params, cache_salt="s")
     chain = [root("s")]

@@ -37,7 +37,10 @@ from tests.server.fake import ByteTokenizer
 BLOCK, LONGEST, NUM_SEQS, NUM_CLIENTS = 16, 160, 8, 16
 OPTIONS = {"device": "cpu", "threads": 1, "max_model_len": LONGEST, "block_size": BLOCK, "max_step_ms": 0}
 # The rest are counts of how much is there and how much is free.
-TOTALS = ("num_preemptions", "num_swaps", "num_steps", "num_prompt_tokens", "num_output_tokens")
+TOTALS = (
+    *("num_preemptions", "num_swaps", "num_steps", "num_prompt_tokens", "num_output_tokens"),
+    "prompt_tokens_per_s",  # what steps have cost so far
+)
 
 
 class Signs(ByteTokenizer):

@@ -118,6 +118,23 @@ def test_only_the_sequence_at_fault_fails_when_a_step_ahead_is_dropped(at_launch
     assert model.most >= 2
 
 
+def test_a_sequence_is_not_blamed_for_a_step_that_it_shared_with_one_that_has_ended() -> None:
+    failing = []
+    model = AheadModel(lambda chunk: bool(failing) and failing.pop())
+    e, reader = engine(model), Reader()
+    for name, prompt in (("a", [1, 2, 3]), ("b", [4, 5])):
+        e.submit(request(name, prompt, max_tokens=15), reader)
+    for _ in range(4):
+        e.step()
+    failing.append(True)
+    e.step()  # both are in the step that is launched now, and fails when it is read
+    e.cancel("b")
+    finish(e)
+    assert e.metrics.num_failed_steps == 1
+    assert reader.ends("a") == ["length"]
+    assert reader.tokens("a") == oracle([1, 2, 3], 15)
+
+
 def test_a_fault_of_no_sequence_costs_nothing() -> None:
     faults = iter([False] * 30 + [True] + [False] * 50 + [True] + [False] * 10_000)
     given = prompts(6)

@@ -184,6 +184,35 @@ def test_a_choice_that_had_ended_in_an_engine_that_died_is_not_sent_again() -> N
     assert [reader.tokens("r", i) for i in (0, 2)] == [found[0][0], found[2][0]]
 
 
+def test_the_first_choice_may_have_ended_in_an_engine_that_died() -> None:
+    e, reader = engine(GangModel()), Reader()
+    asked = beam_request("r", random.Random(3), 6, 3, 2)
+    e.submit(Request(**{**_fields(asked), "resumed": (None, ())}), reader)
+    finish(e)
+    assert set(reader.events) == {("r", 1)}
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_choice_of_a_search_that_is_cancelled_leaves_its_beams_to_the_others(index: int) -> None:
+    e, reader = engine(GangModel()), Reader()
+    asked = beam_request("r", random.Random(4), 9, 3, 2)
+    e.submit(asked, reader)
+    for _ in range(3):
+        e.step()
+    e.cancel("r", index)
+    finish(e)
+    found = beams(
+        asked.prompt_token_ids,
+        3,
+        9,
+        asked.stop_token_ids,
+        asked.params.length_penalty,
+        asked.params.early_stopping,
+    )
+    assert reader.tokens("r", 1 - index) == found[1 - index][0]
+    assert reader.last("r", index).finish_reason == "cancelled"
+
+
 def test_a_guided_choice_goes_on_in_a_new_engine() -> None:
     rng = random.Random(8)
     asked = guided_request("r", rng, 9)

@@ -113,8 +113,9 @@ def make_config(
     It holds what differs from the defaults, and no key: a file of keys is read on the gateways' machines.
     """
     check_cluster(engine, server)
-    if server.api_key:
-        raise ConfigError("api_key: it would be readable in the file; use api_key_file")
+    for name, instead in (("api_key", "use api_key_file"), ("mcp_token", "leave it out")):
+        if getattr(server, name):
+            raise ConfigError(f"{name}: it would be readable in the file; {instead}")
     tables = {
         "engine": find_changed(engine),
         "server": find_changed(server),

@@ -30,6 +30,7 @@ from plait.state.prefix_tree import PrefixChanges, StoredBlock
 if TYPE_CHECKING:
     import zmq
 
+MAX_QUESTION_NBYTES = 1024  # of a subscriber that asks for a replay: it sends a number
 MAX_QUEUED = 1 << 16  # blocks that wait to be sent; more, and everything is reported anew
 MAX_KEPT, MAX_KEPT_NBYTES = 10_000, 64 << 20  # messages that are kept to be sent again
 END = (-1).to_bytes(8, "big", signed=True)  # in place of a number: the last answer of a replay
@@ -98,7 +99,7 @@ class EventPublisher:
             raise ConfigError("kv_events: it needs pyzmq: pip install 'plait-engine[kv-events]'") from error
         self._zmq, self._topic = zmq, topic
         self._queue: deque[PrefixChanges] = deque()
-        self._num_queued, self._has_lost, self._is_closed = 0, False, False
+        self._num_queued, self._has_lost, self._is_closed, self._has_ended = 0, False, False, False
         self._kept: deque[tuple[bytes, bytes]] = deque()
         self._kept_nbytes = self._last = 0
         self._source: PrefixSource | None = None
@@ -158,6 +159,8 @@ class EventPublisher:
         made = self._context.socket(kind)
         made.setsockopt(self._zmq.LINGER, 200)
         made.setsockopt(self._zmq.SNDHWM, MAX_KEPT)
+        if kind == self._zmq.ROUTER:
+            made.setsockopt(self._zmq.MAXMSGSIZE, MAX_QUESTION_NBYTES)
         try:
             made.bind(address)
         except self._zmq.ZMQError as error:
@@ -166,8 +169,9 @@ class EventPublisher:
         return made
 
     def _wake_up(self) -> None:
-        with suppress(OSError):  # full: it wakes anyhow; closed: there is nothing to wake
-            os.write(self._waker, b"\0")
+        with self._lock, suppress(OSError):  # full: it wakes anyhow
+            if not self._has_ended:  # else the number may be another file's by now
+                os.write(self._waker, b"\0")
 
     # The publisher's thread
 
@@ -191,8 +195,10 @@ class EventPublisher:
             log.exception("KV events are not published any more; requests are served as before")
         finally:
             self._context.destroy(linger=200)
-            os.close(self._wake)
-            os.close(self._waker)
+            with self._lock:
+                self._has_ended = True
+                os.close(self._wake)
+                os.close(self._waker)
 
     def _next(self) -> PrefixChanges | None:
         with self._lock:

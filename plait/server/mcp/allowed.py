@@ -62,7 +62,7 @@ class McpServers:
             try:
                 found[label] = parse_url(label, url, tokens.pop(label, ""))
             except ValueError as error:
-                raise ConfigError(f"mcp_server: {label}={url:.200}: {error}") from None
+                raise ConfigError(f"mcp_server: the URL of {label}: {error}") from None
         if tokens:
             raise ConfigError(f"mcp_token: {min(tokens)} is the label of no mcp_server")
         return cls(found.values(), config.mcp_timeout_s)

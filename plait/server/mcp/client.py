@@ -22,7 +22,7 @@ import msgspec
 from plait.errors import RequestError, clip_text
 from plait.server.http.transfer import INLINE_BYTES, decode_object
 from plait.server.mcp.allowed import McpServer
-from plait.server.mcp.errors import McpFailed
+from plait.server.mcp.errors import McpCutOff, McpFailed
 from plait.server.mcp.events import EventReader
 from plait.server.mcp.http_client import HttpAnswer, send_http
 from plait.server.mcp.messages import (
@@ -222,8 +222,9 @@ class McpClient:
         if answer.status == 404 and self._session:
             raise _SessionGone
         if answer.media_type == "text/event-stream" and answer.status == 200:
-            events = EventReader()
-            found = await self._read_events(events, answer, number)
+            events, found = EventReader(), None
+            with contextlib.suppress(McpCutOff):
+                found = await self._read_events(events, answer, number)
             if found is not None:
                 return found
             if not events.last_id:
@@ -276,7 +277,9 @@ class McpClient:
                     raise self._failed("its session ended before the answer came")
                 if answer.status != 200 or answer.media_type != "text/event-stream":
                     raise await self._refusal(answer)
-                found = await self._read_events(events, answer, number)
+                found = None
+                with contextlib.suppress(McpCutOff):
+                    found = await self._read_events(events, answer, number)
             if found is not None:
                 return found
         raise self._failed(f"its stream broke {MAX_BREAKS + 1} times before the answer came")

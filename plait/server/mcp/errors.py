@@ -28,3 +28,7 @@ class McpFailed(RequestError):
     def __init__(self, message: str, kind: FailureKind = "http_error", number: int = 0) -> None:
         super().__init__(message)
         self.kind, self.number = kind, number
+
+
+class McpCutOff(McpFailed):
+    """The connection ended within an answer."""

@@ -25,9 +25,11 @@ class EventReader:
         self.last_id = ""
         self.retry_ms: int | None = None
         self._data: list[bytes] = []
+        self._id = ""  # of the event that has not ended
 
     async def read(self, body: AsyncIterator[bytes]) -> AsyncIterator[SentEvent]:
         """The events of a body; one that its end cuts is none."""
+        self._data, self._id = [], self.last_id
         pieces: list[bytes] = []  # of a line that has not ended
         after_return = False
         async for piece in body:
@@ -45,6 +47,7 @@ class EventReader:
     def _take(self, line: bytes) -> SentEvent | None:
         if not line:
             data, self._data = b"\n".join(self._data), []
+            self.last_id = self._id
             return SentEvent(data, self.last_id) if data else None
         name, _, value = line.partition(b":")
         value = value.removeprefix(b" ")
@@ -52,7 +55,7 @@ class EventReader:
             case b"data":
                 self._data.append(value)
             case b"id" if len(value) <= MAX_ID and value.isascii() and value.decode().isprintable():
-                self.last_id = value.decode()
+                self._id = value.decode()
             case b"retry" if value.isdigit() and len(value) < 10:
                 self.retry_ms = min(int(value), MAX_RETRY_MS)
         return None

@@ -19,7 +19,7 @@ import httptools
 
 from plait.config import KIB, MIB
 from plait.server.mcp.allowed import McpServer
-from plait.server.mcp.errors import McpFailed
+from plait.server.mcp.errors import McpCutOff, McpFailed
 from plait.version import __version__
 
 CONNECT_S = 10.0
@@ -95,7 +95,7 @@ async def send_http(
             yield await _read_head(reader, server)
         except OSError as error:
             raise McpFailed(f"{server.label}: the connection broke: {_reason(error)}") from error
-        except httptools.HttpParserError as error:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             raise McpFailed(f"{server.label}: the answer is no HTTP/1.1: {str(error)[:100]}") from error
     finally:
         writer.transport.abort()  # no farewell to a peer that may not read it
@@ -164,10 +164,13 @@ async def _read_body(reader: asyncio.StreamReader, found: _Parsed, server: McpSe
         found.pieces.clear()
         if found.is_done:
             return
-        data = await reader.read(READ_BYTES)
+        try:
+            data = await reader.read(READ_BYTES)
+        except OSError as error:
+            raise McpCutOff(f"{server.label}: the connection broke: {_reason(error)}") from error
         if data:
             parser.feed_data(data)
         elif "content-length" in found.headers or "transfer-encoding" in found.headers:
-            raise McpFailed(f"{server.label}: the answer ended early")
+            raise McpCutOff(f"{server.label}: the answer ended early")
         else:
             return

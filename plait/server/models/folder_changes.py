@@ -25,6 +25,7 @@ from plait.server.models.catalog import NAME, ModelEntry, files_of_model
 
 logger = logging.getLogger("plait.server")
 MAX_PULLS = 2  # at the same time
+INDEX_NBYTES = 16 << 20  # of the index of a sharded model, which a plan reads before it counts
 LOOK_S = 0.5  # between two steps of a fetch
 
 
@@ -73,6 +74,7 @@ class PullJob:
 
     def _run(self) -> None:
         try:
+            before = _count_bytes(self.name)
             plan = plan_fetch(self.name, ask(self.name))
             names, missing = (*plan.side, *plan.weights), plan.missing
             self._total = sum(plan.sizes[name] or 0 for name in missing)
@@ -81,7 +83,8 @@ class PullJob:
             fetch_model(plan)
             self._places = True
             link_files({name: plan.folder / name for name in names}, self.target)
-            if len(missing) == len(names):  # no other program had it there
+            # Only if nothing but this was fetched there, by whichever program.
+            if not before and _count_bytes(self.name) <= self._total + INDEX_NBYTES:
                 plan_removal(self.name).execute()
         except (PlaitError, OSError) as error:
             self.error = ModelUnavailable(str(error))
@@ -128,6 +131,9 @@ class FolderChanges:
         source, target = Path(entry.source), self._place(destination)
         base = source if source.is_dir() else source.parent
         files = {str(path.relative_to(base)): path for path in files_of_model(source) if path.is_file()}
+        if not files:
+            text = f"source: {entry.name!r} has no files here that could be copied; pull it instead"
+            raise InvalidField(text, "source")
         link_files(files, target)
 
     def delete(self, entry: ModelEntry) -> None:

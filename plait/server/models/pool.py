@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from plait.config import ServerConfig
 from plait.errors import InvalidField, ModelNotFound
 from plait.server.api import validate
+from plait.server.api.validate import DEFAULT_MODEL
 from plait.server.gateway.exchange import Exchange
 from plait.server.gateway.request_context import Health
 from plait.server.gateway.served_models import (
@@ -25,7 +26,7 @@ from plait.server.gateway.served_models import (
     facts_of_adapter,
 )
 from plait.server.http.errors import NotReady
-from plait.server.models.catalog import LOOK_EVERY_S, ModelCatalog
+from plait.server.models.catalog import LOOK_EVERY_S, ModelCatalog, ModelEntry
 from plait.server.models.folder_changes import FolderChanges
 from plait.server.models.hosted import HostedModel
 from plait.server.models.placement import RESIDENCE_S
@@ -140,14 +141,25 @@ class ModelPool(ServedModels):
         return follow()
 
     async def copy(self, asked: object, destination: str) -> None:
-        model, *_ = await self._find_anew(asked)
-        await asyncio.to_thread(self._in_folder().copy, model.entry, destination)
+        entry = await self._find_entry(asked)
+        await asyncio.to_thread(self._in_folder().copy, entry, destination)
         await self._look_again()
 
     async def delete(self, asked: object) -> None:
-        model, *_ = await self._find_anew(asked)
-        await asyncio.to_thread(self._in_folder().delete, model.entry)
+        entry = await self._find_entry(asked)
+        await asyncio.to_thread(self._in_folder().delete, entry)
         await self._look_again()
+
+    async def _find_entry(self, asked: object) -> ModelEntry:
+        """The very model of that name: an adapter, or just any name, is none.
+
+        Raises InvalidField and ModelNotFound.
+        """
+        if not isinstance(asked, str) or asked == DEFAULT_MODEL:
+            raise InvalidField("model: name the model itself", "model")
+        with contextlib.suppress(ModelNotFound):
+            await self._find_anew(asked)  # it looks at the folder again
+        return self._catalog.find(asked)
 
     def _in_folder(self) -> FolderChanges:
         """Changes of the models' folder. Raises InvalidField where there is none."""

@@ -13,7 +13,7 @@ from plait.server.api.parse_fields import string_of
 from plait.server.http.transfer import decode_object, new_id
 from plait.server.mcp.client import McpClient
 from plait.server.mcp.errors import McpFailed
-from plait.server.mcp.messages import McpTool
+from plait.server.mcp.messages import MAX_SERVER_TOOLS, McpTool
 from plait.server.responses.items import OutputItem, server_call
 from plait.server.responses.mcp_tools import OfferedTool, RequestedServer
 from plait.server.responses.state import Item
@@ -49,7 +49,7 @@ def read_pending(
         return []
     items = [*earlier, *sent]
     requests = {item.get("id"): item for item in items if item.get("type") == "mcp_approval_request"}
-    made = {item.get("approval_request_id") for item in items if item.get("type") == "mcp_call"}
+    made = {str(item.get("approval_request_id")) for item in items if item.get("type") == "mcp_call"}
     labels, found = {source.label for source in servers}, []
     for i, item in enumerate(sent):
         wanted, at = item.get("approval_request_id"), f"input[{i}]"
@@ -96,6 +96,8 @@ class McpCaller:
                 continue
             tools = item.get("tools")
             if item.get("error") is not None or not isinstance(tools, list):
+                return None
+            if len(tools) > MAX_SERVER_TOOLS:  # no server's list: a client's own words
                 return None
             try:
                 shown = [{_SNAKE.get(k, k): v for k, v in tool.items()} for tool in tools]

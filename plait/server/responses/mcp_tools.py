@@ -7,6 +7,7 @@ where the client has written so.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -184,10 +185,10 @@ def offer_tools(
     stand in for a function of the client, or for another server's tool.
     """
     all_tools = [(source, tool) for source, tools in listed for tool in source.choose(tools)]
-    names = [tool.name for _, tool in all_tools]
+    names = Counter(tool.name for _, tool in all_tools)
     used, found = set(taken), []
     for source, tool in all_tools:
-        is_plain = _FUNCTION_NAME.fullmatch(tool.name) and names.count(tool.name) == 1
+        is_plain = _FUNCTION_NAME.fullmatch(tool.name) and names[tool.name] == 1
         name = tool.name if is_plain and tool.name not in used else name_with_label(source.label, tool.name)
         stem, number = name, 1
         while name in used or (name != tool.name and name in names):

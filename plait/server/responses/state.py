@@ -205,6 +205,7 @@ def _without_cut_calls(output: Sequence[Item]) -> list[Item]:
         item
         for item in output
         if not (item.get("type") == "function_call" and item.get("status") != "completed")
+        and not (item.get("type") == "mcp_call" and item.get("status") == "incomplete")
     ]
 
 

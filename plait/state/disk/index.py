@@ -45,6 +45,8 @@ class DiskIndex:
     def __init__(self, num_groups: int) -> None:
         self.nbytes = 0
         self.blocks: list[dict[bytes, DiskFile]] = [{} for _ in range(num_groups)]  # by group: hash -> file
+        # Of the same blocks, further files: servers that share a folder cut one prefix in different ways.
+        self._others: list[dict[bytes, list[DiskFile]]] = [{} for _ in range(num_groups)]
         self._snapshots: dict[bytes, dict[tuple[int, ...], DiskFile]] = {}  # parent -> rest -> file
         self._files: OrderedDict[Path, DiskFile] = OrderedDict()  # least recently used first
 
@@ -63,9 +65,10 @@ class DiskIndex:
         self.nbytes += file.nbytes
         if file.names is None:
             return
-        for known_blocks, hashes in zip(self.blocks, file.names.blocks, strict=False):
+        for known, others, hashes in zip(self.blocks, self._others, file.names.blocks, strict=False):
             for chain_hash in hashes:
-                known_blocks.setdefault(chain_hash, file)
+                if known.setdefault(chain_hash, file) is not file:
+                    others.setdefault(chain_hash, []).append(file)
         if file.names.parent:
             self._snapshots.setdefault(file.names.parent, {})[file.names.rest] = file
 
@@ -77,10 +80,15 @@ class DiskIndex:
         self.nbytes -= file.nbytes
         if file.names is None:
             return
-        for known_blocks, hashes in zip(self.blocks, file.names.blocks, strict=False):
+        for known, others, hashes in zip(self.blocks, self._others, file.names.blocks, strict=False):
             for chain_hash in hashes:
-                if known_blocks.get(chain_hash) is file:
-                    del known_blocks[chain_hash]
+                left = [one for one in others.pop(chain_hash, []) if one is not file]
+                if known.get(chain_hash) is file:
+                    del known[chain_hash]
+                    if left:
+                        known[chain_hash] = left.pop(0)
+                if left:
+                    others[chain_hash] = left
         places = self._snapshots.get(file.names.parent, {})
         if places.pop(file.names.rest, None) and not places:
             del self._snapshots[file.names.parent]

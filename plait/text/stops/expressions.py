@@ -24,8 +24,9 @@ from plait.errors import InvalidField
 from plait.text.stops.pattern import Nodes, build_nodes
 from plait.text.stops.strings import StopMatcher
 
-MOST_KEPT = 50_000  # nodes in all states of an automaton
-MOST_CHARS = 4096  # characters of which the tests are kept
+MOST_KEPT = 50_000  # nodes in all states of an automaton, and tests in the steps between them
+MOST_CHARS = 4096  # characters of which the tests are kept, if there are few tests
+LEAST_TESTS = 16  # with more, fewer characters are kept
 NUM_AUTOMATONS = 32  # of different requests
 HERE = -1  # the origin of a group: a match that begins behind the character
 BREAK = -1  # among the tests that a character passes: it is a line break
@@ -71,7 +72,7 @@ class Automaton:
         """What a character leads to."""
         passed = self._chars.get(char)
         if passed is None:
-            if len(self._chars) >= MOST_CHARS:
+            if len(self._chars) * max(len(self._tests), LEAST_TESTS) >= MOST_CHARS * LEAST_TESTS:
                 self._chars = {}
             found = {number for test, number in self._tests.items() if test.takes(char)}
             passed = self._chars[char] = frozenset(found | ({BREAK} if char == "\n" else set()))
@@ -92,17 +93,19 @@ class Automaton:
         if live:
             groups.append(live)
             origins.append(HERE)
-        made = state.steps[passed] = MatchStep(self._interned(tuple(groups)), tuple(origins), found)
+        to = self._interned(tuple(groups))
+        self._num_kept += len(passed) + len(origins) + 1
+        made = state.steps[passed] = MatchStep(to, tuple(origins), found)
         return made
 
     def _interned(self, groups: tuple[tuple[int, ...], ...]) -> MatchState:
-        if (known := self._states.get(groups)) is not None:
-            return known
-        self._num_kept += sum(map(len, groups)) + 1
         if self._num_kept > MOST_KEPT:
             for state in [*self._states.values(), self.first]:
                 state.steps.clear()
             self._states, self._num_kept = {}, 0
+        if (known := self._states.get(groups)) is not None:
+            return known
+        self._num_kept += sum(map(len, groups)) + 1
         made = self._states[groups] = MatchState(groups)
         return made
 

@@ -67,7 +67,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """The rest of a stream that broke."""
-        assert self.path == "/broken-stream"
+        assert self.path in ("/broken-stream", "/cut-stream")
         assert self.headers["Last-Event-ID"] == "e1"
         self.server.messages.append((self.path, {"method": "GET"}))
         number = self.server.messages[-2][1]["id"]
@@ -91,6 +91,8 @@ class _Handler(BaseHTTPRequestHandler):
         reply = {"jsonrpc": "2.0", "id": message["id"], **found}
         if self.path == "/broken-stream" and message["method"] == "tools/call":
             self.events([(None, "e1")])
+        elif self.path == "/cut-stream" and message["method"] == "tools/call":
+            self.cut_within_an_event()
         elif self.path in ("/events", "/broken-stream"):
             ping = {"jsonrpc": "2.0", "id": "p1", "method": "ping"}
             sampling = {"jsonrpc": "2.0", "id": "p2", "method": "sampling/createMessage", "params": {}}
@@ -120,6 +122,16 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path == "/events":
             self.send_header("Mcp-Session-Id", SESSION)
         self.end_headers()
+
+    def cut_within_an_event(self) -> None:
+        """A stream whose connection breaks within the event after e1, of which only the id was read."""
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        piece = b"id: e1\nretry: 20\ndata:\n\nid: e2\ndata: half of\n"
+        self.wfile.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
+        self.close_connection = True
 
     def events(self, events: list[tuple[dict[str, Any] | None, str]]) -> None:
         self.begin_stream("text/event-stream; charset=utf-8")
@@ -247,6 +259,11 @@ def _locked(handler: _Handler, message: dict[str, Any]) -> None:
         handler.answer(202, b"")
 
 
+def _upgrade(handler: _Handler, message: dict[str, Any]) -> None:
+    handler.wfile.write(b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\nConnection: Upgrade\r\n\r\n")
+    handler.close_connection = True
+
+
 Hostile = Callable[[_Handler, dict[str, Any]], None]
 HOSTILE: dict[str, Hostile] = {
     "/endless": _endless,
@@ -258,6 +275,7 @@ HOSTILE: dict[str, Hostile] = {
     "/head": _head,
     "/short": _short,
     "/circle": _circle,
+    "/upgrade": _upgrade,
     "/forgetful": _forgetful,
     "/locked": _locked,
     "/redirect": _body(b"", 307, Location="http://127.0.0.1:1/other"),

@@ -67,9 +67,10 @@ def test_requests_of_the_server_are_answered_and_offer_nothing(mcp: McpTestServe
     assert error == -32601
 
 
-def test_a_stream_that_breaks_goes_on_from_its_last_event(mcp: McpTestServer) -> None:
-    assert use(mcp, "/broken-stream", "weather", city="Bonn").text == "late"
-    assert mcp.methods("/broken-stream").count("tools/call") == 1, "a call is never sent twice"
+@pytest.mark.parametrize("path", ["/broken-stream", "/cut-stream"])
+def test_a_stream_that_breaks_goes_on_from_its_last_whole_event(mcp: McpTestServer, path: str) -> None:
+    assert use(mcp, path, "weather", city="Bonn").text == "late"
+    assert mcp.methods(path).count("tools/call") == 1, "a call is never sent twice"
 
 
 def test_a_server_without_a_handshake_is_spoken_to_as_it_wants(mcp: McpTestServer) -> None:
@@ -103,6 +104,7 @@ def test_a_failure_of_the_tool_is_a_result_and_one_of_the_server_an_error(mcp: M
         ("/head", "head of the answer has over"),
         ("/short", "ended early"),
         ("/circle", "comes back to a page"),
+        ("/upgrade", "is no HTTP/1.1"),
         ("/redirect", "HTTP 307: redirects are not followed"),
         ("/html", "HTTP 200: its content is 'text/html'"),
         ("/no-json", "no JSON object"),

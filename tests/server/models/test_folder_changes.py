@@ -122,6 +122,19 @@ def test_a_model_that_is_loaded_is_deleted_and_unloaded(several: Client, admin: 
         admin.chat("one", ASK)
 
 
+def test_any_model_name_deletes_and_copies_no_other_model(folder: Path, hub: FakeHub) -> None:
+    bench = Bench("small", folder=folder, fit=8, admin_key="secret", any_model_name=True)
+    before = sorted(path.name for path in folder.iterdir())
+    with serving(bench) as client:
+        for method, path, body in (
+            ("DELETE", "/api/delete", {"model": "typo"}),
+            ("POST", "/api/copy", {"source": "typo", "destination": "x"}),
+        ):
+            answer = client.request(method, path, json.dumps(body).encode(), ADMIN)
+            assert answer.status == 404, answer.body
+    assert sorted(path.name for path in folder.iterdir()) == before
+
+
 REFUSED: list[tuple[str, Any, str]] = [
     ("/api/copy", {"source": "one", "destination": "../out"}, "is no name of a model"),
     ("/api/copy", {"source": "one", "destination": "a/../../out"}, "is no name of a model"),

@@ -167,6 +167,13 @@ FAMILIES: dict[str, list[Form]] = {
     ],
     "GLM-4.7-Flash · Youtu-LLM": [think(Form(GLM_TEMPLATE.replace("\n", ""), "glm", GLM47))],
     "A.X K1": [Form(TURNS)],
+    "A.X K2": [Form(TURNS)],
+    "Beam": [PLAIN],
+    "DiffLlama": [Form(TURNS)],
+    "Jet-Nemotron": [Form(TURNS)],
+    "RWKV-4 · RWKV-7": [PLAIN],
+    "Step 3.5, text of 3.7": [Form(TURNS)],
+    "ZAYA1": [Form(TURNS)],
     "Ministral 3, Devstral 2": [
         Form("{{ tools }}[TOOL_CALLS]f[ARGS]", "mistral_args", each("[TOOL_CALLS]{n}[ARGS]{a}"))
     ],
@@ -256,7 +263,7 @@ FAMILIES: dict[str, list[Form]] = {
     "Zamba2": [Form(TURNS)],
     "Nemotron-H": [NEMOTRON, think(NEMOTRON), think(XML_FORM)],
     "Falcon-H1": [HERMES_FORM],
-    "PLaMo 2": [Form("### {{ m.role }}:\n{{ m.content }}")],
+    "PLaMo 2 · PLaMo 3": [Form("### {{ m.role }}:\n{{ m.content }}")],
     "LFM2, LFM2-MoE": [
         Form(
             "{{ tools }}<|tool_list_start|><|tool_call_start|>",

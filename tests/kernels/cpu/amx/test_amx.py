@@ -281,6 +281,7 @@ def test_without_the_processor_or_the_permission_there_is_none(monkeypatch: pyte
     monkeypatch.setattr(target, "host_features", lambda: frozenset(target.NEEDED["amx"]))
     monkeypatch.setattr(target, "PERMISSION", (158, 0x1023, 63))  # no such state
     assert "the system does not allow it" in target.no_amx()
+    monkeypatch.setattr(target, "_level", [])
     monkeypatch.setattr(target.config, "CPU_NAME", "haswell")
     assert target.no_amx() == "kernels are compiled for haswell"
 
