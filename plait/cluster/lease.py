@@ -49,7 +49,7 @@ class Lease:
 class KnownReplica:
     """A replica with a connection. `is_ready`: its engine works; `is_silent`: no sign of life for too long.
 
-    `is_leaving`: it finishes what it has; `has_announced`: it has said so itself.
+    `is_leaving`: it finishes what it has; `has_announced`: it has announced that itself.
     """
 
     name: str

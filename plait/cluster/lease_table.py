@@ -115,7 +115,7 @@ class LeaseTable:
             self._routes.remove(name)
 
     def rejoin(self, name: str) -> None:
-        """A replica is listed again. One that has said itself that it leaves gets no new requests."""
+        """A replica is listed again. One that has announced that it leaves gets no new requests."""
         known = self.replicas.get(name)
         if known is not None and known.is_leaving and not known.has_announced:
             known.is_leaving = False

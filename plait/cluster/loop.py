@@ -267,11 +267,13 @@ class ClusterLoop:
                 self._on_lease(name, message.key)
 
     def _set_members(self, members: dict[str, ReplicaAddress]) -> None:
-        for name in members if self._table is not None else ():
-            self._table.rejoin(name)
-        for name in self._links.set_members(members):
-            if self._table is not None:
-                self._table.retire(name)
+        left = self._links.set_members(members)
+        if (table := self._table) is None:
+            return
+        for name in members:
+            table.rejoin(name)
+        for name in left:
+            table.retire(name)
 
     def _lose(self, name: str, why: str) -> None:
         if self._table is None:

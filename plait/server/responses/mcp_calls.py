@@ -48,11 +48,11 @@ def read_pending(
     if isinstance(sent, str):
         return []
     items = [*earlier, *sent]
-    requests = {item.get("id"): item for item in items if item.get("type") == "mcp_approval_request"}
+    requests = {str(item.get("id")): item for item in items if item.get("type") == "mcp_approval_request"}
     made = {str(item.get("approval_request_id")) for item in items if item.get("type") == "mcp_call"}
     labels, found = {source.label for source in servers}, []
     for i, item in enumerate(sent):
-        wanted, at = item.get("approval_request_id"), f"input[{i}]"
+        wanted, at = str(item.get("approval_request_id")), f"input[{i}]"
         if item.get("type") != "mcp_approval_response" or item.get("approve") is not True or wanted in made:
             continue
         made.add(wanted)
@@ -62,7 +62,7 @@ def read_pending(
             text = f"{at}: it approves a call of {label!r:.80}; send that mcp tool in tools again"
             raise InvalidField(text, at)
         name, arguments = string_of(request, "name", at), string_of(request, "arguments", at)
-        found.append(PendingCall(str(wanted), label, name, arguments))
+        found.append(PendingCall(wanted, label, name, arguments))
     return found
 
 

@@ -65,9 +65,9 @@ class DiskIndex:
         self.nbytes += file.nbytes
         if file.names is None:
             return
-        for known, others, hashes in zip(self.blocks, self._others, file.names.blocks, strict=False):
+        for blocks, others, hashes in zip(self.blocks, self._others, file.names.blocks, strict=False):
             for chain_hash in hashes:
-                if known.setdefault(chain_hash, file) is not file:
+                if blocks.setdefault(chain_hash, file) is not file:
                     others.setdefault(chain_hash, []).append(file)
         if file.names.parent:
             self._snapshots.setdefault(file.names.parent, {})[file.names.rest] = file

@@ -124,7 +124,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def cut_within_an_event(self) -> None:
-        """A stream whose connection breaks within the event after e1, of which only the id was read."""
+        """A stream that breaks within the event after e1, of which only the id was read."""
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Transfer-Encoding", "chunked")
