@@ -61,7 +61,13 @@ def assert_same(results: list[CellResult], grows: bool) -> None:
     assert not idle, f"these settings showed nothing: {idle}"
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.slow) if n in ("granite", "falcon_h1", "gemma3") else n
+        for n in KINDS
+    ],
+)
 def test_a_reply_depends_on_its_request_alone(name: str, tmp_path: Path) -> None:
     # One thread: where tests share cores, two wait for each other.
     assert_same(*matrix(checkpoint(name, tmp_path), batch=3, max_tokens=8, threads=1))

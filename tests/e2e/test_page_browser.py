@@ -6,6 +6,8 @@ import re
 import threading
 from typing import Any
 
+import pytest
+
 from plait.config import ServerConfig
 from plait.frontend.frontend import Front
 from tests.e2e.browser import HEIGHT, answers, expect, needs_browser, opened, said, streamed
@@ -133,6 +135,7 @@ def test_a_formula_can_neither_run_nor_load_nor_hang(page: Any, url: str) -> Non
     assert reply.bounding_box()["height"] < 3000
 
 
+@pytest.mark.slow
 def test_markdown_written_to_be_slow_is_drawn(page: Any, url: str) -> None:
     script = """async (text) => {
         const { Markdown } = await import("/page/js/markdown.js");
@@ -262,6 +265,7 @@ def test_a_refusal_says_why_and_can_be_tried_again(page: Any, url: str) -> None:
     expect(broken.locator(".prose")).to_have_text("BOO")
 
 
+@pytest.mark.slow
 def test_tools_that_are_no_json_are_not_sent(page: Any, url: str) -> None:
     sent = answers(opened(page, url), streamed({"content": "Yes."}))
     page.click("#panel-settings")
@@ -270,6 +274,7 @@ def test_tools_that_are_no_json_are_not_sent(page: Any, url: str) -> None:
     assert sent == []
 
 
+@pytest.mark.slow
 def test_what_another_version_stored_does_no_harm(page: Any, url: str) -> None:
     opened(page, url).evaluate("""() => {
         localStorage["plait.conversation.old"] = '{"id": "old", "title": "Old"}';
@@ -294,6 +299,7 @@ def test_a_server_that_wants_a_key_is_given_one(page: Any) -> None:
         page.close()
 
 
+@pytest.mark.slow
 def test_a_model_without_a_chat_template_completes_text(page: Any) -> None:
     front = fake_front()
     front.chat_template = None
@@ -348,6 +354,7 @@ def test_the_engine_is_seen_at_work(page: Any) -> None:
         page.close()  # no more scrapes of a server that ends
 
 
+@pytest.mark.slow
 def test_nothing_sticks_out_at_the_side(page: Any, url: str) -> None:
     answers(opened(page, url), streamed({"content": TEXT + "x" * 300}))
     said(page, "y" * 300)
@@ -377,6 +384,7 @@ def test_a_phone_reaches_conversations_settings_and_engine(page: Any, url: str) 
     expect(page.locator("#panel-engine")).to_be_focused()
 
 
+@pytest.mark.slow
 def test_everything_that_can_be_used_has_a_name(page: Any, url: str) -> None:
     said(opened(page, url), "Named")
     page.click("#panel-settings")
@@ -398,6 +406,7 @@ def test_a_hybrid_of_mamba_and_mla_is_served_to_a_browser(page: Any) -> None:
         page.close()
 
 
+@pytest.mark.slow
 def test_a_conversation_may_have_settings_of_its_own(page: Any, url: str) -> None:
     sent = answers(opened(page, url), streamed({"content": "x"}))
     page.click("#panel-settings")
@@ -417,6 +426,7 @@ def test_a_conversation_may_have_settings_of_its_own(page: Any, url: str) -> Non
     assert [one["temperature"] for one in sent] == [1.5, 0.5, 1.5, 0.5]
 
 
+@pytest.mark.slow
 def test_system_prompts_are_kept_by_name(page: Any, url: str) -> None:
     sent = answers(opened(page, url), streamed({"content": "x"}))
     page.click("#panel-settings")

@@ -54,6 +54,7 @@ def test_a_deleted_conversation_comes_back_with_undo(page: Any, url: str) -> Non
     assert kept(page) == before
 
 
+@pytest.mark.slow
 def test_the_open_conversation_comes_back_open_and_by_keyboard(page: Any, url: str) -> None:
     said(opened(page, url), "Mine")
     entries(page).focus()
@@ -69,6 +70,7 @@ def test_the_open_conversation_comes_back_open_and_by_keyboard(page: Any, url: s
     expect(page.locator(".message.assistant .prose")).to_have_text("Mine")
 
 
+@pytest.mark.slow
 def test_undo_is_there_for_ten_seconds_and_gives_the_focus_back(page: Any, url: str) -> None:
     page.clock.install()
     said(opened(page, url), "Gone")
@@ -84,6 +86,7 @@ def test_undo_is_there_for_ten_seconds_and_gives_the_focus_back(page: Any, url: 
     assert kept(page) == []
 
 
+@pytest.mark.slow
 def test_two_deletions_are_undone_each_by_itself(page: Any, url: str) -> None:
     for text in ("One", "Two"):
         page.goto("about:blank")
@@ -97,6 +100,7 @@ def test_two_deletions_are_undone_each_by_itself(page: Any, url: str) -> None:
     expect(entries(page)).to_have_text(["Two", "One"])
 
 
+@pytest.mark.slow
 def test_a_reply_that_ends_after_its_deletion_stays_deleted(page: Any, url: str) -> None:
     opened(page, url).fill("#draft", "SLOW " + "words " * 60)
     page.press("#draft", "Enter")
@@ -144,6 +148,7 @@ def test_what_is_exported_can_be_imported_elsewhere(page: Any, url: str, form: s
     expect(entries(page)).to_have_count(2)
 
 
+@pytest.mark.slow
 def test_one_conversation_is_exported_under_its_title_as_text_to_read(page: Any, url: str) -> None:
     said(opened(page, url), "What is a *plait*?")
     name, content = exported(page, "This conversation", "Markdown")
@@ -154,6 +159,7 @@ def test_one_conversation_is_exported_under_its_title_as_text_to_read(page: Any,
     )
 
 
+@pytest.mark.slow
 def test_a_conversation_that_went_on_elsewhere_is_imported_next_to_the_one_here(page: Any, url: str) -> None:
     said(opened(page, url), "Start")
     content = exported(page, "All conversations", "JSON")[1]
@@ -191,6 +197,7 @@ def test_a_file_that_is_not_ours_is_refused_whole_with_the_reason(page: Any, url
     assert kept(page) == []
 
 
+@pytest.mark.slow
 def test_a_file_larger_than_a_browser_keeps_is_not_read(page: Any, url: str) -> None:
     script = """async () => {
         const { readFile } = await import("/page/js/transfer.js");
@@ -200,6 +207,7 @@ def test_a_file_larger_than_a_browser_keeps_is_not_read(page: Any, url: str) -> 
     assert "at most 33554432 are read" in opened(page, url).evaluate(script)
 
 
+@pytest.mark.slow
 def test_only_known_fields_of_a_file_are_kept_and_its_text_is_never_markup(page: Any, url: str) -> None:
     reply = {"role": "assistant", "content": HOSTILE, "html": "x", "stats": {"rate": "fast", "tokens": 3}}
     theirs = file_of(USER, reply, title=f"{HOSTILE}\x00\n2", id="../x", updated=1e300, isGone=True)
@@ -221,6 +229,7 @@ def test_only_known_fields_of_a_file_are_kept_and_its_text_is_never_markup(page:
     assert set(found) == {"id", "title", "mode", "updated", "messages"}
 
 
+@pytest.mark.slow
 def test_a_browser_without_space_imports_nothing_of_a_file(page: Any, url: str) -> None:
     opened(page, url).evaluate("localStorage.setItem('filler', 'x'.repeat(5 * 2 ** 20 - 3000))")
     many = json.loads(file_of(USER))
@@ -230,6 +239,7 @@ def test_a_browser_without_space_imports_nothing_of_a_file(page: Any, url: str) 
     assert kept(page) == []
 
 
+@pytest.mark.slow
 def test_the_dialog_is_used_by_keyboard_and_closes_with_escape(page: Any, url: str) -> None:
     opened(page, url)
     expect(page.get_by_role("button", name="Export")).to_be_disabled()
@@ -274,6 +284,7 @@ def test_versions_of_a_reply_are_kept_with_what_came_after(page: Any, url: str) 
     expect(page.get_by_role("button", name="Version after")).to_be_disabled()
 
 
+@pytest.mark.slow
 def test_an_edited_question_keeps_what_it_was(page: Any, url: str) -> None:
     sent = answers(opened(page, url), streamed({"content": "one"}), streamed({"content": "two"}))
     said(page, "Question")
@@ -341,6 +352,7 @@ def test_light_or_dark_can_be_chosen(page: Any, url: str) -> None:
     assert page.evaluate(background) == "rgb(250, 249, 246)"
 
 
+@pytest.mark.slow
 def test_versions_of_another_kind_or_too_deep_are_refused(page: Any, url: str) -> None:
     opened(page, url)
     deep: dict[str, Any] = {"role": "user", "content": "x"}
