@@ -101,7 +101,7 @@ async def run(
     async def work() -> None:
         # Workers share the iterator: a file of any length is read as it is needed.
         for line in source:
-            answer = await answer_line(app, line, fault)
+            answer = await answer_line(app, line, fault, PAUSES_S)
             if fault() is not None:
                 return
             failed = has_failed(answer)
@@ -126,7 +126,7 @@ def has_failed(answer: Mapping[str, object]) -> bool:
 
 
 async def answer_line(
-    app: ASGIApp, line: Line, fault: Callable[[], BaseException | None], pauses_s: Iterable[float] = PAUSES_S
+    app: ASGIApp, line: Line, fault: Callable[[], BaseException | None], pauses_s: Iterable[float]
 ) -> dict[str, Any]:
     """The line of output for one line of input. `pauses_s`: before it is tried again while there is load."""
     found: dict[str, object] = {"id": new_id("batch_req", "_"), "custom_id": line.custom_id}

@@ -49,7 +49,13 @@ def one_after_the_other(cpu: Any, x: torch.Tensor, up: Linear, kind: str) -> tor
     return apply(up(x), kind, True)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *STORED])
+RARE = ("IQ", "TQ", "Q1_0", "Q2_0")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [*KINDS, *(pytest.param(k, marks=pytest.mark.slow) if k.startswith(RARE) else k for k in STORED)],
+)
 def test_one_launch_has_the_bits_of_two(cpu: Any, kind: str) -> None:
     up = map_of(cpu, kind, 512, 80, biased=True)
     fn, row = bound(glu, cpu, kind="silu", up=up)
