@@ -322,6 +322,18 @@ def test_rows_that_need_the_host_s_samplers_get_them_among_others() -> None:
         assert_same_answers(found, answer(logits, *rows, sampler=Sampler(VOCAB, banned=BANNED)))
 
 
+def test_a_guided_row_gets_the_host_s_answer_and_changes_no_bit_of_its_neighbours() -> None:
+    sampler, logits = gpu_sampler(331), random_logits(4, vocab=331)
+    plain = [row(temperature=0.7, logprobs=2, seed=5), row(logprobs=3, position=4)]
+    guided = replace(row(guidance_scale=2.0, logprobs=2), negative=3)
+    together = answer(logits, plain[0], guided, plain[1], row(num_samples=0), sampler=sampler)
+    for place, one in ((0, plain[0]), (2, plain[1])):
+        assert together[place] == answer(logits[place : place + 1], one, sampler=sampler)[0]
+    pair = (replace(guided, negative=1), row(num_samples=0))
+    wanted = answer(logits[[1, 3]], *pair, sampler=Sampler(331))
+    assert_same_answers([together[1], together[3]], wanted)
+
+
 @pytest.mark.parametrize(
     "more", [{"xtc_probability": 0.1}, {"samplers": ("top_k",)}, {"bad_word_ids": ((1,),)}]
 )

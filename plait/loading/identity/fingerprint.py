@@ -9,21 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from plait.checkpoint.find_files import ModelFiles
 from plait.checkpoint.identity import identify_file
 from plait.checkpoint.weights import Target
-from plait.config import EngineConfig
 from plait.engine.adapters import parse_named
 from plait.engine.fingerprint import Fingerprint
-from plait.families.common.resolved import Resolved
 from plait.kernels.load import describe_target, host_target
+from plait.loading.adapters.place import AdaptableModel
 from plait.loading.identity.source_code import hash_code
 from plait.version import __version__
 
@@ -44,17 +42,9 @@ class LoadedPlugin(Protocol):
     def digest(self) -> str: ...
 
 
-class OpenedModel(Protocol):
+class OpenedModel(AdaptableModel, Protocol):
     """What is known of a model before its weights are read."""
 
-    @property
-    def files(self) -> ModelFiles: ...
-    @property
-    def metadata(self) -> Mapping[str, object] | None: ...
-    @property
-    def resolved(self) -> Resolved: ...
-    @property
-    def config(self) -> EngineConfig: ...
     @property
     def plugins(self) -> Sequence[LoadedPlugin]: ...
 
