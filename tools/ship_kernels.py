@@ -154,6 +154,8 @@ def compile_for(level: Level, models: list[str]) -> None:
                     llm.generate([0] * 40, sampling)
         room = target.level_room(level)
         made = sorted((Path(cache) / "kernels" / room).glob("*.kernel"))
+        if not made:
+            raise RuntimeError(f"{level.name}: nothing was compiled for {room}")
         (SHIPPED / room).mkdir(parents=True, exist_ok=True)
         for file in made:
             shutil.copyfile(file, SHIPPED / room / file.name)

@@ -101,7 +101,7 @@ def name_of(content: KernelContent) -> str:
 
 def name_if_shipped(content: KernelContent) -> ShippedName | None:
     """Where the function's machine code is if it was shipped."""
-    level = None if target.read_cpu_name() else target.host_level()
+    level = None if target.read_cpu_name() else target.level_to_load()
     if level is None or not (SHIPPED / (room := target.level_room(level))).is_dir():
         return None
     triple = cpu_target.target_context.codegen().magic_tuple()[0]

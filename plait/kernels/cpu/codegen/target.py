@@ -159,6 +159,11 @@ def host_level() -> Level | None:
     return next((one for one in LEVELS if one.fits(host_features(), is_amd)), None)
 
 
+def level_to_load() -> Level | None:
+    """The level of the shipped kernels that this process may load: its own, if it compiles for one."""
+    return _level[0] if _level else host_level()
+
+
 def _aim_at_host() -> None:
     """Compile for the level of this processor: kernels are the same, and as fast, on all that have it.
 

@@ -33,6 +33,14 @@ def test_a_processor_has_the_best_level_that_chooses_the_same_kernels(
     assert next((one.name for one in LEVELS if one.fits(features, is_amd)), None) == level
 
 
+def test_a_process_that_compiles_for_a_lower_level_loads_nothing_of_a_higher_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lower = LEVELS[-1]
+    monkeypatch.setattr(target, "_level", [lower])
+    assert target.level_to_load() is lower
+
+
 def double(frame: int, args: int, thread: int, threads: int) -> None:
     """A kernel that does nothing: what counts is whether it is compiled."""
 
