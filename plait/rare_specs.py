@@ -34,6 +34,20 @@ class Mamba1Spec(Recurrent):
 
 
 @dataclass(frozen=True, slots=True)
+class RememberedMamba1Spec(Mamba1Spec):
+    """The same; memory units behind it read what its scan gives, before the gate (SambaY)."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUnitSpec(Mixer):
+    """A gated memory unit (Ren et al. 2025): out(silu(in(x)) · m), m of `size` numbers of the token from the
+    scan of the mixer `source`."""
+
+    size: int
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
 class DeltaNetSpec(Recurrent):
     """Gated delta rule: Gated DeltaNet (Yang et al. 2024), Kimi Delta Attention (Kimi Team 2025).
 
@@ -237,8 +251,15 @@ class ScaledSpec(ParallelSpec):
 class DifferenceSpec(AttentionSpec):
     """Head h minus λ times head h + num_heads / 2, over values of two heads (Ye et al. 2024; DiffLlama).
 
-    λ is learned around `balance`. `norm`: of each pair's output, without a weight.
+    λ is learned around `balance`. `norm`: of each pair's output, the weight being the same for all.
     """
 
     balance: float = 0.8
     norm: NormSpec = NormSpec()
+
+
+@dataclass(frozen=True, slots=True)
+class SharedDifferenceSpec(DifferenceSpec):
+    """The same without keys and values of its own: it reads those of the mixer `source` (SambaY)."""
+
+    source: str = ""

@@ -36,12 +36,13 @@ class Derived:
     """A tensor made of others: fn(*sources, **fields), fields being the pattern's, as strings.
 
     `fn` receives what the checkpoint returned (a tensor, or a `Weight` of some format) and returns either.
-    `back`: for each source the way back; empty where no recipe has written it.
+    `back`: for each source the way back, None if others of ours make that source; empty where no recipe has
+    written it.
     """
 
     fn: Callable[..., Any]
     sources: tuple[str, ...]
-    back: tuple[Back, ...] = ()
+    back: tuple[Back | None, ...] = ()
 
 
 Source = str | Derived

@@ -41,7 +41,7 @@ def diffllama(c: Config) -> tuple[ModelSpec, NameMap]:
     told = {field.name: getattr(usual, field.name) for field in fields(AttentionSpec)}
     inner = NormSpec(c["norm_eps"], weight=False)
     layers = [
-        (BranchSpec("attn", DifferenceSpec(**told, balance=_balance(i), norm=inner), each), ffn)
+        (BranchSpec("attn", DifferenceSpec(**told, balance=find_balance(i), norm=inner), each), ffn)
         for i in range(len(c["layer_types"]))
     ]
     names = {
@@ -51,5 +51,5 @@ def diffllama(c: Config) -> tuple[ModelSpec, NameMap]:
     return model(c, "diffllama", layers), NameMap(names, transformer(), ignored=unused_patterns(c))
 
 
-def _balance(i: int) -> float:
+def find_balance(i: int) -> float:
     return 0.8 - 0.6 * math.exp(-0.3 * i)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from plait.checkpoint.names import Derived, NameMap, Rules, Source
+from plait.checkpoint.names import Back, Derived, NameMap, Rules, Source
 from plait.errors import UnsupportedModel
 from plait.families.common.detection import ArchitectureMarker, Detection
 from plait.families.common.recipes import Stored, flat, negative_exp, unused_patterns
@@ -67,7 +67,7 @@ def _share_of_last(source: str) -> Derived:
     def rest(w: Stored, **_: str) -> Tensor:
         return 1 - as_tensor(w).flatten().float()
 
-    return Derived(rest, (source,))
+    return Derived(rest, (source,), (Back(lambda w: (1 - w).view(1, 1, -1)),))
 
 
 def _infer_sizes(t: Tensors) -> None:

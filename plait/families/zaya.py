@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from plait.checkpoint.names import Derived, NameMap, Rules, Source
+from plait.checkpoint.names import Back, Derived, NameMap, Rules, Source
 from plait.errors import UnsupportedModel
 from plait.families.common.detection import ArchitectureMarker, Detection
-from plait.families.common.recipes import Stored, conv, ends, expert_tensors, unused_patterns
+from plait.families.common.recipes import Stored, conv, ends, expert_tensors, repeat_each, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import mlp, model, norm, rope
 from plait.families.common.tensors import Tensors
@@ -108,9 +108,9 @@ def _experts(c: Config, *, is_first: bool) -> StateMoeSpec:
 def _names(c: Config) -> Rules:
     qkv, gate = f"{L}.self_attn.qkv_proj", f"{L}.mlp.gate"
     heads, groups, dim = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
+    experts = expert_tensors(f"{FFN}.inner", f"{L}.mlp", c["num_experts"])
     names: dict[str, Source | tuple[Source, ...]] = {
-        "layers.0.start.stays.scale": "model.input_hidden_states_scale",
-        "layers.0.start.stays.shift": _shift("model.input_hidden_states"),
+        **_affine("layers.0.start.stays", "model.input_hidden_states"),
         f"{ATTN}.norm": f"{L}.input_layernorm",
         f"{FFN}.norm": f"{L}.post_attention_layernorm",
         **{f"{ATTN}.inner.{x}": f"{qkv}.{x}_proj" for x in "qk"},
@@ -119,8 +119,8 @@ def _names(c: Config) -> Rules:
         f"{ATTN}.inner.o": f"{L}.self_attn.o_proj",
         f"{ATTN}.inner.conv.weight": conv(f"{qkv}.conv_qk_depthwise.weight"),
         **_split_taps(f"{ATTN}.inner.heads", qkv, heads + groups),
-        f"{ATTN}.inner.q_norm.weight": _repeat_head(f"{L}.self_attn.qk_norm.temp", heads * dim, ones=True),
-        f"{ATTN}.inner.k_norm.weight": _repeat_head(f"{L}.self_attn.qk_norm.temp", groups * dim),
+        f"{ATTN}.inner.q_norm.weight": _ones(heads * dim, f"{L}.self_attn.qk_norm.temp"),
+        f"{ATTN}.inner.k_norm.weight": repeat_each(dim, f"{L}.self_attn.qk_norm.temp"),
         f"{FFN}.inner.router_bias": f"{gate}.balancing_biases",
         f"{FFN}.inner.router.enter": f"{gate}.down_proj",
         f"{FFN}.inner.router.scale": f"{gate}.router_states_scale",
@@ -128,22 +128,28 @@ def _names(c: Config) -> Rules:
         f"{FFN}.inner.router.first": f"{gate}.router_mlp.fc1",
         f"{FFN}.inner.router.second": f"{gate}.router_mlp.fc2",
         f"{FFN}.inner.router.last": f"{gate}.router_mlp.out_proj",
-        **expert_tensors(f"{FFN}.inner", f"{L}.mlp", c["num_experts"]),
+        **{ours: ways[::-1] for ours, ways in experts.items()},  # stacked ones are usual
     }
     for ours, theirs in ((ATTN, f"{L}.post_attention_residual_scale"), (FFN, f"{L}.post_mlp_residual_scale")):
         for x, kind in (("stays", "residual"), ("added", "hidden_states")):
-            names[f"{ours}.{x}.scale"] = f"{theirs}.{kind}_scale"
-            names[f"{ours}.{x}.shift"] = _shift(f"{theirs}.{kind}")
+            names |= _affine(f"{ours}.{x}", f"{theirs}.{kind}")
     return names
 
 
-def _shift(theirs: str) -> Derived:
-    """What is added after scaling, where theirs is added before."""
+def _affine(ours: str, theirs: str) -> Rules:
+    """A scale, and what is added after scaling, where theirs is added before."""
 
     def scaled(scale: Stored, bias: Stored, **_: str) -> Tensor:
         return as_tensor(scale).float() * as_tensor(bias).float()
 
-    return Derived(scaled, (f"{theirs}_scale", f"{theirs}_bias"))
+    def unscaled(shift: Tensor, scale: Tensor) -> Tensor:
+        return torch.where(scale == 0, torch.zeros_like(shift), shift / scale)
+
+    sources, parts = (f"{theirs}_scale", f"{theirs}_bias"), [Back(at=n, of=2, join=unscaled) for n in (0, 1)]
+    return {
+        f"{ours}.shift": Derived(scaled, sources, (None, parts[0])),
+        f"{ours}.scale": Derived(lambda scale, bias, **_: as_tensor(scale), sources, (Back(), parts[1])),
+    }
 
 
 def _split_taps(ours: str, qkv: str, heads: int) -> Rules:
@@ -158,17 +164,18 @@ def _split_taps(ours: str, qkv: str, heads: int) -> Rules:
         added = as_tensor(depthwise).float().view(heads, 1, 1, -1)
         return as_tensor(bias).float() + (apart(w).float() * added).sum((2, 3)).flatten()
 
-    return {
-        f"{ours}.weight": Derived(lambda w, **_: apart(w).flatten(2), (f"{theirs}.weight",)),
-        f"{ours}.bias": Derived(with_bias, (f"{theirs}.bias", f"{theirs}.weight", before)),
+    def together(w: Tensor) -> Tensor:
+        return w.unflatten(2, (-1, w.shape[1])).transpose(2, 3).flatten(0, 1)
+
+    added = (f"{theirs}.bias", f"{theirs}.weight", before)
+    return {  # written again, all of the bias is behind the second convolution
+        f"{ours}.weight": Derived(
+            lambda w, **_: apart(w).flatten(2), (f"{theirs}.weight",), (Back(together),)
+        ),
+        f"{ours}.bias": Derived(with_bias, added, (Back(), None, Back(torch.zeros_like))),
     }
 
 
-def _repeat_head(source: str, count: int, *, ones: bool = False) -> Derived:
-    """A number of each head, for all of its channels; or as many ones."""
-
-    def repeated(w: Stored, **_: str) -> Tensor:
-        numbers = as_tensor(w).float()
-        return torch.ones(count) if ones else numbers.repeat_interleave(count // len(numbers))
-
-    return Derived(repeated, (source,))
+def _ones(count: int, source: str) -> Derived:
+    """So many, where the file has a number for other channels."""
+    return Derived(lambda w, **_: torch.ones(count), (source,), (None,))

@@ -119,6 +119,17 @@ def test_what_comes_back_has_the_names_and_numbers_of_the_first(name: str, folde
             assert torch.allclose(file[key], originals.read(key), rtol=1e-5, atol=1e-6), key
 
 
+@pytest.mark.parametrize("name", ["zaya", "rwkv"])
+def test_what_no_gguf_holds_is_written_as_it_was_read(name: str, folder: Path) -> None:
+    model, oracle = source(name, folder)
+    target = hf_target(model, "float32")
+    file = written(model, target.made)
+    shapes = {key: model.checkpoint.shape(key) for key in model.checkpoint.names()}
+    assert {key: tuple(tensor.shape) for key, tensor in file.items()} == shapes
+    again = decoder(resolved(file, target.config), file)
+    assert worst(whole(again, oracle["ids"][0]), oracle["logits"][0]) <= 1e-4
+
+
 def test_rotary_pairs_are_where_each_format_wants_them(folder: Path) -> None:
     """A wrong order of q's rows would be seen in logits; here, that it is the converters' order."""
     from tests.families.as_gguf import permuted

@@ -112,7 +112,9 @@ def _places(ours: str, names: NameMap, form: str) -> Iterator[tuple[str, TensorP
         yield source, TensorPlace(ours, None, Back(), 0)
     elif source.back:
         for theirs, back in zip(source.sources, source.back, strict=True):
-            yield theirs, TensorPlace(ours, source, back, int(fields["e"]) if back.stack is not None else 0)
+            if back is not None:
+                expert = int(fields["e"]) if back.stack is not None else 0
+                yield theirs, TensorPlace(ours, source, back, expert)
     elif len(source.sources) == 1 and "e" not in fields:
         yield source.sources[0], TensorPlace(ours, source, None, 0)
     else:

@@ -39,9 +39,6 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
     BLOCKS: ("minimax_m3_vl_text", "minicpm_sala"),
     "some layers have windows over latents, which is not implemented": ("dots3_note", "dots3_note_text"),
     "it puts learned tokens before each text, which is not implemented": ("hymba",),
-    "it takes the difference of two attentions over keys of an earlier layer, which is not implemented": (
-        *("phi4flash", "phi4_flash"),
-    ),
     STREAMS: (
         *("deepseek_v4", "hy_v4", "inkling2_text", "inkling_text"),
         *("kimi_k3", "qwen4_exp", "qwen4_exp_text"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from plait.rare_specs import Mamba1Spec
 from plait.state.store import StateStore
 
 
-def _words(m: Mamba1Spec) -> str:
+def describe_mamba1(m: Mamba1Spec) -> str:
     heads = "" if m.num_heads is None else f", {m.num_heads} heads"
     return f"Mamba1, inner {m.inner_size}, state {m.state_size}{heads}"
 
@@ -49,7 +50,15 @@ def _divide(s: Mamba1Spec, rank: Rank, hidden_size: int) -> Division:
     return Division(part, cuts, sums=1)
 
 
-@mixer(Mamba1Spec, _words, _divide)
+class _Scan(Protocol):
+    """What is between the convolution and the last linear layer, gate included."""
+
+    state_shape: tuple[int, ...]
+
+    def __call__(self, h: Tensor, gate: Tensor, operands: tuple[Tensor, ...], batch: Batch) -> Tensor: ...
+
+
+@mixer(Mamba1Spec, describe_mamba1, _divide)
 class Mamba1:
     """`in` has the rows of x and then of the gate; `x` those of the step, B and C; `dt` has a bias."""
 
@@ -68,10 +77,13 @@ class Mamba1:
             [Norm(s.norm, w.scope(f"{x}_norm"), n) for x, n in self.sizes.items()] if s.norm else [None] * 3
         )
         self.step_norm = norms[0]
-        self._scan = _PerHead(s, w, norms[1:]) if s.num_heads else _PerChannel(s, w, norms[1:])
+        self._scan = self._build_scan(s, w, norms[1:])
         ssm, conv = self._scan.state_shape, self.conv.tail_shape
         state = SlotState({"conv": (conv, "model"), "ssm": (ssm, w.target.state_dtype)})
         self.states: dict[str, State] = {self.name: state}
+
+    def _build_scan(self, s: Mamba1Spec, w: Weights, norms: Sequence[Norm | None]) -> _Scan:
+        return _PerHead(s, w, norms) if s.num_heads else _PerChannel(s, w, norms)
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, hidden] -> [T, hidden]."""

@@ -128,6 +128,12 @@ NEMOTRON = Form("{{ tools }}<TOOLCALL>[]</TOOLCALL>", "nemotron", f"<TOOLCALL>{L
 OLMO = Form(
     "{{ tools }}<function_calls>", "olmo", "<function_calls>\n" + "\n".join(PYTHON) + "\n</function_calls>"
 )
+PHI_4_MINI = Form(
+    "{{ m.tools }}<|tool|><|/tool|>",
+    "granite",
+    f"<|tool_call|>{LIST}<|/tool_call|>",
+    tokens=("<|tool|>", "<|/tool|>", "<|tool_call|>", "<|/tool_call|>"),
+)
 FAMILIES: dict[str, list[Form]] = {
     "Llama 2, 3, 3.x, SmolLM2, CodeLlama, Mistral, Nemo, Devstral": [
         PLAIN,
@@ -210,13 +216,9 @@ FAMILIES: dict[str, list[Form]] = {
     "Phi 1, 2 · Phi 3, 3.5, 4": [
         Form("<|{{ m.role }}|>\n{{ m.content }}<|end|>"),
         Form("{{ tools }}functools[…]", "phi", f"functools{LIST}"),
-        Form(
-            "{{ m.tools }}<|tool|><|/tool|>",
-            "granite",
-            f"<|tool_call|>{LIST}<|/tool_call|>",
-            tokens=("<|tool|>", "<|/tool|>", "<|tool_call|>", "<|/tool_call|>"),
-        ),
+        PHI_4_MINI,
     ],
+    "Phi-4-mini-flash (SambaY)": [PHI_4_MINI],
     "GPT-NeoX, Pythia · GPT-J · CodeGen": [PLAIN],
     "GPT-2, StarCoder 1 · GPT-Neo": [PLAIN],
     "OPT, Galactica": [PLAIN],
