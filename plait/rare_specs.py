@@ -39,6 +39,22 @@ class RememberedMamba1Spec(Mamba1Spec):
 
 
 @dataclass(frozen=True, slots=True)
+class HybridHeadsSpec(Mamba1Spec):
+    """Heads of attention and channels of Mamba1 in one mixer (Hymba; Dong et al. 2024): out((a + m) / 2) of
+    their outputs, each normed, with values of `v_dim` numbers.
+
+    `source`: the mixer with the keys and values that are read instead of its own. `front`: how many learned
+    tokens lie before each text, outside of the window.
+    """
+
+    attention: AttentionSpec | None = None
+    v_dim: int = 0
+    head_norm: NormSpec = NormSpec()
+    source: str = ""
+    front: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryUnitSpec(Mixer):
     """A gated memory unit (Ren et al. 2025): out(silu(in(x)) · m), m of `size` numbers of the token from the
     scan of the mixer `source`."""

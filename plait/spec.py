@@ -299,6 +299,7 @@ class ModelSpec:
 
     `causal` False: earlier outputs change as tokens are appended; every step computes the whole sequence.
     `positions`: how many learned ones are added to embeddings (GPT-2). `embed_norm`: of these (nanochat).
+    `front`: how many learned tokens lie before each text, in no count of its tokens (Hymba).
     `streams`: how many residual streams a token has, of `hidden_size` each; layers are then `AltUpSpec`s.
     """
 
@@ -318,6 +319,7 @@ class ModelSpec:
     layer_inputs: LayerInputsSpec | None = None
     head: HeadSpec | None = None
     streams: int | None = None
+    front: int | None = None
     mtp: MtpSpec | None = None  # which may have been left out of the files
 
     def branches(self) -> Iterator[tuple[str, BranchSpec]]:

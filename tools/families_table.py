@@ -102,6 +102,7 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Nemotron-H", "Mamba2, GQA, MLP or MoE", ("nemotron_h",)),
     ("Falcon-H1", "Mamba2 and GQA side by side, MLP", ("falcon_h1",)),
     ("PLaMo 2 · PLaMo 3", "Mamba2-like, GQA, MLP · GQA, local and global, MLP", ("plamo2", "plamo3")),
+    ("Hymba", "Mamba1 and GQA in one, local and global, MLP", ("hymba",)),
     ("Phi-4-mini-flash (SambaY)", "Mamba1, memory units, differential GQA, MLP", ("phi4flash",)),
     ("RWKV-4 · RWKV-7", "WKV · generalized delta rule, channel mixing", ("rwkv", "rwkv7")),
     ("Jet-Nemotron", "JetBlock, GQA, local and global, MLP", ("jet_nemotron",)),
@@ -118,6 +119,7 @@ OTHER_TESTS: Mapping[str, tuple[bool, bool, bool]] = {  # Hugging Face files, GG
     "bailing_moe_linear": (True, False, False),  # test_ling
     "jet_nemotron": (True, False, False),  # test_jet_nemotron
     "plamo3": (True, True, True),  # test_plamo3
+    "hymba": (True, False, True),  # test_hymba
     "phi4flash": (True, False, True),  # test_sambay
     "rwkv7": (True, True, True),  # test_rwkv7
     "MambaLMHeadModel": (True, False, False),  # test_published

@@ -165,7 +165,8 @@ def _split_taps(ours: str, qkv: str, heads: int) -> Rules:
         return as_tensor(bias).float() + (apart(w).float() * added).sum((2, 3)).flatten()
 
     def together(w: Tensor) -> Tensor:
-        return w.unflatten(2, (-1, w.shape[1])).transpose(2, 3).flatten(0, 1)
+        by_head: Tensor = w.unflatten(2, (-1, w.shape[1]))
+        return by_head.transpose(2, 3).flatten(0, 1)
 
     added = (f"{theirs}.bias", f"{theirs}.weight", before)
     return {  # written again, all of the bias is behind the second convolution

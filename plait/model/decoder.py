@@ -10,6 +10,7 @@ from torch import Tensor
 from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.memory import State
+from plait.model.front import read_front
 from plait.model.layers.layer_inputs import LayerInputs
 from plait.model.layers.layers import Batch, Embedding, LmHead, Norm
 from plait.model.layers.streams import Streams
@@ -96,6 +97,8 @@ class Decoder:
         self.states: dict[str, State] = {}
         for branch in self.branches:
             self.states |= branch.states
+        if s.front:
+            read_front(self, weights)
 
     def __call__(self, batch: Batch, store: StateStore) -> Tensor:
         """Logits of the requested rows, [L, vocab] float32; the state of every sequence moves on."""
@@ -110,14 +113,21 @@ class Decoder:
         x = self.streams.spread(x) if self.streams else x
         if self.layer_inputs:
             self.layer_inputs.compute(batch, embeddings)
-        delta = None
-        for branch in self.branches:
-            x, h = branch.enter_beside(x, delta, embeddings, batch, store)
-            x, delta = branch.leave(x, branch(h, batch, store))
+        x, delta = self.run_branches(x, embeddings, batch, store)
         if self.streams:
             return self.norm(self.streams.join(x, delta))
         _, h = self.norm.add(x, delta)
         return h
+
+    def run_branches(
+        self, x: Tensor, embeddings: Tensor, batch: Batch, store: StateStore
+    ) -> tuple[Tensor, Tensor | None]:
+        """(x, what is still to be added to it), behind the last branch."""
+        delta = None
+        for branch in self.branches:
+            x, h = branch.enter_beside(x, delta, embeddings, batch, store)
+            x, delta = branch.leave(x, branch(h, batch, store))
+        return x, delta
 
     def logits(self, h: Tensor, batch: Batch) -> Tensor:
         """h: [T, hidden] -> logits of the requested rows, [L, vocab] float32."""

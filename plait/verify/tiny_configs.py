@@ -176,6 +176,18 @@ CONFIGS: Mapping[str, Config] = {
         mamba_dt_rank=3,
         sliding_window=WINDOW,
     ),
+    "hybrid-heads": _model(
+        "HymbaForCausalLM",
+        "hymba",
+        hidden_size=40,
+        num_hidden_layers=5,
+        global_attn_idx=[0, 4],
+        kv_reuse_group=[[1, 2, 3]],
+        num_memory_tokens=9,
+        mamba_d_state=6,
+        mamba_dt_rank=3,
+        sliding_window=WINDOW,
+    ),
     "difference": _model("DiffLlamaForCausalLM", "diffllama", head_dim=12),
     "rg-lru": _model(
         "RecurrentGemmaForCausalLM",

@@ -29,7 +29,6 @@ def test_every_causal_model_of_transformers_is_built_or_refused_by_name() -> Non
         ("rembert", "before they are widened"),
         ("gemma4_assistant", "drafts for another model"),
         ("minimax_m3_vl_text", "chooses blocks of keys"),
-        ("hymba", "learned tokens before"),
     ],
 )
 def test_a_refused_kind_is_named_with_its_reason(kind: str, why: str) -> None:

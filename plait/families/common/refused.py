@@ -38,7 +38,6 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
     DRAFTER: ("gemma4_assistant", "gemma4_unified_assistant"),
     BLOCKS: ("minimax_m3_vl_text", "minicpm_sala"),
     "some layers have windows over latents, which is not implemented": ("dots3_note", "dots3_note_text"),
-    "it puts learned tokens before each text, which is not implemented": ("hymba",),
     STREAMS: (
         *("deepseek_v4", "hy_v4", "inkling2_text", "inkling_text"),
         *("kimi_k3", "qwen4_exp", "qwen4_exp_text"),

@@ -87,13 +87,17 @@ class Mamba1:
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, hidden] -> [T, hidden]."""
+        return self.out(self.scan(x, batch, store))
+
+    def scan(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
+        """x: [T, hidden] -> [T, inner], what the last linear layer reads."""
         state = store[self.name]
         h, gate = self.in_proj(x).chunk(2, -1)
         h = self.conv(h, batch, state["conv"])
         mapped = sum_ranks(self.x_proj(h), self._comm, h.dtype)
         step, B, C = mapped.split(list(self.sizes.values()), -1)
         dt = self.dt_proj(self.step_norm(step) if self.step_norm else step)
-        return self.out(self._scan(h, gate, (dt, self.A, B, C, self.D, state["ssm"]), batch))
+        return self._scan(h, gate, (dt, self.A, B, C, self.D, state["ssm"]), batch)
 
 
 class _PerChannel:

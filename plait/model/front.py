@@ -1,0 +1,80 @@
+"""Learned tokens before each text (Hymba). They are the same for all, so they are computed once, at startup.
+
+What they leave is kept by the mixers: keys and values that every query sees, and states that every sequence
+begins with. So they are in no sequence, and neither scheduler nor store knows of them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import torch
+
+from plait.checkpoint.weights import Target, Weights
+from plait.errors import UnsupportedModel
+from plait.memory import State, block_groups
+from plait.model.layers.layers import Batch, PagedIndex
+from plait.state.store import StateStore
+
+if TYPE_CHECKING:
+    from plait.model.decoder import Decoder
+
+
+@runtime_checkable
+class FrontKeeper(Protocol):
+    """A mixer that begins each sequence with what the tokens of the front left."""
+
+    def keep_front(self, store: StateStore) -> None:
+        """store: of one sequence, the front, in blocks 1, 2, … and slot 1."""
+
+
+def read_front(decoder: Decoder, w: Weights) -> None:
+    """Run a decoder over its front, and have its mixers keep what it leaves. Raises CheckpointError.
+
+    Of weights without numbers nothing is kept.
+    """
+    target, count = w.target, decoder.spec.front or 0
+    front = w.tensor("front", (count, decoder.spec.hidden_size))
+    if target.adapters:
+        raise UnsupportedModel("adapters would change what lies before each text, which is not implemented")
+    if target.device.type == "meta":
+        return
+    with torch.inference_mode():
+        store = _make_store(decoder.states, target, count)
+        decoder.run_branches(front, front, _front_batch(decoder.states, target, count), store)
+        for branch in decoder.branches:
+            if isinstance(branch.mixer, FrontKeeper):
+                branch.mixer.keep_front(store)
+
+
+def _blocks(target: Target, count: int) -> int:
+    return -(-count // target.block_size)
+
+
+def _make_store(states: dict[str, State], target: Target, count: int) -> StateStore:
+    blocks = {group.name: 1 + _blocks(target, count) for group in block_groups(states)}
+    store = StateStore(states, blocks, 2, target.block_size, target.device, target.dtype)
+    store.zero_slots((1,))
+    return store
+
+
+def _front_batch(states: dict[str, State], target: Target, count: int) -> Batch:
+    """One prompt of so many tokens; those of the front have no ids."""
+    device = target.device
+    table = 1 + torch.arange(_blocks(target, count), device=device)[None]
+    at = torch.arange(count, device=device)
+    index = PagedIndex(table, target.block_size + at)
+    one = torch.ones(1, dtype=torch.int64, device=device)
+    return Batch(
+        token_ids=torch.zeros_like(at),
+        positions=at,
+        query_start=torch.tensor([0, count], device=device),
+        seq_lens=count * one,
+        num_decodes=0,
+        max_query_len=count,
+        max_seq_len=count,
+        paged={group.name: index for group in block_groups(states)},
+        state_slots=one,
+        has_history=torch.zeros(1, dtype=torch.bool, device=device),
+        logit_rows=at[:0],
+    )
