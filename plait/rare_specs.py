@@ -14,6 +14,7 @@ from plait.spec import (
     ParallelSpec,
     Recurrent,
     RopeSpec,
+    RouterSpec,
 )
 
 
@@ -279,3 +280,15 @@ class SharedDifferenceSpec(DifferenceSpec):
     """The same without keys and values of its own: it reads those of the mixer `source` (SambaY)."""
 
     source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertHeadsSpec(AttentionSpec):
+    """A mixture of attention heads (JetMoe): a token's `top_k` experts make queries, and read heads' outputs.
+
+    Each expert has as many heads as there are key heads; `num_heads` are those of all chosen ones.
+    """
+
+    num_experts: int = 8
+    top_k: int = 2
+    router: RouterSpec = RouterSpec()

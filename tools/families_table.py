@@ -102,6 +102,7 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Nemotron-H", "Mamba2, GQA, MLP or MoE", ("nemotron_h",)),
     ("Falcon-H1", "Mamba2 and GQA side by side, MLP", ("falcon_h1",)),
     ("PLaMo 2 · PLaMo 3", "Mamba2-like, GQA, MLP · GQA, local and global, MLP", ("plamo2", "plamo3")),
+    ("JetMoe", "mixture of attention heads, MoE", ("jetmoe",)),
     ("Hymba", "Mamba1 and GQA in one, local and global, MLP", ("hymba",)),
     ("Phi-4-mini-flash (SambaY)", "Mamba1, memory units, differential GQA, MLP", ("phi4flash",)),
     ("RWKV-4 · RWKV-7", "WKV · generalized delta rule, channel mixing", ("rwkv", "rwkv7")),

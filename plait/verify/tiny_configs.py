@@ -188,6 +188,9 @@ CONFIGS: Mapping[str, Config] = {
         mamba_dt_rank=3,
         sliding_window=WINDOW,
     ),
+    "expert-heads": _model(
+        "JetMoeForCausalLM", "jetmoe", kv_channels=10, num_local_experts=5, num_experts_per_tok=3
+    ),
     "difference": _model("DiffLlamaForCausalLM", "diffllama", head_dim=12),
     "rg-lru": _model(
         "RecurrentGemmaForCausalLM",

@@ -121,6 +121,13 @@ VARIANTS: dict[str, Variant] = {
         "GlmMoeDsaConfig",
         {**SPARSE, "attention_bias": True, "index_topk_pattern": "FSF", "index_head_dim": 20},
     ),
+    "jetmoe": Variant(
+        "JetMoeConfig",
+        {"kv_channels": 10, "num_local_experts": 5, "num_experts_per_tok": 3, "rms_norm_eps": 1e-3},
+    ),
+    "jetmoe_usual": Variant(
+        "JetMoeConfig", {"kv_channels": 128, "num_key_value_heads": 1, "num_local_experts": 4}, bare=True
+    ),
     "ling3": Variant("BailingHybridConfig", LING, slow=True),
     "ling3_plain": Variant("BailingHybridConfig", {**LING, "kda_safe_gate": False}, slow=True),
     "rwkv": Variant(

@@ -43,7 +43,6 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
         *("kimi_k3", "qwen4_exp", "qwen4_exp_text"),
     ),
     "its layers are RWKV-5 or RWKV-6, and RWKV-4 and RWKV-7 are implemented": ("rwkv5", "rwkv6"),
-    "its attention has experts, which is not implemented": ("jetmoe",),
     "its attention has a mask that it computes, which is not implemented": ("doge",),
     "its layers are run again and again, which is not implemented": ("hrm_text",),
     "it reads bytes in patches of varying size, which is not implemented": ("blt",),

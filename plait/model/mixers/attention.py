@@ -60,10 +60,10 @@ def divide_attention(s: spec.AttentionSpec, rank: Rank, hidden_size: int) -> Div
 class Attention:
     def __init__(self, s: spec.AttentionSpec, w: Weights) -> None:
         self.spec, self.name = s, w.prefix
-        hidden, q, kv = w.target.hidden_size, s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
+        q, kv = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
         parts = {"q": q, "k": kv, "v": kv, **({"gate": q} if s.gate else {})}
         self.qkv = self._bind_qkv(w, parts)
-        self.o = w.linear("o", in_size=q, out_sizes=(hidden,))
+        self.o = self._bind_o(w, q)
         self.q_norm = HeadNorm(s.qk_norm, s, w.scope("q_norm"), s.num_heads) if s.qk_norm else None
         self.k_norm = HeadNorm(s.qk_norm, s, w.scope("k_norm"), s.num_kv_heads) if s.qk_norm else None
         self.v_norm = Norm(s.v_norm, w.scope("v_norm"), s.head_dim) if s.v_norm else None
@@ -97,12 +97,21 @@ class Attention:
     def _bind_qkv(self, w: Weights, parts: dict[str, int]) -> Linear:
         return w.linear(*parts, in_size=w.target.hidden_size, out_sizes=tuple(parts.values()))
 
+    def _bind_o(self, w: Weights, width: int) -> Linear | None:
+        """None: what is made of heads is not this class's."""
+        return w.linear("o", in_size=width, out_sizes=(w.target.hidden_size,))
+
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, hidden] -> [T, hidden]."""
         return self.attend(self.qkv(x), x, batch, store)
 
     def attend(self, projected: Tensor, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """The same, of x's projections, one head behind the other."""
+        out, closing = self.attend_heads(projected, batch, store)
+        return self._close(out, x, closing)
+
+    def attend_heads(self, projected: Tensor, batch: Batch, store: StateStore) -> tuple[Tensor, list[Tensor]]:
+        """(what heads give, [T, heads, d], and the projections behind those of values)."""
         s = self.spec
         projected = projected if self._clip is None else self._clip(projected, s.clip)
         heads = projected.unflatten(-1, (-1, s.head_dim))  # [T, heads + 2 kv_heads (+ heads), d]
@@ -110,7 +119,7 @@ class Attention:
         v = self.v_norm(v) if self.v_norm else v
         if s.both_ways:
             turned, starts = self._turned(heads, q, k, batch), batch.query_start
-            return self._close(self._attend(*turned, v, starts, s.scale, s.window, s.softcap), x, closing)
+            return self._attend(*turned, v, starts, s.scale, s.window, s.softcap), closing
         cache, index = store[self.name], batch.paged[self._group]
         caches = cache["k"], cache["v"]
         where = (index.block_table, index.slot_mapping, batch.query_start, batch.seq_lens)
@@ -124,9 +133,10 @@ class Attention:
             q, k = self._turned(heads, q, k, batch)
             q = self.temperature(q, batch) if self.temperature else q
             out = self._attend(q, k, v, *caches, *where, *how, **self._more)
-        return self._close(out, x, closing)
+        return out, closing
 
     def _close(self, out: Tensor, x: Tensor, closing: list[Tensor]) -> Tensor:
+        assert self.o is not None
         out = (self.head_gate(out, x) if self.head_gate else out).flatten(1)
         out = self.out_norm(out) if self.out_norm else out
         return self.o(self._gate(out, closing[0].flatten(1)) if self._gate else out)

@@ -218,6 +218,7 @@ FAMILIES: dict[str, list[Form]] = {
         Form("{{ tools }}functools[…]", "phi", f"functools{LIST}"),
         PHI_4_MINI,
     ],
+    "JetMoe": [Form(TURNS)],
     "Hymba": [Form("<extra_id_1>{{ m.role }}\n{{ m.content }}")],
     "Phi-4-mini-flash (SambaY)": [PHI_4_MINI],
     "GPT-NeoX, Pythia · GPT-J · CodeGen": [PLAIN],

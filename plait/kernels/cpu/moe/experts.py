@@ -32,7 +32,7 @@ from plait.ops.registry import OpFacts
 
 
 @inline
-def _sort(
+def sort_pairs(
     index: Int, row_bytes: Int, pair_bytes: Int, tokens: Int, k: Int, count: Int, starts: Int, places: Int
 ) -> None:
     """Where each pair goes if pairs are sorted by expert, then by token; where each expert's rows start."""
@@ -65,7 +65,7 @@ def sort_rows(frame: int, args: int, thread: int, threads: int) -> None:
     x_bytes, n = word(args, 10), word(args, 11)
     out, tokens = word(args, 12), rows_of(frame, args)
     if thread == 0:
-        _sort(index, row_bytes, pair_bytes, tokens, k, count, starts, places)
+        sort_pairs(index, row_bytes, pair_bytes, tokens, k, count, starts, places)
     barrier(frame, threads)
     pairs = tokens * k
     for p in range(pairs * thread // threads, pairs * (thread + 1) // threads):

@@ -1,0 +1,80 @@
+"""A mixture of attention heads (Zhang et al. 2022; JetMoe): experts make queries and read what heads found.
+
+Heads of a token lie so that those over the same keys are neighbours: [T, groups · k, d], number g · k + j
+being head g of the token's expert j. A reference goes through the experts one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.ops.linear import Linear
+from plait.ops.registry import Arguments, bind_reference, op
+from plait.quant.weight import Dense
+
+CASES: list[dict[str, Any]] = [
+    dict(tokens=1, experts=4, top_k=2, hidden=32, groups=2, dim=16),
+    dict(tokens=19, experts=5, top_k=3, hidden=40, groups=3, dim=10, bias=True),
+    dict(tokens=70, experts=3, top_k=1, hidden=64, groups=1, dim=24, bias=True),
+]
+
+
+@op(cases=CASES)
+def spread_heads(x: Tensor, index: Tensor, linears: Sequence[Linear], groups: int) -> Tensor:
+    """What each chosen expert's linear layer makes of a token, as heads.
+
+    x: [T, hidden], index: [T, k] int64, linears: [hidden] -> [groups · d] each -> [T, groups · k, d].
+    """
+    made = x.new_empty(*index.shape, linears[0].n_out)
+    for e in index.unique().tolist():
+        token, j = torch.where(index == e)
+        made[token, j] = linears[e](x[token], token)
+    return made.unflatten(-1, (groups, -1)).transpose(1, 2).flatten(1, 2).contiguous()
+
+
+@op(cases=CASES)
+def collect_heads(x: Tensor, weight: Tensor, index: Tensor, linears: Sequence[Linear], groups: int) -> Tensor:
+    """What each chosen expert's linear layer makes of its heads, weighed and summed by number of expert.
+
+    x: [T, groups · k, d], weight: [T, k] float32, index: [T, k] int64, linears: [groups · d] -> [hidden] each
+    -> [T, hidden] in x's dtype.
+    """
+    heads = x.unflatten(1, (groups, -1)).transpose(1, 2).flatten(2)  # [T, k, groups · d]
+    out = torch.zeros(len(x), linears[0].n_out, device=x.device)
+    for e in index.unique().tolist():
+        token, j = torch.where(index == e)
+        out.index_add_(0, token, linears[e](heads[token, j], token).float() * weight[token, j, None])
+    return out.to(x.dtype)
+
+
+def _linears(
+    case: Mapping[str, Any], sizes: tuple[int, int], dtype: torch.dtype, device: str
+) -> list[Linear]:
+    n_in, n_out = sizes
+    made = []
+    for _ in range(case["experts"]):
+        weight = torch.randn(n_out, n_in, dtype=dtype, device=on) / n_in**0.5
+        bias = torch.randn(n_out, dtype=dtype, device=on) if "bias" in case else None
+        made.append(Linear([Dense(weight)], [bias], bind_reference, dtype))
+    return made
+
+
+@spread_heads.inputs
+def _spread_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+    x = torch.randn(case["tokens"], case["hidden"], dtype=dtype, device=device)
+    index = torch.rand(case["tokens"], case["experts"], device=device).topk(case["top_k"], -1).indices
+    sizes = (case["hidden"], case["groups"] * case["dim"])
+    return (x, index, _linears(case, sizes, dtype, device), case["groups"]), {}
+
+
+@collect_heads.inputs
+def _collect_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+    shape = (case["tokens"], case["groups"] * case["top_k"], case["dim"])
+    x = torch.randn(*shape, dtype=dtype, device=device)
+    weight, index = torch.rand(case["tokens"], case["experts"], device=device).topk(case["top_k"], -1)
+    sizes = (case["groups"] * case["dim"], case["hidden"])
+    return (x, weight, index, _linears(case, sizes, dtype, device), case["groups"]), {}
