@@ -33,7 +33,8 @@ def spread_heads(x: Tensor, index: Tensor, linears: Sequence[Linear], groups: in
     for e in index.unique().tolist():
         token, j = torch.where(index == e)
         made[token, j] = linears[e](x[token], token)
-    return made.unflatten(-1, (groups, -1)).transpose(1, 2).flatten(1, 2).contiguous()
+    heads: Tensor = made.unflatten(-1, (groups, -1)).transpose(1, 2)
+    return heads.flatten(1, 2).contiguous()
 
 
 @op(cases=CASES)
@@ -57,8 +58,8 @@ def _linears(
     n_in, n_out = sizes
     made = []
     for _ in range(case["experts"]):
-        weight = torch.randn(n_out, n_in, dtype=dtype, device=on) / n_in**0.5
-        bias = torch.randn(n_out, dtype=dtype, device=on) if "bias" in case else None
+        weight = torch.randn(n_out, n_in, dtype=dtype, device=device) / n_in**0.5
+        bias = torch.randn(n_out, dtype=dtype, device=device) if "bias" in case else None
         made.append(Linear([Dense(weight)], [bias], bind_reference, dtype))
     return made
 
