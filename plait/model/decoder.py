@@ -98,7 +98,7 @@ class Decoder:
         for branch in self.branches:
             self.states |= branch.states
         if s.front:
-            read_front(self, weights)
+            read_front(s, [branch.mixer for branch in self.branches], self.states, self.run_branches, weights)
 
     def __call__(self, batch: Batch, store: StateStore) -> Tensor:
         """Logits of the requested rows, [L, vocab] float32; the state of every sequence moves on."""

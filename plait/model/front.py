@@ -6,18 +6,20 @@ begins with. So they are in no sequence, and neither scheduler nor store knows o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 
 from plait.checkpoint.weights import Target, Weights
 from plait.errors import UnsupportedModel
 from plait.memory import State, block_groups
 from plait.model.layers.layers import Batch, PagedIndex
+from plait.spec import ModelSpec
 from plait.state.store import StateStore
 
-if TYPE_CHECKING:
-    from plait.model.decoder import Decoder
+Run = Callable[[Tensor, Tensor, Batch, StateStore], object]  # x and embeddings through all branches
 
 
 @runtime_checkable
@@ -28,37 +30,39 @@ class FrontKeeper(Protocol):
         """store: of one sequence, the front, in blocks 1, 2, … and slot 1."""
 
 
-def read_front(decoder: Decoder, w: Weights) -> None:
-    """Run a decoder over its front, and have its mixers keep what it leaves. Raises CheckpointError.
+def read_front(
+    s: ModelSpec, mixers: Sequence[object], states: Mapping[str, State], run: Run, w: Weights
+) -> None:
+    """Run the branches over the front, and have mixers keep what it leaves. Raises CheckpointError.
 
     Of weights without numbers nothing is kept.
     """
-    target, count = w.target, decoder.spec.front or 0
-    front = w.tensor("front", (count, decoder.spec.hidden_size))
+    target, count = w.target, s.front or 0
+    front = w.tensor("front", (count, s.hidden_size))
     if target.adapters:
         raise UnsupportedModel("adapters would change what lies before each text, which is not implemented")
     if target.device.type == "meta":
         return
     with torch.inference_mode():
-        store = _make_store(decoder.states, target, count)
-        decoder.run_branches(front, front, _front_batch(decoder.states, target, count), store)
-        for branch in decoder.branches:
-            if isinstance(branch.mixer, FrontKeeper):
-                branch.mixer.keep_front(store)
+        store = _make_store(states, target, count)
+        run(front, front, _front_batch(states, target, count), store)
+        for mixer in mixers:
+            if isinstance(mixer, FrontKeeper):
+                mixer.keep_front(store)
 
 
 def _blocks(target: Target, count: int) -> int:
     return -(-count // target.block_size)
 
 
-def _make_store(states: dict[str, State], target: Target, count: int) -> StateStore:
+def _make_store(states: Mapping[str, State], target: Target, count: int) -> StateStore:
     blocks = {group.name: 1 + _blocks(target, count) for group in block_groups(states)}
     store = StateStore(states, blocks, 2, target.block_size, target.device, target.dtype)
     store.zero_slots((1,))
     return store
 
 
-def _front_batch(states: dict[str, State], target: Target, count: int) -> Batch:
+def _front_batch(states: Mapping[str, State], target: Target, count: int) -> Batch:
     """One prompt of so many tokens; those of the front have no ids."""
     device = target.device
     table = 1 + torch.arange(_blocks(target, count), device=device)[None]

@@ -6,17 +6,17 @@ being head g of the token's expert j. A reference goes through the experts one b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from plait.ops.attention import Case
 from plait.ops.linear import Linear
 from plait.ops.registry import Arguments, bind_reference, op
 from plait.quant.weight import Dense
 
-CASES: list[dict[str, Any]] = [
+CASES: list[Case] = [
     dict(tokens=1, experts=4, top_k=2, hidden=32, groups=2, dim=16),
     dict(tokens=19, experts=5, top_k=3, hidden=40, groups=3, dim=10, bias=True),
     dict(tokens=70, experts=3, top_k=1, hidden=64, groups=1, dim=24, bias=True),
@@ -52,9 +52,7 @@ def collect_heads(x: Tensor, weight: Tensor, index: Tensor, linears: Sequence[Li
     return out.to(x.dtype)
 
 
-def _linears(
-    case: Mapping[str, Any], sizes: tuple[int, int], dtype: torch.dtype, device: str
-) -> list[Linear]:
+def _linears(case: Case, sizes: tuple[int, int], dtype: torch.dtype, device: str) -> list[Linear]:
     n_in, n_out = sizes
     made = []
     for _ in range(case["experts"]):
@@ -65,7 +63,7 @@ def _linears(
 
 
 @spread_heads.inputs
-def _spread_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+def _spread_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     x = torch.randn(case["tokens"], case["hidden"], dtype=dtype, device=device)
     index = torch.rand(case["tokens"], case["experts"], device=device).topk(case["top_k"], -1).indices
     sizes = (case["hidden"], case["groups"] * case["dim"])
@@ -73,7 +71,7 @@ def _spread_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> 
 
 
 @collect_heads.inputs
-def _collect_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+def _collect_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     shape = (case["tokens"], case["groups"] * case["top_k"], case["dim"])
     x = torch.randn(*shape, dtype=dtype, device=device)
     weight, index = torch.rand(case["tokens"], case["experts"], device=device).topk(case["top_k"], -1)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +10,7 @@ from torch import Tensor
 from plait.ops.attention import (
     BLOCK,
     SEQS,
+    Case,
     causal_mask,
     paged_case,
     random_cache,
@@ -22,7 +21,7 @@ from plait.ops.attention import (
 from plait.ops.conv import ragged_case
 from plait.ops.registry import Arguments, op
 
-CASES: list[dict[str, Any]] = [
+CASES: list[Case] = [
     dict(seqs=[1], heads=4, kv_heads=2, dim=16, v_dim=32, window=None, front=5),
     dict(seqs=SEQS, heads=6, kv_heads=2, dim=10, v_dim=20, window=9, front=3),
     dict(seqs=[70, 3], heads=5, kv_heads=1, dim=64, v_dim=128, window=20, front=33),
@@ -70,7 +69,7 @@ def front_attention(
 
 
 @front_attention.inputs
-def _front_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+def _front_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     where, num_blocks = paged_case(case["seqs"], device)
     total, kv, widths = sum(case["seqs"]), case["kv_heads"], (case["dim"], case["v_dim"])
     q = torch.randn(total, case["heads"], case["dim"], dtype=dtype, device=device)
@@ -80,7 +79,7 @@ def _front_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> A
     return (q, k, v, *caches, front, *where, case["dim"] ** -0.5, case["window"]), {}
 
 
-BEGIN_CASES: list[dict[str, Any]] = [
+BEGIN_CASES: list[Case] = [
     dict(seqs=[(1, True)], shape=(3, 8)),
     dict(seqs=[(1, True), (4, False), (2, True), (1, False)], shape=(10, 7)),
 ]
@@ -100,7 +99,7 @@ def begin_slots(
 
 
 @begin_slots.inputs
-def _begin_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+def _begin_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     slots, starts, has_history, num_slots = ragged_case(case["seqs"], device)
     initial, state = (torch.randn(*some, *case["shape"], device=device) for some in ((), (num_slots,)))
     return (initial, state, slots, has_history, torch.arange(int(starts[-1]), device=device)), {}

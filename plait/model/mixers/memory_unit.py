@@ -24,7 +24,7 @@ from plait.rare_specs import Mamba1Spec, MemoryUnitSpec, RememberedMamba1Spec
 from plait.state.store import StateStore
 
 
-def _remembered_words(m: RememberedMamba1Spec) -> str:
+def _describe_remembered(m: RememberedMamba1Spec) -> str:
     return f"{describe_mamba1(m)}, remembered"
 
 
@@ -68,7 +68,7 @@ class _RememberedScan:
         return self._gate(gate, y)
 
 
-@mixer(RememberedMamba1Spec, _remembered_words, _divide)
+@mixer(RememberedMamba1Spec, _describe_remembered, _divide)
 class RememberedMamba1(Mamba1):
     def _build_scan(self, s: Mamba1Spec, w: Weights, norms: Sequence[Norm | None]) -> _RememberedScan:
         assert isinstance(s, RememberedMamba1Spec)
