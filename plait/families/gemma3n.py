@@ -22,8 +22,8 @@ from plait.families.common.recipes import (
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import mlp, model, norm, require
 from plait.families.config.normalize import Config
-from plait.families.gguf.arch import FILE, Metadata, gguf_arch, windows
 from plait.families.gemma4 import HALF, OTHERS, attention_of, find_source, inputs_of_layers
+from plait.families.gguf.arch import FILE, Metadata, gguf_arch, windows
 from plait.quant.weight import as_tensor, pick_rows
 from plait.rare_specs import AltUpSpec, LayerInputSpec
 from plait.spec import BranchSpec, MlpSpec, ModelSpec
@@ -162,7 +162,10 @@ def _one_of(k: int, count: int, source: str) -> Derived:
 
 def _gguf_names(c: Config) -> Rules:
     b, count = "blk.{i}", c["altup_num_inputs"]
-    names: dict[str, Source] = {
+    names: dict[str, Source | tuple[Source, ...]] = {
+        **_scaled(
+            c, f"{b}.altup_router_norm.weight", f"{b}.inp_gate.weight", f"{b}.altup_correct_scale.weight"
+        ),
         **{f"{OURS}.{x}.norm": f"{b}.{x}_norm" for x in ("attn", "ffn")},
         f"{OURS}.attn.post_norm": f"{b}.post_attention_norm",
         f"{OURS}.ffn.post_norm": f"{b}.post_ffw_norm",
@@ -179,7 +182,6 @@ def _gguf_names(c: Config) -> Rules:
         f"{OURS}.own.post_norm": f"{b}.post_norm",
         "layer_inputs": "per_layer_token_embd",
         "layer_inputs.project": "per_layer_model_proj",
-        **_scaled(c, f"{b}.altup_router_norm.weight", f"{b}.inp_gate.weight", f"{b}.altup_correct_scale.weight"),
         "layer_inputs.norm.weight": scale_tensor(HALF, "per_layer_proj_norm.weight"),
     }
     for k in range(1, count):

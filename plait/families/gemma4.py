@@ -264,4 +264,6 @@ def _in_gguf(m: Metadata) -> None:
     turned = m.values.get("rope.dimension_count_swa", near) / near
     base = m.values.get("rope.freq_base_swa", 1e4)
     local = {"rope_theta": base, "partial_rotary_factor": turned}
-    m.put("rope_parameters", {FULL: m.config.get("rope_scaling", {}), SLIDING: local}, f"{FILE} {m.prefix}rope")
+    m.put(
+        "rope_parameters", {FULL: m.config.get("rope_scaling", {}), SLIDING: local}, f"{FILE} {m.prefix}rope"
+    )

@@ -193,9 +193,7 @@ def _window_names(c: Config) -> Rules:
     return {"layers.{i}.attn.sinks": "blk.{i}.attn_sinks.weight", **(shared if c.get("num_experts") else {})}
 
 
-@gguf_arch(
-    "granite_swa", "GraniteSWAForCausalLM", constants={"rope_interleave": True}, names=_window_names
-)
+@gguf_arch("granite_swa", "GraniteSWAForCausalLM", constants={"rope_interleave": True}, names=_window_names)
 def _windows_in_gguf(m: Metadata) -> None:
     _attention_scale(m)
     windows(m, 4)

@@ -310,7 +310,10 @@ gguf_arch("hunyuan-moe", "HunYuanMoEV1ForCausalLM")(_shared_count)
 )
 def _ernie_in_gguf(m: Metadata) -> None:
     _shared_count(m)
-    for ours, theirs in (("start_index", "leading_dense_block_count"), ("interval", "interleave_moe_layer_step")):
+    for ours, theirs in (
+        ("start_index", "leading_dense_block_count"),
+        ("interval", "interleave_moe_layer_step"),
+    ):
         m.put(f"moe_layer_{ours}", m.values.get(theirs, 1), f"{FILE} {m.prefix}{theirs}")
 
 

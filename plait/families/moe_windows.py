@@ -156,7 +156,10 @@ def _laguna_in_gguf(m: Metadata) -> None:
         kinds = [SLIDING if i % 4 and has_windows else FULL for i in range(count)]
         m.put("layer_types", kinds, "default (the laguna format)")
     turned = m.values.get("rope.dimension_count_swa", dim) / dim
-    full = {"partial_rotary_factor": m.config.get("partial_rotary_factor", 1.0), **m.config.get("rope_scaling", {})}
+    full = {
+        "partial_rotary_factor": m.config.get("partial_rotary_factor", 1.0),
+        **m.config.get("rope_scaling", {}),
+    }
     base = m.values.get("rope.freq_base_swa", m.config["rope_theta"])
     near = {"rope_theta": base, "partial_rotary_factor": turned}
     m.put("rope_parameters", {FULL: full, SLIDING: near}, f"{FILE} {m.prefix}rope")
