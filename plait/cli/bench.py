@@ -56,7 +56,8 @@ def _sizes(command: Command) -> Command:
     metavar="WHAT",
     help="compare it, in turns, with this: another model's path, options in quotes, a git revision, or an "
     "engine: llama.cpp, transformers, vllm, sglang, openvino, onnxruntime-genai, ctranslate2 (each with "
-    "@PYTHON and =MODEL, if it has an interpreter or files of its own); may be repeated",
+    "@PYTHON and =MODEL, if it has an interpreter or files of its own), ik_llama.cpp@FOLDER or "
+    "ik_llama.cpp-rtr@FOLDER of its programs; may be repeated",
 )
 @click.option(
     "--measure", "kinds", multiple=True, type=click.Choice(KINDS), help="only this; may be repeated"

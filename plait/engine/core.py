@@ -22,7 +22,7 @@ from plait.engine.grammar_guide import GrammarGuide, refuse_guides
 from plait.engine.metrics import Metrics
 from plait.engine.sequences import SequenceMaker, list_alone, list_choices
 from plait.errors import DeadlineExceeded, DeviceLost, EngineError, InvalidField
-from plait.request import Event, Request
+from plait.request import Event, FinishReason, Request
 from plait.schedule.plan import Chunk, StepPlan
 from plait.schedule.scheduler import Scheduler
 from plait.schedule.sequence import Update
@@ -91,14 +91,16 @@ class Engine:
     def cancel(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one choice of it, in any phase: what it holds is free at once.
 
-        Each open choice gets a last event with finish_reason "cancelled". Unknown ids and finished requests
-        are ignored, because the caller cannot know what has finished meanwhile.
+        Each open choice gets a last event: "cancelled" with the whole request, and "stop" with an `index`,
+        because a reader ends a single choice where a stop string ends its text. Unknown ids and finished
+        requests are ignored, because the caller cannot know what has finished meanwhile.
         """
         self._is_audited = False
         if (entry := self._requests.get(request_id)) is None:
             return
         for choice in [c for i, c in entry.open.items() if index is None or i == index]:
-            self._end(choice, Event(request_id, choice.sequence.index, finish_reason="cancelled"))
+            reason: FinishReason = "cancelled" if index is None else "stop"
+            self._end(choice, Event(request_id, choice.sequence.index, finish_reason=reason))
 
     def step(self) -> bool:
         """Commit one plan, which may be several decode steps. False: there was nothing to do.

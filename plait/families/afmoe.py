@@ -7,6 +7,7 @@ from plait.families.common.recipes import expert_tensors, transformer, unused_pa
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, require
 from plait.families.config.normalize import FULL, SLIDING, Config
+from plait.families.gguf.arch import Metadata, gguf_arch, windows
 from plait.spec import BranchSpec, ModelSpec, MoeSpec, RouterSpec
 
 L, FFN = "model.layers.{i}", "layers.{i}.ffn"
@@ -53,3 +54,13 @@ def afmoe(c: Config) -> tuple[ModelSpec, NameMap]:
     }
     spec = model(c, "afmoe", layers, embed_scale=c["hidden_size"] ** 0.5 if c["mup_enabled"] else 1.0)
     return spec, NameMap(names, transformer(), ignored=unused_patterns(c))
+
+
+@gguf_arch(
+    "afmoe",
+    "AfmoeForCausalLM",
+    constants={"mup_enabled": True},
+    names=lambda c: {"layers.{i}.attn.gate": "blk.{i}.attn_gate"},
+)
+def _afmoe_in_gguf(m: Metadata) -> None:
+    windows(m, 4)

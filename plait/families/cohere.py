@@ -241,3 +241,22 @@ def _logit_scale(m: Metadata) -> None:
     """The scale of logits: here the key multiplies them, for other families it divides them."""
     m.config.pop("logits_scaling", None)
     m.put("logit_scale", m.values.get("logit_scale", 0.0625), f"{FILE} {m.prefix}logit_scale")
+
+
+def _moe_names(c: Config) -> Rules:
+    """Shared experts count half, as the average of both has it."""
+    share = 0.5 if c.get("num_shared_experts") else 1.0
+    return {f"{MIX}.ffn.shared.down.weight": scale_tensor(share, "blk.{i}.ffn_down_shexp.weight")}
+
+
+@gguf_arch("cohere2moe", "Cohere2MoeForCausalLM", names=_moe_names)
+def _cohere2_moe(m: Metadata) -> None:
+    _logit_scale(m)
+    windows(m, 4)
+    scores = {1: "softmax", 2: "sigmoid"}.get(m.values.get("expert_gating_func", 2))
+    m.put("expert_selection_fn", scores, f"{FILE} {m.prefix}expert_gating_func")
+    m.put("prefix_dense_intermediate_size", m.config["intermediate_size"], f"{FILE} feed_forward_length")
+    if eps := m.values.get("attention.layer_norm_rms_epsilon"):
+        for key in ("rms_norm_eps", "norm_eps"):
+            m.put(key, eps, f"{FILE} {m.prefix}attention.layer_norm_rms_epsilon")
+    m.put("intermediate_size", m.values["expert_feed_forward_length"], f"{FILE} expert_feed_forward_length")

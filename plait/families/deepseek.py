@@ -336,3 +336,28 @@ def _deepseek2(m: Metadata) -> None:
     if m.config["architectures"] == ["DeepseekV2ForCausalLM"]:
         grouped = m.config["n_group"] > 1
         m.put("topk_method", "group_limited_greedy" if grouped else "greedy", f"{FILE} expert groups")
+
+
+def _index_names(c: Config) -> Rules:
+    at, theirs = "layers.{i}.attn.index", "blk.{i}.indexer"
+    parts = {"q": "attn_q_b", "k": "attn_k", "k_norm": "k_norm", "weights": "proj"}
+    return {f"{at}.{ours}": f"{theirs}.{name}" for ours, name in parts.items()}
+
+
+@gguf_arch("deepseek32", "DeepseekV32ForCausalLM", names=_index_names)
+@gguf_arch("glm-dsa", "GlmMoeDsaForCausalLM", names=_index_names)
+def _sparse(m: Metadata) -> None:
+    """Layers without tensors of an indexer take the choice of an earlier one."""
+    latent_sizes(m)
+    for ours, theirs in (("n_heads", "head_count"), ("head_dim", "key_length"), ("topk", "top_k")):
+        key = f"attention.indexer.{theirs}"
+        m.put(f"index_{ours}", m.values.get(key), f"{FILE} {m.prefix}{key}")
+    kinds = ["full" if own else "shared" for own in m.layers("indexer.attn_k.weight")]
+    m.put("indexer_types", kinds, "the tensors of each layer")
+
+
+@gguf_arch("minicpm3", "MiniCPM3ForCausalLM")
+def _minicpm3(m: Metadata) -> None:
+    latent_sizes(m)
+    m.size("v_head_dim", "attn_output.weight", 1)
+    m.config["v_head_dim"] //= m.config["num_attention_heads"]

@@ -14,6 +14,7 @@ from plait.errors import UnsupportedModel
 from plait.families.common.recipes import (
     attention_tensors,
     ends,
+    flat,
     join_vectors,
     plus,
     reorder_rows,
@@ -22,7 +23,7 @@ from plait.families.common.recipes import (
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, plain_mlp, require, side_by_side
 from plait.families.config.normalize import FULL, Config
-from plait.families.gguf.arch import plain_arch
+from plait.families.gguf.arch import FILE, Metadata, gguf_arch, plain_arch
 from plait.families.llama import dense
 from plait.quant.weight import as_tensor
 from plait.spec import ModelSpec, NormSpec, TemperatureSpec
@@ -218,3 +219,45 @@ def _seed_names(c: Config) -> dict[str, str]:
 
 plain_arch("seed_oss", "SeedOssForCausalLM", names=_seed_names, model_type="seed_oss")
 plain_arch("arcee", "ArceeForCausalLM", rope_interleave=True)
+plain_arch("ernie4_5", "Ernie4_5ForCausalLM")
+plain_arch("olmo", "OlmoForCausalLM", rope_interleave=True)
+plain_arch("nemotron", "NemotronForCausalLM")
+plain_arch("jais2", "Jais2ForCausalLM")
+
+
+def _curve_of(c: Config) -> dict[str, Source]:
+    curves = torch.tensor(c["xielu_curves"])
+    return {"layers.{i}.ffn.curve": Derived(lambda i, **_: curves[int(i)], ())}
+
+
+@gguf_arch("apertus", "ApertusForCausalLM", names=_curve_of)
+def _apertus_in_gguf(m: Metadata) -> None:
+    """The numbers of its curve are metadata: a list for each of the four, without the architecture's name."""
+    lists = [m.whole[f"xielu.{x}"] for x in ("alpha_p", "alpha_n", "beta", "eps")]
+    above, below, slope, edge = (torch.tensor(one, dtype=torch.float32) for one in lists)
+    curves = torch.stack([softplus(above), slope + softplus(below), slope, edge], 1)
+    m.put("xielu_curves", curves.tolist(), f"{FILE} xielu")
+    m.put("hidden_act", "xielu", "default (the apertus format)")
+
+
+@gguf_arch("hunyuan-dense", "HunYuanDenseV1ForCausalLM")
+def _hunyuan_in_gguf(m: Metadata) -> None:
+    m.put("use_qk_norm", any(m.layers("attn_q_norm.weight")), "the tensors of each layer")
+
+
+@gguf_arch("mistral3", "Ministral3ForCausalLM", constants={"rope_interleave": True})
+def _ministral_in_gguf(m: Metadata) -> None:
+    """Mistral Small 3, too, whose queries do not grow."""
+    key = "attention.temperature_scale"
+    m.put("llama_4_scaling_beta", m.values.get(key), f"{FILE} {m.prefix}{key}")
+
+
+def _stable_names(c: Config) -> dict[str, Source]:
+    at = "layers.{i}.mix.attn" if c["use_parallel_residual"] else "layers.{i}.attn"
+    return {f"{at}.{x}_norm.weight": flat(f"blk.{{i}}.attn_{x}_norm.weight") for x, _ in QK}
+
+
+@gguf_arch("stablelm", "StableLmForCausalLM", names=_stable_names)
+def _stable_in_gguf(m: Metadata) -> None:
+    m.put("use_parallel_residual", not any(m.layers("ffn_norm.weight")), "the tensors of each layer")
+    m.put("qk_layernorm", any(m.layers("attn_q_norm.weight")), "the tensors of each layer")

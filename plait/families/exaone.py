@@ -7,6 +7,7 @@ from plait.families.common.recipes import transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, rope
 from plait.families.config.normalize import FULL, Config
+from plait.families.gguf.arch import FILE, Metadata, gguf_arch, windows
 from plait.spec import BranchSpec, ModelSpec
 
 L = "model.layers.{i}"
@@ -35,3 +36,12 @@ def exaone4(c: Config) -> tuple[ModelSpec, NameMap]:
     }
     spec = model(c, "exaone4", map(layer, c["layer_types"]))
     return spec, NameMap(names, transformer(), ignored=unused_patterns(c))
+
+
+@gguf_arch("exaone4", "Exaone4ForCausalLM")
+def windows_of_exaone(m: Metadata) -> None:
+    """Files without windows name none; those of the 32B model have one full layer in four."""
+    if m.config.get("sliding_window"):
+        windows(m, 4)
+    else:
+        m.put("sliding_window", None, f"{FILE} {m.prefix}attention.sliding_window")

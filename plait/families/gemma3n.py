@@ -8,12 +8,13 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from plait.checkpoint.names import Back, Derived, NameMap, Rules
+from plait.checkpoint.names import Back, Derived, NameMap, Rules, Source
 from plait.families.common.recipes import (
     TEXT_PREFIXES,
     VISION,
     Stored,
     at,
+    expert_rows,
     scale_tensor,
     transformer,
     unused_patterns,
@@ -22,6 +23,7 @@ from plait.families.common.registry import family
 from plait.families.common.spec_builders import mlp, model, norm, require
 from plait.families.config.normalize import Config
 from plait.families.gemma4 import HALF, OTHERS, attention_of, find_source, inputs_of_layers
+from plait.families.gguf.arch import FILE, Metadata, gguf_arch, windows
 from plait.quant.weight import as_tensor, pick_rows
 from plait.rare_specs import AltUpSpec, LayerInputSpec
 from plait.spec import BranchSpec, MlpSpec, ModelSpec
@@ -99,12 +101,9 @@ def _feed(c: Config, i: int) -> MlpSpec:
 
 def _names(c: Config, prefix: str) -> Rules:
     layer, count = f"{prefix}layers.{{i}}", c["altup_num_inputs"]
-    mean, table = 1 / c["hidden_size"], f"{prefix}embed_tokens_per_layer.weight"
+    table = f"{prefix}embed_tokens_per_layer.weight"
     rows = c.get("vocab_size_per_layer_input") or c["vocab_size"]
     names = {k: v for k, v in transformer(prefix).items() if "layers" not in k}
-
-    def scale_columns(w: Stored, by: Stored, **_: str) -> Tensor:
-        return as_tensor(w).float() * as_tensor(by).float()
 
     def known_rows(w: Stored, **_: str) -> Stored:
         """Tokens behind the table's end are token 0 to it."""
@@ -122,16 +121,15 @@ def _names(c: Config, prefix: str) -> Rules:
         f"{OURS}.ffn.{{x}}": f"{layer}.mlp.{{x}}_proj",
         f"{OURS}.laurel.norm": f"{layer}.laurel.post_laurel_norm",
         f"{OURS}.laurel.{{x}}": f"{layer}.laurel.linear_{{x}}",
-        f"{OURS}.router_norm.weight": scale_tensor(mean, f"{layer}.altup.router_norm.weight"),
+        **_scaled(
+            c,
+            f"{layer}.altup.router_norm.weight",
+            f"{layer}.per_layer_input_gate.weight",
+            f"{layer}.altup.correct_output_scale",
+        ),
         f"{OURS}.router": f"{layer}.altup.modality_router",
         f"{OURS}.predict": f"{layer}.altup.prediction_coefs",
-        f"{OURS}.correct.bias": Derived(lambda **_: torch.ones(count), ()),
         f"{OURS}.correct": f"{layer}.altup.correction_coefs",
-        f"{OURS}.own.gate.weight": Derived(
-            scale_columns,
-            (f"{layer}.per_layer_input_gate.weight", f"{layer}.altup.correct_output_scale"),
-            (Back(), Back(lambda gate: torch.ones(gate.shape[1]))),  # the scale stays in the gate
-        ),
         f"{OURS}.own.out": f"{layer}.per_layer_projection",
         f"{OURS}.own.post_norm": f"{layer}.post_per_layer_input_norm",
         "layer_inputs.weight": table if rows >= c["vocab_size"] else Derived(known_rows, (table,)),
@@ -140,3 +138,75 @@ def _names(c: Config, prefix: str) -> Rules:
         **{f"streams.spread.{k}": f"{prefix}altup_projections.{k - 1}" for k in range(1, count)},
         **{f"streams.join.{k}": f"{prefix}altup_unembed_projections.{k - 1}" for k in range(1, count)},
     }
+
+
+def _scaled(c: Config, router_norm: str, gate: str, output_scale: str) -> Rules:
+    """What is stored apart from its factor: the router's norm, and the gate of a layer's own input."""
+
+    def scale_columns(w: Stored, by: Stored, **_: str) -> Tensor:
+        return as_tensor(w).float() * as_tensor(by).float()
+
+    count = c["altup_num_inputs"]
+    back = (Back(), Back(lambda gate: torch.ones(gate.shape[1])))  # the scale stays in the gate
+    return {
+        f"{OURS}.router_norm.weight": scale_tensor(1 / c["hidden_size"], router_norm),
+        f"{OURS}.correct.bias": Derived(lambda **_: torch.ones(count), ()),
+        f"{OURS}.own.gate.weight": Derived(scale_columns, (gate, output_scale), back),
+    }
+
+
+def _one_of(k: int, count: int, source: str) -> Derived:
+    """Matrix k of `count` stacked ones."""
+    return Derived(lambda w, **_: expert_rows(w, k, count), (source,))
+
+
+def _gguf_names(c: Config) -> Rules:
+    b, count = "blk.{i}", c["altup_num_inputs"]
+    names: dict[str, Source | tuple[Source, ...]] = {
+        **_scaled(
+            c, f"{b}.altup_router_norm.weight", f"{b}.inp_gate.weight", f"{b}.altup_correct_scale.weight"
+        ),
+        **{f"{OURS}.{x}.norm": f"{b}.{x}_norm" for x in ("attn", "ffn")},
+        f"{OURS}.attn.post_norm": f"{b}.post_attention_norm",
+        f"{OURS}.ffn.post_norm": f"{b}.post_ffw_norm",
+        f"{OURS}.attn.o": f"{b}.attn_output",
+        f"{OURS}.attn.{{x}}": f"{b}.attn_{{x}}",
+        f"{OURS}.ffn.{{x}}": f"{b}.ffn_{{x}}",
+        f"{OURS}.laurel.norm": f"{b}.laurel_post_norm",
+        f"{OURS}.laurel.left": f"{b}.laurel_l",
+        f"{OURS}.laurel.right": f"{b}.laurel_r",
+        f"{OURS}.router": f"{b}.altup_router",
+        f"{OURS}.predict": f"{b}.altup_predict_coef",
+        f"{OURS}.correct": f"{b}.altup_correct_coef",
+        f"{OURS}.own.out": f"{b}.proj",
+        f"{OURS}.own.post_norm": f"{b}.post_norm",
+        "layer_inputs": "per_layer_token_embd",
+        "layer_inputs.project": "per_layer_model_proj",
+        "layer_inputs.norm.weight": scale_tensor(HALF, "per_layer_proj_norm.weight"),
+    }
+    for k in range(1, count):
+        names[f"streams.spread.{k}.weight"] = _one_of(k - 1, count - 1, "altup_proj.weight")
+        names[f"streams.join.{k}.weight"] = _one_of(k - 1, count - 1, "altup_unembd_proj.weight")
+    return names
+
+
+@gguf_arch(
+    "gemma3n",
+    "Gemma3nForCausalLM",
+    names=_gguf_names,
+    by_layer={"feed_forward_length": "intermediate_size"},
+)
+def _in_gguf(m: Metadata) -> None:
+    """Sparsity is stored as an edge in standard deviations; our config has the share below it."""
+    windows(m, 5)
+    for ours, theirs, usual in (
+        ("hidden_size_per_layer_input", "embedding_length_per_layer_input", 256),
+        ("num_kv_shared_layers", "attention.shared_kv_layers", m.config["num_hidden_layers"] - 20),
+        ("altup_num_inputs", "altup.num_inputs", 4),
+        ("rope_local_base_freq", "rope.freq_base_swa", 1e4),
+    ):
+        m.put(ours, m.values.get(theirs, usual), f"{FILE} {m.prefix}{theirs}")
+    if edges := m.values.get("activation_sparsity_scale"):
+        shares = [NormalDist().cdf(edge) for edge in edges]
+        m.put("activation_sparsity_pattern", shares, f"{FILE} {m.prefix}activation_sparsity_scale")
+    m.size("laurel_rank", "laurel_l.weight", 0)

@@ -12,6 +12,8 @@ from plait.families.common.recipes import (
     TEXT_PREFIXES,
     VISION,
     at,
+    expert,
+    expert_half,
     expert_tensors,
     scale_tensor,
     transformer,
@@ -19,7 +21,8 @@ from plait.families.common.recipes import (
 )
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, require, rope
-from plait.families.config.normalize import FULL, Config
+from plait.families.config.normalize import FULL, SLIDING, Config
+from plait.families.gguf.arch import FILE, Metadata, gguf_arch, windows
 from plait.rare_specs import LayerInputSpec
 from plait.spec import (
     AttentionSpec,
@@ -200,3 +203,67 @@ def _expert_names(c: Config, layer: str) -> Rules:
         f"{moe}.router": f"{layer}.router.proj",
         **expert_tensors(moe, layer, c["num_experts"]),
     }
+
+
+def _gguf_names(c: Config) -> Rules:
+    b, mlp, moe = "blk.{i}", "layers.{i}.ffn.mlp", "layers.{i}.ffn.moe"
+    stack, count = f"{b}.ffn_gate_up_exps.weight", c.get("num_experts") or 0
+    experts: Rules = {
+        f"{mlp}.norm": f"{b}.ffn_norm",
+        f"{mlp}.post_norm": f"{b}.post_ffw_norm_1",
+        f"{mlp}.{{x}}": f"{b}.ffn_{{x}}",
+        f"{moe}.post_norm": f"{b}.post_ffw_norm_2",
+        f"{moe}.router_norm.weight": scale_tensor(c["hidden_size"] ** -0.5, f"{b}.ffn_gate_inp.scale"),
+        f"{moe}.expert_norm": f"{b}.pre_ffw_norm_2",
+        f"{moe}.expert_scale": f"{b}.ffn_down_exps.scale",
+        f"{moe}.router": f"{b}.ffn_gate_inp",
+        f"{moe}.experts.{{e}}.gate.weight": expert_half(0, count, stack),
+        f"{moe}.experts.{{e}}.up.weight": expert_half(1, count, stack),
+        f"{moe}.experts.{{e}}.down.weight": expert(count, f"{b}.ffn_down_exps.weight"),
+    }
+    return {
+        "layers.{i}.attn.v": (f"{b}.attn_v", f"{b}.attn_k"),
+        "layers.{i}.{branch}.factor": f"{b}.layer_output_scale.weight",
+        "layers.{i}.own.gate": f"{b}.inp_gate",
+        "layers.{i}.own.out": f"{b}.proj",
+        "layers.{i}.own.post_norm": f"{b}.post_norm",
+        "layer_inputs": "per_layer_token_embd",
+        "layer_inputs.project": "per_layer_model_proj",
+        "layer_inputs.norm.weight": scale_tensor(HALF, "per_layer_proj_norm.weight"),
+        **(experts if count else {}),
+    }
+
+
+@gguf_arch(
+    "gemma4",
+    "Gemma4ForCausalLM",
+    names=_gguf_names,
+    by_layer={"attention.head_count_kv": "kv_heads", "feed_forward_length": "widths"},
+)
+def _in_gguf(m: Metadata) -> None:
+    """Sizes of whole layers have the usual keys, those of layers with windows have keys of their own."""
+    windows(m, 6)
+    wide, near = m.config["head_dim"], m.values.get("attention.key_length_swa", m.config["head_dim"])
+    count = m.config["num_hidden_layers"]
+    heads = m.config.get("kv_heads") or [m.config["num_key_value_heads"]] * count
+    kinds = m.config.get("layer_types") or [FULL if i % 6 == 5 else SLIDING for i in range(count)]
+    sizes = {
+        i: {"head_dim": wide if kind == FULL else near, "num_key_value_heads": heads[i]}
+        for i, kind in enumerate(kinds)
+    }
+    m.put("per_layer_config", sizes, f"{FILE} {m.prefix}attention")
+    widths = m.config.get("widths") or [m.config["intermediate_size"]]
+    m.put("intermediate_size", min(widths), f"{FILE} {m.prefix}feed_forward_length")
+    m.put("use_double_wide_mlp", len({*widths}) > 1, f"{FILE} {m.prefix}feed_forward_length")
+    m.put("enable_moe_block", bool(m.config.get("num_experts")), f"{FILE} {m.prefix}expert_count")
+    for ours, theirs in (
+        ("num_kv_shared_layers", "attention.shared_kv_layers"),
+        ("hidden_size_per_layer_input", "embedding_length_per_layer_input"),
+    ):
+        m.put(ours, m.values.get(theirs, 0), f"{FILE} {m.prefix}{theirs}")
+    turned = m.values.get("rope.dimension_count_swa", near) / near
+    base = m.values.get("rope.freq_base_swa", 1e4)
+    local = {"rope_theta": base, "partial_rotary_factor": turned}
+    m.put(
+        "rope_parameters", {FULL: m.config.get("rope_scaling", {}), SLIDING: local}, f"{FILE} {m.prefix}rope"
+    )

@@ -13,7 +13,7 @@ from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, rope
 from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import Config
-from plait.families.gguf.arch import Metadata, gguf_arch
+from plait.families.gguf.arch import FILE, Metadata, gguf_arch, windows
 from plait.spec import AttentionSpec, BranchSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RouterSpec
 
 L, FFN = "model.layers.{i}", "layers.{i}.ffn"
@@ -184,3 +184,22 @@ def _attention_scale(m: Metadata) -> None:
 
 gguf_arch("granite", "GraniteForCausalLM", constants={"rope_interleave": True})(_attention_scale)
 gguf_arch("granitemoe", "GraniteMoeForCausalLM", constants={"rope_interleave": True})(_attention_scale)
+
+
+def _window_names(c: Config) -> Rules:
+    """A shared expert's gate and up are one tensor; a feed-forward's without experts are two."""
+    both = "blk.{i}.ffn_up_shexp.weight"
+    shared = {f"{FFN}.shared.{x}.weight": half(i, both) for i, x in enumerate(("gate", "up"))}
+    return {"layers.{i}.attn.sinks": "blk.{i}.attn_sinks.weight", **(shared if c.get("num_experts") else {})}
+
+
+@gguf_arch("granite_swa", "GraniteSWAForCausalLM", constants={"rope_interleave": True}, names=_window_names)
+def _windows_in_gguf(m: Metadata) -> None:
+    _attention_scale(m)
+    windows(m, 4)
+    turned = m.values.get("attention.rope_pattern")
+    bases = [m.config["rope_theta"] if one else 0 for one in turned or ()]
+    m.put("layer_rope_theta", bases, f"{FILE} {m.prefix}attention.rope_pattern")
+    if m.config.get("num_experts"):
+        m.put("architectures", ["GraniteMoeSWAForCausalLM"], f"{FILE} {m.prefix}expert_count")
+        m.size("shared_intermediate_size", "ffn_down_shexp.weight", 1)

@@ -18,6 +18,7 @@ from plait.families.common.recipes import (
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, rope
 from plait.families.config.normalize import FULL, Config, rotates
+from plait.families.gguf.arch import FILE, Metadata, gguf_arch
 from plait.quant.weight import as_tensor
 from plait.spec import AttentionSpec, BranchSpec, ModelSpec, MoeSpec, NormSpec, RouterSpec, TemperatureSpec
 
@@ -101,3 +102,13 @@ def _names(prefix: str, count: int, size: int) -> Rules:
         f"{FFN}.experts.{{e}}.down.weight": (down, f"{one}.down_proj.weight"),
         f"{FFN}.{{x}}": f"{theirs}.{{x}}_proj",
     }
+
+
+@gguf_arch("llama4", "Llama4ForCausalLM")
+def _llama4_in_gguf(m: Metadata) -> None:
+    """Maverick, of 128 experts, has no norms of q and k."""
+    m.put("intermediate_size_mlp", m.config["intermediate_size"], f"{FILE} {m.prefix}feed_forward_length")
+    m.put("intermediate_size", m.config["moe_intermediate_size"], f"{FILE} expert_feed_forward_length")
+    m.put("use_qk_norm", m.config["num_experts"] != 128, f"{FILE} {m.prefix}expert_count")
+    routed = [i for i, has in enumerate(m.layers("ffn_gate_inp.weight")) if has]
+    m.put("moe_layers", routed, "the tensors of each layer")

@@ -24,7 +24,7 @@ from plait.families.common.spec_builders import (
     softmax_moe,
 )
 from plait.families.config.normalize import Config
-from plait.families.gguf.arch import plain_arch
+from plait.families.gguf.arch import FILE, Metadata, gguf_arch, plain_arch, windows
 from plait.spec import BranchSpec, ModelSpec, MoeSpec, RouterSpec
 
 L = "model.layers.{i}"
@@ -287,3 +287,38 @@ def build_shared_moe(
 
 
 plain_arch("olmoe", "OlmoeForCausalLM", norm_topk_prob=False)
+plain_arch("minimax-m2", "MiniMaxM2ForCausalLM")
+plain_arch("dots1", "Dots1ForCausalLM")
+
+
+def _shared_count(m: Metadata) -> None:
+    """How many experts' width the shared one has."""
+    m.size("num_shared_experts", "ffn_up_shexp.weight", 0)
+    m.config["num_shared_experts"] //= m.config["moe_intermediate_size"]
+
+
+gguf_arch("hy_v3", "HYV3ForCausalLM", names=lambda c: {f"{FFN}.router_bias": "blk.{i}.exp_probs_b"})(
+    _shared_count
+)
+gguf_arch("hunyuan-moe", "HunYuanMoEV1ForCausalLM")(_shared_count)
+
+
+@gguf_arch(
+    "ernie4_5-moe",
+    "Ernie4_5_MoeForCausalLM",
+    names=lambda c: {f"{FFN}.router_bias": flat("blk.{i}.exp_probs_b.bias")},
+)
+def _ernie_in_gguf(m: Metadata) -> None:
+    _shared_count(m)
+    for ours, theirs in (
+        ("start_index", "leading_dense_block_count"),
+        ("interval", "interleave_moe_layer_step"),
+    ):
+        m.put(f"moe_layer_{ours}", m.values.get(theirs, 1), f"{FILE} {m.prefix}{theirs}")
+
+
+@gguf_arch("mellum", "MellumForCausalLM")
+def _mellum_in_gguf(m: Metadata) -> None:
+    windows(m, 4)
+    if base := m.values.get("rope.freq_base_swa"):
+        m.put("rope_local_base_freq", base, f"{FILE} {m.prefix}rope.freq_base_swa")

@@ -7,7 +7,9 @@ from dataclasses import replace
 from plait.checkpoint.names import NameMap, Rules
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, norm, require, sigmoid_router
-from plait.families.config.normalize import FULL, Config
+from plait.families.config.normalize import FULL, SLIDING, Config
+from plait.families.exaone import windows_of_exaone
+from plait.families.gguf.arch import FILE, Metadata, gguf_arch, windows
 from plait.families.moe_kin import FFN, MLP, SILU, L, build_shared_moe
 from plait.spec import BranchSpec, ModelSpec, RouterSpec
 
@@ -133,3 +135,31 @@ def laguna(c: Config) -> tuple[ModelSpec, NameMap]:
 def _positions(c: Config, kind: str) -> dict[str, None]:
     """Layers without a window turn nothing, where others have one."""
     return {"rope": None} if kind == FULL and c.get("sliding_window") else {}
+
+
+gguf_arch("exaone-moe", "ExaoneMoeForCausalLM")(windows_of_exaone)
+
+
+@gguf_arch(
+    "laguna",
+    "LagunaForCausalLM",
+    names=lambda c: {"layers.{i}.attn.head_gate": "blk.{i}.attn_gate"},
+    by_layer={"attention.head_count": "num_attention_heads_per_layer"},
+)
+def _laguna_in_gguf(m: Metadata) -> None:
+    """One layer in four is whole, the first of them; without a window all are. Windows turn otherwise."""
+    count, dim = m.config["num_hidden_layers"], m.config["head_dim"]
+    has_windows, told = bool(m.config.get("sliding_window")), m.values.get("attention.sliding_window_pattern")
+    if isinstance(told, list):
+        windows(m, 4)
+    else:
+        kinds = [SLIDING if i % 4 and has_windows else FULL for i in range(count)]
+        m.put("layer_types", kinds, "default (the laguna format)")
+    turned = m.values.get("rope.dimension_count_swa", dim) / dim
+    full = {
+        "partial_rotary_factor": m.config.get("partial_rotary_factor", 1.0),
+        **m.config.get("rope_scaling", {}),
+    }
+    base = m.values.get("rope.freq_base_swa", m.config["rope_theta"])
+    near = {"rope_theta": base, "partial_rotary_factor": turned}
+    m.put("rope_parameters", {FULL: full, SLIDING: near}, f"{FILE} {m.prefix}rope")

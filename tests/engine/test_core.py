@@ -114,14 +114,15 @@ def test_without_a_seed_every_request_has_another() -> None:
     assert len({tuple(reader.tokens(f"r{i}")) for i in range(8)}) > 1
 
 
-def test_one_choice_can_be_cancelled_and_the_others_go_on() -> None:
+def test_a_choice_ended_by_its_reader_counts_as_stopped_and_the_others_go_on() -> None:
     e, reader = engine(), Reader()
     e.submit(request("r", [1, 2, 3], n=3), reader)
     e.step()
     e.cancel("r", 1)
     finish(e)
     assert [len(reader.tokens("r", i)) for i in range(3)] == [5, 1, 5]
-    assert sorted(reader.ends("r")) == ["cancelled", "length", "length"]
+    assert sorted(reader.ends("r")) == ["length", "length", "stop"]
+    assert sorted(trace.finish_reason for trace in reader.traces) == ["length", "length", "stop"]
 
 
 @pytest.mark.parametrize("steps", range(5))

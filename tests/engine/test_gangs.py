@@ -210,7 +210,7 @@ def test_a_choice_of_a_search_that_is_cancelled_leaves_its_beams_to_the_others(i
         asked.params.early_stopping,
     )
     assert reader.tokens("r", 1 - index) == found[1 - index][0]
-    assert reader.last("r", index).finish_reason == "cancelled"
+    assert reader.last("r", index).finish_reason == "stop"
 
 
 def test_a_guided_choice_goes_on_in_a_new_engine() -> None:

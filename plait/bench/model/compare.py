@@ -28,6 +28,8 @@ CHILD = SIDES / "child.py"
 SOURCE = Path(__file__).resolve().parents[3]  # of this Plait, where it is a checkout
 PEERS = {
     "llama.cpp": "llama_cpp_engine.py",
+    "ik_llama.cpp": "ik_llama_cpp_engine.py",
+    "ik_llama.cpp-rtr": "ik_llama_cpp_engine.py",
     "transformers": "transformers_engine.py",
     "openvino": "openvino_engine.py",
     "onnxruntime-genai": "onnxruntime_engine.py",
@@ -35,11 +37,15 @@ PEERS = {
     "vllm": "vllm_engine.py",
     "sglang": "sglang_engine.py",
 }
+PROGRAMS: dict[str, dict[str, object]] = {  # engines that are programs in a folder, and their options
+    "ik_llama.cpp": {"repack": False},
+    "ik_llama.cpp-rtr": {"repack": True},  # `-rtr 1`: weights are repacked while loading
+}
 PEER = re.compile(rf"({'|'.join(map(re.escape, PEERS))}|[^@=\s]+_side\.py)(?:@([^=]+))?(?:=(.+))?")
 KINDS = (
     'a model\'s path; options of the engine in quotes, like "--ops reference"; a git revision of Plait; or '
     f"an engine: {', '.join(PEERS)}, or FILE_side.py of your own, each with @PYTHON if it is installed for "
-    "another interpreter and =MODEL if it needs files of its own"
+    "another interpreter (of ik_llama.cpp: @FOLDER of its programs) and =MODEL if it needs files of its own"
 )
 ParseOptions = Callable[[str], Mapping[str, object]]  # "--ops reference" -> {"ops": "reference"}
 
@@ -75,6 +81,11 @@ def contestant(
 
 
 def _peer(name: str, python: str, model: str) -> Contestant:
+    if name in PROGRAMS:
+        if not python or not Path(python).is_dir():
+            raise ConfigError(f"--compare {name}: name the folder of its programs: {name}@FOLDER")
+        options = {**PROGRAMS[name], "programs": python}
+        return Contestant(name, SIDES / PEERS[name], model, options, is_plait=False)
     if python and shutil.which(python) is None:
         raise ConfigError(f"--compare {name}@{python}: there is no interpreter {python}")
     script = SIDES / PEERS[name] if name in PEERS else Path(name)

@@ -152,7 +152,7 @@ def start(who: Contestant, threads: int | None, room: Facts, stack: ExitStack) -
     given = {**room, "threads": options.pop("threads", None) or threads}
     for name in room:  # at least what the user requests
         given[name] = max(room[name], options.pop(name, 0) or 0)
-    return side, side.load(model=who.model, options=options if who.is_plait else {}, **given)
+    return side, side.load(model=who.model, options=options, **given)
 
 
 def check(

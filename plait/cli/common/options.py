@@ -36,6 +36,7 @@ NO_OPTIONS = re.compile(r"PLAIT_(CONFIG|URL|SCREENSHOTS|NAME|ENV_.*|SERVICE_.*|P
 METAVARS = {"set": "KEY=VALUE", "plugins": "FILE.py"}
 BYTES_FIELDS = {
     "memory_limit",
+    "swap_memory",
     "max_body_bytes",
     "cache_disk_limit",
     "cache_disk_bandwidth",

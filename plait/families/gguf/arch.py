@@ -17,7 +17,7 @@ class Metadata:
     """The architecture's keys, and the config they make."""
 
     def __init__(self, metadata: Mapping[str, Any], shapes: Shapes) -> None:
-        self.arch = metadata["general.architecture"]
+        self.arch, self.whole = metadata["general.architecture"], metadata
         prefix = f"{self.arch}."
         self.values = {k.removeprefix(prefix): metadata[k] for k in metadata if k.startswith(prefix)}
         self.prefix, self.shapes = prefix, shapes
@@ -50,6 +50,7 @@ class Arch:
     `architecture`: the family's, as its config would name it. `constants`: what the format leaves to its
     readers, as keys of a config. `read`: what else this architecture's metadata and tensors mean. `names`:
     where its tensors are, where the general table does not say it (of a normalised config).
+    `by_layer`: keys that may have a number for each layer, and what a config calls such a list.
     """
 
     name: str
@@ -57,18 +58,24 @@ class Arch:
     constants: Mapping[str, object]
     read: Particulars
     names: Names | None
+    by_layer: Mapping[str, str]
 
 
 ARCHITECTURES: dict[str, Arch] = {}
 
 
 def gguf_arch(
-    name: str, architecture: str, *, constants: Mapping[str, object] = NOTHING, names: Names | None = None
+    name: str,
+    architecture: str,
+    *,
+    constants: Mapping[str, object] = NOTHING,
+    names: Names | None = None,
+    by_layer: Mapping[str, str] = NOTHING,
 ) -> Callable[[Particulars], Particulars]:
     """Register an architecture of GGUF; what it decorates completes the metadata's config."""
 
     def register(read: Particulars) -> Particulars:
-        ARCHITECTURES[name] = Arch(name, architecture, constants, read, names)
+        ARCHITECTURES[name] = Arch(name, architecture, constants, read, names, by_layer)
         return read
 
     return register

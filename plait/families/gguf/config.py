@@ -70,7 +70,10 @@ def gguf_config(
     for key, value in entry.constants.items():
         m.put(key, value, f"default (the {arch} format)")
     for theirs, ours in KEYS.items():
-        if theirs in m.values:
+        if theirs in entry.by_layer and isinstance(m.values.get(theirs), list):
+            m.put(ours, max(m.values[theirs]), f"{FILE} {m.prefix}{theirs}")
+            m.put(entry.by_layer[theirs], m.values[theirs], f"{FILE} {m.prefix}{theirs}")
+        elif theirs in m.values:
             m.put(ours, _one(m.values[theirs]), f"{FILE} {m.prefix}{theirs}")
     m.put("gguf_architecture", arch, f"{FILE} general.architecture")
     m.put("architectures", [_architecture(m, entry.architecture)], f"{FILE} general.architecture")
@@ -127,7 +130,7 @@ def _rope(m: Metadata, read: Callable[[str], Tensor]) -> None:
     dim, rotated = m.config.get("head_dim"), m.values.get("rope.dimension_count")
     if m.config.get("num_attention_heads") and not dim:
         dim = m.config["hidden_size"] // m.config["num_attention_heads"]
-    if rotated and dim and m.arch != "deepseek2":
+    if rotated and dim and not m.config.get("kv_lora_rank"):
         m.put("partial_rotary_factor", rotated / dim, f"{FILE} {m.prefix}rope.dimension_count")
 
 
@@ -146,6 +149,8 @@ def _scaling(m: Metadata) -> dict[str, object]:
             multiplier = m.values.get("rope.scaling.yarn_log_multiplier")
             if multiplier and m.arch == "deepseek2":  # others do not have it, whatever their files say
                 scaling["mscale"] = scaling["mscale_all_dim"] = multiplier * 10  # stored as 0.1 * mscale
+            if multiplier and m.arch == "mistral3":
+                scaling["mscale"], scaling["mscale_all_dim"] = 1.0, multiplier
             scaling["attention_factor"] = _yarn_factor(m, 1.0 if "mscale" in scaling else _usual(scaling))
     elif kind not in (None, "none", "longrope"):
         raise UnsupportedModel(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from plait.errors import BadFile, UnsupportedFormat
 from plait.text.tokenizers.hf import HfEngine
@@ -39,11 +39,13 @@ def gguf_tokenizer(metadata: Mapping[str, object]) -> TextTokenizer | None:
         return _byte_level(metadata)
     if model == "llama":
         return _sentencepiece(metadata)
+    if model == "gemma4":
+        return _spaced(metadata)
     if model == "plamo2":
         return _plamo(metadata)
     kind = _OTHER_KINDS.get(str(model), "not a known kind")
     raise UnsupportedFormat(
-        f"tokenizer.ggml.model {model!r} ({kind}) is not supported; known: gpt2, llama, plamo2. "
+        f"tokenizer.ggml.model {model!r} ({kind}) is not supported; known: gemma4, gpt2, llama, plamo2. "
         f"Else {_NO_WAY}"
     )
 
@@ -94,6 +96,12 @@ def _library(
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     library.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
     library.decoder = decoders.ByteLevel()
+    _add_special(library, tokens, kinds)
+    return library
+
+
+def _add_special(library: tokenizers.Tokenizer, tokens: Sequence[str], kinds: Sequence[int]) -> None:
+    """Tell the library which tokens are never made by merging."""
     library.add_tokens(
         [
             tokenizers.AddedToken(tokens[i], special=kinds[i] == CONTROL, normalized=False)
@@ -101,7 +109,23 @@ def _library(
             if kinds[i] in (CONTROL, USER_DEFINED)
         ]
     )
-    return library
+
+
+def _spaced(metadata: Mapping[str, object]) -> TextTokenizer:
+    """Gemma 4: merges over whole texts, `▁` for spaces, `<0x41>` for a byte of an unknown character."""
+    tokens, kinds = _tokens(metadata)
+    model = _bpe(tokens, metadata.get(f"{_KEY}merges"), whole_words=False)
+    unknown = next((tokens[i] for i in _odd(kinds) if kinds[i] == UNKNOWN), None)
+    model.byte_fallback, model.fuse_unk, model.unk_token = True, True, unknown
+    library = tokenizers.Tokenizer(model)
+    library.normalizer = normalizers.Replace(" ", "▁")
+    library.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    _add_special(library, tokens, kinds)
+    unused = frozenset(i for i in _odd(kinds) if kinds[i] == UNUSED)
+    engine = HfEngine(library, unused, range(len(tokens)))
+    return _assemble("gguf:gemma4", engine, metadata, (tokens, kinds), add_bos=True)
 
 
 def _pattern(metadata: Mapping[str, object]) -> tuple[str, Pattern]:

@@ -69,6 +69,19 @@ _SEED_CODER = (
     rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1}}"
     r"| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_EXAONE_MOE = (
+    rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+_RUNS = "|".join(
+    rf"\s{{{count}}}(?!\S)" for count in ("512", "256", "128", "64", "32", "16", "8", "4", "1,2")
+)
+_JAIS2 = (
+    rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
+    rf"|\s*[\r\n]+|{_RUNS}|\s{{1}}"
+)
+_MINICPM5 = rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}+|{_TAIL}"
+_THREES = r"\d{1,3}(?=(?:\d{3})*\b)"  # from the end of a number
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +123,11 @@ _GROUPS: tuple[tuple[str, Pattern], ...] = (
     ("viking", Pattern((_BLOOM, r"\p{N}"))),
     ("bailingmoe bailingmoe2 llada-moe", Pattern((_BAILING,))),
     ("seed-coder", Pattern((_SEED_CODER,))),
+    ("exaone-moe", Pattern((_EXAONE_MOE,))),
+    ("jais-2", Pattern((_JAIS2,))),
+    ("tiny_aya cohere2moe", Pattern((_THREES, _GPT4O))),
+    ("laguna", Pattern((r"[^\n]+|[\n]+", _QWEN2))),
+    ("minicpm5", Pattern((r"\p{N}{1,3}", _MINICPM5), whole_words=True)),
 )
 
 PATTERNS: Mapping[str, Pattern] = {name: pattern for names, pattern in _GROUPS for name in names.split()}

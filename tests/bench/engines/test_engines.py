@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 from plait.bench.engines.child import descendants, load_side, memory_mib
-from plait.bench.model.compare import PEERS, SIDES, contestant
+from plait.bench.model.compare import PEERS, PROGRAMS, SIDES, contestant
 from plait.cli.bench import parse_options
 from plait.errors import ConfigError
 
 ROOM = {"threads": 2, "max_model_len": 64, "max_num_seqs": 4, "options": {}}
-NAMES = sorted(PEERS)
+NAMES = sorted(PEERS.keys() - PROGRAMS)  # those in Python
 
 
 class Given(list[Any]):

@@ -25,7 +25,7 @@ def test_every_field_is_a_flag_of_serve_with_its_default(cls: type) -> None:
 
 def test_engine_flags_reach_the_engine(plait: Run, engine: Any) -> None:
     flags = ["--cpu", "--dtype", "bfloat16", "--max-num-seqs", "4", "--memory-limit", "1.5GiB"]
-    flags += ["--set", "rope_theta=1e6", "--set", "hidden_act=gelu"]
+    flags += ["--swap-memory", "4GiB", "--set", "rope_theta=1e6", "--set", "hidden_act=gelu"]
     assert plait("generate", "--model", "m", "--prompt", "x", *flags).code == 0
     config = EngineConfig(**{k: v for k, v in engine.settings.items() if k != "model"})
     assert config == EngineConfig(
@@ -33,6 +33,7 @@ def test_engine_flags_reach_the_engine(plait: Run, engine: Any) -> None:
         dtype="bfloat16",
         max_num_seqs=4,
         memory_limit=3 << 29,
+        swap_memory=4 << 30,
         set=("rope_theta=1e6", "hidden_act=gelu"),
     )
 

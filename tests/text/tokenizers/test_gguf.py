@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import sentencepiece
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from plait.errors import BadFile, UnsupportedFormat
 from plait.text.tokenizers.gguf import gguf_tokenizer
@@ -226,6 +227,11 @@ def test_every_known_pattern_compiles_and_loses_nothing(name: str) -> None:
         ("gpt-4o", ["I'll", " pay", " ", "123", "45", "!!\n\n", " x"]),
         ("tekken", ["I", "'ll", " pay", " ", "1", "2", "3", "4", "5", "!!\n\n", " x"]),
         ("deepseek-v3", ["I", "'ll", " pay", " ", "123", "45", "!!\n\n", " x"]),
+        ("cohere2moe", ["I'll", " pay", " ", "12", "345", "!!\n\n", " x"]),
+        ("exaone-moe", ["I", "'ll", " pay", " ", "1", "2", "3", "4", "5", "!!\n", "\n", " x"]),
+        ("jais-2", ["I", "'ll", " pay", " ", "123", "45", "!!\n\n", " x"]),
+        ("laguna", ["I", "'ll", " pay", " ", "1", "2", "3", "4", "5", "!!", "\n\n", " x"]),
+        ("minicpm5", ["I", "'ll", " pay", " ", "123", "45", "!!\n\n", " x"]),
     ],
 )
 def test_words_are_cut_as_the_models_cut_them(name: str, words: list[str]) -> None:
@@ -252,6 +258,37 @@ def test_an_end_of_turn_listed_as_ordinary_is_a_control_token_all_the_same() -> 
     assert ours.special_ids == {256, 257}
     assert ours.eos_token_ids == {256, 257}
     assert not {256, 257} & set(ours.encode("<|im_end|><think>"))
+
+
+def test_gemma4_gives_the_ids_of_its_own_tokenizer() -> None:
+    specials = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "<|turn>"]
+    own = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    own.normalizer = normalizers.Replace(" ", "▁")
+    own.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    trained = ["the sea is the sea", "Hello world\n\nHello  there", "你好 123 123"] * 3
+    trainer = trainers.BpeTrainer(vocab_size=340, special_tokens=specials, show_progress=False)
+    own.train_from_iterator(trained, trainer)
+    tokens = sorted(own.get_vocab(), key=own.token_to_id)
+    merges = json.loads(own.to_str())["model"]["merges"]
+    kinds = [
+        {"<unk>": 2, "<eos>": 3, "<bos>": 3, "<|turn>": 4}.get(t, 6 if t[:3] == "<0x" else 1) for t in tokens
+    ]
+    ours = load(
+        {
+            "tokenizer.ggml.model": "gemma4",
+            "tokenizer.ggml.tokens": tokens,
+            "tokenizer.ggml.token_type": kinds,
+            "tokenizer.ggml.merges": [" ".join(pair) for pair in merges],
+            "tokenizer.ggml.bos_token_id": 2,
+            "tokenizer.ggml.eos_token_id": 1,
+        }
+    )
+    own.encode_special_tokens = True
+    for text in texts(200, "<|turn>", "the sea", "<pad>"):
+        wanted = own.encode(text.replace("<|turn>", ""), add_special_tokens=False).ids
+        assert ours.encode(text.replace("<|turn>", "")) == [2, *wanted]
+        assert ours.decode(ours.encode(text)[1:]) == text.replace("▁", " ")
+    assert ours.encode("<|turn>the")[1] == tokens.index("<|turn>")
 
 
 def test_metadata_without_a_tokenizer_has_none() -> None:

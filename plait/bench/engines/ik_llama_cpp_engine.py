@@ -1,0 +1,174 @@
+"""ik_llama.cpp, by the programs of its build: `llama-bench` times one user, `llama-server` writes the texts.
+
+`llama-bench` reports times as JSON and no text, so the server says whether the model is computed as ours is;
+it also serves the batches. Both get the same options, `-rtr 1` (weights repacked while loading) among them.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import IO
+
+STARTUP_S = 600.0
+FAST_PATHS = "HAVE_FANCY_SIMD is defined"  # its log says so where its AVX-512 kernels are compiled in
+PROGRAMS = ("llama-bench", "llama-server")
+
+
+class IkLlamaCppSide:
+    """One model in a server that stays idle while `llama-bench` measures. `options`: "programs", the folder
+    with both programs, and "repack", whether they get `-rtr 1`.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        threads: int | None,
+        max_model_len: int,
+        max_num_seqs: int,
+        options: dict[str, object],
+    ) -> None:
+        if not model.endswith(".gguf"):
+            raise NotImplementedError("ik_llama.cpp reads GGUF files: ik_llama.cpp@FOLDER=FILE.gguf")
+        self.folder, self.model = find_programs(str(options.get("programs", ""))), model
+        self.threads, self.is_repacked = threads or 1, bool(options.get("repack"))
+        self._log: IO[str] = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
+        self.port = find_port()
+        command = [str(self.folder / "llama-server"), "-m", model, "-t", str(self.threads)]
+        command += ["--host", "127.0.0.1", "--port", str(self.port), "-np", str(max_num_seqs)]
+        command += ["-c", str((max_model_len + 1) * max_num_seqs), *(["-rtr"] if self.is_repacked else [])]
+        self.server = subprocess.Popen(command, stdout=self._log, stderr=self._log)
+        self._wait()
+        build = self._bench("-p", "1", "-n", "0")["build_commit"]
+        self.facts: dict[str, object] = {
+            "engine": "ik_llama.cpp -rtr" if self.is_repacked else "ik_llama.cpp",
+            "version": f"{build}, AVX-512 paths {self._fast_paths()}",
+            "threads": self.threads,
+        }
+
+    def close(self) -> None:
+        self.server.kill()
+        self.server.wait()
+        self._log.close()
+
+    def greedy(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
+        """The new ids of each prompt, one prompt after the other."""
+        return [self._complete(ids, tokens, shows_ids=True)[0] for ids in prompts]
+
+    def prefill(self, ids: list[int], level: str) -> float:
+        """Seconds of a prompt of this length. Its tokens are `llama-bench`'s own."""
+        return self._seconds("-p", str(len(ids)), "-n", "0")
+
+    def decode(self, ids: list[int], tokens: int, level: str) -> float:
+        """Seconds of `tokens` behind a prompt of this length, without the prompt."""
+        return self._seconds("-p", "0", "-n", "0", "-gp", f"{len(ids)},{tokens}")
+
+    def batch(self, prompts: list[list[int]], tokens: int, level: str) -> dict[str, float]:
+        """Seconds and tokens of all together, and of the part in which all decode."""
+        started = time.perf_counter()
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            decoding = [ms for _, ms in pool.map(lambda ids: self._complete(ids, tokens), prompts)]
+        return {
+            "seconds": time.perf_counter() - started,
+            "tokens": len(prompts) * tokens,
+            "decode_seconds": min(decoding) / 1000,
+            "decode_tokens": len(prompts) * (tokens - 1),
+        }
+
+    def _wait(self) -> None:
+        """Wait until the server has loaded. Raises RuntimeError with the end of its log."""
+        until = time.monotonic() + STARTUP_S
+        while self.server.poll() is None and time.monotonic() < until:
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5):
+                    return
+            except (OSError, urllib.error.URLError):
+                time.sleep(0.05)
+        text = self._read_log()[-500:]
+        self.close()
+        raise RuntimeError(f"llama-server did not load {self.model}: {text}")
+
+    def _read_log(self) -> str:
+        self._log.seek(0)
+        return self._log.read()
+
+    def _fast_paths(self) -> str:
+        return "on" if FAST_PATHS in self._read_log() else "off"
+
+    def _bench(self, *lengths: str) -> dict[str, object]:
+        """What `llama-bench` reports of one run with these options of lengths."""
+        command = [str(self.folder / "llama-bench"), "-m", self.model, "-t", str(self.threads)]
+        command += ["-rtr", str(int(self.is_repacked)), "-r", "1", "-o", "json", *lengths]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"llama-bench ended with code {done.returncode}: {done.stderr[-500:]}")
+        found: list[dict[str, object]] = json.loads(done.stdout[done.stdout.index("[") :])
+        if len(found) != 1:
+            raise RuntimeError(f"llama-bench was asked for one test and reports {len(found)}")
+        return found[0]
+
+    def _seconds(self, *lengths: str) -> float:
+        (nanoseconds,) = _items(self._bench(*lengths)["samples_ns"])
+        return float(str(nanoseconds)) / 1e9
+
+    def _complete(
+        self, ids: Sequence[int], tokens: int, *, shows_ids: bool = False
+    ) -> tuple[list[int], float]:
+        """(new ids where `shows_ids`, milliseconds of their decode), with nothing from the prefix cache."""
+        body = {
+            "prompt": list(ids),
+            "n_predict": tokens,
+            "temperature": 0.0,
+            "top_k": 1,
+            "ignore_eos": True,
+            "cache_prompt": False,
+            **({"n_probs": 1} if shows_ids else {}),
+        }
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/completion",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=STARTUP_S) as answer:
+            reply: dict[str, object] = json.load(answer)
+        timings = reply["timings"]
+        assert isinstance(timings, dict)
+        return _written_ids(reply) if shows_ids else [], float(timings["predicted_ms"])
+
+
+def find_programs(folder: str) -> Path:
+    """The folder of both programs. Raises NotImplementedError where it has none."""
+    if not folder or not all((Path(folder) / name).is_file() for name in PROGRAMS):
+        raise NotImplementedError(
+            f"{folder or 'no folder'} has not both of {', '.join(PROGRAMS)}; "
+            "build them and name their folder: ik_llama.cpp@FOLDER"
+        )
+    return Path(folder)
+
+
+def find_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def _items(value: object) -> list[object]:
+    if not isinstance(value, list):
+        raise RuntimeError(f"llama-bench reports {value!r} where a list was expected")
+    return value
+
+
+def _written_ids(reply: dict[str, object]) -> list[int]:
+    """The ids of a reply, by the field that this version has."""
+    if tokens := reply.get("tokens"):
+        return [int(str(one)) for one in _items(tokens)]
+    rows = _items(reply.get("completion_probabilities"))
+    return [int(str(row["id"])) for row in rows if isinstance(row, dict) and "id" in row]

@@ -1,0 +1,124 @@
+"""Record how llama.cpp's converter writes the tiny checkpoints of the tests, and compare our logits.
+
+python tools/record_gguf.py LLAMA_CPP [VARIANT ...]
+
+LLAMA_CPP is a source tree of llama.cpp with `conversion/` and `gguf-py/`. Each checkpoint is written with
+random numbers, converted without a vocabulary, loaded by Plait, and the logits must be those of transformers.
+Without variants, `tests/families/gguf/llama_cpp.json` is written anew.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+TOLERANCE = 1e-4
+VOCABULARY = {"added_tokens": [], "model": {"type": "BPE", "merges": [], "vocab": {}}}
+
+
+def convert(folder: Path, out: Path) -> None:
+    """Write the GGUF file of a folder, in float32 and without tokens."""
+    from conversion import ModelBase, ModelType, get_model_architecture, get_model_class
+    from gguf import LlamaFileType
+
+    size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    vocabulary = {**VOCABULARY["model"], "vocab": {str(i): i for i in range(size)}}
+    (folder / "tokenizer.json").write_text(json.dumps({**VOCABULARY, "model": vocabulary}))
+    kind = get_model_class(get_model_architecture(ModelBase.load_hparams(folder, False), ModelType.TEXT))
+    own = {
+        "set_vocab": lambda self: self.gguf_writer.add_tokenizer_model("none"),
+        "model_arch": kind.model_arch,
+    }
+    type(kind.__name__, (kind,), own)(folder, LlamaFileType.ALL_F32, out, eager=True).write()
+
+
+def record(name: str, folder: Path) -> dict[str, Any]:
+    """What the converter made of a variant. Raises SystemExit where Plait's logits differ."""
+    from plait.checkpoint.readers.gguf import GgufFile
+    from tests.families import tiny
+    from tests.families.gguf.recorded import variant
+    from tests.families.parity import decoder, resolved, whole, worst
+
+    tiny.write(name, folder, variant(name))
+    config, tensors, oracle = tiny.read(folder)
+    convert(folder, folder / "model.gguf")
+    file = GgufFile(folder / "model.gguf")
+    difference = worst(
+        whole(decoder(resolved(file, gguf=file.metadata), file), oracle["ids"][0]), oracle["logits"][0]
+    )
+    print(f"{name}: {file.metadata['general.architecture']}, the logits differ by {difference:.1e}")
+    if difference > TOLERANCE:
+        raise SystemExit(f"{name}: {TOLERANCE} is allowed")
+    metadata = {
+        key: file.metadata[key] for key in file.metadata if not key.startswith(("tokenizer.", "GGUF."))
+    }
+    entries, numbers = {}, {}
+    for theirs in file.names():
+        if (found := find_source(config, tensors, file.read(theirs))) is None:
+            numbers[theirs] = file.read(theirs).tolist()
+        else:
+            entries[theirs] = (*found, list(file.shape(theirs)))
+    return {"metadata": metadata, "tensors": fold_layers(entries), "numbers": numbers}
+
+
+def find_source(config: Mapping[str, Any], tensors: Mapping[str, Any], made: Any) -> tuple[str, str] | None:
+    """(way, name) of the tensor, or stack of tensors, of which this one was made; None: of none of them."""
+    from tests.families.gguf.recorded import WAYS, _gather
+
+    numbered = {re.sub(r"(\.experts)\.\d+\.", r"\1.{e}.", name): None for name in tensors}
+    for way, make in WAYS.items():
+        for source in numbered:
+            try:
+                found = make(config, _gather(tensors, source))
+            except (RuntimeError, KeyError, IndexError):
+                continue
+            if found.numel() == made.numel() and bool((found.flatten() == made.flatten()).all()):
+                return way, source
+    return None
+
+
+def fold_layers(entries: Mapping[str, tuple[str, str, list[int]]]) -> dict[str, list[Any]]:
+    """Tensors of several layers that were made alike, as one entry with the numbers of the layers."""
+    folded: dict[str, list[Any]] = {}
+    for theirs, (way, source, shape) in entries.items():
+        layer = re.match(r"blk\.(\d+)\.", theirs)
+        key, own = theirs, source
+        if layer and f".{layer[1]}." in source:
+            key, own = (
+                theirs.replace(f"blk.{layer[1]}.", "blk.{i}."),
+                source.replace(f".{layer[1]}.", ".{i}.", 1),
+            )
+        entry = folded.get(key)
+        if layer and key != theirs and (entry is None or entry[:3] == [way, own, shape]):
+            folded.setdefault(key, [way, own, shape, []])[3].append(int(layer[1]))
+        else:
+            folded[theirs] = [way, source, shape, []]
+    return folded
+
+
+def main() -> None:
+    if len(sys.argv) < 2:
+        raise SystemExit(__doc__)
+    llama_cpp, wanted = Path(sys.argv[1]), sys.argv[2:]
+    sys.path[:1] = [str(ROOT), str(llama_cpp / "gguf-py"), str(llama_cpp)]
+    logging.disable(logging.CRITICAL)
+    from tests.families.gguf.recorded import NAMES, RECORDED
+
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in wanted or NAMES:
+            found[name] = record(name, Path(folder) / name)
+    if not wanted:
+        lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in found.items())
+        RECORDED.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
