@@ -229,6 +229,16 @@ class Linear:
         self._empty = makers[0] if all(makers) else None
         self.added: AddedAdapters | None = None  # what adapters add to its result, if it may have some
 
+    def add(self, adapters: AddedAdapters, *, by_token: bool = True) -> None:
+        """Add adapters to the result from now on. by_token: row i is token i of a step, always."""
+        self.added = adapters
+        if not by_token:
+            return
+        widest = max(range(len(self._parts)), key=self._widths.__getitem__)
+        apply, (weight, *rest) = self._parts[widest]
+        if hasattr(weight, "before"):  # packed: its kernel may fetch their factors meanwhile
+            self._parts[widest] = apply, (weight.before(adapters), *rest)
+
     @property
     def nbytes(self) -> int:
         """Bytes of its weights as they are kept: packed, if the bound variant packs. Biases not counted."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -59,10 +59,17 @@ class StepRows(threading.local):
     current: AdapterRows | None = None
 
 
+def _allocate_zeros(nbytes: int) -> Tensor:
+    return torch.zeros(nbytes, dtype=torch.uint8)
+
+
 @dataclass(frozen=True, slots=True)
 class _PaddedFactors:
-    """Factors as kernels read them. down: [groups of 16 ranks, inputs, 16]; up:
-    [rank, outputs, up to a multiple of 16]; what was added is 0."""
+    """Factors as kernels read them; what was added is 0.
+
+    float32:   down [groups of 16 ranks, inputs, 16], up [ranks, outputs up to a multiple of 16]
+    bfloat16:  down [groups of 16 ranks, pairs of inputs, 16, 2], up [pairs of ranks, outputs, 2]
+    """
 
     down: Tensor
     up: Tensor
@@ -70,17 +77,21 @@ class _PaddedFactors:
     scale: float
 
     @classmethod
-    def of(cls, factors: LowRankFactors, n_in: int, n_out: int, dtype: torch.dtype) -> _PaddedFactors:
-        rank = factors.rank
-        down = torch.zeros(_whole(rank, LANES), n_in, dtype=dtype)
-        up = torch.zeros(rank, _whole(n_out, LANES), dtype=dtype)
-        down[:rank], up[:, :n_out] = factors.down, factors.up.T
-        turned = down.view(-1, LANES, n_in).transpose(1, 2).contiguous()
-        return cls(turned, up, rank, factors.scale)
+    def of(cls, factors: LowRankFactors, n_in: int, n_out: int, limits: AdapterLimits) -> _PaddedFactors:
+        each = 2 if limits.dtype == torch.bfloat16 else 1  # numbers that a lane has
+        ranks, inputs, outputs = _whole(factors.rank, LANES), _whole(n_in, each), _whole(n_out, LANES)
+        down = torch.zeros(ranks, inputs, dtype=limits.dtype)
+        up = torch.zeros(_whole(factors.rank, each), outputs, dtype=limits.dtype)
+        down[: factors.rank, :n_in], up[: factors.rank, :n_out] = factors.down, factors.up.T
+        down = down.view(-1, LANES, inputs // each, each).transpose(1, 2)
+        up = up.view(-1, each, outputs).transpose(1, 2)
+        return cls(limits.keep(down), limits.keep(up), factors.rank, factors.scale)
 
-    def hidden(self, x: Tensor) -> Tensor:
-        """x: [n, in] -> [n, rank] float32."""
-        return torch.cat([x.float() @ group.float() for group in self.down], -1)[:, : self.rank]
+    def add(self, y: Tensor, x: Tensor) -> Tensor:
+        """x: [n, in], y: [n, out] -> y with what this adds, float32. Inputs are rounded as factors are."""
+        down, up = self.down.transpose(1, 2).flatten(2).flatten(0, 1), self.up.transpose(1, 2).flatten(0, 1)
+        hidden = x.to(down.dtype).float() @ down[: self.rank, : x.shape[1]].float().T
+        return y.float() + self.scale * (hidden.to(up.dtype).float() @ up[: self.rank, : y.shape[1]].float())
 
     def words(self) -> list[int]:
         bits = struct.unpack("<i", struct.pack("<f", self.scale))[0]
@@ -91,27 +102,36 @@ class _PaddedFactors:
 class AdapterLimits:
     """What the sites of a model have in common. dtype: of factors as they are kept, float32 or bfloat16.
 
-    used: int64 [1], how many times 16 ranks the largest of all adapters has.
+    used: int64 [1], how many times 16 ranks the largest of all adapters has; allocate: gives memory for
+    factors, so many bytes.
     """
 
     num_slots: int
     max_rank: int
     dtype: torch.dtype = torch.float32
     used: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64))
+    allocate: Callable[[int], Tensor] = _allocate_zeros
+
+    def keep(self, numbers: Tensor) -> Tensor:
+        """A dense copy in memory for factors."""
+        kept = self.allocate(numbers.nbytes).view(numbers.dtype).view(numbers.shape)
+        return kept.copy_(numbers)
 
 
 class AdapterSite:
     """What the adapters in `num_slots` slots add to one linear layer, of one or more parts side by side.
 
-    table: int64 [slots, parts, WORDS], zeros where a slot adds nothing. It stays where it is, so a recorded
-    step reads what was loaded after it was recorded. Slots count from 1.
+    table: int64 [slots, parts, WORDS], zeros where a slot adds nothing; spans: int64 [slots, 2], where a
+    slot's factors begin, and bytes from there to their end. Both stay where they are, so a recorded step
+    reads what was loaded after it was recorded. Slots count from 1.
     """
 
     def __init__(self, n_in: int, out_sizes: Sequence[int], limits: AdapterLimits) -> None:
         self.n_in, self.out_sizes, self.used = n_in, tuple(out_sizes), limits.used
-        self.dtype, self.max_rank = limits.dtype, _whole(limits.max_rank, LANES)
+        self.limits, self.max_rank = limits, _whole(limits.max_rank, LANES)
         self.starts = torch.tensor([0, *accumulate(self.out_sizes)], dtype=torch.int64)
         self.table = torch.zeros(limits.num_slots, len(self.out_sizes), WORDS, dtype=torch.int64)
+        self.spans = torch.zeros(limits.num_slots, 2, dtype=torch.int64)
         self._kept: dict[tuple[int, int], _PaddedFactors] = {}
 
     @property
@@ -121,7 +141,7 @@ class AdapterSite:
     @property
     def kind(self) -> str:
         """The dtype of its factors, in a word."""
-        return str(self.dtype).removeprefix("torch.")
+        return str(self.limits.dtype).removeprefix("torch.")
 
     def put(self, slot: int, part: int, factors: LowRankFactors) -> None:
         """Keep an adapter's factors. No step may run meanwhile. Raises ShapeMismatch."""
@@ -134,13 +154,25 @@ class AdapterSite:
             )
         self.used.clamp_(min=-(-factors.rank // LANES))
         kept = self._kept[slot, part] = _PaddedFactors.of(
-            factors, self.n_in, self.out_sizes[part], self.dtype
+            factors, self.n_in, self.out_sizes[part], self.limits
         )
         self.table[slot - 1, part] = torch.tensor(kept.words(), dtype=torch.int64)
+        self.spans[slot - 1] = torch.tensor(self._find_span(slot), dtype=torch.int64)
+
+    def _find_span(self, slot: int) -> tuple[int, int]:
+        """Where a slot's factors begin, and bytes to their end; those of the last part if they lie apart."""
+        kept = [one for (of, _), one in self._kept.items() if of == slot]
+        for some in (kept, kept[-1:]):
+            spans = [(t.data_ptr(), t.nbytes) for one in some for t in (one.down, one.up)]
+            start, end = min(at for at, _ in spans), max(at + nbytes for at, nbytes in spans)
+            if end - start <= 2 * sum(nbytes for _, nbytes in spans):
+                return start, end - start
+        return 0, 0
 
     def clear(self, slot: int) -> None:
         """Forget an adapter. No step may run meanwhile."""
         self.table[slot - 1].zero_()
+        self.spans[slot - 1].zero_()
         for part in range(self.num_parts):
             self._kept.pop((slot, part), None)
 
@@ -151,10 +183,9 @@ class AdapterSite:
     def add_slot(self, slot: int, y: Tensor, x: Tensor) -> Tensor:
         """y: [n, out], x: [n, in], rows of one slot -> y with what the slot adds, in y's dtype."""
         parts = list(y.split(list(self.out_sizes), -1))
-        for part, (n_out, before) in enumerate(zip(self.out_sizes, list(parts), strict=True)):
+        for part, before in enumerate(list(parts)):
             if kept := self._kept.get((slot, part)):
-                added = kept.scale * (kept.hidden(x) @ kept.up[:, :n_out].float())
-                parts[part] = (before.float() + added).to(y.dtype)
+                parts[part] = kept.add(before, x).to(y.dtype)
         return torch.cat(parts, -1)
 
 
@@ -163,6 +194,8 @@ CASES = [
     dict(rows=20, n_in=101, outs=(40, 7, 70), ranks=(4, 16, 33)),
     dict(rows=45, n_in=33, outs=(16, 200), ranks=(1, 9)),
     dict(rows=6, n_in=48, outs=(20,), ranks=(8, 8), is_idle=True),
+    dict(rows=20, n_in=101, outs=(40, 7, 70), ranks=(4, 17, 33), dtype="bfloat16"),
+    dict(rows=45, n_in=64, outs=(16, 600), ranks=(1, 9), dtype="bfloat16"),
 ]
 
 
@@ -264,6 +297,11 @@ class AddedAdapters:
     def __init__(self, site: AdapterSite, step: StepRows, bind: Bind) -> None:
         self.site, self.step = site, step
         self._add: Bound = bind(add_low_rank)
+
+    def words(self) -> tuple[Tensor | int, ...]:
+        """Of the launch before: how many tokens have an adapter, slots, tokens in order, the site's spans."""
+        rows = self.step.current
+        return (0, 0, 0, 0) if rows is None else (rows.count, rows.slots, rows.order, self.site.spans)
 
     def __call__(self, y: Tensor, x: Tensor, tokens: Tensor | None = None) -> Tensor:
         """See `add_low_rank`; in a step without adapters y as it is."""

@@ -23,6 +23,7 @@ from plait.config import EngineConfig
 from plait.engine.adapters import AdapterTable, no_adapters, parse_named
 from plait.errors import ConfigError, MissingTensor, UnsupportedFormat
 from plait.families.common.resolved import Resolved
+from plait.kernels.load import allocate_packed
 from plait.ops.low_rank import AdapterLimits
 
 log = logging.getLogger("plait")
@@ -113,7 +114,7 @@ def place_adapters(opened: AdaptableModel, target: Target) -> Sequence[NamedAdap
     known = None if config.lora_folder is not None else [one.match for one in found]
     # As precise as keys and values: bfloat16 behind rounded weights, where float32 would only cost time.
     dtype = torch.float32 if target.kv_dtype in ("model", "float32") else torch.bfloat16
-    limits = AdapterLimits(count_slots(config), config.max_lora_rank, dtype)
+    limits = AdapterLimits(count_slots(config), config.max_lora_rank, dtype, allocate=allocate_packed)
     target.adapters = AdapterSlots(limits, known)
     return found
 

@@ -53,7 +53,7 @@ ALONE = 2  # rows of codes up to which every thread rounds all of them, rather t
 
 _FILES = (
     *("linear/blocks_source.py", "linear/quantize_rows.py", "linear/layout.py", "linear/codebooks.py"),
-    *("codegen/avx2_dot.py", "codegen/amx_tiles.py"),
+    *("codegen/avx2_dot.py", "codegen/amx_tiles.py", "linear/fetch_adapters.py"),
 )
 _SOURCE = Template('''"""Quantized linear layer: made by plait, from $digest."""
 import numpy as np
@@ -65,8 +65,9 @@ from plait.kernels.cpu.linear.blocks_source import (
 )
 from plait.kernels.cpu.runtime.frame import barrier, rows_of, scratch_of, common_scratch
 from plait.kernels.cpu.codegen.kernel import inline, kernel
+from plait.kernels.cpu.linear.fetch_adapters import ROWS, begin_share, next_span
 from plait.kernels.cpu.linear.layout import Layout
-from plait.kernels.cpu.codegen.vec import atomic_add, call_kernel, get_i64, load_some, spread, word
+from plait.kernels.cpu.codegen.vec import atomic_add, call_kernel, get_i64, load_some, spread, word, words
 
 layout = $layout
 round_rows, tiles_apart = rounding.round_rows(layout, $sizes), linear_source.tiles_apart(layout)
@@ -160,6 +161,16 @@ def linear_rows(frame, args, thread, threads):
         work, all_tiles = work + count * tiles * cost, all_tiles + count * tiles
     if not alone:
         barrier(frame, threads)$start
+    adapted, slots, order, spans = words(args, 17, 21)
+    soon, soon_left, at_row = np.int64(0), np.int64(0), np.int64(0)
+    per, adapted_rows = np.int64(0), np.int64(0)
+    if adapted != 0 and rows <= ROWS:
+        adapted_rows = get_i64(adapted)
+    if adapted_rows > 0:
+        order += 8 * (rows - adapted_rows)
+        soon, soon_left, at_row, lines = begin_share(slots, order, spans, adapted_rows, thread, threads)
+        calls = (rows * terms + $largest - 1) // $largest * ((tiles * halves + threads - 1) // threads)
+        per = (lines + calls * blocks - 1) // (calls * blocks)
     before, done, mine, stop = 0, 0, work * thread // threads, work * (thread + 1) // threads
     if shared:
         taken, left = np.int64(atomic_add(word(args, 1), np.int32(1))) * piece, piece
@@ -320,11 +331,26 @@ def _block(
 
 @block(gives=lambda layout, rows: rows)
 def tile(
-    layout: Layout, rows: int, w: Writer, weights: Word, a: Word, steps: Word, ahead: Word, apart: Word
+    layout: Layout,
+    rows: int,
+    w: Writer,
+    weights: Word,
+    a: Word,
+    steps: Word,
+    ahead: Word,
+    apart: Word,
+    soon: Word,
+    per: Word,
 ) -> list[Value]:
-    """Block (weights, a, steps, ahead, apart): a bundle of `rows` rows of codes, at a, times a tile in that
-    layout. As many bytes are fetched meanwhile, half of them from `ahead` and half from `apart` behind it."""
-    return _through(w, layout, rows, (weights, a, steps), partial(_products, w, layout), (ahead, apart))
+    """Block (weights, a, steps, ahead, apart, soon, per): a bundle of `rows` rows of codes, at a, times a
+    tile in that layout.
+
+    As many bytes are fetched meanwhile, half of them from `ahead` and half from `apart` behind it; where the
+    rows are some, also `per` lines from `soon` on with each block.
+    """
+    more = (soon, per) if rows >= FETCHED else None
+    products = partial(_products, w, layout)
+    return _through(w, layout, rows, (weights, a, steps), products, (ahead, apart), more=more)
 
 
 def _amx_shapes(layout: Layout) -> Shapes:
@@ -380,26 +406,35 @@ def _through(
     products: Callable[..., list[Value]],
     fetched: tuple[Word, Word],
     together: int = EIGHT,
+    more: tuple[Word, Word] | None = None,
 ) -> list[Value]:
-    """What the block of `tile` writes. products: as `_products`, of `together` rows at a time."""
+    """What the block of `tile` writes. products: as `_products`, of `together` rows at a time; more: what is
+    fetched besides, and lines of it with each block."""
     each, lines = layout.nbytes // layout.blocks // 2, -(-layout.nbytes // LINE // layout.blocks // 2)
     (weights, a, steps), (ahead, apart) = places, fetched
 
-    def step(_: Word, at: Word, a: Word, ahead: Word, *sums: Value) -> list[Value]:
+    def fetch(k: Word, at: Word) -> list[Word]:
+        w.prefetch_l2(at)
+        return [at + LINE]
+
+    def step(_: Word, at: Word, a: Word, ahead: Word, soon: Word, *sums: Value) -> list[Value]:
         outer = _outer(w, layout, at + layout.outer_at)
 
-        def block(b: Word, a: Word, *sums: Value) -> list[Value]:
+        def block(b: Word, a: Word, soon: Word, *sums: Value) -> list[Value]:
             for k in range(lines):
                 place = ahead + each * b + LINE * k
                 w.prefetch_l2(place)
                 w.prefetch_l2(place + apart)
+            if more:
+                [soon] = w.loop(0, more[1], 1, (soon,), fetch)
             found = _block(w, layout, (at, b, a), outer, sums, products, together)
-            return [a + rows * layout.rounded_block, *found]
+            return [a + rows * layout.rounded_block, soon, *found]
 
-        found = w.loop(0, layout.blocks, 1, (a, *sums), block)
-        return [at + layout.nbytes, found[0], ahead + layout.nbytes // 2, *found[1:]]
+        a, soon, *found = w.loop(0, layout.blocks, 1, (a, soon, *sums), block)
+        return [at + layout.nbytes, a, ahead + layout.nbytes // 2, soon, *found]
 
-    return w.loop(0, steps, 1, (weights, a, ahead, *([w.zero_f32()] * rows)), step)[3:]
+    first = (weights, a, ahead, more[0] if more else ahead)
+    return w.loop(0, steps, 1, (*first, *([w.zero_f32()] * rows)), step)[4:]
 
 
 def _outer(w: Writer, layout: Layout, at: Word) -> list[Value]:
@@ -462,7 +497,13 @@ _BUNDLE = """while codes >= {least}:
         t, up = tile + k // halves, k % halves
         u = t + up * tiles
         ahead, other = next_tiles(weight, t, low, high, tile_bytes, up, to_up)
-        sums = tile_{rows}(weight + u * tile_bytes, rounded_at, steps, ahead, other{more})
+        sums = tile_{rows}(weight + u * tile_bytes, rounded_at, steps, ahead, other, {more})
+        soon += 64 * per * blocks
+        soon_left -= 64 * per * blocks
+        if per != 0 and soon_left <= 0:
+            soon, soon_left, at_row = next_span(slots, order, spans, adapted_rows, at_row)
+            if at_row >= adapted_rows:
+                per = np.int64(0)
         if terms == 2:
             sums = joined_{rows}(sums)
         here, between = (ups, 64) if up else (to + 64 * t, out_bytes)
@@ -506,7 +547,7 @@ def linear_kernel(layout: Layout, kind: Kind = "") -> Kernel:
         tiles.append(
             _TILE.format(rows=n, tile=f'amx_tile(layout, "{kind}")' if tiled else f"tile(layout, {n})")
         )
-        more = ", scratch" if tiled else ""
+        more = "scratch" if tiled else "soon, per"
         bundles.append(indent(_BUNDLE.format(rows=n, least=n - 1 if n > 2 else n, more=more), " " * 12))
     if kind:
         tiles.append(_TILES.format(kind=kind))

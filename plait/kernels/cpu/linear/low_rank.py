@@ -6,308 +6,347 @@ adapter in the step, a thread looks at one number and leaves.
     A [16 ranks][input][rank]    lanes are ranks       hidden [row][part][rank]
     B [rank][output]             lanes are outputs     y[row] += scale · hidden · B
 
-    rows in the order of their adapters:   a a a a │ a b b b │ b b           four at a time, if they share one
-    work of A: part, 16 ranks, four rows   work of B: 64 outputs of a part, four rows
+    rows in the order of their adapters:   a a a a │ a b b b │ b b           runs of the same factors
+    work of A: part, 16 ranks, four rows   work of B: 512 outputs of a part, four rows
 
-A row's sums go over inputs, by turns in four, then over ranks: alone or with others it has the same bits.
+A thread takes neighbours, so of several adapters' factors it reads those of few.
+
+Factors in float32 are multiplied as they are. Those in bfloat16 lie in pairs of inputs (of ranks), and x and
+hidden are rounded to bfloat16 for them: `vdpbf16ps` multiplies two pairs to a lane, and `codegen.bf16_dot`
+has its bits without it. A row's sums go over inputs, by turns in four, then over ranks: alone or with others
+it has the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from string import Template
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
-from plait.kernels.cpu.codegen.kernel import Kernel, inline, kernel
-from plait.kernels.cpu.codegen.kinds import Floats, Int
-from plait.kernels.cpu.codegen.vec import (
-    add,
-    fma,
-    get_f32,
-    get_i64,
-    load_bf16,
-    load_f32,
-    load_some,
-    spread,
-    spread_f32,
-    store_f32,
-    store_some,
-    words,
-    zero_f32,
-)
+from plait.kernels.cpu.codegen import plain_x86
+from plait.kernels.cpu.codegen.bf16_dot import both_bf16
+from plait.kernels.cpu.codegen.kernel import Kernel, inline, load_generated
+from plait.kernels.cpu.codegen.kinds import Int
+from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, block, digest
+from plait.kernels.cpu.codegen.maths import load_left
+from plait.kernels.cpu.codegen.vec import get_i64, load_f32, store_i32
 from plait.kernels.cpu.runtime.address_table import keep_addresses
 from plait.kernels.cpu.runtime.executor import Executor
-from plait.kernels.cpu.runtime.frame import barrier, rows_of
 from plait.kernels.cpu.runtime.row_checks import TensorRows, dense, float32_rows
 from plait.ops.linear import Linear
 from plait.ops.low_rank import WORDS, AdapterRows, AdapterSite, StepRows, add_head_low_rank, add_low_rank
 
-Quad = tuple[Int, Int, Int, Int]
-Inlined = Callable[..., None]
-BLOCK = 8  # quads of rows that share what is in the cache
+Where = tuple[Int, Int, Int, Int, Int, Int, Int, Int, Int]
 ENTRY = 8 * WORDS  # bytes of a table's entry
+SPAN = 512  # outputs that a piece of work has
+TURNS = 4  # sums of a row and sixteen ranks, so that products need not wait for each other
+QUADS = 4  # four rows each, of which a thread keeps the rounded inputs
+
+_SOURCE = Template('''"""Adds low-rank adapters with factors in $kind: made by plait, from $digest."""
+import numpy as np
+
+from plait.kernels.cpu.codegen.kernel import inline, kernel
+from plait.kernels.cpu.codegen.vec import get_f32, get_i64, put_i64, spread, words
+from plait.kernels.cpu.linear import low_rank
+from plait.kernels.cpu.linear.low_rank import ENTRY, QUADS, SPAN, find_run, place, round_row, row_at
+from plait.kernels.cpu.runtime.frame import barrier, rows_of, scratch_of
+
+one_rank, four_ranks = low_rank.ranks("$kind", 1), low_rank.ranks("$kind", 4)
+one_wide, four_wide = low_rank.outputs("$kind", 1, 4), low_rank.outputs("$kind", 4, 4)
+one_rest, four_rest = low_rank.outputs("$kind", 1, 1), low_rank.outputs("$kind", 4, 1)
 
 
 @inline
-def _row(where: tuple[Int, Int, Int, Int, Int, Int, Int, Int, Int], i: Int) -> Int:
+def _inputs(where, x, x_bytes, places, n, i, count, scratch):
+    """Where x is of four rows, those at places i..i + count; rounded, if the factors lie in pairs.
+
+    Rounded rows of a few quads are kept in `scratch`, with the place that each quad begins at, plus 1.
+    """
+    apart = (n + 31) // 32 * 64
+    if not $paired:
+        rows = (
+            x + place(places, row_at(where, i)) * x_bytes,
+            x + place(places, row_at(where, i + min(1, count - 1))) * x_bytes,
+            x + place(places, row_at(where, i + min(2, count - 1))) * x_bytes,
+            x + place(places, row_at(where, i + min(3, count - 1))) * x_bytes,
+        )
+        return rows
+    kept = i // 4 % QUADS
+    at = scratch + 64 + kept * 4 * apart
+    if get_i64(scratch + 8 * kept) != i + 1:
+        put_i64(scratch + 8 * kept, i + 1)
+        for k in range(count):
+            round_row(x + place(places, row_at(where, i + k)) * x_bytes, n, at + k * apart)
+    return at, at + apart, at + 2 * apart, at + 3 * apart
+
+
+@kernel
+def $name(frame, args, thread, threads):
+    """how many tokens have an adapter (an address), x, its row stride, n; y, its row stride; hidden;
+    ranks that a part has in it; the address of how many times sixteen ranks are in use; parts, where each
+    begins in y (and the end); places of rows in x and y (or 0); then slots, tokens, rows of one token,
+    experts, tables, their strides, and tokens in order (or 0): see `row_at`. In order, those with an
+    adapter are the last.
+    """
+    active, x, x_bytes, n, y, y_bytes = words(args, 2, 8)
+    hidden, ranks, used, parts, starts, places = words(args, 8, 14)
+    slots, tokens, each, experts, tables, row_bytes, pair_bytes, order = words(args, 14, 22)
+    count = get_i64(active)
+    if count == 0:
+        return
+    if order != 0:
+        order += 8 * (rows_of(frame, args) - count)
+    else:
+        count = rows_of(frame, args)
+    where = (slots, tokens, each, experts, tables, parts, row_bytes, pair_bytes, order)
+    rows, groups, h_bytes, scratch = count * each, get_i64(used), 4 * parts * ranks, scratch_of(frame, thread)
+    steps = (n + $each - 1) // $each
+    for k in range(QUADS):
+        put_i64(scratch + 8 * k, 0)
+    quads, i = np.int64(0), np.int64(0)
+    while i < rows:
+        entries, end = find_run(where, i, rows)
+        if entries != 0:
+            quads += (end - i + 3) // 4
+        i = end
+    units = parts * groups
+    first, last = quads * units * thread // threads, quads * units * (thread + 1) // threads
+    done, i = np.int64(0), np.int64(0)
+    while i < rows and done < last:
+        entries, end = find_run(where, i, rows)
+        own = (end - i + 3) // 4 if entries != 0 else 0
+        for item in range(max(first - done, 0), min(last - done, own * units)):
+            unit, at = item // own, i + 4 * (item % own)
+            part, group = unit // groups, unit % groups
+            entry = entries + part * ENTRY
+            down, rank, some = get_i64(entry), get_i64(entry + 16), min(end - at, 4)
+            if down != 0 and 16 * group < rank:
+                xs = _inputs(where, x, x_bytes, places, n, at, some, scratch)
+                out, down = hidden + $size * (part * ranks + 16 * group), down + 64 * steps * group
+                h0 = out + row_at(where, at) * h_bytes
+                if some == 4:
+                    h1, h2 = out + row_at(where, at + 1) * h_bytes, out + row_at(where, at + 2) * h_bytes
+                    four_ranks(xs, down, steps, (h0, h1, h2, out + row_at(where, at + 3) * h_bytes))
+                else:
+                    one_rank((xs[0],), down, steps, (h0,))
+                    if some > 1:
+                        one_rank((xs[1],), down, steps, (out + row_at(where, at + 1) * h_bytes,))
+                    if some > 2:
+                        one_rank((xs[2],), down, steps, (out + row_at(where, at + 2) * h_bytes,))
+        done += own * units
+        i = end
+    barrier(frame, threads)
+    units = 0
+    for part in range(parts):
+        units += (get_i64(starts + 8 * part + 8) - get_i64(starts + 8 * part) + SPAN - 1) // SPAN
+    first, last = quads * units * thread // threads, quads * units * (thread + 1) // threads
+    done, i = np.int64(0), np.int64(0)
+    while i < rows and done < last:
+        entries, end = find_run(where, i, rows)
+        own = (end - i + 3) // 4 if entries != 0 else 0
+        for item in range(max(first - done, 0), min(last - done, own * units)):
+            span, at, part = item // own, i + 4 * (item % own), 0
+            begin, stop = get_i64(starts), get_i64(starts + 8)
+            while SPAN * span >= stop - begin:
+                span -= (stop - begin + SPAN - 1) // SPAN
+                part += 1
+                begin, stop = stop, get_i64(starts + 8 * part + 8)
+            entry = entries + part * ENTRY
+            up, rank, scale = get_i64(entry + 8), get_i64(entry + 16), spread(get_f32(entry + 24))
+            if up != 0:
+                apart, left = (stop - begin + 15) // 16 * 64, min(stop - begin - SPAN * span, SPAN)
+                up, steps, some = up + 4 * SPAN * span, (rank + $each - 1) // $each, min(end - at, 4)
+                out, source = y + 4 * (begin + SPAN * span), hidden + $size * part * ranks
+                if some == 4:
+                    r0, r1 = row_at(where, at), row_at(where, at + 1)
+                    r2, r3 = row_at(where, at + 2), row_at(where, at + 3)
+                    h0, h1, h2 = source + r0 * h_bytes, source + r1 * h_bytes, source + r2 * h_bytes
+                    hs = (h0, h1, h2, source + r3 * h_bytes)
+                    y0, y1 = out + place(places, r0) * y_bytes, out + place(places, r1) * y_bytes
+                    y2, y3 = out + place(places, r2) * y_bytes, out + place(places, r3) * y_bytes
+                    whole = left // 64 * 64
+                    for k in range(0, 4 * whole, 256):
+                        to = (y0 + k, y1 + k, y2 + k, y3 + k)
+                        four_wide(hs, up + k, steps, apart, scale, to, 64)
+                    for k in range(4 * whole, 4 * left, 64):
+                        to = (y0 + k, y1 + k, y2 + k, y3 + k)
+                        four_rest(hs, up + k, steps, apart, scale, to, left - k // 4)
+                else:
+                    for r in range(some):
+                        row = row_at(where, at + r)
+                        h, y0 = source + row * h_bytes, out + place(places, row) * y_bytes
+                        whole = left // 64 * 64
+                        for k in range(0, 4 * whole, 256):
+                            one_wide((h,), up + k, steps, apart, scale, (y0 + k,), 64)
+                        for k in range(4 * whole, 4 * left, 64):
+                            one_rest((h,), up + k, steps, apart, scale, (y0 + k,), left - k // 4)
+        done += own * units
+        i = end
+''')
+
+
+@inline
+def row_at(where: Where, i: Int) -> Int:
     """The row at a place in the order of adapters: rows of one adapter are neighbours in it.
 
     where: slots, which token a row is (or 0), rows of one token, the experts of rows (or 0), tables (of each
     expert, or of the layer), parts, row and pair strides of the experts' numbers, tokens in order (or 0).
     """
     each, order = where[2], where[8]
-    return i if order == 0 else get_i64(order + 8 * (i // each)) * each + i % each
+    if order == 0:
+        return i
+    if each == 1:  # a division takes as long as a few products
+        return get_i64(order + 8 * i)
+    return get_i64(order + 8 * (i // each)) * each + i % each
 
 
 @inline
-def _entry(where: tuple[Int, Int, Int, Int, Int, Int, Int, Int, Int], row: Int, part: Int) -> Int:
-    """The address of a row's entry for a part; 0: nothing is added."""
+def find_entries(where: Where, row: Int) -> Int:
+    """The address of a row's entries, one for each part; 0: it has no adapter."""
     slots, tokens, each, experts, tables, parts, row_bytes, pair_bytes, _ = where
-    token = row // each
+    token = row if each == 1 else row // each
     slot = get_i64(slots + 8 * (token if tokens == 0 else get_i64(tokens + 8 * token)))
     if slot == 0:
         return np.int64(0)
     table = tables
     if experts != 0:
         table = get_i64(tables + 8 * get_i64(experts + token * row_bytes + row % each * pair_bytes))
-    entry = table + ((slot - 1) * parts + part) * ENTRY
-    return entry if get_i64(entry) != 0 else np.int64(0)
-
-
-def _write_ranks(kind: str, load: Callable[[Int], Floats], size: int) -> tuple[Inlined, Inlined]:
-    """x times sixteen ranks of A, for one row and for four."""
-    step = 16 * size  # bytes of the ranks of an input
-
-    def one(x: Int, down: Int, n: Int, out: Int) -> None:
-        """x [n] times sixteen ranks of A; inputs in four sums, by turns."""
-        a, b, c, d = zero_f32(), zero_f32(), zero_f32(), zero_f32()
-        whole = n // 4 * 4
-        for k in range(0, whole, 4):
-            at, value = down + step * k, x + 4 * k
-            a, b = fma(spread_f32(value), load(at), a), fma(spread_f32(value + 4), load(at + step), b)
-            c = fma(spread_f32(value + 8), load(at + 2 * step), c)
-            d = fma(spread_f32(value + 12), load(at + 3 * step), d)
-        for k in range(whole, n):
-            a = fma(spread_f32(x + 4 * k), load(down + step * k), a)
-        store_f32(out, add(add(a, b), add(c, d)))
-
-    def four(x: Quad, down: Int, n: Int, out: Quad) -> None:
-        """The same of four rows at a time."""
-        a, b, c, d = zero_f32(), zero_f32(), zero_f32(), zero_f32()
-        e, f, g, h = zero_f32(), zero_f32(), zero_f32(), zero_f32()
-        i, j, t, m = zero_f32(), zero_f32(), zero_f32(), zero_f32()
-        o, p, q, r = zero_f32(), zero_f32(), zero_f32(), zero_f32()
-        x0, x1, x2, x3 = x
-        whole = n // 4 * 4
-        for k in range(0, whole, 4):
-            at, s = down + step * k, 4 * k
-            value = load(at)
-            a, e = fma(spread_f32(x0 + s), value, a), fma(spread_f32(x1 + s), value, e)
-            i, o = fma(spread_f32(x2 + s), value, i), fma(spread_f32(x3 + s), value, o)
-            value = load(at + step)
-            b, f = fma(spread_f32(x0 + s + 4), value, b), fma(spread_f32(x1 + s + 4), value, f)
-            j, p = fma(spread_f32(x2 + s + 4), value, j), fma(spread_f32(x3 + s + 4), value, p)
-            value = load(at + 2 * step)
-            c, g = fma(spread_f32(x0 + s + 8), value, c), fma(spread_f32(x1 + s + 8), value, g)
-            t, q = fma(spread_f32(x2 + s + 8), value, t), fma(spread_f32(x3 + s + 8), value, q)
-            value = load(at + 3 * step)
-            d, h = fma(spread_f32(x0 + s + 12), value, d), fma(spread_f32(x1 + s + 12), value, h)
-            m, r = fma(spread_f32(x2 + s + 12), value, m), fma(spread_f32(x3 + s + 12), value, r)
-        for k in range(whole, n):
-            value = load(down + step * k)
-            a, e = fma(spread_f32(x0 + 4 * k), value, a), fma(spread_f32(x1 + 4 * k), value, e)
-            i, o = fma(spread_f32(x2 + 4 * k), value, i), fma(spread_f32(x3 + 4 * k), value, o)
-        store_f32(out[0], add(add(a, b), add(c, d)))
-        store_f32(out[1], add(add(e, f), add(g, h)))
-        store_f32(out[2], add(add(i, j), add(t, m)))
-        store_f32(out[3], add(add(o, p), add(q, r)))
-
-    return _rename(one, f"adapter_ranks_of_one_{kind}"), _rename(four, f"adapter_ranks_of_four_{kind}")
+    return table + (slot - 1) * parts * ENTRY
 
 
 @inline
-def _put_sums(y: Int, left: Int, scale: Floats, sums: tuple[Floats, Floats, Floats, Floats]) -> None:
-    """y [left, 64 at most] += scale · sums."""
-    some = np.int32(left)
-    store_some(y, fma(scale, sums[0], load_some(y, some)), some)
-    if left > 16:
-        store_some(y + 64, fma(scale, sums[1], load_some(y + 64, some - 16)), some - 16)
-    if left > 32:
-        store_some(y + 128, fma(scale, sums[2], load_some(y + 128, some - 32)), some - 32)
-    if left > 48:
-        store_some(y + 192, fma(scale, sums[3], load_some(y + 192, some - 48)), some - 48)
-
-
-def _write_outputs(kind: str, load: Callable[[Int], Floats], size: int) -> tuple[Inlined, Inlined]:
-    """y += scale · hidden · B, 64 outputs at a time, for one row and for four."""
-    step = 16 * size  # bytes of sixteen outputs
-
-    def one(hidden: Int, entry: Int, first: Int, width: Int, y: Int) -> None:
-        """y [64 at most, from output `first` of the part's `width`] += scale · hidden · B."""
-        at, rank, scale = get_i64(entry + 8) + size * first, get_i64(entry + 16), spread(get_f32(entry + 24))
-        apart, left = (width + 15) // 16 * step, width - first
-        a, b, c, d = zero_f32(), zero_f32(), zero_f32(), zero_f32()
-        # Behind a part's last vector there is nothing: sums of the first take its place.
-        i, j, k = step if left > 16 else 0, 2 * step if left > 32 else 0, 3 * step if left > 48 else 0
-        for r in range(rank):
-            value = spread_f32(hidden + 4 * r)
-            a, b = fma(value, load(at), a), fma(value, load(at + i), b)
-            c, d = fma(value, load(at + j), c), fma(value, load(at + k), d)
-            at += apart
-        _put_sums(y, left, scale, (a, b, c, d))
-
-    def four(hidden: Quad, entry: Int, first: Int, width: Int, y: Quad) -> None:
-        """The same of four rows at a time."""
-        at, rank, scale = get_i64(entry + 8) + size * first, get_i64(entry + 16), spread(get_f32(entry + 24))
-        apart, left = (width + 15) // 16 * step, width - first
-        a, b, c, d = zero_f32(), zero_f32(), zero_f32(), zero_f32()
-        e, f, g, h = zero_f32(), zero_f32(), zero_f32(), zero_f32()
-        x, m, n, o = zero_f32(), zero_f32(), zero_f32(), zero_f32()
-        p, q, s, t = zero_f32(), zero_f32(), zero_f32(), zero_f32()
-        i, j, k = step if left > 16 else 0, 2 * step if left > 32 else 0, 3 * step if left > 48 else 0
-        h0, h1, h2, h3 = hidden
-        for r in range(rank):
-            u, v, w, z = load(at), load(at + i), load(at + j), load(at + k)
-            value = spread_f32(h0 + 4 * r)
-            a, b, c, d = fma(value, u, a), fma(value, v, b), fma(value, w, c), fma(value, z, d)
-            value = spread_f32(h1 + 4 * r)
-            e, f, g, h = fma(value, u, e), fma(value, v, f), fma(value, w, g), fma(value, z, h)
-            value = spread_f32(h2 + 4 * r)
-            x, m, n, o = fma(value, u, x), fma(value, v, m), fma(value, w, n), fma(value, z, o)
-            value = spread_f32(h3 + 4 * r)
-            p, q, s, t = fma(value, u, p), fma(value, v, q), fma(value, w, s), fma(value, z, t)
-            at += apart
-        _put_sums(y[0], left, scale, (a, b, c, d))
-        _put_sums(y[1], left, scale, (e, f, g, h))
-        _put_sums(y[2], left, scale, (x, m, n, o))
-        _put_sums(y[3], left, scale, (p, q, s, t))
-
-    return _rename(one, f"adapter_outputs_of_one_{kind}"), _rename(four, f"adapter_outputs_of_four_{kind}")
+def find_run(where: Where, i: Int, rows: Int) -> tuple[Int, Int]:
+    """Of the row at place i, and rows behind it that have the same: their entries, and where they end."""
+    entries, k = find_entries(where, row_at(where, i)), i + 1
+    if where[8] != 0 and where[3] == 0 and find_entries(where, row_at(where, rows - 1)) == entries:
+        k = rows  # they are in order
+    while k < rows and find_entries(where, row_at(where, k)) == entries:
+        k += 1
+    return entries, k
 
 
 @inline
-def _place(places: Int, row: Int) -> Int:
+def place(places: Int, row: Int) -> Int:
+    """Where a row is in x and y."""
     return row if places == 0 else get_i64(places + 8 * row)
 
 
 @inline
-def _share_entry(where: tuple[Int, Int, Int, Int, Int, Int, Int, Int, Int], i: Int, part: Int) -> Int:
-    """The entry that the rows at places i … i + 3 have in common; 0: they do not, or have none."""
-    first = _entry(where, _row(where, i), part)
-    for k in range(1, 4):
-        if _entry(where, _row(where, i + k), part) != first:
-            return np.int64(0)
-    return first
+def round_row(x: Int, n: Int, to: Int) -> None:
+    """x [n] as pairs of bfloat16, and zeros up to a whole vector."""
+    whole = n // 32 * 32
+    for k in range(0, whole, 32):
+        store_i32(to + 2 * k, both_bf16(load_f32(x + 4 * k), load_f32(x + 4 * k + 64)))
+    if whole < n:
+        low = load_left(x + 4 * whole, n - whole)
+        high = load_left(x + 4 * whole + 64, max(n - whole - 16, 0))
+        store_i32(to + 2 * whole, both_bf16(low, high))
+
+
+def _read(kind: str, w: Writer, at: Word, *, spread: bool) -> Value:
+    """A vector of numbers or pairs, or one of these in every lane."""
+    if kind == "float32":
+        return w.spread_f32(at) if spread else w.load_f32(at)
+    return w.spread_i32(at) if spread else w.load_i32(at)
+
+
+def _multiply(kind: str, w: Writer, x: Value, y: Value, s: Value) -> Value:
+    """s + x · y. Of pairs, the product of the second numbers is added first."""
+    if kind == "float32":
+        return w.fma(x, y, s)
+    if plain_x86.HERE:  # a product of two bfloat16 is exact, so that adding it rounds once
+        second = w.add(w.mul(w.high_bf16(x), w.high_bf16(y)), s)
+        return w.add(w.mul(w.low_bf16(x), w.low_bf16(y)), second)
+    return w.dot_bf16(s, x, y)
+
+
+@block()
+def ranks(kind: str, rows: int, w: Writer, xs: list[Word], down: Word, steps: Word, outs: list[Word]) -> None:
+    """Block (xs, down, steps, outs): rows of x times sixteen ranks of A; inputs in TURNS sums, by turns."""
+
+    def some(k: Word, sums: Sequence[Value], turns: int) -> list[Value]:
+        found = list(sums)
+        for turn in range(turns):
+            a = _read(kind, w, down + (k + turn) * 64, spread=False)
+            for r, x in enumerate(xs):
+                value = _read(kind, w, x + (k + turn) * 4, spread=True)
+                found[TURNS * r + turn] = _multiply(kind, w, value, a, found[TURNS * r + turn])
+        return found
+
+    whole = (steps >> 2) << 2
+    sums = w.loop(0, whole, TURNS, [w.zero_f32()] * (TURNS * rows), lambda k, *sums: some(k, sums, TURNS))
+    sums = w.loop(whole, steps, 1, sums, lambda k, *sums: some(k, sums, 1))
+    for r, out in enumerate(outs):
+        a, b, c, d = sums[TURNS * r : TURNS * r + TURNS]
+        total = w.add(w.add(a, b), w.add(c, d))
+        if kind == "float32":
+            w.store_f32(out, total)
+        else:
+            w.store_bf16(out, w.rounded_bf16(total))
+
+
+@block()
+def outputs(
+    kind: str,
+    rows: int,
+    vectors: int,
+    w: Writer,
+    hidden: list[Word],
+    up: Word,
+    steps: Word,
+    apart: Word,
+    scale: Value,
+    ys: list[Word],
+    left: Word,
+) -> None:
+    """Block (hidden, up, steps, apart, scale, ys, left): y += scale · hidden · B.
+
+    For so many rows and vectors of outputs; of a single vector only `left` outputs.
+    """
+
+    def step(k: Word, at: Word, *sums: Value) -> list[Value]:
+        found, columns = list(sums), [_read(kind, w, at + 64 * j, spread=False) for j in range(vectors)]
+        for r, h in enumerate(hidden):
+            value = _read(kind, w, h + k * 4, spread=True)
+            for j, column in enumerate(columns):
+                found[vectors * r + j] = _multiply(kind, w, value, column, found[vectors * r + j])
+        return [at + apart, *found]
+
+    _, *sums = w.loop(0, steps, 1, [up, *[w.zero_f32()] * (vectors * rows)], step)
+    for i, total in enumerate(sums):
+        at = ys[i // vectors] + 64 * (i % vectors)
+        if vectors > 1:
+            w.store_f32(at, w.fma(scale, total, w.load_f32(at)))
+        else:
+            count = left.least(16)
+            w.store_some(at, w.fma(scale, total, w.load_some(at, count)), count)
 
 
 @cache
 def adder(kind: str) -> Kernel:
     """The kernel over factors of that dtype."""
-    load, size = {"float32": (load_f32, 4), "bfloat16": (load_bf16, 2)}[kind]
-    one_ranks, four_ranks = _write_ranks(kind, load, size)
-    one_outputs, four_outputs = _write_outputs(kind, load, size)
-    step = 16 * size
-
-    def add_adapters(frame: int, args: int, thread: int, threads: int) -> None:
-        """how many tokens have an adapter (an address), x, its row stride, n; y, its row stride; hidden;
-        ranks that a part has in it; the address of how many times sixteen ranks are in use; parts, where each
-        begins in y (and the end); places of rows in x and y (or 0); then slots, tokens, rows of one token,
-        experts, tables, their strides, and tokens in order (or 0): see `_row`. In order, those with an
-        adapter are the last.
-        """
-        active, x, x_bytes, n, y, y_bytes = words(args, 2, 8)
-        hidden, ranks, used, parts, starts, places = words(args, 8, 14)
-        slots, tokens, each, experts, tables, row_bytes, pair_bytes, order = words(args, 14, 22)
-        count = get_i64(active)
-        if count == 0:
-            return
-        if order != 0:
-            order += 8 * (rows_of(frame, args) - count)
-        else:
-            count = rows_of(frame, args)
-        where = (slots, tokens, each, experts, tables, parts, row_bytes, pair_bytes, order)
-        rows, groups = count * each, get_i64(used)
-        quads = (rows + 3) // 4
-        block = min(quads, BLOCK)
-        blocks, h_bytes = (quads + block - 1) // block if quads > 0 else 0, 4 * parts * ranks
-        items = blocks * parts * groups * block
-        for item in range(items * thread // threads, items * (thread + 1) // threads):
-            unit = item // block
-            i, part = 4 * (unit // (parts * groups) * block + item % block), unit // groups % parts
-            group = unit % groups
-            out = hidden + 4 * (part * ranks + 16 * group)
-            entry = _share_entry(where, i, part) if i + 4 <= rows else np.int64(0)
-            if entry != 0:
-                if 16 * group < get_i64(entry + 16):
-                    a, b, c, d = _row(where, i), _row(where, i + 1), _row(where, i + 2), _row(where, i + 3)
-                    some = (
-                        x + _place(places, a) * x_bytes,
-                        x + _place(places, b) * x_bytes,
-                        x + _place(places, c) * x_bytes,
-                        x + _place(places, d) * x_bytes,
-                    )
-                    to = (out + a * h_bytes, out + b * h_bytes, out + c * h_bytes, out + d * h_bytes)
-                    four_ranks(some, get_i64(entry) + step * n * group, n, to)
-            else:
-                for k in range(i, min(i + 4, rows)):
-                    row = _row(where, k)
-                    entry = _entry(where, row, part)
-                    if entry != 0 and 16 * group < get_i64(entry + 16):
-                        own = x + _place(places, row) * x_bytes
-                        one_ranks(own, get_i64(entry) + step * n * group, n, out + row * h_bytes)
-        barrier(frame, threads)
-        tiles: Int = np.int64(0)
-        for part in range(parts):
-            tiles += (get_i64(starts + 8 * part + 8) - get_i64(starts + 8 * part) + 63) // 64
-        items = blocks * tiles * block
-        for item in range(items * thread // threads, items * (thread + 1) // threads):
-            unit = item // block
-            i, tile = 4 * (unit // tiles * block + item % block), unit % tiles
-            index: Int = np.int64(0)
-            begin, width = get_i64(starts), get_i64(starts + 8)
-            while tile >= (width + 63) // 64:
-                tile -= (width + 63) // 64
-                index += 1
-                begin = get_i64(starts + 8 * index)
-                width = get_i64(starts + 8 * index + 8) - begin
-            out, source = y + 4 * (begin + 64 * tile), hidden + 4 * index * ranks
-            entry = _share_entry(where, i, index) if i + 4 <= rows else np.int64(0)
-            if entry != 0:
-                a, b, c, d = _row(where, i), _row(where, i + 1), _row(where, i + 2), _row(where, i + 3)
-                to = (
-                    out + _place(places, a) * y_bytes,
-                    out + _place(places, b) * y_bytes,
-                    out + _place(places, c) * y_bytes,
-                    out + _place(places, d) * y_bytes,
-                )
-                some = (
-                    source + a * h_bytes,
-                    source + b * h_bytes,
-                    source + c * h_bytes,
-                    source + d * h_bytes,
-                )
-                four_outputs(some, entry, 64 * tile, width, to)
-            else:
-                for k in range(i, min(i + 4, rows)):
-                    row = _row(where, k)
-                    entry = _entry(where, row, index)
-                    if entry != 0:
-                        own = out + _place(places, row) * y_bytes
-                        one_outputs(source + row * h_bytes, entry, 64 * tile, width, own)
-
-    add_adapters.__name__ = add_adapters.__qualname__ = f"add_adapters_{kind}"
-    return kernel(add_adapters)
+    name = f"add_adapters_{kind}"
+    text = _SOURCE.substitute(
+        kind=kind,
+        name=name,
+        paired=kind == "bfloat16",
+        each=2 if kind == "bfloat16" else 1,
+        size=2 if kind == "bfloat16" else 4,
+        digest=digest("linear/low_rank.py", "codegen/bf16_dot.py"),
+    )
+    found: Kernel = getattr(load_generated(name, text), name)
+    return found
 
 
-def _rename(write: Inlined, name: str) -> Inlined:
-    """Machine code goes by this name, and no two functions may share one."""
-    write.__name__ = write.__qualname__ = name
-    return inline(write)
+def scratch_bytes(n_in: int) -> int:
+    """What a thread needs: rounded inputs of QUADS quads, and which these are."""
+    return 64 + QUADS * 4 * (-(-n_in // 32) * 64)
 
 
 @add_low_rank.variant("native", on="cpu", when=float32_rows, native=True)
@@ -333,6 +372,7 @@ def _add_low_rank(
         *(hidden, site.max_rank, site.used, site.num_parts, site.starts, 0),
         *(slots_of(rows), tokens, 1, 0, site.table, 0, 0, rows.order if tokens is None else 0),
         rows=count,
+        scratch=scratch_bytes(site.n_in),
     )
     return y
 
@@ -374,6 +414,7 @@ def _add_head_low_rank(
         *(hidden, site.max_rank, site.used, 1, site.starts, 0),
         *(slots_of(rows), 0, heads, numbers, addresses, 0, 8, rows.order),
         rows=count,
+        scratch=scratch_bytes(site.n_in),
     )
     return y
 
@@ -431,4 +472,5 @@ class ExpertTables:
                 rows.order,
             ),
             rows=tokens,
+            scratch=scratch_bytes(site.n_in),
         )

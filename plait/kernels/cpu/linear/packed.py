@@ -6,7 +6,8 @@ with zeros. Its kernel takes these words (`Executor.launch`):
 2 x (float32 rows), 3 bytes between rows, 4 n_in, 5 weight (address of the first tile), 6 n_out, 7 bias
 (float32) or 0, 8 out, 9 bytes between its rows, 10 rounding of x (index into ROUNDINGS), 11 groups,
 12 starts, 13 weights, 14 bytes of x's rounded form at most, 15 address of the kernel for few rows or 0,
-16 address of the kernel that joins gate and up (`glu`) or 0: word 8 is then for the first half of n_out.
+16 address of the kernel that joins gate and up (`glu`) or 0: word 8 is then for the first half of n_out,
+17 to 20 what is fetched for the adapters behind it, or 0 (`AddedAdapters.words`).
 
 A weight may keep its columns in another order than its inputs come in: `order_columns` then goes first.
 
@@ -17,7 +18,7 @@ starts[groups] is how many rows there are. Without groups the frame says so.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import rows_of
 from plait.kernels.cpu.runtime.row_checks import TensorRows
 from plait.ops.linear import Activations
+from plait.ops.low_rank import AddedAdapters
 
 JOINED = 64 * TILE  # bytes of a thread's scratch for a tile of as many rows
 ROUNDINGS: tuple[Activations, ...] = ("float32", "int8", "int8x2")
@@ -84,10 +86,15 @@ class PackedWeight:
     scratch: int = 0  # bytes that each thread needs
     layout: Any = None  # a description of the tiles, with plain values as fields, next to `kind`
     joins: bool = False  # whether `kernel` joins gate and up
+    adapters: AddedAdapters | None = None  # what is added behind it, whose factors `kernel` may fetch
 
     @property
     def nbytes(self) -> int:
         return self.data.numel()
+
+    def before(self, adapters: AddedAdapters) -> PackedWeight:
+        """The same weight, behind which these adapters are added, row by row."""
+        return replace(self, adapters=adapters)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -184,6 +191,7 @@ def multiply(
         need,
         weight.few.address if weight.few else 0,
         join.address if join else 0,
+        *(weight.adapters.words() if weight.adapters and not groups else (0, 0, 0, 0)),
         rows=asked,
         scratch=weight.scratch + (JOINED if join else 0),
         shared=need,
