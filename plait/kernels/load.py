@@ -17,8 +17,6 @@ from plait.kernels.cpu.codegen.kernel_folder import KernelRoom, Spare, is_foreig
 if TYPE_CHECKING:
     from os import stat_result
 
-    from torch import Tensor
-
     from plait.kernels.cpu.codegen.kernel import Kernel
     from plait.kernels.cpu.runtime.executor import Executor
     from plait.kernels.cpu.runtime.machine_code import LoadedKernel
@@ -104,8 +102,8 @@ def link_code(code: bytes, parts: Sequence[tuple[str, int, int]]) -> list[Loaded
     return link(code, parts)
 
 
-def allocate_packed(nbytes: int) -> Tensor:
-    """Memory for what kernels read in every step, zeros, uint8: `tile_memory.Rooms.take`."""
+def allocate_packed(nbytes: int) -> Any:
+    """Memory for what kernels read in every step, a tensor of zeros, uint8: `tile_memory.Rooms.take`."""
     from plait.kernels.cpu.runtime.tile_memory import room
 
     return room(nbytes)

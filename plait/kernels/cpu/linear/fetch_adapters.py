@@ -45,11 +45,13 @@ def begin_share(
     slots: Int, order: Int, spans: Int, count: Int, thread: Int, threads: Int
 ) -> tuple[Int, Int, Int, Int]:
     """A thread's share of the factors of a step: where it begins (`Rest`), and its lines."""
-    total, at, left, place = np.int64(0), np.int64(0), np.int64(0), np.int64(-1)
+    total: Int = np.int64(0)
+    at, left, place = next_span(slots, order, spans, count, np.int64(-1))
     while place < count:
-        at, left, place = next_span(slots, order, spans, count, place)
         total += left
-    start, before = total * thread // threads, np.int64(0)
+        at, left, place = next_span(slots, order, spans, count, place)
+    start: Int = total * thread // threads
+    before: Int = np.int64(0)
     at, left, place = next_span(slots, order, spans, count, np.int64(-1))
     while place < count and before + left <= start:
         before += left
