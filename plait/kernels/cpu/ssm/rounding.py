@@ -38,6 +38,7 @@ from plait.kernels.cpu.runtime.row_checks import dense, float32_rows
 from plait.ops.registry import OpFacts
 from plait.ops.state_rounding import COLUMN_STEP, FIRST, GOLDEN, ROW_STEP, SECOND, WORD
 
+LANES = 16
 COLUMN_LANE = COLUMN_STEP - WORD - 1  # the same, as an int32
 STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -51,12 +52,25 @@ def _round_state(b: ir.IRBuilder, x: ir.Value, thresholds: ir.Value) -> ir.Value
     return b.bitcast(b.and_(_round_up(b, x, thresholds), _ints(-65536)), vf32)
 
 
+def _store_upper_halves(b: ir.IRBuilder, a: ir.Value, *bits: ir.Value) -> ir.Value:
+    """The upper halves of 2 × 16 ints, by one permutation."""
+    halves = [b.bitcast(n, ir.VectorType(ir.IntType(16), 2 * LANES)) for n in bits]
+    order = ir.Constant(ir.VectorType(ir.IntType(32), 2 * LANES), list(range(1, 4 * LANES, 2)))
+    return _store(b, a, b.shuffle_vector(*halves, order))
+
+
 round_state = _define("round_state", VF, (VF, VI), _round_state)  # x as it is kept, as float32
 store_rounded = _define(  # sixteen numbers are rounded and kept
     "store_rounded",
     N,
     (A, VF, VI),
     lambda b, a, x, t: _store(b, a, b.trunc(b.lshr(_round_up(b, x, t), _ints(16)), vi16)),
+)
+store_both_rounded = _define(  # the same of thirty-two numbers
+    "store_both_rounded",
+    N,
+    (A, VF, VI, VF, VI),
+    lambda b, a, x, t, y, u: _store_upper_halves(b, a, _round_up(b, x, t), _round_up(b, y, u)),
 )
 store_kept = _define(  # sixteen numbers that are rounded already
     "store_kept",

@@ -321,26 +321,23 @@ def move_row(n: int, half: bool) -> object:
     """
 
     def write(
-        w: Writer,
-        row: Word,
-        decay: Value,
-        v: Value,
-        b: list[Value],
-        c: list[Value],
-        seed: Word,
-        ahead: Word,
+        w: Writer, row: Word, decay: Value, v: Value, b: list[Value], c: list[Value], seed: Word, ahead: Word
     ) -> list[Value]:
         for line in range(0, (2 if half else 4) * n, 64):
             w.prefetch(row + ahead + line)
         y, thresholds = w.zero_f32(), row_thresholds(w, w.spread_int(seed)) if half else None
+        waiting: list[Value] = []  # vectors and their thresholds: two are rounded and stored at a time
         for j in range(vectors(n)):
             at, left = row + (32 if half else 64) * j, _count_left(n, j)
             old = w.load_bf16(at) if half else _read(w, at, left)
             h = w.fma(old, decay, w.mul(v, b[j]))
             if half:
-                w.store_rounded(
-                    at, h, w.add_i32(thresholds, w.spread_int(wrap_int32(LANES * COLUMN_STEP * j)))
-                )
+                column = wrap_int32(LANES * COLUMN_STEP * j)
+                waiting += [h, w.add_i32(thresholds, w.spread_int(column))]
+                if j % 2:
+                    w.store_both_rounded(at - 32, *waiting[-4:])
+                elif j == vectors(n) - 1:
+                    w.store_rounded(at, *waiting[-2:])
             else:
                 _write(w, at, h, left)
             y = w.fma(h, c[j], y)
