@@ -121,7 +121,7 @@ class AdapterLimits:
 class AdapterSite:
     """What the adapters in `num_slots` slots add to one linear layer, of one or more parts side by side.
 
-    table: int64 [slots, parts, WORDS], zeros where a slot adds nothing; spans: int64 [slots, 2], where a
+    table: int64 [slots, parts, WORDS], zeros where a slot adds nothing; ranges: int64 [slots, 2], where a
     slot's factors begin, and bytes from there to their end. Both stay where they are, so a recorded step
     reads what was loaded after it was recorded. Slots count from 1.
     """
@@ -131,7 +131,7 @@ class AdapterSite:
         self.limits, self.max_rank = limits, _whole(limits.max_rank, LANES)
         self.starts = torch.tensor([0, *accumulate(self.out_sizes)], dtype=torch.int64)
         self.table = torch.zeros(limits.num_slots, len(self.out_sizes), WORDS, dtype=torch.int64)
-        self.spans = torch.zeros(limits.num_slots, 2, dtype=torch.int64)
+        self.ranges = torch.zeros(limits.num_slots, 2, dtype=torch.int64)
         self._kept: dict[tuple[int, int], _PaddedFactors] = {}
 
     @property
@@ -157,22 +157,22 @@ class AdapterSite:
             factors, self.n_in, self.out_sizes[part], self.limits
         )
         self.table[slot - 1, part] = torch.tensor(kept.words(), dtype=torch.int64)
-        self.spans[slot - 1] = torch.tensor(self._find_span(slot), dtype=torch.int64)
+        self.ranges[slot - 1] = torch.tensor(self._find_range(slot), dtype=torch.int64)
 
-    def _find_span(self, slot: int) -> tuple[int, int]:
+    def _find_range(self, slot: int) -> tuple[int, int]:
         """Where a slot's factors begin, and bytes to their end; those of the last part if they lie apart."""
         kept = [one for (of, _), one in self._kept.items() if of == slot]
         for some in (kept, kept[-1:]):
-            spans = [(t.data_ptr(), t.nbytes) for one in some for t in (one.down, one.up)]
-            start, end = min(at for at, _ in spans), max(at + nbytes for at, nbytes in spans)
-            if end - start <= 2 * sum(nbytes for _, nbytes in spans):
+            ranges = [(t.data_ptr(), t.nbytes) for one in some for t in (one.down, one.up)]
+            start, end = min(at for at, _ in ranges), max(at + nbytes for at, nbytes in ranges)
+            if end - start <= 2 * sum(nbytes for _, nbytes in ranges):
                 return start, end - start
         return 0, 0
 
     def clear(self, slot: int) -> None:
         """Forget an adapter. No step may run meanwhile."""
         self.table[slot - 1].zero_()
-        self.spans[slot - 1].zero_()
+        self.ranges[slot - 1].zero_()
         for part in range(self.num_parts):
             self._kept.pop((slot, part), None)
 
@@ -299,9 +299,9 @@ class AddedAdapters:
         self._add: Bound = bind(add_low_rank)
 
     def words(self) -> tuple[Tensor | int, ...]:
-        """Of the launch before: how many tokens have an adapter, slots, tokens in order, the site's spans."""
+        """Of the launch before: how many tokens have an adapter, slots, tokens in order, its ranges."""
         rows = self.step.current
-        return (0, 0, 0, 0) if rows is None else (rows.count, rows.slots, rows.order, self.site.spans)
+        return (0, 0, 0, 0) if rows is None else (rows.count, rows.slots, rows.order, self.site.ranges)
 
     def __call__(self, y: Tensor, x: Tensor, tokens: Tensor | None = None) -> Tensor:
         """See `add_low_rank`; in a step without adapters y as it is."""

@@ -23,7 +23,7 @@ Rest = tuple[Int, Int, Int]
 
 @inline
 def _find_span(slots: Int, order: Int, spans: Int, place: Int) -> Int:
-    """The address of the span of the row at a place in the order of slots."""
+    """The address of the range of the row at a place in the order of slots."""
     return spans + 16 * (get_i64(slots + 8 * get_i64(order + 8 * place)) - 1)
 
 

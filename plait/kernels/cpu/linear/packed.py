@@ -86,7 +86,7 @@ class PackedWeight:
     scratch: int = 0  # bytes that each thread needs
     layout: Any = None  # a description of the tiles, with plain values as fields, next to `kind`
     joins: bool = False  # whether `kernel` joins gate and up
-    adapters: AddedAdapters | None = None  # what is added behind it, whose factors `kernel` may fetch
+    adapters: AddedAdapters | None = None  # what is added behind it: `kernel` may fetch the factors
 
     @property
     def nbytes(self) -> int:

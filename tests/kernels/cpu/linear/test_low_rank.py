@@ -78,10 +78,10 @@ def test_a_row_without_adapter_is_the_models_own(layers: dict[bool, tuple[Linear
 def test_a_slot_is_filled_and_cleared_between_steps() -> None:
     site = AdapterSite(N_IN, OUTS, AdapterLimits(2, 16, torch.bfloat16, allocate=allocate_packed))
     site.put(2, 0, LowRankFactors(torch.randn(4, N_IN), torch.randn(OUTS[0], 4), 1.0))
-    at, nbytes = site.spans[1].tolist()
+    at, nbytes = site.ranges[1].tolist()
     assert at == min(site.table[1, 0, :2].tolist())
     assert site.nbytes <= nbytes < site.nbytes + 64
     site.clear(2)
-    assert not site.spans.any()
+    assert not site.ranges.any()
     assert not site.table.any()
     assert site.nbytes == 0
