@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from plait.errors import UnsupportedModel
+from plait.ops.case import Case
 from plait.ops.registry import Arguments, op
 from plait.spec import ModelSpec, RopeSpec
 
@@ -155,7 +156,7 @@ _KINDS: Mapping[str, Callable[[RopeSpec, Mapping[str, Any], int], Scaled]] = {
 }
 KNOWN_KINDS = frozenset(_KINDS)
 
-CASES: list[dict[str, int]] = [
+CASES: list[Case] = [
     dict(tokens=1, heads=4, head_dim=64, rotated=64, interleaved=False),
     dict(tokens=33, heads=3, head_dim=80, rotated=32, interleaved=True),
     dict(tokens=5, heads=2, head_dim=24, rotated=12, interleaved=False),
@@ -184,7 +185,7 @@ def rotate(x: Tensor, positions: Tensor, inv_freq: Tensor, mscale: float, interl
 
 
 @rotate.inputs
-def _rotate_inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
+def _rotate_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     x = torch.randn(case["tokens"], case["heads"], case["head_dim"], dtype=dtype, device=device)
     positions = torch.randint(0, 500, (case["tokens"],), device=device)
     return (x, positions, _plain(case["rotated"], 1e4).to(device), 1.0, case["interleaved"]), {}
