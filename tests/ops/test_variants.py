@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -44,7 +44,18 @@ RARE = {
 }
 
 
+# A storage's kernels for whole activations and for rounded ones are made from the same parts, too. Of these,
+# one of the two is quick: both take six seconds to compile for each storage.
+FLOATS_ALONE = {"Q5_1", "Q5_K", "MXFP4", "int8"}
+ROUNDED_ALONE = {"Q2_K", "IQ4_XS", "int4_g32", "int4_g64", "nvfp4"}
 TOGETHER = 8  # cases of one test: for most of them, a test's own cost is more than theirs
+
+
+def is_rare(op: Op, case: Mapping[str, Any]) -> bool:
+    kind, activations = case.get("kind"), case.get("activations", "float32")
+    if op.name == "linear" and kind in FLOATS_ALONE | ROUNDED_ALONE:
+        return (kind in FLOATS_ALONE) != (activations == "float32")
+    return kind in RARE
 
 
 def runnable() -> Iterator[Any]:
@@ -53,9 +64,11 @@ def runnable() -> Iterator[Any]:
         for variant in op.variants:
             if variant.on == "cuda" and not torch.cuda.is_available():
                 continue
-            for is_rare in (False, True):
-                places = [i for i, case in enumerate(op.cases) if is_rare == (case.get("kind") in RARE)]
-                marks = pytest.mark.slow if variant.native and is_rare else ()
+            for is_slow in (False, True):
+                places = [
+                    i for i, case in enumerate(op.cases) if is_slow == (variant.native and is_rare(op, case))
+                ]
+                marks = pytest.mark.slow if is_slow else ()
                 for first in range(0, len(places), TOGETHER):
                     some = places[first : first + TOGETHER]
                     name = f"{op.name}-{variant.name}-{some[0]}-{some[-1]}"
