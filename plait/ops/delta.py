@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -138,7 +137,7 @@ def _gates_then_scan(
     dt_bias: Tensor | None,
     A: Tensor,
     beta: Tensor,
-    *rest: Any,
+    *rest: object,
 ) -> Tensor:
     step, heads = steps(decay, dt_bias, 0.0, math.inf), v.shape[1]
     step = step if step.shape[1] == heads else step.unflatten(-1, (heads, -1))

@@ -114,7 +114,7 @@ class HeadPacking:
         return self.apply(x, self.pack(weight))
 
 
-def bind_heads(bind: Bind, weight: Tensor | HeadRows) -> tuple[Callable[..., Tensor], Any]:
+def bind_heads(bind: Bind, weight: Tensor | HeadRows) -> tuple[Callable[..., Tensor], object]:
     """(what is bound for `map_heads`, the matrices as it keeps them). bind: `Weights.bind`."""
     fn = bind(map_heads, **facts_of(weight))
     return (fn.apply, fn.pack(weight)) if isinstance(fn, HeadPacking) else (fn, weight)

@@ -49,7 +49,7 @@ class TablePacking:
         return self.apply(token_ids, self.pack(table), scale, dtype)
 
 
-def bind_table(bind: Bind, table: Weight) -> tuple[Callable[..., Tensor], Any]:
+def bind_table(bind: Bind, table: Weight) -> tuple[Callable[..., Tensor], object]:
     """(what is bound for `embed`, the table as it keeps it). bind: `Weights.bind`."""
     fn = bind(embed, kind=table.format)
     return (fn.apply, fn.pack(table)) if isinstance(fn, TablePacking) else (fn, table)

@@ -33,7 +33,7 @@ NAMES: Mapping[str, str] = {
     "ebnf": "guided_grammar",
 }
 
-Harmless = Callable[[Any], bool]
+Harmless = Callable[[object], bool]
 
 
 def _is(*values: object) -> Harmless:
