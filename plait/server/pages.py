@@ -306,7 +306,7 @@ def _schemas(operations: Iterable[Operation]) -> dict[str, object]:
 
 
 def _components(kinds: Iterable[Struct]) -> dict[str, Any]:
-    _, found = msgspec.json.schema_components(kinds, ref_template=SCHEMA)
+    _, found = msgspec.json.schema_components(kinds, schema_hook=lambda _: {}, ref_template=SCHEMA)
     return found
 
 
