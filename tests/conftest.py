@@ -136,9 +136,7 @@ def poisoned_memory() -> Iterator[None]:
 def same_start() -> None:
     """Fixed seeds, and one thread of torch, whatever an engine of the test before has set."""
     torch.set_num_threads(1)  # some sums depend on it
-    torch.default_generator.manual_seed(
-        0
-    )  # `torch.manual_seed` formats stacks for absent GPUs
+    torch.default_generator.manual_seed(0)  # `torch.manual_seed` formats stacks for absent GPUs
     random.seed(0)
 
 
