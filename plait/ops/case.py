@@ -17,6 +17,7 @@ class Sizes(TypedDict, total=False):
     chunk: int  # tokens
     dim: int  # of a head
     experts: int
+    front: int  # keys and values before those of a sequence
     groups: int
     head_dim: int
     heads: int
@@ -36,6 +37,7 @@ class Sizes(TypedDict, total=False):
     rope_dim: int
     rotated: int
     rows: int
+    shape: tuple[int, ...]  # of a sequence's state
     size: int
     state: int
     streams: int
@@ -43,6 +45,7 @@ class Sizes(TypedDict, total=False):
     top_k: int
     vocab_size: int
     window: int | None
+    v_dim: int  # of a head's values
     # the batch
     decodes: int  # sequences at its start that have one token
     lens: Sequence[int]  # tokens of each sequence
