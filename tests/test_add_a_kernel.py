@@ -52,7 +52,7 @@ def check_and_time(op: Op, cpu: Any) -> None:
     """As test_variants does, then as `plait bench op` does."""
     ground = Ground("cpu", torch.float32, cpu, Roofs(10.0, 10.0, 1.0))
     for case in op.cases:
-        test_variants.test_variant_agrees_with_reference(op, op.variants[0], case, torch.float32, cpu)
+        test_variants.check_agreement(op, op.variants[0], case, torch.float32, cpu)
         rows = bench_case(op, case, ground)
         assert [row["variant"] for row in rows][:2] == ["reference", "native"]
         assert all(row["seconds"] and not row["refusal"] for row in rows)

@@ -45,7 +45,7 @@ CAPS = {
 
 # Lines of plait/ with `Any` (its imports, too) or typing's `cast`. It falls when they go, and is not raised:
 # `object`, a TypeVar, a Protocol or a class says more.
-LOOSE_LINES = 877
+LOOSE_LINES = 674
 
 # path, or path:function -> (limit, reason). The only list of exceptions.
 EXCEPTIONS: dict[str, tuple[int, str]] = {}

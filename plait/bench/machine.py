@@ -27,7 +27,7 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-def describe() -> dict[str, Any]:
+def describe() -> dict[str, object]:
     """CPU, memory and versions: enough to know which other numbers these can be compared with."""
     flags = set(_field(CPUINFO, r"^(?:flags|Features)\s*:\s*(.*)$").split())
     kib = _field(MEMINFO, r"^MemTotal:\s*(\d+) kB$")

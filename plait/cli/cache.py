@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -122,7 +121,7 @@ def list_files(kind: str, folder: Path, pattern: str = "*.json") -> list[CachedI
     return found
 
 
-def as_facts(one: CachedItem) -> dict[str, Any]:
+def as_facts(one: CachedItem) -> dict[str, object]:
     return {"kind": one.kind, "name": one.name, "nbytes": one.nbytes, "path": str(one.path)}
 
 

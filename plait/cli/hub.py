@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -46,7 +46,7 @@ def pull(model: str, revision: str | None, offline: bool, dry_run: bool, as_json
     from plait.checkpoint.find_files import fetch_model, find_model, plan_fetch
     from plait.checkpoint.hub.client import ask, is_file_address, is_hub_name, parse_hub_name
 
-    facts: dict[str, Any]
+    facts: dict[str, object]
     if is_file_address(model) and not is_hub_name(model):
         if revision or dry_run:
             raise click.UsageError(
@@ -122,7 +122,7 @@ def packed_text(folder: Path | None, now: float) -> str:
     return "\n".join(["", "", "packed weights", *rows, f"{folder}; {how}"]) if rows else ""
 
 
-def as_facts(model: CachedModel) -> dict[str, Any]:
+def as_facts(model: CachedModel) -> dict[str, object]:
     """One entry of `--json`. `last_used` is in seconds since 1970."""
     return {
         "name": model.repo,

@@ -162,7 +162,7 @@ def inputs_of_layers(c: Config, count: int) -> LayerInputsSpec:
 def _own_sizes(c: Config, i: int, kind: str) -> Mapping[str, Any]:
     """What this layer has otherwise than the config's sizes."""
     if (given := c.get("per_layer_config")) is not None:
-        own: Mapping[str, Any] = given.get(str(i)) or given.get(i) or {}
+        own: Mapping[str, object] = given.get(str(i)) or given.get(i) or {}
         if unknown := set(own) - OWN:
             raise UnsupportedModel(f"per_layer_config has {sorted(unknown)}; known: {sorted(OWN)}")
         return own

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.families.common.detection import SECOND_NORM, ArchitectureMarker, Detection, Q, has_rope
@@ -129,7 +128,7 @@ def dense(
     ffn: MlpSpec | None = None,
     interleaved: bool = False,
     names: Rules = NO_RULES,
-    **changes: Any,
+    **changes: object,
 ) -> tuple[ModelSpec, NameMap]:
     """A dense transformer in Llama's names. `each`: its norms; `names`: of tensors with other ones.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
@@ -68,7 +67,7 @@ def state_spaces(c: Config) -> tuple[ModelSpec, NameMap]:
     """state-spaces' own config: sizes in `ssm_cfg`, a vocabulary padded up to a multiple."""
     given = c["ssm_cfg"]
     layer = given.get("layer", "Mamba1")
-    formats: dict[str, Mapping[str, Any]] = {"Mamba1": STATE_SPACES, "Mamba2": DEFAULTS}
+    formats: dict[str, Mapping[str, object]] = {"Mamba1": STATE_SPACES, "Mamba2": DEFAULTS}
     known = formats.get(layer)
     if known is None or not c["rms_norm"] or not given.get("rmsnorm", True):
         raise UnsupportedModel(

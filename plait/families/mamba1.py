@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from plait.checkpoint.names import NameMap, Rules, Source
 from plait.errors import UnsupportedModel
@@ -164,7 +163,7 @@ def jamba(c: Config) -> tuple[ModelSpec, NameMap]:
 STATE_SPACES = {"d_state": 16, "d_conv": 4, "expand": 2, "dt_rank": "auto"}
 
 
-def state_spaces_mamba1(c: Config, ssm: Mapping[str, Any]) -> tuple[ModelSpec, NameMap]:
+def state_spaces_mamba1(c: Config, ssm: Mapping[str, object]) -> tuple[ModelSpec, NameMap]:
     """state-spaces' own format where its `ssm_cfg` means Mamba1; the vocabulary is settled by the caller."""
     sizes = {key: ssm.get(key, usual) for key, usual in STATE_SPACES.items()}
     c |= {

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from plait.checkpoint.names import NameMap, Rules
 from plait.families.common.detection import ArchitectureMarker, Detection, has_rope
 from plait.families.common.recipes import either, split_gate_up, split_qkv, transformer, unused_patterns
@@ -41,7 +39,7 @@ def _fill_phi3(t: Tensors) -> None:
 
 def _fill_phi_4_mini(t: Tensors) -> None:
     t.default("max_position_embeddings", 131_072, "Phi 4 mini")
-    scaling: dict[str, Any] = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
+    scaling: dict[str, object] = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
     scaling |= {"factor": 32.0, "short_factor": [1.0] * len(PHI_4_MINI), "long_factor": PHI_4_MINI}
     t.default("rope_scaling", scaling, "Phi 4 mini")
 

@@ -47,7 +47,7 @@ class Language:
 
     tokenizer: Tokenizer | None
     chat_template: ChatTemplate | None
-    generation_config: Mapping[str, Any]
+    generation_config: Mapping[str, object]
     stop_token_ids: frozenset[int]
     head: ModelHead = NO_HEAD
 

@@ -93,7 +93,7 @@ def key_of(opened: Opened, target: Target) -> dict[str, object]:
         "made by": [hash_code(ROOMS), torch.__version__, made_for.room_name if made_for else ""],
         "plugins": [plugin.digest for plugin in opened.plugins],
     }
-    plain: dict[str, Any] = json.loads(json.dumps(key))
+    plain: dict[str, object] = json.loads(json.dumps(key))
     return plain
 
 

@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from plait.errors import BadFile, InvalidField
 from plait.frontend.frontend import Language
@@ -28,8 +27,8 @@ class TextSource:
     name: str
     vocab_size: int
     directory: str | None = None
-    metadata: Mapping[str, Any] | None = None
-    config: Mapping[str, Any] | None = None
+    metadata: Mapping[str, object] | None = None
+    config: Mapping[str, object] | None = None
     vocab: str | None = None
     chat_template: str | None = None
     oxidizr: bool = False

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from plait.ops.case import Case
 from plait.ops.elementwise import elementwise_op
 from plait.ops.registry import Arguments, TensorFn, op
 
@@ -37,7 +37,7 @@ PAIRS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "swiglu_7": lambda gate, up: _swiglu_within(gate, up, 7.0),
     "swiglu_16": lambda gate, up: _swiglu_within(gate, up, 16.0),
 }
-CASES: list[dict[str, Any]] = [
+CASES: list[Case] = [
     dict(tokens=tokens, size=size, kind=kind)
     for tokens, size, kind in (
         (1, 64, "silu"),
@@ -75,7 +75,7 @@ def activate(x: Tensor, kind: str, gated: bool) -> Tensor:
 
 
 @activate.inputs
-def _activate_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+def _activate_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     gated = case["tokens"] not in (7, 9)
     x = torch.randn(case["tokens"], case["size"] * (1 + gated), dtype=dtype, device=device)
     return ((4 if case["kind"] in PAIRS else 2) * x, case["kind"], gated), {}
@@ -107,7 +107,7 @@ def gate_rows(x: Tensor, gate: Tensor) -> Tensor:
 
 
 @gate_rows.inputs
-def _gate_rows_inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
+def _gate_rows_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     x = torch.randn(case["tokens"], case["size"], dtype=dtype, device=device)
     return (x, torch.randn(case["tokens"], 1, dtype=dtype, device=device)), {}
 
@@ -120,7 +120,7 @@ def scale_rows(x: Tensor, by: Tensor) -> Tensor:
 
 
 @scale_rows.inputs
-def _scale_rows_inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
+def _scale_rows_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     shape = (case["tokens"], *((case["heads"],) if "heads" in case else ()), 2 * case["size"])
     x = torch.randn(shape, dtype=dtype, device=device).chunk(2, -1)[0]
     return (x, torch.randn(case["tokens"], case["heads"] if "each" in case else 1, device=device)), {}
@@ -139,7 +139,7 @@ def xielu(x: Tensor, curve: Tensor) -> Tensor:
 
 
 @xielu.inputs
-def _xielu_inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
+def _xielu_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     wide = 3 * torch.randn(case["tokens"], 2 * case["size"], dtype=dtype, device=device)
     return (wide.chunk(2, -1)[0], torch.tensor([0.8, 1.3, 0.5, -1e-6], device=device)), {}
 
@@ -168,7 +168,7 @@ def step_sizes(dt: Tensor, bias: Tensor | None, low: float, high: float) -> Tens
 
 
 @step_sizes.inputs
-def _step_sizes_inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
+def _step_sizes_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     dt = 4 * torch.randn(case["tokens"], case["size"], dtype=dtype, device=device)
     bias = torch.randn(case["size"], device=device) if case["tokens"] > 1 else None
     return (dt, bias, 0.001, 5.0 if case["tokens"] > 1 else float("inf")), {}
@@ -184,7 +184,7 @@ def sigmoid_steps(dt: Tensor, bias: Tensor, rate: Tensor) -> Tensor:
 
 
 @sigmoid_steps.inputs
-def _sigmoid_steps_inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
+def _sigmoid_steps_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     wide = 4 * torch.randn(case["tokens"], 2 * case["size"], dtype=dtype, device=device)
     bias, rate = (torch.rand(case["size"], device=device) for _ in range(2))
     return (wide.chunk(2, -1)[0], bias, rate), {}

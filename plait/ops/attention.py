@@ -6,18 +6,17 @@ The references go through the sequences one by one, so that a result cannot depe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from plait.ops.case import Case
 from plait.ops.entry import Form, head_forms, head_widths, latent_form, latent_width, stored_dtype
 from plait.ops.registry import Arguments, op
 
-Case = Mapping[str, Any]
 SEQS = [1, 7, 5, 40]  # lengths: history lies in a layout of the variant's own, so that cases start without
-CASES: list[dict[str, Any]] = [
+CASES: list[Case] = [
     dict(seqs=[1], heads=4, kv_heads=2, dim=16, window=None, softcap=None),
     dict(seqs=SEQS, heads=6, kv_heads=2, dim=32, window=None, softcap=None),
     dict(seqs=SEQS, heads=4, kv_heads=1, dim=64, window=9, softcap=None),
@@ -37,13 +36,13 @@ CASES: list[dict[str, Any]] = [
     dict(seqs=[270, 4], heads=8, kv_heads=1, dim=96, window=70, softcap=30.0, kv_dtype="int4", alibi=True),
 ]
 # If linear layers round activations, queries and weights of values may be rounded over a bfloat16 cache.
-ROUNDED = {"kv_dtype": "bfloat16", "activations": "int8"}
+ROUNDED: Case = {"kv_dtype": "bfloat16", "activations": "int8"}
 CASES += [
-    dict(seqs=[300, 2], heads=9, kv_heads=3, dim=64, window=None, softcap=None, **ROUNDED),
-    dict(seqs=[530, 4], heads=4, kv_heads=2, dim=24, window=70, softcap=30.0, **ROUNDED),
-    dict(seqs=[*SEQS, 270], heads=8, kv_heads=1, dim=40, window=None, softcap=None, sinks=True, **ROUNDED),
-    dict(seqs=[300, 1], heads=4, kv_heads=4, dim=256, window=None, softcap=None, **ROUNDED),
-    dict(seqs=[270, 4], heads=6, kv_heads=3, dim=32, window=None, softcap=None, alibi=True, **ROUNDED),
+    Case(seqs=[300, 2], heads=9, kv_heads=3, dim=64, window=None, softcap=None) | ROUNDED,
+    Case(seqs=[530, 4], heads=4, kv_heads=2, dim=24, window=70, softcap=30.0) | ROUNDED,
+    Case(seqs=[*SEQS, 270], heads=8, kv_heads=1, dim=40, window=None, softcap=None, sinks=True) | ROUNDED,
+    Case(seqs=[300, 1], heads=4, kv_heads=4, dim=256, window=None, softcap=None) | ROUNDED,
+    Case(seqs=[270, 4], heads=6, kv_heads=3, dim=32, window=None, softcap=None, alibi=True) | ROUNDED,
 ]
 BLOCK = 16  # of the test cases
 
@@ -170,7 +169,7 @@ def random_cache(shape: tuple[int, ...], case: Case, dtype: torch.dtype, device:
     return (garbage.abs() if kept == torch.uint8 else garbage).to(kept)
 
 
-def paged_case(lengths: list[int], device: str) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], int]:
+def paged_case(lengths: Sequence[int], device: str) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], int]:
     """((block_table, slot_mapping, query_start, seq_lens), num_blocks) of whole sequences in shuffled blocks:
     what `cases` of paged ops share."""
     needs = [-(-length // BLOCK) for length in lengths]
@@ -184,7 +183,7 @@ def paged_case(lengths: list[int], device: str) -> tuple[tuple[Tensor, Tensor, T
     return tuple(t.to(device) for t in where), sum(needs) + 1  # type: ignore[return-value]
 
 
-LATENT_CASES: list[dict[str, object]] = [
+LATENT_CASES: list[Case] = [
     dict(seqs=[1], heads=4, kv_rank=16, rope_dim=4),
     dict(seqs=SEQS, heads=3, kv_rank=32, rope_dim=8),
     dict(seqs=[130, 3], heads=16, kv_rank=64, rope_dim=32),

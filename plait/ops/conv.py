@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from plait.ops.activation import activate
+from plait.ops.case import RecurrentCase
 from plait.ops.registry import Arguments, TensorFn, op
 
 SEQS = [(1, True), (1, True), (1, False), (2, True), (11, False), (5, True)]  # (new tokens, has history)
-CASES: list[dict[str, Any]] = [
+CASES: list[RecurrentCase] = [
     dict(seqs=[(1, True)], channels=24, kernel=4, bias=True),
     dict(seqs=SEQS, channels=40, kernel=4, bias=True),
     dict(seqs=SEQS, channels=8, kernel=3, bias=False),
@@ -78,7 +78,7 @@ def _conv_then_activation(
 
 
 @causal_conv.inputs
-def _inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+def _inputs(case: RecurrentCase, dtype: torch.dtype, device: str) -> Arguments:
     slots, query_start, has_history, num_slots = ragged_case(case["seqs"], device)
     channels, kernel = case["channels"], case["kernel"]
     x = torch.randn(int(query_start[-1]), channels, dtype=dtype, device=device)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from plait.ops.activation import activate, step_sizes
+from plait.ops.case import RecurrentCase
 from plait.ops.conv import ragged_case
 from plait.ops.registry import Arguments, TensorFn, op
 from plait.ops.state_rounding import walk_tokens
 
 EPS = 1e-6  # under the root of a key's and a query's length
 SEQS = [(1, True), (1, True), (1, False), (70, False), (3, True), (35, True)]
-CASES: list[dict[str, Any]] = [
+CASES: list[RecurrentCase] = [
     dict(seqs=[(1, True)], decodes=1, heads=4, keys=2, key_dim=16, dim=16),
     dict(seqs=SEQS, decodes=2, heads=4, keys=2, key_dim=16, dim=32),
     dict(seqs=SEQS, decodes=2, heads=4, keys=2, key_dim=16, dim=32, tiled=True),
@@ -76,7 +75,7 @@ def _unit(x: Tensor) -> Tensor:
 
 
 @gated_delta_scan.inputs
-def _inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+def _inputs(case: RecurrentCase, dtype: torch.dtype, device: str) -> Arguments:
     slots, query_start, has_history, num_slots = ragged_case(case["seqs"], device)
     total, heads, keys, size, dim = (
         int(query_start[-1]),
@@ -138,7 +137,7 @@ def _gates_then_scan(
     dt_bias: Tensor | None,
     A: Tensor,
     beta: Tensor,
-    *rest: Any,
+    *rest: object,
 ) -> Tensor:
     step, heads = steps(decay, dt_bias, 0.0, math.inf), v.shape[1]
     step = step if step.shape[1] == heads else step.unflatten(-1, (heads, -1))
@@ -146,7 +145,7 @@ def _gates_then_scan(
 
 
 @delta_scan_from_gates.inputs
-def _gates_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+def _gates_inputs(case: RecurrentCase, dtype: torch.dtype, device: str) -> Arguments:
     (q, k, v, step, A, _, *rest), _ = _inputs(case, dtype, device)
     total, heads, size = len(step), case["heads"], step.flatten(1).shape[1]
     wide = 2 * torch.randn(total, size + heads, dtype=dtype, device=device)  # as rows of a projection

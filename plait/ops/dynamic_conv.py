@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from plait.ops.attention import Case
+from plait.ops.case import RecurrentCase
 from plait.ops.conv import ragged_case
 from plait.ops.registry import Arguments, op
 
 SEQS = [(1, True), (1, True), (1, False), (2, False), (40, False), (3, True), (17, True)]
-CASES: list[dict[str, object]] = [
+CASES: list[RecurrentCase] = [
     dict(seqs=[(1, True)], channels=16, kernel=4),
     dict(seqs=SEQS, channels=37, kernel=4),
     dict(seqs=SEQS, channels=80, kernel=3),
@@ -52,7 +52,7 @@ def dynamic_conv(
 
 
 @dynamic_conv.inputs
-def _inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
+def _inputs(case: RecurrentCase, dtype: torch.dtype, device: str) -> Arguments:
     slots, query_start, has_history, num_slots = ragged_case(case["seqs"], device)
     total, channels, kernel = int(query_start[-1]), case["channels"], case["kernel"]
     x = torch.randn(total, 2 * channels, dtype=dtype, device=device).chunk(2, -1)[0]

@@ -6,17 +6,16 @@ same work, and rows without edits read one line that lies in the cache.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
+from plait.ops.case import Case
 from plait.ops.registry import Arguments, op
 
 IN_PROMPT = 1  # the lowest bit of a count: the token is in the prompt
 PER_OUTPUT = 2  # what each time that a token was generated adds to its count
 NO_STOP = -1
-CASES = [
+CASES: list[Case] = [
     dict(rows=1, vocab_size=7),
     dict(rows=4, vocab_size=300),
     dict(rows=9, vocab_size=5000),
@@ -71,7 +70,7 @@ def count_tokens(ids: Tensor, position: Tensor, lines: Tensor, counts: Tensor) -
 
 
 @count_tokens.inputs
-def _count_inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
+def _count_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     rows, vocab = case["rows"], case["vocab_size"]
     counts = torch.randint(0, 9, (rows + 1, vocab), dtype=torch.int32)
     lines, ids = torch.arange(rows) * (torch.arange(rows) % 3 > 0), torch.randint(vocab, (rows,))
@@ -80,7 +79,7 @@ def _count_inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> A
 
 
 @edit_logits.inputs
-def _inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
+def _inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     rows, vocab, lines = case["rows"], case["vocab_size"], 4
     logits = torch.randn(rows, vocab, dtype=dtype)
     masks = torch.randint(-(2**31), 2**31 - 1, (lines, -(-vocab // 32)), dtype=torch.int32)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from inspect import signature
-from typing import Any
 
 import torch
 
+from plait.ops.case import Case
 from plait.ops.registry import TOLERANCE, Arguments, Op, op
 
 SIZES = ((1, 64), (33, 300), (5, 7))  # rows and numbers of each: one row, many, and one with a short tail
@@ -34,10 +34,11 @@ def elementwise_op(
         )(fn)
 
         @made.inputs
-        def _inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+        def _inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
             n, count = case["size"], len(tensors)
+            values: Mapping[str, object] = case
             wide = 2 * torch.randn(case["tokens"], 2 * n * count, dtype=dtype, device=device)
-            return (*wide.split(n, -1)[::2], *(case[name] for name in numbers)), {}
+            return (*wide.split(n, -1)[::2], *(values[name] for name in numbers)), {}
 
         return made
 

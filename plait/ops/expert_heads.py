@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from plait.ops.attention import Case
+from plait.ops.case import Case
 from plait.ops.linear import Linear
 from plait.ops.registry import Arguments, bind_reference, op
 from plait.quant.weight import Dense

@@ -10,7 +10,6 @@ from torch import Tensor
 from plait.ops.attention import (
     BLOCK,
     SEQS,
-    Case,
     causal_mask,
     paged_case,
     random_cache,
@@ -18,6 +17,7 @@ from plait.ops.attention import (
     visible,
     write_paged,
 )
+from plait.ops.case import Case, RecurrentCase
 from plait.ops.conv import ragged_case
 from plait.ops.registry import Arguments, op
 
@@ -79,7 +79,7 @@ def _front_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     return (q, k, v, *caches, front, *where, case["dim"] ** -0.5, case["window"]), {}
 
 
-BEGIN_CASES: list[Case] = [
+BEGIN_CASES: list[RecurrentCase] = [
     dict(seqs=[(1, True)], shape=(3, 8)),
     dict(seqs=[(1, True), (4, False), (2, True), (1, False)], shape=(10, 7)),
 ]
@@ -99,7 +99,7 @@ def begin_slots(
 
 
 @begin_slots.inputs
-def _begin_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
+def _begin_inputs(case: RecurrentCase, dtype: torch.dtype, device: str) -> Arguments:
     slots, starts, has_history, num_slots = ragged_case(case["seqs"], device)
     initial, state = (torch.randn(*some, *case["shape"], device=device) for some in ((), (num_slots,)))
     return (initial, state, slots, has_history, torch.arange(int(starts[-1]), device=device)), {}

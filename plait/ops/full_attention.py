@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from plait.ops.case import Case
 from plait.ops.registry import Arguments, op
 
-CASES: list[dict[str, Any]] = [
+CASES: list[Case] = [
     dict(seqs=[1, 7, 40], heads=4, kv_heads=2, dim=16, window=None, softcap=None),
     dict(seqs=[30, 5], heads=3, kv_heads=1, dim=24, window=6, softcap=20.0),
 ]
@@ -50,7 +49,7 @@ def full_attention(
 
 
 @full_attention.inputs
-def _full_attention_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+def _full_attention_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     lengths = torch.tensor([0, *case["seqs"]], device=device)
     total = sum(case["seqs"])
     q = torch.randn(total, case["heads"], case["dim"], dtype=dtype, device=device)

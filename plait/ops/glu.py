@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from plait.ops.activation import PAIRS, activate, multiply
+from plait.ops.case import Case
 from plait.ops.linear import Linear, linear
 from plait.ops.registry import Arguments, TensorFn, bind_reference, op
 from plait.quant.weight import Dense
 
-CASES: list[dict[str, Any]] = [
+CASES: list[Case] = [
     dict(tokens=1, n_in=64, size=32, kind="silu"),
     dict(tokens=19, n_in=96, size=48, kind="gelu_pytorch_tanh"),
     dict(tokens=5, n_in=64, size=40, kind="swiglu_oai", bias=True),
@@ -42,7 +42,7 @@ def _linear_then_product(
 
 
 @glu.inputs
-def _inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+def _inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     n_in, n_out = case["n_in"], 2 * case["size"]
     x = torch.randn(case["tokens"], n_in, dtype=dtype, device=device)
     numbers = torch.randn(n_out, n_in, dtype=dtype, device=device) / n_in**0.5

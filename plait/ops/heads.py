@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,19 +11,20 @@ from torch import Tensor
 
 from plait.errors import ShapeMismatch
 from plait.ops.blocks import random_weight
+from plait.ops.case import Case
 from plait.ops.registry import Arguments, Bind, op
 from plait.quant.gguf import BLOCK_TYPES
 from plait.quant.weight import Dense, Weight, piece_of
 
-CASES: list[dict[str, Any]] = [
+CASES: list[Case] = [
     dict(rows=1, size=64),
     dict(rows=33, size=100),
     dict(rows=5, size=7),
 ]
-STORED: list[dict[str, Any]] = [
-    *(dict(kind=kind, size=100) for kind in ("bfloat16", "float16")),
-    *(dict(kind=kind.name, size=2 * kind.elements) for kind in BLOCK_TYPES.values()),
-    *(dict(kind=kind, size=288) for kind in ("int4_g32", "int8", "fp8", "fp8_b128", "mxfp4", "nvfp4")),
+STORED: list[Case] = [
+    *(Case(kind=kind, size=100) for kind in ("bfloat16", "float16")),
+    *(Case(kind=kind.name, size=2 * kind.elements) for kind in BLOCK_TYPES.values()),
+    *(Case(kind=kind, size=288) for kind in ("int4_g32", "int8", "fp8", "fp8_b128", "mxfp4", "nvfp4")),
     dict(kind="int4_g64", more="+zeros+order", size=320),
     dict(kind="int3_g128", more="+zeros+bfloat16", size=320),
     dict(kind="bnb_nf4", size=320),
@@ -83,7 +84,7 @@ def facts_of(weight: Tensor | HeadRows) -> dict[str, object]:
     return {"heads": weight.heads, "kind": weight.weight.format, "turned": weight.turned}
 
 
-@op(cases=[*CASES, *(dict(rows=9, turned=t, **case) for case in STORED for t in (False, True))])
+@op(cases=[*CASES, *(case | Case(rows=9, turned=t) for case in STORED for t in (False, True))])
 def map_heads(x: Tensor, weight: Tensor | HeadRows) -> Tensor:
     """Each head through a matrix of its own: x: [T, H, n], weight: [H, m, n] -> [T, H, m].
 
@@ -113,14 +114,14 @@ class HeadPacking:
         return self.apply(x, self.pack(weight))
 
 
-def bind_heads(bind: Bind, weight: Tensor | HeadRows) -> tuple[Callable[..., Tensor], Any]:
+def bind_heads(bind: Bind, weight: Tensor | HeadRows) -> tuple[Callable[..., Tensor], object]:
     """(what is bound for `map_heads`, the matrices as it keeps them). bind: `Weights.bind`."""
     fn = bind(map_heads, **facts_of(weight))
     return (fn.apply, fn.pack(weight)) if isinstance(fn, HeadPacking) else (fn, weight)
 
 
 @map_heads.inputs
-def _inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+def _inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     heads, rows, size = 3, case["rows"], case["size"]
     if "kind" not in case:
         x = torch.randn(rows, heads, size, dtype=dtype, device=device)

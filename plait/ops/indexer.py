@@ -13,7 +13,6 @@ from torch import Tensor
 from plait.ops.attention import (
     BLOCK,
     SEQS,
-    Case,
     causal_mask,
     paged_case,
     random_cache,
@@ -21,6 +20,7 @@ from plait.ops.attention import (
     visible,
     write_paged,
 )
+from plait.ops.case import Case
 from plait.ops.entry import latent_form, latent_width
 from plait.ops.registry import Arguments, op
 
@@ -77,7 +77,7 @@ def _choose_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     return (q, weights, k, cache, *where, case["top_k"]), {}
 
 
-CASES: list[dict[str, object]] = [
+CASES: list[Case] = [
     dict(seqs=[1], heads=4, kv_rank=16, rope_dim=4, top_k=3),
     dict(seqs=SEQS, heads=19, kv_rank=34, rope_dim=6, top_k=9),
     dict(seqs=[130, 3], heads=16, kv_rank=64, rope_dim=32, top_k=100),

@@ -7,7 +7,7 @@ Kernels that read packed weights register as further variants.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from plait.ops.blocks import random_weight
+from plait.ops.case import Case
 from plait.ops.low_rank import AddedAdapters
 from plait.ops.registry import Arguments, Bind, OpFacts, op
 from plait.quant.codebook import Codebook
@@ -38,34 +39,34 @@ ROWS = 128  # of a weight, which storage may keep together
 TOGETHER = 4  # pieces that a device multiplies at a time: few rows do not fill it
 
 
-def _parse_kind(kind: str) -> dict[str, str]:
+def _parse_kind(kind: str) -> Case:
     """A case's words for a storage: its format and the additions that `random_weight` reads."""
     name, plus, more = kind.partition("+")
     return {"kind": name, "more": plus + more}
 
 
-CASES: list[dict[str, Any]] = [
+CASES: list[Case] = [
     dict(rows=1, n_in=64, n_out=32, bias=False),
     dict(rows=7, n_in=256, n_out=130),
     dict(rows=33, n_in=512, n_out=96),
     dict(rows=9, n_in=2051, n_out=70),  # an odd input, several chunks, an unfinished tile
     *(
-        dict(rows=rows, n_in=n_in, n_out=50, kind=kind, bias=rows > 1)
+        Case(rows=rows, n_in=n_in, n_out=50, kind=kind, bias=rows > 1)
         for kind in ("bfloat16", "float16")
         for rows, n_in in ((1, 64), (14, 1031))
     ),
     *(
-        dict(rows=rows, n_in=512, n_out=80, activations=activations, bias=rows > 1, **_parse_kind(kind))
+        Case(rows=rows, n_in=512, n_out=80, activations=activations, bias=rows > 1) | _parse_kind(kind)
         for kind in (*KINDS, *STORED)
         for rows, activations in ((1, "int8"), (13, "int8"), (2, "int8x2"))
     ),
     *(
-        dict(rows=rows, n_in=512, n_out=80, bias=rows > 1, **_parse_kind(kind))
+        Case(rows=rows, n_in=512, n_out=80, bias=rows > 1) | _parse_kind(kind)
         for kind in (*KINDS, *STORED)
         for rows in (1, 13, 33)
     ),
     *(
-        dict(rows=rows, n_in=n_in, n_out=50, kind=kind, bias=rows > 1)
+        Case(rows=rows, n_in=n_in, n_out=50, kind=kind, bias=rows > 1)
         for kind in FLOATS
         for rows, n_in in ((1, 320), (14, 1088))
     ),
@@ -134,7 +135,7 @@ def _shorter(scale: Tensor) -> Tensor:
 
 
 @linear.inputs
-def _inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+def _inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     rows, n_in, n_out = case["rows"], case["n_in"], case["n_out"]
     x = torch.randn(rows, n_in, dtype=dtype, device=device)
     bias = torch.randn(n_out, dtype=dtype, device=device) if case.get("bias", True) else None

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
+from plait.ops.case import Case
 from plait.ops.registry import Arguments, op
 
-CASES = [dict(rows=1, vocab_size=7), dict(rows=3, vocab_size=3001)]
+CASES: list[Case] = [dict(rows=1, vocab_size=7), dict(rows=3, vocab_size=3001)]
 
 
 @op(cases=CASES, tolerance={torch.float32: 2e-6})
@@ -22,7 +21,7 @@ def log_probabilities(logits: Tensor, rows: Tensor) -> Tensor:
 
 
 @log_probabilities.inputs
-def _inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
+def _inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     logits = torch.randn(case["rows"] + 2, case["vocab_size"], dtype=dtype) * 5
     logits[:, 1::7] = -100.0
     rows = torch.randint(len(logits), (case["rows"],))

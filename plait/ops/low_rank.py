@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
-from plait.ops.registry import Arguments, Bind, Bound, Case, op
+from plait.ops.case import Case
+from plait.ops.registry import Arguments, Bind, Bound, op
 
 LANES = 16  # ranks, or outputs, that kernels compute at a time
 WORDS = 4  # of a table's entry: addresses of A and B, rank, scale as float32 bits
@@ -189,7 +190,7 @@ class AdapterSite:
         return torch.cat(parts, -1)
 
 
-CASES = [
+CASES: list[Case] = [
     dict(rows=1, n_in=64, outs=(48,), ranks=(8,)),
     dict(rows=20, n_in=101, outs=(40, 7, 70), ranks=(4, 16, 33)),
     dict(rows=45, n_in=33, outs=(16, 200), ranks=(1, 9)),

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from plait.ops.activation import activate, combine, step_sizes
+from plait.ops.case import RecurrentCase
 from plait.ops.conv import ragged_case
 from plait.ops.linear import Linear
 from plait.ops.norm import rms_norm
@@ -113,7 +112,7 @@ def mamba3_scan(
 
 
 @mamba3_scan.inputs
-def _inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+def _inputs(case: RecurrentCase, dtype: torch.dtype, device: str) -> Arguments:
     slots, query_start, has_history, num_slots = ragged_case(case["seqs"], device)
     total, heads, dim, size = int(query_start[-1]), case["heads"], case["dim"], case["state"]
 
@@ -157,7 +156,7 @@ def _norm_then_add(
 
 
 @norm_for_heads.inputs
-def _norm_for_heads_inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
+def _norm_for_heads_inputs(case: RecurrentCase, dtype: torch.dtype, device: str) -> Arguments:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=dtype, device=device)
 
@@ -243,7 +242,7 @@ def _prepare_then_scan(
 
 
 @raw_mamba3_scan.inputs
-def _raw_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+def _raw_inputs(case: RecurrentCase, dtype: torch.dtype, device: str) -> Arguments:
     (x, _, _, theta, A, _, _, D, *rest), _ = _inputs(case, dtype, device)
     tokens, heads, groups, size = len(x), case["heads"], case["groups"], case["state"]
 
@@ -271,7 +270,7 @@ def map_each_head(x: Tensor, linear: Linear) -> Tensor:
 
 
 @map_each_head.inputs
-def _map_each_head_inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
+def _map_each_head_inputs(case: RecurrentCase, dtype: torch.dtype, device: str) -> Arguments:
     n, m = case["n_in"], case["n_out"]
     x = torch.randn(case["tokens"], case["heads"], n + 3, dtype=dtype, device=device)[..., 1:-2]
     weight = Dense(torch.randn(m, n, dtype=dtype, device=device) / n**0.5)

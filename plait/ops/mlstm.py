@@ -6,13 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from plait.ops.attention import Case
+from plait.ops.case import RecurrentCase
 from plait.ops.conv import ragged_case
 from plait.ops.registry import Arguments, op
 from plait.ops.ssm import begin, pieces
 
 SEQS = [(1, True), (1, True), (1, False), (40, False), (3, True), (17, True)]
-CASES: list[dict[str, object]] = [
+CASES: list[RecurrentCase] = [
     dict(seqs=[(1, True)], decodes=1, heads=2, key_dim=16, dim=16),
     dict(seqs=SEQS, decodes=2, heads=3, key_dim=7, dim=37),
     dict(seqs=SEQS, decodes=2, heads=2, key_dim=24, dim=48),
@@ -71,7 +71,7 @@ def mlstm_scan(
 
 
 @mlstm_scan.inputs
-def _inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
+def _inputs(case: RecurrentCase, dtype: torch.dtype, device: str) -> Arguments:
     slots, query_start, has_history, num_slots = ragged_case(case["seqs"], device)
     total, heads, size, dim = int(query_start[-1]), *(case[n] for n in ("heads", "key_dim", "dim"))
     # Views into rows of a wider tensor, as those of a projection are.

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from plait.ops.activation import activate, gate_rows
 from plait.ops.blocks import random_weight
+from plait.ops.case import Case
 from plait.ops.expert_stack import ExpertStack, Pack
 from plait.ops.linear import Linear, linear
 from plait.ops.registry import Arguments, TensorFn, bind_reference, op
 from plait.quant.weight import Dense, Weight
 from plait.spec import RouterSpec
 
-CASES: list[dict[str, Any]] = [
+CASES: list[Case] = [
     dict(tokens=1, experts=4, top_k=2, router=RouterSpec()),
     dict(
         tokens=33, experts=8, top_k=3, router=RouterSpec("sigmoid", True, 1e-20, 2.5, 4, 2, "top2"), bias=True
@@ -71,7 +71,7 @@ def _weigh_within(logits: Tensor, index: Tensor, margin: float) -> Tensor:
 
 
 @route.inputs
-def _route_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+def _route_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     logits = torch.randn(case["tokens"], case["experts"], dtype=dtype, device=device)
     bias = torch.randn(case["experts"], device=device) if case.get("bias") else None
     factors = torch.randn(case["experts"], device=device) if case.get("factors") else None
@@ -90,13 +90,13 @@ def split_identities(weight: Tensor, index: Tensor, count: int) -> tuple[Tensor,
 
 
 @split_identities.inputs
-def _split_inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
+def _split_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     tokens, top_k = case["tokens"], case["top_k"]
     index = torch.randint(0, 2 * case["experts"], (tokens, top_k), device=device)
     return (torch.rand(tokens, top_k, device=device), index, case["experts"]), {}
 
 
-EXPERT_CASES: list[dict[str, Any]] = [
+EXPERT_CASES: list[Case] = [
     dict(tokens=1, experts=4, top_k=2, hidden=64, size=32, gated=True),
     dict(tokens=19, experts=8, top_k=3, hidden=64, size=96, gated=True),
     dict(tokens=6, experts=4, top_k=1, hidden=32, size=64, gated=False),
@@ -106,11 +106,11 @@ EXPERT_CASES: list[dict[str, Any]] = [
     dict(tokens=3, experts=3, top_k=2, hidden=64, size=32, gated=False, kind="relu2"),
     dict(tokens=2, experts=3, top_k=2, hidden=64, size=32, gated=True, kind="gelu_pytorch_tanh"),
     *(
-        dict(tokens=2, experts=3, top_k=2, hidden=256, size=256, gated=True, stored=stored)
+        Case(tokens=2, experts=3, top_k=2, hidden=256, size=256, gated=True, stored=stored)
         for stored in ("Q4_K", "Q6_K", "IQ4_XS", "fp8_b128", "int4_g128+zeros")
     ),
     *(
-        dict(tokens=tokens, experts=3, top_k=2, hidden=128, size=64, gated=True, stored=stored)
+        Case(tokens=tokens, experts=3, top_k=2, hidden=128, size=64, gated=True, stored=stored)
         for stored in ("Q8_0", "Q4_0", "mxfp4", "int4_g64+zeros+order")
         for tokens in (2, 67)
     ),
@@ -164,7 +164,7 @@ def _each_expert(
 
 
 @experts.inputs
-def _experts_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+def _experts_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     x = torch.randn(case["tokens"], case["hidden"], dtype=dtype, device=device)
     if "stored" in case:
         x *= 0.5  # random blocks are larger than random numbers: the sums shall be of order 1

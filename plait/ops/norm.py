@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from plait.ops.activation import activate, combine, multiply
+from plait.ops.case import Case
 from plait.ops.registry import Arguments, TensorFn, op
 
-CASES: list[dict[str, int]] = [
+CASES: list[Case] = [
     dict(tokens=1, hidden=64, groups=1),
     dict(tokens=63, hidden=576, groups=1),
     dict(tokens=5, hidden=512, groups=4),
@@ -30,7 +29,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, groups: int = 1) -> Tensor:
 
 
 @rms_norm.inputs
-def _rms_norm_inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
+def _rms_norm_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     x = torch.randn(case["tokens"], case["hidden"], dtype=dtype, device=device)
     return (x, torch.randn(case["hidden"], dtype=dtype, device=device), 1e-6, case["groups"]), {}
 
@@ -51,7 +50,7 @@ def _add_then_norm(
 
 
 @add_rms_norm.inputs
-def _add_rms_norm_inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
+def _add_rms_norm_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     (x, weight, eps, _), _ = _rms_norm_inputs(case, dtype, device)
     return (x, torch.randn_like(x), weight, eps), {}
 
@@ -68,12 +67,12 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, group
 
 
 @layer_norm.inputs
-def _layer_norm_inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
+def _layer_norm_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     (x, weight, eps, groups), _ = _rms_norm_inputs(case, dtype, device)
     return (x, weight, torch.randn_like(weight), eps, groups), {}
 
 
-GATED_CASES: list[dict[str, int]] = [
+GATED_CASES: list[Case] = [
     dict(tokens=1, size=64, groups=1, before=False),
     dict(tokens=33, size=96, groups=4, before=False),
     dict(tokens=5, size=96, groups=2, before=True),
@@ -125,7 +124,7 @@ def _gate_then_norm(
 
 
 @gated_rms_norm.inputs
-def _gated_rms_norm_inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
+def _gated_rms_norm_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     x, gate = (torch.randn(case["tokens"], case["size"], dtype=dtype, device=device) for _ in range(2))
     weight = torch.randn(case["size"], dtype=dtype, device=device) if case.get("weight", True) else None
     return (x, gate, weight, 1e-5, case["groups"], case["before"]), {}

@@ -6,14 +6,14 @@ there has a layout that only the kernel of attention knows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from plait.ops.attention import write_paged
+from plait.ops.case import Case
 from plait.ops.entry import head_forms, head_widths, latent_form, latent_width, stored_dtype
 from plait.ops.norm import layer_norm, rms_norm
 from plait.ops.registry import Arguments, TensorFn, op
@@ -65,7 +65,7 @@ class Rotation:
         return turn(x, positions, self.inv_freq, self.mscale, self.interleaved)
 
 
-HEAD_CASES: list[dict[str, object]] = [
+HEAD_CASES: list[Case] = [
     dict(tokens=1, heads=4, kv_heads=2, dim=16, pairs=8, over="head"),
     dict(tokens=5, heads=6, kv_heads=3, dim=24, pairs=0, over="all"),
     dict(tokens=3, heads=9, kv_heads=3, dim=64, pairs=32, over=None),
@@ -135,13 +135,13 @@ def _random_rotation(pairs: int, is_interleaved: bool, device: str) -> Rotation:
     return Rotation(1.0 / 1e4 ** (torch.arange(pairs, device=device) / pairs), 1.25, is_interleaved)
 
 
-def _cache(case: Mapping[str, Any], shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+def _cache(case: Case, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
     kept = stored_dtype(case["kv_dtype"]) if "kv_dtype" in case else dtype
     return torch.zeros(shape, dtype=kept, device=device)
 
 
 @place_heads.inputs
-def _heads_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+def _heads_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     tokens, heads, kv, d = (case[name] for name in ("tokens", "heads", "kv_heads", "dim"))
     wide = torch.randn(tokens, heads + 2 * kv, d, dtype=dtype, device=device)
     shapes = [(3, ROWS // 3, kv, width) for width in head_widths(d, case.get("kv_dtype", ""))]
@@ -158,7 +158,7 @@ def _heads_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> A
     return (*wide.split([heads, kv, kv], 1), *caches, slots, positions, norms, rotation), {}
 
 
-LATENT_CASES: list[dict[str, object]] = [
+LATENT_CASES: list[Case] = [
     dict(tokens=1, heads=4, kv_rank=16, rope_dim=4, interleaved=True),
     dict(tokens=5, heads=3, kv_rank=40, rope_dim=8),
     dict(tokens=3, heads=6, kv_rank=64, rope_dim=32, is_layer=True),
@@ -216,7 +216,7 @@ place_latent.replaces(rms_norm, layer_norm, rotate)(_place_latent)
 
 
 @place_latent.inputs
-def _latent_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+def _latent_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     tokens, heads, rank, rope = (case[name] for name in ("tokens", "heads", "kv_rank", "rope_dim"))
     q, q_rope = (torch.randn(tokens, heads, n, dtype=dtype, device=device) for n in (rank, rope))
     latents = torch.randn(tokens, rank + rope, dtype=dtype, device=device).split([rank, rope], -1)

@@ -95,7 +95,7 @@ class ShareLinear:
         return sum(linear.nbytes for share in self._shares for _, linear in share)
 
     @property
-    def parts(self) -> list[tuple[Any, Tensor | None, Any]]:
+    def parts(self) -> list[tuple[object, Tensor | None, object]]:
         return [part for share in self._shares for _, linear in share for part in linear.parts]
 
     def __call__(self, x: Tensor) -> Tensor:

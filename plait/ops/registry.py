@@ -21,8 +21,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Bound = Callable[..., Any]  # what is bound for an op
 TensorFn = Callable[..., Tensor]  # the same, of an op that gives one tensor
 F = TypeVar("F", bound=Callable[..., object])
-Case = Mapping[str, Any]  # the sizes of a case
-MakeInputs = Callable[[Case, torch.dtype, str], Arguments]
+MakeInputs = Callable[[Any, torch.dtype, str], Arguments]  # of a case: its op says of which type
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from plait.ops.case import RecurrentCase
 from plait.ops.conv import ragged_case
 from plait.ops.registry import Arguments, op
 from plait.ops.ssm import begin, pieces
 from plait.ops.state_rounding import decode_state, encode_state, require_positions
 
 SEQS = [(1, True), (1, True), (1, False), (40, False), (3, True), (17, True)]
-CASES: list[dict[str, Any]] = [
+CASES: list[RecurrentCase] = [
     dict(seqs=[(1, True)], decodes=1, heads=2, dim=16),
     dict(seqs=SEQS, decodes=2, heads=3, dim=7),
     dict(seqs=SEQS, decodes=2, heads=2, dim=90),
@@ -61,7 +59,7 @@ def rg_lru(
 
 
 @rg_lru.inputs
-def _inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+def _inputs(case: RecurrentCase, dtype: torch.dtype, device: str) -> Arguments:
     slots, query_start, has_history, num_slots = ragged_case(case["seqs"], device)
     total, heads, dim = int(query_start[-1]), case["heads"], case["dim"]
     x = torch.randn(total, heads * dim, dtype=dtype, device=device)

@@ -7,17 +7,40 @@ keys wrong; here they are fixed by the longest sequence the engine is configured
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypedDict, cast
 
 import torch
 from torch import Tensor
 
 from plait.errors import UnsupportedModel
+from plait.ops.case import Case
 from plait.ops.registry import Arguments, op
 from plait.spec import ModelSpec, RopeSpec
 
 Scaled = tuple[Tensor, float]
+
+
+class Scaling(TypedDict, total=False):
+    """A scaling's parameters, by the keys of configs; each kind says which it needs."""
+
+    attention_factor: float | None
+    beta_fast: float
+    beta_slow: float
+    divisors: Sequence[float]
+    factor: float
+    high_freq_factor: float
+    long_factor: Sequence[float]
+    long_mscale: float
+    low_freq_factor: float
+    max_position_embeddings: int
+    mscale: float
+    mscale_all_dim: float
+    original_max_position_embeddings: int
+    share: float
+    short_factor: Sequence[float]
+    short_mscale: float
+    truncate: bool
 
 
 def frequencies(rope: RopeSpec, max_len: int) -> Scaled:
@@ -29,7 +52,7 @@ def frequencies(rope: RopeSpec, max_len: int) -> Scaled:
     if kind not in KNOWN_KINDS:
         raise UnsupportedModel(f"rope_type {kind!r} is not known; known: {', '.join(sorted(KNOWN_KINDS))}")
     try:
-        return _KINDS[kind](rope, rope.scaling, max_len)
+        return _KINDS[kind](rope, cast(Scaling, rope.scaling), max_len)
     except KeyError as missing:
         raise UnsupportedModel(f"rope_type {kind!r} needs the key {missing} in the config") from None
 
@@ -64,15 +87,15 @@ def _plain(dim: int, theta: float) -> Tensor:
     return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
 
 
-def _default(rope: RopeSpec, _: Mapping[str, Any], __: int) -> Scaled:
+def _default(rope: RopeSpec, _: Scaling, __: int) -> Scaled:
     return _plain(rope.dim, rope.theta), 1.0
 
 
-def _linear(rope: RopeSpec, p: Mapping[str, Any], _: int) -> Scaled:
+def _linear(rope: RopeSpec, p: Scaling, _: int) -> Scaled:
     return _plain(rope.dim, rope.theta) / p["factor"], 1.0
 
 
-def _dynamic(rope: RopeSpec, p: Mapping[str, Any], max_len: int) -> Scaled:
+def _dynamic(rope: RopeSpec, p: Scaling, max_len: int) -> Scaled:
     """NTK-aware scaling (Peng et al. 2023, section 3.1), at the longest length, not the current."""
     original = p["original_max_position_embeddings"]
     length = max(max_len, original)
@@ -81,7 +104,7 @@ def _dynamic(rope: RopeSpec, p: Mapping[str, Any], max_len: int) -> Scaled:
     return _plain(rope.dim, rope.theta * stretch), 1.0
 
 
-def _llama3(rope: RopeSpec, p: Mapping[str, Any], _: int) -> Scaled:
+def _llama3(rope: RopeSpec, p: Scaling, _: int) -> Scaled:
     inv = _plain(rope.dim, rope.theta)
     low, high = p["low_freq_factor"], p["high_freq_factor"]
     turns = p["original_max_position_embeddings"] * inv / (2 * math.pi)
@@ -89,7 +112,7 @@ def _llama3(rope: RopeSpec, p: Mapping[str, Any], _: int) -> Scaled:
     return inv * smooth + inv / p["factor"] * (1 - smooth), 1.0
 
 
-def _yarn(rope: RopeSpec, p: Mapping[str, Any], _: int) -> Scaled:
+def _yarn(rope: RopeSpec, p: Scaling, _: int) -> Scaled:
     """Peng et al. 2023: slow dimensions are interpolated, fast ones kept, a ramp between."""
     original = p["original_max_position_embeddings"]
     factor = p.get("factor") or p["max_position_embeddings"] / original
@@ -107,7 +130,7 @@ def _yarn(rope: RopeSpec, p: Mapping[str, Any], _: int) -> Scaled:
     return inv * keep + inv / factor * (1 - keep), _yarn_attention_factor(p, factor)
 
 
-def _yarn_attention_factor(p: Mapping[str, Any], factor: float) -> float:
+def _yarn_attention_factor(p: Scaling, factor: float) -> float:
     if (given := p.get("attention_factor")) is not None:
         return float(given)
     if p.get("mscale") and p.get("mscale_all_dim"):
@@ -120,30 +143,30 @@ def yarn_mscale(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def _longrope(rope: RopeSpec, p: Mapping[str, Any], max_len: int) -> Scaled:
+def _longrope(rope: RopeSpec, p: Scaling, max_len: int) -> Scaled:
     """Ding et al. 2024: a divisor per dimension; the long list if the engine may pass the original length."""
     original = p["original_max_position_embeddings"]
     factor = p.get("factor") or p["max_position_embeddings"] / original
-    word = "long" if max_len > original else "short"
-    divisors = torch.tensor(p[f"{word}_factor"]).float()
-    scale = p.get(f"{word}_mscale", p.get("attention_factor"))  # PhiMoE says it for both lists
+    is_long, usual = max_len > original, p.get("attention_factor")
+    divisors = torch.tensor(p["long_factor"] if is_long else p["short_factor"]).float()
+    scale = p.get("long_mscale", usual) if is_long else p.get("short_mscale", usual)  # PhiMoE has both
     if scale is None:
         scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     return _plain(rope.dim, rope.theta) / divisors, float(scale)
 
 
-def _divisors(rope: RopeSpec, p: Mapping[str, Any], _: int) -> Scaled:
+def _divisors(rope: RopeSpec, p: Scaling, _: int) -> Scaled:
     """GGUF's `rope_freqs`: one divisor per frequency, computed by the program that wrote the file."""
     return _plain(rope.dim, rope.theta) / torch.tensor(p["divisors"]).float(), 1.0
 
 
-def _proportional(rope: RopeSpec, p: Mapping[str, Any], _: int) -> Scaled:
+def _proportional(rope: RopeSpec, p: Scaling, _: int) -> Scaled:
     """Gemma 4: the first pairs of a head turn as they would in a whole one, the others do not."""
     inv, turned = _plain(rope.dim, rope.theta), int(p["share"] * rope.dim // 2)
     return torch.where(torch.arange(len(inv)) < turned, inv, 0.0) / (p.get("factor") or 1.0), 1.0
 
 
-_KINDS: Mapping[str, Callable[[RopeSpec, Mapping[str, Any], int], Scaled]] = {
+_KINDS: Mapping[str, Callable[[RopeSpec, Scaling, int], Scaled]] = {
     "default": _default,
     "linear": _linear,
     "dynamic": _dynamic,
@@ -155,7 +178,7 @@ _KINDS: Mapping[str, Callable[[RopeSpec, Mapping[str, Any], int], Scaled]] = {
 }
 KNOWN_KINDS = frozenset(_KINDS)
 
-CASES: list[dict[str, int]] = [
+CASES: list[Case] = [
     dict(tokens=1, heads=4, head_dim=64, rotated=64, interleaved=False),
     dict(tokens=33, heads=3, head_dim=80, rotated=32, interleaved=True),
     dict(tokens=5, heads=2, head_dim=24, rotated=12, interleaved=False),
@@ -184,7 +207,7 @@ def rotate(x: Tensor, positions: Tensor, inv_freq: Tensor, mscale: float, interl
 
 
 @rotate.inputs
-def _rotate_inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
+def _rotate_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     x = torch.randn(case["tokens"], case["heads"], case["head_dim"], dtype=dtype, device=device)
     positions = torch.randint(0, 500, (case["tokens"],), device=device)
     return (x, positions, _plain(case["rotated"], 1e4).to(device), 1.0, case["interleaved"]), {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,21 +10,22 @@ import torch
 from torch import Tensor
 
 from plait.ops.blocks import random_weight
+from plait.ops.case import Case
 from plait.ops.registry import Arguments, Bind, op
 from plait.quant.gguf import BLOCK_TYPES
 from plait.quant.weight import Dense, Weight
 
 FLOATS = ("bfloat16", "float16")
-CASES: list[dict[str, Any]] = [
+CASES: list[Case] = [
     dict(rows=1, size=64),
     dict(rows=33, size=100),
     dict(rows=5, size=7),
 ]
-STORED: list[dict[str, Any]] = [
-    *(dict(rows=9, size=100, kind=kind) for kind in FLOATS),
-    *(dict(rows=9, size=2 * kind.elements, kind=kind.name) for kind in BLOCK_TYPES.values()),
+STORED: list[Case] = [
+    *(Case(rows=9, size=100, kind=kind) for kind in FLOATS),
+    *(Case(rows=9, size=2 * kind.elements, kind=kind.name) for kind in BLOCK_TYPES.values()),
     *(
-        dict(rows=9, size=288, kind=kind)
+        Case(rows=9, size=288, kind=kind)
         for kind in ("int4_g32", "int8", "fp8", "fp8_b128", "mxfp4", "nvfp4")
     ),
 ]
@@ -48,20 +49,20 @@ class TablePacking:
         return self.apply(token_ids, self.pack(table), scale, dtype)
 
 
-def bind_table(bind: Bind, table: Weight) -> tuple[Callable[..., Tensor], Any]:
+def bind_table(bind: Bind, table: Weight) -> tuple[Callable[..., Tensor], object]:
     """(what is bound for `embed`, the table as it keeps it). bind: `Weights.bind`."""
     fn = bind(embed, kind=table.format)
     return (fn.apply, fn.pack(table)) if isinstance(fn, TablePacking) else (fn, table)
 
 
 @embed.inputs
-def _embed_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+def _embed_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     table = _table(case, dtype, device)
     ids = torch.randint(0, 50, (case["rows"],), device=device)
     return (ids, table, 1.0 if case["rows"] == 1 else 3.5, dtype), {}
 
 
-def _table(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Weight:
+def _table(case: Case, dtype: torch.dtype, device: str) -> Weight:
     """50 rows of `size` random numbers, stored as the case says."""
     name, size = case.get("kind"), case["size"]
     if name and name not in FLOATS:
@@ -77,7 +78,7 @@ def take_rows(x: Tensor, index: Tensor) -> Tensor:
 
 
 @take_rows.inputs
-def _take_rows_inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
+def _take_rows_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     x = torch.randn(case["rows"], case["size"], dtype=dtype, device=device)
     return (x, torch.randint(0, case["rows"], (case["rows"] + 1,), device=device)), {}
 
@@ -90,7 +91,7 @@ def put_rows(x: Tensor, index: Tensor, out: Tensor) -> Tensor:
 
 
 @put_rows.inputs
-def _put_rows_inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
+def _put_rows_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     (x, index), _ = _take_rows_inputs(case, dtype, device)
     return (x, index, torch.zeros(case["rows"] + 3, case["size"], dtype=dtype, device=device)), {}
 
@@ -102,7 +103,7 @@ def join(a: Tensor, b: Tensor) -> Tensor:
 
 
 @join.inputs
-def _join_inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
+def _join_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     shape = (case["rows"],) if case["rows"] == 1 else (case["rows"], 3)
     a = torch.randn(*shape, case["size"], dtype=dtype, device=device)
     return (a, torch.randn(*shape, 8, dtype=dtype, device=device)), {}

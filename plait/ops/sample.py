@@ -6,20 +6,19 @@ lower id comes first, everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from plait.ops.case import Case
 from plait.ops.registry import Arguments, op
 from plait.ops.seed import GOLDEN, MIX_1, MIX_2
 
 Floats = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
 GROUP = 32
-CASES = [
+CASES: list[Case] = [
     dict(rows=1, vocab_size=7),
     dict(rows=5, vocab_size=300),
     dict(rows=16, vocab_size=5000),
@@ -37,7 +36,7 @@ def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @largest.inputs
-def _largest_inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
+def _largest_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     logits = torch.randn(case["rows"], case["vocab_size"], dtype=dtype).round(decimals=1)  # with ties
     return (logits.to(device),), {}
 
@@ -70,7 +69,7 @@ def sample(
 
 
 @sample.inputs
-def _inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
+def _inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     rows = case["rows"]
     grid = torch.arange(rows)
     logits = (torch.randn(rows, case["vocab_size"], dtype=dtype) * 3).round(decimals=1)  # with ties
@@ -105,7 +104,7 @@ def sample_at(
 
 
 @sample_at.inputs
-def _at_inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
+def _at_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     (logits, temperature, top_k, top_p, min_p, _), options = _inputs(case, dtype, device)
     rows = case["rows"]
     temperature[3::4] = 0.0

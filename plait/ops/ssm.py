@@ -9,13 +9,13 @@ may be cut anywhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from plait.ops.activation import step_sizes
+from plait.ops.case import RecurrentCase
 from plait.ops.conv import ragged_case
 from plait.ops.norm import gated_rms_norm, rms_norm
 from plait.ops.registry import Arguments, TensorFn, op
@@ -23,7 +23,7 @@ from plait.ops.state_rounding import walk_tokens
 
 SSD_CHUNK = 64  # tokens in one matrix form: more costs quadratic work, fewer costs more small products
 SEQS = [(1, True), (1, True), (1, False), (130, False), (3, True), (65, True)]
-CASES: list[dict[str, Any]] = [
+CASES: list[RecurrentCase] = [
     dict(seqs=[(1, True)], decodes=1, heads=4, dim=8, state=16, groups=1),
     dict(seqs=SEQS, decodes=2, heads=4, dim=8, state=16, groups=2),
     dict(seqs=SEQS, decodes=2, heads=3, dim=5, state=7, groups=1),
@@ -120,7 +120,7 @@ def mamba2_scan(
 
 
 @mamba2_scan.inputs
-def _mamba2_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+def _mamba2_inputs(case: RecurrentCase, dtype: torch.dtype, device: str) -> Arguments:
     slots, query_start, has_history, num_slots = ragged_case(case["seqs"], device)
     total, heads, dim, size = int(query_start[-1]), case["heads"], case["dim"], case["state"]
     x = torch.randn(total, heads, dim, dtype=dtype, device=device)
@@ -174,7 +174,7 @@ def _steps_then_scan(
 
 
 @mamba2_scan_from_dt.inputs
-def _mamba2_dt_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+def _mamba2_dt_inputs(case: RecurrentCase, dtype: torch.dtype, device: str) -> Arguments:
     (x, _, *rest), _ = _mamba2_inputs(case, dtype, device)
     heads = case["heads"]
     wide = 2 * torch.randn(len(x), 2 * heads, dtype=dtype, device=device) - 2  # as rows of a projection
@@ -234,7 +234,7 @@ def mamba1_scan(
 
 
 @mamba1_scan.inputs
-def _mamba1_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+def _mamba1_inputs(case: RecurrentCase, dtype: torch.dtype, device: str) -> Arguments:
     slots, query_start, has_history, num_slots = ragged_case(case["seqs"], device)
     total, inner, size = int(query_start[-1]), case["heads"] * case["dim"], case["state"]
     x = torch.randn(total, inner, dtype=dtype, device=device)
@@ -307,7 +307,7 @@ def _scan_then_gate(
 
 
 @gated_mamba1_scan.inputs
-def _gated_mamba1_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+def _gated_mamba1_inputs(case: RecurrentCase, dtype: torch.dtype, device: str) -> Arguments:
     (x, _, A, B, C, D, *rest), _ = _mamba1_inputs(case, dtype, device)
     dt, gate = (torch.randn(x.shape, dtype=dtype, device=device) for _ in range(2))
     norms = [torch.rand(case["state"], device=device) if case["normed"] else None for _ in range(2)]

@@ -8,19 +8,18 @@ a result depends on the chunk size and on the whole sequence, and there is no st
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from plait.ops.case import Case
 from plait.ops.mamba3 import rotate_pairs
 from plait.ops.registry import Arguments, op
 
 EXPONENT_LIMIT = 50.0
-CASES: list[dict[str, Any]] = [
+CASES: list[Case] = [
     dict(lens=[6], heads=4, dim=4, state=4, groups=1, chunk=4),
     dict(lens=[1, 9, 16], heads=4, dim=5, state=6, groups=2, chunk=4),
 ]
@@ -122,7 +121,7 @@ def _sequences(query_start: Tensor) -> list[slice]:
 
 
 @mamba2_exact.inputs
-def _mamba2_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+def _mamba2_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     heads, size = case["heads"], case["state"]
     query_start = torch.tensor([0, *case["lens"]]).cumsum(0).to(device)
     total = int(query_start[-1])
@@ -133,7 +132,7 @@ def _mamba2_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> 
 
 
 @mamba3_exact.inputs
-def _mamba3_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+def _mamba3_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     case = {**case, "groups": case["heads"]}
     (x, dt, A, B, C, D, query_start, chunk), _ = _mamba2_inputs(case, dtype, device)
     theta = torch.randn(*dt.shape, case["state"] // 2, device=device)

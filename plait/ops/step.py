@@ -6,14 +6,13 @@ which stays where it is: at position 0 of block 0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
+from plait.ops.case import Case
 from plait.ops.registry import Arguments, op
 
-CASES = [
+CASES: list[Case] = [
     dict(rows=1, blocks=3),
     dict(rows=5, blocks=8),
     dict(rows=300, blocks=2),
@@ -29,7 +28,7 @@ def locate_tokens(positions: Tensor, table: Tensor, block_size: int) -> Tensor:
 
 
 @locate_tokens.inputs
-def _locate_inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
+def _locate_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     rows, blocks = case["rows"], case["blocks"]
     positions = torch.randint(0, 16 * blocks, (rows,), device=device)
     return (positions, torch.randint(0, 1000, (rows, blocks), device=device), 16), {}
@@ -59,7 +58,7 @@ def move_rows_on(
 
 
 @move_rows_on.inputs
-def _move_inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
+def _move_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     rows = case["rows"]
     ids, token_ids, positions = (torch.randint(0, 2**31, (rows,), device=device) for _ in range(3))
     active = torch.randint(0, 2, (rows,), device=device)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from plait.ops.case import Case
 from plait.ops.registry import Arguments, op
 
-CASES: list[dict[str, object]] = [
+CASES: list[Case] = [
     dict(tokens=1, streams=4, out=4, size=64),
     dict(tokens=33, streams=1, out=3, size=100),
     dict(tokens=5, streams=2, out=4, size=23),
@@ -28,7 +27,7 @@ def mix_streams(x: Tensor, by: Tensor) -> Tensor:
 
 
 @mix_streams.inputs
-def _mix_inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
+def _mix_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     wide = torch.randn(case["tokens"], case["streams"], 2 * case["size"], dtype=dtype, device=device)
     rows = case["tokens"] if case["out"] == 4 else 1
     return (wide.chunk(2, -1)[0], torch.randn(rows, case["out"] * case["streams"], device=device)), {}
@@ -45,7 +44,7 @@ def match_size(x: Tensor, like: Tensor, least: float) -> Tensor:
 
 
 @match_size.inputs
-def _match_inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
+def _match_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     wide = torch.randn(case["tokens"], 4 * case["size"], dtype=dtype, device=device)
     return (*wide.split(case["size"], -1)[::2], 1e-5), {}
 
@@ -63,6 +62,6 @@ def keep_largest(x: Tensor, times: float) -> Tensor:
 
 
 @keep_largest.inputs
-def _keep_inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
+def _keep_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     wide = 1 + torch.randn(case["tokens"], 2 * case["size"], dtype=dtype, device=device)
     return (wide.chunk(2, -1)[0], 0.8), {}

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from plait.ops.attention import Case
+from plait.ops.case import RecurrentCase
 from plait.ops.conv import ragged_case
 from plait.ops.elementwise import elementwise_op
 from plait.ops.registry import Arguments, op
@@ -71,7 +71,7 @@ def wkv4_scan(
 
 
 @wkv4_scan.inputs
-def _wkv4_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
+def _wkv4_inputs(case: RecurrentCase, dtype: torch.dtype, device: str) -> Arguments:
     slots, query_start, has_history, num_slots = ragged_case(case["seqs"], device)
     total, n = int(query_start[-1]), case["size"]
     k, v = (2 * torch.randn(total, 2 * n, dtype=dtype, device=device)).chunk(2, -1)
@@ -143,7 +143,7 @@ def wkv7_scan(
 
 
 @wkv7_scan.inputs
-def _wkv7_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
+def _wkv7_inputs(case: RecurrentCase, dtype: torch.dtype, device: str) -> Arguments:
     slots, query_start, has_history, num_slots = ragged_case(case["seqs"], device)
     total, heads, dim = int(query_start[-1]), case["heads"], case["dim"]
     wide = torch.randn(total, 5 * heads * dim, dtype=dtype, device=device)

@@ -305,8 +305,14 @@ def _schemas(operations: Iterable[Operation]) -> dict[str, object]:
     )
 
 
+def _schema_of_any(kind: type) -> dict[str, object]:
+    if kind is not object:
+        raise NotImplementedError
+    return {"description": "any JSON value"}
+
+
 def _components(kinds: Iterable[Struct]) -> dict[str, Any]:
-    _, found = msgspec.json.schema_components(kinds, ref_template=SCHEMA)
+    _, found = msgspec.json.schema_components(kinds, schema_hook=_schema_of_any, ref_template=SCHEMA)
     return found
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from inspect import signature
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -119,7 +118,7 @@ def check_ops(plugin: Plugin) -> Iterator[CheckResult]:
             made.close()
 
 
-def _check_variant(op: Op, variant: Variant, on: Any) -> CheckResult:
+def _check_variant(op: Op, variant: Variant, on: object) -> CheckResult:
     name, worst, count = f"op {op.name}: {variant.name}", 0.0, 0
     for case in op.cases:
         facts = OpFacts(variant.on, torch.float32, case, on)
@@ -157,5 +156,5 @@ def write_tiny_model(entry: Family, folder: Path, seed: int = 0) -> None:
             f"family {entry.name}: it has no config of a small model; give @family(…, tiny={{…}}) one"
         )
     named = {"model_type": entry.model_types[0]} if entry.model_types else {}
-    config: dict[str, Any] = {"architectures": [entry.architectures[0]], **named, **entry.tiny}
+    config: dict[str, object] = {"architectures": [entry.architectures[0]], **named, **entry.tiny}
     write_model(config, folder, seed)

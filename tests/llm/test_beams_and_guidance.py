@@ -60,9 +60,9 @@ def their_beams(
     "more",
     [
         {},
-        {"early_stopping": True},
+        pytest.param({"early_stopping": True}, marks=pytest.mark.slow),
         {"early_stopping": "never", "length_penalty": 2.0},
-        {"length_penalty": 0.0},
+        pytest.param({"length_penalty": 0.0}, marks=pytest.mark.slow),
         {"length_penalty": -1.5, "early_stopping": "never"},
     ],
 )
@@ -89,7 +89,7 @@ def test_a_beam_of_one_is_greedy(both: tuple[LLM, Any]) -> None:
 
 
 @pytest.mark.parametrize("negative", [None, [1, 2, 3, 4]])
-@pytest.mark.parametrize("scale", [0.5, 1.5, 4.0])
+@pytest.mark.parametrize("scale", [0.5, pytest.param(1.5, marks=pytest.mark.slow), 4.0])
 def test_guidance_is_that_of_transformers(
     both: tuple[LLM, Any], scale: float, negative: list[int] | None
 ) -> None:

@@ -74,7 +74,7 @@ def reader() -> Callable[[Any, int], int]:
         return total
 
     compiled = njit("int64(int64[::1], int64)", nogil=True, boundscheck=False)(read)
-    found: Callable[[Any, int], int] = compiled
+    found: Callable[[object, int], int] = compiled
     return found
 
 

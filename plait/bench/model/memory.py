@@ -31,7 +31,7 @@ class Footprint:
     vocab_size: int
     tokenizer: Tokenizer | None
 
-    def plain(self, model: str) -> dict[str, Any]:
+    def plain(self, model: str) -> dict[str, object]:
         return {
             "path": model,
             "family": self.family,

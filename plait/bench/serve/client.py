@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -112,7 +112,7 @@ class _Said(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: Any = None
+    tool_calls: object = None
 
 
 class _Choice(msgspec.Struct):
@@ -125,7 +125,7 @@ class _Choice(msgspec.Struct):
 class _Body(msgspec.Struct):
     choices: Sequence[_Choice] = ()
     usage: _Usage | None = None
-    error: Any = None
+    error: object = None
 
 
 _decode = msgspec.json.Decoder(_Body).decode
@@ -192,7 +192,7 @@ async def _exchange(
 
 
 def _record_refusal(raw: bytes, outcome: RequestOutcome) -> None:
-    error: Any = None
+    error: object = None
     try:
         found = msgspec.json.decode(raw)
         error = found.get("error") if isinstance(found, dict) else None

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
-from typing import Any
 
 from plait.errors import ConfigError
 
@@ -141,7 +140,7 @@ class Workload:
         turns = self._fitted(turns)
         return Chat(index, tuple(replace(turn, leaving=self._leaving(random, turn)) for turn in turns))
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> dict[str, object]:
         """As JSON; of a dataset only its size."""
         return {
             "seed": self.seed,

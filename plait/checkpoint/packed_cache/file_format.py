@@ -23,7 +23,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from plait.cache_folder import cache_base
 from plait.checkpoint.readers.mmap_json import map_file, parse_json
@@ -44,7 +43,7 @@ _NAME = re.compile(r"(?P<model>.+)-[0-9a-f]{16}")
 class Header:
     """What a file says of itself. `source`: the model's file; `start`: where tiles begin."""
 
-    key: Mapping[str, Any]
+    key: Mapping[str, object]
     source: str
     maps: Mapping[str, object]  # by our name: its parts, and what encoding them counted
     start: int

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any
 
 from plait.spec import BranchSpec, Mixer, ModelSpec, MtpSpec
 
@@ -66,7 +65,7 @@ def mixer_text(mixer: Mixer) -> str:
     return describe(mixer)
 
 
-def plain(value: object) -> Any:
+def plain(value: object) -> object:
     """Dataclasses, mappings and tuples as JSON values; every dataclass says its `type`. Infinity is null."""
     if is_dataclass(value) and not isinstance(value, type):
         own = {f.name: plain(getattr(value, f.name)) for f in fields(value)}

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -133,7 +132,7 @@ class PassthroughTarget:
             return False
         if way == "turned" and not is_packed:
             rows, cols = cols, rows  # of what is packed; nothing is copied below, these are views
-        others: list[Any] = [torch.zeros(()).expand(self.checkpoint.shape(s)) for s in wanted.sources]
+        others: list[object] = [torch.zeros(()).expand(self.checkpoint.shape(s)) for s in wanted.sources]
         at = wanted.sources.index(name)
         lines = prod(stack) * rows
         for line in (

@@ -7,7 +7,6 @@ Mamba2's groups, plain GQA's head size) gets a default, and the provenance says 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from plait.families.common.tensors import EMBEDDINGS, HEADS, Shapes, Tensors
 from plait.families.detect.defaults import fill_defaults
@@ -25,8 +24,8 @@ __all__ = ["HEADS", "Shapes", "infer_config", "layer_kinds"]
 
 
 def infer_config(
-    shapes: Shapes, known: Mapping[str, Any] | None = None
-) -> tuple[dict[str, Any], dict[str, str]]:
+    shapes: Shapes, known: Mapping[str, object] | None = None
+) -> tuple[dict[str, object], dict[str, str]]:
     """(config, provenance) of what `known` (a partial config) does not say. Raises UnsupportedModel.
 
     An architecture in `known` is a family's first.

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -91,7 +90,7 @@ def wrong_roundings(cpu: Executor) -> bool:
     return not all(torch.equal(a, b) for a, b in pairs)
 
 
-def differs(op: Op, case: Mapping[str, Any], cpu: Executor) -> bool:
+def differs(op: Op, case: Mapping[str, object], cpu: Executor) -> bool:
     """Whether the native variant of an op gives another result than the reference."""
     variant = next(v for v in op.variants if v.name == "native")
     assert op.make is not None  # every op with cases has it
@@ -104,7 +103,7 @@ def differs(op: Op, case: Mapping[str, Any], cpu: Executor) -> bool:
     return not torch.allclose(found, wanted, rtol=near, atol=near)
 
 
-def _linear_case(kind: str, rows: int, activations: str) -> dict[str, Any]:
+def _linear_case(kind: str, rows: int, activations: str) -> dict[str, object]:
     return dict(rows=rows, n_in=256, n_out=40, kind=kind, activations=activations)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 TARGETS = (80, 90, 120)  # compute capabilities: A100, H100 and H200, RTX 5090
 
@@ -21,7 +20,7 @@ class KernelForm:
     """
 
     name: str
-    kernel: Any
+    kernel: object
     types: Mapping[str, str]
     constants: Mapping[str, object]
     num_warps: int = 4

@@ -18,7 +18,6 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -111,7 +110,7 @@ class ModelPart(Struct, frozen=True):
     """What an engine must know about the model."""
 
     name: str
-    spec: Any  # as `frontend.spec_values` encodes it
+    spec: object  # as `frontend.spec_values` encodes it
     paged: Mapping[str, PagedState]
     slots: Mapping[str, SlotState]
     order: tuple[str, ...]  # of both
@@ -133,7 +132,7 @@ class ModelPart(Struct, frozen=True):
 class ImageHeader(Struct, frozen=True):
     """Everything but code and constants. `key`: of what it was made, as plain values."""
 
-    key: Any
+    key: object
     model: ModelPart
     step: StepPart
     files: tuple[FilePart, ...]

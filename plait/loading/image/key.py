@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -51,7 +50,7 @@ def key_of(files: ModelFiles, config: EngineConfig) -> dict[str, object]:
             _read_time(path) for path in (*site.getsitepackages(), site.getusersitepackages())
         ),
     }
-    plain: dict[str, Any] = msgspec.msgpack.decode(msgspec.msgpack.encode(key))
+    plain: dict[str, object] = msgspec.msgpack.decode(msgspec.msgpack.encode(key))
     return plain
 
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from threading import Lock
-from typing import Any
 
 import torch
 
@@ -130,7 +129,7 @@ def _cases(
     chip: Chip,
     dtypes: Sequence[torch.dtype],
     formats: Collection[str],
-    standard: Mapping[str, Any],
+    standard: Mapping[str, object],
 ) -> Iterator[KernelTrial]:
     for i, case in enumerate(op.cases if op.make else ()):
         kind = case.get("kind")

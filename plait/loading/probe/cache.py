@@ -15,7 +15,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from plait.cache_folder import cache_base, make_folder
 from plait.checkpoint.find_files import ModelFiles
@@ -42,7 +42,7 @@ class Findings:
     A margin of 0: the text does not show it. `loss`: nats per token with all of them, on `tokens` tokens.
     """
 
-    values: Mapping[str, Any]
+    values: Mapping[str, object]
     margins: Mapping[str, float]
     loss: float
     tokens: int

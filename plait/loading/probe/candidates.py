@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
-from typing import Any
 
 from plait.checkpoint.names import Derived
 from plait.families.common.registry import families
@@ -232,7 +231,7 @@ def _scaling(found: Resolved) -> Iterator[Quantity]:
     """Where a family usually stretches its positions: whether this model does."""
     now = found.config.get("rope_scaling")
     if now and _rope(found) is not None and _is_unscaled(found):
-        others: Sequence[Any] = [None]
+        others: Sequence[object] = [None]
         if now.get("rope_type") == "llama3":
             others = [{**now, "factor": factor} for factor in (8.0, 32.0) if factor != now["factor"]] + [None]
         yield Quantity("rope_scaling", tuple({"rope_scaling": way} for way in (now, *others)), is_long=True)

@@ -52,12 +52,12 @@ class CountRequest:
     """POST /v1/messages/count_tokens."""
 
     model: str | None = None
-    messages: list[dict[str, Any]]
-    system: str | list[dict[str, Any]] | None = None
+    messages: list[dict[str, object]]
+    system: str | list[dict[str, object]] | None = None
     tools: Objects = field(default_factory=list)
-    tool_choice: dict[str, Any] | None = None
-    thinking: dict[str, Any] | None = None
-    output_config: dict[str, Any] | None = None
+    tool_choice: dict[str, object] | None = None
+    thinking: dict[str, object] | None = None
+    output_config: dict[str, object] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class MessagesRequest(CountRequest, SamplingFields, ServiceOptions):
     max_tokens: int
     stop_sequences: tuple[str, ...] = ()
     stream: bool = False
-    metadata: dict[str, Any] | None = None
+    metadata: dict[str, object] | None = None
 
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
@@ -92,7 +92,7 @@ class ContentBlock(msgspec.Struct, frozen=True):
     signature: str | UnsetType = UNSET
     id: str | UnsetType = UNSET
     name: str | UnsetType = UNSET
-    input: dict[str, Any] | UnsetType = UNSET
+    input: dict[str, object] | UnsetType = UNSET
 
 
 class MessageEnd(msgspec.Struct, frozen=True):

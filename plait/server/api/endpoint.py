@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -18,9 +18,9 @@ from plait.server.http.errors import Problem
 if TYPE_CHECKING:
     from plait.frontend.frontend import Front
 
-Body = dict[str, Any] | Sequence[msgspec.Struct] | msgspec.Struct
-Plan = Callable[[RequestContext, Mapping[str, Any]], ApiReply]
-Answer = Callable[[RequestContext, Mapping[str, Any]], Body | Slices[Body]]
+Body = dict[str, object] | Sequence[msgspec.Struct] | msgspec.Struct
+Plan = Callable[[RequestContext, Mapping[str, object]], ApiReply]
+Answer = Callable[[RequestContext, Mapping[str, object]], Body | Slices[Body]]
 Manage = Callable[[ServedModels, Mapping[str, object]], Awaitable[Body | AsyncIterator[msgspec.Struct]]]
 Refusal = Callable[[Problem], msgspec.Struct]
 
@@ -59,7 +59,7 @@ class ModelLookup:
     """
 
     path: str
-    answer: Callable[[Front, str], Body | list[Any]]
+    answer: Callable[[Front, str], Body | list[object]]
     refusal: Refusal | None = None
 
 

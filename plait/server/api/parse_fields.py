@@ -9,7 +9,7 @@ accepted and dropped.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -33,7 +33,7 @@ NAMES: Mapping[str, str] = {
     "ebnf": "guided_grammar",
 }
 
-Harmless = Callable[[Any], bool]
+Harmless = Callable[[object], bool]
 
 
 def _is(*values: object) -> Harmless:
@@ -219,7 +219,7 @@ def _bias(value: object) -> dict[str, object]:
 
     In an object a key of digits alone is an id, and any other key a text, as llama.cpp has it.
     """
-    pairs: list[Any]
+    pairs: list[object]
     if isinstance(value, dict):
         pairs = [[_token_or_text(key), bias] for key, bias in value.items()]
     else:

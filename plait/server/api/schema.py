@@ -20,7 +20,7 @@ class StreamOptions(msgspec.Struct, kw_only=True, frozen=True):
 
 # A field of it has a schema, as one of `object` has not.
 JsonValue = Annotated[object, msgspec.Meta(extra_json_schema={"description": "any JSON value"})]
-Objects = Annotated[list[dict[str, Any]], msgspec.Meta(extra_json_schema={"default": []})]
+Objects = Annotated[list[dict[str, object]], msgspec.Meta(extra_json_schema={"default": []})]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,15 +44,15 @@ class Sampling(ChoiceFields, ServiceOptions):
     prompt_logprobs: NumLogprobs = None
     timings_per_token: bool = False
     return_progress: bool = False
-    response_format: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    grammar: Any = None
-    json_schema: Any = None
-    format: Any = None
+    response_format: object = None
+    structured_outputs: object = None
+    guided_json: object = None
+    guided_regex: object = None
+    guided_choice: object = None
+    guided_grammar: object = None
+    grammar: object = None
+    json_schema: object = None
+    format: object = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,9 +83,9 @@ class ChatRequest(Sampling):
     without it `add_generation_prompt` is true unless set otherwise.
     """
 
-    messages: list[dict[str, Any]]
+    messages: list[dict[str, object]]
     tools: Objects = field(default_factory=list)
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: str | dict[str, object] | None = None
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
     include_reasoning: bool = True
@@ -95,7 +95,7 @@ class ChatRequest(Sampling):
     top_logprobs: NumLogprobs = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
-    chat_template_kwargs: Annotated[dict[str, Any], NO_ENTRIES] = field(default_factory=dict)
+    chat_template_kwargs: Annotated[dict[str, object], NO_ENTRIES] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,17 +120,17 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, frozen=True):
     model: str | None = None
     prompt: str | None = None
     content: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: list[dict[str, object]] | None = None
     with_pieces: bool = False
     add_special_tokens: bool | None = None
     parse_special: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     return_token_strs: bool = False
-    tools: list[dict[str, Any]] = []
-    tool_choice: str | dict[str, Any] | None = None
+    tools: list[dict[str, object]] = []
+    tool_choice: str | dict[str, object] | None = None
     reasoning_effort: str | None = None
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, object] = {}
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True, frozen=True):

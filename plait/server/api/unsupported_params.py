@@ -7,9 +7,8 @@ not here is unknown, and is reported as ignored. Aliases of our names are in `pa
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
-Harmless = Callable[[Any], bool]
+Harmless = Callable[[object], bool]
 
 
 def _only(*values: object) -> Harmless:

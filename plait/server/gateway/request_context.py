@@ -69,8 +69,8 @@ class Health(msgspec.Struct, kw_only=True, frozen=True):
 
     status: Literal["ok", "loading", "unhealthy", "stopping"]
     progress: LoadingProgress | UnsetType = UNSET
-    engine: dict[str, Any] | UnsetType = UNSET
-    totals: dict[str, Any] | UnsetType = UNSET
+    engine: dict[str, int] | UnsetType = UNSET
+    totals: dict[str, int] | UnsetType = UNSET
     models: dict[str, ModelHealth] | UnsetType = UNSET
 
 

@@ -242,7 +242,7 @@ _ENCODE = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
 
 
-def frame(body: Any) -> bytes:
+def frame(body: object) -> bytes:
     """One event. JSON holds no raw line break, so it is one line."""
     return b"data: " + _ENCODE(body) + b"\n\n"
 
@@ -252,7 +252,7 @@ def event_frame(body: Any) -> bytes:
     return b"event: " + str(body.type).encode() + b"\n" + frame(body)
 
 
-def json_line(body: Any) -> bytes:
+def json_line(body: object) -> bytes:
     """One object in a line of its own."""
     return _ENCODE(body) + b"\n"
 

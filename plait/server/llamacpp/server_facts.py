@@ -25,7 +25,7 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
     """`n_ctx`: tokens of a sequence; `params`: what holds where a request is silent."""
 
     n_ctx: Count
-    params: dict[str, Any]
+    params: dict[str, object]
 
 
 class Modalities(msgspec.Struct, frozen=True):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 from starlette.types import ASGIApp, Message
@@ -75,7 +74,7 @@ def read_line(number: int, text: bytes) -> Line:
     return Line(number, name, url, msgspec.json.encode(body))
 
 
-def _streams(body: dict[str, Any]) -> bool:
+def _streams(body: dict[str, object]) -> bool:
     try:
         return bool(rename_params(body).get("stream"))
     except RequestError:
@@ -127,7 +126,7 @@ def has_failed(answer: Mapping[str, object]) -> bool:
 
 async def answer_line(
     app: ASGIApp, line: Line, fault: Callable[[], BaseException | None], pauses_s: Iterable[float]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The line of output for one line of input. `pauses_s`: before it is tried again while there is load."""
     found: dict[str, object] = {"id": new_id("batch_req", "_"), "custom_id": line.custom_id}
     if line.fault:

@@ -11,7 +11,7 @@ import base64
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from plait.frontend.deltas import Delta
 
 
-Inputs = str | list[Any]  # a text, token ids, or a list of either
-Document = str | dict[str, Any]  # a text, or an object with a `text`
+Inputs = str | list[object]  # a text, token ids, or a list of either
+Document = str | dict[str, object]  # a text, or an object with a `text`
 MAX_INPUTS = 2048
 AT_ONCE = 64  # requests of one call that the engine has at a time: a list of inputs must not fill its queue
 

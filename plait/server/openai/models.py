@@ -7,7 +7,7 @@ prompts themselves, such as lm-eval, read it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -186,7 +186,7 @@ def _each(ids: Sequence[int], of: Callable[[int], T]) -> Slices[list[T]]:
     return found
 
 
-def _template_request(asked: TokenizeRequest, messages: list[dict[str, Any]]) -> TemplateRequest:
+def _template_request(asked: TokenizeRequest, messages: list[dict[str, object]]) -> TemplateRequest:
     return TemplateRequest(
         messages=messages,
         tools=asked.tools,
@@ -202,11 +202,11 @@ class TemplateRequest(msgspec.Struct, kw_only=True, frozen=True):
     """POST /apply-template: the fields of a chat that its prompt depends on."""
 
     model: str | None = None
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] = []
-    tool_choice: str | dict[str, Any] | None = None
+    messages: list[dict[str, object]]
+    tools: list[dict[str, object]] = []
+    tool_choice: str | dict[str, object] | None = None
     reasoning_effort: str | None = None
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, object] = {}
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -11,6 +11,7 @@ from msgspec import UNSET, UnsetType
 from plait.server.api.reply import CompletionTokensDetails
 from plait.server.api.token_scores import ChosenToken, Count
 
+JsonObject = dict[str, object]
 ItemStatus = Literal["in_progress", "completed", "incomplete", "calling", "failed"]
 ItemType = Literal[
     "message", "reasoning", "function_call", "mcp_call", "mcp_list_tools", "mcp_approval_request"
@@ -22,7 +23,7 @@ class OutputPart(msgspec.Struct, frozen=True):
 
     type: Literal["output_text", "reasoning_text"]
     text: str
-    annotations: list[Any] | UnsetType = UNSET
+    annotations: list[object] | UnsetType = UNSET
     logprobs: list[ChosenToken] | UnsetType = UNSET
 
 
@@ -36,16 +37,16 @@ class OutputItem(msgspec.Struct, frozen=True):
     status: ItemStatus | UnsetType
     type: ItemType
     role: Literal["assistant"] | UnsetType = UNSET
-    summary: list[Any] | UnsetType = UNSET
+    summary: list[object] | UnsetType = UNSET
     content: list[OutputPart] | UnsetType = UNSET
     call_id: str | UnsetType = UNSET
     name: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
     server_label: str | UnsetType = UNSET
-    tools: list[dict[str, Any]] | UnsetType = UNSET
+    tools: list[dict[str, object]] | UnsetType = UNSET
     approval_request_id: str | UnsetType | None = UNSET
     output: str | UnsetType | None = UNSET
-    error: dict[str, Any] | str | UnsetType | None = UNSET
+    error: dict[str, object] | str | UnsetType | None = UNSET
 
 
 def server_call(
@@ -113,9 +114,9 @@ class Response(msgspec.Struct, kw_only=True, frozen=True):
     service_tier: Literal["default"] = "default"
     store: bool = False
     temperature: float | None
-    text: dict[str, Any]
-    tool_choice: str | dict[str, Any]
-    tools: list[dict[str, Any]]
+    text: JsonObject
+    tool_choice: str | JsonObject
+    tools: list[JsonObject]
     top_logprobs: Count
     top_p: float | None
     truncation: Literal["disabled"] = "disabled"

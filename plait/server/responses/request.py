@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -30,7 +30,7 @@ from plait.server.responses.state import Item, conversation_items, earlier_items
 
 
 class TextOptions(msgspec.Struct, kw_only=True, frozen=True):
-    format: dict[str, Any] | None = None
+    format: dict[str, object] | None = None
     verbosity: Literal["medium"] | None = None
 
 
@@ -56,13 +56,13 @@ class ResponsesRequest(SamplingFields, ServiceOptions):
     """POST /v1/responses. The other fields of a chat (`seed`, `top_k`, `stop`, …) are accepted here too."""
 
     model: str | None = None
-    input: str | list[dict[str, Any]]
+    input: str | list[dict[str, object]]
     instructions: str | None = None
     max_output_tokens: MaxTokens = None
     stream: bool = False
     stream_options: ResponseStreamOptions | None = None
     tools: Objects = field(default_factory=list)
-    tool_choice: str | dict[str, Any] = "auto"
+    tool_choice: str | dict[str, object] = "auto"
     parallel_tool_calls: bool = True
     text: TextOptions = PLAIN_TEXT
     reasoning: ReasoningOptions = USUAL_REASONING

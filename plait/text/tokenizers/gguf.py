@@ -111,7 +111,7 @@ def _add_special(library: tokenizers.Tokenizer, tokens: Sequence[str], kinds: Se
     )
 
 
-def _spaced(metadata: Mapping[str, object]) -> TextTokenizer:
+def _spaced(metadata: Mapping[str, Any]) -> TextTokenizer:
     """Gemma 4: merges over whole texts, `▁` for spaces, `<0x41>` for a byte of an unknown character."""
     tokens, kinds = _tokens(metadata)
     model = _bpe(tokens, metadata.get(f"{_KEY}merges"), whole_words=False)

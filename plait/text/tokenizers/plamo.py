@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import tokenizers
 from tokenizers import models
@@ -82,7 +81,7 @@ def plamo_metadata(path: Path, config: Mapping[str, object]) -> dict[str, object
             raise BadFile(f"{path}, line {number}: it is not [text, score, kind]: {line[:80]!r}") from error
     texts = [text for text, _, _ in rows]
     key = "tokenizer.ggml."
-    metadata: dict[str, Any] = {
+    metadata: dict[str, object] = {
         f"{key}model": "plamo2",
         f"{key}tokens": texts,
         f"{key}scores": [score for _, score, _ in rows],

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from plait.kernels.cpu.attention.rows import SIZES, TILE
 from plait.kernels.cpu.codegen.kernel import load_generated
@@ -117,10 +117,10 @@ def source(form: Form) -> str:
     )
 
 
-def by_size(work: type, *fixed: int) -> Any:
+def by_size(work: type, *fixed: int) -> object:
     """Block (size, and the fields of `work` behind `fixed`): its `write` for one of SIZES of rows."""
 
-    def write(w: Writer, size: Word, *given: Any) -> None:
+    def write(w: Writer, size: Word, *given: object) -> None:
         made = work(*fixed, *given)
         for rows in SIZES:
             w.when(size.equals(rows), partial(made.write, w, rows))

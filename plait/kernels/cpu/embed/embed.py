@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -218,7 +217,7 @@ class RowReader:
     kernel: Kernel
     source: tuple[Tensor, int]
     pieces: int
-    more: tuple[Any, ...]
+    more: tuple[object, ...]
     table: Weight
 
 
@@ -234,7 +233,7 @@ def reader(table: Weight) -> RowReader:
     return RowReader(made, source, -(-n // PIECE), words, table)
 
 
-def _packed_kernel(table: Weight) -> tuple[Kernel, tuple[Tensor, int], tuple[Any, ...]]:
+def _packed_kernel(table: Weight) -> tuple[Kernel, tuple[Tensor, int], tuple[object, ...]]:
     """The kernel of a packed table, its codes, and the words behind n."""
     if isinstance(table, Grouped):
         floats = (torch.float16, torch.bfloat16, torch.float32).index(table.scales.dtype)

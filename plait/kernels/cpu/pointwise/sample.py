@@ -62,7 +62,7 @@ def _pointer(kind: Any) -> Any:
     """An address as what Numba indexes: the one form of memory in which LLVM finds vectors by itself."""
 
     @intrinsic
-    def pointer(_: Any, address: object) -> tuple[Any, object]:
+    def pointer(_: object, address: object) -> tuple[object, object]:
         made = types.CPointer(kind)
         return made(types.int64), lambda context, builder, signature, values: builder.inttoptr(
             values[0], context.get_value_type(made)

@@ -86,7 +86,7 @@ class LaunchTable:
     entries: list[int] = field(default_factory=list)
     scratch: int = 0
     shared: int = 0
-    kept: list[Any] = field(default_factory=list)
+    kept: list[object] = field(default_factory=list)
     words: Longs = field(
         default_factory=lambda: np.zeros(2, np.int64)
     )  # the entries, where threads read them

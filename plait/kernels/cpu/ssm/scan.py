@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from functools import cache
 from string import Template
-from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -302,7 +301,7 @@ def row_of(n: int) -> object:
 
 
 @cache
-def copy_row(n: int) -> Any:
+def copy_row(n: int) -> object:
     """Block (source, to): n numbers, zeros behind them up to a whole vector."""
 
     def write(w: Writer, source: Word, to: Word) -> None:
@@ -347,7 +346,7 @@ def move_row(n: int, half: bool) -> object:
 
 
 @cache
-def turn() -> Any:
+def turn() -> object:
     """Block (source, to): sixteen by sixteen numbers, rows to columns.
 
     Four rounds, each of which moves the two halves of 256 numbers between each other.

@@ -11,7 +11,6 @@ at a time. The host never learns which are chosen.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +28,7 @@ NAME = "triton"
 SCRATCH = 256 << 20  # bytes of decoded weights, or one token's experts
 
 
-def pack(weight: Weight, dtype: torch.dtype) -> Any:
+def pack(weight: Weight, dtype: torch.dtype) -> object:
     """Plain numbers in the dtype of the model; what is quantized in planes, or as it is stored."""
     if isinstance(weight, Dense):
         return weight.tensor.to(dtype).contiguous()
