@@ -9,7 +9,7 @@ waits. Then `/proc/PID/smaps` of all its processes is read (Linux).
     private     pages of this process alone; with `resident` the two ends between which a reader may choose
     own part    private, and of shared pages this process's part (the kernel's Pss)
     peak        the most that was resident since the start, loading included
-    file        pages of the model's file, which the kernel may take back at any time: they are part of the rest
+    file        pages of the model's file, which the kernel may take back at any time; the rest has them, too
 """
 
 from __future__ import annotations
@@ -153,7 +153,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--storage", default="Q8_0", help="what weights are stored in")
-    parser.add_argument("--ranks", default="1,2", help="counts of ranks; the first is what others are shares of")
+    parser.add_argument(
+        "--ranks", default="1,2", help="counts of ranks; the first is what others are shares of"
+    )
     parser.add_argument("--folder", type=Path, help="where the model is written, and kept; else it goes")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
@@ -185,7 +187,9 @@ def print_row(count: int, found: ProcessMemory, alone: ProcessMemory, *, as_json
         for what in ("resident", "private", "own_part", "peak")
         for share in [getattr(found, what) / getattr(alone, what)]
     ]
-    print(f"{count} ranks, rank {found.rank}: {', '.join(cells)}, file {found.file / 2**20:.0f} MiB", flush=True)
+    print(
+        f"{count} ranks, rank {found.rank}: {', '.join(cells)}, file {found.file / 2**20:.0f} MiB", flush=True
+    )
 
 
 if __name__ == "__main__":

@@ -160,8 +160,7 @@ class ExpertShare:
     ) -> Tensor:
         """x, and what the chosen experts take of it: [T, hidden]; weight and index: [T, k], gate: [T, 1].
 
-        Returns what `taken` is like, a share of a tree in float32 where kernels write that. Without the shared
-        expert where the experts' space is another.
+        Returns what `taken` is like, or in float32. Where the experts' space is another: no shared expert.
         """
         if self._is_part:  # other ranks have the other experts: here they weigh nothing
             index = index - self._first

@@ -216,7 +216,7 @@ def _launch_groups(
 
 
 def add_rows(y: Tensor, weight: Tensor, index: Tensor, start: SumStart, out: Tensor | None = None) -> Tensor:
-    """y: [T * k, hidden], weight and index: [T, k] -> [T, hidden], like y or in `out`, which may be float32."""
+    """y: [T * k, hidden], weight and index: [T, k] -> [T, hidden], like y, or in `out`: maybe in float32."""
     (tokens, k), hidden = index.shape, y.shape[1]
     out = y.new_empty(tokens, hidden) if out is None else out
     launch(
