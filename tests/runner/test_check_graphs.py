@@ -61,11 +61,11 @@ def check_family(decoder: Decoder, **params: Any) -> Side:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "gemma2", "mamba2", "deepseek_v3", "qwen3_next"])
+@pytest.mark.parametrize("name", ["gemma2", "mamba2", "deepseek_v3", "qwen3_next"])
 def test_drafts_are_checked_in_captured_steps_with_the_text_of_steps_op_by_op(
     name: str, tmp_path: Path
 ) -> None:
-    check_family(gpu_decoder(name, tmp_path / name))
+    check_family(gpu_decoder(name, tmp_path / name, **ONE if name == "mamba2" else {}))
 
 
 @pytest.mark.slow
