@@ -4,7 +4,7 @@ A step's tokens stay on the device, where the next step reads them; the host get
 host can plan and launch the next step before it knows them. A graph is chosen by what sequences are, never by
 shapes: every chunk is one token with history. In the graph: where entries go, the decoder, the draw, and the
 rows move on. A batch that needs the host for its answers (log-probabilities) is sampled there. Steps that
-check drafts have graphs of their own (`check_graphs`), whose answers the host waits for.
+check drafts have graphs of their own (`check_graphs`), and the host waits for their answers.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def test_a_plan_is_written_in_front_of_padding_that_no_sequence_reads() -> None:
     assert not paged.block_table[:, 2:].any()
 
 
-def test_a_step_without_room_for_padding_has_an_empty_last_row() -> None:
+def test_a_step_without_padding_has_an_empty_last_row() -> None:
     batch = make_batch(Capacity(tokens=64, logits=20, seqs=2, blocks=3))
     plan = StepPlan(1, (chunk(1, 6, [5, 6, 7]), chunk(2, 4, [8])))
     batch.fill(plan, CheckSize(2, 4))

@@ -51,8 +51,9 @@ def run_in_one_form(
     if is_planes(up) and is_planes(down):
         return by_planes(x, weight, index, up, down, activation, start, each=ROWS, out=out)
     first, second = find_plain(up), find_plain(down)
-    is_plain = first is not None and second is not None
-    chunks = iter([(0, first, second)]) if is_plain else decode_chunks(up, down)
+    chunks = decode_chunks(up, down)
+    if first is not None and second is not None:
+        chunks = iter([(0, first, second)])
     sizes = (up.count, down.n_in, down.n_out)
     biases = (up.bias, down.bias)
     return by_groups(x, weight, index, chunks, biases, activation, start, sizes, rows=ROWS, out=out)
