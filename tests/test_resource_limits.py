@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
@@ -25,6 +26,7 @@ from plait.resource_limits import (
     out_of_memory_text,
     physical_cores,
     process_memory,
+    trim_heap,
 )
 from plait.worker.protocol import encode_error
 
@@ -227,3 +229,17 @@ def test_what_cannot_be_mapped_is_out_of_memory_for_the_command_line_and_the_eng
     text, code = explain(error)
     assert (text.startswith("out of memory"), code) == (True, OutOfMemory.exit_code)
     assert encode_error(error) == ("OutOfMemory", text, None)
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="this C library gives nothing back")
+def test_freed_memory_below_a_block_in_use_is_given_back() -> None:
+    blocks = [ctypes.create_string_buffer(b"x" * 60_000, 60_001) for _ in range(1000)]
+    full = process_memory(os.getpid())
+    last = blocks.pop()
+    blocks.clear()
+    trim_heap()
+    left = process_memory(os.getpid())
+    assert full is not None
+    assert left is not None
+    assert full - left > 40 << 20
+    assert last.value.startswith(b"x")

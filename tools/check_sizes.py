@@ -34,7 +34,7 @@ CAPS = {
     "model": 3_940,
     "ops": 5_480,
     "quant": 2_500,
-    "runner": 4_630,
+    "runner": 5_020,
     "schedule": 2_990,
     "server": 18_990,
     "state": 2_100,

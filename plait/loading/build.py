@@ -61,7 +61,7 @@ MIXING = {"linear", "paged_attention", "paged_latent_attention", "map_heads", "e
 # Of those for GPUs the ones in which a row's bits depend on that row alone, whatever shares the step.
 APART = {
     *(("paged_attention", "triton"), ("paged_latent_attention", "triton")),
-    *(("linear", "one form"), ("map_heads", "one form")),
+    *(("linear", "one form"), ("map_heads", "one form"), ("experts", "one form")),
 }
 
 

@@ -3,8 +3,9 @@
 Kernels, libraries and graphs take memory that no arithmetic foresees. So what they take is taken first, and
 what the driver then calls free, without the peak, is what state may share (`EngineConfig.gpu_memory`).
 
-Graphs of decodes share one pool, which is never given back and serves nothing else. It is about what the
-largest decode takes while it runs op by op, so that is measured, too, and left free in addition.
+Graphs share one pool, which is never given back and serves nothing else. It is about what the largest of
+their steps takes while it runs op by op, so that is measured, too, and left free in addition: a decode, or a
+step that checks drafts.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from plait.errors import OutOfMemory
 from plait.loading.draft_model import SHARE
 from plait.memory import block_groups, has_slots
 from plait.model.decoder import Decoder
-from plait.runner.inputs import build_batch
+from plait.runner.batches.inputs import build_batch
 from plait.schedule.plan import Chunk, StepPlan
 from plait.state.store import StateStore
 
@@ -58,9 +59,14 @@ def size_gpu(
         return size_state(model, config, free_memory=left, free_host=host, total_memory=total)
 
     longest = size(memory.free()).max_model_len
-    decodes = replace(config, max_num_batched_tokens=config.max_num_seqs)
+    most = 1 if config.speculate == "off" else 1 + config.num_draft_tokens  # tokens of a sequence
+    tokens = min(config.max_num_seqs * most, max(config.max_num_batched_tokens, config.max_num_seqs))
+    captured = replace(config, max_num_batched_tokens=tokens)
     where = longest, target.device, target.dtype
-    steps = [largest_step(decoder, some, *where) for some in (config, decodes)]
+    steps = [
+        largest_step(decoder, config, *where),
+        largest_step(decoder, captured, *where, num_logits=most),
+    ]
     if not decoder.spec.causal:  # it has no decodes
         return size(measure_room(memory, steps[:1]))
     return size(measure_room(memory, steps[:1], graphs=steps[1]))
@@ -96,11 +102,18 @@ def measure_room(memory: DeviceMemory, runs: Sequence[Run], graphs: Run | None =
 
 
 def largest_step(
-    decoder: Decoder, config: EngineConfig, max_model_len: int, device: torch.device, dtype: torch.dtype
+    decoder: Decoder,
+    config: EngineConfig,
+    max_model_len: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    num_logits: int = 1,
 ) -> Run:
     """The largest step that a scheduler can plan, over garbage: all in block 0 and slot 0, where padding is.
 
     As many sequences as may run share `max_num_batched_tokens`, each at the end of the longest context.
+    `num_logits`: rows of logits of each, at most.
     """
     tokens, size = config.max_num_batched_tokens, config.block_size
     seqs = min(config.max_num_seqs, tokens) if decoder.spec.causal else 1
@@ -109,7 +122,7 @@ def largest_step(
     table = tuple((0,) * -(-max_model_len // size) for _ in groups)
     starts = [max_model_len - n if decoder.spec.causal else 0 for n in lengths]
     chunks = tuple(
-        Chunk(i, start, (0,) * n, table, 0, 1)
+        Chunk(i, start, (0,) * n, table, 0, min(n, num_logits))
         for i, (start, n) in enumerate(zip(starts, lengths, strict=True))
     )
     plan = StepPlan(0, chunks)

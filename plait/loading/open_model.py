@@ -36,6 +36,7 @@ from plait.model.decoder import Decoder
 from plait.model.divide import divide_model
 from plait.ops.linear import Activations
 from plait.quant.weight import as_tensor
+from plait.resource_limits import trim_heap
 from plait.text.tokenizers.gguf_files import CARRIED
 from plait.text.tokenizers.tokenizer import Tokenizer
 
@@ -160,6 +161,7 @@ def load_decoder(opened: Opened, target: Target, report: Progress) -> Decoder:
         decoder = Decoder(spec, weights)
     weights.check_all_used()
     opened.checkpoint.release()
+    trim_heap()
     return decoder
 
 
@@ -184,7 +186,8 @@ def feed_device(
 def release_pages(opened: Opened, report: Progress) -> Callable[[str, int], None]:
     """A callback for each tensor that is read: it reports progress, and at times releases the file's pages.
 
-    The tensors that were read are packed by then: with their pages they would take twice the memory.
+    The tensors that were read are packed by then: with their pages they would take twice the memory. So would
+    what packing needed meanwhile: the C library keeps it, between weights that stay.
     """
     total, done, held = opened.nbytes, 0, 0
 
@@ -194,6 +197,7 @@ def release_pages(opened: Opened, report: Progress) -> Callable[[str, int], None
         report("loading weights", min(done, total), total)
         if held > HELD_NBYTES:
             opened.checkpoint.release()
+            trim_heap()
             held = 0
 
     return on_read

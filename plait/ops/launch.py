@@ -21,6 +21,7 @@ class LaunchWatcher(Protocol):
 
 
 _watchers: list[LaunchWatcher] = []
+_captures: list[None] = []  # one for each capture of a step that is under way
 
 
 def launch(kernel: Any, grid: Grid, *args: object, **constants: object) -> None:
@@ -35,6 +36,21 @@ def launch(kernel: Any, grid: Grid, *args: object, **constants: object) -> None:
     tensors = [value for value in args if isinstance(value, Tensor)]
     numbers = tuple(value for value in args if not isinstance(value, Tensor))
     _watchers[-1].launched(kernel.fn.__name__, run, tensors, (grid, numbers, *sorted(constants.items())))
+
+
+@contextlib.contextmanager
+def capture_launches() -> Iterator[None]:
+    """A step is captured meanwhile, or runs before that so that its kernels are compiled."""
+    _captures.append(None)
+    try:
+        yield
+    finally:
+        _captures.pop()
+
+
+def is_captured() -> bool:
+    """Whether what runs now will be replayed, so that it must neither wait nor need the host."""
+    return bool(_captures)
 
 
 @contextlib.contextmanager

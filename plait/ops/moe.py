@@ -192,11 +192,13 @@ class StackedExperts:
     """A variant of `experts` over stacks: `pack` prepares each weight at construction, `apply` runs a step.
 
     `apply` is `experts` with an `ExpertStack` for `up` and one for `down`. Called as the op, with one linear
-    layer for each expert, it makes these stacks first.
+    layer for each expert, it makes these stacks first. `widens`: it takes `out`, too, [T, hidden], where the
+    result is written, in float32 whatever x is.
     """
 
     pack: Pack
     apply: Callable[..., Tensor]
+    widens: bool = False
 
     def __call__(
         self,

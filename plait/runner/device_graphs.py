@@ -3,7 +3,8 @@
 A step's tokens stay on the device, where the next step reads them; the host gets them by a ticket. So the
 host can plan and launch the next step before it knows them. A graph is chosen by what sequences are, never by
 shapes: every chunk is one token with history. In the graph: where entries go, the decoder, the draw, and the
-rows move on. A batch that needs the host for its answers (log-probabilities) is sampled there.
+rows move on. A batch that needs the host for its answers (log-probabilities) is sampled there. Steps that
+check drafts have graphs of their own (`check_graphs`), and the host waits for their answers.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from plait.model.decoder import Decoder
 from plait.ops.registry import OpFacts
 from plait.ops.step import locate_tokens, move_rows_on
 from plait.request import SamplingParams
+from plait.runner.batches.device_batch import DeviceBatch
+from plait.runner.batches.inputs import batch_of, is_decode, parts_of, upload
 from plait.runner.capture import decoder_tensors
-from plait.runner.device_batch import DeviceBatch
+from plait.runner.check_graphs import CheckGraphs
 from plait.runner.graph_backends import CapturedStep, GraphBackend
 from plait.runner.host.pooling import add_pooled
 from plait.runner.host.static_batch import Capacity
-from plait.runner.inputs import batch_of, is_decode, parts_of, upload
 from plait.runner.replay import Observe, copy_pooled
 from plait.runner.sampler import Sampler
 from plait.runner.sampling_tables import DrawForm
@@ -101,6 +103,9 @@ class DeviceReplay:
         self._eager_tables = sampler.tables(capacity.logits, device)
         self._answers = torch.zeros(2, self.batch.rows, dtype=torch.float64, device=device)
         self._hidden = torch.zeros(0, device=device)  # of the rows of a graph, for who observes
+        parts = (decoder, store, sampler, groups, capacity, backend)
+        has_drafts = capacity.logits > capacity.seqs + 1
+        self.checks = CheckGraphs(*parts) if has_drafts else None
         facts = OpFacts("cuda" if backend.chip else device.type, torch.float32, chip=backend.chip)
         self._locate, where = locate_tokens.bind(facts, "step")
         self._move_on, move = move_rows_on.bind(facts, "step")
@@ -126,6 +131,8 @@ class DeviceReplay:
         shape, embed = (self.batch.rows, self._decoder.spec.hidden_size), self._decoder.embed
         self._hidden = torch.zeros(shape, dtype=embed.dtype, device=self._backend.device)
         self._observe, self._graphs = observe, {}
+        if self.checks:
+            self.checks.show(observe)
 
     def prepare(self) -> None:
         """Capture the graphs of small batches, the largest first. Raises what their capture raises."""
@@ -162,6 +169,8 @@ class DeviceReplay:
                 return self._replayed(graph, key, plan, sampling, rows)
         if plan.num_steps > 1:
             raise EngineError(f"{plan.num_steps} steps at once, and none is captured for them")
+        if self.checks and (checked := self.checks.launch(plan, sampling)):
+            return DeviceTicket(self, plan.step, [checked.read], checked.columns, (), can_be_followed=False)
         return self._run_eagerly(plan, sampling)
 
     def _replayed(

@@ -12,7 +12,7 @@ from torch import Tensor
 from plait.errors import ConfigError
 from plait.kernels.load import load_for_gpu
 from plait.ops.chip import Chip
-from plait.ops.launch import watch_launches
+from plait.ops.launch import capture_launches, watch_launches
 from plait.runner.capture import StepCapture
 
 Step = Callable[[], Tensor]
@@ -70,7 +70,7 @@ class TorchGraphs(GraphBackend):
         return nullcontext()
 
     def capture(self, step: Step, inputs: Sequence[Tensor]) -> TorchGraph:
-        with torch.inference_mode(), StepCapture(inputs) as capture:
+        with torch.inference_mode(), capture_launches(), StepCapture(inputs) as capture:
             result = step()
         return TorchGraph(capture, result)
 
@@ -106,7 +106,7 @@ class CudaGraphs(GraphBackend):
         return torch.cuda.device(self.device)
 
     def capture(self, step: Step, inputs: Sequence[Tensor]) -> CudaGraph:
-        with torch.inference_mode():
+        with torch.inference_mode(), capture_launches():
             aside = torch.cuda.Stream()
             aside.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(aside):  # compiles kernels, which a capture must not

@@ -12,10 +12,10 @@ from torch import Tensor
 from plait.errors import CannotRecord
 from plait.memory import block_groups
 from plait.model.mtp import MtpHead
+from plait.runner.batches.inputs import build_batch
 from plait.runner.host.program import HostProgram, StepResults
 from plait.runner.host.sampler import is_greedy
 from plait.runner.host.static_batch import Capacity, StaticBatch
-from plait.runner.inputs import build_batch
 from plait.runner.program import NativeExecutor, ViewsOnly, view_as_batch
 from plait.runner.sampler import Sampler
 from plait.schedule.plan import Chunk, SamplingBatch, SamplingRow, StepPlan

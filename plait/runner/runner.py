@@ -12,13 +12,13 @@ from plait.errors import CannotRecord, EngineError
 from plait.memory import block_groups, has_slots
 from plait.model.decoder import Decoder
 from plait.ops.registry import Binding
+from plait.runner.batches.inputs import build_batch
 from plait.runner.device_graphs import DeviceReplay
 from plait.runner.device_loss import CheckedTicket, check_lost
 from plait.runner.graph_backends import GraphBackend
 from plait.runner.host.moves import make_moves
 from plait.runner.host.pooling import add_pooled
 from plait.runner.host.static_batch import Capacity
-from plait.runner.inputs import build_batch
 from plait.runner.program import NativeExecutor, record_program
 from plait.runner.replay import Lead, Observe, Replay, copy_pooled, ignore_hidden
 from plait.runner.sampler import Sampler

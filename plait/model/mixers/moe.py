@@ -136,6 +136,7 @@ class ExpertShare:
         self._is_part = self._count < s.num_experts
         self._activation, self._latent = (s.expert.activation, s.expert.gated), s.latent
         self.shared = Mlp(s.shared, w.scope("shared")) if s.shared else None
+        self._is_wide = False
         self._experts, self.up, self.down = self._build_experts(s, w)
 
     def _build_experts(self, s: spec.MoeSpec, w: Weights) -> tuple[Bound, Experts, Experts]:
@@ -146,6 +147,7 @@ class ExpertShare:
         if not isinstance(fn, StackedExperts):
             parts = [Mlp(s.expert, w.scope(f"experts.{e}"), s.latent) for e in numbers]
             return fn, [part.up for part in parts], [part.down for part in parts]
+        self._is_wide = fn.widens and w.target.comm.rank.shares > 0
         hidden, size, each = s.latent or w.target.hidden_size, s.expert.size, w.scope("experts")
         names = ("gate", "up") if s.expert.gated else ("up",)
         sizes_up, pack = (size,) * len(names), fn.pack
@@ -158,7 +160,7 @@ class ExpertShare:
     ) -> Tensor:
         """x, and what the chosen experts take of it: [T, hidden]; weight and index: [T, k], gate: [T, 1].
 
-        Returns what `taken` is like. Without the shared expert where the experts' space is another.
+        Returns what `taken` is like, or in float32. Where the experts' space is another: no shared expert.
         """
         if self._is_part:  # other ranks have the other experts: here they weigh nothing
             index = index - self._first
@@ -166,7 +168,8 @@ class ExpertShare:
             weight, index = weight * is_own, index.where(is_own, 0)
         shared = self.shared.forward(x) if self.shared and not self._latent else None
         how = self.up, self.down, self._activation
-        y: Tensor = self._experts(taken, weight, index, *how, shared, gate)
+        wide = {"out": torch.empty_like(taken, dtype=torch.float32)} if self._is_wide else {}
+        y: Tensor = self._experts(taken, weight, index, *how, shared, gate, **wide)
         return y
 
 

@@ -1,6 +1,6 @@
 """Attention of prompts by torch's `varlen_attn` over pages, where FlashAttention 3 or 4 is installed.
 
-It is bound where such an implementation is there and was right in its trial. Steps of decodes alone, so all
+It is bound where such an implementation is there and was right in its trial. Steps of decodes alone, and all
 that are captured, are our kernel's: its bits depend on no other sequence. A step with prompts is one call,
 in which the largest lengths are bounds that the host knows without asking the device. So in such a step a
 decode has other last bits than in a step of decodes; `deterministic` leaves all to our kernel.
@@ -22,6 +22,7 @@ from torch import Tensor
 from plait.kernels.triton.attention.attention import attend_paged
 from plait.kernels.triton.attention.place import place_all_heads
 from plait.ops.attention import paged_attention
+from plait.ops.launch import is_captured
 from plait.ops.place import place_heads
 from plait.ops.registry import OpFacts
 
@@ -85,7 +86,8 @@ def attend_varlen(
     step: dict[Any, Any] | None = None,
 ) -> Tensor:
     """`paged_attention` without softcap and sinks: the same arguments and result."""
-    if len(q) == len(seq_lens):  # decodes, or prompts of one token, which are no slower for it
+    # Decodes, or prompts of one token, which are no slower for it; and every captured step.
+    if len(q) == len(seq_lens) or is_captured():
         where = (block_table, slot_mapping, query_start, seq_lens)
         return attend_paged(q, k, v, k_cache, v_cache, *where, scale, window, None, None, step)
     if k is not None and v is not None:

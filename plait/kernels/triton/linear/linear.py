@@ -34,6 +34,7 @@ from plait.quant.planes import PlaneLayout, Planes
 from plait.quant.weight import Dense, Weight
 
 NAME = "triton"
+FEW_REGISTERS = 168  # of a thread, for up to 8 rows of four-bit codes: three blocks on a processor
 
 
 def plane_constants(
@@ -115,7 +116,10 @@ class PlanesTiling:
         return self.units % units == 0 and self.n_in % self.layout.unit == 0
 
     def few_constants(self, rows: int, act: str) -> dict[str, Any]:
-        return {
+        layout = self.layout
+        # Left to itself, ptxas spills for sm_80 to have one block more on a processor.
+        is_tight = rows <= 8 and layout.bits == 4 and layout.value == "integer" and not layout.high
+        return ({"maxnreg": FEW_REGISTERS} if is_tight else {}) | {
             "EVEN": self.is_even(few_rows.UNITS), "ACT": act, "UNITS": few_rows.UNITS,
             "BN": self.few_outputs(rows),
             "SHARES": few_rows.shares_of(self.n_out, self.few_steps, self.few_outputs(1)),
@@ -371,7 +375,7 @@ LEVEL_POINTERS = {"mins": "i16*", "nibbles": "u8*", "e5m3": "i32*"}
 SHAPE = (4096, 4096)
 # (layout, type of scales, most instructions for each weight of up to 8 and up to 16 rows)
 LAYOUTS: dict[str, tuple[PlaneLayout, str, tuple[float, float]]] = {
-    "Q4_0": (PlaneLayout(4, 0, "integer", 8, "plain", 32, 32), "fp16*", (2.5, 3.0)),
+    "Q4_0": (PlaneLayout(4, 0, "integer", 8, "plain", 32, 32), "fp16*", (2.5, 3.1)),
     "Q4_1": (PlaneLayout(4, 0, "integer", 0, "pairs", 32, 32), "i32*", (2.7, 3.4)),
     "Q4_K": (PlaneLayout(4, 0, "integer", 0, "mins", 32, 256), "i32*", (2.9, 3.5)),
     "int4 g128 zeros": (PlaneLayout(4, 0, "integer", 8, "zeros", 128, 128), "fp16*", (2.3, 2.7)),
@@ -444,8 +448,9 @@ def _few_form(
 ) -> KernelForm:
     constants = tiling.few_constants(rows, act)
     options = {key: constants.pop(key) for key in ("num_warps", "num_stages")}
+    more = {key: constants.pop(key) for key in ("maxnreg",) if key in constants}
     shared = plane_constants(tiling.layout, torch.bfloat16, has_assembly=True) | {"BIAS": True}
     return KernelForm(
         name, few_rows.few_planes, types, shared | constants, **options, demands=WIDE_LOADS,
-        weights=constants["BN"] * constants["UNITS"] * tiling.layout.unit, max_per_weight=limit,
+        weights=constants["BN"] * constants["UNITS"] * tiling.layout.unit, max_per_weight=limit, options=more,
     )  # fmt: skip

@@ -169,14 +169,19 @@ def by_groups(
     activation: tuple[str, bool],
     start: SumStart,
     sizes: tuple[int, int, int],
+    *,
+    rows: int | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`experts` over plain weights. sizes: (experts, the hidden size of one, outputs).
 
     chunks: (first expert, up [some, n_out, n_in], down [some, hidden, size]) of all experts in order; biases:
-    [experts, n_out] and [experts, hidden].
+    [experts, n_out] and [experts, hidden]. rows: of a tile; None: as many as the number of pairs is good for.
+    out: as `add_rows` has it.
     """
     (tokens, k), (count, size, hidden) = index.shape, sizes
-    pairs, rows = tokens * k, tile_rows(tokens * k, count)
+    pairs = tokens * k
+    rows = rows or tile_rows(pairs, count)
     starts, order = sort_by_expert(index, count)
     h, y = x.new_empty(pairs, size), x.new_empty(pairs, hidden)
     for first, up, down in chunks:
@@ -186,7 +191,7 @@ def by_groups(
         where = starts[first:], order, rows, tiles
         _launch_groups(x, up, own[0], h, where, k, activation)
         _launch_groups(h, down, own[1], y, where, 1, ("", False))
-    return add_rows(y, weight, index, start)
+    return add_rows(y, weight, index, start, out)
 
 
 def _launch_groups(
@@ -210,10 +215,10 @@ def _launch_groups(
     )  # fmt: skip
 
 
-def add_rows(y: Tensor, weight: Tensor, index: Tensor, start: SumStart) -> Tensor:
-    """y: [T * k, hidden], weight and index: [T, k] -> [T, hidden]."""
+def add_rows(y: Tensor, weight: Tensor, index: Tensor, start: SumStart, out: Tensor | None = None) -> Tensor:
+    """y: [T * k, hidden], weight and index: [T, k] -> [T, hidden], like y, or in `out`: maybe in float32."""
     (tokens, k), hidden = index.shape, y.shape[1]
-    out = y.new_empty(tokens, hidden)
+    out = y.new_empty(tokens, hidden) if out is None else out
     launch(
         add_experts, (tokens, triton.cdiv(hidden, BLOCK)),
         y, weight, index, *start.tensors(out), out, hidden, start.row,

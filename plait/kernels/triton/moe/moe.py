@@ -52,7 +52,7 @@ def run_experts(
     start = SumStart(shared, None if shared is None else gate)
     if is_planes(up) and is_planes(down):
         return by_planes(x, weight, index, up, down, activation, start)
-    plain = _plain(up), _plain(down)
+    plain = find_plain(up), find_plain(down)
     first, second = plain
     if first is not None and second is not None:
         if index.numel() <= MOST_SLOTS:
@@ -62,12 +62,12 @@ def run_experts(
     elif index.numel() <= min(MOST_SLOTS, up.count):
         return _by_picked(x, weight, index, up, down, activation, start)
     else:
-        chunks = _decode_chunks(up, down)
+        chunks = decode_chunks(up, down)
     sizes = (up.count, down.n_in, down.n_out)
     return by_groups(x, weight, index, chunks, (up.bias, down.bias), activation, start, sizes)
 
 
-def _plain(stack: ExpertStack) -> Tensor | None:
+def find_plain(stack: ExpertStack) -> Tensor | None:
     """The weights [experts, out, in], if they are plain numbers."""
     whole = stack.parts[0]
     return whole.tensors[0] if len(stack.parts) == 1 and isinstance(whole.template, Tensor) else None
@@ -102,7 +102,7 @@ def _pick_all(stack: ExpertStack, chosen: Tensor) -> Tensor:
     return torch.stack([stack.pick(chosen[s : s + 1]) for s in range(len(chosen))])
 
 
-def _decode_chunks(up: ExpertStack, down: ExpertStack) -> Iterator[tuple[int, Tensor, Tensor]]:
+def decode_chunks(up: ExpertStack, down: ExpertStack) -> Iterator[tuple[int, Tensor, Tensor]]:
     """(first expert, up, down) of as many experts at a time as scratch memory holds."""
     each = up.dtype.itemsize * (up.n_in * up.n_out + down.n_in * down.n_out)
     step = max(1, SCRATCH // each)
@@ -113,9 +113,16 @@ def _decode_chunks(up: ExpertStack, down: ExpertStack) -> Iterator[tuple[int, Te
 
 
 def why_not(facts: OpFacts) -> str | None:
-    """The `when` of the kernels: inputs that are not rounded."""
+    """What the kernels need: inputs that are not rounded."""
     rounding = facts.sizes.get("activations", "float32")
     return None if rounding == "float32" else f"it does not round inputs to {rounding}"
 
 
-experts.variant(NAME, on="cuda", when=why_not)(StackedExperts(pack, run_experts))
+def _why_not_any(facts: OpFacts) -> str | None:
+    """The `when` of the forms that are chosen by the number of pairs."""
+    if facts.sizes.get("deterministic"):
+        return "it has several forms, by the number of pairs: deterministic was asked for"
+    return why_not(facts)
+
+
+experts.variant(NAME, on="cuda", when=_why_not_any)(StackedExperts(pack, run_experts))

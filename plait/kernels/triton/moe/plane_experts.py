@@ -119,13 +119,21 @@ def by_planes(
     down: ExpertStack,
     activation: tuple[str, bool],
     start: SumStart,
+    *,
+    each: int | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """`experts`, with the weights of both products in planes."""
-    k, is_few = index.shape[1], index.numel() <= MOST_SLOTS
+    """`experts`, with the weights of both products in planes.
+
+    each: pairs of an expert, for which the tile of a step by groups is chosen (`pair_tile`); None: as the
+    number of pairs is good for, by slots or by groups. out: as `add_rows` has it.
+    """
+    (pairs, k), is_few = (index.numel(), index.shape[1]), each is None and index.numel() <= MOST_SLOTS
     where = None if is_few else sort_by_expert(index, up.count)
-    h = _multiply(x, up, index, where, k, activation)
-    y = _multiply(h, down, index, where, 1, ("", False))
-    return add_rows(y, weight, index, start)
+    each = 0 if is_few else pairs // up.count if each is None else each
+    h = _multiply(x, up, index, where, k, activation, each)
+    y = _multiply(h, down, index, where, 1, ("", False), each)
+    return add_rows(y, weight, index, start, out)
 
 
 def _multiply(
@@ -135,8 +143,12 @@ def _multiply(
     where: tuple[Tensor, Tensor] | None,
     k: int,
     activation: tuple[str, bool],
+    each: int,
 ) -> Tensor:
-    """One product, [pairs, outputs]. where: (starts, order) of groups, None for slots; k: pairs of a row."""
+    """One product, [pairs, outputs]. where: (starts, order) of groups, None for slots; k: pairs of a row.
+
+    each: see `pair_tile`.
+    """
     part, pairs, (kind, gated) = stack.parts[0], index.numel(), activation
     planes: Planes = part.template
     size = stack.n_out // (2 if gated else 1)
@@ -144,7 +156,7 @@ def _multiply(
     if planes.order is not None:
         x, k = _order_rows(x, whole["order"], index, k), 1
     y = x.new_empty(pairs, size)
-    tile = pair_tile(planes.layout, 0 if where is None else pairs // stack.count)
+    tile = pair_tile(planes.layout, each)
     tiles = pairs if where is None else pairs // tile["BM"] + min(stack.count, pairs)
     tensors, strides = _plane_arguments(whole)
     units = planes.layout.padded(stack.n_in) // planes.layout.unit

@@ -19,6 +19,7 @@ from torch import Tensor
 from plait.kernels.triton.ssm.delta import DeltaLaunch, prepare_delta
 from plait.kernels.triton.ssm.delta_chunks import WALKED, scan_prompts, why_walked
 from plait.ops.delta import delta_scan_from_gates, gated_delta_scan
+from plait.ops.launch import is_captured
 from plait.ops.registry import OpFacts
 
 NAME = "fla"
@@ -39,8 +40,7 @@ def scan_by_fla(made: DeltaLaunch, num_decodes: int, beta_scale: float, position
     """Take the long sequences of a step by `fla-core`'s chunks, and walk the short ones."""
     q, k, v, step, bias, A, beta, state, slots, query_start, has_history, y = made.tensors
     tokens, seqs = len(v) - num_decodes, len(slots) - num_decodes
-    is_captured = v.is_cuda and torch.cuda.is_current_stream_capturing()
-    if is_captured or tokens - seqs + 1 <= WALKED:
+    if is_captured() or tokens - seqs + 1 <= WALKED:
         return scan_prompts(made, num_decodes, positions)
     channels, gates, tiled = (made.constants[name] for name in ("CHANNELS", "GATES", "TILED"))
     step, beta = step[num_decodes:].float(), beta[num_decodes:].float()

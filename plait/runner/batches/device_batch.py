@@ -22,8 +22,8 @@ from torch import Tensor
 from plait.errors import EngineError
 from plait.memory import BlockGroup
 from plait.model.layers.layers import Batch, PagedIndex
+from plait.runner.batches.inputs import ALIGNED, upload_pairs
 from plait.runner.host.static_batch import Capacity
-from plait.runner.inputs import ALIGNED, upload_pairs
 from plait.schedule.plan import FOLLOW, Chunk, StepPlan, Table
 
 FIELDS = ("token_ids", "positions", "seq_lens", "active", "slots")

@@ -1,0 +1,142 @@
+"""The static buffers of steps that check drafts: several tokens of each sequence, written anew for each step.
+
+Which tokens such a step has the host knows, because it waits for what the step before sampled. So nothing
+moves on by itself, and all of it is one copy to the device. A captured step is for so many sequences and so
+many tokens; how the tokens are divided among the sequences is data:
+
+    sequences  0   1   …  n-1  │ n … S-1   │ S
+    tokens     5   1   …  9    │ none      │ the rest of T, in block 0 and slot 0, which no sequence has
+
+Row S is padding alone. Rows of sequences that a step does not have are empty, so no state is moved for them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from plait.memory import BlockGroup
+from plait.model.layers.layers import Batch, PagedIndex
+from plait.runner.batches.device_batch import BUCKETS, buckets_of
+from plait.runner.batches.inputs import ALIGNED, parts_of
+from plait.runner.host.static_batch import Capacity
+from plait.schedule.plan import FOLLOW, StepPlan
+
+LONGEST = 16  # tokens of one sequence: more are scanned in chunks, as prompts are
+Parts = list[npt.NDArray[np.int64]]
+
+
+class CheckSize(NamedTuple):
+    """What a captured step is for: this many sequences and tokens, padding included."""
+
+    seqs: int
+    tokens: int
+
+
+class CheckBatch:
+    """Memory of the largest step, and views of it. `tokens`: how many that has."""
+
+    def __init__(
+        self, capacity: Capacity, groups: Sequence[BlockGroup], block_size: int, device: torch.device
+    ) -> None:
+        self._groups, self._block_size = tuple(groups), block_size
+        self._blocks = -(-capacity.blocks // ALIGNED) * ALIGNED  # of a row of a table
+        self._seqs = buckets_of(capacity.seqs)
+        self._tokens = buckets_of(min(capacity.seqs * LONGEST, capacity.tokens, BUCKETS[-1]))
+        self.tokens = self._tokens[-1]
+        _, ends = self._places(CheckSize(self._seqs[-1], self.tokens))
+        self._memory = torch.zeros(ends[-1], dtype=torch.int64, device=device)
+
+    @property
+    def static_tensors(self) -> list[Tensor]:
+        """Every tensor that a step reads."""
+        return [self._memory]
+
+    def size_of(self, plan: StepPlan) -> CheckSize | None:
+        """The smallest step that a plan fits into. None: there is none, or a chunk is no check of drafts."""
+        chunks, tokens = plan.chunks, plan.num_tokens
+        if tokens > self.tokens or len(chunks) > self._seqs[-1] or plan.num_steps > 1:
+            return None
+        for chunk in chunks:
+            is_plain = chunk.num_logits > 0 and not chunk.num_pooled and not chunk.adapter and chunk.start > 0
+            if not is_plain or len(chunk.token_ids) > LONGEST or FOLLOW in chunk.token_ids:
+                return None
+            if any(len(table) > self._blocks for table in chunk.blocks):
+                return None
+        seqs = self._seqs[bisect_left(self._seqs, len(chunks))]
+        return CheckSize(seqs, self._tokens[bisect_left(self._tokens, tokens)])
+
+    def fill(self, plan: StepPlan, size: CheckSize) -> None:
+        """Write a plan; one without chunks: padding alone."""
+        shapes, ends = self._places(size)
+        whole = torch.zeros(ends[-1], dtype=torch.int64, pin_memory=self._memory.is_cuda)
+        flat = whole.numpy()
+        views = [
+            flat[end - int(np.prod(shape)) : end].reshape(shape)
+            for shape, end in zip(shapes, ends, strict=True)
+        ]
+        count, tokens = len(plan.chunks), plan.num_tokens
+        if count:
+            for view, part in zip(views, self._parts(plan), strict=True):
+                view[tuple(slice(n) for n in part.shape)] = part
+        _, _, starts, lens, _, history, *_ = views
+        starts[count:-1], starts[-1] = tokens, size.tokens
+        lens[count:], lens[-1] = 1, max(size.tokens - tokens, 1)
+        history[count:] = 1
+        self._memory[: len(whole)].copy_(whole, non_blocking=True)
+
+    def batch(self, size: CheckSize) -> Batch:
+        """The batch of a step of this size, over what `fill` wrote. To be called in the step.
+
+        Of its rows of logits those that the plan wants come first.
+        """
+        shapes, ends = self._places(size)
+        ids, positions, starts, lens, slots, history, rows, *paged = (
+            self._memory[end - int(np.prod(shape)) : end].view(shape)
+            for shape, end in zip(shapes, ends, strict=True)
+        )
+        pairs = zip(self._groups, paged[::2], paged[1::2], strict=True)
+        return Batch(
+            token_ids=ids,
+            positions=positions,
+            query_start=starts,
+            seq_lens=lens,
+            num_decodes=0,
+            max_query_len=size.tokens,
+            max_seq_len=self._blocks * self._block_size,
+            paged={group.name: PagedIndex(table, mapping) for group, table, mapping in pairs},
+            state_slots=slots,
+            has_history=history != 0,
+            logit_rows=rows,
+        )
+
+    def _parts(self, plan: StepPlan) -> Parts:
+        """The arrays of a plan, in the order of `_places`: all of `parts_of` but adapters: there are none."""
+        parts = parts_of(plan, len(self._groups), self._block_size)
+        return [*parts[:7], *parts[8:]]
+
+    def _places(self, size: CheckSize) -> tuple[list[tuple[int, ...]], list[int]]:
+        """The shapes of ids, positions, starts, lengths, slots, history, rows of logits, and of each group
+        table and addresses; and where each ends in the memory."""
+        seqs, tokens = size.seqs + 1, size.tokens
+        shapes: list[tuple[int, ...]] = [
+            (tokens,),
+            (tokens,),
+            (seqs + 1,),
+            (seqs,),
+            (seqs,),
+            (seqs,),
+            (tokens,),
+        ]
+        shapes += [(seqs, self._blocks), (tokens,)] * len(self._groups)
+        ends, at = [], 0
+        for shape in shapes:
+            at = -(-at // ALIGNED) * ALIGNED + int(np.prod(shape))
+            ends.append(at)
+        return shapes, ends

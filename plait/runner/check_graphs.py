@@ -1,0 +1,129 @@
+"""Steps that check drafts as captured steps: several tokens of each sequence, all of them sampled.
+
+A drafted token counts if it is what the model samples in its place, so such a step ends with one draw for
+each of its tokens, over the same settings as on a CPU. The host reads them and decides what was right: the
+next step waits for that. A graph is for a number of sequences and of tokens (`CheckSize`) and a form of the
+draw; it is captured when it is first needed, and which drafts are how long is data.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from plait.errors import CannotRecord
+from plait.memory import BlockGroup
+from plait.model.decoder import Decoder
+from plait.runner.batches.check_batch import CheckBatch, CheckSize
+from plait.runner.capture import decoder_tensors
+from plait.runner.graph_backends import CapturedStep, GraphBackend
+from plait.runner.host.static_batch import Capacity
+from plait.runner.replay import Observe
+from plait.runner.sampler import Sampler
+from plait.runner.sampling_tables import DrawForm
+from plait.schedule.plan import SamplingBatch, StepPlan
+from plait.state.store import StateStore
+
+log = logging.getLogger("plait")
+
+
+class CheckKey(NamedTuple):
+    """What a graph is for."""
+
+    size: CheckSize
+    form: DrawForm
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A step that was launched. `read`: waits for ids and largest logits, [2, draws] float64.
+
+    `columns`: those of each answer, in the plan's order.
+    """
+
+    read: Callable[[], Tensor]
+    columns: Sequence[Sequence[int]]
+
+
+class CheckGraphs:
+    """Captures and replays the steps that check drafts."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        store: StateStore,
+        sampler: Sampler,
+        groups: Sequence[BlockGroup],
+        capacity: Capacity,
+        backend: GraphBackend,
+    ) -> None:
+        self._decoder, self._store, self._sampler, self._backend = decoder, store, sampler, backend
+        self._batch = CheckBatch(capacity, groups, store.block_size, backend.device)
+        self._tables = sampler.tables(self._batch.tokens, backend.device)
+        self._answers = torch.zeros(2, self._batch.tokens, dtype=torch.float64, device=backend.device)
+        self._hidden = torch.zeros(0, device=backend.device)  # of the tokens of a graph, for who observes
+        self._observe: Observe | None = None
+        self.graphs: dict[CheckKey, CapturedStep] = {}
+        self.refused: dict[CheckSize, str] = {}
+
+    def show(self, observe: Observe) -> None:
+        """Show every step's hidden states from now on. Graphs that leave none are captured again."""
+        shape = (self._batch.tokens, self._decoder.spec.hidden_size)
+        self._hidden = torch.zeros(shape, dtype=self._decoder.embed.dtype, device=self._backend.device)
+        self._observe, self.graphs = observe, {}
+
+    def launch(self, plan: StepPlan, sampling: SamplingBatch) -> Checked | None:
+        """Launch a plan that checks drafts; None for any other plan, and where it cannot be captured."""
+        rows = sampling.rows
+        if not any(row.draft for row in rows) or any(row.num_samples != row.num_logits for row in rows):
+            return None
+        size = self._batch.size_of(plan)
+        if size is None or size in self.refused or not self._tables.fill(sampling):
+            return None
+        key = CheckKey(size, self._tables.form)
+        if key not in self.graphs:
+            if not self._capture(key):
+                return None
+            self._tables.fill(sampling)  # the capture has run over them
+        self._batch.fill(plan, size)
+        self.graphs[key].replay()
+        if self._observe:
+            self._observe(plan, self._hidden[: plan.num_tokens])
+        columns, end = list[range](), 0
+        for row in rows:
+            columns.append(range(end, end + row.num_samples))
+            end += row.num_samples
+        return Checked(self._backend.read(self._answers[:, :end]), columns)
+
+    def _capture(self, key: CheckKey) -> bool:
+        """Capture the step over padding alone. False: it cannot be, and is not tried again."""
+        now = key.form.generation  # tables that were replaced by larger ones: who read them is of no use
+        self.graphs = {k: graph for k, graph in self.graphs.items() if k.form.generation == now}
+        self._batch.fill(StepPlan(0, ()), key.size)
+        inputs = [*decoder_tensors(self._decoder), *self._store.tensors, *self._batch.static_tensors]
+        inputs += [self._answers, self._hidden, *self._tables.static_tensors]
+        try:
+            self.graphs[key] = self._backend.capture(lambda: self._step(key), inputs)
+        except (CannotRecord, RuntimeError) as error:
+            self.refused[key.size] = str(error)
+            what = f"{key.size.tokens} tokens of {key.size.seqs} sequences"
+            log.warning("steps that check drafts, %s, are not captured, and run op by op: %s", what, error)
+            return False
+        return True
+
+    def _step(self, key: CheckKey) -> Tensor:
+        """What a graph does: the step, and a draw for each row of logits. Returns the logits."""
+        batch, tokens = self._batch.batch(key.size), key.size.tokens
+        hidden = self._decoder.hidden(batch, self._store)
+        if self._observe:
+            self._hidden[:tokens].copy_(hidden)
+        logits: Tensor = self._decoder.logits(hidden, batch)
+        ids, values = self._sampler.draw(logits, self._tables)
+        self._answers[0, :tokens].copy_(ids)
+        self._answers[1, :tokens].copy_(values)
+        return logits
