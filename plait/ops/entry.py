@@ -9,6 +9,11 @@ An entry of int4 is bytes: [sixteen for each group of 32 columns, byte i having 
 low half and that of column i + 16 in its high half; a step and an offset for each group, bfloat16; the rest
 as bfloat16; padding]. A number is offset + code · step, codes being 0 to 15: columns of keys lie around means
 of their own, so that steps from the smallest number to the largest are shorter than steps around 0.
+
+Keys of heads are mixed before they become codes. A few of their columns are far larger than the others, and
+under a common scale such a column has nearly all the error of a score. A Walsh-Hadamard transform H spreads
+them evenly (QuaRot: Ashkboos et al. 2024). H is symmetric and H · H = n, so that q · k = (H q) · (H k) / n.
+A kernel mixes its queries, and never turns keys back.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from torch import Tensor
 
 LARGEST = 127  # code; -128 is not used, so that x and -x are rounded alike
 SCALE_NBYTES = 2
-KEY_GROUP = 32  # columns of a key under one scale: some columns of keys are far larger than the others
+KEY_GROUP = 32  # columns of a mixed key under one scale
 LATENT_GROUP = 64  # columns of a latent under one scale
 LATENT_ALIGN = 16  # bytes; kernels read that many at a time
 NIBBLE_GROUP, NIBBLE_MOST = 32, 15  # columns under one step and offset, and the largest code
@@ -34,6 +39,7 @@ class Codes:
     group: int
     rest: int = 0
     align: int = 1
+    mixed: int = 1  # neighbouring columns that are mixed, a power of two
     dtype: torch.dtype = torch.int8  # of caches
 
     @property
@@ -51,7 +57,7 @@ class Codes:
         if not x.numel():
             return x.new_zeros(*x.shape[:-1], self.width, dtype=torch.int8)
         parts = []
-        for part in x[..., : self.columns].float().split(self.group, -1):
+        for part in mix_columns(x[..., : self.columns].float(), self.mixed).split(self.group, -1):
             scale = (part.abs().amax(-1, keepdim=True) / LARGEST).bfloat16()
             codes = torch.where(scale > 0, part / scale.float(), 0).round().clamp(-LARGEST, LARGEST)
             parts.append((codes.to(torch.int8), scale))
@@ -65,7 +71,8 @@ class Codes:
         end = self.rest_at + 2 * self.rest
         scales, rest = entry[..., self.columns : self.rest_at], entry[..., self.rest_at : end]
         steps = _bfloat16(scales).repeat_interleave(self.group, -1)[..., : self.columns]
-        return torch.cat([entry[..., : self.columns].float() * steps, _bfloat16(rest)], -1)
+        known = mix_columns(entry[..., : self.columns].float() * steps, self.mixed) / self.mixed
+        return torch.cat([known, _bfloat16(rest)], -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +82,7 @@ class Nibbles:
     columns: int
     rest: int = 0
     align: int = 1
+    mixed: int = 1  # neighbouring columns that are mixed, a power of two
     dtype: torch.dtype = torch.uint8  # of caches
 
     @property
@@ -96,7 +104,7 @@ class Nibbles:
         if not x.numel():
             return x.new_zeros(*x.shape[:-1], self.width, dtype=torch.uint8)
         more = self.groups * NIBBLE_GROUP - self.columns
-        known = x[..., : self.columns].float()
+        known = mix_columns(x[..., : self.columns].float(), self.mixed)
         groups = torch.cat([known, known[..., -1:].expand(*known.shape[:-1], more)], -1)
         groups = groups.unflatten(-1, (self.groups, NIBBLE_GROUP))
         low, high = groups.aminmax(dim=-1, keepdim=True)
@@ -118,7 +126,27 @@ class Nibbles:
         codes = torch.cat([packed & NIBBLE_MOST, packed >> 4], -1).float()
         scales = _bfloat16(entry[..., codes_end : self.rest_at]).unflatten(-1, (self.groups, 2))
         numbers = torch.addcmul(scales[..., 1:], codes, scales[..., :1]).flatten(-2)[..., : self.columns]
-        return torch.cat([numbers, _bfloat16(entry[..., self.rest_at : end])], -1)
+        known = mix_columns(numbers, self.mixed) / self.mixed
+        return torch.cat([known, _bfloat16(entry[..., self.rest_at : end])], -1)
+
+
+def mixed_columns(dim: int) -> int:
+    """How many neighbouring columns of a head's key are mixed: the largest power of two that divides `dim`."""
+    return dim & -dim
+
+
+def mix_columns(x: Tensor, count: int) -> Tensor:
+    """[..., n] floats -> the Walsh-Hadamard transform of every `count` neighbours, without a factor.
+
+    `count`: a power of two that divides n. Additions are in the order in which kernels make them, columns
+    farthest apart first, so that float32 has the same bits here and there.
+    """
+    shape, half = x.shape, count // 2
+    while half:
+        pairs = x.unflatten(-1, (shape[-1] // (2 * half), 2, half))
+        first, second = pairs[..., 0, :], pairs[..., 1, :]
+        x, half = torch.stack([first + second, first - second], -2).reshape(shape), half // 2
+    return x
 
 
 def _bfloat16(bits: Tensor) -> Tensor:
@@ -132,7 +160,7 @@ CODED = ("int8", "int4")
 
 def key_codes(dim: int) -> Codes:
     """The int8 form of one head's key of `dim` columns."""
-    return Codes(dim, KEY_GROUP)
+    return Codes(dim, KEY_GROUP, mixed=mixed_columns(dim))
 
 
 def value_codes(dim: int) -> Codes:
@@ -148,7 +176,7 @@ def latent_codes(kv_rank: int, rope_dim: int) -> Codes:
 def head_forms(dim: int, kept: torch.dtype) -> tuple[Form, Form]:
     """The forms of one head's key and value in a cache of that dtype; None: as numbers."""
     if kept == torch.uint8:
-        return Nibbles(dim), Nibbles(dim)
+        return Nibbles(dim, mixed=mixed_columns(dim)), Nibbles(dim)
     return (key_codes(dim), value_codes(dim)) if kept == torch.int8 else (None, None)
 
 

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from plait.ops.attention import paged_attention, paged_case
-from plait.ops.entry import Codes, head_widths, key_codes, latent_codes, latent_width, value_codes
+from plait.ops.entry import (
+    Codes,
+    head_forms,
+    head_widths,
+    key_codes,
+    latent_codes,
+    latent_width,
+    mix_columns,
+    mixed_columns,
+    value_codes,
+)
 
 FORMS = [
     key_codes(64),
@@ -31,14 +43,11 @@ def test_a_number_is_half_a_step_away_at_most(form: Codes) -> None:
     entry = form.encode(x)
     assert (entry.dtype, entry.shape) == (torch.int8, (200, 3, form.width))
     found = form.decode(entry)
-    for got, want in zip(
-        found[..., : form.columns].split(form.group, -1),
-        x[..., : form.columns].split(form.group, -1),
-        strict=True,
-    ):
+    mixed = (mix_columns(t[..., : form.columns], form.mixed).split(form.group, -1) for t in (found, x))
+    for got, want in zip(*mixed, strict=True):
         top = want.abs().amax(-1, keepdim=True)
         step = top / 127 * (1 + 2**-8)  # as bfloat16 may round it
-        assert ((got - want).abs() <= step / 2 * (1 + 1e-6) + 1e-40).all()
+        assert ((got - want).abs() <= step / 2 * (1 + 1e-5) + top * 1e-6 + 1e-40).all()
     assert torch.equal(found[..., form.columns :], x[..., form.columns :].bfloat16().float())
 
 
@@ -54,6 +63,29 @@ def test_no_tokens_are_no_entries(form: Codes, shape: tuple[int, ...]) -> None:
     entry = form.encode(torch.randn(*shape, form.columns + form.rest))
     assert entry.shape == (*shape, form.width)
     assert form.decode(entry).shape == (*shape, form.columns + form.rest)
+
+
+@pytest.mark.parametrize("dim", [4, 20, 64, 80, 96])
+def test_mixing_is_hadamards_matrix_and_its_own_inverse(dim: int) -> None:
+    x, count = torch.randn(7, 3, dim, dtype=torch.float64), mixed_columns(dim)
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < count:
+        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), matrix)
+    mixed = mix_columns(x, count)
+    assert torch.allclose(mixed.unflatten(-1, (-1, count)), x.unflatten(-1, (-1, count)) @ matrix)
+    assert torch.allclose(mix_columns(mixed, count) / count, x)
+
+
+@pytest.mark.parametrize("kept", [torch.int8, torch.uint8], ids=str)
+def test_a_column_of_keys_that_is_far_larger_costs_the_others_little(kept: torch.dtype) -> None:
+    keys, form = torch.randn(200, 64), head_forms(64, kept)[0]
+    keys[:, 5] += 60
+    assert form is not None
+    queries = torch.randn(64, 200)
+    queries[5] *= 8
+    plain = replace(form, mixed=1)
+    errors = [((f.decode(f.encode(keys)) - keys) @ queries).square().mean() for f in (form, plain)]
+    assert errors[0] < 0.5 * errors[1]
 
 
 def test_both_signs_are_rounded_alike() -> None:

@@ -8,7 +8,7 @@ Int8 lies by groups of sixteen tokens with their scales behind them, rounded as 
 [kv head][sixteen tokens][codes (keys: [column][token], values: [token][column]), scales (keys: [group of
 columns][token], values: [token])]. Int4 keys lie so, too: [codes [column pair][token], the even column in the
 lower half; then of each group of columns steps [token] and offsets [token]]. A token's int4 values, and a
-latent, lie as `ops.entry` says.
+latent, lie as `ops.entry` says. Keys are mixed before they become codes, and queries with them (`mix`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
+from plait.kernels.cpu.attention.mix import mix_heads
 from plait.kernels.cpu.attention.source import Form, module, record_bytes
 from plait.kernels.cpu.codegen.kernel import Kernel, inline, kernel
 from plait.kernels.cpu.codegen.kinds import Int
@@ -58,7 +59,7 @@ from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import rows_of, scratch_of
 from plait.kernels.cpu.runtime.row_checks import TensorRows, dense, float32_rows
 from plait.ops.attention import paged_attention
-from plait.ops.entry import CODED, KEY_GROUP, NIBBLE_GROUP, SCALE_NBYTES, head_widths
+from plait.ops.entry import CODED, KEY_GROUP, NIBBLE_GROUP, SCALE_NBYTES, head_widths, mixed_columns
 from plait.ops.registry import OpFacts
 
 SPAN = 256  # tokens of a split: their scores are in L1 together; threads share out a long sequence by splits
@@ -326,6 +327,9 @@ def attend(
     for name, each in (("sinks", sinks), ("slopes", slopes)):
         if each is not None:
             dense(name, each, rows.heads)
+    if kept in CODED:
+        q, k = mix_heads(cpu, q, k)
+        rows, scale = TensorRows.of(q), scale / mixed_columns(d)
     if k is not None and v is not None:
         _store(cpu, k, v, k_cache, v_cache, slot_mapping)
     out = cpu.empty(*q.shape)
