@@ -15,7 +15,8 @@ and on no chunk of a prompt.
 
 Entries of a cache are one behind the other, [block_size, kv_heads, width], as `ops.entry` describes them.
 Only codes of keys and values lie otherwise, so that they are read 16 bytes at a time: in each block, codes
-of all its entries, [block_size, kv_heads, d], then their scales. `place` writes them.
+of all its entries, [block_size, kv_heads, d], then their scales. `place` writes them. Keys are mixed before
+they become codes, and queries with them (`mix`).
 
 Which program is the last of a tile is counted in `counters`, one for a tile and kv head, that are 0 between
 launches: `count_items` writes zeros, and the last program writes one again. Its addition is a release of what
@@ -36,6 +37,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from plait.kernels.triton.attention.mix import count_stages, mix_columns
 from plait.kernels.triton.attention.place import entry_places, place_all_heads, why_no_codes
 from plait.kernels.triton.forms import KernelForm
 from plait.kernels.triton.maths import tanh
@@ -147,7 +149,7 @@ def attend(
     D: tl.constexpr, DP: tl.constexpr, REST: tl.constexpr, RESTP: tl.constexpr, LATENT: tl.constexpr,
     KW: tl.constexpr, VW: tl.constexpr, GROUP: tl.constexpr, REST_AT: tl.constexpr,
     PAGE: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ALIBI: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ALIBI: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """q: [T, KVH * G, D + REST] -> out [T, KVH * G, D], or partial results of splits: see the module.
 
@@ -177,6 +179,8 @@ def attend(
         d = tl.arange(0, DP)
         at = place * q_row + head * q_head
         own_q = tl.load(q + at[:, None] + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
+        if STAGES:
+            own_q = mix_columns(own_q.to(tl.float32), BM, DP, STAGES).to(own_q.dtype)
         if REST:
             r = tl.arange(0, RESTP)
             rest_q = tl.load(
@@ -325,6 +329,7 @@ class PagedLayout:
             "SOFTCAP": self.softcap or 0.0,
             "SINKS": sinks,
             "ALIBI": alibi,
+            "STAGES": count_stages(self.codes.mixed) if self.codes else 0,
             "num_warps": 8 if wide else 4,
             "num_stages": 2,
         }
@@ -442,6 +447,7 @@ def attend_paged(
     if k is not None and v is not None:
         place_all_heads(q, k, v, k_cache, v_cache, slot_mapping, slot_mapping, None, None)
     codes = key_codes(dim) if k_cache.dtype is torch.int8 else None
+    scale = scale / codes.mixed if codes else scale
     layout = PagedLayout(q.shape[1], k_cache.shape[2], dim, 0, codes, window, softcap)
     where = block_table, query_start, seq_lens
     return _attend_over(q, (k_cache, v_cache), where, layout, scale, step, sinks, slopes)

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from plait.kernels.triton.attention.mix import count_stages, mix_columns
 from plait.kernels.triton.attention.rope import pair_columns, rotate_pairs
 from plait.kernels.triton.forms import KernelForm
 from plait.ops.entry import Codes, key_codes, latent_codes, value_codes
@@ -167,42 +168,37 @@ def _code(x, step):
 
 @triton.jit
 def _store_codes(
-    cache, words, block, inside, a, b, rest, head, j, r,
-    HEADS: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, RESTP: tl.constexpr,
-    INTERLEAVED: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
+    cache, words, block, inside, x, x_head, head,
+    ROWS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, WIDTH: tl.constexpr,
+    PAGE: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Heads of a token, the one of this number inside its block, as codes and scales."""
+    """Heads of a token, the one of this number inside its block, as codes and scales. x: the first one."""
     at, scales = entry_places(block, inside * HEADS + head, D, 0, WIDTH, PAGE * HEADS, GROUP)
-    first, second = pair_columns(j, PAIRS, INTERLEAVED)
-    there, behind = (head < HEADS) & (j < PAIRS), (head < HEADS) & (r < D)
-    a, b, rest = a.to(tl.float32), b.to(tl.float32), rest.to(tl.float32)
-    step_a, step_b, step_rest = tl.zeros_like(a), tl.zeros_like(b), tl.zeros_like(rest)
+    c = tl.arange(0, DP)[None, :]
+    there = (head < HEADS) & (c < D)
+    numbers = tl.load(x + head * x_head + c, mask=there, other=0.0).to(tl.float32)
+    numbers = mix_columns(numbers, ROWS, DP, STAGES)
+    step = tl.zeros_like(numbers)
     for g in tl.static_range((D + GROUP - 1) // GROUP):
-        largest = tl.maximum(_largest(a, first, there, g, GROUP), _largest(b, second, there, g, GROUP))
-        if RESTP:
-            largest = tl.maximum(largest, _largest(rest, r, behind, g, GROUP))
-        bits = _scale_bits(largest)
+        bits = _scale_bits(_largest(numbers, c, there, g, GROUP))
         tl.store(words + scales + g, bits.to(tl.int16), mask=head < HEADS)
-        step = (bits << 16).to(tl.float32, bitcast=True)
-        step_a = tl.where(first // GROUP == g, step, step_a)
-        step_b = tl.where(second // GROUP == g, step, step_b)
-        step_rest = tl.where(r // GROUP == g, step, step_rest) if RESTP else step_rest
-    tl.store(cache + at + first, _code(a, step_a), mask=there)
-    tl.store(cache + at + second, _code(b, step_b), mask=there)
-    if RESTP:
-        tl.store(cache + at + r, _code(rest, step_rest), mask=behind)
+        step = tl.where(c // GROUP == g, (bits << 16).to(tl.float32, bitcast=True), step)
+    tl.store(cache + at + c, _code(numbers, step), mask=there)
 
 
 @triton.jit
 def place_head_rows(
     q, k, v, q_weight, k_weight, q_bias, k_bias, inv_freq, positions, slot_mapping,
-    out, k_cache, v_cache, k_words, v_words, q_row, k_row, v_row, x_head, q_eps, k_eps, mscale,
+    out, k_cache, v_cache, k_words, v_words, ready, q_row, k_row, v_row, x_head, q_eps, k_eps, mscale,
     H: tl.constexpr, KVH: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, PAIRSP: tl.constexpr,
     RESTP: tl.constexpr, HB: tl.constexpr, Q_BLOCKS: tl.constexpr, OVER: tl.constexpr, LAYER: tl.constexpr,
     BIAS: tl.constexpr, TURNS: tl.constexpr, INTERLEAVED: tl.constexpr, KW: tl.constexpr, VW: tl.constexpr,
-    PAGE: tl.constexpr, GROUP: tl.constexpr,
+    PAGE: tl.constexpr, GROUP: tl.constexpr, DP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """See `ops.place.place_heads`. Grid: (T, blocks of HB heads: Q_BLOCKS of queries, then keys, values)."""
+    """See `ops.place.place_heads`. Grid: (T, blocks of HB heads: Q_BLOCKS of queries, then keys, values).
+
+    ready: [T, KVH, D], where keys that become codes wait: pairs as they are rotated are not columns in order.
+    """
     token, p = tl.program_id(0).to(tl.int64), tl.program_id(1)
     k_blocks: tl.constexpr = (KVH + HB - 1) // HB
     position, slot = tl.load(positions + token), tl.load(slot_mapping + token).to(tl.int64)
@@ -222,25 +218,28 @@ def place_head_rows(
             KVH, D, PAIRS, RESTP, OVER, LAYER, BIAS, TURNS, INTERLEAVED,
         )  # fmt: skip
         if GROUP:
+            line = ready + token * (KVH * D)
+            _store_heads(line, a, b, rest, head, j, r, D, KVH, D, PAIRS, RESTP, INTERLEAVED)
+            tl.debug_barrier()  # threads read what others of this program wrote
             _store_codes(
-                k_cache, k_words, slot // PAGE, slot % PAGE, a, b, rest, head, j, r,
-                KVH, D, PAIRS, RESTP, INTERLEAVED, KW, PAGE, GROUP,
+                k_cache, k_words, slot // PAGE, slot % PAGE, line, D, head, HB, KVH, D, DP, KW, PAGE, GROUP,
+                STAGES,
             )  # fmt: skip
         else:
             to = k_cache + slot * (KVH * KW)
             _store_heads(to, a, b, rest, head, j, r, KW, KVH, D, PAIRS, RESTP, INTERLEAVED)
     else:
         head = (p - Q_BLOCKS - k_blocks) * HB + within
-        a, b, rest = _finish_heads(
-            v + token * v_row, k_weight, k_bias, inv_freq, position, head, j, r, k_eps, mscale, x_head,
-            KVH, D, PAIRS, RESTP, 0, False, False, False, INTERLEAVED,
-        )  # fmt: skip
         if GROUP:
             _store_codes(
-                v_cache, v_words, slot // PAGE, slot % PAGE, a, b, rest, head, j, r,
-                KVH, D, PAIRS, RESTP, INTERLEAVED, VW, PAGE, D,
+                v_cache, v_words, slot // PAGE, slot % PAGE, v + token * v_row, x_head, head,
+                HB, KVH, D, DP, VW, PAGE, D, 0,
             )  # fmt: skip
         else:
+            a, b, rest = _finish_heads(
+                v + token * v_row, k_weight, k_bias, inv_freq, position, head, j, r, k_eps, mscale, x_head,
+                KVH, D, PAIRS, RESTP, 0, False, False, False, INTERLEAVED,
+            )  # fmt: skip
             to = v_cache + slot * (KVH * VW)
             _store_heads(to, a, b, rest, head, j, r, VW, KVH, D, PAIRS, RESTP, INTERLEAVED)
 
@@ -356,7 +355,11 @@ def _head_sizes(
 
 
 def _entry_sizes(form: Codes | None, widths: tuple[int, int], page: int) -> dict[str, int]:
-    return {"KW": widths[0], "VW": widths[1], "PAGE": page, "GROUP": form.group if form else 0}
+    made = {"KW": widths[0], "VW": widths[1], "PAGE": page, "GROUP": 0, "DP": 1, "STAGES": 0}
+    if form:
+        stages = count_stages(form.mixed)
+        made |= {"GROUP": form.group, "DP": triton.next_power_of_2(form.columns), "STAGES": stages}
+    return made
 
 
 def _words(cache: Tensor) -> Tensor:
@@ -395,11 +398,12 @@ def place_all_heads(
         biases = (part.bias if part.bias is not None else q for part in (norms.q, norms.k))
         weights = [norms.q.weight, norms.k.weight, *biases]
     form = key_codes(dim) if k_cache.dtype is torch.int8 else None
+    ready = torch.empty(tokens, kv_heads, dim, dtype=q.dtype, device=q.device) if form else q
     blocks = sizes["Q_BLOCKS"] + 2 * -(-kv_heads // sizes["HB"])
     launch(
         place_head_rows, (tokens, blocks), q, k, v, *weights, rotation.inv_freq if rotation else q, positions,
-        slot_mapping, out, k_cache, v_cache, _words(k_cache), _words(v_cache), q.stride(0), k.stride(0),
-        v.stride(0), dim, norms.q.eps if norms else 0.0, norms.k.eps if norms else 0.0,
+        slot_mapping, out, k_cache, v_cache, _words(k_cache), _words(v_cache), ready, q.stride(0),
+        k.stride(0), v.stride(0), dim, norms.q.eps if norms else 0.0, norms.k.eps if norms else 0.0,
         rotation.mscale if rotation else 1.0, **sizes,
         **_entry_sizes(form, (k_cache.shape[-1], v_cache.shape[-1]), k_cache.shape[1]),
     )  # fmt: skip
@@ -460,7 +464,7 @@ def place_whole_latent(
 
 STRIDES = ("q_row", "k_row", "v_row", "x_head", "q_head", "rope_row", "rope_head", "latent_row")
 POINTERS: dict[str, str] = {
-    **dict.fromkeys(("q", "k", "v", "q_rope", "latent", "k_rope", "out", "cache", "words"), "bf16*"),
+    **dict.fromkeys(("q", "k", "v", "q_rope", "latent", "k_rope", "out", "cache", "words", "ready"), "bf16*"),
     **dict.fromkeys(("k_cache", "v_cache", "k_words", "v_words"), "bf16*"),
     **dict.fromkeys(("q_weight", "k_weight", "q_bias", "k_bias", "weight", "bias", "inv_freq"), "fp32*"),
     **dict.fromkeys(("positions", "slot_mapping"), "i64*"),
