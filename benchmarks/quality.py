@@ -80,6 +80,7 @@ AS_IT_IS = (
     Setting("float32, but bfloat16 KV, queries and attention weights", plain=True),
     Setting("float32, but int8 KV", plain=True, kv_dtype="int8"),
     Setting("float32, but bfloat16 state", plain=True, kv_dtype="model", state_dtype="bfloat16"),
+    Setting("float32, but int8 state", plain=True, kv_dtype="model", state_dtype="int8"),
     Setting("float32, but int4 KV", plain=True, kv_dtype="int4"),
     Setting("float32, fastest ops", plain=True, kv_dtype="model"),
 )

@@ -17,7 +17,7 @@ DEVICE = re.compile(r"auto|cpu|cuda(:\d+(,\d+)*)?|cuda:sm_\d+a?")
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Ops = Literal["auto", "reference"]
 KvDType = Literal["auto", "float32", "bfloat16", "int8", "int4"]
-StateDType = Literal["float32", "bfloat16"]
+StateDType = Literal["float32", "bfloat16", "int8"]
 Isa = Literal["native", "amx", "avx512", "avx2", "generic"]
 Prefill = Literal["same", "bf16"]
 Quantize = Literal["q8_0", "q6_k", "q5_k", "q5_1", "q5_0", "q4_k", "q4_1", "q4_0"]
@@ -156,8 +156,8 @@ class EngineConfig:
     )
     state_dtype: StateDType = option(
         "float32",
-        "what recurrent state is kept in. bfloat16, on a CPU: half the memory, rounded after every token, by "
-        "its position",
+        "what recurrent state is kept in. On a CPU, rounded after every token, by its position: bfloat16, half "
+        "the memory; int8, a quarter, of Mamba2 only",
     )
     quantize: Quantize | None = option(
         None, "encode plain weights of linear layers while loading; files already in blocks stay as they are"

@@ -131,7 +131,7 @@ class Nibbles:
 
 
 def mixed_columns(dim: int) -> int:
-    """How many neighbouring columns of a head's key are mixed: the largest power of two that divides `dim`."""
+    """How many neighbouring columns of a head's key are mixed: the largest power of two dividing `dim`."""
     return dim & -dim
 
 

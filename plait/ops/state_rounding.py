@@ -7,6 +7,10 @@ Nearest rounding would lose what a slowly decaying state adds: a sum stops growi
 half a step. So rounding is stochastic. The threshold of number (row, column) after the token at a position
 is the fraction of mix(position) + row · ROW_STEP + column · COLUMN_STEP, in units of 2^32. It is even over
 positions, so rounding has no bias; over the numbers of one state it is a lattice, more even than chance.
+
+A row of int8 is bytes: [codes, one for each column; a bfloat16 scale for every STATE_GROUP of them]. A scale
+is a little more than the largest magnitude of its group / 127. A largest number above 127 steps would be cut
+off in every token, which is a decay of its own.
 """
 
 from __future__ import annotations
@@ -22,6 +26,9 @@ ROW_STEP, COLUMN_STEP = 0x91E10DA5, 0xC13FA9A9
 # The finalizer of MurmurHash3 (Appleby), behind a multiple of the golden ratio.
 GOLDEN, FIRST, SECOND = 0x9E3779B9, 0x85EBCA6B, 0xC2B2AE35
 WORD = 0xFFFFFFFF
+STATE_GROUP = 64  # columns of a row under one scale
+LARGEST, SCALE_NBYTES = 127, 2
+ABOVE = 1 + 2**-8  # a scale times this, rounded to the nearest bfloat16, is not below the scale
 Where = tuple[Tensor, Tensor, Tensor, int]  # slots, query_start, has_history, num_decodes
 Move = Callable[[Tensor, "slice | int"], Tensor]  # (states, rows of their tokens) -> states after them
 
@@ -48,10 +55,12 @@ def encode_state(h: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
     """What is kept of float32 states [*positions, *shape] after the tokens at these positions.
 
     bfloat16: the upper half of h's bits, after the upper half of the threshold is added to the lower one.
-    float32: h itself.
+    float32: h itself. int8: codes and scales, [*positions, *shape[:-1], coded_width(shape[-1])].
     """
     if dtype == torch.float32:
         return h
+    if dtype == torch.int8:
+        return _encode_rows(h, draw_thresholds(positions, h.shape[positions.dim() :]))
     bits = h.contiguous().view(torch.int32).long() & WORD
     kept = bits + (draw_thresholds(positions, h.shape[positions.dim() :]) >> 16) & 0xFFFF0000
     kept = torch.where(kept > 0x7FFFFFFF, kept - (1 << 32), kept)
@@ -60,7 +69,27 @@ def encode_state(h: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
 
 def decode_state(kept: Tensor) -> Tensor:
     """float32 states of what was kept."""
-    return kept.float()
+    if kept.dtype != torch.int8:
+        return kept.float()
+    columns = kept.shape[-1] - SCALE_NBYTES * -(-kept.shape[-1] // (STATE_GROUP + SCALE_NBYTES))
+    scales = kept[..., columns:].contiguous().view(torch.bfloat16).float()
+    return kept[..., :columns].float() * scales.repeat_interleave(STATE_GROUP, -1)[..., :columns]
+
+
+def coded_width(columns: int) -> int:
+    """Bytes of a row of so many columns in int8."""
+    return columns + SCALE_NBYTES * -(-columns // STATE_GROUP)
+
+
+def _encode_rows(h: Tensor, thresholds: Tensor) -> Tensor:
+    """float32 [..., n] -> int8 [..., coded_width(n)]; thresholds: as h, of 32 bits."""
+    codes, scales, draws = [], [], (thresholds >> 8).float() * 2.0**-24
+    for part, draw in zip(h.split(STATE_GROUP, -1), draws.split(STATE_GROUP, -1), strict=True):
+        scale = (part.abs().amax(-1, keepdim=True) / LARGEST * ABOVE).bfloat16()
+        rounded = (torch.where(scale > 0, part / scale.float(), 0) + draw).floor()
+        codes.append(rounded.clamp(-LARGEST, LARGEST).nan_to_num().to(torch.int8))
+        scales.append(scale.contiguous().view(torch.int8))
+    return torch.cat([*codes, *scales], -1)
 
 
 def walk_tokens(move: Move, state: Tensor, where: Where, positions: Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""Recurrent state in bfloat16: the same tokens in any chunk and engine, half the memory, clear errors."""
+"""Recurrent state in bfloat16 and int8: the same tokens in any chunk and engine, half the memory, clear errors."""
 
 from __future__ import annotations
 
@@ -57,20 +57,47 @@ def test_a_model_without_recurrent_state_is_refused(tmp_path: Path) -> None:
         load(str(tmp_path / "lfm2"), EngineConfig(device="cpu", state_dtype="bfloat16"))
 
 
+def test_int8_state_takes_a_quarter_and_a_scale_for_64_columns(nano_hybrid: Path) -> None:
+    opened = open_model(str(nano_hybrid), EngineConfig(device="cpu"))
+    shapes = {
+        dtype: [
+            state.tensors["ssm"]
+            for state in model_states(opened.resolved, opened.checkpoint, state_dtype=dtype).values()
+            if isinstance(state, SlotState)
+        ]
+        for dtype in ("float32", "int8")
+    }
+    assert shapes["float32"] == 4 * [((8, 64, 64), "float32")]
+    assert shapes["int8"] == 4 * [((8, 64, 66), "int8")]
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "mixer"), [("recurrent_gemma", "an RG-LRU"), ("minimax", "lightning attention")]
+)
+def test_int8_state_is_refused_by_mixer(name: str, mixer: str, tmp_path: Path) -> None:
+    tiny.write(name, tmp_path)
+    with pytest.raises(ConfigError, match=f"int8 is for the states of Mamba2, and this model has {mixer}"):
+        load(str(tmp_path), EngineConfig(device="cpu", state_dtype="int8"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 @pytest.mark.parametrize("name", ["nemotron_h", "recurrent_gemma", "minimax", "nano"])
 def test_rounded_state_is_the_same_in_chunks_and_from_the_disk(
-    name: str, nano_hybrid: Path, tmp_path: Path
+    name: str, dtype: str, nano_hybrid: Path, tmp_path: Path
 ) -> None:
+    if dtype == "int8" and name in ("recurrent_gemma", "minimax"):
+        pytest.skip("int8 is refused there")
     model = nano_hybrid if name == "nano" else tmp_path / name
     if name != "nano":
         tiny.write(name, model)
-    options: dict[str, object] = {"state_dtype": "bfloat16", "max_model_len": 120}
+    options: dict[str, object] = {"state_dtype": dtype, "max_model_len": 120}
     history = words(3, 77)
     whole = ask(model, history, **options)
     for size in (2, 5, 33):
         assert ask(model, history, max_num_batched_tokens=size, **options).token_ids == whole.token_ids
     if name == "nano":
-        go_on(model, tmp_path / "kept", state_dtype="bfloat16")
+        go_on(model, tmp_path / "kept", state_dtype=dtype)
         reply = ask(model, words(2, 45), cache_disk=str(tmp_path / "kept"))
-        assert reply.num_cached == 0  # state in float32 is not that of bfloat16
+        assert reply.num_cached == 0  # state in float32 is not what is kept there

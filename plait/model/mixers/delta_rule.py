@@ -10,6 +10,7 @@ from torch import Tensor
 
 from plait.checkpoint.weights import Weights
 from plait.memory import SlotState, State
+from plait.model.layers.kept_state import float_state_dtype
 from plait.model.layers.layers import Batch, Norm
 from plait.model.mixers.mamba2 import DepthwiseConv
 from plait.model.mixers.registry import mixer
@@ -85,7 +86,12 @@ class DeltaNet:
         else:
             self._scan = BoundedScan(s, w, self.A, self.dt_bias, sizes)
         ssm = (s.num_heads, s.key_dim, s.value_dim)
-        state = SlotState({"conv": (self.conv.tail_shape, "model"), "ssm": (ssm, w.target.state_dtype)})
+        state = SlotState(
+            {
+                "conv": (self.conv.tail_shape, "model"),
+                "ssm": (ssm, float_state_dtype(w.target, "the delta rule")),
+            }
+        )
         self.states: dict[str, State] = {self.name: state}
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from plait.checkpoint.weights import Weights
 from plait.memory import SlotState, State
+from plait.model.layers.kept_state import float_state_dtype
 from plait.model.layers.layers import Batch
 from plait.model.mixers.delta_rule import OutputGate
 from plait.model.mixers.registry import mixer
@@ -59,7 +60,10 @@ class JetBlock:
         self._scan = w.bind(delta_scan_from_gates, **sizes, kind="sigmoid", gated=False)
         ssm = (heads, s.key_dim, s.value_dim)
         state = SlotState(
-            {"conv": ((s.conv_kernel - 1, values), "model"), "ssm": (ssm, w.target.state_dtype)}
+            {
+                "conv": ((s.conv_kernel - 1, values), "model"),
+                "ssm": (ssm, float_state_dtype(w.target, "JetBlock")),
+            }
         )
         self.states: dict[str, State] = {self.name: state}
 

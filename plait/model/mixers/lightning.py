@@ -12,6 +12,7 @@ from torch import Tensor
 
 from plait.checkpoint.weights import Weights
 from plait.memory import SlotState, State
+from plait.model.layers.kept_state import float_state_dtype
 from plait.model.layers.layers import Batch, Norm, Rope, own_part
 from plait.model.mixers.registry import mixer
 from plait.ops.activation import activate, gate, rescale
@@ -55,7 +56,9 @@ class Lightning:
         sizes = {"heads": s.num_heads, "dim": s.head_dim, "state": s.head_dim, "groups": s.num_heads}
         self._scan, self._gate = w.bind(mamba2_scan, **sizes), w.bind(gate)
         shape = (s.num_heads, s.head_dim, s.head_dim)
-        self.states: dict[str, State] = {self.name: SlotState({"ssm": (shape, w.target.state_dtype)})}
+        self.states: dict[str, State] = {
+            self.name: SlotState({"ssm": (shape, float_state_dtype(w.target, "lightning attention"))})
+        }
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, hidden] -> [T, hidden]."""

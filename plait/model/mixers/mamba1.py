@@ -17,6 +17,7 @@ from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.errors import UnsupportedModel
 from plait.memory import SlotState, State
+from plait.model.layers.kept_state import float_state_dtype
 from plait.model.layers.layers import Batch, Norm
 from plait.model.mixers.mamba2 import DepthwiseConv, stack_ranges
 from plait.model.mixers.registry import mixer
@@ -79,7 +80,7 @@ class Mamba1:
         self.step_norm = norms[0]
         self._scan = self._build_scan(s, w, norms[1:])
         ssm, conv = self._scan.state_shape, self.conv.tail_shape
-        state = SlotState({"conv": (conv, "model"), "ssm": (ssm, w.target.state_dtype)})
+        state = SlotState({"conv": (conv, "model"), "ssm": (ssm, float_state_dtype(w.target, "Mamba1"))})
         self.states: dict[str, State] = {self.name: state}
 
     def _build_scan(self, s: Mamba1Spec, w: Weights, norms: Sequence[Norm | None]) -> _Scan:

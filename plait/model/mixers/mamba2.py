@@ -11,6 +11,7 @@ from torch import Tensor
 from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.memory import SlotState, State
+from plait.model.layers.kept_state import state_columns
 from plait.model.layers.layers import Batch, GatedNorm
 from plait.model.mixers.registry import mixer
 from plait.ops.activation import step_sizes
@@ -105,7 +106,7 @@ class Mamba2:
         self._step_sizes = w.bind(step_sizes, heads=s.num_heads) if s.mode == "exact" else None
         self.states: dict[str, State] = {}
         if s.mode == "ssd":
-            ssm = (s.num_heads, s.head_dim, s.state_size)
+            ssm = (s.num_heads, s.head_dim, state_columns(w.target, s.state_size))
             conv = self.conv.tail_shape
             self.states[self.name] = SlotState({"conv": (conv, "model"), "ssm": (ssm, w.target.state_dtype)})
 

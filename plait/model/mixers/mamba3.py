@@ -10,6 +10,7 @@ from torch import Tensor
 
 from plait.checkpoint.weights import Weights
 from plait.memory import SlotState, State
+from plait.model.layers.kept_state import float_state_dtype
 from plait.model.layers.layers import Batch, GatedNorm
 from plait.model.mixers.mamba2 import DepthwiseConv, divide_ssd, ssd_words
 from plait.model.mixers.registry import mixer
@@ -63,7 +64,7 @@ class Mamba3:
         self._scan = _Whole(s, w, self.width) if s.mode == "exact" else _Recurrent(s, w, self.width)
         self._gate = GatedNorm(s.gated_norm, w, inner, 1)
         self.states: dict[str, State] = (
-            {} if s.mode == "exact" else {self.name: self._memory(w.target.state_dtype)}
+            {} if s.mode == "exact" else {self.name: self._memory(float_state_dtype(w.target, "Mamba3"))}
         )
 
     def _memory(self, state_dtype: str) -> SlotState:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from plait.checkpoint.weights import Weights
 from plait.memory import SlotState, State
+from plait.model.layers.kept_state import float_state_dtype
 from plait.model.layers.layers import Batch
 from plait.model.mixers.mamba2 import DepthwiseConv
 from plait.model.mixers.registry import mixer
@@ -48,7 +49,10 @@ class RgLru:
         self._map = w.bind(map_heads, heads=s.num_heads)
         self._scan = w.bind(rg_lru, heads=s.num_heads, dim=dim)
         self._activate, self._multiply = w.bind(activate, kind=s.activation, gated=False), w.bind(multiply)
-        kept = {"conv": (self.conv.tail_shape, "model"), "ssm": ((s.width,), w.target.state_dtype)}
+        kept = {
+            "conv": (self.conv.tail_shape, "model"),
+            "ssm": ((s.width,), float_state_dtype(w.target, "an RG-LRU")),
+        }
         self.states: dict[str, State] = {self.name: SlotState(kept)}
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:

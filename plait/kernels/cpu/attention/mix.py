@@ -10,7 +10,6 @@ The number of a column rotates by one bit in a stage, so after all stages it is 
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from plait.kernels.cpu.codegen.kernel import inline, kernel

@@ -18,7 +18,7 @@ from plait.ops.mamba3 import mamba3_scan
 from plait.ops.registry import Op, OpFacts
 from plait.ops.rg_lru import rg_lru
 from plait.ops.ssm import mamba1_scan, mamba2_scan
-from plait.ops.state_rounding import decode_state, encode_state
+from plait.ops.state_rounding import coded_width, decode_state, encode_state
 
 TOKENS, START, SLOT = 33, 70_000, 2
 PER_TOKEN = {"x", "dt", "B", "C", "q", "k", "v", "step", "beta", "gates", "blend", "theta"}
@@ -110,6 +110,49 @@ def test_kernel_rounds_as_float32_kernel_with_rounding_between_tokens(op: Op, si
             run(lambda *args: variant.bound(cpu)(*args[:-1], None), given, [TOKENS])
     finally:
         cpu.close()
+
+
+@pytest.mark.parametrize("size", [32, pytest.param(144, marks=pytest.mark.slow)])
+def test_int8_kernel_has_the_reference_s_codes_in_any_chunk(size: int) -> None:
+    load_kernels()
+    cpu = executor(2)
+    variant = next(v for v in mamba2_scan.variants if v.name == "native-int8")
+    given = inputs(mamba2_scan, dict(heads=2, dim=20, state=size, groups=2))
+    given["state"] = encode_state(given["state"].float(), torch.arange(4), torch.int8)
+    try:
+        whole = run(variant.bound(cpu), given, [TOKENS])
+        for cuts in ([1] * TOKENS, [13, 1, 19]):
+            for found, wanted in zip(run(variant.bound(cpu), given, cuts), whole, strict=True):
+                assert torch.equal(found, wanted)
+        out, codes = run(mamba2_scan.reference, given, [TOKENS])
+        torch.testing.assert_close(whole[0], out, atol=2e-4, rtol=1e-4)
+        assert (whole[1] - codes).abs().max() <= 1  # where the last bit of a number decides
+        assert (whole[1] == codes).float().mean() > 0.99
+        with pytest.raises(ShapeMismatch, match="positions"):
+            run(lambda *args: variant.bound(cpu)(*args[:-1], None), given, [TOKENS])
+    finally:
+        cpu.close()
+
+
+def test_int8_rounding_has_no_bias_and_cuts_nothing_off() -> None:
+    torch.manual_seed(2)
+    h = torch.randn(3, 128) * torch.tensor([1e-3, 1.0, 1e4])[:, None]
+    kept = encode_state(h.expand(4096, 3, 128), torch.arange(4096), torch.int8)
+    assert kept.shape == (4096, 3, coded_width(128)) and kept.shape[-1] == 132
+    found = decode_state(kept)
+    step = h.unflatten(-1, (2, 64)).abs().amax(-1, keepdim=True) / 127
+    errors = (found.mean(0) - h).unflatten(-1, (2, 64)) / step
+    assert errors.abs().max() < 0.02  # steps: of the largest numbers, too
+    assert ((found - h).unflatten(-1, (2, 64)).abs() <= 1.02 * step).all()
+
+
+@pytest.mark.parametrize("columns", [1, 16, 63, 64, 65, 144])
+def test_int8_rows_of_any_width_come_back(columns: int) -> None:
+    h = torch.randn(5, 2, columns)
+    h[0], h[1, 0, 0] = 0.0, float("nan")
+    found = decode_state(encode_state(h, torch.arange(5), torch.int8))
+    assert found.shape == h.shape and not found[0].any()
+    assert found[1, 0, 0].isnan() and found[2:].isfinite().all()
 
 
 def test_thresholds_are_even_over_positions_and_columns() -> None:
