@@ -156,8 +156,8 @@ class EngineConfig:
     )
     state_dtype: StateDType = option(
         "float32",
-        "what recurrent state is kept in. On a CPU, rounded after every token, by its position: bfloat16, half "
-        "the memory; int8, a quarter, of Mamba2 only",
+        "what recurrent state is kept in. On a CPU, rounded after every token, by its position: bfloat16, "
+        "half the memory; int8, a quarter, of Mamba2 only",
     )
     quantize: Quantize | None = option(
         None, "encode plain weights of linear layers while loading; files already in blocks stay as they are"

@@ -1,4 +1,4 @@
-"""Recurrent state in bfloat16 and int8: the same tokens in any chunk and engine, half the memory, clear errors."""
+"""Recurrent state in bfloat16 and int8: the same tokens in any chunk, less memory, clear errors."""
 
 from __future__ import annotations
 

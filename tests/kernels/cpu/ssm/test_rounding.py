@@ -138,7 +138,8 @@ def test_int8_rounding_has_no_bias_and_cuts_nothing_off() -> None:
     torch.manual_seed(2)
     h = torch.randn(3, 128) * torch.tensor([1e-3, 1.0, 1e4])[:, None]
     kept = encode_state(h.expand(4096, 3, 128), torch.arange(4096), torch.int8)
-    assert kept.shape == (4096, 3, coded_width(128)) and kept.shape[-1] == 132
+    assert coded_width(128) == 132
+    assert kept.shape == (4096, 3, 132)
     found = decode_state(kept)
     step = h.unflatten(-1, (2, 64)).abs().amax(-1, keepdim=True) / 127
     errors = (found.mean(0) - h).unflatten(-1, (2, 64)) / step
@@ -151,8 +152,10 @@ def test_int8_rows_of_any_width_come_back(columns: int) -> None:
     h = torch.randn(5, 2, columns)
     h[0], h[1, 0, 0] = 0.0, float("nan")
     found = decode_state(encode_state(h, torch.arange(5), torch.int8))
-    assert found.shape == h.shape and not found[0].any()
-    assert found[1, 0, 0].isnan() and found[2:].isfinite().all()
+    assert found.shape == h.shape
+    assert not found[0].any()
+    assert found[1, 0, 0].isnan()
+    assert found[2:].isfinite().all()
 
 
 def test_thresholds_are_even_over_positions_and_columns() -> None:
