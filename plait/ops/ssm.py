@@ -89,9 +89,9 @@ def mamba2_scan(
     """h ← exp(dt A) h + dt x ⊗ B; y = h C + D x. Dao & Gu 2024.
 
     x: [T, H, P], dt: [T, H] (after softplus and clamp), A: [H] (negative), B, C: [T, G, N] (group h // (H/G)
-    serves head h), D: [H], state: [num_slots, H, P, N] float32 or bfloat16, in place -> y [T, H, P] in x's
-    dtype. `chunk_size` bounds the matrix form and does not change the result. positions: [T], of the rows in
-    their sequences, by which a bfloat16 state is rounded; a kernel may cut its chunks at multiples of them,
+    serves head h), D: [H], state: [num_slots, H, P, N] float32 or bfloat16, or rows of int8
+    (`state_rounding`), in place -> y [T, H, P] in x's dtype. `chunk_size` bounds the matrix form and does not
+    change the result. positions: [T], of the rows in their sequences, by which a state is rounded; a kernel may cut its chunks at multiples of them,
     so that a cut of a prompt changes no bit.
     """
     u, dt, A, B, C = x.float(), dt.float(), A.float(), B.float(), C.float()
