@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -18,12 +17,10 @@ BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    quality = importlib.import_module("quality")
-    window = quality.WINDOW
-    yield importlib.import_module("needle")
-    quality.WINDOW = window
+    monkeypatch.setattr("quality.WINDOW", 512)  # is put back: the benchmark sets it
+    return importlib.import_module("needle")
 
 
 def test_a_name_counts_as_found_where_it_is_farthest_above_its_mean(script: ModuleType) -> None:
@@ -42,9 +39,9 @@ def test_rounded_caches_find_what_exact_ones_do(script: ModuleType, nano_hybrid:
     load_kernels()
     opened = open_model(str(nano_hybrid), EngineConfig(device="cpu", threads=2))
     text = script.TEXT.read_text(encoding="utf-8")
-    results = script.measure(opened, text, 256, 1, 2)
+    results = script.measure(opened, text, 512, 1, 2)
     exact = results["exact: float32"]
+    assert exact["near"]["lift"] > 0.1
     for mode, found in results.items():
         assert abs(found["all"]["lift"] - exact["all"]["lift"]) < 0.02, mode
-        assert found["near"]["found"] > 0.25, mode  # four times chance
-    assert exact["near"]["lift"] > 0
+        assert found["all"]["found"] > 0.15, mode  # chance is 0.0625

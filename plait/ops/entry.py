@@ -130,7 +130,7 @@ class Nibbles:
         return torch.cat([known, _bfloat16(entry[..., self.rest_at : end])], -1)
 
 
-def mixed_columns(dim: int) -> int:
+def count_mixed(dim: int) -> int:
     """How many neighbouring columns of a head's key are mixed: the largest power of two dividing `dim`."""
     return dim & -dim
 
@@ -160,7 +160,7 @@ CODED = ("int8", "int4")
 
 def key_codes(dim: int) -> Codes:
     """The int8 form of one head's key of `dim` columns."""
-    return Codes(dim, KEY_GROUP, mixed=mixed_columns(dim))
+    return Codes(dim, KEY_GROUP, mixed=count_mixed(dim))
 
 
 def value_codes(dim: int) -> Codes:
@@ -176,7 +176,7 @@ def latent_codes(kv_rank: int, rope_dim: int) -> Codes:
 def head_forms(dim: int, kept: torch.dtype) -> tuple[Form, Form]:
     """The forms of one head's key and value in a cache of that dtype; None: as numbers."""
     if kept == torch.uint8:
-        return Nibbles(dim, mixed=mixed_columns(dim)), Nibbles(dim)
+        return Nibbles(dim, mixed=count_mixed(dim)), Nibbles(dim)
     return (key_codes(dim), value_codes(dim)) if kept == torch.int8 else (None, None)
 
 

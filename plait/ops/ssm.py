@@ -91,8 +91,8 @@ def mamba2_scan(
     x: [T, H, P], dt: [T, H] (after softplus and clamp), A: [H] (negative), B, C: [T, G, N] (group h // (H/G)
     serves head h), D: [H], state: [num_slots, H, P, N] float32 or bfloat16, or rows of int8
     (`state_rounding`), in place -> y [T, H, P] in x's dtype. `chunk_size` bounds the matrix form and does not
-    change the result. positions: [T], of the rows in their sequences, by which a state is rounded; a kernel may cut its chunks at multiples of them,
-    so that a cut of a prompt changes no bit.
+    change the result. positions: [T], of the rows in their sequences, by which a state is rounded; a kernel
+    may cut its chunks at multiples of them, so that a cut of a prompt changes no bit.
     """
     u, dt, A, B, C = x.float(), dt.float(), A.float(), B.float(), C.float()
     v, log_decay, y = u * dt[..., None], dt * A, torch.empty_like(u)

@@ -55,7 +55,7 @@ def encode_state(h: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
     """What is kept of float32 states [*positions, *shape] after the tokens at these positions.
 
     bfloat16: the upper half of h's bits, after the upper half of the threshold is added to the lower one.
-    float32: h itself. int8: codes and scales, [*positions, *shape[:-1], coded_width(shape[-1])].
+    float32: h itself. int8: codes and scales, [*positions, *shape[:-1], row_nbytes(shape[-1])].
     """
     if dtype == torch.float32:
         return h
@@ -76,13 +76,13 @@ def decode_state(kept: Tensor) -> Tensor:
     return kept[..., :columns].float() * scales.repeat_interleave(STATE_GROUP, -1)[..., :columns]
 
 
-def coded_width(columns: int) -> int:
+def row_nbytes(columns: int) -> int:
     """Bytes of a row of so many columns in int8."""
     return columns + SCALE_NBYTES * -(-columns // STATE_GROUP)
 
 
 def _encode_rows(h: Tensor, thresholds: Tensor) -> Tensor:
-    """float32 [..., n] -> int8 [..., coded_width(n)]; thresholds: as h, of 32 bits."""
+    """float32 [..., n] -> int8 [..., row_nbytes(n)]; thresholds: as h, of 32 bits."""
     codes, scales, draws = [], [], (thresholds >> 8).float() * 2.0**-24
     for part, draw in zip(h.split(STATE_GROUP, -1), draws.split(STATE_GROUP, -1), strict=True):
         scale = (part.abs().amax(-1, keepdim=True) / LARGEST * ABOVE).bfloat16()

@@ -10,13 +10,13 @@ import torch
 from plait.ops.attention import paged_attention, paged_case
 from plait.ops.entry import (
     Codes,
+    count_mixed,
     head_forms,
     head_widths,
     key_codes,
     latent_codes,
     latent_width,
     mix_columns,
-    mixed_columns,
     value_codes,
 )
 
@@ -67,7 +67,7 @@ def test_no_tokens_are_no_entries(form: Codes, shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("dim", [4, 20, 64, 80, 96])
 def test_mixing_is_hadamards_matrix_and_its_own_inverse(dim: int) -> None:
-    x, count = torch.randn(7, 3, dim, dtype=torch.float64), mixed_columns(dim)
+    x, count = torch.randn(7, 3, dim, dtype=torch.float64), count_mixed(dim)
     matrix = torch.ones(1, 1, dtype=torch.float64)
     while len(matrix) < count:
         matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), matrix)

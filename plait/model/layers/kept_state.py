@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from plait.checkpoint.weights import Target
 from plait.errors import ConfigError
-from plait.ops.state_rounding import coded_width
+from plait.ops.state_rounding import row_nbytes
 
 
 def float_state_dtype(target: Target, mixer: str) -> str:
@@ -18,4 +18,4 @@ def float_state_dtype(target: Target, mixer: str) -> str:
 
 def state_columns(target: Target, columns: int) -> int:
     """Numbers of `--state-dtype` that a row of `columns` takes."""
-    return coded_width(columns) if target.state_dtype == "int8" else columns
+    return row_nbytes(columns) if target.state_dtype == "int8" else columns

@@ -59,7 +59,7 @@ from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import rows_of, scratch_of
 from plait.kernels.cpu.runtime.row_checks import TensorRows, dense, float32_rows
 from plait.ops.attention import paged_attention
-from plait.ops.entry import CODED, KEY_GROUP, NIBBLE_GROUP, SCALE_NBYTES, head_widths, mixed_columns
+from plait.ops.entry import CODED, KEY_GROUP, NIBBLE_GROUP, SCALE_NBYTES, count_mixed, head_widths
 from plait.ops.registry import OpFacts
 
 SPAN = 256  # tokens of a split: their scores are in L1 together; threads share out a long sequence by splits
@@ -329,7 +329,7 @@ def attend(
             dense(name, each, rows.heads)
     if kept in CODED:
         q, k = mix_heads(cpu, q, k)
-        rows, scale = TensorRows.of(q), scale / mixed_columns(d)
+        rows, scale = TensorRows.of(q), scale / count_mixed(d)
     if k is not None and v is not None:
         _store(cpu, k, v, k_cache, v_cache, slot_mapping)
     out = cpu.empty(*q.shape)

@@ -28,7 +28,7 @@ from plait.kernels.cpu.codegen.vec import (
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import rows_of, scratch_of
 from plait.kernels.cpu.runtime.row_checks import TensorRows
-from plait.ops.entry import mixed_columns
+from plait.ops.entry import count_mixed
 
 
 @inline
@@ -82,7 +82,7 @@ def mix_rows(frame: int, args: int, thread: int, threads: int) -> None:
 
 def mix_heads(cpu: Executor, q: Tensor, k: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """q [T, heads, d] and k [T, kv_heads, d], float32, each head mixed. Raises ShapeMismatch."""
-    rows, mixed = TensorRows.of(q), mixed_columns(q.shape[-1])
+    rows, mixed = TensorRows.of(q), count_mixed(q.shape[-1])
     own, kv_heads = (rows, 0) if k is None else (TensorRows.of(k), k.shape[1])
     out = cpu.empty(rows.count, rows.heads + kv_heads, rows.width)
     cpu.launch(

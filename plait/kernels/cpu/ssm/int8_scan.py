@@ -52,7 +52,7 @@ from plait.kernels.cpu.runtime.row_checks import Sequences, TensorRows, dense, f
 from plait.kernels.cpu.ssm.rounding import column_thresholds, seed_at
 from plait.ops.registry import OpFacts
 from plait.ops.ssm import mamba2_scan
-from plait.ops.state_rounding import STATE_GROUP, coded_width
+from plait.ops.state_rounding import STATE_GROUP, row_nbytes
 
 ROWS = 64  # of a head's state that one thread takes at a time
 GROUP = STATE_GROUP
@@ -167,7 +167,7 @@ def _mamba2_int8(
     dense("A", A, heads)
     if D is not None:
         dense("D", D, heads)
-    width = coded_width(size)
+    width = row_nbytes(size)
     dense("a slot's state", state[0], heads, dim, width, dtype=torch.int8)
     if positions is None:
         raise ShapeMismatch("a kernel wants the positions of all tokens: it rounds their states by them")

@@ -18,7 +18,7 @@ from plait.ops.mamba3 import mamba3_scan
 from plait.ops.registry import Op, OpFacts
 from plait.ops.rg_lru import rg_lru
 from plait.ops.ssm import mamba1_scan, mamba2_scan
-from plait.ops.state_rounding import coded_width, decode_state, encode_state
+from plait.ops.state_rounding import decode_state, encode_state, row_nbytes
 
 TOKENS, START, SLOT = 33, 70_000, 2
 PER_TOKEN = {"x", "dt", "B", "C", "q", "k", "v", "step", "beta", "gates", "blend", "theta"}
@@ -138,7 +138,7 @@ def test_int8_rounding_has_no_bias_and_cuts_nothing_off() -> None:
     torch.manual_seed(2)
     h = torch.randn(3, 128) * torch.tensor([1e-3, 1.0, 1e4])[:, None]
     kept = encode_state(h.expand(4096, 3, 128), torch.arange(4096), torch.int8)
-    assert coded_width(128) == 132
+    assert row_nbytes(128) == 132
     assert kept.shape == (4096, 3, 132)
     found = decode_state(kept)
     step = h.unflatten(-1, (2, 64)).abs().amax(-1, keepdim=True) / 127
