@@ -28,7 +28,7 @@ CAPS = {
     "engine": 2_220,
     "families": 12_750,
     "frontend": 1_560,
-    "kernels": 23_520,
+    "kernels": 23_920,
     "llm": 630,
     "loading": 5_460,
     "model": 3_940,
