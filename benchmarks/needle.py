@@ -61,7 +61,7 @@ PLACES = {"near": 0.05, "halfway": 0.5, "far": 1.0}  # of the window, between ne
 
 
 def make_prompts(tokenizer: Any, text: str, window: int, share: float, turn: int) -> list[list[int]]:
-    """The prompts of one place, one for each name. turn: which part of the text stands in between."""
+    """The prompts of one place, one for each name. turn: which part of the text comes between."""
     before, cue = tokenizer.encode(""), tokenizer.encode(CUE, add_special=False)
     needles = [tokenizer.encode(NEEDLE.format(name=name), add_special=False) for name in NAMES]
     ids = tokenizer.encode(text, add_special=False)
@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--text", type=Path, default=TEXT)
     parser.add_argument("--window", type=int, default=512, help="tokens of the longest prompt")
-    parser.add_argument("--count", type=int, default=4, help="texts that stand in between")
+    parser.add_argument("--count", type=int, default=4, help="texts between needle and cue")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     given = parser.parse_args()
     load_kernels()
