@@ -11,7 +11,16 @@ from typing import Any, Literal, TypeVar
 
 UNLIMITED = float("inf")
 Activation = Literal[
-    "silu", "gelu", "gelu_pytorch_tanh", "relu2", "relu", "swiglu_oai", "xielu", "swiglu_7", "swiglu_16"
+    "silu",
+    "gelu",
+    "gelu_pytorch_tanh",
+    "relu2",
+    "relu",
+    "swiglu_oai",
+    "xielu",
+    "swiglu_7",
+    "swiglu_16",
+    "swiglu_cut_10",
 ]
 
 
@@ -136,6 +145,10 @@ class MlaSpec(Mixer):
     indexer: IndexerSpec | None = None
     head_gate: bool = False  # as in AttentionSpec, by a sigmoid (Ling 3)
     gate: bool = False  # of all outputs; it and queries read [normed latent, latent] (A.X K2)
+    out_gate: bool = False  # of all outputs by a sigmoid, from what attention reads (Hunyuan 4)
+    sinks: bool = False  # as in AttentionSpec
+    window: int | None = None  # as in AttentionSpec
+    rope_norm: NormSpec | None = None  # of the shared key, before it is rotated (dots3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +203,7 @@ class RouterSpec:
     proportion to their size, without those chosen before (SparseMixer, Liu et al. 2024; Phi-3.5-MoE).
     """
 
-    score: Literal["softmax", "sigmoid"] = "softmax"
+    score: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
     renormalize: bool = True
     renorm_eps: float = 0.0
     scale: float = 1.0
@@ -276,6 +289,23 @@ class BranchSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class HyperSpec:
+    """How the branches of a model read and write its residual streams (Zhu et al. 2024; Xie et al. 2026).
+
+    Of a token's streams, as one vector normed by `norm`, a linear layer makes logits: a branch reads the sum
+    of streams by sigmoid + eps, and adds its output to each by `magnitude` · sigmoid + `added`. `rounds`:
+    streams are mixed, too, by a matrix of which rows and columns are divided by their sums (Sinkhorn).
+    """
+
+    count: int = 4
+    norm: NormSpec = NormSpec(weight=False)
+    eps: float = 1e-6
+    magnitude: float = 2.0
+    added: float = 0.0
+    rounds: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class HeadSpec:
     """Between the last norm and the table of logits: norm(activation(linear(x))) (BERT)."""
 
@@ -300,7 +330,8 @@ class ModelSpec:
     `causal` False: earlier outputs change as tokens are appended; every step computes the whole sequence.
     `positions`: how many learned ones are added to embeddings (GPT-2). `embed_norm`: of these (nanochat).
     `front`: how many learned tokens lie before each text, in no count of its tokens (Hymba).
-    `streams`: how many residual streams a token has, of `hidden_size` each; layers are then `AltUpSpec`s.
+    `streams`: how many residual streams a token has, of `hidden_size` each; layers are then `AltUpSpec`s,
+    or `HyperBranchSpec`s with the model's `hyper`.
     """
 
     family: str
@@ -320,6 +351,7 @@ class ModelSpec:
     head: HeadSpec | None = None
     streams: int | None = None
     front: int | None = None
+    hyper: HyperSpec | None = None
     mtp: MtpSpec | None = None  # which may have been left out of the files
 
     def branches(self) -> Iterator[tuple[str, BranchSpec]]:

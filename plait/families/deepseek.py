@@ -172,16 +172,25 @@ def deepseek_v32(c: Config) -> tuple[ModelSpec, NameMap]:
 )
 def glm_moe_dsa(c: Config) -> tuple[ModelSpec, NameMap]:
     """GLM-5: neighbours turn in index heads, too; some layers take the choice of an earlier one."""
-    own, indexers, source = latent_indexer(c, interleaved=True), list[IndexerSpec](), ""
-    for i, kind in enumerate(_indexer_kinds(c)):
-        if kind == "shared" and not source:
-            raise UnsupportedModel(f"indexer_types: layer {i} is 'shared', and none before it is 'full'")
-        source = source if kind == "shared" else f"layers.{i}.attn"
-        indexers.append(replace(own, source=source if kind == "shared" else ""))
+    indexers = share_indexers(latent_indexer(c, interleaved=True), indexer_kinds(c), "attn")
     return latent_model(c, "glm_moe_dsa", sigmoid_router(c), indexers=indexers)
 
 
-def _indexer_kinds(c: Config) -> list[str]:
+def share_indexers(own: IndexerSpec, kinds: Sequence[str], name: str) -> list[IndexerSpec]:
+    """The indexer of each layer: its own, or of a "shared" one that of the last with its own.
+
+    name: of the mixers that have them, below their layer.
+    """
+    indexers, source = list[IndexerSpec](), ""
+    for i, kind in enumerate(kinds):
+        if kind == "shared" and not source:
+            raise UnsupportedModel(f"indexer_types: layer {i} is 'shared', and none before it is 'full'")
+        source = source if kind == "shared" else f"layers.{i}.{name}"
+        indexers.append(replace(own, source=source if kind == "shared" else ""))
+    return indexers
+
+
+def indexer_kinds(c: Config) -> list[str]:
     """ "full" or "shared" for each layer: from a list, a pattern of letters, or a period."""
     count, words = len(c["layer_types"]), {"F": "full", "S": "shared", "full": "full", "shared": "shared"}
     kinds = c.get("indexer_types") or c.get("index_topk_pattern")

@@ -15,11 +15,11 @@ from plait.families.common.recipes import Shifted
 from plait.families.common.registry import UnknownArchitecture, families_by_name, find, names_in
 from plait.families.common.resolved import Resolved
 from plait.families.config.checks import blame_config, check_config, check_spec
+from plait.families.config.neutral import NEUTRAL
 from plait.families.config.normalize import (
     ALIASES,
     FULL,
     LINEAR,
-    NEUTRAL,
     NOTHING,
     SLIDING,
     Config,

@@ -225,7 +225,8 @@ def kv_dtype(config: EngineConfig, stored: Sequence[str], dtype: torch.dtype) ->
         return config.kv_dtype
     if config.ops == "reference":
         return "model"
-    exact = config.precise or dtype != torch.float32 or not any(name != "float32" for name in stored)
+    rounded = any(name not in ("float32", "int64") for name in stored)  # a table of experts is no weight
+    exact = config.precise or dtype != torch.float32 or not rounded
     return "model" if exact else "bfloat16"
 
 

@@ -13,7 +13,7 @@ from plait.memory import State
 from plait.model.front import read_front
 from plait.model.layers.layer_inputs import LayerInputs
 from plait.model.layers.layers import Batch, Embedding, LmHead, Norm
-from plait.model.layers.streams import Streams
+from plait.model.layers.streams import build_streams
 from plait.model.mixers.registry import build
 from plait.model.shared_block import SharedBlockUse
 from plait.ops.activation import combine, rescale, scale_rows
@@ -88,7 +88,7 @@ class Decoder:
         self.spec = s
         self.embed = Embedding(s, weights.scope("embed"))
         self.layer_inputs = LayerInputs(s, weights) if s.layer_inputs else None
-        self.streams = Streams(s, weights) if s.streams else None
+        self.streams = build_streams(s, weights)
         self.branches = [Branch(b, weights.scope(name), s.hidden_size) for name, b in s.branches()]
         self.norm = Norm(s.norm, weights.scope("norm"), s.hidden_size)
         self.head = LmHead(s, weights)

@@ -24,6 +24,11 @@ def _swiglu_within(gate: Tensor, up: Tensor, limit: float) -> Tensor:
     return F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
 
 
+def _swiglu_cut(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    """DeepSeek-V4: silu of the gate, which is at most the limit, times up, which is within ± it."""
+    return F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+
+
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -36,6 +41,7 @@ PAIRS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "swiglu_oai": _swiglu_oai,
     "swiglu_7": lambda gate, up: _swiglu_within(gate, up, 7.0),
     "swiglu_16": lambda gate, up: _swiglu_within(gate, up, 16.0),
+    "swiglu_cut_10": lambda gate, up: _swiglu_cut(gate, up, 10.0),
 }
 CASES: list[Case] = [
     dict(tokens=tokens, size=size, kind=kind)
@@ -51,6 +57,7 @@ CASES: list[Case] = [
         (35, 300, "swiglu_oai"),
         (35, 52, "swiglu_7"),
         (1, 64, "swiglu_16"),
+        (5, 52, "swiglu_cut_10"),
     )
 ]
 

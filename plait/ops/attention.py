@@ -136,12 +136,12 @@ def paged_attention(
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         mask = causal_mask(rows.stop - rows.start, start, end, window, q.device)
-        probs = _softmax(scores.masked_fill(~mask, -math.inf), sinks)
+        probs = share_softmax(scores.masked_fill(~mask, -math.inf), sinks)
         out[rows] = torch.einsum("kgnt,tkd->nkgd", probs, values).flatten(1, 2).to(q.dtype)
     return out
 
 
-def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+def share_softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
     """Softmax over the keys of scores [kv, g, n, keys], and over a sink that takes its share."""
     if sinks is None:
         return scores.softmax(-1)
@@ -191,6 +191,8 @@ LATENT_CASES: list[Case] = [
     dict(seqs=[150, 3], heads=16, kv_rank=160, rope_dim=32, kv_dtype="int8"),
     dict(seqs=SEQS, heads=3, kv_rank=20, rope_dim=6, kv_dtype="int8"),
     dict(seqs=[150, 3], heads=16, kv_rank=160, rope_dim=32, kv_dtype="int4"),
+    dict(seqs=[270, 4], heads=3, kv_rank=24, rope_dim=6, window=70),
+    dict(seqs=SEQS, heads=4, kv_rank=20, rope_dim=6, window=9, kv_dtype="int8", sinks=True),
 ]
 
 
@@ -206,6 +208,8 @@ def paged_latent_attention(
     scale: float,
     kv_rank: int,
     step: dict[object, object] | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """MLA with the key up-projection absorbed into q (DeepSeek-V2, 2.1): all heads read one latent per token.
 
@@ -218,11 +222,11 @@ def paged_latent_attention(
     if latent is not None:
         write_paged(cache, latent, slot_mapping, form)
     out = q.new_empty(*q.shape[:2], kv_rank)
-    for s, rows, start, end in visible(q, (query_start, seq_lens), None):
+    for s, rows, start, end in visible(q, (query_start, seq_lens), window):
         known = read_paged(cache, block_table[s], start, end, form).float()
         scores = torch.einsum("nhr,tr->hnt", q[rows].float(), known) * scale
-        mask = causal_mask(rows.stop - rows.start, start, end, None, q.device)
-        probs = scores.masked_fill(~mask, -math.inf).softmax(-1)
+        mask = causal_mask(rows.stop - rows.start, start, end, window, q.device)
+        probs = share_softmax(scores.masked_fill(~mask, -math.inf)[:, None], sinks)[:, 0]
         out[rows] = torch.einsum("hnt,tr->nhr", probs, known[:, :kv_rank]).to(q.dtype)
     return out
 
@@ -235,4 +239,6 @@ def _latent_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     latent = torch.randn(total, width, dtype=dtype, device=device)
     kept = latent_width(case["kv_rank"], case["rope_dim"], case.get("kv_dtype", ""))
     cache = random_cache((num_blocks, BLOCK, kept), case, dtype, device)
-    return (q, latent, cache, *where, width**-0.5, case["kv_rank"]), {}
+    sinks = torch.randn(case["heads"], device=device) if case.get("sinks") else None
+    more = {"window": case.get("window"), "sinks": sinks}
+    return (q, latent, cache, *where, width**-0.5, case["kv_rank"]), more

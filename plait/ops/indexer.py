@@ -17,6 +17,7 @@ from plait.ops.attention import (
     paged_case,
     random_cache,
     read_paged,
+    share_softmax,
     visible,
     write_paged,
 )
@@ -84,6 +85,7 @@ CASES: list[Case] = [
     dict(seqs=[90, 3], heads=5, kv_rank=24, rope_dim=6, top_k=40, kv_dtype="bfloat16"),
     dict(seqs=[90, 3], heads=3, kv_rank=160, rope_dim=32, top_k=70, kv_dtype="int8"),
     dict(seqs=SEQS, heads=3, kv_rank=20, rope_dim=6, top_k=9, kv_dtype="int8"),
+    dict(seqs=[90, 3], heads=19, kv_rank=34, rope_dim=6, top_k=70, sinks=True),
 ]
 
 
@@ -99,6 +101,7 @@ def sparse_latent_attention(
     seq_lens: Tensor,
     scale: float,
     kv_rank: int,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`paged_latent_attention` over the positions that `choose_keys` gave. chosen: [T, top_k] int32, NONE
     behind the last; -> [T, heads, kv_rank]."""
@@ -112,7 +115,7 @@ def sparse_latent_attention(
         seen = torch.zeros(len(places), end + 1, dtype=torch.bool, device=q.device)
         seen = seen.scatter_(1, places.masked_fill(places == NONE, end), True)[:, :end]
         scores = torch.einsum("nhr,tr->hnt", q[rows].float(), known) * scale
-        probs = scores.masked_fill(~seen, -math.inf).softmax(-1)
+        probs = share_softmax(scores.masked_fill(~seen, -math.inf)[:, None], sinks)[:, 0]
         out[rows] = torch.einsum("hnt,tr->nhr", probs, known[:, :kv_rank]).to(q.dtype)
     return out
 
@@ -130,4 +133,6 @@ def _latent_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     for row, at in zip(chosen, places, strict=True):
         count = min(top_k, at + 1)
         row[:count] = torch.randperm(at + 1)[:count].sort().values.int()
-    return (q, latent, cache, chosen.to(device), *where, width**-0.5, case["kv_rank"]), {}
+    sinks = torch.randn(case["heads"], device=device) if case.get("sinks") else None
+    given = (q, latent, cache, chosen.to(device), *where, width**-0.5, case["kv_rank"])
+    return given, {"sinks": sinks}

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from plait.ops.activation import activate, gate_rows
@@ -27,7 +28,15 @@ CASES: list[Case] = [
     dict(tokens=9, experts=6, top_k=3, router=RouterSpec(), factors=True),
     dict(tokens=5, experts=19, top_k=3, router=RouterSpec("sigmoid", by_logits=True), bias=True),
     dict(tokens=11, experts=18, top_k=3, router=RouterSpec(renormalize=False, margin=0.7)),
+    dict(tokens=7, experts=19, top_k=3, router=RouterSpec("sqrtsoftplus", True, 1e-20, 1.5), bias=True),
 ]
+
+
+SCORES: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda x: x.softmax(-1),
+    "sigmoid": torch.sigmoid,
+    "sqrtsoftplus": lambda x: F.softplus(x).sqrt(),
+}
 
 
 @op(cases=CASES)
@@ -40,7 +49,7 @@ def route(
     groups, only experts of the best `top_groups` groups may be chosen. factors: [experts] float32, what the
     weight of each is multiplied by at last (Gemma 4).
     """
-    scores = logits.float().softmax(-1) if router.score == "softmax" else logits.float().sigmoid()
+    scores = SCORES[router.score](logits.float())
     choice = logits.float() if router.by_logits or router.margin else scores
     choice = choice if bias is None else choice + bias.float()
     if router.groups > 1:
@@ -57,6 +66,34 @@ def route(
         weight = weight / (weight.sum(-1, keepdim=True) + router.renorm_eps)
     weight = weight * router.scale
     return weight if factors is None else weight * factors[index], index
+
+
+LOOKED_UP: list[dict[str, object]] = [
+    dict(tokens=1, experts=4, top_k=2, router=RouterSpec("sqrtsoftplus", True, 1e-20, 1.5)),
+    dict(tokens=33, experts=19, top_k=3, router=RouterSpec("sigmoid", False)),
+]
+
+
+@op(cases=LOOKED_UP)
+def look_up_experts(
+    logits: Tensor, table: Tensor, token_ids: Tensor, router: RouterSpec
+) -> tuple[Tensor, Tensor]:
+    """`route` to the experts that a table has for each token (DeepSeek-V4): logits say their weights alone.
+
+    logits: [T, experts], table: [vocabulary, k] int64, token_ids: [T] -> as `route` gives it.
+    """
+    index = table[token_ids]
+    weight = SCORES[router.score](logits.float()).gather(-1, index)
+    if router.renormalize:
+        weight = weight / (weight.sum(-1, keepdim=True) + router.renorm_eps)
+    return weight * router.scale, index
+
+
+@look_up_experts.inputs
+def _look_up_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+    logits = torch.randn(case["tokens"], case["experts"], dtype=dtype, device=device)
+    table = torch.stack([torch.randperm(case["experts"])[: case["top_k"]] for _ in range(11)]).to(device)
+    return (logits, table, torch.randint(0, 11, (case["tokens"],), device=device), case["router"]), {}
 
 
 def _weigh_within(logits: Tensor, index: Tensor, margin: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""What Gemma 3n does between its layers: streams that are mixed and matched (AltUp), and sparse gates."""
+"""What is between layers with several residual streams: they are weighed, mixed and matched; sparse gates."""
 
 from __future__ import annotations
 
@@ -31,6 +31,47 @@ def _mix_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     wide = torch.randn(case["tokens"], case["streams"], 2 * case["size"], dtype=dtype, device=device)
     rows = case["tokens"] if case["out"] == 4 else 1
     return (wide.chunk(2, -1)[0], torch.randn(rows, case["out"] * case["streams"], device=device)), {}
+
+
+WEIGHED: list[dict[str, int]] = [
+    dict(tokens=1, streams=4, size=4, rounds=0),
+    dict(tokens=33, streams=3, size=6, rounds=0),
+    dict(tokens=19, streams=4, size=24, rounds=20),
+    dict(tokens=5, streams=3, size=15, rounds=1),
+]
+
+
+@op(cases=WEIGHED)
+def weigh_streams(
+    logits: Tensor, streams: int, eps: float, magnitude: float, added: float, rounds: int
+) -> Tensor:
+    """By which weights a branch reads, writes and mixes a token's streams (Zhu et al. 2024; Xie et al. 2026).
+
+    Of the logits, the first `streams` become sigmoid + eps, the next magnitude · sigmoid + added, if there
+    are some. The rest, if any, is a matrix [from, to]: the softmax of each row + eps, then columns, rows,
+    columns … are divided by their sums + eps, columns `rounds` times. It is given as [to, from].
+    logits: [T, n] with n = streams, 2 streams, or 2 streams + streams² -> [T, n] float32.
+    """
+    read, written, mixed = logits.float().split(_part_sizes(logits.shape[-1], streams), -1)
+    found = [read.sigmoid() + eps, magnitude * written.sigmoid() + added]
+    if mixed.shape[-1]:
+        matrix = mixed.unflatten(-1, (streams, streams)).softmax(-1) + eps
+        for i in range(rounds):
+            matrix = matrix / (matrix.sum(-1, keepdim=True) + eps) if i else matrix
+            matrix = matrix / (matrix.sum(-2, keepdim=True) + eps)
+        found.append(matrix.mT.flatten(1))
+    return torch.cat(found, -1)
+
+
+def _part_sizes(size: int, streams: int) -> list[int]:
+    written = streams if size > streams else 0
+    return [streams, written, size - streams - written]
+
+
+@weigh_streams.inputs
+def _weigh_inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
+    logits = 3 * torch.randn(case["tokens"], case["size"], dtype=dtype, device=device)
+    return (logits, case["streams"], 1e-6, 1.7, 0.01, case["rounds"]), {}
 
 
 @op(cases=CASES)

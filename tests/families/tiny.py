@@ -314,6 +314,9 @@ def randomize(model: torch.nn.Module, *, one_plus: bool) -> None:
     torch.manual_seed(1)
     with torch.no_grad():
         for key, tensor in model.state_dict().items():
+            if key.endswith("tid2eid"):  # experts of each token, which differ from one another
+                count = int(tensor.shape[1])
+                tensor.copy_(torch.stack([torch.randperm(6)[:count] for _ in range(len(tensor))]))
             if not tensor.is_floating_point() or any(word in key for word in _KEPT):
                 continue
             is_norm = "norm" in key.replace("norm_attn_norm.attn", "")

@@ -25,6 +25,83 @@ SPARSE: dict[str, Any] = {
     **PAD,
 }
 
+# Layers with windows have heads and ranks of their own.
+DOTS3: dict[str, Any] = {
+    **SPARSE,
+    "num_hidden_layers": 4,
+    "layer_types": ["full_attention", "sliding_attention", "full_attention", "sliding_attention"],
+    "index_head_dim": 20,
+    "head_dim": 12,
+    "shared_experts_intermediate_size": 22,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "sliding_window": 6,
+    "routed_scaling_factor": 1.7,
+    "swa_num_attention_heads": 6,
+    "swa_num_key_value_heads": 6,
+    "swa_q_lora_rank": 10,
+    "swa_kv_lora_rank": 14,
+    "swa_head_dim": 14,
+    "swa_qk_nope_head_dim": 8,
+    "swa_v_head_dim": 10,
+}
+
+# Blocks of five keys: prompts of the tests have more of them than are chosen.
+M3: dict[str, Any] = {
+    "layer_types": ["minimax_m3_sparse", "full_attention", "minimax_m3_sparse"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "head_dim": 10,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.6},
+    "dense_intermediate_size": 44,
+    "shared_intermediate_size": 22,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "routed_scaling_factor": 1.3,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_block_size": 5,
+    "index_topk_blocks": 3,
+    "index_local_blocks": 1,
+    **PAD,
+}
+
+# An entry of eight tokens and one of four: prompts of the tests have several of both. With few index heads,
+# scores would often be 0, and of equal ones transformers takes any.
+V4: dict[str, Any] = {
+    "num_hidden_layers": 5,
+    "num_key_value_heads": 1,
+    "head_dim": 12,
+    "q_lora_rank": 10,
+    "partial_rotary_factor": 1 / 3,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "layer_types": [
+        "sliding_attention",
+        "heavily_compressed_attention",
+        *["compressed_sparse_attention"] * 2,
+        "heavily_compressed_attention",
+    ],
+    "mlp_layer_types": ["hash_moe", "moe", "hash_moe", "moe", "moe"],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    "hc_mult": 3,
+    "hc_sinkhorn_iters": 4,
+    "hc_eps": 1e-3,
+    "sliding_window": 6,
+    "o_groups": 2,
+    "o_lora_rank": 9,
+    "index_n_heads": 12,
+    "index_head_dim": 16,
+    "index_topk": 3,
+    **PAD,
+}
+
 LING: dict[str, Any] = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 16,
@@ -117,6 +194,7 @@ VARIANTS: dict[str, Variant] = {
         slow=True,
     ),
     "deepseek_v32": Variant("DeepseekV32Config", {**SPARSE, "n_group": 4, "topk_group": 2}, slow=True),
+    "dots3_note": Variant("Dots3NoteTextConfig", DOTS3),
     "glm_moe_dsa": Variant(
         "GlmMoeDsaConfig",
         {**SPARSE, "attention_bias": True, "index_topk_pattern": "FSF", "index_head_dim": 20},
@@ -128,6 +206,22 @@ VARIANTS: dict[str, Variant] = {
     "jetmoe_usual": Variant(
         "JetMoeConfig", {"kv_channels": 128, "num_key_value_heads": 1, "num_local_experts": 4}, bare=True
     ),
+    "hy_v4": Variant(
+        "HYV4Config",
+        {
+            **SPARSE,
+            "num_hidden_layers": 4,
+            "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
+            "indexer_types": ["full", "shared", "full", "shared"],
+            "index_head_dim": 20,
+            "hc_mult": 3,
+            "hc_magnitude": 1.7,
+            "hc_eps": 1e-2,
+            "routed_scaling_factor": 1.3,
+        },
+    ),
+    "minimax_m3": Variant("MiniMaxM3VLTextConfig", M3),
+    "deepseek_v4": Variant("DeepseekV4Config", V4),
     "ling3": Variant("BailingHybridConfig", LING, slow=True),
     "ling3_plain": Variant("BailingHybridConfig", {**LING, "kda_safe_gate": False}, slow=True),
     "rwkv": Variant(

@@ -12,7 +12,7 @@ from plait.config import EngineConfig
 from plait.errors import ConfigError
 from plait.families.common.registry import build_spec
 from plait.model.mixers.registry import list_mixers
-from plait.rare_specs import Mamba3Spec
+from plait.rare_specs import BlockSparseSpec, CompressedSpec, HyperBranchSpec, Mamba3Spec, TableMoeSpec
 from plait.spec import Mixer
 from plait.verify import certificate as module
 from plait.verify.certificate import (
@@ -64,10 +64,14 @@ def _all_mixers(spec: object) -> set[type]:
     return found
 
 
+# Of DeepSeek-V4, MiniMax-M3 and Hunyuan 4 Plait writes no small model yet; docs/certificates.md says so.
+NOT_WRITTEN = {CompressedSpec, TableMoeSpec, BlockSparseSpec, HyperBranchSpec}
+
+
 def test_the_models_have_every_mixer_that_is_registered() -> None:
     ours = {kind for kind in list_mixers() if kind.__module__.startswith("plait.")}
     found = {Mamba3Spec}.union(*(_all_mixers(build_spec(config)[0]) for config in CONFIGS.values()))
-    assert ours <= found
+    assert ours - found == NOT_WRITTEN
 
 
 @pytest.mark.parametrize("name", ["altup", "mlstm", "mamba3"])

@@ -30,7 +30,7 @@ class UnknownArchitecture(UnsupportedModel):
 class Family:
     """How one kind of model is built from its config.
 
-    `defaults` stand for absent keys. `honours` are the keys of `normalize.NEUTRAL` that `build` looks at.
+    `defaults` stand for absent keys. `honours` are the keys of `neutral.NEUTRAL` that `build` looks at.
     `tiny` is the config of a small one, which `plait verify --family` fills with random numbers. `detection`
     is for checkpoints without a config, `hf` for models that are written with one.
     """

@@ -2,7 +2,8 @@
 
 What comes out (besides every key that went in): `hidden_size num_hidden_layers vocab_size norm_eps hidden_act
 num_attention_heads num_key_value_heads head_dim sliding_window max_position_embeddings`; `rope_parameters`,
-one dict per kind of attention layer; `layer_types`, one word per layer; and for mixtures of experts
+one dict per kind of attention layer; `layer_types`, one word per layer (as the config has them, if it does:
+`layer_words`, as `rope_words`, `mlp_layer_words`); and for mixtures of experts
 `num_experts num_experts_per_tok moe_intermediate_size mlp_layer_types`. Keys that change the arithmetic and
 that no family honours are refused by name.
 """
@@ -14,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from plait.errors import UnsupportedModel
+from plait.families.config.neutral import NEUTRAL
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -23,6 +25,9 @@ LAYER_WORDS = {
     "attention": FULL,
     "indexed_attention": FULL,  # a family says how keys are chosen
     "deepseek_sparse_attention": FULL,
+    "minimax_m3_sparse": FULL,
+    "compressed_sparse_attention": FULL,
+    "heavily_compressed_attention": FULL,
     SLIDING: SLIDING,
     LINEAR: LINEAR,
     "mamba": LINEAR,
@@ -37,6 +42,9 @@ LAYER_WORDS = {
     "swa": SLIDING,
     "jet": LINEAR,  # Jet-Nemotron
 }
+# DeepSeek-V4 has one set for layers with compressed keys, and one for those with a window alone.
+ROPE_WORDS = {**LAYER_WORDS, "main": SLIDING, "compress": FULL}
+MLP_WORDS = {"dense": "dense", "sparse": "sparse", "moe": "sparse", "hash_moe": "sparse"}
 PATTERN_LETTERS = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}  # Nemotron-H
 ACTIVATIONS = {
     "silu": "silu",
@@ -48,6 +56,11 @@ ACTIVATIONS = {
     "relu": "relu",
     "relu2": "relu2",
     "sqrelu": "relu2",
+}
+# Words that only families with such a default know.
+OWN_ACTIVATIONS: Mapping[str, Mapping[str, str]] = {
+    "xielu": {"xielu": "xielu"},
+    "swiglu_oai": {"swiglu_oai": "swiglu_oai", "swigluoai": "swiglu_oai"},
 }
 ROPE_KINDS = ("default", "divisors", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")
 ROPE_KEYS = {
@@ -72,7 +85,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "num_key_value_heads": ("num_attention_groups",),
     "num_attention_heads": ("n_head", "attention_heads", "n_heads"),
     "rope_theta": ("rotary_emb_base",),
-    "rope_local_base_freq": ("rope_local_theta",),
+    "rope_local_base_freq": ("rope_local_theta", "swa_rope_theta"),
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
     "max_position_embeddings": ("max_seq_len", "n_positions", "model_max_length"),
     "norm_eps": ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon"),
@@ -117,46 +130,6 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "mlp_beta_factor": ("layernorm_mlp_beta",),
 }
 
-# What a key may hold without changing the arithmetic of a family that has never heard of it.
-_NO: tuple[Any, ...] = (None, False, 0, 0.0, [], {})
-NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    **dict.fromkeys(
-        (
-            *("attention_chunk_size", "clip_qkv", "attn_output_gate", "attn_logit_softcapping", "alibi"),
-            *("final_logit_softcapping", "logits_soft_cap", "use_qk_norm", "qk_norm", "qk_layernorm"),
-            *("no_rope_layers", "no_rope_layer_interval", "nope_layer_interval", "num_kv_shared_layers"),
-            *("use_bidirectional_attention", "per_layer_config", "hidden_size_per_layer_input"),
-            *("dual_chunk_attention_config", "attention_sink_bias", "moe_latent_size", "index_topk"),
-            *("linear_attn_config", "use_parallel_residual", "parallel_attn", "swiglu_limit", "hc_mult"),
-            *("query_pre_attn_scalar", "sliding_window", "mamba_rms_norm", "attn_layer_idx"),
-            *("d_intermediate", "add_cross_attention", "mup_enabled", "llama_4_scaling_beta"),
-            *("use_post_norm", "layer_rope_theta", "scale_attn_by_inverse_layer_idx", "use_long_context"),
-            *("scale_depth", "dim_model_base", "rotary_emb_fraction", "mamba_layers"),
-        ),
-        _NO,
-    ),
-    **dict.fromkeys(
-        (
-            *("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"),
-            *("logit_scale", "scale_emb", "lm_head_multiplier", "attention_in_multiplier", "key_multiplier"),
-            *("attention_out_multiplier", "ssm_in_multiplier", "ssm_out_multiplier"),
-        ),
-        (None, 1, 1.0),
-    ),
-    "mlp_multipliers": (None, [1.0, 1.0]),
-    "linear_type": (None, "normal"),
-    "normalization_function": (None, "rmsnorm"),
-    **dict.fromkeys(
-        (
-            *("block_use_swiglu", "mamba_inner_layernorms", "use_pos_enc", "gated_linear_unit"),
-            *("use_parallel_block", "use_gated_activation", "embeddings_scale_by_sqrt_dim"),
-        ),
-        (None, True),
-    ),
-    "ssm_multipliers": (None, [1.0] * 5),
-    "position_embedding_type": (None, "rope", "rotary"),
-}
-
 
 class IncompleteConfig(UnsupportedModel):
     """A value the family needs that neither config.json nor the tensors gave."""
@@ -176,8 +149,8 @@ def normalize(
 ) -> Config:
     """A raw config, in the one vocabulary of this module's docstring.
 
-    defaults: the family's values of absent keys; honours: the keys of NEUTRAL it takes care of. Raises
-    UnsupportedModel for a word that is not known or a key that no family honours.
+    defaults: the family's values of absent keys; honours: the keys of `neutral.NEUTRAL` it takes care of.
+    Raises UnsupportedModel for a word that is not known or a key that no family honours.
     """
     flat = flatten(config)
     _refuse(flat, honours)
@@ -190,11 +163,13 @@ def normalize(
         c["sliding_window"] = None
     _heads(c)
     if "hidden_act" in c:
-        own = {"xielu": "xielu"} if defaults.get("hidden_act") == "xielu" else {}
+        own = OWN_ACTIVATIONS.get(str(defaults.get("hidden_act")), {})
         c["hidden_act"] = _word(c["hidden_act"], {**ACTIVATIONS, **own}, "hidden_act")
     if _is_unrotated(flat):
         c["no_rope"] = True
     c["rope_parameters"] = _rope(c)
+    if words := c.get("layer_types"):
+        c["layer_words"] = words
     c["layer_types"] = _layer_types(c)
     if c.get("num_experts"):
         c.setdefault("moe_intermediate_size", c.get("intermediate_size"))
@@ -267,7 +242,8 @@ def _rope(c: Config) -> dict[str, dict[str, Any]]:
     given, old = c.get("rope_parameters") or {}, c.get("rope_scaling") or {}
     nested = {k: v for k, v in given.items() if isinstance(v, dict)}
     if nested:
-        return {_word(k, LAYER_WORDS, "rope_parameters"): _rope_kind(c, v) for k, v in nested.items()}
+        c["rope_words"] = [*nested]
+        return {_word(k, ROPE_WORDS, "rope_parameters"): _rope_kind(c, v) for k, v in nested.items()}
     full = _rope_kind(c, {**old, **given})
     if (local := c.get("rope_local_base_freq")) is not None:  # Gemma 3: scaling is for full layers only
         return {FULL: full, SLIDING: _rope_kind(c, {"rope_theta": local})}
@@ -384,7 +360,8 @@ def rotates(c: Config, i: int) -> bool:
 
 def _mlp_layer_types(c: Config) -> list[str]:
     if given := c.get("mlp_layer_types"):
-        return [_word(w, {"dense": "dense", "sparse": "sparse"}, "mlp_layer_types") for w in given]
+        c["mlp_layer_words"] = given
+        return [_word(w, MLP_WORDS, "mlp_layer_types") for w in given]
     count = len(c["layer_types"])
     if isinstance(frequency := c.get("moe_layer_freq"), list):
         return ["sparse" if flag else "dense" for flag in frequency[:count]]

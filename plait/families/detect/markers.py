@@ -8,13 +8,21 @@ from plait.families.common.registry import families
 from plait.families.common.tensors import LAYER, Shapes, Tensors, is_aside
 from plait.families.config.normalize import FULL
 
-# Tensors of models that look like another one and are not.
-MISSING = "which is not implemented"
+# Of models that tensors do not describe, names say which one it is, and the sentence what is missing.
+MISSING = "of which only a config.json says"
 STRANGERS = {
-    "altup.prediction_coefs.weight": f"Gemma 3n, {MISSING}",
-    "layer_scalar": "Gemma 4, of which only a config.json says the windows and the shared keys; add it",
-    "self_attn.indexer.wk.weight": f"sparse latent attention (DeepSeek-V3.2), {MISSING}",
-    "hc_attn_fn": f"hyper-connections (DeepSeek-V4, GLM-5), {MISSING}",
+    "altup.prediction_coefs.weight": f"Gemma 3n, {MISSING} the windows and the shared keys; add it",
+    "layer_scalar": f"Gemma 4, {MISSING} the windows and the shared keys; add it",
+    "self_attn.k_rope_only_layernorm.weight": f"dots3 note, {MISSING} windows and keys of a query; add it",
+    "hc_pre.hc_attn_layer.hc_fn": f"Hunyuan 4, {MISSING} the keys of a query; add it",
+    "hc_attn_layer.hc_pre.hc_fn": f"Hunyuan 4, {MISSING} the keys of a query; add it",
+    "self_attn.indexer.wk.weight": (
+        f"sparse latent attention (DeepSeek-V3.2, GLM-5, Hunyuan 4), {MISSING} the keys of a query; add it"
+    ),
+    "self_attn.index_q_proj.weight": f"MiniMax-M3, {MISSING} the blocks of a query; add it",
+    "self_attn.indexer.q_proj.weight": f"MiniMax-M3, {MISSING} the blocks of a query; add it",
+    "hc_attn_fn": f"DeepSeek-V4, {MISSING} what its keys are compressed by; add it",
+    "attn_hc.fn": f"hyper-connections (DeepSeek-V4, Hunyuan 4), {MISSING} how keys are chosen; add it",
 }
 
 

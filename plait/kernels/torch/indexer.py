@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from plait.ops.attention import write_paged
+from plait.ops.attention import share_softmax, write_paged
 from plait.ops.entry import latent_form
 from plait.ops.indexer import NONE, choose_keys, sparse_latent_attention
 
@@ -63,12 +63,13 @@ def attend(
     seq_lens: Tensor,
     scale: float,
     kv_rank: int,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`sparse_latent_attention`: the same arguments and result."""
     where = (block_table, slot_mapping, query_start, seq_lens)
     if len(q) != len(seq_lens):
         given = (q, latent, cache, chosen, *where)
-        return sparse_latent_attention.reference(*given, scale, kv_rank)  # type: ignore[no-any-return]
+        return sparse_latent_attention.reference(*given, scale, kv_rank, sinks)  # type: ignore[no-any-return]
     form = latent_form(kv_rank, q.shape[-1] - kv_rank, cache.dtype)
     if latent is not None:
         write_paged(cache, latent, slot_mapping, form)
@@ -77,5 +78,6 @@ def attend(
     known = cache.view(-1, cache.shape[-1])[places]  # [T, top_k, width]
     known = form.decode(known) if form else known.float()
     scores = torch.einsum("thr,tkr->thk", q.float(), known) * scale
-    probs = scores.masked_fill((chosen == NONE)[:, None], -math.inf).softmax(-1)
+    scores = scores.masked_fill((chosen == NONE)[:, None], -math.inf)
+    probs = share_softmax(scores.transpose(0, 1)[:, None], sinks)[:, 0].transpose(0, 1)
     return torch.einsum("thk,tkr->thr", probs, known[..., :kv_rank]).to(q.dtype)

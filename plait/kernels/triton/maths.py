@@ -108,6 +108,10 @@ def apply_gated(gate, up, KIND: tl.constexpr):
         near = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
         low = gate * sigmoid(gate)
         y = tl.where(low > limit, limit, low) * near
+    elif KIND == "swiglu_cut_10":
+        near = tl.where(up > 10.0, 10.0, tl.where(up < -10.0, -10.0, up))
+        low = tl.where(gate > 10.0, 10.0, gate)
+        y = low * sigmoid(low) * near
     else:
         y = apply_activation(gate, KIND) * up
     return y

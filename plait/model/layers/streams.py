@@ -1,23 +1,41 @@
-"""Several residual streams of a token side by side, as AltUp has them (Baykal et al. 2023; Gemma 3n)."""
+"""Several residual streams of a token side by side: how they begin, and how they become one again."""
 
 from __future__ import annotations
 
 from functools import reduce
+from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from plait import spec
 from plait.checkpoint.weights import Weights
+from plait.model.layers.layers import Norm
 from plait.ops.activation import combine, rescale
 from plait.ops.linear import Linear
 from plait.ops.rows import join
-from plait.ops.streams import match_size
+from plait.ops.streams import match_size, mix_streams, weigh_streams
 
 LEAST = 1e-5  # mean square of what is made as large as the first stream
 
 
-class Streams:
-    """How the streams begin, and how they become one again: `spread.1`, `join.1` and on are linear layers."""
+class Streams(Protocol):
+    def spread(self, x: Tensor) -> Tensor:
+        """Embeddings [T, hidden] -> [T, streams * hidden]."""
+
+    def join(self, x: Tensor, delta: Tensor | None) -> Tensor:
+        """[T, streams * hidden], and what is to be added -> [T, hidden]."""
+
+
+def build_streams(s: spec.ModelSpec, weights: Weights) -> Streams | None:
+    """What a model has before its first layer and behind its last; None if it has one stream."""
+    if s.hyper:
+        return HyperStreams(s.hyper, weights)
+    return AltUpStreams(s, weights) if s.streams else None
+
+
+class AltUpStreams:
+    """AltUp (Baykal et al. 2023; Gemma 3n): `spread.1`, `join.1` and on are linear layers."""
 
     def __init__(self, s: spec.ModelSpec, weights: Weights) -> None:
         assert s.streams is not None
@@ -32,13 +50,13 @@ class Streams:
         self._combine, self._rescale = w.bind(combine), w.bind(rescale)
 
     def spread(self, x: Tensor) -> Tensor:
-        """Embeddings [T, hidden] -> [T, streams * hidden]: projections as large as the embedding itself."""
+        """Projections as large as the embedding itself, behind it."""
         made = (self._match(linear(x), x, LEAST) for linear in self._spread)
         wide: Tensor = reduce(self._pair, made, x)
         return wide
 
     def join(self, x: Tensor, delta: Tensor | None) -> Tensor:
-        """[T, streams * hidden], and what is to be added -> [T, hidden]: their mean, turned back."""
+        """Their mean, turned back."""
         x = x if delta is None else self._combine(x, delta, 1.0)
         first, *others = x.split(self.size, -1)
         total = first
@@ -46,3 +64,44 @@ class Streams:
             total = self._combine(total, self._match(linear(other), first, LEAST), 1.0)
         found: Tensor = self._rescale(total, 1.0 / self.count, None)
         return found
+
+
+class StreamWeights:
+    """The weights by which a token's streams are read, written and mixed: `weights`, a linear layer."""
+
+    def __init__(self, s: spec.HyperSpec, w: Weights, size: int) -> None:
+        """size: of the linear layer, `count` numbers for each of the three."""
+        self.spec, wide = s, s.count * w.target.hidden_size
+        self._norm = Norm(s.norm, w.scope("weights_norm"), wide)
+        self._linear = w.linear("weights", in_size=wide, out_sizes=(size,))
+        self._weigh = w.bind(weigh_streams)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [T, streams * hidden] -> [T, size] float32."""
+        s = self.spec
+        found: Tensor = self._weigh(
+            self._linear(self._norm(x)), s.count, s.eps, s.magnitude, s.added, s.rounds or 0
+        )
+        return found
+
+
+class HyperStreams:
+    """Hyper-connections (Zhu et al. 2024): all streams begin as the embedding, and end as one sum."""
+
+    def __init__(self, s: spec.HyperSpec, weights: Weights) -> None:
+        w = weights.scope("streams")
+        self.count, self.size = s.count, w.target.hidden_size
+        self._weights = StreamWeights(s, w, s.count)
+        self._same = torch.ones(1, s.count, device=w.target.device)
+        self._mix, self._combine = w.bind(mix_streams), w.bind(combine)
+
+    def spread(self, x: Tensor) -> Tensor:
+        """The embedding, as often as there are streams."""
+        wide: Tensor = self._mix(x[:, None], self._same).flatten(1)
+        return wide
+
+    def join(self, x: Tensor, delta: Tensor | None) -> Tensor:
+        """Their sum, by weights of a token's own."""
+        x = x if delta is None else self._combine(x, delta, 1.0)
+        one: Tensor = self._mix(x.unflatten(-1, (self.count, self.size)), self._weights(x)).flatten(1)
+        return one

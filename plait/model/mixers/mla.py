@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from plait import spec
@@ -36,8 +37,10 @@ from plait.state.store import StateStore
 def _words(m: spec.MlaSpec) -> str:
     q = "" if m.q_rank is None else f", q rank {m.q_rank}"
     heads = f"{m.num_heads} heads × ({m.nope_dim} + {m.rope_dim})"
-    gated = ", gated" if m.gate or m.head_gate else ""
-    text = f"MLA, {heads}, kv rank {m.kv_rank}{q}, {describe_rope(m.rope)}{gated}"
+    gated = ", gated" if m.gate or m.head_gate or m.out_gate else ""
+    gated += ", sinks" if m.sinks else ""
+    window = f", window {m.window}" if m.window else ""
+    text = f"MLA, {heads}, kv rank {m.kv_rank}{q}, {describe_rope(m.rope)}{window}{gated}"
     if (i := m.indexer) is None:
         return text
     chosen = f"as {i.source}" if i.source else f"an indexer of {i.num_heads} heads × {i.dim}"
@@ -49,8 +52,10 @@ def _divide(s: spec.MlaSpec, rank: Rank, hidden_size: int) -> Division:
     heads = join_ranges(rank.divide(s.num_heads, "heads"))
     queries = Cut((scale_range(heads, s.nope_dim + s.rope_dim),))
     cuts = {"q_b" if s.q_rank else "q": queries, "kv_b": Cut((scale_range(heads, s.nope_dim + s.v_dim),))}
+    cuts |= {"sinks": Cut((heads,))} if s.sinks else {}
     cuts |= {"head_gate": Cut((heads,))} if s.head_gate else {}
-    cuts |= {"gate": Cut((scale_range(heads, s.v_dim),))} if s.gate else {}
+    outputs = Cut((scale_range(heads, s.v_dim),))
+    cuts |= {name: outputs for name, has in (("gate", s.gate), ("out_gate", s.out_gate)) if has}
     cuts["o"] = Cut(cols=sum_of(rank.divide(s.num_heads, "heads", s.v_dim)))
     return Division(replace(s, num_heads=width(heads)), cuts)
 
@@ -71,7 +76,10 @@ class Mla:
             w.linear(*parts, in_size=read, out_sizes=tuple(parts.values())),
             [*parts.values()],
         )
-        self._gate = w.bind(gate) if s.gate else None
+        self._gate = w.bind(gate) if s.gate or s.out_gate else None
+        outputs = (heads * s.v_dim,)
+        self.out_gate = w.linear("out_gate", in_size=hidden, out_sizes=outputs) if s.out_gate else None
+        self.sinks = w.tensor("sinks", (heads,), torch.float32) if s.sinks else None
         self.kv_a = w.linear("kv_a", in_size=hidden, out_sizes=(s.kv_rank + s.rope_dim,))
         self.kv_norm = Norm(s.latent_norm, w.scope("kv_a_norm"), s.kv_rank) if s.latent_norm else None
         (self._map_q, self.k_up), (self._map_out, self.v_up) = (
@@ -85,20 +93,24 @@ class Mla:
         self.o = w.linear("o", in_size=heads * s.v_dim, out_sizes=(hidden,))
         self.head_gate = HeadGate("sigmoid", w, heads) if s.head_gate else None
         self.rope = Rope(s.rope, w) if s.rope else None
-        sizes = {"heads": heads, "kv_rank": s.kv_rank, "rope_dim": s.rope_dim}
+        self.rope_norm = Norm(s.rope_norm, w.scope("rope_norm"), s.rope_dim) if s.rope_norm else None
+        sizes: dict[str, object] = {"heads": heads, "kv_rank": s.kv_rank, "rope_dim": s.rope_dim}
+        sizes |= {"window": s.window, "sinks": s.sinks}
         self.indexer = Indexer(s.indexer, w.scope("index"), s.q_rank or 0) if s.indexer else None
         self._place, self._attend = self._bind(w, sizes)
         self._join = w.bind(join)
         kept = w.target.kv_dtype
         entry = {"latent": (latent_width(s.kv_rank, s.rope_dim, kept),)}
-        self.states: dict[str, State] = {self.name: PagedState(entry, dtype=kept)}
+        self.states: dict[str, State] = {self.name: PagedState(entry, s.window, kept)}
         self.states |= self.indexer.states if self.indexer else {}
 
     def _bind(self, w: Weights, sizes: Mapping[str, object]) -> tuple[TensorFn | None, TensorFn]:
         """What places latents, if that is one op, and what attends to them."""
-        if self.indexer is None:
-            return w.bind_pair(place_latent, paged_latent_attention, **sizes)
-        return None, w.bind(sparse_latent_attention, **sizes, top_k=self.indexer.top_k)
+        if self.indexer:
+            return None, w.bind(sparse_latent_attention, **sizes, top_k=self.indexer.top_k)
+        if self.rope_norm:  # what places latents does not norm the shared key
+            return None, w.bind(paged_latent_attention, **sizes)
+        return w.bind_pair(place_latent, paged_latent_attention, **sizes)
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, hidden] -> [T, hidden]."""
@@ -106,12 +118,13 @@ class Mla:
         raw = self.q_a(x) if self.q_a else x
         q = self.q_norm(raw) if self.q_norm else raw
         chosen = (self.indexer(x, q, batch, store),) if self.indexer else ()
-        q, *closing = self.q(self._join(q, raw) if self._gate else q).split(self._parts, -1)
+        q, *closing = self.q(self._join(q, raw) if s.gate else q).split(self._parts, -1)
         q = q.unflatten(-1, (s.num_heads, -1))
         q_nope, q_rope = q.split([s.nope_dim, s.rope_dim], -1)
         latent, k_rope = self.kv_a(x).split([s.kv_rank, s.rope_dim], -1)
         q_nope = self._added(self._map_q(q_nope, self.k_up), q_nope, is_keys=True)
-        cache, index = store[self.name]["latent"], batch.paged[group_name(None)]
+        cache, index = store[self.name]["latent"], batch.paged[group_name(s.window)]
+        seen: dict[str, object] = {"sinks": self.sinks, **({} if s.indexer else {"window": s.window})}
         where = (index.block_table, index.slot_mapping, batch.query_start, batch.seq_lens)
         if self._place:
             norm, turn = (
@@ -120,17 +133,22 @@ class Mla:
             )
             to = (cache, index.slot_mapping, batch.positions)
             q = self._place(q_nope, q_rope, latent, k_rope, *to, norm, turn)
-            out = self._attend(q, None, cache, *where, s.scale, s.kv_rank, batch.step)
+            out = self._attend(q, None, cache, *where, s.scale, s.kv_rank, batch.step, **seen)
         else:
             latent = self.kv_norm(latent) if self.kv_norm else latent
+            k_rope = self.rope_norm(k_rope) if self.rope_norm else k_rope
             if self.rope:
                 q_rope = self.rope(q_rope, batch.positions)
                 k_rope = self.rope(k_rope[:, None], batch.positions)[:, 0]
             q = self._join(q_nope, q_rope)
-            out = self._attend(q, self._join(latent, k_rope), cache, *chosen, *where, s.scale, s.kv_rank)
+            out = self._attend(
+                q, self._join(latent, k_rope), cache, *chosen, *where, s.scale, s.kv_rank, **seen
+            )
         out = self._added(self._map_out(out, self.v_up), out)
         out = (self.head_gate(out, x) if self.head_gate else out).flatten(1)
-        return self.o(self._gate(out, closing[0]) if self._gate else out)
+        if self._gate:
+            out = self._gate(out, self.out_gate(x) if self.out_gate else closing[0])
+        return self.o(out)
 
     def _added(self, y: Tensor, x: Tensor, *, is_keys: bool = False) -> Tensor:
         """y: [T, heads, out] of one half of the up-projection, and its x: what adapters make of it."""

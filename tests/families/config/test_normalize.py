@@ -8,7 +8,8 @@ import pytest
 
 from plait.errors import ConfigError, UnsupportedModel
 from plait.families.common.registry import build_spec, families_by_name
-from plait.families.config.normalize import NEUTRAL, ROPE_KINDS, normalize
+from plait.families.config.neutral import NEUTRAL
+from plait.families.config.normalize import ROPE_KINDS, normalize
 from plait.families.resolve import parse_override, resolve
 from plait.ops.rope import KNOWN_KINDS
 from plait.spec import AttentionSpec, MlaSpec, MoeSpec

@@ -182,6 +182,10 @@ def test_every_marker_names_a_family_that_is_there() -> None:
         ("altup.prediction_coefs.weight", "Gemma 3n"),
         ("layer_scalar", "Gemma 4"),
         ("self_attn.indexer.wk.weight", "sparse latent attention"),
+        ("self_attn.k_rope_only_layernorm.weight", "dots3 note, of which only a config.json says"),
+        ("hc_pre.hc_attn_layer.hc_fn", "Hunyuan 4"),
+        ("self_attn.indexer.q_proj.weight", "MiniMax-M3"),
+        ("hc_attn_fn", "DeepSeek-V4"),
     ],
 )
 def test_models_that_look_alike_and_are_not_are_refused_by_name(tensor: str, what: str) -> None:

@@ -262,11 +262,23 @@ def unfold_latent(source: Int, to: Int, width: Int, rank: Int, size: Int) -> Non
 
 @inline
 def add_tile(
-    q: Int, tile: Int, n: Int, width: Int, rank: Int, scale: Float, state: Int, weights: Int
+    q: Int,
+    keys: Int,
+    values: Int,
+    n: Int,
+    step: Int,
+    width: Int,
+    rank: Int,
+    scale: Float,
+    state: Int,
+    weights: Int,
 ) -> None:
-    """A head's softmax moves on by n latents. state: [largest, sum] and 56 bytes, then the weighted sum."""
+    """A head's softmax moves on by n keys of `width` numbers with values of `rank`, `step` numbers apart.
+
+    state: [largest, sum] and 56 bytes, then the weighted sum.
+    """
     for j in range(n):
-        s, key = zero_f32(), tile + 4 * j * width
+        s, key = zero_f32(), keys + 4 * j * step
         for c in range(0, width, 16):
             left = np.int32(width - c)
             s = fma(load_some(q + 4 * c, left), load_some(key + 4 * c, left), s)
@@ -289,16 +301,37 @@ def add_tile(
         left = np.int32(rank - c)
         acc = mul(shrink, load_some(state + 64 + 4 * c, left))
         for j in range(n):
-            acc = fma(spread(get_f32(weights + 4 * j)), load_some(tile + 4 * (j * width + c), left), acc)
+            acc = fma(spread(get_f32(weights + 4 * j)), load_some(values + 4 * (j * step + c), left), acc)
         store_some(state + 64 + 4 * c, acc, left)
+
+
+@inline
+def begin_head(state: Int, state_bytes: Int, sink: Int) -> None:
+    """A head's state before its first key; sink: the address of a score of a key with the value 0, or 0."""
+    for c in range(4, state_bytes, 4):
+        put_f32(state + c, np.float32(0.0))
+    if sink != 0:
+        put_f32(state, get_f32(sink))
+        put_f32(state + 4, np.float32(1.0))
+    else:
+        put_f32(state, np.float32(-np.inf))
+
+
+@inline
+def close_head(state: Int, to: Int, rank: Int) -> None:
+    """The output of a head, of its state behind the last key."""
+    whole = spread(get_f32(state + 4))
+    for c in range(0, rank, 16):
+        left = np.int32(rank - c)
+        store_some(to + 4 * c, div(load_some(state + 64 + 4 * c, left), whole), left)
 
 
 @kernel
 def attend_chosen(frame: int, args: int, thread: int, threads: int) -> None:
     """q, its strides, out (dense), cache, bytes of a number, of an entry, chosen, top_k, table, bytes of its
-    rows, query_start, block, heads, width, rank, scale, bytes of a head's state."""
+    rows, query_start, block, heads, width, rank, scale, bytes of a head's state, sinks or 0."""
     q, q_row, q_head, out, cached, size, entry, chosen, top_k, table, table_row = words(args, 2, 13)
-    starts, block, heads, width, rank, _, state_bytes = words(args, 13, 20)
+    starts, block, heads, width, rank, _, state_bytes, sinks = words(args, 13, 21)
     scale, tile = get_f32(args + 8 * 18), scratch_of(frame, thread)
     weights = tile + 4 * TILE * width
     states = weights + 4 * TILE
@@ -309,10 +342,8 @@ def attend_chosen(frame: int, args: int, thread: int, threads: int) -> None:
         end = min(first + HEADS, heads)
         s = sequence_of(starts, s, r)
         for h in range(end - first):
-            state = states + h * state_bytes
-            put_f32(state, np.float32(-np.inf))
-            for c in range(4, state_bytes, 4):
-                put_f32(state + c, np.float32(0.0))
+            sink = sinks + 4 * (first + h) if sinks != 0 else np.int64(0)
+            begin_head(states + h * state_bytes, state_bytes, sink)
         for at in range(0, top_k, TILE):
             n = 0
             while n < min(TILE, top_k - at):
@@ -326,13 +357,10 @@ def attend_chosen(frame: int, args: int, thread: int, threads: int) -> None:
                 break
             for h in range(first, end):
                 x = q + r * q_row + h * q_head
-                add_tile(x, tile, n, width, rank, scale, states + (h - first) * state_bytes, weights)
+                state = states + (h - first) * state_bytes
+                add_tile(x, tile, tile, n, width, width, rank, scale, state, weights)
         for h in range(first, end):
-            state, to = states + (h - first) * state_bytes, out + 4 * rank * (r * heads + h)
-            whole = spread(get_f32(state + 4))
-            for c in range(0, rank, 16):
-                left = np.int32(rank - c)
-                store_some(to + 4 * c, div(load_some(state + 64 + 4 * c, left), whole), left)
+            close_head(states + (h - first) * state_bytes, out + 4 * rank * (r * heads + h), rank)
 
 
 def why_no_sparse(facts: OpFacts) -> str | None:
@@ -355,8 +383,11 @@ def _sparse_latent_attention(
     seq_lens: Tensor,
     scale: float,
     kv_rank: int,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     rows, new = TensorRows.of(q), TensorRows.of(latent)
+    if sinks is not None:
+        dense("sinks", sinks, rows.heads)
     size, width, rest = cache.shape[1], rows.width, rows.width - kv_rank
     form = latent_codes(kv_rank, rest) if cache.dtype == torch.int8 else None
     check_cache("cache", cache, (size, form.width if form else width), cache.dtype)
@@ -380,7 +411,7 @@ def _sparse_latent_attention(
     cpu.launch(
         *(attend_chosen, q, *rows.strides, out, cache, cache.element_size(), entry, chosen, top_k),
         *(block_table, block_table.stride(0) * 8, query_start, size, rows.heads, width, kv_rank),
-        *(float(scale), state),
+        *(float(scale), state, sinks),
         rows=rows.count,
         seqs=seq_lens.shape[0],
         scratch=4 * TILE * width + 4 * TILE + HEADS * state,

@@ -29,7 +29,7 @@ from plait.kernels.cpu.codegen.kernel import Kernel, kernel
 from plait.kernels.cpu.codegen.vec import get_f32, get_i64, load_some, put_bf16, store_some, words
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import rows_of
-from plait.kernels.cpu.runtime.row_checks import TensorRows
+from plait.kernels.cpu.runtime.row_checks import TensorRows, dense
 from plait.ops.attention import paged_latent_attention
 from plait.ops.entry import LATENT_ALIGN, LATENT_GROUP, NIBBLE_GROUP, SCALE_NBYTES, Nibbles, latent_form
 from plait.ops.registry import OpFacts
@@ -200,6 +200,9 @@ def _paged_latent_attention(
     seq_lens: Tensor,
     scale: float,
     kv_rank: int,
+    step: object = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     rows, new = TensorRows.of(q), TensorRows.of(latent)
     size, width, rest = cache.shape[1], rows.width, rows.width - kv_rank
@@ -212,6 +215,8 @@ def _paged_latent_attention(
             f"q {list(q.shape)} and latent {list(latent.shape)} do not fit each other with a kv_rank of "
             f"{kv_rank}: both have to end in the cache's width, and both numbers are even"
         )
+    if sinks is not None:
+        dense("sinks", sinks, rows.heads)
     given = (latent, new.row_bytes, cache, slot_mapping)
     if isinstance(form, Nibbles):
         cpu.launch(store_latent_nibbles, *given, kv_rank, rest, form.width, rows=new.count, scratch=SCRATCH)
@@ -226,7 +231,8 @@ def _paged_latent_attention(
     copies = SPAN // 16 * (-(-kv_rank // 16) + -(-rest // 16)) * 1024
     cpu.launch(
         attend_of(cache.dtype), q, *rows.strides, out, cache, cache, block_table, block_table.stride(0) * 8,
-        query_start, seq_lens, rows.heads, 1, width, kv_rank, size, 0, float(scale), 0.0, apart, None,
+        query_start, seq_lens, rows.heads, 1, width, kv_rank, size, window or 0, float(scale), 0.0, apart,
+        sinks,
         rows=rows.count, seqs=seq_lens.shape[0], shared=apart,
         scratch=form_of(cache.dtype).scratch(width, kv_rank) + copies,
     )  # fmt: skip

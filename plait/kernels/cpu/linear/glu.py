@@ -25,6 +25,7 @@ from plait.kernels.cpu.pointwise.activation import (
     silu,
     swiglu_7,
     swiglu_16,
+    swiglu_cut_10,
     swiglu_oai,
 )
 from plait.kernels.cpu.runtime.executor import Executor
@@ -61,6 +62,7 @@ JOINS: Mapping[str, Kernel] = MappingProxyType(
         "swiglu_oai": _join("swiglu_oai", swiglu_oai),
         "swiglu_7": _join("swiglu_7", swiglu_7),
         "swiglu_16": _join("swiglu_16", swiglu_16),
+        "swiglu_cut_10": _join("swiglu_cut_10", swiglu_cut_10),
     }
 )
 """What a kernel joins gate and up with, by activation."""

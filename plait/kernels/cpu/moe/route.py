@@ -16,7 +16,7 @@ from plait.kernels.cpu.codegen.maths import exp, sigmoid
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import rows_of, scratch_of, word
 from plait.kernels.cpu.runtime.row_checks import TensorRows, dense, float32_rows
-from plait.ops.moe import route, split_identities
+from plait.ops.moe import look_up_experts, route, split_identities
 from plait.spec import RouterSpec
 
 
@@ -24,6 +24,9 @@ from plait.spec import RouterSpec
 def _or_nan(x: Floats, value: Floats) -> Floats:
     """value, or x where x is NaN, which exp forgets: neither below 0 nor above -1."""
     return vec.where_less(x, vec.zero_f32(), value, vec.where_less(vec.spread(np.float32(-1.0)), x, value, x))
+
+
+SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 
 
 @inline
@@ -120,13 +123,35 @@ def _mass_within(row: Int, choice: Int, n: Int, best: Int, margin: Float) -> Flo
     return np.float32(vec.total(sums) + np.float32(1.0))  # `best` is taken, too
 
 
+@inline
+def _root_of_softplus(x: Float) -> Float:
+    """√ln(1 + eˣ), which is √x for a large x."""
+    wide = np.float64(x)
+    return np.float32(math.sqrt(wide if wide > 20.0 else math.log1p(math.exp(wide))))
+
+
+@inline
+def score_row(row: Int, n: Int, kind: Int, scores: Int) -> None:
+    """The scores of a row of n logits, of a kind of SCORES."""
+    if kind == 2:
+        for i in range(n):
+            vec.put_f32(scores + 4 * i, _root_of_softplus(vec.get_f32(row + 4 * i)))
+    elif kind == 1:
+        for i in range(0, n, 16):
+            left = np.int32(n - i)
+            x = vec.load_some(row + 4 * i, left)
+            vec.store_some(scores + 4 * i, _or_nan(x, sigmoid(x)), left)
+    else:
+        _softmax(row, n, scores)
+
+
 @kernel
 def route_rows(frame: int, args: int, thread: int, threads: int) -> None:
-    """logits, bytes between rows, experts, bias or 0, k, 1 for a sigmoid, groups, top groups, 1 for top2,
+    """logits, bytes between rows, experts, bias or 0, k, which of SCORES, groups, top groups, 1 for top2,
     1 to renormalize, its eps, scale, weights (dense), indices (dense), factors or 0, 1 to choose by
     logits, the margin or 0."""
     logits, row_bytes, n, bias, k = word(args, 2), word(args, 3), word(args, 4), word(args, 5), word(args, 6)
-    by_sigmoid, groups, top_groups, by_two = word(args, 7), word(args, 8), word(args, 9), word(args, 10)
+    score_kind, groups, top_groups, by_two = word(args, 7), word(args, 8), word(args, 9), word(args, 10)
     renormalize, eps, scale = word(args, 11), vec.get_f32(args + 96), vec.get_f32(args + 104)
     weights, indices, rows, factors = word(args, 14), word(args, 15), rows_of(frame, args), word(args, 16)
     by_logits, margin = word(args, 17), vec.get_f32(args + 144)
@@ -135,13 +160,7 @@ def route_rows(frame: int, args: int, thread: int, threads: int) -> None:
     group_scores = choice + 4 * n
     for r in range(rows * thread // threads, rows * (thread + 1) // threads):
         row = logits + r * row_bytes
-        if by_sigmoid != 0:
-            for i in range(0, n, 16):
-                left = np.int32(n - i)
-                x = vec.load_some(row + 4 * i, left)
-                vec.store_some(scores + 4 * i, _or_nan(x, sigmoid(x)), left)
-        else:
-            _softmax(row, n, scores)
+        score_row(row, n, score_kind, scores)
         for i in range(0, n, 16):
             left = np.int32(n - i)
             value = vec.load_some((row if by_logits != 0 else scores) + 4 * i, left)
@@ -200,13 +219,58 @@ def _route(
     indices = cpu.empty(rows.count, top_k, dtype=torch.int64)
     cpu.launch(
         route_rows,
-        *(logits, rows.row_bytes, n, bias, top_k, int(router.score == "sigmoid")),
+        *(logits, rows.row_bytes, n, bias, top_k, SCORES.index(router.score)),
         *(router.groups, router.top_groups, int(router.group_by == "top2")),
         *(int(router.renormalize), float(router.renorm_eps), float(router.scale), weights, indices, factors),
         int(router.by_logits or router.margin is not None),
         float(router.margin or 0.0),
         rows=rows.count,
         scratch=math.ceil((2 * n + router.groups) / 16) * 64,
+    )
+    return weights, indices
+
+
+@kernel
+def look_up_rows(frame: int, args: int, thread: int, threads: int) -> None:
+    """logits, bytes between rows, experts, table (dense), token ids, k, which of SCORES, 1 to renormalize,
+    its eps, scale, weights (dense), indices (dense)."""
+    logits, row_bytes, n, table, ids, k, score_kind, renormalize = vec.words(args, 2, 10)
+    eps, scale, weights, indices = (
+        vec.get_f32(args + 80),
+        vec.get_f32(args + 88),
+        word(args, 12),
+        word(args, 13),
+    )
+    scores, rows = scratch_of(frame, thread), rows_of(frame, args)
+    for r in range(rows * thread // threads, rows * (thread + 1) // threads):
+        row, whole = logits + r * row_bytes, np.float32(0.0)
+        score_row(row, n, score_kind, scores)
+        for j in range(k):
+            e = vec.get_i64(table + 8 * (vec.get_i64(ids + 8 * r) * k + j))
+            score = vec.get_f32(scores + 4 * e)
+            vec.put_i64(indices + 8 * (r * k + j), e)
+            vec.put_f32(weights + 4 * (r * k + j), score)
+            whole = np.float32(whole + score)
+        for j in range(k):
+            weight: Float = vec.get_f32(weights + 4 * (r * k + j))
+            if renormalize != 0:
+                weight = np.float32(weight / np.float32(whole + eps))
+            vec.put_f32(weights + 4 * (r * k + j), np.float32(weight * scale))
+
+
+@look_up_experts.variant("native", on="cpu", when=float32_rows, native=True)
+def _look_up_experts(
+    cpu: Executor, logits: Tensor, table: Tensor, token_ids: Tensor, router: RouterSpec
+) -> tuple[Tensor, Tensor]:
+    rows, n, k = TensorRows.of(logits), logits.shape[-1], table.shape[-1]
+    dense("a table of experts", table, table.shape[0], k, dtype=torch.int64)
+    dense("token ids", token_ids, rows.count, dtype=torch.int64)
+    weights, indices = cpu.empty(rows.count, k), cpu.empty(rows.count, k, dtype=torch.int64)
+    cpu.launch(
+        *(look_up_rows, logits, rows.row_bytes, n, table, token_ids, k, SCORES.index(router.score)),
+        *(int(router.renormalize), float(router.renorm_eps), float(router.scale), weights, indices),
+        rows=rows.count,
+        scratch=math.ceil(n / 16) * 64,
     )
     return weights, indices
 

@@ -1,4 +1,4 @@
-"""Native kernels for what Gemma 3n does between its layers; every row is computed by one thread."""
+"""Native kernels for what is between layers with several streams; every row is computed by one thread."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import numpy as np
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
-from plait.kernels.cpu.codegen.kernel import kernel
+from plait.kernels.cpu.codegen.kernel import inline, kernel
+from plait.kernels.cpu.codegen.kinds import Float, Int
 from plait.kernels.cpu.codegen.vec import (
     fma,
     get_f32,
     largest,
     load_some,
     mul,
+    put_f32,
     spread,
     store_some,
     sub,
@@ -26,7 +28,7 @@ from plait.kernels.cpu.pointwise.norm import sum_of, sum_squares
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import rows_of
 from plait.kernels.cpu.runtime.row_checks import TensorRows, float32_rows
-from plait.ops.streams import keep_largest, match_size, mix_streams
+from plait.ops.streams import keep_largest, match_size, mix_streams, weigh_streams
 
 
 @kernel
@@ -74,6 +76,71 @@ def keep_rows(frame: int, args: int, thread: int, threads: int) -> None:
             left = np.int32(n - c)
             kept = largest(sub(load_some(at + 4 * c, left), edge), zero_f32())
             store_some(out + 4 * (r * n + c), kept, left)
+
+
+@inline
+def divide_line(matrix: Int, step: Int, n: Int, eps: Float) -> None:
+    """n numbers, `step` bytes apart, divided by their sum + eps."""
+    total: Float = np.float32(0.0)
+    for j in range(n):
+        total = np.float32(total + get_f32(matrix + step * j))
+    total = np.float32(total + eps)
+    for j in range(n):
+        put_f32(matrix + step * j, np.float32(get_f32(matrix + step * j) / total))
+
+
+@inline
+def weigh_matrix(logits: Int, n: Int, eps: Float, rounds: Int, matrix: Int) -> None:
+    """`matrix` becomes [to, from]: the softmax of each row of logits [from, to], divided `rounds` times."""
+    for i in range(n):
+        top: Float = get_f32(logits + 4 * n * i)
+        for j in range(1, n):
+            top = max(top, get_f32(logits + 4 * (n * i + j)))
+        total: Float = np.float32(0.0)
+        for j in range(n):
+            e = np.float32(math.exp(np.float32(get_f32(logits + 4 * (n * i + j)) - top)))
+            put_f32(matrix + 4 * (n * j + i), e)
+            total = np.float32(total + e)
+        for j in range(n):
+            at = matrix + 4 * (n * j + i)
+            put_f32(at, np.float32(np.float32(get_f32(at) / total) + eps))
+    for turn in range(rounds):
+        if turn > 0:
+            for i in range(n):
+                divide_line(matrix + 4 * i, 4 * n, n, eps)
+        for j in range(n):
+            divide_line(matrix + 4 * n * j, 4, n, eps)
+
+
+@kernel
+def weigh_rows(frame: int, args: int, thread: int, threads: int) -> None:
+    """logits, their row stride, numbers of a row, streams, eps, magnitude, added, rounds, out (dense)."""
+    logits, row_bytes, size, n = words(args, 2, 6)
+    eps, magnitude, added = get_f32(args + 48), get_f32(args + 56), get_f32(args + 64)
+    rounds, out, rows = word(args, 9), word(args, 10), rows_of(frame, args)
+    for r in range(rows * thread // threads, rows * (thread + 1) // threads):
+        at, to = logits + r * row_bytes, out + 4 * r * size
+        for i in range(min(size, 2 * n)):
+            share = np.float32(1.0 / (1.0 + math.exp(-np.float64(get_f32(at + 4 * i)))))
+            if i < n:
+                put_f32(to + 4 * i, np.float32(share + eps))
+            else:
+                put_f32(to + 4 * i, np.float32(np.float32(magnitude * share) + added))
+        if size > 2 * n:
+            weigh_matrix(at + 8 * n, n, eps, rounds, to + 8 * n)
+
+
+@weigh_streams.variant("native", on="cpu", when=float32_rows, native=True)
+def _weigh_streams(
+    cpu: Executor, logits: Tensor, streams: int, eps: float, magnitude: float, added: float, rounds: int
+) -> Tensor:
+    rows = TensorRows.of(logits)
+    if logits.dim() != 2 or rows.width not in (streams, 2 * streams, (2 + streams) * streams):
+        raise ShapeMismatch(f"logits {list(logits.shape)} do not fit {streams} streams")
+    out = cpu.empty(rows.count, rows.width)
+    numbers = (float(eps), float(magnitude), float(added), rounds)
+    cpu.launch(weigh_rows, logits, rows.row_bytes, rows.width, streams, *numbers, out, rows=rows.count)
+    return out
 
 
 @mix_streams.variant("native", on="cpu", when=float32_rows, native=True)

@@ -465,14 +465,17 @@ def attend_latent(
     scale: float,
     kv_rank: int,
     step: dict[object, Any] | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`paged_latent_attention`: the same arguments and result."""
     rest = q.shape[-1] - kv_rank
     codes = latent_codes(kv_rank, rest) if cache.dtype is torch.int8 else None
     if latent is not None:
         write_paged(cache, latent, slot_mapping, codes)
-    layout = PagedLayout(q.shape[1], 1, kv_rank, rest, codes, None, None)
-    return _attend_over(q, (cache, cache), (block_table, query_start, seq_lens), layout, scale, step)
+    layout = PagedLayout(q.shape[1], 1, kv_rank, rest, codes, window, None)
+    where = block_table, query_start, seq_lens
+    return _attend_over(q, (cache, cache), where, layout, scale, step, sinks)
 
 
 POINTERS = {

@@ -125,6 +125,8 @@ def why_not(facts: OpFacts) -> str | None:
     router: RouterSpec = facts["router"]
     if router.by_logits or router.margin:
         return "it chooses by scores, not by logits"
+    if router.score == "sqrtsoftplus":
+        return "its scores are softmax or sigmoid"
     size = triton.next_power_of_2(count // router.groups) * triton.next_power_of_2(router.groups)
     if size > MOST_EXPERTS:
         return f"{count} experts in {router.groups} groups; it holds {MOST_EXPERTS} scores"

@@ -85,16 +85,15 @@ def test_activations_of_extreme_numbers(cpu: Any, kind: str) -> None:
     assert math.isnan(got[10])
 
 
-def test_a_gated_activation_is_clamped(cpu: Any) -> None:
-    numbers = [-math.inf, -1e30, -100.0, -7.5, -7.0, -1.0, 0.0, 1.0, 7.0, 7.5, 1e30, math.inf, math.nan]
+@pytest.mark.parametrize("kind", ["swiglu_oai", "swiglu_cut_10"])
+def test_a_gated_activation_is_clamped(kind: str, cpu: Any) -> None:
+    numbers = [-math.inf, -1e30, -100.0, -10.5, -7.0, -1.0, 0.0, 1.0, 7.0, 10.5, 1e30, math.inf, math.nan]
     x = torch.tensor([[a, b] for a in numbers for b in numbers]).T.reshape(1, -1)
     finite = torch.where(x == -math.inf, -1e30, x)  # -inf · sigmoid(-inf) is 0 here
-    want = activate(finite.double(), "swiglu_oai", True).float()
-    torch.testing.assert_close(
-        _activate(cpu, x, "swiglu_oai", True), want, rtol=1e-5, atol=1e-7, equal_nan=True
-    )
+    want = activate(finite.double(), kind, True).float()
+    torch.testing.assert_close(_activate(cpu, x, kind, True), want, rtol=1e-5, atol=1e-7, equal_nan=True)
     with pytest.raises(ShapeMismatch):
-        _activate(cpu, x, "swiglu_oai", False)
+        _activate(cpu, x, kind, False)
 
 
 def test_what_closes_an_output_may_lie_in_a_wider_row(cpu: Any) -> None:

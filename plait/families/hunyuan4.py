@@ -1,0 +1,107 @@
+"""Hunyuan 4 (hy_v4): DeepSeek-V3.2's attention with sinks and gates, over several residual streams."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from plait.checkpoint.names import NameMap, Rules, Source
+from plait.errors import UnsupportedModel
+from plait.families.common.hyper import move_inside, name_triples, over_streams, stream_weights
+from plait.families.common.recipes import reorder_rows, unused_patterns
+from plait.families.common.registry import family
+from plait.families.common.spec_builders import sigmoid_router
+from plait.families.config.normalize import Config
+from plait.families.deepseek import SPARSE, latent_indexer, latent_model, latent_names, share_indexers
+from plait.spec import Activation, BranchSpec, HyperSpec, MlaSpec, ModelSpec, MoeSpec, NormSpec
+
+L = "model.layers.{i}"
+LIMIT = 10.0
+BRANCHES = ("attn", "ffn")
+
+
+@family(
+    "HYV4ForCausalLM",
+    model_types=("hy_v4",),
+    defaults={
+        **SPARSE,
+        "norm_eps": 1e-5,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.827,
+        "index_n_heads": 16,
+        "index_head_dim": 128,
+        "index_topk": 2048,
+        "hc_mult": 4,
+        "hc_magnitude": 2.0,
+        "hc_eps": 1e-6,
+        "swiglu_limit": LIMIT,
+        "rope_interleave": False,
+    },
+    honours=("index_topk", "hc_mult", "swiglu_limit"),
+)
+def hy_v4(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Hy4: rotated numbers are the last of an index head, and halves of them turn together."""
+    count = len(c["layer_types"])
+    kinds = c.get("indexer_types") or ["full" if i == 0 or i % 4 == 1 else "shared" for i in range(count)]
+    index = replace(latent_indexer(c, interleaved=False), norm=NormSpec(c["norm_eps"], "layer"))
+    indexers = share_indexers(index, kinds, "attn.inner")
+    spec, _ = latent_model(c, "hy_v4", sigmoid_router(c), indexers=indexers)
+    layers = tuple(tuple(_complete(c, branch) for branch in layer) for layer in spec.layers)
+    eps = c["hc_eps"]
+    unit = NormSpec(c["norm_eps"], weight=False)
+    hyper = HyperSpec(c["hc_mult"], unit, eps, magnitude=float(c["hc_magnitude"]), added=eps)
+    ignored = unused_patterns(c, r"^model\.mtp_layers\.")
+    names = NameMap(_names(c), move_inside(latent_names(c, "model."), BRANCHES), ignored=ignored)
+    return over_streams(replace(spec, layers=layers), hyper), names
+
+
+def _complete(c: Config, branch: BranchSpec) -> BranchSpec:
+    match mixer := branch.mixer:
+        case MlaSpec():
+            return replace(branch, mixer=replace(mixer, sinks=True, out_gate=True))
+        case MoeSpec():
+            return replace(branch, mixer=replace(mixer, expert=replace(mixer.expert, activation=_cut(c))))
+    return branch
+
+
+def _cut(c: Config) -> Activation:
+    """What activates routed experts."""
+    limit = float(c["swiglu_limit"] or 0.0)
+    if limit > 0 and (limit != LIMIT or c["hidden_act"] != "silu"):
+        raise UnsupportedModel(
+            f"swiglu_limit {limit:g} of hidden_act {c['hidden_act']!r} is not implemented; "
+            f"known: {LIMIT:g} of silu"
+        )
+    usual: Activation = c["hidden_act"]
+    return "swiglu_cut_10" if limit > 0 else usual
+
+
+def _names(c: Config) -> Rules:
+    attn, count = f"{L}.self_attn", c["hc_mult"]
+    index, ours = f"{attn}.indexer", "layers.{i}.attn.index"
+    dim, turned = c["index_head_dim"], c["qk_rope_head_dim"]
+    one = torch.arange(dim).roll(turned)  # rotated numbers come first to us
+    heads = (torch.arange(c["index_n_heads"])[:, None] * dim + one).flatten()
+    own: Rules = {
+        f"{ours}.q.weight": reorder_rows(heads, f"{index}.wq_b.weight"),
+        f"{ours}.k.weight": reorder_rows(one, f"{index}.wk.weight"),
+        f"{ours}.k_norm.weight": reorder_rows(one, f"{index}.k_norm.weight"),
+        f"{ours}.k_norm.bias": reorder_rows(one, f"{index}.k_norm.bias"),
+        "layers.{i}.attn.sinks": (f"{attn}.sinks", f"{attn}.learnable_sink_param"),
+        "layers.{i}.attn.out_gate": (f"{attn}.gate_proj", f"{attn}.linear_gate"),
+        "layers.{i}.ffn.gate": (f"{L}.mlp.gate_proj", f"{L}.mlp.linear_gate"),
+        "layers.{i}.ffn.shared.gate": tuple(
+            f"{L}.mlp.shared_experts.{gate}" for gate in ("gate_proj", "linear_gate")
+        ),
+    }
+    streams = dict[str, Source | tuple[Source, ...]]()
+    for name, theirs in (("attn", "attn"), ("ffn", "mlp")):
+        triples = name_triples([f"{L}.{name}_hc."], [""])
+        places = (f"hc_{theirs}_layer.hc_pre", f"hc_{theirs}_layer", f"hc_pre.hc_{theirs}_layer")
+        triples += name_triples([f"{L}.{place}." for place in places], ["hc_"])
+        streams |= stream_weights(f"layers.{{i}}.{name}", triples, (count, count))
+    places = ("hc_head", "hc_head.hc_pre", "hc_pre.hc_head")
+    last = name_triples([f"model.{place}." for place in places], ["hc_", "hc_head_"])
+    streams |= stream_weights("streams", last, (count,))
+    return {**streams, **move_inside(own, BRANCHES)}

@@ -1,0 +1,416 @@
+"""Attention over compressed keys: windows of tokens become entries, and a row attends to the best of them.
+
+    compress  sequence × 16 channels   a thread takes its channels through all new tokens, in their order
+    scores    row                      of entries, by the small heads of an indexer; every `threads`-th split
+    attend    row × 16 heads           the window's latents, then entries, 64 at a time as float32
+
+What is computed of a row depends on its sequence alone, in one order: batches, chunks and threads change no
+bit.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plait.errors import ShapeMismatch
+from plait.kernels.cpu.attention.attention import check_cache, check_index, why_unstorable
+from plait.kernels.cpu.attention.indexer import (
+    DIGITS,
+    HEADS,
+    SPLIT,
+    TILE,
+    add_tile,
+    begin_head,
+    close_head,
+    digits_of,
+    find_threshold,
+    index_product,
+    sequence_of,
+    unfold_latent,
+    why_no_choice,
+)
+from plait.kernels.cpu.attention.mla import store_latents
+from plait.kernels.cpu.codegen.kernel import inline, kernel
+from plait.kernels.cpu.codegen.kinds import Float, Floats, Int
+from plait.kernels.cpu.codegen.maths import exp
+from plait.kernels.cpu.codegen.vec import (
+    add,
+    div,
+    fma,
+    get_f32,
+    get_i32,
+    get_i64,
+    largest,
+    load_some,
+    mul,
+    put_bf16,
+    put_f32,
+    put_i32,
+    put_i64,
+    store_some,
+    sub,
+    where_less,
+    words,
+    zero_f32,
+)
+from plait.kernels.cpu.runtime.executor import Executor
+from plait.kernels.cpu.runtime.frame import rows_of, scratch_of, take_sequence
+from plait.kernels.cpu.runtime.row_checks import Sequences, TensorRows, dense, float32_rows
+from plait.ops.compressed import FOLDED, choose_entries, compress_tokens, entry_attention
+from plait.ops.registry import OpFacts
+
+
+@inline
+def fold(state: Int, step: Int, logit: Floats, sums: Floats, weighted: Floats, left: np.int32) -> None:
+    """A softmax of sixteen channels moves on by another: [largest, sum, weighted sum], `step` bytes apart."""
+    top, whole = load_some(state, left), load_some(state + step, left)
+    most = where_less(zero_f32(), whole, largest(top, logit), logit)
+    old = where_less(zero_f32(), whole, exp(sub(top, most)), zero_f32())
+    new = exp(sub(logit, most))
+    store_some(state, most, left)
+    store_some(state + step, fma(whole, old, mul(sums, new)), left)
+    total = fma(load_some(state + 2 * step, left), old, mul(weighted, new))
+    store_some(state + 2 * step, total, left)
+
+
+@inline
+def copy_folded(source: Int, apart: Int, to: Int, step: Int, left: np.int32) -> None:
+    """apart, step: bytes between the three numbers, where they are and where they go."""
+    for i in range(3):
+        store_some(to + i * step, load_some(source + i * apart, left), left)
+
+
+@inline
+def clear_folded(to: Int, step: Int, left: np.int32) -> None:
+    for i in range(3):
+        store_some(to + i * step, zero_f32(), left)
+
+
+@kernel
+def compress_channels(frame: int, args: int, thread: int, threads: int) -> None:
+    """kv, its row stride, gate, its row stride, bias (dense), state, its slot stride, slots, query_start,
+    has_history, positions, rate, parts, d, entries (dense), starts."""
+    kv, kv_row, gate, gate_row, bias, state, slot_bytes, slots, starts, history = words(args, 2, 12)
+    positions, rate, parts, d, entries, firsts = words(args, 12, 18)
+    step, each, merged = 4 * d, 12 * d, scratch_of(frame, thread)
+    while True:
+        part, slot, past, first, count = take_sequence(frame, args, (d + 15) // 16, (slots, starts, history))
+        if part < 0:
+            break
+        left = np.int32(d - 16 * part)
+        home = state + slot * slot_bytes + 64 * part
+        if past == 0:
+            for i in range(2 * parts - 1):
+                clear_folded(home + i * each, step, left)
+        for t in range(first, first + count):
+            phase = get_i64(positions + 8 * t) % rate
+            if phase == 0:
+                if parts == 2:
+                    copy_folded(home, step, home + 2 * each, step, left)
+                for i in range(parts):
+                    clear_folded(home + i * each, step, left)
+            for i in range(parts):
+                column = 4 * i * d + 64 * part
+                logit = add(
+                    load_some(gate + t * gate_row + column, left),
+                    load_some(bias + 4 * phase * parts * d + column, left),
+                )
+                x = load_some(kv + t * kv_row + column, left)
+                one = exp(zero_f32())
+                fold(home + i * each, step, logit, one, x, left)
+            to = entries + 4 * t * d + 64 * part
+            if phase == rate - 1:
+                source = home
+                if parts == 2:
+                    source = merged
+                    copy_folded(home + 2 * each, step, merged, 64, left)
+                    last = home + each
+                    logit, sums = load_some(last, left), load_some(last + step, left)
+                    fold(merged, 64, logit, sums, load_some(last + 2 * step, left), left)
+                apart = 64 if parts == 2 else step
+                whole = div(load_some(source + 2 * apart, left), load_some(source + apart, left))
+                store_some(to, whole, left)
+            else:
+                store_some(to, zero_f32(), left)
+            if part == 0:
+                put_i64(firsts + 8 * t, get_i64(positions + 8 * t) - phase)
+
+
+@compress_tokens.variant("native", on="cpu", when=float32_rows, native=True)
+def _compress_tokens(
+    cpu: Executor,
+    kv: Tensor,
+    gate: Tensor,
+    bias: Tensor,
+    state: Tensor,
+    slots: Tensor,
+    query_start: Tensor,
+    has_history: Tensor,
+    positions: Tensor,
+    rate: int,
+) -> tuple[Tensor, Tensor]:
+    rows, gates, where = TensorRows.of(kv), TensorRows.of(gate), Sequences.of(slots, query_start, has_history)
+    d = state.shape[-1]
+    parts = rows.width // d
+    dense("positions", positions, rows.count, dtype=torch.int64)
+    dense("bias", bias, rate, rows.width)
+    dense("a slot's state", state[0], 2 * parts - 1, FOLDED, d)
+    if kv.dim() != 2 or kv.shape != gate.shape or parts not in (1, 2) or rows.width != parts * d:
+        raise ShapeMismatch(f"kv {list(kv.shape)} and gate {list(gate.shape)} do not fit entries of {d}")
+    entries = cpu.empty(rows.count, d)
+    firsts = cpu.empty(rows.count, dtype=torch.int64)
+    cpu.launch(
+        *(compress_channels, kv, rows.row_bytes, gate, gates.row_bytes, bias, state, 4 * state.stride(0)),
+        *(*where.words, positions, rate, parts, d, entries, firsts),
+        rows=rows.count,
+        seqs=len(slots),
+        scratch=192,
+    )
+    return entries, firsts
+
+
+@kernel
+def store_ended(frame: int, args: int, thread: int, threads: int) -> None:
+    """entries, their row stride, cache, slots, query_start, seq_lens, d, bytes of a number, rate, step."""
+    entries, row_bytes, cached, slots, starts, lens, d, size, rate, step = words(args, 2, 12)
+    s: Int = 0
+    for r in range(thread, rows_of(frame, args), threads):
+        s = sequence_of(starts, s, r)
+        if (get_i64(lens + 8 * s) - (get_i64(starts + 8 * s + 8) - r) + 1) % rate != 0:
+            continue
+        x, to = entries + r * row_bytes, cached + get_i64(slots + 8 * r) // step * d * size
+        for i in range(d):
+            if size == 4:
+                put_f32(to + 4 * i, get_f32(x + 4 * i))
+            else:
+                put_bf16(to + 2 * i, get_f32(x + 4 * i))
+
+
+@inline
+def place_of_entry(table: Int, w: Int, units: Int, every: Int) -> Int:
+    """Where entry w lies: blocks have `units` places, of which an entry takes every `every`-th."""
+    t = w * every + every - 1
+    return get_i64(table + 8 * (t // units)) * units + t % units
+
+
+@kernel
+def score_entries(frame: int, args: int, thread: int, threads: int) -> None:
+    """q, its strides, weights, their stride, cache, bytes of a number, table, bytes of its rows, query_start,
+    seq_lens, heads, d, places of a block, rate, places to an entry, top_k, scores, numbers of a row of
+    scores."""
+    q, q_row, q_head, weights, w_row, cached, size, table, table_row, starts, lens = words(args, 2, 13)
+    heads, d, units, rate, every, top_k, scores, most = words(args, 13, 21)
+    s: Int = 0
+    for r in range(rows_of(frame, args)):
+        s = sequence_of(starts, s, r)
+        n = (get_i64(lens + 8 * s) - (get_i64(starts + 8 * s + 8) - r) + 1) // rate
+        if n <= top_k:  # all are taken
+            continue
+        begin = (thread + threads - r % threads) % threads * SPLIT
+        for at in range(begin, n, threads * SPLIT):
+            for w in range(at, min(at + SPLIT, n)):
+                key = cached + place_of_entry(table + s * table_row, w, units, every) * d * size
+                score: Float = np.float32(0.0)
+                for h in range(heads):
+                    product = index_product(q + r * q_row + h * q_head, key, d, size)
+                    weight = get_f32(weights + r * w_row + 4 * h)
+                    if not product < np.float32(0.0):  # what is no number stays none
+                        score = np.float32(score + np.float32(weight * product))
+                put_f32(scores + 4 * (r * most + w), score)
+
+
+@kernel
+def take_entries(frame: int, args: int, thread: int, threads: int) -> None:
+    """scores, numbers of a row of scores, query_start, seq_lens, rate, top_k, chosen (dense)."""
+    scores, most, starts, lens, rate, top_k, chosen = words(args, 2, 9)
+    counts = scratch_of(frame, thread)
+    s: Int = 0
+    for r in range(thread, rows_of(frame, args), threads):
+        s = sequence_of(starts, s, r)
+        n = (get_i64(lens + 8 * s) - (get_i64(starts + 8 * s + 8) - r) + 1) // rate
+        to, row = chosen + 4 * r * top_k, scores + 4 * r * most
+        if n <= top_k:
+            for w in range(top_k):
+                put_i32(to + 4 * w, np.int32(w if w < n else -1))
+            continue
+        least, equal = find_threshold(row, n, top_k, counts)
+        found = 0
+        for w in range(n):
+            x = digits_of(row + 4 * w)
+            if x > least or (x == least and equal > 0):
+                if x == least:
+                    equal -= 1
+                put_i32(to + 4 * found, np.int32(w))
+                found += 1
+
+
+@choose_entries.variant("native", on="cpu", when=why_no_choice, native=True)
+def _choose_entries(
+    cpu: Executor,
+    q: Tensor,
+    weights: Tensor,
+    entries: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    slot_mapping: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    top_k: int,
+    rate: int,
+    step: int,
+) -> Tensor:
+    rows, each, d = TensorRows.of(q), TensorRows.of(weights), q.shape[-1]
+    check_index(block_table, slot_mapping, query_start, seq_lens)
+    item = cache.element_size()
+    if q.dim() != 3 or weights.shape != q.shape[:2] or entries.shape != (rows.count, d) or top_k < 1:
+        raise ShapeMismatch(
+            f"an indexer of {top_k} entries: q {list(q.shape)}, weights {list(weights.shape)} and entries "
+            f"{list(entries.shape)} do not fit each other"
+        )
+    if item == 2 and d % 16:
+        raise ShapeMismatch(f"index keys in bfloat16 want a multiple of 16 columns, not {d}")
+    _store(cpu, entries, cache, slot_mapping, query_start, seq_lens, rate, step)
+    units = cache.shape[1]
+    most = -(-block_table.shape[1] * units * step // rate)
+    scores, chosen = cpu.empty(rows.count, most), cpu.empty(rows.count, top_k, dtype=torch.int32)
+    cpu.launch(
+        *(score_entries, q, *rows.strides, weights, each.row_bytes, cache, item, block_table),
+        *(block_table.stride(0) * 8, query_start, seq_lens, rows.heads, d, units, rate, rate // step),
+        *(top_k, scores, most),
+        rows=rows.count,
+        seqs=seq_lens.shape[0],
+    )
+    cpu.launch(
+        *(take_entries, scores, most, query_start, seq_lens, rate, top_k, chosen),
+        rows=rows.count,
+        seqs=seq_lens.shape[0],
+        scratch=8 * DIGITS,
+    )
+    return chosen
+
+
+def _store(
+    cpu: Executor,
+    entries: Tensor,
+    cache: Tensor,
+    slots: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    rate: int,
+    step: int,
+) -> None:
+    """Entries of tokens that end a window, in the reference's layout."""
+    new, d, item = TensorRows.of(entries), cache.shape[-1], cache.element_size()
+    if new.width != d or cache.dim() != 3 or not cache.is_contiguous() or rate % step or item not in (2, 4):
+        raise ShapeMismatch(
+            f"entries {list(entries.shape)} do not fit a cache {list(cache.shape)} of {cache.dtype}, {rate} "
+            f"tokens to an entry and {step} to a place"
+        )
+    cpu.launch(
+        *(store_ended, entries, new.row_bytes, cache, slots, query_start, seq_lens, d, item, rate, step),
+        rows=new.count,
+        seqs=seq_lens.shape[0],
+    )
+
+
+@kernel
+def attend_compressed(frame: int, args: int, thread: int, threads: int) -> None:
+    """q, its strides, out (dense), latents, entries, bytes of a number, chosen or 0, top_k, tables of both
+    and bytes of their rows, query_start, seq_lens, block, places of a block of entries, rate, places to an
+    entry, window, heads, d, sinks, scale, bytes of a head's state."""
+    q, q_row, q_head, out, latents, entries, item, chosen, top_k, near, near_row, far = words(args, 2, 14)
+    far_row, starts, lens, block, units, rate, every, window, heads, d, sinks = words(args, 14, 25)
+    scale, state_bytes, tile = get_f32(args + 8 * 25), get_i64(args + 8 * 26), scratch_of(frame, thread)
+    weights = tile + 4 * TILE * d
+    states, parts = weights + 4 * TILE, (heads + HEADS - 1) // HEADS
+    s: Int = 0
+    for unit in range(thread, rows_of(frame, args) * parts, threads):
+        r, first = unit // parts, unit % parts * HEADS
+        end = min(first + HEADS, heads)
+        s = sequence_of(starts, s, r)
+        seen = get_i64(lens + 8 * s) - (get_i64(starts + 8 * s + 8) - r) + 1
+        low = max(seen - window, 0)
+        count = top_k if chosen != 0 else seen // rate
+        for h in range(end - first):
+            begin_head(states + h * state_bytes, state_bytes, sinks + 4 * (first + h))
+        at: Int = 0
+        while at < seen - low + count:
+            n: Int = 0
+            while n < TILE and at < seen - low + count:
+                if at < seen - low:
+                    t = low + at
+                    place = get_i64(near + s * near_row + 8 * (t // block)) * block + t % block
+                    source = latents + place * d * item
+                else:
+                    w = at - (seen - low)
+                    if chosen != 0:
+                        w = np.int64(get_i32(chosen + 4 * (r * top_k + w)))
+                        if w < 0:
+                            at = seen - low + count
+                            break
+                    source = entries + place_of_entry(far + s * far_row, w, units, every) * d * item
+                unfold_latent(source, tile + 4 * n * d, d, d, item)
+                n += 1
+                at += 1
+            if n > 0:
+                for h in range(first, end):
+                    state, x = states + (h - first) * state_bytes, q + r * q_row + h * q_head
+                    add_tile(x, tile, tile, n, d, d, d, scale, state, weights)
+        for h in range(first, end):
+            close_head(states + (h - first) * state_bytes, out + 4 * d * (r * heads + h), d)
+
+
+def why_no_entries(facts: OpFacts) -> str | None:
+    """Why the native kernel cannot serve these facts, if so."""
+    if (kept := facts.sizes.get("kv_dtype", "model")) in ("int8", "int4"):
+        return f"it reads latents in float32 or bfloat16, not in {kept}"
+    return why_unstorable(facts)
+
+
+@entry_attention.variant("native", on="cpu", when=why_no_entries, native=True)
+def _entry_attention(
+    cpu: Executor,
+    q: Tensor,
+    latent: Tensor,
+    entries: Tensor,
+    cache: Tensor,
+    packed: Tensor,
+    chosen: Tensor | None,
+    near: tuple[Tensor, Tensor],
+    far: tuple[Tensor, Tensor],
+    query_start: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    window: int,
+    sinks: Tensor,
+    rate: int,
+    step: int,
+) -> Tensor:
+    rows, new, d = TensorRows.of(q), TensorRows.of(latent), q.shape[-1]
+    check_cache("cache", cache, (cache.shape[1], d), cache.dtype)
+    for table, slots in (near, far):
+        check_index(table, slots, query_start, seq_lens)
+    dense("sinks", sinks, rows.heads)
+    top_k = 0 if chosen is None else chosen.shape[-1]
+    if chosen is not None:
+        dense("chosen", chosen, rows.count, top_k, dtype=torch.int32)
+    if q.dim() != 3 or latent.shape != (rows.count, d) or window < 1 or packed.dtype != cache.dtype:
+        raise ShapeMismatch(
+            f"q {list(q.shape)} and latent {list(latent.shape)} do not fit each other with a window of "
+            f"{window}, or entries are kept in {packed.dtype} and latents in {cache.dtype}"
+        )
+    item, state = cache.element_size(), 64 + -(-d // 16) * 64
+    cpu.launch(store_latents, latent, new.row_bytes, cache, near[1], d, item, rows=new.count)
+    _store(cpu, entries, packed, far[1], query_start, seq_lens, rate, step)
+    out = cpu.empty(*q.shape)
+    cpu.launch(
+        *(attend_compressed, q, *rows.strides, out, cache, packed, item, chosen, top_k, near[0]),
+        *(near[0].stride(0) * 8, far[0], far[0].stride(0) * 8, query_start, seq_lens, cache.shape[1]),
+        *(packed.shape[1], rate, rate // step, window, rows.heads, d, sinks, float(scale), state),
+        rows=rows.count,
+        seqs=seq_lens.shape[0],
+        scratch=4 * TILE * d + 4 * TILE + HEADS * state,
+    )
+    return out

@@ -1,0 +1,65 @@
+"""Block-sparse attention (MiniMax-M3): grouped-query attention over blocks of keys that an indexer chose."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from plait.checkpoint.weights import Weights
+from plait.memory import PagedState, State, group_name
+from plait.model.layers.block_indexer import BlockIndexer
+from plait.model.layers.head_norm import HeadNorm
+from plait.model.layers.layers import Batch, Rope
+from plait.model.mixers.attention import describe_attention, divide_attention
+from plait.model.mixers.registry import mixer
+from plait.ops.block_sparse import block_sparse_attention
+from plait.ops.entry import head_widths
+from plait.partition import Cut, Division, Rank, scale_range
+from plait.rare_specs import BlockSparseSpec
+from plait.state.store import StateStore
+
+
+def _words(m: BlockSparseSpec) -> str:
+    i = m.indexer
+    return f"{describe_attention(m)}, the best {i.top_k} blocks of {i.size} keys by an indexer of {i.dim}"
+
+
+def _divide(s: BlockSparseSpec, rank: Rank, hidden_size: int) -> Division:
+    """Index queries go with the key-value heads that they choose for; index keys are whole."""
+    found = divide_attention(s, rank, hidden_size)
+    kv = rank.divide_for_heads(s.num_kv_heads, s.num_heads, "key-value heads")
+    return replace(found, cuts={**found.cuts, "index.q": Cut((scale_range(kv, s.indexer.dim),))})
+
+
+@mixer(BlockSparseSpec, _words, _divide)
+class BlockSparseAttention:
+    def __init__(self, s: BlockSparseSpec, w: Weights) -> None:
+        self.spec, self.name, hidden = s, w.prefix, w.target.hidden_size
+        q, kv = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
+        self._parts = [s.num_heads, s.num_kv_heads, s.num_kv_heads]
+        self.qkv = w.linear("q", "k", "v", in_size=hidden, out_sizes=(q, kv, kv))
+        self.o = w.linear("o", in_size=q, out_sizes=(hidden,))
+        self.q_norm = HeadNorm(s.qk_norm, s, w.scope("q_norm"), s.num_heads) if s.qk_norm else None
+        self.k_norm = HeadNorm(s.qk_norm, s, w.scope("k_norm"), s.num_kv_heads) if s.qk_norm else None
+        self.rope = Rope(s.rope, w) if s.rope else None
+        self.indexer = BlockIndexer(s.indexer, s.num_kv_heads, w.scope("index"))
+        sizes = {"heads": s.num_heads, "kv_heads": s.num_kv_heads, "dim": s.head_dim}
+        self._attend = w.bind(block_sparse_attention, **sizes, top_k=self.indexer.top_k)
+        kept = w.target.kv_dtype
+        widths = zip("kv", head_widths(s.head_dim, kept), strict=True)
+        entry = {name: (s.num_kv_heads, width) for name, width in widths}
+        self.states: dict[str, State] = {self.name: PagedState(entry, dtype=kept), **self.indexer.states}
+
+    def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
+        """x: [T, hidden] -> [T, hidden]."""
+        s, cache, index = self.spec, store[self.name], batch.paged[group_name(None)]
+        chosen = self.indexer(x, batch, store)
+        q, k, v = self.qkv(x).unflatten(-1, (-1, s.head_dim)).split(self._parts, 1)
+        if self.q_norm and self.k_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rope:
+            q, k = self.rope(q, batch.positions), self.rope(k, batch.positions)
+        where = (index.block_table, index.slot_mapping, batch.query_start, batch.seq_lens)
+        out = self._attend(q, k, v, cache["k"], cache["v"], chosen, *where, s.scale, s.indexer.size)
+        return self.o(out.flatten(1))

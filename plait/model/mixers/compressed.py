@@ -1,0 +1,106 @@
+"""DeepSeek-V4's attention: one key that is the value, too, a window of them, and compressed earlier ones."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from plait.checkpoint.weights import Weights
+from plait.errors import CannotDivide
+from plait.memory import PagedState, State, group_name
+from plait.model.layers.compressor import Compressor, EntryIndexer, LastRope
+from plait.model.layers.layers import Batch, Norm, describe_rope
+from plait.model.mixers.registry import mixer
+from plait.ops.attention import paged_latent_attention
+from plait.ops.compressed import entry_attention
+from plait.ops.entry import CODED, latent_width
+from plait.ops.heads import HeadRows, bind_heads
+from plait.partition import Division, Rank
+from plait.rare_specs import CompressedSpec
+from plait.spec import NormSpec
+from plait.state.store import StateStore
+
+
+def _words(m: CompressedSpec) -> str:
+    text = f"attention with one key, {m.num_heads} heads × {m.head_dim}, {describe_rope(m.rope)}"
+    text += f", window {m.window}, sinks"
+    if (c := m.compressor) is None:
+        return text
+    best = f", the best {m.indexer.top_k} by {m.indexer.num_heads} heads" if m.indexer else ""
+    return f"{text}, an entry for {c.rate} tokens{best}"
+
+
+def _divide(s: CompressedSpec, rank: Rank, hidden_size: int) -> Division:
+    raise CannotDivide(
+        "attention with one key for all heads, and groups of outputs, is not divided among ranks"
+    )
+
+
+@mixer(CompressedSpec, _words, _divide)
+class CompressedAttention:
+    """`o_a` maps each group of heads to `out_rank` numbers, `o_b` all of these to the hidden size."""
+
+    def __init__(self, s: CompressedSpec, w: Weights) -> None:
+        self.spec, self.name, hidden = s, w.prefix, w.target.hidden_size
+        heads, d = s.num_heads, s.head_dim
+        self.q_a = w.linear("q_a", in_size=hidden, out_sizes=(s.q_rank,))
+        self.q_a_norm = Norm(s.norm, w.scope("q_a_norm"), s.q_rank)
+        self.q_b = w.linear("q_b", in_size=s.q_rank, out_sizes=(heads * d,))
+        self.q_norm = Norm(NormSpec(s.norm.eps, weight=False), w.scope("q_norm"), d)
+        self.kv = w.linear("kv", in_size=hidden, out_sizes=(d,))
+        self.kv_norm = Norm(s.norm, w.scope("kv_norm"), d)
+        self.turn, self.turn_back = (LastRope(s.rope, d, w, back=back) for back in (False, True))
+        wide = heads * d // s.groups
+        rows = w.stored("o_a.weight", (s.groups * s.out_rank, wide))
+        first: Tensor | HeadRows
+        if isinstance(rows, Tensor):
+            first = rows.view(s.groups, s.out_rank, wide)
+        else:
+            first = HeadRows(rows, s.groups, 0, s.out_rank)
+        self._map, self.o_a = bind_heads(w.bind, first)
+        self.o_b = w.linear("o_b", in_size=s.groups * s.out_rank, out_sizes=(hidden,))
+        self.sinks = w.tensor("sinks", (heads,), torch.float32)
+        self.compressor = Compressor(s.compressor, d, w.scope("compressor")) if s.compressor else None
+        self.indexer = None
+        if s.compressor and s.indexer:
+            self.indexer = EntryIndexer(s.indexer, s.compressor, s.q_rank, w.scope("index"))
+        kept = w.target.kv_dtype
+        if self.compressor and kept in CODED:
+            kept = "bfloat16"
+        op = entry_attention if self.compressor else paged_latent_attention
+        sizes: dict[str, object] = {"heads": heads, "kv_rank": d, "rope_dim": 0, "window": s.window}
+        self._attend = w.bind(op, **sizes, sinks=True)
+        self.states: dict[str, State] = {
+            self.name: PagedState({"latent": (latent_width(d, 0, kept),)}, s.window, kept)
+        }
+        for part in (self.compressor, self.indexer):
+            self.states |= part.states if part else {}
+
+    def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
+        """x: [T, hidden] -> [T, hidden]."""
+        s, at = self.spec, batch.positions
+        raw = self.q_a_norm(self.q_a(x))
+        q = self.turn(self.q_norm(self.q_b(raw).unflatten(-1, (s.num_heads, s.head_dim))), at)
+        latent = self.turn(self.kv_norm(self.kv(x))[:, None], at)[:, 0]
+        out = self._read(x, raw, q, latent, batch, store)
+        grouped = self.turn_back(out, at).flatten(1).unflatten(-1, (s.groups, -1))
+        return self.o_b(self._map(grouped, self.o_a).flatten(1))
+
+    def _read(
+        self, x: Tensor, raw: Tensor, q: Tensor, latent: Tensor, batch: Batch, store: StateStore
+    ) -> Tensor:
+        """What the heads find, [T, heads, d]."""
+        s, cache = self.spec, store[self.name]["latent"]
+        near, seqs = batch.paged[group_name(s.window)], (batch.query_start, batch.seq_lens)
+        if self.compressor is None:
+            where = (near.block_table, near.slot_mapping, *seqs)
+            how = (s.scale, s.head_dim, batch.step)
+            out: Tensor = self._attend(q, latent, cache, *where, *how, window=s.window, sinks=self.sinks)
+            return out
+        chosen = self.indexer(x, raw, batch, store) if self.indexer else None
+        entries, far = self.compressor(x, batch, store), batch.paged[group_name(None)]
+        tables = [(index.block_table, index.slot_mapping) for index in (near, far)]
+        more = (s.scale, s.window, self.sinks, self.compressor.spec.rate, self.compressor.step)
+        packed = self.compressor.cache(store)
+        found: Tensor = self._attend(q, latent, entries, cache, packed, chosen, *tables, *seqs, *more)
+        return found

@@ -1,0 +1,66 @@
+"""A residual branch over several streams (hyper-connections; Zhu et al. 2024): it reads one sum of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from plait.checkpoint.weights import Weights
+from plait.model.layers.layers import Batch, Norm
+from plait.model.layers.streams import StreamWeights
+from plait.model.mixers.registry import build, describe, divide, mixer
+from plait.ops.activation import combine
+from plait.ops.ranks import sum_ranks
+from plait.ops.streams import mix_streams
+from plait.partition import Division, Rank
+from plait.rare_specs import HyperBranchSpec
+from plait.state.store import StateStore
+
+INNER = "inner"
+
+
+def _words(m: HyperBranchSpec) -> str:
+    mixed = "" if m.hyper.rounds is None else ", mixed"
+    return f"{describe(m.parts[INNER])}, over {m.hyper.count} streams{mixed}"
+
+
+def _divide(s: HyperBranchSpec, rank: Rank, hidden_size: int) -> Division:
+    """What is inside is divided, and summed before it is added; the weights of streams are whole."""
+    inner = divide(s.parts[INNER], rank, hidden_size)
+    cuts = {f"{INNER}.{key}": cut for key, cut in inner.cuts.items()}
+    return Division(replace(s, parts={INNER: inner.spec}), cuts, inner.sums, inner.gathers)
+
+
+@mixer(HyperBranchSpec, _words, _divide)
+class HyperBranch:
+    """What it gives is added to all streams: [T, streams * hidden]."""
+
+    is_summed = True
+
+    def __init__(self, s: HyperBranchSpec, w: Weights) -> None:
+        self.count, self.size = s.hyper.count, w.target.hidden_size
+        self.inner = build(s.parts[INNER], w.scope(INNER))
+        self.states = self.inner.states
+        self.norm = Norm(s.norm, w.scope("norm"), self.size)
+        mixed = 0 if s.hyper.rounds is None else self.count * self.count
+        self._weights = StreamWeights(s.hyper, w, 2 * self.count + mixed)
+        self._parts = [self.count, self.count, *([mixed] if mixed else [])]
+        # What mixes streams is reduced by what leaves them as they are, because the output is added to them.
+        self._stay = torch.eye(self.count, device=w.target.device).flatten()[None] if mixed else None
+        self._mix, self._combine = w.bind(mix_streams), w.bind(combine)
+        self._ranks = (w.target.comm, w.target.dtype)
+
+    def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
+        """x: [T, streams * hidden] -> its like."""
+        read, written, *mixed = self._weights(x).split(self._parts, -1)
+        streams = x.unflatten(-1, (self.count, self.size))
+        y = self.inner(self.norm(self._mix(streams, read)[:, 0]), batch, store)
+        y = y if getattr(self.inner, "is_summed", False) else sum_ranks(y, *self._ranks)
+        delta: Tensor = self._mix(y[:, None], written).flatten(1)
+        if self._stay is None:
+            return delta
+        moved = self._combine(self._mix(streams, *mixed), self._mix(streams, self._stay), -1.0)
+        total: Tensor = self._combine(delta, moved.flatten(1), 1.0)
+        return total
