@@ -36,6 +36,13 @@ class Mamba1Spec(Recurrent):
 
 
 @dataclass(frozen=True, slots=True)
+class SharedKeysSpec(AttentionSpec):
+    """Attention without keys and values of its own: it reads those of the mixer `source` (Gemma 4)."""
+
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class RememberedMamba1Spec(Mamba1Spec):
     """The same; memory units behind it read what its scan gives, before the gate (SambaY)."""
 

@@ -10,18 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 UNLIMITED = float("inf")
-Activation = Literal[
-    "silu",
-    "gelu",
-    "gelu_pytorch_tanh",
-    "relu2",
-    "relu",
-    "swiglu_oai",
-    "xielu",
-    "swiglu_7",
-    "swiglu_16",
-    "swiglu_cut_10",
-]
+ClippedActivation = Literal["swiglu_oai", "swiglu_7", "swiglu_16", "swiglu_cut_10"]
+Activation = Literal["silu", "gelu", "gelu_pytorch_tanh", "relu2", "relu", "xielu", ClippedActivation]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +92,6 @@ class AttentionSpec(Mixer):
     clip: float | None = None
     out_norm: NormSpec | None = None
     both_ways: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class SharedKeysSpec(AttentionSpec):
-    """Attention without keys and values of its own: it reads those of the mixer `source` (Gemma 4)."""
-
-    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +182,7 @@ class LayerInputsSpec:
 class RouterSpec:
     """Scores, the optional group mask, top-k, weights. A correction bias moves the choice alone.
 
-    `margin`: each weight is a softmax of its own, over the logits within the margin of the chosen one, in
-    proportion to their size, without those chosen before (SparseMixer, Liu et al. 2024; Phi-3.5-MoE).
+    `margin`: each weight is a softmax over logits about as large, within it (SparseMixer, Liu et al. 2024).
     """
 
     score: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
@@ -292,9 +274,8 @@ class BranchSpec:
 class HyperSpec:
     """How the branches of a model read and write its residual streams (Zhu et al. 2024; Xie et al. 2026).
 
-    Of a token's streams, as one vector normed by `norm`, a linear layer makes logits: a branch reads the sum
-    of streams by sigmoid + eps, and adds its output to each by `magnitude` · sigmoid + `added`. `rounds`:
-    streams are mixed, too, by a matrix of which rows and columns are divided by their sums (Sinkhorn).
+    By logits of a linear layer: a branch reads Σ (sigmoid + eps) stream, all normed by `norm`, and adds its
+    output times `magnitude` · sigmoid + `added`. `rounds`: of Sinkhorn, which mixes streams.
     """
 
     count: int = 4
@@ -328,10 +309,8 @@ class ModelSpec:
     """A whole model. `max_len` is the longest sequence it was made for, in tokens.
 
     `causal` False: earlier outputs change as tokens are appended; every step computes the whole sequence.
-    `positions`: how many learned ones are added to embeddings (GPT-2). `embed_norm`: of these (nanochat).
-    `front`: how many learned tokens lie before each text, in no count of its tokens (Hymba).
-    `streams`: how many residual streams a token has, of `hidden_size` each; layers are then `AltUpSpec`s,
-    or `HyperBranchSpec`s with the model's `hyper`.
+    `positions`: learned ones that are added to embeddings. `front`: learned tokens before each text (Hymba).
+    `streams`: residual streams of a token; layers are `AltUpSpec`s, or `HyperBranchSpec`s by `hyper`.
     """
 
     family: str
@@ -346,7 +325,7 @@ class ModelSpec:
     logit_softcap: float | None = None
     causal: bool = True
     positions: int | None = None
-    embed_norm: NormSpec | None = None
+    embed_norm: NormSpec | None = None  # of embeddings (nanochat)
     layer_inputs: LayerInputsSpec | None = None
     head: HeadSpec | None = None
     streams: int | None = None

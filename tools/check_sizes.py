@@ -20,7 +20,7 @@ KERNEL_FILE_LINES, KERNEL_FUNCTION_LINES = 600, 150
 # lines go; it is raised in a commit of its own that says why, or not at all.
 CAPS = {
     ".": 2_880,
-    "bench": 3_950,
+    "bench": 4_250,
     "checkpoint": 5_150,
     "cli": 6_120,
     "cluster": 3_420,
@@ -32,7 +32,7 @@ CAPS = {
     "llm": 630,
     "loading": 5_460,
     "model": 4_450,
-    "ops": 5_980,
+    "ops": 6_220,
     "quant": 2_500,
     "runner": 5_020,
     "schedule": 2_990,

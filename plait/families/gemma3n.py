@@ -121,7 +121,7 @@ def _names(c: Config, prefix: str) -> Rules:
         f"{OURS}.ffn.{{x}}": f"{layer}.mlp.{{x}}_proj",
         f"{OURS}.laurel.norm": f"{layer}.laurel.post_laurel_norm",
         f"{OURS}.laurel.{{x}}": f"{layer}.laurel.linear_{{x}}",
-        **_scaled(
+        **_scale_parts(
             c,
             f"{layer}.altup.router_norm.weight",
             f"{layer}.per_layer_input_gate.weight",
@@ -140,7 +140,7 @@ def _names(c: Config, prefix: str) -> Rules:
     }
 
 
-def _scaled(c: Config, router_norm: str, gate: str, output_scale: str) -> Rules:
+def _scale_parts(c: Config, router_norm: str, gate: str, output_scale: str) -> Rules:
     """What is stored apart from its factor: the router's norm, and the gate of a layer's own input."""
 
     def scale_columns(w: Stored, by: Stored, **_: str) -> Tensor:
@@ -163,7 +163,7 @@ def _one_of(k: int, count: int, source: str) -> Derived:
 def _gguf_names(c: Config) -> Rules:
     b, count = "blk.{i}", c["altup_num_inputs"]
     names: dict[str, Source | tuple[Source, ...]] = {
-        **_scaled(
+        **_scale_parts(
             c, f"{b}.altup_router_norm.weight", f"{b}.inp_gate.weight", f"{b}.altup_correct_scale.weight"
         ),
         **{f"{OURS}.{x}.norm": f"{b}.{x}_norm" for x in ("attn", "ffn")},

@@ -23,7 +23,7 @@ from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, require, rope
 from plait.families.config.normalize import FULL, SLIDING, Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch, windows
-from plait.rare_specs import LayerInputSpec
+from plait.rare_specs import LayerInputSpec, SharedKeysSpec
 from plait.spec import (
     AttentionSpec,
     BranchSpec,
@@ -32,7 +32,6 @@ from plait.spec import (
     MoeSpec,
     NormSpec,
     ParallelSpec,
-    SharedKeysSpec,
 )
 
 OTHERS = (  # what is for images and sounds

@@ -15,7 +15,6 @@ from torch import Tensor
 from plait.ops.attention import (
     BLOCK,
     SEQS,
-    Case,
     causal_mask,
     paged_case,
     random_cache,
@@ -23,11 +22,12 @@ from plait.ops.attention import (
     visible,
     write_paged,
 )
+from plait.ops.case import Case
 from plait.ops.entry import head_forms, head_widths
 from plait.ops.indexer import NONE
 from plait.ops.registry import Arguments, op
 
-CHOICES: list[dict[str, object]] = [
+CHOICES: list[Case] = [
     dict(seqs=[1], kv_heads=2, index_dim=16, size=4, top_k=2, local=1),
     dict(seqs=SEQS, kv_heads=3, index_dim=20, size=5, top_k=3, local=0),
     dict(seqs=[150, 3, 300], kv_heads=2, index_dim=32, size=16, top_k=4, local=2),
@@ -80,7 +80,7 @@ def _choose_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     return (q, k, cache, *where, case["size"], case["top_k"], case["local"]), {}
 
 
-CASES: list[dict[str, object]] = [
+CASES: list[Case] = [
     dict(seqs=[1], heads=4, kv_heads=2, dim=16, size=4, top_k=2),
     dict(seqs=SEQS, heads=6, kv_heads=3, dim=20, size=5, top_k=3),
     dict(seqs=[300, 2], heads=19, kv_heads=1, dim=32, size=80, top_k=2),

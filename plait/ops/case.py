@@ -28,18 +28,23 @@ class Sizes(TypedDict, total=False):
     keys: int  # heads of keys
     kv_heads: int
     kv_rank: int
+    local: int  # blocks of keys that are always chosen
     n_in: int
     n_out: int
     out: int
     outs: tuple[int, ...]
     pairs: int  # that rotate
+    parts: int  # of a token, for windows that overlap
+    rate: int  # tokens of an entry
     ranks: tuple[int, ...]
     rope_dim: int
     rotated: int
+    rounds: int
     rows: int
     shape: tuple[int, ...]  # of a sequence's state
     size: int
     state: int
+    step: int  # tokens for each entry's place
     streams: int
     tokens: int
     top_k: int

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from plait.ops.attention import (
     BLOCK,
-    Case,
     causal_mask,
     paged_case,
     random_cache,
@@ -23,6 +22,7 @@ from plait.ops.attention import (
     visible,
     write_paged,
 )
+from plait.ops.case import Case, RecurrentCase
 from plait.ops.conv import ragged_case
 from plait.ops.entry import latent_form
 from plait.ops.indexer import NONE
@@ -31,7 +31,7 @@ from plait.ops.ssm import begin, pieces
 
 FOLDED = 3  # numbers of a channel's softmax so far: the largest logit, the sum, the weighted sum
 
-COMPRESSED: list[dict[str, object]] = [
+COMPRESSED: list[RecurrentCase] = [
     dict(seqs=[(1, True)], size=16, parts=1, rate=4),
     dict(seqs=[(1, True), (40, False), (3, True)], size=37, parts=2, rate=4),
     dict(seqs=[(9, False), (70, True)], size=20, parts=1, rate=6),
@@ -87,7 +87,7 @@ def _fold(a: Tensor, b: Tensor) -> Tensor:
 
 
 @compress_tokens.inputs
-def _compress_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
+def _compress_inputs(case: RecurrentCase, dtype: torch.dtype, device: str) -> Arguments:
     slots, query_start, has_history, num_slots = ragged_case(case["seqs"], device)
     wide, rate = case["parts"] * case["size"], case["rate"]
     kv, gate = (torch.randn(int(query_start[-1]), wide, dtype=dtype, device=device) for _ in range(2))
@@ -120,7 +120,7 @@ def count_entries(rows: slice, end: int, rate: int, device: torch.device) -> Ten
     return (torch.arange(end - (rows.stop - rows.start), end, device=device) + 1) // rate
 
 
-CHOICES: list[dict[str, object]] = [
+CHOICES: list[Case] = [
     dict(seqs=[1], heads=4, index_dim=16, top_k=3, rate=4, step=4),
     dict(seqs=[1, 7, 5, 40], heads=5, index_dim=20, top_k=3, rate=4, step=2),
     dict(seqs=[150, 3, 300], heads=8, index_dim=32, top_k=16, rate=8, step=4),
@@ -170,7 +170,7 @@ def _choose_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     return (q, weights, k, cache, *where, case["top_k"], case["rate"], step), {}
 
 
-CASES: list[dict[str, object]] = [
+CASES: list[Case] = [
     dict(seqs=[1], heads=4, dim=16, window=4, rate=4, step=4),
     dict(seqs=[1, 7, 5, 40], heads=19, dim=34, window=9, rate=4, step=2, top_k=3),
     dict(seqs=[300, 2], heads=3, dim=32, window=70, rate=8, step=4, top_k=20),

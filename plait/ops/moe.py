@@ -32,7 +32,7 @@ CASES: list[Case] = [
 ]
 
 
-SCORES: Mapping[str, Callable[[Tensor], Tensor]] = {
+SCORES: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda x: x.softmax(-1),
     "sigmoid": torch.sigmoid,
     "sqrtsoftplus": lambda x: F.softplus(x).sqrt(),
@@ -90,7 +90,7 @@ def look_up_experts(
 
 
 @look_up_experts.inputs
-def _look_up_inputs(case: Mapping[str, Any], dtype: torch.dtype, device: str) -> Arguments:
+def _look_up_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     logits = torch.randn(case["tokens"], case["experts"], dtype=dtype, device=device)
     table = torch.stack([torch.randperm(case["experts"])[: case["top_k"]] for _ in range(11)]).to(device)
     return (logits, table, torch.randint(0, 11, (case["tokens"],), device=device), case["router"]), {}

@@ -69,7 +69,7 @@ def _part_sizes(size: int, streams: int) -> list[int]:
 
 
 @weigh_streams.inputs
-def _weigh_inputs(case: Mapping[str, int], dtype: torch.dtype, device: str) -> Arguments:
+def _weigh_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     logits = 3 * torch.randn(case["tokens"], case["size"], dtype=dtype, device=device)
     return (logits, case["streams"], 1e-6, 1.7, 0.01, case["rounds"]), {}
 

@@ -112,7 +112,7 @@ class IkLlamaCppSide:
             raise RuntimeError(f"llama-bench ended with code {done.returncode}: {done.stderr[-500:]}")
         found: list[dict[str, object]] = json.loads(done.stdout[done.stdout.index("[") :])
         if len(found) != 1:
-            raise RuntimeError(f"llama-bench was asked for one test and reports {len(found)}")
+            raise RuntimeError(f"llama-bench reports another number of tests than one: {len(found)}")
         return found[0]
 
     def _seconds(self, *lengths: str) -> float:
@@ -141,7 +141,7 @@ class IkLlamaCppSide:
             reply: dict[str, object] = json.load(answer)
         timings = reply["timings"]
         assert isinstance(timings, dict)
-        return _written_ids(reply) if shows_ids else [], float(timings["predicted_ms"])
+        return _read_ids(reply) if shows_ids else [], float(timings["predicted_ms"])
 
 
 def find_programs(folder: str) -> Path:
@@ -166,7 +166,7 @@ def _items(value: object) -> list[object]:
     return value
 
 
-def _written_ids(reply: dict[str, object]) -> list[int]:
+def _read_ids(reply: dict[str, object]) -> list[int]:
     """The ids of a reply, by the field that this version has."""
     if tokens := reply.get("tokens"):
         return [int(str(one)) for one in _items(tokens)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.errors import UnsupportedModel
 from plait.memory import State, group_name
@@ -14,23 +13,24 @@ from plait.model.mixers.attention import describe_attention, divide_attention
 from plait.model.mixers.registry import mixer
 from plait.ops.attention import paged_attention
 from plait.partition import Division, Rank
+from plait.rare_specs import SharedKeysSpec
 from plait.state.store import StateStore
 
 
-def _words(m: spec.SharedKeysSpec) -> str:
+def _words(m: SharedKeysSpec) -> str:
     return f"{describe_attention(m)}, keys and values of {m.source}"
 
 
-def _divide(s: spec.SharedKeysSpec, rank: Rank, hidden_size: int) -> Division:
+def _divide(s: SharedKeysSpec, rank: Rank, hidden_size: int) -> Division:
     """As its source is: a rank has the keys that its queries read."""
     return divide_attention(s, rank, hidden_size)
 
 
-@mixer(spec.SharedKeysSpec, _words, _divide)
+@mixer(SharedKeysSpec, _words, _divide)
 class SharedKeys:
     """It has no state: the step's new keys are in its source's before it runs."""
 
-    def __init__(self, s: spec.SharedKeysSpec, w: Weights) -> None:
+    def __init__(self, s: SharedKeysSpec, w: Weights) -> None:
         if (
             s.sinks
             or s.gate

@@ -40,7 +40,7 @@ def gguf_tokenizer(metadata: Mapping[str, object]) -> TextTokenizer | None:
     if model == "llama":
         return _sentencepiece(metadata)
     if model == "gemma4":
-        return _spaced(metadata)
+        return _gemma(metadata)
     if model == "plamo2":
         return _plamo(metadata)
     kind = _OTHER_KINDS.get(str(model), "not a known kind")
@@ -111,7 +111,7 @@ def _add_special(library: tokenizers.Tokenizer, tokens: Sequence[str], kinds: Se
     )
 
 
-def _spaced(metadata: Mapping[str, Any]) -> TextTokenizer:
+def _gemma(metadata: Mapping[str, Any]) -> TextTokenizer:
     """Gemma 4: merges over whole texts, `▁` for spaces, `<0x41>` for a byte of an unknown character."""
     tokens, kinds = _tokens(metadata)
     model = _bpe(tokens, metadata.get(f"{_KEY}merges"), whole_words=False)

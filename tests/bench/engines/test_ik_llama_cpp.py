@@ -92,7 +92,7 @@ def test_one_user_is_timed_by_llama_bench_and_texts_are_the_servers(side: Any) -
     assert together["seconds"] > 0
 
 
-def test_what_it_cannot_read_or_find_is_said(programs: Path, tmp_path: Path) -> None:
+def test_what_it_cannot_read_or_find_is_reported(programs: Path, tmp_path: Path) -> None:
     with pytest.raises(NotImplementedError, match="reads GGUF files"):
         load(programs, "folder")
     with pytest.raises(NotImplementedError, match=r"llama-bench, llama-server.*ik_llama\.cpp@FOLDER"):
