@@ -31,8 +31,9 @@ def estimate_waiting_s(
 ) -> float:
     """Seconds until what waits now would run: its prompts computed, and a place free for its reply.
 
-    `num_tokens`: of prompts that are not computed; `tokens_per_s`: of prompts, 0: not measured. `num_waiting`,
-    `num_running`: choices; `places`: choices that run at once. `reply_s`: seconds that one runs, on average.
+    `num_tokens`: of prompts that are not computed; `tokens_per_s`: of prompts, 0: not measured.
+    `num_waiting`, `num_running`: choices; `places`: choices that run at once. `reply_s`: seconds that one
+    runs, on average.
     """
     prompts = num_tokens / (tokens_per_s or TOKENS_PER_S)
     without_place = max(num_waiting - max(places - num_running, 0), 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from plait.cluster.ray_serve.scaler import WaitingWorkScaler
@@ -17,17 +17,20 @@ class Point:
     value: float
 
 
+Reported = Mapping[str, Mapping[Hashable, Sequence[Point]]]
+
+
 @dataclass
 class Context:
     """What Serve hands to a policy."""
 
     target_num_replicas: int
     running_replicas: Sequence[str]
-    raw_metrics: Mapping[str, Mapping[str, Sequence[Point]]] | None
+    raw_metrics: Reported | None
     policy_state: Mapping[str, object] = field(default_factory=lambda: {"__decision_counters": 1})
 
 
-def report(loads: Mapping[str, ReplicaLoad], before: ReplicaLoad = IDLE) -> dict[str, dict[str, list[Point]]]:
+def report(loads: Mapping[str, ReplicaLoad], before: ReplicaLoad = IDLE) -> Reported:
     """Two reports of each replica, the older one first."""
     return {
         number: {
@@ -53,7 +56,7 @@ def test_the_latest_reports_of_running_replicas_decide() -> None:
 def test_the_number_stays_while_nothing_is_reported_or_only_a_part() -> None:
     scaler, whole = make_scaler(), report({"a": BUSY})
     partial = {name: points for name, points in whole.items() if name != "places"}
-    for reported in (None, {}, partial, {**whole, "places": {"a": []}}):
+    for reported in [None, {}, partial, {**whole, "places": {"a": []}}]:
         assert scaler(Context(3, ["a"], reported))[0] == 3
 
 

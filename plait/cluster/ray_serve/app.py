@@ -83,7 +83,7 @@ def make_app(model: str, engine: EngineConfig, server: ServerConfig, cluster: Cl
 
 
 def _scale(cluster: ClusterConfig) -> dict[str, object]:
-    """A fixed number of replicas, or Serve's autoscaling with `WaitingWorkScaler`, which has its own delays."""
+    """A fixed number of replicas, or Serve's autoscaling by `WaitingWorkScaler`, which has its own delays."""
     least, most = cluster.bounds
     if least == most:
         return {"num_replicas": least}

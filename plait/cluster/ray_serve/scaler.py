@@ -22,7 +22,7 @@ class TimedNumber(Protocol):
 
 
 class ScalingContext(Protocol):
-    """The part of Serve's `AutoscalingContext` that is read. `raw_metrics`: by name and replica, oldest first."""
+    """The part of Serve's `AutoscalingContext` that is read. `raw_metrics`: by name, replica and time."""
 
     @property
     def raw_metrics(self) -> Mapping[str, Mapping[Hashable, Sequence[TimedNumber]]] | None: ...
