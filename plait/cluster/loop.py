@@ -22,11 +22,14 @@ from plait.cluster.lease import KnownReplica
 from plait.cluster.lease_table import LeaseTable
 from plait.cluster.links import ReplicaLinks
 from plait.cluster.metrics import ClusterMetrics
+from plait.cluster.replica_metrics import ReplicaMetrics
 from plait.cluster.replica_server import ReplicaAddress
 from plait.cluster.routing_table import RoutingTable
 from plait.cluster.wire import (
+    AskMetrics,
     Beat,
     EngineEnded,
+    EngineMetrics,
     LeaseEvents,
     OpenLease,
     PointsReport,
@@ -75,6 +78,8 @@ class ClusterLoop:
         self._is_closing = False
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(ClusterMetrics(self))
+        self._engine_metrics = ReplicaMetrics(self._ask_metrics)
+        self.registry.register(self._engine_metrics)
         self.lease_seconds = Histogram("plait_cluster_lease_seconds", "How long leases last.", WAITS_S)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="plait-cluster", daemon=True)
@@ -203,6 +208,17 @@ class ClusterLoop:
         """Moved streams by (cause, same arithmetic), and leases by the reason of their route."""
         return ({}, {}) if self._table is None else (dict(self._table.moved), dict(self._table.routed))
 
+    def _ask_metrics(self, number: int) -> list[str]:
+        """Ask every replica that works; which ones. From any thread."""
+        names = [known.name for known in self._replicas() if not known.is_silent]
+
+        def ask() -> None:
+            for name in names:
+                self._links.send(name, AskMetrics(number))
+
+        self._call(ask)
+        return names
+
     # On the thread
 
     def _run(self) -> None:
@@ -282,6 +298,7 @@ class ClusterLoop:
         if known is not None:
             log.warning("replica %s: %s; %d streams move", name, why, len(known.leases))
         self._table.lose(name, time.monotonic())
+        self._engine_metrics.forget(name)
         self._count_places()
         self._flush()
 
@@ -315,6 +332,8 @@ class ClusterLoop:
                 table.refuse(name, message, now)
             case ReplicaLeaves():
                 table.announce(name)
+            case EngineMetrics(number, families):
+                self._engine_metrics.arrive(name, number, families)
 
     def _join(self, name: str, card: ReplicaCard, now: float) -> None:
         if self._table is None:

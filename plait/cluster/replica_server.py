@@ -20,9 +20,11 @@ from typing import NamedTuple, Protocol
 from plait.cluster.connection import ReplicaEnd
 from plait.cluster.resume_points import ReplicaReport
 from plait.cluster.wire import (
+    AskMetrics,
     Beat,
     CancelLease,
     EngineEnded,
+    EngineMetrics,
     Greeting,
     LeaseEvent,
     LeaseEvents,
@@ -33,6 +35,7 @@ from plait.cluster.wire import (
     ReplicaLeaves,
     ToReplica,
 )
+from plait.engine.metrics import read_families
 from plait.errors import EngineError, PlaitError
 from plait.frontend.loop import Loop
 from plait.request import Event
@@ -89,6 +92,7 @@ class ReplicaServer:
         self._token = os.urandom(TOKEN_NBYTES)
         self._gateways: dict[str, _GatewayLink] = {}
         self._links: set[_GatewayLink] = set()
+        self._reporting: set[asyncio.Task[None]] = set()
         self._is_leaving = False
         self._holds: dict[tuple[str, int], Future[None]] = {}
         self._loop = asyncio.new_event_loop()
@@ -148,7 +152,8 @@ class ReplicaServer:
         return link.end
 
     async def _close(self) -> None:
-        self._beating.cancel()
+        for task in (self._beating, *self._reporting):
+            task.cancel()
         self._listener.close()
         for link in [*self._links]:
             link.end.end("the replica stops")
@@ -243,9 +248,24 @@ class ReplicaServer:
                     self._engine.cancel(lease.request_id, index)
             case Greeting(gateway):
                 self.greet(link, gateway)
+            case AskMetrics(number):
+                self._begin_report(link, number)
             case _:
                 if self._points is not None:
                     self._points.begin_anew()
+
+    def _begin_report(self, link: _GatewayLink, number: int) -> None:
+        task = self._loop.create_task(self._report_metrics(link, number))
+        self._reporting.add(task)
+        task.add_done_callback(self._reporting.discard)
+
+    async def _report_metrics(self, link: _GatewayLink, number: int) -> None:
+        """Ask the engine, which answers between two steps, off this thread: tokens go out meanwhile."""
+        try:
+            families = await asyncio.to_thread(read_families, self._engine.registry)
+            link.end.send(EngineMetrics(number, families))
+        except Exception:
+            log.exception("the engine's metrics cannot be reported")
 
     def drop(self, link: _GatewayLink, key: int, request_id: str) -> None:
         """End a lease with an event that cannot be sent."""

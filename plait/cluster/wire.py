@@ -24,6 +24,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from plait.cluster.resume_points import ReplicaReport
+from plait.engine.metrics import Family
 from plait.errors import EngineError, PlaitError
 from plait.request import Request
 from plait.worker.protocol import (
@@ -64,6 +65,12 @@ class Greeting(WireMessage, frozen=True, tag=4):
 
 class ReportAnew(WireMessage, frozen=True, tag=3):
     """Reports were lost: report every resume point again."""
+
+
+class AskMetrics(WireMessage, frozen=True, tag=5):
+    """A gateway is scraped: report the engine's metrics, with this number."""
+
+    number: int
 
 
 class ReplicaCard(WireMessage, frozen=True, tag=1):
@@ -133,8 +140,17 @@ class ReplicaLeaves(WireMessage, frozen=True, tag=7):
     """The replica will stop: it takes no new lease, and what is open should move when it ends."""
 
 
-ToReplica = OpenLease | CancelLease | ReportAnew | Greeting
-ToGateway = ReplicaCard | LeaseEvents | Beat | PointsReport | EngineEnded | Refused | ReplicaLeaves
+class EngineMetrics(WireMessage, frozen=True, tag=8):
+    """The metrics of the engine, for `AskMetrics` of that number."""
+
+    number: int
+    families: tuple[Family, ...]
+
+
+ToReplica = OpenLease | CancelLease | ReportAnew | Greeting | AskMetrics
+ToGateway = (
+    ReplicaCard | LeaseEvents | Beat | PointsReport | EngineEnded | Refused | ReplicaLeaves | EngineMetrics
+)
 
 
 def encode_message(message: WireMessage) -> bytes:

@@ -271,6 +271,12 @@ class RemoteMetrics(Collector):
             yield family
 
 
+def read_families(collector: Collector) -> tuple[Family, ...]:
+    """What a scrape gives, as plain values for another process."""
+    families = collector.collect()
+    return tuple((f.name, f.documentation, f.type, tuple(s[:3] for s in f.samples)) for f in families)
+
+
 def _gauge(name: str, about: str, value: float) -> Metric:
     return GaugeMetricFamily(f"plait_{name}", about, value=value)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from prometheus_client import Gauge
+from prometheus_client.exposition import generate_latest
 
 from plait.cluster.lease_table import MAX_LOSSES
 from plait.engine.fingerprint import Fingerprint
@@ -18,6 +20,18 @@ def test_streams_over_replicas_have_the_tokens_of_a_single_run() -> None:
         made.submit(*requests)
         made.check(*requests)
         assert made.loop.describe()["moved"] == {}
+
+
+def test_a_scrape_has_the_metrics_of_every_engine_with_its_replica() -> None:
+    with cluster() as made:
+        for name, replica in made.replicas.items():
+            Gauge("plait_requests_running", "Choices.", registry=replica.engine.registry).set(int(name[1:]))
+        text = generate_latest(made.loop.registry).decode()
+        for name in made.replicas:
+            assert f'plait_requests_running{{replica="{name}"}} {name[1:]}.0' in text
+        made.kill("r1")
+        made.wait_ready(1)
+        assert 'replica="r1"' not in generate_latest(made.loop.registry).decode()
 
 
 def test_streams_move_when_their_replica_is_killed() -> None:

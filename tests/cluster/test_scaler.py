@@ -56,7 +56,8 @@ def test_the_latest_reports_of_running_replicas_decide() -> None:
 def test_the_number_stays_while_nothing_is_reported_or_only_a_part() -> None:
     scaler, whole = make_scaler(), report({"a": BUSY})
     partial = {name: points for name, points in whole.items() if name != "places"}
-    for reported in [None, {}, partial, {**whole, "places": {"a": []}}]:
+    cases: list[Reported | None] = [None, {}, partial, {**whole, "places": {"a": []}}]
+    for reported in cases:
         assert scaler(Context(3, ["a"], reported))[0] == 3
 
 
