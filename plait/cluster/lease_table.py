@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 from plait.cluster.lease import ClusterStream, KnownReplica, Lease
@@ -83,6 +84,7 @@ class LeaseTable:
         first_end = min(request.boundaries, default=0) // self._block_size
         stream.home = chain[max(first_end, 1) - 1] if chain else name_blocks(request, 1)[-1]
         self._streams[request.id] = self._waiting[stream.key] = stream
+        stream.release = partial(self._forget, stream)
 
     def cancel(self, request_id: str, index: int | None) -> None:
         """End a request, or one of its choices; one that no replica computes ends at once."""
@@ -92,7 +94,6 @@ class LeaseTable:
             part.is_cancelled |= index is None or i == index
         if stream.lease is None:
             stream.end_cancelled()
-            self._settle(stream)
         else:
             self.outbox.append((stream.lease.replica, CancelLease(stream.lease.number, index)))
 
@@ -338,14 +339,15 @@ class LeaseTable:
         stream.end(error)
         self._settle(stream, now)
 
-    def _settle(self, stream: ClusterStream, now: float = 0.0) -> None:
-        """Forget a stream that has ended."""
-        if stream.parts or self._streams.get(stream.request.id) is not stream:
-            return
+    def _forget(self, stream: ClusterStream) -> None:
+        """A stream ends with the event that its reader gets next."""
         del self._streams[stream.request.id]
         self._waiting.pop(stream.key, None)
         self._causes.pop(stream.key, None)
-        if stream.lease is not None:
+
+    def _settle(self, stream: ClusterStream, now: float) -> None:
+        """End the lease of a stream that has ended."""
+        if not stream.parts and stream.lease is not None:
             self._end_lease(stream.lease, now)
 
 

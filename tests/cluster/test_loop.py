@@ -9,6 +9,7 @@ from prometheus_client.exposition import generate_latest
 from plait.cluster.lease_table import MAX_LOSSES
 from plait.engine.fingerprint import Fingerprint
 from plait.errors import DeadlineExceeded, EngineError, EngineKilled, EngineLost, InvalidField, QueueFull
+from plait.request import Event
 from tests.cluster.replicas import cluster, expected, make_card, make_request
 
 LONG = 150
@@ -32,6 +33,27 @@ def test_a_scrape_has_the_metrics_of_every_engine_with_its_replica() -> None:
         made.kill("r1")
         made.wait_ready(1)
         assert 'replica="r1"' not in generate_latest(made.loop.registry).decode()
+
+
+def test_a_full_gateway_takes_a_request_as_soon_as_another_has_ended() -> None:
+    with cluster(1, most=2) as made:
+        first, second, third = (make_request(name, length) for name, length in zip("abc", (5, LONG, 5)))
+        refused: list[Exception] = []
+
+        def send_next(event: Event) -> None:
+            made.received(event)
+            if event.finish_reason is not None:  # from the reader itself: no moment passes between
+                try:
+                    made.loop.submit(third, made.received)
+                except QueueFull as error:
+                    refused.append(error)
+
+        made.submit(second)
+        made.loop.submit(first, send_next)
+        with pytest.raises(QueueFull):
+            made.loop.submit(third, made.received)
+        made.check(first, third)
+        assert refused == []
 
 
 def test_streams_move_when_their_replica_is_killed() -> None:

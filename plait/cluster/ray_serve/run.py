@@ -28,7 +28,8 @@ def connect(address: str | None, num_cpus: int | None = None) -> None:
     options: dict[str, object] = {"log_to_driver": False, "logging_level": "error", "namespace": "serve"}
     if address is None:
         options |= {"include_dashboard": False, "object_store_memory": OBJECT_STORE_NBYTES}
-        options |= {"num_cpus": num_cpus, "_node_ip_address": "127.0.0.1"}
+        # "local": without it Ray would join another user's cluster on this machine.
+        options |= {"address": "local", "num_cpus": num_cpus, "_node_ip_address": "127.0.0.1"}
     else:
         options |= {"address": address}
     try:
