@@ -78,7 +78,8 @@ class ReplicaCard(WireMessage, frozen=True, tag=1):
 
     `source`: the JSON of its `TextSource`; `spec`: see `encode_card_spec`. `model`: a hash of what a gateway
     must have in common with it; `arithmetic`: of all that decides the numbers of a reply. `is_paged`: every
-    block of a prompt can be resumed. `max_open`: requests that it takes at a time.
+    block of a prompt can be resumed. `max_open`: requests that it takes at a time. `adapters`: a hash of each
+    one's numbers, by name; it is in the names of the blocks that the adapter computes.
     """
 
     name: str
@@ -91,6 +92,7 @@ class ReplicaCard(WireMessage, frozen=True, tag=1):
     block_size: int
     is_paged: bool
     max_open: int
+    adapters: dict[str, str] = {}
 
 
 class LeaseEvent(WireMessage, frozen=True, gc=False):

@@ -284,7 +284,8 @@ def serve_link(link: Link, status: protocol.SharedStatus, hello: protocol.Hello)
     child = EngineChild(link, status, engine)
     spec, longest = encode_spec_value(built.spec), engine.scheduler.longest
     names = tuple(engine.stats())
-    link.send(protocol.Ready(spec, engine.limits.max_model_len, longest, names, built.fingerprint))
+    most, adapters = engine.limits.max_model_len, engine.adapters.digests()
+    link.send(protocol.Ready(spec, most, longest, names, built.fingerprint, adapters))
     try:
         child.run()
     finally:
