@@ -43,6 +43,7 @@ from plait.engine.fingerprint import Fingerprint
 from plait.engine.metrics import WAITS_S, Histogram
 from plait.errors import EngineError, PlaitError, QueueFull
 from plait.request import Request
+from plait.version import __version__
 
 TICK_S = 0.1  # between two looks at silent replicas, time limits, and requests that wait
 STATES = ("ready", "replacing", "silent", "leaving", "unreachable")
@@ -185,7 +186,7 @@ class ClusterLoop:
         return {state: counts[state] for state in STATES}
 
     def describe(self) -> dict[str, object]:
-        """Replicas and counts, for `plait cluster status`."""
+        """This gateway, its replicas and counts, for `plait cluster status`."""
         replicas = [
             {
                 "name": known.name,
@@ -202,7 +203,10 @@ class ClusterLoop:
         routed = {} if table is None else dict(table.routed)
         num_open = 0 if table is None else len(table)
         states = self.count_states()
-        return {"replicas": replicas, "states": states, "open": num_open, "moved": moved, "routed": routed}
+        found = self.fingerprint
+        own = {"name": self.name, "version": __version__, "model": found.model}
+        own |= {"arithmetic": found.arithmetic, "states": states}
+        return {**own, "replicas": replicas, "open": num_open, "moved": moved, "routed": routed}
 
     def counts(self) -> tuple[dict[tuple[str, str], int], dict[str, int]]:
         """Moved streams by (cause, same arithmetic), and leases by the reason of their route."""
