@@ -84,6 +84,7 @@ class LeaseTable:
             stream.end(InvalidField(f"request id {request.id!r} is in use by an open request", "id"))
             return
         first_end = min(request.boundaries, default=0) // self._block_size
+        stream.home_tokens = max(first_end, 1) * self._block_size if chain else 0
         stream.home = chain[max(first_end, 1) - 1] if chain else self._name_blocks(request, 1)[-1]
         self._streams[request.id] = self._waiting[stream.key] = stream
         stream.release = partial(self._forget, stream)
@@ -208,7 +209,14 @@ class LeaseTable:
         for _, stream in sorted(self._waiting.items()):  # what moves came before what is new
             num_tokens = len(stream.request.prompt_token_ids) + stream.num_tokens
             excluded = self._excluded(stream, now)
-            found = self._routes.choose(stream.chain, num_tokens, now, home=stream.home, excluded=excluded)
+            found = self._routes.choose(
+                stream.chain,
+                num_tokens,
+                now,
+                home=stream.home,
+                home_tokens=stream.home_tokens,
+                excluded=excluded,
+            )
             if found:
                 self._open(stream, found[0], now)
 

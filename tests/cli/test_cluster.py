@@ -64,9 +64,7 @@ def test_a_status_is_shown_in_lines() -> None:
     served = {"version": "0.1", "model": "m_1", "arithmetic": "fp_1"}
     gateway = {"name": "g1", "pid": 7, "open": 2, "replicas": [replica], **served, **counts}
     states = {"engine": {"RUNNING": 2}, "gateway": {"RUNNING": 2}}
-    lines = command.describe_status(
-        {"status": "RUNNING", "deployments": states, "gateways": [gateway]}
-    )
+    lines = command.describe_status({"status": "RUNNING", "deployments": states, "gateways": [gateway]})
     assert lines == [
         "plait: running",
         "engine: 2 running",
