@@ -22,7 +22,7 @@ from plait.cluster.resume_points import ReplicaReport
 STALE_S = 30.0
 MAX_POINTS = 1 << 16  # resume points that are kept of one replica; the oldest go first
 # A beginning that this gateway sees for the first time may be no other's: little may wait for it.
-NEW_HOME_TOKENS = 256
+NEW_HOME_TOKENS = 512
 MAX_HOMES = 4096  # beginnings that are remembered
 CHOICES = 3  # replicas that are ranked for a request: the next is tried when one is full
 _NOWHERE: frozenset[str] = frozenset()
@@ -183,10 +183,10 @@ class RoutingTable:
         the least load of all, which bounds its cost from below: the walk ends when enough routes are below
         that.
 
-        Where it is cheapest to compute all of the prompt, the first replicas by the beginning's hash are
-        taken, of those with at most `slack` tokens more to do than the least. A hybrid keeps a shared
-        beginning from its third reader on: spread by load, readers would be each replica's first, and none
-        could resume it. What may wait for that is what it saves, the tokens of the beginning.
+        While no replica has its beginning, a prompt goes to the first by the beginning's hash, of those with
+        at most `slack` tokens more to do than the least. A hybrid keeps a shared beginning from its third
+        reader on: spread by load, readers would be each replica's first, and none could resume it. What may
+        wait for that is what it saves, the tokens of the beginning. Once one has it, load alone spreads it.
         """
         tie, loads, able = self._rng.random, self._loads, set(heard)
         idle = nsmallest(CHOICES, ((loads[name], tie(), name) for name in heard))
@@ -203,7 +203,8 @@ class RoutingTable:
             if new and len(routes) >= CHOICES:
                 enough = nsmallest(CHOICES, routes.values())[-1][0]
         best = min(routes.values(), default=None)
-        if slack and (best is None or best[0] >= num_tokens + least):
+        is_new = slack and not self._at.get(home, _NOWHERE) & able
+        if is_new and (best is None or best[0] >= num_tokens + least):
             near = (name for name in heard if loads[name] <= least + slack)
             by_hash = nsmallest(CHOICES, near, key=partial(self._order_home, seed_name(home)))
             return [Route(name, num_tokens, num_tokens + loads[name], "load") for name in by_hash]

@@ -55,7 +55,7 @@ class EngineReplica:
         return host, port, token  # Ray's cluster pickles no class of ours
 
     async def hold(self, gateway: str, key: int, at: str = "") -> None:
-        """As long as a lease: so Serve sees what is open, and waits for it when it stops the replica."""
+        """While a gateway has leases: so Serve sees them, and waits for them when it stops the replica."""
         if at != self._id:
             return
         await asyncio.wrap_future(self._server.hold(gateway, key))
