@@ -92,7 +92,7 @@ class ReplicaCard(WireMessage, frozen=True, tag=1):
     block_size: int
     is_paged: bool
     max_open: int
-    adapters: dict[str, str] = {}
+    adapters: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 class LeaseEvent(WireMessage, frozen=True, gc=False):

@@ -33,9 +33,9 @@ class ChoiceEntry:
 class OpenStream:
     """A request and its reader. `parts`: its choices that have not ended, by index.
 
-    `release`: gives its place back. It is called before the reader gets the last event, because the reader
-    may send another request at once. `arrival_s`: on the clock of its table. `is_resumed`: an engine that had it has ended. `has_failed`: its
-    reader raised; it gets no more events, and the engine must end the request.
+    `arrival_s`: on the clock of its table. `is_resumed`: an engine that had it has ended. `has_failed`: its
+    reader raised; it gets no more events, and the engine must end the request. `release`: gives its place
+    back, before the reader gets the last event, because the reader may send another request at once.
     """
 
     key: int

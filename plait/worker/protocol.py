@@ -124,7 +124,7 @@ class Ready(WireMessage, frozen=True, tag=3):
     longest: int
     stat_names: tuple[str, ...]
     fingerprint: Fingerprint = NO_FINGERPRINT
-    adapters: dict[str, str] = {}
+    adapters: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 class EventMessage(WireMessage, frozen=True, gc=False):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from plait.cluster.lease_holds import LeaseHolds
+from plait.cluster.ray_serve.lease_holds import LeaseHolds
 from tests.cluster.replicas import cluster, make_request
 
 

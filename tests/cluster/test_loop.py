@@ -37,7 +37,9 @@ def test_a_scrape_has_the_metrics_of_every_engine_with_its_replica() -> None:
 
 def test_a_full_gateway_takes_a_request_as_soon_as_another_has_ended() -> None:
     with cluster(1, most=2) as made:
-        first, second, third = (make_request(name, length) for name, length in zip("abc", (5, LONG, 5)))
+        first, second, third = (
+            make_request(name, length) for name, length in zip("abc", (5, LONG, 5), strict=True)
+        )
         refused: list[Exception] = []
 
         def send_next(event: Event) -> None:

@@ -27,7 +27,7 @@ ENDED: Family = (
 
 
 class Ask:
-    """Stands for the connections: what was asked for, and which replicas answer when asked."""
+    """Stands for the connections: the numbers of scrapes, and the replicas that get them."""
 
     def __init__(self, replicas: Sequence[str] = ()) -> None:
         self.replicas, self.numbers = replicas, list[int]()

@@ -146,7 +146,7 @@ def test_a_beginning_waits_for_what_it_saves_and_a_new_one_for_less() -> None:
     assert choose(1601, 2) == second
 
 
-def test_a_replica_that_has_the_beginning_is_asked_before_its_home() -> None:
+def test_a_replica_that_has_the_beginning_comes_before_its_home() -> None:
     home = rank_homes(CHAIN[3], ("a", "b"))[0]
     other = {"a": "b", "b": "a"}[home]
     known = table(**{home: report(), other: report(added=(CHAIN[3],))})

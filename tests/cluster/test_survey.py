@@ -3,7 +3,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from plait.cluster.survey import Row, ask_gateways
+from plait.cluster.ray_serve.survey import Row, ask_gateways
 
 
 class Gateways:

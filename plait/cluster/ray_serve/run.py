@@ -15,7 +15,7 @@ from ray.serve.exceptions import RayServeException
 
 from plait.cluster.config import ClusterConfig, check_cluster
 from plait.cluster.ray_serve.app import APP, GATEWAY, make_app
-from plait.cluster.survey import ask_gateways
+from plait.cluster.ray_serve.survey import ask_gateways
 from plait.config import EngineConfig, ServerConfig
 from plait.errors import ConfigError, EngineError
 

@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable
 class LeaseHolds:
     """All methods are of one event loop's thread.
 
-    `hold(replica, key)`: a call that lasts until the replica has had the lease `key`, and has no lease of this
-    gateway any more. It must not raise.
+    `hold(replica, key)`: a call that lasts until the replica has had the lease `key`, and has no lease of
+    this gateway any more. It must not raise.
     """
 
     def __init__(self, hold: Callable[[str, int], Awaitable[None]]) -> None:
