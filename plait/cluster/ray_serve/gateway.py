@@ -17,8 +17,8 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from plait.cluster.card import make_front
-from plait.cluster.ray_serve.lease_holds import LeaseHolds
 from plait.cluster.loop import ClusterLoop
+from plait.cluster.ray_serve.lease_holds import LeaseHolds
 from plait.cluster.ray_serve.membership import MEMBERSHIP
 from plait.cluster.replica_server import ReplicaAddress
 from plait.config import EngineConfig, ServerConfig
