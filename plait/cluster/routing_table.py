@@ -23,6 +23,8 @@ STALE_S = 30.0
 MAX_POINTS = 1 << 16  # resume points that are kept of one replica; the oldest go first
 # A beginning that this gateway sees for the first time may be no other's: little may wait for it.
 NEW_HOME_TOKENS = 512
+# One that comes more often is worth keeping in many replicas, and its readers are enough for that.
+RARE_S = 3.0
 MAX_HOMES = 4096  # beginnings that are remembered
 CHOICES = 3  # replicas that are ranked for a request: the next is tried when one is full
 _NOWHERE: frozenset[str] = frozenset()
@@ -68,7 +70,7 @@ class RoutingTable:
         self._block_size, self._is_paged, self._rng = block_size, is_paged, rng or random.Random()
         self._replicas: dict[str, _Replica] = {}
         self._loads: dict[str, float] = {}
-        self._homes: dict[bytes, bool] = {}  # beginnings of requests, the latest last
+        self._homes: dict[bytes, float] = {}  # when a beginning came last, the latest last
         self._at: dict[bytes, set[str]] = {}  # resume point -> replicas, reported or expected
 
     @property
@@ -141,9 +143,7 @@ class RoutingTable:
             return [Route(able[0], missing, missing + self._loads[able[0]], "only")]
         if not heard:
             return self._choose_homes(home or (chain[0] if chain else b""), num_tokens, able)
-        slack = 0
-        if home_tokens:
-            slack = home_tokens if self._count_home(home) else min(NEW_HOME_TOKENS, home_tokens)
+        slack = self._find_slack(home, home_tokens, now) if home_tokens else 0
         return self._choose_cheapest(chain, num_tokens, heard, home, slack)
 
     def record_sent(self, route: Route, chain: Sequence[bytes]) -> None:
@@ -166,13 +166,15 @@ class RoutingTable:
         if (known := self._replicas.get(route.replica)) is not None:
             known.own_open = max(known.own_open - 1, 0)
 
-    def _count_home(self, home: bytes) -> bool:
-        """Record a beginning; whether another request had it before."""
-        is_known = self._homes.pop(home, False)
-        self._homes[home] = True
+    def _find_slack(self, home: bytes, home_tokens: int, now: float) -> int:
+        """Tokens that may wait for a beginning's home, see `_choose_cheapest`; records that it has come."""
+        last = self._homes.pop(home, None)
+        self._homes[home] = now
         if len(self._homes) > MAX_HOMES:
             del self._homes[next(iter(self._homes))]
-        return is_known
+        if last is None:
+            return min(NEW_HOME_TOKENS, home_tokens)
+        return home_tokens if now - last >= RARE_S else 0
 
     def _choose_cheapest(
         self, chain: Sequence[bytes], num_tokens: int, heard: Sequence[str], home: bytes, slack: int

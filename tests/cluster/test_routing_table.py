@@ -10,7 +10,7 @@ import pytest
 from plait.cluster import routing_table
 from plait.cluster.costs import count_missing, rank_homes
 from plait.cluster.resume_points import ReplicaReport
-from plait.cluster.routing_table import CHOICES, NEW_HOME_TOKENS, STALE_S, Route, RoutingTable
+from plait.cluster.routing_table import CHOICES, NEW_HOME_TOKENS, RARE_S, STALE_S, Route, RoutingTable
 from plait.state.blocks import extend, root
 
 BLOCK = 16
@@ -127,7 +127,8 @@ def test_readers_of_a_new_beginning_gather_in_one_replica_whichever_gateway_they
     taken = []
     for number, gateway in enumerate(gateways * 2):
         chain = chain_of([7] * 64 + [number] * 400)
-        taken.append(gateway.choose(chain, 464, 1.0, home=beginning[-1], home_tokens=64)[0])
+        now = RARE_S * number
+        taken.append(gateway.choose(chain, 464, now, home=beginning[-1], home_tokens=64)[0])
     assert {route.replica for route in taken} == {taken[0].replica}
     assert {(route.why, route.missing) for route in taken} == {("load", 464)}
 
@@ -136,14 +137,15 @@ def test_a_beginning_waits_for_what_it_saves_and_a_new_one_for_less() -> None:
     home = chain_of([7] * 1600)[-1]
     (first, second, _) = rank_homes(home, ("a", "b", "c"))
 
-    def choose(waiting: int, times: int) -> str:
+    def choose(waiting: int, *times: float) -> str:
         known = table(**{name: report(waiting=waiting * (name == first)) for name in "abc"})
-        return [known.choose([], 2000, 1.0, home=home, home_tokens=1600)[0].replica for _ in range(times)][-1]
+        return [known.choose([], 2000, now, home=home, home_tokens=1600)[0].replica for now in times][-1]
 
-    assert choose(NEW_HOME_TOKENS, 1) == first
-    assert choose(NEW_HOME_TOKENS + 1, 1) == second
-    assert choose(1600, 2) == first
-    assert choose(1601, 2) == second
+    assert choose(NEW_HOME_TOKENS, 1.0) == first
+    assert choose(NEW_HOME_TOKENS + 1, 1.0) == second
+    assert choose(1600, 1.0, 1.0 + RARE_S) == first
+    assert choose(1601, 1.0, 1.0 + RARE_S) == second
+    assert choose(1, 1.0, 0.9 + RARE_S) == second  # it is popular, and load alone spreads it
 
 
 def test_a_replica_that_has_the_beginning_comes_before_its_home() -> None:
