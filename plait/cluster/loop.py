@@ -204,9 +204,9 @@ class ClusterLoop:
         num_open = 0 if table is None else len(table)
         states = self.count_states()
         found = self.fingerprint
-        own = {"name": self.name, "version": __version__, "model": found.model}
-        own |= {"arithmetic": found.arithmetic, "states": states}
-        return {**own, "replicas": replicas, "open": num_open, "moved": moved, "routed": routed}
+        own = {"name": self.name, "version": __version__, "model": found.model, "arithmetic": found.arithmetic}
+        counts = {"open": num_open, "moved": moved, "routed": routed}
+        return {**own, "states": states, "replicas": replicas, **counts}
 
     def counts(self) -> tuple[dict[tuple[str, str], int], dict[str, int]]:
         """Moved streams by (cause, same arithmetic), and leases by the reason of their route."""
