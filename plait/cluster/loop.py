@@ -204,7 +204,12 @@ class ClusterLoop:
         num_open = 0 if table is None else len(table)
         states = self.count_states()
         found = self.fingerprint
-        own = {"name": self.name, "version": __version__, "model": found.model, "arithmetic": found.arithmetic}
+        own = {
+            "name": self.name,
+            "version": __version__,
+            "model": found.model,
+            "arithmetic": found.arithmetic,
+        }
         counts = {"open": num_open, "moved": moved, "routed": routed}
         return {**own, "states": states, "replicas": replicas, **counts}
 
