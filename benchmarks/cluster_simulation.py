@@ -97,6 +97,7 @@ class Replica:
     at: float = 0.0
     version: int = 0
     served: int = 0
+    times_memory: int = 1
 
     def waiting_tokens(self) -> int:
         return int(sum(turn.left for turn in self.queue))
@@ -130,7 +131,7 @@ class Replica:
                 self.points.add(name)
             self.cache[name] = None
             self.cache.move_to_end(name)
-        while len(self.cache) > MEMORY[self.kind]:
+        while len(self.cache) > MEMORY[self.kind] * self.times_memory:
             self.points.remove(self.cache.popitem(last=False)[0])
 
     def rates(self) -> tuple[float, float]:
@@ -162,6 +163,7 @@ class Tally:
     found: int = 0
     needed: int = 0
     ideal: int = 0
+    one: int = 0
     choices: int = 0
     choose_s: float = 0.0
     hear_s: float = 0.0
@@ -186,6 +188,7 @@ class Simulation:
     ) -> None:
         self.policy, self.seconds, self.every, self.rng = policy, seconds, every, random.Random(seed)
         self.replicas = [Replica(kind) for _ in range(num_replicas)]
+        self.one = Replica(kind, times_memory=num_replicas)  # what a cache of all memory would find
         self.names = [f"replica-{i}" for i in range(num_replicas)]
         self.index = {name: i for i, name in enumerate(self.names)}
         seeds = [random.Random(f"{seed} {i}") for i in range(gateways)]
@@ -235,7 +238,7 @@ class Simulation:
         taken = time.thread_time() - began
         replica, chain = self.replicas[at], chat.chain(turn.prompt)
         replica.run_to(now)
-        found = min(replica.find(chain), turn.prompt - 1)
+        found, one = (min(cache.find(chain), turn.prompt - 1) for cache in (replica, self.one))
         turn.left = float(turn.prompt - found)
         replica.queue.append(turn)
         replica.served += 1
@@ -243,6 +246,7 @@ class Simulation:
             tally = self.tally
             tally.found, tally.needed = tally.found + found, tally.needed + turn.prompt
             tally.ideal += chat.computed
+            tally.one += one
             tally.choices, tally.choose_s = tally.choices + 1, tally.choose_s + taken
         self.plan(at)
 
@@ -252,7 +256,9 @@ class Simulation:
         self.turn_number += 1
         if self.policy == "cost":
             table, chain = self.tables[turn.gateway], turn.chat.chain(turn.prompt)
-            turn.route = table.choose(chain, turn.prompt, now)[0]
+            shared = turn.chat.shared
+            home = chain.name(shared // BLOCK - 1)
+            turn.route = table.choose(chain, turn.prompt, now, home=home, home_tokens=shared)[0]
             table.record_sent(turn.route, chain)
             return self.index[turn.route.replica]
         if self.policy == "round_robin" or count == 1:
@@ -291,7 +297,8 @@ class Simulation:
                 self.tally.waits.append(now - turn.came)
             if turn.route is not None:
                 self.tables[turn.gateway].record_first_token(turn.route)
-            replica.keep(turn.chat, turn.prompt, is_prompt=True)
+            for cache in (replica, self.one):
+                cache.keep(turn.chat, turn.prompt, is_prompt=True)
             turn.left = float(turn.reply)
             replica.open.append(turn)
         for turn in [turn for turn in replica.open if turn.left <= 1e-6]:
@@ -302,7 +309,8 @@ class Simulation:
     def end_turn(self, replica: Replica, turn: Turn, now: float) -> None:
         chat = turn.chat
         chat.length = chat.computed = turn.prompt + turn.reply
-        replica.keep(chat, chat.length, is_prompt=False)
+        for cache in (replica, self.one):
+            cache.keep(chat, chat.length, is_prompt=False)
         if turn.route is not None:
             self.tables[turn.gateway].record_end(turn.route)
         chat.turns -= 1
@@ -324,6 +332,7 @@ class Simulation:
             "replicas": num,
             "turns": tally.choices,
             "found_share": round(tally.found / max(tally.needed, 1), 4),
+            "one_replica_share": round(tally.one / max(tally.needed, 1), 4),
             "one_cache_share": round(tally.ideal / max(tally.needed, 1), 4),
             "first_token_p50_ms": round(1e3 * waits[len(waits) // 2], 1),
             "first_token_p99_ms": round(1e3 * waits[int(len(waits) * 0.99)], 1),

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry, Gauge
 
+from plait.cluster.scaling import ScalingLimits
 from plait.config import EngineConfig, ServerConfig
 from plait.server.gateway.middleware import PUBLIC
 from plait.server.gateway.vllm_metrics import Aliases
@@ -206,15 +207,18 @@ def test_the_picker_reads_metrics_that_the_server_has() -> None:
     assert server().metrics_vllm_names
 
 
-def test_the_autoscaler_reads_a_metric_that_the_adapter_makes_of_one_that_the_server_has() -> None:
+def test_the_autoscaler_reads_metrics_that_the_adapter_makes_of_those_that_the_server_has() -> None:
     scaler = objects(BASE)["HorizontalPodAutoscaler", "plait"]["spec"]
-    (metric,) = scaler["metrics"]
-    name = metric["pods"]["metric"]["name"]
-    (rule,) = read(FOLDER / "prometheus-adapter.yaml")["rules"]["custom"]
-    assert rule["name"] == {"matches": f"^{name}$", "as": name}
-    assert rule["seriesQuery"].partition("{")[0] == name
-    assert name in metric_labels()
-    assert int(metric["pods"]["target"]["averageValue"]) < options()["engine"]["max_waiting"]
+    targets = {
+        m["pods"]["metric"]["name"]: float(m["pods"]["target"]["averageValue"]) for m in scaler["metrics"]
+    }
+    # The limits that the policy of a cluster has, too.
+    assert targets == {"plait_waiting_seconds": ScalingLimits().max_queue_s, "plait_places_used_ratio": 1.0}
+    rules = read(FOLDER / "prometheus-adapter.yaml")["rules"]["custom"]
+    for name, rule in zip(targets, rules, strict=True):
+        assert rule["name"] == {"matches": f"^{name}$", "as": name}
+        assert rule["seriesQuery"].partition("{")[0] == name
+        assert name in metric_labels()
     budget = objects(BASE)["PodDisruptionBudget", "plait"]["spec"]
     assert budget["maxUnavailable"] < scaler["minReplicas"]
 

@@ -25,7 +25,7 @@ CAPS = {
     "cli": 6_120,
     "cluster": 3_420,
     "convert": 3_640,
-    "engine": 2_220,
+    "engine": 2_300,
     "families": 13_860,
     "frontend": 1_560,
     "kernels": 25_090,

@@ -142,9 +142,13 @@ class ReplicaRow(TypedDict):
 
 
 class GatewayRow(TypedDict):
-    """A gateway, with its counts by reason."""
+    """A gateway, with its counts by reason. `model`, `arithmetic`: fingerprints of what it serves."""
 
+    name: str
     pid: int
+    version: str
+    model: str
+    arithmetic: str
     open: int
     replicas: list[ReplicaRow]
     moved: dict[str, int]
@@ -165,8 +169,13 @@ def describe_status(found: ClusterStatus) -> list[str]:
     for name, states in found["deployments"].items():
         shown = ", ".join(f"{count} {str(state).lower()}" for state, count in states.items())
         lines.append(f"{name}: {shown or 'none'}")
+    running = found["deployments"].get("gateway", {}).get("RUNNING", 0)
+    if len(found["gateways"]) < running:
+        lines.append(f"{running - len(found['gateways'])} of {running} gateways did not answer")
     for gateway in found["gateways"]:
-        lines.append(f"gateway {gateway['pid']}: {gateway['open']} open streams")
+        about = f"{len(gateway['replicas'])} replicas, {gateway['open']} open streams"
+        served = f"version {gateway['version']}, model {gateway['model']}, arithmetic {gateway['arithmetic']}"
+        lines.append(f"gateway {gateway['name']} (process {gateway['pid']}): {about}, {served}")
         for replica in gateway["replicas"]:
             more = f"{replica['open']} open, {replica['restarts']} restarts, {replica['arithmetic']}"
             lines.append(f"  {replica['name']}: {replica['state']}, {more}")

@@ -34,6 +34,7 @@ def make_card(process: EngineProcess, config: EngineConfig) -> ReplicaCard:
         config.block_size,
         not has_recurrent_state(spec),
         process.max_open,
+        process.adapters,
     )
 
 

@@ -32,7 +32,7 @@ NOT_COMPUTED = {"lora_folder": "adapters of a cluster are loaded at its start, w
 class ClusterConfig:
     """How many replicas and gateways there are, and what a replica gets of a machine."""
 
-    replicas: str = option("2", "engines, each on one machine: N, or LEAST..MOST by load")
+    replicas: str = option("2", "engines, each on one machine: N, or LEAST..MOST by the work that waits")
     gateways: int = option(2, "processes that have HTTP, text and the open streams", least=1)
     cpus: float | None = option(
         None, "CPU cores of a replica, as Ray counts them; default: --threads, else this machine's share"
@@ -43,6 +43,12 @@ class ClusterConfig:
     )
     drain_s: float = option(30.0, "seconds that a replica's replies get when it stops; then they move")
     patience_s: float = option(5.0, "a replica that shows no sign of life for so long loses its streams")
+    max_queue_s: float = option(
+        2.0, "seconds of work that may wait for each replica; with more, LEAST..MOST starts others"
+    )
+    down_after_s: float = option(
+        300.0, "seconds under a third of that before LEAST..MOST stops a replica, one at a time"
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -55,6 +61,10 @@ class ClusterConfig:
                 raise ConfigError(f"{name}: {value} is no number of {name}")
         if not 0 <= self.drain_s < math.inf:
             raise ConfigError(f"drain_s: {self.drain_s} is not a number of seconds")
+        if not 0 < self.max_queue_s < math.inf:
+            raise ConfigError(f"max_queue_s: {self.max_queue_s} is not a positive number of seconds")
+        if not 0 <= self.down_after_s < math.inf:
+            raise ConfigError(f"down_after_s: {self.down_after_s} is not a number of seconds")
         if not 1.5 <= self.patience_s < math.inf:
             raise ConfigError(
                 f"patience_s: {self.patience_s} is less than 1.5; replicas report once a second"

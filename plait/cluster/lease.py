@@ -11,7 +11,8 @@ from plait.worker.open_stream import OpenStream
 
 @dataclass(slots=True, eq=False)
 class ClusterStream(OpenStream):
-    """An open request of a gateway. `chain`: hashes of its prompt's whole blocks; `home`: of its beginning.
+    """An open request of a gateway. `chain`: hashes of its prompt's whole blocks; `home`: of its
+    beginning, of `home_tokens`.
 
     `num_charged`: engines that ended with it in their last step; `num_losses`: replicas that were lost under
     it. `is_suspect`: it must pass the place alone. `refused_by`: replicas without a place for it just now.
@@ -20,6 +21,7 @@ class ClusterStream(OpenStream):
 
     chain: tuple[bytes, ...] = ()
     home: bytes = b""
+    home_tokens: int = 0
     lease: Lease | None = None
     num_charged: int = 0
     num_losses: int = 0

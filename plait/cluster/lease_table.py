@@ -9,8 +9,9 @@ Not thread-safe.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 from plait.cluster.lease import ClusterStream, KnownReplica, Lease
@@ -26,6 +27,7 @@ from plait.cluster.wire import (
     ReportAnew,
     ToReplica,
 )
+from plait.engine.adapters import salt_prefix
 from plait.engine.admission import OnEvent
 from plait.errors import CapacityError, EngineError, EngineKilled, EngineLost, InvalidField, PlaitError
 from plait.request import Event, Request
@@ -63,6 +65,7 @@ class LeaseTable:
         self._causes: dict[int, LossCause] = {}  # of those that wait for a move
         self._num_added = self._num_leases = 0
         self._looked_s = 0.0
+        self._adapters: Mapping[str, str] = {}
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -75,14 +78,16 @@ class LeaseTable:
         """Take a new request. One with the id of an open request is refused, by events."""
         self._num_added += 1
         parts = {i: ChoiceEntry() for i in range(request.params.n)}
-        chain = name_blocks(request, self._block_size)
+        chain = self._name_blocks(request, self._block_size)
         stream = ClusterStream(self._num_added, request, on_event, now, parts, chain=chain)
         if request.id in self._streams:
             stream.end(InvalidField(f"request id {request.id!r} is in use by an open request", "id"))
             return
         first_end = min(request.boundaries, default=0) // self._block_size
-        stream.home = chain[max(first_end, 1) - 1] if chain else name_blocks(request, 1)[-1]
+        stream.home_tokens = max(first_end, 1) * self._block_size if chain else 0
+        stream.home = chain[max(first_end, 1) - 1] if chain else self._name_blocks(request, 1)[-1]
         self._streams[request.id] = self._waiting[stream.key] = stream
+        stream.release = partial(self._forget, stream)
 
     def cancel(self, request_id: str, index: int | None) -> None:
         """End a request, or one of its choices; one that no replica computes ends at once."""
@@ -92,7 +97,6 @@ class LeaseTable:
             part.is_cancelled |= index is None or i == index
         if stream.lease is None:
             stream.end_cancelled()
-            self._settle(stream)
         else:
             self.outbox.append((stream.lease.replica, CancelLease(stream.lease.number, index)))
 
@@ -105,6 +109,7 @@ class LeaseTable:
         if name in self.replicas:
             self.lose(name, now)
         self.replicas[name] = KnownReplica(name, card, now)
+        self._adapters = card.adapters  # the same everywhere: they are a part of the model's hash
         self._routes.add(name)
         return True
 
@@ -204,7 +209,14 @@ class LeaseTable:
         for _, stream in sorted(self._waiting.items()):  # what moves came before what is new
             num_tokens = len(stream.request.prompt_token_ids) + stream.num_tokens
             excluded = self._excluded(stream, now)
-            found = self._routes.choose(stream.chain, num_tokens, now, home=stream.home, excluded=excluded)
+            found = self._routes.choose(
+                stream.chain,
+                num_tokens,
+                now,
+                home=stream.home,
+                home_tokens=stream.home_tokens,
+                excluded=excluded,
+            )
             if found:
                 self._open(stream, found[0], now)
 
@@ -338,27 +350,25 @@ class LeaseTable:
         stream.end(error)
         self._settle(stream, now)
 
-    def _settle(self, stream: ClusterStream, now: float = 0.0) -> None:
-        """Forget a stream that has ended."""
-        if stream.parts or self._streams.get(stream.request.id) is not stream:
-            return
+    def _name_blocks(self, request: Request, block_size: int) -> tuple[bytes, ...]:
+        """The hashes of a prompt's whole blocks, as the prefix index of an engine names them."""
+        salt = request.cache_salt
+        if request.adapter:  # of a name that no replica has: it is refused there
+            salt = salt_prefix(salt, self._adapters.get(request.adapter, request.adapter))
+        chain = [root(salt)]
+        extend(chain, request.prompt_token_ids, block_size)
+        return tuple(chain[1:])
+
+    def _forget(self, stream: ClusterStream) -> None:
+        """A stream ends with the event that its reader gets next."""
         del self._streams[stream.request.id]
         self._waiting.pop(stream.key, None)
         self._causes.pop(stream.key, None)
-        if stream.lease is not None:
+
+    def _settle(self, stream: ClusterStream, now: float) -> None:
+        """End the lease of a stream that has ended."""
+        if not stream.parts and stream.lease is not None:
             self._end_lease(stream.lease, now)
-
-
-def name_blocks(request: Request, block_size: int) -> tuple[bytes, ...]:
-    """The hashes of a prompt's whole blocks, as the engine's prefix index names them.
-
-    An engine names those of an adapter by its content, which a gateway does not know: such requests go where
-    like ones were sent.
-    """
-    salt = f"{request.cache_salt}\0adapter {request.adapter}" if request.adapter else request.cache_salt
-    chain = [root(salt)]
-    extend(chain, request.prompt_token_ids, block_size)
-    return tuple(chain[1:])
 
 
 def _read_event(message: EventMessage, lease: Lease) -> Event | None:

@@ -22,11 +22,14 @@ from plait.cluster.lease import KnownReplica
 from plait.cluster.lease_table import LeaseTable
 from plait.cluster.links import ReplicaLinks
 from plait.cluster.metrics import ClusterMetrics
+from plait.cluster.replica_metrics import ReplicaMetrics
 from plait.cluster.replica_server import ReplicaAddress
 from plait.cluster.routing_table import RoutingTable
 from plait.cluster.wire import (
+    AskMetrics,
     Beat,
     EngineEnded,
+    EngineMetrics,
     LeaseEvents,
     OpenLease,
     PointsReport,
@@ -40,6 +43,7 @@ from plait.engine.fingerprint import Fingerprint
 from plait.engine.metrics import WAITS_S, Histogram
 from plait.errors import EngineError, PlaitError, QueueFull
 from plait.request import Request
+from plait.version import __version__
 
 TICK_S = 0.1  # between two looks at silent replicas, time limits, and requests that wait
 STATES = ("ready", "replacing", "silent", "leaving", "unreachable")
@@ -75,6 +79,8 @@ class ClusterLoop:
         self._is_closing = False
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(ClusterMetrics(self))
+        self._engine_metrics = ReplicaMetrics(self._ask_metrics)
+        self.registry.register(self._engine_metrics)
         self.lease_seconds = Histogram("plait_cluster_lease_seconds", "How long leases last.", WAITS_S)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="plait-cluster", daemon=True)
@@ -180,7 +186,7 @@ class ClusterLoop:
         return {state: counts[state] for state in STATES}
 
     def describe(self) -> dict[str, object]:
-        """Replicas and counts, for `plait cluster status`."""
+        """This gateway, its replicas and counts, for `plait cluster status`."""
         replicas = [
             {
                 "name": known.name,
@@ -197,11 +203,30 @@ class ClusterLoop:
         routed = {} if table is None else dict(table.routed)
         num_open = 0 if table is None else len(table)
         states = self.count_states()
-        return {"replicas": replicas, "states": states, "open": num_open, "moved": moved, "routed": routed}
+        found = self.fingerprint
+        own = {
+            "name": self.name,
+            "version": __version__,
+            "model": found.model,
+            "arithmetic": found.arithmetic,
+        }
+        counts = {"open": num_open, "moved": moved, "routed": routed}
+        return {**own, "states": states, "replicas": replicas, **counts}
 
     def counts(self) -> tuple[dict[tuple[str, str], int], dict[str, int]]:
         """Moved streams by (cause, same arithmetic), and leases by the reason of their route."""
         return ({}, {}) if self._table is None else (dict(self._table.moved), dict(self._table.routed))
+
+    def _ask_metrics(self, number: int) -> list[str]:
+        """Ask every replica that works; which ones. From any thread."""
+        names = [known.name for known in self._replicas() if not known.is_silent]
+
+        def ask() -> None:
+            for name in names:
+                self._links.send(name, AskMetrics(number))
+
+        self._call(ask)
+        return names
 
     # On the thread
 
@@ -282,6 +307,7 @@ class ClusterLoop:
         if known is not None:
             log.warning("replica %s: %s; %d streams move", name, why, len(known.leases))
         self._table.lose(name, time.monotonic())
+        self._engine_metrics.forget(name)
         self._count_places()
         self._flush()
 
@@ -315,6 +341,8 @@ class ClusterLoop:
                 table.refuse(name, message, now)
             case ReplicaLeaves():
                 table.announce(name)
+            case EngineMetrics(number, families):
+                self._engine_metrics.arrive(name, number, families)
 
     def _join(self, name: str, card: ReplicaCard, now: float) -> None:
         if self._table is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
@@ -11,32 +11,41 @@ from prometheus_client.registry import Collector
 from plait.engine.metrics import Family
 
 LABEL = "replica"
+ANSWER_S = 2.0  # an engine answers between two steps, and its replica waits a second for that
 
 
 class ReplicaMetrics(Collector):
-    """What replicas last reported of their engines. A replica that has ended has no samples any more.
+    """The families of the replicas that are connected; one that has ended has no samples any more.
 
-    Sums over replicas are Prometheus's to make: `sum without (replica) (plait_requests_waiting)`.
+    `ask(number)` requests a report of each replica, and returns which; `arrive` gets what they report. A
+    replica that does not answer within ANSWER_S has what it reported last. Sums over replicas are
+    Prometheus's to make: `sum without (replica) (plait_requests_waiting)`.
     """
 
-    def __init__(self) -> None:
-        self._reported: dict[str, Sequence[Family]] = {}
-        self._lock = threading.Lock()
+    def __init__(self, ask: Callable[[int], Collection[str]]) -> None:
+        self._ask, self._number = ask, 0
+        self._reported: dict[str, tuple[int, Sequence[Family]]] = {}
+        self._arrived = threading.Condition()
 
-    def arrive(self, replica: str, families: Sequence[Family]) -> None:
-        """A replica reports: families as (name, help, type, samples), as `MetricsReport` has them."""
-        with self._lock:
-            self._reported[replica] = families
+    def arrive(self, replica: str, number: int, families: Sequence[Family]) -> None:
+        """A replica reports: families as (name, help, type, samples)."""
+        with self._arrived:
+            self._reported[replica] = number, families
+            self._arrived.notify_all()
 
     def forget(self, replica: str) -> None:
         """A replica has ended. One that is not known is no error."""
-        with self._lock:
+        with self._arrived:
             self._reported.pop(replica, None)
 
     def collect(self) -> Iterator[Metric]:
         """Every family, with the samples of all replicas."""
-        with self._lock:
-            reported = sorted(self._reported.items())
+        with self._arrived:
+            self._number = number = self._number + 1
+        asked = self._ask(number)
+        with self._arrived:
+            self._arrived.wait_for(lambda: all(self._answered(name) >= number for name in asked), ANSWER_S)
+            reported = [(name, families) for name, (_, families) in sorted(self._reported.items())]
         found: dict[str, Metric] = {}
         for replica, families in reported:
             for name, about, kind, samples in families:
@@ -46,3 +55,7 @@ class ReplicaMetrics(Collector):
                 for sample, labels, value in samples:
                     family.add_sample(sample, {**labels, LABEL: replica}, value)
         yield from found.values()
+
+    def _answered(self, replica: str) -> int:
+        """The number of a replica's last report; 0: it has made none."""
+        return self._reported[replica][0] if replica in self._reported else 0

@@ -20,9 +20,11 @@ from typing import NamedTuple, Protocol
 from plait.cluster.connection import ReplicaEnd
 from plait.cluster.resume_points import ReplicaReport
 from plait.cluster.wire import (
+    AskMetrics,
     Beat,
     CancelLease,
     EngineEnded,
+    EngineMetrics,
     Greeting,
     LeaseEvent,
     LeaseEvents,
@@ -33,6 +35,7 @@ from plait.cluster.wire import (
     ReplicaLeaves,
     ToReplica,
 )
+from plait.engine.metrics import read_families
 from plait.errors import EngineError, PlaitError
 from plait.frontend.loop import Loop
 from plait.request import Event
@@ -89,8 +92,9 @@ class ReplicaServer:
         self._token = os.urandom(TOKEN_NBYTES)
         self._gateways: dict[str, _GatewayLink] = {}
         self._links: set[_GatewayLink] = set()
+        self._reporting: set[asyncio.Task[None]] = set()
         self._is_leaving = False
-        self._holds: dict[tuple[str, int], Future[None]] = {}
+        self._holds: dict[str, list[Future[None]]] = {}  # by gateway
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="plait-replica", daemon=True)
         self._thread.start()
@@ -115,7 +119,10 @@ class ReplicaServer:
         self._loop.call_soon_threadsafe(self._report_charged, frozenset(request_ids), is_foreign)
 
     def hold(self, gateway: str, key: int) -> Future[None]:
-        """Done when this lease is over; one that does not arrive within HOLD_S is over as well."""
+        """Done when lease `key` has come, and the gateway has no lease any more.
+
+        One that does not arrive within HOLD_S is over as well.
+        """
         found: Future[None] = Future()
         self._loop.call_soon_threadsafe(self._hold, gateway, key, found)
         return found
@@ -148,7 +155,8 @@ class ReplicaServer:
         return link.end
 
     async def _close(self) -> None:
-        self._beating.cancel()
+        for task in (self._beating, *self._reporting):
+            task.cancel()
         self._listener.close()
         for link in [*self._links]:
             link.end.end("the replica stops")
@@ -190,19 +198,29 @@ class ReplicaServer:
             link.end.send(EngineEnded(charged, is_foreign))
 
     def _hold(self, gateway: str, key: int, found: Future[None]) -> None:
-        self._holds[gateway, key] = found
-        self._loop.call_later(HOLD_S, self._look_after, gateway, key)
-
-    def _look_after(self, gateway: str, key: int) -> None:
+        self._holds.setdefault(gateway, []).append(found)
         link = self._gateways.get(gateway)
-        if link is None or key not in link.leases:
-            self.release(gateway, key)
+        if link is not None and key <= link.newest_key:
+            self.release(link)
+        else:
+            self._loop.call_later(HOLD_S, self._look_after, gateway)
 
-    def release(self, gateway: str, key: int) -> None:
-        """A lease is over."""
-        found = self._holds.pop((gateway, key), None)
-        if found is not None and found.set_running_or_notify_cancel():
-            found.set_result(None)
+    def _look_after(self, gateway: str) -> None:
+        link = self._gateways.get(gateway)
+        if link is not None:
+            self.release(link)
+        else:
+            self._end_holds(gateway)
+
+    def release(self, link: _GatewayLink) -> None:
+        """A lease is over; with the last one, what waits for the gateway's leases."""
+        if not link.leases:
+            self._end_holds(link.name)
+
+    def _end_holds(self, gateway: str) -> None:
+        for found in self._holds.pop(gateway, ()):
+            if found.set_running_or_notify_cancel():
+                found.set_result(None)
 
     def greet(self, link: _GatewayLink, name: str) -> None:
         """A gateway has sent its name."""
@@ -220,10 +238,11 @@ class ReplicaServer:
             log.info("gateway %s: the connection has ended: %s", link.name, why)
             if self._gateways.get(link.name) is link:
                 del self._gateways[link.name]
-        for key, lease in link.leases.items():
+        for lease in link.leases.values():
             self._engine.cancel(lease.request_id)
-            self.release(link.name, key)
         link.leases.clear()
+        if self._gateways.get(link.name, link) is link:
+            self.release(link)
 
     def hear(self, link: _GatewayLink, message: ToReplica) -> None:
         """A message of a gateway."""
@@ -237,21 +256,36 @@ class ReplicaServer:
                 except PlaitError as error:
                     link.leases.pop(key, None)
                     link.end.send(Refused(key, error))
-                    self.release(link.name, key)
+                    self.release(link)
             case CancelLease(key, index):
                 if (lease := link.leases.get(key)) is not None:
                     self._engine.cancel(lease.request_id, index)
             case Greeting(gateway):
                 self.greet(link, gateway)
+            case AskMetrics(number):
+                self._begin_report(link, number)
             case _:
                 if self._points is not None:
                     self._points.begin_anew()
+
+    def _begin_report(self, link: _GatewayLink, number: int) -> None:
+        task = self._loop.create_task(self._report_metrics(link, number))
+        self._reporting.add(task)
+        task.add_done_callback(self._reporting.discard)
+
+    async def _report_metrics(self, link: _GatewayLink, number: int) -> None:
+        """Ask the engine, which answers between two steps, off this thread: tokens go out meanwhile."""
+        try:
+            families = await asyncio.to_thread(read_families, self._engine.registry)
+            link.end.send(EngineMetrics(number, families))
+        except Exception:
+            log.exception("the engine's metrics cannot be reported")
 
     def drop(self, link: _GatewayLink, key: int, request_id: str) -> None:
         """End a lease with an event that cannot be sent."""
         link.leases.pop(key, None)
         self._engine.cancel(request_id)
-        self.release(link.name, key)
+        self.release(link)
 
     def call(self, function: partial[None]) -> None:
         """Call it soon on the event loop's thread. From any thread."""
@@ -269,6 +303,7 @@ class _GatewayLink:
     def __init__(self, server: ReplicaServer) -> None:
         self._server, self.name = server, ""
         self.leases: dict[int, ServedLease] = {}
+        self.newest_key = 0
         self._arrived: deque[tuple[int, Event]] = deque()
         self._is_awaited = False
         self.end = ReplicaEnd(
@@ -282,6 +317,7 @@ class _GatewayLink:
         """Record a lease. Raises EngineError for a key that is in use."""
         if key in self.leases or not self.name:
             raise EngineError("a lease with this key is open already, or the gateway has not sent its name")
+        self.newest_key = max(self.newest_key, key)
         request = message.request
         resumed = request.resumed or ((),) * request.params.n
         starts = {i: len(token_ids) for i, token_ids in enumerate(resumed) if token_ids is not None}
@@ -310,7 +346,7 @@ class _GatewayLink:
                 del lease.starts[event.index]
             if not lease.starts:
                 del self.leases[key]
-                self._server.release(self.name, key)
+                self._server.release(self)
         if events:
             self._send(events)
 

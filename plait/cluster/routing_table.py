@@ -11,15 +11,21 @@ from __future__ import annotations
 import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from heapq import nsmallest
 from math import inf
 from typing import NamedTuple
 
-from plait.cluster.costs import count_missing, order_by_home, weigh_load
+from plait.cluster.costs import count_missing, order_by_home, order_home, seed_name, weigh_load
 from plait.cluster.resume_points import ReplicaReport
 
 STALE_S = 30.0
 MAX_POINTS = 1 << 16  # resume points that are kept of one replica; the oldest go first
+# A beginning that this gateway sees for the first time may be no other's: little may wait for it.
+NEW_HOME_TOKENS = 512
+# One that comes more often is worth keeping in many replicas, and its readers are enough for that.
+RARE_S = 3.0
+MAX_HOMES = 4096  # beginnings that are remembered
 CHOICES = 3  # replicas that are ranked for a request: the next is tried when one is full
 _NOWHERE: frozenset[str] = frozenset()
 
@@ -49,6 +55,7 @@ class _Replica:
     open_replies: int = 0
     own_tokens: int = 0
     own_open: int = 0
+    seed: int = 0  # of its name, see `seed_name`
 
 
 class RoutingTable:
@@ -63,6 +70,7 @@ class RoutingTable:
         self._block_size, self._is_paged, self._rng = block_size, is_paged, rng or random.Random()
         self._replicas: dict[str, _Replica] = {}
         self._loads: dict[str, float] = {}
+        self._homes: dict[bytes, float] = {}  # when a beginning came last, the latest last
         self._at: dict[bytes, set[str]] = {}  # resume point -> replicas, reported or expected
 
     @property
@@ -81,7 +89,7 @@ class RoutingTable:
     def add(self, replica: str) -> None:
         """A replica is there. While others report, it gets requests after its first report only."""
         if replica not in self._replicas:
-            self._replicas[replica], self._loads[replica] = _Replica(), 0.0
+            self._replicas[replica], self._loads[replica] = _Replica(seed=seed_name(replica.encode())), 0.0
 
     def remove(self, replica: str) -> None:
         """A replica has ended; what it could resume is gone. One that is not known is no error."""
@@ -119,13 +127,14 @@ class RoutingTable:
         now: float,
         *,
         home: bytes = b"",
+        home_tokens: int = 0,
         excluded: Collection[str] = (),
     ) -> list[Route]:
-        """Up to CHOICES replicas for a prompt, the cheapest first; none if there is no replica.
+        """Up to CHOICES replicas for a prompt, the best first; none if there is no replica.
 
         `chain`: the hashes of its whole blocks, in order, without that of the salt. `home`: the hash of its
-        beginning up to the first message's end, for times without reports; the chain's first where it is
-        empty. `excluded`: replicas that have refused this request, or ended under it.
+        beginning up to the first message's end; the chain's first where it is empty. `home_tokens`: of that
+        beginning. `excluded`: replicas that have refused this request, or ended under it.
         """
         able = [name for name in self._replicas if name not in excluded]
         heard = [name for name in able if now - self._replicas[name].heard <= STALE_S]
@@ -134,7 +143,8 @@ class RoutingTable:
             return [Route(able[0], missing, missing + self._loads[able[0]], "only")]
         if not heard:
             return self._choose_homes(home or (chain[0] if chain else b""), num_tokens, able)
-        return self._choose_cheapest(chain, num_tokens, set(heard))
+        slack = self._find_slack(home, home_tokens, now) if home_tokens else 0
+        return self._choose_cheapest(chain, num_tokens, heard, home, slack)
 
     def record_sent(self, route: Route, chain: Sequence[bytes]) -> None:
         """A request went there: until the replica's next report, expect the prompt's work and its points."""
@@ -156,15 +166,32 @@ class RoutingTable:
         if (known := self._replicas.get(route.replica)) is not None:
             known.own_open = max(known.own_open - 1, 0)
 
-    def _choose_cheapest(self, chain: Sequence[bytes], num_tokens: int, able: set[str]) -> list[Route]:
+    def _find_slack(self, home: bytes, home_tokens: int, now: float) -> int:
+        """Tokens that may wait for a beginning's home, see `_choose_cheapest`; records that it has come."""
+        last = self._homes.pop(home, None)
+        self._homes[home] = now
+        if len(self._homes) > MAX_HOMES:
+            del self._homes[next(iter(self._homes))]
+        if last is None:
+            return min(NEW_HOME_TOKENS, home_tokens)
+        return home_tokens if now - last >= RARE_S else 0
+
+    def _choose_cheapest(
+        self, chain: Sequence[bytes], num_tokens: int, heard: Sequence[str], home: bytes, slack: int
+    ) -> list[Route]:
         """The exact minimum without a look at every replica's points.
 
         Walked from the longest prefix down. A replica that is met later has less of the prompt and at least
         the least load of all, which bounds its cost from below: the walk ends when enough routes are below
         that.
+
+        While no replica has its beginning, a prompt goes to the first by the beginning's hash, of those with
+        at most `slack` tokens more to do than the least. A hybrid keeps a shared beginning from its third
+        reader on: spread by load, readers would be each replica's first, and none could resume it. What may
+        wait for that is what it saves, the tokens of the beginning. Once one has it, load alone spreads it.
         """
-        tie, loads = self._rng.random, self._loads
-        idle = nsmallest(CHOICES, ((loads[name], tie(), name) for name in able))
+        tie, loads, able = self._rng.random, self._loads, set(heard)
+        idle = nsmallest(CHOICES, ((loads[name], tie(), name) for name in heard))
         least, routes = idle[0][0], dict[str, tuple[float, float, Route]]()
         enough = inf  # the cost of the last of CHOICES routes
         for num_blocks in range(len(chain), 0, -1):
@@ -172,11 +199,17 @@ class RoutingTable:
             if enough <= missing + least:
                 break
             new = (self._at.get(chain[num_blocks - 1], _NOWHERE) & able) - routes.keys()
-            for name in new:
+            for name in sorted(new):  # the same draws for the same names
                 cost = missing + loads[name]
                 routes[name] = cost, tie(), Route(name, missing, cost, "prefix")
             if new and len(routes) >= CHOICES:
                 enough = nsmallest(CHOICES, routes.values())[-1][0]
+        best = min(routes.values(), default=None)
+        is_new = slack and not self._at.get(home, _NOWHERE) & able
+        if is_new and (best is None or best[0] >= num_tokens + least):
+            near = (name for name in heard if loads[name] <= least + slack)
+            by_hash = nsmallest(CHOICES, near, key=partial(self._order_home, seed_name(home)))
+            return [Route(name, num_tokens, num_tokens + loads[name], "load") for name in by_hash]
         for load, drawn, name in idle:
             if name not in routes:
                 cost = num_tokens + load
@@ -189,6 +222,9 @@ class RoutingTable:
         loads: dict[str, float] = {name: weigh_load(r.own_tokens, r.own_open) for name, r in own.items()}
         order = order_by_home(home, loads)[:CHOICES]
         return [Route(name, num_tokens, num_tokens + loads[name], "home") for name in order]
+
+    def _order_home(self, seed: int, replica: str) -> int:
+        return order_home(seed, self._replicas[replica].seed)
 
     def _find(self, replica: str, chain: Sequence[bytes]) -> int:
         """Tokens of a prompt that a replica can resume."""

@@ -9,12 +9,12 @@ replica at a time, because a replica takes its cache with it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from math import ceil, inf
 
+from plait.engine.waiting_work import estimate_waiting_s
 from plait.errors import ConfigError
 
-TOKENS_PER_S = 500.0  # of prompts, of a replica that has measured nothing yet
 MOST_GROWTH = 2.0  # the target is at most this many times what there is, so that one bad report costs little
 
 
@@ -33,23 +33,49 @@ class ReplicaLoad:
     reply_s: float = 0.0
 
     @classmethod
-    def from_stats(cls, stats: Mapping[str, int], places: int, reply_s: float = 0.0) -> ReplicaLoad:
-        """Of an engine's `stats()`; `places`: its `max_num_seqs`."""
+    def from_stats(cls, stats: Mapping[str, int]) -> ReplicaLoad:
+        """Of an engine's `stats()`."""
         return cls(
             waiting_tokens=stats.get("num_waiting_tokens", 0),
             waiting_replies=stats.get("num_waiting", 0),
             running_replies=stats.get("num_running", 0),
-            places=places,
+            places=max(stats.get("num_places", 1), 1),
             tokens_per_s=float(stats.get("prompt_tokens_per_s", 0)),
-            reply_s=reply_s,
+            reply_s=stats.get("reply_ms", 0) / 1e3,
         )
+
+    @classmethod
+    def from_numbers(cls, numbers: Mapping[str, float]) -> ReplicaLoad:
+        """Of what `to_numbers` made. Raises KeyError for a number that is missing."""
+        return cls(
+            waiting_tokens=int(numbers["waiting_tokens"]),
+            waiting_replies=int(numbers["waiting_replies"]),
+            running_replies=int(numbers["running_replies"]),
+            places=max(int(numbers["places"]), 1),
+            tokens_per_s=numbers["tokens_per_s"],
+            reply_s=numbers["reply_s"],
+        )
+
+    @classmethod
+    def number_names(cls) -> list[str]:
+        """The names of what `to_numbers` has."""
+        return [field.name for field in fields(cls)]
+
+    def to_numbers(self) -> dict[str, float]:
+        """As an autoscaler's statistics have it: numbers by name."""
+        return asdict(self)
 
     @property
     def waiting_s(self) -> float:
         """Seconds until what waits now would run: its prompts computed, and a place free for its reply."""
-        prompts = self.waiting_tokens / (self.tokens_per_s or TOKENS_PER_S)
-        without_place = max(self.waiting_replies - max(self.places - self.running_replies, 0), 0)
-        return prompts + without_place * self.reply_s / self.places
+        return estimate_waiting_s(
+            num_tokens=self.waiting_tokens,
+            tokens_per_s=self.tokens_per_s,
+            num_waiting=self.waiting_replies,
+            num_running=self.running_replies,
+            places=self.places,
+            reply_s=self.reply_s,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

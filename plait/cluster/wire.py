@@ -24,6 +24,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from plait.cluster.resume_points import ReplicaReport
+from plait.engine.metrics import Family
 from plait.errors import EngineError, PlaitError
 from plait.request import Request
 from plait.worker.protocol import (
@@ -66,12 +67,19 @@ class ReportAnew(WireMessage, frozen=True, tag=3):
     """Reports were lost: report every resume point again."""
 
 
+class AskMetrics(WireMessage, frozen=True, tag=5):
+    """A gateway is scraped: report the engine's metrics, with this number."""
+
+    number: int
+
+
 class ReplicaCard(WireMessage, frozen=True, tag=1):
     """The first message of a replica: what it serves. A gateway needs no weights to know it.
 
     `source`: the JSON of its `TextSource`; `spec`: see `encode_card_spec`. `model`: a hash of what a gateway
     must have in common with it; `arithmetic`: of all that decides the numbers of a reply. `is_paged`: every
-    block of a prompt can be resumed. `max_open`: requests that it takes at a time.
+    block of a prompt can be resumed. `max_open`: requests that it takes at a time. `adapters`: a hash of each
+    one's numbers, by name; it is in the names of the blocks that the adapter computes.
     """
 
     name: str
@@ -84,6 +92,7 @@ class ReplicaCard(WireMessage, frozen=True, tag=1):
     block_size: int
     is_paged: bool
     max_open: int
+    adapters: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 class LeaseEvent(WireMessage, frozen=True, gc=False):
@@ -133,8 +142,17 @@ class ReplicaLeaves(WireMessage, frozen=True, tag=7):
     """The replica will stop: it takes no new lease, and what is open should move when it ends."""
 
 
-ToReplica = OpenLease | CancelLease | ReportAnew | Greeting
-ToGateway = ReplicaCard | LeaseEvents | Beat | PointsReport | EngineEnded | Refused | ReplicaLeaves
+class EngineMetrics(WireMessage, frozen=True, tag=8):
+    """The metrics of the engine, for `AskMetrics` of that number."""
+
+    number: int
+    families: tuple[Family, ...]
+
+
+ToReplica = OpenLease | CancelLease | ReportAnew | Greeting | AskMetrics
+ToGateway = (
+    ReplicaCard | LeaseEvents | Beat | PointsReport | EngineEnded | Refused | ReplicaLeaves | EngineMetrics
+)
 
 
 def encode_message(message: WireMessage) -> bytes:

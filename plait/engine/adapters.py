@@ -20,6 +20,11 @@ class LoadedAdapter:
     digest: str
 
 
+def salt_prefix(salt: str, digest: str) -> str:
+    """The salt of prefixes that an adapter computes: no request without it, or with another, finds them."""
+    return f"{salt}\0adapter {digest}"
+
+
 class AdapterTable:
     """Adapters by name. One that is unloaded keeps its slot until no sequence uses it any more.
 
@@ -49,7 +54,11 @@ class AdapterTable:
         if not name:
             return 0, salt
         found = self.find(name)
-        return found.slot, f"{salt}\0adapter {found.digest}"
+        return found.slot, salt_prefix(salt, found.digest)
+
+    def digests(self) -> dict[str, str]:
+        """The hash of each adapter's numbers, by name."""
+        return {name: entry.digest for name, entry in self._by_name.items()}
 
     def load(self, name: str, path: str, used: Collection[int]) -> None:
         """Load an adapter. used: the slots of open sequences.

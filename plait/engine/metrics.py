@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from plait.engine.waiting_work import ReplyDuration, estimate_waiting_s
 from plait.request import FinishReason, RequestTrace
 from plait.schedule.costs import SchedulerLimits
 
@@ -99,6 +100,7 @@ class Metrics(Collector):
         self.num_steps = self.num_steps_ahead = self.num_failed_steps = self.num_repairs = 0
         self.num_prompt_tokens = self.num_cached_tokens = self.num_output_tokens = 0
         self.num_drafted_tokens = self.num_accepted_tokens = 0
+        self.reply_duration = ReplyDuration()
         self._ended: dict[str, int] = dict.fromkeys(get_args(FinishReason), 0)
         made = [Histogram(f"plait_{name}", about, bounds) for name, about, bounds in HISTOGRAMS]
         self._histograms, (self._first_token, self._gap, self._whole, self._queue) = made, made[:4]
@@ -144,6 +146,7 @@ class Metrics(Collector):
     def count_end(self, trace: RequestTrace) -> None:
         """Count a choice that ended. One that broke off counts in no histogram of replies."""
         self._ended[trace.finish_reason] += 1
+        self.reply_duration.observe(trace)
         if trace.finish_reason in {"stop", "length"}:
             self._whole.observe(trace.finish_s - trace.arrival_s)
             self._output.observe(trace.num_output_tokens)
@@ -153,6 +156,7 @@ class Metrics(Collector):
         stats, lookups = self._scheduler.stats(), self._scheduler.cache_counts
         yield _gauge("requests_running", "Choices of requests that run.", stats["num_running"])
         yield _gauge("requests_waiting", "Choices of requests that wait.", stats["num_waiting"])
+        yield from self._describe_work(stats)
         about = "Blocks of keys, values and latents, in all groups."
         yield _states(stats, "blocks", about, stats["num_cached_blocks"])
         yield _states(stats, "slots", "Slots for the recurrent state of a sequence.", stats["num_snapshots"])
@@ -174,6 +178,21 @@ class Metrics(Collector):
             value = lookups.get(f"{name}_tokens", 0)
             yield _counter(f"prefix_cache_{name}_tokens", f"{about} the prefix cache.", value)
         yield from (histogram.family() for histogram in self._histograms)
+
+    def _describe_work(self, stats: Mapping[str, int]) -> Iterator[Metric]:
+        """What decides how many replicas of a server there should be."""
+        places = self._scheduler.limits.max_num_seqs
+        waiting_s = estimate_waiting_s(
+            num_tokens=stats["num_waiting_tokens"],
+            tokens_per_s=stats["prompt_tokens_per_s"],
+            num_waiting=stats["num_waiting"],
+            num_running=stats["num_running"],
+            places=places,
+            reply_s=self.reply_duration.average_s,
+        )
+        yield _gauge("waiting_seconds", "Seconds until what waits now would run, as estimated.", waiting_s)
+        about = "Choices that run, of those that may run at once: 0 to 1."
+        yield _gauge("places_used_ratio", about, stats["num_running"] / places)
 
     def _usage(self, stats: Mapping[str, int]) -> float:
         """Of blocks, or of the slots that running sequences can have: the larger share that is held."""
@@ -250,6 +269,12 @@ class RemoteMetrics(Collector):
                     now += self._past.get((sample, tuple(labels.items())), 0.0)
                 family.add_sample(sample, labels, now)
             yield family
+
+
+def read_families(collector: Collector) -> tuple[Family, ...]:
+    """What a scrape gives, as plain values for another process."""
+    families = collector.collect()
+    return tuple((f.name, f.documentation, f.type, tuple(s[:3] for s in f.samples)) for f in families)
 
 
 def _gauge(name: str, about: str, value: float) -> Metric:

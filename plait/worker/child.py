@@ -22,7 +22,7 @@ from typing import NamedTuple
 from plait.config import EngineConfig
 from plait.engine.core import Engine
 from plait.engine.fingerprint import NO_FINGERPRINT, Fingerprint
-from plait.engine.metrics import Family
+from plait.engine.metrics import read_families
 from plait.engine.thread import end_requests
 from plait.errors import EngineError, PlaitError
 from plait.frontend.deltas import TokenInterval, join_events
@@ -174,7 +174,7 @@ class EngineChild:
                 if request_id := self._ids.get(key):
                     self._engine.cancel(request_id, index)
             case protocol.Count(number):
-                self._link.send(protocol.MetricsReport(number, self._families()))
+                self._link.send(protocol.MetricsReport(number, read_families(self._engine.metrics)))
             case protocol.LogLevels(levels):
                 _log_from(levels)
             case protocol.FollowPrefixes():
@@ -215,10 +215,6 @@ class EngineChild:
     def _show_stats(self) -> None:
         self._counted_s = time.monotonic()
         self._status.put_stats(list(self._engine.stats().values()))
-
-    def _families(self) -> tuple[Family, ...]:
-        families = self._engine.metrics.collect()
-        return tuple((f.name, f.documentation, f.type, tuple(s[:3] for s in f.samples)) for f in families)
 
 
 class _Reader:
@@ -288,7 +284,8 @@ def serve_link(link: Link, status: protocol.SharedStatus, hello: protocol.Hello)
     child = EngineChild(link, status, engine)
     spec, longest = encode_spec_value(built.spec), engine.scheduler.longest
     names = tuple(engine.stats())
-    link.send(protocol.Ready(spec, engine.limits.max_model_len, longest, names, built.fingerprint))
+    most, adapters = engine.limits.max_model_len, engine.adapters.digests()
+    link.send(protocol.Ready(spec, most, longest, names, built.fingerprint, adapters))
     try:
         child.run()
     finally:

@@ -106,6 +106,11 @@ class EngineProcess:
         """The most tokens of one sequence that memory holds; None until requests are accepted."""
         return self._ready.longest if self._ready else None
 
+    @property
+    def adapters(self) -> dict[str, str]:
+        """The adapters that the engine had at its startup, with a hash of each one's numbers."""
+        return self._ready.adapters if self._ready else {}
+
     # As `EngineLoop`, which documents what is the same
 
     def submit(self, request: Request, on_event: OnEvent) -> None:

@@ -7,6 +7,7 @@ which engine has a request, and in how its end is judged. Not thread-safe.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from plait.engine.admission import OnEvent
@@ -33,7 +34,8 @@ class OpenStream:
     """A request and its reader. `parts`: its choices that have not ended, by index.
 
     `arrival_s`: on the clock of its table. `is_resumed`: an engine that had it has ended. `has_failed`: its
-    reader raised; it gets no more events, and the engine must end the request.
+    reader raised; it gets no more events, and the engine must end the request. `release`: gives its place
+    back, before the reader gets the last event, because the reader may send another request at once.
     """
 
     key: int
@@ -43,6 +45,7 @@ class OpenStream:
     parts: dict[int, ChoiceEntry]
     is_resumed: bool = False
     has_failed: bool = False
+    release: Callable[[], None] = lambda: None
 
     @property
     def num_tokens(self) -> int:
@@ -83,6 +86,8 @@ class OpenStream:
         """Pass an event to the reader as it is; the last one of a choice ends it."""
         if event.finish_reason is not None:
             self.parts.pop(event.index, None)
+            if not self.parts:
+                self.release()
         try:
             self.on_event(event)
         except Exception:

@@ -114,13 +114,17 @@ class Headers(WireMessage, frozen=True, tag=2):
 
 
 class Ready(WireMessage, frozen=True, tag=3):
-    """Requests are accepted. `spec`: see `encode_spec_value`; `longest`: tokens of the longest that fits."""
+    """Requests are accepted. `spec`: see `encode_spec_value`; `longest`: tokens of the longest that fits.
+
+    `adapters`: a hash of each one's numbers, by name, as they are now.
+    """
 
     spec: Any
     max_model_len: int
     longest: int
     stat_names: tuple[str, ...]
     fingerprint: Fingerprint = NO_FINGERPRINT
+    adapters: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 class EventMessage(WireMessage, frozen=True, gc=False):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 from plait.engine.admission import OnEvent
 from plait.errors import EngineKilled, InvalidField
@@ -58,6 +59,7 @@ class RequestTable:
             return
         self._entries[entry.key] = self._unsent[entry.key] = entry
         self._keys[request.id] = entry.key
+        entry.release = partial(self._forget, entry)
 
     def due(self) -> Iterator[RequestEntry]:
         """Requests that the engine should receive now: suspects one at a time, then all others.
@@ -153,12 +155,13 @@ class RequestTable:
         self._settle(entry)
 
     def _settle(self, entry: RequestEntry) -> None:
-        """Forget a request that has ended; one with a failed reader must be ended by the engine."""
+        """Have the engine end a request with a failed reader."""
         if entry.has_failed:
             entry.has_failed = False
             self.unread.append(entry.key)
-        if entry.parts or entry.key not in self._entries:
-            return
+
+    def _forget(self, entry: RequestEntry) -> None:
+        """A request ends with the event that its reader gets next."""
         del self._entries[entry.key], self._keys[entry.request.id]
         self._unsent.pop(entry.key, None)
         if entry is self._on_trial:

@@ -17,6 +17,7 @@ def test_replicas_are_a_number_or_a_range(text: str, bounds: tuple[int, int]) ->
     [
         *(("replicas", "0"), ("replicas", "3..2"), ("replicas", "many"), ("replicas", "2..")),
         *(("cpus", -1.0), ("gpus", float("inf")), ("gateways", 0), ("drain_s", -1.0), ("patience_s", 1.0)),
+        *(("max_queue_s", 0.0), ("max_queue_s", float("inf")), ("down_after_s", -1.0)),
     ],
 )
 def test_a_value_that_cannot_be_is_named(name: str, value: object) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.cluster.lease_table import MAX_LOSSES, LeaseTable, name_blocks
+from plait.cluster.lease_table import MAX_LOSSES, LeaseTable
+from plait.cluster.resume_points import ReplicaReport
 from plait.cluster.routing_table import RoutingTable
 from plait.cluster.wire import Beat, CancelLease, LeaseEvent, OpenLease, Refused, ToReplica
+from plait.engine.adapters import AdapterTable
 from plait.errors import EngineKilled, QueueFull
 from plait.request import Event, Request
 from plait.state.blocks import extend, root
@@ -308,9 +310,32 @@ def test_a_replica_that_is_listed_again_gets_requests_again_unless_it_leaves() -
     assert model.table.replicas["r0"].is_leaving
 
 
-def test_blocks_are_named_as_the_prefix_index_names_them() -> None:
-    request = Request("a", tuple(range(10)), make_request("a").params, cache_salt="s")
-    chain = [root("s")]
+def test_blocks_are_named_as_the_prefix_index_names_them_with_salt_and_adapter() -> None:
+    model = Model()
+    model.table.join("r0", make_card(adapters={"law": "digest"}), model.now)
+    for salt, adapter, expected_root in (("s", "", "s"), ("s", "law", "s\0adapter digest")):
+        request = replace(make_request("a"), prompt_token_ids=tuple(range(10)))
+        request = replace(request, cache_salt=salt, adapter=adapter)
+        chain = [root(expected_root)]
+        extend(chain, request.prompt_token_ids, BLOCK)
+        assert model.table._name_blocks(request, BLOCK) == tuple(chain[1:])
+        assert len(chain) == 3
+    known = AdapterTable(1, lambda slot, path: "digest", lambda slot: None)
+    known.load("law", "path", ())
+    assert known.place("law", "s") == (1, "s\0adapter digest")
+    assert known.digests() == {"law": "digest"}
+
+
+def test_a_request_of_an_adapter_goes_where_its_prefix_is_reported() -> None:
+    model = Model()
+    for name in model.names:
+        model.table.join(name, make_card(adapters={"law": "digest"}), model.now)
+    request = replace(make_request("a"), prompt_token_ids=tuple(range(40)), adapter="law")
+    chain = [root("\0adapter digest")]
     extend(chain, request.prompt_token_ids, BLOCK)
-    assert name_blocks(request, BLOCK) == tuple(chain[1:])
-    assert len(chain) == 3
+    for name in model.names:
+        added = tuple(chain[1:]) if name == "r2" else ()
+        model.table.hear_report(name, ReplicaReport(1, 0, 0, added, begins=True), model.now)
+    model.add(request)
+    assert [name for name, leases in model.leases.items() if leases] == ["r2"]
+    assert model.table.routed == {"prefix": 1}

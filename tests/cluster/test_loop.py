@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from prometheus_client import Gauge
+from prometheus_client.exposition import generate_latest
 
 from plait.cluster.lease_table import MAX_LOSSES
 from plait.engine.fingerprint import Fingerprint
 from plait.errors import DeadlineExceeded, EngineError, EngineKilled, EngineLost, InvalidField, QueueFull
+from plait.request import Event
 from tests.cluster.replicas import cluster, expected, make_card, make_request
 
 LONG = 150
@@ -18,6 +21,41 @@ def test_streams_over_replicas_have_the_tokens_of_a_single_run() -> None:
         made.submit(*requests)
         made.check(*requests)
         assert made.loop.describe()["moved"] == {}
+
+
+def test_a_scrape_has_the_metrics_of_every_engine_with_its_replica() -> None:
+    with cluster() as made:
+        for name, replica in made.replicas.items():
+            Gauge("plait_requests_running", "Choices.", registry=replica.engine.registry).set(int(name[1:]))
+        text = generate_latest(made.loop.registry).decode()
+        for name in made.replicas:
+            assert f'plait_requests_running{{replica="{name}"}} {name[1:]}.0' in text
+        made.kill("r1")
+        made.wait_ready(1)
+        assert 'replica="r1"' not in generate_latest(made.loop.registry).decode()
+
+
+def test_a_full_gateway_takes_a_request_as_soon_as_another_has_ended() -> None:
+    with cluster(1, most=2) as made:
+        first, second, third = (
+            make_request(name, length) for name, length in zip("abc", (5, LONG, 5), strict=True)
+        )
+        refused: list[Exception] = []
+
+        def send_next(event: Event) -> None:
+            made.received(event)
+            if event.finish_reason is not None:  # from the reader itself: no moment passes between
+                try:
+                    made.loop.submit(third, made.received)
+                except QueueFull as error:
+                    refused.append(error)
+
+        made.submit(second)
+        made.loop.submit(first, send_next)
+        with pytest.raises(QueueFull):
+            made.loop.submit(third, made.received)
+        made.check(first, third)
+        assert refused == []
 
 
 def test_streams_move_when_their_replica_is_killed() -> None:

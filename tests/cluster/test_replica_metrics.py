@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
+import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -23,6 +26,19 @@ ENDED: Family = (
 )
 
 
+class Ask:
+    """Stands for the connections: the numbers of scrapes, and the replicas that get them."""
+
+    def __init__(self, replicas: Sequence[str] = ()) -> None:
+        self.replicas, self.numbers = replicas, list[int]()
+        self.answer: Callable[[int], None] = lambda number: None
+
+    def __call__(self, number: int) -> Sequence[str]:
+        self.numbers.append(number)
+        self.answer(number)
+        return self.replicas
+
+
 def read(metrics: ReplicaMetrics) -> dict[tuple[str, str, str], float]:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(metrics)
@@ -35,10 +51,12 @@ def read(metrics: ReplicaMetrics) -> dict[tuple[str, str, str], float]:
 
 
 def test_samples_have_their_replica_and_go_with_it() -> None:
-    metrics = ReplicaMetrics()
-    metrics.arrive("one", (WAITING, ENDED))
-    metrics.arrive("two", (WAITING,))
-    metrics.arrive("two", (("plait_requests_waiting", "", "gauge", (("plait_requests_waiting", {}, 5.0),)),))
+    metrics = ReplicaMetrics(Ask())
+    metrics.arrive("one", 1, (WAITING, ENDED))
+    metrics.arrive("two", 1, (WAITING,))
+    metrics.arrive(
+        "two", 2, (("plait_requests_waiting", "", "gauge", (("plait_requests_waiting", {}, 5.0),)),)
+    )
     assert read(metrics) == {
         ("plait_requests_waiting", "one", ""): 3.0,
         ("plait_requests_waiting", "two", ""): 5.0,
@@ -50,7 +68,28 @@ def test_samples_have_their_replica_and_go_with_it() -> None:
 
 
 def test_one_name_of_two_types_is_shown_as_the_first() -> None:
-    metrics = ReplicaMetrics()
-    metrics.arrive("one", (WAITING,))
-    metrics.arrive("two", ((WAITING[0], WAITING[1], "counter", WAITING[3]),))
+    metrics = ReplicaMetrics(Ask())
+    metrics.arrive("one", 1, (WAITING,))
+    metrics.arrive("two", 1, ((WAITING[0], WAITING[1], "counter", WAITING[3]),))
     assert list(read(metrics)) == [("plait_requests_waiting", "one", "")]
+
+
+def test_a_scrape_waits_for_the_replicas_that_it_asks_and_takes_the_last_report_of_a_slow_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ask = Ask(("one", "two"))
+    metrics = ReplicaMetrics(ask)
+    monkeypatch.setattr("plait.cluster.replica_metrics.ANSWER_S", 0.02)
+
+    def answer(number: int) -> None:
+        metrics.arrive("one", number, (WAITING,))
+        if number == 1:
+            metrics.arrive("two", number, (ENDED,))
+
+    ask.answer = answer
+    for _ in range(2):
+        assert read(metrics) == {
+            ("plait_requests_waiting", "one", ""): 3.0,
+            ("plait_requests_total", "two", "stop"): 7.0,
+        }
+    assert ask.numbers == [1, 2]

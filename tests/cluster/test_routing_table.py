@@ -10,7 +10,7 @@ import pytest
 from plait.cluster import routing_table
 from plait.cluster.costs import count_missing, rank_homes
 from plait.cluster.resume_points import ReplicaReport
-from plait.cluster.routing_table import CHOICES, STALE_S, Route, RoutingTable
+from plait.cluster.routing_table import CHOICES, NEW_HOME_TOKENS, RARE_S, STALE_S, Route, RoutingTable
 from plait.state.blocks import extend, root
 
 BLOCK = 16
@@ -119,6 +119,48 @@ def test_a_home_that_this_gateway_has_filled_is_left_and_taken_again() -> None:
     known.record_first_token(home)
     known.record_end(home)
     assert known.choose(CHAIN, 10_000, 0.0)[0] == home
+
+
+def test_readers_of_a_new_beginning_gather_in_one_replica_whichever_gateway_they_come_to() -> None:
+    replicas, beginning = {f"r{i}": report() for i in range(8)}, chain_of([7] * 64)
+    gateways = [table(**replicas) for _ in range(3)]
+    taken = []
+    for number, gateway in enumerate(gateways * 2):
+        chain = chain_of([7] * 64 + [number] * 400)
+        now = RARE_S * number
+        taken.append(gateway.choose(chain, 464, now, home=beginning[-1], home_tokens=64)[0])
+    assert {route.replica for route in taken} == {taken[0].replica}
+    assert {(route.why, route.missing) for route in taken} == {("load", 464)}
+
+
+def test_a_beginning_waits_for_what_it_saves_and_a_new_one_for_less() -> None:
+    home = chain_of([7] * 1600)[-1]
+    (first, second, _) = rank_homes(home, ("a", "b", "c"))
+
+    def choose(waiting: int, *times: float) -> str:
+        known = table(**{name: report(waiting=waiting * (name == first)) for name in "abc"})
+        return [known.choose([], 2000, now, home=home, home_tokens=1600)[0].replica for now in times][-1]
+
+    assert choose(NEW_HOME_TOKENS, 1.0) == first
+    assert choose(NEW_HOME_TOKENS + 1, 1.0) == second
+    assert choose(1600, 1.0, 1.0 + RARE_S) == first
+    assert choose(1601, 1.0, 1.0 + RARE_S) == second
+    assert choose(1, 1.0, 0.9 + RARE_S) == second  # it is popular, and load alone spreads it
+
+
+def test_a_replica_that_has_the_beginning_comes_before_its_home() -> None:
+    home = rank_homes(CHAIN[3], ("a", "b"))[0]
+    other = {"a": "b", "b": "a"}[home]
+    known = table(**{home: report(), other: report(added=(CHAIN[3],))})
+    assert known.choose(CHAIN, 100, 1.0, home=CHAIN[3], home_tokens=64)[0] == Route(other, 36, 36, "prefix")
+
+
+def test_beginnings_are_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("plait.cluster.routing_table.MAX_HOMES", 3)
+    known = table(a=report(), b=report())
+    for name in (b"1", b"2", b"1", b"3", b"4"):
+        known.choose([], 100, 1.0, home=name, home_tokens=16)
+    assert [*known._homes] == [b"1", b"3", b"4"]
 
 
 def test_excluded_replicas_are_left_out_and_none_may_be_left() -> None:

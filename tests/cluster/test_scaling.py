@@ -28,8 +28,10 @@ def test_waiting_seconds_are_prompts_and_places() -> None:
 
 def test_load_is_read_from_an_engines_numbers() -> None:
     stats = {"num_waiting_tokens": 900, "num_waiting": 2, "num_running": 3, "prompt_tokens_per_s": 300}
-    load = ReplicaLoad.from_stats(stats, 16)
+    load = ReplicaLoad.from_stats({**stats, "num_places": 16, "reply_ms": 1500})
     assert (load.waiting_s, load.running_replies, load.waiting_replies, load.places) == (3.0, 3, 2, 16)
+    assert load.reply_s == 1.5
+    assert ReplicaLoad.from_numbers({name: float(n) for name, n in load.to_numbers().items()}) == load
 
 
 def test_up_at_once_by_as_many_as_the_work_needs() -> None:

@@ -34,8 +34,9 @@ def test_four_gateways_find_what_one_cache_would(script: ModuleType) -> None:
     options = ["--replicas", "16", "--gateways", "4", "--seconds", "60", "--policies", "cost"]
     (row,) = script.rows(script.parse(options))
     assert (
-        row["found_share"] > 0.93 * row["one_cache_share"]
-    )  # chats of a minute are young; 0.98 of older ones
+        row["found_share"] > 0.95 * row["one_cache_share"]
+    )  # which knows beginnings before their first reader
+    assert row["found_share"] > 0.97 * row["one_replica_share"]  # one engine with the memory of all
 
 
 def test_rows_repeat_but_for_measured_times_and_are_json(script: ModuleType) -> None:

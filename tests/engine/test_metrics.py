@@ -17,6 +17,8 @@ from plait.schedule.costs import SchedulerLimits
 STATS = dict(
     num_running=3,
     num_waiting=2,
+    num_waiting_tokens=900,
+    prompt_tokens_per_s=300,
     num_blocks=100,
     num_free_blocks=60,
     num_cached_blocks=30,
@@ -68,6 +70,8 @@ def test_what_the_scheduler_says_is_read_at_the_scrape() -> None:
     found = read(metrics)
     assert found["plait_requests_running"] == 3
     assert found["plait_requests_waiting"] == 2
+    assert found["plait_waiting_seconds"] == 3.0  # of prompts; how long a reply runs is not known yet
+    assert found["plait_places_used_ratio"] == 3 / 4
     assert [found[f"plait_blocks{{{state}}}"] for state in ("free", "held", "cached")] == [60, 10, 30]
     assert [found[f"plait_slots{{{state}}}"] for state in ("free", "held", "cached")] == [1, 3, 4]
     assert found["plait_memory_usage_ratio"] == 3 / 4  # slots: more than the tenth of the blocks

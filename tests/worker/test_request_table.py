@@ -165,3 +165,14 @@ def test_a_new_engine_gets_mirostat_s_bound_of_each_choice() -> None:
     book.die()
     (again,) = (entry.so_far() for entry in book.table.due())
     assert (again.resumed, again.resumed_mu) == (((7, 8), ()), (4.25, None))
+
+
+def test_a_place_is_given_back_before_the_reader_gets_the_last_event() -> None:
+    table, seen = RequestTable(), list[int]()
+    table.add(request("a", [1, 2], n=2), lambda event: seen.append(len(table)), 1.0)
+    for index, reason in ((0, None), (0, "stop"), (1, "stop")):
+        table.deliver(encode_event(1, Event("a", index, (7,), finish_reason=reason)), 2.0)
+    assert seen == [1, 1, 0]
+    table.add(request("b", [1, 2]), lambda event: seen.append(len(table)), 1.0)
+    table.cancel("b", None)  # no engine has it, so it ends here
+    assert seen == [1, 1, 0, 0]

@@ -21,7 +21,8 @@ from plait.errors import ConfigError
 
 APP, ENGINE, GATEWAY = "plait", "engine", "gateway"
 SLACK = 64  # calls to a replica that are no requests
-UPSCALE_S, DOWNSCALE_S = 2.0, 300.0  # a load must last so long
+SCALER = "plait.cluster.ray_serve.scaler:WaitingWorkScaler"
+REPORT_S = 1.0  # between two reports of a replica's load to Serve's controller
 
 
 def build(args: Mapping[str, object]) -> Application:
@@ -67,7 +68,7 @@ def make_app(model: str, engine: EngineConfig, server: ServerConfig, cluster: Cl
         request_router_config=RequestRouterConfig(
             request_router_class="plait.cluster.ray_serve.router:PinnedRouter"
         ),
-        **_scale(cluster, engine),
+        **_scale(cluster),
     )
     gateways = serve.deployment(serve.ingress(lambda: serve_http)(ClusterGateway)).options(
         name=GATEWAY,
@@ -81,20 +82,17 @@ def make_app(model: str, engine: EngineConfig, server: ServerConfig, cluster: Cl
     return gateways.bind(bound, settings, served, cluster.patience_s)
 
 
-def _scale(cluster: ClusterConfig, engine: EngineConfig) -> dict[str, object]:
+def _scale(cluster: ClusterConfig) -> dict[str, object]:
+    """A fixed number of replicas, or Serve's autoscaling by `WaitingWorkScaler`, which has its own delays."""
     least, most = cluster.bounds
     if least == most:
         return {"num_replicas": least}
-    return {
-        "autoscaling_config": {
-            "min_replicas": least,
-            "max_replicas": most,
-            "initial_replicas": least,
-            "target_ongoing_requests": max(engine.max_num_seqs / 2, 1),
-            "upscale_delay_s": UPSCALE_S,
-            "downscale_delay_s": DOWNSCALE_S,
-        }
-    }
+    limits = {"max_queue_s": cluster.max_queue_s, "down_after_s": cluster.down_after_s}
+    policy = {"policy_function": SCALER, "policy_kwargs": {"least": least, "most": most, **limits}}
+    bounds = {"min_replicas": least, "max_replicas": most, "initial_replicas": least}
+    delays = {"upscale_delay_s": 0.0, "downscale_delay_s": 0.0}
+    reports = {"metrics_interval_s": REPORT_S, "look_back_period_s": 2 * REPORT_S}
+    return {"autoscaling_config": {**bounds, **delays, **reports, "policy": policy}}
 
 
 def _read(kind: type, name: str, value: object) -> object:

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from plait.cluster.card import make_front
 from plait.cluster.loop import ClusterLoop
+from plait.cluster.ray_serve.lease_holds import LeaseHolds
 from plait.cluster.ray_serve.membership import MEMBERSHIP
 from plait.cluster.replica_server import ReplicaAddress
 from plait.config import EngineConfig, ServerConfig
@@ -58,7 +59,7 @@ class ClusterGateway:
         self._engines, self._home = engines, asyncio.get_running_loop()
         self._addresses: dict[str, ReplicaAddress] = {}
         self._asking: dict[str, asyncio.Task[None]] = {}
-        self._holding: set[asyncio.Task[None]] = set()
+        self._holds = LeaseHolds(self._hold)
         self._members: tuple[str, ...] = ()
         self._seen_s = time.monotonic()
         self._loop = ClusterLoop(patience_s=patience_s, on_lease=self._begin_hold)
@@ -125,18 +126,13 @@ class ClusterGateway:
 
     def _begin_hold(self, name: str, key: int) -> None:
         """On the cluster loop's thread: a lease was sent."""
-        self._home.call_soon_threadsafe(self._hold_soon, name, key)
-
-    def _hold_soon(self, name: str, key: int) -> None:
-        task = self._home.create_task(self._hold(name, key))
-        self._holding.add(task)
-        task.add_done_callback(self._holding.discard)
+        self._home.call_soon_threadsafe(self._holds.begin, name, key)
 
     async def _hold(self, name: str, key: int) -> None:
-        """Have Serve see a lease as a request. Its failure can show a death that the connection does not."""
+        """Have Serve see leases as a request. Its failure can show a death that the connection does not."""
         try:
             await self._engines.hold.remote(gateway=self._loop.name, key=key, at=name)
         except ray.exceptions.RayActorError:
             self._loop.report_dead(name)
         except Exception:
-            log.exception("Serve does not see a lease of replica %s", name)
+            log.exception("Serve does not see the leases of replica %s", name)

@@ -16,6 +16,7 @@ from ray import serve
 from plait.cluster.card import make_card
 from plait.cluster.replica_server import ReplicaServer
 from plait.cluster.resume_points import ResumePoints
+from plait.cluster.scaling import ReplicaLoad
 from plait.config import EngineConfig, ServerConfig
 from plait.errors import EngineLost
 from plait.worker.client import EngineProcess
@@ -54,10 +55,14 @@ class EngineReplica:
         return host, port, token  # Ray's cluster pickles no class of ours
 
     async def hold(self, gateway: str, key: int, at: str = "") -> None:
-        """As long as a lease: so Serve sees what is open, and waits for it when it stops the replica."""
+        """While a gateway has leases: so Serve sees them, and waits for them when it stops the replica."""
         if at != self._id:
             return
         await asyncio.wrap_future(self._server.hold(gateway, key))
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What Serve hands to its policy for the number of replicas, see `WaitingWorkScaler`."""
+        return ReplicaLoad.from_stats(self._process.stats()).to_numbers()
 
     def pids(self, at: str = "") -> tuple[int, int | None]:
         """The processes of the actor and its engine."""

@@ -15,6 +15,7 @@ from ray.serve.exceptions import RayServeException
 
 from plait.cluster.config import ClusterConfig, check_cluster
 from plait.cluster.ray_serve.app import APP, GATEWAY, make_app
+from plait.cluster.ray_serve.survey import ask_gateways
 from plait.config import EngineConfig, ServerConfig
 from plait.errors import ConfigError, EngineError
 
@@ -28,7 +29,8 @@ def connect(address: str | None, num_cpus: int | None = None) -> None:
     options: dict[str, object] = {"log_to_driver": False, "logging_level": "error", "namespace": "serve"}
     if address is None:
         options |= {"include_dashboard": False, "object_store_memory": OBJECT_STORE_NBYTES}
-        options |= {"num_cpus": num_cpus, "_node_ip_address": "127.0.0.1"}
+        # "local": without it Ray would join another user's cluster on this machine.
+        options |= {"address": "local", "num_cpus": num_cpus, "_node_ip_address": "127.0.0.1"}
     else:
         options |= {"address": address}
     try:
@@ -97,7 +99,12 @@ def read_status(address: str) -> dict[str, object]:
             raise ConfigError(f"address: the cluster at {address} does not run {APP}")
         deployments = {name: dict(each.replica_states) for name, each in found.deployments.items()}
         handle = serve.get_deployment_handle(GATEWAY, APP)
-        gateways = [handle.describe.remote().result(timeout_s=ASK_S)]
+
+        def ask(count: int) -> list[dict[str, object]]:
+            calls = [handle.describe.remote() for _ in range(count)]
+            return [call.result(timeout_s=ASK_S) for call in calls]
+
+        gateways = ask_gateways(ask, deployments.get(GATEWAY, {}).get("RUNNING", 1), ASK_S)
         return {"status": str(found.status.value), "deployments": deployments, "gateways": gateways}
     except RayServeException as error:
         raise ConfigError(f"address: {' '.join(str(error).split())}") from error

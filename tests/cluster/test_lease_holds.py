@@ -1,0 +1,74 @@
+"""One call shows a replica's leases to the cluster's scheduler, however many there are."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from plait.cluster.ray_serve.lease_holds import LeaseHolds
+from tests.cluster.replicas import cluster, make_request
+
+
+def test_leases_of_a_replica_share_a_call_and_a_later_one_is_held_again() -> None:
+    calls: list[tuple[str, int]] = []
+
+    async def run() -> None:
+        ends: list[asyncio.Event] = []
+
+        async def hold(replica: str, key: int) -> None:
+            calls.append((replica, key))
+            ends.append(asyncio.Event())
+            await ends[-1].wait()
+
+        async def settle() -> None:
+            for _ in range(3):
+                await asyncio.sleep(0)
+
+        holds = LeaseHolds(hold)
+        for replica, key in (("a", 1), ("b", 2), ("a", 3)):
+            holds.begin(replica, key)
+            await settle()
+        assert calls == [("a", 1), ("b", 2)]
+        ends[0].set()  # lease 3 was sent after this call, and may be open
+        await settle()
+        assert calls == [("a", 1), ("b", 2), ("a", 3)]
+        ends[2].set()
+        await settle()
+        holds.begin("a", 4)
+        await settle()
+        assert calls[3:] == [("a", 4)]
+        for end in ends:
+            end.set()
+        await settle()
+
+    asyncio.run(run())
+
+
+def test_a_replica_is_held_until_the_last_lease_of_its_gateway_is_over() -> None:
+    with cluster(1) as made:
+        server, engine = made.replicas["r0"].server, made.replicas["r0"].engine
+        engine.is_still = True
+        requests = [make_request(name, 5) for name in "ab"]
+        made.submit(*requests)
+        for request in requests:
+            made.holder(request)
+        held = server.hold("gateway", 1)
+        made.loop.cancel("a")
+        made.received.wait(lambda: bool(made.received.ends("a")))
+        time.sleep(0.05)
+        assert not held.done()
+        engine.is_still = False
+        held.result(5)
+        server.hold("gateway", 2).result(5)  # it is over before the call comes
+        assert server.num_open == 0
+
+
+def test_a_lost_connection_ends_what_holds_the_replica() -> None:
+    with cluster(1) as made:
+        server = made.replicas["r0"].server
+        made.replicas["r0"].engine.is_still = True
+        made.submit(make_request("a", 5))
+        held = server.hold("gateway", 1)
+        time.sleep(0.05)
+        made.loop.close(drain=False)
+        held.result(5)
