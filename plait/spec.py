@@ -272,17 +272,16 @@ class BranchSpec:
 
 @dataclass(frozen=True, slots=True)
 class HyperSpec:
-    """How the branches of a model read and write its residual streams (Zhu et al. 2024; Xie et al. 2026).
+    """How branches read and write several residual streams, by a linear layer's logits (Zhu et al. 2024).
 
-    By logits of a linear layer: a branch reads Σ (sigmoid + eps) stream, all normed by `norm`, and adds its
-    output times `magnitude` · sigmoid + `added`. `rounds`: of Sinkhorn, which mixes streams.
+    Σ (sigmoid + eps) stream, each normed, is read. `rounds`: of Sinkhorn, which mixes streams (Xie et al.).
     """
 
     count: int = 4
     norm: NormSpec = NormSpec(weight=False)
     eps: float = 1e-6
-    magnitude: float = 2.0
-    added: float = 0.0
+    magnitude: float = 2.0  # of the sigmoids that an output is added with
+    added: float = 0.0  # to these
     rounds: int | None = None
 
 
