@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 from prometheus_client import Gauge
 from prometheus_client.exposition import generate_latest
 
+from plait.cluster import lease_table
+from plait.cluster.connection import ReplicaEnd
 from plait.cluster.lease_table import MAX_LOSSES
+from plait.cluster.wire import LeaseEvents
 from plait.engine.fingerprint import Fingerprint
 from plait.errors import DeadlineExceeded, EngineError, EngineKilled, EngineLost, InvalidField, QueueFull
 from plait.request import Event
+from plait.worker.protocol import WireMessage
 from tests.cluster.replicas import cluster, expected, make_card, make_request
 
 LONG = 150
@@ -99,6 +108,67 @@ def test_streams_of_a_silent_replica_move_and_its_late_frames_are_ignored() -> N
         made.wait_ready(2)
         assert made.received.tokens("a") == expected(request)
         assert not made.replicas[silent].engine.running
+
+
+def test_a_slow_replica_keeps_its_streams_and_gets_no_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease_table, "LATE_S", 0.15)
+    with cluster(patience_s=5.0) as made:
+        request = make_request("a", LONG)
+        made.submit(request)
+        made.received.wait(lambda: len(made.received.tokens("a")) > 5)
+        slow = made.replicas[made.holder(request)]
+        slow.road.drops = True
+        time.sleep(0.4)
+        later = [make_request(f"b{i}") for i in range(4)]
+        made.submit(*later)
+        made.check(*later)
+        slow.road.drops = False
+        made.check(request)
+        assert slow.engine.num_taken == 1
+        assert made.loop.counts()[0] == {}
+
+
+@pytest.mark.parametrize("lie", ["repeated", "left out", "late"])
+def test_streams_move_when_their_replica_repeats_or_leaves_out_a_frame(
+    lie: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with cluster() as made:
+        request, other = make_request("a", LONG), make_request("b", LONG)
+        made.submit(request, other)
+        made.received.wait(lambda: all(len(made.received.tokens(r)) > 5 for r in "ab"))
+        late: list[Callable[[], object]] = []  # sends what was left out
+        send = ReplicaEnd.send
+
+        def send_wrongly(end: ReplicaEnd, message: WireMessage) -> None:
+            if late or not isinstance(message, LeaseEvents):
+                send(end, message)
+                return
+            later = asyncio.get_running_loop().call_soon_threadsafe
+            late.append(partial(later, send, end, message))
+            if lie == "repeated":
+                send(end, message)
+                send(end, message)
+
+        monkeypatch.setattr(ReplicaEnd, "send", send_wrongly)
+        made.received.wait(lambda: sum(made.loop.counts()[0].values()) > 0)
+        if lie == "late":
+            late[0]()
+        made.check(request, other)
+        assert made.loop.counts()[0].keys() == {("broken", "yes")}
+
+
+def test_a_client_that_leaves_while_no_replica_is_there_is_not_computed_any_more() -> None:
+    with cluster(1) as made:
+        request = make_request("a", LONG)
+        made.submit(request)
+        made.received.wait(lambda: len(made.received.tokens("a")) > 5)
+        made.kill("r0")
+        made.loop.cancel("a")
+        made.received.wait_ends(request)
+        assert made.received.ends("a") == ["cancelled"]
+        later = made.add("r1")
+        made.wait_ready(1)
+        assert not later.engine.num_taken
 
 
 def test_a_changed_frame_ends_the_connection_and_no_wrong_token_arrives() -> None:
