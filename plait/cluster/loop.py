@@ -55,11 +55,14 @@ class ClusterLoop:
     """Starts its thread at construction. `first_card` waits for a replica; requests are taken then.
 
     `patience_s`: a replica with open streams that shows no sign of life for so long loses them. `on_lease` is
-    called for each new lease, on the loop's thread, with the replica and the lease's key.
+    called for each new lease, on the loop's thread, with the replica and the lease's key. `is_managed`:
+    whether a replica that ends is replaced; if not, load balancers should send new requests elsewhere, but
+    those that come are served.
     """
 
     fault: PlaitError | None = None
     loading: tuple[str, int, int] | None = None
+    is_managed = True
 
     def __init__(
         self,
@@ -131,8 +134,8 @@ class ClusterLoop:
 
     @property
     def healthy(self) -> bool:
-        """Whether any replica takes requests."""
-        return bool(self.count_states()["ready"])
+        """Whether any replica takes requests, and is replaced when it ends."""
+        return self.is_managed and bool(self.count_states()["ready"])
 
     @property
     def live(self) -> bool:

@@ -61,7 +61,7 @@ def make_app(model: str, engine: EngineConfig, server: ServerConfig, cluster: Cl
         ray_actor_options={"num_cpus": cpus, "num_gpus": gpus},
         max_ongoing_requests=engine.max_waiting + engine.max_num_seqs + SLACK,
         health_check_period_s=1.0,
-        health_check_timeout_s=10.0,
+        health_check_timeout_s=2 * cluster.patience_s,
         graceful_shutdown_timeout_s=cluster.drain_s,
         graceful_shutdown_wait_loop_s=0.2,
         max_surge_percent=100,

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from plait.cluster.card import make_front
 from plait.cluster.loop import ClusterLoop
+from plait.cluster.ray_serve.head import HeadWatch
 from plait.cluster.ray_serve.lease_holds import LeaseHolds
 from plait.cluster.ray_serve.membership import MEMBERSHIP
 from plait.cluster.replica_server import ReplicaAddress
@@ -70,6 +71,8 @@ class ClusterGateway:
         self._front = await asyncio.to_thread(make_front, card, self._loop, config, parsers)
         traffic = Traffic(limits, tracing.recorder(limits))
         APPS.append(create_app(self._front, limits, traffic))
+        watch = HeadWatch(ray.get_runtime_context().gcs_address, self._see_head)
+        self._watching = asyncio.create_task(watch.run())
 
     def describe(self) -> dict[str, object]:
         """Its replicas and counts, for `plait cluster status`."""
@@ -89,6 +92,12 @@ class ClusterGateway:
         """Ray Serve calls it when what was open has ended, or its time is over."""
         if hasattr(self, "_loop"):
             self._loop.close(drain=False)
+
+    def _see_head(self, is_there: bool) -> None:
+        if is_there != self._loop.is_managed:
+            text = "is there again" if is_there else "cannot be reached: no replica is replaced"
+            log.warning("the head of the Ray cluster %s", text)
+        self._loop.is_managed = is_there
 
     def _hear_members(self, members: tuple[str, ...]) -> None:
         """On the router's thread."""

@@ -1,0 +1,76 @@
+"""One real Ray cluster for all tests of this folder, because it takes half a minute to start.
+
+The head has two cores, as Ray counts them: a gateway and one replica. A second replica is on another node.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from tests.cluster.ray_serve.running import MODEL, STREAMS, TOKENS, RunningCluster, body_of
+
+STARTED = {
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",  # a loaded machine fails Serve's own checks
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+}
+
+
+@pytest.fixture(scope="package")
+def running() -> Iterator[RunningCluster]:
+    """A gateway and one replica on the head of a cluster."""
+    pytest.importorskip("ray", reason="the extra [cluster] is not installed")
+    import ray
+    from ray import serve
+    from ray.cluster_utils import Cluster
+
+    from plait.cluster.ray_serve.run import connect
+
+    with ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        for name, value in STARTED.items():
+            patch.setitem(os.environ, name, value)
+        folder = tempfile.mkdtemp(prefix="plait-ray-")  # a socket's path may have 107 bytes
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        nodes = Cluster()
+        stack.callback(end_nodes, nodes)
+        nodes.add_node(
+            num_cpus=2,
+            include_dashboard=False,
+            include_log_monitor=False,
+            temp_dir=folder,
+        )
+        connect(nodes.address)
+        stack.callback(ray.shutdown)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        serve.start(http_options={"host": "127.0.0.1", "port": port, "location": "HeadOnly"})
+        made = RunningCluster(port, nodes)
+        made.run()
+        made.wait_ready(1)
+        yield made
+
+
+def end_nodes(nodes: object) -> None:
+    """Kill every process of a cluster."""
+    for node in nodes.list_all_nodes():  # type: ignore[attr-defined]
+        node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
+
+
+@pytest.fixture(scope="package")
+def expected() -> list[str]:
+    """The texts that one engine in this process gives."""
+    from plait import LLM, SamplingParams
+
+    bodies = [body_of(i) for i in range(STREAMS)]
+    params = [
+        SamplingParams(max_tokens=TOKENS, temperature=0.8, seed=i, ignore_eos=True) for i in range(STREAMS)
+    ]
+    with LLM(str(MODEL), threads=1) as llm:
+        return [found.outputs[0].text for found in llm.generate([body["prompt"] for body in bodies], params)]

@@ -1,0 +1,240 @@
+"""A running cluster as its clients see it, and what ends its processes."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+MODEL = Path(__file__).parents[3] / "examples/nano-hybrid"
+TOKENS, STREAMS = 400, 6
+PATIENCE_S = 4.0
+MOST_S = 120.0  # to wait for anything
+
+
+@dataclass
+class StreamedReply:
+    """A streamed reply as its client sees it."""
+
+    text: str = ""
+    times: list[float] = field(default_factory=list)
+    finish_reason: str = ""
+    error: str = ""
+
+    @property
+    def longest_gap_s(self) -> float:
+        return max((b - a for a, b in zip(self.times, self.times[1:], strict=False)), default=0.0)
+
+
+def body_of(i: int) -> dict[str, Any]:
+    prompt = f"And it came to pass in the days of {i}"
+    return {"prompt": prompt, "max_tokens": TOKENS, "temperature": 0.8, "seed": i, "ignore_eos": True}
+
+
+def check(replies: list[StreamedReply], expected: list[str]) -> None:
+    """Each has the text of one engine, to its end."""
+    assert [reply.error for reply in replies] == [""] * STREAMS
+    assert [reply.text for reply in replies] == expected
+    assert {reply.finish_reason for reply in replies} == {"length"}
+
+
+class RunningCluster:
+    """The cluster of these tests. `nodes`: of `ray.cluster_utils.Cluster`; the first one is the head."""
+
+    def __init__(self, port: int, nodes: Any) -> None:
+        self.port, self.nodes = port, nodes
+        self.options = {"model": str(MODEL), "replicas": "1", "gateways": "1", "threads": "1", "cpus": "1"}
+        self.options |= {"patience_s": str(PATIENCE_S), "drain_s": "3"}
+
+    # What runs
+
+    def run(self, **options: str) -> None:
+        """Run the application, with these options changed from now on."""
+        from ray import serve
+
+        from plait.cluster.ray_serve.app import build
+
+        self.options |= options
+        serve.run(build(self.options), name="plait", route_prefix="/")
+
+    def wait_ready(self, number: int = 2) -> None:
+        """Until exactly so many replicas run, and all take requests."""
+        until = time.monotonic() + MOST_S
+        found: dict[str, Any] = {}
+        while time.monotonic() < until:
+            with suppress(OSError, http.client.HTTPException, KeyError):
+                found = self.describe()
+                states = found["states"]
+                if states["ready"] == number == sum(states.values()) == len(self.pids()):
+                    return
+            time.sleep(0.2)
+        raise AssertionError(f"{number} replicas are not ready: {self.pids()} {found}")
+
+    def wait_served(self) -> None:
+        """Until clients are answered."""
+        until = time.monotonic() + MOST_S
+        while time.monotonic() < until:
+            with suppress(OSError, http.client.HTTPException):
+                if self.get("/ready")[0] == 200:
+                    return
+            time.sleep(0.1)
+        raise AssertionError("nothing answers")
+
+    def describe(self) -> dict[str, Any]:
+        """What a gateway knows."""
+        from ray import serve
+
+        return serve.get_deployment_handle("gateway", "plait").describe.remote().result(timeout_s=20)
+
+    def moved(self) -> dict[str, int]:
+        """Streams that moved, by cause and whether the arithmetic is the same: "replica yes"."""
+        return self.describe()["moved"]
+
+    def pids(self, name: str = "engine") -> list[int]:
+        """Processes of a deployment's replicas, on the nodes of this cluster."""
+        return self._find(f"ServeReplica:plait:{name}")
+
+    def proxy(self) -> int:
+        (found,) = self._find("ProxyActor")
+        return found
+
+    def busiest(self) -> tuple[int, int]:
+        """The processes of the replica with most open streams: its own, and its engine's."""
+        name = max(self.describe()["replicas"], key=lambda replica: replica["open"])["name"]
+        return self.processes_of(name)
+
+    def processes_of(self, name: str) -> tuple[int, int]:
+        from ray import serve
+
+        engines = serve.get_deployment_handle("engine", "plait")
+        return engines.pids.remote(at=name).result(timeout_s=20)
+
+    def end(self, sign: int, *, engine: bool = False) -> int:
+        """Send a signal to the busiest replica, or to its engine; its process."""
+        actor, child = self.busiest()
+        os.kill(child if engine else actor, sign)
+        return actor
+
+    def raylet(self, node: Any) -> int:
+        return node.all_processes["raylet"][0].process.pid
+
+    def children(self, pid: int) -> list[int]:
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError, IndexError):
+                if (entry / "stat").read_text().rpartition(")")[2].split()[1] == str(pid):
+                    found.append(int(entry.name))
+        return found
+
+    def _find(self, title: str) -> list[int]:
+        """Workers with this in what they call themselves."""
+        found = []
+        for node in self.nodes.list_all_nodes():
+            for pid in self.children(self.raylet(node)):
+                with suppress(OSError):
+                    if title.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                        found.append(pid)
+        return sorted(found)
+
+    # Clients
+
+    def get(self, path: str) -> tuple[int, str]:
+        link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        link.request("GET", path)
+        answer = link.getresponse()
+        return answer.status, answer.read().decode()
+
+    def stream(
+        self, i: int, on_event: Callable[[int], None] = lambda count: None, **more: object
+    ) -> StreamedReply:
+        reply = StreamedReply()
+        try:
+            link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=MOST_S)
+            body = json.dumps({**body_of(i), "stream": True, **more})
+            link.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+            answer = link.getresponse()
+            if answer.status != 200:
+                reply.error = f"{answer.status} {answer.read()!r}"
+            while not reply.error and (line := answer.readline()):
+                if line.startswith(b"data: {"):
+                    take(reply, json.loads(line[6:]), on_event)
+        except (OSError, http.client.HTTPException) as error:
+            reply.error = f"{type(error).__name__}: {error}"
+        return reply
+
+    def streams(self, act: Callable[[], object] = lambda: None, *, at_event: int = 30) -> list[StreamedReply]:
+        """STREAMS replies at once; `act` is called when the first of them has had so many events."""
+        replies = [StreamedReply()] * STREAMS
+        is_time = threading.Event()
+
+        def on_event(count: int) -> None:
+            if count >= at_event:
+                is_time.set()
+
+        def read(i: int) -> None:
+            replies[i] = self.stream(i, on_event)
+
+        threads = [threading.Thread(target=read, args=(i,)) for i in range(STREAMS)]
+        for thread in threads:
+            thread.start()
+        assert is_time.wait(MOST_S), replies
+        act()
+        for thread in threads:
+            thread.join()
+        return replies
+
+    @contextmanager
+    def load(self, expected: list[str]) -> Iterator[list[StreamedReply]]:
+        """STREAMS clients that ask again and again meanwhile; afterwards all replies must be whole."""
+        replies: list[StreamedReply] = []
+        wanted: list[str] = []
+        is_over = threading.Event()
+
+        def read(i: int) -> None:
+            while not is_over.is_set():
+                reply = self.stream(i)
+                replies.append(reply)
+                wanted.append(expected[i])
+                if reply.error:
+                    return
+
+        threads = [threading.Thread(target=read, args=(i,)) for i in range(STREAMS)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield replies
+        finally:
+            is_over.set()
+            for thread in threads:
+                thread.join()
+        assert {reply.error for reply in replies} == {""}
+        assert sorted(reply.text for reply in replies) == sorted(wanted)
+
+
+def take(reply: StreamedReply, event: dict[str, Any], on_event: Callable[[int], None]) -> None:
+    if "error" in event:
+        reply.error = str(event["error"])
+    for choice in event.get("choices", ()):
+        reply.text += choice["text"]
+        reply.finish_reason = choice["finish_reason"] or reply.finish_reason
+        reply.times.append(time.perf_counter())
+        on_event(len(reply.times))
+
+
+def copy_as_other_version(folder: Path) -> Path:
+    """Plait in `folder` under another version's number, so with another fingerprint; for PYTHONPATH."""
+    import plait
+
+    source = Path(plait.__file__).parent
+    shutil.copytree(source, folder / "plait", ignore=shutil.ignore_patterns("__pycache__"))
+    version = folder / "plait/version.py"
+    version.write_text(version.read_text() + '\n__version__ += ".dev1"\n')
+    return folder
