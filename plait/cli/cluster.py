@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -66,6 +67,9 @@ def serve_command(ctx: click.Context, /, model: str, config: str | None, **given
     """
     engine, server, wanted = read_configs(ctx, config, given)
     run = import_run()
+    if wanted.address is None:
+        for name, value in run.ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
     is_over = threading.Event()
 
     def stop(number: int, frame: FrameType | None) -> None:

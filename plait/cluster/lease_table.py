@@ -178,7 +178,7 @@ class LeaseTable:
         return found
 
     def end_engine(self, name: str, charged: Collection[int], now: float, *, is_foreign: bool) -> None:
-        """The engine of a living replica has ended, and is being replaced there.
+        """The engine of a living replica has ended, and is being replaced there; or it is frozen.
 
         Streams move where another replica has a place, and else go on there. `charged`: leases in its last
         step; `is_foreign`: it was killed from outside, so they are not to blame.

@@ -338,7 +338,7 @@ class ClusterLoop:
             case PointsReport():
                 table.hear_report(name, message.report, now)
             case EngineEnded():
-                log.warning("replica %s: its engine has ended", name)
+                log.warning("replica %s: its engine has ended or is frozen", name)
                 table.end_engine(name, message.charged, now, is_foreign=message.is_foreign)
             case Refused():
                 table.refuse(name, message, now)

@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -76,7 +77,8 @@ class ServedLease:
 class ReplicaServer:
     """Listens from its construction to `close`. `points`: None if the engine does not report any.
 
-    `engine`: its loop; it stays the caller's. Raises OSError for an address that cannot be had.
+    `engine`: its loop; it stays the caller's. `is_frozen`: whether its process shows no sign of life for now;
+    then streams move where they can. Raises OSError for an address that cannot be had.
     """
 
     def __init__(
@@ -87,13 +89,15 @@ class ReplicaServer:
         host: str = "127.0.0.1",
         points: PointSource | None = None,
         beat_s: float = BEAT_S,
+        is_frozen: Callable[[], bool] = lambda: False,
     ) -> None:
         self._engine, self._card, self._points, self._beat_s = engine, card, points, beat_s
         self._token = os.urandom(TOKEN_NBYTES)
         self._gateways: dict[str, _GatewayLink] = {}
         self._links: set[_GatewayLink] = set()
         self._reporting: set[asyncio.Task[None]] = set()
-        self._is_leaving = False
+        self._is_leaving = self._was_frozen = False
+        self._is_frozen = is_frozen
         self._holds: dict[str, list[Future[None]]] = {}  # by gateway
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="plait-replica", daemon=True)
@@ -173,7 +177,12 @@ class ReplicaServer:
     def _beat(self) -> None:
         engine, links = self._engine, [link for link in self._links if link.name]
         waiting, replies = self._count_load()
-        is_ready, stats = engine.healthy and not self._is_leaving, dict(engine.stats())
+        is_frozen, was_frozen = self._is_frozen(), self._was_frozen
+        if is_frozen and not was_frozen:
+            self._report_charged(frozenset(), is_foreign=True)  # as if it had ended: it may wake again
+        self._was_frozen = is_frozen
+        is_ready = engine.healthy and not (is_frozen or self._is_leaving)
+        stats = dict(engine.stats())
         beat = Beat(is_ready, not engine.live, waiting, replies, stats)
         reports = [] if self._points is None or not links else self._points.report(waiting, replies)
         for link in links:

@@ -125,7 +125,10 @@ class PointsReport(WireMessage, frozen=True, tag=4):
 
 
 class EngineEnded(WireMessage, frozen=True, tag=5):
-    """The engine's process has ended. `charged`: leases in its last step. The replica will replace it."""
+    """The engine's process has ended, or shows no sign of life. The replica will replace it, or it wakes.
+
+    `charged`: leases in its last step; `is_foreign`: they are not to blame.
+    """
 
     charged: tuple[int, ...]
     is_foreign: bool

@@ -204,6 +204,13 @@ class EngineProcess:
             return not hangs and now - status.alive_s < self._patience.frozen_s / 2
 
     @property
+    def silent_s(self) -> float:
+        """Seconds since any thread of the engine's process ran; 0 while there is none."""
+        with self._changed:
+            alive_s = 0.0 if self._engine is None else self._engine.status.alive_s
+        return max(time.monotonic() - alive_s, 0.0) if alive_s else 0.0
+
+    @property
     def loading(self) -> tuple[str, int, int] | None:
         """Progress of an engine that replaces another: (what it does, done, of). None: none is loading."""
         with self._changed:

@@ -258,7 +258,8 @@ class Cluster:
 
     def add(self, name: str, *, poison: int | None = None, most: int = 64, **card: object) -> Replica:
         engine = ThreadEngine(poison, most)
-        server = ReplicaServer(engine, make_card(max_open=most, **card), beat_s=0.05)
+        card_of_it = make_card(max_open=most, **card)
+        server = ReplicaServer(engine, card_of_it, beat_s=0.05, is_frozen=lambda: engine.is_still)
         engine.on_charged = server.report_charged
         self.replicas[name] = replica = Replica(engine, server, LyingSocket(server.address))
         self.tell()

@@ -196,6 +196,21 @@ def test_streams_move_when_the_engine_below_a_living_replica_ends() -> None:
         made.wait_ready(2)
 
 
+def test_streams_move_from_an_engine_that_is_frozen_and_it_takes_others_when_it_wakes() -> None:
+    with cluster() as made:
+        request = make_request("a", LONG)
+        made.submit(request)
+        made.received.wait(lambda: len(made.received.tokens("a")) > 5)
+        engine = made.replicas[made.holder(request)].engine
+        engine.is_still = True
+        made.check(request)
+        assert made.loop.counts()[0] == {("engine", "yes"): 1}
+        assert made.loop.count_states()["replacing"] == 1
+        engine.is_still = False
+        made.wait_ready(2)
+        assert not engine.running
+
+
 def test_streams_stay_where_the_engine_ends_and_no_other_replica_is_there() -> None:
     with cluster(1) as made:
         request = make_request("a", LONG)

@@ -78,7 +78,7 @@ def make_app(model: str, engine: EngineConfig, server: ServerConfig, cluster: Cl
         max_surge_percent=100,
         graceful_shutdown_timeout_s=max(server.shutdown_timeout_s, 1.0),
     )
-    bound = replicas.bind(model, settings, served)
+    bound = replicas.bind(model, settings, served, cluster.patience_s)
     return gateways.bind(bound, settings, served, cluster.patience_s)
 
 

@@ -26,7 +26,9 @@ from plait.worker.supervisor import Patience
 class EngineReplica:
     """Ray Serve starts it, looks after it and stops it; requests and tokens go around Ray."""
 
-    def __init__(self, model: str, engine: Mapping[str, object], server: Mapping[str, object]) -> None:
+    def __init__(
+        self, model: str, engine: Mapping[str, object], server: Mapping[str, object], patience_s: float
+    ) -> None:
         config, limits = EngineConfig(**engine), ServerConfig(**server)  # type: ignore[arg-type]
         patience = Patience(
             stalled_s=limits.step_timeout_s,
@@ -41,7 +43,13 @@ class EngineReplica:
             points = ResumePoints()
             self._process.follow_prefixes(points.apply)
             host = ray.util.get_node_ip_address()
-            self._server = ReplicaServer(self._process, card, host=host, points=points)
+            self._server = ReplicaServer(
+                self._process,
+                card,
+                host=host,
+                points=points,
+                is_frozen=lambda: self._process.silent_s > patience_s,
+            )
         except BaseException:
             self._process.close(drain=False)
             raise

@@ -20,6 +20,8 @@ from plait.config import EngineConfig, ServerConfig
 from plait.errors import ConfigError, EngineError
 
 OBJECT_STORE_NBYTES = 100 << 20  # of a cluster on this machine: tokens do not go through it
+# The environment for a Ray of our own: Serve would look after its proxy every 10 s.
+ENVIRONMENT = {"RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1"}
 CORES_BESIDE = 1  # as Ray counts them, for gateways and the controller
 ASK_S = 20.0
 

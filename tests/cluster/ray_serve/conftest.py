@@ -1,6 +1,7 @@
 """One real Ray cluster for all tests of this folder, because it takes half a minute to start.
 
-The head has two cores, as Ray counts them: a gateway and one replica. A second replica is on another node.
+The head has three cores, as Ray counts them, for a gateway and a replica; the other replica is on a node of
+its own. So there is no place for a third one, and it is known where a replica is.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ import pytest
 from tests.cluster.ray_serve.running import MODEL, STREAMS, TOKENS, RunningCluster, body_of
 
 STARTED = {
+    "RAY_health_check_period_ms": "1000",  # of nodes; a dead one is known after 3 s
+    "RAY_health_check_failure_threshold": "3",
+    "RAY_prestart_worker_first_driver": "0",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",  # a loaded machine fails Serve's own checks
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
 }
@@ -24,36 +28,34 @@ STARTED = {
 
 @pytest.fixture(scope="package")
 def running() -> Iterator[RunningCluster]:
-    """A gateway and one replica on the head of a cluster."""
+    """A gateway and two replicas on two nodes."""
     pytest.importorskip("ray", reason="the extra [cluster] is not installed")
     import ray
     from ray import serve
     from ray.cluster_utils import Cluster
 
-    from plait.cluster.ray_serve.run import connect
+    from plait.cluster.ray_serve.run import ENVIRONMENT, connect
 
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        for name, value in STARTED.items():
+        for name, value in {**ENVIRONMENT, **STARTED}.items():
             patch.setitem(os.environ, name, value)
         folder = tempfile.mkdtemp(prefix="plait-ray-")  # a socket's path may have 107 bytes
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         nodes = Cluster()
         stack.callback(end_nodes, nodes)
-        nodes.add_node(
-            num_cpus=2,
-            include_dashboard=False,
-            include_log_monitor=False,
-            temp_dir=folder,
-        )
-        connect(nodes.address)
+        nodes.add_node(num_cpus=3, include_dashboard=False, include_log_monitor=False, temp_dir=folder)
+        nodes.add_node(num_cpus=2, wait=False)
+        with pytest.MonkeyPatch.context() as patch:  # Ray puts the driver's folder before a node's PYTHONPATH
+            patch.chdir(folder)
+            connect(nodes.address)
         stack.callback(ray.shutdown)
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         serve.start(http_options={"host": "127.0.0.1", "port": port, "location": "HeadOnly"})
         made = RunningCluster(port, nodes)
         made.run()
-        made.wait_ready(1)
+        made.wait_ready()
         yield made
 
 

@@ -51,7 +51,7 @@ class RunningCluster:
 
     def __init__(self, port: int, nodes: Any) -> None:
         self.port, self.nodes = port, nodes
-        self.options = {"model": str(MODEL), "replicas": "1", "gateways": "1", "threads": "1", "cpus": "1"}
+        self.options = {"model": str(MODEL), "replicas": "2", "gateways": "1", "threads": "1", "cpus": "2"}
         self.options |= {"patience_s": str(PATIENCE_S), "drain_s": "3"}
 
     # What runs
@@ -110,6 +110,16 @@ class RunningCluster:
         """The processes of the replica with most open streams: its own, and its engine's."""
         name = max(self.describe()["replicas"], key=lambda replica: replica["open"])["name"]
         return self.processes_of(name)
+
+    def kill_busiest_gateway(self) -> None:
+        """Kill the gateway with most open streams. Calls of a handle would find the idle one."""
+        import ray
+
+        names = [found["name"] for found in ray.util.list_named_actors(all_namespaces=True)]
+        gateways = [ray.get_actor(name, namespace="serve") for name in names if "#gateway#" in name]
+        num_open = [ray.get(gateway.get_num_ongoing_requests.remote(), timeout=20) for gateway in gateways]
+        assert max(num_open) > 0, names
+        ray.kill(gateways[num_open.index(max(num_open))])
 
     def processes_of(self, name: str) -> tuple[int, int]:
         from ray import serve
@@ -193,7 +203,7 @@ class RunningCluster:
 
     @contextmanager
     def load(self, expected: list[str]) -> Iterator[list[StreamedReply]]:
-        """STREAMS clients that ask again and again meanwhile; afterwards all replies must be whole."""
+        """A client for each text, which asks again and again meanwhile; then all replies must be whole."""
         replies: list[StreamedReply] = []
         wanted: list[str] = []
         is_over = threading.Event()
@@ -206,7 +216,7 @@ class RunningCluster:
                 if reply.error:
                     return
 
-        threads = [threading.Thread(target=read, args=(i,)) for i in range(STREAMS)]
+        threads = [threading.Thread(target=read, args=(i,)) for i in range(len(expected))]
         for thread in threads:
             thread.start()
         try:

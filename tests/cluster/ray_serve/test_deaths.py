@@ -1,6 +1,6 @@
 """Whatever ends below open streams, their texts are those of one engine.
 
-The tests share a cluster and run in this order: the first ones bring it up, later ones take parts away.
+The tests share a cluster and run in this order: each leaves two replicas, but the last one takes a node away.
 """
 
 from __future__ import annotations
@@ -33,22 +33,25 @@ def test_text_is_that_of_one_engine_and_a_gateway_has_no_torch(
     assert int(rows["VmRSS"].split()[0]) < 300_000
 
 
-def test_a_second_replica_takes_requests_when_one_is_added_under_load(
-    running: RunningCluster, expected: list[str]
-) -> None:
-    with running.load(expected) as replies:
-        running.nodes.add_node(num_cpus=1)
-        running.run(replicas="2")
-        running.wait_ready(2)
-        while sum(replica["open"] > 0 for replica in running.describe()["replicas"]) < 2:
-            time.sleep(0.05)
-    assert len(replies) > 6
-
-
 def test_streams_go_on_when_an_engine_process_is_killed(running: RunningCluster, expected: list[str]) -> None:
     running.wait_ready()
     before = running.moved()
     check(running.streams(lambda: running.end(signal.SIGKILL, engine=True)), expected)
+    assert running.moved()["engine yes"] > before.get("engine yes", 0)
+
+
+def test_streams_move_from_an_engine_process_that_is_stopped(
+    running: RunningCluster, expected: list[str]
+) -> None:
+    running.wait_ready()
+    before, engines = running.moved(), list[int]()
+
+    def stop() -> None:
+        engines.append(running.busiest()[1])
+        os.kill(engines[0], signal.SIGSTOP)
+
+    check(running.streams(stop), expected)
+    os.kill(engines[0], signal.SIGCONT)
     assert running.moved()["engine yes"] > before.get("engine yes", 0)
 
 
