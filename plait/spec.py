@@ -272,14 +272,11 @@ class BranchSpec:
 
 @dataclass(frozen=True, slots=True)
 class HyperSpec:
-    """How branches read and write several residual streams, by a linear layer's logits (Zhu et al. 2024).
-
-    Σ (sigmoid + eps) stream, each normed, is read. `rounds`: of Sinkhorn, which mixes streams (Xie et al.).
-    """
+    """How branches read and write residual streams, by logits (Zhu et al. 2024). `rounds`: of Sinkhorn."""
 
     count: int = 4
     norm: NormSpec = NormSpec(weight=False)
-    eps: float = 1e-6
+    eps: float = 1e-6  # Σ (sigmoid + eps) stream, each normed, is read
     magnitude: float = 2.0  # of the sigmoids that an output is added with
     added: float = 0.0  # to these
     rounds: int | None = None

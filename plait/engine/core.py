@@ -91,9 +91,8 @@ class Engine:
     def cancel(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one choice of it, in any phase: what it holds is free at once.
 
-        Each open choice gets a last event: "cancelled" with the whole request, and "stop" with an `index`,
-        because a reader ends a single choice where a stop string ends its text. Unknown ids and finished
-        requests are ignored, because the caller cannot know what has finished meanwhile.
+        Each open choice gets a last event: "cancelled", or "stop" with an `index`: a stop string ended it.
+        Unknown and finished ids are ignored, because the caller cannot know what has ended meanwhile.
         """
         self._is_audited = False
         if (entry := self._requests.get(request_id)) is None:
