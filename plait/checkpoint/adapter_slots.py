@@ -41,8 +41,7 @@ class AdapterSlots:
         if any(name.rpartition(".")[2] in UNREACHED or name.startswith(BEHIND) for name in names):
             return
         if (site := self.site(names, linear.n_in, out_sizes)) is not None:
-            by_token = not any(name.startswith("head") for name in names)
-            linear.add(AddedAdapters(site, self.step, bind), by_token=by_token)
+            linear.add(AddedAdapters(site, self.step, bind))
 
     def site(self, names: Sequence[str], n_in: int, out_sizes: Sequence[int]) -> AdapterSite | None:
         """The site of these weights; None: no adapter changes them."""

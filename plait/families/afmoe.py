@@ -7,7 +7,7 @@ from plait.families.common.recipes import expert_tensors, transformer, unused_pa
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, require
 from plait.families.config.normalize import FULL, SLIDING, Config
-from plait.families.gguf.arch import Metadata, gguf_arch, windows
+from plait.families.gguf.arch import Metadata, check_router, gguf_arch, windows
 from plait.spec import BranchSpec, ModelSpec, MoeSpec, RouterSpec
 
 L, FFN = "model.layers.{i}", "layers.{i}.ffn"
@@ -64,3 +64,4 @@ def afmoe(c: Config) -> tuple[ModelSpec, NameMap]:
 )
 def _afmoe_in_gguf(m: Metadata) -> None:
     windows(m, 4)
+    check_router(m, "sigmoid", renormalizes=True)

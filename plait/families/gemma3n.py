@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.names import Back, Derived, NameMap, Rules, Source
+from plait.errors import UnsupportedModel
 from plait.families.common.recipes import (
     TEXT_PREFIXES,
     VISION,
@@ -207,6 +208,8 @@ def _in_gguf(m: Metadata) -> None:
     ):
         m.put(ours, m.values.get(theirs, usual), f"{FILE} {m.prefix}{theirs}")
     if edges := m.values.get("activation_sparsity_scale"):
+        if not isinstance(edges, list) or len(edges) != m.config["num_hidden_layers"]:
+            raise UnsupportedModel(f"{m.prefix}activation_sparsity_scale must have a number for each layer")
         shares = [NormalDist().cdf(edge) for edge in edges]
         m.put("activation_sparsity_pattern", shares, f"{FILE} {m.prefix}activation_sparsity_scale")
     m.size("laurel_rank", "laurel_l.weight", 0)

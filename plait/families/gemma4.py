@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from plait.checkpoint.names import NameMap, Rules
+from plait.checkpoint.names import NameMap, Rules, Source
 from plait.errors import UnsupportedModel
 from plait.families.common.recipes import (
     TEXT_PREFIXES,
@@ -207,7 +207,7 @@ def _expert_names(c: Config, layer: str) -> Rules:
 def _gguf_names(c: Config) -> Rules:
     b, mlp, moe = "blk.{i}", "layers.{i}.ffn.mlp", "layers.{i}.ffn.moe"
     stack, count = f"{b}.ffn_gate_up_exps.weight", c.get("num_experts") or 0
-    experts: Rules = {
+    experts: dict[str, Source | tuple[Source, ...]] = {
         f"{mlp}.norm": f"{b}.ffn_norm",
         f"{mlp}.post_norm": f"{b}.post_ffw_norm_1",
         f"{mlp}.{{x}}": f"{b}.ffn_{{x}}",
@@ -216,10 +216,11 @@ def _gguf_names(c: Config) -> Rules:
         f"{moe}.expert_norm": f"{b}.pre_ffw_norm_2",
         f"{moe}.expert_scale": f"{b}.ffn_down_exps.scale",
         f"{moe}.router": f"{b}.ffn_gate_inp",
-        f"{moe}.experts.{{e}}.gate.weight": expert_half(0, count, stack),
-        f"{moe}.experts.{{e}}.up.weight": expert_half(1, count, stack),
         f"{moe}.experts.{{e}}.down.weight": expert(count, f"{b}.ffn_down_exps.weight"),
     }
+    for n, x in enumerate(("gate", "up")):
+        both, alone = expert_half(n, count, stack), expert(count, f"{b}.ffn_{x}_exps.weight")
+        experts[f"{moe}.experts.{{e}}.{x}.weight"] = (both, alone)
     return {
         "layers.{i}.attn.v": (f"{b}.attn_v", f"{b}.attn_k"),
         "layers.{i}.{branch}.factor": f"{b}.layer_output_scale.weight",

@@ -24,7 +24,7 @@ from plait.families.common.spec_builders import (
     softmax_moe,
 )
 from plait.families.config.normalize import Config
-from plait.families.gguf.arch import FILE, Metadata, gguf_arch, plain_arch, windows
+from plait.families.gguf.arch import FILE, Metadata, check_router, gguf_arch, plain_arch, windows
 from plait.spec import BranchSpec, ModelSpec, MoeSpec, RouterSpec
 
 L = "model.layers.{i}"
@@ -287,19 +287,31 @@ def build_shared_moe(
 
 
 plain_arch("olmoe", "OlmoeForCausalLM", norm_topk_prob=False)
-plain_arch("minimax-m2", "MiniMaxM2ForCausalLM")
-plain_arch("dots1", "Dots1ForCausalLM")
+
+
+@gguf_arch("minimax-m2", "MiniMaxM2ForCausalLM")
+def _minimax_in_gguf(m: Metadata) -> None:
+    check_router(m, "sigmoid", renormalizes=True, scales=False)
+
+
+@gguf_arch("dots1", "Dots1ForCausalLM")
+def _dots_in_gguf(m: Metadata) -> None:
+    check_router(m, "sigmoid", renormalizes=None)
 
 
 def _shared_count(m: Metadata) -> None:
     """How many experts' width the shared one has."""
     m.size("num_shared_experts", "ffn_up_shexp.weight", 0)
-    m.config["num_shared_experts"] //= m.config["moe_intermediate_size"]
+    width = m.config.get("num_shared_experts") or 0
+    m.config["num_shared_experts"] = width // m.config["moe_intermediate_size"]
 
 
-gguf_arch("hy_v3", "HYV3ForCausalLM", names=lambda c: {f"{FFN}.router_bias": "blk.{i}.exp_probs_b"})(
-    _shared_count
-)
+@gguf_arch("hy_v3", "HYV3ForCausalLM", names=lambda c: {f"{FFN}.router_bias": "blk.{i}.exp_probs_b"})
+def _hy3_in_gguf(m: Metadata) -> None:
+    _shared_count(m)
+    check_router(m, "sigmoid", renormalizes=True)
+
+
 gguf_arch("hunyuan-moe", "HunYuanMoEV1ForCausalLM")(_shared_count)
 
 
@@ -310,6 +322,7 @@ gguf_arch("hunyuan-moe", "HunYuanMoEV1ForCausalLM")(_shared_count)
 )
 def _ernie_in_gguf(m: Metadata) -> None:
     _shared_count(m)
+    check_router(m, "softmax", renormalizes=True, scales=False)
     for ours, theirs in (
         ("start_index", "leading_dense_block_count"),
         ("interval", "interleave_moe_layer_step"),
@@ -320,5 +333,6 @@ def _ernie_in_gguf(m: Metadata) -> None:
 @gguf_arch("mellum", "MellumForCausalLM")
 def _mellum_in_gguf(m: Metadata) -> None:
     windows(m, 4)
+    check_router(m, "softmax", renormalizes=None, scales=False)
     if base := m.values.get("rope.freq_base_swa"):
         m.put("rope_local_base_freq", base, f"{FILE} {m.prefix}rope.freq_base_swa")

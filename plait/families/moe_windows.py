@@ -9,7 +9,7 @@ from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, norm, require, sigmoid_router
 from plait.families.config.normalize import FULL, SLIDING, Config
 from plait.families.exaone import windows_of_exaone
-from plait.families.gguf.arch import FILE, Metadata, gguf_arch, windows
+from plait.families.gguf.arch import FILE, Metadata, check_router, gguf_arch, windows
 from plait.families.moe_kin import FFN, MLP, SILU, L, build_shared_moe
 from plait.spec import BranchSpec, ModelSpec, RouterSpec
 
@@ -137,7 +137,10 @@ def _positions(c: Config, kind: str) -> dict[str, None]:
     return {"rope": None} if kind == FULL and c.get("sliding_window") else {}
 
 
-gguf_arch("exaone-moe", "ExaoneMoeForCausalLM")(windows_of_exaone)
+@gguf_arch("exaone-moe", "ExaoneMoeForCausalLM")
+def _exaone_in_gguf(m: Metadata) -> None:
+    windows_of_exaone(m)
+    check_router(m, "sigmoid", renormalizes=None)
 
 
 @gguf_arch(
@@ -148,6 +151,7 @@ gguf_arch("exaone-moe", "ExaoneMoeForCausalLM")(windows_of_exaone)
 )
 def _laguna_in_gguf(m: Metadata) -> None:
     """One layer in four is whole, the first of them; without a window all are. Windows turn otherwise."""
+    check_router(m, "sigmoid", renormalizes=True)
     count, dim = m.config["num_hidden_layers"], m.config["head_dim"]
     has_windows, told = bool(m.config.get("sliding_window")), m.values.get("attention.sliding_window_pattern")
     if isinstance(told, list):

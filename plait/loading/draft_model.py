@@ -72,7 +72,8 @@ def load_draft(
     own.no_fuse, own.chip = config.no_fuse, target.chip
     own.chip = try_kernels(own, weight_formats(opened), config.cache_dir, report)
     own.kv_dtype = kv_dtype(config, stored, dtype)
-    own.state_dtype = target.state_dtype
+    # A draft is checked anyway, and not every mixer can keep its state in 8 bits.
+    own.state_dtype = "float32" if target.state_dtype == "int8" else target.state_dtype
     with out_of_memory(f"loading the weights of the draft model {opened.files.name} ({gib(opened.nbytes)})"):
         decoder = load_decoder(opened, own, report)
     if not any(isinstance(state, PagedState) for state in decoder.states.values()):

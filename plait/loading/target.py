@@ -118,6 +118,11 @@ def choose_rank(opened: Opened) -> Rank:
                 f"deterministic: the sums of this model have {shares} shares, so it runs on "
                 f"{', '.join(str(n) for n in (1, 2, 4, 8) if shares % n == 0)} ranks, not on {size}"
             )
+        if size > 1 and config.state_dtype != "float32":
+            raise CannotDivide(
+                f"deterministic: a rank rounds {config.state_dtype} states by its own rows, so {size} ranks "
+                "have other bits than one; give --state-dtype float32, or leave --deterministic out"
+            )
         shares = 0 if shares == 1 else shares
     rank = Rank(0, size, shares, block, config.expert_parallel)
     divide_model(spec, rank)

@@ -192,6 +192,9 @@ for _device in ("cpu", "cuda"):
     linear.variant("dense", on=_device, when=_plain)(dense)
 
 
+LinearPart = tuple[Callable[..., Tensor], tuple[Any, Tensor | None, Activations]]
+
+
 class Linear:
     """One or more weights fused row-wise, ready to be called: [..., in] -> [..., out].
 
@@ -210,7 +213,7 @@ class Linear:
     ) -> None:
         self.n_in = weights[0].shape[1]
         self.n_out = sum(w.shape[0] for w in weights)
-        self._parts: list[tuple[Callable[..., Tensor], tuple[Any, Tensor | None, Activations]]] = []
+        self._parts: list[LinearPart] = []
         self._widths: list[int] = []
         self._widens: list[bool] = []
         makers: list[Callable[[Tensor, int], Tensor] | None] = []
@@ -227,18 +230,17 @@ class Linear:
             else:
                 self._parts.append((fn, (weight, bias, rounding)))
             self._widens.append(isinstance(fn, Packing) and fn.widens)
+        self._ahead = self._parts  # the same, for rows that are a step's tokens in their order
         self._empty = makers[0] if all(makers) else None
         self.added: AddedAdapters | None = None  # what adapters add to its result, if it may have some
 
-    def add(self, adapters: AddedAdapters, *, by_token: bool = True) -> None:
-        """Add adapters to the result from now on. by_token: row i is token i of a step, always."""
-        self.added = adapters
-        if not by_token:
-            return
+    def add(self, adapters: AddedAdapters) -> None:
+        """Add adapters to the result from now on."""
+        self.added, self._ahead = adapters, list(self._parts)
         widest = max(range(len(self._parts)), key=self._widths.__getitem__)
         apply, (weight, *rest) = self._parts[widest]
         if hasattr(weight, "before"):  # packed: its kernel may fetch their factors meanwhile
-            self._parts[widest] = apply, (weight.before(adapters), *rest)
+            self._ahead[widest] = apply, (weight.before(adapters), *rest)
 
     @property
     def nbytes(self) -> int:
@@ -260,26 +262,27 @@ class Linear:
 
     def __call__(self, x: Tensor, tokens: Tensor | None = None) -> Tensor:
         """x: [..., in] -> [..., out]. tokens: of which token each row is, where row i is not token i."""
-        y = self._multiply(x)
+        y = self._multiply(x, self._ahead if tokens is None else self._parts)
         return y if self.added is None else self.added(y, x, tokens)
 
-    def _multiply(self, x: Tensor) -> Tensor:
-        if len(self._parts) == 1:
-            apply, rest = self._parts[0]
+    def _multiply(self, x: Tensor, parts: Sequence[LinearPart]) -> Tensor:
+        if len(parts) == 1:
+            apply, rest = parts[0]
             return apply(x, *rest)
         if self._empty is None:
-            return torch.cat([apply(x, *rest) for apply, rest in self._parts], -1)
-        return self._write(x, self._empty(x, self.n_out))
+            return torch.cat([apply(x, *rest) for apply, rest in parts], -1)
+        return self._write(x, self._empty(x, self.n_out), parts)
 
     def in_float32(self, x: Tensor) -> Tensor:
         """The result in float32, without a rounding to the dtype of x where the variants write that."""
         if x.dtype == torch.float32 or not all(self._widens) or self.added is not None:
             return self(x).float()
-        return self._write(x, torch.empty(*x.shape[:-1], self.n_out, dtype=torch.float32, device=x.device))
+        wide = torch.empty(*x.shape[:-1], self.n_out, dtype=torch.float32, device=x.device)
+        return self._write(x, wide, self._parts)
 
-    def _write(self, x: Tensor, out: Tensor) -> Tensor:
+    def _write(self, x: Tensor, out: Tensor, parts: Sequence[LinearPart]) -> Tensor:
         start = 0
-        for (apply, rest), width in zip(self._parts, self._widths, strict=True):
+        for (apply, rest), width in zip(parts, self._widths, strict=True):
             apply(x, *rest, out=out[..., start : start + width])
             start += width
         return out

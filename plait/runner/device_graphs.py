@@ -104,7 +104,7 @@ class DeviceReplay:
         self._answers = torch.zeros(2, self.batch.rows, dtype=torch.float64, device=device)
         self._hidden = torch.zeros(0, device=device)  # of the rows of a graph, for who observes
         parts = (decoder, store, sampler, groups, capacity, backend)
-        has_drafts = capacity.logits > capacity.seqs + 1
+        has_drafts = capacity.logits > capacity.seqs + 2
         self.checks = CheckGraphs(*parts) if has_drafts else None
         facts = OpFacts("cuda" if backend.chip else device.type, torch.float32, chip=backend.chip)
         self._locate, where = locate_tokens.bind(facts, "step")

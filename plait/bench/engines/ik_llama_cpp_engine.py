@@ -47,7 +47,11 @@ class IkLlamaCppSide:
         command += ["-c", str((max_model_len + 1) * max_num_seqs), *(["-rtr"] if self.is_repacked else [])]
         self.server = subprocess.Popen(command, stdout=self._log, stderr=self._log)
         self._wait()
-        build = self._bench("-p", "1", "-n", "0")["build_commit"]
+        try:
+            build = self._bench("-p", "1", "-n", "0")["build_commit"]
+        except BaseException:
+            self.close()
+            raise
         self.facts: dict[str, object] = {
             "engine": "ik_llama.cpp -rtr" if self.is_repacked else "ik_llama.cpp",
             "version": f"{build}, AVX-512 paths {self._fast_paths()}",

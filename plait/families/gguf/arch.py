@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from plait.checkpoint.names import Rules
+from plait.errors import UnsupportedModel
 from plait.families.config.normalize import FULL, NOTHING, SLIDING, Config
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -101,6 +102,20 @@ def windows(m: Metadata, period: int) -> None:
         m.put("sliding_window_pattern", int(told), why)
     else:
         m.put("sliding_window_pattern", period, f"default (the {m.arch} format)")
+
+
+def check_router(m: Metadata, scores: str, *, renormalizes: bool | None, scales: bool = True) -> None:
+    """Refuse a file that weighs experts otherwise than its family does. `renormalizes` None: it may say.
+
+    `scales`: the family honours a factor of all weights. Raises UnsupportedModel.
+    """
+    usual = {"softmax": 1, "sigmoid": 2}[scores]
+    wanted: dict[str, object] = {"expert_gating_func": usual}
+    wanted |= {} if renormalizes is None else {"expert_weights_norm": renormalizes}
+    wanted |= {} if scales else {"expert_weights_scale": 1.0}
+    for key, value in wanted.items():
+        if (told := m.values.get(key, value)) != value:
+            raise UnsupportedModel(f"{m.prefix}{key} {told} is not implemented for {m.arch}; known: {value}")
 
 
 def head_size(m: Metadata) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from plait.errors import UnsupportedModel
 from plait.families.common.registry import families_by_name
+from plait.families.config.checks import check_config
 from plait.families.config.normalize import FULL, LINEAR
 from plait.families.gguf.arch import ARCHITECTURES, FILE, Arch, Metadata, Shapes
 from plait.ops.rope import yarn_mscale
@@ -81,6 +82,7 @@ def gguf_config(
     m.put("tie_word_embeddings", "output.weight" not in shapes, "tensor output.weight")
     if extra := m.config.get("num_nextn_predict_layers"):
         m.config["num_hidden_layers"] -= extra
+    check_config(m.config, FILE)  # before anything has as many parts as the file says
     _rope(m, read)
     _kinds(m)
     _experts(m)

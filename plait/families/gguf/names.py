@@ -36,11 +36,14 @@ def gguf_names(c: Config) -> NameMap:
     for ours in ("layers.{i}.ffn", "layers.{i}.mix", "layers.{i}.mix.ffn"):
         names |= _feed_forward(ours, b, count)
     own = ARCHITECTURES[c["gguf_architecture"]].names if c.get("gguf_architecture") else None
-    extra = range(c["num_hidden_layers"], c["num_hidden_layers"] + (c.get("num_nextn_predict_layers") or 0))
+    layers, shared = c["num_hidden_layers"], c.get("num_kv_shared_layers") or 0
+    extra = range(layers, layers + (c.get("num_nextn_predict_layers") or 0))
+    # Layers that read the keys of earlier ones may have tensors for keys all the same (Gemma 3n).
+    unread = (rf"^blk\.{i}\.attn_(k|v|k_norm)\." for i in range(layers - shared, layers))
     return NameMap(
         own(c) if own else {},
         names,
-        ignored=(ROPE_TABLES, DUMMIES, *(rf"^blk\.{i}\." for i in extra)),
+        ignored=(ROPE_TABLES, DUMMIES, *(rf"^blk\.{i}\." for i in extra), *unread),
     )
 
 

@@ -79,7 +79,7 @@ def _describe_arithmetic(opened: OpenedModel, target: Target) -> tuple[object, .
         (__version__, hash_code(COMPUTES), torch.__version__, np.__version__),
         _describe_gpu(opened, target) if target.chip else _describe_cpu(opened, target),
         (target.device.type, str(target.dtype), target.activations, target.kv_dtype, target.quantize),
-        target.state_dtype,
+        (target.state_dtype, rank.size if target.state_dtype != "float32" else 0),  # rounded by a rank's rows
         (rank.num_shares, rank.whole_experts),  # the order of sums
         (config.precise, config.prefill, config.no_fuse),
         bound,

@@ -52,14 +52,22 @@ def gguf_tokenizer(metadata: Mapping[str, object]) -> TextTokenizer | None:
 
 def _tokens(metadata: Mapping[str, Any]) -> tuple[list[str], list[int]]:
     """Texts and kinds of all tokens. Raises BadFile when their numbers differ or a text occurs twice."""
-    tokens = [str(t) for t in metadata[f"{_KEY}tokens"]]
-    kinds = [int(k) for k in metadata.get(f"{_KEY}token_type") or [NORMAL] * len(tokens)]
+    tokens = [str(t) for t in _list(metadata, "tokens")]
+    kinds = [int(k) for k in _list(metadata, "token_type") or [NORMAL] * len(tokens)]
     if len(kinds) != len(tokens):
         raise BadFile(f"tokenizer.ggml.token_type has {len(kinds)} entries for {len(tokens)} tokens")
     if len(set(tokens)) != len(tokens):
         twice = next(t for n, t in enumerate(tokens) if t in tokens[:n])
         raise BadFile(f"tokenizer.ggml.tokens holds {twice!r} twice; an id would never be produced")
     return tokens, kinds
+
+
+def _list(metadata: Mapping[str, Any], key: str) -> Sequence[Any]:
+    """A list of the metadata, or an empty one. Raises BadFile for anything else."""
+    value = metadata.get(f"{_KEY}{key}")
+    if value is not None and (isinstance(value, str | bytes) or not isinstance(value, Sequence)):
+        raise BadFile(f"tokenizer.ggml.{key} is {type(value).__name__}, not a list")
+    return value or ()
 
 
 def _odd(kinds: Sequence[int]) -> list[int]:
@@ -89,7 +97,7 @@ def _library(
         raise UnsupportedFormat(
             f"tokenizer.ggml.add_space_prefix with a gpt2 vocabulary is not supported; {_NO_WAY}"
         )
-    library = tokenizers.Tokenizer(_bpe(tokens, metadata.get(f"{_KEY}merges"), pattern.whole_words))
+    library = tokenizers.Tokenizer(_bpe(tokens, _list(metadata, "merges"), pattern.whole_words))
     splits = [
         pre_tokenizers.Split(tokenizers.Regex(regex), "isolated", invert=False) for regex in pattern.splits
     ]
@@ -111,10 +119,10 @@ def _add_special(library: tokenizers.Tokenizer, tokens: Sequence[str], kinds: Se
     )
 
 
-def _gemma(metadata: Mapping[str, Any]) -> TextTokenizer:
+def _gemma(metadata: Mapping[str, object]) -> TextTokenizer:
     """Gemma 4: merges over whole texts, `▁` for spaces, `<0x41>` for a byte of an unknown character."""
     tokens, kinds = _tokens(metadata)
-    model = _bpe(tokens, metadata.get(f"{_KEY}merges"), whole_words=False)
+    model = _bpe(tokens, _list(metadata, "merges"), whole_words=False)
     unknown = next((tokens[i] for i in _odd(kinds) if kinds[i] == UNKNOWN), None)
     model.byte_fallback, model.fuse_unk, model.unk_token = True, True, unknown
     library = tokenizers.Tokenizer(model)
@@ -143,10 +151,10 @@ def _pattern(metadata: Mapping[str, object]) -> tuple[str, Pattern]:
     return str(name), pattern
 
 
-def _bpe(tokens: Sequence[str], merges: Sequence[str] | None, whole_words: bool) -> models.BPE:
-    if merges is None:
+def _bpe(tokens: Sequence[str], merges: Sequence[str], whole_words: bool) -> models.BPE:
+    if not merges:
         raise BadFile("tokenizer.ggml.merges is missing: a gpt2 vocabulary cannot be used without its merges")
-    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+    pairs = [(left, right) for left, _, right in (str(merge).partition(" ") for merge in merges)]
     for i, (left, right) in enumerate(pairs):
         if not (left and right):
             raise BadFile(f"tokenizer.ggml.merges: {merges[i]!r} is not two tokens with a space between them")
@@ -157,7 +165,7 @@ def _bpe(tokens: Sequence[str], merges: Sequence[str] | None, whole_words: bool)
 
 
 def _scores(metadata: Mapping[str, Any], tokens: Sequence[str]) -> list[float]:
-    scores = [float(s) for s in metadata.get(f"{_KEY}scores") or ()]
+    scores = [float(s) for s in _list(metadata, "scores")]
     if len(scores) != len(tokens):
         raise BadFile(f"tokenizer.ggml.scores has {len(scores)} entries for {len(tokens)} tokens")
     return scores

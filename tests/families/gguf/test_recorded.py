@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from plait.errors import UnsupportedModel
 from tests.families import tiny
@@ -23,12 +25,26 @@ def test_recorded_files_answer_what_transformers_answers(name: str, tmp_path: Pa
     tiny.write(name, tmp_path / name, variant(name))
     config, tensors, oracle = tiny.read(tmp_path / name)
     metadata, made = converted(name, config, tensors)
+    made |= unread_keys(metadata, made)
     file = Memory(made)
     found = resolved(file, gguf=metadata)
     model = decoder(found, file)
     assert worst(whole(model, oracle["ids"][0]), oracle["logits"][0]) <= TOLERANCE
     for logits, want in zip(in_pieces(model, oracle["ids"]), oracle["logits"], strict=True):
         assert worst(logits, want) <= TOLERANCE
+
+
+def unread_keys(metadata: dict[str, Any], made: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Published files have keys and values in layers that share those of others, too."""
+    arch = metadata["general.architecture"]
+    count, shared = metadata[f"{arch}.block_count"], metadata.get(f"{arch}.attention.shared_kv_layers", 0)
+    parts = [
+        name.removeprefix("blk.0.") for name in made if name.startswith(("blk.0.attn_k", "blk.0.attn_v"))
+    ]
+    layers = range(count - shared, count)
+    return {
+        f"blk.{i}.{part}": torch.full_like(made[f"blk.0.{part}"], torch.nan) for i in layers for part in parts
+    }
 
 
 def metadata_of(arch: str, **keys: Any) -> dict[str, Any]:
@@ -40,6 +56,21 @@ def metadata_of(arch: str, **keys: Any) -> dict[str, Any]:
 def test_sizes_that_differ_from_layer_to_layer_are_refused_where_no_family_has_them() -> None:
     with pytest.raises(UnsupportedModel, match=r"differ from layer to layer.*\[4, 6\]"):
         resolved(Memory(), gguf=metadata_of("exaone4", **{"attention.head_count": [4, 6, 4, 4]}))
+
+
+@pytest.mark.parametrize(
+    ("arch", "key", "value"),
+    [("afmoe", "expert_weights_norm", False), ("minimax-m2", "expert_gating_func", 1)],
+)
+def test_another_router_than_the_familys_is_refused(arch: str, key: str, value: object) -> None:
+    keys = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 8, key: value}
+    with pytest.raises(UnsupportedModel, match=f"{arch}.{key} {value} is not implemented"):
+        resolved(Memory(), gguf=metadata_of(arch, **keys))
+
+
+def test_a_file_with_billions_of_layers_is_refused_at_once() -> None:
+    with pytest.raises(UnsupportedModel, match=r"num_hidden_layers = 4294967295"):
+        resolved(Memory(), gguf=metadata_of("gemma4", block_count=2**32 - 1))
 
 
 def test_laguna_files_without_a_pattern_have_one_whole_layer_in_four() -> None:

@@ -302,6 +302,8 @@ def test_metadata_without_a_tokenizer_has_none() -> None:
         ({"tokenizer.ggml.pre": None}, UnsupportedFormat, "pre is missing.*--vocab"),
         ({"tokenizer.ggml.model": "t5"}, UnsupportedFormat, "'t5'.*Unigram"),
         ({"tokenizer.ggml.merges": None}, BadFile, "merges is missing"),
+        ({"tokenizer.ggml.merges": 5}, BadFile, "merges is int, not a list"),
+        ({"tokenizer.ggml.tokens": "abc"}, BadFile, "tokens is str, not a list"),
         ({"tokenizer.ggml.merges": ["he"]}, BadFile, "'he' is not two tokens"),
         ({"tokenizer.ggml.merges": ["zz q"]}, BadFile, "do not fit"),
         ({"tokenizer.ggml.token_type": [1]}, BadFile, "1 entries for 260 tokens"),

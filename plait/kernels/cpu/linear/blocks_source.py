@@ -166,7 +166,7 @@ def linear_rows(frame, args, thread, threads):
     per, adapted_rows = np.int64(0), np.int64(0)
     if adapted != 0 and rows <= ROWS:
         adapted_rows = get_i64(adapted)
-    if adapted_rows > 0:
+    if 0 < adapted_rows <= rows:
         order += 8 * (rows - adapted_rows)
         soon, soon_left, at_row, lines = begin_share(slots, order, spans, adapted_rows, thread, threads)
         calls = (rows * terms + $largest - 1) // $largest * ((tiles * halves + threads - 1) // threads)

@@ -42,7 +42,7 @@ def layers(request: pytest.FixtureRequest) -> dict[bool, tuple[Linear, StepRows]
     for fetches in (False, True):
         step = StepRows()
         linear = Linear(weights, [None] * 3, bind, torch.float32, "int8")
-        linear.add(AddedAdapters(site, step, bind), by_token=fetches)
+        linear.add(AddedAdapters(site, step, bind))
         found[fetches] = linear, step
     return found
 
@@ -57,12 +57,24 @@ def test_a_row_has_the_bits_that_it_has_alone(
     made = {}
     for fetches, (linear, step) in layers.items():
         step.current = AdapterRows.of(torch.tensor(slots))
-        made[fetches] = linear(x)
+        made[fetches] = linear(x, None if fetches else torch.arange(len(slots)))
     assert torch.equal(made[False], made[True])
     linear, step = layers[True]
     for i, slot in list(enumerate(slots))[:12]:
         step.current = AdapterRows.of(torch.tensor([slot]))
         assert torch.equal(linear(x[i : i + 1])[0], made[True][i])
+
+
+def test_rows_of_later_tokens_alone_have_the_same_bits(layers: dict[bool, tuple[Linear, StepRows]]) -> None:
+    """As a head's are: few rows, of a step with more tokens, or fewer adapted ones than rows."""
+    linear, step = layers[True]
+    step.current = AdapterRows.of(torch.tensor([1] * 19 + [4, 0]))
+    x = torch.randn(21, N_IN)
+    whole = linear(x)
+    for tokens in ([19], [20], [3, 19], list(range(21))):
+        assert torch.equal(linear(x[tokens], torch.tensor(tokens)), whole[tokens])
+    many = torch.tensor([20, 19] * 20)
+    assert torch.equal(linear(x[many], many), whole[many])
 
 
 def test_a_row_without_adapter_is_the_models_own(layers: dict[bool, tuple[Linear, StepRows]]) -> None:
