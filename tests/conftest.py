@@ -42,28 +42,6 @@ def pytest_sessionstart() -> None:
     gc.disable()  # while tests are collected, nearly all that is made stays
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Workers begin with different folders, and read from disk what others have compiled of the rest."""
-    worker = getattr(config, "workerinput", None)
-    if worker is None or config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
-        return
-    parts = sorted(str(path) for path in (ROOT / "tests").iterdir() if has_tests(path))
-    number = int(worker["workerid"].removeprefix("gw"))
-    first = number * len(parts) // worker["workercount"]
-    config.args[:] = [*parts[first:], *parts[:first]]
-
-
-def has_tests(path: Path) -> bool:
-    if path.is_dir():
-        return any(path.rglob("test_*.py"))
-    return path.name.startswith("test_") and path.suffix == ".py"
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One order for all workers, wherever each began."""
-    items.sort(key=lambda item: item.path)
-
-
 def pytest_collection_finish() -> None:
     gc.freeze()  # what exists now stays: no collection of garbage looks at it again
     gc.enable()
