@@ -39,7 +39,7 @@ CAPS = {
     "server": 18_990,
     "state": 2_100,
     "text": 9_540,
-    "verify": 2_700,
+    "verify": 2_890,
     "worker": 2_190,
 }
 

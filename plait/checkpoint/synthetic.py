@@ -14,9 +14,9 @@ from plait.errors import MissingTensor
 class Synthetic:
     """Tensors on demand: the same name, shape and seed give the same numbers, whatever was read before.
 
-    Matrices are randn / sqrt(columns), so activations keep their size through any depth. Norm weights and
-    D are near 1, biases near 0. `A_log` is the logarithm of 1..16 and `A` the negative of these. `dt_bias`
-    makes softplus give steps of 0.001 to 0.1. Anything else of one dimension is 0.02 * randn.
+    Matrices are randn / sqrt(columns), so activations keep their size through any depth. Norm weights, scales
+    and D are near 1, biases near 0. `A_log` is the logarithm of 1..16, and `A` the negative of these.
+    `dt_bias` makes softplus give steps of 0.001 to 0.1. Anything else of one dimension is 0.02 * randn.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ def _numbers(name: str, shape: tuple[int, ...], generator: torch.Generator) -> T
     if steps:
         step = torch.exp(torch.rand(shape, generator=generator) * 4.6 - 6.9)  # 0.001 … 0.1
         return step + torch.log(-torch.expm1(-step))
-    if leaf in {"D", "ssm_d"} or "norm" in leaf or leaf.startswith("ln"):
+    if leaf in {"D", "ssm_d"} or "norm" in leaf or leaf.startswith("ln") or leaf.endswith("scale"):
         return 1 + torch.randn(shape, generator=generator) * 0.02
     scale = 0.02 if len(shape) < 2 else shape[-1] ** -0.5
     return torch.randn(shape, generator=generator) * scale

@@ -31,7 +31,7 @@ from plait.loading.identity.source_code import PACKAGE
 from plait.verify.matrix import Cell
 from plait.verify.prompts import make_up_prompts
 from plait.verify.results import CellResult
-from plait.verify.tiny_models import NAMES, write_named
+from plait.verify.tiny.models import NAMES, write_named
 from plait.verify.verify import Extent, Verification
 from plait.version import __version__
 

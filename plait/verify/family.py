@@ -20,7 +20,7 @@ from plait.loading.build import Loaded, load
 from plait.loading.plugins import Plugin, load_plugins
 from plait.ops.registry import REGISTRY, Op, OpFacts, Variant
 from plait.verify.results import VerifyReply
-from plait.verify.tiny_models import write_model
+from plait.verify.tiny.models import write_model
 from plait.verify.verify import Extent, Verification
 
 BATCH, TOKENS = 3, 8

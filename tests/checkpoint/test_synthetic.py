@@ -17,6 +17,7 @@ SHAPES = {
     "layers.0.ssm.dt_bias": (64,),
     "layers.0.ssm.D": (64,),
     "blk.0.ssm_dt.bias": (64,),
+    "layers.0.attn_hc.scale": (3,),
 }
 
 
@@ -52,6 +53,7 @@ def test_every_kind_of_tensor_is_in_its_range() -> None:
     read = Synthetic(SHAPES).read
     assert abs(read("layers.0.attn.q.weight").std() * 16 - 1) < 0.05
     assert (read("layers.0.norm.weight") - 1).abs().max() < 0.2
+    assert (read("layers.0.attn_hc.scale") - 1).abs().max() < 0.2
     assert read("layers.0.attn.q.bias").abs().max() < 0.2
     assert read("layers.0.ssm.A").max() < 0
     assert 0 <= read("layers.0.ssm.A_log").min() <= read("layers.0.ssm.A_log").max() < 2.78

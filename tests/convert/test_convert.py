@@ -24,6 +24,7 @@ from plait.convert.plan.output import TEMPLATES
 from plait.errors import ConfigError, OutOfMemory, PlaitError
 from plait.loading.open_model import open_model
 from plait.text.load import template_sources
+from plait.verify.tiny.models import write_named
 from tests.convert.words import byte_level
 from tests.families import tiny
 from tests.families.parity import decoder, whole, worst
@@ -152,6 +153,18 @@ def test_packed_safetensors_are_read_again(
     assert result.nbytes < 0.7 * result.source_nbytes
     found = near(logits(tmp_path / "a"), logits(models / "llama"))
     assert error / 20 < found < error
+
+
+@pytest.mark.parametrize("storage", ["bf16", "fp8"])
+def test_tables_of_experts_stay_whole_numbers(tmp_path: Path, storage: str) -> None:
+    write_named("compressed", tmp_path / "a")
+    run(tmp_path / "a", tmp_path / "b", quantize=storage)
+    first, last = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
+    tables = [name for name in first if name.endswith("tid2eid")]
+    assert len(tables) == 2
+    for name in tables:
+        assert last[name].dtype is torch.int64
+        assert torch.equal(last[name], first[name])
 
 
 def test_large_models_are_written_in_several_files(models: Path, tmp_path: Path) -> None:

@@ -7,12 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from plait.config import EngineConfig
 from plait.errors import ConfigError
 from plait.families.common.registry import build_spec
 from plait.model.mixers.registry import list_mixers
-from plait.rare_specs import BlockSparseSpec, CompressedSpec, HyperBranchSpec, Mamba3Spec, TableMoeSpec
+from plait.rare_specs import Mamba3Spec
 from plait.spec import Mixer
 from plait.verify import certificate as module
 from plait.verify.certificate import (
@@ -25,8 +27,7 @@ from plait.verify.certificate import (
     resume,
 )
 from plait.verify.matrix import Cell
-from plait.verify.tiny_configs import CONFIGS
-from plait.verify.tiny_models import NAMES, write_named
+from plait.verify.tiny.models import CONFIGS, NAMES, write_named
 from plait.verify.verify import Verification
 
 CONFIG = EngineConfig(device="cpu", threads=1)
@@ -64,22 +65,28 @@ def _all_mixers(spec: object) -> set[type]:
     return found
 
 
-# Of DeepSeek-V4, MiniMax-M3 and Hunyuan 4 Plait writes no small model yet; docs/certificates.md says so.
-NOT_WRITTEN = {CompressedSpec, TableMoeSpec, BlockSparseSpec, HyperBranchSpec}
-
-
 def test_the_models_have_every_mixer_that_is_registered() -> None:
     ours = {kind for kind in list_mixers() if kind.__module__.startswith("plait.")}
     found = {Mamba3Spec}.union(*(_all_mixers(build_spec(config)[0]) for config in CONFIGS.values()))
-    assert ours - found == NOT_WRITTEN
+    assert not ours - found
 
 
-@pytest.mark.parametrize("name", ["altup", "mlstm", "mamba3"])
+@pytest.mark.parametrize("name", ["altup", "compressed", "mlstm", "mamba3"])
 def test_models_are_written_the_same_each_time(name: str, tmp_path: Path) -> None:
     for folder in ("one", "two"):
         write_named(name, tmp_path / folder)
     for file in ("config.json", "model.safetensors"):
         assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
+
+
+def test_tables_of_experts_have_each_expert_and_none_twice_in_a_row(tmp_path: Path) -> None:
+    write_named("compressed", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tables = [tensor for name, tensor in tensors.items() if name.endswith("tid2eid")]
+    assert [(table.dtype, tuple(table.shape)) for table in tables] == [(torch.int64, (97, 2))] * 2
+    for table in tables:
+        assert sorted(table.unique().tolist()) == [*range(6)]
+        assert bool((table[:, 0] != table[:, 1]).all())
 
 
 @pytest.mark.usefixtures("small")

@@ -32,6 +32,7 @@ ENDS_BITS = 6.5  # of a number: below that, the two ends of a model get Q6_K
 GATE_UP, DOWN = ".experts.gate_up_proj", ".experts.down_proj"  # stacks, as transformers 5 calls them
 INT4_GROUPS = (128, 64, 32)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_SMALL = (*_FLOATS, torch.int32, torch.int64)  # tables of experts are whole numbers
 
 
 @dataclass(slots=True)
@@ -184,7 +185,7 @@ def _dtype_of(model: Numbers, made: Made) -> torch.dtype:
     """The dtype of a small tensor: its own, unless arithmetic made it another."""
     part = made.parts[0]
     value = model.read(part.ours)
-    if part.is_plain and isinstance(value, Tensor) and value.dtype in _FLOATS:
+    if part.is_plain and isinstance(value, Tensor) and value.dtype in _SMALL:
         return value.dtype
     source = model.wanted[part.ours].sources[0]
     stored = model.checkpoint.read(source)

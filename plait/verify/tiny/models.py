@@ -1,4 +1,7 @@
-"""Write small random models: of a config, in the tensors that its family would have on disk."""
+"""Write small random models: a config, and the tensors that its family would have on disk.
+
+`attention` and `recurrent` have the configs, `tensors` what has no config of a family.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from plait.checkpoint.names import sources_of
+from plait.checkpoint.names import NameMap, sources_of
 from plait.checkpoint.synthetic import Synthetic
 from plait.checkpoint.weights import Weights
 from plait.convert.plan.source import NeededTensor
@@ -21,9 +24,16 @@ from plait.loading.meta_model import meta_target
 from plait.model.decoder import Decoder
 from plait.model.mtp import MtpHead
 from plait.quant.weight import Dense, Weight
-from plait.verify.tiny_configs import CONFIGS, TENSORS
+from plait.rare_specs import TableMoeSpec
+from plait.spec import ModelSpec
+from plait.verify.tiny.attention import ATTENTION
+from plait.verify.tiny.recurrent import RECURRENT
+from plait.verify.tiny.sizes import Config, Shapes
+from plait.verify.tiny.tensors import TENSORS
 
 Shape = tuple[int, ...]
+# By what is special in them; the names are those of cells.
+CONFIGS: Mapping[str, Config] = {**ATTENTION, **RECURRENT}
 NAMES = (*CONFIGS, *TENSORS)  # of the models of `plait verify --certificate`
 
 
@@ -92,17 +102,39 @@ def write_model(config: Mapping[str, object], folder: Path, seed: int = 0) -> No
         if sources_of(names.resolve(name)[0])  # a constant is in no file
     }
     made = plan_tensors(wanted, names, find(config).name)
-    write_tensors(config, {one.name: one.shape for one in made}, folder, seed)
+    shapes = {one.name: one.shape for one in made}
+    write_tensors(config, shapes, folder, seed, _count_experts(spec, names))
 
 
 def write_tensors(
-    config: Mapping[str, object], shapes: Mapping[str, Shape], folder: Path, seed: int = 0
+    config: Config, shapes: Shapes, folder: Path, seed: int = 0, tables: Mapping[str, int] | None = None
 ) -> None:
-    """Write a config.json, and a model.safetensors with random tensors of these shapes."""
+    """Write a config.json, and a model.safetensors with random tensors of these shapes.
+
+    tables: of those tensors that have numbers of experts, how many experts there are.
+    """
     drawn = Synthetic(shapes, seed)
+    tensors = {name: drawn.read(name).contiguous() for name in shapes}
+    for name, count in (tables or {}).items():
+        tensors[name] = _draw_table(name, shapes[name], count, seed)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: drawn.read(name).contiguous() for name in shapes}, folder / "model.safetensors")
+    save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config, indent=2))
+
+
+def _count_experts(spec: ModelSpec, names: NameMap) -> dict[str, int]:
+    """How many experts each table of tokens chooses from, under the name of the table in the file."""
+    tables = {
+        f"{name}.table": mixer.num_experts for name, mixer in spec.mixers() if isinstance(mixer, TableMoeSpec)
+    }
+    return {theirs: count for ours, count in tables.items() for theirs in sources_of(names.resolve(ours)[0])}
+
+
+def _draw_table(name: str, shape: Shape, count: int, seed: int) -> Tensor:
+    """Experts below `count` for each token, int64 of the shape [tokens, top_k]; no token has one twice."""
+    rows, top_k = shape
+    drawn = Synthetic({name: (rows, count)}, seed)
+    return drawn.read(name).argsort(1)[:, :top_k].contiguous()
 
 
 def write_named(name: str, folder: Path, seed: int = 0) -> None:

@@ -1,0 +1,1 @@
+"""Small random models with every mixer that Plait has, for `plait verify --certificate`."""
