@@ -35,6 +35,7 @@ def make_card(process: EngineProcess, config: EngineConfig) -> ReplicaCard:
         not has_recurrent_state(spec),
         process.max_open,
         process.adapters,
+        answers_metrics=True,
     )
 
 

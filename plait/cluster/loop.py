@@ -222,7 +222,7 @@ class ClusterLoop:
 
     def _ask_metrics(self, number: int) -> list[str]:
         """Ask every replica that works; which ones. From any thread."""
-        names = [known.name for known in self._replicas() if not known.is_silent]
+        names = [k.name for k in self._replicas() if not k.is_silent and k.card.answers_metrics]
 
         def ask() -> None:
             for name in names:

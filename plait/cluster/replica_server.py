@@ -98,7 +98,7 @@ class ReplicaServer:
         self._reporting: set[asyncio.Task[None]] = set()
         self._is_leaving = self._was_frozen = False
         self._is_frozen = is_frozen
-        self._holds: dict[str, list[Future[None]]] = {}  # by gateway
+        self._holds: dict[str, list[tuple[int, Future[None]]]] = {}  # by gateway: (newest lease, what waits)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="plait-replica", daemon=True)
         self._thread.start()
@@ -207,34 +207,38 @@ class ReplicaServer:
             link.end.send(EngineEnded(charged, is_foreign))
 
     def _hold(self, gateway: str, key: int, found: Future[None]) -> None:
-        self._holds.setdefault(gateway, []).append(found)
+        self._holds.setdefault(gateway, []).append((key, found))
         link = self._gateways.get(gateway)
         if link is not None and key <= link.newest_key:
             self.release(link)
         else:
-            self._loop.call_later(HOLD_S, self._look_after, gateway)
+            self._loop.call_later(HOLD_S, self._give_up, gateway, key)
 
-    def _look_after(self, gateway: str) -> None:
+    def _give_up(self, gateway: str, key: int) -> None:
+        """End what waits for leases up to this one, if it has not come."""
         link = self._gateways.get(gateway)
-        if link is not None:
-            self.release(link)
-        else:
-            self._end_holds(gateway)
+        if link is None or key > link.newest_key or not link.leases:
+            self._end_holds(gateway, key)
 
     def release(self, link: _GatewayLink) -> None:
         """A lease is over; with the last one, what waits for the gateway's leases."""
         if not link.leases:
-            self._end_holds(link.name)
+            self._end_holds(link.name, link.newest_key)
 
-    def _end_holds(self, gateway: str) -> None:
-        for found in self._holds.pop(gateway, ()):
-            if found.set_running_or_notify_cancel():
+    def _end_holds(self, gateway: str, newest: int) -> None:
+        """End what waits for leases up to this key; a later one may be on its way."""
+        holds = self._holds.pop(gateway, [])
+        if later := [(key, found) for key, found in holds if key > newest]:
+            self._holds[gateway] = later
+        for key, found in holds:
+            if key <= newest and found.set_running_or_notify_cancel():
                 found.set_result(None)
 
     def greet(self, link: _GatewayLink, name: str) -> None:
         """A gateway has sent its name."""
         if (older := self._gateways.get(name)) is not None:
             older.end.end("the gateway has connected again")
+            link.newest_key = older.newest_key
         link.name, self._gateways[name] = name, link
         if self._points is not None:
             self._points.begin_anew()  # it must hear of everything
@@ -250,8 +254,7 @@ class ReplicaServer:
         for lease in link.leases.values():
             self._engine.cancel(lease.request_id)
         link.leases.clear()
-        if self._gateways.get(link.name, link) is link:
-            self.release(link)
+        self.release(self._gateways.get(link.name, link))
 
     def hear(self, link: _GatewayLink, message: ToReplica) -> None:
         """A message of a gateway."""

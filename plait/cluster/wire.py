@@ -93,6 +93,7 @@ class ReplicaCard(WireMessage, frozen=True, tag=1):
     is_paged: bool
     max_open: int
     adapters: dict[str, str] = msgspec.field(default_factory=dict)
+    answers_metrics: bool = False  # an older replica ends the connection instead
 
 
 class LeaseEvent(WireMessage, frozen=True, gc=False):

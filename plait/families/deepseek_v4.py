@@ -113,7 +113,7 @@ def _attention(c: Config, kind: str) -> CompressedSpec:
     }
     compressor = indexer = None
     if kind != SLIDING:
-        compressor = CompressorSpec(int(rates[kind]), 2 if kind == SPARSE else 1, each, turn)
+        compressor = CompressorSpec(rates[kind], 2 if kind == SPARSE else 1, each, turn)
     if kind == SPARSE:
         indexer = EntryIndexSpec(c["index_n_heads"], c["index_head_dim"], c["index_topk"])
     if turn.dim > min(dim, c["index_head_dim"]) or c["num_attention_heads"] % c["o_groups"]:

@@ -12,6 +12,7 @@ from plait.families.common.hyper import move_inside, name_triples, over_streams,
 from plait.families.common.recipes import reorder_rows, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import sigmoid_router
+from plait.families.config.checks import MAX_SIZE
 from plait.families.config.normalize import Config
 from plait.families.deepseek import SPARSE, latent_indexer, latent_model, latent_names, share_indexers
 from plait.spec import Activation, BranchSpec, HyperSpec, MlaSpec, ModelSpec, MoeSpec, NormSpec
@@ -81,6 +82,8 @@ def _names(c: Config) -> Rules:
     attn, count = f"{L}.self_attn", c["hc_mult"]
     index, ours = f"{attn}.indexer", "layers.{i}.attn.index"
     dim, turned = c["index_head_dim"], c["qk_rope_head_dim"]
+    if c["index_n_heads"] * dim > MAX_SIZE:
+        raise UnsupportedModel(f"{c['index_n_heads']} index heads of {dim} are more than a model has")
     one = torch.arange(dim).roll(turned)  # rotated numbers come first to us
     heads = (torch.arange(c["index_n_heads"])[:, None] * dim + one).flatten()
     own: Rules = {

@@ -57,7 +57,11 @@ from plait.text.tokenizers.tokenizer import Tokenizer
 log = logging.getLogger("plait")
 step_log = logging.getLogger("plait.step")
 # Ops that sum over more than one row's own numbers, in an order that a library may choose by the batch.
-MIXING = {"linear", "paged_attention", "paged_latent_attention", "map_heads", "experts", "add_low_rank"}
+MIXING = {
+    *("linear", "paged_attention", "paged_latent_attention", "map_heads", "experts", "add_low_rank"),
+    *("choose_keys", "sparse_latent_attention", "choose_blocks", "block_sparse_attention"),
+    *("choose_entries", "entry_attention"),
+}
 # Of those for GPUs the ones in which a row's bits depend on that row alone, whatever shares the step.
 APART = {
     *(("paged_attention", "triton"), ("paged_latent_attention", "triton")),

@@ -230,7 +230,7 @@ class Linear:
             else:
                 self._parts.append((fn, (weight, bias, rounding)))
             self._widens.append(isinstance(fn, Packing) and fn.widens)
-        self._ahead = self._parts  # the same, for rows that are a step's tokens in their order
+        self._ahead: list[LinearPart] | None = None  # for rows that are a step's tokens in their order
         self._empty = makers[0] if all(makers) else None
         self.added: AddedAdapters | None = None  # what adapters add to its result, if it may have some
 
@@ -262,7 +262,7 @@ class Linear:
 
     def __call__(self, x: Tensor, tokens: Tensor | None = None) -> Tensor:
         """x: [..., in] -> [..., out]. tokens: of which token each row is, where row i is not token i."""
-        y = self._multiply(x, self._ahead if tokens is None else self._parts)
+        y = self._multiply(x, self._ahead if tokens is None and self._ahead else self._parts)
         return y if self.added is None else self.added(y, x, tokens)
 
     def _multiply(self, x: Tensor, parts: Sequence[LinearPart]) -> Tensor:

@@ -44,7 +44,7 @@ def make_card(**more: object) -> ReplicaCard:
         **dict(
             name="tiny", source=b"{}", spec=b"", model="m", arithmetic="fp_1", max_model_len=100, longest=100
         ),
-        **dict(block_size=BLOCK, is_paged=True, max_open=64),
+        **dict(block_size=BLOCK, is_paged=True, max_open=64, answers_metrics=True),
     }
     return ReplicaCard(**{**values, **more})  # type: ignore[arg-type]
 

@@ -6,7 +6,9 @@ import json
 import math
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import fields
 
 import ray
@@ -103,8 +105,12 @@ def read_status(address: str) -> dict[str, object]:
         handle = serve.get_deployment_handle(GATEWAY, APP)
 
         def ask(count: int) -> list[dict[str, object]]:
-            calls = [handle.describe.remote() for _ in range(count)]
-            return [call.result(timeout_s=ASK_S) for call in calls]
+            calls, rows = [handle.describe.remote() for _ in range(count)], []
+            until = time.monotonic() + ASK_S
+            for call in calls:  # a gateway that hangs or ends leaves the others' rows
+                with suppress(TimeoutError, ray.exceptions.RayError):
+                    rows.append(call.result(timeout_s=max(until - time.monotonic(), 0.1)))
+            return rows
 
         gateways = ask_gateways(ask, deployments.get(GATEWAY, {}).get("RUNNING", 1), ASK_S)
         return {"status": str(found.status.value), "deployments": deployments, "gateways": gateways}

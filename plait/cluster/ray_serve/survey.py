@@ -17,7 +17,7 @@ def ask_gateways(ask: Callable[[int], Sequence[Row]], expected: int, patience_s:
     """
     found: dict[str, Row] = {}
     until = time.monotonic() + patience_s
-    while not found or (len(found) < expected and time.monotonic() < until):
+    while len(found) < max(expected, 1) and time.monotonic() < until:
         for row in ask(CALLS_EACH * max(expected - len(found), 1)):
-            found[str(row["name"])] = row
+            found[str(row.get("name", row.get("pid")))] = row  # older gateways have no name
     return [row for _, row in sorted(found.items())]

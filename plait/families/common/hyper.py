@@ -16,7 +16,7 @@ from plait.quant.weight import as_tensor
 from plait.rare_specs import HyperBranchSpec
 from plait.spec import BranchSpec, HyperSpec, ModelSpec
 
-MOST = 64  # residual streams
+MOST = 64  # residual streams, and rounds in which they are balanced
 
 
 def over_streams(spec: ModelSpec, hyper: HyperSpec) -> ModelSpec:
@@ -24,6 +24,9 @@ def over_streams(spec: ModelSpec, hyper: HyperSpec) -> ModelSpec:
 
     if not 1 < hyper.count <= MOST:
         raise UnsupportedModel(f"{hyper.count} residual streams are not implemented; known: 2 to {MOST}")
+
+    if (hyper.rounds or 0) > MOST:
+        raise UnsupportedModel(f"{hyper.rounds} rounds for each mix of streams; known: at most {MOST}")
 
     def wrap(branch: BranchSpec) -> BranchSpec:
         assert branch.norm is not None

@@ -29,6 +29,7 @@ COUNTS = (
     *("sliding_window", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim"),
     *("linear_value_head_dim", "linear_conv_kernel_dim", "lru_width", "conv1d_width", "conv_L_cache"),
     *("first_k_dense_replace", "num_dense_layers", "num_nextn_predict_layers", "num_mem_blocks"),
+    *("index_n_heads", "index_head_dim", "index_topk"),
 )
 NUMBERS = (
     *("norm_eps", "rope_theta", "rope_local_base_freq", "partial_rotary_factor", "routed_scaling_factor"),

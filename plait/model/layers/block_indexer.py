@@ -27,9 +27,10 @@ class BlockIndexer:
         self._k = w.linear("k", in_size=hidden, out_sizes=(s.dim,))
         self._q_norm, self._k_norm = (Norm(s.norm, w.scope(f"{x}_norm"), s.dim) for x in "qk")
         self._rope = Rope(s.rope, w)
-        self._choose = w.bind(choose_blocks, kv_heads=heads, index_dim=s.dim, top_k=self.top_k)
-        kept = w.target.kv_dtype
-        state = PagedState({"key": (s.dim,)}, dtype="bfloat16" if kept in CODED else kept)
+        kept = "bfloat16" if w.target.kv_dtype in CODED else w.target.kv_dtype
+        sizes = {"kv_heads": heads, "index_dim": s.dim, "kv_dtype": kept}
+        self._choose = w.bind(choose_blocks, **sizes, top_k=self.top_k)
+        state = PagedState({"key": (s.dim,)}, dtype=kept)
         self.states: dict[str, State] = {self.name: state}
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:

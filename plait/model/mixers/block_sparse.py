@@ -14,7 +14,7 @@ from plait.model.layers.layers import Batch, Rope
 from plait.model.mixers.attention import describe_attention, divide_attention
 from plait.model.mixers.registry import mixer
 from plait.ops.block_sparse import block_sparse_attention
-from plait.ops.entry import head_widths
+from plait.ops.entry import CODED, head_widths
 from plait.partition import Cut, Division, Rank, scale_range
 from plait.rare_specs import BlockSparseSpec
 from plait.state.store import StateStore
@@ -44,9 +44,10 @@ class BlockSparseAttention:
         self.k_norm = HeadNorm(s.qk_norm, s, w.scope("k_norm"), s.num_kv_heads) if s.qk_norm else None
         self.rope = Rope(s.rope, w) if s.rope else None
         self.indexer = BlockIndexer(s.indexer, s.num_kv_heads, w.scope("index"))
-        sizes = {"heads": s.num_heads, "kv_heads": s.num_kv_heads, "dim": s.head_dim}
+        # Its kernel reads no codes, and without it a reply's bits would depend on how its prompt was cut.
+        kept = "bfloat16" if w.target.kv_dtype in CODED else w.target.kv_dtype
+        sizes = {"heads": s.num_heads, "kv_heads": s.num_kv_heads, "dim": s.head_dim, "kv_dtype": kept}
         self._attend = w.bind(block_sparse_attention, **sizes, top_k=self.indexer.top_k)
-        kept = w.target.kv_dtype
         widths = zip("kv", head_widths(s.head_dim, kept), strict=True)
         entry = {name: (s.num_kv_heads, width) for name, width in widths}
         self.states: dict[str, State] = {self.name: PagedState(entry, dtype=kept), **self.indexer.states}

@@ -97,7 +97,7 @@ def _library(
         raise UnsupportedFormat(
             f"tokenizer.ggml.add_space_prefix with a gpt2 vocabulary is not supported; {_NO_WAY}"
         )
-    library = tokenizers.Tokenizer(_bpe(tokens, _list(metadata, "merges"), pattern.whole_words))
+    library = tokenizers.Tokenizer(_bpe(tokens, metadata, pattern.whole_words))
     splits = [
         pre_tokenizers.Split(tokenizers.Regex(regex), "isolated", invert=False) for regex in pattern.splits
     ]
@@ -122,7 +122,7 @@ def _add_special(library: tokenizers.Tokenizer, tokens: Sequence[str], kinds: Se
 def _gemma(metadata: Mapping[str, object]) -> TextTokenizer:
     """Gemma 4: merges over whole texts, `▁` for spaces, `<0x41>` for a byte of an unknown character."""
     tokens, kinds = _tokens(metadata)
-    model = _bpe(tokens, _list(metadata, "merges"), whole_words=False)
+    model = _bpe(tokens, metadata, whole_words=False)
     unknown = next((tokens[i] for i in _odd(kinds) if kinds[i] == UNKNOWN), None)
     model.byte_fallback, model.fuse_unk, model.unk_token = True, True, unknown
     library = tokenizers.Tokenizer(model)
@@ -151,8 +151,9 @@ def _pattern(metadata: Mapping[str, object]) -> tuple[str, Pattern]:
     return str(name), pattern
 
 
-def _bpe(tokens: Sequence[str], merges: Sequence[str], whole_words: bool) -> models.BPE:
-    if not merges:
+def _bpe(tokens: Sequence[str], metadata: Mapping[str, object], whole_words: bool) -> models.BPE:
+    merges = _list(metadata, "merges")
+    if f"{_KEY}merges" not in metadata or metadata[f"{_KEY}merges"] is None:
         raise BadFile("tokenizer.ggml.merges is missing: a gpt2 vocabulary cannot be used without its merges")
     pairs = [(left, right) for left, _, right in (str(merge).partition(" ") for merge in merges)]
     for i, (left, right) in enumerate(pairs):
