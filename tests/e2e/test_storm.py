@@ -39,7 +39,7 @@ OPTIONS = {"device": "cpu", "threads": 1, "max_model_len": LONGEST, "block_size"
 # The rest are counts of how much is there and how much is free.
 TOTALS = (
     *("num_preemptions", "num_swaps", "num_steps", "num_prompt_tokens", "num_output_tokens"),
-    "prompt_tokens_per_s",  # what steps have cost so far
+    *("prompt_tokens_per_s", "reply_ms"),  # what steps and replies have cost so far
 )
 
 

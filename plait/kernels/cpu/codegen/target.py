@@ -34,6 +34,8 @@ SHARED = (
     "codegen/kernel_cache.py",
     "codegen/target.py",
     "codegen/maths.py",
+    "attention/indexer.py",
+    "moe/experts.py",
     "pointwise/activation.py",
     "pointwise/copy_rows.py",
     "pointwise/norm.py",
