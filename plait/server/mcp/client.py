@@ -42,7 +42,7 @@ HANDSHAKES = ("2025-11-25", "2025-06-18", "2025-03-26")
 PLAIN_VERSION = "2026-07-28"  # each request says all that it needs, and there is no session
 UNSUPPORTED_VERSION, NO_METHOD, INTERNAL = -32022, -32601, -32603
 MAX_PAGES, MAX_MESSAGES, MAX_SERVER_REQUESTS, MAX_BREAKS = 64, 10_000, 16, 8
-FAREWELL_S = 5.0  # to end a session and to cancel a call
+FAREWELL_S = 5.0  # to end a session, and as long to cancel a call
 RETRY_MS = 1000  # until a stream that broke is requested again, if its server does not say
 META = "io.modelcontextprotocol/"
 _SESSION = re.compile(r"[\x21-\x7e]{1,1024}")
@@ -120,12 +120,15 @@ class McpClient:
             task.add_done_callback(_farewells.discard)
 
     async def _say_farewell(self) -> None:
-        with contextlib.suppress(McpFailed, TimeoutError):
-            async with asyncio.timeout(FAREWELL_S):
-                if self._open_number is not None and self._version != PLAIN_VERSION:
-                    params: Json = {"requestId": self._open_number, "reason": "the client left"}
+        """Each message has its own time: a server that is slow to hear the first gets the other."""
+        if self._open_number is not None and self._version != PLAIN_VERSION:
+            params: Json = {"requestId": self._open_number, "reason": "the client left"}
+            with contextlib.suppress(McpFailed, TimeoutError):
+                async with asyncio.timeout(FAREWELL_S):
                     await self._notify("notifications/cancelled", params)
-                if self._session:
+        if self._session:
+            with contextlib.suppress(McpFailed, TimeoutError):
+                async with asyncio.timeout(FAREWELL_S):
                     async with send_http(self.server, "DELETE", self._protocol_headers()):
                         pass
 

@@ -307,7 +307,7 @@ def test_it_runs_in_the_background_and_is_cancelled_there(
     assert wait_until(lambda: len(mcp.calls()) == 2)
     cancelled = alice.responses.cancel(begun.id)
     assert cancelled.status == "cancelled"
-    assert wait_until(lambda: mcp.methods("/json").count("DELETE") == 2)
+    assert wait_until(lambda: mcp.methods("/json").count("DELETE") == 2, timeout_s=30)
 
 
 def test_secrets_of_a_client_go_to_the_server_alone(
