@@ -97,10 +97,9 @@ def sum_of_ranks(weight: Weight, bias: Tensor, x: Tensor, size: int) -> Tensor:
     return add_in_tree(parts, torch.add)
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+# Inputs in another order are gathered, and rows are divided instead.
+@pytest.mark.parametrize("storage", [storage for storage in STORAGES if "order" not in storage])
 def test_a_sum_over_inputs_has_the_same_bits_on_1_2_and_4_ranks(storage: str) -> None:
-    if "order" in storage:
-        pytest.skip("its inputs are gathered, and its rows are divided")
     weight, bias, x = made(storage, 40), torch.randn(40), torch.randn(19, COLS)
     alone = sum_of_ranks(weight, bias, x, 1)
     for size in (2, 4):

@@ -23,17 +23,16 @@ from plait.kernels.cpu.attention.indexer import (
     add_tile,
     begin_head,
     close_head,
-    digits_of,
-    find_threshold,
     index_product,
     sequence_of,
     store_index_keys,
     unfold_latent,
     why_no_choice,
+    write_best,
 )
 from plait.kernels.cpu.codegen.kernel import kernel
 from plait.kernels.cpu.codegen.kinds import Float, Int
-from plait.kernels.cpu.codegen.vec import get_f32, get_i32, get_i64, put_bf16, put_f32, put_i32, words
+from plait.kernels.cpu.codegen.vec import get_f32, get_i32, get_i64, put_bf16, put_f32, words
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import rows_of, scratch_of
 from plait.kernels.cpu.runtime.row_checks import TensorRows, dense
@@ -77,22 +76,11 @@ def take_blocks(frame: int, args: int, thread: int, threads: int) -> None:
         s = sequence_of(starts, s, r)
         n = get_i64(lens + 8 * s) - (get_i64(starts + 8 * s + 8) - r) + 1
         count = (n + size - 1) // size
-        to, row = chosen + 4 * item * top_k, scores + 4 * item * most
-        if count <= top_k:
-            for b in range(top_k):
-                put_i32(to + 4 * b, np.int32(b if b < count else -1))
-            continue
-        for b in range(max(count - local, 0), count):
-            put_f32(row + 4 * b, np.float32(np.inf))
-        least, equal = find_threshold(row, count, top_k, counts)
-        found = 0
-        for b in range(count):
-            x = digits_of(row + 4 * b)
-            if x > least or (x == least and equal > 0):
-                if x == least:
-                    equal -= 1
-                put_i32(to + 4 * found, np.int32(b))
-                found += 1
+        row = scores + 4 * item * most
+        if count > top_k:
+            for b in range(max(count - local, 0), count):
+                put_f32(row + 4 * b, np.float32(np.inf))
+        write_best(row, count, top_k, counts, chosen + 4 * item * top_k)
 
 
 @choose_blocks.variant("native", on="cpu", when=why_no_choice, native=True)

@@ -24,12 +24,11 @@ from plait.kernels.cpu.attention.indexer import (
     add_tile,
     begin_head,
     close_head,
-    digits_of,
-    find_threshold,
     index_product,
     sequence_of,
     unfold_latent,
     why_no_choice,
+    write_best,
 )
 from plait.kernels.cpu.attention.mla import store_latents
 from plait.kernels.cpu.codegen.kernel import inline, kernel
@@ -47,7 +46,6 @@ from plait.kernels.cpu.codegen.vec import (
     mul,
     put_bf16,
     put_f32,
-    put_i32,
     put_i64,
     store_some,
     sub,
@@ -230,20 +228,7 @@ def take_entries(frame: int, args: int, thread: int, threads: int) -> None:
     for r in range(thread, rows_of(frame, args), threads):
         s = sequence_of(starts, s, r)
         n = (get_i64(lens + 8 * s) - (get_i64(starts + 8 * s + 8) - r) + 1) // rate
-        to, row = chosen + 4 * r * top_k, scores + 4 * r * most
-        if n <= top_k:
-            for w in range(top_k):
-                put_i32(to + 4 * w, np.int32(w if w < n else -1))
-            continue
-        least, equal = find_threshold(row, n, top_k, counts)
-        found = 0
-        for w in range(n):
-            x = digits_of(row + 4 * w)
-            if x > least or (x == least and equal > 0):
-                if x == least:
-                    equal -= 1
-                put_i32(to + 4 * found, np.int32(w))
-                found += 1
+        write_best(scores + 4 * r * most, n, top_k, counts, chosen + 4 * r * top_k)
 
 
 @choose_entries.variant("native", on="cpu", when=why_no_choice, native=True)

@@ -143,6 +143,24 @@ def find_threshold(scores: Int, n: Int, top_k: Int, counts: Int) -> tuple[Int, I
     return prefix, wanted
 
 
+@inline
+def write_best(scores: Int, n: Int, top_k: Int, counts: Int, to: Int) -> None:
+    """The places of the `top_k` best of n scores, rising, then -1; of equals the earlier. counts: scratch."""
+    if n <= top_k:
+        for t in range(top_k):
+            put_i32(to + 4 * t, np.int32(t if t < n else -1))
+        return
+    least, equal = find_threshold(scores, n, top_k, counts)
+    count = 0
+    for t in range(n):
+        x = digits_of(scores + 4 * t)
+        if x > least or (x == least and equal > 0):
+            if x == least:
+                equal -= 1
+            put_i32(to + 4 * count, np.int32(t))
+            count += 1
+
+
 @kernel
 def take_best(frame: int, args: int, thread: int, threads: int) -> None:
     """scores, numbers of a row of scores, query_start, seq_lens, top_k, chosen (dense)."""
@@ -152,22 +170,7 @@ def take_best(frame: int, args: int, thread: int, threads: int) -> None:
     for r in range(thread, rows, threads):
         s = sequence_of(starts, s, r)
         n = get_i64(lens + 8 * s) - (get_i64(starts + 8 * s + 8) - r) + 1
-        to, row = chosen + 4 * r * top_k, scores + 4 * r * most
-        if n <= top_k:
-            for t in range(n):
-                put_i32(to + 4 * t, np.int32(t))
-            for t in range(n, top_k):
-                put_i32(to + 4 * t, np.int32(-1))
-            continue
-        least, equal = find_threshold(row, n, top_k, counts)
-        count = 0
-        for t in range(n):
-            x = digits_of(row + 4 * t)
-            if x > least or (x == least and equal > 0):
-                if x == least:
-                    equal -= 1
-                put_i32(to + 4 * count, np.int32(t))
-                count += 1
+        write_best(scores + 4 * r * most, n, top_k, counts, chosen + 4 * r * top_k)
 
 
 @kernel

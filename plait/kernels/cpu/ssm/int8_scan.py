@@ -50,6 +50,7 @@ from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import scratch_of, take_sequence
 from plait.kernels.cpu.runtime.row_checks import Sequences, TensorRows, dense, float32_rows
 from plait.kernels.cpu.ssm.rounding import column_thresholds, seed_at
+from plait.kernels.cpu.ssm.scan import check_scan
 from plait.ops.registry import OpFacts
 from plait.ops.ssm import mamba2_scan
 from plait.ops.state_rounding import STATE_GROUP, row_nbytes
@@ -159,14 +160,7 @@ def _mamba2_int8(
     """Nothing here depends on `num_decodes` or `chunk_size`. Raises ShapeMismatch."""
     (count, heads, dim), (groups, size) = x.shape, B.shape[1:]
     rows, steps, where = TensorRows.of(x), TensorRows.of(dt), Sequences.of(slots, query_start, has_history)
-    if dt.shape != (count, heads) or heads % groups or B.shape[0] != count or B.shape != C.shape:
-        raise ShapeMismatch(
-            f"a scan of x {list(x.shape)} wants dt [T, H] and B, C [T, G, N], H a multiple of G; got "
-            f"{list(dt.shape)}, {list(B.shape)} and {list(C.shape)}"
-        )
-    dense("A", A, heads)
-    if D is not None:
-        dense("D", D, heads)
+    check_scan(x, dt, A, B, C, D)
     width = row_nbytes(size)
     dense("a slot's state", state[0], heads, dim, width, dtype=torch.int8)
     if positions is None:

@@ -420,6 +420,19 @@ def narrow_states(facts: OpFacts) -> str | None:
     return rounds_columns("state")(facts)
 
 
+def check_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None) -> None:
+    """Raises ShapeMismatch where Mamba2's tensors do not fit each other."""
+    (count, heads, _), groups = x.shape, B.shape[1]
+    if dt.shape != (count, heads) or heads % groups or B.shape[0] != count or B.shape != C.shape:
+        raise ShapeMismatch(
+            f"a scan of x {list(x.shape)} wants dt [T, H] and B, C [T, G, N], H a multiple of G; got "
+            f"{list(dt.shape)}, {list(B.shape)} and {list(C.shape)}"
+        )
+    dense("A", A, heads)
+    if D is not None:
+        dense("D", D, heads)
+
+
 @mamba2_scan.variant("native", on="cpu", when=narrow_states, native=True)
 def _mamba2_scan(
     cpu: Executor,
@@ -441,29 +454,12 @@ def _mamba2_scan(
     count, heads, dim = x.shape
     groups, size = B.shape[1:]
     rows, steps, where = TensorRows.of(x), TensorRows.of(dt), Sequences.of(slots, query_start, has_history)
-    if dt.shape != (count, heads) or heads % groups or B.shape[0] != count or B.shape != C.shape:
-        raise ShapeMismatch(
-            f"a scan of x {list(x.shape)} wants dt [T, H] and B, C [T, G, N], H a multiple of G; got "
-            f"{list(dt.shape)}, {list(B.shape)} and {list(C.shape)}"
-        )
-    dense("A", A, heads)
-    if D is not None:
-        dense("D", D, heads)
+    check_scan(x, dt, A, B, C, D)
     slot_bytes = check_state(state, positions, count, heads, dim, size)
     out = cpu.empty(count, heads, dim)
     cpu.launch(
-        *(
-            mamba2_kernel(size, is_rounded(state)),
-            heads,
-            dim,
-            heads // groups,
-            x,
-            *rows.strides,
-            dt,
-            steps.row_bytes,
-            A,
-            D,
-        ),
+        *(mamba2_kernel(size, is_rounded(state)), heads, dim, heads // groups),
+        *(x, *rows.strides, dt, steps.row_bytes, A, D),
         *(B, *TensorRows.of(B).strides, C, *TensorRows.of(C).strides),
         *(state, slot_bytes, *where.words, out, positions if is_rounded(state) else None),
         rows=count,
