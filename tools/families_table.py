@@ -164,6 +164,7 @@ def _tested() -> tuple[set[str], set[str], set[str]]:
 
     from plait.families.common.registry import families_by_name
     from tests.families import tiny, tiny_bare
+    from tests.families.gguf.recorded import NAMES
     from tests.families.gguf.test_config import OLD, VARIANTS
 
     types = {config: kind for kind, config in CONFIG_MAPPING_NAMES.items()}
@@ -172,7 +173,7 @@ def _tested() -> tuple[set[str], set[str], set[str]]:
         return families_by_name()[types[config]].name
 
     hugging = {family_of(v.config) for v in tiny.VARIANTS.values()}
-    files = {family_of(tiny.VARIANTS[name].config) for name in (*VARIANTS, *OLD)}
+    files = {family_of(tiny.VARIANTS[name].config) for name in (*VARIANTS, *OLD, *NAMES)}
     bare = {family_of(v.config) for v in tiny.VARIANTS.values() if v.bare}
     bare |= {family_of(v.config) for v in tiny_bare.VARIANTS.values()}
     for name, flags in OTHER_TESTS.items():
