@@ -30,7 +30,7 @@ from plait.kernels.load import lend
 from plait.loading.text_side import TextSource
 from plait.loading.torch_preload import finish_torch
 from plait.request import Event, Request
-from plait.resource_limits import is_memory_error
+from plait.resource_limits import is_memory_error, trim_heap
 from plait.schedule.follow_prefixes import follow_prefixes
 from plait.schedule.plan import SamplingBatch, StepPlan, Ticket
 from plait.spec import ModelSpec
@@ -162,6 +162,7 @@ class EngineChild:
         self._status.begin()
         if not messages:
             self._engine.audit()
+            trim_heap()  # what steps that run op by op have freed stays in the process, until the next ones
         return messages
 
     def _handle(self, message: protocol.FromFront) -> None:
@@ -299,16 +300,20 @@ def main() -> None:
     gc.disable()  # while it loads: looking for cycles in what libraries define is a twentieth of the time
     fd, status_fd, max_planned = map(int, sys.argv[2:5])
     faulthandler.enable()
-    if (spare := int(sys.argv[7])) >= 0:
-        lend(spare)
     status, link = protocol.SharedStatus(status_fd, max_planned), Link(socket.socket(fileno=fd))
-    threading.Thread(target=_beat, args=(status,), name="plait-beat", daemon=True).start()
     try:
         while not (messages := link.receive(None)):
             pass  # the first message has not arrived whole
         hello = messages[0]
         if not isinstance(hello, protocol.Hello):
             raise EngineError(f"a hello was expected, not {type(hello).__name__}")
+        if hello.config.num_ranks > 1 and hello.builder == protocol.LOAD_ENGINE:
+            from plait.worker.fork_ranks import fork_ranks
+
+            fork_ranks(hello.config)
+        if (spare := int(sys.argv[7])) >= 0:
+            lend(spare)
+        threading.Thread(target=_beat, args=(status,), name="plait-beat", daemon=True).start()
         _log_to(link, hello.log_levels)
         serve_link(link, status, hello)
     except (EOFError, BrokenPipeError, ConnectionResetError):

@@ -16,6 +16,7 @@ from plait.loading.probe_scorer import open_settled
 from plait.loading.target import agreement_of, find_cuts, make_target
 from plait.model.decoder import Decoder
 from plait.partition import Rank
+from plait.resource_limits import trim_heap
 from plait.runner.ranks.messages import (
     Failed,
     Join,
@@ -31,6 +32,8 @@ from plait.runner.ranks.messages import (
     receive_command,
 )
 from plait.runner.runner import ModelRunner
+
+IDLE_S = 1.0  # without a command, after which memory is given back
 
 
 def main(socket_fd: int, alive_fd: int) -> None:
@@ -77,8 +80,13 @@ class Follower:
 
     def run(self) -> None:
         """Serve rank 0. Raises EOFError or OSError when it has gone."""
+        is_trimmed = False
         while True:
+            if not is_trimmed and not self._connection.poll(IDLE_S):
+                trim_heap()  # of what steps have freed, which the C library keeps
+                is_trimmed = True
             command, data = receive_command(self._connection)
+            is_trimmed = False
             match command:
                 case Prepare():
                     self._prepare(command)

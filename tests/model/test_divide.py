@@ -15,6 +15,7 @@ from plait.families.common.resolved import Resolved
 from plait.kernels.load import executor, load_kernels
 from plait.model.divide import count_shares, divide_model
 from plait.ops.ranks import Alone, Comm
+from plait.ops.sample import sample_at
 from plait.partition import Rank
 from tests.families import tiny
 from tests.families.parity import CPU, LONGEST, Memory, decoder, in_pieces, resolved, worst
@@ -56,6 +57,30 @@ def alone_in_shares(found: Resolved, checkpoint: Memory, shares: int) -> list[Te
     return in_pieces(rank_decoder(found, checkpoint, target, comm), IDS, target.block_size)
 
 
+def choose_tokens(logits: list[Tensor]) -> list[list[int]]:
+    """After every token: the greedy one, and one that a seed draws."""
+    rows = torch.cat(logits)
+    count = len(rows)
+    where = (torch.full((count,), 7), torch.arange(count))
+    chosen = []
+    for temperature, top_p in ((0.0, 1.0), (0.9, 0.95)):
+        settings = (torch.full((count,), number, dtype=torch.float64) for number in (temperature, top_p, 0.0))
+        warmth, nucleus, least = settings
+        tokens, _ = sample_at.reference(
+            rows, warmth, torch.zeros(count, dtype=torch.long), nucleus, least, *where
+        )
+        chosen.append(tokens.tolist())
+    return chosen
+
+
+def can_run_on(found: Resolved, size: int) -> bool:
+    try:
+        divide_model(found.spec, Rank(0, size))
+    except CannotDivide:
+        return False
+    return True
+
+
 FEW = ("llama", "qwen3_next", "falcon_h1", "deepseek_v3")
 
 
@@ -76,8 +101,11 @@ def test_ranks_give_the_logits_of_one_and_its_bits_where_the_shares_are_the_same
         return
     plain = in_pieces(decoder(found, checkpoint), IDS)
     scale = max(1.0, float(plain[0].abs().max()))
-    for logits in logits_of_ranks(found, checkpoint, 2):
-        assert max(worst(logits[0], plain[0]), worst(logits[1], plain[1])) < CLOSE * scale
+    assert can_run_on(found, 4) == (shares >= 4)
+    for size in (2, 4)[: 1 + (shares >= 4)]:
+        for logits in logits_of_ranks(found, checkpoint, size):
+            assert max(worst(logits[0], plain[0]), worst(logits[1], plain[1])) < CLOSE * scale
+            assert choose_tokens(logits) == choose_tokens(plain)
     alone, undivided = (alone_in_shares(found, checkpoint, count) for count in (shares, 0))
     assert max(worst(alone[0], undivided[0]), worst(alone[1], undivided[1])) < CLOSE * scale
     for size in sorted({2, shares}):

@@ -41,7 +41,17 @@ def rank_facts(opened: Opened) -> Facts:
             "layers": parts,
         })  # fmt: skip
     sums, gathers = count_exchanges(whole, first)
-    return {"ranks": ranks, "shares": first.num_shares, "sums": sums, "gathers": gathers}
+    dtype = "float32" if opened.config.deterministic or opened.config.dtype == "float32" else "bfloat16"
+    width = 4 if dtype == "float32" else 2
+    return {
+        "ranks": ranks,
+        "shares": first.num_shares,
+        "sums": sums,
+        "gathers": gathers,
+        "sums_dtype": dtype,
+        "sums_nbytes_per_token": sums * whole.hidden_size * width,  # at most: some are of fewer numbers
+        "logits_nbytes_per_row": whole.vocab_size * 4,
+    }
 
 
 def count_exchanges(whole: spec.ModelSpec, rank: Rank) -> tuple[int, int]:
@@ -59,6 +69,8 @@ def count_exchanges(whole: spec.ModelSpec, rank: Rank) -> tuple[int, int]:
 def rank_lines(facts: Facts) -> Iterable[str]:
     """The facts for a reader in a terminal."""
     yield f"  a step: {facts['sums']} sums over ranks, {facts['gathers']} gathers; shares: {facts['shares']}"
+    sums, logits = bytes_text(facts["sums_nbytes_per_token"]), bytes_text(facts["logits_nbytes_per_row"])
+    yield f"  a token: at most {sums} of sums in {facts['sums_dtype']}; a row of logits: {logits}"
     for index, rank in enumerate(facts["ranks"]):
         weights = f"about {bytes_text(rank['weights_nbytes'])} of weights ({rank['share']:.0%})"
         yield f"  rank {index}: {weights}, {bytes_text(rank['state_nbytes_per_token'])} of state for a token"

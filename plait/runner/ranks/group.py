@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -36,23 +32,25 @@ from plait.runner.ranks.messages import (
     encode,
     receive_report,
 )
+from plait.runner.ranks.processes import RankProcess, StartedRank, take_rank
 from plait.runner.replay import Run
 from plait.schedule.plan import Sampled, SamplingBatch, StepPlan, Ticket
 
-LEAVE_S = 5.0  # a rank gets this long to end by itself
-_RUN = (
-    "import json, sys, signal as s; [s.signal(n, s.SIG_IGN) for n in (s.SIGINT, s.SIGTERM, s.SIGHUP)]; "
-    "sys.path[:] = json.loads(sys.argv[1]); from plait.worker.rank import main; "
-    "main(int(sys.argv[2]), int(sys.argv[3]))"
-)
 R = TypeVar("R", Joined, RankLoaded)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Member:
     index: int
-    process: subprocess.Popen[bytes]
-    connection: Connection
+    started: StartedRank
+
+    @property
+    def connection(self) -> Connection:
+        return self.started.connection
+
+    @property
+    def process(self) -> RankProcess:
+        return self.started.process
 
 
 class RankGroup:
@@ -63,11 +61,10 @@ class RankGroup:
     """
 
     def __init__(self, rank: Rank, model: str, config: EngineConfig) -> None:
-        """Start the processes. Raises OSError. `rank`: this process's, number 0."""
+        """Start the processes. Raises OSError and RankLost. `rank`: this process's, number 0."""
         self.rank = rank
         self._folder = Path(tempfile.mkdtemp(prefix="plait-ranks-"))
         self.meeting = str(self._folder / "meeting")
-        self._alive, self._held = os.pipe()  # the other ranks see this end close
         self._members: list[_Member] = []
         self._number = 0
         self._expected: dict[int, bytes] = {}  # by the number of a step that some rank has not reported
@@ -78,23 +75,18 @@ class RankGroup:
                     *(index, rank.size, rank.shares, rank.block, rank.whole_experts, self.meeting, model),
                     config,
                 )
-                self._members.append(self._start(join))
+                self._start(join)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, join: Join) -> _Member:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            numbers = (theirs.fileno(), self._alive)
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _RUN, json.dumps(sys.path), *map(str, numbers)],
-                stdin=subprocess.DEVNULL,
-                pass_fds=numbers,
-            )
-        member = _Member(join.index, process, Connection(ours.detach()))
-        member.connection.send_bytes(encode(join))
-        return member
+    def _start(self, join: Join) -> None:
+        member = _Member(join.index, take_rank())
+        self._members.append(member)
+        try:
+            member.connection.send_bytes(encode(join))
+        except OSError as error:
+            raise self._lost(error) from error
 
     @property
     def pids(self) -> list[int]:
@@ -151,16 +143,9 @@ class RankGroup:
         for member in self._members:
             with suppress(OSError):
                 member.connection.send_bytes(encode(Leave()))
-            member.connection.close()
-        for end in (self._alive, self._held):
-            with suppress(OSError):
-                os.close(end)
+            member.started.let_go()
         for member in self._members:
-            try:
-                member.process.wait(LEAVE_S)
-            except subprocess.TimeoutExpired:
-                member.process.kill()
-                member.process.wait()
+            member.started.end()
         self._members = []
         shutil.rmtree(self._folder, ignore_errors=True)
 
