@@ -13,13 +13,17 @@ third is descriptors: a rank closes all but its own, so that an end of a socket 
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import logging
+import mmap
 import os
+import re
 import socket
 import sys
 import traceback
+from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -34,6 +38,12 @@ from plait.runner.ranks.processes import ForkedProcess, StartedRank, offer_ranks
 
 TASKS = Path("/proc/self/task")
 DESCRIPTORS = Path("/proc/self/fd")
+MAPPINGS = Path("/proc/self/smaps")
+CODE = re.compile(
+    r"^(?P<start>[0-9a-f]+)-(?P<stop>[0-9a-f]+) r-xp \S+ \S+ \d+ +/.*\n"
+    r"(?:[A-Z][A-Za-z_]*: .*\n)*?Anonymous: +(?P<written>\d+) kB$",
+    re.MULTILINE,
+)
 STANDARD = {0, 1, 2}
 # What a rank imports late, besides kernels.
 LATE = ("plait.worker.rank", "plait.loading.build", "torch.distributed")
@@ -52,6 +62,7 @@ def fork_ranks(config: EngineConfig) -> None:
         log.info("ranks are started anew: %s", why)
         return
     trim_heap()
+    release_code()
     gc.freeze()
     ranks = []
     try:
@@ -82,6 +93,24 @@ def import_all(config: EngineConfig) -> None:
     if config.ops != "reference" and has_numba() and why_not_cached() is None:
         for loop in list_loops().values():
             _ = loop.address
+
+
+def release_code() -> None:
+    """Leave the code of libraries to the page cache: most of it ran for imports alone.
+
+    What runs again is mapped again, a page at a time. A mapping with a page that was written is left alone.
+    """
+    advise = ctypes.CDLL(None, use_errno=True).madvise
+    advise.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
+    for start, stop in list_code(MAPPINGS.read_text()):
+        advise(start, stop - start, mmap.MADV_DONTNEED)  # a refusal costs nothing but the memory
+
+
+def list_code(smaps: str) -> Iterator[tuple[int, int]]:
+    """(start, stop) of every mapping of a file's code of which no page was written. `smaps`: the text."""
+    for found in CODE.finditer(smaps):
+        if int(found["written"]) == 0:
+            yield int(found["start"], 16), int(found["stop"], 16)
 
 
 def _fork_rank() -> StartedRank:

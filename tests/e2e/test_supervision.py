@@ -131,6 +131,10 @@ def test_streams_of_a_killed_engine_have_the_text_they_would_have_had(server: Se
 def test_streams_go_on_when_a_rank_is_killed() -> None:
     with serve(NANO_HYBRID, "--max-num-seqs", "8", "--tp", "2", "--cpu") as running:
         check_killed(running, rank_of, 8, 40)
+        rank, engine = (
+            Path(f"/proc/{found(running)}/cmdline").read_bytes() for found in (rank_of, engine_of)
+        )
+        assert rank == engine  # it was forked, and shares what the engine had imported
 
 
 @pytest.mark.slow

@@ -1,0 +1,113 @@
+"""Ranks that are forked from the engine's process: what they keep of it, and how they end."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from plait.config import EngineConfig
+from plait.worker import fork_ranks
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc is needed")
+FORK = """
+import os, select, signal, subprocess, sys, time, types
+from pathlib import Path
+
+def be_rank(socket_fd, alive_fd):  # it loads nothing, and ends as a rank does
+    while True:
+        ready, _, _ = select.select([socket_fd, alive_fd], [], [])
+        os._exit(0 if alive_fd in ready else 7)
+
+sys.modules["plait.worker.rank"] = fake = types.ModuleType("plait.worker.rank")
+fake.main = be_rank
+from plait.runner.ranks import processes
+from plait.worker.fork_ranks import _fork_rank
+
+kept = os.pipe()
+first, second, third, last = (_fork_rank() for _ in range(4))
+processes.offer_ranks([first, second])
+assert processes.take_rank() is first and processes.take_rank() is second
+try:
+    first.process.wait(0.02)
+except subprocess.TimeoutExpired:
+    print("runs")
+first.connection.send_bytes(b"a message")
+print("ended", first.process.wait(60))
+mine = {os.readlink(f"/proc/self/fd/{number}") for number in (*kept, first.connection.fileno())}
+for _ in range(200):  # it may only just have begun
+    theirs = {os.readlink(entry) for entry in Path(f"/proc/{third.process.pid}/fd").iterdir()}
+    if not mine & theirs:
+        break
+    time.sleep(0.05)
+print("of mine", len(mine & theirs))
+second.process.kill()
+print("killed", second.process.wait(), second.process.wait())
+second.process.kill()
+third.let_go()
+third.end()
+print("let go", third.process.wait())
+print("last", last.process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@linux
+def test_forked_ranks_hold_none_of_the_engine_s_descriptors_and_end_with_it() -> None:
+    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=60)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    *lines, last = done.stdout.splitlines()
+    assert lines == ["runs", "ended 7", "of mine 0", "killed -9 -9", "let go 0"]
+    pid = int(last.split()[1])
+    for _ in range(200):
+        if not Path(f"/proc/{pid}").exists() or "Z (zombie)" in Path(f"/proc/{pid}/status").read_text():
+            return
+        threading.Event().wait(0.05)
+    pytest.fail("a rank outlived the process that forked it")
+
+
+@linux
+def test_ranks_are_forked_only_from_a_process_without_threads_and_for_cpus(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    two = EngineConfig(device="cpu", tensor_parallel_size=2)
+    monkeypatch.setattr(fork_ranks, "TASKS", tmp_path)
+    (tmp_path / "1").mkdir()
+    assert fork_ranks.why_not(two) is None
+    assert "GPU" in str(fork_ranks.why_not(EngineConfig(device="cuda", tensor_parallel_size=2)))
+    automatic = EngineConfig(device="auto", tensor_parallel_size=2)
+    monkeypatch.setattr(fork_ranks, "has_gpu", lambda: False)
+    assert fork_ranks.why_not(automatic) is None
+    monkeypatch.setattr(fork_ranks, "has_gpu", lambda: True)
+    assert "GPU" in str(fork_ranks.why_not(automatic))
+    (tmp_path / "2").mkdir()
+    monkeypatch.setattr(fork_ranks, "_fork_rank", lambda: pytest.fail("it was forked"))
+    monkeypatch.setattr(fork_ranks, "import_all", lambda config: pytest.fail("it was imported"))
+    assert fork_ranks.why_not(two) == "this process has 2 threads"
+    fork_ranks.fork_ranks(two)
+    fork_ranks.fork_ranks(EngineConfig(device="cpu"))
+    monkeypatch.setattr(fork_ranks, "TASKS", tmp_path / "none")
+    assert "does not list" in str(fork_ranks.why_not(two))
+
+
+def test_code_is_left_to_the_page_cache_only_where_no_page_of_it_was_written() -> None:
+    def mapping(start: int, rights: str, name: str, anonymous: int) -> str:
+        return (
+            f"{start:x}-{start + 4096:x} {rights} 00000000 fe:00 260131                     {name}\n"
+            f"Size:   8 kB\nPss_Dirty:   0 kB\nAnonymous:   {anonymous} kB\nVmFlags: rd mr mw me \n"
+        )
+
+    smaps = (
+        mapping(0x1000, "r--p", "/lib/a.so", 0)
+        + mapping(0x2000, "r-xp", "/lib/a.so", 0)
+        + mapping(0x3000, "r-xp", "/lib/written.so", 4)
+        + mapping(0x4000, "rw-p", "/lib/a.so", 0)
+        + mapping(0x5000, "r-xp", "", 0)
+        + mapping(0x6000, "r-xp", "[vdso]", 0)
+        + mapping(0x7000, "r-xp", "/lib/with space.so", 0)
+    )
+    assert list(fork_ranks.list_code(smaps)) == [(0x2000, 0x3000), (0x7000, 0x8000)]
