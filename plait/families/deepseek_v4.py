@@ -268,6 +268,8 @@ def _deepseek4(m: Metadata) -> None:
     }
     for ours, theirs in told.items():
         m.put(ours, m.values[theirs], f"{FILE} {m.prefix}{theirs}")
+    tables = m.layers("ffn_gate_tid2eid.weight")
+    m.put("mlp_layer_types", ["hash_moe" if has else "moe" for has in tables], "the tensors of each layer")
     check_router(m, "sqrtsoftplus", renormalizes=True)
     limits = m.values.get("swiglu_clamp_exp"), m.values.get("swiglu_clamp_shexp")
     each = {limit for told in limits if told is not None for limit in (told if isinstance(told, list) else [told])}

@@ -180,6 +180,9 @@ def _dots3_in_gguf(m: Metadata) -> None:
     own |= {"qk_nope_head_dim": wide - turned, "qk_rope_head_dim": turned, "v_head_dim": value}
     for key, size in own.items():
         m.put(f"swa_{key}", size, f"{FILE} {m.prefix}attention")
+    for part, told in (("key", rank + turned), ("value", rank)):  # of latents, as all such files count them
+        if (value := m.values.get(f"attention.{part}_length_swa", told)) != told:
+            raise UnsupportedModel(f"{m.prefix}attention.{part}_length_swa is {value!r:.60}; expected is {told}")
     kinds = m.config["layer_types"]
     chosen = m.layers("indexer.attn_k.weight")
     if chosen != [kind != SLIDING for kind in kinds]:

@@ -38,7 +38,7 @@ HARMLESS: Mapping[str, tuple[object, ...]] = {
 # What layers with a window may have otherwise -> the key of what all have else.
 OF_WINDOWS: Mapping[str, str] = {
     "attention.key_length_swa": "attention.key_length",
-    "attention.value_length_swa": "attention.value_length",
+    "attention.value_length_swa": "attention.key_length_swa",
     "rope.dimension_count_swa": "rope.dimension_count",
     "rope.freq_base_swa": "rope.freq_base",
 }

@@ -22,7 +22,10 @@ L = "model.layers."
 def as_published(name: str, config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
     """(config, tensors) as a converter expects them."""
     layout = LAYOUTS.get(name)
-    return layout(dict(config), dict(tensors)) if layout else (config, tensors)
+    if layout is None:
+        return config, tensors
+    theirs, stored = layout(dict(config), dict(tensors))
+    return {**theirs, "model_type": "published"}, stored  # of a class of transformers it would lose keys
 
 
 def layout(*names: str) -> Callable[[Layout], Layout]:
@@ -125,7 +128,7 @@ def _sees_with_experts(c: Config, t: Tensors) -> tuple[Config, Tensors]:
     found = {name: w for name, w in t.items() if ".experts." not in name}
     for at in sorted({name.partition(".experts.")[0] for name in t if ".experts." in name}):
         each = {
-            x: torch.stack([t[f"{at}.experts.{e}.{x}_proj.weight"] for e in range(c["num_experts"])])
+            x: torch.stack([t[f"{at}.experts.{e}.{x}_proj.weight"] for e in range(c.get("num_local_experts") or c["num_experts"])])
             for x in ("gate", "up", "down")
         }
         found[f"{at}.experts.gate_up_proj"] = torch.cat([each["gate"], each["up"]], 1).mT.contiguous()
@@ -321,6 +324,8 @@ LAYOUTS["dots3_note"] = keys(
 @layout("hy_v4")
 def _hunyuan_4(c: Config, t: Tensors) -> tuple[Config, Tensors]:
     rules = (
+        (r"mlp\.linear_gate", "mlp.gate_proj"),
+        (r"shared_experts\.linear_gate", "shared_experts.gate_proj"),
         (r"model\.hc_pre\.hc_head\.", "model.hc_head."),
         (r"\.hc_pre\.hc_(attn|mlp)_layer\.", r".hc_\1_layer.hc_pre."),
     )
@@ -383,3 +388,8 @@ def _deepseek_4(c: Config, t: Tensors) -> tuple[Config, Tensors]:
         "num_nextn_predict_layers": 0,
     }
     return c, renamed(t, *rules)
+
+
+@layout("bitnet")
+def _bitnet(c: Config, t: Tensors) -> tuple[Config, Tensors]:
+    return c, renamed(t, (r"attn_sub_norm", "inner_attn_ln"), (r"ffn_sub_norm", "ffn_layernorm"))

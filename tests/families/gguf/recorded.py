@@ -7,6 +7,7 @@ tensor of the checkpoint that it was made of, and by how.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -37,7 +38,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "hy_v4": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
     "deepseek_v1": {"moe_num_experts": 3, "moe_topk": 3},
-    "gemma_embedding": {"use_bidirectional_attention": True},
+    "gemma_embedding": {"use_bidirectional_attention": True, "query_pre_attn_scalar": 8},
     "hunyuan_moe": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     "mimo_v2_flash": {"attention_bias": False},
     "ministral3": {
@@ -56,11 +57,12 @@ CHANGES: dict[str, dict[str, Any]] = {
         "sliding_window": 100,
         "rope_parameters": {
             **{"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16},
-            **{"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0]},
-            **{"short_mscale": 1.3, "long_mscale": 1.3},
+            **dict.fromkeys(("short_factor", "long_factor"), [1.0, 1.1, 1.2, 1.3]),  # transformers knows no long ones
+            **dict.fromkeys(("short_mscale", "long_mscale"), (1 + math.log(8, 16)) ** 0.5),
         },
     },
     "qwen1": {"num_key_value_heads": 2},
+    "qwen3_vl_moe": {"mlp_only_layers": []},
     "step3p5": {
         "text_config": {
             **tiny_mixers.STEP["text_config"],
@@ -130,10 +132,11 @@ def _half(i: int) -> Callable[[Config, Tensor], Tensor]:
     return lambda c, w: w.chunk(2, -2)[i]
 
 
-def _latent(i: int) -> Callable[[Config, Tensor], Tensor]:
+def _latent(i: int, *, of_windows: bool = False) -> Callable[[Config, Tensor], Tensor]:
     def part(c: Config, w: Tensor) -> Tensor:
-        heads = w.unflatten(0, (c["num_attention_heads"], -1))
-        k, v = heads.tensor_split([c["qk_nope_head_dim"]], 1)
+        own = {**c, **(c["per_layer_config"]["1"] if of_windows else {})}
+        heads = w.unflatten(0, (own["num_attention_heads"], -1))
+        k, v = heads.tensor_split([own["qk_nope_head_dim"]], 1)
         return v if i else k.transpose(1, 2)
 
     return part
@@ -153,6 +156,8 @@ WAYS: dict[str, Callable[[Config, Tensor], Tensor]] = {
     "exponential": lambda c, w: w.exp(),
     "latent keys": _latent(0),
     "latent values": _latent(1),
+    "latent keys of windows": _latent(0, of_windows=True),
+    "latent values of windows": _latent(1, of_windows=True),
 }
 
 
