@@ -47,7 +47,9 @@ def convert(folder: Path, out: Path) -> None:
         "model_arch": kind.model_arch,
         "modify_tensors": modify,
     }
-    if kind.__name__ == "BitnetModel":  # rounds weights to three values, which a model of those leaves as it is
+    if (
+        kind.__name__ == "BitnetModel"
+    ):  # rounds weights to three values, which a model of those leaves as it is
         own["weight_quant"] = lambda self, weight: weight
     if kind.__name__ == "DeepseekV4Model":  # writes experts in MXFP4 alone
         own["generate_extra_tensors"] = _write_experts
@@ -71,7 +73,9 @@ def _write_experts(made: Any) -> tuple[()]:
     for i in range(made.block_count):
         for word, key in (("1", "GATE"), ("2", "DOWN"), ("3", "UP")):
             at = f"layers.{i}.ffn.experts."
-            names = sorted(name for name in made.model_tensors if name.startswith(at) and f".w{word}." in name)
+            names = sorted(
+                name for name in made.model_tensors if name.startswith(at) and f".w{word}." in name
+            )
             stack = torch.stack([made.model_tensors[name]() for name in names])
             target = made.format_tensor_name(getattr(MODEL_TENSOR, f"FFN_{key}_EXP"), i)
             made.gguf_writer.add_tensor(target, stack.numpy())

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch import Tensor
-
-from plait.checkpoint.names import Back, Derived, NameMap, Rules, Source
+from plait.checkpoint.names import Derived, NameMap, Rules, Source
 from plait.families.common.detection import ArchitectureMarker, Detection, Q
 from plait.families.common.recipes import Stored, transformer, unused_patterns
 from plait.families.common.registry import family

@@ -272,7 +272,9 @@ def _deepseek4(m: Metadata) -> None:
     m.put("mlp_layer_types", ["hash_moe" if has else "moe" for has in tables], "the tensors of each layer")
     check_router(m, "sqrtsoftplus", renormalizes=True)
     limits = m.values.get("swiglu_clamp_exp"), m.values.get("swiglu_clamp_shexp")
-    each = {limit for told in limits if told is not None for limit in (told if isinstance(told, list) else [told])}
+    each = {
+        limit for told in limits if told is not None for limit in (told if isinstance(told, list) else [told])
+    }
     if each != {LIMIT}:
         raise UnsupportedModel(
             f"{m.prefix}swiglu_clamp_exp and _shexp have {sorted(each)!r:.80}; known: {LIMIT:g}"

@@ -182,11 +182,15 @@ def _dots3_in_gguf(m: Metadata) -> None:
         m.put(f"swa_{key}", size, f"{FILE} {m.prefix}attention")
     for part, told in (("key", rank + turned), ("value", rank)):  # of latents, as all such files count them
         if (value := m.values.get(f"attention.{part}_length_swa", told)) != told:
-            raise UnsupportedModel(f"{m.prefix}attention.{part}_length_swa is {value!r:.60}; expected is {told}")
+            raise UnsupportedModel(
+                f"{m.prefix}attention.{part}_length_swa is {value!r:.60}; expected is {told}"
+            )
     kinds = m.config["layer_types"]
     chosen = m.layers("indexer.attn_k.weight")
     if chosen != [kind != SLIDING for kind in kinds]:
-        raise UnsupportedModel("an indexer is in each layer without a window, and in no other; the file differs")
+        raise UnsupportedModel(
+            "an indexer is in each layer without a window, and in no other; the file differs"
+        )
     m.put("use_dsa", True, "the tensors of each layer")
     for ours, theirs in (("n_heads", "head_count"), ("head_dim", "key_length"), ("topk", "top_k")):
         key = f"attention.indexer.{theirs}"

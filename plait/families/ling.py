@@ -194,7 +194,8 @@ def _ling_3_in_gguf(m: Metadata) -> None:
     check_router(m, "sigmoid", renormalizes=None)
     if any(sections := m.values.get("rope.dimension_sections") or ()):
         raise UnsupportedModel(
-            f"{m.prefix}rope.dimension_sections {sections!r:.60} is of a Ling 3 that sees, which is not implemented"
+            f"{m.prefix}rope.dimension_sections {sections!r:.60} is of a Ling 3 that sees, which is not "
+            "implemented"
         )
     latent_sizes(m)
     linear_layers(m, "ssm_a")

@@ -1,4 +1,4 @@
-"""DeepSeek-MoE, and Ling 1 and 2 without linear attention: grouped queries, shared experts next to routed ones."""
+"""DeepSeek-MoE, Ling 1 and 2: grouped queries, shared experts next to routed ones."""
 
 from __future__ import annotations
 

@@ -137,7 +137,10 @@ def _step_in_gguf(m: Metadata) -> None:
             other = {**m.config.get("attention_other_setting", {}), word: near}
             m.put("attention_other_setting", other, f"{FILE} {m.prefix}attention.{theirs}")
     m.size("share_expert_dim", "ffn_up_shexp.weight", 0)
-    for ours, theirs in (("swiglu_limits", "swiglu_clamp_exp"), ("swiglu_limits_shared", "swiglu_clamp_shexp")):
+    for ours, theirs in (
+        ("swiglu_limits", "swiglu_clamp_exp"),
+        ("swiglu_limits_shared", "swiglu_clamp_shexp"),
+    ):
         told = m.values.get(theirs) or 0.0
         each = told if isinstance(told, list) else [told] * m.config["num_hidden_layers"]
         m.put(ours, each, f"{FILE} {m.prefix}{theirs}")

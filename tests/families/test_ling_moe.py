@@ -1,4 +1,4 @@
-"""Ling 1 and 2 and DeepSeek-MoE under their own names: the logits of transformers' models of their arithmetic."""
+"""Ling 1 and 2 and DeepSeek-MoE under their own names: the logits of the same arithmetic."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ FAMILIES = {"bailing_v1": "bailing_moe", "bailing_v2": "bailing_moe_v2", "deepse
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "bailing_v2" else [pytest.mark.slow]) for name in FAMILIES]
+    "name",
+    [pytest.param(name, marks=[] if name == "bailing_v2" else [pytest.mark.slow]) for name in FAMILIES],
 )
 def test_published_names_give_the_logits_of_the_same_arithmetic(name: str, tmp_path: Path) -> None:
     tiny.write(name, tmp_path, variant(name))

@@ -11,13 +11,14 @@ from plait.errors import UnsupportedModel
 from plait.families.config.normalize import FULL, NOTHING, SLIDING, Config
 
 Shapes = Mapping[str, tuple[int, ...]]
+Values = Mapping[str, Any]
 FILE = "GGUF metadata"
 
 
-class ArchKeys(Mapping[str, Any]):
-    """The keys behind an architecture's prefix. `read`: those that somebody asked for."""
+class ArchKeys(Values):
+    """The keys behind an architecture's prefix. `read`: those that were looked up."""
 
-    def __init__(self, found: Mapping[str, Any]) -> None:
+    def __init__(self, found: Values) -> None:
         self._found, self.read = found, set[str]()
 
     def __getitem__(self, key: str) -> Any:
@@ -34,7 +35,7 @@ class ArchKeys(Mapping[str, Any]):
 class Metadata:
     """The architecture's keys, and the config they make."""
 
-    def __init__(self, metadata: Mapping[str, Any], shapes: Shapes) -> None:
+    def __init__(self, metadata: Values, shapes: Shapes) -> None:
         self.arch, self.whole = metadata["general.architecture"], metadata
         prefix = f"{self.arch}."
         self.values = ArchKeys(
@@ -129,7 +130,7 @@ def windows(m: Metadata, period: int) -> None:
         m.put("sliding_window_pattern", period, f"default (the {m.arch} format)")
 
 
-def sizes_by_kind(m: Metadata, key: str) -> dict[str, Any]:
+def sizes_by_kind(m: Metadata, key: str) -> dict[str, int]:
     """The kinds of the layers, which the file lists, as `layer_types`; of each kind its one size.
 
     Raises UnsupportedModel where layers of one kind differ.
@@ -145,7 +146,7 @@ def sizes_by_kind(m: Metadata, key: str) -> dict[str, Any]:
             f"{m.prefix}{key} and {m.prefix}{pattern} have {len(each)} and {len(kinds)} numbers for "
             f"{m.config['num_hidden_layers']} layers"
         )
-    found: dict[str, Any] = {}
+    found: dict[str, int] = {}
     for kind, size in zip(kinds, each, strict=True):
         if found.setdefault(kind, size) != size:
             raise UnsupportedModel(f"{m.prefix}{key} differs among layers of one kind: {each!r:.120}")

@@ -17,7 +17,7 @@ from plait.errors import UnsupportedModel
 from plait.families.common.registry import families_by_name
 from plait.families.config.checks import check_config
 from plait.families.config.normalize import FULL, LINEAR
-from plait.families.gguf.arch import ARCHITECTURES, FILE, Arch, Metadata, Shapes
+from plait.families.gguf.arch import ARCHITECTURES, FILE, Arch, Metadata, Shapes, Values
 from plait.families.gguf.effects import check_unread
 from plait.families.gguf.unserved import UNSERVED
 from plait.ops.rope import yarn_mscale
@@ -64,7 +64,7 @@ KEYS: Mapping[str, str] = {
 
 
 def gguf_config(
-    metadata: Mapping[str, Any], shapes: Shapes, read: Callable[[str], Tensor]
+    metadata: Values, shapes: Shapes, read: Callable[[str], Tensor]
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """(config, provenance). `read` is called for divisors of frequencies alone. Raises UnsupportedModel."""
     arch = str(metadata.get("general.architecture"))
@@ -224,5 +224,6 @@ def _experts(m: Metadata) -> None:
         return
     sparse = ["sparse" if s else "dense" for s in m.layers("ffn_gate_inp.weight")]
     m.put("mlp_layer_types", sparse, "the tensors of each layer")
+    m.size("moe_intermediate_size", "ffn_down_exps.weight", -1)  # where gate and up are one tensor
     m.size("moe_intermediate_size", "ffn_up_exps.weight", -2)
     m.size("shared_intermediate_size", "ffn_up_shexp.weight", 0)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from plait.errors import UnsupportedModel
 from plait.families.gguf.arch import Metadata
 from plait.spec import ModelSpec, MoeSpec
 
-# Key behind the architecture's prefix -> the values that change nothing in a model that has never heard of it.
+# Key behind the architecture's prefix -> the values that change nothing in a model that does not know it.
 _NONE: tuple[object, ...] = (0, 0.0, False, [], "")
 _ONE: tuple[object, ...] = (0, 0.0, 1, 1.0)
 HARMLESS: Mapping[str, tuple[object, ...]] = {
@@ -47,7 +46,7 @@ GATING = "expert_gating_func"
 
 
 def check_unread(m: Metadata) -> None:
-    """Refuse a key with an effect that nobody asked for. Raises UnsupportedModel."""
+    """Refuse a key with an effect that was not looked up. Raises UnsupportedModel."""
     unread = set(m.values) - m.values.read
     for key in sorted(unread & set(HARMLESS)):
         value = m.values[key]
@@ -60,9 +59,9 @@ def check_unread(m: Metadata) -> None:
             if usual is not None and m.values[key] != usual:
                 raise _unknown(m, key, m.values[key])
     dims = [m.values.get(f"attention.{x}_length") for x in ("key", "value")]
-    if "attention.value_length" in unread and not m.config.get("kv_lora_rank") and None not in dims:
-        if dims[0] != dims[1]:
-            raise _unknown(m, "attention.value_length", dims[1])
+    is_told = "attention.value_length" in unread and None not in dims
+    if is_told and dims[0] != dims[1] and not m.config.get("kv_lora_rank"):
+        raise _unknown(m, "attention.value_length", dims[1])
 
 
 def _unknown(m: Metadata, key: str, value: object) -> UnsupportedModel:
@@ -73,7 +72,7 @@ def _unknown(m: Metadata, key: str, value: object) -> UnsupportedModel:
     )
 
 
-def check_scores(metadata: Mapping[str, Any], spec: ModelSpec) -> None:
+def check_scores(metadata: Mapping[str, object], spec: ModelSpec) -> None:
     """Refuse a file that scores experts otherwise than its family. Raises UnsupportedModel."""
     arch = metadata["general.architecture"]
     told = metadata.get(f"{arch}.{GATING}")

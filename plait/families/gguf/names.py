@@ -30,7 +30,13 @@ def gguf_names(c: Config) -> NameMap:
     return NameMap(
         own(c) if own else {},
         usual_names(c),
-        ignored=(ROPE_TABLES, DUMMIES, rf"^({'|'.join(DENSE)})\.weight$", *(rf"^blk\.{i}\." for i in extra), *unread),
+        ignored=(
+            ROPE_TABLES,
+            DUMMIES,
+            rf"^({'|'.join(DENSE)})\.weight$",
+            *(rf"^blk\.{i}\." for i in extra),
+            *unread,
+        ),
     )
 
 
@@ -57,7 +63,7 @@ def usual_names(c: Config) -> dict[str, Source | tuple[Source, ...]]:
 
 def _attention(ours: str, b: str, c: Config) -> dict[str, Source | tuple[Source, ...]]:
     heads, rank = c.get("num_attention_heads") or 1, c.get("kv_lora_rank") or 1
-    fused = {} if c.get("kv_lora_rank") else _fused(c, ours, f"{b}.attn_qkv")
+    fused = {} if c.get("kv_lora_rank") else _split_fused(c, ours, f"{b}.attn_qkv")
     return {
         f"{ours}.kv_b.weight": join_latents(heads, rank, c.get("qk_nope_head_dim") or 1, b),
         f"{ours}.kv_a": f"{b}.attn_kv_a_mqa",
@@ -91,7 +97,7 @@ def join_latents(heads: int, rank: int, nope: int, b: str) -> tuple[Source, ...]
     return stacks, f"{b}.attn_kv_b.weight"
 
 
-def _fused(c: Config, ours: str, theirs: str) -> dict[str, tuple[Source, ...]]:
+def _split_fused(c: Config, ours: str, theirs: str) -> dict[str, tuple[Source, ...]]:
     """Queries, keys and values as rows of one tensor (llama.cpp's --fuse-qkv), where layers are alike."""
     sizes = [c.get(key) for key in ("num_attention_heads", "num_key_value_heads", "head_dim")]
     if not all(isinstance(size, int) and size for size in sizes):

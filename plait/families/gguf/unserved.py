@@ -33,13 +33,20 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
     "its layers are run again and again, which is not implemented": ("hrm_text", "nanbeige"),
     "a router chooses among adapters for each token, which is not implemented": ("graniteswitch",),
     _ROUTERS: ("grovemoe", "smallthinker"),
-    "its experts are next to a feed-forward of their own in each layer, which is not implemented": ("arctic",),
+    "its experts are next to a feed-forward of their own in each layer, which is not implemented": (
+        "arctic",
+    ),
     "its scores and experts are scaled and capped in a way of their own, which is not implemented": ("grok",),
-    "it is a file of bitnet.cpp, which packs weights in a type of its own (I2_S)": ("bitnet-b1.58", "bitnet-25"),
+    "it is a file of bitnet.cpp, which packs weights in a type of its own (I2_S)": (
+        "bitnet-b1.58",
+        "bitnet-25",
+    ),
     "no family of Plait has its layers": (
         *("codeshell", "deepseek2-ocr", "glm5-next", "hunyuan_vl", "jais", "maincoder", "maple", "mistral4"),
         *("muse-glimmer", "paddleocr", "plamo", "plm", "refact", "spark2_5", "talkie"),
     ),
     "it is written by no converter: llama.cpp has the name alone": ("gptj",),
 }
-UNSERVED: Mapping[str, str] = MappingProxyType({arch: why for why, names in _REASONS.items() for arch in names})
+UNSERVED: Mapping[str, str] = MappingProxyType(
+    {arch: why for why, names in _REASONS.items() for arch in names}
+)

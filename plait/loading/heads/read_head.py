@@ -16,7 +16,7 @@ from plait.checkpoint.weights import Checkpoint
 from plait.errors import BadFile, ConfigError, UnsupportedFormat
 from plait.families.common.resolved import Resolved
 from plait.families.detect.detect import HEADS
-from plait.families.gguf.names import DENSE as GGUF_LAYERS
+from plait.families.gguf.names import DENSE
 from plait.frontend.model_head import NO_HEAD, HeadLayer, ModelHead, PairForm, ScoreActivation
 from plait.loading.heads.read_vectors import make_layer, read_json_file, read_vectors
 from plait.quant.weight import as_tensor
@@ -77,9 +77,10 @@ def _read_gguf(opened: HeadSource) -> ModelHead:
     pooling = _GGUF_POOLINGS.get(told) if isinstance(told, int) else None
     if pooling is None:
         raise UnsupportedFormat(
-            f"GGUF metadata pooling_type {told!r:.60} is not supported; known: 0 (none), 1 (mean) and 3 (last token)"
+            f"GGUF metadata pooling_type {told!r:.60} is not supported; known: 0 (none), 1 (mean) and 3 "
+            "(last token)"
         )
-    stored = {place: _read(opened, f"{place}.weight") for place in GGUF_LAYERS}
+    stored = {place: _read(opened, f"{place}.weight") for place in DENSE}
     layers = [make_layer(weight, None, place) for place, weight in stored.items() if weight is not None]
     checked = _check_widths(layers, opened.resolved.spec.hidden_size, "dense_2")
     generates = _has_words(opened.resolved.spec)

@@ -57,7 +57,7 @@ def renamed(tensors: Mapping[str, Tensor], *rules: tuple[str, str]) -> Tensors:
 def joined(
     tensors: Mapping[str, Tensor], sources: str, target: str, join: Callable[..., Tensor] | None = None
 ) -> Tensors:
-    """q, k and v of each layer as one tensor. `sources` and `target` have a {x}; of the target it is nothing."""
+    """q, k and v of each layer as one tensor. `sources` has {x} for the letter."""
     found = dict(tensors)
     layers = sorted({m[1] for name in tensors if (m := re.match(r"model\.layers\.(\d+)\.", name))}, key=int)
     for i in layers:
@@ -128,7 +128,12 @@ def _sees_with_experts(c: Config, t: Tensors) -> tuple[Config, Tensors]:
     found = {name: w for name, w in t.items() if ".experts." not in name}
     for at in sorted({name.partition(".experts.")[0] for name in t if ".experts." in name}):
         each = {
-            x: torch.stack([t[f"{at}.experts.{e}.{x}_proj.weight"] for e in range(c.get("num_local_experts") or c["num_experts"])])
+            x: torch.stack(
+                [
+                    t[f"{at}.experts.{e}.{x}_proj.weight"]
+                    for e in range(c.get("num_local_experts") or c["num_experts"])
+                ]
+            )
             for x in ("gate", "up", "down")
         }
         found[f"{at}.experts.gate_up_proj"] = torch.cat([each["gate"], each["up"]], 1).mT.contiguous()
@@ -153,7 +158,11 @@ def _ling_2(c: Config, t: Tensors) -> tuple[Config, Tensors]:
 @layout("bailing_v1")
 def _ling_1(c: Config, t: Tensors) -> tuple[Config, Tensors]:
     c, t = _aria(c, t)
-    c |= {"architectures": ["BailingMoeForCausalLM"], "norm_topk_prob": True, "num_experts": c["n_routed_experts"]}
+    c |= {
+        "architectures": ["BailingMoeForCausalLM"],
+        "norm_topk_prob": True,
+        "num_experts": c["n_routed_experts"],
+    }
     return c, _ling_names(t)
 
 

@@ -33,8 +33,11 @@ CHANGES: dict[str, dict[str, Any]] = {
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128},
     },
     "dots3_note": {
-        **{"swa_qk_nope_head_dim": 8, "swa_head_dim": 12, "swa_q_lora_rank": 12},
-        **{"n_group": 1, "topk_group": 1},
+        "swa_qk_nope_head_dim": 8,
+        "swa_head_dim": 12,
+        "swa_q_lora_rank": 12,
+        "n_group": 1,
+        "topk_group": 1,
     },
     "hy_v4": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
     "deepseek_v1": {"moe_num_experts": 3, "moe_topk": 3},
@@ -44,7 +47,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     "ministral3": {
         "rope_parameters": {
             **tiny_dense.VARIANTS["ministral3"].changes["rope_parameters"],
-            **{"mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0},
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
         }
     },
     "minicpm": {"attention_multiplier": 8**-0.5, "mlp_bias": False, "attention_bias": False},
@@ -56,9 +62,11 @@ CHANGES: dict[str, dict[str, Any]] = {
         "router_jitter_noise": 0.01,
         "sliding_window": 100,
         "rope_parameters": {
-            **{"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16},
-            **dict.fromkeys(("short_factor", "long_factor"), [1.0, 1.1, 1.2, 1.3]),  # transformers knows no long ones
-            **dict.fromkeys(("short_mscale", "long_mscale"), (1 + math.log(8, 16)) ** 0.5),
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "original_max_position_embeddings": 16,
+            **{f"{x}_factor": [1.0, 1.1, 1.2, 1.3] for x in ("short", "long")},  # transformers knows no long ones
+            **{f"{x}_mscale": (1 + math.log(8, 16)) ** 0.5 for x in ("short", "long")},
         },
     },
     "qwen1": {"num_key_value_heads": 2},
@@ -111,8 +119,25 @@ NAMES = (
     *("ernie4_5", "ernie4_5_moe", "exaone4", "exaone4_whole", "exaone_moe", "gemma3n", "gemma4"),
     *("gemma4_all", "gemma4_e2b", "gemma4_moe", "glm_moe_dsa", "granite_moe_swa", "granite_swa", "hunyuan"),
     *("hy_v3", "jais2", "laguna", "llama4", "mellum", "minicpm3", "minimax_m2", "nemotron", "olmo", "olmoe"),
-    *("stablelm", "stablelm_wide", "bailing_v1", "bailing_v2", "baichuan", "bitnet", "deepseek_v1", "exaone3"),
-    *("gemma_embedding", "glm4_moe_lite", "hunyuan_moe", "internlm2", "mimo_v2_flash", "minicpm", "ministral3"),
+    *(
+        "stablelm",
+        "stablelm_wide",
+        "bailing_v1",
+        "bailing_v2",
+        "baichuan",
+        "bitnet",
+        "deepseek_v1",
+        "exaone3",
+    ),
+    *(
+        "gemma_embedding",
+        "glm4_moe_lite",
+        "hunyuan_moe",
+        "internlm2",
+        "mimo_v2_flash",
+        "minicpm",
+        "ministral3",
+    ),
     *("nemotron_h_latent", "orion", "pangu", "phimoe", "phimoe_longrope", "qwen1", "qwen2_5_vl", "qwen3_vl"),
     *("qwen3_vl_moe", "solar_open", "step3p5", "xverse", "youtu"),
     *("ling3", "dots3_note", "hy_v4", "minimax_m3", "deepseek_v4"),
