@@ -65,7 +65,9 @@ CHANGES: dict[str, dict[str, Any]] = {
             "rope_type": "longrope",
             "rope_theta": 1e4,
             "original_max_position_embeddings": 16,
-            **{f"{x}_factor": [1.0, 1.1, 1.2, 1.3] for x in ("short", "long")},  # transformers knows no long ones
+            **{
+                f"{x}_factor": [1.0, 1.1, 1.2, 1.3] for x in ("short", "long")
+            },  # transformers knows no long ones
             **{f"{x}_mscale": (1 + math.log(8, 16)) ** 0.5 for x in ("short", "long")},
         },
     },
