@@ -67,6 +67,7 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Kimi-Linear", "Kimi delta attention, MLA, MoE", ("kimi_linear",)),
     ("Ling 3", "Kimi delta attention, MLA, MoE", ("bailing_hybrid",)),
     ("Ling 2.5, Ring 2.5", "lightning attention, MLA, MoE", ("bailing_moe_linear",)),
+    ("Ling 1, 2 · DeepSeek-MoE", "GQA, MoE", ("bailing_moe", "bailing_moe_v2", "deepseek")),
     ("MiniMax-01, M1", "lightning attention, GQA, MoE", ("minimax",)),
     ("gpt-oss", "GQA with sinks, local and global, MoE", ("gpt_oss",)),
     ("OLMo 1, 2, 3", "GQA, local and global, MLP", ("olmo", "olmo2", "olmo3")),
@@ -122,6 +123,9 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 OTHER_TESTS: Mapping[str, tuple[bool, bool, bool]] = {  # Hugging Face files, GGUF, names only
     "plamo2": (True, True, True),  # test_plamo2, test_detect
     "bailing_moe_linear": (True, False, False),  # test_ling
+    "bailing_moe": (True, True, False),  # test_ling_moe, gguf/test_recorded
+    "bailing_moe_v2": (True, True, False),
+    "deepseek": (True, True, False),
     "jet_nemotron": (True, False, False),  # test_jet_nemotron
     "plamo3": (True, True, True),  # test_plamo3
     "hymba": (True, False, True),  # test_hymba
@@ -164,7 +168,7 @@ def _tested() -> tuple[set[str], set[str], set[str]]:
 
     from plait.families.common.registry import families_by_name
     from tests.families import tiny, tiny_bare
-    from tests.families.gguf.recorded import NAMES
+    from tests.families.gguf.recorded import BASES, NAMES
     from tests.families.gguf.test_config import OLD, VARIANTS
 
     types = {config: kind for kind, config in CONFIG_MAPPING_NAMES.items()}
@@ -173,7 +177,7 @@ def _tested() -> tuple[set[str], set[str], set[str]]:
         return families_by_name()[types[config]].name
 
     hugging = {family_of(v.config) for v in tiny.VARIANTS.values()}
-    files = {family_of(tiny.VARIANTS[name].config) for name in (*VARIANTS, *OLD, *NAMES)}
+    files = {family_of(tiny.VARIANTS[name].config) for name in (*VARIANTS, *OLD, *NAMES) if name not in BASES}
     bare = {family_of(v.config) for v in tiny.VARIANTS.values() if v.bare}
     bare |= {family_of(v.config) for v in tiny_bare.VARIANTS.values()}
     for name, flags in OTHER_TESTS.items():

@@ -347,14 +347,14 @@ def _deepseek2(m: Metadata) -> None:
         m.put("topk_method", "group_limited_greedy" if grouped else "greedy", f"{FILE} expert groups")
 
 
-def _index_names(c: Config) -> Rules:
+def index_names(c: Config) -> Rules:
     at, theirs = "layers.{i}.attn.index", "blk.{i}.indexer"
     parts = {"q": "attn_q_b", "k": "attn_k", "k_norm": "k_norm", "weights": "proj"}
     return {f"{at}.{ours}": f"{theirs}.{name}" for ours, name in parts.items()}
 
 
-@gguf_arch("deepseek32", "DeepseekV32ForCausalLM", names=_index_names)
-@gguf_arch("glm-dsa", "GlmMoeDsaForCausalLM", names=_index_names)
+@gguf_arch("deepseek32", "DeepseekV32ForCausalLM", names=index_names)
+@gguf_arch("glm-dsa", "GlmMoeDsaForCausalLM", names=index_names)
 def _sparse(m: Metadata) -> None:
     """Layers without tensors of an indexer take the choice of an earlier one."""
     latent_sizes(m)

@@ -11,6 +11,8 @@ from plait.families.common.recipes import at, either, mixtral_experts, unused_pa
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import model, norm, require, rope
 from plait.families.config.normalize import FULL, SLIDING, Config
+from plait.families.gguf.arch import FILE, Metadata, check_router, gguf_arch
+from plait.families.gguf.names import usual_names
 from plait.rare_specs import CompressedSpec, CompressorSpec, EntryIndexSpec, TableMoeSpec
 from plait.spec import (
     BranchSpec,
@@ -223,3 +225,58 @@ def _stream_names(count: int) -> Rules:
         found |= stream_weights(f"layers.{{i}}.{name}", triples, (count, count, count * count))
     last = name_triples(["model.", ""], ["hc_head.hc_", "hc_head_"])
     return {**found, **stream_weights("streams", last, (count,))}
+
+
+def _gguf_names(c: Config) -> Rules:
+    b, ours, count = "blk.{i}", "layers.{i}.attn", c["hc_mult"]
+    own: dict[str, Source | tuple[Source, ...]] = {
+        **usual_names(c),
+        f"{ours}.sinks": f"{b}.attn_sinks.weight",
+        f"{ours}.kv": f"{b}.attn_kv",
+        f"{ours}.kv_norm": f"{b}.attn_kv_a_norm",
+        f"{ours}.index.q": f"{b}.indexer.attn_q_b",
+        f"{ours}.index.weights": f"{b}.indexer.proj",
+        "layers.{i}.ffn.table": f"{b}.ffn_gate_tid2eid.weight",
+        **{f"{ours}.o_{x}": f"{b}.attn_output_{x}" for x in "ab"},
+    }
+    for part, theirs in (("compressor", "attn_compressor"), ("index", "indexer_compressor")):
+        own |= {f"{ours}.{part}.{x}": f"{b}.{theirs}_{x}" for x in ("kv", "gate", "norm")}
+        own[f"{ours}.{part}.bias"] = f"{b}.{theirs}_ape.weight"
+    streams = dict[str, Source | tuple[Source, ...]]()
+    places = {f"layers.{{i}}.{x}": (f"{b}.hc_{x}_", (count, count, count * count)) for x in BRANCHES}
+    for name, (theirs, sizes) in (places | {"streams": ("output_hc_", (count,))}).items():
+        fn, scale, base = (f"{theirs}{x}.weight" for x in ("fn", "scale", "base"))
+        streams |= stream_weights(name, [(fn, scale, base)], sizes)
+    return {**streams, **move_inside(own, BRANCHES)}
+
+
+@gguf_arch("deepseek4", "DeepseekV4ForCausalLM", names=_gguf_names, is_written=False)
+def _deepseek4(m: Metadata) -> None:
+    told = {
+        "qk_rope_head_dim": "rope.dimension_count",
+        "compress_ratios": "attention.compress_ratios",
+        "compress_rope_theta": "attention.compress_rope_freq_base",
+        "o_groups": "attention.output_group_count",
+        "o_lora_rank": "attention.output_lora_rank",
+        "index_n_heads": "attention.indexer.head_count",
+        "index_head_dim": "attention.indexer.key_length",
+        "index_topk": "attention.indexer.top_k",
+        "hc_mult": "hyper_connection.count",
+        "hc_sinkhorn_iters": "hyper_connection.sinkhorn_iterations",
+        "hc_eps": "hyper_connection.epsilon",
+        "num_hash_layers": "hash_layer_count",
+    }
+    for ours, theirs in told.items():
+        m.put(ours, m.values[theirs], f"{FILE} {m.prefix}{theirs}")
+    tables = m.layers("ffn_gate_tid2eid.weight")
+    m.put("mlp_layer_types", ["hash_moe" if has else "moe" for has in tables], "the tensors of each layer")
+    check_router(m, "sqrtsoftplus", renormalizes=True)
+    limits = m.values.get("swiglu_clamp_exp"), m.values.get("swiglu_clamp_shexp")
+    each = {
+        limit for told in limits if told is not None for limit in (told if isinstance(told, list) else [told])
+    }
+    if each != {LIMIT}:
+        raise UnsupportedModel(
+            f"{m.prefix}swiglu_clamp_exp and _shexp have {sorted(each)!r:.80}; known: {LIMIT:g}"
+        )
+    m.put("swiglu_limit", LIMIT, f"{FILE} {m.prefix}swiglu_clamp_exp")

@@ -261,3 +261,8 @@ def _stable_names(c: Config) -> dict[str, Source]:
 def _stable_in_gguf(m: Metadata) -> None:
     m.put("use_parallel_residual", not any(m.layers("ffn_norm.weight")), "the tensors of each layer")
     m.put("qk_layernorm", any(m.layers("attn_q_norm.weight")), "the tensors of each layer")
+
+
+# Llama with layer norms, and with biases on all of attention's matrices.
+plain_arch("orion", "StableLmForCausalLM", is_written=False, partial_rotary_factor=1.0)
+plain_arch("pangu-embedded", "LlamaForCausalLM", is_written=False)

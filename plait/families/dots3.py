@@ -22,11 +22,15 @@ from plait.families.config.normalize import FULL, SLIDING, Config
 from plait.families.deepseek import (
     SPARSE,
     hf_latent,
+    index_names,
     latent_attention,
     latent_indexer,
     latent_names,
+    latent_sizes,
     shared_moe,
 )
+from plait.families.gguf.arch import FILE, Metadata, check_router, gguf_arch, sizes_by_kind
+from plait.families.gguf.names import join_latents
 from plait.spec import BranchSpec, MlaSpec, ModelSpec
 
 # Sizes of a layer with a window, where the config does not say them for each layer: key -> default.
@@ -138,3 +142,60 @@ def _names(c: Config, prefix: str, mixers: list[MlaSpec]) -> Rules:
         "layers.{i}.attn.head_gate": f"{attn}.g_proj",
     }
     return {**found, **latent_names(c, prefix), **transformer(prefix)}
+
+
+def _gguf_names(c: Config) -> Rules:
+    """Norms of latents are scaled in the file."""
+    found: dict[str, Source | tuple[Source, ...]] = {
+        "layers.{i}.attn.rope_norm": "blk.{i}.attn_k_norm",
+        "layers.{i}.attn.head_gate": "blk.{i}.attn_gate",
+        **index_names(c),
+    }
+    for i, kind in enumerate(c["layer_types"]):
+        own = {**c, **_own_sizes(c, i, kind)}
+        sizes = (own["num_attention_heads"], own["kv_lora_rank"], own["qk_nope_head_dim"])
+        found[f"layers.{i}.attn.kv_b.weight"] = join_latents(*sizes, f"blk.{i}")
+    return found
+
+
+@gguf_arch(
+    "dots3note",
+    "Dots3NoteForCausalLM",
+    names=_gguf_names,
+    by_layer={"attention.head_count": "heads"},
+    is_written=False,
+)
+def _dots3_in_gguf(m: Metadata) -> None:
+    check_router(m, "sigmoid", renormalizes=None)
+    latent_sizes(m)
+    for kind, heads in sizes_by_kind(m, "attention.head_count").items():
+        for key in ("num_attention_heads", "num_key_value_heads"):
+            name = f"swa_{key}" if kind == SLIDING else key
+            m.put(name, heads, f"{FILE} {m.prefix}attention.head_count")
+    turned = m.config["qk_rope_head_dim"]
+    wide, value, rank = (
+        m.values[f"attention.{x}_swa"] for x in ("key_length_mla", "value_length_mla", "kv_lora_rank")
+    )
+    own = {"q_lora_rank": m.config["q_lora_rank"], "kv_lora_rank": rank, "head_dim": wide}
+    own |= {"qk_nope_head_dim": wide - turned, "qk_rope_head_dim": turned, "v_head_dim": value}
+    for key, size in own.items():
+        m.put(f"swa_{key}", size, f"{FILE} {m.prefix}attention")
+    for part, told in (("key", rank + turned), ("value", rank)):  # of latents, as all such files count them
+        if (value := m.values.get(f"attention.{part}_length_swa", told)) != told:
+            raise UnsupportedModel(
+                f"{m.prefix}attention.{part}_length_swa is {value!r:.60}; expected is {told}"
+            )
+    kinds = m.config["layer_types"]
+    chosen = m.layers("indexer.attn_k.weight")
+    if chosen != [kind != SLIDING for kind in kinds]:
+        raise UnsupportedModel(
+            "an indexer is in each layer without a window, and in no other; the file differs"
+        )
+    m.put("use_dsa", True, "the tensors of each layer")
+    for ours, theirs in (("n_heads", "head_count"), ("head_dim", "key_length"), ("topk", "top_k")):
+        key = f"attention.indexer.{theirs}"
+        m.put(f"index_{ours}", m.values[key], f"{FILE} {m.prefix}{key}")
+    m.put("rope_local_base_freq", m.values["rope.freq_base_swa"], f"{FILE} {m.prefix}rope.freq_base_swa")
+    if width := m.config.pop("shared_intermediate_size", None):  # of all shared experts
+        m.put("shared_experts_intermediate_size", width, "tensor blk.N.ffn_up_shexp.weight")
+        m.put("n_shared_experts", 1, f"{FILE} {m.prefix}expert_shared_count, as one")

@@ -192,4 +192,15 @@ def _gemma_scale(m: Metadata, layers_of_27b: int) -> None:
     m.put("query_pre_attn_scalar", scalar, "default (by the number of layers)")
 
 
+@gguf_arch(
+    "gemma-embedding",
+    "Gemma3TextModel",
+    constants={"use_bidirectional_attention": True, "final_logit_softcapping": None},
+    is_written=False,
+)
+def _gemma_embedding(m: Metadata) -> None:
+    """EmbeddingGemma: tokens see later ones, too; the file's window is of both sides together."""
+    _gemma3(m)
+
+
 plain_arch("gemma", "GemmaForCausalLM")

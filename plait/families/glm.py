@@ -18,7 +18,7 @@ from plait.families.common.recipes import (
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, rope, sigmoid_router
 from plait.families.config.normalize import Config
-from plait.families.gguf.arch import Metadata, gguf_arch, plain_arch
+from plait.families.gguf.arch import FILE, Metadata, gguf_arch, plain_arch
 from plait.spec import BranchSpec, ModelSpec, MoeSpec, MtpSpec, NormSpec
 
 L = "model.layers.{i}"
@@ -142,7 +142,13 @@ def _dense_names(c: Config) -> Rules:
 
 
 plain_arch("chatglm", "GlmForCausalLM", names=_dense_names)
-plain_arch("glm4", "Glm4ForCausalLM", names=_dense_names)
+
+
+@gguf_arch("glm4", "Glm4ForCausalLM", names=_dense_names)
+def _glm4(m: Metadata) -> None:
+    """In files of models that also see, rows are in another order: halves turn together."""
+    if any(sections := m.values.get("rope.dimension_sections") or ()):
+        m.put("rope_interleave", False, f"{FILE} {m.prefix}rope.dimension_sections {list(sections)}")
 
 
 def _moe_names(c: Config) -> Rules:

@@ -186,6 +186,20 @@ gguf_arch("granite", "GraniteForCausalLM", constants={"rope_interleave": True})(
 gguf_arch("granitemoe", "GraniteMoeForCausalLM", constants={"rope_interleave": True})(_attention_scale)
 
 
+@gguf_arch("minicpm", "GraniteForCausalLM", constants={"rope_interleave": True}, is_written=False)
+def _minicpm(m: Metadata) -> None:
+    """MiniCPM 1, 2 and 4: Granite's multipliers. Files of before they were written have the first model's."""
+    _attention_scale(m)
+    usual = {
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 1.4 / m.config["num_hidden_layers"] ** 0.5,
+        "logits_scaling": m.config["hidden_size"] / 256,
+    }
+    for key, value in usual.items():
+        if not m.config.get(key):
+            m.put(key, value, "default (the minicpm format)")
+
+
 def _window_names(c: Config) -> Rules:
     """A shared expert's gate and up are one tensor; a feed-forward's without experts are two."""
     both = "blk.{i}.ffn_up_shexp.weight"

@@ -14,7 +14,16 @@ from plait.families.common.registry import family
 from plait.families.common.spec_builders import sigmoid_router
 from plait.families.config.checks import MAX_SIZE
 from plait.families.config.normalize import Config
-from plait.families.deepseek import SPARSE, latent_indexer, latent_model, latent_names, share_indexers
+from plait.families.deepseek import (
+    SPARSE,
+    latent_indexer,
+    latent_model,
+    latent_names,
+    latent_sizes,
+    share_indexers,
+)
+from plait.families.gguf.arch import FILE, Metadata, check_router, gguf_arch
+from plait.families.gguf.names import usual_names
 from plait.spec import Activation, BranchSpec, HyperSpec, MlaSpec, ModelSpec, MoeSpec, NormSpec
 
 L = "model.layers.{i}"
@@ -80,17 +89,8 @@ def _cut(c: Config) -> Activation:
 
 def _names(c: Config) -> Rules:
     attn, count = f"{L}.self_attn", c["hc_mult"]
-    index, ours = f"{attn}.indexer", "layers.{i}.attn.index"
-    dim, turned = c["index_head_dim"], c["qk_rope_head_dim"]
-    if c["index_n_heads"] * dim > MAX_SIZE:
-        raise UnsupportedModel(f"{c['index_n_heads']} index heads of {dim} are more than a model has")
-    one = torch.arange(dim).roll(turned)  # rotated numbers come first to us
-    heads = (torch.arange(c["index_n_heads"])[:, None] * dim + one).flatten()
     own: Rules = {
-        f"{ours}.q.weight": reorder_rows(heads, f"{index}.wq_b.weight"),
-        f"{ours}.k.weight": reorder_rows(one, f"{index}.wk.weight"),
-        f"{ours}.k_norm.weight": reorder_rows(one, f"{index}.k_norm.weight"),
-        f"{ours}.k_norm.bias": reorder_rows(one, f"{index}.k_norm.bias"),
+        **_index_names(c, f"{attn}.indexer", "wq_b", "wk"),
         "layers.{i}.attn.sinks": (f"{attn}.sinks", f"{attn}.learnable_sink_param"),
         "layers.{i}.attn.out_gate": (f"{attn}.gate_proj", f"{attn}.linear_gate"),
         "layers.{i}.ffn.gate": (f"{L}.mlp.gate_proj", f"{L}.mlp.linear_gate"),
@@ -108,3 +108,54 @@ def _names(c: Config) -> Rules:
     last = name_triples([f"model.{place}." for place in places], ["hc_", "hc_head_"])
     streams |= stream_weights("streams", last, (count,))
     return {**streams, **move_inside(own, BRANCHES)}
+
+
+def _index_names(c: Config, theirs: str, q: str, k: str) -> Rules:
+    """Rotated numbers are the last of an index head, and come first to us."""
+    ours, dim, turned = "layers.{i}.attn.index", c["index_head_dim"], c["qk_rope_head_dim"]
+    if c["index_n_heads"] * dim > MAX_SIZE:
+        raise UnsupportedModel(f"{c['index_n_heads']} index heads of {dim} are more than a model has")
+    one = torch.arange(dim).roll(turned)
+    heads = (torch.arange(c["index_n_heads"])[:, None] * dim + one).flatten()
+    return {
+        f"{ours}.q.weight": reorder_rows(heads, f"{theirs}.{q}.weight"),
+        f"{ours}.k.weight": reorder_rows(one, f"{theirs}.{k}.weight"),
+        f"{ours}.k_norm.weight": reorder_rows(one, f"{theirs}.k_norm.weight"),
+        f"{ours}.k_norm.bias": reorder_rows(one, f"{theirs}.k_norm.bias"),
+    }
+
+
+def _gguf_names(c: Config) -> Rules:
+    count, b = c["hc_mult"], "blk.{i}"
+    own: Rules = {
+        **usual_names(c),
+        **_index_names(c, f"{b}.indexer", "attn_q_b", "attn_k"),
+        "layers.{i}.attn.index.weights": f"{b}.indexer.proj",
+        "layers.{i}.attn.sinks": f"{b}.attn_sinks.weight",
+        "layers.{i}.attn.out_gate": f"{b}.attn_gate",
+    }
+    streams = dict[str, Source | tuple[Source, ...]]()
+    places = {f"layers.{{i}}.{x}": (f"{b}.hc_{x}_", (count, count)) for x in BRANCHES}
+    for ours, (theirs, sizes) in (places | {"streams": ("output_hc_", (count,))}).items():
+        fn, scale, base = (f"{theirs}{x}.weight" for x in ("fn", "scale", "base"))
+        streams |= stream_weights(ours, [(fn, scale, base)], sizes)
+    return {**streams, **move_inside(own, BRANCHES)}
+
+
+@gguf_arch("hy_v4", "HYV4ForCausalLM", names=_gguf_names, is_written=False)
+def _hy4_in_gguf(m: Metadata) -> None:
+    check_router(m, "sigmoid", renormalizes=None)
+    latent_sizes(m)
+    words = {"index_n_heads": "head_count", "index_head_dim": "key_length", "index_topk": "top_k"}
+    told = {ours: f"attention.indexer.{theirs}" for ours, theirs in words.items()}
+    told |= {f"hc_{ours}": f"hyper_connection.{ours}" for ours in ("magnitude",)}
+    told |= {"hc_mult": "hyper_connection.count", "hc_eps": "hyper_connection.epsilon"}
+    for ours, key in told.items():
+        m.put(ours, m.values[key], f"{FILE} {m.prefix}{key}")
+    kinds = ["full" if own else "shared" for own in m.layers("indexer.attn_k.weight")]
+    m.put("indexer_types", kinds, "the tensors of each layer")
+    limits = m.values.get("swiglu_clamp_exp") or 0.0
+    each = set(limits) if isinstance(limits, list) else {limits}
+    if len(each) != 1:
+        raise UnsupportedModel(f"{m.prefix}swiglu_clamp_exp {limits!r:.60} differs from layer to layer")
+    m.put("swiglu_limit", each.pop(), f"{FILE} {m.prefix}swiglu_clamp_exp")

@@ -186,7 +186,7 @@ def _gguf_names(c: Config) -> Rules:
     kernels = [f"{B}.ssm_conv1d_{x}.weight" for x in "qkv"]
     return {
         **gguf_delta_tensors(KDA, B),
-        f"{KDA}.conv.weight": _flat_conv(_widths(c), kernels),
+        f"{KDA}.conv.weight": join_flat_conv(_widths(c), kernels),
         f"{KDA}.dt_bias": flat(f"{B}.ssm_dt.bias"),
         f"{KDA}.o": f"{B}.attn_output",
         f"{KDA}.beta": f"{B}.ssm_beta",
@@ -195,7 +195,7 @@ def _gguf_names(c: Config) -> Rules:
     }
 
 
-def _flat_conv(widths: Sequence[int], sources: Sequence[str]) -> Derived:
+def join_flat_conv(widths: Sequence[int], sources: Sequence[str]) -> Derived:
     """Kernels of q, k and v that llama.cpp keeps as [1, C, 1, K]."""
     joined = join_conv(widths, sources)
 

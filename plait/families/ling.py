@@ -7,15 +7,17 @@ from dataclasses import replace
 
 import torch
 
-from plait.checkpoint.names import NameMap, Rules
+from plait.checkpoint.names import Back, Derived, NameMap, Rules
 from plait.errors import UnsupportedModel
-from plait.families.common.recipes import conv, either, ends, reorder_rows, unused_patterns
+from plait.families.common.recipes import conv, either, ends, flat, reorder_rows, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import mlp, model, norm, require, rope, sigmoid_router
 from plait.families.config.normalize import LINEAR, Config
-from plait.families.deepseek import latent_attention, shared_moe, shared_moe_tensors
-from plait.families.kimi import negative_exp_flat
-from plait.families.linear_attention import check_silu, join_conv
+from plait.families.deepseek import latent_attention, latent_sizes, shared_moe, shared_moe_tensors
+from plait.families.gguf.arch import FILE, Metadata, check_router, gguf_arch
+from plait.families.kimi import join_flat_conv, negative_exp_flat
+from plait.families.linear_attention import check_silu, join_conv, linear_layers
+from plait.quant.weight import as_tensor
 from plait.rare_specs import DeltaNetSpec, LightningSpec
 from plait.spec import BranchSpec, Mixer, MlaSpec, ModelSpec
 
@@ -169,3 +171,40 @@ def _lightning_names(theirs: str, heads: int, dim: int) -> Rules:
         f"{MIX}.gated_norm": f"{theirs}.g_norm",
         f"{ATTN}.{{x}}": f"{theirs}.{{x}}_proj",
     }
+
+
+def _gguf_names(c: Config) -> Rules:
+    b, width = "blk.{i}", c["num_attention_heads"] * c["linear_head_dim"]
+    kernels = [f"{b}.ssm_conv1d_{x}.weight" for x in "qkv"]
+    parts = {"decay": "ssm_f_a", "gate": "ssm_g_a", "beta": "ssm_beta", "gated_norm": "ssm_norm"}
+    parts |= {"o": "attn_output", **{x: f"attn_{x}" for x in "qkv"}}
+    minus = Back(lambda a: -a)
+    return {
+        f"{MIX}.A": Derived(lambda w, **_: -as_tensor(w).float().flatten(), (f"{b}.ssm_a",), (minus,)),
+        f"{MIX}.dt_bias": flat(f"{b}.ssm_dt.bias"),
+        f"{MIX}.conv.weight": join_flat_conv((width,) * 3, kernels),
+        **{f"{MIX}.{ours}": f"{b}.{theirs}" for ours, theirs in parts.items()},
+        f"{ATTN}.head_gate": f"{b}.attn_gate",
+    }
+
+
+@gguf_arch("bailingmoe3", "BailingHybridForCausalLM", names=_gguf_names, is_written=False)
+def _ling_3_in_gguf(m: Metadata) -> None:
+    """The decay's factor of each head is above 0 in the file."""
+    check_router(m, "sigmoid", renormalizes=None)
+    if any(sections := m.values.get("rope.dimension_sections") or ()):
+        raise UnsupportedModel(
+            f"{m.prefix}rope.dimension_sections {sections!r:.60} is of a Ling 3 that sees, which is not "
+            "implemented"
+        )
+    latent_sizes(m)
+    linear_layers(m, "ssm_a")
+    for ours, theirs, usual in (
+        ("kda_safe_gate", "kda.safe_gate", True),
+        ("kda_lower_bound", "kda.gate_lower_bound", -5.0),
+        ("linear_head_dim", "kda.head_dim", None),
+        ("short_conv_kernel_size", "ssm.conv_kernel", 4),
+    ):
+        m.put(ours, m.values.get(theirs, usual), f"{FILE} {m.prefix}{theirs}")
+    if m.config.get("n_shared_experts"):  # the tensors have the width of all of them
+        m.put("n_shared_experts", 1, f"{FILE} {m.prefix}expert_shared_count, as one")

@@ -5,14 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from plait.checkpoint.names import NameMap, Rules
+from plait.errors import UnsupportedModel
 from plait.families.common.detection import SECOND_NORM, ArchitectureMarker, Detection, Q, has_rope
 from plait.families.common.hf_config import HfConfig
-from plait.families.common.recipes import TEXT_PREFIXES, VISION, at, transformer, unused_patterns
+from plait.families.common.recipes import (
+    TEXT_PREFIXES,
+    VISION,
+    at,
+    split_qkv,
+    transformer,
+    unused_patterns,
+)
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, rope
 from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import FULL, Config
-from plait.families.gguf.arch import plain_arch
+from plait.families.gguf.arch import Metadata, gguf_arch, plain_arch
 from plait.spec import BranchSpec, MlpSpec, ModelSpec, NormSpec
 
 NO_RULES: Rules = {}
@@ -150,3 +158,31 @@ def dense(
 plain_arch("llama", "LlamaForCausalLM", rope_interleave=True)
 plain_arch("qwen2", "Qwen2ForCausalLM")
 plain_arch("qwen3", "Qwen3ForCausalLM")
+# Words of models that also see: all three positions of a word are one.
+plain_arch("qwen2vl", "Qwen2ForCausalLM", is_written=False)
+plain_arch("qwen3vl", "Qwen3ForCausalLM", is_written=False)
+# Llama's arithmetic under names of their own; converters split what checkpoints have in one tensor.
+plain_arch("internlm2", "LlamaForCausalLM", is_written=False, rope_interleave=True)
+plain_arch("xverse", "LlamaForCausalLM", is_written=False, rope_interleave=True)
+plain_arch("exaone", "LlamaForCausalLM", is_written=False)
+plain_arch("llama-embed", "LlamaForCausalLM", is_written=False, rope_interleave=True, is_causal=False)
+
+
+@gguf_arch("baichuan", "LlamaForCausalLM", constants={"rope_interleave": True}, is_written=False)
+def _baichuan(m: Metadata) -> None:
+    if m.config["num_hidden_layers"] == 40:
+        raise UnsupportedModel(
+            "a Baichuan of 40 layers (13B) has no rotary positions but a bias for each distance (ALiBi), "
+            "which is not implemented for it; the one of 32 layers (7B) is served"
+        )
+
+
+@gguf_arch(
+    "qwen",
+    "Qwen2ForCausalLM",
+    names=lambda c: split_qkv(c, "layers.{i}.attn", "blk.{i}.attn_qkv"),
+    is_written=False,
+)
+def _qwen1(m: Metadata) -> None:
+    """The file counts gate and up together."""
+    m.put("intermediate_size", m.config["intermediate_size"] // 2, f"half of {m.prefix}feed_forward_length")

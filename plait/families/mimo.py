@@ -5,13 +5,14 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import pad
 
-from plait.checkpoint.names import Back, Derived, NameMap, Rules
+from plait.checkpoint.names import Back, Derived, NameMap, Rules, Source
 from plait.families.common.mtp import deepseek_parts, mtp_names
-from plait.families.common.recipes import Stored, expert_tensors, transformer, unused_patterns
+from plait.families.common.recipes import Stored, expert_tensors, part, transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, sigmoid_router
 from plait.families.config.normalize import FULL, SLIDING, Config
-from plait.quant.weight import as_tensor
+from plait.families.gguf.arch import FILE, Metadata, check_router, gguf_arch, sizes_by_kind
+from plait.quant.weight import as_tensor, take_rows
 from plait.spec import BranchSpec, ModelSpec, MoeSpec, MtpSpec
 
 ATTN, FFN = "layers.{i}.attn", "layers.{i}.ffn"
@@ -39,7 +40,8 @@ def mimo_v2_flash(c: Config) -> tuple[ModelSpec, NameMap]:
     """Values are padded to the width of keys, and scaled, while they load."""
     each, heads, size = norm(c), c["num_key_value_heads"], c["moe_intermediate_size"]
     c.setdefault("routed_scaling_factor", 1.0)
-    attns = {FULL: gqa(c, FULL), SLIDING: gqa(c, SLIDING, num_kv_heads=2 * heads, sinks=True)}
+    near = c.get("swa_num_key_value_heads") or 2 * heads
+    attns = {FULL: gqa(c, FULL), SLIDING: gqa(c, SLIDING, num_kv_heads=near, sinks=True)}
     moe = MoeSpec(c["num_experts"], c["num_experts_per_tok"], mlp(c, size), sigmoid_router(c))
     ffns = {"sparse": BranchSpec("ffn", moe, each), "dense": BranchSpec("ffn", mlp(c), each)}
     kinds = zip(c["layer_types"], c["mlp_layer_types"], strict=True)
@@ -88,3 +90,51 @@ def _widen_columns(narrow: int, wide: int, source: str) -> Derived:
         return pad(as_tensor(w).unflatten(1, (-1, narrow)), (0, wide - narrow)).flatten(1)
 
     return Derived(widen, (source,), (Back(lambda w: w.unflatten(1, (-1, wide))[..., :narrow].flatten(1)),))
+
+
+def _gguf_names(c: Config) -> Rules:
+    b, scale, widths = "blk.{i}", c["attention_value_scale"] or 1.0, (c["v_head_dim"], c["head_dim"])
+    names: dict[str, Source | tuple[Source, ...]] = {
+        f"{ATTN}.v.weight": _widen_rows(scale, *widths, f"{b}.attn_v.weight"),
+        f"{ATTN}.v.bias": _widen_rows(scale, *widths, f"{b}.attn_v.bias"),
+        f"{ATTN}.o.weight": _widen_columns(*widths, f"{b}.attn_output.weight"),
+        f"{ATTN}.sinks": f"{b}.attn_sinks.weight",
+    }
+    queries = c["num_attention_heads"] * c["head_dim"]
+    for i, kind in enumerate(c["layer_types"]):  # MiMo-V2.5 has queries, keys and values in one tensor
+        heads = c["swa_num_key_value_heads" if kind == SLIDING else "num_key_value_heads"]
+        joined, rows = f"blk.{i}.attn_qkv.weight", (queries, heads * widths[1], heads * widths[0])
+        apart = {x: f"blk.{i}.attn_{x}.weight" for x in "qkv"}
+        value = _widen_part(scale, *widths, sum(rows[:2]), joined)
+        ours = f"layers.{i}.attn"
+        names[f"{ours}.q.weight"] = (apart["q"], part(0, rows, joined))
+        names[f"{ours}.k.weight"] = (apart["k"], part(1, rows, joined))
+        names[f"{ours}.v.weight"] = (_widen_rows(scale, *widths, apart["v"]), value)
+    return names
+
+
+def _widen_part(scale: float, narrow: int, wide: int, start: int, source: str) -> Derived:
+    """The same of the last rows of a tensor."""
+    usual = _widen_rows(scale, narrow, wide, source)
+    return Derived(lambda w, **_: usual.fn(take_rows(w, start, w.shape[0])), (source,))
+
+
+@gguf_arch(
+    "mimo2",
+    "MiMoV2FlashForCausalLM",
+    names=_gguf_names,
+    by_layer={"attention.head_count_kv": "kv_heads"},
+    is_written=False,
+)
+def _mimo_in_gguf(m: Metadata) -> None:
+    check_router(m, "sigmoid", renormalizes=True)
+    for kind, heads in sizes_by_kind(m, "attention.head_count_kv").items():
+        key = "swa_num_key_value_heads" if kind == SLIDING else "num_key_value_heads"
+        m.put(key, heads, f"{FILE} {m.prefix}attention.head_count_kv")
+    usual = {
+        "v_head_dim": ("attention.value_length", m.config["head_dim"]),
+        "attention_value_scale": ("attention.value_scale", 1.0),
+        "rope_local_base_freq": ("rope.freq_base_swa", m.config.get("rope_theta", 1e4)),
+    }
+    for ours, (theirs, default) in usual.items():
+        m.put(ours, m.values.get(theirs, default), f"{FILE} {m.prefix}{theirs}")

@@ -16,7 +16,8 @@ from plait.families.common.recipes import (
 )
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, model, norm, require
-from plait.families.config.normalize import Config
+from plait.families.config.normalize import FULL, Config
+from plait.families.gguf.arch import FILE, Metadata, check_router, gguf_arch
 from plait.rare_specs import BlockIndexSpec, BlockSparseSpec
 from plait.spec import AttentionSpec, BranchSpec, MlpSpec, ModelSpec, MoeSpec, RouterSpec
 
@@ -145,3 +146,21 @@ def _names(c: Config, prefix: str) -> Rules:
     experts = at(places, lambda place: mixtral_experts(FFN, place, c["num_experts"]))
     usual = {k: v for k, v in transformer(prefix).items() if k not in found and "norm" not in k}
     return {**found, **experts, **usual}
+
+
+def _gguf_names(c: Config) -> Rules:
+    index, theirs = "layers.{i}.attn.index", "blk.{i}.indexer"
+    return {f"{index}.{x}{end}": f"{theirs}.{x}_{end[1:] or 'proj'}" for x in "qk" for end in ("", "_norm")}
+
+
+@gguf_arch("minimax-m3", "MiniMaxM3SparseForCausalLM", names=_gguf_names, is_written=False)
+def _minimax_in_gguf(m: Metadata) -> None:
+    check_router(m, "sigmoid", renormalizes=True)
+    chosen = m.layers("indexer.q_proj.weight")
+    m.put("layer_types", [SPARSE if own else FULL for own in chosen], "the tensors of each layer")
+    m.put("dense_intermediate_size", m.config["intermediate_size"], f"{FILE} {m.prefix}feed_forward_length")
+    words = {"n_heads": "head_count", "head_dim": "key_length", "block_size": "block_size"}
+    words |= {"topk_blocks": "top_k", "local_blocks": "local_blocks"}
+    for ours, theirs in words.items():
+        key = f"attention.indexer.{theirs}"
+        m.put(f"index_{ours}", m.values[key], f"{FILE} {m.prefix}{key}")

@@ -118,3 +118,4 @@ def _sparse(
 
 plain_arch("qwen2moe", "Qwen2MoeForCausalLM", norm_topk_prob=False)
 plain_arch("qwen3moe", "Qwen3MoeForCausalLM", norm_topk_prob=True)
+plain_arch("qwen3vlmoe", "Qwen3MoeForCausalLM", is_written=False, norm_topk_prob=True)

@@ -14,6 +14,7 @@ from plait.families.common.recipes import (
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, model, norm, softmax_moe
 from plait.families.config.normalize import Config
+from plait.families.gguf.arch import plain_arch
 from plait.spec import BranchSpec, ModelSpec, RouterSpec
 
 FFN, OLD, NEW = "layers.{i}.ffn", "model.layers.{i}.block_sparse_moe", "model.layers.{i}.mlp"
@@ -48,3 +49,6 @@ def phimoe(c: Config) -> tuple[ModelSpec, NameMap]:
     }
     spec = model(c, "phimoe", layers, norm=each)
     return spec, NameMap(names, transformer(), ignored=unused_patterns(c))
+
+
+plain_arch("phimoe", "PhimoeForCausalLM")

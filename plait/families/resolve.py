@@ -29,6 +29,7 @@ from plait.families.config.normalize import (
 )
 from plait.families.detect.detect import HEADS, Shapes, infer_config, layer_kinds
 from plait.families.gguf.config import gguf_config
+from plait.families.gguf.effects import check_scores
 from plait.families.gguf.names import gguf_names
 from plait.families.oxidizr.oxidizr import is_oxidizr, resolve_oxidizr
 
@@ -219,5 +220,6 @@ def _resolve_gguf(
     _check_keys(given, flat)
     c = _normalize_config(flat)
     resolved = _build_resolved(c, why)
+    check_scores(metadata, resolved.spec)
     names = gguf_names(c)
     return Resolved(resolved.spec, names, c, resolved.provenance, resolved.family, hf_names=resolved.names)

@@ -11,6 +11,7 @@ from plait.families.common.recipes import at, expert, plus_one, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, require
 from plait.families.config.normalize import FULL, SLIDING, Config
+from plait.families.gguf.arch import FILE, Metadata, check_router, gguf_arch, sizes_by_kind
 from plait.spec import Activation, AttentionSpec, BranchSpec, MlpSpec, ModelSpec, MoeSpec, RouterSpec
 
 FFN, ATTN = "layers.{i}.ffn", "layers.{i}.attn"
@@ -117,3 +118,48 @@ def _names(c: Config, prefix: str) -> Rules:
         names[f"{FFN}.experts.{{e}}.{x}.weight"] = (expert(count, stacked), one)
     names[f"{FFN}.{{x}}"] = f"{layer}.mlp.{{x}}_proj"
     return names
+
+
+@gguf_arch(
+    "step35",
+    "Step3p5ForCausalLM",
+    names=lambda c: {f"{ATTN}.head_gate": "blk.{i}.attn_gate"},
+    by_layer={"attention.head_count": "heads", "attention.head_count_kv": "kv_heads"},
+    is_written=False,
+)
+def _step_in_gguf(m: Metadata) -> None:
+    check_router(m, "sigmoid", renormalizes=True)
+    for ours, theirs in (("num_attention_heads", "head_count"), ("num_key_value_heads", "head_count_kv")):
+        sizes = sizes_by_kind(m, f"attention.{theirs}")
+        m.put(ours, sizes.get(FULL, max(sizes.values())), f"{FILE} {m.prefix}attention.{theirs}")
+        if near := sizes.get(SLIDING):
+            word = "num_attention_heads" if theirs == "head_count" else "num_attention_groups"
+            other = {**m.config.get("attention_other_setting", {}), word: near}
+            m.put("attention_other_setting", other, f"{FILE} {m.prefix}attention.{theirs}")
+    m.size("share_expert_dim", "ffn_up_shexp.weight", 0)
+    for ours, theirs in (
+        ("swiglu_limits", "swiglu_clamp_exp"),
+        ("swiglu_limits_shared", "swiglu_clamp_shexp"),
+    ):
+        told = m.values.get(theirs) or 0.0
+        each = told if isinstance(told, list) else [told] * m.config["num_hidden_layers"]
+        m.put(ours, each, f"{FILE} {m.prefix}{theirs}")
+    _turns_in_gguf(m)
+
+
+def _turns_in_gguf(m: Metadata) -> None:
+    """Layers without windows turn half of what the others do, and theirs alone are scaled."""
+    dim, base = m.config["head_dim"], m.config.get("rope_theta", 1e4)
+    wide = m.values.get("rope.dimension_count", dim)
+    scaling = dict(m.config.get("rope_scaling") or {})
+    if divisors := scaling.get("divisors"):
+        scaling["divisors"] = divisors[: wide // 4]
+    near = m.values.get("rope.dimension_count_swa", wide)
+    turned = {
+        FULL: {**scaling, "rope_theta": base, "partial_rotary_factor": wide / 2 / dim},
+        SLIDING: {
+            "rope_theta": m.values.get("rope.freq_base_swa", base),
+            "partial_rotary_factor": near / dim,
+        },
+    }
+    m.put("rope_parameters", turned, f"{FILE} {m.prefix}rope")

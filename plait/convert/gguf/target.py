@@ -111,7 +111,8 @@ def arches_of(model: Model) -> list[str]:
     """The architectures that may say this model; with experts, first those that are named for them."""
     families = families_by_name()
     own = next((families[n] for n in names_in(model.resolved.config) if n in families), None)
-    found = [a.name for a in ARCHITECTURES.values() if own and families.get(a.architecture) is own]
+    written = (a for a in ARCHITECTURES.values() if a.is_written)
+    found = [a.name for a in written if own and families.get(a.architecture) is own]
     found += [name for name in ALSO.get(model.resolved.family, ()) if name not in found]
     has_experts = any(model.spec.mixers_of(MoeSpec))
     return sorted(found, key=lambda name: ("moe" in name) != has_experts)

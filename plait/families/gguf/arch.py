@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,16 +11,36 @@ from plait.errors import UnsupportedModel
 from plait.families.config.normalize import FULL, NOTHING, SLIDING, Config
 
 Shapes = Mapping[str, tuple[int, ...]]
+Values = Mapping[str, Any]
 FILE = "GGUF metadata"
+
+
+class ArchKeys(Values):
+    """The keys behind an architecture's prefix. `read`: those that were looked up."""
+
+    def __init__(self, found: Values) -> None:
+        self._found, self.read = found, set[str]()
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return self._found[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
 
 
 class Metadata:
     """The architecture's keys, and the config they make."""
 
-    def __init__(self, metadata: Mapping[str, Any], shapes: Shapes) -> None:
+    def __init__(self, metadata: Values, shapes: Shapes) -> None:
         self.arch, self.whole = metadata["general.architecture"], metadata
         prefix = f"{self.arch}."
-        self.values = {k.removeprefix(prefix): metadata[k] for k in metadata if k.startswith(prefix)}
+        self.values = ArchKeys(
+            {k.removeprefix(prefix): metadata[k] for k in metadata if k.startswith(prefix)}
+        )
         self.prefix, self.shapes = prefix, shapes
         self.config: dict[str, Any] = {}
         self.why: dict[str, str] = {}
@@ -51,7 +71,8 @@ class Arch:
     `architecture`: the family's, as its config would name it. `constants`: what the format leaves to its
     readers, as keys of a config. `read`: what else this architecture's metadata and tensors mean. `names`:
     where its tensors are, where the general table does not say it (of a normalised config).
-    `by_layer`: keys that may have a number for each layer, and what a config calls such a list.
+    `by_layer`: keys that may have a number for each layer, and what a config calls such a list. `is_written`:
+    a model of the family is written as it, too, where an earlier one cannot say it.
     """
 
     name: str
@@ -60,6 +81,7 @@ class Arch:
     read: Particulars
     names: Names | None
     by_layer: Mapping[str, str]
+    is_written: bool
 
 
 ARCHITECTURES: dict[str, Arch] = {}
@@ -72,19 +94,23 @@ def gguf_arch(
     constants: Mapping[str, object] = NOTHING,
     names: Names | None = None,
     by_layer: Mapping[str, str] = NOTHING,
+    is_written: bool = True,
 ) -> Callable[[Particulars], Particulars]:
     """Register an architecture of GGUF; what it decorates completes the metadata's config."""
 
     def register(read: Particulars) -> Particulars:
-        ARCHITECTURES[name] = Arch(name, architecture, constants, read, names, by_layer)
+        ARCHITECTURES[name] = Arch(name, architecture, constants, read, names, by_layer, is_written)
         return read
 
     return register
 
 
-def plain_arch(name: str, architecture: str, *, names: Names | None = None, **constants: Any) -> None:
+def plain_arch(
+    name: str, architecture: str, *, names: Names | None = None, is_written: bool = True, **constants: Any
+) -> None:
     """Register an architecture with metadata that says it all."""
-    gguf_arch(name, architecture, constants=constants, names=names)(_nothing)
+    register = gguf_arch(name, architecture, constants=constants, names=names, is_written=is_written)
+    register(_nothing)
 
 
 def _nothing(m: Metadata) -> None:
@@ -104,12 +130,35 @@ def windows(m: Metadata, period: int) -> None:
         m.put("sliding_window_pattern", period, f"default (the {m.arch} format)")
 
 
+def sizes_by_kind(m: Metadata, key: str) -> dict[str, int]:
+    """The kinds of the layers, which the file lists, as `layer_types`; of each kind its one size.
+
+    Raises UnsupportedModel where layers of one kind differ.
+    """
+    pattern = "attention.sliding_window_pattern"
+    if not isinstance(m.values.get(pattern), list):
+        raise UnsupportedModel(f"{m.prefix}{pattern} is {m.values.get(pattern)!r:.60}; expected is a list")
+    windows(m, 1)
+    kinds, sizes = m.config["layer_types"], m.values[key]
+    each = sizes[: len(kinds)] if isinstance(sizes, list) else [sizes] * len(kinds)
+    if len(each) != len(kinds) or len(kinds) != m.config["num_hidden_layers"]:
+        raise UnsupportedModel(
+            f"{m.prefix}{key} and {m.prefix}{pattern} have {len(each)} and {len(kinds)} numbers for "
+            f"{m.config['num_hidden_layers']} layers"
+        )
+    found: dict[str, int] = {}
+    for kind, size in zip(kinds, each, strict=True):
+        if found.setdefault(kind, size) != size:
+            raise UnsupportedModel(f"{m.prefix}{key} differs among layers of one kind: {each!r:.120}")
+    return found
+
+
 def check_router(m: Metadata, scores: str, *, renormalizes: bool | None, scales: bool = True) -> None:
     """Refuse a file that weighs experts otherwise than its family does. `renormalizes` None: it may say.
 
     `scales`: the family honours a factor of all weights. Raises UnsupportedModel.
     """
-    usual = {"softmax": 1, "sigmoid": 2}[scores]
+    usual = {"softmax": 1, "sigmoid": 2, "sqrtsoftplus": 4}[scores]
     wanted: dict[str, object] = {"expert_gating_func": usual}
     wanted |= {} if renormalizes is None else {"expert_weights_norm": renormalizes}
     wanted |= {} if scales else {"expert_weights_scale": 1.0}

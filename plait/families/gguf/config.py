@@ -17,7 +17,9 @@ from plait.errors import UnsupportedModel
 from plait.families.common.registry import families_by_name
 from plait.families.config.checks import check_config
 from plait.families.config.normalize import FULL, LINEAR
-from plait.families.gguf.arch import ARCHITECTURES, FILE, Arch, Metadata, Shapes
+from plait.families.gguf.arch import ARCHITECTURES, FILE, Arch, Metadata, Shapes, Values
+from plait.families.gguf.effects import check_unread
+from plait.families.gguf.unserved import UNSERVED
 from plait.ops.rope import yarn_mscale
 
 # key behind the architecture's prefix -> key of a config
@@ -62,7 +64,7 @@ KEYS: Mapping[str, str] = {
 
 
 def gguf_config(
-    metadata: Mapping[str, Any], shapes: Shapes, read: Callable[[str], Tensor]
+    metadata: Values, shapes: Shapes, read: Callable[[str], Tensor]
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """(config, provenance). `read` is called for divisors of frequencies alone. Raises UnsupportedModel."""
     arch = str(metadata.get("general.architecture"))
@@ -82,16 +84,25 @@ def gguf_config(
     m.put("tie_word_embeddings", "output.weight" not in shapes, "tensor output.weight")
     if extra := m.config.get("num_nextn_predict_layers"):
         m.config["num_hidden_layers"] -= extra
+    if m.config.get("routed_scaling_factor") == 0:  # what no file means by it is that experts give nothing
+        m.put("routed_scaling_factor", 1.0, f"{FILE} {m.prefix}expert_weights_scale, which is 0: none")
     check_config(m.config, FILE)  # before anything has as many parts as the file says
     _rope(m, read)
     _kinds(m)
     _experts(m)
+    if m.values.get("attention.causal") is False:
+        m.put("is_causal", False, f"{FILE} {m.prefix}attention.causal")
+    if (pooling := m.values.get("pooling_type")) is not None:
+        m.put("pooling_type", pooling, f"{FILE} {m.prefix}pooling_type")
     entry.read(m)
+    check_unread(m)
     return m.config, m.why
 
 
 def _arch(name: str) -> Arch:
     families_by_name()  # imports the families, which register their architectures
+    if why := UNSERVED.get(name):
+        raise UnsupportedModel(f"a GGUF file of general.architecture {name!r} cannot be served: {why}")
     if name not in ARCHITECTURES:
         listed = ", ".join(sorted(ARCHITECTURES))
         raise UnsupportedModel(
@@ -139,11 +150,14 @@ def _rope(m: Metadata, read: Callable[[str], Tensor]) -> None:
 def _scaling(m: Metadata) -> dict[str, object]:
     """The scaling that the metadata names; {} for none, and for those that are tensors."""
     kind, scaling = m.values.get("rope.scaling.type"), dict[str, Any]()
+    factor = m.values.get("rope.scaling.factor", m.values.get("rope.scale_linear"))
+    if kind is None and factor not in (None, 0, 1):
+        kind = "linear"  # so do older files mean it
     original = m.values.get("rope.scaling.original_context_length")
-    if factor := m.values.get("rope.scaling.dynamic_factor"):  # Plait's own key
-        return {"rope_type": "dynamic", "factor": factor, "original_max_position_embeddings": original}
+    if stretch := m.values.get("rope.scaling.dynamic_factor"):  # Plait's own key
+        return {"rope_type": "dynamic", "factor": stretch, "original_max_position_embeddings": original}
     if kind in ("linear", "yarn"):
-        scaling = {"rope_type": kind, "factor": m.values["rope.scaling.factor"]}
+        scaling = {"rope_type": kind, "factor": factor}
         if kind == "yarn":
             scaling["original_max_position_embeddings"] = m.values["rope.scaling.original_context_length"]
             scaling["beta_fast"] = m.values.get("rope.scaling.yarn_beta_fast", 32.0)
@@ -210,5 +224,6 @@ def _experts(m: Metadata) -> None:
         return
     sparse = ["sparse" if s else "dense" for s in m.layers("ffn_gate_inp.weight")]
     m.put("mlp_layer_types", sparse, "the tensors of each layer")
+    m.size("moe_intermediate_size", "ffn_down_exps.weight", -1)  # where gate and up are one tensor
     m.size("moe_intermediate_size", "ffn_up_exps.weight", -2)
     m.size("shared_intermediate_size", "ffn_up_shexp.weight", 0)

@@ -16,13 +16,16 @@ from plait.checkpoint.weights import Checkpoint
 from plait.errors import BadFile, ConfigError, UnsupportedFormat
 from plait.families.common.resolved import Resolved
 from plait.families.detect.detect import HEADS
+from plait.families.gguf.names import DENSE
 from plait.frontend.model_head import NO_HEAD, HeadLayer, ModelHead, PairForm, ScoreActivation
 from plait.loading.heads.read_vectors import make_layer, read_json_file, read_vectors
 from plait.quant.weight import as_tensor
+from plait.request import Pooling
 from plait.spec import AttentionSpec, ModelSpec
 from plait.text.tokenizers.tokenizer import Tokenizer
 
 HEAD_TENSORS = ("score", "classifier", "v_head")  # of transformers' classes; reward models have `score.0` …
+_GGUF_POOLINGS: Mapping[int, Pooling] = {1: "mean", 3: "last"}
 _PROBLEMS: Mapping[str, ScoreActivation] = {
     "regression": "none",
     "single_label_classification": "softmax",
@@ -44,7 +47,7 @@ def read_head(opened: HeadSource) -> ModelHead:
     """What a model has behind its last hidden state. Raises BadFile, UnsupportedFormat and ConfigError."""
     config = opened.resolved.config
     if opened.files.kind == "gguf":
-        return NO_HEAD
+        return _read_gguf(opened)
     head = replace(read_vectors(opened.files.directory), generates=_has_words(opened.resolved.spec))
     if layers := _score_layers(opened):
         generates = head.generates and any(name in opened.checkpoint for name in HEADS)
@@ -64,6 +67,24 @@ def read_head(opened: HeadSource) -> ModelHead:
     if words is None and "qwen3-reranker" in opened.files.name.lower():
         words = ["no", "yes"]
     return head if words is None else _read_words(opened, head, words)
+
+
+def _read_gguf(opened: HeadSource) -> ModelHead:
+    """Pooling as llama.cpp's metadata has it, and EmbeddingGemma's dense layers."""
+    told = opened.resolved.config.get("pooling_type")
+    if told in (None, 0):
+        return NO_HEAD
+    pooling = _GGUF_POOLINGS.get(told) if isinstance(told, int) else None
+    if pooling is None:
+        raise UnsupportedFormat(
+            f"GGUF metadata pooling_type {told!r:.60} is not supported; known: 0 (none), 1 (mean) and 3 "
+            "(last token)"
+        )
+    stored = {place: _read(opened, f"{place}.weight") for place in DENSE}
+    layers = [make_layer(weight, None, place) for place, weight in stored.items() if weight is not None]
+    checked = _check_widths(layers, opened.resolved.spec.hidden_size, "dense_2")
+    generates = _has_words(opened.resolved.spec)
+    return ModelHead(pooling=pooling, layers=checked, generates=generates)
 
 
 def _has_words(spec: ModelSpec) -> bool:

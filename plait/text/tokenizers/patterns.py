@@ -81,6 +81,30 @@ _JAIS2 = (
     rf"|\s*[\r\n]+|{_RUNS}|\s{{1}}"
 )
 _MINICPM5 = rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}+|{_TAIL}"
+_YOUTU_SCRIPTS = "|".join(
+    f"[{_characters(ranges)}]+"
+    for ranges in (
+        "AC00-D7A3 3131-318E",
+        "FF01 2026 201C 201D 2018 2019 2014 FF1A FF1B FF0C 3001-303F FE30-FE4F",
+        "3105-312F",
+        "4E00-9FA5 3040-309F 30A0-30FF",
+    )
+)
+_AFMOE_SCRIPTS = "".join(
+    (
+        "[",
+        _characters("4E00-9FFF 3400-4DBF F900-FAFF 3040-309F 30A0-30FF FF65-FF9F 2F00-2FDF E40-E7F E80-EFF"),
+        _characters("1780-17FF 1000-109F AA60-AA7F A9E0-A9FF AC00-D7AF 1100-11FF"),
+        "]+",
+    )
+)
+_AFMOE_NUMBERS = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"  # from the end of a number
+_NOT_HAN = r"&&[^\p{Han}]]"
+_KIMI = (
+    rf"\p{{Han}}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER[:-1]}{_NOT_HAN}*{_LOWER[:-1]}{_NOT_HAN}+{_CONTRACTION}?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER[:-1]}{_NOT_HAN}+{_LOWER[:-1]}{_NOT_HAN}*{_CONTRACTION}?"
+    rf"|\p{{N}}{{1,3}}|{_TAIL}"
+)
 _THREES = r"\d{1,3}(?=(?:\d{3})*\b)"  # from the end of a number
 
 
@@ -97,7 +121,7 @@ class Pattern:
 
 
 _GROUPS: tuple[tuple[str, Pattern], ...] = (
-    ("gpt-2 phi-2 mpt olmo jais trillion granite-docling gigachat mellum exaone4", Pattern((_GPT2,))),
+    ("gpt-2 phi-2 mpt olmo jais trillion granite-docling gigachat mellum exaone4 a.x-4.0", Pattern((_GPT2,))),
     (
         "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2",
         Pattern((r"\p{N}", _GPT2)),
@@ -106,9 +130,9 @@ _GROUPS: tuple[tuple[str, Pattern], ...] = (
         "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2",
         Pattern((_LLAMA3,), whole_words=True, add_bos=True),
     ),
-    ("dbrx smaug-bpe glm4 chatglm-bpe", Pattern((_LLAMA3,))),
+    ("dbrx smaug-bpe glm4 glm5 chatglm-bpe", Pattern((_LLAMA3,))),
     (
-        "qwen2 deepseek-r1-qwen megrez kormo stablelm2 hunyuan solar-open grok-2",
+        "qwen2 deepseek-r1-qwen megrez kormo stablelm2 hunyuan solar-open grok-2 f2llmv2",
         Pattern((_QWEN2,)),
     ),
     ("qwen35", Pattern((_QWEN35,))),
@@ -116,7 +140,7 @@ _GROUPS: tuple[tuple[str, Pattern], ...] = (
     ("gpt-4o llama4 kanana2 minimax-m2", Pattern((_GPT4O,))),
     ("deepseek-llm", Pattern(_DEEPSEEK_LLM)),
     ("deepseek-coder", Pattern((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN_HANGUL, r"\p{N}"))),
-    ("deepseek-v3 hunyuan-dense joyai-llm", Pattern((r"\p{N}{1,3}", _CJK, _DEEPSEEK3))),
+    ("deepseek-v3 hunyuan-dense joyai-llm hy_v4", Pattern((r"\p{N}{1,3}", _CJK, _DEEPSEEK3))),
     ("falcon", Pattern((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]"))),
     ("default", Pattern((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"))),
     ("bloom poro-chat gpt3-finnish", Pattern((_BLOOM,))),
@@ -127,6 +151,9 @@ _GROUPS: tuple[tuple[str, Pattern], ...] = (
     ("jais-2", Pattern((_JAIS2,))),
     ("tiny_aya cohere2moe", Pattern((_THREES, _GPT4O))),
     ("laguna", Pattern((r"[^\n]+|[\n]+", _QWEN2))),
+    ("youtu", Pattern((_YOUTU_SCRIPTS, _GPT4O.replace(r"\p{N}{1,3}", r"\p{N}")), whole_words=True)),
+    ("afmoe", Pattern((_AFMOE_NUMBERS, _AFMOE_SCRIPTS, _DEEPSEEK3))),
+    ("kimi-k2", Pattern((_KIMI,))),
     ("minicpm5", Pattern((r"\p{N}{1,3}", _MINICPM5), whole_words=True)),
 )
 

@@ -7,6 +7,7 @@ tensor of the checkpoint that it was made of, and by how.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.families import tiny
+from tests.families import tiny, tiny_dense, tiny_mixers
 from tests.families.variant import Variant
 
 Config = Mapping[str, Any]
@@ -24,6 +25,65 @@ RECORDED = Path(__file__).with_name("llama_cpp.json")
 F, S = "full_attention", "sliding_attention"
 # Sizes that the format leaves to its readers must be those of the published models.
 CHANGES: dict[str, dict[str, Any]] = {
+    "bailing_v2": {"attention_bias": False},
+    "baichuan": {"num_key_value_heads": 2},
+    "bitnet": {"tie_word_embeddings": True},
+    "deepseek_v4": {
+        "mlp_layer_types": [*["hash_moe"] * 2, *["moe"] * 3],
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128},
+    },
+    "dots3_note": {
+        "swa_qk_nope_head_dim": 8,
+        "swa_head_dim": 12,
+        "swa_q_lora_rank": 12,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "hy_v4": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
+    "deepseek_v1": {"moe_num_experts": 3, "moe_topk": 3},
+    "gemma_embedding": {"use_bidirectional_attention": True, "query_pre_attn_scalar": 8},
+    "hunyuan_moe": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "mimo_v2_flash": {"attention_bias": False},
+    "ministral3": {
+        "rope_parameters": {
+            **tiny_dense.VARIANTS["ministral3"].changes["rope_parameters"],
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+        }
+    },
+    "minicpm": {"attention_multiplier": 8**-0.5, "mlp_bias": False, "attention_bias": False},
+    "nemotron_h_latent": {"hybrid_override_pattern": "M*EE"},
+    "orion": {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 1.0}},
+    "pangu": {"mlp_bias": False, "tie_word_embeddings": False},
+    "phimoe": {"router_jitter_noise": 0.01},
+    "phimoe_longrope": {
+        "router_jitter_noise": 0.01,
+        "sliding_window": 100,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "original_max_position_embeddings": 16,
+            **{
+                f"{x}_factor": [1.0, 1.1, 1.2, 1.3] for x in ("short", "long")
+            },  # transformers knows no long ones
+            **{f"{x}_mscale": (1 + math.log(8, 16)) ** 0.5 for x in ("short", "long")},
+        },
+    },
+    "qwen1": {"num_key_value_heads": 2},
+    "qwen3_vl_moe": {"mlp_only_layers": []},
+    "step3p5": {
+        "text_config": {
+            **tiny_mixers.STEP["text_config"],
+            "head_dim": 8,
+            "rope_parameters": {
+                F: {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5},
+                S: {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+            },
+        }
+    },
+    "xverse": {"num_key_value_heads": 2},
     "afmoe": {"num_hidden_layers": 5, "layer_types": [S, S, S, F, S]},
     "dots1": {"sliding_window": None},
     "gemma3n": {"altup_num_inputs": 4, "vocab_size_per_layer_input": 97},
@@ -37,17 +97,57 @@ CHANGES: dict[str, dict[str, Any]] = {
     "llama4": {"floor_scale": 8192, "attention_chunk_size": 8192},
     "minicpm3": {"scale_emb": 12, "dim_model_base": 256},
 }
+# Layouts of models that transformers has no class for, by a variant with the same arithmetic.
+BASES = {
+    "bailing_v1": "aria",
+    "bailing_v2": "glm4_moe",
+    "baichuan": "llama",
+    "deepseek_v1": "aria",
+    "exaone3": "llama_llama3",
+    "gemma_embedding": "gemma3",
+    "internlm2": "llama",
+    "minicpm": "granite_dense",
+    "orion": "stablelm",
+    "pangu": "llama_biases",
+    "phimoe_longrope": "phimoe",
+    "qwen1": "qwen2",
+    "qwen2_5_vl": "qwen2",
+    "qwen3_vl": "qwen3",
+    "qwen3_vl_moe": "qwen3_moe",
+    "xverse": "llama",
+}
 NAMES = (
     *("afmoe", "apertus", "arcee", "cohere2_moe", "cohere2_moe_sigmoid", "deepseek_v32", "dots1"),
     *("ernie4_5", "ernie4_5_moe", "exaone4", "exaone4_whole", "exaone_moe", "gemma3n", "gemma4"),
     *("gemma4_all", "gemma4_e2b", "gemma4_moe", "glm_moe_dsa", "granite_moe_swa", "granite_swa", "hunyuan"),
     *("hy_v3", "jais2", "laguna", "llama4", "mellum", "minicpm3", "minimax_m2", "nemotron", "olmo", "olmoe"),
-    "stablelm",
+    *(
+        "stablelm",
+        "stablelm_wide",
+        "bailing_v1",
+        "bailing_v2",
+        "baichuan",
+        "bitnet",
+        "deepseek_v1",
+        "exaone3",
+    ),
+    *(
+        "gemma_embedding",
+        "glm4_moe_lite",
+        "hunyuan_moe",
+        "internlm2",
+        "mimo_v2_flash",
+        "minicpm",
+        "ministral3",
+    ),
+    *("nemotron_h_latent", "orion", "pangu", "phimoe", "phimoe_longrope", "qwen1", "qwen2_5_vl", "qwen3_vl"),
+    *("qwen3_vl_moe", "solar_open", "step3p5", "xverse", "youtu"),
+    *("ling3", "dots3_note", "hy_v4", "minimax_m3", "deepseek_v4"),
 )
 
 
 def variant(name: str) -> Variant:
-    usual = tiny.VARIANTS[name]
+    usual = tiny.VARIANTS[BASES.get(name, name)]
     return replace(usual, changes={**usual.changes, **CHANGES.get(name, {})})
 
 
@@ -59,10 +159,11 @@ def _half(i: int) -> Callable[[Config, Tensor], Tensor]:
     return lambda c, w: w.chunk(2, -2)[i]
 
 
-def _latent(i: int) -> Callable[[Config, Tensor], Tensor]:
+def _latent(i: int, *, of_windows: bool = False) -> Callable[[Config, Tensor], Tensor]:
     def part(c: Config, w: Tensor) -> Tensor:
-        heads = w.unflatten(0, (c["num_attention_heads"], -1))
-        k, v = heads.tensor_split([c["qk_nope_head_dim"]], 1)
+        own = {**c, **(c["per_layer_config"]["1"] if of_windows else {})}
+        heads = w.unflatten(0, (own["num_attention_heads"], -1))
+        k, v = heads.tensor_split([own["qk_nope_head_dim"]], 1)
         return v if i else k.transpose(1, 2)
 
     return part
@@ -79,8 +180,11 @@ WAYS: dict[str, Callable[[Config, Tensor], Tensor]] = {
     "second half": _half(1),
     "first half, turned": lambda c, w: _half(0)(c, w.mT),
     "second half, turned": lambda c, w: _half(1)(c, w.mT),
+    "exponential": lambda c, w: w.exp(),
     "latent keys": _latent(0),
     "latent values": _latent(1),
+    "latent keys of windows": _latent(0, of_windows=True),
+    "latent values of windows": _latent(1, of_windows=True),
 }
 
 
@@ -101,7 +205,9 @@ def converted(
 
 
 def _gather(tensors: Mapping[str, Tensor], source: str) -> Tensor:
-    """A tensor, or the stack of all with a number at `{e}`."""
+    """A tensor, the stack of all with a number at `{e}`, or the rows of three with q, k and v at `{qkv}`."""
+    if "{qkv}" in source:
+        return torch.cat([tensors[source.replace("{qkv}", x)] for x in "qkv"])
     if "{e}" not in source:
         return tensors[source]
     pattern = re.compile(re.escape(source).replace(r"\{e\}", r"(\d+)"))

@@ -215,12 +215,29 @@ def test_what_is_not_known_is_refused_by_name() -> None:
         metadata = {"general.architecture": "llama", "llama.block_count": 1, **keys}
         gguf_config(metadata, {}, dict[str, Any]().__getitem__)
 
-    with pytest.raises(UnsupportedModel, match=r"'rwkv6' of the GGUF file.*Known: .*llama, llama4, mamba"):
-        config(**{"general.architecture": "rwkv6"})
+    with pytest.raises(
+        UnsupportedModel, match=r"'spiral' of the GGUF file.*Known: .*llama, llama-embed, llama4, .*mamba"
+    ):
+        config(**{"general.architecture": "spiral"})
     with pytest.raises(UnsupportedModel, match=r"rope\.scaling\.type 'spiral'"):
         config(**{"llama.rope.scaling.type": "spiral"})
     with pytest.raises(UnsupportedModel, match=r"layer to layer.*\[1, 2\]"):
         config(**{"llama.attention.head_count_kv": [1, 2]})
+
+
+def test_files_that_join_queries_keys_and_values_and_halves_of_experts(folder: Path) -> None:
+    """llama.cpp's --fuse-qkv and --fuse-gate-up-exps."""
+    config, tensors, oracle = made("qwen3_moe", folder)
+    metadata, stored = converted("qwen3moe", config, tensors)
+    for i in range(3):
+        b = f"blk.{i}"
+        stored[f"{b}.attn_qkv.weight"] = torch.cat([stored.pop(f"{b}.attn_{x}.weight") for x in "qkv"])
+        if f"{b}.ffn_up_exps.weight" in stored:
+            halves = [stored.pop(f"{b}.ffn_{x}_exps.weight") for x in ("gate", "up")]
+            stored[f"{b}.ffn_gate_up_exps.weight"] = torch.cat(halves, 1)
+    checkpoint = Memory(stored)
+    model = decoder(resolved(checkpoint, gguf=metadata), checkpoint)
+    assert worst(whole(model, oracle["ids"][0]), oracle["logits"][0]) <= 1e-4
 
 
 def test_an_old_file_of_qwen3_next_keeps_q_k_v_and_z_in_one_matrix(folder: Path) -> None:

@@ -293,6 +293,7 @@ FAMILIES: dict[str, list[Form]] = {
         )
     ],
     "Ling 3": [think(HERMES_FORM)],
+    "Ling 1, 2 · DeepSeek-MoE": [HERMES_FORM, think(HERMES_FORM), PLAIN],
     "Ling 2.5, Ring 2.5": [HERMES_FORM, think(HERMES_FORM)],
     "BLOOM, BLOOMZ · MPT": [PLAIN, Form(TURNS)],
     "DBRX · Phi-3.5-MoE": [Form(TURNS)],

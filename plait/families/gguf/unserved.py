@@ -1,0 +1,52 @@
+"""Architectures of llama.cpp that no family runs, and the sentence that says why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from plait.families.common.refused import AUDIO, DIFFUSION, DRAFTER, ENCODER, ENCODER_DECODER, IMAGE
+
+_ROUTERS = "its experts are grouped or scored in a way of their own, which is not implemented"
+_REASONS: Mapping[str, tuple[str, ...]] = {
+    ENCODER_DECODER: ("t5",),
+    ENCODER: (
+        *("bert", "modern-bert", "nomic-bert", "nomic-bert-moe", "neo-bert", "jina-bert-v2", "jina-bert-v3"),
+        *("eurobert", "t5encoder"),
+    ),
+    DIFFUSION: ("dream", "llada", "llada-moe", "rnd1"),
+    DRAFTER: ("dflash", "eagle3", "gemma4-assistant"),
+    AUDIO: ("pockettts", "qwen3tts", "wavtokenizer-dec"),
+    IMAGE: ("chameleon", "clip", "cogvlm"),
+    "its layers have attention and feed-forwards of different sizes, or none, which is not implemented": (
+        "deci",
+        "openelm",
+    ),
+    "its layers are RWKV-6, and RWKV-4 and RWKV-7 are implemented": ("rwkv6", "rwkv6qwen2"),
+    "its layers of RWKV-7 are followed by Qwen2's feed-forward, which is not implemented": ("arwkv7",),
+    "its layers read n-grams of tokens from hashed tables of their own, which is not implemented": (
+        "qwen4exp",
+    ),
+    "its layers attend to outputs of earlier layers (attention residuals), which is not implemented": (
+        "kimi-k3",
+    ),
+    "its layers are run again and again, which is not implemented": ("hrm_text", "nanbeige"),
+    "a router chooses among adapters for each token, which is not implemented": ("graniteswitch",),
+    _ROUTERS: ("grovemoe", "smallthinker"),
+    "its experts are next to a feed-forward of their own in each layer, which is not implemented": (
+        "arctic",
+    ),
+    "its scores and experts are scaled and capped in a way of their own, which is not implemented": ("grok",),
+    "it is a file of bitnet.cpp, which packs weights in a type of its own (I2_S)": (
+        "bitnet-b1.58",
+        "bitnet-25",
+    ),
+    "no family of Plait has its layers": (
+        *("codeshell", "deepseek2-ocr", "glm5-next", "hunyuan_vl", "jais", "maincoder", "maple", "mistral4"),
+        *("muse-glimmer", "paddleocr", "plamo", "plm", "refact", "spark2_5", "talkie"),
+    ),
+    "it is written by no converter: llama.cpp has the name alone": ("gptj",),
+}
+UNSERVED: Mapping[str, str] = MappingProxyType(
+    {arch: why for why, names in _REASONS.items() for arch in names}
+)

@@ -1,0 +1,98 @@
+"""DeepSeek-MoE, Ling 1 and 2: grouped queries, shared experts next to routed ones."""
+
+from __future__ import annotations
+
+from plait.checkpoint.names import NameMap, Rules, Source
+from plait.families.common.recipes import split_qkv
+from plait.families.common.registry import family
+from plait.families.common.spec_builders import gqa, norm, require, sigmoid_router
+from plait.families.config.normalize import Config
+from plait.families.gguf.arch import Metadata, check_router, gguf_arch
+from plait.families.moe_kin import build_shared_moe
+from plait.spec import BranchSpec, ModelSpec, RouterSpec
+
+L, ATTN, FFN = "model.layers.{i}", "layers.{i}.attn", "layers.{i}.ffn"
+SILU = {"norm_eps": 1e-6, "hidden_act": "silu", "first_k_dense_replace": 0, "num_shared_experts": 1}
+
+
+@family(
+    "DeepseekForCausalLM",
+    model_types=("deepseek",),
+    defaults={**SILU, "norm_topk_prob": False, "num_shared_experts": 2},
+)
+def deepseek_moe(c: Config) -> tuple[ModelSpec, NameMap]:
+    """DeepSeek-MoE (16B): Llama's attention, softmax scores."""
+    require(c, "DeepSeek-MoE", scoring_func=("softmax",))
+    attn = BranchSpec("attn", gqa(c), norm(c))
+    router = RouterSpec(renormalize=c["norm_topk_prob"])
+    return build_shared_moe(c, "deepseek", [attn] * len(c["layer_types"]), router)
+
+
+@family("BailingMoeForCausalLM", model_types=("bailing_moe",), defaults={**SILU, "norm_topk_prob": True})
+def ling_1(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Ling-lite and Ling-plus of 2025: DeepSeek-MoE under names of their own."""
+    require(c, "Ling", norm_head=(False,), norm_softmax=(False,), score_function=("softmax",))
+    attn = BranchSpec("attn", gqa(c), norm(c))
+    router = RouterSpec(renormalize=c["norm_topk_prob"])
+    return build_shared_moe(c, "bailing_moe", [attn] * len(c["layer_types"]), router, _names(c))
+
+
+@family(
+    "BailingMoeV2ForCausalLM",
+    model_types=("bailing_moe_v2",),
+    defaults={
+        **SILU,
+        "norm_topk_prob": True,
+        "partial_rotary_factor": 0.5,
+        "routed_scaling_factor": 2.5,
+        "use_qk_norm": True,
+    },
+    honours=("use_qk_norm",),
+)
+def ling_2_moe(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Ling and Ring 2.0: GLM-4.5's layers under names of their own."""
+    require(c, "Ling 2", norm_head=(False,), score_function=("sigmoid",), router_type=("topN",))
+    attn = BranchSpec("attn", gqa(c, qk_norm=norm(c) if c["use_qk_norm"] else None), norm(c))
+    attns, own = [attn] * len(c["layer_types"]), _names(c)
+    return build_shared_moe(
+        c, "bailing_moe_v2", attns, sigmoid_router(c), own, shared_size=c.get("shared_intermediate_size")
+    )
+
+
+def _names(c: Config) -> Rules:
+    theirs = f"{L}.attention"
+    names: dict[str, Source | tuple[Source, ...]] = {
+        "embed": ("model.word_embeddings", "model.embed_tokens"),
+        **split_qkv(c, ATTN, f"{theirs}.query_key_value"),
+        f"{ATTN}.o": f"{theirs}.dense",
+        f"{ATTN}.q_norm": f"{theirs}.query_layernorm",
+        f"{ATTN}.k_norm": f"{theirs}.key_layernorm",
+        f"{FFN}.router_bias": (f"{L}.mlp.gate.expert_bias", f"{L}.mlp.gate.e_score_correction_bias"),
+    }
+    return names
+
+
+@gguf_arch("deepseek", "DeepseekForCausalLM", constants={"rope_interleave": True, "norm_topk_prob": False})
+def _deepseek_in_gguf(m: Metadata) -> None:
+    check_router(m, "softmax", renormalizes=False, scales=False)
+    _one_shared(m)
+
+
+@gguf_arch("bailingmoe", "BailingMoeForCausalLM", constants={"rope_interleave": True})
+def _ling_1_in_gguf(m: Metadata) -> None:
+    check_router(m, "softmax", renormalizes=None, scales=False)
+    _one_shared(m)
+
+
+@gguf_arch("bailingmoe2", "BailingMoeV2ForCausalLM")
+def _ling_2_in_gguf(m: Metadata) -> None:
+    check_router(m, "sigmoid", renormalizes=None)
+    m.put("use_qk_norm", any(m.layers("attn_q_norm.weight")), "the tensors of each layer")
+    _one_shared(m)
+
+
+def _one_shared(m: Metadata) -> None:
+    """Shared experts are one tensor, however many the file counts."""
+    width, each = m.config.get("shared_intermediate_size") or 0, m.config["moe_intermediate_size"]
+    m.config.pop("n_shared_experts", None)
+    m.put("num_shared_experts", width // each, "tensor blk.N.ffn_up_shexp.weight")

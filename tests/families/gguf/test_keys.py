@@ -1,0 +1,185 @@
+"""What a file's keys say is honoured or refused: no architecture, effect or value passes in silence."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from plait.errors import PlaitError, UnsupportedModel
+from plait.families.common.registry import families_by_name
+from plait.families.gguf.arch import ARCHITECTURES
+from plait.families.gguf.effects import HARMLESS
+from plait.families.gguf.unserved import UNSERVED
+from plait.spec import AttentionSpec, MoeSpec, RopeSpec
+from tests.families.gguf.recorded import RECORDED
+from tests.families.gguf.test_recorded import metadata_of
+from tests.families.parity import Memory, resolved
+
+# All names of llama.cpp (of 2026-11) that are no file types of other programs.
+LLAMA_CPP = (
+    *("afmoe", "apertus", "arcee", "arctic", "arwkv7", "baichuan", "bailingmoe", "bailingmoe2"),
+    *("bailingmoe3", "bert", "bitnet", "bloom", "chameleon", "chatglm", "clip", "codeshell", "cogvlm"),
+    *("cohere2", "cohere2moe", "command-r", "dbrx", "deci", "deepseek", "deepseek2", "deepseek2-ocr"),
+    *("deepseek32", "deepseek4", "dflash", "dots1", "dots3note", "dream", "eagle3", "ernie4_5"),
+    *("ernie4_5-moe", "eurobert", "exaone", "exaone-moe", "exaone4", "falcon", "falcon-h1", "gemma"),
+    *("gemma-embedding", "gemma2", "gemma3", "gemma3n", "gemma4", "gemma4-assistant", "glm-dsa", "glm4"),
+    *("glm4moe", "glm5-next", "gpt-oss", "gpt2", "gptj", "gptneox", "granite", "granite_swa"),
+    *("granitehybrid", "granitemoe", "graniteswitch", "grok", "grovemoe", "hrm_text", "hunyuan-dense"),
+    *("hunyuan-moe", "hunyuan_vl", "hy_v3", "hy_v4", "internlm2", "jais", "jais2", "jamba"),
+    *("jina-bert-v2", "jina-bert-v3", "kimi-k3", "kimi-linear", "laguna", "lfm2", "lfm2moe", "llada"),
+    *("llada-moe", "llama", "llama-embed", "llama4", "maincoder", "mamba", "mamba2", "maple", "mellum"),
+    *("mimo2", "minicpm", "minicpm3", "minimax-01", "minimax-m2", "minimax-m3", "mistral3", "mistral4"),
+    *("modern-bert", "mpt", "muse-glimmer", "nanbeige", "nemotron", "nemotron_h", "nemotron_h_moe"),
+    *("neo-bert", "nomic-bert", "nomic-bert-moe", "olmo", "olmo2", "olmoe", "openelm", "orion"),
+    *("paddleocr", "pangu-embedded", "phi2", "phi3", "phimoe", "plamo", "plamo2", "plamo3", "plm"),
+    *("pockettts", "qwen", "qwen2", "qwen2moe", "qwen2vl", "qwen3", "qwen35", "qwen35moe", "qwen3moe"),
+    *("qwen3next", "qwen3tts", "qwen3vl", "qwen3vlmoe", "qwen4exp", "refact", "rnd1", "rwkv6"),
+    *("rwkv6qwen2", "rwkv7", "seed_oss", "smallthinker", "smollm3", "spark2_5", "stablelm", "starcoder"),
+    *("starcoder2", "step35", "t5", "t5encoder", "talkie", "wavtokenizer-dec", "xverse"),
+)
+
+
+def test_every_architecture_of_llama_cpp_is_served_or_refused_by_a_sentence() -> None:
+    families_by_name()
+    assert set(LLAMA_CPP) <= ARCHITECTURES.keys() | UNSERVED.keys()
+    assert not ARCHITECTURES.keys() & UNSERVED.keys()
+    for arch, why in UNSERVED.items():
+        with pytest.raises(UnsupportedModel, match=f"'{arch}' cannot be served: ") as error:
+            resolved(Memory(), gguf={"general.architecture": arch})
+        assert why in str(error.value)
+
+
+def plain(arch: str, **keys: Any) -> Any:
+    file = Memory({"token_embd.weight": torch.zeros(97, 32)})
+    if "expert_count" in keys:
+        file |= {f"blk.{i}.ffn_gate_inp.weight": torch.zeros(keys["expert_count"], 32) for i in range(4)}
+    return resolved(file, gguf=metadata_of(arch, **keys)).spec
+
+
+@pytest.mark.parametrize("key", sorted(HARMLESS))
+def test_a_key_that_changes_the_arithmetic_is_refused_where_it_is_unread(key: str) -> None:
+    value = "relu" if key == "hidden_activation" else 3
+    with pytest.raises(UnsupportedModel, match=rf"qwen2\.{key} is .* not implemented for qwen2"):
+        plain("qwen2", **{key: value})
+    with pytest.raises(UnsupportedModel, match=rf"qwen2\.{key} is"):
+        plain("qwen2", **{key: [0, value]})
+    assert plain("qwen2", **{key: HARMLESS[key][0]})
+
+
+def test_heads_of_values_that_are_narrower_than_those_of_keys_are_refused_where_they_are_unread() -> None:
+    with pytest.raises(UnsupportedModel, match=r"qwen3\.attention\.value_length is 4"):
+        plain("qwen3", **{"attention.key_length": 8, "attention.value_length": 4})
+
+
+def test_another_base_of_windows_is_refused_where_it_is_unread() -> None:
+    keys = {"attention.sliding_window": 4, "rope.freq_base": 1e6, "rope.freq_base_swa": 1e4}
+    with pytest.raises(UnsupportedModel, match=r"gpt-oss\.rope\.freq_base_swa is 10000"):
+        plain("gpt-oss", **keys, expert_count=4, expert_used_count=2)
+
+
+def test_experts_that_are_scored_otherwise_are_refused() -> None:
+    keys = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 8}
+    with pytest.raises(
+        UnsupportedModel, match=r"qwen3moe\.expert_gating_func is 2, and qwen3moe models .* softmax"
+    ):
+        plain("qwen3moe", expert_gating_func=2, **keys)
+    assert plain("qwen3moe", expert_gating_func=1, **keys)
+    spec = plain("qwen3moe", expert_weights_scale=0.0, **keys)  # no scale at all
+    assert {moe.router.scale for moe in spec.mixers_of(MoeSpec)} <= {1.0}
+
+
+def rope_of(arch: str, **keys: Any) -> RopeSpec:
+    found = next(plain(arch, **keys).mixers_of(AttentionSpec)).rope
+    assert found
+    return found
+
+
+def test_a_factor_without_a_kind_stretches_positions_evenly() -> None:
+    for key in ("rope.scaling.factor", "rope.scale_linear"):
+        assert rope_of("qwen2", **{key: 4.0}).scaling == {"rope_type": "linear", "factor": 4.0}
+    assert not rope_of("qwen2", **{"rope.scaling.factor": 1.0}).scaling
+
+
+def test_halves_turn_in_files_of_glm_4_that_see() -> None:
+    assert rope_of("glm4").interleaved
+    assert not rope_of("glm4", **{"rope.dimension_sections": [2, 1, 1, 0]}).interleaved
+    assert rope_of("glm4", **{"rope.dimension_sections": [0, 0, 0, 0]}).interleaved
+
+
+def test_models_with_tokens_that_see_later_ones() -> None:
+    assert not plain("llama-embed").causal
+    assert not plain("qwen2", **{"attention.causal": False}).causal
+    assert plain("qwen2", **{"attention.causal": True}).causal
+    spec = plain("gemma-embedding", **{"attention.key_length": 8, "attention.sliding_window": 6})
+    assert {mixer.window for mixer in spec.mixers_of(AttentionSpec)} == {4}
+    assert not spec.causal
+
+
+def test_baichuan_with_a_bias_for_each_distance_is_refused() -> None:
+    with pytest.raises(UnsupportedModel, match=r"Baichuan of 40 layers .*ALiBi"):
+        plain("baichuan", block_count=40)
+    assert rope_of("baichuan", block_count=32).interleaved
+
+
+HOSTILE = (
+    -1,
+    0,
+    2**31,
+    2**63,
+    1e308,
+    float("nan"),
+    float("inf"),
+    True,
+    "x",
+    "",
+    [],
+    [1, 2],
+    [[1]],
+    [-1] * 3,
+    None,
+)
+
+
+def damaged(metadata: Mapping[str, Any], turns: random.Random) -> Iterator[tuple[str, dict[str, Any]]]:
+    keys = [key for key in metadata if key.split(".")[0] == metadata["general.architecture"]]
+    for key, value in itertools.product(keys, turns.sample(HOSTILE, 4)):
+        yield f"{key} = {value!r}", {**metadata, key: value}
+    for key in keys:
+        yield f"without {key}", {k: v for k, v in metadata.items() if k != key}
+
+
+NEW = (
+    "mimo_v2_flash",
+    "step3p5",
+    "bailing_v2",
+    "ling3",
+    "dots3_note",
+    "hy_v4",
+    "minimax_m3",
+    "minicpm",
+    "qwen1",
+)
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_hostile_numbers_are_typed_errors_or_models(name: str) -> None:
+    """Never another exception; a value that is taken gives a spec without numbers that no model has."""
+    header = json.loads(RECORDED.read_text(encoding="utf-8"))[name]
+    shapes = {}
+    for theirs, (_, _, shape, layers) in header["tensors"].items():
+        shapes |= {theirs.replace("{i}", str(i)): tuple(shape) for i in layers or [0]}
+    file = Memory({n: torch.zeros(1).expand(shape) for n, shape in shapes.items()})
+    lengths = []
+    for _, metadata in damaged(header["metadata"], random.Random(name)):
+        try:
+            resolved(file, gguf=metadata)
+        except PlaitError as error:
+            lengths.append(len(str(error)))
+    assert len(lengths) > 20
+    assert max(lengths) < 2500
