@@ -47,9 +47,9 @@ def load_kernels(*, cache_dir: Path | None = None, isa: str = "native") -> None:
 
 def _register_torch() -> None:
     """Register what torch's own operators compute in other ways than the references."""
-    from plait.kernels.torch import attention, block_sparse, compressed, indexer
+    from plait.kernels.torch import attention, block_sparse, compressed, front, indexer
 
-    for module in (attention, block_sparse, compressed, indexer):
+    for module in (attention, block_sparse, compressed, front, indexer):
         module.register()
 
 

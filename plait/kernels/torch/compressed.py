@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor
 
+from plait.kernels.torch.paged_rows import gather_rows, list_window
 from plait.ops.attention import share_softmax, write_paged
 from plait.ops.compressed import choose_entries, entry_attention
 from plait.ops.entry import latent_form
@@ -45,7 +46,7 @@ def choose(
     count = (seq_lens // rate)[:, None]  # entries that a token sees
     places = _list_entries(cache, block_table, step, rate)
     most = len(places)
-    known = _gather(cache, block_table, (places // step).expand(len(q), -1)).float()  # [T, most, d]
+    known = gather_rows(cache, block_table, (places // step).expand(len(q), -1)).float()  # [T, most, d]
     scores = torch.einsum("thd,tkd->thk", q.float(), known).relu()
     scores = torch.einsum("th,thk->tk", weights.float(), scores)
     unseen = torch.arange(most, device=q.device) >= count
@@ -81,9 +82,8 @@ def attend(
     form = latent_form(q.shape[-1], 0, cache.dtype)
     write_paged(cache, latent, near[1], form)
     _store_ended(packed, entries, far[1], seq_lens, rate, step)
-    width = min(window, near[0].shape[1] * cache.shape[1])
-    at = (seq_lens - width)[:, None] + torch.arange(width, device=q.device)
-    known = _gather(cache, near[0], at.clamp(min=0))  # [T, width, d or codes]
+    at = list_window(cache, near[0], seq_lens, window)
+    known = gather_rows(cache, near[0], at.clamp(min=0))  # [T, width, d or codes]
     known = form.decode(known) if form else known.float()
     if chosen is None:
         places = _list_entries(packed, far[0], step, rate)
@@ -92,7 +92,7 @@ def attend(
     else:
         seen = chosen != NONE
         rows = ((chosen.long().clamp(min=0) + 1) * rate - 1) // step
-    keys = torch.cat([known, _gather(packed, far[0], rows).float()], 1)
+    keys = torch.cat([known, gather_rows(packed, far[0], rows).float()], 1)
     mask = torch.cat([at >= 0, seen], 1)
     keys = keys.masked_fill(~mask[..., None], 0)  # what lies there may be no number
     scores = torch.einsum("thd,tkd->thk", q.float(), keys) * scale
@@ -113,10 +113,3 @@ def _list_entries(cache: Tensor, block_table: Tensor, step: int, rate: int) -> T
     """The positions at which all entries lie that block tables have memory for."""
     most = block_table.shape[1] * cache.shape[1] * step // rate
     return torch.arange(1, most + 1, device=cache.device) * rate - 1
-
-
-def _gather(cache: Tensor, block_table: Tensor, rows: Tensor) -> Tensor:
-    """Rows of each sequence [T, n], counted from its first -> [T, n, d]. cache: [blocks, rows of one, d]."""
-    size = cache.shape[1]
-    places = block_table.gather(1, rows // size) * size + rows % size
-    return cache.view(-1, cache.shape[-1])[places]

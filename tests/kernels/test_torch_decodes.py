@@ -1,4 +1,4 @@
-"""Decodes over compressed entries, in shapes that no data decides, find what the references find."""
+"""Decodes on GPUs by torch, in shapes that no data decides, find what the references find."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from plait.kernels.torch import front
 from plait.kernels.torch.compressed import attend, choose
 from plait.ops.compressed import choose_entries, entry_attention
+from plait.ops.front import begin_slots, front_attention
 from plait.ops.registry import Op
 
 MORE = 3  # blocks in tables behind those that sequences have
@@ -25,7 +27,7 @@ def decodes(op: Op, case: Any) -> tuple[list[Any], list[Any], Tensor]:
     torch.manual_seed(0)
     whole = list(op.make(case, torch.float32, "cpu")[0])
     for i, value in enumerate(whole):
-        if isinstance(value, Tensor) and value.dim() == 3 and i in (3, 4) and value.is_floating_point():
+        if isinstance(value, Tensor) and value.dim() >= 3 and i in (3, 4) and value.is_floating_point():
             whole[i] = torch.full_like(value, float("nan"))
     last = torch.tensor(case["seqs"]).cumsum(0) - 1
     count, total = len(last), sum(case["seqs"])
@@ -56,6 +58,21 @@ def test_decodes_find_what_prompts_find(case: Any) -> None:
     whole, alone, last = decodes(entry_attention, case)
     want = entry_attention.reference(*whole)[last]
     torch.testing.assert_close(attend(*alone), want, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("case", front_attention.cases, ids=str)
+def test_decodes_see_what_lies_before_each_text(case: Any) -> None:
+    whole, alone, last = decodes(front_attention, case)
+    want = front_attention.reference(*whole)[last]
+    torch.testing.assert_close(front.attend(*alone), want, rtol=2e-5, atol=2e-5)
+
+
+def test_slots_without_history_begin_with_the_initial_state() -> None:
+    initial, state, slots = torch.randn(3), torch.randn(6, 3), torch.tensor([4, 2, 5])
+    before, has_history = state.clone(), torch.tensor([True, False, True])
+    assert front.begin(initial, state, slots, has_history, slots).all()
+    begin_slots.reference(initial, before, slots, has_history, slots)
+    assert torch.equal(state[1:], before[1:]), "slot 0 is padding's"
 
 
 def test_padding_changes_no_other_row() -> None:
