@@ -28,6 +28,7 @@ OF_ROWS = ("x", "y", "delta", "gate", "by", "dt", "positions")  # one for each r
 MOST_ROWS = 8  # rows of a matrix product that have one form: a row alone has the same bits as in them
 WARMERS = 8  # processes that run kernels ahead of their checks, at most: most of a check is compiling
 AHEAD_S = 60.0  # that a check waits for one of them
+DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 MAKERS = ("empty", "empty_like", "empty_strided")
 
 
@@ -80,18 +81,31 @@ def run_once(op_name: str, variant_name: str, number: int, dtype_name: str, devi
 
 
 def find_checks(bench: Bench) -> Iterator[Check]:
-    """What is to be checked."""
-    dtypes = (torch.float32,) if bench.is_dry else (torch.bfloat16, torch.float32, torch.float16)
+    """What is to be checked: in the short form the first and the last case of each storage, in one dtype."""
     for op, variant in gpu_variants():
-        numbers = range(len(op.cases))
-        for number in (numbers[1:2] or numbers) if bench.is_dry else numbers:
-            case = op.cases[number]
-            for dtype in dtypes:
-                if dtype not in op.tolerance or (dtype is torch.float16 and not bench.is_full):
-                    continue
-                facts = OpFacts("cuda", dtype, {**STANDARD, **case}, chip=bench.chip)
-                if variant.refusal(facts) is None:
-                    yield Check(op, variant, case, dtype, bench, number)
+        served = [check for dtype in DTYPES for check in _served(bench, op, variant, dtype)]
+        if bench.is_full:
+            yield from served
+            continue
+        if bench.is_dry:
+            served = [check for check in served if check.dtype is torch.float32]
+            yield from [check for check in served if check.named[2] == 1] or served[:1]
+            continue
+        groups: dict[object, list[Check]] = {}
+        for check in served:
+            if check.dtype is served[0].dtype:
+                groups.setdefault(check.case.get("kind", check.case.get("stored")), []).append(check)
+        for some in groups.values():
+            yield some[-1]  # of most ops the one with many rows
+            yield from some[:-1][:1]
+
+
+def _served(bench: Bench, op: Op, variant: Variant, dtype: torch.dtype) -> Iterator[Check]:
+    """The cases of an op that a variant serves."""
+    for number, case in enumerate(op.cases if dtype in op.tolerance else ()):
+        facts = OpFacts("cuda", dtype, {**STANDARD, **case}, chip=bench.chip)
+        if variant.refusal(facts) is None:
+            yield Check(op, variant, case, dtype, bench, number)
 
 
 class Check:
