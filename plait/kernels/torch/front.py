@@ -23,9 +23,7 @@ def register() -> None:
     front_attention.variant(NAME, on="cuda")(attend)
 
 
-def begin(
-    initial: Tensor, state: Tensor, slots: Tensor, has_history: Tensor, positions: Tensor
-) -> Tensor:
+def begin(initial: Tensor, state: Tensor, slots: Tensor, has_history: Tensor, positions: Tensor) -> Tensor:
     """`begin_slots`: the same arguments and result. Those with history write to the slot of padding."""
     state[torch.where(has_history, 0, slots)] = initial.to(state.dtype)
     return torch.ones_like(has_history)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def gather_rows(cache: Tensor, block_table: Tensor, rows: Tensor) -> Tensor:
-    """Rows of each sequence [T, n], counted from its first -> [T, n, ...]. cache: [blocks, rows of one, ...]."""
+    """Rows of each sequence [T, n], counted from its first -> [T, n, …]. cache: [blocks, rows of one, …]."""
     size = cache.shape[1]
     places = block_table.gather(1, rows // size) * size + rows % size
     return cache.flatten(0, 1)[places]
