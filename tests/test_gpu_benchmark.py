@@ -98,6 +98,44 @@ def test_what_is_not_installed_is_no_fault_and_a_broken_kernel_is(part: Any, tmp
     assert bench.rows[-1]["ok"] is False, "the row is there, so that the next call goes on behind it"
 
 
+def test_what_was_not_done_in_time_has_no_row_and_is_left_to_the_next_call(part: Any, tmp_path: Path) -> None:
+    results = part("gpu_phases.results")
+    bench = results.Bench(tmp_path, torch.device("cpu"), EXAMPLES[90], is_dry=True)
+    bench.deadline = time.monotonic() + 9
+
+    def late() -> dict[str, Any]:
+        raise TimeoutError
+
+    assert bench.run_phase(3, iter([results.Item("a", "", "", "", late)]), lambda text: None) == 1
+    assert not bench.rows
+    assert not (tmp_path / "running.json").exists()
+
+
+def test_after_any_wrong_row_a_gpu_is_asked_whether_it_still_works(
+    part: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = part("gpu_phases.results")
+    bench = results.Bench(tmp_path, torch.device("cuda", 0), EXAMPLES[90], is_dry=True)
+    bench.deadline = time.monotonic() + 9
+
+    def broken(*_: object) -> dict[str, Any]:
+        raise RuntimeError("CUDA error: something new")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", broken)
+    with pytest.raises(results.DeviceLost):
+        bench.run_phase(3, iter([results.Item("a", "", "", "", broken)]), lambda text: None)
+
+
+def test_a_kernel_runs_ahead_of_its_check_by_the_name_of_its_case(part: Any, tmp_path: Path) -> None:
+    right, results = part("gpu_phases.right"), part("gpu_phases.results")
+    bench = results.Bench(tmp_path, torch.device("cpu"), EXAMPLES[90], is_dry=True)
+    check = next(c for c in right.find_checks(bench) if c.named[:2] == ("rg_lru", "triton"))
+    assert check.op.cases[check.named[2]] is check.case
+    right.run_once(*check.named, "cpu")
+    with pytest.raises(StopIteration):
+        right.run_once("rg_lru", "no such kernel", 0, "float32", "cpu")
+
+
 @pytest.fixture
 def doubled() -> Iterator[Op]:
     @op(cases=[dict(rows=6)])
@@ -166,6 +204,7 @@ def test_a_random_model_runs_through_the_engine(part: Any, tmp_path: Path) -> No
     models, results = part("gpu_phases.models"), part("gpu_phases.results")
     bench = results.Bench(tmp_path, torch.device("cpu"), EXAMPLES[90], is_dry=True)
     with models.opened(bench, "little Falcon-Mamba", "model", 2, 32) as it:
+        assert it.runner.is_recorded, "its decodes are replays of a graph, as they are on a GPU"
         made = it.run(2, 2, 2)
     assert made.tokens == 4
     assert made.decode_step_s > 0

@@ -28,7 +28,7 @@ CAPS = {
     "engine": 2_300,
     "families": 14_320,
     "frontend": 1_560,
-    "kernels": 25_090,
+    "kernels": 25_800,
     "llm": 630,
     "loading": 5_460,
     "model": 4_450,

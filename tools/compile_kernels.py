@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.kernels.load import triton_kernels
+from plait.ops.launch import LAUNCH_OPTIONS
 
 SHARED_KIB = {
     80: 163,
@@ -35,6 +36,7 @@ SHARED_KIB = {
     100: 227,
     120: 99,
 }  # that a block may have: CUDA's guide, table 30
+LEAST_SHARED_KIB = 99  # of chips that the table does not have
 SEEN = re.compile(r"\b((?:LDG|LDGSTS|STG|HGMMA|HMMA|QGMMA|IMMA|LDL|STL|BAR|MUFU|LDSM|SHFL)[.\w]*)")
 WIDE = ("LDG", "LDGSTS", "STG")
 LABEL = re.compile(r"\s*(\.L_\w+):")
@@ -92,8 +94,9 @@ def judge(form: Any, made: Compiled) -> list[str]:
     """What is wrong with the machine code of a form."""
     target, spills, shared, registers = made.target, made.spills, made.shared, made.registers
     faults = [f"spills: {spills}"] if spills else []
-    if shared > SHARED_KIB[target] << 10:
-        faults.append(f"shared memory: {shared} bytes, a block has {SHARED_KIB[target]} KiB")
+    most = SHARED_KIB.get(target, LEAST_SHARED_KIB)
+    if shared > most << 10:
+        faults.append(f"shared memory: {shared} bytes, a block has {most} KiB")
     if registers > form.max_registers:
         faults.append(f"registers: {registers}, at most {form.max_registers}")
     for wanted in form.demands:
@@ -147,7 +150,7 @@ def _compile(form: Any, target: int) -> Any:
             attributes[(i,)] = [["tt.divisibility", 16]]
     constants = {(names.index(name),): value for name, value in form.constants.items()}
     source = ASTSource(form.kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": form.num_warps, "num_stages": form.num_stages, **form.options}
+    options = {**LAUNCH_OPTIONS, "num_warps": form.num_warps, "num_stages": form.num_stages, **form.options}
     return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
 
 

@@ -7,7 +7,7 @@ import importlib.util
 import inspect
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from typing import Any
 
@@ -52,7 +52,7 @@ def list_machine(bench: Bench) -> Iterator[Item]:
     yield Item("machine", "versions", "", "", lambda: {"note": str(_versions(bench))})
     n = (4096 if bench.is_dry else GIB) // 4
     x = torch.randn(n, device=bench.device)
-    y, programs = torch.empty_like(x), 8 * bench.chip.processors if not bench.is_dry else 2
+    y, programs = torch.empty_like(x), 16 * bench.chip.processors if not bench.is_dry else 2
     peaks = torch.empty(programs, device=bench.device)
 
     def moved(call: Any, nbytes: int) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def list_machine(bench: Bench) -> Iterator[Item]:
         return {"us": us, "bytes": nbytes, "gb_s": nbytes / us / 1e3}
 
     def read() -> None:
-        read_all[(programs,)](x, peaks, n, BLOCK=1024)
+        read_all[(programs,)](x, peaks, n, BLOCK=2048)
 
     yield Item("bandwidth", "copy", f"{n * 4}", "float32", lambda: moved(lambda: y.copy_(x), 2 * x.nbytes))
     yield Item("read bandwidth", "read", f"{n * 4}", "float32", lambda: moved(read, x.nbytes))
@@ -138,17 +138,28 @@ def list_builds(bench: Bench) -> Iterator[Item]:
 
     target = bench.chip.capability
     forms = list_forms()[:1] if bench.is_dry else list_forms()
-    items = [(module, name) for module, name in forms if bench.only in name]  # nothing else is compiled
+    items = [
+        pair for pair in forms if bench.only in pair[1] and not bench.is_done(_build_key(bench, pair[1]))
+    ]
     context, workers = multiprocessing.get_context("spawn"), max(1, min(len(items), os.cpu_count() or 1))
     plain = {name: value for name, value in os.environ.items() if name == "TRITON_INTERPRET"}
     os.environ.pop("TRITON_INTERPRET", None)  # the interpreter compiles nothing
+    pool = ProcessPoolExecutor(workers, mp_context=context)
     try:
-        with ProcessPoolExecutor(workers, mp_context=context) as pool:
-            jobs = {pair: pool.submit(compile_form, *pair, target) for pair in items}
-            for (_, name), job in jobs.items():
-                yield Item(name, "compiled", f"sm_{target}", "", lambda job=job: _built(job, bench))
+        jobs = {pair: pool.submit(compile_form, *pair, target) for pair in items}
+        for (_, name), job in jobs.items():
+            yield _build_item(bench, name, lambda job=job: _built(job, bench))
     finally:
+        pool.shutdown(cancel_futures=True)  # what the time was too short for
         os.environ.update(plain)
+
+
+def _build_item(bench: Bench, name: str, run: Callable[[], dict[str, Any]]) -> Item:
+    return Item(name, "compiled", f"sm_{bench.chip.capability}", "", run)
+
+
+def _build_key(bench: Bench, name: str) -> dict[str, Any]:
+    return bench.key(1, _build_item(bench, name, dict))
 
 
 def _built(job: Future[Any], bench: Bench) -> dict[str, Any]:

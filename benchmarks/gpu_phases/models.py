@@ -19,14 +19,15 @@ from gpu_phases.shapes import RandomModel, make_model
 from gpu_phases.timing import settle
 from plait.config import EngineConfig
 from plait.engine.core import Engine
-from plait.engine.device import free_memory
+from plait.engine.device import CudaMemory, free_memory
 from plait.engine.memory_plan import size_state
 from plait.loading.build import describe_for_sizing, engine_over
+from plait.loading.make_runner import make_sampler
+from plait.loading.measure_memory import size_gpu
 from plait.memory import SlotState, block_groups
 from plait.request import Event, Request, SamplingParams
 from plait.runner.capture import capture_step, decode_batch
 from plait.runner.runner import ModelRunner
-from plait.runner.sampler import Sampler
 
 ALONE = (  # (model, storage, whether the short form has it)
     ("Llama-8B", "model", True),
@@ -108,16 +109,25 @@ class OpenModel:
             max_num_seqs=seqs, max_model_len=length, block_size=model.target.block_size, prefix_cache=False
         )
         target, decoder = model.target, model.decoder
-        facts, host = describe_for_sizing(decoder, target), free_memory(torch.device("cpu"))
-        free = free_memory(target.device)
-        elsewhere = None if target.device.type == "cpu" else host
-        sizing = size_state(facts, config, free_memory=free, free_host=elsewhere)
-        sampler = Sampler(decoder.spec.vocab_size, device=target.device.type)
+        facts = describe_for_sizing(decoder, target)
+        if target.device.type == "cuda":
+            sizing = size_gpu(facts, decoder, target, config, CudaMemory(target.device), 0)
+        else:
+            sizing = size_state(facts, config, free_memory=free_memory(target.device))
+        sampler = make_sampler(target, decoder.spec.vocab_size, ())
         self.model, self.bench, self.vocab_size = model, bench, decoder.spec.vocab_size
         made: tuple[ModelRunner, Engine] = engine_over(
             decoder, sampler, target, config, sizing, records=records
         )
         self.runner, self.engine = made
+        sampler.prepare()
+        if records and not self.runner.is_recorded:
+            raise RuntimeError(f"no step is captured: {self.runner.step_kind}")
+
+    def close(self) -> None:
+        """Give all memory back, whoever still holds this object."""
+        self.runner.close()
+        del self.model, self.runner, self.engine
 
     def run(self, seqs: int, prompt: int, tokens: int, *, profile: Any = None) -> Measured:
         """See `run_requests`."""
@@ -138,18 +148,13 @@ def opened(
     """A model as long as it is measured; its memory is free afterwards."""
     dtype = torch.float32 if bench.is_dry else torch.bfloat16
     with torch.inference_mode():
-        made = OpenModel(
-            bench,
-            make_model(name, storage, bench.device, bench.chip, length, dtype),
-            seqs,
-            length,
-            records=records,
-        )
+        model = make_model(name, storage, bench.device, bench.chip, length, dtype)
+    made = OpenModel(bench, model, seqs, length, records=records)  # an engine is made outside of that mode
+    del model
     try:
         yield made
     finally:
-        made.runner.close()
-        del made
+        made.close()
         gc.collect()
         settle(bench)
 

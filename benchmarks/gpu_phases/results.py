@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import subprocess
 import time
@@ -25,6 +26,7 @@ LOST = (  # nothing runs in this process after these
     *("illegal memory access", "unspecified launch failure", "device-side assert", "misaligned address"),
     *("illegal instruction", "launch timed out", "hardware stack error"),
 )
+HANGS_S = 120.0  # a row that takes longer, and ten times what it should, never comes back
 
 
 class DeviceLost(Exception):
@@ -69,7 +71,7 @@ class Bench:
         else:
             if not torch.cuda.is_available():
                 raise SystemExit("torch finds no GPU here; --dry runs a part in Triton's interpreter")
-            device = torch.device("cuda")
+            device = torch.device("cuda", torch.cuda.current_device())
             found = read_chip(device)
             assert found is not None
             chip = found
@@ -124,12 +126,26 @@ class Bench:
             if self.seconds_left < item.needs_s:
                 left += 1
                 continue
-            with self._marked(key):
-                row = self.emit(key, self._values(item))
+            with self._marked(key), self._watched(item):
+                values = self._values(item)
+            if values is None:
+                left += 1
+                continue
+            row = self.emit(key, values)
             say(describe_row(row))
-            if any(word in str(row["note"]) for word in LOST):
+            if any(word in str(row["note"]) for word in LOST) or not (row["ok"] or self._answers()):
                 raise DeviceLost(str(row["note"]))
         return left
+
+    def _answers(self) -> bool:
+        """Whether the device still works: a lost one returns its error at every call."""
+        if self.device.type != "cuda":
+            return True
+        try:
+            torch.cuda.synchronize(self.device)
+        except RuntimeError:
+            return False
+        return True
 
     def recover(self) -> dict[str, Any] | None:
         """The row that a call before this one never came back from, written as not ok."""
@@ -141,9 +157,12 @@ class Bench:
             return None
         return self.emit(key, {"ok": False, "note": "it did not come back: a crash, or a kernel without end"})
 
-    def _values(self, item: Item) -> dict[str, Any]:
+    def _values(self, item: Item) -> dict[str, Any] | None:
+        """What a row found; None: it was not done in time, and is left to the next call."""
         try:
             return {"ok": True, **item.run()}
+        except TimeoutError:
+            return None
         except (ImportError, NotImplementedError) as error:
             return {"ok": None, "note": f"not here: {' '.join(str(error).split())[:300]}"}
         except Exception as error:  # whatever a kernel or a peer does is a result
@@ -155,6 +174,17 @@ class Bench:
         self._marker.write_text(json.dumps(key), encoding="utf-8")
         yield
         self._marker.unlink()
+
+    @contextmanager
+    def _watched(self, item: Item) -> Iterator[None]:
+        """End this process if the row never comes back; the next call goes on behind it."""
+        if not self.is_dry:
+            faulthandler.dump_traceback_later(max(HANGS_S, 10 * item.needs_s), exit=True)
+        try:
+            yield
+        finally:
+            if not self.is_dry:
+                faulthandler.cancel_dump_traceback_later()
 
     def _read(self) -> list[dict[str, Any]]:
         if not self.file.exists():

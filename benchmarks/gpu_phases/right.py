@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import multiprocessing
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -23,6 +26,9 @@ LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}  # of 
 OF_SEQUENCES = ("slots", "has_history", "block_table", "seq_lens", "state_slots")  # one for each sequence
 OF_ROWS = ("x", "y", "delta", "gate", "by", "dt", "positions")  # one for each row
 MOST_ROWS = 8  # rows of a matrix product that have one form: a row alone has the same bits as in them
+WARMERS = 8  # processes that run kernels ahead of their checks, at most: most of a check is compiling
+AHEAD_S = 60.0  # that a check waits for one of them
+DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 MAKERS = ("empty", "empty_like", "empty_strided")
 
 
@@ -37,30 +43,91 @@ def gpu_variants() -> Iterator[tuple[Op, Variant]]:
 
 
 def list_checks(bench: Bench) -> Iterator[Item]:
-    """An item for each variant, case and dtype that it serves."""
-    dtypes = (torch.float32,) if bench.is_dry else (torch.bfloat16, torch.float32, torch.float16)
+    """An item for each variant, case and dtype that it serves. On a GPU others compile ahead meanwhile."""
+    checks = [check for check in find_checks(bench) if bench.only in check.op.name]
+    if bench.is_dry:
+        yield from (check.item(check) for check in checks)
+        return
+    checks = [check for check in checks if not bench.is_done(bench.key(2, check.item(check)))]
+    workers = max(1, min(WARMERS, (os.cpu_count() or 2) // 2))
+    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+    try:
+        jobs = [pool.submit(run_once, *check.named, str(bench.device)) for check in checks]
+        for check, job in zip(checks, jobs, strict=True):
+            yield check.item(lambda check=check, job=job: _after(job, check))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for child in multiprocessing.active_children():  # in one of them a kernel may never end
+            child.kill()
+
+
+def _after(job: Future[None], check: Check) -> dict[str, Any]:
+    """A check whose kernels are compiled by now. What went wrong ahead of it, it meets itself."""
+    with suppress(Exception):
+        job.result(AHEAD_S)
+    return check()
+
+
+def run_once(op_name: str, variant_name: str, number: int, dtype_name: str, device: str) -> None:
+    """Run a kernel on a case of its op in this process, so that its code is in the cache on disk."""
+    op, variant = next((o, v) for o, v in gpu_variants() if (o.name, v.name) == (op_name, variant_name))
+    assert op.make is not None
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        args, kwargs = op.make(op.cases[number], getattr(torch, dtype_name), device)
+        variant.fn(*args, **kwargs)
+        if torch.device(device).type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+def find_checks(bench: Bench) -> Iterator[Check]:
+    """What is to be checked: in the short form the first and the last case of each storage, in one dtype."""
     for op, variant in gpu_variants():
-        cases = (op.cases[1:2] or op.cases) if bench.is_dry else op.cases
-        for case in cases:
-            for dtype in dtypes:
-                if dtype not in op.tolerance or (dtype is torch.float16 and not bench.is_full):
-                    continue
-                facts = OpFacts("cuda", dtype, {**STANDARD, **case}, chip=bench.chip)
-                if variant.refusal(facts) is None:
-                    name = str(dtype).removeprefix("torch.")
-                    yield Item(
-                        op.name, variant.name, case_text(case), name, Check(op, variant, case, dtype, bench)
-                    )
+        served = [check for dtype in DTYPES for check in _served(bench, op, variant, dtype)]
+        if bench.is_full:
+            yield from served
+            continue
+        if bench.is_dry:
+            served = [check for check in served if check.dtype is torch.float32]
+            yield from [check for check in served if check.named[2] == 1] or served[:1]
+            continue
+        groups: dict[object, list[Check]] = {}
+        for check in served:
+            if check.dtype is served[0].dtype:
+                groups.setdefault(check.case.get("kind", check.case.get("stored")), []).append(check)
+        for some in groups.values():
+            yield some[-1]  # of most ops the one with many rows
+            yield from some[:-1][:1]
+
+
+def _served(bench: Bench, op: Op, variant: Variant, dtype: torch.dtype) -> Iterator[Check]:
+    """The cases of an op that a variant serves."""
+    for number, case in enumerate(op.cases if dtype in op.tolerance else ()):
+        facts = OpFacts("cuda", dtype, {**STANDARD, **case}, chip=bench.chip)
+        if variant.refusal(facts) is None:
+            yield Check(op, variant, case, dtype, bench, number)
 
 
 class Check:
     """What is checked of one variant, case and dtype."""
 
     def __init__(
-        self, op: Op, variant: Variant, case: Mapping[str, Any], dtype: torch.dtype, bench: Bench
+        self,
+        op: Op,
+        variant: Variant,
+        case: Mapping[str, Any],
+        dtype: torch.dtype,
+        bench: Bench,
+        number: int = 0,
     ) -> None:
+        """number: of the case in its op."""
         self.op, self.variant, self.case, self.dtype, self.bench = op, variant, case, dtype, bench
         self.names = list(inspect.signature(op.reference).parameters)
+        self.named = (op.name, variant.name, number, str(dtype).removeprefix("torch."))
+
+    def item(self, run: Callable[[], dict[str, Any]]) -> Item:
+        """The row that `run` finds."""
+        return Item(self.op.name, self.variant.name, case_text(self.case), self.named[3], run)
 
     @torch.inference_mode()
     def __call__(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from plait.model.decoder import Decoder
 from plait.ops.blocks import random_weight
 from plait.ops.chip import Chip
 from plait.quant.weight import Weight, as_weight
+from plait.runner.graph_backends import CudaGraphs, TorchGraphs
 
 Config = Mapping[str, Any]
 LLAMA_8B: Config = {
@@ -169,6 +170,10 @@ def make_model(
     target = Target(
         device, dtype, max_len, spec.hidden_size, chip=chip, block_size=16 if device.type == "cpu" else 64
     )
+    if device.type == "cuda":
+        target.graphs = CudaGraphs(device, chip)
+    elif device.type == "cpu":
+        target.graphs = TorchGraphs(chip)
     kind = type("RandomWeights", (RandomWeights,), {"storage": storage})
     weights = kind({}, names, target)
     decoder = Decoder(spec, weights)

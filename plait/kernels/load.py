@@ -33,11 +33,7 @@ def load_kernels(*, cache_dir: Path | None = None, isa: str = "native") -> None:
     all the same: its `when` says why not, which is what `plait info --ops` shows. `cache_dir`: where compiled
     kernels are kept; `isa`: what they are compiled for. Raises ConfigError for an `isa` that cannot be.
     """
-    from plait.kernels.torch import attention, block_sparse, indexer
-
-    attention.register()
-    indexer.register()
-    block_sparse.register()
+    _register_torch()
     if not has_numba():
         log.warning("Numba is not installed here: models run on torch, many times slower than they could")
         return
@@ -47,6 +43,14 @@ def load_kernels(*, cache_dir: Path | None = None, isa: str = "native") -> None:
     target.keep_in(cache_dir, _lent[-1] if _lent else None)
     for name in cpu_kernels():
         importlib.import_module(name)
+
+
+def _register_torch() -> None:
+    """Register what torch's own operators compute in other ways than the references."""
+    from plait.kernels.torch import attention, block_sparse, compressed, front, indexer
+
+    for module in (attention, block_sparse, compressed, front, indexer):
+        module.register()
 
 
 def cpu_kernels() -> list[str]:
@@ -189,11 +193,7 @@ def remove_cached(base: Path, unused_s: float) -> int:
 
 def load_for_gpu() -> None:
     """Register what runs on GPUs: torch's own operators, and Triton's kernels where that is installed."""
-    from plait.kernels.torch import attention, block_sparse, indexer
-
-    attention.register()
-    indexer.register()
-    block_sparse.register()
+    _register_torch()
     if importlib.util.find_spec("triton") is not None:
         for name in triton_kernels():
             importlib.import_module(name)

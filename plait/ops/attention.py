@@ -45,6 +45,7 @@ CASES += [
     Case(seqs=[270, 4], heads=6, kv_heads=3, dim=32, window=None, softcap=None, alibi=True) | ROUNDED,
 ]
 BLOCK = 16  # of the test cases
+MOST_SCORES = 1 << 26  # that a reference has in memory at a time, of long prompts
 
 
 def write_paged(cache: Tensor, values: Tensor, slot_mapping: Tensor, form: Form = None) -> None:
@@ -68,14 +69,22 @@ def read_paged(cache: Tensor, table: Tensor, start: int, stop: int, form: Form =
 
 
 def visible(
-    query: Tensor, seqs: tuple[Tensor, Tensor], window: int | None
+    query: Tensor, seqs: tuple[Tensor, Tensor], window: int | None, per_key: int = 0
 ) -> Iterator[tuple[int, slice, int, int]]:
-    """Per sequence: (its number, its rows of the batch, the first key any of them sees, the end of keys)."""
+    """Per sequence: (its number, its rows of the batch, the first key any of them sees, the end of keys).
+
+    per_key: how many scores a row has for each key. Then a long prompt comes in parts, each as if the
+    sequence ended with it, of `MOST_SCORES` scores at most, or of one row.
+    """
     starts, lens = seqs[0].tolist(), seqs[1].tolist()
-    for s, end in enumerate(lens):
-        rows = slice(starts[s], starts[s + 1])
-        past = end - (rows.stop - rows.start)
-        yield s, rows, 0 if window is None else max(0, past - window + 1), end
+    for s, whole in enumerate(lens):
+        first, stop = starts[s], starts[s + 1]
+        most = max(1, MOST_SCORES // (per_key * max(whole, 1)) if per_key else stop - first)
+        for at in range(first, stop, most) or (first,):
+            rows = slice(at, min(at + most, stop))
+            end = whole - (stop - rows.stop)
+            past = end - (rows.stop - rows.start)
+            yield s, rows, 0 if window is None else max(0, past - window + 1), end
 
 
 def causal_mask(num_queries: int, start: int, end: int, window: int | None, device: torch.device) -> Tensor:

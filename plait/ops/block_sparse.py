@@ -56,7 +56,7 @@ def choose_blocks(
     """
     write_paged(cache, k, slot_mapping)
     chosen = torch.full((*q.shape[:2], top_k), NONE, dtype=torch.int32, device=q.device)
-    for s, rows, start, end in visible(q, (query_start, seq_lens), None):
+    for s, rows, start, end in visible(q, (query_start, seq_lens), None, q.shape[1]):
         known = read_paged(cache, block_table[s], start, end).float()
         mask = causal_mask(rows.stop - rows.start, start, end, None, q.device)
         scores = torch.einsum("nhd,td->hnt", q[rows].float(), known).masked_fill(~mask, -math.inf)
@@ -112,7 +112,7 @@ def block_sparse_attention(
     write_paged(k_cache, k, slot_mapping, k_form)
     write_paged(v_cache, v, slot_mapping, v_form)
     out = torch.empty_like(q)
-    for s, rows, start, end in visible(q, (query_start, seq_lens), None):
+    for s, rows, start, end in visible(q, (query_start, seq_lens), None, q.shape[1]):
         keys = read_paged(k_cache, block_table[s], start, end, k_form).float()
         values = read_paged(v_cache, block_table[s], start, end, v_form).float()
         grouped = q[rows].float().unflatten(1, (keys.shape[1], -1))  # [n, kv, g, d]

@@ -148,7 +148,7 @@ def choose_entries(
     """
     store_entries(cache, entries, slot_mapping, (query_start, seq_lens), rate, step)
     chosen = torch.full((len(q), top_k), NONE, dtype=torch.int32, device=q.device)
-    for s, rows, _, end in visible(q, (query_start, seq_lens), None):
+    for s, rows, _, end in visible(q, (query_start, seq_lens), None, q.shape[1]):
         known = read_entries(cache, block_table[s], end, rate, step)
         count = len(known)
         seen = torch.arange(count, device=q.device) < count_entries(rows, end, rate, q.device)[:, None]
@@ -207,7 +207,7 @@ def entry_attention(
     seqs, out = (query_start, seq_lens), torch.empty_like(q)
     write_paged(cache, latent, near[1], form)
     store_entries(packed, entries, far[1], seqs, rate, step)
-    for s, rows, start, end in visible(q, seqs, window):
+    for s, rows, start, end in visible(q, seqs, window, q.shape[1]):
         known = read_paged(cache, near[0][s], start, end, form).float()
         late = read_entries(packed, far[0][s], end, rate, step)
         mask = causal_mask(rows.stop - rows.start, start, end, window, q.device)

@@ -6,12 +6,14 @@ being head g of the token's expert j. A reference goes through the experts one b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from plait.ops.case import Case
+from plait.ops.expert_stack import ExpertStack, Pack
 from plait.ops.linear import Linear
 from plait.ops.registry import Arguments, bind_reference, op
 from plait.quant.weight import Dense
@@ -77,3 +79,19 @@ def _collect_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     weight, index = torch.rand(case["tokens"], case["experts"], device=device).topk(case["top_k"], -1)
     sizes = (case["groups"] * case["dim"], case["hidden"])
     return (x, weight, index, _linears(case, sizes, dtype, device), case["groups"]), {}
+
+
+@dataclass(frozen=True, slots=True)
+class StackedHeads:
+    """A variant of either op over a stack: `pack` prepares each weight at construction, `apply` runs a step.
+
+    `apply` is the op with an `ExpertStack` for its linear layers. Called as the op, it makes the stack first.
+    """
+
+    pack: Pack
+    apply: Callable[..., Tensor]
+
+    def __call__(self, x: Tensor, *given: object) -> Tensor:
+        *before, linears, groups = given
+        stack = ExpertStack.from_linears(linears, x.dtype, self.pack)  # type: ignore[arg-type]
+        return self.apply(x, *before, stack, groups)

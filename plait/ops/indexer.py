@@ -56,7 +56,7 @@ def choose_keys(
     """
     write_paged(cache, k, slot_mapping)
     chosen = torch.full((len(q), top_k), NONE, dtype=torch.int32, device=q.device)
-    for s, rows, start, end in visible(q, (query_start, seq_lens), None):
+    for s, rows, start, end in visible(q, (query_start, seq_lens), None, q.shape[1]):
         known = read_paged(cache, block_table[s], start, end).float()
         scores = torch.einsum("nhd,td->nht", q[rows].float(), known).relu()
         scores = torch.einsum("nh,nht->nt", weights[rows].float(), scores)
@@ -109,7 +109,7 @@ def sparse_latent_attention(
     if latent is not None:
         write_paged(cache, latent, slot_mapping, form)
     out = q.new_empty(*q.shape[:2], kv_rank)
-    for s, rows, start, end in visible(q, (query_start, seq_lens), None):
+    for s, rows, start, end in visible(q, (query_start, seq_lens), None, q.shape[1]):
         known = read_paged(cache, block_table[s], start, end, form).float()
         places = chosen[rows].long()
         seen = torch.zeros(len(places), end + 1, dtype=torch.bool, device=q.device)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 Grid = tuple[int, ...]
+# Of every launch that says nothing else. What Triton does by default has changed between versions: whether a
+# product and a sum are one instruction, which decides bits, must not depend on the version that is installed.
+LAUNCH_OPTIONS: Mapping[str, object] = {"enable_fp_fusion": True}
 
 
 class LaunchWatcher(Protocol):
@@ -26,16 +30,31 @@ _captures: list[None] = []  # one for each capture of a step that is under way
 
 def launch(kernel: Any, grid: Grid, *args: object, **constants: object) -> None:
     """Run a kernel over a grid, an empty one too. Arguments are tensors and numbers; constants may be launch
-    options."""
+    options.
+
+    It runs on the device of its first tensor, whichever device this thread has selected: Triton itself
+    launches on that one, where memory of another cannot be read.
+    """
     if 0 in grid:
         return
-    run = partial(kernel[grid], *args, **constants)
+    run = partial(_run_where_it_lies, kernel[grid], args, {**LAUNCH_OPTIONS, **constants})
     if not _watchers:
         run()
         return
     tensors = [value for value in args if isinstance(value, Tensor)]
     numbers = tuple(value for value in args if not isinstance(value, Tensor))
     _watchers[-1].launched(kernel.fn.__name__, run, tensors, (grid, numbers, *sorted(constants.items())))
+
+
+def _run_where_it_lies(
+    run: Callable[..., object], args: Sequence[object], constants: dict[str, object]
+) -> None:
+    first = next((value for value in args if isinstance(value, Tensor)), None)
+    if first is None or not first.is_cuda or first.get_device() == torch.cuda.current_device():
+        run(*args, **constants)
+        return
+    with torch.cuda.device(first.device):
+        run(*args, **constants)
 
 
 @contextlib.contextmanager

@@ -66,12 +66,15 @@ class StepCapture(TorchDispatchMode):
 
     A broken rule raises CannotRecord, or is added to `faults` with its place if not `strict`. Two captures of
     steps of one size are equal in `stream`, whatever the data are, or a value was baked in. `is_dry`: kernels
-    are recorded and not run, so what they return is garbage; torch's operators run all the same.
+    are recorded and not run, so what they return is garbage; torch's operators run all the same. `is_kept`
+    False: the step's memory is given back as it goes, and nothing can be replayed.
     """
 
-    def __init__(self, inputs: Iterable[Tensor], *, strict: bool = True, is_dry: bool = False) -> None:
+    def __init__(
+        self, inputs: Iterable[Tensor], *, strict: bool = True, is_dry: bool = False, is_kept: bool = True
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._is_dry = is_dry
+        self._is_dry, self._is_kept = is_dry, is_kept
         self._memory = {_storage(t): i for i, t in enumerate(inputs)}
         self.stream: list[tuple[Any, ...]] = []
         self.launches: list[str] = []
@@ -98,6 +101,8 @@ class StepCapture(TorchDispatchMode):
         made = [t for t in find_tensors(out) if _storage(t) not in self._memory]
         for t in made:
             self._memory[_storage(t)] = len(self._memory)
+        if not self._is_kept:
+            return out
         self._kept += [args, kwargs, out]
         if name in ALLOCATES:
             return out
@@ -113,10 +118,11 @@ class StepCapture(TorchDispatchMode):
     ) -> None:
         """Record a launch of a kernel of ours, and run it: now, and at each replay."""
         self._check_memory(name, tensors)
-        self.stream.append((name, self._show(tensors), rest))
-        self.launches.append(name)
-        self._kept.append(tensors)
-        self._runs.append(run)
+        if self._is_kept:
+            self.stream.append((name, self._show(tensors), rest))
+            self.launches.append(name)
+            self._kept.append(tensors)
+            self._runs.append(run)
         if self._is_dry:
             return
         self._is_paused = True  # the interpreter computes with torch, too
@@ -157,7 +163,7 @@ class StepCapture(TorchDispatchMode):
         if (
             name in ("_to_copy", "to")
             and device is not None
-            and any(t.device != device for t in find_tensors(args))
+            and any(_is_elsewhere(t, device) for t in find_tensors(args))
         ):
             self.break_rule(f"{name} copies from one device to another")
         self._check_memory(name, list(find_tensors((args, kwargs))))
@@ -276,6 +282,11 @@ def _repeat(func: Any, args: Any, kwargs: Any, results: object) -> None:
     for target, value in zip(find_tensors(results), find_tensors(fresh), strict=False):
         if _storage(value) != _storage(target):
             target.copy_(value)
+
+
+def _is_elsewhere(t: Tensor, device: torch.device) -> bool:
+    """Whether a tensor is on another device; one without a number is the current one of its type."""
+    return t.device.type != device.type or device.index not in (None, t.device.index)
 
 
 def _storage(t: Tensor) -> int:

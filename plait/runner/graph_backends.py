@@ -109,11 +109,17 @@ class CudaGraphs(GraphBackend):
         with torch.inference_mode(), capture_launches():
             aside = torch.cuda.Stream()
             aside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(aside):  # compiles kernels, which a capture must not
+            # This run compiles kernels, which a capture must not. It also sees what a capture would refuse:
+            # torch's allocator does not leave a capture that the driver has broken off.
+            with torch.cuda.stream(aside), StepCapture(inputs, is_kept=False):
                 step()
             torch.cuda.current_stream().wait_stream(aside)
             graph, names = torch.cuda.CUDAGraph(), _Names()
-            with watch_launches(names), torch.cuda.graph(graph, pool=self._pool):
+            # Other threads may allocate and copy meanwhile: they do not break off what this one captures.
+            with (
+                watch_launches(names),
+                torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+            ):
                 result = step()
         return CudaGraph(graph, result, names.seen)
 

@@ -28,6 +28,7 @@ from plait.schedule.scheduler import Scheduler
 from plait.state.store import StateStore
 from tests.engine.hash_model import Reader
 from tests.families import tiny
+from tests.families.oracles import ORACLES, read_oracle
 from tests.families.parity import Memory, resolved
 
 BLOCK, LONGEST, CPU = 8, 64, torch.device("cpu")
@@ -42,14 +43,18 @@ def gpu_decoder(name: str, folder: Path, **changes: int) -> Decoder:
 
 def plain_decoder(name: str, folder: Path, chip: Chip | None = None, **changes: int) -> Decoder:
     """A family's tiny model with these changes of its config, without a chip of torch's ops alone."""
+    config, checkpoint = read_oracle(name) if name in ORACLES else _read_tiny(name, folder, changes)
+    found = resolved(checkpoint, config)
+    target = Target(CPU, torch.float32, LONGEST, found.spec.hidden_size, chip=chip, block_size=BLOCK)
+    return Decoder(found.spec, Weights(checkpoint, found.names, target))
+
+
+def _read_tiny(name: str, folder: Path, changes: dict[str, int]) -> tuple[dict[str, Any], Memory]:
     if not (folder / "model.safetensors").exists():
         variant = tiny.VARIANTS[name]
         tiny.write(name, folder, replace(variant, changes={**variant.changes, **changes}))
     config, tensors, _ = tiny.read(folder)
-    checkpoint = Memory(tensors)
-    found = resolved(checkpoint, config)
-    target = Target(CPU, torch.float32, LONGEST, found.spec.hidden_size, chip=chip, block_size=BLOCK)
-    return Decoder(found.spec, Weights(checkpoint, found.names, target))
+    return config, Memory(tensors)
 
 
 @dataclass

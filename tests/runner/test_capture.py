@@ -21,6 +21,7 @@ from plait.ops.chip import EXAMPLES
 from plait.runner.capture import StepCapture, capture_step, decode_batch
 from plait.state.store import StateStore
 from tests.families import tiny, tiny_plain
+from tests.families.oracles import ORACLES, read_oracle
 from tests.families.parity import Memory, decoder, resolved
 
 ELSEWHERE = torch.randn(3)
@@ -80,12 +81,19 @@ def test_a_length_that_was_baked_in_shows() -> None:
     assert stream(8) != stream(6)
 
 
+def read_model(name: str, folder: Path) -> tuple[dict[str, Any], Memory]:
+    """A family's config and tensors."""
+    if name in ORACLES:
+        return read_oracle(name)
+    tiny.write(name, folder)
+    config, tensors, _ = tiny.read(folder)
+    return config, Memory(tensors)
+
+
 def on_gpu(name: str, folder: Path) -> tuple[Decoder, StateStore]:
     """A family's tiny model with what a GPU binds, its tensors being on the CPU."""
     load_for_gpu()
-    tiny.write(name, folder)
-    config, tensors, _ = tiny.read(folder)
-    checkpoint = Memory(tensors)
+    config, checkpoint = read_model(name, folder)
     model = decoder(resolved(checkpoint, config), checkpoint, chip=EXAMPLES[90])
     blocks = {group.name: 8 for group in block_groups(model.states)}
     store = StateStore(model.states, blocks, 4, 16, torch.device("cpu"), torch.float32)
@@ -94,15 +102,11 @@ def on_gpu(name: str, folder: Path) -> tuple[Decoder, StateStore]:
     return model, store
 
 
-# Their ops have no form for GPUs yet: steps run op by op, and read what a capture must not.
-UNCAPTURED = {"jetmoe", "jetmoe_usual", "deepseek_v4"}
-
-
 def quick() -> list[Any]:
     """Most of the families that came last are left to `make test-all`."""
     late = {name for name, variant in tiny_plain.VARIANTS.items() if variant.slow}
-    names = [name for name in tiny.VARIANTS if name not in UNCAPTURED]
-    return [pytest.param(n, marks=pytest.mark.slow) if n in late else n for n in names]
+    late |= {name for name in ORACLES if name != "sambay"}
+    return [pytest.param(n, marks=pytest.mark.slow) if n in late else n for n in (*tiny.VARIANTS, *ORACLES)]
 
 
 @pytest.mark.parametrize("name", quick())

@@ -128,3 +128,12 @@ def test_prompts_and_what_needs_more_than_tokens_are_no_checks(other: Chunk) -> 
     batch = make_batch(Capacity(tokens=64, logits=20, seqs=4, blocks=3))
     assert batch.size_of(StepPlan(1, (chunk(1, 6, [5, 6, 7]), other))) is None
     assert batch.size_of(StepPlan(1, (chunk(1, 6, [5, 6, 7]),) * 5)) is None
+
+
+def test_there_are_never_as_many_tokens_as_sequences() -> None:
+    """Some ops know decodes by that, and a sequence of such a step may have no token."""
+    batch = make_batch(Capacity(tokens=64, logits=20, seqs=4, blocks=3))
+    size = batch.size_of(StepPlan(1, (chunk(1, 6, [5, 6]),)))
+    assert size == CheckSize(1, 4)
+    made = batch.batch(size)
+    assert len(made.token_ids) > len(made.seq_lens)

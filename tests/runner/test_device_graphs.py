@@ -13,6 +13,7 @@ from plait.model.decoder import Decoder
 from plait.ops.chip import Chip
 from plait.verify.matrix import CheapSteps
 from tests.families import tiny
+from tests.families.oracles import ORACLES
 from tests.runner.device_engine import CHIP, Side, gpu_decoder, plain_decoder
 
 # One layer: Triton's interpreter takes most of a second for its step.
@@ -46,7 +47,7 @@ def test_captured_steps_give_the_text_of_steps_op_by_op(name: str, folder: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", tiny.VARIANTS)
+@pytest.mark.parametrize("name", [*tiny.VARIANTS, *ORACLES])
 def test_so_do_those_of_every_family(name: str, folder: Path) -> None:
     agrees(gpu_decoder(name, folder / name))
 

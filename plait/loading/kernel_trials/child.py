@@ -59,8 +59,8 @@ def _outputs(op: Op, fn: Any, args: tuple[object, ...], kwargs: dict[str, object
     names = inspect.signature(op.reference).parameters
     state = [arg for name, arg in zip(names, args, strict=False) if name not in op.private]
     found = [t for value in (out, state) for t in _tensors(value)]
-    if any(t.is_cuda for t in found):
-        torch.cuda.synchronize()
+    if (on_gpu := next((t for t in found if t.is_cuda), None)) is not None:
+        torch.cuda.synchronize(on_gpu.device)
     return found
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from plait.checkpoint.weights import Weights
@@ -9,9 +11,11 @@ from plait.errors import CannotDivide, UnsupportedModel
 from plait.model.layers.layers import Batch
 from plait.model.mixers.attention import Attention, describe_attention
 from plait.model.mixers.registry import mixer
-from plait.ops.expert_heads import collect_heads, spread_heads
+from plait.ops.expert_heads import StackedHeads, collect_heads, spread_heads
+from plait.ops.expert_stack import ExpertStack
 from plait.ops.linear import Linear
 from plait.ops.moe import route
+from plait.ops.registry import Bound, Op
 from plait.ops.rows import join
 from plait.partition import Division, Rank
 from plait.rare_specs import ExpertHeadsSpec
@@ -40,14 +44,26 @@ class ExpertHeads(Attention):
         super().__init__(s, w)
         self.router = w.linear("router", in_size=w.target.hidden_size, out_sizes=(s.num_experts,))
         self._route = w.bind(route, num_experts=s.num_experts, top_k=s.top_k, router=s.router)
-        self._spread, self._collect, self._join = w.bind(spread_heads), w.bind(collect_heads), w.bind(join)
+        self._join = w.bind(join)
 
     def _bind_qkv(self, w: Weights, parts: dict[str, int]) -> Linear:
         rows, hidden = self._experts.num_kv_heads * self._experts.head_dim, w.target.hidden_size
-        each = [w.scope(f"experts.{e}") for e in range(self._experts.num_experts)]
-        self.queries = [one.linear("q", in_size=hidden, out_sizes=(rows,)) for one in each]
-        self.outputs = [one.linear("o", in_size=rows, out_sizes=(hidden,)) for one in each]
+        self._spread, self.queries = self._bind_experts(w, spread_heads, "q", hidden, rows)
+        self._collect, self.outputs = self._bind_experts(w, collect_heads, "o", rows, hidden)
         return super()._bind_qkv(w, {name: parts[name] for name in "kv"})
+
+    def _bind_experts(
+        self, w: Weights, op: Op, name: str, n_in: int, n_out: int
+    ) -> tuple[Bound, Sequence[Linear] | ExpertStack]:
+        """(what is bound for the op, the experts' linear layers): a stack for a variant that takes one."""
+        numbers, fn = range(self._experts.num_experts), w.bind(op, activations=w.target.activations)
+        if not isinstance(fn, StackedHeads):
+            each = [w.scope(f"experts.{e}") for e in numbers]
+            return fn, [one.linear(name, in_size=n_in, out_sizes=(n_out,)) for one in each]
+        stacked = w.scope("experts").linear_stack(
+            numbers, name, in_size=n_in, out_sizes=(n_out,), pack=fn.pack
+        )
+        return fn.apply, stacked
 
     def _bind_o(self, w: Weights, width: int) -> Linear | None:
         return None

@@ -42,6 +42,7 @@ class CheckSize(NamedTuple):
 class CheckBatch:
     """Memory of the largest step, and views of it. `tokens`: how many that has."""
 
+    @torch.inference_mode(False)  # else nothing outside of that mode could write it
     def __init__(
         self, capacity: Capacity, groups: Sequence[BlockGroup], block_size: int, device: torch.device
     ) -> None:
@@ -70,7 +71,10 @@ class CheckBatch:
             if any(len(table) > self._blocks for table in chunk.blocks):
                 return None
         seqs = self._seqs[bisect_left(self._seqs, len(chunks))]
-        return CheckSize(seqs, self._tokens[bisect_left(self._tokens, tokens)])
+        # Some ops know decodes by as many rows as sequences. Here sequences may be empty, so rows are more.
+        sizes = (n for n in self._tokens[bisect_left(self._tokens, tokens) :] if n != seqs + 1)
+        size = next(sizes, None)
+        return None if size is None else CheckSize(seqs, size)
 
     def fill(self, plan: StepPlan, size: CheckSize) -> None:
         """Write a plan; one without chunks: padding alone."""

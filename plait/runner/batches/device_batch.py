@@ -73,6 +73,7 @@ class DeviceBatch:
     `rows`: how many there are, which is the largest bucket.
     """
 
+    @torch.inference_mode(False)  # else nothing outside of that mode could write them
     def __init__(
         self, capacity: Capacity, groups: Sequence[BlockGroup], block_size: int, device: torch.device
     ) -> None:

@@ -84,8 +84,9 @@ def attend_varlen(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     step: dict[Any, Any] | None = None,
+    slopes: None = None,
 ) -> Tensor:
-    """`paged_attention` without softcap and sinks: the same arguments and result."""
+    """`paged_attention` without softcap, sinks and slopes: the same arguments and result."""
     # Decodes, or prompts of one token, which are no slower for it; and every captured step.
     if len(q) == len(seq_lens) or is_captured():
         where = (block_table, slot_mapping, query_start, seq_lens)

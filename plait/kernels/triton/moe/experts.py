@@ -40,7 +40,8 @@ def expert_up(
 ):  # fmt: skip
     """x: [T, n_in], index: [T, K] -> h [T * K, size]: the activation of each slot. Grid: (T * K, size / BN).
 
-    up: [experts, n_out, n_in] with n_out = 2 size, gate's rows first, if GATED; bias: [experts, n_out].
+    up: [experts, n_out, n_in] with n_out = 2 size, gate's rows first, if GATED; bias: [experts, n_out]. KIND:
+    activation, or "" for none.
     PICKED: up has the weights of each slot instead, [T * K, n_out, n_in].
     """
     slot = tl.program_id(0)
@@ -66,8 +67,10 @@ def expert_up(
         if BIASED:
             more += tl.load(bias + e * n_out + size + rows, mask=ok, other=0.0).to(tl.float32)
         y = apply_gated(gate, more, KIND)
-    else:
+    elif KIND != "":
         y = apply_activation(gate, KIND)
+    else:
+        y = gate
     tl.store(h + slot.to(tl.int64) * size + rows, y.to(h.dtype.element_ty), mask=ok)
 
 

@@ -189,12 +189,12 @@ def by_groups(
         own = [None if bias is None else bias[some] for bias in biases]
         tiles = pairs // rows + min(len(up), pairs)
         where = starts[first:], order, rows, tiles
-        _launch_groups(x, up, own[0], h, where, k, activation)
-        _launch_groups(h, down, own[1], y, where, 1, ("", False))
+        launch_groups(x, up, own[0], h, where, k, activation)
+        launch_groups(h, down, own[1], y, where, 1, ("", False))
     return add_rows(y, weight, index, start, out)
 
 
-def _launch_groups(
+def launch_groups(
     x: Tensor,
     weights: Tensor,
     bias: Tensor | None,

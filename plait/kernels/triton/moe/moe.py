@@ -89,7 +89,7 @@ def _by_picked(
     for t in range(0, len(x), step):
         some = slice(t, t + step)
         chosen = index[some].reshape(-1)
-        first, second = ((_pick_all(stack, chosen), stack.bias) for stack in (up, down))
+        first, second = ((pick_all(stack, chosen), stack.bias) for stack in (up, down))
         own = start.rows(some)
         out[some] = by_slots(
             x[some], weight[some], index[some], first, second, activation, own, is_picked=True
@@ -97,7 +97,7 @@ def _by_picked(
     return out
 
 
-def _pick_all(stack: ExpertStack, chosen: Tensor) -> Tensor:
+def pick_all(stack: ExpertStack, chosen: Tensor) -> Tensor:
     """The numbers of chosen experts, [slots, out, in]."""
     return torch.stack([stack.pick(chosen[s : s + 1]) for s in range(len(chosen))])
 

@@ -131,12 +131,12 @@ def by_planes(
     (pairs, k), is_few = (index.numel(), index.shape[1]), each is None and index.numel() <= MOST_SLOTS
     where = None if is_few else sort_by_expert(index, up.count)
     each = 0 if is_few else pairs // up.count if each is None else each
-    h = _multiply(x, up, index, where, k, activation, each)
-    y = _multiply(h, down, index, where, 1, ("", False), each)
+    h = multiply_stack(x, up, index, where, k, activation, each)
+    y = multiply_stack(h, down, index, where, 1, ("", False), each)
     return add_rows(y, weight, index, start, out)
 
 
-def _multiply(
+def multiply_stack(
     x: Tensor,
     stack: ExpertStack,
     index: Tensor,

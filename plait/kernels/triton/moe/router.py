@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from plait.kernels.triton.forms import KernelForm
+from plait.kernels.triton.maths import softplus
 from plait.ops.launch import launch
 from plait.ops.moe import route
 from plait.ops.registry import OpFacts
@@ -52,7 +53,7 @@ def _keep_best_groups(
 @triton.jit
 def choose_experts(
     logits, bias, factors, weight, index, logits_row, size, groups, eps, scale,
-    K: tl.constexpr, KP: tl.constexpr, GP: tl.constexpr, SP: tl.constexpr, SOFTMAX: tl.constexpr,
+    K: tl.constexpr, KP: tl.constexpr, GP: tl.constexpr, SP: tl.constexpr, SCORE: tl.constexpr,
     BIASED: tl.constexpr, GROUPED: tl.constexpr, TOP: tl.constexpr, BY_TOP2: tl.constexpr,
     RENORMALIZE: tl.constexpr, FACTORED: tl.constexpr,
 ):  # fmt: skip
@@ -66,13 +67,16 @@ def choose_experts(
     e = g * size + j
     real = (g < groups) & (j < size)
     score = tl.load(logits + token * logits_row + e, mask=real, other=0.0).to(tl.float32)
-    if SOFTMAX:
+    if SCORE == "softmax":
         score = tl.where(real, score, low)
         largest = tl.max(tl.max(score, 1), 0)
         mass = tl.exp(score - largest)
         score = mass / tl.sum(tl.sum(mass, 1), 0)
-    else:
+    elif SCORE == "sigmoid":
         score = 1.0 / (1.0 + tl.exp(-score))
+    else:
+        tl.static_assert(SCORE == "sqrtsoftplus", "a score without a kernel")
+        score = tl.sqrt(softplus(score))
     choice = score
     if BIASED:
         choice += tl.load(bias + e, mask=real, other=0.0)
@@ -109,7 +113,7 @@ def _constants(count: int, top_k: int, router: RouterSpec, biased: bool, factore
         "KP": triton.next_power_of_2(top_k),
         "GP": triton.next_power_of_2(router.groups),
         "SP": triton.next_power_of_2(size),
-        "SOFTMAX": router.score == "softmax",
+        "SCORE": router.score,
         "BIASED": biased,
         "GROUPED": grouped,
         "TOP": router.top_groups if grouped else 0,
@@ -125,8 +129,6 @@ def why_not(facts: OpFacts) -> str | None:
     router: RouterSpec = facts["router"]
     if router.by_logits or router.margin:
         return "it chooses by scores, not by logits"
-    if router.score == "sqrtsoftplus":
-        return "its scores are softmax or sigmoid"
     size = triton.next_power_of_2(count // router.groups) * triton.next_power_of_2(router.groups)
     if size > MOST_EXPERTS:
         return f"{count} experts in {router.groups} groups; it holds {MOST_EXPERTS} scores"
@@ -160,6 +162,7 @@ ROUTERS = {  # experts, k, router, biased
     "granite-4-h small": (72, 10, RouterSpec(), False),
     "deepseek-v2-lite": (64, 6, RouterSpec("softmax", False), False),
     "deepseek-v3": (256, 8, RouterSpec("sigmoid", True, 1e-20, 2.5, 8, 4, "top2"), True),
+    "deepseek-v4 flash": (256, 6, RouterSpec("sqrtsoftplus", True, 1e-20, 1.5), True),
     "qwen3-next": (512, 10, RouterSpec(), False),
 }
 

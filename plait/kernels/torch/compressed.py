@@ -1,0 +1,115 @@
+"""Attention over compressed entries on a GPU: decodes in shapes that no data decides.
+
+So a step of decodes can be captured. Prompts go through the references, sequence by sequence.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from plait.kernels.torch.paged_rows import gather_rows, list_window
+from plait.ops.attention import share_softmax, write_paged
+from plait.ops.compressed import choose_entries, entry_attention
+from plait.ops.entry import latent_form
+from plait.ops.indexer import NONE
+
+NAME = "torch"
+
+
+def register() -> None:
+    """Offer them on GPUs. Doing so twice changes nothing."""
+    choose_entries.variant(NAME, on="cuda")(choose)
+    entry_attention.variant(NAME, on="cuda")(attend)
+
+
+def choose(
+    q: Tensor,
+    weights: Tensor,
+    entries: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    slot_mapping: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    top_k: int,
+    rate: int,
+    step: int,
+) -> Tensor:
+    """`choose_entries`: the same arguments and result."""
+    if len(q) != len(seq_lens):
+        where = (block_table, slot_mapping, query_start, seq_lens)
+        return choose_entries.reference(q, weights, entries, cache, *where, top_k, rate, step)  # type: ignore[no-any-return]
+    _store_ended(cache, entries, slot_mapping, seq_lens, rate, step)
+    count = (seq_lens // rate)[:, None]  # entries that a token sees
+    places = _list_entries(cache, block_table, step, rate)
+    most = len(places)
+    known = gather_rows(cache, block_table, (places // step).expand(len(q), -1)).float()  # [T, most, d]
+    scores = torch.einsum("thd,tkd->thk", q.float(), known).relu()
+    scores = torch.einsum("th,thk->tk", weights.float(), scores)
+    unseen = torch.arange(most, device=q.device) >= count
+    # What lies in memory behind a sequence may be no number: it comes last all the same.
+    order = scores.masked_fill(unseen, -math.inf).sort(descending=True, stable=True).indices[:, :top_k]
+    best = order.masked_fill(order >= count, most).sort().values
+    chosen = torch.full((len(q), top_k), NONE, dtype=torch.int32, device=q.device)
+    chosen[:, : best.shape[1]] = best.masked_fill(best == most, NONE).int()
+    return chosen
+
+
+def attend(
+    q: Tensor,
+    latent: Tensor,
+    entries: Tensor,
+    cache: Tensor,
+    packed: Tensor,
+    chosen: Tensor | None,
+    near: tuple[Tensor, Tensor],
+    far: tuple[Tensor, Tensor],
+    query_start: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    window: int,
+    sinks: Tensor,
+    rate: int,
+    step: int,
+) -> Tensor:
+    """`entry_attention`: the same arguments and result."""
+    if len(q) != len(seq_lens):
+        given = (q, latent, entries, cache, packed, chosen, near, far, query_start, seq_lens)
+        return entry_attention.reference(*given, scale, window, sinks, rate, step)  # type: ignore[no-any-return]
+    form = latent_form(q.shape[-1], 0, cache.dtype)
+    write_paged(cache, latent, near[1], form)
+    _store_ended(packed, entries, far[1], seq_lens, rate, step)
+    at = list_window(cache, near[0], seq_lens, window)
+    known = gather_rows(cache, near[0], at.clamp(min=0))  # [T, width, d or codes]
+    known = form.decode(known) if form else known.float()
+    if chosen is None:
+        places = _list_entries(packed, far[0], step, rate)
+        seen = torch.arange(len(places), device=q.device) < (seq_lens // rate)[:, None]
+        rows = (places // step).expand(len(q), -1)
+    else:
+        seen = chosen != NONE
+        rows = ((chosen.long().clamp(min=0) + 1) * rate - 1) // step
+    keys = torch.cat([known, gather_rows(packed, far[0], rows).float()], 1)
+    mask = torch.cat([at >= 0, seen], 1)
+    keys = keys.masked_fill(~mask[..., None], 0)  # what lies there may be no number
+    scores = torch.einsum("thd,tkd->thk", q.float(), keys) * scale
+    scores = scores.masked_fill(~mask[:, None], -math.inf)
+    probs = share_softmax(scores.transpose(0, 1)[:, None], sinks)[:, 0].transpose(0, 1)
+    return torch.einsum("thk,tkd->thd", probs, keys).to(q.dtype)
+
+
+def _store_ended(
+    cache: Tensor, entries: Tensor, slots: Tensor, seq_lens: Tensor, rate: int, step: int
+) -> None:
+    """Those of tokens that end a window; the others go to the block of padding."""
+    rows = torch.where(seq_lens % rate == 0, slots // step, 0)
+    cache.view(-1, cache.shape[-1])[rows] = entries.to(cache.dtype)
+
+
+def _list_entries(cache: Tensor, block_table: Tensor, step: int, rate: int) -> Tensor:
+    """The positions at which all entries lie that block tables have memory for."""
+    most = block_table.shape[1] * cache.shape[1] * step // rate
+    return torch.arange(1, most + 1, device=cache.device) * rate - 1

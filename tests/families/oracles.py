@@ -1,0 +1,36 @@
+"""Families that `transformers` lacks, by name: the config and the tensors that an oracle of each has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from tests.families import (
+    hymba_oracle,
+    jet_oracle,
+    ling_oracle,
+    plamo2_oracle,
+    plamo3_oracle,
+    rwkv7_oracle,
+    sambay_oracle,
+)
+from tests.families.parity import Memory
+
+Config = dict[str, Any]
+ORACLES: Mapping[str, tuple[Config, Callable[[Config], dict[str, Tensor]]]] = {
+    "hymba": (hymba_oracle.CONFIG, hymba_oracle.checkpoint),
+    "jet_nemotron": (jet_oracle.CONFIG, jet_oracle.checkpoint),
+    "ling": (ling_oracle.CONFIG, ling_oracle.checkpoint),
+    "plamo2": (plamo2_oracle.CONFIG, plamo2_oracle.checkpoint),
+    "plamo3": (plamo3_oracle.CONFIG, plamo3_oracle.checkpoint),
+    "rwkv7": (rwkv7_oracle.CONFIG, rwkv7_oracle.checkpoint),
+    "sambay": (sambay_oracle.CONFIG, sambay_oracle.checkpoint),
+}
+
+
+def read_oracle(name: str) -> tuple[Config, Memory]:
+    """(config, tensors in float32)."""
+    config, make = ORACLES[name]
+    return config, Memory({key: tensor.float() for key, tensor in make(config).items()})

@@ -1,0 +1,49 @@
+"""Launches of kernels: on the device where their memory is, with options that no version of Triton sets."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from plait.ops.launch import LAUNCH_OPTIONS, launch
+
+
+class Kernel:
+    """Notes what it is launched with."""
+
+    def __init__(self) -> None:
+        self.fn = SimpleNamespace(__name__="kernel")
+        self.seen: list[dict[str, Any]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args, **constants: self.seen.append(constants)
+
+
+def test_options_are_those_of_plait_unless_a_kernel_has_its_own() -> None:
+    kernel = Kernel()
+    launch(kernel, (1,), torch.zeros(2), SIZE=2)
+    launch(kernel, (1,), torch.zeros(2), enable_fp_fusion=False)
+    launch(kernel, (0,), torch.zeros(2))
+    assert kernel.seen == [{**LAUNCH_OPTIONS, "SIZE": 2}, {"enable_fp_fusion": False}]
+
+
+def test_a_kernel_runs_on_the_device_of_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ranks and `cuda:1` need it: Triton launches on the device that the thread has selected."""
+    selected: list[Any] = []
+
+    def select(device: torch.device) -> Any:
+        selected.append(device)
+        return nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", select)
+    with FakeTensorMode():
+        first, second = (torch.empty(2, device=f"cuda:{n}") for n in (0, 1))
+    for tensor in (first, second):
+        launch(Kernel(), (1,), 3, tensor)
+    assert selected == [torch.device("cuda", 1)]
