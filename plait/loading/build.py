@@ -267,6 +267,7 @@ def engine_over(
         config,
         is_recorded=runner.is_recorded,
         has_slots=has_slots(decoder.states),
+        is_host=target.device.type == "cpu",
         proposer=proposer,
     )
 

@@ -162,6 +162,7 @@ def _start(image: Image, config: EngineConfig, text: TextSource, open_full: Open
         *(runner, spec, sizing, config),
         is_recorded=True,
         has_slots=has_slots(model.states),
+        is_host=True,
         proposer=proposer,
     )
     guides = Guides(make_compiler(text, spec.vocab_size), spec.vocab_size)
