@@ -34,7 +34,7 @@ def write_compact(value: object, depth: int = 0) -> str:
 
 
 def merge_file(path: Path) -> Path:
-    """Put one file into that of its machine, and remove it. Raises ValueError for one that does not belong."""
+    """Put one file into that of its machine, and remove it. Raises ValueError if it does not belong there."""
     if (found := NAME.fullmatch(path.name)) is None:
         raise ValueError(f"{path.name} is not named [KIND-]DATE-MACHINE[-NOTE].json")
     kind, target = found["kind"] or MODELS, path.with_name(f"{found['machine']}.json")

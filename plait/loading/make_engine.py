@@ -29,12 +29,11 @@ def make_engine(
     config: EngineConfig,
     *,
     is_recorded: bool,
-    has_slots: bool,
     is_host: bool,
     proposer: Proposer | None = None,
 ) -> Engine:
-    """is_recorded: steps are replayed; has_slots: some state is recurrent; is_host: they run on the CPU;
-    proposer: of draft tokens."""
+    """is_recorded: steps are replayed; is_host: they run on the CPU; proposer: of draft tokens."""
+    has_slots = sizing.num_slots > 0
     can_follow = is_recorded and proposer is None  # a proposer has to see every step
     # On a GPU the next step is planned while one runs: streams, and recurrent state, keep to that.
     num_steps = MOST_STEPS if can_follow and (is_host or not has_slots) else 1

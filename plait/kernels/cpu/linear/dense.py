@@ -9,7 +9,8 @@ input in the high half, which costs one shift and one mask to widen.
 
 Every output is the sum of chunks of `CHUNK` inputs, added in order. Within a chunk even and odd inputs are
 summed apart, and pairs together, the odd input first. That order changes neither with the number of rows nor
-with how threads share tiles. It is the same for bfloat16 in twelve bits (`bf16_codes`): a thread makes plain tiles of a chunk in its cache first.
+with how threads share tiles. It is the same for bfloat16 in twelve bits (`bf16_codes`): a thread makes plain
+tiles of a chunk in its cache first.
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ def write_groups(w: Writer, rows: Word, sizes: Iterable[int], write: Callable[[W
 def _shapes(paired: bool) -> tuple[tuple[int, int], ...]:
     """(rows, tiles) held in registers at once, the larger first: their number never changes a result."""
     if paired:
-        return ((8, 2), (4, 2), (2, 2), (1, 2), (4, 1), (1, 1)) if wide_registers() else ((4, 1), (1, 2), (1, 1))
+        return (
+            ((8, 2), (4, 2), (2, 2), (1, 2), (4, 1), (1, 1)) if wide_registers() else ((4, 1), (1, 2), (1, 1))
+        )
     return ((6, 2), (4, 2), (2, 2), (1, 2), (4, 1), (1, 1)) if wide_registers() else ((3, 1), (1, 2), (1, 1))
 
 
@@ -212,7 +215,20 @@ def few_through_codes(tiles: int, paired: bool, w: Writer, *words: Word) -> None
             sums = walk.lines(w, [w.zero_f32()] * (2 * half), add)
             joined = [w.add(a, b) for a, b in zip(sums[:half], sums[half:], strict=True)]
         part = _Part(
-            "bfloat16", paired, tiles, source, none, tile, none, count, to, out_bytes, first, bias, left, apart
+            "bfloat16",
+            paired,
+            tiles,
+            source,
+            none,
+            tile,
+            none,
+            count,
+            to,
+            out_bytes,
+            first,
+            bias,
+            left,
+            apart,
         )
         part.write(w, none, size, joined)
 
@@ -371,9 +387,7 @@ def _wrap_tiles(data: Tensor, weight: Weight | CachedWeight, coded: bool, paired
         shared = bf16_pairs.shared_row_bytes(weight.shape[1])
         scratch += bf16_pairs.ALONE * shared
     made = product(weight.format, coded, paired)
-    return PackedWeight(
-        data, weight.format, *weight.shape, made, shared, layout=layout, scratch=scratch
-    )
+    return PackedWeight(data, weight.format, *weight.shape, made, shared, layout=layout, scratch=scratch)
 
 
 def _kind_of(facts: OpFacts) -> str:

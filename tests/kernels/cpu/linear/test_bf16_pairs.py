@@ -1,4 +1,4 @@
-"""Products of bfloat16 weights with inputs rounded to bfloat16: exact in order, whatever the batch or layout."""
+"""Products of bfloat16 weights with inputs rounded to bfloat16: one order, whatever the batch or layout."""
 
 from __future__ import annotations
 
