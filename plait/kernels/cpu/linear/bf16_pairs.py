@@ -85,7 +85,7 @@ def round_rows(
 def write_pairs(
     w: Writer, rows: Sequence[Word], lines: Sequence[Value], sums: Sequence[Value]
 ) -> list[Value]:
-    """Sums, row by row, each with the product of its row's pair (at an address of rows) and its tile's line."""
+    """Sums, row by row, each with the product of its row's pair (at an address of rows) and a tile's line."""
     tiles: list[Pairs] = [line if HARDWARE else (w.low_bf16(line), w.high_bf16(line)) for line in lines]
     found, left = list[Value](), iter(sums)
     for at in rows:
