@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,25 @@ def test_the_readme_has_the_tables_that_the_tests_give() -> None:
     spec.loader.exec_module(tool)
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert tool.updated(text) == text, "run: python tools/families_table.py --write"
+
+
+def test_results_of_a_machine_are_one_file_with_the_newest_of_each_kind(tmp_path: Path) -> None:
+    def merge(name: str, *rows: int) -> subprocess.CompletedProcess[str]:
+        (tmp_path / name).write_text(json.dumps({"rows": rows}))
+        return run("benchmarks/merge_results.py", str(tmp_path / name))
+
+    assert merge("2026-01-02-amd-epyc-2-cores-last.json", 1).returncode == 0
+    assert merge("engine-2026-01-01-amd-epyc-2-cores.json", 2).returncode == 0
+    assert merge("2026-01-03-amd-epyc-2-cores.json", *range(100)).returncode == 0
+    older = merge("2026-01-02-amd-epyc-2-cores.json", 4)
+    assert (older.returncode, "older than models of 2026-01-03" in older.stderr) == (1, True)
+    assert "is not named" in merge("other.json").stderr
+    kept = json.loads((tmp_path / "amd-epyc-2-cores.json").read_text())
+    assert kept["engine"] == {"date": "2026-01-01", "measured": {"rows": [2]}}
+    assert kept["models"] == {"date": "2026-01-03", "measured": {"rows": list(range(100))}}
+    assert {p.name for p in tmp_path.iterdir()} == {
+        "amd-epyc-2-cores.json", "other.json", "2026-01-02-amd-epyc-2-cores.json",
+    }  # fmt: skip
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

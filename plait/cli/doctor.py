@@ -60,8 +60,9 @@ def format_rows() -> list[dict[str, str]]:
     executor = object() if has_numba() else None
     rows = []
     for name in ("float32", "bfloat16", "float16", *KINDS, *(s for s in STORED if "+" not in s), *FLOATS):
-        plain = name in FLOATS or name.endswith(("float32", "float16"))
-        sizes = {"n_in": 1024, "n_out": 1024, "kind": name, "activations": "float32" if plain else "int8"}
+        rounding = "float32" if name in FLOATS or name.endswith(("float32", "float16")) else "int8"
+        rounding = "bfloat16" if name == "bfloat16" else rounding
+        sizes = {"n_in": 1024, "n_out": 1024, "kind": name, "activations": rounding}
         asked, why = OpFacts("cpu", torch.float32, sizes, executor), list[str]()
         for variant in linear.variants:
             if (refusal := variant.refusal(asked)) is None:

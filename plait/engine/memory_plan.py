@@ -80,8 +80,10 @@ class Sizing:
         total = "total once all state is in use" if is_lazy else "total"
         return [*table, (total, "", weights_nbytes + self.nbytes)]
 
-    def scheduler(self, config: EngineConfig, *, causal: bool, num_steps: int = 1) -> Scheduler:
-        """A scheduler over exactly this memory. `num_steps`: the most decode steps of one plan."""
+    def scheduler(
+        self, config: EngineConfig, *, causal: bool, num_steps: int = 1, num_streamed_steps: int = 1
+    ) -> Scheduler:
+        """A scheduler over exactly this memory. For numbers of steps see `SchedulerLimits`."""
         limits = SchedulerLimits(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -89,6 +91,7 @@ class Sizing:
             max_model_len=self.max_model_len,
             max_step_s=config.max_step_ms / 1000 or None,
             num_steps=num_steps,
+            num_streamed_steps=num_streamed_steps,
             causal=causal,
         )
         cache = CacheOptions(

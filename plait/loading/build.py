@@ -38,7 +38,6 @@ from plait.loading.open_model import (
 from plait.loading.packed_cache import shelf_of
 from plait.loading.probe_scorer import open_settled
 from plait.loading.target import agreement_of, choose_rank, config_of_ranks, find_cuts, make_target
-from plait.memory import has_slots
 from plait.model.decoder import Decoder
 from plait.ops.chip import Chip
 from plait.ops.registry import Binding
@@ -266,7 +265,7 @@ def engine_over(
         sizing,
         config,
         is_recorded=runner.is_recorded,
-        has_slots=has_slots(decoder.states),
+        is_host=target.device.type == "cpu",
         proposer=proposer,
     )
 

@@ -29,13 +29,18 @@ def make_engine(
     config: EngineConfig,
     *,
     is_recorded: bool,
-    has_slots: bool,
+    is_host: bool,
     proposer: Proposer | None = None,
 ) -> Engine:
-    """is_recorded: steps are replayed; has_slots: some state is recurrent; proposer: of draft tokens."""
+    """is_recorded: steps are replayed; is_host: they run on the CPU; proposer: of draft tokens."""
+    has_slots = sizing.num_slots > 0
     can_follow = is_recorded and proposer is None  # a proposer has to see every step
-    num_steps = MOST_STEPS if can_follow else 1
-    scheduler = sizing.scheduler(config, causal=spec.causal, num_steps=num_steps)
+    # On a GPU the next step is planned while one runs: streams, and recurrent state, keep to that.
+    num_steps = MOST_STEPS if can_follow and (is_host or not has_slots) else 1
+    num_streamed_steps = num_steps if is_host else 1
+    scheduler = sizing.scheduler(
+        config, causal=spec.causal, num_steps=num_steps, num_streamed_steps=num_streamed_steps
+    )
     speculation = None
     if proposer is not None:
         speculation = Speculation(proposer, scheduler.costs, config.num_draft_tokens, replays=has_slots)

@@ -26,7 +26,7 @@ from plait.quant.fp8 import Fp8
 from plait.quant.gguf import BLOCK_TYPES
 from plait.quant.weight import CachedWeight, Dense, Weight, piece_of, stack_key
 
-Activations = Literal["float32", "int8", "int8x2"]
+Activations = Literal["float32", "bfloat16", "int8", "int8x2"]
 KINDS = tuple(kind.name for kind in BLOCK_TYPES.values() if kind.name not in ("Q8_1", "Q8_K"))
 STORED = (  # further formats, not GGUF's: as `blocks.random_weight` names them
     "int4_g128", "int4_g64+zeros+order", "int4_g32+bfloat16", "int3_g128+zeros", "int8", "mxfp4", "nvfp4",
@@ -53,6 +53,10 @@ CASES: list[Case] = [
     *(
         Case(rows=rows, n_in=n_in, n_out=50, kind=kind, bias=rows > 1)
         for kind in ("bfloat16", "float16")
+        for rows, n_in in ((1, 64), (14, 1031))
+    ),
+    *(
+        Case(rows=rows, n_in=n_in, n_out=50, kind="bfloat16", activations="bfloat16", bias=rows > 1)
         for rows, n_in in ((1, 64), (14, 1031))
     ),
     *(
@@ -83,10 +87,11 @@ CASES: list[Case] = [
 def linear(x: Tensor, weight: Weight, bias: Tensor | None, activations: Activations = "float32") -> Tensor:
     """x: [..., in], weight: (out, in) in any format, bias: [out] -> [..., out], in x's dtype.
 
-    `activations`: what x is rounded to first. "int8": 32 neighbours share a scale, largest / 127 (of which
-    the last two bits are 0, so that kernels may multiply it exactly), as llama.cpp does for block formats;
-    "int8x2": a second int8 takes what is left over, 16 bits in all. Numbers from 3e33 on are NaN then.
-    Neighbours are those of the weight's columns, where it keeps these in an order of its own.
+    `activations`: what x is rounded to first. "bfloat16": to the nearest, for bfloat16 weights. "int8": 32
+    neighbours share a scale, largest / 127 (of which the last two bits are 0, so that kernels may multiply it
+    exactly), as llama.cpp does for block formats; "int8x2": a second int8 takes what is left over, 16 bits in
+    all. Numbers from 3e33 on are NaN then. Neighbours are those of the weight's columns, where it keeps these
+    in an order of its own.
     """
     order = getattr(weight, "order", None)
     if activations != "float32" and order is not None:
@@ -114,7 +119,9 @@ def _multiply_decoded(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
 
 
 def round_activations(x: Tensor, activations: Activations) -> Tensor:
-    """x: [..., n], n a multiple of 32 -> what the int8 numbers of x stand for."""
+    """x: [..., n] -> what its rounded numbers stand for, in x's dtype; for int8, n is a multiple of 32."""
+    if activations == "bfloat16":
+        return x.bfloat16().to(x.dtype)
     blocks = x.float().unflatten(-1, (-1, BLOCK))
     largest = blocks.abs().amax(-1, keepdim=True)
     # Below this, 127 / largest is infinite: such numbers are zeros here.
@@ -200,7 +207,8 @@ class Linear:
 
     Neighbours of one format are stacked; parts of several (Q4_K, Q6_K) are computed one after the other.
     A `CachedWeight` is what its variant made of it at an earlier start.
-    `bind` is `Weights.bind`; `activations`: what the input is rounded to for weights in blocks.
+    `bind` is `Weights.bind`; `activations`: what the input is rounded to for weights in blocks; `_rounding`
+    says what follows for others.
     """
 
     def __init__(
@@ -289,9 +297,14 @@ class Linear:
 
 
 def _rounding(weight: Weight | CachedWeight, activations: Activations) -> Activations:
-    """What the input is rounded to: "float32" for float weights, or where blocks of inputs are not whole."""
+    """What the input is rounded to: "float32" for float weights, or where blocks of inputs are not whole.
+
+    Of bfloat16 weights it is bfloat16 where other weights have inputs of 8 bits.
+    """
     if isinstance(weight, CachedWeight):
         return weight.rounding  # type: ignore[no-any-return]
+    if activations == "int8" and isinstance(weight, Dense) and weight.format == "bfloat16":
+        return "bfloat16"
     exact = isinstance(weight, Dense | Fp8 | Codebook) or weight.shape[1] % BLOCK
     return "float32" if exact else activations
 

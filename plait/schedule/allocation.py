@@ -230,7 +230,7 @@ class Allocation:
         return min((mark for mark in (*seq.marks, every) if mark > start), default=every) - start
 
     def branch(self, seq: TokenSequence) -> bool:
-        """Copy the recurrent state before a draft is computed. False: no slot is available for the copy."""
+        """Copy the recurrent state before a draft or several steps. False: there is no slot for the copy."""
         if not self.pools.slots or not self.pools.slots.num_available:
             return not self.pools.slots
         seq.scratch = self.pools.take_slot()

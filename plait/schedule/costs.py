@@ -17,6 +17,9 @@ from dataclasses import dataclass
 from plait.schedule.sequence import TokenSequence
 
 LONGEST_S = 0.05  # of several decode steps at once: a request that arrives meanwhile waits for them
+LATE_S = 0.02  # that a streamed token may wait for further steps of its plan
+COPIED = 0.02  # of the time of several steps at once that copies of recurrent state before them may take
+COPIES_NBYTES_S = 4e9  # bytes of state that are copied in a second
 NUM_REMEMBERED = 9  # steps of each size: of these, four may be hiccups
 NUM_BELIEVED = 5  # steps of a size that are newer than all of another count for more
 FIXED_TOKENS = 8.0  # where nothing is measured: a step without tokens would cost as much as so many
@@ -27,7 +30,8 @@ class SchedulerLimits:
     """What the scheduler may do in one step and at one time, with the names of `EngineConfig`.
 
     `max_step_s`: prompts are cut so that a step with running replies takes no longer, if not None.
-    `num_steps`: the most decode steps of one plan. `causal` False: all is computed in each step.
+    `num_steps`: the most decode steps of one plan; `num_streamed_steps`: where some reply is streamed.
+    `causal` False: all is computed in each step.
     """
 
     max_num_seqs: int
@@ -36,6 +40,7 @@ class SchedulerLimits:
     max_model_len: int
     max_step_s: float | None = None
     num_steps: int = 1
+    num_streamed_steps: int = 1
     causal: bool = True
 
 
@@ -167,15 +172,19 @@ def describe_load(
     }
 
 
-def most_steps(limits: SchedulerLimits, costs: StepCosts, running: Sequence[TokenSequence]) -> int:
-    """The most decode steps of one plan of these sequences.
+def most_steps(
+    limits: SchedulerLimits, costs: StepCosts, running: Sequence[TokenSequence], slot_nbytes: int = 0
+) -> int:
+    """The most decode steps of one plan of these sequences. slot_nbytes: of a sequence's recurrent state.
 
     Planning, committing and emitting events cost a small model 5 % of a step, so several are planned at once
     where no reply has to be read in between. Each computes what the one before it sampled, so the text is the
-    same. A model with recurrent state takes one: behind a sequence's end it would be that of tokens that do
-    not count, so no sequence could start from it.
+    same. A streamed token is late by the steps behind it, at most LATE_S. Recurrent state is copied before
+    them, because behind a sequence's end it would be that of tokens that do not count. Where copies take more
+    than what is saved, there is one step.
     """
-    most = limits.num_steps
+    is_streamed = any(seq.is_watched for seq in running)
+    most = min(limits.num_steps, limits.num_streamed_steps) if is_streamed else limits.num_steps
     if most == 1 or not running:
         return 1
     for seq in running:
@@ -186,4 +195,8 @@ def most_steps(limits: SchedulerLimits, costs: StepCosts, running: Sequence[Toke
     seconds = costs.step_s(len(running))  # expensive: computed after all cheap checks
     if seconds is None:
         return 1
-    return min(most, int(min(LONGEST_S, limits.max_step_s or LONGEST_S) / seconds))
+    most = min(most, int(min(LONGEST_S, limits.max_step_s or LONGEST_S) / seconds))
+    if is_streamed:
+        most = min(most, 1 + int(LATE_S / seconds))
+    copies_s = slot_nbytes * len(running) / COPIES_NBYTES_S
+    return most if copies_s <= COPIED * most * seconds else 1

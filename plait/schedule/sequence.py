@@ -140,14 +140,14 @@ class TokenSequence:
     mirostat_mu: float | None = None
     gang: Gang | None = None
     is_penalized: bool = field(init=False)  # whether its sampler must know what came before
-    is_unobserved: bool = field(init=False)  # whether nothing reads its tokens between two decode steps
+    is_unobserved: bool = field(init=False)  # whether the engine reads no token between two decode steps
     can_follow: bool = field(init=False)  # whether a decode can be planned before its token is known
 
     def __post_init__(self) -> None:
         params = self.params
         self.is_penalized = params.needs_history
         is_chosen_on_host = self.is_penalized or params.needs_chain
-        looked_at = self.is_watched or is_chosen_on_host or params.logprobs is not None
+        looked_at = is_chosen_on_host or params.logprobs is not None
         self.is_unobserved = not looked_at and self.guide is None and self.pool is None
         reads_answer = self.wants_prompt_logprobs or is_chosen_on_host
         self.can_follow = not reads_answer and self.guide is None and self.pool is None

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from plait.schedule.costs import StepCosts
-from plait.schedule.plan import Sampled, StepPlan
+from plait.schedule.plan import CopySlot, Sampled, StepPlan
+from plait.schedule.pools import CacheOptions
 from plait.schedule.scheduler import Scheduler
 from plait.schedule.sequence import TokenSequence, Update
 from tests.schedule.test_scheduler import FULL, WINDOW, planned, run, scheduler, sequence
@@ -21,10 +22,11 @@ def quick(seconds: float = 0.001) -> StepCosts:
 
 
 def world(seconds: float = 0.001, **options: Any) -> Scheduler:
-    return scheduler(costs=quick(seconds), **{"num_steps": 8, "max_model_len": 200, **options})
+    sizes = {"num_steps": 8, "num_streamed_steps": 8, "max_model_len": 200}
+    return scheduler(costs=quick(seconds), **{**sizes, **options})
 
 
-def unseen(seq_id: int, prompt: int = 6, max_tokens: int = 20, **options: Any) -> TokenSequence:
+def unseen(seq_id: int, prompt: int | list[int] = 6, max_tokens: int = 20, **options: Any) -> TokenSequence:
     return sequence(seq_id, prompt, max_tokens, **{"is_watched": False, **options})
 
 
@@ -76,7 +78,6 @@ def test_what_follows_a_stop_token_is_dropped_and_its_memory_is_given_back() -> 
 @pytest.mark.parametrize(
     "options",
     [
-        {"is_watched": True},
         {"params": {"logprobs": 0}},
         {"params": {"presence_penalty": 0.5}},
         {"params": {"repetition_penalty": 1.1}},
@@ -95,8 +96,44 @@ def test_one_step_at_a_time_while_a_request_waits_or_a_prompt_is_computed() -> N
     assert plan.num_steps == 1
 
 
-def test_one_step_at_a_time_with_recurrent_state_and_for_suspects() -> None:
-    assert decoding(world(slots=True), unseen(1)).num_steps == 1
+@pytest.mark.parametrize(("seconds", "steps"), [(0.001, 8), (0.009, 3), (0.02, 2), (0.021, 1)])
+def test_streamed_tokens_are_twenty_milliseconds_late_at_most(seconds: float, steps: int) -> None:
+    assert decoding(world(seconds), unseen(1, is_watched=True), unseen(2)).num_steps == steps
+    limits = {"num_streamed_steps": 1}
+    assert decoding(world(seconds, **limits), unseen(1, is_watched=True), unseen(2)).num_steps == 1
+
+
+def test_recurrent_state_is_copied_before_several_steps_and_comes_back_behind_a_stop() -> None:
+    s = world(slots=True)
+    first = decoding(s, unseen(1, 6, stops=frozenset({9})), unseen(2, 6))
+    run(s, first)  # a prompt's last token is a step of its own, because a snapshot is taken before it
+    first = planned(s)
+    assert first.num_steps == 8
+    copies = [move for move in first.moves if isinstance(move, CopySlot)]
+    assert {c.source for c in copies} >= {chunk.slot for chunk in first.chunks}
+    (copy,) = (c.target for c in copies if c.source == first.chunks[0].slot)
+    stopped, _ = commit(s, first, (5, 9, 6, 7, 8, 5, 5, 5), tuple(range(30, 38)))
+    assert (stopped.event.token_ids, stopped.event.finish_reason) == ((5,), "stop")
+    plan = planned(s)
+    (going,) = plan.chunks
+    assert (going.start, going.slot) == (14, first.chunks[1].slot)
+    commit(s, plan, tuple(range(plan.num_steps)))
+    # Another sequence starts where the plan did: from the copy, not from what ran on behind the stop.
+    s.add(unseen(3, [*range(100, 106), 77, 78, 79]))
+    plan = planned(s)
+    assert [(c.start, c.token_ids) for c in plan.chunks if c.seq_id == 3] == [(6, (77, 78))]
+    assert copy in [move.source for move in plan.moves if isinstance(move, CopySlot)]
+
+
+def test_a_plan_ends_where_a_snapshot_is_needed() -> None:
+    s = world(slots=True, cache=CacheOptions(snapshot_interval=8))
+    run(s, decoding(s, unseen(1, 5)))
+    plan = planned(s)
+    assert plan.chunks[0].start + plan.num_steps == 8
+
+
+def test_one_step_at_a_time_where_copies_cost_more_and_for_suspects() -> None:
+    assert decoding(world(slots=True, cache=CacheOptions(slot_nbytes=1 << 30)), unseen(1)).num_steps == 1
     s = world()
     decoding(s, unseen(1), unseen(2))
     s.isolate()

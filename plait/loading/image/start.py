@@ -29,7 +29,6 @@ from plait.loading.image.lookup import folder_of, why_no_image
 from plait.loading.image.restore import RestoredStep, map_weights
 from plait.loading.make_engine import make_compiler, make_engine, make_front
 from plait.loading.text_side import TextSource
-from plait.memory import has_slots
 from plait.runner.host.program import ProgramReplay
 from plait.runner.host.runner import FullRunner, HostRunner
 from plait.runner.host.sampler import Floats, HostSampler, Largest, Longs, RowOps, Settings
@@ -161,7 +160,7 @@ def _start(image: Image, config: EngineConfig, text: TextSource, open_full: Open
     engine = make_engine(
         *(runner, spec, sizing, config),
         is_recorded=True,
-        has_slots=has_slots(model.states),
+        is_host=True,
         proposer=proposer,
     )
     guides = Guides(make_compiler(text, spec.vocab_size), spec.vocab_size)

@@ -311,7 +311,7 @@ def on_tiles(weight: PackedWeight, kept: Kept, kind: Kind) -> PackedWeight:
         kernel=many_rows(kept, kind),
         few=weight.kernel,
         shared_per_row=max(weight.shared_per_row, rounded),
-        scratch=SCRATCH,
+        scratch=max(weight.scratch, SCRATCH),
         joins=False,
     )
 
@@ -354,6 +354,7 @@ linear.variant("native-amx", on="cpu", when=_unless_refused, native=True)(
 _BFLOAT16: tuple[tuple[str, Callable[..., PackedWeight], When], ...] = (
     ("amx-bf16", pack_byte_tiles, blocks.blocks_and_rounding),  # fewer rows go through those of bytes
     ("amx-bf16-dense", dense.pack, dense.plain_numbers),
+    ("amx-bf16-pairs", dense.pack_pairs, dense.pairs_of_numbers),
     ("amx-bf16-floats", float_codes.pack, float_codes.small_floats),
 )
 for _name, _pack, _when in _BFLOAT16:

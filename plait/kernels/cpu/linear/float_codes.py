@@ -166,6 +166,7 @@ def product(kept: Records) -> Kernel:
         header=kept.header,
         least=1,
         block=32,
+        prepare="",
     )
     made: Kernel = load_generated(f"floats_{kept.bits}_{kept.step}", source).floats_rows
     return made

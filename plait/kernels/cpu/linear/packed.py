@@ -36,7 +36,7 @@ from plait.ops.linear import Activations
 from plait.ops.low_rank import AddedAdapters
 
 JOINED = 64 * TILE  # bytes of a thread's scratch for a tile of as many rows
-ROUNDINGS: tuple[Activations, ...] = ("float32", "int8", "int8x2")
+ROUNDINGS: tuple[Activations, ...] = ("float32", "int8", "int8x2", "bfloat16")
 COUNTED = '''
 
 @kernel
@@ -46,6 +46,7 @@ def $name(frame, args, thread, threads):
     n_out, bias, out, out_bytes = word(args, 6), word(args, 7), word(args, 8), word(args, 9)
     groups, starts, weights, counter = word(args, 11), word(args, 12), word(args, 13), word(args, 1)
     tiles, tile_bytes, scratch = (n_out + 15) // 16, $tile_bytes, scratch_of(frame, thread)
+    $prepare
     unit = max($least, min(tiles // (4 * threads), 262144 // tile_bytes) // $least * $least)
     units = (tiles + unit - 1) // unit
     item, done = np.int64(atomic_add(counter, np.int32(1))), 0
@@ -68,7 +69,7 @@ def $name(frame, args, thread, threads):
         done += units * blocks
 '''
 """Text of a kernel around `tiles_of`, for weights in tiles of `tile_bytes`: `least` of them and `block` rows
-at once."""
+at once. `prepare` may put other rows in place of x, whatever their groups."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,7 +154,7 @@ def multiply(
     `join` (`glu.JOINS`), n_out is gate and up, a whole number of tiles each, and half as wide rows come out.
     """
     shape = x.shape
-    if activations == "float32" and isinstance(weight.layout, Layout):
+    if isinstance(weight.layout, Layout) and not activations.startswith("int8"):
         raise ShapeMismatch(f"the kernel of {weight.kind} weights rounds activations: ask for int8 or int8x2")
     if x.dim() == 3:
         x = x.reshape(-1, shape[-1])
