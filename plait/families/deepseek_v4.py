@@ -11,7 +11,7 @@ from plait.families.common.recipes import at, either, mixtral_experts, unused_pa
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import model, norm, require, rope
 from plait.families.config.normalize import FULL, SLIDING, Config
-from plait.rare_specs import CompressedSpec, CompressorSpec, EntryIndexSpec, TableMoeSpec
+from plait.sparse_specs import CompressedSpec, CompressorSpec, EntryIndexSpec, TableMoeSpec
 from plait.spec import (
     BranchSpec,
     HyperSpec,

@@ -17,7 +17,7 @@ from plait.families.common.recipes import (
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, model, norm, require
 from plait.families.config.normalize import Config
-from plait.rare_specs import BlockIndexSpec, BlockSparseSpec
+from plait.sparse_specs import BlockIndexSpec, BlockSparseSpec
 from plait.spec import AttentionSpec, BranchSpec, MlpSpec, ModelSpec, MoeSpec, RouterSpec
 
 FFN, SPARSE = "layers.{i}.ffn", "minimax_m3_sparse"

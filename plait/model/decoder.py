@@ -90,7 +90,9 @@ class Decoder:
         self.layer_inputs = LayerInputs(s, weights) if s.layer_inputs else None
         self.streams = build_streams(s, weights)
         self.branches = [Branch(b, weights.scope(name), s.hidden_size) for name, b in s.branches()]
-        self.norm = Norm(s.norm, weights.scope("norm"), s.hidden_size)
+        self.norm = None
+        if not (self.streams and self.streams.is_normed):
+            self.norm = Norm(s.norm, weights.scope("norm"), s.hidden_size)
         self.head = LmHead(s, weights)
         self._take_rows = weights.bind(take_rows)
         self.adapters = weights.target.adapters
@@ -115,7 +117,9 @@ class Decoder:
             self.layer_inputs.compute(batch, embeddings)
         x, delta = self.run_branches(x, embeddings, batch, store)
         if self.streams:
-            return self.norm(self.streams.join(x, delta))
+            x = self.streams.join(x, delta)
+            return self.norm(x) if self.norm else x
+        assert self.norm is not None
         _, h = self.norm.add(x, delta)
         return h
 

@@ -95,7 +95,7 @@ def on_gpu(name: str, folder: Path) -> tuple[Decoder, StateStore]:
 
 
 # Their ops have no form for GPUs yet: steps run op by op, and read what a capture must not.
-UNCAPTURED = {"jetmoe", "jetmoe_usual", "deepseek_v4"}
+UNCAPTURED = {"jetmoe", "jetmoe_usual", "deepseek_v4", "qwen4_exp", "qwen4_exp_gates", "inkling"}
 
 
 def quick() -> list[Any]:

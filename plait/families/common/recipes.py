@@ -126,6 +126,14 @@ def conv(source: str) -> Derived:
     return Derived(lambda w, **_: as_tensor(w).flatten(1), (source,), (Back(),))
 
 
+def join_stored(parts: Sequence[Stored]) -> Stored:
+    """The rows of all parts, one behind the other, in their own storage."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat([as_tensor(x) for x in parts])
+    return type(first).cat(parts)
+
+
 def join_vectors(count: int, source: str) -> Derived:
     """One vector of `count` that are stored apart, as `source.0.weight` and so on."""
 
