@@ -202,8 +202,7 @@ class MoeSpec(Mixer):
     """A mixture of experts. `shared_gate`: a sigmoid of the token weighs the shared expert (Qwen2-MoE).
 
     `router_norm`, `expert_norm`: of what either reads; `expert_scale`: of each expert's weight (Gemma 4).
-    `latent`: experts read and write that many numbers, between two linear layers (Nemotron 3 Super); their
-    sum is normed if there is a `latent_norm` (Kimi-K3).
+    `latent`: experts read and write that many numbers, between two linear layers (Nemotron 3 Super).
     `identities`: experts beyond the others that give back what they read (LongCat-Flash).
     """
 
@@ -218,7 +217,7 @@ class MoeSpec(Mixer):
     expert_norm: NormSpec | None = None
     expert_scale: bool = False
     latent: int | None = None
-    latent_norm: NormSpec | None = None
+    latent_norm: NormSpec | None = None  # of their sum, before the second of these (Kimi-K3)
     identities: int | None = None
 
 

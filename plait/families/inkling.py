@@ -112,7 +112,7 @@ def _attention(c: Config, is_near: bool, taps: int) -> RelativeSpec:
     if heads % kv or min(c["d_rel"], c["rel_extent"], c["sliding_window_size"]) < 1:
         raise UnsupportedModel(
             f"{heads} heads over {kv} key-value heads, {c['d_rel']} profiles of {c['rel_extent']} distances, "
-            f"and a window of {c['sliding_window_size']}: heads share evenly, and there is one of the others or more"
+            f"and a window of {c['sliding_window_size']}: heads share evenly, of others there is one or more"
         )
     return RelativeSpec(
         *(heads, kv, dim, 1.0 / dim),

@@ -41,19 +41,19 @@ BUFFERS = r"\.ple_embedding\.(layer_multipliers|ngram_heads_(vocab_sizes|offsets
 
 def _infer_sizes(t: Tensors) -> None:
     """Which keys and n-grams are chosen is in no tensor: a config has to say that."""
-    hidden = t.get("hidden_size")
-    for rest, key, size in (
-        ("attn_hyper_connection.hc_norm.weight", "hc_count", lambda shape: shape[0] // hidden),
-        ("attn_hyper_connection.input_mix_weight_down.weight", "hc_lowrank", lambda shape: shape[0]),
-        ("self_attn.indexer.q_layernorm.weight", "indexer_head_dim", lambda shape: shape[0]),
-        ("ple.conv1d.weight", "ple_conv_kernel_size", lambda shape: shape[-1]),
-        ("ple.key_proj.weight", "ple_embed_dim", lambda shape: shape[1]),
+    found = t.need("attn_hyper_connection.hc_norm.weight")
+    t.size("hc_count", found[1][0] // t.get("hidden_size"), found)
+    for rest, key, place in (
+        ("attn_hyper_connection.input_mix_weight_down.weight", "hc_lowrank", 0),
+        ("self_attn.indexer.q_layernorm.weight", "indexer_head_dim", 0),
+        ("ple.conv1d.weight", "ple_conv_kernel_size", -1),
+        ("ple.key_proj.weight", "ple_embed_dim", 1),
     ):
-        if (found := t.first(rest)) is not None:
-            t.size(key, size(found[1]), found)
-    if (found := t.first("self_attn.indexer.index_qk_proj.weight")) is not None:
-        t.size("indexer_n_heads", found[1][0] // t.get("indexer_head_dim") - 1, found)
-    layers = sorted(i + 1 for i, own in t.layers.items() if "ple.key_proj.weight" in own)
+        if (own := t.first(rest)) is not None:
+            t.size(key, own[1][place], own)
+    if (own := t.first("self_attn.indexer.index_qk_proj.weight")) is not None:
+        t.size("indexer_n_heads", own[1][0] // t.get("indexer_head_dim") - 1, own)
+    layers = sorted(i + 1 for i, names in t.layers.items() if "ple.key_proj.weight" in names)
     t.put("ple_layer_ids", layers, "the tensors of each layer")
 
 
@@ -127,7 +127,7 @@ def _attention(c: Config) -> AttentionSpec:
 
 
 def _ngrams(c: Config) -> dict[int, tuple[BranchSpec]]:
-    """What is in front of some layers, by their number from 0. Each head of each layer has a prime of its own."""
+    """What is in front of some layers, by number from 0. Each head of each layer has a prime of its own."""
     layers, longest, heads = sorted({*(c.get("ple_layer_ids") or ())}), c["ngram_size"], c["heads_per_ngram"]
     size, hashes, tokens = c.get("ple_embed_dim") or c["hidden_size"], (longest - 1) * heads, c["vocab_size"]
     if not layers:
@@ -143,7 +143,8 @@ def _ngrams(c: Config) -> dict[int, tuple[BranchSpec]]:
     ):
         raise UnsupportedModel(
             f"{heads} heads of n-grams up to {longest} tokens, of {base} rows or more in {parts} parts, that "
-            f"end at token {end} of {tokens}: known are up to {MOST} of both, {MOST_ROWS} rows and {MOST_PARTS} parts"
+            f"end at token {end} of {tokens}: known are up to {MOST} of both, {MOST_ROWS} rows and "
+            f"{MOST_PARTS} parts"
         )
     if longest < 2 or heads < 1 or size % hashes or not 1 <= layers[0] <= layers[-1] <= len(c["layer_types"]):
         raise UnsupportedModel(

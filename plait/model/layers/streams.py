@@ -38,6 +38,12 @@ def build_streams(s: spec.ModelSpec, weights: Weights) -> Streams | None:
     return AltUpStreams(s, weights) if s.streams else None
 
 
+def build_last_norm(s: spec.ModelSpec, streams: Streams | None, weights: Weights) -> Norm | None:
+    """The model's last norm; None if it is in what `streams` joins."""
+    is_normed = streams is not None and streams.is_normed
+    return None if is_normed else Norm(s.norm, weights.scope("norm"), s.hidden_size)
+
+
 class AltUpStreams:
     """AltUp (Baykal et al. 2023; Gemma 3n): `spread.1`, `join.1` and on are linear layers."""
 

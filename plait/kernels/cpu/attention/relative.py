@@ -38,8 +38,8 @@ from plait.ops.relative import relative_attention
 @kernel
 def attend_relative(frame: int, args: int, thread: int, threads: int) -> None:
     """q, its strides, mixed, its strides, profiles (dense), how many, m, out (dense), k_cache, v_cache, bytes
-    of a number, table, bytes of its rows, query_start, seq_lens, block, window or 0, heads, kv_heads, d, scale,
-    bytes of a head's state."""
+    of a number, table, bytes of its rows, query_start, seq_lens, block, window or 0, heads, kv_heads, d,
+    scale, bytes of a head's state."""
     q, q_row, q_head, mixed, m_row, m_head, profiles, most, m, out, keys, values = words(args, 2, 14)
     item, table, table_row, starts, lens, block, window, heads, kv_heads, d = words(args, 14, 24)
     scale, state_bytes, tile = get_f32(args + 8 * 24), get_i64(args + 8 * 25), scratch_of(frame, thread)

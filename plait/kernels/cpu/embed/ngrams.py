@@ -36,8 +36,8 @@ from plait.ops.ngrams import LEAST, gate_by_match, hash_ngrams
 
 @inline
 def token_at(ids: Int, known: Int, past: Int, first: Int, t: Int, end: Int) -> np.int64:
-    """Token t of a step, of the sequence that begins at token `first`; `known`: the `past` ids before it, or 0:
-    there are none."""
+    """Token t of a step, of the sequence that begins at token `first`; `known`: the `past` ids before it, or
+    0: there are none."""
     if t >= first:
         return get_i64(ids + 8 * t)
     return np.int64(get_f32(known + 4 * (past - first + t))) if known != 0 else end
