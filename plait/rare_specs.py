@@ -201,6 +201,47 @@ class HyperBranchSpec(ParallelSpec):
 
 
 @dataclass(frozen=True, slots=True)
+class GatedBranchSpec(HyperBranchSpec):
+    """The same, where the gated mean of normed streams is read (`HyperSpec.rank`; Qwen4-Exp)."""
+
+
+@dataclass(frozen=True, slots=True)
+class NgramSpec(Recurrent):
+    """Embeddings of n-grams from hashed tables, gated by every residual stream, and convolved (Qwen4-Exp).
+
+    An n-gram of 2 tokens, of 3, and so on has `dim` numbers from each of its heads; `factors` and `sizes`
+    hash it (`ops.ngrams.hash_ngrams`). `rows`: of the table. No n-gram reaches over a token `end`. `taps`:
+    of the convolution, `gap` tokens apart. `norm`: of queries, keys and what is convolved, in each of
+    `streams`.
+    """
+
+    streams: int
+    dim: int
+    rows: int
+    factors: tuple[int, ...]
+    sizes: tuple[int, ...]
+    end: int
+    taps: int
+    gap: int
+    norm: NormSpec
+
+
+@dataclass(frozen=True, slots=True)
+class DepthSpec(ParallelSpec):
+    """A mixer, `inner`, that reads a mean of what blocks of earlier layers gave and of this block so far, by
+    attention over these sources (attention residuals; Kimi-K3). Without `inner` the mean itself is given.
+
+    `sources`: blocks that have ended. `ends`: what was read last becomes one more of them, and the next one
+    begins with what this gives (`BranchSpec.keep` 0). `norm`: of what `inner` reads; `eps`: of the sources.
+    """
+
+    sources: int = 0
+    ends: bool = False
+    norm: NormSpec | None = None
+    eps: float = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
 class ShortcutSpec(ParallelSpec):
     """An MLP, `mlp`. With experts `moe` next to it, which read the same, their output waits: the next one
     without experts adds it (LongCat-Flash; Cai et al. 2024). Norms are not used."""
@@ -281,81 +322,6 @@ class ScaledSpec(ParallelSpec):
 
 
 @dataclass(frozen=True, slots=True)
-class BlockIndexSpec:
-    """Which `top_k` blocks of `size` keys a key-value head attends to (MiniMax-M3): those with the largest
-    q · k, by a small query of `dim` numbers for each. The last `local` blocks are always among them.
-
-    `norm`: of these queries and keys.
-    """
-
-    dim: int = 128
-    size: int = 128
-    top_k: int = 16
-    local: int = 1
-    norm: NormSpec = NormSpec()
-    rope: RopeSpec = field(default_factory=lambda: RopeSpec(64))
-
-
-@dataclass(frozen=True, slots=True)
-class CompressorSpec:
-    """How `rate` tokens become one entry (DeepSeek-V4): by a softmax over them in each channel.
-
-    `parts` 2: entries overlap, each is over its own window and the one before. `norm`, `rope`: of entries.
-    """
-
-    rate: int
-    parts: int
-    norm: NormSpec
-    rope: RopeSpec
-
-
-@dataclass(frozen=True, slots=True)
-class EntryIndexSpec:
-    """Which `top_k` entries a query attends to: as `IndexerSpec`, over compressed index keys of `dim`."""
-
-    num_heads: int
-    dim: int
-    top_k: int
-
-
-@dataclass(frozen=True, slots=True)
-class BlockSparseSpec(AttentionSpec):
-    """Attention over blocks of keys that small heads choose, for each key-value head its own (MiniMax-M3)."""
-
-    indexer: BlockIndexSpec = field(default_factory=BlockIndexSpec)
-
-
-@dataclass(frozen=True, slots=True)
-class CompressedSpec(Recurrent):
-    """Attention over the last `window` keys and over compressed ones of all before (DeepSeek-V4).
-
-    A key of `head_dim` numbers serves all heads, and is their value. Its last numbers are rotated, and
-    those of outputs are rotated back. Outputs go through `groups` linear layers to `out_rank`
-    numbers each. `norm`: of keys and of the queries' latent. Without an `indexer` a query sees all compressed
-    keys, without a `compressor` there are none.
-    """
-
-    num_heads: int
-    head_dim: int
-    q_rank: int
-    scale: float
-    window: int
-    rope: RopeSpec
-    norm: NormSpec
-    groups: int
-    out_rank: int
-    compressor: CompressorSpec | None = None
-    indexer: EntryIndexSpec | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TableMoeSpec(MoeSpec):
-    """A mixture of which a table has the experts of each of `vocab_size` tokens (DeepSeek-V4)."""
-
-    vocab_size: int = 1
-
-
-@dataclass(frozen=True, slots=True)
 class DifferenceSpec(AttentionSpec):
     """Head h minus λ times head h + num_heads / 2, over values of two heads (Ye et al. 2024; DiffLlama).
 
@@ -383,3 +349,23 @@ class ExpertHeadsSpec(AttentionSpec):
     num_experts: int = 8
     top_k: int = 2
     router: RouterSpec = RouterSpec()
+
+
+@dataclass(frozen=True, slots=True)
+class RelativeSpec(AttentionSpec, Recurrent):
+    """Attention with a bias that each query makes for each distance up to `extent`: of `rank` profiles over
+    distances it mixes one (Inkling). Keys and values are convolved over `taps` tokens.
+
+    `temperature`: of what is mixed, too.
+    """
+
+    rank: int = 16
+    extent: int = 1024
+    taps: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ConvolvedSpec(ParallelSpec):
+    """One mixer, `inner`, with outputs that are convolved over `taps` tokens (Inkling)."""
+
+    taps: int = 4

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 UNLIMITED = float("inf")
-ClippedActivation = Literal["swiglu_oai", "swiglu_7", "swiglu_16", "swiglu_cut_10"]
+ClippedActivation = Literal["swiglu_oai", "swiglu_7", "swiglu_16", "swiglu_cut_10", "situ"]
 Activation = Literal["silu", "gelu", "gelu_pytorch_tanh", "relu2", "relu", "xielu", ClippedActivation]
 
 
@@ -58,6 +58,7 @@ class TemperatureSpec:
     length: float
     first: float = 0.0
     power: bool = False  # by (1 + (p + first) / length)^growth instead (Beam)
+    late: bool = False  # by 1 + growth · ln(max(1, (p + first) / length)) instead (Inkling)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +217,7 @@ class MoeSpec(Mixer):
     expert_norm: NormSpec | None = None
     expert_scale: bool = False
     latent: int | None = None
+    latent_norm: NormSpec | None = None  # of their sum, before the second of these (Kimi-K3)
     identities: int | None = None
 
 
@@ -280,6 +282,7 @@ class HyperSpec:
     magnitude: float = 2.0  # of the sigmoids that an output is added with
     added: float = 0.0  # to these
     rounds: int | None = None
+    rank: int | None = None  # the mean of normed streams is read, each number times a gate of that rank
 
 
 @dataclass(frozen=True, slots=True)

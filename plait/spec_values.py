@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 
-from plait import rare_specs, spec
+from plait import rare_specs, sparse_specs, spec
 
-_CLASSES: Mapping[str, object] = {**vars(rare_specs), **vars(spec)}
+_CLASSES: Mapping[str, object] = {**vars(rare_specs), **vars(sparse_specs), **vars(spec)}
 
 
 def encode_spec_value(value: object) -> object:

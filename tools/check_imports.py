@@ -26,7 +26,10 @@ SIBLINGS = {
 }
 TIERS = (
     {"errors", "config", "cache_folder", "fair_queue", "resource_limits", "version"},
-    {"spec", "rare_specs", "spec_values", "request", "sampling_fields", "memory", "partition"},
+    {
+        *("spec", "rare_specs", "sparse_specs", "spec_values", "request", "sampling_fields", "memory"),
+        "partition",
+    },
     {"quant", "ops", "kernels"},
     {"checkpoint", "families", "state", "model"},
     {"schedule", "runner", "text"},
@@ -41,7 +44,8 @@ SIDEWAYS = {
     "fair_queue": {"errors"},
     "request": {"sampling_fields", "spec"},
     "rare_specs": {"spec"},
-    "spec_values": {"spec", "rare_specs"},
+    "sparse_specs": {"spec"},
+    "spec_values": {"spec", "rare_specs", "sparse_specs"},
     "partition": {"spec"},
     "ops": {"quant"},
     "kernels": {"ops", "quant"},
@@ -56,7 +60,8 @@ SIDEWAYS = {
 # The front process holds none of a model: what runs in it must not load torch.
 NO_TORCH = (
     *("errors", "config", "cache_folder", "fair_queue", "resource_limits", "version"),
-    *("spec", "rare_specs", "spec_values", "request", "sampling_fields", "memory", "partition"),
+    *("spec", "rare_specs", "sparse_specs", "spec_values", "request", "sampling_fields", "memory"),
+    "partition",
     *(
         "state.blocks",
         "state.prefix_tree",

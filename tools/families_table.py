@@ -38,6 +38,11 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Qwen2-MoE, Qwen3-MoE", "GQA, MoE", ("qwen2_moe", "qwen3_moe")),
     ("Qwen3-Next", "gated DeltaNet, gated GQA, MoE", ("qwen3_next",)),
     ("Qwen3.5, Qwen3.5-MoE", "the same, MLP or MoE", ("qwen3_5_text", "qwen3_5_moe_text")),
+    (
+        "Qwen3.8-Flash-Next (Qwen4-Exp)",
+        "gated DeltaNet, gated GQA over chosen blocks, MoE, n-grams, gated residual streams",
+        ("qwen4_exp_text",),
+    ),
     ("Gemma 1, VaultGemma", "GQA, local and global, MLP", ("gemma", "vaultgemma")),
     ("Gemma 2, Gemma 3 (text)", "GQA, local and global, MLP", ("gemma2", "gemma3_text")),
     ("Gemma 4 (text)", "GQA, local and global, MLP, MoE", ("gemma4_text", "gemma4_unified_text")),
@@ -65,6 +70,17 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("MiniCPM 3", "MLA, MLP", ("minicpm3",)),
     ("MiniMax-M2 · dots.llm1 · Solar Open", "GQA, MoE", ("minimax_m2", "dots1", "solar_open")),
     ("Kimi-Linear", "Kimi delta attention, MLA, MoE", ("kimi_linear",)),
+    (
+        "Kimi-K3 (text)",
+        "Kimi delta attention, gated MLA, latent MoE, attention residuals",
+        ("kimi_k3",),
+    ),
+    (
+        "Inkling (text)",
+        "GQA with biases of distances, local and global, short convolutions, MoE",
+        ("inkling_text",),
+    ),
+    ("MiniCPM-SALA (up to 8,191 tokens)", "lightning attention, gated GQA, MLP", ("minicpm_sala",)),
     ("Ling 3", "Kimi delta attention, MLA, MoE", ("bailing_hybrid",)),
     ("Ling 2.5, Ring 2.5", "lightning attention, MLA, MoE", ("bailing_moe_linear",)),
     ("Ling 1, 2 · DeepSeek-MoE", "GQA, MoE", ("bailing_moe", "bailing_moe_v2", "deepseek")),
@@ -128,6 +144,8 @@ OTHER_TESTS: Mapping[str, tuple[bool, bool, bool]] = {  # Hugging Face files, GG
     "deepseek": (True, True, False),
     "jet_nemotron": (True, False, False),  # test_jet_nemotron
     "plamo3": (True, True, True),  # test_plamo3
+    "kimi_k3": (True, False, False),  # test_kimi_k3
+    "minicpm_sala": (True, False, True),  # test_minicpm_sala
     "hymba": (True, False, True),  # test_hymba
     "phi4flash": (True, False, True),  # test_sambay
     "rwkv7": (True, True, True),  # test_rwkv7

@@ -13,7 +13,7 @@ from plait.families.common.spec_builders import model, norm, require, rope
 from plait.families.config.normalize import FULL, SLIDING, Config
 from plait.families.gguf.arch import FILE, Metadata, check_router, gguf_arch
 from plait.families.gguf.names import usual_names
-from plait.rare_specs import CompressedSpec, CompressorSpec, EntryIndexSpec, TableMoeSpec
+from plait.sparse_specs import CompressedSpec, CompressorSpec, EntryIndexSpec, TableMoeSpec
 from plait.spec import (
     BranchSpec,
     HyperSpec,

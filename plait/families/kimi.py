@@ -1,4 +1,4 @@
-"""Kimi-Linear: Kimi Delta Attention, every few layers latent attention without positions, then experts."""
+"""Kimi-Linear and K3: Kimi Delta Attention, latent attention without positions every few layers, experts."""
 
 from __future__ import annotations
 
@@ -6,10 +6,22 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from plait.checkpoint.names import Back, Derived, NameMap, Rules
+from plait.checkpoint.names import Back, Derived, NameMap, Rules, Source
 from plait.errors import UnsupportedModel
+from plait.families.common.depth import LAST, over_depth, score_weights
 from plait.families.common.detection import ArchitectureMarker, Detection
-from plait.families.common.recipes import Stored, conv, either, ends, flat, mixtral_experts, unused_patterns
+from plait.families.common.hyper import move_inside
+from plait.families.common.recipes import (
+    TEXT_PREFIXES,
+    VISION,
+    Stored,
+    at,
+    conv,
+    either,
+    flat,
+    mixtral_experts,
+    unused_patterns,
+)
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import mlp, model, norm, sigmoid_router
 from plait.families.config.normalize import LINEAR, Config
@@ -20,7 +32,10 @@ from plait.quant.weight import as_tensor
 from plait.rare_specs import DeltaNetSpec
 from plait.spec import BranchSpec, MlaSpec, ModelSpec, MoeSpec, NormSpec
 
-L, B, KDA, ATTN, FFN = "model.layers.{i}", "blk.{i}", "layers.{i}.delta", "layers.{i}.attn", "layers.{i}.ffn"
+B, KDA, ATTN, FFN = "blk.{i}", "layers.{i}.delta", "layers.{i}.attn", "layers.{i}.ffn"
+# What makes images the text's width; scores of sources where there is one alone.
+UNREAD = (r"^mm_projector\.", r"\.layers\.0\.self_attention_res_(norm|proj)\.weight$")
+SITU = {"activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0}
 NESTED = {  # linear_attn_config's keys
     "head_dim": "linear_head_dim",
     "num_heads": "linear_num_heads",
@@ -57,6 +72,11 @@ NESTED = {  # linear_attn_config's keys
 )
 def kimi_linear(c: Config) -> tuple[ModelSpec, NameMap]:
     """Kimi-Linear 48B and its like."""
+    return build_kimi(c, "kimi_linear")
+
+
+def build_kimi(c: Config, name: str) -> tuple[ModelSpec, NameMap]:
+    """Any of them, alone or inside a multimodal wrapper. Raises UnsupportedModel."""
     _check(c)
     each = norm(c)
     mixers = {LINEAR: BranchSpec("delta", _kda(c), each)}
@@ -65,12 +85,25 @@ def kimi_linear(c: Config) -> tuple[ModelSpec, NameMap]:
         (mixers.get(kind) or BranchSpec("attn", _mla(c), each), ffn[sort])
         for kind, sort in zip(c["layer_types"], c["mlp_layer_types"], strict=True)
     ]
-    names = _names(c["num_experts"], _widths(c))
-    return model(c, "kimi_linear", layers), NameMap(names, ignored=unused_patterns(c))
+    names: dict[str, Source | tuple[Source, ...]] = dict(at(TEXT_PREFIXES, lambda prefix: _names(c, prefix)))
+    names["head"] = ("lm_head", "language_model.lm_head")
+    spec = model(c, name, layers)
+    if (size := c.get("attn_res_block_size")) is not None:
+        spec = over_depth(spec, size)
+        inside = move_inside(names, ("delta", "attn", "ffn"))
+        names = {**at(TEXT_PREFIXES, _depth_names), **inside}
+    later = rf"^((language_model\.)?model|model\.language_model)\.layers\.{len(layers)}\."  # drafts tokens
+    return spec, NameMap(names, ignored=unused_patterns(c, *VISION, *UNREAD, later))
 
 
 def _check(c: Config) -> None:
-    check_silu(c)
+    if c["hidden_act"] != "situ":
+        check_silu(c)
+    elif {key: c.get(key) for key in SITU} != SITU:
+        raise UnsupportedModel(
+            f"hidden_act 'situ' with {[c.get(key) for key in SITU]} as {', '.join(SITU)} is not implemented; "
+            f"known: {[*SITU.values()]}"
+        )
     if LINEAR not in c["layer_types"]:
         raise UnsupportedModel(
             "the config does not say which layers are Kimi Delta Attention; it wants linear_attn_config "
@@ -97,6 +130,8 @@ def _widths(c: Config) -> tuple[int, int, int]:
 def _kda(c: Config) -> DeltaNetSpec:
     sizes = _sizes(c)
     dim, heads = sizes["linear_head_dim"], sizes["linear_num_heads"]
+    nested = c.get("linear_attn_config") or {}
+    floor = nested.get("gate_lower_bound")
     return DeltaNetSpec(
         num_heads=heads,
         num_key_heads=heads,
@@ -107,7 +142,8 @@ def _kda(c: Config) -> DeltaNetSpec:
         decay="channel",
         gate="sigmoid",
         decay_rank=dim,
-        gate_rank=dim,
+        gate_rank=None if nested.get("use_full_rank_gate") else dim,
+        decay_floor=None if floor is None else float(floor),
     )
 
 
@@ -123,21 +159,30 @@ def _mla(c: Config) -> MlaSpec:
         rope_dim=c["qk_rope_head_dim"],
         rope=None,
         latent_norm=NormSpec(LATENT_EPS),
+        out_gate=bool(c.get("mla_use_output_gate")),
     )
 
 
 def _moe(c: Config) -> MoeSpec:
     size, shared = c["moe_intermediate_size"], c["num_shared_experts"]
     both = mlp(c, size * shared) if shared else None
-    return MoeSpec(c["num_experts"], c["num_experts_per_tok"], mlp(c, size), sigmoid_router(c), shared=both)
+    latent = c.get("routed_expert_hidden_size")
+    return MoeSpec(
+        *(c["num_experts"], c["num_experts_per_tok"], mlp(c, size), sigmoid_router(c)),
+        shared=both,
+        latent=latent,
+        latent_norm=norm(c) if latent and c.get("latent_moe_use_norm") else None,
+    )
 
 
-def _names(count: int, widths: Sequence[int]) -> Rules:
-    mixer = f"{L}.self_attn"
+def _names(c: Config, prefix: str) -> Rules:
+    layer, widths, count = f"{prefix}layers.{{i}}", _widths(c), c["num_experts"]
+    mixer = f"{layer}.self_attn"
     return {
-        **ends(),
-        "layers.{i}.ffn.norm": f"{L}.post_attention_layernorm",
-        "layers.{i}.{branch}.norm": f"{L}.input_layernorm",
+        "embed": f"{prefix}embed_tokens",
+        "norm": f"{prefix}norm",
+        "layers.{i}.ffn.norm": f"{layer}.post_attention_layernorm",
+        "layers.{i}.{branch}.norm": f"{layer}.input_layernorm",
         **either(_decay_names(mixer), _decay_names(f"{mixer}.forget_gate")),
         f"{KDA}.conv.weight": (
             join_conv(widths, [f"{mixer}.{x}_conv1d.weight" for x in "qkv"]),
@@ -146,11 +191,23 @@ def _names(count: int, widths: Sequence[int]) -> Rules:
         f"{KDA}.gated_norm": f"{mixer}.o_norm",
         f"{KDA}.beta": f"{mixer}.b_proj",
         **{f"{KDA}.gate_{x}": f"{mixer}.g_{x}_proj" for x in "ab"},
+        f"{KDA}.gate": f"{mixer}.g_proj",
+        f"{ATTN}.out_gate": f"{mixer}.g_proj",
         f"{KDA}.{{x}}": f"{mixer}.{{x}}_proj",
         f"{ATTN}.kv_a": f"{mixer}.kv_a_proj_with_mqa",
         f"{ATTN}.{{x}}_a_norm": f"{mixer}.{{x}}_a_layernorm",
         f"{ATTN}.{{x}}": f"{mixer}.{{x}}_proj",
-        **either(_ffn_names(f"{L}.block_sparse_moe", count), _ffn_names(f"{L}.mlp", count)),
+        **either(_ffn_names(f"{layer}.block_sparse_moe", count), _ffn_names(f"{layer}.mlp", count)),
+    }
+
+
+def _depth_names(prefix: str) -> Rules:
+    """What scores blocks of layers."""
+    layer = f"{prefix}layers.{{i}}"
+    return {
+        **dict.fromkeys((f"{KDA}.source", f"{ATTN}.source"), score_weights(f"{layer}.self_attention_res")),
+        f"{FFN}.source": score_weights(f"{layer}.mlp_res"),
+        f"layers.{{i}}.{LAST}.source": score_weights(f"{prefix}output_attn_res"),
     }
 
 
@@ -171,6 +228,9 @@ def _ffn_names(theirs: str, count: int) -> Rules:
         f"{FFN}.router_bias": f"{theirs}.gate.e_score_correction_bias",
         f"{FFN}.router": f"{theirs}.gate",
         f"{FFN}.shared.{{x}}": f"{theirs}.shared_experts.{{x}}_proj",
+        f"{FFN}.enter": f"{theirs}.routed_expert_down_proj",
+        f"{FFN}.leave": f"{theirs}.routed_expert_up_proj",
+        f"{FFN}.latent_norm": f"{theirs}.routed_expert_norm",
         **mixtral_experts(FFN, theirs, count),
         f"{FFN}.{{x}}": f"{theirs}.{{x}}_proj",
     }

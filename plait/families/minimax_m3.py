@@ -18,7 +18,7 @@ from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, model, norm, require
 from plait.families.config.normalize import FULL, Config
 from plait.families.gguf.arch import FILE, Metadata, check_router, gguf_arch
-from plait.rare_specs import BlockIndexSpec, BlockSparseSpec
+from plait.sparse_specs import BlockIndexSpec, BlockSparseSpec
 from plait.spec import AttentionSpec, BranchSpec, MlpSpec, ModelSpec, MoeSpec, RouterSpec
 
 FFN, SPARSE = "layers.{i}.ffn", "minimax_m3_sparse"

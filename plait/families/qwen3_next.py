@@ -73,7 +73,7 @@ def qwen3_next(c: Config) -> tuple[ModelSpec, NameMap]:
 )
 def qwen3_5(c: Config) -> tuple[ModelSpec, NameMap]:
     """Qwen3.5, alone or inside its multimodal wrapper, where positions of text are plain ones."""
-    return _qwen(c, "qwen3_5", _plain)
+    return _qwen(c, "qwen3_5", plain_projections)
 
 
 @family(
@@ -96,7 +96,7 @@ def qwen3_5(c: Config) -> tuple[ModelSpec, NameMap]:
 )
 def qwen3_5_moe(c: Config) -> tuple[ModelSpec, NameMap]:
     """Qwen3.5 with experts."""
-    return _qwen(c, "qwen3_5_moe", _plain)
+    return _qwen(c, "qwen3_5_moe", plain_projections)
 
 
 def _qwen(c: Config, name: str, projections: Callable[[Config, str], Rules]) -> tuple[ModelSpec, NameMap]:
@@ -117,7 +117,7 @@ def _qwen(c: Config, name: str, projections: Callable[[Config, str], Rules]) -> 
     kinds = c["layer_types"]
     sorts = c["mlp_layer_types"] if c.get("num_experts") else ["dense"] * len(kinds)
     layers = [(mixer(kind), ffn(sort)) for kind, sort in zip(kinds, sorts, strict=True)]
-    names = at(TEXT_PREFIXES, lambda prefix: _names(c, prefix, projections))
+    names = at(TEXT_PREFIXES, lambda prefix: name_tensors(c, prefix, projections))
     names["head"] = ("lm_head", "language_model.lm_head")
     head = (mixer(FULL), ffn("sparse" if c.get("num_experts") else "dense"))
     # Tables of its own are in no published file, and their layout is not known.
@@ -134,10 +134,11 @@ def _mtp_names(c: Config, prefix: str, projections: Callable[[Config, str], Rule
         "fc": f"{prefix}fc",
         "norm.weight": plus_one(f"{prefix}norm.weight"),
     }
-    return mtp_names(parts, _names(c, prefix, projections))
+    return mtp_names(parts, name_tensors(c, prefix, projections))
 
 
-def _names(c: Config, prefix: str, projections: Callable[[Config, str], Rules]) -> Rules:
+def name_tensors(c: Config, prefix: str, projections: Callable[[Config, str], Rules]) -> Rules:
+    """Ours to theirs, below `prefix`; projections: the names of what the delta rule reads."""
     layer = f"{prefix}layers.{{i}}"
     attention, linear, mlp_of = f"{layer}.self_attn", f"{layer}.linear_attn", f"{layer}.mlp"
     q = gated_q(c, ATTN, f"{attention}.q_proj") if c["attn_output_gate"] else {}
@@ -178,7 +179,8 @@ def _ba(c: Config, source: str) -> dict[str, Source]:
     return {f"{MIX}.{x}.weight": select_rows(index, source) for x, index in parts}
 
 
-def _plain(c: Config, theirs: str) -> Rules:
+def plain_projections(c: Config, theirs: str) -> Rules:
+    """What the delta rule reads, each part's rows together (Qwen3.5)."""
     return {
         **_qkv(c, f"{theirs}.in_proj_qkv.weight"),
         f"{MIX}.gate": f"{theirs}.in_proj_z",

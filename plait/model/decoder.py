@@ -13,7 +13,7 @@ from plait.memory import State
 from plait.model.front import read_front
 from plait.model.layers.layer_inputs import LayerInputs
 from plait.model.layers.layers import Batch, Embedding, LmHead, Norm
-from plait.model.layers.streams import build_streams
+from plait.model.layers.streams import build_last_norm, build_streams
 from plait.model.mixers.registry import build
 from plait.model.shared_block import SharedBlockUse
 from plait.ops.activation import combine, rescale, scale_rows
@@ -90,7 +90,7 @@ class Decoder:
         self.layer_inputs = LayerInputs(s, weights) if s.layer_inputs else None
         self.streams = build_streams(s, weights)
         self.branches = [Branch(b, weights.scope(name), s.hidden_size) for name, b in s.branches()]
-        self.norm = Norm(s.norm, weights.scope("norm"), s.hidden_size)
+        self.norm = build_last_norm(s, self.streams, weights)
         self.head = LmHead(s, weights)
         self._take_rows = weights.bind(take_rows)
         self.adapters = weights.target.adapters
@@ -115,9 +115,8 @@ class Decoder:
             self.layer_inputs.compute(batch, embeddings)
         x, delta = self.run_branches(x, embeddings, batch, store)
         if self.streams:
-            return self.norm(self.streams.join(x, delta))
-        _, h = self.norm.add(x, delta)
-        return h
+            x, delta = self.streams.join(x, delta), None
+        return self.norm.add(x, delta)[1] if self.norm else x
 
     def run_branches(
         self, x: Tensor, embeddings: Tensor, batch: Batch, store: StateStore

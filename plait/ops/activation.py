@@ -29,6 +29,11 @@ def _swiglu_cut(gate: Tensor, up: Tensor, limit: float) -> Tensor:
     return F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
 
 
+def _situ(gate: Tensor, up: Tensor) -> Tensor:
+    """Kimi-K3: 4 tanh(gate / 4) · sigmoid(gate) · 25 tanh(up / 25)."""
+    return 4 * torch.tanh(gate / 4) * torch.sigmoid(gate) * (25 * torch.tanh(up / 25))
+
+
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -42,6 +47,7 @@ PAIRS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "swiglu_7": lambda gate, up: _swiglu_within(gate, up, 7.0),
     "swiglu_16": lambda gate, up: _swiglu_within(gate, up, 16.0),
     "swiglu_cut_10": lambda gate, up: _swiglu_cut(gate, up, 10.0),
+    "situ": _situ,
 }
 CASES: list[Case] = [
     dict(tokens=tokens, size=size, kind=kind)
@@ -58,6 +64,7 @@ CASES: list[Case] = [
         (35, 52, "swiglu_7"),
         (1, 64, "swiglu_16"),
         (5, 52, "swiglu_cut_10"),
+        (6, 52, "situ"),
     )
 ]
 

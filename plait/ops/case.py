@@ -29,12 +29,13 @@ class Sizes(TypedDict, total=False):
     kv_heads: int
     kv_rank: int
     local: int  # blocks of keys that are always chosen
+    longest: int  # tokens of an n-gram
     n_in: int
     n_out: int
     out: int
     outs: tuple[int, ...]
     pairs: int  # that rotate
-    parts: int  # of a token, for windows that overlap
+    parts: int  # of a token: windows that overlap, rows of a table
     rate: int  # tokens of an entry
     ranks: tuple[int, ...]
     rope_dim: int

@@ -170,6 +170,35 @@ def _choose_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     return (q, weights, k, cache, *where, case["top_k"], case["rate"], step), {}
 
 
+OPEN: list[Case] = [
+    dict(tokens=1, heads=1, rate=4, top_k=3),
+    dict(tokens=33, heads=3, rate=4, top_k=5),
+    dict(tokens=19, heads=2, rate=1, top_k=2),
+]
+
+
+@op(cases=OPEN)
+def add_open_block(chosen: Tensor, positions: Tensor, rate: int, heads: int) -> Tensor:
+    """What `choose_entries` chose, then the token's own block if it has not ended; for each of `heads`.
+
+    chosen: [T, k] int32, positions: [T] -> [T, heads, k + 1] int32, rising, then NONE.
+    """
+    own = torch.where((positions + 1) % rate != 0, positions // rate, NONE).int()
+    count = (chosen != NONE).sum(1, keepdim=True)
+    found = torch.cat([chosen, torch.full_like(chosen[:, :1], NONE)], 1).scatter(1, count, own[:, None])
+    return found[:, None].repeat(1, heads, 1)
+
+
+@add_open_block.inputs
+def _open_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
+    positions = torch.randint(0, 40, (case["tokens"],), device=device)
+    chosen = torch.full((case["tokens"], case["top_k"]), NONE, dtype=torch.int32)
+    for row, at in zip(chosen, positions.tolist(), strict=True):
+        best = torch.randperm((at + 1) // case["rate"])[: case["top_k"]].sort().values
+        row[: len(best)] = best.int()
+    return (chosen.to(device), positions, case["rate"], case["heads"]), {}
+
+
 CASES: list[Case] = [
     dict(seqs=[1], heads=4, dim=16, window=4, rate=4, step=4),
     dict(seqs=[1, 7, 5, 40], heads=19, dim=34, window=9, rate=4, step=2, top_k=3),

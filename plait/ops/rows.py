@@ -22,6 +22,8 @@ CASES: list[Case] = [
     dict(rows=5, size=7),
 ]
 STORED: list[Case] = [
+    Case(rows=3, size=288, parts=5),
+    *(Case(rows=3, size=288, kind=kind, parts=5) for kind in ("bfloat16", "Q8_0", "int4_g32")),
     *(Case(rows=9, size=100, kind=kind) for kind in FLOATS),
     *(Case(rows=9, size=2 * kind.elements, kind=kind.name) for kind in BLOCK_TYPES.values()),
     *(
@@ -33,8 +35,11 @@ STORED: list[Case] = [
 
 @op(cases=[*CASES, *STORED])
 def embed(token_ids: Tensor, table: Weight, scale: float, dtype: torch.dtype) -> Tensor:
-    """Rows of a table in any format, as numbers, times `scale`. token_ids: [T] int64 -> [T, n] in `dtype`."""
-    x = table.gather(token_ids, dtype)
+    """Rows of a table in any format, as numbers, times `scale`; several of a token one behind the other.
+
+    token_ids: [T] int64 -> [T, n] in `dtype`; [T, k] -> [T, k n].
+    """
+    x = table.gather(token_ids.flatten(), dtype).view(*token_ids.shape, table.shape[1]).flatten(1)
     return x if scale == 1.0 else x * torch.full((), scale, dtype=dtype, device=x.device)
 
 
@@ -58,7 +63,8 @@ def bind_table(bind: Bind, table: Weight) -> tuple[Callable[..., Tensor], object
 @embed.inputs
 def _embed_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     table = _table(case, dtype, device)
-    ids = torch.randint(0, 50, (case["rows"],), device=device)
+    each = (case["parts"],) if case.get("parts") else ()
+    ids = torch.randint(0, 50, (case["rows"], *each), device=device)
     return (ids, table, 1.0 if case["rows"] == 1 else 3.5, dtype), {}
 
 

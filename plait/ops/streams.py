@@ -106,3 +106,30 @@ def keep_largest(x: Tensor, times: float) -> Tensor:
 def _keep_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     wide = 1 + torch.randn(case["tokens"], 2 * case["size"], dtype=dtype, device=device)
     return (wide.chunk(2, -1)[0], 0.8), {}
+
+
+SOURCES: list[Case] = [
+    dict(tokens=1, streams=1, size=64),
+    dict(tokens=33, streams=4, size=100),
+    dict(tokens=5, streams=9, size=23),
+    dict(tokens=2, streams=3, size=700),
+]
+
+
+@op(cases=SOURCES)
+def mix_sources(query: Tensor, eps: float, *sources: Tensor) -> Tensor:
+    """Attention over the depth: Σ_k softmax_k(query · (source_k / rms(source_k))) source_k (Kimi-K3).
+
+    query: [n] float32, sources: as many as there are, [T, n] each, rows may lie apart -> [T, n], dense.
+    """
+    values = torch.stack(sources, 1).float()
+    normed = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
+    shares = (normed * query).sum(-1).softmax(-1)
+    return (shares[..., None] * values).sum(1).to(sources[0].dtype)
+
+
+@mix_sources.inputs
+def _sources_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
+    wide = torch.randn(case["tokens"], case["streams"], 2 * case["size"], dtype=dtype, device=device)
+    sources = wide.chunk(2, -1)[0].unbind(1)
+    return (torch.randn(case["size"], device=device) / case["size"] ** 0.5, 1e-5, *sources), {}

@@ -14,7 +14,8 @@ from plait.families.common.registry import build_spec
 from plait.families.config.checks import check_spec
 from plait.model.divide import divide_model
 from plait.partition import Rank
-from plait.rare_specs import BlockSparseSpec, CompressedSpec, HyperBranchSpec, TableMoeSpec
+from plait.rare_specs import HyperBranchSpec
+from plait.sparse_specs import BlockSparseSpec, CompressedSpec, TableMoeSpec
 from plait.spec import AttentionSpec, Mixer, MlaSpec, ModelSpec
 from tests.families import tiny
 from tests.families.parity import Memory, decoder, resolved

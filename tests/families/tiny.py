@@ -305,7 +305,7 @@ def write(name: str, folder: Path, variant: Variant | None = None) -> None:
     made = getattr(transformers, variant.model) if variant.model else transformers.AutoModelForCausalLM
     build = made._from_config if variant.model else made.from_config
     model = build(config, dtype=torch.float32, attn_implementation=variant.attention).eval()
-    randomize(model, one_plus=any(word in name for word in ("gemma", "qwen3_next", "qwen3_5")))
+    randomize(model, one_plus=any(word in name for word in ("gemma", "qwen3_next", "qwen3_5", "qwen4")))
     save(model, folder)
 
 

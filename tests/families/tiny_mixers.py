@@ -102,6 +102,38 @@ V4: dict[str, Any] = {
     **PAD,
 }
 
+# Blocks of four keys, of which three are read and the last one; two layers with n-grams, in five shards.
+QWEN4: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "indexed_attention"] * 2,
+    "head_dim": 10,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.6},
+    "linear_key_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 12,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 22,
+    "hc_count": 3,
+    "hc_lowrank": 9,
+    "ple_layer_ids": [1, 3],
+    "ple_embed_dim": 24,
+    "ple_conv_kernel_size": 3,
+    "heads_per_ngram": 3,
+    "ngram_vocab_size_base": 11,
+    "make_ngram_vocab_size_divisible_by": 10,
+    "split_ngram_parts": 5,
+    "indexer_n_heads": 12,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 12,
+    "indexer_compress_ratio": 4,
+    "eos_token_id": [5, 7],
+    **PAD,
+}
+
 LING: dict[str, Any] = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 16,
@@ -118,6 +150,30 @@ LING: dict[str, Any] = {
     "head_dim": 10,
     "linear_head_dim": 10,
     "eos_token_id": 1,
+    **PAD,
+}
+
+# Windows and profiles are shorter than prompts; queries grow from the eighth token on.
+INKLING: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding", "hybrid"],
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "head_dim": 10,
+    "swa_head_dim": 12,
+    "swa_num_attention_heads": 6,
+    "swa_num_key_value_heads": 3,
+    "sliding_window_size": 6,
+    "d_rel": 5,
+    "rel_extent": 9,
+    "log_scaling_n_floor": 7,
+    "log_scaling_alpha": 0.3,
+    "conv_kernel_size": 3,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 20,
+    "route_scale": 1.7,
+    "logits_mup_width_multiplier": 2.0,
     **PAD,
 }
 
@@ -222,6 +278,13 @@ VARIANTS: dict[str, Variant] = {
     ),
     "minimax_m3": Variant("MiniMaxM3VLTextConfig", M3),
     "deepseek_v4": Variant("DeepseekV4Config", V4),
+    "qwen4_exp": Variant("Qwen4ExpTextConfig", QWEN4),
+    "qwen4_exp_gates": Variant(
+        "Qwen4ExpTextConfig",
+        {**QWEN4, "output_gate_type": "sigmoid", "ngram_size": 4, "heads_per_ngram": 2, "ple_layer_ids": [3]},
+        slow=True,
+    ),
+    "inkling": Variant("InklingTextConfig", INKLING),
     "ling3": Variant("BailingHybridConfig", LING, slow=True),
     "ling3_plain": Variant("BailingHybridConfig", {**LING, "kda_safe_gate": False}, slow=True),
     "rwkv": Variant(

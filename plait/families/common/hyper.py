@@ -13,14 +13,17 @@ from plait.checkpoint.names import Back, Derived, Rules, Source
 from plait.errors import UnsupportedModel
 from plait.families.common.recipes import Stored
 from plait.quant.weight import as_tensor
-from plait.rare_specs import HyperBranchSpec
+from plait.rare_specs import GatedBranchSpec, HyperBranchSpec
 from plait.spec import BranchSpec, HyperSpec, ModelSpec
 
 MOST = 64  # residual streams, and rounds in which they are balanced
 
 
 def over_streams(spec: ModelSpec, hyper: HyperSpec) -> ModelSpec:
-    """The same model, each branch over several streams: its mixer is `inner`, its norm of what that reads."""
+    """The same model, each branch over several streams: its mixer is `inner`, its norm of what that reads.
+
+    A branch without a norm stays as it is: it reads all streams by itself.
+    """
 
     if not 1 < hyper.count <= MOST:
         raise UnsupportedModel(f"{hyper.count} residual streams are not implemented; known: 2 to {MOST}")
@@ -29,8 +32,10 @@ def over_streams(spec: ModelSpec, hyper: HyperSpec) -> ModelSpec:
         raise UnsupportedModel(f"{hyper.rounds} rounds for each mix of streams; known: at most {MOST}")
 
     def wrap(branch: BranchSpec) -> BranchSpec:
-        assert branch.norm is not None
-        inside = HyperBranchSpec({"inner": branch.mixer}, hyper=hyper, norm=branch.norm)
+        if branch.norm is None:
+            return branch
+        kind = GatedBranchSpec if hyper.rank else HyperBranchSpec
+        inside = kind({"inner": branch.mixer}, hyper=hyper, norm=branch.norm)
         return replace(branch, mixer=inside, norm=None)
 
     layers = tuple(tuple(wrap(branch) for branch in layer) for layer in spec.layers)

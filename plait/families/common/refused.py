@@ -10,7 +10,6 @@ AUDIO = "it is made for sound, and Plait reads and writes text"
 IMAGE = "its text layers are made to attend to images, and Plait reads and writes text"
 DIFFUSION = "it writes by diffusion, many tokens at once, and Plait writes one token after another"
 DRAFTER = "it drafts for another model and reads that model's keys, so it does not run by itself"
-BLOCKS = "its attention chooses blocks of keys for each key head, which is not implemented"
 
 # reason -> model types
 _REASONS: Mapping[str, tuple[str, ...]] = {
@@ -35,15 +34,8 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
     IMAGE: ("git",),
     DIFFUSION: ("diffusion_gemma", "dream", "llada", "llada2_moe", "sdar", "sdar_moe"),
     DRAFTER: ("gemma4_assistant", "gemma4_unified_assistant"),
-    BLOCKS: ("minicpm_sala",),
-    "its layers read n-grams of tokens from hashed tables of their own, which is not implemented": (
-        *("qwen4_exp", "qwen4_exp_text"),
-    ),
     "its layers attend to outputs of earlier layers (attention residuals), which is not implemented": (
-        *("inkling2_text", "kimi_k3"),
-    ),
-    "its attention adds a bias that each token makes for each distance, which is not implemented": (
-        "inkling_text",
+        "inkling2_text",
     ),
     "its layers are RWKV-5 or RWKV-6, and RWKV-4 and RWKV-7 are implemented": ("rwkv5", "rwkv6"),
     "its attention has a mask that it computes, which is not implemented": ("doge",),

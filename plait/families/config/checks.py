@@ -116,7 +116,7 @@ def check_spec(spec: ModelSpec) -> None:
 def _check_sizes(where: str, part: Any) -> None:
     for f in fields(part):
         value = getattr(part, f.name)
-        if isinstance(value, bool) or f.name in ("mimo_rank", "block", "index", "first", "local"):
+        if isinstance(value, bool) or f.name in ("mimo_rank", "block", "index", "first", "local", "end"):
             continue
         wanted = _KINDS.get(str(f.type).removesuffix(" | None"), object)
         if not isinstance(value, wanted) and not (value is None and str(f.type).endswith("None")):

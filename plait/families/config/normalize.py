@@ -61,6 +61,7 @@ ACTIVATIONS = {
 OWN_ACTIVATIONS: Mapping[str, Mapping[str, str]] = {
     "xielu": {"xielu": "xielu"},
     "swiglu_oai": {"swiglu_oai": "swiglu_oai", "swigluoai": "swiglu_oai"},
+    "situ": {"situ": "situ"},
 }
 ROPE_KINDS = ("default", "divisors", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")
 ROPE_KEYS = {

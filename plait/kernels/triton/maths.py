@@ -112,6 +112,8 @@ def apply_gated(gate, up, KIND: tl.constexpr):
         near = tl.where(up > 10.0, 10.0, tl.where(up < -10.0, -10.0, up))
         low = tl.where(gate > 10.0, 10.0, gate)
         y = low * sigmoid(low) * near
+    elif KIND == "situ":
+        y = 4.0 * tanh(gate / 4.0) * sigmoid(gate) * (25.0 * tanh(up / 25.0))
     else:
         y = apply_activation(gate, KIND) * up
     return y

@@ -9,7 +9,7 @@ from plait.memory import PagedState, State, group_name
 from plait.model.layers.layers import Batch, Norm, Rope
 from plait.ops.block_sparse import choose_blocks
 from plait.ops.entry import CODED
-from plait.rare_specs import BlockIndexSpec
+from plait.sparse_specs import BlockIndexSpec
 from plait.state.store import StateStore
 
 
@@ -20,7 +20,7 @@ class BlockIndexer:
     """
 
     def __init__(self, s: BlockIndexSpec, heads: int, w: Weights) -> None:
-        self.spec, self.name, self._heads = s, w.prefix, heads
+        self.spec, self.name, self.size, self._heads = s, w.prefix, s.size, heads
         self.top_k = min(s.top_k, -(-w.target.max_len // s.size))
         hidden = w.target.hidden_size
         self._q = w.linear("q", in_size=hidden, out_sizes=(heads * s.dim,))

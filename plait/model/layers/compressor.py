@@ -12,10 +12,10 @@ from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.memory import PagedState, SlotState, State, group_name
 from plait.model.layers.layers import Batch, Norm, Rope
-from plait.ops.compressed import FOLDED, choose_entries, compress_tokens
+from plait.ops.compressed import FOLDED, add_open_block, choose_entries, compress_tokens
 from plait.ops.entry import CODED
 from plait.ops.rows import join
-from plait.rare_specs import CompressorSpec, EntryIndexSpec
+from plait.sparse_specs import CompressorSpec, EntryIndexSpec, MeanIndexSpec
 from plait.state.store import StateStore
 
 
@@ -38,15 +38,21 @@ class LastRope:
 class Compressor:
     """Entries of `size` numbers, one for `rate` tokens; with two `parts` each is over two windows.
 
-    Of an entry in the making it keeps a softmax so far for each channel; entries are kept like keys.
+    Of an entry in the making it keeps a softmax so far for each channel; entries are kept like keys. A
+    mean is a softmax of equal logits.
     """
 
     def __init__(self, s: CompressorSpec, size: int, w: Weights) -> None:
         self.spec, self.size, self.name = s, size, w.prefix
-        wide = s.parts * size
-        self._into = w.linear("kv", "gate", in_size=w.target.hidden_size, out_sizes=(wide, wide))
-        self._bias = w.tensor("bias", (s.rate, wide), torch.float32)
-        self._norm, self._rope = Norm(s.norm, w.scope("norm"), size), LastRope(s.rope, size, w)
+        wide, names = s.parts * size, ("kv",) if s.is_mean else ("kv", "gate")
+        self._into = w.linear(*names, in_size=w.target.hidden_size, out_sizes=(wide,) * len(names))
+        if s.is_mean:
+            self._bias = torch.zeros(s.rate, wide, device=w.target.device)
+            self._even = torch.zeros(1, wide, dtype=w.target.dtype, device=w.target.device)
+        else:
+            self._bias = w.tensor("bias", (s.rate, wide), torch.float32)
+        self._norm = Norm(s.norm, w.scope("norm"), size)
+        self._rope = Rope(s.rope, w) if s.is_mean else LastRope(s.rope, size, w)
         self._compress = w.bind(compress_tokens, size=size)
         self.step = math.gcd(s.rate, size, 4, w.target.block_size or 4)
         kept = "bfloat16" if w.target.kv_dtype in CODED else w.target.kv_dtype
@@ -58,10 +64,17 @@ class Compressor:
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, hidden] -> [T, size]: entries in the rows of tokens that end a window."""
-        kv, gate = self._into(x).chunk(2, -1)
+        kv, gate = self._read(x)
         where = (batch.state_slots, batch.query_start, batch.has_history, batch.positions)
         made, first = self._compress(kv, gate, self._bias, store[self.name]["folded"], *where, self.spec.rate)
         return self._rope(self._norm(made)[:, None], first)[:, 0]
+
+    def _read(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Numbers of every token, and their logits."""
+        if self.spec.is_mean:
+            return self._into(x), self._even.expand(len(x), -1)
+        kv, logits = self._into(x).chunk(2, -1)
+        return kv, logits
 
     def cache(self, store: StateStore) -> Tensor:
         """Where entries lie, [blocks, block_size / step, size]."""
@@ -92,3 +105,33 @@ class EntryIndexer:
         how = (self.top_k, self._rate, self.compressor.step)
         chosen: Tensor = self._choose(queries, self._weights(x), made, cache, *where, *how)
         return chosen
+
+
+class MeanIndexer:
+    """Scores of blocks of keys by small heads over means, and the best of them; the same for all heads.
+
+    Of several ranks each has all of it.
+    """
+
+    def __init__(self, s: MeanIndexSpec, kv_heads: int, w: Weights) -> None:
+        self.spec, self._kv_heads, c = s, kv_heads, s.compressor
+        self.compressor = Compressor(c, s.dim, w.scope("compressor"))
+        self.states, self.size = self.compressor.states, c.rate
+        self.top_k = min(s.top_k, -(-w.target.max_len // c.rate))
+        self._q = w.linear("q", in_size=w.target.hidden_size, out_sizes=(s.num_heads * s.dim,))
+        self._norm, self._rope = Norm(c.norm, w.scope("q_norm"), s.dim), Rope(c.rope, w)
+        self._same = torch.ones(1, s.num_heads, dtype=w.target.dtype, device=w.target.device)
+        self._choose = w.bind(choose_entries, heads=s.num_heads, index_dim=s.dim, top_k=self.top_k)
+        self._add = w.bind(add_open_block)
+
+    def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
+        """x: [T, hidden] -> blocks [T, kv_heads, top_k + 1] int32 (`ops.compressed.add_open_block`)."""
+        s = self.spec
+        queries = self._rope(self._norm(self._q(x).unflatten(-1, (s.num_heads, s.dim))), batch.positions)
+        index = batch.paged[group_name(None)]
+        where = (index.block_table, index.slot_mapping, batch.query_start, batch.seq_lens)
+        made, cache = self.compressor(x, batch, store), self.compressor.cache(store)
+        weights, how = self._same.expand(len(x), -1), (self.top_k, self.size, self.compressor.step)
+        chosen = self._choose(queries, weights, made, cache, *where, *how)
+        found: Tensor = self._add(chosen, batch.positions, self.size, self._kv_heads)
+        return found

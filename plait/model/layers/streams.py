@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import reduce
 from typing import Protocol
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.model.layers.layers import Norm
-from plait.ops.activation import combine, rescale
+from plait.ops.activation import activate, combine, gate, rescale
 from plait.ops.linear import Linear
 from plait.ops.rows import join
 from plait.ops.streams import match_size, mix_streams, weigh_streams
@@ -20,7 +21,10 @@ LEAST = 1e-5  # mean square of what is made as large as the first stream
 
 
 class Streams(Protocol):
-    def spread(self, x: Tensor) -> Tensor:
+    is_normed: bool  # what `join` gives: the model's last norm is in it
+
+    @property
+    def spread(self) -> Callable[[Tensor], Tensor]:
         """Embeddings [T, hidden] -> [T, streams * hidden]."""
 
     def join(self, x: Tensor, delta: Tensor | None) -> Tensor:
@@ -30,12 +34,20 @@ class Streams(Protocol):
 def build_streams(s: spec.ModelSpec, weights: Weights) -> Streams | None:
     """What a model has before its first layer and behind its last; None if it has one stream."""
     if s.hyper:
-        return HyperStreams(s.hyper, weights)
+        return GatedStreams(s.hyper, weights) if s.hyper.rank else HyperStreams(s.hyper, weights)
     return AltUpStreams(s, weights) if s.streams else None
+
+
+def build_last_norm(s: spec.ModelSpec, streams: Streams | None, weights: Weights) -> Norm | None:
+    """The model's last norm; None if it is in what `streams` joins."""
+    is_normed = streams is not None and streams.is_normed
+    return None if is_normed else Norm(s.norm, weights.scope("norm"), s.hidden_size)
 
 
 class AltUpStreams:
     """AltUp (Baykal et al. 2023; Gemma 3n): `spread.1`, `join.1` and on are linear layers."""
+
+    is_normed = False
 
     def __init__(self, s: spec.ModelSpec, weights: Weights) -> None:
         assert s.streams is not None
@@ -85,23 +97,67 @@ class StreamWeights:
         return found
 
 
+class Repeat:
+    """The embedding, as often as there are streams: [T, hidden] -> [T, streams * hidden]."""
+
+    def __init__(self, count: int, w: Weights) -> None:
+        self._same, self._mix = torch.ones(1, count, device=w.target.device), w.bind(mix_streams)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        wide: Tensor = self._mix(x[:, None], self._same).flatten(1)
+        return wide
+
+
 class HyperStreams:
     """Hyper-connections (Zhu et al. 2024): all streams begin as the embedding, and end as one sum."""
+
+    is_normed = False
 
     def __init__(self, s: spec.HyperSpec, weights: Weights) -> None:
         w = weights.scope("streams")
         self.count, self.size = s.count, w.target.hidden_size
         self._weights = StreamWeights(s, w, s.count)
-        self._same = torch.ones(1, s.count, device=w.target.device)
+        self.spread = Repeat(s.count, w)
         self._mix, self._combine = w.bind(mix_streams), w.bind(combine)
-
-    def spread(self, x: Tensor) -> Tensor:
-        """The embedding, as often as there are streams."""
-        wide: Tensor = self._mix(x[:, None], self._same).flatten(1)
-        return wide
 
     def join(self, x: Tensor, delta: Tensor | None) -> Tensor:
         """Their sum, by weights of a token's own."""
         x = x if delta is None else self._combine(x, delta, 1.0)
         one: Tensor = self._mix(x.unflatten(-1, (self.count, self.size)), self._weights(x)).flatten(1)
         return one
+
+
+class GatedRead:
+    """One mean of a token's streams, each normed, each number times a gate made of them all (Qwen4-Exp)."""
+
+    def __init__(self, s: spec.HyperSpec, w: Weights) -> None:
+        """`norm` [streams * hidden], `down` and `up`: the two linear layers of the gates."""
+        assert s.rank is not None
+        self.count, self.size = s.count, w.target.hidden_size
+        wide = self.count * self.size
+        self._norm = Norm(s.norm, w.scope("norm"), wide, groups=s.count)
+        self._down = w.linear("down", in_size=wide, out_sizes=(s.rank,))
+        self._up = w.linear("up", in_size=s.rank, out_sizes=(wide,))
+        self._even = torch.full((1, s.count), 1.0 / s.count, device=w.target.device)
+        self._rescale, self._gate, self._mix = w.bind(rescale), w.bind(gate), w.bind(mix_streams)
+        self._activate = w.bind(activate, kind="silu", gated=False)
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x: [T, streams * hidden] -> (its streams, normed, and the mean [T, hidden])."""
+        h = self._norm(x)
+        narrow = self._activate(self._rescale(self._down(h), 1.0 / self.count, None), "silu", False)
+        gated = self._gate(h, self._up(narrow)).unflatten(-1, (self.count, self.size))
+        return h, self._mix(gated, self._even)[:, 0]
+
+
+class GatedStreams:
+    """All streams begin as the embedding, and end as one gated mean of them, normed."""
+
+    is_normed = True
+
+    def __init__(self, s: spec.HyperSpec, weights: Weights) -> None:
+        w = weights.scope("streams")
+        self.spread, self._read, self._combine = Repeat(s.count, w), GatedRead(s, w), w.bind(combine)
+
+    def join(self, x: Tensor, delta: Tensor | None) -> Tensor:
+        return self._read(x if delta is None else self._combine(x, delta, 1.0))[1]

@@ -19,7 +19,8 @@ class Temperature:
         def table(_: Weights) -> Tensor:
             at = torch.arange(w.target.max_len, dtype=torch.float32)
             far = (at + s.first) / s.length
-            grown = (1 + far) ** s.growth if s.power else 1 + s.growth * torch.log1p(far.floor())
+            logs = far.clamp(min=1.0).log() if s.late else torch.log1p(far.floor())
+            grown = (1 + far) ** s.growth if s.power else 1 + s.growth * logs
             return grown[:, None].to(w.target.device)
 
         self.table: Tensor = w.shared(f"temperature of {s}", table)

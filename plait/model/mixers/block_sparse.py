@@ -1,4 +1,4 @@
-"""Block-sparse attention (MiniMax-M3): grouped-query attention over blocks of keys that an indexer chose."""
+"""Block-sparse attention (MiniMax-M3, Qwen4-Exp): queries read blocks of keys that an indexer chose."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from torch import Tensor
 from plait.checkpoint.weights import Weights
 from plait.memory import PagedState, State, group_name
 from plait.model.layers.block_indexer import BlockIndexer
+from plait.model.layers.compressor import MeanIndexer
 from plait.model.layers.head_norm import HeadNorm
 from plait.model.layers.layers import Batch, Rope
 from plait.model.mixers.attention import describe_attention, divide_attention
 from plait.model.mixers.registry import mixer
+from plait.ops.activation import gate
 from plait.ops.block_sparse import block_sparse_attention
 from plait.ops.entry import CODED, head_widths
 from plait.partition import Cut, Division, Rank, scale_range
-from plait.rare_specs import BlockSparseSpec
+from plait.sparse_specs import BlockSparseSpec, MeanSparseSpec
 from plait.state.store import StateStore
 
 
@@ -32,18 +34,29 @@ def _divide(s: BlockSparseSpec, rank: Rank, hidden_size: int) -> Division:
     return replace(found, cuts={**found.cuts, "index.q": Cut((scale_range(kv, s.indexer.dim),))})
 
 
+def _mean_words(m: MeanSparseSpec) -> str:
+    i = m.indexer
+    return (
+        f"{describe_attention(m)}, the best {i.top_k} blocks of {i.compressor.rate} keys by means, of "
+        f"{i.num_heads} index heads × {i.dim}"
+    )
+
+
+@mixer(MeanSparseSpec, _mean_words, divide_attention)  # every rank has the whole indexer
 @mixer(BlockSparseSpec, _words, _divide)
 class BlockSparseAttention:
-    def __init__(self, s: BlockSparseSpec, w: Weights) -> None:
+    def __init__(self, s: BlockSparseSpec | MeanSparseSpec, w: Weights) -> None:
         self.spec, self.name, hidden = s, w.prefix, w.target.hidden_size
         q, kv = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
-        self._parts = [s.num_heads, s.num_kv_heads, s.num_kv_heads]
-        self.qkv = w.linear("q", "k", "v", in_size=hidden, out_sizes=(q, kv, kv))
+        parts = {"q": q, "k": kv, "v": kv, **({"gate": q} if s.gate else {})}
+        self._parts = [size // s.head_dim for size in parts.values()]
+        self.qkv = w.linear(*parts, in_size=hidden, out_sizes=tuple(parts.values()))
+        self._gate = w.bind(gate) if s.gate else None
         self.o = w.linear("o", in_size=q, out_sizes=(hidden,))
         self.q_norm = HeadNorm(s.qk_norm, s, w.scope("q_norm"), s.num_heads) if s.qk_norm else None
         self.k_norm = HeadNorm(s.qk_norm, s, w.scope("k_norm"), s.num_kv_heads) if s.qk_norm else None
         self.rope = Rope(s.rope, w) if s.rope else None
-        self.indexer = BlockIndexer(s.indexer, s.num_kv_heads, w.scope("index"))
+        self.indexer = _build_indexer(s, w.scope("index"))
         # Its kernel reads no codes, and without it a reply's bits would depend on how its prompt was cut.
         kept = "bfloat16" if w.target.kv_dtype in CODED else w.target.kv_dtype
         sizes = {"heads": s.num_heads, "kv_heads": s.num_kv_heads, "dim": s.head_dim, "kv_dtype": kept}
@@ -56,11 +69,18 @@ class BlockSparseAttention:
         """x: [T, hidden] -> [T, hidden]."""
         s, cache, index = self.spec, store[self.name], batch.paged[group_name(None)]
         chosen = self.indexer(x, batch, store)
-        q, k, v = self.qkv(x).unflatten(-1, (-1, s.head_dim)).split(self._parts, 1)
+        q, k, v, *closing = self.qkv(x).unflatten(-1, (-1, s.head_dim)).split(self._parts, 1)
         if self.q_norm and self.k_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope:
             q, k = self.rope(q, batch.positions), self.rope(k, batch.positions)
         where = (index.block_table, index.slot_mapping, batch.query_start, batch.seq_lens)
-        out = self._attend(q, k, v, cache["k"], cache["v"], chosen, *where, s.scale, s.indexer.size)
-        return self.o(out.flatten(1))
+        out = self._attend(q, k, v, cache["k"], cache["v"], chosen, *where, s.scale, self.indexer.size)
+        out = out.flatten(1)
+        return self.o(self._gate(out, closing[0].flatten(1)) if self._gate else out)
+
+
+def _build_indexer(s: BlockSparseSpec | MeanSparseSpec, w: Weights) -> BlockIndexer | MeanIndexer:
+    if isinstance(s, MeanSparseSpec):
+        return MeanIndexer(s.indexer, s.num_kv_heads, w)
+    return BlockIndexer(s.indexer, s.num_kv_heads, w)

@@ -16,7 +16,7 @@ from plait.ops.compressed import entry_attention
 from plait.ops.entry import CODED, latent_width
 from plait.ops.heads import HeadRows, bind_heads
 from plait.partition import Division, Rank
-from plait.rare_specs import CompressedSpec
+from plait.sparse_specs import CompressedSpec
 from plait.spec import NormSpec
 from plait.state.store import StateStore
 

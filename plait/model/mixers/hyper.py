@@ -9,13 +9,13 @@ from torch import Tensor
 
 from plait.checkpoint.weights import Weights
 from plait.model.layers.layers import Batch, Norm
-from plait.model.layers.streams import StreamWeights
+from plait.model.layers.streams import GatedRead, StreamWeights
 from plait.model.mixers.registry import build, describe, divide, mixer
-from plait.ops.activation import combine
+from plait.ops.activation import activate, combine, rescale
 from plait.ops.ranks import sum_ranks
 from plait.ops.streams import mix_streams
 from plait.partition import Division, Rank
-from plait.rare_specs import HyperBranchSpec
+from plait.rare_specs import GatedBranchSpec, HyperBranchSpec
 from plait.state.store import StateStore
 
 INNER = "inner"
@@ -24,6 +24,10 @@ INNER = "inner"
 def _words(m: HyperBranchSpec) -> str:
     mixed = "" if m.hyper.rounds is None else ", mixed"
     return f"{describe(m.parts[INNER])}, over {m.hyper.count} streams{mixed}"
+
+
+def _gated_words(m: GatedBranchSpec) -> str:
+    return f"{describe(m.parts[INNER])}, over {m.hyper.count} gated streams"
 
 
 def _divide(s: HyperBranchSpec, rank: Rank, hidden_size: int) -> Division:
@@ -64,3 +68,29 @@ class HyperBranch:
         moved = self._combine(self._mix(streams, *mixed), self._mix(streams, self._stay), -1.0)
         total: Tensor = self._combine(delta, moved.flatten(1), 1.0)
         return total
+
+
+@mixer(GatedBranchSpec, _gated_words, _divide)
+class GatedBranch:
+    """What it gives is added to each stream, times a number that all streams make (Qwen4-Exp)."""
+
+    is_summed = True
+
+    def __init__(self, s: GatedBranchSpec, w: Weights) -> None:
+        self.inner = build(s.parts[INNER], w.scope(INNER))
+        self.states, self._read, self.count = self.inner.states, GatedRead(s.hyper, w), s.hyper.count
+        self._written = w.linear(
+            "written", in_size=self.count * w.target.hidden_size, out_sizes=(self.count,)
+        )
+        self._activate = w.bind(activate, kind="sigmoid", gated=False)
+        self._rescale, self._mix, self._magnitude = w.bind(rescale), w.bind(mix_streams), s.hyper.magnitude
+        self._ranks = (w.target.comm, w.target.dtype)
+
+    def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
+        """x: [T, streams * hidden] -> its like."""
+        normed, read = self._read(x)
+        by = self._activate(self._rescale(self._written(normed), 1.0 / self.count, None), "sigmoid", False)
+        y = self.inner(read, batch, store)
+        y = y if getattr(self.inner, "is_summed", False) else sum_ranks(y, *self._ranks)
+        delta: Tensor = self._mix(y[:, None], self._rescale(by, self._magnitude, None)).flatten(1)
+        return delta

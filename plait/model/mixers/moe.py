@@ -89,6 +89,9 @@ class Moe:
         if s.latent:
             self._enter = w.linear("enter", in_size=hidden, out_sizes=(s.latent,))
             self._leave = w.linear("leave", in_size=s.latent, out_sizes=(hidden,))
+        self._latent_norm = (
+            Norm(s.latent_norm, w.scope("latent_norm"), s.latent) if s.latent and s.latent_norm else None
+        )
         self.scale = w.tensor("expert_scale", (s.num_experts,), torch.float32) if s.expert_scale else None
 
     def _build_router(self, w: Weights, scored: int) -> Linear:
@@ -119,6 +122,7 @@ class Moe:
         if rest is not None and self._scale_rows and self.gives_back:
             total: Tensor = self._combine(sum_ranks(y, *self._ranks), self._scale_rows(x, rest), 1.0)
             return total
+        y = self._latent_norm(y) if self._latent_norm else y
         return y if self._leave is None else self._add_shared(self._leave(y), x)
 
     def _add_shared(self, y: Tensor, x: Tensor) -> Tensor:

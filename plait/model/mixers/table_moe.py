@@ -12,7 +12,7 @@ from plait.model.mixers.moe import Moe, divide_moe
 from plait.model.mixers.registry import mixer
 from plait.ops.moe import look_up_experts
 from plait.ops.ranks import add_in_tree
-from plait.rare_specs import TableMoeSpec
+from plait.sparse_specs import TableMoeSpec
 from plait.state.store import StateStore
 
 

@@ -173,6 +173,28 @@ ATTENTION: Mapping[str, Config] = {
         num_experts_per_tok=2,
         routed_scaling_factor=1.3,
     ),
+    # Inkling: biases for distances, convolutions of keys, values and outputs, experts that always run.
+    "relative": make_config(
+        "InklingForCausalLM",
+        "inkling_text",
+        layer_types=["hybrid_sliding", "hybrid", "hybrid_sliding"],
+        mlp_layer_types=["dense", "sparse", "sparse"],
+        head_dim=10,
+        swa_head_dim=12,
+        swa_num_attention_heads=6,
+        swa_num_key_value_heads=3,
+        sliding_window_size=WINDOW,
+        d_rel=5,
+        rel_extent=30,
+        log_scaling_n_floor=20,
+        conv_kernel_size=3,
+        n_routed_experts=6,
+        num_experts_per_tok=2,
+        n_shared_experts=2,
+        moe_intermediate_size=20,
+        route_scale=1.7,
+        logits_mup_width_multiplier=2.0,
+    ),
     # Hunyuan 4: sinks, gates, indexers that layers share, and streams that are not mixed.
     "streams": make_config(
         "HYV4ForCausalLM",

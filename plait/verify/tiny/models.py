@@ -24,7 +24,7 @@ from plait.loading.meta_model import meta_target
 from plait.model.decoder import Decoder
 from plait.model.mtp import MtpHead
 from plait.quant.weight import Dense, Weight
-from plait.rare_specs import TableMoeSpec
+from plait.sparse_specs import TableMoeSpec
 from plait.spec import ModelSpec
 from plait.verify.tiny.attention import ATTENTION
 from plait.verify.tiny.recurrent import RECURRENT

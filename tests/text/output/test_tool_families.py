@@ -17,6 +17,7 @@ import pytest
 
 from plait.text.output import tool_format
 from plait.text.output.reasoning import REASONING, reasoning_format
+from tests.text.output.written_calls import kind_of
 from tests.text.replies import DS, Read, read
 
 README = Path(__file__).parents[3] / "README.md"
@@ -60,6 +61,18 @@ QWEN_XML = tagged(
     "\n",
 )
 HERMES = "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in objects())
+K3_TEMPLATE = "{{ tools }}<|open|>{{ m.role }}<|sep|>{{ m.content }}<|close|>{{ m.role }}<|sep|>"
+K3 = "".join(
+    f'<|open|>call tool="{name}" index="{i}"<|sep|>'
+    + "".join(
+        f'<|open|>argument key="{k}" type="{kind_of(v)}"<|sep|>{v if isinstance(v, str) else json.dumps(v)}'
+        "<|close|>argument<|sep|>"
+        for k, v in arguments.items()
+    )
+    + "<|close|>call<|sep|>"
+    for i, (name, arguments) in enumerate(CALLS, 1)
+)
+K3 = f"<|open|>tools<|sep|>{K3}<|close|>tools<|sep|>"
 DEEPSEEK_V3 = (
     DS["begin"]
     + each(f"{DS['call']}function{DS['sep']}{{n}}\n```json\n{{a}}\n```{DS['end']}", "\n")
@@ -157,6 +170,7 @@ FAMILIES: dict[str, list[Form]] = {
     "Qwen2-MoE, Qwen3-MoE": [Form(TURNS), think(HERMES_FORM), XML_FORM],
     "Qwen3-Next": [HERMES_FORM, think(HERMES_FORM)],
     "Qwen3.5, Qwen3.5-MoE": [think(XML_FORM)],
+    "Qwen3.8-Flash-Next (Qwen4-Exp)": [think(XML_FORM)],
     "Gemma 1, VaultGemma": [Form("<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>")],
     "Gemma 2, Gemma 3 (text)": [Form("<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>")],
     "Gemma 4 (text)": [Form(TURNS)],
@@ -195,6 +209,11 @@ FAMILIES: dict[str, list[Form]] = {
     "MiniCPM 3": [Form(TURNS)],
     "MiniMax-M2 · dots.llm1 · Solar Open": [Form(TURNS)],
     "Kimi-Linear": [Form("{{ tools }}<|tool_calls_section_begin|>", "kimi", KIMI)],
+    "Kimi-K3 (text)": [
+        Form(K3_TEMPLATE, "kimi_k3", K3, "kimi_k3", f"<|open|>think<|sep|>{THOUGHT}<|close|>think<|sep|>")
+    ],
+    "Inkling (text)": [Form(TURNS)],
+    "MiniCPM-SALA (up to 8,191 tokens)": [Form(TURNS)],
     "MiniMax-01, M1": [
         Form("<beginning_of_sentence>{{ m.content }}<end_of_sentence>"),
         think(

@@ -46,6 +46,7 @@ from plait.kernels.cpu.codegen.vec import (
     mul,
     put_bf16,
     put_f32,
+    put_i32,
     put_i64,
     store_some,
     sub,
@@ -56,7 +57,13 @@ from plait.kernels.cpu.codegen.vec import (
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import rows_of, scratch_of, take_sequence
 from plait.kernels.cpu.runtime.row_checks import Sequences, TensorRows, dense, float32_rows
-from plait.ops.compressed import FOLDED, choose_entries, compress_tokens, entry_attention
+from plait.ops.compressed import (
+    FOLDED,
+    add_open_block,
+    choose_entries,
+    compress_tokens,
+    entry_attention,
+)
 from plait.ops.registry import OpFacts
 
 
@@ -298,6 +305,35 @@ def _store(
         rows=new.count,
         seqs=seq_lens.shape[0],
     )
+
+
+@kernel
+def append_open(frame: int, args: int, thread: int, threads: int) -> None:
+    """chosen (dense), positions, rate, heads, k, out (dense)."""
+    chosen, positions, rate, heads, k, out = words(args, 2, 8)
+    rows = rows_of(frame, args)
+    for r in range(rows * thread // threads, rows * (thread + 1) // threads):
+        at = get_i64(positions + 8 * r)
+        for h in range(heads):
+            to, n = out + 4 * (r * heads + h) * (k + 1), np.int64(0)
+            while n < k and get_i32(chosen + 4 * (r * k + n)) >= 0:
+                put_i32(to + 4 * n, get_i32(chosen + 4 * (r * k + n)))
+                n += 1
+            if (at + 1) % rate != 0:
+                put_i32(to + 4 * n, np.int32(at // rate))
+                n += 1
+            for i in range(n, k + 1):
+                put_i32(to + 4 * i, np.int32(-1))
+
+
+@add_open_block.variant("native", on="cpu", native=True)
+def _add_open_block(cpu: Executor, chosen: Tensor, positions: Tensor, rate: int, heads: int) -> Tensor:
+    count, k = chosen.shape
+    dense("chosen", chosen, count, k, dtype=torch.int32)
+    dense("positions", positions, count, dtype=torch.int64)
+    out = cpu.empty(count, heads, k + 1, dtype=torch.int32)
+    cpu.launch(append_open, chosen, positions, rate, heads, k, out, rows=count)
+    return out
 
 
 @kernel

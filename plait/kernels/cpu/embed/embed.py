@@ -259,14 +259,15 @@ def _packed_kernel(table: Weight) -> tuple[Kernel, tuple[Tensor, int], tuple[obj
 @embed.variant("native", on="cpu", when=why_unknown_format, native=True)
 def _embed(cpu: Executor, token_ids: Tensor, table: Weight, scale: float, dtype: torch.dtype) -> Tensor:
     """Rows of a table by token id. Ids are trusted, because they were checked when the batch was made."""
-    if token_ids.dtype != torch.int64 or token_ids.dim() != 1 or not token_ids.is_contiguous():
+    if token_ids.dtype != torch.int64 or token_ids.dim() not in (1, 2) or not token_ids.is_contiguous():
         raise ShapeMismatch(
-            f"token ids must be dense int64 [T], got {token_ids.dtype} {list(token_ids.shape)}"
+            f"token ids must be dense int64 [T] or [T, k], got {token_ids.dtype} {list(token_ids.shape)}"
         )
     if dtype != torch.float32:
         raise ShapeMismatch(f"the embedding's kernel makes float32, not {dtype}")
     how, n, tokens = reader(table), table.shape[1], token_ids.shape[0]
-    out = cpu.empty(tokens, n)
-    words = (*how.source, how.pieces, float(scale), out, n, *how.more)
+    each = 1 if token_ids.dim() == 1 else token_ids.shape[1]
+    out = cpu.empty(tokens, each * n)
+    words = (*how.source, how.pieces * each, float(scale), out, n, *how.more)
     cpu.launch(how.kernel, token_ids, *words, rows=tokens)
     return out

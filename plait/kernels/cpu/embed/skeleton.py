@@ -2,13 +2,15 @@
 
 A format's function says how one block or piece becomes numbers; a decorator makes the kernel around it.
 The words of a launch are, from the second on: token ids, table, bytes between the table's rows, blocks (or
-pieces) of a row, scale of the embedding, out (dense float32), n. Behind these come a format's own words.
+pieces) that a token has, scale of the embedding, out (dense float32), n. Behind these come a format's own
+words.
 
-    table   row 0 [block][block] ... [block]        out   token 0: n numbers, times the scale
-            row 1 [block][block] ... [block]              token 1: n numbers
+    table   row 0 [block][block] ... [block]        out   id 0: n numbers, times the scale
+            row 1 [block][block] ... [block]              id 1: n numbers
 
-Block i of a launch is block i % blocks of the row that token i // blocks names. A thread takes one run of
-blocks: one long row is shared out as many short ones are. No two threads write the same number.
+A token has one id, or several, and a row has as many blocks as make n numbers. Block i of a launch is block
+i % blocks of the row that id i // blocks names. A thread takes one run of blocks: one long row is shared out
+as many short ones are. No two threads write the same number.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ def put(to: Int, x: Floats, scale: Float) -> None:
 
 @inline
 def share(frame: Int, args: Int, thread: Int, threads: Int) -> tuple[Int, Int]:
-    """The blocks of this thread: every row has as many as word 5 says."""
+    """The blocks of this thread: every token has as many as word 5 says."""
     blocks = rows_of(frame, args) * word(args, 5)
     return blocks * thread // threads, blocks * (thread + 1) // threads
 
@@ -63,7 +65,8 @@ def by_block(decode: Callable[[int, int, float, int], None], name: str = "") -> 
 
     def loop(one: Callable[[int, int, float, int], None]) -> Body:
         def run(frame: int, args: int, thread: int, threads: int) -> None:
-            ids, table, row_bytes, blocks = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
+            ids, table, row_bytes = word(args, 2), word(args, 3), word(args, 4)
+            blocks = word(args, 8) // numbers
             scale, out, grid = get_f32(args + 48), word(args, 7), word(args, 9)
             first, last = share(frame, args, thread, threads)
             for i in range(first, last):
@@ -86,7 +89,8 @@ def by_piece(decode: Callable[[int, int, int, int, int, int, float], None], name
 
     def loop(one: Callable[[int, int, int, int, int, int, float], None]) -> Body:
         def run(frame: int, args: int, thread: int, threads: int) -> None:
-            pieces, n, scale = word(args, 5), word(args, 8), get_f32(args + 48)
+            n, scale = word(args, 8), get_f32(args + 48)
+            pieces = (n + PIECE - 1) // PIECE
             first, last = share(frame, args, thread, threads)
             for i in range(first, last):
                 row, start = i // pieces, i % pieces * PIECE

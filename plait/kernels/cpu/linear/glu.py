@@ -23,6 +23,7 @@ from plait.kernels.cpu.pointwise.activation import (
     relu,
     relu2,
     silu,
+    situ,
     swiglu_7,
     swiglu_16,
     swiglu_cut_10,
@@ -63,6 +64,7 @@ JOINS: Mapping[str, Kernel] = MappingProxyType(
         "swiglu_7": _join("swiglu_7", swiglu_7),
         "swiglu_16": _join("swiglu_16", swiglu_16),
         "swiglu_cut_10": _join("swiglu_cut_10", swiglu_cut_10),
+        "situ": _join("situ", situ),
     }
 )
 """What a kernel joins gate and up with, by activation."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from plait.errors import ShapeMismatch
 from plait.kernels.cpu.codegen.kernel import Kernel, inline, kernel
 from plait.kernels.cpu.codegen.kinds import Floats
-from plait.kernels.cpu.codegen.maths import exp, polynomial, sigmoid
+from plait.kernels.cpu.codegen.maths import exp, polynomial, sigmoid, tanh
 from plait.kernels.cpu.codegen.vec import (
     absolute,
     add,
@@ -148,10 +148,17 @@ def swiglu_cut_10(x: Floats, y: Floats) -> Floats:
     return mul(silu(_least(x, limit)), where_less(y, low, low, y))
 
 
+@inline
+def situ(x: Floats, y: Floats) -> Floats:
+    """4 tanh(gate / 4) · sigmoid(gate) · 25 tanh(up / 25)."""
+    four, wide = spread(np.float32(4.0)), spread(np.float32(25.0))
+    return mul(mul(mul(four, tanh(div(x, four))), _sigmoid(x)), mul(wide, tanh(div(y, wide))))
+
+
 KINDS: dict[str, Callable[..., Floats]] = {
     "silu": silu, "gelu": gelu, "gelu_pytorch_tanh": gelu_tanh, "relu": relu, "relu2": relu2,
     "sigmoid": _sigmoid, "swiglu_oai": swiglu_oai, "swiglu_7": swiglu_7, "swiglu_16": swiglu_16,
-    "swiglu_cut_10": swiglu_cut_10,
+    "swiglu_cut_10": swiglu_cut_10, "situ": situ,
 }  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from plait.kernels.cpu.codegen.kinds import Float, Int
 from plait.kernels.cpu.codegen.vec import (
     fma,
     get_f32,
+    get_i64,
     largest,
     load_some,
     mul,
@@ -20,15 +21,18 @@ from plait.kernels.cpu.codegen.vec import (
     spread,
     store_some,
     sub,
+    total,
     word,
     words,
     zero_f32,
 )
 from plait.kernels.cpu.pointwise.norm import sum_of, sum_squares
 from plait.kernels.cpu.runtime.executor import Executor
-from plait.kernels.cpu.runtime.frame import rows_of
-from plait.kernels.cpu.runtime.row_checks import TensorRows, float32_rows
-from plait.ops.streams import keep_largest, match_size, mix_streams, weigh_streams
+from plait.kernels.cpu.runtime.frame import rows_of, scratch_of
+from plait.kernels.cpu.runtime.row_checks import TensorRows, dense, float32_rows
+from plait.ops.streams import keep_largest, match_size, mix_sources, mix_streams, weigh_streams
+
+PIECE = 256  # numbers of a row that a thread takes at a time, where rows are few
 
 
 @kernel
@@ -40,11 +44,11 @@ def mix_rows(frame: int, args: int, thread: int, threads: int) -> None:
         row, k = i // count, i % count
         start, factors = x + row * row_bytes, by + row * by_bytes + 4 * k * streams
         for c in range(0, n, 16):
-            left, total = np.int32(n - c), zero_f32()
+            left, mixed = np.int32(n - c), zero_f32()
             for j in range(streams):
                 one = load_some(start + j * stream_bytes + 4 * c, left)
-                total = fma(one, spread(get_f32(factors + 4 * j)), total)
-            store_some(out + 4 * (i * n + c), total, left)
+                mixed = fma(one, spread(get_f32(factors + 4 * j)), mixed)
+            store_some(out + 4 * (i * n + c), mixed, left)
 
 
 @kernel
@@ -81,12 +85,12 @@ def keep_rows(frame: int, args: int, thread: int, threads: int) -> None:
 @inline
 def divide_line(matrix: Int, step: Int, n: Int, eps: Float) -> None:
     """n numbers, `step` bytes apart, divided by their sum + eps."""
-    total: Float = np.float32(0.0)
+    whole: Float = np.float32(0.0)
     for j in range(n):
-        total = np.float32(total + get_f32(matrix + step * j))
-    total = np.float32(total + eps)
+        whole = np.float32(whole + get_f32(matrix + step * j))
+    whole = np.float32(whole + eps)
     for j in range(n):
-        put_f32(matrix + step * j, np.float32(get_f32(matrix + step * j) / total))
+        put_f32(matrix + step * j, np.float32(get_f32(matrix + step * j) / whole))
 
 
 @inline
@@ -96,14 +100,14 @@ def weigh_matrix(logits: Int, n: Int, eps: Float, rounds: Int, matrix: Int) -> N
         top: Float = get_f32(logits + 4 * n * i)
         for j in range(1, n):
             top = max(top, get_f32(logits + 4 * (n * i + j)))
-        total: Float = np.float32(0.0)
+        whole: Float = np.float32(0.0)
         for j in range(n):
             e = np.float32(math.exp(np.float32(get_f32(logits + 4 * (n * i + j)) - top)))
             put_f32(matrix + 4 * (n * j + i), e)
-            total = np.float32(total + e)
+            whole = np.float32(whole + e)
         for j in range(n):
             at = matrix + 4 * (n * j + i)
-            put_f32(at, np.float32(np.float32(get_f32(at) / total) + eps))
+            put_f32(at, np.float32(np.float32(get_f32(at) / whole) + eps))
     for turn in range(rounds):
         if turn > 0:
             for i in range(n):
@@ -164,6 +168,62 @@ def _match_size(cpu: Executor, x: Tensor, like: Tensor, least: float) -> Tensor:
     out = cpu.empty(*x.shape)
     where = (x, a.row_bytes, like, b.row_bytes, a.width, float(least), out)
     cpu.launch(match_rows, *where, rows=a.count)
+    return out
+
+
+@kernel
+def score_sources(frame: int, args: int, thread: int, threads: int) -> None:
+    """query, n, eps, sources, scores (dense); then each source and its row stride."""
+    query, n, (count, scores) = word(args, 2), word(args, 3), words(args, 5, 7)
+    eps, items = get_f32(args + 32), rows_of(frame, args) * count
+    for i in range(items * thread // threads, items * (thread + 1) // threads):
+        row, k = i // count, i % count
+        x = get_i64(args + 8 * (7 + 2 * k)) + row * get_i64(args + 8 * (8 + 2 * k))
+        product = zero_f32()
+        for c in range(0, n, 16):
+            left = np.int32(n - c)
+            product = fma(load_some(x + 4 * c, left), load_some(query + 4 * c, left), product)
+        size = math.sqrt(np.float64(sum_squares(x, zero_f32(), n)) / n + np.float64(eps))
+        put_f32(scores + 4 * i, np.float32(np.float64(total(product)) / size))
+
+
+@kernel
+def share_sources(frame: int, args: int, thread: int, threads: int) -> None:
+    """scores (dense), n, sources, out (dense); then each source and its row stride. A row's numbers are cut
+    into pieces, so that one row is enough for all threads."""
+    scores, n, count, out = words(args, 2, 6)
+    pieces, shares = (n + PIECE - 1) // PIECE, scratch_of(frame, thread)
+    items = rows_of(frame, args) * pieces
+    for i in range(items * thread // threads, items * (thread + 1) // threads):
+        row, start = i // pieces, i % pieces * PIECE
+        at = scores + 4 * row * count
+        top: Float = get_f32(at)
+        for k in range(1, count):
+            top = max(top, get_f32(at + 4 * k))
+        whole: Float = np.float32(0.0)
+        for k in range(count):
+            e = np.float32(math.exp(np.float32(get_f32(at + 4 * k) - top)))
+            put_f32(shares + 4 * k, e)
+            whole = np.float32(whole + e)
+        for c in range(start, min(start + PIECE, n), 16):
+            left, y = np.int32(n - c), zero_f32()
+            for k in range(count):
+                x = get_i64(args + 8 * (6 + 2 * k)) + row * get_i64(args + 8 * (7 + 2 * k))
+                y = fma(load_some(x + 4 * c, left), spread(np.float32(get_f32(shares + 4 * k) / whole)), y)
+            store_some(out + 4 * (row * n + c), y, left)
+
+
+@mix_sources.variant("native", on="cpu", when=float32_rows, native=True)
+def _mix_sources(cpu: Executor, query: Tensor, eps: float, *sources: Tensor) -> Tensor:
+    rows = [TensorRows.of(x) for x in sources]
+    count, (tokens, n) = len(sources), sources[0].shape
+    dense("query", query, n)
+    if any(x.shape != (tokens, n) for x in sources):
+        raise ShapeMismatch(f"sources {[list(x.shape) for x in sources]} are not of one shape")
+    each = [part for x, at in zip(sources, rows, strict=True) for part in (x, at.row_bytes)]
+    scores, out = cpu.empty(tokens, count), cpu.empty(tokens, n)
+    cpu.launch(score_sources, query, n, float(eps), count, scores, *each, rows=tokens)
+    cpu.launch(share_sources, scores, n, count, out, *each, rows=tokens, scratch=4 * count)
     return out
 
 

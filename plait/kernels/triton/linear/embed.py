@@ -82,16 +82,16 @@ def take_rows(token_ids: Tensor, table: Planes | Weight, scale: float, dtype: to
     """`embed` of what `pack` made."""
     if not isinstance(table, Planes):
         return embed.reference(token_ids, table, scale, dtype)
-    n_in, layout = table.shape[1], table.layout
-    out = torch.empty(len(token_ids), n_in, dtype=dtype, device=token_ids.device)
+    n_in, layout, ids = table.shape[1], table.layout, token_ids.flatten()
+    out = torch.empty(len(ids), n_in, dtype=dtype, device=token_ids.device)
     units = layout.padded(n_in) // layout.unit
-    if len(token_ids):
+    if len(ids):
         launch(
-            embed_planes, (len(token_ids), -(-units // UNITS)), token_ids, *plane_tensors(table), out,
+            embed_planes, (len(ids), -(-units // UNITS)), ids, *plane_tensors(table), out,
             units, n_in, scale, out.stride(0), *plane_strides(table), UNITS=UNITS, IS_SCALED=scale != 1.0,
             num_warps=1, **decode_constants(layout),
         )  # fmt: skip
-    return out
+    return out.view(*token_ids.shape, n_in).flatten(1)
 
 
 def why_not(facts: OpFacts) -> str | None:

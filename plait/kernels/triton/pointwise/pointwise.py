@@ -249,7 +249,8 @@ def _why_not_plain(facts: OpFacts) -> str | None:
 @embed.variant(NAME_PLAIN, on="cuda", when=_why_not_plain)
 def embed_plain(token_ids: Tensor, table: Dense, scale: float, dtype: torch.dtype) -> Tensor:
     """`embed` of a plain table: the same arguments and result."""
-    return _take(table.tensor, token_ids, dtype, scale)
+    rows = _take(table.tensor, token_ids.flatten(), dtype, scale)
+    return rows.view(*token_ids.shape, rows.shape[1]).flatten(1)
 
 
 @join.variant(NAME, on="cuda")

@@ -142,7 +142,8 @@ def test_what_a_kernel_would_misread_is_refused(cpu: Any) -> None:
     table = Dense(torch.randn(4, 8))
     for ids, weight, dtype in (
         (IDS.int(), table, torch.float32),
-        (IDS[:, None], table, torch.float32),
+        (IDS[:, None, None], table, torch.float32),
+        (IDS[:, None].expand(-1, 3), table, torch.float32),
         (IDS, table, torch.bfloat16),
         (IDS, Dense(torch.randn(8, 4).T), torch.float32),
         (IDS, Dense(torch.randn(4, 8).double()), torch.float32),

@@ -1,0 +1,65 @@
+"""Attention residuals (Kimi Team 2026; Kimi-K3): a branch reads a mean of what earlier layers gave."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from plait.checkpoint.weights import Weights
+from plait.memory import State
+from plait.model.layers.layers import Batch, Norm
+from plait.model.mixers.registry import build, describe, divide, mixer
+from plait.ops.ranks import sum_ranks
+from plait.ops.streams import mix_sources
+from plait.partition import Division, Rank
+from plait.rare_specs import DepthSpec
+from plait.state.store import StateStore
+
+INNER, BLOCKS = "inner", "blocks of layers"  # the second in `Batch.step`
+
+
+def _words(m: DepthSpec) -> str:
+    inner = f"{describe(m.parts[INNER])}, over " if m.parts else ""
+    blocks = f"{m.sources} earlier block{'' if m.sources == 1 else 's'}" if m.sources else "this block alone"
+    return f"{inner}{blocks}{', a new one begins' if m.ends else ''}"
+
+
+def _divide(s: DepthSpec, rank: Rank, hidden_size: int) -> Division:
+    """What is inside is divided, and summed before it is added; scores of sources are whole."""
+    if not s.parts:
+        return Division(s, {}, sums=-1)
+    inner = divide(s.parts[INNER], rank, hidden_size)
+    cuts = {f"{INNER}.{key}": cut for key, cut in inner.cuts.items()}
+    return Division(replace(s, parts={INNER: inner.spec}), cuts, inner.sums, inner.gathers)
+
+
+@mixer(DepthSpec, _words, _divide)
+class DepthBranch:
+    """Blocks that have ended are in the step: what they gave, for every token of it.
+
+    `source` [hidden] scores the sources: the weight of their norm times that of a linear layer.
+    """
+
+    is_summed = True
+
+    def __init__(self, s: DepthSpec, w: Weights) -> None:
+        self.spec, hidden = s, w.target.hidden_size
+        self.inner = build(s.parts[INNER], w.scope(INNER)) if s.parts else None
+        self.states = self.inner.states if self.inner else dict[str, State]()
+        self.norm = Norm(s.norm, w.scope("norm"), hidden) if s.norm else None
+        self.query = w.tensor("source", (hidden,), torch.float32) if s.sources else None
+        self._mix, self._ranks = w.bind(mix_sources), (w.target.comm, w.target.dtype)
+
+    def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
+        """x: [T, hidden], what this block gave so far -> [T, hidden]."""
+        ended: list[Tensor] = batch.step.setdefault(BLOCKS, [])
+        read = x if self.query is None else self._mix(self.query, self.spec.eps, *ended, x)
+        if self.spec.ends:
+            ended.append(x)
+        read = self.norm(read) if self.norm else read
+        if self.inner is None:
+            return read
+        y = self.inner(read, batch, store)
+        return y if getattr(self.inner, "is_summed", False) else sum_ranks(y, *self._ranks)

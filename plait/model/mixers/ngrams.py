@@ -1,0 +1,76 @@
+"""Hashed n-grams (Qwen4-Exp): embeddings of the last tokens, added to residual streams that they match."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from plait.checkpoint.weights import Weights
+from plait.errors import UnsupportedModel
+from plait.memory import SlotState, State
+from plait.model.layers.layers import Batch, Norm
+from plait.model.mixers.mamba2 import DepthwiseConv
+from plait.model.mixers.registry import mixer
+from plait.ops.activation import combine
+from plait.ops.ngrams import LARGEST_ID, gate_by_match, hash_ngrams
+from plait.ops.rows import bind_table
+from plait.partition import Division, Rank
+from plait.rare_specs import NgramSpec
+from plait.state.store import StateStore
+
+
+def _words(s: NgramSpec) -> str:
+    heads = len(s.sizes) // (len(s.factors) - 1)
+    return f"n-grams of 2 to {len(s.factors)} tokens, {heads} hashes each × {s.dim}, conv of {s.taps}"
+
+
+def _divide(s: NgramSpec, rank: Rank, hidden_size: int) -> Division:
+    """Each rank has all of it, and nothing is summed: it reads few rows, and every stream."""
+    return Division(s, {}, sums=-1)
+
+
+@mixer(NgramSpec, _words, _divide)
+class Ngrams:
+    """`table` [rows, dim]; `key` and `value` read all of a token's rows; `conv` has gaps between its taps.
+
+    Its state is a sequence's last tokens, and the last inputs of the convolution. So a prompt may be cut
+    anywhere.
+    """
+
+    is_summed = True  # each rank computes the whole
+
+    def __init__(self, s: NgramSpec, w: Weights) -> None:
+        self.spec, self.name, hidden, device = s, w.prefix, w.target.hidden_size, w.target.device
+        self._dtype, self._shape, wide = w.target.dtype, (s.streams, hidden), s.streams * hidden
+        self._embed, self.table = bind_table(w.bind, w.weight("table.weight", (s.rows, s.dim)))
+        size = len(s.sizes) * s.dim
+        self._into = w.linear("key", "value", in_size=size, out_sizes=(wide, hidden))
+        self._query_norm, self._key_norm, self._conv_norm = (
+            Norm(s.norm, w.scope(f"{x}_norm"), wide, s.streams) for x in ("query", "key", "conv")
+        )
+        self.conv = DepthwiseConv(w, wide, (s.taps - 1) * s.gap + 1)
+        sizes = torch.tensor(s.sizes, dtype=torch.int64)
+        if s.end >= LARGEST_ID or int(sizes.sum()) > s.rows:
+            raise UnsupportedModel(
+                f"n-grams that end at token {s.end} have {int(sizes.sum())} rows in a table of {s.rows}; "
+                f"known: token ids below {LARGEST_ID}, and as many rows as the table has"
+            )
+        self._factors = torch.tensor(s.factors, dtype=torch.int64, device=device)
+        self._sizes, self._starts = sizes.to(device), (sizes.cumsum(0) - sizes).to(device)
+        self._hash, self._match, self._combine = w.bind(hash_ngrams), w.bind(gate_by_match), w.bind(combine)
+        tensors = {"tokens": ((len(s.factors) - 1,), "float32"), "conv": (self.conv.tail_shape, "model")}
+        self.states: dict[str, State] = {self.name: SlotState(tensors)}
+
+    def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
+        """x: [T, streams * hidden] -> its like."""
+        state, (streams, hidden) = store[self.name], self._shape
+        where = (batch.state_slots, batch.query_start, batch.has_history)
+        how = (self._factors, self._sizes, self._starts, self.spec.end)
+        rows = self._hash(batch.token_ids, state["tokens"], *where, *how)
+        found = self._embed(rows, self.table, 1.0, self._dtype)
+        key, value = self._into(found).split([streams * hidden, hidden], -1)
+        query, key = self._query_norm(x), self._key_norm(key)
+        query, key = query.unflatten(-1, self._shape), key.unflatten(-1, self._shape)
+        gated = self._match(query, key, value).flatten(1)
+        added: Tensor = self._combine(gated, self.conv(self._conv_norm(gated), batch, state["conv"]), 1.0)
+        return added
