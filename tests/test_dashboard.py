@@ -49,6 +49,20 @@ class Busy(Counts):
         return defaultdict(lambda: self._number)
 
 
+def make_trace(seconds: float) -> RequestTrace:
+    return RequestTrace(
+        request_id="r",
+        index=0,
+        arrival_s=0.0,
+        first_scheduled_s=0.1,
+        first_token_s=0.2,
+        finish_s=seconds,
+        finish_reason="stop",
+        num_prompt_tokens=10,
+        num_output_tokens=9,
+    )
+
+
 def make_engine(number: int) -> CollectorRegistry:
     """The metrics of an engine that has done something: more with a higher number."""
     metrics = Metrics(Busy(number))
@@ -59,7 +73,7 @@ def make_engine(number: int) -> CollectorRegistry:
         metrics.count_next(2, 0.05 * number)
         metrics.count_steps(2, 8 * number, 0.02 * number)
         metrics.count_draft(4, 1 + i % 2)
-        metrics.count_end(RequestTrace("r", 0, 0.0, 0.1, 0.2, 1.0 + i, "stop", 10, num_output_tokens=9))
+        metrics.count_end(make_trace(1.0 + i))
     found = CollectorRegistry(auto_describe=False)
     found.register(metrics)
     found.register(RemoteMetrics(lambda asked: False, lambda: (number, True)))
