@@ -167,7 +167,10 @@ def test_gateways_count_their_own_streams_and_show_the_same_replicas(world: Worl
     states = evaluate("max by (state) (plait_cluster_replicas)", world.gateways)
     assert states[frozenset({("state", "ready")})] == 2
     rows: Samples = [
-        ({NAME: "plait_cluster_moved_total", "gateway": name, "why": "replica", "same_arithmetic": "yes"}, value)
+        (
+            {NAME: "plait_cluster_moved_total", "gateway": name, "why": "replica", "same_arithmetic": "yes"},
+            value,
+        )
         for name, value in (("a", 2.0), ("b", 3.0))
     ]
     twice = [({**labels, "instance": instance}, value) for labels, value in rows for instance in ("p", "q")]
@@ -191,7 +194,9 @@ def test_the_dashboard_names_metrics_and_labels_that_servers_have(world: World) 
         assert names <= known.keys(), text
         shown |= {re.sub(r"_(bucket|count|sum)$", "", name) for name in names}
         labels = CLUSTER_LABELS.union({"instance"}, *(known[name] for name in names))
-        inside = {label for part in re.findall(r"\{([^}]*)\}", text) for label in re.findall(r"(\w+)[=!]", part)}
+        inside = {
+            label for part in re.findall(r"\{([^}]*)\}", text) for label in re.findall(r"(\w+)[=!]", part)
+        }
         grouped = {label for part in re.findall(r"by \(([^)]*)\)", text) for label in part.split(", ")}
         assert inside | grouped <= labels, text
     families = {re.sub(r"_(bucket|count|sum)$", "", name) for name in known}

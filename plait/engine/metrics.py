@@ -275,7 +275,9 @@ def read_families(collector: Collector) -> tuple[Family, ...]:
     """What a scrape gives, as plain values for another process."""
 
     def read(family: Metric) -> Family:
-        rows = tuple((s.name, dict(s.labels), float(s.value)) for s in family.samples)  # a value may be a bool
+        rows = tuple(
+            (s.name, dict(s.labels), float(s.value)) for s in family.samples
+        )  # a value may be a bool
         return family.name, family.documentation, family.type, rows
 
     return tuple(map(read, collector.collect()))

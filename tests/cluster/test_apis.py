@@ -71,7 +71,11 @@ def make_others() -> Iterator[tuple[str, Body]]:
 
 
 REQUESTS = [
-    *(request for i, draw in enumerate(DRAWS) for request in make_generating({**draw, "model": "bigrams"}, i)),
+    *(
+        request
+        for i, draw in enumerate(DRAWS)
+        for request in make_generating({**draw, "model": "bigrams"}, i)
+    ),
     *((path, {"model": "bigrams", **body}) for path, body in make_others()),
     *((path, body) for path, body in make_generating({**DRAWS[0], "model": "bigrams"}, 0)),  # cached
 ]
@@ -103,7 +107,9 @@ def test_answers_through_a_gateway_are_those_of_one_engine(answers: list[tuple[A
 
 
 def test_replies_are_there_and_what_is_refused_says_why(answers: list[tuple[Answer, Answer]]) -> None:
-    generated = [found for (path, body), (_, found) in zip(REQUESTS, answers, strict=True) if "stream" in body]
+    generated = [
+        found for (path, body), (_, found) in zip(REQUESTS, answers, strict=True) if "stream" in body
+    ]
     assert {answer.status for answer in generated} == {200}
     assert len({answer.body for answer in generated}) > len(generated) // 2
     refused = [found for _, found in answers if found.status >= 400]

@@ -22,7 +22,7 @@ from plait.errors import ConfigError
 APP, ENGINE, GATEWAY = "plait", "engine", "gateway"
 SLACK = 64  # calls to a replica that are no requests
 SCALER = "plait.cluster.ray_serve.scaler:WaitingWorkScaler"
-# Serve would run a gateway on a thread beside its own, and hand over every event of a stream by itself.
+# Serve would run a gateway on a thread of its own, and hand over every event of a stream by itself.
 ONE_LOOP = {"env_vars": {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}}
 REPORT_S = 1.0  # between two reports of a replica's load to Serve's controller
 

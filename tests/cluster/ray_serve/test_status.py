@@ -63,7 +63,18 @@ def test_the_file_of_a_config_is_one_that_ray_reads_and_builds() -> None:
     from ray._common.utils import import_attr
     from ray.serve.schema import ServeDeploySchema
 
-    options = ["--replicas", "2..8", "--cpus", "3", "--gateways", "3", "--max-num-seqs", "7", "--port", "8001"]
+    options = [
+        "--replicas",
+        "2..8",
+        "--cpus",
+        "3",
+        "--gateways",
+        "3",
+        "--max-num-seqs",
+        "7",
+        "--port",
+        "8001",
+    ]
     found = read_json(run_plait("cluster", "config", str(MODEL), *options))
     schema = ServeDeploySchema.model_validate(found)
     (application,) = schema.applications
