@@ -13,6 +13,7 @@ import argparse
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import statistics
@@ -121,7 +122,7 @@ def wait_ready(port: int, num_replicas: int = 0) -> None:
             link.request("GET", "/metrics")
             answer = link.getresponse()
             text = answer.read().decode()
-            is_there = f'plait_cluster_replicas{{state="ready"}} {num_replicas}.0' in text
+            is_there = re.search(rf'plait_cluster_replicas\{{[^}}]*state="ready"\}} {num_replicas}\.0', text)
             if answer.status == 200 and (is_there or not num_replicas):
                 return
         except (OSError, http.client.HTTPException):

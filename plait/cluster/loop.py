@@ -43,6 +43,7 @@ from plait.engine.fingerprint import Fingerprint
 from plait.engine.metrics import WAITS_S, Histogram
 from plait.errors import EngineError, PlaitError, QueueFull
 from plait.request import Request
+from plait.server.gateway.joined_metrics import JoinedMetrics
 from plait.version import __version__
 
 TICK_S = 0.1  # between two looks at silent replicas, time limits, and requests that wait
@@ -80,9 +81,10 @@ class ClusterLoop:
         self._links = ReplicaLinks(self.name, self._hear, self._lose)
         self._num_arriving = 0
         self._is_closing = False
-        self.registry = CollectorRegistry(auto_describe=False)
-        self.registry.register(ClusterMetrics(self))
+        own, self.registry = (CollectorRegistry(auto_describe=False) for _ in range(2))
+        own.register(ClusterMetrics(self))
         self._engine_metrics = ReplicaMetrics(self._ask_metrics)
+        self.registry.register(JoinedMetrics([(own, self.metric_labels)]))
         self.registry.register(self._engine_metrics)
         self.lease_seconds = Histogram("plait_cluster_lease_seconds", "How long leases last.", WAITS_S)
         self._loop = asyncio.new_event_loop()
@@ -131,6 +133,11 @@ class ClusterLoop:
     def change_adapter(self, name: str, path: str | None) -> None:
         """Refused: a replica that starts later would not have it."""
         raise EngineError("a cluster changes no adapters while it runs; start it with --lora NAME=PATH")
+
+    @property
+    def metric_labels(self) -> dict[str, str]:
+        """Of what this gateway counts itself: a scrape may reach any gateway of a cluster."""
+        return {"gateway": self.name}
 
     @property
     def healthy(self) -> bool:

@@ -273,8 +273,14 @@ class RemoteMetrics(Collector):
 
 def read_families(collector: Collector) -> tuple[Family, ...]:
     """What a scrape gives, as plain values for another process."""
-    families = collector.collect()
-    return tuple((f.name, f.documentation, f.type, tuple(s[:3] for s in f.samples)) for f in families)
+
+    def read(family: Metric) -> Family:
+        rows = tuple(
+            (s.name, dict(s.labels), float(s.value)) for s in family.samples
+        )  # a value may be a bool
+        return family.name, family.documentation, family.type, rows
+
+    return tuple(map(read, collector.collect()))
 
 
 def _gauge(name: str, about: str, value: float) -> Metric:

@@ -364,8 +364,8 @@ def test_what_is_measured_names_states_moves_and_routes() -> None:
             for sample in family.samples
             if sample.value and not sample.name.endswith(("_bucket", "_created"))
         }
-        assert found["plait_cluster_replicas"] == {"state": "ready", "value": 2}
-        assert found["plait_cluster_routed_total"] == {"why": "home", "value": 1}
+        assert found["plait_cluster_replicas"] == {"gateway": "gateway", "state": "ready", "value": 2}
+        assert found["plait_cluster_routed_total"] == {"gateway": "gateway", "why": "home", "value": 1}
         assert made.loop.max_open == 128
         assert made.loop.fingerprint == Fingerprint("m", "fp_1")
         assert made.loop.longest == 100

@@ -83,7 +83,8 @@ def read(stream: OutputStream, choices: Choices) -> None:
 class Replicas:
     """Real engines behind replica servers, and a gateway's front over them."""
 
-    def __init__(self) -> None:
+    def __init__(self, step_s: float = STEP_S) -> None:
+        self._step_s = step_s
         self.engines: dict[str, tuple[Front, ReplicaServer]] = {}
         self.loop = ClusterLoop(patience_s=5.0)
         language = Language(ByteTokenizer(), TurnTemplate(), {}, frozenset({EOS}))
@@ -92,8 +93,10 @@ class Replicas:
         self.front = Front("bigrams", self.engines["r0"][0].spec, CONTEXT, self.loop, language)
 
     def add(self, name: str) -> None:
-        engine = engine_front(STEP_S)
-        card = make_card(block_size=BLOCK, max_open=64, max_model_len=CONTEXT, longest=CONTEXT)
+        engine = engine_front(self._step_s)
+        own = engine.loop.fingerprint
+        limits = {"max_open": 64, "max_model_len": CONTEXT, "longest": CONTEXT}
+        card = make_card(block_size=BLOCK, model=own.model, arithmetic=own.arithmetic, **limits)
         self.engines[name] = engine, ReplicaServer(engine.loop, card, beat_s=0.05)
         self.loop.set_members({name: server.address for name, (_, server) in self.engines.items()})
 

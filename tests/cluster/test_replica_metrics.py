@@ -10,7 +10,8 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from plait.cluster.replica_metrics import ReplicaMetrics
-from plait.engine.metrics import Family
+from plait.cluster.wire import EngineMetrics, MessageDecoder, ToGateway, encode_message
+from plait.engine.metrics import Family, RemoteMetrics, read_families
 
 WAITING: Family = (
     "plait_requests_waiting",
@@ -24,6 +25,15 @@ ENDED: Family = (
     "counter",
     (("plait_requests_total", {"finish_reason": "stop"}, 7.0),),
 )
+
+
+def test_what_an_engine_reports_can_be_sent_whatever_numbers_it_has() -> None:
+    engine = CollectorRegistry(auto_describe=False)
+    engine.register(RemoteMetrics(lambda number: False, lambda: (2, True)))  # "up" is a bool there
+    sent = EngineMetrics(1, read_families(engine))
+    assert MessageDecoder(ToGateway).decode(encode_message(sent)) == sent
+    values = {name: value for *_, samples in sent.families for name, _, value in samples}
+    assert values == {"plait_engine_restarts_total": 2.0, "plait_engine_up": 1.0}
 
 
 class Ask:

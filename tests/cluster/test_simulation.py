@@ -39,6 +39,12 @@ def test_four_gateways_find_what_one_cache_would(script: ModuleType) -> None:
     assert row["found_share"] > 0.97 * row["one_replica_share"]  # one engine with the memory of all
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_four_replicas_find_what_one_with_four_times_the_memory_would(script: ModuleType, seed: int) -> None:
+    row = script.Simulation("cost", 4, gateways=2, seconds=120.0, seed=seed).run()
+    assert row["found_share"] > 0.95 * row["one_replica_share"]
+
+
 def test_rows_repeat_but_for_measured_times_and_are_json(script: ModuleType) -> None:
     options = script.parse(["--replicas", "1,3", "--seconds", "20", "--policies", "cost,home,two"])
     first, second = ([json.loads(json.dumps(row)) for row in script.rows(options)] for _ in range(2))

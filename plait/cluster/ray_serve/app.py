@@ -22,6 +22,8 @@ from plait.errors import ConfigError
 APP, ENGINE, GATEWAY = "plait", "engine", "gateway"
 SLACK = 64  # calls to a replica that are no requests
 SCALER = "plait.cluster.ray_serve.scaler:WaitingWorkScaler"
+# Serve would run a gateway on a thread of its own, and hand over every event of a stream by itself.
+ONE_LOOP = {"env_vars": {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}}
 REPORT_S = 1.0  # between two reports of a replica's load to Serve's controller
 
 
@@ -73,7 +75,7 @@ def make_app(model: str, engine: EngineConfig, server: ServerConfig, cluster: Cl
     gateways = serve.deployment(serve.ingress(lambda: serve_http)(ClusterGateway)).options(
         name=GATEWAY,
         num_replicas=cluster.gateways,
-        ray_actor_options={"num_cpus": 0.1},
+        ray_actor_options={"num_cpus": 0.1, "runtime_env": ONE_LOOP},
         max_ongoing_requests=4096,
         max_surge_percent=100,
         graceful_shutdown_timeout_s=max(server.shutdown_timeout_s, 1.0),

@@ -69,7 +69,7 @@ class ClusterGateway:
         card = await asyncio.to_thread(self._loop.first_card)
         parsers = Parsers(limits.tool_call_parser, limits.reasoning_parser)
         self._front = await asyncio.to_thread(make_front, card, self._loop, config, parsers)
-        traffic = Traffic(limits, tracing.recorder(limits))
+        traffic = Traffic(limits, tracing.recorder(limits), labels=self._loop.metric_labels)
         APPS.append(create_app(self._front, limits, traffic))
         watch = HeadWatch(ray.get_runtime_context().gcs_address, self._see_head)
         self._watching = asyncio.create_task(watch.run())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -25,7 +26,8 @@ OBJECT_STORE_NBYTES = 100 << 20  # of a cluster on this machine: tokens do not g
 # The environment for a Ray of our own: Serve would look after its proxy every 10 s.
 ENVIRONMENT = {"RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1"}
 CORES_BESIDE = 1  # as Ray counts them, for gateways and the controller
-ASK_S = 20.0
+ASK_S = 10.0  # for all gateways to answer
+REACH_S = 5.0
 
 
 def connect(address: str | None, num_cpus: int | None = None) -> None:
@@ -36,12 +38,24 @@ def connect(address: str | None, num_cpus: int | None = None) -> None:
         # "local": without it Ray would join another user's cluster on this machine.
         options |= {"address": "local", "num_cpus": num_cpus, "_node_ip_address": "127.0.0.1"}
     else:
+        _check_reachable(address)
         options |= {"address": address}
     try:
         ray.init(**options)
     except (ConnectionError, RuntimeError, ValueError) as error:
         what = "Ray does not start here" if address is None else f"no Ray cluster at {address}"
         raise ConfigError(f"address: {what}: {' '.join(str(error).split())}") from error
+
+
+def _check_reachable(address: str) -> None:
+    """Raises ConfigError where nothing listens. Ray itself tries for half a minute, and ends its process."""
+    host, _, port = address.rpartition(":")
+    if "://" in address or not host or not port.isdigit():
+        return  # auto, and what Ray alone can read
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), REACH_S).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"address: no Ray cluster at {address}: {error}") from error
 
 
 def run_cluster(

@@ -17,10 +17,10 @@ def exposition(models: ServedModels, traffic: Traffic) -> Response:
     Raises NotReady while the only model loads, because there is no engine yet.
     """
     text = b"".join(generate_latest(registry) for registry in models.registries())
-    text += generate_latest(traffic.registry)
+    text += generate_latest(join_metrics([(traffic.registry, traffic.labels)]))
     if traffic.config.metrics_vllm_names:
         fronts = models.fronts().items()
         renamed = (aliases(front.loop.registry, name, front.healthy) for name, front in fronts)
         text += generate_latest(join_metrics((registry, {}) for registry in renamed))
-        text += generate_latest(traffic.per_request.registry)
+        text += generate_latest(join_metrics([(traffic.per_request.registry, traffic.labels)]))
     return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST, "Cache-Control": "no-store"})

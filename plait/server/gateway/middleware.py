@@ -81,8 +81,13 @@ class Traffic:
         log: LogWriter | None = None,
         *,
         names_models: bool = False,
+        labels: Mapping[str, str] | None = None,
     ) -> None:
-        """`names_models`: metrics of requests have the label `model`, "" where none was found."""
+        """`names_models`: metrics of requests have the label `model`, "" where none was found.
+
+        `labels`: of every sample, where several servers are scraped as one.
+        """
+        self.labels = dict(labels or {})
         self._names_models = names_models
         models = ["model"] if names_models else []
         self.config, self._recorder = config, recorder

@@ -76,22 +76,31 @@ class Aliases(Collector):
         found = Family("vllm:cache_config_info", family.documentation, "gauge")
         for sample in family.samples:
             labels = {theirs: sample.labels[ours] for ours, theirs in CACHE_LABELS.items()}
-            found.add_sample(found.name, {**labels, **self._labels}, sample.value)
+            found.add_sample(found.name, {**labels, **_engine_of(sample), **self._labels}, sample.value)
         return found
 
     def _finished(self, family: Metric) -> Metric:
         found = Family("vllm:request_success", family.documentation, "counter")
         for sample in family.samples:
             reason = FINISHED.get(sample.labels["finish_reason"], sample.labels["finish_reason"])
-            labels = {"finished_reason": reason, **self._labels}
+            labels = {"finished_reason": reason, **_engine_of(sample), **self._labels}
             found.add_sample(f"{found.name}_total", labels, sample.value)
         return found
 
     def _preempted(self, family: Metric) -> Metric:
         found = Family("vllm:num_preemptions", family.documentation, "counter")
-        total = sum(sample.value for sample in family.samples)
-        found.add_sample(f"{found.name}_total", self._labels, total)
+        totals: dict[tuple[tuple[str, str], ...], float] = {}
+        for sample in family.samples:
+            engine = tuple(_engine_of(sample).items())
+            totals[engine] = totals.get(engine, 0.0) + sample.value
+        for engine, total in totals.items():
+            found.add_sample(f"{found.name}_total", {**dict(engine), **self._labels}, total)
         return found
+
+
+def _engine_of(sample: Sample) -> dict[str, str]:
+    """The label of the engine, where a gateway shows several."""
+    return {name: value for name, value in sample.labels.items() if name == "replica"}
 
 
 _MADE: Mapping[str, Callable[[Aliases, Metric], Metric]] = {

@@ -6,6 +6,8 @@ import http.client
 import json
 import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -78,6 +80,18 @@ class RunningCluster:
             time.sleep(0.2)
         raise AssertionError(f"{number} replicas are not ready: {self.pids()} {found}")
 
+    def wait_gateways(self, number: int) -> None:
+        """Until exactly so many gateways run, and Serve counts no other."""
+        from ray import serve
+
+        until = time.monotonic() + MOST_S
+        while time.monotonic() < until:
+            states = serve.status().applications["plait"].deployments["gateway"].replica_states
+            if states == {"RUNNING": number} and len(self.pids("gateway")) == number:
+                return
+            time.sleep(0.2)
+        raise AssertionError(f"{number} gateways do not run: {states}")
+
     def wait_served(self) -> None:
         """Until clients are answered."""
         until = time.monotonic() + MOST_S
@@ -93,6 +107,10 @@ class RunningCluster:
         from ray import serve
 
         return serve.get_deployment_handle("gateway", "plait").describe.remote().result(timeout_s=20)
+
+    def ask_status(self) -> subprocess.CompletedProcess[str]:
+        """What `plait cluster status --json` answers."""
+        return run_plait("cluster", "status", "--address", self.nodes.address, "--json")
 
     def moved(self) -> dict[str, int]:
         """Streams that moved, by cause and whether the arithmetic is the same: "replica yes"."""
@@ -227,6 +245,18 @@ class RunningCluster:
                 thread.join()
         assert {reply.error for reply in replies} == {""}
         assert sorted(reply.text for reply in replies) == sorted(wanted)
+
+
+def run_plait(*words: str) -> subprocess.CompletedProcess[str]:
+    """A command of `plait`, to its end."""
+    command = [sys.executable, "-m", "plait", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=MOST_S)
+
+
+def read_json(answer: subprocess.CompletedProcess[str]) -> Any:
+    """What a command that went well has printed."""
+    assert answer.returncode == 0, answer.stderr
+    return json.loads(answer.stdout)
 
 
 def take(reply: StreamedReply, event: dict[str, Any], on_event: Callable[[int], None]) -> None:
