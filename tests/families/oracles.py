@@ -10,7 +10,9 @@ from torch import Tensor
 from tests.families import (
     hymba_oracle,
     jet_oracle,
+    kimi_k3_oracle,
     ling_oracle,
+    minicpm_sala_oracle,
     plamo2_oracle,
     plamo3_oracle,
     rwkv7_oracle,
@@ -22,7 +24,9 @@ Config = dict[str, Any]
 ORACLES: Mapping[str, tuple[Config, Callable[[Config], dict[str, Tensor]]]] = {
     "hymba": (hymba_oracle.CONFIG, hymba_oracle.checkpoint),
     "jet_nemotron": (jet_oracle.CONFIG, jet_oracle.checkpoint),
+    "kimi_k3": (kimi_k3_oracle.CONFIG, lambda _: kimi_k3_oracle.checkpoint(kimi_k3_oracle.TEXT)),
     "ling": (ling_oracle.CONFIG, ling_oracle.checkpoint),
+    "minicpm_sala": (minicpm_sala_oracle.CONFIG, minicpm_sala_oracle.checkpoint),
     "plamo2": (plamo2_oracle.CONFIG, plamo2_oracle.checkpoint),
     "plamo3": (plamo3_oracle.CONFIG, plamo3_oracle.checkpoint),
     "rwkv7": (rwkv7_oracle.CONFIG, rwkv7_oracle.checkpoint),
