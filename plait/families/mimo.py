@@ -95,7 +95,6 @@ def _widen_columns(narrow: int, wide: int, source: str) -> Derived:
 def _gguf_names(c: Config) -> Rules:
     b, scale, widths = "blk.{i}", c["attention_value_scale"] or 1.0, (c["v_head_dim"], c["head_dim"])
     names: dict[str, Source | tuple[Source, ...]] = {
-        f"{ATTN}.v.weight": _widen_rows(scale, *widths, f"{b}.attn_v.weight"),
         f"{ATTN}.v.bias": _widen_rows(scale, *widths, f"{b}.attn_v.bias"),
         f"{ATTN}.o.weight": _widen_columns(*widths, f"{b}.attn_output.weight"),
         f"{ATTN}.sinks": f"{b}.attn_sinks.weight",
