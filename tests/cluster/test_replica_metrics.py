@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from plait.cluster.replica_metrics import ReplicaMetrics
 from plait.cluster.wire import EngineMetrics, MessageDecoder, ToGateway, encode_message
 from plait.engine.metrics import Family, RemoteMetrics, read_families
+from plait.server.gateway.vllm_metrics import Aliases
 
 WAITING: Family = (
     "plait_requests_waiting",
@@ -103,3 +104,19 @@ def test_a_scrape_waits_for_the_replicas_that_it_asks_and_takes_the_last_report_
             ("plait_requests_total", "two", "stop"): 7.0,
         }
     assert ask.numbers == [1, 2]
+
+
+def test_replicas_stay_apart_under_vllms_names() -> None:
+    metrics = ReplicaMetrics(Ask())
+    sizes = {"block_size": "16", "num_blocks": "9", "num_slots": "2", "arithmetic": "fp_1"}
+    cache: Family = ("plait_cache_config_info", "", "gauge", (("plait_cache_config_info", sizes, 1.0),))
+    kinds = tuple(("plait_preemptions_total", {"kind": kind}, 2.0) for kind in ("swap", "recompute"))
+    for replica in ("one", "two"):
+        metrics.arrive(replica, 1, (WAITING, ENDED, cache, ("plait_preemptions", "", "counter", kinds)))
+    ours = CollectorRegistry(auto_describe=False)
+    ours.register(metrics)
+    samples = [sample for family in Aliases(ours, "tiny").collect() for sample in family.samples]
+    values = {(sample.name, sample.labels["replica"]): sample.value for sample in samples}
+    assert len(values) == len(samples) == 8
+    assert values["vllm:num_preemptions_total", "two"] == 4.0
+    assert values["vllm:request_success_total", "one"] == 7.0
