@@ -35,7 +35,7 @@ from plait.ops.ngrams import LEAST, gate_by_match, hash_ngrams
 
 
 @inline
-def token_at(ids: Int, known: Int, past: Int, first: Int, t: Int, end: Int) -> np.int64:
+def token_at(ids: Int, known: Int, past: Int, first: Int, t: Int, end: Int) -> Int:
     """Token t of a step, of the sequence that begins at token `first`; `known`: the `past` ids before it, or
     0: there are none."""
     if t >= first:
@@ -56,10 +56,10 @@ def hash_tokens(frame: int, args: int, thread: int, threads: int) -> None:
         home = before + slot * slot_bytes
         known = home if has_past != 0 else np.int64(0)
         for t in range(first, first + count):
-            number = get_i64(ids + 8 * t) * get_i64(factors)
+            number: Int = get_i64(ids + 8 * t) * get_i64(factors)
             ended = False
             for k in range(1, past + 1):
-                token = end if ended else token_at(ids, known, past, first, t - k, end)
+                token: Int = end if ended else token_at(ids, known, past, first, t - k, end)
                 ended = ended or token == end
                 number ^= token * get_i64(factors + 8 * k)
                 for head in range((k - 1) * heads, k * heads):
