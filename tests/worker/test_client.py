@@ -594,7 +594,7 @@ def test_tokens_of_one_interval_cross_in_one_event() -> None:
     for name, index, interval, count in (("fours", 0, 4, 11), ("fours", 1, 4, 11), ("whole", 0, 64, 70)):
         events = reader.events[name, index]
         first, *others = [n for e in events if (n := len(e.token_ids))]
-        # A plan of several steps may make an event longer. The end is emitted as two: the last stays as it came.
+        # Several steps at once may make an event longer. The end is two events: the last stays as it came.
         assert (first, first + sum(others)) == (1, count)
         assert all(interval <= n < interval + MOST_STEPS for n in others[:-2]), others
         seed = choice_seed(0, index)
