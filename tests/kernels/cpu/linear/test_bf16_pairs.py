@@ -14,18 +14,19 @@ import torch
 from torch import Tensor
 
 from plait.kernels.cpu.codegen.target import NEEDED, TARGETS, host_features
-from plait.kernels.cpu.linear.packed import multiply
 from plait.kernels.load import executor, load_kernels
 from plait.ops.linear import Linear
 from plait.ops.registry import OpFacts
 from plait.quant.weight import Dense
 
-load_kernels()
-dense = import_module("plait.kernels.cpu.linear.dense")
-codes = import_module("plait.kernels.cpu.linear.bf16_codes")
 SIZES = ((64, 32), (63, 130), (1025, 17), (5, 1), (2, 16), (576, 321))
 ROOT = Path(__file__).resolve().parents[4]
 ABLE = [isa for isa in TARGETS if isa != "native" and NEEDED.get(isa, set()) <= host_features()]
+
+
+def kernels(name: str) -> Any:
+    """A module of kernels, once it is known which target they are for."""
+    return import_module(f"plait.kernels.cpu.linear.{name}")
 
 
 def linear_on(cpu: Any, weight: Tensor, bias: Tensor | None = None) -> Linear:
@@ -48,9 +49,9 @@ def in_order(x: Tensor, weight: Tensor) -> Tensor:
     """
     n = x.shape[1]
     x, w = (torch.nn.functional.pad(t.bfloat16().double(), (0, n % 2)) for t in (x, weight))
-    out, k = None, 0
+    (out, k), chunk = (None, 0), kernels("dense").PAIRS_CHUNK
     while k < n:
-        count = n - k if n - k < dense.PAIRS_CHUNK * 3 // 2 else dense.PAIRS_CHUNK
+        count = n - k if n - k < chunk * 3 // 2 else chunk
         s = torch.zeros(len(x), len(w))
         for p in range(k, k + count, 2):
             for i in (p + 1, p):
@@ -83,7 +84,7 @@ def test_twelve_bits_give_the_bits_of_sixteen(cpu: Any, monkeypatch: pytest.Monk
     weight, x = random_matrix(1304, 200), torch.randn(201, 1304)
     weight[3, -8:], weight[:, 9], weight[199, 1303] = 1e-20, -1e-25, 1e-36
     short = linear_on(cpu, weight)
-    monkeypatch.setattr(codes, "HERE", False)
+    monkeypatch.setattr(kernels("bf16_codes"), "HERE", False)
     plain = linear_on(cpu, weight)
     for rows in (1, 2, 3, 5, 12, 13, 201):
         assert torch.equal(short(x[:rows]), plain(x[:rows]))
@@ -91,9 +92,9 @@ def test_twelve_bits_give_the_bits_of_sixteen(cpu: Any, monkeypatch: pytest.Monk
 
 def test_rows_may_lie_apart_and_nothing_is_written_behind_the_last_output(cpu: Any) -> None:
     weight, x = random_matrix(67, 21), torch.randn(9, 200)
-    packed = dense.pack_pairs(cpu, Dense(weight), torch.float32)
+    packed = kernels("dense").pack_pairs(cpu, Dense(weight), torch.float32)
     out = torch.full((9, 64), 5.0)
-    multiply(cpu, x[:, 7:74], packed, None, "bfloat16", out=out[:, :21])
+    kernels("packed").multiply(cpu, x[:, 7:74], packed, None, "bfloat16", out=out[:, :21])
     assert torch.equal(out[:, :21], in_order(x[:, 7:74], weight))
     assert bool((out[:, 21:] == 5.0).all())
 
