@@ -15,8 +15,8 @@ and on no chunk of a prompt.
 
 Entries of a cache are one behind the other, [block_size, kv_heads, width], as `ops.entry` describes them.
 Only codes of keys and values lie otherwise, so that they are read 16 bytes at a time: in each block, codes
-of all its entries, [block_size, kv_heads, d], then their scales. `place` writes them. Keys are mixed before
-they become codes, and queries with them (`mix`).
+of all its entries, [block_size, kv_heads, d], then their scales. `place` writes them. Keys and values are
+mixed before they become codes (`mix`): queries with keys, and sums of values are turned back.
 
 Which program is the last of a tile is counted in `counters`, one for a tile and kv head, that are 0 between
 launches: `count_items` writes zeros, and the last program writes one again. Its addition is a release of what
@@ -273,7 +273,11 @@ def attend(
                     acc = acc * before[:, None] + values * now[:, None]
         if is_whole:
             sums = tl.where(there, sums, 1.0)  # a row that is not there may see no key
-            result = (acc / sums[:, None]).to(out.dtype.element_ty)
+            result = acc / sums[:, None]
+            if STAGES:
+                factor: tl.constexpr = 1.0 / (1 << STAGES)
+                result = mix_columns(result, BM, DP, STAGES) * factor
+            result = result.to(out.dtype.element_ty)
             at_out = (place * (KVH * G) + head) * D
             tl.store(out + at_out[:, None] + d[None, :], result, mask=there[:, None] & (d < D)[None, :])
 

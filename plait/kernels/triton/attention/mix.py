@@ -1,4 +1,4 @@
-"""Columns of queries and keys, mixed by a Walsh-Hadamard transform before keys become codes (`ops.entry`)."""
+"""Columns of heads, mixed by a Walsh-Hadamard transform before they become codes (`ops.entry`)."""
 
 from __future__ import annotations
 

@@ -233,7 +233,7 @@ def place_head_rows(
         if GROUP:
             _store_codes(
                 v_cache, v_words, slot // PAGE, slot % PAGE, v + token * v_row, x_head, head,
-                HB, KVH, D, DP, VW, PAGE, D, 0,
+                HB, KVH, D, DP, VW, PAGE, D, STAGES,
             )  # fmt: skip
         else:
             a, b, rest = _finish_heads(
