@@ -11,10 +11,10 @@ as bfloat16; padding]. A number is offset + code · step, codes being 0 to 15: c
 of their own, so that steps from the smallest number to the largest are shorter than steps around 0.
 
 Keys of heads, and values of int8, are mixed before they become codes. A few of their columns are far larger
-than the others, and under a common scale such a column has nearly all the error. A Walsh-Hadamard transform H
-spreads them evenly (QuaRot: Ashkboos et al. 2024). H is symmetric and H · H = n, so that q · k = (H q) · (H k)
-/ n, and a sum of values is H / n times that of mixed ones. A kernel mixes its queries, and turns its outputs
-back; never keys or values.
+than the others, and under a common scale such a column has nearly all the error. A Walsh-Hadamard transform
+H spreads them evenly (QuaRot: Ashkboos et al. 2024). H is symmetric and H · H = n. So q · k is
+(H q) · (H k) / n, and a sum of values is H / n times that of mixed ones. A kernel mixes its queries and
+turns its outputs back; never keys or values.
 """
 
 from __future__ import annotations

@@ -113,11 +113,13 @@ def mix_heads(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """q [T, heads, d], k and v [T, kv_heads, d], float32, each head mixed. Raises ShapeMismatch."""
     rows, mixed = TensorRows.of(q), count_mixed(q.shape[-1])
-    more = [(q, *rows.strides, 0) if x is None else (x, *TensorRows.of(x).strides, x.shape[1]) for x in (k, v)]
-    k_heads, v_heads = more[0][-1], more[1][-1]
+    of_k, of_v = (
+        (q, *rows.strides, 0) if x is None else (x, *TensorRows.of(x).strides, x.shape[1]) for x in (k, v)
+    )
+    k_heads, v_heads = of_k[-1], of_v[-1]
     out = cpu.empty(rows.count, rows.heads + k_heads + v_heads, rows.width)
     cpu.launch(
-        mix_rows, q, *rows.strides, rows.heads, *more[0], *more[1], rows.width, mixed, out,
+        mix_rows, q, *rows.strides, rows.heads, *of_k, *of_v, rows.width, mixed, out,
         rows=rows.count, scratch=8 * mixed,
     )  # fmt: skip
     parts = out.split([rows.heads, k_heads, v_heads], 1)
@@ -127,6 +129,4 @@ def mix_heads(
 def turn_back(cpu: Executor, x: Tensor) -> None:
     """x [T, heads, d], dense float32: sums of mixed values become sums of values, in place."""
     rows, mixed = TensorRows.of(x), count_mixed(x.shape[-1])
-    cpu.launch(
-        turn_rows, x, rows.heads, rows.width, mixed, 1 / mixed, rows=rows.count, scratch=8 * mixed
-    )
+    cpu.launch(turn_rows, x, rows.heads, rows.width, mixed, 1 / mixed, rows=rows.count, scratch=8 * mixed)
