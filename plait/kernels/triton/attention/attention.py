@@ -37,7 +37,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plait.kernels.triton.attention.mix import count_stages, mix_columns
+from plait.kernels.triton.attention.mix import count_stages, mix_columns, turn_back, turn_form
 from plait.kernels.triton.attention.place import entry_places, place_all_heads, why_no_codes
 from plait.kernels.triton.forms import KernelForm
 from plait.kernels.triton.maths import tanh
@@ -273,11 +273,7 @@ def attend(
                     acc = acc * before[:, None] + values * now[:, None]
         if is_whole:
             sums = tl.where(there, sums, 1.0)  # a row that is not there may see no key
-            result = acc / sums[:, None]
-            if STAGES:
-                factor: tl.constexpr = 1.0 / (1 << STAGES)
-                result = mix_columns(result, BM, DP, STAGES) * factor
-            result = result.to(out.dtype.element_ty)
+            result = (acc / sums[:, None]).to(out.dtype.element_ty)
             at_out = (place * (KVH * G) + head) * D
             tl.store(out + at_out[:, None] + d[None, :], result, mask=there[:, None] & (d < D)[None, :])
 
@@ -390,6 +386,7 @@ def _attend_over(
     -> [T, heads, dim]. `step`: where the work list of the step is, or is left."""
     table, query_start, seq_lens = where
     k_cache, v_cache = caches
+    mixed = layout.codes.mixed if layout.codes else 1  # columns, of values too
     out = torch.empty(*q.shape[:2], layout.dim, dtype=q.dtype, device=q.device)
     if not len(q):
         return out
@@ -412,7 +409,7 @@ def _attend_over(
         **shared,
         **layout.attention(k_cache, v_cache, sinks is not None, slopes is not None),
     )  # fmt: skip
-    return out
+    return out if mixed == 1 else turn_back(out, mixed)
 
 
 @cache
@@ -527,3 +524,4 @@ def forms() -> Iterator[KernelForm]:
     yield KernelForm(
         "count_items", count_items, POINTERS, {**few, "WINDOW": 0, "SPLIT": SPLIT, "TILES": MOST_TILES}
     )
+    yield from (turn_form(dim) for dim in (64, 128, 256))
