@@ -10,10 +10,11 @@ low half and that of column i + 16 in its high half; a step and an offset for ea
 as bfloat16; padding]. A number is offset + code · step, codes being 0 to 15: columns of keys lie around means
 of their own, so that steps from the smallest number to the largest are shorter than steps around 0.
 
-Keys of heads are mixed before they become codes. A few of their columns are far larger than the others, and
-under a common scale such a column has nearly all the error of a score. A Walsh-Hadamard transform H spreads
-them evenly (QuaRot: Ashkboos et al. 2024). H is symmetric and H · H = n, so that q · k = (H q) · (H k) / n.
-A kernel mixes its queries, and never turns keys back.
+Keys of heads, and values of int8, are mixed before they become codes. A few of their columns are far larger
+than the others, and under a common scale such a column has nearly all the error. A Walsh-Hadamard transform
+H spreads them evenly (QuaRot: Ashkboos et al. 2024). H is symmetric and H · H = n. So q · k is
+(H q) · (H k) / n, and a sum of values is H / n times that of mixed ones. A kernel mixes its queries and
+turns its outputs back; never keys or values.
 """
 
 from __future__ import annotations
@@ -165,7 +166,7 @@ def key_codes(dim: int) -> Codes:
 
 def value_codes(dim: int) -> Codes:
     """The int8 form of one head's value of `dim` columns."""
-    return Codes(dim, dim)
+    return Codes(dim, dim, mixed=count_mixed(dim))
 
 
 def latent_codes(kv_rank: int, rope_dim: int) -> Codes:

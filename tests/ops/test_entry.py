@@ -24,6 +24,7 @@ FORMS = [
     key_codes(64),
     key_codes(40),
     value_codes(20),
+    value_codes(64),
     latent_codes(512, 64),
     latent_codes(20, 6),
     Codes(100, 32, 3, 8),
@@ -86,6 +87,14 @@ def test_a_column_of_keys_that_is_far_larger_costs_the_others_little(kept: torch
     plain = replace(form, mixed=1)
     errors = [((f.decode(f.encode(keys)) - keys) @ queries).square().mean() for f in (form, plain)]
     assert errors[0] < 0.5 * errors[1]
+
+
+def test_a_column_of_values_that_is_far_larger_costs_the_others_little() -> None:
+    values, form = torch.randn(200, 64), value_codes(64)
+    values[:, 5] *= 60
+    plain = replace(form, mixed=1)
+    errors = [(f.decode(f.encode(values)) - values).square().mean() for f in (form, plain)]
+    assert errors[0] < 0.2 * errors[1]
 
 
 def test_both_signs_are_rounded_alike() -> None:

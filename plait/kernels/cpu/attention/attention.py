@@ -8,7 +8,8 @@ Int8 lies by groups of sixteen tokens with their scales behind them, rounded as 
 [kv head][sixteen tokens][codes (keys: [column][token], values: [token][column]), scales (keys: [group of
 columns][token], values: [token])]. Int4 keys lie so, too: [codes [column pair][token], the even column in the
 lower half; then of each group of columns steps [token] and offsets [token]]. A token's int4 values, and a
-latent, lie as `ops.entry` says. Keys are mixed before they become codes, and queries with them (`mix`).
+latent, lie as `ops.entry` says. Keys, and values of int8, are mixed before they become codes (`mix`): queries
+with keys, and what is a sum of values is turned back.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
-from plait.kernels.cpu.attention.mix import mix_heads
+from plait.kernels.cpu.attention.mix import mix_heads, turn_back
 from plait.kernels.cpu.attention.source import Form, module, record_bytes
 from plait.kernels.cpu.codegen.kernel import Kernel, inline, kernel
 from plait.kernels.cpu.codegen.kinds import Int
@@ -328,7 +329,8 @@ def attend(
         if each is not None:
             dense(name, each, rows.heads)
     if kept in CODED:
-        q, k = mix_heads(cpu, q, k)
+        q, k, mixed_v = mix_heads(cpu, q, k, v if kept == "int8" else None)
+        v = v if mixed_v is None else mixed_v
         rows, scale = TensorRows.of(q), scale / count_mixed(d)
     if k is not None and v is not None:
         _store(cpu, k, v, k_cache, v_cache, slot_mapping)
@@ -343,6 +345,8 @@ def attend(
         slopes,
         rows=rows.count, seqs=seq_lens.shape[0], scratch=chosen.scratch(d, d), shared=apart,
     )  # fmt: skip
+    if kept == "int8":
+        turn_back(cpu, out)
     return out
 
 

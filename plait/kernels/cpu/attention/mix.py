@@ -1,4 +1,4 @@
-"""Queries and keys, mixed by a Walsh-Hadamard transform before keys become codes (`plait.ops.entry`).
+"""Heads, mixed by a Walsh-Hadamard transform before they become codes (`plait.ops.entry`).
 
 n columns in n / 16 vectors; every stage is the same, as in Pease (1968):
 
@@ -10,6 +10,7 @@ The number of a column rotates by one bit in a stage, so after all stages it is 
 
 from __future__ import annotations
 
+import numpy as np
 from torch import Tensor
 
 from plait.kernels.cpu.codegen.kernel import inline, kernel
@@ -20,8 +21,12 @@ from plait.kernels.cpu.codegen.vec import (
     interleave_high,
     interleave_low,
     load_f32,
+    load_some,
+    mul,
     put_f32,
+    spread,
     store_f32,
+    store_some,
     sub,
     words,
 )
@@ -33,7 +38,7 @@ from plait.ops.entry import count_mixed
 
 @inline
 def mix_vectors(x: Int, n: Int, spare: Int, out: Int) -> None:
-    """n floats at x, a power of two from 32 on -> out. spare: of as many, twice."""
+    """n floats at x, a power of two from 32 on -> out, which may be x. spare: of as many, twice."""
     source, stages = x, 0
     while n >> stages > 1:
         stages += 1
@@ -62,31 +67,66 @@ def mix_few(x: Int, n: Int, out: Int) -> None:
         half //= 2
 
 
+@inline
+def mix_head(x: Int, d: Int, mixed: Int, spare: Int, out: Int) -> None:
+    """d floats at x -> out, which may be x: every `mixed` neighbours. spare: of that many, twice."""
+    for i in range(0, d, mixed):
+        if mixed >= 32:
+            mix_vectors(x + 4 * i, mixed, spare, out + 4 * i)
+        else:
+            mix_few(x + 4 * i, mixed, out + 4 * i)
+
+
 @kernel
 def mix_rows(frame: int, args: int, thread: int, threads: int) -> None:
-    """q, its strides, heads, k, its strides, kv_heads, d, columns that are mixed, out (dense)."""
-    q, q_row, q_head, heads, k, k_row, k_head, kv_heads, d, mixed, out = words(args, 2, 13)
-    each, spare = heads + kv_heads, scratch_of(frame, thread)
+    """q, its strides, heads, k, its strides, heads, v, its strides, heads, d, columns that are mixed, out
+    (dense)."""
+    q, q_row, q_head, heads, k, k_row, k_head, k_heads = words(args, 2, 10)
+    v, v_row, v_head, v_heads, d, mixed, out = words(args, 10, 17)
+    each, spare = heads + k_heads + v_heads, scratch_of(frame, thread)
     items = rows_of(frame, args) * each
     for item in range(items * thread // threads, items * (thread + 1) // threads):
         token, head = item // each, item % each
         x = q + token * q_row + head * q_head
-        if head >= heads:
+        if head >= heads + k_heads:
+            x = v + token * v_row + (head - heads - k_heads) * v_head
+        elif head >= heads:
             x = k + token * k_row + (head - heads) * k_head
-        for i in range(0, d, mixed):
-            if mixed >= 32:
-                mix_vectors(x + 4 * i, mixed, spare, out + 4 * (item * d + i))
-            else:
-                mix_few(x + 4 * i, mixed, out + 4 * (item * d + i))
+        mix_head(x, d, mixed, spare, out + 4 * item * d)
 
 
-def mix_heads(cpu: Executor, q: Tensor, k: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """q [T, heads, d] and k [T, kv_heads, d], float32, each head mixed. Raises ShapeMismatch."""
+@kernel
+def turn_rows(frame: int, args: int, thread: int, threads: int) -> None:
+    """x (dense), heads, d, columns that are mixed, 1 / as many. In place."""
+    x, heads, d, mixed = words(args, 2, 6)
+    items, spare, factor = rows_of(frame, args) * heads, scratch_of(frame, thread), spread(get_f32(args + 48))
+    for item in range(items * thread // threads, items * (thread + 1) // threads):
+        at = x + 4 * item * d
+        mix_head(at, d, mixed, spare, at)
+        for i in range(0, d, 16):
+            count = np.int32(d - i)
+            store_some(at + 4 * i, mul(load_some(at + 4 * i, count), factor), count)
+
+
+def mix_heads(
+    cpu: Executor, q: Tensor, k: Tensor | None, v: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """q [T, heads, d], k and v [T, kv_heads, d], float32, each head mixed. Raises ShapeMismatch."""
     rows, mixed = TensorRows.of(q), count_mixed(q.shape[-1])
-    own, kv_heads = (rows, 0) if k is None else (TensorRows.of(k), k.shape[1])
-    out = cpu.empty(rows.count, rows.heads + kv_heads, rows.width)
+    of_k, of_v = (
+        (q, *rows.strides, 0) if x is None else (x, *TensorRows.of(x).strides, x.shape[1]) for x in (k, v)
+    )
+    k_heads, v_heads = of_k[-1], of_v[-1]
+    out = cpu.empty(rows.count, rows.heads + k_heads + v_heads, rows.width)
     cpu.launch(
-        mix_rows, q, *rows.strides, rows.heads, q if k is None else k, *own.strides, kv_heads, rows.width,
-        mixed, out, rows=rows.count, scratch=8 * mixed,
+        mix_rows, q, *rows.strides, rows.heads, *of_k, *of_v, rows.width, mixed, out,
+        rows=rows.count, scratch=8 * mixed,
     )  # fmt: skip
-    return out[:, : rows.heads], None if k is None else out[:, rows.heads :]
+    parts = out.split([rows.heads, k_heads, v_heads], 1)
+    return parts[0], None if k is None else parts[1], None if v is None else parts[2]
+
+
+def turn_back(cpu: Executor, x: Tensor) -> None:
+    """x [T, heads, d], dense float32: sums of mixed values become sums of values, in place."""
+    rows, mixed = TensorRows.of(x), count_mixed(x.shape[-1])
+    cpu.launch(turn_rows, x, rows.heads, rows.width, mixed, 1 / mixed, rows=rows.count, scratch=8 * mixed)

@@ -15,8 +15,8 @@ and on no chunk of a prompt.
 
 Entries of a cache are one behind the other, [block_size, kv_heads, width], as `ops.entry` describes them.
 Only codes of keys and values lie otherwise, so that they are read 16 bytes at a time: in each block, codes
-of all its entries, [block_size, kv_heads, d], then their scales. `place` writes them. Keys are mixed before
-they become codes, and queries with them (`mix`).
+of all its entries, [block_size, kv_heads, d], then their scales. `place` writes them. Keys and values are
+mixed before they become codes (`mix`): queries with keys, and sums of values are turned back.
 
 Which program is the last of a tile is counted in `counters`, one for a tile and kv head, that are 0 between
 launches: `count_items` writes zeros, and the last program writes one again. Its addition is a release of what
@@ -37,7 +37,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plait.kernels.triton.attention.mix import count_stages, mix_columns
+from plait.kernels.triton.attention.mix import count_stages, mix_columns, turn_back, turn_form
 from plait.kernels.triton.attention.place import entry_places, place_all_heads, why_no_codes
 from plait.kernels.triton.forms import KernelForm
 from plait.kernels.triton.maths import tanh
@@ -386,6 +386,7 @@ def _attend_over(
     -> [T, heads, dim]. `step`: where the work list of the step is, or is left."""
     table, query_start, seq_lens = where
     k_cache, v_cache = caches
+    mixed = layout.codes.mixed if layout.codes else 1  # columns, of values too
     out = torch.empty(*q.shape[:2], layout.dim, dtype=q.dtype, device=q.device)
     if not len(q):
         return out
@@ -408,7 +409,7 @@ def _attend_over(
         **shared,
         **layout.attention(k_cache, v_cache, sinks is not None, slopes is not None),
     )  # fmt: skip
-    return out
+    return out if mixed == 1 else turn_back(out, mixed)
 
 
 @cache
@@ -523,3 +524,4 @@ def forms() -> Iterator[KernelForm]:
     yield KernelForm(
         "count_items", count_items, POINTERS, {**few, "WINDOW": 0, "SPLIT": SPLIT, "TILES": MOST_TILES}
     )
+    yield from (turn_form(dim) for dim in (64, 128, 256))

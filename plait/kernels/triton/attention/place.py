@@ -233,7 +233,7 @@ def place_head_rows(
         if GROUP:
             _store_codes(
                 v_cache, v_words, slot // PAGE, slot % PAGE, v + token * v_row, x_head, head,
-                HB, KVH, D, DP, VW, PAGE, D, 0,
+                HB, KVH, D, DP, VW, PAGE, D, STAGES,
             )  # fmt: skip
         else:
             a, b, rest = _finish_heads(
@@ -328,14 +328,20 @@ def place_latent_rows(
 
 
 def _head_sizes(
-    heads: int, kv_heads: int, dim: int, norms: HeadNorms | None, rotation: Rotation | None
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    norms: HeadNorms | None,
+    rotation: Rotation | None,
+    coded: bool,
 ) -> dict[str, int]:
-    """The constants that follow from sizes."""
+    """The constants that follow from sizes. Codes take registers, so they have those of twice the warps."""
     pairs = len(rotation.inv_freq) if rotation else dim // 2
     rest, wide = dim - 2 * pairs, triton.next_power_of_2(pairs)
     rest_wide = triton.next_power_of_2(rest) if rest else 0
     most = triton.next_power_of_2(heads)
     block = most if norms and norms.over == "all" else min(HEADS, most)
+    each = 256 if coded else 512
     return {
         "H": heads,
         "KVH": kv_heads,
@@ -350,7 +356,7 @@ def _head_sizes(
         "BIAS": norms.q.bias is not None if norms else False,
         "TURNS": rotation is not None,
         "INTERLEAVED": rotation.interleaved if rotation else False,
-        "num_warps": min(triton.next_power_of_2(max(block * (2 * wide + rest_wide) // 512, 1)), 8),
+        "num_warps": min(triton.next_power_of_2(max(block * (2 * wide + rest_wide) // each, 1)), 8),
     }
 
 
@@ -391,13 +397,13 @@ def place_all_heads(
     """`place_heads`: the same arguments and result."""
     (tokens, heads, dim), kv_heads = q.shape, k.shape[1]
     q, k, v = (t if t.stride(-1) == 1 and t.stride(1) == dim else t.contiguous() for t in (q, k, v))
-    sizes = _head_sizes(heads, kv_heads, dim, norms, rotation)
+    form = key_codes(dim) if k_cache.dtype is torch.int8 else None
+    sizes = _head_sizes(heads, kv_heads, dim, norms, rotation, form is not None)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if sizes["Q_BLOCKS"] else q
     weights: list[Tensor] = [q, q, q, q]
     if norms:
         biases = (part.bias if part.bias is not None else q for part in (norms.q, norms.k))
         weights = [norms.q.weight, norms.k.weight, *biases]
-    form = key_codes(dim) if k_cache.dtype is torch.int8 else None
     ready = torch.empty(tokens, kv_heads, dim, dtype=q.dtype, device=q.device) if form else q
     blocks = sizes["Q_BLOCKS"] + 2 * -(-kv_heads // sizes["HB"])
     launch(
@@ -504,9 +510,8 @@ def forms() -> Iterator[KernelForm]:
         norms = HeadNorms(norm(dim), norm(dim), over) if over else None
         form = key_codes(dim) if coded else None
         widths = (form.width, value_codes(dim).width) if form else (dim, dim)
-        constants = _head_sizes(heads, kv_heads, dim, norms, turns(pairs, paired)) | _entry_sizes(
-            form, widths, 64
-        )
+        constants = _head_sizes(heads, kv_heads, dim, norms, turns(pairs, paired), coded)
+        constants |= _entry_sizes(form, widths, 64)
         warps = constants.pop("num_warps")
         types = POINTERS | (CODES if coded else {})
         wide: tuple[tuple[str, ...], ...] = () if paired else (("LDG.128", "LDG.64"),)
