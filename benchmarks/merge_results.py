@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 NAME = re.compile(r"(?:(?P<kind>[a-z]+)-)?(?P<date>\d{4}-\d\d-\d\d)-(?P<machine>.+?-cores)(?:-\w+)?\.json")
-MODELS = "models"  # the kind of a file whose name has none
+MODELS = "models"  # the kind of a file without one in its name
 WIDTH = 150  # characters of a line, if more than one value is in it
 
 

@@ -111,7 +111,7 @@ def test_what_was_not_done_in_time_has_no_row_and_is_left_to_the_next_call(part:
     assert not (tmp_path / "running.json").exists()
 
 
-def test_after_any_wrong_row_a_gpu_is_asked_whether_it_still_works(
+def test_after_any_wrong_row_a_gpu_shows_that_it_still_works(
     part: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results = part("gpu_phases.results")

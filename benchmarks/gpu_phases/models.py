@@ -125,7 +125,7 @@ class OpenModel:
             raise RuntimeError(f"no step is captured: {self.runner.step_kind}")
 
     def close(self) -> None:
-        """Give all memory back, whoever still holds this object."""
+        """Give all memory back, also what this object still holds."""
         self.runner.close()
         del self.model, self.runner, self.engine
 

@@ -62,7 +62,7 @@ def list_checks(bench: Bench) -> Iterator[Item]:
 
 
 def _after(job: Future[None], check: Check) -> dict[str, Any]:
-    """A check whose kernels are compiled by now. What went wrong ahead of it, it meets itself."""
+    """A check with its kernels compiled by now. What went wrong ahead of it, it meets itself."""
     with suppress(Exception):
         job.result(AHEAD_S)
     return check()

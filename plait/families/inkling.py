@@ -65,7 +65,7 @@ PREFIXES = ("model.", "model.language_model.", "language_model.model.")
         ),
     ),
 )
-def inkling(c: Config) -> tuple[ModelSpec, NameMap]:
+def build_inkling(c: Config) -> tuple[ModelSpec, NameMap]:
     """Inkling, as published and as transformers writes it. It has no positions but the bias."""
     require(c, "Inkling", shared_expert_sink=(True,), hidden_act=("silu",))
     if c.get("dense_intermediate_size") is not None:
