@@ -6,6 +6,7 @@ Either runs like the model it drafts for, on its threads, in memory of its own.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -33,6 +34,7 @@ from plait.loading.open_model import (
 from plait.memory import PagedState, SlotState, State, block_groups, has_slots
 from plait.model.decoder import Decoder
 from plait.model.mtp import FC, MtpHead
+from plait.quant.weight import Dense, as_weight
 from plait.runner.draft import DraftMemory, DraftModel
 from plait.runner.host.static_batch import Capacity
 from plait.runner.mtp import MOST_KEPT, MtpDrafter
@@ -47,6 +49,7 @@ log = logging.getLogger("plait")
 step_log = logging.getLogger("plait.step")
 SHARE = 4  # the state of drafts takes at most this part of what the state of sequences may
 PROBE_TEXT = "It's 12:34:56 now…\n\n\tdef naïve(x): return {'Ω': x**2, \"日本\": -0.5}  # ABC_def 🙂\r\n"
+DRAFT_FORMAT = "q8_0"
 PROBE_IDS = 499  # tokens, spread over the vocabulary, of which the texts are compared; a prime
 
 
@@ -197,11 +200,21 @@ def check_mtp(opened: Opened) -> None:
 
 
 def load_head(opened: Opened, target: Target, trunk: Decoder) -> MtpHead:
-    """The head of a loaded model, with its tables where one rank has all of them. Raises CheckpointError."""
+    """The head of a loaded model, with its tables where one rank has all of them. Raises CheckpointError.
+
+    On a CPU its weights that are plain numbers are kept in `DRAFT_FORMAT`, and so is an output head of its
+    own if the model's is plain: a draft token is read from memory, and is checked anyway.
+    """
     own = replace(target, bound=[], shelf=None, feed=None, cuts=Cuts(), ranks=None, weights_nbytes=0)
-    weights = Weights(opened.checkpoint, opened.resolved.names, own)
+    own.encoded, spec = Counter(), opened.resolved.spec
+    weights, is_encoded = Weights(opened.checkpoint, opened.resolved.names, own), False
+    if target.executor is not None and target.quantize is None:
+        own.quantize = DRAFT_FORMAT
+        is_encoded = isinstance(
+            as_weight(weights.read("embed.weight" if spec.tied else "head.weight")), Dense
+        )
     is_whole = target.comm.rank.size == 1
-    head = MtpHead(opened.resolved.spec, weights, trunk if is_whole else None)
+    head = MtpHead(spec, weights, trunk if is_whole else None, shares_head=not is_encoded)
     opened.checkpoint.release()
     log.info("head for multi-token prediction: %s", gib(own.weights_nbytes))
     return head

@@ -22,8 +22,15 @@ from plait.text.grammar.compiler import GrammarCompiler, check_memory
 TEXT_NBYTES = 192 << 20  # of memory for a tokenizer, its table and the thread that makes them
 
 
+class RowKeeper(StepRunner, Protocol):
+    """`keeps_rows`: steps keep recurrent state behind the rows for which a chunk has slots."""
+
+    @property
+    def keeps_rows(self) -> bool: ...
+
+
 def make_engine(
-    runner: StepRunner,
+    runner: RowKeeper,
     spec: ModelSpec,
     sizing: Sizing,
     config: EngineConfig,
@@ -41,9 +48,10 @@ def make_engine(
     scheduler = sizing.scheduler(
         config, causal=spec.causal, num_steps=num_steps, num_streamed_steps=num_streamed_steps
     )
-    speculation = None
+    scheduler.memory.keeps_rows, speculation = runner.keeps_rows, None
     if proposer is not None:
-        speculation = Speculation(proposer, scheduler.costs, config.num_draft_tokens, replays=has_slots)
+        replays = has_slots and not runner.keeps_rows
+        speculation = Speculation(proposer, scheduler.costs, config.num_draft_tokens, replays=replays)
     longest = sizing.max_model_len
     return Engine(
         runner, scheduler, vocab_size=spec.vocab_size, max_model_len=longest, speculation=speculation

@@ -25,14 +25,16 @@ class MtpHead:
     """The head of a model. `weights` gives its tensors, under `mtp`. Raises CheckpointError.
 
     Position i is computed from h[i], which the model made of it, and from token i + 1. `trunk`: the model
-    that lends its embedding and its output head; None: they are read again, whole.
+    that lends its embedding, and with `shares_head` its output head; what is not lent is read again, whole.
     """
 
-    def __init__(self, s: spec.ModelSpec, weights: Weights, trunk: Decoder | None) -> None:
+    def __init__(
+        self, s: spec.ModelSpec, weights: Weights, trunk: Decoder | None, *, shares_head: bool = True
+    ) -> None:
         assert s.mtp is not None
         self.spec, own, w = s.mtp, s.mtp, weights.scope("mtp")
         self.embed = trunk.embed if trunk else Embedding(s, weights.scope("embed"))
-        self.head = trunk.head if trunk else LmHead(s, weights)
+        self.head = trunk.head if trunk and shares_head else LmHead(s, weights)
         self.embed_norm = Norm(own.norm, w.scope("embed_norm"), s.hidden_size)
         self.hidden_norm = Norm(own.norm, w.scope("hidden_norm"), s.hidden_size)
         self.fc = w.linear("fc", in_size=2 * s.hidden_size, out_sizes=(s.hidden_size,))

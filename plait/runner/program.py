@@ -8,6 +8,7 @@ every batch, decodes and prompt chunks alike.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +25,7 @@ from plait.runner.host.program import HostProgram, ProgramReplay, StepResults
 from plait.runner.host.static_batch import Capacity, Found, NativeThreads, StaticBatch
 from plait.runner.replay import find_tensors
 from plait.runner.sampler import Sampler
+from plait.schedule.plan import StepPlan
 from plait.state.store import StateStore
 
 Largest = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -33,6 +35,7 @@ class NativeExecutor(NativeThreads, Protocol):
     """Threads that also record launches (`kernels.cpu.runtime.executor`)."""
 
     def recording(self, tokens: int, logits: int) -> Any: ...
+    def keeping_rows(self, row_slots: Tensor) -> AbstractContextManager[set[tuple[int, int]]]: ...
 
 
 # What most calls return: a size, an address. No torch call writes these.
@@ -68,10 +71,13 @@ def _writes(name: str) -> bool:
 
 
 class Recording:
-    """A step's launches, recorded. `table`: as threads run them (`kernels.cpu.runtime.executor`)."""
+    """A step's launches, recorded. `table`: as threads run them (`kernels.cpu.runtime.executor`).
 
-    def __init__(self, table: Any) -> None:
-        self.table = table
+    `keeps_rows`: it keeps all recurrent state behind the rows that have slots for it.
+    """
+
+    def __init__(self, table: Any, keeps_rows: bool) -> None:
+        self.table, self.keeps_rows = table, keeps_rows
 
     @property
     def names(self) -> Sequence[str]:
@@ -126,11 +132,13 @@ def record_step(
     `largest`: finds the largest of each row of logits; it is left out if it cannot be recorded.
     """
     batch, capacity = view_as_batch(static, groups), static.capacity
-    with executor.recording(capacity.tokens, capacity.logits) as table, ViewsOnly():
+    recording = executor.recording(capacity.tokens, capacity.logits)
+    with recording as table, executor.keeping_rows(torch.from_numpy(static.row_slots)) as kept, ViewsOnly():
         hidden = decoder.hidden(batch, store)  # held by the results, so that nothing takes its place
         logits = decoder.logits(hidden, batch)
         found = _record_largest(largest, logits) if largest else None
-    return Recording(table), StepResults(hidden.numpy(), logits.numpy(), found)
+    slots = {(t.data_ptr(), t.numel()) for t in store.slot_tensors}
+    return Recording(table, slots <= kept), StepResults(hidden.numpy(), logits.numpy(), found)
 
 
 def _record_largest(largest: Largest, logits: Tensor) -> Found | None:
@@ -140,6 +148,16 @@ def _record_largest(largest: Largest, logits: Tensor) -> Found | None:
     except CannotRecord:
         return None
     return ids.numpy(), values.numpy()
+
+
+def keep_planned_rows(plan: StepPlan, executor: NativeExecutor | None) -> AbstractContextManager[object]:
+    """Lets the native kernels of a step that runs op by op keep state where its chunks have slots for it."""
+    if executor is None or not any(chunk.row_slots for chunk in plan.chunks):
+        return nullcontext()
+    slots: list[int] = []
+    for chunk in plan.chunks:
+        slots += [0] * (len(chunk.token_ids) - 1 - len(chunk.row_slots)) + [*chunk.row_slots, 0]
+    return executor.keeping_rows(torch.tensor(slots))
 
 
 def record_program(
@@ -163,5 +181,5 @@ def record_program(
         recording, results = record_step(decoder, store, executor, static, groups, sampler.plain_largest)
     except CannotRecord as error:
         return None, str(error)
-    program = HostProgram(executor, recording.table, static, results)
+    program = HostProgram(executor, recording.table, static, results, keeps_rows=recording.keeps_rows)
     return ProgramReplay(program, sampler.host, recording), str(recording)

@@ -19,16 +19,10 @@ from plait.runner.graph_backends import GraphBackend
 from plait.runner.host.moves import make_moves
 from plait.runner.host.pooling import add_pooled
 from plait.runner.host.static_batch import Capacity
-from plait.runner.program import NativeExecutor, record_program
+from plait.runner.program import NativeExecutor, keep_planned_rows, record_program
 from plait.runner.replay import Lead, Observe, Replay, copy_pooled, ignore_hidden
 from plait.runner.sampler import Sampler
-from plait.schedule.plan import (
-    Chunk,
-    Done,
-    SamplingBatch,
-    StepPlan,
-    Ticket,
-)
+from plait.schedule.plan import Chunk, Done, SamplingBatch, StepPlan, Ticket
 from plait.state.store import StateStore
 
 
@@ -55,14 +49,17 @@ class ModelRunner:
         self.decoder, self.store, self.sampler, self.device = decoder, store, sampler, device
         self.groups, self.executor = block_groups(decoder.states), executor
         self.replay: Replay | None = None
+        self.keeps_rows = False  # whether steps keep recurrent state where a chunk has slots for it
         self.step_kind, self.is_recorded = "op by op: no recording was requested", False
-        native = None if isinstance(executor, GraphBackend) else executor
+        self._native = None if isinstance(executor, GraphBackend) else executor
         if capacity and isinstance(executor, GraphBackend) and decoder.spec.causal:
             self._replay_on_device(capacity, executor)
         elif capacity:
-            made = record_program(decoder, store, native, self.groups, capacity, sampler)
-            self.replay, self.step_kind = made
-            self.is_recorded = self.replay is not None
+            made, self.step_kind = record_program(
+                decoder, store, self._native, self.groups, capacity, sampler
+            )
+            self.replay, self.is_recorded = made, made is not None
+            self.keeps_rows = made is not None and made.program.keeps_rows
 
     def launch(self, plan: StepPlan, sampling: SamplingBatch) -> Ticket:
         """Launch the steps of a plan: its ticket gives the answer to every chunk that has one, in order.
@@ -124,7 +121,8 @@ class ModelRunner:
     def _computed(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
         """Hidden states, [the plan's tokens, hidden], and logits of the requested rows, op by op."""
         batch = build_batch(plan, self.groups, self.store.block_size, self.device)
-        hidden = self.decoder.hidden(batch, self.store)
+        with keep_planned_rows(plan, self._native):
+            hidden = self.decoder.hidden(batch, self.store)
         return hidden, self.decoder.logits(hidden, batch)
 
     def logits(self, token_ids: Sequence[int], chunk_size: int) -> Tensor:

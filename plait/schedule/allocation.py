@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from plait.memory import BlockGroup
+from plait.schedule.branching import branch, drop_draft, settle_draft
 from plait.schedule.disk_prefixes import MOST_AHEAD, DiskPrefixes
-from plait.schedule.plan import CopySlot, Drop, Move, Save
+from plait.schedule.plan import Drop, Move, Save
 from plait.schedule.pools import CacheOptions, Pools
 from plait.schedule.sequence import TokenSequence
 from plait.state.blocks import GARBAGE, Hit, PrefixListener, Snapshot, extend, root
@@ -46,6 +47,7 @@ class Allocation:
         self._computing: dict[bytes, TokenSequence] = {}
         self.disk: DiskPrefixes | None = None
         self.listener: PrefixListener | None = None  # set by `follow_prefixes`
+        self.keeps_rows = False  # whether a step can keep recurrent state behind single rows
         self.pools = self._new_pools()
 
     def _new_pools(self) -> Pools:
@@ -229,23 +231,14 @@ class Allocation:
         every = (start // interval + 1) * interval
         return min((mark for mark in (*seq.marks, every) if mark > start), default=every) - start
 
-    def branch(self, seq: TokenSequence) -> bool:
-        """Copy the recurrent state before a draft or several steps. False: there is no slot for the copy."""
-        if not self.pools.slots or not self.pools.slots.num_available:
-            return not self.pools.slots
-        seq.scratch = self.pools.take_slot()
-        self.pools.moves.append(CopySlot(seq.slot, seq.scratch))
-        return True
+    def branch(self, seq: TokenSequence, num_drafted: int = 0) -> bool:
+        """Take slots for recurrent state around a draft or several steps. False: none is available."""
+        return branch(self.pools, seq, num_drafted, keeps_rows=self.keeps_rows)
 
     def settle(self, seq: TokenSequence, end: int, *, accepted: bool) -> None:
-        """Commit a chunk that was computed up to `end`. A rejected draft restores the state before it."""
-        if seq.scratch:
-            if not accepted:
-                seq.slot, seq.scratch = seq.scratch, seq.slot
-            self.pools.give_slot(seq.scratch)
-            seq.scratch = GARBAGE
-        if accepted or not self.has_slots:
-            self._advance(seq, end)
+        """Commit a chunk that was computed up to `end`; what was computed behind that does not count."""
+        if (reached := settle_draft(self.pools, seq, end, accepted=accepted)) > seq.num_computed_tokens:
+            self._advance(seq, reached)
         if accepted:
             return
         needed = -(-seq.num_tokens // self.block_size)  # the rest was reserved for tokens that did not come
@@ -341,10 +334,7 @@ class Allocation:
         for chain_hash in seq.chain[seq.num_recorded + 1 :]:
             if self._computing.get(chain_hash) is seq:
                 del self._computing[chain_hash]
-        is_known = not seq.in_step
-        if seq.scratch:  # a draft that was never settled: the state before it is known
-            seq.slot, seq.scratch, is_known = seq.scratch, seq.slot, True
-            self.pools.give_slot(seq.scratch)
+        is_known = drop_draft(self.pools, seq) or not seq.in_step
         if self._caches and seq.slot and is_known and (place := self._place(seq, seq.num_computed_tokens)):
             self._leave(seq, place)
         if self.disk and self._caches:
@@ -393,5 +383,6 @@ class Allocation:
         for seq in running:
             for held, table in zip(blocks, seq.tables, strict=True):
                 held.update(block for block in table if block)
-            slots.update(slot for slot in (seq.slot, seq.scratch) if slot)
+            slots.update((seq.slot,) if seq.slot else ())
+            slots.update(seq.draft_slots.slots if seq.draft_slots else ())
         self.pools.check(blocks, slots, {seq.saved.handle for seq in waiting if seq.saved})

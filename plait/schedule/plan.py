@@ -26,6 +26,7 @@ class Chunk(Struct, frozen=True, gc=False):
     `num_logits`: logits of that many last tokens are requested (0: a chunk in the middle of a prompt).
     `num_pooled`: the sum of the hidden states of that many last tokens is requested. A decode that was
     planned before its token was known has FOLLOW in its place. `adapter`: the slot of its adapter, 0: none.
+    `row_slots`: slots for the recurrent state behind that many rows before the last.
     """
 
     seq_id: int
@@ -36,6 +37,7 @@ class Chunk(Struct, frozen=True, gc=False):
     num_logits: int
     num_pooled: int = 0
     adapter: int = 0
+    row_slots: tuple[int, ...] = ()
 
     @property
     def end(self) -> int:

@@ -257,7 +257,7 @@ class Scheduler:
             most = min(budget, seq.max_len - seq.num_tokens - 1, self.memory.until_mark(seq) - share)
             draft = seq.allowed(drafts[seq.id][: max(most, 0)])
             length = seq.num_computed_tokens + share + len(draft)
-            if draft and self.memory.reserve(seq, length) and self.memory.branch(seq):
+            if draft and self.memory.reserve(seq, length) and self.memory.branch(seq, len(draft)):
                 seq.draft = draft
                 budget -= len(draft)
 

@@ -15,6 +15,7 @@ from msgspec import Struct
 from plait.errors import EngineError
 from plait.request import Event, FinishReason, SamplingParams, TokenLogprobs
 from plait.schedule.beams import BeamSearch
+from plait.schedule.draft_slots import DraftSlots
 from plait.schedule.plan import FOLLOW, Chunk, Sampled, SamplingRow, StepPlan
 from plait.schedule.pooled import Pool
 from plait.state.blocks import root
@@ -94,9 +95,9 @@ class TokenSequence:
     `chain` and `num_recorded`: its hashes, and how many of its blocks the prefix cache knows. `marks`:
     positions where a snapshot is needed. `in_step`: the step that was planned with it, until what it
     computes is recorded; `awaited`: the step of which this is recorded and only the answer is missing (0:
-    none). `draft`: its draft tokens in that step; `scratch`: the slot with the state before them. `saved`:
-    its state in host memory while it waits. `num_cached_tokens` of the prompt were not computed when it
-    first ran, and `miss_cause` is why there were not more. `mirostat_mu`: mirostat's bound after its last
+    none). `draft`: its draft tokens in that step; `draft_slots`: where it goes back to if they are wrong.
+    `saved`: its state in host memory while it waits. `num_cached_tokens` of the prompt were not computed when
+    it first ran, and `miss_cause` is why there were not more. `mirostat_mu`: mirostat's bound after its last
     token; None: it has none yet.
     """
 
@@ -121,7 +122,7 @@ class TokenSequence:
     num_computed_tokens: int = 0
     tables: tuple[list[int], ...] = ()
     slot: int = 0
-    scratch: int = 0
+    draft_slots: DraftSlots | None = None
     draft: tuple[int, ...] = ()
     in_step: int = 0
     awaited: int = 0
@@ -254,7 +255,7 @@ class TokenSequence:
 
     def forget_memory(self) -> None:
         """Forget the blocks and slots, which are given back; all is computed again."""
-        self.tables, self.slot, self.scratch, self.draft = (), 0, 0, ()
+        self.tables, self.slot, self.draft_slots, self.draft = (), 0, None, ()
         self.in_step = self.awaited = self.num_pending = 0
         self.num_computed_tokens = self.num_recorded = 0
 
@@ -319,6 +320,7 @@ class TokenSequence:
             num_logits=self.num_logits(start, end),
             num_pooled=self.pool.wanted(start, end, self.num_tokens) if self.pool else 0,
             adapter=self.adapter,
+            row_slots=self.draft_slots.rows if self.draft_slots else (),
         )
 
     def sampling_row(self, chunk: Chunk, places: Mapping[int, int]) -> SamplingRow:

@@ -9,7 +9,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from plait.memory import DTYPE_BYTES, PagedState, State, block_groups, group_name
+from plait.memory import DTYPE_BYTES, PagedState, SlotState, State, block_groups, group_name
 from plait.ops.entry import stored_dtype
 from plait.state.host_store import SLOTS, HostStore, Pairs, Sizes, check_groups, check_saved
 from plait.state.swap import DeviceSwap, HostPiece, HostPool, copy_index, pin_memory, view_widest
@@ -68,6 +68,12 @@ class StateStore:
     def tensors(self) -> list[Tensor]:
         """Every tensor that kernels see."""
         return [t for tensors in self._tensors.values() for t in tensors.values()]
+
+    @property
+    def slot_tensors(self) -> list[Tensor]:
+        """Those of recurrent state."""
+        names = [name for name, state in self._states.items() if isinstance(state, SlotState)]
+        return [t for name in names for t in self._tensors[name].values()]
 
     def zero_slots(self, slots: Iterable[int]) -> None:
         """Zero the slots of new sequences, because a one-token prompt must never read the last owner's."""

@@ -41,7 +41,7 @@ def make_proposer(
 
 def speculate_always(proposer: Proposer, loaded: Loaded) -> Speculation:
     """Speculation for which drafts always pay."""
-    replays = has_slots(loaded.runner.decoder.states)
+    replays = has_slots(loaded.runner.decoder.states) and not loaded.runner.keeps_rows
     return Speculation(proposer, CheapRows(), loaded.config.num_draft_tokens, replays=replays)
 
 

@@ -134,6 +134,7 @@ def capture_step(
         sampling=chosen,
         capacity=(capacity.tokens, capacity.logits, capacity.seqs, capacity.blocks),
         description=f"{len(launches)} launches of {len(set(table.names))} native kernels, one call",
+        keeps_rows=program.keeps_rows,
     )
     return CapturedImage(step, code, constants, tuple(map(_describe_file, files)))
 

@@ -96,6 +96,7 @@ class StepPart(Struct, frozen=True):
     sampling: Mapping[str, int]  # "largest" and "draw"
     capacity: tuple[int, int, int, int]  # tokens, logits, sequences, blocks of one sequence
     description: str
+    keeps_rows: bool  # whether it keeps recurrent state behind single rows
 
 
 class FilePart(Struct, frozen=True, array_like=True):

@@ -73,7 +73,7 @@ class RestoredStep:
         table.seal()
         largest = step.largest and (self._view(step.largest[0]), self._view(step.largest[1]))
         results = StepResults(self._view(step.hidden), self._view(step.logits), largest)
-        return HostProgram(self.threads, table, self.static, results)
+        return HostProgram(self.threads, table, self.static, results, keeps_rows=step.keeps_rows)
 
     def _address(self, region: int) -> int:
         return self._memory[region][1] if region >= 0 else self._code[-1 - region].address

@@ -42,9 +42,21 @@ class Described(Protocol):
 
 
 class HostProgram:
-    """A recorded step as one native call. `table`: its launches, as `threads` run them."""
+    """A recorded step as one native call. `table`: its launches, as `threads` run them.
 
-    def __init__(self, threads: NativeThreads, table: Any, static: StaticBatch, results: StepResults) -> None:
+    `keeps_rows`: it keeps recurrent state behind the rows for which a chunk has slots.
+    """
+
+    def __init__(
+        self,
+        threads: NativeThreads,
+        table: Any,
+        static: StaticBatch,
+        results: StepResults,
+        *,
+        keeps_rows: bool = False,
+    ) -> None:
+        self.keeps_rows = keeps_rows
         self.threads, self.table, self.static, self.results = threads, table, static, results
         if results.largest is not None:
             rows = (MOST_STEPS, static.capacity.seqs)

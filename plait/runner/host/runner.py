@@ -51,6 +51,11 @@ class HostRunner:
         return self.full.logits(token_ids, chunk_size)
 
     @property
+    def keeps_rows(self) -> bool:
+        """Whether steps keep recurrent state behind the rows for which a chunk has slots."""
+        return self.replay.program.keeps_rows
+
+    @property
     def full(self) -> FullRunner:
         """The one that runs any plan."""
         with self._lock:  # the engine's thread may want it at the same time as a caller of `logits`

@@ -71,6 +71,8 @@ class StaticBatch:
         # The adapter of each token, how many tokens have one, and tokens by adapter.
         self.adapters = np.zeros(c.tokens, np.int64) if has_adapters else None
         self.num_adapted, self.adapter_order = np.zeros(1, np.int64), np.zeros(c.tokens, np.int64)
+        # Of each row the slot that gets the recurrent state behind it, 0: none of its own.
+        self.row_slots, self._num_kept = np.zeros(c.tokens, np.int64), 0
         self._known: list[list[Table]] = [[() for _ in range(c.seqs)] for _ in groups]  # what tables hold
 
     @property
@@ -82,6 +84,7 @@ class StaticBatch:
             "logit_rows": self.logit_rows,
             "starts": self.starts,
             "slots": self.slots,
+            "row_slots": self.row_slots,
             "moving": self._moving,
             "history": self.history,
         }
@@ -98,6 +101,7 @@ class StaticBatch:
     def fill(self, plan: StepPlan) -> tuple[int, int]:
         """Write a plan into the buffers. Returns how many tokens and rows of logits it has."""
         token, row, size = 0, 0, self.block_size
+        self.row_slots[: self._num_kept] = self._num_kept = 0
         for s, chunk in enumerate(plan.chunks):
             at, start, count, num_logits = chunk.start, token, len(chunk.token_ids), chunk.num_logits
             token += count
@@ -117,6 +121,9 @@ class StaticBatch:
             elif num_logits:
                 self.logit_rows[row : row + num_logits] = range(token - num_logits, token)
             row += num_logits
+            if chunk.row_slots:
+                self.row_slots[token - 1 - len(chunk.row_slots) : token - 1] = chunk.row_slots
+                self._num_kept = token
         if self.adapters is not None:
             self._fill_adapters(self.adapters, plan)
         return token, row

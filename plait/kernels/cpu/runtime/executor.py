@@ -90,6 +90,8 @@ class Executor(Threads):
         self.prefill = prefill  # read by variants of linear layers: "bf16" allows other sums in long steps
         self._program: RecordedProgram | None = None
         self._arena: Arena | None = None
+        self._row_slots: Tensor | None = None
+        self._kept: set[tuple[int, int]] = set()
         super().__init__(threads, native_loops())
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -122,6 +124,25 @@ class Executor(Threads):
             finally:
                 self._program = self._arena = None
             program.seal()
+
+    @contextmanager
+    def keeping_rows(self, row_slots: Tensor) -> Iterator[set[tuple[int, int]]]:
+        """Keep recurrent state behind single rows, in the launches within. Gives the states that are kept.
+
+        row_slots: int64 [rows], the slot that gets the state behind each row, 0: none of its own. The set has
+        address and size of each tensor that a kernel keeps; others are moved on in their slots alone.
+        """
+        self._row_slots, self._kept = row_slots, set()
+        try:
+            yield self._kept
+        finally:
+            self._row_slots = None
+
+    def row_slots_of(self, state: Tensor) -> Tensor | None:
+        """Where a kernel has to keep `state` behind each row, see `keeping_rows`; None: nowhere."""
+        if self._row_slots is not None:
+            self._kept.add((state.data_ptr(), state.numel()))
+        return self._row_slots
 
     @property
     def is_recording(self) -> bool:

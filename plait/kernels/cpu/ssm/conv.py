@@ -83,26 +83,29 @@ def _outputs(
 
 @inline
 def _move_tail(
-    x: Int, x_bytes: Int, tail: Int, tail_bytes: Int, tokens: Int, past: Int, has_history: Int, channels: Int
+    x: Int, x_bytes: Int, tail: Int, to: Int, tail_bytes: Int, tokens: Int, past: Int, channels: Int
 ) -> None:
-    """The tail becomes the last `past` inputs; oldest first, so that none is overwritten before it moves."""
+    """What is at `to`, which may be `tail`, becomes the last `past` inputs behind so many tokens.
+
+    tail: of the row before them, 0 if there is no history. Oldest first: none is overwritten before it moves.
+    """
     for r in range(past):
         source = tokens + r  # counted from the first row of the old tail
         for at in range(0, channels, 16):
             v, left = zero_f32(), channels - at
             if source >= past:
                 v = load_left(x + (source - past) * x_bytes + 4 * at, left)
-            elif has_history:
+            elif tail != 0:
                 v = load_left(tail + source * tail_bytes + 4 * at, left)
-            store_left(tail + r * tail_bytes + 4 * at, v, left)
+            store_left(to + r * tail_bytes + 4 * at, v, left)
 
 
 @kernel
 def conv_channels(frame: int, args: int, thread: int, threads: int) -> None:
     """x, row stride, channels, weight, kernel, bias or 0, tail, slot and row strides, slots, query_start,
-    has_history, silent (no activation), out (dense)."""
+    has_history, silent (no activation), out (dense); 0, or where the tail behind each row is kept, too."""
     x, x_bytes, channels, weight, kernel, bias, tail, slot_bytes, tail_bytes = words(args, 2, 11)
-    slots, start, history, silent, out = words(args, 11, 16)
+    slots, start, history, silent, out, row_slots = words(args, 11, 17)
     seqs, taps, past = get_i64(frame + 8 * SEQS), scratch_of(frame, thread), kernel - 1
     blocks = (channels + 15) // 16
     last = min(blocks * (thread + 1) // threads * 16, channels)
@@ -125,7 +128,13 @@ def conv_channels(frame: int, args: int, thread: int, threads: int) -> None:
                 oldest = t - first - past
                 _outputs((row, x_bytes), (known, tail_bytes), oldest, taps, kernel, shift, silent, to, width)
             row = x + first * x_bytes + at
-            _move_tail(row, x_bytes, own, tail_bytes, end - first, past, has_history, width)
+            if row_slots != 0:
+                for t in range(first, end - 1):
+                    slot = get_i64(row_slots + 8 * t)
+                    if slot != 0:
+                        to = tail + slot * slot_bytes + at
+                        _move_tail(row, x_bytes, known, to, tail_bytes, t + 1 - first, past, width)
+            _move_tail(row, x_bytes, known, own, tail_bytes, end - first, past, width)
 
 
 @causal_conv.variant("native", on="cpu", when=float32_rows, native=True)
@@ -155,7 +164,7 @@ def _causal_conv(
     out = cpu.empty(rows.count, channels)
     cpu.launch(
         *(conv_channels, x, rows.row_bytes, channels, weight, width, bias),
-        *(tail, *memory.strides, *where.words, activation is None, out),
+        *(tail, *memory.strides, *where.words, activation is None, out, cpu.row_slots_of(tail)),
         rows=rows.count,
         seqs=len(slots),
         scratch=4 * CHANNELS * width,

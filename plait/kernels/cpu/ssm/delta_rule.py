@@ -20,6 +20,7 @@ from plait.kernels.cpu.codegen.maths import exp, load_left, store_left
 from plait.kernels.cpu.codegen.vec import (
     fma,
     get_f32,
+    get_i64,
     load_bf16,
     load_f32,
     mul,
@@ -155,12 +156,12 @@ def _round_tile(tile: Int, n: Int, k: Int, a: Floats, b: Floats, seed: Int, colu
 def delta_columns(frame: int, args: int, thread: int, threads: int) -> None:
     """heads, heads of a key head, key heads, tiled, n of a key, columns; q, k, v and step with two strides
     each, step's is one per head; A; beta and its stride, its scale; state and its slot stride; slots,
-    query_start, has_history; out (dense); positions where the state is bfloat16, else 0. All tokens of a
-    sequence over 32 columns of a head at a time."""
+    query_start, has_history; out (dense); positions where the state is bfloat16, else 0; 0, or where the
+    state behind each row is kept, too. All tokens of a sequence over 32 columns of a head at a time."""
     heads, ratio, keys, tiled, n, dim, qs, q_bytes, q_head, ks, k_bytes, k_head = words(args, 2, 14)
     vs, v_bytes, v_head, steps, step_bytes, step_head, one, rates, betas, beta_bytes = words(args, 14, 24)
     beta_scale = get_f32(args + 192)
-    state, slot_bytes, slots, starts, history, outs, positions = words(args, 25, 32)
+    state, slot_bytes, slots, starts, history, outs, positions, row_slots = words(args, 25, 33)
     size = 4 if positions == 0 else 2
     row, parts = (4 * n + 63) // 64 * 64, (dim + COLUMNS - 1) // COLUMNS
     v_row, out_bytes = size * dim, 4 * heads * dim
@@ -216,6 +217,14 @@ def delta_columns(frame: int, args: int, thread: int, threads: int) -> None:
             now, before = before, now
             if positions != 0:
                 seed = np.int64(seed_at(positions, first + t) + h * n * ROW_STEP)
+            if row_slots != 0 and t < tokens - 1:
+                kept = get_i64(row_slots + 8 * (first + t))
+                if kept != 0:
+                    to = own + (kept - slot) * slot_bytes
+                    if positions == 0:
+                        _leave(to, v_row, left, tile, n, before, a, b)
+                    else:
+                        _leave_rounded(to, v_row, left, tile, n, before, a, b, seed, c)
         if positions == 0:
             _leave(own, v_row, left, tile, n, before, a, b)
         else:
@@ -263,6 +272,7 @@ def _gated_delta_scan(
         *(step, steps.row_bytes, step_head, not each, A, beta, TensorRows.of(beta).row_bytes),
         *(float(beta_scale), state, slot_bytes, *where.words, out),
         positions if is_rounded(state) else None,
+        cpu.row_slots_of(state),
         rows=count,
         seqs=len(slots),
         scratch=4 * COLUMNS * n + 4 * row + LINE,

@@ -49,8 +49,7 @@ from plait.kernels.cpu.codegen.vec import (
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import scratch_of, take_sequence
 from plait.kernels.cpu.runtime.row_checks import Sequences, TensorRows, dense, float32_rows
-from plait.kernels.cpu.ssm.rounding import column_thresholds, seed_at
-from plait.kernels.cpu.ssm.scan import check_scan
+from plait.kernels.cpu.ssm.rounding import check_scan, column_thresholds, seed_at
 from plait.ops.registry import OpFacts
 from plait.ops.ssm import mamba2_scan
 from plait.ops.state_rounding import STATE_GROUP, row_nbytes

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from llvmlite import ir
+from torch import Tensor
 
 from plait.errors import ShapeMismatch
 from plait.kernels.cpu.codegen.kernel import inline
@@ -137,3 +138,23 @@ def check_state(state: torch.Tensor, positions: torch.Tensor | None, rows: int, 
             raise ShapeMismatch("a kernel wants the positions of all tokens: it rounds their states by them")
         dense("positions", positions, rows, dtype=torch.int64)
     return state.element_size() * state.stride(0)
+
+
+def check_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+) -> None:
+    """Raises ShapeMismatch where Mamba2's tensors do not fit each other."""
+    (count, heads, _), groups = x.shape, B.shape[1]
+    if dt.shape != (count, heads) or heads % groups or B.shape[0] != count or B.shape != C.shape:
+        raise ShapeMismatch(
+            f"a scan of x {list(x.shape)} wants dt [T, H] and B, C [T, G, N], H a multiple of G; got "
+            f"{list(dt.shape)}, {list(B.shape)} and {list(C.shape)}"
+        )
+    dense("A", A, heads)
+    if D is not None:
+        dense("D", D, heads)

@@ -44,6 +44,7 @@ from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import take_sequence
 from plait.kernels.cpu.runtime.row_checks import Sequences, TensorRows, dense
 from plait.kernels.cpu.ssm.rounding import (
+    check_scan,
     check_state,
     column_thresholds,
     is_rounded,
@@ -75,7 +76,8 @@ from plait.kernels.cpu.runtime.frame import scratch_of, take_sequence
 from plait.kernels.cpu.codegen.kernel import inline, kernel
 from plait.kernels.cpu.codegen.maths import exp, load_left, store_left
 from plait.kernels.cpu.codegen.vec import (
-    add, get_f32, load_bf16, load_f32, mul, put_f32, put_i32, spread, spread_f32, store_f32, words, zero_f32,
+    add, get_f32, get_i64, load_bf16, load_f32, mul, put_f32, put_i32, spread, spread_f32, store_f32, words,
+    zero_f32,
 )
 from plait.kernels.cpu.ssm.rounding import ROW_STEP, WORD, seed_at, store_kept
 
@@ -92,22 +94,33 @@ def _clear(state, rows):
 
 @inline
 def _narrow(state, rows, x, x_bytes, dt, dt_bytes, a, b, b_bytes, c, c_bytes, skip, skips, out, out_bytes,
-            tokens, positions, first):
+            tokens, positions, first, row_slots, zeroth, slot_bytes):
     """Walk all tokens; lanes are columns. first: the row's number in the slot's state.
+
+    row_slots: 0, or the slot of each token that gets the state behind it, which the next one reads there;
+    slot 0 stands for the sequence's own. zeroth: where these rows are in slot 0.
 
     Threads take rows from the last ones to the first, so those before `state` come next: they are
     prefetched.
     """
+    source = state
     for t in range(tokens):
+        to = state
+        if row_slots != 0:
+            slot = get_i64(row_slots + 8 * t)
+            if slot != 0:
+                to = zeroth + slot * slot_bytes
         step = get_f32(dt + t * dt_bytes)
         decay = exp(spread(step * a))
         bs, cs = row_of(b + t * b_bytes), row_of(c + t * c_bytes)
         seed = seed_at(positions, t) + first * ROW_STEP if $half else np.int64(0)
         for p in range(rows):
             u = get_f32(x + t * x_bytes + 4 * p)
-            z, = move_row(state + $row * p, decay, spread(u * step), bs, cs, seed, -$row * rows)
+            at, v = $row * p, spread(u * step)
+            z, = move_row(source + at, to + at, decay, v, bs, cs, seed, -$row * rows)
             seed += ROW_STEP
             put_f32(out + t * out_bytes + 4 * p, z + skip * u if skips else z)
+        source = to
 
 
 @inline
@@ -185,10 +198,10 @@ def _wide(state, rows, x, x_bytes, dt, dt_bytes, a, b, b_bytes, c, c_bytes, skip
 def $name(frame, args, thread, threads):
     """heads, rows of a head, heads of a group; x and its strides; dt and its; A, D or 0; B and its strides,
     C and its; state and its slot stride; slots, query_start, has_history; out (dense);
-    positions, which only a rounded state needs."""
+    positions, which only a rounded state needs; 0, or where the state behind each row is kept."""
     heads, dim, ratio, x, x_bytes, x_head, dt, dt_bytes, decay, skip = words(args, 2, 12)
     b, b_bytes, b_group, c, c_bytes, c_group = words(args, 12, 18)
-    state, slot_bytes, slots, starts, history, out, positions = words(args, 18, 25)
+    state, slot_bytes, slots, starts, history, out, positions, row_slots = words(args, 18, 26)
     parts, out_bytes, scratch = (dim + $part - 1) // $part, 4 * heads * dim, scratch_of(frame, thread)
     while True:
         i, slot, past, t, tokens = take_sequence(frame, args, heads * parts, (slots, starts, history))
@@ -204,12 +217,15 @@ def $name(frame, args, thread, threads):
         uo, a, skips, d = out + t * out_bytes + 4 * uo, get_f32(decay + 4 * head), skip != 0, np.float32(0)
         if skips:
             d = get_f32(skip + 4 * head)
-        if $has_wide and tokens >= $wide_tokens:
+        kept = row_slots + 8 * t if row_slots != 0 and tokens > 1 else np.int64(0)
+        if kept != 0 and get_i64(kept + 8 * tokens - 16) == 0:  # kept are rows up to the last but one
+            kept = np.int64(0)
+        if $has_wide and tokens >= $wide_tokens and kept == 0:
             _wide(own, rows, ux, x_bytes, ud, dt_bytes, a, ub, b_bytes, uc, c_bytes, d, skips, uo,
                   out_bytes, tokens, scratch, at, row)
         else:
             _narrow(own, rows, ux, x_bytes, ud, dt_bytes, a, ub, b_bytes, uc, c_bytes, d, skips, uo,
-                    out_bytes, tokens, at, row)
+                    out_bytes, tokens, at, row, kept, own - slot * slot_bytes, slot_bytes)
 ''')
 # How rows of a state enter and leave the wide form, by whether it is bfloat16.
 _LOAD = {
@@ -313,32 +329,34 @@ def copy_row(n: int) -> object:
 
 @cache
 def move_row(n: int, half: bool) -> object:
-    """Block (row, decay, v, b, c, seed, ahead): one token passes by a row of the state. Gives its y.
+    """Block (row, to, decay, v, b, c, seed, ahead): one token passes by a row of the state. Gives its y.
 
-    seed: of the row's thresholds, where the state is bfloat16 (`half`); ahead: bytes to the row
-    that is prefetched.
+    to: where the row is written, mostly where it was read; seed: of the row's thresholds, where the state
+    is bfloat16 (`half`); ahead: bytes to the row that is prefetched.
     """
 
     def write(
-        w: Writer, row: Word, decay: Value, v: Value, b: list[Value], c: list[Value], seed: Word, ahead: Word
-    ) -> list[Value]:
+        w: Writer, row: Word, to: Word, decay: Value, v: Value, b: list[Value], c: list[Value],
+        seed: Word, ahead: Word,
+    ) -> list[Value]:  # fmt: skip
         for line in range(0, (2 if half else 4) * n, 64):
             w.prefetch(row + ahead + line)
         y, thresholds = w.zero_f32(), row_thresholds(w, w.spread_int(seed)) if half else None
         waiting: list[Value] = []  # vectors and their thresholds: two are rounded and stored at a time
         for j in range(vectors(n)):
-            at, left = row + (32 if half else 64) * j, _count_left(n, j)
+            by, left = (32 if half else 64) * j, _count_left(n, j)
+            at, target = row + by, to + by
             old = w.load_bf16(at) if half else _read(w, at, left)
             h = w.fma(old, decay, w.mul(v, b[j]))
             if half:
                 column = wrap_int32(LANES * COLUMN_STEP * j)
                 waiting += [h, w.add_i32(thresholds, w.spread_int(column))]
                 if j % 2:
-                    w.store_both_rounded(at - 32, *waiting[-4:])
+                    w.store_both_rounded(target - 32, *waiting[-4:])
                 elif j == vectors(n) - 1:
-                    w.store_rounded(at, *waiting[-2:])
+                    w.store_rounded(target, *waiting[-2:])
             else:
-                _write(w, at, h, left)
+                _write(w, target, h, left)
             y = w.fma(h, c[j], y)
         return [w.total(y)]
 
@@ -420,19 +438,6 @@ def narrow_states(facts: OpFacts) -> str | None:
     return rounds_columns("state")(facts)
 
 
-def check_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None) -> None:
-    """Raises ShapeMismatch where Mamba2's tensors do not fit each other."""
-    (count, heads, _), groups = x.shape, B.shape[1]
-    if dt.shape != (count, heads) or heads % groups or B.shape[0] != count or B.shape != C.shape:
-        raise ShapeMismatch(
-            f"a scan of x {list(x.shape)} wants dt [T, H] and B, C [T, G, N], H a multiple of G; got "
-            f"{list(dt.shape)}, {list(B.shape)} and {list(C.shape)}"
-        )
-    dense("A", A, heads)
-    if D is not None:
-        dense("D", D, heads)
-
-
 @mamba2_scan.variant("native", on="cpu", when=narrow_states, native=True)
 def _mamba2_scan(
     cpu: Executor,
@@ -462,6 +467,7 @@ def _mamba2_scan(
         *(x, *rows.strides, dt, steps.row_bytes, A, D),
         *(B, *TensorRows.of(B).strides, C, *TensorRows.of(C).strides),
         *(state, slot_bytes, *where.words, out, positions if is_rounded(state) else None),
+        cpu.row_slots_of(state),
         rows=count,
         seqs=len(slots),
         scratch=scratch_bytes(size),
