@@ -209,6 +209,13 @@ class Allocation:
         """Reserve blocks for `count` more tokens of each sequence, in every group: for all or for none."""
         return self.reserve_all(sequences, [seq.num_computed_tokens + count for seq in sequences])
 
+    def limit_ahead(self, sequences: Sequence[TokenSequence], most: int) -> int:
+        """How many steps one plan can have, at most `most`: blocks are reserved, slots can be copied."""
+        if (slots := self.pools.slots) and most > 1:  # a plan ends where a snapshot is needed
+            is_room = slots.num_available >= len(sequences)
+            most = min(most, *map(self.until_mark, sequences)) if is_room else 1
+        return most if most > 1 and self.reserve_ahead(sequences, most) else 1
+
     def reserve_all(self, sequences: Sequence[TokenSequence], lengths: Sequence[int]) -> bool:
         """Reserve blocks for so many tokens of each sequence, in every group: for all or for none."""
         return self._lengthen(sequences, [-(-length // self.block_size) for length in lengths])

@@ -239,13 +239,10 @@ class Scheduler:
 
     def _num_steps(self) -> int:
         """How many decode steps this plan can have: with blocks for all reserved, recurrent state copied."""
-        running, memory, slots = self.running, self.memory, self.memory.pools.slots
+        running, memory = self.running, self.memory
         most = most_steps(self.limits, self.costs, running, memory.options.slot_nbytes)
-        if slots and most > 1:  # a plan ends where a snapshot is needed
-            most = min(most, *map(memory.until_mark, running)) if slots.num_available >= len(running) else 1
-        if most < 2 or not memory.reserve_ahead(running, most):
-            return 1
-        return most if all(map(memory.branch, running)) else 1
+        most = memory.limit_ahead(running, most)
+        return most if most > 1 and all(map(memory.branch, running)) else 1
 
     def _add_drafts(self, shares: dict[int, int], drafts: Mapping[int, tuple[int, ...]]) -> None:
         """Add draft tokens where the budget and memory allow it; no sequence is preempted for a draft."""
