@@ -55,11 +55,9 @@ class ModelRunner:
         if capacity and isinstance(executor, GraphBackend) and decoder.spec.causal:
             self._replay_on_device(capacity, executor)
         elif capacity:
-            made, self.step_kind = record_program(
-                decoder, store, self._native, self.groups, capacity, sampler
-            )
-            self.replay, self.is_recorded = made, made is not None
-            self.keeps_rows = made is not None and made.program.keeps_rows
+            parts = decoder, store, self._native, self.groups, capacity, sampler
+            self.replay, self.step_kind = made, _ = record_program(*parts)
+            self.is_recorded, self.keeps_rows = made is not None, bool(made and made.program.keeps_rows)
 
     def launch(self, plan: StepPlan, sampling: SamplingBatch) -> Ticket:
         """Launch the steps of a plan: its ticket gives the answer to every chunk that has one, in order.
