@@ -49,8 +49,7 @@ class ModelRunner:
         self.decoder, self.store, self.sampler, self.device = decoder, store, sampler, device
         self.groups, self.executor = block_groups(decoder.states), executor
         self.replay: Replay | None = None
-        self.keeps_rows = False  # whether steps keep recurrent state where a chunk has slots for it
-        self.step_kind, self.is_recorded = "op by op: no recording was requested", False
+        self.step_kind, self.is_recorded, self.keeps_rows = "op by op: no recording was requested", False, False
         self._native = None if isinstance(executor, GraphBackend) else executor
         if capacity and isinstance(executor, GraphBackend) and decoder.spec.causal:
             self._replay_on_device(capacity, executor)
