@@ -49,14 +49,15 @@ class ModelRunner:
         self.decoder, self.store, self.sampler, self.device = decoder, store, sampler, device
         self.groups, self.executor = block_groups(decoder.states), executor
         self.replay: Replay | None = None
-        self.step_kind, self.is_recorded, self.keeps_rows = "op by op: no recording was requested", False, False
-        self._native = None if isinstance(executor, GraphBackend) else executor
+        self.is_recorded = self.keeps_rows = False  # the latter: `Chunk.row_slots` are written
+        self.step_kind = "op by op: no recording was requested"
+        native = self._native = None if isinstance(executor, GraphBackend) else executor
         if capacity and isinstance(executor, GraphBackend) and decoder.spec.causal:
             self._replay_on_device(capacity, executor)
         elif capacity:
-            parts = decoder, store, self._native, self.groups, capacity, sampler
-            self.replay, self.step_kind = made, _ = record_program(*parts)
-            self.is_recorded, self.keeps_rows = made is not None, bool(made and made.program.keeps_rows)
+            made, self.step_kind = record_program(decoder, store, native, self.groups, capacity, sampler)
+            self.replay, self.is_recorded = made, made is not None
+            self.keeps_rows = made is not None and made.program.keeps_rows
 
     def launch(self, plan: StepPlan, sampling: SamplingBatch) -> Ticket:
         """Launch the steps of a plan: its ticket gives the answer to every chunk that has one, in order.

@@ -24,9 +24,8 @@ class Chunk(Struct, frozen=True, gc=False):
 
     `blocks`: one block table per block group, in the groups' order; `slot`: where its recurrent state is.
     `num_logits`: logits of that many last tokens are requested (0: a chunk in the middle of a prompt).
-    `num_pooled`: the sum of the hidden states of that many last tokens is requested. A decode that was
-    planned before its token was known has FOLLOW in its place. `adapter`: the slot of its adapter, 0: none.
-    `row_slots`: slots for the recurrent state behind that many rows before the last.
+    `num_pooled`: the sum of so many hidden states is. FOLLOW: a decode that was planned before its token was
+    known. `adapter`: its adapter's slot, 0: none. `row_slots`: for states behind the rows before the last.
     """
 
     seq_id: int
