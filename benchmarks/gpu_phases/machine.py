@@ -18,6 +18,7 @@ import triton.language as tl
 from gpu_phases.results import Bench, Item
 from gpu_phases.timing import time_us
 from plait.bench.machine import describe
+from plait.loading.torch_preload import die_with
 
 ACCELERATORS = (
     *("fla", "flashinfer", "flash_attn", "flash_attn_interface", "gemlite", "deep_gemm", "vllm", "sglang"),
@@ -144,7 +145,7 @@ def list_builds(bench: Bench) -> Iterator[Item]:
     context, workers = multiprocessing.get_context("spawn"), max(1, min(len(items), os.cpu_count() or 1))
     plain = {name: value for name, value in os.environ.items() if name == "TRITON_INTERPRET"}
     os.environ.pop("TRITON_INTERPRET", None)  # the interpreter compiles nothing
-    pool = ProcessPoolExecutor(workers, mp_context=context)
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=die_with, initargs=(os.getpid(),))
     try:
         jobs = {pair: pool.submit(compile_form, *pair, target) for pair in items}
         for (_, name), job in jobs.items():

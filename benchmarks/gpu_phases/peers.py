@@ -95,7 +95,7 @@ def _compare(bench: Bench, name: str, peer: str) -> dict[str, Any]:
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds, check=False)
     except subprocess.TimeoutExpired:
-        return {"ok": None, "note": f"not done in {seconds:.0f} s; give it more with --phases 6"}
+        raise TimeoutError(f"not done in {seconds:.0f} s; give it more with --phases 6") from None
     if done.returncode:
         raise RuntimeError(done.stderr[-300:])
     result.write_text(done.stdout, encoding="utf-8")

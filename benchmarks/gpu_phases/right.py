@@ -17,6 +17,7 @@ from gpu_phases.results import Bench, Item
 from gpu_phases.timing import copied
 from plait.bench.ops.run import case_text, tensors
 from plait.kernels.load import load_for_gpu
+from plait.loading.torch_preload import die_with
 from plait.model.mixers.registry import list_mixers
 from plait.ops.attention import BLOCK
 from plait.ops.registry import REGISTRY, Op, OpFacts, Variant
@@ -50,7 +51,12 @@ def list_checks(bench: Bench) -> Iterator[Item]:
         return
     checks = [check for check in checks if not bench.is_done(bench.key(2, check.item(check)))]
     workers = max(1, min(WARMERS, (os.cpu_count() or 2) // 2))
-    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+    pool = ProcessPoolExecutor(
+        workers,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=die_with,
+        initargs=(os.getpid(),),
+    )
     try:
         jobs = [pool.submit(run_once, *check.named, str(bench.device)) for check in checks]
         for check, job in zip(checks, jobs, strict=True):

@@ -102,7 +102,7 @@ def model_facts(model: str, config: EngineConfig, probe_text: str | None = None)
             "state_dtype": config.state_dtype,
         },
         **({"probe": tried} if config.probe else {}),
-        **({"ranks": rank_facts(opened)} if config.num_ranks > 1 else {}),
+        **({"ranks": rank_facts(opened, chosen)} if config.num_ranks > 1 else {}),
     }
 
 

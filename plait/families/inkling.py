@@ -29,6 +29,7 @@ from plait.spec import BranchSpec, ModelSpec, MoeSpec, RouterSpec, TemperatureSp
 
 ATTN, FFN, INSIDE, NEAR = "layers.{i}.attn", "layers.{i}.ffn", "inner", "hybrid_sliding"
 CONVS = ((ATTN, "attn"), (FFN, "mlp"))
+MOST_SHARED = 64  # experts: each has names of its own
 NEVER = -1e30  # the logit of what is no token
 ALWAYS = 1e6  # what the choice of a shared expert is moved by: no score is as large
 SENSES = r"(^|\.)(audio|visual|audio_tower|vision_tower|multi_modal_projector)\."
@@ -128,6 +129,8 @@ def _attention(c: Config, is_near: bool, taps: int) -> RelativeSpec:
 def _experts(c: Config) -> MoeSpec:
     """The shared experts are among the others, and always chosen: weights of all that are chosen sum to 1."""
     shared = c["num_shared_experts"]
+    if not 0 < shared <= MOST_SHARED:
+        raise UnsupportedModel(f"{shared} shared experts are not implemented; known: 1 to {MOST_SHARED}")
     router = RouterSpec("sigmoid", scale=float(c["routed_scaling_factor"]))
     expert = mlp(c, c["moe_intermediate_size"])
     return MoeSpec(
@@ -272,7 +275,7 @@ def _head(c: Config) -> Rules:
     """The table of logits. Tokens that only pad the vocabulary have none."""
     sources = ("lm_head.weight", "model.llm.unembed.weight")
     size, own = c["vocab_size"], c["unpadded_vocab_size"]
-    if own is None or own == size:
+    if own is None or own >= size:
         return {"head.weight": (*sources, "language_model.lm_head.weight")}
 
     def padded(w: Stored, **_: str) -> Tensor:

@@ -19,6 +19,7 @@ from plait.families.common.recipes import Stored, join_stored, transformer, unus
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, require, rope
 from plait.families.common.tensors import Tensors
+from plait.families.config.checks import MAX_SIZE
 from plait.families.config.normalize import Config
 from plait.quant.weight import pick_rows
 from plait.rare_specs import LightningSpec
@@ -84,7 +85,8 @@ def minicpm_sala(c: Config) -> tuple[ModelSpec, NameMap]:
     linear = BranchSpec("lightning", _lightning(c), each, scale=scale)
     ffn = BranchSpec("ffn", mlp(c), each, scale=scale)
     layers = [(attn if kind == DENSE else linear, ffn) for kind in kinds]
-    dense_len = (c["sparse_config"] or {}).get("dense_len")
+    sparse = c["sparse_config"]
+    dense_len = None if sparse is None else sparse.get("dense_len") or 8192
     longest = c["max_position_embeddings"]
     return (
         model(
@@ -106,7 +108,12 @@ def _sizes(c: Config) -> tuple[int, int]:
         raise UnsupportedModel(
             f"lightning_nkv = {keys} of {heads} heads is not implemented; known: one for each"
         )
-    return heads, c.get("lightning_head_dim") or c["head_dim"]
+    dim = c.get("lightning_head_dim") or c["head_dim"]
+    if not 0 < heads * dim <= MAX_SIZE:
+        raise UnsupportedModel(
+            f"{heads} lightning heads of {dim} are not implemented; known: {MAX_SIZE} rows"
+        )
+    return heads, dim
 
 
 def _lightning(c: Config) -> LightningSpec:

@@ -33,6 +33,7 @@ from plait.rare_specs import NgramSpec
 from plait.sparse_specs import CompressorSpec, MeanIndexSpec, MeanSparseSpec
 from plait.spec import AttentionSpec, BranchSpec, HyperSpec, ModelSpec
 
+MOST_HASHES = 4096  # of all layers: a prime for each
 MOST, MOST_ROWS, MOST_PARTS = 64, 1 << 31, 65_536  # heads, and tokens, of an n-gram; of a table
 MASK, GAMMA = (1 << 64) - 1, 0x9E3779B97F4A7C15
 PLE, BRANCHES = "layers.{i}.ngrams", ("delta", "attn", "ffn")
@@ -137,13 +138,15 @@ def _ngrams(c: Config) -> dict[int, tuple[BranchSpec]]:
     base, parts = c["ngram_vocab_size_base"], c["split_ngram_parts"]
     if (
         max(longest, heads) > MOST
+        or len(layers) * hashes > MOST_HASHES
         or not 1 <= parts <= MOST_PARTS
         or base > MOST_ROWS
         or not 0 <= end < tokens
     ):
         raise UnsupportedModel(
-            f"{heads} heads of n-grams up to {longest} tokens, of {base} rows or more in {parts} parts, that "
-            f"end at token {end} of {tokens}: known are up to {MOST} of both, {MOST_ROWS} rows and "
+            f"{heads} heads of n-grams up to {longest} tokens in {len(layers)} layers, of {base} rows or more in "
+            f"{parts} parts, that end at token {end} of {tokens}: known are up to {MOST} of both, "
+            f"{MOST_HASHES} of them in all layers, {MOST_ROWS} rows and "
             f"{MOST_PARTS} parts"
         )
     if longest < 2 or heads < 1 or size % hashes or not 1 <= layers[0] <= layers[-1] <= len(c["layer_types"]):
@@ -239,7 +242,7 @@ def _join_shards(parts: int, source: str) -> Derived:
     """A table of which the rows are in so many tensors, one behind the other."""
 
     def back(k: int) -> Callable[[Tensor], Tensor]:
-        return lambda w: w.chunk(parts)[k]
+        return lambda w: w.tensor_split(parts)[k]
 
     sources = tuple(f"{source}.shard_{k}.weight" for k in range(parts))
     return Derived(lambda *w, **_: join_stored(w), sources, tuple(Back(back(k)) for k in range(parts)))

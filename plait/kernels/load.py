@@ -85,6 +85,16 @@ def why_not_cached() -> str | None:
     return files.unkept if files else None
 
 
+def forget_lock() -> None:
+    """Open the lock of the kernel folder anew in a fork that has closed its descriptors."""
+    if not has_numba():
+        return
+    from plait.kernels.cpu.codegen.target import cached_files
+
+    if files := cached_files():
+        files.forget_lock()
+
+
 def cached_kernels(base: Path) -> list[KernelRoom]:
     """Compiled kernels under a cache folder, by target and version."""
     return rooms(base / "kernels")

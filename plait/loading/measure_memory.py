@@ -69,7 +69,9 @@ def size_gpu(
     ]
     if not decoder.spec.causal:  # it has no decodes
         return size(measure_room(memory, steps[:1]))
-    return size(measure_room(memory, steps[:1], graphs=steps[1]))
+    decodes = replace(config, max_num_batched_tokens=config.max_num_seqs)
+    graphs = [largest_step(decoder, decodes, *where), steps[1]]  # decodes may run other variants than checks
+    return size(measure_room(memory, steps[:1], graphs))
 
 
 def leave_for_draft(free: int, nbytes: int) -> int:
@@ -81,11 +83,11 @@ def leave_for_draft(free: int, nbytes: int) -> int:
 Run = tuple[str, Callable[[], object]]  # (what it is, what runs it)
 
 
-def measure_room(memory: DeviceMemory, runs: Sequence[Run], graphs: Run | None = None) -> int:
-    """Bytes that are left for state once each of `runs` has been run, and for graphs of a decode.
+def measure_room(memory: DeviceMemory, runs: Sequence[Run], graphs: Sequence[Run] = ()) -> int:
+    """Bytes that are left for state once each of `runs` has been run, and for each of `graphs`.
 
     What they keep, such as workspaces, is not free any more afterwards. Of what they give back the largest
-    peak stays reserved, and that of `graphs` in addition. Raises OutOfMemory where one does not fit.
+    peak stays reserved, and the largest of `graphs` in addition. Raises OutOfMemory where one does not fit.
     """
 
     def measure(what: str, run: Callable[[], object]) -> int:
@@ -93,7 +95,7 @@ def measure_room(memory: DeviceMemory, runs: Sequence[Run], graphs: Run | None =
             return memory.peak_of(run)
 
     peak = max((measure(*run) for run in runs), default=0)
-    pool = measure(*graphs) if graphs else 0
+    pool = max((measure(*run) for run in graphs), default=0)
     room = max(memory.free() - peak - pool, 0)
     log.info(
         "memory: the largest step takes %s, graphs take %s; %s are left", gib(peak), gib(pool), gib(room)

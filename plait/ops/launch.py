@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -24,8 +25,18 @@ class LaunchWatcher(Protocol):
     ) -> None: ...
 
 
-_watchers: list[LaunchWatcher] = []
-_captures: list[None] = []  # one for each capture of a step that is under way
+class _ThreadState(threading.local):
+    """What watches the launches of this thread: another engine of the process goes on unseen.
+
+    `captures`: how many captures of a step are under way.
+    """
+
+    def __init__(self) -> None:
+        self.watchers: list[LaunchWatcher] = []
+        self.captures = 0
+
+
+_here = _ThreadState()
 
 
 def launch(kernel: Any, grid: Grid, *args: object, **constants: object) -> None:
@@ -38,12 +49,12 @@ def launch(kernel: Any, grid: Grid, *args: object, **constants: object) -> None:
     if 0 in grid:
         return
     run = partial(_run_where_it_lies, kernel[grid], args, {**LAUNCH_OPTIONS, **constants})
-    if not _watchers:
+    if not _here.watchers:
         run()
         return
     tensors = [value for value in args if isinstance(value, Tensor)]
     numbers = tuple(value for value in args if not isinstance(value, Tensor))
-    _watchers[-1].launched(kernel.fn.__name__, run, tensors, (grid, numbers, *sorted(constants.items())))
+    _here.watchers[-1].launched(kernel.fn.__name__, run, tensors, (grid, numbers, *sorted(constants.items())))
 
 
 def _run_where_it_lies(
@@ -60,23 +71,23 @@ def _run_where_it_lies(
 @contextlib.contextmanager
 def capture_launches() -> Iterator[None]:
     """A step is captured meanwhile, or runs before that so that its kernels are compiled."""
-    _captures.append(None)
+    _here.captures += 1
     try:
         yield
     finally:
-        _captures.pop()
+        _here.captures -= 1
 
 
 def is_captured() -> bool:
     """Whether what runs now will be replayed, so that it must neither wait nor need the host."""
-    return bool(_captures)
+    return _here.captures > 0
 
 
 @contextlib.contextmanager
 def watch_launches(watcher: LaunchWatcher) -> Iterator[None]:
     """Give launches to `watcher` meanwhile; of several, the innermost gets them."""
-    _watchers.append(watcher)
+    _here.watchers.append(watcher)
     try:
         yield
     finally:
-        _watchers.remove(watcher)
+        _here.watchers.remove(watcher)

@@ -111,9 +111,11 @@ class CudaGraphs(GraphBackend):
             aside.wait_stream(torch.cuda.current_stream())
             # This run compiles kernels, which a capture must not. It also sees what a capture would refuse:
             # torch's allocator does not leave a capture that the driver has broken off.
-            with torch.cuda.stream(aside), StepCapture(inputs, is_kept=False):
-                step()
-            torch.cuda.current_stream().wait_stream(aside)
+            try:
+                with torch.cuda.stream(aside), StepCapture(inputs, is_kept=False):
+                    step()
+            finally:  # what restores the batch after a refusal comes behind all that was launched
+                torch.cuda.current_stream().wait_stream(aside)
             graph, names = torch.cuda.CUDAGraph(), _Names()
             # Other threads may allocate and copy meanwhile: they do not break off what this one captures.
             with (

@@ -307,14 +307,17 @@ def main() -> None:
         hello = messages[0]
         if not isinstance(hello, protocol.Hello):
             raise EngineError(f"a hello was expected, not {type(hello).__name__}")
+        why = None
         if hello.config.num_ranks > 1 and hello.builder == protocol.LOAD_ENGINE:
             from plait.worker.fork_ranks import fork_ranks
 
-            fork_ranks(hello.config)
+            why = fork_ranks(hello.config)
         if (spare := int(sys.argv[7])) >= 0:
             lend(spare)
         threading.Thread(target=_beat, args=(status,), name="plait-beat", daemon=True).start()
         _log_to(link, hello.log_levels)
+        if why is not None:
+            log.info("ranks are started anew, and share less memory: %s", why)
         serve_link(link, status, hello)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         os._exit(0)  # the front has gone, so nothing reads a report

@@ -16,7 +16,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
-import logging
 import mmap
 import os
 import re
@@ -30,7 +29,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from plait.config import EngineConfig
-from plait.kernels.load import has_numba, list_loops, load_kernels, why_not_cached
+from plait.kernels.load import forget_lock, has_numba, list_loops, load_kernels, why_not_cached
 from plait.loading.image.lookup import has_gpu
 from plait.loading.torch_preload import die_with, finish_torch
 from plait.resource_limits import trim_heap
@@ -47,20 +46,21 @@ CODE = re.compile(
 STANDARD = {0, 1, 2}
 # What a rank imports late, besides kernels.
 LATE = ("plait.worker.rank", "plait.loading.build", "torch.distributed")
-log = logging.getLogger("plait.engine")
 
 
-def fork_ranks(config: EngineConfig) -> None:
+def fork_ranks(config: EngineConfig) -> str | None:
     """Have the `RankGroup` of this process take ranks that are forked here, where they can be.
 
-    Where they cannot, it starts them anew. Raises ConfigError for an `isa` that cannot be.
+    Where they cannot, it starts them anew. Returns why. Raises ConfigError for an `isa` that cannot be.
     """
-    if config.num_ranks == 1 or (why := why_not(config)) is not None:
-        return
+    if config.num_ranks == 1:
+        return None
+    finish_torch()  # the thread that has been reading its files ends
+    if (why := why_not(config)) is not None:
+        return why
     import_all(config)
     if (why := why_not(config)) is not None:  # a library has started a thread
-        log.info("ranks are started anew: %s", why)
-        return
+        return why
     trim_heap()
     release_code()
     gc.freeze()
@@ -70,6 +70,7 @@ def fork_ranks(config: EngineConfig) -> None:
             ranks.append(_fork_rank())
     finally:
         offer_ranks(ranks)
+    return None
 
 
 def why_not(config: EngineConfig) -> str | None:
@@ -85,7 +86,6 @@ def why_not(config: EngineConfig) -> str | None:
 
 def import_all(config: EngineConfig) -> None:
     """Import all that a rank on a CPU needs, whatever its model. Raises as `load_kernels`."""
-    finish_torch()
     for name in LATE:
         with suppress(ImportError):  # of what a build of torch lacks
             importlib.import_module(name)
@@ -102,7 +102,10 @@ def release_code() -> None:
     """
     advise = ctypes.CDLL(None, use_errno=True).madvise
     advise.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
-    for start, stop in list_code(MAPPINGS.read_text()):
+    smaps = ""
+    with suppress(OSError):  # not every system has it
+        smaps = MAPPINGS.read_text(errors="replace")
+    for start, stop in list_code(smaps):
         advise(start, stop - start, mmap.MADV_DONTNEED)  # a refusal costs nothing but the memory
 
 
@@ -132,6 +135,7 @@ def _be_rank(parent: int, socket_fd: int, alive_fd: int) -> NoReturn:
 
         die_with(parent)
         _close_others({*STANDARD, socket_fd, alive_fd})
+        forget_lock()
         gc.enable()
         main(socket_fd, alive_fd)
     except BaseException:

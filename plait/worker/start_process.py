@@ -16,7 +16,8 @@ from typing import Literal, NamedTuple
 
 # Signals for a whole group (Ctrl-C, a terminal or a service that goes) are the front's to answer.
 _RUN = (
-    "import json, sys, signal as s; [s.signal(n, s.SIG_IGN) for n in (s.SIGINT, s.SIGTERM, s.SIGHUP)]; "
+    "import json, os, sys, signal as s; os.environ.setdefault('OPENBLAS_NUM_THREADS', '1'); "
+    "[s.signal(n, s.SIG_IGN) for n in (s.SIGINT, s.SIGTERM, s.SIGHUP)]; "
     "sys.path[:] = json.loads(sys.argv[1]); from plait.loading.torch_preload import begin_torch, die_with; "
     "die_with(int(sys.argv[5])); "
     "sys.argv[6] == 'torch' and begin_torch(); from plait.worker.child import main; "

@@ -195,12 +195,12 @@ def test_ranks_are_shown_with_what_lies_where_and_what_they_exchange(
     assert all(0.5 < rank["share"] < 0.65 for rank in facts["ranks"])  # embeddings are on both
     # A sum for each of eight branches; the logits, and for each of four gated norms outputs and gates.
     assert (facts["sums"], facts["gathers"], facts["shares"]) == (8, 9, 2)
-    assert facts["sums_nbytes_per_token"] == 8 * 256 * 2  # of the hidden size, in bfloat16
+    assert facts["sums_nbytes_per_token"] == 8 * 256 * 4  # of the hidden size, in float32
     assert facts["logits_nbytes_per_row"] == 4096 * 4
     text = plait("info", str(nano_hybrid), "--tp", "2").out
     assert "on 2 ranks" in text
     assert "a step: 8 sums over ranks, 9 gathers" in text
-    assert "a token: at most 4.0 KiB of sums in bfloat16; a row of logits: 16.0 KiB" in text
+    assert "a token: at most 8.0 KiB of sums in float32; a row of logits: 16.0 KiB" in text
     refused = plait("info", str(smollm2), "--tp", "2")
     assert refused.code == 2
     assert "layers.0.attn: 9 heads cannot be divided equally among 2" in refused.err

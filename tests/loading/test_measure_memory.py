@@ -70,7 +70,8 @@ def test_the_largest_peak_and_what_is_kept_are_not_for_state() -> None:
 def test_the_pool_of_graphs_is_left_free_in_addition_to_the_largest_step() -> None:
     memory = FakeMemory(10 * GIB)
     step, decode = ("the largest step", memory.takes(2 * GIB)), ("the largest decode", memory.takes(GIB))
-    assert measure_room(memory, [step], graphs=decode) == 7 * GIB
+    small = ("a smaller decode", memory.takes(GIB // 2))
+    assert measure_room(memory, [step], [small, decode]) == 7 * GIB
 
 
 def test_a_draft_model_gets_its_weights_and_a_quarter_of_the_rest() -> None:
@@ -165,7 +166,7 @@ def test_a_gpu_gives_its_share_of_what_is_measured_and_swaps_into_the_host_s_mem
         )
         config = replace(opened.config, max_num_batched_tokens=8, **options)
         found = size_gpu(facts, decoder, target, config, memory, draft)
-        assert memory.log == ["free", "run", "run", "free"], "the largest step, the largest decode"
+        assert memory.log == ["free", "run", "run", "run", "free"], "the largest step, decodes, checks"
         return found
 
     with caplog.at_level(logging.INFO, "plait"):

@@ -12,13 +12,20 @@ from plait.memory import PagedState
 from plait.partition import Rank
 
 if TYPE_CHECKING:
+    import torch
+
     from plait.loading.open_model import Opened
 
 Facts = dict[str, Any]
 
 
-def rank_facts(opened: Opened) -> Facts:
-    """Bytes and layers of each rank, and the exchanges of a step. Raises CannotDivide."""
+def rank_facts(opened: Opened, chosen: torch.dtype) -> Facts:
+    """Bytes and layers of each rank, and the exchanges of a step. `chosen`: the model computes in it.
+
+    Raises CannotDivide.
+    """
+    import torch
+
     from plait.loading.meta_model import rank_share
     from plait.loading.target import choose_rank
     from plait.model.divide import divide_model
@@ -41,15 +48,16 @@ def rank_facts(opened: Opened) -> Facts:
             "layers": parts,
         })  # fmt: skip
     sums, gathers = count_exchanges(whole, first)
-    dtype = "float32" if opened.config.deterministic or opened.config.dtype == "float32" else "bfloat16"
-    width = 4 if dtype == "float32" else 2
+    summed = torch.float32 if opened.config.deterministic else chosen
     return {
         "ranks": ranks,
         "shares": first.num_shares,
         "sums": sums,
         "gathers": gathers,
-        "sums_dtype": dtype,
-        "sums_nbytes_per_token": sums * whole.hidden_size * width,  # at most: some are of fewer numbers
+        "sums_dtype": str(summed).removeprefix("torch."),
+        "sums_nbytes_per_token": sums
+        * whole.hidden_size
+        * summed.itemsize,  # at most: some are of fewer numbers
         "logits_nbytes_per_row": whole.vocab_size * 4,
     }
 

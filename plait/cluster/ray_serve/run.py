@@ -54,7 +54,7 @@ def _check_reachable(address: str) -> None:
         return  # auto, and what Ray alone can read
     try:
         socket.create_connection((host.strip("[]"), int(port)), REACH_S).close()
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, ValueError) as error:
         raise ConfigError(f"address: no Ray cluster at {address}: {error}") from error
 
 

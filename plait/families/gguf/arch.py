@@ -163,7 +163,8 @@ def check_router(m: Metadata, scores: str, *, renormalizes: bool | None, scales:
     wanted |= {} if renormalizes is None else {"expert_weights_norm": renormalizes}
     wanted |= {} if scales else {"expert_weights_scale": 1.0}
     for key, value in wanted.items():
-        if (told := m.values.get(key, value)) != value:
+        told = m.values.get(key, value)
+        if told != value and not (key == "expert_weights_scale" and told == 0):  # 0: no factor
             raise UnsupportedModel(f"{m.prefix}{key} {told} is not implemented for {m.arch}; known: {value}")
 
 

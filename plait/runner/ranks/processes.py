@@ -67,7 +67,8 @@ class ForkedProcess:
     def kill(self) -> None:
         """End it; nothing happens to one that `wait` has seen end."""
         if self._code is None:
-            os.kill(self.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # the system has forgotten it
+                os.kill(self.pid, signal.SIGKILL)
 
 
 @dataclass(frozen=True, slots=True)

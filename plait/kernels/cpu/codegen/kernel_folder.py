@@ -213,6 +213,10 @@ class KernelFiles:
                 self._lock = -1
         return None, has_waited
 
+    def forget_lock(self) -> None:
+        """Open the lock file anew: this process is a fork that has closed its descriptor."""
+        self._lock = None
+
     def _opened_lock(self) -> int:
         if fcntl is None or self.folder is None or self.unkept is not None:
             return -1

@@ -3,7 +3,7 @@
 Every function here is a Numba intrinsic that becomes a few LLVM instructions. Addresses are plain int64
 (`Tensor.data_ptr()`), so that a call unboxes nothing. LLVM splits sixteen lanes as the target needs: one
 source serves AVX-512, AVX2, NEON and anything else; `dot`, `dot8` and waits know instructions (`target.DOT`).
-Nothing here reorders floating-point additions: a kernel that adds in one order does so on every machine.
+Nothing here reorders floating-point additions: a kernel adds in one order on every machine.
 """
 
 from __future__ import annotations
@@ -200,10 +200,11 @@ store_i8 = _define("store_i8", N, (A, VI), lambda b, a, x: _store(b, a, b.trunc(
 
 
 def _round_bf16(b: ir.IRBuilder, x: ir.Value, ints: ir.Type, const: Callable[[int], ir.Value]) -> ir.Value:
-    """The bits of float32 rounded to bfloat16, to nearest even; in the low half of each int."""
+    """The bits of float32 rounded to bfloat16, to nearest even, in the low half of each int. NaN stays."""
     u = b.bitcast(x, ints)
     odd = b.and_(b.lshr(u, const(16)), const(1))
-    return b.lshr(b.add(u, b.add(const(0x7FFF), odd)), const(16))
+    rounded = b.lshr(b.add(u, b.add(const(0x7FFF), odd)), const(16))
+    return b.select(b.fcmp_unordered("uno", x, x), const(0x7FC0), rounded)
 
 
 store_bf16 = _define(
