@@ -137,8 +137,8 @@ class EngineConfig:
     )
     precise: bool = option(
         False,
-        "on a CPU: round activations of quantized layers to 16 bits, not 8, those of bfloat16 layers not at all, "
-        "and keep float32 state",
+        "on a CPU: round activations of quantized layers to 16 bits, not 8, those of bfloat16 layers not at "
+        "all, and keep float32 state",
     )
     deterministic: bool = option(
         False,

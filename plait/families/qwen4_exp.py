@@ -144,8 +144,8 @@ def _ngrams(c: Config) -> dict[int, tuple[BranchSpec]]:
         or not 0 <= end < tokens
     ):
         raise UnsupportedModel(
-            f"{heads} heads of n-grams up to {longest} tokens in {len(layers)} layers, of {base} rows or more in "
-            f"{parts} parts, that end at token {end} of {tokens}: known are up to {MOST} of both, "
+            f"{heads} heads of n-grams up to {longest} tokens in {len(layers)} layers, of {base} rows "
+            f"or more in {parts} parts, that end at token {end} of {tokens}: known are up to {MOST} of both, "
             f"{MOST_HASHES} of them in all layers, {MOST_ROWS} rows and "
             f"{MOST_PARTS} parts"
         )

@@ -1,9 +1,9 @@
 """Vectors of sixteen lanes, dot products of bytes, atomics and calls by address, for use inside Numba.
 
 Every function here is a Numba intrinsic that becomes a few LLVM instructions. Addresses are plain int64
-(`Tensor.data_ptr()`), so that a call unboxes nothing. LLVM splits sixteen lanes as the target needs: one
-source serves AVX-512, AVX2, NEON and anything else; `dot`, `dot8` and waits know instructions (`target.DOT`).
-Nothing here reorders floating-point additions: a kernel adds in one order on every machine.
+(`Tensor.data_ptr()`). LLVM splits sixteen lanes as AVX-512, AVX2, NEON and others need; `dot`, `dot8` and
+waits know instructions (`target.DOT`). Nothing reorders floating-point additions: a kernel adds
+in one order on every machine.
 """
 
 from __future__ import annotations
@@ -203,8 +203,8 @@ def _round_bf16(b: ir.IRBuilder, x: ir.Value, ints: ir.Type, const: Callable[[in
     """The bits of float32 rounded to bfloat16, to nearest even, in the low half of each int. NaN stays."""
     u = b.bitcast(x, ints)
     odd = b.and_(b.lshr(u, const(16)), const(1))
-    rounded = b.lshr(b.add(u, b.add(const(0x7FFF), odd)), const(16))
-    return b.select(b.fcmp_unordered("uno", x, x), const(0x7FC0), rounded)
+    even = b.lshr(b.add(u, b.add(const(0x7FFF), odd)), const(16))
+    return b.select(b.fcmp_unordered("uno", x, x), const(0x7FC0), even)
 
 
 store_bf16 = _define(
