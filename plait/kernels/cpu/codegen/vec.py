@@ -2,8 +2,7 @@
 
 Every function here is a Numba intrinsic that becomes a few LLVM instructions. Addresses are plain int64
 (`Tensor.data_ptr()`). LLVM splits sixteen lanes as AVX-512, AVX2, NEON and others need; `dot`, `dot8` and
-waits know instructions (`target.DOT`). Nothing reorders floating-point additions: a kernel adds
-in one order on every machine.
+waits know instructions (`target.DOT`). Nothing reorders additions: a kernel has one order on every machine.
 """
 
 from __future__ import annotations
