@@ -163,7 +163,7 @@ def test_so_is_one_of_quantized_weights(name: str, checkpoints: Path) -> None:
 
 
 def test_so_is_one_of_a_trained_hybrid(nano_hybrid: Path) -> None:
-    same = {"kv_dtype": "bfloat16"}  # reference ops round nothing by themselves
+    same = {"kv_dtype": "bfloat16", "precise": True}  # reference ops round nothing by themselves
     with loaded(nano_hybrid, **same) as model, loaded(nano_hybrid, **same, ops="reference") as reference:
         assert model.runner.is_recorded, model.runner.step_kind
         assert_replayed(model, reference)
@@ -209,7 +209,7 @@ def test_experts_of_several_formats_run_one_by_one(
     parts: tuple[str, ...], why: str, checkpoints: Path, tmp_path: Path
 ) -> None:
     folder = mixed(folder_of("oxidizr_hybrid", checkpoints), tmp_path, parts)
-    exact = {"kv_dtype": "float32"}
+    exact = {"kv_dtype": "float32", "precise": True}
     with loaded(folder, **exact) as model, loaded(folder, **exact, ops="reference") as reference:
         assert model.runner.step_kind.startswith(f"a mixture of experts cannot be recorded: {why}")
         ids = [1, 5, 2, 9, 3, 7]
