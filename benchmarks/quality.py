@@ -78,11 +78,13 @@ AS_IT_IS = (
     Setting("--precise: 16-bit activations, float32 KV", activations="int8x2", kv_dtype="model"),
     Setting("float32, but bfloat16 KV", plain=True, activations="float32"),
     Setting("float32, but bfloat16 KV, queries and attention weights", plain=True),
-    Setting("float32, but int8 KV", plain=True, kv_dtype="int8"),
-    Setting("float32, but bfloat16 state", plain=True, kv_dtype="model", state_dtype="bfloat16"),
-    Setting("float32, but int8 state", plain=True, kv_dtype="model", state_dtype="int8"),
-    Setting("float32, but int4 KV", plain=True, kv_dtype="int4"),
-    Setting("float32, fastest ops", plain=True, kv_dtype="model"),
+    Setting("float32, but int8 KV", True, activations="float32", kv_dtype="int8"),
+    Setting(
+        "float32, but bfloat16 state", True, activations="float32", kv_dtype="model", state_dtype="bfloat16"
+    ),
+    Setting("float32, but int8 state", True, activations="float32", kv_dtype="model", state_dtype="int8"),
+    Setting("float32, but int4 KV", True, activations="float32", kv_dtype="int4"),
+    Setting("float32, fastest ops", True, activations="float32", kv_dtype="model"),
 )
 
 
