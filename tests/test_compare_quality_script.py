@@ -42,6 +42,7 @@ def test_a_score_is_perplexity_and_divergence(quality: ModuleType) -> None:
     assert quality.Score().add(ids, other, None).exp().sum(-1).tolist() == pytest.approx([1, 1, 1])
 
 
+@pytest.mark.slow
 def test_rounding_more_is_further_from_float32(quality: ModuleType, nano_hybrid: Path) -> None:
     load_kernels()
     given = Namespace(text=quality.TEXT, tokens=130, threads=1, dither=False, llama_cpp=None, only=[])

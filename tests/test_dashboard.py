@@ -152,6 +152,7 @@ def rounded(found: Mapping[frozenset[tuple[str, str]], float]) -> dict[frozenset
     return {labels: round(value, 9) for labels, value in found.items()}
 
 
+@pytest.mark.slow
 def test_numbers_of_a_cluster_are_those_of_its_engines_whichever_gateways_are_scraped(world: World) -> None:
     panels = [text for text in expressions() if IS_OF_CLUSTERS not in text]
     assert len(panels) > 40
@@ -163,6 +164,7 @@ def test_numbers_of_a_cluster_are_those_of_its_engines_whichever_gateways_are_sc
         assert rounded(evaluate(text, world.behind_one_address)) == rounded(expected), text
 
 
+@pytest.mark.slow
 def test_gateways_count_their_own_streams_and_show_the_same_replicas(world: World) -> None:
     states = evaluate("max by (state) (plait_cluster_replicas)", world.gateways)
     assert states[frozenset({("state", "ready")})] == 2
@@ -178,12 +180,14 @@ def test_gateways_count_their_own_streams_and_show_the_same_replicas(world: Worl
     assert [*evaluate(moved, twice).values()] == [5.0]
 
 
+@pytest.mark.slow
 def test_no_sample_of_two_gateways_is_the_same(world: World) -> None:
     for samples in (world.gateways, world.behind_one_address):
         keys = [frozenset(labels.items()) for labels, _ in samples]
         assert len(keys) == len({*keys})
 
 
+@pytest.mark.slow
 def test_the_dashboard_names_metrics_and_labels_that_servers_have(world: World) -> None:
     known = metric_labels()
     for labels, _ in world.gateways:

@@ -197,6 +197,7 @@ def test_random_models_have_the_bytes_of_published_ones(part: Any) -> None:
     assert made.nbytes_per_token == pytest.approx(15.0e9, rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_random_model_runs_through_the_engine(part: Any, tmp_path: Path) -> None:
     assert call(part, tmp_path, "--phases", "8", "--only", "profile") == 0
     (row,) = rows_of(tmp_path)

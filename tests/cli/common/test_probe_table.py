@@ -84,6 +84,7 @@ def test_a_probe_replaces_a_damaged_file(plait: Run, nano_hybrid: Path, tmp_path
     assert plait("info", str(model)).code == 0
 
 
+@pytest.mark.slow
 def test_a_text_it_does_not_understand_is_reported_loudly(
     plait: Run, nano_hybrid: Path, tmp_path: Path
 ) -> None:
