@@ -216,9 +216,7 @@ def _block_sparse_attention(
             f"heads of {d}, in blocks of {size}"
         )
     item, state = k_cache.element_size(), 64 + -(-d // 16) * 64
-    for x, cached in ((k, k_cache), (v, v_cache)):
-        where = (*TensorRows.of(x).strides, cached, slot_mapping, kv_heads, d, item)
-        cpu.launch(store_plain_heads, x, *where, rows=rows.count)
+    store_plain(cpu, (k, k_cache), (v, v_cache), slot_mapping)
     out = cpu.empty(*q.shape)
     cpu.launch(
         *(attend_blocks, q, *rows.strides, out, k_cache, v_cache, item, chosen, top_k, block_table),
@@ -229,3 +227,13 @@ def _block_sparse_attention(
         scratch=8 * TILE * d + 4 * TILE + HEADS * state,
     )
     return out
+
+
+def store_plain(
+    cpu: Executor, keys: tuple[Tensor, Tensor], values: tuple[Tensor, Tensor], slot_mapping: Tensor
+) -> None:
+    """Store new keys and values in caches of plain numbers. Each: (new [T, kv_heads, d], cache)."""
+    for x, cache in (keys, values):
+        rows = TensorRows.of(x)
+        where = (*rows.strides, cache, slot_mapping, cache.shape[2], rows.width, cache.element_size())
+        cpu.launch(store_plain_heads, x, *where, rows=rows.count)

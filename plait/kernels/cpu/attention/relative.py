@@ -16,7 +16,7 @@ from torch import Tensor
 
 from plait.errors import ShapeMismatch
 from plait.kernels.cpu.attention.attention import check_cache, check_index
-from plait.kernels.cpu.attention.blocks import store_plain_heads, why_no_blocks
+from plait.kernels.cpu.attention.blocks import store_plain, why_no_blocks
 from plait.kernels.cpu.attention.indexer import (
     HEADS,
     TILE,
@@ -117,9 +117,7 @@ def _relative_attention(
             f"of {window} has no key"
         )
     item, state, wide = k_cache.element_size(), 64 + -(-d // 16) * 64, 4 * (d + m)
-    for x, cached in ((k, k_cache), (v, v_cache)):
-        where = (*TensorRows.of(x).strides, cached, slot_mapping, kv_heads, d, item)
-        cpu.launch(store_plain_heads, x, *where, rows=rows.count)
+    store_plain(cpu, (k, k_cache), (v, v_cache), slot_mapping)
     out = cpu.empty(*q.shape)
     cpu.launch(
         *(attend_relative, q, *rows.strides, mixed, *parts.strides, profiles, most, m, out),
