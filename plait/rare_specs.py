@@ -212,7 +212,7 @@ class NgramSpec(Recurrent):
     An n-gram of 2 tokens, of 3, and so on has `dim` numbers from each of its heads; `factors` and `sizes`
     hash it (`ops.ngrams.hash_ngrams`). `rows`: of the table. No n-gram reaches over a token `end`. `taps`:
     of the convolution, `gap` tokens apart. `norm`: of queries, keys and what is convolved, in each of
-    `streams`.
+    `streams`. `own`: of several ranks the hashes that this one looks up; None: all.
     """
 
     streams: int
@@ -224,6 +224,7 @@ class NgramSpec(Recurrent):
     taps: int
     gap: int
     norm: NormSpec
+    own: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,10 +296,12 @@ class JetSpec(DeltaNetSpec):
 class CcaSpec(AttentionSpec, Recurrent):
     """Attention over convolved queries and keys, half of the values being the last token's (CCA; ZAYA).
 
-    `taps`: of the convolution of each channel, and of the one in each head that follows it.
+    `taps`: of the convolution of each channel, and of the one in each head that follows it. `value_sizes`:
+    numbers of a value that are of this token, and of the last; None: as many of both.
     """
 
     taps: tuple[int, int] = (2, 2)
+    value_sizes: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ another order waits longer, and never for ever.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from plait.checkpoint.divided import StoredPart
 from plait.errors import BadFile
 from plait.quant.weight import Weight
 
@@ -97,10 +98,11 @@ class _Item:
     """One tensor or weight of the checkpoint, on its way. `parts`: (of the file, on the device)."""
 
     name: str
+    part: StoredPart
     begun: bool = False
-    value: Weight | Tensor | None = None  # as the checkpoint gives it
+    value: Weight | Tensor | None = None  # the part, as the checkpoint gives it
     parts: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    pieces: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # bytes: (of the file, on the device)
+    pieces: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (of the file, on the device)
     num_open: int = 0  # pieces that are not under way yet
     events: list[CopyEvent] = field(default_factory=list)
     error: BaseException | None = None
@@ -118,14 +120,14 @@ class _Item:
 class DeviceFeed:
     """Tensors of a checkpoint, read ahead and on the device. Close it when the model is built.
 
-    `order`: names as the builder will take them, each once; `files`: looked at before each piece, because a
-    mapped file that became shorter would end the process.
+    `order`: names and parts as the builder will take them, each once; nothing else is read. `files`: looked
+    at before each piece, because a mapped file that became shorter would end the process.
     """
 
     def __init__(
         self,
         checkpoint: FedCheckpoint,
-        order: Iterable[str],
+        order: Iterable[tuple[str, StoredPart]],
         device: CopyDevice,
         files: Sequence[Path] = (),
         *,
@@ -134,7 +136,7 @@ class DeviceFeed:
     ) -> None:
         self._checkpoint, self._device, self._piece, self._ahead = checkpoint, device, piece, ahead
         self._sizes = [(path, path.stat().st_size) for path in files]
-        self._items = {name: _Item(name) for name in order}
+        self._items = {(name, part): _Item(name, part) for name, part in order}
         self._queue = [*self._items.values()]
         self._at, self._held = 0, 0  # the item that is cut next; bytes that are begun and not taken
         self._wanted: _Item | None = None
@@ -149,13 +151,14 @@ class DeviceFeed:
         for thread in self._threads:
             thread.start()
 
-    def has(self, name: str) -> bool:
-        """Whether `take` gives it: each name once, as what was taken belongs to the builder."""
-        return name in self._items and not self._items[name].is_taken
+    def has(self, name: str, part: StoredPart) -> bool:
+        """Whether `take` gives it: each part once, as what was taken belongs to the builder."""
+        item = self._items.get((name, part))
+        return item is not None and not item.is_taken
 
-    def take(self, name: str) -> Weight | Tensor:
-        """What the checkpoint has under that name, on the device. Raises what reading it raised."""
-        item = self._items[name]
+    def take(self, name: str, part: StoredPart) -> Weight | Tensor:
+        """A part of what the checkpoint has under that name, on the device. Raises what reading it raised."""
+        item = self._items[name, part]
         with self._changed:
             self._wanted = item
             self._changed.notify_all()
@@ -196,7 +199,7 @@ class DeviceFeed:
                     event = None
                 if item.error is None:
                     self._check_sizes()
-                    part = buffer[: source.numel()]
+                    part = buffer[: source.nbytes].view(source.dtype).view(source.shape)
                     part.copy_(source)
                     event = self._device.copy(target, part)
                     item.events.append(event)
@@ -232,15 +235,11 @@ class DeviceFeed:
         """Find an item's bytes and its place on the device. Nothing of it is read from the file yet."""
         item.begun = True
         try:
-            item.value = self._checkpoint.read(item.name)
+            item.value = item.part.keep(self._checkpoint.read(item.name))
             for tensor in _tensors_of(item.value):
                 place = self._device.empty(tensor)
                 item.parts.append((tensor, place))
-                pair = (_as_bytes(tensor.contiguous()), _as_bytes(place))
-                step = self._piece
-                item.pieces += [
-                    (pair[0][at : at + step], pair[1][at : at + step]) for at in range(0, len(pair[0]), step)
-                ]
+                item.pieces += _cut_pieces(tensor, place, self._piece)
         except BaseException as error:
             item.error, item.pieces = error, []
         item.num_open = len(item.pieces)
@@ -250,6 +249,17 @@ class DeviceFeed:
         for path, size in self._sizes:
             if (now := path.stat().st_size) < size:
                 raise BadFile(f"{path}: has {now} bytes; it had {size} when it was opened")
+
+
+def _cut_pieces(source: Tensor, target: Tensor, nbytes: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """(of the file, on the device): bytes, or of columns some rows, which are gathered in the buffer."""
+    row = source[0].nbytes if source.dim() > 1 and len(source) else 0
+    if source.is_contiguous() or not 0 < row <= nbytes:
+        source, target, step = _as_bytes(source.contiguous()), _as_bytes(target), nbytes
+    else:
+        step = nbytes // row
+    for at in range(0, len(source), step):
+        yield source[at : at + step], target[at : at + step]
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

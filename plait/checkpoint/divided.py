@@ -19,9 +19,11 @@ from plait.ops.activation import combine
 from plait.ops.linear import Linear
 from plait.ops.ranks import Alone, Comm, GatheredLinear, ShareLinear
 from plait.ops.registry import Bind
-from plait.partition import Cut, Range, Rank, width
-from plait.quant.weight import Weight
+from plait.partition import Cut, Range, Rank, shift_range, width
+from plait.quant.encode import find_encoder
+from plait.quant.weight import Dense, Weight, as_weight, join_stored, take_rows
 
+_ALONE = Rank()
 _EXPERT = re.compile(r"\.experts\.\d+(?=\.)")
 
 
@@ -50,6 +52,21 @@ class Cuts:
     def find(self, name: str) -> Cut | None:
         """The cut of `name`, with or without `.weight` or `.bias` at its end."""
         return _find(self.own, name)
+
+    def part_of(self, name: str, encoding: str | None = None) -> StoredPart:
+        """What this rank reads of a tensor, by its whole name. Columns are cut of weights, not of biases.
+
+        encoding: the format in which plain numbers will be kept.
+        """
+        cut = self.find(name)
+        if cut is None or (cut.cols is not None and not name.endswith(".weight")):
+            return WHOLE
+        if cut.cols is None:
+            return StoredPart(name, cut.rows)
+        edges, own = tuple(self.all_ranges(name)), [piece for share in cut.cols for piece in share]
+        cols = min(start for start, _ in own), max(stop for _, stop in own)
+        how = find_encoder(encoding, max(stop for _, stop in edges)) if encoding else None
+        return StoredPart(name, None, cols, edges, how.kind.elements if how else 1, self.comm.rank)
 
     def for_share(self, share: int) -> Cuts:
         """The cuts of one share alone, as if it were a rank."""
@@ -86,44 +103,121 @@ def _find(cuts: Mapping[str, Cut], name: str) -> Cut | None:
     if not cuts:
         return None
     stem = name.removesuffix(".weight").removesuffix(".bias")
-    for key in (stem, _EXPERT.sub(".experts.*", stem)):
+    for key in (name, stem, _EXPERT.sub(".experts.*", stem)):
         if key in cuts:
             return cuts[key]
     return None
 
 
-def keep_rows(value: Tensor | Weight, cut: Cut | None) -> Tensor | Weight:
-    """What a cut keeps of the first dimension; a view where that is one range. Raises ShapeMismatch."""
-    if cut is None or cut.rows is None:
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """What a rank reads of a stored tensor; nothing else of it leaves the file.
+
+    `rows`: ranges of its first dimension, joined in this order; None: all. `cols`: of a matrix, from the
+    first to the last column that the rank sums; None: all. `edges`: every range that any share sums by
+    itself. `unit`: columns of a block that plain numbers will be encoded in.
+    """
+
+    name: str = ""
+    rows: tuple[Range, ...] | None = None
+    cols: Range | None = None
+    edges: tuple[Range, ...] = ()
+    unit: int = 1
+    rank: Rank = _ALONE
+
+    def keep(self, value: Tensor | Weight) -> Tensor | Weight:
+        """The part, mostly a view. Raises ShapeMismatch.
+
+        Where some range would cut a block of the storage, or columns lie in another order, it is the rank's
+        share of the rows, with all columns: see `divide_linear`.
+        """
+        if self.cols is None:
+            return keep_rows(value, self.rows)
+        weight = as_weight(value)
+        if self._can_cut(weight, self.edges):
+            return weight.cols(*self.cols)
+        if ".experts." in self.name and self.rank.size > 1:
+            raise ShapeMismatch(
+                f"{self.name}: a {weight.format} weight of {list(weight.shape)} cannot be cut along its "
+                f"inputs for {self.rank.size} ranks; whole experts can be divided (--ep)"
+            )
+        return weight.rows(*_own_outputs(self.rank, weight.shape[0]))
+
+    def is_cut(self, weight: Weight, own: Sequence[Range]) -> bool:
+        """Whether `weight`, which `keep` gave, has this part's columns; own: those of the rank's shares."""
+        assert self.cols is not None
+        return weight.shape[1] == width(self.cols) and self._can_cut(
+            weight, [_back(p, self.cols) for p in own]
+        )
+
+    def _can_cut(self, weight: Weight, ranges: Sequence[Range]) -> bool:
+        unit = self.unit if isinstance(weight, Dense) else 1
+        if any(edge % unit for piece in ranges for edge in piece):
+            return False
+        try:
+            for piece in ranges:
+                weight.cols(*piece)
+        except ShapeMismatch:
+            if max(stop for _, stop in ranges) > weight.shape[1]:
+                raise
+            return False
+        return True
+
+
+WHOLE = StoredPart()
+
+
+def keep_rows(value: Tensor | Weight, rows: tuple[Range, ...] | None) -> Tensor | Weight:
+    """Ranges of the first dimension; a view where that is one range, None: all. Raises ShapeMismatch."""
+    if rows is None:
         return value
     if isinstance(value, Tensor):
-        if cut.rows[-1][1] > len(value):
-            raise ShapeMismatch(f"rows {cut.rows} of {list(value.shape)}: there are too few")
-        parts = [value[start:stop] for start, stop in cut.rows]
+        if rows[-1][1] > len(value):
+            raise ShapeMismatch(f"rows {rows} of {list(value.shape)}: there are too few")
+        parts = [value[start:stop] for start, stop in rows]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-    some = [value.rows(start, stop) for start, stop in cut.rows]
+    some = [value.rows(start, stop) for start, stop in rows]
     return some[0] if len(some) == 1 else type(some[0]).cat(some)
 
 
+def keep_joined(parts: Sequence[Tensor | Weight], rows: tuple[Range, ...]) -> Tensor | Weight:
+    """Ranges of the rows that parts have, one behind the other: nothing is read of parts without any of them.
+
+    Raises ShapeMismatch.
+    """
+    starts = [0, *itertools.accumulate(part.shape[0] for part in parts)]
+    if rows[-1][1] > starts[-1]:
+        raise ShapeMismatch(f"rows {rows} of {len(parts)} parts with {starts[-1]} rows: there are too few")
+    found = [
+        take_rows(part, max(start - first, 0), min(stop - first, part.shape[0]))
+        for start, stop in rows
+        for first, part in zip(starts, parts, strict=False)
+        if max(start, first) < min(stop, first + part.shape[0])
+    ]
+    return found[0] if len(found) == 1 else join_stored(found)
+
+
 def divide_linear(
-    name: str,
+    part: StoredPart,
     weight: Weight,
     bias: Tensor | None,
+    n_out: int,
     cuts: Cuts,
     build: Callable[[Weight, Tensor | None], Linear],
     bind: Bind,
 ) -> Any:
-    """A linear layer with divided inputs: `name` has a cut of columns, `weight` is whole.
+    """A linear layer with divided inputs. part: of its weight; weight: what `part.keep` gave.
 
-    build: makes a `Linear` of a weight and a bias; the first share alone adds the bias. Where some range
-    would cut a block of the storage, or its columns lie in another order, inputs are gathered.
+    build: makes a `Linear` of a weight and a bias; the first share alone adds the bias. n_out: of the whole
+    layer. Where its columns could not be cut, inputs are gathered, and a rank has some of the outputs.
     """
-    cut = cuts.find(name)
+    cut, name = cuts.find(part.name), part.name.removesuffix(".weight")
     assert cut is not None
     assert cut.cols is not None
-    if not _can_cut(weight, cuts.all_ranges(name)):
-        return _gather_inputs(name, weight, bias, cuts, build)
+    assert part.cols is not None
     own = sorted(piece for share in cut.cols for piece in share)
+    if not part.is_cut(weight, own):
+        return _gather_inputs(name, weight, bias, n_out, cuts, build)
     places, at = dict[Range, Range](), 0
     for piece in own:
         places[piece] = (at, at + width(piece))
@@ -132,53 +226,53 @@ def divide_linear(
     for number, ranges in enumerate(cut.cols, cuts.first_share):
         first = bias if number == 0 else None
         parts = [(piece, first if i == 0 else None) for i, piece in enumerate(ranges)]
-        shares.append([(places[piece], build(weight.cols(*piece), added)) for piece, added in parts])
+        made = [build(weight.cols(*_back(piece, part.cols)), added) for piece, added in parts]
+        shares.append([(places[piece], one) for (piece, _), one in zip(parts, made, strict=True)])
     if len(shares) == 1 and len(shares[0]) == 1:
         return shares[0][0][1]
     add = bind(combine)
     return ShareLinear(shares, lambda a, b: add(a, b, 1.0))
 
 
-def _can_cut(weight: Weight, ranges: Sequence[Range]) -> bool:
-    try:
-        for piece in ranges:
-            weight.cols(*piece)
-    except ShapeMismatch:
-        if max(stop for _, stop in ranges) > weight.shape[1]:
-            raise
-        return False
-    return True
+def _back(piece: Range, kept: Range) -> Range:
+    """A range of a matrix's columns, counted within those that are kept."""
+    return shift_range(piece, -kept[0])
+
+
+def _own_outputs(rank: Rank, n_out: int) -> Range:
+    """Where inputs are gathered: the outputs of a rank."""
+    return n_out * rank.index // rank.size, n_out * (rank.index + 1) // rank.size
 
 
 def _gather_inputs(
     name: str,
     weight: Weight,
     bias: Tensor | None,
+    n_out: int,
     cuts: Cuts,
     build: Callable[[Weight, Tensor | None], Linear],
 ) -> object:
-    rank, n_out = cuts.comm.rank, weight.shape[0]
+    rank = cuts.comm.rank
     if rank.size == 1:
         return build(weight, bias)
-    if ".experts." in name:
-        raise ShapeMismatch(
-            f"{name}: a {weight.format} weight of {list(weight.shape)} cannot be cut along its inputs for "
-            f"{rank.size} ranks; whole experts can be divided (--ep)"
-        )
-    own = (n_out * rank.index // rank.size, n_out * (rank.index + 1) // rank.size)
-    inputs = cuts.inputs(name)
+    own, inputs = _own_outputs(rank, n_out), cuts.inputs(name)
     widths = [sum(map(width, ranges)) for ranges in inputs]
+    if weight.shape != (width(own), sum(widths)):
+        raise ShapeMismatch(
+            f"{name}: of [{n_out}, {sum(widths)}] a rank has {width(own)} rows, and the file gives "
+            f"{list(weight.shape)}"
+        )
     columns = torch.cat([torch.arange(*piece) for ranges in inputs for piece in ranges])
     is_sorted = bool((columns[1:] > columns[:-1]).all())
     order = None if is_sorted else columns.argsort()
-    rows = build(weight.rows(*own), None if bias is None else bias[slice(*own)])
+    rows = build(weight, None if bias is None else bias[slice(*own)])
     return GatheredLinear(rows, own, n_out, cuts.comm, widths, order)
 
 
 def list_dropped(cuts: Cuts, names: NameMap, checkpoint: Container[str]) -> Iterator[str]:
-    """Tensors of the checkpoint that other ranks read: those of whole experts."""
+    """Tensors of the checkpoint that other ranks read: those of whole experts, and some that stand alone."""
     for name in [name for name, cut in cuts.own.items() if cut.is_dropped]:
-        for part, end in itertools.product(("gate", "up", "down"), ("weight", "bias")):
+        for part, end in itertools.product(("", ".gate", ".up", ".down"), ("weight", "bias")):
             with suppress(UnknownName):
-                source, _ = names.resolve(f"{name}.{part}.{end}", checkpoint)
+                source, _ = names.resolve(f"{name}{part}.{end}", checkpoint)
                 yield from sources_of(source)

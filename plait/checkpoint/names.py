@@ -8,9 +8,11 @@ is a tuple lists alternatives, the ways in which one model is stored: the first 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
+
+from plait.errors import ShapeMismatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +39,13 @@ class Derived:
 
     `fn` receives what the checkpoint returned (a tensor, or a `Weight` of some format) and returns either.
     `back`: for each source the way back, None if others of ours make that source; empty where no recipe has
-    written it.
+    written it. `is_joined`: it has the rows of all sources, one behind the other; a rank reads its own.
     """
 
     fn: Callable[..., Any]
     sources: tuple[str, ...]
     back: tuple[Back | None, ...] = ()
+    is_joined: bool = False
 
 
 Source = str | Derived
@@ -52,6 +55,18 @@ Rules = Mapping[str, Source | tuple[Source, ...]]
 def sources_of(source: Source) -> tuple[str, ...]:
     """Their tensors that one of ours is made of."""
     return source.sources if isinstance(source, Derived) else (source,)
+
+
+def make_derived(source: Derived, stored: Sequence[Any], fields: Mapping[str, str], ours: str) -> Any:
+    """What a recipe makes of `stored`, its sources. Raises ShapeMismatch, with the name of `ours`."""
+    try:
+        return source.fn(*stored, **fields)
+    except (RuntimeError, IndexError, ValueError, TypeError) as error:  # of shapes that no recipe expects
+        shapes = ", ".join(f"{s} {list(w.shape)}" for s, w in zip(source.sources, stored, strict=True))
+        told = " ".join(str(error).split())[:160]
+        raise ShapeMismatch(
+            f"{ours} cannot be made of {shapes}: the file and the config do not agree ({told})"
+        ) from error
 
 
 class UnknownName(KeyError):
@@ -89,13 +104,13 @@ class NameMap:
 def _fill(target: Source, fields: dict[str, str], rest: str) -> Source:
     if isinstance(target, str):
         return target.format(**fields) + rest
-    return Derived(target.fn, tuple(s.format(**fields) for s in target.sources), target.back)
+    return replace(target, sources=tuple(s.format(**fields) for s in target.sources))
 
 
 def _strip_model(source: Source) -> Source:
     if isinstance(source, str):
         return source.removeprefix("model.")
-    return Derived(source.fn, tuple(s.removeprefix("model.") for s in source.sources), source.back)
+    return replace(source, sources=tuple(s.removeprefix("model.") for s in source.sources))
 
 
 def _is_there(source: Source, present: Container[str]) -> bool:

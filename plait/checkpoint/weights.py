@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.adapter_slots import AdapterSlots
-from plait.checkpoint.divided import Cuts, divide_linear, keep_rows, list_dropped
-from plait.checkpoint.names import NameMap, UnknownName, sources_of
+from plait.checkpoint.divided import WHOLE, Cuts, StoredPart, divide_linear, keep_joined, list_dropped
+from plait.checkpoint.names import NameMap, UnknownName, make_derived, sources_of
 from plait.checkpoint.packed_cache.cache import Shelf
 from plait.errors import MissingTensor, ShapeMismatch, UnusedTensor, list_some
 from plait.ops.chip import Chip
@@ -50,10 +50,10 @@ class Checkpoint(Protocol):
 
 
 class WeightFeed(Protocol):
-    """Tensors of a checkpoint that were read ahead, on the target's device."""
+    """Parts of a checkpoint's tensors that were read ahead, on the target's device."""
 
-    def has(self, name: str) -> bool: ...
-    def take(self, name: str) -> Weight | Tensor: ...
+    def has(self, name: str, part: StoredPart) -> bool: ...
+    def take(self, name: str, part: StoredPart) -> Weight | Tensor: ...
 
 
 @dataclass(slots=True)
@@ -134,6 +134,10 @@ class Weights:
         """What this rank keeps of a tensor; None: all of it."""
         return self.cuts.find(self._full(name))
 
+    def _part_of(self, name: str) -> StoredPart:
+        is_plain = name.removesuffix(".weight") in PLAIN
+        return self.cuts.part_of(self._full(name), None if is_plain else self.target.quantize)
+
     def __contains__(self, name: str) -> bool:
         try:
             source, _ = self.names.resolve(self._full(name), self.checkpoint)
@@ -142,29 +146,21 @@ class Weights:
         return all(s in self.checkpoint for s in sources_of(source))
 
     def read(self, name: str) -> Tensor | Weight:
-        """What this rank keeps of our name's rows, in the checkpoint's own format.
+        """What this rank keeps of our name, in the checkpoint's own format.
 
         Raises MissingTensor with both names, and ShapeMismatch.
         """
-        return keep_rows(self._read_whole(name), self.find_cut(name))
-
-    def _read_whole(self, name: str) -> Tensor | Weight:
-        full = self._full(name)
+        full, part = self._full(name), self._part_of(name)
         try:
             source, fields = self.names.resolve(full, self.checkpoint)
         except UnknownName:
             raise MissingTensor(f"{full}: this family's name map has no rule for it") from None
         if isinstance(source, str):
-            return self._read(source, full, self.target.feed)
+            return self._read(source, full, part, self.target.feed)
         stored = [self._read(s, full) for s in source.sources]
-        try:
-            return source.fn(*stored, **fields)  # type: ignore[no-any-return]
-        except (RuntimeError, IndexError, ValueError, TypeError) as error:  # of shapes that no recipe expects
-            shapes = ", ".join(f"{s} {list(w.shape)}" for s, w in zip(source.sources, stored, strict=True))
-            told = " ".join(str(error).split())[:160]
-            raise ShapeMismatch(
-                f"{full} cannot be made of {shapes}: the file and the config do not agree ({told})"
-            ) from error
+        if part.rows is not None and source.is_joined:
+            return keep_joined(stored, part.rows)
+        return part.keep(make_derived(source, stored, fields, full))
 
     def tensor(
         self, name: str, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None
@@ -240,8 +236,9 @@ class Weights:
     def _divided(self, name: str, in_size: int, out_size: int) -> Linear:
         """A linear layer of which this rank has some inputs, `in_size` of them."""
         full, bias = self._full(name), self.optional(f"{name}.bias", (out_size,))
-        weight = as_weight(self._read_whole(f"{name}.weight"))
-        made: Linear = divide_linear(full, weight, bias, self.cuts, partial(self._one, name), self.bind)
+        part, weight = self._part_of(f"{name}.weight"), as_weight(self.read(f"{name}.weight"))
+        build = partial(self._one, name)
+        made: Linear = divide_linear(part, weight, bias, out_size, self.cuts, build, self.bind)
         if (made.n_in, made.n_out) != (in_size, out_size):
             raise ShapeMismatch(_shape_message(full, (made.n_out, made.n_in), (out_size, in_size)))
         self.target.weights_nbytes += made.nbytes
@@ -284,11 +281,8 @@ class Weights:
         """The weights of a linear layer, one for each name, encoded if that was requested."""
         made = []
         for name, out in zip(names, out_sizes, strict=True):
-            stored, cut = f"{name}.weight", self.find_cut(name)
-            value = self.read(stored)
-            if cut is not None and cut.cols is not None:  # of an expert: one share, one range
-                value = as_weight(value).cols(*cut.cols[0][0])
-            made.append(self._encoded(name, self._matrix(stored, value, (out, in_size))))
+            stored = f"{name}.weight"  # of an expert with divided inputs: one share, one range
+            made.append(self._encoded(name, self._matrix(stored, self.read(stored), (out, in_size))))
         return made
 
     def _from_shelf(
@@ -380,13 +374,16 @@ class Weights:
     def _full(self, name: str) -> str:
         return f"{self.prefix}.{name}" if self.prefix else name
 
-    def _read(self, source: str, ours: str, feed: WeightFeed | None = None) -> Tensor | Weight:
+    def _read(
+        self, source: str, ours: str, part: StoredPart = WHOLE, feed: WeightFeed | None = None
+    ) -> Tensor | Weight:
         if source not in self.checkpoint:
             near = difflib.get_close_matches(source, self.checkpoint.names(), 1, 0.6)
             hint = f" (nearest: {near[0]!r})" if near else ""
             raise MissingTensor(f"{ours} wants {source!r}; the checkpoint has no such tensor{hint}")
         self._used.add(source)
-        value = feed.take(source) if feed and feed.has(source) else self.checkpoint.read(source)
+        is_fed = feed is not None and feed.has(source, part)
+        value = feed.take(source, part) if feed and is_fed else part.keep(self.checkpoint.read(source))
         if self.target.on_read:
             size = value.nbytes if not isinstance(value, Tensor) else value.numel() * value.element_size()
             self.target.on_read(source, size)

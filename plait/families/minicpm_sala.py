@@ -15,13 +15,13 @@ from plait.checkpoint.names import Back, Derived, NameMap, Rules
 from plait.errors import UnsupportedModel
 from plait.families.common.alibi import spread_slopes
 from plait.families.common.detection import ArchitectureMarker, Detection
-from plait.families.common.recipes import Stored, join_stored, transformer, unused_patterns
+from plait.families.common.recipes import Stored, transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, require, rope
 from plait.families.common.tensors import Tensors
 from plait.families.config.checks import MAX_SIZE
 from plait.families.config.normalize import Config
-from plait.quant.weight import pick_rows
+from plait.quant.weight import join_stored, pick_rows
 from plait.rare_specs import LightningSpec
 from plait.spec import BranchSpec, ModelSpec
 

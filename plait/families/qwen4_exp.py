@@ -17,7 +17,6 @@ from plait.families.common.recipes import (
     TEXT_PREFIXES,
     Stored,
     at,
-    join_stored,
     part,
     plus_one,
     unused_patterns,
@@ -28,7 +27,7 @@ from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import LINEAR, Config
 from plait.families.linear_attention import delta_net
 from plait.families.qwen3_next import OTHERS, SHARED, name_tensors, plain_projections
-from plait.quant.weight import as_tensor
+from plait.quant.weight import as_tensor, join_stored
 from plait.rare_specs import NgramSpec
 from plait.sparse_specs import CompressorSpec, MeanIndexSpec, MeanSparseSpec
 from plait.spec import AttentionSpec, BranchSpec, HyperSpec, ModelSpec
@@ -245,4 +244,5 @@ def _join_shards(parts: int, source: str) -> Derived:
         return lambda w: w.tensor_split(parts)[k]
 
     sources = tuple(f"{source}.shard_{k}.weight" for k in range(parts))
-    return Derived(lambda *w, **_: join_stored(w), sources, tuple(Back(back(k)) for k in range(parts)))
+    ways = tuple(Back(back(k)) for k in range(parts))
+    return Derived(lambda *w, **_: join_stored(w), sources, ways, is_joined=True)

@@ -12,7 +12,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from plait.checkpoint.divided import Cuts
+from plait.checkpoint.divided import Cuts, StoredPart
 from plait.checkpoint.weights import Checkpoint, Target, Weights
 from plait.errors import ConfigError
 from plait.families.common.resolved import Resolved
@@ -21,6 +21,7 @@ from plait.model.decoder import Decoder
 from plait.model.divide import divide_model
 from plait.ops.ranks import Alone
 from plait.partition import Rank
+from plait.quant.weight import Weight
 from plait.spec import ModelSpec
 
 
@@ -53,31 +54,40 @@ class Outline:
 
 
 class ReadOrder:
-    """A feed without numbers that keeps which tensors are read as they are stored, in which order."""
+    """A feed without numbers that keeps which parts are read as they are stored, in which order."""
 
     def __init__(self, outline: Outline) -> None:
         self._outline = outline
-        self.names: dict[str, None] = {}
+        self.parts: dict[tuple[str, StoredPart], None] = {}
 
-    def has(self, name: str) -> bool:
+    def has(self, name: str, part: StoredPart) -> bool:
         return True
 
-    def take(self, name: str) -> Tensor:
-        self.names[name] = None
-        return self._outline.read(name)
+    def take(self, name: str, part: StoredPart) -> Weight | Tensor:
+        self.parts[name, part] = None
+        return part.keep(self._outline.read(name))
 
 
-def read_order(resolved: Resolved, checkpoint: Checkpoint, target: Target) -> list[str]:
-    """The tensors that building the model for `target` reads as they are stored, each once, in order.
+def read_order(resolved: Resolved, checkpoint: Checkpoint, target: Target) -> list[tuple[str, StoredPart]]:
+    """The tensors that building the model for `target` reads as they are stored, with the parts of its rank.
 
-    Those of recipes are not among them. Raises MissingTensor, ShapeMismatch.
+    Each part is there once, in order. Tensors of recipes are not among them. Raises MissingTensor,
+    ShapeMismatch.
     """
     dry, outline = meta_target(resolved.spec), Outline(checkpoint)
     dry.kv_dtype, dry.block_size = target.kv_dtype, target.block_size
     dry.state_dtype = target.state_dtype
+    dry.quantize = target.quantize
     dry.feed = order = ReadOrder(outline)
-    Decoder(resolved.spec, Weights(outline, resolved.names, dry))
-    return [*order.names]
+    dry.cuts = meta_cuts(resolved.spec, target.comm.rank)
+    part, _ = divide_model(resolved.spec, target.comm.rank)
+    Decoder(part, Weights(outline, resolved.names, dry))
+    return [*order.parts]
+
+
+def meta_cuts(spec: ModelSpec, rank: Rank) -> Cuts:
+    """What a rank keeps of each tensor, without the other ranks."""
+    return Cuts.for_rank(Alone(rank), lambda other: divide_model(spec, other)[1])
 
 
 def meta_target(spec: ModelSpec) -> Target:
@@ -121,7 +131,7 @@ def rank_share(resolved: Resolved, checkpoint: Checkpoint, rank: Rank) -> tuple[
     whole = meta_target(resolved.spec)
     Decoder(resolved.spec, Weights(Outline(checkpoint), resolved.names, whole))
     target = meta_target(resolved.spec)
-    target.cuts = Cuts.for_rank(Alone(rank), lambda other: divide_model(resolved.spec, other)[1])
+    target.cuts = meta_cuts(resolved.spec, rank)
     part = divide_model(resolved.spec, rank)[0]
     made = Decoder(part, Weights(Outline(checkpoint), resolved.names, target))
     return target.weights_nbytes / whole.weights_nbytes, list(made.states.values())

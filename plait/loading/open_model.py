@@ -153,7 +153,7 @@ def with_findings(opened: Opened, found: Findings) -> Resolved:
 
 def load_decoder(opened: Opened, target: Target, report: Progress) -> Decoder:
     """The model with all its weights, packed for `target`. Raises CheckpointError."""
-    target.on_read = release_pages(opened, report)
+    target.on_read = release_pages(opened, report, target.comm.rank.size)
     heads = set(head_names(opened.checkpoint.names()))  # `read_head` reads them
     weights = Weights(opened.checkpoint, opened.resolved.names, target, used=heads)
     spec, _ = divide_model(opened.resolved.spec, target.comm.rank)
@@ -183,13 +183,15 @@ def feed_device(
         feed.close()
 
 
-def release_pages(opened: Opened, report: Progress) -> Callable[[str, int], None]:
+def release_pages(opened: Opened, report: Progress, num_ranks: int = 1) -> Callable[[str, int], None]:
     """A callback for each tensor that is read: it reports progress, and at times releases the file's pages.
+
+    Of several ranks each reads its share, and some tensors whole.
 
     The tensors that were read are packed by then: with their pages they would take twice the memory. So would
     what packing needed meanwhile: the C library keeps it, between weights that stay.
     """
-    total, done, held = opened.nbytes, 0, 0
+    total, done, held = opened.nbytes // num_ranks, 0, 0
 
     def on_read(_: str, nbytes: int) -> None:
         nonlocal done, held

@@ -17,6 +17,8 @@ from plait.config import EngineConfig
 from plait.engine.device import choose_dtype
 from plait.errors import CannotDivide, ConfigError
 from plait.kernels.load import executor, load_for_gpu, load_kernels, why_no_amx
+from plait.loading.identity.fingerprint import COMPUTES, digest_model
+from plait.loading.identity.source_code import hash_code
 from plait.loading.open_model import (
     Opened,
     activations,
@@ -155,12 +157,8 @@ def config_of_ranks(config: EngineConfig) -> EngineConfig:
 
 
 def agreement_of(opened: Opened, rank: Rank) -> str:
-    """A hash of what all ranks must have in common: version, model, files, options and how it is divided."""
-    tensors = [
-        (name, opened.checkpoint.format_of(name), opened.checkpoint.nbytes(name))
-        for name in sorted(opened.checkpoint.names())
-    ]
+    """A hash of what all ranks must have in common: code, model, files, options and how it is divided."""
     divided = (rank.size, rank.shares, rank.block, rank.whole_experts)
-    parts = (__version__, repr(opened.resolved.spec), tensors, divided)
+    parts = (__version__, hash_code(COMPUTES), digest_model(opened), divided)
     options = json.dumps(asdict(config_of_ranks(opened.config)), sort_keys=True)
     return hashlib.blake2b(f"{parts}{options}".encode(), digest_size=16).hexdigest()

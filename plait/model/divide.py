@@ -60,7 +60,8 @@ def count_shares(s: spec.ModelSpec, like: Rank = _ALONE) -> int:
     shares = MOST_SHARES
     while shares > 1:
         try:
-            divide_model(s, replace(like, index=0, size=1, shares=shares))
+            for index in range(shares):  # as many ranks: where one share ends, another rank's heads begin
+                divide_model(s, replace(like, index=index, size=shares, shares=shares))
             return shares
         except CannotDivide:
             shares //= 2

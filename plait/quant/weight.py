@@ -124,6 +124,14 @@ def pick_rows(value: Tensor | Weight, index: Tensor) -> Tensor | Weight:
     return value[index] if isinstance(value, Tensor) else value.pick(index)
 
 
+def join_stored(parts: Sequence[Tensor | Weight]) -> Tensor | Weight:
+    """The rows of all parts, one behind the other, in their own storage. Raises ShapeMismatch."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat([as_tensor(x) for x in parts])
+    return type(first).cat([as_weight(x) for x in parts])
+
+
 def check_rows(index: Tensor, weight: Weight | BlockWeight) -> Tensor:
     """The index, if all rows it names are there: [n], of integers. Raises ShapeMismatch."""
     rows = weight.shape[0]

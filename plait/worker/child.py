@@ -11,11 +11,13 @@ import gc
 import logging
 import os
 import select
+import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
 from typing import NamedTuple
 
@@ -24,13 +26,14 @@ from plait.engine.core import Engine
 from plait.engine.fingerprint import NO_FINGERPRINT, Fingerprint
 from plait.engine.metrics import read_families
 from plait.engine.thread import end_requests
-from plait.errors import EngineError, PlaitError
+from plait.errors import EngineError, PlaitError, RankLost
 from plait.frontend.deltas import TokenInterval, join_events
 from plait.kernels.load import lend
 from plait.loading.text_side import TextSource
 from plait.loading.torch_preload import finish_torch
 from plait.request import Event, Request
 from plait.resource_limits import is_memory_error, trim_heap
+from plait.runner.ranks.processes import QUIET_S, RankWatch
 from plait.schedule.follow_prefixes import follow_prefixes
 from plait.schedule.plan import SamplingBatch, StepPlan, Ticket
 from plait.spec import ModelSpec
@@ -314,7 +317,7 @@ def main() -> None:
             why = fork_ranks(hello.config)
         if (spare := int(sys.argv[7])) >= 0:
             lend(spare)
-        threading.Thread(target=_beat, args=(status,), name="plait-beat", daemon=True).start()
+        threading.Thread(target=_beat, args=(status, link), name="plait-beat", daemon=True).start()
         _log_to(link, hello.log_levels)
         if why is not None:
             log.info("ranks are started anew, and share less memory: %s", why)
@@ -346,7 +349,15 @@ def _log_from(levels: dict[str, int]) -> None:
         logging.getLogger(name).setLevel(level)
 
 
-def _beat(status: protocol.SharedStatus) -> None:
+def _beat(status: protocol.SharedStatus, link: Link) -> None:
+    """Show that this process runs, as long as its ranks do: a step waits for all of them."""
+    watch = RankWatch()
     while True:
         status.beat()
+        if (pid := watch.find_quiet()) is not None:
+            lost = RankLost(f"a rank (process {pid}) has shown no sign of life for {QUIET_S:g} s")
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)  # one that is stopped would not see that this process ends
+            _report_end(link, lost)
+            os._exit(1)
         time.sleep(BEAT_S)

@@ -118,13 +118,13 @@ def list_code(smaps: str) -> Iterator[tuple[int, int]]:
 
 def _fork_rank() -> StartedRank:
     ours, theirs = socket.socketpair()
-    alive, held = os.pipe()
+    alive, held = socket.socketpair()
     parent = os.getpid()
     pid = os.fork()
     if not pid:
-        _be_rank(parent, theirs.fileno(), alive)
+        _be_rank(parent, theirs.fileno(), alive.fileno())
     theirs.close()
-    os.close(alive)
+    alive.close()
     return StartedRank(ForkedProcess(pid), Connection(ours.detach()), held)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from multiprocessing.connection import Connection
 
@@ -31,6 +32,7 @@ from plait.runner.ranks.messages import (
     encode,
     receive_command,
 )
+from plait.runner.ranks.processes import show_signs
 from plait.runner.runner import ModelRunner
 
 IDLE_S = 1.0  # without a command, after which memory is given back
@@ -54,8 +56,8 @@ def main(socket_fd: int, alive_fd: int) -> None:
 
 
 def _watch(alive_fd: int) -> None:
-    """End this process when the last other end of the pipe closes: rank 0's process has ended."""
-    os.read(alive_fd, 1)
+    """End this process with rank 0's."""
+    show_signs(socket.socket(fileno=alive_fd))
     os._exit(0)
 
 

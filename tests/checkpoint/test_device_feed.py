@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from plait.checkpoint import device_feed
 from plait.checkpoint.device_feed import CopyEvent, DeviceFeed
+from plait.checkpoint.divided import WHOLE, StoredPart
 from plait.checkpoint.weights import Target
 from plait.config import EngineConfig
 from plait.errors import BadFile
@@ -114,11 +115,15 @@ def some_content() -> dict[str, Weight | Tensor]:
     return found
 
 
+def wholes(names: Iterable[str]) -> list[tuple[str, StoredPart]]:
+    return [(name, WHOLE) for name in names]
+
+
 def test_what_is_taken_is_what_the_checkpoint_has_though_every_copy_is_late(stream: LateStream) -> None:
     content = some_content()
     names = [*content]
-    feed = DeviceFeed(Made(content), names, stream, piece=PIECE)
-    taken = {name: feed.take(name) for name in names}
+    feed = DeviceFeed(Made(content), wholes(names), stream, piece=PIECE)
+    taken = {name: feed.take(name, WHOLE) for name in names}
     feed.close()
     for name, value in taken.items():
         want = content[name]
@@ -128,7 +133,7 @@ def test_what_is_taken_is_what_the_checkpoint_has_though_every_copy_is_late(stre
             assert value.format == want.format
     assert stream.num_buffers == device_feed.BUFFERS
     assert stream.num_joined == len(names)
-    assert not feed.has(names[0]), "what was taken is the builder's"
+    assert not feed.has(names[0], WHOLE), "what was taken is the builder's"
 
 
 def test_tensors_are_begun_in_order_and_not_further_ahead_than_is_allowed(stream: LateStream) -> None:
@@ -136,11 +141,11 @@ def test_tensors_are_begun_in_order_and_not_further_ahead_than_is_allowed(stream
         f"t{i}": torch.full((100,), i, dtype=torch.uint8) for i in range(20)
     }
     made = Made(content)
-    feed = DeviceFeed(made, content, stream, piece=PIECE, ahead=250)
+    feed = DeviceFeed(made, wholes(content), stream, piece=PIECE, ahead=250)
     time.sleep(0.1)
     assert made.read_names == ["t0", "t1", "t2"]
     for i in range(20):
-        assert torch.equal(as_tensor(feed.take(f"t{i}")), as_tensor(content[f"t{i}"]))
+        assert torch.equal(as_tensor(feed.take(f"t{i}", WHOLE)), as_tensor(content[f"t{i}"]))
         assert len(made.read_names) <= i + 4
     assert made.read_names == [*content]
     feed.close()
@@ -151,19 +156,21 @@ def test_a_builder_in_another_order_waits_and_gets_everything(stream: LateStream
     content = some_content()
     names = [*content]
     random.Random(seed).shuffle(names)
-    feed = DeviceFeed(Made(content), content, stream, piece=PIECE, ahead=1)
+    feed = DeviceFeed(Made(content), wholes(content), stream, piece=PIECE, ahead=1)
     for name in names[: len(names) // 2]:
-        assert torch.equal(as_tensor(feed.take(name)).float(), as_tensor(content[name]).float())
+        assert torch.equal(as_tensor(feed.take(name, WHOLE)).float(), as_tensor(content[name]).float())
     feed.close()  # the others were never taken
 
 
 def test_an_error_in_a_reader_is_raised_where_the_tensor_is_taken(stream: LateStream) -> None:
     content = some_content()
-    feed = DeviceFeed(Made(content, {"t1": BadFile("damaged")}), content, stream, piece=PIECE)
-    feed.take("t0")
+    feed = DeviceFeed(Made(content, {"t1": BadFile("damaged")}), wholes(content), stream, piece=PIECE)
+    feed.take("t0", WHOLE)
     with pytest.raises(BadFile, match="damaged"):
-        feed.take("t1")
-    assert torch.equal(as_tensor(feed.take("t3")), as_tensor(content["t3"])), "others are read all the same"
+        feed.take("t1", WHOLE)
+    assert torch.equal(as_tensor(feed.take("t3", WHOLE)), as_tensor(content["t3"])), (
+        "others are read all the same"
+    )
     feed.close()
 
 
@@ -173,17 +180,17 @@ def test_a_file_that_became_shorter_is_a_typed_error_and_not_the_end_of_the_proc
     file = tmp_path / "model.gguf"
     file.write_bytes(b"x" * 100)
     content: dict[str, Weight | Tensor] = {f"t{i}": torch.zeros(200, dtype=torch.uint8) for i in range(3)}
-    feed = DeviceFeed(Made(content), content, stream, [file], piece=PIECE, ahead=1)
-    feed.take("t0")
+    feed = DeviceFeed(Made(content), wholes(content), stream, [file], piece=PIECE, ahead=1)
+    feed.take("t0", WHOLE)
     file.write_bytes(b"x" * 60)
     with pytest.raises(BadFile, match=r"model.gguf: has 60 bytes; it had 100 when it was opened"):
-        feed.take("t2")
+        feed.take("t2", WHOLE)
     feed.close()
 
 
 def test_a_feed_that_is_closed_early_leaves_no_thread(stream: LateStream) -> None:
     content = some_content()
-    feed = DeviceFeed(Made(content), content, stream, piece=PIECE, ahead=1)
+    feed = DeviceFeed(Made(content), wholes(content), stream, piece=PIECE, ahead=1)
     feed.close()
     assert not any(thread.is_alive() for thread in feed._threads)
 
@@ -204,12 +211,12 @@ def test_a_model_built_from_the_feed_is_the_one_that_is_built_from_the_files(
     first = load_decoder(opened, plain, lambda *_: None)
     order = read_order(opened.resolved, opened.checkpoint, fed)
     assert len(order) > 0.5 * len([*opened.checkpoint.names()])
-    taken: list[str] = []
+    taken: list[tuple[str, StoredPart]] = []
 
     class Noted(DeviceFeed):
-        def take(self, name: str) -> Weight | Tensor:
-            taken.append(name)
-            return super().take(name)
+        def take(self, name: str, part: StoredPart) -> Weight | Tensor:
+            taken.append((name, part))
+            return super().take(name, part)
 
     fed.feed = feed = Noted(opened.checkpoint, order, stream, opened.files.weights)
     second = load_decoder(opened, fed, lambda *_: None)

@@ -16,7 +16,7 @@ from plait.ops.linear import Linear
 from plait.ops.ranks import Comm, GatheredLinear, sum_ranks
 from plait.partition import Cut, Rank, sum_of
 from plait.quant.gguf import BLOCK_TYPES
-from plait.quant.weight import Dense, Weight
+from plait.quant.weight import Dense, Weight, as_weight
 from tests.model.together import run_ranks
 
 ROWS, COLS = 24, 1024
@@ -39,6 +39,14 @@ def one(weight: Weight, bias: Tensor | None) -> Linear:
     return Linear([weight], [bias], lambda op, **_: op, torch.float32)
 
 
+def divided(name: str, weight: Weight, bias: Tensor | None, cuts: Cuts) -> Any:
+    """The linear layer of a rank, made of no more than the rank's part."""
+    part = cuts.part_of(f"{name}.weight")
+    kept = as_weight(part.keep(weight))
+    assert kept.nbytes < 0.55 * weight.nbytes + 4 * COLS  # the order of columns is whole
+    return divide_linear(part, kept, bias, ROWS, cuts, one, lambda op, **_: op)
+
+
 def cuts_of(rank: Rank) -> Mapping[str, Cut]:
     return {"down": Cut(cols=sum_of(rank.divide_blocks(COLS, "features")))}
 
@@ -52,7 +60,7 @@ def test_columns_that_ranks_sum_give_the_whole_product(storage: str, shares: int
 
     def work(comm: Comm) -> Tensor:
         cuts = Cuts.for_rank(comm, cuts_of)
-        linear = divide_linear("down", weight, bias, cuts, one, lambda op, **_: op)
+        linear = divided("down", weight, bias, cuts)
         assert isinstance(linear, GatheredLinear) == ("order" in storage)
         (start, stop) = (
             cuts.inputs("down")[comm.rank.index][0][0],
@@ -69,8 +77,7 @@ def test_columns_that_ranks_sum_give_the_whole_product(storage: str, shares: int
 @pytest.mark.parametrize("storage", STORAGES)
 def test_rows_that_ranks_have_are_those_of_the_whole(storage: str) -> None:
     weight = weight_of(storage)
-    cut = Cut(((3, 7), (16, 21)))
-    kept: Any = keep_rows(weight, cut)
+    kept: Any = keep_rows(weight, ((3, 7), (16, 21)))
     whole = weight.dequantize(torch.float32)
     assert torch.equal(kept.dequantize(torch.float32), torch.cat([whole[3:7], whole[16:21]]))
 
@@ -90,7 +97,7 @@ def test_experts_that_cannot_be_cut_are_refused_by_name() -> None:
         cuts = Cuts.for_rank(
             comm, lambda rank: {"moe.experts.*.down": Cut(cols=sum_of(rank.divide_blocks(COLS, "features")))}
         )
-        return divide_linear("moe.experts.3.down", weight, None, cuts, one, lambda op, **_: op)
+        return divided("moe.experts.3.down", weight, None, cuts)
 
     with pytest.raises(ShapeMismatch, match=r"moe\.experts\.3\.down: .*--ep"):
         run_ranks(work, 2)

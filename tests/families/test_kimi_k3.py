@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from plait.errors import CannotDivide, UnsupportedModel
+from plait.errors import UnsupportedModel
 from plait.families.common.registry import build_spec
 from plait.model.divide import divide_model
 from plait.partition import Rank
@@ -77,16 +77,15 @@ def test_what_a_config_cannot_mean_is_refused_by_name(change: dict[str, Any], wh
         build_spec(with_text(**change))
 
 
-def test_ranks_refuse_experts_in_a_latent_space_and_divide_the_rest() -> None:
+def test_ranks_divide_heads_and_experts_and_keep_what_leads_to_the_latent_space_whole() -> None:
     half, linear = Rank(index=0, size=2, shares=2), {**TEXT["linear_attn_config"], "num_heads": 4}
-    with pytest.raises(CannotDivide, match=r"experts between linear layers of 24"):
-        divide_model(build_spec(with_text(linear_attn_config=linear))[0], half)
-    dense = with_text(first_k_dense_replace=6, linear_attn_config=linear)
-    spec, cuts = divide_model(build_spec(dense)[0], half)
+    spec, cuts = divide_model(build_spec(with_text(linear_attn_config=linear))[0], half)
     found = spec.layers[0][0].mixer
     assert isinstance(found, DepthSpec)
     assert found.parts["inner"].num_heads == 2  # type: ignore[attr-defined]
     assert cuts["layers.0.delta.inner.q"].rows == ((0, 20),)
+    assert cuts["layers.1.ffn.inner.experts.*.down"].cols == (((0, 10),),)
+    assert not [name for name in cuts if name.endswith(("enter", "leave", "router"))]
 
 
 def test_every_tensor_has_a_place_next_to_those_of_images() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from plait.errors import CannotDivide, CheckpointError, UnsupportedModel
+from plait.errors import CheckpointError, UnsupportedModel
 from plait.families.common.registry import build_spec
 from plait.families.config.checks import check_spec
 from plait.model.divide import divide_model
@@ -163,13 +163,18 @@ def test_what_a_config_cannot_mean_is_refused_by_name(
         check_spec(build_spec({**config, **change})[0])
 
 
-def test_ranks_divide_blocks_and_streams_and_refuse_compressed_keys() -> None:
+def test_ranks_divide_blocks_and_streams_and_heads_by_the_groups_of_their_outputs() -> None:
     half = Rank(index=0, size=2, shares=2)
     spec, cuts = divide_model(build_spec(M3)[0], half)
     assert (mixers(spec)[-1].num_heads, mixers(spec)[-1].num_kv_heads) == (32, 2)
     assert cuts["layers.4.attn.index.q"].rows == ((0, 256),)
-    with pytest.raises(CannotDivide, match=r"layers\.0\.attn: .*attention with one key"):
-        divide_model(build_spec(V4)[0], half)
+    whole = build_spec(V4)[0]
+    v4, cuts = divide_model(whole, Rank(index=1, size=2, shares=2))
+    first, part = mixers(whole)[0], mixers(v4)[0]
+    assert (part.num_heads, part.groups) == (first.num_heads // 2, first.groups // 2)
+    rows, cols = first.num_heads * first.head_dim, first.groups * first.out_rank
+    assert cuts["layers.0.attn.inner.q_b"].rows == ((rows // 2, rows),)
+    assert cuts["layers.0.attn.inner.o_b"].cols == (((cols // 2, cols),),)
 
 
 def test_a_table_with_an_expert_that_is_not_there_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from plait.checkpoint.names import Back, Derived, NameMap, Rules, Source
 from plait.families.config.normalize import Config
-from plait.quant.weight import Scalable, Weight, as_tensor, as_weight, pick_rows, take_rows
+from plait.quant.weight import Scalable, Weight, as_tensor, pick_rows, take_rows
 
 Stored = Tensor | Weight
 # Text tensors of a model alone, and inside the wrappers that also see images (old and new names).
@@ -124,14 +124,6 @@ def repeat_each(times: int, source: str) -> Derived:
 def conv(source: str) -> Derived:
     """A depthwise kernel [C, 1, K] or [C, K] as [C, K]."""
     return Derived(lambda w, **_: as_tensor(w).flatten(1), (source,), (Back(),))
-
-
-def join_stored(parts: Sequence[Stored]) -> Stored:
-    """The rows of all parts, one behind the other, in their own storage."""
-    first = parts[0]
-    if isinstance(first, Tensor):
-        return torch.cat([as_tensor(x) for x in parts])
-    return type(first).cat([as_weight(x) for x in parts])
 
 
 def join_vectors(count: int, source: str) -> Derived:

@@ -51,8 +51,13 @@ class OpenedModel(AdaptableModel, Protocol):
 
 def fingerprint(opened: OpenedModel, target: Target) -> Fingerprint:
     """Of a model that is loaded for `target`. Raises BadFile for files that cannot be read any more."""
-    model = _hash(_describe_model(opened))
+    model = digest_model(opened)
     return Fingerprint(model, f"fp_{_hash((model, *_describe_arithmetic(opened, target)))}")
+
+
+def digest_model(opened: OpenedModel) -> str:
+    """A hash of a model's files, and of the options that change text. Raises BadFile."""
+    return _hash(_describe_model(opened))
 
 
 def _describe_model(opened: OpenedModel) -> tuple[object, ...]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from plait.checkpoint.weights import Weights
-from plait.errors import CannotDivide
 from plait.memory import SlotState, State
 from plait.model.layers.layers import Batch
-from plait.model.mixers.attention import Attention, describe_attention
-from plait.model.mixers.mamba2 import DepthwiseConv
+from plait.model.mixers.attention import Attention, describe_attention, divide_attention
+from plait.model.mixers.mamba2 import DepthwiseConv, stack_ranges
 from plait.model.mixers.registry import mixer
 from plait.ops.activation import combine
 from plait.ops.conv import causal_conv
@@ -18,7 +19,7 @@ from plait.ops.heads import map_heads
 from plait.ops.linear import Linear
 from plait.ops.rows import join
 from plait.ops.streams import mix_streams
-from plait.partition import Division, Rank
+from plait.partition import Cut, Division, Range, Rank, join_ranges, scale_range, shift_range, width
 from plait.rare_specs import CcaSpec
 from plait.state.store import StateStore
 
@@ -28,8 +29,25 @@ def _words(m: CcaSpec) -> str:
 
 
 def _divide(s: CcaSpec, rank: Rank, hidden_size: int) -> Division:
-    """The halves of the values would be on other ranks than the heads that they are of."""
-    raise CannotDivide("convolved heads, of which values are of two tokens, are not divided among ranks")
+    """Key heads with all queries that they take means of; of the values the part that these heads have."""
+    kv, dim = join_ranges(rank.divide(s.num_kv_heads, "key heads")), s.head_dim
+    part = divide_attention(s, rank, hidden_size)
+    heads = scale_range(kv, s.num_heads // s.num_kv_heads)
+    rows = stack_ranges([s.num_heads, s.num_kv_heads], [heads, kv])
+    channels = Cut(tuple(scale_range(some, dim) for some in rows))
+    values, half = scale_range(kv, dim), s.num_kv_heads * dim // 2
+    now, last = _clip(values, 0, half), _clip(values, half, 2 * half)
+    cuts = {**part.cuts, "conv": channels, "heads.weight": Cut(rows), "heads.bias": channels}
+    for name, piece in (("v", now), ("v_last", shift_range(last, -half))):
+        cuts[name] = Cut((piece,)) if width(piece) else Cut(is_dropped=True)
+    own = replace(part.spec, value_sizes=(width(now), width(last)))
+    return replace(part, spec=own, cuts=cuts)
+
+
+def _clip(piece: Range, start: int, stop: int) -> Range:
+    """The part of a range that is between two numbers; an empty one begins and ends at the nearer of them."""
+    first, last = (min(max(edge, start), stop) for edge in piece)
+    return first, last
 
 
 @mixer(CcaSpec, _words, _divide)
@@ -42,14 +60,12 @@ class Cca(Attention):
 
     def __init__(self, s: CcaSpec, w: Weights) -> None:
         super().__init__(s, w)
-        hidden, half, heads = (
-            w.target.hidden_size,
-            s.num_kv_heads * s.head_dim // 2,
-            s.num_heads + s.num_kv_heads,
-        )
+        hidden, heads = w.target.hidden_size, s.num_heads + s.num_kv_heads
+        now, last = s.value_sizes or (s.num_kv_heads * s.head_dim // 2,) * 2
         self._channels, self._memory = heads * s.head_dim, f"{self.name}.conv"
         self._heads, self._taps = heads, s.taps
-        self.v, self.v_last = (w.linear(x, in_size=hidden, out_sizes=(half,)) for x in ("v", "v_last"))
+        self.v = w.linear("v", in_size=hidden, out_sizes=(now,)) if now else None
+        self.v_last = w.linear("v_last", in_size=hidden, out_sizes=(last,)) if last else None
         self.conv = DepthwiseConv(w, self._channels, s.taps[0], None)
         self.weight = w.tensor("heads.weight", (heads, s.head_dim, s.taps[1] * s.head_dim))
         self.bias = w.tensor("heads.bias", (self._channels,))
@@ -69,7 +85,8 @@ class Cca(Attention):
         """x: [T, hidden] -> [T, hidden]."""
         state, qk, split = store[self._memory], self.qkv(x), (self._heads, -1)
         last = self._shift_x(x, batch, state["x"])
-        v = self._join(self.v(x), self.v_last(last))
+        values = [make(read) for make, read in ((self.v, x), (self.v_last, last)) if make]
+        v = values[0] if len(values) == 1 else self._join(*values)
         mixed = self.conv(qk, batch, state["conv"])
         read = mixed.unflatten(-1, split)
         for n in range(1, self._taps[1]):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from plait.checkpoint.weights import Weights
-from plait.errors import CannotDivide
 from plait.memory import PagedState, State, group_name
 from plait.model.layers.compressor import Compressor, EntryIndexer, LastRope
 from plait.model.layers.layers import Batch, Norm, describe_rope
@@ -15,7 +16,7 @@ from plait.ops.attention import paged_latent_attention
 from plait.ops.compressed import entry_attention
 from plait.ops.entry import CODED, latent_width
 from plait.ops.heads import HeadRows, bind_heads
-from plait.partition import Division, Rank
+from plait.partition import Cut, Division, Rank, join_ranges, scale_range, sum_of, width
 from plait.sparse_specs import CompressedSpec
 from plait.spec import NormSpec
 from plait.state.store import StateStore
@@ -31,9 +32,17 @@ def _words(m: CompressedSpec) -> str:
 
 
 def _divide(s: CompressedSpec, rank: Rank, hidden_size: int) -> Division:
-    raise CannotDivide(
-        "attention with one key for all heads, and groups of outputs, is not divided among ranks"
-    )
+    """Heads, by the groups in which outputs are mapped; the key, entries and an indexer are whole."""
+    what = "groups of heads"
+    groups = join_ranges(rank.divide(s.groups, what))
+    heads = scale_range(groups, s.num_heads // s.groups)
+    cuts = {
+        "q_b": Cut((scale_range(heads, s.head_dim),)),
+        "sinks": Cut((heads,)),
+        "o_a": Cut((scale_range(groups, s.out_rank),)),
+        "o_b": Cut(cols=sum_of(rank.divide(s.groups, what, s.out_rank))),
+    }
+    return Division(replace(s, num_heads=width(heads), groups=width(groups)), cuts)
 
 
 @mixer(CompressedSpec, _words, _divide)

@@ -6,6 +6,8 @@ of the values, and one attention with twice as many heads computes all.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -14,13 +16,14 @@ from plait.errors import CannotDivide, UnsupportedModel
 from plait.memory import PagedState, State, group_name
 from plait.model.layers.layers import Batch, Norm, Rope
 from plait.model.mixers.attention import describe_attention
+from plait.model.mixers.mamba2 import stack_ranges
 from plait.model.mixers.registry import mixer
 from plait.ops.activation import combine, rescale
 from plait.ops.attention import paged_attention
 from plait.ops.entry import head_widths
 from plait.ops.place import place_heads
 from plait.ops.rows import join
-from plait.partition import Division, Rank
+from plait.partition import Cut, Division, Rank, join_ranges, scale_range, sum_of, width
 from plait.rare_specs import DifferenceSpec, SharedDifferenceSpec
 from plait.state.store import StateStore
 
@@ -30,7 +33,19 @@ def _words(m: DifferenceSpec) -> str:
 
 
 def _divide(s: DifferenceSpec, rank: Rank, hidden_size: int) -> Division:
-    raise CannotDivide("pairs of heads that are far apart are not divided among ranks")
+    """Heads that are subtracted stay together, with both halves of the keys and values that they read."""
+    pairs, kv_pairs, dim = s.num_heads // 2, s.num_kv_heads // 2, s.head_dim
+    if s.num_kv_heads % 2:
+        raise CannotDivide(f"{s.num_kv_heads} key-value heads are no pairs, so they are on one rank")
+    ranges = rank.divide(pairs, "pairs of heads", 2 * dim)
+    own = join_ranges(rank.divide(pairs, "pairs of heads"))
+    kept = rank.divide_for_heads(kv_pairs, pairs, "pairs of key-value heads")
+    queries, keys = (
+        Cut(stack_ranges([count * dim] * 2, [scale_range(some, dim)] * 2))
+        for count, some in ((pairs, own), (kv_pairs, kept))
+    )
+    cuts = {"q": queries, "k": keys, "v": keys, "o": Cut(cols=sum_of(ranges))}
+    return Division(replace(s, num_heads=2 * width(own), num_kv_heads=2 * width(kept)), cuts)
 
 
 @mixer(DifferenceSpec, _words, _divide)

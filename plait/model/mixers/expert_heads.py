@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
 from plait.checkpoint.weights import Weights
-from plait.errors import CannotDivide, UnsupportedModel
+from plait.errors import UnsupportedModel
 from plait.model.layers.layers import Batch
 from plait.model.mixers.attention import Attention, describe_attention
 from plait.model.mixers.registry import mixer
+from plait.ops.activation import combine
 from plait.ops.expert_heads import StackedHeads, collect_heads, spread_heads
 from plait.ops.expert_stack import ExpertStack
 from plait.ops.linear import Linear
 from plait.ops.moe import route
+from plait.ops.ranks import add_in_tree
 from plait.ops.registry import Bound, Op
 from plait.ops.rows import join
-from plait.partition import Division, Rank
+from plait.partition import Cut, Division, Rank, join_ranges, scale_range, sum_of, width
 from plait.rare_specs import ExpertHeadsSpec
 from plait.state.store import StateStore
 
@@ -27,12 +30,20 @@ def _words(m: ExpertHeadsSpec) -> str:
 
 
 def _divide(s: ExpertHeadsSpec, rank: Rank, hidden_size: int) -> Division:
-    raise CannotDivide("experts of attention are not divided among ranks")
+    """Key heads, with the queries and outputs that every expert has for them; the router is whole."""
+    ranges = rank.divide(s.num_kv_heads, "key heads", s.head_dim)
+    heads = join_ranges(rank.divide(s.num_kv_heads, "key heads"))
+    rows = Cut((scale_range(heads, s.head_dim),))
+    cuts = {"k": rows, "v": rows, "experts.*.q": rows, "experts.*.o": Cut(cols=sum_of(ranges))}
+    return Division(replace(s, num_heads=s.top_k * width(heads), num_kv_heads=width(heads)), cuts)
 
 
 @mixer(ExpertHeadsSpec, _words, _divide)
 class ExpertHeads(Attention):
-    """`experts.{e}.q` and `experts.{e}.o` are an expert's; keys and values are of all."""
+    """`experts.{e}.q` and `experts.{e}.o` are an expert's; keys and values are of all.
+
+    Of several shares of a rank each collects its own heads, so that sums are in the order of shares.
+    """
 
     def __init__(self, s: ExpertHeadsSpec, w: Weights) -> None:
         if s.num_heads != s.top_k * s.num_kv_heads or s.gate or s.head_gate or s.out_norm:
@@ -44,12 +55,16 @@ class ExpertHeads(Attention):
         super().__init__(s, w)
         self.router = w.linear("router", in_size=w.target.hidden_size, out_sizes=(s.num_experts,))
         self._route = w.bind(route, num_experts=s.num_experts, top_k=s.top_k, router=s.router)
-        self._join = w.bind(join)
+        self._join, self._combine = w.bind(join), w.bind(combine)
 
     def _bind_qkv(self, w: Weights, parts: dict[str, int]) -> Linear:
         rows, hidden = self._experts.num_kv_heads * self._experts.head_dim, w.target.hidden_size
         self._spread, self.queries = self._bind_experts(w, spread_heads, "q", hidden, rows)
-        self._collect, self.outputs = self._bind_experts(w, collect_heads, "o", rows, hidden)
+        own = w.target.comm.rank.own_shares
+        views = [w] if len(own) == 1 else [w.for_share(number) for number in own]
+        self._shares = [
+            self._bind_experts(view, collect_heads, "o", rows // len(own), hidden) for view in views
+        ]
         return super()._bind_qkv(w, {name: parts[name] for name in "kv"})
 
     def _bind_experts(
@@ -74,5 +89,9 @@ class ExpertHeads(Attention):
         weight, index = self._route(self.router(x), None, s.top_k, s.router)
         q = self._spread(x, index, self.queries, s.num_kv_heads)
         heads, _ = self.attend_heads(self._join(q.flatten(1), self.qkv(x)), batch, store)
-        out: Tensor = self._collect(heads, weight, index, self.outputs, s.num_kv_heads)
-        return out
+        groups = s.num_kv_heads // len(self._shares)
+        parts = [
+            collect(heads.narrow(1, n * groups * s.top_k, groups * s.top_k), weight, index, outputs, groups)
+            for n, (collect, outputs) in enumerate(self._shares)
+        ]
+        return add_in_tree(parts, lambda a, b: self._combine(a, b, 1.0))

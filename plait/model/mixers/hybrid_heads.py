@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.weights import Weights
-from plait.errors import CannotDivide, UnsupportedModel
+from plait.errors import UnsupportedModel
 from plait.memory import PagedState, State, group_name
-from plait.model.layers.layers import Batch, Norm, Rope
+from plait.model.layers.inner_norm import InnerNorm
+from plait.model.layers.layers import Batch, Rope
 from plait.model.mixers.attention import describe_attention
-from plait.model.mixers.mamba1 import Mamba1, describe_mamba1
+from plait.model.mixers.mamba1 import Mamba1, describe_mamba1, divide_mamba1
 from plait.model.mixers.registry import mixer
 from plait.ops.activation import combine
 from plait.ops.front import begin_slots, front_attention
-from plait.partition import Division, Rank
+from plait.partition import Cut, Division, Rank, join_ranges, scale_range, width
 from plait.rare_specs import HybridHeadsSpec
 from plait.spec import AttentionSpec
 from plait.state.store import StateStore
@@ -41,9 +42,14 @@ def _attention(m: HybridHeadsSpec) -> AttentionSpec:
 
 
 def _divide(s: HybridHeadsSpec, rank: Rank, hidden_size: int) -> Division:
-    raise CannotDivide(
-        "heads of attention, normed together with channels of Mamba1, are not divided among ranks"
-    )
+    """Heads of attention with the channels of Mamba1 that they are added to; both norms gather."""
+    a, part = _attention(s), divide_mamba1(s, rank, hidden_size)
+    heads = join_ranges(rank.divide(a.num_heads, "heads"))
+    kv = rank.divide_for_heads(a.num_kv_heads, a.num_heads, "key-value heads")
+    cuts = {**part.cuts, "q": Cut((scale_range(heads, a.head_dim),))}
+    cuts |= {name: Cut((scale_range(kv, size),)) for name, size in (("k", a.head_dim), ("v", s.v_dim))}
+    own = replace(a, num_heads=width(heads), num_kv_heads=width(kv))
+    return Division(replace(part.spec, attention=own), cuts, part.sums, gathers=2)
 
 
 @mixer(HybridHeadsSpec, _words, _divide)
@@ -73,7 +79,8 @@ class HybridHeads(Mamba1):
         self.rope = Rope(a.rope, w) if a.rope else None
         sizes = dict(heads=a.num_heads, kv_heads=groups, dim=a.head_dim, v_dim=s.v_dim, window=a.window)
         self._attend, self._begin = w.bind(front_attention, **sizes), w.bind(begin_slots)
-        self.norms = [Norm(s.head_norm, w.scope(f"{x}_norm"), s.inner_size) for x in ("heads", "channels")]
+        names = ("heads_norm", "channels_norm")
+        self.norms = [InnerNorm(s.head_norm, w.scope(name), s.inner_size, s.v_dim) for name in names]
         self._combine, self._group = w.bind(combine), group_name(a.window)
         self.front = tuple(torch.zeros(0, groups, width, device=w.target.device) for width in widths)
         self.is_started, self._initial = not s.front, dict[str, Tensor]()

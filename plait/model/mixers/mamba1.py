@@ -35,7 +35,7 @@ def describe_mamba1(m: Mamba1Spec) -> str:
     return f"Mamba1, inner {m.inner_size}, state {m.state_size}{heads}"
 
 
-def _divide(s: Mamba1Spec, rank: Rank, hidden_size: int) -> Division:
+def divide_mamba1(s: Mamba1Spec, rank: Rank, hidden_size: int) -> Division:
     """Channels are divided, or heads of them. What `x` makes of them is summed within the mixer."""
     if s.num_heads:
         ranges = rank.divide(s.num_heads, "heads", s.inner_size // s.num_heads)
@@ -59,7 +59,7 @@ class _Scan(Protocol):
     def __call__(self, h: Tensor, gate: Tensor, operands: tuple[Tensor, ...], batch: Batch) -> Tensor: ...
 
 
-@mixer(Mamba1Spec, describe_mamba1, _divide)
+@mixer(Mamba1Spec, describe_mamba1, divide_mamba1)
 class Mamba1:
     """`in` has the rows of x and then of the gate; `x` those of the step, B and C; `dt` has a bias."""
 

@@ -6,20 +6,21 @@ A unit has no state: what it reads is of the step's own tokens, which the scan h
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
 from plait import spec
 from plait.checkpoint.weights import Weights
-from plait.errors import CannotDivide, UnsupportedModel
+from plait.errors import UnsupportedModel
 from plait.memory import State
 from plait.model.layers.layers import Batch, Norm
-from plait.model.mixers.mamba1 import Mamba1, describe_mamba1
+from plait.model.mixers.mamba1 import Mamba1, describe_mamba1, divide_mamba1
 from plait.model.mixers.registry import mixer
 from plait.ops.activation import activate, step_sizes
 from plait.ops.rows import join
 from plait.ops.ssm import mamba1_scan
-from plait.partition import Division, Rank
+from plait.partition import Cut, Division, Rank, join_ranges, sum_of, width
 from plait.rare_specs import Mamba1Spec, MemoryUnitSpec, RememberedMamba1Spec
 from plait.state.store import StateStore
 
@@ -32,8 +33,11 @@ def _words(m: MemoryUnitSpec) -> str:
     return f"gated memory unit, {m.size} of {m.source}"
 
 
-def _divide(s: spec.Mixer, rank: Rank, hidden_size: int) -> Division:
-    raise CannotDivide("what memory units read of a scan is not divided among ranks")
+def _divide(s: MemoryUnitSpec, rank: Rank, hidden_size: int) -> Division:
+    """The channels that the rank's part of the scan gives."""
+    ranges = rank.divide(s.size, "channels")
+    own = join_ranges(ranges)
+    return Division(replace(s, size=width(own)), {"in": Cut((own,)), "out": Cut(cols=sum_of(ranges))})
 
 
 class _Gated:
@@ -68,7 +72,7 @@ class _RememberedScan:
         return self._gate(gate, y)
 
 
-@mixer(RememberedMamba1Spec, _describe_remembered, _divide)
+@mixer(RememberedMamba1Spec, _describe_remembered, divide_mamba1)
 class RememberedMamba1(Mamba1):
     def _build_scan(self, s: Mamba1Spec, w: Weights, norms: Sequence[Norm | None]) -> _RememberedScan:
         assert isinstance(s, RememberedMamba1Spec)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from plait import spec
 from plait.checkpoint.weights import Weights
-from plait.errors import CannotDivide
 from plait.memory import State
 from plait.model.layers.layers import Batch, Norm
 from plait.model.mixers.mlp import Mlp, divide_mlp
@@ -35,9 +34,10 @@ def _words(m: spec.MoeSpec) -> str:
 
 
 def divide_moe(s: spec.MoeSpec, rank: Rank, hidden_size: int) -> Division:
-    """A part of each expert's features; with `whole_experts` some of the experts. The router is whole."""
-    if s.latent:  # what leaves the latent space would have to be summed before
-        raise CannotDivide(f"experts between linear layers of {s.latent} are not divided among ranks")
+    """A part of each expert's features; with `whole_experts` some of the experts. The router is whole.
+
+    So are the linear layers of a latent space: what experts give in it is summed before it leaves.
+    """
     cuts: dict[str, Cut] = {}
     expert, shared = s.expert, s.shared
     if shared:
@@ -50,7 +50,8 @@ def divide_moe(s: spec.MoeSpec, rank: Rank, hidden_size: int) -> Division:
     else:
         expert, some = divide_mlp(expert, rank)
         cuts |= {f"experts.*.{name}": cut for name, cut in some.items()}
-    return Division(replace(s, expert=expert, shared=shared), cuts)
+    sums = int(s.latent is not None and shared is not None)
+    return Division(replace(s, expert=expert, shared=shared), cuts, sums)
 
 
 @mixer(spec.MoeSpec, _words, divide_moe)
@@ -77,8 +78,9 @@ class Moe:
             for number, (part, view) in zip(own, views, strict=True)
         ]
         self._combine, self._split = w.bind(combine), w.bind(split_identities)
-        # What identities give is whole on every rank: it is added to the sum over ranks.
-        self.is_summed = s.identities is not None and self.gives_back
+        # What identities give is whole on every rank: it is added to the sum over ranks. So is what leaves
+        # a latent space.
+        self.is_summed = (s.identities is not None and self.gives_back) or s.latent is not None
         self._ranks = (w.target.comm, w.target.dtype)
         self._scale_rows = w.bind(scale_rows) if s.weigh_input or s.identities else None
         self._norms = [
@@ -122,14 +124,19 @@ class Moe:
         if rest is not None and self._scale_rows and self.gives_back:
             total: Tensor = self._combine(sum_ranks(y, *self._ranks), self._scale_rows(x, rest), 1.0)
             return total
-        y = self._latent_norm(y) if self._latent_norm else y
-        return y if self._leave is None else self._add_shared(self._leave(y), x)
+        return y if self._leave is None else self._leave_latent(y, x, self._leave)
 
-    def _add_shared(self, y: Tensor, x: Tensor) -> Tensor:
-        """y: [T, hidden], of experts in a latent space; the shared one reads x itself."""
-        for share in self.shares:
-            y = self._combine(y, share.shared.forward(x), 1.0) if share.shared else y
-        return y
+    def _leave_latent(self, y: Tensor, x: Tensor, leave: Linear) -> Tensor:
+        """y: [T, latent], this rank's part of what experts give; the shared one reads x itself.
+
+        Returns the sum over ranks, [T, hidden].
+        """
+        y = sum_ranks(y, *self._ranks)
+        total = leave(self._latent_norm(y) if self._latent_norm else y)
+        if parts := [share.shared.forward(x) for share in self.shares if share.shared]:
+            shared = sum_ranks(add_in_tree(parts, lambda a, b: self._combine(a, b, 1.0)), *self._ranks)
+            total = self._combine(total, shared, 1.0)
+        return total
 
 
 class ExpertShare:

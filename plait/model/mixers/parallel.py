@@ -10,7 +10,7 @@ from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.memory import State
 from plait.model.layers.layers import Batch, Norm
-from plait.model.mixers.registry import MixerModule, build, describe, divide, mixer
+from plait.model.mixers.registry import build, describe, divide, mixer
 from plait.ops.activation import combine
 from plait.ops.ranks import sum_ranks
 from plait.partition import Division, Rank
@@ -25,7 +25,8 @@ def _divide(s: spec.ParallelSpec, rank: Rank, hidden_size: int) -> Division:
     parts = {name: divide(part, rank, hidden_size) for name, part in s.parts.items()}
     cuts = {f"{name}.{key}": cut for name, part in parts.items() for key, cut in part.cuts.items()}
     sums, gathers = (sum(getattr(part, name) for part in parts.values()) for name in ("sums", "gathers"))
-    sums += (len(parts) - 1) * _is_apart(s, rank)
+    is_apart = _is_apart(s, rank) or any(part.sums < 0 for part in parts.values())
+    sums += (len(parts) - 1) * is_apart
     return Division(replace(s, parts={n: part.spec for n, part in parts.items()}), cuts, sums, gathers)
 
 
@@ -49,24 +50,23 @@ class Parallel:
             for name in s.parts
         ]
         self._combine, self._comm, self._dtype = w.bind(combine), w.target.comm, w.target.dtype
-        self.is_summed = _is_apart(s, self._comm.rank)
+        self._are_summed = [getattr(part, "is_summed", False) for part in self.parts]
+        self.is_summed = _is_apart(s, self._comm.rank) or any(self._are_summed)
         self.states: dict[str, State] = {
             name: state for part in self.parts for name, state in part.states.items()
         }
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, hidden] -> [T, hidden]."""
-        every = zip(self.parts, self.norms, self.post_norms, strict=True)
         total, *others = (
-            self._part(part, norm(x) if norm else x, post, batch, store) for part, norm, post in every
+            self._part(n, norm(x) if norm else x, batch, store) for n, norm in enumerate(self.norms)
         )
         for other in others:
             total = self._combine(total, other, 1.0)
         return total
 
-    def _part(
-        self, part: MixerModule, x: Tensor, post_norm: Norm | None, batch: Batch, store: StateStore
-    ) -> Tensor:
-        y = part(x, batch, store)
-        y = sum_ranks(y, self._comm, self._dtype) if self.is_summed else y
+    def _part(self, n: int, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
+        y = self.parts[n](x, batch, store)
+        y = sum_ranks(y, self._comm, self._dtype) if self.is_summed and not self._are_summed[n] else y
+        post_norm = self.post_norms[n]
         return post_norm(y) if post_norm else y

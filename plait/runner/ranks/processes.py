@@ -2,12 +2,16 @@
 
 A new process imports torch and Numba for itself. A forked one shares these pages with the engine's process.
 It must be forked before that has threads, so long before a `RankGroup` knows the model (`worker/fork_ranks`).
+
+The pair of sockets that holds a rank has two uses. When this end closes, the rank ends. And the rank sends
+signs of life through it, which `RankWatch` reads.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -21,12 +25,15 @@ from typing import Protocol
 
 LEAVE_S = 5.0  # a rank gets this long to end by itself
 LOOK_S = 0.005  # between two looks at a process that is to end
+SIGN_S = 0.25  # between two signs of life
+QUIET_S = 60.0  # a rank without any is taken for dead, as an engine is
 _RUN = (
     "import json, sys, signal as s; [s.signal(n, s.SIG_IGN) for n in (s.SIGINT, s.SIGTERM, s.SIGHUP)]; "
     "sys.path[:] = json.loads(sys.argv[1]); from plait.worker.rank import main; "
     "main(int(sys.argv[2]), int(sys.argv[3]))"
 )
 _offered: list[StartedRank] = []  # by the engine's process that this is
+_running: list[StartedRank] = []  # of this process
 
 
 class RankProcess(Protocol):
@@ -77,13 +84,25 @@ class StartedRank:
 
     process: RankProcess
     connection: Connection
-    held: int
+    held: socket.socket
 
     def let_go(self) -> None:
         """Close what holds it."""
+        with suppress(ValueError):
+            _running.remove(self)
         self.connection.close()
-        with suppress(OSError):
-            os.close(self.held)
+        self.held.close()
+
+    def has_sign(self) -> bool:
+        """Whether it has sent a sign of life since the last call, or has ended, which others find out."""
+        try:
+            while len(self.held.recv(4096, socket.MSG_DONTWAIT)) == 4096:
+                pass
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return True
 
     def end(self) -> None:
         """Wait for its end, and kill it if that does not come. `let_go` comes before."""
@@ -97,8 +116,8 @@ class StartedRank:
 def start_rank() -> StartedRank:
     """Start a process anew. Raises OSError if the system cannot."""
     ours, theirs = socket.socketpair()
-    alive, held = os.pipe()
-    numbers = (theirs.fileno(), alive)
+    alive, held = socket.socketpair()
+    numbers = (theirs.fileno(), alive.fileno())
     try:
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", _RUN, json.dumps(sys.path), *map(str, numbers)],
@@ -107,11 +126,11 @@ def start_rank() -> StartedRank:
         )
     except BaseException:
         ours.close()
-        os.close(held)
+        held.close()
         raise
     finally:
         theirs.close()
-        os.close(alive)
+        alive.close()
     return StartedRank(process, Connection(ours.detach()), held)
 
 
@@ -122,4 +141,44 @@ def offer_ranks(ranks: Iterable[StartedRank]) -> None:
 
 def take_rank() -> StartedRank:
     """A process that was offered, else a new one. Raises OSError."""
-    return _offered.pop(0) if _offered else start_rank()
+    taken = _offered.pop(0) if _offered else start_rank()
+    _running.append(taken)
+    return taken
+
+
+class RankWatch:
+    """Finds ranks of this process of which no thread runs. Made by one thread, which looks again and again."""
+
+    def __init__(self) -> None:
+        self._signs: dict[int, float] = {}  # by process: when it last showed that it runs
+        self._looked_s = time.monotonic()
+
+    def find_quiet(self, quiet_s: float = QUIET_S) -> int | None:
+        """A process that has shown signs of life, and none for so long; None: there is none.
+
+        Before its first one a rank imports, which a slow disk may draw out.
+        """
+        now = time.monotonic()
+        # After a pause of its own this process was stopped, perhaps together with its ranks.
+        is_awake = now - self._looked_s <= quiet_s / 4
+        self._looked_s = now
+        for rank in [*_running]:
+            pid = rank.process.pid
+            if rank.has_sign() or (pid in self._signs and not is_awake):
+                self._signs[pid] = now
+            if now - self._signs.get(pid, now) > quiet_s:
+                return pid
+        return None
+
+
+def show_signs(alive: socket.socket) -> None:
+    """Show that this process runs, until rank 0's process has ended: the other end is closed."""
+    poll = select.poll()
+    poll.register(alive, select.POLLIN)
+    while not poll.poll(SIGN_S * 1000):
+        try:
+            alive.send(b".", socket.MSG_DONTWAIT)
+        except BlockingIOError:  # nothing has read the last ones
+            pass
+        except OSError:
+            return

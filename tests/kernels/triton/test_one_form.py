@@ -25,7 +25,7 @@ from plait.ops.linear import Linear, linear
 from plait.ops.ranks import Alone, ShareLinear, add_in_tree
 from plait.ops.registry import OpFacts
 from plait.partition import Cut, Rank, sum_of
-from plait.quant.weight import Dense, Weight
+from plait.quant.weight import Dense, Weight, as_weight
 from plait.runner.capture import StepCapture
 
 load_for_gpu()
@@ -90,7 +90,9 @@ def sum_of_ranks(weight: Weight, bias: Tensor, x: Tensor, size: int) -> Tensor:
     for index in range(size):
         rank = Rank(index, size, shares=4, block=256)
         cuts = Cuts.for_rank(Alone(rank), cuts_of)
-        layer = divide_linear("down", weight, bias, cuts, one, lambda op, **_: op)
+        part = cuts.part_of("down.weight")
+        kept = as_weight(part.keep(weight))
+        layer = divide_linear(part, kept, bias, len(bias), cuts, one, lambda op, **_: op)
         assert isinstance(layer, ShareLinear) or size == 4
         ranges = cuts.inputs("down")[index]
         parts.append(layer(x[:, ranges[0][0] : ranges[-1][1]]).float())
