@@ -145,12 +145,13 @@ class Weights:
             return False
         return all(s in self.checkpoint for s in sources_of(source))
 
-    def read(self, name: str) -> Tensor | Weight:
-        """What this rank keeps of our name, in the checkpoint's own format.
+    def read(self, name: str, rows: Range | None = None) -> Tensor | Weight:
+        """What this rank keeps of our name, or these rows of it, in the checkpoint's own format.
 
         Raises MissingTensor with both names, and ShapeMismatch.
         """
         full, part = self._full(name), self._part_of(name)
+        part = StoredPart(full, (rows,)) if rows else part
         try:
             source, fields = self.names.resolve(full, self.checkpoint)
         except UnknownName:
@@ -209,13 +210,13 @@ class Weights:
         """One linear layer of several fused row-wise: names ("q", "k", "v") under this scope.
 
         in_size, out_sizes: the widths the model needs of each part; ShapeMismatch says which is off. `rows`:
-        only those of the one weight, as many as its width.
+        those of the one weight that this rank has.
         """
         cut = self.find_cut(names[0])
         if cut is not None and cut.cols is not None:
             return self._divided(names[0], in_size, out_sizes[0])
         if rows is not None:
-            return self._some_rows(names[0], in_size, rows)
+            return self._some_rows(names[0], (out_sizes[0], in_size), rows)
         target, full, before = self.target, self._full("+".join(names)), Counter(self.target.encoded)
         biases = self._biases(names, out_sizes)
         kept = target.shelf.find(full, in_size, out_sizes) if target.shelf else None
@@ -244,12 +245,12 @@ class Weights:
         self.target.weights_nbytes += made.nbytes
         return made
 
-    def _some_rows(self, name: str, in_size: int, rows: Range) -> Linear:
-        whole = as_weight(self.read(f"{name}.weight"))
-        bias = self.optional(f"{name}.bias", (whole.shape[0],))
-        made = self._one(name, whole.rows(*rows), bias if bias is None else bias[slice(*rows)])
-        if made.n_in != in_size:
-            raise ShapeMismatch(_shape_message(self._full(name), whole.shape, (whole.shape[0], in_size)))
+    def _some_rows(self, name: str, shape: tuple[int, int], rows: Range) -> Linear:
+        weight, bias = as_weight(self.read(f"{name}.weight", rows)), self.optional(f"{name}.bias", shape[:1])
+        wanted = rows[1] - rows[0], shape[1]
+        if weight.shape != wanted:
+            raise ShapeMismatch(_shape_message(self._full(name), weight.shape, wanted))
+        made = self._one(name, weight, bias if bias is None else bias[slice(*rows)])
         self.target.weights_nbytes += made.nbytes
         return made
 

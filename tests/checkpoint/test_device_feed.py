@@ -22,9 +22,10 @@ from plait.checkpoint.divided import WHOLE, StoredPart
 from plait.checkpoint.weights import Target
 from plait.config import EngineConfig
 from plait.errors import BadFile
-from plait.loading.meta_model import read_order
+from plait.loading.meta_model import meta_cuts, read_order
 from plait.loading.open_model import feed_device, load_decoder, open_model
 from plait.ops.blocks import random_weight
+from plait.partition import Rank
 from plait.quant.weight import Weight, as_tensor
 from plait.runner.capture import decoder_tensors
 
@@ -193,6 +194,42 @@ def test_a_feed_that_is_closed_early_leaves_no_thread(stream: LateStream) -> Non
     feed = DeviceFeed(Made(content), wholes(content), stream, piece=PIECE, ahead=1)
     feed.close()
     assert not any(thread.is_alive() for thread in feed._threads)
+
+
+class Counting(LateStream):
+    """Counts the bytes of what is allocated on the device."""
+
+    nbytes = 0
+
+    def empty(self, like: Tensor) -> Tensor:
+        self.nbytes += like.nbytes
+        return super().empty(like)
+
+
+@pytest.mark.parametrize(("size", "shares"), [(2, 0), (2, 4), (4, 4)])
+def test_a_rank_is_fed_its_rows_and_columns_alone(nano_hybrid: Path, size: int, shares: int) -> None:
+    opened = open_model(str(nano_hybrid), EngineConfig())
+    spec, rank = opened.resolved.spec, Rank(1, size, shares)
+
+    def target() -> Target:
+        made = Target(torch.device("cpu"), torch.float32, 64, spec.hidden_size, ops="reference")
+        made.cuts = meta_cuts(spec, rank)
+        return made
+
+    plain, fed, stream = target(), target(), Counting()
+    first = load_decoder(opened, plain, lambda *_: None)
+    order = read_order(opened.resolved, opened.checkpoint, fed)
+    fed.feed = feed = DeviceFeed(opened.checkpoint, order, stream, piece=4096)
+    second = load_decoder(opened, fed, lambda *_: None)
+    feed.close()
+    stream.end()
+    assert not any(feed.has(*item) for item in order)
+    assert fed.weights_nbytes == plain.weights_nbytes
+    pairs = zip(decoder_tensors(first), decoder_tensors(second), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    whole = sum(opened.checkpoint.nbytes(name) for name in {name for name, _ in order})
+    tables = sum(opened.checkpoint.nbytes(name) for name in opened.checkpoint.names() if "embed" in name)
+    assert stream.nbytes - tables < 1.2 * (whole - tables) / size  # norms and routers are whole
 
 
 @pytest.mark.parametrize("model", ["nano_hybrid", "smollm2"])

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.checkpoint.divided import Cuts, divide_linear, keep_rows
+from plait.checkpoint.divided import Cuts, divide_linear, keep_joined, keep_rows
 from plait.errors import ShapeMismatch
 from plait.ops.blocks import random_weight
 from plait.ops.linear import Linear
-from plait.ops.ranks import Comm, GatheredLinear, sum_ranks
+from plait.ops.ranks import Alone, Comm, GatheredLinear, sum_ranks
 from plait.partition import Cut, Rank, sum_of
 from plait.quant.gguf import BLOCK_TYPES
 from plait.quant.weight import Dense, Weight, as_weight
@@ -82,6 +82,28 @@ def test_rows_that_ranks_have_are_those_of_the_whole(storage: str) -> None:
     assert torch.equal(kept.dequantize(torch.float32), torch.cat([whole[3:7], whole[16:21]]))
 
 
+@pytest.mark.parametrize("storage", ["float32", "Q8_0", "int4_g128", "fp8"])
+def test_of_parts_that_lie_apart_only_those_with_rows_of_the_rank_are_joined(storage: str) -> None:
+    parts: list[Any] = [weight_of(storage).rows(*rows) for rows in ((0, 5), (5, 6), (6, 20), (20, 24))]
+    whole = torch.cat([part.dequantize(torch.float32) for part in parts])
+    for rows in (((0, 24),), ((4, 21),), ((6, 20),), ((1, 3), (19, 22))):
+        kept: Any = keep_joined(parts, rows)
+        wanted = torch.cat([whole[start:stop] for start, stop in rows])
+        assert torch.equal(kept.dequantize(torch.float32), wanted)
+    with pytest.raises(ShapeMismatch, match="too few"):
+        keep_joined(parts, ((20, 25),))
+
+
+def test_plain_columns_that_will_be_encoded_are_cut_at_whole_blocks() -> None:
+    comm, weight = Alone(Rank(0, 2)), Dense(torch.randn(8, 640))
+    cuts = Cuts.for_rank(comm, lambda rank: {"o": Cut(cols=sum_of(rank.divide(10, "heads", 64)))})
+    kept: Any = [cuts.part_of("o.weight", kind).keep(weight) for kind in (None, "q8_0", "q4_k")]
+    assert [some.shape for some in kept] == [(8, 320), (8, 320), (8, 320)]
+    narrow = Cuts.for_rank(comm, lambda rank: {"o": Cut(cols=sum_of(rank.divide(8, "heads", 32)))})
+    inside: Any = narrow.part_of("o.weight", "q4_k").keep(Dense(torch.randn(8, 256)))
+    assert inside.shape == (4, 256)  # a half is no whole block: inputs are gathered, and rows are divided
+
+
 def test_whole_blocks_are_cut_where_there_are_enough() -> None:
     sizes = [Rank(index, 4, block=256).divide_blocks(11_008, "features")[0] for index in range(4)]
     assert [stop - start for start, stop in sizes] == [2560, 2816, 2816, 2816]
@@ -99,5 +121,5 @@ def test_experts_that_cannot_be_cut_are_refused_by_name() -> None:
         )
         return divided("moe.experts.3.down", weight, None, cuts)
 
-    with pytest.raises(ShapeMismatch, match=r"moe\.experts\.3\.down: .*--ep"):
+    with pytest.raises(ShapeMismatch, match=r"moe\.experts\.3\.down\.weight: .*--ep"):
         run_ranks(work, 2)

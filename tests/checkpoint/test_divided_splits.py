@@ -57,9 +57,12 @@ def add_matrix(writer: gguf.GGUFWriter, name: str, storage: str, rows: int, cols
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The first of seven files, up to three tensors in each."""
+    return write_splits(tmp_path_factory.mktemp("splits"))
+
+
+def write_splits(folder: Path) -> Path:
+    """Seven files, up to three tensors in each: the path of the first."""
     torch.manual_seed(2)
-    folder = tmp_path_factory.mktemp("splits")
     writer = gguf.GGUFWriter(folder / "m.gguf", "llama", split_max_tensors=3)
     for key, value in METADATA.items():
         writer.add_uint32(f"llama.{key}", value)

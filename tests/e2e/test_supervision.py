@@ -98,22 +98,30 @@ def rank_of(server: Server) -> int:
     return found
 
 
-def check_killed(
+def kill_engine(server: Server) -> None:
+    os.kill(engine_of(server), signal.SIGKILL)
+
+
+def kill_rank(server: Server) -> None:
+    os.kill(rank_of(server), signal.SIGKILL)
+
+
+def check_lost(
     server: Server,
-    victim: Callable[[Server], int] = engine_of,
+    lose: Callable[[Server], None] = kill_engine,
     count: int = NUM_STREAMS,
     num_tokens: int = NUM_TOKENS,
 ) -> None:
-    """Streams with a process killed in their middle, compared with the same streams left alone."""
+    """Streams with a process lost in their middle, compared with the same streams left alone."""
     calm = streams(server, lambda found: None, count, num_tokens)
     assert server.get("/health")["totals"]["num_restarts"] == 0
 
-    def kill(found: list[Stream]) -> None:
+    def interrupt(found: list[Stream]) -> None:
         while min(stream.num_chunks for stream in found) < 5:
             time.sleep(0.001)
-        os.kill(victim(server), signal.SIGKILL)
+        lose(server)
 
-    killed = streams(server, kill, count, num_tokens)
+    killed = streams(server, interrupt, count, num_tokens)
     assert server.get("/health")["totals"]["num_restarts"] == 1
     for undisturbed, stream in zip(calm, killed, strict=True):
         assert stream.text == undisturbed.text
@@ -125,22 +133,58 @@ def check_killed(
 
 
 def test_streams_of_a_killed_engine_have_the_text_they_would_have_had(server: Server) -> None:
-    check_killed(server)
+    check_lost(server)
 
 
 def test_streams_go_on_when_a_rank_is_killed() -> None:
     with serve(NANO_HYBRID, "--max-num-seqs", "8", "--tp", "2", "--cpu") as running:
-        check_killed(running, rank_of, 8, 40)
+        check_lost(running, kill_rank, 8, 40)
         rank, engine = (
             Path(f"/proc/{found(running)}/cmdline").read_bytes() for found in (rank_of, engine_of)
         )
         assert rank == engine  # it was forked, and shares what the engine had imported
 
 
+WRONG_ONCE = """
+from pathlib import Path
+from plait.worker import rank
+
+flag, right = Path(__file__).with_suffix(".flag"), rank.digest_of
+
+def digest_of(message, answers):
+    if flag.exists():  # other plans, or other tokens, have another hash
+        flag.unlink()
+        message += b"another"
+    return right(message, answers)
+
+rank.digest_of = digest_of
+"""
+
+
+@pytest.mark.slow
+def test_streams_go_on_when_a_rank_has_computed_something_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plugin = tmp_path / "wrong_once.py"
+    plugin.write_text(WRONG_ONCE)
+    options = ("--max-num-seqs", "8", "--tp", "2", "--plugin", str(plugin))
+    with serve(NANO_HYBRID, *options) as running:
+        check_lost(running, lambda server: plugin.with_suffix(".flag").touch(), 8, 120)
+    assert "rank 1 computed something else in step" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_streams_go_on_when_a_rank_is_stopped(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing of it runs any more: after a minute without a sign of life it is lost."""
+    with serve(NANO_HYBRID, "--max-num-seqs", "8", "--tp", "2") as running:
+        check_lost(running, lambda server: os.kill(rank_of(server), signal.SIGSTOP), 8, 120)
+    assert "has shown no sign of life for 60 s" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_streams_of_a_larger_model_do_too(smollm2: Path) -> None:
     with serve(smollm2, "--max-num-seqs", str(NUM_STREAMS), "--max-model-len", "512") as running:
-        check_killed(running)
+        check_lost(running)
 
 
 def test_the_process_that_answers_http_holds_no_tensors(server: Server) -> None:

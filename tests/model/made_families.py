@@ -44,7 +44,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "plamo3": {**PLAMO3, "num_attention_heads": 8},
     "rwkv7": {**RWKV7, "hidden_size": 40},
     "sambay": {**SAMBAY, "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4},
-    "bailing_v1": {**LING_MOE, "use_qk_norm": False, "architectures": ["BailingMoeForCausalLM"], "norm_topk_prob": True},
+    "bailing_v1": {
+        **LING_MOE, "architectures": ["BailingMoeForCausalLM"], "norm_topk_prob": True, "use_qk_norm": False,
+    },
     "bailing_v2": {
         **LING_MOE, "architectures": ["BailingMoeV2ForCausalLM"], "n_group": 2, "topk_group": 1,
         "score_function": "sigmoid", "moe_router_enable_expert_bias": True, "routed_scaling_factor": 2.5,

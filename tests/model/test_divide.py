@@ -105,14 +105,16 @@ def test_ranks_give_the_logits_of_one_and_its_bits_where_the_shares_are_the_same
             divide_model(found.spec, Rank(0, 2))
         return
     plain = in_pieces(decoder(found, checkpoint), IDS)
-    scale = max(1.0, float(plain[0].abs().max()))
+    alone, undivided = (alone_in_shares(found, checkpoint, count) for count in (shares, 0))
+    allowed = CLOSE * max(1.0, float(plain[0].abs().max()))
+    if name not in tiny.VARIANTS:  # no model has learned such numbers: kernels differ by more than that
+        allowed = max(allowed, 2 * worst(undivided[0], plain[0]), 2 * worst(undivided[1], plain[1]))
     assert can_run_on(found, 4) == (shares >= 4)
     for size in (2, 4)[: 1 + (shares >= 4)]:
         for logits in logits_of_ranks(found, checkpoint, size):
-            assert max(worst(logits[0], plain[0]), worst(logits[1], plain[1])) < CLOSE * scale
+            assert max(worst(logits[0], plain[0]), worst(logits[1], plain[1])) < allowed
             assert choose_tokens(logits) == choose_tokens(plain)
-    alone, undivided = (alone_in_shares(found, checkpoint, count) for count in (shares, 0))
-    assert max(worst(alone[0], undivided[0]), worst(alone[1], undivided[1])) < CLOSE * scale
+    assert max(worst(alone[0], undivided[0]), worst(alone[1], undivided[1])) < allowed
     for size in sorted({2, shares}):
         for logits in logits_of_ranks(found, checkpoint, size, shares):
             assert torch.equal(logits[0], alone[0])

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
+from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from plait.config import EngineConfig
+from plait.runner.ranks import processes
+from plait.runner.ranks.processes import StartedRank
 from plait.worker import fork_ranks
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc is needed")
@@ -112,3 +118,48 @@ def test_code_is_left_to_the_page_cache_only_where_no_page_of_it_was_written() -
         + mapping(0x7000, "r-xp", "/lib/with space.so", 0)
     )
     assert list(fork_ranks.list_code(smaps)) == [(0x2000, 0x3000), (0x7000, 0x8000)]
+
+
+def test_a_rank_without_signs_of_life_is_found_and_one_that_has_not_begun_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    ours, theirs = socket.socketpair()
+    silent, _other = socket.socketpair()
+    begun, loading = (
+        StartedRank(SimpleNamespace(pid=pid), Connection(os.dup(end.fileno())), end)  # type: ignore[arg-type]
+        for pid, end in ((11, ours), (12, silent))
+    )
+    processes.offer_ranks([begun, loading])
+    assert [processes.take_rank(), processes.take_rank()] == [begun, loading]
+    try:
+        watch = processes.RankWatch()
+
+        def look_after(seconds: float) -> int | None:
+            clock[0] += seconds
+            return watch.find_quiet(60.0)
+
+        theirs.send(b"..")
+        assert [look_after(10.0) for _ in range(7)] == [None] * 7  # the first sees the signs
+        assert look_after(10.0) == 11
+        theirs.send(b".")
+        assert look_after(10.0) is None
+        assert look_after(600.0) is None  # this process was stopped itself
+        assert [look_after(10.0) for _ in range(7)][-2:] == [None, 11]
+        theirs.close()  # it has ended, which the step finds out
+        assert look_after(10.0) is None
+    finally:
+        begun.let_go()
+        loading.let_go()
+
+
+def test_a_rank_shows_signs_until_the_other_end_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "SIGN_S", 0.005)
+    ours, theirs = socket.socketpair()
+    showing = threading.Thread(target=processes.show_signs, args=(theirs,))
+    showing.start()
+    assert ours.recv(1) == b"."
+    ours.close()
+    showing.join(10)
+    assert not showing.is_alive()

@@ -90,7 +90,7 @@ class LmHead:
         edges = [s.vocab_size * i // rank.size for i in range(rank.size + 1)]
         self._widths = [stop - start for start, stop in pairwise(edges)]
         rows = (edges[rank.index], edges[rank.index + 1]) if rank.size > 1 else None
-        sizes = (self._widths[rank.index],)
+        sizes = (s.vocab_size,)
         self.linear: Linear = w.linear(name, in_size=s.hidden_size, out_sizes=sizes, rows=rows)
         self._rescale = w.bind(rescale)
         self._turn = HeadTransform(s.head, w.scope("head.transform"), s.hidden_size) if s.head else None

@@ -147,7 +147,7 @@ def take_rank() -> StartedRank:
 
 
 class RankWatch:
-    """Finds ranks of this process of which no thread runs. Made by one thread, which looks again and again."""
+    """Finds ranks of this process of which no thread runs. One thread makes it, and looks again and again."""
 
     def __init__(self) -> None:
         self._signs: dict[int, float] = {}  # by process: when it last showed that it runs

@@ -23,6 +23,7 @@ from plait.families.common.registry import build_spec, find
 from plait.loading.meta_model import meta_target
 from plait.model.decoder import Decoder
 from plait.model.mtp import MtpHead
+from plait.partition import Range
 from plait.quant.weight import Dense, Weight
 from plait.sparse_specs import TableMoeSpec
 from plait.spec import ModelSpec
@@ -62,7 +63,7 @@ class AskedWeights(Weights):
     Optional ones, such as a bias, are missing.
     """
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, rows: Range | None = None) -> Tensor:
         return torch.empty(0, device="meta")
 
     def _numbers(
