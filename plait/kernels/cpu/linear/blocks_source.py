@@ -53,6 +53,7 @@ PANEL = 320 << 10  # bytes of rounded rows that tiles pass by before the next ro
 # on, which `adds_bf16` finds in levels, too, fetch one stream ahead by themselves, at the rate of plain reads: three
 # with prefetches got half to two thirds of it.
 STREAMS = 1 if adds_bf16() else 3
+RUN = TILED if STREAMS == 1 else 1  # tiles of a gate before those of `up`: a stream that turns often is slower
 ALONE = 2  # rows of codes up to which every thread rounds all of them, rather than wait for the others
 
 _FILES = (
@@ -65,7 +66,7 @@ import numpy as np
 from plait.kernels.cpu.linear import blocks_source as linear_source
 from plait.kernels.cpu.linear import quantize_rows as rounding
 from plait.kernels.cpu.linear.blocks_source import (
-    ALONE, FETCHED, PAGES, PANEL, PIECES, SHARED, STREAMS, TOGETHER,
+    ALONE, FETCHED, PAGES, PANEL, PIECES, RUN, SHARED, STREAMS, TOGETHER,
 )
 from plait.kernels.cpu.runtime.frame import barrier, rows_of, scratch_of, common_scratch
 from plait.kernels.cpu.codegen.kernel import inline, kernel
@@ -192,12 +193,15 @@ def linear_rows(frame, args, thread, threads):
             # One row reads several parts of its tiles at a time, where a single stream leaves memory waiting.
             part = (last - i) // STREAMS
             for k in range(halves * part):
-                t, up = i + k // halves, k % halves
-                to, between = (ups, 64) if up else (out + 64 * t, 64 * part)
+                run = k // (halves * RUN) * RUN
+                length = min(RUN, part - run)
+                at_run = (k - halves * run) % length
+                t, up, beneath = i + run + at_run, (k - halves * run) // length, ups + 64 * STREAMS * at_run
+                to, between = (beneath, 64) if up else (out + 64 * t, 64 * part)
                 at = weight + t * tile_bytes + up * to_up
                 sums = tiles_apart(at, part * tile_bytes, rounded, steps)
 $kept                if up:
-                    call_kernel(join, out + 64 * t, ups, 64 * part, STREAMS)
+                    call_kernel(join, out + 64 * t, beneath, 64 * part, STREAMS)
             i += STREAMS * part
         begun = i
         while i < last:
