@@ -33,6 +33,7 @@ from plait.kernels.cpu.codegen import avx2_dot
 from plait.kernels.cpu.codegen.amx_tiles import FULL, MEMORY, TILE, Kind, Shapes, Tiles
 from plait.kernels.cpu.codegen.kernel import Kernel, load_generated
 from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, block, digest
+from plait.kernels.cpu.codegen.target import adds_bf16
 from plait.kernels.cpu.linear.codebooks import TABLES
 from plait.kernels.cpu.linear.layout import BLOCK, LINE, Layout
 from plait.kernels.cpu.linear.quantize_rows import BASE_BITS, BUNDLES
@@ -48,7 +49,11 @@ SHARED = 48  # rows of codes of a group from which threads take single pieces: o
 PIECES = 8  # that a thread takes at least
 TOGETHER = 96  # tiles of a piece at most: a bundle in L1 meets all; the first come from memory unannounced
 PANEL = 320 << 10  # bytes of rounded rows that tiles pass by before the next rows come: they stay in L2
-STREAMS = 3  # that one row reads weights in: of two and four, memory liked each less
+# Streams that one row reads weights in. Intel's memory liked three better than two and four. AMD's cores from Zen 4
+# on, which `adds_bf16` finds in levels, too, fetch one stream ahead by themselves, at the rate of plain reads: three
+# with prefetches got half to two thirds of it.
+STREAMS = 1 if adds_bf16() else 3
+RUN = TILED if STREAMS == 1 else 1  # tiles of a gate before those of `up`: a stream that turns often is slower
 ALONE = 2  # rows of codes up to which every thread rounds all of them, rather than wait for the others
 
 _FILES = (
@@ -61,7 +66,7 @@ import numpy as np
 from plait.kernels.cpu.linear import blocks_source as linear_source
 from plait.kernels.cpu.linear import quantize_rows as rounding
 from plait.kernels.cpu.linear.blocks_source import (
-    ALONE, FETCHED, PAGES, PANEL, PIECES, SHARED, STREAMS, TOGETHER,
+    ALONE, FETCHED, PAGES, PANEL, PIECES, RUN, SHARED, STREAMS, TOGETHER,
 )
 from plait.kernels.cpu.runtime.frame import barrier, rows_of, scratch_of, common_scratch
 from plait.kernels.cpu.codegen.kernel import inline, kernel
@@ -185,15 +190,18 @@ def linear_rows(frame, args, thread, threads):
         if shared:
             i, last = taken - done, count * tiles
         if rows * terms == 1 and groups == 0:
-            # One row reads several parts of its tiles at a time: a single stream leaves memory waiting.
+            # One row reads several parts of its tiles at a time, where a single stream leaves memory waiting.
             part = (last - i) // STREAMS
             for k in range(halves * part):
-                t, up = i + k // halves, k % halves
-                to, between = (ups, 64) if up else (out + 64 * t, 64 * part)
+                run = k // (halves * RUN) * RUN
+                length = min(RUN, part - run)
+                at_run = (k - halves * run) % length
+                t, up, beneath = i + run + at_run, (k - halves * run) // length, ups + 64 * STREAMS * at_run
+                to, between = (beneath, 64) if up else (out + 64 * t, 64 * part)
                 at = weight + t * tile_bytes + up * to_up
                 sums = tiles_apart(at, part * tile_bytes, rounded, steps)
 $kept                if up:
-                    call_kernel(join, out + 64 * t, ups, 64 * part, STREAMS)
+                    call_kernel(join, out + 64 * t, beneath, 64 * part, STREAMS)
             i += STREAMS * part
         begun = i
         while i < last:
@@ -457,7 +465,7 @@ def tiles_apart(layout: Layout, w: Writer, weights: Word, apart: Word, a: Word, 
         def block(b: Word, a: Word, *sums: Value) -> list[Value]:
             found = []
             for tile, above, sum in zip(tiles, outer, sums, strict=True):
-                for k in range(lines):
+                for k in range(lines if STREAMS > 1 else 0):
                     w.prefetch(tile + AHEAD[layout.step] + LINE * k + LINE * lines * b)
                 found += _block(w, layout, (tile, b, a), above, [sum], products, 1)
             return [a + layout.rounded_block, *found]
