@@ -117,7 +117,7 @@ class CertificateRun:
             verification.loaded.front.close(drain=False)
 
     def _is_complete(self, certificate: VerifyCertificate, model: str, number: int, done: set[str]) -> bool:
-        """Whether a revision with the cells of ours has run all of them; the model need not be loaded then."""
+        """Whether a revision with the cells of ours has run all of them: the model need not be loaded."""
         return any(
             certificate.makers[revision].get("matrix") == self.maker.facts["matrix"]
             and all(str(CellName(model, cell, number)) in done for cell in known.cells)
@@ -181,4 +181,3 @@ def _describe(verification: Verification) -> CertifiedModel:
     step, cells = loaded.runner.step_kind.partition(";")[0], tuple(cell.word for cell in verification.cells)
     known = fingerprint(loaded.opened, loaded.target).arithmetic
     return CertifiedModel(tuple(dict.fromkeys(names)), step, known, cells)
-

@@ -176,8 +176,9 @@ def resume(path: Path, maker: CertificateMaker, *, keeps_others: bool = False) -
         keys = find_other_keys(facts, maker.facts)
         if keys and not keeps_others:
             raise ConfigError(
-                f"{path} was made by another Plait ({revision}; {', '.join(keys)}: other values), so it cannot "
-                "go on here; --add-missing keeps those cells and runs what is not there; or name another file"
+                f"{path} was made by another Plait ({revision}; {', '.join(keys)}: other values), so it "
+                "cannot go on here; --add-missing keeps those cells and runs what is not there; or name "
+                "another file"
             )
         if replies := [key for key in keys if key in SAME_REPLIES]:
             raise ConfigError(

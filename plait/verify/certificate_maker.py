@@ -46,7 +46,9 @@ class CertificateMaker:
         return f"{self.commit}:{code}" if self.commit.endswith("+changes") else self.commit
 
 
-def describe_maker(config: EngineConfig, usual: EngineConfig, batch: int, max_tokens: int) -> CertificateMaker:
+def describe_maker(
+    config: EngineConfig, usual: EngineConfig, batch: int, max_tokens: int
+) -> CertificateMaker:
     """Code, libraries, processor, and those options of `config` that `usual` has not."""
     options = {
         f.name: getattr(config, f.name)

@@ -134,7 +134,9 @@ def test_one_cell_runs_alone_with_the_same_bits(tmp_path: Path) -> None:
 def _write(path: Path, maker: CertificateMaker, *cells: str) -> None:
     """A certificate with these cells of one maker."""
     rows = [CertifiedCell(c, 1, 20, 0, 0, -1, "d", 0.1, revision=maker.revision) for c in cells]
-    models = {"attention": {maker.revision: CertifiedModel(("Attention",), "one", "fp", ("alone-once-more",))}}
+    models = {
+        "attention": {maker.revision: CertifiedModel(("Attention",), "one", "fp", ("alone-once-more",))}
+    }
     VerifyCertificate(FORM, {maker.revision: maker.facts}, "then", models, rows, "later").write(path)
 
 
@@ -166,9 +168,7 @@ def test_what_is_added_names_its_revision_and_what_was_there_keeps_its_own(
     ran = [str(name) for name, _ in run.rounds(made, 1)]
     # Cells of a model are known to be all there where both revisions have the same matrix.
     again = [f"attention/{cell}/1" for cell in ("batch-of-2", "restarts-alone")] if matrix == "other" else []
-    assert ran == again + [
-        f"mamba2/{cell}/1" for cell in ("alone-once-more", "batch-of-2", "restarts-alone")
-    ]
+    assert ran == again + [f"mamba2/{cell}/1" for cell in ("alone-once-more", "batch-of-2", "restarts-alone")]
     made.write(path)
     found = read_certificate(path)
     assert found is not None
