@@ -115,6 +115,11 @@ NOTHING = {
     show_default=True,
     help="with --certificate: of all replies together; whole rounds are run",
 )
+@click.option(
+    "--add-missing",
+    is_flag=True,
+    help="with --certificate: keep the cells that other revisions of Plait have made, and run what is missing",
+)
 @json_option()
 @engine_options(without=OWN)
 @common_options()
@@ -130,6 +135,7 @@ def verify(
     cell: str | None,
     certificate: Path | None,
     tokens: int,
+    add_missing: bool,
     as_json: bool,
     **given: Any,
 ) -> int:
@@ -151,6 +157,8 @@ def verify(
     on N instead. A certificate covers a million tokens of small models with every mixer. The exit code is 0
     if nothing differs that is promised.
     """
+    if add_missing and (certificate is None or cell is not None):
+        raise click.UsageError("--add-missing is about the file of --certificate; name one, and no --cell")
     defaults = {name: EngineConfig.__dataclass_fields__[name].default for name in OWN}
     own = {"max_num_seqs": NUM_TOGETHER, "prefix_cache": False}
     config = EngineConfig(**engine_settings({**given, **defaults, **own}))
@@ -162,7 +170,7 @@ def verify(
         if cell is not None:
             return run_cell(cell, config, certificate, as_json)
         assert certificate is not None
-        return run_certificate(certificate, config, tokens, as_json)
+        return run_certificate(certificate, config, tokens, as_json, keeps_others=add_missing)
     if certificate is not None:
         raise ConfigError("--certificate makes up models of its own; leave MODEL out")
     if model is None or keep is not None:

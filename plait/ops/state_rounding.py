@@ -10,7 +10,8 @@ positions, so rounding has no bias; over the numbers of one state it is a lattic
 
 A row of int8 is bytes: [codes, one for each column; a bfloat16 scale for every STATE_GROUP of them]. A scale
 is a little more than the largest magnitude of its group / 127. A largest number above 127 steps would be cut
-off in every token, which is a decay of its own.
+off in every token, which is a decay of its own. A number over its scale is rounded to 2^-15 of a step, and
+the upper 15 bits of its threshold are added before what is below a step is dropped.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ GOLDEN, FIRST, SECOND = 0x9E3779B9, 0x85EBCA6B, 0xC2B2AE35
 WORD = 0xFFFFFFFF
 STATE_GROUP = 64  # columns of a row under one scale
 LARGEST, SCALE_NBYTES = 127, 2
-ABOVE = 1 + 2**-8  # a scale times this, rounded to the nearest bfloat16, is not below the scale
+# Of the largest magnitude; times 1 + 2^-8, so that rounding to the nearest bfloat16 makes no scale too small.
+WIDEST_STEP = float(torch.tensor((1 + 2**-8) / LARGEST))
+STEP_BITS = 15  # of a number between two codes
+LEAST_SCALE = 2.0**-110  # numbers under a smaller one are kept as zeros: 2^15 over it must be finite
 Where = tuple[Tensor, Tensor, Tensor, int]  # slots, query_start, has_history, num_decodes
 Move = Callable[[Tensor, "slice | int"], Tensor]  # (states, rows of their tokens) -> states after them
 
@@ -83,11 +87,13 @@ def row_nbytes(columns: int) -> int:
 
 def _encode_rows(h: Tensor, thresholds: Tensor) -> Tensor:
     """float32 [..., n] -> int8 [..., row_nbytes(n)]; thresholds: as h, of 32 bits."""
-    codes, scales, draws = [], [], (thresholds >> 8).float() * 2.0**-24
+    codes, scales, draws = [], [], thresholds >> 32 - STEP_BITS
     for part, draw in zip(h.split(STATE_GROUP, -1), draws.split(STATE_GROUP, -1), strict=True):
-        scale = (part.abs().amax(-1, keepdim=True) / LARGEST * ABOVE).bfloat16()
-        rounded = (torch.where(scale > 0, part / scale.float(), 0) + draw).floor()
-        codes.append(rounded.clamp(-LARGEST, LARGEST).nan_to_num().to(torch.int8))
+        top = part.abs().amax(-1, keepdim=True)
+        scale = (top * WIDEST_STEP + (top - top)).bfloat16()  # no number where one is infinite or none
+        inverse = torch.where(scale.float() >= LEAST_SCALE, 2.0**STEP_BITS / scale.float(), 0)
+        steps = (part.double() * inverse.double()).nan_to_num().round().long()
+        codes.append((steps + draw >> STEP_BITS).clamp(-LARGEST, LARGEST).to(torch.int8))
         scales.append(scale.contiguous().view(torch.int8))
     return torch.cat([*codes, *scales], -1)
 

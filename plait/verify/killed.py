@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from plait.cache_folder import cache_base, make_folder
 from plait.config import EngineConfig
 from plait.errors import EngineError
 from plait.request import Event
@@ -55,11 +56,19 @@ def run_killed(
 ) -> Ran:
     """Each wave in a process that is killed and replaced; behind it that one is killed, too.
 
-    With a disk cache in `folder` the next wave begins with what the killed ones have written. Raises what
-    loading does, and EngineError if a wave does not end.
+    The first process loads the model and keeps a startup image, as a server does; the others start from that
+    where there is one. With a disk cache the next wave begins with what the killed ones have written. Raises
+    what loading does, and EngineError if a wave does not end. folder: for all of these files.
     """
-    kept = str(folder) if cell.disk else None
-    config = replace(config, cache_disk=kept, memory_limit=MEMORY)
+    states = folder / "states"
+    config = replace(
+        config,
+        cache_disk=str(states) if cell.disk else None,
+        memory_limit=MEMORY,
+        cache_dir=str(_make_cache(folder / "cache", config.cache_dir)),
+        startup_image="auto",
+        packed_cache="auto",
+    )
     replies: dict[tuple[int, str], VerifyReply] = {}
     counts: Counter[str] = Counter()
     for number, wave in enumerate(waves):
@@ -70,7 +79,7 @@ def run_killed(
             counts["kills"] += _run_wave(process, number, wave, replies)
             counts["disk_reads"] += process.stats().get("num_disk_read", 0)
             if cell.disk:
-                _wait_written(folder)
+                _wait_written(states)
             kill(process)
         finally:
             process.close(drain=False)
@@ -104,6 +113,15 @@ def kill(process: EngineProcess) -> bool:
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
     return True
+
+
+def _make_cache(folder: Path, usual: str | None) -> Path:
+    """A folder for startup images and packed weights alone, with the compiled kernels of the usual one."""
+    make_folder(folder)
+    if base := cache_base(usual):
+        make_folder(base / "kernels")
+        (folder / "kernels").symlink_to(base.absolute() / "kernels", target_is_directory=True)
+    return folder
 
 
 def _wait_written(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,15 +18,16 @@ from plait.model.mixers.registry import list_mixers
 from plait.rare_specs import Mamba3Spec
 from plait.spec import Mixer
 from plait.verify import certificate as module
-from plait.verify.certificate import (
-    CellName,
-    CertificateRun,
+from plait.verify.certificate import CellName, CertificateRun, find_maker
+from plait.verify.certificate_file import (
+    FORM,
     CertifiedCell,
+    CertifiedModel,
     VerifyCertificate,
-    describe_maker,
     read_certificate,
     resume,
 )
+from plait.verify.certificate_maker import CertificateMaker, find_commit
 from plait.verify.matrix import Cell
 from plait.verify.tiny.models import CONFIGS, NAMES, write_named
 from plait.verify.verify import Verification
@@ -96,7 +98,7 @@ def test_a_run_that_was_interrupted_goes_on_and_ends_with_the_same_file(tmp_path
         path = tmp_path / f"{len(stops)}.json"
         for stop in stops:
             run = CertificateRun(CONFIG, tmp_path / "models")
-            made = resume(path, run.made_by)
+            made = resume(path, run.maker)
             for count, _ in enumerate(run.rounds(made, 1), 1):
                 made.write(path)
                 if count == stop:
@@ -119,7 +121,7 @@ def test_a_run_that_was_interrupted_goes_on_and_ends_with_the_same_file(tmp_path
 @pytest.mark.usefixtures("small")
 def test_one_cell_runs_alone_with_the_same_bits(tmp_path: Path) -> None:
     run = CertificateRun(CONFIG, tmp_path)
-    made = resume(tmp_path / "none.json", run.made_by)
+    made = resume(tmp_path / "none.json", run.maker)
     for _ in run.rounds(made, 1):
         pass
     cell, result = run.run_cell(CellName.parse("mamba2/restarts-alone/1"))
@@ -129,14 +131,103 @@ def test_one_cell_runs_alone_with_the_same_bits(tmp_path: Path) -> None:
         run.run_cell(CellName.parse("mamba2/batch-of-99/1"))
 
 
-def test_another_plait_does_not_go_on_with_a_file(tmp_path: Path) -> None:
+def _write(path: Path, maker: CertificateMaker, *cells: str) -> None:
+    """A certificate with these cells of one maker."""
+    rows = [CertifiedCell(c, 1, 20, 0, 0, -1, "d", 0.1, revision=maker.revision) for c in cells]
+    models = {
+        "attention": {maker.revision: CertifiedModel(("Attention",), "one", "fp", ("alone-once-more",))}
+    }
+    VerifyCertificate(FORM, {maker.revision: maker.facts}, "then", models, rows, "later").write(path)
+
+
+def _other(maker: CertificateMaker, **facts: object) -> CertificateMaker:
+    return CertificateMaker("0123456789ab", {**maker.facts, **facts})
+
+
+def test_another_plait_does_not_go_on_with_a_file_unless_it_may_add_to_it(tmp_path: Path) -> None:
+    path, maker = tmp_path / "c.json", find_maker(CONFIG)
+    _write(path, maker, "a/b/1")
+    assert resume(path, maker).num_tokens == 20
+    with pytest.raises(ConfigError, match=r"made by another Plait \(.*; code: other values\).*--add-missing"):
+        resume(path, _other(maker, code="other"))
+    assert resume(path, _other(maker, code="other"), keeps_others=True).num_tokens == 20
+    with pytest.raises(ConfigError, match=r"has other replies \(.*; max_tokens: other values\)"):
+        resume(path, _other(maker, code="other", max_tokens=7), keeps_others=True)
+    assert find_maker(replace(CONFIG, kv_dtype="int8")).facts != maker.facts
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("matrix", ["same", "other"])
+def test_what_is_added_names_its_revision_and_what_was_there_keeps_its_own(
+    tmp_path: Path, matrix: str
+) -> None:
+    path, run = tmp_path / "c.json", CertificateRun(CONFIG, tmp_path / "models")
+    old = _other(run.maker, code="old", **({} if matrix == "same" else {"matrix": "other"}))
+    _write(path, old, "attention/alone-once-more/1")
+    made = resume(path, run.maker, keeps_others=True)
+    ran = [str(name) for name, _ in run.rounds(made, 1)]
+    # Cells of a model are known to be all there where both revisions have the same matrix.
+    again = [f"attention/{cell}/1" for cell in ("batch-of-2", "restarts-alone")] if matrix == "other" else []
+    assert ran == again + [f"mamba2/{cell}/1" for cell in ("alone-once-more", "batch-of-2", "restarts-alone")]
+    made.write(path)
+    found = read_certificate(path)
+    assert found is not None
+    assert {c.cell: c.revision for c in found.cells} == {
+        "attention/alone-once-more/1": old.revision,
+        **dict.fromkeys(ran, run.maker.revision),
+    }
+    assert found.makers == {old.revision: old.facts, run.maker.revision: run.maker.facts}
+    assert found.models["mamba2"].keys() == {run.maker.revision}
+    numbers = found.count_revisions()
+    assert numbers[old.revision] == {"models": 1, "cells": 1, "tokens": 20}
+    assert numbers[run.maker.revision]["cells"] == len(ran)
+    assert [*run.rounds(found, 1)] == []
+    assert found.ended == made.ended
+
+
+def test_a_file_of_the_first_form_is_read_and_its_code_is_its_revision(tmp_path: Path) -> None:
     path = tmp_path / "c.json"
-    made_by = describe_maker(CONFIG)
-    VerifyCertificate(1, made_by, "now", {}, [CertifiedCell("a/b/1", 1, 2, 0, 0, -1, "d", 0.1)]).write(path)
-    assert resume(path, made_by).num_tokens == 2
-    with pytest.raises(ConfigError, match=r"made by another Plait \(code: other values\)"):
-        resume(path, {**made_by, "code": "other"})
-    assert describe_maker(replace(CONFIG, kv_dtype="int8")) != made_by
+    cell = {"cell": "a/b/1", "replies": 1, "tokens": 2, "different": 0, "rounded": 0, "shown": -1}
+    model = {"mixers": ["Mlp"], "step": "one", "fingerprint": "fp", "cells": ["b"]}
+    first = {
+        "form": 1,
+        "made_by": {"code": "0123456789abcdef", "batch": 4},
+        "started": "then",
+        "models": {"a": model},
+        "cells": [{**cell, "digest": "d", "seconds": 0.1}],
+    }
+    path.write_text(json.dumps(first))
+    found = read_certificate(path)
+    assert found is not None
+    assert (found.form, found.cells[0].revision) == (FORM, "code-0123456789ab")
+    assert found.makers == {"code-0123456789ab": first["made_by"]}
+    assert found.models["a"]["code-0123456789ab"].cells == ("b",)
+
+
+def test_a_revision_is_the_commit_and_says_where_modules_differ_from_it(tmp_path: Path) -> None:
+    def git(*words: str) -> str:
+        name = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        ran = subprocess.run(["git", "-C", str(tmp_path), *name, *words], capture_output=True, check=True)
+        return ran.stdout.decode().strip()
+
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "version.py").write_text("a = 1\n")
+    assert find_commit(package) == ""
+    git("init", "-q")
+    git("commit", "-q", "--allow-empty", "-m", "none of it")
+    assert find_commit(package) == ""  # a repository around an installed package
+    git("add", ".")
+    git("commit", "-q", "-m", "all of it")
+    commit = git("rev-parse", "HEAD")[:12]
+    (package / "page.html").write_text("no module")
+    assert find_commit(package) == commit
+    (package / "version.py").write_text("a = 2\n")
+    assert find_commit(package) == f"{commit}+changes"
+    facts: dict[str, object] = {"code": "f" * 32}
+    assert CertificateMaker(commit, facts).revision == commit
+    assert CertificateMaker(f"{commit}+changes", facts).revision == f"{commit}+changes:code-{'f' * 12}"
+    assert CertificateMaker("", facts).revision == f"code-{'f' * 12}"
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"form": 1}', '{"form": 1, "cells": 7}'])
@@ -153,7 +244,7 @@ def test_the_file_has_sums_and_a_line_for_each_cell(tmp_path: Path) -> None:
         CertifiedCell("a/c/1", 2, 30, 1, 1, 0, "e", 0.5, "EngineError: no"),
     ]
     path = tmp_path / "c.json"
-    VerifyCertificate(1, {}, "now", {}, cells).write(path)
+    VerifyCertificate(FORM, {}, "now", {}, cells).write(path)
     found = json.loads(path.read_text())
     assert found["summary"] == {
         "complete": False,
@@ -165,6 +256,7 @@ def test_the_file_has_sums_and_a_line_for_each_cell(tmp_path: Path) -> None:
         "cells_that_failed": 1,
         "cells_without_their_effect": 1,
         "seconds": 1,
+        "revisions": {"": {"models": 1, "cells": 2, "tokens": 50}},
     }
     assert sum('"cell":"a/' in line for line in path.read_text().splitlines()) == 2
     assert [cell.is_right for cell in cells] == [True, False]

@@ -17,18 +17,24 @@ from plait.cli.common.progress import Status
 from plait.config import EngineConfig
 
 if TYPE_CHECKING:
-    from plait.verify.certificate import CertifiedCell, VerifyCertificate
+    from plait.verify.certificate_file import CertifiedCell, VerifyCertificate
 
 MOST_SHOWN = 5  # differences of a cell
 
 
-def run_certificate(path: Path, config: EngineConfig, tokens: int, as_json: bool) -> int:
-    """Go on with the certificate in a file until it has so many tokens; 1 if a cell is not right."""
-    from plait.verify.certificate import CertificateRun, resume
+def run_certificate(
+    path: Path, config: EngineConfig, tokens: int, as_json: bool, *, keeps_others: bool = False
+) -> int:
+    """Go on with the certificate in a file until it has so many tokens; 1 if a cell is not right.
+
+    keeps_others: where another revision has made it, too.
+    """
+    from plait.verify.certificate import CertificateRun
+    from plait.verify.certificate_file import resume
 
     with TemporaryDirectory(prefix="plait-certificate-") as folder, _quiet(), Status("loading") as status:
         run = CertificateRun(config, Path(folder))
-        certificate = resume(path, run.made_by)
+        certificate = resume(path, run.maker, keeps_others=keeps_others)
         for name, result in run.rounds(certificate, tokens):
             certificate.write(path)
             if not certificate.cells[-1].is_right:
@@ -45,7 +51,8 @@ def run_certificate(path: Path, config: EngineConfig, tokens: int, as_json: bool
 
 def run_cell(text: str, config: EngineConfig, path: Path | None, as_json: bool) -> int:
     """Run one cell of a certificate; 1 if it is not right, or not what the certificate in a file has."""
-    from plait.verify.certificate import CellName, CertificateRun, read_certificate
+    from plait.verify.certificate import CellName, CertificateRun
+    from plait.verify.certificate_file import read_certificate
 
     name = CellName.parse(text)
     with TemporaryDirectory(prefix="plait-certificate-") as folder, _quiet(), Status(text) as status:
@@ -60,7 +67,8 @@ def run_cell(text: str, config: EngineConfig, path: Path | None, as_json: bool) 
         show_cell(cell, [str(d) for d in result.differences] if result else [])
         if path:
             found = "the same bits" if is_same else "OTHER BITS"
-            _say(f"  {path}: {'no such cell' if known is None else found}")
+            made_by = f", made at {known.revision}" if known else ""
+            _say(f"  {path}: {'no such cell' if known is None else found}{made_by}")
     return int(not (cell.is_right and is_same))
 
 
@@ -82,8 +90,10 @@ def show_summary(path: Path, certificate: VerifyCertificate) -> None:
     """What is in a certificate, in a few lines."""
     found = certificate.summary()
     _say(f"{path}: {found['tokens']:,} tokens of {found['replies']:,} replies in {found['cells']:,} cells")
-    processor = certificate.made_by["processor"]
-    _say(f"  {len(certificate.models)} models, {found['seconds']} s, processor {processor}")
+    _say(f"  {len(certificate.models)} models, {found['seconds']} s")
+    for revision, count in certificate.count_revisions().items():
+        numbers = f"{count['models']} models, {count['cells']:,} cells, {count['tokens']:,} tokens"
+        _say(f"  {revision}: {numbers}, {certificate.makers[revision].get('processor', 'unknown processor')}")
     for cell in certificate.cells:
         if not cell.is_right:
             _say(f"  WRONG  plait verify --cell {cell.cell}")

@@ -45,8 +45,10 @@ PAIR_BYTES = {"float32": 128, "bfloat16": 64, "float16": 64}  # two inputs of a 
 CHUNK = 512  # inputs of which products are summed before they join the rest: a pair of tiles stays in L2
 PAIRS_CHUNK = 256  # the same for pairs: half the time for as many bytes, so a pair of tiles stays in L1
 BLOCK = 192  # rows of one piece of work
-FEW = (4, 2, 1)  # rows that codes are decoded for in registers, of up to MOST; more take plain tiles
-MOST = 12
+# Rows that codes are decoded for in registers, of up to MOST, by whether they were rounded; more take plain
+# tiles. Decoding goes on beside the products then, which a pass that makes plain tiles first cannot.
+FEW = {False: (4, 2, 1), True: (8, 4, 2, 1)}
+MOST = {False: 12, True: 64}
 AHEAD = 4096  # bytes that one row fetches weights before it needs them
 _FILES = (
     *("linear/dense.py", "linear/bf16_codes.py", "linear/bf16_pairs.py", "linear/codebooks.py"),
@@ -232,7 +234,7 @@ def few_through_codes(tiles: int, paired: bool, w: Writer, *words: Word) -> None
         )
         part.write(w, none, size, joined)
 
-    write_groups(w, rows, FEW if wide_registers() else (1,), some)
+    write_groups(w, rows, FEW[paired] if wide_registers() else (1,), some)
 
 
 _SOURCE = Template(
@@ -314,7 +316,7 @@ _ROUND = """rows = rows_of(frame, args)
 def product(kind: str, coded: bool = False, paired: bool = False) -> Kernel:
     """The kernel that multiplies rows by tiles of that width; `coded`: of bfloat16 in twelve bits; `paired`:
     by rows rounded to bfloat16."""
-    most, narrow = MOST if coded and wide_registers() else 1, paired and not wide_registers()
+    most, narrow = MOST[paired] if coded and wide_registers() else 1, paired and not wide_registers()
     name = f"dense_{kind}_pairs" if paired else f"dense_{kind}"
     source = _SOURCE.safe_substitute(
         name=name,
