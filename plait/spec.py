@@ -133,6 +133,7 @@ class MlaSpec(Mixer):
     sinks: bool = False  # as in AttentionSpec
     window: int | None = None  # as in AttentionSpec
     rope_norm: NormSpec | None = None  # of the shared key, before it is rotated (dots3)
+    temperature: TemperatureSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,6 +78,14 @@ def _deepseek_in_gguf(m: Metadata) -> None:
     _one_shared(m)
 
 
+@gguf_arch("deepseek2-ocr", "DeepseekForCausalLM", constants={"norm_topk_prob": False}, is_written=False)
+def _deepseek_that_reads(m: Metadata) -> None:
+    """DeepSeek-OCR's words: halves of a head turn, and no layer has the window that a file may name."""
+    check_router(m, "softmax", renormalizes=None, scales=False)
+    m.put("sliding_window", None, "default (the deepseek2-ocr format)")
+    _one_shared(m)
+
+
 @gguf_arch("bailingmoe", "BailingMoeForCausalLM", constants={"rope_interleave": True})
 def _ling_1_in_gguf(m: Metadata) -> None:
     check_router(m, "softmax", renormalizes=None, scales=False)

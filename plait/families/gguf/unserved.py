@@ -42,8 +42,7 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
         "bitnet-25",
     ),
     "no family of Plait has its layers": (
-        *("codeshell", "deepseek2-ocr", "glm5-next", "hunyuan_vl", "jais", "maincoder", "maple", "mistral4"),
-        *("muse-glimmer", "paddleocr", "plamo", "plm", "refact", "spark2_5", "talkie"),
+        *("glm5-next", "jais", "maple", "plamo", "plm", "refact", "spark2_5", "talkie"),
     ),
     "it is written by no converter: llama.cpp has the name alone": ("gptj",),
 }
