@@ -261,6 +261,7 @@ class BranchSpec:
 
     `keep`: the residual is not x but `keep` times norm(x) (MiniMax-01). `aside`: what the norm alone reads,
     norm(x + aside(x, embeddings)). `factor`: behind it x is multiplied by a stored number (Gemma 4).
+    `source`: the branch of which it has the weights, itself or an earlier one (HRM).
     """
 
     name: str
@@ -271,6 +272,7 @@ class BranchSpec:
     keep: float | None = None
     aside: AsideSpec | None = None
     factor: bool = False
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)

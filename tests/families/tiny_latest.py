@@ -65,5 +65,17 @@ VARIANTS: dict[str, Variant] = {
         },
         model="Mistral4ForCausalLM",
     ),
+    "hrm_text": Variant(
+        "HrmTextConfig",
+        {
+            "num_hidden_layers": 2,
+            "H_cycles": 2,
+            "L_cycles": 3,
+            "head_dim": 12,
+            "prefix_lm": False,
+            "embedding_scale": 1.7,
+            "attention_bias": True,
+        },
+    ),
     "muse_glimmer": Variant("MuseGlimmerConfig", MUSE, model="MuseGlimmerForConditionalGeneration"),
 }

@@ -103,6 +103,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gemma3n": {"altup_num_inputs": 4, "vocab_size_per_layer_input": 97},
     "granite_swa": {"layer_rope_theta": None},
     "hunyuan": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "hrm_text": {"attention_bias": False},
     "maincoder": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     "laguna": {
         "num_hidden_layers": 5,
@@ -164,6 +165,7 @@ NAMES = (
     *("qwen3_vl_moe", "solar_open", "step3p5", "xverse", "youtu"),
     *("ling3", "dots3_note", "hy_v4", "minimax_m3", "deepseek_v4"),
     *("mistral4", "muse_glimmer", "maincoder", "codeshell", "paddleocr", "hunyuan_vl", "deepseek_ocr"),
+    "hrm_text",
 )
 
 
