@@ -243,6 +243,16 @@ class DepthSpec(ParallelSpec):
 
 
 @dataclass(frozen=True, slots=True)
+class CycleSpec(Mixer):
+    """In front of a stack of layers that runs in cycles with another one (HRM; Wang et al. 2025): what the
+    last one gave, normed, becomes the state `after`, and the sum of both is read. None: embeddings are the
+    slow state, a stored vector is the fast one."""
+
+    after: Literal["slow", "fast"] | None
+    norm: NormSpec
+
+
+@dataclass(frozen=True, slots=True)
 class ShortcutSpec(ParallelSpec):
     """An MLP, `mlp`. With experts `moe` next to it, which read the same, their output waits: the next one
     without experts adds it (LongCat-Flash; Cai et al. 2024). Norms are not used."""

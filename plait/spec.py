@@ -133,6 +133,7 @@ class MlaSpec(Mixer):
     sinks: bool = False  # as in AttentionSpec
     window: int | None = None  # as in AttentionSpec
     rope_norm: NormSpec | None = None  # of the shared key, before it is rotated (dots3)
+    temperature: TemperatureSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +261,7 @@ class BranchSpec:
 
     `keep`: the residual is not x but `keep` times norm(x) (MiniMax-01). `aside`: what the norm alone reads,
     norm(x + aside(x, embeddings)). `factor`: behind it x is multiplied by a stored number (Gemma 4).
+    `source`: the branch of which it has the weights, itself or an earlier one (HRM).
     """
 
     name: str
@@ -270,6 +272,7 @@ class BranchSpec:
     keep: float | None = None
     aside: AsideSpec | None = None
     factor: bool = False
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)

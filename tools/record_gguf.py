@@ -4,7 +4,7 @@ python tools/record_gguf.py LLAMA_CPP [VARIANT ...]
 
 LLAMA_CPP is a source tree of llama.cpp with `conversion/` and `gguf-py/`. Each checkpoint is written with
 random numbers, converted without a vocabulary, loaded by Plait, and the logits must be those of transformers.
-Without variants, `tests/families/gguf/llama_cpp.json` is written anew.
+`tests/families/gguf/llama_cpp.json` gets what was made of these variants; without any it is written anew.
 """
 
 from __future__ import annotations
@@ -170,13 +170,12 @@ def main() -> None:
     logging.disable(logging.CRITICAL)
     from tests.families.gguf.recorded import NAMES, RECORDED
 
-    found = {}
+    found = json.loads(RECORDED.read_text(encoding="utf-8")) if wanted else {}
     with tempfile.TemporaryDirectory() as folder:
         for name in wanted or NAMES:
             found[name] = record(name, Path(folder) / name)
-    if not wanted:
-        lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in found.items())
-        RECORDED.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(found[name])}" for name in NAMES if name in found)
+    RECORDED.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,15 @@ from plait.families.common.hf_config import ROUTED, HfConfig, Values, first_dens
 from plait.families.common.mtp import deepseek_parts, mtp_names
 from plait.families.common.recipes import VISION, at, expert_tensors, transformer, unused_patterns
 from plait.families.common.registry import family
-from plait.families.common.spec_builders import mlp, model, mscale_squared, norm, rope, sigmoid_router
+from plait.families.common.spec_builders import (
+    growing_queries,
+    mlp,
+    model,
+    mscale_squared,
+    norm,
+    rope,
+    sigmoid_router,
+)
 from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import FULL, Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch
@@ -303,6 +311,7 @@ def latent_attention(c: Config) -> MlaSpec:
         rope_dim=c["qk_rope_head_dim"],
         rope=r,
         latent_norm=NormSpec(LATENT_EPS),
+        temperature=growing_queries(c),
     )
 
 
@@ -327,11 +336,12 @@ def shared_moe_tensors(count: int, theirs: str) -> Rules:
 
 def latent_sizes(m: Metadata) -> None:
     """The widths of a latent attention's heads, from GGUF's metadata."""
-    rope_dim = m.values["rope.dimension_count"]
-    key = m.values.get("attention.key_length_mla", m.values.get("attention.key_length"))
+    rope_dim, words = m.values["rope.dimension_count"], ("key", "value")
+    plain = {x: m.values.get(f"attention.{x}_length") for x in words}
+    key, v = (m.values.get(f"attention.{x}_length_mla", plain[x]) for x in words)
+    key, v = key or m.values["attention.key_length"], v or m.values["attention.value_length"]
     m.put("qk_rope_head_dim", rope_dim, f"{FILE} {m.prefix}rope.dimension_count")
     m.put("qk_nope_head_dim", key - rope_dim, f"{FILE} {m.prefix}attention.key_length")
-    v = m.values.get("attention.value_length_mla", m.values.get("attention.value_length"))
     m.put("v_head_dim", v, f"{FILE} {m.prefix}attention.value_length")
 
 
@@ -360,7 +370,7 @@ def _sparse(m: Metadata) -> None:
     latent_sizes(m)
     for ours, theirs in (("n_heads", "head_count"), ("head_dim", "key_length"), ("topk", "top_k")):
         key = f"attention.indexer.{theirs}"
-        m.put(f"index_{ours}", m.values.get(key), f"{FILE} {m.prefix}{key}")
+        m.put(f"index_{ours}", m.values[key], f"{FILE} {m.prefix}{key}")
     kinds = ["full" if own else "shared" for own in m.layers("indexer.attn_k.weight")]
     m.put("indexer_types", kinds, "the tensors of each layer")
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from plait.checkpoint.names import Back, Derived, NameMap, Source
-from plait.errors import UnsupportedModel
 from plait.families.common.recipes import (
     attention_tensors,
     ends,
@@ -21,12 +20,21 @@ from plait.families.common.recipes import (
     unused_patterns,
 )
 from plait.families.common.registry import family
-from plait.families.common.spec_builders import gqa, mlp, model, norm, plain_mlp, require, side_by_side
-from plait.families.config.normalize import FULL, Config
+from plait.families.common.spec_builders import (
+    gqa,
+    growing_queries,
+    mlp,
+    model,
+    norm,
+    plain_mlp,
+    require,
+    side_by_side,
+)
+from plait.families.config.normalize import Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch, plain_arch
 from plait.families.llama import dense
 from plait.quant.weight import as_tensor
-from plait.spec import ModelSpec, NormSpec, TemperatureSpec
+from plait.spec import ModelSpec, NormSpec
 
 QK = (("q", "query"), ("k", "key"))
 SILU = {"norm_eps": 1e-6, "hidden_act": "silu"}
@@ -101,6 +109,12 @@ def hunyuan(c: Config) -> tuple[ModelSpec, NameMap]:
     return dense(c, "hunyuan_v1_dense", names=names, qk_norm=qk_norm, qk_norm_last=True)
 
 
+@family("MaincoderForCausalLM", model_types=("maincoder",), defaults={"norm_eps": 1e-5, "hidden_act": "silu"})
+def maincoder(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Maincoder: norms of q and k behind the rotation, of neighbours in a head."""
+    return dense(c, "maincoder", interleaved=True, qk_norm=norm(c), qk_norm_last=True)
+
+
 @family(
     "ApertusForCausalLM",
     model_types=("apertus",),
@@ -143,12 +157,7 @@ def _curve(*sources: str) -> Derived:
 )
 def ministral3(c: Config) -> tuple[ModelSpec, NameMap]:
     """Ministral 3, Devstral 2: queries that grow with their position."""
-    growth, turns = c.get("llama_4_scaling_beta"), c["rope_parameters"][FULL]
-    length = turns.get("original_max_position_embeddings")
-    if growth and not length:
-        raise UnsupportedModel("llama_4_scaling_beta wants original_max_position_embeddings next to it")
-    grown = TemperatureSpec(float(growth), float(length)) if growth else None
-    return dense(c, "ministral3", temperature=grown)
+    return dense(c, "ministral3", temperature=growing_queries(c))
 
 
 @family("Jais2ForCausalLM", model_types=("jais2",), defaults={"norm_eps": 1e-5, "hidden_act": "relu2"})
@@ -223,6 +232,7 @@ plain_arch("ernie4_5", "Ernie4_5ForCausalLM")
 plain_arch("olmo", "OlmoForCausalLM", rope_interleave=True)
 plain_arch("nemotron", "NemotronForCausalLM")
 plain_arch("jais2", "Jais2ForCausalLM")
+plain_arch("maincoder", "MaincoderForCausalLM")
 
 
 def _curve_of(c: Config) -> dict[str, Source]:
@@ -263,6 +273,15 @@ def _stable_in_gguf(m: Metadata) -> None:
     m.put("qk_layernorm", any(m.layers("attn_q_norm.weight")), "the tensors of each layer")
 
 
+@gguf_arch("hunyuan_vl", "HunYuanDenseV1ForCausalLM", is_written=False)
+def _hunyuan_that_sees(m: Metadata) -> None:
+    """Words of a model that also sees: all four positions of a word are one."""
+    if alpha := m.values.get("rope.scaling.alpha"):
+        dim, base = m.config["head_dim"], m.config.get("rope_theta", 1e4)
+        m.put("rope_theta", base * alpha ** (dim / (dim - 2)), f"{FILE} {m.prefix}rope.scaling.alpha")
+
+
+plain_arch("paddleocr", "LlamaForCausalLM", is_written=False)  # ERNIE's, of which halves of a head turn
 # Llama with layer norms, and with biases on all of attention's matrices.
 plain_arch("orion", "StableLmForCausalLM", is_written=False, partial_rotary_factor=1.0)
 plain_arch("pangu-embedded", "LlamaForCausalLM", is_written=False)

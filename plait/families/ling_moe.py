@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from plait.checkpoint.names import NameMap, Rules, Source
-from plait.families.common.recipes import split_qkv
+from torch import Tensor
+
+from plait.checkpoint.names import Back, Derived, NameMap, Rules, Source
+from plait.families.common.recipes import Stored, split_qkv
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, norm, require, sigmoid_router
 from plait.families.config.normalize import Config
 from plait.families.gguf.arch import Metadata, check_router, gguf_arch
 from plait.families.moe_kin import build_shared_moe
+from plait.quant.weight import as_tensor
 from plait.spec import BranchSpec, ModelSpec, RouterSpec
 
 L, ATTN, FFN = "model.layers.{i}", "layers.{i}.attn", "layers.{i}.ffn"
+SMALLEST = 1e-7  # added to the length of a column
 SILU = {"norm_eps": 1e-6, "hidden_act": "silu", "first_k_dense_replace": 0, "num_shared_experts": 1}
 
 
@@ -31,7 +35,7 @@ def deepseek_moe(c: Config) -> tuple[ModelSpec, NameMap]:
 @family("BailingMoeForCausalLM", model_types=("bailing_moe",), defaults={**SILU, "norm_topk_prob": True})
 def ling_1(c: Config) -> tuple[ModelSpec, NameMap]:
     """Ling-lite and Ling-plus of 2025: DeepSeek-MoE under names of their own."""
-    require(c, "Ling", norm_head=(False,), norm_softmax=(False,), score_function=("softmax",))
+    require(c, "Ling", norm_softmax=(False,), score_function=("softmax",))
     attn = BranchSpec("attn", gqa(c), norm(c))
     router = RouterSpec(renormalize=c["norm_topk_prob"])
     return build_shared_moe(c, "bailing_moe", [attn] * len(c["layer_types"]), router, _names(c))
@@ -51,7 +55,7 @@ def ling_1(c: Config) -> tuple[ModelSpec, NameMap]:
 )
 def ling_2_moe(c: Config) -> tuple[ModelSpec, NameMap]:
     """Ling and Ring 2.0: GLM-4.5's layers under names of their own."""
-    require(c, "Ling 2", norm_head=(False,), score_function=("sigmoid",), router_type=("topN",))
+    require(c, "Ling 2", score_function=("sigmoid",), router_type=("topN",))
     attn = BranchSpec("attn", gqa(c, qk_norm=norm(c) if c["use_qk_norm"] else None), norm(c))
     attns, own = [attn] * len(c["layer_types"]), _names(c)
     return build_shared_moe(
@@ -69,12 +73,30 @@ def _names(c: Config) -> Rules:
         f"{ATTN}.k_norm": f"{theirs}.key_layernorm",
         f"{FFN}.router_bias": (f"{L}.mlp.gate.expert_bias", f"{L}.mlp.gate.e_score_correction_bias"),
     }
-    return names
+    return {**names, **({"head.weight": _even_columns("lm_head.weight")} if c.get("norm_head") else {})}
+
+
+def _even_columns(source: str) -> Derived:
+    """A table of logits of which each column has the length 1 (`norm_head`)."""
+
+    def divided(w: Stored, **_: str) -> Tensor:
+        rows = as_tensor(w)
+        return (rows.float() / (rows.float().norm(dim=0, keepdim=True) + SMALLEST)).to(rows.dtype)
+
+    return Derived(divided, (source,), (Back(),))
 
 
 @gguf_arch("deepseek", "DeepseekForCausalLM", constants={"rope_interleave": True, "norm_topk_prob": False})
 def _deepseek_in_gguf(m: Metadata) -> None:
     check_router(m, "softmax", renormalizes=False, scales=False)
+    _one_shared(m)
+
+
+@gguf_arch("deepseek2-ocr", "DeepseekForCausalLM", constants={"norm_topk_prob": False}, is_written=False)
+def _deepseek_that_reads(m: Metadata) -> None:
+    """DeepSeek-OCR's words: halves of a head turn, and no layer has the window that a file may name."""
+    check_router(m, "softmax", renormalizes=None, scales=False)
+    m.put("sliding_window", None, "default (the deepseek2-ocr format)")
     _one_shared(m)
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from plait.errors import ConfigError, UnsupportedFormat
+from plait.errors import ConfigError, UnsupportedFormat, UnsupportedModel
 from plait.families.common.recipes import Shifted
 from plait.families.common.registry import UnknownArchitecture, families_by_name, find, names_in
 from plait.families.common.resolved import Resolved
@@ -106,11 +106,17 @@ def _resolve_tensors(config: Mapping[str, Any] | None, shapes: Shapes, overrides
         c = _normalize_config(flat)
         _let_tensors_win(c, why, shapes)
         return _build_resolved(c, why)
-    except (IncompleteConfig, UnknownArchitecture):
+    except (IncompleteConfig, UnknownArchitecture) as error:
         if "ssm_cfg" in flat or (names_in(flat) and not _is_known(flat)):
             raise
+        missing = error
     named = {"architectures": find(flat).architectures[:1]} if _is_known(flat) else {}
-    inferred, reasons = infer_config(shapes, {**flat, **named})
+    try:
+        inferred, reasons = infer_config(shapes, {**flat, **named})
+    except UnsupportedModel:
+        if named:  # then what the config lacks is what can be mended
+            raise missing from None
+        raise
     known = {k: v for k, v in flat.items() if v is not None or k in given}
     c = _normalize_config({**inferred, **known})
     why = {**reasons, **{k: why[k] for k in known}}
@@ -213,8 +219,8 @@ def _build_resolved(c: Config, why: dict[str, str]) -> Resolved:
 def _resolve_gguf(
     metadata: Mapping[str, Any], shapes: Shapes, read: Callable[[str], Tensor], overrides: Sequence[str]
 ) -> Resolved:
-    flat, why = gguf_config(metadata, shapes, read)
     given = dict(map(parse_override, overrides))
+    flat, why = gguf_config(metadata, shapes, read, given)
     flat |= given
     why |= dict.fromkeys(given, SET)
     _check_keys(given, flat)

@@ -38,3 +38,4 @@ def starcoder2(c: Config) -> tuple[ModelSpec, NameMap]:
 
 
 plain_arch("starcoder2", "Starcoder2ForCausalLM")
+plain_arch("codeshell", "Starcoder2ForCausalLM", is_written=False)

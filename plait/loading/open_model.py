@@ -24,6 +24,7 @@ from plait.checkpoint.weights import Target, Weights
 from plait.config import EngineConfig
 from plait.errors import BadFile, PlaitError
 from plait.families.common.resolved import Resolved
+from plait.families.config.normalize import IncompleteConfig
 from plait.families.resolve import SET, resolve
 from plait.frontend.frontend import Language
 from plait.loading.heads.read_head import HeadSource, head_names, read_head
@@ -108,12 +109,12 @@ def open_model(model: str, config: EngineConfig, *, probed: bool = True) -> Open
     raw = read_json(files.config, "config.json") if files.config else None
     if files.kind == "gguf":
         gguf = GgufFile(files.weights[0])
-        resolved = _resolve(gguf, None, gguf.metadata, config)
+        resolved = _resolve(gguf, None, gguf.metadata, config, files)
         opened = Opened(files, gguf, gguf.metadata, resolved, config, plugins)
     else:
         scheme = find_scheme(raw, files.side_files)
         tensors = QuantizedCheckpoint(SafetensorsFiles(*files.weights, index=files.index), scheme)
-        opened = Opened(files, tensors, None, _resolve(tensors, raw, None, config), config, plugins)
+        opened = Opened(files, tensors, None, _resolve(tensors, raw, None, config, files), config, plugins)
     if not probed or not opened.resolved.is_detected:
         return opened
     findings = read_findings(files, opened.checkpoint, config.cache_dir)
@@ -127,7 +128,7 @@ def with_values(
     raw = read_json(opened.files.config, "config.json") if opened.files.config else None
     said = tuple(f"{key}={json.dumps(value)}" for key, value in values.items())
     config = replace(opened.config, set=(*said, *opened.config.set))
-    told = _resolve(opened.checkpoint, raw, opened.metadata, config)
+    told = _resolve(opened.checkpoint, raw, opened.metadata, config, opened.files)
     why = {**told.provenance, **{key: source(key) for key in values}}
     return replace(told, provenance=why, is_detected=True)
 
@@ -249,21 +250,26 @@ def _resolve(
     raw: Mapping[str, object] | None,
     metadata: Mapping[str, object] | None,
     config: EngineConfig,
+    files: ModelFiles,
 ) -> Resolved:
     def read(name: str) -> Tensor:
         return as_tensor(checkpoint.read(name))
 
     shapes = {name: checkpoint.shape(name) for name in checkpoint.names()}
     own = is_own(metadata)
-    found = resolve(
-        own_config(metadata or {}) if own else raw,
-        shapes,
-        gguf=None if own else metadata,
-        overrides=config.set,
-        read=read,
-        ssm_mode=config.ssm_mode,
-        a_source=config.a_source,
-    )
+    try:
+        found = resolve(
+            own_config(metadata or {}) if own else raw,
+            shapes,
+            gguf=None if own else metadata,
+            overrides=config.set,
+            read=read,
+            ssm_mode=config.ssm_mode,
+            a_source=config.a_source,
+        )
+    except IncompleteConfig as error:
+        where = files.weights[0] if metadata else files.config or files.directory
+        raise IncompleteConfig(f"{where}: {error}") from error
     if not own:
         return found
     why = {key: text.replace("config.json", CONFIG) for key, text in found.provenance.items()}

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from plait import spec
+from plait.checkpoint.shared_weights import SharedWeights
 from plait.checkpoint.weights import Weights
 from plait.memory import State
 from plait.model.front import read_front
@@ -78,6 +79,11 @@ class Branch:
         return h if self.scale == 1.0 else self._rescale(h, self.scale, None)
 
 
+def _weights_of(s: spec.BranchSpec, w: Weights) -> Weights:
+    """A branch's weights, which may be those of an earlier one."""
+    return SharedWeights.of(w, s.source) if s.source else w
+
+
 class Decoder:
     """Any model: `spec` says what it is, `weights` gives every tensor. Raises CheckpointError.
 
@@ -89,7 +95,9 @@ class Decoder:
         self.embed = Embedding(s, weights.scope("embed"))
         self.layer_inputs = LayerInputs(s, weights) if s.layer_inputs else None
         self.streams = build_streams(s, weights)
-        self.branches = [Branch(b, weights.scope(name), s.hidden_size) for name, b in s.branches()]
+        self.branches = [
+            Branch(b, _weights_of(b, weights.scope(name)), s.hidden_size) for name, b in s.branches()
+        ]
         self.norm = build_last_norm(s, self.streams, weights)
         self.head = LmHead(s, weights)
         self._take_rows = weights.bind(take_rows)

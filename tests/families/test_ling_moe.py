@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from plait.checkpoint.names import Derived
 from plait.errors import UnsupportedModel
 from plait.spec import MoeSpec
 from tests.families import tiny
@@ -35,8 +37,20 @@ def test_published_names_give_the_logits_of_the_same_arithmetic(name: str, tmp_p
     assert next(found.spec.mixers_of(MoeSpec)).router.renormalize is (name == "bailing_v1")
 
 
-def test_a_head_that_is_normalised_is_refused_by_name() -> None:
+def test_columns_of_a_head_that_is_normalised_have_one_length(tmp_path: Path) -> None:
+    tiny.write("bailing_v2", tmp_path, variant("bailing_v2"))
+    config, tensors, oracle = tiny.read(tmp_path)
+    config, tensors = as_published("bailing_v2", config, tensors)
+    named, plain = Memory(tensors), Memory(tensors)
+    plain["lm_head.weight"] = torch.nn.functional.normalize(tensors["lm_head.weight"], dim=0)
+    even = decoder(resolved(named, {**config, "norm_head": True}), named)
+    wanted = whole(decoder(resolved(plain, config), plain), oracle["ids"][0])
+    assert worst(whole(even, oracle["ids"][0]), wanted) <= 1e-5
+    assert worst(wanted, oracle["logits"][0]) > 0.1
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 97}
     sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "intermediate_size": 16}
-    with pytest.raises(UnsupportedModel, match="norm_head = True is not implemented for Ling"):
-        resolved(Memory(), {"architectures": ["BailingMoeForCausalLM"], **sizes, "norm_head": True})
+    first = {"architectures": ["BailingMoeForCausalLM"], **sizes, "norm_head": True}
+    source, _ = resolved(Memory(), first).names.resolve("head.weight")
+    assert isinstance(source, Derived)
+    with pytest.raises(UnsupportedModel, match="norm_softmax = True is not implemented for Ling"):
+        resolved(Memory(), {**first, "norm_softmax": True})

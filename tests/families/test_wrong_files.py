@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from plait.config import EngineConfig
 from plait.errors import (
     ConfigError,
     MissingTensor,
@@ -17,8 +19,10 @@ from plait.errors import (
     UnsupportedModel,
     UnusedTensor,
 )
+from plait.families.config.normalize import IncompleteConfig
 from plait.families.detect.detect import infer_config
 from plait.families.resolve import resolve
+from plait.loading.open_model import open_model
 from tests.families import tiny
 from tests.families.parity import Memory, decoder, resolved
 
@@ -172,3 +176,34 @@ def test_an_option_of_another_format_is_refused_by_name(files: Files, option: di
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     with pytest.raises(ConfigError, match=f"{next(iter(option))} .* is for oxidizr checkpoints alone"):
         resolve(config, shapes, read=tensors.__getitem__, **option)
+
+
+@pytest.mark.parametrize("key", ["num_attention_heads", "hidden_size", "num_hidden_layers"])
+def test_a_field_that_neither_config_nor_tensors_give_is_named(key: str) -> None:
+    config: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 97, "hidden_size": 32}
+    config |= {"num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 48}
+    del config[key]
+    with pytest.raises(IncompleteConfig, match=rf"^config\.json does not say '{key}', .*--set {key}=VALUE$"):
+        resolved(Memory(), config)
+
+
+def test_a_message_on_an_absent_field_names_the_file(files: Files, tmp_path: Path) -> None:
+    config, tensors = files
+    config |= {"architectures": ["KimiK3ForCausalLM"], "model_type": "kimi_k3"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tiny.rewrite(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(
+        IncompleteConfig, match=rf"^{tmp_path}/config\.json: config\.json does not say 'attn_res"
+    ):
+        open_model(str(tmp_path), EngineConfig())
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"), [("yarn", "factor"), ("llama3", "low_freq_factor"), ("longrope", "short_factor")]
+)
+def test_what_a_scaling_cannot_do_without_is_named(files: Files, kind: str, key: str) -> None:
+    config, tensors = files
+    config["rope_parameters"] = {"rope_theta": 1e4, "rope_type": kind}
+    config["rope_parameters"] |= {} if key == "factor" else {"factor": 2.0}
+    with pytest.raises(IncompleteConfig, match=f"rope_type '{kind}' need '{key}', which the config"):
+        resolved(Memory(tensors), config)

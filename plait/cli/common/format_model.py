@@ -51,6 +51,7 @@ def branch_text(branch: BranchSpec) -> str:
     parts += [] if branch.post_norm is None else ["post-norm"]
     parts += ["no norm before"] if branch.norm is None else []
     parts += [] if branch.scale == 1.0 else [f"× {branch.scale:g}"]
+    parts += [f"weights of {branch.source}"] if branch.source else []
     parts += [] if branch.keep is None else [f"the normed input × {branch.keep:g} instead of the residual"]
     if (aside := branch.aside) is not None:
         heads = f"{aside.num_heads} heads × {aside.head_dim}, MLP {aside.size}, rank {aside.rank}"

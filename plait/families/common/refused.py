@@ -34,12 +34,14 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
     IMAGE: ("git",),
     DIFFUSION: ("diffusion_gemma", "dream", "llada", "llada2_moe", "sdar", "sdar_moe"),
     DRAFTER: ("gemma4_assistant", "gemma4_unified_assistant"),
-    "its layers attend to outputs of earlier layers (attention residuals), which is not implemented": (
-        "inkling2_text",
+    "each token makes sinks, and taps that keys and values are convolved by, which is not implemented": (
+        *("inkling2", "inkling2_text"),
+    ),
+    "an indexer chooses pools of keys for latent attention, which is not implemented": (
+        *("glm5_next", "glm5_next_text"),
     ),
     "its layers are RWKV-5 or RWKV-6, and RWKV-4 and RWKV-7 are implemented": ("rwkv5", "rwkv6"),
     "its attention has a mask that it computes, which is not implemented": ("doge",),
-    "its layers are run again and again, which is not implemented": ("hrm_text",),
     "it reads bytes in patches of varying size, which is not implemented": ("blt",),
     "its attention hashes tokens (Reformer), which is not implemented": ("reformer",),
     "its attention adds a bias for each distance, which is not implemented": ("cpmant",),

@@ -23,6 +23,7 @@ from plait.spec import (
     ParallelSpec,
     RopeSpec,
     RouterSpec,
+    TemperatureSpec,
 )
 
 ENDLESS = 262_144  # tokens: a model without positions has no limit of its own
@@ -41,6 +42,15 @@ def rope(c: Config, dim: int, kind: str = FULL, *, interleaved: bool = False) ->
         scaling = {}
     width = int(dim * p["partial_rotary_factor"])
     return RopeSpec(width, float(p["rope_theta"]), scaling, c.get("rope_interleave", interleaved))
+
+
+def growing_queries(c: Config) -> TemperatureSpec | None:
+    """How queries grow with their position (Ministral 3), if the config says so. Raises UnsupportedModel."""
+    growth, turns = c.get("llama_4_scaling_beta"), c["rope_parameters"][FULL]
+    length = turns.get("original_max_position_embeddings")
+    if growth and not length:
+        raise UnsupportedModel("llama_4_scaling_beta wants original_max_position_embeddings next to it")
+    return TemperatureSpec(float(growth), float(length)) if growth else None
 
 
 def window(c: Config, kind: str) -> int | None:

@@ -13,6 +13,8 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from plait.errors import PlaitError, UnsupportedModel
+from plait.families.config.neutral import NEUTRAL
+from plait.families.config.normalize import ALIASES, ROPE_KEYS, IncompleteConfig
 from plait.spec import AttentionSpec, Mamba2Spec, ModelSpec, MoeSpec
 
 MAX_LAYERS = 4096
@@ -80,6 +82,11 @@ def blame_config(source: str = "config.json") -> Iterator[None]:
         raise type(error)(f"{str(error)[:_MAX_MESSAGE]}…") from error  # a value of the file is in it
     except _FAULTS as error:
         told = " ".join(str(error).split())[:160]
+        if isinstance(error, KeyError) and error.args[0] in (*ROPE_KEYS, *ALIASES, *NEUTRAL):
+            raise IncompleteConfig(
+                f"{source} does not say {error.args[0]!r}, which this model needs, in one of its parts; "
+                "--debug shows which"
+            ) from error
         raise UnsupportedModel(
             f"{source} has values that cannot be those of a model ({type(error).__name__}: {told}); "
             "--set KEY=VALUE corrects one, --debug shows where it was used"

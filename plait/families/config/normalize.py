@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from plait.errors import UnsupportedModel
+from plait.families.config.gguf_keys import name_missing
 from plait.families.config.neutral import NEUTRAL
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -76,6 +77,12 @@ ROPE_KEYS = {
         "mrope_section",
         "mrope_interleaved",
     ),  # sections are for images: text turns them alike
+}
+# What a kind of scaling cannot do without.
+ROPE_NEEDS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("linear", "dynamic", "yarn"), ("factor",)),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("short_factor", "long_factor"),
 }
 NESTS = ("text_config", "llm_config", "language_config")
 
@@ -140,6 +147,8 @@ class Config(dict[str, Any]):
     """A normalised config. Asking for what is not there raises IncompleteConfig, which names the key."""
 
     def __missing__(self, key: str) -> Any:
+        if arch := self.get("gguf_architecture"):
+            raise IncompleteConfig(name_missing(key, arch))
         raise IncompleteConfig(
             f"config.json does not say {key!r}, which this model needs; give it with --set {key}=VALUE"
         )
@@ -275,6 +284,11 @@ def _rope_kind(c: Config, given: Mapping[str, Any]) -> dict[str, Any]:
             raise UnsupportedModel(f"alpha of rope_type {kind!r} is not implemented; known: of dynamic")
         dim = c["head_dim"]
         p = {"rope_type": "default", "rope_theta": p["rope_theta"] * alpha ** (dim / (dim - 2))}
+    if absent := [key for key in ROPE_NEEDS.get(p["rope_type"], ()) if key not in p]:
+        raise IncompleteConfig(
+            f"rope parameters of rope_type {kind!r} need {absent[0]!r}, which the config does not say; give "
+            "all of them with --set 'rope_scaling={…}'"
+        )
     share = c["rotary_dim"] / c["head_dim"] if c.get("rotary_dim") and c.get("head_dim") else 1.0
     p.setdefault("partial_rotary_factor", c.get("partial_rotary_factor") or c.get("rotary_pct") or share)
     if p["rope_type"] == "proportional":  # the others of a head have a frequency of 0

@@ -8,7 +8,7 @@ from typing import Any
 
 from plait.checkpoint.names import Rules
 from plait.errors import UnsupportedModel
-from plait.families.config.normalize import FULL, NOTHING, SLIDING, Config
+from plait.families.config.normalize import FULL, NOTHING, SLIDING, Config, IncompleteConfig
 
 Shapes = Mapping[str, tuple[int, ...]]
 Values = Mapping[str, Any]
@@ -16,14 +16,30 @@ FILE = "GGUF metadata"
 
 
 class ArchKeys(Values):
-    """The keys behind an architecture's prefix. `read`: those that were looked up."""
+    """The keys behind an architecture's prefix. `read`: those that were looked up.
 
-    def __init__(self, found: Values) -> None:
-        self._found, self.read = found, set[str]()
+    Asking for what is not there raises IncompleteConfig, which names the key.
+    """
+
+    def __init__(self, arch: str, found: Values) -> None:
+        self._arch, self._found, self.read = arch, found, set[str]()
 
     def __getitem__(self, key: str) -> Any:
         self.read.add(key)
+        if key not in self._found:
+            raise IncompleteConfig(
+                f"the GGUF metadata has no {self._arch}.{key}, which a model of {self._arch} needs; convert "
+                "the model again with a converter that writes it"
+            )
         return self._found[key]
+
+    def __contains__(self, key: object) -> bool:
+        self.read.add(str(key))
+        return key in self._found
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.read.add(key)
+        return self._found.get(key, default)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._found)
@@ -38,12 +54,11 @@ class Metadata:
     def __init__(self, metadata: Values, shapes: Shapes) -> None:
         self.arch, self.whole = metadata["general.architecture"], metadata
         prefix = f"{self.arch}."
-        self.values = ArchKeys(
-            {k.removeprefix(prefix): metadata[k] for k in metadata if k.startswith(prefix)}
-        )
+        found = {k.removeprefix(prefix): metadata[k] for k in metadata if k.startswith(prefix)}
+        self.values = ArchKeys(self.arch, found)
         self.prefix, self.shapes = prefix, shapes
-        self.config: dict[str, Any] = {}
-        self.why: dict[str, str] = {}
+        self.config, self.why = Config(), dict[str, str]()
+        self.put("gguf_architecture", self.arch, f"{FILE} general.architecture")
 
     def put(self, key: str, value: object, why: str) -> None:
         self.config[key], self.why[key] = value, why
@@ -136,8 +151,8 @@ def sizes_by_kind(m: Metadata, key: str) -> dict[str, int]:
     Raises UnsupportedModel where layers of one kind differ.
     """
     pattern = "attention.sliding_window_pattern"
-    if not isinstance(m.values.get(pattern), list):
-        raise UnsupportedModel(f"{m.prefix}{pattern} is {m.values.get(pattern)!r:.60}; expected is a list")
+    if not isinstance(m.values[pattern], list):
+        raise UnsupportedModel(f"{m.prefix}{pattern} is {m.values[pattern]!r:.60}; expected is a list")
     windows(m, 1)
     kinds, sizes = m.config["layer_types"], m.values[key]
     each = sizes[: len(kinds)] if isinstance(sizes, list) else [sizes] * len(kinds)

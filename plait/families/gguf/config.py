@@ -16,69 +16,29 @@ from torch import Tensor
 from plait.errors import UnsupportedModel
 from plait.families.common.registry import families_by_name
 from plait.families.config.checks import check_config
-from plait.families.config.normalize import FULL, LINEAR
+from plait.families.config.gguf_keys import KEYS
+from plait.families.config.normalize import FULL, LINEAR, NOTHING
 from plait.families.gguf.arch import ARCHITECTURES, FILE, Arch, Metadata, Shapes, Values
 from plait.families.gguf.effects import check_unread
 from plait.families.gguf.unserved import UNSERVED
 from plait.ops.rope import yarn_mscale
 
-# key behind the architecture's prefix -> key of a config
-KEYS: Mapping[str, str] = {
-    "block_count": "num_hidden_layers",
-    "embedding_length": "hidden_size",
-    "context_length": "max_position_embeddings",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim",
-    "attention.layer_norm_rms_epsilon": "norm_eps",
-    "attention.layer_norm_epsilon": "norm_eps",
-    "attention.sliding_window": "sliding_window",
-    "attention.q_lora_rank": "q_lora_rank",
-    "attention.kv_lora_rank": "kv_lora_rank",
-    "attn_logit_softcapping": "attn_logit_softcapping",
-    "final_logit_softcapping": "final_logit_softcapping",
-    "rope.freq_base": "rope_theta",
-    "expert_count": "num_experts",
-    "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "moe_intermediate_size",
-    "expert_shared_count": "n_shared_experts",
-    "expert_weights_scale": "routed_scaling_factor",
-    "expert_weights_norm": "norm_topk_prob",
-    "expert_group_count": "n_group",
-    "expert_group_used_count": "topk_group",
-    "leading_dense_block_count": "first_k_dense_replace",
-    "nextn_predict_layers": "num_nextn_predict_layers",
-    "ssm.conv_kernel": "mamba_d_conv",
-    "ssm.state_size": "mamba_d_state",
-    "ssm.time_step_rank": "mamba_n_heads",
-    "ssm.group_count": "mamba_n_groups",
-    "ssm.inner_size": "mamba_d_ssm",
-    "embedding_scale": "embedding_multiplier",
-    "residual_scale": "residual_multiplier",
-    "attention.scale": "attention_multiplier",
-    "logit_scale": "logits_scaling",
-    "moe_latent_size": "moe_latent_size",
-    "attention.clamp_kqv": "clip_qkv",
-}
-
 
 def gguf_config(
-    metadata: Values, shapes: Shapes, read: Callable[[str], Tensor]
+    metadata: Values, shapes: Shapes, read: Callable[[str], Tensor], given: Values = NOTHING
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """(config, provenance). `read` is called for divisors of frequencies alone. Raises UnsupportedModel."""
-    arch = str(metadata.get("general.architecture"))
+    """(config, provenance). `read` is called for divisors of frequencies alone. `given`: for absent keys.
+
+    Raises UnsupportedModel, as IncompleteConfig where a key is absent.
+    """
+    if "general.architecture" not in metadata:
+        raise UnsupportedModel(
+            "the GGUF file has no general.architecture, so that it is no model that can be served"
+        )
+    arch = str(metadata["general.architecture"])
     entry = _arch(arch)
     m = Metadata(metadata, shapes)
-    for key, value in entry.constants.items():
-        m.put(key, value, f"default (the {arch} format)")
-    for theirs, ours in KEYS.items():
-        if theirs in entry.by_layer and isinstance(m.values.get(theirs), list):
-            m.put(ours, max(m.values[theirs]), f"{FILE} {m.prefix}{theirs}")
-            m.put(entry.by_layer[theirs], m.values[theirs], f"{FILE} {m.prefix}{theirs}")
-        elif theirs in m.values:
-            m.put(ours, _one(m.values[theirs]), f"{FILE} {m.prefix}{theirs}")
-    m.put("gguf_architecture", arch, f"{FILE} general.architecture")
+    _read_keys(m, entry, given)
     m.put("architectures", [_architecture(m, entry.architecture)], f"{FILE} general.architecture")
     m.put("vocab_size", shapes.get("token_embd.weight", (0,))[0], "tensor token_embd.weight")
     m.put("tie_word_embeddings", "output.weight" not in shapes, "tensor output.weight")
@@ -97,6 +57,21 @@ def gguf_config(
     entry.read(m)
     check_unread(m)
     return m.config, m.why
+
+
+def _read_keys(m: Metadata, entry: Arch, given: Values) -> None:
+    """What the format leaves to its readers, what the file says, and what was given for the rest."""
+    for key, value in entry.constants.items():
+        m.put(key, value, f"default (the {m.arch} format)")
+    for theirs, ours in KEYS.items():
+        if theirs in entry.by_layer and isinstance(m.values.get(theirs), list):
+            m.put(ours, max(m.values[theirs]), f"{FILE} {m.prefix}{theirs}")
+            m.put(entry.by_layer[theirs], m.values[theirs], f"{FILE} {m.prefix}{theirs}")
+        elif theirs in m.values:
+            m.put(ours, _one(m.values[theirs]), f"{FILE} {m.prefix}{theirs}")
+    for key, value in given.items():
+        if key not in m.config:
+            m.put(key, value, "--set")
 
 
 def _arch(name: str) -> Arch:
@@ -157,13 +132,14 @@ def _scaling(m: Metadata) -> dict[str, object]:
     if stretch := m.values.get("rope.scaling.dynamic_factor"):  # Plait's own key
         return {"rope_type": "dynamic", "factor": stretch, "original_max_position_embeddings": original}
     if kind in ("linear", "yarn"):
+        factor = m.values["rope.scaling.factor"] if factor is None else factor
         scaling = {"rope_type": kind, "factor": factor}
         if kind == "yarn":
             scaling["original_max_position_embeddings"] = m.values["rope.scaling.original_context_length"]
             scaling["beta_fast"] = m.values.get("rope.scaling.yarn_beta_fast", 32.0)
             scaling["beta_slow"] = m.values.get("rope.scaling.yarn_beta_slow", 1.0)
             multiplier = m.values.get("rope.scaling.yarn_log_multiplier")
-            if multiplier and m.arch == "deepseek2":  # others do not have it, whatever their files say
+            if multiplier and m.arch in ("deepseek2", "mistral4"):  # of others it means nothing
                 scaling["mscale"] = scaling["mscale_all_dim"] = multiplier * 10  # stored as 0.1 * mscale
             if multiplier and m.arch == "mistral3":
                 scaling["mscale"], scaling["mscale_all_dim"] = 1.0, multiplier
@@ -222,6 +198,7 @@ def _experts(m: Metadata) -> None:
     if not m.config.get("num_experts"):
         m.config.pop("num_experts", None)
         return
+    _ = m.config["num_experts_per_tok"]  # no family's number stands for that of a file
     sparse = ["sparse" if s else "dense" for s in m.layers("ffn_gate_inp.weight")]
     m.put("mlp_layer_types", sparse, "the tensors of each layer")
     m.size("moe_intermediate_size", "ffn_down_exps.weight", -1)  # where gate and up are one tensor

@@ -24,13 +24,11 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
     ),
     "its layers are RWKV-6, and RWKV-4 and RWKV-7 are implemented": ("rwkv6", "rwkv6qwen2"),
     "its layers of RWKV-7 are followed by Qwen2's feed-forward, which is not implemented": ("arwkv7",),
-    "its layers read n-grams of tokens from hashed tables of their own, which is not implemented": (
-        "qwen4exp",
+    "it is served from its safetensors files alone, because its tensors are laid out otherwise in GGUF": (
+        *("kimi-k3", "qwen4exp"),
     ),
-    "its layers attend to outputs of earlier layers (attention residuals), which is not implemented": (
-        "kimi-k3",
-    ),
-    "its layers are run again and again, which is not implemented": ("hrm_text", "nanbeige"),
+    "its layers are run again and again, which is not implemented": ("nanbeige",),
+    "an indexer chooses pools of keys for latent attention, which is not implemented": ("glm5-next",),
     "a router chooses among adapters for each token, which is not implemented": ("graniteswitch",),
     _ROUTERS: ("grovemoe", "smallthinker"),
     "its experts are next to a feed-forward of their own in each layer, which is not implemented": (
@@ -42,8 +40,7 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
         "bitnet-25",
     ),
     "no family of Plait has its layers": (
-        *("codeshell", "deepseek2-ocr", "glm5-next", "hunyuan_vl", "jais", "maincoder", "maple", "mistral4"),
-        *("muse-glimmer", "paddleocr", "plamo", "plm", "refact", "spark2_5", "talkie"),
+        *("jais", "maple", "plamo", "plm", "refact", "spark2_5", "talkie"),
     ),
     "it is written by no converter: llama.cpp has the name alone": ("gptj",),
 }

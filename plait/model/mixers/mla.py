@@ -19,6 +19,7 @@ from plait.memory import PagedState, State, group_name
 from plait.model.layers.head_gate import HeadGate
 from plait.model.layers.indexer import Indexer
 from plait.model.layers.layers import Batch, Norm, Rope, describe_rope
+from plait.model.layers.temperature import Temperature
 from plait.model.mixers.registry import mixer
 from plait.ops.activation import gate
 from plait.ops.attention import paged_latent_attention
@@ -40,6 +41,7 @@ def _words(m: spec.MlaSpec) -> str:
     gated = ", gated" if m.gate or m.head_gate or m.out_gate else ""
     gated += ", sinks" if m.sinks else ""
     window = f", window {m.window}" if m.window else ""
+    window += ", queries that grow" if m.temperature else ""
     text = f"MLA, {heads}, kv rank {m.kv_rank}{q}, {describe_rope(m.rope)}{window}{gated}"
     if (i := m.indexer) is None:
         return text
@@ -93,6 +95,7 @@ class Mla:
         self.o = w.linear("o", in_size=heads * s.v_dim, out_sizes=(hidden,))
         self.head_gate = HeadGate("sigmoid", w, heads) if s.head_gate else None
         self.rope = Rope(s.rope, w) if s.rope else None
+        self.temperature = Temperature(s.temperature, w) if s.temperature else None
         self.rope_norm = Norm(s.rope_norm, w.scope("rope_norm"), s.rope_dim) if s.rope_norm else None
         sizes: dict[str, object] = {"heads": heads, "kv_rank": s.kv_rank, "rope_dim": s.rope_dim}
         sizes |= {"window": s.window, "sinks": s.sinks}
@@ -120,6 +123,7 @@ class Mla:
         chosen = (self.indexer(x, q, batch, store),) if self.indexer else ()
         q, *closing = self.q(self._join(q, raw) if s.gate else q).split(self._parts, -1)
         q = q.unflatten(-1, (s.num_heads, -1))
+        q = self.temperature(q, batch) if self.temperature else q
         q_nope, q_rope = q.split([s.nope_dim, s.rope_dim], -1)
         latent, k_rope = self.kv_a(x).split([s.kv_rank, s.rope_dim], -1)
         q_nope = self._added(self._map_q(q_nope, self.k_up), q_nope, is_keys=True)

@@ -195,6 +195,19 @@ ATTENTION: Mapping[str, Config] = {
         route_scale=1.7,
         logits_mup_width_multiplier=2.0,
     ),
+    # HRM: two stacks that run in turns, their weights read once.
+    "cycles": make_config(
+        "HrmTextForCausalLM",
+        "hrm_text",
+        num_hidden_layers=2,
+        num_layers_per_stack=None,
+        H_cycles=2,
+        L_cycles=2,
+        num_key_value_heads=4,
+        head_dim=10,
+        embedding_scale=1.3,
+        prefix_lm=False,
+    ),
     # Hunyuan 4: sinks, gates, indexers that layers share, and streams that are not mixed.
     "streams": make_config(
         "HYV4ForCausalLM",

@@ -45,7 +45,9 @@ def keys(**more: Any) -> Layout:
     return added
 
 
-def renamed(tensors: Mapping[str, Tensor], *rules: tuple[str, str]) -> Tensors:
+def renamed(
+    tensors: Mapping[str, Tensor], *rules: tuple[str, str | Callable[[re.Match[str]], str]]
+) -> Tensors:
     found = {}
     for name, tensor in tensors.items():
         for pattern, replacement in rules:
@@ -402,3 +404,56 @@ def _deepseek_4(c: Config, t: Tensors) -> tuple[Config, Tensors]:
 @layout("bitnet")
 def _bitnet(c: Config, t: Tensors) -> tuple[Config, Tensors]:
     return c, renamed(t, (r"attn_sub_norm", "inner_attn_ln"), (r"ffn_sub_norm", "ffn_layernorm"))
+
+
+@layout("mistral4")
+def _mistral_4(c: Config, t: Tensors) -> tuple[Config, Tensors]:
+    del c["architectures"]
+    return {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": c}, t
+
+
+@layout("maincoder")
+def _maincoder(c: Config, t: Tensors) -> tuple[Config, Tensors]:
+    """Neighbours of a head turn: its rows are in another order, and so are the weights of its norms."""
+    found = renamed(t, (r"(query|key)_layernorm", lambda m: f"{m[1][0]}_norm"))
+    for name, w in found.items():
+        if re.search(r"self_attn\.([qk]_proj|[qk]_norm)\.weight", name):
+            heads = w.shape[0] // c["head_dim"]
+            found[name] = w.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2).contiguous()
+    return {**c, "architectures": ["MaincoderForCausalLM"]}, found
+
+
+@layout("codeshell")
+def _codeshell(c: Config, t: Tensors) -> tuple[Config, Tensors]:
+    rules = (
+        (r"self_attn\.o_proj", "attn.c_proj"),
+        (r"input_layernorm", "ln_1"),
+        (r"post_attention_layernorm", "ln_2"),
+        (r"^model\.layers", "transformer.h"),
+        (r"^model\.embed_tokens", "transformer.wte"),
+        (r"^model\.norm", "transformer.ln_f"),
+    )
+    c |= {
+        "architectures": ["CodeShellForCausalLM"],
+        "n_embd": c["hidden_size"],
+        "n_positions": c["max_position_embeddings"],
+        "n_head": c["num_attention_heads"],
+        "num_query_groups": c["num_key_value_heads"],
+        "layer_norm_epsilon": c["norm_epsilon"],
+    }
+    return c, renamed(joined(t, "self_attn.{x}_proj", "attn.c_attn"), *rules)
+
+
+@layout("hunyuan_vl")
+def _hunyuan_sees(c: Config, t: Tensors) -> tuple[Config, Tensors]:
+    turns = {**c["rope_parameters"], "rope_type": "xdrope", "xdrope_section": [1, 1, 1, 1]}
+    return {**c, "architectures": ["HunYuanVLForConditionalGeneration"], "rope_parameters": turns}, t
+
+
+@layout("deepseek_ocr")
+def _deepseek_reads(c: Config, t: Tensors) -> tuple[Config, Tensors]:
+    c, t = _deepseek(c, t)
+    return {**c, "architectures": ["DeepseekOCRForCausalLM"], "qk_rope_head_dim": 0}, t
+
+
+LAYOUTS["paddleocr"] = keys(architectures=["PaddleOCRVLForConditionalGeneration"])

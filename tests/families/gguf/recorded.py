@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.families import tiny, tiny_dense, tiny_mixers
+from tests.families import tiny, tiny_dense, tiny_latest, tiny_mixers
 from tests.families.variant import Variant
 
 Config = Mapping[str, Any]
@@ -40,6 +40,14 @@ CHANGES: dict[str, dict[str, Any]] = {
         "topk_group": 1,
     },
     "hy_v4": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
+    "codeshell": {
+        "intermediate_size": 128,
+        "tie_word_embeddings": False,
+        "sliding_window": None,
+        "hidden_act": "gelu_pytorch_tanh",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "deepseek_ocr": {"moe_num_experts": 3, "moe_topk": 3},
     "deepseek_v1": {"moe_num_experts": 3, "moe_topk": 3},
     "gemma_embedding": {"use_bidirectional_attention": True, "query_pre_attn_scalar": 8},
     "hunyuan_moe": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
@@ -54,6 +62,12 @@ CHANGES: dict[str, dict[str, Any]] = {
         }
     },
     "minicpm": {"attention_multiplier": 8**-0.5, "mlp_bias": False, "attention_bias": False},
+    "mistral4": {
+        "rope_parameters": {
+            **tiny_latest.VARIANTS["mistral4"].changes["rope_parameters"],
+            "llama_4_scaling_beta": 0.1,
+        }
+    },
     "nemotron_h_latent": {"hybrid_override_pattern": "M*EE"},
     "orion": {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 1.0}},
     "pangu": {"mlp_bias": False, "tie_word_embeddings": False},
@@ -89,6 +103,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gemma3n": {"altup_num_inputs": 4, "vocab_size_per_layer_input": 97},
     "granite_swa": {"layer_rope_theta": None},
     "hunyuan": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "hrm_text": {"attention_bias": False},
+    "maincoder": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     "laguna": {
         "num_hidden_layers": 5,
         "layer_types": [F, S, S, S, F],
@@ -102,12 +118,17 @@ BASES = {
     "bailing_v1": "aria",
     "bailing_v2": "glm4_moe",
     "baichuan": "llama",
+    "codeshell": "starcoder2",
+    "deepseek_ocr": "aria",
     "deepseek_v1": "aria",
     "exaone3": "llama_llama3",
     "gemma_embedding": "gemma3",
+    "hunyuan_vl": "hunyuan",
     "internlm2": "llama",
+    "maincoder": "hunyuan",
     "minicpm": "granite_dense",
     "orion": "stablelm",
+    "paddleocr": "llama",
     "pangu": "llama_biases",
     "phimoe_longrope": "phimoe",
     "qwen1": "qwen2",
@@ -143,6 +164,8 @@ NAMES = (
     *("nemotron_h_latent", "orion", "pangu", "phimoe", "phimoe_longrope", "qwen1", "qwen2_5_vl", "qwen3_vl"),
     *("qwen3_vl_moe", "solar_open", "step3p5", "xverse", "youtu"),
     *("ling3", "dots3_note", "hy_v4", "minimax_m3", "deepseek_v4"),
+    *("mistral4", "muse_glimmer", "maincoder", "codeshell", "paddleocr", "hunyuan_vl", "deepseek_ocr"),
+    "hrm_text",
 )
 
 
@@ -176,6 +199,7 @@ WAYS: dict[str, Callable[[Config, Tensor], Tensor]] = {
     "plus one": lambda c, w: w + 1,
     "pairs of queries": _pairs("num_attention_heads"),
     "pairs of keys": _pairs("num_key_value_heads"),
+    "pairs of a head": lambda c, w: w.unflatten(0, (2, -1)).mT.flatten(),
     "first half": _half(0),
     "second half": _half(1),
     "first half, turned": lambda c, w: _half(0)(c, w.mT),

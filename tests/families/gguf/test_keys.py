@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from plait.errors import PlaitError, UnsupportedModel
 from plait.families.common.registry import families_by_name
+from plait.families.config.normalize import IncompleteConfig
 from plait.families.gguf.arch import ARCHITECTURES
 from plait.families.gguf.effects import HARMLESS
 from plait.families.gguf.unserved import UNSERVED
@@ -164,7 +166,32 @@ NEW = (
     "minimax_m3",
     "minicpm",
     "qwen1",
+    "mistral4",
+    "muse_glimmer",
 )
+
+
+@pytest.mark.parametrize("key", ["block_count", "attention.head_count", "embedding_length"])
+def test_a_key_that_is_absent_is_named_with_what_to_do(key: str) -> None:
+    metadata = metadata_of("qwen3", **{"attention.key_length": 8})
+    del metadata[f"qwen3.{key}"]
+    file = Memory({"token_embd.weight": torch.zeros(97, 32)})
+    said = rf"^the GGUF metadata has no qwen3\.{key}, .* convert .* --set (\w+)=VALUE$"
+    with pytest.raises(IncompleteConfig, match=said) as error:
+        resolved(file, gguf=metadata)
+    given = re.fullmatch(said, str(error.value))
+    assert given is not None
+    number = metadata_of("qwen3")[f"qwen3.{key}"]
+    assert resolved(file, gguf=metadata, overrides=[f"{given[1]}={number}"]).spec.hidden_size == 32
+
+
+def test_a_key_of_one_architecture_alone_is_named() -> None:
+    with pytest.raises(
+        IncompleteConfig, match=r"no glm-dsa\.rope\.dimension_count, which a model of glm-dsa"
+    ):
+        plain("glm-dsa")
+    with pytest.raises(UnsupportedModel, match=r"has no general\.architecture, .* no model"):
+        resolved(Memory(), gguf={})
 
 
 @pytest.mark.parametrize("name", NEW)
@@ -175,11 +202,13 @@ def test_hostile_numbers_are_typed_errors_or_models(name: str) -> None:
     for theirs, (_, _, shape, layers) in header["tensors"].items():
         shapes |= {theirs.replace("{i}", str(i)): tuple(shape) for i in layers or [0]}
     file = Memory({n: torch.zeros(1).expand(shape) for n, shape in shapes.items()})
-    lengths = []
-    for _, metadata in damaged(header["metadata"], random.Random(name)):
+    lengths, said = [], set[str]()
+    for damage, metadata in damaged(header["metadata"], random.Random(name)):
         try:
             resolved(file, gguf=metadata)
         except PlaitError as error:
             lengths.append(len(str(error)))
+            said |= {f"{damage}: {error}"} if damage.startswith("without") else set()
     assert len(lengths) > 20
     assert max(lengths) < 2500
+    assert not [line for line in said if "cannot be those of a model" in line]

@@ -124,6 +124,11 @@ class Form:
     tokens: tuple[str, ...] = ()
 
 
+def named(template: str, tools: str, reasoning: str | None = None) -> Form:
+    """Of a format that is a row alone: `test_format_rows` reads calls of it."""
+    return Form(template, tools, reasoning=reasoning)
+
+
 def think(form: Form) -> Form:
     return Form(form.template + THINKS, form.tools, form.calls, "think", f"<think>\n{THOUGHT}\n</think>\n\n")
 
@@ -160,7 +165,10 @@ FAMILIES: dict[str, list[Form]] = {
         Form("{{ tools }}[TOOL_CALLS]f[ARGS]", "mistral_args", each("[TOOL_CALLS]{n}[ARGS]{a}")),
     ],
     "Llama 4 (text, up to 8,192 tokens)": [Form(TURNS)],
-    "Seed-OSS, CWM, InternLM 3 · AFM 4.5B · Helium": [Form(TURNS)],
+    "Seed-OSS, CWM, InternLM 3 · AFM 4.5B · Helium": [
+        Form(TURNS),
+        named("{{ tools }}<seed:tool_call><function=f></function></seed:think>", "seed_oss", "seed"),
+    ],
     "ERNIE 4.5 · ERNIE 4.5 MoE": [Form("User: {{ m.content }}\nAssistant: ")],
     "EXAONE 4": [Form("[|{{ m.role }}|]\n{{ m.content }}[|endofturn|]"), think(HERMES_FORM)],
     "K-EXAONE · Flint · Aria (text)": [think(HERMES_FORM), Form(TURNS)],
@@ -173,7 +181,7 @@ FAMILIES: dict[str, list[Form]] = {
     "Qwen3.8-Flash-Next (Qwen4-Exp)": [think(XML_FORM)],
     "Gemma 1, VaultGemma": [Form("<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>")],
     "Gemma 2, Gemma 3 (text)": [Form("<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>")],
-    "Gemma 4 (text)": [Form(TURNS)],
+    "Gemma 4 (text)": [named("{{ tools }}<|tool_call>call:f<|channel>thought<channel|>", "gemma4", "gemma4")],
     "RecurrentGemma": [Form("<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>")],
     "DeepSeek-V2, V3, R1, Kimi-K2, text of K2.5": [
         Form("User: {{ m.content }}\n\nAssistant: "),
@@ -188,7 +196,7 @@ FAMILIES: dict[str, list[Form]] = {
     "GLM-4.7-Flash · Youtu-LLM": [think(Form(GLM_TEMPLATE.replace("\n", ""), "glm", GLM47))],
     "A.X K1": [Form(TURNS)],
     "A.X K2": [Form(TURNS)],
-    "DeepSeek-V4": [Form(TURNS)],
+    "DeepSeek-V4": [named("{{ tools }}<｜DSML｜tool_calls></think>", "dsml", "think")],
     "Hy4": [Form(TURNS)],
     "dots3 note (text)": [Form(TURNS)],
     "MiniMax-M3 (text)": [Form(TURNS)],
@@ -201,13 +209,29 @@ FAMILIES: dict[str, list[Form]] = {
     "Ministral 3, Devstral 2": [
         Form("{{ tools }}[TOOL_CALLS]f[ARGS]", "mistral_args", each("[TOOL_CALLS]{n}[ARGS]{a}"))
     ],
-    "Apertus · Jais 2": [Form(TURNS)],
-    "Hunyuan dense · A13B": [Form(TURNS)],
+    "Apertus · Jais 2": [
+        named("<|tools_prefix|><|inner_prefix|><|inner_suffix|>", "apertus", "apertus"),
+        Form(TURNS),
+    ],
+    "Mistral Small 4": [
+        Form("{{ tools }}[TOOL_CALLS]f[ARGS]", "mistral_args", each("[TOOL_CALLS]{n}[ARGS]{a}"))
+    ],
+    "Muse Glimmer (text)": [Form(TURNS)],
+    "HRM-Text (prompts in their order)": [PLAIN],
+    "Maincoder": [Form(TURNS)],
+    "Hunyuan dense · A13B": [named("<tool_calls>[{}]</tool_calls></think><answer>", "jamba", "hunyuan")],
     "AFMoE (Trinity)": [Form(TURNS)],
-    "Hy3 · Mellum 2": [Form(TURNS)],
+    "Hy3 · Mellum 2": [
+        named("<tool_calls><tool_call>f<tool_sep><arg_key></think>", "hy3", "think"),
+        Form(TURNS),
+    ],
     "MiMo-V2-Flash": [Form(TURNS)],
     "MiniCPM 3": [Form(TURNS)],
-    "MiniMax-M2 · dots.llm1 · Solar Open": [Form(TURNS)],
+    "MiniMax-M2 · dots.llm1 · Solar Open": [
+        named("{{ tools }}<minimax:tool_call><invoke name=</think>", "minimax_m2", "think"),
+        Form(TURNS),
+        named("<|think|><|tool_calls|><|content|><|end|>", "solar_open", "solar_open"),
+    ],
     "Kimi-Linear": [Form("{{ tools }}<|tool_calls_section_begin|>", "kimi", KIMI)],
     "Kimi-K3 (text)": [
         Form(K3_TEMPLATE, "kimi_k3", K3, "kimi_k3", f"<|open|>think<|sep|>{THOUGHT}<|close|>think<|sep|>")
@@ -281,7 +305,7 @@ FAMILIES: dict[str, list[Form]] = {
         ),
     ],
     "Granite with windows, MoE": [GRANITE],
-    "HyperCLOVA X SEED Think": [Form(TURNS)],
+    "HyperCLOVA X SEED Think": [named("assistant -> tool/function_call", "hyperclova")],
     "Granite 4": [HERMES_FORM],
     "Mamba, Falcon-Mamba": [Form(TURNS)],
     "Mamba2, Codestral Mamba": [PLAIN],
@@ -303,7 +327,10 @@ FAMILIES: dict[str, list[Form]] = {
     "Kolibri 1": [Form(TURNS)],
     "xLSTM 7B": [PLAIN],
     "Gemma 3n (text)": [Form("<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>")],
-    "DeepSeek-V3.2 · GLM-5": [think(Form(GLM_TEMPLATE.replace("\n", ""), "glm", GLM47))],
+    "DeepSeek-V3.2 · GLM-5": [
+        named("{{ tools }}'<' + '｜DSML｜' + 'function_calls>'</think>", "dsml_v32", "think"),
+        think(Form(GLM_TEMPLATE.replace("\n", ""), "glm", GLM47)),
+    ],
     "LongCat-Flash": [
         Form(
             "{{ tools }}<longcat_tool_call>{}</longcat_tool_call>",
@@ -334,7 +361,7 @@ FAMILIES: dict[str, list[Form]] = {
     ],
 }
 FORMS = [form for forms in FAMILIES.values() for form in forms]
-REPLIES = {(form.tools, form.reasoning, form.calls): form for form in FORMS if form.tools}
+REPLIES = {(form.tools, form.reasoning, form.calls): form for form in FORMS if form.calls}
 
 
 def test_every_family_of_the_readme_is_here() -> None:

@@ -1,0 +1,81 @@
+"""Tiny checkpoints of families of 2026 that transformers keeps outside of its table of causal models."""
+
+from __future__ import annotations
+
+from tests.families.variant import Variant
+
+MUSE = {
+    "text_config": {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 5,
+        "intermediate_size": 44,
+        "head_dim": 8,
+        "sliding_window": 6,
+        "qk_scale_factor": 1.7,
+        "output_multiplier": 0.4,
+        "max_position_embeddings": 128,
+        "pad_token_id": None,
+    },
+    "vision_config": {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "pos_emb_height": 2,
+        "pos_emb_width": 2,
+        "patch_size": 2,
+    },
+    "out_hidden_size": 64,
+    "projector_hidden_size": 8,
+    "image_token_id": 98,
+    "video_token_id": 99,
+}
+VARIANTS: dict[str, Variant] = {
+    "mistral4": Variant(
+        "Mistral4Config",
+        {
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 16,
+            "q_lora_rank": 12,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 6,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 20,
+            "first_k_dense_replace": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 16.0,
+                "original_max_position_embeddings": 8,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.3,
+                "partial_rotary_factor": 1 / 3,
+            },
+            "pad_token_id": 0,
+        },
+        model="Mistral4ForCausalLM",
+    ),
+    "hrm_text": Variant(
+        "HrmTextConfig",
+        {
+            "num_hidden_layers": 2,
+            "H_cycles": 2,
+            "L_cycles": 3,
+            "head_dim": 12,
+            "prefix_lm": False,
+            "embedding_scale": 1.7,
+            "attention_bias": True,
+        },
+    ),
+    "muse_glimmer": Variant("MuseGlimmerConfig", MUSE, model="MuseGlimmerForConditionalGeneration"),
+}
