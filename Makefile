@@ -11,6 +11,7 @@ READY := $(VENV)/.ready
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.14 /usr/bin/python3; do \
 	"$$p" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
 	&& echo "$$p" && break; done)
+GATES ?= --stale
 # One torch thread per worker. One worker more than cores: tests wait for servers, and for kernels of each other.
 WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$(( n > 3 ? 4 : n + 1 )))
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
@@ -58,9 +59,11 @@ check: $(READY) ## formatting, lint, types, imports, sizes, names, words
 	@$(BIN)/python tools/check_sizes.py
 	@$(BIN)/python tools/check_names.py
 	@$(BIN)/python tools/check_words.py
+	@$(BIN)/python tools/compile_kernels.py --check docs/gpu-kernels.md
 
 gates: $(READY) ## compile every GPU kernel for three GPUs, and write what came of it to docs/gpu-kernels.md
-	@$(BIN)/python tools/compile_kernels.py --report docs/gpu-kernels.md
+	@# What has changed since the last time: GATES= compiles all of them.
+	@$(BIN)/python tools/compile_kernels.py --report docs/gpu-kernels.md $(GATES)
 
 format: $(READY) ## let ruff format and fix what it can
 	@$(BIN)/ruff check --fix .
