@@ -51,7 +51,7 @@ screenshots: $(READY) ## take the pictures of the docs anew (needs Chromium)
 	@PLAIT_SCREENSHOTS=docs/screenshots OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 -m slow \
 		tests/e2e/test_page_screenshots.py
 
-check: $(READY) ## formatting, lint, types, imports, sizes, names, words
+check: $(READY) ## formatting, lint, types, imports, sizes, names, words, sources of compiled kernels
 	@$(BIN)/ruff format --check --quiet . || { echo "ruff format: run make format" >&2; exit 1; }
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
@@ -61,8 +61,7 @@ check: $(READY) ## formatting, lint, types, imports, sizes, names, words
 	@$(BIN)/python tools/check_words.py
 	@$(BIN)/python tools/compile_kernels.py --check docs/gpu-kernels.md
 
-gates: $(READY) ## compile every GPU kernel for three GPUs, and write what came of it to docs/gpu-kernels.md
-	@# What has changed since the last time: GATES= compiles all of them.
+gates: $(READY) ## compile GPU kernels that changed for three GPUs, and write docs/gpu-kernels.md; all with GATES=
 	@$(BIN)/python tools/compile_kernels.py --report docs/gpu-kernels.md $(GATES)
 
 format: $(READY) ## let ruff format and fix what it can
