@@ -7,7 +7,7 @@
 A form passes if it compiles, spills nothing, fits into the shared memory that a block of that GPU may have,
 has the instructions that it demands (wide loads, products of matrices), and takes no more of them for each
 weight than it may: decoding costs instructions, of which a fast memory leaves few. Each row of the report has
-the digest of its source (`kernel_sources`), and is written as soon as it is known. Needs `triton`, but no GPU.
+the digest of its source (`kernel_sources`), and is written as soon as it is known. Needs `triton`, no GPU.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from plait.kernels.load import triton_kernels
 from plait.kernels.triton.forms import KernelForm

@@ -1,4 +1,4 @@
-"""How many launches a decode step of published models takes on a GPU, counted from shapes: no weight is read."""
+"""How many launches a decode step of published models takes on a GPU, counted from shapes alone."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from tests.families.parity import Memory, resolved
 META = torch.device("meta")
 NANO = Path(__file__).resolve().parents[2] / "examples" / "nano-hybrid"
 SMOLLM2: dict[str, Any] = {
-    **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"},
-    **{"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152},
-    **{"num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192},
-    **{"rms_norm_eps": 1e-5, "rope_theta": 1e5, "tie_word_embeddings": True},
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
+    "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152,
+    "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5, "rope_theta": 1e5, "tie_word_embeddings": True,
 }
 QWEN3_30B_A3B: dict[str, Any] = {
-    **{"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_act": "silu"},
-    **{"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "vocab_size": 151936},
-    **{"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "decoder_sparse_step": 1},
-    **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True},
-    **{"max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6},
-    **{"mlp_only_layers": [], "tie_word_embeddings": False},
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_act": "silu",
+    "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "vocab_size": 151936,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "decoder_sparse_step": 1,
+    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
+    "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+    "mlp_only_layers": [], "tie_word_embeddings": False,
 }
 
 
@@ -75,7 +75,10 @@ class Outline(Memory):
 def test_a_decode_step_has_no_more_launches_than_it_may(name: str, limit: int) -> None:
     load_for_gpu()
     if name == "nano-hybrid":
-        config, tensors = json.loads((NANO / "config.json").read_text()), load_file(NANO / "model.safetensors")
+        config, tensors = (
+            json.loads((NANO / "config.json").read_text()),
+            load_file(NANO / "model.safetensors"),
+        )
         checkpoint = Outline({key: tuple(tensor.shape) for key, tensor in tensors.items()})
         found = resolved(Memory(tensors), config)  # some of its numbers say what it is
     else:

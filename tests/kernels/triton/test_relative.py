@@ -1,4 +1,4 @@
-"""Attention with a bias for each distance: bits of a row, parts of a step, windows with blocks that are gone."""
+"""Attention with a bias for each distance: bits of a row, parts of a step, blocks that left the window."""
 
 from __future__ import annotations
 

@@ -214,7 +214,7 @@ def _attend_part(
     out: Tensor,
     rows: int,
 ) -> None:
-    """Some rows of a step, of which every row is in a sequence. where: (block_table, query_start, seq_lens)."""
+    """Attend some rows of a step. where: (block_table, query_start, seq_lens)."""
     table, query_start, seq_lens = where
     k_cache, v_cache = caches
     num_seqs, biases = len(seq_lens), make_biases(mixed, profiles)
@@ -278,7 +278,13 @@ SHAPES = {  # heads, kv_heads, dim, profiles, distances, window
 
 def forms() -> Iterator[KernelForm]:
     """What models of published sizes launch: each shape with the tiles of decodes and of prompts."""
-    types = POINTERS | {"biases": "fp32*", "mixed": "bf16*", "profiles": "fp32*", "row": "i32!", "head": "i32!"}
+    types = POINTERS | {
+        "biases": "fp32*",
+        "mixed": "bf16*",
+        "profiles": "fp32*",
+        "row": "i32!",
+        "head": "i32!",
+    }
     for name, (heads, kv_heads, dim, rank, extent, window) in SHAPES.items():
         layout = PagedLayout(heads, kv_heads, dim, 0, None, window, None)
         for step in ("decodes", "prompts"):

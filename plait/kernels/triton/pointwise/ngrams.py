@@ -37,7 +37,7 @@ def hash_tokens(
     ids, before, slots, query_start, has_history, factors, sizes, starts, out, end, slot_stride,
     PAST: tl.constexpr, PP: tl.constexpr, HEADS: tl.constexpr, HP: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """ids: [T], before: [slots, PAST], factors: [PAST + 1], sizes, starts: [PAST HEADS] -> out [T, PAST HEADS].
+    """ids: [T], before: [slots, PAST], factors: [PAST + 1], sizes, starts: [PAST HEADS] -> out [T, these].
 
     Grid: (S, Z), with BT ≥ PAST or Z = 1. A factor times an id, and so every number, is below 2^63.
     """
