@@ -11,6 +11,7 @@ READY := $(VENV)/.ready
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.14 /usr/bin/python3; do \
 	"$$p" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
 	&& echo "$$p" && break; done)
+GATES ?= --stale
 # One torch thread per worker. One worker more than cores: tests wait for servers, and for kernels of each other.
 WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$(( n > 3 ? 4 : n + 1 )))
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
@@ -50,7 +51,7 @@ screenshots: $(READY) ## take the pictures of the docs anew (needs Chromium)
 	@PLAIT_SCREENSHOTS=docs/screenshots OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 -m slow \
 		tests/e2e/test_page_screenshots.py
 
-check: $(READY) ## formatting, lint, types, imports, sizes, names, words
+check: $(READY) ## formatting, lint, types, imports, sizes, names, words, sources of compiled kernels
 	@$(BIN)/ruff format --check --quiet . || { echo "ruff format: run make format" >&2; exit 1; }
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
@@ -58,9 +59,10 @@ check: $(READY) ## formatting, lint, types, imports, sizes, names, words
 	@$(BIN)/python tools/check_sizes.py
 	@$(BIN)/python tools/check_names.py
 	@$(BIN)/python tools/check_words.py
+	@$(BIN)/python tools/compile_kernels.py --check docs/gpu-kernels.md
 
-gates: $(READY) ## compile every GPU kernel for three GPUs, and write what came of it to docs/gpu-kernels.md
-	@$(BIN)/python tools/compile_kernels.py --report docs/gpu-kernels.md
+gates: $(READY) ## compile GPU kernels that changed for three GPUs, and write docs/gpu-kernels.md; all with GATES=
+	@$(BIN)/python tools/compile_kernels.py --report docs/gpu-kernels.md $(GATES)
 
 format: $(READY) ## let ruff format and fix what it can
 	@$(BIN)/ruff check --fix .

@@ -2,19 +2,48 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 
-from plait.kernels.triton.forms import KernelForm
-from tools.compile_kernels import Compiled, count_instructions, count_loop, judge
+from plait.kernels.triton.forms import TARGETS, KernelForm
+from tools.compile_kernels import (
+    Compiled,
+    Report,
+    check_report,
+    count_instructions,
+    count_loop,
+    judge,
+    list_digests,
+    show_row,
+)
+from tools.kernel_sources import RowKey, digest_form, find_stale, read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
+REPORT = ROOT / "docs" / "gpu-kernels.md"
+MODULE = """
+class Kernel:
+    def __init__(self, fn):
+        self.fn = fn
+
+SCALE = 4
+
+@Kernel
+def add(x, y):
+    return x + y * SCALE
+
+@Kernel
+def outer(x, N):
+    \"\"\"What it does.\"\"\"
+    return add(x, N)  # once
+"""
 
 
 def test_a_kernel_is_compiled_for_a_gpu_that_is_not_here() -> None:
@@ -61,3 +90,67 @@ def test_loads_are_counted_by_their_width() -> None:
     code = "LDG.E.128 R4, [R2]; LDG.E.64 R4; LDG.E.U8 R4; LDG.E R1; STG.E.128 ; HMMA.16816.F32.BF16 R4"
     found = count_instructions(code)
     assert found == {"LDG.128": 1, "LDG.64": 1, "LDG.8": 1, "LDG.32": 1, "STG.128": 1, "HMMA": 1}
+
+
+def test_the_committed_report_is_of_todays_kernels() -> None:
+    assert check_report(REPORT, list(TARGETS)) == 0
+
+
+def load_form(text: str, folder: Path, **changes: Any) -> KernelForm:
+    """A form of the kernel `outer` in a module with this text."""
+    file = folder / f"kernels_{len(list(folder.iterdir()))}.py"
+    file.write_text(text)
+    spec = importlib.util.spec_from_file_location("kernels_of_a_test", file)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return KernelForm("outer", module.outer, **{"types": {"x": "bf16*"}, "constants": {"N": 3}, **changes})
+
+
+def test_a_digest_is_of_what_machine_code_follows_from(tmp_path: Path) -> None:
+    own = digest_form(load_form(MODULE, tmp_path), 90)
+    for same in (
+        MODULE.replace("What it does.", "Something else."),
+        MODULE.replace("# once", "# again and again"),
+        MODULE.replace("class Kernel", "\n\nclass Kernel"),
+        MODULE.replace("return add(x, N)", "return add(\n        x, N\n    )"),
+    ):
+        assert digest_form(load_form(same, tmp_path), 90) == own
+    for other in (
+        MODULE.replace("x + y", "x - y"),
+        MODULE.replace("SCALE = 4", "SCALE = 5"),
+        MODULE.replace("add(x, N)", "add(N, x)"),
+    ):
+        assert digest_form(load_form(other, tmp_path), 90) != own
+    assert digest_form(load_form(MODULE, tmp_path), 80) != own
+    for changes in (
+        {"num_warps": 8},
+        {"constants": {"N": 4}},
+        {"types": {"x": "fp32*"}},
+        {"options": {"maxnreg": 128}},
+    ):
+        assert digest_form(load_form(MODULE, tmp_path, **changes), 90) != own
+
+
+def test_rows_of_another_source_are_named_and_compiled_again(tmp_path: Path) -> None:
+    (key, digest), (other, newer), *_ = list_digests([90]).items()
+    path = tmp_path / "report.md"
+    assert f"{key.form}, sm_90: there is no row" in list(find_stale({key: digest}, path))
+    report = Report(path, [90], is_kept=False)
+    report.add(Compiled(key.form, 90, 128, 0, 9 << 10, instructions={"HMMA": 3}))
+    report.add(Compiled(other.form, 90, faults=("spills: 8",)))
+    assert list(read_rows(path)) == [key]
+    assert read_rows(path)[key][0] == digest
+    assert not list(find_stale({key: digest}, path))
+    assert list(find_stale({key: "changed", RowKey("gone", 90): "x"}, path)) == [
+        f"{key.form}, sm_90: the row is of the source {digest}, which is now changed",
+        "gone, sm_90: there is no row",
+    ]
+    assert list(find_stale({}, path)) == [f"{key.form}, sm_90: there is no such form"]
+    kept = Report(path, [90], is_kept=True)
+    assert kept.has(key)
+    assert not kept.has(other)
+    path.write_text(path.read_text().replace(digest, newer))
+    assert not Report(path, [90], is_kept=True).has(key)
+    assert show_row(Compiled("f", 90), "abc").endswith("| abc |")

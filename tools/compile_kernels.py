@@ -1,17 +1,20 @@
 """Compile every form of the Triton kernels for GPUs that are not here, and read what became of it.
 
     python tools/compile_kernels.py [--match TEXT] [--targets 80,90,120] [--report docs/gpu-kernels.md]
+    python tools/compile_kernels.py --report docs/gpu-kernels.md --stale     only rows of another source
+    python tools/compile_kernels.py --check docs/gpu-kernels.md              compile nothing: which are they?
 
 A form passes if it compiles, spills nothing, fits into the shared memory that a block of that GPU may have,
 has the instructions that it demands (wide loads, products of matrices), and takes no more of them for each
-weight than it may: decoding costs instructions, of which a fast memory leaves few. Needs `triton`, but no
-GPU.
+weight than it may: decoding costs instructions, of which a fast memory leaves few. Each row of the report has
+the digest of its source (`kernel_sources`), and is written as soon as it is known. Needs `triton`, no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import json
 import os
 import re
@@ -25,8 +28,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from plait.kernels.load import triton_kernels
+from plait.kernels.triton.forms import KernelForm
 from plait.ops.launch import LAUNCH_OPTIONS
+from tools.kernel_sources import RowKey, digest_form, find_stale, read_rows
 
 SHARED_KIB = {
     80: 163,
@@ -59,12 +66,22 @@ class Compiled:
     faults: tuple[str, ...] = ()
 
 
+def load_forms() -> list[tuple[str, KernelForm]]:
+    """(module, form) of every form."""
+    modules = [(name, importlib.import_module(name)) for name in triton_kernels()]
+    return [(name, form) for name, module in modules if hasattr(module, "forms") for form in module.forms()]
+
+
 def list_forms() -> list[tuple[str, str]]:
     """(module, name) of every form."""
-    modules = [(name, importlib.import_module(name)) for name in triton_kernels()]
-    return [
-        (name, form.name) for name, module in modules if hasattr(module, "forms") for form in module.forms()
-    ]
+    return [(module, form.name) for module, form in load_forms()]
+
+
+def list_digests(targets: list[int]) -> dict[RowKey, str]:
+    """Of which source every row of a whole report would be."""
+    return {
+        RowKey(form.name, target): digest_form(form, target) for _, form in load_forms() for target in targets
+    }
 
 
 def compile_form(module: str, name: str, target: int) -> Compiled:
@@ -90,7 +107,7 @@ def compile_form(module: str, name: str, target: int) -> Compiled:
     return replace(made_of, faults=tuple(judge(form, made_of)))
 
 
-def judge(form: Any, made: Compiled) -> list[str]:
+def judge(form: KernelForm, made: Compiled) -> list[str]:
     """What is wrong with the machine code of a form."""
     target, spills, shared, registers = made.target, made.spills, made.shared, made.registers
     faults = [f"spills: {spills}"] if spills else []
@@ -134,7 +151,7 @@ def count_instructions(code: str) -> Counter[str]:
     return seen
 
 
-def _compile(form: Any, target: int) -> Any:
+def _compile(form: KernelForm, target: int) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -170,24 +187,63 @@ def _disassemble(cubin: bytes) -> tuple[str, str]:
     return usage.stdout, code.stdout
 
 
-def write_report(results: list[Compiled], path: Path) -> None:
-    """A table of all results, as Markdown."""
-    rows = [
-        "# GPU kernels",
-        "",
-        "What `tools/compile_kernels.py` found: every form of the Triton kernels, compiled for",
-    ]
-    rows += ["GPUs of three generations. Nothing here has run on a GPU.", ""]
-    rows += [
-        "| form | target | registers | spills | shared memory | for each weight | instructions |",
-        "|---|---|---:|---:|---:|---:|---|",
-    ]
-    for r in results:
-        seen = " ".join(f"{name}:{count}" for name, count in r.instructions.items())
-        each = f"{r.per_weight:.2f}" if r.per_weight else ""
-        numbers = f"{r.registers} | {r.spills} | {r.shared >> 10} KiB | {each}"
-        rows.append(f"| {r.form} | sm_{r.target} | {numbers} | {seen} |")
-    path.write_text("\n".join(rows) + "\n", encoding="utf-8")
+HEAD = """# GPU kernels
+
+What `tools/compile_kernels.py` found: every form of the Triton kernels, compiled for
+GPUs of three generations. Nothing here has run on a GPU. `source` is the digest of what a row was
+compiled from; `make check` fails where a kernel has changed since.
+
+| form | target | registers | spills | shared memory | for each weight | instructions | source |
+|---|---|---:|---:|---:|---:|---|---|
+"""
+
+
+def show_row(made: Compiled, digest: str) -> str:
+    """A line of the report."""
+    seen = " ".join(f"{name}:{count}" for name, count in made.instructions.items())
+    each = f"{made.per_weight:.2f}" if made.per_weight else ""
+    numbers = f"{made.registers} | {made.spills} | {made.shared >> 10} KiB | {each}"
+    return f"| {made.form} | sm_{made.target} | {numbers} | {seen} | {digest} |"
+
+
+class Report:
+    """The table of results, as Markdown, in the order of the forms. `path` None: it is written nowhere."""
+
+    def __init__(self, path: Path | None, targets: list[int], is_kept: bool) -> None:
+        """is_kept: rows that the file has of today's sources stay."""
+        self._path = path
+        self._digests = list_digests(targets) if path else {}
+        old = read_rows(path) if path and is_kept else {}
+        self._lines = {key: line for key, (digest, line) in old.items() if self._digests.get(key) == digest}
+
+    def has(self, key: RowKey) -> bool:
+        return key in self._lines
+
+    def add(self, made: Compiled) -> None:
+        """Write a result, unless it has faults: those are no row."""
+        key = RowKey(made.form, made.target)
+        if self._path is None or made.faults:
+            return
+        self._lines[key] = show_row(made, self._digests[key])
+        lines = [self._lines[key] for key in self._digests if key in self._lines]
+        self._path.write_text(HEAD + "\n".join(lines) + "\n", encoding="utf-8")
+
+
+def check_report(path: Path, targets: list[int]) -> int:
+    """1, and what is wrong on stderr, if a report is not that of today's kernels. Without Triton 0."""
+    if importlib.util.find_spec("triton") is None:
+        print(f"{path}: not checked, Triton is not installed here", file=sys.stderr)
+        return 0
+    stale = list(find_stale(list_digests(targets), path))
+    for line in stale[:20]:
+        print(f"{path}: {line}", file=sys.stderr)
+    if stale:
+        print(
+            f"{path}: {len(stale)} rows are not those of today's kernels; to compile them: "
+            f"python tools/compile_kernels.py --stale --report {path}",
+            file=sys.stderr,
+        )
+    return 1 if stale else 0
 
 
 def main() -> int:
@@ -197,29 +253,40 @@ def main() -> int:
     parser.add_argument("--match", default="", help="only forms with this text in their names")
     parser.add_argument("--targets", default="80,90,120", help="compute capabilities, times ten")
     parser.add_argument("--report", type=Path, help="write the table of results there")
+    parser.add_argument("--stale", action="store_true", help="keep rows of the report that are current")
+    parser.add_argument("--check", type=Path, metavar="REPORT", help="only find rows that are not current")
     parser.add_argument("--json", action="store_true", help="print JSON, one line for a form and target")
     options = parser.parse_args()
     os.environ.pop("TRITON_INTERPRET", None)  # the interpreter compiles nothing
     targets = [int(target) for target in options.targets.split(",")]
-    wanted = [(*form, target) for form in list_forms() if options.match in form[1] for target in targets]
+    if options.check:
+        return check_report(options.check, targets)
+    report = Report(options.report, targets, options.stale)
+    wanted = [
+        (module, name, target)
+        for module, name in list_forms()
+        for target in targets
+        if options.match in name and not report.has(RowKey(name, target))
+    ]
+    done, faulty = 0, 0
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        results = []
-        for made in pool.map(compile_form, *zip(*wanted, strict=True)):
-            results.append(made)
-            if options.json:
-                print(json.dumps({name: getattr(made, name) for name in made.__slots__}), flush=True)
-            else:
-                said = "; ".join(made.faults) or "ok"
-                each = f", {made.per_weight:.2f} a weight" if made.per_weight else ""
-                print(
-                    f"sm_{made.target:3} {made.form:44} {made.registers:4} registers{each}, {said}",
-                    flush=True,
-                )
-    if options.report:
-        write_report(results, options.report)
-    faulty = sum(bool(made.faults) for made in results)
-    print(f"{len(results)} compiled, {faulty} with faults", file=sys.stderr)
+        for made in pool.map(compile_form, *zip(*wanted, strict=True)) if wanted else ():
+            report.add(made)
+            done, faulty = done + 1, faulty + bool(made.faults)
+            print(show_json(made) if options.json else show_result(made), flush=True)
+    print(f"{done} compiled, {faulty} with faults", file=sys.stderr)
     return 1 if faulty else 0
+
+
+def show_json(made: Compiled) -> str:
+    return json.dumps({name: getattr(made, name) for name in made.__slots__})
+
+
+def show_result(made: Compiled) -> str:
+    """A line for the terminal."""
+    each = f", {made.per_weight:.2f} a weight" if made.per_weight else ""
+    said = "; ".join(made.faults) or "ok"
+    return f"sm_{made.target:3} {made.form:44} {made.registers:4} registers{each}, {said}"
 
 
 if __name__ == "__main__":

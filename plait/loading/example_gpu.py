@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
+from plait.checkpoint.weights import Target
 from plait.config import EngineConfig
-from plait.loading.open_model import Opened, Progress, load_decoder, open_model
+from plait.loading.open_model import Progress, load_decoder, open_model
 from plait.loading.target import make_target
 from plait.memory import block_groups, has_slots
 from plait.model.decoder import Decoder
@@ -54,16 +55,16 @@ def try_example(model: str, config: EngineConfig, chip: Chip, report: Progress) 
         why = "this model computes a whole sequence in every step"
         return ExampleStep(chip, bound, {}, {}, no_step=why)
     report("capturing a step", 0, 1)
-    launches, faults = _capture(opened, decoder, target.dtype)
+    launches, faults = count_launches(decoder, target)
     return ExampleStep(chip, bound, launches, faults)
 
 
-def _capture(opened: Opened, decoder: Decoder, dtype: torch.dtype) -> tuple[Counter[str], Counter[str]]:
-    """(launches, faults) of a decode step."""
-    groups, cpu = block_groups(decoder.states), torch.device("cpu")
+def count_launches(decoder: Decoder, target: Target) -> tuple[Counter[str], Counter[str]]:
+    """(launches, faults) of a decode step. The model may be of shapes alone, on the device "meta"."""
+    groups = block_groups(decoder.states)
     blocks = {group.name: 2 * BLOCKS for group in groups}
     slots = SEQS + 1 if has_slots(decoder.states) else 0
-    store = StateStore(decoder.states, blocks, slots, opened.config.block_size, cpu, dtype)
+    store = StateStore(decoder.states, blocks, slots, target.block_size, target.device, target.dtype)
     for tensor in store.tensors:
         tensor.zero_()
     batch = decode_batch(groups, SEQS, BLOCKS, store)

@@ -290,4 +290,6 @@ def _is_elsewhere(t: Tensor, device: torch.device) -> bool:
 
 
 def _storage(t: Tensor) -> int:
-    return t.untyped_storage().data_ptr()
+    """Where a tensor's memory is; of shapes alone ("meta"), which have none, a number of its own."""
+    storage = t.untyped_storage()
+    return storage.data_ptr() or int(storage._cdata)

@@ -101,26 +101,29 @@ class CudaGraphs(GraphBackend):
     def __init__(self, device: torch.device, chip: Chip | None) -> None:
         self.device, self.chip = device, chip
         self._pool = torch.cuda.graph_pool_handle()
+        # torch's own stream for captures is one for the process, of the device that was captured on first: on
+        # another device it would catch nothing of what a step launches.
+        self._side = torch.cuda.Stream(device)
 
     def select(self) -> AbstractContextManager[object]:
         return torch.cuda.device(self.device)
 
     def capture(self, step: Step, inputs: Sequence[Tensor]) -> CudaGraph:
         with torch.inference_mode(), capture_launches():
-            aside = torch.cuda.Stream()
-            aside.wait_stream(torch.cuda.current_stream())
+            here = torch.cuda.current_stream(self.device)
+            self._side.wait_stream(here)
             # This run compiles kernels, which a capture must not. It also sees what a capture would refuse:
             # torch's allocator does not leave a capture that the driver has broken off.
             try:
-                with torch.cuda.stream(aside), StepCapture(inputs, is_kept=False):
+                with torch.cuda.stream(self._side), StepCapture(inputs, is_kept=False):
                     step()
             finally:  # what restores the batch after a refusal comes behind all that was launched
-                torch.cuda.current_stream().wait_stream(aside)
+                here.wait_stream(self._side)
             graph, names = torch.cuda.CUDAGraph(), _Names()
             # Other threads may allocate and copy meanwhile: they do not break off what this one captures.
             with (
                 watch_launches(names),
-                torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+                torch.cuda.graph(graph, self._pool, self._side, capture_error_mode="thread_local"),
             ):
                 result = step()
         return CudaGraph(graph, result, names.seen)

@@ -19,8 +19,9 @@ class StateStore:
     """Memory of all running sequences. `store["layers.3.attn"]` is a dict of tensors:
 
     paged: [num_blocks of its group, block_size, *entry]; slots: [num_slots, *shape]. Block 0 and slot 0 are
-    garbage: padding writes there. Nothing is initialised: a block is written before it is read, and a slot is
-    zeroed when it is given out.
+    garbage: padding writes there. They begin as zeros, because padding computes with them, and no number may
+    come of it. Nothing else is initialised: a block is written before it is read, and a slot is zeroed when
+    it is given out.
 
     Kernels may lay out the inside of a block or a slot as they like, so whole ones are copied, byte for byte.
     Block groups are counted in the order of `block_groups(states)`. With `host`, its memory is used, and it
@@ -57,6 +58,8 @@ class StateStore:
                 shape = (count, *inner, *entry)
                 self._tensors[name][key] = self._make(name, key, shape, kinds[kind], device)
         self._states = states
+        for tensor in self.tensors:
+            tensor[:1].zero_()
         self._on_device: DeviceStore | None = None
         if device.type == "cuda":
             self._copy_on(device, HostPool(pin_memory))

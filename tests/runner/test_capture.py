@@ -102,15 +102,11 @@ def on_gpu(name: str, folder: Path) -> tuple[Decoder, StateStore]:
     return model, store
 
 
-# Their ops have no form for GPUs yet: steps run op by op, and read what a capture must not.
-UNCAPTURED = {"qwen4_exp", "qwen4_exp_gates", "inkling"}
-
-
 def quick() -> list[Any]:
     """Most of the families that came last are left to `make test-all`."""
     late = {name for name, variant in tiny_plain.VARIANTS.items() if variant.slow}
     late |= {name for name in ORACLES if name != "sambay"}
-    names = [name for name in (*tiny.VARIANTS, *ORACLES) if name not in UNCAPTURED]
+    names = (*tiny.VARIANTS, *ORACLES)
     return [pytest.param(n, marks=pytest.mark.slow) if n in late else n for n in names]
 
 

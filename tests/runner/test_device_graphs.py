@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,13 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 
+from plait.memory import block_groups
 from plait.model.decoder import Decoder
 from plait.ops.chip import Chip
-from plait.verify.matrix import CheapSteps
+from plait.schedule.plan import SamplingBatch, StepPlan, Ticket
+from plait.schedule.pools import CacheOptions
+from plait.schedule.speculate import Speculation
+from plait.verify.matrix import CheapRows, CheapSteps, KnownReplies
 from tests.families import tiny
 from tests.families.oracles import ORACLES
 from tests.runner.device_engine import CHIP, Side, gpu_decoder, plain_decoder
@@ -23,6 +28,7 @@ EXPERTS = {"first_k_dense_replace": 0, "moe_intermediate_size": 8}
 QUICK: dict[str, dict[str, int]] = {"llama": ONE, "deepseek_v3": {**ONE, **EXPERTS}, "mamba": ONE}
 # Rows of a tile that are no queries divide 0 by 0, and are not stored.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+FAMILIES = (*tiny.VARIANTS, *ORACLES)
 PROMPTS = ([3, 5, 7], [11], [2, 9, 4, 4, 8], [17, 6])
 
 
@@ -47,9 +53,67 @@ def test_captured_steps_give_the_text_of_steps_op_by_op(name: str, folder: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*tiny.VARIANTS, *ORACLES])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_so_do_those_of_every_family(name: str, folder: Path) -> None:
     agrees(gpu_decoder(name, folder / name))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name == "mamba2_plain" else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
+)
+def test_whatever_happens_to_captured_steps_the_text_is_that_of_steps_op_by_op(
+    name: str, folder: Path
+) -> None:
+    is_plain = name == "mamba2_plain"  # torch's ops: quick
+    chip, path = None if is_plain else CHIP, folder / name
+    decoder = plain_decoder(name, path, **ONE) if is_plain else gpu_decoder(name, path)
+    check_events(decoder, chip)
+
+
+LONGER, LENGTHS = ((2, 3, 5, 7, 11, 13, 17, 19, 23), (4, 9), (6, 8, 10, 12, 14)), (5, 4, 5)
+
+
+def submit_longer(side: Side, turn: str = "") -> Side:
+    for i, (prompt, length) in enumerate(zip(LONGER, LENGTHS, strict=True)):
+        more = {"watched": False, "boundaries": tuple(at for at in (8,) if turn and at < len(prompt))}
+        side.submit(f"{turn}r{i}", prompt, more=more, max_tokens=length, temperature=0.9 * (i % 2))
+    return side
+
+
+def fail_sometimes(side: Side) -> None:
+    """Of the steps that several sequences share, one in three fails before it is launched."""
+    launch, numbers = side.replay.launch, count()
+
+    def broken(plan: StepPlan, sampling: SamplingBatch) -> Ticket:
+        if len(plan.chunks) > 1 and next(numbers) % 3 == 1:
+            raise OSError("the device is lost for a moment")
+        return launch(plan, sampling)
+
+    side.replay.launch = broken  # type: ignore[method-assign]
+
+
+def check_events(decoder: Decoder, chip: Chip | None) -> None:
+    """Several steps of a plan, faults, too little memory; then drafts, snapshots and prefixes."""
+    want = submit_longer(Side(decoder, False, chip=chip, blocks=24)).finish()
+    has_blocks = bool(block_groups(decoder.states))
+    side = Side(decoder, True, chip=chip, blocks=5 if has_blocks else 24, budget=12, num_steps=4)
+    side.engine.scheduler.costs = CheapSteps()
+    fail_sometimes(side)
+    assert submit_longer(side).finish() == want
+    assert not side.replay._refused
+    assert side.engine.metrics.num_failed_steps > 0
+    if has_blocks:
+        assert side.engine.stats()["num_preemptions"] > 0
+    side = Side(decoder, True, chip=chip, blocks=24, cache=CacheOptions(snapshot_interval=8))
+    texts = [[*prompt, *want[f"r{i}"]] for i, prompt in enumerate(LONGER)]
+    proposer = KnownReplies(texts, decoder.spec.vocab_size)
+    side.engine.speculation = Speculation(proposer, CheapRows(), 3, replays=True)
+    for turn in "ab":  # the second time a prompt goes on from what the first left
+        found = submit_longer(side, turn).finish()
+        assert {name: found[turn + name] for name in want} == want
+    assert side.engine.metrics.num_accepted_tokens > 0
+    assert side.engine.scheduler.cache_counts["hit_tokens"] > 0
 
 
 def agrees(decoder: Decoder) -> None:

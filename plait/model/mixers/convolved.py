@@ -9,7 +9,7 @@ from torch import Tensor
 from plait.checkpoint.weights import Weights
 from plait.memory import SlotState, State
 from plait.model.layers.layers import Batch
-from plait.model.mixers.mamba2 import DepthwiseConv
+from plait.model.mixers.mamba2 import WITH_INPUT, DepthwiseConv
 from plait.model.mixers.registry import build, describe, divide, mixer
 from plait.ops.ranks import sum_ranks
 from plait.partition import Division, Rank
@@ -36,7 +36,7 @@ class Convolved:
 
     def __init__(self, s: ConvolvedSpec, w: Weights) -> None:
         self.name, self.inner = w.prefix, build(s.parts[INNER], w.scope(INNER))
-        self.conv = DepthwiseConv(w, w.target.hidden_size, s.taps, None)
+        self.conv = DepthwiseConv(w, w.target.hidden_size, s.taps, None, WITH_INPUT)
         tail = SlotState({"conv": (self.conv.tail_shape, "model")})
         self.states: dict[str, State] = {self.name: tail, **self.inner.states}
         self._ranks = (w.target.comm, w.target.dtype)

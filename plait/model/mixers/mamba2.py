@@ -22,16 +22,26 @@ from plait.partition import Cut, Division, Range, Rank, join_ranges, scale_range
 from plait.rare_specs import Mamba3Spec
 from plait.state.store import StateStore
 
+# Of taps to which 1 was added for the input itself: bfloat16 near 1 would round a small tap away.
+WITH_INPUT = torch.float32
+
 
 class DepthwiseConv:
     """The depthwise convolution of one mixer; its tail is in the store, or nowhere for whole sequences.
 
-    `activation`: what follows it, "silu" or None.
+    `activation`: what follows it, "silu" or None. `dtype`: of its taps, if not the model's.
     """
 
-    def __init__(self, w: Weights, channels: int, kernel: int, activation: str | None = "silu") -> None:
+    def __init__(
+        self,
+        w: Weights,
+        channels: int,
+        kernel: int,
+        activation: str | None = "silu",
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self._activation = activation
-        self.weight = w.tensor("conv.weight", (channels, kernel))
+        self.weight = w.tensor("conv.weight", (channels, kernel), dtype)
         if w.target.platform == "cuda":  # there neighbours in memory are channels, as those of x are
             self.weight = self.weight.T.contiguous().T
         self.bias = w.optional("conv.bias", (channels,))

@@ -13,7 +13,7 @@ from plait.model.layers.head_norm import HeadNorm
 from plait.model.layers.layers import Batch
 from plait.model.layers.temperature import Temperature
 from plait.model.mixers.attention import describe_attention, divide_attention
-from plait.model.mixers.mamba2 import DepthwiseConv
+from plait.model.mixers.mamba2 import WITH_INPUT, DepthwiseConv
 from plait.model.mixers.registry import mixer
 from plait.ops.entry import CODED
 from plait.ops.relative import relative_attention
@@ -46,7 +46,7 @@ class RelativeAttention:
         self._parts = [q, 2 * kv, s.num_heads * s.rank]
         self.into = w.linear(*parts, in_size=hidden, out_sizes=tuple(parts.values()))
         self.o = w.linear("o", in_size=q, out_sizes=(hidden,))
-        self.conv = DepthwiseConv(w, 2 * kv, s.taps, None)
+        self.conv = DepthwiseConv(w, 2 * kv, s.taps, None, WITH_INPUT)
         self.q_norm = HeadNorm(s.qk_norm, s, w.scope("q_norm"), s.num_heads) if s.qk_norm else None
         self.k_norm = HeadNorm(s.qk_norm, s, w.scope("k_norm"), s.num_kv_heads) if s.qk_norm else None
         self.profiles = w.tensor("profiles", (s.extent, s.rank), torch.float32)

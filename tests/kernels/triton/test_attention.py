@@ -52,10 +52,23 @@ def test_a_row_has_the_same_bits_alone_in_a_batch_and_in_a_chunk(window: int | N
     torch.testing.assert_close(batch, reference, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("count", [1, 40])
+def test_what_lies_in_front_of_a_window_may_be_no_number(count: int) -> None:
+    """Blocks that left the window are given back: their entries in the table are those of padding."""
+    paged, window = Paged(), 270
+    want = paged.attend([(0, count)], window=window)
+    gone = (LENGTHS[0] - count - window + 1) // BLOCK
+    assert gone * BLOCK % attention.SPLIT, "some of them are in a split that is read"
+    paged.table[0, :gone] = 0
+    for cache in paged.caches:
+        cache[0] = torch.nan
+    assert torch.equal(paged.attend([(0, count)], window=window), want)
+
+
 def test_bits_do_not_depend_on_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     paged, found = Paged(), []
     for programs in (1, 5, 37):
-        monkeypatch.setattr(attention, "_num_programs", lambda device, n=programs: n)
+        monkeypatch.setattr(attention, "count_programs", lambda device, n=programs: n)
         found.append(paged.attend([(0, 1), (2, 2)]))
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])

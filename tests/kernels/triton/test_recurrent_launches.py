@@ -6,10 +6,13 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 
+from plait.kernels.triton.ssm.mamba3 import norm_then_bias
 from plait.memory import block_groups
+from plait.ops.launch import watch_launches
 from plait.runner.capture import capture_step, decode_batch
 from tests.runner.test_capture import BLOCKS, on_gpu
 
@@ -37,3 +40,23 @@ def test_layer_has_one_launch_of_each(
     assert launches["convolve"] == convolutions
     assert launches[scan] == layers
     assert not LEFT & launches.keys()
+
+
+class Grids:
+    """Sees launches, and runs none."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, ...]] = []
+
+    def launched(self, name: str, run: object, tensors: object, rest: tuple[object, ...]) -> None:
+        grid = rest[0]
+        assert isinstance(grid, tuple)
+        self.seen.append(grid)
+
+
+def test_a_step_of_many_tokens_fits_the_grid_of_a_gpu() -> None:
+    """Its second and third dimension have 65,535 programs at most."""
+    x, one = torch.empty(70_000, 2, 16, device="meta"), torch.empty(16, device="meta")
+    with watch_launches(grids := Grids()):
+        norm_then_bias(x, one, torch.empty(4, 16, device="meta"), 1e-6)
+    assert grids.seen == [(70_000, 4)]

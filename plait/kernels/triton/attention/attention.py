@@ -197,8 +197,10 @@ def attend(
             sums = tl.zeros([BM], tl.float32)
         acc = tl.zeros([BM, DP], tl.float32)
         line = table + seq.to(tl.int64) * table_row
-        # The keys of a tile end with those its last row sees.
+        # The keys of a tile end with those its last row sees. They begin with those its first row sees: what
+        # lies in front of a window may be no number, and a weight of 0 would not take it away.
         end = tl.minimum(length, length - count + (tl.minimum(tile * BM + BM, count * G) - 1) // G + 1)
+        oldest = length - count + tile * BM // G - WINDOW + 1
         for s in range(first, last):
             start = (s + tl.zeros([], tl.int32)) * SPLIT
             stop = tl.minimum(start + SPLIT, end)
@@ -208,6 +210,8 @@ def attend(
             for n in range(start, stop, BN):
                 t = n + tl.arange(0, BN)
                 seen = t < stop
+                if WINDOW:
+                    seen &= t >= oldest
                 block = tl.load(line + t // PAGE, mask=seen, other=0).to(tl.int64)
                 inside = t % PAGE * KVH + kv
                 at_k, scales = entry_places(block, inside, D, REST, KW, PAGE * KVH, GROUP)
@@ -352,7 +356,13 @@ def _most_tiles(constants: Mapping[str, int]) -> int:
     return max(MOST_TILES, -(-constants["G"] // constants["BM"]))
 
 
-def _list_work(
+def most_slots(k_cache: Tensor, num_seqs: int, constants: Mapping[str, int]) -> int:
+    """Partial results that a step may have: of every split that memory holds, `MOST_SLOTS` at most."""
+    most_splits = k_cache.shape[0] * k_cache.shape[1] // SPLIT + num_seqs
+    return min(MOST_SLOTS, most_splits * -(-constants["G"] // constants["BM"]))
+
+
+def list_work(
     query_start: Tensor, seq_lens: Tensor, constants: Mapping[str, int], window: int, capacity: int
 ) -> AttentionWork:
     """Launch `count_items`. Nothing waits for the device."""
@@ -392,17 +402,16 @@ def _attend_over(
         return out
     num_seqs = len(seq_lens)
     shared = layout.constants(num_seqs, layout.rows(len(q) != num_seqs))
-    most_splits = k_cache.shape[0] * k_cache.shape[1] // SPLIT + num_seqs
-    capacity, window = min(MOST_SLOTS, most_splits * -(-shared["G"] // shared["BM"])), layout.window
+    capacity, window = most_slots(k_cache, num_seqs, shared), layout.window
     key, step = (
         (NAME, window, capacity, *(shared[n] for n in ("G", "KVH", "DP"))),
         {} if step is None else step,
     )
     work = step.get(key)
     if work is None:
-        work = step[key] = _list_work(query_start, seq_lens, shared, window or 0, capacity)
+        work = step[key] = list_work(query_start, seq_lens, shared, window or 0, capacity)
     launch(
-        attend, (_num_programs(q.device),),
+        attend, (count_programs(q.device),),
         q, k_cache, v_cache, *map(_as_words, caches), table, seq_lens, work.items, work.slots, work.starts,
         work.counters, out, work.part, work.sums, work.sums if sinks is None else sinks,
         work.sums if slopes is None else slopes, table.stride(0), q.stride(0), q.stride(1), scale * LOG2E,
@@ -413,7 +422,7 @@ def _attend_over(
 
 
 @cache
-def _num_programs(device: torch.device) -> int:
+def count_programs(device: torch.device) -> int:
     """The size of the grid; the interpreter has one processor."""
     if device.type != "cuda":
         return PROGRAMS

@@ -138,16 +138,19 @@ SHAPES = {  # channels, taps, bias, SiLU
     "qwen3-next": (8192, 4, False, True),
     "kimi-linear": (12288, 4, False, True),
     "lfm2": (2048, 3, False, False),
+    "inkling": (4096, 4, False, False),
 }
+FLOAT32_TAPS = ("inkling",)  # 1 was added to one of them
 
 
 def forms() -> Iterator[KernelForm]:
     """What models of published sizes launch: steps of decodes, and steps with prompts."""
     for name, (channels, taps, bias, silu_too) in SHAPES.items():
         weight = torch.empty(taps, channels, device="meta").T
+        types = POINTERS | ({"weight": "fp32*"} if name in FLOAT32_TAPS else {})
         for step, one_each in (("decodes", True), ("prompts", False)):
             constants = tile_constants(weight, one_each) | {"HAS_BIAS": bias, "SILU": silu_too}
             warps = constants.pop("num_warps")
             yield KernelForm(
-                f"convolve, {name}, {step}", convolve, POINTERS, constants, warps, demands=(("LDG.128",),)
+                f"convolve, {name}, {step}", convolve, types, constants, warps, demands=(("LDG.128",),)
             )

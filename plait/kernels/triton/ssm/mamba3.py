@@ -108,8 +108,11 @@ def norm_heads(
     x, weight, bias, y, x_row, x_group, eps,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
-    """RMS norm of a group of x [T, G, N], and each head's bias -> y [T, H, N]. Grid: (H, T)."""
-    head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    """RMS norm of a group of x [T, G, N], and each head's bias -> y [T, H, N]. Grid: (T, H).
+
+    Tokens are the first dimension, the only one that may have more than 65,535 programs.
+    """
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     n = tl.arange(0, NP)
     ok = n < N
     own = tl.load(x + row * x_row + head // (H // G) * x_group + n, mask=ok, other=0.0).to(tl.float32)
@@ -228,7 +231,7 @@ def norm_then_bias(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tenso
     if tokens:
         x = _dense_last(x)
         launch(
-            norm_heads, (heads, tokens), x, weight, bias, y, x.stride(0), x.stride(1), eps,
+            norm_heads, (tokens, heads), x, weight, bias, y, x.stride(0), x.stride(1), eps,
             H=heads, G=groups, N=size, NP=triton.next_power_of_2(size), num_warps=1,
         )  # fmt: skip
     return y

@@ -1,0 +1,102 @@
+"""Which source each compiled form of the GPU kernels is of: a digest, kept in each row of the report.
+
+A digest covers what machine code follows from: the kernel and all that it calls, without comments, docstrings
+and layout; the values of module constants that they read; the form's types, constants and options; and the
+target. It is the same with and without Triton's interpreter, so a test can compute it.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from types import FunctionType
+from typing import NamedTuple
+
+from plait.kernels.triton.forms import KernelForm
+from plait.ops.launch import LAUNCH_OPTIONS
+
+LENGTH = 12  # hexadecimal digits that a row has
+PLAIN = (bool, int, float, str, bytes, tuple, type(None))
+
+
+class RowKey(NamedTuple):
+    """What a row of the report is of."""
+
+    form: str
+    target: int  # compute capability, times ten
+
+
+def digest_form(form: KernelForm, target: int) -> str:
+    """The digest of the source that a form has now, on one target."""
+    parts = [*_list_sources(_function_of(form.kernel)), repr(target), repr((form.num_warps, form.num_stages))]
+    for values in (form.types, form.constants, {**LAUNCH_OPTIONS, **form.options}):
+        parts.append(repr(sorted(values.items())))
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:LENGTH]
+
+
+def read_rows(report: Path) -> dict[RowKey, tuple[str, str]]:
+    """(digest, line) of each row of a report; none of one that is not there."""
+    found: dict[RowKey, tuple[str, str]] = {}
+    for line in report.read_text(encoding="utf-8").splitlines() if report.exists() else ():
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        if len(cells) > 2 and cells[1].startswith("sm_"):
+            found[RowKey(cells[0], int(cells[1].removeprefix("sm_")))] = cells[-1], line
+    return found
+
+
+def find_stale(wanted: Mapping[RowKey, str], report: Path) -> Iterator[str]:
+    """What a report lacks, has of another source, or has too much; `wanted`: digests of today's forms."""
+    rows = read_rows(report)
+    for key, digest in wanted.items():
+        name = f"{key.form}, sm_{key.target}"
+        if key not in rows:
+            yield f"{name}: there is no row"
+        elif rows[key][0] != digest:
+            yield f"{name}: the row is of the source {rows[key][0]}, which is now {digest}"
+    for key in rows.keys() - wanted.keys():
+        yield f"{key.form}, sm_{key.target}: there is no such form"
+
+
+def _function_of(value: object) -> FunctionType | None:
+    """The Python function of a kernel, or of a function of constants; None for anything else."""
+    inner = getattr(value, "fn", None)
+    return inner if isinstance(inner, FunctionType) else None
+
+
+def _list_sources(kernel: FunctionType | None) -> Sequence[str]:
+    """The texts of a kernel and of what it calls, each once, and the constants that they read."""
+    assert kernel is not None, "a form has a kernel"
+    parts: dict[str, str] = {}
+    waiting = [kernel]
+    while waiting:
+        fn = waiting.pop()
+        name = f"{fn.__module__}.{fn.__qualname__}"
+        if name in parts:
+            continue
+        text, names = _read_source(fn)
+        parts[name] = text
+        for used in names:
+            value = fn.__globals__.get(used)
+            if (called := _function_of(value)) is not None:
+                waiting.append(called)
+            elif used in fn.__globals__ and isinstance(value, PLAIN):
+                parts[f"{fn.__module__}.{used}"] = repr(value)
+            elif hasattr(value, "value"):  # a `tl.constexpr`
+                parts[f"{fn.__module__}.{used}"] = repr(getattr(value, "value", None))
+    return [f"{name}\n{text}" for name, text in sorted(parts.items())]
+
+
+@cache
+def _read_source(fn: FunctionType) -> tuple[str, tuple[str, ...]]:
+    """A function's text without comments and docstrings, and the names that it reads."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(fn)))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and ast.get_docstring(node, clean=False) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    return ast.unparse(tree), tuple(sorted(names))
