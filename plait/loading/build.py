@@ -259,7 +259,7 @@ def engine_over(
     with out_of_memory(f"allocating memory for sequences ({gib(sizing.nbytes)})"):
         observe = proposer.observe if isinstance(proposer, MtpDrafter) else None
         runner = make_runner(decoder, sampler, target, config, sizing, records=records, observe=observe)
-    return runner, make_engine(
+    engine = make_engine(
         runner,
         decoder.spec,
         sizing,
@@ -268,6 +268,9 @@ def engine_over(
         is_host=target.device.type == "cpu",
         proposer=proposer,
     )
+    if isinstance(proposer, MtpDrafter) and engine.speculation:
+        engine.speculation.on_rest = proposer.rest
+    return runner, engine
 
 
 def draft_headers(config: EngineConfig, spec: ModelSpec, tokenizer: Tokenizer | None) -> Opened | None:

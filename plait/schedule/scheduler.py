@@ -90,8 +90,13 @@ class Scheduler:
         is_possible = self.limits.causal and not self._suspects
         return [seq for seq in self.running if is_possible and seq.can_draft]
 
-    def plan(self, drafts: Mapping[int, tuple[int, ...]] = NOTHING) -> StepPlan | None:
-        """The next step, or None if there is nothing to do. `drafts`: draft tokens by id, of `drafting`."""
+    def plan(
+        self, drafts: Mapping[int, tuple[int, ...]] = NOTHING, *, is_observed: bool = False
+    ) -> StepPlan | None:
+        """The next step, or None if there is nothing to do. `drafts`: draft tokens by id, of `drafting`.
+
+        `is_observed`: there is one step, because what drafts reads its tokens before the next one.
+        """
         if suspect := self._next_suspect():
             shares = share_members(suspect, self.limits.max_num_batched_tokens, self.limits, self.memory)
         else:
@@ -102,8 +107,8 @@ class Scheduler:
             self.memory.read_ahead(self.waiting)
         if drafts and not self._suspects:
             self._add_drafts(shares, drafts)
-        num_steps = 1 if drafts or self.waiting or self._suspects else self._num_steps()
-        return self._planned(shares, num_steps)
+        is_single = bool(drafts or self.waiting or self._suspects) or is_observed
+        return self._planned(shares, 1 if is_single else self._num_steps())
 
     def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
         """The step after `plan`, which was launched and is not committed; what that one samples is FOLLOW.
