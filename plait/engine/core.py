@@ -288,6 +288,8 @@ class Engine:
 
     def _learn(self, plan: StepPlan, seconds: float) -> None:
         """Report the cost of a step to the scheduler: the time of its pass, and of the memory it moved."""
+        if plan.turns:  # what a single step would cost cannot be told
+            return
         costs, nbytes = self.scheduler.costs, self.scheduler.memory.pools.moved_nbytes(plan)
         if not nbytes:
             costs.observe(plan.num_tokens, seconds / plan.num_steps)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from plait.checkpoint.weights import Target
 from plait.config import EngineConfig
@@ -48,6 +48,8 @@ from plait.runner.ranks.group_comm import GroupComm
 from plait.runner.ranks.messages import Prepare
 from plait.runner.runner import ModelRunner
 from plait.runner.sampler import Sampler
+from plait.runner.turns import add_turns
+from plait.schedule.plan import MOST_STEPS
 from plait.schedule.speculate import NgramProposer, Proposer
 from plait.spec import ModelSpec
 from plait.state.disk.cache import DiskCache
@@ -270,6 +272,8 @@ def engine_over(
     )
     if isinstance(proposer, MtpDrafter) and engine.speculation:
         engine.speculation.on_rest = proposer.rest
+        if add_turns(runner.replay, proposer, target.executor):
+            engine.scheduler.limits = replace(engine.scheduler.limits, num_turns=MOST_STEPS)
     return runner, engine
 
 

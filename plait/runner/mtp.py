@@ -102,6 +102,10 @@ class MtpDrafter:
             found |= self._draft(work)
         return found
 
+    def place_of(self, seq_id: int) -> HeadPlace | None:
+        """Where the state of a sequence is, if it has a place."""
+        return self._places.get(seq_id)
+
     def rest(self, is_resting: bool) -> None:
         """Keep no hidden states, as there are no drafts for now; afterwards the head begins anew."""
         self._is_resting = is_resting

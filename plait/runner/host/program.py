@@ -41,6 +41,13 @@ class Described(Protocol):
     def names(self) -> Sequence[str]: ...
 
 
+class TurnRunner(Protocol):
+    """Runs the speculative turns of a plan (`runner.turns`)."""
+
+    def run(self, plan: StepPlan) -> list[Sampled] | None:
+        """The answers; None: the plan's first turn is to run as a single step."""
+
+
 class HostProgram:
     """A recorded step as one native call. `table`: its launches, as `threads` run them.
 
@@ -100,6 +107,7 @@ class ProgramReplay:
     def __init__(self, program: HostProgram, sampler: HostSampler, description: Described) -> None:
         self.program, self._sampler, self._description = program, sampler, description
         self._observe: Callable[[StepPlan, Floats], None] | None = None
+        self.turns: TurnRunner | None = None
 
     @property
     def launches(self) -> Sequence[str]:
@@ -125,6 +133,8 @@ class ProgramReplay:
         """Run the steps of a plan that fits. What it made of tokens stays in `program.results`."""
         if plan.num_steps > 1:
             return Done(self._several(plan, sampling))
+        if plan.turns and self.turns and (found := self.turns.run(plan)) is not None:
+            return Done(found)
         logits, results = self.program(plan), self.program.results
         if self._observe:
             self._observe(plan, results.hidden)
