@@ -272,7 +272,7 @@ def engine_over(
     )
     if isinstance(proposer, MtpDrafter) and engine.speculation:
         engine.speculation.on_rest = proposer.rest
-        if add_turns(runner.replay, proposer, target.executor):
+        if add_turns(runner.replay, proposer, sampler, target.executor):
             engine.scheduler.limits = replace(engine.scheduler.limits, num_turns=MOST_STEPS)
     return runner, engine
 

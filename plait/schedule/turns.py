@@ -26,7 +26,7 @@ def plan_turns(
     """
     rows, slots = 1 + len(seq.draft), seq.draft_slots
     is_copied = slots.is_copy if slots else memory.has_slots
-    if rows == 1 or is_copied or seq.num_left != 1 or not is_likeliest(seq):
+    if rows == 1 or is_copied or seq.num_left != 1 or not is_plain(seq):
         return None
     most = min(limits.num_turns, (seq.max_len - seq.num_tokens - 1) // rows, memory.until_mark(seq) // rows)
     if most < 2 or (seconds := costs.step_s(rows)) is None:
@@ -38,11 +38,10 @@ def plan_turns(
     return Turns(most, tuple(sorted(seq.stop_token_ids)))
 
 
-def is_likeliest(seq: TokenSequence) -> bool:
-    """Whether each next token is the one with the model's largest logit, and nothing reads it in between."""
-    params, output = seq.params, seq.num_output_tokens
-    is_plain = not params.temperature and not params.logit_bias and output >= max(params.min_tokens, 1)
-    return is_plain and seq.is_unobserved and seq.gang is None
+def is_plain(seq: TokenSequence) -> bool:
+    """Whether each next token follows from the model's logits and a random number, and nothing reads it before."""
+    is_begun = seq.num_output_tokens >= max(seq.params.min_tokens, 1)
+    return is_begun and seq.is_unobserved and not seq.params.logit_bias and seq.gang is None
 
 
 def settle_earlier(

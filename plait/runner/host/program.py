@@ -16,7 +16,7 @@ import numpy.typing as npt
 from plait.runner.host.pooling import add_pooled
 from plait.runner.host.sampler import HostSampler, is_greedy
 from plait.runner.host.static_batch import Found, NativeThreads, StaticBatch
-from plait.schedule.plan import MOST_STEPS, Done, Sampled, SamplingBatch, StepPlan
+from plait.schedule.plan import MOST_STEPS, Done, Sampled, SamplingBatch, SamplingRow, StepPlan
 
 Floats = npt.NDArray[np.float32]
 
@@ -44,7 +44,7 @@ class Described(Protocol):
 class TurnRunner(Protocol):
     """Runs the speculative turns of a plan (`runner.turns`)."""
 
-    def run(self, plan: StepPlan) -> list[Sampled] | None:
+    def run(self, plan: StepPlan, row: SamplingRow) -> list[Sampled] | None:
         """The answers; None: the plan's first turn is to run as a single step."""
 
 
@@ -133,7 +133,7 @@ class ProgramReplay:
         """Run the steps of a plan that fits. What it made of tokens stays in `program.results`."""
         if plan.num_steps > 1:
             return Done(self._several(plan, sampling))
-        if plan.turns and self.turns and (found := self.turns.run(plan)) is not None:
+        if plan.turns and self.turns and (found := self.turns.run(plan, sampling.rows[0])) is not None:
             return Done(found)
         logits, results = self.program(plan), self.program.results
         if self._observe:

@@ -68,6 +68,8 @@ class StaticBatch:
         self.mappings = [row[: c.tokens] for row in self.moving[2:]]
         self.history = np.zeros(c.seqs, np.bool_)
         self.tables = [np.zeros((c.seqs, c.blocks), np.int64) for _ in groups]
+        # Address and row stride of each, for native code.
+        self.table_places = np.array([(t.ctypes.data, t.strides[0]) for t in self.tables], np.int64)
         # The adapter of each token, how many tokens have one, and tokens by adapter.
         self.adapters = np.zeros(c.tokens, np.int64) if has_adapters else None
         self.num_adapted, self.adapter_order = np.zeros(1, np.int64), np.zeros(c.tokens, np.int64)
@@ -145,7 +147,7 @@ class StaticBatch:
 
         ids and values are kept for each step, in rows of `kept`; `step` counts.
         """
-        places = np.array([(table.ctypes.data, table.strides[0]) for table in self.tables], np.int64)
+        places = self.table_places
         return threads.following(
             *(*largest, self.ids, self.moving, self.moving.strides[0], len(places), places),
             *(self.block_size, *kept, *(a.strides[0] for a in kept), step),

@@ -9,7 +9,7 @@ next verification; `take` puts a draft token where the next pass and the next ve
 is integers, and one thread does it. How many rows a pass has is in the frame, so nothing else changes.
 
 Words of the *journal*, int64: the number of the turn, how many there are at most, the position of the head's next row,
-how many stop tokens there are. The rest is memory of the two `StaticBatch`es: `moving` is positions, lengths, and of each group where entries go.
+how many stop tokens there are, and the first position of `numbers`: the random numbers of the draws by position. The rest is memory of the two `StaticBatch`es: `moving` is positions, lengths, and of each group where entries go.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from plait.kernels.cpu.codegen.kernel import inline, kernel
 from plait.kernels.cpu.codegen.kinds import Int
-from plait.kernels.cpu.codegen.vec import get_f32, get_i64, put_f32, put_i64, words
+from plait.kernels.cpu.codegen.vec import get_f32, get_f64, get_i64, put_f32, put_f64, put_i64, words
 from plait.kernels.cpu.pointwise.copy_rows import copy_row
 from plait.kernels.cpu.runtime.frame_words import LOGITS, TOKENS
 
@@ -58,13 +58,15 @@ def accept_draft(frame: int, args: int, thread: int, threads: int) -> None:
     """draft tokens, journal, steps (which becomes 0 behind a stop token), found ids and values of each row,
     what is kept of these and of the draft for each turn (int64, float32, int64, rows of 1 + draft tokens) and how
     many tokens were right, stop tokens; of the model's batch: ids, moving, slots, row_slots; hidden
-    states, their row stride; of the head's batch: ids, moving, starts, logit_rows, hidden states (dense), their size.
+    states, their row stride; of the head's batch: ids, moving, starts, logit_rows, hidden states (dense), their size;
+    random numbers (float64) by position, those of the model's rows and of the head's one row.
     """
     if thread > 0:
         return
     count, journal, steps, found, values, kept_ids, kept_values, drafts, rights, stops = words(args, 2, 12)
     ids, moving, slots, row_slots, hidden, hidden_bytes = words(args, 12, 18)
     head_ids, head_moving, starts, logit_rows, before, size = words(args, 18, 24)
+    numbers, row_numbers, head_number = words(args, 24, 27)
     right: Int = np.int64(0)
     while right < count and get_i64(found + 8 * right) == get_i64(ids + 8 * (right + 1)):
         right += 1
@@ -96,23 +98,28 @@ def accept_draft(frame: int, args: int, thread: int, threads: int) -> None:
         put_i64(slots, get_i64(row_slots + 8 * right))
         put_i64(row_slots + 8 * right, slot)
     put_i64(ids, get_i64(found + 8 * right))
-    _place_rows(moving, get_i64(get_i64(moving)) + right + 1, count + 1)
+    at = get_i64(get_i64(moving)) + right + 1
+    _place_rows(moving, at, count + 1)
+    for i in range(count + 1):
+        put_f64(row_numbers + 8 * i, get_f64(numbers + 8 * (at + i - get_i64(journal + 32))))
+    put_f64(head_number, get_f64(row_numbers))
 
 
 @kernel
 def take_draft(frame: int, args: int, thread: int, threads: int) -> None:
     """Which draft token from 1, draft tokens, found id; the model's ids; of the head's batch: ids, moving,
-    starts, logit_rows.
+    starts, logit_rows; random numbers of the model's rows, and of the head's one row.
     """
     if thread > 0:
         return
-    number, count, found, ids, head_ids, moving, starts, logit_rows = words(args, 2, 10)
+    number, count, found, ids, head_ids, moving, starts, logit_rows, row_numbers, head_number = words(args, 2, 12)
     token = get_i64(found)
     put_i64(ids + 8 * number, token)
     if number == count:
         _set_rows(frame, count + 1, count + 1)
         return
     put_i64(head_ids, token)
+    put_f64(head_number, get_f64(row_numbers + 8 * number))
     _place_rows(moving, get_i64(get_i64(moving) + get_i64(moving + 8)), 1)
     put_i64(starts + 8, np.int64(1))
     put_i64(logit_rows, np.int64(0))
