@@ -107,15 +107,19 @@ class Engine:
         Where its ticket allows it, the next plan is made and launched before that. Raises DeviceLost, after
         which the engine is of no more use.
         """
-        self._is_audited = False
+        self._is_audited, speculation = False, self.speculation
+        began = speculation.begin() if speculation else None
         has_ended = self._end_hopeless()
         if (flight := self._flight) is None:
-            plan = self.scheduler.plan(self._drafts())
+            drafts, is_observed = self._drafts()
+            plan = self.scheduler.plan(drafts, is_observed=is_observed)
             if plan is None:
                 return has_ended
             flight = self._flight = self._launch(plan)
         self._flight = self._launch_ahead(flight)
-        self._land(flight)
+        num_tokens = self._land(flight)
+        if speculation and num_tokens:
+            self._ask(lambda s: s.charge(len(flight.plan.chunks), num_tokens, began), None)
         return True
 
     def _launch(self, plan: StepPlan) -> Flight:
@@ -135,8 +139,8 @@ class Engine:
         self.num_ahead += plan is not None
         return None if plan is None else self._launch(plan)
 
-    def _land(self, flight: Flight) -> None:
-        """Wait for a step, commit its plan, and deliver what it brings."""
+    def _land(self, flight: Flight) -> int:
+        """Wait for a step, commit its plan, deliver what it brings: so many tokens, 0 if some had none."""
         plan = flight.plan
         try:
             sampled = flight.ticket.wait()
@@ -144,13 +148,13 @@ class Engine:
             raise
         except Exception as error:
             self._recover(plan, error)
-            return
+            return 0
         ended = self.clock()
         try:
             updates = self.scheduler.commit(plan, sampled)
         except EngineError as error:
             self._recover(plan, error)
-            return
+            return 0
         # A step that was launched ahead began to run when the one before it ended.
         seconds, self._landed_s = ended - max(flight.began, self._landed_s), ended
         self.metrics.count_steps(plan.num_steps, plan.num_tokens, seconds)
@@ -158,6 +162,8 @@ class Engine:
         self._show_progress(plan, ended)
         for update in updates:
             self._deliver(update, ended)
+        has_prompts = len(updates) < len(plan.chunks) or any(not chunk.start for chunk in plan.chunks)
+        return 0 if has_prompts else sum(len(update.event.token_ids) for update in updates)
 
     def step_or_wait(self) -> None:
         """`step`; where there is work and no step was possible, wait a moment. Raises what escapes a step."""
@@ -237,16 +243,17 @@ class Engine:
             self._fail(choice, error)
         return bool(expired or lost)
 
-    def _drafts(self) -> Mapping[int, tuple[int, ...]]:
-        """Draft tokens by sequence id."""
+    def _drafts(self) -> tuple[Mapping[int, tuple[int, ...]], bool]:
+        """(draft tokens by sequence id, whether what drafts has to read what the next step brings)."""
         if self.speculation is None or not (drafting := self.scheduler.drafting()):
-            return {}
+            return {}, False
         num_left = sum(seq.num_left for seq in self.scheduler.running)
         num_rows = min(num_left, self.scheduler.limits.max_num_batched_tokens)
         none: Mapping[int, tuple[int, ...]] = {}
         found = self._ask(lambda speculation: speculation.drafts(drafting, num_rows), none)
         guided = [(seq.id, seq.guide) for seq in drafting if seq.guide is not None]
-        return {**found, **{i: forced for i, guide in guided if (forced := guide.forced()[:MAX_FORCED])}}
+        forced = {i: tokens for i, guide in guided if (tokens := guide.forced()[:MAX_FORCED])}
+        return {**found, **forced}, self.speculation is not None and not self.speculation.is_resting
 
     def _ask(self, call: Callable[[Speculation], T], otherwise: T) -> T:
         """Call speculation. A failure turns it off from then on, and must not end any request."""
@@ -281,6 +288,8 @@ class Engine:
 
     def _learn(self, plan: StepPlan, seconds: float) -> None:
         """Report the cost of a step to the scheduler: the time of its pass, and of the memory it moved."""
+        if plan.turns:  # what a single step would cost cannot be told
+            return
         costs, nbytes = self.scheduler.costs, self.scheduler.memory.pools.moved_nbytes(plan)
         if not nbytes:
             costs.observe(plan.num_tokens, seconds / plan.num_steps)

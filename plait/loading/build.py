@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from plait.checkpoint.weights import Target
 from plait.config import EngineConfig
@@ -48,6 +48,8 @@ from plait.runner.ranks.group_comm import GroupComm
 from plait.runner.ranks.messages import Prepare
 from plait.runner.runner import ModelRunner
 from plait.runner.sampler import Sampler
+from plait.runner.turns import add_turns
+from plait.schedule.plan import MOST_STEPS
 from plait.schedule.speculate import NgramProposer, Proposer
 from plait.spec import ModelSpec
 from plait.state.disk.cache import DiskCache
@@ -259,7 +261,7 @@ def engine_over(
     with out_of_memory(f"allocating memory for sequences ({gib(sizing.nbytes)})"):
         observe = proposer.observe if isinstance(proposer, MtpDrafter) else None
         runner = make_runner(decoder, sampler, target, config, sizing, records=records, observe=observe)
-    return runner, make_engine(
+    engine = make_engine(
         runner,
         decoder.spec,
         sizing,
@@ -268,6 +270,11 @@ def engine_over(
         is_host=target.device.type == "cpu",
         proposer=proposer,
     )
+    if isinstance(proposer, MtpDrafter) and engine.speculation:
+        engine.speculation.on_rest = proposer.rest
+        if add_turns(runner.replay, proposer, sampler, target.executor):
+            engine.scheduler.limits = replace(engine.scheduler.limits, num_turns=MOST_STEPS)
+    return runner, engine
 
 
 def draft_headers(config: EngineConfig, spec: ModelSpec, tokenizer: Tokenizer | None) -> Opened | None:

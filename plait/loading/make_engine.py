@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -15,10 +17,12 @@ from plait.frontend.frontend import Front, Language, Parsers
 from plait.loading.text_side import TextSource
 from plait.request import JsonStyle
 from plait.schedule.plan import MOST_STEPS
+from plait.schedule.draft_governor import DraftGovernor
 from plait.schedule.speculate import Proposer, Speculation
 from plait.spec import ModelSpec
 from plait.text.grammar.compiler import GrammarCompiler, check_memory
 
+HEAD_LENGTHS = (1, 2, 3, 4, 6, 8)  # of a head's drafts: which one pays best is measured
 TEXT_NBYTES = 192 << 20  # of memory for a tokenizer, its table and the thread that makes them
 
 
@@ -41,7 +45,7 @@ def make_engine(
 ) -> Engine:
     """is_recorded: steps are replayed; is_host: they run on the CPU; proposer: of draft tokens."""
     has_slots = sizing.num_slots > 0
-    can_follow = is_recorded and proposer is None  # a proposer has to see every step
+    can_follow = is_recorded and (is_host or proposer is None)
     # On a GPU the next step is planned while one runs: streams, and recurrent state, keep to that.
     num_steps = MOST_STEPS if can_follow and (is_host or not has_slots) else 1
     num_streamed_steps = num_steps if is_host else 1
@@ -50,8 +54,18 @@ def make_engine(
     )
     scheduler.memory.keeps_rows, speculation = runner.keeps_rows, None
     if proposer is not None:
-        replays = has_slots and not runner.keeps_rows
-        speculation = Speculation(proposer, scheduler.costs, config.num_draft_tokens, replays=replays)
+        most, is_even = config.num_draft_tokens, config.speculate == "mtp"
+        lengths = [n for n in HEAD_LENGTHS if n <= most] if is_even else [most]
+        speculation = Speculation(
+            proposer,
+            scheduler.costs,
+            most,
+            replays=has_slots and not runner.keeps_rows,
+            # On a CPU what the thread worked, not what other programs took. (Windows counts 16 ms at a time.)
+            spent=time.thread_time if is_host and sys.platform != "win32" else time.perf_counter,
+            governor=DraftGovernor(lengths),
+            is_even=is_even,
+        )
     longest = sizing.max_model_len
     return Engine(
         runner, scheduler, vocab_size=spec.vocab_size, max_model_len=longest, speculation=speculation

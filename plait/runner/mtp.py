@@ -64,11 +64,12 @@ class MtpDrafter:
         self._free = [HeadPlace(i) for i in reversed(range(memory.num_places))]
         self._places: OrderedDict[int, HeadPlace] = OrderedDict()  # by sequence, least recently drafted first
         self._error: Exception | None = None
+        self._is_resting = False
         self._step = 0
 
     def observe(self, plan: StepPlan, hidden: Rows) -> None:
         """hidden: [the plan's tokens or more, hidden]. A failure must not fail the step."""
-        if self._error is not None:
+        if self._is_resting or self._error is not None:
             return
         try:
             row = 0
@@ -100,6 +101,14 @@ class MtpDrafter:
         if work:
             found |= self._draft(work)
         return found
+
+    def place_of(self, seq_id: int) -> HeadPlace | None:
+        """Where the state of a sequence is, if it has a place."""
+        return self._places.get(seq_id)
+
+    def rest(self, is_resting: bool) -> None:
+        """Keep no hidden states, as there are no drafts for now; afterwards the head begins anew."""
+        self._is_resting = is_resting
 
     def forget(self, seq_id: int) -> None:
         """Free the place of a sequence that has ended."""

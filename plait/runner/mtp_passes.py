@@ -78,14 +78,14 @@ class RecordedPasses:
         groups = block_groups(head.states)
         static = StaticBatch(capacity, groups, store.block_size)
         batch, largest = view_as_batch(static, groups), sampler.plain_largest
-        self._before = torch.zeros(capacity.tokens, head.fc.n_out)
+        self.before = torch.zeros(capacity.tokens, head.fc.n_out)
         with threads.recording(capacity.tokens, capacity.logits) as table, ViewsOnly():
-            hidden = head.hidden(batch, store, self._before)
-            logits = head.logits(head.keep_last(hidden, batch, self._before))
+            hidden = head.hidden(batch, store, self.before)
+            logits = head.logits(head.keep_last(hidden, batch, self.before))
             found = largest(logits) if largest else None
         self._largest = (found[0].numpy(), found[1].numpy()) if found else None
         results = StepResults(hidden.numpy(), logits.numpy(), self._largest)
-        self._program, self._sampler = HostProgram(threads, table, static, results), sampler.host
+        self.program, self._sampler = HostProgram(threads, table, static, results), sampler.host
         self.launches = tuple(table.names)
 
     def run(
@@ -94,30 +94,30 @@ class RecordedPasses:
         """See `HeadPasses`."""
         at = 0
         for row in rows:
-            self._before[at : at + len(row)] = row
+            self.before[at : at + len(row)] = row
             at += len(row)
         own = SamplingBatch(tuple(sampling))
         if self._largest is not None and is_greedy(own):
             return self._run_greedy(plan, own, length)
-        tokens = [a.token_ids[0] for a in self._sampler.sample(self._program(plan), own, self._largest)]
+        tokens = [a.token_ids[0] for a in self._sampler.sample(self.program(plan), own, self._largest)]
         steps = [tokens]
         for i in range(1, length):
             plan = go_on(plan, tokens)
-            tokens = self._sampler.follow(self._program(plan), own, i, self._largest)
+            tokens = self._sampler.follow(self.program(plan), own, i, self._largest)
             steps.append(tokens)
         return [*zip(*steps, strict=True)]
 
     def _run_greedy(self, plan: StepPlan, own: SamplingBatch, length: int) -> Drafts:
         """All passes in two native calls, in one where the first has one token of each sequence, too."""
         if all(len(chunk.token_ids) == 1 for chunk in plan.chunks):
-            found = self._sampler.likeliest(*self._program.several(replace(plan, num_steps=length)))
+            found = self._sampler.likeliest(*self.program.several(replace(plan, num_steps=length)))
             return [answer.token_ids for answer in found]
-        first = self._sampler.sample(self._program(plan), own, self._largest)
+        first = self._sampler.sample(self.program(plan), own, self._largest)
         tokens = [answer.token_ids[0] for answer in first]
         if length == 1:
             return [(token,) for token in tokens]
         plan = replace(go_on(plan, tokens), num_steps=length - 1)
-        found = self._sampler.likeliest(*self._program.several(plan))
+        found = self._sampler.likeliest(*self.program.several(plan))
         return [(token, *answer.token_ids) for token, answer in zip(tokens, found, strict=True)]
 
 

@@ -245,7 +245,7 @@ class Allocation:
     def settle(self, seq: TokenSequence, end: int, *, accepted: bool) -> None:
         """Commit a chunk that was computed up to `end`; what was computed behind that does not count."""
         if (reached := settle_draft(self.pools, seq, end, accepted=accepted)) > seq.num_computed_tokens:
-            self._advance(seq, reached)
+            self.advance(seq, reached)
         if accepted:
             return
         needed = -(-seq.num_tokens // self.block_size)  # the rest was reserved for tokens that did not come
@@ -253,7 +253,7 @@ class Allocation:
             pool.give(block for block in reversed(table[needed:]) if block)
             del table[needed:]
 
-    def _advance(self, seq: TokenSequence, end: int) -> None:
+    def advance(self, seq: TokenSequence, end: int) -> None:
         """Record that `end` tokens are computed: cache them, and give back blocks that left the window."""
         begin, seq.num_computed_tokens = seq.num_computed_tokens, end
         if not self._caches:

@@ -31,7 +31,7 @@ class SchedulerLimits:
 
     `max_step_s`: prompts are cut so that a step with running replies takes no longer, if not None.
     `num_steps`: the most decode steps of one plan; `num_streamed_steps`: where some reply is streamed.
-    `causal` False: all is computed in each step.
+    `num_turns`: the most speculative turns of one plan. `causal` False: all is computed in each step.
     """
 
     max_num_seqs: int
@@ -41,6 +41,7 @@ class SchedulerLimits:
     max_step_s: float | None = None
     num_steps: int = 1
     num_streamed_steps: int = 1
+    num_turns: int = 1
     causal: bool = True
 
 

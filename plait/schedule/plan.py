@@ -91,12 +91,36 @@ class Drop(Struct, frozen=True, gc=False, tag=True):
 Move = CopySlot | CopyBlock | Save | Load | Drop
 
 
+class Turns(Struct, frozen=True, gc=False):
+    """Speculative turns of one sequence: the step with its draft, and further ones that the runner drafts.
+
+    There are `most`, fewer behind one of the tokens `stops`.
+    """
+
+    most: int
+    stops: tuple[int, ...]
+
+
+class TurnsEnd(Struct, frozen=True, gc=False):
+    """What the last turn leaves of a plan with `num_turns` of them: the draft that it checked, and the slots.
+
+    `num_earlier`: tokens of the turns before it. `slot`: the sequence's; `row_slots`: behind the rows before the last.
+    """
+
+    num_turns: int
+    num_earlier: int
+    draft: tuple[int, ...]
+    slot: int
+    row_slots: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """What one step computes: chunks, decodes first, and the copies of memory that come before it.
 
     `moves`: in this order, before the pass; then `fresh` slots are zeroed. Without chunks there is no pass.
-    `num_steps`: decode steps in a row, each of what the one before it sampled; the tables have their blocks.
+    `num_steps`: decode steps in a row, each of what the one before it sampled; the tables have their blocks, and
+    those of all `turns`.
     """
 
     step: int
@@ -104,6 +128,7 @@ class StepPlan:
     moves: tuple[Move, ...] = ()
     fresh: tuple[int, ...] = ()
     num_steps: int = 1
+    turns: Turns | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -148,13 +173,15 @@ class SamplingBatch:
 
 class Sampled(Struct, frozen=True, gc=False):
     """The answer to one `SamplingRow`: one token per sample and step; `logprobs` as many, or None; in
-    `mirostat_mu` the bound after each. `pooled`: the sum of its requested hidden states, by dimension."""
+    `mirostat_mu` the bound after each. `pooled`: the sum of its requested hidden states, by dimension. `turns`: the
+    tokens are those of all turns that there were."""
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     pooled: tuple[float, ...] = ()
     mirostat_mu: tuple[float, ...] = ()
+    turns: TurnsEnd | None = None
 
 
 class Ticket(Protocol):

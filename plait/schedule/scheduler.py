@@ -16,8 +16,9 @@ from plait.errors import QueueFull
 from plait.schedule.allocation import Allocation
 from plait.schedule.costs import SchedulerLimits, StepCosts, describe_load, most_steps
 from plait.schedule.gang_beams import advance_beams, drop_state
-from plait.schedule.plan import Chunk, Move, Sampled, SamplingBatch, StepPlan
+from plait.schedule.plan import Chunk, Move, Sampled, SamplingBatch, StepPlan, Turns
 from plait.schedule.sequence import Gang, Phase, TokenSequence, Update, answers_by_id
+from plait.schedule.turns import add_earlier, plan_turns, settle_earlier
 from plait.schedule.shares import check_fits, others_await, prompt_budget, share_members, share_step
 from plait.state.blocks import Hit
 
@@ -90,8 +91,13 @@ class Scheduler:
         is_possible = self.limits.causal and not self._suspects
         return [seq for seq in self.running if is_possible and seq.can_draft]
 
-    def plan(self, drafts: Mapping[int, tuple[int, ...]] = NOTHING) -> StepPlan | None:
-        """The next step, or None if there is nothing to do. `drafts`: draft tokens by id, of `drafting`."""
+    def plan(
+        self, drafts: Mapping[int, tuple[int, ...]] = NOTHING, *, is_observed: bool = False
+    ) -> StepPlan | None:
+        """The next step, or None if there is nothing to do. `drafts`: draft tokens by id, of `drafting`.
+
+        `is_observed`: there is one step, because what drafts reads its tokens before the next one.
+        """
         if suspect := self._next_suspect():
             shares = share_members(suspect, self.limits.max_num_batched_tokens, self.limits, self.memory)
         else:
@@ -102,8 +108,8 @@ class Scheduler:
             self.memory.read_ahead(self.waiting)
         if drafts and not self._suspects:
             self._add_drafts(shares, drafts)
-        num_steps = 1 if drafts or self.waiting or self._suspects else self._num_steps()
-        return self._planned(shares, num_steps)
+        is_single = bool(drafts or self.waiting or self._suspects) or is_observed
+        return self._planned(shares, 1 if is_single else self._num_steps())
 
     def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
         """The step after `plan`, which was launched and is not committed; what that one samples is FOLLOW.
@@ -133,6 +139,7 @@ class Scheduler:
 
     def _planned(self, shares: Mapping[int, int], num_steps: int) -> StepPlan | None:
         """The plan of these shares and of the moves that memory needs; None if there is nothing to do."""
+        turns = self._turns()
         step, moves = self._step + 1, tuple(self.memory.pools.moves)
         chunks = [seq.chunk(shares[seq.id], step) for seq in self.running if shares.get(seq.id)]
         if not chunks and not moves:
@@ -140,7 +147,7 @@ class Scheduler:
         self._step, self._moves[step], self.memory.pools.moves = step, moves, []
         chunks.sort(key=lambda c: len(c.token_ids) > 1 or c.start == 0)  # stable: in line within
         fresh = tuple([c.slot for c in chunks if c.start == 0 and c.slot])
-        return StepPlan(step, tuple(chunks), moves, fresh, num_steps)
+        return StepPlan(step, tuple(chunks), moves, fresh, num_steps, turns)
 
     def sampling(self, plan: StepPlan) -> SamplingBatch:
         """What the sampler must know about a plan that was just made."""
@@ -258,6 +265,12 @@ class Scheduler:
                 seq.draft = draft
                 budget -= len(draft)
 
+    def _turns(self) -> Turns | None:
+        """The further turns of a plan with a draft, if it is of one sequence."""
+        if self.limits.num_turns == 1 or len(self.running) != 1 or self.waiting or self._suspects:
+            return None
+        return plan_turns(self.running[0], self.limits, self.costs, self.memory)
+
     # Which sequences start, and which are preempted
 
     def _admit_waiting(self, shares: dict[int, int]) -> None:
@@ -342,6 +355,7 @@ class Scheduler:
     # What a step brings
 
     def _advance(self, seq: TokenSequence, chunk: Chunk, answer: Sampled | None) -> Update | None:
+        chunk, answer, earlier = settle_earlier(seq, chunk, answer, self.memory)
         draft, seq.draft, is_settled = seq.draft, (), seq.awaited > 0
         if is_settled:
             seq.awaited = seq.num_pending = 0
@@ -368,7 +382,8 @@ class Scheduler:
         if reason is not None:
             self._finish(*seq.members)
         event = seq.event(answer, tokens, reason, is_scoring=is_scoring)
-        return Update(seq.id, event, len(draft), num_ahead if draft else 0)
+        update = Update(seq.id, event, len(draft), num_ahead if draft else 0)
+        return add_earlier(update, answer, earlier)
 
     def _clear(self, seq: TokenSequence) -> None:
         """A sequence, with its gang, has shown that it does not make steps fail."""

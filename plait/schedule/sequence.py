@@ -388,6 +388,7 @@ def answers_by_id(
         if seq is None or not seq.is_in(plan.step):
             continue
         wanted = (plan.num_steps + len(seq.draft)) * seq.samples_after(chunk.end - len(seq.draft))
+        wanted += answer.turns.num_earlier if answer.turns else 0
         if len(answer.token_ids) != wanted:
             raise EngineError(
                 f"step {plan.step}: {len(answer.token_ids)} tokens were sampled for "

@@ -17,6 +17,7 @@ from itertools import cycle, islice
 from typing import Protocol
 
 from plait.schedule.costs import NUM_BELIEVED, NUM_REMEMBERED, StepCosts, median
+from plait.schedule.draft_governor import DraftGovernor
 from plait.schedule.plan import DraftRequest
 from plait.schedule.sequence import MOST_REPLAYED, TokenSequence
 
@@ -146,6 +147,11 @@ class _Choice:
     limit: int
     length: int = 0
 
+    def request(self, length: int) -> DraftRequest:
+        """Requests a draft of this length."""
+        seq = self.seq
+        return DraftRequest(seq.id, seq.token_ids, length, seq.params, seq.seed)
+
     def outlook(self, length: int, *, replays: bool) -> _Outlook:
         """What a draft of this length brings and costs in a step.
 
@@ -185,6 +191,9 @@ class Speculation:
     `replays`: after a partial acceptance the accepted tokens are computed again (models with slots). Where
     drafts do not pay there are none, but for a probe now and then, after pauses that double. A proposer that
     raises is not called again: replies go on without drafts, and `error` is the cause.
+
+    The `governor` has the last word: it compares what tokens really cost with drafts and without. `is_even`: it
+    also chooses the length, the same for all sequences (a head, of which drafts are about equally good).
     """
 
     proposer: Proposer
@@ -192,10 +201,16 @@ class Speculation:
     num_draft_tokens: int
     replays: bool = False
     clock: Callable[[], float] = time.perf_counter
+    spent: Callable[[], float] = time.perf_counter  # seconds, for the governor
+    on_rest: Callable[[bool], None] = field(default=lambda is_resting: None)
+    governor: DraftGovernor | None = None
+    is_even: bool = False
+    is_resting: bool = False  # whether there are no drafts for now: steps may be planned ahead
     error: Exception | None = None
     num_drafted: int = 0
     num_accepted: int = 0
     _num_put_off: int = 0
+    _is_measuring: bool = False
     _records: dict[int, _Record] = field(default_factory=dict)
     _overall: _Record = field(default_factory=lambda: _Record(4.0, 8.0))
     _proposing: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_REMEMBERED))  # s per token
@@ -205,17 +220,23 @@ class Speculation:
 
         `sequences`: those that have one token each of these rows, and that can take drafts.
         """
-        if self.error is not None:
+        count = len(sequences)
+        most = self.governor.choose(count) if self.governor else self.num_draft_tokens
+        self._is_measuring = self.governor is not None and self.governor.is_measuring(count)
+        if self.is_resting != (is_resting := most == 0 or self.error is not None):
+            self.is_resting = is_resting
+            self.on_rest(is_resting)
+        if is_resting:
             return {}
         choices = [choice for seq in sequences if (choice := self._choice(seq))]
+        if self.is_even:
+            return self._propose([choice.request(min(most, choice.limit)) for choice in choices])
         # Of the whole step: every sequence brings a token, every row is computed, there are no drafts.
         plain = _Outlook(float(len(sequences)), float(num_rows), 0.0)
         self._choose(choices, plain)
         if due := [choice for choice in choices if _is_due(choice)]:
             self._probe(due, choices, plain)
-        drafting = [(c.seq, c.length) for c in choices if c.length]
-        wanted = [DraftRequest(s.id, s.token_ids, length, s.params, s.seed) for s, length in drafting]
-        found = self._propose(wanted) if wanted else {}
+        found = self._propose([choice.request(choice.length) for choice in choices if choice.length])
         for choice in choices:
             if found.get(choice.seq.id) and choice.record.is_probing:
                 # As if the probe were to fail; `observe` corrects this if it does not.
@@ -233,6 +254,16 @@ class Speculation:
         record.observe(drafted, accepted, DECAY)
         if record.is_probing and accepted == drafted and record.acceptance < CONVINCED:
             record.due = 0
+
+    def begin(self) -> float | None:
+        """When a plan's work begins, for `charge`; None: what the last one cost need not be measured."""
+        return self.spent() if self._is_measuring else None
+
+    def charge(self, num_sequences: int, num_tokens: int, began: float | None) -> None:
+        """Record what a plan with tokens for so many sequences cost, all of the engine's work included."""
+        if self.governor:
+            seconds = None if began is None else self.spent() - began
+            self.governor.charge(num_sequences, num_tokens, seconds)
 
     def forget(self, seq_id: int) -> None:
         """Forget a sequence that has ended."""
@@ -320,6 +351,8 @@ class Speculation:
         return median(self._proposing) if self._proposing else 0.0
 
     def _propose(self, wanted: Sequence[DraftRequest]) -> dict[int, tuple[int, ...]]:
+        if not wanted:
+            return {}
         started = self.clock()
         try:
             found = self.proposer.propose(wanted)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from plait.runner.host.pooling import add_pooled
 from plait.runner.host.sampler import HostSampler, is_greedy
 from plait.runner.host.static_batch import Found, NativeThreads, StaticBatch
-from plait.schedule.plan import MOST_STEPS, Done, Sampled, SamplingBatch, StepPlan
+from plait.schedule.plan import MOST_STEPS, Done, Sampled, SamplingBatch, SamplingRow, StepPlan
 
 Floats = npt.NDArray[np.float32]
 
@@ -39,6 +39,13 @@ class Described(Protocol):
 
     @property
     def names(self) -> Sequence[str]: ...
+
+
+class TurnRunner(Protocol):
+    """Runs the speculative turns of a plan (`runner.turns`)."""
+
+    def run(self, plan: StepPlan, row: SamplingRow) -> list[Sampled] | None:
+        """The answers; None: the plan's first turn is to run as a single step."""
 
 
 class HostProgram:
@@ -100,6 +107,7 @@ class ProgramReplay:
     def __init__(self, program: HostProgram, sampler: HostSampler, description: Described) -> None:
         self.program, self._sampler, self._description = program, sampler, description
         self._observe: Callable[[StepPlan, Floats], None] | None = None
+        self.turns: TurnRunner | None = None
 
     @property
     def launches(self) -> Sequence[str]:
@@ -125,6 +133,8 @@ class ProgramReplay:
         """Run the steps of a plan that fits. What it made of tokens stays in `program.results`."""
         if plan.num_steps > 1:
             return Done(self._several(plan, sampling))
+        if plan.turns and self.turns and (found := self.turns.run(plan, sampling.rows[0])) is not None:
+            return Done(found)
         logits, results = self.program(plan), self.program.results
         if self._observe:
             self._observe(plan, results.hidden)

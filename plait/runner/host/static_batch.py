@@ -63,11 +63,13 @@ class StaticBatch:
             np.zeros(n, np.int64) for n in (c.tokens, c.logits, c.seqs + 1, c.seqs)
         )
         # What grows by one from decode to decode, in one array: positions, lengths, and where entries go.
-        self._moving = np.zeros((2 + len(groups), max(c.tokens, c.seqs)), np.int64)
-        self.positions, self.lens = self._moving[0, : c.tokens], self._moving[1, : c.seqs]
-        self.mappings = [row[: c.tokens] for row in self._moving[2:]]
+        self.moving = np.zeros((2 + len(groups), max(c.tokens, c.seqs)), np.int64)
+        self.positions, self.lens = self.moving[0, : c.tokens], self.moving[1, : c.seqs]
+        self.mappings = [row[: c.tokens] for row in self.moving[2:]]
         self.history = np.zeros(c.seqs, np.bool_)
         self.tables = [np.zeros((c.seqs, c.blocks), np.int64) for _ in groups]
+        # Address and row stride of each, for native code.
+        self.table_places = np.array([(t.ctypes.data, t.strides[0]) for t in self.tables], np.int64)
         # The adapter of each token, how many tokens have one, and tokens by adapter.
         self.adapters = np.zeros(c.tokens, np.int64) if has_adapters else None
         self.num_adapted, self.adapter_order = np.zeros(1, np.int64), np.zeros(c.tokens, np.int64)
@@ -85,7 +87,7 @@ class StaticBatch:
             "starts": self.starts,
             "slots": self.slots,
             "row_slots": self.row_slots,
-            "moving": self._moving,
+            "moving": self.moving,
             "history": self.history,
         }
 
@@ -132,7 +134,7 @@ class StaticBatch:
         """Advance a step of decodes by one: every sequence's next token. Returns their number."""
         count, size = len(token_ids), self.block_size
         self.ids[:count] = token_ids
-        self._moving[:, :count] += 1
+        self.moving[:, :count] += 1
         for s in np.flatnonzero(self.positions[:count] % size == 0).tolist():  # in its next block
             for mapping, table in zip(self.mappings, self.tables, strict=True):
                 mapping[s] = table[s, self.positions[s] // size] * size
@@ -145,9 +147,9 @@ class StaticBatch:
 
         ids and values are kept for each step, in rows of `kept`; `step` counts.
         """
-        places = np.array([(table.ctypes.data, table.strides[0]) for table in self.tables], np.int64)
+        places = self.table_places
         return threads.following(
-            *(*largest, self.ids, self._moving, self._moving.strides[0], len(places), places),
+            *(*largest, self.ids, self.moving, self.moving.strides[0], len(places), places),
             *(self.block_size, *kept, *(a.strides[0] for a in kept), step),
         )
 

@@ -132,13 +132,15 @@ def _play_steps(mailbox: Int, thread: Int, threads: Int, command: Int) -> None:
     """The posted table, as many times as was posted, and the one launch of the other table in between."""
     frame, table, count = get_i64(mailbox + FRAME), get_i64(mailbox + TABLE), get_i64(mailbox + COUNT)
     between, number = get_i64(mailbox + BETWEEN), command << 24
-    for step in range(get_i64(mailbox + STEPS)):
+    step: Int = np.int64(0)
+    while step < get_i64(mailbox + STEPS):  # a launch may put an end to it: all see that behind its barrier
         if step > 0:  # it shares no work out: no thread touches a counter that the table's first launch needs
             call_kernel(get_i64(between), frame, get_i64(between + 8), thread, threads)
             barrier(frame, threads)
         threads = _play(frame, table, count, thread, threads, number + step * count)
         if threads == 0:
             return
+        step += 1
 
 
 @entry

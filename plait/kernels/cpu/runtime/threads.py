@@ -153,6 +153,7 @@ class Threads:
         self._mailbox[NAP : NAP + 16].view(np.int64)[:] = (0, 200_000)
         self._frame[SYNC] = self._sync.ctypes.data
         self._frame[WAIT], self._frame[WAKE] = loops.wait, loops.wake
+        self.steps = int(self._mailbox.ctypes.data) + STEPS  # where a launch can put an end to the steps
         self.counters = int(self._sync.ctypes.data) + COUNTERS  # two, a line each
         self._frame[WORK] = self.counters
         self._scratch, self._shared = allocate_aligned(0), allocate_aligned(0)
@@ -212,10 +213,12 @@ class Threads:
         seqs: int,
         steps: int = 1,
         between: LaunchTable | None = None,
+        kind: int | None = None,
     ) -> None:
         """Replay a recorded step for this many tokens, rows of logits and sequences.
 
-        `steps`: so many times, and `between` two of them its one launch.
+        `steps`: so many times, and `between` two of them its one launch. kind: what its time is compared
+        with, to choose the number of threads; None: with steps of about as many tokens.
         """
         with self._lock:
             self._grow(program.scratch, program.shared)
@@ -223,14 +226,14 @@ class Threads:
             posts = steps, between.address if between else 0
             # Long steps differ in length: they are compared by token, with others of about as many.
             is_small = tokens <= SMALL
-            pace, kind = (self._small if is_small else self._large), tokens.bit_length()
+            pace = self._small if is_small else self._large
             started = time.perf_counter()
             threads = pace.begin(started)
             self._waited[:] = 0, int(pace.patience * 1e6) * max(threads - 1, 1)
             self._play(program.address, program.count, posts, threads)
             now = time.perf_counter()
             waited = int(self._waited[0]) / 1e6 / max(threads - 1, 1)
-            pace.observe(kind, steps if is_small else tokens, now - started, waited, now)
+            pace.observe(tokens.bit_length() if kind is None else kind, steps if is_small else tokens, now - started, waited, now)
 
     def following(self, *args: object) -> LaunchTable:
         """What `run` takes as `between`; the arguments are those of `loops.follow_rows`."""

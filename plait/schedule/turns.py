@@ -1,0 +1,72 @@
+"""Several speculative turns of one sequence in one plan: how many there are, and what they bring.
+
+A turn is a draft and the step that checks it. The last turn of a plan is settled as a step with a draft is. Those
+before it brought tokens that all count, because the runner ends the turns behind a stop token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from plait.schedule.allocation import Allocation
+from plait.schedule.costs import LATE_S, LONGEST_S, SchedulerLimits, StepCosts
+from plait.schedule.draft_slots import DraftSlots
+from plait.schedule.plan import Chunk, Sampled, Turns
+from plait.schedule.sequence import TokenSequence, Update
+
+HEAD_SHARE = 1.0  # what a turn's drafts may take of the time of the step that checks them
+
+
+def plan_turns(
+    seq: TokenSequence, limits: SchedulerLimits, costs: StepCosts, memory: Allocation
+) -> Turns | None:
+    """The turns of a plan with this sequence alone, which has a draft; None: there is one.
+
+    The blocks for all of them are reserved. A plan ends where a snapshot is needed, and before the sequence does.
+    """
+    rows, slots = 1 + len(seq.draft), seq.draft_slots
+    is_copied = slots.is_copy if slots else memory.has_slots
+    if rows == 1 or is_copied or seq.num_left != 1 or not is_plain(seq):
+        return None
+    most = min(limits.num_turns, (seq.max_len - seq.num_tokens - 1) // rows, memory.until_mark(seq) // rows)
+    if most < 2 or (seconds := costs.step_s(rows)) is None:
+        return None
+    late_s = min(LATE_S if seq.is_watched else LONGEST_S, limits.max_step_s or LONGEST_S)
+    most = min(most, int(late_s / (seconds * (1 + HEAD_SHARE))))
+    if most < 2 or not memory.reserve(seq, seq.num_computed_tokens + most * rows):
+        return None
+    return Turns(most, tuple(sorted(seq.stop_token_ids)))
+
+
+def is_plain(seq: TokenSequence) -> bool:
+    """Whether each next token follows from the model's logits and a random number, and nothing reads it before."""
+    is_begun = seq.num_output_tokens >= max(seq.params.min_tokens, 1)
+    return is_begun and seq.is_unobserved and not seq.params.logit_bias and seq.gang is None
+
+
+def settle_earlier(
+    seq: TokenSequence, chunk: Chunk, answer: Sampled | None, memory: Allocation
+) -> tuple[Chunk, Sampled | None, tuple[int, ...]]:
+    """(chunk and answer of the last turn, tokens before it). The sequence is as before that turn's step."""
+    ended = answer.turns if answer else None
+    if answer is None or ended is None:
+        return chunk, answer, ()
+    earlier, last = answer.token_ids[: ended.num_earlier], answer.token_ids[ended.num_earlier :]
+    seq.token_ids += earlier
+    seq.draft = ended.draft
+    if seq.draft_slots:
+        seq.slot, seq.draft_slots = ended.slot, DraftSlots(seq.num_tokens, ended.row_slots, False)
+    if earlier:
+        memory.advance(seq, seq.num_tokens - 1)
+    tokens = (seq.token_ids[-1], *ended.draft)
+    chunk = Chunk(seq.id, seq.num_tokens - 1, tokens, chunk.blocks, seq.slot, chunk.num_logits)
+    return chunk, Sampled(last, turns=ended), earlier
+
+
+def add_earlier(update: Update, answer: Sampled | None, earlier: tuple[int, ...]) -> Update:
+    """The update of a plan, from that of its last turn."""
+    if answer is None or answer.turns is None:
+        return update
+    event = replace(update.event, token_ids=(*earlier, *update.event.token_ids))
+    accepted = update.num_accepted + len(earlier) - (answer.turns.num_turns - 1)
+    return Update(update.seq_id, event, update.num_drafted * answer.turns.num_turns, accepted)
