@@ -32,7 +32,7 @@ from plait.engine.admission import OnEvent
 from plait.errors import CapacityError, EngineError, EngineKilled, EngineLost, InvalidField, PlaitError
 from plait.request import Event, Request
 from plait.state.blocks import extend, root
-from plait.worker.open_stream import ChoiceEntry
+from plait.worker.open_stream import ChoiceEntry, begin_choices
 from plait.worker.protocol import EventMessage, decode_event
 
 TRIAL_TOKENS = 2  # of each choice: after them a request is past the place where an engine ended
@@ -77,9 +77,8 @@ class LeaseTable:
     def add(self, request: Request, on_event: OnEvent, now: float) -> None:
         """Take a new request. One with the id of an open request is refused, by events."""
         self._num_added += 1
-        parts = {i: ChoiceEntry() for i in range(request.params.n)}
         chain = self._name_blocks(request, self._block_size)
-        stream = ClusterStream(self._num_added, request, on_event, now, parts, chain=chain)
+        stream = ClusterStream(self._num_added, request, on_event, now, begin_choices(request), chain=chain)
         if request.id in self._streams:
             stream.end(InvalidField(f"request id {request.id!r} is in use by an open request", "id"))
             return

@@ -29,6 +29,22 @@ class ChoiceEntry:
     mirostat_mu: float | None = None
 
 
+def begin_choices(request: Request) -> dict[int, ChoiceEntry]:
+    """The choices of a request that are to be computed, by index, with the output tokens that it came with.
+
+    A replica of a cluster gets requests that began elsewhere: what is missing when its own engine ends is
+    missing after those tokens, and a choice that has ended stays ended.
+    """
+    num_choices = request.params.n
+    so_far = request.resumed[:num_choices] or ((),) * num_choices
+    bounds = request.resumed_mu or (None,) * num_choices
+    return {
+        i: ChoiceEntry([*token_ids], mirostat_mu=mu)
+        for i, (token_ids, mu) in enumerate(zip(so_far, bounds, strict=False))
+        if token_ids is not None
+    }
+
+
 @dataclass(slots=True, eq=False)
 class OpenStream:
     """A request and its reader. `parts`: its choices that have not ended, by index.

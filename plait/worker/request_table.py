@@ -13,7 +13,7 @@ from functools import partial
 from plait.engine.admission import OnEvent
 from plait.errors import EngineKilled, InvalidField
 from plait.request import Request
-from plait.worker.open_stream import ChoiceEntry, OpenStream
+from plait.worker.open_stream import OpenStream, begin_choices
 from plait.worker.protocol import EventMessage, decode_event
 
 MAX_DEATHS = 4  # engines that end with a request in their last step, others being there as well
@@ -52,8 +52,7 @@ class RequestTable:
     def add(self, request: Request, on_event: OnEvent, arrival_s: float) -> None:
         """Record a new request. One with the id of an open request is refused, by events."""
         self._num_added += 1
-        parts = {i: ChoiceEntry() for i in range(request.params.n)}
-        entry = RequestEntry(self._num_added, request, on_event, arrival_s, parts)
+        entry = RequestEntry(self._num_added, request, on_event, arrival_s, begin_choices(request))
         if request.id in self._keys:
             entry.end(InvalidField(f"request id {request.id!r} is in use by an open request", "id"))
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextvars import ContextVar
 
 from plait.cluster.ray_serve.lease_holds import LeaseHolds
 from tests.cluster.replicas import cluster, make_request
@@ -42,6 +43,22 @@ def test_leases_of_a_replica_share_a_call_and_a_later_one_is_held_again() -> Non
         await settle()
 
     asyncio.run(run())
+
+
+def test_a_call_does_not_belong_to_the_request_that_brought_the_lease() -> None:
+    client = ContextVar("client", default="none")
+    seen: list[str] = []
+
+    async def hold(replica: str, key: int) -> None:
+        seen.append(client.get())
+
+    async def run() -> None:
+        client.set("one that will leave")
+        LeaseHolds(hold).begin("a", 1)
+        await asyncio.sleep(0)
+
+    asyncio.run(run())
+    assert seen == ["none"]
 
 
 def test_a_replica_is_held_until_the_last_lease_of_its_gateway_is_over() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from plait.errors import EngineKilled
@@ -45,6 +46,31 @@ def test_everything_is_due_once_and_what_is_missing_again_after_a_death() -> Non
     assert again["a"].resumed == ((7,), None)
     assert again["b"].resumed == ((5,), ())
     assert again["a"].prompt_token_ids == (1, 2)
+
+
+def test_a_request_that_began_elsewhere_goes_on_behind_what_it_came_with() -> None:
+    book = Book()
+    came = replace(request("a", [1, 2], n=3), resumed=((7, 8), None, ()))
+    book.table.add(came, book.reader, 1.0)
+    book.keys["a"] = 1
+    assert [entry.so_far() for entry in book.table.due()] == [came]
+    book.say("a", 9)
+    book.die()
+    (again,) = book.table.due()
+    assert again.so_far().resumed == ((7, 8, 9), None, ())
+    book.say("a", 10, finish_reason="stop")
+    book.say("a", 11, index=2, finish_reason="stop")
+    assert len(book.table) == 0  # the choice that had ended before is not waited for
+    assert book.reader.tokens("a") == [9, 10]
+
+
+def test_a_moved_request_keeps_the_bound_of_mirostat() -> None:
+    book = Book()
+    came = replace(request("a", [1, 2], mirostat=2), resumed=((7,),), resumed_mu=(5.5,))
+    book.table.add(came, book.reader, 1.0)
+    assert [entry.request.id for entry in book.table.due()] == ["a"]
+    book.die()
+    assert [entry.so_far().resumed_mu for entry in book.table.due()] == [(5.5,)]
 
 
 def test_a_request_that_no_engine_had_begins_anew() -> None:

@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping
+from contextvars import Context
 
 import ray
 from ray.serve.handle import DeploymentHandle
@@ -111,7 +112,9 @@ class ClusterGateway:
                 del self._addresses[name]
         for name in members:
             if name not in self._addresses and name not in self._asking:
-                self._asking[name] = self._home.create_task(self._ask(name))
+                # In a context of its own: calls in one request's context have one id, and Serve's router
+                # would answer the one with the replica of the other.
+                self._asking[name] = self._home.create_task(self._ask(name), context=Context())
         self._loop.set_members(self._addresses)
 
     async def _ask(self, name: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextvars import Context
 
 
 class LeaseHolds:
@@ -28,7 +29,9 @@ class LeaseHolds:
         is_held = replica in self._newest
         self._newest[replica] = key
         if not is_held:
-            task = asyncio.get_running_loop().create_task(self._keep(replica))
+            # In a context of its own: Serve would take it for a part of the client's request that brought
+            # the lease, and end it when that client leaves.
+            task = asyncio.get_running_loop().create_task(self._keep(replica), context=Context())
             self._calling.add(task)
             task.add_done_callback(self._calling.discard)
 

@@ -21,6 +21,8 @@ class PinnedRouter(RequestRouter):
     ) -> list[list[RunningReplica]]:
         """One rank: the replica with the id `at`, or all."""
         at = pending_request.kwargs.get("at") if pending_request is not None else None
+        if hasattr(pending_request, "routing_context"):  # else Serve asks a busy replica without a pause
+            pending_request.routing_context.should_backoff = True
         pinned = [replica for replica in candidate_replicas if replica.replica_id.unique_id == at]
         return [pinned or candidate_replicas]
 
