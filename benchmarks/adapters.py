@@ -4,9 +4,9 @@ python benchmarks/adapters.py model.gguf [--adapters 4] [--rank 16] [--rows 16] 
 
 The adapters are random and change every linear layer of a GGUF model. In each turn all rows have none
 (`none`), all have the first (`one`), they have all adapters in equal shares (`all`), and an engine without
-`--lora` runs them (`plain`). Steps in which all rows decode count: milliseconds, and milliseconds of processor
-time, which is the better one next to other processes. Ratios are medians of the turns' own. Before, each row's
-tokens in company must be those that it gets alone, and adapters must change them. JSON.
+`--lora` runs them (`plain`). Steps in which all rows decode count: milliseconds, and milliseconds of the
+processor, which are the better ones next to other processes. Ratios are medians of the turns' own. Before,
+each row's tokens in a batch must be those that it gets alone, and adapters must change them. JSON.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def write_adapter(model: Path, path: Path, rank: int, seed: int) -> int:
 
 
 class StepTimer:
-    """A runner that records its steps: (rows, tokens, steps of the plan, seconds, seconds of the processor)."""
+    """A runner that records its steps: (rows, tokens, steps of the plan, seconds, those of the processor)."""
 
     def __init__(self, runner: Any) -> None:
         self._runner, self.steps = runner, list[tuple[int, int, int, float, float]]()
@@ -129,7 +129,7 @@ def draw_prompts(vocab_size: int, rows: int, seed: int) -> list[list[int]]:
 
 
 def check_texts(model: TimedModel, rows: Sequence[str]) -> None:
-    """Exit unless each row gets in company what it gets alone, and something else than without an adapter."""
+    """Exit unless each row gets in a batch what it gets alone, and something else than without an adapter."""
     prompts = draw_prompts(model.llm.spec.vocab_size, len(rows), 0)
     together = model.generate(prompts, rows, CHECKED)
     plain = model.generate(prompts, [""] * len(rows), CHECKED)
@@ -178,9 +178,7 @@ def summarize(found: dict[str, list[tuple[float, float]]]) -> dict[str, Any]:
         result[unit] = {name: round(median(t[place] for t in times), 3) for name, times in found.items()}
         for base in ("none", "plain"):
             result[f"{unit.removesuffix('_ms')}_over_{base}"] = {
-                name: round(
-                    median(a[place] / b[place] for a, b in zip(times, found[base], strict=True)), 4
-                )
+                name: round(median(a[place] / b[place] for a, b in zip(times, found[base], strict=True)), 4)
                 for name, times in found.items()
                 if name not in ("plain", base)
             }

@@ -34,7 +34,10 @@ sys.exit(llama_cpp.llama_model_quantize(source, target, params))
 VOCAB = 49152
 SSM = {"vocab_size": VOCAB, "tie_word_embeddings": True}
 SETTLED = ("mamba2-130m", "qwen3.5-0.8b")
-LOGITS, PROBE = 2.5, 64  # the standard deviation of a settled model's logits; tokens that its scale is found on
+LOGITS, PROBE = (
+    2.5,
+    64,
+)  # the standard deviation of a settled model's logits; tokens that its scale is found on
 ENDS = re.compile(r"\.(?:out_proj|o_proj|down_proj)$")  # what a branch adds comes out of these
 DELTA, FULL = ["linear_attention"], "full_attention"
 SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {

@@ -1,11 +1,12 @@
-"""Requests at once through `plait serve`, streamed and whole, in turns with OpenVINO GenAI in its own process.
+"""Requests at once through `plait serve`, streamed and whole, in turns with OpenVINO in its own process.
 
 python benchmarks/streamed.py model.gguf --openvino PYTHON [--requests 16] [--turns 9]
 
-PYTHON is an interpreter that has openvino-genai. All requests have prompts of 128 token ids and 128 new tokens,
-and begin at one moment; every turn of every side has other texts, so no prefix is cached. The client is in this
-process and only receives: replies are read after the time was taken. First, Plait's streamed text must be its whole
-reply's, and OpenVINO's must begin like it. Tokens a second: medians, and the median of the turns' ratios. JSON.
+PYTHON is an interpreter that has openvino-genai. All requests have prompts of 128 token ids and 128 new
+tokens, and begin at one moment; every turn of every side has other texts, so no prefix is cached. The client is
+in this process and only receives: replies are read after the time was taken. First, Plait's streamed text must
+be its whole reply's, and most of OpenVINO's must begin like it. Tokens a second: medians, and the median of
+the turns' ratios. JSON.
 """
 
 from __future__ import annotations

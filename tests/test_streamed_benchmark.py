@@ -39,5 +39,5 @@ def test_whole_replies_are_read_and_errors_end_the_run(streamed: ModuleType) -> 
     body = json.dumps({"choices": [{"text": "ab"}], "usage": {"completion_tokens": 2}}).encode()
     reply = streamed.read_reply(OK + b"Content-Length: 9\r\n\r\n" + body)
     assert (reply.text, reply.tokens) == ("ab", 2)
-    with pytest.raises(SystemExit, match="the server refused: HTTP/1.1 503"):
+    with pytest.raises(SystemExit, match=r"the server refused: HTTP/1\.1 503"):
         streamed.read_reply(b"HTTP/1.1 503 Service Unavailable\r\n\r\n{}")

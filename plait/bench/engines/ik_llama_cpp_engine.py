@@ -168,7 +168,7 @@ def find_port() -> int:
 
 
 def describe_build(folder: Path) -> str:
-    """The commit of the programs, as `--version` reports it; of a build outside of git, a hash of the server."""
+    """The commit of the programs, as `--version` reports it; of a build without one, a hash of the server."""
     server = folder / "llama-server"
     done = subprocess.run([str(server), "--version"], capture_output=True, text=True, check=False)
     if found := COMMIT.search(done.stderr + done.stdout):

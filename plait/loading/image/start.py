@@ -26,9 +26,11 @@ from plait.loading.disk_cache import open_disk_cache
 from plait.loading.image.file_format import Image, ModelPart, read_image
 from plait.loading.image.key import choose_threads, key_of, path_of
 from plait.loading.image.lookup import folder_of, why_no_image
+from plait.loading.image.release import release_code
 from plait.loading.image.restore import RestoredStep, map_weights
 from plait.loading.make_engine import make_compiler, make_engine, make_front
 from plait.loading.text_side import TextSource
+from plait.resource_limits import trim_heap
 from plait.runner.host.program import ProgramReplay
 from plait.runner.host.runner import FullRunner, HostRunner
 from plait.runner.host.sampler import Floats, HostSampler, Largest, Longs, RowOps, Settings
@@ -132,10 +134,13 @@ def start_image(
             os.utime(path)  # its age is that of its last use
         text = TextSource.from_json(image.header.model.text)
         on_source(text)
-        return _start(image, config, text, partial(_open_full, model, config))
+        started = _start(image, config, text, partial(_open_full, model, config))
     except (BadFile, RuntimeError) as error:
         log.warning("%s: the startup image is not used: %s", path, error)
         return None
+    release_code()  # LLVM's has linked the kernels
+    trim_heap()
+    return started
 
 
 def _start(image: Image, config: EngineConfig, text: TextSource, open_full: OpenFull) -> StartedModel:

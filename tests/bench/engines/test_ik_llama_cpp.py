@@ -46,7 +46,8 @@ class Handler(BaseHTTPRequestHandler):
         timings = {"predicted_ms": 100.0 * len(asked["prompt"])}
         if self.path == "/v1/completions":
             found = [{"id": one, "token": "a"} for one in ids] if asked.get("logprobs") else None
-            self.say({"choices": [{"text": "a", "logprobs": found and {"content": found}}], "timings": timings})
+            shown = found and {"content": found}
+            self.say({"choices": [{"text": "a", "logprobs": shown}], "timings": timings})
         else:
             assert self.path == "/completion" and "logprobs" not in asked
             self.say({"completion_probabilities": [{"content": "a"} for one in ids], "timings": timings})
@@ -97,7 +98,9 @@ def test_a_build_without_a_commit_is_known_by_its_hash(programs: Path, tmp_path:
         server.write_text((programs / "llama-server").read_text().replace("abc123", "unknown") + text)
         server.chmod(0o755)
         found.append(describe_build(tmp_path))
-    assert all(re.fullmatch("built without a commit, llama-server SHA-256 [0-9a-f]{12}", one) for one in found)
+    assert all(
+        re.fullmatch("built without a commit, llama-server SHA-256 [0-9a-f]{12}", one) for one in found
+    )
     assert found[0] != found[1]
 
 
