@@ -34,6 +34,7 @@ import engine_memory  # noqa: E402
 import engine_scheduler  # noqa: E402
 import engine_speculation  # noqa: E402
 import engine_turns  # noqa: E402
+from merge_results import merge_file  # noqa: E402
 from run import MODELS  # noqa: E402
 
 from plait.bench import machine  # noqa: E402
@@ -122,7 +123,9 @@ def main() -> None:
         settings = {"threads": given.threads, "repeats": repeats, "small": small}
         found = {"date": date, "machine": here, "settings": settings, "results": results}
         target.write_text(json.dumps(found, indent=2) + "\n")
-        print(f"\nwritten to {target.relative_to(HERE.parent)}", file=sys.stderr)
+        is_part = small or given.only or len(given.measure) < len(measures)
+        kept = target if is_part else merge_file(target)  # a part does not replace the whole
+        print(f"\nwritten to {kept.relative_to(HERE.parent)}", file=sys.stderr)
 
 
 if __name__ == "__main__":

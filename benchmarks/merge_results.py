@@ -2,8 +2,8 @@
 
 python benchmarks/merge_results.py benchmarks/results/2026-11-21-amd-epyc-2-cores.json …
 
-The benchmarks write a file for each run, [KIND-]DATE-MACHINE[-NOTE].json. Of each kind the newest stays: an
-older one is refused, and the revision that had it keeps it. Files that were merged are removed.
+The benchmarks write a file for each run, [KIND-]DATE-MACHINE[-NOTE].json, and merge it. Of each kind the
+newest stays: an older one is refused, and the revision that had it keeps it. Files that were merged are removed.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def merge_file(path: Path) -> Path:
         raise ValueError(f"{path.name} is not named [KIND-]DATE-MACHINE[-NOTE].json")
     kind, target = found["kind"] or MODELS, path.with_name(f"{found['machine']}.json")
     kept = json.loads(target.read_text()) if target.exists() else {}
-    if kind in kept and kept[kind]["date"] >= found["date"]:
-        raise ValueError(f"{path.name} is not newer than {kind} of {kept[kind]['date']} in {target.name}")
+    if kind in kept and kept[kind]["date"] > found["date"]:
+        raise ValueError(f"{path.name} is older than {kind} of {kept[kind]['date']} in {target.name}")
     kept[kind] = {"date": found["date"], "measured": json.loads(path.read_text())}
     target.write_text(write_compact(dict(sorted(kept.items()))) + "\n")
     path.unlink()

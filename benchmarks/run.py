@@ -18,10 +18,14 @@ from typing import Any
 
 from rich.console import Console
 
-from plait.bench import machine
-from plait.bench.model.report import model_report
-
 HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE)]
+
+from merge_results import merge_file  # noqa: E402
+
+from plait.bench import machine  # noqa: E402
+from plait.bench.model.report import model_report  # noqa: E402
+
 MODELS_DIR = HERE.parent / "build" / "models"
 
 
@@ -92,7 +96,8 @@ def main() -> None:
         target = HERE / "results" / f"{date}-{machine.slug(machine.describe())}.json"
         target.parent.mkdir(exist_ok=True)
         target.write_text(json.dumps({"date": date, "results": results}, indent=2) + "\n")
-        print(f"\nwritten to {target.relative_to(HERE.parent)}", file=sys.stderr)
+        kept = target if given.only else merge_file(target)  # a part does not replace the whole
+        print(f"\nwritten to {kept.relative_to(HERE.parent)}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -30,9 +30,10 @@ def test_results_of_a_machine_are_one_file_with_the_newest_of_each_kind(tmp_path
 
     assert merge("2026-01-02-amd-epyc-2-cores-last.json", 1).returncode == 0
     assert merge("engine-2026-01-01-amd-epyc-2-cores.json", 2).returncode == 0
-    assert merge("2026-01-03-amd-epyc-2-cores.json", *range(100)).returncode == 0
+    assert merge("2026-01-03-amd-epyc-2-cores.json", 3).returncode == 0
+    assert merge("2026-01-03-amd-epyc-2-cores.json", *range(100)).returncode == 0  # later on that day
     older = merge("2026-01-02-amd-epyc-2-cores.json", 4)
-    assert (older.returncode, "not newer than models of 2026-01-03" in older.stderr) == (1, True)
+    assert (older.returncode, "is older than models of 2026-01-03" in older.stderr) == (1, True)
     assert "is not named" in merge("other.json").stderr
     kept = json.loads((tmp_path / "amd-epyc-2-cores.json").read_text())
     assert kept["engine"] == {"date": "2026-01-01", "measured": {"rows": [2]}}

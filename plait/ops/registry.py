@@ -6,7 +6,7 @@ Choice happens once, at construction, from static facts (`OpFacts`), never from 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -101,6 +101,14 @@ class Binding:
     user: str
     skipped: tuple[tuple[str, str], ...]  # (variant, reason)
     replaces: tuple[str, ...] = ()
+
+
+def list_variants(bound: Iterable[Binding]) -> dict[str, str]:
+    """What each op runs as: its variants in order, joined by "+"."""
+    found: dict[str, set[str]] = {}
+    for row in bound:
+        found.setdefault(row.op, set()).add(row.variant)
+    return {op: "+".join(sorted(variants)) for op, variants in sorted(found.items())}
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,16 +13,12 @@ third is descriptors: a rank closes all but its own, so that an end of a socket 
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import importlib
-import mmap
 import os
-import re
 import socket
 import sys
 import traceback
-from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -31,18 +27,13 @@ from typing import NoReturn
 from plait.config import EngineConfig
 from plait.kernels.load import forget_lock, has_numba, list_loops, load_kernels, why_not_cached
 from plait.loading.image.lookup import has_gpu
+from plait.loading.image.release import release_code
 from plait.loading.torch_preload import die_with, finish_torch
 from plait.resource_limits import trim_heap
 from plait.runner.ranks.processes import ForkedProcess, StartedRank, offer_ranks
 
 TASKS = Path("/proc/self/task")
 DESCRIPTORS = Path("/proc/self/fd")
-MAPPINGS = Path("/proc/self/smaps")
-CODE = re.compile(
-    r"^(?P<start>[0-9a-f]+)-(?P<stop>[0-9a-f]+) r-xp \S+ \S+ \d+ +/.*\n"
-    r"(?:[A-Z][A-Za-z_]*: .*\n)*?Anonymous: +(?P<written>\d+) kB$",
-    re.MULTILINE,
-)
 STANDARD = {0, 1, 2}
 # What a rank imports late, besides kernels.
 LATE = ("plait.worker.rank", "plait.loading.build", "torch.distributed")
@@ -93,27 +84,6 @@ def import_all(config: EngineConfig) -> None:
     if config.ops != "reference" and has_numba() and why_not_cached() is None:
         for loop in list_loops().values():
             _ = loop.address
-
-
-def release_code() -> None:
-    """Leave the code of libraries to the page cache: most of it ran for imports alone.
-
-    What runs again is mapped again, a page at a time. A mapping with a page that was written is left alone.
-    """
-    advise = ctypes.CDLL(None, use_errno=True).madvise
-    advise.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
-    smaps = ""
-    with suppress(OSError):  # not every system has it
-        smaps = MAPPINGS.read_text(errors="replace")
-    for start, stop in list_code(smaps):
-        advise(start, stop - start, mmap.MADV_DONTNEED)  # a refusal costs nothing but the memory
-
-
-def list_code(smaps: str) -> Iterator[tuple[int, int]]:
-    """(start, stop) of every mapping of a file's code of which no page was written. `smaps`: the text."""
-    for found in CODE.finditer(smaps):
-        if int(found["written"]) == 0:
-            yield int(found["start"], 16), int(found["stop"], 16)
 
 
 def _fork_rank() -> StartedRank:

@@ -213,6 +213,9 @@ def test_a_model_is_compared_with_another_engine_as_json_and_plot(
     assert set(found["sides"]) == {"plait", "counting"}
     assert found["checks"]["batch_equals_single_for"] >= 4
     assert found["sides"]["plait"]["peak_mib"] >= found["sides"]["plait"]["loaded_mib"] > 0
+    ours = found["sides"]["plait"]
+    assert ours["startup_image"] == "used", "start-up and memory are those of a second startup"
+    assert ours["ops"]["linear"]
     assert 0 < found["model"]["read_per_token"] < found["model"]["nbytes"]  # no embedding, half the experts
     seen = {(row["measure"], row["level"], row["size"]) for row in found["rows"]}
     assert {("decode", "runner", 4), ("decode", "runner", 8), ("batch", "runner", 3)} <= seen

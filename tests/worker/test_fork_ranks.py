@@ -101,25 +101,6 @@ def test_ranks_are_forked_only_from_a_process_without_threads_and_for_cpus(
     assert "does not list" in str(fork_ranks.why_not(two))
 
 
-def test_code_is_left_to_the_page_cache_only_where_no_page_of_it_was_written() -> None:
-    def mapping(start: int, rights: str, name: str, anonymous: int) -> str:
-        return (
-            f"{start:x}-{start + 4096:x} {rights} 00000000 fe:00 260131                     {name}\n"
-            f"Size:   8 kB\nPss_Dirty:   0 kB\nAnonymous:   {anonymous} kB\nVmFlags: rd mr mw me \n"
-        )
-
-    smaps = (
-        mapping(0x1000, "r--p", "/lib/a.so", 0)
-        + mapping(0x2000, "r-xp", "/lib/a.so", 0)
-        + mapping(0x3000, "r-xp", "/lib/written.so", 4)
-        + mapping(0x4000, "rw-p", "/lib/a.so", 0)
-        + mapping(0x5000, "r-xp", "", 0)
-        + mapping(0x6000, "r-xp", "[vdso]", 0)
-        + mapping(0x7000, "r-xp", "/lib/with space.so", 0)
-    )
-    assert list(fork_ranks.list_code(smaps)) == [(0x2000, 0x3000), (0x7000, 0x8000)]
-
-
 def test_a_rank_without_signs_of_life_is_found_and_one_that_has_not_begun_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

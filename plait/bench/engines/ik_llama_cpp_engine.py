@@ -6,7 +6,9 @@ it also serves the batches. Both get the same options, `-rtr 1` (weights repacke
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import socket
 import subprocess
 import tempfile
@@ -21,6 +23,7 @@ from typing import IO
 STARTUP_S = 600.0
 FAST_PATHS = "HAVE_FANCY_SIMD is defined"  # its log says so where its AVX-512 kernels are compiled in
 PROGRAMS = ("llama-bench", "llama-server")
+COMMIT = re.compile(r"^version: \d+ \((?!unknown\))(\w+)\)", re.MULTILINE)  # as `--version` reports it
 
 
 class IkLlamaCppSide:
@@ -48,7 +51,8 @@ class IkLlamaCppSide:
         self.server = subprocess.Popen(command, stdout=self._log, stderr=self._log)
         self._wait()
         try:
-            build = self._bench("-p", "1", "-n", "0")["build_commit"]
+            self._bench("-p", "1", "-n", "0")  # fails now if it cannot run
+            build = describe_build(self.folder)
         except BaseException:
             self.close()
             raise
@@ -64,8 +68,14 @@ class IkLlamaCppSide:
         self._log.close()
 
     def greedy(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
-        """The new ids of each prompt, one prompt after the other."""
-        return [self._complete(ids, tokens, shows_ids=True)[0] for ids in prompts]
+        """The new ids of each prompt, one prompt after the other. Raises RuntimeError for fewer than that."""
+        found = []
+        for ids in prompts:
+            reply = self._post("/v1/completions", ids, tokens, logprobs=1)  # `/completion` shows no ids
+            found.append(_read_ids(reply))
+            if len(found[-1]) != tokens:
+                raise RuntimeError(f"llama-server reports {len(found[-1])} of {tokens} ids")
+        return found
 
     def prefill(self, ids: list[int], level: str) -> float:
         """Seconds of a prompt of this length. Its tokens are `llama-bench`'s own."""
@@ -79,11 +89,11 @@ class IkLlamaCppSide:
         """Seconds and tokens of all together, and of the part in which all decode."""
         started = time.perf_counter()
         with ThreadPoolExecutor(len(prompts)) as pool:
-            decoding = [ms for _, ms in pool.map(lambda ids: self._complete(ids, tokens), prompts)]
+            replies = list(pool.map(lambda ids: self._post("/completion", ids, tokens), prompts))
         return {
             "seconds": time.perf_counter() - started,
             "tokens": len(prompts) * tokens,
-            "decode_seconds": min(decoding) / 1000,
+            "decode_seconds": min(map(_read_decode_ms, replies)) / 1000,
             "decode_tokens": len(prompts) * (tokens - 1),
         }
 
@@ -123,10 +133,8 @@ class IkLlamaCppSide:
         (nanoseconds,) = _items(self._bench(*lengths)["samples_ns"])
         return float(str(nanoseconds)) / 1e9
 
-    def _complete(
-        self, ids: Sequence[int], tokens: int, *, shows_ids: bool = False
-    ) -> tuple[list[int], float]:
-        """(new ids where `shows_ids`, milliseconds of their decode), with nothing from the prefix cache."""
+    def _post(self, path: str, ids: Sequence[int], tokens: int, **more: object) -> dict[str, object]:
+        """The reply to one prompt, greedy, with nothing from the prefix cache."""
         body = {
             "prompt": list(ids),
             "n_predict": tokens,
@@ -134,18 +142,13 @@ class IkLlamaCppSide:
             "top_k": 1,
             "ignore_eos": True,
             "cache_prompt": False,
-            **({"n_probs": 1} if shows_ids else {}),
+            **more,
         }
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}/completion",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
+        url, kind = f"http://127.0.0.1:{self.port}{path}", {"Content-Type": "application/json"}
+        request = urllib.request.Request(url, json.dumps(body).encode(), kind)
         with urllib.request.urlopen(request, timeout=STARTUP_S) as answer:
             reply: dict[str, object] = json.load(answer)
-        timings = reply["timings"]
-        assert isinstance(timings, dict)
-        return _read_ids(reply) if shows_ids else [], float(timings["predicted_ms"])
+        return reply
 
 
 def find_programs(folder: str) -> Path:
@@ -164,15 +167,39 @@ def find_port() -> int:
         return int(one.getsockname()[1])
 
 
+def describe_build(folder: Path) -> str:
+    """The commit of the programs, as `--version` reports it; of a build without one, a hash of the server."""
+    server = folder / "llama-server"
+    done = subprocess.run([str(server), "--version"], capture_output=True, text=True, check=False)
+    if found := COMMIT.search(done.stderr + done.stdout):
+        return found[1]
+    with server.open("rb") as file:
+        digest = hashlib.sha256()
+        while part := file.read(1 << 20):
+            digest.update(part)
+    return f"built without a commit, llama-server SHA-256 {digest.hexdigest()[:12]}"
+
+
 def _items(value: object) -> list[object]:
     if not isinstance(value, list):
-        raise RuntimeError(f"llama-bench reports {value!r} where a list was expected")
+        raise RuntimeError(f"ik_llama.cpp reports {value!r} where a list was expected")
     return value
 
 
 def _read_ids(reply: dict[str, object]) -> list[int]:
-    """The ids of a reply, by the field that this version has."""
-    if tokens := reply.get("tokens"):
-        return [int(str(one)) for one in _items(tokens)]
-    rows = _items(reply.get("completion_probabilities"))
-    return [int(str(row["id"])) for row in rows if isinstance(row, dict) and "id" in row]
+    """The ids of a reply of `/v1/completions` with log-probabilities."""
+    value: object = reply
+    for key in ("choices", 0, "logprobs", "content"):
+        if isinstance(value, dict):
+            value = value.get(key)
+        elif isinstance(value, list) and isinstance(key, int) and len(value) > key:
+            value = value[key]
+    return [int(str(row["id"])) for row in _items(value) if isinstance(row, dict) and "id" in row]
+
+
+def _read_decode_ms(reply: dict[str, object]) -> float:
+    """Milliseconds that the new tokens of a reply took."""
+    timings = reply.get("timings")
+    if not isinstance(timings, dict) or "predicted_ms" not in timings:
+        raise RuntimeError("llama-server reports no times")
+    return float(timings["predicted_ms"])

@@ -45,31 +45,20 @@ class PlaitSide:
         max_num_seqs: int,
         options: dict[str, object],
     ) -> None:
-        import torch
-
         import plait
         from plait import LLM
-        from plait.config import EngineConfig
 
-        given: dict[str, Any] = {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs, **options}
-        if "startup_image" in {field.name for field in fields(EngineConfig)}:
-            given["startup_image"] = "off"  # the report says which ops are bound, and an image has none
+        given = choose_image({"max_model_len": max_model_len, "max_num_seqs": max_num_seqs, **options})
         if threads:
             given["threads"] = threads
         self.llm = LLM(model, **given)
         self._loaded = cast(Any, self.llm._loaded)
-        executor = getattr(self._loaded.target, "executor", None)
-        ops: dict[str, set[str]] = {}
-        for row in self._loaded.target.bound:
-            ops.setdefault(row.op, set()).add(row.variant)
         self.facts: dict[str, object] = {
             "engine": "plait",
             "version": plait.__version__,
-            "threads": getattr(executor, "threads", None) or torch.get_num_threads(),
             "max_model_len": self.llm.front.max_model_len,
-            "weights_nbytes": self._loaded.target.weights_nbytes,
-            "dtype": str(self._loaded.target.dtype).removeprefix("torch."),
-            "ops": {name: "+".join(sorted(variants)) for name, variants in sorted(ops.items())},
+            "startup_image": describe_image(model, self._loaded),
+            **describe_loaded(self._loaded),
         }
 
     def greedy(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
@@ -146,3 +135,53 @@ class PlaitSide:
                 count, last = delta.num_tokens, time.perf_counter()
                 first = first or last
         return first - started, last - first
+
+
+def choose_image(options: dict[str, Any]) -> dict[str, Any]:
+    """`options`, without a startup image in a revision of which the images do not say what they run."""
+    from plait.config import EngineConfig
+
+    known = "startup_image" in {field.name for field in fields(EngineConfig)}
+    return {**options, "startup_image": "off"} if known and not has_described_images() else options
+
+
+def has_described_images() -> bool:
+    """Whether this revision has startup images that say which ops they run."""
+    try:
+        from plait.loading.image.start import LoadedImage
+    except ImportError:
+        return False
+    return "part" in {field.name for field in fields(LoadedImage)}
+
+
+def describe_image(model: str, loaded: Any) -> str:
+    """ "used", or "kept": the next start finds one; else why there is none."""
+    if hasattr(loaded, "part"):
+        return "used"
+    if not has_described_images():
+        return "this revision is measured without one"
+    from plait.loading.image.lookup import why_no_image
+    from plait.loading.image.start import find_image
+
+    if why := why_no_image(loaded.config):
+        return why
+    return "kept" if find_image(model, loaded.config) else "none was kept, see the log"
+
+
+def describe_loaded(loaded: Any) -> dict[str, object]:
+    """Threads, weights and bound ops of a loaded model; of one from a startup image without torch."""
+    if (part := getattr(loaded, "part", None)) is not None:
+        threads, ops = loaded.runner.replay.program.threads.threads, dict(part.bound)
+        return {"threads": threads, "weights_nbytes": part.weights_nbytes, "dtype": part.dtype, "ops": ops}
+    import torch
+
+    target, variants = loaded.target, dict[str, set[str]]()
+    for row in target.bound:
+        variants.setdefault(row.op, set()).add(row.variant)
+    executor = getattr(target, "executor", None)
+    return {
+        "threads": getattr(executor, "threads", None) or torch.get_num_threads(),
+        "weights_nbytes": target.weights_nbytes,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "ops": {name: "+".join(sorted(found)) for name, found in sorted(variants.items())},
+    }

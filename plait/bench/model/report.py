@@ -123,7 +123,10 @@ def sides_table(result: Facts) -> Table:
 
 
 def notes(result: Facts) -> Iterator[str]:
-    """Why a side has no number, once for each reason."""
+    """Why a side has no number, once for each reason; and which Plait was started without a startup image."""
+    for name, side in result["sides"].items():
+        if side.get("startup_image", "used") != "used":
+            yield f"{name}: start-up and memory are without a startup image: {side['startup_image']}"
     reasons = {f"{name}: {why}" for row in result["rows"] for name, why in row["cannot"].items()}
     yield from sorted(reasons)
 

@@ -145,14 +145,22 @@ def name_apart(contestants: Sequence[Contestant]) -> list[Contestant]:
 
 
 def start(who: Contestant, threads: int | None, room: Facts, stack: ExitStack) -> tuple[Side, Facts]:
-    """A side in its process, loaded. Raises EngineError, with what the side reported."""
+    """A side in its process, loaded. Raises EngineError, with what the side reported.
+
+    A startup that keeps a startup image is followed by another one, which uses it as `plait serve` does.
+    """
     root = stack.enter_context(source_of(who.revision)) if who.is_plait else None
-    side = stack.enter_context(Side(who.name, who.script, who.python, root))
     options = dict(who.options)
     given = {**room, "threads": options.pop("threads", None) or threads}
     for name in room:  # at least what the user requests
         given[name] = max(room[name], options.pop(name, 0) or 0)
-    return side, side.load(model=who.model, options=options, **given)
+    for is_again in (False, True):
+        side = stack.enter_context(Side(who.name, who.script, who.python, root))
+        facts = side.load(model=who.model, options=options, **given)
+        if is_again or facts.get("startup_image") != "kept":
+            break
+        side.close()
+    return side, facts
 
 
 def check(
@@ -185,6 +193,9 @@ def check(
                 f"what the reference ops choose, and {limit} is allowed; `plait bench op` finds the op"
             )
     texts = {OURS: say, **{r.side.name: r.side.greedy(few, tokens) for r in running[1:]}}
+    for name, found in texts.items():
+        if (fewest := min(map(len, found), default=0)) < tokens:
+            raise WrongOutput(f"{name}: it writes {fewest} of {tokens} tokens, so its text cannot be checked")
     checks = {
         "tokens": tokens,
         "wanted": wanted,
@@ -208,7 +219,7 @@ def _compare_reference(
     """
     tokens, gaps = len(ours[0]), (0.0, 0.0)
     room = {"max_model_len": max(map(len, prompts)) + tokens + 1, "max_num_seqs": len(prompts)}
-    settings = {**job.settings, "precise": True}
+    settings = {**job.settings, "precise": True, "startup_image": "off"}  # no other startup has such options
 
     def child(name: str, options: Facts, stack: ExitStack) -> Side:
         who = Contestant(name, SIDES / "plait_engine.py", job.model, options)

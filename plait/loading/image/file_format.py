@@ -122,6 +122,7 @@ class ModelPart(Struct, frozen=True):
     weights_nbytes: int
     mapped_nbytes: int
     fingerprint: Fingerprint
+    bound: Mapping[str, str]  # what each op runs as: its variants, joined by "+"
 
     @property
     def states(self) -> Mapping[str, State]:

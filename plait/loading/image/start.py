@@ -23,12 +23,14 @@ from plait.errors import BadFile, OutOfMemory
 from plait.frontend.frontend import Front
 from plait.kernels.load import draw_from_rows, find_row_largest, why_refused
 from plait.loading.disk_cache import open_disk_cache
-from plait.loading.image.file_format import Image, read_image
+from plait.loading.image.file_format import Image, ModelPart, read_image
 from plait.loading.image.key import choose_threads, key_of, path_of
 from plait.loading.image.lookup import folder_of, why_no_image
+from plait.loading.image.release import release_code
 from plait.loading.image.restore import RestoredStep, map_weights
 from plait.loading.make_engine import make_compiler, make_engine, make_front
 from plait.loading.text_side import TextSource
+from plait.resource_limits import trim_heap
 from plait.runner.host.program import ProgramReplay
 from plait.runner.host.runner import FullRunner, HostRunner
 from plait.runner.host.sampler import Floats, HostSampler, Largest, Longs, RowOps, Settings
@@ -46,9 +48,10 @@ OpenFull = Callable[[HostStore], FullRunner]
 
 @dataclass(frozen=True, slots=True)
 class StartedModel:
-    """A model with its engine, before a thread runs it."""
+    """A model with its engine, before a thread runs it. `part`: what its image says of it."""
 
     name: str
+    part: ModelPart
     spec: ModelSpec
     text: TextSource
     runner: HostRunner
@@ -71,7 +74,9 @@ class LoadedImage:
     """A model with a running engine, from its image."""
 
     config: EngineConfig
+    part: ModelPart
     runner: HostRunner
+    sizing: Sizing
     front: Front
 
 
@@ -84,7 +89,8 @@ def load_image(model: str, config: EngineConfig) -> LoadedImage | None:
     wait_for_template = begin_start(language.chat_template, is_chosen=is_chosen)
     if is_chosen:
         wait_for_template()
-    return LoadedImage(config, started.runner, make_front(started.name, started, language, config))
+    front = make_front(started.name, started, language, config)
+    return LoadedImage(config, started.part, started.runner, started.sizing, front)
 
 
 def _ignore(source: TextSource) -> None:
@@ -128,10 +134,13 @@ def start_image(
             os.utime(path)  # its age is that of its last use
         text = TextSource.from_json(image.header.model.text)
         on_source(text)
-        return _start(image, config, text, partial(_open_full, model, config))
+        started = _start(image, config, text, partial(_open_full, model, config))
     except (BadFile, RuntimeError) as error:
         log.warning("%s: the startup image is not used: %s", path, error)
         return None
+    release_code()  # LLVM's has linked the kernels
+    trim_heap()
+    return started
 
 
 def _start(image: Image, config: EngineConfig, text: TextSource, open_full: OpenFull) -> StartedModel:
@@ -167,7 +176,8 @@ def _start(image: Image, config: EngineConfig, text: TextSource, open_full: Open
     engine.guided = guides.open
     log.info("step: %s", runner.step_kind)
     disk = open_disk_cache(config, engine, store, model.states, model.fingerprint)
-    return StartedModel(model.name, spec, text, runner, engine, sizing, guides, model.fingerprint, disk)
+    made = runner, engine, sizing, guides, model.fingerprint, disk
+    return StartedModel(model.name, model, spec, text, *made)
 
 
 def _open_full(model: str, config: EngineConfig, store: HostStore) -> FullRunner:

@@ -29,6 +29,7 @@ from plait.loading.packed_cache import keep, shelf_of
 from plait.loading.probe_scorer import open_settled
 from plait.loading.target import make_target
 from plait.memory import PagedState, SlotState
+from plait.ops.registry import list_variants
 from plait.runner.host.program import ProgramReplay
 from plait.runner.runner import ModelRunner
 from plait.spec_values import encode_spec_value
@@ -134,6 +135,7 @@ def _model_part(built: Built | Loaded, blocks: Sequence[KeptBlock]) -> ModelPart
         weights_nbytes=target.weights_nbytes,
         mapped_nbytes=sum(block.nbytes for block in blocks) or (target.shelf.nbytes if target.shelf else 0),
         fingerprint=fingerprint(opened, target),
+        bound=list_variants(target.bound),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from plait.bench.engines.child import load_side
+from plait.bench.engines.ik_llama_cpp_engine import describe_build
 from plait.bench.model.compare import PEERS, SIDES, contestant
 from plait.cli.bench import parse_options
 from plait.errors import ConfigError
@@ -23,12 +25,13 @@ if of("-m") == "broken.gguf": sys.exit("no such file")
 made = {"-gp": of("-gp").split(",")[1]} if "-gp" in args else {}
 milliseconds = 7 * int(made.get("-gp", 0)) or 2 * int(of("-p"))
 print("a line before")
-print(json.dumps([{"build_commit": "abc123", "samples_ns": [milliseconds * 1000000], "rtr": of("-rtr")}]))
+print(json.dumps([{"samples_ns": [milliseconds * 1000000], "rtr": of("-rtr")}]))
 """
 SERVER = """
 import json, sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 args = sys.argv[1:]
+if args == ["--version"]: sys.exit("version: 4321 (COMMIT)\\nbuilt with cc")
 if args[args.index("-m") + 1] == "unread.gguf": sys.exit("unknown architecture")
 paths = "defined" if "-rtr" in args else "NOT defined"
 print(f"====== HAVE_FANCY_SIMD is {paths}", file=sys.stderr, flush=True)
@@ -39,9 +42,15 @@ class Handler(BaseHTTPRequestHandler):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         assert asked["cache_prompt"] is False and asked["ignore_eos"] and asked["temperature"] == 0
         ids = [asked["prompt"][-1] + i for i in range(asked["n_predict"])]
-        found = [{"id": one} for one in ids] if "n_probs" in asked else []
+        if asked["prompt"] == [13]: ids.pop()
         timings = {"predicted_ms": 100.0 * len(asked["prompt"])}
-        self.say({"completion_probabilities": found, "timings": timings})
+        if self.path == "/v1/completions":
+            found = [{"id": one, "token": "a"} for one in ids] if asked.get("logprobs") else None
+            shown = found and {"content": found}
+            self.say({"choices": [{"text": "a", "logprobs": shown}], "timings": timings})
+        else:
+            assert self.path == "/completion" and "logprobs" not in asked
+            self.say({"completion_probabilities": [{"content": "a"} for one in ids], "timings": timings})
     def say(self, body):
         self.send_response(200); self.end_headers(); self.wfile.write(json.dumps(body).encode())
 ThreadingHTTPServer(("127.0.0.1", int(args[args.index("--port") + 1])), Handler).serve_forever()
@@ -52,7 +61,7 @@ ThreadingHTTPServer(("127.0.0.1", int(args[args.index("--port") + 1])), Handler)
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bin")
     for name, text in (("llama-bench", BENCH), ("llama-server", SERVER)):
-        (folder / name).write_text(f"#!{sys.executable}{text}")
+        (folder / name).write_text(f"#!{sys.executable}{text}".replace("COMMIT", "abc123"))
         (folder / name).chmod(0o755)
     return folder
 
@@ -82,10 +91,25 @@ def test_it_says_its_build_and_whether_the_fast_paths_are_on(side: Any, programs
     assert plain.facts["engine"] == "ik_llama.cpp"
 
 
+def test_a_build_without_a_commit_is_known_by_its_hash(programs: Path, tmp_path: Path) -> None:
+    found = []
+    for text in ("", "# another build"):
+        server = tmp_path / "llama-server"
+        server.write_text((programs / "llama-server").read_text().replace("abc123", "unknown") + text)
+        server.chmod(0o755)
+        found.append(describe_build(tmp_path))
+    assert all(
+        re.fullmatch("built without a commit, llama-server SHA-256 [0-9a-f]{12}", one) for one in found
+    )
+    assert found[0] != found[1]
+
+
 def test_one_user_is_timed_by_llama_bench_and_texts_are_the_servers(side: Any) -> None:
     assert side.prefill([1] * 512, "llm") == pytest.approx(1.024)
     assert side.decode([1] * 20, 128, "llm") == pytest.approx(0.896)  # the tokens, without the prompt
     assert side.greedy([[5], [6, 9]], 3) == [[5, 6, 7], [9, 10, 11]]
+    with pytest.raises(RuntimeError, match="llama-server reports 2 of 3 ids"):
+        side.greedy([[5], [13]], 3)
     together = side.batch([[1, 2], [3] * 4, [5]], 8, "llm")
     assert (together["tokens"], together["decode_tokens"]) == (24, 21)
     assert together["decode_seconds"] == pytest.approx(0.1)

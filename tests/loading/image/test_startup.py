@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from plait import LLM, SamplingParams
 from plait.config import EngineConfig
-from plait.loading.image import file_format
+from plait.loading.image import file_format, restore
 from plait.loading.image.file_format import read_image
 from plait.loading.image.start import find_image, load_image
 
@@ -132,11 +135,28 @@ def empty(path: Path) -> None:
     path.write_bytes(b"")
 
 
-def other_key(path: Path) -> None:
-    image = read_image(path)
-    assert image is not None
-    header = file_format.msgspec.structs.replace(image.header, key={**image.header.key, "threads": 99})
-    file_format.write_image(path, header, [image.code], [image.constants])
+def give_away(path: Path) -> None:
+    if os.geteuid():
+        pytest.skip("only root can give a file to another user")
+    os.chown(path, 4321, -1)
+
+
+def of_older_format(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data.replace(file_format.MAGIC, b"plaitim0", 1))
+
+
+def with_key(**changed: object) -> Callable[[Path], None]:
+    """Write the same image, sound and whole, as of a model with another key."""
+
+    def write(path: Path) -> None:
+        image = read_image(path)
+        assert image is not None
+        key = {**image.header.key, **changed}
+        header = file_format.msgspec.structs.replace(image.header, key=key)
+        file_format.write_image(path, header, [image.code], [image.constants])
+
+    return write
 
 
 def flip_constant(path: Path) -> None:
@@ -150,6 +170,16 @@ def without_weights(path: Path) -> None:
         packed.unlink()
 
 
+@pytest.fixture
+def never_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test fails if the code of an image becomes code of this process."""
+
+    def link_code(*given: object) -> None:
+        pytest.fail("the code of an image was linked")
+
+    monkeypatch.setattr(restore, "link_code", link_code)
+
+
 @pytest.mark.parametrize(
     ("harm", "why"),
     [
@@ -158,13 +188,17 @@ def without_weights(path: Path) -> None:
         (flip, "damaged"),
         (flip_constant, "damaged"),
         (open_to_others, "another user may have written it"),
-        (other_key, "of another model or of other options"),
+        (give_away, "another user may have written it"),
+        (of_older_format, "or of another version"),
+        (with_key(threads=99), "of another model or of other options"),
+        (with_key(machine=["another-processor"]), "of another model or of other options"),
+        (with_key(code=["0.0.1", "another version"]), "of another model or of other options"),
         (without_weights, "cannot be read"),
     ],
 )
 def test_what_cannot_be_trusted_is_ignored_with_one_line(
     first: dict[str, Any], model: Path, cache: Path, tmp_path: Path, harm: Any, why: str,
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, never_links: None,
 ) -> None:  # fmt: skip
     own = Path(shutil.copytree(cache, tmp_path / "cache", symlinks=True))
     config = EngineConfig(**SIZES, cache_dir=str(own))
@@ -207,10 +241,60 @@ def test_a_changed_model_and_another_option_have_no_image(
     assert find_image(str(changed), config) is None
 
 
+def test_another_processor_and_another_version_have_no_image(
+    first: dict[str, Any], model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineConfig(**SIZES, cache_dir=str(cache))
+    for name, value in (("host_target", lambda: "another"), ("__version__", "0.0.1")):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"plait.loading.image.key.{name}", value)
+            assert find_image(str(model), config) is None
+    assert find_image(str(model), config) is not None
+
+
+def open_folder(folder: Path) -> None:
+    folder.chmod(0o777)
+
+
+@pytest.mark.parametrize(("harm", "why"), [(open_folder, "others may write"), (give_away, "another user")])
 def test_a_folder_that_others_may_write_has_none(
-    first: dict[str, Any], model: Path, cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    first: dict[str, Any], model: Path, cache: Path, tmp_path: Path, harm: Any, why: str,
+    caplog: pytest.LogCaptureFixture, never_links: None,
+) -> None:  # fmt: skip
+    own = Path(shutil.copytree(cache, tmp_path / "cache", symlinks=True))
+    harm(own / "images")
+    assert load_image(str(model), EngineConfig(**SIZES, cache_dir=str(own))) is None
+    (line,) = caplog.messages
+    assert "the startup image is not used" in line
+    assert why in line
+
+
+def fill_disk(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_costs_the_image_and_nothing_else(
+    first: dict[str, Any], model: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = Path(shutil.copytree(cache, tmp_path / "cache", symlinks=True))
-    (own / "images").chmod(0o777)
-    assert load_image(str(model), EngineConfig(**SIZES, cache_dir=str(own))) is None
-    assert "others may write" in caplog.text
+    image_of(model, own).unlink()
+    monkeypatch.setattr(os, "posix_fallocate", fill_disk)
+    with LLM(str(model), **SIZES, cache_dir=str(own)) as llm:
+        said = llm.keep_image(1 << 40)
+        out = llm.generate("the", SamplingParams(max_tokens=12, temperature=0.0))[0]
+    assert list(out.outputs[0].token_ids) == first["texts"][0][2]
+    assert said == "startup image: none is kept: it cannot be written (No space left on device)"
+    assert list((own / "images").iterdir()) == []
+
+
+def test_a_disk_that_fills_up_while_an_image_is_written_leaves_the_old_one(
+    first: dict[str, Any], model: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = Path(shutil.copy(image_of(model, cache), tmp_path))
+    before, image = path.read_bytes(), read_image(path)
+    assert image is not None
+    monkeypatch.setattr(os, "fsync", fill_disk)
+    with pytest.raises(OSError, match="No space left"):
+        file_format.write_image(path, image.header, [image.code], [image.constants])
+    assert list(tmp_path.iterdir()) == [path]
+    assert path.read_bytes() == before
