@@ -12,7 +12,10 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import Tensor
+
 from plait.errors import ShapeMismatch
+from plait.quant.weight import Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +60,13 @@ def sources_of(source: Source) -> tuple[str, ...]:
     return source.sources if isinstance(source, Derived) else (source,)
 
 
-def make_derived(source: Derived, stored: Sequence[Any], fields: Mapping[str, str], ours: str) -> Any:
+def make_derived(
+    source: Derived, stored: Sequence[Tensor | Weight], fields: Mapping[str, str], ours: str
+) -> Tensor | Weight:
     """What a recipe makes of `stored`, its sources. Raises ShapeMismatch, with the name of `ours`."""
     try:
-        return source.fn(*stored, **fields)
+        made: Tensor | Weight = source.fn(*stored, **fields)
+        return made
     except (RuntimeError, IndexError, ValueError, TypeError) as error:  # of shapes that no recipe expects
         shapes = ", ".join(f"{s} {list(w.shape)}" for s, w in zip(source.sources, stored, strict=True))
         told = " ".join(str(error).split())[:160]

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.weights import Target
+from plait.cli.common.rank_facts import count_exchanges
 from plait.errors import CannotDivide
 from plait.families.common.resolved import Resolved
 from plait.kernels.load import executor, load_kernels
+from plait.loading.meta_model import rank_share
 from plait.model.divide import count_shares, divide_model
 from plait.ops.ranks import Alone, Comm
 from plait.ops.sample import sample_at
@@ -86,6 +88,14 @@ def can_run_on(found: Resolved, size: int) -> bool:
     return True
 
 
+def check_shares(found: Resolved, checkpoint: Memory) -> None:
+    """What `plait info --tp 2` shows: each of two ranks has a part of the numbers, and they exchange some."""
+    parts = [rank_share(found, checkpoint, Rank(index, 2))[0] for index in range(2)]
+    assert 0.0 < min(parts) <= max(parts) < 1.0
+    sums, gathers = count_exchanges(found.spec, Rank(0, 2))
+    assert min(sums, gathers) > 0
+
+
 FEW = ("llama", "qwen3_next", "falcon_h1", "deepseek_v3")
 
 
@@ -110,6 +120,7 @@ def test_ranks_give_the_logits_of_one_and_its_bits_where_the_shares_are_the_same
     if name not in tiny.VARIANTS:  # no model has learned such numbers: kernels differ by more than that
         allowed = max(allowed, 2 * worst(undivided[0], plain[0]), 2 * worst(undivided[1], plain[1]))
     assert can_run_on(found, 4) == (shares >= 4)
+    check_shares(found, checkpoint)
     for size in (2, 4)[: 1 + (shares >= 4)]:
         for logits in logits_of_ranks(found, checkpoint, size):
             assert max(worst(logits[0], plain[0]), worst(logits[1], plain[1])) < allowed
