@@ -33,10 +33,10 @@ from plait.kernels.cpu.codegen import avx2_dot
 from plait.kernels.cpu.codegen.amx_tiles import FULL, MEMORY, TILE, Kind, Shapes, Tiles
 from plait.kernels.cpu.codegen.kernel import Kernel, load_generated
 from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, block, digest
-from plait.kernels.cpu.codegen.target import adds_bf16
 from plait.kernels.cpu.linear.codebooks import TABLES
 from plait.kernels.cpu.linear.layout import BLOCK, LINE, Layout
 from plait.kernels.cpu.linear.quantize_rows import BASE_BITS, BUNDLES
+from plait.kernels.cpu.linear.streams import ONE_STREAM
 
 EIGHT = 8  # rows of which integer sums are in registers together
 TILED = 16  # rows of codes in a tile of AMX
@@ -49,16 +49,13 @@ SHARED = 48  # rows of codes of a group from which threads take single pieces: o
 PIECES = 8  # that a thread takes at least
 TOGETHER = 96  # tiles of a piece at most: a bundle in L1 meets all; the first come from memory unannounced
 PANEL = 320 << 10  # bytes of rounded rows that tiles pass by before the next rows come: they stay in L2
-# Streams that one row reads weights in. Intel's memory liked three better than two and four. AMD's cores from Zen 4
-# on, which `adds_bf16` finds in levels, too, fetch one stream ahead by themselves, at the rate of plain reads: three
-# with prefetches got half to two thirds of it.
-STREAMS = 1 if adds_bf16() else 3
-RUN = TILED if STREAMS == 1 else 1  # tiles of a gate before those of `up`: a stream that turns often is slower
+STREAMS = 1 if ONE_STREAM else 3  # that one row reads weights in: of two and four, Intel's memory liked each less
+RUN = TILED if ONE_STREAM else 1  # tiles of a gate before those of `up`: a stream that turns often is slower
 ALONE = 2  # rows of codes up to which every thread rounds all of them, rather than wait for the others
 
 _FILES = (
     *("linear/blocks_source.py", "linear/quantize_rows.py", "linear/layout.py", "linear/codebooks.py"),
-    *("codegen/avx2_dot.py", "codegen/amx_tiles.py", "linear/fetch_adapters.py"),
+    *("codegen/avx2_dot.py", "codegen/amx_tiles.py", "linear/fetch_adapters.py", "linear/streams.py"),
 )
 _SOURCE = Template('''"""Quantized linear layer: made by plait, from $digest."""
 import numpy as np
@@ -465,7 +462,7 @@ def tiles_apart(layout: Layout, w: Writer, weights: Word, apart: Word, a: Word, 
         def block(b: Word, a: Word, *sums: Value) -> list[Value]:
             found = []
             for tile, above, sum in zip(tiles, outer, sums, strict=True):
-                for k in range(lines if STREAMS > 1 else 0):
+                for k in range(0 if ONE_STREAM else lines):
                     w.prefetch(tile + AHEAD[layout.step] + LINE * k + LINE * lines * b)
                 found += _block(w, layout, (tile, b, a), above, [sum], products, 1)
             return [a + layout.rounded_block, *found]
