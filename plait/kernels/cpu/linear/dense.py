@@ -318,7 +318,8 @@ def product(kind: str, coded: bool = False, paired: bool = False) -> Kernel:
     """The kernel that multiplies rows by tiles of that width; `coded`: of bfloat16 in twelve bits; `paired`:
     by rows rounded to bfloat16."""
     most, narrow = MOST if coded and wide_registers() else 1, paired and not wide_registers()
-    alone, several = 1 if ONE_STREAM else 2, 1 if narrow else 2  # tiles: of one, registers hold more rows' sums
+    # Tiles at a time: of one, narrow registers hold sums of more rows.
+    alone, several = 1 if ONE_STREAM else 2, 1 if narrow else 2
     name = f"dense_{kind}_pairs" if paired else f"dense_{kind}"
     source = _SOURCE.safe_substitute(
         name=name,
