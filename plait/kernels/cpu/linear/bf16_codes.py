@@ -28,6 +28,7 @@ from plait.kernels.cpu.codegen.kernel import inline, kernel
 from plait.kernels.cpu.codegen.kinds import Int
 from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, straight
 from plait.kernels.cpu.codegen.vec import DEFINED, get_i64, get_u8, put_i64, put_u8
+from plait.kernels.cpu.linear.streams import ONE_STREAM
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import word
 from plait.kernels.cpu.runtime.frame_words import LINE
@@ -140,7 +141,7 @@ class Walk:
 
         def record(i: Word, *sums: Value) -> list[Value]:
             places = [r + i * RECORD for r in records]
-            for place in places:
+            for place in () if ONE_STREAM else places:
                 for line in range(0, RECORD, LINE):
                     w.prefetch(place + (AHEAD + line))
             return added(i, [_decode_record(w, place, table) for place in places], list(sums))

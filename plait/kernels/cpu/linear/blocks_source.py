@@ -33,10 +33,10 @@ from plait.kernels.cpu.codegen import avx2_dot
 from plait.kernels.cpu.codegen.amx_tiles import FULL, MEMORY, TILE, Kind, Shapes, Tiles
 from plait.kernels.cpu.codegen.kernel import Kernel, load_generated
 from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, block, digest
-from plait.kernels.cpu.codegen.target import adds_bf16
 from plait.kernels.cpu.linear.codebooks import TABLES
 from plait.kernels.cpu.linear.layout import BLOCK, LINE, Layout
 from plait.kernels.cpu.linear.quantize_rows import BASE_BITS, BUNDLES
+from plait.kernels.cpu.linear.streams import ONE_STREAM
 
 EIGHT = 8  # rows of which integer sums are in registers together
 TILED = 16  # rows of codes in a tile of AMX
@@ -49,16 +49,13 @@ SHARED = 48  # rows of codes of a group from which threads take single pieces: o
 PIECES = 8  # that a thread takes at least
 TOGETHER = 96  # tiles of a piece at most: a bundle in L1 meets all; the first come from memory unannounced
 PANEL = 320 << 10  # bytes of rounded rows that tiles pass by before the next rows come: they stay in L2
-# Streams that one row reads weights in. Intel's memory liked three better than two and four. AMD's cores from Zen 4
-# on, which `adds_bf16` finds in levels, too, fetch one stream ahead by themselves, at the rate of plain reads: three
-# with prefetches got half to two thirds of it.
-STREAMS = 1 if adds_bf16() else 3
-RUN = TILED if STREAMS == 1 else 1  # tiles of a gate before those of `up`: a stream that turns often is slower
+STREAMS = 1 if ONE_STREAM else 3  # that one row reads weights in: of two and four, Intel liked each less
+RUN = TILED  # tiles of a gate before those of `up`, in one stream: where it turns often it is slower
 ALONE = 2  # rows of codes up to which every thread rounds all of them, rather than wait for the others
 
 _FILES = (
     *("linear/blocks_source.py", "linear/quantize_rows.py", "linear/layout.py", "linear/codebooks.py"),
-    *("codegen/avx2_dot.py", "codegen/amx_tiles.py", "linear/fetch_adapters.py"),
+    *("codegen/avx2_dot.py", "codegen/amx_tiles.py", "linear/fetch_adapters.py", "linear/streams.py"),
 )
 _SOURCE = Template('''"""Quantized linear layer: made by plait, from $digest."""
 import numpy as np
@@ -66,7 +63,7 @@ import numpy as np
 from plait.kernels.cpu.linear import blocks_source as linear_source
 from plait.kernels.cpu.linear import quantize_rows as rounding
 from plait.kernels.cpu.linear.blocks_source import (
-    ALONE, FETCHED, PAGES, PANEL, PIECES, RUN, SHARED, STREAMS, TOGETHER,
+    ALONE, FETCHED, PAGES, PANEL, PIECES, SHARED, TOGETHER,
 )
 from plait.kernels.cpu.runtime.frame import barrier, rows_of, scratch_of, common_scratch
 from plait.kernels.cpu.codegen.kernel import inline, kernel
@@ -75,7 +72,8 @@ from plait.kernels.cpu.linear.layout import Layout
 from plait.kernels.cpu.codegen.vec import atomic_add, call_kernel, get_i64, load_some, spread, word, words
 
 layout = $layout
-round_rows, tiles_apart = rounding.round_rows(layout, $sizes), linear_source.tiles_apart(layout)
+round_rows = rounding.round_rows(layout, $sizes)
+tiles_apart, STREAMS, RUN = linear_source.tiles_apart(layout, $streams), $streams, $run
 $tiles
 
 @inline
@@ -353,8 +351,9 @@ def tile(
     """Block (weights, a, steps, ahead, apart, soon, per): a bundle of `rows` rows of codes, at a, times a
     tile in that layout.
 
-    As many bytes are fetched meanwhile, half of them from `ahead` and half from `apart` behind it; where the
-    rows are some, also `per` lines from `soon` on with each block.
+    As many bytes are fetched meanwhile, half of them from `ahead` and half from `apart` behind it, by few
+    rows only where one reads in several streams; where the rows are some, also `per` lines from `soon` on
+    with each block.
     """
     more = (soon, per) if rows >= FETCHED else None
     products = partial(_products, w, layout)
@@ -429,7 +428,7 @@ def _through(
         outer = _outer(w, layout, at + layout.outer_at)
 
         def block(b: Word, a: Word, soon: Word, *sums: Value) -> list[Value]:
-            for k in range(lines):
+            for k in range(lines if rows >= FETCHED or not ONE_STREAM else 0):
                 place = ahead + each * b + LINE * k
                 w.prefetch_l2(place)
                 w.prefetch_l2(place + apart)
@@ -452,27 +451,29 @@ def _outer(w: Writer, layout: Layout, at: Word) -> list[Value]:
     return [w.load_f16(at + 32 * i) for i in range(layout.outer_bytes // 32)]
 
 
-@block(gives=STREAMS)
-def tiles_apart(layout: Layout, w: Writer, weights: Word, apart: Word, a: Word, steps: Word) -> list[Value]:
-    """Block (weights, apart, a, steps): a row of codes times STREAMS tiles, from `weights` on, each `apart`
-    from the one before."""
+@block(gives=lambda layout, streams: streams)
+def tiles_apart(
+    layout: Layout, streams: int, w: Writer, weights: Word, apart: Word, a: Word, steps: Word
+) -> list[Value]:
+    """Block (weights, apart, a, steps): a row of codes times as many tiles as streams, from `weights` on,
+    each `apart` from the one before. Several streams are fetched ahead."""
     lines, products = -(-layout.nbytes // LINE // layout.blocks), partial(_products, w, layout)
 
     def step(_: Word, at: Word, a: Word, *sums: Value) -> list[Value]:
-        tiles = [at + apart * k for k in range(STREAMS)]
+        tiles = [at + apart * k for k in range(streams)]
         outer = [_outer(w, layout, tile + layout.outer_at) for tile in tiles]
 
         def block(b: Word, a: Word, *sums: Value) -> list[Value]:
             found = []
             for tile, above, sum in zip(tiles, outer, sums, strict=True):
-                for k in range(lines if STREAMS > 1 else 0):
+                for k in range(lines if streams > 1 else 0):
                     w.prefetch(tile + AHEAD[layout.step] + LINE * k + LINE * lines * b)
                 found += _block(w, layout, (tile, b, a), above, [sum], products, 1)
             return [a + layout.rounded_block, *found]
 
         return [at + layout.nbytes, *w.loop(0, layout.blocks, 1, (a, *sums), block)]
 
-    return w.loop(0, steps, 1, (weights, a, *[w.zero_f32()] * STREAMS), step)[2:]
+    return w.loop(0, steps, 1, (weights, a, *[w.zero_f32()] * streams), step)[2:]
 
 
 @block(gives=lambda rows: rows)
@@ -541,11 +542,11 @@ _STOP = """
 
 
 @cache
-def linear_kernel(layout: Layout, kind: Kind = "") -> Kernel:
+def linear_kernel(layout: Layout, kind: Kind = "", streams: int = STREAMS) -> Kernel:
     """The kernel of `packed.multiply` for weights in that layout.
 
     kind: "amx" multiplies bundles of TILED rows of codes on its tiles ("software": on what stands for them),
-    to the same bits; it needs `AMX_SCRATCH`.
+    to the same bits; it needs `AMX_SCRATCH`. streams: that one row reads weights in, to the same bits.
     """
     plain = tuple(n for n in BUNDLES if n < TILED) if kind else BUNDLES
     sizes = (TILED, *plain) if kind else plain
@@ -569,7 +570,9 @@ def linear_kernel(layout: Layout, kind: Kind = "") -> Kernel:
         start=_START.format(least=TILED - 1) if kind else "",
         stop=_STOP if kind else "",
         ups=AMX_SCRATCH if kind else 0,
-        kept="".join(_KEPT.format(k=k, end=k + 1) for k in range(STREAMS)),
+        streams=streams,
+        run=RUN if streams == 1 else 1,
+        kept="".join(_KEPT.format(k=k, end=k + 1) for k in range(streams)),
         layout=repr(layout),
         bundles="\n".join(bundles),
         tiles="\n".join(tiles),

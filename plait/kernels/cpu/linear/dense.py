@@ -33,6 +33,7 @@ from plait.kernels.cpu.codegen.vec import get_i32, get_u8, put_i32, put_u8, word
 from plait.kernels.cpu.linear import bf16_codes, bf16_pairs
 from plait.kernels.cpu.linear.bf16_codes import Coded
 from plait.kernels.cpu.linear.packed import COUNTED, PackedWeight, multiply
+from plait.kernels.cpu.linear.streams import ONE_STREAM
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame_words import LINE
 from plait.kernels.cpu.runtime.row_checks import float32_rows
@@ -52,7 +53,7 @@ MOST = {False: 12, True: 64}
 AHEAD = 4096  # bytes that one row fetches weights before it needs them
 _FILES = (
     *("linear/dense.py", "linear/bf16_codes.py", "linear/bf16_pairs.py", "linear/codebooks.py"),
-    *("codegen/plain_x86.py", "codegen/bf16_dot.py"),
+    *("linear/streams.py", "codegen/plain_x86.py", "codegen/bf16_dot.py"),
 )
 CHUNK_BYTES = CHUNK * 3 // 2 * 32  # of a plain tile of bfloat16, at most
 
@@ -141,7 +142,7 @@ class _Part:
             return self._sums_of_pairs(w, rows_at, tiles_at)
 
         def pair(k: Word, *sums: Value) -> list[Value]:
-            if rows == 1:
+            if rows == 1 and not ONE_STREAM:
                 for at, line in pairs_of(tiles_at, range(0, step, LINE)):
                     w.prefetch(at + step * k + (AHEAD + line))
             pairs = [_pair(w, self.kind, at + step * k) for at in tiles_at]
@@ -165,7 +166,7 @@ class _Part:
         """The same of rounded rows, pair by pair; behind an odd number of inputs are zeros."""
 
         def pair(p: Word, *sums: Value) -> list[Value]:
-            if len(rows_at) == 1:
+            if len(rows_at) == 1 and not ONE_STREAM:
                 for at in tiles_at:
                     w.prefetch(at + LINE * p + AHEAD)
             lines = [w.load_i32(at + LINE * p) for at in tiles_at]
@@ -254,8 +255,10 @@ $few
 @inline
 def tiles_of(x, row_bytes, n, weight, tile_bytes, begin, end, n_out, bias, out, out_bytes, rows, scratch):
     """Rows through the tiles begin..end."""
-    # Few rows read both halves of the tiles at a time: a single stream leaves memory waiting.
+    # Few rows read both halves of the tiles at a time, where a single stream leaves memory waiting.
     t, half = begin, (end - begin) // 2 if rows <= $most else 0
+    if rows == 1 and $one_stream:
+        half = 0
     while t < end:
         tiles, step = min(end - t, $together), 1
         if half > 1:
@@ -317,6 +320,8 @@ def product(kind: str, coded: bool = False, paired: bool = False) -> Kernel:
     """The kernel that multiplies rows by tiles of that width; `coded`: of bfloat16 in twelve bits; `paired`:
     by rows rounded to bfloat16."""
     most, narrow = MOST[paired] if coded and wide_registers() else 1, paired and not wide_registers()
+    # Tiles at a time: of one, narrow registers hold sums of more rows.
+    alone, several = 1 if ONE_STREAM else 2, 1 if narrow else 2
     name = f"dense_{kind}_pairs" if paired else f"dense_{kind}"
     source = _SOURCE.safe_substitute(
         name=name,
@@ -324,7 +329,8 @@ def product(kind: str, coded: bool = False, paired: bool = False) -> Kernel:
         paired=paired,
         prepare=_ROUND if paired else "",
         size=bf16_pairs.SIZE if paired else 4,
-        together="(2 if rows == 1 else 1)" if narrow else 2,  # tiles: registers hold sums of more rows of one
+        one_stream=ONE_STREAM,
+        together=f"({alone} if rows == 1 else {several})",
         digest=digest(*_FILES),
         chunk=PAIRS_CHUNK if paired else CHUNK,
         block=BLOCK,
