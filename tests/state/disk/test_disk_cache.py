@@ -241,6 +241,7 @@ def test_a_writer_that_dies_at_any_byte_leaves_nothing_wrong(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_ten_thousand_writers_that_die_leave_nothing_wrong(
     opened: Callable[..., DiskCache], tmp_path: Path
 ) -> None:
@@ -396,10 +397,10 @@ def refuse_changes(patch: pytest.MonkeyPatch) -> None:
     """From now on the file system is read-only."""
     real = os.open
 
-    def read_only(path: Any, flags: int, *more: Any, **words: Any) -> int:
+    def read_only(path: Path, flags: int, mode: int = 0o777) -> int:
         if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
             raise OSError(errno.EROFS, "Read-only file system")
-        return real(path, flags, *more, **words)
+        return real(path, flags, mode)
 
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
