@@ -28,7 +28,7 @@ CAPS = {
     "engine": 2_300,
     "families": 15_580,
     "frontend": 1_560,
-    "kernels": 26_200,
+    "kernels": 26_400,
     "llm": 630,
     "loading": 5_460,
     "model": 4_980,
@@ -39,7 +39,7 @@ CAPS = {
     "server": 18_990,
     "state": 2_100,
     "text": 9_540,
-    "verify": 2_890,
+    "verify": 3_120,
     "worker": 2_370,
 }
 

@@ -40,6 +40,11 @@ OWN = (
     *("cache_disk", "cache_disk_limit", "cache_disk_bandwidth"),
 )
 NUM_TOGETHER = 3  # sequences of one choice: without so many, guidance and beams have no cells
+OWN_SETTINGS: dict[str, Any] = {
+    **{name: EngineConfig.__dataclass_fields__[name].default for name in OWN},
+    "max_num_seqs": NUM_TOGETHER,
+    "prefix_cache": False,
+}
 TOKENS, QUICK_TOKENS = 24, 12  # of each reply
 MOST_SHOWN = 5  # differences, where people read; --json has them all
 NEAR = 1e-3  # between two logits: rounding in float32 may make either the larger
@@ -118,7 +123,7 @@ NOTHING = {
 @click.option(
     "--add-missing",
     is_flag=True,
-    help="with --certificate: keep the cells that other revisions of Plait have made, and run what is missing",
+    help="with --certificate: keep the cells that other revisions of Plait made, and run what is missing",
 )
 @json_option()
 @engine_options(without=OWN)
@@ -159,9 +164,7 @@ def verify(
     """
     if add_missing and (certificate is None or cell is not None):
         raise click.UsageError("--add-missing is about the file of --certificate; name one, and no --cell")
-    defaults = {name: EngineConfig.__dataclass_fields__[name].default for name in OWN}
-    own = {"max_num_seqs": NUM_TOGETHER, "prefix_cache": False}
-    config = EngineConfig(**engine_settings({**given, **defaults, **own}))
+    config = EngineConfig(**engine_settings({**given, **OWN_SETTINGS}))
     if family is not None:
         if model is not None:
             raise ConfigError("--family makes up a model of its own; leave MODEL out")

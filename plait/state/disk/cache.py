@@ -31,7 +31,7 @@ from plait.state.disk.file_format import (
     write_content,
 )
 from plait.state.disk.index import DiskFile, DiskIndex, DiskRead, Rows
-from plait.state.disk.scan import FoundFile, last_use, list_files, read_folder_times
+from plait.state.disk.scan import FoundFile, last_use, list_files, read_folder_times, try_remove
 from plait.state.host_store import RowLayout, SavedState
 
 QUEUE_NBYTES = 256 << 20  # copies that wait to be written, or were read and are not in use yet
@@ -276,7 +276,8 @@ class DiskCache:
             if self.clock() < self._retry_at:
                 self.counts["dropped"] += 1
                 return
-            self._make_space(saved.content.nbytes)
+            if not self._make_space(saved.content.nbytes):
+                raise PermissionError("files that were used least recently cannot be removed")
             self._make_folder()
             nbytes = write_content(path, self.fingerprint, names, saved.content)
             if self.bandwidth is not None:
@@ -303,16 +304,14 @@ class DiskCache:
         if refused := why_refused(self.folder):
             raise PermissionError(refused)
 
-    def _make_space(self, nbytes: int) -> None:
-        """Remove the files that were used least recently until so many bytes more are within the limit.
-
-        A file that another server has used meanwhile is not the oldest any more.
-        """
+    def _make_space(self, nbytes: int) -> bool:
+        """Remove the files that were used least recently, by any server, until so many bytes more are within
+        the limit. False: a file cannot be removed, as on a read-only disk; it is still read then."""
         while True:
             with self._lock:
                 file = self._index.oldest()
                 if file is None or self._index.nbytes + nbytes <= self.limit:
-                    return
+                    return True
             changed = last_use(file.path)
             with self._lock:
                 if changed is not None and changed > file.changed + USED_S / 2:
@@ -320,9 +319,11 @@ class DiskCache:
                     self._index.touch(file)
                     continue
                 self._index.remove(file)
-                self.counts["evicted"] += 1
-            with suppress(OSError):
-                file.path.unlink()
+            if not try_remove(file.path):
+                with self._lock:
+                    self._index.add(file, is_newest=False)
+                return False
+            self.counts["evicted"] += 1
 
     def _scan(self) -> None:
         """Find the files of all models, the newest first; those of this one are known by their headers."""
@@ -383,8 +384,7 @@ class DiskCache:
         """Remove a file that is not as it was written."""
         self.counts["damaged"] += 1
         self._warn(f"{path} is not used: {error}")
-        with suppress(OSError):
-            path.unlink()
+        try_remove(path)
 
     def _warn(self, text: str) -> None:
         """Log it, once: what comes after is counted."""

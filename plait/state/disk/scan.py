@@ -49,6 +49,15 @@ def last_use(path: Path) -> float | None:
         return None
 
 
+def try_remove(path: Path) -> bool:
+    """Remove a file, if it is there. False: it cannot be removed, as on a read-only disk."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        return False
+    return True
+
+
 def _list_models(root: Path) -> list[os.DirEntry[str]]:
     found = [one for one in _list_entries(root) if FINGERPRINT.fullmatch(one.name)]
     return [one for one in found if _is_folder(one)]

@@ -241,6 +241,7 @@ def test_a_writer_that_dies_at_any_byte_leaves_nothing_wrong(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_ten_thousand_writers_that_die_leave_nothing_wrong(
     opened: Callable[..., DiskCache], tmp_path: Path
 ) -> None:
@@ -390,6 +391,47 @@ def test_a_full_disk_is_one_warning_and_is_tried_again(
     now[0] += 100.0
     put(cache, ALL[0])
     assert fetch(cache, ALL[0]) is not None
+
+
+def refuse_changes(patch: pytest.MonkeyPatch) -> None:
+    """From now on the file system is read-only."""
+    real = os.open
+
+    def read_only(path: Path, flags: int, mode: int = 0o777) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            raise OSError(errno.EROFS, "Read-only file system")
+        return real(path, flags, mode)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    patch.setattr(os, "open", read_only)
+    for name in ("mkdir", "unlink", "utime", "rename", "replace"):
+        patch.setattr(os, name, refuse)
+
+
+def test_a_read_only_disk_is_read_and_is_one_warning(
+    opened: Callable[..., DiskCache], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [0.0]
+    first = opened()
+    for names in ALL:
+        put(first, names)
+    first.close()
+    with monkeypatch.context() as patch:
+        refuse_changes(patch)
+        cache = opened(limit=first._index.nbytes, clock=lambda: now[0])  # full to the last byte
+        for number in range(3):
+            now[0] += 100.0
+            put(cache, blocks(60 + number))
+            for names in ALL:
+                read = fetch(cache, names)
+                assert read is not None, "a file that cannot be removed is still there"
+                assert read.saved is not None
+        stats = cache.stats()
+        cache.close()
+    assert (stats["num_disk_failed"], stats["num_disk_evicted"], stats["disk_files"]) == (3, 0, len(ALL))
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
 
 def test_a_folder_that_is_removed_or_cannot_be_made_ends_nothing(
