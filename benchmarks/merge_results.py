@@ -3,7 +3,8 @@
 python benchmarks/merge_results.py benchmarks/results/2026-11-21-amd-epyc-2-cores.json …
 
 The benchmarks write a file for each run, [KIND-]DATE-MACHINE[-NOTE].json, and merge it. Of each kind the
-newest stays: an older one is refused, and the revision that had it keeps it. Files that were merged are removed.
+newest stays: an older one is refused, and the revision that had it keeps it. Files that were merged are
+removed.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 python benchmarks/streamed.py model.gguf --openvino PYTHON [--requests 16] [--turns 9]
 
 PYTHON is an interpreter that has openvino-genai. All requests have prompts of 128 token ids and 128 new
-tokens, and begin at one moment; every turn of every side has other texts, so no prefix is cached. The client is
-in this process and only receives: replies are read after the time was taken. First, Plait's streamed text must
-be its whole reply's, and most of OpenVINO's must begin like it. Tokens a second: medians, and the median of
-the turns' ratios. JSON.
+tokens, and begin at one moment; every turn of every side has other texts, so no prefix is cached. The client
+is in this process and only receives: replies are read after the time was taken. First, Plait's streamed text
+must be its whole reply's, and most of OpenVINO's must begin like it. Tokens a second: medians, and the median
+of the turns' ratios. JSON.
 """
 
 from __future__ import annotations

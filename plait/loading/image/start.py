@@ -90,6 +90,7 @@ def load_image(model: str, config: EngineConfig) -> LoadedImage | None:
     if is_chosen:
         wait_for_template()
     front = make_front(started.name, started, language, config)
+    trim_heap()  # what reading the tokenizer has freed
     return LoadedImage(config, started.part, started.runner, started.sizing, front)
 
 
