@@ -283,11 +283,12 @@ class Request:
 
     `grammar`: what every choice must be; `thinking`: how much of it may be thinking. `shape`: how its text is
     parsed; None: all of it is content. `pooling`: instead of tokens, return the hidden state after the last
-    norm, of the last token or the mean of all. `negative_ids`: the negative prompt of a guided request; its
-    sequence goes on with the tokens of the choice. `interval`: tokens of a choice that an engine in another
-    process emits at a time; it emits the first, and the end, at once. `watched`: the reply is streamed, so a
-    client would see it falter. `shows_progress`: events also report how far the prompt of the first choice is
-    computed. `tenant`: an API key or an address; requests of one tenant share its turns.
+    norm, of the last token or the mean of those from `pooled_from` on. `negative_ids`: the negative prompt
+    of a guided request; its sequence goes on with the tokens of the choice. `interval`: tokens of a choice
+    that an engine in another process emits at a time; it emits the first, and the end, at once. `watched`:
+    the reply is streamed, so a client would see it falter. `shows_progress`: events also report how far the
+    prompt of the first choice is computed. `tenant`: an API key or an address; requests of one tenant share
+    its turns.
     `adapter`: the name of the adapter that computes it with the model; "": the model alone does.
     """
 
@@ -311,6 +312,7 @@ class Request:
     shows_progress: bool = False
     tenant: str = ""
     adapter: str = ""
+    pooled_from: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,6 +65,7 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Muse Glimmer (text)", "gated GQA, local and global, MLP", ("muse_glimmer",)),
     ("HRM-Text (prompts in their order)", "gated attention and MLP in two stacks in turns", ("hrm_text",)),
     ("Maincoder", "GQA, MLP", ("maincoder",)),
+    ("Nemotron Super 49B, Ultra 253B · DeciLM", "GQA, MLP, either left out", ("nemotron-nas",)),
     ("Apertus · Jais 2", "GQA, MLP", ("apertus", "jais2")),
     ("Hunyuan dense · A13B", "GQA, MLP · MoE", ("hunyuan_v1_dense", "hunyuan_v1_moe")),
     ("AFMoE (Trinity)", "gated GQA, local and global, MoE", ("afmoe",)),

@@ -81,7 +81,7 @@ class SequenceMaker:
             boundaries=request.boundaries,
             priority=request.priority,
             deadline=None if timeout_s is None else arrived + timeout_s,
-            pool=Pool(request.pooling) if request.pooling else None,
+            pool=Pool(request.pooling, request.pooled_from) if request.pooling else None,
             guide=guide,
             is_watched=request.watched,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -131,6 +131,18 @@ class ModelHead:
             raise InvalidField(text, "prompt_name")
         return self.prompts[chosen]
 
+    def count_left_out(
+        self, before: str, pooling: Pooling | None, encode: Callable[[str], Sequence[int]]
+    ) -> int:
+        """How many tokens at the beginning a mean leaves out: those of the model's prompt, where it says so.
+
+        What a tokenizer adds behind any text is none of them.
+        """
+        if not (before and self.skips_prompt and pooling == "mean"):
+            return 0
+        ids = encode(before)
+        return len(ids) - (tuple(ids[-1:]) == tuple(encode("")[-1:]))
+
     def classify(self, hidden: Sequence[float], *, activate: bool = True) -> list[float]:
         """A number for each label, from the hidden state of the last token: probabilities, or raw outputs."""
         raw = _apply(self.scores, hidden)
@@ -158,6 +170,19 @@ def _apply(layers: Sequence[HeadLayer], hidden: Sequence[float]) -> list[float]:
         x = layer.apply(x)
     found: list[float] = x.tolist()
     return found
+
+
+def check_left_out(count: int, length: int, at: str) -> None:
+    """Refuse a text of which a mean that leaves out `count` of its `length` tokens leaves none.
+
+    Raises InvalidField, which names `at`.
+    """
+    if count and count >= length:
+        raise InvalidField(
+            f"{at}: nothing is behind the model's prompt of {count} tokens, which its mean leaves out; send "
+            "a text that is not empty",
+            at,
+        )
 
 
 def unit(vector: Sequence[float]) -> list[float]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from plait.errors import EngineError, InvalidField
+from plait.frontend.model_head import check_left_out
 from plait.frontend.pairs import pair_ids
 from plait.request import Pooling, SamplingParams
 
@@ -18,13 +19,21 @@ NOTHING = SamplingParams(max_tokens=0)  # tokens to generate: none
 
 
 def embed_prompts(
-    front: Front, prompts: Sequence[str | Sequence[int]], pooling: Pooling, at_once: int
+    front: Front, prompts: Sequence[str | Sequence[int]], pooling: Pooling, at_once: int, before: str = ""
 ) -> Iterator[tuple[float, ...]]:
     """The pooled hidden state of each prompt, in order; the engine has at most `at_once` of them at a time.
 
-    Raises what `Front.prepare` raises, before anything is computed, and what the engine fails a request with.
+    `before`: a model's own prompt, which comes before each text. Raises what `Front.prepare` raises, before
+    anything is computed, and what the engine fails a request with.
     """
-    requests = [replace(front.prepare(prompt, NOTHING), pooling=pooling) for prompt in prompts]
+    first_of = front.head.count_left_out(before, pooling, front.encode)
+    requests = []
+    for prompt in prompts:
+        whole = before + prompt if isinstance(prompt, str) else prompt
+        made = front.prepare(whole, NOTHING)
+        skipped = first_of if isinstance(prompt, str) else 0
+        check_left_out(skipped, len(made.prompt_token_ids), "prompts")
+        requests.append(replace(made, pooling=pooling, pooled_from=skipped))
     for first in range(0, len(requests), at_once):
         streams = [front.submit(request) for request in requests[first : first + at_once]]
         try:

@@ -185,9 +185,8 @@ class LLM:
         of the model's prompts comes before each text; `dimensions`: the first so many numbers.
         """
         head, many = self.front.head, _as_list(prompts)
-        before = head.prompt_text(prompt_name)
-        texts = [before + one if isinstance(one, str) else one for one in many]
-        found = embed_prompts(self.front, texts, pooling or head.pooling or "last", self._at_once)
+        kind = pooling or head.pooling or "last"
+        found = embed_prompts(self.front, many, kind, self._at_once, head.prompt_text(prompt_name))
         return [head.embed(vector, dimensions, normalize) for vector in found]
 
     @property

@@ -11,9 +11,13 @@ from plait.request import Pooling
 
 @dataclass(slots=True)
 class Pool:
-    """The pooled sum of one sequence so far: of its first `length` tokens ("mean") or its last ("last")."""
+    """The pooled sum of one sequence so far: of its first `length` tokens ("mean") or its last ("last").
+
+    `first`: how many tokens at its beginning a mean leaves out.
+    """
 
     kind: Pooling
+    first: int = 0
     total: tuple[float, ...] = ()
     length: int = 0
 
@@ -26,7 +30,7 @@ class Pool:
         """How many hidden states, at its end, a chunk start..end of so many tokens must give."""
         if self.kind == "last":
             return int(end == num_tokens)
-        return max(end - max(start, self.length), 0)
+        return max(end - max(start, self.length, self.first), 0)
 
     def add(self, total: Sequence[float], end: int) -> None:
         """Add the sum of the chunk that ended at `end`. Raises EngineError if it is empty or misshapen."""
@@ -40,4 +44,5 @@ class Pool:
 
     def vector(self) -> tuple[float, ...]:
         """The pooled hidden state, as long as the model is wide."""
-        return tuple(value / self.length for value in self.total)
+        count = self.length - self.first if self.kind == "mean" else 1
+        return tuple(value / count for value in self.total)

@@ -18,10 +18,7 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
     DRAFTER: ("dflash", "eagle3", "gemma4-assistant"),
     AUDIO: ("pockettts", "qwen3tts", "wavtokenizer-dec"),
     IMAGE: ("chameleon", "clip", "cogvlm"),
-    "its layers have attention and feed-forwards of different sizes, or none, which is not implemented": (
-        "deci",
-        "openelm",
-    ),
+    "its layers have heads and feed-forwards of different sizes, which is not implemented": ("openelm",),
     "its layers are RWKV-6, and RWKV-4 and RWKV-7 are implemented": ("rwkv6", "rwkv6qwen2"),
     "its layers of RWKV-7 are followed by Qwen2's feed-forward, which is not implemented": ("arwkv7",),
     "it is served from its safetensors files alone, because its tensors are laid out otherwise in GGUF": (

@@ -17,6 +17,7 @@ import msgspec
 
 from plait.engine.admission import ServiceOptions
 from plait.errors import EngineError, InvalidField, RequestError
+from plait.frontend.model_head import check_left_out
 from plait.llm.embed import NOTHING
 from plait.request import Pooling, Request, RequestTrace
 from plait.server.api import validate
@@ -108,21 +109,21 @@ def embedding_request(
     """
     head = context.front.head
     before = head.prompt_text(asked.prompt_name if asked else None)
+    kind, special, left_out = pooling or head.pooling or "last", asked is None or asked.add_special_tokens, 0
     if before and isinstance(text, str):
-        if head.skips_prompt and (pooling or head.pooling) == "mean":
-            raise InvalidField(
-                "prompt_name: a mean without the prompt's tokens is not supported", "prompt_name"
-            )
+        left_out = head.count_left_out(
+            before, kind, lambda one: context.front.encode(one, add_special=special)
+        )
         text = before + text
     try:
-        special = asked.add_special_tokens if asked else True
         made = context.prepare(text, NOTHING, add_special=special, terms=terms)
     except RequestError as error:
         if error.param != "prompt":
             raise
         text = str(error).removeprefix("prompt: ")
         raise error.reworded(f"{at}: {text}", at) from error
-    return replace(made, pooling=pooling or head.pooling or "last")
+    check_left_out(left_out, len(made.prompt_token_ids), at)
+    return replace(made, pooling=kind, pooled_from=left_out)
 
 
 class VectorsReply(ApiReply):

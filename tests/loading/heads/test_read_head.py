@@ -222,6 +222,29 @@ def test_vectors_follow_the_model_s_own_modules_and_prompts(tmp_path: Path) -> N
         assert llm.embed(TEXTS[0])[0] == pytest.approx((states / states.norm()).tolist(), abs=1e-5)
 
 
+def test_a_mean_leaves_the_prompt_out_where_the_model_s_modules_say_so(tmp_path: Path) -> None:
+    """As sentence-transformers 6.2 does: its vectors differ by 1e-7."""
+    model = make("Qwen3", "Model")
+    save(model, tmp_path)
+    prompts = {"query": "Instruct: find\nQuery:", "document": ""}
+    mean = {"pooling_mode_mean_tokens": True, "include_prompt": False}
+    write_modules(tmp_path, mean, prompts=prompts, default_prompt_name="query")
+    with opened(tmp_path, max_num_batched_tokens=8) as llm:
+        ids = ids_of(llm, prompts["query"] + TEXTS[1])
+        count = len(llm.front.encode(prompts["query"]))
+        states = hidden(model, ids)[count:].mean(0)
+        assert llm.embed(TEXTS[1])[0] == pytest.approx((states / states.norm()).tolist(), abs=1e-5)
+        (last,) = llm.embed(TEXTS[1], "last")
+        assert last == pytest.approx(
+            (hidden(model, ids)[-1] / hidden(model, ids)[-1].norm()).tolist(), abs=1e-5
+        )
+        whole = hidden(model, ids_of(llm, TEXTS[1])).mean(0)
+        (plain,) = llm.embed(TEXTS[1], prompt_name="document")
+        assert plain == pytest.approx((whole / whole.norm()).tolist(), abs=1e-5)
+        with pytest.raises(InvalidField, match=f"nothing is behind the model's prompt of {count} tokens"):
+            llm.embed("")
+
+
 @pytest.mark.parametrize("kind", ["Gemma3Text", pytest.param("Qwen3", marks=SLOW)])
 def test_tokens_see_later_ones_where_the_config_says_so(kind: str, tmp_path: Path) -> None:
     says: dict[str, Any] = {"is_causal": False}

@@ -219,6 +219,7 @@ FAMILIES: dict[str, list[Form]] = {
     "Muse Glimmer (text)": [Form(TURNS)],
     "HRM-Text (prompts in their order)": [PLAIN],
     "Maincoder": [Form(TURNS)],
+    "Nemotron Super 49B, Ultra 253B · DeciLM": [NEMOTRON, think(NEMOTRON)],
     "Hunyuan dense · A13B": [named("<tool_calls>[{}]</tool_calls></think><answer>", "jamba", "hunyuan")],
     "AFMoE (Trinity)": [Form(TURNS)],
     "Hy3 · Mellum 2": [
