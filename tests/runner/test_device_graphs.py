@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 
-from plait.memory import block_groups
+from plait.memory import block_groups, has_slots
 from plait.model.decoder import Decoder
 from plait.ops.chip import Chip
 from plait.schedule.plan import SamplingBatch, StepPlan, Ticket
@@ -109,7 +109,8 @@ def check_events(decoder: Decoder) -> None:
     for turn in "ab":  # the second time a prompt goes on from what the first left
         found = submit_longer(side, turn).finish()
         assert {name: found[turn + name] for name in want} == want
-    assert side.engine.metrics.num_accepted_tokens > 0
+    if not has_slots(decoder.states):  # else snapshots of prompts may take the slots that drafts want
+        assert side.engine.metrics.num_accepted_tokens > 0
     assert side.engine.scheduler.cache_counts["hit_tokens"] > 0
 
 
