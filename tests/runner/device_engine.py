@@ -30,6 +30,7 @@ from tests.engine.hash_model import Reader
 from tests.families import tiny
 from tests.families.oracles import ORACLES, read_oracle
 from tests.families.parity import Memory, resolved
+from tests.runner.opaque_ops import OpaqueWeights
 
 BLOCK, LONGEST, CPU = 8, 64, torch.device("cpu")
 CHIP = EXAMPLES[90]
@@ -43,10 +44,22 @@ def gpu_decoder(name: str, folder: Path, **changes: int) -> Decoder:
 
 def plain_decoder(name: str, folder: Path, chip: Chip | None = None, **changes: int) -> Decoder:
     """A family's tiny model with these changes of its config, without a chip of torch's ops alone."""
+    return _build(name, folder, changes, Weights, chip)
+
+
+def opaque_decoder(name: str, folder: Path, **changes: int) -> Decoder:
+    """A family's tiny model of references, each call of which is a launch (`opaque_ops`)."""
+    return _build(name, folder, changes, OpaqueWeights)
+
+
+def _build(
+    name: str, folder: Path, changes: dict[str, int], kind: type[Weights], chip: Chip | None = None
+) -> Decoder:
     config, checkpoint = read_oracle(name) if name in ORACLES else _read_tiny(name, folder, changes)
     found = resolved(checkpoint, config)
-    target = Target(CPU, torch.float32, LONGEST, found.spec.hidden_size, chip=chip, block_size=BLOCK)
-    return Decoder(found.spec, Weights(checkpoint, found.names, target))
+    ops = "reference" if kind is OpaqueWeights else "auto"
+    target = Target(CPU, torch.float32, LONGEST, found.spec.hidden_size, ops, chip=chip, block_size=BLOCK)
+    return Decoder(found.spec, kind(checkpoint, found.names, target))
 
 
 def _read_tiny(name: str, folder: Path, changes: dict[str, int]) -> tuple[dict[str, Any], Memory]:

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 
-from plait.memory import block_groups
+from plait.memory import block_groups, has_slots
 from plait.model.decoder import Decoder
 from plait.ops.chip import Chip
 from plait.schedule.plan import SamplingBatch, StepPlan, Ticket
@@ -19,7 +19,7 @@ from plait.schedule.speculate import Speculation
 from plait.verify.matrix import CheapRows, CheapSteps, KnownReplies
 from tests.families import tiny
 from tests.families.oracles import ORACLES
-from tests.runner.device_engine import CHIP, Side, gpu_decoder, plain_decoder
+from tests.runner.device_engine import CHIP, Side, gpu_decoder, opaque_decoder, plain_decoder
 
 # One layer: Triton's interpreter takes most of a second for its step.
 ONE = {"num_hidden_layers": 1}
@@ -29,6 +29,7 @@ QUICK: dict[str, dict[str, int]] = {"llama": ONE, "deepseek_v3": {**ONE, **EXPER
 # Rows of a tile that are no queries divide 0 by 0, and are not stored.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 FAMILIES = (*tiny.VARIANTS, *ORACLES)
+SAMPLE = ("sambay",)  # attention with a window, keys that layers share, Mamba1
 PROMPTS = ([3, 5, 7], [11], [2, 9, 4, 4, 8], [17, 6])
 
 
@@ -59,19 +60,15 @@ def test_so_do_those_of_every_family(name: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [name if name == "mamba2_plain" else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
+    "name", [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 )
 def test_whatever_happens_to_captured_steps_the_text_is_that_of_steps_op_by_op(
     name: str, folder: Path
 ) -> None:
-    is_plain = name == "mamba2_plain"  # torch's ops: quick
-    chip, path = None if is_plain else CHIP, folder / name
-    decoder = plain_decoder(name, path, **ONE) if is_plain else gpu_decoder(name, path)
-    check_events(decoder, chip)
+    check_events(opaque_decoder(name, folder / name))
 
 
-LONGER, LENGTHS = ((2, 3, 5, 7, 11, 13, 17, 19, 23), (4, 9), (6, 8, 10, 12, 14)), (5, 4, 5)
+LONGER, LENGTHS = ((2, 3, 5, 7, 11, 13, 17, 19, 23), (4, 9), (6, 8, 10, 12, 14)), (7, 6, 5)
 
 
 def submit_longer(side: Side, turn: str = "") -> Side:
@@ -93,11 +90,11 @@ def fail_sometimes(side: Side) -> None:
     side.replay.launch = broken  # type: ignore[method-assign]
 
 
-def check_events(decoder: Decoder, chip: Chip | None) -> None:
+def check_events(decoder: Decoder) -> None:
     """Several steps of a plan, faults, too little memory; then drafts, snapshots and prefixes."""
-    want = submit_longer(Side(decoder, False, chip=chip, blocks=24)).finish()
+    want = submit_longer(Side(decoder, False, chip=None, blocks=24)).finish()
     has_blocks = bool(block_groups(decoder.states))
-    side = Side(decoder, True, chip=chip, blocks=5 if has_blocks else 24, budget=12, num_steps=4)
+    side = Side(decoder, True, chip=None, blocks=5 if has_blocks else 24, budget=12, num_steps=4)
     side.engine.scheduler.costs = CheapSteps()
     fail_sometimes(side)
     assert submit_longer(side).finish() == want
@@ -105,14 +102,15 @@ def check_events(decoder: Decoder, chip: Chip | None) -> None:
     assert side.engine.metrics.num_failed_steps > 0
     if has_blocks:
         assert side.engine.stats()["num_preemptions"] > 0
-    side = Side(decoder, True, chip=chip, blocks=24, cache=CacheOptions(snapshot_interval=8))
+    side = Side(decoder, True, chip=None, blocks=24, cache=CacheOptions(snapshot_interval=8))
     texts = [[*prompt, *want[f"r{i}"]] for i, prompt in enumerate(LONGER)]
     proposer = KnownReplies(texts, decoder.spec.vocab_size)
     side.engine.speculation = Speculation(proposer, CheapRows(), 3, replays=True)
     for turn in "ab":  # the second time a prompt goes on from what the first left
         found = submit_longer(side, turn).finish()
         assert {name: found[turn + name] for name in want} == want
-    assert side.engine.metrics.num_accepted_tokens > 0
+    if not has_slots(decoder.states):  # else snapshots of prompts may take the slots that drafts want
+        assert side.engine.metrics.num_accepted_tokens > 0
     assert side.engine.scheduler.cache_counts["hit_tokens"] > 0
 
 

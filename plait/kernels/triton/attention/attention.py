@@ -53,6 +53,7 @@ MOST_TILES = 2  # of a sequence up to which its splits are items; with more, til
 MOST_SLOTS = 4096  # partial results: splits of all sequences together; those that do not fit are walked
 PROGRAMS = 4  # for each processor of the device
 SEQS = (16, 64, 256, 1024)  # sequences that a form is compiled for
+WINDOW_REGISTERS = 184
 LOG2E = 1.4426950408889634
 
 
@@ -314,10 +315,13 @@ class PagedLayout:
     def attention(self, k_cache: Tensor, v_cache: Tensor, sinks: bool, alibi: bool = False) -> dict[str, int]:
         """Those of `attend` alone."""
         # Registers decide, as compiled: codes and wide heads take many, so they have those of eight warps;
-        # padded heads and the widest have half as many keys in a tile. Tiles of decodes and of prompts have
-        # the same keys and warps, because the order of sums follows from both.
+        # padded heads and the widest have half as many keys in a tile, and codes of wide heads half of that.
+        # Tiles of decodes and of prompts have the same keys and warps, because the order of sums follows
+        # from both.
         wide = self.dim > 128 or self.codes is not None
-        few_keys = self.rest or self.dim & (self.dim - 1) or (self.codes and self.dim > 128)
+        keys = 32 if self.rest or self.dim & (self.dim - 1) or (self.codes and self.dim > 64) else 64
+        if self.codes and self.dim > 128 and not self.rest:
+            keys = 16
         return {
             "REST": self.rest,
             "RESTP": max(16, triton.next_power_of_2(self.rest)),
@@ -328,7 +332,7 @@ class PagedLayout:
             "REST_AT": self.codes.rest_at if self.codes else 0,
             "PAGE": k_cache.shape[1],
             "SPLIT": SPLIT,
-            "BN": 32 if few_keys else 64,
+            "BN": keys,
             "WINDOW": self.window or 0,
             "SOFTCAP": self.softcap or 0.0,
             "SINKS": sinks,
@@ -337,6 +341,13 @@ class PagedLayout:
             "num_warps": 8 if wide else 4,
             "num_stages": 2,
         }
+
+
+    def options(self, rows: int) -> dict[str, int]:
+        """Registers of a thread for windows over narrow heads in prompts: left to itself, ptxas spills for
+        sm_80 to have one block more on a processor."""
+        is_tight = self.window and rows > ROWS and self.dim <= 64 and not self.codes
+        return {"maxnreg": WINDOW_REGISTERS} if is_tight else {}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -417,6 +428,7 @@ def _attend_over(
         work.sums if slopes is None else slopes, table.stride(0), q.stride(0), q.stride(1), scale * LOG2E,
         **shared,
         **layout.attention(k_cache, v_cache, sinks is not None, slopes is not None),
+        **layout.options(shared["BM"]),
     )  # fmt: skip
     return out if mixed == 1 else turn_back(out, mixed)
 
@@ -527,6 +539,7 @@ def forms() -> Iterator[KernelForm]:
             yield KernelForm(
                 f"attend, {name}, {step}", attend, POINTERS | (CODE_POINTERS if coded else {}), constants,
                 warps, stages, demands=(("HMMA", "HGMMA"), () if coded else ("LDG.128", "LDGSTS.128")),
+                options=layout.options(rows),
             )  # fmt: skip
     constants = PagedLayout(32, 8, 128, 0, None, None, None).constants(64, ROWS)
     few = {key: constants[key] for key in ("S", "G", "KVH", "BM")}
