@@ -23,15 +23,15 @@ from cluster import free_port, make_body, read_streams, wait_ready
 NUM_TOKENS = 128  # of each stream
 
 
-def run_replica(model: str) -> None:
-    """Until its standard input ends."""
+def run_replica(model: str, memory: int | None) -> None:
+    """Until its standard input ends. `memory`: bytes of state; None: by need."""
     from plait.cluster.card import make_card
     from plait.cluster.replica_server import ReplicaServer
     from plait.cluster.resume_points import ResumePoints
     from plait.config import EngineConfig
     from plait.worker.client import EngineProcess
 
-    config, points = EngineConfig(threads=1), ResumePoints()
+    config, points = EngineConfig(threads=1, memory_limit=memory), ResumePoints()
     process = EngineProcess(model, config)
     card = make_card(process, config)
     process.follow_prefixes(points.apply)
@@ -44,8 +44,8 @@ def run_replica(model: str) -> None:
     process.close(drain=False)
 
 
-def run_gateway(address: str, port: int) -> None:
-    """Until a signal."""
+def run_gateway(addresses: list[str], port: int) -> None:
+    """Until a signal. `addresses`: as replicas print them."""
     from plait.cluster.card import make_front
     from plait.cluster.loop import ClusterLoop
     from plait.cluster.replica_server import ReplicaAddress
@@ -53,12 +53,33 @@ def run_gateway(address: str, port: int) -> None:
     from plait.frontend.frontend import Parsers
     from plait.server.run import serve_front
 
-    host, replica_port, token = json.loads(address)
+    known = [json.loads(address) for address in addresses]
     loop = ClusterLoop()
-    loop.set_members({"replica": ReplicaAddress(host, replica_port, bytes.fromhex(token))})
+    loop.set_members(
+        {
+            f"replica {i}": ReplicaAddress(host, at, bytes.fromhex(token))
+            for i, (host, at, token) in enumerate(known)
+        }
+    )
     parsers = Parsers(ServerConfig().tool_call_parser, ServerConfig().reasoning_parser)
     front = make_front(loop.first_card(), loop, EngineConfig(threads=1), parsers)
     serve_front(lambda report: front, ServerConfig(port=port))
+
+
+def start_replica(model: str, memory: int | None = None) -> tuple[subprocess.Popen[str], str]:
+    """A replica process, and what it prints of its address."""
+    command = [sys.executable, __file__, model, "--role", "replica"]
+    command += [] if memory is None else ["--memory", str(memory)]
+    process = subprocess.Popen(command, stdin=-1, stdout=-1, text=True)
+    assert process.stdout is not None
+    return process, process.stdout.readline()
+
+
+def start_gateway(model: str, addresses: list[str], port: int) -> subprocess.Popen[bytes]:
+    """A gateway process over these replicas."""
+    command = [sys.executable, __file__, model, "--role", "gateway", "--port", str(port)]
+    command += [word for address in addresses for word in ("--address", address)]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
 
 def cpu_us(pid: int) -> float:
@@ -101,21 +122,19 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--role", choices=("replica", "gateway"), help=argparse.SUPPRESS)
-    parser.add_argument("--address", help=argparse.SUPPRESS)
+    parser.add_argument("--address", action="append", help=argparse.SUPPRESS)
+    parser.add_argument("--memory", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.role == "replica":
-        return run_replica(given.model)
+        return run_replica(given.model, given.memory)
     if given.role == "gateway":
         return run_gateway(given.address, given.port)
     ports = {"serve": free_port(), "cluster": free_port()}
-    own, quiet = [sys.executable, __file__, given.model], {"stdout": subprocess.DEVNULL}
     serve = [sys.executable, "-m", "plait", "serve", given.model, "--threads", "1", "--port"]
-    plain = subprocess.Popen([*serve, str(ports["serve"])], **quiet)
-    replica = subprocess.Popen([*own, "--role", "replica"], stdin=-1, stdout=-1, text=True)
-    assert replica.stdout is not None
-    place = ["--address", replica.stdout.readline(), "--port", str(ports["cluster"])]
-    gateway = subprocess.Popen([*own, "--role", "gateway", *place], **quiet)
+    plain = subprocess.Popen([*serve, str(ports["serve"])], stdout=subprocess.DEVNULL)
+    replica, address = start_replica(given.model)
+    gateway = start_gateway(given.model, [address], ports["cluster"])
     try:
         for port in ports.values():
             wait_ready(port)

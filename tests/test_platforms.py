@@ -79,3 +79,6 @@ def test_kuberays_application_gets_options_that_there_are() -> None:
     assert (workers["minReplicas"], workers["maxReplicas"]) == (int(least), int(most))
     (container,) = workers["template"]["spec"]["containers"]
     assert int(container["resources"]["limits"]["cpu"]) > app["args"]["cpus"]
+    (head,) = service["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["containers"]
+    for each in (head, container):
+        assert {one["name"]: one["value"] for one in each["env"]} == config.RAY_ENVIRONMENT

@@ -43,6 +43,7 @@ from plait.request import Event
 from plait.worker.protocol import encode_event
 
 BEAT_S = 1.0
+POINTS_S = 0.2  # between two looks for changes of what can be resumed: a chat's next turn may come soon
 TOKEN_NBYTES = 32
 HOLD_S = 10.0  # for a lease to arrive of which the cluster has heard already
 MAX_CONNECTIONS = 1024  # gateways, and strangers that have not proved themselves yet
@@ -58,8 +59,10 @@ class ReplicaAddress(NamedTuple):
 
 
 class PointSource(Protocol):
-    """What an engine can resume. Both methods are safe from any thread."""
+    """What an engine can resume. Everything is safe from any thread."""
 
+    @property
+    def has_changed(self) -> bool: ...
     def begin_anew(self) -> None: ...
     def report(self, waiting_tokens: int, open_replies: int) -> list[ReplicaReport]: ...
 
@@ -148,7 +151,7 @@ class ReplicaServer:
         self._loop.close()
 
     async def _listen(self, host: str) -> asyncio.Server:
-        self._beating = self._loop.create_task(self._beat_on())
+        self._beating = self._loop.create_task(self._beat_on()), self._loop.create_task(self._report_on())
         return await self._loop.create_server(self._connect, host, 0, backlog=128)
 
     def _connect(self) -> asyncio.Protocol:
@@ -159,7 +162,7 @@ class ReplicaServer:
         return link.end
 
     async def _close(self) -> None:
-        for task in (self._beating, *self._reporting):
+        for task in (*self._beating, *self._reporting):
             task.cancel()
         self._listener.close()
         for link in [*self._links]:
@@ -184,10 +187,26 @@ class ReplicaServer:
         is_ready = engine.healthy and not (is_frozen or self._is_leaving)
         stats = dict(engine.stats())
         beat = Beat(is_ready, not engine.live, waiting, replies, stats)
-        reports = [] if self._points is None or not links else self._points.report(waiting, replies)
         for link in links:
             link.end.send(beat)
-            for report in reports:
+        self._report_points()
+
+    async def _report_on(self) -> None:
+        while True:
+            await asyncio.sleep(POINTS_S)
+            try:
+                if self._points is not None and self._points.has_changed:
+                    self._report_points()
+            except Exception:
+                log.exception("a report of resume points failed")
+
+    def _report_points(self) -> None:
+        """Report the load, and what has changed of what can be resumed, to all gateways."""
+        links = [link for link in self._links if link.name]
+        if self._points is None or not links:
+            return
+        for report in self._points.report(*self._count_load()):
+            for link in links:
                 link.end.send(PointsReport(report))
 
     def _count_load(self) -> tuple[int, int]:

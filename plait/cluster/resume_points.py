@@ -50,6 +50,12 @@ class ResumePoints:
     def __len__(self) -> int:
         return len(self._counts)
 
+    @property
+    def has_changed(self) -> bool:
+        """Whether there is more to report than loads."""
+        with self._lock:
+            return bool(self._is_new or self._added or self._removed)
+
     def add(self, point: bytes) -> None:
         """A prefix can be resumed from now on."""
         with self._lock:

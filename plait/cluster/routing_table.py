@@ -9,6 +9,7 @@ hash that every gateway computes alike: what one gateway has sent misleads it as
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -55,6 +56,7 @@ class _Replica:
     open_replies: int = 0
     own_tokens: int = 0
     own_open: int = 0
+    unreported: Counter[Route] = field(default_factory=Counter)  # sent since its last report, and open
     seed: int = 0  # of its name, see `seed_name`
 
 
@@ -110,6 +112,7 @@ class RoutingTable:
         is_next = report.begins or (report.number == known.number + 1 and known.number > 0)
         self._drop(replica, [point for point in known.sent if point not in known.points])
         known.sent.clear()
+        known.unreported.clear()
         known.heard, known.number = now, report.number if is_next else 0
         known.waiting_tokens, known.open_replies = report.waiting_tokens, report.open_replies
         self._loads[replica] = weigh_load(report.waiting_tokens, report.open_replies)
@@ -152,6 +155,7 @@ class RoutingTable:
             return
         known.own_tokens, known.own_open = known.own_tokens + route.missing, known.own_open + 1
         self._loads[route.replica] += weigh_load(route.missing, 1)
+        known.unreported[route] += 1
         for point in chain if self._is_paged else chain[-1:]:
             known.sent.append(point)
             self._at.setdefault(point, set()).add(route.replica)
@@ -165,6 +169,9 @@ class RoutingTable:
         """A request has ended there, however it did."""
         if (known := self._replicas.get(route.replica)) is not None:
             known.own_open = max(known.own_open - 1, 0)
+            if known.unreported[route]:  # it came and went between two reports
+                known.unreported[route] -= 1
+                self._loads[route.replica] -= weigh_load(route.missing, 1)
 
     def _find_slack(self, home: bytes, home_tokens: int, now: float) -> int:
         """Tokens that may wait for a beginning's home, see `_choose_cheapest`; records that it has come."""

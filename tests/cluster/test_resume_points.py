@@ -27,8 +27,10 @@ def test_first_report_has_everything_and_later_ones_the_changes() -> None:
     points.add(name(1))
     points.add(name(2))
     assert points.report(70, 3) == [ReplicaReport(1, 70, 3, (name(1), name(2)), (), True)]
+    assert not points.has_changed
     assert points.report(0, 0) == [ReplicaReport(2, 0, 0)]
     points.add(name(3))
+    assert points.has_changed
     points.remove(name(1))
     assert points.report(0, 1) == [ReplicaReport(3, 0, 1, (name(3),), (name(1),))]
     points.begin_anew()

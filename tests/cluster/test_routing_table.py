@@ -87,6 +87,18 @@ def test_what_was_sent_counts_until_the_replica_reports(is_paged: bool) -> None:
     assert known.num_points == 0
 
 
+def test_a_reply_that_begins_and_ends_between_two_reports_is_no_load_after_it() -> None:
+    known = table(a=report(), b=report())
+    route = known.choose(CHAIN, 100, 0.0)[0]
+    for _ in range(2):
+        known.record_sent(route, CHAIN)
+    known.record_end(route)
+    assert known.loads()[route.replica] == 164
+    assert known.hear(route.replica, report(2, replies=1), 1.0)
+    known.record_end(route)
+    assert known.loads()[route.replica] == 64  # what the replica said stays until its next report
+
+
 def test_a_lost_report_drops_what_was_known_until_everything_is_reported_anew() -> None:
     known = table(a=report(added=(CHAIN[5],)), b=report())
     assert not known.hear("a", report(3, waiting=7, added=(CHAIN[2],)), 0.0)

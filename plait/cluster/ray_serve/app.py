@@ -77,6 +77,7 @@ def make_app(model: str, engine: EngineConfig, server: ServerConfig, cluster: Cl
         num_replicas=cluster.gateways,
         ray_actor_options={"num_cpus": 0.1, "runtime_env": ONE_LOOP},
         max_ongoing_requests=4096,
+        health_check_period_s=2.0,
         max_surge_percent=100,
         graceful_shutdown_timeout_s=max(server.shutdown_timeout_s, 1.0),
     )

@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 
@@ -23,8 +23,6 @@ from plait.config import EngineConfig, ServerConfig
 from plait.errors import ConfigError, EngineError
 
 OBJECT_STORE_NBYTES = 100 << 20  # of a cluster on this machine: tokens do not go through it
-# The environment for a Ray of our own: Serve would look after its proxy every 10 s.
-ENVIRONMENT = {"RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1"}
 CORES_BESIDE = 1  # as Ray counts them, for gateways and the controller
 ASK_S = 10.0  # for all gateways to answer
 REACH_S = 5.0
@@ -80,7 +78,7 @@ def run_cluster(
         try:
             serve.run(make_app(model, engine, server, cluster), name=APP, route_prefix="/")
         except RuntimeError as error:
-            raise EngineError(_why_not_started(error)) from error
+            raise EngineError(_why_not_started(error, _read_messages())) from error
         report(f"serving {model} at http://{server.host}:{server.port}")
         is_over.wait()
         report("stopping")
@@ -171,8 +169,14 @@ def write_config(config: Mapping[str, object]) -> str:
     return json.dumps(config, indent=2) + "\n"
 
 
-def _why_not_started(error: RuntimeError) -> str:
-    """The line of Ray's text that says why: the last one of the replica's own error."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+def _read_messages() -> list[str]:
+    """What Serve says of each deployment."""
+    found = serve.status().applications.get(APP)
+    return [] if found is None else [each.message for each in found.deployments.values()]
+
+
+def _why_not_started(error: RuntimeError, messages: Sequence[str]) -> str:
+    """The line of Serve's texts that says why: the last one of a replica's or a gateway's own error."""
+    lines = [line.strip() for text in (*messages, str(error)) for line in text.splitlines() if line.strip()]
     ours = [line for line in lines if line.startswith("plait.errors.")]
     return (ours[-1].partition(": ")[2] if ours else lines[-1]) if lines else "the cluster did not start"

@@ -9,17 +9,30 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
-from tests.cluster.ray_serve.running import MODEL, STREAMS, TOKENS, RunningCluster, body_of
+from tests.cluster.ray_serve import engine_fault
+from tests.cluster.ray_serve.running import (
+    MODEL,
+    OPTIONS,
+    STREAMS,
+    TOKENS,
+    RunningCluster,
+    body_of,
+    get,
+    wait_until,
+)
 
 STARTED = {
-    "RAY_health_check_period_ms": "1000",  # of nodes; a dead one is known after 3 s
-    "RAY_health_check_failure_threshold": "3",
+    "RAY_health_check_period_ms": "1000",  # of nodes; a dead one is known after 5 s
+    "RAY_health_check_failure_threshold": "5",
     "RAY_prestart_worker_first_driver": "0",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",  # a loaded machine fails Serve's own checks
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
@@ -34,14 +47,18 @@ def running() -> Iterator[RunningCluster]:
     from ray import serve
     from ray.cluster_utils import Cluster
 
-    from plait.cluster.ray_serve.run import ENVIRONMENT, connect
+    from plait.cluster.config import RAY_ENVIRONMENT
+    from plait.cluster.ray_serve.run import connect
 
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        for name, value in {**ENVIRONMENT, **STARTED}.items():
+        for name, value in {**RAY_ENVIRONMENT, **STARTED}.items():
             patch.setitem(os.environ, name, value)
         folder = tempfile.mkdtemp(prefix="plait-ray-")  # a socket's path may have 107 bytes
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        shutil.copy(engine_fault.__file__, Path(folder, "sitecustomize.py"))
+        known = os.environ.get("PYTHONPATH", "")
+        patch.setitem(os.environ, "PYTHONPATH", os.pathsep.join([folder, *filter(None, [known])]))
         nodes = Cluster()
         stack.callback(end_nodes, nodes)
         nodes.add_node(num_cpus=3, include_dashboard=False, include_log_monitor=False, temp_dir=folder)
@@ -50,13 +67,34 @@ def running() -> Iterator[RunningCluster]:
             patch.chdir(folder)
             connect(nodes.address)
         stack.callback(ray.shutdown)
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = find_port()
         serve.start(http_options={"host": "127.0.0.1", "port": port, "location": "HeadOnly"})
         made = RunningCluster(port, nodes)
         made.run()
         made.wait_ready()
         yield made
+
+
+@pytest.fixture(scope="package")
+def alone() -> Iterator[int]:
+    """The port of `plait serve` with the same model and options."""
+    port = find_port()
+    words = [word for name, value in OPTIONS.items() for word in (f"--{name.replace('_', '-')}", value)]
+    command = [sys.executable, "-m", "plait", "serve", str(MODEL), "--port", str(port), *words]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: get(port, "/ready")[0] == 200, "plait serve is not ready")
+        yield port
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def find_port() -> int:
+    """One that is free."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+    return port
 
 
 def end_nodes(nodes: object) -> None:

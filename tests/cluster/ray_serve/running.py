@@ -10,16 +10,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 MODEL = Path(__file__).parents[3] / "examples/nano-hybrid"
+OPTIONS = {"threads": "1", "chat_template": str(Path(__file__).with_name("turns.jinja"))}
 TOKENS, STREAMS = 400, 6
 PATIENCE_S = 4.0
 MOST_S = 120.0  # to wait for anything
+Body = Mapping[str, object]
 
 
 @dataclass
@@ -28,12 +30,26 @@ class StreamedReply:
 
     text: str = ""
     times: list[float] = field(default_factory=list)
+    choices: list[dict[str, Any]] = field(default_factory=list)  # of all events, as they were sent
     finish_reason: str = ""
     error: str = ""
 
     @property
     def longest_gap_s(self) -> float:
         return max((b - a for a, b in zip(self.times, self.times[1:], strict=False)), default=0.0)
+
+    @property
+    def merged(self) -> dict[int, dict[str, Any]]:
+        """By choice: its text, its log-probabilities and its end, however they were cut into events."""
+        found: dict[int, dict[str, Any]] = {}
+        for event in self.choices:
+            own = found.setdefault(event["index"], {"text": "", "tokens": [], "logprobs": [], "ends": []})
+            own["text"] += event["text"]
+            scores = event.get("logprobs") or {"tokens": [], "token_logprobs": [], "top_logprobs": []}
+            own["tokens"] += scores["tokens"]
+            own["logprobs"] += [*zip(scores["token_logprobs"], scores["top_logprobs"], strict=True)]
+            own["ends"] += [event["finish_reason"]] if event["finish_reason"] else []
+        return found
 
 
 def body_of(i: int) -> dict[str, Any]:
@@ -53,8 +69,8 @@ class RunningCluster:
 
     def __init__(self, port: int, nodes: Any) -> None:
         self.port, self.nodes = port, nodes
-        self.options = {"model": str(MODEL), "replicas": "2", "gateways": "1", "threads": "1", "cpus": "2"}
-        self.options |= {"patience_s": str(PATIENCE_S), "drain_s": "3"}
+        self.options = {"model": str(MODEL), "replicas": "2", "gateways": "1", "cpus": "2"}
+        self.options |= {**OPTIONS, "patience_s": str(PATIENCE_S), "drain_s": "3"}
 
     # What runs
 
@@ -94,13 +110,7 @@ class RunningCluster:
 
     def wait_served(self) -> None:
         """Until clients are answered."""
-        until = time.monotonic() + MOST_S
-        while time.monotonic() < until:
-            with suppress(OSError, http.client.HTTPException):
-                if self.get("/ready")[0] == 200:
-                    return
-            time.sleep(0.1)
-        raise AssertionError("nothing answers")
+        wait_until(lambda: self.get("/ready")[0] == 200, "nothing answers")
 
     def describe(self) -> dict[str, Any]:
         """What a gateway knows."""
@@ -126,8 +136,20 @@ class RunningCluster:
 
     def busiest(self) -> tuple[int, int]:
         """The processes of the replica with most open streams: its own, and its engine's."""
-        name = max(self.describe()["replicas"], key=lambda replica: replica["open"])["name"]
-        return self.processes_of(name)
+        return self.processes_of(self.find_busiest())
+
+    def find_busiest(self) -> str:
+        """The name of the replica with most open streams."""
+        found: str = max(self.describe()["replicas"], key=lambda replica: replica["open"])["name"]
+        return found
+
+    def count_open(self, name: str) -> int:
+        """Streams that a replica has."""
+        return next(r["open"] for r in self.describe()["replicas"] if r["name"] == name)
+
+    def count_restarts(self) -> int:
+        """Engine processes that took the place of another, below the replicas that run."""
+        return sum(replica["restarts"] for replica in self.describe()["replicas"])
 
     def kill_busiest_gateway(self) -> None:
         """Kill the gateway with most open streams. Calls of a handle would find the idle one."""
@@ -175,45 +197,37 @@ class RunningCluster:
     # Clients
 
     def get(self, path: str) -> tuple[int, str]:
-        link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
-        link.request("GET", path)
-        answer = link.getresponse()
-        return answer.status, answer.read().decode()
+        return get(self.port, path)
 
     def stream(
         self, i: int, on_event: Callable[[int], None] = lambda count: None, **more: object
     ) -> StreamedReply:
-        reply = StreamedReply()
-        try:
-            link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=MOST_S)
-            body = json.dumps({**body_of(i), "stream": True, **more})
-            link.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-            answer = link.getresponse()
-            if answer.status != 200:
-                reply.error = f"{answer.status} {answer.read()!r}"
-            while not reply.error and (line := answer.readline()):
-                if line.startswith(b"data: {"):
-                    take(reply, json.loads(line[6:]), on_event)
-        except (OSError, http.client.HTTPException) as error:
-            reply.error = f"{type(error).__name__}: {error}"
-        return reply
+        return read_stream(self.port, {**body_of(i), **more}, on_event)
 
-    def streams(self, act: Callable[[], object] = lambda: None, *, at_event: int = 30) -> list[StreamedReply]:
-        """STREAMS replies at once; `act` is called when the first of them has had so many events."""
-        replies = [StreamedReply()] * STREAMS
-        is_time = threading.Event()
-
-        def on_event(count: int) -> None:
-            if count >= at_event:
-                is_time.set()
+    def streams(
+        self,
+        act: Callable[[], object] = lambda: None,
+        *,
+        bodies: Sequence[Body] | None = None,
+        at_event: int = 30,
+    ) -> list[StreamedReply]:
+        """Replies at once; `act` is called when each of them has had so many events, or has ended."""
+        bodies = bodies or [body_of(i) for i in range(STREAMS)]
+        replies = [StreamedReply()] * len(bodies)
+        has_come = [threading.Event() for _ in bodies]
 
         def read(i: int) -> None:
-            replies[i] = self.stream(i, on_event)
+            def on_event(count: int) -> None:
+                if count >= at_event:
+                    has_come[i].set()
 
-        threads = [threading.Thread(target=read, args=(i,)) for i in range(STREAMS)]
+            replies[i] = read_stream(self.port, bodies[i], on_event)
+            has_come[i].set()
+
+        threads = [threading.Thread(target=read, args=(i,)) for i in range(len(bodies))]
         for thread in threads:
             thread.start()
-        assert is_time.wait(MOST_S), replies
+        assert all(event.wait(MOST_S) for event in has_come), replies
         act()
         for thread in threads:
             thread.join()
@@ -259,14 +273,62 @@ def read_json(answer: subprocess.CompletedProcess[str]) -> Any:
     return json.loads(answer.stdout)
 
 
+def get(port: int, path: str) -> tuple[int, str]:
+    """The status and the body of an answer."""
+    link = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    link.request("GET", path)
+    answer = link.getresponse()
+    return answer.status, answer.read().decode()
+
+
+def open_stream(port: int, body: Body) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+    """A streamed completion that is to be read."""
+    link = http.client.HTTPConnection("127.0.0.1", port, timeout=MOST_S)
+    sent = json.dumps({**body, "stream": True})
+    link.request("POST", "/v1/completions", sent, {"Content-Type": "application/json"})
+    return link, link.getresponse()
+
+
+def read_stream(port: int, body: Body, on_event: Callable[[int], None] = lambda count: None) -> StreamedReply:
+    """A streamed completion, to its end."""
+    reply = StreamedReply()
+    try:
+        _, answer = open_stream(port, body)
+        if answer.status != 200:
+            reply.error = f"{answer.status} {answer.read()!r}"
+        while not reply.error and (line := answer.readline()):
+            if line.startswith(b"data: {"):
+                take(reply, json.loads(line[6:]), on_event)
+    except (OSError, http.client.HTTPException) as error:
+        reply.error = f"{type(error).__name__}: {error}"
+    return reply
+
+
 def take(reply: StreamedReply, event: dict[str, Any], on_event: Callable[[int], None]) -> None:
     if "error" in event:
         reply.error = str(event["error"])
     for choice in event.get("choices", ()):
         reply.text += choice["text"]
+        reply.choices.append(choice)
         reply.finish_reason = choice["finish_reason"] or reply.finish_reason
         reply.times.append(time.perf_counter())
         on_event(len(reply.times))
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether SIGSTOP holds a process."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def wait_until(is_true: Callable[[], bool], otherwise: str) -> None:
+    """Look until it is true. A server that does not answer is a reason to look again."""
+    until = time.monotonic() + MOST_S
+    while time.monotonic() < until:
+        with suppress(OSError, http.client.HTTPException):
+            if is_true():
+                return
+        time.sleep(0.1)
+    raise AssertionError(otherwise)
 
 
 def copy_as_other_version(folder: Path) -> Path:

@@ -8,11 +8,25 @@ from __future__ import annotations
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.ray_serve.running import RunningCluster, check
+from plait.cluster.lease_table import LATE_S
+from tests.cluster.ray_serve.engine_fault import POISON
+from tests.cluster.ray_serve.running import (
+    STREAMS,
+    Body,
+    RunningCluster,
+    StreamedReply,
+    body_of,
+    check,
+    is_stopped,
+    open_stream,
+    read_stream,
+    wait_until,
+)
 
 pytest.importorskip("ray", reason="the extra [cluster] is not installed")
 pytestmark = [
@@ -64,17 +78,35 @@ def test_streams_go_on_when_a_replica_is_killed(running: RunningCluster, expecte
     assert not {*victims} & {*running.pids()}
 
 
-def test_no_text_changes_when_a_replica_is_slow(running: RunningCluster, expected: list[str]) -> None:
+def test_a_slow_replica_keeps_its_streams_and_new_requests_go_elsewhere(
+    running: RunningCluster, expected: list[str]
+) -> None:
     running.wait_ready()
-    actor, _ = running.busiest()
+    later: list[StreamedReply] = []
+    num_open: list[int] = []
+    slow: list[int] = []
 
     def pause() -> None:
-        os.kill(actor, signal.SIGSTOP)
-        time.sleep(3)
-        os.kill(actor, signal.SIGCONT)
+        name = running.find_busiest()
+        slow.append(running.processes_of(name)[0])
+        os.kill(slow[0], signal.SIGSTOP)
+        try:
+            time.sleep(LATE_S + 0.2)  # since its last sign of life
+            num_open.append(running.count_open(name))
+            with ThreadPoolExecutor() as threads:
+                asked = [threads.submit(running.stream, i, max_tokens=4) for i in range(STREAMS)]
+                while not all(each.done() for each in asked):
+                    num_open.append(running.count_open(name))
+            later.extend(each.result() for each in asked)
+            assert is_stopped(slow[0])
+        finally:
+            os.kill(slow[0], signal.SIGCONT)
 
     check(running.streams(pause), expected)
-    assert actor in running.pids()
+    assert [reply.finish_reason for reply in later] == ["length"] * STREAMS
+    assert all(text.startswith(reply.text) for reply, text in zip(later, expected, strict=True))
+    assert max(num_open) == num_open[0] > 0  # the stopped one got none of them
+    assert slow[0] in running.pids()
 
 
 def test_streams_of_a_stopped_replica_move_and_what_it_still_sends_is_ignored(
@@ -105,11 +137,56 @@ def test_a_request_past_its_time_limit_ends_while_no_replica_is_there(
     assert expected[0].startswith(reply.text)
 
 
-def test_streams_wait_for_a_new_replica_when_all_are_killed(
+def test_replies_of_every_kind_wait_for_a_new_replica_when_all_are_killed(
+    running: RunningCluster, expected: list[str], alone: int
+) -> None:
+    kinds: list[Body] = [
+        {"temperature": 0.0, "logprobs": 2},
+        {"n": 2, "frequency_penalty": 0.5, "max_tokens": 200},
+        {"stop": [expected[2][-30:-20]]},
+        {"top_k": 5, "logprobs": 1},
+        {"presence_penalty": 1.0, "top_p": 0.9},
+        {"repetition_penalty": 1.2, "logit_bias": {"300": 2.0}, "min_p": 0.02},
+    ]
+    bodies = [{**body_of(i), **more} for i, more in enumerate(kinds)]
+    wanted = [read_stream(alone, body) for body in bodies]
+    running.wait_ready()
+    before = running.moved()
+    found = running.streams(lambda: [os.kill(pid, signal.SIGKILL) for pid in running.pids()], bodies=bodies)
+    assert [reply.error for reply in (*wanted, *found)] == [""] * 2 * len(bodies)
+    assert [reply.merged for reply in found] == [reply.merged for reply in wanted]
+    assert running.moved()["replica yes"] > before.get("replica yes", 0)  # a busy client reads late
+    assert wanted[0].merged[0]["logprobs"]
+    assert len({choice["text"] for choice in wanted[1].merged.values()}) == 2
+    assert wanted[2].finish_reason == "stop"
+
+
+def test_a_request_that_ends_engines_fails_after_the_second_and_no_other_stream_changes(
     running: RunningCluster, expected: list[str]
 ) -> None:
     running.wait_ready()
-    check(running.streams(lambda: [os.kill(pid, signal.SIGKILL) for pid in running.pids()]), expected)
+    before, poisoned = running.count_restarts(), list[StreamedReply]()
+    check(running.streams(lambda: poisoned.append(running.stream(0, prompt=POISON))), expected)
+    assert "2 engines have ended in a step with this request" in poisoned[0].error
+    assert poisoned[0].text == ""
+    running.wait_ready()
+    assert running.count_restarts() == before + 2
+    check(running.streams(), expected)
+
+
+def test_a_client_that_leaves_frees_its_replica(running: RunningCluster) -> None:
+    running.wait_ready()
+    ended = 'plait_requests_total{finish_reason="cancelled"'
+    links = [open_stream(running.port, body_of(i)) for i in range(4)]
+    for _, answer in links:
+        while not answer.readline().startswith(b"data: {"):
+            pass
+    for link, answer in links:
+        answer.close()
+        link.close()
+    wait_until(lambda: running.describe()["open"] == 0, "streams without a reader are open")
+    rows = running.get("/metrics")[1].splitlines()
+    assert sum(float(row.rpartition(" ")[2]) for row in rows if row.startswith(ended)) >= 4
 
 
 def test_streams_and_new_requests_go_on_when_the_controller_is_killed(
