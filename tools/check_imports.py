@@ -51,7 +51,7 @@ SIDEWAYS = {
     "kernels": {"ops", "quant"},
     "families": {"checkpoint.names"},
     "model": {"checkpoint.weights", "state"},
-    "runner": {"schedule.plan"},
+    "runner": {"schedule.plan", "schedule.drafts.turns"},
     "verify": {"convert.plan", "worker"},
     "cluster": {"server"},
     "cli": {"server", "cluster", "bench"},

@@ -17,14 +17,14 @@ from typing import TypeVar
 
 from plait.engine.adapters import no_adapters
 from plait.engine.admission import OnEvent, OpenChoice, OpenRequest, RequestLimits, failure_event
-from plait.engine.flight import Flight, NotLaunched, StepRunner
+from plait.engine.flight import Flight, NotLaunched, StepRunner, count_decoded
 from plait.engine.grammar_guide import GrammarGuide, refuse_guides
 from plait.engine.metrics import Metrics
 from plait.engine.sequences import SequenceMaker, list_alone, list_choices
 from plait.errors import DeadlineExceeded, DeviceLost, EngineError, InvalidField
 from plait.request import Event, FinishReason, Request
 from plait.schedule.plan import Chunk, StepPlan
-from plait.schedule.scheduler import Scheduler
+from plait.schedule.scheduler import NOTHING, Drafts, Scheduler
 from plait.schedule.sequence import Update
 from plait.schedule.speculate import Speculation
 
@@ -158,12 +158,11 @@ class Engine:
         # A step that was launched ahead began to run when the one before it ended.
         seconds, self._landed_s = ended - max(flight.began, self._landed_s), ended
         self.metrics.count_steps(plan.num_steps, plan.num_tokens, seconds)
-        self._learn(plan, seconds)
+        self.scheduler.costs.observe_plan(plan, self.scheduler.memory.pools.moved_nbytes(plan), seconds)
         self._show_progress(plan, ended)
         for update in updates:
             self._deliver(update, ended)
-        has_prompts = len(updates) < len(plan.chunks) or any(not chunk.start for chunk in plan.chunks)
-        return 0 if has_prompts else sum(len(update.event.token_ids) for update in updates)
+        return count_decoded(plan, updates)
 
     def step_or_wait(self) -> None:
         """`step`; where there is work and no step was possible, wait a moment. Raises what escapes a step."""
@@ -243,14 +242,13 @@ class Engine:
             self._fail(choice, error)
         return bool(expired or lost)
 
-    def _drafts(self) -> tuple[Mapping[int, tuple[int, ...]], bool]:
+    def _drafts(self) -> tuple[Drafts, bool]:
         """(draft tokens by sequence id, whether what drafts has to read what the next step brings)."""
         if self.speculation is None or not (drafting := self.scheduler.drafting()):
             return {}, False
         num_left = sum(seq.num_left for seq in self.scheduler.running)
         num_rows = min(num_left, self.scheduler.limits.max_num_batched_tokens)
-        none: Mapping[int, tuple[int, ...]] = {}
-        found = self._ask(lambda speculation: speculation.drafts(drafting, num_rows), none)
+        found = self._ask(lambda speculation: speculation.drafts(drafting, num_rows), NOTHING)
         guided = [(seq.id, seq.guide) for seq in drafting if seq.guide is not None]
         forced = {i: tokens for i, guide in guided if (tokens := guide.forced()[:MAX_FORCED])}
         return {**found, **forced}, self.speculation is not None and not self.speculation.is_resting
@@ -285,18 +283,6 @@ class Engine:
                 progress, cached = (chunk.end, now - choice.first_scheduled_s), seq.num_cached_tokens
                 event = Event(seq.request_id, 0, num_cached_tokens=cached, prompt_progress=progress)
                 self._emit(choice.entry, event)
-
-    def _learn(self, plan: StepPlan, seconds: float) -> None:
-        """Report the cost of a step to the scheduler: the time of its pass, and of the memory it moved."""
-        if plan.turns:  # what a single step would cost cannot be told
-            return
-        costs, nbytes = self.scheduler.costs, self.scheduler.memory.pools.moved_nbytes(plan)
-        if not nbytes:
-            costs.observe(plan.num_tokens, seconds / plan.num_steps)
-            return
-        pass_s = costs.step_s(plan.num_tokens) if plan.chunks else 0.0
-        if pass_s is not None:
-            costs.observe_moved(nbytes, seconds - pass_s * plan.num_steps)
 
     def _deliver(self, update: Update, now: float) -> None:
         choice = self._choices.get(update.seq_id)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from plait.schedule.plan import Sampled, SamplingBatch, StepPlan, Ticket
+from plait.schedule.sequence import Update
 
 
 class StepRunner(Protocol):
@@ -36,3 +38,9 @@ class NotLaunched:
     def wait(self) -> list[Sampled]:
         """Raises the error of the launch."""
         raise self.error
+
+
+def count_decoded(plan: StepPlan, updates: Sequence[Update]) -> int:
+    """The tokens that a plan brought; 0 if it computed part of a prompt, too."""
+    has_prompts = len(updates) < len(plan.chunks) or any(not chunk.start for chunk in plan.chunks)
+    return 0 if has_prompts else sum(len(update.event.token_ids) for update in updates)

@@ -16,8 +16,8 @@ from plait.errors import BadGrammar
 from plait.frontend.frontend import Front, Language, Parsers
 from plait.loading.text_side import TextSource
 from plait.request import JsonStyle
+from plait.schedule.drafts.governor import DraftGovernor
 from plait.schedule.plan import MOST_STEPS
-from plait.schedule.draft_governor import DraftGovernor
 from plait.schedule.speculate import Proposer, Speculation
 from plait.spec import ModelSpec
 from plait.text.grammar.compiler import GrammarCompiler, check_memory

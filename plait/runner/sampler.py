@@ -78,7 +78,9 @@ class Sampler:
     @property
     def plain_draw(self) -> Callable[..., Tensor] | None:
         """Draws from logits by settings, as `ops.sample.sample`; None where every row is edited."""
-        return None if len(self.holes) else lambda logits, *settings: self._draw(self.host.limited(logits), *settings)
+        if len(self.holes):
+            return None
+        return lambda logits, *settings: self._draw(self.host.limited(logits), *settings)
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> list[Sampled]:
         """logits: [L, vocab] float, each row's `num_logits` in turn -> one answer per row of the batch.

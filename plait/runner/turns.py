@@ -1,7 +1,8 @@
 """Speculative turns of one sequence as one native call: draft, verification, acceptance, and the same again.
 
-A turn with k draft tokens is a pass of the model over 1 + k rows and k passes of its head. Between them native
-code compares the draft with what the model made (`kernels.cpu.runtime.turns`). So Python runs once for several.
+A turn with k draft tokens is a pass of the model over 1 + k rows and k passes of its head. Between them
+native code compares the draft with what the model made (`kernels.cpu.runtime.turns`). So Python runs once
+for several turns.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from plait.runner.mtp import HeadPlace, MtpDrafter
 from plait.runner.mtp_passes import RecordedPasses
 from plait.runner.program import NativeExecutor
 from plait.runner.sampler import Sampler
-from plait.schedule.plan import MOST_STEPS, Chunk, Sampled, SamplingRow, StepPlan, TurnsEnd
+from plait.schedule.drafts.turns import TurnsEnd
+from plait.schedule.plan import MOST_STEPS, Chunk, Sampled, SamplingRow, StepPlan
 
 MOST_STOPS = 64  # stop tokens that native code looks for
 KIND = 64  # added to the number of rows: the time of turns is not compared with that of single passes
@@ -30,7 +32,7 @@ Longs = npt.NDArray[np.int64]
 
 
 class GlueMaker(NativeExecutor, Protocol):
-    """Makes tables of launches (`kernels.cpu.runtime.executor`). `steps`: the address of how many are left."""
+    """Makes tables of launches (`kernels.cpu.runtime.executor`). `steps`: where their number is."""
 
     @property
     def steps(self) -> int: ...
@@ -71,7 +73,7 @@ class NativeTurns:
         self._journal, self._stops = np.zeros(5, np.int64), np.zeros(MOST_STOPS, np.int64)
         longest = program.static.capacity.logits
         self._numbers, self._row_numbers = np.zeros((MOST_STEPS + 1) * longest), np.zeros(longest)
-        self._head_number = np.zeros(passes.program.static.capacity.logits)  # the first counts: it has one row
+        self._head_number = np.zeros(passes.program.static.capacity.logits)  # of its one row
         self._draws: tuple[DrawTable, DrawTable] | None = None
         self._turns: dict[tuple[int, bool], _TurnTable] = {}  # by draft tokens, and whether tokens are drawn
 
@@ -131,7 +133,8 @@ class NativeTurns:
         """The table of a turn with so many draft tokens."""
         turn, program, head = _TurnTable(count), self._program, self._head
         largest, drafted = program.results.largest, head.results.largest
-        assert largest is not None and drafted is not None
+        assert largest is not None
+        assert drafted is not None
         found, proposed, drawing, proposing = largest[0], drafted[0], list[object](), list[object]()
         if is_drawn:
             model, own = self._draws = self._draws or self._record_draws()
@@ -144,7 +147,16 @@ class NativeTurns:
             *(count, self._journal, self._maker.steps, found, largest[1]),
             *(turn.found, turn.values, turn.drafts, turn.rights, self._stops),
             *(s.ids, moving, s.slots, s.row_slots, hidden, hidden.strides[0]),
-            *(h.ids, head_moving, h.starts, h.logit_rows, self._before, hidden.shape[1], self._numbers, *numbers),
+            *(
+                h.ids,
+                head_moving,
+                h.starts,
+                h.logit_rows,
+                self._before,
+                hidden.shape[1],
+                self._numbers,
+                *numbers,
+            ),
         )
         parts = [program.table, *drawing, accept]
         for number in range(1, count + 1):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from plait.schedule.draft_slots import DraftSlots
+from plait.schedule.drafts.slots import DraftSlots
 from plait.schedule.plan import CopySlot
 from plait.schedule.pools import Pools
 from plait.schedule.sequence import TokenSequence

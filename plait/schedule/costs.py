@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from plait.schedule.plan import StepPlan
 from plait.schedule.sequence import TokenSequence
 
 LONGEST_S = 0.05  # of several decode steps at once: a request that arrives meanwhile waits for them
@@ -70,6 +71,17 @@ class StepCosts:
         size = self._sizes.setdefault(num_tokens.bit_length(), _Size())
         size.observe(num_tokens, seconds, self._num_steps)
         self._knots = []
+
+    def observe_plan(self, plan: StepPlan, nbytes: int, seconds: float) -> None:
+        """Record what a plan took: the time of its passes, and of the bytes that it moved."""
+        if plan.turns:  # how many turns there were is not in the plan
+            return
+        if not nbytes:
+            self.observe(plan.num_tokens, seconds / plan.num_steps)
+            return
+        pass_s = self.step_s(plan.num_tokens) if plan.chunks else 0.0
+        if pass_s is not None:
+            self.observe_moved(nbytes, seconds - pass_s * plan.num_steps)
 
     def observe_moved(self, nbytes: int, seconds: float) -> None:
         """Record seconds that a step took beyond its tokens' cost, for so many bytes saved and loaded."""

@@ -13,6 +13,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from plait.request import SamplingParams, TokenLogprobs
+from plait.schedule.drafts.turns import PlanTurns, TurnsEnd
 
 MOST_STEPS = 8  # decode steps of one plan
 FOLLOW = -1  # instead of a decode's token: what the step before samples for its sequence
@@ -91,36 +92,13 @@ class Drop(Struct, frozen=True, gc=False, tag=True):
 Move = CopySlot | CopyBlock | Save | Load | Drop
 
 
-class Turns(Struct, frozen=True, gc=False):
-    """Speculative turns of one sequence: the step with its draft, and further ones that the runner drafts.
-
-    There are `most`, fewer behind one of the tokens `stops`.
-    """
-
-    most: int
-    stops: tuple[int, ...]
-
-
-class TurnsEnd(Struct, frozen=True, gc=False):
-    """What the last turn leaves of a plan with `num_turns` of them: the draft that it checked, and the slots.
-
-    `num_earlier`: tokens of the turns before it. `slot`: the sequence's; `row_slots`: behind the rows before the last.
-    """
-
-    num_turns: int
-    num_earlier: int
-    draft: tuple[int, ...]
-    slot: int
-    row_slots: tuple[int, ...]
-
-
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """What one step computes: chunks, decodes first, and the copies of memory that come before it.
 
     `moves`: in this order, before the pass; then `fresh` slots are zeroed. Without chunks there is no pass.
-    `num_steps`: decode steps in a row, each of what the one before it sampled; the tables have their blocks, and
-    those of all `turns`.
+    `num_steps`: decode steps in a row, each of what the one before it sampled; the tables have their blocks.
+    `turns`: of a plan with a draft, further ones.
     """
 
     step: int
@@ -128,7 +106,7 @@ class StepPlan:
     moves: tuple[Move, ...] = ()
     fresh: tuple[int, ...] = ()
     num_steps: int = 1
-    turns: Turns | None = None
+    turns: PlanTurns | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -173,8 +151,8 @@ class SamplingBatch:
 
 class Sampled(Struct, frozen=True, gc=False):
     """The answer to one `SamplingRow`: one token per sample and step; `logprobs` as many, or None; in
-    `mirostat_mu` the bound after each. `pooled`: the sum of its requested hidden states, by dimension. `turns`: the
-    tokens are those of all turns that there were."""
+    `mirostat_mu` the bound after each. `pooled`: the sum of its requested hidden states, by dimension.
+    `turns`: of all turns."""
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None

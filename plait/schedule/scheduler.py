@@ -16,14 +16,15 @@ from plait.errors import QueueFull
 from plait.schedule.allocation import Allocation
 from plait.schedule.costs import SchedulerLimits, StepCosts, describe_load, most_steps
 from plait.schedule.gang_beams import advance_beams, drop_state
-from plait.schedule.plan import Chunk, Move, Sampled, SamplingBatch, StepPlan, Turns
+from plait.schedule.plan import Chunk, Move, Sampled, SamplingBatch, StepPlan
 from plait.schedule.sequence import Gang, Phase, TokenSequence, Update, answers_by_id
-from plait.schedule.turns import add_earlier, plan_turns, settle_earlier
 from plait.schedule.shares import check_fits, others_await, prompt_budget, share_members, share_step
+from plait.schedule.turns import add_earlier, plan_turns, settle_earlier
 from plait.state.blocks import Hit
 
 AGING_S = 30.0  # waiting this long counts as much as one level of priority: no request waits for ever
-NOTHING: Mapping[int, tuple[int, ...]] = {}
+Drafts = Mapping[int, tuple[int, ...]]
+NOTHING: Drafts = {}
 
 
 class Scheduler:
@@ -91,12 +92,10 @@ class Scheduler:
         is_possible = self.limits.causal and not self._suspects
         return [seq for seq in self.running if is_possible and seq.can_draft]
 
-    def plan(
-        self, drafts: Mapping[int, tuple[int, ...]] = NOTHING, *, is_observed: bool = False
-    ) -> StepPlan | None:
+    def plan(self, drafts: Drafts = NOTHING, *, is_observed: bool = False) -> StepPlan | None:
         """The next step, or None if there is nothing to do. `drafts`: draft tokens by id, of `drafting`.
 
-        `is_observed`: there is one step, because what drafts reads its tokens before the next one.
+        `is_observed`: there is one step, because what drafts has to read its tokens before the next one.
         """
         if suspect := self._next_suspect():
             shares = share_members(suspect, self.limits.max_num_batched_tokens, self.limits, self.memory)
@@ -108,7 +107,7 @@ class Scheduler:
             self.memory.read_ahead(self.waiting)
         if drafts and not self._suspects:
             self._add_drafts(shares, drafts)
-        is_single = bool(drafts or self.waiting or self._suspects) or is_observed
+        is_single = is_observed or drafts or self.waiting or self._suspects
         return self._planned(shares, 1 if is_single else self._num_steps())
 
     def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
@@ -139,7 +138,8 @@ class Scheduler:
 
     def _planned(self, shares: Mapping[int, int], num_steps: int) -> StepPlan | None:
         """The plan of these shares and of the moves that memory needs; None if there is nothing to do."""
-        turns = self._turns()
+        others = [*self.waiting, *self._suspects]
+        turns = None if others else plan_turns(self.running, self.limits, self.costs, self.memory)
         step, moves = self._step + 1, tuple(self.memory.pools.moves)
         chunks = [seq.chunk(shares[seq.id], step) for seq in self.running if shares.get(seq.id)]
         if not chunks and not moves:
@@ -265,12 +265,6 @@ class Scheduler:
                 seq.draft = draft
                 budget -= len(draft)
 
-    def _turns(self) -> Turns | None:
-        """The further turns of a plan with a draft, if it is of one sequence."""
-        if self.limits.num_turns == 1 or len(self.running) != 1 or self.waiting or self._suspects:
-            return None
-        return plan_turns(self.running[0], self.limits, self.costs, self.memory)
-
     # Which sequences start, and which are preempted
 
     def _admit_waiting(self, shares: dict[int, int]) -> None:
@@ -382,8 +376,7 @@ class Scheduler:
         if reason is not None:
             self._finish(*seq.members)
         event = seq.event(answer, tokens, reason, is_scoring=is_scoring)
-        update = Update(seq.id, event, len(draft), num_ahead if draft else 0)
-        return add_earlier(update, answer, earlier)
+        return add_earlier(Update(seq.id, event, len(draft), num_ahead if draft else 0), answer, earlier)
 
     def _clear(self, seq: TokenSequence) -> None:
         """A sequence, with its gang, has shown that it does not make steps fail."""

@@ -15,7 +15,7 @@ from msgspec import Struct
 from plait.errors import EngineError
 from plait.request import Event, FinishReason, SamplingParams, TokenLogprobs
 from plait.schedule.beams import BeamSearch
-from plait.schedule.draft_slots import DraftSlots
+from plait.schedule.drafts.slots import DraftSlots
 from plait.schedule.plan import FOLLOW, Chunk, Sampled, SamplingRow, StepPlan
 from plait.schedule.pooled import Pool
 from plait.state.blocks import root

@@ -17,7 +17,7 @@ from itertools import cycle, islice
 from typing import Protocol
 
 from plait.schedule.costs import NUM_BELIEVED, NUM_REMEMBERED, StepCosts, median
-from plait.schedule.draft_governor import DraftGovernor
+from plait.schedule.drafts.governor import DraftGovernor
 from plait.schedule.plan import DraftRequest
 from plait.schedule.sequence import MOST_REPLAYED, TokenSequence
 
@@ -192,8 +192,8 @@ class Speculation:
     drafts do not pay there are none, but for a probe now and then, after pauses that double. A proposer that
     raises is not called again: replies go on without drafts, and `error` is the cause.
 
-    The `governor` has the last word: it compares what tokens really cost with drafts and without. `is_even`: it
-    also chooses the length, the same for all sequences (a head, of which drafts are about equally good).
+    The `governor` has the last word: it compares what tokens really cost with drafts and without. `is_even`:
+    it also chooses the length, the same for all sequences (a head is about as often right in all of them).
     """
 
     proposer: Proposer

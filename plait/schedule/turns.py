@@ -1,29 +1,34 @@
 """Several speculative turns of one sequence in one plan: how many there are, and what they bring.
 
-A turn is a draft and the step that checks it. The last turn of a plan is settled as a step with a draft is. Those
-before it brought tokens that all count, because the runner ends the turns behind a stop token.
+A turn is a draft and the step that checks it. The last turn of a plan is settled as a step with a draft is.
+Those before it brought tokens that all count, because the runner ends the turns behind a stop token.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from plait.schedule.allocation import Allocation
 from plait.schedule.costs import LATE_S, LONGEST_S, SchedulerLimits, StepCosts
-from plait.schedule.draft_slots import DraftSlots
-from plait.schedule.plan import Chunk, Sampled, Turns
+from plait.schedule.drafts.slots import DraftSlots
+from plait.schedule.drafts.turns import PlanTurns
+from plait.schedule.plan import Chunk, Sampled
 from plait.schedule.sequence import TokenSequence, Update
 
 HEAD_SHARE = 1.0  # what a turn's drafts may take of the time of the step that checks them
 
 
 def plan_turns(
-    seq: TokenSequence, limits: SchedulerLimits, costs: StepCosts, memory: Allocation
-) -> Turns | None:
-    """The turns of a plan with this sequence alone, which has a draft; None: there is one.
+    running: Sequence[TokenSequence], limits: SchedulerLimits, costs: StepCosts, memory: Allocation
+) -> PlanTurns | None:
+    """The turns of a plan with these sequences, if it is one with a draft; None: there are no further ones.
 
-    The blocks for all of them are reserved. A plan ends where a snapshot is needed, and before the sequence does.
+    Blocks for all of them are reserved. They end where a snapshot is needed, and before the sequence does.
     """
+    if limits.num_turns == 1 or len(running) != 1:
+        return None
+    seq = running[0]
     rows, slots = 1 + len(seq.draft), seq.draft_slots
     is_copied = slots.is_copy if slots else memory.has_slots
     if rows == 1 or is_copied or seq.num_left != 1 or not is_plain(seq):
@@ -35,11 +40,11 @@ def plan_turns(
     most = min(most, int(late_s / (seconds * (1 + HEAD_SHARE))))
     if most < 2 or not memory.reserve(seq, seq.num_computed_tokens + most * rows):
         return None
-    return Turns(most, tuple(sorted(seq.stop_token_ids)))
+    return PlanTurns(most, tuple(sorted(seq.stop_token_ids)))
 
 
 def is_plain(seq: TokenSequence) -> bool:
-    """Whether each next token follows from the model's logits and a random number, and nothing reads it before."""
+    """Whether tokens follow from the model's logits and random numbers, and nothing reads them in between."""
     is_begun = seq.num_output_tokens >= max(seq.params.min_tokens, 1)
     return is_begun and seq.is_unobserved and not seq.params.logit_bias and seq.gang is None
 

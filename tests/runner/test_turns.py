@@ -16,6 +16,7 @@ from plait.schedule.plan import Sampled, SamplingRow, StepPlan
 
 SIZES: dict[str, Any] = {"device": "cpu", "threads": 1, "max_model_len": 256, "max_num_seqs": 8}
 PROMPT = "And it came to pass in those days, that"
+SLOW = pytest.mark.slow
 CHAT = "<|user|>Tell me of David.<|assistant|>"
 
 
@@ -56,8 +57,8 @@ def side(nano_hybrid: Path) -> Iterator[Side]:
     [
         {"temperature": 0.0},
         {"temperature": 0.8, "seed": 3},
-        pytest.param({"temperature": 1.2, "seed": 4, "top_k": 30, "top_p": 0.9}, marks=pytest.mark.slow),
-        pytest.param({"temperature": 1.0, "seed": 5, "min_p": 0.05, "min_tokens": 20}, marks=pytest.mark.slow),
+        pytest.param({"temperature": 1.2, "seed": 4, "top_k": 30, "top_p": 0.9}, marks=SLOW),
+        pytest.param({"temperature": 1.0, "seed": 5, "min_p": 0.05, "min_tokens": 20}, marks=SLOW),
     ],
     ids=["greedy", "drawn", "top", "min"],
 )
@@ -129,7 +130,7 @@ def test_broken_state_in_a_later_turn_is_found(side: Side, monkeypatch: pytest.M
     assert not side.engine.audit()
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize("options", [{"threads": 2}, {"quantize": "q8_0"}, {"prefix_cache": False}], ids=str)
 def test_turns_give_the_same_text_however_the_model_runs(nano_hybrid: Path, options: dict[str, Any]) -> None:
     side = Side(nano_hybrid, **options)

@@ -1,4 +1,4 @@
-"""Which plans have several speculative turns, and what a plan with turns leaves in a sequence and its memory."""
+"""Which plans have several speculative turns, and what they leave in a sequence and its memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from plait.schedule.costs import StepCosts
-from plait.schedule.plan import Sampled, StepPlan, TurnsEnd
+from plait.schedule.drafts.turns import TurnsEnd
+from plait.schedule.plan import Sampled, StepPlan
 from plait.schedule.scheduler import Scheduler
 from plait.schedule.sequence import TokenSequence
 from tests.schedule.test_multi_step import quick
@@ -17,8 +18,8 @@ DRAFT = (50, 51)
 
 
 def world(costs: StepCosts | None = None, **options: Any) -> Scheduler:
-    limits = {"num_steps": 8, "num_streamed_steps": 8, "num_turns": 8, "max_model_len": 200, "max_num_seqs": 12}
-    s = scheduler(costs=costs or quick(), **{**limits, **options})
+    limits = {"num_steps": 8, "num_streamed_steps": 8, "num_turns": 8, "max_model_len": 200}
+    s = scheduler(costs=costs or quick(), **{**limits, "max_num_seqs": 12, **options})
     s.memory.keeps_rows = True
     return s
 
@@ -39,7 +40,8 @@ def end(plan: StepPlan, earlier: tuple[int, ...], last: tuple[int, ...], num_tur
     slots = (chunk.slot, *chunk.row_slots)
     if slots[-1]:
         slots = (slots[1], slots[0], *slots[2:])
-    return [Sampled((*earlier, *last), turns=TurnsEnd(num_turns, len(earlier), (60, 61), slots[0], slots[1:]))]
+    ended = TurnsEnd(num_turns, len(earlier), (60, 61), slots[0], slots[1:])
+    return [Sampled((*earlier, *last), turns=ended)]
 
 
 @pytest.mark.parametrize("slots", [False, True])
@@ -90,7 +92,7 @@ def test_turns_are_no_more_than_the_sequence_can_take() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"params": {"logprobs": 0}}, {"params": {"presence_penalty": 0.5}}, {"params": {"logit_bias": {4: 1.0}}}],
+    [{"params": p} for p in ({"logprobs": 0}, {"presence_penalty": 0.5}, {"logit_bias": {4: 1.0}})],
 )
 def test_sequence_that_is_looked_at_has_one_turn(options: dict[str, Any]) -> None:
     assert drafting(world(), sequence(1, 6, 60, **options)).turns is None

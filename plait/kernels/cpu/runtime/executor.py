@@ -29,6 +29,7 @@ from plait.kernels.cpu.runtime.threads import (
     allocate_aligned,
     argument,
 )
+from plait.kernels.cpu.runtime.turns import GLUE
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +146,7 @@ class Executor(Threads):
         return self._row_slots
 
     def glue(self, name: str, *args: object) -> LaunchTable:
-        """One launch of a kernel of `turns.GLUE`, which says what its arguments are; part of a `joined` table."""
-        from plait.kernels.cpu.runtime.turns import GLUE  # compiled only where there are turns
-
+        """One launch of a kernel of `turns.GLUE`, which says what its arguments are. For `joined`."""
         array = np.array([8 * TOKENS, self.counters, *map(argument, args)], np.int64)
         table = LaunchTable([GLUE[name].address, int(array.ctypes.data)], kept=[array, args])
         table.seal()

@@ -233,7 +233,8 @@ class Threads:
             self._play(program.address, program.count, posts, threads)
             now = time.perf_counter()
             waited = int(self._waited[0]) / 1e6 / max(threads - 1, 1)
-            pace.observe(tokens.bit_length() if kind is None else kind, steps if is_small else tokens, now - started, waited, now)
+            kind, work = kind or tokens.bit_length(), steps if is_small else tokens
+            pace.observe(kind, work, now - started, waited, now)
 
     def following(self, *args: object) -> LaunchTable:
         """What `run` takes as `between`; the arguments are those of `loops.follow_rows`."""

@@ -1,15 +1,17 @@
 """What runs between the passes of speculative turns, so that several turns are one native call.
 
-A turn of one sequence, with k draft tokens; glue in brackets:
+A turn of one sequence with k draft tokens; what is here, in brackets:
 
-    verification, k + 1 rows -> [accept] -> head, rows of the right tokens -> [take] -> head, 1 row -> [take] …
+    verification, k + 1 rows -> [accept] -> head, rows of right tokens -> [take] -> head, 1 row -> [take] …
 
-`accept` compares the draft with what the model made, and writes the inputs of the head's first pass and of the
-next verification; `take` puts a draft token where the next pass and the next verification read it. All of it
-is integers, and one thread does it. How many rows a pass has is in the frame, so nothing else changes.
+`accept` compares the draft with what the model made, and writes the inputs of the head's first pass and of
+the next verification; `take` puts a draft token where the next pass and the next verification read it. One
+thread does it. How many rows a pass has is in the frame, so nothing else changes.
 
-Words of the *journal*, int64: the number of the turn, how many there are at most, the position of the head's next row,
-how many stop tokens there are, and the first position of `numbers`: the random numbers of the draws by position. The rest is memory of the two `StaticBatch`es: `moving` is positions, lengths, and of each group where entries go.
+Words of the *journal*, int64: the number of the turn, how many there are at most, the position of the head's
+next row, how many stop tokens there are, the first position of `numbers`, which are the random numbers of the
+draws by position. The rest is memory of both `StaticBatch`es. `moving`: positions, lengths, and of each group
+where entries go.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ import numpy as np
 from plait.kernels.cpu.codegen.kernel import inline, kernel
 from plait.kernels.cpu.codegen.kinds import Int
 from plait.kernels.cpu.codegen.vec import get_f32, get_f64, get_i64, put_f32, put_f64, put_i64, words
-from plait.kernels.cpu.pointwise.copy_rows import copy_row
 from plait.kernels.cpu.runtime.frame_words import LOGITS, TOKENS
 
 
@@ -47,19 +48,19 @@ def _set_rows(frame: Int, tokens: Int, logits: Int) -> None:
 
 @inline
 def _is_stop(token: Int, stops: Int, count: Int) -> bool:
+    found = False
     for i in range(count):
-        if get_i64(stops + 8 * i) == token:
-            return True
-    return False
+        found |= get_i64(stops + 8 * i) == token
+    return found
 
 
 @kernel
 def accept_draft(frame: int, args: int, thread: int, threads: int) -> None:
-    """draft tokens, journal, steps (which becomes 0 behind a stop token), found ids and values of each row,
-    what is kept of these and of the draft for each turn (int64, float32, int64, rows of 1 + draft tokens) and how
-    many tokens were right, stop tokens; of the model's batch: ids, moving, slots, row_slots; hidden
-    states, their row stride; of the head's batch: ids, moving, starts, logit_rows, hidden states (dense), their size;
-    random numbers (float64) by position, those of the model's rows and of the head's one row.
+    """draft tokens, journal, steps (0 behind a stop token), found ids and values of each row; what is kept
+    for each turn: ids, values, the draft (int64, float32, int64, rows of 1 + draft tokens), how many were
+    right; stop tokens; of the model's batch: ids, moving, slots, row_slots; hidden states, their row stride; of the
+    head's batch: ids, moving, starts, logit_rows, hidden states (dense), their size; random numbers (float64)
+    by position, those of the model's rows, and of the head's one row.
     """
     if thread > 0:
         return
@@ -81,7 +82,8 @@ def accept_draft(frame: int, args: int, thread: int, threads: int) -> None:
     for i in range(right + 1):
         token = get_i64(found + 8 * i)
         put_i64(head_ids + 8 * i, token)
-        copy_row(hidden + i * hidden_bytes, before + 4 * size * i, size)
+        for j in range(size):
+            put_f32(before + 4 * (size * i + j), get_f32(hidden + i * hidden_bytes + 4 * j))
         if _is_stop(token, stops, get_i64(journal + 24)):
             is_last = True
     put_i64(journal, turn + 1)
@@ -112,7 +114,8 @@ def take_draft(frame: int, args: int, thread: int, threads: int) -> None:
     """
     if thread > 0:
         return
-    number, count, found, ids, head_ids, moving, starts, logit_rows, row_numbers, head_number = words(args, 2, 12)
+    number, count, found, ids, head_ids, moving, starts, logit_rows = words(args, 2, 10)
+    row_numbers, head_number = words(args, 10, 12)
     token = get_i64(found)
     put_i64(ids + 8 * number, token)
     if number == count:

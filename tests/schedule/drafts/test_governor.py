@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from plait.schedule.draft_governor import DraftGovernor
+from plait.schedule.drafts.governor import DraftGovernor
 
 LENGTHS = (1, 2, 3, 4, 6, 8)
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-
-from plait.schedule.costs import median
+from statistics import median_low
 
 WINDOW = 16  # tokens of each sequence in a window
 SKIPPED = 4  # tokens behind a change of length that do not count: caches are cold, and a head begins anew
@@ -59,7 +58,7 @@ class DraftGovernor:
 
 
 class _Load:
-    """The lengths under one load. `best`: the one between checks; `agenda`: those of the windows of a check."""
+    """Lengths under one load. `best`: the one between checks; `agenda`: those of the windows of a check."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self._lengths = tuple(lengths)
@@ -110,7 +109,7 @@ class _Load:
 
     def _cost(self, length: int) -> float:
         costs = self._costs[length]
-        return median(costs) if costs else math.inf
+        return median_low(costs) if costs else math.inf
 
     def _is_clear(self, length: int) -> bool:
         """Whether a length costs so much more than its rival that further windows would show nothing new."""
