@@ -118,8 +118,7 @@ class Engine:
             flight = self._flight = self._launch(plan)
         self._flight = self._launch_ahead(flight)
         num_tokens = self._land(flight)
-        if speculation and num_tokens:
-            self._ask(lambda s: s.charge(len(flight.plan.chunks), num_tokens, began), None)
+        self._ask(lambda s: s.charge(len(flight.plan.chunks), num_tokens, began), None)
         return True
 
     def _launch(self, plan: StepPlan) -> Flight:

@@ -98,7 +98,6 @@ class StepPlan:
 
     `moves`: in this order, before the pass; then `fresh` slots are zeroed. Without chunks there is no pass.
     `num_steps`: decode steps in a row, each of what the one before it sampled; the tables have their blocks.
-    `turns`: of a plan with a draft, further ones.
     """
 
     step: int
@@ -150,9 +149,8 @@ class SamplingBatch:
 
 
 class Sampled(Struct, frozen=True, gc=False):
-    """The answer to one `SamplingRow`: one token per sample and step; `logprobs` as many, or None; in
-    `mirostat_mu` the bound after each. `pooled`: the sum of its requested hidden states, by dimension.
-    `turns`: of all turns."""
+    """The answer to one `SamplingRow`: a token per sample and step, or those of all `turns`; `logprobs` as
+    many, or None; in `mirostat_mu` the bound after each. `pooled`: its hidden states' sum, by dimension."""
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None

@@ -93,10 +93,8 @@ class Scheduler:
         return [seq for seq in self.running if is_possible and seq.can_draft]
 
     def plan(self, drafts: Drafts = NOTHING, *, is_observed: bool = False) -> StepPlan | None:
-        """The next step, or None if there is nothing to do. `drafts`: draft tokens by id, of `drafting`.
-
-        `is_observed`: there is one step, because what drafts has to read its tokens before the next one.
-        """
+        """The next step, or None if there is nothing to do. `drafts`: draft tokens by id, of `drafting`;
+        `is_observed`: there is one step, because what drafts has to read its tokens."""
         if suspect := self._next_suspect():
             shares = share_members(suspect, self.limits.max_num_batched_tokens, self.limits, self.memory)
         else:
@@ -138,8 +136,8 @@ class Scheduler:
 
     def _planned(self, shares: Mapping[int, int], num_steps: int) -> StepPlan | None:
         """The plan of these shares and of the moves that memory needs; None if there is nothing to do."""
-        others = [*self.waiting, *self._suspects]
-        turns = None if others else plan_turns(self.running, self.limits, self.costs, self.memory)
+        is_alone = len(self.running) == 1 and not (self.waiting or self._suspects)
+        turns = plan_turns(self.running[0], self.limits, self.costs, self.memory) if is_alone else None
         step, moves = self._step + 1, tuple(self.memory.pools.moves)
         chunks = [seq.chunk(shares[seq.id], step) for seq in self.running if shares.get(seq.id)]
         if not chunks and not moves:

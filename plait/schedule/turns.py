@@ -6,7 +6,6 @@ Those before it brought tokens that all count, because the runner ends the turns
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from plait.schedule.allocation import Allocation
@@ -20,18 +19,15 @@ HEAD_SHARE = 1.0  # what a turn's drafts may take of the time of the step that c
 
 
 def plan_turns(
-    running: Sequence[TokenSequence], limits: SchedulerLimits, costs: StepCosts, memory: Allocation
+    seq: TokenSequence, limits: SchedulerLimits, costs: StepCosts, memory: Allocation
 ) -> PlanTurns | None:
-    """The turns of a plan with these sequences, if it is one with a draft; None: there are no further ones.
+    """The turns of a plan with this sequence alone, if it has a draft; None: there are no further ones.
 
     Blocks for all of them are reserved. They end where a snapshot is needed, and before the sequence does.
     """
-    if limits.num_turns == 1 or len(running) != 1:
-        return None
-    seq = running[0]
     rows, slots = 1 + len(seq.draft), seq.draft_slots
     is_copied = slots.is_copy if slots else memory.has_slots
-    if rows == 1 or is_copied or seq.num_left != 1 or not is_plain(seq):
+    if limits.num_turns == 1 or rows == 1 or is_copied or seq.num_left != 1 or not is_plain(seq):
         return None
     most = min(limits.num_turns, (seq.max_len - seq.num_tokens - 1) // rows, memory.until_mark(seq) // rows)
     if most < 2 or (seconds := costs.step_s(rows)) is None:

@@ -58,9 +58,9 @@ def _is_stop(token: Int, stops: Int, count: Int) -> bool:
 def accept_draft(frame: int, args: int, thread: int, threads: int) -> None:
     """draft tokens, journal, steps (0 behind a stop token), found ids and values of each row; what is kept
     for each turn: ids, values, the draft (int64, float32, int64, rows of 1 + draft tokens), how many were
-    right; stop tokens; of the model's batch: ids, moving, slots, row_slots; hidden states, their row stride; of the
-    head's batch: ids, moving, starts, logit_rows, hidden states (dense), their size; random numbers (float64)
-    by position, those of the model's rows, and of the head's one row.
+    right; stop tokens; of the model's batch: ids, moving, slots, row_slots; hidden states, their row stride;
+    of the head's batch: ids, moving, starts, logit_rows, hidden states (dense), their size; random numbers
+    (float64) by position, those of the model's rows, and of the head's one row.
     """
     if thread > 0:
         return
