@@ -40,7 +40,7 @@ OWN = (
     *("cache_disk", "cache_disk_limit", "cache_disk_bandwidth"),
 )
 NUM_TOGETHER = 3  # sequences of one choice: without so many, guidance and beams have no cells
-OWN_SETTINGS: dict[str, Any] = {
+OWN_SETTINGS: dict[str, object] = {
     **{name: EngineConfig.__dataclass_fields__[name].default for name in OWN},
     "max_num_seqs": NUM_TOGETHER,
     "prefix_cache": False,

@@ -56,7 +56,7 @@ class CellName:
 
 
 def find_maker(config: EngineConfig) -> CertificateMaker:
-    """Who makes a certificate with these options."""
+    """The maker of certificates with these options."""
     return describe_maker(_engine_config(config), _engine_config(EngineConfig()), BATCH, MAX_TOKENS)
 
 

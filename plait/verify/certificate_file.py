@@ -1,4 +1,4 @@
-"""The file of a certificate: its cells, who has made each, and when such a file may go on."""
+"""The file of a certificate: its cells, the maker of each, and when such a file may go on."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ CHUNK = 512  # inputs of which products are summed before they join the rest: a 
 PAIRS_CHUNK = 256  # the same for pairs: half the time for as many bytes, so a pair of tiles stays in L1
 BLOCK = 192  # rows of one piece of work
 # Rows that codes are decoded for in registers, of up to MOST, by whether they were rounded; more take plain
-# tiles. Decoding goes on beside the products then, which a pass that makes plain tiles first cannot.
+# tiles. Decoding and products overlap then; a pass that makes plain tiles first is waited for.
 FEW = {False: (4, 2, 1), True: (8, 4, 2, 1)}
 MOST = {False: 12, True: 64}
 AHEAD = 4096  # bytes that one row fetches weights before it needs them
