@@ -1,6 +1,6 @@
 """Ops as a device's graph sees them, computed by their references: launches that run anew at each replay.
 
-A reference asks for values and walks tokens in Python, so it cannot be captured operator by operator. Here each
+A reference asks for values and walks tokens in Python, so it cannot be captured operator by operator. Here a
 call of an op is one launch, as that of a kernel is. So the steps of every family run through captured graphs
 in seconds, which shows what is around the kernels: rows, padding, tables, states, and what moves on. Triton's
 interpreter takes minutes for the same; it shows the kernels.
@@ -54,7 +54,7 @@ class OpaqueCall:
             kept.copy_(found)
 
     def keep(self) -> Any:
-        """The results of the first run, as tensors that the capture knows. What is of an argument stays so."""
+        """The results of the first run as tensors that the capture knows; what is of an argument stays so."""
         own = list(self._own(self.results))
         self._kept = [torch.empty(found.shape, dtype=found.dtype) for found in own]
         with torch.utils._python_dispatch._disable_current_modes():

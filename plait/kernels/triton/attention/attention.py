@@ -296,8 +296,10 @@ class PagedLayout:
     softcap: float | None
 
     def rows(self, has_prompts: bool) -> int:
-        """Of a tile of queries. Wide heads have no registers for more than a decode's."""
-        return PROMPT_ROWS if has_prompts and not self.rest else ROWS
+        """Of a tile of queries. Wide heads, and codes of all but narrow ones, have no registers for more than
+        a decode's."""
+        is_heavy = self.rest or (self.codes is not None and self.dim > 64)
+        return PROMPT_ROWS if has_prompts and not is_heavy else ROWS
 
     def constants(self, num_seqs: int, rows: int) -> dict[str, int]:
         """The constants that both kernels of a step have."""
@@ -341,7 +343,6 @@ class PagedLayout:
             "num_warps": 8 if wide else 4,
             "num_stages": 2,
         }
-
 
     def options(self, rows: int) -> dict[str, int]:
         """Registers of a thread for windows over narrow heads in prompts: left to itself, ptxas spills for

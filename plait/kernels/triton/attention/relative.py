@@ -15,7 +15,6 @@ left for one more tile of loads.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import triton
@@ -25,6 +24,7 @@ from torch import Tensor
 from plait.kernels.triton.attention.attention import (
     LOG2E,
     POINTERS,
+    ROWS,
     SPLIT,
     PagedLayout,
     _find_sequence,
@@ -188,9 +188,9 @@ def _bias_constants(heads: int, extent: int, rank: int) -> dict[str, int]:
     return {"M": rank, "MP": wide, "H": heads, "EXTENT": extent, "BH": BH, "BE": BE}
 
 
-def _constants(layout: PagedLayout, num_seqs: int, rows: int, page: int, extent: int) -> dict[str, Any]:
-    """What `attend_relative` is compiled for. Its keys of a tile, as its warps, are those of every step."""
-    shared = layout.constants(num_seqs, rows)
+def _constants(layout: PagedLayout, num_seqs: int, page: int, extent: int) -> dict[str, int]:
+    """What `attend_relative` is compiled for. Decodes and prompts have one form: with more rows it spills."""
+    shared = layout.constants(num_seqs, ROWS)
     whole = layout.dim & (layout.dim - 1) == 0
     return shared | {
         "PAGE": page,
@@ -212,13 +212,12 @@ def _attend_part(
     layout: PagedLayout,
     scale: float,
     out: Tensor,
-    rows: int,
 ) -> None:
     """Attend some rows of a step. where: (block_table, query_start, seq_lens)."""
     table, query_start, seq_lens = where
     k_cache, v_cache = caches
     num_seqs, biases = len(seq_lens), make_biases(mixed, profiles)
-    constants = _constants(layout, num_seqs, rows, k_cache.shape[1], len(profiles))
+    constants = _constants(layout, num_seqs, k_cache.shape[1], len(profiles))
     capacity = most_slots(k_cache, num_seqs, constants)
     work = list_work(query_start, seq_lens, constants, layout.window or 0, capacity)
     launch(
@@ -258,7 +257,6 @@ def attend_by_distance(
     place_all_heads(q, k, v, k_cache, v_cache, slot_mapping, slot_mapping, None, None)
     q = q if q.stride(-1) == 1 else q.contiguous()
     layout = PagedLayout(heads, k_cache.shape[2], dim, 0, None, window, None)
-    rows = layout.rows(tokens != len(seq_lens))
     most = max(1, MOST_BIASES // (heads * len(profiles)))
     for first in range(0, tokens, most):
         some, seqs = slice(first, first + most), (query_start, seq_lens)
@@ -266,7 +264,7 @@ def attend_by_distance(
             starts = query_start.clamp(first, first + most) - first
             seqs = starts, seq_lens - (query_start[1:] - (first + most)).clamp(min=0)
         given = (q[some], mixed[some], profiles, (k_cache, v_cache), (block_table, *seqs))
-        _attend_part(*given, layout, scale, out[some], rows)
+        _attend_part(*given, layout, scale, out[some])
     return out
 
 
@@ -277,7 +275,7 @@ SHAPES = {  # heads, kv_heads, dim, profiles, distances, window
 
 
 def forms() -> Iterator[KernelForm]:
-    """What models of published sizes launch: each shape with the tiles of decodes and of prompts."""
+    """What models of published sizes launch, in every step."""
     types = POINTERS | {
         "biases": "fp32*",
         "mixed": "bf16*",
@@ -287,12 +285,11 @@ def forms() -> Iterator[KernelForm]:
     }
     for name, (heads, kv_heads, dim, rank, extent, window) in SHAPES.items():
         layout = PagedLayout(heads, kv_heads, dim, 0, None, window, None)
-        for step in ("decodes", "prompts"):
-            constants = _constants(layout, 64, layout.rows(step == "prompts"), 64, extent)
-            warps, stages = constants.pop("num_warps"), constants.pop("num_stages")
-            yield KernelForm(
-                f"attend_relative, {name}, {step}", attend_relative, types, constants, warps, stages,
-                demands=(("HMMA", "HGMMA"), ("LDG.128", "LDGSTS.128")),
-            )  # fmt: skip
+        constants = _constants(layout, 64, 64, extent)
+        warps, stages = constants.pop("num_warps"), constants.pop("num_stages")
+        yield KernelForm(
+            f"attend_relative, {name}", attend_relative, types, constants, warps, stages,
+            demands=(("HMMA", "HGMMA"), ("LDG.128", "LDGSTS.128")),
+        )  # fmt: skip
         constants = _bias_constants(heads, extent, rank)
         yield KernelForm(f"profile_biases, {name}", profile_biases, types, constants)
