@@ -192,9 +192,9 @@ def linear_rows(frame, args, thread, threads):
             part = (last - i) // STREAMS
             for k in range(halves * part):
                 run = k // (halves * RUN) * RUN
-                length = min(RUN, part - run)
-                at_run = (k - halves * run) % length
-                t, up, beneath = i + run + at_run, (k - halves * run) // length, ups + 64 * STREAMS * at_run
+                length, place = min(RUN, part - run), k - halves * run
+                up, place = place // length, place % length
+                t, beneath = i + run + place, ups + 64 * STREAMS * place
                 to, between = (beneath, 64) if up else (out + 64 * t, 64 * part)
                 at = weight + t * tile_bytes + up * to_up
                 sums = tiles_apart(at, part * tile_bytes, rounded, steps)
@@ -351,9 +351,8 @@ def tile(
     """Block (weights, a, steps, ahead, apart, soon, per): a bundle of `rows` rows of codes, at a, times a
     tile in that layout.
 
-    As many bytes are fetched meanwhile, half of them from `ahead` and half from `apart` behind it, by few
-    rows only where one reads in several streams; where the rows are some, also `per` lines from `soon` on
-    with each block.
+    As many bytes are fetched meanwhile, half of them from `ahead` and half from `apart` behind it, unless
+    rows are few in one stream; where they are some, also `per` lines from `soon` on with each block.
     """
     more = (soon, per) if rows >= FETCHED else None
     products = partial(_products, w, layout)

@@ -256,9 +256,7 @@ $few
 def tiles_of(x, row_bytes, n, weight, tile_bytes, begin, end, n_out, bias, out, out_bytes, rows, scratch):
     """Rows through the tiles begin..end."""
     # Few rows read both halves of the tiles at a time, where a single stream leaves memory waiting.
-    t, half = begin, (end - begin) // 2 if rows <= $most else 0
-    if rows == 1 and $one_stream:
-        half = 0
+    t, half = begin, (end - begin) // 2 if $least_apart <= rows <= $most else 0
     while t < end:
         tiles, step = min(end - t, $together), 1
         if half > 1:
@@ -320,8 +318,7 @@ def product(kind: str, coded: bool = False, paired: bool = False) -> Kernel:
     """The kernel that multiplies rows by tiles of that width; `coded`: of bfloat16 in twelve bits; `paired`:
     by rows rounded to bfloat16."""
     most, narrow = MOST[paired] if coded and wide_registers() else 1, paired and not wide_registers()
-    # Tiles at a time: of one, narrow registers hold sums of more rows.
-    alone, several = 1 if ONE_STREAM else 2, 1 if narrow else 2
+    alone, several = 1 if ONE_STREAM else 2, 1 if narrow else 2  # tiles: of one, sums of more rows fit
     name = f"dense_{kind}_pairs" if paired else f"dense_{kind}"
     source = _SOURCE.safe_substitute(
         name=name,
@@ -329,7 +326,7 @@ def product(kind: str, coded: bool = False, paired: bool = False) -> Kernel:
         paired=paired,
         prepare=_ROUND if paired else "",
         size=bf16_pairs.SIZE if paired else 4,
-        one_stream=ONE_STREAM,
+        least_apart=2 if ONE_STREAM else 1,
         together=f"({alone} if rows == 1 else {several})",
         digest=digest(*_FILES),
         chunk=PAIRS_CHUNK if paired else CHUNK,
