@@ -50,7 +50,7 @@ SIDEWAYS = {
     "ops": {"quant"},
     "kernels": {"ops", "quant"},
     "families": {"checkpoint.names"},
-    "model": {"checkpoint.weights", "state"},
+    "model": {"checkpoint.shared_weights", "checkpoint.weights", "state"},
     "runner": {"schedule.plan", "schedule.drafts.turns"},
     "verify": {"convert.plan", "worker"},
     "cluster": {"server"},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from typing import Any
 
@@ -27,21 +27,23 @@ class SharedWeights(Weights):
     _base: Weights  # a view that shares nothing
 
     @classmethod
-    def of(cls, w: Weights, origin: str) -> SharedWeights:
-        """`w`, its tensors those below `origin`, a name from the root."""
+    def of(cls, w: Weights, origin: str) -> Weights:
+        """`w`, its tensors those below `origin`, a name from the root; without one `w` itself."""
+        if not origin:
+            return w
         base = w._base if isinstance(w, SharedWeights) else w
         made = object.__new__(_with_sharing(type(base)))
         made.__dict__ |= vars(base._view(w.prefix, w.cuts))
         made._origin, made._base = origin, base
         return made
 
-    def scope(self, name: str) -> SharedWeights:
+    def scope(self, name: str) -> Weights:
         return self.of(self._plain(f"{self.prefix}.{name}"), self._full(name))
 
     def shared(self, name: str, build: Callable[[Weights], object]) -> Any:
         return self._plain(self.prefix).shared(name, build)
 
-    def for_share(self, share: int) -> SharedWeights:
+    def for_share(self, share: int) -> Weights:
         return self.of(self._plain(self.prefix).for_share(share), self._origin)
 
     def tensor(
@@ -67,9 +69,12 @@ class SharedWeights(Weights):
         found: Linear = self._once(("linear", *names, rows), build)
         return found
 
-    def linear_stack(self, numbers: Any, *names: str, pack: Pack, **sizes: Any) -> ExpertStack:
+    def linear_stack(
+        self, numbers: Sequence[int], *names: str, in_size: int, out_sizes: tuple[int, ...], pack: Pack
+    ) -> ExpertStack:
         def build() -> ExpertStack:
-            return super(SharedWeights, self).linear_stack(numbers, *names, pack=pack, **sizes)
+            make = super(SharedWeights, self).linear_stack
+            return make(numbers, *names, in_size=in_size, out_sizes=out_sizes, pack=pack)
 
         found: ExpertStack = self._once(("stack", *numbers, *names), build)
         return found

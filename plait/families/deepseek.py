@@ -16,7 +16,7 @@ from plait.families.common.mtp import deepseek_parts, mtp_names
 from plait.families.common.recipes import VISION, at, expert_tensors, transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import (
-    growing_queries,
+    build_temperature,
     mlp,
     model,
     mscale_squared,
@@ -311,7 +311,7 @@ def latent_attention(c: Config) -> MlaSpec:
         rope_dim=c["qk_rope_head_dim"],
         rope=r,
         latent_norm=NormSpec(LATENT_EPS),
-        temperature=growing_queries(c),
+        temperature=build_temperature(c),
     )
 
 

@@ -21,8 +21,8 @@ from plait.families.common.recipes import (
 )
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import (
+    build_temperature,
     gqa,
-    growing_queries,
     mlp,
     model,
     norm,
@@ -157,7 +157,7 @@ def _curve(*sources: str) -> Derived:
 )
 def ministral3(c: Config) -> tuple[ModelSpec, NameMap]:
     """Ministral 3, Devstral 2: queries that grow with their position."""
-    return dense(c, "ministral3", temperature=growing_queries(c))
+    return dense(c, "ministral3", temperature=build_temperature(c))
 
 
 @family("Jais2ForCausalLM", model_types=("jais2",), defaults={"norm_eps": 1e-5, "hidden_act": "relu2"})

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from plait.checkpoint.names import NameMap
 from plait.errors import UnsupportedModel
@@ -12,7 +10,7 @@ from plait.families.common.recipes import transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm
 from plait.families.config.normalize import NOTHING, Config
-from plait.families.gguf.arch import FILE, Metadata, gguf_arch
+from plait.families.gguf.arch import FILE, Metadata, Values, gguf_arch
 from plait.spec import BranchSpec, ModelSpec
 
 UNIT = 256  # a feed-forward's width is a multiple of it
@@ -53,7 +51,7 @@ def _count_heads(c: Config) -> list[SearchedLayer]:
     return [SearchedLayer(one, c["intermediate_size"]) for one in heads]
 
 
-def _read_block(c: Config, i: int, block: Mapping[str, Any]) -> SearchedLayer:
+def _read_block(c: Config, i: int, block: Values) -> SearchedLayer:
     attn, ffn = block["attention"], block["ffn"]
     for name, part in (("attention", attn), ("ffn", ffn)):
         if part.get("replace_with_linear"):

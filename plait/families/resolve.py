@@ -114,7 +114,7 @@ def _resolve_tensors(config: Mapping[str, Any] | None, shapes: Shapes, overrides
     try:
         inferred, reasons = infer_config(shapes, {**flat, **named})
     except UnsupportedModel:
-        if named:  # then what the config lacks is what can be mended
+        if named:  # then it can be corrected by what the config lacks
             raise missing from None
         raise
     known = {k: v for k, v in flat.items() if v is not None or k in given}

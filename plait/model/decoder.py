@@ -79,11 +79,6 @@ class Branch:
         return h if self.scale == 1.0 else self._rescale(h, self.scale, None)
 
 
-def _weights_of(s: spec.BranchSpec, w: Weights) -> Weights:
-    """A branch's weights, which may be those of an earlier one."""
-    return SharedWeights.of(w, s.source) if s.source else w
-
-
 class Decoder:
     """Any model: `spec` says what it is, `weights` gives every tensor. Raises CheckpointError.
 
@@ -96,7 +91,8 @@ class Decoder:
         self.layer_inputs = LayerInputs(s, weights) if s.layer_inputs else None
         self.streams = build_streams(s, weights)
         self.branches = [
-            Branch(b, _weights_of(b, weights.scope(name)), s.hidden_size) for name, b in s.branches()
+            Branch(b, SharedWeights.of(weights.scope(name), b.source), s.hidden_size)
+            for name, b in s.branches()
         ]
         self.norm = build_last_norm(s, self.streams, weights)
         self.head = LmHead(s, weights)

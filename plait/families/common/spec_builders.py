@@ -44,7 +44,7 @@ def rope(c: Config, dim: int, kind: str = FULL, *, interleaved: bool = False) ->
     return RopeSpec(width, float(p["rope_theta"]), scaling, c.get("rope_interleave", interleaved))
 
 
-def growing_queries(c: Config) -> TemperatureSpec | None:
+def build_temperature(c: Config) -> TemperatureSpec | None:
     """How queries grow with their position (Ministral 3), if the config says so. Raises UnsupportedModel."""
     growth, turns = c.get("llama_4_scaling_beta"), c["rope_parameters"][FULL]
     length = turns.get("original_max_position_embeddings")

@@ -37,7 +37,7 @@ class ArchKeys(Values):
         self.read.add(str(key))
         return key in self._found
 
-    def get(self, key: str, default: Any = None) -> Any:
+    def get(self, key: str, default: object = None) -> Any:
         self.read.add(key)
         return self._found.get(key, default)
 
