@@ -23,7 +23,7 @@ CAPS = {
     "bench": 4_250,
     "checkpoint": 5_440,
     "cli": 6_120,
-    "cluster": 3_420,
+    "cluster": 3_500,
     "convert": 3_640,
     "engine": 2_300,
     "families": 16_070,

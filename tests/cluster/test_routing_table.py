@@ -96,7 +96,7 @@ def test_a_reply_that_begins_and_ends_between_two_reports_is_no_load_after_it() 
     assert known.loads()[route.replica] == 164
     assert known.hear(route.replica, report(2, replies=1), 1.0)
     known.record_end(route)
-    assert known.loads()[route.replica] == 64  # what the replica said stays until its next report
+    assert known.loads()[route.replica] == 64  # what the replica reported stays until its next report
 
 
 def test_a_lost_report_drops_what_was_known_until_everything_is_reported_anew() -> None:

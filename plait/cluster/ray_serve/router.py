@@ -20,8 +20,9 @@ class PinnedRouter(RequestRouter):
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         """One rank: the replica with the id `at`, or all."""
-        at = pending_request.kwargs.get("at") if pending_request is not None else None
-        if hasattr(pending_request, "routing_context"):  # else Serve asks a busy replica without a pause
+        at = None if pending_request is None else pending_request.kwargs.get("at")
+        if pending_request is not None and hasattr(pending_request, "routing_context"):
+            # Else Serve asks a busy replica for its queue without a pause.
             pending_request.routing_context.should_backoff = True
         pinned = [replica for replica in candidate_replicas if replica.replica_id.unique_id == at]
         return [pinned or candidate_replicas]
