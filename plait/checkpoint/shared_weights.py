@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -93,7 +92,11 @@ class SharedWeights(Weights):
         return f"{self._origin}.{name}"
 
 
-@cache
+_KINDS: dict[type[Weights], type[SharedWeights]] = {}
+
+
 def _with_sharing(kind: type[Weights]) -> type[SharedWeights]:
     """SharedWeights of views that read otherwise than plain ones."""
-    return type(f"Shared{kind.__name__}", (SharedWeights, kind), {})
+    if kind not in _KINDS:
+        _KINDS[kind] = type(f"Shared{kind.__name__}", (SharedWeights, kind), {})
+    return _KINDS[kind]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 from plait.checkpoint.names import NameMap, Rules, Source
 from plait.errors import UnsupportedModel
@@ -43,7 +44,7 @@ def hrm_text(c: Config) -> tuple[ModelSpec, NameMap]:
     for i in range(slow * count):
         origin = fast * size + i % size if i % count >= fast * size else i % size
         layer = tuple(replace(b, source=f"layers.{origin}.{b.name}") for b in (attn, ffn))
-        after = None if i == 0 else "slow" if i % count == 0 else "fast"
+        after: Literal["slow", "fast"] | None = None if i == 0 else "slow" if i % count == 0 else "fast"
         between = BranchSpec("cycle", CycleSpec(after, each), None, keep=0.0)
         layers.append(layer if i % size else (between, *layer))
     scale = c.get("embedding_scale") or c.get("embedding_multiplier") or 1.0 / c["initializer_range"]

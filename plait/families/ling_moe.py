@@ -81,7 +81,8 @@ def _even_columns(source: str) -> Derived:
 
     def divided(w: Stored, **_: str) -> Tensor:
         rows = as_tensor(w)
-        return (rows.float() / (rows.float().norm(dim=0, keepdim=True) + SMALLEST)).to(rows.dtype)
+        length: Tensor = rows.float().norm(dim=0, keepdim=True)
+        return (rows.float() / (length + SMALLEST)).to(rows.dtype)
 
     return Derived(divided, (source,), (Back(),))
 
