@@ -54,9 +54,11 @@ class OpaqueCall:
             kept.copy_(found)
 
     def keep(self) -> Any:
-        """The results of the first run as tensors that the capture knows; what is of an argument stays so."""
+        """The first results, as tensors that the capture knows; what is of an argument stays so."""
         own = list(self._own(self.results))
-        self._kept = [torch.empty(found.shape, dtype=found.dtype) for found in own]
+        # Not by `torch.empty`: tests fill what that gives, and a replay would do so behind the results.
+        allocate = torch.ops.aten.empty_strided.default
+        self._kept = [allocate(found.shape, found.stride(), dtype=found.dtype) for found in own]
         with torch.utils._python_dispatch._disable_current_modes():
             for kept, found in zip(self._kept, own, strict=True):
                 kept.copy_(found)

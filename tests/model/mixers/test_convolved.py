@@ -21,8 +21,12 @@ def test_small_taps_survive_the_1_that_was_added(is_bfloat16: bool) -> None:
     attention = RelativeSpec(2, 1, 4, 0.25, rank=2, extent=4, taps=2)
     shapes = {
         **{f"mlp.inner.{name}.weight": (HIDDEN, HIDDEN) for name in ("gate", "up", "down")},
-        **{"attn.q.weight": (8, 8), "attn.k.weight": (4, 8), "attn.v.weight": (4, 8)},
-        **{"attn.mix.weight": (4, 8), "attn.o.weight": (8, 8), "attn.profiles": (4, 2)},
+        "attn.q.weight": (8, 8),
+        "attn.k.weight": (4, 8),
+        "attn.v.weight": (4, 8),
+        "attn.mix.weight": (4, 8),
+        "attn.o.weight": (8, 8),
+        "attn.profiles": (4, 2),
     }
     tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
     for name, channels in (("mlp", HIDDEN), ("attn", 8)):
