@@ -30,7 +30,7 @@ CAPS = {
     "frontend": 1_560,
     "kernels": 26_700,
     "llm": 630,
-    "loading": 5_460,
+    "loading": 5_520,
     "model": 4_980,
     "ops": 6_560,
     "quant": 2_500,
