@@ -19,7 +19,7 @@ KERNEL_FILE_LINES, KERNEL_FUNCTION_LINES = 600, 150
 # Lines of each folder of plait/ (".": its own modules): what there is, and 3 % of air. A cap falls when
 # lines go; it is raised in a commit of its own that says why, or not at all.
 CAPS = {
-    ".": 2_900,
+    ".": 2_930,
     "bench": 4_250,
     "checkpoint": 5_440,
     "cli": 6_120,
@@ -30,7 +30,7 @@ CAPS = {
     "frontend": 1_560,
     "kernels": 26_700,
     "llm": 630,
-    "loading": 5_460,
+    "loading": 5_520,
     "model": 5_130,
     "ops": 6_560,
     "quant": 2_500,

@@ -25,7 +25,8 @@ class Side:
 
     def __init__(self, folder: Path, **options: Any) -> None:
         self.llm = LLM(str(folder), **{**SIZES, **options}, speculate="mtp", num_draft_tokens=4)
-        engine: Any = self.llm.front.loop.engine
+        loop: Any = self.llm.front.loop
+        engine = loop.engine
         self.engine, self.length, self.turns = engine, 1, list[Sampled]()
         governor = engine.speculation.governor
         governor.choose, governor.is_measuring = lambda count: self.length, lambda count: False
@@ -39,7 +40,7 @@ class Side:
 
         self.native.run = recorded
 
-    def reply(self, prompt: str, length: int, **params: Any) -> tuple[tuple[int, ...], str]:
+    def reply(self, prompt: str, length: int, **params: Any) -> tuple[tuple[int, ...], str | None]:
         self.length = length
         (output,) = self.llm.generate([prompt], SamplingParams(**params))
         return tuple(output.outputs[0].token_ids), output.outputs[0].finish_reason
@@ -86,7 +87,8 @@ def test_turns_end_behind_a_stop_token(side: Side) -> None:
         last = side.turns[-1]
         assert last.turns is not None
         assert whole[at] not in last.token_ids[: last.turns.num_earlier]
-        longer = PROMPT + side.llm.front.tokenizer.decode(list(whole[:at]))
+        tokenizer: Any = side.llm.front.tokenizer
+        longer = PROMPT + tokenizer.decode(list(whole[:at]))
         assert side.reply(longer, 2, temperature=0.0, max_tokens=30) == side.reply(
             longer, 0, temperature=0.0, max_tokens=30
         )

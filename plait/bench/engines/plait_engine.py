@@ -155,7 +155,7 @@ def has_described_images() -> bool:
 
 
 def describe_image(model: str, loaded: Any) -> str:
-    """ "used", or "kept": the next start finds one; else why there is none."""
+    """ "used", or "kept": the next startup finds one; else why there is none."""
     if hasattr(loaded, "part"):
         return "used"
     if not has_described_images():

@@ -79,8 +79,8 @@ class HybridHeads(Mamba1):
         self.rope = Rope(a.rope, w) if a.rope else None
         sizes = dict(heads=a.num_heads, kv_heads=groups, dim=a.head_dim, v_dim=s.v_dim, window=a.window)
         self._attend, self._begin = w.bind(front_attention, **sizes), w.bind(begin_slots)
-        names = ("heads_norm", "channels_norm")
-        self.norms = [InnerNorm(s.head_norm, w.scope(name), s.inner_size, s.v_dim) for name in names]
+        norms = ("heads_norm", "channels_norm")
+        self.norms = [InnerNorm(s.head_norm, w.scope(name), s.inner_size, s.v_dim) for name in norms]
         self._combine, self._group = w.bind(combine), group_name(a.window)
         self.front = tuple(torch.zeros(0, groups, width, device=w.target.device) for width in widths)
         self.is_started, self._initial = not s.front, dict[str, Tensor]()

@@ -26,7 +26,15 @@ class NativeThreads(Protocol):
         """The address of two counters that share work out."""
 
     def run(
-        self, program: Any, *, tokens: int, logits: int, seqs: int, steps: int = 1, between: Any = None
+        self,
+        program: Any,
+        *,
+        tokens: int,
+        logits: int,
+        seqs: int,
+        steps: int = 1,
+        between: Any = None,
+        kind: int | None = None,
     ) -> None: ...
     def following(self, *args: object) -> object: ...
     def close(self) -> None: ...
