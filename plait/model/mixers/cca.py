@@ -40,6 +40,7 @@ def _divide(s: CcaSpec, rank: Rank, hidden_size: int) -> Division:
     cuts = {**part.cuts, "conv": channels, "heads.weight": Cut(rows), "heads.bias": channels}
     for name, piece in (("v", now), ("v_last", shift_range(last, -half))):
         cuts[name] = Cut((piece,)) if width(piece) else Cut(is_dropped=True)
+    assert isinstance(part.spec, CcaSpec)
     own = replace(part.spec, value_sizes=(width(now), width(last)))
     return replace(part, spec=own, cuts=cuts)
 

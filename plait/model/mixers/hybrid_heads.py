@@ -49,6 +49,7 @@ def _divide(s: HybridHeadsSpec, rank: Rank, hidden_size: int) -> Division:
     cuts = {**part.cuts, "q": Cut((scale_range(heads, a.head_dim),))}
     cuts |= {name: Cut((scale_range(kv, size),)) for name, size in (("k", a.head_dim), ("v", s.v_dim))}
     own = replace(a, num_heads=width(heads), num_kv_heads=width(kv))
+    assert isinstance(part.spec, HybridHeadsSpec)
     return Division(replace(part.spec, attention=own), cuts, part.sums, gathers=2)
 
 
