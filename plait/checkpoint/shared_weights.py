@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from plait.ops.expert_stack import ExpertStack, Pack
 from plait.ops.linear import Linear
 from plait.partition import Range
 from plait.quant.weight import Weight
+
+T = TypeVar("T")
 
 
 class SharedWeights(Weights):
@@ -39,8 +41,9 @@ class SharedWeights(Weights):
     def scope(self, name: str) -> Weights:
         return self.of(self._plain(f"{self.prefix}.{name}"), self._full(name))
 
-    def shared(self, name: str, build: Callable[[Weights], object]) -> Any:
-        return self._plain(self.prefix).shared(name, build)
+    def shared(self, name: str, build: Callable[[Weights], T]) -> T:
+        made: T = self._plain(self.prefix).shared(name, build)
+        return made
 
     def for_share(self, share: int) -> Weights:
         return self.of(self._plain(self.prefix).for_share(share), self._origin)
@@ -78,12 +81,12 @@ class SharedWeights(Weights):
         found: ExpertStack = self._once(("stack", *numbers, *names), build)
         return found
 
-    def _once(self, key: tuple[Hashable, ...], build: Callable[[], object]) -> Any:
+    def _once(self, key: tuple[Hashable, ...], build: Callable[[], T]) -> T:
         """What is made of tensors below the origin, the same for all views of it."""
         whole = f"{self._origin} {self.cuts.first_share} {key}"
         if whole not in self._made:
             self._made[whole] = build()
-        return self._made[whole]
+        return cast(T, self._made[whole])
 
     def _plain(self, prefix: str) -> Weights:
         return self._base._view(prefix, self.cuts)

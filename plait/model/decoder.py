@@ -30,7 +30,7 @@ class Branch:
     """
 
     def __init__(self, s: spec.BranchSpec, w: Weights, hidden_size: int) -> None:
-        self.scale, self.keep = s.scale, s.keep
+        w, self.scale, self.keep = SharedWeights.of(w, s.source), s.scale, s.keep
         self.norm = Norm(s.norm, w.scope("norm"), hidden_size) if s.norm else None
         self.mixer = build(s.mixer, w)
         self.aside = SharedBlockUse(s.aside, w.scope("aside")) if s.aside else None
@@ -90,10 +90,7 @@ class Decoder:
         self.embed = Embedding(s, weights.scope("embed"))
         self.layer_inputs = LayerInputs(s, weights) if s.layer_inputs else None
         self.streams = build_streams(s, weights)
-        self.branches = [
-            Branch(b, SharedWeights.of(weights.scope(name), b.source), s.hidden_size)
-            for name, b in s.branches()
-        ]
+        self.branches = [Branch(b, weights.scope(name), s.hidden_size) for name, b in s.branches()]
         self.norm = build_last_norm(s, self.streams, weights)
         self.head = LmHead(s, weights)
         self._take_rows = weights.bind(take_rows)

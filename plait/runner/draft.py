@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 from plait.memory import BlockGroup
 from plait.request import SamplingParams
 from plait.runner.runner import ModelRunner
+from plait.schedule.drafts.turns import DraftRequest
 from plait.schedule.plan import (
     Chunk,
     CopySlot,
-    DraftRequest,
     Move,
     SamplingBatch,
     SamplingRow,

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from plait.runner.draft import DraftMemory, without_logprobs
 from plait.runner.mtp_passes import HeadPasses
-from plait.schedule.plan import MOST_STEPS, Chunk, DraftRequest, SamplingRow, StepPlan
+from plait.schedule.drafts.turns import DraftRequest
+from plait.schedule.plan import MOST_STEPS, Chunk, SamplingRow, StepPlan
 
 Rows = Tensor | npt.NDArray[np.float32]
 MOST_KEPT = 256  # hidden states of one sequence that wait for the head

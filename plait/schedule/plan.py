@@ -6,7 +6,6 @@ of a frozen dataclass. Moves are, too: other ranks get a plan as msgpack, and a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -184,14 +183,3 @@ class Done:
     def wait(self) -> list[Sampled]:
         """The answers to the plan's chunks, in order."""
         return self.answers
-
-
-@dataclass(frozen=True, slots=True)
-class DraftRequest:
-    """Requests up to `limit` draft tokens after `token_ids` (read only), drawn by `params` and `seed`."""
-
-    seq_id: int
-    token_ids: Sequence[int]
-    limit: int
-    params: SamplingParams
-    seed: int

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from plait.schedule.costs import NUM_BELIEVED, NUM_REMEMBERED, StepCosts, median
 from plait.schedule.drafts.governor import DraftGovernor
-from plait.schedule.plan import DraftRequest
+from plait.schedule.drafts.turns import DraftRequest
 from plait.schedule.sequence import MOST_REPLAYED, TokenSequence
 
 log = logging.getLogger("plait")

@@ -14,7 +14,8 @@ from plait.config import GIB
 from plait.engine.core import Engine
 from plait.errors import EngineError
 from plait.schedule.costs import StepCosts
-from plait.schedule.plan import DraftRequest, Sampled, SamplingBatch, StepPlan, Ticket
+from plait.schedule.drafts.turns import DraftRequest
+from plait.schedule.plan import Sampled, SamplingBatch, StepPlan, Ticket
 
 FEW = 7  # tokens: a prompt's chunk that is no multiple of anything
 SHORT = 2  # how many prompts are computed one token at a time

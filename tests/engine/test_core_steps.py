@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from plait.schedule.costs import StepCosts
-from plait.schedule.plan import DraftRequest
+from plait.schedule.drafts.turns import DraftRequest
 from plait.schedule.speculate import Speculation
 from tests.engine.hash_model import HOST, VOCAB, Reader, engine, finish, oracle, prompts, request
 

@@ -17,7 +17,8 @@ from plait.loading.build import Loaded, draft_headers, load
 from plait.loading.draft_model import load_draft, open_draft, place_nbytes
 from plait.request import SamplingParams
 from plait.runner.draft import DraftModel
-from plait.schedule.plan import DraftRequest, SamplingBatch, SamplingRow
+from plait.schedule.drafts.turns import DraftRequest
+from plait.schedule.plan import SamplingBatch, SamplingRow
 from tests.families import tiny
 
 GREEDY = SamplingParams(temperature=0.0)

@@ -18,7 +18,8 @@ from plait.request import SamplingParams
 from plait.runner.draft import DraftMemory, DraftModel
 from plait.runner.host.static_batch import Capacity
 from plait.runner.runner import ModelRunner
-from plait.schedule.plan import DraftRequest, SamplingBatch, SamplingRow, StepPlan, Ticket
+from plait.schedule.drafts.turns import DraftRequest
+from plait.schedule.plan import SamplingBatch, SamplingRow, StepPlan, Ticket
 from plait.schedule.speculate import Proposer
 from plait.state.store import StateStore
 from tests.families import tiny

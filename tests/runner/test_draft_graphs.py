@@ -20,7 +20,7 @@ from plait.runner.graph_backends import TorchGraphs
 from plait.runner.host.static_batch import Capacity
 from plait.runner.runner import ModelRunner
 from plait.runner.sampler import Sampler
-from plait.schedule.plan import DraftRequest
+from plait.schedule.drafts.turns import DraftRequest
 from plait.state.store import StateStore
 from tests.runner.device_engine import BLOCK, CHIP, CPU, LONGEST, gpu_decoder, plain_decoder
 

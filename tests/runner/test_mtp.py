@@ -13,7 +13,8 @@ from plait.memory import BlockGroup
 from plait.request import SamplingParams
 from plait.runner.draft import DraftMemory
 from plait.runner.mtp import MOST_KEPT, MtpDrafter
-from plait.schedule.plan import Chunk, DraftRequest, SamplingRow, StepPlan
+from plait.schedule.drafts.turns import DraftRequest
+from plait.schedule.plan import Chunk, SamplingRow, StepPlan
 
 GREEDY = SamplingParams(temperature=0.0)
 LENGTH = 2000

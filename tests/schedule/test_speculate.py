@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from plait.request import SamplingParams
 from plait.schedule.costs import StepCosts
-from plait.schedule.plan import DraftRequest
+from plait.schedule.drafts.turns import DraftRequest
 from plait.schedule.sequence import TokenSequence
 from plait.schedule.speculate import NgramProposer, Proposer, Speculation
 

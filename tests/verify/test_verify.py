@@ -24,7 +24,8 @@ from plait.ops.linear import Packing, dense
 from plait.ops.registry import Op, Variant
 from plait.ops.ssm import mamba2_scan
 from plait.request import SamplingParams, TokenLogprobs
-from plait.schedule.plan import Chunk, Done, DraftRequest, SamplingBatch, StepPlan, Ticket
+from plait.schedule.drafts.turns import DraftRequest
+from plait.schedule.plan import Chunk, Done, SamplingBatch, StepPlan, Ticket
 from plait.state.store import StateStore
 from plait.verify.durable_cells import durable_cells
 from plait.verify.matrix import FAILS_EVERY, PLAIN, Cell, FailingRunner, KnownReplies, cells

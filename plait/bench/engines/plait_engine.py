@@ -5,7 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+if TYPE_CHECKING:
+    from plait import SamplingParams
+    from plait.config import EngineConfig
+    from plait.schedule.plan import SamplingBatch, StepPlan, Ticket
+
+T = TypeVar("T")
 
 
 class Timed:
@@ -14,17 +21,17 @@ class Timed:
     def __init__(self, runner: object) -> None:
         self._runner, self.steps = runner, []  # type: Any, list[tuple[int, int, float]]
 
-    def launch(self, plan: object, sampling: object) -> Any:
+    def launch(self, plan: StepPlan, sampling: SamplingBatch) -> Ticket:
         """Run a step. Its ticket is done, so that the time of a step is its own."""
         from plait.schedule.plan import Done
 
         return Done(self._timed(plan, lambda: self._runner.launch(plan, sampling).wait()))
 
-    def execute(self, plan: object, sampling: object) -> Any:
+    def execute(self, plan: StepPlan, sampling: SamplingBatch) -> object:
         """Run a step of a revision that had no tickets."""
         return self._timed(plan, lambda: self._runner.execute(plan, sampling))
 
-    def _timed(self, plan: Any, run: Callable[[], object]) -> Any:
+    def _timed(self, plan: StepPlan, run: Callable[[], T]) -> T:
         started = time.perf_counter()
         result = run()
         self.steps.append((plan.num_tokens, len(plan.chunks), time.perf_counter() - started))
@@ -57,7 +64,7 @@ class PlaitSide:
             "engine": "plait",
             "version": plait.__version__,
             "max_model_len": self.llm.front.max_model_len,
-            "startup_image": describe_image(model, self._loaded),
+            "startup_image": describe_image(model, self._loaded.config, hasattr(self._loaded, "part")),
             **describe_loaded(self._loaded),
         }
 
@@ -102,7 +109,7 @@ class PlaitSide:
     def close(self) -> None:
         self.llm.close()
 
-    def _params(self, tokens: int) -> Any:
+    def _params(self, tokens: int) -> SamplingParams:
         from plait import SamplingParams
 
         return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, repetition_penalty=1.0)
@@ -154,18 +161,18 @@ def has_described_images() -> bool:
     return "part" in {field.name for field in fields(LoadedImage)}
 
 
-def describe_image(model: str, loaded: Any) -> str:
+def describe_image(model: str, config: EngineConfig, is_used: bool) -> str:
     """ "used", or "kept": the next startup finds one; else why there is none."""
-    if hasattr(loaded, "part"):
+    if is_used:
         return "used"
     if not has_described_images():
         return "this revision is measured without one"
     from plait.loading.image.lookup import why_no_image
     from plait.loading.image.start import find_image
 
-    if why := why_no_image(loaded.config):
+    if why := why_no_image(config):
         return why
-    return "kept" if find_image(model, loaded.config) else "none was kept, see the log"
+    return "kept" if find_image(model, config) else "none was kept, see the log"
 
 
 def describe_loaded(loaded: Any) -> dict[str, object]:

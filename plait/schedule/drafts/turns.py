@@ -1,8 +1,13 @@
-"""Speculative turns of one sequence in one plan: what is requested of the runner, and what it reports."""
+"""What is requested of a model that drafts, and of a runner that takes speculative turns by itself."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from msgspec import Struct
+
+from plait.request import SamplingParams
 
 
 class PlanTurns(Struct, frozen=True, gc=False):
@@ -27,3 +32,14 @@ class TurnsEnd(Struct, frozen=True, gc=False):
     draft: tuple[int, ...]
     slot: int
     row_slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRequest:
+    """Requests up to `limit` draft tokens after `token_ids` (read only), drawn by `params` and `seed`."""
+
+    seq_id: int
+    token_ids: Sequence[int]
+    limit: int
+    params: SamplingParams
+    seed: int

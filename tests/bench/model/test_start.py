@@ -45,10 +45,9 @@ def test_plait_side_describes_a_model_from_its_image() -> None:
     image = SimpleNamespace(part=part, runner=SimpleNamespace(replay=SimpleNamespace(program=program)))
     found = describe_loaded(image)
     assert found == {"threads": 3, "weights_nbytes": 7, "dtype": "bfloat16", "ops": {"linear": "native"}}
-    assert describe_image("m", image) == "used"
+    assert describe_image("m", EngineConfig(), True) == "used"
     assert choose_image({"threads": 1}) == {"threads": 1}, "this revision's images say what they run"
 
 
 def test_plait_side_says_why_there_is_no_image() -> None:
-    whole = SimpleNamespace(config=EngineConfig(startup_image="off"))
-    assert describe_image("m", whole) == "--startup-image is off"
+    assert describe_image("m", EngineConfig(startup_image="off"), False) == "--startup-image is off"
