@@ -306,7 +306,8 @@ class Weights:
         if target.quantize is None:
             return weight
         how = find_encoder(target.quantize, weight.shape[1])
-        if how is None or name in PLAIN or not isinstance(weight, Dense):
+        # Of "meta" is what is read once to find the order of reading: it has no numbers.
+        if how is None or name in PLAIN or not isinstance(weight, Dense) or weight.tensor.is_meta:
             target.encoded[f"{weight.format} as it was"] += 1
             return weight
         threads = getattr(target.executor, "threads", None) or torch.get_num_threads()

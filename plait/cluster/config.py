@@ -29,6 +29,7 @@ NOT_SERVED = {
 RAY_ENVIRONMENT = {
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",  # Serve would look after its proxy every 10 s
     "RAY_SERVE_PROXY_USE_GRPC": "1",  # an event costs less than as an item of an actor's generator
+    "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(2**31 - 1),  # of 4 MiB: long lists of vectors fail
 }
 NOT_COMPUTED = {"lora_folder": "adapters of a cluster are loaded at its start, with --lora"}
 

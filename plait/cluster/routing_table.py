@@ -1,9 +1,10 @@
 """Which replica gets a request: where it costs least, by what replicas report and what was sent since.
 
-Each gateway has a table. Replicas report once a second what they can resume and what they have to do; between
-two reports of a replica the table adds what this gateway has sent there. A replica that has not reported for
-STALE_S gets requests only when that is true of all. Then a request goes to the home of its beginning, by a
-hash that every gateway computes alike: what one gateway has sent misleads it as soon as there are two.
+Each gateway has a table. Replicas report what they have to do once a second, and what they can resume within
+0.2 s; between two reports of a replica the table adds what this gateway has sent there. A replica that has
+not reported for STALE_S gets requests only when that is true of all. Then a request goes to the home of its
+beginning, by a hash that every gateway computes alike: what one gateway has sent misleads it as soon as
+there are two.
 """
 
 from __future__ import annotations

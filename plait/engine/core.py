@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from plait.engine.adapters import no_adapters
 from plait.engine.admission import OnEvent, OpenChoice, OpenRequest, RequestLimits, failure_event
-from plait.engine.flight import Flight, NotLaunched, StepRunner, count_decoded
+from plait.engine.flight import Flight, NotLaunched, StepRunner, count_decoded, count_turns
 from plait.engine.grammar_guide import GrammarGuide, refuse_guides
 from plait.engine.metrics import Metrics
 from plait.engine.sequences import SequenceMaker, list_alone, list_choices
@@ -156,8 +156,12 @@ class Engine:
             return 0
         # A step that was launched ahead began to run when the one before it ended.
         seconds, self._landed_s = ended - max(flight.began, self._landed_s), ended
-        self.metrics.count_steps(plan.num_steps, plan.num_tokens, seconds)
-        self.scheduler.costs.observe_plan(plan, self.scheduler.memory.pools.moved_nbytes(plan), seconds)
+        num_steps, nbytes = (
+            plan.num_steps * count_turns(sampled),
+            self.scheduler.memory.pools.moved_nbytes(plan),
+        )
+        self.metrics.count_steps(num_steps, plan.num_tokens, seconds)
+        self.scheduler.costs.observe_plan(plan, num_steps, nbytes, seconds)
         self._show_progress(plan, ended)
         for update in updates:
             self._deliver(update, ended)

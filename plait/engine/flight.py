@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from plait.schedule.plan import Sampled, SamplingBatch, StepPlan, Ticket
-from plait.schedule.sequence import Update
+from plait.schedule.sequence import MOST_REPLAYED, Update
 
 
 class StepRunner(Protocol):
@@ -42,5 +42,12 @@ class NotLaunched:
 
 def count_decoded(plan: StepPlan, updates: Sequence[Update]) -> int:
     """The tokens that a plan brought; 0 if it computed part of a prompt, too."""
-    has_prompts = len(updates) < len(plan.chunks) or any(not chunk.start for chunk in plan.chunks)
+    # Tokens without logits are of a prompt, or few that are computed again behind a wrong draft.
+    reads = (not c.start or len(c.token_ids) - c.num_logits >= MOST_REPLAYED for c in plan.chunks)
+    has_prompts = len(updates) < len(plan.chunks) or any(reads)
     return 0 if has_prompts else sum(len(update.event.token_ids) for update in updates)
+
+
+def count_turns(sampled: Sequence[Sampled]) -> int:
+    """The steps in a row that a runner took of one step of a plan: its speculative turns, else 1."""
+    return max((answer.turns.num_turns for answer in sampled if answer.turns), default=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from plait.checkpoint.names import Back, Derived, NameMap, Rules, Source
+from plait.errors import UnsupportedModel
 from plait.families.common.recipes import Stored, split_qkv
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, norm, require, sigmoid_router
@@ -64,6 +65,8 @@ def ling_2_moe(c: Config) -> tuple[ModelSpec, NameMap]:
 
 
 def _names(c: Config) -> Rules:
+    if c.get("norm_head") and c.get("tie_word_embeddings"):
+        raise UnsupportedModel("norm_head of a head that shares the embedding's table is not implemented")
     theirs = f"{L}.attention"
     names: dict[str, Source | tuple[Source, ...]] = {
         "embed": ("model.word_embeddings", "model.embed_tokens"),

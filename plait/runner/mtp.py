@@ -40,6 +40,7 @@ class HeadPlace:
     count: int = 0
     last: int = -1
     proposal: tuple[int, ...] = ()
+    wanted: int = 0  # draft tokens that were requested last
 
     def clear(self, position: int = 0) -> None:
         """Know nothing before this position."""
@@ -93,6 +94,7 @@ class MtpDrafter:
             if place is None or one.limit < 1:
                 continue
             self._places.move_to_end(one.seq_id)
+            place.wanted = one.limit
             end = len(one.token_ids) - 1
             if place.done == end and place.proposal and place.is_about(one.token_ids):
                 found[one.seq_id] = place.proposal[: one.limit]  # no step has checked it yet

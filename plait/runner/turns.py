@@ -83,6 +83,8 @@ class NativeTurns:
         place, count = self._drafter.place_of(chunk.seq_id), len(chunk.token_ids) - 1
         if turns is None or place is None or len(turns.stops) > MOST_STOPS:
             return None
+        if len(place.proposal) < place.wanted:  # turns go on with drafts of this length
+            return None
         start = place.done - place.base
         last = start + turns.most * (count + 1) + count
         if place.done != chunk.start or start < 1 or last > self._drafter.memory.max_len:

@@ -72,16 +72,14 @@ class StepCosts:
         size.observe(num_tokens, seconds, self._num_steps)
         self._knots = []
 
-    def observe_plan(self, plan: StepPlan, nbytes: int, seconds: float) -> None:
-        """Record what a plan took: the time of its passes, and of the bytes that it moved."""
-        if plan.turns:  # how many turns there were is not in the plan
-            return
+    def observe_plan(self, plan: StepPlan, num_steps: int, nbytes: int, seconds: float) -> None:
+        """Record what a plan took: the time of its passes, `num_steps`, and of the bytes that it moved."""
         if not nbytes:
-            self.observe(plan.num_tokens, seconds / plan.num_steps)
+            self.observe(plan.num_tokens, seconds / num_steps)
             return
         pass_s = self.step_s(plan.num_tokens) if plan.chunks else 0.0
         if pass_s is not None:
-            self.observe_moved(nbytes, seconds - pass_s * plan.num_steps)
+            self.observe_moved(nbytes, seconds - pass_s * num_steps)
 
     def observe_moved(self, nbytes: int, seconds: float) -> None:
         """Record seconds that a step took beyond its tokens' cost, for so many bytes saved and loaded."""

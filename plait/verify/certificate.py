@@ -89,8 +89,9 @@ class CertificateRun:
         Each cell is added to it before it is given out. None: the cell failed with an error.
         """
         number = 0
-        while not number or certificate.num_tokens < tokens:
-            number += 1
+        before = -1
+        while not number or before < certificate.num_tokens < tokens:  # a round may fail in every cell
+            number, before = number + 1, certificate.num_tokens
             for model in NAMES:
                 yield from self._run_round(certificate, model, number)
         certificate.ended = certificate.ended or now()
@@ -101,7 +102,7 @@ class CertificateRun:
         done = {cell.cell for cell in certificate.cells}
         if self._is_complete(certificate, model, number, done):
             return
-        verification, revision = self._open(model, number), self.maker.revision
+        verification, revision = self._open(model, number), certificate.name_of(self.maker)
         try:
             names = {CellName(model, cell.word, number): cell for cell in verification.cells}
             for name, cell in names.items():

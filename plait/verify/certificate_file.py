@@ -71,6 +71,13 @@ class VerifyCertificate(Struct):
     def num_tokens(self) -> int:
         return sum(cell.tokens for cell in self.cells)
 
+    def name_of(self, maker: CertificateMaker) -> str:
+        """The maker's revision; with a hash of all facts where another maker has that name."""
+        if self.makers.get(maker.revision, maker.facts) == maker.facts:
+            return maker.revision
+        facts = json.dumps(maker.facts, sort_keys=True).encode()
+        return f"{maker.revision}:made-{hashlib.blake2b(facts, digest_size=6).hexdigest()}"
+
     def summary(self) -> dict[str, object]:
         """Sums over the cells."""
         cells = self.cells
@@ -160,6 +167,9 @@ def read_certificate(path: Path) -> VerifyCertificate | None:
         ) from error
     if made.form != FORM:
         raise ConfigError(f"{path} is a certificate of form {made.form}, not {FORM}; name another file")
+    named = {cell.revision for cell in made.cells}.union(*made.models.values())
+    if unknown := sorted(named - made.makers.keys()):
+        raise ConfigError(f"{path} does not say who made the cells of {unknown[0]!r}; name another file")
     return made
 
 

@@ -232,9 +232,11 @@ def test_a_rank_is_fed_its_rows_and_columns_alone(nano_hybrid: Path, size: int, 
     assert stream.nbytes - tables < 1.2 * (whole - tables) / size  # norms and routers are whole
 
 
-@pytest.mark.parametrize("model", ["nano_hybrid", "smollm2"])
+@pytest.mark.parametrize(
+    ("model", "quantize"), [("nano_hybrid", None), ("smollm2", None), ("nano_hybrid", "q8_0")]
+)
 def test_a_model_built_from_the_feed_is_the_one_that_is_built_from_the_files(
-    model: str, request: pytest.FixtureRequest, stream: LateStream
+    model: str, quantize: str | None, request: pytest.FixtureRequest, stream: LateStream
 ) -> None:
     """As on a GPU, with copies made by a thread: plain tensors are fed, in the order of the dry build."""
     path = request.getfixturevalue(model)
@@ -242,7 +244,9 @@ def test_a_model_built_from_the_feed_is_the_one_that_is_built_from_the_files(
     spec = opened.resolved.spec
 
     def target() -> Target:
-        return Target(torch.device("cpu"), torch.float32, 64, spec.hidden_size, ops="reference")
+        made = Target(torch.device("cpu"), torch.float32, 64, spec.hidden_size, ops="reference")
+        made.quantize = quantize
+        return made
 
     plain, fed = target(), target()
     first = load_decoder(opened, plain, lambda *_: None)

@@ -50,7 +50,10 @@ def test_columns_of_a_head_that_is_normalised_have_one_length(tmp_path: Path) ->
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 97}
     sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "intermediate_size": 16}
     first = {"architectures": ["BailingMoeForCausalLM"], **sizes, "norm_head": True}
-    source, _ = resolved(Memory(), first).names.resolve("head.weight")
+    first["tie_word_embeddings"] = False
+    source, _ = resolved(plain, first).names.resolve("head.weight")
     assert isinstance(source, Derived)
     with pytest.raises(UnsupportedModel, match="norm_softmax = True is not implemented for Ling"):
         resolved(Memory(), {**first, "norm_softmax": True})
+    with pytest.raises(UnsupportedModel, match="norm_head of a head that shares the embedding's table"):
+        resolved(Memory(), {**first, "tie_word_embeddings": True})

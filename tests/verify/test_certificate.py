@@ -238,6 +238,25 @@ def test_a_file_that_is_no_certificate_is_refused(text: str, tmp_path: Path) -> 
         read_certificate(path)
 
 
+def test_a_commit_on_another_machine_is_another_maker() -> None:
+    here, there = (CertificateMaker("a" * 12, {"code": "c", "processor": name}) for name in ("x", "y"))
+    certificate = VerifyCertificate(FORM, {}, "now", {}, [])
+    assert certificate.name_of(here) == here.revision
+    certificate.makers[here.revision] = here.facts
+    assert certificate.name_of(here) == here.revision
+    other = certificate.name_of(there)
+    assert other.startswith(f"{here.revision}:made-")
+    assert other == certificate.name_of(there)
+
+
+def test_a_file_with_cells_of_an_unknown_maker_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "c.json"
+    cell = CertifiedCell("a/b/1", 1, 20, 0, 0, 3, "d", 0.5, revision="r")
+    VerifyCertificate(FORM, {"other": {}}, "now", {}, [cell]).write(path)
+    with pytest.raises(ConfigError, match="does not say who made the cells of 'r'"):
+        read_certificate(path)
+
+
 def test_the_file_has_sums_and_a_line_for_each_cell(tmp_path: Path) -> None:
     cells = [
         CertifiedCell("a/b/1", 1, 20, 0, 0, 3, "d", 0.5),

@@ -11,7 +11,8 @@ from pathlib import Path
 MAPPINGS = Path("/proc/self/smaps")
 CODE = re.compile(
     r"^(?P<start>[0-9a-f]+)-(?P<stop>[0-9a-f]+) r-xp \S+ \S+ \d+ +/.*\n"
-    r"(?:[A-Z][A-Za-z_]*: .*\n)*?Anonymous: +(?P<written>\d+) kB$",
+    r"(?:[A-Z][A-Za-z_]*: .*\n)*?Anonymous: +(?P<written>\d+) kB\n"
+    r"(?:[A-Z][A-Za-z_]*: .*\n)*?Swap: +(?P<swapped>\d+) kB$",
     re.MULTILINE,
 )
 
@@ -34,5 +35,5 @@ def release_code() -> None:
 def list_code(smaps: str) -> Iterator[tuple[int, int]]:
     """(start, stop) of every mapping of a file's code of which no page was written. `smaps`: the text."""
     for found in CODE.finditer(smaps):
-        if int(found["written"]) == 0:
+        if not int(found["written"]) + int(found["swapped"]):
             yield int(found["start"], 16), int(found["stop"], 16)

@@ -10,16 +10,18 @@ from plait.loading.image.release import list_code, release_code
 
 
 def test_code_is_left_to_the_page_cache_only_where_no_page_of_it_was_written() -> None:
-    def mapping(start: int, rights: str, name: str, anonymous: int) -> str:
+    def mapping(start: int, rights: str, name: str, anonymous: int, swapped: int = 0) -> str:
         return (
             f"{start:x}-{start + 4096:x} {rights} 00000000 fe:00 260131                     {name}\n"
-            f"Size:   8 kB\nPss_Dirty:   0 kB\nAnonymous:   {anonymous} kB\nVmFlags: rd mr mw me \n"
+            f"Size:   8 kB\nPss_Dirty:   0 kB\nAnonymous:   {anonymous} kB\n"
+            f"Swap:   {swapped} kB\nVmFlags: rd mr mw me \n"
         )
 
     smaps = (
         mapping(0x1000, "r--p", "/lib/a.so", 0)
         + mapping(0x2000, "r-xp", "/lib/a.so", 0)
         + mapping(0x3000, "r-xp", "/lib/written.so", 4)
+        + mapping(0x8000, "r-xp", "/lib/swapped.so", 0, swapped=4)
         + mapping(0x4000, "rw-p", "/lib/a.so", 0)
         + mapping(0x5000, "r-xp", "", 0)
         + mapping(0x6000, "r-xp", "[vdso]", 0)

@@ -133,7 +133,8 @@ def _play_steps(mailbox: Int, thread: Int, threads: Int, command: Int) -> None:
     frame, table, count = get_i64(mailbox + FRAME), get_i64(mailbox + TABLE), get_i64(mailbox + COUNT)
     between, number = get_i64(mailbox + BETWEEN), command << 24
     step: Int = np.int64(0)
-    while step < get_i64(mailbox + STEPS):  # a launch may put an end to it: all see that behind its barrier
+    steps = get_i64(mailbox + STEPS)
+    while step < steps:
         if step > 0:  # it shares no work out: no thread touches a counter that the table's first launch needs
             call_kernel(get_i64(between), frame, get_i64(between + 8), thread, threads)
             barrier(frame, threads)
@@ -141,6 +142,9 @@ def _play_steps(mailbox: Int, thread: Int, threads: Int, command: Int) -> None:
         if threads == 0:
             return
         step += 1
+        if step < steps:  # a launch may put an end to it; all have seen that before anything else is posted
+            steps = get_i64(mailbox + STEPS)
+            barrier(frame, threads)
 
 
 @entry

@@ -92,6 +92,10 @@ def accept_draft(frame: int, args: int, thread: int, threads: int) -> None:
     put_i64(starts + 8, right + 1)
     put_i64(logit_rows, right)
     _set_rows(frame, right + 1, 1)
+    at = get_i64(get_i64(moving)) + right + 1
+    for i in range(count + 1):
+        put_f64(row_numbers + 8 * i, get_f64(numbers + 8 * (at + i - get_i64(journal + 32))))
+    put_f64(head_number, get_f64(row_numbers))
     if is_last:  # the state stays as this turn left it, for the one who chooses among its rows
         put_i64(steps, 0)
         return
@@ -100,11 +104,7 @@ def accept_draft(frame: int, args: int, thread: int, threads: int) -> None:
         put_i64(slots, get_i64(row_slots + 8 * right))
         put_i64(row_slots + 8 * right, slot)
     put_i64(ids, get_i64(found + 8 * right))
-    at = get_i64(get_i64(moving)) + right + 1
     _place_rows(moving, at, count + 1)
-    for i in range(count + 1):
-        put_f64(row_numbers + 8 * i, get_f64(numbers + 8 * (at + i - get_i64(journal + 32))))
-    put_f64(head_number, get_f64(row_numbers))
 
 
 @kernel
