@@ -95,6 +95,27 @@ def test_turns_end_behind_a_stop_token(side: Side) -> None:
     assert not side.engine.audit()
 
 
+def test_drafts_grow_in_the_middle_of_a_reply(side: Side) -> None:
+    lengths: list[int] = []
+    run = side.native.run
+
+    def grown(plan: StepPlan, row: SamplingRow) -> list[Sampled] | None:
+        found: list[Sampled] | None = run(plan, row)
+        if found:
+            lengths.append(len(plan.chunks[0].token_ids) - 1)
+        side.length = 4 if len(lengths) > 3 else 1
+        return found
+
+    side.native.run = grown
+    try:
+        text, _ = side.reply(PROMPT, 1, temperature=0.0, max_tokens=120, ignore_eos=True)
+    finally:
+        side.native.run = run
+    assert lengths[0] == 1
+    assert lengths[-1] == 4
+    assert text == side.reply(PROMPT, 0, temperature=0.0, max_tokens=120, ignore_eos=True)[0]
+
+
 def test_several_sequences_have_single_steps(side: Side) -> None:
     side.turns.clear()
     side.length = 2
