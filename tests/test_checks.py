@@ -268,6 +268,7 @@ def test_check_sizes_counts_lines_with_loose_types(tmp_path: Path) -> None:
     assert check_sizes.too_loose(tmp_path, most=3)[1] == "plait: 4 lines with Any or cast, the cap is 3"
 
 
+@pytest.mark.slow  # `make check` says it, too
 def test_lines_with_loose_types_are_within_their_cap() -> None:
     assert check_sizes.too_loose() == []
 

@@ -63,6 +63,8 @@ class HostStore:
                 for key, (entry, kind) in state.tensors.items()
             }
             rows[group] += self._arrays[name].values()
+            for array in self._arrays[name].values():
+                array[:1] = 0
         self._rows = [*map(HostRows, rows.values())]  # of each block group, then of slots
 
     def __getitem__(self, name: str) -> dict[str, Bytes]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from statistics import median_low
 
 WINDOW = 16  # tokens of each sequence in a window
 SKIPPED = 4  # tokens behind a change of length that do not count: caches are cold, and a head begins anew
@@ -108,8 +107,8 @@ class _Load:
             self._skip = float(SKIPPED)
 
     def _cost(self, length: int) -> float:
-        costs = self._costs[length]
-        return median_low(costs) if costs else math.inf
+        costs = sorted(self._costs[length])
+        return costs[(len(costs) - 1) // 2] if costs else math.inf  # the lower median
 
     def _is_clear(self, length: int) -> bool:
         """Whether a length costs so much more than its rival that further windows would show nothing new."""

@@ -33,7 +33,7 @@ packed = import_module("plait.kernels.cpu.linear.packed")
 # Their kernels are made from the same parts as those of other formats: compiling them takes minutes.
 RARE = {
     *("Q1_0", "Q2_0", "TQ1_0", "TQ2_0", "IQ1_S", "IQ1_M", "IQ2_XS", "IQ3_S", "IQ2_XXS", "IQ2_S", "IQ3_XXS"),
-    *("Q3_K", "int3_g128"),
+    *("Q3_K", "int3_g128", "IQ4_NL", "IQ4_XS", "Q2_K", "Q4_0", "Q5_0", "Q5_1", "Q5_K", "int4_g32", "int8"),
 }
 
 
@@ -167,6 +167,7 @@ def test_blocks_of_any_bytes_are_multiplied(kind: str, cpu: Any) -> None:
     assert kind == "MXFP4" or torch.equal(got.isfinite(), want.isfinite())
 
 
+@pytest.mark.slow
 def test_four_bit_floats_under_factors(cpu: Any) -> None:
     x = torch.randn(3, 96)
     for kind in ("mxfp4", "nvfp4"):
