@@ -68,8 +68,10 @@ def runnable() -> Iterator[Any]:
                 places = [
                     i for i, case in enumerate(op.cases) if is_slow == (variant.native and is_rare(op, case))
                 ]
-                marks = pytest.mark.slow if is_slow else ()
                 for first in range(0, len(places), TOGETHER):
+                    # tests/kernels/cpu/attention has more shapes; each takes a second to compile.
+                    is_more = first > 0 and variant.native and op.name == "paged_attention"
+                    marks = pytest.mark.slow if is_slow or is_more else ()
                     some = places[first : first + TOGETHER]
                     name = f"{op.name}-{variant.name}-{some[0]}-{some[-1]}"
                     yield pytest.param(op, variant, some, id=name, marks=marks)

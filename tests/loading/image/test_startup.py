@@ -102,6 +102,7 @@ def test_replies_are_the_same_and_neither_torch_nor_numba_is_loaded(
     assert max(found["cached"]) > 0, "prefixes are found in memory"
 
 
+@pytest.mark.slow
 def test_so_they_are_with_drafts_and_other_sizes_of_memory(
     first: dict[str, Any], model: Path, cache: Path
 ) -> None:
