@@ -238,6 +238,8 @@ def run_ranks(
 def rank_lines(found: RankCheck) -> list[str]:
     """What was compared, what differs, and where that begins."""
     promised = "the same bits" if found.is_exact else "the same sums in another order"
+    if not (found.is_exact or found.is_float32):
+        promised += " of rounded inputs, so close choices may differ (--deterministic: none does)"
     replies = f"{found.num_tokens} tokens of {found.num_replies} replies, greedy and with seeds"
     lines = [f"  promised: {promised}; sums have {found.num_shares} shares", f"  {replies}"]
     lines += [f"  replies with other tokens: {', '.join(found.other_tokens) or 'none'}"]

@@ -16,6 +16,8 @@ from plait.verify.trace import FirstDifference, watch_ops
 from plait.verify.verify import Extent, Verification
 
 CLOSE = 1e-5  # of logits in float32, as a share of the largest: sums in another order
+# The same where a model rounds inputs of its products: a last bit may change what a number is rounded to.
+CLOSE_ROUNDED = 2e-2
 BATCH = 2
 Say = Callable[[str], None]
 
@@ -40,10 +42,12 @@ class RankCheck:
 
     @property
     def is_right(self) -> bool:
-        """Whether what is promised is kept."""
-        if self.other_tokens or (self.is_exact and (self.other_bits or self.largest > 0)):
-            return False
-        return not self.is_float32 or self.largest <= CLOSE
+        """Whether what is promised is kept. Of rounded inputs a close choice of tokens may end otherwise."""
+        if self.is_exact:
+            return not (self.other_tokens or self.other_bits) and self.largest == 0
+        if self.is_float32:
+            return not self.other_tokens and self.largest <= CLOSE
+        return self.largest <= CLOSE_ROUNDED
 
 
 @dataclass(frozen=True, slots=True)

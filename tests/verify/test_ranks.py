@@ -72,3 +72,7 @@ def test_each_promise_has_its_own_verdict() -> None:
     assert RankCheck(**sizes, **rounded, is_exact=False, is_float32=False).is_right
     assert not RankCheck(**sizes, **rounded, is_exact=False, is_float32=True).is_right
     assert not RankCheck(**sizes, **rounded, is_exact=True, is_float32=False).is_right
+    other = {"other_tokens": ("drawn",), "other_bits": ("a",)}
+    assert RankCheck(**sizes, **other, largest=1e-3, is_exact=False, is_float32=False).is_right
+    assert not RankCheck(**sizes, **other, largest=0.1, is_exact=False, is_float32=False).is_right
+    assert not RankCheck(**sizes, **other, largest=0.0, is_exact=False, is_float32=True).is_right
