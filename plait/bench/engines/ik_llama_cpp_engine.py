@@ -41,14 +41,16 @@ class IkLlamaCppSide:
     ) -> None:
         if not model.endswith(".gguf"):
             raise NotImplementedError("ik_llama.cpp reads GGUF files: ik_llama.cpp@FOLDER=FILE.gguf")
-        self.folder, self.model = find_programs(str(options.get("programs", ""))), model
+        self.folder = find_programs(str(options.get("programs", ""))).resolve()
+        self.model, self._file = model, str(Path(model).resolve())
         self.threads, self.is_repacked = threads or 1, bool(options.get("repack"))
         self._log: IO[str] = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self.port = find_port()
-        command = [str(self.folder / "llama-server"), "-m", model, "-t", str(self.threads)]
+        command = [str(self.folder / "llama-server"), "-m", self._file, "-t", str(self.threads)]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "-np", str(max_num_seqs)]
         command += ["-c", str((max_model_len + 1) * max_num_seqs), *(["-rtr"] if self.is_repacked else [])]
-        self.server = subprocess.Popen(command, stdout=self._log, stderr=self._log)
+        self._own = tempfile.TemporaryDirectory()  # it writes a llama.log where it runs
+        self.server = subprocess.Popen(command, stdout=self._log, stderr=self._log, cwd=self._own.name)
         self._wait()
         try:
             self._bench("-p", "1", "-n", "0")  # fails now if it cannot run
@@ -66,6 +68,7 @@ class IkLlamaCppSide:
         self.server.kill()
         self.server.wait()
         self._log.close()
+        self._own.cleanup()
 
     def greedy(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
         """The new ids of each prompt, one prompt after the other. Raises RuntimeError for fewer than that."""
@@ -119,7 +122,7 @@ class IkLlamaCppSide:
 
     def _bench(self, *lengths: str) -> dict[str, object]:
         """What `llama-bench` reports of one run with these options of lengths."""
-        command = [str(self.folder / "llama-bench"), "-m", self.model, "-t", str(self.threads)]
+        command = [str(self.folder / "llama-bench"), "-m", self._file, "-t", str(self.threads)]
         command += ["-rtr", str(int(self.is_repacked)), "-r", "1", "-o", "json", *lengths]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
