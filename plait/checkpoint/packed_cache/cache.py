@@ -66,7 +66,7 @@ class Shelf:
 
     def _open(self) -> None:
         try:
-            mapped = map_file(self.path)
+            mapped = map_file(self.path, in_large_pages=True)
             header = read_header(mapped, self.path)
             if header.key != self.key:
                 raise BadFile("it is of another model or of other options")

@@ -8,6 +8,7 @@ import mmap
 import os
 import stat
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +21,21 @@ _MAX_DEPTH = 64
 _MAX_DIGITS = 20  # of an integer: more does not fit in 64 bits
 
 
+LARGE_PAGE = 2 << 20  # bytes
 _mapped: weakref.WeakKeyDictionary[mmap.mmap, Path] = weakref.WeakKeyDictionary()
 
 
-def map_file(path: Path) -> mmap.mmap:
+def map_file(path: Path, *, in_large_pages: bool = False) -> mmap.mmap:
     """The bytes of a regular file, mapped copy-on-write: tensors may view them, the file never changes.
 
     The mapping lives as long as a tensor that views it. Raises BadFile when there is nothing to map.
+    `in_large_pages`: all of it will be read, in pages of 2 MiB if the system has the file in such pages.
     """
     descriptor = _open_regular(path)
     try:
         if os.fstat(descriptor).st_size == 0:
             raise BadFile(f"{path}: the file is empty")
-        mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+        mapped = _map_large(descriptor) if in_large_pages else _map(descriptor)
         _mapped[mapped] = path
         return mapped
     except (OSError, ValueError) as error:
@@ -41,10 +44,37 @@ def map_file(path: Path) -> mmap.mmap:
         os.close(descriptor)
 
 
+def _map(descriptor: int) -> mmap.mmap:
+    return mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+
+
+def _map_large(descriptor: int) -> mmap.mmap:
+    """A mapping that begins where a large page may, with large pages requested, before anything is read.
+
+    Most file systems choose such an address themselves; overlays do not. Mappings follow each other
+    downwards, so one that fills what is too much brings the next one there. Where the system refuses, or has
+    the file in small pages, the mapping is like any other.
+    """
+    mapped = _map(descriptor)
+    over = _address_of(mapped) % LARGE_PAGE
+    if over and len(mapped) >= LARGE_PAGE:
+        mapped.close()
+        with mmap.mmap(-1, over):
+            mapped = _map(descriptor)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+    return mapped
+
+
+def _address_of(mapped: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+
+
 def list_mapped() -> list[tuple[Path, int, int]]:
     """Every file that is mapped: its path, the address of its first byte, and its bytes."""
     return [
-        (path.resolve(), ctypes.addressof(ctypes.c_char.from_buffer(mapped)), len(mapped))
+        (path.resolve(), _address_of(mapped), len(mapped))
         for mapped, path in list(_mapped.items())
         if not mapped.closed
     ]

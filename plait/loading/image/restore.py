@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from plait.checkpoint.packed_cache.file_format import SUFFIX
 from plait.checkpoint.readers.mmap_json import map_file
 from plait.errors import BadFile
 from plait.kernels.load import allocate_block, link_code, new_table, start_threads
@@ -20,7 +21,7 @@ from plait.state.host_store import HostStore
 
 
 def map_weights(files: Sequence[FilePart]) -> list[Bytes]:
-    """The files of weights, mapped. Raises BadFile for one that has changed."""
+    """The files of weights, mapped; packed ones in large pages. Raises BadFile for one that has changed."""
     found = []
     for file in files:
         path = Path(file.path)
@@ -30,7 +31,7 @@ def map_weights(files: Sequence[FilePart]) -> list[Bytes]:
             raise BadFile(f"{path} cannot be read ({error.strerror})") from error
         if (status.st_size, status.st_mtime_ns) != (file.nbytes, file.changed_ns):
             raise BadFile(f"{path} has changed")
-        found.append(np.frombuffer(map_file(path), np.uint8))
+        found.append(np.frombuffer(map_file(path, in_large_pages=path.suffix == SUFFIX), np.uint8))
     return found
 
 
