@@ -51,20 +51,32 @@ def _map(descriptor: int) -> mmap.mmap:
 def _map_large(descriptor: int) -> mmap.mmap:
     """A mapping that begins where a large page may, with large pages requested, before anything is read.
 
-    Most file systems choose such an address themselves; overlays do not. Mappings follow each other
-    downwards, so one that fills what is too much brings the next one there. Where the system refuses, or has
+    Most file systems choose such an address, overlays and memory do not. Where the system refuses, or has
     the file in small pages, the mapping is like any other.
     """
     mapped = _map(descriptor)
-    over = _address_of(mapped) % LARGE_PAGE
-    if over and len(mapped) >= LARGE_PAGE:
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return mapped
+    address, nbytes = _address_of(mapped), -(-len(mapped) // mmap.PAGESIZE) * mmap.PAGESIZE
+    if address % LARGE_PAGE and nbytes >= LARGE_PAGE:
         mapped.close()
-        with mmap.mmap(-1, over):
-            mapped = _map(descriptor)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):
-            mapped.madvise(mmap.MADV_HUGEPAGE)
+        mapped = _map_below(descriptor, nbytes + (address - nbytes) % LARGE_PAGE)
+    with suppress(OSError):
+        mapped.madvise(mmap.MADV_HUGEPAGE)
     return mapped
+
+
+def _map_below(descriptor: int, nbytes: int) -> mmap.mmap:
+    """A mapping of a file where one of that size, which is dropped, pushes it: Linux maps downwards.
+
+    Any that is at least as large as the file takes the place that the file would have had.
+    """
+    try:
+        above = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
+    except (OSError, ValueError):  # of a limit on addresses
+        return _map(descriptor)
+    with above:
+        return _map(descriptor)
 
 
 def _address_of(mapped: mmap.mmap) -> int:
