@@ -63,8 +63,6 @@ class HostStore:
                 for key, (entry, kind) in state.tensors.items()
             }
             rows[group] += self._arrays[name].values()
-            for array in self._arrays[name].values():
-                array[:1] = 0
         self._rows = [*map(HostRows, rows.values())]  # of each block group, then of slots
 
     def __getitem__(self, name: str) -> dict[str, Bytes]:
@@ -238,7 +236,7 @@ class HostRows:
 
 
 def map_rows(count: int, nbytes: int) -> Bytes:
-    """Memory of the system for rows, [count, nbytes]: it takes none before it is written."""
+    """Memory of the system for rows, [count, nbytes]: zeros, which take no memory before they are written."""
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
     memory = mmap.mmap(-1, max(count * nbytes, 1), **private)
     return np.frombuffer(memory, np.uint8, count * nbytes).reshape(count, nbytes)

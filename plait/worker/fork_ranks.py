@@ -27,7 +27,7 @@ from typing import NoReturn
 from plait.config import EngineConfig
 from plait.kernels.load import forget_lock, has_numba, list_loops, load_kernels, why_not_cached
 from plait.loading.image.lookup import has_gpu
-from plait.loading.image.release import release_code
+from plait.loading.image.release import release_libraries
 from plait.loading.torch_preload import die_with, finish_torch
 from plait.resource_limits import trim_heap
 from plait.runner.ranks.processes import ForkedProcess, StartedRank, offer_ranks
@@ -53,7 +53,7 @@ def fork_ranks(config: EngineConfig) -> str | None:
     if (why := why_not(config)) is not None:  # a library has started a thread
         return why
     trim_heap()
-    release_code()
+    release_libraries()
     gc.freeze()
     ranks = []
     try:

@@ -26,7 +26,7 @@ from plait.loading.disk_cache import open_disk_cache
 from plait.loading.image.file_format import Image, ModelPart, read_image
 from plait.loading.image.key import choose_threads, key_of, path_of
 from plait.loading.image.lookup import folder_of, why_no_image
-from plait.loading.image.release import release_code
+from plait.loading.image.release import release_libraries
 from plait.loading.image.restore import RestoredStep, map_weights
 from plait.loading.make_engine import make_compiler, make_engine, make_front
 from plait.loading.text_side import TextSource
@@ -139,7 +139,7 @@ def start_image(
     except (BadFile, RuntimeError) as error:
         log.warning("%s: the startup image is not used: %s", path, error)
         return None
-    release_code()  # LLVM's has linked the kernels
+    release_libraries()  # LLVM has linked the kernels
     trim_heap()
     return started
 

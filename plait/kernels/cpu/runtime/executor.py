@@ -59,16 +59,20 @@ class RecordedProgram(LaunchTable):
 class Arena:
     """Memory of a recording: what the model lets go of is used again by what it computes later."""
 
+    LARGER = 4  # times what is needed that a block may have: a larger one is left for what is larger
+
     def __init__(self, blocks: list[Bytes]) -> None:
         self._blocks = blocks
-        self._free: dict[int, list[Any]] = {}
+        self._free: list[Bytes] = []
         self._spans: list[tuple[int, int]] = []  # addresses of all blocks
 
     def take(self, nbytes: int) -> Bytes:
-        free = self._free.setdefault(nbytes, [])
-        block = free.pop() if free else self._made(nbytes)
-        view = block[:]
-        weakref.finalize(view, free.append, block)
+        """The smallest block that is free and large enough, or a new one."""
+        fitting = [i for i, one in enumerate(self._free) if nbytes <= one.nbytes <= self.LARGER * nbytes]
+        best = min(fitting, key=lambda i: self._free[i].nbytes, default=None)
+        block = self._made(nbytes) if best is None else self._free.pop(best)
+        view = block[:nbytes]
+        weakref.finalize(view, self._free.append, block)
         return view
 
     def _made(self, nbytes: int) -> Bytes:
