@@ -43,14 +43,14 @@ TILED = 16  # rows of codes in a tile of AMX
 QUADS = BLOCK // 4 * LINE  # bytes of a block's weights, each code a byte
 AMX_SCRATCH = MEMORY + QUADS + 2 * TILE  # bytes of a thread that uses tiles
 AHEAD = {64: 1536, 128: 2048, 256: 3072}  # bytes one row fetches weights ahead of need, by the step's length
-ALONE_AHEAD = 2048  # the same of one stream, into L2: of 1 to 8 KB the best on a Zen 4
+ALONE_AHEAD = 2048  # the same of one stream of bytes, into L2: of 1 to 8 KB the best on a Zen 4
 PAGES = 8192  # bytes of a tile with halves on different pages: memory serves two at a time faster
 FETCHED = 4  # rows of codes that could be multiplied while the weights of a piece are fetched
 SHARED = 48  # rows of codes of a group from which threads take single pieces: one without a core takes fewer
 PIECES = 8  # that a thread takes at least
 TOGETHER = 96  # tiles of a piece at most: a bundle in L1 meets all; the first come from memory unannounced
 PANEL = 320 << 10  # bytes of rounded rows that tiles pass by before the next rows come: they stay in L2
-STREAMS = 1 if ONE_STREAM else 3  # that one row reads weights in: of two and four, Intel liked each less
+STREAMS = 3  # that one row reads weights in, or one: of two and four, Intel liked each less
 RUN = TILED  # tiles of a gate before those of `up`, in one stream: where it turns often it is slower
 ALONE = 2  # rows of codes up to which every thread rounds all of them, rather than wait for the others
 
@@ -459,6 +459,7 @@ def tiles_apart(
     each `apart` from the one before."""
     lines, products = -(-layout.nbytes // LINE // layout.blocks), partial(_products, w, layout)
     ahead = AHEAD[layout.step] if streams > 1 else ALONE_AHEAD
+    fetched = lines if streams > 1 or layout.bits == 8 else 0
 
     def step(_: Word, at: Word, a: Word, *sums: Value) -> list[Value]:
         tiles = [at + apart * k for k in range(streams)]
@@ -468,7 +469,7 @@ def tiles_apart(
             found = []
             for tile, above, sum in zip(tiles, outer, sums, strict=True):
                 fetch = w.prefetch if streams > 1 else w.prefetch_l2
-                for k in range(lines):
+                for k in range(fetched):
                     fetch(tile + ahead + LINE * k + LINE * lines * b)
                 found += _block(w, layout, (tile, b, a), above, [sum], products, 1)
             return [a + layout.rounded_block, *found]
@@ -543,13 +544,24 @@ _STOP = """
         stop_tiles(scratch)"""
 
 
+def count_streams(layout: Layout) -> int:
+    """In how many streams one row reads such weights: a Zen 4 fetches one by itself as fast as it is read.
+
+    Not with a plane of high bits in a long step: there three streams, fetched ahead, had 1.1 to 1.4 times
+    the rate (Q3_K, Q5_K, Q6_K). What fetching one stream ahead gave bytes (1.1 times), it took from nibbles.
+    """
+    return 1 if ONE_STREAM and not (layout.high and layout.step > BLOCK * 2) else STREAMS
+
+
 @cache
-def linear_kernel(layout: Layout, kind: Kind = "", streams: int = STREAMS) -> Kernel:
+def linear_kernel(layout: Layout, kind: Kind = "", streams: int = 0) -> Kernel:
     """The kernel of `packed.multiply` for weights in that layout.
 
     kind: "amx" multiplies bundles of TILED rows of codes on its tiles ("software": on what stands for them),
-    to the same bits; it needs `AMX_SCRATCH`. streams: that one row reads weights in, to the same bits.
+    to the same bits; it needs `AMX_SCRATCH`. streams: that one row reads weights in, to the same bits;
+    0: as `count_streams` says.
     """
+    streams = streams or count_streams(layout)
     plain = tuple(n for n in BUNDLES if n < TILED) if kind else BUNDLES
     sizes = (TILED, *plain) if kind else plain
     tiles, bundles = [], []
