@@ -58,8 +58,9 @@ class StateStore:
                 shape = (count, *inner, *entry)
                 self._tensors[name][key] = self._make(name, key, shape, kinds[kind], device)
         self._states = states
-        for tensor in self.tensors:
-            tensor[:1].zero_()
+        if self.host is None:  # where block 0 and slot 0 are zeros
+            for tensor in self.tensors:
+                tensor[:1].zero_()
         self._on_device: DeviceStore | None = None
         if device.type == "cuda":
             self._copy_on(device, HostPool(pin_memory))

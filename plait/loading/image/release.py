@@ -20,7 +20,8 @@ READ_ONLY = re.compile(
 def release_libraries() -> None:
     """Leave code and constants of libraries to the page cache: most of them were read for imports alone.
 
-    What is read again is mapped again, some pages at a time. A mapping with a page that was written is left alone.
+    What is read again is mapped again, some pages at a time. A mapping with a page that was written is left
+    alone.
     """
     try:
         smaps = MAPPINGS.read_text(errors="replace")

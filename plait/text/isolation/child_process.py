@@ -15,7 +15,7 @@ from typing import cast
 
 _ROOT = Path(__file__).resolve().parents[3]
 # Signals for a whole group (Ctrl-C, a terminal or a service that goes) are the server's to answer. Before all
-# else: imports take a while. The child ends with its standard input. Hashes come from Python's own modules, as
+# else: imports take a while. The child ends with its standard input. Hashes come from Python's own modules:
 # OpenSSL, which would come with `hashlib`, takes 4 MB of each child.
 _RUN = (
     "import sys, signal as s; [s.signal(n, s.SIG_IGN) for n in (s.SIGINT, s.SIGTERM, s.SIGHUP)]; "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import mmap
 import os
 import re
@@ -16,7 +17,6 @@ import pytest
 
 from plait.checkpoint.packed_cache import file_format
 from plait.checkpoint.packed_cache.file_format import write_whole
-from plait.checkpoint.readers import mmap_json
 from plait.checkpoint.readers.mmap_json import LARGE_PAGE, map_file
 
 SIZES = (1, 64, 1_000_000, 3_000_001, 2_500_000)  # bytes of blocks, which are not whole pages
@@ -62,7 +62,7 @@ def test_no_write_crosses_a_large_page_and_all_but_the_last_are_whole_ones(
 
     class Recorder:
         def __init__(self, descriptor: int, mode: str, buffering: int) -> None:
-            self._file = open(descriptor, mode, buffering=0)
+            self._file = io.FileIO(descriptor, mode)
             self._held, self._size = bytearray(), buffering
 
         def __enter__(self) -> Recorder:
@@ -144,7 +144,7 @@ def test_a_refusal_changes_nothing_but_the_pages(
     if folder and not os.access(folder, os.W_OK):
         pytest.skip(f"there is no {folder}")
     path, content = write(Path(folder) if folder else tmp_path, f"plait-test-{os.getpid()}.packed")
-    monkeypatch.setattr(mmap_json.mmap, "mmap", refusing(*refused))
+    monkeypatch.setattr(mmap, "mmap", refusing(*refused))
     try:
         assert map_file(path, in_large_pages=True)[:] == content
     finally:
