@@ -9,7 +9,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import fields
 from types import FrameType, ModuleType
-from typing import TypedDict, TypeVar
+from typing import NotRequired, TypedDict, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -141,6 +141,7 @@ class ReplicaRow(TypedDict):
     name: str
     state: str
     arithmetic: str
+    digest: NotRequired[str]  # an older gateway has none
     open: int
     restarts: int
 
@@ -181,7 +182,8 @@ def describe_status(found: ClusterStatus) -> list[str]:
         served = f"version {gateway['version']}, model {gateway['model']}, arithmetic {gateway['arithmetic']}"
         lines.append(f"gateway {gateway['name']} (process {gateway['pid']}): {about}, {served}")
         for replica in gateway["replicas"]:
-            more = f"{replica['open']} open, {replica['restarts']} restarts, {replica['arithmetic']}"
+            computes = f"{replica['arithmetic']}, digest {replica.get('digest') or 'none'}"
+            more = f"{replica['open']} open, {replica['restarts']} restarts, {computes}"
             lines.append(f"  {replica['name']}: {replica['state']}, {more}")
         for title, counts in (("moved", gateway["moved"]), ("routed", gateway["routed"])):
             text = ", ".join(f"{count} ({why})" for why, count in counts.items())

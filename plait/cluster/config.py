@@ -23,7 +23,7 @@ NOT_SERVED = {
     **dict.fromkeys(
         ("kv_events", "kv_events_replay", "kv_events_topic"), "gateways route by what replicas report to them"
     ),
-    "startup_digest": "compare the fingerprints that plait cluster status shows",
+    "startup_digest": "replicas are always compared so: see plait cluster status",
 }
 # The environment in which Ray starts, on every machine of a cluster: its processes read it.
 RAY_ENVIRONMENT = {

@@ -39,6 +39,7 @@ def test_a_status_has_every_gateway_with_its_replicas_and_counts(
         assert row["version"].startswith(__version__)  # one node has another version
         assert row["states"]["ready"] == len(row["replicas"]) >= 1
         assert {replica["state"] for replica in row["replicas"]} == {"ready"}
+        assert len({replica["digest"] for replica in row["replicas"]} - {""}) == 1
         assert row["model"]
         assert row["arithmetic"].startswith("fp_")
     assert sum(sum(row["routed"].values()) for row in found["gateways"]) > 0
