@@ -40,7 +40,7 @@ from plait.state.blocks import extend, root
 from plait.state.prefix_tree import PrefixChanges
 from plait.worker.client import EngineProcess
 from plait.worker.supervisor import Patience
-from tests.engine.hash_model import Reader, oracle, prompts, request
+from tests.engine.hash_model import BLOCK, Reader, oracle, prompts, request
 from tests.loading.adapters.made import linear_modules, write_llama, write_peft
 from tests.worker.fake_engines import GARBAGE, LONG, LOUD, POISON, STALL, WORDY
 
@@ -661,7 +661,7 @@ def test_what_can_be_resumed_behind_a_reply_is_reported_before_its_end() -> None
     def read(event: Event) -> None:
         if event.finish_reason is not None:
             chain = [root("")]
-            extend(chain, [int(event.request_id), 6, 7, 8] * 10, EngineConfig().block_size)
+            extend(chain, [int(event.request_id), 6, 7, 8] * 10, BLOCK)
             known[event.request_id] = chain[-1] in points
 
     with running() as process:
