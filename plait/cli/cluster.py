@@ -27,7 +27,7 @@ from plait.cli.common.options import (
     write_json,
 )
 from plait.cli.serve import merge_settings, read_table
-from plait.cluster.config import NOT_COMPUTED, NOT_SERVED, RAY_ENVIRONMENT, ClusterConfig
+from plait.cluster.config import NOT_COMPUTED, NOT_SERVED, OWN_RAY_ENVIRONMENT, ClusterConfig
 from plait.config import EngineConfig, ServerConfig
 from plait.errors import ConfigError
 
@@ -68,7 +68,7 @@ def serve_command(ctx: click.Context, /, model: str, config: str | None, **given
     engine, server, wanted = read_configs(ctx, config, given)
     run = import_run()
     if wanted.address is None:
-        for name, value in RAY_ENVIRONMENT.items():
+        for name, value in OWN_RAY_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
     is_over = threading.Event()
 

@@ -31,6 +31,8 @@ RAY_ENVIRONMENT = {
     "RAY_SERVE_PROXY_USE_GRPC": "1",  # an event costs less than as an item of an actor's generator
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(2**31 - 1),  # of 4 MiB: long lists of vectors fail
 }
+# Of a Ray that a command starts itself: a loaded machine takes longer than Ray's 30 s.
+OWN_RAY_ENVIRONMENT = {**RAY_ENVIRONMENT, "RAY_raylet_start_wait_time_s": "120"}
 NOT_COMPUTED = {"lora_folder": "adapters of a cluster are loaded at its start, with --lora"}
 
 

@@ -47,12 +47,12 @@ def running() -> Iterator[RunningCluster]:
     from ray import serve
     from ray.cluster_utils import Cluster
 
-    from plait.cluster.config import RAY_ENVIRONMENT
+    from plait.cluster.config import OWN_RAY_ENVIRONMENT
     from plait.cluster.ray_serve.run import connect
 
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        for name, value in {**RAY_ENVIRONMENT, **STARTED}.items():
+        for name, value in {**OWN_RAY_ENVIRONMENT, **STARTED}.items():
             patch.setitem(os.environ, name, value)
         folder = tempfile.mkdtemp(prefix="plait-ray-")  # a socket's path may have 107 bytes
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
