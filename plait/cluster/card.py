@@ -41,7 +41,7 @@ def make_card(process: EngineProcess, config: EngineConfig) -> ReplicaCard:
 
 
 def add_digest(card: ReplicaCard, loop: Loop, config: EngineConfig) -> ReplicaCard:
-    """With the digest of a reply that the engine generates now. Raises as `make_front` does, and EngineError."""
+    """With the digest of a reply that the engine generates now. Raises EngineError, too."""
     front = _read_front(card, loop, config, TEMPLATES_OWN)
     return msgspec.structs.replace(card, digest=measure_digest(front))
 

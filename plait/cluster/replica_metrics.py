@@ -64,5 +64,5 @@ class ReplicaMetrics(Collector):
         yield from found.values()
 
     def _is_answered(self, number: int) -> bool:
-        """Whether all that were asked have reported for this number."""
+        """Whether all that should report have done so for this number."""
         return all(self._reported.get(name, (0, ()))[0] >= number for name in self._asked)

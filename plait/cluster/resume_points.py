@@ -1,4 +1,4 @@
-"""What a replica can resume, as reports of bounded size that gateways read when a reply ends, and within 0.2 s.
+"""What a replica can resume, as reports of bounded size: gateways hear of a reply's points before its end.
 
 A resume point is the hash of the whole blocks before it (`plait.state.blocks`): 16 bytes, and no text. Paged
 state can be resumed behind every block, recurrent state only where a snapshot is. A snapshot inside a block

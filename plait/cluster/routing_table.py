@@ -99,9 +99,7 @@ class RoutingTable:
             del self._loads[replica]
             self._drop(replica, (*known.points, *known.sent))
 
-    def hear(
-        self, replica: str, report: ReplicaReport, now: float, newest: int | None = None
-    ) -> bool:
+    def hear(self, replica: str, report: ReplicaReport, now: float, newest: int | None = None) -> bool:
         """Take in a report. False: messages before it were lost, and the replica must report everything anew.
 
         After a gap the old points are dropped, because they may have been evicted meanwhile; loads are taken

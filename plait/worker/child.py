@@ -150,7 +150,7 @@ class EngineChild:
             self._link.send(protocol.Events(events))
 
     def _report_prefixes(self, prefixes: PrefixTree) -> None:
-        """Send what has changed in the prefix cache: now and then, and before a reply ends or the engine waits."""
+        """Send what has changed in the prefix cache: now and then, and before a reply ends or work does."""
         now = time.monotonic()
         if self._has_ended or not self._engine.has_work or now - self._reported_s > STATS_S:
             self._reported_s, self._has_ended = now, False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -38,7 +38,7 @@ def wait_until(is_true: Callable[[], bool]) -> None:
 
 
 @pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[WireMessage]]:
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[WireMessage]:
     """What a replica says, in order, of which nothing is due by time."""
     for name in ("BEAT_S", "POINTS_S"):
         monkeypatch.setattr(replica_server, name, 60.0)
@@ -49,7 +49,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[WireMessage]]:
         send(end, message)
 
     monkeypatch.setattr(ReplicaEnd, "send", record)
-    yield found
+    return found
 
 
 def test_points_and_load_are_reported_with_the_first_token_and_before_the_end(

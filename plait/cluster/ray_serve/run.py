@@ -40,7 +40,7 @@ def connect(address: str | None, num_cpus: int | None = None) -> None:
         options |= {"address": address}
     try:
         ray.init(**options)
-    except Exception as error:  # of a start that takes too long Ray raises no class of its own
+    except Exception as error:  # Ray has no class for a startup that takes too long
         what = "Ray does not start here" if address is None else f"no Ray cluster at {address}"
         raise ConfigError(f"address: {what}: {' '.join(str(error).split())}") from error
 

@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore"),
 ]
-GRPC_NBYTES = 4 << 20  # of a message, unless it is told otherwise
+GRPC_NBYTES = 4 << 20  # of a message, by default
 UNCACHED = re.compile(rb'("input_tokens":)\d+')  # of a prompt: two engines have two caches
 TEXTS = {"text", "content", "response", "delta", "arguments"}
 COUNTS = {"completion_tokens", "prompt_tokens", "output_tokens", "eval_count", "prompt_eval_count"}
