@@ -127,11 +127,9 @@ class ClusterGateway:
                         self._addresses[name] = ReplicaAddress(*found)
                         break
                     await asyncio.sleep(0.1)  # the list of members is about to change
-                except (ray.exceptions.RayError, TimeoutError) as error:
-                    log.warning("replica %s does not say where it listens: %s", name, type(error).__name__)
+                except Exception as error:  # whatever Serve raises: the replica is a member, and wanted
+                    log.warning("replica %s does not say where it listens: %r", name, error)
                     await asyncio.sleep(0.5)
-        except Exception:  # a task of Serve's event loop fails without a word
-            log.exception("replica %s is not connected", name)
         finally:
             del self._asking[name]
         self._loop.set_members(self._addresses)
