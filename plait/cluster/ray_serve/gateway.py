@@ -123,7 +123,7 @@ class ClusterGateway:
             while name in self._members and name not in self._addresses:
                 try:
                     found = await asyncio.wait_for(self._engines.address.remote(at=name), ASK_S)
-                    if found is not None:
+                    if found is not None and name in self._members:  # it may have left meanwhile
                         self._addresses[name] = ReplicaAddress(*found)
                         break
                     await asyncio.sleep(0.1)  # the list of members is about to change
