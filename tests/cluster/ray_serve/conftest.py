@@ -33,6 +33,7 @@ from tests.cluster.ray_serve.running import (
 STARTED = {
     "RAY_health_check_period_ms": "1000",  # of nodes; a dead one is known after 5 s
     "RAY_health_check_failure_threshold": "5",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "300",  # of 60: without a head a loaded machine needs longer
     "RAY_prestart_worker_first_driver": "0",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",  # a loaded machine fails Serve's own checks
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
