@@ -113,10 +113,10 @@ def cpu_s(pid: int) -> float:
     return (int(row[11]) + int(row[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def wait_ready(port: int, num_replicas: int = 0) -> None:
-    """Until requests are taken, and so many replicas are ready."""
+def wait_ready(port: int, num_replicas: int = 0, server: subprocess.Popen[bytes] | None = None) -> None:
+    """Until requests are taken, and so many replicas are ready; no longer than `server` runs."""
     until = time.monotonic() + 240
-    while time.monotonic() < until:
+    while time.monotonic() < until and (server is None or server.poll() is None):
         try:
             link = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
             link.request("GET", "/metrics")
@@ -213,8 +213,8 @@ def main() -> None:
     started = [subprocess.Popen(command, **quiet) for command in (serve, clustered)]  # type: ignore[call-overload]
     found: dict[str, object] = {"cores": os.cpu_count(), "load": os.getloadavg()[0]}
     try:
-        wait_ready(ports[0])
-        wait_ready(ports[1], 2)
+        wait_ready(ports[0], server=started[0])
+        wait_ready(ports[1], 2, started[1])
         phases = given.phases.split(",")
         read_streams(ports[1], [make_body(i, 32) for i in range(8)])
         if "memory" in phases:

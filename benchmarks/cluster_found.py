@@ -4,7 +4,8 @@
 
 Replica and gateway processes without Ray, as in `cluster_road.py`; each connection goes to the next gateway.
 `--memory`: bytes of state of a replica; the one `plait serve` next to them has as much as all replicas.
-Prints one JSON object: the share of prompt tokens that each side found, and their ratio.
+Prints one JSON object: the share of prompt tokens that each side found, and their ratio; what lookups found
+on each side (`docs/caching.md` has the causes), and why replicas were chosen.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ import argparse
 import itertools
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from urllib.request import urlopen
 
 from cluster import free_port, wait_ready
 from cluster_road import start_gateway, start_replica
@@ -63,6 +67,17 @@ def measure(port: int, given: argparse.Namespace) -> float:
     return float(found["sides"][0]["cached_token_rate"])
 
 
+def count_samples(ports: list[int], name: str, label: str) -> dict[str, float]:
+    """A counter's sums by one label, over what these servers show."""
+    found: Counter[str] = Counter()
+    for port in ports:
+        with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            text = answer.read().decode()
+        for labels, value in re.findall(rf"^{name}\{{(.*)\}} (\S+)$", text, re.MULTILINE):
+            found[dict(re.findall(r'(\w+)="([^"]*)"', labels))[label]] += float(value)
+    return {key: value for key, value in sorted(found.items()) if value}
+
+
 def end(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
     process.terminate()
     process.wait(60)
@@ -95,8 +110,14 @@ def main() -> None:
             wait_ready(port)
         one = measure(large, given)
         found = measure(stack.enter_context(take_turns(ports)), given)
+        lookups = "plait_prefix_cache_lookups_total"
+        causes = {
+            "lookups_of_one": count_samples([large], lookups, "cause"),
+            "lookups": count_samples(ports[:1], lookups, "cause"),  # a gateway has those of all replicas
+            "routed": count_samples(ports, "plait_cluster_routed_total", "why"),
+        }
     shares = {"found_by_one": one, "found": found, "ratio": round(found / one, 3)}
-    print(json.dumps({**vars(given), **shares, "load": os.getloadavg()[0]}))
+    print(json.dumps({**vars(given), **shares, **causes, "load": os.getloadavg()[0]}))
 
 
 if __name__ == "__main__":

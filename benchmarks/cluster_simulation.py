@@ -81,6 +81,7 @@ class Turn:
     came: float
     gateway: int
     route: Route | None = None
+    key: int = 0
     left: float = 0.0  # tokens until the prompt is computed, or the reply ends
 
 
@@ -259,7 +260,8 @@ class Simulation:
             shared = turn.chat.shared
             home = chain.name(shared // BLOCK - 1)
             turn.route = table.choose(chain, turn.prompt, now, home=home, home_tokens=shared)[0]
-            table.record_sent(turn.route, chain)
+            turn.key = self.turn_number
+            table.record_sent(turn.route, chain, turn.key)
             return self.index[turn.route.replica]
         if self.policy == "round_robin" or count == 1:
             return self.turn_number % count
@@ -312,7 +314,7 @@ class Simulation:
         for cache in (replica, self.one):
             cache.keep(chat, chat.length, is_prompt=False)
         if turn.route is not None:
-            self.tables[turn.gateway].record_end(turn.route)
+            self.tables[turn.gateway].record_end(turn.route, turn.key)
         chat.turns -= 1
         if chat.turns:
             self.put(now + self.rng.lognormvariate(*PAUSE), "turn", chat)

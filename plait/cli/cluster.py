@@ -9,7 +9,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import fields
 from types import FrameType, ModuleType
-from typing import TypedDict, TypeVar
+from typing import NotRequired, TypedDict, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -27,7 +27,7 @@ from plait.cli.common.options import (
     write_json,
 )
 from plait.cli.serve import merge_settings, read_table
-from plait.cluster.config import NOT_COMPUTED, NOT_SERVED, RAY_ENVIRONMENT, ClusterConfig
+from plait.cluster.config import NOT_COMPUTED, NOT_SERVED, OWN_RAY_ENVIRONMENT, ClusterConfig
 from plait.config import EngineConfig, ServerConfig
 from plait.errors import ConfigError
 
@@ -68,7 +68,7 @@ def serve_command(ctx: click.Context, /, model: str, config: str | None, **given
     engine, server, wanted = read_configs(ctx, config, given)
     run = import_run()
     if wanted.address is None:
-        for name, value in RAY_ENVIRONMENT.items():
+        for name, value in OWN_RAY_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
     is_over = threading.Event()
 
@@ -141,6 +141,7 @@ class ReplicaRow(TypedDict):
     name: str
     state: str
     arithmetic: str
+    digest: NotRequired[str]  # an older gateway has none
     open: int
     restarts: int
 
@@ -181,7 +182,8 @@ def describe_status(found: ClusterStatus) -> list[str]:
         served = f"version {gateway['version']}, model {gateway['model']}, arithmetic {gateway['arithmetic']}"
         lines.append(f"gateway {gateway['name']} (process {gateway['pid']}): {about}, {served}")
         for replica in gateway["replicas"]:
-            more = f"{replica['open']} open, {replica['restarts']} restarts, {replica['arithmetic']}"
+            computes = f"{replica['arithmetic']}, digest {replica.get('digest') or 'none'}"
+            more = f"{replica['open']} open, {replica['restarts']} restarts, {computes}"
             lines.append(f"  {replica['name']}: {replica['state']}, {more}")
         for title, counts in (("moved", gateway["moved"]), ("routed", gateway["routed"])):
             text = ", ".join(f"{count} ({why})" for why, count in counts.items())

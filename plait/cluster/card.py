@@ -8,8 +8,9 @@ import msgspec
 
 from plait.cluster.wire import ReplicaCard
 from plait.config import EngineConfig
-from plait.frontend.frontend import Front, Parsers
+from plait.frontend.frontend import TEMPLATES_OWN, Front, Parsers
 from plait.frontend.loop import Loop
+from plait.frontend.reply_digest import measure_digest
 from plait.loading.text_side import TextSource
 from plait.request import JsonStyle
 from plait.spec import ModelSpec, Recurrent
@@ -39,14 +40,24 @@ def make_card(process: EngineProcess, config: EngineConfig) -> ReplicaCard:
     )
 
 
+def add_digest(card: ReplicaCard, loop: Loop, config: EngineConfig) -> ReplicaCard:
+    """With the digest of a reply that the engine generates now. Raises EngineError, too."""
+    front = _read_front(card, loop, config, TEMPLATES_OWN)
+    return msgspec.structs.replace(card, digest=measure_digest(front))
+
+
 def make_front(card: ReplicaCard, loop: Loop, config: EngineConfig, parsers: Parsers) -> Front:
     """The front of a gateway. Reads tokenizer and template, no weights. Raises BadFile and ConfigError."""
+    front = _read_front(card, loop, config, parsers)
+    front.start()
+    return front
+
+
+def _read_front(card: ReplicaCard, loop: Loop, config: EngineConfig, parsers: Parsers) -> Front:
     source = TextSource.from_json(card.source)
     spec = decode_spec(msgspec.msgpack.decode(card.spec))
     parsers = replace(parsers, style=JsonStyle(config.open_objects, config.json_space))
-    front = Front(source.name, spec, card.max_model_len, loop, source.language(), config, parsers)
-    front.start()
-    return front
+    return Front(source.name, spec, card.max_model_len, loop, source.language(), config, parsers)
 
 
 def has_recurrent_state(spec: ModelSpec) -> bool:

@@ -23,7 +23,7 @@ NOT_SERVED = {
     **dict.fromkeys(
         ("kv_events", "kv_events_replay", "kv_events_topic"), "gateways route by what replicas report to them"
     ),
-    "startup_digest": "compare the fingerprints that plait cluster status shows",
+    "startup_digest": "replicas are always compared so: see plait cluster status",
 }
 # The environment in which Ray starts, on every machine of a cluster: its processes read it.
 RAY_ENVIRONMENT = {
@@ -31,6 +31,8 @@ RAY_ENVIRONMENT = {
     "RAY_SERVE_PROXY_USE_GRPC": "1",  # an event costs less than as an item of an actor's generator
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(2**31 - 1),  # of 4 MiB: long lists of vectors fail
 }
+# Of a Ray that a command starts itself: a loaded machine takes longer than Ray's 30 s.
+OWN_RAY_ENVIRONMENT = {**RAY_ENVIRONMENT, "RAY_raylet_start_wait_time_s": "120"}
 NOT_COMPUTED = {"lora_folder": "adapters of a cluster are loaded at its start, with --lora"}
 
 

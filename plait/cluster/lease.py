@@ -16,7 +16,7 @@ class ClusterStream(OpenStream):
 
     `num_charged`: engines that ended with it in their last step; `num_losses`: replicas that were lost under
     it. `is_suspect`: it must pass the place alone. `refused_by`: replicas without a place for it just now.
-    `arithmetic`: of the replica that computed its tokens, "" without any.
+    `equality`: of the card of the replica that computed its tokens, "" without any.
     """
 
     chain: tuple[bytes, ...] = ()
@@ -26,7 +26,7 @@ class ClusterStream(OpenStream):
     num_charged: int = 0
     num_losses: int = 0
     is_suspect: bool = False
-    arithmetic: str = ""
+    equality: str = ""
     refused_by: set[str] = field(default_factory=set)
 
 

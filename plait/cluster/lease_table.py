@@ -151,13 +151,13 @@ class LeaseTable:
             for lease in [*known.leases.values()]:
                 self._revoke(lease, "lost", now)
 
-    def hear_report(self, name: str, report: ReplicaReport, now: float) -> None:
-        """What a replica can resume has changed."""
+    def hear_report(self, name: str, report: ReplicaReport, now: float, newest: int | None = None) -> None:
+        """What a replica can resume has changed. `newest`: the last lease that it had then; None: all."""
         known = self.replicas.get(name)
         if known is None or known.is_leaving:
             return
         known.heard_s = now
-        if not self._routes.hear(name, report, now):
+        if not self._routes.hear(name, report, now, newest):
             self.outbox.append((name, ReportAnew()))
 
     def find_silent(self, now: float) -> list[str]:
@@ -203,9 +203,12 @@ class LeaseTable:
 
     def place(self, now: float) -> None:
         """Give each waiting stream to a replica, in order of arrival, where one has a place for it."""
-        if not self._waiting or not any(known.takes for known in self.replicas.values()):
+        able = {name for name, known in self.replicas.items() if known.takes} if self._waiting else ()
+        if not able:
             return
         for _, stream in sorted(self._waiting.items()):  # what moves came before what is new
+            if able <= stream.refused_by:
+                continue
             num_tokens = len(stream.request.prompt_token_ids) + stream.num_tokens
             excluded = self._excluded(stream, now)
             found = self._routes.choose(
@@ -240,7 +243,7 @@ class LeaseTable:
             return
         if found.token_ids and not lease.has_spoken:
             lease.has_spoken = True
-            stream.arithmetic = known.card.arithmetic
+            stream.equality = known.card.equality
             self._routes.record_first_token(lease.route)
         stream.deliver(found, now)
         if (stream.is_suspect or stream.num_losses) and all(
@@ -301,13 +304,13 @@ class LeaseTable:
             part.num_on_trial = 0
         self.routed[route.why] += 1
         if (cause := self._causes.pop(stream.key, None)) is not None:
-            is_same = stream.arithmetic in ("", known.card.arithmetic)
+            is_same = stream.equality in ("", known.card.equality)
             self.moved[cause, "yes" if is_same else "no"] += 1
         request = replace(stream.so_far(), id=lease.request_id)
         if request.timeout_s is not None:  # the engine counts from when it gets it
             request = replace(request, timeout_s=max(stream.arrival_s + request.timeout_s - now, 0.001))
-        self._routes.record_sent(route, stream.chain)
-        self.outbox.append((route.replica, OpenLease(lease.number, request)))
+        self._routes.record_sent(route, stream.chain, lease.number)
+        self.outbox.append((route.replica, OpenLease(lease.number, request, route.missing)))
 
     def _excluded(self, stream: ClusterStream, now: float) -> set[str]:
         """Replicas that may not get it: no place, refused, a suspect there, or another arithmetic."""
@@ -315,8 +318,8 @@ class LeaseTable:
         able = {name for name in able if now - self.replicas[name].heard_s <= LATE_S} or able
         if stream.is_suspect:
             able -= {n for n in able if any(x.stream.is_suspect for x in self.replicas[n].leases.values())}
-        if stream.arithmetic:
-            able = {n for n in able if self.replicas[n].card.arithmetic == stream.arithmetic} or able
+        if stream.equality:
+            able = {n for n in able if self.replicas[n].card.equality == stream.equality} or able
         return {name for name in self._routes.replicas if name not in able}
 
     def _revoke(self, lease: Lease, cause: LossCause, now: float) -> None:
@@ -340,7 +343,7 @@ class LeaseTable:
         lease.stream.lease = None
         if (known := self.replicas.get(lease.replica)) is not None:
             known.leases.pop(lease.number, None)
-        self._routes.record_end(lease.route)
+        self._routes.record_end(lease.route, lease.number)
         self._lease_seconds.append(now - lease.began_s)
 
     def _fail(self, stream: ClusterStream, error: PlaitError | None, now: float) -> None:

@@ -76,7 +76,7 @@ class ClusterLoop:
         self._patience_s, self._on_lease = patience_s, on_lease
         self._table: LeaseTable | None = None
         self._card: ReplicaCard | None = None
-        self._arithmetic, self._num_places = "", 0
+        self._num_places = 0
         self._changed = threading.Condition()
         self._links = ReplicaLinks(self.name, self._hear, self._lose)
         self._num_arriving = 0
@@ -151,7 +151,8 @@ class ClusterLoop:
     @property
     def fingerprint(self) -> Fingerprint:
         """Of the replica that was heard first: all others should have its arithmetic, too."""
-        return Fingerprint("" if self._card is None else self._card.model, self._arithmetic)
+        card = self._card
+        return Fingerprint("", "") if card is None else Fingerprint(card.model, card.arithmetic)
 
     @property
     def max_open(self) -> int:
@@ -202,6 +203,7 @@ class ClusterLoop:
                 "name": known.name,
                 "state": known.state,
                 "arithmetic": known.card.arithmetic,
+                "digest": known.card.digest,
                 "open": len(known.leases),
                 "waiting_tokens": known.beat.waiting_tokens if known.beat else 0,
                 "restarts": known.beat.stats.get("num_restarts", 0) if known.beat else 0,
@@ -343,7 +345,7 @@ class ClusterLoop:
             case Beat():
                 table.hear_beat(name, message, now)
             case PointsReport():
-                table.hear_report(name, message.report, now)
+                table.hear_report(name, message.report, now, message.newest)
             case EngineEnded():
                 log.warning("replica %s: its engine has ended or is frozen", name)
                 table.end_engine(name, message.charged, now, is_foreign=message.is_foreign)
@@ -362,15 +364,12 @@ class ClusterLoop:
             log.error("replica %s serves another model than this gateway, and gets no requests", name)
             self._links.refuse(name, "it serves another model")
             return
-        if self._arithmetic not in ("", card.arithmetic):
-            log.warning(
-                "replica %s computes with other arithmetic (%s) than %s",
-                name,
-                card.arithmetic,
-                self._arithmetic,
-            )
+        first = self._card or card
+        if first.equality != card.equality:
+            text = "replica %s computes with other arithmetic (%s) than %s"
+            log.warning(text, name, card.equality, first.equality)
         with self._changed:
-            self._card, self._arithmetic = self._card or card, self._arithmetic or card.arithmetic
+            self._card = first
             self._count_places()
             self._changed.notify_all()
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
@@ -18,7 +20,8 @@ class ReplicaMetrics(Collector):
     """The families of the replicas that are connected; one that has ended has no samples any more.
 
     `ask(number)` requests a report of each replica, and returns which; `arrive` gets what they report. A
-    replica that does not answer within ANSWER_S has what it reported last. Sums over replicas are
+    replica that does not answer within ANSWER_S has what it reported last. A scrape that comes while another
+    one waits gets the same answers, so that many make no more work than one. Sums over replicas are
     Prometheus's to make: `sum without (replica) (plait_requests_waiting)`.
     """
 
@@ -26,6 +29,8 @@ class ReplicaMetrics(Collector):
         self._ask, self._number = ask, 0
         self._reported: dict[str, tuple[int, Sequence[Family]]] = {}
         self._arrived = threading.Condition()
+        self._asked: set[str] = set()
+        self._asked_s = -ANSWER_S
 
     def arrive(self, replica: str, number: int, families: Sequence[Family]) -> None:
         """A replica reports: families as (name, help, type, samples)."""
@@ -37,14 +42,16 @@ class ReplicaMetrics(Collector):
         """A replica has ended. One that is not known is no error."""
         with self._arrived:
             self._reported.pop(replica, None)
+            self._asked.discard(replica)
+            self._arrived.notify_all()
 
     def collect(self) -> Iterator[Metric]:
         """Every family, with the samples of all replicas."""
         with self._arrived:
-            self._number = number = self._number + 1
-        asked = self._ask(number)
-        with self._arrived:
-            self._arrived.wait_for(lambda: all(self._answered(name) >= number for name in asked), ANSWER_S)
+            if self._is_answered(self._number) or time.monotonic() - self._asked_s >= ANSWER_S:
+                self._number, self._asked_s = self._number + 1, time.monotonic()
+                self._asked = {*self._ask(self._number)}
+            self._arrived.wait_for(partial(self._is_answered, self._number), ANSWER_S)
             reported = [(name, families) for name, (_, families) in sorted(self._reported.items())]
         found: dict[str, Metric] = {}
         for replica, families in reported:
@@ -56,6 +63,6 @@ class ReplicaMetrics(Collector):
                     family.add_sample(sample, {**labels, LABEL: replica}, value)
         yield from found.values()
 
-    def _answered(self, replica: str) -> int:
-        """The number of a replica's last report; 0: it has made none."""
-        return self._reported[replica][0] if replica in self._reported else 0
+    def _is_answered(self, number: int) -> bool:
+        """Whether all that should report have done so for this number."""
+        return all(self._reported.get(name, (0, ()))[0] >= number for name in self._asked)

@@ -16,10 +16,10 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from plait.cluster.connection import ReplicaEnd
-from plait.cluster.resume_points import ReplicaReport
+from plait.cluster.resume_points import PointSource
 from plait.cluster.wire import (
     AskMetrics,
     Beat,
@@ -40,10 +40,10 @@ from plait.engine.metrics import read_families
 from plait.errors import EngineError, PlaitError
 from plait.frontend.loop import Loop
 from plait.request import Event
-from plait.worker.protocol import encode_event
+from plait.worker.protocol import BadFrame, encode_event
 
 BEAT_S = 1.0
-POINTS_S = 0.2  # between two looks for changes of what can be resumed: a chat's next turn may come soon
+POINTS_S = 0.2  # between two looks for changes of what can be resumed that no reply's end has reported
 TOKEN_NBYTES = 32
 HOLD_S = 10.0  # for a lease to arrive of which the cluster has heard already
 MAX_CONNECTIONS = 1024  # gateways, and strangers that have not proved themselves yet
@@ -58,21 +58,15 @@ class ReplicaAddress(NamedTuple):
     token: bytes
 
 
-class PointSource(Protocol):
-    """What an engine can resume. Everything is safe from any thread."""
-
-    @property
-    def has_changed(self) -> bool: ...
-    def begin_anew(self) -> None: ...
-    def report(self, waiting_tokens: int, open_replies: int) -> list[ReplicaReport]: ...
-
-
 @dataclass(slots=True)
 class ServedLease:
-    """A lease that is open. `starts`: tokens of each open choice that its gateway has or that were sent."""
+    """A lease that is open. `starts`: tokens of each open choice that its gateway has or that were sent.
+
+    `missing`: tokens of its prompt that are not cached here, as far as its gateway knew.
+    """
 
     request_id: str
-    num_prompt_tokens: int
+    missing: int
     starts: dict[int, int]
     has_spoken: bool = False
 
@@ -173,7 +167,7 @@ class ReplicaServer:
         while True:
             try:
                 self._beat()
-            except Exception:  # the next one may do better; without any, gateways see a silent replica
+            except Exception:  # without any, gateways see a silent replica
                 log.exception("a beat failed")
             await asyncio.sleep(self._beat_s)
 
@@ -185,34 +179,33 @@ class ReplicaServer:
             self._report_charged(frozenset(), is_foreign=True)  # as if it had ended: it may wake again
         self._was_frozen = is_frozen
         is_ready = engine.healthy and not (is_frozen or self._is_leaving)
-        stats = dict(engine.stats())
-        beat = Beat(is_ready, not engine.live, waiting, replies, stats)
+        beat = Beat(is_ready, not engine.live, waiting, replies, dict(engine.stats()))
         for link in links:
             link.end.send(beat)
-        self._report_points()
+        self.report_points()
 
     async def _report_on(self) -> None:
         while True:
             await asyncio.sleep(POINTS_S)
             try:
                 if self._points is not None and self._points.has_changed:
-                    self._report_points()
+                    self.report_points()
             except Exception:
                 log.exception("a report of resume points failed")
 
-    def _report_points(self) -> None:
+    def report_points(self) -> None:
         """Report the load, and what has changed of what can be resumed, to all gateways."""
         links = [link for link in self._links if link.name]
         if self._points is None or not links:
             return
         for report in self._points.report(*self._count_load()):
             for link in links:
-                link.end.send(PointsReport(report))
+                link.end.send(PointsReport(report, link.newest_key))
 
     def _count_load(self) -> tuple[int, int]:
         """Tokens of prompts that have no reply yet, and open choices."""
         leases = [lease for link in self._links for lease in link.leases.values()]
-        waiting = sum(lease.num_prompt_tokens for lease in leases if not lease.has_spoken)
+        waiting = sum(lease.missing for lease in leases if not lease.has_spoken)
         return waiting, sum(len(lease.starts) for lease in leases)
 
     def _leave(self) -> None:
@@ -255,6 +248,8 @@ class ReplicaServer:
 
     def greet(self, link: _GatewayLink, name: str) -> None:
         """A gateway has sent its name."""
+        if link.name:
+            raise BadFrame("a gateway sends its name once")
         if (older := self._gateways.get(name)) is not None:
             older.end.end("the gateway has connected again")
             link.newest_key = older.newest_key
@@ -279,10 +274,10 @@ class ReplicaServer:
         """A message of a gateway."""
         match message:
             case OpenLease(key, request):
+                link.add(key, message)
                 try:
                     if self._is_leaving:
                         raise EngineError("the replica is stopping and takes no more requests")
-                    link.add(key, message)
                     self._engine.submit(request, partial(link.arrive, key))
                 except PlaitError as error:
                     link.leases.pop(key, None)
@@ -345,14 +340,16 @@ class _GatewayLink:
         )
 
     def add(self, key: int, message: OpenLease) -> None:
-        """Record a lease. Raises EngineError for a key that is in use."""
-        if key in self.leases or not self.name:
-            raise EngineError("a lease with this key is open already, or the gateway has not sent its name")
-        self.newest_key = max(self.newest_key, key)
+        """Record a lease. Raises BadFrame for a key that was used before."""
+        if key <= self.newest_key or not self.name:
+            raise BadFrame("a lease with a key that was used before, or of a gateway without a name")
+        self.newest_key = key
         request = message.request
+        num_tokens = len(request.prompt_token_ids)
+        missing = num_tokens if message.missing is None else max(message.missing, 0)
         resumed = request.resumed or ((),) * request.params.n
         starts = {i: len(token_ids) for i, token_ids in enumerate(resumed) if token_ids is not None}
-        self.leases[key] = ServedLease(request.id, len(request.prompt_token_ids), starts)
+        self.leases[key] = ServedLease(request.id, missing, starts)
 
     def arrive(self, key: int, event: Event) -> None:
         """An event of the engine, from its thread."""
@@ -363,7 +360,7 @@ class _GatewayLink:
 
     def _flush(self) -> None:
         self._is_awaited = False
-        events = []
+        events, has_news = [], False
         while self._arrived:
             key, event = self._arrived.popleft()
             lease = self.leases.get(key)
@@ -372,12 +369,15 @@ class _GatewayLink:
             start = lease.starts[event.index]
             events.append(LeaseEvent(start, encode_event(key, event)))
             lease.starts[event.index] = start + len(event.token_ids)
+            has_news |= event.finish_reason is not None or not lease.has_spoken
             lease.has_spoken |= bool(event.token_ids)
             if event.finish_reason is not None:
                 del lease.starts[event.index]
             if not lease.starts:
                 del self.leases[key]
                 self._server.release(self)
+        if has_news:  # before a reply's end: the next turn may come at once, to another gateway
+            self._server.report_points()
         if events:
             self._send(events)
 

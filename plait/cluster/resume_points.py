@@ -1,4 +1,4 @@
-"""What a replica can resume, as reports of bounded size that gateways read within 0.2 s.
+"""What a replica can resume, as reports of bounded size: gateways hear of a reply's points before its end.
 
 A resume point is the hash of the whole blocks before it (`plait.state.blocks`): 16 bytes, and no text. Paged
 state can be resumed behind every block, recurrent state only where a snapshot is. A snapshot inside a block
@@ -10,10 +10,20 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from plait.state.prefix_tree import PrefixChanges
 
 MAX_CHANGES = 4096  # hashes in one report: 64 KiB
+
+
+class PointSource(Protocol):
+    """What an engine can resume. Everything is safe from any thread."""
+
+    @property
+    def has_changed(self) -> bool: ...
+    def begin_anew(self) -> None: ...
+    def report(self, waiting_tokens: int, open_replies: int) -> list[ReplicaReport]: ...
 
 
 @dataclass(frozen=True, slots=True)

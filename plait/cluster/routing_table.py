@@ -10,7 +10,6 @@ there are two.
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -52,12 +51,12 @@ class _Replica:
     heard: float = -inf
     number: int = 0
     points: dict[bytes, None] = field(default_factory=dict)
-    sent: list[bytes] = field(default_factory=list)  # points that are expected there since its last report
+    sent: dict[bytes, int] = field(default_factory=dict)  # expected points -> the newest lease that has it
     waiting_tokens: int = 0
     open_replies: int = 0
     own_tokens: int = 0
     own_open: int = 0
-    unreported: Counter[Route] = field(default_factory=Counter)  # sent since its last report, and open
+    unreported: dict[int, Route] = field(default_factory=dict)  # by lease: open, and in no report yet
     seed: int = 0  # of its name, see `seed_name`
 
 
@@ -100,25 +99,26 @@ class RoutingTable:
             del self._loads[replica]
             self._drop(replica, (*known.points, *known.sent))
 
-    def hear(self, replica: str, report: ReplicaReport, now: float) -> bool:
+    def hear(self, replica: str, report: ReplicaReport, now: float, newest: int | None = None) -> bool:
         """Take in a report. False: messages before it were lost, and the replica must report everything anew.
 
         After a gap the old points are dropped, because they may have been evicted meanwhile; loads are taken
-        all the same. A message that comes late, behind newer ones, is ignored.
+        all the same. A message that comes late, behind newer ones, is ignored. `newest`: the last lease of
+        this gateway that the replica had when it made the report; those behind it were on their way, and
+        count until a report has them. None: it had all.
         """
         self.add(replica)
         known = self._replicas[replica]
         if report.number <= known.number and not report.begins:
             return True
         is_next = report.begins or (report.number == known.number + 1 and known.number > 0)
-        self._drop(replica, [point for point in known.sent if point not in known.points])
-        known.sent.clear()
-        known.unreported.clear()
+        self._forget_arrived(replica, known, inf if newest is None else newest)
         known.heard, known.number = now, report.number if is_next else 0
         known.waiting_tokens, known.open_replies = report.waiting_tokens, report.open_replies
-        self._loads[replica] = weigh_load(report.waiting_tokens, report.open_replies)
+        on_their_way = sum(weigh_load(route.missing, 1) for route in known.unreported.values())
+        self._loads[replica] = weigh_load(report.waiting_tokens, report.open_replies) + on_their_way
         if report.begins or not is_next:
-            self._drop(replica, known.points)
+            self._drop(replica, [point for point in known.points if point not in known.sent])
             known.points.clear()
         if is_next:
             self._change_points(replica, known, report)
@@ -150,15 +150,18 @@ class RoutingTable:
         slack = self._find_slack(home, home_tokens, now) if home_tokens else 0
         return self._choose_cheapest(chain, num_tokens, heard, home, slack)
 
-    def record_sent(self, route: Route, chain: Sequence[bytes]) -> None:
-        """A request went there: until the replica's next report, expect the prompt's work and its points."""
+    def record_sent(self, route: Route, chain: Sequence[bytes], key: int) -> None:
+        """A request went there: until the replica reports it, expect the prompt's work and its points.
+
+        `key`: of its lease; keys of one replica grow.
+        """
         if (known := self._replicas.get(route.replica)) is None:
             return
         known.own_tokens, known.own_open = known.own_tokens + route.missing, known.own_open + 1
         self._loads[route.replica] += weigh_load(route.missing, 1)
-        known.unreported[route] += 1
+        known.unreported[key] = route
         for point in chain if self._is_paged else chain[-1:]:
-            known.sent.append(point)
+            known.sent[point] = key
             self._at.setdefault(point, set()).add(route.replica)
 
     def record_first_token(self, route: Route) -> None:
@@ -166,13 +169,21 @@ class RoutingTable:
         if (known := self._replicas.get(route.replica)) is not None:
             known.own_tokens = max(known.own_tokens - route.missing, 0)
 
-    def record_end(self, route: Route) -> None:
+    def record_end(self, route: Route, key: int) -> None:
         """A request has ended there, however it did."""
         if (known := self._replicas.get(route.replica)) is not None:
             known.own_open = max(known.own_open - 1, 0)
-            if known.unreported[route]:  # it came and went between two reports
-                known.unreported[route] -= 1
+            if known.unreported.pop(key, None) is not None:  # it came and went between two reports
                 self._loads[route.replica] -= weigh_load(route.missing, 1)
+
+    def _forget_arrived(self, replica: str, known: _Replica, newest: float) -> None:
+        """What leases up to this one were expected to bring there: the replica itself reports it now."""
+        arrived = [point for point, key in known.sent.items() if key <= newest]
+        self._drop(replica, [point for point in arrived if point not in known.points])
+        for point in arrived:
+            del known.sent[point]
+        for key in [key for key in known.unreported if key <= newest]:
+            del known.unreported[key]
 
     def _find_slack(self, home: bytes, home_tokens: int, now: float) -> int:
         """Tokens that may wait for a beginning's home, see `_choose_cheapest`; records that it has come."""
@@ -242,7 +253,7 @@ class RoutingTable:
 
     def _change_points(self, replica: str, known: _Replica, report: ReplicaReport) -> None:
         gone = [point for point in report.removed if point in known.points]
-        self._drop(replica, gone)
+        self._drop(replica, [point for point in gone if point not in known.sent])
         for point in gone:
             del known.points[point]
         for point in report.added:

@@ -44,10 +44,14 @@ M = TypeVar("M")
 
 
 class OpenLease(WireMessage, frozen=True, tag=1):
-    """Compute a request, or what is missing of it. `key`: of this lease alone; its events carry it."""
+    """Compute a request, or what is missing of it. `key`: of this lease alone; its events carry it.
+
+    `missing`: tokens of its prompt that the gateway expects the replica to compute; None: all of them.
+    """
 
     key: int
     request: Request
+    missing: int | None = None
 
 
 class CancelLease(WireMessage, frozen=True, tag=2):
@@ -79,7 +83,8 @@ class ReplicaCard(WireMessage, frozen=True, tag=1):
     `source`: the JSON of its `TextSource`; `spec`: see `encode_card_spec`. `model`: a hash of what a gateway
     must have in common with it; `arithmetic`: of all that decides the numbers of a reply. `is_paged`: every
     block of a prompt can be resumed. `max_open`: requests that it takes at a time. `adapters`: a hash of each
-    one's numbers, by name; it is in the names of the blocks that the adapter computes.
+    one's numbers, by name; it is in the names of the blocks that the adapter computes. `digest`: of a reply
+    that it generated at startup, see `reply_digest`: machines of one fingerprint may differ in it.
     """
 
     name: str
@@ -94,6 +99,12 @@ class ReplicaCard(WireMessage, frozen=True, tag=1):
     max_open: int
     adapters: dict[str, str] = msgspec.field(default_factory=dict)
     answers_metrics: bool = False  # an older replica ends the connection instead
+    digest: str = ""
+
+    @property
+    def equality(self) -> str:
+        """The same for replicas that continue each other's replies with the same tokens."""
+        return f"{self.arithmetic} {self.digest}"
 
 
 class LeaseEvent(WireMessage, frozen=True, gc=False):
@@ -120,9 +131,13 @@ class Beat(WireMessage, frozen=True, tag=3):
 
 
 class PointsReport(WireMessage, frozen=True, tag=4):
-    """Changes of what the replica can resume."""
+    """Changes of what the replica can resume, and its load.
+
+    `newest`: the last lease of this gateway that is a part of that load; None: an older replica, all of them.
+    """
 
     report: ReplicaReport
+    newest: int | None = None
 
 
 class EngineEnded(WireMessage, frozen=True, tag=5):

@@ -111,6 +111,7 @@ class EngineChild:
         self._closing = False
         self._counted_s = self._reported_s = 0.0
         self._prefixes: PrefixTree | None = None  # what is cached, if the front follows it
+        self._has_ended = False  # a choice, since prefixes were reported
         engine.runner, self._runner = self, engine.runner
         self._show_stats()
 
@@ -131,24 +132,28 @@ class EngineChild:
     def send_event(self, key: int, event: Event) -> None:
         """Send an event, together with all others of its step."""
         self._events.append(protocol.encode_event(key, event))
+        self._has_ended |= event.finish_reason is not None
         if event.prompt_logprobs:  # megabytes
             self.flush()
 
     def flush(self) -> None:
-        """Send the events that wait. Now and then, and at the end, update the shared numbers before that."""
+        """Send the events that wait. Now and then, and at the end, update the shared numbers before that.
+
+        What can be resumed behind a reply is reported before its end: the chat's next turn may come at once.
+        """
         if not self._engine.has_work or time.monotonic() - self._counted_s > STATS_S:
             self._show_stats()
+        if self._prefixes is not None:
+            self._report_prefixes(self._prefixes)
         if self._events:
             events, self._events = tuple(self._events), []
             self._link.send(protocol.Events(events))
-        if self._prefixes is not None:
-            self._report_prefixes(self._prefixes)
 
     def _report_prefixes(self, prefixes: PrefixTree) -> None:
-        """Send what has changed in the prefix cache: now and then, and before the engine waits."""
+        """Send what has changed in the prefix cache: now and then, and before a reply ends or work does."""
         now = time.monotonic()
-        if not self._engine.has_work or now - self._reported_s > STATS_S:
-            self._reported_s = now
+        if self._has_ended or not self._engine.has_work or now - self._reported_s > STATS_S:
+            self._reported_s, self._has_ended = now, False
             for changes in prefixes.take():
                 self._link.send(protocol.PrefixReport(changes))
 

@@ -59,7 +59,8 @@ def test_without_ray_the_command_names_the_extra(capsys: pytest.CaptureFixture[s
 
 
 def test_a_status_is_shown_in_lines() -> None:
-    replica = {"name": "abc", "state": "ready", "open": 2, "restarts": 1, "arithmetic": "fp_1"}
+    replica = {"name": "abc", "state": "ready", "open": 2, "restarts": 1}
+    replica |= {"arithmetic": "fp_1", "digest": "0123456789abcdef"}
     counts = {"moved": {"replica yes": 3}, "routed": {}}
     served = {"version": "0.1", "model": "m_1", "arithmetic": "fp_1"}
     gateway = {"name": "g1", "pid": 7, "open": 2, "replicas": [replica], **served, **counts}
@@ -71,7 +72,7 @@ def test_a_status_is_shown_in_lines() -> None:
         "gateway: 2 running",
         "1 of 2 gateways did not answer",
         "gateway g1 (process 7): 1 replicas, 2 open streams, version 0.1, model m_1, arithmetic fp_1",
-        "  abc: ready, 2 open, 1 restarts, fp_1",
+        "  abc: ready, 2 open, 1 restarts, fp_1, digest 0123456789abcdef",
         "  moved: 3 (replica yes)",
         "  routed: none",
     ]

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from plait.cluster.card import make_card, make_front
+from plait.cluster.card import add_digest, make_card, make_front
 from plait.cluster.loop import ClusterLoop
 from plait.cluster.replica_server import ReplicaServer
+from plait.cluster.wire import ReplicaCard
 from plait.config import EngineConfig
 from plait.frontend.frontend import Front, Parsers
 from plait.kernels.cpu.codegen.target import host_features
@@ -27,16 +28,16 @@ class ProcessReplicas:
         self._model = str(model)
         self.loop = ClusterLoop()
         self.replicas: dict[str, tuple[EngineProcess, ReplicaServer]] = {}
-        self.arithmetic: dict[str, str] = {}
+        self.cards: dict[str, ReplicaCard] = {}
 
     def start(self, name: str, isa: str) -> Front:
         """A replica with kernels that are compiled for `isa`, not a member yet; returns a front for it."""
         config = EngineConfig(threads=1, isa=isa)  # type: ignore[arg-type]
         engine = EngineProcess(self._model, config)
-        card = make_card(engine, config)
+        card = add_digest(make_card(engine, config), engine, config)
         server = ReplicaServer(engine, card)
         engine.on_charged = server.report_charged
-        self.replicas[name], self.arithmetic[name] = (engine, server), card.arithmetic
+        self.replicas[name], self.cards[name] = (engine, server), card
         return make_front(card, self.loop, config, Parsers())
 
     def connect(self, *names: str) -> None:
@@ -81,7 +82,9 @@ def test_a_stream_goes_on_with_other_instructions_only_where_no_equal_replica_is
     front = made.start("r0", "native")
     made.start("r1", "native")
     made.start("other", "avx2")
-    assert made.arithmetic["r0"] == made.arithmetic["r1"] != made.arithmetic["other"]
+    equality = {name: card.equality for name, card in made.cards.items()}
+    assert equality["r0"] == equality["r1"] != equality["other"]
+    assert all(len(card.digest) == 16 for card in made.cards.values())
     made.connect("r0", "r1")
     whole = read(front, {})
     moved: list[dict[tuple[str, str], int]] = []

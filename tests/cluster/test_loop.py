@@ -290,14 +290,17 @@ def test_a_full_replica_refuses_and_the_next_one_takes_it() -> None:
             made.submit(*(make_request(f"c{i}", LONG) for i in range(3)))
 
 
-def test_a_continuation_goes_to_a_replica_with_the_same_arithmetic_while_there_is_one() -> None:
+@pytest.mark.parametrize("other", [{"arithmetic": "fp_2"}, {"digest": "of another machine"}])
+def test_a_continuation_goes_to_a_replica_with_the_same_arithmetic_while_there_is_one(
+    other: dict[str, str],
+) -> None:
     with cluster(2) as made:
         request = make_request("a", LONG)
         made.submit(request)
         made.received.wait(lambda: len(made.received.tokens("a")) > 5)
         first = made.holder(request)
         for i in range(3):
-            made.add(f"other{i}", arithmetic="fp_2")
+            made.add(f"other{i}", **other)
         made.wait_ready(5)
         made.kill(first)
         made.received.wait(lambda: sum(made.loop.counts()[0].values()) == 1)

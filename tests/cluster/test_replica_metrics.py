@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -104,6 +105,22 @@ def test_a_scrape_waits_for_the_replicas_that_it_asks_and_takes_the_last_report_
             ("plait_requests_total", "two", "stop"): 7.0,
         }
     assert ask.numbers == [1, 2]
+
+
+def test_scrapes_at_once_ask_the_replicas_once_and_one_that_ends_keeps_none_waiting() -> None:
+    ask, is_asked, found = Ask(("one", "gone")), threading.Event(), []
+    ask.answer = lambda number: is_asked.set()
+    metrics = ReplicaMetrics(ask)
+    scrapes = [threading.Thread(target=lambda: found.append(read(metrics))) for _ in range(4)]
+    for scrape in scrapes:
+        scrape.start()
+    assert is_asked.wait(5)
+    metrics.forget("gone")
+    metrics.arrive("one", 1, (WAITING,))
+    for scrape in scrapes:
+        scrape.join(5)
+    assert found == [{("plait_requests_waiting", "one", ""): 3.0}] * 4
+    assert ask.numbers[0] == 1
 
 
 def test_replicas_stay_apart_under_vllms_names() -> None:

@@ -72,7 +72,7 @@ def test_a_removed_point_and_a_removed_replica_are_not_found() -> None:
 def test_what_was_sent_counts_until_the_replica_reports(is_paged: bool) -> None:
     known = table(is_paged=is_paged, a=report(), b=report())
     first = known.choose(CHAIN, 100, 0.0)[0]
-    known.record_sent(first, CHAIN)
+    known.record_sent(first, CHAIN, 1)
     assert known.loads()[first.replica] == 164
     longer = chain_of([*PROMPT, *range(28)])
     found = {route.replica: route for route in known.choose(longer, 128, 0.0)}
@@ -90,13 +90,31 @@ def test_what_was_sent_counts_until_the_replica_reports(is_paged: bool) -> None:
 def test_a_reply_that_begins_and_ends_between_two_reports_is_no_load_after_it() -> None:
     known = table(a=report(), b=report())
     route = known.choose(CHAIN, 100, 0.0)[0]
-    for _ in range(2):
-        known.record_sent(route, CHAIN)
-    known.record_end(route)
+    for key in (1, 2):
+        known.record_sent(route, CHAIN, key)
+    known.record_end(route, 2)
     assert known.loads()[route.replica] == 164
     assert known.hear(route.replica, report(2, replies=1), 1.0)
-    known.record_end(route)
+    known.record_end(route, 1)
     assert known.loads()[route.replica] == 64  # what the replica reported stays until its next report
+
+
+@pytest.mark.parametrize("is_paged", [True, False])
+def test_a_request_on_its_way_counts_until_a_report_has_it(is_paged: bool) -> None:
+    known = table(is_paged=is_paged, a=report(), b=report())
+    route = known.choose(CHAIN, 100, 0.0)[0]
+    for key in (4, 5):
+        known.record_sent(route, CHAIN, key)
+    assert known.hear(route.replica, report(2, waiting=100, replies=1), 1.0, 4)
+    assert known.loads()[route.replica] == 2 * 164
+    assert known.choose(CHAIN, 100, 1.0)[-1] == Route(route.replica, 4, 332, "prefix")
+    removed = report(3, waiting=100, replies=1, added=(CHAIN[5],), removed=())
+    assert known.hear(route.replica, removed, 1.0, 4)
+    assert known.hear(route.replica, report(4, removed=(CHAIN[5],)), 1.0, 4)
+    assert known.choose(CHAIN, 100, 1.0)[-1].missing == 4, "the other request will bring it back"
+    assert known.hear(route.replica, report(5, replies=2), 1.0, 5)
+    assert known.loads()[route.replica] == 128
+    assert known.num_points == 0
 
 
 def test_a_lost_report_drops_what_was_known_until_everything_is_reported_anew() -> None:
@@ -126,10 +144,10 @@ def test_a_home_that_this_gateway_has_filled_is_left_and_taken_again() -> None:
     known.add("a")
     known.add("b")
     home = known.choose(CHAIN, 10_000, 0.0)[0]
-    known.record_sent(home, CHAIN)
+    known.record_sent(home, CHAIN, 1)
     assert known.choose(CHAIN, 10_000, 0.0)[0].replica != home.replica
     known.record_first_token(home)
-    known.record_end(home)
+    known.record_end(home, 1)
     assert known.choose(CHAIN, 10_000, 0.0)[0] == home
 
 
@@ -187,9 +205,9 @@ def test_calls_about_a_replica_that_has_ended_change_nothing() -> None:
     known = table(a=report(), b=report())
     route = known.choose(CHAIN, 100, 0.0)[0]
     known.remove(route.replica)
-    known.record_sent(route, CHAIN)
+    known.record_sent(route, CHAIN, 1)
     known.record_first_token(route)
-    known.record_end(route)
+    known.record_end(route, 1)
     assert route.replica not in known.replicas
     assert known.num_points == 0
 

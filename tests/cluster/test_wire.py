@@ -10,6 +10,7 @@ import pytest
 
 from plait.cluster.connection import HANDSHAKE_S
 from plait.cluster.replica_server import ReplicaServer
+from plait.cluster.resume_points import ReplicaReport
 from plait.cluster.wire import (
     NONCE_NBYTES,
     PREFACE,
@@ -20,6 +21,7 @@ from plait.cluster.wire import (
     LeaseEvents,
     MessageDecoder,
     OpenLease,
+    PointsReport,
     SessionKeys,
     ToGateway,
     ToReplica,
@@ -75,6 +77,8 @@ def test_a_length_beyond_the_limit_is_refused_before_anything_is_kept() -> None:
     "message",
     [
         OpenLease(7, make_request("a", 5, n=2, timeout_s=1.5)),
+        OpenLease(7, make_request("a", 5), 3),
+        PointsReport(ReplicaReport(1, 5, 2, (b"p" * 16,), begins=True), 7),
         CancelLease(7, None),
         LeaseEvents((LeaseEvent(3, encode_event(7, Event("a~7", 1, (5, 6)))),)),
         LeaseEvents((LeaseEvent(0, encode_event(7, Event("a~7", 0, finish_reason="error"))),)),

@@ -33,12 +33,14 @@ from plait.errors import (
     QueueFull,
 )
 from plait.ops.seed import choice_seed
+from plait.request import Event
 from plait.schedule.plan import MOST_STEPS
 from plait.server.http.errors import problem
+from plait.state.blocks import extend, root
 from plait.state.prefix_tree import PrefixChanges
 from plait.worker.client import EngineProcess
 from plait.worker.supervisor import Patience
-from tests.engine.hash_model import Reader, oracle, prompts, request
+from tests.engine.hash_model import BLOCK, Reader, oracle, prompts, request
 from tests.loading.adapters.made import linear_modules, write_llama, write_peft
 from tests.worker.fake_engines import GARBAGE, LONG, LOUD, POISON, STALL, WORDY
 
@@ -651,6 +653,25 @@ def test_streams_of_an_adapter_go_on_after_a_kill_with_the_same_tokens(tmp_path:
         assert isinstance(reader.last("three").error, ModelNotFound)
     finally:
         assert process.close(drain=False)
+
+
+def test_what_can_be_resumed_behind_a_reply_is_reported_before_its_end() -> None:
+    points, known = set[bytes](), dict[str, bool]()
+
+    def read(event: Event) -> None:
+        if event.finish_reason is not None:
+            chain = [root("")]
+            extend(chain, [int(event.request_id), 6, 7, 8] * 10, BLOCK)
+            known[event.request_id] = chain[-1] in points
+
+    with running() as process:
+        process.follow_prefixes(lambda changes: points.update(changes.added))
+        process.submit(request("busy", [9, 8, 7, 6] * 10, max_tokens=300), Reader())  # it is never idle
+        for name in ("1", "2", "3", "4"):
+            process.submit(request(name, [int(name), 6, 7, 8] * 10, max_tokens=3), read)
+            until(lambda name=name: name in known)
+        process.cancel("busy")
+    assert known == dict.fromkeys(("1", "2", "3", "4"), True)
 
 
 def test_prefixes_are_followed_across_processes_and_engines() -> None:

@@ -123,15 +123,13 @@ class ClusterGateway:
             while name in self._members and name not in self._addresses:
                 try:
                     found = await asyncio.wait_for(self._engines.address.remote(at=name), ASK_S)
-                    if found is not None:
+                    if found is not None and name in self._members:  # it may have left meanwhile
                         self._addresses[name] = ReplicaAddress(*found)
                         break
                     await asyncio.sleep(0.1)  # the list of members is about to change
-                except (ray.exceptions.RayError, TimeoutError) as error:
-                    log.warning("replica %s does not say where it listens: %s", name, type(error).__name__)
+                except Exception as error:  # whatever Serve raises: the replica is a member, and wanted
+                    log.warning("replica %s does not say where it listens: %r", name, error)
                     await asyncio.sleep(0.5)
-        except Exception:  # a task of Serve's event loop fails without a word
-            log.exception("replica %s is not connected", name)
         finally:
             del self._asking[name]
         self._loop.set_members(self._addresses)

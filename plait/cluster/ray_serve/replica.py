@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import ray
 from ray import serve
 
-from plait.cluster.card import make_card
+from plait.cluster.card import add_digest, make_card
 from plait.cluster.replica_server import ReplicaServer
 from plait.cluster.resume_points import ResumePoints
 from plait.cluster.scaling import ReplicaLoad
@@ -39,7 +39,7 @@ class EngineReplica:
         self._id = serve.get_replica_context().replica_id.unique_id
         self._process = EngineProcess(model, config, patience=patience)
         try:
-            card = make_card(self._process, config)
+            card = add_digest(make_card(self._process, config), self._process, config)
             points = ResumePoints()
             self._process.follow_prefixes(points.apply)
             host = ray.util.get_node_ip_address()

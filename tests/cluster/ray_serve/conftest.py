@@ -33,6 +33,7 @@ from tests.cluster.ray_serve.running import (
 STARTED = {
     "RAY_health_check_period_ms": "1000",  # of nodes; a dead one is known after 5 s
     "RAY_health_check_failure_threshold": "5",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "300",  # of 60: without a head a loaded machine needs longer
     "RAY_prestart_worker_first_driver": "0",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",  # a loaded machine fails Serve's own checks
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
@@ -47,12 +48,12 @@ def running() -> Iterator[RunningCluster]:
     from ray import serve
     from ray.cluster_utils import Cluster
 
-    from plait.cluster.config import RAY_ENVIRONMENT
+    from plait.cluster.config import OWN_RAY_ENVIRONMENT
     from plait.cluster.ray_serve.run import connect
 
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        for name, value in {**RAY_ENVIRONMENT, **STARTED}.items():
+        for name, value in {**OWN_RAY_ENVIRONMENT, **STARTED}.items():
             patch.setitem(os.environ, name, value)
         folder = tempfile.mkdtemp(prefix="plait-ray-")  # a socket's path may have 107 bytes
         stack.callback(shutil.rmtree, folder, ignore_errors=True)

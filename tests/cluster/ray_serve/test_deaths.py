@@ -6,6 +6,7 @@ The tests share a cluster and run in this order: each leaves two replicas, but t
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +36,7 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore"),
 ]
+REGEX = "[a-f]{150}-[0-9]{200}"
 
 
 def test_text_is_that_of_one_engine_and_a_gateway_has_no_torch(
@@ -144,7 +146,7 @@ def test_replies_of_every_kind_wait_for_a_new_replica_when_all_are_killed(
         {"temperature": 0.0, "logprobs": 2},
         {"n": 2, "frequency_penalty": 0.5, "max_tokens": 200},
         {"stop": [expected[2][-30:-20]]},
-        {"top_k": 5, "logprobs": 1},
+        {"structured_outputs": {"regex": REGEX}, "top_k": 5, "logprobs": 1},
         {"presence_penalty": 1.0, "top_p": 0.9},
         {"repetition_penalty": 1.2, "logit_bias": {"300": 2.0}, "min_p": 0.02},
     ]
@@ -158,7 +160,8 @@ def test_replies_of_every_kind_wait_for_a_new_replica_when_all_are_killed(
     assert running.moved()["replica yes"] > before.get("replica yes", 0)  # a busy client reads late
     assert wanted[0].merged[0]["logprobs"]
     assert len({choice["text"] for choice in wanted[1].merged.values()}) == 2
-    assert wanted[2].finish_reason == "stop"
+    assert wanted[2].finish_reason == wanted[3].finish_reason == "stop"
+    assert re.fullmatch(REGEX, wanted[3].text)
 
 
 def test_a_request_that_ends_engines_fails_after_the_second_and_no_other_stream_changes(

@@ -33,6 +33,7 @@ def test_streams_go_on_with_another_version_where_no_equal_replica_is_left(
     running.wait_ready()
     known = running.describe()["replicas"]
     assert len({replica["arithmetic"] for replica in known}) == 2
+    assert len({replica["digest"] for replica in known}) == 1, "only the version's number differs"
     actor_of = {replica["name"]: running.processes_of(replica["name"])[0] for replica in known}
     on_head = {*running.children(running.raylet(running.nodes.head_node))}
     (victim,) = {*actor_of.values()} & on_head

@@ -11,6 +11,7 @@ import signal
 import pytest
 
 from plait.cli.cluster import describe_status
+from plait.errors import ConfigError
 from plait.version import __version__
 from tests.cluster.ray_serve.running import MODEL, RunningCluster, check, read_json, run_plait
 
@@ -39,6 +40,7 @@ def test_a_status_has_every_gateway_with_its_replicas_and_counts(
         assert row["version"].startswith(__version__)  # one node has another version
         assert row["states"]["ready"] == len(row["replicas"]) >= 1
         assert {replica["state"] for replica in row["replicas"]} == {"ready"}
+        assert len({replica["digest"] for replica in row["replicas"]} - {""}) == 1
         assert row["model"]
         assert row["arithmetic"].startswith("fp_")
     assert sum(sum(row["routed"].values()) for row in found["gateways"]) > 0
@@ -57,6 +59,19 @@ def test_a_status_says_that_a_gateway_hangs_and_has_the_other(running: RunningCl
     found = read_json(answer)
     assert [row["pid"] for row in found["gateways"]] == [working]
     assert "1 of 2 gateways did not answer" in describe_status(found)
+
+
+def test_a_ray_that_does_not_start_is_an_error_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    from plait.cluster.ray_serve.run import connect
+
+    def time_out(**options: object) -> None:
+        raise Exception("The current node timed out\nduring startup.")
+
+    monkeypatch.setattr(ray, "init", time_out)
+    with pytest.raises(ConfigError, match="Ray does not start here: The current node timed out during"):
+        connect(None, 2)
 
 
 def test_the_file_of_a_config_is_one_that_ray_reads_and_builds() -> None:

@@ -33,7 +33,7 @@ def test_streams_end_well_without_the_head_and_the_gateway_is_not_ready(
         assert time.monotonic() < until
         time.sleep(0.1)
     assert running.get("/live")[0] == 200
-    check(running.streams(), expected)  # within a minute: then Ray ends its processes
+    check(running.streams(), expected)  # until Ray ends its processes: see `conftest.STARTED`
     answer = running.ask_status()
     assert answer.returncode == 2
     assert f"no Ray cluster at {running.nodes.address}" in answer.stderr
