@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -38,6 +39,16 @@ class Paged:
         args = (self.table[seqs], self.slots[:0], starts, self.lens[seqs], DIM**-0.5)
         out: Tensor = fn(torch.cat(rows), None, None, *self.caches, *args, **more)
         return out
+
+
+@pytest.mark.parametrize("kept", [{}, {"kv_dtype": "int8"}], ids=["numbers", "codes"])
+def test_heads_of_512_columns_are_attended(kept: dict[str, str]) -> None:
+    torch.manual_seed(3)
+    case = {"seqs": [1, 3], "heads": 2, "kv_heads": 1, "dim": 512, "window": None, "softcap": None, **kept}
+    assert paged_attention.make
+    args, more = paged_attention.make(case, torch.float32, "cpu")
+    wanted = paged_attention.reference(*deepcopy(args), **more)
+    torch.testing.assert_close(attend_paged(*args, **more), wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("window", [None, 290])

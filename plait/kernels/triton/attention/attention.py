@@ -55,6 +55,7 @@ PART_NBYTES = 256 << 20  # and their memory; it has 32,000 items of heads of 128
 PROGRAMS = 4  # for each processor of the device
 SEQS = (16, 64, 256, 1024)  # sequences that a form is compiled for
 WINDOW_REGISTERS = 184
+WIDE = 256  # columns of a head; with more of them tiles are smaller, and queries are mixed before
 LOG2E = 1.4426950408889634
 
 
@@ -314,10 +315,15 @@ class PagedLayout:
     window: int | None
     softcap: float | None
 
+    @property
+    def mixes_inside(self) -> bool:
+        """Whether `attend` mixes queries itself, with keys that are codes: it has registers for so much."""
+        return self.dim <= WIDE
+
     def rows(self, has_prompts: bool) -> int:
         """Of a tile of queries. Wide heads, and codes of all but narrow ones, have no registers for more than
         a decode's."""
-        is_heavy = self.rest or self.dim > 256 or (self.codes is not None and self.dim > 64)
+        is_heavy = self.rest or self.dim > WIDE or (self.codes is not None and self.dim > 64)
         return PROMPT_ROWS if has_prompts and not is_heavy else ROWS
 
     def constants(self, num_seqs: int, rows: int) -> dict[str, int]:
@@ -341,7 +347,7 @@ class PagedLayout:
         # from both.
         wide = self.dim > 128 or self.codes is not None
         is_padded = self.dim & (self.dim - 1) > 0
-        keys = 32 if self.rest or self.dim > 256 or is_padded or (self.codes and self.dim > 64) else 64
+        keys = 32 if self.rest or self.dim > WIDE or is_padded or (self.codes and self.dim > 64) else 64
         if self.codes and self.dim > 128 and not self.rest:
             keys = 16
         return {
@@ -359,7 +365,7 @@ class PagedLayout:
             "SOFTCAP": self.softcap or 0.0,
             "SINKS": sinks,
             "ALIBI": alibi,
-            "STAGES": count_stages(self.codes.mixed) if self.codes else 0,
+            "STAGES": count_stages(self.codes.mixed) if self.codes and self.mixes_inside else 0,
             "num_warps": 8 if wide else 4,
             "num_stages": 2,
         }
@@ -496,8 +502,11 @@ def attend_paged(
     if k is not None and v is not None:
         place_all_heads(q, k, v, k_cache, v_cache, slot_mapping, slot_mapping, None, None)
     codes = key_codes(dim) if k_cache.dtype is torch.int8 else None
-    scale = scale / codes.mixed if codes else scale
     layout = PagedLayout(q.shape[1], k_cache.shape[2], dim, 0, codes, window, softcap)
+    if codes and layout.mixes_inside:
+        scale /= codes.mixed  # mixing has no factor
+    elif codes:
+        q = turn_back(q.contiguous(), codes.mixed)  # which divides by it
     where = block_table, query_start, seq_lens
     return _attend_over(q, (k_cache, v_cache), where, layout, scale, step, sinks, slopes)
 
