@@ -31,6 +31,7 @@ from plait.state.store import StateStore
 # Tokens of prompts, and numbers of sequences, by which kernels choose other forms: some that 16 divides, too.
 PROMPTS = (3, 12, 16, 24, 32, 48, 64, 100, 128, 200, 256, 400, 512, 800)
 BATCHES = (17, 65, 257)
+Run = tuple[str, Callable[[], object]]  # (what it is, what runs it)
 log = logging.getLogger("plait")
 
 
@@ -62,29 +63,38 @@ def size_gpu(
         return size_state(model, config, free_memory=left, free_host=host, total_memory=total)
 
     longest = size(memory.free()).max_model_len
-    small = [*small_prompts(decoder, config, longest, target.device, target.dtype)]
+    runs = measured_steps(decoder, config, longest, target.device, target.dtype)
+
+    def measure() -> int:
+        return measure_room(memory, *runs)
+
+    return size(target.ranks.measure(measure, config, longest) if target.ranks else measure())
+
+
+def measured_steps(
+    decoder: Decoder, config: EngineConfig, max_model_len: int, device: torch.device, dtype: torch.dtype
+) -> tuple[list[Run], list[Run]]:
+    """The steps that `measure_room` runs: op by op, and those that are captured. They are the same on all ranks.
+
+    `max_model_len`: the longest context that could fit before they run.
+    """
     most = 1 if config.speculate == "off" else 1 + config.num_draft_tokens  # tokens of a sequence
     tokens = min(config.max_num_seqs * most, max(config.max_num_batched_tokens, config.max_num_seqs))
-    captured = replace(config, max_num_batched_tokens=tokens)
-    where = longest, target.device, target.dtype
-    steps = [
-        largest_step(decoder, config, *where),
-        largest_step(decoder, captured, *where, num_logits=most),
+    checks, decodes = (replace(config, max_num_batched_tokens=n) for n in (tokens, config.max_num_seqs))
+    where = max_model_len, device, dtype
+    largest = largest_step(decoder, config, *where)
+    graphs = [  # decodes may run other variants than checks
+        largest_step(decoder, decodes, *where),
+        largest_step(decoder, checks, *where, num_logits=most),
     ]
-    if not decoder.spec.causal:  # it has no decodes
-        return size(measure_room(memory, [steps[0], *small]))
-    decodes = replace(config, max_num_batched_tokens=config.max_num_seqs)
-    graphs = [largest_step(decoder, decodes, *where), steps[1]]  # decodes may run other variants than checks
-    return size(measure_room(memory, [steps[0], *small], graphs))
+    runs = [largest, *small_prompts(decoder, config, *where)]
+    return runs, graphs if decoder.spec.causal else []  # else it has no decodes
 
 
 def leave_for_draft(free: int, nbytes: int) -> int:
     """What is left for the model's state beside a draft model of so many bytes, which is loaded after it."""
     left = max(free - nbytes, 0)
     return left - left // SHARE
-
-
-Run = tuple[str, Callable[[], object]]  # (what it is, what runs it)
 
 
 def measure_room(memory: DeviceMemory, runs: Sequence[Run], graphs: Sequence[Run] = ()) -> int:
