@@ -119,6 +119,17 @@ def test_every_load_of_quantized_weights_is_16_bytes_wide() -> None:
     assert seen > 50
 
 
+@pytest.mark.parametrize(("rows", "most"), [(8, 3.5), (16, 4.5)])
+def test_four_bit_weights_cost_few_instructions_on_sm_90(rows: int, most: float) -> None:
+    """Memory leaves 4.4 issue slots for a weight there: more would be the limit, not memory."""
+    found = read_rows(REPORT)
+    names = [name for name, (layout, *_) in linear.LAYOUTS.items() if layout.bits == 4 and not layout.high]
+    assert len(names) == 7
+    for name in names:
+        cells = found[RowKey(f"few rows, {name}, {rows}", 90)][1].split(" | ")
+        assert 1 < float(cells[5]) <= most, name
+
+
 def load_form(text: str, folder: Path, **changes: Any) -> KernelForm:
     """A form of the kernel `outer` in a module with this text."""
     file = folder / f"kernels_{len(list(folder.iterdir()))}.py"

@@ -200,6 +200,8 @@ def _build(opened: Opened, target: Target, tokenizer: Tokenizer | None, report: 
     if target.ranks:
         target.ranks.wait_loaded(agreement_of(opened, target.comm.rank))
         target.bound += [target.comm.bind()] if isinstance(target.comm, GroupComm) else []
+    if target.device.type == "cuda":
+        report("running the largest steps (the first start compiles kernels)", 0, 1)
     sizing = _size(opened, decoder, target, draft)
     vocab_size = decoder.spec.vocab_size
     _check_vocabulary(config.vocab, tokenizer, vocab_size)

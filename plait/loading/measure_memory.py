@@ -63,7 +63,7 @@ def size_gpu(
         return size_state(model, config, free_memory=left, free_host=host, total_memory=total)
 
     longest = size(memory.free()).max_model_len
-    runs = measured_steps(decoder, config, longest, target.device, target.dtype)
+    runs = list_steps(decoder, config, longest, target.device, target.dtype)
 
     def measure() -> int:
         return measure_room(memory, *runs)
@@ -71,10 +71,10 @@ def size_gpu(
     return size(target.ranks.measure(measure, config, longest) if target.ranks else measure())
 
 
-def measured_steps(
+def list_steps(
     decoder: Decoder, config: EngineConfig, max_model_len: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[list[Run], list[Run]]:
-    """The steps that `measure_room` runs: op by op, and those that are captured. They are the same on all ranks.
+    """The steps that `measure_room` runs: op by op, and captured ones. They are the same on all ranks.
 
     `max_model_len`: the longest context that could fit before they run.
     """

@@ -53,7 +53,7 @@ def launch(kernel: Any, grid: Grid, *args: object, **constants: object) -> None:
     """
     if 0 in grid:
         return
-    run = partial(_run_where_it_lies, kernel, grid, args, {**LAUNCH_OPTIONS, **constants})
+    run = partial(_run_where_it_lies, kernel[grid], kernel.fn.__name__, args, {**LAUNCH_OPTIONS, **constants})
     if not _here.watchers:
         run()
         return
@@ -62,8 +62,9 @@ def launch(kernel: Any, grid: Grid, *args: object, **constants: object) -> None:
     _here.watchers[-1].launched(kernel.fn.__name__, run, tensors, (grid, numbers, *sorted(constants.items())))
 
 
-def _run_where_it_lies(kernel: Any, grid: Grid, args: Sequence[object], constants: dict[str, object]) -> None:
-    run = kernel[grid]
+def _run_where_it_lies(
+    run: Callable[..., object], name: str, args: Sequence[object], constants: dict[str, object]
+) -> None:
     first = next((value for value in args if isinstance(value, Tensor)), None)
     is_here = first is None or not first.is_cuda or first.get_device() == torch.cuda.current_device()
     try:
@@ -74,7 +75,7 @@ def _run_where_it_lies(kernel: Any, grid: Grid, args: Sequence[object], constant
             raise
         text = clip_text(" ".join(str(error).split()), MAX_REASON)
         raise KernelFailed(
-            f"the kernel {kernel.fn.__name__} cannot run at this model's sizes on this GPU ({text}); "
+            f"the kernel {name} cannot run at this model's sizes on this GPU ({text}); "
             "`--ops reference` computes with torch alone"
         ) from error
 

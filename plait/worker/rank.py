@@ -13,7 +13,7 @@ from plait.engine.device import choose_device, memory_of
 from plait.errors import EngineError, PlaitError
 from plait.loading.kernel_trials.trials import try_kernels
 from plait.loading.make_runner import make_runner, make_sampler
-from plait.loading.measure_memory import measure_room, measured_steps
+from plait.loading.measure_memory import measure_room, list_steps
 from plait.loading.open_model import load_decoder, weight_formats
 from plait.loading.probe_scorer import open_settled
 from plait.loading.target import agreement_of, find_cuts, make_target
@@ -25,8 +25,8 @@ from plait.runner.ranks.messages import (
     Join,
     Joined,
     Leave,
-    Measure,
-    Measured,
+    MeasureMemory,
+    MemoryMeasured,
     Prepare,
     RankLoaded,
     Score,
@@ -101,8 +101,8 @@ class Follower:
                     self._connection.send_bytes(encode(Stepped(number, digest_of(data, answers))))
                 case Score(token_ids, chunk_size):
                     self._ready.logits(token_ids, chunk_size)
-                case Measure(config, max_model_len):
-                    self._connection.send_bytes(encode(Measured(self._measure(config, max_model_len))))
+                case MeasureMemory(config, max_model_len):
+                    self._connection.send_bytes(encode(MemoryMeasured(self._measure(config, max_model_len))))
                 case Leave():
                     os._exit(0)
                 case Join():
@@ -116,7 +116,7 @@ class Follower:
 
     def _measure(self, config: EngineConfig, max_model_len: int) -> int:
         device, dtype = self._target.device, self._target.dtype
-        runs = measured_steps(self._decoder, config, max_model_len, device, dtype)
+        runs = list_steps(self._decoder, config, max_model_len, device, dtype)
         return measure_room(memory_of(device), *runs)
 
     def _prepare(self, message: Prepare) -> None:

@@ -14,7 +14,7 @@ from plait import LLM, SamplingParams
 from plait.config import EngineConfig
 from plait.errors import CannotDivide, ConfigError, EngineError, RankLost
 from plait.llm.outputs import RequestOutput
-from plait.loading.measure_memory import measured_steps
+from plait.loading.measure_memory import list_steps
 from plait.partition import Rank
 from plait.runner.ranks.group import RankGroup
 
@@ -54,7 +54,7 @@ def test_ranks_run_the_steps_by_which_memory_is_measured_together(ranks: LLM) ->
     loaded = ranks._loaded
     config = EngineConfig(device="cpu", max_num_batched_tokens=8, max_num_seqs=2)
     where = 16, loaded.target.device, loaded.target.dtype
-    runs, graphs = measured_steps(loaded.runner.decoder, config, *where)
+    runs, graphs = list_steps(loaded.runner.decoder, config, *where)
     seen: list[str] = []
 
     def measure() -> int:

@@ -62,7 +62,7 @@ class Leave(RankMessage, frozen=True, tag=5):
     """End."""
 
 
-class Measure(RankMessage, frozen=True, tag=6):
+class MeasureMemory(RankMessage, frozen=True, tag=6):
     """Run the steps by which memory is divided, with contexts of so many tokens, together with rank 0."""
 
     config: EngineConfig
@@ -93,14 +93,14 @@ class Failed(RankMessage, frozen=True, tag=3):
     text: str
 
 
-class Measured(RankMessage, frozen=True, tag=5):
-    """The steps of `Measure` have run. `nbytes`: what a rank has left for state."""
+class MemoryMeasured(RankMessage, frozen=True, tag=5):
+    """The steps of `MeasureMemory` have run. `nbytes`: what a rank has left for state."""
 
     nbytes: int
 
 
-FromLeader = Join | Prepare | Step | Score | Leave | Measure
-FromRank = Joined | RankLoaded | Stepped | Failed | Measured
+FromLeader = Join | Prepare | Step | Score | Leave | MeasureMemory
+FromRank = Joined | RankLoaded | Stepped | Failed | MemoryMeasured
 _ENCODE = msgspec.msgpack.Encoder()
 _FROM_LEADER: msgspec.msgpack.Decoder[FromLeader] = msgspec.msgpack.Decoder(FromLeader)
 _FROM_RANK: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)

@@ -105,7 +105,7 @@ def test_splits_are_folded_when_partial_results_have_no_place(monkeypatch: pytes
 def test_partial_results_take_what_the_tables_of_a_step_hold_and_256_mib_at_most(
     heads: tuple[int, int], seqs: int, blocks: int, count: int
 ) -> None:
-    """No memory of blocks is asked: what a step over garbage takes is what a real one takes."""
+    """No memory of blocks is needed: what a step over garbage takes is what a real one takes."""
     layout = PagedLayout(*heads, 128, 0, None, None, None)
     constants = layout.constants(seqs, 16)
     assert most_slots(torch.empty(seqs, blocks, device="meta"), 64, constants) == count
