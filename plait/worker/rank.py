@@ -13,7 +13,7 @@ from plait.engine.device import choose_device, memory_of
 from plait.errors import EngineError, PlaitError
 from plait.loading.kernel_trials.trials import try_kernels
 from plait.loading.make_runner import make_runner, make_sampler
-from plait.loading.measure_memory import measure_room, list_steps
+from plait.loading.measure_memory import list_steps, measure_room
 from plait.loading.open_model import load_decoder, weight_formats
 from plait.loading.probe_scorer import open_settled
 from plait.loading.target import agreement_of, find_cuts, make_target
