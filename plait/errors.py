@@ -191,6 +191,12 @@ class EngineLost(EngineError):
     code = "engine_lost"
 
 
+class KernelFailed(EngineError):
+    """A kernel that a GPU cannot compile, or cannot start, for the sizes of a model. Names the kernel."""
+
+    code = "kernel_failed"
+
+
 class DeviceLost(EngineError):
     """A GPU that failed in a step and answers no more. The engine's process ends, and another replays."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed here")
 
 from plait.kernels.triton.forms import TARGETS, KernelForm
+from plait.kernels.triton.linear import few_rows, linear
 from tools.compile_kernels import (
     Compiled,
     Report,
@@ -94,6 +96,38 @@ def test_loads_are_counted_by_their_width() -> None:
 
 def test_the_committed_report_is_of_todays_kernels() -> None:
     assert check_report(REPORT, list(TARGETS)) == 0
+
+
+def test_every_load_of_quantized_weights_is_16_bytes_wide() -> None:
+    """Codes and rows of x alone are copied ahead, once for each stage: the bytes say how wide loads are."""
+    rows, seen = read_rows(REPORT), 0
+    for form in linear.forms():
+        if form.kernel is not few_rows.few_planes:
+            continue
+        sizes = {name: int(str(form.constants[name])) for name in ("BITS", "HIGH", "BM", "BN", "UNITS")}
+        nbytes = form.num_warps * 32 * 16  # of a load of 16 bytes by every thread
+        codes = form.weights * (sizes["BITS"] + sizes["HIGH"]) // 8 // nbytes
+        x = form.weights // sizes["BN"] * sizes["BM"] * 2 // nbytes
+        for target in TARGETS:
+            found = dict(re.findall(r"(LDGSTS\.\d+):(\d+)", rows[RowKey(form.name, target)][1]))
+            wide, narrow = int(found["LDGSTS.128"]), int(found.get("LDGSTS.64", 0))
+            if sizes["BM"] == 8:  # 8 numbers of x that lie together are loaded by two threads
+                assert (wide, narrow) == (form.num_stages * codes, form.num_stages * 2 * x), form.name
+            else:
+                assert (wide, narrow) == (form.num_stages * (codes + x), 0), form.name
+            seen += 1
+    assert seen > 50
+
+
+@pytest.mark.parametrize(("rows", "most"), [(8, 3.5), (16, 4.5)])
+def test_four_bit_weights_cost_few_instructions_on_sm_90(rows: int, most: float) -> None:
+    """Memory leaves 4.4 issue slots for a weight there: more would be the limit, not memory."""
+    found = read_rows(REPORT)
+    names = [name for name, (layout, *_) in linear.LAYOUTS.items() if layout.bits == 4 and not layout.high]
+    assert len(names) == 7
+    for name in names:
+        cells = found[RowKey(f"few rows, {name}, {rows}", 90)][1].split(" | ")
+        assert 1 < float(cells[5]) <= most, name
 
 
 def load_form(text: str, folder: Path, **changes: Any) -> KernelForm:

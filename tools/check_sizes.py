@@ -30,7 +30,7 @@ CAPS = {
     "frontend": 1_560,
     "kernels": 27_200,
     "llm": 630,
-    "loading": 5_520,
+    "loading": 5_570,
     "model": 5_130,
     "ops": 6_560,
     "quant": 2_500,

@@ -128,6 +128,22 @@ class CudaMemory:
         return max(int(torch.cuda.max_memory_allocated(self.device)) - int(before), 0)
 
 
+class HostMemory:
+    """The memory of the host, of which no peak is known."""
+
+    def free(self) -> int:
+        return free_memory(torch.device("cpu"))
+
+    def peak_of(self, run: Callable[[], object]) -> int:
+        run()
+        return 0
+
+
+def memory_of(device: torch.device) -> DeviceMemory:
+    """The memory of a device, to divide it."""
+    return CudaMemory(device) if device.type == "cuda" else HostMemory()
+
+
 @contextlib.contextmanager
 def out_of_memory(what: str) -> Iterator[None]:
     """Turn the allocator's failure into OutOfMemory that names what was being done."""

@@ -10,9 +10,9 @@ from plait.checkpoint.weights import Target
 from plait.config import EngineConfig
 from plait.engine.core import Engine
 from plait.engine.device import (
-    CudaMemory,
     choose_device,
     free_memory,
+    memory_of,
     out_of_memory,
 )
 from plait.engine.grammar_guide import Guides
@@ -200,6 +200,8 @@ def _build(opened: Opened, target: Target, tokenizer: Tokenizer | None, report: 
     if target.ranks:
         target.ranks.wait_loaded(agreement_of(opened, target.comm.rank))
         target.bound += [target.comm.bind()] if isinstance(target.comm, GroupComm) else []
+    if target.device.type == "cuda":
+        report("running the largest steps (the first start compiles kernels)", 0, 1)
     sizing = _size(opened, decoder, target, draft)
     vocab_size = decoder.spec.vocab_size
     _check_vocabulary(config.vocab, tokenizer, vocab_size)
@@ -349,7 +351,7 @@ def describe_for_sizing(decoder: Decoder, target: Target) -> ModelFacts:
 def _size(opened: Opened, decoder: Decoder, target: Target, draft: Opened | None = None) -> Sizing:
     facts = describe_for_sizing(decoder, target)
     if target.device.type == "cuda":
-        memory, draft_nbytes = CudaMemory(target.device), draft.nbytes if draft else 0
+        memory, draft_nbytes = memory_of(target.device), draft.nbytes if draft else 0
         sizing = size_gpu(facts, decoder, target, opened.config, memory, draft_nbytes)
     else:
         mapped = target.shelf.nbytes if target.shelf else 0

@@ -11,7 +11,7 @@ step that checks drafts.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -28,6 +28,10 @@ from plait.runner.batches.inputs import build_batch
 from plait.schedule.plan import Chunk, StepPlan
 from plait.state.store import StateStore
 
+# Tokens of prompts, and numbers of sequences, by which kernels choose other forms: some that 16 divides, too.
+PROMPTS = (3, 12, 16, 24, 32, 48, 64, 100, 128, 200, 256, 400, 512, 800)
+BATCHES = (17, 65, 257)
+Run = tuple[str, Callable[[], object]]  # (what it is, what runs it)
 log = logging.getLogger("plait")
 
 
@@ -59,28 +63,38 @@ def size_gpu(
         return size_state(model, config, free_memory=left, free_host=host, total_memory=total)
 
     longest = size(memory.free()).max_model_len
+    runs = list_steps(decoder, config, longest, target.device, target.dtype)
+
+    def measure() -> int:
+        return measure_room(memory, *runs)
+
+    return size(target.ranks.measure(measure, config, longest) if target.ranks else measure())
+
+
+def list_steps(
+    decoder: Decoder, config: EngineConfig, max_model_len: int, device: torch.device, dtype: torch.dtype
+) -> tuple[list[Run], list[Run]]:
+    """The steps that `measure_room` runs: op by op, and captured ones. They are the same on all ranks.
+
+    `max_model_len`: the longest context that could fit before they run.
+    """
     most = 1 if config.speculate == "off" else 1 + config.num_draft_tokens  # tokens of a sequence
     tokens = min(config.max_num_seqs * most, max(config.max_num_batched_tokens, config.max_num_seqs))
-    captured = replace(config, max_num_batched_tokens=tokens)
-    where = longest, target.device, target.dtype
-    steps = [
-        largest_step(decoder, config, *where),
-        largest_step(decoder, captured, *where, num_logits=most),
+    checks, decodes = (replace(config, max_num_batched_tokens=n) for n in (tokens, config.max_num_seqs))
+    where = max_model_len, device, dtype
+    largest = largest_step(decoder, config, *where)
+    graphs = [  # decodes may run other variants than checks
+        largest_step(decoder, decodes, *where),
+        largest_step(decoder, checks, *where, num_logits=most),
     ]
-    if not decoder.spec.causal:  # it has no decodes
-        return size(measure_room(memory, steps[:1]))
-    decodes = replace(config, max_num_batched_tokens=config.max_num_seqs)
-    graphs = [largest_step(decoder, decodes, *where), steps[1]]  # decodes may run other variants than checks
-    return size(measure_room(memory, steps[:1], graphs))
+    runs = [largest, *small_prompts(decoder, config, *where)]
+    return runs, graphs if decoder.spec.causal else []  # else it has no decodes
 
 
 def leave_for_draft(free: int, nbytes: int) -> int:
     """What is left for the model's state beside a draft model of so many bytes, which is loaded after it."""
     left = max(free - nbytes, 0)
     return left - left // SHARE
-
-
-Run = tuple[str, Callable[[], object]]  # (what it is, what runs it)
 
 
 def measure_room(memory: DeviceMemory, runs: Sequence[Run], graphs: Sequence[Run] = ()) -> int:
@@ -117,12 +131,45 @@ def largest_step(
     As many sequences as may run share `max_num_batched_tokens`, each at the end of the longest context.
     `num_logits`: rows of logits of each, at most.
     """
-    tokens, size = config.max_num_batched_tokens, config.block_size
+    tokens = config.max_num_batched_tokens
     seqs = min(config.max_num_seqs, tokens) if decoder.spec.causal else 1
-    groups = block_groups(decoder.states)
     lengths = [min(tokens // seqs + (i < tokens % seqs), max_model_len) for i in range(seqs)]
-    table = tuple((0,) * -(-max_model_len // size) for _ in groups)
     starts = [max_model_len - n if decoder.spec.causal else 0 for n in lengths]
+    run = _garbage_step(decoder, config.block_size, starts, lengths, device, dtype, num_logits)
+    ways = "lower --max-num-batched-tokens or --max-model-len"
+    return f"the largest step ({sum(lengths)} tokens, contexts of {max_model_len}; {ways})", run
+
+
+def small_prompts(
+    decoder: Decoder, config: EngineConfig, max_model_len: int, device: torch.device, dtype: torch.dtype
+) -> Iterator[Run]:
+    """Steps that are smaller than the largest one, each a run over garbage.
+
+    Kernels have other forms for other numbers of tokens and of sequences. Run here, they are compiled before
+    the model is ready: else the first prompts would wait for a compiler, and every stream with them.
+    """
+    for tokens in PROMPTS:
+        if tokens < min(config.max_num_batched_tokens, max_model_len):
+            run = _garbage_step(decoder, config.block_size, [0], [tokens], device, dtype)
+            yield f"a prompt of {tokens} tokens", run
+    for seqs in BATCHES if decoder.spec.causal else ():
+        if seqs < config.max_num_seqs and 2 * seqs < config.max_num_batched_tokens and max_model_len > 1:
+            run = _garbage_step(decoder, config.block_size, [0] * seqs, [2] * seqs, device, dtype)
+            yield f"{seqs} prompts of 2 tokens", run
+
+
+def _garbage_step(
+    decoder: Decoder,
+    block_size: int,
+    starts: Sequence[int],
+    lengths: Sequence[int],
+    device: torch.device,
+    dtype: torch.dtype,
+    num_logits: int = 1,
+) -> Callable[[], None]:
+    """A step of these tokens behind so many others, all of them in block 0 and slot 0, where padding is."""
+    groups, ends = block_groups(decoder.states), [a + n for a, n in zip(starts, lengths, strict=True)]
+    table = tuple((0,) * -(-max(ends) // block_size) for _ in groups)
     chunks = tuple(
         Chunk(i, start, (0,) * n, table, 0, min(n, num_logits))
         for i, (start, n) in enumerate(zip(starts, lengths, strict=True))
@@ -132,10 +179,10 @@ def largest_step(
     @torch.inference_mode()
     def run() -> None:
         slots = 1 if has_slots(decoder.states) else 0
-        store = StateStore(decoder.states, {g.name: 1 for g in groups}, slots, size, device, dtype)
+        store = StateStore(decoder.states, {g.name: 1 for g in groups}, slots, block_size, device, dtype)
         for tensor in store.tensors:
             tensor.zero_()
-        decoder(build_batch(plan, groups, size, device), store)
+        logits = decoder(build_batch(plan, groups, block_size, device), store)
+        torch.empty_like(logits)  # penalties, biases and masks make a copy
 
-    ways = "lower --max-num-batched-tokens or --max-model-len"
-    return f"the largest step ({sum(lengths)} tokens, contexts of {max_model_len}; {ways})", run
+    return run

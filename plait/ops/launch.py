@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from plait.errors import KernelFailed, clip_text
+
 Grid = tuple[int, ...]
+MAX_REASON = 300  # characters of a compiler's error
 # Of every launch that says nothing else. What Triton does by default has changed between versions: whether a
 # product and a sum are one instruction, which decides bits, must not depend on the version that is installed.
 LAUNCH_OPTIONS: Mapping[str, object] = {"enable_fp_fusion": True}
@@ -44,11 +48,12 @@ def launch(kernel: Any, grid: Grid, *args: object, **constants: object) -> None:
     options.
 
     It runs on the device of its first tensor, whichever device this thread has selected: Triton itself
-    launches on that one, where memory of another cannot be read.
+    launches on that one, where memory of another cannot be read. Raises KernelFailed if Triton cannot compile
+    the kernel for these arguments, or the device has not what it needs (shared memory, registers).
     """
     if 0 in grid:
         return
-    run = partial(_run_where_it_lies, kernel[grid], args, {**LAUNCH_OPTIONS, **constants})
+    run = partial(_run_where_it_lies, kernel[grid], kernel.fn.__name__, args, {**LAUNCH_OPTIONS, **constants})
     if not _here.watchers:
         run()
         return
@@ -58,14 +63,21 @@ def launch(kernel: Any, grid: Grid, *args: object, **constants: object) -> None:
 
 
 def _run_where_it_lies(
-    run: Callable[..., object], args: Sequence[object], constants: dict[str, object]
+    run: Callable[..., object], name: str, args: Sequence[object], constants: dict[str, object]
 ) -> None:
     first = next((value for value in args if isinstance(value, Tensor)), None)
-    if first is None or not first.is_cuda or first.get_device() == torch.cuda.current_device():
-        run(*args, **constants)
-        return
-    with torch.cuda.device(first.device):
-        run(*args, **constants)
+    is_here = first is None or not first.is_cuda or first.get_device() == torch.cuda.current_device()
+    try:
+        with nullcontext() if first is None or is_here else torch.cuda.device(first.device):
+            run(*args, **constants)
+    except Exception as error:
+        if not type(error).__module__.startswith("triton."):
+            raise
+        text = clip_text(" ".join(str(error).split()), MAX_REASON)
+        raise KernelFailed(
+            f"the kernel {name} cannot run at this model's sizes on this GPU ({text}); "
+            "`--ops reference` computes with torch alone"
+        ) from error
 
 
 @contextlib.contextmanager

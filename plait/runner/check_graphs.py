@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from plait.errors import CannotRecord
+from plait.errors import CannotRecord, KernelFailed
 from plait.memory import BlockGroup
 from plait.model.decoder import Decoder
 from plait.runner.batches.check_batch import CheckBatch, CheckSize
@@ -109,7 +109,7 @@ class CheckGraphs:
         inputs += [self._answers, self._hidden, *self._tables.static_tensors]
         try:
             self.graphs[key] = self._backend.capture(lambda: self._step(key), inputs)
-        except (CannotRecord, RuntimeError) as error:
+        except (CannotRecord, KernelFailed, RuntimeError) as error:
             self.refused[key.size] = str(error)
             what = f"{key.size.tokens} tokens of {key.size.seqs} sequences"
             log.warning("steps that check drafts, %s, are not captured, and run op by op: %s", what, error)
@@ -117,7 +117,7 @@ class CheckGraphs:
         return True
 
     def _step(self, key: CheckKey) -> Tensor:
-        """What a graph does: the step, and a draw for each row of logits. Returns the logits."""
+        """What a graph does: the step, and a draw for each row of logits. Returns the tokens."""
         batch, tokens = self._batch.batch(key.size), key.size.tokens
         hidden = self._decoder.hidden(batch, self._store)
         if self._observe:
@@ -126,4 +126,4 @@ class CheckGraphs:
         ids, values = self._sampler.draw(logits, self._tables)
         self._answers[0, :tokens].copy_(ids)
         self._answers[1, :tokens].copy_(values)
-        return logits
+        return ids

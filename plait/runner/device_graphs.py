@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plait.errors import CannotRecord, EngineError
+from plait.errors import CannotRecord, EngineError, KernelFailed
 from plait.memory import BlockGroup
 from plait.model.decoder import Decoder
 from plait.ops.registry import OpFacts
@@ -231,7 +231,7 @@ class DeviceReplay:
             self._graphs = {k: g for k, g in self._graphs.items() if not k.form or k.form.generation == now}
         try:
             graph = self._graphs[key] = self._capture(key)
-        except (CannotRecord, RuntimeError) as error:
+        except (CannotRecord, KernelFailed, RuntimeError) as error:
             self._refused[key] = str(error)
             log.warning("steps of %d sequences are not captured, and run op by op: %s", key.bucket, error)
             return None
@@ -254,7 +254,9 @@ class DeviceReplay:
             batch.memory.copy_(held)
 
     def _step(self, key: GraphKey) -> Tensor:
-        """What a graph does: the decode step of the first rows. Returns their logits."""
+        """What a graph does: the decode step of the first rows. Returns what the host reads: logits, if it
+        samples, else the tokens. A graph keeps that for ever, and logits of a large batch are hundreds of MB.
+        """
         batch, size = self.batch, self._store.block_size
         active, ids, positions, lens = batch.moving(key.bucket)
         mappings = {
@@ -272,7 +274,7 @@ class DeviceReplay:
             return logits
         found, values = self.sampler.draw(logits, self._tables)
         self._move_on(found, values, active, ids, positions, lens, self._answers[:, : key.bucket])
-        return logits
+        return found
 
     # Op by op
 

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from plait.errors import CannotRecord, EngineError
+from plait.errors import CannotRecord, EngineError, KernelFailed
 from plait.memory import block_groups, has_slots
 from plait.model.decoder import Decoder
 from plait.ops.registry import Binding
@@ -107,7 +107,7 @@ class ModelRunner:
             if graphs.captures_at_start:
                 replay.prepare()
             self.step_kind, self.is_recorded = replay.describe(), True
-        except (CannotRecord, RuntimeError) as error:
+        except (CannotRecord, KernelFailed, RuntimeError) as error:
             self.step_kind = f"op by op: {error}"
 
     def close(self) -> None:

@@ -8,10 +8,12 @@ import threading
 from multiprocessing.connection import Connection
 
 from plait.checkpoint.weights import Target
-from plait.engine.device import choose_device
+from plait.config import EngineConfig
+from plait.engine.device import choose_device, memory_of
 from plait.errors import EngineError, PlaitError
 from plait.loading.kernel_trials.trials import try_kernels
 from plait.loading.make_runner import make_runner, make_sampler
+from plait.loading.measure_memory import list_steps, measure_room
 from plait.loading.open_model import load_decoder, weight_formats
 from plait.loading.probe_scorer import open_settled
 from plait.loading.target import agreement_of, find_cuts, make_target
@@ -23,6 +25,8 @@ from plait.runner.ranks.messages import (
     Join,
     Joined,
     Leave,
+    MeasureMemory,
+    MemoryMeasured,
     Prepare,
     RankLoaded,
     Score,
@@ -97,6 +101,8 @@ class Follower:
                     self._connection.send_bytes(encode(Stepped(number, digest_of(data, answers))))
                 case Score(token_ids, chunk_size):
                     self._ready.logits(token_ids, chunk_size)
+                case MeasureMemory(config, max_model_len):
+                    self._connection.send_bytes(encode(MemoryMeasured(self._measure(config, max_model_len))))
                 case Leave():
                     os._exit(0)
                 case Join():
@@ -107,6 +113,11 @@ class Follower:
         if self._runner is None:
             raise EngineError("a rank got a step before its memory")
         return self._runner
+
+    def _measure(self, config: EngineConfig, max_model_len: int) -> int:
+        device, dtype = self._target.device, self._target.dtype
+        runs = list_steps(self._decoder, config, max_model_len, device, dtype)
+        return measure_room(memory_of(device), *runs)
 
     def _prepare(self, message: Prepare) -> None:
         target, vocab_size = self._target, self._decoder.spec.vocab_size

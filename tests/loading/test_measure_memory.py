@@ -24,6 +24,7 @@ from plait.loading.measure_memory import (
     leave_for_draft,
     measure_room,
     size_gpu,
+    small_prompts,
 )
 from plait.loading.open_model import Opened, open_model
 from plait.model.decoder import Decoder
@@ -115,16 +116,8 @@ def test_the_memory_of_a_gpu_is_that_of_torch_and_of_the_driver(monkeypatch: pyt
     assert seen[2:] == ["waited"]
 
 
-@pytest.mark.parametrize(("tokens", "seqs", "lengths"), [(7, 3, [3, 2, 2]), (2, 1, [2]), (3, 3, [1, 1, 1])])
-def test_the_largest_step_is_at_the_end_of_the_longest_context_and_all_in_garbage(
-    nano_hybrid: Path, tokens: int, seqs: int, lengths: list[int]
-) -> None:
-    config = EngineConfig(
-        device="cpu", ops="reference", max_num_batched_tokens=tokens, max_num_seqs=seqs, block_size=4
-    )
-    opened = open_model(str(nano_hybrid), config)
-    target = build_module.make_target(opened, torch.device("cpu"))
-    decoder = build_module.load_decoder(opened, target, lambda *_: None)
+def watch(decoder: Decoder) -> tuple[Decoder, list[tuple[Batch, StateStore]]]:
+    """A decoder, and a list of what its steps will get."""
     seen: list[tuple[Batch, StateStore]] = []
 
     class Watched:
@@ -135,6 +128,20 @@ def test_the_largest_step_is_at_the_end_of_the_longest_context_and_all_in_garbag
             return decoder(batch, store)
 
     watched: Decoder = Watched()  # type: ignore[assignment]
+    return watched, seen
+
+
+@pytest.mark.parametrize(("tokens", "seqs", "lengths"), [(7, 3, [3, 2, 2]), (2, 1, [2]), (3, 3, [1, 1, 1])])
+def test_the_largest_step_is_at_the_end_of_the_longest_context_and_all_in_garbage(
+    nano_hybrid: Path, tokens: int, seqs: int, lengths: list[int]
+) -> None:
+    config = EngineConfig(
+        device="cpu", ops="reference", max_num_batched_tokens=tokens, max_num_seqs=seqs, block_size=4
+    )
+    opened = open_model(str(nano_hybrid), config)
+    target = build_module.make_target(opened, torch.device("cpu"))
+    decoder = build_module.load_decoder(opened, target, lambda *_: None)
+    watched, seen = watch(decoder)
     what, run = largest_step(watched, config, 10, target.device, target.dtype)
     run()
     assert what.startswith(
@@ -146,6 +153,26 @@ def test_the_largest_step_is_at_the_end_of_the_longest_context_and_all_in_garbag
     assert not batch.state_slots.any()
     assert all(not i.block_table.any() and i.block_table.shape[1] == 3 for i in batch.paged.values())
     assert all(len(t) == 1 for t in store.tensors), "no more memory than the garbage block and slot"
+
+
+def test_prompts_of_every_form_of_kernels_run_before_the_model_is_ready(nano_hybrid: Path) -> None:
+    config = EngineConfig(
+        device="cpu", ops="reference", max_num_batched_tokens=40, max_num_seqs=18, block_size=4
+    )
+    opened = open_model(str(nano_hybrid), config)
+    target = build_module.make_target(opened, torch.device("cpu"))
+    decoder = build_module.load_decoder(opened, target, lambda *_: None)
+    watched, seen = watch(decoder)
+    runs = dict(small_prompts(watched, config, 25, target.device, target.dtype))
+    assert list(runs) == [*(f"a prompt of {n} tokens" for n in (3, 12, 16, 24)), "17 prompts of 2 tokens"]
+    for name in ("a prompt of 12 tokens", "17 prompts of 2 tokens"):
+        runs[name]()
+    prompt, several = (batch for batch, _ in seen)
+    assert prompt.query_start.tolist() == [0, 12]
+    assert several.query_start.diff().tolist() == [2] * 17
+    for batch in (prompt, several):
+        assert not batch.has_history.any(), "whole prompts"
+        assert torch.equal(batch.seq_lens, batch.query_start.diff())
 
 
 def test_a_gpu_gives_its_share_of_what_is_measured_and_swaps_into_the_host_s_memory(
@@ -166,7 +193,8 @@ def test_a_gpu_gives_its_share_of_what_is_measured_and_swaps_into_the_host_s_mem
         )
         config = replace(opened.config, max_num_batched_tokens=8, **options)
         found = size_gpu(facts, decoder, target, config, memory, draft)
-        assert memory.log == ["free", "run", "run", "run", "free"], "the largest step, decodes, checks"
+        wanted = ["free", *["run"] * 4, "free"]
+        assert memory.log == wanted, "the largest step, a small prompt, decodes, checks"
         return found
 
     with caplog.at_level(logging.INFO, "plait"):

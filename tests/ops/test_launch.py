@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from plait.errors import KernelFailed
 from plait.ops.launch import LAUNCH_OPTIONS, launch
 
 
@@ -47,3 +48,28 @@ def test_a_kernel_runs_on_the_device_of_its_memory(monkeypatch: pytest.MonkeyPat
     for tensor in (first, second):
         launch(Kernel(), (1,), 3, tensor)
     assert selected == [torch.device("cuda", 1)]
+
+
+def test_a_kernel_that_does_not_fit_the_gpu_is_named_in_one_line() -> None:
+    class OutOfResources(Exception):
+        pass
+
+    class Tight(Kernel):
+        error: type[Exception] = OutOfResources
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def run(*args: Any, **constants: Any) -> None:
+                raise self.error("out of resource: shared memory,\n Required: 131072")
+
+            return run
+
+    OutOfResources.__module__ = "triton.runtime.errors"
+    with pytest.raises(KernelFailed) as caught:
+        launch(Tight(), (1,), torch.zeros(2))
+    assert str(caught.value) == (
+        "the kernel kernel cannot run at this model's sizes on this GPU (out of resource: shared memory, "
+        "Required: 131072); `--ops reference` computes with torch alone"
+    )
+    Tight.error = ValueError
+    with pytest.raises(ValueError, match="out of resource"):
+        launch(Tight(), (1,), torch.zeros(2))

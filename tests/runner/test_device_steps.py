@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +15,7 @@ pytest.importorskip("triton", reason="Triton is not installed here")
 
 from plait.errors import CannotRecord, EngineError
 from plait.model.decoder import Decoder
+from plait.runner.batches.inputs import upload
 from plait.runner.device_graphs import DeviceTicket
 from plait.schedule.plan import FOLLOW, Sampled, SamplingBatch, StepPlan, Ticket
 from plait.schedule.pools import CacheOptions
@@ -225,3 +227,16 @@ def test_where_a_step_cannot_be_captured_it_runs_op_by_op(
     assert one.finish() == want
     assert set(one.replay._refused.values()) == {"this driver is too old"}
     assert one.engine.num_ahead > 20, "the host is not waited for all the same"
+
+
+def test_rows_of_a_table_have_the_same_stride_on_a_device_whatever_their_width() -> None:
+    """A kernel is compiled for strides that 16 divides and anew for others: not while a request waits."""
+    parts = [np.arange(3), *(np.arange(2 * width).reshape(2, width) for width in (1, 3, 16, 17))]
+    for found, part in zip(upload(parts, torch.device("meta")), parts, strict=True):
+        assert found.shape == part.shape
+        assert found.stride(-1) == 1
+        assert found.stride(0) % 16 == 0 or found.dim() == 1
+        assert found.storage_offset() % 16 == 0
+    for found, part in zip(upload(parts, torch.device("cpu")), parts, strict=True):
+        assert found.is_contiguous()
+        assert found.tolist() == part.tolist()

@@ -14,6 +14,7 @@ from plait import LLM, SamplingParams
 from plait.config import EngineConfig
 from plait.errors import CannotDivide, ConfigError, EngineError, RankLost
 from plait.llm.outputs import RequestOutput
+from plait.loading.measure_memory import list_steps
 from plait.partition import Rank
 from plait.runner.ranks.group import RankGroup
 
@@ -46,6 +47,27 @@ def test_two_ranks_give_tokens_and_log_probabilities_of_one_to_the_bit(ranks: LL
         wanted = said(alone.generate(PROMPTS, PARAMS))
     assert said(ranks.generate(PROMPTS, PARAMS)) == wanted
     assert len({tokens for tokens, _ in wanted}) == 2
+
+
+def test_ranks_run_the_steps_by_which_memory_is_measured_together(ranks: LLM) -> None:
+    """Each of their sums waits for all ranks: one alone would wait for ever."""
+    loaded = ranks._loaded
+    config = EngineConfig(device="cpu", max_num_batched_tokens=8, max_num_seqs=2)
+    where = 16, loaded.target.device, loaded.target.dtype
+    runs, graphs = list_steps(loaded.runner.decoder, config, *where)
+    seen: list[str] = []
+
+    def measure() -> int:
+        for what, run in (*runs, *graphs):
+            run()
+            seen.append(what)
+        return 1 << 60
+
+    before = said(ranks.generate(PROMPTS[:1], PARAMS[:1]))
+    found = group_of(ranks).measure(measure, config, 16)
+    assert len(seen) == 4, "the largest step, a small prompt, decodes, checks"
+    assert 0 < found < 1 << 60, "what the other rank has, which is less"
+    assert said(ranks.generate(PROMPTS[:1], PARAMS[:1])) == before
 
 
 def test_a_rank_has_its_share_of_the_weights_and_ends_with_the_engine() -> None:

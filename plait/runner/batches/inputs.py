@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -50,16 +51,29 @@ def parts_of(plan: StepPlan, num_groups: int, block_size: int) -> list[Ints]:
 
 
 def upload(parts: Sequence[Ints], device: torch.device) -> list[Tensor]:
-    """Arrays as tensors on the device: views of one tensor, which is copied at once."""
-    offsets = np.cumsum([0, *(-(-part.size // ALIGNED) * ALIGNED for part in parts)]).tolist()
+    """Arrays as tensors on the device: views of one tensor, which is copied at once.
+
+    On a GPU the rows of a table are a multiple of `ALIGNED` numbers apart, whatever their width: kernels are
+    compiled for strides that 16 divides and anew for others, which takes seconds in the middle of a step.
+    """
+    forms = [_lie_on(device, part.shape) for part in parts]
+    offsets = np.cumsum([0, *(-(-math.prod(form) // ALIGNED) * ALIGNED for form in forms)]).tolist()
     whole = torch.zeros(max(offsets[-1], 1), dtype=torch.int64, pin_memory=device.type == "cuda")
+    places = [slice(at, at + math.prod(form)) for at, form in zip(offsets, forms, strict=False)]
     flat = whole.numpy()
-    for part, at in zip(parts, offsets, strict=False):
-        flat[at : at + part.size] = part.ravel()
+    for part, form, place in zip(parts, forms, places, strict=True):
+        flat[place].reshape(form)[..., : part.shape[-1]] = part
     if device.type != "cpu":
         whole = whole.to(device, non_blocking=True)
-    pairs = zip(parts, offsets, strict=False)
-    return [whole[at : at + part.size].view(part.shape) for part, at in pairs]
+    given = zip(parts, forms, places, strict=True)
+    return [whole[place].view(form)[..., : part.shape[-1]] for part, form, place in given]
+
+
+def _lie_on(device: torch.device, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of an array with what lies between its rows."""
+    if len(shape) < 2 or device.type == "cpu":
+        return shape
+    return *shape[:-1], -(-shape[-1] // ALIGNED) * ALIGNED
 
 
 def upload_pairs(numbers: tuple[list[int], list[int]], device: torch.device) -> tuple[Tensor, Tensor]:

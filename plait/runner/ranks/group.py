@@ -22,6 +22,8 @@ from plait.runner.ranks.messages import (
     Join,
     Joined,
     Leave,
+    MeasureMemory,
+    MemoryMeasured,
     Prepare,
     RankLoaded,
     RankMessage,
@@ -36,7 +38,7 @@ from plait.runner.ranks.processes import RankProcess, StartedRank, take_rank
 from plait.runner.replay import Run
 from plait.schedule.plan import Sampled, SamplingBatch, StepPlan, Ticket
 
-R = TypeVar("R", Joined, RankLoaded)
+R = TypeVar("R", Joined, RankLoaded, MemoryMeasured)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,15 @@ class RankGroup:
             raise RankLost(f"rank {member.index} sent {type(report).__name__}, not {kind.__name__}")
         return report
 
+    def measure(self, run: Callable[[], int], config: EngineConfig, max_model_len: int) -> int:
+        """Run the steps by which memory is divided on all ranks, which wait for each other in every step.
+
+        run: those of this rank -> bytes that it has left for state. Returns what the rank with the least has.
+        """
+        self._send(MeasureMemory(config, max_model_len))
+        own = run()
+        return min(own, *(self._expect_report(member, MemoryMeasured).nbytes for member in self._members))
+
     def prepare(self, message: Prepare) -> None:
         """Have all make the memory of sequences."""
         self._send(message)
@@ -173,7 +184,7 @@ class RankGroup:
             if len(self._reported[number]) == len(self._members):
                 del self._expected[number], self._reported[number]
 
-    def _receive(self, member: _Member) -> Joined | RankLoaded | Stepped:
+    def _receive(self, member: _Member) -> Joined | RankLoaded | MemoryMeasured | Stepped:
         try:
             report = receive_report(member.connection)
         except (EOFError, OSError, EngineError) as error:

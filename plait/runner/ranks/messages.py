@@ -62,6 +62,13 @@ class Leave(RankMessage, frozen=True, tag=5):
     """End."""
 
 
+class MeasureMemory(RankMessage, frozen=True, tag=6):
+    """Run the steps by which memory is divided, with contexts of so many tokens, together with rank 0."""
+
+    config: EngineConfig
+    max_model_len: int
+
+
 class Joined(RankMessage, frozen=True, tag=4):
     """The headers are read and the device is there: the rank is about to meet the others."""
 
@@ -86,8 +93,14 @@ class Failed(RankMessage, frozen=True, tag=3):
     text: str
 
 
-FromLeader = Join | Prepare | Step | Score | Leave
-FromRank = Joined | RankLoaded | Stepped | Failed
+class MemoryMeasured(RankMessage, frozen=True, tag=5):
+    """The steps of `MeasureMemory` have run. `nbytes`: what a rank has left for state."""
+
+    nbytes: int
+
+
+FromLeader = Join | Prepare | Step | Score | Leave | MeasureMemory
+FromRank = Joined | RankLoaded | Stepped | Failed | MemoryMeasured
 _ENCODE = msgspec.msgpack.Encoder()
 _FROM_LEADER: msgspec.msgpack.Decoder[FromLeader] = msgspec.msgpack.Decoder(FromLeader)
 _FROM_RANK: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is not installed here")
 
 from plait.kernels.triton.attention import attention
-from plait.kernels.triton.attention.attention import attend_latent, attend_paged
+from plait.kernels.triton.attention.attention import PagedLayout, attend_latent, attend_paged, most_slots
 from plait.ops.attention import BLOCK, paged_attention, paged_case
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
@@ -38,6 +39,16 @@ class Paged:
         args = (self.table[seqs], self.slots[:0], starts, self.lens[seqs], DIM**-0.5)
         out: Tensor = fn(torch.cat(rows), None, None, *self.caches, *args, **more)
         return out
+
+
+@pytest.mark.parametrize("kept", [{}, {"kv_dtype": "int8"}], ids=["numbers", "codes"])
+def test_heads_of_512_columns_are_attended(kept: dict[str, str]) -> None:
+    torch.manual_seed(3)
+    case = {"seqs": [1, 3], "heads": 2, "kv_heads": 1, "dim": 512, "window": None, "softcap": None, **kept}
+    assert paged_attention.make
+    args, more = paged_attention.make(case, torch.float32, "cpu")
+    wanted = paged_attention.reference(*deepcopy(args), **more)
+    torch.testing.assert_close(attend_paged(*args, **more), wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("window", [None, 290])
@@ -79,6 +90,25 @@ def test_splits_are_folded_when_partial_results_have_no_place(monkeypatch: pytes
     apart = paged.attend([(0, 1), (2, 1)])
     monkeypatch.setattr(attention, "MOST_SLOTS", 2)
     assert torch.equal(paged.attend([(0, 1), (2, 1)]), apart)
+
+
+@pytest.mark.parametrize(
+    ("heads", "seqs", "blocks", "count"),
+    [
+        ((32, 8), 1, 4, 1),  # a split for 256 tokens
+        ((32, 8), 3, 5, 3 * 2),
+        ((32, 1), 3, 5, 3 * 2 * 2),  # 32 rows of one token are two tiles
+        ((32, 8), 16, 2048, 4032),
+        ((32, 32), 16, 2048, 1008),  # as many items: heads × partial results
+    ],
+)
+def test_partial_results_take_what_the_tables_of_a_step_hold_and_256_mib_at_most(
+    heads: tuple[int, int], seqs: int, blocks: int, count: int
+) -> None:
+    """No memory of blocks is needed: what a step over garbage takes is what a real one takes."""
+    layout = PagedLayout(*heads, 128, 0, None, None, None)
+    constants = layout.constants(seqs, 16)
+    assert most_slots(torch.empty(seqs, blocks, device="meta"), 64, constants) == count
 
 
 def test_layers_of_a_step_share_one_work_list(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,9 +51,11 @@ ROWS = 16  # of a tile of queries: (token, query head) pairs that read the same 
 PROMPT_ROWS = 32  # of a tile in a step with prompts; the same instructions, so the same bits
 MOST_TILES = 2  # of a sequence up to which its splits are items; with more, tiles keep a device busy
 MOST_SLOTS = 4096  # partial results: splits of all sequences together; those that do not fit are walked
+PART_NBYTES = 256 << 20  # and their memory; it has 32,000 items of heads of 128 columns, whatever the model
 PROGRAMS = 4  # for each processor of the device
 SEQS = (16, 64, 256, 1024)  # sequences that a form is compiled for
 WINDOW_REGISTERS = 184
+WIDE = 256  # columns of a head; with more of them tiles are smaller, and queries are mixed before
 LOG2E = 1.4426950408889634
 
 
@@ -98,6 +100,46 @@ def _join_softmaxes(largest, top):
 
 
 @triton.jit
+def join_splits(
+    largest, sums, acc, part, part_sums, counters, slot, own, tile, tiles, splits, seq, kv, there, d,
+    S: tl.constexpr, KVH: tl.constexpr, BM: tl.constexpr, DP: tl.constexpr,
+):  # fmt: skip
+    """(whether these are the rows' results, sums, values): of an item that is a split, leave its softmax as a
+    partial result; the last of a tile joins all of them in the order of positions.
+
+    largest, sums: [BM], acc: [BM, DP]. slot: of the sequence's first partial result, -1 if items walk splits;
+    own: the item's number in its sequence.
+    """
+    is_whole = slot < 0
+    if slot >= 0:
+        line = ((slot + own).to(tl.int64) * KVH + kv) * BM + tl.arange(0, BM)
+        tl.store(part + line[:, None] * DP + d[None, :], acc, mask=there[:, None])
+        tl.store(part_sums + line * 2, largest, mask=there)
+        tl.store(part_sums + line * 2 + 1, sums, mask=there)
+        tl.debug_barrier()
+        counter = counters + (tile * KVH + kv) * S + seq
+        is_whole = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1
+        if is_whole:
+            tl.store(counter, 0)
+            largest = tl.full([BM], -float("inf"), tl.float32)
+            sums = tl.zeros([BM], tl.float32)
+            acc = tl.zeros([BM, DP], tl.float32)
+            for s in range(splits):
+                at = slot + (s + tl.zeros([], tl.int32)) * tiles + tile
+                line = (at.to(tl.int64) * KVH + kv) * BM + tl.arange(0, BM)
+                top = tl.load(part_sums + line * 2, mask=there, other=0.0, cache_modifier=".cg")
+                mass = tl.load(part_sums + line * 2 + 1, mask=there, other=1.0, cache_modifier=".cg")
+                values = tl.load(
+                    part + line[:, None] * DP + d[None, :], mask=there[:, None], other=0.0,
+                    cache_modifier=".cg",
+                )  # fmt: skip
+                largest, before, now = _join_softmaxes(largest, top)
+                sums = sums * before + mass * now
+                acc = acc * before[:, None] + values * now[:, None]
+    return is_whole, sums, acc
+
+
+@triton.jit(do_not_specialize=["num_seqs", "capacity"])
 def count_items(
     query_start, seq_lens, items, slots, starts, counters, num_seqs, capacity,
     S: tl.constexpr, G: tl.constexpr, KVH: tl.constexpr, BM: tl.constexpr, WINDOW: tl.constexpr,
@@ -250,32 +292,10 @@ def attend(
             largest, before, now = _join_softmaxes(largest, top)
             sums = sums * before + mass * now
             acc = acc * before[:, None] + values * now[:, None]
-        is_whole = slot < 0
-        if slot >= 0:
-            line_part = ((slot + own).to(tl.int64) * KVH + kv) * BM + tl.arange(0, BM)
-            tl.store(part + line_part[:, None] * DP + d[None, :], acc, mask=there[:, None])
-            tl.store(part_sums + line_part * 2, largest, mask=there)
-            tl.store(part_sums + line_part * 2 + 1, sums, mask=there)
-            tl.debug_barrier()
-            counter = counters + (tile * KVH + kv) * S + seq
-            is_whole = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1
-            if is_whole:
-                tl.store(counter, 0)
-                largest = tl.full([BM], -float("inf"), tl.float32)
-                sums = tl.zeros([BM], tl.float32)
-                acc = tl.zeros([BM, DP], tl.float32)
-                for s in range(splits):
-                    at_split = slot + (s + tl.zeros([], tl.int32)) * tiles + tile
-                    line_part = (at_split.to(tl.int64) * KVH + kv) * BM + tl.arange(0, BM)
-                    top = tl.load(part_sums + line_part * 2, mask=there, other=0.0, cache_modifier=".cg")
-                    mass = tl.load(part_sums + line_part * 2 + 1, mask=there, other=1.0, cache_modifier=".cg")
-                    values = tl.load(
-                        part + line_part[:, None] * DP + d[None, :], mask=there[:, None], other=0.0,
-                        cache_modifier=".cg",
-                    )  # fmt: skip
-                    largest, before, now = _join_softmaxes(largest, top)
-                    sums = sums * before + mass * now
-                    acc = acc * before[:, None] + values * now[:, None]
+        is_whole, sums, acc = join_splits(
+            largest, sums, acc, part, part_sums, counters, slot, own, tile, tiles, splits, seq, kv, there, d,
+            S, KVH, BM, DP,
+        )  # fmt: skip
         if is_whole:
             sums = tl.where(there, sums, 1.0)  # a row that is not there may see no key
             result = (acc / sums[:, None]).to(out.dtype.element_ty)
@@ -295,10 +315,15 @@ class PagedLayout:
     window: int | None
     softcap: float | None
 
+    @property
+    def mixes_inside(self) -> bool:
+        """Whether `attend` mixes queries itself, with keys that are codes: it has registers for so much."""
+        return self.dim <= WIDE
+
     def rows(self, has_prompts: bool) -> int:
         """Of a tile of queries. Wide heads, and codes of all but narrow ones, have no registers for more than
         a decode's."""
-        is_heavy = self.rest or (self.codes is not None and self.dim > 64)
+        is_heavy = self.rest or self.dim > WIDE or (self.codes is not None and self.dim > 64)
         return PROMPT_ROWS if has_prompts and not is_heavy else ROWS
 
     def constants(self, num_seqs: int, rows: int) -> dict[str, int]:
@@ -321,7 +346,8 @@ class PagedLayout:
         # Tiles of decodes and of prompts have the same keys and warps, because the order of sums follows
         # from both.
         wide = self.dim > 128 or self.codes is not None
-        keys = 32 if self.rest or self.dim & (self.dim - 1) or (self.codes and self.dim > 64) else 64
+        is_padded = self.dim & (self.dim - 1) > 0
+        keys = 32 if self.rest or self.dim > WIDE or is_padded or (self.codes and self.dim > 64) else 64
         if self.codes and self.dim > 128 and not self.rest:
             keys = 16
         return {
@@ -339,7 +365,7 @@ class PagedLayout:
             "SOFTCAP": self.softcap or 0.0,
             "SINKS": sinks,
             "ALIBI": alibi,
-            "STAGES": count_stages(self.codes.mixed) if self.codes else 0,
+            "STAGES": count_stages(self.codes.mixed) if self.codes and self.mixes_inside else 0,
             "num_warps": 8 if wide else 4,
             "num_stages": 2,
         }
@@ -368,10 +394,16 @@ def _most_tiles(constants: Mapping[str, int]) -> int:
     return max(MOST_TILES, -(-constants["G"] // constants["BM"]))
 
 
-def most_slots(k_cache: Tensor, num_seqs: int, constants: Mapping[str, int]) -> int:
-    """Partial results that a step may have: of every split that memory holds, `MOST_SLOTS` at most."""
-    most_splits = k_cache.shape[0] * k_cache.shape[1] // SPLIT + num_seqs
-    return min(MOST_SLOTS, most_splits * -(-constants["G"] // constants["BM"]))
+def most_slots(table: Tensor, page: int, constants: Mapping[str, int]) -> int:
+    """Partial results that a step may have: of all splits of its block tables, [sequences, blocks of `page`].
+
+    It follows from shapes of the step alone, so a step over garbage takes as much memory as a real one: that
+    is measured before the memory of blocks is sized.
+    """
+    seqs, blocks = table.shape
+    nbytes = constants["KVH"] * constants["BM"] * (constants["DP"] + 2) * 4
+    splits = seqs * -(-blocks * page // SPLIT) * -(-constants["G"] // constants["BM"])
+    return max(1, min(MOST_SLOTS, PART_NBYTES // nbytes, splits))
 
 
 def list_work(
@@ -414,7 +446,7 @@ def _attend_over(
         return out
     num_seqs = len(seq_lens)
     shared = layout.constants(num_seqs, layout.rows(len(q) != num_seqs))
-    capacity, window = most_slots(k_cache, num_seqs, shared), layout.window
+    capacity, window = most_slots(table, k_cache.shape[1], shared), layout.window
     key, step = (
         (NAME, window, capacity, *(shared[n] for n in ("G", "KVH", "DP"))),
         {} if step is None else step,
@@ -470,8 +502,11 @@ def attend_paged(
     if k is not None and v is not None:
         place_all_heads(q, k, v, k_cache, v_cache, slot_mapping, slot_mapping, None, None)
     codes = key_codes(dim) if k_cache.dtype is torch.int8 else None
-    scale = scale / codes.mixed if codes else scale
     layout = PagedLayout(q.shape[1], k_cache.shape[2], dim, 0, codes, window, softcap)
+    if codes and layout.mixes_inside:
+        scale /= codes.mixed  # mixing has no factor
+    elif codes:
+        q = turn_back(q.contiguous(), codes.mixed)  # which divides by it
     where = block_table, query_start, seq_lens
     return _attend_over(q, (k_cache, v_cache), where, layout, scale, step, sinks, slopes)
 
@@ -517,9 +552,11 @@ SHAPES = {  # heads, kv_heads, dim, rest, window, softcap, sinks, codes
     "gqa 9/3 d64": (9, 3, 64, 0, None, None, False, False),
     "gqa 64/8 d64 window sinks": (64, 8, 64, 0, 128, None, True, False),
     "gqa 8/4 d256 window softcap": (8, 4, 256, 0, 4096, 50.0, False, False),
+    "gqa 8/2 d512": (8, 2, 512, 0, None, None, False, False),
     "gqa 32/8 d128 int8": (32, 8, 128, 0, None, None, False, True),
     "gqa 9/3 d64 int8": (9, 3, 64, 0, None, None, False, True),
     "gqa 8/4 d256 int8": (8, 4, 256, 0, None, None, False, True),
+    "gqa 8/2 d512 int8": (8, 2, 512, 0, None, None, False, True),
     "mla 16 heads": (16, 1, 512, 64, None, None, False, False),
     "mla 128 heads": (128, 1, 512, 64, None, None, False, False),
     "mla 16 heads int8": (16, 1, 512, 64, None, None, False, True),
@@ -547,4 +584,4 @@ def forms() -> Iterator[KernelForm]:
     yield KernelForm(
         "count_items", count_items, POINTERS, {**few, "WINDOW": 0, "SPLIT": SPLIT, "TILES": MOST_TILES}
     )
-    yield from (turn_form(dim) for dim in (64, 128, 256))
+    yield from (turn_form(dim) for dim in (64, 128, 256, 512))

@@ -491,9 +491,11 @@ SHAPES: dict[str, Shape] = {  # heads, kv_heads, dim, pairs, interleaved, norm o
     "32/32 d80, 32 rotated": (32, 32, 80, 16, False, None, False),
     "32/32 d96": (32, 32, 96, 48, False, None, False),
     "8/4 d256 head norm": (8, 4, 256, 128, False, "head", False),
+    "8/2 d512 head norm": (8, 2, 512, 256, False, "head", False),
     "16/2 d256, 64 rotated": (16, 2, 256, 32, False, "head", False),
     "64/8 d128 pairs": (64, 8, 128, 64, True, None, False),
     "32/8 d128 codes": (32, 8, 128, 64, False, "head", True),
+    "8/2 d512 codes": (8, 2, 512, 256, False, "head", True),
 }
 
 

@@ -30,6 +30,7 @@ from plait.kernels.triton.attention.attention import (
     _find_sequence,
     _join_softmaxes,
     count_programs,
+    join_splits,
     list_work,
     most_slots,
 )
@@ -138,32 +139,10 @@ def attend_relative(
             largest, before, now = _join_softmaxes(largest, top)
             sums = sums * before + mass * now
             acc = acc * before[:, None] + values * now[:, None]
-        is_whole = slot < 0
-        if slot >= 0:
-            line_part = ((slot + own).to(tl.int64) * KVH + kv) * BM + tl.arange(0, BM)
-            tl.store(part + line_part[:, None] * DP + d[None, :], acc, mask=there[:, None])
-            tl.store(part_sums + line_part * 2, largest, mask=there)
-            tl.store(part_sums + line_part * 2 + 1, sums, mask=there)
-            tl.debug_barrier()
-            counter = counters + (tile * KVH + kv) * S + seq
-            is_whole = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1
-            if is_whole:
-                tl.store(counter, 0)
-                largest = tl.full([BM], -float("inf"), tl.float32)
-                sums = tl.zeros([BM], tl.float32)
-                acc = tl.zeros([BM, DP], tl.float32)
-                for s in range(splits):
-                    at_split = slot + (s + tl.zeros([], tl.int32)) * tiles + tile
-                    line_part = (at_split.to(tl.int64) * KVH + kv) * BM + tl.arange(0, BM)
-                    top = tl.load(part_sums + line_part * 2, mask=there, other=0.0, cache_modifier=".cg")
-                    mass = tl.load(part_sums + line_part * 2 + 1, mask=there, other=1.0, cache_modifier=".cg")
-                    values = tl.load(
-                        part + line_part[:, None] * DP + d[None, :], mask=there[:, None], other=0.0,
-                        cache_modifier=".cg",
-                    )  # fmt: skip
-                    largest, before, now = _join_softmaxes(largest, top)
-                    sums = sums * before + mass * now
-                    acc = acc * before[:, None] + values * now[:, None]
+        is_whole, sums, acc = join_splits(
+            largest, sums, acc, part, part_sums, counters, slot, own, tile, tiles, splits, seq, kv, there, d,
+            S, KVH, BM, DP,
+        )  # fmt: skip
         if is_whole:
             sums = tl.where(there, sums, 1.0)  # a row that is not there sees no key
             result = (acc / sums[:, None]).to(out.dtype.element_ty)
@@ -218,7 +197,7 @@ def _attend_part(
     k_cache, v_cache = caches
     num_seqs, biases = len(seq_lens), make_biases(mixed, profiles)
     constants = _constants(layout, num_seqs, k_cache.shape[1], len(profiles))
-    capacity = most_slots(k_cache, num_seqs, constants)
+    capacity = most_slots(table, k_cache.shape[1], constants)
     work = list_work(query_start, seq_lens, constants, layout.window or 0, capacity)
     launch(
         attend_relative, (count_programs(q.device),),

@@ -40,7 +40,7 @@ from plait.ops.launch import launch
 BLOCK = 1024  # pairs that a program of `sort_pairs` looks at together
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def sort_pairs(index, starts, order, pairs, BLOCK: tl.constexpr):
     """index: [pairs] -> starts [experts + 1], order [pairs]: pairs by expert, then by number.
 

@@ -31,7 +31,7 @@ NAME = "triton"
 NUMBERS = 1024  # of a state in a program: 32 registers of a lane
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["most"])
 def scan_heads(
     x, dt, dt_bias, A, B, C, D, state, slots, query_start, has_history, y,
     x_row, x_head, dt_row, b_row, b_group, c_row, c_group, dt_low, dt_high, most,
