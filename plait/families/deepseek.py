@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
-from plait.families.common.detection import ArchitectureMarker, Detection, has_rope
+from plait.families.common.detection import Detection, Marker, has_rope
 from plait.families.common.hf_config import ROUTED, HfConfig, Values, first_dense
 from plait.families.common.mtp import deepseek_parts, mtp_names
 from plait.families.common.recipes import VISION, at, expert_tensors, transformer, unused_patterns
@@ -66,9 +66,7 @@ def hf_latent(config: Config, spec: ModelSpec) -> Values:
     model_types=("deepseek_v2",),
     defaults={**SHARED, "topk_method": "greedy"},
     detection=Detection(
-        markers=(
-            ArchitectureMarker("DeepseekV2ForCausalLM", ("self_attn.kv_a_proj_with_mqa.weight",), order=240),
-        ),
+        markers=(Marker(("self_attn.kv_a_proj_with_mqa.weight",), order=240),),
         fill=_fill_v2,
     ),
     hf=HfConfig(words=ROUTED, extra=hf_latent),
@@ -100,8 +98,7 @@ def deepseek_v2(c: Config) -> tuple[ModelSpec, NameMap]:
     defaults={**SHARED, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4},
     detection=Detection(
         markers=(
-            ArchitectureMarker(
-                "DeepseekV3ForCausalLM",
+            Marker(
                 ("self_attn.kv_a_proj_with_mqa.weight",),
                 test=lambda t: t.has("mlp.gate.e_score_correction_bias"),
                 order=230,

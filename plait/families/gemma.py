@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from plait.checkpoint.names import NameMap, Rules
-from plait.families.common.detection import ArchitectureMarker, Detection, Q
+from plait.families.common.detection import Detection, Marker, Q
 from plait.families.common.hf_config import HfConfig, Values
 from plait.families.common.recipes import TEXT_PREFIXES, VISION, at, plus_one, unused_patterns
 from plait.families.common.registry import family
@@ -52,9 +52,7 @@ def _hf_gemma(config: Config, spec: ModelSpec) -> Values:
     },
     honours=HONOURS,
     detection=Detection(
-        markers=(
-            ArchitectureMarker("Gemma2ForCausalLM", ("pre_feedforward_layernorm.weight", Q), order=300),
-        ),
+        markers=(Marker(("pre_feedforward_layernorm.weight", Q), order=300),),
         fill=_fill_gemma2,
     ),
     hf=HfConfig(words={"hidden_act": "hidden_activation"}, lists_layers=True, extra=_hf_gemma),
@@ -80,13 +78,7 @@ def gemma2(c: Config) -> tuple[ModelSpec, NameMap]:
     },
     honours=(*HONOURS, "use_bidirectional_attention"),
     detection=Detection(
-        markers=(
-            ArchitectureMarker(
-                "Gemma3ForCausalLM",
-                ("pre_feedforward_layernorm.weight", "self_attn.q_norm.weight"),
-                order=290,
-            ),
-        ),
+        markers=(Marker(("pre_feedforward_layernorm.weight", "self_attn.q_norm.weight"), order=290),),
         fill=_fill_gemma,
     ),
     hf=HfConfig(words={"hidden_act": "hidden_activation"}, lists_layers=True, extra=_hf_gemma),

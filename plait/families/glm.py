@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
-from plait.families.common.detection import ArchitectureMarker, Detection, Q
+from plait.families.common.detection import Detection, Marker, Q
 from plait.families.common.hf_config import ROUTED, HfConfig, first_dense
 from plait.families.common.mtp import deepseek_parts, mtp_names
 from plait.families.common.recipes import (
@@ -39,7 +39,7 @@ Q_NORM = "self_attn.q_norm.weight"
     model_types=("glm",),
     defaults=SHARED,
     detection=Detection(
-        markers=(ArchitectureMarker("GlmForCausalLM", (Q, "mlp.gate_up_proj.weight"), order=350),),
+        markers=(Marker((Q, "mlp.gate_up_proj.weight"), order=350),),
         usual={"rope_theta": 1e4, "max_position_embeddings": 131_072},
     ),
 )
@@ -53,13 +53,7 @@ def glm(c: Config) -> tuple[ModelSpec, NameMap]:
     model_types=("glm4",),
     defaults=SHARED,
     detection=Detection(
-        markers=(
-            ArchitectureMarker(
-                "Glm4ForCausalLM",
-                (Q, "mlp.gate_up_proj.weight", "post_self_attn_layernorm.weight"),
-                order=340,
-            ),
-        ),
+        markers=(Marker((Q, "mlp.gate_up_proj.weight", "post_self_attn_layernorm.weight"), order=340),),
         usual={"rope_theta": 1e4, "norm_eps": 1e-5, "max_position_embeddings": 32_768},
     ),
 )
@@ -95,9 +89,7 @@ def _dense(c: Config, name: str, post_norm: NormSpec | None) -> tuple[ModelSpec,
     },
     honours=("use_qk_norm",),
     detection=Detection(
-        markers=(
-            ArchitectureMarker("Glm4MoeForCausalLM", (Q, "mlp.gate.e_score_correction_bias"), order=360),
-        ),
+        markers=(Marker((Q, "mlp.gate.e_score_correction_bias"), order=360),),
         top_k=8,
         usual={"rope_theta": 1e6, "max_position_embeddings": 131_072},
         fill=lambda t: t.put("use_qk_norm", t.has(Q_NORM), f"whether the tensor {Q_NORM} is there"),

@@ -6,7 +6,7 @@ import torch
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
-from plait.families.common.detection import ArchitectureMarker, Detection, Q
+from plait.families.common.detection import Detection, Marker, Q
 from plait.families.common.hf_config import LOCAL, HfConfig, Values, mamba_expansion
 from plait.families.common.recipes import (
     attention_tensors,
@@ -54,7 +54,7 @@ def _hf_granite(config: Config, spec: ModelSpec) -> Values:
     model_types=("bamba",),
     defaults={**MAMBA, "norm_eps": 1e-5, "partial_rotary_factor": 0.5},
     detection=Detection(
-        markers=(ArchitectureMarker("BambaForCausalLM", ("mamba.A_log",), order=70),),
+        markers=(Marker(("mamba.A_log",), order=70),),
         kinds={"mamba.A_log": LINEAR},
     ),
     hf=HfConfig(lists_layers=True),
@@ -94,15 +94,9 @@ def bamba(c: Config) -> tuple[ModelSpec, NameMap]:
     ),
     detection=Detection(
         markers=(
-            ArchitectureMarker(
-                "GraniteMoeHybridForCausalLM", ("mamba.A_log", "shared_mlp.input_linear.weight"), order=50
-            ),
-            ArchitectureMarker(
-                "GraniteMoeHybridForCausalLM",
-                ("mamba.A_log", "block_sparse_moe.input_linear.weight"),
-                order=60,
-            ),
-            ArchitectureMarker("GraniteMoeHybridForCausalLM", ("shared_mlp.input_linear.weight",), order=280),
+            Marker(("mamba.A_log", "shared_mlp.input_linear.weight"), order=50),
+            Marker(("mamba.A_log", "block_sparse_moe.input_linear.weight"), order=60),
+            Marker(("shared_mlp.input_linear.weight",), order=280),
         ),
         usual={"rope_theta": 1e4, "max_position_embeddings": 4096},
         fill=_fill_granite,
@@ -169,7 +163,7 @@ MULTIPLIERS = {
     },
     honours=(*MULTIPLIERS, "mamba_rms_norm"),
     detection=Detection(
-        markers=(ArchitectureMarker("FalconH1ForCausalLM", ("mamba.A_log", Q), order=40),),
+        markers=(Marker(("mamba.A_log", Q), order=40),),
         usual={"rope_theta": 1e11},
         fill=lambda t: t.default(
             "mlp_multipliers", [1.0, 1.0], "the tensors do not hold the muP multipliers; --set each"

@@ -9,7 +9,7 @@ from torch import Tensor
 from plait.checkpoint.names import Back, Derived, NameMap, Rules, Source
 from plait.errors import UnsupportedModel
 from plait.families.common.depth import LAST, over_depth, score_weights
-from plait.families.common.detection import ArchitectureMarker, Detection
+from plait.families.common.detection import Detection, Marker
 from plait.families.common.hyper import move_inside
 from plait.families.common.recipes import (
     TEXT_PREFIXES,
@@ -61,10 +61,8 @@ NESTED = {  # linear_attn_config's keys
     honours=("linear_attn_config",),
     detection=Detection(
         markers=(
-            ArchitectureMarker("KimiLinearForCausalLM", ("self_attn.f_a_proj.weight",), order=180),
-            ArchitectureMarker(
-                "KimiLinearForCausalLM", ("self_attn.forget_gate.f_a_proj.weight",), order=190
-            ),
+            Marker(("self_attn.f_a_proj.weight",), order=180),
+            Marker(("self_attn.forget_gate.f_a_proj.weight",), order=190),
         ),
         kinds={"self_attn.A_log": LINEAR, "self_attn.forget_gate.A_log": LINEAR},
         usual={"max_position_embeddings": 1_048_576},

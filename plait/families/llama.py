@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
-from plait.families.common.detection import SECOND_NORM, ArchitectureMarker, Detection, Q, has_rope
+from plait.families.common.detection import SECOND_NORM, Detection, Marker, Q, has_rope
 from plait.families.common.hf_config import HfConfig
 from plait.families.common.recipes import (
     TEXT_PREFIXES,
@@ -55,12 +55,9 @@ def _fill_llama(t: Tensors) -> None:
     honours=("sliding_window",),
     detection=Detection(
         markers=(
-            ArchitectureMarker("LlamaForCausalLM", (Q, "input_layernorm.weight", SECOND_NORM), order=470),
-            ArchitectureMarker(
-                "LlamaForCausalLM",
-                (Q, "input_layernorm.weight"),
-                test=lambda t: not t.has("mlp.gate_proj.weight"),
-                order=480,
+            Marker((Q, "input_layernorm.weight", SECOND_NORM), order=470),
+            Marker(
+                (Q, "input_layernorm.weight"), test=lambda t: not t.has("mlp.gate_proj.weight"), order=480
             ),
         ),
         kinds={"self_attn.q_proj.weight": FULL},
@@ -86,14 +83,7 @@ def llama(c: Config) -> tuple[ModelSpec, NameMap]:
     },
     honours=("sliding_window",),
     detection=Detection(
-        markers=(
-            ArchitectureMarker(
-                "Qwen2ForCausalLM",
-                (Q, "self_attn.q_proj.bias", SECOND_NORM),
-                ("self_attn.o_proj.bias",),
-                order=450,
-            ),
-        ),
+        markers=(Marker((Q, "self_attn.q_proj.bias", SECOND_NORM), ("self_attn.o_proj.bias",), order=450),),
         usual={"rope_theta": 1e6, "max_position_embeddings": 32768, "norm_topk_prob": False},
     ),
     hf=HfConfig(lists_layers=True),
@@ -116,9 +106,7 @@ def qwen2(c: Config) -> tuple[ModelSpec, NameMap]:
     },
     honours=("sliding_window",),
     detection=Detection(
-        markers=(
-            ArchitectureMarker("Qwen3ForCausalLM", (Q, "self_attn.q_norm.weight", SECOND_NORM), order=440),
-        ),
+        markers=(Marker((Q, "self_attn.q_norm.weight", SECOND_NORM), order=440),),
         usual={"rope_theta": 1e6, "max_position_embeddings": 32768, "norm_topk_prob": True},
     ),
     hf=HfConfig(lists_layers=True),

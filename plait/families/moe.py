@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from plait.checkpoint.names import NameMap, Rules
-from plait.families.common.detection import ArchitectureMarker, Detection, Q
+from plait.families.common.detection import Detection, Marker, Q
 from plait.families.common.hf_config import LOCAL, QWEN_SHARED, HfConfig, sparse_list
 from plait.families.common.recipes import either, expert_tensors, transformer, unused_patterns
 from plait.families.common.registry import family
@@ -21,7 +21,7 @@ FFN, MLP = "layers.{i}.ffn", "model.layers.{i}.mlp"
     defaults={"norm_eps": 1e-5, "hidden_act": "silu", "rope_theta": 1e6, "num_experts_per_tok": 2},
     honours=("sliding_window",),
     detection=Detection(
-        markers=(ArchitectureMarker("MixtralForCausalLM", (Q, "block_sparse_moe.gate.weight"), order=410),),
+        markers=(Marker((Q, "block_sparse_moe.gate.weight"), order=410),),
     ),
     hf=HfConfig(words=LOCAL),
 )
@@ -57,7 +57,7 @@ def mixtral(c: Config) -> tuple[ModelSpec, NameMap]:
     },
     honours=("sliding_window",),
     detection=Detection(
-        markers=(ArchitectureMarker("Qwen2MoeForCausalLM", (Q, "mlp.shared_expert_gate.weight"), order=420),),
+        markers=(Marker((Q, "mlp.shared_expert_gate.weight"), order=420),),
         usual={"rope_theta": 1e6, "max_position_embeddings": 32768, "norm_topk_prob": False},
     ),
     hf=HfConfig(words=QWEN_SHARED, extra=sparse_list),
@@ -85,11 +85,7 @@ def qwen2_moe(c: Config) -> tuple[ModelSpec, NameMap]:
     },
     honours=("sliding_window",),
     detection=Detection(
-        markers=(
-            ArchitectureMarker(
-                "Qwen3MoeForCausalLM", (Q, "self_attn.q_norm.weight", "mlp.gate.weight"), order=430
-            ),
-        ),
+        markers=(Marker((Q, "self_attn.q_norm.weight", "mlp.gate.weight"), order=430),),
         usual={"rope_theta": 1e6, "max_position_embeddings": 32768, "norm_topk_prob": True},
     ),
     hf=HfConfig(extra=sparse_list),

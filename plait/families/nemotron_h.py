@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
-from plait.families.common.detection import ArchitectureMarker, Detection
+from plait.families.common.detection import Detection, Marker
 from plait.families.common.hf_config import HfConfig, Values
 from plait.families.common.mtp import deepseek_parts, mtp_names
 from plait.families.common.recipes import either, expert_tensors, mamba_tensors, unused_patterns
@@ -41,9 +41,9 @@ def _hf_nemotron(config: Config, spec: ModelSpec) -> Values:
     honours=("sliding_window", "moe_latent_size"),
     detection=Detection(
         markers=(
-            ArchitectureMarker("NemotronHForCausalLM", ("mixer.up_proj.weight",), order=100),
-            ArchitectureMarker("NemotronHForCausalLM", ("mixer.q_proj.weight",), order=110),
-            ArchitectureMarker("NemotronHForCausalLM", ("mixer.gate.weight",), order=120),
+            Marker(("mixer.up_proj.weight",), order=100),
+            Marker(("mixer.q_proj.weight",), order=110),
+            Marker(("mixer.gate.weight",), order=120),
         ),
         kinds={"mixer.q_proj.weight": FULL},
     ),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.names import NameMap, Rules, Source
-from plait.families.common.detection import ArchitectureMarker, Detection
+from plait.families.common.detection import Detection, Marker
 from plait.families.common.recipes import (
     at,
     conv,
@@ -45,7 +45,7 @@ OFFSETS = {"pre_mixer": 1.0, "post_mixer": 1 / 5, "pre_mlp": 1.0, "post_mlp": 1 
     },
     honours=("sliding_window",),
     detection=Detection(
-        markers=(ArchitectureMarker("Plamo2ForCausalLM", ("mixer.dt_norm_weight",), order=20),),
+        markers=(Marker(("mixer.dt_norm_weight",), order=20),),
         kinds={"mixer.dt_norm_weight": LINEAR, "mixer.qkv_proj.weight": FULL},
     ),
 )

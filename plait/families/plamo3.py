@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from plait.checkpoint.names import NameMap, Rules
-from plait.families.common.detection import ArchitectureMarker, Detection
+from plait.families.common.detection import Detection, Marker
 from plait.families.common.recipes import at, part, plus, split_gate_up, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm
@@ -31,11 +31,7 @@ def _infer_sizes(t: Tensors) -> None:
     | {"sliding_window_pattern": 8, "rope_theta": 1_000_000, "rope_local_base_freq": 10_000},
     honours=("sliding_window",),
     detection=Detection(
-        markers=(
-            ArchitectureMarker(
-                "Plamo3ForCausalLM", ("mixer.qkv_proj.weight", "mixer.q_norm.weight"), order=19
-            ),
-        ),
+        markers=(Marker(("mixer.qkv_proj.weight", "mixer.q_norm.weight"), order=19),),
         kinds={"mixer.qkv_proj.weight": FULL},
         sizes=_infer_sizes,
     ),

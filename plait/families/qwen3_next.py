@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from plait.checkpoint.names import NameMap, Rules, Source
-from plait.families.common.detection import ArchitectureMarker, Detection
+from plait.families.common.detection import Detection, Marker
 from plait.families.common.hf_config import QWEN_SHARED, HfConfig, sparse_list
 from plait.families.common.mtp import mtp_names
 from plait.families.common.recipes import TEXT_PREFIXES, at, expert_tensors, plus_one, unused_patterns
@@ -48,9 +48,7 @@ OTHERS = (r"^(model\.)?mtp\.", r"^(model\.)?visual\.")  # a second token's predi
     defaults={**SHARED, **SPARSE},
     honours=HONOURS,
     detection=Detection(
-        markers=(
-            ArchitectureMarker("Qwen3NextForCausalLM", ("linear_attn.in_proj_qkvz.weight",), order=140),
-        ),
+        markers=(Marker(("linear_attn.in_proj_qkvz.weight",), order=140),),
         kinds={"linear_attn.A_log": LINEAR},
         usual={"rope_theta": 1e7, "max_position_embeddings": 262_144, "norm_topk_prob": True},
     ),
@@ -67,7 +65,7 @@ def qwen3_next(c: Config) -> tuple[ModelSpec, NameMap]:
     defaults=SHARED,
     honours=HONOURS,
     detection=Detection(
-        markers=(ArchitectureMarker("Qwen3_5ForCausalLM", ("linear_attn.in_proj_qkv.weight",), order=160),),
+        markers=(Marker(("linear_attn.in_proj_qkv.weight",), order=160),),
         usual={"rope_theta": 1e7, "max_position_embeddings": 262_144},
     ),
 )
@@ -83,12 +81,7 @@ def qwen3_5(c: Config) -> tuple[ModelSpec, NameMap]:
     honours=HONOURS,
     detection=Detection(
         markers=(
-            ArchitectureMarker(
-                "Qwen3_5MoeForCausalLM",
-                ("linear_attn.in_proj_qkv.weight",),
-                test=lambda t: t.has("mlp.gate.weight"),
-                order=150,
-            ),
+            Marker(("linear_attn.in_proj_qkv.weight",), test=lambda t: t.has("mlp.gate.weight"), order=150),
         ),
         usual={"rope_theta": 1e7, "max_position_embeddings": 262_144},
     ),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from plait.checkpoint.names import Back, Derived, NameMap, Rules, Source
 from plait.errors import UnsupportedModel
-from plait.families.common.detection import ArchitectureMarker, Detection
+from plait.families.common.detection import Detection, Marker
 from plait.families.common.hf_config import QWEN_SHARED, HfConfig
 from plait.families.common.hyper import move_inside, over_streams
 from plait.families.common.recipes import (
@@ -78,9 +78,7 @@ def _infer_sizes(t: Tensors) -> None:
     },
     honours=("attn_output_gate",),
     detection=Detection(
-        markers=(
-            ArchitectureMarker("Qwen4ExpForCausalLM", ("attn_hyper_connection.hc_norm.weight",), order=145),
-        ),
+        markers=(Marker(("attn_hyper_connection.hc_norm.weight",), order=145),),
         kinds={"linear_attn.A_log": LINEAR},
         sizes=_infer_sizes,
         usual={"rope_theta": 1e7, "max_position_embeddings": 262_144},

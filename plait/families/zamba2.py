@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from plait.checkpoint.names import NameMap, Rules, Source
-from plait.families.common.detection import ArchitectureMarker, Detection
+from plait.families.common.detection import Detection, Marker
 from plait.families.common.recipes import either, ends, half, mamba_tensors, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import mamba2, model, norm, rope
@@ -35,7 +35,7 @@ def _sizes(t: Tensors) -> None:
 
 
 DETECTION = Detection(
-    markers=(ArchitectureMarker("Zamba2ForCausalLM", (f"{BLOCK}.input_layernorm.weight",)),),
+    markers=(Marker((f"{BLOCK}.input_layernorm.weight",)),),
     kinds={"mamba_decoder.mamba.A_log": LINEAR},
     words={"mamba_decoder.mamba.A_log": "hybrid", "mamba.A_log": LINEAR},
     sizes=_sizes,
