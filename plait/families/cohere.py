@@ -237,7 +237,7 @@ def _cohere2(m: Metadata) -> None:
 def _logit_scale(m: Metadata) -> None:
     """The scale of logits: here the key multiplies them, for other families it divides them."""
     m.config.pop("logits_scaling", None)
-    m.put("logit_scale", m.values.get("logit_scale", 0.0625), f"{FILE} {m.prefix}logit_scale")
+    m.take("logit_scale", "logit_scale", 0.0625)
 
 
 def _moe_names(c: Config) -> Rules:

@@ -354,6 +354,12 @@ def _deepseek2(m: Metadata) -> None:
         m.put("topk_method", "group_limited_greedy" if grouped else "greedy", f"{FILE} expert groups")
 
 
+def indexer_sizes(m: Metadata) -> None:
+    """Heads and chosen keys of an indexer, from GGUF's metadata."""
+    for ours, theirs in (("n_heads", "head_count"), ("head_dim", "key_length"), ("topk", "top_k")):
+        m.take(f"index_{ours}", f"attention.indexer.{theirs}")
+
+
 def index_names(c: Config) -> Rules:
     at, theirs = "layers.{i}.attn.index", "blk.{i}.indexer"
     parts = {"q": "attn_q_b", "k": "attn_k", "k_norm": "k_norm", "weights": "proj"}
@@ -365,9 +371,7 @@ def index_names(c: Config) -> Rules:
 def _sparse(m: Metadata) -> None:
     """Layers without tensors of an indexer take the choice of an earlier one."""
     latent_sizes(m)
-    for ours, theirs in (("n_heads", "head_count"), ("head_dim", "key_length"), ("topk", "top_k")):
-        key = f"attention.indexer.{theirs}"
-        m.put(f"index_{ours}", m.values[key], f"{FILE} {m.prefix}{key}")
+    indexer_sizes(m)
     kinds = ["full" if own else "shared" for own in m.layers("indexer.attn_k.weight")]
     m.put("indexer_types", kinds, "the tensors of each layer")
 

@@ -9,10 +9,9 @@ from plait.checkpoint.names import NameMap, Rules, Source
 from plait.errors import UnsupportedModel
 from plait.families.common.hf_config import ROUTED, HfConfig
 from plait.families.common.recipes import (
-    TEXT_PREFIXES,
     VISION,
-    at,
     scale_tensor,
+    text_tensors,
     transformer,
     unused_patterns,
 )
@@ -23,6 +22,7 @@ from plait.families.deepseek import (
     SPARSE,
     hf_latent,
     index_names,
+    indexer_sizes,
     latent_attention,
     latent_indexer,
     latent_names,
@@ -79,8 +79,7 @@ def dots3_note(c: Config) -> tuple[ModelSpec, NameMap]:
         (BranchSpec("attn", mla, each), ffn[kind])
         for mla, kind in zip(mixers, c["mlp_layer_types"], strict=True)
     ]
-    names = at(TEXT_PREFIXES, lambda prefix: _names(c, prefix, mixers))
-    names["head"] = ("lm_head", "language_model.lm_head")
+    names = text_tensors(lambda prefix: _names(c, prefix, mixers))
     drafts = rf"^model\.(language_model\.)?layers\.{len(kinds)}\."
     ignored = unused_patterns(c, *VISION, *OTHERS, drafts)
     return model(c, "dots3_note_text", layers), NameMap(names, ignored=ignored)
@@ -192,10 +191,8 @@ def _dots3_in_gguf(m: Metadata) -> None:
             "an indexer is in each layer without a window, and in no other; the file differs"
         )
     m.put("use_dsa", True, "the tensors of each layer")
-    for ours, theirs in (("n_heads", "head_count"), ("head_dim", "key_length"), ("topk", "top_k")):
-        key = f"attention.indexer.{theirs}"
-        m.put(f"index_{ours}", m.values[key], f"{FILE} {m.prefix}{key}")
-    m.put("rope_local_base_freq", m.values["rope.freq_base_swa"], f"{FILE} {m.prefix}rope.freq_base_swa")
+    indexer_sizes(m)
+    m.take("rope_local_base_freq", "rope.freq_base_swa")
     if width := m.config.pop("shared_intermediate_size", None):  # of all shared experts
         m.put("shared_experts_intermediate_size", width, "tensor blk.N.ffn_up_shexp.weight")
         m.put("n_shared_experts", 1, f"{FILE} {m.prefix}expert_shared_count, as one")

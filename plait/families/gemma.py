@@ -5,7 +5,7 @@ from __future__ import annotations
 from plait.checkpoint.names import NameMap, Rules
 from plait.families.common.detection import Detection, Marker, Q
 from plait.families.common.hf_config import HfConfig, Values
-from plait.families.common.recipes import TEXT_PREFIXES, VISION, at, plus_one, unused_patterns
+from plait.families.common.recipes import VISION, plus_one, text_tensors, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm
 from plait.families.common.tensors import Tensors
@@ -145,8 +145,7 @@ def _gemma(
         embed_scale=c["hidden_size"] ** 0.5,
         logit_softcap=c.get("final_logit_softcapping"),
     )
-    names = at(TEXT_PREFIXES, _names)
-    names["head"] = ("lm_head", "language_model.lm_head")
+    names = text_tensors(_names)
     return spec, NameMap(names, ignored=unused_patterns(c, *VISION))
 
 

@@ -20,6 +20,7 @@ from plait.families.common.recipes import (
     either,
     flat,
     mixtral_experts,
+    text_tensors,
     unused_patterns,
 )
 from plait.families.common.registry import family
@@ -83,8 +84,7 @@ def build_kimi(c: Config, name: str) -> tuple[ModelSpec, NameMap]:
         (mixers.get(kind) or BranchSpec("attn", _mla(c), each), ffn[sort])
         for kind, sort in zip(c["layer_types"], c["mlp_layer_types"], strict=True)
     ]
-    names: dict[str, Source | tuple[Source, ...]] = dict(at(TEXT_PREFIXES, lambda prefix: _names(c, prefix)))
-    names["head"] = ("lm_head", "language_model.lm_head")
+    names: dict[str, Source | tuple[Source, ...]] = dict(text_tensors(lambda prefix: _names(c, prefix)))
     spec = model(c, name, layers)
     if (size := c.get("attn_res_block_size")) is not None:
         spec = over_depth(spec, size)
@@ -273,6 +273,6 @@ def _kimi(m: Metadata) -> None:
         )
     latent_sizes(m)
     linear_layers(m, "ssm_a")
-    m.put("linear_head_dim", m.values["kda.head_dim"], f"{FILE} {m.prefix}kda.head_dim")
+    m.take("linear_head_dim", "kda.head_dim")
     m.size("linear_num_heads", "ssm_beta.weight", 0)
     m.put("linear_conv_kernel_dim", m.config["mamba_d_conv"], f"{FILE} {m.prefix}ssm.conv_kernel")

@@ -10,7 +10,7 @@ from plait.families.common.recipes import attention_tensors, conv, ends, expert,
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, model, norm
 from plait.families.config.normalize import FULL, SLIDING, Config
-from plait.families.gguf.arch import FILE, Metadata, gguf_arch
+from plait.families.gguf.arch import Metadata, gguf_arch
 from plait.rare_specs import ShortConvSpec
 from plait.spec import BranchSpec, MlpSpec, ModelSpec, MoeSpec, RouterSpec
 
@@ -189,7 +189,7 @@ def _gguf_names(c: Config) -> Rules:
 def _kinds(m: Metadata) -> None:
     kinds = ["conv" if short else FULL for short in m.layers("shortconv.in_proj.weight")]
     m.put("layer_types", kinds, "the tensors of each layer")
-    m.put("conv_L_cache", m.values["shortconv.l_cache"], f"{FILE} {m.prefix}shortconv.l_cache")
+    m.take("conv_L_cache", "shortconv.l_cache")
 
 
 gguf_arch("lfm2", "Lfm2ForCausalLM", constants={"block_auto_adjust_ff_dim": False}, names=_gguf_names)(_kinds)

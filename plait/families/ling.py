@@ -199,12 +199,9 @@ def _ling_3_in_gguf(m: Metadata) -> None:
         )
     latent_sizes(m)
     linear_layers(m, "ssm_a")
-    for ours, theirs, usual in (
-        ("kda_safe_gate", "kda.safe_gate", True),
-        ("kda_lower_bound", "kda.gate_lower_bound", -5.0),
-        ("linear_head_dim", "kda.head_dim", None),
-        ("short_conv_kernel_size", "ssm.conv_kernel", 4),
-    ):
-        m.put(ours, m.values.get(theirs, usual), f"{FILE} {m.prefix}{theirs}")
+    m.take("kda_safe_gate", "kda.safe_gate", True)
+    m.take("kda_lower_bound", "kda.gate_lower_bound", -5.0)
+    m.take("linear_head_dim", "kda.head_dim", None)
+    m.take("short_conv_kernel_size", "ssm.conv_kernel", 4)
     if m.config.get("n_shared_experts"):  # the tensors have the width of all of them
         m.put("n_shared_experts", 1, f"{FILE} {m.prefix}expert_shared_count, as one")

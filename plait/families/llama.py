@@ -9,10 +9,9 @@ from plait.errors import UnsupportedModel
 from plait.families.common.detection import SECOND_NORM, Detection, Marker, Q, has_rope
 from plait.families.common.hf_config import HfConfig
 from plait.families.common.recipes import (
-    TEXT_PREFIXES,
     VISION,
-    at,
     split_qkv,
+    text_tensors,
     transformer,
     unused_patterns,
 )
@@ -137,8 +136,7 @@ def dense(
         mixer = gqa(c, kind, **{"rope": positions, **changes})
         return BranchSpec("attn", mixer, each), BranchSpec("ffn", feed, each)
 
-    usual = at(TEXT_PREFIXES, transformer)
-    usual["head"] = ("lm_head", "language_model.lm_head")
+    usual = text_tensors(transformer)
     spec = model(c, name, map(layer, c["layer_types"]), norm=each)
     return spec, NameMap(names, usual, ignored=unused_patterns(c, *VISION))
 

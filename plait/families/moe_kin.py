@@ -323,11 +323,8 @@ gguf_arch("hunyuan-moe", "HunYuanMoEV1ForCausalLM")(_shared_count)
 def _ernie_in_gguf(m: Metadata) -> None:
     _shared_count(m)
     check_router(m, "softmax", renormalizes=True, scales=False)
-    for ours, theirs in (
-        ("start_index", "leading_dense_block_count"),
-        ("interval", "interleave_moe_layer_step"),
-    ):
-        m.put(f"moe_layer_{ours}", m.values.get(theirs, 1), f"{FILE} {m.prefix}{theirs}")
+    m.take("moe_layer_start_index", "leading_dense_block_count", 1)
+    m.take("moe_layer_interval", "interleave_moe_layer_step", 1)
 
 
 @gguf_arch("mellum", "MellumForCausalLM")

@@ -8,7 +8,13 @@ from plait.checkpoint.names import NameMap, Rules, Source
 from plait.families.common.detection import Detection, Marker
 from plait.families.common.hf_config import QWEN_SHARED, HfConfig, sparse_list
 from plait.families.common.mtp import mtp_names
-from plait.families.common.recipes import TEXT_PREFIXES, at, expert_tensors, plus_one, unused_patterns
+from plait.families.common.recipes import (
+    at,
+    expert_tensors,
+    plus_one,
+    text_tensors,
+    unused_patterns,
+)
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, softmax_moe
 from plait.families.config.normalize import FULL, LINEAR, Config
@@ -110,8 +116,7 @@ def _qwen(c: Config, name: str, projections: Callable[[Config, str], Rules]) -> 
     kinds = c["layer_types"]
     sorts = c["mlp_layer_types"] if c.get("num_experts") else ["dense"] * len(kinds)
     layers = [(mixer(kind), ffn(sort)) for kind, sort in zip(kinds, sorts, strict=True)]
-    names = at(TEXT_PREFIXES, lambda prefix: name_tensors(c, prefix, projections))
-    names["head"] = ("lm_head", "language_model.lm_head")
+    names = text_tensors(lambda prefix: name_tensors(c, prefix, projections))
     head = (mixer(FULL), ffn("sparse" if c.get("num_experts") else "dense"))
     # Tables of its own are in no published file, and their layout is not known.
     mtp = None if c.get("mtp_use_dedicated_embeddings") else MtpSpec((head,), each)

@@ -14,11 +14,10 @@ from plait.families.common.detection import Detection, Marker
 from plait.families.common.hf_config import QWEN_SHARED, HfConfig
 from plait.families.common.hyper import move_inside, over_streams
 from plait.families.common.recipes import (
-    TEXT_PREFIXES,
     Stored,
-    at,
     part,
     plus_one,
+    text_tensors,
     unused_patterns,
 )
 from plait.families.common.registry import family
@@ -96,8 +95,7 @@ def qwen4_exp(c: Config) -> tuple[ModelSpec, NameMap]:
     mixers = [delta if kind == LINEAR else attn for kind in c["layer_types"]]
     layers = [(*ngrams.get(i, ()), mixer, ffn) for i, mixer in enumerate(mixers)]
     hyper = HyperSpec(c["hc_count"], each, rank=c["hc_lowrank"])
-    names = at(TEXT_PREFIXES, lambda prefix: _names(c, prefix))
-    names["head"] = ("lm_head", "language_model.lm_head")
+    names = text_tensors(lambda prefix: _names(c, prefix))
     ignored = unused_patterns(c, *OTHERS, BUFFERS)
     return over_streams(model(c, "qwen4_exp_text", layers), hyper), NameMap(names, ignored=ignored)
 

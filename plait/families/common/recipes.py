@@ -251,6 +251,11 @@ def at(prefixes: tuple[str, ...], table: Callable[[str], Rules]) -> dict[str, tu
     return either(*(table(prefix) for prefix in prefixes))
 
 
+def text_tensors(table: Callable[[str], Rules]) -> dict[str, tuple[Source, ...]]:
+    """The same of a text model alone or in a wrapper that also sees images, with its head."""
+    return {**at(TEXT_PREFIXES, table), "head": ("lm_head", "language_model.lm_head")}
+
+
 def mamba_tensors(ours: str, theirs: str) -> dict[str, Source]:
     """A Mamba2 mixer as every Hugging Face family stores it."""
     return {

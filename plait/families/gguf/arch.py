@@ -63,6 +63,11 @@ class Metadata:
     def put(self, key: str, value: object, why: str) -> None:
         self.config[key], self.why[key] = value, why
 
+    def take(self, key: str, theirs: str, *usual: object) -> None:
+        """The file's value of a key behind the prefix; without `usual` it must be there."""
+        value = self.values.get(theirs, *usual) if usual else self.values[theirs]
+        self.put(key, value, f"{FILE} {self.prefix}{theirs}")
+
     def size(self, key: str, name: str, axis: int) -> None:
         """A size that the first tensor of this name shows, if there is one."""
         found = next((n for n in self.shapes if n.endswith(f".{name}")), None)
