@@ -22,12 +22,13 @@ from plait.families.common.spec_builders import (
     mscale_squared,
     norm,
     rope,
+    shared_moe,
     sigmoid_router,
 )
 from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import FULL, Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch
-from plait.spec import BranchSpec, IndexerSpec, MlaSpec, ModelSpec, MoeSpec, MtpSpec, NormSpec, RouterSpec
+from plait.spec import BranchSpec, IndexerSpec, MlaSpec, ModelSpec, MtpSpec, NormSpec, RouterSpec
 
 LATENT_EPS = 1e-6  # whatever rms_norm_eps says
 PROJECTOR = (r"^mm_projector\.",)  # from images to the width of the text
@@ -310,14 +311,6 @@ def latent_attention(c: Config) -> MlaSpec:
         latent_norm=NormSpec(LATENT_EPS),
         temperature=build_temperature(c),
     )
-
-
-def shared_moe(c: Config, router: RouterSpec) -> MoeSpec:
-    """Experts, and shared ones that are one MLP."""
-    size, shared = c["moe_intermediate_size"], c.get("num_shared_experts")
-    expert = mlp(c, size)
-    both = mlp(c, size * shared) if shared else None
-    return MoeSpec(c["num_experts"], c["num_experts_per_tok"], expert, router, shared=both)
 
 
 def shared_moe_tensors(count: int, theirs: str) -> Rules:

@@ -16,7 +16,7 @@ from plait.families.common.recipes import (
     unused_patterns,
 )
 from plait.families.common.registry import family
-from plait.families.common.spec_builders import mlp, model, norm, rope, sigmoid_router
+from plait.families.common.spec_builders import mlp, model, norm, rope, shared_moe, sigmoid_router
 from plait.families.config.normalize import FULL, SLIDING, Config
 from plait.families.deepseek import (
     SPARSE,
@@ -27,7 +27,6 @@ from plait.families.deepseek import (
     latent_indexer,
     latent_names,
     latent_sizes,
-    shared_moe,
 )
 from plait.families.gguf.arch import FILE, Metadata, check_router, gguf_arch, sizes_by_kind
 from plait.families.gguf.names import join_latents
@@ -72,7 +71,7 @@ def dots3_note(c: Config) -> tuple[ModelSpec, NameMap]:
     each, kinds = norm(c), _find_kinds(c)
     c["layer_types"] = [SLIDING if kind == SLIDING else FULL for kind in kinds]
     size = c.get("moe_shared_expert_intermediate_size") or c["shared_experts_intermediate_size"]
-    moe = replace(shared_moe(c, sigmoid_router(c)), shared=mlp(c, size * c["num_shared_experts"]))
+    moe = shared_moe(c, sigmoid_router(c), size * c["num_shared_experts"])
     ffn = {"dense": BranchSpec("ffn", mlp(c), each), "sparse": BranchSpec("ffn", moe, each)}
     mixers = [_attention(c, i, kind) for i, kind in enumerate(kinds)]
     layers = [

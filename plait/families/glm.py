@@ -9,17 +9,17 @@ from plait.families.common.hf_config import ROUTED, HfConfig, first_dense
 from plait.families.common.mtp import deepseek_parts, mtp_names
 from plait.families.common.recipes import (
     either,
-    expert_tensors,
     split_gate_up,
     split_qkv,
     transformer,
     unused_patterns,
 )
 from plait.families.common.registry import family
-from plait.families.common.spec_builders import gqa, mlp, model, norm, rope, sigmoid_router
+from plait.families.common.spec_builders import gqa, mlp, model, norm, rope, shared_moe, sigmoid_router
 from plait.families.config.normalize import Config
+from plait.families.deepseek import shared_moe_tensors
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch, plain_arch
-from plait.spec import BranchSpec, ModelSpec, MoeSpec, MtpSpec, NormSpec
+from plait.spec import BranchSpec, ModelSpec, MtpSpec, NormSpec
 
 L = "model.layers.{i}"
 FFN = "layers.{i}.ffn"
@@ -100,24 +100,10 @@ def glm4_moe(c: Config) -> tuple[ModelSpec, NameMap]:
     """GLM-4.5, 4.6 and 4.7: the halves of a head turn together; a few dense layers, then experts."""
     each, count = norm(c), len(c["layer_types"])
     attn = BranchSpec("attn", gqa(c, qk_norm=each if c["use_qk_norm"] else None), each)
-    size, shared = c["moe_intermediate_size"], c["num_shared_experts"]
-    moe = MoeSpec(
-        c["num_experts"],
-        c["num_experts_per_tok"],
-        mlp(c, size),
-        sigmoid_router(c),
-        shared=mlp(c, size * shared) if shared else None,
-    )
-    ffn = {"sparse": BranchSpec("ffn", moe, each)}
+    ffn = {"sparse": BranchSpec("ffn", shared_moe(c, sigmoid_router(c)), each)}
     if "dense" in c["mlp_layer_types"]:
         ffn["dense"] = BranchSpec("ffn", mlp(c), each)
-    mlp_names = f"{L}.mlp"
-    names: Rules = {
-        f"{FFN}.router_bias": f"{mlp_names}.gate.e_score_correction_bias",
-        f"{FFN}.router": f"{mlp_names}.gate",
-        f"{FFN}.shared.{{x}}": f"{mlp_names}.shared_experts.{{x}}_proj",
-        **expert_tensors(FFN, mlp_names, c["num_experts"]),
-    }
+    names = shared_moe_tensors(c["num_experts"], f"{L}.mlp")
     # Layers behind the last one predict a second token for speculation; the model is whole without them.
     num_mtp = c.get("num_nextn_predict_layers") or 0
     extra = tuple(rf"^model\.layers\.{count + k}\." for k in range(num_mtp or 1))

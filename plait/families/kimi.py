@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -24,7 +25,7 @@ from plait.families.common.recipes import (
     unused_patterns,
 )
 from plait.families.common.registry import family
-from plait.families.common.spec_builders import mlp, model, norm, sigmoid_router
+from plait.families.common.spec_builders import mlp, model, norm, shared_moe, sigmoid_router
 from plait.families.config.normalize import LINEAR, Config
 from plait.families.deepseek import LATENT_EPS, latent_sizes
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch
@@ -162,15 +163,9 @@ def _mla(c: Config) -> MlaSpec:
 
 
 def _moe(c: Config) -> MoeSpec:
-    size, shared = c["moe_intermediate_size"], c["num_shared_experts"]
-    both = mlp(c, size * shared) if shared else None
     latent = c.get("routed_expert_hidden_size")
-    return MoeSpec(
-        *(c["num_experts"], c["num_experts_per_tok"], mlp(c, size), sigmoid_router(c)),
-        shared=both,
-        latent=latent,
-        latent_norm=norm(c) if latent and c.get("latent_moe_use_norm") else None,
-    )
+    latent_norm = norm(c) if latent and c.get("latent_moe_use_norm") else None
+    return replace(shared_moe(c, sigmoid_router(c)), latent=latent, latent_norm=latent_norm)
 
 
 def _names(c: Config, prefix: str) -> Rules:

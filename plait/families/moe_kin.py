@@ -20,6 +20,7 @@ from plait.families.common.spec_builders import (
     norm,
     require,
     rope,
+    shared_moe,
     sigmoid_router,
     softmax_moe,
 )
@@ -269,10 +270,7 @@ def build_shared_moe(
     shared_size: int | None = None,
 ) -> tuple[ModelSpec, NameMap]:
     """Experts next to shared ones, and dense layers where the config has them."""
-    size, shared = c["moe_intermediate_size"], c.get("num_shared_experts")
-    both = mlp(c, shared_size or size * shared) if shared else None
-    moe = MoeSpec(c["num_experts"], c["num_experts_per_tok"], mlp(c, size), router, shared=both)
-    ffn = {"sparse": BranchSpec("ffn", moe, norm(c))}
+    ffn = {"sparse": BranchSpec("ffn", shared_moe(c, router, shared_size), norm(c))}
     if "dense" in c["mlp_layer_types"]:
         ffn["dense"] = BranchSpec("ffn", mlp(c), norm(c))
     correction: Rules = {

@@ -11,7 +11,7 @@ from plait.families.common.recipes import either, expert_tensors, mamba_tensors,
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mamba2, model, norm, sigmoid_router
 from plait.families.config.normalize import FULL, LINEAR, Config
-from plait.families.gguf.arch import FILE, Metadata, check_router, gguf_arch, head_size
+from plait.families.gguf.arch import Metadata, check_router, gguf_arch, head_size, join_shared_experts
 from plait.spec import BranchSpec, Mamba2Spec, Mixer, MlpSpec, ModelSpec, MoeSpec, MtpSpec
 
 MTP_LAYERS = {"*": FULL, "E": "moe", "-": "mlp"}  # of mtp_hybrid_override_pattern
@@ -155,8 +155,7 @@ def _nemotron_in_gguf(m: Metadata) -> None:
     head_size(m)
     if m.config.get("num_experts"):
         check_router(m, "sigmoid", renormalizes=None)
-        if m.config.get("n_shared_experts"):  # the tensors have the width of all of them
-            m.put("n_shared_experts", 1, f"{FILE} {m.prefix}expert_shared_count, as one")
+        join_shared_experts(m)
 
 
 for _name in ("nemotron_h", "nemotron_h_moe"):

@@ -188,6 +188,12 @@ def check_router(m: Metadata, scores: str, *, renormalizes: bool | None, scales:
             raise UnsupportedModel(f"{m.prefix}{key} {told} is not implemented for {m.arch}; known: {value}")
 
 
+def join_shared_experts(m: Metadata) -> None:
+    """Shared experts are one: their tensors have the width of all of them, however many the file counts."""
+    if m.config.get("n_shared_experts"):
+        m.put("n_shared_experts", 1, f"{FILE} {m.prefix}expert_shared_count, as one")
+
+
 def head_size(m: Metadata) -> None:
     """Mamba2's heads: the format has their number and the width of all."""
     width = m.config["mamba_d_ssm"] // m.config["mamba_n_heads"]
