@@ -67,8 +67,7 @@ def hf_latent(config: Config, spec: ModelSpec) -> Values:
     model_types=("deepseek_v2",),
     defaults={**SHARED, "topk_method": "greedy"},
     detection=Detection(
-        markers=(Marker(("self_attn.kv_a_proj_with_mqa.weight",), order=240),),
-        fill=_fill_v2,
+        markers=(Marker(("self_attn.kv_a_proj_with_mqa.weight",), order=240),), fill=_fill_v2
     ),
     hf=HfConfig(words=ROUTED, extra=hf_latent),
 )

@@ -8,13 +8,7 @@ from dataclasses import replace
 from plait.checkpoint.names import NameMap, Rules, Source
 from plait.errors import UnsupportedModel
 from plait.families.common.hf_config import ROUTED, HfConfig
-from plait.families.common.recipes import (
-    VISION,
-    scale_tensor,
-    text_tensors,
-    transformer,
-    unused_patterns,
-)
+from plait.families.common.recipes import VISION, scale_tensor, text_tensors, transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import mlp, model, norm, rope, shared_moe, sigmoid_router
 from plait.families.config.normalize import FULL, SLIDING, Config

@@ -52,8 +52,7 @@ def _hf_gemma(config: Config, spec: ModelSpec) -> Values:
     },
     honours=HONOURS,
     detection=Detection(
-        markers=(Marker(("pre_feedforward_layernorm.weight", Q), order=300),),
-        fill=_fill_gemma2,
+        markers=(Marker(("pre_feedforward_layernorm.weight", Q), order=300),), fill=_fill_gemma2
     ),
     hf=HfConfig(words={"hidden_act": "hidden_activation"}, lists_layers=True, extra=_hf_gemma),
 )
@@ -104,7 +103,7 @@ def gemma1(c: Config) -> tuple[ModelSpec, NameMap]:
     each = norm(c)
     layer = (BranchSpec("attn", gqa(c), each), BranchSpec("ffn", mlp(c), each))
     names: Rules = {
-        "layers.{i}.ffn.norm.weight": plus_one("model.layers.{i}.post_attention_layernorm.weight"),
+        "layers.{i}.ffn.norm.weight": plus_one("model.layers.{i}.post_attention_layernorm.weight")
     }
     spec = model(c, "gemma", [layer] * len(c["layer_types"]), embed_scale=c["hidden_size"] ** 0.5)
     return spec, NameMap(names, _names("model."), HEAD, ignored=unused_patterns(c))

@@ -190,10 +190,7 @@ def _gguf_names(c: Config) -> Rules:
 
 
 @gguf_arch(
-    "gemma3n",
-    "Gemma3nForCausalLM",
-    names=_gguf_names,
-    by_layer={"feed_forward_length": "intermediate_size"},
+    "gemma3n", "Gemma3nForCausalLM", names=_gguf_names, by_layer={"feed_forward_length": "intermediate_size"}
 )
 def _in_gguf(m: Metadata) -> None:
     """Sparsity is stored as an edge in standard deviations; our config has the share below it."""

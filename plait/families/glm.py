@@ -7,13 +7,7 @@ from plait.errors import UnsupportedModel
 from plait.families.common.detection import Detection, Marker, Q
 from plait.families.common.hf_config import ROUTED, HfConfig, first_dense
 from plait.families.common.mtp import deepseek_parts, mtp_names
-from plait.families.common.recipes import (
-    either,
-    split_gate_up,
-    split_qkv,
-    transformer,
-    unused_patterns,
-)
+from plait.families.common.recipes import either, split_gate_up, split_qkv, transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, rope, shared_moe, sigmoid_router
 from plait.families.config.normalize import Config
@@ -23,12 +17,7 @@ from plait.spec import BranchSpec, ModelSpec, MtpSpec, NormSpec
 
 L = "model.layers.{i}"
 FFN = "layers.{i}.ffn"
-SHARED = {
-    "norm_eps": 1.5625e-7,
-    "hidden_act": "silu",
-    "head_dim": 128,
-    "partial_rotary_factor": 0.5,
-}
+SHARED = {"norm_eps": 1.5625e-7, "hidden_act": "silu", "head_dim": 128, "partial_rotary_factor": 0.5}
 
 
 Q_NORM = "self_attn.q_norm.weight"

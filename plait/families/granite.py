@@ -130,11 +130,7 @@ def _granite(
     feed = BranchSpec("ffn", ffn, each, post_norm, scale)
     layers = [(BranchSpec("attn", mixer, each, post_norm, scale), feed) for mixer in mixers or usual]
     spec = model(
-        c,
-        name,
-        layers,
-        embed_scale=float(c["embedding_multiplier"]),
-        logit_scale=1 / c["logits_scaling"],
+        c, name, layers, embed_scale=float(c["embedding_multiplier"]), logit_scale=1 / c["logits_scaling"]
     )
     return spec, NameMap(names, transformer(), ignored=unused_patterns(c))
 

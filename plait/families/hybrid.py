@@ -53,10 +53,7 @@ def _hf_granite(config: Config, spec: ModelSpec) -> Values:
     "BambaForCausalLM",
     model_types=("bamba",),
     defaults={**MAMBA, "norm_eps": 1e-5, "partial_rotary_factor": 0.5},
-    detection=Detection(
-        markers=(Marker(("mamba.A_log",), order=70),),
-        kinds={"mamba.A_log": LINEAR},
-    ),
+    detection=Detection(markers=(Marker(("mamba.A_log",), order=70),), kinds={"mamba.A_log": LINEAR}),
     hf=HfConfig(lists_layers=True),
 )
 def bamba(c: Config) -> tuple[ModelSpec, NameMap]:
@@ -244,10 +241,7 @@ def _falcon_gguf_names(_: Config) -> Rules:
 
 
 @gguf_arch(
-    "falcon-h1",
-    "FalconH1ForCausalLM",
-    constants={"mamba_norm_before_gate": False},
-    names=_falcon_gguf_names,
+    "falcon-h1", "FalconH1ForCausalLM", constants={"mamba_norm_before_gate": False}, names=_falcon_gguf_names
 )
 def _falcon_gguf(m: Metadata) -> None:
     head_size(m)

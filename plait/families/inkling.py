@@ -63,7 +63,7 @@ PREFIXES = ("model.", "model.language_model.", "language_model.model.")
         markers=(
             Marker(("self_attn.rel_logits_proj.proj",), order=207),
             Marker(("attn.rel_logits_proj.proj",), order=208),
-        ),
+        )
     ),
 )
 def build_inkling(c: Config) -> tuple[ModelSpec, NameMap]:

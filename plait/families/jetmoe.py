@@ -38,11 +38,7 @@ def _infer_sizes(t: Tensors) -> None:
     model_types=("jetmoe",),
     defaults={"norm_eps": 1e-6, "hidden_act": "silu", "num_key_value_heads": 16, "num_experts": 8}
     | {"num_experts_per_tok": 2, "tie_word_embeddings": True},
-    detection=Detection(
-        markers=(Marker((QUERIES,), order=12),),
-        kinds={QUERIES: FULL},
-        sizes=_infer_sizes,
-    ),
+    detection=Detection(markers=(Marker((QUERIES,), order=12),), kinds={QUERIES: FULL}, sizes=_infer_sizes),
 )
 def jetmoe(c: Config) -> tuple[ModelSpec, NameMap]:
     """JetMoe 8B."""

@@ -8,13 +8,7 @@ from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
 from plait.families.common.detection import SECOND_NORM, Detection, Marker, Q, has_rope
 from plait.families.common.hf_config import HfConfig
-from plait.families.common.recipes import (
-    VISION,
-    split_qkv,
-    text_tensors,
-    transformer,
-    unused_patterns,
-)
+from plait.families.common.recipes import VISION, split_qkv, text_tensors, transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, rope
 from plait.families.common.tensors import Tensors

@@ -74,7 +74,7 @@ def mamba1_only(c: Config) -> tuple[ModelSpec, NameMap]:
     model_types=("falcon_mamba",),
     defaults={**ALONE, "mixer_rms_eps": 1e-6},
     detection=Detection(
-        markers=(Marker(("mixer.A_log", "mixer.x_proj.weight"), test=has_vocabulary(65024), order=80),),
+        markers=(Marker(("mixer.A_log", "mixer.x_proj.weight"), test=has_vocabulary(65024), order=80),)
     ),
     hf=HfConfig(words=HF_WORDS, attends=False, extra=_hf_mamba1),
 )

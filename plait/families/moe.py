@@ -20,9 +20,7 @@ FFN, MLP = "layers.{i}.ffn", "model.layers.{i}.mlp"
     model_types=("mixtral",),
     defaults={"norm_eps": 1e-5, "hidden_act": "silu", "rope_theta": 1e6, "num_experts_per_tok": 2},
     honours=("sliding_window",),
-    detection=Detection(
-        markers=(Marker((Q, "block_sparse_moe.gate.weight"), order=410),),
-    ),
+    detection=Detection(markers=(Marker((Q, "block_sparse_moe.gate.weight"), order=410),)),
     hf=HfConfig(words=LOCAL),
 )
 def mixtral(c: Config) -> tuple[ModelSpec, NameMap]:

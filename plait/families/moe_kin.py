@@ -32,9 +32,7 @@ L = "model.layers.{i}"
 FFN, MLP = "layers.{i}.ffn", f"{L}.mlp"
 QK = (("q", "query"), ("k", "key"))
 SILU = {"norm_eps": 1e-6, "hidden_act": "silu"}
-SHARED: Rules = {
-    f"{FFN}.shared.{{x}}": (f"{MLP}.shared_experts.{{x}}_proj", f"{MLP}.shared_mlp.{{x}}_proj"),
-}
+SHARED: Rules = {f"{FFN}.shared.{{x}}": (f"{MLP}.shared_experts.{{x}}_proj", f"{MLP}.shared_mlp.{{x}}_proj")}
 
 
 @family(
@@ -274,7 +272,7 @@ def build_shared_moe(
     if "dense" in c["mlp_layer_types"]:
         ffn["dense"] = BranchSpec("ffn", mlp(c), norm(c))
     correction: Rules = {
-        f"{FFN}.router_bias": tuple(f"{at}.e_score_correction_bias" for at in (f"{MLP}.gate", MLP)),
+        f"{FFN}.router_bias": tuple(f"{at}.e_score_correction_bias" for at in (f"{MLP}.gate", MLP))
     }
     names: Rules = {**SHARED, **_experts(c), **(correction if own is None else own)}
     layers = [(attn, ffn[kind]) for attn, kind in zip(attns, c["mlp_layer_types"], strict=True)]

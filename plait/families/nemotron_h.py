@@ -96,10 +96,7 @@ def _nemotron_mtp(c: Config) -> tuple[MtpSpec | None, Rules]:
         return None, {}
     mixers = [_nemotron_mixer(c, MTP_LAYERS[letter]) for letter in pattern]
     layers = tuple((BranchSpec("mix", mixer, norm(c)),) for mixer in mixers)
-    parts = {
-        **deepseek_parts("mtp.layers.0"),
-        "norm": f"mtp.layers.{len(layers) - 1}.final_layernorm",
-    }
+    parts = {**deepseek_parts("mtp.layers.0"), "norm": f"mtp.layers.{len(layers) - 1}.final_layernorm"}
     return MtpSpec(layers, norm(c)), mtp_names(parts, _nemotron_names("mtp.", c.get("num_experts") or 0))
 
 

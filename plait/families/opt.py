@@ -135,13 +135,7 @@ def ctrl(c: Config) -> tuple[ModelSpec, NameMap]:
 
 
 def _opt(
-    c: Config,
-    name: str,
-    place: str,
-    own: Rules,
-    *,
-    behind: bool = False,
-    unused: tuple[str, ...] = (),
+    c: Config, name: str, place: str, own: Rules, *, behind: bool = False, unused: tuple[str, ...] = ()
 ) -> tuple[ModelSpec, NameMap]:
     layers = fairseq_layers(f"{place}layers", len(c["layer_types"]), behind=behind)
     ends: Rules = {"embed": f"{place}embed_tokens", "head": "lm_head"}

@@ -8,13 +8,7 @@ from plait.checkpoint.names import NameMap, Rules, Source
 from plait.families.common.detection import Detection, Marker
 from plait.families.common.hf_config import QWEN_SHARED, HfConfig, sparse_list
 from plait.families.common.mtp import mtp_names
-from plait.families.common.recipes import (
-    at,
-    expert_tensors,
-    plus_one,
-    text_tensors,
-    unused_patterns,
-)
+from plait.families.common.recipes import at, expert_tensors, plus_one, text_tensors, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, softmax_moe
 from plait.families.config.normalize import FULL, LINEAR, Config

@@ -13,13 +13,7 @@ from plait.errors import UnsupportedModel
 from plait.families.common.detection import Detection, Marker
 from plait.families.common.hf_config import QWEN_SHARED, HfConfig
 from plait.families.common.hyper import move_inside, over_streams
-from plait.families.common.recipes import (
-    Stored,
-    part,
-    plus_one,
-    text_tensors,
-    unused_patterns,
-)
+from plait.families.common.recipes import Stored, part, plus_one, text_tensors, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, require, softmax_moe
 from plait.families.common.tensors import Tensors

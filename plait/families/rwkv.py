@@ -84,10 +84,7 @@ def _infer_sizes(t: Tensors) -> None:
     model_types=("rwkv7",),
     defaults={"norm_eps": 1e-5, "head_dim": 64, "tie_word_embeddings": False, "hidden_act": "relu2"}
     | {"decay_low_rank_dim": 64, "gate_low_rank_dim": 128, "a_low_rank_dim": 64, "v_low_rank_dim": 32},
-    detection=Detection(
-        markers=(Marker(("attn.r_k", "attn.x_r"), order=14),),
-        sizes=_infer_sizes,
-    ),
+    detection=Detection(markers=(Marker(("attn.r_k", "attn.x_r"), order=14),), sizes=_infer_sizes),
 )
 def rwkv7(c: Config) -> tuple[ModelSpec, NameMap]:
     """RWKV-7 (Goose) in the layout of flash-linear-attention, as its checkpoints are published."""

@@ -18,15 +18,7 @@ from plait.server.http.transfer import EVENTS, JSON_LINES, UNMARKED_EVENTS, Stre
 from plait.server.llamacpp import completion, server_facts
 from plait.server.models import admin
 from plait.server.ollama import embed, generate, manage, wire
-from plait.server.openai import (
-    adapters,
-    chat,
-    completions,
-    embeddings,
-    models,
-    render,
-    scores,
-)
+from plait.server.openai import adapters, chat, completions, embeddings, models, render, scores
 from plait.server.responses import endpoints, items, request
 from plait.server.stored import batch_objects, chats, conversations, file_objects, routes
 
@@ -60,9 +52,7 @@ MCP: Mapping[tuple[str, str], Operation] = {
 _ONE = "that this key has stored"
 STORED: Mapping[tuple[str, str], Operation] = {
     ("GET", "/v1/responses/{id}"): Operation(
-        "A stored response",
-        items.Response,
-        stream="With stream=true: its events, from starting_after.",
+        "A stored response", items.Response, stream="With stream=true: its events, from starting_after."
     ),
     ("DELETE", "/v1/responses/{id}"): Operation("Delete a response", routes.Deleted),
     ("GET", "/v1/responses/{id}/input_items"): Operation("The items of its input", routes.StoredList),
@@ -134,16 +124,10 @@ _RERANK = Operation("Documents by how well they fit a query", scores.Ranking, sc
 _CLASSIFY = Operation("Texts with a label each", scores.Classification, scores.ClassifyRequest)
 POSTS: Mapping[str, Operation] = {
     "/v1/completions": Operation(
-        "Text that follows a prompt",
-        completions.Completion,
-        schema.CompletionRequest,
-        completions.Completion,
+        "Text that follows a prompt", completions.Completion, schema.CompletionRequest, completions.Completion
     ),
     "/v1/chat/completions": Operation(
-        "The reply to a conversation",
-        chat.ChatCompletion,
-        schema.StorableChat,
-        chat.ChatChunk,
+        "The reply to a conversation", chat.ChatCompletion, schema.StorableChat, chat.ChatChunk
     ),
     "/v1/embeddings": Operation("Texts as vectors", embeddings.Embeddings, embeddings.EmbeddingRequest),
     **dict.fromkeys(("/v1/score", "/score"), _SCORE),
@@ -151,10 +135,7 @@ POSTS: Mapping[str, Operation] = {
     **dict.fromkeys(("/v1/classify", "/classify"), _CLASSIFY),
     "/apply-template": Operation("A conversation as the model's prompt", body=models.TemplateRequest),
     "/v1/responses": Operation(
-        "The reply to a conversation, as items",
-        items.Response,
-        request.ResponsesRequest,
-        ITEM_EVENTS,
+        "The reply to a conversation, as items", items.Response, request.ResponsesRequest, ITEM_EVENTS
     ),
     "/v1/responses/input_tokens": Operation(
         "How many tokens the prompt of a response has",

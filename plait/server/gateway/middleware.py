@@ -30,14 +30,7 @@ from plait.server.gateway.request_head import check_host, one_spelling
 from plait.server.gateway.request_log import RequestLog
 from plait.server.gateway.served_models import ServedModels
 from plait.server.gateway.vllm_metrics import PerRequest
-from plait.server.http.errors import (
-    AdminRefused,
-    InvalidKey,
-    NotReady,
-    Problem,
-    TooManyRequests,
-    problem,
-)
+from plait.server.http.errors import AdminRefused, InvalidKey, NotReady, Problem, TooManyRequests, problem
 from plait.server.http.transfer import check_head, host_of, new_id
 
 MAX_OPEN_REQUESTS = 2048  # each has a task, a body in memory and perhaps a thread

@@ -159,11 +159,7 @@ class _Prompt:
     """One prompt of a request: what its choices echo, and deltas that wait for its log-probabilities."""
 
     def __init__(
-        self,
-        tokenizer: Tokenizer | None,
-        prompt: str | list[int],
-        request: Request,
-        asked: CompletionRequest,
+        self, tokenizer: Tokenizer | None, prompt: str | list[int], request: Request, asked: CompletionRequest
     ) -> None:
         ids = request.prompt_token_ids
         is_read = isinstance(prompt, str) and asked.parse_special
