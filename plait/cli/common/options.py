@@ -237,17 +237,15 @@ def model_option(*, required: bool = True) -> Decorator:
 
 def server_options() -> Decorator:
     """`--url` and `--api-key`: which server a command asks."""
-    url = click.option(
-        "--url",
-        default=SERVER_URL,
-        show_default=True,
-        envvar="PLAIT_URL",
-        show_envvar=True,
-        help="the server",
-    )
     key = "the key that it is sent"
     api_key = click.option("--api-key", envvar="PLAIT_API_KEY", show_envvar=True, help=key)
-    return options([url, api_key])
+    return options([url_option(), api_key])
+
+
+def url_option() -> Decorator:
+    """`--url` alone."""
+    shown = {"show_default": True, "show_envvar": True}
+    return click.option("--url", default=SERVER_URL, envvar="PLAIT_URL", help="the server", **shown)
 
 
 def config_file_option() -> Decorator:
