@@ -13,13 +13,10 @@ from plait.families.config.normalize import Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch, plain_arch
 from plait.spec import AttentionSpec, BranchSpec, ModelSpec
 
-SHARED = {
-    "norm_eps": 1e-6,
-    "hidden_act": "gelu_pytorch_tanh",
-    "tie_word_embeddings": True,
-    "head_dim": 256,
-    "sliding_window": 4096,
-}
+GEMMA = {"norm_eps": 1e-6, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "head_dim": 256}
+SHARED = {**GEMMA, "sliding_window": 4096, "query_pre_attn_scalar": 256}
+CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+GEMMA2 = {**SHARED, **CAPS, "sliding_window_pattern": 2}
 HEAD: Rules = {"head": "lm_head"}
 HONOURS = ("sliding_window", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
 
@@ -43,13 +40,7 @@ def _hf_gemma(config: Config, spec: ModelSpec) -> Values:
 @family(
     "Gemma2ForCausalLM",
     model_types=("gemma2",),
-    defaults={
-        **SHARED,
-        "query_pre_attn_scalar": 256,
-        "sliding_window_pattern": 2,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-    },
+    defaults=GEMMA2,
     honours=HONOURS,
     detection=Detection(
         markers=(Marker(("pre_feedforward_layernorm.weight", Q), order=300),), fill=_fill_gemma2
@@ -66,7 +57,6 @@ def gemma2(c: Config) -> tuple[ModelSpec, NameMap]:
     model_types=("gemma3_text", "gemma3"),
     defaults={
         **SHARED,
-        "query_pre_attn_scalar": 256,
         "sliding_window_pattern": 6,
         "rope_theta": 1e6,
         "rope_local_base_freq": 1e4,
@@ -87,16 +77,7 @@ def gemma3(c: Config) -> tuple[ModelSpec, NameMap]:
     return _gemma(c, "gemma3", has_qk_norm=True)
 
 
-@family(
-    "GemmaForCausalLM",
-    model_types=("gemma",),
-    defaults={
-        "norm_eps": 1e-6,
-        "hidden_act": "gelu_pytorch_tanh",
-        "tie_word_embeddings": True,
-        "head_dim": 256,
-    },
-)
+@family("GemmaForCausalLM", model_types=("gemma",), defaults=GEMMA)
 def gemma1(c: Config) -> tuple[ModelSpec, NameMap]:
     """Gemma 1 and CodeGemma: no norms behind the mixers, no windows."""
     c["hidden_act"] = "gelu_pytorch_tanh"  # published configs say gelu, and mean this
@@ -109,18 +90,7 @@ def gemma1(c: Config) -> tuple[ModelSpec, NameMap]:
     return spec, NameMap(names, _names("model."), HEAD, ignored=unused_patterns(c))
 
 
-@family(
-    "VaultGemmaForCausalLM",
-    model_types=("vaultgemma",),
-    defaults={
-        **SHARED,
-        "query_pre_attn_scalar": 256,
-        "sliding_window_pattern": 2,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-    },
-    honours=HONOURS,
-)
+@family("VaultGemmaForCausalLM", model_types=("vaultgemma",), defaults=GEMMA2, honours=HONOURS)
 def vaultgemma(c: Config) -> tuple[ModelSpec, NameMap]:
     """VaultGemma: Gemma 2 without norms behind the mixers."""
     return _gemma(c, "vaultgemma", has_qk_norm=False, has_post_norms=False)

@@ -17,6 +17,7 @@ from plait.families.gguf.arch import Metadata, gguf_arch, plain_arch
 from plait.spec import BranchSpec, MlpSpec, ModelSpec, NormSpec
 
 NO_RULES: Rules = {}
+WINDOWS = {"use_sliding_window": False, "window_layers": "last", "max_window_layers": 28}
 # vocabulary size -> (rope theta, longest sequence) of the Llama class that was trained with it
 LLAMA_VOCABULARIES: Mapping[int, tuple[float, int]] = {
     32000: (1e4, 4096),
@@ -67,13 +68,7 @@ def llama(c: Config) -> tuple[ModelSpec, NameMap]:
     *("Qwen2ForCausalLM", "Qwen2_5_VLForConditionalGeneration", "Qwen2VLForConditionalGeneration"),
     "GotOcr2ForConditionalGeneration",
     model_types=("qwen2", "qwen2_5_vl", "qwen2_5_vl_text", "qwen2_vl", "qwen2_vl_text", "got_ocr2"),
-    defaults={
-        "norm_eps": 1e-6,
-        "hidden_act": "silu",
-        "use_sliding_window": False,
-        "window_layers": "last",
-        "max_window_layers": 28,
-    },
+    defaults={"norm_eps": 1e-6, "hidden_act": "silu", **WINDOWS},
     honours=("sliding_window",),
     detection=Detection(
         markers=(Marker((Q, "self_attn.q_proj.bias", SECOND_NORM), ("self_attn.o_proj.bias",), order=450),),
@@ -89,14 +84,7 @@ def qwen2(c: Config) -> tuple[ModelSpec, NameMap]:
 @family(
     *("Qwen3ForCausalLM", "Qwen3VLForConditionalGeneration"),
     model_types=("qwen3", "qwen3_vl", "qwen3_vl_text"),
-    defaults={
-        "norm_eps": 1e-6,
-        "hidden_act": "silu",
-        "head_dim": 128,
-        "use_sliding_window": False,
-        "window_layers": "last",
-        "max_window_layers": 28,
-    },
+    defaults={"norm_eps": 1e-6, "hidden_act": "silu", "head_dim": 128, **WINDOWS},
     honours=("sliding_window",),
     detection=Detection(
         markers=(Marker((Q, "self_attn.q_norm.weight", SECOND_NORM), order=440),),

@@ -5,7 +5,13 @@ from __future__ import annotations
 from plait.checkpoint.names import NameMap, Rules
 from plait.families.common.detection import Detection, Marker, Q
 from plait.families.common.hf_config import LOCAL, QWEN_SHARED, HfConfig, sparse_list
-from plait.families.common.recipes import either, expert_tensors, transformer, unused_patterns
+from plait.families.common.recipes import (
+    either,
+    expert_tensors,
+    mixtral_experts,
+    transformer,
+    unused_patterns,
+)
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, softmax_moe
 from plait.families.config.normalize import Config
@@ -25,19 +31,10 @@ FFN, MLP = "layers.{i}.ffn", "model.layers.{i}.mlp"
 )
 def mixtral(c: Config) -> tuple[ModelSpec, NameMap]:
     """Mixtral: experts in every layer, their weights summing to one."""
-    theirs = "model.layers.{i}.block_sparse_moe"
-    w = f"{theirs}.experts.{{e}}"
+    theirs, count = "model.layers.{i}.block_sparse_moe", c["num_experts"]
     names: Rules = {
         f"{FFN}.router": (f"{theirs}.gate", f"{MLP}.gate"),
-        **either(
-            {
-                f"{FFN}.experts.{{e}}.gate.weight": f"{w}.w1.weight",
-                f"{FFN}.experts.{{e}}.up.weight": f"{w}.w3.weight",
-                f"{FFN}.experts.{{e}}.down.weight": f"{w}.w2.weight",
-            },
-            expert_tensors(FFN, MLP, c["num_experts"]),
-            expert_tensors(FFN, theirs, c["num_experts"]),
-        ),
+        **either(mixtral_experts(FFN, theirs, count), expert_tensors(FFN, MLP, count)),
     }
     return _sparse(c, "mixtral", softmax_moe(c), None, names)
 

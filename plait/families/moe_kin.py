@@ -8,6 +8,7 @@ from plait.families.common.recipes import (
     either,
     expert_tensors,
     flat,
+    mixtral_experts,
     transformer,
     turn_expert,
     unused_patterns,
@@ -78,16 +79,10 @@ def minimax_m2(c: Config) -> tuple[ModelSpec, NameMap]:
     attn = BranchSpec("attn", gqa(c, qk_norm=each if c["use_qk_norm"] else None, qk_norm_over="all"), each)
     router = RouterSpec("sigmoid", renormalize=True)
     places = (f"{L}.block_sparse_moe", MLP)
-    w = f"{places[0]}.experts.{{e}}"
-    apart: Rules = {
-        f"{FFN}.experts.{{e}}.gate.weight": f"{w}.w1.weight",
-        f"{FFN}.experts.{{e}}.up.weight": f"{w}.w3.weight",
-        f"{FFN}.experts.{{e}}.down.weight": f"{w}.w2.weight",
-    }
     names: Rules = {
         f"{FFN}.router": tuple(f"{at}.gate" for at in places),
         f"{FFN}.router_bias": tuple(f"{at}.e_score_correction_bias" for at in places),
-        **either(apart, *(expert_tensors(FFN, at, c["num_experts"]) for at in places)),
+        **either(*(mixtral_experts(FFN, at, c["num_experts"]) for at in places)),
     }
     return _sparse(c, "minimax_m2", attn, softmax_moe(c, router=router), names)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
 from plait.families.common.detection import Detection, Marker
-from plait.families.common.hf_config import HfConfig, Values
+from plait.families.common.hf_config import MAMBA2, HfConfig, Values
 from plait.families.common.mtp import deepseek_parts, mtp_names
 from plait.families.common.recipes import either, expert_tensors, mamba_tensors, unused_patterns
 from plait.families.common.registry import family
@@ -49,7 +49,7 @@ def _hf_nemotron(config: Config, spec: ModelSpec) -> Values:
     ),
     hf=HfConfig(
         words={
-            "norm_eps": "layer_norm_epsilon",
+            **MAMBA2,
             "hidden_act": "mlp_hidden_act",
             "layer_types": "layers_block_type",
             "num_experts": "n_routed_experts",
@@ -58,9 +58,6 @@ def _hf_nemotron(config: Config, spec: ModelSpec) -> Values:
             "mamba_n_heads": "mamba_num_heads",
             "mamba_d_head": "mamba_head_dim",
             "mamba_d_state": "ssm_state_size",
-            "mamba_n_groups": "n_groups",
-            "mamba_d_conv": "conv_kernel",
-            "mamba_chunk_size": "chunk_size",
         },
         lists_layers=True,
         extra=_hf_nemotron,
