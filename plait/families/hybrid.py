@@ -136,13 +136,8 @@ def _granite_positions(c: Config) -> dict[str, None]:
 
 
 MULTIPLIERS = {
-    "embedding_multiplier": 1.0,
-    "lm_head_multiplier": 1.0,
-    "attention_in_multiplier": 1.0,
-    "attention_out_multiplier": 1.0,
-    "key_multiplier": 1.0,
-    "ssm_in_multiplier": 1.0,
-    "ssm_out_multiplier": 1.0,
+    **dict.fromkeys(("embedding_multiplier", "lm_head_multiplier", "key_multiplier"), 1.0),
+    **{f"{part}_{end}_multiplier": 1.0 for part in ("attention", "ssm") for end in ("in", "out")},
     "mlp_multipliers": [1.0, 1.0],
     "ssm_multipliers": [1.0] * 5,
 }

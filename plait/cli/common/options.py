@@ -244,8 +244,8 @@ def server_options() -> Decorator:
 
 def url_option() -> Decorator:
     """`--url` alone."""
-    shown = {"show_default": True, "show_envvar": True}
-    return click.option("--url", default=SERVER_URL, envvar="PLAIT_URL", help="the server", **shown)
+    shown: dict[str, Any] = {"show_default": True, "envvar": "PLAIT_URL", "show_envvar": True}
+    return click.option("--url", default=SERVER_URL, help="the server", **shown)
 
 
 def config_file_option() -> Decorator:
