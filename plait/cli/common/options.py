@@ -244,8 +244,9 @@ def server_options() -> Decorator:
 
 def url_option() -> Decorator:
     """`--url` alone."""
-    shown: dict[str, Any] = {"show_default": True, "envvar": "PLAIT_URL", "show_envvar": True}
-    return click.option("--url", default=SERVER_URL, help="the server", **shown)
+    return click.option(
+        "--url", default=SERVER_URL, show_default=True, envvar="PLAIT_URL", show_envvar=True, help="the server"
+    )
 
 
 def config_file_option() -> Decorator:

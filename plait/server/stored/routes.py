@@ -16,7 +16,7 @@ from plait.server.gateway.exchange import SCOPE_KEY, Exchange
 from plait.server.http.errors import json_response
 from plait.server.http.transfer import read_object
 from plait.server.store.errors import START, NotStored, StoreOff
-from plait.server.store.rows import PageQuery, StoredRow
+from plait.server.store.rows import Kind, PageQuery, StoredRow
 
 if TYPE_CHECKING:
     from plait.server.store.store import Store
@@ -52,7 +52,7 @@ class StoredCall:
         found: str = self.request.path_params[place]
         return found
 
-    async def row(self, kind: str) -> StoredRow:
+    async def row(self, kind: Kind) -> StoredRow:
         """The row that the path names. Raises NotStored."""
         return await self.store.run(lambda rows: rows.get(self.tenant, kind, self.id))
 
