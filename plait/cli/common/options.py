@@ -244,8 +244,9 @@ def server_options() -> Decorator:
 
 def url_option() -> Decorator:
     """`--url` alone."""
+    text = "the server"
     return click.option(
-        "--url", default=SERVER_URL, show_default=True, envvar="PLAIT_URL", show_envvar=True, help="the server"
+        "--url", default=SERVER_URL, show_default=True, envvar="PLAIT_URL", show_envvar=True, help=text
     )
 
 
