@@ -24,7 +24,7 @@ def physical_cores(root: Path = ROOT) -> int:
     """Physical cores this process may run on: two threads of one core share its units and count once."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     topology = root / "sys/devices/system/cpu"
-    siblings = {_text(topology / f"cpu{n}/topology/thread_siblings_list") or str(n) for n in allowed}
+    siblings = {read_text(topology / f"cpu{n}/topology/thread_siblings_list") or str(n) for n in allowed}
     return max(len(siblings), 1)
 
 
@@ -32,8 +32,8 @@ def cpu_quota(root: Path = ROOT) -> float | None:
     """CPU time that control groups allow, as a number of CPUs; None without a limit."""
     quotas = []
     for folder in _groups("cpu", root):
-        v2, v1 = _text(folder / "cpu.max"), (folder / "cpu.cfs_quota_us", folder / "cpu.cfs_period_us")
-        found = re.fullmatch(r"(\d+) (\d+)", v2 or " ".join(map(_text, v1)))
+        v2, v1 = read_text(folder / "cpu.max"), (folder / "cpu.cfs_quota_us", folder / "cpu.cfs_period_us")
+        found = re.fullmatch(r"(\d+) (\d+)", v2 or " ".join(map(read_text, v1)))
         if found and int(found[1]) and int(found[2]):
             quotas.append(int(found[1]) / int(found[2]))
     return min(quotas, default=None)
@@ -78,11 +78,11 @@ def process_memory(pid: int, root: Path = ROOT) -> int | None:
 
     None where the system does not say, as for a process that has ended.
     """
-    resident = re.match(r"\d+ (\d+) ", _text(root / f"proc/{pid}/statm"))
+    resident = re.match(r"\d+ (\d+) ", read_text(root / f"proc/{pid}/statm"))
     if resident is None:
         return None
     threads = (root / f"proc/{pid}/task").glob("*/children")  # each lists what it started
-    children = {int(child) for thread in threads for child in _text(thread).split() if child.isdigit()}
+    children = {int(child) for thread in threads for child in read_text(thread).split() if child.isdigit()}
     rest = (process_memory(child, root) for child in children)
     return int(resident[1]) * mmap.PAGESIZE + sum(nbytes or 0 for nbytes in rest)
 
@@ -92,7 +92,7 @@ def num_oom_kills(root: Path = ROOT) -> int | None:
     names = ("memory.events", "memory.oom_control")  # of versions 2 and 1
     files = (group / name for group in _groups("memory", root) for name in names)
     for file in (*files, root / "proc/vmstat"):
-        if found := re.search(r"^oom_kill (\d+)$", _text(file), re.MULTILINE):
+        if found := re.search(r"^oom_kill (\d+)$", read_text(file), re.MULTILINE):
             return int(found[1])
     return None
 
@@ -162,7 +162,7 @@ def trim_heap() -> None:
 
 
 def _meminfo(name: str, root: Path) -> int | None:
-    found = re.search(rf"^{name}:\s*(\d+) kB$", _text(root / "proc/meminfo"), re.MULTILINE)
+    found = re.search(rf"^{name}:\s*(\d+) kB$", read_text(root / "proc/meminfo"), re.MULTILINE)
     return int(found[1]) * 1024 if found else None
 
 
@@ -171,11 +171,11 @@ def _memory(root: Path) -> Iterator[tuple[int, int]]:
     for folder in _groups("memory", root):
         # memory.high does not kill, but a process above it is slowed down until it is useless.
         names = ("memory.max", "memory.high", "memory.limit_in_bytes")
-        limits = [int(text) for name in names if (text := _text(folder / name)).isdigit()]
+        limits = [int(text) for name in names if (text := read_text(folder / name)).isdigit()]
         if limits and min(limits) < NO_LIMIT:
-            used = _text(folder / "memory.current") or _text(folder / "memory.usage_in_bytes")
+            used = read_text(folder / "memory.current") or read_text(folder / "memory.usage_in_bytes")
             stat: dict[str, str] = dict(
-                re.findall(r"^(\w+) (\d+)$", _text(folder / "memory.stat"), re.MULTILINE)
+                re.findall(r"^(\w+) (\d+)$", read_text(folder / "memory.stat"), re.MULTILINE)
             )
             # The plain names of v1 leave out the groups below, those of v2 count them.
             kept = [stat.get(f"total_{key}", stat.get(key, "0")) for key in ("active_file", "inactive_file")]
@@ -186,11 +186,11 @@ def _memory(root: Path) -> Iterator[tuple[int, int]]:
 def _groups(controller: str, root: Path) -> Iterator[Path]:
     """The folders of this process's control groups for a controller, each with those above it."""
     paths = {}
-    for line in _text(root / "proc/self/cgroup").splitlines():
+    for line in read_text(root / "proc/self/cgroup").splitlines():
         number, names, path = [*line.split(":", 2), "", ""][:3]
         if controller in names.split(",") or (number == "0" and not names):
             paths["cgroup" if names else "cgroup2"] = path
-    for line in _text(root / "proc/self/mountinfo").splitlines():
+    for line in read_text(root / "proc/self/mountinfo").splitlines():
         mount, _, system = line.partition(" - ")
         fields, kind = mount.split(), [*system.split(), "", "", ""]
         if len(fields) < 5 or kind[0] not in paths:
@@ -205,7 +205,7 @@ def _groups(controller: str, root: Path) -> Iterator[Path]:
         yield from (top.joinpath(*parts[:length]) for length in range(len(parts), -1, -1))
 
 
-def _text(path: Path) -> str:
+def read_text(path: Path) -> str:
     """A small file of the system; empty if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()

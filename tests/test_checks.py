@@ -268,6 +268,12 @@ def test_check_sizes_counts_lines_with_loose_types(tmp_path: Path) -> None:
     assert check_sizes.too_loose(tmp_path, most=3)[1] == "plait: 4 lines with Any or cast, the cap is 3"
 
 
+def test_check_sizes_counts_what_lines_are() -> None:
+    text = '"""What\nit is."""\n\nimport os\nfrom a import (\n    b,\n)\n\n# why\nx = os  # code\n'
+    found = {"docstrings": 2, "imports": 4, "blank": 2, "comments": 1, "code": 1}
+    assert check_sizes.count_kinds(text) == found
+
+
 @pytest.mark.slow  # `make check` says it, too
 def test_lines_with_loose_types_are_within_their_cap() -> None:
     assert check_sizes.too_loose() == []

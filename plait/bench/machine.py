@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from plait.resource_limits import read_text
 from plait.version import __version__
 
 INTERESTING = (
@@ -38,8 +39,8 @@ def describe() -> dict[str, object]:
         "memory_gib": round(int(kib) / 2**20, 1) if kib else None,
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        "torch": _version("torch"),
-        "numba": _version("numba"),
+        "torch": find_version("torch"),
+        "numba": find_version("numba"),
         "plait": __version__,
         "commit": _commit(),
     }
@@ -87,20 +88,12 @@ def process_fields(pid: int) -> list[str]:
     return read_text(PROC / str(pid) / "stat").rpartition(")")[2].split()
 
 
-def read_text(path: Path) -> str:
-    """A small file of the system; empty if it is not there."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""
-
-
 def _field(path: Path, pattern: str) -> str:
     match = re.search(pattern, read_text(path), re.MULTILINE)
     return match[1].strip() if match else ""
 
 
-def _version(name: str) -> str | None:
+def find_version(name: str) -> str | None:
     try:
         return version(name)
     except PackageNotFoundError:

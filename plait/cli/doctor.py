@@ -120,10 +120,7 @@ def kernel_rows(kernels: Mapping[str, Any]) -> list[tuple[str, str]]:
         return [("none", "Numba is not installed: every op runs its reference in torch")]
     return [
         ("compiled for", kernels["target"]),
-        (
-            "bytes are multiplied",
-            BYTES.get(kernels["dot"], "plainly"),
-        ),
+        ("bytes are multiplied", BYTES.get(kernels["dot"], "plainly")),
         ("AMX", f"not used: {kernels['no_amx']}" if kernels["no_amx"] else "tried when a model is loaded"),
         (
             "read as stored",

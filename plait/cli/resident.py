@@ -10,12 +10,12 @@ import click
 
 from plait.cli.common.format_model import bytes_text
 from plait.cli.common.options import (
-    SERVER_URL,
     Decorator,
     common_options,
     json_option,
     options,
     server_options,
+    url_option,
     write_json,
 )
 from plait.cli.common.progress import Status
@@ -28,14 +28,6 @@ HEADS = ("NAME", "STATUS", "CONTEXT", "MEMORY", "REQUESTS", "UNTIL", "ABILITIES"
 
 def admin_options() -> Decorator:
     """`--url` and the key that manages models."""
-    url = click.option(
-        "--url",
-        default=SERVER_URL,
-        show_default=True,
-        envvar="PLAIT_URL",
-        show_envvar=True,
-        help="the server",
-    )
     key = click.option(
         "--api-key",
         "--admin-key",
@@ -44,7 +36,7 @@ def admin_options() -> Decorator:
         show_envvar=True,
         help="the server's admin key",
     )
-    return options([url, key])
+    return options([url_option(), key])
 
 
 @click.command()

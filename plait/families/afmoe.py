@@ -5,10 +5,10 @@ from __future__ import annotations
 from plait.checkpoint.names import NameMap, Rules
 from plait.families.common.recipes import expert_tensors, transformer, unused_patterns
 from plait.families.common.registry import family
-from plait.families.common.spec_builders import gqa, mlp, model, norm, require
+from plait.families.common.spec_builders import gqa, mlp, model, norm, require, shared_moe
 from plait.families.config.normalize import FULL, SLIDING, Config
 from plait.families.gguf.arch import Metadata, check_router, gguf_arch, windows
-from plait.spec import BranchSpec, ModelSpec, MoeSpec, RouterSpec
+from plait.spec import BranchSpec, ModelSpec, RouterSpec
 
 L, FFN = "model.layers.{i}", "layers.{i}.ffn"
 MLP = f"{L}.mlp"
@@ -34,12 +34,11 @@ MLP = f"{L}.mlp"
 def afmoe(c: Config) -> tuple[ModelSpec, NameMap]:
     """Trinity Nano, Mini and Large."""
     require(c, "AFMoE", route_norm=(True,), score_func=("sigmoid",), n_group=(1,))
-    each, size = norm(c), c["moe_intermediate_size"]
+    each = norm(c)
     attns = {SLIDING: gqa(c, SLIDING, qk_norm=each, gate=True)}
     attns[FULL] = gqa(c, FULL, qk_norm=each, gate=True, rope=None)
     router = RouterSpec("sigmoid", True, 1e-20, float(c["routed_scaling_factor"]))
-    shared = mlp(c, size * c["num_shared_experts"]) if c["num_shared_experts"] else None
-    moe = MoeSpec(c["num_experts"], c["num_experts_per_tok"], mlp(c, size), router, shared=shared)
+    moe = shared_moe(c, router)
     ffns = {"sparse": BranchSpec("ffn", moe, each, each), "dense": BranchSpec("ffn", mlp(c), each, each)}
     kinds = zip(c["layer_types"], c["mlp_layer_types"], strict=True)
     layers = [(BranchSpec("attn", attns[kind], each, each), ffns[feed]) for kind, feed in kinds]

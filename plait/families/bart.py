@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plait.checkpoint.names import Derived, NameMap, Rules, Source
-from plait.families.common.post_norm import norms_behind, plain_layers
+from plait.checkpoint.names import Derived, NameMap, Source
+from plait.families.common.post_norm import fairseq_layers, plain_layers
 from plait.families.common.recipes import Stored, skip_rows, unused_patterns
 from plait.families.common.registry import Build, family
 from plait.families.common.spec_builders import model, norm, require
@@ -17,7 +17,7 @@ from plait.families.opt import PADDING, sines_of
 from plait.quant.weight import as_tensor
 from plait.spec import ModelSpec
 
-D, ATTN, FFN = "model.decoder.", "layers.{i}.attn", "layers.{i}.ffn"
+D = "model.decoder."
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,9 @@ def _builder(kind: BartKind, name: str) -> Build:
         c["vocab_size"] = c.get("decoder_vocab_size") or c["vocab_size"]
         each, longest = norm(c, "layer"), c["max_position_embeddings"]
         scale = c["hidden_size"] ** 0.5 if c.get("scale_embedding") else 1.0
-        names = {**_layers(c, kind), **_embedding(c, kind), "head": kind.head}
+        layers = fairseq_layers(f"{D}layers", len(c["layer_types"]), behind=kind.last is None)
+        last = {} if kind.last is None else {"norm": f"{D}{kind.last}"}
+        names = {**last, **layers, **_embedding(c, kind), "head": kind.head}
         spec = model(
             c,
             name,
@@ -81,24 +83,6 @@ def _builder(kind: BartKind, name: str) -> Build:
 
 def _copies(c: Config, kind: BartKind) -> tuple[str, ...]:
     return (rf"^{kind.head}\.weight$",) if c["tie_word_embeddings"] else ()
-
-
-def _layers(c: Config, kind: BartKind) -> Rules:
-    theirs, count = f"{D}layers", len(c["layer_types"])
-    norms = {
-        f"{ATTN}.norm": f"{theirs}.{{i}}.self_attn_layer_norm",
-        f"{FFN}.norm": f"{theirs}.{{i}}.final_layer_norm",
-        "norm": f"{D}{kind.last}",
-    }
-    if kind.last is None:
-        norms = norms_behind(theirs, count, "self_attn_layer_norm", "final_layer_norm")
-    return {
-        **norms,
-        f"{ATTN}.o": f"{theirs}.{{i}}.self_attn.out_proj",
-        f"{ATTN}.{{x}}": f"{theirs}.{{i}}.self_attn.{{x}}_proj",
-        f"{FFN}.up": f"{theirs}.{{i}}.fc1",
-        f"{FFN}.down": f"{theirs}.{{i}}.fc2",
-    }
 
 
 def _embedding(c: Config, kind: BartKind) -> dict[str, Source | tuple[Source, ...]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from plait.checkpoint.names import NameMap, Rules
-from plait.families.common.detection import ArchitectureMarker, Detection
+from plait.families.common.detection import Detection, Marker
 from plait.families.common.recipes import expert_tensors, repeat_each, transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, sigmoid_router
@@ -27,7 +27,7 @@ def find_kinds(count: int) -> list[str]:
     | {"layer_types": find_kinds(52), "first_k_dense_replace": 3, "final_logit_softcapping": 30.0},
     honours=("sliding_window", "final_logit_softcapping"),
     detection=Detection(
-        markers=(ArchitectureMarker("BeamForCausalLM", ("self_attn.gate_bias",), order=17),),
+        markers=(Marker(("self_attn.gate_bias",), order=17),),
         fill=lambda t: t.default("layer_types", find_kinds(len(t.layers)), "usual for Beam"),
         top_k=8,
     ),

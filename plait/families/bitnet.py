@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from plait.checkpoint.names import Derived, NameMap, Rules, Source
-from plait.families.common.detection import ArchitectureMarker, Detection, Q
+from plait.families.common.detection import Detection, Marker, Q
 from plait.families.common.recipes import Stored, transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm
@@ -23,7 +23,7 @@ L = "model.layers.{i}"
     model_types=("bitnet",),
     defaults={"norm_eps": 1e-5, "hidden_act": "relu2", "rope_theta": 5e5, "max_position_embeddings": 2048},
     detection=Detection(
-        markers=(ArchitectureMarker("BitNetForCausalLM", (Q, "self_attn.attn_sub_norm.weight"), order=400),),
+        markers=(Marker((Q, "self_attn.attn_sub_norm.weight"), order=400),),
         usual={"rope_theta": 5e5, "max_position_embeddings": 4096, "norm_eps": 1e-5},
     ),
 )

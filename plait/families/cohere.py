@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
-from plait.families.common.detection import SECOND_NORM, ArchitectureMarker, Detection, Q, has_rope
+from plait.families.common.detection import SECOND_NORM, Detection, Marker, Q, has_rope
 from plait.families.common.hf_config import HfConfig
 from plait.families.common.recipes import ends, expert_tensors, flat, scale_tensor, unused_patterns
 from plait.families.common.registry import family
@@ -71,14 +71,12 @@ def _fill_cohere2(t: Tensors) -> None:
     honours=("logit_scale", "use_qk_norm"),
     detection=Detection(
         markers=(
-            ArchitectureMarker(
-                "CohereForCausalLM",
+            Marker(
                 (Q, "input_layernorm.weight", "mlp.gate_proj.weight", "self_attn.q_norm.weight"),
                 (SECOND_NORM, "input_layernorm.bias"),
                 order=390,
             ),
-            ArchitectureMarker(
-                "CohereForCausalLM",
+            Marker(
                 (Q, "input_layernorm.weight", "mlp.gate_proj.weight"),
                 (SECOND_NORM, "input_layernorm.bias"),
                 note="Cohere2ForCausalLM",
@@ -106,8 +104,7 @@ def cohere(c: Config) -> tuple[ModelSpec, NameMap]:
     honours=("logit_scale", "sliding_window", "position_embedding_type"),
     detection=Detection(
         markers=(
-            ArchitectureMarker(
-                "Cohere2ForCausalLM",
+            Marker(
                 (Q, "input_layernorm.weight", "mlp.gate_proj.weight"),
                 (SECOND_NORM, "input_layernorm.bias", "self_attn.q_norm.weight"),
                 _is_command_a,
@@ -240,7 +237,7 @@ def _cohere2(m: Metadata) -> None:
 def _logit_scale(m: Metadata) -> None:
     """The scale of logits: here the key multiplies them, for other families it divides them."""
     m.config.pop("logits_scaling", None)
-    m.put("logit_scale", m.values.get("logit_scale", 0.0625), f"{FILE} {m.prefix}logit_scale")
+    m.take("logit_scale", "logit_scale", 0.0625)
 
 
 def _moe_names(c: Config) -> Rules:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
-from plait.families.common.detection import ArchitectureMarker, Detection, has_rope
+from plait.families.common.detection import Detection, Marker, has_rope
 from plait.families.common.hf_config import ROUTED, HfConfig, Values, first_dense
 from plait.families.common.mtp import deepseek_parts, mtp_names
 from plait.families.common.recipes import VISION, at, expert_tensors, transformer, unused_patterns
@@ -22,12 +22,13 @@ from plait.families.common.spec_builders import (
     mscale_squared,
     norm,
     rope,
+    shared_moe,
     sigmoid_router,
 )
 from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import FULL, Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch
-from plait.spec import BranchSpec, IndexerSpec, MlaSpec, ModelSpec, MoeSpec, MtpSpec, NormSpec, RouterSpec
+from plait.spec import BranchSpec, IndexerSpec, MlaSpec, ModelSpec, MtpSpec, NormSpec, RouterSpec
 
 LATENT_EPS = 1e-6  # whatever rms_norm_eps says
 PROJECTOR = (r"^mm_projector\.",)  # from images to the width of the text
@@ -66,10 +67,7 @@ def hf_latent(config: Config, spec: ModelSpec) -> Values:
     model_types=("deepseek_v2",),
     defaults={**SHARED, "topk_method": "greedy"},
     detection=Detection(
-        markers=(
-            ArchitectureMarker("DeepseekV2ForCausalLM", ("self_attn.kv_a_proj_with_mqa.weight",), order=240),
-        ),
-        fill=_fill_v2,
+        markers=(Marker(("self_attn.kv_a_proj_with_mqa.weight",), order=240),), fill=_fill_v2
     ),
     hf=HfConfig(words=ROUTED, extra=hf_latent),
 )
@@ -100,8 +98,7 @@ def deepseek_v2(c: Config) -> tuple[ModelSpec, NameMap]:
     defaults={**SHARED, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4},
     detection=Detection(
         markers=(
-            ArchitectureMarker(
-                "DeepseekV3ForCausalLM",
+            Marker(
                 ("self_attn.kv_a_proj_with_mqa.weight",),
                 test=lambda t: t.has("mlp.gate.e_score_correction_bias"),
                 order=230,
@@ -315,14 +312,6 @@ def latent_attention(c: Config) -> MlaSpec:
     )
 
 
-def shared_moe(c: Config, router: RouterSpec) -> MoeSpec:
-    """Experts, and shared ones that are one MLP."""
-    size, shared = c["moe_intermediate_size"], c.get("num_shared_experts")
-    expert = mlp(c, size)
-    both = mlp(c, size * shared) if shared else None
-    return MoeSpec(c["num_experts"], c["num_experts_per_tok"], expert, router, shared=both)
-
-
 def shared_moe_tensors(count: int, theirs: str) -> Rules:
     """Its tensors, under a file's names."""
     ours = "layers.{i}.ffn"
@@ -357,6 +346,12 @@ def _deepseek2(m: Metadata) -> None:
         m.put("topk_method", "group_limited_greedy" if grouped else "greedy", f"{FILE} expert groups")
 
 
+def indexer_sizes(m: Metadata) -> None:
+    """Heads and chosen keys of an indexer, from GGUF's metadata."""
+    for ours, theirs in (("n_heads", "head_count"), ("head_dim", "key_length"), ("topk", "top_k")):
+        m.take(f"index_{ours}", f"attention.indexer.{theirs}")
+
+
 def index_names(c: Config) -> Rules:
     at, theirs = "layers.{i}.attn.index", "blk.{i}.indexer"
     parts = {"q": "attn_q_b", "k": "attn_k", "k_norm": "k_norm", "weights": "proj"}
@@ -368,9 +363,7 @@ def index_names(c: Config) -> Rules:
 def _sparse(m: Metadata) -> None:
     """Layers without tensors of an indexer take the choice of an earlier one."""
     latent_sizes(m)
-    for ours, theirs in (("n_heads", "head_count"), ("head_dim", "key_length"), ("topk", "top_k")):
-        key = f"attention.indexer.{theirs}"
-        m.put(f"index_{ours}", m.values[key], f"{FILE} {m.prefix}{key}")
+    indexer_sizes(m)
     kinds = ["full" if own else "shared" for own in m.layers("indexer.attn_k.weight")]
     m.put("indexer_types", kinds, "the tensors of each layer")
 

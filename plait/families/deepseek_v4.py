@@ -11,19 +11,11 @@ from plait.families.common.recipes import at, either, mixtral_experts, unused_pa
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import model, norm, require, rope
 from plait.families.config.normalize import FULL, SLIDING, Config
+from plait.families.deepseek import indexer_sizes
 from plait.families.gguf.arch import FILE, Metadata, check_router, gguf_arch
 from plait.families.gguf.names import usual_names
 from plait.sparse_specs import CompressedSpec, CompressorSpec, EntryIndexSpec, TableMoeSpec
-from plait.spec import (
-    BranchSpec,
-    HyperSpec,
-    MlpSpec,
-    ModelSpec,
-    MoeSpec,
-    NormSpec,
-    RopeSpec,
-    RouterSpec,
-)
+from plait.spec import BranchSpec, HyperSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RopeSpec, RouterSpec
 
 SPARSE, HEAVY, LIMIT = "compressed_sparse_attention", "heavily_compressed_attention", 10.0
 RATES = {SPARSE: 4, HEAVY: 128}
@@ -258,16 +250,14 @@ def _deepseek4(m: Metadata) -> None:
         "compress_rope_theta": "attention.compress_rope_freq_base",
         "o_groups": "attention.output_group_count",
         "o_lora_rank": "attention.output_lora_rank",
-        "index_n_heads": "attention.indexer.head_count",
-        "index_head_dim": "attention.indexer.key_length",
-        "index_topk": "attention.indexer.top_k",
         "hc_mult": "hyper_connection.count",
         "hc_sinkhorn_iters": "hyper_connection.sinkhorn_iterations",
         "hc_eps": "hyper_connection.epsilon",
         "num_hash_layers": "hash_layer_count",
     }
     for ours, theirs in told.items():
-        m.put(ours, m.values[theirs], f"{FILE} {m.prefix}{theirs}")
+        m.take(ours, theirs)
+    indexer_sizes(m)
     tables = m.layers("ffn_gate_tid2eid.weight")
     m.put("mlp_layer_types", ["hash_moe" if has else "moe" for has in tables], "the tensors of each layer")
     check_router(m, "sqrtsoftplus", renormalizes=True)

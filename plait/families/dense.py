@@ -258,8 +258,7 @@ def _hunyuan_in_gguf(m: Metadata) -> None:
 @gguf_arch("mistral3", "Ministral3ForCausalLM", constants={"rope_interleave": True})
 def _ministral_in_gguf(m: Metadata) -> None:
     """Mistral Small 3, too: its queries do not grow."""
-    key = "attention.temperature_scale"
-    m.put("llama_4_scaling_beta", m.values.get(key), f"{FILE} {m.prefix}{key}")
+    m.take("llama_4_scaling_beta", "attention.temperature_scale", None)
 
 
 def _stable_names(c: Config) -> dict[str, Source]:

@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from plait.checkpoint.names import NameMap
 from plait.errors import UnsupportedModel
-from plait.families.common.detection import ArchitectureMarker, Detection
+from plait.families.common.detection import Detection, Marker
 from plait.families.common.recipes import transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm
@@ -27,10 +27,7 @@ def _infer_sizes(t: Tensors) -> None:
     "DiffLlamaForCausalLM",
     model_types=("diffllama",),
     defaults={"norm_eps": 1e-5, "hidden_act": "silu"},
-    detection=Detection(
-        markers=(ArchitectureMarker("DiffLlamaForCausalLM", ("self_attn.lambda_q1",), order=18),),
-        sizes=_infer_sizes,
-    ),
+    detection=Detection(markers=(Marker(("self_attn.lambda_q1",), order=18),), sizes=_infer_sizes),
 )
 def diffllama(c: Config) -> tuple[ModelSpec, NameMap]:
     """What is taken away begins small, and grows with a layer's depth."""

@@ -8,26 +8,19 @@ from dataclasses import replace
 from plait.checkpoint.names import NameMap, Rules, Source
 from plait.errors import UnsupportedModel
 from plait.families.common.hf_config import ROUTED, HfConfig
-from plait.families.common.recipes import (
-    TEXT_PREFIXES,
-    VISION,
-    at,
-    scale_tensor,
-    transformer,
-    unused_patterns,
-)
+from plait.families.common.recipes import VISION, scale_tensor, text_tensors, transformer, unused_patterns
 from plait.families.common.registry import family
-from plait.families.common.spec_builders import mlp, model, norm, rope, sigmoid_router
+from plait.families.common.spec_builders import mlp, model, norm, rope, shared_moe, sigmoid_router
 from plait.families.config.normalize import FULL, SLIDING, Config
 from plait.families.deepseek import (
     SPARSE,
     hf_latent,
     index_names,
+    indexer_sizes,
     latent_attention,
     latent_indexer,
     latent_names,
     latent_sizes,
-    shared_moe,
 )
 from plait.families.gguf.arch import FILE, Metadata, check_router, gguf_arch, sizes_by_kind
 from plait.families.gguf.names import join_latents
@@ -72,15 +65,14 @@ def dots3_note(c: Config) -> tuple[ModelSpec, NameMap]:
     each, kinds = norm(c), _find_kinds(c)
     c["layer_types"] = [SLIDING if kind == SLIDING else FULL for kind in kinds]
     size = c.get("moe_shared_expert_intermediate_size") or c["shared_experts_intermediate_size"]
-    moe = replace(shared_moe(c, sigmoid_router(c)), shared=mlp(c, size * c["num_shared_experts"]))
+    moe = shared_moe(c, sigmoid_router(c), size * c["num_shared_experts"])
     ffn = {"dense": BranchSpec("ffn", mlp(c), each), "sparse": BranchSpec("ffn", moe, each)}
     mixers = [_attention(c, i, kind) for i, kind in enumerate(kinds)]
     layers = [
         (BranchSpec("attn", mla, each), ffn[kind])
         for mla, kind in zip(mixers, c["mlp_layer_types"], strict=True)
     ]
-    names = at(TEXT_PREFIXES, lambda prefix: _names(c, prefix, mixers))
-    names["head"] = ("lm_head", "language_model.lm_head")
+    names = text_tensors(lambda prefix: _names(c, prefix, mixers))
     drafts = rf"^model\.(language_model\.)?layers\.{len(kinds)}\."
     ignored = unused_patterns(c, *VISION, *OTHERS, drafts)
     return model(c, "dots3_note_text", layers), NameMap(names, ignored=ignored)
@@ -192,10 +184,8 @@ def _dots3_in_gguf(m: Metadata) -> None:
             "an indexer is in each layer without a window, and in no other; the file differs"
         )
     m.put("use_dsa", True, "the tensors of each layer")
-    for ours, theirs in (("n_heads", "head_count"), ("head_dim", "key_length"), ("topk", "top_k")):
-        key = f"attention.indexer.{theirs}"
-        m.put(f"index_{ours}", m.values[key], f"{FILE} {m.prefix}{key}")
-    m.put("rope_local_base_freq", m.values["rope.freq_base_swa"], f"{FILE} {m.prefix}rope.freq_base_swa")
+    indexer_sizes(m)
+    m.take("rope_local_base_freq", "rope.freq_base_swa")
     if width := m.config.pop("shared_intermediate_size", None):  # of all shared experts
         m.put("shared_experts_intermediate_size", width, "tensor blk.N.ffn_up_shexp.weight")
         m.put("n_shared_experts", 1, f"{FILE} {m.prefix}expert_shared_count, as one")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from plait.checkpoint.names import NameMap, Rules
-from plait.families.common.detection import ArchitectureMarker, Detection, Q
+from plait.families.common.detection import Detection, Marker, Q
 from plait.families.common.hf_config import HfConfig, Values
-from plait.families.common.recipes import TEXT_PREFIXES, VISION, at, plus_one, unused_patterns
+from plait.families.common.recipes import VISION, plus_one, text_tensors, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm
 from plait.families.common.tensors import Tensors
@@ -13,13 +13,10 @@ from plait.families.config.normalize import Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch, plain_arch
 from plait.spec import AttentionSpec, BranchSpec, ModelSpec
 
-SHARED = {
-    "norm_eps": 1e-6,
-    "hidden_act": "gelu_pytorch_tanh",
-    "tie_word_embeddings": True,
-    "head_dim": 256,
-    "sliding_window": 4096,
-}
+GEMMA = {"norm_eps": 1e-6, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "head_dim": 256}
+SHARED = {**GEMMA, "sliding_window": 4096, "query_pre_attn_scalar": 256}
+CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+GEMMA2 = {**SHARED, **CAPS, "sliding_window_pattern": 2}
 HEAD: Rules = {"head": "lm_head"}
 HONOURS = ("sliding_window", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
 
@@ -43,19 +40,10 @@ def _hf_gemma(config: Config, spec: ModelSpec) -> Values:
 @family(
     "Gemma2ForCausalLM",
     model_types=("gemma2",),
-    defaults={
-        **SHARED,
-        "query_pre_attn_scalar": 256,
-        "sliding_window_pattern": 2,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-    },
+    defaults=GEMMA2,
     honours=HONOURS,
     detection=Detection(
-        markers=(
-            ArchitectureMarker("Gemma2ForCausalLM", ("pre_feedforward_layernorm.weight", Q), order=300),
-        ),
-        fill=_fill_gemma2,
+        markers=(Marker(("pre_feedforward_layernorm.weight", Q), order=300),), fill=_fill_gemma2
     ),
     hf=HfConfig(words={"hidden_act": "hidden_activation"}, lists_layers=True, extra=_hf_gemma),
 )
@@ -69,7 +57,6 @@ def gemma2(c: Config) -> tuple[ModelSpec, NameMap]:
     model_types=("gemma3_text", "gemma3"),
     defaults={
         **SHARED,
-        "query_pre_attn_scalar": 256,
         "sliding_window_pattern": 6,
         "rope_theta": 1e6,
         "rope_local_base_freq": 1e4,
@@ -80,13 +67,7 @@ def gemma2(c: Config) -> tuple[ModelSpec, NameMap]:
     },
     honours=(*HONOURS, "use_bidirectional_attention"),
     detection=Detection(
-        markers=(
-            ArchitectureMarker(
-                "Gemma3ForCausalLM",
-                ("pre_feedforward_layernorm.weight", "self_attn.q_norm.weight"),
-                order=290,
-            ),
-        ),
+        markers=(Marker(("pre_feedforward_layernorm.weight", "self_attn.q_norm.weight"), order=290),),
         fill=_fill_gemma,
     ),
     hf=HfConfig(words={"hidden_act": "hidden_activation"}, lists_layers=True, extra=_hf_gemma),
@@ -96,40 +77,20 @@ def gemma3(c: Config) -> tuple[ModelSpec, NameMap]:
     return _gemma(c, "gemma3", has_qk_norm=True)
 
 
-@family(
-    "GemmaForCausalLM",
-    model_types=("gemma",),
-    defaults={
-        "norm_eps": 1e-6,
-        "hidden_act": "gelu_pytorch_tanh",
-        "tie_word_embeddings": True,
-        "head_dim": 256,
-    },
-)
+@family("GemmaForCausalLM", model_types=("gemma",), defaults=GEMMA)
 def gemma1(c: Config) -> tuple[ModelSpec, NameMap]:
     """Gemma 1 and CodeGemma: no norms behind the mixers, no windows."""
     c["hidden_act"] = "gelu_pytorch_tanh"  # published configs say gelu, and mean this
     each = norm(c)
     layer = (BranchSpec("attn", gqa(c), each), BranchSpec("ffn", mlp(c), each))
     names: Rules = {
-        "layers.{i}.ffn.norm.weight": plus_one("model.layers.{i}.post_attention_layernorm.weight"),
+        "layers.{i}.ffn.norm.weight": plus_one("model.layers.{i}.post_attention_layernorm.weight")
     }
     spec = model(c, "gemma", [layer] * len(c["layer_types"]), embed_scale=c["hidden_size"] ** 0.5)
     return spec, NameMap(names, _names("model."), HEAD, ignored=unused_patterns(c))
 
 
-@family(
-    "VaultGemmaForCausalLM",
-    model_types=("vaultgemma",),
-    defaults={
-        **SHARED,
-        "query_pre_attn_scalar": 256,
-        "sliding_window_pattern": 2,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-    },
-    honours=HONOURS,
-)
+@family("VaultGemmaForCausalLM", model_types=("vaultgemma",), defaults=GEMMA2, honours=HONOURS)
 def vaultgemma(c: Config) -> tuple[ModelSpec, NameMap]:
     """VaultGemma: Gemma 2 without norms behind the mixers."""
     return _gemma(c, "vaultgemma", has_qk_norm=False, has_post_norms=False)
@@ -153,8 +114,7 @@ def _gemma(
         embed_scale=c["hidden_size"] ** 0.5,
         logit_softcap=c.get("final_logit_softcapping"),
     )
-    names = at(TEXT_PREFIXES, _names)
-    names["head"] = ("lm_head", "language_model.lm_head")
+    names = text_tensors(_names)
     return spec, NameMap(names, ignored=unused_patterns(c, *VISION))
 
 

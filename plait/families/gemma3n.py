@@ -11,12 +11,11 @@ from torch import Tensor
 from plait.checkpoint.names import Back, Derived, NameMap, Rules, Source
 from plait.errors import UnsupportedModel
 from plait.families.common.recipes import (
-    TEXT_PREFIXES,
     VISION,
     Stored,
-    at,
     expert_rows,
     scale_tensor,
+    text_tensors,
     transformer,
     unused_patterns,
 )
@@ -82,8 +81,7 @@ def gemma3n(c: Config) -> tuple[ModelSpec, NameMap]:
         layer_inputs=inputs,
         streams=c["altup_num_inputs"],
     )
-    names = at(TEXT_PREFIXES, lambda prefix: _names(c, prefix))
-    names["head"] = ("lm_head", "language_model.lm_head")
+    names = text_tensors(lambda prefix: _names(c, prefix))
     unused = [
         rf"\.layers\.{i}\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\." for i in range(shared, len(kinds))
     ]
@@ -192,21 +190,15 @@ def _gguf_names(c: Config) -> Rules:
 
 
 @gguf_arch(
-    "gemma3n",
-    "Gemma3nForCausalLM",
-    names=_gguf_names,
-    by_layer={"feed_forward_length": "intermediate_size"},
+    "gemma3n", "Gemma3nForCausalLM", names=_gguf_names, by_layer={"feed_forward_length": "intermediate_size"}
 )
 def _in_gguf(m: Metadata) -> None:
     """Sparsity is stored as an edge in standard deviations; our config has the share below it."""
     windows(m, 5)
-    for ours, theirs, usual in (
-        ("hidden_size_per_layer_input", "embedding_length_per_layer_input", 256),
-        ("num_kv_shared_layers", "attention.shared_kv_layers", m.config["num_hidden_layers"] - 20),
-        ("altup_num_inputs", "altup.num_inputs", 4),
-        ("rope_local_base_freq", "rope.freq_base_swa", 1e4),
-    ):
-        m.put(ours, m.values.get(theirs, usual), f"{FILE} {m.prefix}{theirs}")
+    m.take("hidden_size_per_layer_input", "embedding_length_per_layer_input", 256)
+    m.take("num_kv_shared_layers", "attention.shared_kv_layers", m.config["num_hidden_layers"] - 20)
+    m.take("altup_num_inputs", "altup.num_inputs", 4)
+    m.take("rope_local_base_freq", "rope.freq_base_swa", 1e4)
     if edges := m.values.get("activation_sparsity_scale"):
         if not isinstance(edges, list) or len(edges) != m.config["num_hidden_layers"]:
             raise UnsupportedModel(f"{m.prefix}activation_sparsity_scale must have a number for each layer")

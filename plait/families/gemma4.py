@@ -16,6 +16,7 @@ from plait.families.common.recipes import (
     expert_half,
     expert_tensors,
     scale_tensor,
+    text_tensors,
     transformer,
     unused_patterns,
 )
@@ -24,15 +25,7 @@ from plait.families.common.spec_builders import gqa, mlp, model, norm, require, 
 from plait.families.config.normalize import FULL, SLIDING, Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch, windows
 from plait.rare_specs import LayerInputSpec, SharedKeysSpec
-from plait.spec import (
-    AttentionSpec,
-    BranchSpec,
-    LayerInputsSpec,
-    ModelSpec,
-    MoeSpec,
-    NormSpec,
-    ParallelSpec,
-)
+from plait.spec import AttentionSpec, BranchSpec, LayerInputsSpec, ModelSpec, MoeSpec, NormSpec, ParallelSpec
 
 OTHERS = (  # what is for images and sounds
     r"^(model\.)?(embed_vision|embed_audio|audio_tower|vision_embedder|audio_embedder)\.",
@@ -103,8 +96,7 @@ def _gemma4(c: Config, name: str) -> tuple[ModelSpec, NameMap]:
         logit_softcap=c.get("final_logit_softcapping"),
         layer_inputs=inputs_of_layers(c, len(kinds)) if size else None,
     )
-    usual = at(TEXT_PREFIXES, transformer)
-    usual["head"] = ("lm_head", "language_model.lm_head")
+    usual = text_tensors(transformer)
     own_names = at(TEXT_PREFIXES, lambda prefix: _names(c, prefix))
     unused = [
         rf"\.layers\.{i}\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\." for i in range(shared, len(kinds))
@@ -256,11 +248,8 @@ def _in_gguf(m: Metadata) -> None:
     m.put("intermediate_size", min(widths), f"{FILE} {m.prefix}feed_forward_length")
     m.put("use_double_wide_mlp", len({*widths}) > 1, f"{FILE} {m.prefix}feed_forward_length")
     m.put("enable_moe_block", bool(m.config.get("num_experts")), f"{FILE} {m.prefix}expert_count")
-    for ours, theirs in (
-        ("num_kv_shared_layers", "attention.shared_kv_layers"),
-        ("hidden_size_per_layer_input", "embedding_length_per_layer_input"),
-    ):
-        m.put(ours, m.values.get(theirs, 0), f"{FILE} {m.prefix}{theirs}")
+    m.take("num_kv_shared_layers", "attention.shared_kv_layers", 0)
+    m.take("hidden_size_per_layer_input", "embedding_length_per_layer_input", 0)
     turned = m.values.get("rope.dimension_count_swa", near) / near
     base = m.values.get("rope.freq_base_swa", 1e4)
     local = {"rope_theta": base, "partial_rotary_factor": turned}

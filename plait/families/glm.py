@@ -4,31 +4,20 @@ from __future__ import annotations
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
-from plait.families.common.detection import ArchitectureMarker, Detection, Q
+from plait.families.common.detection import Detection, Marker, Q
 from plait.families.common.hf_config import ROUTED, HfConfig, first_dense
 from plait.families.common.mtp import deepseek_parts, mtp_names
-from plait.families.common.recipes import (
-    either,
-    expert_tensors,
-    split_gate_up,
-    split_qkv,
-    transformer,
-    unused_patterns,
-)
+from plait.families.common.recipes import either, split_gate_up, split_qkv, transformer, unused_patterns
 from plait.families.common.registry import family
-from plait.families.common.spec_builders import gqa, mlp, model, norm, rope, sigmoid_router
+from plait.families.common.spec_builders import gqa, mlp, model, norm, rope, shared_moe, sigmoid_router
 from plait.families.config.normalize import Config
+from plait.families.deepseek import shared_moe_tensors
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch, plain_arch
-from plait.spec import BranchSpec, ModelSpec, MoeSpec, MtpSpec, NormSpec
+from plait.spec import BranchSpec, ModelSpec, MtpSpec, NormSpec
 
 L = "model.layers.{i}"
 FFN = "layers.{i}.ffn"
-SHARED = {
-    "norm_eps": 1.5625e-7,
-    "hidden_act": "silu",
-    "head_dim": 128,
-    "partial_rotary_factor": 0.5,
-}
+SHARED = {"norm_eps": 1.5625e-7, "hidden_act": "silu", "head_dim": 128, "partial_rotary_factor": 0.5}
 
 
 Q_NORM = "self_attn.q_norm.weight"
@@ -39,7 +28,7 @@ Q_NORM = "self_attn.q_norm.weight"
     model_types=("glm",),
     defaults=SHARED,
     detection=Detection(
-        markers=(ArchitectureMarker("GlmForCausalLM", (Q, "mlp.gate_up_proj.weight"), order=350),),
+        markers=(Marker((Q, "mlp.gate_up_proj.weight"), order=350),),
         usual={"rope_theta": 1e4, "max_position_embeddings": 131_072},
     ),
 )
@@ -53,13 +42,7 @@ def glm(c: Config) -> tuple[ModelSpec, NameMap]:
     model_types=("glm4",),
     defaults=SHARED,
     detection=Detection(
-        markers=(
-            ArchitectureMarker(
-                "Glm4ForCausalLM",
-                (Q, "mlp.gate_up_proj.weight", "post_self_attn_layernorm.weight"),
-                order=340,
-            ),
-        ),
+        markers=(Marker((Q, "mlp.gate_up_proj.weight", "post_self_attn_layernorm.weight"), order=340),),
         usual={"rope_theta": 1e4, "norm_eps": 1e-5, "max_position_embeddings": 32_768},
     ),
 )
@@ -95,9 +78,7 @@ def _dense(c: Config, name: str, post_norm: NormSpec | None) -> tuple[ModelSpec,
     },
     honours=("use_qk_norm",),
     detection=Detection(
-        markers=(
-            ArchitectureMarker("Glm4MoeForCausalLM", (Q, "mlp.gate.e_score_correction_bias"), order=360),
-        ),
+        markers=(Marker((Q, "mlp.gate.e_score_correction_bias"), order=360),),
         top_k=8,
         usual={"rope_theta": 1e6, "max_position_embeddings": 131_072},
         fill=lambda t: t.put("use_qk_norm", t.has(Q_NORM), f"whether the tensor {Q_NORM} is there"),
@@ -108,24 +89,10 @@ def glm4_moe(c: Config) -> tuple[ModelSpec, NameMap]:
     """GLM-4.5, 4.6 and 4.7: the halves of a head turn together; a few dense layers, then experts."""
     each, count = norm(c), len(c["layer_types"])
     attn = BranchSpec("attn", gqa(c, qk_norm=each if c["use_qk_norm"] else None), each)
-    size, shared = c["moe_intermediate_size"], c["num_shared_experts"]
-    moe = MoeSpec(
-        c["num_experts"],
-        c["num_experts_per_tok"],
-        mlp(c, size),
-        sigmoid_router(c),
-        shared=mlp(c, size * shared) if shared else None,
-    )
-    ffn = {"sparse": BranchSpec("ffn", moe, each)}
+    ffn = {"sparse": BranchSpec("ffn", shared_moe(c, sigmoid_router(c)), each)}
     if "dense" in c["mlp_layer_types"]:
         ffn["dense"] = BranchSpec("ffn", mlp(c), each)
-    mlp_names = f"{L}.mlp"
-    names: Rules = {
-        f"{FFN}.router_bias": f"{mlp_names}.gate.e_score_correction_bias",
-        f"{FFN}.router": f"{mlp_names}.gate",
-        f"{FFN}.shared.{{x}}": f"{mlp_names}.shared_experts.{{x}}_proj",
-        **expert_tensors(FFN, mlp_names, c["num_experts"]),
-    }
+    names = shared_moe_tensors(c["num_experts"], f"{L}.mlp")
     # Layers behind the last one predict a second token for speculation; the model is whole without them.
     num_mtp = c.get("num_nextn_predict_layers") or 0
     extra = tuple(rf"^model\.layers\.{count + k}\." for k in range(num_mtp or 1))

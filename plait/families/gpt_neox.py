@@ -7,12 +7,11 @@ import torch
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
 from plait.families.common.recipes import (
-    TEXT_PREFIXES,
     VISION,
-    at,
     split_grouped_qkv,
     split_qkv,
     split_rows,
+    text_tensors,
     unused_patterns,
 )
 from plait.families.common.registry import family
@@ -99,8 +98,7 @@ def persimmon(c: Config) -> tuple[ModelSpec, NameMap]:
     each = norm(c, "layer")
     attn = gqa(c, qk_norm=each if c["qk_layernorm"] else None)
     layers = [(BranchSpec("attn", attn, each), BranchSpec("ffn", plain_mlp(c), each))] * len(c["layer_types"])
-    names = at(TEXT_PREFIXES, lambda prefix: _persimmon_names(c, prefix))
-    names["head"] = ("lm_head", "language_model.lm_head")
+    names = text_tensors(lambda prefix: _persimmon_names(c, prefix))
     unused = unused_patterns(c, r"^(model\.)?vision_embed_tokens\.", *VISION)
     return model(c, "persimmon", layers, norm=each), NameMap(names, ignored=unused)
 

@@ -6,7 +6,7 @@ import torch
 
 from plait.checkpoint.names import Back, Derived, NameMap, Rules
 from plait.errors import UnsupportedModel
-from plait.families.common.detection import ArchitectureMarker, Detection
+from plait.families.common.detection import Detection, Marker
 from plait.families.common.hf_config import LOCAL, HfConfig
 from plait.families.common.recipes import Stored, expert_bias, expert_rows, transformer, unused_patterns
 from plait.families.common.registry import family
@@ -34,9 +34,7 @@ CLAMP = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}  # what the activation is m
     },
     honours=("sliding_window", "swiglu_limit"),
     detection=Detection(
-        markers=(
-            ArchitectureMarker("GptOssForCausalLM", ("self_attn.sinks", "mlp.router.weight"), order=250),
-        ),
+        markers=(Marker(("self_attn.sinks", "mlp.router.weight"), order=250),),
         top_k=4,
         usual={
             "rope_theta": 150_000.0,

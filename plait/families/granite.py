@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
-from plait.families.common.detection import ArchitectureMarker, Detection
+from plait.families.common.detection import Detection, Marker
 from plait.families.common.hf_config import LOCAL, HfConfig
 from plait.families.common.recipes import either, expert, expert_half, half, transformer, unused_patterns
 from plait.families.common.registry import family
@@ -45,12 +45,12 @@ def granite(c: Config) -> tuple[ModelSpec, NameMap]:
     honours=MULTIPLIERS,
     detection=Detection(
         markers=(
-            ArchitectureMarker(
-                "GraniteMoeSharedForCausalLM",
+            Marker(
                 ("block_sparse_moe.input_linear.weight", "shared_mlp.input_linear.weight"),
                 order=260,
+                architecture="GraniteMoeSharedForCausalLM",
             ),
-            ArchitectureMarker("GraniteMoeForCausalLM", ("block_sparse_moe.input_linear.weight",), order=270),
+            Marker(("block_sparse_moe.input_linear.weight",), order=270),
         ),
         top_k=8,
         usual={"rope_theta": 1e4, "max_position_embeddings": 4096},
@@ -130,11 +130,7 @@ def _granite(
     feed = BranchSpec("ffn", ffn, each, post_norm, scale)
     layers = [(BranchSpec("attn", mixer, each, post_norm, scale), feed) for mixer in mixers or usual]
     spec = model(
-        c,
-        name,
-        layers,
-        embed_scale=float(c["embedding_multiplier"]),
-        logit_scale=1 / c["logits_scaling"],
+        c, name, layers, embed_scale=float(c["embedding_multiplier"]), logit_scale=1 / c["logits_scaling"]
     )
     return spec, NameMap(names, transformer(), ignored=unused_patterns(c))
 

@@ -108,6 +108,6 @@ def _gguf_names(c: Config) -> Rules:
 def _hrm_in_gguf(m: Metadata) -> None:
     words = {"num_layers_per_stack": "layers_per_stack", "H_cycles": "h_cycles", "L_cycles": "l_cycles"}
     for ours, theirs in words.items():
-        m.put(ours, m.values[f"hrm.{theirs}"], f"{FILE} {m.prefix}hrm.{theirs}")
+        m.take(ours, f"hrm.{theirs}")
     m.put("prefix_lm", bool(m.values.get("hrm.prefix_lm")), f"{FILE} {m.prefix}hrm.prefix_lm")
     m.put("embedding_scale", m.config.pop("embedding_multiplier", None), f"{FILE} {m.prefix}embedding_scale")

@@ -16,6 +16,7 @@ from plait.families.config.checks import MAX_SIZE
 from plait.families.config.normalize import Config
 from plait.families.deepseek import (
     SPARSE,
+    indexer_sizes,
     latent_indexer,
     latent_model,
     latent_names,
@@ -146,12 +147,9 @@ def _gguf_names(c: Config) -> Rules:
 def _hy4_in_gguf(m: Metadata) -> None:
     check_router(m, "sigmoid", renormalizes=None)
     latent_sizes(m)
-    words = {"index_n_heads": "head_count", "index_head_dim": "key_length", "index_topk": "top_k"}
-    told = {ours: f"attention.indexer.{theirs}" for ours, theirs in words.items()}
-    told |= {f"hc_{ours}": f"hyper_connection.{ours}" for ours in ("magnitude",)}
-    told |= {"hc_mult": "hyper_connection.count", "hc_eps": "hyper_connection.epsilon"}
-    for ours, key in told.items():
-        m.put(ours, m.values[key], f"{FILE} {m.prefix}{key}")
+    indexer_sizes(m)
+    for ours, theirs in (("magnitude", "magnitude"), ("mult", "count"), ("eps", "epsilon")):
+        m.take(f"hc_{ours}", f"hyper_connection.{theirs}")
     kinds = ["full" if own else "shared" for own in m.layers("indexer.attn_k.weight")]
     m.put("indexer_types", kinds, "the tensors of each layer")
     limits = m.values.get("swiglu_clamp_exp") or 0.0

@@ -6,7 +6,7 @@ import torch
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
-from plait.families.common.detection import ArchitectureMarker, Detection, Q
+from plait.families.common.detection import Detection, Marker, Q
 from plait.families.common.hf_config import LOCAL, HfConfig, Values, mamba_expansion
 from plait.families.common.recipes import (
     attention_tensors,
@@ -53,10 +53,7 @@ def _hf_granite(config: Config, spec: ModelSpec) -> Values:
     "BambaForCausalLM",
     model_types=("bamba",),
     defaults={**MAMBA, "norm_eps": 1e-5, "partial_rotary_factor": 0.5},
-    detection=Detection(
-        markers=(ArchitectureMarker("BambaForCausalLM", ("mamba.A_log",), order=70),),
-        kinds={"mamba.A_log": LINEAR},
-    ),
+    detection=Detection(markers=(Marker(("mamba.A_log",), order=70),), kinds={"mamba.A_log": LINEAR}),
     hf=HfConfig(lists_layers=True),
 )
 def bamba(c: Config) -> tuple[ModelSpec, NameMap]:
@@ -94,15 +91,9 @@ def bamba(c: Config) -> tuple[ModelSpec, NameMap]:
     ),
     detection=Detection(
         markers=(
-            ArchitectureMarker(
-                "GraniteMoeHybridForCausalLM", ("mamba.A_log", "shared_mlp.input_linear.weight"), order=50
-            ),
-            ArchitectureMarker(
-                "GraniteMoeHybridForCausalLM",
-                ("mamba.A_log", "block_sparse_moe.input_linear.weight"),
-                order=60,
-            ),
-            ArchitectureMarker("GraniteMoeHybridForCausalLM", ("shared_mlp.input_linear.weight",), order=280),
+            Marker(("mamba.A_log", "shared_mlp.input_linear.weight"), order=50),
+            Marker(("mamba.A_log", "block_sparse_moe.input_linear.weight"), order=60),
+            Marker(("shared_mlp.input_linear.weight",), order=280),
         ),
         usual={"rope_theta": 1e4, "max_position_embeddings": 4096},
         fill=_fill_granite,
@@ -145,13 +136,8 @@ def _granite_positions(c: Config) -> dict[str, None]:
 
 
 MULTIPLIERS = {
-    "embedding_multiplier": 1.0,
-    "lm_head_multiplier": 1.0,
-    "attention_in_multiplier": 1.0,
-    "attention_out_multiplier": 1.0,
-    "key_multiplier": 1.0,
-    "ssm_in_multiplier": 1.0,
-    "ssm_out_multiplier": 1.0,
+    **dict.fromkeys(("embedding_multiplier", "lm_head_multiplier", "key_multiplier"), 1.0),
+    **{f"{part}_{end}_multiplier": 1.0 for part in ("attention", "ssm") for end in ("in", "out")},
     "mlp_multipliers": [1.0, 1.0],
     "ssm_multipliers": [1.0] * 5,
 }
@@ -169,7 +155,7 @@ MULTIPLIERS = {
     },
     honours=(*MULTIPLIERS, "mamba_rms_norm"),
     detection=Detection(
-        markers=(ArchitectureMarker("FalconH1ForCausalLM", ("mamba.A_log", Q), order=40),),
+        markers=(Marker(("mamba.A_log", Q), order=40),),
         usual={"rope_theta": 1e11},
         fill=lambda t: t.default(
             "mlp_multipliers", [1.0, 1.0], "the tensors do not hold the muP multipliers; --set each"
@@ -250,10 +236,7 @@ def _falcon_gguf_names(_: Config) -> Rules:
 
 
 @gguf_arch(
-    "falcon-h1",
-    "FalconH1ForCausalLM",
-    constants={"mamba_norm_before_gate": False},
-    names=_falcon_gguf_names,
+    "falcon-h1", "FalconH1ForCausalLM", constants={"mamba_norm_before_gate": False}, names=_falcon_gguf_names
 )
 def _falcon_gguf(m: Metadata) -> None:
     head_size(m)

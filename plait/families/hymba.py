@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
-from plait.families.common.detection import ArchitectureMarker, Detection
+from plait.families.common.detection import Detection, Marker
 from plait.families.common.recipes import conv, negative_exp, part, scale_tensor, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import mamba1, mlp, model, norm, require, require_silu
@@ -62,7 +62,7 @@ def _infer_sizes(t: Tensors) -> None:
     | {"max_position_embeddings": 8192, "orig_max_position_embeddings": 2048, "kv_reuse_group": None},
     honours=("sliding_window", "mamba_inner_layernorms"),
     detection=Detection(
-        markers=(ArchitectureMarker("HymbaForCausalLM", ("mamba.pre_avg_layernorm1.weight",), order=13),),
+        markers=(Marker(("mamba.pre_avg_layernorm1.weight",), order=13),),
         kinds={"mamba.pre_avg_layernorm1.weight": "hybrid"},
         sizes=_infer_sizes,
     ),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from plait.checkpoint.names import Back, Derived, NameMap, Rules, Source
 from plait.errors import UnsupportedModel
-from plait.families.common.detection import ArchitectureMarker, Detection
+from plait.families.common.detection import Detection, Marker
 from plait.families.common.hyper import move_inside
 from plait.families.common.recipes import (
     Stored,
@@ -61,9 +61,9 @@ PREFIXES = ("model.", "model.language_model.", "language_model.model.")
     honours=("sliding_window",),
     detection=Detection(
         markers=(
-            ArchitectureMarker("InklingForCausalLM", ("self_attn.rel_logits_proj.proj",), order=207),
-            ArchitectureMarker("InklingForCausalLM", ("attn.rel_logits_proj.proj",), order=208),
-        ),
+            Marker(("self_attn.rel_logits_proj.proj",), order=207),
+            Marker(("attn.rel_logits_proj.proj",), order=208),
+        )
     ),
 )
 def build_inkling(c: Config) -> tuple[ModelSpec, NameMap]:

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 from plait.checkpoint.names import Derived, NameMap, Rules, Source
 from plait.errors import UnsupportedModel
-from plait.families.common.detection import ArchitectureMarker, Detection
+from plait.families.common.detection import Detection, Marker
 from plait.families.common.recipes import ends, expert, expert_half, part, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, model, norm, softmax_moe
@@ -38,11 +38,7 @@ def _infer_sizes(t: Tensors) -> None:
     model_types=("jetmoe",),
     defaults={"norm_eps": 1e-6, "hidden_act": "silu", "num_key_value_heads": 16, "num_experts": 8}
     | {"num_experts_per_tok": 2, "tie_word_embeddings": True},
-    detection=Detection(
-        markers=(ArchitectureMarker("JetMoeForCausalLM", (QUERIES,), order=12),),
-        kinds={QUERIES: FULL},
-        sizes=_infer_sizes,
-    ),
+    detection=Detection(markers=(Marker((QUERIES,), order=12),), kinds={QUERIES: FULL}, sizes=_infer_sizes),
 )
 def jetmoe(c: Config) -> tuple[ModelSpec, NameMap]:
     """JetMoe 8B."""

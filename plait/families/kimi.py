@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
 from plait.checkpoint.names import Back, Derived, NameMap, Rules, Source
 from plait.errors import UnsupportedModel
 from plait.families.common.depth import LAST, over_depth, score_weights
-from plait.families.common.detection import ArchitectureMarker, Detection
+from plait.families.common.detection import Detection, Marker
 from plait.families.common.hyper import move_inside
 from plait.families.common.recipes import (
     TEXT_PREFIXES,
@@ -20,10 +21,11 @@ from plait.families.common.recipes import (
     either,
     flat,
     mixtral_experts,
+    text_tensors,
     unused_patterns,
 )
 from plait.families.common.registry import family
-from plait.families.common.spec_builders import mlp, model, norm, sigmoid_router
+from plait.families.common.spec_builders import mlp, model, norm, shared_moe, sigmoid_router
 from plait.families.config.normalize import LINEAR, Config
 from plait.families.deepseek import LATENT_EPS, latent_sizes
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch
@@ -61,10 +63,8 @@ NESTED = {  # linear_attn_config's keys
     honours=("linear_attn_config",),
     detection=Detection(
         markers=(
-            ArchitectureMarker("KimiLinearForCausalLM", ("self_attn.f_a_proj.weight",), order=180),
-            ArchitectureMarker(
-                "KimiLinearForCausalLM", ("self_attn.forget_gate.f_a_proj.weight",), order=190
-            ),
+            Marker(("self_attn.f_a_proj.weight",), order=180),
+            Marker(("self_attn.forget_gate.f_a_proj.weight",), order=190),
         ),
         kinds={"self_attn.A_log": LINEAR, "self_attn.forget_gate.A_log": LINEAR},
         usual={"max_position_embeddings": 1_048_576},
@@ -85,8 +85,7 @@ def build_kimi(c: Config, name: str) -> tuple[ModelSpec, NameMap]:
         (mixers.get(kind) or BranchSpec("attn", _mla(c), each), ffn[sort])
         for kind, sort in zip(c["layer_types"], c["mlp_layer_types"], strict=True)
     ]
-    names: dict[str, Source | tuple[Source, ...]] = dict(at(TEXT_PREFIXES, lambda prefix: _names(c, prefix)))
-    names["head"] = ("lm_head", "language_model.lm_head")
+    names: dict[str, Source | tuple[Source, ...]] = dict(text_tensors(lambda prefix: _names(c, prefix)))
     spec = model(c, name, layers)
     if (size := c.get("attn_res_block_size")) is not None:
         spec = over_depth(spec, size)
@@ -164,15 +163,9 @@ def _mla(c: Config) -> MlaSpec:
 
 
 def _moe(c: Config) -> MoeSpec:
-    size, shared = c["moe_intermediate_size"], c["num_shared_experts"]
-    both = mlp(c, size * shared) if shared else None
     latent = c.get("routed_expert_hidden_size")
-    return MoeSpec(
-        *(c["num_experts"], c["num_experts_per_tok"], mlp(c, size), sigmoid_router(c)),
-        shared=both,
-        latent=latent,
-        latent_norm=norm(c) if latent and c.get("latent_moe_use_norm") else None,
-    )
+    latent_norm = norm(c) if latent and c.get("latent_moe_use_norm") else None
+    return replace(shared_moe(c, sigmoid_router(c)), latent=latent, latent_norm=latent_norm)
 
 
 def _names(c: Config, prefix: str) -> Rules:
@@ -275,6 +268,6 @@ def _kimi(m: Metadata) -> None:
         )
     latent_sizes(m)
     linear_layers(m, "ssm_a")
-    m.put("linear_head_dim", m.values["kda.head_dim"], f"{FILE} {m.prefix}kda.head_dim")
+    m.take("linear_head_dim", "kda.head_dim")
     m.size("linear_num_heads", "ssm_beta.weight", 0)
     m.put("linear_conv_kernel_dim", m.config["mamba_d_conv"], f"{FILE} {m.prefix}ssm.conv_kernel")

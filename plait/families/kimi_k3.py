@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from plait.checkpoint.names import NameMap
-from plait.families.common.detection import ArchitectureMarker, Detection
+from plait.families.common.detection import Detection, Marker
 from plait.families.common.registry import family
 from plait.families.config.normalize import LINEAR, Config
 from plait.families.kimi import SITU, build_kimi
@@ -30,7 +30,7 @@ from plait.spec import ModelSpec
     },
     honours=("linear_attn_config",),
     detection=Detection(
-        markers=(ArchitectureMarker("KimiK3ForCausalLM", ("self_attention_res_proj.weight",), order=175),),
+        markers=(Marker(("self_attention_res_proj.weight",), order=175, architecture="KimiK3ForCausalLM"),),
         kinds={"self_attn.A_log": LINEAR},
         usual={"max_position_embeddings": 1_048_576},
     ),

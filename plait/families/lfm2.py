@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from plait.checkpoint.names import NameMap, Rules, Source
 from plait.errors import UnsupportedModel
-from plait.families.common.detection import ArchitectureMarker, Detection
+from plait.families.common.detection import Detection, Marker
 from plait.families.common.hf_config import HfConfig, Values, first_dense
 from plait.families.common.recipes import attention_tensors, conv, ends, expert, expert_half, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, model, norm
 from plait.families.config.normalize import FULL, SLIDING, Config
-from plait.families.gguf.arch import FILE, Metadata, gguf_arch
+from plait.families.gguf.arch import Metadata, gguf_arch
 from plait.rare_specs import ShortConvSpec
 from plait.spec import BranchSpec, MlpSpec, ModelSpec, MoeSpec, RouterSpec
 
@@ -37,9 +37,7 @@ def _hf_dense_layers(config: Config, spec: ModelSpec) -> Values:
         "block_multiple_of": 256,
     },
     detection=Detection(
-        markers=(
-            ArchitectureMarker("Lfm2ForCausalLM", ("conv.in_proj.weight", "operator_norm.weight"), order=220),
-        ),
+        markers=(Marker(("conv.in_proj.weight", "operator_norm.weight"), order=220),),
         kinds={"conv.in_proj.weight": "conv"},
         usual={"rope_theta": 1e6, "max_position_embeddings": 128_000},
     ),
@@ -77,13 +75,7 @@ def _ffn_size(c: Config) -> int:
         "use_expert_bias": True,
     },
     detection=Detection(
-        markers=(
-            ArchitectureMarker(
-                "Lfm2MoeForCausalLM",
-                ("feed_forward.gate.weight", "ffn_norm.weight", "operator_norm.weight"),
-                order=210,
-            ),
-        ),
+        markers=(Marker(("feed_forward.gate.weight", "ffn_norm.weight", "operator_norm.weight"), order=210),),
         usual={"rope_theta": 1e6, "max_position_embeddings": 128_000},
         fill=lambda t: t.put("use_expert_bias", t.has(BIAS), f"whether the tensor {BIAS} is there"),
     ),
@@ -197,7 +189,7 @@ def _gguf_names(c: Config) -> Rules:
 def _kinds(m: Metadata) -> None:
     kinds = ["conv" if short else FULL for short in m.layers("shortconv.in_proj.weight")]
     m.put("layer_types", kinds, "the tensors of each layer")
-    m.put("conv_L_cache", m.values["shortconv.l_cache"], f"{FILE} {m.prefix}shortconv.l_cache")
+    m.take("conv_L_cache", "shortconv.l_cache")
 
 
 gguf_arch("lfm2", "Lfm2ForCausalLM", constants={"block_auto_adjust_ff_dim": False}, names=_gguf_names)(_kinds)

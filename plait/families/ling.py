@@ -11,10 +11,10 @@ from plait.checkpoint.names import Back, Derived, NameMap, Rules
 from plait.errors import UnsupportedModel
 from plait.families.common.recipes import conv, either, ends, flat, reorder_rows, unused_patterns
 from plait.families.common.registry import family
-from plait.families.common.spec_builders import mlp, model, norm, require, rope, sigmoid_router
+from plait.families.common.spec_builders import mlp, model, norm, require, rope, shared_moe, sigmoid_router
 from plait.families.config.normalize import LINEAR, Config
-from plait.families.deepseek import latent_attention, latent_sizes, shared_moe, shared_moe_tensors
-from plait.families.gguf.arch import FILE, Metadata, check_router, gguf_arch
+from plait.families.deepseek import latent_attention, latent_sizes, shared_moe_tensors
+from plait.families.gguf.arch import Metadata, check_router, gguf_arch, join_shared_experts
 from plait.families.kimi import join_flat_conv, negative_exp_flat
 from plait.families.linear_attention import check_silu, join_conv, linear_layers
 from plait.quant.weight import as_tensor
@@ -100,9 +100,8 @@ def _ling(
 ) -> tuple[ModelSpec, NameMap]:
     if LINEAR not in c["layer_types"]:
         raise UnsupportedModel("the config names no layer of linear attention; it wants layer_group_size")
-    each, moe = norm(c), shared_moe(c, sigmoid_router(c))
-    if (size := c.get("shared_intermediate_size")) and moe.shared:
-        moe = replace(moe, shared=mlp(c, size * c["num_shared_experts"]))
+    each, size = norm(c), c.get("shared_intermediate_size") or c["moe_intermediate_size"]
+    moe = shared_moe(c, sigmoid_router(c), size * c["num_shared_experts"])
     ffn = {"dense": BranchSpec("ffn", mlp(c), each), "sparse": BranchSpec("ffn", moe, each)}
     attn = BranchSpec("attn", mla, each)
     layers = [
@@ -199,12 +198,8 @@ def _ling_3_in_gguf(m: Metadata) -> None:
         )
     latent_sizes(m)
     linear_layers(m, "ssm_a")
-    for ours, theirs, usual in (
-        ("kda_safe_gate", "kda.safe_gate", True),
-        ("kda_lower_bound", "kda.gate_lower_bound", -5.0),
-        ("linear_head_dim", "kda.head_dim", None),
-        ("short_conv_kernel_size", "ssm.conv_kernel", 4),
-    ):
-        m.put(ours, m.values.get(theirs, usual), f"{FILE} {m.prefix}{theirs}")
-    if m.config.get("n_shared_experts"):  # the tensors have the width of all of them
-        m.put("n_shared_experts", 1, f"{FILE} {m.prefix}expert_shared_count, as one")
+    m.take("kda_safe_gate", "kda.safe_gate", True)
+    m.take("kda_lower_bound", "kda.gate_lower_bound", -5.0)
+    m.take("linear_head_dim", "kda.head_dim", None)
+    m.take("short_conv_kernel_size", "ssm.conv_kernel", 4)
+    join_shared_experts(m)

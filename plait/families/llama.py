@@ -6,16 +6,9 @@ from collections.abc import Mapping
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
-from plait.families.common.detection import SECOND_NORM, ArchitectureMarker, Detection, Q, has_rope
+from plait.families.common.detection import SECOND_NORM, Detection, Marker, Q, has_rope
 from plait.families.common.hf_config import HfConfig
-from plait.families.common.recipes import (
-    TEXT_PREFIXES,
-    VISION,
-    at,
-    split_qkv,
-    transformer,
-    unused_patterns,
-)
+from plait.families.common.recipes import VISION, split_qkv, text_tensors, transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, rope
 from plait.families.common.tensors import Tensors
@@ -24,6 +17,7 @@ from plait.families.gguf.arch import Metadata, gguf_arch, plain_arch
 from plait.spec import BranchSpec, MlpSpec, ModelSpec, NormSpec
 
 NO_RULES: Rules = {}
+WINDOWS = {"use_sliding_window": False, "window_layers": "last", "max_window_layers": 28}
 # vocabulary size -> (rope theta, longest sequence) of the Llama class that was trained with it
 LLAMA_VOCABULARIES: Mapping[int, tuple[float, int]] = {
     32000: (1e4, 4096),
@@ -55,12 +49,9 @@ def _fill_llama(t: Tensors) -> None:
     honours=("sliding_window",),
     detection=Detection(
         markers=(
-            ArchitectureMarker("LlamaForCausalLM", (Q, "input_layernorm.weight", SECOND_NORM), order=470),
-            ArchitectureMarker(
-                "LlamaForCausalLM",
-                (Q, "input_layernorm.weight"),
-                test=lambda t: not t.has("mlp.gate_proj.weight"),
-                order=480,
+            Marker((Q, "input_layernorm.weight", SECOND_NORM), order=470),
+            Marker(
+                (Q, "input_layernorm.weight"), test=lambda t: not t.has("mlp.gate_proj.weight"), order=480
             ),
         ),
         kinds={"self_attn.q_proj.weight": FULL},
@@ -77,23 +68,10 @@ def llama(c: Config) -> tuple[ModelSpec, NameMap]:
     *("Qwen2ForCausalLM", "Qwen2_5_VLForConditionalGeneration", "Qwen2VLForConditionalGeneration"),
     "GotOcr2ForConditionalGeneration",
     model_types=("qwen2", "qwen2_5_vl", "qwen2_5_vl_text", "qwen2_vl", "qwen2_vl_text", "got_ocr2"),
-    defaults={
-        "norm_eps": 1e-6,
-        "hidden_act": "silu",
-        "use_sliding_window": False,
-        "window_layers": "last",
-        "max_window_layers": 28,
-    },
+    defaults={"norm_eps": 1e-6, "hidden_act": "silu", **WINDOWS},
     honours=("sliding_window",),
     detection=Detection(
-        markers=(
-            ArchitectureMarker(
-                "Qwen2ForCausalLM",
-                (Q, "self_attn.q_proj.bias", SECOND_NORM),
-                ("self_attn.o_proj.bias",),
-                order=450,
-            ),
-        ),
+        markers=(Marker((Q, "self_attn.q_proj.bias", SECOND_NORM), ("self_attn.o_proj.bias",), order=450),),
         usual={"rope_theta": 1e6, "max_position_embeddings": 32768, "norm_topk_prob": False},
     ),
     hf=HfConfig(lists_layers=True),
@@ -106,19 +84,10 @@ def qwen2(c: Config) -> tuple[ModelSpec, NameMap]:
 @family(
     *("Qwen3ForCausalLM", "Qwen3VLForConditionalGeneration"),
     model_types=("qwen3", "qwen3_vl", "qwen3_vl_text"),
-    defaults={
-        "norm_eps": 1e-6,
-        "hidden_act": "silu",
-        "head_dim": 128,
-        "use_sliding_window": False,
-        "window_layers": "last",
-        "max_window_layers": 28,
-    },
+    defaults={"norm_eps": 1e-6, "hidden_act": "silu", "head_dim": 128, **WINDOWS},
     honours=("sliding_window",),
     detection=Detection(
-        markers=(
-            ArchitectureMarker("Qwen3ForCausalLM", (Q, "self_attn.q_norm.weight", SECOND_NORM), order=440),
-        ),
+        markers=(Marker((Q, "self_attn.q_norm.weight", SECOND_NORM), order=440),),
         usual={"rope_theta": 1e6, "max_position_embeddings": 32768, "norm_topk_prob": True},
     ),
     hf=HfConfig(lists_layers=True),
@@ -149,8 +118,7 @@ def dense(
         mixer = gqa(c, kind, **{"rope": positions, **changes})
         return BranchSpec("attn", mixer, each), BranchSpec("ffn", feed, each)
 
-    usual = at(TEXT_PREFIXES, transformer)
-    usual["head"] = ("lm_head", "language_model.lm_head")
+    usual = text_tensors(transformer)
     spec = model(c, name, map(layer, c["layer_types"]), norm=each)
     return spec, NameMap(names, usual, ignored=unused_patterns(c, *VISION))
 

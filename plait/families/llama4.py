@@ -12,6 +12,7 @@ from plait.families.common.recipes import (
     Stored,
     at,
     expert_rows,
+    text_tensors,
     transformer,
     unused_patterns,
 )
@@ -59,8 +60,7 @@ def llama4(c: Config) -> tuple[ModelSpec, NameMap]:
         (BranchSpec("attn", _attention(c, i), each), routed if i in sparse else dense) for i in range(count)
     ]
     longest = min(c["max_position_embeddings"], c["attention_chunk_size"] or c["max_position_embeddings"])
-    usual = at(TEXT_PREFIXES, transformer)
-    usual["head"] = ("lm_head", "language_model.lm_head")
+    usual = text_tensors(transformer)
     names = at(TEXT_PREFIXES, lambda prefix: _names(prefix, c["num_experts"], size))
     unused = unused_patterns(c, *VISION, EYES)
     return model(c, "llama4_text", layers, max_len=longest), NameMap(names, usual, ignored=unused)

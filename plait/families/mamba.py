@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
-from plait.families.common.detection import ArchitectureMarker, Detection, has_dims
-from plait.families.common.hf_config import HfConfig, Values, expansion
+from plait.families.common.detection import Detection, Marker, has_dims
+from plait.families.common.hf_config import MAMBA2, HfConfig, Values, expansion
 from plait.families.common.recipes import at, mamba_tensors, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import mamba2, model, norm
@@ -30,22 +30,11 @@ def _hf_mamba2(config: Config, spec: ModelSpec) -> Values:
     model_types=("mamba2",),
     defaults={"norm_eps": 1e-5, "mamba_d_conv": 4, "mamba_d_state": 128, "mamba_n_groups": 8, "head_dim": 64},
     detection=Detection(
-        markers=(
-            ArchitectureMarker(
-                "Mamba2ForCausalLM", ("mixer.A_log",), test=has_dims("mixer.A_log", 1), order=130
-            ),
-        ),
+        markers=(Marker(("mixer.A_log",), test=has_dims("mixer.A_log", 1), order=130),),
         kinds={"mixer.A_log": LINEAR},
     ),
     hf=HfConfig(
-        words={
-            "norm_eps": "layer_norm_epsilon",
-            "mamba_n_heads": "num_heads",
-            "mamba_d_state": "state_size",
-            "mamba_n_groups": "n_groups",
-            "mamba_d_conv": "conv_kernel",
-            "mamba_chunk_size": "chunk_size",
-        },
+        words={**MAMBA2, "mamba_n_heads": "num_heads", "mamba_d_state": "state_size"},
         attends=False,
         extra=_hf_mamba2,
     ),

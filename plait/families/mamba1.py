@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from plait.checkpoint.names import NameMap, Rules, Source
 from plait.errors import UnsupportedModel
-from plait.families.common.detection import ArchitectureMarker, Detection, has_vocabulary
+from plait.families.common.detection import Detection, Marker, has_vocabulary
 from plait.families.common.hf_config import HfConfig, Values
 from plait.families.common.recipes import (
     conv,
@@ -58,14 +58,7 @@ HF_WORDS = {
     model_types=("mamba",),
     defaults=ALONE,
     detection=Detection(
-        markers=(
-            ArchitectureMarker(
-                "MambaForCausalLM",
-                ("mixer.A_log", "mixer.x_proj.weight"),
-                note="FalconMambaForCausalLM",
-                order=90,
-            ),
-        ),
+        markers=(Marker(("mixer.A_log", "mixer.x_proj.weight"), note="FalconMambaForCausalLM", order=90),),
         kinds={"mixer.A_log": LINEAR},
         twins=("FalconMambaForCausalLM",),
     ),
@@ -81,14 +74,7 @@ def mamba1_only(c: Config) -> tuple[ModelSpec, NameMap]:
     model_types=("falcon_mamba",),
     defaults={**ALONE, "mixer_rms_eps": 1e-6},
     detection=Detection(
-        markers=(
-            ArchitectureMarker(
-                "FalconMambaForCausalLM",
-                ("mixer.A_log", "mixer.x_proj.weight"),
-                test=has_vocabulary(65024),
-                order=80,
-            ),
-        ),
+        markers=(Marker(("mixer.A_log", "mixer.x_proj.weight"), test=has_vocabulary(65024), order=80),)
     ),
     hf=HfConfig(words=HF_WORDS, attends=False, extra=_hf_mamba1),
 )
@@ -128,7 +114,7 @@ def mamba1_model(c: Config, name: str, inner_norm: NormSpec | None = None) -> tu
         "expert_layer_offset": 1,
     },
     detection=Detection(
-        markers=(ArchitectureMarker("JambaForCausalLM", ("mamba.dt_layernorm.weight",), order=30),),
+        markers=(Marker(("mamba.dt_layernorm.weight",), order=30),),
         top_k=2,
         usual={"max_position_embeddings": 262_144},
     ),

@@ -130,10 +130,6 @@ def _mimo_in_gguf(m: Metadata) -> None:
     for kind, heads in sizes_by_kind(m, "attention.head_count_kv").items():
         key = "swa_num_key_value_heads" if kind == SLIDING else "num_key_value_heads"
         m.put(key, heads, f"{FILE} {m.prefix}attention.head_count_kv")
-    usual = {
-        "v_head_dim": ("attention.value_length", m.config["head_dim"]),
-        "attention_value_scale": ("attention.value_scale", 1.0),
-        "rope_local_base_freq": ("rope.freq_base_swa", m.config.get("rope_theta", 1e4)),
-    }
-    for ours, (theirs, default) in usual.items():
-        m.put(ours, m.values.get(theirs, default), f"{FILE} {m.prefix}{theirs}")
+    m.take("v_head_dim", "attention.value_length", m.config["head_dim"])
+    m.take("attention_value_scale", "attention.value_scale", 1.0)
+    m.take("rope_local_base_freq", "rope.freq_base_swa", m.config.get("rope_theta", 1e4))

@@ -14,7 +14,7 @@ from torch import Tensor
 from plait.checkpoint.names import Back, Derived, NameMap, Rules
 from plait.errors import UnsupportedModel
 from plait.families.common.alibi import spread_slopes
-from plait.families.common.detection import ArchitectureMarker, Detection
+from plait.families.common.detection import Detection, Marker
 from plait.families.common.recipes import Stored, transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, require, rope
@@ -59,11 +59,7 @@ def _infer_sizes(t: Tensors) -> None:
     },
     honours=("scale_emb", "scale_depth", "dim_model_base", "qk_norm"),
     detection=Detection(
-        markers=(
-            ArchitectureMarker(
-                "MiniCPMSALAForCausalLM", ("self_attn.z_proj.weight", "self_attn.o_norm.weight"), order=205
-            ),
-        ),
+        markers=(Marker(("self_attn.z_proj.weight", "self_attn.o_norm.weight"), order=205),),
         sizes=_infer_sizes,
         usual={"rope_theta": 1e4, "max_position_embeddings": 524_288, "sparse_config": {"dense_len": 8192}},
     ),

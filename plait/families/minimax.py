@@ -6,7 +6,7 @@ from typing import Any
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
-from plait.families.common.detection import ArchitectureMarker, Detection
+from plait.families.common.detection import Detection, Marker
 from plait.families.common.recipes import either, mixtral_experts, transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, model, norm, softmax_moe
@@ -43,11 +43,7 @@ def _fill_minimax(t: Tensors) -> None:
     },
     honours=("sliding_window",),
     detection=Detection(
-        markers=(
-            ArchitectureMarker(
-                "MiniMaxForCausalLM", ("self_attn.output_gate.weight", "self_attn.qkv_proj.weight"), order=200
-            ),
-        ),
+        markers=(Marker(("self_attn.output_gate.weight", "self_attn.qkv_proj.weight"), order=200),),
         kinds={"self_attn.output_gate.weight": LINEAR},
         top_k=2,
         usual={"rope_theta": 1e7, "max_position_embeddings": 1_048_576},

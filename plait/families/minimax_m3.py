@@ -5,12 +5,12 @@ from __future__ import annotations
 from plait.checkpoint.names import NameMap, Rules, Source
 from plait.errors import UnsupportedModel
 from plait.families.common.recipes import (
-    TEXT_PREFIXES,
     VISION,
     at,
     half,
     mixtral_experts,
     plus_one,
+    text_tensors,
     transformer,
     unused_patterns,
 )
@@ -70,8 +70,7 @@ def minimax_m3(c: Config) -> tuple[ModelSpec, NameMap]:
     attn = {True: BranchSpec("attn", _sparse(c), each)}
     attn[False] = BranchSpec("attn", gqa(c, qk_norm=each), each)
     kinds = zip(_find_sparse(c), c["mlp_layer_types"], strict=True)
-    names = at(TEXT_PREFIXES, lambda prefix: _names(c, prefix))
-    names["head"] = ("lm_head", "language_model.lm_head")
+    names = text_tensors(lambda prefix: _names(c, prefix))
     spec = model(c, "minimax_m3_vl_text", [(attn[is_sparse], ffn[kind]) for is_sparse, kind in kinds])
     return spec, NameMap(names, ignored=unused_patterns(c, *UNUSED))
 
@@ -162,5 +161,4 @@ def _minimax_in_gguf(m: Metadata) -> None:
     words = {"n_heads": "head_count", "head_dim": "key_length", "block_size": "block_size"}
     words |= {"topk_blocks": "top_k", "local_blocks": "local_blocks"}
     for ours, theirs in words.items():
-        key = f"attention.indexer.{theirs}"
-        m.put(f"index_{ours}", m.values[key], f"{FILE} {m.prefix}{key}")
+        m.take(f"index_{ours}", f"attention.indexer.{theirs}")

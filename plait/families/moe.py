@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from plait.checkpoint.names import NameMap, Rules
-from plait.families.common.detection import ArchitectureMarker, Detection, Q
+from plait.families.common.detection import Detection, Marker, Q
 from plait.families.common.hf_config import LOCAL, QWEN_SHARED, HfConfig, sparse_list
-from plait.families.common.recipes import either, expert_tensors, transformer, unused_patterns
+from plait.families.common.recipes import (
+    either,
+    expert_tensors,
+    mixtral_experts,
+    transformer,
+    unused_patterns,
+)
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, softmax_moe
 from plait.families.config.normalize import Config
@@ -20,26 +26,15 @@ FFN, MLP = "layers.{i}.ffn", "model.layers.{i}.mlp"
     model_types=("mixtral",),
     defaults={"norm_eps": 1e-5, "hidden_act": "silu", "rope_theta": 1e6, "num_experts_per_tok": 2},
     honours=("sliding_window",),
-    detection=Detection(
-        markers=(ArchitectureMarker("MixtralForCausalLM", (Q, "block_sparse_moe.gate.weight"), order=410),),
-    ),
+    detection=Detection(markers=(Marker((Q, "block_sparse_moe.gate.weight"), order=410),)),
     hf=HfConfig(words=LOCAL),
 )
 def mixtral(c: Config) -> tuple[ModelSpec, NameMap]:
     """Mixtral: experts in every layer, their weights summing to one."""
-    theirs = "model.layers.{i}.block_sparse_moe"
-    w = f"{theirs}.experts.{{e}}"
+    theirs, count = "model.layers.{i}.block_sparse_moe", c["num_experts"]
     names: Rules = {
         f"{FFN}.router": (f"{theirs}.gate", f"{MLP}.gate"),
-        **either(
-            {
-                f"{FFN}.experts.{{e}}.gate.weight": f"{w}.w1.weight",
-                f"{FFN}.experts.{{e}}.up.weight": f"{w}.w3.weight",
-                f"{FFN}.experts.{{e}}.down.weight": f"{w}.w2.weight",
-            },
-            expert_tensors(FFN, MLP, c["num_experts"]),
-            expert_tensors(FFN, theirs, c["num_experts"]),
-        ),
+        **either(mixtral_experts(FFN, theirs, count), expert_tensors(FFN, MLP, count)),
     }
     return _sparse(c, "mixtral", softmax_moe(c), None, names)
 
@@ -57,7 +52,7 @@ def mixtral(c: Config) -> tuple[ModelSpec, NameMap]:
     },
     honours=("sliding_window",),
     detection=Detection(
-        markers=(ArchitectureMarker("Qwen2MoeForCausalLM", (Q, "mlp.shared_expert_gate.weight"), order=420),),
+        markers=(Marker((Q, "mlp.shared_expert_gate.weight"), order=420),),
         usual={"rope_theta": 1e6, "max_position_embeddings": 32768, "norm_topk_prob": False},
     ),
     hf=HfConfig(words=QWEN_SHARED, extra=sparse_list),
@@ -85,11 +80,7 @@ def qwen2_moe(c: Config) -> tuple[ModelSpec, NameMap]:
     },
     honours=("sliding_window",),
     detection=Detection(
-        markers=(
-            ArchitectureMarker(
-                "Qwen3MoeForCausalLM", (Q, "self_attn.q_norm.weight", "mlp.gate.weight"), order=430
-            ),
-        ),
+        markers=(Marker((Q, "self_attn.q_norm.weight", "mlp.gate.weight"), order=430),),
         usual={"rope_theta": 1e6, "max_position_embeddings": 32768, "norm_topk_prob": True},
     ),
     hf=HfConfig(extra=sparse_list),

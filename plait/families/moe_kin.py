@@ -8,6 +8,7 @@ from plait.families.common.recipes import (
     either,
     expert_tensors,
     flat,
+    mixtral_experts,
     transformer,
     turn_expert,
     unused_patterns,
@@ -20,6 +21,7 @@ from plait.families.common.spec_builders import (
     norm,
     require,
     rope,
+    shared_moe,
     sigmoid_router,
     softmax_moe,
 )
@@ -31,9 +33,7 @@ L = "model.layers.{i}"
 FFN, MLP = "layers.{i}.ffn", f"{L}.mlp"
 QK = (("q", "query"), ("k", "key"))
 SILU = {"norm_eps": 1e-6, "hidden_act": "silu"}
-SHARED: Rules = {
-    f"{FFN}.shared.{{x}}": (f"{MLP}.shared_experts.{{x}}_proj", f"{MLP}.shared_mlp.{{x}}_proj"),
-}
+SHARED: Rules = {f"{FFN}.shared.{{x}}": (f"{MLP}.shared_experts.{{x}}_proj", f"{MLP}.shared_mlp.{{x}}_proj")}
 
 
 @family(
@@ -79,16 +79,10 @@ def minimax_m2(c: Config) -> tuple[ModelSpec, NameMap]:
     attn = BranchSpec("attn", gqa(c, qk_norm=each if c["use_qk_norm"] else None, qk_norm_over="all"), each)
     router = RouterSpec("sigmoid", renormalize=True)
     places = (f"{L}.block_sparse_moe", MLP)
-    w = f"{places[0]}.experts.{{e}}"
-    apart: Rules = {
-        f"{FFN}.experts.{{e}}.gate.weight": f"{w}.w1.weight",
-        f"{FFN}.experts.{{e}}.up.weight": f"{w}.w3.weight",
-        f"{FFN}.experts.{{e}}.down.weight": f"{w}.w2.weight",
-    }
     names: Rules = {
         f"{FFN}.router": tuple(f"{at}.gate" for at in places),
         f"{FFN}.router_bias": tuple(f"{at}.e_score_correction_bias" for at in places),
-        **either(apart, *(expert_tensors(FFN, at, c["num_experts"]) for at in places)),
+        **either(*(mixtral_experts(FFN, at, c["num_experts"]) for at in places)),
     }
     return _sparse(c, "minimax_m2", attn, softmax_moe(c, router=router), names)
 
@@ -269,14 +263,11 @@ def build_shared_moe(
     shared_size: int | None = None,
 ) -> tuple[ModelSpec, NameMap]:
     """Experts next to shared ones, and dense layers where the config has them."""
-    size, shared = c["moe_intermediate_size"], c.get("num_shared_experts")
-    both = mlp(c, shared_size or size * shared) if shared else None
-    moe = MoeSpec(c["num_experts"], c["num_experts_per_tok"], mlp(c, size), router, shared=both)
-    ffn = {"sparse": BranchSpec("ffn", moe, norm(c))}
+    ffn = {"sparse": BranchSpec("ffn", shared_moe(c, router, shared_size), norm(c))}
     if "dense" in c["mlp_layer_types"]:
         ffn["dense"] = BranchSpec("ffn", mlp(c), norm(c))
     correction: Rules = {
-        f"{FFN}.router_bias": tuple(f"{at}.e_score_correction_bias" for at in (f"{MLP}.gate", MLP)),
+        f"{FFN}.router_bias": tuple(f"{at}.e_score_correction_bias" for at in (f"{MLP}.gate", MLP))
     }
     names: Rules = {**SHARED, **_experts(c), **(correction if own is None else own)}
     layers = [(attn, ffn[kind]) for attn, kind in zip(attns, c["mlp_layer_types"], strict=True)]
@@ -323,11 +314,8 @@ gguf_arch("hunyuan-moe", "HunYuanMoEV1ForCausalLM")(_shared_count)
 def _ernie_in_gguf(m: Metadata) -> None:
     _shared_count(m)
     check_router(m, "softmax", renormalizes=True, scales=False)
-    for ours, theirs in (
-        ("start_index", "leading_dense_block_count"),
-        ("interval", "interleave_moe_layer_step"),
-    ):
-        m.put(f"moe_layer_{ours}", m.values.get(theirs, 1), f"{FILE} {m.prefix}{theirs}")
+    m.take("moe_layer_start_index", "leading_dense_block_count", 1)
+    m.take("moe_layer_interval", "interleave_moe_layer_step", 1)
 
 
 @gguf_arch("mellum", "MellumForCausalLM")

@@ -10,7 +10,7 @@ from plait.families.common.recipes import TEXT_PREFIXES, at, plus_one, transform
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm
 from plait.families.config.normalize import FULL, SLIDING, Config
-from plait.families.gguf.arch import FILE, Metadata, gguf_arch, windows
+from plait.families.gguf.arch import Metadata, gguf_arch, windows
 from plait.spec import BranchSpec, ModelSpec, NormSpec
 
 IMAGES = (r"^(model\.)?(vision_tower|vision_adapter|vision_projection)\.",)
@@ -87,7 +87,7 @@ def _names(prefix: str) -> Rules:
 )
 def _muse_in_gguf(m: Metadata) -> None:
     windows(m, PERIOD)
-    m.put("output_multiplier", m.values["logit_scale"], f"{FILE} {m.prefix}logit_scale")
+    m.take("output_multiplier", "logit_scale")
     m.config.pop("logits_scaling", None)
     if kinds := m.config.get("layer_types"):
         base = m.config.setdefault("rope_theta", 1e4)

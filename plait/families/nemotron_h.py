@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
-from plait.families.common.detection import ArchitectureMarker, Detection
-from plait.families.common.hf_config import HfConfig, Values
+from plait.families.common.detection import Detection, Marker
+from plait.families.common.hf_config import MAMBA2, HfConfig, Values
 from plait.families.common.mtp import deepseek_parts, mtp_names
 from plait.families.common.recipes import either, expert_tensors, mamba_tensors, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mamba2, model, norm, sigmoid_router
 from plait.families.config.normalize import FULL, LINEAR, Config
-from plait.families.gguf.arch import FILE, Metadata, check_router, gguf_arch, head_size
+from plait.families.gguf.arch import Metadata, check_router, gguf_arch, head_size, join_shared_experts
 from plait.spec import BranchSpec, Mamba2Spec, Mixer, MlpSpec, ModelSpec, MoeSpec, MtpSpec
 
 MTP_LAYERS = {"*": FULL, "E": "moe", "-": "mlp"}  # of mtp_hybrid_override_pattern
@@ -41,15 +41,15 @@ def _hf_nemotron(config: Config, spec: ModelSpec) -> Values:
     honours=("sliding_window", "moe_latent_size"),
     detection=Detection(
         markers=(
-            ArchitectureMarker("NemotronHForCausalLM", ("mixer.up_proj.weight",), order=100),
-            ArchitectureMarker("NemotronHForCausalLM", ("mixer.q_proj.weight",), order=110),
-            ArchitectureMarker("NemotronHForCausalLM", ("mixer.gate.weight",), order=120),
+            Marker(("mixer.up_proj.weight",), order=100),
+            Marker(("mixer.q_proj.weight",), order=110),
+            Marker(("mixer.gate.weight",), order=120),
         ),
         kinds={"mixer.q_proj.weight": FULL},
     ),
     hf=HfConfig(
         words={
-            "norm_eps": "layer_norm_epsilon",
+            **MAMBA2,
             "hidden_act": "mlp_hidden_act",
             "layer_types": "layers_block_type",
             "num_experts": "n_routed_experts",
@@ -58,9 +58,6 @@ def _hf_nemotron(config: Config, spec: ModelSpec) -> Values:
             "mamba_n_heads": "mamba_num_heads",
             "mamba_d_head": "mamba_head_dim",
             "mamba_d_state": "ssm_state_size",
-            "mamba_n_groups": "n_groups",
-            "mamba_d_conv": "conv_kernel",
-            "mamba_chunk_size": "chunk_size",
         },
         lists_layers=True,
         extra=_hf_nemotron,
@@ -96,10 +93,7 @@ def _nemotron_mtp(c: Config) -> tuple[MtpSpec | None, Rules]:
         return None, {}
     mixers = [_nemotron_mixer(c, MTP_LAYERS[letter]) for letter in pattern]
     layers = tuple((BranchSpec("mix", mixer, norm(c)),) for mixer in mixers)
-    parts = {
-        **deepseek_parts("mtp.layers.0"),
-        "norm": f"mtp.layers.{len(layers) - 1}.final_layernorm",
-    }
+    parts = {**deepseek_parts("mtp.layers.0"), "norm": f"mtp.layers.{len(layers) - 1}.final_layernorm"}
     return MtpSpec(layers, norm(c)), mtp_names(parts, _nemotron_names("mtp.", c.get("num_experts") or 0))
 
 
@@ -155,8 +149,7 @@ def _nemotron_in_gguf(m: Metadata) -> None:
     head_size(m)
     if m.config.get("num_experts"):
         check_router(m, "sigmoid", renormalizes=None)
-        if m.config.get("n_shared_experts"):  # the tensors have the width of all of them
-            m.put("n_shared_experts", 1, f"{FILE} {m.prefix}expert_shared_count, as one")
+        join_shared_experts(m)
 
 
 for _name in ("nemotron_h", "nemotron_h_moe"):

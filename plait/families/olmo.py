@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from plait.checkpoint.names import NameMap, Rules
-from plait.families.common.detection import ArchitectureMarker, Detection, Q
+from plait.families.common.detection import Detection, Marker, Q
 from plait.families.common.recipes import transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, rope
@@ -29,8 +29,7 @@ def _norm_is_over_all_heads(t: Tensors) -> bool:
     defaults=SHARED,
     detection=Detection(
         markers=(
-            ArchitectureMarker(
-                "Olmo2ForCausalLM",
+            Marker(
                 ("post_feedforward_layernorm.weight", Q),
                 ("input_layernorm.weight",),
                 _norm_is_over_all_heads,
@@ -54,8 +53,7 @@ def olmo2(c: Config) -> tuple[ModelSpec, NameMap]:
     honours=("sliding_window",),
     detection=Detection(
         markers=(
-            ArchitectureMarker(
-                "Olmo3ForCausalLM",
+            Marker(
                 ("post_feedforward_layernorm.weight", Q),
                 ("input_layernorm.weight",),
                 lambda t: _norm_is_over_all_heads(t) and t.get("vocab_size") == 100278,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from plait.checkpoint.names import NameMap, Rules
-from plait.families.common.detection import ArchitectureMarker, Detection
+from plait.families.common.detection import Detection, Marker
 from plait.families.common.recipes import attention_tensors, conv, ends, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm
@@ -30,11 +30,7 @@ OURS = {"beta": "b", "decay": "a", "gate": "g"}
         "full_attention_interval": 4,
     },
     detection=Detection(
-        markers=(
-            ArchitectureMarker(
-                "OlmoHybridForCausalLM", ("linear_attn.g_proj.weight", "linear_attn.a_proj.weight"), order=170
-            ),
-        ),
+        markers=(Marker(("linear_attn.g_proj.weight", "linear_attn.a_proj.weight"), order=170),),
         usual={"rope_theta": 5e5, "max_position_embeddings": 65_536},
     ),
 )

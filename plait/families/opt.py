@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.names import Derived, NameMap, Rules, Source
-from plait.families.common.post_norm import norms_behind, plain_layers
-from plait.families.common.recipes import Stored, part, skip_rows, turn, unused_patterns
+from plait.families.common.post_norm import fairseq_layers, norms_behind, plain_layers
+from plait.families.common.recipes import Stored, skip_rows, split_turned_qkv, turn, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import model, norm, require
 from plait.families.config.normalize import Config
@@ -85,8 +85,7 @@ def gpt1(c: Config) -> tuple[ModelSpec, NameMap]:
     act = c.get("afn", "gelu")
     require(c, "GPT-1", afn=("gelu", "gelu_new", "relu", "silu", "swish"))
     c["hidden_act"] = {"relu": "relu", "silu": "silu", "swish": "silu"}.get(act, "gelu_pytorch_tanh")
-    count, place, size = len(c["layer_types"]), "transformer.h.{i}", c["hidden_size"]
-    qkv = f"{place}.attn.c_attn"
+    count, place = len(c["layer_types"]), "transformer.h.{i}"
     names: dict[str, Source] = {
         **norms_behind("transformer.h", count, "ln_1", "ln_2"),
         "embed.positions": "transformer.positions_embed",
@@ -98,8 +97,7 @@ def gpt1(c: Config) -> tuple[ModelSpec, NameMap]:
         f"{FFN}.up": f"{place}.mlp.c_fc",
         f"{FFN}.down.weight": turn(f"{place}.mlp.c_proj.weight"),
         f"{FFN}.down": f"{place}.mlp.c_proj",
-        **{f"{ATTN}.{x}.weight": _columns(i, size, f"{qkv}.weight") for i, x in enumerate("qkv")},
-        **{f"{ATTN}.{x}.bias": part(i, (size,) * 3, f"{qkv}.bias") for i, x in enumerate("qkv")},
+        **split_turned_qkv(c["hidden_size"], ATTN, f"{place}.attn.c_attn"),
     }
     each, longest = norm(c, "layer"), c["max_position_embeddings"]
     spec = model(c, "openai-gpt", plain_layers(c, behind=True), norm=each, positions=longest)
@@ -137,42 +135,14 @@ def ctrl(c: Config) -> tuple[ModelSpec, NameMap]:
 
 
 def _opt(
-    c: Config,
-    name: str,
-    place: str,
-    own: Rules,
-    *,
-    behind: bool = False,
-    unused: tuple[str, ...] = (),
+    c: Config, name: str, place: str, own: Rules, *, behind: bool = False, unused: tuple[str, ...] = ()
 ) -> tuple[ModelSpec, NameMap]:
-    theirs, count = f"{place}layers", len(c["layer_types"])
-    norms = {
-        f"{ATTN}.norm": f"{theirs}.{{i}}.self_attn_layer_norm",
-        f"{FFN}.norm": f"{theirs}.{{i}}.final_layer_norm",
-    }
-    names: Rules = {
-        "embed": f"{place}embed_tokens",
-        "head": "lm_head",
-        f"{ATTN}.o": f"{theirs}.{{i}}.self_attn.out_proj",
-        f"{ATTN}.{{x}}": f"{theirs}.{{i}}.self_attn.{{x}}_proj",
-        f"{FFN}.up": f"{theirs}.{{i}}.fc1",
-        f"{FFN}.down": f"{theirs}.{{i}}.fc2",
-    }
-    if behind:
-        norms = norms_behind(theirs, count, "self_attn_layer_norm", "final_layer_norm")
+    layers = fairseq_layers(f"{place}layers", len(c["layer_types"]), behind=behind)
+    ends: Rules = {"embed": f"{place}embed_tokens", "head": "lm_head"}
     each, scale = norm(c, "layer"), c["hidden_size"] ** 0.5 if c.get("scale_embedding") else 1.0
     longest = c["max_position_embeddings"]
     spec = model(c, name, plain_layers(c, behind=behind), norm=each, positions=longest, embed_scale=scale)
-    return spec, NameMap(norms, own, names, ignored=unused_patterns(c, *unused))
-
-
-def _columns(index: int, size: int, source: str) -> Derived:
-    """q, k or v of a matrix [in, 3 out]."""
-
-    def pick(w: Stored, **_: str) -> Tensor:
-        return as_tensor(w)[:, index * size : (index + 1) * size].T.contiguous()
-
-    return Derived(pick, (source,))
+    return spec, NameMap(layers, own, ends, ignored=unused_patterns(c, *unused))
 
 
 def _widen(table: Stored, project: Stored, **_: str) -> Tensor:

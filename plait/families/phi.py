@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from plait.checkpoint.names import NameMap, Rules
-from plait.families.common.detection import ArchitectureMarker, Detection, has_rope
+from plait.families.common.detection import Detection, Marker, has_rope
 from plait.families.common.recipes import either, split_gate_up, split_qkv, transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import ENDLESS, gqa, mlp, model, norm, plain_mlp, side_by_side
@@ -59,11 +59,7 @@ def _fill_phi_3(t: Tensors) -> None:
     defaults={"norm_eps": 1e-5, "hidden_act": "silu"},
     honours=("sliding_window",),
     detection=Detection(
-        markers=(
-            ArchitectureMarker(
-                "Phi3ForCausalLM", ("self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"), order=330
-            ),
-        ),
+        markers=(Marker(("self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"), order=330),),
         kinds={"self_attn.qkv_proj.weight": FULL},
         usual={"rope_theta": 1e4, "max_position_embeddings": 4096},
         fill=_fill_phi3,

@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.names import NameMap, Rules, Source
-from plait.families.common.detection import ArchitectureMarker, Detection
+from plait.families.common.detection import Detection, Marker
 from plait.families.common.recipes import (
     at,
     conv,
     flat,
-    half,
     negative_exp,
-    part,
     plus,
     reorder_rows,
+    split_gate_up,
+    split_qkv,
     unused_patterns,
 )
 from plait.families.common.registry import family
@@ -45,7 +45,7 @@ OFFSETS = {"pre_mixer": 1.0, "post_mixer": 1 / 5, "pre_mlp": 1.0, "post_mlp": 1 
     },
     honours=("sliding_window",),
     detection=Detection(
-        markers=(ArchitectureMarker("Plamo2ForCausalLM", ("mixer.dt_norm_weight",), order=20),),
+        markers=(Marker(("mixer.dt_norm_weight",), order=20),),
         kinds={"mixer.dt_norm_weight": LINEAR, "mixer.qkv_proj.weight": FULL},
     ),
 )
@@ -74,7 +74,7 @@ def _attention(c: Config, i: int, each: NormSpec) -> BranchSpec:
 def _names(c: Config, prefix: str) -> Rules:
     layer = f"{prefix}.{{i}}"
     mixer = f"{layer}.mixer"
-    names: dict[str, Source] = {
+    return {
         "embed": "model.embed_tokens",
         "norm.weight": plus(1.0, "model.norm.weight"),
         "head": "lm_head",
@@ -95,27 +95,20 @@ def _names(c: Config, prefix: str) -> Rules:
         **{f"layers.{{i}}.attn.{x}_norm.weight": flat(f"{mixer}.{x}_weight") for x in "qk"},
         "layers.{i}.attn.o": f"{mixer}.o_proj",
         "layers.{i}.ffn.down": f"{layer}.mlp.down_proj",
-    }
-    halves = {"gate": 0, "up": 1}
-    return names | {
-        f"layers.{{i}}.ffn.{x}.weight": half(n, f"{layer}.mlp.gate_up_proj.weight") for x, n in halves.items()
+        **split_gate_up("layers.{i}.ffn", f"{layer}.mlp.gate_up_proj"),
     }
 
 
 def _split_mixer(c: Config, into: str, steps: str, qkv: str) -> dict[str, Source]:
     """What PLaMo stores in one tensor, or in an order of its own."""
     rank, state = c["mamba_dt_rank"], c["mamba_d_state"]
-    q, kv = c["num_attention_heads"] * c["head_dim"], c["num_key_value_heads"] * c["head_dim"]
     theirs = torch.arange(2 * state + rank)  # B, C, dt
     return {
         "layers.{i}.ssm.in.weight": reorder_rows(
             _heads_apart(c["mamba_n_heads"], c["head_dim"]), f"{into}.weight"
         ),
         "layers.{i}.ssm.x.weight": reorder_rows(theirs.roll(rank), f"{steps}.weight"),
-        **{
-            f"layers.{{i}}.attn.{x}.weight": part(n, (q, kv, kv), f"{qkv}.weight")
-            for n, x in enumerate("qkv")
-        },
+        **split_qkv(c, "layers.{i}.attn", qkv),
     }
 
 
@@ -138,8 +131,7 @@ def _gguf_names(c: Config) -> Rules:
     bare["ffn.post_norm"] = f"{b}.post_ffw_norm"
     for ours, theirs in bare.items():  # some of llama.cpp's readers want these without a suffix
         names[f"layers.{{i}}.{ours}.weight"] = (theirs, f"{theirs}.weight")
-    halves = {"gate": 0, "up": 1}
-    return names | {f"layers.{{i}}.ffn.{x}.weight": half(n, f"{b}.ffn_up.weight") for x, n in halves.items()}
+    return names | split_gate_up("layers.{i}.ffn", f"{b}.ffn_up")
 
 
 @gguf_arch("plamo2", "Plamo2ForCausalLM", names=_gguf_names)

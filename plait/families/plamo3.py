@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from plait.checkpoint.names import NameMap, Rules
-from plait.families.common.detection import ArchitectureMarker, Detection
-from plait.families.common.recipes import at, part, plus, split_gate_up, unused_patterns
+from plait.families.common.detection import Detection, Marker
+from plait.families.common.recipes import at, plus, split_gate_up, split_qkv, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm
 from plait.families.common.tensors import Tensors
@@ -31,11 +31,7 @@ def _infer_sizes(t: Tensors) -> None:
     | {"sliding_window_pattern": 8, "rope_theta": 1_000_000, "rope_local_base_freq": 10_000},
     honours=("sliding_window",),
     detection=Detection(
-        markers=(
-            ArchitectureMarker(
-                "Plamo3ForCausalLM", ("mixer.qkv_proj.weight", "mixer.q_norm.weight"), order=19
-            ),
-        ),
+        markers=(Marker(("mixer.qkv_proj.weight", "mixer.q_norm.weight"), order=19),),
         kinds={"mixer.qkv_proj.weight": FULL},
         sizes=_infer_sizes,
     ),
@@ -70,9 +66,7 @@ def _names(c: Config, layer: str) -> Rules:
 
 
 def _split_fused(c: Config, qkv: str, gate_up: str) -> Rules:
-    q, kv = c["num_attention_heads"] * c["head_dim"], c["num_key_value_heads"] * c["head_dim"]
-    parts = {f"{ATTN}.{x}.weight": part(n, (q, kv, kv), f"{qkv}.weight") for n, x in enumerate("qkv")}
-    return {**parts, **split_gate_up(FFN, gate_up)}
+    return {**split_qkv(c, ATTN, qkv), **split_gate_up(FFN, gate_up)}
 
 
 @gguf_arch(

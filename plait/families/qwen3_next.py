@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from plait.checkpoint.names import NameMap, Rules, Source
-from plait.families.common.detection import ArchitectureMarker, Detection
+from plait.families.common.detection import Detection, Marker
 from plait.families.common.hf_config import QWEN_SHARED, HfConfig, sparse_list
 from plait.families.common.mtp import mtp_names
-from plait.families.common.recipes import TEXT_PREFIXES, at, expert_tensors, plus_one, unused_patterns
+from plait.families.common.recipes import at, expert_tensors, plus_one, text_tensors, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, softmax_moe
 from plait.families.config.normalize import FULL, LINEAR, Config
@@ -48,9 +48,7 @@ OTHERS = (r"^(model\.)?mtp\.", r"^(model\.)?visual\.")  # a second token's predi
     defaults={**SHARED, **SPARSE},
     honours=HONOURS,
     detection=Detection(
-        markers=(
-            ArchitectureMarker("Qwen3NextForCausalLM", ("linear_attn.in_proj_qkvz.weight",), order=140),
-        ),
+        markers=(Marker(("linear_attn.in_proj_qkvz.weight",), order=140),),
         kinds={"linear_attn.A_log": LINEAR},
         usual={"rope_theta": 1e7, "max_position_embeddings": 262_144, "norm_topk_prob": True},
     ),
@@ -67,7 +65,7 @@ def qwen3_next(c: Config) -> tuple[ModelSpec, NameMap]:
     defaults=SHARED,
     honours=HONOURS,
     detection=Detection(
-        markers=(ArchitectureMarker("Qwen3_5ForCausalLM", ("linear_attn.in_proj_qkv.weight",), order=160),),
+        markers=(Marker(("linear_attn.in_proj_qkv.weight",), order=160),),
         usual={"rope_theta": 1e7, "max_position_embeddings": 262_144},
     ),
 )
@@ -83,12 +81,7 @@ def qwen3_5(c: Config) -> tuple[ModelSpec, NameMap]:
     honours=HONOURS,
     detection=Detection(
         markers=(
-            ArchitectureMarker(
-                "Qwen3_5MoeForCausalLM",
-                ("linear_attn.in_proj_qkv.weight",),
-                test=lambda t: t.has("mlp.gate.weight"),
-                order=150,
-            ),
+            Marker(("linear_attn.in_proj_qkv.weight",), test=lambda t: t.has("mlp.gate.weight"), order=150),
         ),
         usual={"rope_theta": 1e7, "max_position_embeddings": 262_144},
     ),
@@ -117,8 +110,7 @@ def _qwen(c: Config, name: str, projections: Callable[[Config, str], Rules]) -> 
     kinds = c["layer_types"]
     sorts = c["mlp_layer_types"] if c.get("num_experts") else ["dense"] * len(kinds)
     layers = [(mixer(kind), ffn(sort)) for kind, sort in zip(kinds, sorts, strict=True)]
-    names = at(TEXT_PREFIXES, lambda prefix: name_tensors(c, prefix, projections))
-    names["head"] = ("lm_head", "language_model.lm_head")
+    names = text_tensors(lambda prefix: name_tensors(c, prefix, projections))
     head = (mixer(FULL), ffn("sparse" if c.get("num_experts") else "dense"))
     # Tables of its own are in no published file, and their layout is not known.
     mtp = None if c.get("mtp_use_dedicated_embeddings") else MtpSpec((head,), each)

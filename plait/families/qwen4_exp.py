@@ -10,17 +10,10 @@ from torch import Tensor
 
 from plait.checkpoint.names import Back, Derived, NameMap, Rules, Source
 from plait.errors import UnsupportedModel
-from plait.families.common.detection import ArchitectureMarker, Detection
+from plait.families.common.detection import Detection, Marker
 from plait.families.common.hf_config import QWEN_SHARED, HfConfig
 from plait.families.common.hyper import move_inside, over_streams
-from plait.families.common.recipes import (
-    TEXT_PREFIXES,
-    Stored,
-    at,
-    part,
-    plus_one,
-    unused_patterns,
-)
+from plait.families.common.recipes import Stored, part, plus_one, text_tensors, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, require, softmax_moe
 from plait.families.common.tensors import Tensors
@@ -78,9 +71,7 @@ def _infer_sizes(t: Tensors) -> None:
     },
     honours=("attn_output_gate",),
     detection=Detection(
-        markers=(
-            ArchitectureMarker("Qwen4ExpForCausalLM", ("attn_hyper_connection.hc_norm.weight",), order=145),
-        ),
+        markers=(Marker(("attn_hyper_connection.hc_norm.weight",), order=145),),
         kinds={"linear_attn.A_log": LINEAR},
         sizes=_infer_sizes,
         usual={"rope_theta": 1e7, "max_position_embeddings": 262_144},
@@ -98,8 +89,7 @@ def qwen4_exp(c: Config) -> tuple[ModelSpec, NameMap]:
     mixers = [delta if kind == LINEAR else attn for kind in c["layer_types"]]
     layers = [(*ngrams.get(i, ()), mixer, ffn) for i, mixer in enumerate(mixers)]
     hyper = HyperSpec(c["hc_count"], each, rank=c["hc_lowrank"])
-    names = at(TEXT_PREFIXES, lambda prefix: _names(c, prefix))
-    names["head"] = ("lm_head", "language_model.lm_head")
+    names = text_tensors(lambda prefix: _names(c, prefix))
     ignored = unused_patterns(c, *OTHERS, BUFFERS)
     return over_streams(model(c, "qwen4_exp_text", layers), hyper), NameMap(names, ignored=ignored)
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from plait.checkpoint.names import Back, Derived, NameMap, Rules
-from plait.families.common.detection import ArchitectureMarker, Detection
+from plait.families.common.detection import Detection, Marker
 from plait.families.common.recipes import Stored, conv, plus_one, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm
@@ -34,11 +34,7 @@ L, LRU = "model.layers.{i}", "layers.{i}.lru"
     },
     honours=("sliding_window", "logits_soft_cap"),
     detection=Detection(
-        markers=(
-            ArchitectureMarker(
-                "RecurrentGemmaForCausalLM", ("temporal_block.rg_lru.recurrent_param",), order=10
-            ),
-        ),
+        markers=(Marker(("temporal_block.rg_lru.recurrent_param",), order=10),),
         kinds={"temporal_block.rg_lru.recurrent_param": LINEAR, "temporal_block.q_proj.weight": FULL},
         usual={"rope_theta": 1e4, "max_position_embeddings": 8192},
     ),

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from plait.checkpoint.names import Back, Derived, NameMap, Rules, Source
 from plait.errors import UnsupportedModel
-from plait.families.common.detection import ArchitectureMarker, Detection
+from plait.families.common.detection import Detection, Marker
 from plait.families.common.recipes import Stored, flat, negative_exp, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import model, norm, require
@@ -84,10 +84,7 @@ def _infer_sizes(t: Tensors) -> None:
     model_types=("rwkv7",),
     defaults={"norm_eps": 1e-5, "head_dim": 64, "tie_word_embeddings": False, "hidden_act": "relu2"}
     | {"decay_low_rank_dim": 64, "gate_low_rank_dim": 128, "a_low_rank_dim": 64, "v_low_rank_dim": 32},
-    detection=Detection(
-        markers=(ArchitectureMarker("RWKV7ForCausalLM", ("attn.r_k", "attn.x_r"), order=14),),
-        sizes=_infer_sizes,
-    ),
+    detection=Detection(markers=(Marker(("attn.r_k", "attn.x_r"), order=14),), sizes=_infer_sizes),
 )
 def rwkv7(c: Config) -> tuple[ModelSpec, NameMap]:
     """RWKV-7 (Goose) in the layout of flash-linear-attention, as its checkpoints are published."""

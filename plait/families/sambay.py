@@ -6,7 +6,7 @@ import torch
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.errors import UnsupportedModel
-from plait.families.common.detection import ArchitectureMarker, Detection
+from plait.families.common.detection import Detection, Marker
 from plait.families.common.recipes import (
     mamba1_tensors,
     reorder_rows,
@@ -57,7 +57,7 @@ def _infer_sizes(t: Tensors) -> None:
     },
     honours=("sliding_window",),
     detection=Detection(
-        markers=(ArchitectureMarker("Phi4FlashForCausalLM", ("attn.inner_cross_attn.lambda_q1",), order=17),),
+        markers=(Marker(("attn.inner_cross_attn.lambda_q1",), order=17),),
         kinds={"attn.inner_cross_attn.lambda_q1": FULL, "attn.in_proj.weight": LINEAR},
         sizes=_infer_sizes,
     ),

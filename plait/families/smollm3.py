@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from plait.checkpoint.names import NameMap
 from plait.errors import UnsupportedModel
-from plait.families.common.detection import SECOND_NORM, ArchitectureMarker, Detection, Q
+from plait.families.common.detection import SECOND_NORM, Detection, Marker, Q
 from plait.families.common.recipes import transformer, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm
@@ -35,11 +35,7 @@ def _is_smollm3(t: Tensors) -> bool:
     },
     honours=("sliding_window", "no_rope_layers", "no_rope_layer_interval"),
     detection=Detection(
-        markers=(
-            ArchitectureMarker(
-                "SmolLM3ForCausalLM", (Q, "input_layernorm.weight", SECOND_NORM), test=_is_smollm3, order=460
-            ),
-        ),
+        markers=(Marker((Q, "input_layernorm.weight", SECOND_NORM), test=_is_smollm3, order=460),),
         usual={"rope_theta": 5e6, "max_position_embeddings": 65_536},
     ),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from plait.checkpoint.names import NameMap, Rules
-from plait.families.common.detection import ArchitectureMarker, Detection, Q
+from plait.families.common.detection import Detection, Marker, Q
 from plait.families.common.hf_config import HfConfig
 from plait.families.common.recipes import transformer, unused_patterns
 from plait.families.common.registry import family
@@ -19,7 +19,7 @@ from plait.spec import BranchSpec, ModelSpec
     defaults={"norm_eps": 1e-5, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
     honours=("sliding_window",),
     detection=Detection(
-        markers=(ArchitectureMarker("Starcoder2ForCausalLM", (Q, "mlp.c_fc.weight"), order=370),),
+        markers=(Marker((Q, "mlp.c_fc.weight"), order=370),),
         usual={"rope_theta": 1e6, "max_position_embeddings": 16_384},
     ),
     hf=HfConfig(words={"norm_eps": "norm_epsilon"}),

@@ -12,8 +12,9 @@ from plait.families.common.registry import family
 from plait.families.common.spec_builders import mamba1, model, norm, require
 from plait.families.config.normalize import Config
 from plait.families.linear_attention import select_rows
+from plait.families.zamba2 import build_aside
 from plait.quant.weight import as_tensor
-from plait.spec import AsideSpec, BranchSpec, ModelSpec, ParallelSpec
+from plait.spec import BranchSpec, ModelSpec, ParallelSpec
 
 L = "model.layers"
 USUAL = [
@@ -45,33 +46,16 @@ def zamba(c: Config) -> tuple[ModelSpec, NameMap]:
         raise UnsupportedModel(f"{whole.inner_size} channels cannot be divided among {heads} n_mamba_heads")
     width = whole.inner_size // heads
     ssm = ParallelSpec({f"head{h}": mamba1(c, inner_size=width) for h in range(heads)})
-    hybrids = [i for i, kind in enumerate(c["layer_types"]) if kind == "hybrid"]
+    hybrids, size = [i for i, kind in enumerate(c["layer_types"]) if kind == "hybrid"], c["intermediate_size"]
     # transformers shares the block only where it also shares embedding and head.
     turns = {i: 0 if c["tie_word_embeddings"] else n for n, i in enumerate(hybrids)}
     layers = [
-        (BranchSpec("ssm", ssm, norm(c), aside=_aside(c, turns[i]) if i in turns else None),)
+        (BranchSpec("ssm", ssm, norm(c), aside=build_aside(c, turns[i], size) if i in turns else None),)
         for i in range(len(c["layer_types"]))
     ]
     copies = (rf"^model\.layers\.{i}\.shared_transf\." for i in hybrids[1:] if c["tie_word_embeddings"])
     names = _names(heads, width, {block: i for i, block in reversed(turns.items())})
     return model(c, "zamba", layers), NameMap(names, ends(), ignored=unused_patterns(c, *copies))
-
-
-def _aside(c: Config, block: int) -> AsideSpec:
-    heads = c["num_attention_heads"]
-    dim = c.get("attention_head_dim") or 2 * c["hidden_size"] // heads
-    return AsideSpec(
-        block=block,
-        num_heads=heads,
-        num_kv_heads=c["num_key_value_heads"],
-        head_dim=dim,
-        scale=(dim / 2) ** -0.5,
-        rope=None,
-        size=c["intermediate_size"],
-        activation=c["hidden_act"],
-        norm=norm(c),
-        rank=None,
-    )
 
 
 def _names(heads: int, width: int, owners: dict[int, int]) -> dict[str, Source | tuple[Source, ...]]:

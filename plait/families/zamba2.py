@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from plait.checkpoint.names import NameMap, Rules, Source
-from plait.families.common.detection import ArchitectureMarker, Detection
+from plait.families.common.detection import Detection, Marker
 from plait.families.common.recipes import either, ends, half, mamba_tensors, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import mamba2, model, norm, rope
@@ -35,7 +35,7 @@ def _sizes(t: Tensors) -> None:
 
 
 DETECTION = Detection(
-    markers=(ArchitectureMarker("Zamba2ForCausalLM", (f"{BLOCK}.input_layernorm.weight",)),),
+    markers=(Marker((f"{BLOCK}.input_layernorm.weight",)),),
     kinds={"mamba_decoder.mamba.A_log": LINEAR},
     words={"mamba_decoder.mamba.A_log": "hybrid", "mamba.A_log": LINEAR},
     sizes=_sizes,
@@ -67,15 +67,15 @@ DETECTION = Detection(
 )
 def zamba2(c: Config) -> tuple[ModelSpec, NameMap]:
     """Zamba2. Blocks take turns: the n-th layer with one next to it uses block n mod `num_mem_blocks`."""
-    low = c.get("time_step_limit") or (float(c["time_step_min"]), UNLIMITED)
-    c["time_step_limit"] = low
+    c["time_step_limit"] = c.get("time_step_limit") or (float(c["time_step_min"]), UNLIMITED)
+    size = c.get("intermediate_size") or 4 * c["hidden_size"]
     ssm = mamba2(c, gated_norm=NormSpec(1e-5))
     hybrids = [i for i, kind in enumerate(c["layer_types"]) if kind == "hybrid"]
     # transformers shares blocks only where it also shares embedding and head.
     blocks = c["num_mem_blocks"] if c["tie_word_embeddings"] else len(hybrids)
     turns = {i: n % blocks for n, i in enumerate(hybrids)}
     layers = [
-        (BranchSpec("ssm", ssm, norm(c), aside=_aside(c, turns[i]) if i in turns else None),)
+        (BranchSpec("ssm", ssm, norm(c), aside=build_aside(c, turns[i], size) if i in turns else None),)
         for i in range(len(c["layer_types"]))
     ]
     names = NameMap(
@@ -94,7 +94,8 @@ def _ignored_patterns(c: Config, hybrids: list[int]) -> tuple[str, ...]:
     return unused_patterns(c, *others)
 
 
-def _aside(c: Config, block: int) -> AsideSpec:
+def build_aside(c: Config, block: int, size: int) -> AsideSpec:
+    """A block next to a layer, `size` wide. Zamba 1's has neither positions nor adapters."""
     heads = c["num_attention_heads"]
     dim = c.get("attention_head_dim") or 2 * c["hidden_size"] // heads
     return AsideSpec(
@@ -103,12 +104,12 @@ def _aside(c: Config, block: int) -> AsideSpec:
         num_kv_heads=c["num_key_value_heads"],
         head_dim=dim,
         scale=(dim / 2) ** -0.5,
-        rope=rope(c, dim) if c["use_mem_rope"] else None,
-        size=c.get("intermediate_size") or 4 * c["hidden_size"],
+        rope=rope(c, dim) if c.get("use_mem_rope") else None,
+        size=size,
         activation=c["hidden_act"],
         norm=norm(c),
-        rank=c["adapter_rank"],
-        adapts_attention=bool(c["use_shared_attention_adapter"]),
+        rank=c.get("adapter_rank"),
+        adapts_attention=bool(c.get("use_shared_attention_adapter")),
     )
 
 

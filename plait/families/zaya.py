@@ -7,7 +7,7 @@ from torch import Tensor
 
 from plait.checkpoint.names import Back, Derived, NameMap, Rules, Source
 from plait.errors import UnsupportedModel
-from plait.families.common.detection import ArchitectureMarker, Detection
+from plait.families.common.detection import Detection, Marker
 from plait.families.common.recipes import Stored, conv, ends, expert_tensors, repeat_each, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import mlp, model, norm, rope
@@ -50,9 +50,7 @@ def _infer_sizes(t: Tensors) -> None:
     | {"rope_parameters": ROPES},
     honours=("sliding_window",),
     detection=Detection(
-        markers=(
-            ArchitectureMarker("ZayaForCausalLM", ("self_attn.qkv_proj.conv_qk_depthwise.weight",), order=16),
-        ),
+        markers=(Marker(("self_attn.qkv_proj.conv_qk_depthwise.weight",), order=16),),
         words={"self_attn.qkv_proj.conv_qk_depthwise.weight": "hybrid"},
         sizes=_infer_sizes,
     ),

@@ -18,15 +18,7 @@ from plait.server.http.transfer import EVENTS, JSON_LINES, UNMARKED_EVENTS, Stre
 from plait.server.llamacpp import completion, server_facts
 from plait.server.models import admin
 from plait.server.ollama import embed, generate, manage, wire
-from plait.server.openai import (
-    adapters,
-    chat,
-    completions,
-    embeddings,
-    models,
-    render,
-    scores,
-)
+from plait.server.openai import adapters, chat, completions, embeddings, models, render, scores
 from plait.server.responses import endpoints, items, request
 from plait.server.stored import batch_objects, chats, conversations, file_objects, routes
 
@@ -47,6 +39,11 @@ class Operation:
     refusal: Struct = ErrorBody
 
 
+def _streamed(summary: str, line: Struct, form: StreamForm, refusal: Struct = ErrorBody) -> Operation:
+    """An endpoint of which a stream has the events that a whole reply is one of."""
+    return Operation(summary, line, stream=line, form=form, refusal=refusal)
+
+
 MCP: Mapping[tuple[str, str], Operation] = {
     ("GET", "/v1/mcp/servers"): Operation("The MCP servers that may be used", mcp_routes.McpServerList),
     ("POST", "/v1/mcp/tools"): Operation(
@@ -60,9 +57,7 @@ MCP: Mapping[tuple[str, str], Operation] = {
 _ONE = "that this key has stored"
 STORED: Mapping[tuple[str, str], Operation] = {
     ("GET", "/v1/responses/{id}"): Operation(
-        "A stored response",
-        items.Response,
-        stream="With stream=true: its events, from starting_after.",
+        "A stored response", items.Response, stream="With stream=true: its events, from starting_after."
     ),
     ("DELETE", "/v1/responses/{id}"): Operation("Delete a response", routes.Deleted),
     ("GET", "/v1/responses/{id}/input_items"): Operation("The items of its input", routes.StoredList),
@@ -134,16 +129,10 @@ _RERANK = Operation("Documents by how well they fit a query", scores.Ranking, sc
 _CLASSIFY = Operation("Texts with a label each", scores.Classification, scores.ClassifyRequest)
 POSTS: Mapping[str, Operation] = {
     "/v1/completions": Operation(
-        "Text that follows a prompt",
-        completions.Completion,
-        schema.CompletionRequest,
-        completions.Completion,
+        "Text that follows a prompt", completions.Completion, schema.CompletionRequest, completions.Completion
     ),
     "/v1/chat/completions": Operation(
-        "The reply to a conversation",
-        chat.ChatCompletion,
-        schema.StorableChat,
-        chat.ChatChunk,
+        "The reply to a conversation", chat.ChatCompletion, schema.StorableChat, chat.ChatChunk
     ),
     "/v1/embeddings": Operation("Texts as vectors", embeddings.Embeddings, embeddings.EmbeddingRequest),
     **dict.fromkeys(("/v1/score", "/score"), _SCORE),
@@ -151,10 +140,7 @@ POSTS: Mapping[str, Operation] = {
     **dict.fromkeys(("/v1/classify", "/classify"), _CLASSIFY),
     "/apply-template": Operation("A conversation as the model's prompt", body=models.TemplateRequest),
     "/v1/responses": Operation(
-        "The reply to a conversation, as items",
-        items.Response,
-        request.ResponsesRequest,
-        ITEM_EVENTS,
+        "The reply to a conversation, as items", items.Response, request.ResponsesRequest, ITEM_EVENTS
     ),
     "/v1/responses/input_tokens": Operation(
         "How many tokens the prompt of a response has",
@@ -188,20 +174,8 @@ POSTS: Mapping[str, Operation] = {
     ),
     "/tokenize": Operation("Text or messages as token ids", models.Tokens, schema.TokenizeRequest),
     "/detokenize": Operation("Token ids as text", models.DetokenizeReply, schema.DetokenizeRequest),
-    "/api/generate": Operation(
-        "The reply to a prompt",
-        generate.GenerateLine,
-        stream=generate.GenerateLine,
-        form=JSON_LINES,
-        refusal=OLLAMAS,
-    ),
-    "/api/chat": Operation(
-        "The reply to a conversation",
-        generate.ChatLine,
-        stream=generate.ChatLine,
-        form=JSON_LINES,
-        refusal=OLLAMAS,
-    ),
+    "/api/generate": _streamed("The reply to a prompt", generate.GenerateLine, JSON_LINES, OLLAMAS),
+    "/api/chat": _streamed("The reply to a conversation", generate.ChatLine, JSON_LINES, OLLAMAS),
     "/api/embed": Operation("Texts as vectors of length 1", embed.EmbedReply, refusal=OLLAMAS),
     "/api/embeddings": Operation("A text as a vector", embed.EmbeddingReply, refusal=OLLAMAS),
     "/api/show": Operation("A served model", manage.ShownModel, refusal=OLLAMAS),
@@ -217,16 +191,10 @@ POSTS: Mapping[str, Operation] = {
     **{path: Operation(f"Refused: {why}", refusal=OLLAMAS) for path, why in manage.NOT_DONE.items()},
     **dict.fromkeys(("/admin/models/load", "/models/load"), _LOAD),
     **dict.fromkeys(("/admin/models/unload", "/models/unload"), _UNLOAD),
-    "/infill": Operation(
-        "What belongs between two texts, in llama.cpp's words",
-        completion.NativeCompletion,
-        stream=completion.NativeCompletion,
-        form=UNMARKED_EVENTS,
+    "/infill": _streamed(
+        "What belongs between two texts, in llama.cpp's words", completion.NativeCompletion, UNMARKED_EVENTS
     ),
-    "/completion": Operation(
-        "Text that follows a prompt, in llama.cpp's words",
-        completion.NativeCompletion,
-        stream=completion.NativeCompletion,
-        form=UNMARKED_EVENTS,
+    "/completion": _streamed(
+        "Text that follows a prompt, in llama.cpp's words", completion.NativeCompletion, UNMARKED_EVENTS
     ),
 }

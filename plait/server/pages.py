@@ -252,10 +252,7 @@ def _post(endpoint: Endpoint, operation: Operation) -> dict[str, object]:
         body = _ref(operation.body)
     else:
         body = {"type": "object", "properties": {name: {} for name in sorted(endpoint.fields)}}
-    return {
-        **_operation(endpoint.path, operation),
-        "requestBody": {"required": True, "content": _json(body)},
-    }
+    return {**_operation(endpoint.path, operation), "requestBody": {"required": True, "content": _json(body)}}
 
 
 def _operation(path: str, operation: Operation) -> dict[str, Any]:

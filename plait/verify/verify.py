@@ -27,9 +27,8 @@ from plait.request import TokenLogprobs
 from plait.schedule.speculate import Proposer
 from plait.verify.cell_run import CellRun, Traced, Waves
 from plait.verify.drafters import DraftParts, make_proposer
-from plait.verify.durable_cells import durable_cells, second_load_cells
 from plait.verify.killed import run_killed
-from plait.verify.matrix import PLAIN, Cell, cells
+from plait.verify.matrix import PLAIN, Cell, cells, durable_cells, second_load_cells
 from plait.verify.prompts import Prompt, VerifyRequest, default_prompts, first_turns, second_turns
 from plait.verify.results import Arithmetic, CellResult, Difference, Ran, VerifyReply, digest_replies
 from plait.verify.samplers import most_together, sampler_cells, sampler_waves

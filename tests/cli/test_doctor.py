@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from plait.bench.machine import find_version
 from plait.cli.common import doctor_checks
 from plait.cli.common.doctor_checks import (
     CHECKS,
     DoctorRequest,
-    find_version,
     gpu_facts,
     gpu_kernel_facts,
     torch_facts,

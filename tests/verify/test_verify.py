@@ -27,8 +27,7 @@ from plait.request import SamplingParams, TokenLogprobs
 from plait.schedule.drafts.turns import DraftRequest
 from plait.schedule.plan import Chunk, Done, SamplingBatch, StepPlan, Ticket
 from plait.state.store import StateStore
-from plait.verify.durable_cells import durable_cells
-from plait.verify.matrix import FAILS_EVERY, PLAIN, Cell, FailingRunner, KnownReplies, cells
+from plait.verify.matrix import FAILS_EVERY, PLAIN, Cell, FailingRunner, KnownReplies, cells, durable_cells
 from plait.verify.prompts import default_prompts, first_turns, second_turns
 from plait.verify.results import Arithmetic, CellResult, Difference, VerifyReply
 from plait.verify.samplers import sampler_cells

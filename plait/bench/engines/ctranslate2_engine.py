@@ -12,14 +12,7 @@ from typing import Any
 class CTranslate2Side:
     """A CTranslate2 generator on the CPU. The first token is timed by a run of its own."""
 
-    def __init__(
-        self,
-        model: str,
-        threads: int | None,
-        max_model_len: int,
-        max_num_seqs: int,
-        options: dict[str, object],
-    ) -> None:
+    def __init__(self, model: str, threads: int | None, *, options: dict[str, object], **_: int) -> None:
         folder = Path(model)
         if not (folder / "model.bin").exists():
             raise NotImplementedError(

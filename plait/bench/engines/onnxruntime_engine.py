@@ -13,14 +13,7 @@ from typing import Any
 class OnnxRuntimeSide:
     """An onnxruntime-genai model on the CPU. Prompts of one batch must be equally long."""
 
-    def __init__(
-        self,
-        model: str,
-        threads: int | None,
-        max_model_len: int,
-        max_num_seqs: int,
-        options: dict[str, object],
-    ) -> None:
+    def __init__(self, model: str, threads: int | None, **_: object) -> None:
         folder = Path(model)
         if not (folder / "genai_config.json").exists():
             raise NotImplementedError(

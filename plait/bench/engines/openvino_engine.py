@@ -12,14 +12,7 @@ ANY = 2**63 - 1  # tokens of one pass, as many as there are
 class OpenVinoSide:
     """An `LLMPipeline` on the CPU. Prompts of one batch must be equally long."""
 
-    def __init__(
-        self,
-        model: str,
-        threads: int | None,
-        max_model_len: int,
-        max_num_seqs: int,
-        options: dict[str, object],
-    ) -> None:
+    def __init__(self, model: str, threads: int | None, *, options: dict[str, object], **_: int) -> None:
         self.numpy: Any = import_module("numpy")
         self.ov: Any = import_module("openvino")
         self.genai: Any = import_module("openvino_genai")

@@ -11,14 +11,7 @@ from typing import Any
 class TransformersSide:
     """A causal language model of transformers on the CPU. Prompts of one batch must be equally long."""
 
-    def __init__(
-        self,
-        model: str,
-        threads: int | None,
-        max_model_len: int,
-        max_num_seqs: int,
-        options: dict[str, object],
-    ) -> None:
+    def __init__(self, model: str, threads: int | None, *, options: dict[str, object], **_: int) -> None:
         self.torch: Any = import_module("torch")
         transformers: Any = import_module("transformers")
         if threads:

@@ -13,18 +13,24 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 from plait.bench import machine
-from plait.bench.machine import read_text
+from plait.bench.machine import find_version
 from plait.checkpoint.packed_cache.file_format import default_folder, list_packed
 from plait.errors import CapacityError
 from plait.kernels.load import KernelTarget, cached_kernels, describe_target, why_refused
 from plait.loading.kernel_trials.verdicts import find_folder, hash_sources, list_verdicts
-from plait.resource_limits import cpu_quota, default_threads, free_memory, memory_limit, physical_cores
+from plait.resource_limits import (
+    cpu_quota,
+    default_threads,
+    free_memory,
+    memory_limit,
+    physical_cores,
+    read_text,
+)
 from plait.text.chat.sandbox import Sandbox
 from plait.version import __version__
 
@@ -86,13 +92,6 @@ def examine(asked: DoctorRequest) -> tuple[Facts, list[Finding]]:
     order = {"broken": 0, "warning": 1, "note": 2}
     facts["findings"] = [asdict(f) for f in sorted(findings, key=lambda f: order[f.level])]
     return facts, sorted(findings, key=lambda f: order[f.level])
-
-
-def find_version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def cpu_facts() -> Facts:

@@ -237,17 +237,17 @@ def model_option(*, required: bool = True) -> Decorator:
 
 def server_options() -> Decorator:
     """`--url` and `--api-key`: which server a command asks."""
-    url = click.option(
-        "--url",
-        default=SERVER_URL,
-        show_default=True,
-        envvar="PLAIT_URL",
-        show_envvar=True,
-        help="the server",
-    )
     key = "the key that it is sent"
     api_key = click.option("--api-key", envvar="PLAIT_API_KEY", show_envvar=True, help=key)
-    return options([url, api_key])
+    return options([url_option(), api_key])
+
+
+def url_option() -> Decorator:
+    """`--url` alone."""
+    text = "the server"
+    return click.option(
+        "--url", default=SERVER_URL, show_default=True, envvar="PLAIT_URL", show_envvar=True, help=text
+    )
 
 
 def config_file_option() -> Decorator:

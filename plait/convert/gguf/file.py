@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
+from typing import BinaryIO
 
 import gguf
 import numpy as np
@@ -74,15 +75,17 @@ def _write_data(
         file.write(raw_bytes(tensor))
         writer.write_padding(file, tensor.numel() * 4)
 
-    def sink(piece: Tensor) -> None:
-        advance(file.write(raw_bytes(piece)))
-
     for one in stored:
-        start, wanted = file.tell(), sum(entry.nbytes for entry in one.entries)
-        one.write(model, sink)
-        written = file.tell() - start
-        assert written == wanted, f"{one.made.name}: {written} bytes instead of {wanted}"
-        writer.write_padding(file, written)
+        writer.write_padding(file, append_tensor(one, model, file, advance))
+
+
+def append_tensor(one: StorageForm, model: Numbers, file: BinaryIO, advance: Advance) -> int:
+    """Write a tensor where the file ends. Returns its bytes."""
+    start, wanted = file.tell(), sum(entry.nbytes for entry in one.entries)
+    one.write(model, lambda piece: advance(file.write(raw_bytes(piece))))
+    written = file.tell() - start
+    assert written == wanted, f"{one.made.name}: {written} bytes instead of {wanted}"
+    return written
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:

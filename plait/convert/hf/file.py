@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from plait.checkpoint.readers.safetensors import DTYPES
-from plait.convert.gguf.file import Advance, raw_bytes
+from plait.convert.gguf.file import Advance, append_tensor
 from plait.convert.plan.source import Numbers
 from plait.convert.plan.storage import StorageForm
 from plait.errors import UnsupportedFormat
@@ -71,11 +70,5 @@ def _write(path: Path, stored: Sequence[StorageForm], model: Numbers, advance: A
         file.write(struct.pack("<Q", len(raw)))
         file.write(raw)
 
-        def sink(piece: Tensor) -> None:
-            advance(file.write(raw_bytes(piece)))
-
         for one in stored:
-            start, wanted = file.tell(), sum(entry.nbytes for entry in one.entries)
-            one.write(model, sink)
-            written = file.tell() - start
-            assert written == wanted, f"{one.made.name}: {written} bytes instead of {wanted}"
+            append_tensor(one, model, file, advance)

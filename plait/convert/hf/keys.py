@@ -15,32 +15,12 @@ from plait.spec import AttentionSpec, MlaSpec, ModelSpec, RopeSpec
 Values = dict[str, Any]
 # Keys of a normalised config that are ours alone, or that become others.
 OWN = {
-    *(
-        "gguf_architecture",
-        "rope_interleave",
-        "rope_theta",
-        "rope_scaling",
-        "rope_parameters",
-        "window_layers",
-    ),
-    *("rope_local_base_freq", "partial_rotary_factor", "norm_eps", "num_experts", "mlp_layer_types"),
-    *("num_shared_experts", "n_shared_experts", "shared_intermediate_size", "layer_types", "head_dim"),
-    *(
-        "sliding_window_pattern",
-        "moe_intermediate_size",
-        "hidden_act",
-        "sliding_window",
-        "quantization_config",
-    ),
-    *(
-        "delta_tiled",
-        "full_attention_interval",
-        "num_nextn_predict_layers",
-        "torch_dtype",
-        "dtype",
-        "transformers_version",
-        "text_config",
-    ),
+    *("gguf_architecture", "rope_interleave", "rope_theta", "rope_scaling", "rope_parameters"),
+    *("window_layers", "rope_local_base_freq", "partial_rotary_factor", "norm_eps", "num_experts"),
+    *("mlp_layer_types", "num_shared_experts", "n_shared_experts", "shared_intermediate_size"),
+    *("layer_types", "head_dim", "sliding_window_pattern", "moe_intermediate_size", "hidden_act"),
+    *("sliding_window", "quantization_config", "delta_tiled", "full_attention_interval"),
+    *("num_nextn_predict_layers", "torch_dtype", "dtype", "transformers_version", "text_config"),
 }
 NULLABLE = {"q_lora_rank"}  # null says something
 

@@ -14,19 +14,20 @@ Q, SECOND_NORM = "self_attn.q_proj.weight", "post_attention_layernorm.weight"
 
 
 @dataclass(frozen=True, slots=True)
-class ArchitectureMarker:
-    """An architecture, and the tensors that give it away: all of `has` and none of `lacks` in some layer.
+class Marker:
+    """Tensors that give a family away: all of `has` and none of `lacks` in some layer.
 
     `test` checks what names alone do not show. `note`: architectures with the same tensors. `order`: the
     marker with the lowest is tried first; of two that fit one file, it is the one that demands more.
+    `architecture`: which of the family's, if it is not the first.
     """
 
-    architecture: str
     has: tuple[str, ...]
     lacks: tuple[str, ...] = ()
     test: Test | None = None
     note: str = ""
     order: int = 0
+    architecture: str = ""
 
 
 def has_dims(rest: str, count: int) -> Test:
@@ -63,7 +64,7 @@ class Detection:
     twins: architectures with the same tensors, which only a trial can distinguish.
     """
 
-    markers: tuple[ArchitectureMarker, ...] = ()
+    markers: tuple[Marker, ...] = ()
     kinds: Mapping[str, str] = field(default_factory=dict)
     words: Mapping[str, str] = field(default_factory=dict)
     sizes: Callable[[Tensors], None] = _nothing

@@ -6,7 +6,7 @@ from plait.families.common.spec_builders import gqa, norm, plain_mlp
 from plait.families.config.normalize import Config
 from plait.spec import AttentionSpec, BranchSpec
 
-FFN = "layers.{i}.ffn"
+ATTN, FFN = "layers.{i}.attn", "layers.{i}.ffn"
 
 
 def plain_layers(
@@ -20,6 +20,19 @@ def plain_layers(
     if behind:
         layers[0] = (BranchSpec("attn", mixers[0], None), *layer[1:])
     return layers
+
+
+def fairseq_layers(theirs: str, count: int, *, behind: bool) -> dict[str, str]:
+    """Layers under the names that OPT, BART and their kin have from fairseq."""
+    attn, ffn = "self_attn_layer_norm", "final_layer_norm"
+    before = {f"{ATTN}.norm": f"{theirs}.{{i}}.{attn}", f"{FFN}.norm": f"{theirs}.{{i}}.{ffn}"}
+    return {
+        **(norms_behind(theirs, count, attn, ffn) if behind else before),
+        f"{ATTN}.o": f"{theirs}.{{i}}.self_attn.out_proj",
+        f"{ATTN}.{{x}}": f"{theirs}.{{i}}.self_attn.{{x}}_proj",
+        f"{FFN}.up": f"{theirs}.{{i}}.fc1",
+        f"{FFN}.down": f"{theirs}.{{i}}.fc2",
+    }
 
 
 def norms_behind(theirs: str, count: int, attn: str, ffn: str) -> dict[str, str]:

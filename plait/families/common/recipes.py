@@ -190,6 +190,21 @@ def split_qkv(c: Config, ours: str, theirs: str) -> dict[str, Source]:
     }
 
 
+def split_turned_qkv(size: int, ours: str, theirs: str) -> dict[str, Source]:
+    """q, k and v of one matrix [in, 3 out], and of one bias."""
+
+    def columns(i: int) -> Derived:
+        def pick(w: Stored, **_: str) -> Tensor:
+            return as_tensor(w)[:, i * size : (i + 1) * size].T.contiguous()
+
+        back = Back(at=i, of=3, join=lambda *parts: torch.cat(parts).T)
+        return Derived(pick, (f"{theirs}.weight",), (back,))
+
+    weights: dict[str, Source] = {f"{ours}.{x}.weight": columns(i) for i, x in enumerate("qkv")}
+    sizes = (size,) * 3
+    return weights | {f"{ours}.{x}.bias": part(i, sizes, f"{theirs}.bias") for i, x in enumerate("qkv")}
+
+
 def split_rows(ours: str, theirs: str, rows: Mapping[str, Tensor]) -> dict[str, Source]:
     """Linear layers of one tensor, each with the rows of theirs that `rows` lists under its name."""
     back = torch.cat(list(rows.values())).argsort()
@@ -249,6 +264,11 @@ def _choices(target: Source | tuple[Source, ...]) -> tuple[Source, ...]:
 def at(prefixes: tuple[str, ...], table: Callable[[str], Rules]) -> dict[str, tuple[Source, ...]]:
     """A table of names that all begin with one of several prefixes."""
     return either(*(table(prefix) for prefix in prefixes))
+
+
+def text_tensors(table: Callable[[str], Rules]) -> dict[str, tuple[Source, ...]]:
+    """The same of a text model alone or in a wrapper that also sees images, with its head."""
+    return {**at(TEXT_PREFIXES, table), "head": ("lm_head", "language_model.lm_head")}
 
 
 def mamba_tensors(ours: str, theirs: str) -> dict[str, Source]:

@@ -100,6 +100,13 @@ def softmax_moe(c: Config, **changes: Any) -> MoeSpec:
     return replace(MoeSpec(c["num_experts"], c["num_experts_per_tok"], expert, router), **changes)
 
 
+def shared_moe(c: Config, router: RouterSpec, shared_size: int | None = None) -> MoeSpec:
+    """Experts next to shared ones, which are one MLP of `shared_size` or of all their widths."""
+    size, count = c["moe_intermediate_size"], c.get("num_shared_experts")
+    both = mlp(c, shared_size or size * count) if count else None
+    return MoeSpec(c["num_experts"], c["num_experts_per_tok"], mlp(c, size), router, shared=both)
+
+
 def sigmoid_router(c: Config) -> RouterSpec:
     """DeepSeek-V3's router: sigmoid scores, groups by their best two, a correction bias for the choice."""
     return RouterSpec(

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from plait.families.common.detection import has_rope
+from plait.families.common.registry import families_by_name
 from plait.families.common.tensors import EMBEDDINGS, HEADS, Shapes, Tensors
-from plait.families.detect.defaults import fill_defaults
 from plait.families.detect.markers import find_architecture, layer_kinds
 from plait.families.detect.sizes import (
     LATENT,
@@ -20,6 +21,8 @@ from plait.families.detect.sizes import (
 )
 from plait.families.detect.states import state_sizes
 
+TOP_K = {8: 2, 16: 2, 32: 4, 60: 4, 64: 6, 128: 8, 160: 6, 256: 8, 512: 10}
+ENDLESS = ("Mamba2", "Mamba", "FalconMamba", "Gemma3")  # no limit, or the family's own
 __all__ = ["HEADS", "Shapes", "infer_config", "layer_kinds"]
 
 
@@ -61,4 +64,21 @@ def _infer_sizes(t: Tensors, architecture: str) -> None:
             t.default("num_attention_heads", heads[1][0], "as many as in the linear layers, as usual")
         attention_sizes(t, architecture)
     feed_forward_sizes(t)
-    fill_defaults(t, architecture, expert_sizes(t))
+    _fill_defaults(t, architecture, expert_sizes(t))
+
+
+def _fill_defaults(t: Tensors, architecture: str, experts: int | None) -> None:
+    """Usual values that no shape shows, of every key that is still open. Provenance says "default"."""
+    entry = families_by_name().get(architecture)
+    if experts is not None:
+        top_k = entry.detection.top_k if entry is not None else None
+        top_k = min(top_k or TOP_K.get(experts, 2), experts)
+        t.default("num_experts_per_tok", top_k, f"usual for {experts} experts; --set num_experts_per_tok=…")
+    if entry is not None:
+        entry.detection.fill(t)
+    own = entry.detection.usual if entry is not None else {}
+    for key, value in own.items():
+        if not (has_rope(t) and key.startswith("rope_")):
+            t.default(key, value, f"usual for {architecture.partition('For')[0]}")
+    if not architecture.startswith(ENDLESS):
+        t.default("max_position_embeddings", 4096)

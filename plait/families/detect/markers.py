@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from plait.errors import UnsupportedModel
-from plait.families.common.detection import ArchitectureMarker
+from plait.families.common.detection import Marker
 from plait.families.common.registry import families
 from plait.families.common.tensors import LAYER, Shapes, Tensors, is_aside
 from plait.families.config.normalize import FULL
@@ -35,9 +35,10 @@ def layer_words() -> dict[str, str]:
     return dict(sorted(found.items(), key=lambda item: item[1] == FULL))
 
 
-def list_markers() -> list[ArchitectureMarker]:
-    """The markers of every family, in the order in which they are tried."""
-    return sorted((m for entry in families() for m in entry.detection.markers), key=lambda m: m.order)
+def list_markers() -> list[tuple[str, Marker]]:
+    """The markers of every family with their architecture, in the order in which they are tried."""
+    found = [(m.architecture or f.architectures[0], m) for f in families() for m in f.detection.markers]
+    return sorted(found, key=lambda pair: pair[1].order)
 
 
 def find_architecture(t: Tensors) -> tuple[str, str]:
@@ -45,13 +46,13 @@ def find_architecture(t: Tensors) -> tuple[str, str]:
     for mark, what in STRANGERS.items():
         if (found := t.first(mark)) is not None:
             raise UnsupportedModel(f"tensor {found[0]} is one of {what}")
-    for marker in list_markers():
+    for architecture, marker in list_markers():
         layer = next((one for one in t.layers.values() if all(m in one for m in marker.has)), None)
         if layer is None or any(m in layer for m in marker.lacks):
             continue
         if marker.test is None or marker.test(t):
             also = f"; {marker.note} has the same: --set 'architectures=[\"NAME\"]'" if marker.note else ""
-            return marker.architecture, f"tensor {layer[marker.has[0]][0]}{also}"
+            return architecture, f"tensor {layer[marker.has[0]][0]}{also}"
     raise UnsupportedModel(
         f"cannot tell what model this is from its tensors (such as {t.example()}); "
         "a config.json, or --set 'architectures=[\"NAME\"]', would say it"

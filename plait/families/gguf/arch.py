@@ -63,6 +63,11 @@ class Metadata:
     def put(self, key: str, value: object, why: str) -> None:
         self.config[key], self.why[key] = value, why
 
+    def take(self, key: str, theirs: str, *usual: object) -> None:
+        """The file's value of a key behind the prefix; without `usual` it must be there."""
+        value = self.values.get(theirs, *usual) if usual else self.values[theirs]
+        self.put(key, value, f"{FILE} {self.prefix}{theirs}")
+
     def size(self, key: str, name: str, axis: int) -> None:
         """A size that the first tensor of this name shows, if there is one."""
         found = next((n for n in self.shapes if n.endswith(f".{name}")), None)
@@ -181,6 +186,12 @@ def check_router(m: Metadata, scores: str, *, renormalizes: bool | None, scales:
         told = m.values.get(key, value)
         if told != value and not (key == "expert_weights_scale" and told == 0):  # 0: no factor
             raise UnsupportedModel(f"{m.prefix}{key} {told} is not implemented for {m.arch}; known: {value}")
+
+
+def join_shared_experts(m: Metadata) -> None:
+    """Shared experts are one: their tensors have the width of all of them, however many the file counts."""
+    if m.config.get("n_shared_experts"):
+        m.put("n_shared_experts", 1, f"{FILE} {m.prefix}expert_shared_count, as one")
 
 
 def head_size(m: Metadata) -> None:

@@ -66,7 +66,7 @@ def _read_keys(m: Metadata, entry: Arch, given: Values) -> None:
     for theirs, ours in KEYS.items():
         if theirs in entry.by_layer and isinstance(m.values.get(theirs), list):
             m.put(ours, max(m.values[theirs]), f"{FILE} {m.prefix}{theirs}")
-            m.put(entry.by_layer[theirs], m.values[theirs], f"{FILE} {m.prefix}{theirs}")
+            m.take(entry.by_layer[theirs], theirs)
         elif theirs in m.values:
             m.put(ours, _one(m.values[theirs]), f"{FILE} {m.prefix}{theirs}")
     for key, value in given.items():

@@ -194,12 +194,4 @@ def _stack_shape(view: View) -> tuple[int, int, Tensors]:
     size, as_linear = _size("stacked.gate.weight", (count, a, b), view.hidden), a != view.hidden
     up, down = ((count, view.hidden, size), True), ((count, size, view.hidden), True)
     up, down = (down, up) if as_linear else (up, down)
-    return (
-        count,
-        size,
-        {
-            "stacked.gate.weight": up,
-            "stacked.up.weight": up,
-            "stacked.down.weight": down,
-        },
-    )
+    return (count, size, {"stacked.gate.weight": up, "stacked.up.weight": up, "stacked.down.weight": down})

@@ -8,17 +8,16 @@ from torch import Tensor
 
 from plait.checkpoint.weights import Weights
 from plait.memory import PagedState, State, group_name
-from plait.model.layers.block_indexer import BlockIndexer
 from plait.model.layers.compressor import MeanIndexer
 from plait.model.layers.head_norm import HeadNorm
-from plait.model.layers.layers import Batch, Rope
+from plait.model.layers.layers import Batch, Norm, Rope
 from plait.model.mixers.attention import describe_attention, divide_attention
 from plait.model.mixers.registry import mixer
 from plait.ops.activation import gate
-from plait.ops.block_sparse import block_sparse_attention
+from plait.ops.block_sparse import block_sparse_attention, choose_blocks
 from plait.ops.entry import CODED, head_widths
 from plait.partition import Cut, Division, Rank, scale_range
-from plait.sparse_specs import BlockSparseSpec, MeanSparseSpec
+from plait.sparse_specs import BlockIndexSpec, BlockSparseSpec, MeanSparseSpec
 from plait.state.store import StateStore
 
 
@@ -40,6 +39,39 @@ def _mean_words(m: MeanSparseSpec) -> str:
         f"{describe_attention(m)}, the best {i.top_k} blocks of {i.compressor.rate} keys by means, of "
         f"{i.num_heads} index heads × {i.dim}"
     )
+
+
+class BlockIndexer:
+    """Which blocks of keys each key-value head attends to (MiniMax-M3).
+
+    It has a query for each of these heads, and a key for each token that serves all of them.
+    Of several ranks each has the queries of its own heads, and all keys.
+    """
+
+    def __init__(self, s: BlockIndexSpec, heads: int, w: Weights) -> None:
+        self.spec, self.name, self.size, self._heads = s, w.prefix, s.size, heads
+        self.top_k = min(s.top_k, -(-w.target.max_len // s.size))
+        hidden = w.target.hidden_size
+        self._q = w.linear("q", in_size=hidden, out_sizes=(heads * s.dim,))
+        self._k = w.linear("k", in_size=hidden, out_sizes=(s.dim,))
+        self._q_norm, self._k_norm = (Norm(s.norm, w.scope(f"{x}_norm"), s.dim) for x in "qk")
+        self._rope = Rope(s.rope, w)
+        kept = "bfloat16" if w.target.kv_dtype in CODED else w.target.kv_dtype
+        sizes = {"kv_heads": heads, "index_dim": s.dim, "kv_dtype": kept}
+        self._choose = w.bind(choose_blocks, **sizes, top_k=self.top_k)
+        state = PagedState({"key": (s.dim,)}, dtype=kept)
+        self.states: dict[str, State] = {self.name: state}
+
+    def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
+        """x: [T, hidden] -> blocks [T, heads, top_k] int32 (`ops.block_sparse.choose_blocks`)."""
+        s = self.spec
+        q = self._q_norm(self._q(x).unflatten(-1, (self._heads, s.dim)))
+        k = self._k_norm(self._k(x))[:, None]
+        q, k = self._rope(q, batch.positions), self._rope(k, batch.positions)[:, 0]
+        index = batch.paged[group_name(None)]
+        where = (index.block_table, index.slot_mapping, batch.query_start, batch.seq_lens)
+        chosen: Tensor = self._choose(q, k, store[self.name]["key"], *where, s.size, self.top_k, s.local)
+        return chosen
 
 
 @mixer(MeanSparseSpec, _mean_words, divide_attention)  # every rank has the whole indexer

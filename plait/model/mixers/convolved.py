@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torch import Tensor
 
 from plait.checkpoint.weights import Weights
 from plait.memory import SlotState, State
 from plait.model.layers.layers import Batch
 from plait.model.mixers.mamba2 import WITH_INPUT, DepthwiseConv
-from plait.model.mixers.registry import build, describe, divide, mixer
+from plait.model.mixers.registry import INNER, build, describe, divide_inside, mixer
 from plait.ops.ranks import sum_ranks
-from plait.partition import Division, Rank
 from plait.rare_specs import ConvolvedSpec
 from plait.state.store import StateStore
-
-INNER = "inner"
 
 
 def _words(m: ConvolvedSpec) -> str:
     return f"{describe(m.parts[INNER])}, convolved over {m.taps} tokens"
 
 
-def _divide(s: ConvolvedSpec, rank: Rank, hidden_size: int) -> Division:
-    """What is inside is divided, and summed before it is convolved: each rank does that with all of it."""
-    inner = divide(s.parts[INNER], rank, hidden_size)
-    cuts = {f"{INNER}.{key}": cut for key, cut in inner.cuts.items()}
-    return Division(replace(s, parts={INNER: inner.spec}), cuts, inner.sums, inner.gathers)
-
-
-@mixer(ConvolvedSpec, _words, _divide)
+@mixer(ConvolvedSpec, _words, divide_inside)
 class Convolved:
     is_summed = True
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from plait.checkpoint.weights import Weights
 from plait.memory import State
 from plait.model.layers.layers import Batch, Norm
-from plait.model.mixers.registry import build, describe, divide, mixer
+from plait.model.mixers.registry import INNER, build, describe, divide_inside, mixer
 from plait.ops.ranks import sum_ranks
 from plait.ops.streams import mix_sources
-from plait.partition import Division, Rank
 from plait.rare_specs import DepthSpec
 from plait.state.store import StateStore
 
-INNER, BLOCKS = "inner", "blocks of layers"  # the second in `Batch.step`
+BLOCKS = "blocks of layers"  # in `Batch.step`
 
 
 def _words(m: DepthSpec) -> str:
@@ -26,16 +23,7 @@ def _words(m: DepthSpec) -> str:
     return f"{inner}{blocks}{', a new one begins' if m.ends else ''}"
 
 
-def _divide(s: DepthSpec, rank: Rank, hidden_size: int) -> Division:
-    """What is inside is divided, and summed before it is added; scores of sources are whole."""
-    if not s.parts:
-        return Division(s, {}, sums=-1)
-    inner = divide(s.parts[INNER], rank, hidden_size)
-    cuts = {f"{INNER}.{key}": cut for key, cut in inner.cuts.items()}
-    return Division(replace(s, parts={INNER: inner.spec}), cuts, inner.sums, inner.gathers)
-
-
-@mixer(DepthSpec, _words, _divide)
+@mixer(DepthSpec, _words, divide_inside)
 class DepthBranch:
     """Blocks that have ended are in the step: what they gave, for every token of it.
 

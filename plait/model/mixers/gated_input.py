@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torch import Tensor
 
 from plait.checkpoint.weights import Weights
 from plait.model.layers.layers import Batch
-from plait.model.mixers.registry import build, describe, divide, mixer
+from plait.model.mixers.registry import INNER, build, describe, divide_inside, mixer
 from plait.ops.activation import activate, gate
-from plait.partition import Division, Rank
 from plait.rare_specs import GatedInputSpec
 from plait.state.store import StateStore
-
-INNER = "inner"
 
 
 def _words(m: GatedInputSpec) -> str:
     return f"{describe(m.parts[INNER])}, its input gated by rank {m.rank}"
 
 
-def _divide(s: GatedInputSpec, rank: Rank, hidden_size: int) -> Division:
-    """The gate is whole on every rank."""
-    inner = divide(s.parts[INNER], rank, hidden_size)
-    cuts = {f"{INNER}.{key}": cut for key, cut in inner.cuts.items()}
-    return Division(replace(s, parts={INNER: inner.spec}), cuts, inner.sums, inner.gathers)
-
-
-@mixer(GatedInputSpec, _words, _divide)
+@mixer(GatedInputSpec, _words, divide_inside)
 class GatedInput:
     """narrow: [rank, hidden], widen: [hidden, rank]."""
 

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from plait.checkpoint.weights import Weights
 from plait.model.layers.layers import Batch, Norm
 from plait.model.layers.streams import GatedRead, StreamWeights
-from plait.model.mixers.registry import build, describe, divide, mixer
+from plait.model.mixers.registry import INNER, build, describe, divide_inside, mixer
 from plait.ops.activation import activate, combine, rescale
 from plait.ops.ranks import sum_ranks
 from plait.ops.streams import mix_streams
-from plait.partition import Division, Rank
 from plait.rare_specs import GatedBranchSpec, HyperBranchSpec
 from plait.state.store import StateStore
-
-INNER = "inner"
 
 
 def _words(m: HyperBranchSpec) -> str:
@@ -30,14 +25,7 @@ def _gated_words(m: GatedBranchSpec) -> str:
     return f"{describe(m.parts[INNER])}, over {m.hyper.count} gated streams"
 
 
-def _divide(s: HyperBranchSpec, rank: Rank, hidden_size: int) -> Division:
-    """What is inside is divided, and summed before it is added; the weights of streams are whole."""
-    inner = divide(s.parts[INNER], rank, hidden_size)
-    cuts = {f"{INNER}.{key}": cut for key, cut in inner.cuts.items()}
-    return Division(replace(s, parts={INNER: inner.spec}), cuts, inner.sums, inner.gathers)
-
-
-@mixer(HyperBranchSpec, _words, _divide)
+@mixer(HyperBranchSpec, _words, divide_inside)
 class HyperBranch:
     """What it gives is added to all streams: [T, streams * hidden]."""
 
@@ -70,7 +58,7 @@ class HyperBranch:
         return total
 
 
-@mixer(GatedBranchSpec, _gated_words, _divide)
+@mixer(GatedBranchSpec, _gated_words, divide_inside)
 class GatedBranch:
     """What it gives is added to each stream, times a number that all streams make (Qwen4-Exp)."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -24,6 +24,7 @@ from plait.partition import Division, Rank
 from plait.state.store import StateStore
 
 S = TypeVar("S", bound=spec.Mixer)
+INNER = "inner"  # the mixer inside another one
 
 
 class MixerModule(Protocol):
@@ -97,6 +98,18 @@ def divide(s: spec.Mixer, rank: Rank, hidden_size: int) -> Division:
     if found is None:
         raise CannotDivide(f"{type(s).__name__} does not say how it is divided (`divide` of @mixer)")
     return found(s, rank, hidden_size)
+
+
+def divide_inside(s: spec.ParallelSpec, rank: Rank, hidden_size: int) -> Division:
+    """A rank's part of a mixer around another one (`parts[INNER]`), of which all else is whole on every rank.
+
+    What is inside is divided, and its mixer sums it before it goes on.
+    """
+    if INNER not in s.parts:
+        return Division(s, {}, sums=-1)
+    inner = divide(s.parts[INNER], rank, hidden_size)
+    cuts = {f"{INNER}.{key}": cut for key, cut in inner.cuts.items()}
+    return Division(replace(s, parts={INNER: inner.spec}), cuts, inner.sums, inner.gathers)
 
 
 def _entry(s: spec.Mixer) -> Entry:

@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from plait.checkpoint.weights import Weights
 from plait.memory import State
 from plait.model.layers.layers import Batch, Norm
-from plait.model.mixers.registry import build, describe, divide, mixer
+from plait.model.mixers.registry import INNER, build, describe, divide_inside, mixer
 from plait.ops.activation import combine
 from plait.ops.ranks import sum_ranks
 from plait.ops.wkv import mix_shift
-from plait.partition import Division, Rank
 from plait.rare_specs import ScaledSpec
 from plait.state.store import StateStore
-
-INNER = "inner"
 
 
 def _words(m: ScaledSpec) -> str:
     return f"{describe(m.parts[INNER])}, scaled" if INNER in m.parts else "channels scaled"
 
 
-def _divide(s: ScaledSpec, rank: Rank, hidden_size: int) -> Division:
-    """What is inside is divided, and summed before it is scaled; the vectors are whole on every rank."""
-    if INNER not in s.parts:
-        return Division(s, {}, sums=-1)
-    inner = divide(s.parts[INNER], rank, hidden_size)
-    cuts = {f"{INNER}.{key}": cut for key, cut in inner.cuts.items()}
-    return Division(replace(s, parts={INNER: inner.spec}), cuts, inner.sums, inner.gathers)
-
-
-@mixer(ScaledSpec, _words, _divide)
+@mixer(ScaledSpec, _words, divide_inside)
 class Scaled:
     """What it gives is added to x. `stays` and `added` have a `scale` and a `shift` each, [hidden]."""
 

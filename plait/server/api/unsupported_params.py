@@ -1,5 +1,7 @@
 """Parameters that other servers know and an endpoint may not read, with the values that change nothing.
 
+They are OpenAI's, vLLM's, SGLang's, llama.cpp's and Ollama's.
+
 A name here is refused at an endpoint that does not read it, unless its value changes nothing. A name that is
 not here is unknown, and is reported as ignored. Aliases of our names are in `parse_fields`.
 """
@@ -20,119 +22,80 @@ def _empty(value: object) -> bool:
 
 
 def _never(_: object) -> bool:
+    """No value of it changes nothing."""
     return False
 
 
 def _always(_: object) -> bool:
+    """It changes no text, as the length of drafts does not."""
     return True
 
 
 _OFF, _ON, _NOTHING, _ONE = _only(False), _only(True), _only(0, 0.0), _only(1, 1.0)
+# By what changes nothing.
 UNREAD: Mapping[str, Harmless] = {
-    # OpenAI's
-    "tools": _empty,
+    **dict.fromkeys(
+        (
+            *("tools", "functions", "stop_regex", "allowed_token_ids", "bad_words", "logits_processors"),
+            *("chat_template_kwargs", "documents", "logprob_token_ids", "prompt_embeds"),
+            *("repetition_detection", "kv_transfer_params", "vllm_xargs", "media_io_kwargs"),
+            *("mm_processor_kwargs", "samplers", "lora", "system", "context", "grammar_triggers"),
+            *("generation_prompt", "input_prefix", "input_suffix", "session_params", "custom_params"),
+            *("lora_path", "adapters", "input_ids"),
+        ),
+        _empty,
+    ),
+    **dict.fromkeys(
+        (
+            *("echo", "use_beam_search", "early_stopping", "continue_final_message", "add_special_tokens"),
+            *("parse_special", "with_pieces", "return_tokens_as_token_ids", "shift", "think"),
+            *("enable_thinking", "grammar_lazy", "reasoning_in_content", "thinking_forced_open"),
+            *("return_progress", "timings_per_token", "return_hidden_states", "return_routed_experts"),
+            *("safe_prompt", "late_chunking"),
+        ),
+        _OFF,
+    ),
+    **dict.fromkeys(
+        (
+            *("include_reasoning", "add_generation_prompt", "detokenize", "spaces_between_special_tokens"),
+            *("parse_tool_calls", "separate_reasoning", "stream_reasoning", "do_sample"),
+        ),
+        _ON,
+    ),
+    **dict.fromkeys(
+        ("top_logprobs", "top_a", "mirostat", "dynatemp_range", "dry_multiplier", "xtc_probability"),
+        _NOTHING,
+    ),
+    **dict.fromkeys(("length_penalty", "typical_p", "tfs_z"), _ONE),
+    **dict.fromkeys(
+        (
+            *("audio", "prediction", "web_search_options", "reasoning_effort", "timeout", "prompt_logprobs"),
+            *("truncate_prompt_tokens", "chat_template", "structural_tag", "guided_whitespace_pattern"),
+            *("request_id", "num_ctx", "thinking", "chat_parser", "rid", "prompt_mode"),
+            *("max_tokens_per_doc",),
+        ),
+        _never,
+    ),
+    **dict.fromkeys(
+        (
+            *("backend_sampling", "draft_num_predict", "speculative.n_max", "speculative.n_min"),
+            *("speculative.p_min",),
+        ),
+        _always,
+    ),
     "tool_choice": _only("none", "auto"),
-    "parallel_tool_calls": lambda value: isinstance(value, bool),
-    "functions": _empty,
     "function_call": _only("none", "auto"),
+    "parallel_tool_calls": lambda value: isinstance(value, bool),
     "suffix": _only(""),
     "modalities": _only(["text"]),
-    "audio": _never,
-    "prediction": _never,
-    "web_search_options": _never,
-    "reasoning_effort": _never,
     "verbosity": _only("medium"),
-    "echo": _OFF,
-    "top_logprobs": _NOTHING,
-    "timeout": _never,
-    # vLLM's, and ours that it shares
-    "include_reasoning": _ON,
     "reasoning_field": _only("reasoning_content"),
     "thinking_token_budget": _only(-1),
-    "use_beam_search": _OFF,
-    "length_penalty": _ONE,
-    "early_stopping": _OFF,
-    "stop_regex": _empty,
-    "allowed_token_ids": _empty,
-    "bad_words": _empty,
-    "logits_processors": _empty,
-    "prompt_logprobs": _never,
-    "truncate_prompt_tokens": _never,
-    "chat_template": _never,
-    "chat_template_kwargs": _empty,
-    "documents": _empty,
-    "continue_final_message": _OFF,
-    "add_generation_prompt": _ON,
-    "add_special_tokens": _OFF,
-    "parse_special": _OFF,
-    "with_pieces": _OFF,
-    "detokenize": _ON,
-    "spaces_between_special_tokens": _ON,
-    "return_tokens_as_token_ids": _OFF,
-    "logprob_token_ids": _empty,
-    "prompt_embeds": _empty,
-    "structural_tag": _never,
-    "guided_whitespace_pattern": _never,
-    "repetition_detection": _empty,
-    "request_id": _never,
-    "kv_transfer_params": _empty,
-    "vllm_xargs": _empty,
     "embed_dtype": _only("float32"),
     "endianness": _only("native", "little"),
-    "media_io_kwargs": _empty,
-    "mm_processor_kwargs": _empty,
-    # llama.cpp's and Ollama's
-    "typical_p": _ONE,
-    "tfs_z": _ONE,
-    "top_a": _NOTHING,
     "top_n_sigma": _only(-1, -1.0),
-    "mirostat": _NOTHING,
-    "dynatemp_range": _NOTHING,
-    "dry_multiplier": _NOTHING,
-    "xtc_probability": _NOTHING,
-    "samplers": _empty,
-    "num_ctx": _never,
-    "lora": _empty,
-    "system": _empty,
-    "context": _empty,
-    "shift": _OFF,
-    "think": _OFF,
-    "enable_thinking": _OFF,
-    "thinking": _never,
-    "grammar_lazy": _OFF,
-    "grammar_triggers": _empty,
-    "chat_parser": _never,
-    "generation_prompt": _empty,
     "reasoning_format": _only("auto", "deepseek"),
-    "reasoning_in_content": _OFF,
-    "thinking_forced_open": _OFF,
-    "parse_tool_calls": _ON,
-    "return_progress": _OFF,
-    "timings_per_token": _OFF,
     "t_max_prompt_ms": _only(0, -1),
-    "input_prefix": _empty,
-    "input_suffix": _empty,
-    "backend_sampling": _always,  # changes no text, like the length of drafts:
-    "draft_num_predict": _always,
-    "speculative.n_max": _always,
-    "speculative.n_min": _always,
-    "speculative.p_min": _always,
-    # SGLang's and others'
-    "return_hidden_states": _OFF,
-    "return_routed_experts": _OFF,
-    "separate_reasoning": _ON,
-    "stream_reasoning": _ON,
-    "session_params": _empty,
-    "custom_params": _empty,
-    "lora_path": _empty,
-    "adapters": _empty,
-    "input_ids": _empty,
-    "rid": _never,
-    "do_sample": _ON,
-    "safe_prompt": _OFF,
-    "prompt_mode": _never,
-    "late_chunking": _OFF,
-    "max_tokens_per_doc": _never,
 }
 _NEVER_CUT = "; a prompt that is too long is refused, never cut"
 _BY_HEADER = "; send the header x-request-id"

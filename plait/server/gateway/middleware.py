@@ -26,18 +26,11 @@ from plait.errors import PlaitError, QueueFull
 from plait.server.gateway.access_log import DroppedLines, LogWriter
 from plait.server.gateway.api_keys import Key, Keyring, RateLimits, read_admin_key, read_keys
 from plait.server.gateway.exchange import Exchange
-from plait.server.gateway.request_head import check_host, one_spelling
 from plait.server.gateway.request_log import RequestLog
 from plait.server.gateway.served_models import ServedModels
 from plait.server.gateway.vllm_metrics import PerRequest
-from plait.server.http.errors import (
-    AdminRefused,
-    InvalidKey,
-    NotReady,
-    Problem,
-    TooManyRequests,
-    problem,
-)
+from plait.server.http.errors import AdminRefused, InvalidKey, NotReady, Problem, TooManyRequests, problem
+from plait.server.http.hosts import check_host
 from plait.server.http.transfer import check_head, host_of, new_id
 
 MAX_OPEN_REQUESTS = 2048  # each has a task, a body in memory and perhaps a thread
@@ -365,3 +358,8 @@ class RequestGate:
 
 def _all_keys(keyring: Keyring) -> tuple[Key, ...]:
     return (*keyring.keys, keyring.anybody)
+
+
+def one_spelling(path: str) -> str:
+    """A path without doubled and trailing slashes."""
+    return "/" + "/".join(part for part in path.split("/") if part)

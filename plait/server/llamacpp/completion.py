@@ -23,7 +23,7 @@ from plait.server.api.schema import CompletionRequest
 from plait.server.api.token_scores import Count, Logprob, best, finite
 from plait.server.gateway.request_context import RequestContext
 from plait.server.http.transfer import UNMARKED_EVENTS
-from plait.text.grammar.request_fields import GRAMMAR_FIELDS, grammar_from
+from plait.text.grammar.request_fields import grammar_from
 
 if TYPE_CHECKING:
     from plait.frontend.deltas import Delta, TextLogprob
@@ -79,7 +79,7 @@ def plan(context: RequestContext, body: Mapping[str, object]) -> NativeReply:
     validate.refuse(body, FIELDS)
     asked = parse_as({"max_tokens": AS_MANY_AS_FIT, **body}, CompletionRequest)
     params = validate.completion_params(asked)
-    grammar = grammar_from(body) if GRAMMAR_FIELDS & body.keys() else None
+    grammar = grammar_from(body)
     read = {"add_special": asked.add_special_tokens, "allow_special": asked.parse_special}
     request = context.prepare(_read_prompt(context, asked), params, terms=asked, **read)
     request = replace(

@@ -21,7 +21,7 @@ from plait.server.gateway.request_context import RequestContext
 from plait.server.llamacpp import completion
 from plait.server.llamacpp.completion import NativeReply
 from plait.text.fill_in import OtherFile, fill_in_prompt
-from plait.text.grammar.request_fields import GRAMMAR_FIELDS, grammar_from
+from plait.text.grammar.request_fields import grammar_from
 
 MAX_EXTRA = 256  # other files of one request
 
@@ -54,7 +54,7 @@ def plan(context: RequestContext, body: Mapping[str, object]) -> NativeReply:
     rest = {name: value for name, value in body.items() if name not in PARTS}
     asked = parse_as({"max_tokens": AS_MANY_AS_FIT, **rest, "prompt": ""}, CompletionRequest)
     params = validate.completion_params(asked)
-    grammar = grammar_from(rest) if GRAMMAR_FIELDS & rest.keys() else None
+    grammar = grammar_from(rest)
     request = context.prepare(read_prompt(context, parts), params, terms=asked)
     request = replace(
         context.front.held(request, grammar), shows_progress=asked.stream and asked.return_progress

@@ -36,7 +36,7 @@ from plait.server.ollama.translate import (
 )
 from plait.server.ollama.wire import OllamaError, ReplyClock, now, read_body, refusal
 from plait.server.openai import chat
-from plait.text.grammar.request_fields import GRAMMAR_FIELDS, grammar_from
+from plait.text.grammar.request_fields import grammar_from
 
 if TYPE_CHECKING:
     from plait.frontend.deltas import Delta
@@ -151,7 +151,7 @@ def _plan_raw(context: RequestContext, body: Mapping[str, object], prompt: str) 
     validate.refuse(sent, chat.FIELDS)
     asked = parse_as({**sent, "messages": []}, ChatRequest)
     params = validate.chat_params(asked)
-    grammar = grammar_from(sent) if GRAMMAR_FIELDS & sent.keys() else None
+    grammar = grammar_from(sent)
     if not prompt:
         return None
     request = context.prepare(prompt, params, allow_special=True, terms=asked)

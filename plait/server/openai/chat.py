@@ -33,7 +33,7 @@ from plait.server.api.validate import allow_tools, from_template_kwargs
 from plait.server.gateway.request_context import RequestContext
 from plait.server.openai.chat_state import ChatKeeper, keeper_of
 from plait.text.chat.template import num_chars
-from plait.text.grammar.request_fields import GRAMMAR_FIELDS, grammar_from
+from plait.text.grammar.request_fields import grammar_from
 from plait.text.output import Arguments, CallStart, Content, Reasoning
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ def plan_chat(context: RequestContext, body: Mapping[str, object], words: Mappin
     choosable, choice = allow_tools(tools, asked.tool_choice)
     asked = replace(asked, tools=choosable, tool_choice=choice, chat_template_kwargs=dict(kwargs))
     params = validate.chat_params(asked)
-    requested = grammar_from(body) if GRAMMAR_FIELDS & body.keys() else None
+    requested = grammar_from(body)
     validate.check_stream(asked, params)
     validate.check_messages(asked.messages)
     validate.check_template_kwargs(asked.chat_template_kwargs)

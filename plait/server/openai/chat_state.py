@@ -43,12 +43,7 @@ class ChatKeeper:
             for i, message in enumerate(messages)
         ]
         row = StoredRow(
-            id=head.id,
-            kind="chat",
-            tenant=self.tenant,
-            created=head.created,
-            body=body,
-            model=head.model,
+            id=head.id, kind="chat", tenant=self.tenant, created=head.created, body=body, model=head.model
         )
 
         def add(rows: Rows) -> None:

@@ -28,7 +28,7 @@ from plait.server.api.token_scores import (
 )
 from plait.server.gateway.request_context import RequestContext
 from plait.text.fill_in import fill_in_prompt
-from plait.text.grammar.request_fields import GRAMMAR_FIELDS, grammar_from
+from plait.text.grammar.request_fields import grammar_from
 from plait.text.tokenizers.tokenizer import StreamDecoder, text_offsets
 
 if TYPE_CHECKING:
@@ -84,10 +84,7 @@ def plan(context: RequestContext, body: Mapping[str, object]) -> CompletionReply
     front = context.front
     validate.refuse(body, FIELDS)
     asked = parse_as(body, CompletionRequest)
-    params, requested = (
-        validate.completion_params(asked),
-        grammar_from(body) if GRAMMAR_FIELDS & body.keys() else None,
-    )
+    params, requested = validate.completion_params(asked), grammar_from(body)
     validate.check_stream(asked, params)
     prompts, n = validate.prompts(asked.prompt), params.num_sequences
     if len(prompts) > 1 and len(prompts) * n > MAX_CHOICES:
@@ -162,11 +159,7 @@ class _Prompt:
     """One prompt of a request: what its choices echo, and deltas that wait for its log-probabilities."""
 
     def __init__(
-        self,
-        tokenizer: Tokenizer | None,
-        prompt: str | list[int],
-        request: Request,
-        asked: CompletionRequest,
+        self, tokenizer: Tokenizer | None, prompt: str | list[int], request: Request, asked: CompletionRequest
     ) -> None:
         ids = request.prompt_token_ids
         is_read = isinstance(prompt, str) and asked.parse_special

@@ -50,11 +50,7 @@ class OutputItem(msgspec.Struct, frozen=True):
 
 
 def server_call(
-    item_id: str,
-    status: ItemStatus,
-    named: tuple[str, str],
-    arguments: str,
-    approval_id: str | None = None,
+    item_id: str, status: ItemStatus, named: tuple[str, str], arguments: str, approval_id: str | None = None
 ) -> OutputItem:
     """The `mcp_call` of a tool before there is a result. `named`: its server's label, and its name."""
     return OutputItem(

@@ -40,12 +40,7 @@ class Store:
     """What clients have stored. `limit`: bytes of all rows; `max_age_s`: of rows that were not used."""
 
     def __init__(
-        self,
-        database: Database,
-        limit: int,
-        max_age_s: float,
-        seal: Seal = PLAIN,
-        clock: Clock = time.time,
+        self, database: Database, limit: int, max_age_s: float, seal: Seal = PLAIN, clock: Clock = time.time
     ) -> None:
         self._database, self._seal = database, seal
         self._limit, self._max_age_s, self._clock, self._cleaned_s = limit, max_age_s, clock, 0.0

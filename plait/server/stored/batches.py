@@ -14,12 +14,7 @@ from plait.server.http.errors import TooManyRequests
 from plait.server.http.transfer import new_id
 from plait.server.store.errors import NotStored
 from plait.server.store.rows import Rows, StoredRow
-from plait.server.stored.batch_objects import (
-    WINDOW_S,
-    BatchObject,
-    BatchRequest,
-    BatchWork,
-)
+from plait.server.stored.batch_objects import WINDOW_S, BatchObject, BatchRequest, BatchWork
 from plait.server.stored.file_objects import EXPIRES, purpose_of
 from plait.server.stored.routes import StoredCall, StoredList, StoredRoute, page_of
 

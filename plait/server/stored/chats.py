@@ -11,8 +11,15 @@ from starlette.responses import Response
 from plait.errors import InvalidField
 from plait.server.api.stored_metadata import read_metadata
 from plait.server.openai.chat_state import MESSAGES
-from plait.server.store.errors import NotStored
-from plait.server.stored.routes import Deleted, StoredCall, StoredList, StoredRoute, page_of
+from plait.server.stored.routes import (
+    Deleted,
+    StoredCall,
+    StoredList,
+    StoredRoute,
+    as_json,
+    page_after,
+    page_of,
+)
 
 if TYPE_CHECKING:
     from plait.server.store.rows import Rows, StoredRow
@@ -59,7 +66,7 @@ def _has(row: StoredRow, wanted: dict[str, str]) -> bool:
 
 async def get_chat(call: StoredCall) -> Response:
     """One chat."""
-    return _json(await _row(call))
+    return as_json((await call.row("chat")).body)
 
 
 async def change_chat(call: StoredCall) -> Response:
@@ -74,7 +81,7 @@ async def change_chat(call: StoredCall) -> Response:
         found = msgspec.json.decode(row.body, type=Body) | {"metadata": metadata}
         return rows.change(row, msgspec.json.encode(found), row.status)
 
-    return _json(await call.store.run(change))
+    return as_json((await call.store.run(change)).body)
 
 
 async def delete_chat(call: StoredCall) -> Deleted:
@@ -90,24 +97,8 @@ async def list_messages(call: StoredCall) -> StoredList:
     def read(rows: Rows) -> list[bytes]:
         return [*rows.parts(rows.get(call.tenant, "chat", call.id), MESSAGES)]
 
-    bodies = [(f"{call.id}-{i}", body) for i, body in enumerate(await call.store.run(read))]
-    if query.is_descending:
-        bodies.reverse()
-    ids = [name for name, _ in bodies]
-    if query.after and query.after not in ids:
-        raise NotStored(f"after: there is no message {query.after!r:.80} in this chat", "after")
-    return page_of(bodies[ids.index(query.after) + 1 if query.after else 0 :], query.limit)
-
-
-async def _row(call: StoredCall) -> StoredRow:
-    def read(rows: Rows) -> StoredRow:
-        return rows.get(call.tenant, "chat", call.id)
-
-    return await call.store.run(read)
-
-
-def _json(row: StoredRow) -> Response:
-    return Response(row.body, 200, media_type="application/json")
+    bodies = ((f"{call.id}-{i}", body) for i, body in enumerate(await call.store.run(read)))
+    return page_after(bodies, query, "message", "chat")
 
 
 ROUTES = (

@@ -16,7 +16,15 @@ from plait.server.responses.input_items import check_items
 from plait.server.responses.state import Item, append_items, list_items
 from plait.server.store.errors import NotStored
 from plait.server.store.rows import MAX_CHAIN, MAX_CHAIN_BYTES, Rows, StoredRow
-from plait.server.stored.routes import Deleted, StoredCall, StoredList, StoredRoute, page_of
+from plait.server.stored.routes import (
+    Deleted,
+    StoredCall,
+    StoredList,
+    StoredRoute,
+    as_json,
+    page_after,
+    page_of,
+)
 
 MAX_NEW_ITEMS = 20  # at a time, as OpenAI has it
 MAX_BYTES = 8 * 1024 * 1024
@@ -72,7 +80,7 @@ async def create_conversation(call: StoredCall) -> Conversation:
 
 async def get_conversation(call: StoredCall) -> Response:
     """One conversation."""
-    return _json((await call.store.run(lambda rows: _find(rows, call))).body)
+    return as_json((await call.store.run(lambda rows: _find(rows, call))).body)
 
 
 async def change_conversation(call: StoredCall) -> Response:
@@ -87,7 +95,7 @@ async def change_conversation(call: StoredCall) -> Response:
         found = msgspec.structs.replace(msgspec.json.decode(row.body, type=Conversation), metadata=metadata)
         return rows.change(row, msgspec.json.encode(found), row.status)
 
-    return _json((await call.store.run(change)).body)
+    return as_json((await call.store.run(change)).body)
 
 
 async def delete_conversation(call: StoredCall) -> Deleted:
@@ -122,13 +130,7 @@ async def list_conversation_items(call: StoredCall) -> StoredList:
     def read(rows: Rows) -> list[tuple[str, bytes]]:
         return [*rows.entries(_find(rows, call))]
 
-    found = await call.store.run(read)
-    if query.is_descending:
-        found.reverse()
-    names = [name for name, _ in found]
-    if query.after and query.after not in names:
-        raise NotStored(f"after: there is no item {query.after!r:.80} in this conversation", "after")
-    return page_of(found[names.index(query.after) + 1 if query.after else 0 :], query.limit)
+    return page_after(await call.store.run(read), query, "item", "conversation")
 
 
 async def get_item(call: StoredCall) -> Response:
@@ -141,7 +143,7 @@ async def get_item(call: StoredCall) -> Response:
             raise NotStored(f"there is no item {name!r:.80} in this conversation")
         return found
 
-    return _json(await call.store.run(read))
+    return as_json(await call.store.run(read))
 
 
 async def delete_item(call: StoredCall) -> Response:
@@ -154,7 +156,7 @@ async def delete_item(call: StoredCall) -> Response:
             raise NotStored(f"there is no item {name!r:.80} in this conversation")
         return row
 
-    return _json((await call.store.run(delete)).body)
+    return as_json((await call.store.run(delete)).body)
 
 
 def _find(rows: Rows, call: StoredCall) -> StoredRow:
@@ -169,10 +171,6 @@ def _read_items(sent: object) -> Sequence[Item]:
         raise InvalidField(f"items: send a list of at most {MAX_NEW_ITEMS}", "items")
     check_items(sent)
     return list_items(sent)
-
-
-def _json(body: bytes) -> Response:
-    return Response(body, 200, media_type="application/json")
 
 
 ROUTES = (

@@ -4,10 +4,4 @@ from __future__ import annotations
 
 from plait.server.stored import batches, chats, conversations, files, responses
 
-STORED = (
-    *responses.ROUTES,
-    *conversations.ROUTES,
-    *chats.ROUTES,
-    *files.ROUTES,
-    *batches.ROUTES,
-)
+STORED = (*responses.ROUTES, *conversations.ROUTES, *chats.ROUTES, *files.ROUTES, *batches.ROUTES)

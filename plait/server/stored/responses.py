@@ -13,17 +13,16 @@ from starlette.responses import Response
 from plait.errors import InvalidField
 from plait.server.http.transfer import EventStream
 from plait.server.responses.state import items_of, read_conversation
-from plait.server.store.errors import NotStored
-from plait.server.store.rows import Rows, StoredRow
 from plait.server.stored.background import EVENTS_PART, FRAMES, EventFrame, follow
 from plait.server.stored.routes import (
     Deleted,
     StoredCall,
     StoredList,
     StoredRoute,
+    as_json,
     flag_of,
     number_of,
-    page_of,
+    page_after,
 )
 
 MAX_EVENTS = 2**31 - 1
@@ -34,8 +33,8 @@ async def get_response(call: StoredCall) -> Response | msgspec.Struct:
     if flag_of("stream", call.query("stream")):
         return await _stream(call)
     number_of("starting_after", call.query("starting_after"), 0, MAX_EVENTS)
-    row = await _row(call)
-    return _json(row)
+    row = await call.row("response")
+    return as_json(row.body)
 
 
 async def _stream(call: StoredCall) -> Response:
@@ -44,7 +43,7 @@ async def _stream(call: StoredCall) -> Response:
     job = call.state.background.find(call.tenant, call.id)
     if job is not None and job.is_streamed:
         return EventStream(follow(job, first), _nothing, form=FRAMES)
-    row = await _row(call)
+    row = await call.row("response")
     found = await call.store.run(lambda rows: rows.next_part(row, EVENTS_PART, -1))
     if found is None:
         text = "stream: only a response that was made with background: true and stream: true has events"
@@ -64,7 +63,7 @@ async def _nothing() -> None:
 
 async def delete_response(call: StoredCall) -> Deleted:
     """Delete the response; one that runs in the background is cancelled first."""
-    row = await _row(call)
+    row = await call.row("response")
     await call.state.background.cancel(call.tenant, call.id)
     await call.store.run(lambda rows: rows.delete(row))
     return Deleted(id=call.id, object="response")
@@ -72,13 +71,13 @@ async def delete_response(call: StoredCall) -> Deleted:
 
 async def cancel_response(call: StoredCall) -> Response:
     """Cancel a response that runs in the background; one that has ended stays as it is."""
-    row = await _row(call)
+    row = await call.row("response")
     if not msgspec.json.decode(row.body, type=_Background).background:
         raise InvalidField(
             f"{call.id}: only a response with background: true can be cancelled", "response_id"
         )
     await call.state.background.cancel(call.tenant, call.id)
-    return _json(await _row(call))
+    return as_json((await call.row("response")).body)
 
 
 class _Background(msgspec.Struct):
@@ -96,25 +95,8 @@ async def list_input_items(call: StoredCall) -> StoredList:
         for place, (row, bodies) in enumerate(chain, 1)
         for item in items_of(row, bodies, with_output=place < len(chain))
     ]
-    if query.is_descending:
-        items.reverse()
-    ids = [str(item.get("id", "")) for item in items]
-    if query.after and query.after not in ids:
-        raise NotStored(f"after: there is no item {query.after!r:.80} in this list", "after")
-    first = ids.index(query.after) + 1 if query.after else 0
-    bodies = (msgspec.json.encode(item) for item in items[first:])
-    return page_of(zip(ids[first:], bodies, strict=True), query.limit)
-
-
-async def _row(call: StoredCall) -> StoredRow:
-    def read(rows: Rows) -> StoredRow:
-        return rows.get(call.tenant, "response", call.id)
-
-    return await call.store.run(read)
-
-
-def _json(row: StoredRow) -> Response:
-    return Response(row.body, 200, media_type="application/json")
+    bodies = ((str(item.get("id", "")), msgspec.json.encode(item)) for item in items)
+    return page_after(bodies, query, "item", "list")
 
 
 ROUTES = (

@@ -15,8 +15,8 @@ from plait.errors import InvalidField
 from plait.server.gateway.exchange import SCOPE_KEY, Exchange
 from plait.server.http.errors import json_response
 from plait.server.http.transfer import read_object
-from plait.server.store.errors import START, StoreOff
-from plait.server.store.rows import PageQuery
+from plait.server.store.errors import START, NotStored, StoreOff
+from plait.server.store.rows import Kind, PageQuery, StoredRow
 
 if TYPE_CHECKING:
     from plait.server.store.store import Store
@@ -51,6 +51,10 @@ class StoredCall:
         """What the path has at a place in braces."""
         found: str = self.request.path_params[place]
         return found
+
+    async def row(self, kind: Kind) -> StoredRow:
+        """The row that the path names. Raises NotStored."""
+        return await self.store.run(lambda rows: rows.get(self.tenant, kind, self.id))
 
     def query(self, name: str) -> str | None:
         return self.request.query_params.get(name)
@@ -113,6 +117,25 @@ class Deleted(msgspec.Struct, kw_only=True, frozen=True):
     id: str
     object: str
     deleted: Literal[True] = True
+
+
+def as_json(body: bytes) -> Response:
+    """A stored body as it is."""
+    return Response(body, 200, media_type="application/json")
+
+
+def page_after(found: Iterable[tuple[str, bytes]], query: PageQuery, what: str, place: str) -> StoredList:
+    """A page of (id, body), which come oldest first. Raises NotStored for an `after` that is not among them.
+
+    what, place: what each is, and what it is in, as the error says it.
+    """
+    entries = [*found]
+    if query.is_descending:
+        entries.reverse()
+    names = [name for name, _ in entries]
+    if query.after and query.after not in names:
+        raise NotStored(f"after: there is no {what} {query.after!r:.80} in this {place}", "after")
+    return page_of(entries[names.index(query.after) + 1 if query.after else 0 :], query.limit)
 
 
 def page_of(found: Iterable[tuple[str, bytes]], limit: int) -> StoredList:

@@ -61,10 +61,7 @@ class Sandbox:
 
     def start(self) -> list[str]:
         """Starts a child now, so that the first rendering need not wait for it. Returns the walls it has."""
-        with (
-            self._turns.take(self._limits.wait_s, _BUSY) as place,
-            self._locks[place],
-        ):
+        with self._turns.take(self._limits.wait_s, _BUSY) as place, self._locks[place]:
             return self._ready(place).walls
 
     def read(self, template: str) -> frozenset[str]:

@@ -166,5 +166,3 @@ _FIELDS: Mapping[str, _Read] = {
     "format": _ollama,
 }
 _EMPTY_IS_ABSENT = frozenset({"grammar", "format"})
-GRAMMAR_FIELDS = frozenset(_FIELDS)
-"""The fields of a request that `grammar_from` reads."""

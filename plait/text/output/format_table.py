@@ -14,15 +14,7 @@ from plait.text.output.call_formats import ToolFormat
 from plait.text.output.call_grammar import ARGUMENTS, LINE, NAME, NUMBER, Frame, json_frame
 from plait.text.output.json_calls import CallSyntax, one_or_list, read_keyed_list
 from plait.text.output.literal_calls import FUNCTION_GEMMA, GEMMA4, gemma_frame, gemma_syntax
-from plait.text.output.marked_calls import (
-    DEEPSEEK,
-    KIMI,
-    SOLAR,
-    harmony,
-    lines,
-    mistral,
-    read_named_json,
-)
+from plait.text.output.marked_calls import DEEPSEEK, KIMI, SOLAR, harmony, lines, mistral, read_named_json
 from plait.text.output.python_calls import call_lines, call_list, call_list_or_lines
 from plait.text.output.reasoning import (
     COHERE_END,
@@ -171,10 +163,7 @@ FORMATS: Mapping[str, ToolFormat] = {
                 ("<|content|>", "<|stop|>"),
                 _LETTERS,
             ),
-            Frame(
-                f"{NAME}\n<|content|>{ARGUMENTS}",
-                separator="\n<|from|>assistant\n<|recipient|>",
-            ),
+            Frame(f"{NAME}\n<|content|>{ARGUMENTS}", separator="\n<|from|>assistant\n<|recipient|>"),
             tokens=("<|recipient|>", "<|content|>"),
             signs=(("<|recipient|>", "<|content|>"),),
             holds=False,
@@ -238,11 +227,7 @@ FORMATS: Mapping[str, ToolFormat] = {
             id_length=9,
         ),
         ToolFormat(
-            "mistral",
-            _mistral,
-            json_frame("[TOOL_CALLS] [", "]"),
-            tokens=("[TOOL_CALLS]",),
-            id_length=9,
+            "mistral", _mistral, json_frame("[TOOL_CALLS] [", "]"), tokens=("[TOOL_CALLS]",), id_length=9
         ),
         ToolFormat(
             "qwen_xml",
@@ -259,10 +244,7 @@ FORMATS: Mapping[str, ToolFormat] = {
             "glm",
             CallSyntax(tool_call, ("<tool_call>",), ("</tool_call>",), GLM_TAGS.markers),
             Frame(
-                f"<tool_call>{NAME}{LINE}{ARGUMENTS}</tool_call>",
-                separator=LINE,
-                style="tags",
-                tags=GLM_TAGS,
+                f"<tool_call>{NAME}{LINE}{ARGUMENTS}</tool_call>", separator=LINE, style="tags", tags=GLM_TAGS
             ),
             signs=(("<tool_call>", "<arg_key>"),),
             tokens=("<tool_call>", "<arg_key>"),

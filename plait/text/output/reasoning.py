@@ -139,25 +139,16 @@ REASONING: Mapping[str, ReasoningFormat] = {
         _pair("seed", "<seed:think>", "</seed:think>"),
         _pair("thinking", "<thinking>", "</thinking>"),
         ReasoningFormat(
-            "hunyuan",
-            (_THINK,),
-            signs=("</think>", "<answer>"),
-            wrappers=("<answer>", "</answer>"),
+            "hunyuan", (_THINK,), signs=("</think>", "<answer>"), wrappers=("<answer>", "</answer>")
         ),
         ReasoningFormat(
-            "granite",
-            (_THINK,),
-            signs=("</think>", "<response>"),
-            wrappers=("<response>", "</response>"),
+            "granite", (_THINK,), signs=("</think>", "<response>"), wrappers=("<response>", "</response>")
         ),
         _cohere("cohere_text", COHERE_TEXT, COHERE_TEXT_END, ("<|START_TEXT|>",)),
         _cohere("cohere", COHERE_FINAL, COHERE_END),
         ReasoningFormat("think", (_THINK,), signs=("</think>",), tokens=("<think>", "</think>")),
         ReasoningFormat(
-            "mistral",
-            (Pair("[THINK]", "[/THINK]"),),
-            signs=("[/THINK]",),
-            tokens=("[THINK]", "[/THINK]"),
+            "mistral", (Pair("[THINK]", "[/THINK]"),), signs=("[/THINK]",), tokens=("[THINK]", "[/THINK]")
         ),
         ReasoningFormat(
             "said",

@@ -122,19 +122,13 @@ class Pattern:
 
 _GROUPS: tuple[tuple[str, Pattern], ...] = (
     ("gpt-2 phi-2 mpt olmo jais trillion granite-docling gigachat mellum exaone4 a.x-4.0", Pattern((_GPT2,))),
-    (
-        "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2",
-        Pattern((r"\p{N}", _GPT2)),
-    ),
+    ("starcoder refact command-r smollm codeshell exaone minerva-7b mellum2", Pattern((r"\p{N}", _GPT2))),
     (
         "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2",
         Pattern((_LLAMA3,), whole_words=True, add_bos=True),
     ),
     ("dbrx smaug-bpe glm4 glm5 chatglm-bpe", Pattern((_LLAMA3,))),
-    (
-        "qwen2 deepseek-r1-qwen megrez kormo stablelm2 hunyuan solar-open grok-2 f2llmv2",
-        Pattern((_QWEN2,)),
-    ),
+    ("qwen2 deepseek-r1-qwen megrez kormo stablelm2 hunyuan solar-open grok-2 f2llmv2", Pattern((_QWEN2,))),
     ("qwen35", Pattern((_QWEN35,))),
     ("tekken", Pattern((_TEKKEN,), whole_words=True, add_bos=True)),
     ("gpt-4o llama4 kanana2 minimax-m2", Pattern((_GPT4O,))),

@@ -13,7 +13,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from plait.cli.common.probe_table import probe_rows, values_text
-from plait.families.detect import defaults, sizes
+from plait.families import llama
+from plait.families.detect import sizes
 from tests.loading.test_probe_scorer import OLD_WORDS, bare
 
 Run = Callable[..., Any]
@@ -124,7 +125,7 @@ def smollm2_tensors(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 def spoil(monkeypatch: pytest.MonkeyPatch, head_dim: int) -> None:
     """Assume wrong values for what shapes leave open."""
     monkeypatch.setattr(sizes, "_guess_head_dim", lambda *_: (head_dim, "default (spoilt)"))
-    monkeypatch.setattr(defaults, "LLAMA_VOCABULARIES", {})
+    monkeypatch.setattr(llama, "LLAMA_VOCABULARIES", {})
 
 
 def probed(plait: Run, folder: Path) -> dict[str, Any]:

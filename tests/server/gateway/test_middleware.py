@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from plait.errors import InvalidField
 from plait.server.api.parse_fields import AS_MANY_AS_FIT, field_names, present
 from plait.server.api.schema import ChatRequest, CompletionRequest
-from plait.server.gateway.request_head import one_spelling
+from plait.server.gateway.middleware import one_spelling
 from plait.server.http import connection, transfer
 from plait.server.http.errors import BadBody, problem
 from plait.server.http.hosts import host_name, is_loopback
