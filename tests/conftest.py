@@ -27,6 +27,7 @@ from plait.cache_folder import cache_base
 from plait.kernels.load import executor, load_kernels
 from plait.state import host_store
 from tests.skips import pytest_terminal_summary
+from tests.written_once import share_in
 
 __all__ = ["pytest_terminal_summary"]
 
@@ -100,6 +101,13 @@ def poisoned_rows(make: Callable[[int, int], Any]) -> Callable[[int, int], Any]:
         return rows
 
     return map_rows
+
+
+@pytest.fixture(autouse=True, scope="session")
+def written_once(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Tiny checkpoints are written by one worker for all."""
+    own = tmp_path_factory.getbasetemp()
+    share_in((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "written-once")
 
 
 @pytest.fixture(autouse=True, scope="session")

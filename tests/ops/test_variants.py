@@ -28,7 +28,7 @@ STANDARD = {"block_size": BLOCK, "kv_dtype": "model"}  # what every mixer adds t
 TOGETHER = 8  # cases of one test: for most of them, a test's own cost is more than theirs
 
 
-# Whole activations have kernels of their own on some processors, made from the parts of those for rounded ones.
+# Whole activations have kernels of their own on some processors, made from the same parts as others.
 ROUNDED_ALONE = {"Q4_1", "Q6_K", "int4_g64", "mxfp4"}
 
 
