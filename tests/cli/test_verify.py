@@ -34,10 +34,10 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_a_sound_model_is_a_table_and_exit_code_0(plait: Run, llama: str) -> None:
-    result = plait("verify", llama, *QUICK)
+    result = plait("verify", llama, *QUICK, "--quick")
     assert result.code == 0, result.err
     assert "the same bits are promised" in result.out
-    for cell in ("batch of 2", "chunks of 17", "prefix cache, together", "preempted, swapped out and in"):
+    for cell in ("batch of 2", "prefix cache, longer conversation", "disk cache, after a restart"):
         assert f"  {cell} " in result.out
     assert "tokens from the cache" in result.out
     assert "differences" not in result.out
@@ -87,7 +87,7 @@ def test_a_broken_kernel_is_named_and_exit_code_1(
     load_kernels()
     variant = Variant("broken", "cpu", broken, lambda facts: None)
     monkeypatch.setattr(paged_attention, "variants", [variant, *paged_attention.variants])
-    result = plait("verify", llama, *QUICK)
+    result = plait("verify", llama, *QUICK, "--quick")
     assert result.code == 1
     assert "no promise: paged_attention (broken) may round by the batch" in result.out
     assert "layer 0, attn: paged_attention differs first, at position" in result.out

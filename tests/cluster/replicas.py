@@ -18,6 +18,7 @@ from plait.engine.admission import OnEvent
 from plait.engine.fingerprint import Fingerprint
 from plait.errors import EngineError, PlaitError, QueueFull
 from plait.request import Event, Request, SamplingParams
+from tests.patience import PATIENCE_S, wait_until
 
 BLOCK = 4
 STEP_S = 0.002
@@ -70,9 +71,12 @@ class Received:
     def error(self, name: str, index: int = 0) -> Exception | None:
         return self.events[name, index][-1].error
 
-    def wait(self, is_true: Callable[[], bool], seconds: float = 10.0) -> None:
+    def wait(self, is_true: Callable[[], bool], seconds: float = PATIENCE_S) -> None:
+        until = time.monotonic() + seconds
         with self._changed:
-            assert self._changed.wait_for(is_true, seconds), "it did not come to pass"
+            while not is_true():
+                assert time.monotonic() < until, "it did not come to pass"
+                self._changed.wait(0.05)  # not all that tests wait for is an event
 
     def wait_ends(self, *requests: Request) -> None:
         choices = [(r.id, i) for r in requests for i in range(r.params.n)]
@@ -276,10 +280,7 @@ class Cluster:
         gone.engine.close()
 
     def wait_ready(self, number: int) -> None:
-        until = time.monotonic() + 5
-        while self.loop.count_states()["ready"] < number:
-            assert time.monotonic() < until, self.loop.describe()
-            time.sleep(0.005)
+        assert wait_until(lambda: self.loop.count_states()["ready"] >= number), self.loop.describe()
 
     def submit(self, *requests: Request) -> None:
         for request in requests:
@@ -287,7 +288,7 @@ class Cluster:
 
     def holder(self, request: Request) -> str:
         """The replica that computes a request."""
-        until = time.monotonic() + 5
+        until = time.monotonic() + PATIENCE_S
         while time.monotonic() < until:
             for name, replica in self.replicas.items():
                 if any(r.partition("~")[0] == request.id for r in replica.engine.running):
@@ -305,7 +306,7 @@ class Cluster:
 
 
 @contextmanager
-def cluster(number: int = 2, *, patience_s: float = 0.4, **options: int | None) -> Iterator[Cluster]:
+def cluster(number: int = 2, *, patience_s: float = PATIENCE_S, **options: int | None) -> Iterator[Cluster]:
     """A loop over replicas r0, r1, …, all connected."""
     made = Cluster(ClusterLoop(patience_s=patience_s, name="gateway"))
     try:

@@ -8,6 +8,7 @@ from contextvars import ContextVar
 
 from plait.cluster.ray_serve.lease_holds import LeaseHolds
 from tests.cluster.replicas import cluster, make_request
+from tests.patience import PATIENCE_S
 
 
 def test_leases_of_a_replica_share_a_call_and_a_later_one_is_held_again() -> None:
@@ -75,8 +76,8 @@ def test_a_replica_is_held_until_the_last_lease_of_its_gateway_is_over() -> None
         time.sleep(0.05)
         assert not held.done()
         engine.is_still = False
-        held.result(5)
-        server.hold("gateway", 2).result(5)  # it is over before the call comes
+        held.result(PATIENCE_S)
+        server.hold("gateway", 2).result(PATIENCE_S)  # it is over before the call comes
         assert server.num_open == 0
 
 
@@ -88,4 +89,4 @@ def test_a_lost_connection_ends_what_holds_the_replica() -> None:
         held = server.hold("gateway", 1)
         time.sleep(0.05)
         made.loop.close(drain=False)
-        held.result(5)
+        held.result(PATIENCE_S)

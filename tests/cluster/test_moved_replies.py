@@ -22,6 +22,7 @@ from plait.frontend.frontend import Front, Language
 from plait.frontend.output_stream import OutputStream
 from plait.request import Request, SamplingParams, ThinkingBudget
 from tests.cluster.replicas import make_card
+from tests.patience import PATIENCE_S, until
 from tests.server.fake import CONTEXT, EOS, ByteTokenizer, TurnTemplate
 from tests.server.real_engine import BLOCK, engine_front
 
@@ -86,7 +87,7 @@ class Replicas:
     def __init__(self, step_s: float = STEP_S) -> None:
         self._step_s = step_s
         self.engines: dict[str, tuple[Front, ReplicaServer]] = {}
-        self.loop = ClusterLoop(patience_s=5.0)
+        self.loop = ClusterLoop(patience_s=PATIENCE_S)
         language = Language(ByteTokenizer(), TurnTemplate(), {}, frozenset({EOS}))
         self.add("r0")
         self.loop.first_card()
@@ -106,10 +107,7 @@ class Replicas:
         engine.close(drain=False)
 
     def wait_ready(self) -> None:
-        until = time.monotonic() + 10
-        while self.loop.count_states()["ready"] < len(self.engines):
-            assert time.monotonic() < until
-            time.sleep(0.005)
+        until(lambda: self.loop.count_states()["ready"] >= len(self.engines))
 
     def close(self) -> None:
         self.front.close(drain=False)
@@ -143,9 +141,9 @@ def moved() -> Iterator[dict[str, tuple[Choices, Choices]]]:
 
 def move_twice(made: Replicas, streams: list[OutputStream]) -> None:
     for i, at in enumerate(MOVES_AT):
-        until = time.monotonic() + 20
+        end = time.monotonic() + PATIENCE_S
         while any(stream.num_arrived < at * stream.request.params.n for stream in streams):
-            assert time.monotonic() < until, [stream.num_arrived for stream in streams]
+            assert time.monotonic() < end, [stream.num_arrived for stream in streams]
             time.sleep(0.001)
         made.add(f"r{i + 1}")
         made.wait_ready()

@@ -6,8 +6,7 @@ Engines in threads, real sockets. What starts and lists replicas is the test its
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -16,15 +15,9 @@ import pytest
 from plait.cluster.loop import ClusterLoop
 from plait.request import Request
 from tests.cluster.replicas import Cluster, Received, Replica, cluster, expected, make_request
+from tests.patience import PATIENCE_S, until
 
 LONG = 150
-
-
-def wait_until(is_true: Callable[[], bool]) -> None:
-    until = time.monotonic() + 10
-    while not is_true():
-        assert time.monotonic() < until, "it did not come to pass"
-        time.sleep(0.002)
 
 
 def find_holders(made: Cluster) -> set[str]:
@@ -51,7 +44,7 @@ def test_a_killed_gateway_frees_its_replicas_and_another_gives_the_same_tokens()
             engine = made.replicas[made.holder(request)].engine
             for each in made.replicas.values():  # a killed process says nothing; its connections end
                 each.road.close()
-            wait_until(lambda: not engine.running)
+            until(lambda: not engine.running)
             other.submit(request, received)
             received.wait_ends(request)
         finally:
@@ -107,7 +100,7 @@ def load(made: Cluster, num_clients: int = 6) -> Iterator[list[Request]]:
     finally:
         is_over.set()
         for thread in threads:
-            thread.join(10)
+            thread.join(PATIENCE_S)
     assert not any(thread.is_alive() for thread in threads)
     made.check(*sent)
 
@@ -116,9 +109,9 @@ def stop(made: Cluster, name: str, *, drains: bool) -> None:
     """End a replica in order: it takes nothing new. `drains`: what it has may end there, else it moves."""
     replica = made.replicas[name]
     replica.server.leave()
-    wait_until(lambda: made.loop.count_states()["leaving"] > 0)
+    until(lambda: made.loop.count_states()["leaving"] > 0)
     if drains:
-        wait_until(lambda: name not in find_holders(made))
+        until(lambda: name not in find_holders(made))
     made.kill(name)
     made.tell()
 
@@ -129,18 +122,18 @@ def test_no_stream_breaks_while_each_replica_is_replaced_under_load(drains: bool
         for old, new in (("r0", "r2"), ("r1", "r3")):
             replica = made.add(new)  # before the old one stops, as a surge does
             made.wait_ready(3)
-            wait_until(partial(has_taken, replica, 2))
+            until(partial(has_taken, replica, 2))
             stop(made, old, drains=drains)
         num_sent = len(sent)
-        wait_until(lambda: len(sent) > num_sent + 6)
+        until(lambda: len(sent) > num_sent + 6)
     assert {why for why, _ in made.loop.counts()[0]} <= ({"announced"} if not drains else set())
 
 
 def test_a_second_replica_takes_requests_under_load_and_leaves_again() -> None:
     with cluster(1) as made, load(made) as sent:
         second = made.add("r1")
-        wait_until(partial(has_taken, second, 6))
+        until(partial(has_taken, second, 6))
         stop(made, "r1", drains=True)
         num_sent = len(sent)
-        wait_until(lambda: len(sent) > num_sent + 6)
+        until(lambda: len(sent) > num_sent + 6)
     assert made.loop.counts()[0] == {}

@@ -32,6 +32,7 @@ from plait.errors import EngineError, InvalidField
 from plait.request import Event, Request
 from plait.worker.protocol import MAX_FRAME_NBYTES, BadFrame, WireMessage, encode_event
 from tests.cluster.replicas import ThreadEngine, make_card, make_request
+from tests.patience import PATIENCE_S
 
 KEY = b"k" * 32
 
@@ -136,7 +137,7 @@ def test_a_lease_that_never_arrives_is_not_held_for_ever(monkeypatch: pytest.Mon
     engine = ThreadEngine()
     server = ReplicaServer(engine, make_card())
     try:
-        server.hold("gateway", 1).result(5)
+        server.hold("gateway", 1).result(PATIENCE_S)
     finally:
         server.close()
         engine.close()

@@ -8,8 +8,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from openai import AuthenticationError, OpenAI, RateLimitError
 from tests.contract.conftest import option
 from tests.contract.wire import Client
 from tests.e2e.conftest import NANO_HYBRID, serve
+from tests.patience import until
 
 KEY = "sk-open-sesame"
 JSON = {"Content-Type": "application/json"}
@@ -132,13 +132,6 @@ def test_a_prefix_may_be_there(guarded: Client, path: str) -> None:
 def running(client: Client) -> tuple[int, int]:
     now = client.get("/health").json["engine"]
     return now["num_running"], now["num_waiting"]
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 30) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not become so in time"
-        time.sleep(0.01)
 
 
 @contextlib.contextmanager

@@ -45,7 +45,7 @@ LOOKS = {
     for name, device in (("desktop", DESKTOP), ("phone", PHONE))
     for scheme in ("light", "dark")
 }
-PATIENCE_MS = 20_000  # on a machine that does other things, too
+PATIENCE_MS = 60_000  # on a machine that does other things, too
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 FLAGS = (
     *("--disable-gpu", "--disable-dev-shm-usage", "--disable-quic", "--no-first-run", "--disable-sync"),

@@ -12,6 +12,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from tests.e2e.conftest import NANO_HYBRID, Server, serve
+from tests.patience import PATIENCE_S
 
 PROMPTS = [
     "In the beginning", "And the king said", "The house of", "Behold,", "It came to pass", "Then the",
@@ -80,7 +81,7 @@ def held(server: Server) -> dict[str, int]:
     return {"blocks": blocks, "slots": slots, "running": running, "waiting": waiting}
 
 
-def settles(server: Server, before: object, timeout_s: float = 20) -> bool:
+def settles(server: Server, before: object, timeout_s: float = PATIENCE_S) -> bool:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if held(server) == before:

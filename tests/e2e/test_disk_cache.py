@@ -16,6 +16,7 @@ import pytest
 from openai import OpenAI
 
 from tests.e2e.conftest import NANO_HYBRID, Server, _wait_until_healthy, free_port
+from tests.patience import PATIENCE_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not hasattr(os, "killpg"), reason="no process groups")]
 QUESTIONS = ("Tell me of the king.", "And of his sons?", "Who built the house?", "What did the people say?")
@@ -69,9 +70,9 @@ def written(folder: Path) -> int:
 
 def wait_until_written(folder: Path, before: int) -> None:
     """Writing is behind the reply; a moment without a new file means that it is done."""
-    end, seen = time.monotonic() + 20, before
+    end, seen = time.monotonic() + PATIENCE_S, before
     while time.monotonic() < end:
-        time.sleep(0.3)
+        time.sleep(0.5)
         if (now := written(folder)) == seen > before:
             return
         seen = now

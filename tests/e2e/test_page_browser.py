@@ -12,6 +12,7 @@ from plait.config import ServerConfig
 from plait.frontend.frontend import Front
 from tests.e2e.browser import HEIGHT, answers, expect, needs_browser, opened, said, streamed
 from tests.e2e.conftest import NANO_HYBRID, serve
+from tests.patience import PATIENCE_S
 from tests.server.conftest import serving, start, wait_until
 from tests.server.fake import EchoLoop, fake_front
 from tests.server.real_engine import engine_front
@@ -318,7 +319,7 @@ def test_the_page_waits_for_the_model_and_then_goes_on_by_itself(page: Any) -> N
 
     def load(report: Any) -> Front:
         report("reading weights", 3, 8)
-        go.wait(20)
+        go.wait(PATIENCE_S)
         return fake_front()
 
     running = start(load, ServerConfig(port=0))

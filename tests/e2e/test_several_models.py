@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 from openai import InternalServerError, NotFoundError, OpenAI
 
 from tests.e2e.conftest import NANO_HYBRID, Server, serve
+from tests.patience import until
 
 WEIGHTS = NANO_HYBRID / "model.safetensors"
 
@@ -36,13 +36,6 @@ def engines(server: Server) -> set[int]:
     children = Path(f"/proc/{server.process.pid}/task").glob("*/children")
     pids = {int(pid) for file in children for pid in file.read_text().split()}
     return {pid for pid in pids if b"plait.worker.child" in Path(f"/proc/{pid}/cmdline").read_bytes()}
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @contextmanager

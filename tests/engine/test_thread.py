@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,8 +17,7 @@ from plait.schedule.allocation import Allocation
 from plait.schedule.costs import SchedulerLimits
 from plait.schedule.plan import Done, Sampled, SamplingBatch, StepPlan, Ticket
 from plait.schedule.scheduler import Scheduler
-
-PATIENCE_S = 30.0  # a bound against hanging for ever, never an expectation
+from tests.patience import PATIENCE_S, until
 
 
 class Counting:
@@ -81,13 +80,6 @@ def request(name: str, **params: Any) -> Request:
     return Request(name, (1, 2, 3), SamplingParams(**settings))
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.001)
-
-
 def test_many_threads_are_served_and_events_come_on_the_engines_thread() -> None:
     with running() as (loop, _):
         boxes = [Mailbox() for _ in range(40)]
@@ -106,6 +98,12 @@ def test_many_threads_are_served_and_events_come_on_the_engines_thread() -> None
         assert loop.stats()["num_free_slots"] == loop.stats()["num_slots"] == 4
 
 
+def is_asleep(loop: EngineLoop) -> bool:
+    rounds = loop.num_rounds
+    time.sleep(0.02)
+    return loop.num_rounds == rounds
+
+
 def test_an_idle_loop_sleeps_and_wakes_again() -> None:
     with running() as (loop, _):
         for name in ("a", "b"):
@@ -113,9 +111,7 @@ def test_an_idle_loop_sleeps_and_wakes_again() -> None:
             loop.submit(request(name), box)
             box.wait()
             until(lambda: not loop.has_work)
-            rounds = loop.num_rounds
-            time.sleep(0.02)
-            assert loop.num_rounds == rounds
+            until(lambda: is_asleep(loop))
         assert loop.healthy
 
 

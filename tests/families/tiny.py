@@ -26,6 +26,7 @@ from tests.families import (
     tiny_ssm,
 )
 from tests.families.variant import Variant
+from tests.written_once import copy_written
 
 SIZES = {
     "vocab_size": 97,
@@ -300,7 +301,11 @@ VARIANTS |= tiny_latest.VARIANTS
 
 def write(name: str, folder: Path, variant: Variant | None = None) -> None:
     """A checkpoint of this variant: config.json, model.safetensors, and oracle.pt with ids and logits."""
-    variant = variant or VARIANTS[name]
+    chosen = variant or VARIANTS[name]
+    copy_written(repr((name, chosen)), folder, lambda own: _write(name, own, chosen))
+
+
+def _write(name: str, folder: Path, variant: Variant) -> None:
     kind = getattr(transformers, variant.config)
     known = {f.name for f in fields(kind)} | set(kind.attribute_map)
     config = kind(**{**{k: v for k, v in SIZES.items() if k in known}, **variant.changes})

@@ -13,6 +13,7 @@ from plait.frontend.deltas import Delta, Gathered, TokenInterval
 from plait.frontend.output_stream import OutputStream
 from plait.request import Event, FinishReason, Request, SamplingParams
 from plait.text.output import Arguments, CallEnd, CallStart, Content, OutputDelta, Reasoning
+from tests.patience import PATIENCE_S
 from tests.server.fake import ByteTokenizer
 
 TEXT = "Hello, reader"
@@ -64,7 +65,7 @@ def told(asked: OutputStream, happening: Sequence[Event], num_early: int) -> lis
         for one in happening[num_early:]:
             await asyncio.sleep(0)
             asked.on_event(one)
-        await asyncio.wait_for(reading, 10)
+        await asyncio.wait_for(reading, PATIENCE_S)
         return found
 
     return asyncio.run(tell())

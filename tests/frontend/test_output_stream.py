@@ -17,6 +17,7 @@ from plait.frontend.output_stream import ChoiceText, OutputStream
 from plait.request import Event, Request, RequestTrace, SamplingParams, TokenLogprobs
 from plait.text.tokenizers.builtin import builtin_tokenizer
 from plait.text.tokenizers.tokenizer import Tokenizer
+from tests.patience import PATIENCE_S
 
 
 @pytest.fixture(scope="module")
@@ -186,11 +187,11 @@ def test_a_patient_reader_is_woken_at_the_end_unless_text_may_end_it(
     reader = threading.Thread(target=read)
     reader.start()
     stream.on_event(Event("r", 0, (first,)))
-    assert some.wait(5.0 if stop else 0.1) == bool(stop)
+    assert some.wait(PATIENCE_S if stop else 0.1) == bool(stop)
     for token_id in rest:
         stream.on_event(Event("r", 0, (token_id,)))
     stream.on_event(Event("r", 0, finish_reason="length"))
-    reader.join(5.0)
+    reader.join(PATIENCE_S)
     assert "".join(delta.text for delta in told) == "one two three"
     assert stop or len(told) == 2  # its text, and its end
 

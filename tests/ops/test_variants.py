@@ -18,44 +18,25 @@ from plait.model.mixers.registry import list_mixers
 from plait.ops.attention import BLOCK
 from plait.ops.registry import REGISTRY, Op, OpFacts, Variant
 from plait.quant.weight import Dense
+from tests.common_storages import is_rare
 
 load_kernels()
 list_mixers()  # registers every op that a model can use
 importlib.import_module("plait.runner.sampler")  # and those of the sampler
 FORBIDDING = {"edit_logits"}  # what returns -inf on purpose
 STANDARD = {"block_size": BLOCK, "kv_dtype": "model"}  # what every mixer adds to an op's own sizes
-# Their kernels are made from the same parts as those of other formats: compiling them takes minutes.
-RARE = {
-    "IQ4_NL",
-    "IQ2_XXS",
-    "IQ2_S",
-    "IQ3_XXS",
-    "IQ1_S",
-    "TQ1_0",
-    "NVFP4",
-    "Q1_0",
-    "Q3_K",
-    "int3_g128",
-    "IQ2_XS",
-    "IQ3_S",
-    "IQ1_M",
-    "TQ2_0",
-    "Q2_0",
-}
-
-
-# A storage's kernels for whole activations and for rounded ones are made from the same parts, too. Of these,
-# one of the two is quick: both take six seconds to compile for each storage.
-FLOATS_ALONE = {"Q5_1", "Q5_K", "MXFP4", "int8"}
-ROUNDED_ALONE = {"Q2_K", "IQ4_XS", "int4_g32", "int4_g64", "nvfp4"}
 TOGETHER = 8  # cases of one test: for most of them, a test's own cost is more than theirs
 
 
-def is_rare(op: Op, case: Mapping[str, Any]) -> bool:
-    kind, activations = case.get("kind"), case.get("activations", "float32")
-    if op.name == "linear" and kind in FLOATS_ALONE | ROUNDED_ALONE:
-        return (kind in FLOATS_ALONE) != (activations == "float32")
-    return kind in RARE
+# Whole activations have kernels of their own on some processors, made from the same parts as others.
+ROUNDED_ALONE = {"Q4_1", "Q6_K", "int4_g64", "mxfp4"}
+
+
+def is_slow(op: Op, case: Mapping[str, Any]) -> bool:
+    """Whether a native kernel of a case is compiled by `make test-all` alone."""
+    storage = case.get("stored", case.get("kind"))
+    is_whole = op.name == "linear" and case.get("activations", "float32") == "float32"
+    return is_rare(storage) or (is_whole and storage in ROUNDED_ALONE)
 
 
 def runnable() -> Iterator[Any]:
@@ -64,14 +45,14 @@ def runnable() -> Iterator[Any]:
         for variant in op.variants:
             if variant.on == "cuda" and not torch.cuda.is_available():
                 continue
-            for is_slow in (False, True):
+            for leaves in (False, True):
                 places = [
-                    i for i, case in enumerate(op.cases) if is_slow == (variant.native and is_rare(op, case))
+                    i for i, case in enumerate(op.cases) if leaves == (variant.native and is_slow(op, case))
                 ]
                 for first in range(0, len(places), TOGETHER):
                     # tests/kernels/cpu/attention has more shapes; each takes a second to compile.
                     is_more = first > 0 and variant.native and op.name == "paged_attention"
-                    marks = pytest.mark.slow if is_slow or is_more else ()
+                    marks = pytest.mark.slow if leaves or is_more else ()
                     some = places[first : first + TOGETHER]
                     name = f"{op.name}-{variant.name}-{some[0]}-{some[-1]}"
                     yield pytest.param(op, variant, some, id=name, marks=marks)

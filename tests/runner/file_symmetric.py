@@ -72,6 +72,7 @@ class FileSymmetric:
         while self._store.add(key, 0) < self._rank.size:
             if time.monotonic() > deadline:
                 raise RuntimeError("a rank did not come")
+            time.sleep(0.001)
 
 
 def numbers_of(index: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

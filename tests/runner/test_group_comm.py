@@ -81,7 +81,8 @@ def test_small_buckets_are_summed_over_symmetric_memory_and_others_are_not(tmp_p
 def test_all_ranks_do_without_symmetric_memory_if_one_cannot(
     where: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tests.runner.file_symmetric.LONGEST_S", 0.2)  # of the rank that waits alone
+    longest_s = 2.0 if where == "add" else 0.2  # of the rank that waits alone; in `add` both must meet first
+    monkeypatch.setattr("tests.runner.file_symmetric.LONGEST_S", longest_s)
     backends = [FileSymmetric(tmp_path), FileSymmetric(tmp_path, fails_in=where)]
     with caplog.at_level(logging.INFO, "plait"):
         comms = run_threads(tmp_path, backends)

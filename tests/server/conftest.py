@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,7 @@ from plait.config import ServerConfig
 from plait.frontend.frontend import Front
 from plait.server.run import Load, Server, serve_front
 from tests.contract.wire import Answer, Client
+from tests.patience import PATIENCE_S, wait_until
 from tests.server.fake import EchoLoop, fake_front
 
 __all__ = ["Answer", "Client", "Running", "serving", "start", "wait_until"]
@@ -36,7 +36,7 @@ class Running:
 
     def stop(self) -> None:
         self.server.should_exit = True
-        self.thread.join(20)
+        self.thread.join(PATIENCE_S)
         assert not self.thread.is_alive()
 
 
@@ -53,17 +53,7 @@ def start(load: Load, config: ServerConfig) -> Running:
 
     thread = threading.Thread(target=run)
     thread.start()
-    return Running(listening.get(timeout=10), thread, raised)
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 10) -> bool:
-    """Whether it became true in time."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.01)
-    return condition()
+    return Running(listening.get(timeout=PATIENCE_S), thread, raised)
 
 
 @contextlib.contextmanager

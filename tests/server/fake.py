@@ -1,7 +1,8 @@
 """A model of bytes that says its prompt again: everything above the engine, without an engine.
 
-A prompt may request trouble: `SLOW` takes 10 ms for each token, `HANG` emits nothing until it is cancelled,
-`BOOM` fails after three tokens. `REFUSE` is refused by the engine at once, `FULL` and `BROKEN` at submission.
+A prompt may request trouble: `SLOW` takes 10 ms for each token, until `hurry` is set. `HANG` emits nothing
+until it is cancelled, `BOOM` fails after three tokens. `REFUSE` is refused by the engine at once, `FULL` and
+`BROKEN` at submission.
 """
 
 from __future__ import annotations
@@ -92,6 +93,7 @@ class EchoLoop:
         self.live, self.fault, self.registry = True, None, CollectorRegistry()
         self.requests: list[Request] = []
         self.open: dict[str, set[int]] = {}  # choices that run
+        self.hurry = threading.Event()
         self._lock = threading.Lock()
 
     def check_capacity(self) -> None:
@@ -145,7 +147,7 @@ class EchoLoop:
             while text.startswith(b"HANG") and self._runs(request, 0):
                 time.sleep(0.005)
             if text.startswith(b"SLOW"):
-                time.sleep(0.01)
+                self.hurry.wait(0.01)
             for index in range(request.params.n):
                 if not self._runs(request, index):  # Stream ignores what comes after the end
                     on_event(Event(request.id, index, finish_reason="cancelled"))

@@ -17,8 +17,11 @@ from plait.cli.main import explain
 from plait.config import ServerConfig
 from plait.errors import EngineLost
 from plait.frontend.frontend import Front
+from tests.patience import PATIENCE_S
 from tests.server.conftest import Client, Running, start, wait_until
-from tests.server.fake import fake_front
+from tests.server.fake import EchoLoop, fake_front
+
+LONG = 1500  # tokens of a reply that outlasts every test unless it is hurried
 
 
 @pytest.fixture
@@ -38,6 +41,12 @@ def stream(client: Client, text: str, max_tokens: int) -> http.client.HTTPRespon
     return connection.getresponse()
 
 
+def hurry(front: Front) -> None:
+    """End a slow reply."""
+    assert isinstance(front.loop, EchoLoop)
+    front.loop.hurry.set()
+
+
 def is_stopping(running: Running) -> bool:
     return running.server.models.stopping
 
@@ -45,8 +54,8 @@ def is_stopping(running: Running) -> bool:
 def test_while_streams_finish_new_requests_are_sent_elsewhere(
     running: tuple[Running, Client, Front],
 ) -> None:
-    server, client, _ = running
-    response = stream(client, "SLOW", 80)
+    server, client, front = running
+    response = stream(client, "SLOW", LONG)
     server.server.should_exit = True
     assert wait_until(lambda: client.get("/ready").status == 503)
     assert client.get("/ready").json == {"status": "stopping"}
@@ -56,10 +65,11 @@ def test_while_streams_finish_new_requests_are_sent_elsewhere(
     assert (refused.status, refused.error["code"]) == (503, "not_ready")
     assert refused.headers["retry-after"] == "1"
     assert refused.headers["connection"] == "close"
+    hurry(front)
     events = response.read().decode()
     assert events.endswith("data: [DONE]\n\n")
     assert '"finish_reason":"length"' in events
-    server.thread.join(5)
+    server.thread.join(PATIENCE_S)
     assert not server.thread.is_alive()
 
 
@@ -81,7 +91,7 @@ def test_a_flood_of_refused_requests_does_not_hold_the_end(running: tuple[Runnin
         thread.start()
     try:
         assert response.read().endswith(b"data: [DONE]\n\n")
-        server.thread.join(10)
+        server.thread.join(PATIENCE_S)
         assert not server.thread.is_alive()
     finally:
         over.set()
@@ -111,7 +121,7 @@ def test_who_has_connected_before_the_end_and_asks_in_it_is_answered(
             found = ask(sock)
             assert found.startswith(b"HTTP/1.1 503 ")
             assert b"connection: close" in found.lower()
-    server.thread.join(10)
+    server.thread.join(PATIENCE_S)
     assert not server.thread.is_alive()
 
 
@@ -129,8 +139,8 @@ def test_a_head_that_is_not_whole_when_the_server_stops_is_answered(
 def test_a_body_that_comes_after_its_refusal_does_not_reset_the_connection(
     running: tuple[Running, Client, Front],
 ) -> None:
-    server, client, _ = running
-    response = stream(client, "SLOW", 60)
+    server, client, front = running
+    response = stream(client, "SLOW", LONG)
     server.server.should_exit = True
     assert wait_until(lambda: is_stopping(server))
     with socket.create_connection(client.address, timeout=20) as sock:
@@ -143,6 +153,7 @@ def test_a_body_that_comes_after_its_refusal_does_not_reset_the_connection(
             sock.sendall(b"x" * 5000)
             time.sleep(0.01)
         assert sock.recv(65536) == b""
+    hurry(front)
     assert response.read().endswith(b"data: [DONE]\n\n")
 
 
@@ -175,7 +186,7 @@ def test_of_those_who_connect_while_the_server_stops_none_is_reset(
         server.server.should_exit = True
         if busy:
             server.server.servers[0].get_loop().call_soon_threadsafe(time.sleep, 0.3)
-        server.thread.join(20)
+        server.thread.join(PATIENCE_S)
     finally:
         over.set()
         for thread in threads:
@@ -190,7 +201,7 @@ def test_live_is_neither_health_nor_ready() -> None:
 
     def load(report: Any) -> Front:
         report("reading weights", 1, 2)
-        assert may_go_on.wait(10)
+        assert may_go_on.wait(PATIENCE_S)
         return front
 
     server = start(load, ServerConfig(port=0, loading_timeout_s=0.3, api_key=("secret",)))
@@ -220,7 +231,7 @@ def test_an_engine_that_is_given_up_ends_the_server_with_a_code_of_its_own() -> 
     assert wait_until(lambda: Client(running.url).get("/ready").status == 200)
     loop: Any = front.loop
     loop.healthy, loop.fault = False, EngineLost("the engine's process has ended 6 times")
-    running.thread.join(10)
+    running.thread.join(PATIENCE_S)
     assert [error.exit_code for error in running.raised if isinstance(error, EngineLost)] == [5]
     assert explain(running.raised[0]) == ("the engine's process has ended 6 times", 5)
 
@@ -230,7 +241,7 @@ def test_ready_is_not_health() -> None:
     front = fake_front()
 
     def load(report: object) -> Front:
-        assert may_go_on.wait(10)
+        assert may_go_on.wait(PATIENCE_S)
         return front
 
     server = start(load, ServerConfig(port=0))

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from plait.config import ServerConfig
+from tests.patience import PATIENCE_S
 from tests.server.conftest import Client, serving, start, wait_until
 from tests.server.real_engine import engine_front
 
@@ -80,7 +81,7 @@ def test_stopping_ends_what_takes_too_long_with_an_error() -> None:
     events = response.read().decode()
     assert "the server is stopping" in events
     assert events.endswith("data: [DONE]\n\n")
-    waiting.join(10)
+    waiting.join(PATIENCE_S)
     assert (whole[0].status, whole[0].error["code"]) == (503, "not_ready")
     connection.close()
     assert running.raised == []
@@ -92,7 +93,7 @@ def test_a_request_that_takes_longer_than_its_timeout_ends_with_an_error() -> No
         whole = client.complete("Long", **asked)
         assert (whole.status, whole.error["code"]) == (504, "deadline_exceeded")
         assert whole.headers["x-should-retry"] == "false"
-        *chunks, last = client.chat("Long", stream=True, **asked).events
+        *chunks, last = client.chat("Long", stream=True, **asked | {"timeout_s": 1.0}).events
         assert last["error"]["code"] == "deadline_exceeded"
         assert chunks, "what was generated in time is delivered"
         assert client.complete("Short", max_tokens=2, timeout_s=60).status == 200

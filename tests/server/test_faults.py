@@ -20,6 +20,7 @@ from plait.server.api.token_scores import finite
 from plait.server.gateway import middleware
 from plait.server.gateway.request_context import FIRST_WAIT_S
 from plait.server.http import transfer
+from tests.patience import PATIENCE_S
 from tests.server.conftest import Client, serving, wait_until
 from tests.server.fake import EchoLoop, fake_front
 
@@ -109,13 +110,13 @@ def test_leaving_cancels(
     asked = body(path, text, stream=stream, n=n, max_tokens=1000, ignore_eos=True)
     leave(client, path, asked, lambda sock: wait_until(lambda: engine.stats()["running"] > 0))
     assert len(engine.requests) == known + 1
-    assert wait_until(lambda: engine.stats()["running"] == 0, 3)
+    assert wait_until(lambda: engine.stats()["running"] == 0)
 
 
 def test_leaving_in_the_middle_of_a_stream_cancels(client: Client, engine: EchoLoop) -> None:
     asked = body(PATHS[0], "SLOW" * 60, stream=True, max_tokens=1000)
     leave(client, PATHS[0], asked, lambda sock: b"data: " in sock.recv(65536) + sock.recv(65536))
-    assert wait_until(lambda: engine.stats()["running"] == 0, 3)
+    assert wait_until(lambda: engine.stats()["running"] == 0)
 
 
 def test_leaving_in_the_middle_of_a_body_asks_for_nothing(client: Client, engine: EchoLoop) -> None:
@@ -183,7 +184,7 @@ def test_a_client_that_reads_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch
         head = f"POST {PATHS[0]} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         sock.sendall(f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
         assert wait_until(lambda: front.stats()["running"] > 0)
-        assert wait_until(lambda: front.stats()["running"] == 0, 30)
+        assert wait_until(lambda: front.stats()["running"] == 0)
         assert client.complete("Hi", max_tokens=2).status == 200
 
 
@@ -218,7 +219,7 @@ def test_a_comment_that_no_client_reads_ends_the_stream(monkeypatch: pytest.Monk
     async def stream() -> None:
         await transfer.EventStream(silence(), close)({"type": "http"}, nothing, stuck)
 
-    asyncio.run(asyncio.wait_for(stream(), 20))
+    asyncio.run(asyncio.wait_for(stream(), PATIENCE_S))
     assert ended.is_set()
 
 

@@ -9,6 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from plait.config import ServerConfig
 from plait.frontend.frontend import Front
 from plait.server.gateway.vllm_metrics import RENAMED
+from tests.patience import PATIENCE_S
 from tests.server.conftest import Answer, Client, serving, start, wait_until
 from tests.server.fake import fake_front
 from tests.server.real_engine import BLOCK, NUM_BLOCKS, engine_front
@@ -46,7 +47,7 @@ def test_metrics_are_refused_with_a_reason_while_the_model_loads() -> None:
     go = threading.Event()
 
     def load(report: object) -> Front:
-        go.wait(10)
+        go.wait(PATIENCE_S)
         return fake_front()
 
     running = start(load, ServerConfig(port=0))

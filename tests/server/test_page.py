@@ -13,6 +13,7 @@ import plait.server
 from plait.cli.common.options import SAMPLING_HELP
 from plait.config import ServerConfig
 from plait.frontend.frontend import Front
+from tests.patience import PATIENCE_S
 from tests.server.conftest import Client, serving, start, wait_until
 from tests.server.fake import fake_front
 from tests.server.real_engine import engine_front
@@ -137,7 +138,7 @@ def test_the_page_is_there_while_the_model_loads_and_can_show_how_far_it_is() ->
 
     def load(report: Any) -> Front:
         report("reading weights", 3, 8)
-        go.wait(10)
+        go.wait(PATIENCE_S)
         return fake_front()
 
     running = start(load, ServerConfig(port=0))

@@ -77,7 +77,7 @@ def test_who_leaves_cancels_the_request_that_runs_and_not_only_the_last_that_was
     assert engine.stats()["running"] == 1
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     sock.close()
-    assert wait_until(lambda: engine.stats()["running"] == 0, 5)
+    assert wait_until(lambda: engine.stats()["running"] == 0)
 
 
 @pytest.mark.parametrize("ahead", [1, 5])
@@ -94,7 +94,7 @@ def test_who_leaves_while_others_wait_is_noticed_though_nothing_is_written(
         sock.sendall(GET % (b"fake", b"") * ahead)
         time.sleep(0.05)
     try:
-        assert wait_until(lambda: engine.stats()["running"] == 0, 5)
+        assert wait_until(lambda: engine.stats()["running"] == 0)
     finally:
         for request in engine.requests:
             engine.cancel(request.id)

@@ -19,6 +19,7 @@ from plait.config import ServerConfig
 from plait.errors import ConfigError
 from plait.server.gateway.middleware import RELOADED, Traffic
 from plait.server.run import serve_front
+from tests.patience import PATIENCE_S
 from tests.server.conftest import Client, wait_until
 from tests.server.fake import fake_front
 
@@ -52,7 +53,7 @@ def process(keys: Path) -> Iterator[tuple[subprocess.Popen[str], Client]]:
     ) as child:
         assert child.stdout is not None
         client = Client(child.stdout.readline().strip(), headers={"x-api-key": "one"})
-        assert wait_until(lambda: client.get("/v1/models").status == 200, 30)
+        assert wait_until(lambda: client.get("/v1/models").status == 200)
         try:
             yield child, client
         finally:
@@ -88,7 +89,7 @@ def test_a_hangup_reads_keys_again_and_streams_go_on(
     assert wait_until(lambda: client.post("/v1/completions", asked).status == 200)
     connection.close()
     child.terminate()
-    assert child.wait(20) == 0
+    assert child.wait(PATIENCE_S) == 0
 
 
 @pytest.mark.parametrize("text", ["", "no/name: x", None])
@@ -104,7 +105,7 @@ def test_keys_that_cannot_be_read_change_nothing(
     assert not wait_until(lambda: status(client, "one") != 200, 0.5)
     assert status(client, "") == 401
     child.terminate()
-    assert child.wait(20) == 0
+    assert child.wait(PATIENCE_S) == 0
 
 
 def test_only_what_may_change_is_taken() -> None:

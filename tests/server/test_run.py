@@ -20,6 +20,7 @@ import pytest
 from plait.config import ServerConfig
 from plait.errors import BadFile, ConfigError
 from plait.server.run import listen
+from tests.patience import PATIENCE_S
 from tests.server.conftest import Client, start, wait_until
 from tests.server.fake import fake_front
 
@@ -41,7 +42,7 @@ def test_health_says_how_far_loading_is() -> None:
 
     def load(report: Any) -> Any:
         report("reading weights", 3, 8)
-        assert may_go_on.wait(10)
+        assert may_go_on.wait(PATIENCE_S)
         return fake_front()
 
     running = start(load, ServerConfig(port=0, served_model_name="alias"))
@@ -77,7 +78,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_server_with_its_error() -> None:
         raise BadFile("model.safetensors: the file ends early")
 
     running = start(load, ServerConfig(port=0))
-    running.thread.join(10)
+    running.thread.join(PATIENCE_S)
     assert [str(error) for error in running.raised] == ["model.safetensors: the file ends early"]
 
 
@@ -85,7 +86,7 @@ def test_a_model_that_arrives_after_the_end_is_closed() -> None:
     front, may_go_on = fake_front(), threading.Event()
 
     def load(report: Any) -> Any:
-        assert may_go_on.wait(10)
+        assert may_go_on.wait(PATIENCE_S)
         return front
 
     running = start(load, ServerConfig(port=0))
@@ -107,7 +108,7 @@ def test_stopping_ends_the_loading_and_waits_for_its_thread() -> None:
             ended.set()
 
     running = start(load, ServerConfig(port=0))
-    assert began.wait(10)
+    assert began.wait(PATIENCE_S)
     running.stop()
     assert ended.is_set()
     assert running.raised == []
@@ -141,7 +142,7 @@ def process(request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen[s
     ) as child:
         assert child.stdout is not None
         client = Client(child.stdout.readline().strip())
-        assert wait_until(lambda: client.get("/health").status == 200, 30)
+        assert wait_until(lambda: client.get("/health").status == 200)
         try:
             yield child, client
         finally:
@@ -173,7 +174,7 @@ def test_a_signal_lets_streams_finish(process: tuple[subprocess.Popen[str], Clie
     events = response.read().decode()
     assert events.endswith("data: [DONE]\n\n")
     assert '"finish_reason":"length"' in events
-    assert child.wait(20) == 0
+    assert child.wait(PATIENCE_S) == 0
     assert child.stdout is not None
     assert child.stdout.read() == "ended\n"
 
@@ -188,7 +189,7 @@ def test_a_stream_that_takes_too_long_ends_with_an_error(
     events = response.read().decode()
     assert "the server is stopping" in events
     assert events.endswith("data: [DONE]\n\n")
-    assert child.wait(20) == 0
+    assert child.wait(PATIENCE_S) == 0
 
 
 def test_a_second_signal_does_not_wait(process: tuple[subprocess.Popen[str], Client]) -> None:

@@ -81,7 +81,7 @@ def test_a_chat_that_computes_without_end_harms_no_other(tmp_path: Path) -> None
 
 
 def test_a_chat_with_a_slow_template_is_refused_and_the_next_served() -> None:
-    with templated(POWER, SandboxLimits(timeout_s=0.3)) as (client, _):
+    with templated(POWER, SandboxLimits(timeout_s=0.3, clock_s=120.0)) as (client, _):
         assert content(client.chat("Hello")) == "Hello"
         refused = client.chat("x")
         assert (refused.status, refused.error["code"]) == (400, "bad_template")

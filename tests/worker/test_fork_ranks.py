@@ -18,6 +18,7 @@ from plait.config import EngineConfig
 from plait.runner.ranks import processes
 from plait.runner.ranks.processes import StartedRank
 from plait.worker import fork_ranks
+from tests.patience import PATIENCE_S
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc is needed")
 FORK = """
@@ -65,7 +66,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 @linux
 def test_forked_ranks_hold_none_of_the_engine_s_descriptors_and_end_with_it() -> None:
-    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=240)
     assert done.returncode == -signal.SIGKILL, done.stderr
     *lines, last = done.stdout.splitlines()
     assert lines == ["runs", "ended 7", "of mine 0", "killed -9 -9", "let go 0"]
@@ -142,5 +143,5 @@ def test_a_rank_shows_signs_until_the_other_end_is_closed(monkeypatch: pytest.Mo
     showing.start()
     assert ours.recv(1) == b"."
     ours.close()
-    showing.join(10)
+    showing.join(PATIENCE_S)
     assert not showing.is_alive()

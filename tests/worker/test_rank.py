@@ -17,6 +17,7 @@ from plait.llm.outputs import RequestOutput
 from plait.loading.measure_memory import list_steps
 from plait.partition import Rank
 from plait.runner.ranks.group import RankGroup
+from tests.patience import PATIENCE_S
 
 NANO = str(Path(__file__).parents[2] / "examples" / "nano-hybrid")
 PROMPTS = ["In the beginning", "And the king said unto them that"]
@@ -78,7 +79,7 @@ def test_a_rank_has_its_share_of_the_weights_and_ends_with_the_engine() -> None:
         whole = alone._loaded.target.weights_nbytes
     assert llm._loaded.target.weights_nbytes < 0.75 * whole  # embeddings are on every rank
     llm.close()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE_S
     while Path(f"/proc/{pids[0]}").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not Path(f"/proc/{pids[0]}").exists()

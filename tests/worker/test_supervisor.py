@@ -19,16 +19,20 @@ def overdue(supervisor: Supervisor, alive_s: float, busy_since_s: float = 0.0) -
     return supervisor._overdue(SimpleNamespace(status=status))  # type: ignore[arg-type]
 
 
-def test_supervisor_that_was_stopped_itself_does_not_blame_the_engine() -> None:
-    patience = Patience(frozen_s=0.05, stalled_s=0.05, loading_s=1e9)
+def test_supervisor_that_was_stopped_itself_does_not_blame_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    patience = Patience(frozen_s=1.0, stalled_s=1.0, loading_s=1e9)
     supervisor = Supervisor(Hello("a:b", "m", EngineConfig(), {}), None, patience)  # type: ignore[arg-type]
-    long_ago = time.monotonic() - 100
+    long_ago = now[0] - 100
     assert overdue(supervisor, long_ago, long_ago) is None  # the first look for a long time
-    time.sleep(0.06)
+    now[0] += 1.1
     assert "no thread of it has run" in (overdue(supervisor, long_ago) or "")
-    assert overdue(supervisor, time.monotonic()) is None
+    assert overdue(supervisor, now[0]) is None
     supervisor._up_since = long_ago
-    assert "a step has taken more than" in (overdue(supervisor, time.monotonic(), long_ago) or "")
+    assert "a step has taken more than" in (overdue(supervisor, now[0], long_ago) or "")
     supervisor._looked_s = long_ago
     assert overdue(supervisor, long_ago, long_ago) is None
     supervisor.mailbox.close()

@@ -29,7 +29,7 @@ from plait.quant.weight import as_tensor
 from tests.checkpoint.quantized.packings import PACKINGS, packed_like
 
 ROOM = 1 << 30  # bytes that a damaged file may make us map or allocate beyond what there is
-PATIENCE_S = 10.0  # for one file: a busy machine has pauses, an endless loop has none
+PATIENCE_S = 60.0  # for one file: a busy machine has pauses, an endless loop has none
 HIDDEN, WIDTH, VOCAB, LAYERS = 64, 192, 264, 2
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

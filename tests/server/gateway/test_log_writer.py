@@ -18,6 +18,7 @@ import pytest
 from plait.errors import ConfigError
 from plait.server.gateway import access_log
 from plait.server.gateway.access_log import LogWriter
+from tests.patience import PATIENCE_S
 from tests.server.conftest import Client, wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -56,7 +57,7 @@ def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
 def client_of(process: subprocess.Popen[str]) -> Client:
     assert process.stdout is not None
     client = Client(process.stdout.readline().strip())
-    assert wait_until(lambda: client.get("/ready").status == 200, 30)
+    assert wait_until(lambda: client.get("/ready").status == 200)
     return client
 
 
@@ -75,7 +76,7 @@ def test_a_server_with_a_full_pipe_as_stderr_answers_counts_and_ends() -> None:
             assert client.get("/health").status == 200
         assert wait_until(lambda: dropped() > 10)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(PATIENCE_S) == 0
         assert "listening on" in process.stderr.read()
 
 
@@ -96,7 +97,7 @@ def test_a_hangup_opens_a_renamed_log_file_again(tmp_path: Path) -> None:
         process.send_signal(signal.SIGHUP)
         client.request("GET", "/version")
         process.terminate()
-        assert process.wait(30) == 0
+        assert process.wait(PATIENCE_S) == 0
         tmp_path.chmod(0o700)
         assert process.stderr is not None
         assert process.stderr.read() == ""
@@ -137,7 +138,7 @@ def test_what_does_not_fit_is_dropped_and_what_comes_after_says_so(
     logged(writer, "last")
     writer.flush()
     os.close(pipe[1])
-    reading.join(10)
+    reading.join(PATIENCE_S)
     lines = b"".join(found).decode().splitlines()[1:]
     assert lines[:2] == ["line 000", "line 001"]
     assert lines[-2] == f"the log was not written in time: {writer.num_dropped} lines were dropped here"

@@ -9,7 +9,7 @@ import pytest
 from plait.server.gateway.api_keys import Account, Allowance, Bucket, Key, RateLimits, _span
 from plait.server.http.errors import RateLimited, problem
 from tests.server.conftest import serving, wait_until
-from tests.server.fake import fake_front
+from tests.server.fake import EchoLoop, fake_front
 from tests.server.real_engine import engine_front
 
 ASKED = {"prompt": "Hi", "max_tokens": 1}
@@ -159,10 +159,13 @@ def test_who_owes_tokens_waits() -> None:
 def test_a_key_may_have_so_many_requests_open() -> None:
     front = fake_front()
     with serving(front, max_requests_per_key=1) as client:
-        slow = threading.Thread(target=client.complete, args=("SLOW " * 10,), kwargs={"max_tokens": 40})
+        more = {"max_tokens": 1500, "ignore_eos": True}
+        slow = threading.Thread(target=client.complete, args=("SLOW",), kwargs=more)
         slow.start()
         assert wait_until(lambda: front.stats()["running"] == 1)
         refused = client.complete("Hi")
         assert (refused.status, refused.headers["retry-after"]) == (429, "1")
+        assert isinstance(front.loop, EchoLoop)
+        front.loop.hurry.set()
         slow.join()
         assert client.complete("Hi", max_tokens=1).status == 200

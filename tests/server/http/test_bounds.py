@@ -215,14 +215,14 @@ def test_a_body_that_drips_is_408(client: Client, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_body_that_comes_fast_enough_is_taken(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "BODY_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(transfer, "BODY_TIMEOUT_S", 1.5)
     monkeypatch.setattr(transfer, "MIN_BODY_RATE", 1)
     sent = json.dumps({"prompt": "Hi", "max_tokens": 1}).encode()
     with connected(client) as sock:
         sock.sendall(POST + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(sent))
         for i in range(0, len(sent), 4):  # together longer than the timeout, each piece in time
             sock.sendall(sent[i : i + 4])
-            time.sleep(0.07)
+            time.sleep(0.2)
         assert answer(sock).startswith(b"HTTP/1.1 200 ")
 
 
@@ -308,13 +308,22 @@ def test_an_answer_that_no_client_reads_is_cut(
 def test_an_answer_that_is_read_slowly_but_read_is_not_cut(
     lost: list[connection.Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "READ_TIMEOUT_S", 4.0)  # this test may have no core for two seconds
-    with serving(fake_front()) as client, unread(client, {**LARGE, "stream": True}) as sock:
+    waits: list[Any] = []
+    pause = connection.Connection.pause_writing
+
+    def pause_writing(self: connection.Connection) -> None:
+        pause(self)
+        waits.append(self._unread)
+
+    monkeypatch.setattr(connection.Connection, "pause_writing", pause_writing)
+    asked = {**LARGE, "max_tokens": 400, "stream": True}
+    with serving(fake_front()) as client, unread(client, asked) as sock:
         seen = b""
         while not seen.endswith(b"0\r\n\r\n") and (piece := sock.recv(20_000)):
             seen += piece
-            time.sleep(0.004)
     assert b"data: [DONE]" in seen
+    assert len(waits) > 1
+    assert all(wait.cancelled() for wait in waits)  # each time as soon as the client had read on
 
 
 def test_the_end_of_an_answer_that_no_client_reads_does_not_hold_its_connection(

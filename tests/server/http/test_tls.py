@@ -17,7 +17,7 @@ from plait.errors import ConfigError
 from plait.server.http import connection
 from plait.server.http.listening import certificate
 from tests.server.conftest import Running, start, wait_until
-from tests.server.fake import fake_front
+from tests.server.fake import EchoLoop, fake_front
 
 FILES = Path(__file__).parent / "tls"
 
@@ -83,8 +83,9 @@ def test_a_new_certificate_is_used_and_open_streams_go_on(tmp_path: Path, asked:
     running = start(lambda report: fake_front(), config(tmp_path))
     try:
         assert wait_until(lambda: bool(running.server.models.fronts()))
+        (front,) = running.server.models.fronts().values()
         stream = http.client.HTTPSConnection(*address(running), timeout=20, context=trusting("one"))
-        body = {"prompt": "SLOW", "stream": True, "ignore_eos": True, "max_tokens": 60}
+        body = {"prompt": "SLOW", "stream": True, "ignore_eos": True, "max_tokens": 1500}
         headers = {"Content-Type": "application/json"}
         stream.request("POST", "/v1/completions", json.dumps(body), headers)
         response = stream.getresponse()
@@ -93,6 +94,8 @@ def test_a_new_certificate_is_used_and_open_streams_go_on(tmp_path: Path, asked:
             running.server.ask_reload()
         assert wait_until(lambda: served_with(running, "two"))
         assert not served_with(running, "one")
+        assert isinstance(front.loop, EchoLoop)
+        front.loop.hurry.set()
         assert response.read().endswith(b"data: [DONE]\n\n")
         stream.close()
     finally:

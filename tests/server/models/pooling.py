@@ -17,6 +17,7 @@ from plait.server.models.file_facts import FileFacts
 from plait.server.models.placement import MemoryBudget
 from plait.server.models.pool import ModelPool
 from plait.server.models.residents import ResidentModels
+from tests.patience import PATIENCE_S
 from tests.server.fake import fake_front
 
 ENGINE = EngineConfig()
@@ -37,7 +38,7 @@ class FakeLoader:
         with self.lock:
             self.loaded.append(entry.name)
         report("reading", 1, 2)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + PATIENCE_S
         while entry.name in self.held and time.monotonic() < deadline:
             report("reading", 1, 2)  # raises when the load is cancelled
             time.sleep(0.002)
@@ -112,7 +113,7 @@ class Bench:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait for what threads do; the clock of the pool stands still."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + PATIENCE_S
         while not condition():
             assert time.monotonic() < deadline, self.phases()
             await asyncio.sleep(0.002)

@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from plait.server.run import Server, serve_models
 from tests.contract.wire import Client
+from tests.patience import PATIENCE_S
 from tests.server.conftest import wait_until
 from tests.server.models.pooling import SIZE, Bench
 
@@ -23,14 +24,14 @@ def serving(bench: Bench) -> Iterator[Client]:
     listening: queue.SimpleQueue[Server] = queue.SimpleQueue()
     thread = threading.Thread(target=serve_models, args=(bench.pool, bench.config, listening.put))
     thread.start()
-    server = listening.get(timeout=10)
+    server = listening.get(timeout=PATIENCE_S)
     client = Client(server.url, "small")
     try:
         assert wait_until(lambda: client.get("/ready").status == 200)
         yield client
     finally:
         server.should_exit = True
-        thread.join(20)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive()
 
 

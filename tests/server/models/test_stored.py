@@ -14,6 +14,7 @@ from openai import BadRequestError, NotFoundError, OpenAI
 from plait.errors import OutOfMemory
 from plait.server.models.placement import RESIDENCE_S
 from tests.contract.wire import Client
+from tests.patience import PATIENCE_S
 from tests.server.conftest import wait_until
 from tests.server.models.pooling import Bench
 from tests.server.models.test_served import ADMIN, serving
@@ -144,5 +145,5 @@ def test_a_background_response_of_a_model_that_loads_waits_for_it(bench: Bench, 
     thread.start()
     assert wait_until(lambda: phase(bench, "big") == "loading")
     bench.loader.held.clear()
-    thread.join(10)
+    thread.join(PATIENCE_S)
     assert ended(openai, found[0].id).output_text == "late"

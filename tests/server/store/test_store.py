@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from plait.server.store.errors import NotStored, StoreFull, StoreUnavailable
 from plait.server.store.rows import PageQuery, StoredRow
 from plait.server.store.seal import Seal, read_seal
 from plait.server.store.store import Store, open_store
+from tests.patience import PATIENCE_S
 from tests.server.store.test_database import row
 
 
@@ -165,17 +167,17 @@ def test_a_conversation_that_is_too_long_is_refused(store: Store, monkeypatch: p
 
 
 def test_the_event_loop_goes_on_while_the_disk_is_slow(store: Store) -> None:
-    import time
+    has_turned = threading.Event()
 
-    async def main() -> int:
-        slow = asyncio.ensure_future(store.run(lambda rows: time.sleep(0.05)))
-        turns = 0
-        while not slow.done():
+    async def main() -> bool:
+        slow = asyncio.ensure_future(store.run(lambda rows: has_turned.wait(PATIENCE_S)))
+        for _ in range(3):
             await asyncio.sleep(0.001)
-            turns += 1
-        return turns
+        assert not slow.done()
+        has_turned.set()
+        return await slow
 
-    assert asyncio.run(main()) > 3
+    assert asyncio.run(main())
 
 
 def test_uploads_that_were_cut_go_when_the_server_starts(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from plait.state.disk.cache import DiskCache
 from plait.state.disk.file_format import DiskNames, read_content, read_names, write_content
 from plait.state.disk.index import DiskRead
 from plait.state.host_store import HostStore, SavedState
+from tests.patience import PATIENCE_S
 
 STATES: dict[str, State] = {
     "a": PagedState({"k": (2,), "v": (3,)}),
@@ -49,7 +50,7 @@ def copy_for(names: DiskNames, seed: int = 0) -> SavedState:
     return SavedState(names.tables(LAYOUT), names.has_slot(LAYOUT), content)
 
 
-def until(done: Callable[[], object], seconds: float = 20.0) -> None:
+def until(done: Callable[[], object], seconds: float = PATIENCE_S) -> None:
     end = time.monotonic() + seconds
     while not done():
         assert time.monotonic() < end, "it never happens"

@@ -58,7 +58,7 @@ def test_hostile_templates_are_refused(sandbox: Sandbox, template: str, says: st
 
 
 def test_an_endless_template_is_stopped_by_the_clock() -> None:
-    box = Sandbox(SandboxLimits(timeout_s=1.0))
+    box = Sandbox(SandboxLimits(timeout_s=1.0, clock_s=120.0))
     try:
         with pytest.raises(BadTemplate, match="within 1 s"):
             box.render(ENDLESS, {})
@@ -250,7 +250,7 @@ def test_what_a_template_never_reaches_costs_nothing(sandbox: Sandbox, never: st
 
 
 def test_a_computation_without_end_ends_its_own_request_alone() -> None:
-    box = Sandbox(SandboxLimits(timeout_s=0.5))
+    box = Sandbox(SandboxLimits(timeout_s=0.5, clock_s=120.0))
     try:
         assert box.render(POWER, {"messages": [{"content": "hi"}]}) == "hi"
         with pytest.raises(TemplateEnded, match=r"within 0\.5 s"):

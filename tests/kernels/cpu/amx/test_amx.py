@@ -151,9 +151,9 @@ def expected(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     return out
 
 
-STORAGES = ("Q4_1", "fp8_b128", "bnb_nf4")
+STORAGES = ("Q4_1", "fp8_b128")
 MORE = (  # that compile as long and differ in how codes and scales are read, which `linear_source` shares
-    "Q6_K", "int4_g64+zeros",
+    "bnb_nf4", "Q6_K", "int4_g64+zeros",
     "Q8_0", "Q5_0", "Q4_K", "Q3_K", "Q2_K", "IQ4_NL", "IQ3_S", "TQ2_0", "mxfp4", "nvfp4", "int4_g128", "int8",
 )  # fmt: skip
 

@@ -24,6 +24,7 @@ from plait.ops.linear import KINDS, Linear
 from plait.ops.moe import experts
 from plait.ops.registry import Op, OpFacts
 from plait.quant.weight import Dense
+from tests.common_storages import mark_rare
 
 load_kernels()
 ROWS = (1, 2, 3, 7, 15, 16, 17, 40, 49, 130)  # every bundle, and pieces taken one by one
@@ -49,14 +50,7 @@ def one_after_the_other(cpu: Any, x: torch.Tensor, up: Linear, kind: str) -> tor
     return apply(up(x), kind, True)  # type: ignore[no-any-return]
 
 
-# Of the rest kernels are made from the same parts, and `tests/ops/test_variants.py` has each storage once.
-COMMON = ("Q4_1", "Q8_0", "Q4_K", "Q6_K", "int4_g128", "mxfp4", "bfloat16", "float32")
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [k if k in COMMON else pytest.param(k, marks=pytest.mark.slow) for k in (*KINDS, *STORED)],
-)
+@pytest.mark.parametrize("kind", mark_rare([*KINDS, *STORED]))
 def test_one_launch_has_the_bits_of_two(cpu: Any, kind: str) -> None:
     up = map_of(cpu, kind, 512, 80, biased=True)
     fn, row = bound(glu, cpu, kind="silu", up=up)
@@ -94,7 +88,7 @@ def test_threads_change_nothing(cpu: Any, threads: int) -> None:
 
 
 def test_rows_of_a_wider_result(cpu: Any) -> None:
-    up = map_of(cpu, "Q4_0", 256, 64)
+    up = map_of(cpu, "Q4_1", 256, 64)
     weight, _, rounding = up.parts[0]
     for rows in (1, 5, 16, 70):
         x, out = torch.randn(rows, 256), torch.zeros(rows, 100)
@@ -117,8 +111,8 @@ def test_tiles_of_bytes_have_the_same_bits(cpu: Any) -> None:
 @pytest.mark.parametrize("kind", ["silu", "swiglu_oai"])
 def test_experts_join_too(cpu: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     count, k, hidden, size = 5, 2, 64, 96
-    up = [map_of(cpu, "Q4_0", hidden, size) for _ in range(count)]
-    down = [plain_map(cpu, random_weight("Q4_0", hidden, size)) for _ in range(count)]
+    up = [map_of(cpu, "Q4_1", hidden, size) for _ in range(count)]
+    down = [plain_map(cpu, random_weight("Q4_1", hidden, size)) for _ in range(count)]
     fn, _ = bound(experts, cpu)
     for tokens in (1, 6, 40):
         x = torch.randn(tokens, hidden)

@@ -13,11 +13,12 @@ from plait.ops.blocks import random_weight
 from plait.ops.linear import FLOATS, KINDS, STORED, linear
 from plait.ops.registry import OpFacts
 from plait.quant.weight import CachedWeight, Dense
+from tests.common_storages import mark_rare
 
 PLAIN = ("float32", "bfloat16", "float16")
 
 
-@pytest.mark.parametrize("kind", [*PLAIN, *KINDS, *STORED, *FLOATS])
+@pytest.mark.parametrize("kind", [*PLAIN, *mark_rare([*KINDS, *STORED, *FLOATS])])
 def test_a_kept_weight_is_the_packed_one(cpu: Any, kind: str) -> None:
     if kind in PLAIN:
         weight: Any = Dense(torch.randn(50, 512).to(getattr(torch, kind)))

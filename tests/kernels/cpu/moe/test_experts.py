@@ -100,11 +100,13 @@ def test_experts_in_half_the_width(cpu: Any, dtype: torch.dtype) -> None:
     close(bound(experts, cpu)(*args), experts.reference(*args))
 
 
-STORED = [("Q8_0", 64), ("Q4_K", 256), ("int4_g128", 128), ("int4_g64+zeros+order", 128), ("mxfp4", 64)]
-STORED += [("fp8_b128", 64), ("nvfp4", 64), ("bnb_nf4", 64)]
+STORED = [("Q8_0", 64), ("Q4_K", 256), ("int4_g128", 128), ("mxfp4", 64), ("fp8_b128", 64)]
+MORE = [("int4_g64+zeros+order", 128), ("nvfp4", 64), ("bnb_nf4", 64)]
 
 
-@pytest.mark.parametrize(("kind", "size"), STORED)
+@pytest.mark.parametrize(
+    ("kind", "size"), [*STORED, *(pytest.param(*one, marks=pytest.mark.slow) for one in MORE)]
+)
 def test_experts_that_are_quantized(cpu: Any, kind: str, size: int) -> None:
     up, down = maps(cpu, 4, 256, 2 * size, kind=kind), maps(cpu, 4, size, 256, kind=kind)
     x, (weight, index) = torch.randn(TOKENS, 256), chosen(TOKENS, 4, 2)

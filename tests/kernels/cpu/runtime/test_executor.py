@@ -17,6 +17,7 @@ from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import barrier, rows_of, word
 from plait.kernels.cpu.runtime.frame_words import SLEEPERS
 from plait.kernels.cpu.runtime.loops import HAS_FUTEX
+from tests.patience import PATIENCE_S
 
 
 @kernel
@@ -100,7 +101,7 @@ def test_threads_end_with_close_and_with_the_object() -> None:
     del forgotten
     gc.collect()
     for worker in workers:
-        worker.join(10)
+        worker.join(PATIENCE_S)
     assert set(threading.enumerate()) == before
 
 

@@ -24,7 +24,7 @@ TOKENS, START, SLOT = 33, 70_000, 2
 PER_TOKEN = {"x", "dt", "B", "C", "q", "k", "v", "step", "beta", "gates", "blend", "theta"}
 SLOTTED = {"state", "angle", "prev_b", "prev_x"}
 CASES: list[tuple[Op, dict[str, Any]]] = [
-    (mamba2_scan, dict(heads=2, dim=20, state=48, groups=2)),
+    (mamba2_scan, dict(heads=2, dim=20, state=64, groups=2)),
     (gated_delta_scan, dict(heads=4, keys=2, key_dim=7, dim=48)),
     (mamba1_scan, dict(heads=9, dim=8, state=16, groups=2)),
     (rg_lru, dict(heads=2, dim=48)),

@@ -84,7 +84,7 @@ slowly = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    "size", [1, 7, 16, 64, *(pytest.param(n, marks=slowly) for n in (17, 33, 100, 256, 330))]
+    "size", [7, 16, 64, *(pytest.param(n, marks=slowly) for n in (1, 17, 33, 100, 256, 330))]
 )
 @pytest.mark.parametrize("skips", [True, False])
 def test_mamba2_of_any_state_size(cpu: Any, size: int, skips: bool) -> None:
@@ -107,7 +107,7 @@ def test_mamba1_of_any_state_size(cpu: Any, size: int, limit: float | None) -> N
 
 
 @pytest.mark.parametrize("make", LAYERS)
-@pytest.mark.parametrize("size", [1, 3, 7, 16, 37])
+@pytest.mark.parametrize("size", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3)), 7, 16, 37])
 def test_a_prompt_cut_anywhere_gives_the_same_bits(cpu: Any, make: Callable[[int], Layer], size: int) -> None:
     whole = make(61)
     whole.state.fill_(torch.nan)  # what the slot's last owner left, and other sequences
