@@ -34,8 +34,10 @@ MODES = (
     Setting("bfloat16 state", state_dtype="bfloat16"),
     Setting("int8 state", state_dtype="int8"),
     Setting("int8 KV", kv_dtype="int8"),
+    Setting("int7 KV", kv_dtype="int7"),
     Setting("int4 KV", kv_dtype="int4"),
     Setting("int8 state, int8 KV", kv_dtype="int8", state_dtype="int8"),
+    Setting("int8 state, int7 KV", kv_dtype="int7", state_dtype="int8"),
 )
 NAMES = [
     "David",

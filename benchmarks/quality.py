@@ -2,6 +2,7 @@
 
 python benchmarks/quality.py MODEL                        the file as it is: default, --precise, float32
 python benchmarks/quality.py MODEL --quantize all         and every format, from the weights in float32
+python benchmarks/quality.py MODEL --window 8192          over texts of that length
 python benchmarks/quality.py MODEL --llama-cpp PYTHON     and llama.cpp on the same GGUF file and tokens
 
 The reference decodes the weights to float32 and rounds nothing else. Each row of the table feeds the same
@@ -42,7 +43,7 @@ from plait.state.store import StateStore
 
 HERE = Path(__file__).resolve().parent
 TEXT = HERE / "text" / "king-james.txt"
-WINDOW = 512
+WINDOW = 512  # tokens; `--window` changes it
 PEER = """
 import json, sys
 import numpy as np
@@ -83,6 +84,7 @@ AS_IT_IS = (
         "float32, but bfloat16 state", True, activations="float32", kv_dtype="model", state_dtype="bfloat16"
     ),
     Setting("float32, but int8 state", True, activations="float32", kv_dtype="model", state_dtype="int8"),
+    Setting("float32, but int7 KV", True, activations="float32", kv_dtype="int7"),
     Setting("float32, but int4 KV", True, activations="float32", kv_dtype="int4"),
     Setting("float32, fastest ops", True, activations="float32", kv_dtype="model"),
 )
@@ -262,6 +264,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 
 
 def main() -> None:
+    global WINDOW
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -278,10 +281,12 @@ def main() -> None:
     parser.add_argument("--llama-cpp", metavar="PYTHON", help="a Python that has llama-cpp-python")
     parser.add_argument("--text", type=Path, default=TEXT)
     parser.add_argument("--tokens", type=int, default=4096, help="of the text, at most")
+    parser.add_argument("--window", type=int, default=WINDOW, help="tokens of a text; default: %(default)s")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", type=Path, help="write the JSON here")
     given = parser.parse_args()
     load_kernels()
+    WINDOW = given.window
     opened = open_model(given.model, EngineConfig(device="cpu", threads=given.threads))
     results = compare(opened, given)
     report = {

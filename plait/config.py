@@ -16,7 +16,7 @@ from plait.errors import ConfigError
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+(,\d+)*)?|cuda:sm_\d+a?")
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Ops = Literal["auto", "reference"]
-KvDType = Literal["auto", "float32", "bfloat16", "int8", "int4"]
+KvDType = Literal["auto", "float32", "bfloat16", "int8", "int7", "int4"]
 StateDType = Literal["float32", "bfloat16", "int8"]
 Isa = Literal["native", "amx", "avx512", "avx2", "generic"]
 Prefill = Literal["same", "bf16"]
@@ -152,7 +152,7 @@ class EngineConfig:
     kv_dtype: KvDType = option(
         "auto",
         "what keys and values are kept in; auto: bfloat16, or float32 for float32 weights or --precise; "
-        "int8, int4: codes with scales; int4 on a CPU",
+        "int8, int7, int4: codes with scales. int7: half of bfloat16, scales included. int7, int4: on a CPU",
         "--kv-cache-dtype",
     )
     state_dtype: StateDType = option(

@@ -10,8 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 Shape = tuple[int, ...]
-# int4: of the bytes that an entry of codes takes (`ops.entry`).
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "int4": 1, "float8_e4m3fn": 1}
+# int4: of the bytes that an entry of codes takes, int7: of the words (`ops.entry`).
+DTYPE_BYTES = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "int8": 1,
+    "int7": 2,
+    "int4": 1,
+}
 
 
 @dataclass(frozen=True, slots=True)

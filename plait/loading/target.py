@@ -101,8 +101,10 @@ def check_kept(config: EngineConfig, chip: Chip | None) -> None:
         raise ConfigError(
             f"state_dtype: {config.state_dtype} is for CPUs, and kernels on a GPU read float32; leave it out"
         )
-    if config.kv_dtype == "int4":
-        raise ConfigError("kv_dtype: int4 is for CPUs; kernels on a GPU read float32, bfloat16 and int8")
+    if config.kv_dtype in ("int7", "int4"):
+        raise ConfigError(
+            f"kv_dtype: {config.kv_dtype} is for CPUs; kernels on a GPU read float32, bfloat16 and int8"
+        )
 
 
 def choose_rank(opened: Opened) -> Rank:

@@ -32,6 +32,8 @@ CASES: list[Case] = [
     dict(seqs=SEQS, heads=6, kv_heads=2, dim=20, window=9, softcap=None, sinks=True, kv_dtype="int8"),
     dict(seqs=[300, 2], heads=6, kv_heads=3, dim=24, window=None, softcap=None, alibi=True),
     dict(seqs=SEQS, heads=4, kv_heads=4, dim=20, window=9, softcap=20.0, alibi=True, kv_dtype="int8"),
+    dict(seqs=[300, 2], heads=9, kv_heads=3, dim=64, window=None, softcap=None, kv_dtype="int7"),
+    dict(seqs=SEQS, heads=4, kv_heads=1, dim=96, window=70, softcap=30.0, sinks=True, kv_dtype="int7"),
     dict(seqs=[300, 2], heads=9, kv_heads=3, dim=64, window=None, softcap=None, kv_dtype="int4"),
     dict(seqs=[270, 4], heads=8, kv_heads=1, dim=96, window=70, softcap=30.0, kv_dtype="int4", alibi=True),
 ]
@@ -200,6 +202,8 @@ LATENT_CASES: list[Case] = [
     dict(seqs=[150, 3], heads=16, kv_rank=160, rope_dim=32, kv_dtype="int8"),
     dict(seqs=SEQS, heads=3, kv_rank=20, rope_dim=6, kv_dtype="int8"),
     dict(seqs=[150, 3], heads=16, kv_rank=160, rope_dim=32, kv_dtype="int4"),
+    dict(seqs=[150, 3], heads=16, kv_rank=160, rope_dim=32, kv_dtype="int7"),
+    dict(seqs=SEQS, heads=3, kv_rank=64, rope_dim=6, kv_dtype="int7", window=9),
     dict(seqs=[270, 4], heads=3, kv_rank=24, rope_dim=6, window=70),
     dict(seqs=SEQS, heads=4, kv_rank=20, rope_dim=6, window=9, kv_dtype="int8", sinks=True),
 ]

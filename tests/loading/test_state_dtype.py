@@ -40,7 +40,7 @@ def test_state_of_a_hybrid_takes_half_but_its_convolutions(nano_hybrid: Path) ->
 def test_a_gpu_refuses_what_its_kernels_do_not_read() -> None:
     chip, config = EXAMPLES[90], EngineConfig(device="cpu")
     check_kept(config, chip)
-    for options in ({"state_dtype": "bfloat16"}, {"kv_dtype": "int4"}):
+    for options in ({"state_dtype": "bfloat16"}, {"kv_dtype": "int4"}, {"kv_dtype": "int7"}):
         changed = replace(config, **options)  # type: ignore[arg-type]
         check_kept(changed, None)
         with pytest.raises(ConfigError, match=f"{next(iter(options))}: .* for CPUs"):

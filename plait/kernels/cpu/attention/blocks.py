@@ -37,6 +37,7 @@ from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import rows_of, scratch_of
 from plait.kernels.cpu.runtime.row_checks import TensorRows, dense
 from plait.ops.block_sparse import block_sparse_attention, choose_blocks
+from plait.ops.entry import CODED
 from plait.ops.registry import OpFacts
 
 
@@ -183,7 +184,7 @@ def attend_blocks(frame: int, args: int, thread: int, threads: int) -> None:
 
 def why_no_blocks(facts: OpFacts) -> str | None:
     """Why the native kernel cannot serve these facts, if so."""
-    if (kept := facts.sizes.get("kv_dtype", "model")) in ("int8", "int4"):
+    if (kept := facts.sizes.get("kv_dtype", "model")) in CODED:
         return f"it reads keys in float32 or bfloat16, not in {kept}"
     return why_unstorable(facts)
 

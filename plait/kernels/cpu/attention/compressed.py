@@ -64,6 +64,7 @@ from plait.ops.compressed import (
     compress_tokens,
     entry_attention,
 )
+from plait.ops.entry import CODED
 from plait.ops.registry import OpFacts
 
 
@@ -385,7 +386,7 @@ def attend_compressed(frame: int, args: int, thread: int, threads: int) -> None:
 
 def why_no_entries(facts: OpFacts) -> str | None:
     """Why the native kernel cannot serve these facts, if so."""
-    if (kept := facts.sizes.get("kv_dtype", "model")) in ("int8", "int4"):
+    if (kept := facts.sizes.get("kv_dtype", "model")) in CODED:
         return f"it reads latents in float32 or bfloat16, not in {kept}"
     return why_unstorable(facts)
 

@@ -15,13 +15,8 @@ import torch
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
-from plait.kernels.cpu.attention.attention import (
-    SCRATCH,
-    check_cache,
-    check_index,
-    store_latent_codes,
-    why_unstorable,
-)
+from plait.kernels.cpu.attention.attention import check_cache, check_index, why_unstorable
+from plait.kernels.cpu.attention.codes import SCRATCH, store_latent_codes
 from plait.kernels.cpu.attention.mla import store_latents, why_unserved
 from plait.kernels.cpu.codegen.kernel import inline, kernel
 from plait.kernels.cpu.codegen.kinds import Float, Int
@@ -58,7 +53,7 @@ from plait.kernels.cpu.codegen.vec import (
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import rows_of, scratch_of
 from plait.kernels.cpu.runtime.row_checks import TensorRows, dense
-from plait.ops.entry import LATENT_GROUP, SCALE_NBYTES, latent_codes
+from plait.ops.entry import CODED, LATENT_GROUP, SCALE_NBYTES, latent_codes
 from plait.ops.indexer import choose_keys, sparse_latent_attention
 from plait.ops.registry import OpFacts
 
@@ -189,10 +184,7 @@ def store_index_keys(frame: int, args: int, thread: int, threads: int) -> None:
 
 def why_no_choice(facts: OpFacts) -> str | None:
     """Why the native kernels cannot serve an indexer of these facts, if so."""
-    if (
-        facts.sizes.get("kv_dtype", "model") in ("bfloat16", "int8", "int4")
-        and facts.sizes.get("index_dim", 16) % 16
-    ):
+    if facts.sizes.get("kv_dtype", "model") in ("bfloat16", *CODED) and facts.sizes.get("index_dim", 16) % 16:
         return f"it wants index keys of a multiple of 16 in bfloat16, not of {facts['index_dim']}"
     return why_unstorable(facts)
 
@@ -368,8 +360,8 @@ def attend_chosen(frame: int, args: int, thread: int, threads: int) -> None:
 
 def why_no_sparse(facts: OpFacts) -> str | None:
     """Why the native kernel cannot serve these facts, if so."""
-    if facts.sizes.get("kv_dtype") == "int4":
-        return "it reads latents in float32, bfloat16 or int8, not in int4"
+    if (kept := facts.sizes.get("kv_dtype")) in ("int7", "int4"):
+        return f"it reads latents in float32, bfloat16 or int8, not in {kept}"
     return why_unserved(facts)
 
 

@@ -14,24 +14,25 @@ import torch
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
-from plait.kernels.cpu.attention.attention import (
-    APART,
-    CODES,
-    SCRATCH,
-    check_cache,
-    check_index,
-    store_latent_codes,
-    store_latent_nibbles,
-    why_unstorable,
-)
-from plait.kernels.cpu.attention.source import TILES, Form, module, record_bytes
+from plait.kernels.cpu.attention.attention import APART, CODES, check_cache, check_index, why_unstorable
+from plait.kernels.cpu.attention.codes import SCRATCH, store_latent_codes, store_latent_nibbles
+from plait.kernels.cpu.attention.seven_bits import store_latent_sevens
+from plait.kernels.cpu.attention.source import SEVENS, TILES, Form, module, record_bytes
 from plait.kernels.cpu.codegen.kernel import Kernel, kernel
 from plait.kernels.cpu.codegen.vec import get_f32, get_i64, load_some, put_bf16, store_some, words
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import rows_of
 from plait.kernels.cpu.runtime.row_checks import TensorRows, dense
 from plait.ops.attention import paged_latent_attention
-from plait.ops.entry import LATENT_ALIGN, LATENT_GROUP, NIBBLE_GROUP, SCALE_NBYTES, Nibbles, latent_form
+from plait.ops.entry import (
+    LATENT_ALIGN,
+    LATENT_GROUP,
+    NIBBLE_GROUP,
+    SCALE_NBYTES,
+    Nibbles,
+    Sevens,
+    latent_form,
+)
 from plait.ops.registry import OpFacts
 
 SPAN = 128  # tokens; their latents, turned, have to stay in L2
@@ -65,6 +66,15 @@ def _turn(size: int) -> str:
         )
         turn, stride = _TURN_CODES, "token_bytes(args)"
         copied = "((rank + 15) // 16 + (width - rank + 15) // 16) * 1024"
+    elif size == SEVENS:
+        text = (
+            _SEVENS
+            + _square("turn", 1, _LOAD_REST)
+            + _square("turn_codes", SEVENS, _LOAD[SEVENS].format(group=LATENT_GROUP))
+        )
+        text += _SEVEN_BYTES.format(group=LATENT_GROUP, scale=SCALE_NBYTES, align=LATENT_ALIGN)
+        turn, stride = _TURN_CODES, "token_bytes(args)"
+        copied = "((rank + 15) // 16 + (width - rank + 15) // 16) * 1024"
     elif size > 1:
         text, turn = _square("turn", size, _LOAD[size]), "turn(source, stride, width, copy)"
         stride, copied = f"width * {size}", "(width + 15) // 16 * 1024"
@@ -80,6 +90,7 @@ _LOAD = {
     4: "load_some(row + 4 * c, left)",
     2: "widened(load_some(row + 2 * c, left // np.int32(2)))",
     0: "nibbles(row + c // 32 * 16, c, row + columns // 2 + c // 32 * 4)",
+    SEVENS: "mul(sevens(row, columns, c), spread(get_bf16(row + columns // 8 * 7 + c // {group} * 2)))",
     1: "mul(to_f32(load_i8(row + c)), spread(get_bf16(row + columns + c // {group} * 2)))",
 }
 
@@ -140,6 +151,32 @@ def nibbles(at, c, scale):
     return fma(to_f32(codes), spread(get_bf16(scale)), spread(get_bf16(scale + 2)))
 
 '''
+_LOAD_REST = "mul(to_f32(load_i8(row + c)), spread(get_bf16(row + (columns + 15) // 16 * 16)))"
+_SEVENS = '''
+from plait.kernels.cpu.attention.seven_bits import UPPER, join_upper
+
+
+@inline
+def sevens(row, columns, c):
+    """Sixteen codes of seven bits of a row, of column c on."""
+    low = and_i32(right(load_u8(row + c // 32 * 16), np.int32((c & 16) // 4)), spread_int(np.int32(15)))
+    return to_f32(join_upper(low, row + columns // 2 + c // 16 * UPPER))
+
+'''
+_SEVEN_BYTES = '''
+@inline
+def rest_at(args):
+    """The byte of a latent at which what is not in codes of seven bits begins."""
+    return word(args, V_DIM) // 8 * 7 + (word(args, V_DIM) + {group} - 1) // {group} * {scale}
+
+
+@inline
+def token_bytes(args):
+    rest = word(args, K_DIM) - word(args, V_DIM)
+    end = rest_at(args) + ((rest + 15) // 16 * 16 + {scale} if rest > 0 else 0)
+    return (end + {align} - 1) // {align} * {align}
+
+'''
 _NIBBLE_BYTES = '''
 @inline
 def rest_at(args):
@@ -157,17 +194,17 @@ _TURN_CODES = """turn_codes(source, stride, rank, copy)
 
 
 def form_of(dtype: torch.dtype) -> Form:
-    size = 0 if dtype == torch.uint8 else dtype.itemsize
+    size = {torch.uint8: 0, torch.int16: SEVENS}.get(dtype, dtype.itemsize)
     return Form(
         name=f"latent_{CODES.get(dtype, str(dtype).removeprefix('torch.'))}",
         span=SPAN,
         key_size=4,
         value_size=size,
-        stride=f"word(args, K_DIM) * {size}" if size > 1 else "token_bytes(args)",
+        stride="token_bytes(args)" if dtype in CODES else f"word(args, K_DIM) * {size}",
         locate="unfold(args, s, at, first, end, to, copies)",
         least=TILES,
         prelude=_turn(size),
-        value_group=LATENT_GROUP if size == 1 else 0,
+        value_group=LATENT_GROUP if size in (1, SEVENS) else 0,
     )
 
 
@@ -183,8 +220,9 @@ def why_unserved(facts: OpFacts) -> str | None:
     for name in ("kv_rank", "rope_dim"):
         if facts.sizes.get(name, 2) % 2:
             return f"it wants an even {name}, not {facts[name]}"
-    if facts.sizes.get("kv_dtype") == "int4" and facts.sizes.get("kv_rank", 32) % NIBBLE_GROUP:
-        return f"it keeps int4 for a kv_rank of a multiple of {NIBBLE_GROUP}, not of {facts['kv_rank']}"
+    kept = facts.sizes.get("kv_dtype")
+    if kept in ("int4", "int7") and facts.sizes.get("kv_rank", 32) % NIBBLE_GROUP:
+        return f"it keeps {kept} for a kv_rank of a multiple of {NIBBLE_GROUP}, not of {facts['kv_rank']}"
     return why_unstorable(facts)
 
 
@@ -220,6 +258,9 @@ def _paged_latent_attention(
     given = (latent, new.row_bytes, cache, slot_mapping)
     if isinstance(form, Nibbles):
         cpu.launch(store_latent_nibbles, *given, kv_rank, rest, form.width, rows=new.count, scratch=SCRATCH)
+    elif isinstance(form, Sevens):
+        parts = (kv_rank, form.group, form.rest_at, rest, form.rest_scale_at, 2 * form.width)
+        cpu.launch(store_latent_sevens, *given, *parts, rows=new.count, scratch=SCRATCH)
     elif form:
         parts = (kv_rank, form.group, form.rest_at, rest, form.width)
         cpu.launch(store_latent_codes, *given, *parts, rows=new.count, scratch=SCRATCH)

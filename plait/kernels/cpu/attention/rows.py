@@ -196,14 +196,14 @@ def lean(
 
 
 @inline
-def weigh(args: Int, scores: Int, first: Int, end: Int, places: Int) -> None:
+def weigh(scores: Int, first: Int, end: Int, places: Int, behind: Int) -> None:
     """Numbers of one row with the groups first..end of a split, each times the scale of its token's value.
 
-    places: addresses of groups of int8 values, behind which their scales lie.
+    places: addresses of groups of codes of values; their scales lie so many bytes behind.
     """
     for g in range(first, end):
         at = scores + 64 * g
-        store_f32(at, mul(load_f32(at), load_bf16(get_i64(places + 8 * g) + 16 * word(args, V_DIM))))
+        store_f32(at, mul(load_f32(at), load_bf16(get_i64(places + 8 * g) + behind)))
 
 
 @inline

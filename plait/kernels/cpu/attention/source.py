@@ -24,26 +24,28 @@ from types import ModuleType
 from typing import ClassVar
 
 from plait.kernels.cpu.attention.rows import SIZES, TILE
+from plait.kernels.cpu.attention.seven_bits import UPPER  # and `join_upper`, which `Writer` has then
 from plait.kernels.cpu.codegen.kernel import load_generated
 from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, digest, straight
 from plait.kernels.cpu.codegen.vec import name_arguments
 from plait.ops.entry import KEY_GROUP, NIBBLE_GROUP, NIBBLE_MOST
 
 TILES = 8  # of one unit of work, at most: they share the keys and values of a split while those are in L2
+SEVENS = 7  # in place of a size: codes of seven bits
 FEW = 4  # rows: tiles up to here wait for memory, and ask for the next group while they work on one
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
     """What one kernel is made for. Sizes are of one cached number, in bytes (4 float32, 2 bfloat16, 1 int8),
-    and 0 of int4.
+    0 of int4, and SEVENS of values and latents of int7, which has the keys of int8.
 
     Behind sixteen int8 keys lie their scales: for every KEY_GROUP columns sixteen bfloat16. Behind as many
-    int8 values lie sixteen scales, and the statement `weigh` multiplies a row's exponentials with them; or
-    each token has a scale for every `value_group` columns behind its own.
+    values of int8 or int7 lie sixteen scales, and the statement `weigh` multiplies a row's exponentials with
+    them; or each token has a scale for every `value_group` columns behind its own.
 
     Behind sixteen int4 keys lie for every NIBBLE_GROUP columns sixteen steps and sixteen offsets; a token's
-    int4 values lie as `ops.entry` says.
+    int4 and int7 values lie as `ops.entry` says.
     """
 
     name: str
@@ -103,7 +105,9 @@ def module(form: Form) -> ModuleType:
 
 def source(form: Form) -> str:
     text = asdict(form) | {
-        "digest": digest("attention/source.py", "attention/rows.py", "codegen/bf16_dot.py"),
+        "digest": digest(
+            "attention/source.py", "attention/rows.py", "attention/seven_bits.py", "codegen/bf16_dot.py"
+        ),
         "line": form.line,
         "groups": form.span // 16,
         "tiles": TILES,
@@ -268,9 +272,14 @@ class Weighing:
     soon: list[Word]
     UNIT: ClassVar[int] = 16  # columns that are loaded together
 
+    @property
+    def packed(self) -> bool:
+        """Whether columns come by thirty-two, half a byte or seven bits each."""
+        return self.value_size in (0, SEVENS)
+
     def write(self, w: Writer, rows: int) -> None:
         bits, unit = 6 if rows <= 4 else 5, self.UNIT  # 64 columns at a time, or 32
-        if not self.value_size:
+        if self.packed:
             w.loop(
                 0,
                 whole := self.columns >> bits << bits,
@@ -290,7 +299,7 @@ class Weighing:
 
     def _some(self, w: Writer, rows: int, c: Word, wide: int, left: Word | None) -> None:
         """Columns c and on: `wide` vectors of them, or `left` float32 as they lie."""
-        offset = self.value_size * c if self.value_size else c >> 1
+        offset = c >> 1 if self.packed else self.value_size * c
         ahead = rows <= FEW and left is None
 
         def group(g: Word, *sums: Value) -> list[Value]:
@@ -302,12 +311,13 @@ class Weighing:
             def token(j: Word, *sums: Value) -> list[Value]:
                 if ahead:
                     n = next_group(w, self.soon, stage, j - (j >> 2 << 2))
-                    for i in range(0, (16 * self.value_size or 8) * wide, 64):
+                    for i in range(0, (8 if self.packed else 16 * self.value_size) * wide, 64):
                         w.prefetch(n + part + self.stride * (j >> 2) + i)
                 at = v + self.stride * j
-                xs = self._read(w, at, wide, left) if self.value_size else self._decode(w, at, c, wide)
+                xs = self._decode(w, at, c, wide) if self.packed else self._read(w, at, wide, left)
                 if self.group and self.value_size:
-                    scale = w.spread(w.get_bf16(v - c + self.stride * j + self.columns + c // self.group * 2))
+                    codes = (self.columns >> 3) * SEVENS if self.packed else self.columns
+                    scale = w.spread(w.get_bf16(at - offset + codes + c // self.group * 2))
                     xs = [w.mul(x, scale) for x in xs]
                 return _multiply_add(w, xs, (s + 4 * j + self.line * r for r in range(rows)), sums)
 
@@ -318,9 +328,15 @@ class Weighing:
             w.store_f32(self.out + self.record * (i // wide) + 64 + 4 * c + 64 * (i % wide), x)
 
     def _decode(self, w: Writer, at: Word, c: Word, wide: int) -> list[Value]:
-        """`wide` vectors of int4, from column c on, of which the codes are at `at`."""
+        """`wide` vectors of int4 or int7, from column c on. at: their codes, or the lower bits of these."""
         found = []
         for i in range(wide // 2):
+            if self.value_size:
+                upper = at - (c >> 1) + (self.columns >> 1) + (c >> 4) * UPPER + 2 * UPPER * i
+                codes = w.load_u8(at + 16 * i)
+                halves = w.and_i32(codes, w.spread_int(NIBBLE_MOST)), w.right(codes, 4)
+                found += [w.to_f32(w.join_upper(half, upper + UPPER * k)) for k, half in enumerate(halves)]
+                continue
             scales = at - (c >> 1) + (self.columns >> 1) + (c >> 3) + 4 * i
             step, offset = (w.spread(w.get_bf16(scales + 2 * k)) for k in range(2))
             found += [w.fma(code, step, offset) for code in split_nibbles(w, at + 16 * i)]

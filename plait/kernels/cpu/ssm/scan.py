@@ -101,7 +101,7 @@ def _narrow(state, rows, x, x_bytes, dt, dt_bytes, a, b, b_bytes, c, c_bytes, sk
     row_slots: 0, or the slot of each token that gets the state behind it, which the next one reads there;
     slot 0 stands for the sequence's own. zeroth: where these rows are in slot 0.
 
-    Threads take rows from the last ones to the first, so those before `state` come next: they are
+    Threads take rows of a sequence as they lie in memory, so those behind `state` come next: they are
     prefetched.
     """
     source = state
@@ -118,7 +118,7 @@ def _narrow(state, rows, x, x_bytes, dt, dt_bytes, a, b, b_bytes, c, c_bytes, sk
         for p in range(rows):
             u = get_f32(x + t * x_bytes + 4 * p)
             at, v = $row * p, spread(u * step)
-            z, = move_row(source + at, to + at, decay, v, bs, cs, seed, -$row * rows)
+            z, = move_row(source + at, to + at, decay, v, bs, cs, seed, $row * rows)
             seed += ROW_STEP
             put_f32(out + t * out_bytes + 4 * p, z + skip * u if skips else z)
         source = to
@@ -208,6 +208,7 @@ def $name(frame, args, thread, threads):
         i, slot, past, t, tokens = take_sequence(frame, args, heads * parts, (slots, starts, history))
         if i < 0:
             return
+        i = heads * parts - 1 - i  # as states lie in memory, which is read ahead of where it is read
         head, p = i // parts, i % parts * $part
         rows, own = min(dim - p, $part), state + slot * slot_bytes + $row * (head * dim + p)
         if not past:

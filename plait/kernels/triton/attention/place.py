@@ -379,7 +379,8 @@ def _pack_rows(x: Tensor) -> Tensor:
 
 def why_no_codes(facts: OpFacts) -> str | None:
     """The `when` of kernels that read and write caches of numbers or int8."""
-    return "it keeps float32, bfloat16 or int8, not int4" if facts.sizes.get("kv_dtype") == "int4" else None
+    kept = facts.sizes.get("kv_dtype")
+    return f"it keeps float32, bfloat16 or int8, not {kept}" if kept in ("int7", "int4") else None
 
 
 @place_heads.variant(NAME, on="cuda", when=why_no_codes)

@@ -13,7 +13,7 @@ from torch import Tensor
 from plait.errors import ShapeMismatch
 from plait.kernels.load import executor
 from plait.ops.attention import paged_attention, paged_latent_attention
-from plait.ops.entry import head_widths, latent_width
+from plait.ops.entry import CODED_DTYPES, Sevens, head_forms, head_widths, latent_width
 from plait.ops.registry import OpFacts
 
 
@@ -44,7 +44,7 @@ class Memory:
         for row, part in zip(self.table, ids.split(needs), strict=True):
             row[: len(part)] = part
         self.block, self.done = shape.block, [0] * len(lengths)
-        unwritten = -1 if shape.kept == torch.int8 else float("nan")  # scales of such bytes are no numbers
+        unwritten = -1 if not shape.kept.is_floating_point else float("nan")  # such scales are no numbers
         self.k, self.v = (
             torch.full((sum(needs) + 1, shape.block, shape.kv_heads, width), unwritten, dtype=shape.kept)
             for width in head_widths(shape.dim, name_of(shape.kept))
@@ -63,7 +63,8 @@ class Memory:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    names = {kept: name for name, kept in CODED_DTYPES.items()}
+    return names.get(dtype, str(dtype).removeprefix("torch."))
 
 
 @dataclass
@@ -134,6 +135,8 @@ SHAPES = [
     Shape(heads=16, kv_heads=2, dim=80, softcap=8.0, kept=torch.bfloat16, rounds=True),
     Shape(heads=8, kv_heads=2, dim=18, window=5, sinks=True, kept=torch.bfloat16, rounds=True),
     Shape(heads=13, kv_heads=1, dim=8, window=1000, kept=torch.bfloat16, rounds=True),
+    Shape(heads=9, kv_heads=3, dim=64, kept=torch.int16),
+    Shape(heads=4, kv_heads=4, dim=96, block=32, window=260, softcap=8.0, sinks=True, kept=torch.int16),
 ]
 
 
@@ -150,7 +153,7 @@ def test_history_in_any_chunks_gives_the_same_bits(cpu: Any, alone: Any, shape: 
         assert torch.equal(in_pieces(bound(alone, shape), shape, text, pieces), whole)
 
 
-@pytest.mark.parametrize("shape", [*SHAPES[2:7], *SHAPES[9:11], *SHAPES[12:16]], ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES[2:7], *SHAPES[9:11], *SHAPES[12:16], SHAPES[17]], ids=str)
 def test_a_batch_gives_each_sequence_the_bits_it_has_alone(cpu: Any, shape: Shape) -> None:
     lengths = [1, 40, 600, 17, 256, 257, 90, 3]
     texts = [Text.of(shape, n + 2) for n in lengths]
@@ -234,6 +237,8 @@ LATENTS = [
     (13, 20, 6, torch.float32),
     (5, 144, 32, torch.int8),
     (13, 20, 6, torch.int8),
+    (5, 96, 32, torch.int16),
+    (13, 64, 6, torch.int16),
 ]
 
 
@@ -293,8 +298,27 @@ def test_codes_are_the_reference_s_to_the_bit(cpu: Any) -> None:
             assert torch.equal(found[block, offset], wanted[block, offset]), t
 
 
-def test_a_number_that_is_none_is_not_hidden_by_codes(cpu: Any) -> None:
-    shape = Shape(heads=2, kv_heads=2, dim=16, kept=torch.int8)
+def test_int7_values_are_the_reference_s_to_the_bit(cpu: Any) -> None:
+    shape = Shape(heads=2, kv_heads=2, dim=64, kept=torch.int16)
+    text, ours, theirs = Text.of(shape, 21), Memory(shape, [21]), Memory(shape, [21])
+    text.v[5], text.v[7, 0], text.v[9, 1] = 0.0, 1e-42, 1e30
+    theirs.table.copy_(ours.table)
+    attend(bound(cpu, shape), shape, [text], ours, [21], [0])
+    attend(paged_attention, shape, [text], theirs, [21], [0])
+    form = head_forms(shape.dim, shape.kept)[1]
+    assert isinstance(form, Sevens)
+    flat = ours.v.view(len(ours.v), shape.kv_heads, -1).view(torch.int8)  # a group of sixteen tokens a block
+    codes, scales = flat[..., : 16 * form.scales_at], flat[..., 16 * form.scales_at :]
+    found = torch.cat([codes.unflatten(-1, (16, -1)), scales.unflatten(-1, (16, 2))], -1).transpose(1, 2)
+    wanted = theirs.v.view(torch.int8)
+    for t in range(21):
+        block, offset = int(ours.table[0, t // 16]), t % 16
+        assert torch.equal(found[block, offset], wanted[block, offset]), t
+
+
+@pytest.mark.parametrize(("kept", "dim"), [(torch.int8, 16), (torch.int16, 32)], ids=str)
+def test_a_number_that_is_none_is_not_hidden_by_codes(cpu: Any, kept: torch.dtype, dim: int) -> None:
+    shape = Shape(heads=2, kv_heads=2, dim=dim, kept=kept)
     text = Text.of(shape, 4)
     text.v[2, 1, 5] = float("nan")
     out = in_pieces(bound(cpu, shape), shape, text, [4])
@@ -311,6 +335,7 @@ def test_what_it_cannot_serve_is_refused_by_name(cpu: Any) -> None:
     assert "float16" in reason(kv_dtype="float16")
     assert "even" in reason(dim=9)
     assert "multiple of 4, not of 18" in reason(dim=18, kv_dtype="int8")
+    assert "multiple of 32, not of 80" in reason(dim=80, kv_dtype="int7")
 
 
 def test_shapes_that_do_not_fit_are_rejected(cpu: Any) -> None:
