@@ -112,7 +112,8 @@ class Engine:
         has_ended = self._end_hopeless()
         if (flight := self._flight) is None:
             drafts, is_observed = self._drafts()
-            plan = self.scheduler.plan(drafts, is_observed=is_observed)
+            is_compared = bool(drafts and speculation and speculation.is_comparing(len(drafts)))
+            plan = self.scheduler.plan(drafts, is_observed=is_observed, is_compared=is_compared)
             if plan is None:
                 return has_ended
             flight = self._flight = self._launch(plan)

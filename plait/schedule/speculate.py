@@ -265,6 +265,10 @@ class Speculation:
             seconds = None if began is None else self.spent() - began
             self.governor.charge(num_sequences, num_tokens, seconds)
 
+    def is_comparing(self, num_sequences: int) -> bool:
+        """Whether the governor compares what plans for so many sequences cost with drafts and without."""
+        return self.governor is not None and self.governor.is_comparing(num_sequences)
+
     def forget(self, seq_id: int) -> None:
         """Forget a sequence that has ended."""
         self._records.pop(seq_id, None)
