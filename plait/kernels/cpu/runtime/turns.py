@@ -9,9 +9,9 @@ the next verification; `take` puts a draft token where the next pass and the nex
 thread does it. How many rows a pass has is in the frame, so nothing else changes.
 
 Words of the *journal*, int64: the number of the turn, how many there are at most, the position of the head's
-next row, how many stop tokens there are, the first position of `numbers`, which are the random numbers of the
-draws by position, and the last position of the head from which a turn may begin. The rest is memory of both `StaticBatch`es. `moving`: positions, lengths, and of each group
-where entries go.
+next row, how many stop tokens there are, the first position of `numbers` (the random numbers of the draws by
+position), and the last position of the head at which a turn may begin. The rest is memory of both
+`StaticBatch`es. `moving`: positions, lengths, and of each group where entries go.
 """
 
 from __future__ import annotations
