@@ -244,6 +244,13 @@ class Speculation:
                 choice.record.pause = min(2 * choice.record.pause, LONGEST_PAUSE)
         return found
 
+    def rests(self, count: int) -> bool:
+        """Whether the next plan for so many sequences has no drafts, like the last one."""
+        if not self.is_resting or self.governor is None or self.governor.choose(count):
+            return False
+        self._is_measuring = self.governor.is_measuring(count)
+        return True
+
     def observe(self, seq_id: int, drafted: int, accepted: int) -> None:
         """Record that a step checked `drafted` tokens of a sequence's draft and accepted `accepted`."""
         self.num_drafted += drafted
