@@ -49,7 +49,7 @@ from plait.runner.ranks.messages import Prepare
 from plait.runner.runner import ModelRunner
 from plait.runner.sampler import Sampler
 from plait.runner.turns import add_turns
-from plait.schedule.plan import MOST_STEPS
+from plait.schedule.drafts.turns import MOST_TURNS
 from plait.schedule.speculate import NgramProposer, Proposer
 from plait.spec import ModelSpec
 from plait.state.disk.cache import DiskCache
@@ -275,7 +275,7 @@ def engine_over(
     if isinstance(proposer, MtpDrafter) and engine.speculation:
         engine.speculation.on_rest = proposer.rest
         if add_turns(runner.replay, proposer, sampler, target.executor):
-            engine.scheduler.limits = replace(engine.scheduler.limits, num_turns=MOST_STEPS)
+            engine.scheduler.limits = replace(engine.scheduler.limits, num_turns=MOST_TURNS)
     return runner, engine
 
 

@@ -49,7 +49,7 @@ log = logging.getLogger("plait")
 step_log = logging.getLogger("plait.step")
 SHARE = 4  # the state of drafts takes at most this part of what the state of sequences may
 PROBE_TEXT = "It's 12:34:56 now…\n\n\tdef naïve(x): return {'Ω': x**2, \"日本\": -0.5}  # ABC_def 🙂\r\n"
-DRAFT_FORMAT = "q8_0"
+DRAFT_FORMAT = "q4_1"
 PROBE_IDS = 499  # tokens, spread over the vocabulary, of which the texts are compared; a prime
 
 

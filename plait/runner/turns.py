@@ -23,8 +23,8 @@ from plait.runner.mtp import HeadPlace, MtpDrafter
 from plait.runner.mtp_passes import RecordedPasses
 from plait.runner.program import NativeExecutor
 from plait.runner.sampler import Sampler
-from plait.schedule.drafts.turns import TurnsEnd
-from plait.schedule.plan import MOST_STEPS, Chunk, Sampled, SamplingRow, StepPlan
+from plait.schedule.drafts.turns import MOST_TURNS, TurnsEnd
+from plait.schedule.plan import Chunk, Sampled, SamplingRow, StepPlan
 
 MOST_STOPS = 64  # stop tokens that native code looks for
 KIND = 64  # added to the number of rows: the time of turns is not compared with that of single passes
@@ -70,9 +70,9 @@ class NativeTurns:
         self._program, self._head, self._before = program, passes.program, passes.before
         self._drafter, self._sampler, self._maker = drafter, sampler, maker
         self._nothing = maker.glue("nothing")
-        self._journal, self._stops = np.zeros(5, np.int64), np.zeros(MOST_STOPS, np.int64)
+        self._journal, self._stops = np.zeros(6, np.int64), np.zeros(MOST_STOPS, np.int64)
         longest = program.static.capacity.logits
-        self._numbers, self._row_numbers = np.zeros((MOST_STEPS + 1) * longest), np.zeros(longest)
+        self._numbers, self._row_numbers = np.zeros((MOST_TURNS + 1) * longest), np.zeros(longest)
         self._head_number = np.zeros(passes.program.static.capacity.logits)  # of its one row
         self._draws: tuple[DrawTable, DrawTable] | None = None
         self._turns: dict[tuple[int, bool], _TurnTable] = {}  # by draft tokens, and whether tokens are drawn
@@ -85,16 +85,16 @@ class NativeTurns:
             return None
         if len(place.proposal) < place.wanted:  # turns go on with drafts of this length
             return None
-        start = place.done - place.base
-        last = start + turns.most * (count + 1) + count
-        if place.done != chunk.start or start < 1 or last > self._drafter.memory.max_len:
+        start, rows = place.done - place.base, count + 1
+        num_rows = min(turns.num_rows, self._drafter.memory.max_len - start - count)
+        if place.done != chunk.start or start < 1 or num_rows < 2 * rows:
             return None
         key = count, bool(row.params.temperature)
         try:
             if (turn := self._turns.get(key)) is None:
                 turn = self._turns[key] = self._make(*key)
-            self._set(plan, chunk, row, place, last)
-            threads, rows = self._program.threads, count + 1
+            self._set(plan, chunk, row, place, num_rows)
+            threads = self._program.threads
             sizes = {"tokens": rows, "logits": rows, "seqs": 1, "steps": turns.most}
             threads.run(turn.table, **sizes, between=self._nothing, kind=KIND + rows)
             return [self._read(chunk, place, turn)]
@@ -102,17 +102,17 @@ class NativeTurns:
             place.clear()
             raise
 
-    def _set(self, plan: StepPlan, chunk: Chunk, row: SamplingRow, place: HeadPlace, last: int) -> None:
+    def _set(self, plan: StepPlan, chunk: Chunk, row: SamplingRow, place: HeadPlace, num_rows: int) -> None:
         """Write what the first verification reads, where the head goes on, and what all turns need."""
         start, rows, turns = place.done - place.base, len(chunk.token_ids), plan.turns
         assert turns is not None
         self._program.static.fill(plan)
-        tables = self._drafter.memory.tables(place.index, start, last)
+        tables = self._drafter.memory.tables(place.index, start, start + num_rows + rows - 1)
         self._head.static.fill(StepPlan(0, (Chunk(chunk.seq_id, start, (0,), tables, 0, 1),)))
-        self._journal[:] = 0, turns.most, start, len(turns.stops), chunk.start
+        self._journal[:] = 0, turns.most, start, len(turns.stops), chunk.start, start + num_rows - rows
         self._stops[: len(turns.stops)] = turns.stops
         if row.params.temperature and self._draws is not None:
-            count = (turns.most + 1) * rows
+            count = num_rows + rows
             self._numbers[:count] = [uniform(row.seed, row.position + i) for i in range(count)]
             self._row_numbers[:rows], self._head_number[0] = self._numbers[:rows], self._numbers[0]
             for draw, number in zip(self._draws, (rows, 1), strict=True):
@@ -201,9 +201,9 @@ class _TurnTable:
     rights: Longs = field(init=False)
 
     def __post_init__(self) -> None:
-        shape = MOST_STEPS, self.count + 1
+        shape = MOST_TURNS, self.count + 1
         self.found, self.drafts = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-        self.values, self.rights = np.zeros(shape, np.float32), np.zeros(MOST_STEPS, np.int64)
+        self.values, self.rights = np.zeros(shape, np.float32), np.zeros(MOST_TURNS, np.int64)
 
     def describe(self, static: StaticBatch) -> Longs:
         """Of a batch `moving`, and what is needed to place a row: see `kernels.cpu.runtime.turns`."""

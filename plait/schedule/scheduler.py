@@ -92,9 +92,11 @@ class Scheduler:
         is_possible = self.limits.causal and not self._suspects
         return [seq for seq in self.running if is_possible and seq.can_draft]
 
-    def plan(self, drafts: Drafts = NOTHING, *, is_observed: bool = False) -> StepPlan | None:
+    def plan(
+        self, drafts: Drafts = NOTHING, *, is_observed: bool = False, is_compared: bool = False
+    ) -> StepPlan | None:
         """The next step, or None if there is nothing to do. `drafts`: draft tokens by id, of `drafting`;
-        `is_observed`: there is one step, because what drafts has to read its tokens."""
+        `is_observed`: one step, because what drafts reads its tokens; `is_compared`: see `plan_turns`."""
         if suspect := self._next_suspect():
             shares = share_members(suspect, self.limits.max_num_batched_tokens, self.limits, self.memory)
         else:
@@ -106,7 +108,7 @@ class Scheduler:
         if drafts and not self._suspects:
             self._add_drafts(shares, drafts)
         is_single = is_observed or drafts or self.waiting or self._suspects
-        return self._planned(shares, 1 if is_single else self._num_steps())
+        return self._planned(shares, 1 if is_single else self._num_steps(), is_compared)
 
     def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
         """The step after `plan`, which was launched and is not committed; what that one samples is FOLLOW.
@@ -134,10 +136,11 @@ class Scheduler:
             return None
         return self._planned(shares, 1 if self.waiting else self._num_steps())
 
-    def _planned(self, shares: Mapping[int, int], num_steps: int) -> StepPlan | None:
+    def _planned(self, shares: Mapping[int, int], num_steps: int, is_short: bool = False) -> StepPlan | None:
         """The plan of these shares and of the moves that memory needs; None if there is nothing to do."""
         is_alone = len(self.running) == 1 and not (self.waiting or self._suspects)
-        turns = plan_turns(self.running[0], self.limits, self.costs, self.memory) if is_alone else None
+        where = self.limits, self.costs, self.memory
+        turns = plan_turns(self.running[0], *where, is_compared=is_short) if is_alone else None
         step, moves = self._step + 1, tuple(self.memory.pools.moves)
         chunks = [seq.chunk(shares[seq.id], step) for seq in self.running if shares.get(seq.id)]
         if not chunks and not moves:

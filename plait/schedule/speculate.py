@@ -244,6 +244,13 @@ class Speculation:
                 choice.record.pause = min(2 * choice.record.pause, LONGEST_PAUSE)
         return found
 
+    def rests(self, count: int) -> bool:
+        """Whether the next plan for so many sequences has no drafts, like the last one."""
+        if not self.is_resting or self.governor is None or self.governor.choose(count):
+            return False
+        self._is_measuring = self.governor.is_measuring(count)
+        return True
+
     def observe(self, seq_id: int, drafted: int, accepted: int) -> None:
         """Record that a step checked `drafted` tokens of a sequence's draft and accepted `accepted`."""
         self.num_drafted += drafted
@@ -264,6 +271,10 @@ class Speculation:
         if self.governor:
             seconds = None if began is None else self.spent() - began
             self.governor.charge(num_sequences, num_tokens, seconds)
+
+    def is_comparing(self, num_sequences: int) -> bool:
+        """Whether the governor compares what plans for so many sequences cost with drafts and without."""
+        return self.governor is not None and self.governor.is_comparing(num_sequences)
 
     def forget(self, seq_id: int) -> None:
         """Forget a sequence that has ended."""

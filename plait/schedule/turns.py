@@ -11,32 +11,39 @@ from dataclasses import replace
 from plait.schedule.allocation import Allocation
 from plait.schedule.costs import LATE_S, LONGEST_S, SchedulerLimits, StepCosts
 from plait.schedule.drafts.slots import DraftSlots
-from plait.schedule.drafts.turns import PlanTurns
+from plait.schedule.drafts.turns import FEW_TURNS, PlanTurns
 from plait.schedule.plan import Chunk, Sampled
 from plait.schedule.sequence import TokenSequence, Update
 
-HEAD_SHARE = 1.0  # what a turn's drafts may take of the time of the step that checks them
+HEAD_SHARE = (
+    0.5  # what a turn's drafts may take of the time of the step that checks them, where that is known
+)
 
 
 def plan_turns(
-    seq: TokenSequence, limits: SchedulerLimits, costs: StepCosts, memory: Allocation
+    seq: TokenSequence, limits: SchedulerLimits, costs: StepCosts, memory: Allocation, *, is_compared: bool
 ) -> PlanTurns | None:
     """The turns of a plan with this sequence alone, if it has a draft; None: there are no further ones.
 
-    Blocks for all of them are reserved. They end where a snapshot is needed, and before the sequence does.
+    is_compared: they are few, because what they cost is compared.
+
+    Blocks for all of them are reserved. The last one ends where a snapshot is needed, or the sequence does.
     """
     rows, slots = 1 + len(seq.draft), seq.draft_slots
     is_copied = slots.is_copy if slots else memory.has_slots
     if limits.num_turns == 1 or rows == 1 or is_copied or seq.num_left != 1 or not is_plain(seq):
         return None
-    most = min(limits.num_turns, (seq.max_len - seq.num_tokens - 1) // rows, memory.until_mark(seq) // rows)
+    num_rows = min(seq.max_len - seq.num_tokens, memory.until_mark(seq))  # the last token is never computed
+    allowed = min(limits.num_turns, FEW_TURNS) if is_compared else limits.num_turns
+    most = min(allowed, num_rows - rows + 1)  # each brings a token at least
     if most < 2 or (seconds := costs.step_s(rows)) is None:
         return None
     late_s = min(LATE_S if seq.is_watched else LONGEST_S, limits.max_step_s or LONGEST_S)
     most = min(most, int(late_s / (seconds * (1 + HEAD_SHARE))))
-    if most < 2 or not memory.reserve(seq, seq.num_computed_tokens + most * rows):
+    num_rows = min(num_rows, most * rows)
+    if most < 2 or not memory.reserve(seq, seq.num_computed_tokens + num_rows):
         return None
-    return PlanTurns(most, tuple(sorted(seq.stop_token_ids)))
+    return PlanTurns(most, num_rows, tuple(sorted(seq.stop_token_ids)))
 
 
 def is_plain(seq: TokenSequence) -> bool:

@@ -319,11 +319,11 @@ def test_work_that_cannot_go_on_yet_is_tried_again() -> None:
     with running() as (loop, _):
         plan, refused = loop.engine.scheduler.plan, []
 
-        def later(*drafts: Any, is_observed: bool) -> StepPlan | None:
+        def later(*drafts: Any, **words: bool) -> StepPlan | None:
             if len(refused) < 3:
                 refused.append(1)
                 return None
-            return plan(*drafts, is_observed=is_observed)
+            return plan(*drafts, **words)
 
         loop.engine.scheduler.plan = later  # type: ignore[method-assign]
         box = Mailbox()

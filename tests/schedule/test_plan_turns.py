@@ -51,7 +51,7 @@ def test_turns_bring_all_tokens_before_the_last_draft_and_its_right_ones(slots: 
     known, start = seq.num_tokens, seq.num_computed_tokens
     assert plan.turns is not None
     assert plan.turns.most > 2
-    assert len(plan.chunks[0].blocks[0]) * 4 >= start + plan.turns.most * 3
+    assert len(plan.chunks[0].blocks[0]) * 4 >= start + plan.turns.num_rows
     answers = end(plan, (50, 7, 50, 51, 8), (60, 9, 9), 3)  # 2, 3 tokens, and the last turn: one is right
     (update,) = s.commit(plan, answers)
     s.check()
@@ -86,8 +86,15 @@ def test_first_turn_alone_is_settled_as_a_step_with_a_draft() -> None:
 
 def test_turns_are_no_more_than_the_sequence_can_take() -> None:
     for missing in range(3, 30):
-        plan = drafting(world(), sequence(1, 6, missing))
-        assert (plan.turns.most if plan.turns else 1) * 3 <= max(missing - 2, 3)
+        s, seq = world(), sequence(1, 6, missing)
+        plan = drafting(s, seq)
+        left = missing - 1  # the first token came with the prompt
+        if plan.turns is None:  # the second turn has no space for its rows
+            assert left < 4
+            continue
+        assert plan.turns.num_rows == min(left, 8 * 3)
+        assert 2 <= plan.turns.most <= plan.turns.num_rows - 2
+        assert len(plan.chunks[0].blocks[0]) * 4 >= seq.num_computed_tokens + plan.turns.num_rows
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,10 @@ class DraftGovernor:
         """Whether the next plan's cost is needed. In most of the time without drafts it is not."""
         return self._load(num_sequences).is_measuring
 
+    def is_comparing(self, num_sequences: int) -> bool:
+        """Whether the next plan belongs to a window of a check, and had better bring few tokens."""
+        return self._load(num_sequences).is_comparing
+
     def charge(self, num_sequences: int, num_tokens: int, seconds: float | None) -> None:
         """Record what the engine spent on a plan in which these sequences, and no others, got tokens.
 
@@ -72,6 +76,10 @@ class _Load:
     def length(self) -> int:
         """The length of the current window."""
         return self._agenda[0] if self._agenda else self._best
+
+    @property
+    def is_comparing(self) -> bool:
+        return bool(self._agenda)
 
     @property
     def is_measuring(self) -> bool:

@@ -9,14 +9,19 @@ from msgspec import Struct
 
 from plait.request import SamplingParams
 
+FEW_TURNS = 8  # while costs are compared, in windows of about as many tokens
+MOST_TURNS = 32  # of one plan: Python between two plans costs a small model as much as two passes
+
 
 class PlanTurns(Struct, frozen=True, gc=False):
     """The step with a sequence's draft, and further ones that the runner drafts itself.
 
-    There are `most`, fewer behind one of the tokens `stops`.
+    There are at most `most`. None begins behind one of the tokens `stops`, or with rows that would be behind
+    the first `num_rows` of the plan: there is memory for these, and the sequence does not end before them.
     """
 
     most: int
+    num_rows: int
     stops: tuple[int, ...]
 
 

@@ -45,6 +45,7 @@ AMX_SCRATCH = MEMORY + QUADS + 2 * TILE  # bytes of a thread that uses tiles
 AHEAD = {64: 1536, 128: 2048, 256: 3072}  # bytes one row fetches weights ahead of need, by the step's length
 ALONE_AHEAD = 2048  # the same of one stream of bytes, into L2: of 1 to 8 KB the best on a Zen 4
 PAGES = 8192  # bytes of a tile with halves on different pages: memory serves two at a time faster
+FEW = 2  # rows of codes that pass through all tiles of a thread in one go
 FETCHED = 4  # rows of codes that could be multiplied while the weights of a piece are fetched
 SHARED = 48  # rows of codes of a group from which threads take single pieces: one without a core takes fewer
 PIECES = 8  # that a thread takes at least
@@ -64,7 +65,7 @@ import numpy as np
 from plait.kernels.cpu.linear import blocks_source as linear_source
 from plait.kernels.cpu.linear import quantize_rows as rounding
 from plait.kernels.cpu.linear.blocks_source import (
-    ALONE, FETCHED, PAGES, PANEL, PIECES, SHARED, TOGETHER,
+    ALONE, FETCHED, FEW, PAGES, PANEL, PIECES, SHARED, TOGETHER,
 )
 from plait.kernels.cpu.runtime.frame import barrier, rows_of, scratch_of, common_scratch
 from plait.kernels.cpu.codegen.kernel import inline, kernel
@@ -210,7 +211,11 @@ $kept                if up:
                 rest = min(left, tiles - tile)
                 low, high = tile, tile + rest
             rounded_at, to = rounded + first * apart + at * each, out + (first + at // terms) * out_bytes
-            codes = min(panel, (end - first) * terms - at)
+            codes, run = min(panel, (end - first) * terms - at), 1
+            if codes <= FEW:  # one bundle, so tiles are read once: in the order of memory, as one row does
+                run = RUN
+                if not shared:
+                    rest = high - tile
 $bundles
             i += rest
             if shared:
@@ -506,7 +511,10 @@ joined_{rows}, keep_{rows} = linear_source.make_join({rows}), linear_source.keep
 _BUNDLE = """while codes >= {least}:
     kept = min({rows}, codes) // terms
     for k in range(halves * rest):
-        t, up = tile + k // halves, k % halves
+        begin = k // (halves * run) * run
+        length, place = min(run, rest - begin), k - halves * begin
+        up = place // length
+        t = tile + begin + place - up * length
         u = t + up * tiles
         ahead, other = next_tiles(weight, t, low, high, tile_bytes, up, to_up)
         sums = tile_{rows}(weight + u * tile_bytes, rounded_at, steps, ahead, other, {more})

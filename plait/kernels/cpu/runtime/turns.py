@@ -9,9 +9,9 @@ the next verification; `take` puts a draft token where the next pass and the nex
 thread does it. How many rows a pass has is in the frame, so nothing else changes.
 
 Words of the *journal*, int64: the number of the turn, how many there are at most, the position of the head's
-next row, how many stop tokens there are, the first position of `numbers`, which are the random numbers of the
-draws by position. The rest is memory of both `StaticBatch`es. `moving`: positions, lengths, and of each group
-where entries go.
+next row, how many stop tokens there are, the first position of `numbers` (the random numbers of the draws by
+position), and the last position of the head at which a turn may begin. The rest is memory of both
+`StaticBatch`es. `moving`: positions, lengths, and of each group where entries go.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def accept_draft(frame: int, args: int, thread: int, threads: int) -> None:
         put_f32(kept_values + turn * (stride // 2) + 4 * i, get_f32(values + 4 * i))
         put_i64(drafts + turn * stride + 8 * i, get_i64(ids + 8 * i))
     put_i64(rights + 8 * turn, right)
-    is_last = turn + 1 >= most
+    is_last = turn + 1 >= most or head_at + right + 1 > get_i64(journal + 40)
     for i in range(right + 1):
         token = get_i64(found + 8 * i)
         put_i64(head_ids + 8 * i, token)
