@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch import Tensor, cat
-
-from plait.checkpoint.names import Back, Derived, NameMap, Rules, Source
-from plait.families.common.recipes import Stored, part, split_grouped_qkv, split_qkv, turn, unused_patterns
+from plait.checkpoint.names import NameMap, Rules, Source
+from plait.families.common.recipes import (
+    split_grouped_qkv,
+    split_qkv,
+    split_turned_qkv,
+    turn,
+    unused_patterns,
+)
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, model, norm, plain_mlp
 from plait.families.config.normalize import FULL, SLIDING, Config
 from plait.families.gguf.arch import plain_arch
-from plait.quant.weight import as_tensor
 from plait.spec import AttentionSpec, BranchSpec, ModelSpec
 
 ATTN, FFN, H = "layers.{i}.attn", "layers.{i}.ffn", "transformer.h.{i}"
@@ -35,7 +38,7 @@ def gpt2(c: Config) -> tuple[ModelSpec, NameMap]:
         f"{ATTN}.o.weight": turn(f"{H}.attn.c_proj.weight"),
         f"{FFN}.up.weight": turn(f"{H}.mlp.c_fc.weight"),
         f"{FFN}.down.weight": turn(f"{H}.mlp.c_proj.weight"),
-        **_split_turned(c["hidden_size"], f"{H}.attn.c_attn"),
+        **split_turned_qkv(c["hidden_size"], ATTN, f"{H}.attn.c_attn"),
     }
     return _gpt(c, "gpt2", [replace(usual, scale=scale) for scale in scales], own)
 
@@ -71,21 +74,6 @@ def gpt_neo(c: Config) -> tuple[ModelSpec, NameMap]:
 
 def _attention(c: Config) -> AttentionSpec:
     return gqa(c, rope=None, scale=c["head_dim"] ** -0.5 if c["scale_attn_weights"] else 1.0)
-
-
-def _split_turned(size: int, theirs: str) -> dict[str, Source]:
-    """q, k and v of one matrix [in, 3 out], and of one bias."""
-
-    def columns(i: int) -> Derived:
-        def pick(w: Stored, **_: str) -> Tensor:
-            return as_tensor(w)[:, i * size : (i + 1) * size].T.contiguous()
-
-        back = Back(at=i, of=3, join=lambda *parts: cat(parts).T)
-        return Derived(pick, (f"{theirs}.weight",), (back,))
-
-    weights: dict[str, Source] = {f"{ATTN}.{x}.weight": columns(i) for i, x in enumerate("qkv")}
-    sizes = (size,) * 3
-    return weights | {f"{ATTN}.{x}.bias": part(i, sizes, f"{theirs}.bias") for i, x in enumerate("qkv")}
 
 
 def _gpt(c: Config, name: str, mixers: list[AttentionSpec], own: Rules) -> tuple[ModelSpec, NameMap]:
