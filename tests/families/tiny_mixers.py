@@ -240,7 +240,7 @@ GLM_NEXT: dict[str, Any] = {
         "kv_lora_rank": 14,
         "qk_nope_head_dim": 10,
         "v_head_dim": 6,
-        "index_n_heads": 3,
+        "index_n_heads": 12,
         "index_head_dim": 20,
         "index_topk": 8,
         "index_kpool": 4,
