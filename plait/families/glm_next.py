@@ -54,9 +54,10 @@ def glm5_next(c: Config) -> tuple[ModelSpec, NameMap]:
     check_silu(c)
     require(c, "GLM-5.3", qk_rope_head_dim=(0,), index_kpool_always_select_tail=(True,), mhc=(True,))
     delta, attns, each = _build_delta(c), _build_attention(c), norm(c)
-    c["hidden_act"] = choose_clipped(c)
-    moe = shared_moe(c, sigmoid_router(c)) if c.get("num_experts") else None
-    ffn = {"dense": BranchSpec("ffn", mlp(c), each), **({"sparse": BranchSpec("ffn", moe, each)} if moe else {})}
+    cut = Config({**c, "hidden_act": choose_clipped(c)})
+    ffn = {"dense": BranchSpec("ffn", mlp(cut), each)}
+    if c.get("num_experts"):
+        ffn["sparse"] = BranchSpec("ffn", shared_moe(cut, sigmoid_router(c)), each)
     sorts = c.get("mlp_layer_types", ["dense"] * len(attns))
     layers = [
         (BranchSpec("attn", attn, each) if attn else BranchSpec("delta", delta, each), ffn[sort])
@@ -72,7 +73,7 @@ def glm5_next(c: Config) -> tuple[ModelSpec, NameMap]:
 
 
 def _build_delta(c: Config) -> DeltaNetSpec:
-    """Its decays have a floor, if the config does not say that they have none."""
+    """Its decays have a lower bound, if the config does not say that they have none."""
     told = c.get("linear_attn_config") or {}
     floor = told.get("gate_lower_bound", c["linear_lower_bound"])
     floor = FLOOR if floor is None and told.get("safe_gate", bool(told)) else floor
@@ -114,7 +115,8 @@ def _build_attention(c: Config) -> list[PooledMlaSpec | None]:
         )
     if LINEAR not in c["layer_types"] or not any(found):
         raise UnsupportedModel(
-            f"layer_types of {count} layers must name linear_attention and indexed_attention, each at least once"
+            f"layer_types of {count} layers must name linear_attention and indexed_attention, each at least "
+            "once"
         )
     return found
 

@@ -71,7 +71,9 @@ def _complete(c: Config, branch: BranchSpec) -> BranchSpec:
         case MlaSpec():
             return replace(branch, mixer=replace(mixer, sinks=True, out_gate=True))
         case MoeSpec():
-            return replace(branch, mixer=replace(mixer, expert=replace(mixer.expert, activation=choose_clipped(c))))
+            return replace(
+                branch, mixer=replace(mixer, expert=replace(mixer.expert, activation=choose_clipped(c)))
+            )
     return branch
 
 

@@ -85,7 +85,9 @@ def build_kimi(c: Config, name: str) -> tuple[ModelSpec, NameMap]:
         (mixers.get(kind) or BranchSpec("attn", _mla(c), each), ffn[sort])
         for kind, sort in zip(c["layer_types"], c["mlp_layer_types"], strict=True)
     ]
-    names: dict[str, Source | tuple[Source, ...]] = dict(at(TEXT_PREFIXES, lambda prefix: kimi_names(c, prefix)))
+    names: dict[str, Source | tuple[Source, ...]] = dict(
+        at(TEXT_PREFIXES, lambda prefix: kimi_names(c, prefix))
+    )
     names["head"] = ("lm_head", "language_model.lm_head")
     spec = model(c, name, layers)
     if (size := c.get("attn_res_block_size")) is not None:

@@ -85,7 +85,10 @@ def qwen(c: Config) -> tuple[ModelSpec, NameMap]:
 
     Its config counts the rows of gate and up together.
     """
-    layer = (BranchSpec("attn", gqa(c), norm(c)), BranchSpec("ffn", mlp(c, c["intermediate_size"] // 2), norm(c)))
+    layer = (
+        BranchSpec("attn", gqa(c), norm(c)),
+        BranchSpec("ffn", mlp(c, c["intermediate_size"] // 2), norm(c)),
+    )
     names: Rules = {
         **GPT_NAMES,
         f"{ATTN}.o": f"{H}.attn.c_proj",

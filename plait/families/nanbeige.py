@@ -27,7 +27,7 @@ def nanbeige(c: Config) -> tuple[ModelSpec, NameMap]:
     count, rounds, each = len(c["layer_types"]), c["num_loops"], norm(c)
     if not isinstance(rounds, int) or rounds < 1 or rounds * count > MOST:
         raise UnsupportedModel(
-            f"num_loops is {rounds!r:.40}, of {count} layers; known is a whole number from 1 on, with at most "
+            f"num_loops is {rounds!r:.40}, of {count} layers; known is a whole number from 1 on, at most "
             f"{MOST} layers in all"
         )
     attn, ffn = BranchSpec("attn", gqa(c), each), BranchSpec("ffn", mlp(c), each)

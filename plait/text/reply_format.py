@@ -198,8 +198,8 @@ class ReplyFormat:
             return None
         if self.tools is None:
             raise InvalidField(
-                "tools: this model's chat template has no place for tools; leave them out, or start the server "
-                "with a template that has one (--chat-template)",
+                "tools: this model's chat template has no place for tools; leave them out, or start the "
+                "server with a template that has one (--chat-template)",
                 "tools",
             )
         return self.tools

@@ -78,7 +78,9 @@ def turned(x: Tensor, base: float = 1e4, *, neighbours: bool = False, dim: int |
     """x: [T, heads, d], its first `dim` numbers with rotary positions from 0 on."""
     dim = dim or x.shape[-1]
     x, rest = x[..., :dim], x[..., dim:]
-    angle = torch.arange(len(x), dtype=torch.float64)[:, None, None] * base ** (-torch.arange(0, dim, 2) / dim)
+    angle = torch.arange(len(x), dtype=torch.float64)[:, None, None] * base ** (
+        -torch.arange(0, dim, 2) / dim
+    )
     a, b = (x[..., ::2], x[..., 1::2]) if neighbours else x.chunk(2, -1)
     both = (a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin())
     made = torch.stack(both, -1).flatten(-2) if neighbours else torch.cat(both, -1)

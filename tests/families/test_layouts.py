@@ -1,4 +1,4 @@
-"""Models whose published files have names of their own give the logits of their twins in transformers."""
+"""Published files with names of their own give the logits of their twins in transformers."""
 
 from __future__ import annotations
 

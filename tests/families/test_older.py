@@ -34,7 +34,7 @@ def test_logits_are_those_of_the_description(name: str) -> None:
 
 @pytest.mark.parametrize("loops", [0, -1, 5000, "many"])
 def test_rounds_without_end_are_refused(loops: object) -> None:
-    with pytest.raises(UnsupportedModel, match="num_loops is .* of 3 layers; known is a whole number"):
+    with pytest.raises(UnsupportedModel, match=r"num_loops is .* of 3 layers; known is a whole number"):
         build_spec({**NANBEIGE, "num_loops": loops})
 
 

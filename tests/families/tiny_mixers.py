@@ -228,7 +228,12 @@ GLM_NEXT: dict[str, Any] = {
         "vocab_size": 97,
         "hidden_size": 32,
         "num_hidden_layers": 5,
-        "layer_types": [*["linear_attention"] * 2, "indexed_attention", "linear_attention", "indexed_attention"],
+        "layer_types": [
+            *["linear_attention"] * 2,
+            "indexed_attention",
+            "linear_attention",
+            "indexed_attention",
+        ],
         "mlp_layer_types": ["dense", "sparse", "sparse", "dense", "sparse"],
         "num_attention_heads": 4,
         "num_key_value_heads": 4,

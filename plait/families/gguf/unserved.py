@@ -33,9 +33,7 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
         "bitnet-b1.58",
         "bitnet-25",
     ),
-    "no family of Plait has its layers": (
-        *("maple", "plamo", "talkie"),
-    ),
+    "no family of Plait has its layers": (*("maple", "plamo", "talkie"),),
     "it is written by no converter: llama.cpp has the name alone": ("gptj",),
 }
 UNSERVED: Mapping[str, str] = MappingProxyType(

@@ -144,7 +144,7 @@ class MeanIndexer:
 
 
 class PoolIndexer:
-    """Scores of pools of keys by small heads; all keys of the best pools, and those of the open one (GLM-5.3).
+    """Scores of pools of keys by small heads, all keys of the best and of the open one (GLM-5.3).
 
     Of several ranks each has all of it.
     """

@@ -98,7 +98,7 @@ def decode_object(body: bytes) -> dict[str, object]:
     except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
         if "out of range" in str(error):
             raise BadBody(
-                "the body has a number that no field can take; whole numbers have 64 bits, others are at most "
+                "the body has a number that no field can take; whole numbers have 64 bits, others at most "
                 "1.8e308"
             ) from None
         hint = (

@@ -199,11 +199,9 @@ ATTENTION: Mapping[str, Config] = {
     "pools": make_config(
         "Glm5NextForConditionalGeneration",
         "glm5_next",
-        **{**DEEPSEEK, **INDEXER, "n_group": 1, "topk_group": 1, "index_topk": 8, "index_kpool": 4},
+        **{**DEEPSEEK, **INDEXER, "n_group": 1, "topk_group": 1, "qk_rope_head_dim": 0, "index_topk": 8},
         layer_types=["linear_attention", "indexed_attention", "indexed_attention"],
-        qk_rope_head_dim=0,
-        num_experts_per_tok=2,
-        moe_intermediate_size=20,
+        index_kpool=4,
         linear_head_dim=12,
         linear_num_heads=4,
         hc_mult=3,

@@ -403,11 +403,14 @@ def _deepseek_4(c: Config, t: Tensors) -> tuple[Config, Tensors]:
 
 @layout("glm5_next")
 def _glm_next(c: Config, t: Tensors) -> tuple[Config, Tensors]:
-    """The text part alone, its experts one by one and a convolution for each of q, k and v."""
+    """Its text model alone, experts one by one and a convolution for each of q, k and v."""
     text, found = dict(c["text_config"]), dict[str, Tensor]()
     for name, w in t.items():
         at = name.rpartition(".")[0]
-        if name.endswith("conv1d.weight") and w.shape[0] == 3 * text["linear_num_heads"] * text["linear_head_dim"]:
+        if (
+            name.endswith("conv1d.weight")
+            and w.shape[0] == 3 * text["linear_num_heads"] * text["linear_head_dim"]
+        ):
             at = at.removesuffix("conv1d")
             parts = zip("qkv", w.chunk(3), strict=True)
             found |= {f"{at}{x}_conv1d.weight": part.contiguous() for x, part in parts}
