@@ -246,9 +246,9 @@ class DepthSpec(ParallelSpec):
 class CycleSpec(Mixer):
     """In front of a stack of layers that runs in cycles with another one (HRM; Wang et al. 2025): what the
     last one gave, normed, becomes the state `after`, and the sum of both is read. None: embeddings are the
-    slow state, a stored vector is the fast one."""
+    slow state, a stored vector is the fast one. "alone": what was given, normed, is read (Nanbeige 4.2)."""
 
-    after: Literal["slow", "fast"] | None
+    after: Literal["slow", "fast", "alone"] | None
     norm: NormSpec
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from plait.spec import AttentionSpec, MoeSpec, NormSpec, Recurrent, RopeSpec
+from plait.spec import AttentionSpec, MlaSpec, MoeSpec, NormSpec, Recurrent, RopeSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +29,15 @@ class CompressorSpec:
 
     `parts` 2: entries overlap, each is over its own window and the one before. `norm`, `rope`: of entries.
     `is_mean`: by their mean, and the first numbers of entries are rotated, not the last (Qwen4-Exp).
+    `norms_tokens`: the norm is of what becomes entries, not of these (GLM-5.3).
     """
 
     rate: int
     parts: int
     norm: NormSpec
-    rope: RopeSpec
+    rope: RopeSpec | None
     is_mean: bool = False
+    norms_tokens: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,11 @@ class MeanSparseSpec(AttentionSpec, Recurrent):
     """Attention over blocks of keys that an indexer chooses, the same ones for all heads (Qwen4-Exp)."""
 
     indexer: MeanIndexSpec = field(default_factory=MeanIndexSpec)
+
+
+@dataclass(frozen=True, slots=True)
+class PooledMlaSpec(MlaSpec, Recurrent):
+    """Latent attention of which the indexer chooses pools of keys; the open pool is its state (GLM-5.3)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,15 +99,17 @@ class AttentionSpec(Mixer):
 class IndexerSpec:
     """Which `top_k` keys a query attends to (DeepSeek-V3.2): those with the largest Σ_h w_h relu(q_h · k).
 
-    `source`: the mixer with the choice that is taken instead (GLM-5).
+    `source`: the mixer with the choice that is taken instead (GLM-5). `pool`: so many keys are one to it, by
+    a softmax in each channel; those of the best pools are read, and those of the open one (GLM-5.3).
     """
 
     num_heads: int
     dim: int
     top_k: int
-    rope: RopeSpec
+    rope: RopeSpec | None
     norm: NormSpec = NormSpec(1e-6, "layer")  # of index keys
     source: str = ""
+    pool: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +288,7 @@ class HyperSpec:
     added: float = 0.0  # to these
     rounds: int | None = None
     rank: int | None = None  # the mean of normed streams is read, each number times a gate of that rank
+    ends_even: bool = False  # what the last norm reads is their mean (GLM-5.3)
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,11 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("RecurrentGemma", "RG-LRU, local GQA, MLP", ("recurrent_gemma",)),
     ("DeepSeek-V2, V3, R1, Kimi-K2, text of K2.5", "MLA, MoE", ("deepseek_v2", "deepseek_v3")),
     ("DeepSeek-V3.2 · GLM-5", "MLA with an indexer, MoE", ("deepseek_v32", "glm_moe_dsa")),
+    (
+        "GLM-5.3-Flash (text)",
+        "Kimi delta attention, MLA to chosen pools of keys, MoE, mixed residual streams",
+        ("glm5_next",),
+    ),
     ("DeepSeek-V4", "attention to compressed keys, MoE, mixed residual streams", ("deepseek_v4",)),
     ("Hy4", "gated MLA with an indexer, MoE, residual streams", ("hy_v4",)),
     ("dots3 note (text)", "gated MLA, local or with an indexer, MoE", ("dots3_note_text",)),
@@ -72,6 +77,7 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Hy3 · Mellum 2", "GQA, local and global, MoE", ("hy_v3", "mellum")),
     ("Step 3.5, text of 3.7", "gated GQA, local and global, MoE", ("step3p5",)),
     ("MiMo-V2-Flash", "GQA with sinks, local and global, MoE", ("mimo_v2_flash",)),
+    ("MiniCPM 1, 2, 4 (4.1 up to 8,191 tokens)", "GQA, MLP", ("minicpm",)),
     ("MiniCPM 3", "MLA, MLP", ("minicpm3",)),
     ("MiniMax-M2 · dots.llm1 · Solar Open", "GQA, MoE", ("minimax_m2", "dots1", "solar_open")),
     ("Kimi-Linear", "Kimi delta attention, MLA, MoE", ("kimi_linear",)),
@@ -101,6 +107,13 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("BioGPT, XGLM, CTRL, GPT-1", "MHA, MLP", ("biogpt", "xglm", "ctrl", "openai-gpt")),
     ("Persimmon, Fuyu (text) · GPT-NeoX Japanese", "MHA, MLP", ("persimmon", "gpt_neox_japanese")),
     ("nanochat", "GQA, MLP", ("nanochat",)),
+    ("EXAONE 3 · InternLM 2 · Qwen 1", "GQA, MHA, MLP", ("exaone", "internlm2", "qwen")),
+    ("Orion · openPangu Embedded, XVERSE", "GQA, MLP", ("orion", "PanguEmbedded")),
+    ("CodeShell", "GQA, MLP", ("codeshell",)),
+    ("Jais 1 · Refact", "MHA, MQA with ALiBi, MLP", ("jais", "gpt_refact")),
+    ("OpenELM · Nanbeige 4.2", "GQA, MLP · in several rounds", ("openelm", "nanbeige")),
+    ("PLM", "MLA, MLP", ("plm",)),
+    ("Spark X2.5", "gated GQA, local and global, MLP", ("spark2_5",)),
     ("Falcon, Falcon 2 · Falcon-RW", "GQA and MLP side by side · in turn, ALiBi", ("falcon",)),
     ("BLOOM, BLOOMZ · MPT", "MHA with ALiBi, MLP", ("bloom", "mpt")),
     ("DBRX · Phi-3.5-MoE", "GQA, MoE", ("dbrx", "phimoe")),
@@ -156,6 +169,13 @@ OTHER_TESTS: Mapping[str, tuple[bool, bool, bool]] = {  # Hugging Face files, GG
     "rwkv7": (True, True, True),  # test_rwkv7
     "MambaLMHeadModel": (True, False, False),  # test_published
     "oxidizr": (True, False, True),  # test_oxidizr
+    **dict.fromkeys(  # test_older, test_layouts, gguf/test_recorded
+        (
+            *("jais", "gpt_refact", "openelm", "plm", "spark2_5", "nanbeige", "minicpm", "exaone"),
+            *("internlm2", "qwen", "orion", "PanguEmbedded", "codeshell"),
+        ),
+        (True, True, False),
+    ),
 }
 # Title, and the names of the packings that are counted as it: kinds of quantized safetensors.
 METHODS: tuple[tuple[str, str], ...] = (
@@ -193,6 +213,7 @@ def _tested() -> tuple[set[str], set[str], set[str]]:
     from tests.families import tiny, tiny_bare
     from tests.families.gguf.recorded import BASES, NAMES
     from tests.families.gguf.test_config import OLD, VARIANTS
+    from tests.families.older_oracles import OLDER
 
     types = {config: kind for kind, config in CONFIG_MAPPING_NAMES.items()}
 
@@ -200,7 +221,8 @@ def _tested() -> tuple[set[str], set[str], set[str]]:
         return families_by_name()[types[config]].name
 
     hugging = {family_of(v.config) for v in tiny.VARIANTS.values()}
-    files = {family_of(tiny.VARIANTS[name].config) for name in (*VARIANTS, *OLD, *NAMES) if name not in BASES}
+    named = {*VARIANTS, *OLD, *NAMES} - {*BASES, *OLDER}
+    files = {family_of(tiny.VARIANTS[name].config) for name in named}
     bare = {family_of(v.config) for v in tiny.VARIANTS.values() if v.bare}
     bare |= {family_of(v.config) for v in tiny_bare.VARIANTS.values()}
     for name, flags in OTHER_TESTS.items():

@@ -90,14 +90,13 @@ def record(name: str, folder: Path) -> dict[str, Any]:
     from plait.checkpoint.readers.gguf import GgufFile
     from tests.families import tiny
     from tests.families.gguf.published import as_published
-    from tests.families.gguf.recorded import variant
+    from tests.families.gguf.recorded import read_checkpoint
     from tests.families.parity import Memory, decoder, resolved, whole, worst
 
-    tiny.write(name, folder, variant(name))
-    config, tensors, oracle = tiny.read(folder)
+    config, tensors, oracle = read_checkpoint(name, folder)
     there = folder / "published"
-    there.mkdir()
-    theirs, stored = as_published(name, json.loads((folder / "config.json").read_text()), tensors)
+    there.mkdir(parents=True)
+    theirs, stored = as_published(name, dict(config), tensors)
     (there / "config.json").write_text(json.dumps(theirs))
     tiny.rewrite(stored, there / "model.safetensors")
     convert(there, folder / "model.gguf")

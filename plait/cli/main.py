@@ -167,7 +167,7 @@ def explain(error: BaseException) -> tuple[str, int]:
             return str(error), error.exit_code
         case click.ClickException():
             context = getattr(error, "ctx", None)
-            hint = f" (see `{context.command_path} --help`)" if context else ""
+            hint = f"{_suggest_option(error)} (see `{context.command_path} --help`)" if context else ""
             return error.format_message().rstrip() + hint, error.exit_code
         case _ if is_memory_error(error):
             return out_of_memory_text(error), EXIT_MEMORY
@@ -183,6 +183,16 @@ def explain(error: BaseException) -> tuple[str, int]:
     if type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in text:
         return f"out of memory: {text[:200]}; choose a smaller --max-model-len or --max-num-seqs", EXIT_MEMORY
     return f"{type(error).__name__}: {text} (a fault of Plait; --debug shows where)", 1
+
+
+def _suggest_option(error: click.ClickException) -> str:
+    """The option behind which a text belongs that was given without one."""
+    context = getattr(error, "ctx", None)
+    if context is None or "unexpected extra argument" not in error.format_message():
+        return ""
+    known = {name for param in context.command.params for name in param.opts}
+    option = next((name for name in ("--prompt", "--text", "--ids") if name in known), None)
+    return f"; give it with {option}" if option else ""
 
 
 def leave(code: int) -> NoReturn:

@@ -72,11 +72,13 @@ def _complete(c: Config, branch: BranchSpec) -> BranchSpec:
         case MlaSpec():
             return replace(branch, mixer=replace(mixer, sinks=True, out_gate=True))
         case MoeSpec():
-            return replace(branch, mixer=replace(mixer, expert=replace(mixer.expert, activation=_cut(c))))
+            return replace(
+                branch, mixer=replace(mixer, expert=replace(mixer.expert, activation=choose_clipped(c)))
+            )
     return branch
 
 
-def _cut(c: Config) -> Activation:
+def choose_clipped(c: Config) -> Activation:
     """What activates routed experts."""
     limit = float(c["swiglu_limit"] or 0.0)
     if limit > 0 and (limit != LIMIT or c["hidden_act"] != "silu"):

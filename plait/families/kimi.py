@@ -79,13 +79,13 @@ def build_kimi(c: Config, name: str) -> tuple[ModelSpec, NameMap]:
     """Any of them, alone or inside a multimodal wrapper. Raises UnsupportedModel."""
     _check(c)
     each = norm(c)
-    mixers = {LINEAR: BranchSpec("delta", _kda(c), each)}
+    mixers = {LINEAR: BranchSpec("delta", build_kda(c), each)}
     ffn = {"dense": BranchSpec("ffn", mlp(c), each), "sparse": BranchSpec("ffn", _moe(c), each)}
     layers = [
         (mixers.get(kind) or BranchSpec("attn", _mla(c), each), ffn[sort])
         for kind, sort in zip(c["layer_types"], c["mlp_layer_types"], strict=True)
     ]
-    names: dict[str, Source | tuple[Source, ...]] = dict(text_tensors(lambda prefix: _names(c, prefix)))
+    names: dict[str, Source | tuple[Source, ...]] = dict(text_tensors(lambda prefix: kimi_names(c, prefix)))
     spec = model(c, name, layers)
     if (size := c.get("attn_res_block_size")) is not None:
         spec = over_depth(spec, size)
@@ -126,7 +126,7 @@ def _widths(c: Config) -> tuple[int, int, int]:
     return width, width, width
 
 
-def _kda(c: Config) -> DeltaNetSpec:
+def build_kda(c: Config) -> DeltaNetSpec:
     sizes = _sizes(c)
     dim, heads = sizes["linear_head_dim"], sizes["linear_num_heads"]
     nested = c.get("linear_attn_config") or {}
@@ -168,7 +168,7 @@ def _moe(c: Config) -> MoeSpec:
     return replace(shared_moe(c, sigmoid_router(c)), latent=latent, latent_norm=latent_norm)
 
 
-def _names(c: Config, prefix: str) -> Rules:
+def kimi_names(c: Config, prefix: str) -> Rules:
     layer, widths, count = f"{prefix}layers.{{i}}", _widths(c), c["num_experts"]
     mixer = f"{layer}.self_attn"
     return {
@@ -235,7 +235,7 @@ def negative_exp_flat(source: str) -> Derived:
     return Derived(lambda w, **_: -as_tensor(w).float().exp().flatten(), (source,), (back,))
 
 
-def _gguf_names(c: Config) -> Rules:
+def kimi_gguf_names(c: Config) -> Rules:
     kernels = [f"{B}.ssm_conv1d_{x}.weight" for x in "qkv"]
     return {
         **gguf_delta_tensors(KDA, B),
@@ -258,7 +258,7 @@ def join_flat_conv(widths: Sequence[int], sources: Sequence[str]) -> Derived:
     return Derived(flattened, joined.sources, joined.back)
 
 
-@gguf_arch("kimi-linear", "KimiLinearForCausalLM", constants={"norm_topk_prob": True}, names=_gguf_names)
+@gguf_arch("kimi-linear", "KimiLinearForCausalLM", constants={"norm_topk_prob": True}, names=kimi_gguf_names)
 def _kimi(m: Metadata) -> None:
     if m.values.get("kda.safe_gate"):
         raise UnsupportedModel(f"{m.prefix}kda.safe_gate is not implemented for Kimi-Linear")

@@ -199,6 +199,27 @@ def _open_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     return (chosen.to(device), positions, case["rate"], case["heads"]), {}
 
 
+@op(cases=[{key: case[key] for key in ("tokens", "rate", "top_k")} for case in OPEN])
+def spread_windows(chosen: Tensor, positions: Tensor, rate: int) -> Tensor:
+    """The tokens of the windows that `choose_entries` chose, then those of each token's own open window.
+
+    chosen: [T, k] int32, positions: [T] -> [T, (k + 1) rate - 1] int32, rising, then NONE.
+    """
+    at = torch.arange((chosen.shape[1] + 1) * rate - 1, device=chosen.device)
+    count = (chosen != NONE).sum(1, keepdim=True) * rate
+    window = chosen.gather(1, (at // rate).clamp(max=chosen.shape[1] - 1).expand(len(chosen), -1))
+    seen = positions[:, None] + 1
+    own = seen // rate * rate + at - count
+    found = torch.where(at < count, window * rate + at % rate, torch.where(own < seen, own, NONE))
+    return found.int()
+
+
+@spread_windows.inputs
+def _spread_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
+    (chosen, positions, rate, _), _ = _open_inputs({**case, "heads": 1}, dtype, device)
+    return (chosen, positions, rate), {}
+
+
 CASES: list[Case] = [
     dict(seqs=[1], heads=4, dim=16, window=4, rate=4, step=4),
     dict(seqs=[1, 7, 5, 40], heads=19, dim=34, window=9, rate=4, step=2, top_k=3),

@@ -25,6 +25,7 @@ from plait.server.anthropic import messages
 from plait.server.api import validate, versions
 from plait.server.api.endpoint import Answer, Endpoint, ModelLookup, ModelsLookup
 from plait.server.api.manage import manage_models
+from plait.server.api.parse_fields import find_aliases, name_as_sent
 from plait.server.api.reply import WARNING_HEADER
 from plait.server.gateway import api_keys
 from plait.server.gateway.edge import Edge
@@ -250,7 +251,9 @@ class Service:
     async def _read(self, request: Request, endpoint: Endpoint) -> tuple[RequestContext, dict[str, object]]:
         sent = await read_object(request, self._config.max_body_bytes, endpoint.any_type)
         stays = sent.pop("keep_alive", None) if self._models.keeps_time else None
-        body, exchange = endpoint.read(sent), request.scope[SCOPE_KEY]
+        exchange: Exchange = request.scope[SCOPE_KEY]
+        exchange.aliases = find_aliases(sent)
+        body = endpoint.read(sent)
         current_client.set(exchange.key.name or (request.client.host if request.client else ""))
         found = await self._choose(request, body, exchange, stays)
         exchange.model = found.served
@@ -302,7 +305,8 @@ class _Endpoint:
         await response(scope, receive, send)
 
     def _answer(self, scope: Scope, error: Exception) -> Response:
-        found, exchange = problem(error), scope.get(SCOPE_KEY)
+        exchange = scope.get(SCOPE_KEY)
+        found = problem(error if exchange is None else name_as_sent(error, exchange.aliases))
         if exchange is not None:
             exchange.reason = found.reason
         return found.response(self._refusal)

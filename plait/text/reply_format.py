@@ -197,7 +197,11 @@ class ReplyFormat:
         if not shape.tools or shape.choice == "none":
             return None
         if self.tools is None:
-            raise InvalidField("tools: this model's chat template has no place for tools", "tools")
+            raise InvalidField(
+                "tools: this model's chat template has no place for tools; leave them out, or start the "
+                "server with a template that has one (--chat-template)",
+                "tools",
+            )
         return self.tools
 
     def _may_be_several(self, shape: ReplyShape) -> bool:

@@ -224,6 +224,21 @@ def split_rows(ours: str, theirs: str, rows: Mapping[str, Tensor]) -> dict[str, 
     }
 
 
+def split_turned_qkv(size: int, ours: str, theirs: str) -> dict[str, Source]:
+    """q, k and v, `size` wide, of one matrix [in, 3 out], and of one bias."""
+
+    def columns(i: int) -> Derived:
+        def pick(w: Stored, **_: str) -> Tensor:
+            return as_tensor(w)[:, i * size : (i + 1) * size].T.contiguous()
+
+        back = Back(at=i, of=3, join=lambda *parts: torch.cat(parts).T)
+        return Derived(pick, (f"{theirs}.weight",), (back,))
+
+    weights: dict[str, Source] = {f"{ours}.{x}.weight": columns(i) for i, x in enumerate("qkv")}
+    biases = {f"{ours}.{x}.bias": part(i, (size,) * 3, f"{theirs}.bias") for i, x in enumerate("qkv")}
+    return weights | biases
+
+
 def split_grouped_qkv(c: Config, ours: str, theirs: str) -> dict[str, Source]:
     """q, k and v of one tensor: of each key and value head its queries, its key and its value."""
     groups, dim = c["num_key_value_heads"], c["head_dim"]

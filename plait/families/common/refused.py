@@ -37,9 +37,6 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
     "each token makes sinks, and taps that keys and values are convolved by, which is not implemented": (
         *("inkling2", "inkling2_text"),
     ),
-    "an indexer chooses pools of keys for latent attention, which is not implemented": (
-        *("glm5_next", "glm5_next_text"),
-    ),
     "its layers are RWKV-5 or RWKV-6, and RWKV-4 and RWKV-7 are implemented": ("rwkv5", "rwkv6"),
     "its attention has a mask that it computes, which is not implemented": ("doge",),
     "it reads bytes in patches of varying size, which is not implemented": ("blt",),

@@ -63,6 +63,7 @@ OWN_ACTIVATIONS: Mapping[str, Mapping[str, str]] = {
     "xielu": {"xielu": "xielu"},
     "swiglu_oai": {"swiglu_oai": "swiglu_oai", "swigluoai": "swiglu_oai"},
     "situ": {"situ": "situ"},
+    "swiglu": {"swiglu": "silu"},  # Jais, of which the gate is a word of its activation
 }
 ROPE_KINDS = ("default", "divisors", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")
 ROPE_KEYS = {
@@ -88,16 +89,22 @@ NESTS = ("text_config", "llm_config", "language_config")
 
 # Ours -> what else it is called; the first that is there and not null is taken.
 ALIASES: Mapping[str, tuple[str, ...]] = {
-    "hidden_size": ("d_model", "n_embd"),
+    "hidden_size": ("d_model", "n_embd", "model_dim"),
     "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size"),
     "num_key_value_heads": ("num_attention_groups",),
     "num_attention_heads": ("n_head", "attention_heads", "n_heads"),
-    "rope_theta": ("rotary_emb_base",),
+    "rope_theta": ("rotary_emb_base", "rope_freq_constant"),
     "rope_local_base_freq": ("rope_local_theta", "swa_rope_theta"),
-    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
-    "max_position_embeddings": ("max_seq_len", "n_positions", "model_max_length"),
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers", "num_transformer_layers"),
+    "max_position_embeddings": ("max_seq_len", "n_positions", "model_max_length", "max_context_length"),
     "norm_eps": ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon"),
-    "hidden_act": ("hidden_activation", "mlp_hidden_act", "activation_function", "activation"),
+    "hidden_act": (
+        "hidden_activation",
+        "mlp_hidden_act",
+        "activation_function",
+        "activation",
+        "activation_fn_name",
+    ),
     "head_dim": (
         "attention_head_dim",
         "hidden_size_per_head",
@@ -124,7 +131,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "mamba_dt_rank": ("time_step_rank",),
     "mamba_expand": ("expand",),
     "attn_layer_indices": ("full_attn_idxs",),
-    "tie_word_embeddings": ("tie_embedding",),
+    "tie_word_embeddings": ("tie_embedding", "share_input_output_layers"),
     "time_step_limit": ("mamba_dt_limit",),
     "n_group": ("num_expert_group",),
     "sliding_window": ("attention_window_size",),

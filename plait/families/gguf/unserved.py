@@ -18,14 +18,11 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
     DRAFTER: ("dflash", "eagle3", "gemma4-assistant"),
     AUDIO: ("pockettts", "qwen3tts", "wavtokenizer-dec"),
     IMAGE: ("chameleon", "clip", "cogvlm"),
-    "its layers have heads and feed-forwards of different sizes, which is not implemented": ("openelm",),
     "its layers are RWKV-6, and RWKV-4 and RWKV-7 are implemented": ("rwkv6", "rwkv6qwen2"),
     "its layers of RWKV-7 are followed by Qwen2's feed-forward, which is not implemented": ("arwkv7",),
     "it is served from its safetensors files alone, because its tensors are laid out otherwise in GGUF": (
         *("kimi-k3", "qwen4exp"),
     ),
-    "its layers are run again and again, which is not implemented": ("nanbeige",),
-    "an indexer chooses pools of keys for latent attention, which is not implemented": ("glm5-next",),
     "a router chooses among adapters for each token, which is not implemented": ("graniteswitch",),
     _ROUTERS: ("grovemoe", "smallthinker"),
     "its experts are next to a feed-forward of their own in each layer, which is not implemented": (
@@ -36,9 +33,7 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
         "bitnet-b1.58",
         "bitnet-25",
     ),
-    "no family of Plait has its layers": (
-        *("jais", "maple", "plamo", "plm", "refact", "spark2_5", "talkie"),
-    ),
+    "no family of Plait has its layers": (*("maple", "plamo", "talkie"),),
     "it is written by no converter: llama.cpp has the name alone": ("gptj",),
 }
 UNSERVED: Mapping[str, str] = MappingProxyType(

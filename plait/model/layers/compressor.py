@@ -12,7 +12,7 @@ from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.memory import PagedState, SlotState, State, group_name
 from plait.model.layers.layers import Batch, Norm, Rope
-from plait.ops.compressed import FOLDED, add_open_block, choose_entries, compress_tokens
+from plait.ops.compressed import FOLDED, add_open_block, choose_entries, compress_tokens, spread_windows
 from plait.ops.entry import CODED
 from plait.ops.rows import join
 from plait.sparse_specs import CompressorSpec, EntryIndexSpec, MeanIndexSpec
@@ -52,7 +52,9 @@ class Compressor:
         else:
             self._bias = w.tensor("bias", (s.rate, wide), torch.float32)
         self._norm = Norm(s.norm, w.scope("norm"), size)
-        self._rope = Rope(s.rope, w) if s.is_mean else LastRope(s.rope, size, w)
+        self._rope = None
+        if s.rope:
+            self._rope = Rope(s.rope, w) if s.is_mean else LastRope(s.rope, size, w)
         self._compress = w.bind(compress_tokens, size=size)
         self.step = math.gcd(s.rate, size, 4, w.target.block_size or 4)
         kept = "bfloat16" if w.target.kv_dtype in CODED else w.target.kv_dtype
@@ -67,14 +69,15 @@ class Compressor:
         kv, gate = self._read(x)
         where = (batch.state_slots, batch.query_start, batch.has_history, batch.positions)
         made, first = self._compress(kv, gate, self._bias, store[self.name]["folded"], *where, self.spec.rate)
-        return self._rope(self._norm(made)[:, None], first)[:, 0]
+        made = made if self.spec.norms_tokens else self._norm(made)
+        return self._rope(made[:, None], first)[:, 0] if self._rope else made
 
     def _read(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Numbers of every token, and their logits."""
         if self.spec.is_mean:
             return self._into(x), self._even.expand(len(x), -1)
         kv, logits = self._into(x).chunk(2, -1)
-        return kv, logits
+        return self._norm(kv) if self.spec.norms_tokens else kv, logits
 
     def cache(self, store: StateStore) -> Tensor:
         """Where entries lie, [blocks, block_size / step, size]."""
@@ -93,12 +96,13 @@ class EntryIndexer:
         self.top_k = min(s.top_k, -(-w.target.max_len // c.rate))
         self._q = w.linear("q", in_size=q_size, out_sizes=(s.num_heads * s.dim,))
         self._weights = w.linear("weights", in_size=w.target.hidden_size, out_sizes=(s.num_heads,))
-        self._rope = LastRope(c.rope, s.dim, w)
+        self._rope = LastRope(c.rope, s.dim, w) if c.rope else None
         self._choose = w.bind(choose_entries, heads=s.num_heads, index_dim=s.dim, top_k=self.top_k)
 
     def __call__(self, x: Tensor, q: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, hidden], q: [T, q_size] -> entries [T, top_k] int32 (`ops.compressed.choose_entries`)."""
-        queries = self._rope(self._q(q).unflatten(-1, (self.spec.num_heads, -1)), batch.positions)
+        queries = self._q(q).unflatten(-1, (self.spec.num_heads, -1))
+        queries = self._rope(queries, batch.positions) if self._rope else queries
         index = batch.paged[group_name(None)]
         where = (index.block_table, index.slot_mapping, batch.query_start, batch.seq_lens)
         made, cache = self.compressor(x, batch, store), self.compressor.cache(store)
@@ -119,7 +123,8 @@ class MeanIndexer:
         self.states, self.size = self.compressor.states, c.rate
         self.top_k = min(s.top_k, -(-w.target.max_len // c.rate))
         self._q = w.linear("q", in_size=w.target.hidden_size, out_sizes=(s.num_heads * s.dim,))
-        self._norm, self._rope = Norm(c.norm, w.scope("q_norm"), s.dim), Rope(c.rope, w)
+        self._norm = Norm(c.norm, w.scope("q_norm"), s.dim)
+        self._rope = Rope(c.rope, w) if c.rope else None
         self._same = torch.ones(1, s.num_heads, dtype=w.target.dtype, device=w.target.device)
         self._choose = w.bind(choose_entries, heads=s.num_heads, index_dim=s.dim, top_k=self.top_k)
         self._add = w.bind(add_open_block)
@@ -127,7 +132,8 @@ class MeanIndexer:
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, hidden] -> blocks [T, kv_heads, top_k + 1] int32 (`ops.compressed.add_open_block`)."""
         s = self.spec
-        queries = self._rope(self._norm(self._q(x).unflatten(-1, (s.num_heads, s.dim))), batch.positions)
+        queries = self._norm(self._q(x).unflatten(-1, (s.num_heads, s.dim)))
+        queries = self._rope(queries, batch.positions) if self._rope else queries
         index = batch.paged[group_name(None)]
         where = (index.block_table, index.slot_mapping, batch.query_start, batch.seq_lens)
         made, cache = self.compressor(x, batch, store), self.compressor.cache(store)
@@ -135,3 +141,30 @@ class MeanIndexer:
         chosen = self._choose(queries, weights, made, cache, *where, *how)
         found: Tensor = self._add(chosen, batch.positions, self.size, self._kv_heads)
         return found
+
+
+class PoolIndexer:
+    """Scores of pools of keys by small heads, all keys of the best and of the open one (GLM-5.3).
+
+    Of several ranks each has all of it.
+    """
+
+    def __init__(self, s: spec.IndexerSpec, pool: int, q_size: int, w: Weights) -> None:
+        """pool: keys of a pool. q_size: of the queries' latent, from which index queries are made."""
+        self.spec, self.size, self._user = s, pool, w.prefix.rpartition(".")[0]
+        count = min(s.top_k // pool, -(-w.target.max_len // pool))
+        self.top_k = (count + 1) * pool - 1
+        self.states: dict[str, State] = {}
+        if s.source:
+            return
+        how = CompressorSpec(pool, 1, s.norm, None, norms_tokens=True)
+        self._entries = EntryIndexer(EntryIndexSpec(s.num_heads, s.dim, count), how, q_size, w)
+        self.states, self._spread = self._entries.states, w.bind(spread_windows)
+
+    def __call__(self, x: Tensor, q: Tensor, batch: Batch, store: StateStore) -> Tensor:
+        """x: [T, hidden], q: [T, q_size] -> positions [T, top_k] int32 (`ops.compressed.spread_windows`)."""
+        if self.spec.source:
+            return batch.step["chosen", self.spec.source]  # type: ignore[no-any-return]
+        chosen = self._spread(self._entries(x, q, batch, store), batch.positions, self.size)
+        batch.step["chosen", self._user] = chosen
+        return chosen  # type: ignore[no-any-return]

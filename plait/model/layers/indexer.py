@@ -30,7 +30,8 @@ class Indexer:
         self._q = w.linear("q", in_size=q_size, out_sizes=(s.num_heads * s.dim,))
         self._k = w.linear("k", in_size=hidden, out_sizes=(s.dim,))
         self._weights = w.linear("weights", in_size=hidden, out_sizes=(s.num_heads,))
-        self._norm, self._rope = Norm(s.norm, w.scope("k_norm"), s.dim), Rope(s.rope, w)
+        self._norm = Norm(s.norm, w.scope("k_norm"), s.dim)
+        self._rope = Rope(s.rope, w) if s.rope else None
         self._choose = w.bind(choose_keys, heads=s.num_heads, index_dim=s.dim, top_k=self.top_k)
         kept = w.target.kv_dtype
         self.states[self.name] = PagedState({"key": (s.dim,)}, dtype="bfloat16" if kept in CODED else kept)
@@ -40,8 +41,10 @@ class Indexer:
         s = self.spec
         if s.source:
             return batch.step["chosen", s.source]  # type: ignore[no-any-return]
-        queries = self._rope(self._q(q).unflatten(-1, (s.num_heads, s.dim)), batch.positions)
-        keys = self._rope(self._norm(self._k(x))[:, None], batch.positions)[:, 0]
+        queries, keys = self._q(q).unflatten(-1, (s.num_heads, s.dim)), self._norm(self._k(x))[:, None]
+        if self._rope:
+            queries, keys = (self._rope(part, batch.positions) for part in (queries, keys))
+        keys = keys[:, 0]
         index = batch.paged[group_name(None)]
         where = (index.block_table, index.slot_mapping, batch.query_start, batch.seq_lens)
         chosen = self._choose(queries, self._weights(x), keys, store[self.name]["key"], *where, self.top_k)

@@ -116,14 +116,16 @@ class HyperStreams:
     def __init__(self, s: spec.HyperSpec, weights: Weights) -> None:
         w = weights.scope("streams")
         self.count, self.size = s.count, w.target.hidden_size
-        self._weights = StreamWeights(s, w, s.count)
+        self._weights = None if s.ends_even else StreamWeights(s, w, s.count)
+        self._even = torch.full((1, s.count), 1.0 / s.count, device=w.target.device)
         self.spread = Repeat(s.count, w)
         self._mix, self._combine = w.bind(mix_streams), w.bind(combine)
 
     def join(self, x: Tensor, delta: Tensor | None) -> Tensor:
-        """Their sum, by weights of a token's own."""
+        """Their sum, by weights of a token's own, or their mean."""
         x = x if delta is None else self._combine(x, delta, 1.0)
-        one: Tensor = self._mix(x.unflatten(-1, (self.count, self.size)), self._weights(x)).flatten(1)
+        by = self._weights(x) if self._weights else self._even
+        one: Tensor = self._mix(x.unflatten(-1, (self.count, self.size)), by).flatten(1)
         return one
 
 

@@ -17,6 +17,8 @@ SLOW, FAST = "slow state", "fast state"  # in `Batch.step`
 
 
 def _words(m: CycleSpec) -> str:
+    if m.after == "alone":
+        return "a norm between two rounds"
     return f"the {m.after} state becomes this" if m.after else "a slow state and a fast one begin"
 
 
@@ -33,13 +35,15 @@ class Cycle:
 
     def __init__(self, s: CycleSpec, w: Weights) -> None:
         hidden, self.states = w.target.hidden_size, dict[str, State]()
-        self._after = SLOW if s.after == "slow" else FAST
+        self._after, self._is_alone = SLOW if s.after == "slow" else FAST, s.after == "alone"
         self.norm = Norm(s.norm, w.scope("norm"), hidden) if s.after else None
         self.first = None if s.after else w.tensor("first", (hidden,))
         self._combine = w.bind(combine)
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, hidden], what the last stack gave, or embeddings -> what the next one reads, its like."""
+        if self._is_alone and self.norm:
+            return self.norm(x)
         if self.first is not None:
             batch.step[SLOW], batch.step[FAST] = x, self.first.expand(len(x), -1)
         elif self.norm:

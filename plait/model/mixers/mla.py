@@ -16,6 +16,7 @@ from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.errors import ShapeMismatch
 from plait.memory import PagedState, State, group_name
+from plait.model.layers.compressor import PoolIndexer
 from plait.model.layers.head_gate import HeadGate
 from plait.model.layers.indexer import Indexer
 from plait.model.layers.layers import Batch, Norm, Rope, describe_rope
@@ -32,6 +33,7 @@ from plait.ops.registry import TensorFn
 from plait.ops.rows import join
 from plait.partition import Cut, Division, Rank, join_ranges, scale_range, sum_of, width
 from plait.quant.halves import Halves
+from plait.sparse_specs import PooledMlaSpec
 from plait.state.store import StateStore
 
 
@@ -46,7 +48,8 @@ def _words(m: spec.MlaSpec) -> str:
     if (i := m.indexer) is None:
         return text
     chosen = f"as {i.source}" if i.source else f"an indexer of {i.num_heads} heads × {i.dim}"
-    return f"{text}, the best {i.top_k} keys by {chosen}"
+    pools = f" in pools of {i.pool}" if i.pool else ""
+    return f"{text}, the best {i.top_k} keys{pools} by {chosen}"
 
 
 def _divide(s: spec.MlaSpec, rank: Rank, hidden_size: int) -> Division:
@@ -63,6 +66,7 @@ def _divide(s: spec.MlaSpec, rank: Rank, hidden_size: int) -> Division:
 
 
 @mixer(spec.MlaSpec, _words, _divide)
+@mixer(PooledMlaSpec, _words, _divide)
 class Mla:
     def __init__(self, s: spec.MlaSpec, w: Weights) -> None:
         self.spec, self.name = s, w.prefix
@@ -99,7 +103,7 @@ class Mla:
         self.rope_norm = Norm(s.rope_norm, w.scope("rope_norm"), s.rope_dim) if s.rope_norm else None
         sizes: dict[str, object] = {"heads": heads, "kv_rank": s.kv_rank, "rope_dim": s.rope_dim}
         sizes |= {"window": s.window, "sinks": s.sinks}
-        self.indexer = Indexer(s.indexer, w.scope("index"), s.q_rank or 0) if s.indexer else None
+        self.indexer = _build_indexer(s.indexer, s.q_rank or 0, w.scope("index")) if s.indexer else None
         self._place, self._attend = self._bind(w, sizes)
         self._join = w.bind(join)
         kept = w.target.kv_dtype
@@ -144,10 +148,9 @@ class Mla:
             if self.rope:
                 q_rope = self.rope(q_rope, batch.positions)
                 k_rope = self.rope(k_rope[:, None], batch.positions)[:, 0]
-            q = self._join(q_nope, q_rope)
-            out = self._attend(
-                q, self._join(latent, k_rope), cache, *chosen, *where, s.scale, s.kv_rank, **seen
-            )
+            q = self._join(q_nope, q_rope) if s.rope_dim else q_nope
+            latent = self._join(latent, k_rope) if s.rope_dim else latent
+            out = self._attend(q, latent, cache, *chosen, *where, s.scale, s.kv_rank, **seen)
         out = self._added(self._map_out(out, self.v_up), out)
         out = (self.head_gate(out, x) if self.head_gate else out).flatten(1)
         if self._gate:
@@ -161,6 +164,10 @@ class Mla:
             return y
         added: Tensor = self._add(y, x, self._sites.keys if is_keys else self._sites.values, rows)
         return added
+
+
+def _build_indexer(s: spec.IndexerSpec, q_size: int, w: Weights) -> Indexer | PoolIndexer:
+    return PoolIndexer(s, s.pool, q_size, w) if s.pool else Indexer(s, w, q_size)
 
 
 def _halves(s: spec.MlaSpec, w: Weights) -> tuple[Tensor | HeadRows, Tensor | HeadRows]:

@@ -13,7 +13,7 @@ from typing import Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from plait.errors import InvalidField
+from plait.errors import InvalidField, RequestError
 from plait.request import SAMPLING
 from plait.sampling_fields import shorten
 
@@ -107,6 +107,24 @@ def parse_as(body: Mapping[str, object], kind: type[S]) -> S:
 def present(body: Mapping[str, object]) -> dict[str, object]:
     """The fields that are not null, under their own names rather than aliases. Raises InvalidField."""
     return rename_params({name: value for name, value in body.items() if value is not None})
+
+
+def find_aliases(body: Mapping[str, object]) -> dict[str, str]:
+    """Our name -> the one by which a client sent the field, for those that were renamed."""
+    options = body.get("options")
+    names = [*body, *(options if isinstance(options, dict) else ())]
+    return {NAMES[name]: name for name in names if name in NAMES and NAMES[name] not in names}
+
+
+def name_as_sent(error: Exception, aliases: Mapping[str, str]) -> Exception:
+    """The same error, of a field that a client sent under another name. `aliases`: of `find_aliases`."""
+    param = getattr(error, "param", None) or ""
+    text, name = str(error), aliases.get(param)
+    if name is None or not isinstance(error, RequestError):
+        return error
+    return error.reworded(
+        f"{name}{text.removeprefix(param)}" if text.startswith(f"{param}: ") else text, name
+    )
 
 
 def string_of(found: Mapping[str, object], name: str, at: str) -> str:

@@ -39,6 +39,7 @@ class Exchange:
     load_s: float = 0.0  # it waited so long until its model was loaded
     num_asked_tokens: int = 0  # the most that all choices together can generate
     unread: list[str] = field(default_factory=list)  # hints that the model has no use for
+    aliases: dict[str, str] = field(default_factory=dict)  # our name -> what the client calls a field
     is_admin: bool = False  # it has the admin key, on a path where that counts
     reason: str = ""  # why it was refused, for the log
     release: Callable[[], None] | None = None  # called at the end: its model may be unloaded then

@@ -275,7 +275,11 @@ def cut_at_mark(parts: Sequence[int | str], mark: str) -> list[int | str]:
 def refuse_unread(name: str, kwargs: Mapping[str, object], tools: object, known: frozenset[str]) -> None:
     """Raises InvalidField for tools or template arguments that a template would not look at."""
     if tools and not known.intersection(TOOLS):
-        raise InvalidField(f"tools: the chat template {name!r} has no place for tools", "tools")
+        raise InvalidField(
+            f"tools: the chat template {name!r} has no place for tools; leave them out, or start the server "
+            "with a template that has one (--chat-template)",
+            "tools",
+        )
     unknown = sorted(set(kwargs) - known)
     if unknown:
         raise InvalidField(

@@ -195,6 +195,17 @@ ATTENTION: Mapping[str, Config] = {
         route_scale=1.7,
         logits_mup_width_multiplier=2.0,
     ),
+    # GLM-5.3: delta rule and latent attention of which small heads choose pools of keys, over mixed streams.
+    "pools": make_config(
+        "Glm5NextForConditionalGeneration",
+        "glm5_next",
+        **{**DEEPSEEK, **INDEXER, "n_group": 1, "topk_group": 1, "qk_rope_head_dim": 0, "index_topk": 8},
+        layer_types=["linear_attention", "indexed_attention", "indexed_attention"],
+        index_kpool=4,
+        linear_head_dim=12,
+        linear_num_heads=4,
+        hc_mult=3,
+    ),
     # HRM: two stacks that run in turns, their weights read once.
     "cycles": make_config(
         "HrmTextForCausalLM",

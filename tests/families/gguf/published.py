@@ -401,6 +401,44 @@ def _deepseek_4(c: Config, t: Tensors) -> tuple[Config, Tensors]:
     return c, renamed(t, *rules)
 
 
+@layout("glm5_next")
+def _glm_next(c: Config, t: Tensors) -> tuple[Config, Tensors]:
+    """Its text model alone, experts one by one and a convolution for each of q, k and v."""
+    text, found = dict(c["text_config"]), dict[str, Tensor]()
+    for name, w in t.items():
+        at = name.rpartition(".")[0]
+        if (
+            name.endswith("conv1d.weight")
+            and w.shape[0] == 3 * text["linear_num_heads"] * text["linear_head_dim"]
+        ):
+            at = at.removesuffix("conv1d")
+            parts = zip("qkv", w.chunk(3), strict=True)
+            found |= {f"{at}{x}_conv1d.weight": part.contiguous() for x, part in parts}
+        elif name.endswith("experts.gate_up_proj"):
+            for e, one in enumerate(w):
+                for x, part in zip(("gate", "up"), one.chunk(2), strict=True):
+                    found[f"{at}.{e}.{x}_proj.weight"] = part.contiguous()
+        elif name.endswith("experts.down_proj"):
+            found |= {f"{at}.{e}.down_proj.weight": one.contiguous() for e, one in enumerate(w)}
+        elif "visual" not in name:
+            found[name] = w
+    rules = (
+        (r"^model\.language_model\.", "model."),
+        (r"forget_gate\.", ""),
+        (r"\.(attn|ffn)_hc\.", r".hc_\1_"),
+    )
+    sizes = {"head_dim": "head_dim", "num_heads": "num_heads", "short_conv_kernel_size": "conv_kernel_dim"}
+    sizes |= {"gate_lower_bound": "lower_bound"}
+    text |= {
+        "architectures": c["architectures"],
+        "linear_attn_config": {theirs: text.pop(f"linear_{ours}") for theirs, ours in sizes.items()},
+        "first_k_dense_replace": 1,
+        "mla_use_nope": True,
+        "mhc": True,
+    }
+    return text, renamed(found, *rules)
+
+
 @layout("bitnet")
 def _bitnet(c: Config, t: Tensors) -> tuple[Config, Tensors]:
     return c, renamed(t, (r"attn_sub_norm", "inner_attn_ln"), (r"ffn_sub_norm", "ffn_layernorm"))

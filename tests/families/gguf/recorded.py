@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tests.families import tiny, tiny_dense, tiny_latest, tiny_mixers
+from tests.families.older_oracles import IDS, OLDER
 from tests.families.variant import Variant
 
 Config = Mapping[str, Any]
@@ -38,6 +39,14 @@ CHANGES: dict[str, dict[str, Any]] = {
         "swa_q_lora_rank": 12,
         "n_group": 1,
         "topk_group": 1,
+    },
+    "glm5_next": {
+        "text_config": {
+            **tiny_mixers.GLM_NEXT["text_config"],
+            "linear_num_heads": 4,
+            "hc_mult": 4,
+            "mlp_layer_types": ["dense", *["sparse"] * 4],
+        }
     },
     "hy_v4": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
     "codeshell": {
@@ -163,10 +172,21 @@ NAMES = (
     ),
     *("nemotron_h_latent", "orion", "pangu", "phimoe", "phimoe_longrope", "qwen1", "qwen2_5_vl", "qwen3_vl"),
     *("qwen3_vl_moe", "solar_open", "step3p5", "xverse", "youtu"),
-    *("ling3", "dots3_note", "hy_v4", "minimax_m3", "deepseek_v4"),
+    *("ling3", "dots3_note", "hy_v4", "minimax_m3", "deepseek_v4", "glm5_next"),
     *("mistral4", "muse_glimmer", "maincoder", "codeshell", "paddleocr", "hunyuan_vl", "deepseek_ocr"),
     "hrm_text",
+    *OLDER,
 )
+
+
+def read_checkpoint(name: str, folder: Path) -> tuple[Config, dict[str, Tensor], dict[str, Any]]:
+    """(config, tensors, ids and logits) of a tiny model: of transformers, or of a plain description."""
+    if family := OLDER.get(name):
+        tensors = family.checkpoint()
+        logits = [family.logits(family.config, tensors, ids).float() for ids in IDS]
+        return family.config, {k: w.float() for k, w in tensors.items()}, {"ids": IDS, "logits": logits}
+    tiny.write(name, folder, variant(name))
+    return tiny.read(folder)
 
 
 def variant(name: str) -> Variant:
@@ -205,6 +225,8 @@ WAYS: dict[str, Callable[[Config, Tensor], Tensor]] = {
     "first half, turned": lambda c, w: _half(0)(c, w.mT),
     "second half, turned": lambda c, w: _half(1)(c, w.mT),
     "exponential": lambda c, w: w.exp(),
+    "times the scale of embeddings": lambda c, w: w * c["mup_embeddings_scale"],
+    "times the scale of logits": lambda c, w: w * (c["mup_output_alpha"] * c["mup_width_scale"]),
     "latent keys": _latent(0),
     "latent values": _latent(1),
     "latent keys of windows": _latent(0, of_windows=True),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from plait.errors import UnsupportedModel
 from tests.families import tiny
-from tests.families.gguf.recorded import NAMES, converted, variant
+from tests.families.gguf.recorded import NAMES, converted, read_checkpoint, variant
 from tests.families.parity import Memory, decoder, in_pieces, resolved, whole, worst
 
 TOLERANCE = 1e-4
@@ -22,8 +22,7 @@ QUICK = ("gemma4_all", "exaone4", "ernie4_5_moe")
     "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in NAMES]
 )
 def test_recorded_files_answer_what_transformers_answers(name: str, tmp_path: Path) -> None:
-    tiny.write(name, tmp_path / name, variant(name))
-    config, tensors, oracle = tiny.read(tmp_path / name)
+    config, tensors, oracle = read_checkpoint(name, tmp_path / name)
     metadata, made = converted(name, config, tensors)
     made |= unread_keys(metadata, made)
     file = Memory(made)

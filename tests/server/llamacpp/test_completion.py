@@ -82,6 +82,20 @@ def test_what_cannot_be_honoured_is_refused_by_name(client: Client, body: Any, p
     assert (answer.status, answer.error["param"]) == (400, param)
 
 
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ({"n_predict": -5}, "n_predict: -5 is outside"),
+        ({"repeat_penalty": -1}, "repeat_penalty: -1.0 is outside"),
+        ({"max_tokens": -5, "n_predict": None}, "max_tokens: -5 is outside"),
+    ],
+)
+def test_a_refusal_names_the_field_as_it_was_sent(client: Client, body: Any, text: str) -> None:
+    error = client.post("/completion", {"prompt": "ab", **body}).json["error"]
+    assert error["message"].startswith(text)
+    assert error["param"] == text.partition(":")[0]
+
+
 def test_props_and_slots_show_limits_and_defaults(client: Client) -> None:
     props = client.get("/props").json
     assert props["default_generation_settings"]["n_ctx"] == CONTEXT

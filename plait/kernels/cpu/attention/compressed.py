@@ -63,6 +63,7 @@ from plait.ops.compressed import (
     choose_entries,
     compress_tokens,
     entry_attention,
+    spread_windows,
 )
 from plait.ops.entry import CODED
 from plait.ops.registry import OpFacts
@@ -334,6 +335,37 @@ def _add_open_block(cpu: Executor, chosen: Tensor, positions: Tensor, rate: int,
     dense("positions", positions, count, dtype=torch.int64)
     out = cpu.empty(count, heads, k + 1, dtype=torch.int32)
     cpu.launch(append_open, chosen, positions, rate, heads, k, out, rows=count)
+    return out
+
+
+@kernel
+def spread_chosen(frame: int, args: int, thread: int, threads: int) -> None:
+    """chosen (dense), positions, rate, k, out (dense)."""
+    chosen, positions, rate, k, out = words(args, 2, 7)
+    rows, wide = rows_of(frame, args), (k + 1) * rate - 1
+    for r in range(rows * thread // threads, rows * (thread + 1) // threads):
+        to, n = out + 4 * r * wide, np.int64(0)
+        for i in range(k):
+            first = np.int64(get_i32(chosen + 4 * (r * k + i))) * rate
+            if first >= 0:
+                for t in range(first, first + rate):
+                    put_i32(to + 4 * n, np.int32(t))
+                    n += 1
+        end = get_i64(positions + 8 * r) + 1
+        for t in range(end // rate * rate, end):
+            put_i32(to + 4 * n, np.int32(t))
+            n += 1
+        for i in range(n, wide):
+            put_i32(to + 4 * i, np.int32(-1))
+
+
+@spread_windows.variant("native", on="cpu", native=True)
+def _spread_windows(cpu: Executor, chosen: Tensor, positions: Tensor, rate: int) -> Tensor:
+    count, k = chosen.shape
+    dense("chosen", chosen, count, k, dtype=torch.int32)
+    dense("positions", positions, count, dtype=torch.int64)
+    out = cpu.empty(count, (k + 1) * rate - 1, dtype=torch.int32)
+    cpu.launch(spread_chosen, chosen, positions, rate, k, out, rows=count)
     return out
 
 

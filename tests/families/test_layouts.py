@@ -1,0 +1,53 @@
+"""Published files with names of their own give the logits of their twins in transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plait.errors import UnsupportedModel
+from plait.families.common.registry import build_spec
+from plait.families.granite import MULTIPLIERS
+from tests.families.gguf.published import as_published
+from tests.families.gguf.recorded import read_checkpoint
+from tests.families.parity import Memory, decoder, in_pieces, resolved, whole, worst
+
+QUICK = ("minicpm", "internlm2")
+NAMES = (*QUICK, "exaone3", "qwen1", "orion", "pangu", "xverse", "codeshell")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in NAMES]
+)
+def test_published_files_give_the_logits_of_their_twins(name: str, tmp_path: Path) -> None:
+    config, tensors, oracle = read_checkpoint(name, tmp_path / name)
+    theirs, stored = as_published(name, dict(config), tensors)
+    theirs = {key: value for key, value in theirs.items() if key not in MULTIPLIERS}
+    file = Memory(stored)
+    model = decoder(resolved(file, theirs), file)
+    assert worst(whole(model, oracle["ids"][0]), oracle["logits"][0]) <= 1e-4
+    for logits, want in zip(in_pieces(model, oracle["ids"]), oracle["logits"], strict=True):
+        assert worst(logits, want) <= 1e-4
+
+
+MINICPM: dict[str, Any] = {
+    "architectures": ["MiniCPMForCausalLM"],
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 32_768,
+    "scale_emb": 12,
+    "scale_depth": 1.4,
+    "dim_model_base": 256,
+}
+
+
+def test_minicpm_ends_where_its_attention_becomes_sparse() -> None:
+    assert build_spec(MINICPM)[0].max_len == 32_768
+    assert build_spec({**MINICPM, "sparse_config": {"dense_len": 4096}})[0].max_len == 4095
+    with pytest.raises(UnsupportedModel, match="num_experts = 8 is not implemented for MiniCPM"):
+        build_spec({**MINICPM, "num_experts": 8, "num_experts_per_tok": 2})
