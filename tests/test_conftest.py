@@ -22,9 +22,7 @@ def test_memory_that_was_never_written_is_no_number() -> None:
 
 
 @pytest.mark.parametrize("turn", [1, 2])
-def test_a_log_that_a_test_has_sent_elsewhere_is_pytests(
-    turn: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_log_that_a_test_has_sent_elsewhere_is_pytests(turn: int, caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger("plait.server").warning("seen")
     assert [record.message for record in caplog.records] == ["seen"]
     start_log(ServerConfig())

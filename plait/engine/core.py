@@ -263,7 +263,7 @@ class Engine:
         return {**found, **forced}, self.speculation is not None and not self.speculation.is_resting
 
     def _goes_without(self, running: Sequence[TokenSequence]) -> bool:
-        """Whether there are no drafts for now, and no guide that forces tokens: then a plan asks no further."""
+        """Whether there are no drafts for now and no guide forces tokens: then a plan asks no further."""
         return self._ask(lambda s: s.rests(len(running)), True) and all(seq.guide is None for seq in running)
 
     def _ask(self, call: Callable[[Speculation], T], otherwise: T) -> T:

@@ -190,21 +190,6 @@ def split_qkv(c: Config, ours: str, theirs: str) -> dict[str, Source]:
     }
 
 
-def split_turned_qkv(size: int, ours: str, theirs: str) -> dict[str, Source]:
-    """q, k and v of one matrix [in, 3 out], and of one bias."""
-
-    def columns(i: int) -> Derived:
-        def pick(w: Stored, **_: str) -> Tensor:
-            return as_tensor(w)[:, i * size : (i + 1) * size].T.contiguous()
-
-        back = Back(at=i, of=3, join=lambda *parts: torch.cat(parts).T)
-        return Derived(pick, (f"{theirs}.weight",), (back,))
-
-    weights: dict[str, Source] = {f"{ours}.{x}.weight": columns(i) for i, x in enumerate("qkv")}
-    sizes = (size,) * 3
-    return weights | {f"{ours}.{x}.bias": part(i, sizes, f"{theirs}.bias") for i, x in enumerate("qkv")}
-
-
 def split_rows(ours: str, theirs: str, rows: Mapping[str, Tensor]) -> dict[str, Source]:
     """Linear layers of one tensor, each with the rows of theirs that `rows` lists under its name."""
     back = torch.cat(list(rows.values())).argsort()

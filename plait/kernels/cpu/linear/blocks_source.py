@@ -463,8 +463,7 @@ def tiles_apart(
     """Block (weights, apart, a, steps): a row of codes times as many tiles as streams, from `weights` on,
     each `apart` from the one before."""
     lines, products = -(-layout.nbytes // LINE // layout.blocks), partial(_products, w, layout)
-    ahead = AHEAD[layout.step] if streams > 1 else ALONE_AHEAD
-    fetched = lines if streams > 1 or layout.bits == 8 else 0
+    fetch, ahead = (w.prefetch, AHEAD[layout.step]) if streams > 1 else (w.prefetch_l2, ALONE_AHEAD)
 
     def step(_: Word, at: Word, a: Word, *sums: Value) -> list[Value]:
         tiles = [at + apart * k for k in range(streams)]
@@ -473,8 +472,7 @@ def tiles_apart(
         def block(b: Word, a: Word, *sums: Value) -> list[Value]:
             found = []
             for tile, above, sum in zip(tiles, outer, sums, strict=True):
-                fetch = w.prefetch if streams > 1 else w.prefetch_l2
-                for k in range(fetched):
+                for k in range(lines if streams > 1 or layout.bits == 8 else 0):
                     fetch(tile + ahead + LINE * k + LINE * lines * b)
                 found += _block(w, layout, (tile, b, a), above, [sum], products, 1)
             return [a + layout.rounded_block, *found]
@@ -553,11 +551,8 @@ _STOP = """
 
 
 def count_streams(layout: Layout) -> int:
-    """In how many streams one row reads such weights: a Zen 4 fetches one by itself as fast as it is read.
-
-    Not with a plane of high bits in a long step: there three streams, fetched ahead, had 1.1 to 1.4 times
-    the rate (Q3_K, Q5_K, Q6_K). What fetching one stream ahead gave bytes (1.1 times), it took from nibbles.
-    """
+    """In how many streams one row reads: with high bits in a long step, three had 1.1 to 1.4 times the rate
+    of one on a Zen 4. To fetch one ahead gave bytes 1.1 times, and took as much from nibbles."""
     return 1 if ONE_STREAM and not (layout.high and layout.step > BLOCK * 2) else STREAMS
 
 
@@ -566,8 +561,7 @@ def linear_kernel(layout: Layout, kind: Kind = "", streams: int = 0) -> Kernel:
     """The kernel of `packed.multiply` for weights in that layout.
 
     kind: "amx" multiplies bundles of TILED rows of codes on its tiles ("software": on what stands for them),
-    to the same bits; it needs `AMX_SCRATCH`. streams: that one row reads weights in, to the same bits;
-    0: as `count_streams` says.
+    to the same bits; it needs `AMX_SCRATCH`. streams: of one row, to the same bits; 0: `count_streams`.
     """
     streams = streams or count_streams(layout)
     plain = tuple(n for n in BUNDLES if n < TILED) if kind else BUNDLES
