@@ -259,8 +259,8 @@ def _paged_latent_attention(
     if isinstance(form, Nibbles):
         cpu.launch(store_latent_nibbles, *given, kv_rank, rest, form.width, rows=new.count, scratch=SCRATCH)
     elif isinstance(form, Sevens):
-        parts = (kv_rank, form.group, form.rest_at, rest, form.rest_scale_at, 2 * form.width)
-        cpu.launch(store_latent_sevens, *given, *parts, rows=new.count, scratch=SCRATCH)
+        sizes = (kv_rank, form.group, form.rest_at, rest, form.rest_scale_at, 2 * form.width)
+        cpu.launch(store_latent_sevens, *given, *sizes, rows=new.count, scratch=SCRATCH)
     elif form:
         parts = (kv_rank, form.group, form.rest_at, rest, form.width)
         cpu.launch(store_latent_codes, *given, *parts, rows=new.count, scratch=SCRATCH)
