@@ -127,7 +127,7 @@ class ClusterGateway:
                         self._addresses[name] = ReplicaAddress(*found)
                         break
                     await asyncio.sleep(0.1)  # the list of members is about to change
-                except Exception as error:  # whatever Serve raises: the replica is a member, and wanted
+                except Exception as error:  # whatever Serve raises, because the replica is still a member
                     log.warning("replica %s does not say where it listens: %r", name, error)
                     await asyncio.sleep(0.5)
         finally:
