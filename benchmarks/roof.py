@@ -104,17 +104,23 @@ class Step:
         return (time.perf_counter() - started) / STEPS
 
 
+def schedule(policy: int, priority: int) -> None:
+    """Let the system run all threads of this process so."""
+    for tid in os.listdir("/proc/self/task"):
+        os.sched_setscheduler(int(tid), policy, os.sched_param(priority))
+
+
 @contextmanager
 def above(wanted: bool) -> Iterator[None]:
-    """Run all threads of this process above those of others."""
-    policies = ((os.SCHED_FIFO, 5), (os.SCHED_OTHER, 0)) if wanted else ()
+    """Run this process above others."""
+    if not wanted:
+        yield
+        return
     try:
-        for tid in os.listdir("/proc/self/task") if policies else ():
-            os.sched_setscheduler(int(tid), policies[0][0], os.sched_param(policies[0][1]))
+        schedule(os.SCHED_FIFO, 5)
         yield
     finally:
-        for tid in os.listdir("/proc/self/task") if policies else ():
-            os.sched_setscheduler(int(tid), policies[1][0], os.sched_param(policies[1][1]))
+        schedule(os.SCHED_OTHER, 0)
 
 
 def join_places(places: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
