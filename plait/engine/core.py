@@ -25,7 +25,7 @@ from plait.errors import DeadlineExceeded, DeviceLost, EngineError, InvalidField
 from plait.request import Event, FinishReason, Request
 from plait.schedule.plan import Chunk, StepPlan
 from plait.schedule.scheduler import NOTHING, Drafts, Scheduler
-from plait.schedule.sequence import TokenSequence, Update
+from plait.schedule.sequence import Update
 from plait.schedule.speculate import Speculation
 
 T = TypeVar("T")
@@ -112,7 +112,7 @@ class Engine:
         has_ended = self._end_hopeless()
         if (flight := self._flight) is None:
             drafts, is_observed = self._drafts()
-            is_compared = bool(drafts and speculation and speculation.is_comparing(len(drafts)))
+            is_compared = speculation is not None and speculation.is_comparing(drafts)
             plan = self.scheduler.plan(drafts, is_observed=is_observed, is_compared=is_compared)
             if plan is None:
                 return has_ended
@@ -248,23 +248,13 @@ class Engine:
 
     def _drafts(self) -> tuple[Drafts, bool]:
         """(draft tokens by sequence id, whether what drafts has to read what the next step brings)."""
-        running = self.scheduler.running
-        if (
-            self.speculation is None
-            or self._goes_without(running)
-            or not (drafting := self.scheduler.drafting())
-        ):
+        speculation, running = self.speculation, self.scheduler.running
+        if speculation is None or speculation.rests(running) or not (drafting := self.scheduler.drafting()):
             return {}, False
-        num_left = sum(seq.num_left for seq in running)
-        num_rows = min(num_left, self.scheduler.limits.max_num_batched_tokens)
+        num_rows = min(sum(s.num_left for s in running), self.scheduler.limits.max_num_batched_tokens)
         found = self._ask(lambda speculation: speculation.drafts(drafting, num_rows), NOTHING)
-        guided = [(seq.id, seq.guide) for seq in drafting if seq.guide is not None]
-        forced = {i: tokens for i, guide in guided if (tokens := guide.forced()[:MAX_FORCED])}
+        forced = {s.id: t for s in drafting if s.guide is not None and (t := s.guide.forced()[:MAX_FORCED])}
         return {**found, **forced}, self.speculation is not None and not self.speculation.is_resting
-
-    def _goes_without(self, running: Sequence[TokenSequence]) -> bool:
-        """Whether there are no drafts for now and no guide forces tokens: then a plan asks no further."""
-        return self._ask(lambda s: s.rests(len(running)), True) and all(seq.guide is None for seq in running)
 
     def _ask(self, call: Callable[[Speculation], T], otherwise: T) -> T:
         """Call speculation. A failure turns it off from then on, and must not end any request."""

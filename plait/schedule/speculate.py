@@ -244,12 +244,12 @@ class Speculation:
                 choice.record.pause = min(2 * choice.record.pause, LONGEST_PAUSE)
         return found
 
-    def rests(self, count: int) -> bool:
-        """Whether the next plan for so many sequences has no drafts, like the last one."""
-        if not self.is_resting or self.governor is None or self.governor.choose(count):
+    def rests(self, running: Sequence[TokenSequence]) -> bool:
+        """Whether the next plan has no drafts, like the last one, and no guide forces tokens in it."""
+        if not self.is_resting or self.governor is None or self.governor.choose(len(running)):
             return False
-        self._is_measuring = self.governor.is_measuring(count)
-        return True
+        self._is_measuring = self.governor.is_measuring(len(running))
+        return all(seq.guide is None for seq in running)
 
     def observe(self, seq_id: int, drafted: int, accepted: int) -> None:
         """Record that a step checked `drafted` tokens of a sequence's draft and accepted `accepted`."""
@@ -272,9 +272,9 @@ class Speculation:
             seconds = None if began is None else self.spent() - began
             self.governor.charge(num_sequences, num_tokens, seconds)
 
-    def is_comparing(self, num_sequences: int) -> bool:
-        """Whether the governor compares what plans for so many sequences cost with drafts and without."""
-        return self.governor is not None and self.governor.is_comparing(num_sequences)
+    def is_comparing(self, drafts: Mapping[int, tuple[int, ...]]) -> bool:
+        """Whether the governor compares what plans with these drafts cost with those without."""
+        return bool(drafts) and self.governor is not None and self.governor.is_comparing(len(drafts))
 
     def forget(self, seq_id: int) -> None:
         """Forget a sequence that has ended."""

@@ -95,6 +95,32 @@ def test_turns_end_behind_a_stop_token(side: Side) -> None:
     assert not side.engine.audit()
 
 
+def test_turns_end_where_the_rows_of_one_more_would_pass_the_end(side: Side) -> None:
+    plans: list[tuple[StepPlan, Sampled]] = []
+    run = side.native.run
+
+    def recorded(plan: StepPlan, row: SamplingRow) -> list[Sampled] | None:
+        found: list[Sampled] | None = run(plan, row)
+        plans.extend((plan, answer) for answer in found or [])
+        return found
+
+    side.native.run = recorded
+    try:
+        for length in range(12, 18):
+            words = {"temperature": 0.0, "max_tokens": length, "ignore_eos": True}
+            assert side.reply(PROMPT, 2, **words) == side.reply(PROMPT, 0, **words)
+    finally:
+        side.native.run = run
+    assert len(plans) >= 6
+    for plan, answer in plans:
+        rows, turns, ended = len(plan.chunks[0].token_ids), plan.turns, answer.turns
+        assert turns is not None
+        assert ended is not None
+        assert ended.num_earlier + rows <= turns.num_rows
+        right = sum(a == b for a, b in zip(answer.token_ids[ended.num_earlier :], ended.draft, strict=False))
+        assert ended.num_turns == turns.most or ended.num_earlier + right + 1 + rows > turns.num_rows
+
+
 def test_drafts_grow_in_the_middle_of_a_reply(side: Side) -> None:
     lengths: list[int] = []
     run = side.native.run

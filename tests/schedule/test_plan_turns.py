@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from plait.schedule.costs import StepCosts
-from plait.schedule.drafts.turns import TurnsEnd
+from plait.schedule.drafts.turns import FEW_TURNS, TurnsEnd
 from plait.schedule.plan import Sampled, StepPlan
 from plait.schedule.scheduler import Scheduler
 from plait.schedule.sequence import TokenSequence
@@ -95,6 +95,20 @@ def test_turns_are_no_more_than_the_sequence_can_take() -> None:
         assert plan.turns.num_rows == min(left, 8 * 3)
         assert 2 <= plan.turns.most <= plan.turns.num_rows - 2
         assert len(plan.chunks[0].blocks[0]) * 4 >= seq.num_computed_tokens + plan.turns.num_rows
+
+
+def test_few_turns_while_their_cost_is_compared() -> None:
+    s, seq = world(num_turns=32), sequence(1, 6, 100)
+    s.add(seq)
+    while seq.num_output_tokens == 0:
+        run(s, planned(s))
+    plan = s.plan({seq.id: DRAFT}, is_compared=True)
+    assert plan is not None
+    assert plan.turns is not None
+    assert plan.turns.most == FEW_TURNS
+    free = drafting(world(num_turns=32), sequence(1, 6, 150))
+    assert free.turns is not None
+    assert free.turns.most > FEW_TURNS
 
 
 @pytest.mark.parametrize(

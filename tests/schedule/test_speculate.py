@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from plait.request import SamplingParams
 from plait.schedule.costs import StepCosts
+from plait.schedule.drafts.governor import DraftGovernor
 from plait.schedule.drafts.turns import DraftRequest
 from plait.schedule.sequence import TokenSequence
 from plait.schedule.speculate import NgramProposer, Proposer, Speculation
@@ -402,6 +403,26 @@ def test_proposals_are_cut_to_the_requested_length() -> None:
     drafts = Speculation(Eager(), measured(flat), 8).drafts([sequence([1, 2])], 1)
     assert list(drafts) == [1]
     assert 1 <= len(drafts[1]) <= 8
+
+
+def test_resting_governor_decides_before_any_sequence_is_looked_at() -> None:
+    class Resting(DraftGovernor):
+        length = 0
+
+        def choose(self, num_sequences: int) -> int:
+            return self.length
+
+    governor, oracle = Resting([1]), Oracle({1: random_text(50)}, 1.0)
+    speculation, seq = (
+        Speculation(oracle, measured(flat), 8, governor=governor),
+        sequence(oracle.text[1][:10]),
+    )
+    assert not speculation.rests([seq])  # no plan has gone without drafts yet
+    assert speculation.drafts([seq], 1) == {}
+    assert speculation.rests([seq])
+    governor.length = 1
+    assert not speculation.rests([seq])
+    assert speculation.drafts([seq], 1)
 
 
 def test_an_end_is_passed_on() -> None:
