@@ -39,7 +39,7 @@ class Operation:
     refusal: Struct = ErrorBody
 
 
-def _streamed(summary: str, line: Struct, form: StreamForm, refusal: Struct = ErrorBody) -> Operation:
+def _describe_stream(summary: str, line: Struct, form: StreamForm, refusal: Struct = ErrorBody) -> Operation:
     """An endpoint of which a stream has the events that a whole reply is one of."""
     return Operation(summary, line, stream=line, form=form, refusal=refusal)
 
@@ -174,8 +174,8 @@ POSTS: Mapping[str, Operation] = {
     ),
     "/tokenize": Operation("Text or messages as token ids", models.Tokens, schema.TokenizeRequest),
     "/detokenize": Operation("Token ids as text", models.DetokenizeReply, schema.DetokenizeRequest),
-    "/api/generate": _streamed("The reply to a prompt", generate.GenerateLine, JSON_LINES, OLLAMAS),
-    "/api/chat": _streamed("The reply to a conversation", generate.ChatLine, JSON_LINES, OLLAMAS),
+    "/api/generate": _describe_stream("The reply to a prompt", generate.GenerateLine, JSON_LINES, OLLAMAS),
+    "/api/chat": _describe_stream("The reply to a conversation", generate.ChatLine, JSON_LINES, OLLAMAS),
     "/api/embed": Operation("Texts as vectors of length 1", embed.EmbedReply, refusal=OLLAMAS),
     "/api/embeddings": Operation("A text as a vector", embed.EmbeddingReply, refusal=OLLAMAS),
     "/api/show": Operation("A served model", manage.ShownModel, refusal=OLLAMAS),
@@ -191,10 +191,10 @@ POSTS: Mapping[str, Operation] = {
     **{path: Operation(f"Refused: {why}", refusal=OLLAMAS) for path, why in manage.NOT_DONE.items()},
     **dict.fromkeys(("/admin/models/load", "/models/load"), _LOAD),
     **dict.fromkeys(("/admin/models/unload", "/models/unload"), _UNLOAD),
-    "/infill": _streamed(
+    "/infill": _describe_stream(
         "What belongs between two texts, in llama.cpp's words", completion.NativeCompletion, UNMARKED_EVENTS
     ),
-    "/completion": _streamed(
+    "/completion": _describe_stream(
         "Text that follows a prompt, in llama.cpp's words", completion.NativeCompletion, UNMARKED_EVENTS
     ),
 }
