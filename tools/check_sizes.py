@@ -28,7 +28,7 @@ CAPS = {
     "cluster": 3_500,
     "convert": 3_640,
     "engine": 2_300,
-    "families": 16_800,
+    "families": 16_410,
     "frontend": 1_560,
     "kernels": 27_300,
     "llm": 630,
