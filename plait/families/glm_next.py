@@ -9,9 +9,16 @@ from plait.errors import UnsupportedModel
 from plait.families.common.hyper import move_inside, name_triples, over_streams, stream_weights
 from plait.families.common.recipes import TEXT_PREFIXES, VISION, at, expert_tensors, unused_patterns
 from plait.families.common.registry import family
-from plait.families.common.spec_builders import mlp, model, norm, require, sigmoid_router
+from plait.families.common.spec_builders import (
+    mlp,
+    model,
+    norm,
+    require,
+    shared_moe,
+    sigmoid_router,
+)
 from plait.families.config.normalize import FULL, LINEAR, Config
-from plait.families.deepseek import SPARSE, indexer_kinds, latent_sizes, shared_moe
+from plait.families.deepseek import SPARSE, indexer_kinds, latent_sizes
 from plait.families.gguf.arch import FILE, Metadata, check_router, gguf_arch
 from plait.families.gguf.names import usual_names
 from plait.families.hunyuan4 import LIMIT, choose_clipped

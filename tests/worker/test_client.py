@@ -495,7 +495,7 @@ def test_a_request_that_is_replayed_when_its_engine_is_killed_again_is_not_blame
         process.submit(request("r", [5], max_tokens=200), reader)
         for num_tokens in (5, 8, 11):
             until(lambda n=num_tokens: len(reader.tokens("r")) > n)  # type: ignore[misc]
-            until(lambda: process.pid is not None)  # the engine before may have said so many at once
+            until(lambda: process.pid is not None)  # the engine before may have written so many at once
             kill(process)
         until(done(reader, "r"))
     assert reader.tokens("r") == oracle([5], 200)
