@@ -18,11 +18,8 @@ from plait.ops.seed import GOLDEN, MIX_1, MIX_2
 Floats = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
 GROUP = 32
-CASES: list[Case] = [
-    dict(rows=1, vocab_size=7),
-    dict(rows=5, vocab_size=300),
-    dict(rows=16, vocab_size=5000),
-]
+SIZES = ((1, 7), (5, 300), (16, 5000))
+CASES: list[Case] = [dict(rows=rows, vocab_size=size) for rows, size in SIZES]
 
 
 @op(cases=CASES, tolerance={torch.float32: 0.0})
