@@ -157,10 +157,8 @@ class Engine:
             return 0
         # A step that was launched ahead began to run when the one before it ended.
         seconds, self._landed_s = ended - max(flight.began, self._landed_s), ended
-        num_steps, nbytes = (
-            plan.num_steps * count_turns(sampled),
-            self.scheduler.memory.pools.moved_nbytes(plan),
-        )
+        num_steps = plan.num_steps * count_turns(sampled)
+        nbytes = self.scheduler.memory.pools.moved_nbytes(plan)
         self.metrics.count_steps(num_steps, plan.num_tokens, seconds)
         self.scheduler.costs.observe_plan(plan, num_steps, nbytes, seconds)
         self._show_progress(plan, ended)

@@ -89,8 +89,7 @@ class Scheduler:
 
     def drafting(self) -> list[TokenSequence]:
         """Running sequences that can have draft tokens checked in the next step."""
-        is_possible = self.limits.causal and not self._suspects
-        return [seq for seq in self.running if is_possible and seq.can_draft]
+        return [s for s in self.running if s.can_draft and self.limits.causal and not self._suspects]
 
     def plan(
         self, drafts: Drafts = NOTHING, *, is_observed: bool = False, is_compared: bool = False
