@@ -99,8 +99,7 @@ class AttentionSpec(Mixer):
 class IndexerSpec:
     """Which `top_k` keys a query attends to (DeepSeek-V3.2): those with the largest Σ_h w_h relu(q_h · k).
 
-    `source`: the mixer with the choice that is taken instead (GLM-5). `pool`: so many keys are one to it, by
-    a softmax in each channel; those of the best pools are read, and those of the open one (GLM-5.3).
+    `source`: the mixer of which the choice is taken (GLM-5). `pool`: keys that are one to it (GLM-5.3).
     """
 
     num_heads: int
@@ -161,8 +160,7 @@ class Mamba2Spec(Recurrent):
 
 @dataclass(frozen=True, slots=True)
 class MlpSpec(Mixer):
-    """`norm`: of its inner features (BitNet). `keep`: a gate keeps what lies above its mean by that many
-    deviations (Gemma 3n)."""
+    """`norm`: of inner features (BitNet). `keep`: a gate keeps what is that many deviations above its mean"""
 
     size: int
     activation: Activation = "silu"
@@ -262,8 +260,7 @@ class BranchSpec:
     """One residual branch: x = x + scale * post_norm(mixer(norm(x))).
 
     `keep`: the residual is not x but `keep` times norm(x) (MiniMax-01). `aside`: what the norm alone reads,
-    norm(x + aside(x, embeddings)). `factor`: behind it x is multiplied by a stored number (Gemma 4).
-    `source`: the branch of which it has the weights, itself or an earlier one (HRM).
+    norm(x + aside(x, embeddings)). `factor`: of x, behind it (Gemma 4). `source`: has its weights (HRM).
     """
 
     name: str
