@@ -75,8 +75,9 @@ def _map_below(descriptor: int, nbytes: int) -> mmap.mmap:
         above = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
     except (OSError, ValueError):  # of a limit on addresses
         return _map(descriptor)
-    with above:
+    with above, suppress(OSError, ValueError):  # a limit may allow the file, but not both
         return _map(descriptor)
+    return _map(descriptor)
 
 
 def _address_of(mapped: mmap.mmap) -> int:

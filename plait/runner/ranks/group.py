@@ -120,7 +120,12 @@ class RankGroup:
         run: those of this rank -> bytes that it has left for state. Returns what the rank with the least has.
         """
         self._send(MeasureMemory(config, max_model_len))
-        own = run()
+        try:
+            own = run()
+        except PlaitError:  # of this rank alone: too little memory, or a kernel that cannot run
+            raise
+        except Exception as error:
+            raise self._lost(error) from error
         return min(own, *(self._expect_report(member, MemoryMeasured).nbytes for member in self._members))
 
     def prepare(self, message: Prepare) -> None:

@@ -150,8 +150,8 @@ class _Load:
         else:
             at = self._lengths.index(self._best)
             self._tried = self._lengths[: at + 2][-1]
-            again = [0, *self._lengths[max(at - 1, 0) : at], *self._lengths[at + 1 : at + 2]]
+            again = [0, *self._lengths[max(at - 1, 0) : at + 2]]
         for length, costs in self._costs.items():
-            if length != self._best:
+            if length or self._best:  # the best, too: plans are short only while lengths are compared
                 costs.clear()
         self._agenda.extend(n for n in again for _ in range(NUM_WINDOWS))

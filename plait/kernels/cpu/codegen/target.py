@@ -34,6 +34,7 @@ SHARED = (
     "codegen/kernel_cache.py",
     "codegen/target.py",
     "codegen/maths.py",
+    "attention/codes.py",
     "attention/indexer.py",
     "moe/experts.py",
     "pointwise/activation.py",
