@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -77,6 +78,9 @@ class Step:
                 words = (ctypes.c_int64 * 7).from_address(self.table.entries[2 * i + 1])
                 n_in, address, n_out = words[4], words[5], words[6]
                 self.products.append((address, -(-n_out // 16) * layout.tile_bytes(n_in)))
+        places = sorted(set(self.products))
+        if any(at + size > after for (at, size), (after, _) in pairwise(places)):
+            raise SystemExit(f"the weights of this model are not all {kind}: so large, they would overlap")
 
     def select(self, keep: Callable[[str], bool]) -> LaunchTable:
         """The launches of some kernels."""
@@ -165,7 +169,7 @@ def measure(step: Step, turns: int, is_above: bool) -> dict[str, dict[str, float
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("--format", default="Q8_0", choices=("Q8_0", "Q4_0", "Q4_1"))
+    parser.add_argument("--format", required=True, choices=("Q8_0", "Q4_0", "Q4_1"), help="of all products")
     parser.add_argument("--turns", type=int, default=40)
     parser.add_argument("--context", type=int, default=20)
     parser.add_argument("--threads", type=int, default=2)

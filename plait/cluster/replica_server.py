@@ -369,7 +369,7 @@ class _GatewayLink:
             start = lease.starts[event.index]
             events.append(LeaseEvent(start, encode_event(key, event)))
             lease.starts[event.index] = start + len(event.token_ids)
-            has_news |= event.finish_reason is not None or not lease.has_spoken
+            has_news |= event.finish_reason is not None or (bool(event.token_ids) and not lease.has_spoken)
             lease.has_spoken |= bool(event.token_ids)
             if event.finish_reason is not None:
                 del lease.starts[event.index]

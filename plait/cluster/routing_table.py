@@ -1,7 +1,7 @@
 """Which replica gets a request: where it costs least, by what replicas report and what was sent since.
 
-Each gateway has a table. Replicas report what they have to do once a second, and what they can resume within
-0.2 s; between two reports of a replica the table adds what this gateway has sent there. A replica that has
+Each gateway has a table. Replicas report what they have to do and can resume with a reply's first token,
+before its end, and once a second; what this gateway has sent there since is added. A replica that has
 not reported for STALE_S gets requests only when that is true of all. Then a request goes to the home of its
 beginning, by a hash that every gateway computes alike: what one gateway has sent misleads it as soon as
 there are two.
@@ -175,6 +175,10 @@ class RoutingTable:
             known.own_open = max(known.own_open - 1, 0)
             if known.unreported.pop(key, None) is not None:  # it came and went between two reports
                 self._loads[route.replica] -= weigh_load(route.missing, 1)
+                unsent = [point for point, newest in known.sent.items() if newest == key]
+                for point in unsent:
+                    del known.sent[point]
+                self._drop(route.replica, [point for point in unsent if point not in known.points])
 
     def _forget_arrived(self, replica: str, known: _Replica, newest: float) -> None:
         """What leases up to this one were expected to bring there: the replica itself reports it now."""

@@ -19,11 +19,12 @@ UNUSED = (r"\.attn\.(bias|masked_bias)$", r"relative_pe\.slopes$")
     "JAISLMHeadModel",
     model_types=("jais",),
     defaults={"norm_eps": 1e-5, "hidden_act": "swiglu", "tie_word_embeddings": True, "alibi_bias_max": 8.0},
-    honours=("position_embedding_type",),
+    honours=("position_embedding_type", "scale_attn_weights", "alibi_scaling"),
 )
 def jais(c: Config) -> tuple[ModelSpec, NameMap]:
     """Jais: GPT-2's names; scores are scaled by 1 / d where the config says so, else by its root."""
-    require(c, "Jais", position_embedding_type=("alibi",))
+    neutral = {"position_embedding_type": ("alibi",), "scale_attn_weights": (True,), "alibi_scaling": ({},)}
+    require(c, "Jais", **neutral)
     each, dim = norm(c, "layer"), c["head_dim"]
     by_size = c.get("scale_qk_dot_by_d", c.get("mup_scale_qk_dot_by_d", False))
     slopes = spread_slopes(c["num_attention_heads"], c["alibi_bias_max"])

@@ -101,7 +101,7 @@ def _ling(
     if LINEAR not in c["layer_types"]:
         raise UnsupportedModel("the config names no layer of linear attention; it wants layer_group_size")
     each, size = norm(c), c.get("shared_intermediate_size") or c["moe_intermediate_size"]
-    moe = shared_moe(c, sigmoid_router(c), size * c["num_shared_experts"])
+    moe = shared_moe(c, sigmoid_router(c), size * (c["num_shared_experts"] or 0))
     ffn = {"dense": BranchSpec("ffn", mlp(c), each), "sparse": BranchSpec("ffn", moe, each)}
     attn = BranchSpec("attn", mla, each)
     layers = [

@@ -21,10 +21,13 @@ UNIT = 256
     defaults={"norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": True},
 )
 def refact(c: Config) -> tuple[ModelSpec, NameMap]:
-    """Refact: the feed-forward is two thirds of four times the width, rounded up, whatever n_inner says."""
+    """Refact: the feed-forward is two thirds of four times the width, rounded up, whatever n_inner says.
+
+    Norms subtract the mean, as the model's own code does (`LayerNormNoBias`); llama.cpp's do not.
+    """
     width = -(-int(8 * c["hidden_size"] / 3) // UNIT) * UNIT
     size = c["intermediate_size"] if c.get("gguf_architecture") else width
-    c["num_key_value_heads"], each = 1, norm(c)
+    c["num_key_value_heads"], each = 1, norm(c, "layer")
     attn = gqa(c, rope=None, slopes=spread_slopes(c["num_attention_heads"]))
     layer = (BranchSpec("attn", attn, each), BranchSpec("ffn", mlp(c, size), each))
     rows = (c["head_dim"],) * 2
@@ -44,7 +47,8 @@ def refact(c: Config) -> tuple[ModelSpec, NameMap]:
         **split_gate_up(FFN, f"{H}.mlp.gate_up_proj"),
         f"{FFN}.down": f"{H}.mlp.c_proj",
     }
-    return model(c, "refact", [layer] * len(c["layer_types"])), NameMap(names, ignored=unused_patterns(c))
+    spec = model(c, "refact", [layer] * len(c["layer_types"]), norm=each)
+    return spec, NameMap(names, ignored=unused_patterns(c))
 
 
 plain_arch("refact", "GPTRefactForCausalLM", is_written=False)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 import pytest
 
 from plait.cluster import replica_server
@@ -16,6 +13,7 @@ from plait.cluster.wire import Greeting, LeaseEvents, OpenLease, PointsReport
 from plait.request import Event
 from plait.worker.protocol import WireMessage
 from tests.cluster.replicas import Received, ThreadEngine, make_card, make_request
+from tests.patience import until
 
 
 class CachingEngine(ThreadEngine):
@@ -28,13 +26,6 @@ class CachingEngine(ThreadEngine):
     def _end(self, found: object, index: int, event: Event) -> None:
         self.points.add(event.request_id.encode())
         super()._end(found, index, event)  # type: ignore[arg-type]
-
-
-def wait_until(is_true: Callable[[], bool]) -> None:
-    until = time.monotonic() + 10
-    while not is_true():
-        assert time.monotonic() < until, "it did not come to pass"
-        time.sleep(0.005)
 
 
 @pytest.fixture
@@ -62,7 +53,7 @@ def test_points_and_load_are_reported_with_the_first_token_and_before_the_end(
     try:
         loop.set_members({"r0": server.address})
         loop.first_card()
-        request = make_request("a", 5)
+        request = make_request("a", 300)  # its first token and its end are in two frames, on any machine
         loop.submit(request, received)
         received.wait_ends(request)
     finally:
@@ -110,11 +101,11 @@ def test_a_gateway_that_breaks_the_order_of_messages_is_cut_off_and_its_leases_e
     loop = ClusterLoop(name="gateway")
     try:
         loop.set_members({"r0": server.address})
-        wait_until(lambda: len(links) > 1)  # cut off, and connected again
+        until(lambda: len(links) > 1)  # cut off, and connected again
         assert all("b" not in name for name in engine.running)
         loop.set_members({})
         loop.close(drain=False)
-        wait_until(lambda: not engine.running and not server.num_open)
+        until(lambda: not engine.running and not server.num_open)
     finally:
         loop.close(drain=False)
         server.close()

@@ -159,14 +159,16 @@ def _refact_logits(c: Config, t: Tensors, ids: Tensor) -> Tensor:
     x = t["transformer.wte.weight"][ids]
     for i in range(c["n_layer"]):
         w = {k.removeprefix(f"transformer.h.{i}."): v for k, v in t.items() if f".h.{i}." in k}
-        y = rms(x, w["ln_1.weight"], eps)
+        y = F.layer_norm(x, x.shape[-1:], w["ln_1.weight"], None, eps)
         k, v = heads_of(y @ w["attn.kv.weight"].T, dim).chunk(2, 1)
         q = heads_of(y @ w["attn.q.weight"].T, dim)
         out = attend(q, k, v, dim**-0.5, slope=slopes(c["n_head"])).flatten(1)
         x = x + out @ w["attn.c_proj.weight"].T
-        gate, up = (rms(x, w["ln_2.weight"], eps) @ w["mlp.gate_up_proj.weight"].T).chunk(2, -1)
+        y = F.layer_norm(x, x.shape[-1:], w["ln_2.weight"], None, eps)
+        gate, up = (y @ w["mlp.gate_up_proj.weight"].T).chunk(2, -1)
         x = x + (F.silu(gate) * up) @ w["mlp.c_proj.weight"].T
-    return rms(x, t["transformer.ln_f.weight"], eps) @ t["lm_head.weight"].T
+    last = F.layer_norm(x, x.shape[-1:], t["transformer.ln_f.weight"], None, eps)
+    return last @ t["lm_head.weight"].T
 
 
 def _widths(c: Config) -> list[int]:

@@ -8,7 +8,7 @@ import mmap
 import os
 import stat
 import weakref
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ _MAX_DIGITS = 20  # of an integer: more does not fit in 64 bits
 
 
 LARGE_PAGE = 2 << 20  # bytes
+TRIES = 8  # places at which a file is mapped until it begins where a large page may
 _mapped: weakref.WeakKeyDictionary[mmap.mmap, Path] = weakref.WeakKeyDictionary()
 
 
@@ -57,10 +58,18 @@ def _map_large(descriptor: int) -> mmap.mmap:
     mapped = _map(descriptor)
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return mapped
-    address, nbytes = _address_of(mapped), -(-len(mapped) // mmap.PAGESIZE) * mmap.PAGESIZE
-    if address % LARGE_PAGE and nbytes >= LARGE_PAGE:
-        mapped.close()
-        mapped = _map_below(descriptor, nbytes + (address - nbytes) % LARGE_PAGE)
+    nbytes = -(-len(mapped) // mmap.PAGESIZE) * mmap.PAGESIZE
+    with ExitStack() as fillers:
+        for _ in range(TRIES if nbytes >= LARGE_PAGE else 0):
+            if (address := _address_of(mapped)) % LARGE_PAGE == 0:
+                break
+            mapped.close()
+            mapped = _map_below(descriptor, nbytes + (address - nbytes) % LARGE_PAGE)
+            if _address_of(mapped) == address:  # a gap that fits the file and not both: fill it, and go on
+                with suppress(OSError, ValueError):
+                    elsewhere = _map(descriptor)
+                    fillers.enter_context(mapped)
+                    mapped = elsewhere
     with suppress(OSError):
         mapped.madvise(mmap.MADV_HUGEPAGE)
     return mapped

@@ -112,7 +112,8 @@ def present(body: Mapping[str, object]) -> dict[str, object]:
 def find_aliases(body: Mapping[str, object]) -> dict[str, str]:
     """Our name -> the one by which a client sent the field, for those that were renamed."""
     options = body.get("options")
-    names = [*body, *(options if isinstance(options, dict) else ())]
+    sent = {**(options if isinstance(options, dict) else {}), **body}
+    names = [name for name, value in sent.items() if value is not None]
     return {NAMES[name]: name for name in names if name in NAMES and NAMES[name] not in names}
 
 

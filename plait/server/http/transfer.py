@@ -97,10 +97,7 @@ def decode_object(body: bytes) -> dict[str, object]:
         raise BadBody(f"the body is nested deeper than {MAX_DEPTH} levels") from None
     except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
         if "out of range" in str(error):
-            raise BadBody(
-                "the body has a number that no field can take; whole numbers have 64 bits, others at most "
-                "1.8e308"
-            ) from None
+            raise BadBody("the body has a number that no field can take: at most 1.8e308") from None
         hint = (
             "; a \\ud800 to \\udfff without its other half is no character" if _SURROGATE.search(body) else ""
         )

@@ -98,7 +98,7 @@ async def list_messages(call: StoredCall) -> StoredList:
         return [*rows.parts(rows.get(call.tenant, "chat", call.id), MESSAGES)]
 
     bodies = ((f"{call.id}-{i}", body) for i, body in enumerate(await call.store.run(read)))
-    return page_after(bodies, query, "message", "chat")
+    return page_after(bodies, query, "message", "chat", bytes)
 
 
 ROUTES = (

@@ -130,7 +130,7 @@ async def list_conversation_items(call: StoredCall) -> StoredList:
     def read(rows: Rows) -> list[tuple[str, bytes]]:
         return [*rows.entries(_find(rows, call))]
 
-    return page_after(await call.store.run(read), query, "item", "conversation")
+    return page_after(await call.store.run(read), query, "item", "conversation", bytes)
 
 
 async def get_item(call: StoredCall) -> Response:

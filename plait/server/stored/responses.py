@@ -95,8 +95,8 @@ async def list_input_items(call: StoredCall) -> StoredList:
         for place, (row, bodies) in enumerate(chain, 1)
         for item in items_of(row, bodies, with_output=place < len(chain))
     ]
-    bodies = ((str(item.get("id", "")), msgspec.json.encode(item)) for item in items)
-    return page_after(bodies, query, "item", "list")
+    named = ((str(item.get("id", "")), item) for item in items)
+    return page_after(named, query, "item", "list", msgspec.json.encode)
 
 
 ROUTES = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 MAX_PAGE = 100
 _FILTER = re.compile(r"metadata\[(.{1,64})\]")
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +127,12 @@ def as_json(body: bytes) -> Response:
     return Response(body, 200, media_type="application/json")
 
 
-def page_after(found: Iterable[tuple[str, bytes]], query: PageQuery, what: str, place: str) -> StoredList:
-    """A page of (id, body), which come oldest first. Raises NotStored for an `after` that is not among them.
+def page_after(
+    found: Iterable[tuple[str, T]], query: PageQuery, what: str, place: str, encode: Callable[[T], bytes]
+) -> StoredList:
+    """A page of (id, value), which come oldest first. Raises NotStored for an `after` that is not among them.
 
-    what, place: what each is, and what it is in, as the error says it.
+    what, place: what each is, and what it is in, as the error says it. encode: its JSON, of the page only.
     """
     entries = [*found]
     if query.is_descending:
@@ -135,7 +140,8 @@ def page_after(found: Iterable[tuple[str, bytes]], query: PageQuery, what: str, 
     names = [name for name, _ in entries]
     if query.after and query.after not in names:
         raise NotStored(f"after: there is no {what} {query.after!r:.80} in this {place}", "after")
-    return page_of(entries[names.index(query.after) + 1 if query.after else 0 :], query.limit)
+    rest = entries[names.index(query.after) + 1 if query.after else 0 :]
+    return page_of(((name, encode(value)) for name, value in rest), query.limit)
 
 
 def page_of(found: Iterable[tuple[str, bytes]], limit: int) -> StoredList:

@@ -16,10 +16,12 @@ from typing import cast
 _ROOT = Path(__file__).resolve().parents[3]
 # Signals for a whole group (Ctrl-C, a terminal or a service that goes) are the server's to answer. Before all
 # else: imports take a while. The child ends with its standard input. Hashes come from Python's own modules:
-# OpenSSL, which would come with `hashlib`, takes 4 MB of each child.
+# OpenSSL, which would come with `hashlib`, takes 4 MB of each child. Some builds of Python have no others.
 _RUN = (
     "import sys, signal as s; [s.signal(n, s.SIG_IGN) for n in (s.SIGINT, s.SIGTERM, s.SIGHUP)]; "
-    "sys.path.insert(0, sys.argv[1]); sys.modules['_hashlib'] = None; from {module} import main; main()"
+    "sys.path.insert(0, sys.argv[1]); from importlib.util import find_spec; "
+    "sys.modules.update({{'_hashlib': None}} if find_spec('_sha1') else {{}}); "
+    "from {module} import main; main()"
 )
 # What a process does to itself: too much of the processor, a stack that ends, a library that gives up.
 _OWN = frozenset(

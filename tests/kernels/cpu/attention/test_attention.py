@@ -140,7 +140,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES[:-1], pytest.param(SHAPES[-1], marks=pytest.mark.slow)], ids=str)
 def test_history_in_any_chunks_gives_the_same_bits(cpu: Any, alone: Any, shape: Shape) -> None:
     length = 530
     text = Text.of(shape, length)
