@@ -19,7 +19,7 @@ UNUSED = (r"\.attn\.(bias|masked_bias)$", r"relative_pe\.slopes$")
     "JAISLMHeadModel",
     model_types=("jais",),
     defaults={"norm_eps": 1e-5, "hidden_act": "swiglu", "tie_word_embeddings": True, "alibi_bias_max": 8.0},
-    honours=("position_embedding_type", "scale_attn_weights", "alibi_scaling"),
+    honours=("position_embedding_type",),
 )
 def jais(c: Config) -> tuple[ModelSpec, NameMap]:
     """Jais: GPT-2's names; scores are scaled by 1 / d where the config says so, else by its root."""

@@ -213,7 +213,7 @@ def test_depth_is_counted_outside_strings_only() -> None:
         decode_object(b'{"a":[' + deepest + b"]}")
     assert decode_object(json.dumps({"a": '"[{\\' * 500}).encode())
     for number in ("9" * 5000, "1e999"):
-        with pytest.raises(BadBody, match="a number that no field can take; whole numbers have 64 bits"):
+        with pytest.raises(BadBody, match=r"a number that no field can take: at most 1\.8e308"):
             decode_object(f'{{"a": {number}}}'.encode())
     with pytest.raises(BadBody):
         decode_object(b'"' + b'\\"' * 500_000 + b"[" * 100)  # linear, or this would take hours
