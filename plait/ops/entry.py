@@ -42,14 +42,20 @@ UPPER_BITS = (4, 5, 6)  # of a code of seven bits, which lie apart from the othe
 
 
 @dataclass(frozen=True, slots=True)
-class Codes:
-    """The form of an int8 entry, and of keys of int7."""
+class _Scaled:
+    """What forms with a scale for each group of columns are made of."""
 
     columns: int
     group: int
     rest: int = 0
     align: int = 1
     mixed: int = 1  # neighbouring columns that are mixed, a power of two
+
+
+@dataclass(frozen=True, slots=True)
+class Codes(_Scaled):
+    """The form of an int8 entry, and of keys of int7."""
+
     dtype: torch.dtype = torch.int8  # of caches
 
     @property
@@ -102,7 +108,7 @@ class Nibbles:
     @property
     def width(self) -> int:
         """Bytes of an entry."""
-        return -(-(self.rest_at + 2 * self.rest) // self.align) * self.align
+        return _round_up(self.rest_at + 2 * self.rest, self.align, self.dtype)
 
     def encode(self, x: Tensor) -> Tensor:
         """[..., columns + rest] floats -> [..., width] uint8."""
@@ -118,11 +124,7 @@ class Nibbles:
         codes = codes.clamp(0, NIBBLE_MOST).nan_to_num().to(torch.uint8)
         packed = (codes[..., :16] | codes[..., 16:] << 4).flatten(-2)
         scales = torch.cat([step, offset], -1).flatten(-2)
-        bits = [
-            t.contiguous().view(torch.uint8) for t in (scales, x[..., self.columns :].bfloat16()) if t.numel()
-        ]
-        padding = x.new_zeros(*x.shape[:-1], self.width - self.rest_at - 2 * self.rest, dtype=torch.uint8)
-        return torch.cat([packed, *bits, padding], -1)
+        return _join_bytes([packed, scales, x[..., self.columns :].bfloat16()], self)
 
     def decode(self, entry: Tensor) -> Tensor:
         """[..., width] uint8 -> [..., columns + rest] float32."""
@@ -136,14 +138,9 @@ class Nibbles:
 
 
 @dataclass(frozen=True, slots=True)
-class Sevens:
+class Sevens(_Scaled):
     """The form of values and latents of int7."""
 
-    columns: int
-    group: int
-    rest: int = 0
-    align: int = 1
-    mixed: int = 1  # neighbouring columns that are mixed, a power of two
     dtype: torch.dtype = torch.int16  # of caches
 
     @property
@@ -208,7 +205,7 @@ def _round_groups(x: Tensor, group: int, largest: int) -> list[tuple[Tensor, Ten
     return found
 
 
-def _join_bytes(parts: list[Tensor], form: Codes | Sevens) -> Tensor:
+def _join_bytes(parts: list[Tensor], form: Codes | Nibbles | Sevens) -> Tensor:
     """Tensors [..., n] next to each other, as bytes, then zeros -> [..., form.width] of form.dtype."""
     known = [t.contiguous().view(torch.int8) for t in parts if t.numel()]
     nbytes = form.width * form.dtype.itemsize

@@ -15,9 +15,7 @@ from plait.schedule.drafts.turns import FEW_TURNS, PlanTurns
 from plait.schedule.plan import Chunk, Sampled
 from plait.schedule.sequence import TokenSequence, Update
 
-HEAD_SHARE = (
-    0.5  # what a turn's drafts may take of the time of the step that checks them, where that is known
-)
+HEAD_SHARE = 0.5  # what a turn's drafts may take of the time of the step that checks them, where it is known
 
 
 def plan_turns(

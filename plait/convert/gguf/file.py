@@ -6,10 +6,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import BinaryIO
 
 import gguf
 import numpy as np
@@ -19,10 +18,9 @@ from torch import Tensor
 from plait.checkpoint.readers.gguf import PLAIN_TYPES
 from plait.convert.plan.choose_storage import is_map
 from plait.convert.plan.source import Numbers
-from plait.convert.plan.storage import StorageForm, TensorEntry
+from plait.convert.plan.storage import Advance, StorageForm, TensorEntry, append_tensor, raw_bytes
 from plait.quant.gguf import BlockType
 
-Advance = Callable[[int], None]  # so many bytes more are written
 _KIND = gguf.GGMLQuantizationType
 TYPES = {dtype: gguf.GGMLQuantizationType[name] for name, dtype in PLAIN_TYPES.values()}
 _UINT32_END = 1 << 32
@@ -74,24 +72,8 @@ def _write_data(
     for tensor in extra.values():
         file.write(raw_bytes(tensor))
         writer.write_padding(file, tensor.numel() * 4)
-
     for one in stored:
         writer.write_padding(file, append_tensor(one, model, file, advance))
-
-
-def append_tensor(one: StorageForm, model: Numbers, file: BinaryIO, advance: Advance) -> int:
-    """Write a tensor where the file ends. Returns its bytes."""
-    start, wanted = file.tell(), sum(entry.nbytes for entry in one.entries)
-    one.write(model, lambda piece: advance(file.write(raw_bytes(piece))))
-    written = file.tell() - start
-    assert written == wanted, f"{one.made.name}: {written} bytes instead of {wanted}"
-    return written
-
-
-def raw_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor of any dtype."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def _declare(writer: gguf.GGUFWriter, entry: TensorEntry) -> None:

@@ -13,9 +13,8 @@ from pathlib import Path
 import torch
 
 from plait.checkpoint.readers.safetensors import DTYPES
-from plait.convert.gguf.file import Advance, append_tensor
 from plait.convert.plan.source import Numbers
-from plait.convert.plan.storage import StorageForm
+from plait.convert.plan.storage import Advance, StorageForm, append_tensor
 from plait.errors import UnsupportedFormat
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -69,6 +68,5 @@ def _write(path: Path, stored: Sequence[StorageForm], model: Numbers, advance: A
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(raw)))
         file.write(raw)
-
         for one in stored:
             append_tensor(one, model, file, advance)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from plait.quant.encode import Encoder
 from plait.quant.gguf import BlockType, Gguf, block_type
 from plait.quant.weight import Dense
 
+Advance = Callable[[int], None]  # so many bytes more are written
 Sink = Callable[[Tensor], None]  # takes what comes next in the file, as a contiguous tensor of any dtype
 FP8_BLOCK = 128
 FP8_MAX = 448.0  # of float8_e4m3fn
@@ -255,3 +256,18 @@ def _rows_of(multiple: int, found: Iterator[Tensor]) -> Iterator[Tensor]:
             held, count = [rows[whole:]], count - whole
     if count:
         yield torch.cat(held)
+
+
+def append_tensor(one: StorageForm, model: Numbers, file: BinaryIO, advance: Advance) -> int:
+    """Write a tensor where the file ends. Returns its bytes."""
+    start, wanted = file.tell(), sum(entry.nbytes for entry in one.entries)
+    one.write(model, lambda piece: advance(file.write(raw_bytes(piece))))
+    written = file.tell() - start
+    assert written == wanted, f"{one.made.name}: {written} bytes instead of {wanted}"
+    return written
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor of any dtype."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]

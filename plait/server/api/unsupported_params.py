@@ -72,14 +72,14 @@ UNREAD: Mapping[str, Harmless] = {
             *("audio", "prediction", "web_search_options", "reasoning_effort", "timeout", "prompt_logprobs"),
             *("truncate_prompt_tokens", "chat_template", "structural_tag", "guided_whitespace_pattern"),
             *("request_id", "num_ctx", "thinking", "chat_parser", "rid", "prompt_mode"),
-            *("max_tokens_per_doc",),
+            "max_tokens_per_doc",
         ),
         _never,
     ),
     **dict.fromkeys(
         (
             *("backend_sampling", "draft_num_predict", "speculative.n_max", "speculative.n_min"),
-            *("speculative.p_min",),
+            "speculative.p_min",
         ),
         _always,
     ),

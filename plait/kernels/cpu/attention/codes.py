@@ -69,6 +69,15 @@ def code_key(x: Int, d: Int, part: Int, key: Int, lane: Int, scratch: Int) -> No
         code(x + 4 * i, min(d - i, part), key + 16 * i + lane, 16, scale, scratch)
 
 
+@inline
+def find_lane(item: Int, slots: Int, heads: Int, block: Int) -> tuple[Int, Int, Int, Int]:
+    """Of one head of one token: both, its lane among sixteen entries, and which entry is their first."""
+    token, head = item // heads, item % heads
+    slot = get_i64(slots + 8 * token)
+    lane = slot % 16
+    return token, head, lane, (slot // block * heads + head) * block + slot % block - lane
+
+
 @kernel
 def store_codes(frame: int, args: int, thread: int, threads: int) -> None:
     """k, its strides, v, its strides, k_cache, v_cache, slots, kv_heads, d, block_size, columns of a key's
@@ -76,10 +85,7 @@ def store_codes(frame: int, args: int, thread: int, threads: int) -> None:
     k, k_row, k_head, v, v_row, v_head, keys, values, slots, heads, d, block, part = words(args, 2, 15)
     scratch, items = scratch_of(frame, thread), rows_of(frame, args) * heads
     for item in range(items * thread // threads, items * (thread + 1) // threads):
-        token, head = item // heads, item % heads
-        slot = get_i64(slots + 8 * token)
-        lane = slot % 16
-        group = (slot // block * heads + head) * block + slot % block - lane
+        token, head, lane, group = find_lane(item, slots, heads, block)
         x, y = k + token * k_row + head * k_head, v + token * v_row + head * v_head
         key, value = keys + group * (d + (d + part - 1) // part * 2), values + group * (d + 2)
         code_key(x, d, part, key, lane, scratch)
@@ -125,10 +131,7 @@ def store_nibbles(frame: int, args: int, thread: int, threads: int) -> None:
     k, k_row, k_head, v, v_row, v_head, keys, values, slots, heads, d, block = words(args, 2, 14)
     codes, items, width = scratch_of(frame, thread), rows_of(frame, args) * heads, d // 8 * 5
     for item in range(items * thread // threads, items * (thread + 1) // threads):
-        token, head = item // heads, item % heads
-        slot = get_i64(slots + 8 * token)
-        lane = slot % 16
-        group = (slot // block * heads + head) * block + slot % block - lane
+        token, head, lane, group = find_lane(item, slots, heads, block)
         x, y = k + token * k_row + head * k_head, v + token * v_row + head * v_head
         key, value = keys + group * width, values + (group + lane) * width
         for i in range(0, d, 32):

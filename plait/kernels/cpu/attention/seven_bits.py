@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from llvmlite import ir
 
-from plait.kernels.cpu.attention.codes import code, code_key
+from plait.kernels.cpu.attention.codes import code, code_key, find_lane
 from plait.kernels.cpu.codegen.kernel import inline, kernel
 from plait.kernels.cpu.codegen.kinds import Int
 from plait.kernels.cpu.codegen.vec import (
@@ -106,10 +106,7 @@ def store_sevens(frame: int, args: int, thread: int, threads: int) -> None:
     k, k_row, k_head, v, v_row, v_head, keys, values, slots, heads, d, block, part = words(args, 2, 15)
     scratch, items, width = scratch_of(frame, thread), rows_of(frame, args) * heads, d // 8 * 7
     for item in range(items * thread // threads, items * (thread + 1) // threads):
-        token, head = item // heads, item % heads
-        slot = get_i64(slots + 8 * token)
-        lane = slot % 16
-        group = (slot // block * heads + head) * block + slot % block - lane
+        token, head, lane, group = find_lane(item, slots, heads, block)
         x, y = k + token * k_row + head * k_head, v + token * v_row + head * v_head
         key, value = keys + group * (d + (d + part - 1) // part * 2), values + group * (width + 2)
         code_key(x, d, part, key, lane, scratch)
