@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from importlib import import_module
 
-from plait import rare_specs, sparse_specs, spec
-
-_CLASSES: Mapping[str, object] = {**vars(rare_specs), **vars(sparse_specs), **vars(spec)}
+# Where specs are, the common ones first. The others are imported once a model has one: making their classes
+# would take a tenth of a start.
+_MODULES = ("plait.spec", "plait.rare_specs", "plait.sparse_specs")
 
 
 def encode_spec_value(value: object) -> object:
@@ -17,7 +18,7 @@ def encode_spec_value(value: object) -> object:
     because not every process loads plug-ins.
     """
     if is_dataclass(value) and not isinstance(value, type):
-        cls = next(c for c in type(value).__mro__ if _CLASSES.get(c.__name__) is c)
+        cls = next(c for c in type(value).__mro__ if c.__module__ in _MODULES)
         return {"": cls.__name__, **{f.name: encode_spec_value(getattr(value, f.name)) for f in fields(cls)}}
     if isinstance(value, list | tuple):
         return [encode_spec_value(item) for item in value]
@@ -35,7 +36,12 @@ def decode_spec_value(value: object) -> object:
     items = {key: decode_spec_value(item) for key, item in value.items() if key}
     if "" not in value:
         return items
-    cls = _CLASSES.get(str(value[""]))
-    if not (isinstance(cls, type) and is_dataclass(cls)):
-        raise TypeError(f"{value['']!r} is no part of a spec")
-    return cls(**items)
+    return _find_class(str(value[""]))(**items)
+
+
+def _find_class(name: str) -> type:
+    for module in _MODULES:
+        found = vars(import_module(module)).get(name)
+        if isinstance(found, type) and is_dataclass(found):
+            return found
+    raise TypeError(f"{name!r} is no part of a spec")

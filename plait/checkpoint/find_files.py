@@ -25,7 +25,6 @@ from plait.checkpoint.hub.client import (
     quantizations,
     repo_folder,
 )
-from plait.checkpoint.hub.fetch import fetch, fetch_file
 from plait.checkpoint.readers.gguf_parts import part_paths
 from plait.checkpoint.readers.mmap_json import read_json, read_start
 from plait.errors import BadFile, CheckpointError, ConfigError, PlaitError, UnsupportedFormat, list_some
@@ -112,6 +111,8 @@ def find_model(path_or_id: str | Path, *, offline: bool = False) -> ModelFiles:
     except OSError as error:
         raise BadFile(f"{text}: cannot be opened: {error.strerror}") from error
     if is_file_address(text) and not is_hub_name(text):
+        from plait.checkpoint.hub.fetch import fetch_file  # with its clients: not for files on this disk
+
         return _of_file(fetch_file(text, offline=offline))
     if is_hub_name(text) and not path.parent.exists():
         return _on_hub(parse_hub_name(text), offline)
@@ -123,6 +124,8 @@ def plan_fetch(name: HubName, listing: Listing) -> Fetch:
 
     Raises ConfigError when the choice is not clear, CheckpointError when an index cannot be fetched.
     """
+    from plait.checkpoint.hub.fetch import fetch
+
     names, where = list(listing.sizes), f"{name.repo} on the Hub"
     folder = repo_folder(name) / "snapshots" / listing.commit
     if name.file or name.quant:
@@ -144,6 +147,8 @@ def plan_fetch(name: HubName, listing: Listing) -> Fetch:
 
 def fetch_model(plan: Fetch) -> ModelFiles:
     """Fetch what is missing, and find the model in it. Raises CheckpointError."""
+    from plait.checkpoint.hub.fetch import fetch
+
     folder = fetch(plan.name, Listing(plan.commit, plan.sizes), plan.side, plan.weights)
     return _in_snapshot(plan.name, folder)
 

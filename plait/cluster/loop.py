@@ -196,6 +196,11 @@ class ClusterLoop:
         counts["unreachable"] = len({*self._links.members} - {known.name for known in self._replicas()})
         return {state: counts[state] for state in STATES}
 
+    def has_leases(self, replica: str) -> bool:
+        """Whether a replica has streams of this gateway."""
+        known = None if self._table is None else self._table.replicas.get(replica)
+        return known is not None and bool(known.leases)
+
     def describe(self) -> dict[str, object]:
         """This gateway, its replicas and counts, for `plait cluster status`."""
         replicas = [

@@ -26,7 +26,7 @@ def test_leases_of_a_replica_share_a_call_and_a_later_one_is_held_again() -> Non
             for _ in range(3):
                 await asyncio.sleep(0)
 
-        holds = LeaseHolds(hold)
+        holds = LeaseHolds(hold, pause_s=0)
         for replica, key in (("a", 1), ("b", 2), ("a", 3)):
             holds.begin(replica, key)
             await settle()
@@ -55,7 +55,7 @@ def test_a_call_does_not_belong_to_the_request_that_brought_the_lease() -> None:
 
     async def run() -> None:
         client.set("one that will leave")
-        LeaseHolds(hold).begin("a", 1)
+        LeaseHolds(hold, pause_s=0).begin("a", 1)
         await asyncio.sleep(0)
 
     asyncio.run(run())
@@ -70,6 +70,7 @@ def test_a_replica_is_held_until_the_last_lease_of_its_gateway_is_over() -> None
         made.submit(*requests)
         for request in requests:
             made.holder(request)
+        assert [made.loop.has_leases(name) for name in ("r0", "r1")] == [True, False]
         held = server.hold("gateway", 1)
         made.loop.cancel("a")
         made.received.wait(lambda: bool(made.received.ends("a")))
@@ -79,6 +80,8 @@ def test_a_replica_is_held_until_the_last_lease_of_its_gateway_is_over() -> None
         held.result(PATIENCE_S)
         server.hold("gateway", 2).result(PATIENCE_S)  # it is over before the call comes
         assert server.num_open == 0
+        made.received.wait(lambda: bool(made.received.ends("b")))
+        assert not made.loop.has_leases("r0")
 
 
 def test_a_lost_connection_ends_what_holds_the_replica() -> None:

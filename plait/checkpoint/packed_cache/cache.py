@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.packed_cache.file_format import encode_header, read_header, whole, write_whole
-from plait.checkpoint.readers.mmap_json import map_file
+from plait.checkpoint.readers.mmap_json import map_in_large_pages
 from plait.errors import BadFile
 from plait.ops.linear import Linear
 from plait.quant.weight import CachedWeight
@@ -66,7 +66,7 @@ class Shelf:
 
     def _open(self) -> None:
         try:
-            mapped = map_file(self.path, in_large_pages=True)
+            mapped = map_in_large_pages(self.path)
             header = read_header(mapped, self.path)
             if header.key != self.key:
                 raise BadFile("it is of another model or of other options")

@@ -175,14 +175,14 @@ def _reserve(descriptor: int, nbytes: int) -> None:
                 raise
 
 
-def read_header(mapped: mmap.mmap | bytes, path: Path) -> Header:
+def read_header(mapped: mmap.mmap | memoryview | bytes, path: Path) -> Header:
     """The header of a file of packed weights. Raises BadFile for what is damaged, cut or something else."""
     if len(mapped) < _START.size:
         raise BadFile("the file is cut off")
     magic, length, digest = _START.unpack(mapped[: _START.size])
     if magic != MAGIC:
         raise BadFile("it is not one of Plait's, or of another version")
-    raw = mapped[_START.size : _START.size + length]
+    raw = bytes(mapped[_START.size : _START.size + length])
     if len(raw) != length or hashlib.blake2b(raw, digest_size=32).digest() != digest:
         raise BadFile("its header is damaged")
     found = parse_json(raw, f"{path}: header")

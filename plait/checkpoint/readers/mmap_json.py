@@ -8,7 +8,8 @@ import mmap
 import os
 import stat
 import weakref
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,71 +23,69 @@ _MAX_DIGITS = 20  # of an integer: more does not fit in 64 bits
 
 
 LARGE_PAGE = 2 << 20  # bytes
-TRIES = 8  # places at which a file is mapped until it begins where a large page may
-_mapped: weakref.WeakKeyDictionary[mmap.mmap, Path] = weakref.WeakKeyDictionary()
+_MAP_FIXED = 0x10  # of Linux; Python has no name for it
+_mapped: weakref.WeakKeyDictionary[mmap.mmap, tuple[Path, int, int]] = weakref.WeakKeyDictionary()
+_broken: list[mmap.mmap] = []  # places that may have holes: others may have got those
 
 
-def map_file(path: Path, *, in_large_pages: bool = False) -> mmap.mmap:
+def map_file(path: Path) -> mmap.mmap:
     """The bytes of a regular file, mapped copy-on-write: tensors may view them, the file never changes.
 
     The mapping lives as long as a tensor that views it. Raises BadFile when there is nothing to map.
-    `in_large_pages`: all of it will be read, in pages of 2 MiB if the system has the file in such pages.
     """
+    with _open_to_map(path) as (descriptor, nbytes):
+        mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+        _mapped[mapped] = path, _address_of(mapped), nbytes
+        return mapped
+
+
+def map_in_large_pages(path: Path) -> memoryview:
+    """As `map_file`, for a file of which all will be read: in pages of 2 MiB, if the system has it in such.
+
+    Where the system refuses, or has the file in small pages, the mapping is like any other.
+    """
+    with _open_to_map(path) as (descriptor, nbytes):
+        if nbytes >= LARGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError, ValueError):
+                place, at = _map_aligned(descriptor, nbytes)
+                _mapped[place] = path, _address_of(place) + at, nbytes
+                return memoryview(place)[at : at + nbytes]
+    return memoryview(map_file(path))
+
+
+@contextmanager
+def _open_to_map(path: Path) -> Iterator[tuple[int, int]]:
+    """The descriptor and the bytes of a file that is mapped meanwhile."""
     descriptor = _open_regular(path)
     try:
-        if os.fstat(descriptor).st_size == 0:
+        if (nbytes := os.fstat(descriptor).st_size) == 0:
             raise BadFile(f"{path}: the file is empty")
-        mapped = _map_large(descriptor) if in_large_pages else _map(descriptor)
-        _mapped[mapped] = path
-        return mapped
+        yield descriptor, nbytes
     except (OSError, ValueError) as error:
         raise BadFile(f"{path}: cannot be mapped into memory: {error}") from error
     finally:
         os.close(descriptor)
 
 
-def _map(descriptor: int) -> mmap.mmap:
-    return mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+def _map_aligned(descriptor: int, nbytes: int) -> tuple[mmap.mmap, int]:
+    """A place in memory, and where in it the file is: there a large page may begin. Raises OSError.
 
-
-def _map_large(descriptor: int) -> mmap.mmap:
-    """A mapping that begins where a large page may, with large pages requested, before anything is read.
-
-    Most file systems choose such an address, overlays and memory do not. Where the system refuses, or has
-    the file in small pages, the mapping is like any other.
+    A system that chooses the address itself may choose any. So the file takes the place of memory that is
+    a large page longer.
     """
-    mapped = _map(descriptor)
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return mapped
-    nbytes = -(-len(mapped) // mmap.PAGESIZE) * mmap.PAGESIZE
-    with ExitStack() as fillers:
-        for _ in range(TRIES if nbytes >= LARGE_PAGE else 0):
-            if (address := _address_of(mapped)) % LARGE_PAGE == 0:
-                break
-            mapped.close()
-            mapped = _map_below(descriptor, nbytes + (address - nbytes) % LARGE_PAGE)
-            if _address_of(mapped) == address:  # a gap that fits the file and not both: fill it, and go on
-                with suppress(OSError, ValueError):
-                    elsewhere = _map(descriptor)
-                    fillers.enter_context(mapped)
-                    mapped = elsewhere
+    place = mmap.mmap(-1, nbytes + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    start = _address_of(place)
+    at = -start % LARGE_PAGE
+    call = ctypes.CDLL(None, use_errno=True).mmap
+    call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *3 * (ctypes.c_int,), ctypes.c_long)
+    call.restype = ctypes.c_void_p
+    flags = mmap.MAP_PRIVATE | _MAP_FIXED
+    if call(start + at, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0) != start + at:
+        _broken.append(place)
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     with suppress(OSError):
-        mapped.madvise(mmap.MADV_HUGEPAGE)
-    return mapped
-
-
-def _map_below(descriptor: int, nbytes: int) -> mmap.mmap:
-    """A mapping of a file where one of that size, which is dropped, pushes it: Linux maps downwards.
-
-    Any that is at least as large as the file takes the place that the file would have had.
-    """
-    try:
-        above = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
-    except (OSError, ValueError):  # of a limit on addresses
-        return _map(descriptor)
-    with above, suppress(OSError, ValueError):  # a limit may allow the file, but not both
-        return _map(descriptor)
-    return _map(descriptor)
+        place.madvise(mmap.MADV_HUGEPAGE, at, nbytes)
+    return place, at
 
 
 def _address_of(mapped: mmap.mmap) -> int:
@@ -96,8 +95,8 @@ def _address_of(mapped: mmap.mmap) -> int:
 def list_mapped() -> list[tuple[Path, int, int]]:
     """Every file that is mapped: its path, the address of its first byte, and its bytes."""
     return [
-        (path.resolve(), _address_of(mapped), len(mapped))
-        for mapped, path in list(_mapped.items())
+        (path.resolve(), address, nbytes)
+        for mapped, (path, address, nbytes) in list(_mapped.items())
         if not mapped.closed
     ]
 

@@ -140,6 +140,8 @@ class ClusterGateway:
 
     async def _hold(self, name: str, key: int) -> None:
         """Have Serve see leases as a request. Its failure can show a death that the connection does not."""
+        if not self._loop.has_leases(name):  # they were short
+            return
         try:
             await self._engines.hold.remote(gateway=self._loop.name, key=key, at=name)
         except ray.exceptions.RayActorError:

@@ -2,7 +2,8 @@
 
 A scheduler such as Ray Serve lets a replica end once it has no open call. Requests go around it, so a gateway
 keeps one call open at each replica that has leases of it. A call for each lease would cost both sides some
-milliseconds of processor time for each request.
+milliseconds of processor time for each request. It waits for a moment, because its work would delay the
+first token. A replica that is stopped within that moment moves its streams.
 """
 
 from __future__ import annotations
@@ -11,16 +12,18 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextvars import Context
 
+PAUSE_S = 0.25  # until a lease is shown
+
 
 class LeaseHolds:
-    """All methods are of one event loop's thread.
+    """All methods are of one event loop's thread. `pause_s`: from a lease to its call.
 
     `hold(replica, key)`: a call that lasts until the replica has had the lease `key`, and has no lease of
     this gateway any more. It must not raise.
     """
 
-    def __init__(self, hold: Callable[[str, int], Awaitable[None]]) -> None:
-        self._hold = hold
+    def __init__(self, hold: Callable[[str, int], Awaitable[None]], pause_s: float = PAUSE_S) -> None:
+        self._hold, self._pause_s = hold, pause_s
         self._newest: dict[str, int] = {}  # of replicas with a call: the key of the newest lease
         self._calling: set[asyncio.Task[None]] = set()
 
@@ -39,6 +42,7 @@ class LeaseHolds:
         """Call again while a newer lease was sent than the call knows of: it may have ended before that."""
         key = 0
         try:
+            await asyncio.sleep(self._pause_s)
             while (newest := self._newest[replica]) != key:
                 key = newest
                 await self._hold(replica, key)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from plait.checkpoint.packed_cache.file_format import SUFFIX
-from plait.checkpoint.readers.mmap_json import map_file
+from plait.checkpoint.readers.mmap_json import map_file, map_in_large_pages
 from plait.errors import BadFile
 from plait.kernels.load import allocate_block, link_code, new_table, start_threads
 from plait.loading.image.file_format import Bytes, FilePart, Image, Region, Result
@@ -31,7 +31,8 @@ def map_weights(files: Sequence[FilePart]) -> list[Bytes]:
             raise BadFile(f"{path} cannot be read ({error.strerror})") from error
         if (status.st_size, status.st_mtime_ns) != (file.nbytes, file.changed_ns):
             raise BadFile(f"{path} has changed")
-        found.append(np.frombuffer(map_file(path, in_large_pages=path.suffix == SUFFIX), np.uint8))
+        mapped = map_in_large_pages(path) if path.suffix == SUFFIX else map_file(path)
+        found.append(np.frombuffer(mapped, np.uint8))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import io
 import mmap
@@ -10,6 +11,7 @@ import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ import pytest
 
 from plait.checkpoint.packed_cache import file_format
 from plait.checkpoint.packed_cache.file_format import write_whole
-from plait.checkpoint.readers.mmap_json import LARGE_PAGE, map_file
+from plait.checkpoint.readers.mmap_json import LARGE_PAGE, list_mapped, map_in_large_pages
 
 SIZES = (1, 64, 1_000_000, 3_000_001, 2_500_000)  # bytes of blocks, which are not whole pages
 FOLDERS = ("", "/dev/shm")  # a file system's own choice of addresses, and one that makes none
@@ -41,11 +43,11 @@ def write(folder: Path, name: str = "large.packed") -> tuple[Path, bytes]:
     return folder / name, first + body
 
 
-def address_of(mapped: mmap.mmap) -> int:
+def address_of(mapped: mmap.mmap | memoryview) -> int:
     return int(np.frombuffer(mapped, np.uint8).ctypes.data)
 
 
-def large_bytes(mapped: mmap.mmap) -> int:
+def large_bytes(mapped: mmap.mmap | memoryview) -> int:
     """Bytes of a mapping that are in large pages, after all of it was read."""
     found, at = np.frombuffer(mapped, np.uint8), address_of(mapped)
     assert int(found[::4096].astype(np.int64).sum()) >= 0
@@ -99,9 +101,12 @@ def test_large_files_begin_where_a_large_page_may(tmp_path: Path, folder: str) -
     where = Path(folder) if folder else tmp_path
     path, content = write(where, f"plait-test-{os.getpid()}.packed")
     try:
-        mapped = map_file(path, in_large_pages=True)
+        mapped = map_in_large_pages(path)
         assert address_of(mapped) % LARGE_PAGE == 0
-        assert mapped[:] == content
+        assert mapped == content
+        assert (path.resolve(), address_of(mapped), len(content)) in list_mapped()
+        mapped[0] ^= 1  # a copy of ours
+        assert path.read_bytes() == content
     finally:
         path.unlink()
 
@@ -116,7 +121,7 @@ def test_packed_weights_are_in_large_pages_where_the_system_has_them_for_files(t
     if address_of(by_hand) % LARGE_PAGE or not large_bytes(by_hand):
         pytest.skip("this system keeps files in small pages")
     path, content = write(tmp_path)
-    assert large_bytes(map_file(path, in_large_pages=True)) == len(content) // LARGE_PAGE * LARGE_PAGE
+    assert large_bytes(map_in_large_pages(path)) == len(content) // LARGE_PAGE * LARGE_PAGE
 
 
 def refusing(*names: str) -> type[mmap.mmap]:
@@ -135,6 +140,21 @@ def refusing(*names: str) -> type[mmap.mmap]:
     return Refusing
 
 
+class Refused:
+    """The system's `mmap`, when it refuses the place that it is given."""
+
+    def __call__(self, *_: object) -> int:
+        ctypes.set_errno(errno.ENOMEM)
+        return (1 << 64) - 1
+
+
+@linux
+def test_a_file_without_a_place_is_mapped_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, content = write(tmp_path)
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **options: SimpleNamespace(mmap=Refused()))
+    assert map_in_large_pages(path) == content
+
+
 @linux
 @pytest.mark.parametrize("refused", [("advice",), ("anonymous",), ("advice", "anonymous")])
 @pytest.mark.parametrize("folder", FOLDERS)
@@ -146,7 +166,7 @@ def test_a_refusal_changes_nothing_but_the_pages(
     path, content = write(Path(folder) if folder else tmp_path, f"plait-test-{os.getpid()}.packed")
     monkeypatch.setattr(mmap, "mmap", refusing(*refused))
     try:
-        assert map_file(path, in_large_pages=True)[:] == content
+        assert map_in_large_pages(path)[:] == content
     finally:
         path.unlink()
 
@@ -156,8 +176,8 @@ def test_systems_without_large_pages_and_small_files_map_as_ever(
 ) -> None:
     small = tmp_path / "small"
     small.write_bytes(b"12345")
-    assert map_file(small, in_large_pages=True)[:] == b"12345"
+    assert map_in_large_pages(small)[:] == b"12345"
     monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
     path, content = write(tmp_path)
-    assert map_file(path, in_large_pages=True)[:] == content
+    assert map_in_large_pages(path)[:] == content
     assert file_format.whole(len(content)) == len(content)
