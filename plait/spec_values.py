@@ -7,7 +7,7 @@ from dataclasses import fields, is_dataclass
 from importlib import import_module
 
 # Where specs are, the common ones first. The others are imported once a model has one: making their classes
-# would take a tenth of a start.
+# would take a tenth of a run of one token.
 _MODULES = ("plait.spec", "plait.rare_specs", "plait.sparse_specs")
 
 
