@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Any, Literal, get_origin, get_type_hints
 
+from msgspec import Struct
+
 from plait.config import JsonSpace
 from plait.errors import InvalidField
 from plait.sampling_fields import (
@@ -172,8 +174,7 @@ _HINTS = get_type_hints(SamplingParams, include_extras=True).items()
 SAMPLING: Mapping[str, Declared] = {n: declare(h) for n, h in _HINTS if get_origin(h) is Annotated}
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+class TokenLogprobs(Struct, frozen=True):
     """Log-probability of one token, and the best alternatives, most likely first. `top` holds (id, logprob).
 
     When alternatives were requested, the chosen token is always among `top` with the very same float.
@@ -187,8 +188,7 @@ class TokenLogprobs:
 GrammarKind = Literal["json_schema", "regex", "choice", "lark", "gbnf"]
 
 
-@dataclass(frozen=True, slots=True)
-class JsonStyle:
+class JsonStyle(Struct, frozen=True):
     """How JSON is written where a schema leaves it open.
 
     `open_objects`: an object with `properties` may have others, as JSON Schema says; by default only where
@@ -235,8 +235,7 @@ class Grammar:
         return replace(self, open_objects=is_open, space=self.space or style.space)
 
 
-@dataclass(frozen=True, slots=True)
-class ThinkingBudget:
+class ThinkingBudget(Struct, frozen=True):
     """At most `num_tokens` tokens of thinking in a reply; `closing_ids` are written then.
 
     Thinking lies between the texts `opening` and `closing`. `is_open`: the prompt ends inside of it.
@@ -251,8 +250,7 @@ class ThinkingBudget:
     anywhere: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplyShape:
+class ReplyShape(Struct, frozen=True, kw_only=True):
     """How to parse the text of a reply: what it may contain in addition to content.
 
     `tools`: those that may be called, as OpenAI writes them; `choice`: its tool_choice. `parallel`: more than
@@ -270,8 +268,7 @@ class ReplyShape:
     may_think: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(Struct, frozen=True):
     """One request as the engine sees it. `stop_token_ids` already holds every end-of-generation token.
 
     `boundaries`: positions of message ends in the prompt, where other requests are likely to diverge and
@@ -315,8 +312,7 @@ class Request:
     pooled_from: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestTrace:
+class RequestTrace(Struct, frozen=True, kw_only=True):
     """Where the time of one choice of a request went. Holds no text and no token.
 
     Times are seconds on the engine's clock, which only ever grows; None: it never came so far.

@@ -10,8 +10,10 @@ import random
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
+
+from msgspec import Struct
 
 from plait.config import EngineConfig
 from plait.engine.adapters import parse_named, why_no_name
@@ -41,8 +43,7 @@ from plait.text.tokenizers.tokenizer import Tokenizer
 log = logging.getLogger("plait")
 
 
-@dataclass(frozen=True, slots=True)
-class Language:
+class Language(Struct, frozen=True):
     """The text side of a model, its head included. `stop_token_ids`: every token that ends a reply."""
 
     tokenizer: Tokenizer | None
@@ -52,8 +53,7 @@ class Language:
     head: ModelHead = NO_HEAD
 
 
-@dataclass(frozen=True, slots=True)
-class Parsers:
+class Parsers(Struct, frozen=True):
     """Names of the formats of calls and of thinking in replies; None: what the chat template shows.
 
     `style`: how JSON for a schema or a tool is written, where the request does not set it.

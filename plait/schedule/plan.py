@@ -91,8 +91,7 @@ class Drop(Struct, frozen=True, gc=False, tag=True):
 Move = CopySlot | CopyBlock | Save | Load | Drop
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(Struct, frozen=True):
     """What one step computes: chunks, decodes first, and the copies of memory that come before it.
 
     `moves`: in this order, before the pass; then `fresh` slots are zeroed. Without chunks there is no pass.
@@ -140,8 +139,7 @@ class SamplingRow(Struct, frozen=True, gc=False):
     num_candidates: int = 0  # beam search: so many alternatives, whatever is requested
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingBatch:
+class SamplingBatch(Struct, frozen=True):
     """One row for each chunk of a plan that has an answer, in the plan's order."""
 
     rows: tuple[SamplingRow, ...]

@@ -29,7 +29,7 @@ from starlette.types import Receive, Scope, Send
 from plait.server.api.endpoint import Endpoint
 from plait.server.gateway.request_context import Health, Readiness
 from plait.server.http.transfer import EVENTS
-from plait.server.operations import GETS, MCP, POSTS, STORED, Operation, Struct
+from plait.server.operations import GETS, MCP, POSTS, STORED, Operation, Schema
 from plait.version import __version__
 
 POLICY = (
@@ -308,12 +308,12 @@ def _schema_of_any(kind: type) -> dict[str, object]:
     return {"description": "any JSON value"}
 
 
-def _components(kinds: Iterable[Struct]) -> dict[str, Any]:
+def _components(kinds: Iterable[Schema]) -> dict[str, Any]:
     _, found = msgspec.json.schema_components(kinds, schema_hook=_schema_of_any, ref_template=SCHEMA)
     return found
 
 
-def _ref(kind: Struct) -> dict[str, object]:
+def _ref(kind: Schema) -> dict[str, object]:
     return {"$ref": SCHEMA.format(name=kind.__name__)}
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from plait.errors import EngineError
 from plait.ops.seed import uniform
@@ -27,8 +28,7 @@ Longs = npt.NDArray[np.int64]
 Doubles = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
-class Candidates:
+class Candidates(Struct, frozen=True):
     """The tokens that are left: ids [n], and their logits [n] float64; in `is_sorted`, largest first."""
 
     ids: Longs
@@ -58,8 +58,7 @@ class Candidates:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class ChainRow:
+class ChainRow(Struct, frozen=True):
     """What one token is chosen by: settings, what came before (prompt and output), and where it will be."""
 
     params: SamplingParams

@@ -14,9 +14,11 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+
+from msgspec import Struct
 
 from plait.config import ServerConfig
 from plait.errors import ConfigError
@@ -30,8 +32,7 @@ _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 _WORDS = {"rpm": "requests_per_minute", "tpm": "tokens_per_minute", "open": "max_requests"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Allowance:
+class Allowance(Struct, frozen=True, kw_only=True):
     """The limits of one key; None: no limit. A request is a POST; tokens are prompt and output."""
 
     requests_per_minute: int | None = None
@@ -39,8 +40,7 @@ class Allowance:
     max_requests: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Key:
+class Key(Struct, frozen=True):
     """An API key. `digest`: SHA-256 of the secret."""
 
     name: str

@@ -11,12 +11,12 @@ import math
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Struct, UnsetType
 
 from plait.errors import DeadlineExceeded, EngineError, InvalidField, QueueFull
 from plait.fair_queue import current_client
@@ -42,8 +42,7 @@ TOTALS = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class LoadingProgress:
+class LoadingProgress(Struct, frozen=True):
     """How far loading is: `done` of `total` steps of what `text` names."""
 
     text: str = "starting"
@@ -168,8 +167,7 @@ class LoadingState:
 MAX_OUTPUT_TOKENS = 1 << 22
 
 
-@dataclass(frozen=True, slots=True)
-class RequestContext:
+class RequestContext(Struct, frozen=True):
     """One request on its way to the engine: the model, its name in the reply, and the client.
 
     It separates the cached prompts of keys, counts and bounds. Safe from any thread, like the Front. `store`:

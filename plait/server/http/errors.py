@@ -9,10 +9,11 @@ import logging
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import msgspec
+from msgspec import Struct, field
 from starlette.responses import Response
 
 from plait.errors import (
@@ -154,8 +155,7 @@ class ErrorBody(msgspec.Struct, kw_only=True, frozen=True):
     error: ErrorObject
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(Struct, frozen=True):
     """An error as a client gets it: `body` is OpenAI's error object, with all four keys.
 
     `more`: keys of other servers, which may have another `type`, too.

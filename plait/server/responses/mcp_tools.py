@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
+from msgspec import Struct
 
 from plait.errors import InvalidField
 from plait.server.api.parse_fields import parse_as
@@ -67,8 +67,7 @@ class McpToolParam(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
     allowed_callers: list[Literal["direct"]] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RequestedServer:
+class RequestedServer(Struct, frozen=True):
     """A server of a request, with what its client has set for it. `headers` may hold secrets."""
 
     label: str
@@ -159,8 +158,7 @@ def redact(tool: Mapping[str, object]) -> dict[str, object]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class OfferedTool:
+class OfferedTool(Struct, frozen=True):
     """A server's tool as a function of the model. `name`: which the model calls it by."""
 
     source: RequestedServer

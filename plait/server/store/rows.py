@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
+
+from msgspec import Struct
 
 from plait.config import MIB
 from plait.errors import InvalidField
@@ -35,8 +37,7 @@ _COLUMNS = "position, id, kind, tenant, created, expires, status, model, refers,
 _Columns = tuple[int, str, Kind, str, int, int | None, str, str, str, int, bytes]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredRow:
+class StoredRow(Struct, frozen=True, kw_only=True):
     """One object. Times are seconds since 1970; `expires` None: with the store's own age. `size`: bytes of
     its body and parts. `refers`: the id of the response before it, or of the file that a batch reads.
     """
@@ -58,8 +59,7 @@ class StoredRow:
         return self.status in WORKING
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PageQuery:
+class PageQuery(Struct, frozen=True, kw_only=True):
     """Which rows of a list: at most `limit` behind the row `after`, newest first if `is_descending`."""
 
     limit: int = 20

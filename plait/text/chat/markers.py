@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from plait.errors import BadTemplate, ConfigError
 from plait.text.chat.template import CallsTaken, Message, message_text, normalize_messages, refuse_unread
@@ -12,8 +13,7 @@ from plait.text.tokenizers.tokenizer import Tokenizer
 _ROLES = ("system", "user", "assistant")
 
 
-@dataclass(frozen=True, slots=True)
-class Format:
+class Format(Struct, frozen=True):
     """How a turn is written: opening marker, head, content, closing marker, tail.
 
     `{role}` in the markers and the head stands for the role. `stops` are the markers that end a reply.

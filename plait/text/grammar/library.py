@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from plait.errors import clip_text
 
@@ -15,8 +16,7 @@ _LINE, _SHOWN = 120, 260
 _MIB = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class GrammarLimits:
+class GrammarLimits(Struct, frozen=True):
     """What one grammar may cost.
 
     `max_bytes`: of its source. `cpu_s`, `memory_bytes`, `stack_bytes`: of the process that tries it out;

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from plait.text.output.cursor import SPACE, Reading, TextCursor
 from plait.text.output.deltas import ReplyBuilder
@@ -18,8 +19,7 @@ _ARGUMENTS = frozenset({"arguments", "parameters", "args", "input", "tool_input"
 _SEPARATORS = ",;"
 
 
-@dataclass(frozen=True, slots=True)
-class CallSyntax:
+class CallSyntax(Struct, frozen=True):
     """How calls are found: a marker of `opens` and then what `body` reads, then perhaps one of `closes`.
 
     `bare`: characters that, at the start of the content, may begin a call without a marker.

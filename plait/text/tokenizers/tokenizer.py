@@ -13,9 +13,11 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from typing import Protocol
+
+from msgspec import Struct
 
 from plait.errors import InvalidField
 
@@ -86,8 +88,7 @@ def join_text(tokenizer: Tokenizer, pieces: Iterable[bytes]) -> str:
     return joined.decode("utf-8", "replace")
 
 
-@dataclass(frozen=True, slots=True)
-class TextTokenizer:
+class TextTokenizer(Struct, frozen=True):
     """A vocabulary: an engine for ordinary text plus the control tokens around it.
 
     `before` and `after` are the ids that `add_special` puts around a text. `space_after_special`: a
@@ -273,8 +274,7 @@ def text_offsets(
     return offsets
 
 
-@dataclass(frozen=True, slots=True)
-class Special:
+class Special(Struct, frozen=True):
     """A control token. `lstrip`, `rstrip`: it takes the white space on that side.
 
     `single_word`: it is not found inside a word.
