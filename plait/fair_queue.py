@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Generator, Iterator
@@ -211,6 +210,8 @@ class SliceTurns:
 
         Raises CapacityError if the system gives no thread.
         """
+        import asyncio  # not at once: commands have no event loop, and would start later for it
+
         job = _Job(work, Future())
         with self._changed:
             self._add_thread()

@@ -250,7 +250,8 @@ class ThinkingBudget(Struct, frozen=True):
     anywhere: bool = False
 
 
-class ReplyShape(Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyShape:
     """How to parse the text of a reply: what it may contain in addition to content.
 
     `tools`: those that may be called, as OpenAI writes them; `choice`: its tool_choice. `parallel`: more than
@@ -268,7 +269,8 @@ class ReplyShape(Struct, frozen=True, kw_only=True):
     may_think: bool = True
 
 
-class Request(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Request:
     """One request as the engine sees it. `stop_token_ids` already holds every end-of-generation token.
 
     `boundaries`: positions of message ends in the prompt, where other requests are likely to diverge and
@@ -312,7 +314,8 @@ class Request(Struct, frozen=True):
     pooled_from: int = 0
 
 
-class RequestTrace(Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestTrace:
     """Where the time of one choice of a request went. Holds no text and no token.
 
     Times are seconds on the engine's clock, which only ever grows; None: it never came so far.

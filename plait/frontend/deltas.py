@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
-
-from msgspec import Struct
 
 from plait.request import Event, FinishReason
 from plait.text.output import Content, OutputDelta, Reasoning
 from plait.text.output.deltas import merge_deltas
 
 
-class TextLogprob(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class TextLogprob:
     """A token as a client sees it: its text, its true bytes, its log-probability and the alternatives."""
 
     token: str
@@ -28,7 +27,8 @@ class TextLogprob(Struct, frozen=True):
     top: tuple[TextLogprob, ...] = ()
 
 
-class Delta(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Delta:
     """New text of one choice; the last one of a choice carries `finish_reason`.
 
     `logprobs` are of exactly the tokens with text that starts in this delta. `stop_reason`: the stop string

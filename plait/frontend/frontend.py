@@ -10,7 +10,7 @@ import random
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from msgspec import Struct
@@ -53,7 +53,8 @@ class Language(Struct, frozen=True):
     head: ModelHead = NO_HEAD
 
 
-class Parsers(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Parsers:
     """Names of the formats of calls and of thinking in replies; None: what the chat template shows.
 
     `style`: how JSON for a schema or a tool is written, where the request does not set it.

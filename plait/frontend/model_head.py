@@ -10,10 +10,10 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
-from msgspec import Struct, field
 
 from plait.errors import InvalidField
 from plait.request import Pooling
@@ -34,7 +34,8 @@ QWEN3_BEFORE = f"<|im_start|>system\n{_JUDGE}<|im_end|>\n<|im_start|>user\n"
 QWEN3_AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
-class HeadLayer(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class HeadLayer:
     """y = activation(W x + b). `weight`, `bias`: base64 of float32, low byte first, [outputs, inputs]."""
 
     shape: tuple[int, int]
@@ -67,7 +68,8 @@ def _numbers(text: str) -> npt.NDArray[np.float32]:
     return np.frombuffer(base64.b64decode(text), "<f4")
 
 
-class ModelHead(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class ModelHead:
     """The head of one model, as plain values.
 
     Vectors: `pooling` of the hidden states, then `layers`, then length 1 if `normalize`. `prompts` by name,

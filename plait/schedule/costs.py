@@ -12,8 +12,7 @@ import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
-
-from msgspec import Struct
+from dataclasses import dataclass
 
 from plait.schedule.plan import StepPlan
 from plait.schedule.sequence import TokenSequence
@@ -27,7 +26,8 @@ NUM_BELIEVED = 5  # steps of a size that are newer than all of another count for
 FIXED_TOKENS = 8.0  # where nothing is measured: a step without tokens would cost as much as so many
 
 
-class SchedulerLimits(Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerLimits:
     """What the scheduler may do in one step and at one time, with the names of `EngineConfig`.
 
     `max_step_s`: prompts are cut so that a step with running replies takes no longer, if not None.

@@ -91,7 +91,8 @@ class Drop(Struct, frozen=True, gc=False, tag=True):
 Move = CopySlot | CopyBlock | Save | Load | Drop
 
 
-class StepPlan(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class StepPlan:
     """What one step computes: chunks, decodes first, and the copies of memory that come before it.
 
     `moves`: in this order, before the pass; then `fresh` slots are zeroed. Without chunks there is no pass.

@@ -183,7 +183,8 @@ class Snapshot(Struct, eq=False):
     is_spare: bool = False
 
 
-class Hit(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Hit:
     """The longest known prefix: `length` tokens, in these blocks of every group (0: behind the window).
 
     `cause` is "hit", or why nothing was found:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,8 @@ Longs = npt.NDArray[np.int64]
 Doubles = npt.NDArray[np.float64]
 
 
-class Candidates(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Candidates:
     """The tokens that are left: ids [n], and their logits [n] float64; in `is_sorted`, largest first."""
 
     ids: Longs

@@ -8,11 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
-from msgspec import Struct, field
 
 from plait.errors import InvalidField, RequestError
 from plait.server.api.reply import ApiReply, ChatPlan, ChoiceCourse, is_hidden, parts_of
@@ -97,7 +96,8 @@ def _rename_param(param: str, names: Mapping[str, str], places: Sequence[str]) -
 BlockKind = Literal["reasoning", "text", "call"]
 
 
-class ReplyBlock(Struct):
+@dataclass(slots=True)
+class ReplyBlock:
     """A part of a reply. `id` and `name` are a call's; `text`: its arguments then, as JSON text.
 
     `is_whole`: it was closed by what came after it, or by a reply that ended by itself; a call: its arguments

@@ -14,11 +14,9 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-
-from msgspec import Struct
 
 from plait.config import ServerConfig
 from plait.errors import ConfigError
@@ -32,7 +30,8 @@ _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 _WORDS = {"rpm": "requests_per_minute", "tpm": "tokens_per_minute", "open": "max_requests"}
 
 
-class Allowance(Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allowance:
     """The limits of one key; None: no limit. A request is a POST; tokens are prompt and output."""
 
     requests_per_minute: int | None = None
@@ -40,7 +39,8 @@ class Allowance(Struct, frozen=True, kw_only=True):
     max_requests: int | None = None
 
 
-class Key(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Key:
     """An API key. `digest`: SHA-256 of the secret."""
 
     name: str

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -167,7 +167,8 @@ class LoadingState:
 MAX_OUTPUT_TOKENS = 1 << 22
 
 
-class RequestContext(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class RequestContext:
     """One request on its way to the engine: the model, its name in the reply, and the client.
 
     It separates the cached prompts of keys, counts and bounds. Safe from any thread, like the Front. `store`:

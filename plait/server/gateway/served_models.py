@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from msgspec import Struct
@@ -46,7 +46,8 @@ class ChosenModel(Struct, frozen=True):
     adapter: str = ""
 
 
-class ServedFacts(Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedFacts:
     """What is known of a model, loaded or not; None: not known before it is loaded.
 
     `created`: seconds since 1970; `size`: bytes of its weight files; `memory`: bytes that its engine holds;

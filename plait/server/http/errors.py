@@ -9,11 +9,10 @@ import logging
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
-from msgspec import Struct, field
 from starlette.responses import Response
 
 from plait.errors import (
@@ -155,7 +154,8 @@ class ErrorBody(msgspec.Struct, kw_only=True, frozen=True):
     error: ErrorObject
 
 
-class Problem(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Problem:
     """An error as a client gets it: `body` is OpenAI's error object, with all four keys.
 
     `more`: keys of other servers, which may have another `type`, too.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -158,7 +159,8 @@ def redact(tool: Mapping[str, object]) -> dict[str, object]:
     return found
 
 
-class OfferedTool(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class OfferedTool:
     """A server's tool as a function of the model. `name`: which the model calls it by."""
 
     source: RequestedServer

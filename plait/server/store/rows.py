@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from msgspec import Struct
@@ -37,7 +37,8 @@ _COLUMNS = "position, id, kind, tenant, created, expires, status, model, refers,
 _Columns = tuple[int, str, Kind, str, int, int | None, str, str, str, int, bytes]
 
 
-class StoredRow(Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRow:
     """One object. Times are seconds since 1970; `expires` None: with the store's own age. `size`: bytes of
     its body and parts. `refers`: the id of the response before it, or of the file that a batch reads.
     """

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-
-from msgspec import Struct
+from dataclasses import dataclass
 
 from plait.errors import BadTemplate, ConfigError
 from plait.text.chat.template import CallsTaken, Message, message_text, normalize_messages, refuse_unread
@@ -13,7 +12,8 @@ from plait.text.tokenizers.tokenizer import Tokenizer
 _ROLES = ("system", "user", "assistant")
 
 
-class Format(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Format:
     """How a turn is written: opening marker, head, content, closing marker, tail.
 
     `{role}` in the markers and the head stands for the role. `stops` are the markers that end a reply.

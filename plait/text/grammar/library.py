@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
-
-from msgspec import Struct
 
 from plait.errors import clip_text
 
@@ -16,7 +15,8 @@ _LINE, _SHOWN = 120, 260
 _MIB = 1 << 20
 
 
-class GrammarLimits(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class GrammarLimits:
     """What one grammar may cost.
 
     `max_bytes`: of its source. `cpu_s`, `memory_bytes`, `stack_bytes`: of the process that tries it out;

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
-
-from msgspec import Struct
 
 from plait.text.output.cursor import SPACE, TextCursor
 
 
-class Content(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Content:
     """Text for the reader of the reply."""
 
     text: str
 
 
-class Reasoning(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Reasoning:
     """Text of the model's thinking. `part` counts its blocks: 0 is the first."""
 
     text: str
     part: int = 0
 
 
-class CallStart(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class CallStart:
     """A tool call begins: the `index`-th of the reply, from 0."""
 
     index: int
@@ -32,14 +33,16 @@ class CallStart(Struct, frozen=True):
     name: str
 
 
-class Arguments(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Arguments:
     """The next piece of a call's arguments: joined, they are the text of a JSON object."""
 
     index: int
     text: str
 
 
-class CallEnd(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class CallEnd:
     """A call is over. `complete`: its arguments are whole; if not, they are the beginning of a JSON text."""
 
     index: int

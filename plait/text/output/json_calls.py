@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-
-from msgspec import Struct
+from dataclasses import dataclass
 
 from plait.text.output.cursor import SPACE, Reading, TextCursor
 from plait.text.output.deltas import ReplyBuilder
@@ -19,7 +18,8 @@ _ARGUMENTS = frozenset({"arguments", "parameters", "args", "input", "tool_input"
 _SEPARATORS = ",;"
 
 
-class CallSyntax(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class CallSyntax:
     """How calls are found: a marker of `opens` and then what `body` reads, then perhaps one of `closes`.
 
     `bare`: characters that, at the start of the content, may begin a call without a marker.

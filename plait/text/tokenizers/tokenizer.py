@@ -13,7 +13,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Protocol
 
@@ -88,7 +88,8 @@ def join_text(tokenizer: Tokenizer, pieces: Iterable[bytes]) -> str:
     return joined.decode("utf-8", "replace")
 
 
-class TextTokenizer(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class TextTokenizer:
     """A vocabulary: an engine for ordinary text plus the control tokens around it.
 
     `before` and `after` are the ids that `add_special` puts around a text. `space_after_special`: a
