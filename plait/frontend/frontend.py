@@ -35,7 +35,7 @@ from plait.frontend.word_rules import WordRules, truncate_prompt
 from plait.request import USUAL_STYLE, Grammar, JsonStyle, ReplyShape, Request, SamplingParams, ThinkingBudget
 from plait.spec import ModelSpec, Recurrent
 from plait.text.chat.template import ChatTemplate, boundaries, num_chars
-from plait.text.grammar.compiler import GrammarChecker
+from plait.text.grammar.checker import GrammarChecker
 from plait.text.grammar.request_fields import grammar_from
 from plait.text.reply_format import ReplyFormat
 from plait.text.tokenizers.tokenizer import Tokenizer
