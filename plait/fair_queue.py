@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Generator, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, ParamSpec, TypeVar
+
+from msgspec import Struct, field
 
 from plait.errors import CapacityError
 
@@ -113,8 +113,7 @@ class Turns:
             turn.came.set()
 
 
-@dataclass(eq=False)
-class _Turn:
+class _Turn(Struct, eq=False):
     """A client's turn, which waits for a place."""
 
     came: threading.Event = field(default_factory=threading.Event)
@@ -173,8 +172,7 @@ NUM_THREADS = 2
 IDLE_S = 10.0  # after which a thread without work ends
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
+class _Job(Struct, frozen=True):
     work: Slices[Any]
     done: Future[Any]
 
@@ -212,6 +210,8 @@ class SliceTurns:
 
         Raises CapacityError if the system gives no thread.
         """
+        import asyncio  # not at once: commands have no event loop, and would start later for it
+
         job = _Job(work, Future())
         with self._changed:
             self._add_thread()

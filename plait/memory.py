@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 Shape = tuple[int, ...]
 # int4: of the bytes that an entry of codes takes, int7: of the words (`ops.entry`).
@@ -22,8 +23,7 @@ DTYPE_BYTES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class PagedState:
+class PagedState(Struct, frozen=True):
     """One entry per token, kept in blocks: keys and values, MLA latents.
 
     `entry` maps a tensor's name to its shape per token; `window`: only that many last tokens are ever read.
@@ -43,8 +43,7 @@ class PagedState:
         return _nbytes(self.tensors, model_dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class SlotState:
+class SlotState(Struct, frozen=True):
     """A constant amount per sequence: conv tails, SSM states. `tensors`: name -> (shape, dtype)."""
 
     tensors: Mapping[str, tuple[Shape, str]]
@@ -61,8 +60,7 @@ def _nbytes(tensors: Mapping[str, tuple[Shape, str]], model: str) -> int:
 State = PagedState | SlotState
 
 
-@dataclass(frozen=True, slots=True)
-class BlockGroup:
+class BlockGroup(Struct, frozen=True):
     """Paged states with equal windows: they share one block table."""
 
     name: str  # "full" or "window:512"

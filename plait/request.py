@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Any, Literal, get_origin, get_type_hints
 
+from msgspec import Struct
+
 from plait.config import JsonSpace
 from plait.errors import InvalidField
 from plait.sampling_fields import (
@@ -172,8 +174,7 @@ _HINTS = get_type_hints(SamplingParams, include_extras=True).items()
 SAMPLING: Mapping[str, Declared] = {n: declare(h) for n, h in _HINTS if get_origin(h) is Annotated}
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+class TokenLogprobs(Struct, frozen=True):
     """Log-probability of one token, and the best alternatives, most likely first. `top` holds (id, logprob).
 
     When alternatives were requested, the chosen token is always among `top` with the very same float.
@@ -187,8 +188,7 @@ class TokenLogprobs:
 GrammarKind = Literal["json_schema", "regex", "choice", "lark", "gbnf"]
 
 
-@dataclass(frozen=True, slots=True)
-class JsonStyle:
+class JsonStyle(Struct, frozen=True):
     """How JSON is written where a schema leaves it open.
 
     `open_objects`: an object with `properties` may have others, as JSON Schema says; by default only where
@@ -235,8 +235,7 @@ class Grammar:
         return replace(self, open_objects=is_open, space=self.space or style.space)
 
 
-@dataclass(frozen=True, slots=True)
-class ThinkingBudget:
+class ThinkingBudget(Struct, frozen=True):
     """At most `num_tokens` tokens of thinking in a reply; `closing_ids` are written then.
 
     Thinking lies between the texts `opening` and `closing`. `is_open`: the prompt ends inside of it.

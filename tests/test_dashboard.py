@@ -15,7 +15,8 @@ from prometheus_client import CollectorRegistry
 
 from plait.cluster.loop import ClusterLoop
 from plait.config import ServerConfig
-from plait.engine.metrics import Metrics, RemoteMetrics
+from plait.engine.metric_registry import RemoteMetrics, make_registry
+from plait.engine.metrics import Metrics
 from plait.request import RequestTrace
 from plait.server.gateway.joined_metrics import join_metrics
 from plait.server.gateway.middleware import Traffic
@@ -74,8 +75,7 @@ def make_engine(number: int) -> CollectorRegistry:
         metrics.count_steps(2, 8 * number, 0.02 * number)
         metrics.count_draft(4, 1 + i % 2)
         metrics.count_end(make_trace(1.0 + i))
-    found = CollectorRegistry(auto_describe=False)
-    found.register(metrics)
+    found = make_registry(metrics.families)
     found.register(RemoteMetrics(lambda asked: False, lambda: (number, True)))
     return found
 

@@ -20,7 +20,8 @@ from prometheus_client import CollectorRegistry
 
 from plait.cli.main import cli
 from plait.config import ServerConfig
-from plait.engine.metrics import Metrics, RemoteMetrics
+from plait.engine.metric_registry import RemoteMetrics
+from plait.engine.metrics import Metrics
 from plait.schedule.allocation import Allocation
 from plait.schedule.costs import SchedulerLimits
 from plait.server.app import create_app

@@ -6,10 +6,11 @@ import difflib
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
+
+from msgspec import Struct
 
 from plait.checkpoint.hub.client import (
     HubName,
@@ -53,8 +54,7 @@ _PICKLE_ADVICE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFiles:
+class ModelFiles(Struct, frozen=True):
     """The files of one model.
 
     `weights`: one file, or all shards or parts in order. `config`: the config.json of a safetensors model; a
@@ -71,8 +71,7 @@ class ModelFiles:
     index: Mapping[str, str] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Fetch:
+class Fetch(Struct, frozen=True):
     """What a Hub name means at one commit: the files it needs, and which of them are not on this disk.
 
     `sizes`: of every file, None where the Hub does not say. `folder`: where they are, or will be.

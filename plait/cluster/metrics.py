@@ -8,6 +8,7 @@ from typing import Protocol
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from plait.engine.metric_registry import make_metric
 from plait.engine.metrics import Histogram
 
 
@@ -44,4 +45,4 @@ class ClusterMetrics(Collector):
         for state, count in self._loop.count_states().items():
             states.add_metric((state,), count)
         yield states
-        yield self._loop.lease_seconds.family()
+        yield make_metric(self._loop.lease_seconds.family())

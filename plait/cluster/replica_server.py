@@ -36,7 +36,7 @@ from plait.cluster.wire import (
     ReplicaLeaves,
     ToReplica,
 )
-from plait.engine.metrics import read_families
+from plait.engine.metric_registry import read_families
 from plait.errors import EngineError, PlaitError
 from plait.frontend.loop import Loop
 from plait.request import Event

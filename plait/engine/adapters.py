@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from plait.errors import ConfigError, InvalidField, ModelNotFound
 
@@ -12,8 +13,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,199}")
 Load = Callable[[int, str], str]  # puts the adapter at a path into a slot; returns a hash of its numbers
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedAdapter:
+class LoadedAdapter(Struct, frozen=True):
     """An adapter in a slot. digest: a hash of its numbers; two adapters with one digest are the same."""
 
     slot: int

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain
+
+from msgspec import Struct
 
 from plait.errors import CapacityError, ContextTooLong, EngineError, InvalidField, PlaitError
 from plait.request import Event, FinishReason, Request, RequestTrace
@@ -23,8 +25,7 @@ MAX_CHARS_PER_TOKEN = 64  # longer text cannot fit the context and is refused be
 OnEvent = Callable[[Event], None]
 
 
-@dataclass(frozen=True, slots=True)
-class RequestLimits:
+class RequestLimits(Struct, frozen=True):
     """The limits of a model that requests are validated against.
 
     `longest`: the most tokens of one sequence that memory holds; None: only the scheduler knows. `may_grow`:
@@ -121,17 +122,15 @@ class RequestLimits:
         )
 
 
-@dataclass(slots=True)
-class OpenRequest:
+class OpenRequest(Struct):
     """A request with choices that have not ended. `open`: those choices, by their index."""
 
     request: Request
     on_event: OnEvent
-    open: dict[int, OpenChoice] = field(default_factory=dict)
+    open: dict[int, OpenChoice] = {}
 
 
-@dataclass(slots=True)
-class OpenChoice:
+class OpenChoice(Struct):
     """A choice that has not ended. Times are seconds on the engine's clock.
 
     `sequence`: read only here. `num_failures`: failed steps since its last token in which it was alone.

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 
-@dataclass(frozen=True, slots=True)
-class Fingerprint:
+class Fingerprint(Struct, frozen=True):
     """`model`: of the files and of the options that change text, 16 hexadecimal digits.
 
     `arithmetic`: of the model and of all else that changes a bit of its numbers, `fp_` and 16 such digits;

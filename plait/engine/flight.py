@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+from msgspec import Struct
 
 from plait.schedule.plan import Sampled, SamplingBatch, StepPlan, Ticket
 from plait.schedule.sequence import MOST_REPLAYED, Update
@@ -16,8 +17,7 @@ class StepRunner(Protocol):
     def launch(self, plan: StepPlan, sampling: SamplingBatch) -> Ticket: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Flight:
+class Flight(Struct, frozen=True):
     """A plan that was launched and is not committed. `began`: seconds, on the engine's clock."""
 
     plan: StepPlan
@@ -25,8 +25,7 @@ class Flight:
     began: float
 
 
-@dataclass(frozen=True, slots=True)
-class NotLaunched:
+class NotLaunched(Struct, frozen=True):
     """The ticket of a step of which the launch failed: its error comes when it is its turn."""
 
     error: Exception

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from plait.config import EngineConfig
 from plait.errors import ConfigError, OutOfMemory
@@ -25,8 +26,7 @@ HOST_SHARE = 0.25  # of free host memory, at most, for what has to leave the dev
 LENGTHS = (1024, 8192, 32768, 131072)  # at which `plait info` shows what a sequence costs
 
 
-@dataclass(frozen=True, slots=True)
-class GroupSize:
+class GroupSize(Struct, frozen=True):
     """One block group: `num_blocks` with the garbage block, bytes of one block over all its mixers."""
 
     group: BlockGroup
@@ -38,8 +38,7 @@ class GroupSize:
         return self.num_blocks * self.nbytes_per_block
 
 
-@dataclass(frozen=True, slots=True)
-class Sizing:
+class Sizing(Struct, frozen=True):
     """The state memory of an engine. `num_slots` holds the garbage slot; 0: no mixer has recurrent state.
 
     `num_snapshots` of the slots are beyond what running sequences need. `host_nbytes`: the most host memory
@@ -113,8 +112,7 @@ class Sizing:
         return Scheduler(limits, memory)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFacts:
+class ModelFacts(Struct, frozen=True, kw_only=True):
     """What sizing must know about a model: its own longest sequence, the dtype it computes in, its states."""
 
     states: Mapping[str, State]

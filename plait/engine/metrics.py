@@ -1,26 +1,25 @@
 """Prometheus metrics of an engine: what it has done and how long it took, counted as it runs.
 
-The engine's thread counts into plain numbers, which costs next to nothing per token. A scrape of
-`Metrics.registry`, on any thread, turns them into metric families, together with the scheduler's numbers of
-that moment. `RemoteMetrics` has the metrics of an engine in another process.
+The engine's thread counts into plain numbers, which costs next to nothing per token. A scrape, on any thread,
+turns them into metric families, together with the scheduler's numbers of that moment. Families are plain
+values here: Prometheus' client takes a twentieth of a start, and many engines are never scraped.
+`metric_registry` has them as that client's.
 """
 
 from __future__ import annotations
 
-import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol, get_args
-
-from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from plait.engine.waiting_work import ReplyDuration, estimate_waiting_s
 from plait.request import FinishReason, RequestTrace
 from plait.schedule.costs import SchedulerLimits
 
 if TYPE_CHECKING:  # the front of a server reads metrics, and loads neither torch nor kernels
+    from prometheus_client import CollectorRegistry
+
     from plait.schedule.allocation import Allocation
 
 CAUSES = ("hit", "new", "evicted", "no_snapshot", "window", "short", "off", "disk")
@@ -49,9 +48,8 @@ COUNTERS = {  # name -> help; the value is the attribute `num_` + name of `Metri
     "failed_steps": "Steps that failed and were tried again.",
     "repairs": "Times that block tables were found wrong and were repaired.",
 }
-ANSWER_S = 1.0  # an engine answers between two steps; without an answer, the last one counts
-SUMMED = frozenset({"counter", "histogram"})
-Family = tuple[str, str, str, tuple[tuple[str, dict[str, str], float], ...]]  # name, help, type, samples
+Sample = tuple[str, dict[str, str], float]  # name, labels, value
+Family = tuple[str, str, str, tuple[Sample, ...]]  # name, help, type, samples
 
 
 class SchedulerCounts(Protocol):
@@ -80,16 +78,18 @@ class Histogram:
         self._counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
-    def family(self) -> HistogramMetricFamily:
+    def family(self) -> Family:
         """As Prometheus has it: each bucket counts the values up to its bound."""
-        counts, total, below, buckets = [*self._counts], self.total, 0, []
+        counts, total, below = [*self._counts], self.total, 0
+        samples: list[Sample] = []
         for label, count in zip(self._labels, counts, strict=True):
             below += count
-            buckets.append((label, below))
-        return HistogramMetricFamily(self.name, self.about, buckets=buckets, sum_value=total)
+            samples.append((f"{self.name}_bucket", {"le": label}, float(below)))
+        ends: tuple[Sample, ...] = ((f"{self.name}_count", {}, float(below)), (f"{self.name}_sum", {}, total))
+        return self.name, self.about, "histogram", (*samples, *ends)
 
 
-class Metrics(Collector):
+class Metrics:
     """The numbers of one engine, in a registry of their own. Written by the engine's thread alone.
 
     Totals start at zero with the engine and only grow.
@@ -106,8 +106,13 @@ class Metrics(Collector):
         self._histograms, (self._first_token, self._gap, self._whole, self._queue) = made, made[:4]
         self._step, self._step_tokens, self._prompt, self._output = made[4:]
         self.arithmetic = ""  # see `engine.fingerprint`; an engine's process sets it
-        self.registry = CollectorRegistry(auto_describe=False)
-        self.registry.register(self)
+
+    @cached_property
+    def registry(self) -> CollectorRegistry:
+        """Where Prometheus' client reads them; made when it is first read."""
+        from plait.engine.metric_registry import make_registry
+
+        return make_registry(self.families)
 
     def count_request(self, num_prompt_tokens: int) -> None:
         """Count a request that was taken."""
@@ -151,7 +156,7 @@ class Metrics(Collector):
             self._whole.observe(trace.finish_s - trace.arrival_s)
             self._output.observe(trace.num_output_tokens)
 
-    def collect(self) -> Iterator[Metric]:
+    def families(self) -> Iterator[Family]:
         """Every metric family with its current values."""
         stats, lookups = self._scheduler.stats(), self._scheduler.cache_counts
         yield _gauge("requests_running", "Choices of requests that run.", stats["num_running"])
@@ -179,7 +184,7 @@ class Metrics(Collector):
             yield _counter(f"prefix_cache_{name}_tokens", f"{about} the prefix cache.", value)
         yield from (histogram.family() for histogram in self._histograms)
 
-    def _describe_work(self, stats: Mapping[str, int]) -> Iterator[Metric]:
+    def _describe_work(self, stats: Mapping[str, int]) -> Iterator[Family]:
         """What decides how many replicas of a server there should be."""
         places = self._scheduler.limits.max_num_seqs
         waiting_s = estimate_waiting_s(
@@ -201,7 +206,7 @@ class Metrics(Collector):
         blocks = stats["num_blocks"] - stats["num_free_blocks"] - stats["num_cached_blocks"]
         return max(blocks / max(stats["num_blocks"], 1), min(slots / max(most, 1), 1.0))
 
-    def _describe_cache(self, stats: Mapping[str, int]) -> Metric:
+    def _describe_cache(self, stats: Mapping[str, int]) -> Family:
         """What does not change while the engine runs, as labels."""
         memory = self._scheduler.memory
         sizes = [pool.num_blocks - 1 for pool in memory.pools.blocks]
@@ -212,94 +217,24 @@ class Metrics(Collector):
             "arithmetic": self.arithmetic,
         }
         about = "Tokens in a block, blocks of the largest group, slots, fingerprint of the arithmetic."
-        family = GaugeMetricFamily("plait_cache_config_info", about, labels=[*labels])
-        family.add_metric([*labels.values()], 1)
-        return family
+        return "plait_cache_config_info", about, "gauge", (("plait_cache_config_info", labels, 1.0),)
 
 
-class RemoteMetrics(Collector):
-    """The families that an engine in another process last reported. Totals go on when it is replaced.
-
-    `ask(number)` requests a report; False: there is no engine. `of_front`: restarts, and whether it is up.
-    """
-
-    def __init__(self, ask: Callable[[int], bool], of_front: Callable[[], tuple[int, bool]]) -> None:
-        self._ask, self._of_front = ask, of_front
-        self._arrived = threading.Condition()
-        self._families: Sequence[Family] = ()  # of the last report
-        self._past: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}  # totals of ended engines
-        self._is_past = False  # the engine of the last report has ended, and is in `_past`
-        self._number = self._answered = 0
-
-    def arrive(self, number: int, families: Sequence[Family]) -> None:
-        """The engine has answered: keep its report."""
-        with self._arrived:
-            self._families, self._answered, self._is_past = families, number, False
-            self._arrived.notify_all()
-
-    def keep(self) -> None:
-        """The engine has ended: add its totals to those of earlier engines."""
-        with self._arrived:
-            for _, _, kind, samples in () if self._is_past else self._families:
-                for name, labels, value in samples if kind in SUMMED else ():
-                    sample = (name, tuple(labels.items()))
-                    self._past[sample] = self._past.get(sample, 0.0) + value
-            self._is_past = True
-
-    def collect(self) -> Iterator[Metric]:
-        """Every family, as things are now or were a moment ago."""
-        with self._arrived:
-            self._number = number = self._number + 1
-        if self._ask(number):
-            with self._arrived:
-                self._arrived.wait_for(lambda: self._answered >= number, ANSWER_S)
-        with self._arrived:
-            families = [*self._current()]
-        yield from families
-        num_restarts, is_up = self._of_front()
-        yield _counter("engine_restarts", "Engine processes that ended and were replaced.", num_restarts)
-        yield _gauge("engine_up", "Whether there is an engine.", is_up)
-
-    def _current(self) -> Iterator[Metric]:
-        for name, about, kind, samples in self._families:
-            family = Metric(name, about, kind)
-            for sample, labels, value in samples:
-                now = 0.0 if self._is_past else value
-                if kind in SUMMED:
-                    now += self._past.get((sample, tuple(labels.items())), 0.0)
-                family.add_sample(sample, labels, now)
-            yield family
+def _gauge(name: str, about: str, value: float) -> Family:
+    return f"plait_{name}", about, "gauge", ((f"plait_{name}", {}, float(value)),)
 
 
-def read_families(collector: Collector) -> tuple[Family, ...]:
-    """What a scrape gives, as plain values for another process."""
-
-    def read(family: Metric) -> Family:
-        rows = tuple(
-            (s.name, dict(s.labels), float(s.value)) for s in family.samples
-        )  # a value may be a bool
-        return family.name, family.documentation, family.type, rows
-
-    return tuple(map(read, collector.collect()))
+def _counter(name: str, about: str, value: float) -> Family:
+    return f"plait_{name}", about, "counter", ((f"plait_{name}_total", {}, float(value)),)
 
 
-def _gauge(name: str, about: str, value: float) -> Metric:
-    return GaugeMetricFamily(f"plait_{name}", about, value=value)
-
-
-def _counter(name: str, about: str, value: float) -> Metric:
-    return CounterMetricFamily(f"plait_{name}", about, value=value)
-
-
-def _counters(name: str, about: str, label: str, values: Mapping[str, float]) -> Metric:
+def _counters(name: str, about: str, label: str, values: Mapping[str, float]) -> Family:
     """One sample for each value of the family's only label."""
-    family = CounterMetricFamily(f"plait_{name}", about, labels=[label])
-    for value, count in values.items():
-        family.add_metric([value], count)
-    return family
+    samples = ((f"plait_{name}_total", {label: value}, float(count)) for value, count in values.items())
+    return f"plait_{name}", about, "counter", tuple(samples)
 
 
-def _describe_disk(stats: Mapping[str, int]) -> Iterator[Metric]:
+def _describe_disk(stats: Mapping[str, int]) -> Iterator[Family]:
     """The families of the disk cache, if there is one."""
     if "disk_nbytes" not in stats:
         return
@@ -310,10 +245,10 @@ def _describe_disk(stats: Mapping[str, int]) -> Iterator[Metric]:
     yield _counters("disk_cache_events", "What happened to files of the disk cache.", "event", events)
 
 
-def _states(stats: Mapping[str, int], what: str, about: str, cached: int) -> Metric:
+def _states(stats: Mapping[str, int], what: str, about: str, cached: int) -> Family:
     """Memory by its state: free, held by sequences, or cached."""
-    free, family = stats[f"num_free_{what}"], GaugeMetricFamily(f"plait_{what}", about, labels=["state"])
+    free, name = stats[f"num_free_{what}"], f"plait_{what}"
     held = stats[f"num_{what}"] - free - cached
-    for state, count in {"free": free, "held": held, "cached": cached}.items():
-        family.add_metric([state], count)
-    return family
+    counts = {"free": free, "held": held, "cached": cached}
+    samples = ((name, {"state": state}, float(count)) for state, count in counts.items())
+    return name, about, "gauge", tuple(samples)

@@ -10,14 +10,16 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
-
-from prometheus_client import CollectorRegistry
+from typing import TYPE_CHECKING
 
 from plait.engine.admission import OnEvent
 from plait.engine.core import Engine
 from plait.engine.fingerprint import NO_FINGERPRINT
 from plait.errors import EngineError, QueueFull
 from plait.request import Request
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
 
 STALLED_S = 300.0  # a step of a large model on a slow CPU takes minutes; none takes longer than this
 JOIN_GRACE_S = 5.0  # a last step may still be running when the time to drain is over
@@ -39,7 +41,6 @@ class EngineLoop:
 
     def __init__(self, engine: Engine, *, on_end: Callable[[], None] | None = None) -> None:
         self.engine, self._on_end, limits = engine, on_end, engine.scheduler.limits
-        self.registry: CollectorRegistry = engine.metrics.registry  # to be scraped from any thread
         self.max_open = limits.max_waiting + limits.max_num_seqs  # requests at once, running or waiting
         self.longest = engine.scheduler.longest  # tokens of the longest sequence that memory holds
         self.num_rounds = 0
@@ -55,6 +56,11 @@ class EngineLoop:
         # A thread inside torch while Python ends would abort the process.
         self._abandon = partial(self.close, drain=False)
         atexit.register(self._abandon)
+
+    @property
+    def registry(self) -> CollectorRegistry:
+        """The engine's metrics, to be scraped from any thread."""
+        return self.engine.metrics.registry
 
     def submit(self, request: Request, on_event: OnEvent) -> None:
         """Hand over a request; `on_event` is called on the engine's thread and must only pass events on.

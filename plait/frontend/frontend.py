@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from msgspec import Struct
+
 from plait.config import EngineConfig
 from plait.engine.adapters import parse_named, why_no_name
 from plait.engine.admission import (
@@ -33,7 +35,7 @@ from plait.frontend.word_rules import WordRules, truncate_prompt
 from plait.request import USUAL_STYLE, Grammar, JsonStyle, ReplyShape, Request, SamplingParams, ThinkingBudget
 from plait.spec import ModelSpec, Recurrent
 from plait.text.chat.template import ChatTemplate, boundaries, num_chars
-from plait.text.grammar.compiler import GrammarChecker
+from plait.text.grammar.checker import GrammarChecker
 from plait.text.grammar.request_fields import grammar_from
 from plait.text.reply_format import ReplyFormat
 from plait.text.tokenizers.tokenizer import Tokenizer
@@ -41,8 +43,7 @@ from plait.text.tokenizers.tokenizer import Tokenizer
 log = logging.getLogger("plait")
 
 
-@dataclass(frozen=True, slots=True)
-class Language:
+class Language(Struct, frozen=True):
     """The text side of a model, its head included. `stop_token_ids`: every token that ends a reply."""
 
     tokenizer: Tokenizer | None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
-
-from prometheus_client import CollectorRegistry
+from typing import TYPE_CHECKING, Protocol
 
 from plait.engine.admission import OnEvent
 from plait.engine.fingerprint import Fingerprint
 from plait.request import Request
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
 
 
 class Loop(Protocol):

@@ -5,13 +5,12 @@ Runs on the thread or loop that reads the stream, never on the engine's thread.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
 
 from plait.frontend.deltas import Delta, Gathered, TextLogprob, TokenInterval, join_events
 from plait.request import Event, FinishReason, Request, RequestTrace, SamplingParams, TokenLogprobs
@@ -21,7 +20,10 @@ from plait.text.reply_format import ReplyReader
 from plait.text.stops.expressions import open_matcher
 from plait.text.tokenizers.tokenizer import StreamDecoder, Tokenizer
 
-Inbox = asyncio.Queue[Event]
+if TYPE_CHECKING:  # commands have no event loop, and would start later for it
+    import asyncio
+
+    Inbox = asyncio.Queue[Event]
 
 
 class LoopBridge:
@@ -224,9 +226,8 @@ def _each(
 
 def _rest(events: SimpleQueue[Event] | asyncio.Queue[Event]) -> Iterator[Event]:
     """What waits in a queue by now."""
-    with suppress(Empty, asyncio.QueueEmpty):
-        while True:
-            yield events.get_nowait()
+    while not events.empty():  # its only reader is here
+        yield events.get_nowait()
 
 
 class OutputStream:
@@ -328,6 +329,8 @@ class OutputStream:
             self._leave()
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
+        import asyncio
+
         events: asyncio.Queue[Event] = asyncio.Queue()
         bridge = self._bridges.of(asyncio.get_running_loop())
         self._connect(lambda event: bridge.put(events, event))

@@ -8,9 +8,10 @@ import logging
 import pkgutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
 
 from plait.kernels.cpu.codegen.kernel_folder import KernelRoom, Spare, is_foreign, refusal, rooms, sweep
 
@@ -217,8 +218,7 @@ def triton_kernels() -> list[str]:
     return sorted(module.name for module in found if not module.ispkg)
 
 
-@dataclass(frozen=True, slots=True)
-class KernelTarget:
+class KernelTarget(Struct, frozen=True):
     """What kernels are compiled for here.
 
     `dot`: how products of bytes are added, as `target.DOT`; `no_amx`: why tiles of AMX are not used, None if

@@ -5,15 +5,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Literal
+
+from msgspec import Struct, field
 
 from plait.llm.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from plait.request import SamplingParams
 
 
-@dataclass(frozen=True, kw_only=True)
-class BeamSearchParams:
+class BeamSearchParams(Struct, frozen=True, kw_only=True):
     """How beams are searched. `SamplingFields` and `ChoiceFields` describe the fields.
 
     `logprobs`: alternatives with each token.
@@ -42,8 +42,7 @@ class BeamSearchParams:
         )
 
 
-@dataclass(slots=True)
-class BeamSearchSequence:
+class BeamSearchSequence(Struct):
     """One result. `tokens`: the prompt's and the output's, the one that ended it not among them.
 
     `logprobs`: one entry per token of the output. `cum_logprob`: their sum. `text`: of the output alone.
@@ -57,8 +56,7 @@ class BeamSearchSequence:
     stop_reason: int | str | None = None
 
 
-@dataclass(slots=True)
-class BeamSearchOutput:
+class BeamSearchOutput(Struct):
     """The results of one prompt, the best first."""
 
     sequences: list[BeamSearchSequence] = field(default_factory=list)

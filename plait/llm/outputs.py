@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from msgspec import Struct
+
 from plait.frontend.deltas import ChoiceScore, Delta, TextLogprob, best_of
 from plait.frontend.output_stream import OutputStream
 from plait.request import RequestTrace, SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class Logprob:
+class Logprob(Struct, frozen=True):
     """Natural-log probability of one token, raw from the model. `rank`: 1 is the most likely.
 
     `rank` None: the token is not among the requested alternatives.
@@ -40,8 +41,7 @@ class CompletionOutput:
     trace: RequestTrace | None = field(default=None, compare=False)
 
 
-@dataclass(slots=True)
-class RequestOutput:
+class RequestOutput(Struct):
     """A finished request. `prompt` is None when token ids or messages were given.
 
     `prompt_logprobs`: one entry per prompt token, None for the first, because nothing precedes it.

@@ -15,15 +15,15 @@ length.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from plait.request import FinishReason, SamplingParams, TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Beam:
+class Beam(Struct, frozen=True, eq=False):
     """The output of a beam as a chain: its last token, and the beam before it (None: no token yet)."""
 
     total: float = 0.0  # summed log-probabilities
@@ -39,8 +39,7 @@ class Beam:
         return tuple(reversed(found))
 
 
-@dataclass(frozen=True, slots=True)
-class FinishedBeam:
+class FinishedBeam(Struct, frozen=True):
     """A beam that has ended. `score`: what beams are ranked by."""
 
     score: float

@@ -19,6 +19,7 @@ from plait.schedule.sequence import TokenSequence
 
 LONGEST_S = 0.05  # of several decode steps at once: a request that arrives meanwhile waits for them
 LATE_S = 0.02  # that a streamed token may wait for further steps of its plan
+BURST_S = 0.03  # behind a streamed reply's first token, in which further requests are likely to arrive
 COPIED = 0.02  # of the time of several steps at once that copies of recurrent state before them may take
 COPIES_NBYTES_S = 4e9  # bytes of state that are copied in a second
 NUM_REMEMBERED = 9  # steps of each size: of these, four may be hiccups
@@ -193,6 +194,9 @@ def most_steps(
     same. A streamed token is late by the steps behind it, at most LATE_S. Recurrent state is copied before
     them, because behind a sequence's end it would be that of tokens that do not count. Where copies take more
     than what is saved, there is one step.
+
+    Streamed requests often come in bursts, and an arrival waits for the plan that runs. So there is one step
+    at a time until the newest reply has run for BURST_S, while another request could start.
     """
     is_streamed = any(seq.is_watched for seq in running)
     most = min(limits.num_steps, limits.num_streamed_steps) if is_streamed else limits.num_steps
@@ -208,6 +212,9 @@ def most_steps(
         return 1
     most = min(most, int(min(LONGEST_S, limits.max_step_s or LONGEST_S) / seconds))
     if is_streamed:
+        newest = min(seq.num_output_tokens for seq in running)
+        if len(running) < limits.max_num_seqs and newest * seconds < BURST_S:
+            return 1
         most = min(most, 1 + int(LATE_S / seconds))
     copies_s = slot_nbytes * len(running) / COPIES_NBYTES_S
     return most if copies_s <= COPIED * most * seconds else 1

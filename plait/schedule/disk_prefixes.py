@@ -9,7 +9,9 @@ sequence waits in the queue: no longer than computing would take, by the measure
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+
+from msgspec import Struct, field
 
 from plait.schedule.costs import StepCosts
 from plait.schedule.plan import Drop, Load, Save
@@ -31,8 +33,7 @@ Tables = Sequence[Sequence[int]]
 Found = tuple[int, tuple[bytes, tuple[int, ...]], list[tuple[DiskFile, Rows]]]
 
 
-@dataclass(slots=True)
-class DiskWait:
+class DiskWait(Struct):
     """A sequence that waits for files. `left`: files and rows to be read, the first one last."""
 
     until: float

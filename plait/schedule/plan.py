@@ -140,8 +140,7 @@ class SamplingRow(Struct, frozen=True, gc=False):
     num_candidates: int = 0  # beam search: so many alternatives, whatever is requested
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingBatch:
+class SamplingBatch(Struct, frozen=True):
     """One row for each chunk of a plan that has an answer, in the plan's order."""
 
     rows: tuple[SamplingRow, ...]

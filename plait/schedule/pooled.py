@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from plait.errors import EngineError
 from plait.request import Pooling
 
 
-@dataclass(slots=True)
-class Pool:
+class Pool(Struct):
     """The pooled sum of one sequence so far: of its first `length` tokens ("mean") or its last ("last").
 
     `first`: how many tokens at its beginning a mean leaves out.

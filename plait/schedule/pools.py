@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
+
+from msgspec import Struct
 
 from plait.schedule.plan import CopyBlock, CopySlot, Drop, Load, Move, Save, StepPlan
 from plait.schedule.sequence import SavedSequence, TokenSequence
 from plait.state.blocks import GARBAGE, BlockPool, PrefixIndex, PrefixListener, Snapshot
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheOptions:
+class CacheOptions(Struct, frozen=True, kw_only=True):
     """Settings of the prefix cache and of swapping.
 
     `shares` False: only the choices of one request share. `host_nbytes` 0: nothing is ever swapped.

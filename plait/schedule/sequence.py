@@ -45,8 +45,7 @@ class Phase(Enum):
     FINISHED = "finished"
 
 
-@dataclass(frozen=True, slots=True)
-class SavedSequence:
+class SavedSequence(Struct, frozen=True):
     """A preempted sequence's copy in host memory: the state after `length` tokens.
 
     `holes`: by group, how many blocks at the front of its table were behind the window.

@@ -12,9 +12,10 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import cycle, islice
 from typing import Protocol
+
+from msgspec import Struct, field
 
 from plait.schedule.costs import NUM_BELIEVED, NUM_REMEMBERED, StepCosts, median
 from plait.schedule.drafts.governor import DraftGovernor
@@ -115,8 +116,7 @@ def _continue_tokens(tokens: Sequence[int], start: int, count: int) -> tuple[int
     return tuple(islice(cycle(known), count))
 
 
-@dataclass(slots=True)
-class _Record:
+class _Record(Struct):
     """How drafts for one sequence fared: fading counts of tokens that were accepted and checked.
 
     `pause`: tokens until the next probe; `due`: the sequence's length then, None while drafts pay.
@@ -138,8 +138,7 @@ class _Record:
         self.checked = self.checked * decay**checked + checked
 
 
-@dataclass(slots=True)
-class _Choice:
+class _Choice(Struct):
     """One sequence while draft lengths are being chosen; `limit`: the longest draft it can use."""
 
     seq: TokenSequence
@@ -167,8 +166,7 @@ class _Choice:
         return _Outlook(tokens, again + length, float(length))
 
 
-@dataclass(frozen=True, slots=True)
-class _Outlook:
+class _Outlook(Struct, frozen=True):
     """Expected tokens that a sequence gets in a step, rows that it computes, draft tokens it is given.
 
     Of a whole step: the sums, but the longest draft, because all drafts are made side by side.
@@ -184,8 +182,7 @@ class _Outlook:
         return _Outlook(tokens, rows, max(self.drafted, new.drafted))
 
 
-@dataclass(slots=True)
-class Speculation:
+class Speculation(Struct):
     """Chooses each sequence's draft length before each step, for the most tokens per second.
 
     `replays`: after a partial acceptance the accepted tokens are computed again (models with slots). Where

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 import msgspec
+from msgspec import Struct, field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -74,8 +74,7 @@ class CallAnswer(msgspec.Struct, kw_only=True, frozen=True):
     is_error: bool
 
 
-@dataclass(slots=True)
-class McpDesk:
+class McpDesk(Struct):
     """What the routes share: the servers, the largest body, and how many calls each key has open."""
 
     servers: McpServers
@@ -133,8 +132,7 @@ def _read(body: Mapping[str, object], kind: type[T]) -> T:
         raise InvalidField(f"{param}: {what}" if param else what, param) from None
 
 
-@dataclass(frozen=True, slots=True)
-class McpRoute:
+class McpRoute(Struct, frozen=True):
     """`method path`, which answers from the servers of the list."""
 
     method: Literal["GET", "POST"]

@@ -6,7 +6,8 @@ A path that is not in them is in the document all the same, with the fields it r
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from plait.server import mcp_routes
 from plait.server.anthropic import messages
@@ -24,22 +25,21 @@ from plait.server.stored import batch_objects, chats, conversations, file_object
 
 ITEM_EVENTS = "With stream: named and numbered events, from response.created to response.completed."
 BLOCK_EVENTS = "With stream: named events, from message_start to message_stop."
-Struct = type  # a msgspec Struct or a dataclass
+Schema = type  # a msgspec Struct or a dataclass
 
 
-@dataclass(frozen=True, slots=True)
-class Operation:
+class Operation(Struct, frozen=True):
     """One path of the document. `stream`: the type of its stream's events, if it has one, of that `form`."""
 
     summary: str
-    reply: Struct | None = None
-    body: Struct | None = None
-    stream: Struct | str | None = None
+    reply: Schema | None = None
+    body: Schema | None = None
+    stream: Schema | str | None = None
     form: StreamForm = EVENTS
-    refusal: Struct = ErrorBody
+    refusal: Schema = ErrorBody
 
 
-def _describe_stream(summary: str, line: Struct, form: StreamForm, refusal: Struct = ErrorBody) -> Operation:
+def _describe_stream(summary: str, line: Schema, form: StreamForm, refusal: Schema = ErrorBody) -> Operation:
     """An endpoint of which a stream has the events that a whole reply is one of."""
     return Operation(summary, line, stream=line, form=form, refusal=refusal)
 

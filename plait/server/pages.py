@@ -14,13 +14,15 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from html import escape
 from importlib import resources
 from importlib.resources.abc import Traversable
 from typing import Any
 
 import msgspec
+from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.routing import Route
@@ -29,7 +31,7 @@ from starlette.types import Receive, Scope, Send
 from plait.server.api.endpoint import Endpoint
 from plait.server.gateway.request_context import Health, Readiness
 from plait.server.http.transfer import EVENTS
-from plait.server.operations import GETS, MCP, POSTS, STORED, Operation, Struct
+from plait.server.operations import GETS, MCP, POSTS, STORED, Operation, Schema
 from plait.version import __version__
 
 POLICY = (
@@ -48,13 +50,20 @@ KINDS = {
 
 
 class Asset:
-    """One file, as an ASGI endpoint. A browser that has it already gets 304."""
+    """One file, as an ASGI endpoint. A browser that has it already gets 304.
 
-    def __init__(self, body: bytes, kind: str, policy: str = POLICY) -> None:
-        self._body, self._kind, self._policy = body, kind, policy
-        self._tag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
+    `make` is called in a thread, for the first request, and its bytes are kept: describing the API would take
+    a twelfth of a start, and most servers are never asked for it.
+    """
+
+    def __init__(self, make: Callable[[], bytes], kind: str, policy: str = POLICY) -> None:
+        self._make, self._kind, self._policy = make, kind, policy
+        self._body, self._tag = b"", ""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not self._tag:
+            self._body = await run_in_threadpool(self._make)
+            self._tag = f'"{hashlib.sha256(self._body).hexdigest()[:32]}"'
         is_known = self._tag in Headers(scope=scope).get("if-none-match", "")
         headers = {
             "Content-Type": self._kind,
@@ -76,7 +85,7 @@ def page_routes() -> list[Route]:
     for name, file in _files(resources.files("plait.server") / "page"):
         kind = KINDS["." + name.rpartition(".")[2]]
         path = "/" if name == "index.html" else f"/page/{name}"
-        found.append(Route(path, Asset(file.read_bytes(), kind), methods=["GET"]))
+        found.append(Route(path, Asset(partial(bytes, file.read_bytes()), kind), methods=["GET"]))
     return found
 
 
@@ -215,12 +224,22 @@ def document(endpoints: Iterable[Endpoint]) -> dict[str, object]:
     }
 
 
-def api_routes(endpoints: Iterable[Endpoint]) -> list[Route]:
+def api_routes(endpoints: Sequence[Endpoint]) -> list[Route]:
     """GET /openapi.json, and GET /docs: the same document as an HTML page that loads nothing."""
-    found = document(endpoints)
+
+    @cache
+    def describe() -> dict[str, object]:
+        return document(endpoints)
+
+    def write_json() -> bytes:
+        return encode_document(describe())
+
+    def write_html() -> bytes:
+        return write_page(describe())
+
     return [
-        Route("/openapi.json", Asset(encode_document(found), "application/json"), methods=["GET"]),
-        Route("/docs", Asset(write_page(found), "text/html; charset=utf-8", DOCS_POLICY), methods=["GET"]),
+        Route("/openapi.json", Asset(write_json, "application/json"), methods=["GET"]),
+        Route("/docs", Asset(write_html, "text/html; charset=utf-8", DOCS_POLICY), methods=["GET"]),
     ]
 
 
@@ -308,12 +327,12 @@ def _schema_of_any(kind: type) -> dict[str, object]:
     return {"description": "any JSON value"}
 
 
-def _components(kinds: Iterable[Struct]) -> dict[str, Any]:
+def _components(kinds: Iterable[Schema]) -> dict[str, Any]:
     _, found = msgspec.json.schema_components(kinds, schema_hook=_schema_of_any, ref_template=SCHEMA)
     return found
 
 
-def _ref(kind: Struct) -> dict[str, object]:
+def _ref(kind: Schema) -> dict[str, object]:
     return {"$ref": SCHEMA.format(name=kind.__name__)}
 
 

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Protocol
 
+from msgspec import Struct
+
 from plait.errors import OutOfBlocks
 
 GARBAGE = 0
@@ -165,8 +167,7 @@ def window_start(window: int | None, length: int, block_size: int, whole: int) -
     return 0 if window is None else min(max(length - window + 1, 0) // block_size, whole)
 
 
-@dataclass(slots=True, eq=False)
-class Snapshot:
+class Snapshot(Struct, eq=False):
     """State after the blocks up to `parent` and the tokens in `rest`: less than one block of them.
 
     `slot`: where the recurrent state is, or 0: the model has none, or it is in host memory as `handle`.

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from plait.errors import EngineError
 from plait.memory import DTYPE_BYTES, PagedState, State, block_groups, group_name
@@ -141,8 +141,7 @@ class HostStore:
         check_groups(len(blocks), len(self._rows) - 1)
 
 
-@dataclass(frozen=True, slots=True)
-class SavedState:
+class SavedState(Struct, frozen=True):
     """A copy: blocks of each group, whether a slot, and the bytes."""
 
     tables: tuple[int, ...]
@@ -154,8 +153,7 @@ class SavedState:
         return self.tables, self.has_slot
 
 
-@dataclass(frozen=True, slots=True)
-class RowLayout:
+class RowLayout(Struct, frozen=True):
     """How copies are laid out: bytes of a row in each array of each block group (`groups`), and of a slot."""
 
     groups: tuple[tuple[int, ...], ...]

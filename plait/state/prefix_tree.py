@@ -12,16 +12,16 @@ inside a block counts for the blocks before it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from operator import attrgetter
+
+from msgspec import Struct, field
 
 from plait.state.blocks import Tokens, window_start
 
 MAX_CHANGES = 4096  # of each kind in one `PrefixChanges`
 
 
-@dataclass(frozen=True, slots=True)
-class StoredBlock:
+class StoredBlock(Struct, frozen=True):
     """A block that a resume point needs. `parent`: the block before it, b"" of the first; `root`: the hash of
     the salt, of the first block only.
     """
@@ -32,8 +32,7 @@ class StoredBlock:
     root: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixChanges:
+class PrefixChanges(Struct, frozen=True):
     """What has changed since the last ones. `begins`: nothing that was reported before them is true any more.
 
     `added`, `removed`: resume points. `stored`, `dropped`: blocks before and at one, parents before their
@@ -47,8 +46,7 @@ class PrefixChanges:
     dropped: tuple[bytes, ...] = ()
 
 
-@dataclass(slots=True, eq=False)
-class PrefixNode:
+class PrefixNode(Struct, eq=False):
     """A whole block. `groups`: a bit for each group that has it. `num_below`: children that lead to a resume
     point. `is_whole`: all groups of full attention have it and all blocks before it.
     """

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from plait.errors import InvalidField
 from plait.text.tokenizers.tokenizer import Tokenizer
@@ -21,8 +22,7 @@ FILE_TOKENS = ("<|file_sep|>", "<file_sep>", "<filename>")
 SUFFIX_FIRST = ("[SUFFIX]", "[PREFIX]")  # Codestral: the suffix, then the prefix, which the reply continues
 
 
-@dataclass(frozen=True, slots=True)
-class OtherFile:
+class OtherFile(Struct, frozen=True):
     """Another file of the project, which the model should know of."""
 
     name: str

@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
+
+from msgspec import Struct
 
 from plait.errors import BadGrammar, InvalidField
 from plait.request import USUAL_STYLE, Grammar, JsonStyle, ReplyShape, ThinkingBudget
@@ -35,8 +37,7 @@ _TAIL = 64  # tokens of a prompt in which a marker of thinking may be
 Tool = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class ReplyReader:
+class ReplyReader(Struct, frozen=True):
     """How the replies to one request are read. `parser` makes one for each choice.
 
     `shown`: control tokens that must appear in the text. `ends_early`: a call may end a choice.

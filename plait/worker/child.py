@@ -24,7 +24,6 @@ from typing import NamedTuple
 from plait.config import EngineConfig
 from plait.engine.core import Engine
 from plait.engine.fingerprint import NO_FINGERPRINT, Fingerprint
-from plait.engine.metrics import read_families
 from plait.engine.thread import end_requests
 from plait.errors import EngineError, PlaitError, RankLost
 from plait.frontend.deltas import TokenInterval, join_events
@@ -183,7 +182,7 @@ class EngineChild:
                 if request_id := self._ids.get(key):
                     self._engine.cancel(request_id, index)
             case protocol.Count(number):
-                self._link.send(protocol.MetricsReport(number, read_families(self._engine.metrics)))
+                self._link.send(protocol.MetricsReport(number, tuple(self._engine.metrics.families())))
             case protocol.LogLevels(levels):
                 _log_from(levels)
             case protocol.FollowPrefixes():

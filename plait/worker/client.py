@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 from plait.config import EngineConfig
 from plait.engine.admission import OnEvent
 from plait.engine.fingerprint import NO_FINGERPRINT, Fingerprint
-from plait.engine.metrics import RemoteMetrics
+from plait.engine.metric_registry import RemoteMetrics
 from plait.errors import EngineError, EngineLost, PlaitError, QueueFull
 from plait.frontend.frontend import TEMPLATES_OWN, Front, Parsers
 from plait.loading.text_side import TextSource

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+
+from msgspec import Struct
 
 from plait.engine.admission import OnEvent
 from plait.errors import DeadlineExceeded
@@ -17,11 +19,10 @@ from plait.request import Event, FinishReason, Request, RequestTrace
 log = logging.getLogger("plait.engine")
 
 
-@dataclass(slots=True)
-class ChoiceEntry:
+class ChoiceEntry(Struct):
     """One choice that has not ended: its output tokens so far, and what else its reader has received."""
 
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = []
     num_cached_tokens: int = 0
     first_token_s: float | None = None
     is_cancelled: bool = False

@@ -13,8 +13,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
+
+from msgspec import Struct
 
 from plait.errors import EngineError, EngineLost, OutOfMemory, PlaitError
 from plait.worker import protocol
@@ -38,8 +40,7 @@ Command = Callable[["Supervisor"], None]
 log = logging.getLogger("plait.engine")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
+class Patience(Struct, frozen=True, kw_only=True):
     """When a process is taken for dead, in seconds. Generous: a wrong death costs what it has computed.
 
     `stalled_s`: at one round, a step of a large model on a slow CPU. `frozen_s`: since any thread of it ran.

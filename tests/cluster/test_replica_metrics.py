@@ -12,7 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from plait.cluster.replica_metrics import ReplicaMetrics
 from plait.cluster.wire import EngineMetrics, MessageDecoder, ToGateway, encode_message
-from plait.engine.metrics import Family, RemoteMetrics, read_families
+from plait.engine.metric_registry import RemoteMetrics, read_families
+from plait.engine.metrics import Family
 from plait.server.gateway.vllm_metrics import Aliases
 from tests.patience import PATIENCE_S, until
 

@@ -152,7 +152,7 @@ def test_a_value_on_a_bound_is_under_it_and_one_beyond_all_is_in_the_last_bucket
     histogram = Histogram("lengths", "Lengths.", (1.0, 2.0))
     for value, times in ((1.0, 1), (1.5, 2), (2.0, 1), (9.0, 3)):
         histogram.observe(value, times)
-    samples = {s.labels.get("le", s.name): s.value for s in histogram.family().samples}
+    samples = {labels.get("le", name): value for name, labels, value in histogram.family()[3]}
     assert samples == {"1.0": 1, "2.0": 4, "+Inf": 7, "lengths_count": 7, "lengths_sum": 33.0}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from plait.frontend.output_stream import Inbox, LoopBridge, LoopBridges
+from plait.frontend.output_stream import LoopBridge, LoopBridges
 from plait.request import Event
 
 
@@ -18,7 +18,7 @@ def test_events_that_come_together_wake_the_loop_once_and_keep_their_order() -> 
         real = loop.call_soon_threadsafe
         patched: Any = loop
         patched.call_soon_threadsafe = lambda *given: (woken.append(1), real(*given))
-        bridge, inboxes = LoopBridge(loop), [Inbox(), Inbox()]
+        bridge, inboxes = LoopBridge(loop), [asyncio.Queue[Event](), asyncio.Queue[Event]()]
 
         def work() -> None:
             for i in range(100):
@@ -47,7 +47,7 @@ def test_a_loop_has_one_bridge_and_one_that_is_closed_is_left_alone() -> None:
 
     first, second = asyncio.run(find()), asyncio.run(find())
     assert first is not second
-    first.put(Inbox(), Event("a", 0))
+    first.put(asyncio.Queue(), Event("a", 0))
 
 
 def test_a_closed_loop_is_not_kept() -> None:
@@ -66,4 +66,4 @@ def test_a_loop_that_closes_while_it_is_called_harms_no_one(monkeypatch: pytest.
     loop = asyncio.new_event_loop()
     loop.close()
     monkeypatch.setattr(loop, "is_closed", lambda: False)  # it was open when it was looked at
-    LoopBridge(loop).put(Inbox(), Event("a", 0))
+    LoopBridge(loop).put(asyncio.Queue(), Event("a", 0))

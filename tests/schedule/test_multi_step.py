@@ -98,9 +98,31 @@ def test_one_step_at_a_time_while_a_request_waits_or_a_prompt_is_computed() -> N
 
 @pytest.mark.parametrize(("seconds", "steps"), [(0.001, 8), (0.009, 3), (0.02, 2), (0.021, 1)])
 def test_streamed_tokens_are_twenty_milliseconds_late_at_most(seconds: float, steps: int) -> None:
-    assert decoding(world(seconds), unseen(1, is_watched=True), unseen(2)).num_steps == steps
-    limits = {"num_streamed_steps": 1}
+    full = {"max_num_seqs": 2}
+    assert decoding(world(seconds, **full), unseen(1, is_watched=True), unseen(2)).num_steps == steps
+    limits = {"num_streamed_steps": 1, **full}
     assert decoding(world(seconds, **limits), unseen(1, is_watched=True), unseen(2)).num_steps == 1
+
+
+def test_a_burst_of_streamed_requests_finds_no_long_plan_in_its_way() -> None:
+    s = world(0.01, max_num_seqs=3)
+    plan = decoding(s, unseen(1, is_watched=True))
+    for _ in range(2):  # the tokens of the first 30 ms
+        assert plan.num_steps == 1
+        commit(s, plan, (7,))
+        plan = planned(s)
+    assert plan.num_steps == 3
+    commit(s, plan, (7, 7, 7))
+    plan = decoding(s, unseen(2, is_watched=True))
+    assert plan.num_steps == 1
+    run(s, plan)
+    s.add(unseen(3, is_watched=True))
+    run(s, planned(s))
+    assert planned(s).num_steps == 3, "no other request could start"
+
+
+def test_bursts_of_requests_that_are_not_streamed_do_not_change_plans() -> None:
+    assert decoding(world(0.01, max_num_seqs=3), unseen(1)).num_steps == 5
 
 
 def test_recurrent_state_is_copied_before_several_steps_and_comes_back_behind_a_stop() -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from urllib.parse import unquote, urlsplit
+
+from msgspec import Struct
 
 from plait.errors import CheckpointError, ConfigError, clip_text, list_some
 
@@ -39,8 +40,7 @@ _NO_CONNECTION = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class HubName:
+class HubName(Struct, frozen=True):
     """`org/name`, with `@revision` (branch, tag, commit), and `:QUANT` or `/file.gguf` to choose one file."""
 
     repo: str
@@ -58,8 +58,7 @@ class HubName:
         return f"{self.repo}{chosen}" + (f"@{self.revision}" if self.revision else "")
 
 
-@dataclass(frozen=True, slots=True)
-class Listing:
+class Listing(Struct, frozen=True):
     """What a repository holds at one commit: file name -> bytes, None where the Hub does not say."""
 
     commit: str

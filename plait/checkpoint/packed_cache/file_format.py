@@ -22,8 +22,9 @@ import struct
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from plait.cache_folder import cache_base
 from plait.checkpoint.readers.mmap_json import LARGE_PAGE, map_file, parse_json
@@ -41,8 +42,7 @@ _NAME_BYTES = 160
 _NAME = re.compile(r"(?P<model>.+)-[0-9a-f]{16}")
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(Struct, frozen=True):
     """What a file says of itself. `source`: the model's file; `start`: where tiles begin."""
 
     key: Mapping[str, object]
@@ -51,8 +51,7 @@ class Header:
     start: int
 
 
-@dataclass(frozen=True, slots=True)
-class Shelved:
+class Shelved(Struct, frozen=True):
     """The packed weights of a model and one set of options. `made`: seconds since 1970."""
 
     path: Path

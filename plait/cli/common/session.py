@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import sys
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 
-@dataclass(slots=True)
-class Session:
+class Session(Struct):
     """`debug`: errors are printed with their traceback."""
 
     debug: bool = False

@@ -16,7 +16,6 @@ import stat
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -142,8 +141,7 @@ class ImageHeader(Struct, frozen=True):
     constants_crc: int
 
 
-@dataclass(frozen=True, slots=True)
-class Image:
+class Image(Struct, frozen=True):
     """A file that was read: its header, its code, and its constants, which are mapped."""
 
     header: ImageHeader

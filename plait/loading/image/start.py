@@ -6,11 +6,11 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
+from msgspec import Struct
 
 from plait.checkpoint.find_files import find_model
 from plait.config import EngineConfig
@@ -46,8 +46,7 @@ log = logging.getLogger("plait")
 OpenFull = Callable[[HostStore], FullRunner]
 
 
-@dataclass(frozen=True, slots=True)
-class StartedModel:
+class StartedModel(Struct, frozen=True):
     """A model with its engine, before a thread runs it. `part`: what its image says of it."""
 
     name: str
@@ -69,8 +68,7 @@ class StartedModel:
             self.disk.close()
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedImage:
+class LoadedImage(Struct, frozen=True):
     """A model with a running engine, from its image."""
 
     config: EngineConfig

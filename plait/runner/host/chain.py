@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from plait.errors import EngineError
 from plait.ops.seed import uniform
@@ -58,8 +59,7 @@ class Candidates:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class ChainRow:
+class ChainRow(Struct, frozen=True):
     """What one token is chosen by: settings, what came before (prompt and output), and where it will be."""
 
     params: SamplingParams

@@ -7,11 +7,11 @@ recorded.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from plait.runner.host.pooling import add_pooled
 from plait.runner.host.sampler import HostSampler, is_greedy
@@ -21,8 +21,7 @@ from plait.schedule.plan import MOST_STEPS, Done, Sampled, SamplingBatch, Sampli
 Floats = npt.NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True)
-class StepResults:
+class StepResults(Struct, frozen=True):
     """Where a step leaves what it computes: memory that the next step overwrites.
 
     hidden: [most tokens, hidden]; logits: [most rows, vocab]; largest: ids and values of the largest logit of

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from plait.errors import EngineError
 from plait.ops.seed import uniform
@@ -33,8 +33,7 @@ Alternatives = tuple[tuple[int, float], ...]
 Settings = tuple[npt.NDArray[np.generic], ...]  # temperature, top_k, top_p, min_p, uniform: one for each row
 
 
-@dataclass(frozen=True, slots=True)
-class RowOps:
+class RowOps(Struct, frozen=True):
     """What is computed over whole rows of logits, [n, vocab] float32.
 
     largest: ids and values of the largest logits; draw: ids drawn by settings; log_softmax: of each row.

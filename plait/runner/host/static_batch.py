@@ -6,11 +6,11 @@ Nothing here needs torch: a recording makes tensors of these buffers (`program.v
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from plait.memory import BlockGroup
 from plait.schedule.plan import Chunk, StepPlan, Table
@@ -40,8 +40,7 @@ class NativeThreads(Protocol):
     def close(self) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Capacity:
+class Capacity(Struct, frozen=True):
     """The largest step: tokens, rows of logits, sequences, blocks of one sequence."""
 
     tokens: int

@@ -19,9 +19,10 @@ import sys
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Protocol
+
+from msgspec import Struct
 
 LEAVE_S = 5.0  # a rank gets this long to end by itself
 LOOK_S = 0.005  # between two looks at a process that is to end
@@ -78,8 +79,7 @@ class ForkedProcess:
                 os.kill(self.pid, signal.SIGKILL)
 
 
-@dataclass(frozen=True, slots=True)
-class StartedRank:
+class StartedRank(Struct, frozen=True):
     """A process that waits for `Join` at the other end of `connection`. It ends when `held` closes."""
 
     process: RankProcess

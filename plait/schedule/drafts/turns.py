@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from msgspec import Struct
 
@@ -39,8 +38,7 @@ class TurnsEnd(Struct, frozen=True, gc=False):
     row_slots: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class DraftRequest:
+class DraftRequest(Struct, frozen=True):
     """Requests up to `limit` draft tokens after `token_ids` (read only), drawn by `params` and `seed`."""
 
     seq_id: int

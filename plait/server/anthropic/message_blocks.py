@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from msgspec import Struct, field
 
 from plait.engine.admission import MAX_CACHE_PLACES
 from plait.errors import InvalidField
 from plait.server.api.parse_fields import string_of
 
 
-@dataclass(slots=True)
-class MessageConversation:
+class MessageConversation(Struct):
     """Messages of a chat, and where in the client's input each began. `cached`: behind how many of them a
     block has `cache_control`."""
 

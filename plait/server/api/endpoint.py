@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
+from msgspec import Struct
 
 from plait.fair_queue import Slices
 from plait.server.api.parse_fields import present
@@ -25,8 +25,7 @@ Manage = Callable[[ServedModels, Mapping[str, object]], Awaitable[Body | AsyncIt
 Refusal = Callable[[Problem], msgspec.Struct]
 
 
-@dataclass(frozen=True, slots=True)
-class Endpoint:
+class Endpoint(Struct, frozen=True):
     """`POST path`, with the known body fields `fields`: others are accepted, and reported as ignored.
 
     Called with the context of the request, and its body as `read` returns it: by default without its nulls
@@ -51,8 +50,7 @@ class Endpoint:
     any_type: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ModelLookup:
+class ModelLookup(Struct, frozen=True):
     """`GET path`: facts about a loaded model, computed in a thread from it and its name.
 
     The query's `model` names it; without one it is the first.
@@ -63,8 +61,7 @@ class ModelLookup:
     refusal: Refusal | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ModelsLookup:
+class ModelsLookup(Struct, frozen=True):
     """`GET path`: facts about all models, loaded or not. `needs_admin`: as of an `Endpoint`."""
 
     path: str

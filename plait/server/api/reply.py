@@ -12,11 +12,11 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
+from msgspec import Struct
 
 from plait.fair_queue import capture_call
 from plait.request import FinishReason, Request, RequestTrace
@@ -308,8 +308,7 @@ NO_FORM = (
 Part = Content | Reasoning | CallStart | Arguments | CallEnd
 
 
-@dataclass(frozen=True, slots=True)
-class ChatPlan:
+class ChatPlan(Struct, frozen=True):
     """A chat that may go to the engine. `with_ids`: its reply shows token ids."""
 
     asked: ChatRequest

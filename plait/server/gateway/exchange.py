@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from msgspec import Struct, field
 
 from plait.request import RequestTrace
 from plait.server.gateway.api_keys import ANYBODY, Key
@@ -18,8 +19,7 @@ SCOPE_KEY = "plait.exchange"
 SHOWN_LOAD_S = 0.01  # what is shorter was no loading
 
 
-@dataclass(slots=True)
-class Exchange:
+class Exchange(Struct):
     """Facts about one HTTP request, for limits, logs, metrics and traces. Holds no prompt and no reply.
 
     `route`: the path as the server knows it, one of few; `path`: as the client sent it.

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Struct, UnsetType
 
 from plait.errors import InvalidField
 from plait.server.gateway.exchange import Exchange
@@ -214,8 +213,7 @@ def _leave_out_none(limit: int | None) -> int | UnsetType:
     return UNSET if limit is None else limit
 
 
-@dataclass(frozen=True, slots=True)
-class OperatorView:
+class OperatorView(Struct, frozen=True):
     """`GET path` for the admin key; `answer` gets the query."""
 
     path: str

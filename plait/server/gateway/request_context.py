@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Struct, UnsetType
 
 from plait.errors import DeadlineExceeded, EngineError, InvalidField, QueueFull
 from plait.fair_queue import current_client
@@ -42,8 +42,7 @@ TOTALS = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class LoadingProgress:
+class LoadingProgress(Struct, frozen=True):
     """How far loading is: `done` of `total` steps of what `text` names."""
 
     text: str = "starting"

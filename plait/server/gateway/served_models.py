@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from msgspec import Struct
+
 from plait.engine.fingerprint import NO_FINGERPRINT, Fingerprint
 from plait.errors import InvalidField
 from plait.server.gateway.exchange import Exchange
@@ -24,8 +26,7 @@ Stage = Literal["loaded", "loading", "unloaded", "failed"]
 NO_FOLDER = "this server has no folder of models that may change; start it with --models-dir"
 
 
-@dataclass(frozen=True, slots=True)
-class PullStep:
+class PullStep(Struct, frozen=True):
     """How far a fetch is. `commit` and the numbers of bytes are there once the Hub has listed the model."""
 
     text: str
@@ -34,8 +35,7 @@ class PullStep:
     completed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ChosenModel:
+class ChosenModel(Struct, frozen=True):
     """A loaded model that a request has chosen. `served`: its name; `name`: what the reply calls it;
     `adapter`: the name of the one that the request chose with it, or "".
     """

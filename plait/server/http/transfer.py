@@ -8,10 +8,10 @@ import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import Struct
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -259,8 +259,7 @@ def json_line(body: object) -> bytes:
     return _ENCODE(body) + b"\n"
 
 
-@dataclass(frozen=True, slots=True)
-class StreamForm:
+class StreamForm(Struct, frozen=True):
     """How a stream is written: one event by `frame`, its end by `done`, and `ping` in a long silence."""
 
     media_type: str

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from urllib.parse import SplitResult, urlsplit
+
+from msgspec import Struct
 
 from plait.config import ServerConfig
 from plait.errors import ConfigError
@@ -20,8 +21,7 @@ PORTS = {"http": 80, "https": 443}
 _VISIBLE = re.compile(r"[\x21-\x7e]+")
 
 
-@dataclass(frozen=True, slots=True)
-class McpServer:
+class McpServer(Struct, frozen=True):
     """One server. `target`: the path and the query of its URL; `token`: sent as a bearer, "": none is."""
 
     label: str

@@ -14,10 +14,10 @@ import asyncio
 import contextlib
 import re
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 
 import msgspec
+from msgspec import Struct
 
 from plait.errors import RequestError, clip_text
 from plait.server.http.transfer import INLINE_BYTES, decode_object
@@ -56,8 +56,7 @@ class _SessionGone(Exception):
     """The server no longer knows the session, so it has not read the request."""
 
 
-@dataclass(slots=True)
-class _Answer:
+class _Answer(Struct):
     """The message that answers a request, and the headers that it came with."""
 
     message: Json

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 MAX_ID, MAX_RETRY_MS = 1024, 60_000
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 
 
-@dataclass(slots=True)
-class SentEvent:
+class SentEvent(Struct):
     """The data of an event, and its id. `data` "": an event that has only an id."""
 
     data: bytes

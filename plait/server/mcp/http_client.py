@@ -13,9 +13,9 @@ import os
 import socket
 import ssl
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
 
 import httptools
+from msgspec import Struct, field
 
 from plait.config import KIB, MIB
 from plait.server.mcp.allowed import McpServer
@@ -29,8 +29,7 @@ MAX_ANSWER_BYTES = 8 * MIB  # of one body, also of one that is a stream of event
 _INFORMATION = range(100, 200)
 
 
-@dataclass(slots=True)
-class HttpAnswer:
+class HttpAnswer(Struct):
     """A status, headers by their names in lower case, and the body as it comes."""
 
     status: int
@@ -46,8 +45,7 @@ class HttpAnswer:
         return b"".join([piece async for piece in self.body])
 
 
-@dataclass(slots=True)
-class _Parsed:
+class _Parsed(Struct):
     """What the parser has found so far, as its callbacks."""
 
     status: int = 0

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import msgspec
+from msgspec import Struct
 from starlette.types import ASGIApp, Message
 
 from plait.errors import ConfigError, RequestError
@@ -26,8 +27,7 @@ BUSY = frozenset({429, 503})
 PAUSES_S = (0.1, 0.5, 1.0, 5.0, 10.0)  # before a request that was rejected because of load is retried
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(Struct, frozen=True):
     """One request of the file; `fault`: why the line is no request."""
 
     number: int

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec import Struct
 
 from plait.errors import InvalidField
 from plait.server.api.stored_metadata import read_metadata
@@ -26,8 +26,7 @@ class _Head(msgspec.Struct):
     model: str
 
 
-@dataclass(frozen=True, slots=True)
-class ChatKeeper:
+class ChatKeeper(Struct, frozen=True):
     """Writes one chat."""
 
     store: Store

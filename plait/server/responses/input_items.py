@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from plait.errors import InvalidField
 from plait.server.api.parse_fields import string_of
@@ -17,8 +18,7 @@ NameTool = Callable[[str, str], str]  # a server's label and its tool's name -> 
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 
 
-@dataclass(slots=True)
-class ResponseConversation:
+class ResponseConversation(Struct):
     """Messages of a chat, and where in the client's input each began."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, Struct
 
 from plait.errors import InvalidField, RequestError, clip_text
 from plait.server.api.parse_fields import string_of
@@ -23,8 +22,7 @@ MAX_ERROR_CHARS = 4000  # of a tool's own words for what failed
 _SNAKE = {"input_schema": "inputSchema"}
 
 
-@dataclass(frozen=True, slots=True)
-class PendingCall:
+class PendingCall(Struct, frozen=True):
     """A call that the client has approved and that no item says was made."""
 
     approval_id: str

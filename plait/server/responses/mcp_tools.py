@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
+from msgspec import Struct
 
 from plait.errors import InvalidField
 from plait.server.api.parse_fields import parse_as
@@ -67,8 +68,7 @@ class McpToolParam(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
     allowed_callers: list[Literal["direct"]] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RequestedServer:
+class RequestedServer(Struct, frozen=True):
     """A server of a request, with what its client has set for it. `headers` may hold secrets."""
 
     label: str

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Struct
 
 from plait.engine.admission import ServiceOptions
 from plait.errors import InvalidField
@@ -107,8 +108,7 @@ NAMES = {
 _REFUSED = ("prompt", "context_management", "moderation")
 
 
-@dataclass(frozen=True, slots=True)
-class ReadRequest:
+class ReadRequest(Struct, frozen=True):
     """A request with what it stands for.
 
     `sent`: its other fields as a chat has them, with the client's own functions alone. `earlier`: the items

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
+from msgspec import Struct
 
 from plait.errors import CapacityError, InvalidField
 from plait.server.http.transfer import new_id
@@ -52,8 +52,7 @@ class StateFields(Protocol):
     def conversation_id(self) -> str | None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(Struct, frozen=True):
     """Whether a response is stored. `warning`: why it is not, although the request would have had it."""
 
     warning: str = ""
@@ -62,8 +61,7 @@ class Stored:
         return keeper is not None and not self.warning
 
 
-@dataclass(frozen=True, slots=True)
-class ResponseKeeper:
+class ResponseKeeper(Struct, frozen=True):
     """Writes one response. `is_demanded`: the request has `store: true`, so a failure is the reply's.
 
     `conversation`: where its items go when it has ended well; "": it is in none.

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from msgspec import Struct
+
 from plait.config import MIB
 from plait.errors import InvalidField
 from plait.server.store.errors import NotStored
@@ -58,8 +60,7 @@ class StoredRow:
         return self.status in WORKING
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PageQuery:
+class PageQuery(Struct, frozen=True, kw_only=True):
     """Which rows of a list: at most `limit` behind the row `after`, newest first if `is_descending`."""
 
     limit: int = 20

@@ -11,10 +11,11 @@ import asyncio
 import logging
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec import Struct, field
 from starlette.responses import Response
 
 from plait.errors import CapacityError, EngineError, QueueFull
@@ -49,8 +50,7 @@ class EventFrame(msgspec.Struct, frozen=True):
 FRAMES = StreamForm("text/event-stream", lambda found: found.data)
 
 
-@dataclass(slots=True)
-class ResponseJob:
+class ResponseJob(Struct):
     """One response in work. `frames`: its events, each as it is sent; the number of one is its place."""
 
     reply: ResponsesReply
@@ -262,8 +262,7 @@ async def _push_deltas(job: ResponseJob, generation: Generation) -> None:
             job.push(event)
 
 
-@dataclass(frozen=True, slots=True)
-class Ending:
+class Ending(Struct, frozen=True):
     """How a response ended, and its last events."""
 
     response: items.Response

@@ -11,10 +11,10 @@ import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec import Struct
 
 from plait.config import MIB
 from plait.server.http.transfer import new_id
@@ -43,8 +43,7 @@ MAX_LINE_BYTES = 8 * MIB
 KEY_GONE = "the API key that made this batch is no longer one of this server's"
 
 
-@dataclass(slots=True)
-class BatchRun:
+class BatchRun(Struct):
     """One batch in work. `places`: shared by all batches, so that they take turns.
 
     `app_of`: the application under a tenant's key; None: there is no such key. `is_cancelled`: by its client.

@@ -5,11 +5,12 @@ A file is stored in parts of a megabyte, as it arrives. An answer of a batch is 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 import msgspec
+from msgspec import Struct, field
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
@@ -32,8 +33,7 @@ MAX_PAGE = 10_000
 FORM_BYTES = 64 * 1024  # of a form, apart from its file
 
 
-@dataclass(slots=True)
-class Upload:
+class Upload(Struct):
     """A form that arrives: its file's row, and its fields."""
 
     row: StoredRow | None = None

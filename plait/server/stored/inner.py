@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from msgspec import Struct
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from plait.server.gateway.middleware import Traffic
 
 
-@dataclass(frozen=True, slots=True)
-class InnerApp:
+class InnerApp(Struct, frozen=True):
     """Routes requests with `key` as if it had been sent. They are counted, logged and paid for by that key.
 
     They take none of its requests a minute, because a batch waits for its tokens anyway.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from plait.server.http.errors import BadBody, UnsupportedMedia
 
@@ -13,8 +14,7 @@ _BOUNDARY = re.compile(r"""boundary=(?:"([^"]{1,70})"|([^\s";,]{1,70}))(?![^\s;]
 _PARAM = re.compile(r';\s*(name|filename)="((?:[^"\\]|\\.)*)"', re.IGNORECASE)
 
 
-@dataclass(frozen=True, slots=True)
-class FormPart:
+class FormPart(Struct, frozen=True):
     """The head of a part. `filename` None: it is a field."""
 
     name: str

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import msgspec
+from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -29,8 +29,7 @@ _FILTER = re.compile(r"metadata\[(.{1,64})\]")
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class StoredCall:
+class StoredCall(Struct, frozen=True):
     """One request for something that is stored."""
 
     state: StoredState
@@ -86,8 +85,7 @@ class StoredCall:
 Answer = Callable[[StoredCall], Awaitable[msgspec.Struct | Response]]
 
 
-@dataclass(frozen=True, slots=True)
-class StoredRoute:
+class StoredRoute(Struct, frozen=True):
     """`method path`, which answers from the store."""
 
     method: Literal["GET", "POST", "DELETE"]

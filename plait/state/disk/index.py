@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from plait.state.disk.file_format import DiskNames
 from plait.state.host_store import SavedState
@@ -13,8 +14,7 @@ from plait.state.host_store import SavedState
 Rows = tuple[tuple[int, ...], ...]  # of the blocks in a file, by group
 
 
-@dataclass(slots=True, eq=False)
-class DiskFile:
+class DiskFile(Struct, eq=False):
     """A file. `names` None: it is of another model, and its bytes count. `used`: when its time was set.
 
     `changed`: its time as it was known last, in seconds since 1970.
@@ -27,8 +27,7 @@ class DiskFile:
     changed: float = 0.0
 
 
-@dataclass(slots=True, eq=False)
-class DiskRead:
+class DiskRead(Struct, eq=False):
     """A file that is being read: `rows` of its blocks, by group, or its snapshot. `saved`: what was read."""
 
     handle: int

@@ -12,8 +12,9 @@ import json
 import signal
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from plait.errors import BadTemplate, CapacityError
 from plait.fair_queue import Turns
@@ -27,8 +28,7 @@ class TemplateEnded(BadTemplate):
     """A template took more time or memory than it may have, and its process was ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class SandboxLimits:
+class SandboxLimits(Struct, frozen=True):
     """What one rendering may take.
 
     `timeout_s`: of the processor; `clock_s`: by the clock, on a busy machine. `start_s` is for a child to

@@ -9,8 +9,9 @@ import json
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, Protocol
+
+from msgspec import Struct
 
 from plait.errors import BadTemplate, CapacityError, InvalidField
 from plait.text.chat.sandbox import TemplateEnded
@@ -35,8 +36,7 @@ QUESTION = {"role": "user", "content": "probe question"}
 _Render = Callable[[Sequence[Mapping[str, object]]], str]
 
 
-@dataclass(frozen=True, slots=True)
-class CallsTaken:
+class CallsTaken(Struct, frozen=True):
     """`as_text`: arguments must be JSON text, not an object; `several`: a message may hold more than one."""
 
     as_text: bool = False

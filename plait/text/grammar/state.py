@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from plait.errors import BadGrammar, EngineError, OutOfMemory
 from plait.resource_limits import is_free
@@ -16,8 +16,7 @@ from plait.text.grammar.library import CONTROL_MARKER, GrammarLimits, readable
 from plait.text.grammar.vocabulary import Mask, Vocabulary
 
 
-@dataclass(frozen=True, slots=True)
-class CompiledGrammar:
+class CompiledGrammar(Struct, frozen=True):
     """A grammar at the beginning of a reply. It never changes; every reply gets a state of its own."""
 
     matcher: Any

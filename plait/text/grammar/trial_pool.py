@@ -15,8 +15,10 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import Any
+
+from msgspec import Struct, field
 
 from plait.errors import BadGrammar, CapacityError, EngineError, PlaitError
 from plait.fair_queue import Lanes
@@ -30,8 +32,7 @@ _MIB = 1 << 20
 _ASKED = ("kind", "source", "open_objects", "space", *PARTS)
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(Struct, frozen=True):
     """Whether a grammar is good, and its form for the library, or what is wrong with it."""
 
     is_good: bool
@@ -118,8 +119,7 @@ def _refusal(status: int, limits: GrammarLimits) -> str:
     )
 
 
-@dataclass(slots=True, eq=False)
-class _Job:
+class _Job(Struct, eq=False):
     """One grammar, and all callers that wait for its verdict: futures with their keys."""
 
     line: str

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.errors import BadGrammar
+from plait.text.grammar.checker import ends_of, special_of
 from plait.text.grammar.library import token_table
 from plait.text.tokenizers.tokenizer import Tokenizer
 
@@ -79,19 +79,6 @@ def vocabulary_of(
         usable=usable,
         usable_inside=_pack_mask(bits),
     )
-
-
-def ends_of(tokenizer: Tokenizer, size: int, more: Iterable[int] = ()) -> frozenset[int]:
-    """The ids below `size` that end a reply, `more` among them. Raises BadGrammar if there are none."""
-    found = frozenset(i for i in tokenizer.eos_token_ids | set(more) if 0 <= i < size)
-    if not found:
-        raise BadGrammar("this model's vocabulary has no token that ends a reply, so no grammar can be kept")
-    return found
-
-
-def special_of(tokenizer: Tokenizer, size: int, ends: frozenset[int]) -> dict[int, str]:
-    """The texts of the control tokens below `size`, those that end a reply among them."""
-    return {i: tokenizer.token_text(i) for i in sorted(tokenizer.special_ids | ends) if i < size}
 
 
 def _pack_mask(bits: NDArray[np.uint8]) -> Mask:

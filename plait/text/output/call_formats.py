@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from plait.text.chat.template import THOUGHTS, Message
 from plait.text.output.call_grammar import Frame
@@ -14,8 +15,7 @@ from plait.text.output.json_calls import CallSyntax
 _PLAIN_ID = re.compile(r"[A-Za-z0-9]+")
 
 
-@dataclass(frozen=True, slots=True)
-class ToolFormat:
+class ToolFormat(Struct, frozen=True):
     """One format of tool calls.
 
     `syntax` is how its calls are read, `frame` how one that is demanded is written. `signs`: groups of texts;

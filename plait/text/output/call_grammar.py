@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
+
+from msgspec import Struct
 
 from plait.errors import InvalidField
 from plait.text.output.parameters import ArgumentTags, alternatives, kinds, lengths, patterns, values
@@ -22,29 +23,25 @@ MOST_NESTED, MOST_ITEMS = 6, 32  # levels of objects, and counted items, in the 
 MOST_THOUGHTS = 4  # blocks of thinking before what is demanded
 
 
-@dataclass(frozen=True, slots=True)
-class Text:
+class Text(Struct, frozen=True):
     """Exactly this text."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class FormatMarker:
+class FormatMarker(Struct, frozen=True):
     """A marker of the format: what in it is a control token of the vocabulary must be that token."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Json:
+class Json(Struct, frozen=True):
     """A JSON text that this schema allows."""
 
     schema: Mapping[str, object]
 
 
-@dataclass(frozen=True, slots=True)
-class FreeUntil:
+class FreeUntil(Struct, frozen=True):
     """Any text up to and with the first occurrence of `end`, which may be a marker.
 
     None of `without` may come before an `end` that is text.
@@ -54,8 +51,7 @@ class FreeUntil:
     without: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Value:
+class Value(Struct, frozen=True):
     """Text that each of `patterns` matches in whole, up to and with the first `end`.
 
     `closing`: what must not come before that, if a pattern may pass over an `end` that comes too early.
@@ -66,22 +62,19 @@ class Value:
     closing: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class FreeWithout:
+class FreeWithout(Struct, frozen=True):
     """Any text in which none of these markers occurs."""
 
     markers: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Unlike:
+class Unlike(Struct, frozen=True):
     """Any text that none of these regular expressions matches from its beginning to its end."""
 
     patterns: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class RegexPiece:
+class RegexPiece(Struct, frozen=True):
     """What a regular expression matches, taken as one piece: `Unlike` that gives way to it does so within it.
 
     It may come after `text` and one of `markers`; with `bare` or no markers it may come alone.
@@ -93,15 +86,13 @@ class RegexPiece:
     bare: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class OneOf:
+class OneOf(Struct, frozen=True):
     """One of several structures; an empty one makes it optional."""
 
     options: tuple[Structure, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Repeated:
+class Repeated(Struct, frozen=True):
     """This structure any number of times, or not at all."""
 
     parts: Structure
@@ -117,8 +108,7 @@ _BREAK = OneOf(((Text("\n"),), ()))
 _PLACES: Mapping[str, Part] = {NUMBER: RegexPiece("[0-9]{1,3}"), LINE: _BREAK}
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(Struct, frozen=True):
     """How a format writes calls: `opening`, then calls with `separator` between them, then `closing`.
 
     `call`: a text with `NAME`, `ARGUMENTS` (written as `style`) and perhaps `NUMBER`, the call's number, and

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from plait.text.output.call_grammar import Frame
 from plait.text.output.cursor import Reading
@@ -31,8 +32,7 @@ def mistral(reply: ReplyBuilder) -> Reading[bool]:
     return (yield from cursor.peek()) == "{" and (yield from call_arguments(reply, name))
 
 
-@dataclass(frozen=True, slots=True)
-class CallTokens:
+class CallTokens(Struct, frozen=True):
     """The tokens of a format in which calls have tokens of their own; `read_one` reads one behind `call`.
 
     `named`: the token before a call's name, where there is one.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 _MOST_STEPS = 256  # of a schema that refers to itself
 _MOST_CHARS = 1_000_000  # more than any reply has
@@ -23,8 +24,7 @@ _FORMATS = {
 _FORMATS["date-time"] = f"{_FORMATS['date']}[tT]{_FORMATS['time']}"
 
 
-@dataclass(frozen=True, slots=True)
-class ArgumentTags:
+class ArgumentTags(Struct, frozen=True):
     """How an argument is written as text: `key`, its name, `named`, `value`, the value, and `end`.
 
     `pads`: a line end on either side of the value is not its own. `words`: JSON type → the word between

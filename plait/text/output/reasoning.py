@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from plait.errors import ConfigError
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
+class Pair(Struct, frozen=True):
     """The markers around a block of thinking."""
 
     opening: str
     closing: str
 
 
-@dataclass(frozen=True, slots=True)
-class ReasoningFormat:
+class ReasoningFormat(Struct, frozen=True):
     """The markers of one family. The first pair is the one that a template may open by itself.
 
     `signs`: a chat template that holds all of them is of this kind; `tokens`: control tokens that mean it

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from plait.text.output.call_grammar import ARGUMENTS, LINE, NAME, NUMBER, Frame
 from plait.text.output.cursor import SPACE, Reading, TextCursor, read_whole
@@ -27,8 +28,7 @@ GLM_TAGS = ArgumentTags("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 QWEN_TAGS = ArgumentTags("<parameter=", ">", "", "</parameter>", pads=True)
 
 
-@dataclass(frozen=True, slots=True)
-class TaggedCalls:
+class TaggedCalls(Struct, frozen=True):
     """A format of calls between tags: `begin`, then calls, then `end`; both "" where each call stands alone.
 
     A call is `call`, its name, `named` (which may hold `NUMBER`), its arguments in `tags`, and `close`.

@@ -16,9 +16,10 @@ first needed, and forgotten when there are too many.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import itemgetter
+
+from msgspec import Struct, field
 
 from plait.errors import InvalidField
 from plait.text.stops.pattern import Nodes, build_nodes
@@ -32,16 +33,14 @@ HERE = -1  # the origin of a group: a match that begins behind the character
 BREAK = -1  # among the tests that a character passes: it is a line break
 
 
-@dataclass(slots=True, eq=False)
-class MatchState:
+class MatchState(Struct, eq=False):
     """Groups of live nodes, by where their match begins; the last may begin at the next character."""
 
     groups: tuple[tuple[int, ...], ...]
     steps: dict[frozenset[int], MatchStep] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class MatchStep:
+class MatchStep(Struct, frozen=True):
     """Where a character leads. `origins`: by group, which one it was, or HERE.
 
     `found`: the number of the expression that is complete, and the origin of its match.

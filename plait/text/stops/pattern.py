@@ -10,7 +10,8 @@ each of its nodes at most once, so no expression and no text makes a step slow.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from plait.errors import InvalidField
 from plait.sampling_fields import shorten
@@ -28,8 +29,7 @@ HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 LOOKS = ("?=", "?!", "?<=", "?<!", "?>", "?(", "?#", "?P=", "?P>", "?&", "?R")
 
 
-@dataclass(frozen=True, slots=True)
-class CharTest:
+class CharTest(Struct, frozen=True):
     """Which characters a place of an expression takes: those of `ranges` and of `kinds`, or no such one.
 
     `kinds`: letters of KINDS; a capital means every other character. `folds`: in either case.
@@ -48,22 +48,19 @@ class CharTest:
         return found is not self.is_negated
 
 
-@dataclass(frozen=True, slots=True)
-class Sequenced:
+class Sequenced(Struct, frozen=True):
     """One part behind the other."""
 
     parts: tuple[Part, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Either:
+class Either(Struct, frozen=True):
     """One of these parts."""
 
     parts: tuple[Part, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class RepeatedPart:
+class RepeatedPart(Struct, frozen=True):
     """A part `least` to `most` times; None: without an end."""
 
     part: Part
@@ -71,8 +68,7 @@ class RepeatedPart:
     most: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class LineStart:
+class LineStart(Struct, frozen=True):
     """Where the text begins; with `every`, also behind each line break."""
 
     every: bool
@@ -83,8 +79,7 @@ ANY_BUT_BREAK = CharTest((("\n", "\n"),), is_negated=True)
 ANY = CharTest(is_negated=True)
 
 
-@dataclass(slots=True)
-class Nodes:
+class Nodes(Struct):
     """The nodes of an automaton, by number. 0 is where every expression begins.
 
     `free`: nodes that are reached without a character; `tests` and `nexts`: what a node takes, and where it

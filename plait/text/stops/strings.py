@@ -7,11 +7,11 @@ be held back. One step per character.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 
-@dataclass(slots=True)
-class _Node:
+class _Node(Struct):
     depth: int
     next: dict[str, _Node] = field(default_factory=dict)
     fail: _Node | None = None

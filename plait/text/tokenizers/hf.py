@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tokenizers
+from msgspec import Struct
 
 from plait.errors import BadFile, UnsupportedFormat, clip_text
 from plait.text.tokenizers.tokenizer import Special, SpecialTokens, TextTokenizer, end_of_generation
@@ -136,8 +136,7 @@ def _without_first_space(
     return rest
 
 
-@dataclass(frozen=True, slots=True)
-class TokenizerFiles:
+class TokenizerFiles(Struct, frozen=True):
     """The JSON files next to a `tokenizer.json`, parsed; {} for one that is not there."""
 
     config: Mapping[str, Any]

@@ -8,7 +8,8 @@ refused, and no pattern is assumed for it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -108,8 +109,7 @@ _KIMI = (
 _THREES = r"\d{1,3}(?=(?:\d{3})*\b)"  # from the end of a number
 
 
-@dataclass(frozen=True, slots=True)
-class Pattern:
+class Pattern(Struct, frozen=True):
     """The splits, in order. `whole_words`: a word that is a token is not merged up to it.
 
     `add_bos`: what a file that does not say so means.

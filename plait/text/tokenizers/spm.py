@@ -8,9 +8,9 @@ cut off again. The spaces, prepended or not, are ours to place.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import splintr
+from msgspec import Struct
 
 from plait.errors import BadFile, UnsupportedFormat
 from plait.text.tokenizers.hf import sentencepiece_bytes
@@ -22,8 +22,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 _PRIVATE = range(0xE000, 0xF8FF)
 
 
-@dataclass(frozen=True, slots=True)
-class Pieces:
+class Pieces(Struct, frozen=True):
     """A SentencePiece model: one text, score and kind for each id.
 
     `space_first`: a space is prepended to a text.

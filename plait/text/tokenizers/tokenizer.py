@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Protocol
 
+from msgspec import Struct
+
 from plait.errors import InvalidField
 
 _LONGEST_CHARACTER = 4  # bytes of UTF-8
@@ -273,8 +275,7 @@ def text_offsets(
     return offsets
 
 
-@dataclass(frozen=True, slots=True)
-class Special:
+class Special(Struct, frozen=True):
     """A control token. `lstrip`, `rstrip`: it takes the white space on that side.
 
     `single_word`: it is not found inside a word.

@@ -7,7 +7,8 @@ into splintr; the tests check everything in these tables against it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 _IN_ORDER = """
 system user assistant im_start im_end think /think plan /plan step /step act /act observe /observe
@@ -21,8 +22,7 @@ AGENT_NAMES = tuple(_IN_ORDER.split())
 _MEDIA = range(42, 48)  # image … /video: in llama3 they lie on Llama's reserved slots
 
 
-@dataclass(frozen=True, slots=True)
-class BuiltinVocabulary:
+class BuiltinVocabulary(Struct, frozen=True):
     """`size` is the largest id plus one; `window` the model sizes (both ends) that mean this vocabulary.
 
     `ranks` is the number of ordinary tokens in its `.tiktoken` file. `special` does not hold agent tokens.

@@ -15,7 +15,7 @@ from plait.errors import BadGrammar, CapacityError
 from plait.fair_queue import Lanes
 from plait.request import Grammar
 from plait.text.grammar import trial_pool
-from plait.text.grammar.compiler import GrammarChecker
+from plait.text.grammar.checker import GrammarChecker
 from plait.text.grammar.library import GrammarLimits
 from plait.text.grammar.trial_pool import TrialPool, Verdict, Verdicts, digest
 from tests.server.fake import ByteTokenizer

@@ -16,8 +16,9 @@ import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from plait.cache_folder import NO_HOME, make_folder
 
@@ -247,8 +248,7 @@ def _write(path: Path, data: bytes) -> None:
         raise
 
 
-@dataclass(frozen=True, slots=True)
-class KernelRoom:
+class KernelRoom(Struct, frozen=True):
     """The kernels of one target and one version of what all of them share. `used`: seconds since 1970."""
 
     path: Path

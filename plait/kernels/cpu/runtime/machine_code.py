@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 
 from llvmlite import binding
+from msgspec import Struct
 
 from plait.kernels.cpu.runtime.threads import NativeLoops, Threads
 
@@ -24,8 +24,7 @@ ABSENT = (
 _linkers: list[object] = []  # they own the code, for as long as this process lives
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedKernel:
+class LoadedKernel(Struct, frozen=True):
     """A kernel with machine code."""
 
     name: str

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from plait.errors import EngineError
 from plait.kernels.cpu.runtime.frame_words import (
@@ -54,8 +55,7 @@ Longs = npt.NDArray[np.int64]
 _CALL = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)  # the GIL is released meanwhile
 
 
-@dataclass(frozen=True, slots=True)
-class NativeLoops:
+class NativeLoops(Struct, frozen=True):
     """Addresses of machine code: a step, a worker's life, the bell that wakes workers, a barrier's waits, and
     what runs between two steps of one call."""
 

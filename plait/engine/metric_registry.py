@@ -1,0 +1,108 @@
+"""An engine's metrics as those of Prometheus' client, of an engine in this process or in another."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from plait.engine.metrics import Family
+
+ANSWER_S = 1.0  # an engine answers between two steps; without an answer, the last one counts
+SUMMED = frozenset({"counter", "histogram"})
+
+
+class _Families(Collector):
+    """Families that are plain values, read anew by each scrape."""
+
+    def __init__(self, read: Callable[[], Iterable[Family]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterator[Metric]:
+        return map(make_metric, self._read())
+
+
+def make_metric(family: Family) -> Metric:
+    """A family as Prometheus' client has it."""
+    name, about, kind, samples = family
+    made = Metric(name, about, kind)
+    for sample, labels, value in samples:
+        made.add_sample(sample, labels, value)
+    return made
+
+
+def make_registry(read: Callable[[], Iterable[Family]]) -> CollectorRegistry:
+    """A registry of which each scrape gives what `read` does then."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Families(read))
+    return registry
+
+
+class RemoteMetrics(Collector):
+    """The families that an engine in another process last reported. Totals go on when it is replaced.
+
+    `ask(number)` requests a report; False: there is no engine. `of_front`: restarts, and whether it is up.
+    """
+
+    def __init__(self, ask: Callable[[int], bool], of_front: Callable[[], tuple[int, bool]]) -> None:
+        self._ask, self._of_front = ask, of_front
+        self._arrived = threading.Condition()
+        self._families: Sequence[Family] = ()  # of the last report
+        self._past: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}  # totals of ended engines
+        self._is_past = False  # the engine of the last report has ended, and is in `_past`
+        self._number = self._answered = 0
+
+    def arrive(self, number: int, families: Sequence[Family]) -> None:
+        """The engine has answered: keep its report."""
+        with self._arrived:
+            self._families, self._answered, self._is_past = families, number, False
+            self._arrived.notify_all()
+
+    def keep(self) -> None:
+        """The engine has ended: add its totals to those of earlier engines."""
+        with self._arrived:
+            for _, _, kind, samples in () if self._is_past else self._families:
+                for name, labels, value in samples if kind in SUMMED else ():
+                    sample = (name, tuple(labels.items()))
+                    self._past[sample] = self._past.get(sample, 0.0) + value
+            self._is_past = True
+
+    def collect(self) -> Iterator[Metric]:
+        """Every family, as things are now or were a moment ago."""
+        with self._arrived:
+            self._number = number = self._number + 1
+        if self._ask(number):
+            with self._arrived:
+                self._arrived.wait_for(lambda: self._answered >= number, ANSWER_S)
+        with self._arrived:
+            families = [*self._current()]
+        yield from families
+        num_restarts, is_up = self._of_front()
+        about = "Engine processes that ended and were replaced."
+        yield CounterMetricFamily("plait_engine_restarts", about, value=num_restarts)
+        yield GaugeMetricFamily("plait_engine_up", "Whether there is an engine.", value=is_up)
+
+    def _current(self) -> Iterator[Metric]:
+        for name, about, kind, samples in self._families:
+            family = Metric(name, about, kind)
+            for sample, labels, value in samples:
+                now = 0.0 if self._is_past else value
+                if kind in SUMMED:
+                    now += self._past.get((sample, tuple(labels.items())), 0.0)
+                family.add_sample(sample, labels, now)
+            yield family
+
+
+def read_families(collector: Collector) -> tuple[Family, ...]:
+    """What a scrape gives, as plain values for another process."""
+
+    def read(family: Metric) -> Family:
+        rows = tuple(
+            (s.name, dict(s.labels), float(s.value)) for s in family.samples
+        )  # a value may be a bool
+        return family.name, family.documentation, family.type, rows
+
+    return tuple(map(read, collector.collect()))
