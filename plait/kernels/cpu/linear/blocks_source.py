@@ -29,7 +29,7 @@ from functools import cache, partial
 from string import Template
 from textwrap import indent
 
-from plait.kernels.cpu.codegen import avx2_dot
+from plait.kernels.cpu.codegen import avx2_dot, vnni_dot
 from plait.kernels.cpu.codegen.amx_tiles import FULL, MEMORY, TILE, Kind, Shapes, Tiles
 from plait.kernels.cpu.codegen.kernel import Kernel, load_generated
 from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, block, digest
@@ -57,7 +57,7 @@ ALONE = 2  # rows of codes up to which every thread rounds all of them, rather t
 
 _FILES = (
     *("linear/blocks_source.py", "linear/quantize_rows.py", "linear/layout.py", "linear/codebooks.py"),
-    *("codegen/avx2_dot.py", "codegen/amx_tiles.py", "linear/fetch_adapters.py", "linear/streams.py"),
+    *("codegen/avx2_dot.py", "codegen/vnni_dot.py", "codegen/amx_tiles.py", "linear/fetch_adapters.py", "linear/streams.py"),
 )
 _SOURCE = Template('''"""Quantized linear layer: made by plait, from $digest."""
 import numpy as np
@@ -291,6 +291,10 @@ def _products(w: Writer, layout: Layout, p: Word, a: Word, quads: range, whole: 
         codes = [partial(_codes, w, layout, p, q) for q in quads]
         where = partial(_place, a, quads)
         return avx2_dot.products(w, codes, where, whole, largest, zero, BASE_BITS)
+    if vnni_dot.HERE and len(whole) <= vnni_dot.FEW and layout.bits == 4 and not (layout.high or layout.table):
+        return vnni_dot.products(
+            w, lambda i: w.load_i32(p + LINE * i), lambda r, q: a + 32 * r + 4 * q, whole, quads
+        )
     product = w.dot8 if largest > 127 else w.dot
     for q in quads:
         v = _codes(w, layout, p, q)
