@@ -1,8 +1,8 @@
 """What share of the speed of plain reads a decode step reaches, and where the rest of its time goes.
 
-python benchmarks/roof.py MODEL [--format Q8_0] [--turns 40] [--context 20] [--threads 2] [--above]
+python benchmarks/roof.py MODEL --format Q4_K Q6_K [--turns 40] [--context 20] [--threads 2] [--above]
 
-One sequence, all weights in one format. Tables of launches run in turns and in random order, so each
+One sequence, all weights in the formats that are named. Tables of launches run in turns and in random order, so each
 share compares what memory gave in the same moment: the recorded step; its products alone; all but these;
 as many empty launches; loops that read the products' bytes, one for each product, and one over all. `--above`
 runs each turn above other processes (SCHED_FIFO), which takes rights, and pauses after it. JSON.
@@ -17,9 +17,8 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,6 +31,7 @@ sys.path.insert(0, str(HERE.parent))
 from plait import LLM, SamplingParams  # noqa: E402
 from plait.kernels.cpu.codegen.kernel import Kernel, kernel  # noqa: E402
 from plait.kernels.cpu.codegen.vec import add_i32, load_i32, store_i32, word, zero_i32  # noqa: E402
+from plait.kernels.cpu.linear.blocks_source import linear_kernel  # noqa: E402
 from plait.kernels.cpu.linear.layout import LAYOUTS  # noqa: E402
 from plait.kernels.cpu.runtime.frame_words import SEQS, TOKENS  # noqa: E402
 from plait.kernels.cpu.runtime.threads import LaunchTable  # noqa: E402
@@ -66,21 +66,21 @@ def nothing(frame: int, args: int, thread: int, threads: int) -> None:
 class Step:
     """The recorded step of a loaded model, and tables made of it."""
 
-    def __init__(self, llm: LLM, kind: str, threads: int) -> None:
+    def __init__(self, llm: LLM, kinds: Sequence[str], threads: int) -> None:
         replay: Any = llm._loaded.runner.replay
         self.program, self.names = replay.program, list(replay.launches)
         self.threads, self.table = self.program.threads, self.program.table
         self._out = np.zeros(64 * threads, np.uint8)
-        layout = LAYOUTS[kind]
+        layouts = {linear_kernel(LAYOUTS[kind]).address: LAYOUTS[kind] for kind in kinds}
         self.products = []  # (address, bytes) of each
         for i, name in enumerate(self.names):
             if name == PRODUCT:
-                words = (ctypes.c_int64 * 7).from_address(self.table.entries[2 * i + 1])
+                made, where = self.table.entries[2 * i : 2 * i + 2]
+                words = (ctypes.c_int64 * 7).from_address(where)
                 n_in, address, n_out = words[4], words[5], words[6]
-                self.products.append((address, -(-n_out // 16) * layout.tile_bytes(n_in)))
-        places = sorted(set(self.products))
-        if any(at + size > after for (at, size), (after, _) in pairwise(places)):
-            raise SystemExit(f"the weights of this model are not all {kind}: so large, they would overlap")
+                if made not in layouts:
+                    raise SystemExit(f"a product {n_in} -> {n_out} has weights in none of {', '.join(kinds)}")
+                self.products.append((address, -(-n_out // 16) * layouts[made].tile_bytes(n_in)))
 
     def select(self, keep: Callable[[str], bool]) -> LaunchTable:
         """The launches of some kernels."""
@@ -169,13 +169,15 @@ def measure(step: Step, turns: int, is_above: bool) -> dict[str, dict[str, float
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("--format", required=True, choices=("Q8_0", "Q4_0", "Q4_1"), help="of all products")
+    parser.add_argument("--format", required=True, nargs="+", choices=sorted(LAYOUTS), help="of products: all there are")
     parser.add_argument("--turns", type=int, default=40)
     parser.add_argument("--context", type=int, default=20)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--above", action="store_true")
     given = parser.parse_args()
-    with LLM(given.model, device="cpu", threads=given.threads, max_num_seqs=1, max_model_len=2048) as llm:
+    settings: dict[str, Any] = {"threads": given.threads, "max_num_seqs": 1, "max_model_len": 2048}
+    # Kernels from an image have other addresses than those by which formats are found.
+    with LLM(given.model, device="cpu", startup_image="off", **settings) as llm:
         vocabulary = llm._loaded.front.spec.vocab_size
         ids = [random.Random(1).randrange(vocabulary // 2) for _ in range(given.context)]
         llm.generate([ids], SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True))

@@ -150,7 +150,7 @@ def _layout_block(w: Writer, layout: Layout, step: Word, b: Word, to: Word) -> N
         if zero is not None and layout.zeros:
             zero = w.mul_i32(zero, w.load_u8(low_at))
         for q in range(quads * j, quads * (j + 1)):
-            v = blocks_source._codes(w, layout, step + layout.plane_bytes * b, q)
+            v = blocks_source._codes(w, layout, step + layout.codes_at + layout.plane_bytes * b, q)
             bytes_ = [w.and_i32(w.right(v, 8 * i) if i else v, w.spread_int(255)) for i in range(4)]
             if zero is None:
                 found = [w.fma(w.to_f32(x), scale, low[0]) for x in bytes_]

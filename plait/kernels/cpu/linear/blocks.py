@@ -182,7 +182,7 @@ def _load_packer(name: str, layout: Layout, block: tuple[int, int], body: Sequen
 
 def _planes(layout: Layout) -> list[str]:
     """Statements that put the codes q0..q7 of one output into both planes of block b."""
-    low = f"to + b * {layout.plane_bytes} + 4 * n"
+    low = f"to + {layout.codes_at} + b * {layout.plane_bytes} + 4 * n"
     mask = {8: "", 4: " & 0x0F0F0F0F", 2: " & 0x03030303"}[layout.bits]
     per_vector, shift = 8 // layout.bits, layout.bits
     lines = []

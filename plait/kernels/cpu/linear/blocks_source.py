@@ -29,7 +29,7 @@ from functools import cache, partial
 from string import Template
 from textwrap import indent
 
-from plait.kernels.cpu.codegen import avx2_dot
+from plait.kernels.cpu.codegen import avx2_dot, vnni_dot
 from plait.kernels.cpu.codegen.amx_tiles import FULL, MEMORY, TILE, Kind, Shapes, Tiles
 from plait.kernels.cpu.codegen.kernel import Kernel, load_generated
 from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, block, digest
@@ -57,7 +57,7 @@ ALONE = 2  # rows of codes up to which every thread rounds all of them, rather t
 
 _FILES = (
     *("linear/blocks_source.py", "linear/quantize_rows.py", "linear/layout.py", "linear/codebooks.py"),
-    *("codegen/avx2_dot.py", "codegen/amx_tiles.py", "linear/fetch_adapters.py", "linear/streams.py"),
+    *("codegen/avx2_dot.py", "codegen/vnni_dot.py", "codegen/amx_tiles.py", "linear/fetch_adapters.py", "linear/streams.py"),
 )
 _SOURCE = Template('''"""Quantized linear layer: made by plait, from $digest."""
 import numpy as np
@@ -75,7 +75,7 @@ from plait.kernels.cpu.codegen.vec import atomic_add, call_kernel, get_i64, load
 
 layout = $layout
 round_rows = rounding.round_rows(layout, $sizes)
-tiles_apart, STREAMS, RUN = linear_source.tiles_apart(layout, $streams), $streams, $run
+tiles_apart, STREAMS, RUN = linear_source.tiles_apart(layout, $streams, $ahead), $streams, $run
 $tiles
 
 @inline
@@ -291,6 +291,10 @@ def _products(w: Writer, layout: Layout, p: Word, a: Word, quads: range, whole: 
         codes = [partial(_codes, w, layout, p, q) for q in quads]
         where = partial(_place, a, quads)
         return avx2_dot.products(w, codes, where, whole, largest, zero, BASE_BITS)
+    if vnni_dot.HERE and len(whole) <= vnni_dot.FEW and layout.bits == 4 and not (layout.high or layout.table):
+        return vnni_dot.products(
+            w, lambda i: w.load_i32(p + LINE * i), lambda r, q: a + 32 * r + 4 * q, whole, quads
+        )
     product = w.dot8 if largest > 127 else w.dot
     for q in quads:
         v = _codes(w, layout, p, q)
@@ -331,7 +335,7 @@ def _block(
                 zeros = w.load_u8(low_at)
                 whole = [w.add_i32(base, w.mul_i32(zeros, n)) for n in whole]
             some = a + 32 * part.start
-            whole = products(step + layout.plane_bytes * b, some, range(quads * j, quads * (j + 1)), whole)
+            whole = products(step + layout.codes_at + layout.plane_bytes * b, some, range(quads * j, quads * (j + 1)), whole)
             for r in part:
                 scale, off = (w.spread_f32(a + k * rows + 4 * r) for k in (32, 36))
                 x = w.fma(w.bits_f32(whole[r - part.start]), scale, off)
@@ -456,14 +460,14 @@ def _outer(w: Writer, layout: Layout, at: Word) -> list[Value]:
     return [w.load_f16(at + 32 * i) for i in range(layout.outer_bytes // 32)]
 
 
-@block(gives=lambda layout, streams: streams)
+@block(gives=lambda layout, streams, ahead: streams)
 def tiles_apart(
-    layout: Layout, streams: int, w: Writer, weights: Word, apart: Word, a: Word, steps: Word
+    layout: Layout, streams: int, ahead: int, w: Writer, weights: Word, apart: Word, a: Word, steps: Word
 ) -> list[Value]:
     """Block (weights, apart, a, steps): a row of codes times as many tiles as streams, from `weights` on,
-    each `apart` from the one before."""
+    each `apart` from the one before. ahead: bytes that are fetched before they are needed, or 0."""
     lines, products = -(-layout.nbytes // LINE // layout.blocks), partial(_products, w, layout)
-    fetch, ahead = (w.prefetch, AHEAD[layout.step]) if streams > 1 else (w.prefetch_l2, ALONE_AHEAD)
+    fetch = w.prefetch if ahead < 0 else w.prefetch_l2
 
     def step(_: Word, at: Word, a: Word, *sums: Value) -> list[Value]:
         tiles = [at + apart * k for k in range(streams)]
@@ -472,8 +476,8 @@ def tiles_apart(
         def block(b: Word, a: Word, *sums: Value) -> list[Value]:
             found = []
             for tile, above, sum in zip(tiles, outer, sums, strict=True):
-                for k in range(lines if streams > 1 or layout.bits == 8 else 0):
-                    fetch(tile + ahead + LINE * k + LINE * lines * b)
+                for k in range(lines if ahead else 0):
+                    fetch(tile + abs(ahead) + LINE * k + LINE * lines * b)
                 found += _block(w, layout, (tile, b, a), above, [sum], products, 1)
             return [a + layout.rounded_block, *found]
 
@@ -557,13 +561,15 @@ def count_streams(layout: Layout) -> int:
 
 
 @cache
-def linear_kernel(layout: Layout, kind: Kind = "", streams: int = 0) -> Kernel:
+def linear_kernel(layout: Layout, kind: Kind = "", streams: int = 0, ahead: int | None = None) -> Kernel:
     """The kernel of `packed.multiply` for weights in that layout.
 
     kind: "amx" multiplies bundles of TILED rows of codes on its tiles ("software": on what stands for them),
     to the same bits; it needs `AMX_SCRATCH`. streams: of one row, to the same bits; 0: `count_streams`.
     """
     streams = streams or count_streams(layout)
+    if ahead is None:
+        ahead = -AHEAD[layout.step] if streams > 1 else ALONE_AHEAD if layout.bits == 8 else 0
     plain = tuple(n for n in BUNDLES if n < TILED) if kind else BUNDLES
     sizes = (TILED, *plain) if kind else plain
     tiles, bundles = [], []
@@ -587,6 +593,7 @@ def linear_kernel(layout: Layout, kind: Kind = "", streams: int = 0) -> Kernel:
         stop=_STOP if kind else "",
         ups=AMX_SCRATCH if kind else 0,
         streams=streams,
+        ahead=ahead,
         run=RUN if streams == 1 else 1,
         kept="".join(_KEPT.format(k=k, end=k + 1) for k in range(streams)),
         layout=repr(layout),

@@ -78,8 +78,8 @@ class Layout:
 
     @property
     def scales_at(self) -> int:
-        """Where scales start: behind the blocks. First all scales, then all minima, then the float16s."""
-        return self.blocks * self.plane_bytes
+        """Where scales start: in front of the blocks. First all scales, then all minima, then the float16s."""
+        return 0
 
     @property
     def scale_bytes(self) -> int:
@@ -111,8 +111,13 @@ class Layout:
         return _BYTES[self.scales][2]
 
     @property
-    def nbytes(self) -> int:
+    def codes_at(self) -> int:
+        """Where the blocks start: on a line of their own."""
         return -(-(self.outer_at + self.outer_bytes) // LINE) * LINE
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes_at + self.blocks * self.plane_bytes
 
     def steps(self, n_in: int) -> int:
         return -(-n_in // self.step)

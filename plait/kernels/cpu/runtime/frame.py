@@ -126,7 +126,8 @@ def take_sequence(frame: Int, args: Int, parts: Int, where: tuple[Int, Int, Int]
 
     where: addresses of slots, query_start and has_history (`row_checks.Sequences`). Gives the part (below 0:
     all are taken), the slot, whether it has history, the first token and how many there are. The last
-    sequences come first: prompts, the long work, are behind the decodes.
+    sequences come first: prompts, the long work, are behind the decodes. Parts come in order: their states
+    lie so in memory, which processors read ahead of where it is read.
     """
     slots, starts, history = where
     items = get_i64(frame + 8 * SEQS) * parts
@@ -138,7 +139,7 @@ def take_sequence(frame: Int, args: Int, parts: Int, where: tuple[Int, Int, Int]
         first = get_i64(starts + 8 * s)
         tokens = get_i64(starts + 8 * s + 8) - first
         if tokens > 0:
-            return i % parts, get_i64(slots + 8 * s), np.int64(get_u8(history + s)), first, tokens
+            return parts - 1 - i % parts, get_i64(slots + 8 * s), np.int64(get_u8(history + s)), first, tokens
 
 
 @inline

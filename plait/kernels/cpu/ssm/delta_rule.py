@@ -24,7 +24,7 @@ from plait.kernels.cpu.codegen.vec import (
     load_bf16,
     load_f32,
     mul,
-    prefetch,
+    prefetch_l2,
     spread,
     spread_f32,
     store_f32,
@@ -34,8 +34,8 @@ from plait.kernels.cpu.codegen.vec import (
     zero_f32,
 )
 from plait.kernels.cpu.runtime.executor import Executor
-from plait.kernels.cpu.runtime.frame import scratch_of, take_sequence
-from plait.kernels.cpu.runtime.frame_words import LINE
+from plait.kernels.cpu.runtime.frame import rows_of, scratch_of, take_sequence
+from plait.kernels.cpu.runtime.frame_words import LINE, SEQS
 from plait.kernels.cpu.runtime.row_checks import Sequences, TensorRows, dense
 from plait.kernels.cpu.ssm.rounding import (
     check_state,
@@ -49,7 +49,9 @@ from plait.kernels.cpu.ssm.rounding import (
 from plait.ops.delta import EPS, gated_delta_scan
 from plait.ops.state_rounding import ROW_STEP
 
-COLUMNS = 32  # of a head's state that one thread takes at a time: two vectors
+COLUMNS = 32  # of a head's state that are a tile: two vectors
+RUNS = 4  # of heads that a thread takes of one token of each sequence, or a few more
+Rows = tuple[Int, Int]  # an address, and the bytes from row to row
 
 
 @inline
@@ -67,12 +69,11 @@ def _unit(x: Int, n: Int, scale: Float, to: Int) -> None:
 @inline
 def _decays(step: Int, n: Int, rate: Float, one: Int, to: Int) -> None:
     """exp(rate · step) of each row: one step for all, or each its own."""
-    if one:
-        for i in range(0, n, 16):
-            store_f32(to + 4 * i, exp(spread(get_f32(step) * rate)))
-    else:
-        for i in range(0, n, 16):
-            store_f32(to + 4 * i, exp(mul(load_left(step + 4 * i, n - i), spread(rate))))
+    decay = exp(spread(get_f32(step) * rate))
+    for i in range(0, n, 16):
+        if not one:
+            decay = exp(mul(load_left(step + 4 * i, n - i), spread(rate)))
+        store_f32(to + 4 * i, decay)
 
 
 @inline
@@ -85,30 +86,87 @@ def _dot(a: Int, b: Int, n: Int) -> float:
 
 
 @inline
-def _enter(state: Int, row_bytes: Int, left: Int, tile: Int, n: Int) -> None:
-    """32 columns of a state as a tile; zeros where there are fewer, or no history (state 0)."""
+def _fetch(rows: Rows, r: Int) -> None:
+    at, row_bytes = rows
+    prefetch_l2(at + r * row_bytes)
+    prefetch_l2(at + r * row_bytes + 64)
+
+
+@inline
+def _count_tiles(frame: Int, args: Int, tiles: Int, parts: Int, threads: Int) -> int:
+    """Tiles of a sequence that a thread takes at a time: whole heads, if every sequence has one token.
+
+    So a thread reads memory in order, and fetches the next head while it computes one. Prompts take a
+    while in each tile: single ones keep threads busy to the end.
+    """
+    seqs = get_i64(frame + 8 * SEQS)
+    if rows_of(frame, args) > seqs:
+        return 1
+    return max(min(tiles * seqs // (RUNS * threads), tiles) // parts * parts, 1)
+
+
+@inline
+def _enter(state: Int, row_bytes: Int, left: Int, tile: Int, n: Int, soon: Rows) -> None:
+    """32 columns of a state as a tile; zeros where there are fewer, or no history (state 0). Meanwhile two
+    lines of each of the rows `soon` are fetched."""
     for r in range(n):
         a, b = zero_f32(), zero_f32()
         if state != 0:
-            prefetch(state + r * row_bytes - 128)  # of the columns that come next, a thread going down
-            prefetch(state + r * row_bytes - 64)
+            _fetch(soon, r)
             a, b = load_left(state + r * row_bytes, left), load_left(state + r * row_bytes + 64, left - 16)
         store_f32(tile + 128 * r, a)
         store_f32(tile + 128 * r + 64, b)
 
 
 @inline
-def _enter_rounded(state: Int, row_bytes: Int, left: Int, tile: Int, n: Int) -> None:
+def _enter_rounded(state: Int, row_bytes: Int, left: Int, tile: Int, n: Int, soon: Rows) -> None:
     """`_enter` of a bfloat16 state, of 16 or 32 columns."""
     for r in range(n):
         a, b = zero_f32(), zero_f32()
         if state != 0:
-            prefetch(state + r * row_bytes - 64)
+            _fetch(soon, r)
             a = load_bf16(state + r * row_bytes)
             if left > 16:
                 b = load_bf16(state + r * row_bytes + 32)
         store_f32(tile + 128 * r, a)
         store_f32(tile + 128 * r + 64, b)
+
+
+@inline
+def _enter_and_pass(
+    state: Int, row_bytes: Int, tile: Int, n: Int, soon: Rows, decays: Int, key: Int, query: Int
+) -> tuple[Floats, Floats, Floats, Floats]:
+    """`_enter` of 32 columns of float32 and `_pass` in one: nothing was added to them yet."""
+    seen_a, seen_b, y_a, y_b = zero_f32(), zero_f32(), zero_f32(), zero_f32()
+    for r in range(n):
+        _fetch(soon, r)
+        decay = spread_f32(decays + 4 * r)
+        h_a = mul(load_f32(state + r * row_bytes), decay)
+        h_b = mul(load_f32(state + r * row_bytes + 64), decay)
+        store_f32(tile + 128 * r, h_a)
+        store_f32(tile + 128 * r + 64, h_b)
+        k, q = spread_f32(key + 4 * r), spread_f32(query + 4 * r)
+        seen_a, seen_b = fma(k, h_a, seen_a), fma(k, h_b, seen_b)
+        y_a, y_b = fma(q, h_a, y_a), fma(q, h_b, y_b)
+    return seen_a, seen_b, y_a, y_b
+
+
+@inline
+def _pass(
+    tile: Int, n: Int, last: Int, a: Floats, b: Floats, decays: Int, key: Int, query: Int
+) -> tuple[Floats, Floats, Floats, Floats]:
+    """A token passes by a tile, to which `last` times a and b is added first. What key and query see there."""
+    seen_a, seen_b, y_a, y_b = zero_f32(), zero_f32(), zero_f32(), zero_f32()
+    for r in range(n):
+        weight, decay, at = spread_f32(last + 4 * r), spread_f32(decays + 4 * r), tile + 128 * r
+        h_a = mul(fma(weight, a, load_f32(at)), decay)
+        h_b = mul(fma(weight, b, load_f32(at + 64)), decay)
+        store_f32(at, h_a)
+        store_f32(at + 64, h_b)
+        k, q = spread_f32(key + 4 * r), spread_f32(query + 4 * r)
+        seen_a, seen_b = fma(k, h_a, seen_a), fma(k, h_b, seen_b)
+        y_a, y_b = fma(q, h_a, y_a), fma(q, h_b, y_b)
+    return seen_a, seen_b, y_a, y_b
 
 
 @inline
@@ -157,7 +215,7 @@ def delta_columns(frame: int, args: int, thread: int, threads: int) -> None:
     """heads, heads of a key head, key heads, tiled, n of a key, columns; q, k, v and step with two strides
     each, step's is one per head; A; beta and its stride, its scale; state and its slot stride; slots,
     query_start, has_history; out (dense); positions where the state is bfloat16, else 0; 0, or where the
-    state behind each row is kept, too. All tokens of a sequence over 32 columns of a head at a time."""
+    state behind each row is kept, too. All tokens of a sequence over 32 columns of a head, a tile, at a time."""
     heads, ratio, keys, tiled, n, dim, qs, q_bytes, q_head, ks, k_bytes, k_head = words(args, 2, 14)
     vs, v_bytes, v_head, steps, step_bytes, step_head, one, rates, betas, beta_bytes = words(args, 14, 24)
     beta_scale = get_f32(args + 192)
@@ -167,68 +225,83 @@ def delta_columns(frame: int, args: int, thread: int, threads: int) -> None:
     v_row, out_bytes = size * dim, 4 * heads * dim
     tile = scratch_of(frame, thread)
     decays, unit_q, length = tile + 128 * n, tile + 128 * n + row, 1.0 / math.sqrt(np.float64(n))
+    tiles, head_bytes = heads * parts, size * n * dim
+    run = _count_tiles(frame, args, tiles, parts, threads)
     while True:
-        i, slot, past, first, tokens = take_sequence(frame, args, heads * parts, (slots, starts, history))
+        i, slot, past, first, tokens = take_sequence(
+            frame, args, (tiles + run - 1) // run, (slots, starts, history)
+        )
         if i < 0:
             return
-        h, c = i // parts, i % parts * COLUMNS
-        g, left = h % keys if tiled else h // ratio, dim - c
-        own = state + slot * slot_bytes + size * (h * n * dim + c)
-        out = outs + first * out_bytes + 4 * (h * dim + c)
-        q, k = qs + first * q_bytes + g * q_head, ks + first * k_bytes + g * k_head
-        v, step = vs + first * v_bytes + h * v_head + 4 * c, steps + first * step_bytes + h * step_head
-        rate, beta = get_f32(rates + 4 * h), betas + first * beta_bytes + 4 * h
-        now, before = unit_q + row, unit_q + 2 * row
-        for r in range(0, n, 16):
-            store_f32(before + 4 * r, zero_f32())
-        if positions == 0:
-            _enter(own if past else np.int64(0), v_row, left, tile, n)
-        else:
-            _enter_rounded(own if past else np.int64(0), v_row, left, tile, n)
-        seed = np.int64(0)
-        # Nothing was added yet: minus 0, because x + -0 is x, also where x is -0.
-        nothing = spread(np.float32(-0.0))
-        a, b = nothing, nothing
-        for t in range(tokens):
-            _unit(q + t * q_bytes, n, length, unit_q)
-            _unit(k + t * k_bytes, n, 1.0, now)
-            _decays(step + t * step_bytes, n, rate, one, decays)
-            if positions != 0 and t > 0:
-                _round_tile(tile, n, before, a, b, seed, c)
-                a, b = nothing, nothing
-                for r in range(0, n, 16):
-                    store_f32(before + 4 * r, zero_f32())
-            seen_a, seen_b, y_a, y_b = zero_f32(), zero_f32(), zero_f32(), zero_f32()
-            for r in range(n):
-                last, decay, at = spread_f32(before + 4 * r), spread_f32(decays + 4 * r), tile + 128 * r
-                h_a = mul(fma(last, a, load_f32(at)), decay)
-                h_b = mul(fma(last, b, load_f32(at + 64)), decay)
-                store_f32(at, h_a)
-                store_f32(at + 64, h_b)
-                key, query = spread_f32(now + 4 * r), spread_f32(unit_q + 4 * r)
-                seen_a, seen_b = fma(key, h_a, seen_a), fma(key, h_b, seen_b)
-                y_a, y_b = fma(query, h_a, y_a), fma(query, h_b, y_b)
-            share = spread(get_f32(beta + t * beta_bytes) * beta_scale)
-            a = mul(share, sub(load_left(v + t * v_bytes, left), seen_a))
-            b = mul(share, sub(load_left(v + t * v_bytes + 64, left - 16), seen_b))
-            both = spread(_dot(unit_q, now, n))
-            store_left(out + t * out_bytes, fma(both, a, y_a), left)
-            store_left(out + t * out_bytes + 64, fma(both, b, y_b), left - 16)
-            now, before = before, now
-            if positions != 0:
-                seed = np.int64(seed_at(positions, first + t) + h * n * ROW_STEP)
-            if row_slots != 0 and t < tokens - 1:
-                kept = get_i64(row_slots + 8 * (first + t))
-                if kept != 0:
-                    to = own + (kept - slot) * slot_bytes
-                    if positions == 0:
-                        _leave(to, v_row, left, tile, n, before, a, b)
-                    else:
-                        _leave_rounded(to, v_row, left, tile, n, before, a, b, seed, c)
-        if positions == 0:
-            _leave(own, v_row, left, tile, n, before, a, b)
-        else:
-            _leave_rounded(own, v_row, left, tile, n, before, a, b, seed, c)
+        begin, end = i * run, min(i * run + run, np.int64(tiles))
+        for number in range(begin, end):
+            h, c = number // parts, number % parts * COLUMNS
+            g, left = h % keys if tiled else h // ratio, dim - c
+            own = state + slot * slot_bytes + size * (h * n * dim + c)
+            out = outs + first * out_bytes + 4 * (h * dim + c)
+            q, k = qs + first * q_bytes + g * q_head, ks + first * k_bytes + g * k_head
+            v, step = vs + first * v_bytes + h * v_head + 4 * c, steps + first * step_bytes + h * step_head
+            rate, beta = get_f32(rates + 4 * h), betas + first * beta_bytes + 4 * h
+            now, before = unit_q + row, unit_q + 2 * row
+            for r in range(0, n, 16):
+                store_f32(before + 4 * r, zero_f32())
+            # What comes next in memory: the same part of the next head, or these rows' next columns.
+            soon = own + size * COLUMNS, v_row
+            if run >= parts:
+                if number == begin and past:
+                    for at in range(0, head_bytes, 64):
+                        prefetch_l2(own + at)
+                soon = own, v_row
+                if number - number % parts + parts < end:
+                    each = v_row // parts
+                    soon = own - size * c + head_bytes + number % parts * n * each, each
+            direct = past and positions == 0 and left >= COLUMNS
+            if not direct:
+                if positions == 0:
+                    _enter(own if past else np.int64(0), v_row, left, tile, n, soon)
+                else:
+                    _enter_rounded(own if past else np.int64(0), v_row, left, tile, n, soon)
+            seed = np.int64(0)
+            # Nothing was added yet: minus 0, because x + -0 is x, also where x is -0.
+            nothing = spread(np.float32(-0.0))
+            a, b = nothing, nothing
+            for t in range(tokens):
+                if tokens > 1 or number == begin or c == 0:  # else they are there, of the head's last tile
+                    _unit(q + t * q_bytes, n, length, unit_q)
+                    _unit(k + t * k_bytes, n, 1.0, now)
+                    _decays(step + t * step_bytes, n, rate, one, decays)
+                if positions != 0 and t > 0:
+                    _round_tile(tile, n, before, a, b, seed, c)
+                    a, b = nothing, nothing
+                    for r in range(0, n, 16):
+                        store_f32(before + 4 * r, zero_f32())
+                if direct and t == 0:
+                    seen_a, seen_b, y_a, y_b = _enter_and_pass(
+                        own, v_row, tile, n, soon, decays, now, unit_q
+                    )
+                else:
+                    seen_a, seen_b, y_a, y_b = _pass(tile, n, before, a, b, decays, now, unit_q)
+                share = spread(get_f32(beta + t * beta_bytes) * beta_scale)
+                a = mul(share, sub(load_left(v + t * v_bytes, left), seen_a))
+                b = mul(share, sub(load_left(v + t * v_bytes + 64, left - 16), seen_b))
+                both = spread(_dot(unit_q, now, n))
+                store_left(out + t * out_bytes, fma(both, a, y_a), left)
+                store_left(out + t * out_bytes + 64, fma(both, b, y_b), left - 16)
+                now, before = before, now
+                if positions != 0:
+                    seed = np.int64(seed_at(positions, first + t) + h * n * ROW_STEP)
+                if row_slots != 0 and t < tokens - 1:
+                    kept = get_i64(row_slots + 8 * (first + t))
+                    if kept != 0:
+                        to = own + (kept - slot) * slot_bytes
+                        if positions == 0:
+                            _leave(to, v_row, left, tile, n, before, a, b)
+                        else:
+                            _leave_rounded(to, v_row, left, tile, n, before, a, b, seed, c)
+            if positions == 0:
+                _leave(own, v_row, left, tile, n, before, a, b)
+            else:
+                _leave_rounded(own, v_row, left, tile, n, before, a, b, seed, c)
 
 
 @gated_delta_scan.variant("native", on="cpu", when=rounds_columns("value_dim"), native=True)

@@ -197,7 +197,6 @@ def mamba2_codes(frame: int, args: int, thread: int, threads: int) -> None:
         i, slot, past, begin, tokens = take_sequence(frame, args, heads * parts, (slots, starts, history))
         if i < 0:
             return
-        i = heads * parts - 1 - i  # as states lie in memory, which is read ahead of where it is read
         head, first = i // parts, i % parts * ROWS
         last = min(first + ROWS, np.int64(dim))
         own, group = state + slot * slot_bytes + head * dim * row_bytes, head // ratio

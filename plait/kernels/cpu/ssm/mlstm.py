@@ -1,6 +1,6 @@
 """xLSTM's matrix memory: a thread takes one head of one sequence through all of its tokens.
 
-memory   [key column][value column]   sixteen value columns are moved on over all key columns at a time
+memory   [key column][value column]   64 value columns are moved on over all key columns at a time
 norms    [key column]                 moved on first, for the divisor
 """
 
@@ -19,11 +19,15 @@ from plait.kernels.cpu.codegen.vec import (
     div,
     fma,
     get_f32,
+    load_f32,
     load_some,
     mul,
     peak,
+    prefetch_l2,
     put_f32,
     spread,
+    spread_f32,
+    store_f32,
     store_some,
     sub,
     total,
@@ -36,6 +40,11 @@ from plait.kernels.cpu.runtime.frame import take_sequence
 from plait.kernels.cpu.runtime.row_checks import Sequences, TensorRows, dense, float32_rows
 from plait.kernels.cpu.ssm.gated_norm import softplus
 from plait.ops.mlstm import mlstm_scan
+
+WIDTH = 64  # value columns that move on together: four vectors
+AHEAD = 8  # rows of a memory that are fetched early
+Gates = tuple[Floats, Floats, Floats, Floats]
+"""Of the input and of the memory, in every lane; the scale of what is read, and what divides it."""
 
 
 @inline
@@ -55,6 +64,42 @@ def _move_norms(q: Int, k: Int, n: Int, f: Floats, i: Floats, norms: Int) -> Flo
         store_some(norms + 4 * c, new, left)
         dot = fma(load_some(q + 4 * c, left), new, dot)
     return spread(total(dot))
+
+
+@inline
+def _move(C: Int, row: Int, size: Int, q: Int, k: Int, v: Int, gates: Gates, out: Int, left: np.int32) -> None:
+    """At most sixteen value columns move on over all key columns: C ← f C + i k v; out is what q reads."""
+    i, f, scale, divisor = gates
+    value, y = mul(i, load_some(v, left)), zero_f32()
+    for j in range(size):
+        at = C + row * j
+        new = fma(f, load_some(at, left), mul(spread(get_f32(k + 4 * j)), value))
+        store_some(at, new, left)
+        y = fma(spread(get_f32(q + 4 * j)), new, y)
+    store_some(out, div(mul(y, scale), divisor), left)
+
+
+@inline
+def _move_wide(C: Int, row: Int, size: Int, q: Int, k: Int, v: Int, gates: Gates, out: Int) -> None:
+    """`_move` of WIDTH columns: so whole lines of each row come from memory together."""
+    i, f, scale, divisor = gates
+    v_a, v_b, y_a, y_b = mul(i, load_f32(v)), mul(i, load_f32(v + 64)), zero_f32(), zero_f32()
+    v_c, v_d, y_c, y_d = mul(i, load_f32(v + 128)), mul(i, load_f32(v + 192)), zero_f32(), zero_f32()
+    for j in range(size):
+        at, key, query = C + row * j, spread_f32(k + 4 * j), spread_f32(q + 4 * j)
+        for n in range(0, 256, 64):
+            prefetch_l2(at + AHEAD * row + n)
+        a, b = fma(f, load_f32(at), mul(key, v_a)), fma(f, load_f32(at + 64), mul(key, v_b))
+        c, d = fma(f, load_f32(at + 128), mul(key, v_c)), fma(f, load_f32(at + 192), mul(key, v_d))
+        store_f32(at, a)
+        store_f32(at + 64, b)
+        store_f32(at + 128, c)
+        store_f32(at + 192, d)
+        y_a, y_b, y_c, y_d = fma(query, a, y_a), fma(query, b, y_b), fma(query, c, y_c), fma(query, d, y_d)
+    store_f32(out, div(mul(y_a, scale), divisor))
+    store_f32(out + 64, div(mul(y_b, scale), divisor))
+    store_f32(out + 128, div(mul(y_c, scale), divisor))
+    store_f32(out + 192, div(mul(y_d, scale), divisor))
 
 
 @kernel
@@ -89,16 +134,12 @@ def scan_memory(frame: int, args: int, thread: int, threads: int) -> None:
             dot = absolute(mul(_move_norms(q, k, size, f, i, n), spread(scale)))
             least = exp(sub(zero_f32(), top))
             divisor = add(where_less(dot, least, least, dot), spread(eps))
-            for c in range(0, dim, 16):
-                left = np.int32(dim - c)
-                value, y = mul(i, load_some(v + 4 * c, left)), zero_f32()
-                for j in range(size):
-                    at = C + 4 * (j * dim + c)
-                    new = fma(f, load_some(at, left), mul(spread(get_f32(k + 4 * j)), value))
-                    store_some(at, new, left)
-                    y = fma(spread(get_f32(q + 4 * j)), new, y)
-                y = div(mul(y, spread(scale)), divisor)
-                store_some(outs + 4 * ((t * heads + h) * dim + c), y, left)
+            over, wide = (i, f, spread(scale), divisor), dim // WIDTH * WIDTH
+            for c in range(0, wide, WIDTH):
+                _move_wide(C + 4 * c, 4 * dim, size, q, k, v + 4 * c, over, outs + 4 * ((t * heads + h) * dim + c))
+            for c in range(wide, dim, 16):
+                left, to = np.int32(dim - c), outs + 4 * ((t * heads + h) * dim + c)
+                _move(C + 4 * c, 4 * dim, size, q, k, v + 4 * c, over, to, left)
 
 
 @mlstm_scan.variant("native", on="cpu", when=float32_rows, native=True)

@@ -208,7 +208,6 @@ def $name(frame, args, thread, threads):
         i, slot, past, t, tokens = take_sequence(frame, args, heads * parts, (slots, starts, history))
         if i < 0:
             return
-        i = heads * parts - 1 - i  # as states lie in memory, which is read ahead of where it is read
         head, p = i // parts, i % parts * $part
         rows, own = min(dim - p, $part), state + slot * slot_bytes + $row * (head * dim + p)
         if not past:
