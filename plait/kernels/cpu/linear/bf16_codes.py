@@ -40,6 +40,8 @@ PIECE = 256  # inputs of which numbers without a code are listed together
 CODES, NONE = 8, 255  # how many exponents have a code; what is written for one that has none
 WORTH = 0.875  # of the plain size is the most that is worth it
 AHEAD = 3072  # bytes that a tile is fetched before it is needed
+SOME = 4  # rows that take longer to multiply than their weights to come from memory
+SOME_AHEAD = 8192  # bytes that weights are fetched for them, into L2: of 2 to 8 KB the best on a Zen 4
 HERE = "look_bytes" in DEFINED  # where bytes are looked up in a register
 
 
@@ -114,7 +116,7 @@ unpacked = straight(unpack)
 class Walk:
     """Through tiles `apart` bytes from one another, over inputs first..first+count of n. As in `unpack`.
 
-    scratch: RECORD_PLAIN bytes for each tile.
+    scratch: RECORD_PLAIN bytes for each tile; rows: that pass by together.
     """
 
     weight: Word
@@ -125,6 +127,7 @@ class Walk:
     count: Word
     scratch: Word
     tiles: int
+    rows: int
 
     def lines(self, w: Writer, sums: list[Value], add: Callable[..., list[Value]]) -> list[Value]:
         """sums = add(pair, lines, sums) for each pair of inputs, from 0, and its line of every tile."""
@@ -141,9 +144,7 @@ class Walk:
 
         def record(i: Word, *sums: Value) -> list[Value]:
             places = [r + i * RECORD for r in records]
-            for place in () if ONE_STREAM else places:
-                for line in range(0, RECORD, LINE):
-                    w.prefetch(place + (AHEAD + line))
+            self._fetch(w, places)
             return added(i, [_decode_record(w, place, table) for place in places], list(sums))
 
         def mended(i: Word, *carried: Value) -> list[Value]:
@@ -177,6 +178,19 @@ class Walk:
 
         start = [w.number(0), *(begin for begin, _ in others), *sums]
         return w.repeat(start, lambda i, *_: total.above(i), stretch)[1 + count :]
+
+    def _fetch(self, w: Writer, places: list[Word]) -> None:
+        """Weights that come later, with the records at these places.
+
+        A processor that fetches a stream by itself goes as far as the stream has gone. Where rows take their
+        time, it is a few lines ahead, and memory waits.
+        """
+        if ONE_STREAM and self.rows < SOME:
+            return
+        fetch, ahead = (w.prefetch_l2, SOME_AHEAD) if ONE_STREAM else (w.prefetch, AHEAD)
+        for place in places:
+            for line in range(0, RECORD, LINE):
+                fetch(place + (ahead + line))
 
 
 def _record_of(w: Writer, at: Word, end: Word) -> Word:

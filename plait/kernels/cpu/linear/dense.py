@@ -195,10 +195,10 @@ def few_through_codes(tiles: int, paired: bool, w: Writer, *words: Word) -> None
     """Block: as `rows_through`, of a few rows, with weights in twelve bits: `bf16_codes.Walk` says where."""
     x, row_bytes, weight, tile, tile_apart, n, first, count, scratch, *places, rows = words
     out, out_bytes, bias, left, apart = places
-    walk = bf16_codes.Walk(weight, tile, tile_apart, n, first, count, scratch, tiles)
     none = w.number(0)
 
     def some(row: Word, size: int) -> None:
+        walk = bf16_codes.Walk(weight, tile, tile_apart, n, first, count, scratch, tiles, size)
         source, to, half = x + row_bytes * row, out + out_bytes * row, size * tiles
 
         def add(p: Word, lines: list[Value], sums: list[Value]) -> list[Value]:
