@@ -26,10 +26,9 @@ from hypothesis import HealthCheck, settings
 from plait.cache_folder import cache_base
 from plait.kernels.load import executor, load_kernels
 from plait.state import host_store
-from tests.skips import pytest_terminal_summary
 from tests.written_once import share_in
 
-__all__ = ["pytest_terminal_summary"]
+pytest_plugins = ("tests.sampling", "tests.skips")
 
 # No test depends on how busy the machine is.
 settings.register_profile("plait", deadline=None, suppress_health_check=[HealthCheck.too_slow])

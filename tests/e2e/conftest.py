@@ -27,11 +27,17 @@ ROOT = Path(__file__).resolve().parents[2]
 NANO_HYBRID = ROOT / "examples" / "nano-hybrid"
 
 
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    # Not for the session: while Playwright runs, this thread has an event loop, and asyncio.run() refuses.
-    with browser.launched() as found:
+@pytest.fixture(scope="session")
+def driver() -> Iterator[browser.QuietDriver]:
+    with browser.launched_once() as found:
         yield found
+
+
+@pytest.fixture(scope="module")
+def chromium(driver: browser.QuietDriver) -> Iterator[Any]:
+    driver.wake()
+    yield driver.chromium
+    driver.rest()
 
 
 @pytest.fixture

@@ -193,6 +193,7 @@ def test_the_process_that_answers_http_holds_no_tensors(server: Server) -> None:
     assert "/llvmlite/" in Path(f"/proc/{engine_of(server)}/maps").read_text()
 
 
+@pytest.mark.slow  # tests/loading/image/test_startup.py has the same of a process without a server
 def test_an_engine_from_a_startup_image_holds_neither_torch_nor_numba(
     tmp_path: Path, kernel_folder: Path
 ) -> None:

@@ -179,7 +179,9 @@ def test_a_gpu_gives_its_share_of_what_is_measured_and_swaps_into_the_host_s_mem
     nano_hybrid: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The largest step really runs, on a CPU; the device's numbers are made up."""
-    opened = open_model(str(nano_hybrid), EngineConfig(device="cpu", ops="reference", max_num_seqs=2))
+    opened = open_model(
+        str(nano_hybrid), EngineConfig(device="cpu", ops="reference", max_num_seqs=2, max_model_len=128)
+    )
     target = build_module.make_target(opened, torch.device("cpu"))
     decoder = build_module.load_decoder(opened, target, lambda *_: None)
     facts = build_module.describe_for_sizing(decoder, target)
