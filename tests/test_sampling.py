@@ -28,7 +28,9 @@ def test_plain(n): pass
 @pytest.mark.parametrize("name", ["a", "b"])
 def test_each(name, case): assert case < 9
 
-@pytest.mark.parametrize("n", [0, pytest.param(1, marks=pytest.mark.sampled(9)), pytest.param(2, marks=pytest.mark.slow)])
+SOME = [0, pytest.param(1, marks=pytest.mark.sampled(9)), pytest.param(2, marks=pytest.mark.slow)]
+
+@pytest.mark.parametrize("n", SOME)
 def test_some(n): assert n != 1, "one fails"
 """
 

@@ -27,7 +27,7 @@ LONG = 150
 
 
 def hear_others(patch: pytest.MonkeyPatch) -> list[str]:
-    """Replicas show signs of life in time, however busy this machine is; but not those that are added here."""
+    """Replicas show signs of life, however busy this machine is; those that are added to the list do not."""
     quiet: list[str] = []
     patch.setattr(lease_table, "ASLEEP_S", math.inf)  # a gateway that had to wait excuses all of them
     for method in ("find_silent", "place"):

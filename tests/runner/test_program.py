@@ -112,6 +112,7 @@ def quick(names: list[str]) -> list[Any]:
     ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", quick(RECORDED))
 def test_a_step_of_every_family_can_be_recorded(
     name: str, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
