@@ -20,12 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from plait.version import __version__
 
 ROOT = Path(__file__).resolve().parent.parent
 EVERY = "all"
 QUICK = "not slow"  # the marks that `make test` runs
+FEW_EXAMPLES, MANY_EXAMPLES = 50, 100  # of a test that draws its inputs, unless it says how many
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -37,6 +39,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     given = getattr(config, "workerinput", {}).get("sample") or config.option.sample
     config.option.sample = given or read_commit(ROOT)
+    # No test depends on how busy the machine is.
+    settings.register_profile(
+        "plait",
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+        max_examples=FEW_EXAMPLES if is_sampled(config) else MANY_EXAMPLES,
+    )
+    settings.load_profile("plait")
 
 
 @pytest.hookimpl(optionalhook=True)

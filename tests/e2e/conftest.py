@@ -98,6 +98,13 @@ def serve(model: Path | str, *options: str) -> Iterator[Server]:
             print(log.read())  # noqa: T201  pytest shows it if a test fails
 
 
+@pytest.fixture(scope="session")
+def nano_server() -> Iterator[Server]:
+    """The nano hybrid for sixteen sequences, for tests that need no options of their own."""
+    with serve(NANO_HYBRID, "--max-num-seqs", "16") as running:
+        yield running
+
+
 def _wait_until_healthy(server: Server, timeout_s: float = 120) -> None:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
