@@ -41,8 +41,8 @@ $(READY): pyproject.toml constraints.txt requirements-models.txt
 demo: $(READY) ## start the server on two small models, chat, complete texts, stop it
 	@$(BIN)/python tools/demo.py
 
-test: $(READY) ## the tests, a few minutes
-	@$(PYTEST) $(TESTS)
+test: $(READY) ## the tests, a few minutes; every case of every matrix with SAMPLE=all
+	@$(PYTEST) $(if $(SAMPLE),--sample=$(SAMPLE)) $(TESTS)
 
 test-all: $(READY) ## the tests with the slow ones
 	@$(PYTEST) -m "slow or not slow" $(TESTS)

@@ -21,19 +21,13 @@ import pytest
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import torch
-from hypothesis import HealthCheck, settings
 
 from plait.cache_folder import cache_base
 from plait.kernels.load import executor, load_kernels
 from plait.state import host_store
-from tests.skips import pytest_terminal_summary
 from tests.written_once import share_in
 
-__all__ = ["pytest_terminal_summary"]
-
-# No test depends on how busy the machine is.
-settings.register_profile("plait", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("plait")
+pytest_plugins = ("tests.sampling", "tests.skips")
 
 ROOT = Path(__file__).resolve().parent.parent
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"

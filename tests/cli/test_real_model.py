@@ -104,6 +104,7 @@ def test_ctrl_c_stops_it_with_exit_code_130(smollm2: Path) -> None:
     assert b"Traceback" not in err
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("path", ["nowhere", "nowhere/model.gguf"])
 def test_a_missing_model_is_one_line(plait: Run, tmp_path: Path, path: str) -> None:
     for command in (

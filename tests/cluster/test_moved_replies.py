@@ -164,7 +164,7 @@ def read_all(
         thread.start()
     interrupt([*streams.values()])
     for thread in threads:
-        thread.join(30)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive()
     return found
 

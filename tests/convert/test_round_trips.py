@@ -97,6 +97,7 @@ def as_gguf(model: Model, arch: str) -> tuple[Model, Memory]:
     return Model(resolved(file, gguf=target.keys), file), file
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", BOTH_WAYS | ONE_WAY)
 def test_gguf_is_the_same_model(name: str, folder: Path) -> None:
     model, oracle = source(name, folder)
@@ -105,6 +106,7 @@ def test_gguf_is_the_same_model(name: str, folder: Path) -> None:
     assert worst(whole(decoder(again.resolved, file), ids), oracle["logits"][0]) <= 1e-4
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", BOTH_WAYS)
 def test_what_comes_back_has_the_names_and_numbers_of_the_first(name: str, folder: Path) -> None:
     first, oracle = source(name, folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -17,13 +18,14 @@ __all__ = [
     "HEIGHT",
     "LOOKS",
     "NOTE",
+    "QuietDriver",
     "answers",
     "entries",
     "expect",
     "exported",
     "imported",
     "kept",
-    "launched",
+    "launched_once",
     "needs_browser",
     "opened",
     "said",
@@ -77,6 +79,34 @@ def launched() -> Iterator[Any]:
         )
         yield browser
         browser.close()
+
+
+class QuietDriver:
+    """One Chromium for the tests of a process, with the event loop of its driver out of the others' way.
+
+    While Playwright runs, its loop counts as running in this thread, and `asyncio.run` refuses. Between two
+    modules that use the browser nothing calls it, so its loop need not run.
+    """
+
+    def __init__(self, chromium: Any) -> None:
+        self.chromium, self._loop = chromium, asyncio.get_running_loop()
+        self.rest()
+
+    def rest(self) -> None:
+        asyncio._set_running_loop(None)
+
+    def wake(self) -> None:
+        asyncio._set_running_loop(self._loop)
+
+
+@contextlib.contextmanager
+def launched_once() -> Iterator[QuietDriver]:
+    with launched() as chromium:
+        driver = QuietDriver(chromium)
+        try:
+            yield driver
+        finally:
+            driver.wake()  # to be closed
 
 
 @contextlib.contextmanager

@@ -27,11 +27,17 @@ ROOT = Path(__file__).resolve().parents[2]
 NANO_HYBRID = ROOT / "examples" / "nano-hybrid"
 
 
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    # Not for the session: while Playwright runs, this thread has an event loop, and asyncio.run() refuses.
-    with browser.launched() as found:
+@pytest.fixture(scope="session")
+def driver() -> Iterator[browser.QuietDriver]:
+    with browser.launched_once() as found:
         yield found
+
+
+@pytest.fixture(scope="module")
+def chromium(driver: browser.QuietDriver) -> Iterator[Any]:
+    driver.wake()
+    yield driver.chromium
+    driver.rest()
 
 
 @pytest.fixture
@@ -90,6 +96,13 @@ def serve(model: Path | str, *options: str) -> Iterator[Server]:
             process.wait()
             log.seek(0)
             print(log.read())  # noqa: T201  pytest shows it if a test fails
+
+
+@pytest.fixture(scope="session")
+def nano_server() -> Iterator[Server]:
+    """The nano hybrid for sixteen sequences, for tests that need no options of their own."""
+    with serve(NANO_HYBRID, "--max-num-seqs", "16") as running:
+        yield running
 
 
 def _wait_until_healthy(server: Server, timeout_s: float = 120) -> None:

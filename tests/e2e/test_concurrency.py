@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from openai import AsyncOpenAI
 
-from tests.e2e.conftest import NANO_HYBRID, Server, serve
+from tests.e2e.conftest import Server
 from tests.patience import PATIENCE_S
 
 PROMPTS = [
@@ -19,12 +18,6 @@ PROMPTS = [
     "Now there was", "My son,", "Woe unto", "And he went", "Blessed is", "The water", "Fear not", "Three men",
     "Upon the mountain", "She answered",
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serve(NANO_HYBRID, "--max-num-seqs", "16") as running:
-        yield running
 
 
 async def stream(client: AsyncOpenAI, prompt: str, max_tokens: int, **options: float | int) -> str:
@@ -37,7 +30,9 @@ async def stream(client: AsyncOpenAI, prompt: str, max_tokens: int, **options: f
 @pytest.mark.parametrize(
     "options", [{"temperature": 0}, {"temperature": 0.9, "seed": 7, "top_p": 0.95}], ids=["greedy", "seeded"]
 )
-def test_sixteen_streams_equal_their_single_runs(server: Server, options: dict[str, float]) -> None:
+def test_sixteen_streams_equal_their_single_runs(nano_server: Server, options: dict[str, float]) -> None:
+    server = nano_server
+
     async def compare() -> None:
         async with AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
             alone = [await stream(client, prompt, 40, **options) for prompt in PROMPTS]
@@ -48,7 +43,8 @@ def test_sixteen_streams_equal_their_single_runs(server: Server, options: dict[s
     asyncio.run(compare())
 
 
-def test_random_cancels_leave_nothing_behind(server: Server) -> None:
+def test_random_cancels_leave_nothing_behind(nano_server: Server) -> None:
+    server = nano_server
     before = held(server)
 
     async def leave_early(client: AsyncOpenAI, seed: int) -> None:

@@ -61,6 +61,7 @@ def assert_same(results: list[CellResult], grows: bool) -> None:
     assert not idle, f"these settings showed nothing: {idle}"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name",
     [

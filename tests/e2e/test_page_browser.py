@@ -11,7 +11,7 @@ import pytest
 from plait.config import ServerConfig
 from plait.frontend.frontend import Front
 from tests.e2e.browser import HEIGHT, answers, expect, needs_browser, opened, said, streamed
-from tests.e2e.conftest import NANO_HYBRID, serve
+from tests.e2e.conftest import Server
 from tests.patience import PATIENCE_S
 from tests.server.conftest import serving, start, wait_until
 from tests.server.fake import EchoLoop, fake_front
@@ -396,15 +396,14 @@ def test_everything_that_can_be_used_has_a_name(page: Any, url: str) -> None:
     assert page.evaluate(script) == []
 
 
-def test_a_hybrid_of_mamba_and_mla_is_served_to_a_browser(page: Any) -> None:
-    with serve(NANO_HYBRID) as server:
-        opened(page, server.url + "/").get_by_text("Complete", exact=True).click()
-        said(page, "And it came to pass", "Control+Enter")
-        assert len(page.locator("#transcript .plain").last.inner_text()) > 20
-        page.click("#panel-engine")
-        expect(page.locator(".bar-box").nth(1)).to_contain_text("Slots and snapshots")
-        expect(page.locator(".totals").last).to_contain_text("Replies ended by length")
-        page.close()
+def test_a_hybrid_of_mamba_and_mla_is_served_to_a_browser(page: Any, nano_server: Server) -> None:
+    opened(page, nano_server.url + "/").get_by_text("Complete", exact=True).click()
+    said(page, "And it came to pass", "Control+Enter")
+    assert len(page.locator("#transcript .plain").last.inner_text()) > 20
+    page.click("#panel-engine")
+    expect(page.locator(".bar-box").nth(1)).to_contain_text("Slots and snapshots")
+    expect(page.locator(".totals").last).to_contain_text("Replies ended by length")
+    page.close()
 
 
 @pytest.mark.slow

@@ -124,6 +124,7 @@ def test_every_view_is_legible_fits_and_can_be_hit(look: tuple[str, Any]) -> Non
     sound(page)
 
 
+@pytest.mark.sampled(4)
 def test_faint_and_small_things_would_be_found(look: tuple[str, Any]) -> None:
     _, page = look
     page.evaluate("""() => {

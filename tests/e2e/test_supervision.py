@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,6 @@ from tests.e2e.conftest import NANO_HYBRID, Server, serve
 
 NUM_STREAMS, NUM_TOKENS = 16, 240
 OPENINGS = ["Once upon a time", "The little dog", "One day, a girl", "In the garden"]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serve(NANO_HYBRID, "--max-num-seqs", str(NUM_STREAMS)) as running:
-        yield running
 
 
 def body(i: int, num_tokens: int) -> dict[str, Any]:
@@ -132,8 +126,8 @@ def check_lost(
     assert len({stream.text for stream in calm}) > count // 2
 
 
-def test_streams_of_a_killed_engine_have_the_text_they_would_have_had(server: Server) -> None:
-    check_lost(server)
+def test_streams_of_a_killed_engine_have_the_text_they_would_have_had(nano_server: Server) -> None:
+    check_lost(nano_server)
 
 
 def test_streams_go_on_when_a_rank_is_killed() -> None:
@@ -187,12 +181,13 @@ def test_streams_of_a_larger_model_do_too(smollm2: Path) -> None:
         check_lost(running)
 
 
-def test_the_process_that_answers_http_holds_no_tensors(server: Server) -> None:
+def test_the_process_that_answers_http_holds_no_tensors(nano_server: Server) -> None:
     for name in ("torch", "numba", "llvmlite"):
-        assert f"/{name}/" not in Path(f"/proc/{server.process.pid}/maps").read_text()
-    assert "/llvmlite/" in Path(f"/proc/{engine_of(server)}/maps").read_text()
+        assert f"/{name}/" not in Path(f"/proc/{nano_server.process.pid}/maps").read_text()
+    assert "/llvmlite/" in Path(f"/proc/{engine_of(nano_server)}/maps").read_text()
 
 
+@pytest.mark.slow  # tests/loading/image/test_startup.py has the same of a process without a server
 def test_an_engine_from_a_startup_image_holds_neither_torch_nor_numba(
     tmp_path: Path, kernel_folder: Path
 ) -> None:

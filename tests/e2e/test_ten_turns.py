@@ -21,7 +21,7 @@ from plait.loading.build import Loaded, load
 from plait.memory import has_slots
 from plait.request import Request, SamplingParams
 from plait.schedule.plan import SamplingBatch, StepPlan, Ticket
-from tests.e2e.conftest import NANO_HYBRID, serve
+from tests.e2e.conftest import Server
 from tests.families import tiny
 
 # Grouped queries; windows; latents and experts; Mamba2 alone; Mamba2 with attention and experts.
@@ -127,7 +127,7 @@ def test_a_reply_that_comes_back_changed_costs_the_reply_alone(tmp_path: Path) -
     assert runner.num_tokens - before == len(changed) + 1
 
 
-def test_over_http_a_turn_computes_what_is_new() -> None:
+def test_over_http_a_turn_computes_what_is_new(nano_server: Server) -> None:
     """Messages, the model's own template, and text that is tokenized again: as clients do it."""
     questions = [
         "Tell me of the king.", "And of his sons?", "Who built the house?", "What did the people say?",
@@ -136,10 +136,7 @@ def test_over_http_a_turn_computes_what_is_new() -> None:
     messages: list[dict[str, str]] = []
     prompt_len = reply_len = 0
     rows = []
-    with (
-        serve(NANO_HYBRID, "--max-num-seqs", "2") as server,
-        OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client,
-    ):
+    with OpenAI(base_url=nano_server.url + "/v1", api_key="none", max_retries=0) as client:
         for question in questions:
             messages.append({"role": "user", "content": question})
             answer = client.chat.completions.create(

@@ -92,6 +92,7 @@ def with_up_projections(tensors: Mapping[str, Tensor], make: Callable[[Tensor], 
     return {n: make(t) if n.endswith("kv_b_proj.weight") else t for n, t in tensors.items()}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "kind"), [(name, kind) for name in NAMES for kind in (KINDS if name == "deepseek_v3" else FEW)]
 )

@@ -84,6 +84,7 @@ def agree(config: dict[str, Any], checkpoint: QuantizedCheckpoint, plain: dict[s
         assert worst(one, other) <= 1e-4 * float(logits.abs().max())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", PACKINGS)
 def test_llama_in_every_packing_is_its_decoded_twin(name: str, models: dict[str, Model]) -> None:
     config, tensors = models["llama"]

@@ -66,6 +66,7 @@ def test_logits_are_the_same_without_a_config(name: str, checkpoints: Path) -> N
     assert worst(whole(decoder(bare, checkpoint), oracle["ids"][0]), oracle["logits"][0]) <= TOLERANCE
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", names(*NEW_KEYS))
 def test_old_and_new_keys_give_one_spec(name: str, checkpoints: Path) -> None:
     config, tensors, _ = tiny.read(folder_of(name, checkpoints))

@@ -17,9 +17,16 @@ from tests.families import tiny
 
 PROMPTS = ([3, 14, 15, 92, 65, 35], [89, 79, 32, 38, 46, 26, 43, 38, 32, 79, 50, 28, 84], [7])
 ENDS = (5, 9, 17, 40)
+DRAWN = ("llama", "bamba")
 
 
-@pytest.fixture(scope="module", params=["llama", "bamba", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module",
+    params=[
+        *(pytest.param(name, marks=pytest.mark.drawn(name, DRAWN)) for name in DRAWN),
+        pytest.param("qwen3_next", marks=pytest.mark.slow),
+    ],
+)
 def both(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[LLM, Any]]:

@@ -92,6 +92,7 @@ class Outline(Memory):
         super().__init__({name: torch.empty(shape, device=META) for name, shape in shapes.items()})
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "limit"), [("SmolLM2-135M", 250), ("nano-hybrid", 80), ("Qwen3-30B-A3B", 600)]
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,13 +19,14 @@ from plait.model.mixers.registry import list_mixers
 from plait.ops.attention import BLOCK
 from plait.ops.registry import REGISTRY, Op, OpFacts, Variant
 from plait.quant.weight import Dense
-from tests.common_storages import is_rare
+from tests.common_storages import DRAWN, is_rare
 
 load_kernels()
 list_mixers()  # registers every op that a model can use
 importlib.import_module("plait.runner.sampler")  # and those of the sampler
 FORBIDDING = {"edit_logits"}  # what returns -inf on purpose
 STANDARD = {"block_size": BLOCK, "kv_dtype": "model"}  # what every mixer adds to an op's own sizes
+SLOW = "slow"
 TOGETHER = 8  # cases of one test: for most of them, a test's own cost is more than theirs
 
 
@@ -40,20 +42,29 @@ def is_slow(op: Op, case: Mapping[str, Any]) -> bool:
     return is_rare(storage) or is_seven or (is_whole and storage in ROUNDED_ALONE)
 
 
+def run_when(op: Op, case: Mapping[str, Any]) -> str:
+    """SLOW, the storage of DRAWN that a native kernel is compiled for, or "" for always."""
+    if is_slow(op, case):
+        return SLOW
+    storage = str(case.get("stored", case.get("kind"))).partition("+")[0]
+    return storage if storage in DRAWN else ""
+
+
 def runnable() -> Iterator[Any]:
     """Each variant with some of its op's cases, and their places among them."""
     for op in REGISTRY.values():
         for variant in op.variants:
             if variant.on == "cuda" and not torch.cuda.is_available():
                 continue
-            for leaves in (False, True):
-                places = [
-                    i for i, case in enumerate(op.cases) if leaves == (variant.native and is_slow(op, case))
-                ]
+            groups: defaultdict[str, list[int]] = defaultdict(list)
+            for i, case in enumerate(op.cases):
+                groups[run_when(op, case) if variant.native else ""].append(i)
+            for when, places in groups.items():
                 for first in range(0, len(places), TOGETHER):
                     # tests/kernels/cpu/attention has more shapes; each takes a second to compile.
                     is_more = first > 0 and variant.native and op.name == "paged_attention"
-                    marks = pytest.mark.slow if leaves or is_more else ()
+                    marks = [pytest.mark.slow] if when == SLOW or is_more else []
+                    marks += [pytest.mark.drawn(when, DRAWN)] if when in DRAWN else []
                     some = places[first : first + TOGETHER]
                     name = f"{op.name}-{variant.name}-{some[0]}-{some[-1]}"
                     yield pytest.param(op, variant, some, id=name, marks=marks)

@@ -141,6 +141,7 @@ def test_what_no_block_can_hold_is_refused_by_the_tensors_name(name: str, bad: f
         encoder(name)(x, "layers.3.attn.q.weight", threads=2)
 
 
+@pytest.mark.sampled(3)
 @ALL
 @given(st.lists(st.floats(-60000, 60000, width=32), min_size=256, max_size=256))
 @settings(max_examples=25, deadline=None)

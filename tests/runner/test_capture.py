@@ -110,6 +110,7 @@ def quick() -> list[Any]:
     return [pytest.param(n, marks=pytest.mark.slow) if n in late else n for n in names]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", quick())
 def test_a_decode_step_of_every_family_can_be_captured(name: str, tmp_path: Path) -> None:
     model, store = on_gpu(name, tmp_path)

@@ -73,6 +73,7 @@ def test_the_models_have_every_mixer_that_is_registered() -> None:
     assert not ours - found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["altup", "compressed", "mlstm", "mamba3"])
 def test_models_are_written_the_same_each_time(name: str, tmp_path: Path) -> None:
     for folder in ("one", "two"):

@@ -21,6 +21,7 @@ from tests.families.plamo2_oracle import CONFIG, checkpoint, logits
 LAYER = "model.layers.0."
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", tiny_bare.VARIANTS)
 def test_logits_are_the_same_without_a_config(name: str, tmp_path: Path) -> None:
     tiny.write(name, tmp_path, tiny_bare.VARIANTS[name])

@@ -41,6 +41,7 @@ class Paged:
         return out
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kept", [{}, {"kv_dtype": "int8"}], ids=["numbers", "codes"])
 def test_heads_of_512_columns_are_attended(kept: dict[str, str]) -> None:
     torch.manual_seed(3)
@@ -51,6 +52,7 @@ def test_heads_of_512_columns_are_attended(kept: dict[str, str]) -> None:
     torch.testing.assert_close(attend_paged(*args, **more), wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("window", [None, 290])
 def test_a_row_has_the_same_bits_alone_in_a_batch_and_in_a_chunk(window: int | None) -> None:
     paged = Paged()
@@ -63,6 +65,7 @@ def test_a_row_has_the_same_bits_alone_in_a_batch_and_in_a_chunk(window: int | N
     torch.testing.assert_close(batch, reference, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("count", [1, 40])
 def test_what_lies_in_front_of_a_window_may_be_no_number(count: int) -> None:
     """Blocks that left the window are given back: their entries in the table are those of padding."""

@@ -31,6 +31,7 @@ def layer(parts: int) -> RecurrentLayer:
     return RecurrentLayer((kv, gate, torch.arange(TOKENS)), state, run)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_prompt_that_is_cut_anywhere_gives_the_same_bits(parts: int) -> None:
     torch.manual_seed(parts)

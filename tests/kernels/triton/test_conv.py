@@ -23,6 +23,7 @@ def layer(tokens: int, channels: int, taps: int) -> RecurrentLayer:
     return RecurrentLayer((torch.randn(tokens, channels),), torch.randn(SLOTS, taps - 1, channels), run)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("channels", "taps"), [(5, 2), pytest.param(300, 4, marks=pytest.mark.slow), (7, 5)])
 def test_cuts_of_a_prompt_change_no_bit(channels: int, taps: int) -> None:
     check_cuts(layer(21, channels, taps), [[1] * 21, [2, 1, 18], [9, 12], [20, 1]])

@@ -28,11 +28,13 @@ def layer(tokens: int, size: int, dim: int, *, channels: bool, tiled: bool = Fal
     return RecurrentLayer((q, k, v, decay, beta), torch.randn(SLOTS, HEADS, size, dim), run)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("channels", [False, True])
 def test_cuts_of_a_prompt_change_no_bit(channels: bool) -> None:
     check_cuts(layer(7, 7, 5, channels=channels), [[1] * 7, [2, 5], [6, 1]])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("channels", [False, True])
 def test_batch_composition_changes_no_bit(channels: bool) -> None:
     check_composition(layer(12, 8, 4, channels=channels, tiled=True))

@@ -77,6 +77,7 @@ MIXED = [
 RAGGED = [(1, 18), (2, WALKED + 1), (3, 0), (4, 33), (5, 3)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "dim", "channels"), [(5, 7, True), (20, 40, False)])
 def test_mixed_step_agrees_with_the_reference(size: int, dim: int, channels: bool) -> None:
@@ -99,6 +100,7 @@ LARGE = dict(rate=400.0)  # no factor of such a decay is a float32
 SAME = dict(same_keys=True, rate=0.0)  # the inverse's numbers are largest
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("channels", "extreme"),
     [
@@ -114,6 +116,7 @@ def test_extremes_overflow_nothing(channels: bool, extreme: dict[str, float]) ->
     check(made, reference, [(3, slice(0, 40), True)], torch.float16)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("channels", [False, True])
 def test_batch_composition_changes_no_bit(channels: bool) -> None:
@@ -127,6 +130,7 @@ def test_batch_composition_changes_no_bit(channels: bool) -> None:
     assert torch.equal(state[[0, 3]], made.state[[0, 3]])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("channels", [False, True])
 def test_cuts_between_chunks_change_no_bit_and_others_little(channels: bool) -> None:

@@ -67,6 +67,7 @@ def exact(
 COUNTS = [2, pytest.param(moe.MOST_SLOTS // K + 1, marks=pytest.mark.slow), 60]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tokens", COUNTS)
 @pytest.mark.parametrize("bias", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_sum_of_experts_is_that_of_float64(tokens: int, bias: bool) -> None:
@@ -77,6 +78,7 @@ def test_sum_of_experts_is_that_of_float64(tokens: int, bias: bool) -> None:
     assert (got.double() - want).norm() / want.norm() < 1e-6
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tokens", COUNTS[:2])
 def test_order_of_the_router_changes_no_bit(tokens: int) -> None:
     up, down = layer()
@@ -157,6 +159,7 @@ def test_a_gate_weighs_the_shared_expert() -> None:
     assert (got.double() - want).norm() / want.norm() < 1e-6
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tokens", [2, 50])
 @pytest.mark.parametrize("kind", ["float32", "Q8_0", "int4_g32+zeros+order"])
 def test_a_step_with_experts_can_be_captured(kind: str, tokens: int) -> None:

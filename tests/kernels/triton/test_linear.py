@@ -59,6 +59,7 @@ def near(found: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(found, wanted, atol=bound, rtol=bound)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["Q4_0", "Q6_K", "dense"])
 def test_a_row_alone_has_the_bits_of_the_row_in_a_batch(kind: str) -> None:
     """Of up to 8 rows, and of 17 and more; the interpreter's products of other widths have other orders."""
@@ -101,6 +102,7 @@ def test_shares_of_the_inputs_fill_a_device_and_have_some_steps_each(n_out: int,
     assert shares == 1 or (2 * shares <= steps and shares * -(-n_out // few.BN) <= few.PROGRAMS)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "kind", ["Q4_K", "Q4_1", "int4_g64+zeros+order", "fp8_b128", "bnb_nf4", "Q3_K", "nvfp4"]
 )
@@ -145,6 +147,7 @@ def test_parts_of_several_formats_write_into_one_result() -> None:
     near(layer(x), torch.cat(wanted, -1))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "kind", ["silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2", "sigmoid", "swiglu_oai"]
 )
@@ -293,6 +296,7 @@ FAST = ("Q8_0", "int4_g32+zeros", "fp8")
 LAYERS = ("few_planes", "few_dense")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "kind",
     [

@@ -30,6 +30,7 @@ def layer(tokens: int, dim: int, size: int, groups: int) -> RecurrentLayer:
     return RecurrentLayer((x, dt, B, C), torch.randn(SLOTS, HEADS, dim, size), run)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("dim", "size", "groups"), [(5, 7, 1), (3, 16, 2)])
 def test_cuts_of_a_prompt_change_no_bit(dim: int, size: int, groups: int) -> None:
     check_cuts(layer(9, dim, size, groups), [[1] * 9, [2, 7], [8, 1]])

@@ -48,6 +48,7 @@ MIXED = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("dim", "size", "groups"), [(5, 7, 1), (40, 16, 2)])
 def test_mixed_step_agrees_with_the_reference(dim: int, size: int, groups: int) -> None:
     made, reference = layers(96, dim, size, groups)

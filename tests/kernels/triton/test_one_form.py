@@ -148,6 +148,7 @@ def test_storages_without_planes_are_refused_by_name() -> None:
         one(random_weight("int4_g8", 24, 64), None)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "kind", ["plain", *(pytest.param(k, marks=pytest.mark.slow) for k in ("Q8_0", "Q8_0 turned"))]
 )

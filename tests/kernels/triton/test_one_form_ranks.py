@@ -40,6 +40,7 @@ def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", locked)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_at_a_time")
 @pytest.mark.parametrize(("name", "sizes"), [("llama", (2, 4)), ("mamba2", (2,)), ("mixtral", (2, 4))])

@@ -49,6 +49,7 @@ def by_entries(cache: torch.Tensor, form: Codes) -> torch.Tensor:
     return torch.cat([codes.reshape(*lead, -1), scales.reshape(*lead, -1)], -1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", HEAD_CASES, ids=str)
 def test_keys_and_values_are_stored_as_the_reference_stores_them(case: Any, dtype: torch.dtype) -> None:
@@ -62,6 +63,7 @@ def test_keys_and_values_are_stored_as_the_reference_stores_them(case: Any, dtyp
         assert_same_entries(by_entries(given[i], form), wanted[i], form, near)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", LATENT_CASES, ids=str)
 def test_latents_are_stored_as_the_reference_stores_them(case: Any, dtype: torch.dtype) -> None:
@@ -89,6 +91,7 @@ def test_a_token_has_the_same_bits_alone_and_in_a_batch(case: Any) -> None:
     assert torch.equal(alone[4], whole[4])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_models_compute_on_gpu_kernels_what_they_compute_on_references(name: str, tmp_path: Path) -> None:

@@ -79,6 +79,7 @@ def memory(op: Op, args: Sequence[Any]) -> list[Tensor]:
     return [torch.full((SLOTS, *a.shape[1:]), torch.nan) for a in found]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("op", SCANS, ids=lambda op: op.name)
 def test_a_prompt_that_is_cut_anywhere_gives_the_same_bits(op: Op) -> None:
     args = operands(op)
@@ -92,6 +93,7 @@ def test_a_prompt_that_is_cut_anywhere_gives_the_same_bits(op: Op) -> None:
         assert a[[0, 2, 4, 7]].isnan().all(), "slots of other sequences are not touched"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("op", SCANS, ids=lambda op: op.name)
 def test_a_row_alone_has_the_bits_that_it_has_in_a_batch(op: Op) -> None:
     args = operands(op)
@@ -118,6 +120,7 @@ class Watcher:
         run()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("op", SCANS, ids=lambda op: op.name)
 def test_rows_that_lie_apart_are_read_where_they_lie(op: Op) -> None:
     args = operands(op)
@@ -196,6 +199,7 @@ def captured(name: str) -> StepCapture:
     return capture_step(model, store, batch, strict=False, is_dry=True)[0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name", [name for name in OXIDIZR if name.startswith("mamba") and "exact" not in name]
 )
@@ -206,6 +210,7 @@ def test_a_decode_step_of_oxidizrs_mamba_models_can_be_captured(name: str) -> No
     assert capture.launches.count(scan) == 2, "one launch for each layer"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mamba1", "mamba3_mimo_conv"])
 def test_a_model_on_kernels_gives_the_references_logits_in_ragged_batches(name: str) -> None:

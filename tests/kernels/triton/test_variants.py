@@ -21,7 +21,7 @@ from tests.ops.test_variants import STANDARD, copied, shared_state, tensors
 
 load_for_gpu()
 list_mixers()
-FEW = 2  # cases of an op that are no slow ones: the interpreter takes a second for each
+FEW = 2  # cases of an op that are no slow ones, one in a sample: the interpreter takes a second for each
 # Ops of which the second case takes up to ten. Tests of their own have other sizes.
 ONE = {
     *("experts", "raw_mamba3_scan", "mamba3_scan", "mamba2_scan", "mamba2_scan_from_dt"),
@@ -42,7 +42,9 @@ def runnable() -> Iterator[Any]:
                         continue
                     served += dtype is torch.float32
                     few = 1 if op.name in ONE else FEW
-                    marks = () if served <= few and dtype is torch.float32 else pytest.mark.slow
+                    is_quick = served <= few and dtype is torch.float32
+                    one = pytest.mark.sampled(FEW, across=f"{op.name} by {variant.name} in Triton")
+                    marks = one if is_quick else pytest.mark.slow
                     name = f"{op.name}-{variant.name}-{i}-{str(dtype).removeprefix('torch.')}"
                     yield pytest.param(op, variant, case, dtype, id=name, marks=marks)
 

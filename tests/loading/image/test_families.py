@@ -29,6 +29,7 @@ def ask_for_last(plan: StepPlan) -> StepPlan:
     return replace(plan, chunks=tuple(with_fields(chunk, num_logits=1) for chunk in plan.chunks))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name", [name if name in KEPT else pytest.param(name, marks=pytest.mark.slow) for name in RECORDED]
 )

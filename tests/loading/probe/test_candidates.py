@@ -138,6 +138,7 @@ def test_only_what_may_be_is_open() -> None:
     assert not is_open(found, "hidden_size")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", tiny_bare.VARIANTS)
 def test_every_option_is_a_model_or_is_refused_by_name(name: str, tmp_path: Path) -> None:
     """No option may be one that `--set` does not know, because a key without a reader changes nothing."""

@@ -16,6 +16,7 @@ from plait.server.mcp.allowed import McpServers, parse_url
 from plait.server.mcp.client import McpClient
 from plait.server.mcp.errors import McpFailed, McpNotAllowed
 from plait.server.mcp.messages import McpResult, McpTool
+from tests.patience import PATIENCE_S
 from tests.server.conftest import wait_until
 from tests.server.mcp.mcp_server import McpTestServer, serving_mcp
 
@@ -31,7 +32,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_client, "MAX_ANSWER_BYTES", 1 << 20)
 
 
-def use(mcp: McpTestServer, path: str, name: str = "", timeout_s: float = 5.0, **given: Any) -> Any:
+def use(mcp: McpTestServer, path: str, name: str = "", timeout_s: float = PATIENCE_S, **given: Any) -> Any:
     """The tools of a server, or the result of one call."""
 
     async def run() -> list[McpTool] | McpResult:

@@ -217,6 +217,7 @@ SCRAPS = [
 GARBAGE = st.lists(st.sampled_from(SCRAPS), max_size=25).map("".join)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", FORMATS)
 @settings(max_examples=30, deadline=None)
 @given(text=GARBAGE, cuts=CUTS, starts_open=st.booleans())
@@ -230,6 +231,7 @@ def test_garbage_never_raises_and_reads_the_same_however_it_is_cut(
         assert "".join(found.content.split()) == "".join(text.split()), "what was no call is not all there"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "write"), WRITERS, ids=[f"{n}-{i}" for i, (n, _) in enumerate(WRITERS)])
 def test_a_reply_cut_anywhere_gives_a_beginning_of_what_the_whole_gives(
     name: str, write: Callable[[list[Call]], str]

@@ -390,6 +390,7 @@ def test_a_template_in_a_family_s_form_gets_its_formats(family: str, form: Form)
     assert (tools and tools.name, reasoning and reasoning.name) == (form.tools, form.reasoning)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "form", [pytest.param(form, id=f"{form.tools}-{form.reasoning}") for form in REPLIES.values()]
 )

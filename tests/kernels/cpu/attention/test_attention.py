@@ -16,6 +16,9 @@ from plait.ops.attention import paged_attention, paged_latent_attention
 from plait.ops.entry import CODED_DTYPES, Sevens, head_forms, head_widths, latent_width
 from plait.ops.registry import OpFacts
 
+INT7 = ("keys of int7", "latents of int7")
+KEYS, LATENT = (pytest.mark.drawn(what, INT7) for what in INT7)
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -140,7 +143,16 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("shape", [*SHAPES[:-1], pytest.param(SHAPES[-1], marks=pytest.mark.slow)], ids=str)
+def marked(shape: Any) -> Any:
+    """A shape as a parameter: kernels of int7 are compiled for keys or for latents, as the commit draws."""
+    if isinstance(shape, Shape):
+        return pytest.param(shape, marks=KEYS) if shape.kept is torch.int16 else shape
+    return pytest.param(shape, marks=LATENT) if torch.int16 in shape else shape
+
+
+@pytest.mark.parametrize(
+    "shape", [*map(marked, SHAPES[:-1]), pytest.param(SHAPES[-1], marks=pytest.mark.slow)], ids=str
+)
 def test_history_in_any_chunks_gives_the_same_bits(cpu: Any, alone: Any, shape: Shape) -> None:
     length = 530
     text = Text.of(shape, length)
@@ -153,7 +165,7 @@ def test_history_in_any_chunks_gives_the_same_bits(cpu: Any, alone: Any, shape: 
         assert torch.equal(in_pieces(bound(alone, shape), shape, text, pieces), whole)
 
 
-@pytest.mark.parametrize("shape", [*SHAPES[2:7], *SHAPES[9:11], *SHAPES[12:16], SHAPES[17]], ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES[2:7], *SHAPES[9:11], *SHAPES[12:16], marked(SHAPES[17])], ids=str)
 def test_a_batch_gives_each_sequence_the_bits_it_has_alone(cpu: Any, shape: Shape) -> None:
     lengths = [1, 40, 600, 17, 256, 257, 90, 3]
     texts = [Text.of(shape, n + 2) for n in lengths]
@@ -258,7 +270,7 @@ def latent_in_pieces(
     return torch.cat(outs)
 
 
-@pytest.mark.parametrize("sizes", LATENTS, ids=str)
+@pytest.mark.parametrize("sizes", [*map(marked, LATENTS)], ids=str)
 def test_latents_in_any_chunks_give_the_same_bits(
     cpu: Any, alone: Any, sizes: tuple[int, int, int, torch.dtype]
 ) -> None:
@@ -298,6 +310,7 @@ def test_codes_are_the_reference_s_to_the_bit(cpu: Any) -> None:
             assert torch.equal(found[block, offset], wanted[block, offset]), t
 
 
+@KEYS
 def test_int7_values_are_the_reference_s_to_the_bit(cpu: Any) -> None:
     shape = Shape(heads=2, kv_heads=2, dim=64, kept=torch.int16)
     text, ours, theirs = Text.of(shape, 21), Memory(shape, [21]), Memory(shape, [21])
@@ -316,7 +329,9 @@ def test_int7_values_are_the_reference_s_to_the_bit(cpu: Any) -> None:
         assert torch.equal(found[block, offset], wanted[block, offset]), t
 
 
-@pytest.mark.parametrize(("kept", "dim"), [(torch.int8, 16), (torch.int16, 32)], ids=str)
+@pytest.mark.parametrize(
+    ("kept", "dim"), [(torch.int8, 16), pytest.param(torch.int16, 32, marks=KEYS)], ids=str
+)
 def test_a_number_that_is_none_is_not_hidden_by_codes(cpu: Any, kept: torch.dtype, dim: int) -> None:
     shape = Shape(heads=2, kv_heads=2, dim=dim, kept=kept)
     text = Text.of(shape, 4)

@@ -24,7 +24,7 @@ from plait.quant.fp4 import Fp4
 from plait.quant.gguf import Gguf, block_type
 from plait.quant.grouped import Grouped
 from plait.quant.weight import Dense, Weight
-from tests.common_storages import mark_rare
+from tests.common_storages import DRAWN, mark_rare, marks_of
 
 load_kernels()
 layout = import_module("plait.kernels.cpu.linear.layout")
@@ -118,7 +118,8 @@ def full_groups(bits: int, scale: torch.dtype) -> Grouped:
 @pytest.mark.parametrize(
     ("bits", "scale"),
     [
-        (4, torch.float16),  # the kernel of int4_g64+zeros+order; the others compile their own
+        # The kernel of int4_g64+zeros+order; the others compile their own.
+        pytest.param(4, torch.float16, marks=marks_of("int4_g64")),
         pytest.param(8, torch.float32, marks=pytest.mark.slow),
         pytest.param(3, torch.bfloat16, marks=pytest.mark.slow),
     ],
@@ -174,6 +175,7 @@ def test_groups_of_other_sizes(kind: str, cpu: Any) -> None:
     check(cpu, torch.randn(3, 288), random_weight(kind, 20, 288), "int8")
 
 
+@pytest.mark.drawn("int4_g64", DRAWN)
 def test_parts_in_several_orders(cpu: Any) -> None:
     """Weight matrices with columns in different orders are not stacked, and their results are right."""
     weights = [random_weight("int4_g64+zeros+order", n, 128) for n in (20, 12)]
@@ -282,7 +284,7 @@ def test_groups(activations: Activations, cpu: Any, one: Any) -> None:
             assert bool((out[rows:] == 3).all())
 
 
-@pytest.mark.parametrize("kind", ["Q6_K", "int4_g64+zeros+order"])
+@pytest.mark.parametrize("kind", mark_rare(["Q6_K", "int4_g64+zeros+order"]))
 def test_recorded(kind: str, cpu: Any) -> None:
     weight, bias = random_weight(kind, 33, 256), torch.randn(33)
     w, x, out = kernels.pack(cpu, weight, torch.float32), torch.randn(64, 256), torch.zeros(64, 33)
@@ -352,6 +354,7 @@ def elsewhere(target: str, kinds: list[str]) -> str:
     return done.stdout.split()[-1]
 
 
+@pytest.mark.sampled(2, across="another processor")
 def test_another_processor_gives_the_same_bits() -> None:
     assert elsewhere("haswell", ["Q4_1"]) == digest(["Q4_1"])
 

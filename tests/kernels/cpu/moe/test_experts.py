@@ -17,6 +17,7 @@ from plait.ops.registry import Op, OpFacts
 from plait.quant.weight import Dense, Weight
 from plait.runner.program import ViewsOnly
 from plait.spec import RouterSpec
+from tests.common_storages import marks_of
 
 load_kernels()
 TOKENS, HIDDEN, SIZE = 23, 64, 48
@@ -105,7 +106,11 @@ MORE = [("int4_g64+zeros+order", 128), ("nvfp4", 64), ("bnb_nf4", 64)]
 
 
 @pytest.mark.parametrize(
-    ("kind", "size"), [*STORED, *(pytest.param(*one, marks=pytest.mark.slow) for one in MORE)]
+    ("kind", "size"),
+    [
+        *(pytest.param(*one, marks=marks_of(one[0])) for one in STORED),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in MORE),
+    ],
 )
 def test_experts_that_are_quantized(cpu: Any, kind: str, size: int) -> None:
     up, down = maps(cpu, 4, 256, 2 * size, kind=kind), maps(cpu, 4, size, 256, kind=kind)

@@ -211,6 +211,7 @@ def elsewhere(target: str, kinds: list[str]) -> str:
     return done.stdout.split()[-1]
 
 
+@pytest.mark.sampled(2, across="another processor")
 def test_another_processor_gives_the_same_bits() -> None:
     assert elsewhere("haswell", ["Q8_0"]) == digest(["Q8_0"])
 
