@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+from collections.abc import Iterable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from starlette.types import Message
 
 from plait.config import ServerConfig
 from plait.server import pages
@@ -34,6 +37,39 @@ def test_every_route_is_described() -> None:
     own = {path for path in paths if path == "/" or path.startswith("/page/")}
     told = pages.document(ENDPOINTS)["paths"]
     assert paths - own - {"/docs", "/openapi.json"} == set(told), "describe it in plait/server/pages.py"
+
+
+def test_the_api_is_described_when_it_is_first_read_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    document = pages.document
+
+    def describe(endpoints: Iterable[Endpoint]) -> dict[str, object]:
+        made.append("document")
+        return document(endpoints)
+
+    monkeypatch.setattr(pages, "document", describe)
+    routes: list[Any] = list(create_app(LoadingState(), ServerConfig()).routes)
+    assert not made, "it would take a twelfth of a start"
+    assets = {route.path: route.endpoint for route in routes}
+    found = read_asset(assets["/openapi.json"])
+    assert msgspec.json.decode(found) == msgspec.json.decode(COMMITTED.read_bytes())
+    assert read_asset(assets["/docs"]).startswith(b"<!doctype html>")
+    assert read_asset(assets["/openapi.json"]) == found
+    assert made == ["document"]
+
+
+def read_asset(asset: pages.Asset) -> bytes:
+    """The body of its answer."""
+    parts: list[bytes] = []
+
+    async def receive() -> Message:
+        return {"type": "http.request"}
+
+    async def send(message: Message) -> None:
+        parts.append(message.get("body", b""))
+
+    asyncio.run(asset({"type": "http", "method": "GET", "headers": []}, receive, send))
+    return b"".join(parts)
 
 
 def test_a_route_that_no_table_knows_is_described_by_its_fields() -> None:

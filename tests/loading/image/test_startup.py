@@ -43,7 +43,8 @@ with LLM(model, **options) as llm:
     found["embedding"] = llm.embed(prompts, "mean")
     with open("/proc/self/maps") as maps:
         mapped = maps.read()
-    lean = [name for name in ("torch", "numba") if name in sys.modules or f"/{name}/" in mapped]
+    rare = ("torch", "numba", "prometheus_client", "asyncio", "http", "email", "ssl")
+    lean = [name for name in rare if name in sys.modules or f"/{name}/" in mapped]
     found["kind"] = llm.step_kind
     out = llm.generate(prompts[0], SamplingParams(max_tokens=3, temperature=0.0, logprobs=2))[0]
     found["logprobs"] = [{t: e.logprob for t, e in one.items()} for one in out.outputs[0].logprobs]
@@ -67,7 +68,7 @@ def cache(model: Path, kernel_folder: Path) -> Path:
 
 
 def run(model: Path, cache: Path, **options: Any) -> tuple[dict[str, Any], list[str], str]:
-    """(replies, which of torch and Numba the process had loaded for the first of them, what it logged)."""
+    """(replies, which of `rare` the process had loaded for the first of them, what it logged)."""
     given = json.dumps({**SIZES, "cache_dir": str(cache), **options})
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(model), given], capture_output=True, text=True, timeout=300
@@ -81,7 +82,7 @@ def run(model: Path, cache: Path, **options: Any) -> tuple[dict[str, Any], list[
 def first(model: Path, cache: Path) -> dict[str, Any]:
     """The replies of the run that keeps the image."""
     found, loaded, _ = run(model, cache)
-    assert loaded == ["torch", "numba"]
+    assert loaded[:2] == ["torch", "numba"]
     assert len(list((cache / "images").iterdir())) == 1
     return found
 
