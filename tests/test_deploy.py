@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry
 
 from plait.cli.main import cli
 from plait.config import ServerConfig
-from plait.engine.metric_registry import RemoteMetrics
+from plait.engine.metric_registry import RemoteMetrics, make_registry
 from plait.engine.metrics import Metrics
 from plait.schedule.allocation import Allocation
 from plait.schedule.costs import SchedulerLimits
@@ -185,7 +185,7 @@ def metric_labels() -> dict[str, set[str]]:
     traffic._requests.labels("route", "GET", "200").inc()
     traffic._seconds.labels("route").observe(1.0)
     found: dict[str, set[str]] = {}
-    for one in (Metrics(Counts()).registry, registry, traffic.registry):
+    for one in (make_registry(Metrics(Counts()).families), registry, traffic.registry):
         for family in one.collect():
             for sample in (one for one in family.samples if not one.name.endswith("_created")):
                 found.setdefault(sample.name, set()).update(sample.labels)

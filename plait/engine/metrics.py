@@ -2,7 +2,7 @@
 
 The engine's thread counts into plain numbers, which costs next to nothing per token. A scrape, on any thread,
 turns them into metric families, together with the scheduler's numbers of that moment. Families are plain
-values here: Prometheus' client takes a twentieth of a start, and many engines are never scraped.
+values here: Prometheus' client takes a twentieth of a startup, and many engines are never scraped.
 `metric_registry` has them as that client's.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Protocol, get_args
 
 from plait.engine.waiting_work import ReplyDuration, estimate_waiting_s
@@ -18,8 +17,6 @@ from plait.request import FinishReason, RequestTrace
 from plait.schedule.costs import SchedulerLimits
 
 if TYPE_CHECKING:  # the front of a server reads metrics, and loads neither torch nor kernels
-    from prometheus_client import CollectorRegistry
-
     from plait.schedule.allocation import Allocation
 
 CAUSES = ("hit", "new", "evicted", "no_snapshot", "window", "short", "off", "disk")
@@ -90,7 +87,7 @@ class Histogram:
 
 
 class Metrics:
-    """The numbers of one engine, in a registry of their own. Written by the engine's thread alone.
+    """The numbers of one engine. Written by the engine's thread alone.
 
     Totals start at zero with the engine and only grow.
     """
@@ -106,13 +103,6 @@ class Metrics:
         self._histograms, (self._first_token, self._gap, self._whole, self._queue) = made, made[:4]
         self._step, self._step_tokens, self._prompt, self._output = made[4:]
         self.arithmetic = ""  # see `engine.fingerprint`; an engine's process sets it
-
-    @cached_property
-    def registry(self) -> CollectorRegistry:
-        """Where Prometheus' client reads them; made when it is first read."""
-        from plait.engine.metric_registry import make_registry
-
-        return make_registry(self.families)
 
     def count_request(self, num_prompt_tokens: int) -> None:
         """Count a request that was taken."""

@@ -53,7 +53,7 @@ class Asset:
     """One file, as an ASGI endpoint. A browser that has it already gets 304.
 
     `make` is called in a thread, for the first request, and its bytes are kept: describing the API would take
-    a twelfth of a start, and most servers are never asked for it.
+    a twelfth of a startup, and few servers get such a request.
     """
 
     def __init__(self, make: Callable[[], bytes], kind: str, policy: str = POLICY) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from plait.engine.admission import MAX_CHARS_PER_TOKEN, RequestLimits
 from plait.engine.core import Engine
+from plait.engine.metric_registry import make_registry
 from plait.errors import CapacityError, ContextTooLong, DeadlineExceeded, EngineError, InvalidField
 from plait.request import Event, Request, SamplingParams
 from plait.schedule.plan import SamplingBatch, StepPlan, Ticket
@@ -111,7 +112,7 @@ def test_last_event_has_the_times_of_its_choice() -> None:
     assert times == (99.0, 105.0, 106.0, 110.0)
     assert (trace.num_prompt_tokens, trace.num_output_tokens, trace.num_steps) == (2, 5, 5)
     assert (trace.num_preemptions, trace.num_drafted_tokens, trace.num_accepted_tokens) == (0, 0, 0)
-    sample = e.metrics.registry.get_sample_value
+    sample = make_registry(e.metrics.families).get_sample_value
     assert sample("plait_queue_time_seconds_sum") == 6.0
     assert sample("plait_time_to_first_token_seconds_sum") == 1.0 + 7.0
     assert sample("plait_inter_token_latency_seconds_sum") == 8.0
@@ -124,8 +125,13 @@ def test_every_choice_has_a_trace_of_its_own() -> None:
     e.submit(request("r", [1, 2, 3], n=3), reader)
     finish(e)
     assert [reader.last("r", i).trace.index for i in range(3)] == [0, 1, 2]
-    assert e.metrics.registry.get_sample_value("plait_requests_total", {"finish_reason": "length"}) == 3
-    assert e.metrics.registry.get_sample_value("plait_prompt_tokens_total") == 3
+    assert (
+        make_registry(e.metrics.families).get_sample_value(
+            "plait_requests_total", {"finish_reason": "length"}
+        )
+        == 3
+    )
+    assert make_registry(e.metrics.families).get_sample_value("plait_prompt_tokens_total") == 3
 
 
 def test_every_event_has_the_number_of_cached_tokens() -> None:
@@ -143,7 +149,12 @@ def test_every_event_has_the_number_of_cached_tokens() -> None:
     assert (salted.num_cached_tokens, salted.miss_cause) == (0, "new")
     assert reader.tokens("b") == reader.tokens("salted") == oracle([*SHARED, 50, 51], 5)
     assert e.metrics.num_cached_tokens == 16
-    assert e.metrics.registry.get_sample_value("plait_prefix_cache_lookups_total", {"cause": "new"}) == 2
+    assert (
+        make_registry(e.metrics.families).get_sample_value(
+            "plait_prefix_cache_lookups_total", {"cause": "new"}
+        )
+        == 2
+    )
 
 
 def test_a_request_that_was_never_run_says_so() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from plait.engine.metric_registry import make_registry
 from plait.errors import CapacityError, ContextTooLong, DeviceLost, EngineError, InvalidField, QueueFull
 from plait.request import Event
 from plait.schedule.plan import CopyBlock, CopySlot, Done, Load, SamplingBatch, Save, StepPlan, Ticket
@@ -341,7 +342,10 @@ def test_a_sequence_that_failed_leaves_nothing_for_others_to_find() -> None:
     assert reader.ends("bad") == ["error"]
     assert e.stats()["num_cached_blocks"] == e.stats()["num_snapshots"] == 0
     assert e.metrics.num_failed_steps > 0
-    assert e.metrics.registry.get_sample_value("plait_requests_total", {"finish_reason": "error"}) == 1
+    assert (
+        make_registry(e.metrics.families).get_sample_value("plait_requests_total", {"finish_reason": "error"})
+        == 1
+    )
 
 
 @pytest.mark.parametrize("kinds", [(Save, Load), (Save, Load, CopySlot, CopyBlock)])

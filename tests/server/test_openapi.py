@@ -49,7 +49,7 @@ def test_the_api_is_described_when_it_is_first_read_and_once(monkeypatch: pytest
 
     monkeypatch.setattr(pages, "document", describe)
     routes: list[Any] = list(create_app(LoadingState(), ServerConfig()).routes)
-    assert not made, "it would take a twelfth of a start"
+    assert not made, "it would take a twelfth of a startup"
     assets = {route.path: route.endpoint for route in routes}
     found = read_asset(assets["/openapi.json"])
     assert msgspec.json.decode(found) == msgspec.json.decode(COMMITTED.read_bytes())

@@ -1,4 +1,4 @@
-"""What a server's process imports before it is ready: each name here would take a twentieth of a start."""
+"""What a server's process imports before it is ready: each name here would take a twentieth of a startup."""
 
 from __future__ import annotations
 
