@@ -111,7 +111,7 @@ class OpenModel:
         target, decoder = model.target, model.decoder
         facts = describe_for_sizing(decoder, target)
         if target.device.type == "cuda":
-            sizing = size_gpu(facts, decoder, target, config, CudaMemory(target.device), 0)
+            sizing = size_gpu(facts, decoder, target, config, CudaMemory(target.device))
         else:
             sizing = size_state(facts, config, free_memory=free_memory(target.device))
         sampler = make_sampler(target, decoder.spec.vocab_size, ())
