@@ -23,6 +23,7 @@ GPU = torch.device("cuda", 0)
 # The only operators that take tensors of both sides; of the indexing ones only indices may be the host's.
 BOTH = {"copy_", "_to_copy", "to"}
 INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
+HOST_READS = {"cpu", "tolist", "item", "__bool__", "__int__", "__float__", "__index__"}
 WAITS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "bincount"}
 
 
@@ -35,10 +36,43 @@ class OnGpu(Tensor):
     def __new__(cls, inner: Tensor) -> OnGpu:
         made: OnGpu = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, inner.shape, strides=inner.stride(), storage_offset=inner.storage_offset(),
-            dtype=inner.dtype, layout=inner.layout, device=GPU,
+            dtype=inner.dtype, layout=inner.layout,
         )  # fmt: skip
         made.inner = inner
         return made
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return GPU
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        """What depends on where a tensor is before it becomes an operator."""
+        kwargs, name, self = kwargs or {}, getattr(func, "__name__", ""), args[0] if args else None
+        if isinstance(self, OnGpu):
+            if name == "numpy":
+                raise TypeError("can't convert cuda:0 device type tensor to numpy")
+            where = device_in(args[1:], kwargs) if name == "to" else None
+            if name in HOST_READS or (name == "to" and where is not None and where.type == "cpu"):
+                journal.waits.append(f"{place()}: {name}")
+                if name == "to":
+                    with _disable_current_modes():
+                        return self.inner.to(*args[1:], **kwargs).clone()
+                if name == "cpu":
+                    return self.inner.clone()
+                return func(self.inner, *args[1:], **kwargs)
+            if name == "to" and where is not None:  # it is there
+                rest = [value for value in args[1:] if not isinstance(value, str | torch.device)]
+                more = {key: value for key, value in kwargs.items() if key != "device"}
+                if not rest and not set(more) - {"non_blocking"}:
+                    return self
+                args, kwargs = (self, *rest), more
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"OnGpu({self.inner!r})"
@@ -68,6 +102,16 @@ def place() -> str:
     return f"{frames[-1].filename.rpartition('/plait/')[2]}:{frames[-1].lineno}" if frames else "?"
 
 
+def device_in(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.device | None:
+    """The device that a call of `to` names."""
+    for value in (*args, kwargs.get("device")):
+        if isinstance(value, str | torch.device):
+            return torch.device(value)
+        if isinstance(value, Tensor):
+            return value.device
+    return None
+
+
 def inner_of(value: Any) -> Any:
     return value.inner if isinstance(value, OnGpu) else value
 
@@ -85,6 +129,9 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 def run_op(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """One operator as a GPU has it."""
     name = func._schema.name.split("::")[1]
+    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+        with Pretending():  # in inference mode some arrive before they are taken apart
+            return func.decompose(*args, **kwargs)
     given = list(tensors_of((args, kwargs)))
     here = [t for t in given if isinstance(t, OnGpu)]
     device = kwargs.get("device")
@@ -226,7 +273,7 @@ def launch_here(run: Callable[..., object], name: str, args: Sequence[object], c
     """What `plait.ops.launch` calls for a kernel."""
     for value in args:
         if isinstance(value, Tensor) and not isinstance(value, OnGpu):
-            raise ValueError(f"{name}: Pointer argument cannot be accessed from Triton (cpu tensor?)")
+            raise ValueError(f"{name}: Pointer argument (of {list(value.shape)}) cannot be accessed from Triton (cpu tensor?)")
         if not isinstance(value, Tensor | int | float) and value is not None:
             raise TypeError(f"{name}: an argument of type {type(value).__name__}")
     journal.launches.append(name)
@@ -262,6 +309,11 @@ def pretended(monkeypatch: pytest.MonkeyPatch, *, runs: bool = True) -> Iterator
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
+    make = torch.tensor
+    monkeypatch.setattr(torch, "tensor", lambda data, *, dtype=None, device=None: make(data, dtype=dtype).to(
+        device or "cpu"))  # torch makes it without an operator that a mode sees
+    # Tensors of this mode that are made of others cannot be changed in place.
+    monkeypatch.setattr(torch, "inference_mode", lambda mode=True: torch.no_grad())
     storage = plait.runner.capture._storage
     monkeypatch.setattr(plait.runner.capture, "_storage", lambda t: storage(inner_of(t)))
     monkeypatch.setattr(plait.ops.launch, "_run_where_it_lies", launch_here)
