@@ -1,7 +1,7 @@
-"""Whether this tree is slower than another one: every row of `plait bench model`, in pairs, by wall and CPU time.
+"""Whether this tree is slower than another: every row of `plait bench model` in pairs, by wall and CPU time.
 
 python benchmarks/revisions.py MODEL [MODEL ...] --before REVISION|FOLDER [--minutes 8] [--limit 1.02]
-python benchmarks/revisions.py MODEL [MODEL ...] --before REVISION|FOLDER --warm     compile and pack, no numbers
+python benchmarks/revisions.py MODEL [MODEL ...] --before REVISION|FOLDER --warm     compile, no numbers
 
 Both sides are loaded once for each model and measure in turns, A B, B A, …; a pair is two turns next to each
 other with the same prompt. A row's ratios are medians over its pairs, of seconds and of processor seconds of
@@ -71,7 +71,9 @@ def cost(measure: Measure, value: float) -> float:
     return value if measure.unit == "ms" else 1.0 / value
 
 
-def take_pair(measure: Measure, sides: Sequence[Side], prompts: Prompts, turn: int, row: Pairs | None) -> None:
+def take_pair(
+    measure: Measure, sides: Sequence[Side], prompts: Prompts, turn: int, row: Pairs | None
+) -> None:
     """One turn of each side; the first of a pair is now this one, now that one. `row` None: a warm-up."""
     wall, cpu = dict[str, float](), dict[str, float]()
     for side in sides if turn % 2 else sides[::-1]:
@@ -107,7 +109,9 @@ def measure_model(given: argparse.Namespace, model: str, seconds: float) -> Iter
     caches = given.cache_dirs.split(",") if given.cache_dirs else (None, None)
     with ExitStack() as stack:
         sides = []
-        for name, root, cache in zip(("before", "after"), (root_of(given.before), SOURCE), caches, strict=True):
+        for name, root, cache in zip(
+            ("before", "after"), (root_of(given.before), SOURCE), caches, strict=True
+        ):
             options = {"device": "cpu", **({"cache_dir": cache} if cache else {})}
             for is_again in (False, True):  # the second finds the startup image that the first has kept
                 side = stack.enter_context(Side(name, SIDES / "plait_engine.py", root=root))
@@ -121,7 +125,10 @@ def measure_model(given: argparse.Namespace, model: str, seconds: float) -> Iter
         prompts, end = Prompts(about.tokenizer, about.vocab_size), time.monotonic() + seconds
         for number, measure in enumerate(measures):
             share = (end - time.monotonic()) / (len(measures) - number)
-            row, until = Pairs(Path(model).name, f"{measure.title} ({measure.level})"), time.monotonic() + share
+            row, until = (
+                Pairs(Path(model).name, f"{measure.title} ({measure.level})"),
+                time.monotonic() + share,
+            )
             take_pair(measure, sides, prompts, 0, None)
             for turn in range(1, MOST_PAIRS + 1):
                 if turn > LEAST_PAIRS and time.monotonic() > until:
@@ -141,7 +148,9 @@ def main() -> int:
     parser.add_argument("--threads", type=int, help="of both sides; default: Plait's own")
     parser.add_argument("--only", default="", help="rows with this text in their titles")
     parser.add_argument("--cache-dirs", help="two folders with a comma between them: before's and after's")
-    parser.add_argument("--warm", action="store_true", help="only load both sides once, for a run that counts")
+    parser.add_argument(
+        "--warm", action="store_true", help="only load both sides once, for a run that counts"
+    )
     parser.add_argument("--json", type=Path, help="write all pairs there")
     given = parser.parse_args()
     each, found, rows = 60 * given.minutes / len(given.models), [], []
@@ -152,8 +161,8 @@ def main() -> int:
             rows.append(verdict | {"wall_pairs": row.wall, "cpu_pairs": row.cpu})
             mark = "SLOWER" if verdict["is_slower"] else ""
             print(
-                f"{verdict['model']:32} {verdict['row']:44} wall {verdict['wall']:.3f}  cpu {verdict['cpu']:.3f}"
-                f"  {verdict['pairs']:3} pairs  {mark}".rstrip(),
+                f"{verdict['model']:32} {verdict['row']:44} wall {verdict['wall']:.3f}  cpu "
+                f"{verdict['cpu']:.3f}  {verdict['pairs']:3} pairs  {mark}".rstrip(),
                 flush=True,
             )
     if given.json:

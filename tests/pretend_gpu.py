@@ -126,7 +126,7 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
         yield from tensors_of(list(value.values()))
 
 
-def run_op(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def run_op(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:  # noqa: C901
     """One operator as a GPU has it."""
     name = func._schema.name.split("::")[1]
     if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
@@ -207,9 +207,9 @@ def note_waits(name: str, args: Any, kwargs: Any, here: Sequence[Tensor], device
         is_free = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
         if isinstance(target, OnGpu) and not isinstance(source, OnGpu) and source.numel():
             note_upload(source, is_free)
-        if not isinstance(target, OnGpu) and isinstance(source, OnGpu):
-            if not (is_free and storage_of(target) in journal.pinned):
-                journal.waits.append(f"{place()}: a copy to the host")
+        is_read = not isinstance(target, OnGpu) and isinstance(source, OnGpu)
+        if is_read and not (is_free and storage_of(target) in journal.pinned):
+            journal.waits.append(f"{place()}: a copy to the host")
 
 
 def note_upload(source: Tensor, is_free: bool) -> None:
@@ -273,7 +273,9 @@ def launch_here(run: Callable[..., object], name: str, args: Sequence[object], c
     """What `plait.ops.launch` calls for a kernel."""
     for value in args:
         if isinstance(value, Tensor) and not isinstance(value, OnGpu):
-            raise ValueError(f"{name}: Pointer argument (of {list(value.shape)}) cannot be accessed from Triton (cpu tensor?)")
+            raise ValueError(
+                f"{name}: Pointer argument {list(value.shape)} cannot be accessed from Triton (cpu tensor?)"
+            )
         if not isinstance(value, Tensor | int | float) and value is not None:
             raise TypeError(f"{name}: an argument of type {type(value).__name__}")
     journal.launches.append(name)
@@ -310,8 +312,9 @@ def pretended(monkeypatch: pytest.MonkeyPatch, *, runs: bool = True) -> Iterator
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     make = torch.tensor
-    monkeypatch.setattr(torch, "tensor", lambda data, *, dtype=None, device=None: make(data, dtype=dtype).to(
-        device or "cpu"))  # torch makes it without an operator that a mode sees
+    monkeypatch.setattr(
+        torch, "tensor", lambda data, *, dtype=None, device=None: make(data, dtype=dtype).to(device or "cpu")
+    )  # torch makes it without an operator that a mode sees
     # Tensors of this mode that are made of others cannot be changed in place.
     monkeypatch.setattr(torch, "inference_mode", lambda mode=True: torch.no_grad())
     storage = plait.runner.capture._storage

@@ -303,7 +303,7 @@ def draft_headers(config: EngineConfig, spec: ModelSpec, tokenizer: Tokenizer | 
 def _drafter(
     draft: Opened | None, opened: Opened, target: Target, decoder: Decoder
 ) -> Opened | MtpHead | None:
-    """What drafts with a state of its own: a draft model, not loaded yet, or the model's head; None: nothing."""
+    """What drafts with a state of its own: a draft model, not loaded yet, or the model's head."""
     if opened.config.speculate != "mtp":
         return draft
     from plait.loading.draft_model import load_mtp

@@ -120,8 +120,8 @@ class CudaGraphs(GraphBackend):
             finally:  # what restores the batch after a refusal comes behind all that was launched
                 here.wait_stream(self._side)
             graph, names = torch.cuda.CUDAGraph(), _Names()
-            # Other threads may allocate and copy meanwhile: they do not break off what this one captures. Of a
-            # capture that fails at its end torch leaves the stream of captures current.
+            # Other threads may allocate and copy meanwhile: they do not break off what this one captures.
+            # Of a capture that fails at its end torch leaves the stream of captures current.
             with (
                 watch_launches(names),
                 torch.cuda.stream(here),

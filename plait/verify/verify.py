@@ -52,8 +52,8 @@ class Extent:
     """Which cells are run. `is_quick`: one of each kind. `only`: one, by its name or word.
 
     `model`: what `load` loads; with it there are cells that load it again, for other threads and in
-    processes. `draft`: a draft model of the same vocabulary. `is_small`: steps take long, as in an interpreter:
-    shorter prompts, samplers of the device alone, and no cells of what only the host has.
+    processes. `draft`: a draft model of the same vocabulary. `is_small`: steps take long, as in an
+    interpreter, so there are fewer prompts, samplers of the device alone, and no cells of the host's memory.
     """
 
     is_quick: bool = False

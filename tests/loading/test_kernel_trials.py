@@ -156,8 +156,22 @@ def test_startup_on_a_gpu_tries_the_formats_of_the_model_and_says_what_is_not_pr
     assert seen[0][0].startswith("trying GPU kernels")
     assert "no run on a GPU is recorded yet" in caplog.text
     assert [*read_verdicts(tmp_path / "gpu_trials", trials.find_site(CHIP))] == [*chip.trials]
+    target.chip = CHIP
+    fewer = trials.try_kernels(target, formats, where, report, {"linear"})
+    assert fewer is not None
+    assert {key.split("/")[0] for key in fewer.trials} - trials.AROUND == {"linear"}
     target.chip, target.ops = CHIP, "reference"
     assert trials.try_kernels(target, formats, where, report) is CHIP
+
+
+def test_a_kernel_without_a_trial_is_not_bound_where_others_had_theirs() -> None:
+    load_for_gpu()
+    facts = OpFacts(
+        "cuda", torch.float32, {"size": 64}, chip=replace(CHIP, trials={"linear/triton//float32": ""})
+    )
+    _, row = REGISTRY["rms_norm"].bind(facts)
+    assert (row.variant, row.skipped[0]) == ("reference", ("triton", "it was not tried on this GPU"))
+    assert REGISTRY["linear"].bind(facts)[1].variant == "triton"
 
 
 @pytest.mark.parametrize(
@@ -197,7 +211,9 @@ def test_without_a_c_compiler_no_kernel_is_tried_and_none_is_at_fault(
     monkeypatch.setattr(torch, "empty", lambda *size, device: empty(*size))
     monkeypatch.setattr(child, "start_launcher", no_compiler)
     why = find_obstacle("cuda:0")
-    assert "needs a C compiler and Python's headers (gcc and python3-dev): RuntimeError: Failed to find" in why
+    assert (
+        "needs a C compiler and Python's headers (gcc and python3-dev): RuntimeError: Failed to find" in why
+    )
     assert find_obstacle("cpu") == ""
     asked = [replace(plan("right")[0], key=f"op {n}") for n in range(5)]
     monkeypatch.setattr(trials, "_start", lambda run: (None, f"it could not be tried: {why}"))

@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="Triton is not installed here")
 
 from plait.checkpoint.weights import Target, Weights
 from plait.kernels.load import load_for_gpu
+from plait.loading.meta_model import list_ops
 from plait.memory import block_groups, has_slots
 from plait.model.decoder import Decoder
 from plait.ops.chip import EXAMPLES
@@ -28,9 +29,8 @@ QUICK = {"llama", "mamba2"}
 EVERY = [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in (*tiny.VARIANTS, *ORACLES)]
 
 
-
-
-def build(name: str, folder: Path, ops: str) -> Decoder:
+def build(name: str, folder: Path) -> tuple[Decoder, set[str]]:
+    """A family's tiny model there, and the ops of which it binds a kernel that were not announced."""
     load_for_gpu()
     if name in ORACLES:
         config, checkpoint = read_oracle(name)
@@ -39,8 +39,10 @@ def build(name: str, folder: Path, ops: str) -> Decoder:
         config, tensors, _ = tiny.read(folder)
         checkpoint = Memory(tensors)
     found = resolved(checkpoint, config)
-    target = Target(GPU, torch.bfloat16, LONGEST, found.spec.hidden_size, ops, chip=CHIP, block_size=BLOCK)
-    return Decoder(found.spec, Weights(checkpoint, found.names, target))
+    target = Target(GPU, torch.bfloat16, LONGEST, found.spec.hidden_size, chip=CHIP, block_size=BLOCK)
+    decoder = Decoder(found.spec, Weights(checkpoint, found.names, target))
+    bound = {row.op for row in target.bound if row.variant not in ("reference", "composition")}
+    return decoder, bound - list_ops(found, checkpoint)
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -49,7 +51,8 @@ def test_a_family_is_built_and_run_on_a_gpu_without_tensors_of_the_host(
 ) -> None:
     """A prompt next to a decode, then a decode as it is captured."""
     with pretended(monkeypatch, runs=False) as journal:
-        decoder = build(name, tmp_path, "auto")
+        decoder, unannounced = build(name, tmp_path)
+        assert not unannounced, "their kernels are not tried before they are bound"
         groups = block_groups(decoder.states)
         slots = 4 if has_slots(decoder.states) else 0
         counts = {group.name: 12 for group in groups}

@@ -57,7 +57,9 @@ def test_a_step_is_captured_on_a_stream_of_its_own_device(monkeypatch: pytest.Mo
     assert [stream.device.index for stream in entered] == [0, 0, 0, 1, 1, 1]  # run, the caller's own, capture
 
 
-def test_a_capture_that_fails_at_its_end_leaves_the_stream_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_that_fails_at_its_end_leaves_the_stream_of_the_caller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """torch ends a capture before it restores the stream, so an error of the driver skips that."""
     own = FakeStream(torch.device("cuda", 0))
     now = [own]

@@ -282,7 +282,9 @@ def test_tables_take_no_more_memory_than_is_left_free_for_them() -> None:
         rows = []
         for n in range(1 + step % capacity):
             word = np.array([step, n], "<u4").tobytes()
-            asked = row(presence_penalty=1.0, logit_bias={n: float(step)}, history=(step, n), seed=97 * step + n)
+            asked = row(
+                presence_penalty=1.0, logit_bias={n: float(step)}, history=(step, n), seed=97 * step + n
+            )
             rows.append(replace(asked, prompt_len=1, masks=(word,)))
         tables.fill(SamplingBatch(tuple(rows)))
     masks, biases, counts = (t.untyped_storage().nbytes() for t in tables.static_tensors[2:])

@@ -49,8 +49,8 @@ _tiles = _Tiles()
 def wide_tiles() -> Iterator[None]:
     """Inside, tiles of rows whose sums do not meet are as wide as there are rows, with the same bits.
 
-    Triton's interpreter takes as long for a program of 4 rows as for one of 256. So a step that is run for its
-    order and its memory, not for its tiles, takes a tenth of the time.
+    Triton's interpreter takes as long for a program of 4 rows as for one of 256. So a step that is run for
+    its order and its memory, not for its tiles, takes a sixth of the time.
     """
     _tiles.are_wide = True
     try:
@@ -67,8 +67,8 @@ class _NoScope:
 
 @contextlib.contextmanager
 def _patched_once() -> Iterator[None]:
-    """Inside, Triton's language is the interpreter's: else each launch, and each function that a kernel calls,
-    patches all of it and takes it back, which is a third of its time."""
+    """Inside, Triton's language is the interpreter's. Else each launch, and each function that a kernel
+    calls, patches all of it and takes it back, which is half of a small launch's time."""
     try:
         from triton.runtime import interpreter
 

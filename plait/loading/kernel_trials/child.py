@@ -22,7 +22,7 @@ from plait.loading.kernel_trials.verdicts import MAX_REASON
 from plait.ops.registry import REGISTRY, Op, Variant
 
 SEED = 0
-# What says nothing about a kernel: memory that others have, a folder or a disk, a compiler that does not start.
+# What says nothing about a kernel: memory that others have, a folder, a disk, a compiler that does not start.
 NO_VERDICT = (torch.OutOfMemoryError, MemoryError, OSError, subprocess.SubprocessError)
 
 

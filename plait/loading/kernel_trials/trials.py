@@ -55,7 +55,16 @@ STANDARD = {"block_size": BLOCK, "kv_dtype": "model"}  # what every mixer adds t
 # Ops that no mixer binds: those of the sampler, and of a step's buffers.
 AROUND = {
     op.name
-    for op in (largest, sample, sample_at, edit_logits, count_tokens, log_probabilities, locate_tokens, move_rows_on)
+    for op in (
+        largest,
+        sample,
+        sample_at,
+        edit_logits,
+        count_tokens,
+        log_probabilities,
+        locate_tokens,
+        move_rows_on,
+    )
 }
 STORAGES = {*KINDS, *(name.partition("+")[0] for name in STORED), *FLOATS, "bfloat16", "float16"}
 log = logging.getLogger("plait")
@@ -99,8 +108,8 @@ def try_kernels(
 ) -> Chip | None:
     """The target's GPU with the verdicts on every kernel that a model may bind there. None: it is no GPU.
 
-    `formats`: of the model's weights; `used`: the ops of the model, None: any op. A kernel is tried when it is
-    first needed on this GPU.
+    `formats`: of the model's weights; `used`: the ops of the model, None: any op. A kernel is tried when it
+    is first needed on this GPU.
     """
     chip = target.chip
     if chip is None or target.ops == "reference":
@@ -205,7 +214,7 @@ def prove_kernels(
 
 
 def describe_rejected(rejected: Mapping[str, str]) -> Iterator[str]:
-    """A line for each reason, with the kernels that have it: one obstacle may keep all of them from a trial."""
+    """A line for each reason, with its kernels: one obstacle may keep all of them from a trial."""
     keys: dict[str, list[str]] = {}
     for key, why in sorted(rejected.items()):
         keys.setdefault(why, []).append(key)

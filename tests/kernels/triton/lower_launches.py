@@ -1,4 +1,4 @@
-"""Lower every launch that GPU variants make on the cases of their ops, as Triton specializes it on a real GPU.
+"""Lower every launch that GPU variants make on the cases of their ops, as a real GPU specializes it.
 
     python -m tests.kernels.triton.lower_launches [OP]      prints one JSON object
 
@@ -55,7 +55,11 @@ class Lowering:
         bound, special, rest = self.binders[kernel](*args, **options)
         if max((*grid, 1, 1)[1:3]) > MOST_Y:
             self.faults[f"{kernel.fn.__name__}: a grid of {grid}"] += 1
-        constants = [str(value) for param, value in zip(kernel.params, bound.values(), strict=True) if param.is_constexpr]
+        constants = [
+            str(value)
+            for param, value in zip(kernel.params, bound.values(), strict=True)
+            if param.is_constexpr
+        ]
         key = kernel, str(special), str(sorted(rest.items())), str(constants)
         self.num_launches += 1
         if key not in self.seen:
@@ -67,13 +71,19 @@ class Lowering:
             raise error
 
     def _lower(self, kernel: Any, options: Any, bound: Any, special: Any, rest: Any) -> None:
-        made, signature, constants, attributes = kernel._pack_args(self.backend, options, bound, special, rest)
+        made, signature, constants, attributes = kernel._pack_args(
+            self.backend, options, bound, special, rest
+        )
         context = ir.context()
         ir.load_dialects(context)
         self.backend.load_dialects(context)
         source = ASTSource(kernel, signature, constants, attributes)
         source.make_ir(
-            TARGET, made, self.backend.get_codegen_implementation(made), self.backend.get_module_map(), context
+            TARGET,
+            made,
+            self.backend.get_codegen_implementation(made),
+            self.backend.get_module_map(),
+            context,
         )
 
 
@@ -104,7 +114,7 @@ def main() -> None:
                         text = " ".join(str(error).split())[-300:]
                         lowering.faults[f"{op.name} ({variant.name}), case {number}: {text}"] += 1
     found = {"cases": cases, "launches": lowering.num_launches, "forms": len(lowering.seen)}
-    print(json.dumps({**found, "faults": lowering.faults}))
+    sys.stdout.write(json.dumps({**found, "faults": lowering.faults}) + "\n")
 
 
 if __name__ == "__main__":
