@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from plait.cli.common.options import (
     write_json,
 )
 from plait.cli.common.progress import LoadingBar, Status
+from plait.cli.common.verify_effects import HAPPENED, NOTHING
 from plait.cli.info import make_heading
 from plait.config import EngineConfig
 from plait.errors import ConfigError
@@ -50,28 +51,6 @@ TOKENS, QUICK_TOKENS = 24, 12  # of each reply
 GRAPH_TOKENS, QUICK_GRAPH_TOKENS = 8, 3  # of a reply in Triton's interpreter, where a step takes a second
 MOST_SHOWN = 5  # differences, where people read; --json has them all
 NEAR = 1e-3  # between two logits: rounding in float32 may make either the larger
-HAPPENED = {
-    "failed_steps": "steps failed",
-    "preemptions": "preemptions",
-    "swaps": "swaps",
-    "hit_tokens": "tokens from the cache",
-    "launched_ahead": "steps launched ahead",
-    "host_hits": "snapshots from host memory",
-    "disk_reads": "files from the disk",
-    "restarts": "restarts",
-}
-NOTHING = {
-    "failed_steps": "no step failed",
-    "preemptions": "nothing was preempted",
-    "swaps": "nothing was swapped",
-    "launched_ahead": "no step was launched ahead",
-    "hit_tokens": "nothing came from the cache",
-    "drafted": "nothing was drafted",
-    "accepted": "no draft token was accepted",
-    "host_hits": "nothing came from host memory",
-    "disk_reads": "nothing came from the disk",
-    "restarts": "nothing was left to go on with",
-}
 
 
 @click.command(cls=GroupedCommand)
@@ -204,8 +183,11 @@ def run_matrix(
     from plait.kernels.load import wide_tiles
     from plait.loading.build import load
     from plait.ops.chip import EXAMPLES
+    from plait.verify.prompts import SHORT_BLOCK
     from plait.verify.verify import Verification
 
+    if extent.is_small and config.block_size == EngineConfig.block_size:
+        config = replace(config, block_size=SHORT_BLOCK)
     with wide_tiles() if extent.is_small else nullcontext():
         with LoadingBar(f"loading {model}") as loading:
             loaded = load(model, config, loading.update, example=EXAMPLES[90] if extent.is_small else None)

@@ -6,9 +6,8 @@ tensor is found here too, before anything large is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from plait.memory import SlotState, State
 from plait.model.decoder import Decoder
 from plait.model.divide import divide_model
 from plait.ops.ranks import Alone
-from plait.ops.registry import Op
+from plait.ops.registry import Bound, Op
 from plait.partition import Rank
 from plait.quant.weight import Weight
 from plait.spec import ModelSpec
@@ -90,13 +89,11 @@ def read_order(resolved: Resolved, checkpoint: Checkpoint, target: Target) -> li
 class NotedOps(Weights):
     """Weights that note the names of the ops that a model binds."""
 
-    def bind(self, op: Op, **sizes: object) -> Callable[..., Any]:
+    def bind(self, op: Op, **sizes: object) -> Bound:
         self._note(op)
         return super().bind(op, **sizes)
 
-    def bind_pair(
-        self, writer: Op, reader: Op, **sizes: object
-    ) -> tuple[Callable[..., Any] | None, Callable[..., Any]]:
+    def bind_pair(self, writer: Op, reader: Op, **sizes: object) -> tuple[Bound | None, Bound]:
         self._note(writer)
         self._note(reader)
         return super().bind_pair(writer, reader, **sizes)

@@ -23,8 +23,8 @@ TEXTS = (
 )
 LENGTHS = (3, 40, 45, 30)  # in tokens, where there is no text
 NUM_SHARED = 35
-# Where a step takes long: the same beginning fills a block, and replies of 3 tokens begin another.
-SHORT_LENGTHS, NUM_SHORT_SHARED = (30, 31), 17
+# Where a step takes long, with blocks of 4: the same beginning fills one, and a reply of 3 begins another.
+SHORT_BLOCK, SHORT_LENGTHS, NUM_SHORT_SHARED = 4, (6, 7), 5
 SEED = 20240  # of the sampled replies; each prompt has one of its own
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 TARGETS = (80, 90, 120)  # compute capabilities: A100, H100 and H200, RTX 5090
 
@@ -47,14 +46,14 @@ _tiles = _Tiles()
 
 @contextlib.contextmanager
 def wide_tiles() -> Iterator[None]:
-    """Inside, tiles of rows whose sums do not meet are as wide as there are rows, with the same bits.
+    """Inside, tiles of rows with sums of their own are as wide as there are rows, with the same bits.
 
     Triton's interpreter takes as long for a program of 4 rows as for one of 256. So a step that is run for
     its order and its memory, not for its tiles, takes a sixth of the time.
     """
     _tiles.are_wide = True
     try:
-        with _patched_once():
+        with _patch_once():
             yield
     finally:
         _tiles.are_wide = False
@@ -66,31 +65,31 @@ class _NoScope:
 
 
 @contextlib.contextmanager
-def _patched_once() -> Iterator[None]:
+def _patch_once() -> Iterator[None]:
     """Inside, Triton's language is the interpreter's. Else each launch, and each function that a kernel
     calls, patches all of it and takes it back, which is half of a small launch's time."""
     try:
         from triton.runtime import interpreter
 
-        patch = interpreter._patch_lang
+        patch_language = interpreter._patch_lang
     except (ImportError, AttributeError):  # another version of Triton
         yield
         return
-    kept: dict[str, Any] = {}  # by module: what is patched depends on the names that a function sees
+    kept: dict[str, object] = {}  # by module: what is patched depends on the names that a function sees
 
-    def patch_once(fn: Any) -> _NoScope:
+    def patch(fn: object) -> _NoScope:
         if fn.__module__ not in kept:
-            kept[fn.__module__] = patch(fn)
+            kept[fn.__module__] = patch_language(fn)
         return _NoScope()
 
-    interpreter._patch_lang = patch_once
+    interpreter._patch_lang = patch
     try:
         yield
     finally:
-        interpreter._patch_lang = patch
+        interpreter._patch_lang = patch_language
         for scope in reversed(kept.values()):
-            if hasattr(scope, "restore"):
-                scope.restore()
+            if (restore := getattr(scope, "restore", None)) is not None:
+                restore()
 
 
 def widen(rows: int, count: int, most: int = 256) -> int:
