@@ -138,8 +138,8 @@ def run_op(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:  # noqa: C901
     is_for_gpu = device is not None and torch.device(device).type == "cuda"
     check_sides(name, args, given, here)
     note_waits(name, args, kwargs, here, device)
-    if "device" in kwargs:
-        kwargs = {**kwargs, "device": torch.device("cpu") if device is not None else None}
+    if is_for_gpu:
+        kwargs = {**kwargs, "device": torch.device("cpu")}
     is_pinned = bool(kwargs.pop("pin_memory", False)) if "pin_memory" in kwargs else False
     if name == "is_pinned":
         return storage_of(args[0]) in journal.pinned

@@ -186,7 +186,7 @@ def run_matrix(
     from plait.verify.prompts import SHORT_BLOCK
     from plait.verify.verify import Verification
 
-    if extent.is_small and config.block_size == EngineConfig.block_size:
+    if extent.is_small and config.block_size == EngineConfig().block_size:
         config = replace(config, block_size=SHORT_BLOCK)
     with wide_tiles() if extent.is_small else nullcontext():
         with LoadingBar(f"loading {model}") as loading:
