@@ -265,6 +265,8 @@ class Verification:
         """Add the op at which the numbers diverge, for the first differences of a run."""
         if self._num_traced[found.is_token] >= MOST_TRACED or found.found is None:
             return found
+        if self.extent.is_small and not found.is_token:  # rounding, which interpreted kernels do not promise
+            return found
         self._num_traced[found.is_token] += 1
         asked = self.asked[found.request]
         ids = (*asked.request.prompt_token_ids, *self.plain[found.request].token_ids[: found.index])
