@@ -37,8 +37,8 @@ NAMES = (
     "profile",
 )
 SHORT = (0.5, 1.5, 1.5, 1.5, 1.5, 1.0, 1.0, 0.1, 0.4)  # shares of the minutes, of each requested phase
-DRY = (0.5, 0.5, 3.0, 0.5, 1.5, 1.5, 0.5, 0.1, 0.9)
-MINUTES = {False: 9.0, True: 2.0}  # of a dry run
+DRY = (0.5, 0.5, 5.0, 0.5, 1.0, 0.6, 0.3, 0.1, 0.5)
+MINUTES = 9.0
 
 
 def list_phases() -> list[Callable[[Bench], Iterator[Item]]]:
@@ -73,8 +73,9 @@ def run(given: argparse.Namespace) -> int:
     for phase, items in enumerate(list_phases()):
         if phase not in given.phases:
             continue
-        share = 1.0 if given.full else shares[phase] / sum(shares[n] for n in given.phases)
-        bench.deadline = min(end, time.monotonic() + 60 * given.minutes * share)
+        share = 1.0 if given.full else shares[phase] / sum(shares[n] for n in given.phases if n >= phase)
+        now = time.monotonic()  # what a phase leaves of its time is for those behind it
+        bench.deadline = now + share * max(end - now, 0.0)
         try:
             left[NAMES[phase]] += bench.run_phase(phase, items(bench), lambda text: print(text, flush=True))
         except DeviceLost as error:
@@ -117,13 +118,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--full", action="store_true", help="the long form, in parts of --minutes")
     parser.add_argument("--phases", default=None, help="their numbers, as 0,1,2; default: all")
-    parser.add_argument("--minutes", type=float, help="of this call; default: 9, of a dry run 2")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="of this call; default: 9")
     parser.add_argument("--out", type=Path, default=HERE.parent / "build" / "gpu", help="where rows are kept")
     parser.add_argument("--baseline", type=Path, help="rows of another run, to compare with")
     parser.add_argument("--only", default="", help="only ops with this text in their names")
     parser.add_argument("--dry", action="store_true", help="without a GPU, in Triton's interpreter")
     given = parser.parse_args(argv)
-    given.minutes = given.minutes or MINUTES[given.dry]
     try:
         given.phases = [int(n) for n in given.phases.split(",")] if given.phases else list(range(len(NAMES)))
     except ValueError:

@@ -6,7 +6,7 @@ import gc
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -21,6 +21,7 @@ from plait.config import EngineConfig
 from plait.engine.core import Engine
 from plait.engine.device import CudaMemory, free_memory
 from plait.engine.memory_plan import size_state
+from plait.kernels.load import wide_tiles
 from plait.loading.build import describe_for_sizing, engine_over
 from plait.loading.make_runner import make_sampler
 from plait.loading.measure_memory import size_gpu
@@ -111,7 +112,7 @@ class OpenModel:
         target, decoder = model.target, model.decoder
         facts = describe_for_sizing(decoder, target)
         if target.device.type == "cuda":
-            sizing = size_gpu(facts, decoder, target, config, CudaMemory(target.device), 0)
+            sizing = size_gpu(facts, decoder, target, config, CudaMemory(target.device))
         else:
             sizing = size_state(facts, config, free_memory=free_memory(target.device))
         sampler = make_sampler(target, decoder.spec.vocab_size, ())
@@ -147,6 +148,15 @@ def opened(
 ) -> Iterator[OpenModel]:
     """A model as long as it is measured; its memory is free afterwards."""
     dtype = torch.float32 if bench.is_dry else torch.bfloat16
+    with ExitStack() as stack:
+        if bench.is_dry:
+            stack.enter_context(wide_tiles())
+        yield from _opened(bench, name, storage, seqs, length, dtype, records=records)
+
+
+def _opened(
+    bench: Bench, name: str, storage: str, seqs: int, length: int, dtype: torch.dtype, *, records: bool
+) -> Iterator[OpenModel]:
     with torch.inference_mode():
         model = make_model(name, storage, bench.device, bench.chip, length, dtype)
     made = OpenModel(bench, model, seqs, length, records=records)  # an engine is made outside of that mode

@@ -6,7 +6,8 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from contextlib import nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from plait.cli.common.options import (
     write_json,
 )
 from plait.cli.common.progress import LoadingBar, Status
+from plait.cli.common.verify_effects import HAPPENED, NOTHING
 from plait.cli.info import make_heading
 from plait.config import EngineConfig
 from plait.errors import ConfigError
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from plait.text.tokenizers.tokenizer import Tokenizer
     from plait.verify.ranks import RankCheck
     from plait.verify.results import Arithmetic, CellResult, Difference
-    from plait.verify.verify import Verification
+    from plait.verify.verify import Extent, Verification
 
 # What the matrix sets itself, or what no reply depends on.
 OWN = (
@@ -46,30 +48,9 @@ OWN_SETTINGS: dict[str, object] = {
     "prefix_cache": False,
 }
 TOKENS, QUICK_TOKENS = 24, 12  # of each reply
+GRAPH_TOKENS, QUICK_GRAPH_TOKENS = 8, 3  # of a reply in Triton's interpreter, where a step takes a second
 MOST_SHOWN = 5  # differences, where people read; --json has them all
 NEAR = 1e-3  # between two logits: rounding in float32 may make either the larger
-HAPPENED = {
-    "failed_steps": "steps failed",
-    "preemptions": "preemptions",
-    "swaps": "swaps",
-    "hit_tokens": "tokens from the cache",
-    "launched_ahead": "steps launched ahead",
-    "host_hits": "snapshots from host memory",
-    "disk_reads": "files from the disk",
-    "restarts": "restarts",
-}
-NOTHING = {
-    "failed_steps": "no step failed",
-    "preemptions": "nothing was preempted",
-    "swaps": "nothing was swapped",
-    "launched_ahead": "no step was launched ahead",
-    "hit_tokens": "nothing came from the cache",
-    "drafted": "nothing was drafted",
-    "accepted": "no draft token was accepted",
-    "host_hits": "nothing came from host memory",
-    "disk_reads": "nothing came from the disk",
-    "restarts": "nothing was left to go on with",
-}
 
 
 @click.command(cls=GroupedCommand)
@@ -89,7 +70,8 @@ NOTHING = {
 @click.option(
     "--max-tokens",
     type=click.IntRange(1),
-    help=f"tokens of each reply [default: {TOKENS}, quick {QUICK_TOKENS}]",
+    help=f"tokens of each reply [default: {TOKENS}, quick {QUICK_TOKENS}; with --graph {GRAPH_TOKENS}, quick "
+    f"{QUICK_GRAPH_TOKENS}]",
 )
 @click.option(
     "--prompts",
@@ -102,7 +84,7 @@ NOTHING = {
     "--graph",
     type=click.Choice(["torch"]),
     help="run a GPU's kernels and graphs on the CPU, in Triton's interpreter (TRITON_INTERPRET=1): for the "
-    "smallest models",
+    "smallest models, with short prompts",
 )
 @click.option(
     "--cell", metavar="NAME", help="one way alone: of the model, or MODEL/CELL/ROUND of a certificate"
@@ -180,21 +162,44 @@ def verify(
         raise click.UsageError("name a model with --model, or a family with --family (and --keep)")
     if config.num_ranks > 1:
         return run_ranks(model, config, max_tokens or QUICK_TOKENS, prompts_file, as_json)
+    from plait.verify.verify import Extent
+
+    usual = (QUICK_GRAPH_TOKENS, GRAPH_TOKENS) if graph else (QUICK_TOKENS, TOKENS)
+    extent = Extent(is_quick=quick, only=cell, is_small=graph is not None)
+    prompts = read_prompts(prompts_file) if prompts_file else None
+    return run_matrix(model, config, extent, batch, max_tokens or usual[not quick], prompts, as_json)
+
+
+def run_matrix(
+    model: str,
+    config: EngineConfig,
+    extent: Extent,
+    batch: int,
+    max_tokens: int,
+    prompts: list[str | list[int]] | None,
+    as_json: bool,
+) -> int:
+    """Run every way of the extent; 1 if something differs."""
+    from plait.kernels.load import wide_tiles
     from plait.loading.build import load
     from plait.ops.chip import EXAMPLES
-    from plait.verify.verify import Extent, Verification
+    from plait.verify.prompts import SHORT_BLOCK
+    from plait.verify.verify import Verification
 
-    prompts = read_prompts(prompts_file) if prompts_file else None
-    with LoadingBar(f"loading {model}") as loading:
-        loaded = load(model, config, loading.update, example=EXAMPLES[90] if graph else None)
-    try:
-        length = max_tokens or (QUICK_TOKENS if quick else TOKENS)
-        with Status("running each request alone") as status:
-            extent = Extent(is_quick=quick, only=cell)
-            made = Verification(loaded, batch=batch, max_tokens=length, prompts=prompts, extent=extent)
-            results = run_as_json(model, made, status) if as_json else run_as_text(model, made, status)
-    finally:
-        loaded.front.close(drain=False)
+    if extent.is_small and config.block_size == EngineConfig().block_size:
+        config = replace(config, block_size=SHORT_BLOCK)
+    with wide_tiles() if extent.is_small else nullcontext():
+        with LoadingBar(f"loading {model}") as loading:
+            loaded = load(model, config, loading.update, example=EXAMPLES[90] if extent.is_small else None)
+        try:
+            with Status("running each request alone") as status:
+                made = Verification(
+                    loaded, batch=batch, max_tokens=max_tokens, prompts=prompts, extent=extent
+                )
+                run = run_as_json if as_json else run_as_text
+                results = run(model, made, status)
+        finally:
+            loaded.front.close(drain=False)
     return int(any(result.differences for result in results))
 
 

@@ -7,7 +7,7 @@ import importlib.util
 import logging
 import pkgutil
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -208,6 +208,13 @@ def load_for_gpu() -> None:
     if importlib.util.find_spec("triton") is not None:
         for name in triton_kernels():
             importlib.import_module(name)
+
+
+def wide_tiles() -> AbstractContextManager[None]:
+    """Kernels of GPUs with fewer, wider programs, for Triton's interpreter: `forms.wide_tiles`."""
+    from plait.kernels.triton import forms
+
+    return forms.wide_tiles()
 
 
 def triton_kernels() -> list[str]:

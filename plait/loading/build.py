@@ -27,7 +27,7 @@ from plait.loading.kernel_trials.trials import try_kernels
 from plait.loading.make_engine import make_compiler, make_engine, make_front
 from plait.loading.make_runner import make_runner, make_sampler
 from plait.loading.measure_memory import check_weights_fit, size_gpu
-from plait.loading.meta_model import check_rounded_state
+from plait.loading.meta_model import check_rounded_state, list_ops
 from plait.loading.open_model import (
     Opened,
     Progress,
@@ -39,6 +39,7 @@ from plait.loading.packed_cache import shelf_of
 from plait.loading.probe_scorer import open_settled
 from plait.loading.target import agreement_of, choose_rank, config_of_ranks, find_cuts, make_target
 from plait.model.decoder import Decoder
+from plait.model.mtp import MtpHead
 from plait.ops.chip import Chip
 from plait.ops.registry import Binding
 from plait.ops.rope import rope_notes
@@ -170,7 +171,9 @@ def _build_for(
     try:
         log.info("activations: %s, keys and values: %s", target.activations, target.kv_dtype)
         if target.device.type == "cuda":
-            target.chip = try_kernels(target, weight_formats(opened), opened.config.cache_dir, report)
+            formats, cache_dir = weight_formats(opened), opened.config.cache_dir
+            used = None if opened.config.speculate == "mtp" else list_ops(opened.resolved, opened.checkpoint)
+            target.chip = try_kernels(target, formats, cache_dir, report, used)
         report("loading the tokenizer", 0, 1)
         return _build(opened, target, on_open(opened), report)
     except BaseException:
@@ -202,13 +205,14 @@ def _build(opened: Opened, target: Target, tokenizer: Tokenizer | None, report: 
         target.bound += [target.comm.bind()] if isinstance(target.comm, GroupComm) else []
     if target.device.type == "cuda":
         report("running the largest steps (the first start compiles kernels)", 0, 1)
-    sizing = _size(opened, decoder, target, draft)
+    drafter = _drafter(draft, opened, target, decoder)
+    sizing = _size(opened, decoder, target, drafter)
     vocab_size = decoder.spec.vocab_size
     _check_vocabulary(config.vocab, tokenizer, vocab_size)
     sampler = make_sampler(target, vocab_size, banned_ids(tokenizer, vocab_size))
     target.bound.extend(sampler.bindings)
     report("preparing the step (the first start compiles kernels)", 0, 1)
-    proposer = _proposer(draft, opened, decoder, target, sizing, tokenizer, report)
+    proposer = _proposer(drafter, opened, target, sizing, tokenizer, report)
     runner, engine = engine_over(decoder, sampler, target, config, sizing, proposer=proposer)
     guides = Guides(make_compiler(opened.text_source(), vocab_size), vocab_size)
     engine.guided, engine.adapters = guides.open, adapters
@@ -296,10 +300,20 @@ def draft_headers(config: EngineConfig, spec: ModelSpec, tokenizer: Tokenizer | 
     return open_draft(config, spec, tokenizer)
 
 
+def _drafter(
+    draft: Opened | None, opened: Opened, target: Target, decoder: Decoder
+) -> Opened | MtpHead | None:
+    """What drafts with a state of its own: a draft model, not loaded yet, or the model's head."""
+    if opened.config.speculate != "mtp":
+        return draft
+    from plait.loading.draft_model import load_mtp
+
+    return load_mtp(opened, target, decoder)
+
+
 def _proposer(
-    draft: Opened | None,
+    drafter: Opened | MtpHead | None,
     opened: Opened,
-    decoder: Decoder,
     target: Target,
     sizing: Sizing,
     tokenizer: Tokenizer | None,
@@ -309,16 +323,14 @@ def _proposer(
     config = opened.config
     if config.speculate == "off":
         return None
-    if config.speculate == "mtp":
-        from plait.loading.draft_model import load_mtp
-
-        banned = banned_ids(tokenizer, opened.resolved.spec.vocab_size)
-        return load_mtp(opened, target, decoder, sizing.max_model_len, banned)
-    if draft is None:
+    if drafter is None:
         return NgramProposer()
-    from plait.loading.draft_model import load_draft
+    from plait.loading.draft_model import draft_by_head, load_draft
 
-    return load_draft(draft, config, target, sizing.max_model_len, tokenizer, report)
+    if isinstance(drafter, MtpHead):
+        banned = banned_ids(tokenizer, opened.resolved.spec.vocab_size)
+        return draft_by_head(drafter, opened, target, sizing.max_model_len, banned)
+    return load_draft(drafter, config, target, sizing.max_model_len, tokenizer, report)
 
 
 def loose_ops(target: Target) -> dict[str, str]:
@@ -348,11 +360,13 @@ def describe_for_sizing(decoder: Decoder, target: Target) -> ModelFacts:
     )
 
 
-def _size(opened: Opened, decoder: Decoder, target: Target, draft: Opened | None = None) -> Sizing:
+def _size(
+    opened: Opened, decoder: Decoder, target: Target, drafter: Opened | MtpHead | None = None
+) -> Sizing:
     facts = describe_for_sizing(decoder, target)
     if target.device.type == "cuda":
-        memory, draft_nbytes = memory_of(target.device), draft.nbytes if draft else 0
-        sizing = size_gpu(facts, decoder, target, opened.config, memory, draft_nbytes)
+        later = drafter.nbytes if isinstance(drafter, Opened) else None if drafter is None else 0
+        sizing = size_gpu(facts, decoder, target, opened.config, memory_of(target.device), later)
     else:
         mapped = target.shelf.nbytes if target.shelf else 0
         sizing = size_on_host(facts, opened.config, mapped=mapped, ranks=target.comm.rank.size)

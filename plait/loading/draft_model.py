@@ -20,6 +20,7 @@ from plait.engine.memory_plan import gib
 from plait.errors import ConfigError, OutOfMemory
 from plait.loading.kernel_trials.trials import try_kernels
 from plait.loading.make_runner import make_sampler
+from plait.loading.meta_model import list_ops
 from plait.loading.open_model import (
     Opened,
     Progress,
@@ -73,7 +74,9 @@ def load_draft(
     own = Target(target.device, dtype, longest, spec.hidden_size, config.ops, block_size=config.block_size)
     own.executor, own.activations, own.quantize = target.executor, target.activations, config.quantize
     own.no_fuse, own.chip = config.no_fuse, target.chip
-    own.chip = try_kernels(own, weight_formats(opened), config.cache_dir, report)
+    if target.device.type == "cuda":
+        used = list_ops(opened.resolved, opened.checkpoint)
+        own.chip = try_kernels(own, weight_formats(opened), config.cache_dir, report, used)
     own.kv_dtype = kv_dtype(config, stored, dtype)
     # A draft is checked anyway, and not every mixer can keep its state in 8 bits.
     own.state_dtype = "float32" if target.state_dtype == "int8" else target.state_dtype
@@ -244,11 +247,15 @@ def make_drafter(
     return MtpDrafter(passes, memory, kept)
 
 
-def load_mtp(
-    opened: Opened, target: Target, trunk: Decoder, max_model_len: int, banned: tuple[int, ...]
-) -> MtpDrafter:
-    """What drafts with the head of a loaded model, on its device and threads, which it never closes."""
+def load_mtp(opened: Opened, target: Target, trunk: Decoder) -> MtpHead:
+    """The head of a loaded model: before the memory of states is sized, because it takes some of it."""
     with out_of_memory(f"loading the head for drafts of {opened.files.name}"):
-        head = load_head(opened, target, trunk)
+        return load_head(opened, target, trunk)
+
+
+def draft_by_head(
+    head: MtpHead, opened: Opened, target: Target, max_model_len: int, banned: tuple[int, ...]
+) -> MtpDrafter:
+    """What drafts with a model's head, on its device and threads, which it never closes."""
     sampler = make_sampler(target, opened.resolved.spec.vocab_size, banned)
     return make_drafter(head, target, opened.config, max_model_len, sampler)

@@ -40,6 +40,17 @@ class StateSizes(Protocol):
     def max_model_len(self) -> int: ...
 
 
+def capacity_of(config: EngineConfig, max_model_len: int, block_size: int) -> Capacity:
+    """The largest step that an engine with these options plans."""
+    return Capacity.of(
+        config.max_num_batched_tokens,
+        config.max_num_seqs,
+        max_model_len,
+        block_size,
+        num_draft_tokens=0 if config.speculate == "off" else config.num_draft_tokens,
+    )
+
+
 def make_runner(
     decoder: Decoder,
     sampler: Sampler,
@@ -57,13 +68,7 @@ def make_runner(
     store = StateStore(
         *(decoder.states, sizes.num_blocks, sizes.num_slots, sizes.block_size, target.device, target.dtype)
     )
-    capacity = Capacity.of(
-        config.max_num_batched_tokens,
-        config.max_num_seqs,
-        sizes.max_model_len,
-        sizes.block_size,
-        num_draft_tokens=0 if config.speculate == "off" else config.num_draft_tokens,
-    )
+    capacity = capacity_of(config, sizes.max_model_len, sizes.block_size)
     meets = target.comm.rank.size > 1 and target.device.type == "cpu"
     runner = ModelRunner(
         decoder,

@@ -3,6 +3,9 @@
 Kernels, libraries and graphs take memory that no arithmetic foresees. So what they take is taken first, and
 what the driver then calls free, without the peak, is what state may share (`EngineConfig.gpu_memory`).
 
+Tables of penalties and biases have as many lines as requests with some, each as long as the vocabulary. They
+grow with such requests, so what they may come to is not for state either.
+
 Graphs share one pool, which is never given back and serves nothing else. It is about what the largest of
 their steps takes while it runs op by op, so that is measured, too, and left free in addition: a decode, or a
 step that checks drafts.
@@ -22,9 +25,11 @@ from plait.engine.device import DeviceMemory, free_memory, out_of_memory, total_
 from plait.engine.memory_plan import ModelFacts, Sizing, gib, size_state
 from plait.errors import OutOfMemory
 from plait.loading.draft_model import SHARE
+from plait.loading.make_runner import capacity_of
 from plait.memory import block_groups, has_slots
 from plait.model.decoder import Decoder
 from plait.runner.batches.inputs import build_batch
+from plait.runner.device_graphs import most_tables_nbytes
 from plait.schedule.plan import Chunk, StepPlan
 from plait.state.store import StateStore
 
@@ -50,16 +55,21 @@ def size_gpu(
     target: Target,
     config: EngineConfig,
     memory: DeviceMemory,
-    draft_nbytes: int,
+    draft_nbytes: int | None = None,
 ) -> Sizing:
-    """Size the state of a model on a GPU by what is measured there; `draft_nbytes`: of a draft model, or 0.
+    """Size the state of a model on a GPU by what is measured there.
 
-    The largest step runs with the longest context that could fit before it. Raises as `size_state` does.
+    `draft_nbytes`: of what drafts and is loaded after this, 0 if its weights are there, None without drafts
+    that have a state. The largest step runs with the longest context that could fit before it. Raises as
+    `size_state` does.
     """
     host, total = free_memory(torch.device("cpu")), total_memory(target.device)
+    capacity = capacity_of(config, 1, config.block_size)
+    tables = most_tables_nbytes(capacity, decoder.spec.vocab_size)
 
     def size(free: int) -> Sizing:
-        left = leave_for_draft(free, draft_nbytes) if draft_nbytes else free
+        free = max(free - tables, 0)
+        left = free if draft_nbytes is None else leave_for_draft(free, draft_nbytes)
         return size_state(model, config, free_memory=left, free_host=host, total_memory=total)
 
     longest = size(memory.free()).max_model_len
@@ -68,6 +78,7 @@ def size_gpu(
     def measure() -> int:
         return measure_room(memory, *runs)
 
+    log.info("memory: tables of penalties and biases may take %s", gib(tables))
     return size(target.ranks.measure(measure, config, longest) if target.ranks else measure())
 
 

@@ -20,6 +20,7 @@ from plait.memory import SlotState, State
 from plait.model.decoder import Decoder
 from plait.model.divide import divide_model
 from plait.ops.ranks import Alone
+from plait.ops.registry import Bound, Op
 from plait.partition import Rank
 from plait.quant.weight import Weight
 from plait.spec import ModelSpec
@@ -83,6 +84,38 @@ def read_order(resolved: Resolved, checkpoint: Checkpoint, target: Target) -> li
     part, _ = divide_model(resolved.spec, target.comm.rank)
     Decoder(part, Weights(outline, resolved.names, dry))
     return [*order.parts]
+
+
+class NotedOps(Weights):
+    """Weights that note the names of the ops that a model binds."""
+
+    def bind(self, op: Op, **sizes: object) -> Bound:
+        self._note(op)
+        return super().bind(op, **sizes)
+
+    def bind_pair(self, writer: Op, reader: Op, **sizes: object) -> tuple[Bound | None, Bound]:
+        self._note(writer)
+        self._note(reader)
+        return super().bind_pair(writer, reader, **sizes)
+
+    @property
+    def noted(self) -> set[str]:
+        """The names so far, of all views."""
+        found: set[str] = self.shared("names of ops", lambda _: set[str]())
+        return found
+
+    def _note(self, op: Op) -> None:
+        self.noted.add(op.name)
+        for part in (*op.composition.parts, *op.composition.given) if op.composition else ():
+            if part.name not in self.noted:  # an op may be a part of itself
+                self._note(part)
+
+
+def list_ops(resolved: Resolved, checkpoint: Checkpoint) -> set[str]:
+    """The names of the ops that a model binds, and of those that they replace. Raises MissingTensor."""
+    weights = NotedOps(Outline(checkpoint), resolved.names, meta_target(resolved.spec))
+    Decoder(resolved.spec, weights)
+    return weights.noted
 
 
 def meta_cuts(spec: ModelSpec, rank: Rank) -> Cuts:

@@ -17,6 +17,7 @@ from torch import Tensor
 from plait.errors import ConfigError
 from plait.ops.chip import Chip
 
+OURS = "plait.kernels."  # modules of kernels that are tried on a GPU before they are bound
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Bound = Callable[..., Any]  # what is bound for an op
 TensorFn = Callable[..., Tensor]  # the same, of an op that gives one tensor
@@ -242,14 +243,17 @@ def trial_key(op: str, variant: str, facts: OpFacts) -> str:
 def why_rejected(op: str, variant: Variant, facts: OpFacts) -> str | None:
     """Why a kernel is not bound that was tried on this GPU, or None: it was right there, or none was tried.
 
-    A kind or dtype that no trial had shares the fate of the variant's others.
+    A kind or dtype that no trial had shares the fate of the variant's others. A kernel of ours without any
+    trial, where others had theirs, is not bound: nothing is known of it on this GPU.
     """
     trials = facts.chip.trials if facts.chip else {}
     if not trials:
         return None
     own = trials.get(trial_key(op, variant.name, facts))
-    others = (why for key, why in trials.items() if why and key.startswith(f"{op}/{variant.name}/"))
-    why = next(others, "") if own is None else own
+    others = [why for key, why in trials.items() if key.startswith(f"{op}/{variant.name}/")]
+    if not others and variant.module.startswith(OURS):
+        return "it was not tried on this GPU"
+    why = next(filter(None, others), "") if own is None else own
     return f"in its trial on this GPU {why}" if why else None
 
 

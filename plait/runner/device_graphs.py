@@ -25,7 +25,8 @@ from plait.model.decoder import Decoder
 from plait.ops.registry import OpFacts
 from plait.ops.step import locate_tokens, move_rows_on
 from plait.request import SamplingParams
-from plait.runner.batches.device_batch import DeviceBatch
+from plait.runner.batches.check_batch import has_drafts, list_tokens
+from plait.runner.batches.device_batch import DeviceBatch, buckets_of
 from plait.runner.batches.inputs import batch_of, is_decode, parts_of, upload
 from plait.runner.capture import decoder_tensors
 from plait.runner.check_graphs import CheckGraphs
@@ -33,8 +34,8 @@ from plait.runner.graph_backends import CapturedStep, GraphBackend
 from plait.runner.host.pooling import add_pooled
 from plait.runner.host.static_batch import Capacity
 from plait.runner.replay import Observe, copy_pooled
-from plait.runner.sampler import Sampler
-from plait.runner.sampling_tables import DrawForm
+from plait.runner.sampler import Sampler, count_scratch
+from plait.runner.sampling_tables import DrawForm, most_nbytes
 from plait.schedule.plan import FOLLOW, Chunk, Done, Sampled, SamplingBatch, SamplingRow, StepPlan, Ticket
 from plait.state.store import StateStore
 
@@ -104,8 +105,7 @@ class DeviceReplay:
         self._answers = torch.zeros(2, self.batch.rows, dtype=torch.float64, device=device)
         self._hidden = torch.zeros(0, device=device)  # of the rows of a graph, for who observes
         parts = (decoder, store, sampler, groups, capacity, backend)
-        has_drafts = capacity.logits > capacity.seqs + 2
-        self.checks = CheckGraphs(*parts) if has_drafts else None
+        self.checks = CheckGraphs(*parts) if has_drafts(capacity) else None
         facts = OpFacts("cuda" if backend.chip else device.type, torch.float32, chip=backend.chip)
         self._locate, where = locate_tokens.bind(facts, "step")
         self._move_on, move = move_rows_on.bind(facts, "step")
@@ -339,6 +339,13 @@ class Nothing(Done):
     @property
     def can_be_followed(self) -> bool:
         return True
+
+
+def most_tables_nbytes(capacity: Capacity, vocab_size: int) -> int:
+    """Bytes that all tables of sampling settings may have, once requests have penalties and biases."""
+    rows = [buckets_of(capacity.seqs)[-1], capacity.logits, count_scratch(capacity.logits)]
+    rows += [list_tokens(capacity)[-1]] if has_drafts(capacity) else []
+    return sum(most_nbytes(count, vocab_size) for count in rows)
 
 
 def _is_decoding(plan: StepPlan) -> bool:

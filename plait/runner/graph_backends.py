@@ -121,8 +121,10 @@ class CudaGraphs(GraphBackend):
                 here.wait_stream(self._side)
             graph, names = torch.cuda.CUDAGraph(), _Names()
             # Other threads may allocate and copy meanwhile: they do not break off what this one captures.
+            # Of a capture that fails at its end torch leaves the stream of captures current.
             with (
                 watch_launches(names),
+                torch.cuda.stream(here),
                 torch.cuda.graph(graph, self._pool, self._side, capture_error_mode="thread_local"),
             ):
                 result = step()

@@ -178,7 +178,7 @@ class Sampler:
     def _drawn_on_gpu(self, logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
         """A row of logits for each draw -> ids and largest logits, on the device."""
         if self._scratch is None or self._scratch.capacity < len(draws):
-            self._scratch = self.tables(max(LEAST_ROWS, 1 << (len(draws) - 1).bit_length()))
+            self._scratch = self.tables(count_scratch(len(draws)))
         self._scratch.fill_draws(draws)
         return self.draw(logits, self._scratch)
 
@@ -208,6 +208,11 @@ class Sampler:
             mine, at = tuple(found.tokens[at : at + row.num_samples]), at + row.num_samples
             answers.append(Sampled(mine, tuple(own) or None, tuple(prompt)))
         return answers
+
+
+def count_scratch(draws: int) -> int:
+    """Rows of the tables for batches of so many draws that `Sampler.sample` gets on a GPU."""
+    return max(LEAST_ROWS, 1 << (draws - 1).bit_length())
 
 
 def log_softmax(logits: Floats) -> Floats:

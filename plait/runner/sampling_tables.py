@@ -26,6 +26,7 @@ FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency"
 WHOLE = ("top_k", "seed", "position", "until", "mask", "bias", "count")
 PLACES = {name: i for i, name in enumerate((*FLOATS, *WHOLE))}
 LEAST_STOPS = 4  # columns of the table of stop ids
+ALIGNED = 16  # numbers: a row begins where a wide load may
 
 
 class DrawForm(NamedTuple):
@@ -50,10 +51,13 @@ class CountedHistory(NamedTuple):
 
 
 class LineTable:
-    """[lines, width] on the device, in which line 0 changes nothing; others are found by what they hold."""
+    """[lines, width] on the device, in which line 0 changes nothing; others are found by what they hold.
 
-    def __init__(self, width: int, neutral: Tensor, device: torch.device) -> None:
-        self._stride = -(-width // 16) * 16  # a row begins where a wide load may
+    It has `most` lines at most: line 0, and one for each row of a batch.
+    """
+
+    def __init__(self, width: int, neutral: Tensor, device: torch.device, most: int) -> None:
+        self._stride, self._most = _round_up(width), most
         self._memory = torch.zeros(1, self._stride, dtype=neutral.dtype, device=device)
         self._memory[0, :width] = neutral
         self._width, self._lines = width, dict[Hashable, int]()
@@ -79,8 +83,9 @@ class LineTable:
         elif unused is not None:
             line = self._lines.pop(unused)
         else:
-            line = len(self._memory)
-            self._memory = torch.cat([self._memory, torch.zeros_like(self._memory)])
+            line, before = len(self._memory), self._memory
+            self._memory = before.new_zeros(min(2 * line, self._most), self._stride)
+            self._memory[:line] = before
         self._lines[key] = line
         return line, True
 
@@ -119,7 +124,7 @@ class SamplingTables:
     @torch.inference_mode(False)  # else nothing outside of that mode could write them
     def __init__(self, capacity: int, limit: int, holes: Sequence[int], device: torch.device) -> None:
         self.capacity, self.limit, self.device = capacity, limit, device
-        columns = -(-capacity // 16) * 16  # each setting begins where a wide load may
+        columns = _round_up(capacity)
         self._host = np.zeros((len(PLACES), columns), np.int64)
         self._clear()
         self._block = upload(self._host, device)
@@ -130,9 +135,10 @@ class SamplingTables:
         bits[list(holes)] = 0
         self._words.view(np.uint8)[: -(-limit // 8)] = np.packbits(bits, bitorder="little")
         neutral = torch.from_numpy(self._words.view(np.int32).copy())
-        self._masks = LineTable(len(self._words), neutral, device)
-        self._biases = LineTable(limit, torch.zeros(limit), device)
-        self._counts = LineTable(limit, torch.zeros(limit, dtype=torch.int32), device)
+        most = capacity + 1
+        self._masks = LineTable(len(self._words), neutral, device, most)
+        self._biases = LineTable(limit, torch.zeros(limit), device, most)
+        self._counts = LineTable(limit, torch.zeros(limit, dtype=torch.int32), device, most)
         self._histories = dict[Hashable, CountedHistory]()
         self._moved = 0  # draws of the last batch that were launched
         self._replaced = 0
@@ -362,6 +368,20 @@ def _count(
         return ids, counts + IN_PROMPT * np.isin(ids, tokens[:prompt_len]).astype(np.int32)
     counts = (output[:, None] == ids).sum(0) * PER_OUTPUT
     return ids, (counts + IN_PROMPT * np.isin(ids, tokens[:prompt_len])).astype(np.int32)
+
+
+def most_nbytes(capacity: int, limit: int) -> int:
+    """Bytes of the tables of so many rows, once each row has penalties, biases and a mask of its own.
+
+    They begin with one line each and grow by doubling; the largest is there one and a half times then.
+    """
+    counts = (capacity + 1) * 4 * _round_up(limit)
+    masks = (capacity + 1) * 4 * _round_up(-(-limit // 32))
+    return 2 * counts + masks + counts // 2
+
+
+def _round_up(width: int) -> int:
+    return -(-width // ALIGNED) * ALIGNED
 
 
 def upload(values: npt.NDArray[np.generic], device: torch.device) -> Tensor:

@@ -23,6 +23,8 @@ TEXTS = (
 )
 LENGTHS = (3, 40, 45, 30)  # in tokens, where there is no text
 NUM_SHARED = 35
+# Where a step takes long, with blocks of 4: the same beginning fills one, and a reply of 3 begins another.
+SHORT_BLOCK, SHORT_LENGTHS, NUM_SHORT_SHARED = 4, (6, 7), 5
 SEED = 20240  # of the sampled replies; each prompt has one of its own
 
 
@@ -48,6 +50,13 @@ def default_prompts(front: Front, max_tokens: int) -> list[Prompt]:
         prompts = [front.prepare(text, asked).prompt_token_ids for text in TEXTS]
     room = front.max_model_len - 2 * max_tokens - min(map(len, prompts))
     return [prompt[: max(room, 1)] for prompt in prompts]
+
+
+def make_short_prompts(vocab_size: int) -> list[Prompt]:
+    """Two that begin alike."""
+    rng = random.Random(SEED)
+    one, other = (tuple(rng.randrange(vocab_size) for _ in range(n)) for n in SHORT_LENGTHS)
+    return [one, one[:NUM_SHORT_SHARED] + other[NUM_SHORT_SHARED:]]
 
 
 def make_up_prompts(vocab_size: int, round_number: int = 1) -> list[Prompt]:

@@ -32,22 +32,26 @@ SAMPLERS: Mapping[str, Mapping[str, object]] = {
 }
 
 
-def sampler_waves(front: Front, prompts: Sequence[Prompt], max_tokens: int) -> Iterator[list[VerifyRequest]]:
+def sampler_waves(
+    front: Front, prompts: Sequence[Prompt], max_tokens: int, *, is_small: bool = False
+) -> Iterator[list[VerifyRequest]]:
     """A request for each sampler, with the prompts in turn; then for each gang, with every prompt.
 
     No gangs where a step has too few sequences for them, and nothing for a model that is not causal.
+    `is_small`: samplers that a device has, without those of the host alone, and gangs with one prompt.
     """
     if not front.spec.causal:
         return
     prompts = [front.prepare(prompt, SamplingParams(max_tokens=1)).prompt_token_ids for prompt in prompts]
-    yield [
+    wave = [
         _request(front, name, prompts[n % len(prompts)], SAMPLED, {**fields, "seed": SEED + n}, max_tokens)
         for n, (name, fields) in enumerate(SAMPLERS.items())
     ]
+    yield [one for one in wave if not (is_small and one.request.params.needs_chain)]
     if front.max_num_seqs >= MOST_TOGETHER:
         yield [
             _request(front, f"{name}, prompt {n}", prompt, TOGETHER, fields, max_tokens)
-            for n, prompt in enumerate(prompts, 1)
+            for n, prompt in enumerate(prompts[:1] if is_small else prompts, 1)
             for name, fields in _gangs(prompts[n % len(prompts)]).items()
         ]
 

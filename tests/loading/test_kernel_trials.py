@@ -9,6 +9,7 @@ import importlib.util
 import json
 import logging
 import os
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +20,8 @@ import torch
 from plait.checkpoint.weights import Target
 from plait.config import EngineConfig
 from plait.kernels.load import load_for_gpu
-from plait.loading.kernel_trials import trials, verdicts
-from plait.loading.kernel_trials.child import answer, try_variant
+from plait.loading.kernel_trials import child, trials, verdicts
+from plait.loading.kernel_trials.child import answer, find_obstacle, try_variant
 from plait.loading.kernel_trials.trials import KernelTrial, TrialRun, plan_trials, prove_kernels, run_trials
 from plait.loading.kernel_trials.verdicts import TrialSite, keep_verdicts, list_verdicts, read_verdicts
 from plait.loading.open_model import open_model, weight_formats
@@ -155,8 +156,80 @@ def test_startup_on_a_gpu_tries_the_formats_of_the_model_and_says_what_is_not_pr
     assert seen[0][0].startswith("trying GPU kernels")
     assert "no run on a GPU is recorded yet" in caplog.text
     assert [*read_verdicts(tmp_path / "gpu_trials", trials.find_site(CHIP))] == [*chip.trials]
+    target.chip = CHIP
+    fewer = trials.try_kernels(target, formats, where, report, {"linear"})
+    assert fewer is not None
+    assert {key.split("/")[0] for key in fewer.trials} - trials.AROUND == {"linear"}
     target.chip, target.ops = CHIP, "reference"
     assert trials.try_kernels(target, formats, where, report) is CHIP
+
+
+def test_a_kernel_without_a_trial_is_not_bound_where_others_had_theirs() -> None:
+    load_for_gpu()
+    facts = OpFacts(
+        "cuda", torch.float32, {"size": 64}, chip=replace(CHIP, trials={"linear/triton//float32": ""})
+    )
+    _, row = REGISTRY["rms_norm"].bind(facts)
+    assert (row.variant, row.skipped[0]) == ("reference", ("triton", "it was not tried on this GPU"))
+    assert REGISTRY["linear"].bind(facts)[1].variant == "triton"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), "failed"),
+        (MemoryError("no memory"), "failed"),
+        (PermissionError("Permission denied: '/root/.triton'"), "failed"),
+        (subprocess.CalledProcessError(1, ["gcc"]), "failed"),
+        (RuntimeError("PassManager::run failed"), "verdict"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_the_machine_lacks_is_no_verdict_on_a_kernel(
+    error: Exception, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> str:
+        raise error
+
+    monkeypatch.setattr(child, "try_variant", fails)
+    trial = plan("right")[0]
+    found = answer({"op": trial.op, "variant": "fake", "cases": [0], "dtype": "float32"}, "cpu")
+    assert list(found) == [kind]
+    assert type(error).__name__ in found[kind]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed here")
+def test_without_a_c_compiler_no_kernel_is_tried_and_none_is_at_fault(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Triton compiles its launcher. A verdict would stay when a compiler is installed."""
+
+    def no_compiler() -> None:
+        raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable")
+
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, device: empty(*size))
+    monkeypatch.setattr(child, "start_launcher", no_compiler)
+    why = find_obstacle("cuda:0")
+    assert (
+        "needs a C compiler and Python's headers (gcc and python3-dev): RuntimeError: Failed to find" in why
+    )
+    assert find_obstacle("cpu") == ""
+    asked = [replace(plan("right")[0], key=f"op {n}") for n in range(5)]
+    monkeypatch.setattr(trials, "_start", lambda run: (None, f"it could not be tried: {why}"))
+    chip = prove_kernels(CHIP, FAKES, asked, tmp_path, lambda done, total: None)
+    assert all(found.endswith(why[-60:]) for found in chip.trials.values())
+    assert not read_verdicts(tmp_path, trials.find_site(CHIP)), "tried again at the next startup"
+    assert caplog.text.count("Failed to find C compiler") == 1, "one line for all of them"
+    assert "5 GPU kernels are not used (op 0, op 1, op 2, …): it could not be tried: Triton" in caplog.text
+
+
+def test_small_gpus_and_small_machines_have_few_trials_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    def count(processors: int, gib: int) -> int:
+        monkeypatch.setattr(os, "cpu_count", lambda: processors)
+        return trials.count_workers(replace(CHIP, memory_nbytes=gib << 30))
+
+    assert [count(2, 141), count(16, 141), count(128, 24), count(128, 8)] == [4, 8, 8, 4]
 
 
 def test_an_unknown_kernel_is_no_verdict() -> None:

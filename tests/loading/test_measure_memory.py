@@ -29,6 +29,8 @@ from plait.loading.measure_memory import (
 from plait.loading.open_model import Opened, open_model
 from plait.model.decoder import Decoder
 from plait.model.layers.layers import Batch
+from plait.runner.sampler import LEAST_ROWS
+from plait.runner.sampling_tables import most_nbytes
 from plait.state.store import StateStore
 
 
@@ -190,7 +192,7 @@ def test_a_gpu_gives_its_share_of_what_is_measured_and_swaps_into_the_host_s_mem
 
     did_run = list[bool]()
 
-    def size(left: int, peak: int, draft: int = 0, **options: Any) -> Sizing:
+    def size(left: int, peak: int, draft: int | None = None, **options: Any) -> Sizing:
         memory = FakeMemory(left)
 
         def peak_of(run: Callable[[], object]) -> int:
@@ -211,12 +213,16 @@ def test_a_gpu_gives_its_share_of_what_is_measured_and_swaps_into_the_host_s_mem
         full = size(100 * MIB, MIB)
     assert full.host_nbytes <= MIB, "a quarter of the host's memory, not of the GPU's"
     assert "the largest step takes 1 MiB, graphs take 1 MiB; 98 MiB are left" in caplog.text
+    assert "tables of penalties and biases may take" in caplog.text
+    config = replace(opened.config, max_num_batched_tokens=8)
+    vocab_size = decoder.spec.vocab_size
+    tables = sum(most_nbytes(rows, vocab_size) for rows in (2, 3, LEAST_ROWS))  # decodes, prompts, both
     for left, peak, draft, room in (
-        (100 * MIB, MIB, 0, 98 * MIB),
-        (7 * MIB, 2 * MIB, 0, 3 * MIB),
-        (7 * MIB, MIB, MIB, 3 * MIB),
+        (100 * MIB, MIB, None, 98 * MIB - tables),
+        (7 * MIB, 2 * MIB, None, 3 * MIB - tables),
+        (7 * MIB, MIB, MIB, leave_for_draft(5 * MIB - tables, MIB)),
+        (7 * MIB, MIB, 0, leave_for_draft(5 * MIB - tables, 0)),
     ):
-        config = replace(opened.config, max_num_batched_tokens=8)
         wanted = size_state(facts, config, free_memory=room, free_host=4 * MIB, total_memory=GIB)
         assert size(left, peak, draft) == wanted
     with pytest.raises(OutOfMemory, match="and the limit is 0 KiB"):

@@ -19,7 +19,7 @@ from plait.ops.chip import EXAMPLES
 from plait.request import TokenLogprobs
 from plait.runner.capture import StepCapture
 from plait.runner.sampler import Sampler
-from plait.runner.sampling_tables import LineTable, SamplingTables
+from plait.runner.sampling_tables import LineTable, SamplingTables, most_nbytes
 from plait.schedule.plan import Sampled, SamplingBatch, SamplingRow
 from tests.runner.test_sampler import VOCAB, answer, random_logits, random_row, row
 
@@ -272,6 +272,25 @@ def test_larger_tables_are_another_form() -> None:
     tables.fill(SamplingBatch(five_rows()[:4]))
     assert len(forms) == 3
     assert tables.form not in forms - {tables.form}
+
+
+def test_tables_take_no_more_memory_than_is_left_free_for_them() -> None:
+    """Line 0, and a line for each row, however requests come and go; two of the tables are the same size."""
+    capacity, vocab = 5, 3001
+    tables = gpu_sampler(vocab).tables(capacity)
+    for step in range(12):
+        rows = []
+        for n in range(1 + step % capacity):
+            word = np.array([step, n], "<u4").tobytes()
+            asked = row(
+                presence_penalty=1.0, logit_bias={n: float(step)}, history=(step, n), seed=97 * step + n
+            )
+            rows.append(replace(asked, prompt_len=1, masks=(word,)))
+        tables.fill(SamplingBatch(tuple(rows)))
+    masks, biases, counts = (t.untyped_storage().nbytes() for t in tables.static_tensors[2:])
+    assert len(tables.static_tensors[-1]) == capacity + 1
+    assert biases == counts > 10 * masks
+    assert masks + biases + counts + counts // 2 == most_nbytes(capacity, vocab), "half as they grow"
 
 
 def test_a_mask_counts_more_than_stops_that_may_not_come_yet() -> None:

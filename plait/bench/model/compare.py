@@ -75,7 +75,7 @@ def contestant(
         return _peer(match[1], match[2] or "", match[3] or model)
     if Path(what).exists():
         return Contestant(Path(what).name, own, what, dict(settings))
-    if commit := _commit(what):
+    if commit := find_commit(what):
         return Contestant(f"plait {what}", own, model, dict(settings), revision=commit)
     raise ConfigError(f"--compare {what}: there is no such file, option or revision; give {KINDS}")
 
@@ -95,7 +95,7 @@ def _peer(name: str, python: str, model: str) -> Contestant:
     return Contestant(title, script, model, python=python, is_plait=False)
 
 
-def _commit(what: str) -> str:
+def find_commit(what: str) -> str:
     """The full id of a revision of our own source, or nothing."""
     command = ["git", "-C", str(SOURCE), "rev-parse", "--verify", "--quiet", "--end-of-options"]
     try:

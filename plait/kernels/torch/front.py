@@ -24,8 +24,9 @@ def register() -> None:
 
 
 def begin(initial: Tensor, state: Tensor, slots: Tensor, has_history: Tensor, positions: Tensor) -> Tensor:
-    """`begin_slots`: the same arguments and result. Those with history write to the slot of padding."""
-    state[torch.where(has_history, 0, slots)] = initial.to(state.dtype)
+    """`begin_slots`: the same arguments and result. Those with history change nothing."""
+    where, is_kept = torch.where(has_history, 0, slots), has_history.view(-1, *[1] * initial.dim())
+    state[where] = torch.where(is_kept, state[where], initial.to(state.dtype))
     return torch.ones_like(has_history)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 TARGETS = (80, 90, 120)  # compute capabilities: A100, H100 and H200, RTX 5090
@@ -31,3 +32,68 @@ class KernelForm:
     options: Mapping[str, object] = field(default_factory=dict)
     weights: int = 0
     max_per_weight: float = 0.0
+
+
+class _Tiles:
+    """How tiles are cut in this process: as a GPU has them, or as wide as there are rows."""
+
+    def __init__(self) -> None:
+        self.are_wide = False
+
+
+_tiles = _Tiles()
+
+
+@contextlib.contextmanager
+def wide_tiles() -> Iterator[None]:
+    """Inside, tiles of rows with sums of their own are as wide as there are rows, with the same bits.
+
+    Triton's interpreter takes as long for a program of 4 rows as for one of 256. So a step that is run for
+    its order and its memory, not for its tiles, takes a sixth of the time.
+    """
+    _tiles.are_wide = True
+    try:
+        with _patch_once():
+            yield
+    finally:
+        _tiles.are_wide = False
+
+
+class _NoScope:
+    def restore(self) -> None:
+        """Nothing was patched."""
+
+
+@contextlib.contextmanager
+def _patch_once() -> Iterator[None]:
+    """Inside, Triton's language is the interpreter's. Else each launch, and each function that a kernel
+    calls, patches all of it and takes it back, which is half of a small launch's time."""
+    try:
+        from triton.runtime import interpreter
+
+        patch_language = interpreter._patch_lang
+    except (ImportError, AttributeError):  # another version of Triton
+        yield
+        return
+    kept: dict[str, object] = {}  # by module: what is patched depends on the names that a function sees
+
+    def patch(fn: object) -> _NoScope:
+        if fn.__module__ not in kept:
+            kept[fn.__module__] = patch_language(fn)
+        return _NoScope()
+
+    interpreter._patch_lang = patch
+    try:
+        yield
+    finally:
+        interpreter._patch_lang = patch_language
+        for scope in reversed(kept.values()):
+            if (restore := getattr(scope, "restore", None)) is not None:
+                restore()
+
+
+def widen(rows: int, count: int, most: int = 256) -> int:
+    """Rows of a tile over `count` of them: `rows`, and inside of `wide_tiles` up to `most`."""
+    if not _tiles.are_wide:
+        return rows
+    return max(rows, min(most, 1 << max(count - 1, 1).bit_length()))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -20,6 +22,8 @@ from plait.loading.kernel_trials.verdicts import MAX_REASON
 from plait.ops.registry import REGISTRY, Op, Variant
 
 SEED = 0
+# What says nothing about a kernel: memory that others have, a folder, a disk, a compiler that does not start.
+NO_VERDICT = (torch.OutOfMemoryError, MemoryError, OSError, subprocess.SubprocessError)
 
 
 def try_variant(op: Op, variant: Variant, case: Mapping[str, object], dtype: torch.dtype, device: str) -> str:
@@ -85,9 +89,42 @@ def answer(request: Mapping[str, Any], device: str) -> dict[str, str]:
         dtype = getattr(torch, request["dtype"])
         tried = (try_variant(op, variant, op.cases[i], dtype, device) for i in request["cases"])
         return {"verdict": clip_text(next(filter(None, tried), ""), MAX_REASON)}
+    except NO_VERDICT as error:
+        return {"failed": clip_text(_describe(error), MAX_REASON)}
     except Exception as error:
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        return {"verdict": clip_text(f"it does not run: {text}", MAX_REASON)}
+        return {"verdict": clip_text(f"it does not run: {_describe(error)}", MAX_REASON)}
+
+
+def _describe(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def find_obstacle(device: str) -> str:
+    """Why no kernel at all can be tried on this device; empty: they can be.
+
+    Triton compiles its launcher with a C compiler, so without one every kernel fails, and none is at fault.
+    """
+    try:
+        torch.empty(1, device=device)
+    except Exception as error:
+        return f"the device does not start: {_describe(error)}"
+    if torch.device(device).type != "cuda" or find_spec("triton") is None:
+        return ""
+    try:
+        start_launcher()
+    except Exception as error:
+        return (
+            "Triton launches nothing here, for which it needs a C compiler and Python's headers (gcc and "
+            f"python3-dev): {_describe(error)}"
+        )
+    return ""
+
+
+def start_launcher() -> None:
+    """Load what Triton launches kernels with; the first process compiles it. Raises what Triton raises."""
+    from triton.runtime import driver
+
+    driver.active.get_current_target()
 
 
 def main() -> None:
@@ -98,8 +135,8 @@ def main() -> None:
     load_for_gpu()
     for module in modules:
         import_module(module)
-    torch.empty(1, device=device)  # a device that does not start is no kernel's fault
-    answers.write("ready\n")
+    obstacle = find_obstacle(device)
+    answers.write(json.dumps({"failed": clip_text(obstacle, MAX_REASON)} if obstacle else {}) + "\n")
     answers.flush()
     for line in sys.stdin:
         answers.write(json.dumps(answer(json.loads(line), device)) + "\n")

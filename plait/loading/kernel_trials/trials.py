@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -33,18 +34,38 @@ from plait.loading.kernel_trials.verdicts import (
 )
 from plait.ops.attention import BLOCK
 from plait.ops.chip import Chip
+from plait.ops.edit_logits import count_tokens, edit_logits
 from plait.ops.linear import FLOATS, KINDS, STORED
-from plait.ops.registry import REGISTRY, Op, OpFacts, Variant, trial_key
+from plait.ops.logprobs import log_probabilities
+from plait.ops.registry import OURS, REGISTRY, Op, OpFacts, Variant, trial_key
+from plait.ops.sample import largest, sample, sample_at
+from plait.ops.step import locate_tokens, move_rows_on
 from plait.text.isolation.child_process import ChildProcess, is_foreign
 
 START_S = 180.0  # for the child to import torch and start the device
-TRIAL_S = 60.0  # for one kernel, which is compiled first
+TRIAL_S = 150.0  # for one kernel: some are four launches, which a slow processor compiles first
 WORKERS = 4  # children at a time: most of a trial is compiling
+MOST_WORKERS = 8  # where there are processors for more; each has the context of a GPU, half a gigabyte there
+SMALL_GPU = 16 << 30  # bytes
 MAX_ANSWER = 1 << 14  # bytes
+MOST_NAMED = 3  # kernels that a line of the log names
 CHILD = "plait.loading.kernel_trials.child"
 WHAT = "trying GPU kernels (at the first startup with this GPU and these versions)"
-OURS = "plait.kernels."
 STANDARD = {"block_size": BLOCK, "kv_dtype": "model"}  # what every mixer adds to an op's own sizes
+# Ops that no mixer binds: those of the sampler, and of a step's buffers.
+AROUND = {
+    op.name
+    for op in (
+        largest,
+        sample,
+        sample_at,
+        edit_logits,
+        count_tokens,
+        log_probabilities,
+        locate_tokens,
+        move_rows_on,
+    )
+}
 STORAGES = {*KINDS, *(name.partition("+")[0] for name in STORED), *FLOATS, "bfloat16", "float16"}
 log = logging.getLogger("plait")
 OnTrial = Callable[[int, int], None]  # (done, of)
@@ -79,11 +100,16 @@ class TrialRun:
 
 
 def try_kernels(
-    target: Target, formats: Collection[str], cache_dir: str | None, report: Callable[[str, int, int], None]
+    target: Target,
+    formats: Collection[str],
+    cache_dir: str | None,
+    report: Callable[[str, int, int], None],
+    used: Collection[str] | None = None,
 ) -> Chip | None:
-    """The target's GPU with the verdicts on every kernel that a model may bind there.
+    """The target's GPU with the verdicts on every kernel that a model may bind there. None: it is no GPU.
 
-    `formats`: of the model's weights. Most kernels are tried at the first startup only. None: it is no GPU.
+    `formats`: of the model's weights; `used`: the ops of the model, None: any op. A kernel is tried when it
+    is first needed on this GPU.
     """
     chip = target.chip
     if chip is None or target.ops == "reference":
@@ -91,8 +117,16 @@ def try_kernels(
     log.warning("%s; each is compared with its reference on this GPU, once", UNPROVEN)
     dtypes = list(dict.fromkeys((target.dtype, torch.float32)))
     trials = plan_trials(chip, dtypes, formats, deterministic=target.deterministic)
-    run = TrialRun(str(target.device))
+    if used is not None:
+        trials = [trial for trial in trials if trial.op in used or trial.op in AROUND]
+    run = TrialRun(str(target.device), workers=count_workers(chip))
     return prove_kernels(chip, run, trials, find_folder(cache_dir), lambda done, of: report(WHAT, done, of))
+
+
+def count_workers(chip: Chip) -> int:
+    """How many children try kernels at a time: as many as processors and the GPU's memory are good for."""
+    is_small = chip.memory_nbytes < SMALL_GPU
+    return WORKERS if is_small else max(WORKERS, min(MOST_WORKERS, (os.cpu_count() or 1) // 2))
 
 
 def plan_trials(
@@ -174,9 +208,22 @@ def prove_kernels(
     rejected = {key: why for key, why in verdicts.items() if why}
     kept = f"{len(trials) - len(due)} of them at an earlier startup"
     log.info("GPU kernels: %d tried (%s), %d are not used", len(trials), kept, len(rejected))
-    for key, why in sorted(rejected.items()):
-        log.warning("GPU kernel %s is not used: %s", key, why)
+    for line in describe_rejected(rejected):
+        log.warning("%s", line)
     return replace(chip, trials=verdicts)
+
+
+def describe_rejected(rejected: Mapping[str, str]) -> Iterator[str]:
+    """A line for each reason, with its kernels: one obstacle may keep all of them from a trial."""
+    keys: dict[str, list[str]] = {}
+    for key, why in sorted(rejected.items()):
+        keys.setdefault(why, []).append(key)
+    for why, some in keys.items():
+        if len(some) <= MOST_NAMED:
+            yield from (f"GPU kernel {key} is not used: {why}" for key in some)
+        else:
+            named = ", ".join(some[:MOST_NAMED])
+            yield f"{len(some)} GPU kernels are not used ({named}, …): {why}"
 
 
 def run_trials(
@@ -227,11 +274,13 @@ def _start(run: TrialRun) -> tuple[ChildProcess | None, str]:
     except OSError as error:
         return None, f"it could not be tried: no process could be started ({error})"
     try:
-        child.read_line(START_S)
+        obstacle = json.loads(child.read_line(START_S)).get("failed")
     except (TimeoutError, EOFError, OSError, ValueError) as error:
-        child.stop()
-        return None, f"it could not be tried: the trial's process did not start ({type(error).__name__})"
-    return child, ""
+        obstacle = f"the trial's process did not start ({type(error).__name__})"
+    if obstacle is None:
+        return child, ""
+    child.stop()
+    return None, f"it could not be tried: {obstacle}"
 
 
 def _ask(child: ChildProcess, trial: KernelTrial, trial_s: float) -> tuple[bool, str, bool]:

@@ -39,6 +39,16 @@ class CheckSize(NamedTuple):
     tokens: int
 
 
+def has_drafts(capacity: Capacity) -> bool:
+    """Whether steps of this capacity may check drafts."""
+    return capacity.logits > capacity.seqs + 2
+
+
+def list_tokens(capacity: Capacity) -> list[int]:
+    """How many tokens a captured step may have, the fewest first."""
+    return buckets_of(min(capacity.seqs * LONGEST, capacity.tokens, BUCKETS[-1]))
+
+
 class CheckBatch:
     """Memory of the largest step, and views of it. `tokens`: how many that has."""
 
@@ -49,7 +59,7 @@ class CheckBatch:
         self._groups, self._block_size = tuple(groups), block_size
         self._blocks = -(-capacity.blocks // ALIGNED) * ALIGNED  # of a row of a table
         self._seqs = buckets_of(capacity.seqs)
-        self._tokens = buckets_of(min(capacity.seqs * LONGEST, capacity.tokens, BUCKETS[-1]))
+        self._tokens = list_tokens(capacity)
         self.tokens = self._tokens[-1]
         _, ends = self._places(CheckSize(self._seqs[-1], self.tokens))
         self._memory = torch.zeros(ends[-1], dtype=torch.int64, device=device)

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plait.kernels.triton.forms import KernelForm
+from plait.kernels.triton.forms import KernelForm, widen
 from plait.kernels.triton.linear.decode_planes import decode_field, load_level, load_unit
 from plait.kernels.triton.linear.linear import (
     LAYOUTS,
@@ -199,11 +199,11 @@ def _multiply_many(x: Tensor, packed: Tensor | HeadPlanes) -> Tensor:
 
 def _multiply_numbers(x: Tensor, weight: Tensor, bm: int) -> Tensor:
     (m, heads, n_in), n = x.shape, weight.shape[1]
-    out = torch.empty(m, heads, n, dtype=x.dtype, device=x.device)
+    out, bn = torch.empty(m, heads, n, dtype=x.dtype, device=x.device), widen(BN, n)
     launch(
-        heads_dense, (-(-n // BN), heads, -(-m // bm)), x, weight, out, m, n, n_in,
+        heads_dense, (-(-n // bn), heads, -(-m // bm)), x, weight, out, m, n, n_in,
         -(-n_in // (UNITS * UNIT)),
-        *x.stride()[:2], *out.stride()[:2], *weight.stride(), UNIT=UNIT, UNITS=UNITS, BN=BN, BM=bm,
+        *x.stride()[:2], *out.stride()[:2], *weight.stride(), UNIT=UNIT, UNITS=UNITS, BN=bn, BM=bm,
         num_warps=UNITS, num_stages=2,
     )  # fmt: skip
     return out

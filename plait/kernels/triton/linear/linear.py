@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
-from plait.kernels.triton.forms import KernelForm
+from plait.kernels.triton.forms import KernelForm, widen
 from plait.kernels.triton.linear import few_rows, many_rows
 from plait.kernels.triton.linear.decode_planes import base_of, make_assembly, make_scaled_assembly
 from plait.ops.glu import glu
@@ -267,6 +267,7 @@ def multiply_few(
     else:
         steps = -(-n_in // (few_rows.UNITS * few_rows.DENSE_UNIT))
         constants = dense_constants(n_out, n_in, m, act)
+        constants["BN"] = widen(DENSE_ROWS, n_out, 1024)
     bn, bm, shares = constants["BN"], constants["BM"], constants["SHARES"]
     tiles = -(-n_out // bn)
     parts = torch.empty(tiles * shares * bn * bm if shares > 1 else 1, dtype=torch.float32, device=x.device)

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plait.kernels.triton.forms import KernelForm
+from plait.kernels.triton.forms import KernelForm, widen
 from plait.kernels.triton.maths import apply_activation, apply_gated, sigmoid
 from plait.ops.launch import launch
 
@@ -209,12 +209,14 @@ def by_slots(
     hidden, size = second.shape[1:]
     h, out = x.new_empty(tokens * k, size), x.new_empty(tokens, hidden)
     tile = up_tile(n_in)
+    tile["BN"] = widen(tile["BN"], size)
     launch(
         expert_up, (tokens * k, triton.cdiv(size, tile["BN"])),
         x, first, first if first_bias is None else first_bias, index, h, n_in, size, x.stride(0),
         K=k, KIND=kind, GATED=gated, BIASED=first_bias is not None, PICKED=is_picked, **tile,
     )  # fmt: skip
     tile = down_tile(size, k)
+    tile["BN"] = widen(tile["BN"], hidden)
     launch(
         expert_down, (tokens, triton.cdiv(hidden, tile["BN"])),
         h, second, second if second_bias is None else second_bias, weight, index,

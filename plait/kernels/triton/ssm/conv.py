@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plait.kernels.triton.forms import KernelForm
+from plait.kernels.triton.forms import KernelForm, widen
 from plait.kernels.triton.maths import silu
 from plait.ops.conv import causal_conv
 from plait.ops.launch import launch
@@ -91,7 +91,7 @@ def tile_constants(weight: Tensor, one_each: bool) -> dict[str, int]:
         "W_CHANNEL": weight.stride(0),
         "W_TAP": weight.stride(1),
         "BT": 1 if one_each else max(ROWS, triton.next_power_of_2(taps - 1)),
-        "BC": min(triton.next_power_of_2(channels), CHANNELS),
+        "BC": min(triton.next_power_of_2(channels), widen(CHANNELS, channels, 4096)),
         "num_warps": 1,
     }
 

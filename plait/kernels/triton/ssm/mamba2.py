@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plait.kernels.triton.forms import KernelForm
+from plait.kernels.triton.forms import KernelForm, widen
 from plait.kernels.triton.maths import softplus
 from plait.ops.launch import launch
 from plait.ops.ssm import mamba2_scan, mamba2_scan_from_dt
@@ -95,7 +95,7 @@ def head_constants(heads: int, dim: int, size: int, groups: int) -> dict[str, in
         "N": size,
         "NP": wide,
         "RATIO": heads // groups,
-        "BP": min(triton.next_power_of_2(dim), max(NUMBERS // wide, 1)),
+        "BP": min(triton.next_power_of_2(dim), widen(max(NUMBERS // wide, 1), dim)),
         "num_warps": 1,
     }
 

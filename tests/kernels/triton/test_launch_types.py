@@ -1,0 +1,33 @@
+"""Launches as a real GPU specializes them; the interpreter takes what no compiler does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed here")
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def lower(*only: str) -> dict[str, object]:
+    """In a process of its own: this one may have the interpreter's kernels."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.kernels.triton.lower_launches", *only]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.slow
+def test_every_launch_of_every_case_is_one_that_a_gpu_takes() -> None:
+    found = lower()
+    assert found["faults"] == {}
+    assert int(str(found["cases"])) > 400
+    assert int(str(found["forms"])) > 400
