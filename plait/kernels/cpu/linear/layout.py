@@ -68,6 +68,11 @@ class Layout:
         return self.step // self.group
 
     @property
+    def has_plain_nibbles(self) -> bool:
+        """Whether codes are four bits and nothing else."""
+        return self.bits == 4 and not (self.high or self.table)
+
+    @property
     def low_bytes(self) -> int:
         """Bytes of a block's low plane."""
         return LINE * self.bits
@@ -79,7 +84,7 @@ class Layout:
 
     @property
     def scales_at(self) -> int:
-        """Where scales start: in front of the blocks. First all scales, then all minima, then the float16s."""
+        """Where scales start: before the blocks. First all scales, then all minima, then the float16s."""
         return 0
 
     @property
