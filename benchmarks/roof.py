@@ -5,7 +5,7 @@ python benchmarks/roof.py MODEL --format Q4_K Q6_K [--turns 40] [--context 20] [
 One sequence, all weights in the formats that are named. Tables of launches run in turns and in random
 order, so each share compares what memory gave in the same moment: the recorded step; its products alone; all
 but these; as many empty launches; loops that read the products' bytes, one for each product, and one over
-all. `--above` runs each turn above other processes (SCHED_FIFO), which takes rights, and pauses after it. JSON.
+all. `--above` runs each turn above other processes (SCHED_FIFO), which takes rights, and pauses after. JSON.
 """
 
 from __future__ import annotations

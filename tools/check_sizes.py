@@ -30,7 +30,7 @@ CAPS = {
     "engine": 2_300,
     "families": 16_410,
     "frontend": 1_560,
-    "kernels": 27_300,
+    "kernels": 27_600,
     "llm": 630,
     "loading": 5_570,
     "model": 5_070,
