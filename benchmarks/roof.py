@@ -2,10 +2,10 @@
 
 python benchmarks/roof.py MODEL --format Q4_K Q6_K [--turns 40] [--context 20] [--threads 2] [--above]
 
-One sequence, all weights in the formats that are named. Tables of launches run in turns and in random order, so each
-share compares what memory gave in the same moment: the recorded step; its products alone; all but these;
-as many empty launches; loops that read the products' bytes, one for each product, and one over all. `--above`
-runs each turn above other processes (SCHED_FIFO), which takes rights, and pauses after it. JSON.
+One sequence, all weights in the formats that are named. Tables of launches run in turns and in random
+order, so each share compares what memory gave in the same moment: the recorded step; its products alone; all
+but these; as many empty launches; loops that read the products' bytes, one for each product, and one over
+all. `--above` runs each turn above other processes (SCHED_FIFO), which takes rights, and pauses after. JSON.
 """
 
 from __future__ import annotations
@@ -169,7 +169,9 @@ def measure(step: Step, turns: int, is_above: bool) -> dict[str, dict[str, float
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("--format", required=True, nargs="+", choices=sorted(LAYOUTS), help="of products: all there are")
+    parser.add_argument(
+        "--format", required=True, nargs="+", choices=sorted(LAYOUTS), help="of products: all there are"
+    )
     parser.add_argument("--turns", type=int, default=40)
     parser.add_argument("--context", type=int, default=20)
     parser.add_argument("--threads", type=int, default=2)

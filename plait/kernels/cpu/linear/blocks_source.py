@@ -12,7 +12,7 @@ of BASE, so that they are those of a float that is as much above it. What a scal
 it, and one fma takes it off, converts and multiplies. Scales are two bits shorter for that: it is exact.
 
     rounded rows: a bundle of R                weights: tile t of 16 outputs, a record per step (`layout`)
-    [block 0: R x 32 codes | R scales | R ..]  [codes of blocks | scales | minima][next record] ...
+    [block 0: R x 32 codes | R scales | R ..]  [scales | minima | codes of blocks][next record] ...
     [block 1: ...                           ]            |
                                                      quad: 4 inputs x 16 outputs = 64 bytes = one vector
     out [R rows, 16 t .. 16 t + 15] += 4 activations of each row (in every lane) . quad
@@ -57,7 +57,8 @@ ALONE = 2  # rows of codes up to which every thread rounds all of them, rather t
 
 _FILES = (
     *("linear/blocks_source.py", "linear/quantize_rows.py", "linear/layout.py", "linear/codebooks.py"),
-    *("codegen/avx2_dot.py", "codegen/vnni_dot.py", "codegen/amx_tiles.py", "linear/fetch_adapters.py", "linear/streams.py"),
+    *("codegen/avx2_dot.py", "codegen/vnni_dot.py", "codegen/amx_tiles.py"),
+    *("linear/fetch_adapters.py", "linear/streams.py"),
 )
 _SOURCE = Template('''"""Quantized linear layer: made by plait, from $digest."""
 import numpy as np
@@ -75,7 +76,7 @@ from plait.kernels.cpu.codegen.vec import atomic_add, call_kernel, get_i64, load
 
 layout = $layout
 round_rows = rounding.round_rows(layout, $sizes)
-tiles_apart, STREAMS, RUN = linear_source.tiles_apart(layout, $streams, $ahead), $streams, $run
+tiles_apart, STREAMS, RUN = linear_source.tiles_apart(layout, $streams), $streams, $run
 $tiles
 
 @inline
@@ -291,10 +292,8 @@ def _products(w: Writer, layout: Layout, p: Word, a: Word, quads: range, whole: 
         codes = [partial(_codes, w, layout, p, q) for q in quads]
         where = partial(_place, a, quads)
         return avx2_dot.products(w, codes, where, whole, largest, zero, BASE_BITS)
-    if vnni_dot.HERE and len(whole) <= vnni_dot.FEW and layout.bits == 4 and not (layout.high or layout.table):
-        return vnni_dot.products(
-            w, lambda i: w.load_i32(p + LINE * i), lambda r, q: a + 32 * r + 4 * q, whole, quads
-        )
+    if vnni_dot.HERE and len(whole) <= vnni_dot.FEW and layout.has_plain_nibbles:
+        return vnni_dot.products(w, p, a, whole, quads)
     product = w.dot8 if largest > 127 else w.dot
     for q in quads:
         v = _codes(w, layout, p, q)
@@ -335,7 +334,8 @@ def _block(
                 zeros = w.load_u8(low_at)
                 whole = [w.add_i32(base, w.mul_i32(zeros, n)) for n in whole]
             some = a + 32 * part.start
-            whole = products(step + layout.codes_at + layout.plane_bytes * b, some, range(quads * j, quads * (j + 1)), whole)
+            codes, which = step + layout.codes_at + layout.plane_bytes * b, range(quads * j, quads * (j + 1))
+            whole = products(codes, some, which, whole)
             for r in part:
                 scale, off = (w.spread_f32(a + k * rows + 4 * r) for k in (32, 36))
                 x = w.fma(w.bits_f32(whole[r - part.start]), scale, off)
@@ -460,14 +460,14 @@ def _outer(w: Writer, layout: Layout, at: Word) -> list[Value]:
     return [w.load_f16(at + 32 * i) for i in range(layout.outer_bytes // 32)]
 
 
-@block(gives=lambda layout, streams, ahead: streams)
+@block(gives=lambda layout, streams: streams)
 def tiles_apart(
-    layout: Layout, streams: int, ahead: int, w: Writer, weights: Word, apart: Word, a: Word, steps: Word
+    layout: Layout, streams: int, w: Writer, weights: Word, apart: Word, a: Word, steps: Word
 ) -> list[Value]:
     """Block (weights, apart, a, steps): a row of codes times as many tiles as streams, from `weights` on,
-    each `apart` from the one before. ahead: bytes that are fetched before they are needed, or 0."""
+    each `apart` from the one before."""
     lines, products = -(-layout.nbytes // LINE // layout.blocks), partial(_products, w, layout)
-    fetch = w.prefetch if ahead < 0 else w.prefetch_l2
+    fetch, ahead = (w.prefetch, AHEAD[layout.step]) if streams > 1 else (w.prefetch_l2, ALONE_AHEAD)
 
     def step(_: Word, at: Word, a: Word, *sums: Value) -> list[Value]:
         tiles = [at + apart * k for k in range(streams)]
@@ -476,8 +476,8 @@ def tiles_apart(
         def block(b: Word, a: Word, *sums: Value) -> list[Value]:
             found = []
             for tile, above, sum in zip(tiles, outer, sums, strict=True):
-                for k in range(lines if ahead else 0):
-                    fetch(tile + abs(ahead) + LINE * k + LINE * lines * b)
+                for k in range(lines if streams > 1 or layout.bits == 8 else 0):
+                    fetch(tile + ahead + LINE * k + LINE * lines * b)
                 found += _block(w, layout, (tile, b, a), above, [sum], products, 1)
             return [a + layout.rounded_block, *found]
 
@@ -554,22 +554,14 @@ _STOP = """
         stop_tiles(scratch)"""
 
 
-def count_streams(layout: Layout) -> int:
-    """In how many streams one row reads: with high bits in a long step, three had 1.1 to 1.4 times the rate
-    of one on a Zen 4. To fetch one ahead gave bytes 1.1 times, and took as much from nibbles."""
-    return 1 if ONE_STREAM and not (layout.high and layout.step > BLOCK * 2) else STREAMS
-
-
 @cache
-def linear_kernel(layout: Layout, kind: Kind = "", streams: int = 0, ahead: int | None = None) -> Kernel:
+def linear_kernel(layout: Layout, kind: Kind = "", streams: int = 0) -> Kernel:
     """The kernel of `packed.multiply` for weights in that layout.
 
     kind: "amx" multiplies bundles of TILED rows of codes on its tiles ("software": on what stands for them),
-    to the same bits; it needs `AMX_SCRATCH`. streams: of one row, to the same bits; 0: `count_streams`.
+    to the same bits; it needs `AMX_SCRATCH`. streams: of one row, to the same bits; 0: what is fastest here.
     """
-    streams = streams or count_streams(layout)
-    if ahead is None:
-        ahead = -AHEAD[layout.step] if streams > 1 else ALONE_AHEAD if layout.bits == 8 else 0
+    streams = streams or (1 if ONE_STREAM else STREAMS)
     plain = tuple(n for n in BUNDLES if n < TILED) if kind else BUNDLES
     sizes = (TILED, *plain) if kind else plain
     tiles, bundles = [], []
@@ -593,7 +585,6 @@ def linear_kernel(layout: Layout, kind: Kind = "", streams: int = 0, ahead: int 
         stop=_STOP if kind else "",
         ups=AMX_SCRATCH if kind else 0,
         streams=streams,
-        ahead=ahead,
         run=RUN if streams == 1 else 1,
         kept="".join(_KEPT.format(k=k, end=k + 1) for k in range(streams)),
         layout=repr(layout),

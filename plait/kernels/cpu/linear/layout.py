@@ -1,7 +1,8 @@
 """How each block format is kept for the CPU kernels, and the memory it is kept in.
 
-A tile is sixteen outputs. Inside, K is cut into steps; a step is one record of whole cache lines: the codes
-of its blocks of 32, then scales as vectors of sixteen. A *quad*, four neighbours in K of the sixteen outputs,
+A tile is sixteen outputs. Inside, K is cut into steps; a step is one record of whole cache lines: scales as
+vectors of sixteen, then the codes of its blocks of 32. In that order they are needed, and a processor that
+fetches memory ahead goes through it upwards. A *quad*, four neighbours in K of the sixteen outputs,
 is 64 bytes: `byte[4n + j]` is number 4q + j of output n. So one dot product with four activations serves all
 sixteen, and nothing is added across lanes. Codes are unsigned; what must be subtracted from them
 (`zero`) is paid once per group with the sum of the group's activations, and a minimum likewise.
@@ -67,6 +68,11 @@ class Layout:
         return self.step // self.group
 
     @property
+    def has_plain_nibbles(self) -> bool:
+        """Whether codes are four bits and nothing else."""
+        return self.bits == 4 and not (self.high or self.table)
+
+    @property
     def low_bytes(self) -> int:
         """Bytes of a block's low plane."""
         return LINE * self.bits
@@ -78,7 +84,7 @@ class Layout:
 
     @property
     def scales_at(self) -> int:
-        """Where scales start: in front of the blocks. First all scales, then all minima, then the float16s."""
+        """Where scales start: before the blocks. First all scales, then all minima, then the float16s."""
         return 0
 
     @property

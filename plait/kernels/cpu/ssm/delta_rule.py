@@ -155,7 +155,7 @@ def _enter_and_pass(
 def _pass(
     tile: Int, n: Int, last: Int, a: Floats, b: Floats, decays: Int, key: Int, query: Int
 ) -> tuple[Floats, Floats, Floats, Floats]:
-    """A token passes by a tile, to which `last` times a and b is added first. What key and query see there."""
+    """A token passes by a tile, to which `last` times a and b is added first; what key and query see."""
     seen_a, seen_b, y_a, y_b = zero_f32(), zero_f32(), zero_f32(), zero_f32()
     for r in range(n):
         weight, decay, at = spread_f32(last + 4 * r), spread_f32(decays + 4 * r), tile + 128 * r
@@ -215,7 +215,7 @@ def delta_columns(frame: int, args: int, thread: int, threads: int) -> None:
     """heads, heads of a key head, key heads, tiled, n of a key, columns; q, k, v and step with two strides
     each, step's is one per head; A; beta and its stride, its scale; state and its slot stride; slots,
     query_start, has_history; out (dense); positions where the state is bfloat16, else 0; 0, or where the
-    state behind each row is kept, too. All tokens of a sequence over 32 columns of a head, a tile, at a time."""
+    state behind each row is kept, too. All tokens of a sequence over a tile of a head at a time."""
     heads, ratio, keys, tiled, n, dim, qs, q_bytes, q_head, ks, k_bytes, k_head = words(args, 2, 14)
     vs, v_bytes, v_head, steps, step_bytes, step_head, one, rates, betas, beta_bytes = words(args, 14, 24)
     beta_scale = get_f32(args + 192)
@@ -276,9 +276,7 @@ def delta_columns(frame: int, args: int, thread: int, threads: int) -> None:
                     for r in range(0, n, 16):
                         store_f32(before + 4 * r, zero_f32())
                 if direct and t == 0:
-                    seen_a, seen_b, y_a, y_b = _enter_and_pass(
-                        own, v_row, tile, n, soon, decays, now, unit_q
-                    )
+                    seen_a, seen_b, y_a, y_b = _enter_and_pass(own, v_row, tile, n, soon, decays, now, unit_q)
                 else:
                     seen_a, seen_b, y_a, y_b = _pass(tile, n, before, a, b, decays, now, unit_q)
                 share = spread(get_f32(beta + t * beta_bytes) * beta_scale)

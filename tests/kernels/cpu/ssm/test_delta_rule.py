@@ -157,6 +157,16 @@ def test_a_recording_serves_every_batch(make: Any, cpu: Any) -> None:
         assert torch.equal(layer.state, expected.state)
 
 
+def test_runs_of_heads_have_the_bits_of_single_tiles(cpu: Any) -> None:
+    """Single tokens go by whole heads, several on few threads; a longer sequence in the batch makes tiles."""
+    layer = delta(16, 4, 16, 40)(6)
+    runs, tiles = layer.kept(), layer.kept()
+    out = runs.rows(0, 4).call(native(cpu, layer), where([1] * 4, [1, 4, 2, 3], [True, True, False, True]), 3)
+    own = where([1] * 4 + [2], [1, 4, 2, 3, 5], [True, True, False, True, True])
+    assert torch.equal(tiles.call(native(cpu, layer), own, 3)[:4], out)
+    assert torch.equal(tiles.state[1:5], runs.state[1:5])
+
+
 def test_shapes_that_a_kernel_would_misread_are_refused(cpu: Any) -> None:
     own = where([3], [1], [True])
     layer = delta(4, 2, 8, 8)(3)
