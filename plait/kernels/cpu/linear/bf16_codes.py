@@ -41,7 +41,7 @@ CODES, NONE = 8, 255  # how many exponents have a code; what is written for one 
 WORTH = 0.875  # of the plain size is the most that is worth it
 AHEAD = 3072  # bytes that a tile is fetched before it is needed
 SOME = 4  # rows that take longer to multiply than their weights to come from memory
-SOME_AHEAD = 8192  # bytes that weights are fetched for them, into L2: of 2 to 8 KB the best on a Zen 4
+SOME_AHEAD = 8192  # bytes that weights are fetched for them before they are needed, into L2
 HERE = "look_bytes" in DEFINED  # where bytes are looked up in a register
 
 
