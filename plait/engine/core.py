@@ -119,7 +119,7 @@ class Engine:
             flight = self._flight = self._launch(plan)
         self._flight = self._launch_ahead(flight)
         num_tokens = self._land(flight)
-        self._ask(lambda s: s.charge(len(flight.plan.chunks), num_tokens, began), None)
+        self._ask(lambda s: s.charge(num_tokens, began), None)
         return True
 
     def _launch(self, plan: StepPlan) -> Flight:
@@ -246,10 +246,11 @@ class Engine:
 
     def _drafts(self) -> tuple[Drafts, bool]:
         """(draft tokens by sequence id, whether what drafts has to read what the next step brings)."""
-        speculation, running = self.speculation, self.scheduler.running
-        if speculation is None or speculation.rests(running) or not (drafting := self.scheduler.drafting()):
+        speculation = self.speculation
+        if speculation is None or speculation.rests(drafting := self.scheduler.drafting()):
             return {}, False
-        num_rows = min(sum(s.num_left for s in running), self.scheduler.limits.max_num_batched_tokens)
+        num_left = sum(s.num_left for s in self.scheduler.running)
+        num_rows = min(num_left, self.scheduler.limits.max_num_batched_tokens)
         found = self._ask(lambda speculation: speculation.drafts(drafting, num_rows), NOTHING)
         forced = {s.id: t for s in drafting if s.guide is not None and (t := s.guide.forced()[:MAX_FORCED])}
         return {**found, **forced}, self.speculation is not None and not self.speculation.is_resting

@@ -29,7 +29,8 @@ from plait.ops.seed import choice_seed
 from plait.request import Request, SamplingParams
 from plait.runner.runner import ModelRunner
 from plait.schedule.drafts.turns import DraftRequest
-from plait.schedule.speculate import NgramProposer, Speculation
+from plait.schedule.drafts.ngram import NgramProposer
+from plait.schedule.speculate import Speculation
 from plait.verify.matrix import CheapRows
 from tests.families import tiny
 from tests.server.fake import ByteTokenizer

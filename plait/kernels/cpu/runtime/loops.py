@@ -6,6 +6,7 @@ Invariants of the lock-free part:
 * A command's number only grows, so no worker plays one twice. `leave` holds the number of its command, too.
 * A thread that sleeps says so first, then looks at the word that it waits for. One that wakes others writes
   that word first, then looks for sleepers. So one of both sees the other.
+* A launch that ends the steps is not the first of its table: all threads have read their number by then.
 * Launch i uses counter i & 1. Thread 0 clears it behind the barrier, when no thread is left in launch i; the
   launch that uses it next begins behind one more barrier.
 """
@@ -145,6 +146,8 @@ def _play_steps(mailbox: Int, thread: Int, threads: Int, command: Int) -> None:
         if step < steps:  # a launch may put an end to it; all have seen that before anything else is posted
             steps = get_i64(mailbox + STEPS)
             barrier(frame, threads)
+    if thread == 0:  # no thread reads this word again before the next command
+        put_i64(mailbox + STEPS, step)
 
 
 @entry

@@ -214,11 +214,12 @@ class Threads:
         steps: int = 1,
         between: LaunchTable | None = None,
         kind: int | None = None,
-    ) -> None:
+    ) -> int:
         """Replay a recorded step for this many tokens, rows of logits and sequences.
 
         `steps`: so many times, and `between` two of them its one launch. kind: what its time is compared
-        with, to choose the number of threads; None: with steps of about as many tokens.
+        with, to choose the number of threads; None: with steps of about as many tokens. Returns how many
+        steps there were: a launch may have put an end to them.
         """
         with self._lock:
             self._grow(program.scratch, program.shared)
@@ -233,8 +234,10 @@ class Threads:
             self._play(program.address, program.count, posts, threads)
             now = time.perf_counter()
             waited = int(self._waited[0]) / 1e6 / max(threads - 1, 1)
-            kind, work = kind or tokens.bit_length(), steps if is_small else tokens
+            played = int(self._words[STEPS][0])
+            kind, work = kind or tokens.bit_length(), played if is_small else tokens
             pace.observe(kind, work, now - started, waited, now)
+            return played
 
     def following(self, *args: object) -> LaunchTable:
         """What `run` takes as `between`; the arguments are those of `loops.follow_rows`."""
