@@ -6,6 +6,7 @@ of a frozen dataclass. Moves are, too: other ranks get a plan as msgpack, and a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +16,7 @@ from plait.request import SamplingParams, TokenLogprobs
 from plait.schedule.drafts.turns import PlanTurns, TurnsEnd
 
 MOST_STEPS = 8  # decode steps of one plan
+MOST_STOPS = 64  # stop tokens that native code looks for
 FOLLOW = -1  # instead of a decode's token: what the step before samples for its sequence
 Table = tuple[int, ...]
 
@@ -97,6 +99,7 @@ class StepPlan:
 
     `moves`: in this order, before the pass; then `fresh` slots are zeroed. Without chunks there is no pass.
     `num_steps`: decode steps in a row, each of what the one before it sampled; the tables have their blocks.
+    None begins behind a step in which any sequence got one of the tokens `stops`.
     """
 
     step: int
@@ -105,6 +108,7 @@ class StepPlan:
     fresh: tuple[int, ...] = ()
     num_steps: int = 1
     turns: PlanTurns | None = None
+    stops: Table = ()
 
     @property
     def num_tokens(self) -> int:
@@ -156,6 +160,13 @@ class Sampled(Struct, frozen=True, gc=False):
     pooled: tuple[float, ...] = ()
     mirostat_mu: tuple[float, ...] = ()
     turns: TurnsEnd | None = None
+
+
+def count_decodes(plan: StepPlan, sampled: Sequence[Sampled]) -> int:
+    """The decode steps of a plan that its runner took: all, or those up to a stop token."""
+    count = len(sampled[0].token_ids) if plan.stops and sampled else 0
+    ended = 0 < count < plan.num_steps and any({*one.token_ids[-1:]} & {*plan.stops} for one in sampled)
+    return count if ended else plan.num_steps
 
 
 class Ticket(Protocol):

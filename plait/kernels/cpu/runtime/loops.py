@@ -223,6 +223,21 @@ def follow_rows(frame: int, args: int, thread: int, threads: int) -> None:
             put_i64(moving + (2 + g) * stride + 8 * s, block * size + at % size)
 
 
+@kernel
+def end_behind_stops(frame: int, args: int, thread: int, threads: int) -> None:
+    """Behind a decode step: no further one begins if one of its tokens is a stop token.
+
+    ids (int64) of as many rows as there are sequences, stop tokens (int64), how many there are (int64), steps.
+    """
+    if thread > 0:
+        return
+    ids, stops, count, steps = words(args, 2, 6)
+    for s in range(rows_of(frame, args)):
+        for i in range(get_i64(count)):
+            if get_i64(ids + 8 * s) == get_i64(stops + 8 * i):
+                put_i64(steps, np.int64(0))
+
+
 def list_loops() -> dict[str, Kernel]:
     """Each of them by its field in `NativeLoops`."""
     return {
@@ -232,6 +247,7 @@ def list_loops() -> dict[str, Kernel]:
         "wait": wait_for_turn,
         "wake": wake_sleepers,
         "follow": follow_rows,
+        "end": end_behind_stops,
     }
 
 

@@ -56,8 +56,8 @@ _CALL = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)  # the GIL is rel
 
 
 class NativeLoops(Struct, frozen=True):
-    """Addresses of machine code: a step, a worker's life, the bell that wakes workers, a barrier's waits, and
-    what runs between two steps of one call."""
+    """Addresses of machine code: a step, a worker's life, the bell that wakes workers, a barrier's waits, what
+    runs between two steps of one call, and what ends them behind a stop token."""
 
     run: int
     work: int
@@ -65,6 +65,7 @@ class NativeLoops(Struct, frozen=True):
     wait: int
     wake: int
     follow: int
+    end: int
 
 
 class Launchable(Protocol):
@@ -142,7 +143,7 @@ class Threads:
     """Runs kernels on `threads` threads. One caller at a time; others wait."""
 
     def __init__(self, threads: int, loops: NativeLoops) -> None:
-        self.threads, self._follow = threads, loops.follow
+        self.threads, self._follow, self._end = threads, loops.follow, loops.end
         self._lock = threading.RLock()
         self._small, self._large = ThreadTuner(threads, 0.002 * threads), ThreadTuner(threads, 0.25 * threads)
         self._frame = np.zeros(WORDS, np.int64)
@@ -243,6 +244,17 @@ class Threads:
         """What `run` takes as `between`; the arguments are those of `loops.follow_rows`."""
         array = np.array([8 * LOGITS, self.counters, *map(argument, args)], np.int64)
         table = LaunchTable(entries=[self._follow, array.ctypes.data], kept=[array, args])
+        table.seal()
+        return table
+
+    def stopping(self, program: LaunchTable, *args: object) -> LaunchTable:
+        """A recorded step of decodes behind which the steps of a call may end.
+
+        args: those of `loops.end_behind_stops` but the last. That launch takes no counter.
+        """
+        array = np.array([8 * LOGITS, self.counters, *map(argument, args), self.steps], np.int64)
+        entries = [*program.entries, self._end, int(array.ctypes.data)]
+        table = LaunchTable(entries, program.scratch, program.shared, [program, array, args])
         table.seal()
         return table
 
