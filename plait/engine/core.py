@@ -277,7 +277,7 @@ class Engine:
                 self.metrics.count_start(now - choice.arrival_s, choice.sequence.num_cached_tokens)
 
     def _count_steps(self, plan: StepPlan, num_steps: int) -> None:
-        """Add to the steps of each choice in a plan. num_steps: below 0, for those that a stop token saved."""
+        """Add to the steps of each choice in a plan. num_steps: below 0 for those saved by a stop token."""
         for chunk in plan.chunks:
             choice = self._choices.get(chunk.seq_id)
             if choice is not None and chunk.seq_id == choice.sequence.id:

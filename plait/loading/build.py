@@ -49,8 +49,8 @@ from plait.runner.ranks.messages import Prepare
 from plait.runner.runner import ModelRunner
 from plait.runner.sampler import Sampler
 from plait.runner.turns import add_turns
-from plait.schedule.drafts.turns import MOST_TURNS
 from plait.schedule.drafts.ngram import NgramProposer
+from plait.schedule.drafts.turns import MOST_TURNS
 from plait.schedule.speculate import Proposer
 from plait.spec import ModelSpec
 from plait.state.disk.cache import DiskCache

@@ -110,7 +110,7 @@ def test_texts_are_the_same_with_and_without(folder: Path, params: list[dict[str
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_steps_of_a_hybrid_end_behind_a_stop_token(nano_hybrid: Path, temperature: float) -> None:
-    """At every place of a plan, next to another reply. What a reply leaves is what a longer prompt starts at."""
+    """At every place of a plan, next to another reply; a longer prompt starts at what a reply leaves."""
     ids, other = [*range(40, 60)], [*range(90, 101)]
     sizes: Any = {"device": "cpu", "threads": 1, "max_model_len": 256, "max_num_seqs": 4}
     with LLM(str(nano_hybrid), **sizes, prefix_cache=False) as plain, LLM(str(nano_hybrid), **sizes) as llm:

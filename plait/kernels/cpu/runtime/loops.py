@@ -227,7 +227,8 @@ def follow_rows(frame: int, args: int, thread: int, threads: int) -> None:
 def end_behind_stops(frame: int, args: int, thread: int, threads: int) -> None:
     """Behind a decode step: no further one begins if one of its tokens is a stop token.
 
-    ids (int64) of as many rows as there are sequences, stop tokens (int64), how many there are (int64), steps.
+    ids (int64) of as many rows as there are sequences, stop tokens (int64), how many there are (int64), and
+    where the number of steps is.
     """
     if thread > 0:
         return

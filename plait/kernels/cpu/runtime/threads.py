@@ -56,8 +56,8 @@ _CALL = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)  # the GIL is rel
 
 
 class NativeLoops(Struct, frozen=True):
-    """Addresses of machine code: a step, a worker's life, the bell that wakes workers, a barrier's waits, what
-    runs between two steps of one call, and what ends them behind a stop token."""
+    """Addresses of machine code: a step, a worker's life, the bell that wakes workers, a barrier's waits,
+    what runs between two steps of one call, and what ends them behind a stop token."""
 
     run: int
     work: int
