@@ -53,7 +53,8 @@ def plan_steps(
     Behind a sequence's end recurrent state would be that of tokens that do not count. Where the runner ends
     the steps behind a stop token there is none; elsewhere slots are copied before.
     """
-    stops, is_copied = (), memory.has_slots
+    stops: Table = ()
+    is_copied = memory.has_slots
     if memory.ends_steps and memory.has_slots:
         found = frozenset[int]().union(*(seq.stop_token_ids for seq in running))
         if len(found) <= MOST_STOPS:
