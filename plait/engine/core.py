@@ -20,7 +20,7 @@ from plait.engine.admission import OnEvent, OpenChoice, OpenRequest, RequestLimi
 from plait.engine.flight import Flight, NotLaunched, StepRunner, count_decoded, count_steps
 from plait.engine.grammar_guide import GrammarGuide, refuse_guides
 from plait.engine.metrics import Metrics
-from plait.engine.sequences import SequenceMaker, list_alone, list_choices
+from plait.engine.sequences import SequenceMaker, add_steps, list_alone, list_choices
 from plait.errors import DeadlineExceeded, DeviceLost, EngineError, InvalidField
 from plait.request import Event, FinishReason, Request
 from plait.schedule.plan import Chunk, StepPlan
@@ -158,8 +158,7 @@ class Engine:
         # A step that was launched ahead began to run when the one before it ended.
         seconds, self._landed_s = ended - max(flight.began, self._landed_s), ended
         num_steps = count_steps(plan, sampled)
-        if num_steps < plan.num_steps:
-            self._count_steps(plan, num_steps - plan.num_steps)
+        add_steps(plan, self._choices, num_steps - plan.num_steps)  # below 0: a stop token saved some
         nbytes = self.scheduler.memory.pools.moved_nbytes(plan)
         self.metrics.count_steps(num_steps, plan.num_tokens, seconds)
         self.scheduler.costs.observe_plan(plan, num_steps, nbytes, seconds)
@@ -269,19 +268,12 @@ class Engine:
             return otherwise
 
     def _record_start(self, plan: StepPlan, now: float) -> None:
-        self._count_steps(plan, plan.num_steps)
+        add_steps(plan, self._choices, plan.num_steps)
         for chunk in plan.chunks:
             choice = self._choices[chunk.seq_id]
             if choice.first_scheduled_s is None:
                 choice.first_scheduled_s = now
                 self.metrics.count_start(now - choice.arrival_s, choice.sequence.num_cached_tokens)
-
-    def _count_steps(self, plan: StepPlan, num_steps: int) -> None:
-        """Add to the steps of each choice in a plan. num_steps: below 0 for those saved by a stop token."""
-        for chunk in plan.chunks:
-            choice = self._choices.get(chunk.seq_id)
-            if choice is not None and chunk.seq_id == choice.sequence.id:
-                choice.num_steps += num_steps
 
     def _show_progress(self, plan: StepPlan, now: float) -> None:
         """Emit how far the prompts in a step are, before the token that a prompt's last chunk brings."""

@@ -49,8 +49,7 @@ class ModelRunner:
         self.decoder, self.store, self.sampler, self.device = decoder, store, sampler, device
         self.groups, self.executor = block_groups(decoder.states), executor
         self.replay: Replay | None = None
-        # The latter two: `Chunk.row_slots` are written, and steps end behind one of `StepPlan.stops`.
-        self.is_recorded = self.keeps_rows = self.ends_steps = False
+        self.is_recorded = self.keeps_rows = self.ends_steps = False  # see `make_engine.RowKeeper`
         self.step_kind = "op by op: no recording was requested"
         native = self._native = None if isinstance(executor, GraphBackend) else executor
         if capacity and isinstance(executor, GraphBackend) and decoder.spec.causal:

@@ -16,7 +16,6 @@ from plait.request import SamplingParams, TokenLogprobs
 from plait.schedule.drafts.turns import PlanTurns, TurnsEnd
 
 MOST_STEPS = 8  # decode steps of one plan
-MOST_STOPS = 64  # stop tokens that native code looks for
 FOLLOW = -1  # instead of a decode's token: what the step before samples for its sequence
 Table = tuple[int, ...]
 
@@ -98,8 +97,7 @@ class StepPlan:
     """What one step computes: chunks, decodes first, and the copies of memory that come before it.
 
     `moves`: in this order, before the pass; then `fresh` slots are zeroed. Without chunks there is no pass.
-    `num_steps`: decode steps in a row, each of what the one before it sampled; the tables have their blocks.
-    None begins behind a step in which any sequence got one of the tokens `stops`.
+    `num_steps`: decode steps in a row, each of what the one before it sampled, up to one of `stops`.
     """
 
     step: int

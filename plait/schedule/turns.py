@@ -12,8 +12,8 @@ from dataclasses import replace
 from plait.schedule.allocation import Allocation
 from plait.schedule.costs import LATE_S, LONGEST_S, SchedulerLimits, StepCosts, most_steps
 from plait.schedule.drafts.slots import DraftSlots
-from plait.schedule.drafts.turns import FEW_TURNS, PlanTurns
-from plait.schedule.plan import MOST_STOPS, Chunk, Sampled, Table
+from plait.schedule.drafts.turns import FEW_TURNS, MOST_STOPS, PlanTurns
+from plait.schedule.plan import Chunk, Sampled, Table
 from plait.schedule.sequence import TokenSequence, Update
 
 HEAD_SHARE = 0.5  # what a turn's drafts may take of the time of the step that checks them, where it is known

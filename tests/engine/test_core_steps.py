@@ -132,7 +132,7 @@ def test_prompt_in_the_same_plans_does_not_keep_the_drafts_of_one_reply_off() ->
     given = [[3, 1, 4], [1, 5, 9], [*range(1, 61)]]
     limits = {"max_num_batched_tokens": 40, "max_step_s": 0.010, "length": 120}
     (e, _), reader = speculating(given, 1000, **limits), Reader()
-    for tokens in (1, 8, 16, 32):  # a step has no room for the whole prompt
+    for tokens in (1, 8, 16, 32):  # the whole prompt is more than a step may have
         StepCosts.observe(e.scheduler.costs, tokens, 0.009 + 0.0001 * tokens)
     e.speculation.governor = ForOne([4])
     e.submit(request("r0", given[0], max_tokens=40), reader)

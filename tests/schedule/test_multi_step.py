@@ -8,7 +8,8 @@ import pytest
 
 from plait.errors import EngineError
 from plait.schedule.costs import StepCosts
-from plait.schedule.plan import MOST_STOPS, CopySlot, Sampled, StepPlan
+from plait.schedule.drafts.turns import MOST_STOPS
+from plait.schedule.plan import CopySlot, Sampled, StepPlan
 from plait.schedule.pools import CacheOptions
 from plait.schedule.scheduler import Scheduler
 from plait.schedule.sequence import TokenSequence, Update

@@ -16,7 +16,8 @@ from msgspec import Struct
 from plait.runner.host.pooling import add_pooled
 from plait.runner.host.sampler import HostSampler, is_greedy
 from plait.runner.host.static_batch import Found, NativeThreads, StaticBatch
-from plait.schedule.plan import MOST_STEPS, MOST_STOPS, Done, Sampled, SamplingBatch, SamplingRow, StepPlan
+from plait.schedule.drafts.turns import MOST_STOPS
+from plait.schedule.plan import MOST_STEPS, Done, Sampled, SamplingBatch, SamplingRow, StepPlan
 
 Floats = npt.NDArray[np.float32]
 
