@@ -17,10 +17,10 @@ from typing import TypeVar
 
 from plait.engine.adapters import no_adapters
 from plait.engine.admission import OnEvent, OpenChoice, OpenRequest, RequestLimits, failure_event
-from plait.engine.flight import Flight, NotLaunched, StepRunner, count_decoded, count_turns
+from plait.engine.flight import Flight, NotLaunched, StepRunner, count_decoded, count_steps
 from plait.engine.grammar_guide import GrammarGuide, refuse_guides
 from plait.engine.metrics import Metrics
-from plait.engine.sequences import SequenceMaker, list_alone, list_choices
+from plait.engine.sequences import SequenceMaker, add_steps, list_alone, list_choices
 from plait.errors import DeadlineExceeded, DeviceLost, EngineError, InvalidField
 from plait.request import Event, FinishReason, Request
 from plait.schedule.plan import Chunk, StepPlan
@@ -119,7 +119,7 @@ class Engine:
             flight = self._flight = self._launch(plan)
         self._flight = self._launch_ahead(flight)
         num_tokens = self._land(flight)
-        self._ask(lambda s: s.charge(len(flight.plan.chunks), num_tokens, began), None)
+        self._ask(lambda s: s.charge(num_tokens, began), None)
         return True
 
     def _launch(self, plan: StepPlan) -> Flight:
@@ -157,7 +157,8 @@ class Engine:
             return 0
         # A step that was launched ahead began to run when the one before it ended.
         seconds, self._landed_s = ended - max(flight.began, self._landed_s), ended
-        num_steps = plan.num_steps * count_turns(sampled)
+        num_steps = count_steps(plan, sampled)
+        add_steps(plan, self._choices, num_steps - plan.num_steps)  # below 0: a stop token saved some
         nbytes = self.scheduler.memory.pools.moved_nbytes(plan)
         self.metrics.count_steps(num_steps, plan.num_tokens, seconds)
         self.scheduler.costs.observe_plan(plan, num_steps, nbytes, seconds)
@@ -246,10 +247,11 @@ class Engine:
 
     def _drafts(self) -> tuple[Drafts, bool]:
         """(draft tokens by sequence id, whether what drafts has to read what the next step brings)."""
-        speculation, running = self.speculation, self.scheduler.running
-        if speculation is None or speculation.rests(running) or not (drafting := self.scheduler.drafting()):
+        speculation = self.speculation
+        if speculation is None or speculation.rests(drafting := self.scheduler.drafting()):
             return {}, False
-        num_rows = min(sum(s.num_left for s in running), self.scheduler.limits.max_num_batched_tokens)
+        num_left = sum(s.num_left for s in self.scheduler.running)
+        num_rows = min(num_left, self.scheduler.limits.max_num_batched_tokens)
         found = self._ask(lambda speculation: speculation.drafts(drafting, num_rows), NOTHING)
         forced = {s.id: t for s in drafting if s.guide is not None and (t := s.guide.forced()[:MAX_FORCED])}
         return {**found, **forced}, self.speculation is not None and not self.speculation.is_resting
@@ -266,9 +268,9 @@ class Engine:
             return otherwise
 
     def _record_start(self, plan: StepPlan, now: float) -> None:
+        add_steps(plan, self._choices, plan.num_steps)
         for chunk in plan.chunks:
             choice = self._choices[chunk.seq_id]
-            choice.num_steps += plan.num_steps * (chunk.seq_id == choice.sequence.id)
             if choice.first_scheduled_s is None:
                 choice.first_scheduled_s = now
                 self.metrics.count_start(now - choice.arrival_s, choice.sequence.num_cached_tokens)

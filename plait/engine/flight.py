@@ -7,7 +7,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from plait.schedule.plan import Sampled, SamplingBatch, StepPlan, Ticket
+from plait.schedule.plan import Sampled, SamplingBatch, StepPlan, Ticket, count_decodes
 from plait.schedule.sequence import MOST_REPLAYED, Update
 
 
@@ -47,6 +47,7 @@ def count_decoded(plan: StepPlan, updates: Sequence[Update]) -> int:
     return 0 if has_prompts else sum(len(update.event.token_ids) for update in updates)
 
 
-def count_turns(sampled: Sequence[Sampled]) -> int:
-    """The steps in a row that a runner took of one step of a plan: its speculative turns, else 1."""
-    return max((answer.turns.num_turns for answer in sampled if answer.turns), default=1)
+def count_steps(plan: StepPlan, sampled: Sequence[Sampled]) -> int:
+    """The steps in a row that a runner took for a plan: speculative turns, or decodes up to a stop token."""
+    turns = max((answer.turns.num_turns for answer in sampled if answer.turns), default=1)
+    return turns * count_decodes(plan, sampled)

@@ -123,3 +123,11 @@ def list_alone(plan: StepPlan, choices: Mapping[int, OpenChoice]) -> list[OpenCh
     if not is_whole or len({id(choice.sequence.gang or choice.sequence) for choice in found}) != 1:
         return None
     return [*found[0].entry.open.values()] if found[0].is_searched else [found[0]]
+
+
+def add_steps(plan: StepPlan, choices: Mapping[int, OpenChoice], num_steps: int) -> None:
+    """Add to the steps of each choice in a plan; a search counts those of one beam."""
+    for chunk in plan.chunks if num_steps else ():
+        choice = choices.get(chunk.seq_id)
+        if choice is not None and chunk.seq_id == choice.sequence.id:
+            choice.num_steps += num_steps

@@ -50,8 +50,9 @@ from plait.runner.ranks.messages import Prepare
 from plait.runner.runner import ModelRunner
 from plait.runner.sampler import Sampler
 from plait.runner.turns import add_turns
+from plait.schedule.drafts.ngram import NgramProposer
 from plait.schedule.drafts.turns import MOST_TURNS
-from plait.schedule.speculate import NgramProposer, Proposer
+from plait.schedule.speculate import Proposer
 from plait.spec import ModelSpec
 from plait.state.disk.cache import DiskCache
 from plait.text.tokenizers.tokenizer import Tokenizer

@@ -27,10 +27,13 @@ TEXT_NBYTES = 192 << 20  # of memory for a tokenizer, its table and the thread t
 
 
 class RowKeeper(StepRunner, Protocol):
-    """`keeps_rows`: steps keep recurrent state behind the rows for which a chunk has slots."""
+    """`keeps_rows`: steps keep recurrent state behind the rows for which a chunk has slots; `ends_steps`:
+    several steps of a plan end behind a stop token."""
 
     @property
     def keeps_rows(self) -> bool: ...
+    @property
+    def ends_steps(self) -> bool: ...
 
 
 def make_engine(
@@ -52,7 +55,8 @@ def make_engine(
     scheduler = sizing.scheduler(
         config, causal=spec.causal, num_steps=num_steps, num_streamed_steps=num_streamed_steps
     )
-    scheduler.memory.keeps_rows, speculation = runner.keeps_rows, None
+    scheduler.memory.keeps_rows, scheduler.memory.ends_steps = runner.keeps_rows, runner.ends_steps
+    speculation = None
     if proposer is not None:
         most, is_even = config.num_draft_tokens, config.speculate == "mtp"
         lengths = [n for n in HEAD_LENGTHS if n <= most] if is_even else [most]

@@ -49,7 +49,7 @@ class ModelRunner:
         self.decoder, self.store, self.sampler, self.device = decoder, store, sampler, device
         self.groups, self.executor = block_groups(decoder.states), executor
         self.replay: Replay | None = None
-        self.is_recorded = self.keeps_rows = False  # the latter: `Chunk.row_slots` are written
+        self.is_recorded = self.keeps_rows = self.ends_steps = False  # see `make_engine.RowKeeper`
         self.step_kind = "op by op: no recording was requested"
         native = self._native = None if isinstance(executor, GraphBackend) else executor
         if capacity and isinstance(executor, GraphBackend) and decoder.spec.causal:
@@ -57,6 +57,7 @@ class ModelRunner:
         elif capacity:
             made, self.step_kind = record_program(decoder, store, native, self.groups, capacity, sampler)
             self.replay, self.is_recorded = made, made is not None
+            self.ends_steps = made is not None
             self.keeps_rows = made is not None and made.program.keeps_rows
 
     def launch(self, plan: StepPlan, sampling: SamplingBatch) -> Ticket:

@@ -23,10 +23,9 @@ from plait.runner.mtp import HeadPlace, MtpDrafter
 from plait.runner.mtp_passes import RecordedPasses
 from plait.runner.program import NativeExecutor
 from plait.runner.sampler import Sampler
-from plait.schedule.drafts.turns import MOST_TURNS, TurnsEnd
+from plait.schedule.drafts.turns import MOST_STOPS, MOST_TURNS, TurnsEnd
 from plait.schedule.plan import Chunk, Sampled, SamplingRow, StepPlan
 
-MOST_STOPS = 64  # stop tokens that native code looks for
 KIND = 64  # added to the number of rows: the time of turns is not compared with that of single passes
 Longs = npt.NDArray[np.int64]
 

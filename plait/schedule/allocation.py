@@ -48,6 +48,7 @@ class Allocation:
         self.disk: DiskPrefixes | None = None
         self.listener: PrefixListener | None = None  # set by `follow_prefixes`
         self.keeps_rows = False  # whether a step can keep recurrent state behind single rows
+        self.ends_steps = False  # whether several steps of a plan can end behind a stop token
         self.pools = self._new_pools()
 
     def _new_pools(self) -> Pools:
@@ -209,10 +210,10 @@ class Allocation:
         """Reserve blocks for `count` more tokens of each sequence, in every group: for all or for none."""
         return self.reserve_all(sequences, [seq.num_computed_tokens + count for seq in sequences])
 
-    def limit_ahead(self, sequences: Sequence[TokenSequence], most: int) -> int:
+    def limit_ahead(self, sequences: Sequence[TokenSequence], most: int, *, is_copied: bool) -> int:
         """How many steps one plan can have, at most `most`: blocks are reserved, slots can be copied."""
         if (slots := self.pools.slots) and most > 1:  # a plan ends where a snapshot is needed
-            is_room = slots.num_available >= len(sequences)
+            is_room = not is_copied or slots.num_available >= len(sequences)
             most = min(most, *map(self.until_mark, sequences)) if is_room else 1
         return most if most > 1 and self.reserve_ahead(sequences, most) else 1
 

@@ -187,13 +187,12 @@ def describe_load(
 def most_steps(
     limits: SchedulerLimits, costs: StepCosts, running: Sequence[TokenSequence], slot_nbytes: int = 0
 ) -> int:
-    """The most decode steps of one plan of these sequences. slot_nbytes: of a sequence's recurrent state.
+    """The most decode steps of one plan of these sequences. slot_nbytes: of recurrent state that is copied.
 
     Planning, committing and emitting events cost a small model 5 % of a step, so several are planned at once
     where no reply has to be read in between. Each computes what the one before it sampled, so the text is the
-    same. A streamed token is late by the steps behind it, at most LATE_S. Recurrent state is copied before
-    them, because behind a sequence's end it would be that of tokens that do not count. Where copies take more
-    than what is saved, there is one step.
+    same. A streamed token is late by the steps behind it, at most LATE_S. Where recurrent state has to be
+    copied before them, and the copies take more than what is saved, there is one step.
 
     Streamed requests often come in bursts, and an arrival waits for the plan that runs. So there is one step
     at a time until the newest reply has run for BURST_S, while another request could start.

@@ -6,6 +6,7 @@ of a frozen dataclass. Moves are, too: other ranks get a plan as msgpack, and a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -96,7 +97,7 @@ class StepPlan:
     """What one step computes: chunks, decodes first, and the copies of memory that come before it.
 
     `moves`: in this order, before the pass; then `fresh` slots are zeroed. Without chunks there is no pass.
-    `num_steps`: decode steps in a row, each of what the one before it sampled; the tables have their blocks.
+    `num_steps`: decode steps in a row, each of what the one before it sampled, up to one of `stops`.
     """
 
     step: int
@@ -105,6 +106,7 @@ class StepPlan:
     fresh: tuple[int, ...] = ()
     num_steps: int = 1
     turns: PlanTurns | None = None
+    stops: Table = ()
 
     @property
     def num_tokens(self) -> int:
@@ -156,6 +158,13 @@ class Sampled(Struct, frozen=True, gc=False):
     pooled: tuple[float, ...] = ()
     mirostat_mu: tuple[float, ...] = ()
     turns: TurnsEnd | None = None
+
+
+def count_decodes(plan: StepPlan, sampled: Sequence[Sampled]) -> int:
+    """The decode steps of a plan that its runner took: all, or those up to a stop token."""
+    count = len(sampled[0].token_ids) if plan.stops and sampled else 0
+    ended = 0 < count < plan.num_steps and any({*one.token_ids[-1:]} & {*plan.stops} for one in sampled)
+    return count if ended else plan.num_steps
 
 
 class Ticket(Protocol):

@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 from plait.errors import QueueFull
 from plait.schedule.allocation import Allocation
-from plait.schedule.costs import SchedulerLimits, StepCosts, describe_load, most_steps
+from plait.schedule.costs import SchedulerLimits, StepCosts, describe_load
 from plait.schedule.gang_beams import advance_beams, drop_state
 from plait.schedule.plan import Chunk, Move, Sampled, SamplingBatch, StepPlan
 from plait.schedule.sequence import Gang, Phase, TokenSequence, Update, answers_by_id
 from plait.schedule.shares import check_fits, others_await, prompt_budget, share_members, share_step
-from plait.schedule.turns import add_earlier, plan_turns, settle_earlier
+from plait.schedule.turns import add_earlier, plan_steps, plan_turns, settle_earlier
 from plait.state.blocks import Hit
 
 AGING_S = 30.0  # waiting this long counts as much as one level of priority: no request waits for ever
@@ -107,7 +107,7 @@ class Scheduler:
         if drafts and not self._suspects:
             self._add_drafts(shares, drafts)
         is_single = is_observed or drafts or self.waiting or self._suspects
-        return self._planned(shares, 1 if is_single else self._num_steps(), is_compared)
+        return self._planned(shares, is_single=bool(is_single), is_short=is_compared)
 
     def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
         """The step after `plan`, which was launched and is not committed; what that one samples is FOLLOW.
@@ -133,12 +133,15 @@ class Scheduler:
             self._admit_waiting(shares)
         if not any(shares.values()):
             return None
-        return self._planned(shares, 1 if self.waiting else self._num_steps())
+        return self._planned(shares, is_single=bool(self.waiting))
 
-    def _planned(self, shares: Mapping[int, int], num_steps: int, is_short: bool = False) -> StepPlan | None:
+    def _planned(
+        self, shares: Mapping[int, int], *, is_single: bool, is_short: bool = False
+    ) -> StepPlan | None:
         """The plan of these shares and of the moves that memory needs; None if there is nothing to do."""
         is_alone = len(self.running) == 1 and not (self.waiting or self._suspects)
         where = self.limits, self.costs, self.memory
+        num_steps, stops = (1, ()) if is_single else plan_steps(self.running, *where)
         turns = plan_turns(self.running[0], *where, is_compared=is_short) if is_alone else None
         step, moves = self._step + 1, tuple(self.memory.pools.moves)
         chunks = [seq.chunk(shares[seq.id], step) for seq in self.running if shares.get(seq.id)]
@@ -147,7 +150,7 @@ class Scheduler:
         self._step, self._moves[step], self.memory.pools.moves = step, moves, []
         chunks.sort(key=lambda c: len(c.token_ids) > 1 or c.start == 0)  # stable: in line within
         fresh = tuple([c.slot for c in chunks if c.start == 0 and c.slot])
-        return StepPlan(step, tuple(chunks), moves, fresh, num_steps, turns)
+        return StepPlan(step, tuple(chunks), moves, fresh, num_steps, turns, stops)
 
     def sampling(self, plan: StepPlan) -> SamplingBatch:
         """What the sampler must know about a plan that was just made."""
@@ -243,13 +246,6 @@ class Scheduler:
                     shares.pop(victim.id, None)
                     self._save_if_cheaper(victim)
                     self._preempt(victim)
-
-    def _num_steps(self) -> int:
-        """How many decode steps this plan can have: with blocks for all reserved, recurrent state copied."""
-        running, memory = self.running, self.memory
-        most = most_steps(self.limits, self.costs, running, memory.options.slot_nbytes)
-        most = memory.limit_ahead(running, most)
-        return most if most > 1 and all(map(memory.branch, running)) else 1
 
     def _add_drafts(self, shares: dict[int, int], drafts: Mapping[int, tuple[int, ...]]) -> None:
         """Add draft tokens where the budget and memory allow it; no sequence is preempted for a draft."""

@@ -16,7 +16,7 @@ from plait.errors import EngineError
 from plait.request import Event, FinishReason, SamplingParams, TokenLogprobs
 from plait.schedule.beams import BeamSearch
 from plait.schedule.drafts.slots import DraftSlots
-from plait.schedule.plan import FOLLOW, Chunk, Sampled, SamplingRow, StepPlan
+from plait.schedule.plan import FOLLOW, Chunk, Sampled, SamplingRow, StepPlan, count_decodes
 from plait.schedule.pooled import Pool
 from plait.state.blocks import root
 
@@ -378,7 +378,7 @@ def answers_by_id(
 
     Raises EngineError if there are more or fewer.
     """
-    chunks, answers = [c for c in plan.chunks if c.has_answer], {}
+    chunks, answers, steps = [c for c in plan.chunks if c.has_answer], {}, count_decodes(plan, sampled)
     if len(chunks) != len(sampled):
         raise EngineError(f"step {plan.step}: {len(sampled)} answers for {len(chunks)} chunks that have one")
     for chunk, answer in zip(chunks, sampled, strict=True):
@@ -386,7 +386,7 @@ def answers_by_id(
         seq = sequences.get(chunk.seq_id)
         if seq is None or not seq.is_in(plan.step):
             continue
-        wanted = (plan.num_steps + len(seq.draft)) * seq.samples_after(chunk.end - len(seq.draft))
+        wanted = (steps + len(seq.draft)) * seq.samples_after(chunk.end - len(seq.draft))
         wanted += answer.turns.num_earlier if answer.turns else 0
         if len(answer.token_ids) != wanted:
             raise EngineError(

@@ -9,10 +9,8 @@ from __future__ import annotations
 import heapq
 import logging
 import time
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import cycle, islice
 from typing import Protocol
 
 from msgspec import Struct, field
@@ -23,8 +21,6 @@ from plait.schedule.drafts.turns import DraftRequest
 from plait.schedule.sequence import MOST_REPLAYED, TokenSequence
 
 log = logging.getLogger("plait")
-LONGEST = 4  # the most tokens of a match of prompt lookup that are compared; the fewest are two
-MOST_MATCHES = 64  # places that prompt lookup compares, the last ones first
 MODEST = 2  # draft tokens while nothing is known about costs
 PROBE = 4  # draft tokens of a probe, which finds out whether drafts would pay by now
 FIRST_PAUSE, LONGEST_PAUSE = 32, 512  # tokens between two such probes
@@ -42,78 +38,6 @@ class Proposer(Protocol):
 
     def propose(self, wanted: Sequence[DraftRequest]) -> Mapping[int, tuple[int, ...]]: ...
     def forget(self, seq_id: int) -> None: ...
-
-
-class NgramProposer:
-    """Prompt lookup (Saxena 2023): drafts what followed the last tokens earlier in this sequence.
-
-    The longest match of at most `LONGEST` tokens counts, then the last. A step costs the tokens new in it.
-    """
-
-    def __init__(self) -> None:
-        self._indexes: dict[int, _Index] = {}
-
-    def propose(self, wanted: Sequence[DraftRequest]) -> Mapping[int, tuple[int, ...]]:
-        """Drafts for the sequences in which the last two tokens appeared together before."""
-        found = {}
-        for one in wanted:
-            index = self._indexes.get(one.seq_id)
-            if index is None or not index.is_about(one.token_ids):
-                index = self._indexes[one.seq_id] = _Index()
-            index.extend(one.token_ids)
-            if start := index.match(one.token_ids):
-                found[one.seq_id] = _continue_tokens(one.token_ids, start, one.limit)
-        return found
-
-    def forget(self, seq_id: int) -> None:
-        self._indexes.pop(seq_id, None)
-
-
-class _Index:
-    """An n-gram index of one sequence: by pair of tokens its last place, and from each the one before.
-
-    A place is the position that follows the pair; 0 is none.
-    """
-
-    def __init__(self) -> None:
-        self._last: dict[int, int] = {}
-        self._before = array("q", (0, 0))
-        self._token = -1  # the last one that was looked at
-
-    def is_about(self, tokens: Sequence[int]) -> bool:
-        """Whether these are the tokens from before and perhaps more, judged by the last of them."""
-        count = len(self._before)
-        return self._token < 0 or (len(tokens) >= count and tokens[count - 1] == self._token)
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        for place in range(len(self._before), len(tokens)):
-            pair = tokens[place - 2] << 32 | tokens[place - 1]
-            self._before.append(self._last.get(pair, 0))
-            self._last[pair] = place
-        self._token = tokens[len(self._before) - 1] if len(tokens) >= len(self._before) else -1
-
-    def match(self, tokens: Sequence[int]) -> int:
-        """The place that follows the best match of the last tokens; 0: there is none."""
-        if len(tokens) < 2:
-            return 0
-        best, longest = 0, 0
-        place = self._last.get(tokens[-2] << 32 | tokens[-1], 0)
-        for _ in range(MOST_MATCHES):
-            if not place or longest == LONGEST:
-                break
-            length = 2
-            while length < min(LONGEST, place) and tokens[place - length - 1] == tokens[-length - 1]:
-                length += 1
-            if length > longest:
-                best, longest = place, length
-            place = self._before[place]
-        return best
-
-
-def _continue_tokens(tokens: Sequence[int], start: int, count: int) -> tuple[int, ...]:
-    """`count` tokens from `start` on; behind the last known one it goes on with what was just proposed."""
-    known = tuple(tokens[start : start + count])
-    return tuple(islice(cycle(known), count))
 
 
 class _Record(Struct):
@@ -208,6 +132,7 @@ class Speculation(Struct):
     num_accepted: int = 0
     _num_put_off: int = 0
     _is_measuring: bool = False
+    _count: int = 0  # sequences that could have drafts in the last plan: the load that the governor chose for
     _records: dict[int, _Record] = field(default_factory=dict)
     _overall: _Record = field(default_factory=lambda: _Record(4.0, 8.0))
     _proposing: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_REMEMBERED))  # s per token
@@ -217,7 +142,7 @@ class Speculation(Struct):
 
         `sequences`: those that have one token each of these rows, and that can take drafts.
         """
-        count = len(sequences)
+        count = self._count = len(sequences)
         most = self.governor.choose(count) if self.governor else self.num_draft_tokens
         self._is_measuring = self.governor is not None and self.governor.is_measuring(count)
         if self.is_resting != (is_resting := most == 0 or self.error is not None):
@@ -241,12 +166,19 @@ class Speculation(Struct):
                 choice.record.pause = min(2 * choice.record.pause, LONGEST_PAUSE)
         return found
 
-    def rests(self, running: Sequence[TokenSequence]) -> bool:
-        """Whether the next plan has no drafts, like the last one, and no guide forces tokens in it."""
-        if not self.is_resting or self.governor is None or self.governor.choose(len(running)):
+    def rests(self, drafting: Sequence[TokenSequence]) -> bool:
+        """Whether the next plan has no drafts, like the last one, and no guide forces tokens in it.
+
+        drafting: the sequences that could have some. The governor's choice is that of so many: others in the
+        plan, of which a prompt is computed, do not count.
+        """
+        count = self._count = len(drafting)
+        if not drafting:
+            return True
+        if not self.is_resting or self.governor is None or self.governor.choose(count):
             return False
-        self._is_measuring = self.governor.is_measuring(len(running))
-        return all(seq.guide is None for seq in running)
+        self._is_measuring = self.governor.is_measuring(count)
+        return all(seq.guide is None for seq in drafting)
 
     def observe(self, seq_id: int, drafted: int, accepted: int) -> None:
         """Record that a step checked `drafted` tokens of a sequence's draft and accepted `accepted`."""
@@ -263,15 +195,15 @@ class Speculation(Struct):
         """When a plan's work begins, for `charge`; None: what the last one cost need not be measured."""
         return self.spent() if self._is_measuring else None
 
-    def charge(self, num_sequences: int, num_tokens: int, began: float | None) -> None:
-        """Record what a plan with tokens for so many sequences cost, all of the engine's work included."""
-        if self.governor:
+    def charge(self, num_tokens: int, began: float | None) -> None:
+        """Record what the last plan cost for its tokens, all of the engine's work included."""
+        if self.governor and self._count:
             seconds = None if began is None else self.spent() - began
-            self.governor.charge(num_sequences, num_tokens, seconds)
+            self.governor.charge(self._count, num_tokens, seconds)
 
     def is_comparing(self, drafts: Mapping[int, tuple[int, ...]]) -> bool:
         """Whether the governor compares what plans with these drafts cost with those without."""
-        return bool(drafts) and self.governor is not None and self.governor.is_comparing(len(drafts))
+        return bool(drafts) and self.governor is not None and self.governor.is_comparing(self._count)
 
     def forget(self, seq_id: int) -> None:
         """Forget a sequence that has ended."""

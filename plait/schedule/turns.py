@@ -1,4 +1,4 @@
-"""Several speculative turns of one sequence in one plan: how many there are, and what they bring.
+"""Several decode steps in one plan, or speculative turns of one sequence: how many, and what they bring.
 
 A turn is a draft and the step that checks it. The last turn of a plan is settled as a step with a draft is.
 Those before it brought tokens that all count, because the runner ends the turns behind a stop token.
@@ -6,13 +6,14 @@ Those before it brought tokens that all count, because the runner ends the turns
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from plait.schedule.allocation import Allocation
-from plait.schedule.costs import LATE_S, LONGEST_S, SchedulerLimits, StepCosts
+from plait.schedule.costs import LATE_S, LONGEST_S, SchedulerLimits, StepCosts, most_steps
 from plait.schedule.drafts.slots import DraftSlots
-from plait.schedule.drafts.turns import FEW_TURNS, PlanTurns
-from plait.schedule.plan import Chunk, Sampled
+from plait.schedule.drafts.turns import FEW_TURNS, MOST_STOPS, PlanTurns
+from plait.schedule.plan import Chunk, Sampled, Table
 from plait.schedule.sequence import TokenSequence, Update
 
 HEAD_SHARE = 0.5  # what a turn's drafts may take of the time of the step that checks them, where it is known
@@ -42,6 +43,27 @@ def plan_turns(
     if most < 2 or not memory.reserve(seq, seq.num_computed_tokens + num_rows):
         return None
     return PlanTurns(most, num_rows, tuple(sorted(seq.stop_token_ids)))
+
+
+def plan_steps(
+    running: Sequence[TokenSequence], limits: SchedulerLimits, costs: StepCosts, memory: Allocation
+) -> tuple[int, Table]:
+    """(decode steps of a plan of these sequences, tokens behind which they end). Blocks are reserved for all.
+
+    Behind a sequence's end recurrent state would be that of tokens that do not count. Where the runner ends
+    the steps behind a stop token there is none; elsewhere slots are copied before.
+    """
+    stops: Table = ()
+    is_copied = memory.has_slots
+    if memory.ends_steps and memory.has_slots:
+        found = frozenset[int]().union(*(seq.stop_token_ids for seq in running))
+        if len(found) <= MOST_STOPS:
+            stops, is_copied = tuple(found), False
+    most = most_steps(limits, costs, running, memory.options.slot_nbytes if is_copied else 0)
+    most = memory.limit_ahead(running, most, is_copied=is_copied)
+    if most > 1 and is_copied and not all(map(memory.branch, running)):
+        return 1, ()
+    return most, stops if most > 1 else ()
 
 
 def is_plain(seq: TokenSequence) -> bool:

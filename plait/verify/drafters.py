@@ -11,7 +11,8 @@ from plait.loading.draft_model import load_draft, make_drafter
 from plait.loading.open_model import Opened
 from plait.memory import has_slots
 from plait.model.mtp import MtpHead
-from plait.schedule.speculate import NgramProposer, Proposer, Speculation
+from plait.schedule.drafts.ngram import NgramProposer
+from plait.schedule.speculate import Proposer, Speculation
 from plait.verify.matrix import Cell, CheapRows, KnownReplies
 
 

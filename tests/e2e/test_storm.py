@@ -28,8 +28,9 @@ from plait.memory import has_slots
 from plait.ops.seed import choice_seed
 from plait.request import Request, SamplingParams
 from plait.runner.runner import ModelRunner
+from plait.schedule.drafts.ngram import NgramProposer
 from plait.schedule.drafts.turns import DraftRequest
-from plait.schedule.speculate import NgramProposer, Speculation
+from plait.schedule.speculate import Speculation
 from plait.verify.matrix import CheapRows
 from tests.families import tiny
 from tests.server.fake import ByteTokenizer

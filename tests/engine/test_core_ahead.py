@@ -11,8 +11,9 @@ from msgspec import structs
 
 from plait.engine.core import Engine
 from plait.errors import EngineError
+from plait.schedule.drafts.ngram import NgramProposer
 from plait.schedule.plan import FOLLOW, Chunk, Sampled, SamplingBatch, StepPlan, Ticket
-from plait.schedule.speculate import NgramProposer, Speculation
+from plait.schedule.speculate import Speculation
 from tests.engine.hash_model import HOST, HashModel, Reader, engine, finish, oracle, prompts, request
 
 

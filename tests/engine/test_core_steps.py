@@ -10,6 +10,7 @@ import pytest
 
 from plait.engine.metric_registry import make_registry
 from plait.schedule.costs import StepCosts
+from plait.schedule.drafts.governor import DraftGovernor
 from plait.schedule.drafts.turns import DraftRequest
 from plait.schedule.speculate import Speculation
 from tests.engine.hash_model import HOST, VOCAB, Reader, engine, finish, oracle, prompts, request
@@ -119,6 +120,38 @@ def test_end_inside_a_right_draft_cuts_the_rest(cut: int) -> None:
     assert reader.tokens("r") == expected[:first]
     assert (reader.last("r").finish_reason, reader.last("r").stop_token_id) == ("stop", stop)
     assert reader.traces[-1].num_output_tokens == first
+
+
+def test_prompt_in_the_same_plans_does_not_keep_the_drafts_of_one_reply_off() -> None:
+    """Drafts do not pay for two sequences and pay for one, while the prompt of the second is computed."""
+
+    class ForOne(DraftGovernor):
+        def choose(self, num_sequences: int) -> int:
+            return 4 if num_sequences == 1 else 0
+
+        def is_measuring(self, num_sequences: int) -> bool:
+            return False
+
+    given = [[3, 1, 4], [1, 5, 9], [*range(1, 61)]]
+    limits = {"max_num_batched_tokens": 40, "max_step_s": 0.010, "length": 120}
+    (e, _), reader = speculating(given, 1000, **limits), Reader()
+    for tokens in (1, 8, 16, 32):  # the whole prompt is more than a step may have
+        StepCosts.observe(e.scheduler.costs, tokens, 0.009 + 0.0001 * tokens)
+    e.speculation.governor = ForOne([4])
+    e.submit(request("r0", given[0], max_tokens=40), reader)
+    e.submit(request("r1", given[1], max_tokens=4), reader)
+    while "r1" in e.open_requests:
+        e.step()
+    assert e.speculation.is_resting
+    e.submit(request("r2", given[2], max_tokens=3), reader)
+    before = len(e.runner.plans)
+    finish(e)
+    plans = [plan for plan in e.runner.plans[before:] if any(c.seq_id == 3 for c in plan.chunks)]
+    lengths = [{c.seq_id: len(c.token_ids) for c in plan.chunks} for plan in plans]
+    with_prompt = [found for found in lengths if found[3] > 4]
+    assert len(with_prompt) > 1
+    assert all(found[1] > 1 for found in with_prompt), with_prompt
+    assert reader.tokens("r0") == oracle(given[0], 40)
 
 
 def test_speculation_that_fails_is_switched_off_and_costs_no_reply(caplog: pytest.LogCaptureFixture) -> None:

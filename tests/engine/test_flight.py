@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from plait.engine.flight import count_decoded, count_turns
+from plait.engine.flight import count_decoded, count_steps
 from plait.request import Event
 from plait.schedule.drafts.turns import TurnsEnd
 from plait.schedule.plan import Chunk, Sampled, StepPlan
@@ -31,6 +33,10 @@ def test_tokens_count_only_where_no_prompt_was_computed(chunk: Chunk, count: int
     assert count_decoded(StepPlan(1, (chunk, _chunk(16, 16, 0))), [update]) == 0  # in the middle of a prompt
 
 
-def test_turns_of_a_runner_are_counted() -> None:
-    assert count_turns([Sampled((1,))]) == 1
-    assert count_turns([Sampled((1, 2, 3), turns=TurnsEnd(3, 2, (4,), 0, ()))]) == 3
+def test_turns_of_a_runner_and_steps_up_to_a_stop_token_are_counted() -> None:
+    one = StepPlan(1, (_chunk(40, 1, 1),))
+    assert count_steps(one, [Sampled((1,))]) == 1
+    assert count_steps(one, [Sampled((1, 2, 3), turns=TurnsEnd(3, 2, (4,), 0, ()))]) == 3
+    several = replace(one, num_steps=8, stops=(3,))
+    assert count_steps(several, [Sampled((5, 6, 7)), Sampled((1, 2, 3))]) == 3
+    assert count_steps(several, []) == 8

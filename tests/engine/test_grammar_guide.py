@@ -19,8 +19,9 @@ from plait.frontend.frontend import Front
 from plait.llm.outputs import RequestOutput, collect
 from plait.request import Grammar, Request, SamplingParams, ThinkingBudget
 from plait.schedule.costs import StepCosts
+from plait.schedule.drafts.ngram import NgramProposer
 from plait.schedule.plan import StepPlan
-from plait.schedule.speculate import NgramProposer, Speculation
+from plait.schedule.speculate import Speculation
 from plait.text.grammar.compiler import GrammarCompiler
 from tests.server.fake import EOS, VOCAB_SIZE
 from tests.server.real_engine import engine_front

@@ -108,6 +108,33 @@ def test_texts_are_the_same_with_and_without(folder: Path, params: list[dict[str
         assert not llm.front.loop.engine.audit()
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_steps_of_a_hybrid_end_behind_a_stop_token(nano_hybrid: Path, temperature: float) -> None:
+    """At every place of a plan, next to another reply; a longer prompt starts at what a reply leaves."""
+    ids, other = [*range(40, 60)], [*range(90, 101)]
+    sizes: Any = {"device": "cpu", "threads": 1, "max_model_len": 256, "max_num_seqs": 4}
+    with LLM(str(nano_hybrid), **sizes, prefix_cache=False) as plain, LLM(str(nano_hybrid), **sizes) as llm:
+        limits: Any = plain.front.loop.engine.scheduler
+        limits.limits = replace(limits.limits, num_steps=1)
+        params: Any = {"temperature": temperature, "seed": 5, "max_tokens": 40, "ignore_eos": True}
+        forever = SamplingParams(**params)
+        whole, second = (o.outputs[0].token_ids for o in plain.generate([ids, other], [forever, forever]))
+        engine: Any = llm.front.loop.engine
+        plans, launch = list[StepPlan](), engine.runner.launch
+        engine.runner.launch = lambda plan, sampling: (plans.append(plan), launch(plan, sampling))[1]
+        for at in [i for i in range(8, 26) if whole[i] not in whole[:i]][:9]:
+            until = SamplingParams(**params, stop_token_ids=[whole[at]])
+            found = llm.generate([ids, other], [until, forever])
+            assert [o.outputs[0].token_ids for o in found] == [whole[:at], second]
+            longer = [*ids, *whole[:at], 7]
+            sides = [side.generate([longer], [forever])[0].outputs[0].token_ids for side in (llm, plain)]
+            assert sides[0] == sides[1]
+        several = [plan for plan in plans if plan.num_steps > 1]
+        assert any(len(plan.chunks) == 2 for plan in several)
+        assert not any(plan.moves for plan in several)
+        assert not engine.audit()
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_model_that_overflows_in_a_later_step_is_found(
     folder: Path, monkeypatch: pytest.MonkeyPatch, temperature: float

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from plait.errors import EngineError
 from plait.schedule.costs import StepCosts
+from plait.schedule.drafts.turns import MOST_STOPS
 from plait.schedule.plan import CopySlot, Sampled, StepPlan
 from plait.schedule.pools import CacheOptions
 from plait.schedule.scheduler import Scheduler
@@ -145,6 +147,49 @@ def test_recurrent_state_is_copied_before_several_steps_and_comes_back_behind_a_
     plan = planned(s)
     assert [(c.start, c.token_ids) for c in plan.chunks if c.seq_id == 3] == [(6, (77, 78))]
     assert copy in [move.source for move in plan.moves if isinstance(move, CopySlot)]
+
+
+def test_recurrent_state_is_not_copied_where_steps_end_behind_a_stop() -> None:
+    s = world(slots=True, cache=CacheOptions(slot_nbytes=1 << 30))
+    s.memory.ends_steps = True
+    one = unseen(1, 6, stops=frozenset({9}))
+    run(s, decoding(s, one, unseen(2, 6, stops=frozenset({8}))))
+    plan = planned(s)
+    assert (plan.num_steps, sorted(plan.stops)) == (8, [8, 9])
+    assert not [move for move in plan.moves if isinstance(move, CopySlot)]
+    before = one.num_tokens
+    stopped, going = commit(s, plan, (5, 9), (30, 31))
+    assert (stopped.event.token_ids, stopped.event.finish_reason) == ((5,), "stop")
+    assert (going.event.token_ids, going.event.finish_reason) == ((30, 31), None)
+    after = planned(s)
+    assert [(c.start, c.slot) for c in after.chunks] == [(plan.chunks[1].start + 2, plan.chunks[1].slot)]
+    commit(s, after, tuple(range(after.num_steps)))
+    # The slot of the one that ended has the state behind all of its tokens: another sequence starts there.
+    assert one.num_tokens == before + 1
+    s.add(unseen(3, [*one.token_ids, 77, 78]))
+    after = planned(s)
+    assert [(c.start, c.token_ids) for c in after.chunks if c.seq_id == 3] == [(one.num_tokens, (77,))]
+    assert plan.chunks[0].slot in [move.source for move in after.moves if isinstance(move, CopySlot)]
+
+
+def test_fewer_tokens_than_steps_are_an_error_unless_a_stop_token_is_the_last() -> None:
+    s = world(slots=True)
+    s.memory.ends_steps = True
+    run(s, decoding(s, unseen(1, 6, stops=frozenset({9})), unseen(2, 6)))
+    plan = planned(s)
+    for tokens in (((5, 4), (30, 31)), ((5, 9), (30,)), ((9, 4), (30, 31))):
+        with pytest.raises(EngineError, match="tokens were sampled for"):
+            s.commit(plan, list(map(Sampled, tokens)))
+    commit(s, plan, (5, 9), (30, 31))
+
+
+def test_recurrent_state_is_copied_where_stop_tokens_are_too_many() -> None:
+    s = world(slots=True)
+    s.memory.ends_steps = True
+    run(s, decoding(s, unseen(1, 6, stops=frozenset(range(1000, 1001 + MOST_STOPS)))))
+    plan = planned(s)
+    assert (plan.num_steps, plan.stops) == (8, ())
+    assert plan.chunks[0].slot in [move.source for move in plan.moves if isinstance(move, CopySlot)]
 
 
 def test_a_plan_ends_where_a_snapshot_is_needed() -> None:

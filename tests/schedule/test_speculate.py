@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from plait.request import SamplingParams
 from plait.schedule.costs import StepCosts
 from plait.schedule.drafts.governor import DraftGovernor
+from plait.schedule.drafts.ngram import NgramProposer
 from plait.schedule.drafts.turns import DraftRequest
 from plait.schedule.sequence import TokenSequence
-from plait.schedule.speculate import NgramProposer, Proposer, Speculation
+from plait.schedule.speculate import Proposer, Speculation
 
 PARAMS = SamplingParams(temperature=0.0)
 PATTERN = (5, 1, 4, 1, 3, 9, 2, 6, 8, 7)
@@ -423,6 +424,37 @@ def test_resting_governor_decides_before_any_sequence_is_looked_at() -> None:
     governor.length = 1
     assert not speculation.rests([seq])
     assert speculation.drafts([seq], 1)
+    assert speculation.rests([]), "nothing can have a draft"
+
+
+def test_governor_is_charged_for_the_sequences_that_it_chose_for() -> None:
+    class Charged(DraftGovernor):
+        def __init__(self) -> None:
+            super().__init__([1])
+            self.chosen, self.charged, self.compared = list[int](), list[int](), list[int]()
+
+        def choose(self, num_sequences: int) -> int:
+            self.chosen.append(num_sequences)
+            return 1
+
+        def charge(self, num_sequences: int, num_tokens: int, seconds: float | None) -> None:
+            self.charged.append(num_sequences)
+
+        def is_comparing(self, num_sequences: int) -> bool:
+            self.compared.append(num_sequences)
+            return True
+
+    governor, oracle = Charged(), Oracle({1: random_text(50)}, 1.0)
+    speculation = Speculation(oracle, measured(flat), 8, governor=governor)
+    both = [sequence(oracle.text[1][:10]), sequence([1, 2], seq_id=2)]
+    oracle.text = {**oracle.text, 2: ()}
+    for drafting in (both, both[:1], []):
+        if not speculation.rests(drafting):
+            drafts = speculation.drafts(drafting, 2)
+            assert list(drafts) == [1], "one of both has a draft"
+            assert speculation.is_comparing(drafts)
+        speculation.charge(2, 0.0)
+    assert governor.chosen == governor.charged == governor.compared == [2, 1]
 
 
 def test_an_end_is_passed_on() -> None:

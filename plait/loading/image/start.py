@@ -35,7 +35,7 @@ from plait.runner.host.program import ProgramReplay
 from plait.runner.host.runner import FullRunner, HostRunner
 from plait.runner.host.sampler import Floats, HostSampler, Largest, Longs, RowOps, Settings
 from plait.runner.host.static_batch import Capacity
-from plait.schedule.speculate import NgramProposer
+from plait.schedule.drafts.ngram import NgramProposer
 from plait.spec import ModelSpec
 from plait.spec_values import decode_spec_value
 from plait.state.disk.cache import DiskCache

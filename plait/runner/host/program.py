@@ -16,6 +16,7 @@ from msgspec import Struct
 from plait.runner.host.pooling import add_pooled
 from plait.runner.host.sampler import HostSampler, is_greedy
 from plait.runner.host.static_batch import Found, NativeThreads, StaticBatch
+from plait.schedule.drafts.turns import MOST_STOPS
 from plait.schedule.plan import MOST_STEPS, Done, Sampled, SamplingBatch, SamplingRow, StepPlan
 
 Floats = npt.NDArray[np.float32]
@@ -69,6 +70,8 @@ class HostProgram:
             self._kept = np.zeros(rows, np.int64), np.zeros(rows, np.float32)
             self._step = np.zeros(1, np.int64)
             self._between = static.following(threads, results.largest, self._kept, self._step)
+            self._stops, self._num_stops = np.zeros(MOST_STOPS, np.int64), np.zeros(1, np.int64)
+            self._stopping = threads.stopping(table, results.largest[0], self._stops, self._num_stops)
 
     def __call__(self, plan: StepPlan) -> Floats:
         """Logits of the requested rows, [L, vocab] float32: memory that the next call overwrites."""
@@ -81,16 +84,19 @@ class HostProgram:
         return self._run(count, count, count)
 
     def several(self, plan: StepPlan) -> Found:
-        """Run all steps of a plan of decodes in one call: ids and values of `largest`, which must exist.
+        """Run the steps of a plan of decodes in one call: ids and values of `largest`, which must exist.
 
-        Both are [steps, sequences]: memory that the next call overwrites.
+        Both are [steps, sequences]: memory that the next call overwrites. The steps end behind a stop token.
         """
         largest = self.results.largest
         assert largest is not None
         count, _ = self.static.fill(plan)
-        self._step[0], last = 0, plan.num_steps - 1
+        self._step[0], table = 0, self.table
+        if plan.stops:
+            self._num_stops[0], table = len(plan.stops), self._stopping
+            self._stops[: len(plan.stops)] = plan.stops
         sizes = {"tokens": count, "logits": count, "seqs": count}
-        self.threads.run(self.table, **sizes, steps=plan.num_steps, between=self._between)
+        last = self.threads.run(table, **sizes, steps=plan.num_steps, between=self._between) - 1
         ids, values = self._kept
         ids[last, :count], values[last, :count] = (found[:count] for found in largest)
         return ids[: last + 1, :count], values[: last + 1, :count]
@@ -146,8 +152,10 @@ class ProgramReplay:
         if largest is not None and is_greedy(sampling):
             return self._sampler.likeliest(*program.several(plan))
         tokens = [a.token_ids[0] for a in self._sampler.sample(program(plan), sampling, largest)]
-        steps = [tokens]
+        steps, ends = [tokens], frozenset(plan.stops)
         for i in range(1, plan.num_steps):
+            if not ends.isdisjoint(tokens):
+                break
             tokens = self._sampler.follow(program.follow(tokens), sampling, i, largest)
             steps.append(tokens)
         return [Sampled(ids) for ids in zip(*steps, strict=True)]

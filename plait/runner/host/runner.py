@@ -27,7 +27,7 @@ class HostRunner:
     That one needs torch and the model's weights, and is made when the first of them comes.
     """
 
-    is_recorded = True
+    is_recorded = ends_steps = True
 
     def __init__(
         self, replay: ProgramReplay, store: HostStore, open_full: Callable[[HostStore], FullRunner]

@@ -41,7 +41,7 @@ class DraftGovernor:
         return self._load(num_sequences).is_comparing
 
     def charge(self, num_sequences: int, num_tokens: int, seconds: float | None) -> None:
-        """Record what the engine spent on a plan in which these sequences, and no others, got tokens.
+        """Record what the engine spent on a plan in which so many sequences could have had drafts.
 
         seconds: None where they were not measured.
         """

@@ -48,7 +48,7 @@ PAIRS_CHUNK = 256  # the same for pairs: half the time for as many bytes, so a p
 BLOCK = 192  # rows of one piece of work
 # Rows that codes are decoded for in registers, of up to MOST, by whether they were rounded; more take plain
 # tiles. Decoding and products overlap then; a pass that makes plain tiles first is waited for.
-FEW = {False: (4, 2, 1), True: (8, 4, 2, 1)}
+FEW = {False: (4, 2, 1), True: (8, 4, 3, 2, 1)}
 MOST = {False: 12, True: 64}
 AHEAD = 4096  # bytes that one row fetches weights before it needs them
 _FILES = (

@@ -6,6 +6,7 @@ Invariants of the lock-free part:
 * A command's number only grows, so no worker plays one twice. `leave` holds the number of its command, too.
 * A thread that sleeps says so first, then looks at the word that it waits for. One that wakes others writes
   that word first, then looks for sleepers. So one of both sees the other.
+* A launch that ends the steps is not the first of its table: all threads have read their number by then.
 * Launch i uses counter i & 1. Thread 0 clears it behind the barrier, when no thread is left in launch i; the
   launch that uses it next begins behind one more barrier.
 """
@@ -145,6 +146,8 @@ def _play_steps(mailbox: Int, thread: Int, threads: Int, command: Int) -> None:
         if step < steps:  # a launch may put an end to it; all have seen that before anything else is posted
             steps = get_i64(mailbox + STEPS)
             barrier(frame, threads)
+    if thread == 0:  # no thread reads this word again before the next command
+        put_i64(mailbox + STEPS, step)
 
 
 @entry
@@ -220,6 +223,22 @@ def follow_rows(frame: int, args: int, thread: int, threads: int) -> None:
             put_i64(moving + (2 + g) * stride + 8 * s, block * size + at % size)
 
 
+@kernel
+def end_behind_stops(frame: int, args: int, thread: int, threads: int) -> None:
+    """Behind a decode step: no further one begins if one of its tokens is a stop token.
+
+    ids (int64) of as many rows as there are sequences, stop tokens (int64), how many there are (int64), and
+    where the number of steps is.
+    """
+    if thread > 0:
+        return
+    ids, stops, count, steps = words(args, 2, 6)
+    for s in range(rows_of(frame, args)):
+        for i in range(get_i64(count)):
+            if get_i64(ids + 8 * s) == get_i64(stops + 8 * i):
+                put_i64(steps, np.int64(0))
+
+
 def list_loops() -> dict[str, Kernel]:
     """Each of them by its field in `NativeLoops`."""
     return {
@@ -229,6 +248,7 @@ def list_loops() -> dict[str, Kernel]:
         "wait": wait_for_turn,
         "wake": wake_sleepers,
         "follow": follow_rows,
+        "end": end_behind_stops,
     }
 
 

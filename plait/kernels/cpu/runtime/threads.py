@@ -56,8 +56,8 @@ _CALL = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)  # the GIL is rel
 
 
 class NativeLoops(Struct, frozen=True):
-    """Addresses of machine code: a step, a worker's life, the bell that wakes workers, a barrier's waits, and
-    what runs between two steps of one call."""
+    """Addresses of machine code: a step, a worker's life, the bell that wakes workers, a barrier's waits,
+    what runs between two steps of one call, and what ends them behind a stop token."""
 
     run: int
     work: int
@@ -65,6 +65,7 @@ class NativeLoops(Struct, frozen=True):
     wait: int
     wake: int
     follow: int
+    end: int
 
 
 class Launchable(Protocol):
@@ -142,7 +143,7 @@ class Threads:
     """Runs kernels on `threads` threads. One caller at a time; others wait."""
 
     def __init__(self, threads: int, loops: NativeLoops) -> None:
-        self.threads, self._follow = threads, loops.follow
+        self.threads, self._follow, self._end = threads, loops.follow, loops.end
         self._lock = threading.RLock()
         self._small, self._large = ThreadTuner(threads, 0.002 * threads), ThreadTuner(threads, 0.25 * threads)
         self._frame = np.zeros(WORDS, np.int64)
@@ -214,11 +215,12 @@ class Threads:
         steps: int = 1,
         between: LaunchTable | None = None,
         kind: int | None = None,
-    ) -> None:
+    ) -> int:
         """Replay a recorded step for this many tokens, rows of logits and sequences.
 
         `steps`: so many times, and `between` two of them its one launch. kind: what its time is compared
-        with, to choose the number of threads; None: with steps of about as many tokens.
+        with, to choose the number of threads; None: with steps of about as many tokens. Returns how many
+        steps there were: a launch may have put an end to them.
         """
         with self._lock:
             self._grow(program.scratch, program.shared)
@@ -233,13 +235,26 @@ class Threads:
             self._play(program.address, program.count, posts, threads)
             now = time.perf_counter()
             waited = int(self._waited[0]) / 1e6 / max(threads - 1, 1)
-            kind, work = kind or tokens.bit_length(), steps if is_small else tokens
+            played = int(self._words[STEPS][0])
+            kind, work = kind or tokens.bit_length(), played if is_small else tokens
             pace.observe(kind, work, now - started, waited, now)
+            return played
 
     def following(self, *args: object) -> LaunchTable:
         """What `run` takes as `between`; the arguments are those of `loops.follow_rows`."""
         array = np.array([8 * LOGITS, self.counters, *map(argument, args)], np.int64)
         table = LaunchTable(entries=[self._follow, array.ctypes.data], kept=[array, args])
+        table.seal()
+        return table
+
+    def stopping(self, program: LaunchTable, *args: object) -> LaunchTable:
+        """A recorded step of decodes behind which the steps of a call may end.
+
+        args: those of `loops.end_behind_stops` but the last. That launch takes no counter.
+        """
+        array = np.array([8 * LOGITS, self.counters, *map(argument, args), self.steps], np.int64)
+        entries = [*program.entries, self._end, int(array.ctypes.data)]
+        table = LaunchTable(entries, program.scratch, program.shared, [program, array, args])
         table.seal()
         return table
 

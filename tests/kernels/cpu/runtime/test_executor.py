@@ -12,7 +12,7 @@ import torch
 
 from plait.errors import CannotRecord, EngineError
 from plait.kernels.cpu.codegen.kernel import kernel
-from plait.kernels.cpu.codegen.vec import atomic_get, get_f32, pause, put_f32
+from plait.kernels.cpu.codegen.vec import atomic_get, get_f32, get_i64, pause, put_f32, put_i64
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import barrier, rows_of, word
 from plait.kernels.cpu.runtime.frame_words import SLEEPERS
@@ -36,6 +36,16 @@ def held(frame, args, thread, threads):  # type: ignore[no-untyped-def]
     """The last thread stays until a word is no longer 0."""
     while thread == threads - 1 and atomic_get(word(args, 2)) == 0:
         pause()
+
+
+@kernel
+def ended(frame, args, thread, threads):  # type: ignore[no-untyped-def]
+    """A count (int64), where the number of steps is: the last step is the one that counts down to 0."""
+    if thread == 0:
+        left = get_i64(word(args, 2)) - 1
+        put_i64(word(args, 2), left)
+        if left == 0:
+            put_i64(word(args, 3), 0)
 
 
 def chain(cpu: Any, x: torch.Tensor, length: int) -> torch.Tensor:
@@ -81,6 +91,21 @@ def test_several_steps_are_one_call_with_a_launch_between_two(cpu: Any) -> None:
         assert not y[5:].any()
 
 
+def test_steps_that_a_launch_puts_an_end_to_are_counted() -> None:
+    """The number of threads is chosen by what a step took, so those that did not run must not count."""
+    cpu, left, x = Executor(2), torch.zeros(1, dtype=torch.int64), torch.zeros(64, 7)
+    with cpu.recording(tokens=64, logits=65) as program:
+        cpu.launch(doubled, x, x, 7, rows=64)
+        cpu.launch(ended, left, cpu.steps, rows=64)
+    given: Any = Given([2, 1])
+    cpu._small, between = given, cpu.glue("nothing")
+    for length, steps, played in ((3, 8, 3), (1, 8, 1), (9, 2, 2), (9, 1, 1)) * 2:
+        left[0] = length
+        assert cpu.run(program, tokens=1, logits=0, seqs=1, steps=steps, between=between) == played
+        assert given.works[-1] == played
+    cpu.close()
+
+
 def test_a_number_of_rows_that_means_nothing_cannot_be_recorded(cpu: Any) -> None:
     with cpu.recording(tokens=64, logits=65), pytest.raises(CannotRecord, match="doubled works on 9 rows"):
         chain(cpu, torch.zeros(9, 2), 1)
@@ -111,6 +136,7 @@ class Given:
     def __init__(self, counts: list[int]) -> None:
         self.counts, self.threads, self.patience = counts, counts[0], 60.0
         self.seen: list[float] = []
+        self.works: list[int] = []
 
     def begin(self, now: float) -> int:
         self.counts = [*self.counts[1:], self.counts[0]]
@@ -120,6 +146,7 @@ class Given:
 
     def observe(self, kind: int, work: int, seconds: float, waited: float, now: float) -> None:
         self.seen.append(waited)
+        self.works.append(work)
 
 
 def test_any_number_of_threads_and_a_rest_that_is_played_alone_give_the_same() -> None:
