@@ -323,6 +323,7 @@ def one_storm(name: str, folder: Path, count: int, seed: int) -> tuple[Mapping[s
     return stats, bool(engine.scheduler.memory.groups)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3", "mamba2", "bamba"])
 def test_a_hundred_requests_in_a_quarter_of_the_memory(name: str, tmp_path: Path) -> None:
     run_storm(name, tmp_path, 100, seed=1)
