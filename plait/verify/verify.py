@@ -15,6 +15,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeVar
 
+from msgspec import structs
+
 from plait.config import EngineConfig
 from plait.engine.device import free_memory
 from plait.engine.memory_plan import Sizing, size_state
@@ -228,9 +230,10 @@ class Verification:
             alone = size_state(facts, few, free_memory=free)
             groups = zip(sizing.groups, alone.groups, strict=True)
             spared = [
-                replace(g, num_blocks=min(g.num_blocks, one.num_blocks + cell.spared)) for g, one in groups
+                structs.replace(g, num_blocks=min(g.num_blocks, one.num_blocks + cell.spared))
+                for g, one in groups
             ]
-            sizing = replace(sizing, groups=tuple(spared))
+            sizing = structs.replace(sizing, groups=tuple(spared))
         return config, sizing
 
     def _difference(self, cell: Cell, wave: int, name: str, reply: VerifyReply) -> Difference | None:
