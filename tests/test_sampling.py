@@ -67,8 +67,6 @@ def test_a_sample_has_its_share_and_each_value_and_the_cases_without_the_mark(fo
     assert "cases of matrices: sample monday" in printed
     (command,) = re.findall(r"^run it again: (.*)$", printed, re.M)
     assert command == f"{sys.executable} -m pytest 'test_matrix.py::test_some[1]'"
-    assert run(folder, "--sample=monday")[0] == ran
-    assert len(run(folder, "-m", "slow or not slow")[0]) == 16 + 12 + 3
 
 
 def test_a_case_that_is_named_runs_whatever_the_sample_is() -> None:
@@ -82,6 +80,17 @@ def test_a_case_that_is_named_runs_whatever_the_sample_is() -> None:
     assert not draws("tests/ops", keyword="mamba2")
     assert not draws("tests/ops", sample="all")
     assert not draws("tests/ops", marks="slow or not slow")
+
+
+def test_the_cases_of_one_value_run_in_all_tests() -> None:
+    def case(value: str, n: int) -> Any:
+        marks = {"drawn": pytest.mark.drawn(value, ("a", "b", "c")).mark}
+        return SimpleNamespace(nodeid=f"tests/test_{n}.py::test_it[{value}]", get_closest_marker=marks.get)
+
+    items = [case(value, n) for value in "abc" for n in range(4)]
+    ran = [{item.nodeid for item in items} - find_left_out(items, f"commit {i}") for i in range(20)]
+    assert {tuple(sorted({one[-2] for one in some})) for some in ran} == {("a",), ("b",), ("c",)}
+    assert {len(some) for some in ran} == {4}
 
 
 def test_commits_draw_other_cases_and_in_time_all_of_them() -> None:

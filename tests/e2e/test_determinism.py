@@ -61,7 +61,7 @@ def assert_same(results: list[CellResult], grows: bool) -> None:
     assert not idle, f"these settings showed nothing: {idle}"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(3, across="determinism")
 @pytest.mark.parametrize(
     "name",
     [
@@ -74,6 +74,7 @@ def test_a_reply_depends_on_its_request_alone(name: str, tmp_path: Path) -> None
     assert_same(*matrix(checkpoint(name, tmp_path), batch=3, max_tokens=8, threads=1))
 
 
+@pytest.mark.sampled(3, across="determinism")
 @pytest.mark.parametrize("name", ["deepseek_v3", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_keys_and_values_kept_as_codes_keep_it_too(name: str, tmp_path: Path) -> None:
     folder = checkpoint(name, tmp_path)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from plait.config import EngineConfig
 from plait.engine.core import Engine
@@ -169,8 +170,10 @@ def single_runs(model: Model, storm: Sequence[Client]) -> dict[tuple[str, int], 
     """The replies of single runs: without prefix cache and drafts, and with memory for all."""
     sizing = model.loaded.sizing
     config = replace(model.loaded.config, prefix_cache=False, max_num_seqs=32, max_num_batched_tokens=256)
-    groups = tuple(replace(g, num_blocks=32 * (LONGEST // BLOCK + 1) + 1) for g in sizing.groups)
-    roomy = replace(sizing, groups=groups, num_slots=33 if model.slots else 0, num_snapshots=0, host_nbytes=0)
+    groups = tuple(structs.replace(g, num_blocks=32 * (LONGEST // BLOCK + 1) + 1) for g in sizing.groups)
+    roomy = structs.replace(
+        sizing, groups=groups, num_slots=33 if model.slots else 0, num_snapshots=0, host_nbytes=0
+    )
     runner = model.loaded.runner
     _, engine = engine_over(runner.decoder, runner.sampler, model.loaded.target, config, roomy)
     streams = {}
@@ -208,10 +211,10 @@ def crowded(model: Model, replies: Mapping[int, Sequence[int]]) -> Engine:
     """An engine with a quarter of the memory that its sequences need, where drafting always pays."""
     sizing = model.loaded.sizing
     num_blocks = NUM_SEQS * LONGEST // BLOCK // 4 + 1
-    groups = tuple(replace(g, num_blocks=min(g.num_blocks, num_blocks)) for g in sizing.groups)
+    groups = tuple(structs.replace(g, num_blocks=min(g.num_blocks, num_blocks)) for g in sizing.groups)
     num_seqs = NUM_SEQS if groups else NUM_SEQS // 4  # recurrent state alone never grows
     # Two slots are for drafts and snapshots.
-    tight = replace(
+    tight = structs.replace(
         sizing, groups=groups, num_slots=1 + num_seqs + 2 if model.slots else 0, host_nbytes=1 << 20
     )
     config = replace(model.loaded.config, max_num_seqs=num_seqs, speculate="ngram")
@@ -324,6 +327,7 @@ def one_storm(name: str, folder: Path, count: int, seed: int) -> tuple[Mapping[s
     return stats, bool(engine.scheduler.memory.groups)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3", "mamba2", "bamba"])
 def test_a_hundred_requests_in_a_quarter_of_the_memory(name: str, tmp_path: Path) -> None:
     run_storm(name, tmp_path, 100, seed=1)

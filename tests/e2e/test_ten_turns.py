@@ -89,6 +89,7 @@ def opened(name: str, root: Path, **options: bool | int) -> Loaded:
     return load(str(folder), config)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_turn_computes_what_is_new(name: str, tmp_path: Path) -> None:
     kept, alone = opened(name, tmp_path), opened(name, tmp_path, prefix_cache=False)

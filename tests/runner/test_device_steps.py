@@ -160,6 +160,7 @@ def test_drafts_are_checked_op_by_op_and_nothing_runs_ahead_of_them(
     assert one.engine.num_ahead == 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "params",
     [

@@ -137,6 +137,7 @@ def test_draft_model_is_a_proposer_with_recorded_steps(models: Mapping[str, Load
     assert b.runner.runner.is_recorded
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", NAMES)
 def test_drafts_are_what_the_model_generates_alone(
@@ -151,6 +152,7 @@ def test_drafts_are_what_the_model_generates_alone(
         text += whole[at : at + 6]  # all are right, and one more token is drawn
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("seed", range(2))
 def test_what_was_wrong_leaves_no_trace(name: str, seed: int, models: Mapping[str, Loaded]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from plait.config import EngineConfig
@@ -314,7 +315,7 @@ def test_known_replies_are_drafted_with_a_wrong_token_now_and_then() -> None:
     proposer = KnownReplies([[1, 2, 3, 4, 5, 6, 7]], vocab_size=10)
     wanted = DraftRequest(3, [1, 2], 9, SamplingParams(), 0)
     assert proposer.propose([wanted]) == {3: (3, 4, 6, 6, 7)}
-    assert proposer.propose([replace(wanted, token_ids=[2, 2])]) == {3: ()}
+    assert proposer.propose([structs.replace(wanted, token_ids=[2, 2])]) == {3: ()}
 
 
 def test_only_steps_that_several_share_fail() -> None:

@@ -158,7 +158,7 @@ def has_described_images() -> bool:
         from plait.loading.image.start import LoadedImage
     except ImportError:
         return False
-    return "part" in {field.name for field in fields(LoadedImage)}
+    return "part" in LoadedImage.__annotations__  # a dataclass in some revisions, a Struct in others
 
 
 def describe_image(model: str, config: EngineConfig, is_used: bool) -> str:

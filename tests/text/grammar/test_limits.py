@@ -217,7 +217,7 @@ def test_the_clock_ends_a_trial_too(tokenizer: TextTokenizer) -> None:
         for _ in range(2):  # which is not remembered against the grammar
             with pytest.raises(CapacityError, match=r"could not be tried out within 0\.3 s"):
                 slow.compile(grammar)
-        slow.checker._trials()._limits = replace(limits, timeout_s=60.0)  # a busy machine is slow with a good one, too
+        slow.checker._trials()._limits = replace(limits, timeout_s=60.0)  # what is good may be slow, too
         assert slow.compile(GOOD).state().masks()
     finally:
         slow.close()
