@@ -31,6 +31,8 @@ def convert(folder: Path, out: Path) -> None:
     from conversion import ModelBase, ModelType, get_model_architecture, get_model_class
     from gguf import LlamaFileType
 
+    from tests.families.gguf.recorded import order_in_turn
+
     found = json.loads((folder / "config.json").read_text())
     size = found.get("text_config", found)["vocab_size"]
     vocabulary = {**VOCABULARY["model"], "vocab": {str(i): i for i in range(size)}}
@@ -53,6 +55,15 @@ def convert(folder: Path, out: Path) -> None:
         own["weight_quant"] = lambda self, weight: weight
     if kind.__name__ == "DeepseekV4Model":  # writes experts in MXFP4 alone
         own["generate_extra_tensors"] = _write_experts
+    if kind.__name__ == "PlamoModel":  # made for the sizes of the one that was published
+        heads, shared = found["num_attention_heads"], found["n_shared_head"]
+        own["shuffle_attn_q_weight"] = lambda self, w: order_in_turn(found, w)
+        own["shuffle_attn_output_weight"] = lambda self, w: order_in_turn(found, w.T).T
+        own["set_gguf_parameters"] = lambda self: (
+            kind.set_gguf_parameters(self),
+            self.gguf_writer.kv_data[-1].pop("plamo.attention.head_count_kv", None),
+            self.gguf_writer.add_head_count_kv(heads // shared),
+        )
     if kind.__name__ == "BaichuanModel":  # calls itself for all but the joined tensor
         own["modify_tensors"] = lambda self, w, name, i: (
             kind.modify_tensors(self, w, name, i)

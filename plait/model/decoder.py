@@ -15,6 +15,7 @@ from plait.model.front import read_front
 from plait.model.layers.layer_inputs import LayerInputs
 from plait.model.layers.layers import Batch, Embedding, LmHead, Norm
 from plait.model.layers.streams import build_last_norm, build_streams
+from plait.model.mixers.gain import EMBEDDINGS
 from plait.model.mixers.registry import build
 from plait.model.shared_block import SharedBlockUse
 from plait.ops.activation import combine, rescale, scale_rows
@@ -98,6 +99,7 @@ class Decoder:
         self.states: dict[str, State] = {}
         for branch in self.branches:
             self.states |= branch.states
+        self._keeps_embeddings = any(getattr(b.mixer, "reads_embeddings", False) for b in self.branches)
         if s.front:
             read_front(s, [branch.mixer for branch in self.branches], self.states, self.run_branches, weights)
 
@@ -111,6 +113,8 @@ class Decoder:
         if self.adapters:
             self.adapters.step.current = batch.adapters
         x = embeddings = self.embed(batch.token_ids, batch.positions)
+        if self._keeps_embeddings:
+            batch.step[EMBEDDINGS] = embeddings
         x = self.streams.spread(x) if self.streams else x
         if self.layer_inputs:
             self.layer_inputs.compute(batch, embeddings)

@@ -141,7 +141,8 @@ class Scheduler:
         where = self.limits, self.costs, self.memory
         turns = plan_turns(self.running[0], *where, is_compared=is_short) if is_alone else None
         step, moves = self._step + 1, tuple(self.memory.pools.moves)
-        chunks = [seq.chunk(shares[seq.id], step) for seq in self.running if shares.get(seq.id)]
+        whole, some = not self.limits.causal, [seq for seq in self.running if shares.get(seq.id)]
+        chunks = [seq.chunk(shares[seq.id], step, is_whole=whole) for seq in some]
         if not chunks and not moves:
             return None
         self._step, self._moves[step], self.memory.pools.moves = step, moves, []

@@ -50,6 +50,7 @@ class Batch:
     has_history: Tensor  # [S] bool: False where this pass holds the sequence's first token
     logit_rows: Tensor  # [L] int64: the rows of which logits are needed
     adapters: AdapterRows | None = None  # which adapter each token has; None: there are none
+    prompts: Tensor | None = None  # [S] int64: tokens of each prompt, where a pass has whole sequences
     # What a layer's kernels leave for those of the layers behind it: the decoder starts each pass without.
     step: dict[object, Any] = field(default_factory=dict, compare=False)
 
