@@ -7,7 +7,7 @@ from plait.families.common.recipes import either, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, require, softmax_moe
 from plait.families.config.normalize import FULL, Config
-from plait.families.gguf.arch import FILE, Metadata, check_router, gguf_arch
+from plait.families.gguf.arch import Metadata, check_router, gguf_arch
 from plait.families.gguf.names import feed_forward_names
 from plait.spec import BranchSpec, ModelSpec, NormSpec, ParallelSpec
 
@@ -114,6 +114,7 @@ def _gguf_names(c: Config) -> Rules:
 def _grok_in_gguf(m: Metadata) -> None:
     """As llama.cpp reads it: weights of chosen experts sum to one. Old files leave the numbers of Grok 1 out."""
     check_router(m, "softmax", renormalizes=True, scales=False)
+    m.take("norm_eps", "attention.layer_norm_rms_epsilon")  # converters write another one, too
     words = {
         "embedding_multiplier": "embedding_multiplier_scale",
         "logits_scaling": "output_multiplier_scale",
@@ -134,4 +135,3 @@ def _grok_in_gguf(m: Metadata) -> None:
     m.put("residual_moe", any(m.layers("ffn_up.weight")), "the tensors of each layer")
     m.put("hidden_act", "gelu_pytorch_tanh", f"default (the {m.arch} format)")
     m.put("sliding_window_size", -1, f"default (the {m.arch} format)")
-    _ = FILE

@@ -50,13 +50,13 @@ def kimi_k3(c: Config) -> tuple[ModelSpec, NameMap]:
 def _gguf_names(c: Config) -> Rules:
     """What scores blocks of layers is one vector, made of a norm's weight and a projection."""
     inside: dict[str, Source | tuple[Source, ...]] = {
+        **usual_names(c),
         **kimi_gguf_names(c),
         f"{KDA}.gate": f"{B}.ssm_g",
         f"{ATTN}.out_gate": f"{B}.attn_gate",
         f"{FFN}.enter": f"{B}.ffn_routed_down",
         f"{FFN}.leave": f"{B}.ffn_routed_up",
         f"{FFN}.latent_norm": f"{B}.ffn_routed_norm",
-        **usual_names(c),
     }
     return {
         **{f"{ours}.source": f"{B}.attn_res_score.weight" for ours in (KDA, ATTN)},

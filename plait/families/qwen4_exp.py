@@ -91,7 +91,8 @@ def qwen4_exp(c: Config) -> tuple[ModelSpec, NameMap]:
     require(c, "Qwen4-Exp", output_gate_type=("silu", "sigmoid"), attn_output_gate=(True,))
     require(c, "Qwen4-Exp", indexer_kv_heads=(1,))
     each, attn = norm(c), BranchSpec("attn", _attention(c), norm(c))
-    delta = BranchSpec("delta", delta_net(c, gate=c.get("output_gate_type") or c["hidden_act"]), each)
+    gate = c.get("output_gate_type") or c["hidden_act"]
+    delta = BranchSpec("delta", delta_net(c, gate=gate, tiled=c["delta_tiled"]), each)
     moe = softmax_moe(c, shared=mlp(c, c["shared_intermediate_size"]), shared_gate=True)
     ngrams, ffn = _ngrams(c), BranchSpec("ffn", moe, each)
     mixers = [delta if kind == LINEAR else attn for kind in c["layer_types"]]
@@ -260,12 +261,12 @@ def _gguf_names(c: Config) -> Rules:
         }
     index, theirs = "layers.{i}.attn.index", f"{b}.indexer"
     inside: Rules = {
+        **usual_names(c),
         f"{index}.q": f"{theirs}.q_proj",
         f"{index}.q_norm": f"{theirs}.q_norm",
         f"{index}.compressor.kv": f"{theirs}.k_proj",
         f"{index}.compressor.norm": f"{theirs}.k_norm",
         **gguf_names_of_delta(c),
-        **usual_names(c),
     }
     moved = move_inside(inside, BRANCHES)
     return {

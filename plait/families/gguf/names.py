@@ -18,7 +18,8 @@ DENSE = ("dense_2", "dense_3")  # behind the pooling of EmbeddingGemma: parts of
 ENDS = ("weight", "bias")
 
 VISION_EXPERTS = r"^blk\.\d+\.vis_"  # CogVLM: what images alone go through
-DUMMIES = r"^blk\.0\.time_mix_v[012]\.weight$"  # RWKV-7: no part of its first layer
+# RWKV-7, Kimi-K3: no part of the first layer, which has nothing before it.
+DUMMIES = r"^blk\.0\.(time_mix_v[012]|attn_res_score)\.weight$"
 
 
 def gguf_names(c: Config) -> NameMap:

@@ -247,7 +247,7 @@ WAYS: dict[str, Callable[[Config, Tensor], Tensor]] = {
     "times the scale of logits": lambda c, w: w * (c["mup_output_alpha"] * c["mup_width_scale"]),
     "halves of heads": lambda c, w: w * _signs(c["head_dim"]).repeat(w.shape[0] // c["head_dim"])[:, None],
     "heads of queries in turn": order_in_turn,
-    "heads of outputs in turn": lambda c, w: order_in_turn(c, w.T).T,
+    "heads of outputs in turn": lambda c, w: order_in_turn(c, w.mT).mT,
     "latent keys": _latent(0),
     "latent values": _latent(1),
     "latent keys of windows": _latent(0, of_windows=True),
