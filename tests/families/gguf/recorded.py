@@ -245,6 +245,7 @@ WAYS: dict[str, Callable[[Config, Tensor], Tensor]] = {
     "exponential": lambda c, w: w.exp(),
     "times the scale of embeddings": lambda c, w: w * c["mup_embeddings_scale"],
     "times the scale of logits": lambda c, w: w * (c["mup_output_alpha"] * c["mup_width_scale"]),
+    "decays of heads": lambda c, w: -w.exp().view(c["linear_num_key_heads"], -1).mT.flatten(),
     "halves of heads": lambda c, w: w * _signs(c["head_dim"]).repeat(w.shape[0] // c["head_dim"])[:, None],
     "heads of queries in turn": order_in_turn,
     "heads of outputs in turn": lambda c, w: order_in_turn(c, w.mT).mT,
