@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from plait.spec import MlpSpec, MoeSpec, NormSpec, ParallelSpec
 
@@ -47,5 +47,5 @@ class GroveMoeSpec(MoeSpec):
     one of them, times `common_scale` (Grove MoE; Wu et al. 2025)."""
 
     group: int = 2
-    common: MlpSpec = MlpSpec(128)
+    common: MlpSpec = field(default_factory=lambda: MlpSpec(128))
     common_scale: float = 0.05

@@ -314,8 +314,8 @@ def _ngrams_in_gguf(m: Metadata, count: int) -> None:
     hashes = (longest - 1) * m.config["heads_per_ngram"]
     if count != 1 or m.values["ple.head_offsets"] != starts or len(sizes) != hashes or min(sizes) < 1:
         raise UnsupportedModel(
-            f"{m.prefix}ple has {count} layers and {len(sizes)} heads of n-grams; known: one layer of {hashes} "
-            "heads with rows one behind the other"
+            f"{m.prefix}ple has {count} layers and {len(sizes)} heads of n-grams; known: one layer of "
+            f"{hashes} heads with rows one behind the other"
         )
     if len(m.config["ngram_factors"]) != longest:
         raise UnsupportedModel(f"{m.prefix}ple.layer_multipliers must have {longest} numbers")

@@ -27,7 +27,7 @@ EPS = 1.1920928955078125e-07  # the smallest step of float32 at 1
 )
 def talkie(c: Config) -> tuple[ModelSpec, NameMap]:
     """Talkie 13B. Heads turn the other way round, which is the same with half of their rows negated."""
-    each, heads, kv, dim = NormSpec(c["norm_eps"], weight=False), *_sizes(c)
+    each, kv, dim = NormSpec(c["norm_eps"], weight=False), c["num_key_value_heads"], c["head_dim"]
     attn = gqa(c, qk_norm=NormSpec(c["norm_eps"]), qk_norm_over="each", qk_norm_last=True)
     layer = (
         BranchSpec("attn", GainSpec({"inner": attn}), each),
@@ -64,10 +64,6 @@ def talkie(c: Config) -> tuple[ModelSpec, NameMap]:
     return spec, NameMap(names, ignored=unused_patterns(c))
 
 
-def _sizes(c: Config) -> tuple[int, int, int]:
-    return c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
-
-
 def _ones(size: int) -> Derived:
     """Keys have no gain."""
     return Derived(lambda **_: torch.ones(size), ())
@@ -95,7 +91,7 @@ def _times(matrix: str, factor: str) -> Derived:
 
 def _gguf_names(c: Config) -> Rules:
     """Converters turned the rows of queries and keys."""
-    _, kv, dim = _sizes(c)
+    kv, dim = c["num_key_value_heads"], c["head_dim"]
     gain, b = "blk.{i}.attn_q_norm.weight", "blk.{i}"
     usual = {k: v for k, v in usual_names(c).items() if k.startswith((f"{ATTN}.", f"{FFN}."))}
     inside: dict[str, Source | tuple[Source, ...]] = {

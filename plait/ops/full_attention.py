@@ -33,9 +33,9 @@ def full_attention(
 
     q: [T, heads, d], k, v: [T, kv_heads, d], query_start: [S+1], where sequences begin in T; all of each must
     be there -> [T, heads, d]. Query head h reads kv head h // (heads / kv_heads). `window`: only tokens less
-    than so many away, on both sides; `softcap`: scores become cap·tanh(·/cap). `prompts`: [S], how many tokens
-    of each sequence see one another; those behind them see what is before them (a prefix LM; Raffel et al.
-    2020).
+    than so many away, on both sides; `softcap`: scores become cap·tanh(·/cap). `prompts`: [S], how many
+    tokens of each sequence see one another; those behind them see what is before them (a prefix LM; Raffel
+    et al. 2020).
     """
     out, counts = torch.empty_like(q), None if prompts is None else prompts.tolist()
     for n, (start, end) in enumerate(pairwise(query_start.tolist())):

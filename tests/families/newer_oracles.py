@@ -1,4 +1,4 @@
-"""More families that transformers lacks and llama.cpp has, each written down plainly, as in `older_oracles`."""
+"""More families that transformers lacks and llama.cpp has, written down plainly as in `older_oracles`."""
 
 from __future__ import annotations
 
