@@ -112,7 +112,7 @@ def _gguf_names(c: Config) -> Rules:
 
 @gguf_arch("grok", "Grok1ForCausalLM", names=_gguf_names, is_written=False)
 def _grok_in_gguf(m: Metadata) -> None:
-    """As llama.cpp reads it: weights of chosen experts sum to one. Old files have not the numbers of Grok 1."""
+    """As llama.cpp reads it: weights of chosen experts sum to one. Old files lack numbers of Grok 1."""
     check_router(m, "softmax", renormalizes=True, scales=False)
     m.take("norm_eps", "attention.layer_norm_rms_epsilon")  # converters write another one, too
     words = {
