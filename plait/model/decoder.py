@@ -13,9 +13,8 @@ from plait.checkpoint.weights import Weights
 from plait.memory import State
 from plait.model.front import read_front
 from plait.model.layers.layer_inputs import LayerInputs
-from plait.model.layers.layers import Batch, Embedding, LmHead, Norm
+from plait.model.layers.layers import EMBEDDINGS, Batch, Embedding, LmHead, Norm
 from plait.model.layers.streams import build_last_norm, build_streams
-from plait.model.mixers.gain import EMBEDDINGS
 from plait.model.mixers.registry import build
 from plait.model.shared_block import SharedBlockUse
 from plait.ops.activation import combine, rescale, scale_rows
@@ -113,8 +112,7 @@ class Decoder:
         if self.adapters:
             self.adapters.step.current = batch.adapters
         x = embeddings = self.embed(batch.token_ids, batch.positions)
-        if self._keeps_embeddings:
-            batch.step[EMBEDDINGS] = embeddings
+        batch.step.update({EMBEDDINGS: embeddings} if self._keeps_embeddings else {})
         x = self.streams.spread(x) if self.streams else x
         if self.layer_inputs:
             self.layer_inputs.compute(batch, embeddings)

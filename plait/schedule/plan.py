@@ -26,7 +26,6 @@ class Chunk(Struct, frozen=True, gc=False):
     `num_logits`: logits of that many last tokens are requested (0: a chunk in the middle of a prompt).
     `num_pooled`: the sum of so many hidden states is. FOLLOW: a decode that was planned before its token was
     known. `adapter`: its adapter's slot, 0: none. `row_slots`: for states behind the rows before the last.
-    `prompt`: how many of its tokens are the prompt, where each step computes the whole sequence.
     """
 
     seq_id: int
@@ -38,7 +37,7 @@ class Chunk(Struct, frozen=True, gc=False):
     num_pooled: int = 0
     adapter: int = 0
     row_slots: tuple[int, ...] = ()
-    prompt: int = 0
+    prompt: int = 0  # of its tokens, where each step computes the whole sequence
 
     @property
     def end(self) -> int:

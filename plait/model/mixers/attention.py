@@ -119,9 +119,7 @@ class Attention:
         v = self.v_norm(v) if self.v_norm else v
         if s.both_ways:
             turned, starts = self._turned(heads, q, k, batch), batch.query_start
-            prompts = None
-            if s.both_ways == "prompt":  # of a text that is read alone, none is
-                prompts = torch.zeros_like(batch.seq_lens) if batch.prompts is None else batch.prompts
+            prompts = batch.count_prompts() if s.both_ways == "prompt" else None
             return self._attend(*turned, v, starts, s.scale, s.window, s.softcap, prompts), closing
         cache, index = store[self.name], batch.paged[self._group]
         caches = cache["k"], cache["v"]

@@ -7,14 +7,12 @@ from torch import Tensor
 
 from plait.checkpoint.weights import Weights
 from plait.memory import State
-from plait.model.layers.layers import Batch
+from plait.model.layers.layers import EMBEDDINGS, Batch
 from plait.model.mixers.registry import INNER, build, describe, divide_inside, mixer
 from plait.ops.activation import scale_rows
 from plait.ops.ranks import sum_ranks
 from plait.rare_specs import GainSpec
 from plait.state.store import StateStore
-
-EMBEDDINGS = "embeddings"  # in `Batch.step`
 
 
 def _words(m: GainSpec) -> str:

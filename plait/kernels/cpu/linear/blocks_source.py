@@ -57,7 +57,13 @@ ALONE = 2  # rows of codes up to which every thread rounds all of them, rather t
 
 _FILES = (
     *("linear/blocks_source.py", "linear/quantize_rows.py", "linear/layout.py", "linear/codebooks.py"),
-    *("codegen/avx2_dot.py", "codegen/vnni_dot.py", "codegen/amx_tiles.py", "linear/fetch_adapters.py", "linear/streams.py"),
+    *(
+        "codegen/avx2_dot.py",
+        "codegen/vnni_dot.py",
+        "codegen/amx_tiles.py",
+        "linear/fetch_adapters.py",
+        "linear/streams.py",
+    ),
 )
 _SOURCE = Template('''"""Quantized linear layer: made by plait, from $digest."""
 import numpy as np
@@ -291,7 +297,12 @@ def _products(w: Writer, layout: Layout, p: Word, a: Word, quads: range, whole: 
         codes = [partial(_codes, w, layout, p, q) for q in quads]
         where = partial(_place, a, quads)
         return avx2_dot.products(w, codes, where, whole, largest, zero, BASE_BITS)
-    if vnni_dot.HERE and len(whole) <= vnni_dot.FEW and layout.bits == 4 and not (layout.high or layout.table):
+    if (
+        vnni_dot.HERE
+        and len(whole) <= vnni_dot.FEW
+        and layout.bits == 4
+        and not (layout.high or layout.table)
+    ):
         return vnni_dot.products(
             w, lambda i: w.load_i32(p + LINE * i), lambda r, q: a + 32 * r + 4 * q, whole, quads
         )
@@ -335,7 +346,12 @@ def _block(
                 zeros = w.load_u8(low_at)
                 whole = [w.add_i32(base, w.mul_i32(zeros, n)) for n in whole]
             some = a + 32 * part.start
-            whole = products(step + layout.codes_at + layout.plane_bytes * b, some, range(quads * j, quads * (j + 1)), whole)
+            whole = products(
+                step + layout.codes_at + layout.plane_bytes * b,
+                some,
+                range(quads * j, quads * (j + 1)),
+                whole,
+            )
             for r in part:
                 scale, off = (w.spread_f32(a + k * rows + 4 * r) for k in (32, 36))
                 x = w.fma(w.bits_f32(whole[r - part.start]), scale, off)

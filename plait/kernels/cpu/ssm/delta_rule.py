@@ -276,9 +276,7 @@ def delta_columns(frame: int, args: int, thread: int, threads: int) -> None:
                     for r in range(0, n, 16):
                         store_f32(before + 4 * r, zero_f32())
                 if direct and t == 0:
-                    seen_a, seen_b, y_a, y_b = _enter_and_pass(
-                        own, v_row, tile, n, soon, decays, now, unit_q
-                    )
+                    seen_a, seen_b, y_a, y_b = _enter_and_pass(own, v_row, tile, n, soon, decays, now, unit_q)
                 else:
                     seen_a, seen_b, y_a, y_b = _pass(tile, n, before, a, b, decays, now, unit_q)
                 share = spread(get_f32(beta + t * beta_bytes) * beta_scale)

@@ -67,7 +67,9 @@ def _move_norms(q: Int, k: Int, n: Int, f: Floats, i: Floats, norms: Int) -> Flo
 
 
 @inline
-def _move(C: Int, row: Int, size: Int, q: Int, k: Int, v: Int, gates: Gates, out: Int, left: np.int32) -> None:
+def _move(
+    C: Int, row: Int, size: Int, q: Int, k: Int, v: Int, gates: Gates, out: Int, left: np.int32
+) -> None:
     """At most sixteen value columns move on over all key columns: C ← f C + i k v; out is what q reads."""
     i, f, scale, divisor = gates
     value, y = mul(i, load_some(v, left)), zero_f32()
@@ -136,7 +138,9 @@ def scan_memory(frame: int, args: int, thread: int, threads: int) -> None:
             divisor = add(where_less(dot, least, least, dot), spread(eps))
             over, wide = (i, f, spread(scale), divisor), dim // WIDTH * WIDTH
             for c in range(0, wide, WIDTH):
-                _move_wide(C + 4 * c, 4 * dim, size, q, k, v + 4 * c, over, outs + 4 * ((t * heads + h) * dim + c))
+                _move_wide(
+                    C + 4 * c, 4 * dim, size, q, k, v + 4 * c, over, outs + 4 * ((t * heads + h) * dim + c)
+                )
             for c in range(wide, dim, 16):
                 left, to = np.int32(dim - c), outs + 4 * ((t * heads + h) * dim + c)
                 _move(C + 4 * c, 4 * dim, size, q, k, v + 4 * c, over, to, left)
