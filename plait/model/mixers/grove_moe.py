@@ -30,6 +30,7 @@ def _common(s: GroveMoeSpec) -> spec.MoeSpec:
 
 def _divide(s: GroveMoeSpec, rank: Rank, hidden_size: int) -> Division:
     own, others = divide_moe(s, rank, hidden_size), divide_moe(_common(s), rank, hidden_size)
+    assert isinstance(own.spec, GroveMoeSpec)
     assert isinstance(others.spec, spec.MoeSpec)
     cuts = {**own.cuts, **{f"{COMMON}.{name}": cut for name, cut in others.cuts.items()}}
     return Division(replace(own.spec, common=others.spec.expert), cuts, own.sums)

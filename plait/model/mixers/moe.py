@@ -156,8 +156,7 @@ class ExpertShare:
     def _build_experts(self, s: spec.MoeSpec, w: Weights) -> tuple[Bound, Experts, Experts]:
         """(what is bound for `experts`, up, down): a stack each for a variant that takes these."""
         sizes = {"num_experts": self._count, "top_k": s.top_k, "gated": s.expert.gated}
-        sizes |= {"kind": s.expert.activation}
-        fn = w.bind(experts, **sizes, activations=w.target.activations)
+        fn = w.bind(experts, **sizes, kind=s.expert.activation, activations=w.target.activations)
         numbers = range(self._first, self._first + self._count)
         if not isinstance(fn, StackedExperts):
             parts = [Mlp(s.expert, w.scope(f"experts.{e}"), s.latent) for e in numbers]
