@@ -10,7 +10,6 @@ from plait.spec import (
     AttentionSpec,
     HyperSpec,
     Mixer,
-    MoeSpec,
     NormSpec,
     ParallelSpec,
     Recurrent,
@@ -254,8 +253,14 @@ class CycleSpec(Mixer):
 
 @dataclass(frozen=True, slots=True)
 class ShortcutSpec(ParallelSpec):
-    """An MLP, `mlp`. With experts `moe` next to it, which read the same, their output waits: the next one
-    without experts adds it (LongCat-Flash; Cai et al. 2024). Norms are not used."""
+    """One mixer, next to experts, `moe`, with outputs that wait: the next one without experts adds them
+    (LongCat-Flash; Cai et al. 2024). `norms`: of what either reads (Arctic); `post_norms` are not used."""
+
+
+@dataclass(frozen=True, slots=True)
+class GainSpec(ParallelSpec):
+    """One mixer, `inner`, with outputs times one learned number; without it, a token's embedding times that
+    number (Talkie)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,19 +317,6 @@ class CcaSpec(AttentionSpec, Recurrent):
 
     taps: tuple[int, int] = (2, 2)
     value_sizes: tuple[int, int] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StateMoeSpec(MoeSpec):
-    """A mixture with a router of `router_size` numbers, which each layer adds to those of the last (ZAYA).
-
-    A norm and three linear layers make logits of them. Of its `identities`, nothing is added. `first`: there
-    are none to be added to.
-    """
-
-    router_size: int = 256
-    norm: NormSpec = NormSpec()
-    first: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from plait.spec import AttentionSpec, MlaSpec, MoeSpec, NormSpec, Recurrent, RopeSpec
+from plait.spec import AttentionSpec, MlaSpec, NormSpec, Recurrent, RopeSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +103,3 @@ class CompressedSpec(Recurrent):
     out_rank: int
     compressor: CompressorSpec | None = None
     indexer: EntryIndexSpec | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TableMoeSpec(MoeSpec):
-    """A mixture of which a table has the experts of each of `vocab_size` tokens (DeepSeek-V4)."""
-
-    vocab_size: int = 1

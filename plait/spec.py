@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 UNLIMITED = float("inf")
-ClippedActivation = Literal["swiglu_oai", "swiglu_7", "swiglu_16", "swiglu_cut_10", "situ"]
+ClippedActivation = Literal["swiglu_oai", "swiglu_7", "swiglu_16", "swiglu_cut_7", "swiglu_cut_10", "situ"]
 Activation = Literal["silu", "gelu", "gelu_pytorch_tanh", "relu2", "relu", "xielu", ClippedActivation]
 
 
@@ -72,6 +72,7 @@ class AttentionSpec(Mixer):
     `slopes`: what a score of each head loses with every position of distance (ALiBi; Press et al. 2021).
     `clip`: queries, keys and values stay within ± it (DBRX). `out_norm`: of all heads' outputs (BitNet).
     `both_ways`: tokens see later ones, too, so a step needs the whole sequence (`ModelSpec.causal` False).
+    "prompt": those of a prompt see all of it, and later ones what is before them (HRM-Text).
     """
 
     num_heads: int
@@ -92,7 +93,7 @@ class AttentionSpec(Mixer):
     slopes: tuple[float, ...] | None = None
     clip: float | None = None
     out_norm: NormSpec | None = None
-    both_ways: bool = False
+    both_ways: bool | Literal["prompt"] = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +221,7 @@ class MoeSpec(Mixer):
     latent: int | None = None
     latent_norm: NormSpec | None = None  # of their sum, before the second of these (Kimi-K3)
     identities: int | None = None
+    router_softcap: float | None = None  # of logits (Grok)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from importlib import import_module
 
 # Where specs are, the common ones first. The others are imported once a model has one: making their classes
 # would take a tenth of a run of one token.
-_MODULES = ("plait.spec", "plait.rare_specs", "plait.sparse_specs")
+_MODULES = ("plait.spec", "plait.rare_specs", "plait.sparse_specs", "plait.moe_specs")
 
 
 def encode_spec_value(value: object) -> object:

@@ -27,7 +27,16 @@ SIBLINGS = {
 TIERS = (
     {"errors", "config", "cache_folder", "fair_queue", "resource_limits", "version"},
     {
-        *("spec", "rare_specs", "sparse_specs", "spec_values", "request", "sampling_fields", "memory"),
+        *(
+            "spec",
+            "rare_specs",
+            "sparse_specs",
+            "moe_specs",
+            "spec_values",
+            "request",
+            "sampling_fields",
+            "memory",
+        ),
         "partition",
     },
     {"quant", "ops", "kernels"},
@@ -45,7 +54,8 @@ SIDEWAYS = {
     "request": {"sampling_fields", "spec"},
     "rare_specs": {"spec"},
     "sparse_specs": {"spec"},
-    "spec_values": {"spec", "rare_specs", "sparse_specs"},
+    "moe_specs": {"spec"},
+    "spec_values": {"spec", "rare_specs", "sparse_specs", "moe_specs"},
     "partition": {"spec"},
     "ops": {"quant"},
     "kernels": {"ops", "quant"},
@@ -60,7 +70,16 @@ SIDEWAYS = {
 # The front process holds none of a model: what runs in it must not load torch.
 NO_TORCH = (
     *("errors", "config", "cache_folder", "fair_queue", "resource_limits", "version"),
-    *("spec", "rare_specs", "sparse_specs", "spec_values", "request", "sampling_fields", "memory"),
+    *(
+        "spec",
+        "rare_specs",
+        "sparse_specs",
+        "moe_specs",
+        "spec_values",
+        "request",
+        "sampling_fields",
+        "memory",
+    ),
     "partition",
     *(
         "state.blocks",

@@ -29,7 +29,9 @@ VOCABULARY = {"added_tokens": [], "model": {"type": "BPE", "merges": [], "vocab"
 def convert(folder: Path, out: Path) -> None:
     """Write the GGUF file of a folder, in float32 and without tokens."""
     from conversion import ModelBase, ModelType, get_model_architecture, get_model_class
-    from gguf import LlamaFileType
+    from gguf import LlamaFileType, TensorNameMap
+
+    from tests.families.gguf.recorded import order_in_turn
 
     found = json.loads((folder / "config.json").read_text())
     size = found.get("text_config", found)["vocab_size"]
@@ -53,16 +55,27 @@ def convert(folder: Path, out: Path) -> None:
         own["weight_quant"] = lambda self, weight: weight
     if kind.__name__ == "DeepseekV4Model":  # writes experts in MXFP4 alone
         own["generate_extra_tensors"] = _write_experts
+    if kind.__name__ == "PlamoModel":  # made for the sizes of the one that was published
+        heads, shared = found["num_attention_heads"], found["n_shared_head"]
+        own["shuffle_attn_q_weight"] = lambda self, w: order_in_turn(found, w)
+        own["shuffle_attn_output_weight"] = lambda self, w: order_in_turn(found, w.T).T
+        own["set_gguf_parameters"] = lambda self: (
+            kind.set_gguf_parameters(self),
+            self.gguf_writer.kv_data[-1].pop("plamo.attention.head_count_kv", None),
+            self.gguf_writer.add_head_count_kv(heads // shared),
+        )
     if kind.__name__ == "BaichuanModel":  # calls itself for all but the joined tensor
         own["modify_tensors"] = lambda self, w, name, i: (
             kind.modify_tensors(self, w, name, i)
             if "W_pack" in name
             else ModelBase.modify_tensors(self, w, name, i)
         )
+    usual = dict(TensorNameMap.block_mappings_cfg)  # of all architectures: Arctic's map changes it
     made = type(kind.__name__, (kind,), own)(folder, LlamaFileType.ALL_F32, out, eager=True)
     if hasattr(made, "impl"):  # Mistral's converter is one of two others
         made.impl.set_vocab = lambda: made.impl.gguf_writer.add_tokenizer_model("none")
     made.write()
+    TensorNameMap.block_mappings_cfg = usual
 
 
 def _write_experts(made: Any) -> tuple[()]:

@@ -14,7 +14,8 @@ from plait.families.config.normalize import FULL, SLIDING, Config
 from plait.families.deepseek import indexer_sizes
 from plait.families.gguf.arch import FILE, Metadata, check_router, gguf_arch
 from plait.families.gguf.names import usual_names
-from plait.sparse_specs import CompressedSpec, CompressorSpec, EntryIndexSpec, TableMoeSpec
+from plait.moe_specs import TableMoeSpec
+from plait.sparse_specs import CompressedSpec, CompressorSpec, EntryIndexSpec
 from plait.spec import BranchSpec, HyperSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RopeSpec, RouterSpec
 
 SPARSE, HEAVY, LIMIT = "compressed_sparse_attention", "heavily_compressed_attention", 10.0

@@ -25,13 +25,10 @@ DEFAULTS = {"norm_eps": 1e-6, "hidden_act": "silu", "head_dim": 128, "H_cycles":
     defaults={**DEFAULTS, "initializer_range": 0.02, "prefix_lm": True, "num_layers_per_stack": None},
 )
 def hrm_text(c: Config) -> tuple[ModelSpec, NameMap]:
-    """HRM-Text. Each run of a stack has keys and values of its own; weights are those of the first run."""
-    if c["prefix_lm"]:
-        raise UnsupportedModel(
-            "the config has prefix_lm = true: tokens of a prompt see later ones of it, which is not "
-            "implemented; --set prefix_lm=false reads a prompt in its order, as transformers does without "
-            "token_type_ids"
-        )
+    """HRM-Text. Each run of a stack has keys and values of its own; weights are those of the first run.
+
+    With `prefix_lm` all of a prompt is seen by each of its tokens: a step then computes the whole sequence.
+    """
     slow, fast, size = c["H_cycles"], c["L_cycles"], _stack_size(c)
     each, count = NormSpec(c["norm_eps"], weight=False), size * (fast + 1)
     if min(slow, fast, size) < 1 or slow * count > MOST:
@@ -39,7 +36,8 @@ def hrm_text(c: Config) -> tuple[ModelSpec, NameMap]:
             f"{slow} cycles of {fast} and one stacks of {size} layers: known are one or more of each, and "
             f"at most {MOST} layers in all"
         )
-    attn, ffn = BranchSpec("attn", gqa(c, gate=True), each), BranchSpec("ffn", mlp(c), each)
+    sees: Literal["prompt", False] = "prompt" if c["prefix_lm"] else False
+    attn, ffn = BranchSpec("attn", gqa(c, gate=True, both_ways=sees), each), BranchSpec("ffn", mlp(c), each)
     layers = []
     for i in range(slow * count):
         origin = fast * size + i % size if i % count >= fast * size else i % size
@@ -48,7 +46,7 @@ def hrm_text(c: Config) -> tuple[ModelSpec, NameMap]:
         between = BranchSpec("cycle", CycleSpec(after, each), None, keep=0.0)
         layers.append(layer if i % size else (between, *layer))
     scale = c.get("embedding_scale") or c.get("embedding_multiplier") or 1.0 / c["initializer_range"]
-    spec = model(c, "hrm_text", layers, norm=each, embed_scale=float(scale))
+    spec = model(c, "hrm_text", layers, norm=each, embed_scale=float(scale), causal=not sees)
     return spec, NameMap(_names(c, size, fast), ignored=unused_patterns(c))
 
 

@@ -133,6 +133,7 @@ plain_arch("qwen3vl", "Qwen3ForCausalLM", is_written=False)
 plain_arch("internlm2", "LlamaForCausalLM", is_written=False, rope_interleave=True)
 plain_arch("xverse", "LlamaForCausalLM", is_written=False, rope_interleave=True)
 plain_arch("exaone", "LlamaForCausalLM", is_written=False)
+plain_arch("cogvlm", "LlamaForCausalLM", is_written=False)  # images go through experts of their own
 plain_arch("llama-embed", "LlamaForCausalLM", is_written=False, rope_interleave=True, is_causal=False)
 
 

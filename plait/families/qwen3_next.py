@@ -192,9 +192,13 @@ def _qkv(c: Config, source: str) -> dict[str, Source]:
 
 
 def _gguf_names(c: Config) -> Rules:
+    return {"layers.{i}.ffn.norm": f"{B}.post_attention_norm", **gguf_names_of_delta(c)}
+
+
+def gguf_names_of_delta(c: Config) -> Rules:
+    """Projections of both mixers, where they are in one tensor."""
     config = Config(c)
     return {
-        "layers.{i}.ffn.norm": f"{B}.post_attention_norm",
         **gated_q(config, ATTN, f"{B}.attn_q"),
         **_qkv(config, f"{B}.attn_qkv.weight"),
         f"{MIX}.gate.weight": f"{B}.attn_gate.weight",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from itertools import count, islice
+from itertools import accumulate, count, islice
 
 from torch import Tensor
 
@@ -13,13 +13,21 @@ from plait.errors import UnsupportedModel
 from plait.families.common.detection import Detection, Marker
 from plait.families.common.hf_config import QWEN_SHARED, HfConfig
 from plait.families.common.hyper import move_inside, over_streams
-from plait.families.common.recipes import Stored, part, plus_one, text_tensors, unused_patterns
+from plait.families.common.recipes import Stored, flat, part, plus_one, text_tensors, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, require, softmax_moe
 from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import LINEAR, Config
-from plait.families.linear_attention import delta_net
-from plait.families.qwen3_next import OTHERS, SHARED, name_tensors, plain_projections
+from plait.families.gguf.arch import FILE, Metadata, gguf_arch
+from plait.families.gguf.names import usual_names
+from plait.families.linear_attention import delta_net, delta_sizes
+from plait.families.qwen3_next import (
+    OTHERS,
+    SHARED,
+    gguf_names_of_delta,
+    name_tensors,
+    plain_projections,
+)
 from plait.quant.weight import as_tensor, join_stored
 from plait.rare_specs import NgramSpec
 from plait.sparse_specs import CompressorSpec, MeanIndexSpec, MeanSparseSpec
@@ -83,7 +91,8 @@ def qwen4_exp(c: Config) -> tuple[ModelSpec, NameMap]:
     require(c, "Qwen4-Exp", output_gate_type=("silu", "sigmoid"), attn_output_gate=(True,))
     require(c, "Qwen4-Exp", indexer_kv_heads=(1,))
     each, attn = norm(c), BranchSpec("attn", _attention(c), norm(c))
-    delta = BranchSpec("delta", delta_net(c, gate=c.get("output_gate_type") or c["hidden_act"]), each)
+    gate = c.get("output_gate_type") or c["hidden_act"]
+    delta = BranchSpec("delta", delta_net(c, gate=gate, tiled=c["delta_tiled"]), each)
     moe = softmax_moe(c, shared=mlp(c, c["shared_intermediate_size"]), shared_gate=True)
     ngrams, ffn = _ngrams(c), BranchSpec("ffn", moe, each)
     mixers = [delta if kind == LINEAR else attn for kind in c["layer_types"]]
@@ -148,6 +157,8 @@ def _ngrams(c: Config) -> dict[int, tuple[BranchSpec]]:
         sizes, unit = tuple(islice(primes, hashes)), c["make_ngram_vocab_size_divisible_by"]
         rows = -(-sum(sizes) // unit) * unit
         factors = draw_factors(tokens, longest, c["seed"] + 10007 * n)
+        if c.get("ngram_sizes"):  # GGUF files say what was computed
+            sizes, factors, rows = tuple(c["ngram_sizes"]), tuple(c["ngram_factors"]), c["ngram_rows"]
         spec = NgramSpec(
             *(c["hc_count"], size // hashes, rows, factors, sizes, end, c["ple_conv_kernel_size"], longest),
             norm=norm(c),
@@ -236,3 +247,79 @@ def _join_shards(parts: int, source: str) -> Derived:
     sources = tuple(f"{source}.shard_{k}.weight" for k in range(parts))
     ways = tuple(Back(back(k)) for k in range(parts))
     return Derived(lambda *w, **_: join_stored(w), sources, ways, is_joined=True)
+
+
+def _gguf_names(c: Config) -> Rules:
+    """Norms have their 1 already; the table of n-grams is one, for one layer."""
+    b, own = "blk.{i}", dict[str, Source | tuple[Source, ...]]()
+    streams = {"streams": "output_hc", "layers.{i}.ffn": f"{b}.hc_ffn"}
+    streams |= {f"layers.{{i}}.{x}": f"{b}.hc_attn" for x in ("delta", "attn")}
+    for ours, theirs in streams.items():
+        own[f"{ours}.norm.weight"] = flat(f"{theirs}_norm.weight")
+        own |= {
+            f"{ours}.{x}": f"{theirs}_{y}" for x, y in (("down", "down"), ("up", "up"), ("written", "inject"))
+        }
+    index, theirs = "layers.{i}.attn.index", f"{b}.indexer"
+    inside: Rules = {
+        **usual_names(c),
+        f"{index}.q": f"{theirs}.q_proj",
+        f"{index}.q_norm": f"{theirs}.q_norm",
+        f"{index}.compressor.kv": f"{theirs}.k_proj",
+        f"{index}.compressor.norm": f"{theirs}.k_norm",
+        **gguf_names_of_delta(c),
+    }
+    moved = move_inside(inside, BRANCHES)
+    return {
+        **own,
+        **{f"{PLE}.{x}_norm.weight": flat(f"{b}.ple_norm_{x}.weight") for x in ("key", "query", "conv")},
+        f"{PLE}.conv.weight": _spread_taps(c["ngram_size"], f"{b}.ple_conv1d.weight"),
+        f"{PLE}.table": "per_layer_token_embd",
+        **{f"{PLE}.{x}": f"{b}.ple_{x}" for x in ("key", "value")},
+        **{key: source for key, source in moved.items() if key not in own},
+    }
+
+
+@gguf_arch("qwen4exp", "Qwen4ExpForCausalLM", names=_gguf_names, is_written=False)
+def _qwen4_in_gguf(m: Metadata) -> None:
+    delta_sizes(m)
+    m.put("delta_tiled", True, f"default (the {m.arch} format)")
+    m.put("output_gate_type", "sigmoid", f"default (the {m.arch} format)")
+    m.take("hc_count", "hyper_connection.count")
+    m.take("hc_lowrank", "hyper_connection.low_rank")
+    for ours, theirs in (("n_heads", "head_count"), ("head_dim", "key_length"), ("budget", "top_k")):
+        m.take(f"indexer_{ours}", f"attention.indexer.{theirs}")
+    ratios = m.values["attention.compress_ratios"]
+    rates = sorted({rate for rate in ratios if rate}) if isinstance(ratios, list) else [ratios]
+    if len(rates) != 1:
+        raise UnsupportedModel(f"{m.prefix}attention.compress_ratios {ratios!r:.80} must be one rate, or 0")
+    m.put("indexer_compress_ratio", rates[0], f"{FILE} {m.prefix}attention.compress_ratios")
+    layers = m.values.get("ple.layers") or []
+    m.put("ple_layer_ids", [i + 1 for i in layers], f"{FILE} {m.prefix}ple.layers")
+    if layers:
+        _ngrams_in_gguf(m, len(layers))
+
+
+def _ngrams_in_gguf(m: Metadata, count: int) -> None:
+    for ours, theirs in (
+        ("ngram_size", "ngram_size"),
+        ("heads_per_ngram", "heads_per_ngram"),
+        ("ple_conv_kernel_size", "conv_kernel"),
+        ("eos_token_id", "eos_token_id"),
+        ("ngram_factors", "layer_multipliers"),
+        ("ngram_sizes", "head_vocab_sizes"),
+    ):
+        m.take(ours, f"ple.{theirs}")
+    sizes, longest = m.config["ngram_sizes"], m.config["ngram_size"]
+    starts = [0, *accumulate(sizes)][:-1]
+    hashes = (longest - 1) * m.config["heads_per_ngram"]
+    if count != 1 or m.values["ple.head_offsets"] != starts or len(sizes) != hashes or min(sizes) < 1:
+        raise UnsupportedModel(
+            f"{m.prefix}ple has {count} layers and {len(sizes)} heads of n-grams; known: one layer of "
+            f"{hashes} heads with rows one behind the other"
+        )
+    if len(m.config["ngram_factors"]) != longest:
+        raise UnsupportedModel(f"{m.prefix}ple.layer_multipliers must have {longest} numbers")
+    rows, size = m.shapes["per_layer_token_embd.weight"]
+    m.put("ngram_rows", rows, "tensor per_layer_token_embd.weight")
+    m.put("ple_embed_dim", size * hashes, "tensor per_layer_token_embd.weight")
+    _ = m.values.get("embedding_length_per_layer_input")

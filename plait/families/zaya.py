@@ -13,8 +13,9 @@ from plait.families.common.registry import family
 from plait.families.common.spec_builders import mlp, model, norm, rope
 from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import Config
+from plait.moe_specs import StateMoeSpec
 from plait.quant.weight import as_tensor
-from plait.rare_specs import CcaSpec, ScaledSpec, StateMoeSpec
+from plait.rare_specs import CcaSpec, ScaledSpec
 from plait.spec import BranchSpec, ModelSpec, NormSpec, RouterSpec
 
 L, ATTN, FFN = "model.layers.{i}", "layers.{i}.attn", "layers.{i}.ffn"

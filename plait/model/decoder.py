@@ -13,7 +13,7 @@ from plait.checkpoint.weights import Weights
 from plait.memory import State
 from plait.model.front import read_front
 from plait.model.layers.layer_inputs import LayerInputs
-from plait.model.layers.layers import Batch, Embedding, LmHead, Norm
+from plait.model.layers.layers import EMBEDDINGS, Batch, Embedding, LmHead, Norm
 from plait.model.layers.streams import build_last_norm, build_streams
 from plait.model.mixers.registry import build
 from plait.model.shared_block import SharedBlockUse
@@ -98,6 +98,7 @@ class Decoder:
         self.states: dict[str, State] = {}
         for branch in self.branches:
             self.states |= branch.states
+        self._keeps_embeddings = any(getattr(b.mixer, "reads_embeddings", False) for b in self.branches)
         if s.front:
             read_front(s, [branch.mixer for branch in self.branches], self.states, self.run_branches, weights)
 
@@ -111,6 +112,7 @@ class Decoder:
         if self.adapters:
             self.adapters.step.current = batch.adapters
         x = embeddings = self.embed(batch.token_ids, batch.positions)
+        batch.step.update({EMBEDDINGS: embeddings} if self._keeps_embeddings else {})
         x = self.streams.spread(x) if self.streams else x
         if self.layer_inputs:
             self.layer_inputs.compute(batch, embeddings)

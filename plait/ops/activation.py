@@ -46,6 +46,7 @@ PAIRS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "swiglu_oai": _swiglu_oai,
     "swiglu_7": lambda gate, up: _swiglu_within(gate, up, 7.0),
     "swiglu_16": lambda gate, up: _swiglu_within(gate, up, 16.0),
+    "swiglu_cut_7": lambda gate, up: _swiglu_cut(gate, up, 7.0),
     "swiglu_cut_10": lambda gate, up: _swiglu_cut(gate, up, 10.0),
     "situ": _situ,
 }
@@ -63,6 +64,7 @@ CASES: list[Case] = [
         (35, 300, "swiglu_oai"),
         (35, 52, "swiglu_7"),
         (1, 64, "swiglu_16"),
+        (33, 52, "swiglu_cut_7"),
         (5, 52, "swiglu_cut_10"),
         (6, 52, "situ"),
     )

@@ -94,6 +94,7 @@ class Sizes(TypedDict, total=False):
 class Case(Sizes, total=False):
     """One case of an op. An op says with its own `CASES` which of these it reads."""
 
+    prompts: Sequence[int]  # tokens of each context that see one another
     seqs: Sequence[int]  # tokens of each context
 
 

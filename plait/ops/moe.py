@@ -133,6 +133,22 @@ def _split_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     return (torch.rand(tokens, top_k, device=device), index, case["experts"]), {}
 
 
+@op(cases=[dict(tokens=1, experts=4, top_k=2), dict(tokens=19, experts=9, top_k=5)])
+def group_choice(weight: Tensor, index: Tensor, group: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Which group of `group` experts in a row each choice is of, and its weight times `scale` (Grove MoE).
+
+    weight: [T, k] float32, index: [T, k] int64. A group may be there several times.
+    """
+    return weight * scale, index // group
+
+
+@group_choice.inputs
+def _group_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
+    tokens, top_k = case["tokens"], case["top_k"]
+    index = torch.randint(0, case["experts"], (tokens, top_k), device=device)
+    return (torch.rand(tokens, top_k, device=device), index, 3, 0.05), {}
+
+
 EXPERT_CASES: list[Case] = [
     dict(tokens=1, experts=4, top_k=2, hidden=64, size=32, gated=True),
     dict(tokens=19, experts=8, top_k=3, hidden=64, size=96, gated=True),

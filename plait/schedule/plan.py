@@ -38,6 +38,7 @@ class Chunk(Struct, frozen=True, gc=False):
     num_pooled: int = 0
     adapter: int = 0
     row_slots: tuple[int, ...] = ()
+    prompt: int = 0  # of its tokens, where each step computes the whole sequence
 
     @property
     def end(self) -> int:

@@ -144,7 +144,8 @@ class Scheduler:
         num_steps, stops = (1, ()) if is_single else plan_steps(self.running, *where)
         turns = plan_turns(self.running[0], *where, is_compared=is_short) if is_alone else None
         step, moves = self._step + 1, tuple(self.memory.pools.moves)
-        chunks = [seq.chunk(shares[seq.id], step) for seq in self.running if shares.get(seq.id)]
+        whole, some = not self.limits.causal, [seq for seq in self.running if shares.get(seq.id)]
+        chunks = [seq.chunk(shares[seq.id], step, is_whole=whole) for seq in some]
         if not chunks and not moves:
             return None
         self._step, self._moves[step], self.memory.pools.moves = step, moves, []

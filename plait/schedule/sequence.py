@@ -306,8 +306,8 @@ class TokenSequence:
             mirostat_mu=self.mirostat_mu,
         )
 
-    def chunk(self, share: int, step: int) -> Chunk:
-        """Its next tokens, as many as its share of a step."""
+    def chunk(self, share: int, step: int, *, is_whole: bool = False) -> Chunk:
+        """Its next tokens, as many as its share of a step; `is_whole`: these are all it has."""
         start, end = self.num_computed_tokens, self.num_computed_tokens + share
         self.in_step = step
         return Chunk(
@@ -320,6 +320,7 @@ class TokenSequence:
             num_pooled=self.pool.wanted(start, end, self.num_tokens) if self.pool else 0,
             adapter=self.adapter,
             row_slots=self.draft_slots.rows if self.draft_slots else (),
+            prompt=self.prompt_len if is_whole else 0,
         )
 
     def sampling_row(self, chunk: Chunk, places: Mapping[int, int]) -> SamplingRow:

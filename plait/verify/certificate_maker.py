@@ -22,7 +22,7 @@ ROOMS = (
     *("checkpoint", "engine", "families", "kernels", "loading", "model", "ops", "quant", "runner"),
     *("schedule", "state", "verify", "worker"),
     *("config.py", "memory.py", "partition.py", "rare_specs.py", "request.py", "sampling_fields.py"),
-    *("sparse_specs.py", "spec.py"),
+    *("sparse_specs.py", "moe_specs.py", "spec.py"),
 )
 GIT_S = 20.0
 

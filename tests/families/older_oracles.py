@@ -55,7 +55,7 @@ class OlderFamily:
             name: slopes(HEADS)
             if name.endswith("slopes")
             else torch.randn(shape, dtype=torch.float64, generator=made) * 0.2
-            + (len(shape) == 1 and name.endswith("weight"))  # norms are around 1
+            + (len(shape) == 1 and name.endswith(("weight", "_g")))  # norms and gains are around 1
             for name, shape in shapes
         }
 

@@ -8,20 +8,23 @@ import pytest
 
 from plait.errors import UnsupportedModel
 from plait.families.common.registry import build_spec
-from tests.families.older_oracles import IDS, NANBEIGE, OLDER, OPENELM
+from tests.families.newer_oracles import DESCRIBED
+from tests.families.older_oracles import IDS, NANBEIGE, OPENELM
 from tests.families.parity import Memory, decoder, in_pieces, resolved, whole, worst
 
 CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
-    **{name: (name, {}) for name in OLDER},
+    **{name: (name, {}) for name in DESCRIBED},
     "nanbeige without a norm between": ("nanbeige", {"skip_loop_final_norm": True}),
     "nanbeige in one round": ("nanbeige", {"num_loops": 1}),
+    "grok 1": ("grok", {"residual_moe": False}),
+    "smallthinker by a softmax": ("smallthinker", {"moe_primary_router_apply_softmax": True}),
 }
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_logits_are_those_of_the_description(name: str) -> None:
     which, changes = CHANGES[name]
-    family = OLDER[which]
+    family = DESCRIBED[which]
     config = {**family.config, **changes}
     tensors = family.checkpoint(config)
     memory = Memory({key: w.float() for key, w in tensors.items()})

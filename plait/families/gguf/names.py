@@ -17,7 +17,9 @@ ROPE_TABLES = r"^rope_(freqs|factors_long|factors_short)\.weight$"  # read as a 
 DENSE = ("dense_2", "dense_3")  # behind the pooling of EmbeddingGemma: parts of the head
 ENDS = ("weight", "bias")
 
-DUMMIES = r"^blk\.0\.time_mix_v[012]\.weight$"  # RWKV-7: no part of its first layer
+VISION_EXPERTS = r"^blk\.\d+\.vis_"  # CogVLM: what images alone go through
+# RWKV-7, Kimi-K3: no part of the first layer, which has nothing before it.
+DUMMIES = r"^blk\.0\.(time_mix_v[012]|attn_res_score)\.weight$"
 
 
 def gguf_names(c: Config) -> NameMap:
@@ -33,6 +35,7 @@ def gguf_names(c: Config) -> NameMap:
         ignored=(
             ROPE_TABLES,
             DUMMIES,
+            VISION_EXPERTS,
             rf"^({'|'.join(DENSE)})\.weight$",
             *(rf"^blk\.{i}\." for i in extra),
             *unread,
@@ -53,15 +56,16 @@ def usual_names(c: Config) -> dict[str, Source | tuple[Source, ...]]:
         "layers.{i}.ffn.post_norm": f"{b}.post_ffw_norm",
     }
     for ours in ("layers.{i}.attn", "layers.{i}.mix", "layers.{i}.mix.attn"):
-        names |= _attention(ours, b, c)
+        names |= attention_names(ours, b, c)
     for ours in ("layers.{i}.ssm", "layers.{i}.mix", "layers.{i}.mix.ssm"):
         names |= _ssm(ours, b)
     for ours in ("layers.{i}.ffn", "layers.{i}.mix", "layers.{i}.mix.ffn"):
-        names |= _feed_forward(ours, b, count)
+        names |= feed_forward_names(ours, b, count)
     return names
 
 
-def _attention(ours: str, b: str, c: Config) -> dict[str, Source | tuple[Source, ...]]:
+def attention_names(ours: str, b: str, c: Config) -> dict[str, Source | tuple[Source, ...]]:
+    """Of a mixer `ours`: attention of a block `b`."""
     heads, rank = c.get("num_attention_heads") or 1, c.get("kv_lora_rank") or 1
     fused = {} if c.get("kv_lora_rank") else _split_fused(c, ours, f"{b}.attn_qkv")
     return {
@@ -124,7 +128,8 @@ def _ssm(ours: str, b: str) -> dict[str, Source | tuple[Source, ...]]:
     }
 
 
-def _feed_forward(ours: str, b: str, count: int) -> dict[str, Source | tuple[Source, ...]]:
+def feed_forward_names(ours: str, b: str, count: int) -> dict[str, Source | tuple[Source, ...]]:
+    """Of a mixer `ours`: the feed-forward of a block `b`, or its mixture of `count` experts."""
     one, fused = f"{ours}.experts.{{e}}", f"{b}.ffn_gate_up_exps.weight"
     names: dict[str, Source | tuple[Source, ...]] = {
         f"{ours}.router_bias": f"{b}.exp_probs_b.bias",

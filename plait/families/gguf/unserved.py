@@ -7,7 +7,6 @@ from types import MappingProxyType
 
 from plait.families.common.refused import AUDIO, DIFFUSION, DRAFTER, ENCODER, ENCODER_DECODER, IMAGE
 
-_ROUTERS = "its experts are grouped or scored in a way of their own, which is not implemented"
 _REASONS: Mapping[str, tuple[str, ...]] = {
     ENCODER_DECODER: ("t5",),
     ENCODER: (
@@ -17,23 +16,14 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
     DIFFUSION: ("dream", "llada", "llada-moe", "rnd1"),
     DRAFTER: ("dflash", "eagle3", "gemma4-assistant"),
     AUDIO: ("pockettts", "qwen3tts", "wavtokenizer-dec"),
-    IMAGE: ("chameleon", "clip", "cogvlm"),
+    IMAGE: ("clip",),
     "its layers are RWKV-6, and RWKV-4 and RWKV-7 are implemented": ("rwkv6", "rwkv6qwen2"),
     "its layers of RWKV-7 are followed by Qwen2's feed-forward, which is not implemented": ("arwkv7",),
-    "it is served from its safetensors files alone, because its tensors are laid out otherwise in GGUF": (
-        *("kimi-k3", "qwen4exp"),
-    ),
     "a router chooses among adapters for each token, which is not implemented": ("graniteswitch",),
-    _ROUTERS: ("grovemoe", "smallthinker"),
-    "its experts are next to a feed-forward of their own in each layer, which is not implemented": (
-        "arctic",
-    ),
-    "its scores and experts are scaled and capped in a way of their own, which is not implemented": ("grok",),
     "it is a file of bitnet.cpp, which packs weights in a type of its own (I2_S)": (
         "bitnet-b1.58",
         "bitnet-25",
     ),
-    "no family of Plait has its layers": (*("maple", "plamo", "talkie"),),
     "it is written by no converter: llama.cpp has the name alone": ("gptj",),
 }
 UNSERVED: Mapping[str, str] = MappingProxyType(

@@ -89,7 +89,7 @@ def _read_gguf(opened: HeadSource) -> ModelHead:
 
 def _has_words(spec: ModelSpec) -> bool:
     """Whether the model may continue a text: not one of which the tokens have seen what follows."""
-    return not any(mixer.both_ways for mixer in spec.mixers_of(AttentionSpec))
+    return not any(mixer.both_ways is True for mixer in spec.mixers_of(AttentionSpec))
 
 
 def _score_layers(opened: HeadSource) -> tuple[HeadLayer, ...]:

@@ -21,6 +21,8 @@ from plait.ops.ranks import Comm, gather_columns
 from plait.ops.rope import frequencies, rotate
 from plait.ops.rows import bind_table
 
+EMBEDDINGS = "embeddings"  # in `Batch.step`, for mixers that add them
+
 
 @dataclass(frozen=True, slots=True)
 class PagedIndex:
@@ -50,8 +52,13 @@ class Batch:
     has_history: Tensor  # [S] bool: False where this pass holds the sequence's first token
     logit_rows: Tensor  # [L] int64: the rows of which logits are needed
     adapters: AdapterRows | None = None  # which adapter each token has; None: there are none
+    prompts: Tensor | None = None  # [S] int64: tokens of each prompt, where a pass has whole sequences
     # What a layer's kernels leave for those of the layers behind it: the decoder starts each pass without.
     step: dict[object, Any] = field(default_factory=dict, compare=False)
+
+    def count_prompts(self) -> Tensor:
+        """Tokens of each prompt, [S]: 0 of a text that is read alone."""
+        return torch.zeros_like(self.seq_lens) if self.prompts is None else self.prompts
 
 
 class Embedding:

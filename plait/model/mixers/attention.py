@@ -32,7 +32,7 @@ def describe_attention(m: spec.AttentionSpec) -> str:
     parts += [f"window {m.window}"] if m.window else []
     parts += [f"softcap {m.softcap:g}"] if m.softcap else []
     parts += [f"q and k normed{' last' if m.qk_norm_last else ''}"] if m.qk_norm else []
-    parts += ["both ways"] if m.both_ways else []
+    parts += [f"both ways{' in prompts' if m.both_ways == 'prompt' else ''}"] if m.both_ways else []
     parts += ["queries that grow"] if m.temperature else []
     parts += ["sinks"] if m.sinks else []
     parts += ["ALiBi"] if m.slopes else []
@@ -119,7 +119,8 @@ class Attention:
         v = self.v_norm(v) if self.v_norm else v
         if s.both_ways:
             turned, starts = self._turned(heads, q, k, batch), batch.query_start
-            return self._attend(*turned, v, starts, s.scale, s.window, s.softcap), closing
+            prompts = batch.count_prompts() if s.both_ways == "prompt" else None
+            return self._attend(*turned, v, starts, s.scale, s.window, s.softcap, prompts), closing
         cache, index = store[self.name], batch.paged[self._group]
         caches = cache["k"], cache["v"]
         where = (index.block_table, index.slot_mapping, batch.query_start, batch.seq_lens)

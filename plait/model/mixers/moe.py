@@ -15,7 +15,7 @@ from plait.memory import State
 from plait.model.layers.layers import Batch, Norm
 from plait.model.mixers.mlp import Mlp, divide_mlp
 from plait.model.mixers.registry import mixer
-from plait.ops.activation import combine, scale_rows
+from plait.ops.activation import combine, rescale, scale_rows
 from plait.ops.expert_stack import ExpertStack
 from plait.ops.linear import Linear
 from plait.ops.moe import StackedExperts, experts, route, split_identities
@@ -58,26 +58,24 @@ def divide_moe(s: spec.MoeSpec, rank: Rank, hidden_size: int) -> Division:
 class Moe:
     """Several shares of a rank are computed each by itself: sums are then in the order of shares.
 
-    `gives_back`: identities add what they read.
+    `gives_back`: identities add what they read. `has_router`: logits are made of what it reads.
     """
 
     gives_back: ClassVar[bool] = True
+    has_router: ClassVar[bool] = True
 
     def __init__(self, s: spec.MoeSpec, w: Weights) -> None:
         self.spec, self.states = s, dict[str, State]()
-        hidden, rank = w.target.hidden_size, w.target.comm.rank
+        hidden = w.target.hidden_size
         scored = s.num_experts + (s.identities or 0)
-        self.router = self._build_router(w, scored)
+        if self.has_router:
+            self.router: Linear = self._build_router(w, scored)
         self.bias = w.optional("router_bias", (scored,), torch.float32)
         self.shared_gate = w.linear("shared_gate", in_size=hidden, out_sizes=(1,)) if s.shared_gate else None
         self._route = w.bind(route, num_experts=scored, top_k=s.top_k, router=s.router)
-        own = rank.own_shares
-        views = [(s, w)] if len(own) == 1 else [_share_of(s, w.for_share(number)) for number in own]
-        self.shares = [
-            ExpertShare(part, view, _experts_of(s, rank, number))
-            for number, (part, view) in zip(own, views, strict=True)
-        ]
+        self.shares = build_shares(s, w)
         self._combine, self._split = w.bind(combine), w.bind(split_identities)
+        self._rescale = w.bind(rescale) if s.router_softcap else None
         # What identities give is whole on every rank: it is added to the sum over ranks. So is what leaves
         # a latent space.
         self.is_summed = (s.identities is not None and self.gives_back) or s.latent is not None
@@ -108,6 +106,7 @@ class Moe:
     def choose(self, logits: Tensor, x: Tensor, taken: Tensor) -> Tensor:
         """The same, of the router's logits and of what experts read."""
         s = self.spec
+        logits = self._rescale(logits, 1.0, s.router_softcap) if self._rescale else logits
         weight, index = self._route(logits, self.bias, s.top_k, s.router, self.scale)
         if (
             s.weigh_input and self._scale_rows
@@ -119,12 +118,16 @@ class Moe:
             weight, index, rest = self._split(weight, index, s.num_experts)
         gate = self.shared_gate(x) if self.shared_gate else None
         taken = self._enter(taken) if self._enter else taken
-        parts = [share(x, taken, weight, index, gate) for share in self.shares]
-        y = add_in_tree(parts, lambda a, b: self._combine(a, b, 1.0))
+        y = self.weigh(x, taken, weight, index, gate)
         if rest is not None and self._scale_rows and self.gives_back:
             total: Tensor = self._combine(sum_ranks(y, *self._ranks), self._scale_rows(x, rest), 1.0)
             return total
         return y if self._leave is None else self._leave_latent(y, x, self._leave)
+
+    def weigh(self, x: Tensor, taken: Tensor, weight: Tensor, index: Tensor, gate: Tensor | None) -> Tensor:
+        """This rank's part of what the chosen experts give, weighed and summed."""
+        parts = [share(x, taken, weight, index, gate) for share in self.shares]
+        return add_in_tree(parts, lambda a, b: self._combine(a, b, 1.0))
 
     def _leave_latent(self, y: Tensor, x: Tensor, leave: Linear) -> Tensor:
         """y: [T, latent], this rank's part of what experts give; the shared one reads x itself.
@@ -153,7 +156,7 @@ class ExpertShare:
     def _build_experts(self, s: spec.MoeSpec, w: Weights) -> tuple[Bound, Experts, Experts]:
         """(what is bound for `experts`, up, down): a stack each for a variant that takes these."""
         sizes = {"num_experts": self._count, "top_k": s.top_k, "gated": s.expert.gated}
-        fn = w.bind(experts, **sizes, activations=w.target.activations)
+        fn = w.bind(experts, **sizes, kind=s.expert.activation, activations=w.target.activations)
         numbers = range(self._first, self._first + self._count)
         if not isinstance(fn, StackedExperts):
             parts = [Mlp(s.expert, w.scope(f"experts.{e}"), s.latent) for e in numbers]
@@ -182,6 +185,17 @@ class ExpertShare:
         wide = {"out": torch.empty_like(taken, dtype=torch.float32)} if self._is_wide else {}
         y: Tensor = self._experts(taken, weight, index, *how, shared, gate, **wide)
         return y
+
+
+def build_shares(s: spec.MoeSpec, w: Weights, name: str = "") -> list[ExpertShare]:
+    """The shares of a rank, each with its part of the experts below `name`."""
+    rank = w.target.comm.rank
+    own, here = rank.own_shares, w.scope(name) if name else w
+    views = [(s, here)] if len(own) == 1 else [_share_of(s, here.for_share(number)) for number in own]
+    return [
+        ExpertShare(part, view, _experts_of(s, rank, number))
+        for number, (part, view) in zip(own, views, strict=True)
+    ]
 
 
 def _experts_of(s: spec.MoeSpec, rank: Rank, share: int) -> Range:

@@ -1,4 +1,4 @@
-"""A feed-forward next to experts with an output that waits until the next feed-forward is computed."""
+"""A mixer next to experts with an output that waits until the next feed-forward is computed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from plait.checkpoint.weights import Weights
 from plait.memory import State
-from plait.model.layers.layers import Batch
+from plait.model.layers.layers import Batch, Norm
 from plait.model.mixers.registry import build, describe, divide, mixer
 from plait.ops.activation import combine
 from plait.ops.ranks import sum_ranks
@@ -16,19 +16,30 @@ from plait.partition import Division, Rank
 from plait.rare_specs import ShortcutSpec
 from plait.state.store import StateStore
 
+MOE = "moe"
 WAITING = "shortcut"  # in `Batch.step`
 
 
+def _name_now(s: ShortcutSpec) -> str:
+    """The part with an output that is added at once."""
+    return next(name for name in s.parts if name != MOE)
+
+
 def _words(m: ShortcutSpec) -> str:
-    if "moe" in m.parts:
-        return f"{describe(m.parts['mlp'])} ∥ {describe(m.parts['moe'])}, added behind the next"
-    return f"{describe(m.parts['mlp'])}, and what waits"
+    now = describe(m.parts[_name_now(m)])
+    return (
+        f"{now} ∥ {describe(m.parts[MOE])}, added behind the next"
+        if MOE in m.parts
+        else f"{now}, and what waits"
+    )
 
 
 def _divide(s: ShortcutSpec, rank: Rank, hidden_size: int) -> Division:
     parts = {name: divide(part, rank, hidden_size) for name, part in s.parts.items()}
     cuts = {f"{name}.{key}": cut for name, part in parts.items() for key, cut in part.cuts.items()}
-    return Division(replace(s, parts={n: p.spec for n, p in parts.items()}), cuts, len(parts) - 1)
+    sums, gathers = (sum(getattr(part, name) for part in parts.values()) for name in ("sums", "gathers"))
+    part = replace(s, parts={n: p.spec for n, p in parts.items()})
+    return Division(part, cuts, sums + len(parts) - 1, gathers)
 
 
 @mixer(ShortcutSpec, _words, _divide)
@@ -36,19 +47,23 @@ class Shortcut:
     is_summed = True
 
     def __init__(self, s: ShortcutSpec, w: Weights) -> None:
+        self._now, hidden = _name_now(s), w.target.hidden_size
         self.parts = {name: build(part, w.scope(name)) for name, part in s.parts.items()}
-        self.states: dict[str, State] = {}
+        self.norms = {name: Norm(norm, w.scope(f"{name}.norm"), hidden) for name, norm in s.norms.items()}
+        self.states: dict[str, State] = {
+            name: state for part in self.parts.values() for name, state in part.states.items()
+        }
         self._combine, self._ranks = w.bind(combine), (w.target.comm, w.target.dtype)
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, hidden] -> [T, hidden]."""
-        if "moe" in self.parts:
-            batch.step[WAITING] = self._part("moe", x, batch, store)
-            return self._part("mlp", x, batch, store)
-        total: Tensor = self._combine(self._part("mlp", x, batch, store), batch.step.pop(WAITING), 1.0)
+        if MOE in self.parts:
+            batch.step[WAITING] = self._part(MOE, x, batch, store)
+            return self._part(self._now, x, batch, store)
+        total: Tensor = self._combine(self._part(self._now, x, batch, store), batch.step.pop(WAITING), 1.0)
         return total
 
     def _part(self, name: str, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         part = self.parts[name]
-        y = part(x, batch, store)
+        y = part(self.norms[name](x) if name in self.norms else x, batch, store)
         return y if getattr(part, "is_summed", False) else sum_ranks(y, *self._ranks)

@@ -101,6 +101,7 @@ def batch_of(plan: StepPlan, groups: Sequence[BlockGroup], tensors: Sequence[Ten
         has_history=history.bool(),
         logit_rows=rows,
         adapters=AdapterRows.of(adapters) if any(c.adapter for c in chunks) else None,
+        prompts=ids.new_tensor([c.prompt for c in chunks]) if any(c.prompt for c in chunks) else None,
     )
 
 

@@ -178,7 +178,7 @@ class ServedModels(ABC):
 
 def list_abilities(front: Front) -> list[str]:
     """What a model can, in Ollama's words; "embedding" is for models that do nothing else."""
-    if not front.spec.causal:
+    if not front.head.generates:
         return ["embedding"]
     found = ["completion"]
     if front.reply_format.tools is not None:

@@ -123,6 +123,30 @@ ATTENTION: Mapping[str, Config] = {
         routed_scaling_factor=1.5,
         num_key_value_heads=4,
     ),
+    # Arctic: experts that wait next to attention.
+    "waiting-experts": make_config(
+        "ArcticForCausalLM", "arctic", num_local_experts=5, num_experts_per_tok=2, hidden_act="silu"
+    ),
+    "early-router": make_config(
+        "SmallThinkerForCausalLM",
+        "smallthinker",
+        head_dim=10,
+        moe_num_primary_experts=6,
+        moe_num_active_primary_experts=3,
+        moe_ffn_hidden_size=20,
+        rope_layout=[0, 1, 1],
+        sliding_window_layout=[0, 1, 1],
+        sliding_window_size=WINDOW,
+    ),
+    "grove": make_config(
+        "GroveMoeForCausalLM",
+        "grove_moe",
+        head_dim=10,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=20,
+    ),
+    "gains": make_config("TalkieForCausalLM", "talkie", num_key_value_heads=4, head_dim=10),
     # DeepSeek-V4: entries of eight tokens and of four, an indexer of some, tables of experts, mixed streams.
     "compressed": make_config(
         "DeepseekV4ForCausalLM",

@@ -23,9 +23,9 @@ from plait.families.common.registry import build_spec, find
 from plait.loading.meta_model import meta_target
 from plait.model.decoder import Decoder
 from plait.model.mtp import MtpHead
+from plait.moe_specs import TableMoeSpec
 from plait.partition import Range
 from plait.quant.weight import Dense, Weight
-from plait.sparse_specs import TableMoeSpec
 from plait.spec import ModelSpec
 from plait.verify.tiny.attention import ATTENTION
 from plait.verify.tiny.recurrent import RECURRENT

@@ -71,6 +71,7 @@ def joined(
     return found
 
 
+LAYOUTS["talkie"] = keys(rms_norm_eps=...)
 LAYOUTS["solar_open"] = keys(partial_rotary_factor=1.0)
 LAYOUTS["xverse"] = keys(architectures=["XverseForCausalLM"])
 LAYOUTS["pangu"] = keys(architectures=["PanguEmbeddedForCausalLM"])
@@ -495,3 +496,9 @@ def _deepseek_reads(c: Config, t: Tensors) -> tuple[Config, Tensors]:
 
 
 LAYOUTS["paddleocr"] = keys(architectures=["PaddleOCRVLForConditionalGeneration"])
+
+
+@layout("qwen4_exp")
+def _qwen_4(c: Config, t: Tensors) -> tuple[Config, Tensors]:
+    kinds = [kind.replace("indexed", "full") for kind in c["layer_types"]]
+    return {**c, "architectures": ["Qwen4ExpForCausalLM"], "layer_types": kinds}, t

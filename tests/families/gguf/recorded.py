@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.families import tiny, tiny_dense, tiny_latest, tiny_mixers
-from tests.families.older_oracles import IDS, OLDER
+from tests.families import kimi_k3_oracle, tiny, tiny_dense, tiny_latest, tiny_mixers
+from tests.families.kimi_k3_oracle import TEXT
+from tests.families.newer_oracles import DESCRIBED
+from tests.families.older_oracles import IDS
 from tests.families.variant import Variant
 
 Config = Mapping[str, Any]
@@ -96,6 +98,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "qwen1": {"num_key_value_heads": 2},
     "qwen3_vl_moe": {"mlp_only_layers": []},
+    "qwen4_exp": {"output_gate_type": "sigmoid", "ple_layer_ids": [1], "eos_token_id": 5},
     "step3p5": {
         "text_config": {
             **tiny_mixers.STEP["text_config"],
@@ -174,14 +177,18 @@ NAMES = (
     *("qwen3_vl_moe", "solar_open", "step3p5", "xverse", "youtu"),
     *("ling3", "dots3_note", "hy_v4", "minimax_m3", "deepseek_v4", "glm5_next"),
     *("mistral4", "muse_glimmer", "maincoder", "codeshell", "paddleocr", "hunyuan_vl", "deepseek_ocr"),
-    "hrm_text",
-    *OLDER,
+    *("hrm_text", "kimi_k3", "qwen4_exp"),
+    *DESCRIBED,
 )
 
 
 def read_checkpoint(name: str, folder: Path) -> tuple[Config, dict[str, Tensor], dict[str, Any]]:
     """(config, tensors, ids and logits) of a tiny model: of transformers, or of a plain description."""
-    if family := OLDER.get(name):
+    if name == "kimi_k3":
+        kimi = {k: w.float() for k, w in kimi_k3_oracle.checkpoint(TEXT).items()}
+        found = [kimi_k3_oracle.logits(TEXT, kimi_k3_oracle.checkpoint(TEXT), ids).float() for ids in IDS]
+        return kimi_k3_oracle.CONFIG, kimi, {"ids": IDS, "logits": found}
+    if family := DESCRIBED.get(name):
         tensors = family.checkpoint()
         logits = [family.logits(family.config, tensors, ids).float() for ids in IDS]
         return family.config, {k: w.float() for k, w in tensors.items()}, {"ids": IDS, "logits": logits}
@@ -212,6 +219,17 @@ def _latent(i: int, *, of_windows: bool = False) -> Callable[[Config, Tensor], T
     return part
 
 
+def _signs(dim: int) -> Tensor:
+    """Of a head that turns the other way round (Talkie)."""
+    return torch.cat([torch.ones(dim // 2), -torch.ones(dim - dim // 2)])
+
+
+def order_in_turn(c: Config, w: Tensor) -> Tensor:
+    """Heads that read one key head, in a row (PLaMo)."""
+    dim, kv = c["hidden_size"] // c["num_attention_heads"], c["num_attention_heads"] // c["n_shared_head"]
+    return w.unflatten(0, (-1, kv, dim)).transpose(0, 1).flatten(0, 2)
+
+
 # How a converter may make a tensor of another one.
 WAYS: dict[str, Callable[[Config, Tensor], Tensor]] = {
     "same": lambda c, w: w,
@@ -227,6 +245,10 @@ WAYS: dict[str, Callable[[Config, Tensor], Tensor]] = {
     "exponential": lambda c, w: w.exp(),
     "times the scale of embeddings": lambda c, w: w * c["mup_embeddings_scale"],
     "times the scale of logits": lambda c, w: w * (c["mup_output_alpha"] * c["mup_width_scale"]),
+    "decays of heads": lambda c, w: -w.exp().view(c["linear_num_key_heads"], -1).mT.flatten(),
+    "halves of heads": lambda c, w: w * _signs(c["head_dim"]).repeat(w.shape[0] // c["head_dim"])[:, None],
+    "heads of queries in turn": order_in_turn,
+    "heads of outputs in turn": lambda c, w: order_in_turn(c, w.mT).mT,
     "latent keys": _latent(0),
     "latent values": _latent(1),
     "latent keys of windows": _latent(0, of_windows=True),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from plait import rare_specs, sparse_specs, spec
+from plait import moe_specs, rare_specs, sparse_specs, spec
 from plait.errors import UnsupportedModel
 from plait.memory import SlotState, State
 from plait.model.mixers import registry
@@ -24,7 +24,7 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_registry_knows_every_mixer_of_spec() -> None:
     classes = [
         c
-        for c in {**vars(rare_specs), **vars(sparse_specs), **vars(spec)}.values()
+        for c in {**vars(rare_specs), **vars(sparse_specs), **vars(moe_specs), **vars(spec)}.values()
         if isinstance(c, type) and issubclass(c, spec.Mixer)
     ]
     assert set(list_mixers()) == set(classes) - {spec.Mixer, spec.Recurrent}

@@ -26,6 +26,7 @@ from plait.kernels.cpu.pointwise.activation import (
     situ,
     swiglu_7,
     swiglu_16,
+    swiglu_cut_7,
     swiglu_cut_10,
     swiglu_oai,
 )
@@ -63,6 +64,7 @@ JOINS: Mapping[str, Kernel] = MappingProxyType(
         "swiglu_oai": _join("swiglu_oai", swiglu_oai),
         "swiglu_7": _join("swiglu_7", swiglu_7),
         "swiglu_16": _join("swiglu_16", swiglu_16),
+        "swiglu_cut_7": _join("swiglu_cut_7", swiglu_cut_7),
         "swiglu_cut_10": _join("swiglu_cut_10", swiglu_cut_10),
         "situ": _join("situ", situ),
     }

@@ -16,7 +16,7 @@ from plait.kernels.cpu.codegen.maths import exp, sigmoid
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import rows_of, scratch_of, word
 from plait.kernels.cpu.runtime.row_checks import TensorRows, dense, float32_rows
-from plait.ops.moe import look_up_experts, route, split_identities
+from plait.ops.moe import group_choice, look_up_experts, route, split_identities
 from plait.spec import RouterSpec
 
 
@@ -300,4 +300,26 @@ def _split_identities(
     dense("indices of experts", index, rows, k, dtype=torch.int64)
     made = cpu.empty(rows, k), cpu.empty(rows, k, dtype=torch.int64), cpu.empty(rows, 1)
     cpu.launch(split_rows, weight, index, k, count, *made, rows=rows)
+    return made
+
+
+@kernel
+def group_rows(frame: int, args: int, thread: int, threads: int) -> None:
+    """weights, indices (dense), k, experts of a group, scale, weights, indices (dense)."""
+    given, which, k, group = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
+    scale, weights, indices, rows = vec.get_f32(args + 48), word(args, 7), word(args, 8), rows_of(frame, args)
+    for i in range(rows * thread // threads * k, rows * (thread + 1) // threads * k):
+        vec.put_i64(indices + 8 * i, vec.get_i64(which + 8 * i) // group)
+        vec.put_f32(weights + 4 * i, np.float32(vec.get_f32(given + 4 * i) * scale))
+
+
+@group_choice.variant("native", on="cpu", when=float32_rows, native=True)
+def _group_choice(
+    cpu: Executor, weight: Tensor, index: Tensor, group: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    rows, k = weight.shape
+    dense("weights of experts", weight, rows, k)
+    dense("indices of experts", index, rows, k, dtype=torch.int64)
+    made = cpu.empty(rows, k), cpu.empty(rows, k, dtype=torch.int64)
+    cpu.launch(group_rows, weight, index, k, group, float(scale), *made, rows=rows)
     return made

@@ -140,12 +140,21 @@ def swiglu_16(x: Floats, y: Floats) -> Floats:
 
 
 @inline
-def swiglu_cut_10(x: Floats, y: Floats) -> Floats:
-    """silu of the gate, which is at most 10, times up, which is within ± 10."""
-    limit = spread(np.float32(10.0))
+def _swiglu_cut(x: Floats, y: Floats, limit: Floats) -> Floats:
+    """silu of the gate, which is at most the limit, times up, which is within ± it."""
     low = sub(zero_f32(), limit)
     y = _least(y, limit)
     return mul(silu(_least(x, limit)), where_less(y, low, low, y))
+
+
+@inline
+def swiglu_cut_7(x: Floats, y: Floats) -> Floats:
+    return _swiglu_cut(x, y, spread(np.float32(7.0)))
+
+
+@inline
+def swiglu_cut_10(x: Floats, y: Floats) -> Floats:
+    return _swiglu_cut(x, y, spread(np.float32(10.0)))
 
 
 @inline
@@ -158,7 +167,7 @@ def situ(x: Floats, y: Floats) -> Floats:
 KINDS: dict[str, Callable[..., Floats]] = {
     "silu": silu, "gelu": gelu, "gelu_pytorch_tanh": gelu_tanh, "relu": relu, "relu2": relu2,
     "sigmoid": _sigmoid, "swiglu_oai": swiglu_oai, "swiglu_7": swiglu_7, "swiglu_16": swiglu_16,
-    "swiglu_cut_10": swiglu_cut_10, "situ": situ,
+    "swiglu_cut_7": swiglu_cut_7, "swiglu_cut_10": swiglu_cut_10, "situ": situ,
 }  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from plait.kernels.triton.moe.experts import MOST_SLOTS, SumStart, by_slots
 from plait.kernels.triton.moe.grouped_experts import by_groups
 from plait.kernels.triton.moe.plane_experts import by_planes, is_planes
+from plait.kernels.triton.pointwise.pointwise import KINDS
 from plait.ops.expert_stack import ExpertStack
 from plait.ops.moe import StackedExperts, experts
 from plait.ops.registry import OpFacts
@@ -113,8 +114,10 @@ def decode_chunks(up: ExpertStack, down: ExpertStack) -> Iterator[tuple[int, Ten
 
 
 def why_not(facts: OpFacts) -> str | None:
-    """What the kernels need: inputs that are not rounded."""
-    rounding = facts.sizes.get("activations", "float32")
+    """What the kernels need: inputs that are not rounded, and an activation that they compute."""
+    rounding, kind = facts.sizes.get("activations", "float32"), facts.sizes.get("kind")
+    if kind is not None and kind not in KINDS:
+        return f"no kernel computes {kind}"
     return None if rounding == "float32" else f"it does not round inputs to {rounding}"
 
 

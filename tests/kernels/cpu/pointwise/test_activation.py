@@ -85,7 +85,7 @@ def test_activations_of_extreme_numbers(cpu: Any, kind: str) -> None:
     assert math.isnan(got[10])
 
 
-@pytest.mark.parametrize("kind", ["swiglu_oai", "swiglu_cut_10"])
+@pytest.mark.parametrize("kind", ["swiglu_oai", "swiglu_cut_7", "swiglu_cut_10"])
 def test_a_gated_activation_is_clamped(kind: str, cpu: Any) -> None:
     numbers = [-math.inf, -1e30, -100.0, -10.5, -7.0, -1.0, 0.0, 1.0, 7.0, 10.5, 1e30, math.inf, math.nan]
     x = torch.tensor([[a, b] for a in numbers for b in numbers]).T.reshape(1, -1)
