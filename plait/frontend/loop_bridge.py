@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # commands have no event loop, and would start later for it
 
 
 class _Delivering(threading.local):
-    """The bridges that the events of this thread wait in, within `waking_once`; else None."""
+    """The bridges that the events of this thread wait in, within `wake_together`; else None."""
 
     bridges: list[LoopBridge] | None = None
 
@@ -26,7 +26,7 @@ _delivering = _Delivering()
 
 
 @contextmanager
-def waking_once() -> Iterator[None]:
+def wake_together() -> Iterator[None]:
     """Wake event loops behind all events that this thread puts within, each loop once.
 
     A loop that is woken by the first of sixteen events takes turns with the thread that brings the others.

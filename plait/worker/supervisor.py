@@ -19,7 +19,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from plait.errors import EngineError, EngineLost, OutOfMemory, PlaitError
-from plait.frontend.loop_bridge import waking_once
+from plait.frontend.loop_bridge import wake_together
 from plait.worker import protocol
 from plait.worker.child_process import End, Spawned
 from plait.worker.request_table import RequestTable
@@ -94,11 +94,10 @@ class Mailbox:
     def take(self) -> deque[Command]:
         """All commands that are there."""
         with self._lock:
-            if not self._commands:  # a read for nothing would give other threads the interpreter
-                return deque()
-            os.read(self.fd, 1 << 16)  # every byte: each was written with its command
-            found, self._commands = self._commands, deque()
-        return found
+            if found := self._commands:  # a read for nothing would give other threads the interpreter
+                os.read(self.fd, 1 << 16)  # every byte: each was written with its command
+                self._commands = deque()
+            return found or deque()
 
     def close(self) -> deque[Command]:
         """The last commands; none are taken from now on."""
@@ -269,7 +268,7 @@ class Supervisor:
         match message:
             case protocol.Events(events):
                 self._has_spoken = self._has_spoken or any(event.token_ids for event in events)
-                with waking_once():
+                with wake_together():
                     for event in events:
                         self.requests.deliver(event, time.monotonic())
             case protocol.Logged(name, level, text):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from plait.frontend.loop_bridge import LoopBridge, LoopBridges, waking_once
+from plait.frontend.loop_bridge import LoopBridge, LoopBridges, wake_together
 from plait.request import Event
 
 
@@ -77,13 +77,13 @@ def test_events_of_one_message_wake_each_loop_behind_the_last_of_them() -> None:
         real = loop.call_soon_threadsafe
         patched: Any = loop
         patched.call_soon_threadsafe = lambda *given: (woken.append(1), real(*given))
-        with waking_once():
+        with wake_together():
             for i in range(16):
                 bridge.put(inbox, Event("a", i))
             assert not woken
         assert len(woken) == 1
         assert [(await inbox.get()).index for _ in range(16)] == [*range(16)]
-        with suppress(ValueError), waking_once():
+        with suppress(ValueError), wake_together():
             bridge.put(inbox, Event("a", 16))
             raise ValueError
         assert (await inbox.get()).index == 16
