@@ -29,7 +29,7 @@ CAPS = {
     "convert": 3_640,
     "engine": 2_400,
     "families": 16_790,
-    "frontend": 1_560,
+    "frontend": 1_600,
     "kernels": 27_600,
     "llm": 630,
     "loading": 5_740,

@@ -29,8 +29,9 @@ from plait.errors import BadGrammar, BadTemplate, CapacityError, InvalidField
 from plait.frontend.deltas import MOST_AT_ONCE
 from plait.frontend.field_rules import check_combination, check_stops, check_unconstrained, resolve
 from plait.frontend.loop import Loop
+from plait.frontend.loop_bridge import LoopBridges
 from plait.frontend.model_head import NO_HEAD, ModelHead
-from plait.frontend.output_stream import LoopBridges, OutputStream
+from plait.frontend.output_stream import OutputStream
 from plait.frontend.word_rules import WordRules, truncate_prompt
 from plait.request import USUAL_STYLE, Grammar, JsonStyle, ReplyShape, Request, SamplingParams, ThinkingBudget
 from plait.spec import ModelSpec, Recurrent

@@ -5,7 +5,6 @@ Runs on the thread or loop that reads the stream, never on the engine's thread.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from plait.frontend.deltas import Delta, Gathered, TextLogprob, TokenInterval, join_events
+from plait.frontend.loop_bridge import LoopBridges
 from plait.request import Event, FinishReason, Request, RequestTrace, SamplingParams, TokenLogprobs
 from plait.text.output import Content, OutputDelta, OutputParser
 from plait.text.output.deltas import merge_deltas
@@ -22,50 +22,6 @@ from plait.text.tokenizers.tokenizer import StreamDecoder, Tokenizer
 
 if TYPE_CHECKING:  # commands have no event loop, and would start later for it
     import asyncio
-
-    Inbox = asyncio.Queue[Event]
-
-
-class LoopBridge:
-    """Fills the inboxes of one event loop. `put` is safe from any thread."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._lock = threading.Lock()
-        self._events: deque[tuple[Inbox, Event]] = deque()
-
-    def put(self, inbox: Inbox, event: Event) -> None:
-        """Have the loop put an event into one of its queues, after those that were given before."""
-        with self._lock:
-            self._events.append((inbox, event))
-            if len(self._events) == 1:
-                # The loop may be gone already when a server is stopped with requests open.
-                with contextlib.suppress(RuntimeError):
-                    self._loop.call_soon_threadsafe(self._deliver)
-
-    def _deliver(self) -> None:
-        with self._lock:
-            events, self._events = self._events, deque()
-        for inbox, event in events:
-            inbox.put_nowait(event)
-
-
-class LoopBridges:
-    """One event-loop bridge for each event loop that needs one, until the loop is closed."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._by_loop: dict[asyncio.AbstractEventLoop, LoopBridge] = {}
-
-    def of(self, loop: asyncio.AbstractEventLoop) -> LoopBridge:
-        """The bridge of this loop."""
-        with self._lock:
-            found = self._by_loop.get(loop)
-            if found is None:
-                # A bridge holds its loop, so no loop would ever be freed by itself.
-                self._by_loop = {one: its for one, its in self._by_loop.items() if not one.is_closed()}
-                found = self._by_loop[loop] = LoopBridge(loop)
-            return found
 
 
 class Reading:
@@ -78,6 +34,7 @@ class Reading:
     def __init__(self, params: SamplingParams, parser: OutputParser | None) -> None:
         self._parser, self._min_tokens = parser, params.min_tokens
         self._stop = open_matcher(params.stop, params.stop_regex, params.include_stop_str_in_output)
+        self._is_plain = parser is None and not params.is_ended_by_text  # most: nothing is looked for
         self._content_in = self._content_out = self._num_tokens = 0
 
     @property
@@ -101,6 +58,10 @@ class Reading:
     def push(self, text: str) -> list[OutputDelta]:
         """The text of one more token; returns what can be emitted now."""
         self._num_tokens += 1
+        if self._is_plain:
+            self._content_in += len(text)
+            self._content_out = self._content_in
+            return [Content(text)] if text else []
         return self._until_stop(self._parser.push(text) if self._parser else [Content(text)])
 
     def finish(self, text: str, *, is_cut: bool = False) -> list[OutputDelta]:
@@ -179,7 +140,7 @@ class ChoiceText:
         is_end = finish is not None or reading.has_ended
         if not parts and not is_end and self._tokenizer and not event.prompt_logprobs:
             return None
-        return self._delta(event, merge_deltas(parts))
+        return self._delta(event, merge_deltas(parts) if len(parts) > 1 else parts)
 
     def _delta(self, event: Event, parts: Sequence[OutputDelta]) -> Delta:
         reading = self._reading

@@ -19,6 +19,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from plait.errors import EngineError, EngineLost, OutOfMemory, PlaitError
+from plait.frontend.loop_bridge import wake_together
 from plait.worker import protocol
 from plait.worker.child_process import End, Spawned
 from plait.worker.request_table import RequestTable
@@ -92,11 +93,11 @@ class Mailbox:
 
     def take(self) -> deque[Command]:
         """All commands that are there."""
-        with suppress(BlockingIOError):
-            os.read(self.fd, 1 << 16)
         with self._lock:
-            found, self._commands = self._commands or deque(), deque()
-        return found
+            if found := self._commands:  # a read for nothing would give other threads the interpreter
+                os.read(self.fd, 1 << 16)  # every byte: each was written with its command
+                self._commands = deque()
+            return found or deque()
 
     def close(self) -> deque[Command]:
         """The last commands; none are taken from now on."""
@@ -265,14 +266,13 @@ class Supervisor:
 
     def _handle(self, engine: Spawned, message: protocol.FromChild) -> None:
         match message:
-            case protocol.Events():
-                now = time.monotonic()
-                for event in message.events:
-                    self._has_spoken = self._has_spoken or bool(event.token_ids)
-                    self.requests.deliver(event, now)
+            case protocol.Events(events):
+                self._has_spoken = self._has_spoken or any(event.token_ids for event in events)
+                with wake_together():
+                    for event in events:
+                        self.requests.deliver(event, time.monotonic())
             case protocol.Logged(name, level, text):
-                logger = logging.getLogger(name)
-                if logger.isEnabledFor(level):
+                if (logger := logging.getLogger(name)).isEnabledFor(level):
                     logger.log(level, "%s", text)
             case protocol.Ready():
                 self._up_since, self._was_up = time.monotonic(), True

@@ -4,11 +4,12 @@ import asyncio
 import gc
 import threading
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
-from plait.frontend.output_stream import LoopBridge, LoopBridges
+from plait.frontend.loop_bridge import LoopBridge, LoopBridges, wake_together
 from plait.request import Event
 
 
@@ -66,4 +67,28 @@ def test_a_loop_that_closes_while_it_is_called_harms_no_one(monkeypatch: pytest.
     loop = asyncio.new_event_loop()
     loop.close()
     monkeypatch.setattr(loop, "is_closed", lambda: False)  # it was open when it was looked at
-    LoopBridge(loop).put(asyncio.Queue(), Event("a", 0))
+    LoopBridge(loop).put(asyncio.Queue[Event](), Event("a", 0))
+
+
+def test_events_of_one_message_wake_each_loop_behind_the_last_of_them() -> None:
+    async def turns() -> None:
+        loop, woken = asyncio.get_running_loop(), list[int]()
+        bridge, inbox = LoopBridge(loop), asyncio.Queue[Event]()
+        real = loop.call_soon_threadsafe
+        patched: Any = loop
+        patched.call_soon_threadsafe = lambda *given: (woken.append(1), real(*given))
+        with wake_together():
+            for i in range(16):
+                bridge.put(inbox, Event("a", i))
+            assert not woken
+        assert len(woken) == 1
+        assert [(await inbox.get()).index for _ in range(16)] == [*range(16)]
+        with suppress(ValueError), wake_together():
+            bridge.put(inbox, Event("a", 16))
+            raise ValueError
+        assert (await inbox.get()).index == 16
+        bridge.put(inbox, Event("a", 17))
+        assert (await inbox.get()).index == 17
+        assert len(woken) == 3
+
+    asyncio.run(turns())

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import select
 import time
 from itertools import pairwise
 from types import SimpleNamespace
@@ -66,7 +67,10 @@ def test_a_mailbox_takes_commands_until_it_is_closed_and_loses_none() -> None:
     for i in range(70_000):  # more than its pipe holds
         assert mailbox.put(lambda _, i=i: done.append(i))  # type: ignore[misc]
     assert len(mailbox.take()) == 70_000
+    assert not select.select([mailbox.fd], [], [], 0)[0]  # nothing wakes its thread again
+    assert not mailbox.take()
     assert mailbox.put(lambda _: None)
+    assert select.select([mailbox.fd], [], [], 0)[0]
     assert len(mailbox.close()) == 1
     assert not mailbox.put(lambda _: None)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from plait.text.tokenizers.tokenizer import Special, SpecialTokens, TextTokenize
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _LONG_CHARS = 1 << 16
+MOST_RECENT = 4096  # tokens of which the bytes are kept: half a megabyte
 
 
 def byte_alphabet() -> dict[str, int]:
@@ -59,6 +61,8 @@ class HfEngine:
         self._unused = unused
         self._added = frozenset(tokenizer.get_added_tokens_decoder())
         self._alphabet = byte_alphabet() if _is_byte_level(description) else None
+        # The library holds all of them anyway: a second copy is megabytes. A text repeats some thousands.
+        self._recent = lru_cache(maxsize=MOST_RECENT)(self._read_token)
 
     def encode(self, text: str, first: bool) -> list[int]:
         tokenizer = self._first if first else self._rest
@@ -73,7 +77,9 @@ class HfEngine:
         return token_id in self._ids and token_id not in self._unused
 
     def token_bytes(self, token_id: int) -> bytes | None:
-        # Taken from the library, which holds them anyway: a second copy is megabytes.
+        return self._recent(token_id)
+
+    def _read_token(self, token_id: int) -> bytes | None:
         piece = self._first.id_to_token(token_id) if self.has_token(token_id) else None
         if piece is None:
             return None
