@@ -7,7 +7,8 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from plait.schedule.plan import Sampled, SamplingBatch, StepPlan, Ticket, count_decodes
+from plait.schedule.drafts.turns import count_decodes
+from plait.schedule.plan import Sampled, SamplingBatch, StepPlan, Ticket
 from plait.schedule.sequence import MOST_REPLAYED, Update
 
 
@@ -50,4 +51,4 @@ def count_decoded(plan: StepPlan, updates: Sequence[Update]) -> int:
 def count_steps(plan: StepPlan, sampled: Sequence[Sampled]) -> int:
     """The steps in a row that a runner took for a plan: speculative turns, or decodes up to a stop token."""
     turns = max((answer.turns.num_turns for answer in sampled if answer.turns), default=1)
-    return turns * count_decodes(plan, sampled)
+    return turns * count_decodes(plan.num_steps, plan.stops, [one.token_ids for one in sampled])

@@ -6,7 +6,6 @@ of a frozen dataclass. Moves are, too: other ranks get a plan as msgpack, and a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -159,13 +158,6 @@ class Sampled(Struct, frozen=True, gc=False):
     pooled: tuple[float, ...] = ()
     mirostat_mu: tuple[float, ...] = ()
     turns: TurnsEnd | None = None
-
-
-def count_decodes(plan: StepPlan, sampled: Sequence[Sampled]) -> int:
-    """The decode steps of a plan that its runner took: all, or those up to a stop token."""
-    count = len(sampled[0].token_ids) if plan.stops and sampled else 0
-    ended = 0 < count < plan.num_steps and any({*one.token_ids[-1:]} & {*plan.stops} for one in sampled)
-    return count if ended else plan.num_steps
 
 
 class Ticket(Protocol):

@@ -16,7 +16,8 @@ from plait.errors import EngineError
 from plait.request import Event, FinishReason, SamplingParams, TokenLogprobs
 from plait.schedule.beams import BeamSearch
 from plait.schedule.drafts.slots import DraftSlots
-from plait.schedule.plan import FOLLOW, Chunk, Sampled, SamplingRow, StepPlan, count_decodes
+from plait.schedule.drafts.turns import count_decodes
+from plait.schedule.plan import FOLLOW, Chunk, Sampled, SamplingRow, StepPlan
 from plait.schedule.pooled import Pool
 from plait.state.blocks import root
 
@@ -379,7 +380,8 @@ def answers_by_id(
 
     Raises EngineError if there are more or fewer.
     """
-    chunks, answers, steps = [c for c in plan.chunks if c.has_answer], {}, count_decodes(plan, sampled)
+    chunks, answers = [c for c in plan.chunks if c.has_answer], {}
+    steps = count_decodes(plan.num_steps, plan.stops, [one.token_ids for one in sampled])
     if len(chunks) != len(sampled):
         raise EngineError(f"step {plan.step}: {len(sampled)} answers for {len(chunks)} chunks that have one")
     for chunk, answer in zip(chunks, sampled, strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from msgspec import Struct
 
@@ -47,3 +47,13 @@ class DraftRequest(Struct, frozen=True):
     limit: int
     params: SamplingParams
     seed: int
+
+
+def count_decodes(num_steps: int, stops: Collection[int], found: Sequence[Sequence[int]]) -> int:
+    """The decode steps of a plan that its runner took: all, or those up to one of `stops`.
+
+    `found`: the tokens of each sequence.
+    """
+    count = len(found[0]) if stops and found else 0
+    ended = 0 < count < num_steps and any({*ids[-1:]} & {*stops} for ids in found)
+    return count if ended else num_steps
