@@ -113,12 +113,16 @@ class Sizing(Struct, frozen=True):
 
 
 class ModelFacts(Struct, frozen=True, kw_only=True):
-    """What sizing must know about a model: its own longest sequence, the dtype it computes in, its states."""
+    """What sizing must know about a model: its own longest sequence, the dtype it computes in, its states.
+
+    `both_ways`: its attention keeps no state, and yet has places for `max_len` tokens only.
+    """
 
     states: Mapping[str, State]
     max_len: int
     dtype: str
     causal: bool = True
+    both_ways: bool = False
 
 
 def size_state(
@@ -200,8 +204,8 @@ def gib(nbytes: int) -> str:
 def _length(model: ModelFacts, config: EngineConfig) -> tuple[int, list[str]]:
     """The longest sequence that was requested, or the model's own; a note if it is shorter than that."""
     requested, longest = config.max_model_len, config.max_num_batched_tokens
-    has_pages = any(isinstance(state, PagedState) for state in model.states.values())
-    if requested is not None and requested > model.max_len and has_pages:
+    attends = model.both_ways or any(isinstance(state, PagedState) for state in model.states.values())
+    if requested is not None and requested > model.max_len and attends:
         raise ConfigError(
             f"max_model_len: {requested} is more than the {model.max_len} tokens this model was made for; "
             "lower it, or change the model's config with --set if you know that it can do more"

@@ -87,4 +87,8 @@ def _smallthinker_in_gguf(m: Metadata) -> None:
     ):
         m.put(ours, m.config[theirs], m.why.get(theirs, FILE))
     score = m.values.get("expert_gating_func", 1)
+    if score not in (1, 2):
+        raise UnsupportedModel(
+            f"{m.prefix}expert_gating_func is {score!r:.40}; SmallThinker's is 1 (softmax) or 2 (sigmoid)"
+        )
     m.put("moe_primary_router_apply_softmax", score == 1, f"{FILE} {m.prefix}expert_gating_func")

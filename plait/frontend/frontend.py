@@ -176,9 +176,7 @@ class Front:
         the model does not have, an empty prompt, text without a tokenizer), ContextTooLong with both numbers,
         CapacityError for a sequence that memory never holds, and BadGrammar.
         """
-        if not self.head.generates and (params.max_tokens != 0 or params.prompt_logprobs is not None):
-            text = "it has no head for words, only for scores, labels or vectors (/v1/score, /v1/embeddings)"
-            raise InvalidField(f"model: {text}", "model")
+        self.head.check_answers(params, self.spec)
         if isinstance(prompt, str):
             if params.truncate_prompt_tokens is not None:  # no more than what can be among its last tokens
                 prompt = prompt[-self.max_model_len * MAX_CHARS_PER_TOKEN :]

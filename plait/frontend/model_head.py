@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from plait.errors import InvalidField
-from plait.request import Pooling
+from plait.request import Pooling, SamplingParams
+from plait.spec import AttentionSpec, ModelSpec
 
 if TYPE_CHECKING:
     import numpy as np
@@ -102,6 +103,16 @@ class ModelHead:
     def from_values(cls, values: Mapping[str, object]) -> ModelHead:
         """What `to_values` wrote."""
         return msgspec.convert(values, cls)
+
+    def check_answers(self, params: SamplingParams, spec: ModelSpec) -> None:
+        """Raises InvalidField for words, or for probabilities of a prompt, that the model does not have."""
+        scored = params.prompt_logprobs is not None
+        if not self.generates and (params.max_tokens != 0 or scored):
+            text = "it has no head for words, only for scores, labels or vectors (/v1/score, /v1/embeddings)"
+            raise InvalidField(f"model: {text}", "model")
+        if scored and any(mixer.both_ways for mixer in spec.mixers_of(AttentionSpec)):
+            text = "tokens of a prompt see later ones in this model, so none has a probability; leave it out"
+            raise InvalidField(f"prompt_logprobs: {text}", "prompt_logprobs")
 
     def width(self, hidden_size: int) -> int:
         """How many numbers its vectors have."""

@@ -53,7 +53,7 @@ from plait.runner.turns import add_turns
 from plait.schedule.drafts.ngram import NgramProposer
 from plait.schedule.drafts.turns import MOST_TURNS
 from plait.schedule.speculate import Proposer
-from plait.spec import ModelSpec
+from plait.spec import AttentionSpec, ModelSpec
 from plait.state.disk.cache import DiskCache
 from plait.text.tokenizers.tokenizer import Tokenizer
 
@@ -358,6 +358,7 @@ def describe_for_sizing(decoder: Decoder, target: Target) -> ModelFacts:
         max_len=decoder.spec.max_len,
         dtype=str(target.dtype).removeprefix("torch."),
         causal=decoder.spec.causal,
+        both_ways=any(mixer.both_ways for mixer in decoder.spec.mixers_of(AttentionSpec)),
     )
 
 

@@ -72,13 +72,18 @@ def size_gpu(
         left = free if draft_nbytes is None else leave_for_draft(free, draft_nbytes)
         return size_state(model, config, free_memory=left, free_host=host, total_memory=total)
 
-    longest = size(memory.free()).max_model_len
+    log.info("memory: tables of penalties and biases may take %s", gib(tables))
+    if (free := memory.free()) < tables:
+        raise OutOfMemory(
+            f"tables of penalties and biases may take {gib(tables)}, and {gib(free)} are free behind the "
+            "weights; lower --max-num-seqs or --num-draft-tokens, or choose a smaller model or quantization"
+        )
+    longest = size(free).max_model_len
     runs = list_steps(decoder, config, longest, target.device, target.dtype)
 
     def measure() -> int:
         return measure_room(memory, *runs)
 
-    log.info("memory: tables of penalties and biases may take %s", gib(tables))
     return size(target.ranks.measure(measure, config, longest) if target.ranks else measure())
 
 

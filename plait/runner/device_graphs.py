@@ -345,7 +345,7 @@ def most_tables_nbytes(capacity: Capacity, vocab_size: int) -> int:
     """Bytes that all tables of sampling settings may have, once requests have penalties and biases."""
     rows = [buckets_of(capacity.seqs)[-1], capacity.logits, count_scratch(capacity.logits)]
     rows += [list_tokens(capacity)[-1]] if has_drafts(capacity) else []
-    return sum(most_nbytes(count, vocab_size) for count in rows)
+    return sum(most_nbytes(count, vocab_size, capacity.seqs) for count in rows)
 
 
 def _is_decoding(plan: StepPlan) -> bool:

@@ -370,14 +370,17 @@ def _count(
     return ids, (counts + IN_PROMPT * np.isin(ids, tokens[:prompt_len])).astype(np.int32)
 
 
-def most_nbytes(capacity: int, limit: int) -> int:
-    """Bytes of the tables of so many rows, once each row has penalties, biases and a mask of its own.
+def most_nbytes(capacity: int, limit: int, seqs: int) -> int:
+    """Bytes of the tables of so many rows, once each row has penalties and a mask of its own.
 
-    They begin with one line each and grow by doubling; the largest is there one and a half times then.
+    Rows of a sequence, of which a batch has at most `seqs`, have the same biases. Tables begin with one line
+    each and grow by doubling: twice the lines of biases that are needed, and the largest table is there one
+    and a half times then.
     """
-    counts = (capacity + 1) * 4 * _round_up(limit)
+    line = 4 * _round_up(limit)
+    counts, biases = (capacity + 1) * line, min(capacity + 1, 2 * seqs) * line
     masks = (capacity + 1) * 4 * _round_up(-(-limit // 32))
-    return 2 * counts + masks + counts // 2
+    return counts + biases + masks + counts // 2
 
 
 def _round_up(width: int) -> int:

@@ -20,11 +20,12 @@ def size(
     *,
     max_len: int = 64,
     causal: bool = True,
+    both_ways: bool = False,
     free: int = GIB,
     **options: Any,
 ) -> Sizing:
     defaults = dict(max_num_seqs=3, max_num_batched_tokens=32, block_size=4)
-    model = ModelFacts(states=states, max_len=max_len, dtype="float32", causal=causal)
+    model = ModelFacts(states=states, max_len=max_len, dtype="float32", causal=causal, both_ways=both_ways)
     return size_state(model, EngineConfig(**(defaults | options)), free_memory=free)
 
 
@@ -92,6 +93,9 @@ def test_more_than_the_model_was_made_for_is_refused_except_without_attention() 
     with pytest.raises(ConfigError, match=r"65 is more than the 64 tokens"):
         size(max_model_len=65)
     assert size({"c": SLOT}, max_model_len=1000).max_model_len == 1000
+    assert size({}, causal=False, max_model_len=65, max_num_batched_tokens=99).max_model_len == 65
+    with pytest.raises(ConfigError, match=r"65 is more than the 64 tokens"):
+        size({}, causal=False, both_ways=True, max_model_len=65, max_num_batched_tokens=99)
 
 
 def test_a_model_that_computes_in_one_piece_is_as_long_as_a_step() -> None:

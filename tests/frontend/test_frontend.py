@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import pytest
 
@@ -65,6 +66,16 @@ def test_no_other_model_pays_for_it(mixers: tuple[Mixer, ...], options: dict[str
     asked, template = front(*mixers, **options)
     assert asked.prepare_chat(TALK, SamplingParams()).boundaries == ()
     assert template.count == 1
+
+
+@pytest.mark.parametrize("sees", [True, "prompt"])
+def test_tokens_that_see_later_ones_have_no_probabilities_in_order(sees: bool | Literal["prompt"]) -> None:
+    asked, _ = front(replace(ATTENTION, both_ways=sees), causal=False)
+    with pytest.raises(InvalidField, match="see later ones in this model") as error:
+        asked.prepare("Why?", SamplingParams(prompt_logprobs=0))
+    assert error.value.param == "prompt_logprobs"
+    assert asked.prepare("Why?", SamplingParams(logprobs=1)).params.logprobs == 1
+    assert front(ATTENTION)[0].prepare("Why?", SamplingParams(prompt_logprobs=0))
 
 
 def test_a_conversation_that_is_too_long_is_refused_before_anything_else_is_rendered() -> None:

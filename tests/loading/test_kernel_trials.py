@@ -181,6 +181,7 @@ def test_a_kernel_without_a_trial_is_not_bound_where_others_had_theirs() -> None
         (MemoryError("no memory"), "failed"),
         (PermissionError("Permission denied: '/root/.triton'"), "failed"),
         (subprocess.CalledProcessError(1, ["gcc"]), "failed"),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), "failed"),
         (RuntimeError("PassManager::run failed"), "verdict"),
     ],
     ids=lambda value: type(value).__name__,

@@ -216,7 +216,7 @@ def test_a_gpu_gives_its_share_of_what_is_measured_and_swaps_into_the_host_s_mem
     assert "tables of penalties and biases may take" in caplog.text
     config = replace(opened.config, max_num_batched_tokens=8)
     vocab_size = decoder.spec.vocab_size
-    tables = sum(most_nbytes(rows, vocab_size) for rows in (2, 3, LEAST_ROWS))  # decodes, prompts, both
+    tables = sum(most_nbytes(rows, vocab_size, 2) for rows in (2, 3, LEAST_ROWS))  # decodes, prompts, both
     for left, peak, draft, room in (
         (100 * MIB, MIB, None, 98 * MIB - tables),
         (7 * MIB, 2 * MIB, None, 3 * MIB - tables),
@@ -225,6 +225,8 @@ def test_a_gpu_gives_its_share_of_what_is_measured_and_swaps_into_the_host_s_mem
     ):
         wanted = size_state(facts, config, free_memory=room, free_host=4 * MIB, total_memory=GIB)
         assert size(left, peak, draft) == wanted
+    with pytest.raises(OutOfMemory, match=r"may take .* and 1 KiB are free .* lower --max-num-seqs"):
+        size(1024, 0)
     with pytest.raises(OutOfMemory, match="and the limit is 0 KiB"):
         size(100 * MIB, 200 * MIB, max_model_len=64)
 

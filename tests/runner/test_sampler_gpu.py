@@ -290,7 +290,21 @@ def test_tables_take_no_more_memory_than_is_left_free_for_them() -> None:
     masks, biases, counts = (t.untyped_storage().nbytes() for t in tables.static_tensors[2:])
     assert len(tables.static_tensors[-1]) == capacity + 1
     assert biases == counts > 10 * masks
-    assert masks + biases + counts + counts // 2 == most_nbytes(capacity, vocab), "half as they grow"
+    assert masks + biases + counts + counts // 2 == most_nbytes(capacity, vocab, capacity), (
+        "half as they grow"
+    )
+
+
+def test_rows_of_a_sequence_have_one_line_of_biases() -> None:
+    capacity, seqs, vocab = 21, 5, 3001
+    tables = gpu_sampler(vocab).tables(capacity)
+    for step in range(3):
+        asked = [row(logit_bias={n: float(step)}, num_samples=4) for n in range(seqs)]
+        tables.fill_draws([(each, i) for each in asked for i in range(4)])
+    biases = tables.static_tensors[3].untyped_storage().nbytes()
+    less = most_nbytes(capacity, vocab, capacity) - most_nbytes(capacity, vocab, seqs)
+    assert len(tables.static_tensors[3]) == 8 <= 2 * seqs
+    assert less == (capacity + 1 - 2 * seqs) * biases // 8
 
 
 def test_a_mask_counts_more_than_stops_that_may_not_come_yet() -> None:

@@ -92,6 +92,8 @@ def answer(request: Mapping[str, Any], device: str) -> dict[str, str]:
     except NO_VERDICT as error:
         return {"failed": clip_text(_describe(error), MAX_REASON)}
     except Exception as error:
+        if "out of memory" in str(error).lower():  # the driver's, which is no class of its own
+            return {"failed": clip_text(_describe(error), MAX_REASON)}
         return {"verdict": clip_text(f"it does not run: {_describe(error)}", MAX_REASON)}
 
 

@@ -85,6 +85,14 @@ def test_another_base_of_windows_is_refused_where_it_is_unread() -> None:
         plain("gpt-oss", **keys, expert_count=4, expert_used_count=2)
 
 
+def test_experts_of_smallthinker_are_scored_by_softmax_or_sigmoid() -> None:
+    keys = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 8}
+    for score in (1, 2):
+        assert plain("smallthinker", **keys, expert_gating_func=score)
+    with pytest.raises(UnsupportedModel, match=r"smallthinker\.expert_gating_func is 3; .* or 2 \(sigmoid\)"):
+        plain("smallthinker", **keys, expert_gating_func=3)
+
+
 def test_experts_that_are_scored_otherwise_are_refused() -> None:
     keys = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 8}
     with pytest.raises(
