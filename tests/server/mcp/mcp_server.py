@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-SESSION = "session-1"
 TOOLS: list[dict[str, Any]] = [
     {
         "name": "weather",
@@ -33,7 +32,10 @@ TOOLS: list[dict[str, Any]] = [
 
 
 class McpTestServer(ThreadingHTTPServer):
-    """Keeps what it got: `messages` with the path of each, and all `headers`."""
+    """Keeps what it got: `messages` with the path of each, and all `headers`.
+
+    `begun`: the sessions that it gave, in turn; `ended`: those of which it got the end, also of earlier tests.
+    """
 
     daemon_threads = True
 
@@ -41,6 +43,8 @@ class McpTestServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.messages: list[tuple[str, dict[str, Any]]] = []
         self.headers: list[dict[str, str]] = []
+        self.begun: list[str] = []
+        self.ended: set[str] = set()
         self.tools = TOOLS
 
     def url(self, path: str) -> str:
@@ -63,6 +67,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_DELETE(self) -> None:
         self.server.messages.append((self.path, {"method": "DELETE"}))
+        self.server.ended.add(self.headers["Mcp-Session-Id"])
         self.answer(200, b"")
 
     def do_GET(self) -> None:
@@ -107,12 +112,19 @@ class _Handler(BaseHTTPRequestHandler):
         if body:
             self.send_header("Content-Type", kind)
         if self.path in ("/json", "/events", "/forgetful"):
-            self.send_header("Mcp-Session-Id", SESSION)
+            self.send_session()
         for name, value in headers.items():
             self.send_header(name.replace("_", "-"), value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
+
+    def send_session(self) -> None:
+        """That of the request, or a new one."""
+        session = self.headers["Mcp-Session-Id"]
+        if session is None:
+            self.server.begun.append(session := f"session-{len(self.server.begun)}")
+        self.send_header("Mcp-Session-Id", session)
 
     def begin_stream(self, kind: str) -> None:
         self.send_response(200)
@@ -120,7 +132,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Connection", "close")
         self.close_connection = True
         if self.path == "/events":
-            self.send_header("Mcp-Session-Id", SESSION)
+            self.send_session()
         self.end_headers()
 
     def cut_within_an_event(self) -> None:

@@ -56,7 +56,7 @@ def test_tools_are_listed_page_by_page_in_a_session_that_ends(mcp: McpTestServer
     asked = [name for name in mcp.methods(path) if name != "reply"]
     assert asked == ["initialize", "notifications/initialized", "tools/list", "tools/list", "DELETE"]
     assert "mcp-session-id" not in mcp.headers[0]
-    assert {h["mcp-session-id"] for h in mcp.headers[-2:]} == {"session-1"}
+    assert {h["mcp-session-id"] for h in mcp.headers[-2:]} == {mcp.begun[-1]}
     assert {h["mcp-protocol-version"] for h in mcp.headers[-2:]} == {"2025-06-18"}
 
 

@@ -87,7 +87,7 @@ def test_a_call_is_made_and_the_model_goes_on(alice: OpenAI, mcp: McpTestServer,
     assert mcp.calls() == [{"name": "weather", "arguments": {"city": "Bonn"}}]
     assert found.usage is not None
     assert found.usage.output_tokens == len(WEATHER) + len("Rain in Bonn"), "of both generations"
-    assert wait_until(lambda: "DELETE" in mcp.methods("/json")), "the session ends with the response"
+    assert wait_until(lambda: mcp.begun[-1] in mcp.ended), "the session ends with the response"
 
 
 def test_nothing_is_called_without_consent(alice: OpenAI, mcp: McpTestServer, tool: Tool) -> None:
@@ -307,7 +307,7 @@ def test_it_runs_in_the_background_and_is_cancelled_there(
     assert wait_until(lambda: len(mcp.calls()) == 2)
     cancelled = alice.responses.cancel(begun.id)
     assert cancelled.status == "cancelled"
-    assert wait_until(lambda: mcp.methods("/json").count("DELETE") == 2, timeout_s=30)
+    assert wait_until(lambda: mcp.ended.issuperset(mcp.begun[-2:]), timeout_s=30)
 
 
 def test_secrets_of_a_client_go_to_the_server_alone(
