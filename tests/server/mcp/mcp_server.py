@@ -34,7 +34,7 @@ TOOLS: list[dict[str, Any]] = [
 class McpTestServer(ThreadingHTTPServer):
     """Keeps what it got: `messages` with the path of each, and all `headers`.
 
-    `begun`: the sessions that it gave, in turn; `ended`: those of which it got the end, also of earlier tests.
+    `begun`: the sessions that it gave, in turn; `ended`: those that it saw end, in any test.
     """
 
     daemon_threads = True
@@ -61,11 +61,13 @@ class McpTestServer(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: McpTestServer
+    is_handshake = False
 
     def log_message(self, *args: object) -> None:
         return
 
     def do_DELETE(self) -> None:
+        self.is_handshake = False
         self.server.messages.append((self.path, {"method": "DELETE"}))
         self.server.ended.add(self.headers["Mcp-Session-Id"])
         self.answer(200, b"")
@@ -80,6 +82,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         message = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.is_handshake = message.get("method") == "initialize"
         self.server.messages.append((self.path, message))
         self.server.headers.append({name.lower(): value for name, value in self.headers.items()})
         hostile = HOSTILE.get(self.path)
@@ -120,11 +123,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def send_session(self) -> None:
-        """That of the request, or a new one."""
+        """A new one in the answer to a handshake, else that of the request, if it has one."""
         session = self.headers["Mcp-Session-Id"]
-        if session is None:
+        if self.is_handshake:
             self.server.begun.append(session := f"session-{len(self.server.begun)}")
-        self.send_header("Mcp-Session-Id", session)
+        if session is not None:
+            self.send_header("Mcp-Session-Id", session)
 
     def begin_stream(self, kind: str) -> None:
         self.send_response(200)
