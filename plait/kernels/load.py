@@ -8,6 +8,7 @@ import logging
 import pkgutil
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from plait.kernels.cpu.codegen.kernel import Kernel
     from plait.kernels.cpu.runtime.executor import Executor
     from plait.kernels.cpu.runtime.machine_code import LoadedKernel
+    from plait.kernels.cpu.runtime.row_launches import DrawFromRows, FindLargest
     from plait.kernels.cpu.runtime.threads import Launchable, LaunchTable, Threads
 
 log = logging.getLogger("plait")
@@ -160,20 +162,11 @@ def find_targets(table: Any) -> Sequence[Any]:
     return address_table.find_targets(table)
 
 
-def find_row_largest(threads: Threads, kernel: Launchable, logits: Any, ids: Any, values: Any) -> None:
-    """Find the largest of each row of an array of logits; see `row_launches.launch_largest`."""
-    from plait.kernels.cpu.runtime.row_launches import launch_largest
+def row_functions(threads: Threads, kernels: Mapping[str, Launchable]) -> tuple[FindLargest, DrawFromRows]:
+    """What `sampling_kernels` compute of an array of logits; see `row_launches.find_largest` and `draw`."""
+    from plait.kernels.cpu.runtime.row_launches import draw, find_largest
 
-    launch_largest(threads, kernel, logits, logits.strides[0], ids, values)
-
-
-def draw_from_rows(
-    threads: Threads, kernel: Launchable, logits: Any, settings: tuple[Any, ...], out: Any
-) -> None:
-    """Draw from each row of an array of logits; see `row_launches.launch_draw`."""
-    from plait.kernels.cpu.runtime.row_launches import launch_draw
-
-    launch_draw(threads, kernel, logits, logits.strides[0], settings, out)
+    return partial(find_largest, threads, kernels["largest"]), partial(draw, threads, kernels["draw"])
 
 
 def allocate_block(nbytes: int) -> Any:

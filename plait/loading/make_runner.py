@@ -7,16 +7,22 @@ from typing import Protocol
 
 from plait.checkpoint.weights import Target
 from plait.config import EngineConfig
+from plait.kernels.load import row_functions, sampling_kernels
 from plait.model.decoder import Decoder
+from plait.runner.host.sampler import RowOps
 from plait.runner.host.static_batch import Capacity
 from plait.runner.replay import Observe
 from plait.runner.runner import ModelRunner
-from plait.runner.sampler import Sampler
+from plait.runner.sampler import Sampler, log_softmax
 from plait.state.store import StateStore
 
 
 def make_sampler(target: Target, vocab_size: int, banned: Iterable[int]) -> Sampler:
     """The sampler of a model that was built for `target`. `banned`: ids that are never chosen."""
+
+    def native_rows() -> RowOps:
+        return RowOps(*row_functions(target.executor, sampling_kernels()), log_softmax)
+
     return Sampler(
         vocab_size,
         banned=banned,
@@ -24,6 +30,7 @@ def make_sampler(target: Target, vocab_size: int, banned: Iterable[int]) -> Samp
         ops=target.ops,
         executor=target.executor,
         chip=target.chip,
+        native_rows=native_rows if target.executor else None,
     )
 
 

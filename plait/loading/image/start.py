@@ -9,7 +9,6 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 from msgspec import Struct
 
 from plait.checkpoint.find_files import find_model
@@ -21,7 +20,7 @@ from plait.engine.host_memory import describe_memory, size_on_host
 from plait.engine.memory_plan import ModelFacts, Sizing
 from plait.errors import BadFile, OutOfMemory
 from plait.frontend.frontend import Front
-from plait.kernels.load import draw_from_rows, find_row_largest, why_refused
+from plait.kernels.load import row_functions, why_refused
 from plait.loading.disk_cache import open_disk_cache
 from plait.loading.image.file_format import Image, ModelPart, read_image
 from plait.loading.image.key import choose_threads, key_of, path_of
@@ -33,7 +32,7 @@ from plait.loading.text_side import TextSource
 from plait.resource_limits import trim_heap
 from plait.runner.host.program import ProgramReplay
 from plait.runner.host.runner import FullRunner, HostRunner
-from plait.runner.host.sampler import Floats, HostSampler, Largest, Longs, RowOps, Settings
+from plait.runner.host.sampler import Floats, HostSampler, RowOps
 from plait.runner.host.static_batch import Capacity
 from plait.schedule.drafts.ngram import NgramProposer
 from plait.spec import ModelSpec
@@ -161,7 +160,8 @@ def _start(image: Image, config: EngineConfig, text: TextSource, open_full: Open
     except (MemoryError, OSError) as error:
         raise OutOfMemory("not enough memory for sequences; see `plait info`") from error
     restored = RestoredStep(image, store, threads, map_weights(image.header.files))
-    sampler = HostSampler(spec.vocab_size, _row_ops(restored), model.banned)
+    rows = RowOps(*row_functions(restored.threads, restored.kernels), _score)
+    sampler = HostSampler(spec.vocab_size, rows, model.banned)
     replay = ProgramReplay(restored.program(), sampler, restored)
     runner = HostRunner(replay, store, open_full)
     proposer = NgramProposer() if config.speculate == "ngram" else None
@@ -186,24 +186,7 @@ def _open_full(model: str, config: EngineConfig, store: HostStore) -> FullRunner
     return open_full(model, config, store)
 
 
-def _row_ops(step: RestoredStep) -> RowOps:
-    """What is computed over rows of logits, by the kernels of the image."""
-    threads = step.threads
+def _score(logits: Floats) -> Floats:
+    from plait.runner.sampler import log_softmax
 
-    def find_largest(logits: Floats) -> Largest:
-        count = len(logits)
-        ids, values = np.empty(count, np.int64), np.empty(count, np.float32)
-        find_row_largest(threads, step.kernels["largest"], logits, ids, values)
-        return ids, values
-
-    def draw(logits: Floats, settings: Settings) -> Longs:
-        out = np.empty(len(logits), np.int64)
-        draw_from_rows(threads, step.kernels["draw"], logits, settings, out)
-        return out
-
-    def score(logits: Floats) -> Floats:
-        from plait.runner.sampler import log_softmax
-
-        return log_softmax(logits)
-
-    return RowOps(find_largest, draw, score)
+    return log_softmax(logits)

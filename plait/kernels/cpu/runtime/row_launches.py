@@ -1,15 +1,20 @@
-"""How the kernels that sample are launched: over tensors of a model, or over arrays of a startup image.
-
-The memory is the caller's, and nothing here needs torch or Numba. `kernels.cpu.pointwise.sample` has the
-kernels.
-"""
+"""How the kernels of `kernels.cpu.pointwise.sample` are launched, without torch or Numba in memory."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from plait.kernels.cpu.runtime.frame_words import LINE
 from plait.kernels.cpu.runtime.threads import Launchable, Threads
+
+Floats = npt.NDArray[np.float32]
+Longs = npt.NDArray[np.int64]
+FindLargest = Callable[[Floats], tuple[Longs, Floats]]
+DrawFromRows = Callable[[Floats, tuple[object, ...]], Longs]
 
 
 def launch_largest(
@@ -30,3 +35,17 @@ def launch_draw(
     rows, width = logits.shape
     scratch = -(-16 * width // LINE) * LINE + 1024  # whole cache lines, and the counts of a sort
     cpu.launch(kernel, logits, row_bytes, width, *settings, out, rows=rows, scratch=scratch)
+
+
+def find_largest(cpu: Threads, kernel: Launchable, logits: Floats) -> tuple[Longs, Floats]:
+    """`launch_largest` over an array: ids and values."""
+    ids, values = np.empty(len(logits), np.int64), np.empty(len(logits), np.float32)
+    launch_largest(cpu, kernel, logits, logits.strides[0], ids, values)
+    return ids, values
+
+
+def draw(cpu: Threads, kernel: Launchable, logits: Floats, settings: tuple[object, ...]) -> Longs:
+    """`launch_draw` over an array: ids."""
+    out = np.empty(len(logits), np.int64)
+    launch_draw(cpu, kernel, logits, logits.strides[0], settings, out)
+    return out

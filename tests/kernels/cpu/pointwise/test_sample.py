@@ -14,7 +14,7 @@ from torch import Tensor
 
 from plait.errors import ShapeMismatch
 from plait.kernels.cpu.pointwise.sample import _largest, _sample
-from plait.kernels.load import executor
+from plait.kernels.load import executor, row_functions, sampling_kernels
 from plait.ops.sample import largest, sample
 
 SIZES = (1, 2, 7, 15, 16, 17, 63, 64, 65, 100, 511, 512, 513, 1500)
@@ -177,3 +177,15 @@ def test_what_a_kernel_would_misread_is_refused(cpu: Any) -> None:
     ):
         with pytest.raises(ShapeMismatch):
             call()
+
+
+def test_arrays_give_the_tokens_that_tensors_give(cpu: Any) -> None:
+    """Also of rows that lie apart, as with an end of the vocabulary that may not be chosen."""
+    logits = (3 * torch.randn(6, 103)).round(decimals=1)[:, :-3]
+    settings = [torch.cat([column, column]) for column in columns(3, 0.8, 7, 0.9)]
+    draws = [*settings, numbers(6)]
+    find_largest, draw = row_functions(cpu, sampling_kernels())
+    ids, values = find_largest(logits.numpy())
+    assert [ids.tolist(), values.tolist()] == [part.tolist() for part in _largest(cpu, logits)]
+    found = draw(logits.numpy(), tuple(setting.numpy() for setting in draws))
+    assert found.tolist() == _sample(cpu, logits, *draws).tolist()
