@@ -74,6 +74,9 @@ def test_a_conversation_is_moved_by_menu_and_back_by_undo(page: Any, url: str) -
     expect(inside(page, "Nature")).to_have_count(0)
     assert folders_of(page) == {"Sky": "", "Sea": ""}
     page.reload()
+    page.locator("#conversations .entry", has_text="Sky").focus()
+    changes = "dispatchEvent(new StorageEvent('storage', {key: null}))"  # another tab's draw the list anew
+    assert page.evaluate(f"{changes}, document.activeElement.textContent") == "Sky"
     moved(page, "Sky", "Nature")  # the open one
     expect(inside(page, "Nature")).to_have_text(["Sky"])
     said(page, "More")  # which the open conversation's own copy must know, too

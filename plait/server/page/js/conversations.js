@@ -11,6 +11,14 @@ const UNDO_MS = 10_000,
   TITLE_CHARS = 200,
   NAME_CHARS = 40;
 
+/** A selector of what has the focus within `list`, for when it is drawn anew; null: nothing there has it. */
+function describeFocus(list) {
+  const at = document.activeElement;
+  if (!list.contains(at)) return null;
+  const name = ["data-id", "data-folder", "aria-label"].find((one) => at.hasAttribute(one));
+  return name ? `[${name}="${CSS.escape(at.getAttribute(name))}"]` : null;
+}
+
 export class Conversations {
   /** `hooks`: current() -> the open conversation, open(conversation), start(mode, folder) opens a new one. */
   constructor(hooks) {
@@ -45,7 +53,9 @@ export class Conversations {
       text = byId("search").value.trim(),
       shown = matching(all, text);
     const row = (one) => this.row(one, one.id === current);
+    const focused = describeFocus(byId("conversations"));
     byId("conversations").replaceChildren(...this.folders.nodes(shown, text !== "", row));
+    if (focused) byId("conversations").querySelector(focused)?.focus({ preventScroll: true });
     byId("search").hidden = all.length === 0;
     byId("export-open").disabled = all.length === 0;
   }
