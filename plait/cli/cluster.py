@@ -27,7 +27,7 @@ from plait.cli.common.options import (
     write_json,
 )
 from plait.cli.serve import merge_settings, read_table
-from plait.cluster.config import NOT_COMPUTED, NOT_SERVED, OWN_RAY_ENVIRONMENT, ClusterConfig
+from plait.cluster.config import NO_RETURN, NOT_COMPUTED, NOT_SERVED, OWN_RAY_ENVIRONMENT, ClusterConfig
 from plait.config import EngineConfig, ServerConfig
 from plait.errors import ConfigError
 
@@ -126,6 +126,7 @@ def read_configs(ctx: click.Context, path: str | None, given: Mapping[str, objec
 
 def import_run() -> ModuleType:
     """The module that knows Ray. Raises ConfigError where Ray is not installed."""
+    os.environ.update(NO_RETURN)
     try:
         from plait.cluster.ray_serve import run
     except ModuleNotFoundError as error:

@@ -33,6 +33,9 @@ RAY_ENVIRONMENT = {
 }
 # Of a Ray that a command starts itself: a loaded machine takes longer than Ray's 30 s.
 OWN_RAY_ENVIRONMENT = {**RAY_ENVIRONMENT, "RAY_raylet_start_wait_time_s": "120"}
+# Read when Ray is imported. Else a thread of Serve, which reports its numbers every few seconds, joins the
+# cluster again behind `ray.shutdown()`; if that ends, so does this process, or it waits for its head.
+NO_RETURN = {"RAY_ENABLE_AUTO_CONNECT": "0"}
 NOT_COMPUTED = {"lora_folder": "adapters of a cluster are loaded at its start, with --lora"}
 
 

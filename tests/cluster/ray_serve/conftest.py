@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from plait.cluster.config import NO_RETURN, OWN_RAY_ENVIRONMENT
 from tests.cluster.ray_serve import engine_fault
 from tests.cluster.ray_serve.running import (
     MODEL,
@@ -30,6 +31,7 @@ from tests.cluster.ray_serve.running import (
     wait_until,
 )
 
+os.environ.update(NO_RETURN)  # before a module of tests imports Ray
 STARTED = {
     "RAY_health_check_period_ms": "1000",  # of nodes; a dead one is known after 5 s
     "RAY_health_check_failure_threshold": "5",
@@ -48,7 +50,6 @@ def running() -> Iterator[RunningCluster]:
     from ray import serve
     from ray.cluster_utils import Cluster
 
-    from plait.cluster.config import OWN_RAY_ENVIRONMENT
     from plait.cluster.ray_serve.run import connect
 
     with ExitStack() as stack:

@@ -1,7 +1,8 @@
 """A fault of an engine that a prompt brings about; the cluster of these tests has it as `sitecustomize`.
 
 So every Python process of the cluster imports it at startup, and nothing else of the tests. An engine process
-ends in the step with a prompt that begins with POISON, as a defect of a kernel would end it.
+ends in the step with a prompt that begins with POISON, as a defect of a kernel would end it. And steps take
+as long as those of a larger model: else a reply may end before its cluster is hurt.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ import importlib.util
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import ModuleType
 
 POISON = [11, 12, 13, 14, 15, 16, 17, 18]
 BROKEN = "plait.worker.child"
+STEP_S = 0.002
 
 
 class FaultFinder:
@@ -45,6 +48,7 @@ def make_faulty(launch: Callable[..., object]) -> Callable[..., object]:
     """`EngineChild.launch`, but the process ends where a plan has the beginning of a poisonous prompt."""
 
     def launch_or_end(child: object, plan: object, sampling: object) -> object:
+        time.sleep(STEP_S * plan.num_steps)  # type: ignore[attr-defined]
         ticket = launch(child, plan, sampling)  # its requests are in the status block now
         for chunk in plan.chunks:  # type: ignore[attr-defined]
             if chunk.start == 0 and [*chunk.token_ids[: len(POISON)]] == POISON:

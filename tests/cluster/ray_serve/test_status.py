@@ -13,7 +13,14 @@ import pytest
 from plait.cli.cluster import describe_status
 from plait.errors import ConfigError
 from plait.version import __version__
-from tests.cluster.ray_serve.running import MODEL, RunningCluster, check, read_json, run_plait
+from tests.cluster.ray_serve.running import (
+    MODEL,
+    RunningCluster,
+    check,
+    read_json,
+    run_plait,
+    wait_until,
+)
 
 pytest.importorskip("ray", reason="the extra [cluster] is not installed")
 pytestmark = [
@@ -32,6 +39,12 @@ def test_a_status_has_every_gateway_with_its_replicas_and_counts(
         running.run(gateways="2")
     running.wait_gateways(2)
     check(running.streams(), expected)
+
+    def has_settled() -> bool:
+        rows = read_json(running.ask_status())["gateways"]
+        return all(replica["state"] == "ready" for row in rows for replica in row["replicas"])
+
+    wait_until(has_settled, "a replica of an earlier test is still leaving")
     found = read_json(running.ask_status())
     assert {row["pid"] for row in found["gateways"]} == {*running.pids("gateway")}
     assert found["status"] == "RUNNING"
