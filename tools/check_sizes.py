@@ -41,7 +41,7 @@ CAPS = {
     "server": 18_750,
     "state": 2_100,
     "text": 9_540,
-    "verify": 3_160,
+    "verify": 3_130,
     "worker": 2_370,
 }
 

@@ -111,7 +111,7 @@ class ModelHead:
             text = "it has no head for words, only for scores, labels or vectors (/v1/score, /v1/embeddings)"
             raise InvalidField(f"model: {text}", "model")
         if scored and any(mixer.both_ways for mixer in spec.mixers_of(AttentionSpec)):
-            text = "tokens of a prompt see later ones in this model, so none has a probability; leave it out"
+            text = "tokens of a prompt see later ones here, so none has a probability; leave it and echo out"
             raise InvalidField(f"prompt_logprobs: {text}", "prompt_logprobs")
 
     def width(self, hidden_size: int) -> int:

@@ -75,7 +75,7 @@ def size_gpu(
     log.info("memory: tables of penalties and biases may take %s", gib(tables))
     if (free := memory.free()) < tables:
         raise OutOfMemory(
-            f"tables of penalties and biases may take {gib(tables)}, and {gib(free)} are free behind the "
+            f"tables of penalties and biases may take {gib(tables)}, and {gib(free)} are left by the "
             "weights; lower --max-num-seqs or --num-draft-tokens, or choose a smaller model or quantization"
         )
     longest = size(free).max_model_len

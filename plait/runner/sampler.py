@@ -43,7 +43,7 @@ class Sampler:
     `banned`: see `HostSampler`. `executor`: what runs native kernels on this device, if there is one. `chip`:
     the GPU, if it is one; then a batch is sampled by kernels over `SamplingTables`, and read once. `host`:
     samples on a CPU. `bindings`: which variants were bound, and why. `native_rows`: the kernels of the native
-    variants over arrays, for where these are bound: a wrapper in tensors costs a draw a third of its time.
+    variants over arrays, for where these are bound: a wrapper in tensors is a quarter of a draw.
     """
 
     def __init__(

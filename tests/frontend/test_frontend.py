@@ -71,7 +71,7 @@ def test_no_other_model_pays_for_it(mixers: tuple[Mixer, ...], options: dict[str
 @pytest.mark.parametrize("sees", [True, "prompt"])
 def test_tokens_that_see_later_ones_have_no_probabilities_in_order(sees: bool | Literal["prompt"]) -> None:
     asked, _ = front(replace(ATTENTION, both_ways=sees), causal=False)
-    with pytest.raises(InvalidField, match="see later ones in this model") as error:
+    with pytest.raises(InvalidField, match="see later ones here") as error:
         asked.prepare("Why?", SamplingParams(prompt_logprobs=0))
     assert error.value.param == "prompt_logprobs"
     assert asked.prepare("Why?", SamplingParams(logprobs=1)).params.logprobs == 1

@@ -170,7 +170,8 @@ def test_a_kernel_without_a_trial_is_not_bound_where_others_had_theirs() -> None
         "cuda", torch.float32, {"size": 64}, chip=replace(CHIP, trials={"linear/triton//float32": ""})
     )
     _, row = REGISTRY["rms_norm"].bind(facts)
-    assert (row.variant, row.skipped[0]) == ("reference", ("triton", "it was not tried on this GPU"))
+    assert row.variant == "reference"
+    assert ("triton", "it was not tried on this GPU") in row.skipped
     assert REGISTRY["linear"].bind(facts)[1].variant == "triton"
 
 
@@ -179,7 +180,7 @@ def test_a_kernel_without_a_trial_is_not_bound_where_others_had_theirs() -> None
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), "failed"),
         (MemoryError("no memory"), "failed"),
-        (PermissionError("Permission denied: '/root/.triton'"), "failed"),
+        (PermissionError("Permission denied: 'cache/triton'"), "failed"),
         (subprocess.CalledProcessError(1, ["gcc"]), "failed"),
         (RuntimeError("Triton Error [CUDA]: out of memory"), "failed"),
         (RuntimeError("PassManager::run failed"), "verdict"),

@@ -89,10 +89,9 @@ def answer(request: Mapping[str, Any], device: str) -> dict[str, str]:
         dtype = getattr(torch, request["dtype"])
         tried = (try_variant(op, variant, op.cases[i], dtype, device) for i in request["cases"])
         return {"verdict": clip_text(next(filter(None, tried), ""), MAX_REASON)}
-    except NO_VERDICT as error:
-        return {"failed": clip_text(_describe(error), MAX_REASON)}
     except Exception as error:
-        if "out of memory" in str(error).lower():  # the driver's, which is no class of its own
+        # The driver's lack of memory has no class of its own.
+        if isinstance(error, NO_VERDICT) or "out of memory" in str(error).lower():
             return {"failed": clip_text(_describe(error), MAX_REASON)}
         return {"verdict": clip_text(f"it does not run: {_describe(error)}", MAX_REASON)}
 
