@@ -16,7 +16,7 @@ from plait.families.common.registry import build_spec
 from plait.loading.meta_model import model_states
 from plait.loading.open_model import kv_dtype, open_model, stored_dtypes
 from plait.memory import PagedState, SlotState, State
-from plait.spec import AttentionSpec, Mamba2Spec, MlaSpec, ModelSpec
+from plait.spec.model import AttentionSpec, Mamba2Spec, MlaSpec, ModelSpec
 
 LENGTHS = (512, 4096, 32768, 131072)
 SSM = {"mamba_d_state": 128, "mamba_d_conv": 4, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_expand": 2}

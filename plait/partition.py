@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from math import gcd
 
 from plait.errors import CannotDivide
-from plait.spec import Mixer
+from plait.spec.model import Mixer
 
 MOST_SHARES = 8
 Range = tuple[int, int]  # start, stop

@@ -26,19 +26,7 @@ SIBLINGS = {
 }
 TIERS = (
     {"errors", "config", "cache_folder", "fair_queue", "resource_limits", "version"},
-    {
-        *(
-            "spec",
-            "rare_specs",
-            "sparse_specs",
-            "moe_specs",
-            "spec_values",
-            "request",
-            "sampling_fields",
-            "memory",
-        ),
-        "partition",
-    },
+    {"spec", "request", "sampling_fields", "memory", "partition"},
     {"quant", "ops", "kernels"},
     {"checkpoint", "families", "state", "model"},
     {"schedule", "runner", "text"},
@@ -52,10 +40,6 @@ SIDEWAYS = {
     "config": {"errors"},
     "fair_queue": {"errors"},
     "request": {"sampling_fields", "spec"},
-    "rare_specs": {"spec"},
-    "sparse_specs": {"spec"},
-    "moe_specs": {"spec"},
-    "spec_values": {"spec", "rare_specs", "sparse_specs", "moe_specs"},
     "partition": {"spec"},
     "ops": {"quant"},
     "kernels": {"ops", "quant"},
@@ -70,17 +54,7 @@ SIDEWAYS = {
 # The front process holds none of a model: what runs in it must not load torch.
 NO_TORCH = (
     *("errors", "config", "cache_folder", "fair_queue", "resource_limits", "version"),
-    *(
-        "spec",
-        "rare_specs",
-        "sparse_specs",
-        "moe_specs",
-        "spec_values",
-        "request",
-        "sampling_fields",
-        "memory",
-    ),
-    "partition",
+    *("spec", "request", "sampling_fields", "memory", "partition"),
     *(
         "state.blocks",
         "state.prefix_tree",

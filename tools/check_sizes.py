@@ -21,14 +21,14 @@ KERNEL_FILE_LINES, KERNEL_FUNCTION_LINES = 600, 150
 # Lines of each folder of plait/ (".": its own modules): what there is, and 3 % of air. A cap falls when
 # lines go; it is raised in a commit of its own that says why, or not at all.
 CAPS = {
-    ".": 2_970,
+    ".": 2_090,
     "bench": 4_250,
     "checkpoint": 5_440,
     "cli": 6_120,
     "cluster": 3_600,
     "convert": 3_640,
     "engine": 2_400,
-    "families": 16_790,
+    "families": 17_200,
     "frontend": 1_600,
     "kernels": 27_600,
     "llm": 630,
@@ -39,6 +39,7 @@ CAPS = {
     "runner": 5_600,
     "schedule": 3_410,
     "server": 18_750,
+    "spec": 970,
     "state": 2_100,
     "text": 9_540,
     "verify": 3_130,

@@ -13,8 +13,8 @@ from plait.frontend.loop import Loop
 from plait.frontend.reply_digest import measure_digest
 from plait.loading.text_side import TextSource
 from plait.request import JsonStyle
-from plait.spec import ModelSpec, Recurrent
-from plait.spec_values import encode_spec_value
+from plait.spec.model import ModelSpec, Recurrent
+from plait.spec.values import encode_spec_value
 from plait.worker.client import EngineProcess
 from plait.worker.protocol import decode_spec
 

@@ -8,7 +8,7 @@ from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, require, shared_moe
 from plait.families.config.normalize import FULL, SLIDING, Config
 from plait.families.gguf.arch import Metadata, check_router, gguf_arch, windows
-from plait.spec import BranchSpec, ModelSpec, RouterSpec
+from plait.spec.model import BranchSpec, ModelSpec, RouterSpec
 
 L, FFN = "model.layers.{i}", "layers.{i}.ffn"
 MLP = f"{L}.mlp"

@@ -9,8 +9,8 @@ from plait.families.common.spec_builders import gqa, mlp, model, norm, require, 
 from plait.families.config.normalize import Config
 from plait.families.gguf.arch import Metadata, check_router, gguf_arch
 from plait.families.gguf.names import feed_forward_names
-from plait.rare_specs import ShortcutSpec
-from plait.spec import BranchSpec, ModelSpec
+from plait.spec.branches import ShortcutSpec
+from plait.spec.model import BranchSpec, ModelSpec
 
 L, ATTN, MOE, MLP = "model.layers.{i}", "layers.{i}.mix.attn", "layers.{i}.mix.moe", "layers.{i}.ffn.mlp"
 

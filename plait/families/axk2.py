@@ -13,8 +13,8 @@ from plait.families.common.registry import family
 from plait.families.common.spec_builders import sigmoid_router
 from plait.families.config.normalize import Config
 from plait.families.deepseek import INDEX_KEYS, SPARSE, hf_latent, latent_indexer, latent_model, latent_names
-from plait.rare_specs import GatedInputSpec
-from plait.spec import BranchSpec, MlaSpec, MlpSpec, ModelSpec
+from plait.spec.branches import GatedInputSpec
+from plait.spec.model import BranchSpec, MlaSpec, MlpSpec, ModelSpec
 
 L, INNER = "model.layers.{i}", "layers.{i}.attn.inner"
 

@@ -15,7 +15,7 @@ from plait.families.common.spec_builders import model, norm, require
 from plait.families.config.normalize import FULL, Config
 from plait.families.opt import PADDING, sines_of
 from plait.quant.weight import as_tensor
-from plait.spec import ModelSpec
+from plait.spec.model import ModelSpec
 
 D = "model.decoder."
 

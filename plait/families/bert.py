@@ -14,7 +14,7 @@ from plait.families.common.registry import Build, family
 from plait.families.common.spec_builders import gqa, model, norm, require, rope
 from plait.families.config.normalize import Config
 from plait.quant.weight import as_tensor
-from plait.spec import Activation, HeadSpec, ModelSpec
+from plait.spec.model import Activation, HeadSpec, ModelSpec
 
 E, ATTN, FFN = "embeddings", "layers.{i}.attn", "layers.{i}.ffn"
 

@@ -12,7 +12,7 @@ from plait.families.common.spec_builders import gqa, mlp, model, norm
 from plait.families.config.normalize import Config
 from plait.families.gguf.arch import Metadata, gguf_arch
 from plait.quant.weight import Scalable, as_tensor
-from plait.spec import BranchSpec, ModelSpec
+from plait.spec.model import BranchSpec, ModelSpec
 
 L = "model.layers.{i}"
 

@@ -11,7 +11,7 @@ from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, model, norm, plain_mlp, require
 from plait.families.config.normalize import Config
 from plait.families.gguf.arch import Metadata, gguf_arch
-from plait.spec import AttentionSpec, BranchSpec, ModelSpec, NormSpec
+from plait.spec.model import AttentionSpec, BranchSpec, ModelSpec, NormSpec
 
 ATTN, FFN = "layers.{i}.attn", "layers.{i}.ffn"
 

@@ -12,7 +12,7 @@ from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm
 from plait.families.config.normalize import Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch
-from plait.spec import BranchSpec, ModelSpec, NormSpec
+from plait.spec.model import BranchSpec, ModelSpec, NormSpec
 
 L, ATTN = "model.layers.{i}", "layers.{i}.attn"
 NEVER = -1e30  # the logit of a token that is not written

@@ -15,7 +15,7 @@ from plait.families.common.spec_builders import gqa, mlp, model, norm, require, 
 from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import FULL, SLIDING, Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch, windows
-from plait.spec import (
+from plait.spec.model import (
     AttentionSpec,
     BranchSpec,
     Mixer,

@@ -8,7 +8,7 @@ from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, model, norm, require, softmax_moe
 from plait.families.config.normalize import ACTIVATIONS, Config
 from plait.families.gguf.arch import Metadata, gguf_arch
-from plait.spec import BranchSpec, ModelSpec
+from plait.spec.model import BranchSpec, ModelSpec
 
 L = "transformer.blocks.{i}"
 MLP = f"{L}.ffn.experts.mlp"

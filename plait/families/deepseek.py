@@ -28,7 +28,7 @@ from plait.families.common.spec_builders import (
 from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import FULL, Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch
-from plait.spec import BranchSpec, IndexerSpec, MlaSpec, ModelSpec, MtpSpec, NormSpec, RouterSpec
+from plait.spec.model import BranchSpec, IndexerSpec, MlaSpec, ModelSpec, MtpSpec, NormSpec, RouterSpec
 
 LATENT_EPS = 1e-6  # whatever rms_norm_eps says
 PROJECTOR = (r"^mm_projector\.",)  # from images to the width of the text

@@ -34,7 +34,7 @@ from plait.families.config.normalize import Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch, plain_arch
 from plait.families.llama import dense
 from plait.quant.weight import as_tensor
-from plait.spec import ModelSpec, NormSpec
+from plait.spec.model import ModelSpec, NormSpec
 
 QK = (("q", "query"), ("k", "key"))
 SILU = {"norm_eps": 1e-6, "hidden_act": "silu"}

@@ -13,8 +13,8 @@ from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm
 from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import Config
-from plait.rare_specs import DifferenceSpec
-from plait.spec import AttentionSpec, BranchSpec, ModelSpec, NormSpec
+from plait.spec.attention import DifferenceSpec
+from plait.spec.model import AttentionSpec, BranchSpec, ModelSpec, NormSpec
 
 
 def _infer_sizes(t: Tensors) -> None:

@@ -24,7 +24,7 @@ from plait.families.deepseek import (
 )
 from plait.families.gguf.arch import FILE, Metadata, check_router, gguf_arch, sizes_by_kind
 from plait.families.gguf.names import join_latents
-from plait.spec import BranchSpec, MlaSpec, ModelSpec
+from plait.spec.model import BranchSpec, MlaSpec, ModelSpec
 
 # Sizes of a layer with a window, where the config does not say them for each layer: key -> default.
 OWN: Mapping[str, int] = {

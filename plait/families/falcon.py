@@ -9,7 +9,7 @@ from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, model, norm, plain_mlp, side_by_side
 from plait.families.config.normalize import Config
 from plait.families.gguf.arch import Metadata, gguf_arch
-from plait.spec import BranchSpec, ModelSpec
+from plait.spec.model import BranchSpec, ModelSpec
 
 MIX, L = "layers.{i}.mix", "transformer.h.{i}"
 

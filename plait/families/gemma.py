@@ -11,7 +11,7 @@ from plait.families.common.spec_builders import gqa, mlp, model, norm
 from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch, plain_arch
-from plait.spec import AttentionSpec, BranchSpec, ModelSpec
+from plait.spec.model import AttentionSpec, BranchSpec, ModelSpec
 
 GEMMA = {"norm_eps": 1e-6, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "head_dim": 256}
 SHARED = {**GEMMA, "sliding_window": 4096, "query_pre_attn_scalar": 256}

@@ -25,8 +25,8 @@ from plait.families.config.normalize import Config
 from plait.families.gemma4 import HALF, OTHERS, attention_of, find_source, inputs_of_layers
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch, windows
 from plait.quant.weight import as_tensor, pick_rows
-from plait.rare_specs import AltUpSpec, LayerInputSpec
-from plait.spec import BranchSpec, MlpSpec, ModelSpec
+from plait.spec.branches import AltUpSpec, LayerInputSpec
+from plait.spec.model import BranchSpec, MlpSpec, ModelSpec
 
 OURS = "layers.{i}.layer"
 

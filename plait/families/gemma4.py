@@ -24,8 +24,17 @@ from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, require, rope
 from plait.families.config.normalize import FULL, SLIDING, Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch, windows
-from plait.rare_specs import LayerInputSpec, SharedKeysSpec
-from plait.spec import AttentionSpec, BranchSpec, LayerInputsSpec, ModelSpec, MoeSpec, NormSpec, ParallelSpec
+from plait.spec.attention import SharedKeysSpec
+from plait.spec.branches import LayerInputSpec
+from plait.spec.model import (
+    AttentionSpec,
+    BranchSpec,
+    LayerInputsSpec,
+    ModelSpec,
+    MoeSpec,
+    NormSpec,
+    ParallelSpec,
+)
 
 OTHERS = (  # what is for images and sounds
     r"^(model\.)?(embed_vision|embed_audio|audio_tower|vision_embedder|audio_embedder)\.",

@@ -13,7 +13,7 @@ from plait.families.common.spec_builders import gqa, mlp, model, norm, rope, sha
 from plait.families.config.normalize import Config
 from plait.families.deepseek import shared_moe_tensors
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch, plain_arch
-from plait.spec import BranchSpec, ModelSpec, MtpSpec, NormSpec
+from plait.spec.model import BranchSpec, ModelSpec, MtpSpec, NormSpec
 
 L = "model.layers.{i}"
 FFN = "layers.{i}.ffn"

@@ -24,9 +24,9 @@ from plait.families.gguf.names import usual_names
 from plait.families.hunyuan4 import LIMIT, choose_clipped
 from plait.families.kimi import build_kda, kimi_gguf_names, kimi_names
 from plait.families.linear_attention import check_silu, linear_layers
-from plait.rare_specs import DeltaNetSpec
-from plait.sparse_specs import PooledMlaSpec
-from plait.spec import BranchSpec, HyperSpec, IndexerSpec, ModelSpec, NormSpec
+from plait.spec.model import BranchSpec, HyperSpec, IndexerSpec, ModelSpec, NormSpec
+from plait.spec.recurrent import DeltaNetSpec
+from plait.spec.sparse import PooledMlaSpec
 
 L, INDEX = "layers.{i}", "layers.{i}.attn.index"
 FLOOR = -5.0  # of the decays' logarithms, where the config only says that there is one

@@ -16,7 +16,7 @@ from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, model, norm, plain_mlp
 from plait.families.config.normalize import FULL, SLIDING, Config
 from plait.families.gguf.arch import plain_arch
-from plait.spec import AttentionSpec, BranchSpec, ModelSpec
+from plait.spec.model import AttentionSpec, BranchSpec, ModelSpec
 
 ATTN, FFN, H = "layers.{i}.attn", "layers.{i}.ffn", "transformer.h.{i}"
 USUAL = {"norm_eps": 1e-5, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}

@@ -18,7 +18,7 @@ from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, model, norm, plain_mlp, rope, side_by_side
 from plait.families.config.normalize import Config
 from plait.families.gguf.arch import Metadata, gguf_arch
-from plait.spec import BranchSpec, ModelSpec
+from plait.spec.model import BranchSpec, ModelSpec
 
 MIX = "layers.{i}.mix"
 USUAL = {"norm_eps": 1e-5, "hidden_act": "gelu_pytorch_tanh", "rotary_dim": 64}

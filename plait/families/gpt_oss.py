@@ -14,7 +14,7 @@ from plait.families.common.spec_builders import gqa, model, norm
 from plait.families.config.normalize import Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch, windows
 from plait.quant.weight import as_tensor, pick_rows
-from plait.spec import BranchSpec, MlpSpec, ModelSpec, MoeSpec
+from plait.spec.model import BranchSpec, MlpSpec, ModelSpec, MoeSpec
 
 FFN, MLP = "layers.{i}.ffn", "model.layers.{i}.mlp"
 CLAMP = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}  # what the activation is made of

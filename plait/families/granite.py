@@ -14,7 +14,7 @@ from plait.families.common.spec_builders import gqa, mlp, model, norm, rope
 from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch, windows
-from plait.spec import AttentionSpec, BranchSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RouterSpec
+from plait.spec.model import AttentionSpec, BranchSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RouterSpec
 
 L, FFN = "model.layers.{i}", "layers.{i}.ffn"
 MULTIPLIERS = ("residual_multiplier", "attention_multiplier", "embedding_multiplier", "logits_scaling")

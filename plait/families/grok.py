@@ -9,7 +9,7 @@ from plait.families.common.spec_builders import gqa, mlp, model, norm, require, 
 from plait.families.config.normalize import FULL, Config
 from plait.families.gguf.arch import Metadata, check_router, gguf_arch
 from plait.families.gguf.names import feed_forward_names
-from plait.spec import BranchSpec, ModelSpec, NormSpec, ParallelSpec
+from plait.spec.model import BranchSpec, ModelSpec, NormSpec, ParallelSpec
 
 DEFAULTS = {
     "norm_eps": 1e-5,

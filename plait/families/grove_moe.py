@@ -10,8 +10,8 @@ from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, softmax_moe
 from plait.families.config.normalize import Config
 from plait.families.gguf.arch import Metadata, check_router, gguf_arch
-from plait.moe_specs import GroveMoeSpec
-from plait.spec import BranchSpec, ModelSpec
+from plait.spec.model import BranchSpec, ModelSpec
+from plait.spec.moe import GroveMoeSpec
 
 FFN, MLP = "layers.{i}.ffn", "model.layers.{i}.mlp"
 

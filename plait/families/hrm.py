@@ -12,8 +12,8 @@ from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model
 from plait.families.config.normalize import Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch
-from plait.rare_specs import CycleSpec
-from plait.spec import BranchSpec, ModelSpec, NormSpec
+from plait.spec.branches import CycleSpec
+from plait.spec.model import BranchSpec, ModelSpec, NormSpec
 
 MOST = 4096  # layers, all cycles together
 DEFAULTS = {"norm_eps": 1e-6, "hidden_act": "silu", "head_dim": 128, "H_cycles": 2, "L_cycles": 3}

@@ -25,7 +25,7 @@ from plait.families.deepseek import (
 )
 from plait.families.gguf.arch import FILE, Metadata, check_router, gguf_arch
 from plait.families.gguf.names import usual_names
-from plait.spec import Activation, BranchSpec, HyperSpec, MlaSpec, ModelSpec, MoeSpec, NormSpec
+from plait.spec.model import Activation, BranchSpec, HyperSpec, MlaSpec, ModelSpec, MoeSpec, NormSpec
 
 L = "model.layers.{i}"
 LIMIT = 10.0

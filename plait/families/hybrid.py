@@ -22,7 +22,7 @@ from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import LINEAR, Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch, head_size
 from plait.families.granite import granite_ffn, granite_tensors
-from plait.spec import BranchSpec, ModelSpec, MoeSpec, ParallelSpec
+from plait.spec.model import BranchSpec, ModelSpec, MoeSpec, ParallelSpec
 
 L = "model.layers.{i}"
 MAMBA = {

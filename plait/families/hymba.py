@@ -12,8 +12,8 @@ from plait.families.common.registry import family
 from plait.families.common.spec_builders import mamba1, mlp, model, norm, require, require_silu
 from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import Config
-from plait.rare_specs import HybridHeadsSpec
-from plait.spec import AttentionSpec, BranchSpec, ModelSpec, RopeSpec
+from plait.spec.attention import HybridHeadsSpec
+from plait.spec.model import AttentionSpec, BranchSpec, ModelSpec, RopeSpec
 
 L, MIX = "model.layers.{i}", "layers.{i}.mix"
 STRETCH = 2  # of rope_type "ntk": how fast the base grows with the longest sequence

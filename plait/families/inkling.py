@@ -24,8 +24,9 @@ from plait.families.common.registry import family
 from plait.families.common.spec_builders import mlp, model, norm, require
 from plait.families.config.normalize import Config
 from plait.quant.weight import Scalable, as_tensor, pick_rows
-from plait.rare_specs import ConvolvedSpec, RelativeSpec
-from plait.spec import BranchSpec, ModelSpec, MoeSpec, RouterSpec, TemperatureSpec
+from plait.spec.attention import RelativeSpec
+from plait.spec.branches import ConvolvedSpec
+from plait.spec.model import BranchSpec, ModelSpec, MoeSpec, RouterSpec, TemperatureSpec
 
 ATTN, FFN, INSIDE, NEAR = "layers.{i}.attn", "layers.{i}.ffn", "inner", "hybrid_sliding"
 CONVS = ((ATTN, "attn"), (FFN, "mlp"))

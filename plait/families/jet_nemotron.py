@@ -12,8 +12,8 @@ from plait.families.common.recipes import negative_exp, reorder_rows, transforme
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm
 from plait.families.config.normalize import FULL, LINEAR, SLIDING, Config
-from plait.rare_specs import JetSpec
-from plait.spec import BranchSpec, Mixer, ModelSpec, NormSpec
+from plait.spec.model import BranchSpec, Mixer, ModelSpec, NormSpec
+from plait.spec.recurrent import JetSpec
 
 L, JET = "model.layers.{i}", "layers.{i}.jet"
 

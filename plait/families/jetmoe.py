@@ -13,8 +13,8 @@ from plait.families.common.spec_builders import gqa, model, norm, softmax_moe
 from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import FULL, Config
 from plait.quant.weight import as_tensor
-from plait.rare_specs import ExpertHeadsSpec
-from plait.spec import AttentionSpec, BranchSpec, ModelSpec, NormSpec
+from plait.spec.attention import ExpertHeadsSpec
+from plait.spec.model import AttentionSpec, BranchSpec, ModelSpec, NormSpec
 
 L, ATTN, FFN = "model.layers.{i}", "layers.{i}.attn", "layers.{i}.ffn"
 QUERIES = "self_attention.experts.input_linear.weight"

@@ -31,8 +31,8 @@ from plait.families.deepseek import LATENT_EPS, latent_sizes
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch
 from plait.families.linear_attention import check_silu, gguf_delta_tensors, join_conv, linear_layers
 from plait.quant.weight import as_tensor
-from plait.rare_specs import DeltaNetSpec
-from plait.spec import BranchSpec, MlaSpec, ModelSpec, MoeSpec, NormSpec
+from plait.spec.model import BranchSpec, MlaSpec, ModelSpec, MoeSpec, NormSpec
+from plait.spec.recurrent import DeltaNetSpec
 
 B, KDA, ATTN, FFN = "blk.{i}", "layers.{i}.delta", "layers.{i}.attn", "layers.{i}.ffn"
 # What makes images the text's width; scores of sources where there is one alone.

@@ -13,7 +13,7 @@ from plait.families.gguf.arch import FILE, Metadata, check_router, gguf_arch
 from plait.families.gguf.names import usual_names
 from plait.families.kimi import ATTN, FFN, KDA, SITU, B, build_kimi, kimi_gguf_names
 from plait.families.linear_attention import linear_layers
-from plait.spec import ModelSpec
+from plait.spec.model import ModelSpec
 
 
 @family(

@@ -11,8 +11,8 @@ from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, model, norm
 from plait.families.config.normalize import FULL, SLIDING, Config
 from plait.families.gguf.arch import Metadata, gguf_arch
-from plait.rare_specs import ShortConvSpec
-from plait.spec import BranchSpec, MlpSpec, ModelSpec, MoeSpec, RouterSpec
+from plait.spec.model import BranchSpec, MlpSpec, ModelSpec, MoeSpec, RouterSpec
+from plait.spec.recurrent import ShortConvSpec
 
 L = "model.layers.{i}"
 DEFAULTS = {"norm_eps": 1e-5, "rope_theta": 1e6, "conv_L_cache": 3, "tie_word_embeddings": True}

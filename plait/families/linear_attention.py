@@ -16,7 +16,7 @@ from plait.families.common.spec_builders import norm
 from plait.families.config.normalize import FULL, LINEAR, Config
 from plait.families.gguf.arch import FILE, Metadata
 from plait.quant.weight import as_tensor, pick_rows, take_rows
-from plait.rare_specs import DeltaNetSpec
+from plait.spec.recurrent import DeltaNetSpec
 
 DELTA = {
     "linear_conv_kernel_dim": 4,

@@ -18,8 +18,8 @@ from plait.families.gguf.arch import Metadata, check_router, gguf_arch, join_sha
 from plait.families.kimi import join_flat_conv, negative_exp_flat
 from plait.families.linear_attention import check_silu, join_conv, linear_layers
 from plait.quant.weight import as_tensor
-from plait.rare_specs import DeltaNetSpec, LightningSpec
-from plait.spec import BranchSpec, Mixer, MlaSpec, ModelSpec
+from plait.spec.model import BranchSpec, Mixer, MlaSpec, ModelSpec
+from plait.spec.recurrent import DeltaNetSpec, LightningSpec
 
 L, MIX, ATTN, FFN = "model.layers.{i}", "layers.{i}.linear", "layers.{i}.attn", "layers.{i}.ffn"
 MIXERS, ENDS = ("attention", "self_attn"), ("weight", "bias")  # what a file calls a layer's mixer

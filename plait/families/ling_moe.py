@@ -13,7 +13,7 @@ from plait.families.config.normalize import Config
 from plait.families.gguf.arch import Metadata, check_router, gguf_arch
 from plait.families.moe_kin import build_shared_moe
 from plait.quant.weight import as_tensor
-from plait.spec import BranchSpec, ModelSpec, RouterSpec
+from plait.spec.model import BranchSpec, ModelSpec, RouterSpec
 
 L, ATTN, FFN = "model.layers.{i}", "layers.{i}.attn", "layers.{i}.ffn"
 SMALLEST = 1e-7  # added to the length of a column

@@ -14,7 +14,7 @@ from plait.families.common.spec_builders import gqa, mlp, model, norm, rope
 from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import FULL, Config
 from plait.families.gguf.arch import Metadata, gguf_arch, plain_arch
-from plait.spec import BranchSpec, MlpSpec, ModelSpec, NormSpec
+from plait.spec.model import BranchSpec, MlpSpec, ModelSpec, NormSpec
 
 NO_RULES: Rules = {}
 WINDOWS = {"use_sliding_window": False, "window_layers": "last", "max_window_layers": 28}

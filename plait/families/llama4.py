@@ -21,7 +21,15 @@ from plait.families.common.spec_builders import gqa, mlp, model, norm, rope
 from plait.families.config.normalize import FULL, Config, rotates
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch
 from plait.quant.weight import as_tensor
-from plait.spec import AttentionSpec, BranchSpec, ModelSpec, MoeSpec, NormSpec, RouterSpec, TemperatureSpec
+from plait.spec.model import (
+    AttentionSpec,
+    BranchSpec,
+    ModelSpec,
+    MoeSpec,
+    NormSpec,
+    RouterSpec,
+    TemperatureSpec,
+)
 
 FFN, EYES = "layers.{i}.ffn", r"^(model\.)?vision_model\."
 

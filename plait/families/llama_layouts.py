@@ -10,7 +10,7 @@ from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, plain_mlp, require
 from plait.families.config.normalize import Config
 from plait.families.llama import dense
-from plait.spec import BranchSpec, ModelSpec
+from plait.spec.model import BranchSpec, ModelSpec
 
 ATTN, FFN, H = "layers.{i}.attn", "layers.{i}.ffn", "transformer.h.{i}"
 MINICPM = ("scale_emb", "scale_depth", "dim_model_base")

@@ -7,8 +7,8 @@ from plait.families.common.recipes import ends, expert_tensors, scale_tensor, un
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import mlp, model, mscale_squared, norm, require, rope
 from plait.families.config.normalize import FULL, Config
-from plait.rare_specs import ShortcutSpec
-from plait.spec import BranchSpec, MlaSpec, ModelSpec, MoeSpec, NormSpec, RouterSpec
+from plait.spec.branches import ShortcutSpec
+from plait.spec.model import BranchSpec, MlaSpec, ModelSpec, MoeSpec, NormSpec, RouterSpec
 
 L = "model.layers.{i}"
 

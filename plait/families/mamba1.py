@@ -20,8 +20,8 @@ from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mamba1, mlp, model, norm, require_silu, softmax_moe
 from plait.families.config.normalize import FULL, LINEAR, Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch
-from plait.rare_specs import Mamba1Spec
-from plait.spec import BranchSpec, ModelSpec, NormSpec
+from plait.spec.model import BranchSpec, ModelSpec, NormSpec
+from plait.spec.recurrent import Mamba1Spec
 
 L = "model.layers.{i}"
 SIZES = {"mamba_d_conv": 4, "mamba_d_state": 16, "mamba_expand": 2, "mamba_dt_rank": "auto"}

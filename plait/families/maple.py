@@ -8,7 +8,7 @@ from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, model, norm, require, rope, softmax_moe
 from plait.families.config.normalize import FULL, Config
 from plait.families.gguf.arch import FILE, Metadata, check_router, gguf_arch, windows
-from plait.spec import BranchSpec, MlpSpec, ModelSpec
+from plait.spec.model import BranchSpec, MlpSpec, ModelSpec
 
 FFN, MLP = "layers.{i}.ffn", "model.layers.{i}.mlp"
 

@@ -13,7 +13,7 @@ from plait.families.common.spec_builders import gqa, mlp, model, norm, sigmoid_r
 from plait.families.config.normalize import FULL, SLIDING, Config
 from plait.families.gguf.arch import FILE, Metadata, check_router, gguf_arch, sizes_by_kind
 from plait.quant.weight import as_tensor, take_rows
-from plait.spec import BranchSpec, ModelSpec, MoeSpec, MtpSpec
+from plait.spec.model import BranchSpec, ModelSpec, MoeSpec, MtpSpec
 
 ATTN, FFN = "layers.{i}.attn", "layers.{i}.ffn"
 

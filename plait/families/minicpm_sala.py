@@ -22,8 +22,8 @@ from plait.families.common.tensors import Tensors
 from plait.families.config.checks import MAX_SIZE
 from plait.families.config.normalize import Config
 from plait.quant.weight import join_stored, pick_rows
-from plait.rare_specs import LightningSpec
-from plait.spec import BranchSpec, ModelSpec
+from plait.spec.model import BranchSpec, ModelSpec
+from plait.spec.recurrent import LightningSpec
 
 L, MIX, ATTN = "model.layers.{i}", "layers.{i}.lightning", "layers.{i}.attn"
 LIGHTNING, DENSE = ("lightning-attn", "lightning_attn", "lightning"), "minicpm4"

@@ -14,8 +14,8 @@ from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import FULL, LINEAR, SLIDING, Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch
 from plait.families.linear_attention import linear_layers
-from plait.rare_specs import LightningSpec
-from plait.spec import BranchSpec, ModelSpec, NormSpec
+from plait.spec.model import BranchSpec, ModelSpec, NormSpec
+from plait.spec.recurrent import LightningSpec
 
 L, B, MIX, FFN = "model.layers.{i}", "blk.{i}", "layers.{i}.lightning", "layers.{i}.ffn"
 KINDS = ("full_attn", "linear_attn", "mlp")

@@ -18,8 +18,8 @@ from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, model, norm, require
 from plait.families.config.normalize import FULL, Config
 from plait.families.gguf.arch import FILE, Metadata, check_router, gguf_arch
-from plait.sparse_specs import BlockIndexSpec, BlockSparseSpec
-from plait.spec import AttentionSpec, BranchSpec, MlpSpec, ModelSpec, MoeSpec, RouterSpec
+from plait.spec.model import AttentionSpec, BranchSpec, MlpSpec, ModelSpec, MoeSpec, RouterSpec
+from plait.spec.sparse import BlockIndexSpec, BlockSparseSpec
 
 FFN, SPARSE = "layers.{i}.ffn", "minimax_m3_sparse"
 # Ours -> the key in `sparse_attention_config` of the first files.

@@ -10,7 +10,7 @@ from plait.families.common.spec_builders import sigmoid_router
 from plait.families.config.normalize import Config
 from plait.families.deepseek import latent_model, latent_sizes
 from plait.families.gguf.arch import FILE, Metadata, check_router, gguf_arch
-from plait.spec import ModelSpec
+from plait.spec.model import ModelSpec
 
 GROWTH = 0.1  # of Mistral Small 4
 

@@ -7,7 +7,7 @@ from plait.families.common.recipes import split_gate_up, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, require
 from plait.families.config.normalize import FULL, SLIDING, Config
-from plait.spec import BranchSpec, HeadSpec, ModelSpec
+from plait.spec.model import BranchSpec, HeadSpec, ModelSpec
 
 L, ATTN, FFN = "model.layers.{i}", "layers.{i}.attn", "layers.{i}.ffn"
 

@@ -16,7 +16,7 @@ from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, softmax_moe
 from plait.families.config.normalize import Config
 from plait.families.gguf.arch import plain_arch
-from plait.spec import BranchSpec, ModelSpec, MoeSpec, NormSpec
+from plait.spec.model import BranchSpec, ModelSpec, MoeSpec, NormSpec
 
 FFN, MLP = "layers.{i}.ffn", "model.layers.{i}.mlp"
 

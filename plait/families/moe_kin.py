@@ -27,7 +27,7 @@ from plait.families.common.spec_builders import (
 )
 from plait.families.config.normalize import Config
 from plait.families.gguf.arch import FILE, Metadata, check_router, gguf_arch, plain_arch, windows
-from plait.spec import BranchSpec, ModelSpec, MoeSpec, RouterSpec
+from plait.spec.model import BranchSpec, ModelSpec, MoeSpec, RouterSpec
 
 L = "model.layers.{i}"
 FFN, MLP = "layers.{i}.ffn", f"{L}.mlp"

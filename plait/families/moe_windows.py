@@ -11,7 +11,7 @@ from plait.families.config.normalize import FULL, SLIDING, Config
 from plait.families.exaone import windows_of_exaone
 from plait.families.gguf.arch import FILE, Metadata, check_router, gguf_arch, windows
 from plait.families.moe_kin import FFN, MLP, SILU, L, build_shared_moe
-from plait.spec import BranchSpec, ModelSpec, RouterSpec
+from plait.spec.model import BranchSpec, ModelSpec, RouterSpec
 
 
 @family(

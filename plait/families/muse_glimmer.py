@@ -11,7 +11,7 @@ from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm
 from plait.families.config.normalize import FULL, SLIDING, Config
 from plait.families.gguf.arch import Metadata, gguf_arch, windows
-from plait.spec import BranchSpec, ModelSpec, NormSpec
+from plait.spec.model import BranchSpec, ModelSpec, NormSpec
 
 IMAGES = (r"^(model\.)?(vision_tower|vision_adapter|vision_projection)\.",)
 PERIOD = 4  # the last layer, and every fourth before it, is whole and has no positions

@@ -11,8 +11,8 @@ from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm
 from plait.families.config.normalize import Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch
-from plait.rare_specs import CycleSpec
-from plait.spec import BranchSpec, ModelSpec
+from plait.spec.branches import CycleSpec
+from plait.spec.model import BranchSpec, ModelSpec
 
 MOST = 4096  # layers, all rounds together
 

@@ -12,7 +12,7 @@ from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mamba2, model, norm, sigmoid_router
 from plait.families.config.normalize import FULL, LINEAR, Config
 from plait.families.gguf.arch import Metadata, check_router, gguf_arch, head_size, join_shared_experts
-from plait.spec import BranchSpec, Mamba2Spec, Mixer, MlpSpec, ModelSpec, MoeSpec, MtpSpec
+from plait.spec.model import BranchSpec, Mamba2Spec, Mixer, MlpSpec, ModelSpec, MoeSpec, MtpSpec
 
 MTP_LAYERS = {"*": FULL, "E": "moe", "-": "mlp"}  # of mtp_hybrid_override_pattern
 

@@ -11,7 +11,7 @@ from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm
 from plait.families.config.normalize import NOTHING, Config
 from plait.families.gguf.arch import FILE, Metadata, Values, gguf_arch
-from plait.spec import BranchSpec, ModelSpec
+from plait.spec.model import BranchSpec, ModelSpec
 
 UNIT = 256  # a feed-forward's width is a multiple of it
 WINDOWS = ("window_length", "num_sink_tokens", "sparsify")  # of one block's attention

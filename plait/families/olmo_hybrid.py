@@ -12,7 +12,7 @@ from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm
 from plait.families.config.normalize import LINEAR, Config
 from plait.families.linear_attention import delta_net, delta_tensors, join_conv
-from plait.spec import BranchSpec, ModelSpec, NormSpec
+from plait.spec.model import BranchSpec, ModelSpec, NormSpec
 
 L, MIX = "model.layers.{i}", "layers.{i}.delta"
 GATED_EPS = 1e-5  # whatever rms_norm_eps says

@@ -14,7 +14,7 @@ from plait.families.common.registry import family
 from plait.families.common.spec_builders import model, norm, require
 from plait.families.config.normalize import Config
 from plait.quant.weight import as_tensor
-from plait.spec import ModelSpec
+from plait.spec.model import ModelSpec
 
 ATTN, FFN = "layers.{i}.attn", "layers.{i}.ffn"
 PADDING = 2  # rows of a table of positions before the first one

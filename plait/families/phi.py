@@ -10,7 +10,7 @@ from plait.families.common.spec_builders import ENDLESS, gqa, mlp, model, norm, 
 from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import FULL, Config
 from plait.families.gguf.arch import plain_arch
-from plait.spec import BranchSpec, ModelSpec
+from plait.spec.model import BranchSpec, ModelSpec
 
 PHI_4_MINI = [
     *(1.0, 1.118320672, 1.250641126, 1.398617824, 1.564103225, 1.74916897, 1.956131817, 2.187582649),

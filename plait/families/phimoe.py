@@ -15,7 +15,7 @@ from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, model, norm, softmax_moe
 from plait.families.config.normalize import Config
 from plait.families.gguf.arch import plain_arch
-from plait.spec import BranchSpec, ModelSpec, RouterSpec
+from plait.spec.model import BranchSpec, ModelSpec, RouterSpec
 
 FFN, OLD, NEW = "layers.{i}.ffn", "model.layers.{i}.block_sparse_moe", "model.layers.{i}.mlp"
 

@@ -11,7 +11,7 @@ from plait.families.common.spec_builders import gqa, mlp, model, norm, side_by_s
 from plait.families.config.normalize import Config
 from plait.families.gguf.arch import plain_arch
 from plait.quant.weight import as_tensor
-from plait.spec import ModelSpec
+from plait.spec.model import ModelSpec
 
 L, ATTN = "model.layers.layers.{i}", "layers.{i}.mix.attn"
 

@@ -22,7 +22,7 @@ from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mamba1, mlp, model, norm
 from plait.families.config.normalize import FULL, LINEAR, Config
 from plait.families.gguf.arch import Metadata, gguf_arch
-from plait.spec import BranchSpec, ModelSpec, NormSpec
+from plait.spec.model import BranchSpec, ModelSpec, NormSpec
 
 # Norms are stored around 0; what is added differs from place to place.
 OFFSETS = {"pre_mixer": 1.0, "post_mixer": 1 / 5, "pre_mlp": 1.0, "post_mlp": 1 / 5**1.5}

@@ -11,7 +11,7 @@ from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import FULL, SLIDING, Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch, windows
 from plait.families.plamo2 import OFFSETS
-from plait.spec import BranchSpec, ModelSpec
+from plait.spec.model import BranchSpec, ModelSpec
 
 ATTN, FFN = "layers.{i}.attn", "layers.{i}.ffn"
 

@@ -9,7 +9,7 @@ from plait.families.common.spec_builders import model, norm, plain_mlp
 from plait.families.config.normalize import Config
 from plait.families.deepseek import latent_attention, latent_sizes
 from plait.families.gguf.arch import Metadata, gguf_arch
-from plait.spec import BranchSpec, ModelSpec
+from plait.spec.model import BranchSpec, ModelSpec
 
 ATTN, THEIRS = "layers.{i}.attn", "model.layers.{i}.self_attn"
 

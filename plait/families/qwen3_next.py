@@ -24,7 +24,7 @@ from plait.families.linear_attention import (
     rows,
     select_rows,
 )
-from plait.spec import BranchSpec, ModelSpec, MtpSpec
+from plait.spec.model import BranchSpec, ModelSpec, MtpSpec
 
 SHARED = {
     **DELTA,

@@ -29,9 +29,9 @@ from plait.families.qwen3_next import (
     plain_projections,
 )
 from plait.quant.weight import as_tensor, join_stored
-from plait.rare_specs import NgramSpec
-from plait.sparse_specs import CompressorSpec, MeanIndexSpec, MeanSparseSpec
-from plait.spec import AttentionSpec, BranchSpec, HyperSpec, ModelSpec
+from plait.spec.model import AttentionSpec, BranchSpec, HyperSpec, ModelSpec
+from plait.spec.recurrent import NgramSpec
+from plait.spec.sparse import CompressorSpec, MeanIndexSpec, MeanSparseSpec
 
 MOST_HASHES = 4096  # of all layers: a prime for each
 MOST, MOST_ROWS, MOST_PARTS = 64, 1 << 31, 65_536  # heads, and tokens, of an n-gram; of a table

@@ -13,8 +13,8 @@ from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm
 from plait.families.config.normalize import FULL, LINEAR, Config
 from plait.quant.weight import as_tensor
-from plait.rare_specs import RgLruSpec
-from plait.spec import BranchSpec, ModelSpec
+from plait.spec.model import BranchSpec, ModelSpec
+from plait.spec.recurrent import RgLruSpec
 
 L, LRU = "model.layers.{i}", "layers.{i}.lru"
 

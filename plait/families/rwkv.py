@@ -14,8 +14,8 @@ from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch
 from plait.quant.weight import as_tensor
-from plait.rare_specs import ChannelMixSpec, Wkv4Spec, Wkv7Spec
-from plait.spec import BranchSpec, ModelSpec, NormSpec
+from plait.spec.model import BranchSpec, ModelSpec, NormSpec
+from plait.spec.recurrent import ChannelMixSpec, Wkv4Spec, Wkv7Spec
 
 MIX, FFN = "layers.{i}.mix", "layers.{i}.ffn"
 L4, L7 = "rwkv.blocks.{i}", "model.layers.{i}"

@@ -19,8 +19,10 @@ from plait.families.common.spec_builders import mamba1, mlp, model, norm, requir
 from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import FULL, LINEAR, Config
 from plait.families.diffllama import find_balance
-from plait.rare_specs import DifferenceSpec, MemoryUnitSpec, RememberedMamba1Spec, SharedDifferenceSpec
-from plait.spec import BranchSpec, Mixer, ModelSpec, NormSpec
+from plait.spec.attention import DifferenceSpec, SharedDifferenceSpec
+from plait.spec.branches import MemoryUnitSpec
+from plait.spec.model import BranchSpec, Mixer, ModelSpec, NormSpec
+from plait.spec.recurrent import RememberedMamba1Spec
 
 L, ATTN, SSM, FFN = "model.layers.{i}", "layers.{i}.attn", "layers.{i}.ssm", "layers.{i}.ffn"
 

@@ -10,8 +10,8 @@ from plait.families.common.spec_builders import gqa, mlp, model, norm, rope
 from plait.families.config.normalize import Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch
 from plait.families.gguf.names import attention_names
-from plait.moe_specs import EarlyMoeSpec, EarlyRouterSpec
-from plait.spec import BranchSpec, ModelSpec, RouterSpec
+from plait.spec.model import BranchSpec, ModelSpec, RouterSpec
+from plait.spec.moe import EarlyMoeSpec, EarlyRouterSpec
 
 L, ATTN, FFN = "model.layers.{i}", "layers.{i}.attn", "layers.{i}.ffn"
 INNER = f"{ATTN}.inner"

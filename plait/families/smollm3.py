@@ -13,7 +13,7 @@ from plait.families.common.spec_builders import gqa, mlp, model, norm
 from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import FULL, Config, rotates
 from plait.families.gguf.arch import plain_arch
-from plait.spec import AttentionSpec, BranchSpec, ModelSpec
+from plait.spec.model import AttentionSpec, BranchSpec, ModelSpec
 
 
 def _is_smollm3(t: Tensors) -> bool:

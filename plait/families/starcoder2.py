@@ -10,7 +10,7 @@ from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, model, norm, plain_mlp
 from plait.families.config.normalize import Config
 from plait.families.gguf.arch import plain_arch
-from plait.spec import BranchSpec, ModelSpec
+from plait.spec.model import BranchSpec, ModelSpec
 
 
 @family(

@@ -12,7 +12,7 @@ from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm, require
 from plait.families.config.normalize import FULL, SLIDING, Config
 from plait.families.gguf.arch import FILE, Metadata, check_router, gguf_arch, sizes_by_kind
-from plait.spec import Activation, AttentionSpec, BranchSpec, MlpSpec, ModelSpec, MoeSpec, RouterSpec
+from plait.spec.model import Activation, AttentionSpec, BranchSpec, MlpSpec, ModelSpec, MoeSpec, RouterSpec
 
 FFN, ATTN = "layers.{i}.ffn", "layers.{i}.attn"
 CLAMPED: dict[float, Activation] = {7.0: "swiglu_7", 16.0: "swiglu_16"}

@@ -13,8 +13,8 @@ from plait.families.config.normalize import Config
 from plait.families.gguf.arch import Metadata, gguf_arch
 from plait.families.gguf.names import usual_names
 from plait.quant.weight import Scalable, as_tensor
-from plait.rare_specs import GainSpec
-from plait.spec import BranchSpec, ModelSpec, NormSpec
+from plait.spec.branches import GainSpec
+from plait.spec.model import BranchSpec, ModelSpec, NormSpec
 
 B, ATTN, FFN = "model.blocks.{i}", "layers.{i}.attn", "layers.{i}.ffn"
 EPS = 1.1920928955078125e-07  # the smallest step of float32 at 1

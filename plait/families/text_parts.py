@@ -8,7 +8,7 @@ from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm
 from plait.families.config.normalize import FULL, Config
 from plait.families.llama import dense
-from plait.spec import BranchSpec, ModelSpec
+from plait.spec.model import BranchSpec, ModelSpec
 
 IMAGES = (r"^(model\.)?(vqmodel|vision_model|vision_tower|multi_modal_projector)\.",)
 WRAPPED = ("model.", "language_model.model.", "model.language_model.")

@@ -14,8 +14,8 @@ from plait.families.common.registry import family
 from plait.families.common.spec_builders import mlp, model, norm, require
 from plait.families.config.normalize import Config
 from plait.quant.weight import as_tensor
-from plait.rare_specs import MlstmSpec
-from plait.spec import BranchSpec, ModelSpec, NormSpec
+from plait.spec.model import BranchSpec, ModelSpec, NormSpec
+from plait.spec.recurrent import MlstmSpec
 
 L, MIX, FFN = "backbone.blocks.{i}", "layers.{i}.lstm", "layers.{i}.ffn"
 ENDS = ("weight", "bias")

@@ -14,7 +14,7 @@ from plait.families.config.normalize import Config
 from plait.families.linear_attention import select_rows
 from plait.families.zamba2 import build_aside
 from plait.quant.weight import as_tensor
-from plait.spec import BranchSpec, ModelSpec, ParallelSpec
+from plait.spec.model import BranchSpec, ModelSpec, ParallelSpec
 
 L = "model.layers"
 USUAL = [

@@ -11,7 +11,7 @@ from plait.families.common.registry import family
 from plait.families.common.spec_builders import mamba2, model, norm, rope
 from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import LINEAR, Config
-from plait.spec import UNLIMITED, AsideSpec, BranchSpec, ModelSpec, NormSpec
+from plait.spec.model import UNLIMITED, AsideSpec, BranchSpec, ModelSpec, NormSpec
 
 L, BLOCK = "model.layers", "shared_transformer"
 # Which of the 54 layers of a config that does not say it have a block next to them.

@@ -13,10 +13,11 @@ from plait.families.common.registry import family
 from plait.families.common.spec_builders import mlp, model, norm, rope
 from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import Config
-from plait.moe_specs import StateMoeSpec
 from plait.quant.weight import as_tensor
-from plait.rare_specs import CcaSpec, ScaledSpec
-from plait.spec import BranchSpec, ModelSpec, NormSpec, RouterSpec
+from plait.spec.attention import CcaSpec
+from plait.spec.branches import ScaledSpec
+from plait.spec.model import BranchSpec, ModelSpec, NormSpec, RouterSpec
+from plait.spec.moe import StateMoeSpec
 
 L, ATTN, FFN = "model.layers.{i}", "layers.{i}.attn", "layers.{i}.ffn"
 QKV = "self_attn.qkv_proj"

@@ -34,7 +34,7 @@ from plait.frontend.model_head import NO_HEAD, ModelHead
 from plait.frontend.output_stream import OutputStream
 from plait.frontend.word_rules import WordRules, truncate_prompt
 from plait.request import USUAL_STYLE, Grammar, JsonStyle, ReplyShape, Request, SamplingParams, ThinkingBudget
-from plait.spec import ModelSpec, Recurrent
+from plait.spec.model import ModelSpec, Recurrent
 from plait.text.chat.template import ChatTemplate, boundaries, num_chars
 from plait.text.grammar.checker import GrammarChecker
 from plait.text.grammar.request_fields import grammar_from

@@ -17,7 +17,7 @@ import msgspec
 
 from plait.errors import InvalidField
 from plait.request import Pooling, SamplingParams
-from plait.spec import AttentionSpec, ModelSpec
+from plait.spec.model import AttentionSpec, ModelSpec
 
 if TYPE_CHECKING:
     import numpy as np

@@ -19,7 +19,7 @@ from plait.llm.embed import classify_prompts, embed_prompts, score_pairs
 from plait.llm.outputs import RequestOutput, collect
 from plait.loading.image.start import LoadedImage, load_image
 from plait.request import Pooling, Request, SamplingParams
-from plait.spec import ModelSpec
+from plait.spec.model import ModelSpec
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -53,7 +53,7 @@ from plait.runner.turns import add_turns
 from plait.schedule.drafts.ngram import NgramProposer
 from plait.schedule.drafts.turns import MOST_TURNS
 from plait.schedule.speculate import Proposer
-from plait.spec import AttentionSpec, ModelSpec
+from plait.spec.model import AttentionSpec, ModelSpec
 from plait.state.disk.cache import DiskCache
 from plait.text.tokenizers.tokenizer import Tokenizer
 

@@ -42,7 +42,7 @@ from plait.runner.mtp import MOST_KEPT, MtpDrafter
 from plait.runner.mtp_passes import make_passes
 from plait.runner.runner import ModelRunner
 from plait.runner.sampler import Sampler
-from plait.spec import ModelSpec
+from plait.spec.model import ModelSpec
 from plait.state.store import StateStore
 from plait.text.tokenizers.tokenizer import Tokenizer
 

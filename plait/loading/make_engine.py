@@ -19,7 +19,7 @@ from plait.request import JsonStyle
 from plait.schedule.drafts.governor import DraftGovernor
 from plait.schedule.plan import MOST_STEPS
 from plait.schedule.speculate import Proposer, Speculation
-from plait.spec import ModelSpec
+from plait.spec.model import ModelSpec
 from plait.text.grammar.compiler import GrammarCompiler, check_memory
 
 HEAD_LENGTHS = (1, 2, 3, 4, 6, 8)  # of a head's drafts: which one pays best is measured

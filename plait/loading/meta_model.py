@@ -23,7 +23,7 @@ from plait.ops.ranks import Alone
 from plait.ops.registry import Bound, Op
 from plait.partition import Rank
 from plait.quant.weight import Weight
-from plait.spec import ModelSpec
+from plait.spec.model import ModelSpec
 
 
 class Outline:

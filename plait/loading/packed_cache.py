@@ -43,15 +43,7 @@ APART = frozenset({
     "cache_dir", "packed_cache", "lora", "lora_folder", "max_loras", "max_lora_rank",
     "offline", "probe", "prefill", "no_fuse", "plugins",
 })  # fmt: skip
-ROOMS = (
-    "spec.py",
-    "checkpoint",
-    "families",
-    "kernels",
-    "model",
-    "ops",
-    "quant",
-)  # that decide what is packed
+ROOMS = ("spec", "checkpoint", "families", "kernels", "model", "ops", "quant")  # that decide what is packed
 
 
 def folder_of(config: EngineConfig) -> Path | None:

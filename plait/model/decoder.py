@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from plait import spec
 from plait.checkpoint.shared_weights import SharedWeights
 from plait.checkpoint.weights import Weights
 from plait.memory import State
@@ -20,6 +19,7 @@ from plait.model.shared_block import SharedBlockUse
 from plait.ops.activation import combine, rescale, scale_rows
 from plait.ops.ranks import sum_ranks
 from plait.ops.rows import take_rows
+from plait.spec.model import BranchSpec, ModelSpec
 from plait.state.store import StateStore
 
 
@@ -29,7 +29,7 @@ class Branch:
     A shared block reads x and the embeddings; only the norm sees what it adds.
     """
 
-    def __init__(self, s: spec.BranchSpec, w: Weights, hidden_size: int) -> None:
+    def __init__(self, s: BranchSpec, w: Weights, hidden_size: int) -> None:
         w, self.scale, self.keep = SharedWeights.of(w, s.source), s.scale, s.keep
         self.norm = Norm(s.norm, w.scope("norm"), hidden_size) if s.norm else None
         self.mixer = build(s.mixer, w)
@@ -85,7 +85,7 @@ class Decoder:
     `states` has the state of every mixer, by mixer name: the memory is made from it.
     """
 
-    def __init__(self, s: spec.ModelSpec, weights: Weights) -> None:
+    def __init__(self, s: ModelSpec, weights: Weights) -> None:
         self.spec = s
         self.embed = Embedding(s, weights.scope("embed"))
         self.layer_inputs = LayerInputs(s, weights) if s.layer_inputs else None

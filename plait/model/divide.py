@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from plait import spec
 from plait.errors import CannotDivide
 from plait.model.mixers.registry import divide
 from plait.model.shared_block import divide_aside
 from plait.partition import MOST_SHARES, Cut, Rank
+from plait.spec.model import BranchSpec, ModelSpec
 
 _ALONE = Rank()
 
 
-def divide_model(s: spec.ModelSpec, rank: Rank) -> tuple[spec.ModelSpec, Mapping[str, Cut]]:
+def divide_model(s: ModelSpec, rank: Rank) -> tuple[ModelSpec, Mapping[str, Cut]]:
     """(the spec with this rank's sizes, cuts by our names). A name without a cut is whole on every rank.
 
     Raises CannotDivide, which names the branch, the part and its size.
@@ -37,8 +37,8 @@ def divide_model(s: spec.ModelSpec, rank: Rank) -> tuple[spec.ModelSpec, Mapping
 
 
 def _divide_branch(
-    branch: spec.BranchSpec, name: str, hidden_size: int, rank: Rank, cuts: dict[str, Cut]
-) -> spec.BranchSpec:
+    branch: BranchSpec, name: str, hidden_size: int, rank: Rank, cuts: dict[str, Cut]
+) -> BranchSpec:
     try:
         part = divide(branch.mixer, rank, hidden_size)
         cuts |= {f"{name}.{key}": cut for key, cut in part.cuts.items()}
@@ -52,7 +52,7 @@ def _divide_branch(
     return replace(branch, mixer=part.spec, aside=aside)
 
 
-def count_shares(s: spec.ModelSpec, like: Rank = _ALONE) -> int:
+def count_shares(s: ModelSpec, like: Rank = _ALONE) -> int:
     """Into how many shares, at most 8, all sums of a model can be divided: the most ranks that it runs on.
 
     `like`: says how large blocks are, and whether experts stay whole.

@@ -16,7 +16,7 @@ from plait.checkpoint.weights import Target, Weights
 from plait.errors import UnsupportedModel
 from plait.memory import State, block_groups
 from plait.model.layers.layers import Batch, PagedIndex
-from plait.spec import ModelSpec
+from plait.spec.model import ModelSpec
 from plait.state.store import StateStore
 
 Run = Callable[[Tensor, Tensor, Batch, StateStore], object]  # x and embeddings through all branches

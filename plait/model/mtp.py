@@ -10,12 +10,12 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.memory import State, has_slots
 from plait.model.decoder import Branch, Decoder
 from plait.model.layers.layers import Batch, Embedding, LmHead, Norm
 from plait.ops.rows import join, put_rows
+from plait.spec.model import ModelSpec
 from plait.state.store import StateStore
 
 FC = "mtp.fc.weight"  # every head has it: where a file has none, it has no head
@@ -29,7 +29,7 @@ class MtpHead:
     """
 
     def __init__(
-        self, s: spec.ModelSpec, weights: Weights, trunk: Decoder | None, *, shares_head: bool = True
+        self, s: ModelSpec, weights: Weights, trunk: Decoder | None, *, shares_head: bool = True
     ) -> None:
         assert s.mtp is not None
         self.spec, own, w = s.mtp, s.mtp, weights.scope("mtp")

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.memory import PagedState, State, group_name
 from plait.model.layers.layers import Batch, Norm, Rope
@@ -19,6 +18,7 @@ from plait.ops.place import place_heads
 from plait.ops.ranks import sum_ranks
 from plait.ops.rows import join
 from plait.partition import Cut, Rank, join_ranges, scale_range, shift_range, sum_of, width
+from plait.spec.model import AsideSpec
 from plait.state.store import StateStore
 
 UNBOUNDED = group_name(None)
@@ -27,7 +27,7 @@ UNBOUNDED = group_name(None)
 class SharedBlock:
     """The weights that all uses share: `norm q k v o` of width 2 hidden, `ffn_norm gate up down`."""
 
-    def __init__(self, s: spec.AsideSpec, w: Weights) -> None:
+    def __init__(self, s: AsideSpec, w: Weights) -> None:
         hidden, sizes = w.target.hidden_size, _widths(s)
         self.norm = Norm(s.norm, w.scope("norm"), 2 * hidden)
         self.qkv = w.linear("q", "k", "v", in_size=2 * hidden, out_sizes=sizes)
@@ -41,7 +41,7 @@ class SharedBlock:
 class SharedBlockUse:
     """One use of a block: its own keys and values, its adapters and its `out`."""
 
-    def __init__(self, s: spec.AsideSpec, w: Weights) -> None:
+    def __init__(self, s: AsideSpec, w: Weights) -> None:
         self.spec, self.name = s, w.prefix
         hidden, self._sizes = w.target.hidden_size, _widths(s)
         self.block: SharedBlock = w.shared(f"shared.{s.block}", lambda shared: SharedBlock(s, shared))
@@ -105,9 +105,7 @@ class SharedBlockUse:
         return out.flatten(1)
 
 
-def divide_aside(
-    s: spec.AsideSpec, rank: Rank
-) -> tuple[spec.AsideSpec, Mapping[str, Cut], Mapping[str, Cut]]:
+def divide_aside(s: AsideSpec, rank: Rank) -> tuple[AsideSpec, Mapping[str, Cut], Mapping[str, Cut]]:
     """A rank's part: its spec, the cuts of what is this use's own, and of what all uses of the block share.
 
     Heads and inner features are divided, with the second factors of the adapters; `out` is whole.
@@ -127,7 +125,7 @@ def divide_aside(
     return part, cuts, shared
 
 
-def _widths(s: spec.AsideSpec) -> tuple[int, int, int]:
+def _widths(s: AsideSpec) -> tuple[int, int, int]:
     """Of q, k and v."""
     kv = s.num_kv_heads * s.head_dim
     return s.num_heads * s.head_dim, kv, kv

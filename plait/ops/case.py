@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, TypedDict
 
-from plait.spec import RouterSpec
+from plait.spec.model import RouterSpec
 
 
 class Sizes(TypedDict, total=False):

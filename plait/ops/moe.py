@@ -17,7 +17,7 @@ from plait.ops.expert_stack import ExpertStack, Pack
 from plait.ops.linear import Linear, linear
 from plait.ops.registry import Arguments, TensorFn, bind_reference, op
 from plait.quant.weight import Dense, Weight
-from plait.spec import RouterSpec
+from plait.spec.model import RouterSpec
 
 CASES: list[Case] = [
     dict(tokens=1, experts=4, top_k=2, router=RouterSpec()),

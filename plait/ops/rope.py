@@ -16,7 +16,7 @@ from torch import Tensor
 from plait.errors import UnsupportedModel
 from plait.ops.case import Case
 from plait.ops.registry import Arguments, op
-from plait.spec import ModelSpec, RopeSpec
+from plait.spec.model import ModelSpec, RopeSpec
 
 Scaled = tuple[Tensor, float]
 

@@ -20,9 +20,8 @@ LIBRARIES = ("torch", "numpy", "numba", "llvmlite")
 # Whatever a token depends on; a change elsewhere leaves a certificate as it is.
 ROOMS = (
     *("checkpoint", "engine", "families", "kernels", "loading", "model", "ops", "quant", "runner"),
-    *("schedule", "state", "verify", "worker"),
-    *("config.py", "memory.py", "partition.py", "rare_specs.py", "request.py", "sampling_fields.py"),
-    *("sparse_specs.py", "moe_specs.py", "spec.py"),
+    *("schedule", "spec", "state", "verify", "worker"),
+    *("config.py", "memory.py", "partition.py", "request.py", "sampling_fields.py"),
 )
 GIT_S = 20.0
 

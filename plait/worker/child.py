@@ -35,8 +35,8 @@ from plait.resource_limits import is_memory_error, trim_heap
 from plait.runner.ranks.processes import QUIET_S, RankWatch
 from plait.schedule.follow_prefixes import follow_prefixes
 from plait.schedule.plan import SamplingBatch, StepPlan, Ticket
-from plait.spec import ModelSpec
-from plait.spec_values import encode_spec_value
+from plait.spec.model import ModelSpec
+from plait.spec.values import encode_spec_value
 from plait.state.prefix_tree import PrefixTree
 from plait.worker import protocol
 

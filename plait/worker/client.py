@@ -26,7 +26,7 @@ from plait.errors import EngineError, EngineLost, PlaitError, QueueFull
 from plait.frontend.frontend import TEMPLATES_OWN, Front, Parsers
 from plait.loading.text_side import TextSource
 from plait.request import JsonStyle, Request
-from plait.spec import ModelSpec
+from plait.spec.model import ModelSpec
 from plait.state.prefix_tree import PrefixChanges
 from plait.text.chat.template import begin_start
 from plait.worker import protocol

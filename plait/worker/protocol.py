@@ -23,8 +23,8 @@ from plait.engine.metrics import Family
 from plait.errors import BadFile, EngineError, OutOfMemory, PlaitError, RequestError, clip_text
 from plait.request import Event, Request
 from plait.resource_limits import is_memory_error, out_of_memory_text
-from plait.spec import ModelSpec
-from plait.spec_values import decode_spec_value
+from plait.spec.model import ModelSpec
+from plait.spec.values import decode_spec_value
 from plait.state.prefix_tree import PrefixChanges
 from plait.worker.start_process import NUM_STATS, PLANNED
 

@@ -11,7 +11,7 @@ import torch
 from plait.checkpoint.shared_weights import SharedWeights
 from plait.checkpoint.weights import Target, Weights
 from plait.model.decoder import Decoder
-from plait.spec import ModelSpec
+from plait.spec.model import ModelSpec
 from plait.verify.tiny.models import CONFIGS, write_model
 from tests.families import tiny
 from tests.families.parity import Memory, resolved

@@ -16,8 +16,8 @@ from plait.convert.plan.storage import Fp8Blocks, Int4Groups
 from plait.convert.plan.tensor_plan import Made, TensorPart, matrices, pieces, plan_tensors
 from plait.errors import UnsupportedFormat
 from plait.ops.rope import frequencies
-from plait.rare_specs import DeltaNetSpec
-from plait.spec import NormSpec, RopeSpec
+from plait.spec.model import NormSpec, RopeSpec
+from plait.spec.recurrent import DeltaNetSpec
 from tests.families.as_gguf import permuted
 
 

@@ -15,7 +15,7 @@ from plait.checkpoint.readers.safetensors import SafetensorsFiles
 from plait.errors import UnsupportedModel
 from plait.families.common.registry import build_spec
 from plait.families.gguf.config import gguf_config
-from plait.spec import AttentionSpec, MoeSpec, ParallelSpec
+from plait.spec.model import AttentionSpec, MoeSpec, ParallelSpec
 from tests.families import tiny
 from tests.families.as_gguf import converted
 from tests.families.parity import Memory, decoder, in_pieces, resolved, whole, worst

@@ -13,7 +13,7 @@ from torch import Tensor
 from plait.ops.full_attention import full_attention
 from plait.runner.batches.inputs import build_batch
 from plait.schedule.plan import Chunk, StepPlan
-from plait.spec import AttentionSpec
+from plait.spec.model import AttentionSpec
 from tests.families import tiny
 from tests.families.parity import CPU, Memory, Session, decoder, resolved, whole, worst
 from tests.families.test_served import random_prompts, streamed, watched

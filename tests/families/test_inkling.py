@@ -14,7 +14,8 @@ from plait.errors import UnsupportedModel
 from plait.families.common.registry import build_spec
 from plait.model.divide import divide_model
 from plait.partition import Rank
-from plait.rare_specs import ConvolvedSpec, RelativeSpec
+from plait.spec.attention import RelativeSpec
+from plait.spec.branches import ConvolvedSpec
 from tests.families import tiny
 from tests.families.parity import Memory, decoder, resolved, whole, worst
 from tests.families.tiny_mixers import INKLING

@@ -11,8 +11,9 @@ from plait.errors import UnsupportedModel
 from plait.families.common.registry import build_spec
 from plait.model.divide import divide_model
 from plait.partition import Rank
-from plait.rare_specs import DeltaNetSpec, DepthSpec
-from plait.spec import MlaSpec, MoeSpec
+from plait.spec.branches import DepthSpec
+from plait.spec.model import MlaSpec, MoeSpec
+from plait.spec.recurrent import DeltaNetSpec
 from tests.families.kimi_k3_oracle import BLOCK, CONFIG, TEXT, TOP, checkpoint, logits
 from tests.families.parity import Memory, decoder, in_pieces, resolved, whole, worst
 

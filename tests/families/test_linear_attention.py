@@ -14,8 +14,8 @@ from plait.families.resolve import resolve
 from plait.quant.encode import encoder
 from plait.quant.gguf import Gguf
 from plait.quant.weight import as_tensor
-from plait.rare_specs import DeltaNetSpec, LightningSpec, RgLruSpec
-from plait.spec import AttentionSpec, MlaSpec
+from plait.spec.model import AttentionSpec, MlaSpec
+from plait.spec.recurrent import DeltaNetSpec, LightningSpec, RgLruSpec
 from tests.families import tiny, tiny_bare
 from tests.families.parity import CPU, Memory, decoder, resolved, whole, worst
 

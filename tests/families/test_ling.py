@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from plait.rare_specs import LightningSpec
-from plait.spec import MlaSpec
+from plait.spec.model import MlaSpec
+from plait.spec.recurrent import LightningSpec
 from tests.families.ling_oracle import CONFIG, checkpoint, logits
 from tests.families.parity import Memory, decoder, in_pieces, resolved, whole, worst
 

@@ -10,7 +10,7 @@ import torch
 
 from plait.checkpoint.names import Derived
 from plait.errors import UnsupportedModel
-from plait.spec import MoeSpec
+from plait.spec.model import MoeSpec
 from tests.families import tiny
 from tests.families.gguf.published import as_published
 from tests.families.gguf.recorded import variant

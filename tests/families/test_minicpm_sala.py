@@ -9,8 +9,8 @@ import torch
 
 from plait.errors import UnsupportedModel
 from plait.families.common.registry import build_spec
-from plait.rare_specs import LightningSpec
-from plait.spec import AttentionSpec
+from plait.spec.model import AttentionSpec
+from plait.spec.recurrent import LightningSpec
 from tests.families.minicpm_sala_oracle import CONFIG, SLOPES, checkpoint, logits
 from tests.families.parity import Memory, decoder, in_pieces, resolved, whole, worst
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from plait.errors import UnsupportedModel
-from plait.spec import AttentionSpec
+from plait.spec.model import AttentionSpec
 from tests.families import tiny
 from tests.families.parity import Memory, decoder, in_pieces, resolved, whole, worst
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from plait.families.common.registry import build_spec
-from plait.spec import AttentionSpec, Mamba2Spec, MlaSpec, ModelSpec, MoeSpec, ParallelSpec, RouterSpec
+from plait.spec.model import AttentionSpec, Mamba2Spec, MlaSpec, ModelSpec, MoeSpec, ParallelSpec, RouterSpec
 
 LLAMA_31_8B = {
     "architectures": ["LlamaForCausalLM"],

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from plait.families.common.registry import build_spec
-from plait.spec import AttentionSpec, MlpSpec, ModelSpec, MoeSpec, ParallelSpec, RouterSpec
+from plait.spec.model import AttentionSpec, MlpSpec, ModelSpec, MoeSpec, ParallelSpec, RouterSpec
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 OLMO_3_7B: dict[str, Any] = {

@@ -8,8 +8,8 @@ import pytest
 
 from plait.errors import UnsupportedModel
 from plait.families.common.registry import build_spec
-from plait.rare_specs import DeltaNetSpec, LightningSpec, RgLruSpec
-from plait.spec import AttentionSpec, MlaSpec, MoeSpec
+from plait.spec.model import AttentionSpec, MlaSpec, MoeSpec
+from plait.spec.recurrent import DeltaNetSpec, LightningSpec, RgLruSpec
 
 QWEN3_NEXT_80B: dict[str, Any] = {
     "architectures": ["Qwen3NextForCausalLM"],

@@ -14,9 +14,10 @@ from plait.errors import CheckpointError, UnsupportedModel
 from plait.families.common.registry import build_spec
 from plait.model.divide import divide_model
 from plait.partition import Rank
-from plait.rare_specs import GatedBranchSpec, NgramSpec
-from plait.sparse_specs import MeanSparseSpec
-from plait.spec import ModelSpec
+from plait.spec.branches import GatedBranchSpec
+from plait.spec.model import ModelSpec
+from plait.spec.recurrent import NgramSpec
+from plait.spec.sparse import MeanSparseSpec
 from tests.families import tiny
 from tests.families.parity import Memory, decoder, in_pieces, resolved, whole, worst
 from tests.families.tiny_mixers import QWEN4

@@ -13,11 +13,11 @@ from plait.errors import CheckpointError, UnsupportedModel
 from plait.families.common.registry import build_spec
 from plait.families.config.checks import check_spec
 from plait.model.divide import divide_model
-from plait.moe_specs import TableMoeSpec
 from plait.partition import Rank
-from plait.rare_specs import HyperBranchSpec
-from plait.sparse_specs import BlockSparseSpec, CompressedSpec
-from plait.spec import AttentionSpec, Mixer, MlaSpec, ModelSpec
+from plait.spec.branches import HyperBranchSpec
+from plait.spec.model import AttentionSpec, Mixer, MlaSpec, ModelSpec
+from plait.spec.moe import TableMoeSpec
+from plait.spec.sparse import BlockSparseSpec, CompressedSpec
 from tests.families import tiny
 from tests.families.parity import Memory, decoder, resolved
 

@@ -11,9 +11,9 @@ from plait.config import EngineConfig
 from plait.engine.admission import ServiceOptions
 from plait.errors import ContextTooLong, InvalidField
 from plait.frontend.frontend import Front, Language
-from plait.rare_specs import Mamba1Spec
 from plait.request import SamplingParams
-from plait.spec import AttentionSpec, BranchSpec, Mixer, ModelSpec, NormSpec, ParallelSpec
+from plait.spec.model import AttentionSpec, BranchSpec, Mixer, ModelSpec, NormSpec, ParallelSpec
+from plait.spec.recurrent import Mamba1Spec
 from tests.server.fake import CONTEXT, EOS, VOCAB_SIZE, ByteTokenizer, EchoLoop, TurnTemplate
 
 ATTENTION = AttentionSpec(1, 1, 8, 1.0)

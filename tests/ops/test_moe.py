@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from plait.ops.moe import route
-from plait.spec import RouterSpec
+from plait.spec.model import RouterSpec
 
 
 def test_softmax_then_renormalise_equals_softmax_over_the_chosen() -> None:

@@ -19,7 +19,7 @@ from plait.engine.fingerprint import Fingerprint
 from plait.errors import BadTemplate, CapacityError, EngineError, QueueFull
 from plait.frontend.frontend import Front, Language
 from plait.request import Event, Pooling, Request, TokenLogprobs
-from plait.spec import ModelSpec, NormSpec
+from plait.spec.model import ModelSpec, NormSpec
 from plait.text.chat.template import CallsTaken, normalize_messages
 
 BOS, EOS, TURN = 256, 257, 258

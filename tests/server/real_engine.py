@@ -18,7 +18,7 @@ from plait.schedule.allocation import Allocation
 from plait.schedule.costs import SchedulerLimits
 from plait.schedule.plan import Done, SamplingBatch, StepPlan, Ticket
 from plait.schedule.scheduler import Scheduler
-from plait.spec import ModelSpec, NormSpec
+from plait.spec.model import ModelSpec, NormSpec
 from plait.text.grammar.compiler import GrammarCompiler
 from tests.server.fake import CONTEXT, EOS, HIDDEN_SIZE, NAMES, VOCAB_SIZE, ByteTokenizer, TurnTemplate
 

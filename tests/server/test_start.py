@@ -5,7 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
-RARE = ("numpy", "torch", "numba", "llvmlite", "jinja2", "plait.engine.core", "plait.rare_specs")
+RARE_SPECS = tuple(f"plait.spec.{name}" for name in ("recurrent", "attention", "branches", "sparse", "moe"))
+RARE = ("numpy", "torch", "numba", "llvmlite", "jinja2", "plait.engine.core", *RARE_SPECS)
 SCRIPT = f"""
 import sys
 import plait.cli.serve, plait.server.run, plait.frontend.frontend, plait.worker.client

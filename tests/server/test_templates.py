@@ -9,7 +9,7 @@ from pathlib import Path
 
 from plait.frontend.frontend import Front, Language
 from plait.server.app import PLAN_THREADS
-from plait.spec import ModelSpec, NormSpec
+from plait.spec.model import ModelSpec, NormSpec
 from plait.text.chat.jinja import JinjaTemplate
 from plait.text.chat.sandbox import Sandbox, SandboxLimits
 from tests.contract.wire import Answer, Client

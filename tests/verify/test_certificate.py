@@ -15,8 +15,8 @@ from plait.config import EngineConfig
 from plait.errors import ConfigError
 from plait.families.common.registry import build_spec
 from plait.model.mixers.registry import list_mixers
-from plait.rare_specs import Mamba3Spec
-from plait.spec import Mixer
+from plait.spec.model import Mixer
+from plait.spec.recurrent import Mamba3Spec
 from plait.verify import certificate as module
 from plait.verify.certificate import CellName, CertificateRun, find_maker
 from plait.verify.certificate_file import (

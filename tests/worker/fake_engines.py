@@ -18,7 +18,7 @@ from plait.config import EngineConfig
 from plait.errors import BadFile, ConfigError, DeviceLost
 from plait.loading.text_side import TextSource
 from plait.schedule.plan import Chunk, SamplingBatch, StepPlan, Ticket
-from plait.spec import ModelSpec, NormSpec
+from plait.spec.model import ModelSpec, NormSpec
 from plait.worker.child import BuiltEngine
 from tests.engine.hash_model import VOCAB, HashModel, engine
 

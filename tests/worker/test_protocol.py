@@ -13,7 +13,7 @@ from plait.errors import BadFile, ContextTooLong, EngineError, InvalidField, Out
 from plait.loading.text_side import TextSource
 from plait.request import Event, Grammar, Request, SamplingParams, ThinkingBudget, TokenLogprobs
 from plait.server.http.errors import NotReady
-from plait.spec import (
+from plait.spec.model import (
     AttentionSpec,
     BranchSpec,
     Mamba2Spec,
@@ -24,7 +24,7 @@ from plait.spec import (
     Recurrent,
     RopeSpec,
 )
-from plait.spec_values import encode_spec_value
+from plait.spec.values import encode_spec_value
 from plait.worker import protocol
 from plait.worker.protocol import (
     BadFrame,

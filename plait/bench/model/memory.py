@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from plait.checkpoint.names import Derived, UnknownName
 from plait.config import EngineConfig
 from plait.loading.open_model import Opened, open_model
-from plait.spec import MoeSpec
+from plait.spec.model import MoeSpec
 
 if TYPE_CHECKING:
     from plait.text.tokenizers.tokenizer import Tokenizer

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 
-from plait.spec import BranchSpec, Mixer, ModelSpec, MtpSpec
+from plait.spec.model import BranchSpec, Mixer, ModelSpec, MtpSpec
 
 Layer = tuple[BranchSpec, ...]
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from plait import spec
 from plait.cli.common.format_model import bytes_text, index_ranges, layer_groups, layer_text
 from plait.memory import PagedState
 from plait.partition import Rank
+from plait.spec.model import ModelSpec
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +62,7 @@ def rank_facts(opened: Opened, chosen: torch.dtype) -> Facts:
     }
 
 
-def count_exchanges(whole: spec.ModelSpec, rank: Rank) -> tuple[int, int]:
+def count_exchanges(whole: ModelSpec, rank: Rank) -> tuple[int, int]:
     """(sums over ranks, gathers) of one step: a sum after each branch, and the logits are gathered."""
     from plait.model.mixers.registry import divide
 

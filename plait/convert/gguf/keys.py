@@ -11,8 +11,7 @@ import torch
 
 from plait.errors import UnsupportedFormat
 from plait.ops.rope import frequencies, yarn_mscale
-from plait.rare_specs import DeltaNetSpec, LightningSpec, Mamba1Spec, ShortConvSpec
-from plait.spec import (
+from plait.spec.model import (
     AttentionSpec,
     Mamba2Spec,
     Mixer,
@@ -23,6 +22,7 @@ from plait.spec import (
     ParallelSpec,
     RopeSpec,
 )
+from plait.spec.recurrent import DeltaNetSpec, LightningSpec, Mamba1Spec, ShortConvSpec
 
 Values = dict[str, Any]
 SOFTMAX, SIGMOID = 1, 2  # expert_gating_func

@@ -29,8 +29,8 @@ from plait.families.gguf.arch import ARCHITECTURES
 from plait.families.gguf.names import gguf_names
 from plait.families.resolve import resolve
 from plait.ops.rope import frequencies
-from plait.rare_specs import DeltaNetSpec
-from plait.spec import AttentionSpec, Mamba2Spec, MlaSpec, ModelSpec, MoeSpec, RopeSpec
+from plait.spec.model import AttentionSpec, Mamba2Spec, MlaSpec, ModelSpec, MoeSpec, RopeSpec
+from plait.spec.recurrent import DeltaNetSpec
 
 log = logging.getLogger("plait")
 _MAX_DIMS = 4  # of GGUF's tensors

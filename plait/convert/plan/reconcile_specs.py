@@ -18,8 +18,8 @@ from plait.convert.plan.source import NeededTensor
 from plait.convert.plan.tensor_plan import Made, with_part
 from plait.errors import UnsupportedFormat
 from plait.ops.rope import frequencies
-from plait.rare_specs import DeltaNetSpec
-from plait.spec import AttentionSpec, Mamba2Spec, ModelSpec, RopeSpec
+from plait.spec.model import AttentionSpec, Mamba2Spec, ModelSpec, RopeSpec
+from plait.spec.recurrent import DeltaNetSpec
 
 # How a model is called, how its scans are cut into chunks, and what sizes its rotary tables.
 FREE = {"family", "chunk_size", "max_len"}

@@ -16,7 +16,7 @@ from plait.families.common.resolved import Resolved
 from plait.loading.meta_model import Outline, meta_target
 from plait.model.decoder import Decoder
 from plait.quant.weight import Weight
-from plait.spec import ModelSpec
+from plait.spec.model import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)

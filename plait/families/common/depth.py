@@ -11,8 +11,8 @@ from plait.checkpoint.names import Back, Derived
 from plait.errors import UnsupportedModel
 from plait.families.common.recipes import Stored
 from plait.quant.weight import as_tensor
-from plait.rare_specs import DepthSpec
-from plait.spec import BranchSpec, ModelSpec
+from plait.spec.branches import DepthSpec
+from plait.spec.model import BranchSpec, ModelSpec
 
 LAST = "depth"  # the branch behind the last layer's: what the model's last norm reads
 

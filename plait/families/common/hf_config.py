@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from plait.families.config.normalize import Config
-from plait.spec import Mamba2Spec, ModelSpec
+from plait.spec.model import Mamba2Spec, ModelSpec
 
 Values = dict[str, object]
 Extra = Callable[[Config, ModelSpec], Values]

@@ -13,8 +13,8 @@ from plait.checkpoint.names import Back, Derived, Rules, Source
 from plait.errors import UnsupportedModel
 from plait.families.common.recipes import Stored
 from plait.quant.weight import as_tensor
-from plait.rare_specs import GatedBranchSpec, HyperBranchSpec
-from plait.spec import BranchSpec, HyperSpec, ModelSpec
+from plait.spec.branches import GatedBranchSpec, HyperBranchSpec
+from plait.spec.model import BranchSpec, HyperSpec, ModelSpec
 
 MOST = 64  # residual streams, and rounds in which they are balanced
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from plait.families.common.spec_builders import gqa, norm, plain_mlp
 from plait.families.config.normalize import Config
-from plait.spec import AttentionSpec, BranchSpec
+from plait.spec.model import AttentionSpec, BranchSpec
 
 ATTN, FFN = "layers.{i}.attn", "layers.{i}.ffn"
 

@@ -17,7 +17,7 @@ from plait.families.common.detection import UNDETECTED, Detection
 from plait.families.common.hf_config import USUAL_HF, HfConfig
 from plait.families.common.refused import why_no_decoder, why_refused
 from plait.families.config.normalize import NOTHING, Config, flatten, normalize
-from plait.spec import ModelSpec
+from plait.spec.model import ModelSpec
 
 Build = Callable[[Config], tuple[ModelSpec, NameMap]]
 

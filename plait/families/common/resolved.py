@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from plait.checkpoint.names import NameMap
 from plait.families.config.normalize import Config
-from plait.spec import ModelSpec
+from plait.spec.model import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 from plait.errors import UnsupportedModel
 from plait.families.config.normalize import FULL, SLIDING, Config
-from plait.rare_specs import Mamba1Spec
-from plait.spec import (
+from plait.spec.model import (
     UNLIMITED,
     AttentionSpec,
     BranchSpec,
@@ -25,6 +24,7 @@ from plait.spec import (
     RouterSpec,
     TemperatureSpec,
 )
+from plait.spec.recurrent import Mamba1Spec
 
 ENDLESS = 262_144  # tokens: a model without positions has no limit of its own
 _ROPE_ONLY = ("rope_theta", "partial_rotary_factor")

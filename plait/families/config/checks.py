@@ -15,7 +15,7 @@ from typing import Any
 from plait.errors import PlaitError, UnsupportedModel
 from plait.families.config.neutral import NEUTRAL
 from plait.families.config.normalize import ALIASES, ROPE_KEYS, IncompleteConfig
-from plait.spec import AttentionSpec, Mamba2Spec, ModelSpec, MoeSpec
+from plait.spec.model import AttentionSpec, Mamba2Spec, ModelSpec, MoeSpec
 
 MAX_LAYERS = 4096
 MAX_SIZE = 1 << 26  # of a width, a vocabulary, a number of heads or experts

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from plait.errors import UnsupportedModel
 from plait.families.gguf.arch import Metadata
-from plait.spec import ModelSpec, MoeSpec
+from plait.spec.model import ModelSpec, MoeSpec
 
 # Key behind the architecture's prefix -> the values that change nothing in a model that does not know it.
 _NONE: tuple[object, ...] = (0, 0.0, False, [], "")

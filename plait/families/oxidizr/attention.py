@@ -9,7 +9,7 @@ from math import gcd
 
 from plait.errors import ConfigError, UnsupportedModel
 from plait.families.oxidizr.view import BranchPart, Shape, Tensors, View, linear
-from plait.spec import AttentionSpec, MlaSpec, MlpSpec, MoeSpec, NormSpec
+from plait.spec.model import AttentionSpec, MlaSpec, MlpSpec, MoeSpec, NormSpec
 
 LATENT_NORM = NormSpec(1e-6)
 

@@ -26,7 +26,7 @@ from plait.families.oxidizr.ssm import mamba1, mamba2, mamba3
 from plait.families.oxidizr.view import BranchPart, Shape, SsmMode, Tensors, View
 from plait.families.oxidizr.weights import TakeA, list_rules
 from plait.quant.weight import Weight, as_tensor
-from plait.spec import BranchSpec, MlaSpec, ModelSpec, MtpSpec, NormSpec
+from plait.spec.model import BranchSpec, MlaSpec, ModelSpec, MtpSpec, NormSpec
 
 MEASURES: Mapping[str, Callable[[View], BranchPart]] = {
     "mamba1": mamba1, "mamba2": mamba2, "mamba3": mamba3, "mla": mla, "latent": latent, "gqa": gqa,

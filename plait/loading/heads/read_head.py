@@ -21,7 +21,7 @@ from plait.frontend.model_head import NO_HEAD, HeadLayer, ModelHead, PairForm, S
 from plait.loading.heads.read_vectors import make_layer, read_json_file, read_vectors
 from plait.quant.weight import as_tensor
 from plait.request import Pooling
-from plait.spec import AttentionSpec, ModelSpec
+from plait.spec.model import AttentionSpec, ModelSpec
 from plait.text.tokenizers.tokenizer import Tokenizer
 
 HEAD_TENSORS = ("score", "classifier", "v_head")  # of transformers' classes; reward models have `score.0` …

@@ -27,8 +27,7 @@ from plait.version import __version__
 
 # Our modules that compute: from the bytes of a file to the id of a token.
 COMPUTES = (
-    *("spec.py", "rare_specs.py", "sparse_specs.py", "moe_specs.py", "partition.py"),
-    *("checkpoint", "families", "kernels", "model", "ops", "quant", "runner"),
+    *("spec", "partition.py", "checkpoint", "families", "kernels", "model", "ops", "quant", "runner"),
     "loading/draft_model.py",
     "loading/heads",
 )

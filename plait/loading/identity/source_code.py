@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).resolve().parents[2]
 
 
 def hash_code(parts: Iterable[str]) -> str:
-    """32 hexadecimal digits of these modules (`spec.py`) and folders (`ops`) of the package, in order."""
+    """32 hexadecimal digits of these modules (`memory.py`) and folders (`ops`) of the package, in order."""
     return hashlib.blake2b("".join(map(_hash_part, parts)).encode(), digest_size=16).hexdigest()
 
 

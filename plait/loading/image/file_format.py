@@ -110,7 +110,7 @@ class ModelPart(Struct, frozen=True):
     """What an engine must know about the model."""
 
     name: str
-    spec: object  # as `frontend.spec_values` encodes it
+    spec: object  # as `plait.spec.values` encodes it
     paged: Mapping[str, PagedState]
     slots: Mapping[str, SlotState]
     order: tuple[str, ...]  # of both

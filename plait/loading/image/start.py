@@ -35,8 +35,8 @@ from plait.runner.host.runner import FullRunner, HostRunner
 from plait.runner.host.sampler import Floats, HostSampler, RowOps
 from plait.runner.host.static_batch import Capacity
 from plait.schedule.drafts.ngram import NgramProposer
-from plait.spec import ModelSpec
-from plait.spec_values import decode_spec_value
+from plait.spec.model import ModelSpec
+from plait.spec.values import decode_spec_value
 from plait.state.disk.cache import DiskCache
 from plait.state.host_store import HostStore
 from plait.text.chat.template import begin_start

@@ -32,7 +32,7 @@ from plait.memory import PagedState, SlotState
 from plait.ops.registry import list_variants
 from plait.runner.host.program import ProgramReplay
 from plait.runner.runner import ModelRunner
-from plait.spec_values import encode_spec_value
+from plait.spec.values import encode_spec_value
 from plait.state.host_store import HostStore
 from plait.state.store import StateStore
 

@@ -14,8 +14,8 @@ from plait.checkpoint.names import Derived
 from plait.families.common.registry import families
 from plait.families.common.resolved import Resolved
 from plait.families.detect.sizes import HEAD_DIMS
-from plait.rare_specs import Mamba3Spec
-from plait.spec import AttentionSpec, Mamba2Spec, MlpSpec, MoeSpec, RopeSpec
+from plait.spec.model import AttentionSpec, Mamba2Spec, MlpSpec, MoeSpec, RopeSpec
+from plait.spec.recurrent import Mamba3Spec
 
 Values = Mapping[str, object]  # keys of a config, as --set has them
 OPEN = ("default", "probed", "from the other keys")

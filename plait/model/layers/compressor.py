@@ -8,21 +8,21 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.memory import PagedState, SlotState, State, group_name
 from plait.model.layers.layers import Batch, Norm, Rope
 from plait.ops.compressed import FOLDED, add_open_block, choose_entries, compress_tokens, spread_windows
 from plait.ops.entry import CODED
 from plait.ops.rows import join
-from plait.sparse_specs import CompressorSpec, EntryIndexSpec, MeanIndexSpec
+from plait.spec.model import IndexerSpec, RopeSpec
+from plait.spec.sparse import CompressorSpec, EntryIndexSpec, MeanIndexSpec
 from plait.state.store import StateStore
 
 
 class LastRope:
     """Rotary positions of the last numbers of a head; `back`: in the other direction."""
 
-    def __init__(self, s: spec.RopeSpec, size: int, w: Weights, *, back: bool = False) -> None:
+    def __init__(self, s: RopeSpec, size: int, w: Weights, *, back: bool = False) -> None:
         self._parts, self._rope, self._join = [size - s.dim, s.dim], Rope(s, w), w.bind(join)
         if back:
             turned = self._rope.rotation
@@ -149,7 +149,7 @@ class PoolIndexer:
     Of several ranks each has all of it.
     """
 
-    def __init__(self, s: spec.IndexerSpec, pool: int, q_size: int, w: Weights) -> None:
+    def __init__(self, s: IndexerSpec, pool: int, q_size: int, w: Weights) -> None:
         """pool: keys of a pool. q_size: of the queries' latent, from which index queries are made."""
         self.spec, self.size, self._user = s, pool, w.prefix.rpartition(".")[0]
         count = min(s.top_k // pool, -(-w.target.max_len // pool))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.model.layers.layers import Norm
 from plait.ops.place import NormWeights
 from plait.quant.weight import as_tensor
+from plait.spec.model import AttentionSpec, NormSpec
 
 
 class HeadNorm:
@@ -18,7 +18,7 @@ class HeadNorm:
     Where it is over the heads of all ranks, these are gathered.
     """
 
-    def __init__(self, norm: spec.NormSpec, s: spec.AttentionSpec, w: Weights, heads: int) -> None:
+    def __init__(self, norm: NormSpec, s: AttentionSpec, w: Weights, heads: int) -> None:
         self._apart = s.qk_norm_over == "head"
         size = s.head_dim if self._apart else heads * s.head_dim
         self._heads: SharedHeads | None = None

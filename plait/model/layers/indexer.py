@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.memory import PagedState, State, group_name
 from plait.model.layers.layers import Batch, Norm, Rope
 from plait.ops.entry import CODED
 from plait.ops.indexer import choose_keys
+from plait.spec.model import IndexerSpec
 from plait.state.store import StateStore
 
 
@@ -19,7 +19,7 @@ class Indexer:
     Of several ranks each has all of it, because what it chooses serves all heads.
     """
 
-    def __init__(self, s: spec.IndexerSpec, w: Weights, q_size: int) -> None:
+    def __init__(self, s: IndexerSpec, w: Weights, q_size: int) -> None:
         """q_size: of the queries' latent, from which index queries are made."""
         self.spec, self._user, self.name = s, w.prefix.rpartition(".")[0], w.prefix
         self.top_k = min(s.top_k, w.target.max_len)

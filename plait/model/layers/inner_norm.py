@@ -6,17 +6,17 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.model.layers.layers import Norm
 from plait.ops.ranks import gather_columns
 from plait.partition import join_ranges, width
+from plait.spec.model import NormSpec
 
 
 class InnerNorm:
     """`size` features of this rank, `unit` of which stay together. Each rank norms those of all."""
 
-    def __init__(self, s: spec.NormSpec, w: Weights, size: int, unit: int | None = None) -> None:
+    def __init__(self, s: NormSpec, w: Weights, size: int, unit: int | None = None) -> None:
         self._comm, rank = w.target.comm, w.target.comm.rank
         self._widths, self._start = [size], 0
         if rank.size > 1:

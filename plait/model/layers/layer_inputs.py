@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.model.layers.layers import Batch, Norm
 from plait.ops.activation import combine
 from plait.ops.rows import bind_table
+from plait.spec.model import ModelSpec
 
 NAME = "layer inputs"  # in `Batch.step`
 
@@ -16,7 +16,7 @@ NAME = "layer inputs"  # in `Batch.step`
 class LayerInputs:
     """Of all layers at once, once in a step: `weight` [vocab, count * size], `project`, `norm` [size]."""
 
-    def __init__(self, model: spec.ModelSpec, weights: Weights) -> None:
+    def __init__(self, model: ModelSpec, weights: Weights) -> None:
         assert model.layer_inputs is not None
         s, w = model.layer_inputs, weights.scope("layer_inputs")
         self.spec, self._dtype = s, w.target.dtype

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.ops import norm
 from plait.ops.activation import activate, combine, rescale
@@ -20,6 +19,7 @@ from plait.ops.place import NormWeights, Rotation
 from plait.ops.ranks import Comm, gather_columns
 from plait.ops.rope import frequencies, rotate
 from plait.ops.rows import bind_table
+from plait.spec.model import HeadSpec, ModelSpec, NormSpec, RopeSpec
 
 EMBEDDINGS = "embeddings"  # in `Batch.step`, for mixers that add them
 
@@ -67,7 +67,7 @@ class Embedding:
     Learned positions, where a model has them, are a second table; a norm may follow.
     """
 
-    def __init__(self, s: spec.ModelSpec, w: Weights) -> None:
+    def __init__(self, s: ModelSpec, w: Weights) -> None:
         table = w.weight("weight", (s.vocab_size, s.hidden_size))
         self.scale, self.dtype = s.embed_scale, w.target.dtype
         self._embed, self.table = bind_table(w.bind, table)
@@ -91,7 +91,7 @@ class LmHead:
     Each rank computes the logits of some tokens, and has those of all.
     """
 
-    def __init__(self, s: spec.ModelSpec, w: Weights) -> None:
+    def __init__(self, s: ModelSpec, w: Weights) -> None:
         self.spec, self._comm = s, w.target.comm
         name, rank = "embed" if s.tied else "head", self._comm.rank
         edges = [s.vocab_size * i // rank.size for i in range(rank.size + 1)]
@@ -116,7 +116,7 @@ class LmHead:
 class HeadTransform:
     """What some heads do before their table of logits: norm(activation(linear(x))), whole on every rank."""
 
-    def __init__(self, s: spec.HeadSpec, w: Weights, hidden: int) -> None:
+    def __init__(self, s: HeadSpec, w: Weights, hidden: int) -> None:
         self.spec, self.norm = s, Norm(s.norm, w.scope("norm"), hidden)
         self.linear: Linear = w.linear("linear", in_size=hidden, out_sizes=(hidden,))
         self._activate = w.bind(activate, kind=s.activation, gated=False)
@@ -129,7 +129,7 @@ class HeadTransform:
 class Norm:
     """RMS or layer norm over `size` features, or over each of `groups` equal parts of them."""
 
-    def __init__(self, s: spec.NormSpec, w: Weights, size: int, groups: int = 1) -> None:
+    def __init__(self, s: NormSpec, w: Weights, size: int, groups: int = 1) -> None:
         self.spec, self.groups = s, groups
         # In float32 whatever the model computes in: Gemma's 1 + w would lose its last bits in bfloat16.
         self.weight = w.tensor("weight", (size,), torch.float32) if s.weight else _ones(size, w)
@@ -172,7 +172,7 @@ class GatedNorm:
     """
 
     def __init__(
-        self, s: spec.NormSpec | None, w: Weights, size: int, groups: int, norm_before_gate: bool = False
+        self, s: NormSpec | None, w: Weights, size: int, groups: int, norm_before_gate: bool = False
     ) -> None:
         self._comm, self._size, ranks = w.target.comm, size, w.target.comm.rank.size
         self._is_gathered = s is not None and groups % ranks != 0
@@ -206,7 +206,7 @@ def _ones(size: int, w: Weights) -> Tensor:
 
 
 class Rope:
-    def __init__(self, s: spec.RopeSpec, w: Weights) -> None:
+    def __init__(self, s: RopeSpec, w: Weights) -> None:
         inv_freq, mscale = frequencies(s, w.target.max_len)
         self.rotation = Rotation(inv_freq.to(w.target.device), mscale, s.interleaved)
         self._rotate = w.bind(rotate, dim=s.dim, interleaved=s.interleaved, max_len=w.target.max_len)
@@ -216,7 +216,7 @@ class Rope:
         return self.rotation.apply(self._rotate, x, positions)
 
 
-def describe_rope(s: spec.RopeSpec | None) -> str:
+def describe_rope(s: RopeSpec | None) -> str:
     """Rotary positions in a few words, for `plait info`."""
     if s is None:
         return "no rope"

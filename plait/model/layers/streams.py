@@ -9,13 +9,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.model.layers.layers import Norm
 from plait.ops.activation import activate, combine, gate, rescale
 from plait.ops.linear import Linear
 from plait.ops.rows import join
 from plait.ops.streams import match_size, mix_streams, weigh_streams
+from plait.spec.model import HyperSpec, ModelSpec
 
 LEAST = 1e-5  # mean square of what is made as large as the first stream
 
@@ -31,14 +31,14 @@ class Streams(Protocol):
         """[T, streams * hidden], and what is to be added -> [T, hidden]."""
 
 
-def build_streams(s: spec.ModelSpec, weights: Weights) -> Streams | None:
+def build_streams(s: ModelSpec, weights: Weights) -> Streams | None:
     """What a model has before its first layer and behind its last; None if it has one stream."""
     if s.hyper:
         return GatedStreams(s.hyper, weights) if s.hyper.rank else HyperStreams(s.hyper, weights)
     return AltUpStreams(s, weights) if s.streams else None
 
 
-def build_last_norm(s: spec.ModelSpec, streams: Streams | None, weights: Weights) -> Norm | None:
+def build_last_norm(s: ModelSpec, streams: Streams | None, weights: Weights) -> Norm | None:
     """The model's last norm; None if it is in what `streams` joins."""
     is_normed = streams is not None and streams.is_normed
     return None if is_normed else Norm(s.norm, weights.scope("norm"), s.hidden_size)
@@ -49,7 +49,7 @@ class AltUpStreams:
 
     is_normed = False
 
-    def __init__(self, s: spec.ModelSpec, weights: Weights) -> None:
+    def __init__(self, s: ModelSpec, weights: Weights) -> None:
         assert s.streams is not None
         self.count, self.size, w = s.streams, s.hidden_size, weights.scope("streams")
 
@@ -81,7 +81,7 @@ class AltUpStreams:
 class StreamWeights:
     """The weights by which a token's streams are read, written and mixed: `weights`, a linear layer."""
 
-    def __init__(self, s: spec.HyperSpec, w: Weights, size: int) -> None:
+    def __init__(self, s: HyperSpec, w: Weights, size: int) -> None:
         """size: of the linear layer, `count` numbers for each of the three."""
         self.spec, wide = s, s.count * w.target.hidden_size
         self._norm = Norm(s.norm, w.scope("weights_norm"), wide)
@@ -113,7 +113,7 @@ class HyperStreams:
 
     is_normed = False
 
-    def __init__(self, s: spec.HyperSpec, weights: Weights) -> None:
+    def __init__(self, s: HyperSpec, weights: Weights) -> None:
         w = weights.scope("streams")
         self.count, self.size = s.count, w.target.hidden_size
         self._weights = None if s.ends_even else StreamWeights(s, w, s.count)
@@ -132,7 +132,7 @@ class HyperStreams:
 class GatedRead:
     """One mean of a token's streams, each normed, each number times a gate made of them all (Qwen4-Exp)."""
 
-    def __init__(self, s: spec.HyperSpec, w: Weights) -> None:
+    def __init__(self, s: HyperSpec, w: Weights) -> None:
         """`norm` [streams * hidden], `down` and `up`: the two linear layers of the gates."""
         assert s.rank is not None
         self.count, self.size = s.count, w.target.hidden_size
@@ -157,7 +157,7 @@ class GatedStreams:
 
     is_normed = True
 
-    def __init__(self, s: spec.HyperSpec, weights: Weights) -> None:
+    def __init__(self, s: HyperSpec, weights: Weights) -> None:
         w = weights.scope("streams")
         self.spread, self._read, self._combine = Repeat(s.count, w), GatedRead(s, w), w.bind(combine)
 

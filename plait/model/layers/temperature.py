@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.model.layers.layers import Batch
 from plait.ops.activation import scale_rows
 from plait.ops.rows import take_rows
+from plait.spec.model import TemperatureSpec
 
 
 class Temperature:
     """What queries are multiplied by, from a table of all positions that the layers share."""
 
-    def __init__(self, s: spec.TemperatureSpec, w: Weights) -> None:
+    def __init__(self, s: TemperatureSpec, w: Weights) -> None:
         def table(_: Weights) -> Tensor:
             at = torch.arange(w.target.max_len, dtype=torch.float32)
             far = (at + s.first) / s.length

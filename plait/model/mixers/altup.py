@@ -15,7 +15,7 @@ from plait.ops.activation import combine, rescale
 from plait.ops.ranks import sum_ranks
 from plait.ops.streams import mix_streams
 from plait.partition import Division, Rank
-from plait.rare_specs import AltUpSpec
+from plait.spec.branches import AltUpSpec
 from plait.state.store import StateStore
 
 HALF = 0.5**0.5

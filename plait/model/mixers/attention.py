@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.memory import PagedState, State, group_name
 from plait.model.layers.head_gate import HeadGate
@@ -23,10 +22,11 @@ from plait.ops.full_attention import full_attention
 from plait.ops.linear import Linear
 from plait.ops.place import HeadNorms, place_heads
 from plait.partition import Cut, Division, Rank, join_ranges, scale_range, sum_of, width
+from plait.spec.model import AttentionSpec
 from plait.state.store import StateStore
 
 
-def describe_attention(m: spec.AttentionSpec) -> str:
+def describe_attention(m: AttentionSpec) -> str:
     kind = "attention" if m.num_heads == m.num_kv_heads else "grouped-query attention"
     parts = [f"{kind}, {m.num_heads} heads × {m.head_dim}, {m.num_kv_heads} kv", describe_rope(m.rope)]
     parts += [f"window {m.window}"] if m.window else []
@@ -42,7 +42,7 @@ def describe_attention(m: spec.AttentionSpec) -> str:
     return ", ".join(parts)
 
 
-def divide_attention(s: spec.AttentionSpec, rank: Rank, hidden_size: int) -> Division:
+def divide_attention(s: AttentionSpec, rank: Rank, hidden_size: int) -> Division:
     heads, dim = join_ranges(rank.divide(s.num_heads, "heads")), s.head_dim
     kv = rank.divide_for_heads(s.num_kv_heads, s.num_heads, "key-value heads")
     q_rows, kv_rows = Cut((scale_range(heads, dim),)), Cut((scale_range(kv, dim),))
@@ -56,9 +56,9 @@ def divide_attention(s: spec.AttentionSpec, rank: Rank, hidden_size: int) -> Div
     return Division(part, cuts, gathers=gathers)
 
 
-@mixer(spec.AttentionSpec, describe_attention, divide_attention)
+@mixer(AttentionSpec, describe_attention, divide_attention)
 class Attention:
-    def __init__(self, s: spec.AttentionSpec, w: Weights) -> None:
+    def __init__(self, s: AttentionSpec, w: Weights) -> None:
         self.spec, self.name = s, w.prefix
         q, kv = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
         parts = {"q": q, "k": kv, "v": kv, **({"gate": q} if s.gate else {})}

@@ -17,7 +17,7 @@ from plait.ops.activation import gate
 from plait.ops.block_sparse import block_sparse_attention, choose_blocks
 from plait.ops.entry import CODED, head_widths
 from plait.partition import Cut, Division, Rank, scale_range
-from plait.sparse_specs import BlockIndexSpec, BlockSparseSpec, MeanSparseSpec
+from plait.spec.sparse import BlockIndexSpec, BlockSparseSpec, MeanSparseSpec
 from plait.state.store import StateStore
 
 

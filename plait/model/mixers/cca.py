@@ -20,7 +20,7 @@ from plait.ops.linear import Linear
 from plait.ops.rows import join
 from plait.ops.streams import mix_streams
 from plait.partition import Cut, Division, Range, Rank, join_ranges, scale_range, shift_range, width
-from plait.rare_specs import CcaSpec
+from plait.spec.attention import CcaSpec
 from plait.state.store import StateStore
 
 

@@ -14,7 +14,7 @@ from plait.model.mixers.registry import mixer
 from plait.ops.activation import activate, gate
 from plait.ops.ranks import sum_ranks
 from plait.partition import Cut, Division, Rank, join_ranges, sum_of, width
-from plait.rare_specs import ChannelMixSpec
+from plait.spec.recurrent import ChannelMixSpec
 from plait.state.store import StateStore
 
 

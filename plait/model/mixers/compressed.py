@@ -17,8 +17,8 @@ from plait.ops.compressed import entry_attention
 from plait.ops.entry import CODED, latent_width
 from plait.ops.heads import HeadRows, bind_heads
 from plait.partition import Cut, Division, Rank, join_ranges, scale_range, sum_of, width
-from plait.sparse_specs import CompressedSpec
-from plait.spec import NormSpec
+from plait.spec.model import NormSpec
+from plait.spec.sparse import CompressedSpec
 from plait.state.store import StateStore
 
 

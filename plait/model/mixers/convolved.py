@@ -10,7 +10,7 @@ from plait.model.layers.layers import Batch
 from plait.model.mixers.mamba2 import WITH_INPUT, DepthwiseConv
 from plait.model.mixers.registry import INNER, build, describe, divide_inside, mixer
 from plait.ops.ranks import sum_ranks
-from plait.rare_specs import ConvolvedSpec
+from plait.spec.branches import ConvolvedSpec
 from plait.state.store import StateStore
 
 

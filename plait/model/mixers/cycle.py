@@ -10,7 +10,7 @@ from plait.model.layers.layers import Batch, Norm
 from plait.model.mixers.registry import mixer
 from plait.ops.activation import combine
 from plait.partition import Division, Rank
-from plait.rare_specs import CycleSpec
+from plait.spec.branches import CycleSpec
 from plait.state.store import StateStore
 
 SLOW, FAST = "slow state", "fast state"  # in `Batch.step`

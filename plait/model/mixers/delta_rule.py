@@ -18,7 +18,7 @@ from plait.ops.activation import activate, gate, sigmoid_steps
 from plait.ops.delta import delta_scan_from_gates, gated_delta_scan
 from plait.ops.norm import gated_rms_norm
 from plait.partition import Cut, Division, Range, Rank, join_ranges, scale_range, shift_range, sum_of, width
-from plait.rare_specs import DeltaNetSpec
+from plait.spec.recurrent import DeltaNetSpec
 from plait.state.store import StateStore
 
 

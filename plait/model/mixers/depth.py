@@ -11,7 +11,7 @@ from plait.model.layers.layers import Batch, Norm
 from plait.model.mixers.registry import INNER, build, describe, divide_inside, mixer
 from plait.ops.ranks import sum_ranks
 from plait.ops.streams import mix_sources
-from plait.rare_specs import DepthSpec
+from plait.spec.branches import DepthSpec
 from plait.state.store import StateStore
 
 BLOCKS = "blocks of layers"  # in `Batch.step`

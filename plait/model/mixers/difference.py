@@ -24,7 +24,7 @@ from plait.ops.entry import head_widths
 from plait.ops.place import place_heads
 from plait.ops.rows import join
 from plait.partition import Cut, Division, Rank, join_ranges, scale_range, sum_of, width
-from plait.rare_specs import DifferenceSpec, SharedDifferenceSpec
+from plait.spec.attention import DifferenceSpec, SharedDifferenceSpec
 from plait.state.store import StateStore
 
 

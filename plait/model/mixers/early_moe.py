@@ -8,8 +8,8 @@ from plait.checkpoint.weights import Weights
 from plait.model.layers.layers import Batch, Norm
 from plait.model.mixers.moe import Moe, divide_moe
 from plait.model.mixers.registry import INNER, build, describe, divide_inside, mixer
-from plait.moe_specs import EarlyMoeSpec, EarlyRouterSpec
 from plait.ops.ranks import sum_ranks
+from plait.spec.moe import EarlyMoeSpec, EarlyRouterSpec
 from plait.state.store import StateStore
 
 LOGITS = "logits of experts"  # in `Batch.step`

@@ -21,7 +21,7 @@ from plait.ops.ranks import add_in_tree
 from plait.ops.registry import Bound, Op
 from plait.ops.rows import join
 from plait.partition import Cut, Division, Rank, join_ranges, scale_range, sum_of, width
-from plait.rare_specs import ExpertHeadsSpec
+from plait.spec.attention import ExpertHeadsSpec
 from plait.state.store import StateStore
 
 

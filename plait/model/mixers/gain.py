@@ -11,7 +11,7 @@ from plait.model.layers.layers import EMBEDDINGS, Batch
 from plait.model.mixers.registry import INNER, build, describe, divide_inside, mixer
 from plait.ops.activation import scale_rows
 from plait.ops.ranks import sum_ranks
-from plait.rare_specs import GainSpec
+from plait.spec.branches import GainSpec
 from plait.state.store import StateStore
 
 

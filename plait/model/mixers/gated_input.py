@@ -8,7 +8,7 @@ from plait.checkpoint.weights import Weights
 from plait.model.layers.layers import Batch
 from plait.model.mixers.registry import INNER, build, describe, divide_inside, mixer
 from plait.ops.activation import activate, gate
-from plait.rare_specs import GatedInputSpec
+from plait.spec.branches import GatedInputSpec
 from plait.state.store import StateStore
 
 

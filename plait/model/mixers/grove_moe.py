@@ -6,14 +6,14 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.model.mixers.moe import Moe, build_shares, divide_moe
 from plait.model.mixers.registry import mixer
-from plait.moe_specs import GroveMoeSpec
 from plait.ops.moe import group_choice
 from plait.ops.ranks import add_in_tree
 from plait.partition import Division, Rank
+from plait.spec.model import MoeSpec
+from plait.spec.moe import GroveMoeSpec
 
 COMMON = "common"
 
@@ -23,15 +23,15 @@ def _words(m: GroveMoeSpec) -> str:
     return f"{whole}, each {m.group} with one × {m.common.size} in common"
 
 
-def _common(s: GroveMoeSpec) -> spec.MoeSpec:
+def _common(s: GroveMoeSpec) -> MoeSpec:
     """The experts in common, as a mixture."""
-    return spec.MoeSpec(s.num_experts // s.group, s.top_k, s.common, s.router)
+    return MoeSpec(s.num_experts // s.group, s.top_k, s.common, s.router)
 
 
 def _divide(s: GroveMoeSpec, rank: Rank, hidden_size: int) -> Division:
     own, others = divide_moe(s, rank, hidden_size), divide_moe(_common(s), rank, hidden_size)
     assert isinstance(own.spec, GroveMoeSpec)
-    assert isinstance(others.spec, spec.MoeSpec)
+    assert isinstance(others.spec, MoeSpec)
     cuts = {**own.cuts, **{f"{COMMON}.{name}": cut for name, cut in others.cuts.items()}}
     return Division(replace(own.spec, common=others.spec.expert), cuts, own.sums)
 

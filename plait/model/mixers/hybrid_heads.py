@@ -21,8 +21,8 @@ from plait.model.mixers.registry import mixer
 from plait.ops.activation import combine
 from plait.ops.front import begin_slots, front_attention
 from plait.partition import Cut, Division, Rank, join_ranges, scale_range, width
-from plait.rare_specs import HybridHeadsSpec
-from plait.spec import AttentionSpec
+from plait.spec.attention import HybridHeadsSpec
+from plait.spec.model import AttentionSpec
 from plait.state.store import StateStore
 
 KEYS = "keys"  # the name of the paged state of a mixer

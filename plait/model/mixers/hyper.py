@@ -12,7 +12,7 @@ from plait.model.mixers.registry import INNER, build, describe, divide_inside, m
 from plait.ops.activation import activate, combine, rescale
 from plait.ops.ranks import sum_ranks
 from plait.ops.streams import mix_streams
-from plait.rare_specs import GatedBranchSpec, HyperBranchSpec
+from plait.spec.branches import GatedBranchSpec, HyperBranchSpec
 from plait.state.store import StateStore
 
 

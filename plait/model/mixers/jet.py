@@ -17,7 +17,7 @@ from plait.ops.activation import activate
 from plait.ops.delta import delta_scan_from_gates
 from plait.ops.dynamic_conv import dynamic_conv
 from plait.partition import Cut, Division, Rank, join_ranges, scale_range, shift_range, sum_of, width
-from plait.rare_specs import JetSpec
+from plait.spec.recurrent import JetSpec
 from plait.state.store import StateStore
 
 

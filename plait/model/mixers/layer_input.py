@@ -11,7 +11,7 @@ from plait.model.layers.layers import Batch
 from plait.model.mixers.registry import mixer
 from plait.ops.activation import activate, multiply
 from plait.partition import Division, Rank
-from plait.rare_specs import LayerInputSpec
+from plait.spec.branches import LayerInputSpec
 from plait.state.store import StateStore
 
 

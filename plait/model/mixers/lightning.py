@@ -19,7 +19,7 @@ from plait.ops.activation import activate, gate, rescale
 from plait.ops.ranks import gather_columns
 from plait.ops.ssm import mamba2_scan
 from plait.partition import Cut, Division, Rank, join_ranges, scale_range, sum_of
-from plait.rare_specs import LightningSpec
+from plait.spec.recurrent import LightningSpec
 from plait.state.store import StateStore
 
 

@@ -13,7 +13,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.errors import UnsupportedModel
 from plait.memory import SlotState, State
@@ -26,7 +25,8 @@ from plait.ops.norm import gated_rms_norm
 from plait.ops.ranks import sum_ranks
 from plait.ops.ssm import gated_mamba1_scan, mamba2_scan
 from plait.partition import Cut, Division, Rank, join_ranges, sum_of, width
-from plait.rare_specs import Mamba1Spec
+from plait.spec.model import UNLIMITED
+from plait.spec.recurrent import Mamba1Spec
 from plait.state.store import StateStore
 
 
@@ -142,7 +142,7 @@ class _PerHead:
         """h: [T, inner]; its gate; dt as it is mapped, A, B, C, D and the state -> [T, inner]."""
         dt, A, B, C, D, state = operands
         B, C = (norm(m) if norm else m for norm, m in zip(self._norms, (B, C), strict=True))
-        dt = self._step_sizes(dt, None, 0.0, spec.UNLIMITED)
+        dt = self._step_sizes(dt, None, 0.0, UNLIMITED)
         x, B, C = h.unflatten(-1, self.state_shape[:2]), B[:, None], C[:, None]
         where = (batch.state_slots, batch.query_start, batch.has_history, batch.num_decodes)
         y: Tensor = self._scan(x, dt, A, B, C, D, state, *where, positions=batch.positions)

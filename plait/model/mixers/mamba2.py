@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.memory import SlotState, State
 from plait.model.layers.kept_state import state_columns
@@ -19,7 +18,8 @@ from plait.ops.conv import causal_conv
 from plait.ops.ssm import mamba2_scan_from_dt
 from plait.ops.ssm_exact import mamba2_exact
 from plait.partition import Cut, Division, Range, Rank, join_ranges, scale_range, shift_range, sum_of, width
-from plait.rare_specs import Mamba3Spec
+from plait.spec.model import Mamba2Spec
+from plait.spec.recurrent import Mamba3Spec
 from plait.state.store import StateStore
 
 # Of taps to which 1 was added for the input itself: bfloat16 near 1 would round a small tap away.
@@ -59,7 +59,7 @@ class DepthwiseConv:
         return out
 
 
-def ssd_words(m: spec.Mamba2Spec | Mamba3Spec) -> str:
+def ssd_words(m: Mamba2Spec | Mamba3Spec) -> str:
     """Mamba2 and Mamba3 have the same sizes."""
     groups = f", {m.num_groups} groups" if m.num_groups > 1 else ""
     mode = f", {m.mode}" if m.mode != "ssd" else ""
@@ -73,7 +73,7 @@ def stack_ranges(sizes: Sequence[int], ranges: Sequence[Range]) -> tuple[Range, 
     return tuple(shift_range(piece, start) for piece, start in zip(ranges, starts, strict=True))
 
 
-def divide_ssd(s: spec.Mamba2Spec | Mamba3Spec, rank: Rank) -> tuple[Range, Range, dict[str, Cut]]:
+def divide_ssd(s: Mamba2Spec | Mamba3Spec, rank: Rank) -> tuple[Range, Range, dict[str, Cut]]:
     """Heads, groups of B and C, and the cuts that Mamba2 and Mamba3 have in common."""
     ranges = rank.divide(s.num_heads, "heads", s.head_dim)
     heads, inner = join_ranges(rank.divide(s.num_heads, "heads")), join_ranges(ranges)
@@ -90,16 +90,16 @@ def divide_ssd(s: spec.Mamba2Spec | Mamba3Spec, rank: Rank) -> tuple[Range, Rang
     return heads, groups, cuts
 
 
-def _divide(s: spec.Mamba2Spec, rank: Rank, hidden_size: int) -> Division:
+def _divide(s: Mamba2Spec, rank: Rank, hidden_size: int) -> Division:
     heads, groups, cuts = divide_ssd(s, rank)
     part = replace(s, num_heads=width(heads), num_groups=width(groups))
     is_gathered = s.gated_norm is not None and s.norm_groups % rank.size != 0
     return Division(part, cuts, gathers=2 * is_gathered)
 
 
-@mixer(spec.Mamba2Spec, ssd_words, _divide)
+@mixer(Mamba2Spec, ssd_words, _divide)
 class Mamba2:
-    def __init__(self, s: spec.Mamba2Spec, w: Weights) -> None:
+    def __init__(self, s: Mamba2Spec, w: Weights) -> None:
         self.spec, self.name = s, w.prefix
         hidden, heads = w.target.hidden_size, (s.num_heads,)
         inner, bc = s.num_heads * s.head_dim, s.num_groups * s.state_size

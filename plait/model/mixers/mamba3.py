@@ -18,7 +18,7 @@ from plait.ops.activation import activate, step_sizes
 from plait.ops.mamba3 import map_each_head, norm_for_heads, raw_mamba3_scan
 from plait.ops.ssm_exact import mamba3_exact
 from plait.partition import Cut, Division, Rank, scale_range, width
-from plait.rare_specs import Mamba3Spec
+from plait.spec.recurrent import Mamba3Spec
 from plait.state.store import StateStore
 
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.errors import UnsupportedModel
 from plait.memory import State
@@ -21,7 +20,9 @@ from plait.ops.activation import activate, step_sizes
 from plait.ops.rows import join
 from plait.ops.ssm import mamba1_scan
 from plait.partition import Cut, Division, Rank, join_ranges, sum_of, width
-from plait.rare_specs import Mamba1Spec, MemoryUnitSpec, RememberedMamba1Spec
+from plait.spec.branches import MemoryUnitSpec
+from plait.spec.model import UNLIMITED
+from plait.spec.recurrent import Mamba1Spec, RememberedMamba1Spec
 from plait.state.store import StateStore
 
 
@@ -65,7 +66,7 @@ class _RememberedScan:
     def __call__(self, h: Tensor, gate: Tensor, operands: tuple[Tensor, ...], batch: Batch) -> Tensor:
         """h: [T, inner]; its gate; dt as it is mapped, A, B, C, D and the state -> [T, inner]."""
         dt, *before, state = operands
-        dt = self._step_sizes(dt, None, 0.0, spec.UNLIMITED)
+        dt = self._step_sizes(dt, None, 0.0, UNLIMITED)
         where = (batch.state_slots, batch.query_start, batch.has_history, batch.num_decodes)
         y: Tensor = self._scan(h, dt, *before, state, *where, self._limit, batch.positions)
         batch.step[self._name] = y

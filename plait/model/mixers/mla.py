@@ -12,7 +12,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.errors import ShapeMismatch
 from plait.memory import PagedState, State, group_name
@@ -33,11 +32,12 @@ from plait.ops.registry import TensorFn
 from plait.ops.rows import join
 from plait.partition import Cut, Division, Rank, join_ranges, scale_range, sum_of, width
 from plait.quant.halves import Halves
-from plait.sparse_specs import PooledMlaSpec
+from plait.spec.model import IndexerSpec, MlaSpec
+from plait.spec.sparse import PooledMlaSpec
 from plait.state.store import StateStore
 
 
-def _words(m: spec.MlaSpec) -> str:
+def _words(m: MlaSpec) -> str:
     q = "" if m.q_rank is None else f", q rank {m.q_rank}"
     heads = f"{m.num_heads} heads × ({m.nope_dim} + {m.rope_dim})"
     gated = ", gated" if m.gate or m.head_gate or m.out_gate else ""
@@ -52,7 +52,7 @@ def _words(m: spec.MlaSpec) -> str:
     return f"{text}, the best {i.top_k} keys{pools} by {chosen}"
 
 
-def _divide(s: spec.MlaSpec, rank: Rank, hidden_size: int) -> Division:
+def _divide(s: MlaSpec, rank: Rank, hidden_size: int) -> Division:
     """Heads are divided; the latents, which serve all of them, are whole on every rank."""
     heads = join_ranges(rank.divide(s.num_heads, "heads"))
     queries = Cut((scale_range(heads, s.nope_dim + s.rope_dim),))
@@ -65,10 +65,10 @@ def _divide(s: spec.MlaSpec, rank: Rank, hidden_size: int) -> Division:
     return Division(replace(s, num_heads=width(heads)), cuts)
 
 
-@mixer(spec.MlaSpec, _words, _divide)
+@mixer(MlaSpec, _words, _divide)
 @mixer(PooledMlaSpec, _words, _divide)
 class Mla:
-    def __init__(self, s: spec.MlaSpec, w: Weights) -> None:
+    def __init__(self, s: MlaSpec, w: Weights) -> None:
         self.spec, self.name = s, w.prefix
         hidden, heads = w.target.hidden_size, s.num_heads
         q_size = heads * (s.nope_dim + s.rope_dim)
@@ -166,11 +166,11 @@ class Mla:
         return added
 
 
-def _build_indexer(s: spec.IndexerSpec, q_size: int, w: Weights) -> Indexer | PoolIndexer:
+def _build_indexer(s: IndexerSpec, q_size: int, w: Weights) -> Indexer | PoolIndexer:
     return PoolIndexer(s, s.pool, q_size, w) if s.pool else Indexer(s, w, q_size)
 
 
-def _halves(s: spec.MlaSpec, w: Weights) -> tuple[Tensor | HeadRows, Tensor | HeadRows]:
+def _halves(s: MlaSpec, w: Weights) -> tuple[Tensor | HeadRows, Tensor | HeadRows]:
     """Of the up-projection: what takes q to the latent, and the latent to values. Quantized, it stays so."""
     heads, each = s.num_heads, s.nope_dim + s.v_dim
     up = w.stored("kv_b.weight", (heads * each, s.kv_rank))

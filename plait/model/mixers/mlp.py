@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.memory import State
 from plait.model.layers.inner_norm import InnerNorm
@@ -17,14 +16,15 @@ from plait.ops.activation import activate, multiply, xielu
 from plait.ops.glu import glu
 from plait.ops.streams import keep_largest
 from plait.partition import Cut, Division, Rank, join_ranges, sum_of, width
+from plait.spec.model import MlpSpec
 from plait.state.store import StateStore
 
 
-def _words(m: spec.MlpSpec) -> str:
+def _words(m: MlpSpec) -> str:
     return f"{'gated ' if m.gated else ''}MLP {m.size}, {m.activation}"
 
 
-def divide_mlp(s: spec.MlpSpec, rank: Rank) -> tuple[spec.MlpSpec, dict[str, Cut]]:
+def divide_mlp(s: MlpSpec, rank: Rank) -> tuple[MlpSpec, dict[str, Cut]]:
     """A part of its inner features: rows of gate and up, columns of down."""
     ranges = rank.divide_blocks(s.size, "inner features")
     own = join_ranges(ranges)
@@ -32,15 +32,15 @@ def divide_mlp(s: spec.MlpSpec, rank: Rank) -> tuple[spec.MlpSpec, dict[str, Cut
     return replace(s, size=width(own)), cuts
 
 
-def _divide(s: spec.MlpSpec, rank: Rank, hidden_size: int) -> Division:
+def _divide(s: MlpSpec, rank: Rank, hidden_size: int) -> Division:
     if s.keep is not None:  # mean and deviation are of all features: each rank computes the whole
         return Division(s, {}, sums=-1)
     return Division(*divide_mlp(s, rank), gathers=int(s.norm is not None))
 
 
-@mixer(spec.MlpSpec, _words, _divide)
+@mixer(MlpSpec, _words, _divide)
 class Mlp:
-    def __init__(self, s: spec.MlpSpec, w: Weights, hidden_size: int | None = None) -> None:
+    def __init__(self, s: MlpSpec, w: Weights, hidden_size: int | None = None) -> None:
         self.spec, self.states = s, dict[str, State]()
         hidden = hidden_size or w.target.hidden_size
         names = ("gate", "up") if s.gated else ("up",)

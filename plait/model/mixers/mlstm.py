@@ -13,7 +13,7 @@ from plait.model.mixers.registry import mixer
 from plait.ops.activation import gate, rescale
 from plait.ops.mlstm import mlstm_scan
 from plait.partition import Cut, Division, Rank, join_ranges, scale_range, shift_range, sum_of, width
-from plait.rare_specs import MlstmSpec
+from plait.spec.recurrent import MlstmSpec
 from plait.state.store import StateStore
 
 

@@ -9,7 +9,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.memory import State
 from plait.model.layers.layers import Batch, Norm
@@ -22,18 +21,19 @@ from plait.ops.moe import StackedExperts, experts, route, split_identities
 from plait.ops.ranks import add_in_tree, sum_ranks
 from plait.ops.registry import Bound
 from plait.partition import Cut, Division, Range, Rank, join_ranges, width
+from plait.spec.model import MoeSpec
 from plait.state.store import StateStore
 
 Experts = Sequence[Linear] | ExpertStack
 
 
-def _words(m: spec.MoeSpec) -> str:
+def _words(m: MoeSpec) -> str:
     shared = "" if m.shared is None else f", shared {m.shared.size}"
     latent = "" if m.latent is None else f", latent {m.latent}"
     return f"MoE, {m.top_k} of {m.num_experts} experts × {m.expert.size}, {m.router.score}{shared}{latent}"
 
 
-def divide_moe(s: spec.MoeSpec, rank: Rank, hidden_size: int) -> Division:
+def divide_moe(s: MoeSpec, rank: Rank, hidden_size: int) -> Division:
     """A part of each expert's features; with `whole_experts` some of the experts. The router is whole.
 
     So are the linear layers of a latent space: what experts give in it is summed before it leaves.
@@ -54,7 +54,7 @@ def divide_moe(s: spec.MoeSpec, rank: Rank, hidden_size: int) -> Division:
     return Division(replace(s, expert=expert, shared=shared), cuts, sums)
 
 
-@mixer(spec.MoeSpec, _words, divide_moe)
+@mixer(MoeSpec, _words, divide_moe)
 class Moe:
     """Several shares of a rank are computed each by itself: sums are then in the order of shares.
 
@@ -64,7 +64,7 @@ class Moe:
     gives_back: ClassVar[bool] = True
     has_router: ClassVar[bool] = True
 
-    def __init__(self, s: spec.MoeSpec, w: Weights) -> None:
+    def __init__(self, s: MoeSpec, w: Weights) -> None:
         self.spec, self.states = s, dict[str, State]()
         hidden = w.target.hidden_size
         scored = s.num_experts + (s.identities or 0)
@@ -145,7 +145,7 @@ class Moe:
 class ExpertShare:
     """A part of each expert's features, or the experts `own` as a whole; of the shared expert a part."""
 
-    def __init__(self, s: spec.MoeSpec, w: Weights, own: Range) -> None:
+    def __init__(self, s: MoeSpec, w: Weights, own: Range) -> None:
         self._first, self._count = own[0], width(own)
         self._is_part = self._count < s.num_experts
         self._activation, self._latent = (s.expert.activation, s.expert.gated), s.latent
@@ -153,7 +153,7 @@ class ExpertShare:
         self._is_wide = False
         self._experts, self.up, self.down = self._build_experts(s, w)
 
-    def _build_experts(self, s: spec.MoeSpec, w: Weights) -> tuple[Bound, Experts, Experts]:
+    def _build_experts(self, s: MoeSpec, w: Weights) -> tuple[Bound, Experts, Experts]:
         """(what is bound for `experts`, up, down): a stack each for a variant that takes these."""
         sizes = {"num_experts": self._count, "top_k": s.top_k, "gated": s.expert.gated}
         fn = w.bind(experts, **sizes, kind=s.expert.activation, activations=w.target.activations)
@@ -187,7 +187,7 @@ class ExpertShare:
         return y
 
 
-def build_shares(s: spec.MoeSpec, w: Weights, name: str = "") -> list[ExpertShare]:
+def build_shares(s: MoeSpec, w: Weights, name: str = "") -> list[ExpertShare]:
     """The shares of a rank, each with its part of the experts below `name`."""
     rank = w.target.comm.rank
     own, here = rank.own_shares, w.scope(name) if name else w
@@ -198,14 +198,14 @@ def build_shares(s: spec.MoeSpec, w: Weights, name: str = "") -> list[ExpertShar
     ]
 
 
-def _experts_of(s: spec.MoeSpec, rank: Rank, share: int) -> Range:
+def _experts_of(s: MoeSpec, rank: Rank, share: int) -> Range:
     """The experts that a share has, of features a part or all."""
     if not rank.whole_experts:
         return 0, s.num_experts
     return s.num_experts * share // rank.num_shares, s.num_experts * (share + 1) // rank.num_shares
 
 
-def _share_of(s: spec.MoeSpec, w: Weights) -> tuple[spec.MoeSpec, Weights]:
+def _share_of(s: MoeSpec, w: Weights) -> tuple[MoeSpec, Weights]:
     """The spec with the sizes of the share that `w` has the weights of."""
     sizes = {name: w.find_cut(f"{name}.down") for name in ("experts.0", "shared")}
     found = {name: width(cut.cols[0][0]) for name, cut in sizes.items() if cut and cut.cols}

@@ -19,7 +19,7 @@ from plait.ops.ngrams import LARGEST_ID, gate_by_match, hash_ngrams
 from plait.ops.ranks import gather_columns
 from plait.ops.rows import bind_table
 from plait.partition import Cut, Division, Range, Rank, width
-from plait.rare_specs import NgramSpec
+from plait.spec.recurrent import NgramSpec
 from plait.state.store import StateStore
 
 

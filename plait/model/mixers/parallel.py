@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.memory import State
 from plait.model.layers.layers import Batch, Norm
@@ -14,14 +13,15 @@ from plait.model.mixers.registry import build, describe, divide, mixer
 from plait.ops.activation import combine
 from plait.ops.ranks import sum_ranks
 from plait.partition import Division, Rank
+from plait.spec.model import ParallelSpec
 from plait.state.store import StateStore
 
 
-def _words(m: spec.ParallelSpec) -> str:
+def _words(m: ParallelSpec) -> str:
     return " ∥ ".join(f"{name}: {describe(part)}" for name, part in m.parts.items())
 
 
-def _divide(s: spec.ParallelSpec, rank: Rank, hidden_size: int) -> Division:
+def _divide(s: ParallelSpec, rank: Rank, hidden_size: int) -> Division:
     parts = {name: divide(part, rank, hidden_size) for name, part in s.parts.items()}
     cuts = {f"{name}.{key}": cut for name, part in parts.items() for key, cut in part.cuts.items()}
     sums, gathers = (sum(getattr(part, name) for part in parts.values()) for name in ("sums", "gathers"))
@@ -30,16 +30,16 @@ def _divide(s: spec.ParallelSpec, rank: Rank, hidden_size: int) -> Division:
     return Division(replace(s, parts={n: part.spec for n, part in parts.items()}), cuts, sums, gathers)
 
 
-def _is_apart(s: spec.ParallelSpec, rank: Rank) -> bool:
+def _is_apart(s: ParallelSpec, rank: Rank) -> bool:
     """Whether each part is summed over ranks by itself: as one rank alone adds them, or before its norm."""
     return rank.shares > 0 or bool(s.post_norms)
 
 
-@mixer(spec.ParallelSpec, _words, _divide)
+@mixer(ParallelSpec, _words, _divide)
 class Parallel:
     """Its parts have the names of the spec's."""
 
-    def __init__(self, s: spec.ParallelSpec, w: Weights) -> None:
+    def __init__(self, s: ParallelSpec, w: Weights) -> None:
         self.parts = [build(part, w.scope(name)) for name, part in s.parts.items()]
         norms, hidden = s.norms, w.target.hidden_size
         self.norms = [

@@ -15,15 +15,15 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from plait import spec
 from plait.checkpoint.weights import Weights
 from plait.errors import CannotDivide, UnsupportedModel
 from plait.memory import State, has_slots
 from plait.model.layers.layers import Batch
 from plait.partition import Division, Rank
+from plait.spec.model import Mixer, ParallelSpec, Recurrent
 from plait.state.store import StateStore
 
-S = TypeVar("S", bound=spec.Mixer)
+S = TypeVar("S", bound=Mixer)
 INNER = "inner"  # the mixer inside another one
 
 
@@ -48,7 +48,7 @@ class Entry:
     divide: Divide | None
 
 
-_ENTRIES: dict[type[spec.Mixer], Entry] = {}
+_ENTRIES: dict[type[Mixer], Entry] = {}
 
 
 def mixer(
@@ -70,29 +70,29 @@ def mixer(
     return register
 
 
-def list_mixers() -> Mapping[type[spec.Mixer], Entry]:
+def list_mixers() -> Mapping[type[Mixer], Entry]:
     """Every mixer of this folder, and those of the plug-ins that were loaded."""
     _import_siblings()
     return _ENTRIES
 
 
-def build(s: spec.Mixer, w: Weights) -> MixerModule:
+def build(s: Mixer, w: Weights) -> MixerModule:
     """What computes a mixer, its weights taken from `w`. Raises UnsupportedModel and CheckpointError."""
     made = _entry(s).build(s, w)
-    if has_slots(made.states) and not isinstance(s, spec.Recurrent | spec.ParallelSpec):
+    if has_slots(made.states) and not isinstance(s, Recurrent | ParallelSpec):
         raise UnsupportedModel(
             f"mixer {type(s).__name__} has recurrent state, and its spec does not say so: derive it from "
-            "plait.spec.Recurrent"
+            "plait.spec.model.Recurrent"
         )
     return made
 
 
-def describe(s: spec.Mixer) -> str:
+def describe(s: Mixer) -> str:
     """A mixer in one line, with its sizes."""
     return _entry(s).describe(s)
 
 
-def divide(s: spec.Mixer, rank: Rank, hidden_size: int) -> Division:
+def divide(s: Mixer, rank: Rank, hidden_size: int) -> Division:
     """A rank's part of a mixer. Raises CannotDivide."""
     found = _entry(s).divide
     if found is None:
@@ -100,7 +100,7 @@ def divide(s: spec.Mixer, rank: Rank, hidden_size: int) -> Division:
     return found(s, rank, hidden_size)
 
 
-def divide_inside(s: spec.ParallelSpec, rank: Rank, hidden_size: int) -> Division:
+def divide_inside(s: ParallelSpec, rank: Rank, hidden_size: int) -> Division:
     """A rank's part of a mixer around another one (`parts[INNER]`), of which all else is whole on every rank.
 
     What is inside is divided, and its mixer sums it before it goes on.
@@ -112,7 +112,7 @@ def divide_inside(s: spec.ParallelSpec, rank: Rank, hidden_size: int) -> Divisio
     return Division(replace(s, parts={INNER: inner.spec}), cuts, inner.sums, inner.gathers)
 
 
-def _entry(s: spec.Mixer) -> Entry:
+def _entry(s: Mixer) -> Entry:
     found = list_mixers().get(type(s))
     if found is None:
         raise UnsupportedModel(

@@ -18,7 +18,7 @@ from plait.model.mixers.registry import mixer
 from plait.ops.entry import CODED
 from plait.ops.relative import relative_attention
 from plait.partition import Cut, Division, Rank, join_ranges, scale_range, shift_range
-from plait.rare_specs import RelativeSpec
+from plait.spec.attention import RelativeSpec
 from plait.state.store import StateStore
 
 

@@ -17,7 +17,7 @@ from plait.ops.activation import activate, multiply
 from plait.ops.heads import map_heads
 from plait.ops.rg_lru import rg_lru
 from plait.partition import Cut, Division, Rank, join_ranges, sum_of, width
-from plait.rare_specs import RgLruSpec
+from plait.spec.recurrent import RgLruSpec
 from plait.state.store import StateStore
 
 

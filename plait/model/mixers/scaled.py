@@ -12,7 +12,7 @@ from plait.model.mixers.registry import INNER, build, describe, divide_inside, m
 from plait.ops.activation import combine
 from plait.ops.ranks import sum_ranks
 from plait.ops.wkv import mix_shift
-from plait.rare_specs import ScaledSpec
+from plait.spec.branches import ScaledSpec
 from plait.state.store import StateStore
 
 

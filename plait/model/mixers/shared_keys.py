@@ -13,7 +13,7 @@ from plait.model.mixers.attention import describe_attention, divide_attention
 from plait.model.mixers.registry import mixer
 from plait.ops.attention import paged_attention
 from plait.partition import Division, Rank
-from plait.rare_specs import SharedKeysSpec
+from plait.spec.attention import SharedKeysSpec
 from plait.state.store import StateStore
 
 

@@ -13,7 +13,7 @@ from plait.model.mixers.mamba2 import DepthwiseConv, stack_ranges
 from plait.model.mixers.registry import mixer
 from plait.ops.activation import multiply
 from plait.partition import Cut, Division, Rank, join_ranges, sum_of, width
-from plait.rare_specs import ShortConvSpec
+from plait.spec.recurrent import ShortConvSpec
 from plait.state.store import StateStore
 
 

@@ -13,7 +13,7 @@ from plait.model.mixers.registry import build, describe, divide, mixer
 from plait.ops.activation import combine
 from plait.ops.ranks import sum_ranks
 from plait.partition import Division, Rank
-from plait.rare_specs import ShortcutSpec
+from plait.spec.branches import ShortcutSpec
 from plait.state.store import StateStore
 
 MOE = "moe"

@@ -8,10 +8,10 @@ from plait.checkpoint.weights import Weights
 from plait.model.layers.layers import Batch, Norm
 from plait.model.mixers.moe import Moe, divide_moe
 from plait.model.mixers.registry import mixer
-from plait.moe_specs import StateMoeSpec
 from plait.ops.activation import activate
 from plait.ops.linear import Linear
 from plait.ops.wkv import mix_shift
+from plait.spec.moe import StateMoeSpec
 from plait.state.store import StateStore
 
 STATE = "state of the router"  # in `Batch.step`

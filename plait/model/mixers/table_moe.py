@@ -10,9 +10,9 @@ from plait.errors import CheckpointError
 from plait.model.layers.layers import Batch
 from plait.model.mixers.moe import Moe, divide_moe
 from plait.model.mixers.registry import mixer
-from plait.moe_specs import TableMoeSpec
 from plait.ops.moe import look_up_experts
 from plait.ops.ranks import add_in_tree
+from plait.spec.moe import TableMoeSpec
 from plait.state.store import StateStore
 
 

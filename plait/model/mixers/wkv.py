@@ -15,7 +15,7 @@ from plait.model.mixers.registry import mixer
 from plait.ops.activation import activate, combine, gate, multiply, rescale, scale_rows
 from plait.ops.wkv import wkv4_scan, wkv7_scan
 from plait.partition import Cut, Division, Rank, join_ranges, scale_range, sum_of, width
-from plait.rare_specs import Wkv4Spec, Wkv7Spec
+from plait.spec.recurrent import Wkv4Spec, Wkv7Spec
 from plait.state.store import StateStore
 
 FIRST = "values of the first layer"  # in `Batch.step`

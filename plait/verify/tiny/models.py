@@ -23,10 +23,10 @@ from plait.families.common.registry import build_spec, find
 from plait.loading.meta_model import meta_target
 from plait.model.decoder import Decoder
 from plait.model.mtp import MtpHead
-from plait.moe_specs import TableMoeSpec
 from plait.partition import Range
 from plait.quant.weight import Dense, Weight
-from plait.spec import ModelSpec
+from plait.spec.model import ModelSpec
+from plait.spec.moe import TableMoeSpec
 from plait.verify.tiny.attention import ATTENTION
 from plait.verify.tiny.recurrent import RECURRENT
 from plait.verify.tiny.sizes import Config, Shapes

@@ -15,8 +15,7 @@ from plait.cli.common.format_model import (
     mixer_text,
     plain,
 )
-from plait.rare_specs import DeltaNetSpec, LightningSpec, Mamba1Spec, RgLruSpec, ShortConvSpec
-from plait.spec import (
+from plait.spec.model import (
     AttentionSpec,
     BranchSpec,
     Mamba2Spec,
@@ -30,6 +29,7 @@ from plait.spec import (
     RopeSpec,
     RouterSpec,
 )
+from plait.spec.recurrent import DeltaNetSpec, LightningSpec, Mamba1Spec, RgLruSpec, ShortConvSpec
 
 ATTN = AttentionSpec(9, 3, 64, 0.125, RopeSpec(64, 1e5), window=512, softcap=50.0, qk_norm=NormSpec())
 SSM = Mamba2Spec(8, 64, 128, 1, 4)

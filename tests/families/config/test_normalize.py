@@ -12,7 +12,7 @@ from plait.families.config.neutral import NEUTRAL
 from plait.families.config.normalize import ROPE_KINDS, normalize
 from plait.families.resolve import parse_override, resolve
 from plait.ops.rope import KNOWN_KINDS
-from plait.spec import AttentionSpec, MlaSpec, MoeSpec
+from plait.spec.model import AttentionSpec, MlaSpec, MoeSpec
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

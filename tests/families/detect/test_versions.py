@@ -11,7 +11,7 @@ import torch
 from plait.families.detect.detect import infer_config
 from plait.families.resolve import resolve
 from plait.ops.rope import frequencies
-from plait.spec import AttentionSpec, ParallelSpec
+from plait.spec.model import AttentionSpec, ParallelSpec
 from tests.families.detect.test_detect import LAYER, llama_like
 
 Shapes = dict[str, tuple[int, ...]]

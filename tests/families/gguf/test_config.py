@@ -14,7 +14,7 @@ from plait.checkpoint.readers.gguf import GgufFile
 from plait.errors import UnsupportedModel
 from plait.families.gguf.config import gguf_config
 from plait.ops.rope import frequencies, yarn_mscale
-from plait.spec import AttentionSpec
+from plait.spec.model import AttentionSpec
 from tests.families import as_gguf_plain, tiny
 from tests.families.as_gguf import converted, permuted
 from tests.families.parity import Memory, decoder, in_pieces, resolved, whole, worst

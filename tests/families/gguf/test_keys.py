@@ -18,7 +18,7 @@ from plait.families.config.normalize import IncompleteConfig
 from plait.families.gguf.arch import ARCHITECTURES
 from plait.families.gguf.effects import HARMLESS
 from plait.families.gguf.unserved import UNSERVED
-from plait.spec import AttentionSpec, MoeSpec, RopeSpec
+from plait.spec.model import AttentionSpec, MoeSpec, RopeSpec
 from tests.families.gguf.recorded import RECORDED
 from tests.families.gguf.test_recorded import metadata_of
 from tests.families.parity import Memory, resolved

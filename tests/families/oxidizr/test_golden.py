@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait import spec
 from plait.checkpoint.names import NameMap
 from plait.checkpoint.weights import Target, Weights
 from plait.families.oxidizr.names import read_catalog
 from plait.families.oxidizr.weights import list_rules
 from plait.model.layers.layers import Batch, Norm
 from plait.model.mixers.registry import build
-from plait.rare_specs import Mamba1Spec, Mamba3Spec
+from plait.spec.model import Mixer, NormSpec
+from plait.spec.recurrent import Mamba1Spec, Mamba3Spec
 from plait.state.store import StateStore
 from tests.families.oxidizr.oxidizr_checkpoint import (
     CPU,
@@ -138,7 +138,7 @@ def whole(n: int) -> Batch:
     )  # fmt: skip
 
 
-def layer(mixer: spec.Mixer, norm: spec.NormSpec, tensors: dict[str, Tensor], x: Tensor) -> Tensor:
+def layer(mixer: Mixer, norm: NormSpec, tensors: dict[str, Tensor], x: Tensor) -> Tensor:
     """x + mixer(norm(x)) of layer 0, as the decoder would have it."""
     names = NameMap(list_rules(read_catalog(tensors), "trainer", 0, flip_stacks=True))
     w = Weights(Tensors(tensors), names, Target(CPU, torch.float32, 64, x.shape[1])).scope("layers.0.ssm")
@@ -157,7 +157,7 @@ def test_mamba3_layer(variant: str, mode: Any) -> None:
         mode=mode,
     )  # fmt: skip
     x = torch.sin(0.5 * torch.arange(1, 49)).view(6, 8)
-    got = layer(mixer, spec.NormSpec(1e-6, "layer"), tensors, x)
+    got = layer(mixer, NormSpec(1e-6, "layer"), tensors, x)
     total, last = A3[variant, mode]
     assert_golden(got[-1], last)
     assert float(got.sum()) == pytest.approx(total, abs=2e-5)
@@ -166,7 +166,7 @@ def test_mamba3_layer(variant: str, mode: Any) -> None:
 def test_mamba1_layer() -> None:
     tensors = golden(mamba1_layer(0, 4))
     x = torch.sin(0.5 * torch.arange(1, 25)).view(6, 4)
-    got = layer(Mamba1Spec(8, 16, 8, 4, 30.0), spec.NormSpec(1e-5), tensors, x)
+    got = layer(Mamba1Spec(8, 16, 8, 4, 30.0), NormSpec(1e-5), tensors, x)
     assert_golden(got[-1], "-0.988248 -1.059984 -0.859958 -0.452545")
     assert float(got.sum()) == pytest.approx(-0.170902, abs=2e-5)
 

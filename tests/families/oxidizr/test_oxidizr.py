@@ -19,8 +19,8 @@ from plait.errors import (
     UnusedTensor,
 )
 from plait.families.oxidizr.oxidizr import is_oxidizr
-from plait.rare_specs import Mamba1Spec, Mamba3Spec
-from plait.spec import AttentionSpec, Mamba2Spec, MlaSpec, MlpSpec, MoeSpec
+from plait.spec.model import AttentionSpec, Mamba2Spec, MlaSpec, MlpSpec, MoeSpec
+from plait.spec.recurrent import Mamba1Spec, Mamba3Spec
 from tests.families.oxidizr.oxidizr_checkpoint import (
     DENSE,
     HYBRID,

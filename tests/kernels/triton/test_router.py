@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="Triton is not installed here")
 
 from plait.kernels.triton.moe.router import route_in_one_launch
 from plait.ops.moe import route
-from plait.spec import RouterSpec
+from plait.spec.model import RouterSpec
 
 V3 = RouterSpec("sigmoid", True, 1e-20, 2.5, 4, 2, "top2")
 

@@ -28,7 +28,7 @@ def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     source_code._hash_part.cache_clear()
 
 
-@pytest.mark.parametrize("module", ["kernels/cpu/linear/layout.py", "spec.py"])
+@pytest.mark.parametrize("module", ["kernels/cpu/linear/layout.py", "spec/model.py"])
 @pytest.mark.parametrize("parts", [ROOMS, COMPUTES])
 def test_each_line_of_the_parts_counts(copied: Path, parts: tuple[str, ...], module: str) -> None:
     found = [hash_code(parts)]

@@ -14,7 +14,7 @@ from plait.loading.image import write
 from plait.loading.image.start import start_image
 from plait.runner.host.program import ProgramReplay
 from plait.schedule.plan import StepPlan
-from plait.spec_values import encode_spec_value
+from plait.spec.values import encode_spec_value
 from tests.runner.recordings import LONGEST, SEQS, TOKENS, loaded, walk
 from tests.runner.test_program import RECORDED, checkpoints, folder_of, options_of
 

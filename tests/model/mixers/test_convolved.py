@@ -9,8 +9,9 @@ from plait.checkpoint.names import NameMap
 from plait.checkpoint.weights import Target, Weights
 from plait.model.mixers.convolved import Convolved
 from plait.model.mixers.relative import RelativeAttention
-from plait.rare_specs import ConvolvedSpec, RelativeSpec
-from plait.spec import MlpSpec
+from plait.spec.attention import RelativeSpec
+from plait.spec.branches import ConvolvedSpec
+from plait.spec.model import MlpSpec
 from tests.families.parity import Memory
 
 HIDDEN = 8

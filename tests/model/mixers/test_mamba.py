@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from plait import spec
 from plait.checkpoint.names import NameMap
 from plait.checkpoint.weights import Target, Weights
 from plait.memory import SlotState
@@ -19,11 +18,12 @@ from plait.model.layers.layers import Batch
 from plait.model.mixers.mamba1 import Mamba1
 from plait.model.mixers.mamba2 import Mamba2
 from plait.model.mixers.mamba3 import Mamba3
-from plait.rare_specs import Mamba1Spec, Mamba3Spec
+from plait.spec.model import Mamba2Spec
+from plait.spec.recurrent import Mamba1Spec, Mamba3Spec
 from plait.state.store import StateStore
 
 HIDDEN, CPU = 12, torch.device("cpu")
-MAMBA2 = spec.Mamba2Spec(4, 6, 5, 2, 4, norm_groups=2)
+MAMBA2 = Mamba2Spec(4, 6, 5, 2, 4, norm_groups=2)
 MAMBA3 = Mamba3Spec(4, 6, 4, 2)
 MAMBA1 = Mamba1Spec(24, 5, 3, 4)
 
@@ -53,7 +53,7 @@ def normal(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
     return {name: torch.randn(shape) / shape[-1] ** 0.5 for name, shape in shapes.items()}
 
 
-def mamba2_tensors(s: spec.Mamba2Spec) -> dict[str, Tensor]:
+def mamba2_tensors(s: Mamba2Spec) -> dict[str, Tensor]:
     inner, both = s.num_heads * s.head_dim, s.num_groups * s.state_size
     tensors = normal(
         {
@@ -79,7 +79,7 @@ def convolve(x: Tensor, t: Mapping[str, Tensor]) -> Tensor:
     return F.silu(out[0, :, : len(x)].T)
 
 
-def mamba2_formula(s: spec.Mamba2Spec, t: Mapping[str, Tensor], x: Tensor) -> Tensor:
+def mamba2_formula(s: Mamba2Spec, t: Mapping[str, Tensor], x: Tensor) -> Tensor:
     """Dao & Gu 2024 for one whole sequence, one head and one token at a time."""
     inner, both = s.num_heads * s.head_dim, s.num_groups * s.state_size
     p = x @ t["in.weight"].T + t["in.bias"]

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from plait import moe_specs, rare_specs, sparse_specs, spec
 from plait.errors import UnsupportedModel
 from plait.memory import SlotState, State
 from plait.model.mixers import registry
 from plait.model.mixers.registry import build, describe, list_mixers, mixer
+from plait.spec import attention, branches, model, moe, recurrent, sparse
 
 
 @pytest.fixture(autouse=True)
@@ -22,12 +22,10 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_registry_knows_every_mixer_of_spec() -> None:
-    classes = [
-        c
-        for c in {**vars(rare_specs), **vars(sparse_specs), **vars(moe_specs), **vars(spec)}.values()
-        if isinstance(c, type) and issubclass(c, spec.Mixer)
-    ]
-    assert set(list_mixers()) == set(classes) - {spec.Mixer, spec.Recurrent}
+    modules = (attention, branches, model, moe, recurrent, sparse)
+    specs = [c for module in modules for c in vars(module).values() if isinstance(c, type)]
+    classes = {c for c in specs if issubclass(c, model.Mixer)}
+    assert set(list_mixers()) == classes - {model.Mixer, model.Recurrent}
 
 
 def test_registry_imports_a_module_of_its_folder_without_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +39,7 @@ def test_registry_imports_a_module_of_its_folder_without_a_list(monkeypatch: pyt
 def test_registry_refuses_a_spec_class_with_two_mixers() -> None:
     with pytest.raises(ValueError, match="mixer 'MlpSpec' is defined twice"):
 
-        @mixer(spec.MlpSpec)
+        @mixer(model.MlpSpec)
         class Other:
             states: dict[str, State]
 
@@ -50,7 +48,7 @@ def test_registry_refuses_a_spec_class_with_two_mixers() -> None:
 
 def test_registry_names_a_spec_class_without_a_mixer() -> None:
     @dataclass(frozen=True, slots=True)
-    class Unheard(spec.Mixer):
+    class Unheard(model.Mixer):
         size: int
 
     with pytest.raises(UnsupportedModel, match=r"spec class Unheard.*--plugin"):
@@ -59,7 +57,7 @@ def test_registry_names_a_spec_class_without_a_mixer() -> None:
 
 def test_registry_refuses_recurrent_state_of_a_spec_that_hides_it() -> None:
     @dataclass(frozen=True, slots=True)
-    class Hidden(spec.Mixer):
+    class Hidden(model.Mixer):
         size: int
 
     @mixer(Hidden)
@@ -70,5 +68,5 @@ def test_registry_refuses_recurrent_state_of_a_spec_that_hides_it() -> None:
         def __call__(self, *_: Any) -> Any: ...
 
     assert "Hidden(size=2)" in describe(Hidden(2))
-    with pytest.raises(UnsupportedModel, match=r"derive it from plait\.spec\.Recurrent"):
+    with pytest.raises(UnsupportedModel, match=r"derive it from plait\.spec\.model\.Recurrent"):
         build(Hidden(2), None)  # type: ignore[arg-type]

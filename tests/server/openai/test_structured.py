@@ -15,7 +15,7 @@ import pytest
 from plait.config import EngineConfig
 from plait.frontend.frontend import Front, Language
 from plait.request import Grammar
-from plait.spec import ModelSpec, NormSpec
+from plait.spec.model import ModelSpec, NormSpec
 from plait.text.grammar.library import GrammarLimits
 from plait.text.grammar.trial_pool import Verdict
 from plait.worker import client as process

@@ -17,7 +17,7 @@ from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import rows_of, scratch_of, word
 from plait.kernels.cpu.runtime.row_checks import TensorRows, dense, float32_rows
 from plait.ops.moe import group_choice, look_up_experts, route, split_identities
-from plait.spec import RouterSpec
+from plait.spec.model import RouterSpec
 
 
 @inline

@@ -23,7 +23,7 @@ from plait.kernels.triton.maths import softplus
 from plait.ops.launch import launch
 from plait.ops.moe import route
 from plait.ops.registry import OpFacts
-from plait.spec import RouterSpec
+from plait.spec.model import RouterSpec
 
 NAME = "triton"
 MOST_EXPERTS = 1024  # padded; a program holds all scores in registers

@@ -16,7 +16,7 @@ from plait.ops.moe import experts, route
 from plait.ops.registry import Op, OpFacts
 from plait.quant.weight import Dense, Weight
 from plait.runner.program import ViewsOnly
-from plait.spec import RouterSpec
+from plait.spec.model import RouterSpec
 from tests.common_storages import marks_of
 
 load_kernels()

@@ -1,10 +1,10 @@
-"""Specs of mixtures of experts that few families have. As those of `plait.spec`, they are plain data."""
+"""Specs of mixtures of experts that few families have. They are plain data."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from plait.spec import MlpSpec, MoeSpec, NormSpec, ParallelSpec
+from plait.spec.model import MlpSpec, MoeSpec, NormSpec, ParallelSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,9 @@ from importlib import import_module
 
 # Where specs are, the common ones first. The others are imported once a model has one: making their classes
 # would take a tenth of a run of one token.
-_MODULES = ("plait.spec", "plait.rare_specs", "plait.sparse_specs", "plait.moe_specs")
+_MODULES = tuple(
+    f"plait.spec.{name}" for name in ("model", "recurrent", "attention", "branches", "sparse", "moe")
+)
 
 
 def encode_spec_value(value: object) -> object:

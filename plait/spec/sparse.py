@@ -1,10 +1,10 @@
-"""Specs of attention that reads some keys, chosen or compressed. As those of `plait.spec`, plain data."""
+"""Specs of attention that reads some keys, chosen or compressed. Plain data."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from plait.spec import AttentionSpec, MlaSpec, NormSpec, Recurrent, RopeSpec
+from plait.spec.model import AttentionSpec, MlaSpec, NormSpec, Recurrent, RopeSpec
 
 
 @dataclass(frozen=True, slots=True)

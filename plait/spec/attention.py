@@ -1,0 +1,86 @@
+"""Specs of attention of rarer kinds, over all keys; `plait.spec.sparse` has those that choose keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from plait.spec.model import AttentionSpec, NormSpec, Recurrent, RouterSpec
+from plait.spec.recurrent import Mamba1Spec
+
+
+@dataclass(frozen=True, slots=True)
+class SharedKeysSpec(AttentionSpec):
+    """Attention without keys and values of its own: it reads those of the mixer `source` (Gemma 4)."""
+
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class HybridHeadsSpec(Mamba1Spec):
+    """Heads of attention and channels of Mamba1 in one mixer (Hymba; Dong et al. 2024): out((a + m) / 2) of
+    their outputs, each normed, with values of `v_dim` numbers.
+
+    `source`: the mixer with the keys and values that are read instead of its own. `front`: how many learned
+    tokens lie before each text, outside of the window.
+    """
+
+    attention: AttentionSpec | None = None
+    v_dim: int = 0
+    head_norm: NormSpec = NormSpec()
+    source: str = ""
+    front: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CcaSpec(AttentionSpec, Recurrent):
+    """Attention over convolved queries and keys, half of the values being the last token's (CCA; ZAYA).
+
+    `taps`: of the convolution of each channel, and of the one in each head that follows it. `value_sizes`:
+    numbers of a value that are of this token, and of the last; None: as many of both.
+    """
+
+    taps: tuple[int, int] = (2, 2)
+    value_sizes: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DifferenceSpec(AttentionSpec):
+    """Head h minus λ times head h + num_heads / 2, over values of two heads (Ye et al. 2024; DiffLlama).
+
+    λ is learned around `balance`. `norm`: of each pair's output, the weight being the same for all.
+    """
+
+    balance: float = 0.8
+    norm: NormSpec = NormSpec()
+
+
+@dataclass(frozen=True, slots=True)
+class SharedDifferenceSpec(DifferenceSpec):
+    """The same without keys and values of its own: it reads those of the mixer `source` (SambaY)."""
+
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertHeadsSpec(AttentionSpec):
+    """A mixture of attention heads (JetMoe): a token's `top_k` experts make queries, and read heads' outputs.
+
+    Each expert has as many heads as there are key heads; `num_heads` are those of all chosen ones.
+    """
+
+    num_experts: int = 8
+    top_k: int = 2
+    router: RouterSpec = RouterSpec()
+
+
+@dataclass(frozen=True, slots=True)
+class RelativeSpec(AttentionSpec, Recurrent):
+    """Attention with a bias that each query makes for each distance up to `extent`: of `rank` profiles over
+    distances it mixes one (Inkling). Keys and values are convolved over `taps` tokens.
+
+    `temperature`: of what is mixed, too.
+    """
+
+    rank: int = 16
+    extent: int = 1024
+    taps: int = 4
