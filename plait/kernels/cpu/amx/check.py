@@ -1,7 +1,7 @@
 """Whether this process may use AMX: by its settings, the processor, the system, and a check of results.
 
 Kernels on tiles are tested on tiles in memory, with the arithmetic that Intel documents. So before the first
-of them is bound, the processor's own tiles must give the same bits as those in memory, for products of both
+of them is bound, the processor's own tiles must give the same bits as those in memory, for products of all
 kinds. Otherwise nothing is bound to them, and the reason is reported.
 """
 
@@ -24,6 +24,7 @@ log = logging.getLogger("plait")
 SHAPES = {
     "bf16": (((16, 64), (16, 64), (16, 64)), 64),
     "s8u8": (((16, 64), (16, 32), (8, 64)), 32),
+    "s8s8": (((16, 64), (16, 32), (8, 64)), 32),
 }  # of c, a and b, and bytes between rows of a
 
 _TEXT = '''"""One product on tiles of each kind: made by plait, from {digest}."""
@@ -31,7 +32,7 @@ from plait.kernels.cpu.amx import check as amx_check
 from plait.kernels.cpu.codegen.kernel import kernel
 from plait.kernels.cpu.codegen.vec import word
 
-bf16, s8u8 = amx_check.product("bf16", "{kind}"), amx_check.product("s8u8", "{kind}")
+bf16, s8u8, s8s8 = [amx_check.product(name, "{kind}") for name in ("bf16", "s8u8", "s8s8")]
 
 
 @kernel
@@ -39,6 +40,7 @@ def products(frame, args, thread, threads):
     """scratch, then the tiles a, b and c of each product, of which c is changed."""
     bf16(word(args, 2), word(args, 3), word(args, 4), word(args, 5))
     s8u8(word(args, 2), word(args, 6), word(args, 7), word(args, 8))
+    s8s8(word(args, 2), word(args, 9), word(args, 10), word(args, 11))
 '''
 
 
@@ -74,14 +76,15 @@ def differs(kind: Kind) -> str | None:
         numbers.integers(0, 256, (8, 64)).astype(np.uint8),
         numbers.integers(-(1 << 20), 1 << 20, (16, 16)).astype(np.int32),
     ]
+    given += given[3:]
     found = []
     for one in (kind, "software"):
         arrays = [np.zeros(MEMORY, np.uint8), *(t.copy() for t in given)]
         words = np.array([0, 0, *(t.ctypes.data for t in arrays)], np.int64)
         call = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)(products(one).address)
         call(0, words.ctypes.data, 0, 1)
-        found.append([arrays[3].view(np.int32), arrays[6]])
-    names = ("bfloat16", "bytes")
+        found.append([arrays[3].view(np.int32), arrays[6], arrays[9]])
+    names = ("bfloat16", "bytes", "signed bytes")
     wrong = [n for n, x, y in zip(names, *found, strict=True) if not np.array_equal(x, y)]
     return f"its products of {' and of '.join(wrong)} are not what is documented" if wrong else None
 

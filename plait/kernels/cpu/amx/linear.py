@@ -51,7 +51,7 @@ _SOURCE = Template('''"""Linear layer for many rows on tiles: made by plait, fro
 import numpy as np
 
 from plait.kernels.cpu.amx import linear as amx_linear
-from plait.kernels.cpu.linear import blocks_source
+from plait.kernels.cpu.linear import byte_tiles
 from plait.kernels.cpu.linear.bf16_codes import Coded
 from plait.kernels.cpu.runtime.frame import barrier, rows_of, scratch_of, common_scratch
 from plait.kernels.cpu.linear.float_codes import Records
@@ -62,7 +62,7 @@ from plait.kernels.cpu.codegen.vec import (
 )
 
 decode = amx_linear.decoder($kept)
-start, stop = blocks_source.start("$kind", None), blocks_source.stop("$kind")
+start, stop = byte_tiles.start("$kind", None), byte_tiles.stop("$kind")
 multiply, keep = amx_linear.multiply_tiles("$kind"), amx_linear.keep_sums()
 
 
@@ -140,17 +140,17 @@ def amx_rows(frame, args, thread, threads):
 def _layout_block(w: Writer, layout: Layout, step: Word, b: Word, to: Word) -> None:
     """Block b of a step: 32 inputs of sixteen outputs, as sixteen rows of pairs."""
     parts, quads = layout.parts, BLOCK // 4 // layout.parts
-    outer = blocks_source._outer(w, layout, step + layout.outer_at)
+    outer = blocks_source.read_outer(w, layout, step + layout.outer_at)
     for j in range(parts):
         index = j + (b * parts if layout.group <= BLOCK else w.number(0))
         at = step + layout.scales_at + index * layout.scale_bytes
         low_at = step + layout.minima_at + index * layout.minimum_bytes
-        scale, *low = blocks_source._scales(w, layout, at, low_at, outer)
+        scale, *low = blocks_source.read_scales(w, layout, at, low_at, outer)
         zero = None if layout.zero is None else w.spread_int(layout.zero)
         if zero is not None and layout.zeros:
             zero = w.mul_i32(zero, w.load_u8(low_at))
         for q in range(quads * j, quads * (j + 1)):
-            v = blocks_source._codes(w, layout, step + layout.codes_at + layout.plane_bytes * b, q)
+            v = blocks_source.read_codes(w, layout, step + layout.codes_at + layout.plane_bytes * b, q)
             bytes_ = [w.and_i32(w.right(v, 8 * i) if i else v, w.spread_int(255)) for i in range(4)]
             if zero is None:
                 found = [w.fma(w.to_f32(x), scale, low[0]) for x in bytes_]

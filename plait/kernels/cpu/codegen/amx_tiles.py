@@ -63,6 +63,11 @@ def _configure_tiles(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
     return _ints(0)
 
 
+def _sub_bytes(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
+    """Byte by byte, modulo 256."""
+    return b.bitcast(b.sub(*(b.bitcast(v, ir.VectorType(i8, LINE)) for v in (x, y))), vi32)
+
+
 def _flush_subnormals(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """x, with zeros of its sign in place of numbers too small to be normal."""
     bits = b.bitcast(x, vi32)
@@ -88,6 +93,8 @@ _define("tile_load", VI, (N, A, A), partial(_move, "tileloadd64"))
 _define("tile_store", VI, (N, A, A), partial(_move, "tilestored64"))
 _define("tile_bf16", VI, (N, N, N), partial(_run, "tdpbf16ps"))
 _define("tile_s8u8", VI, (N, N, N), partial(_run, "tdpbsud"))
+_define("tile_s8s8", VI, (N, N, N), partial(_run, "tdpbssd"))
+_define("sub_bytes", VI, (VI, VI), _sub_bytes)
 _define("flushed", VF, (VF,), _flush_subnormals)
 _define("pair_bf16", VI, (VF, VF), _pair_bf16)
 _define("fma_flushed", VF, (VF, VF, VF), _fma_flushed)
@@ -198,12 +205,24 @@ class Tiles:
         if not self._soft:
             self.w.tile_s8u8(c, a, b)
             return
+        self._add_bytes(c, a, b, 0)
+
+    def s8s8(self, c: int, a: int, b: int) -> None:
+        """c += a · b, int32 += int8 · int8, exactly (modulo 2**32)."""
+        if not self._soft:
+            self.w.tile_s8s8(c, a, b)
+            return
+        self._add_bytes(c, a, b, 128)
+
+    def _add_bytes(self, c: int, a: int, b: int, more: int) -> None:
+        """The product of bytes in memory. `more`: 128 if those of b have signs: with it they have none."""
         w = self.w
+        over = w.mul_i32(w.spread_int(more), w.spread_int(0x01010101))
 
         def row(m: Word) -> None:
             def quad(k: Word, s: Value) -> list[Value]:
-                y = w.load_i32(self._place(b) + LINE * k)
-                return [w.dot8(s, y, w.spread_i32(self._place(a) + LINE * m + 4 * k))]
+                x, y = w.spread_i32(self._place(a) + LINE * m + 4 * k), w.load_i32(self._place(b) + LINE * k)
+                return [w.sub_i32(w.dot8(s, w.sub_bytes(y, over), x), w.dot8(w.zero_i32(), over, x))]
 
             at = self._place(c) + LINE * m
             (s,) = w.loop(0, self.shapes[a][1] // 4, 1, [w.load_i32(at)], quad)

@@ -20,7 +20,8 @@ from torch import Tensor
 from plait.errors import ShapeMismatch
 from plait.kernels.cpu.codegen.amx_tiles import Kind
 from plait.kernels.cpu.codegen.kernel import Kernel, load_generated
-from plait.kernels.cpu.linear.blocks_source import AMX_SCRATCH, linear_kernel
+from plait.kernels.cpu.linear import byte_tiles
+from plait.kernels.cpu.linear.blocks_source import linear_kernel
 from plait.kernels.cpu.linear.layout import BLOCK, LAYOUTS, TILE, Layout, grouped_layout
 from plait.kernels.cpu.linear.packed import PackedWeight, multiply
 from plait.kernels.cpu.runtime.executor import Executor
@@ -430,7 +431,9 @@ def pack(cpu: Executor, weight: Weight | CachedWeight, dtype: torch.dtype, kind:
     order = getattr(weight, "order", None)
     # Activations may take two rows of codes each.
     shared = 2 * layout.steps(n_in) * layout.blocks * layout.rounded_block
-    made, scratch = linear_kernel(layout, kind), AMX_SCRATCH if kind else 0
+    if not byte_tiles.can_decode(layout):
+        kind = ""
+    made, scratch = linear_kernel(layout, kind), byte_tiles.scratch_bytes(layout, n_in) if kind else 0
     return PackedWeight(
         data, weight.format, n_out, n_in, made, shared, order, None, scratch, layout, joins=True
     )

@@ -30,18 +30,19 @@ from string import Template
 from textwrap import indent
 
 from plait.kernels.cpu.codegen import avx2_dot, vnni_dot
-from plait.kernels.cpu.codegen.amx_tiles import FULL, MEMORY, TILE, Kind, Shapes, Tiles
+from plait.kernels.cpu.codegen.amx_tiles import MEMORY, TILE, Kind
 from plait.kernels.cpu.codegen.kernel import Kernel, load_generated
 from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, block, digest
 from plait.kernels.cpu.linear.codebooks import TABLES
 from plait.kernels.cpu.linear.layout import BLOCK, LINE, Layout
+from plait.kernels.cpu.linear.packed import JOINED
 from plait.kernels.cpu.linear.quantize_rows import BASE_BITS, BUNDLES
 from plait.kernels.cpu.linear.streams import ONE_STREAM
 
 EIGHT = 8  # rows of which integer sums are in registers together
 TILED = 16  # rows of codes in a tile of AMX
-QUADS = BLOCK // 4 * LINE  # bytes of a block's weights, each code a byte
-AMX_SCRATCH = MEMORY + QUADS + 2 * TILE  # bytes of a thread that uses tiles
+UPS_AT = MEMORY + 4 * TILE  # where `up`'s sums lie in the scratch of a thread that uses tiles of AMX
+DECODED_AT = UPS_AT + JOINED  # and the tile that it has decoded
 AHEAD = {64: 1536, 128: 2048, 256: 3072}  # bytes one row fetches weights ahead of need, by the step's length
 ALONE_AHEAD = 2048  # the same of one stream of bytes, into L2: of 1 to 8 KB the best on a Zen 4
 PAGES = 8192  # bytes of a tile with halves on different pages: memory serves two at a time faster
@@ -58,7 +59,7 @@ ALONE = 2  # rows of codes up to which every thread rounds all of them, rather t
 _FILES = (
     *("linear/blocks_source.py", "linear/quantize_rows.py", "linear/layout.py", "linear/codebooks.py"),
     *("codegen/avx2_dot.py", "codegen/vnni_dot.py", "codegen/amx_tiles.py"),
-    *("linear/fetch_adapters.py", "linear/streams.py"),
+    *("linear/fetch_adapters.py", "linear/streams.py", "linear/byte_tiles.py"),
 )
 _SOURCE = Template('''"""Quantized linear layer: made by plait, from $digest."""
 import numpy as np
@@ -228,7 +229,7 @@ $bundles
 ''')
 
 
-def _codes(w: Writer, layout: Layout, p: Word, q: int) -> Value:
+def read_codes(w: Writer, layout: Layout, p: Word, q: int) -> Value:
     """Quad q of the block with its planes at p."""
     if layout.bits == 8:
         return w.load_i32(p + LINE * q)
@@ -257,7 +258,7 @@ def _largest(layout: Layout) -> int:
     return (1 << (layout.bits + layout.high)) - 1
 
 
-def _scales(w: Writer, layout: Layout, at: Word, low_at: Word, outer: list[Value]) -> list[Value]:
+def read_scales(w: Writer, layout: Layout, at: Word, low_at: Word, outer: list[Value]) -> list[Value]:
     """The scales of a group, at `at`, and the minima it has, at `low_at`."""
     match layout.scales:
         case "half" | "half, zero":
@@ -289,14 +290,14 @@ def _products(w: Writer, layout: Layout, p: Word, a: Word, quads: range, whole: 
     """Integer sums of as many rows, with those quads of the block at p and of the bundle's at a."""
     largest, zero = _largest(layout), None if layout.zeros else layout.zero
     if avx2_dot.HERE and avx2_dot.together(largest, zero):
-        codes = [partial(_codes, w, layout, p, q) for q in quads]
+        codes = [partial(read_codes, w, layout, p, q) for q in quads]
         where = partial(_place, a, quads)
         return avx2_dot.products(w, codes, where, whole, largest, zero, BASE_BITS)
     if vnni_dot.HERE and len(whole) <= vnni_dot.FEW and layout.has_plain_nibbles:
         return vnni_dot.products(w, p, a, whole, quads)
     product = w.dot8 if largest > 127 else w.dot
     for q in quads:
-        v = _codes(w, layout, p, q)
+        v = read_codes(w, layout, p, q)
         whole = [product(n, v, w.spread_i32(a + 32 * r + 4 * q)) for r, n in enumerate(whole)]
     return whole
 
@@ -326,7 +327,7 @@ def _block(
                 (layout.minima_at, layout.minimum_bytes),
             )
         )
-        s, *m = _scales(w, layout, at, low_at, outer)
+        s, *m = read_scales(w, layout, at, low_at, outer)
         for part in (range(r, min(r + together, rows)) for r in range(0, rows, together)):
             base = w.spread_int(BASE_BITS)
             whole = [base if layout.zero is None else w.spread_i32(extra + 4 * r) for r in part]
@@ -369,51 +370,6 @@ def tile(
     return _through(w, layout, rows, (weights, a, steps), products, (ahead, apart), more=more)
 
 
-def _amx_shapes(layout: Layout) -> Shapes:
-    """Two tiles of sums, one of codes of x, one of weights, each as many quads as a group has in a block."""
-    quads = BLOCK // 4 // layout.parts
-    return ((TILED, LINE), (TILED, LINE), (TILED, 4 * quads), (quads, LINE))
-
-
-def _products_on_tiles(
-    w: Writer, layout: Layout, tiles: Tiles, p: Word, a: Word, quads: range, whole: list[Value]
-) -> list[Value]:
-    """As `_products`, of TILED rows: the same bits, because integer sums are exact in any order."""
-    at, to = tiles.at + MEMORY, tiles.at + MEMORY + QUADS
-    which = quads.start // len(quads) % 2
-    weights = p + LINE * quads.start
-    if layout.bits + layout.high != 8:
-        weights = at + LINE * quads.start
-        for q in quads:
-            w.store_i32(at + LINE * q, _codes(w, layout, p, q))
-    tiles.zero(which)
-    tiles.load(2, a + 4 * quads.start, BLOCK)
-    tiles.load(3, weights, LINE)
-    tiles.s8u8(which, 2, 3)
-    tiles.store(which, to + TILE * which, LINE)
-    return [w.add_i32(n, w.load_i32(to + TILE * which + LINE * r)) for r, n in enumerate(whole)]
-
-
-@block(takes=6, gives=TILED)
-def amx_tile(layout: Layout, kind: Kind, w: Writer, *words: Word) -> list[Value]:
-    """Block (weights, a, steps, ahead, apart, scratch): as `tile`, of TILED rows, on AMX."""
-    weights, a, steps, ahead, apart, scratch = words
-    products = partial(_products_on_tiles, w, layout, Tiles(w, kind, scratch, _amx_shapes(layout)))
-    return _through(w, layout, TILED, (weights, a, steps), products, (ahead, apart), TILED)
-
-
-@block()
-def start(kind: Kind, layout: Layout | None, w: Writer, scratch: Word) -> None:
-    """Block (scratch): this thread may use tiles from here on, those of `amx_tile` or whole ones."""
-    Tiles(w, kind, scratch, _amx_shapes(layout) if layout else FULL).configure()
-
-
-@block()
-def stop(kind: Kind, w: Writer, scratch: Word) -> None:
-    """Block (scratch): it will not any more."""
-    Tiles(w, kind, scratch).release()
-
-
 def _through(
     w: Writer,
     layout: Layout,
@@ -421,10 +377,9 @@ def _through(
     places: tuple[Word, Word, Word],
     products: Callable[..., list[Value]],
     fetched: tuple[Word, Word],
-    together: int = EIGHT,
     more: tuple[Word, Word] | None = None,
 ) -> list[Value]:
-    """What the block of `tile` writes. products: as `_products`, of `together` rows at a time; more: what is
+    """What the block of `tile` writes. products: as `_products`, of EIGHT rows at a time; more: what is
     fetched besides, and lines of it with each block."""
     each, lines = layout.nbytes // layout.blocks // 2, -(-layout.nbytes // LINE // layout.blocks // 2)
     (weights, a, steps), (ahead, apart) = places, fetched
@@ -434,7 +389,7 @@ def _through(
         return [at + LINE]
 
     def step(_: Word, at: Word, a: Word, ahead: Word, soon: Word, *sums: Value) -> list[Value]:
-        outer = _outer(w, layout, at + layout.outer_at)
+        outer = read_outer(w, layout, at + layout.outer_at)
 
         def block(b: Word, a: Word, soon: Word, *sums: Value) -> list[Value]:
             for k in range(lines if rows >= FETCHED or not ONE_STREAM else 0):
@@ -443,7 +398,7 @@ def _through(
                 w.prefetch_l2(place + apart)
             if more:
                 [soon] = w.loop(0, more[1], 1, (soon,), fetch)
-            found = _block(w, layout, (at, b, a), outer, sums, products, together)
+            found = _block(w, layout, (at, b, a), outer, sums, products, EIGHT)
             return [a + rows * layout.rounded_block, soon, *found]
 
         a, soon, *found = w.loop(0, layout.blocks, 1, (a, soon, *sums), block)
@@ -453,7 +408,7 @@ def _through(
     return w.loop(0, steps, 1, (*first, *([w.zero_f32()] * rows)), step)[4:]
 
 
-def _outer(w: Writer, layout: Layout, at: Word) -> list[Value]:
+def read_outer(w: Writer, layout: Layout, at: Word) -> list[Value]:
     """What is above a step's group scales."""
     if layout.scales in ("level", "small"):
         return [w.load_f32(at)]
@@ -471,7 +426,7 @@ def tiles_apart(
 
     def step(_: Word, at: Word, a: Word, *sums: Value) -> list[Value]:
         tiles = [at + apart * k for k in range(streams)]
-        outer = [_outer(w, layout, tile + layout.outer_at) for tile in tiles]
+        outer = [read_outer(w, layout, tile + layout.outer_at) for tile in tiles]
 
         def block(b: Word, a: Word, *sums: Value) -> list[Value]:
             found = []
@@ -506,7 +461,7 @@ def keep(
         w.when(kept.above(r), partial(one, r))
 
 
-_TILE = """tile_{rows} = linear_source.{tile}
+_TILE = """tile_{rows} = linear_source.tile(layout, {rows})
 joined_{rows}, keep_{rows} = linear_source.make_join({rows}), linear_source.keep({rows})"""
 
 # One row less than a large bundle takes is one, too: what is computed for the missing row is not kept.
@@ -519,7 +474,7 @@ _BUNDLE = """while codes >= {least}:
         t = tile + begin + place - up * length
         u = t + up * tiles
         ahead, other = next_tiles(weight, t, low, high, tile_bytes, up, to_up)
-        sums = tile_{rows}(weight + u * tile_bytes, rounded_at, steps, ahead, other, {more})
+        sums = tile_{rows}(weight + u * tile_bytes, rounded_at, steps, ahead, other, soon, per)
         soon += 64 * per * blocks
         soon_left -= 64 * per * blocks
         if per != 0 and soon_left <= 0:
@@ -541,11 +496,36 @@ _KEPT = """                u = t + {k} * part + up * tiles
                 keep_1(to + {k} * between, 0, 1, n_out - 16 * u, beside(bias, u, n_out), sums[{k}:{end}])
 """
 
+# Sixteen rows and more, and fifteen: a tile is decoded once, and then meets every bundle.
+_ON_TILES = """if codes >= {least}:
+    for k in range(halves * rest):
+        up, t = k % halves, tile + k // halves
+        u = t + up * tiles
+        ahead, other = next_tiles(weight, t, low, high, tile_bytes, up, to_up)
+        decode_tile(weight + u * tile_bytes, steps, ahead, other, decoded)
+        for b in range((codes + 1) // {rows}):
+            kept, place = min({rows}, codes - {rows} * b) // terms, to + b * ({rows} // terms) * out_bytes
+            sums = on_tiles(decoded, rounded_at + b * {rows} * each, steps, scratch)
+            if terms == 2:
+                sums = join_tiled(sums)
+            here, between = (ups, 64) if up else (place + 64 * t, out_bytes)
+            keep_tiled(here, between, kept, n_out - 16 * u, beside(bias, u, n_out), sums)
+            if up:
+                call_kernel(join, place + 64 * t, ups, out_bytes, kept)
+    tiled_codes = (codes + 1) // {rows} * {rows}
+    rounded_at += tiled_codes * each
+    to += min(tiled_codes, codes) // terms * out_bytes
+    codes -= tiled_codes"""
+
 _TILES = """
-start_tiles, stop_tiles = linear_source.start("{kind}", layout), linear_source.stop("{kind}")"""
+from plait.kernels.cpu.linear import byte_tiles
+start_tiles, stop_tiles = byte_tiles.start("{kind}", layout), byte_tiles.stop("{kind}")
+decode_tile, on_tiles = byte_tiles.decode_tile(layout), byte_tiles.amx_tile(layout, "{kind}")
+join_tiled, keep_tiled = linear_source.make_join({rows}), linear_source.keep({rows})"""
 
 _START = """
     scratch, tiled = scratch_of(frame, thread), rows * terms >= {least}
+    decoded = scratch + {decoded}
     if tiled:
         start_tiles(scratch)"""
 
@@ -559,36 +539,35 @@ def linear_kernel(layout: Layout, kind: Kind = "", streams: int = 0) -> Kernel:
     """The kernel of `packed.multiply` for weights in that layout.
 
     kind: "amx" multiplies bundles of TILED rows of codes on its tiles ("software": on what stands for them),
-    to the same bits; it needs `AMX_SCRATCH`. streams: of one row, to the same bits; 0: what is fastest here.
+    to the same bits; it needs `byte_tiles.scratch_bytes`. streams: of one row, to the same bits; 0: what is
+    fastest here.
     """
     streams = streams or (1 if ONE_STREAM else STREAMS)
-    plain = tuple(n for n in BUNDLES if n < TILED) if kind else BUNDLES
-    sizes = (TILED, *plain) if kind else plain
-    tiles, bundles = [], []
-    for n in sizes:
-        tiled = bool(kind) and n == TILED
-        tiles.append(
-            _TILE.format(rows=n, tile=f'amx_tile(layout, "{kind}")' if tiled else f"tile(layout, {n})")
-        )
-        more = "scratch" if tiled else "soon, per"
-        bundles.append(indent(_BUNDLE.format(rows=n, least=n - 1 if n > 2 else n, more=more), " " * 12))
+    # Codes that are bytes take as long to decode as to multiply: a single bundle of them goes without.
+    alone = not kind or (layout.bits == 8 and BUNDLES[0] == TILED)
+    sizes = [n for n in BUNDLES if n < TILED or alone]
+    tiles = [_TILE.format(rows=n) for n in sizes]
+    bundles = [_BUNDLE.format(rows=n, least=n - 1 if n > 2 else n) for n in sizes]
+    least = 2 * TILED - 1 if alone else TILED - 1
     if kind:
-        tiles.append(_TILES.format(kind=kind))
+        tiles.append(_TILES.format(kind=kind, rows=TILED))
+        bundles.insert(0, _ON_TILES.format(rows=TILED, least=least))
+        sizes = sorted({TILED, *sizes}, reverse=True)
     source = _SOURCE.substitute(
         step=layout.step,
         blocks=layout.blocks,
         nbytes=layout.nbytes,
         record=layout.rounded_block,
         largest=sizes[0],
-        sizes=repr(sizes),
-        start=_START.format(least=TILED - 1) if kind else "",
+        sizes=repr(tuple(sizes)),
+        start=_START.format(least=least, decoded=DECODED_AT) if kind else "",
         stop=_STOP if kind else "",
-        ups=AMX_SCRATCH if kind else 0,
+        ups=UPS_AT if kind else 0,
         streams=streams,
         run=RUN if streams == 1 else 1,
         kept="".join(_KEPT.format(k=k, end=k + 1) for k in range(streams)),
         layout=repr(layout),
-        bundles="\n".join(bundles),
+        bundles=indent("\n".join(bundles), " " * 12),
         tiles="\n".join(tiles),
         digest=digest(*_FILES),
     )

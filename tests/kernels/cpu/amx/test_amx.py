@@ -49,18 +49,24 @@ def one() -> Iterator[Any]:
     made.close()
 
 
-@pytest.fixture(autouse=True)
-def in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows_on_tiles, "TILES", "software")
-    monkeypatch.setattr(attention, "TILES", "software")
+KINDS = ("software", *(() if check.refusal() else ("amx",)))  # in memory, and those of this processor
+
+
+@pytest.fixture(autouse=True, params=KINDS)
+def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Which tiles kernels are made for."""
+    monkeypatch.setattr(rows_on_tiles, "TILES", request.param)
+    monkeypatch.setattr(attention, "TILES", request.param)
+    return str(request.param)
 
 
 def multiplied(cpu: Any, what: str, *given: Tensor) -> Tensor:
-    """c + a · b; the other product of the kernel gets zeros."""
-    tensors = {name: [torch.zeros(TILE, dtype=torch.uint8) for _ in range(3)] for name in ("bf16", "s8u8")}
+    """c + a · b; the other products of the kernel get zeros."""
+    tensors = {name: [torch.zeros(TILE, dtype=torch.uint8) for _ in range(3)] for name in check.SHAPES}
     tensors[what] = [t.clone() for t in given]
     scratch = torch.zeros(amx.MEMORY, dtype=torch.uint8)
-    cpu.launch(check.products("software"), scratch, *tensors["bf16"], *tensors["s8u8"], rows=1)
+    words = [t for name in ("bf16", "s8u8", "s8s8") for t in tensors[name]]
+    cpu.launch(check.products(rows_on_tiles.TILES), scratch, *words, rows=1)
     return tensors[what][2]
 
 
@@ -120,8 +126,9 @@ def test_products_of_bytes_are_exact(one: Any) -> None:
     b = torch.randint(0, 256, (8, 16, 4), dtype=torch.uint8)
     a[0], b[:, 0] = -128, 255
     c = torch.randint(-(1 << 20), 1 << 20, (16, 16), dtype=torch.int32)
-    whole = b.int().permute(0, 2, 1).reshape(32, 16)
-    assert torch.equal(multiplied(one, "s8u8", a, b, c), c + a.int() @ whole)
+    for what, found in (("s8u8", b), ("s8s8", b.view(torch.int8))):
+        whole = found.int().permute(0, 2, 1).reshape(32, 16)
+        assert torch.equal(multiplied(one, what, a, found, c), c + a.int() @ whole)
 
 
 def test_the_configuration_names_rows_and_bytes_of_each_tile() -> None:
@@ -191,11 +198,11 @@ def test_a_row_does_not_depend_on_other_rows_nor_on_threads(cpu: Any, one: Any) 
     "kind", ["Q8_0", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("Q6_K", "int4_g64+zeros"))]
 )
 @pytest.mark.parametrize("activations", ["int8", "int8x2"])
-def test_tiles_of_bytes_change_no_bit(kind: str, activations: Any, cpu: Any) -> None:
+def test_tiles_of_bytes_change_no_bit(kind: str, activations: Any, cpu: Any, tiles: str) -> None:
     weight, linears = random_weight(kind, 70, 512), packing["linear"]
     exact = linears.pack(cpu, weight, torch.float32)
-    tiled = linears.pack(cpu, weight, torch.float32, "software")
-    for rows in (14, 15, 16, 45, 200):
+    tiled = linears.pack(cpu, weight, torch.float32, tiles)
+    for rows in (14, 15, 16, 31, 45, 200):
         x = torch.randn(rows, 512)
         a, b = (linears.multiply(cpu, x, packed, None, activations) for packed in (exact, tiled))
         assert torch.equal(a, b)

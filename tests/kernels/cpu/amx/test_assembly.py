@@ -67,10 +67,10 @@ def calls_beside_sums(lines: list[str]) -> list[str]:
 @pytest.mark.parametrize(
     ("kernel", "product", "regions"),
     [
-        ("check", "tdpbf16ps", 2),
+        ("check", "tdpbf16ps", 3),
         pytest.param("many", "tdpbf16ps", 1, marks=pytest.mark.slow),
         pytest.param("attention", "tdpbf16ps", 1, marks=pytest.mark.slow),
-        pytest.param("bytes", "tdpbsud", 1, marks=pytest.mark.slow),
+        pytest.param("bytes", "tdpbssd", 1, marks=pytest.mark.slow),
     ],
 )
 def test_the_instructions_for_a_processor_that_has_amx(

@@ -323,7 +323,7 @@ def test_what_it_refuses(cpu: Any) -> None:
     _, row = linear.bind(OpFacts("cpu", torch.float32, sizes, cpu))
     assert ("native", "it rounds activations to int8") in row.skipped
     _, row = linear.bind(OpFacts("cpu", torch.float32, {**sizes, "activations": "int8"}, cpu))
-    assert row.variant == "native"
+    assert row.variant in ("native", "native-amx")
 
 
 def digest(kinds: list[str]) -> str:

@@ -1,0 +1,162 @@
+"""Quantized linear layers of many rows on tiles of AMX, to the bits that `blocks_source` gives of few rows.
+
+A tile of sixteen outputs is decoded once for all rows of a piece: codes without their zero point, a signed
+byte each, and scales and minima as floats. A bundle of sixteen rows then goes through it, a group of inputs
+after the other. The integer sums of a group come from one product of tiles, by way of memory, and vectors
+scale them. Products are two groups ahead of the vectors, so that neither waits for the other.
+
+    decoded: [group 0: codes, a quad of sixteen outputs a line | scales | minima, if any][group 1 ...] ...
+"""
+
+from __future__ import annotations
+
+from plait.kernels.cpu.codegen.amx_tiles import FULL, MEMORY, TILE, Kind, Shapes, Tiles
+from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, block
+from plait.kernels.cpu.linear.blocks_source import DECODED_AT, TILED, read_codes, read_outer, read_scales
+from plait.kernels.cpu.linear.layout import BLOCK, LINE, Layout
+
+EACH = 2  # groups of which products are made together
+SUMS = MEMORY  # where integer sums lie in a thread's scratch: those being made, and those being scaled
+
+
+def _quads(layout: Layout) -> int:
+    """Quads of a group, or of the part of one that is in a block."""
+    return BLOCK // 4 // layout.parts
+
+
+def _group_bytes(layout: Layout) -> int:
+    """Bytes of a decoded group."""
+    return LINE * (_quads(layout) + (2 if layout.zero is None else 1))
+
+
+def _block_bytes(layout: Layout) -> int:
+    """Bytes of a decoded block of 32 inputs."""
+    return layout.parts * _group_bytes(layout)
+
+
+def can_decode(layout: Layout) -> bool:
+    """Whether codes without their zero points are signed bytes."""
+    return not (layout.zeros and layout.bits == 8)
+
+
+def scratch_bytes(layout: Layout, n_in: int) -> int:
+    """Bytes that each thread needs: the decoded tile of sixteen outputs comes last."""
+    return DECODED_AT + layout.steps(n_in) * layout.blocks * _block_bytes(layout)
+
+
+def _shapes(layout: Layout) -> Shapes:
+    """Per group its sums, its codes of x, and its weights."""
+    quads = _quads(layout)
+    return (*((TILED, LINE),) * EACH, *((TILED, 4 * quads),) * EACH, *((quads, LINE),) * EACH)
+
+
+@block()
+def start(kind: Kind, layout: Layout | None, w: Writer, scratch: Word) -> None:
+    """Block (scratch): this thread may use tiles from here on, those of `amx_tile` or whole ones."""
+    Tiles(w, kind, scratch, _shapes(layout) if layout else FULL).configure()
+
+
+@block()
+def stop(kind: Kind, w: Writer, scratch: Word) -> None:
+    """Block (scratch): it will not any more."""
+    Tiles(w, kind, scratch).release()
+
+
+def _decode_block(w: Writer, layout: Layout, step: Word, b: Word, outer: list[Value], to: Word) -> None:
+    """Block b of the step, to `to`."""
+    quads, each = _quads(layout), _group_bytes(layout)
+    codes_at = step + layout.codes_at + layout.plane_bytes * b
+    for j in range(layout.parts):
+        index = (b * layout.parts if layout.group <= BLOCK else w.number(0)) + j
+        at = step + layout.scales_at + index * layout.scale_bytes
+        low_at = step + layout.minima_at + index * layout.minimum_bytes
+        taken = None
+        if layout.zero is not None:
+            zero = w.load_u8(low_at) if layout.zeros else w.spread_int(layout.zero)
+            taken = w.mul_i32(zero, w.spread_int(0x01010101))
+        place = to + each * j
+        for q in range(quads):
+            v = read_codes(w, layout, codes_at, quads * j + q)
+            w.store_i32(place + LINE * q, v if taken is None else w.sub_bytes(v, taken))
+        for k, one in enumerate(read_scales(w, layout, at, low_at, outer)):
+            w.store_f32(place + LINE * (quads + k), one)
+
+
+@block(takes=5)
+def decode_tile(layout: Layout, w: Writer, *words: Word) -> None:
+    """Block (weights, steps, ahead, apart, to): the tile at `weights`, decoded.
+
+    As many bytes are fetched meanwhile, half of them from `ahead` and half from `apart` behind it.
+    """
+    weights, steps, ahead, apart, to = words
+    each, lines = layout.nbytes // layout.blocks // 2, -(-layout.nbytes // LINE // layout.blocks // 2)
+    decoded = _block_bytes(layout)
+
+    def step(_: Word, at: Word, ahead: Word, to: Word) -> list[Word]:
+        outer = read_outer(w, layout, at + layout.outer_at)
+
+        def one(b: Word) -> None:
+            for k in range(lines):
+                place = ahead + each * b + LINE * k
+                w.prefetch_l2(place)
+                w.prefetch_l2(place + apart)
+            _decode_block(w, layout, at, b, outer, to + decoded * b)
+
+        w.loop(0, layout.blocks, 1, (), one)
+        return [at + layout.nbytes, ahead + layout.nbytes // 2, to + decoded * layout.blocks]
+
+    w.loop(0, steps, 1, (weights, ahead, to), step)
+
+
+def _multiply(w: Writer, layout: Layout, tiles: Tiles, places: tuple[Word, Word, Word]) -> None:
+    """The integer sums of EACH groups, with weights and rows at places[:2], to places[2]."""
+    weights, rows, to = places
+    product = tiles.s8u8 if layout.zero is None else tiles.s8s8
+    for k in range(EACH):
+        b, j = divmod(k, layout.parts)
+        tiles.zero(k)
+        tiles.load(EACH + k, rows + TILED * layout.rounded_block * b + 4 * _quads(layout) * j, BLOCK)
+        tiles.load(2 * EACH + k, weights + _group_bytes(layout) * k, LINE)
+        product(k, EACH + k, 2 * EACH + k)
+    for k in range(EACH):
+        tiles.store(k, to + TILE * k, LINE)
+
+
+def _scale(w: Writer, layout: Layout, places: tuple[Word, Word, Word], sums: list[Value]) -> list[Value]:
+    """Sums of sixteen rows, with those integer sums; `places` as in `_multiply`."""
+    weights, rows, whole = places
+    for k in range(EACH):
+        b, j = divmod(k, layout.parts)
+        of_rows = rows + TILED * (layout.rounded_block * b + BLOCK)
+        of_weights = weights + _group_bytes(layout) * k + LINE * _quads(layout)
+        scales = w.load_f32(of_weights)
+        minima = w.load_f32(of_weights + LINE) if layout.zero is None else None
+        for r in range(TILED):
+            # What one fma makes of BASE and the sum elsewhere: the product, rounded once.
+            x = w.mul(w.to_f32(w.load_i32(whole + TILE * k + LINE * r)), w.spread_f32(of_rows + 4 * r))
+            sums[r] = w.fma(x, scales, sums[r])
+            if minima is not None:
+                extra = w.spread_f32(of_rows + 4 * TILED * (2 + j) + 4 * r)
+                sums[r] = w.fma(minima, extra, sums[r])
+    return sums
+
+
+@block(takes=4, gives=TILED)
+def amx_tile(layout: Layout, kind: Kind, w: Writer, *words: Word) -> list[Value]:
+    """Block (decoded, a, steps, scratch): a bundle of TILED rows of codes, at a, times a decoded tile."""
+    weights, rows, steps, scratch = words
+    tiles, blocks = Tiles(w, kind, scratch, _shapes(layout)), EACH // layout.parts
+    size, far = EACH * _group_bytes(layout), blocks * TILED * layout.rounded_block
+    buffer, pair = scratch + SUMS, EACH * TILE
+    _multiply(w, layout, tiles, (weights, rows, buffer))
+
+    def turn(i: Word, weights: Word, rows: Word, *sums: Value) -> list[Value]:
+        odd = i - i // 2 * 2
+        _multiply(w, layout, tiles, (weights + size, rows + far, buffer + pair - odd * pair))
+        found = _scale(w, layout, (weights, rows, buffer + odd * pair), list(sums))
+        return [weights + size, rows + far, *found]
+
+    last = steps * (layout.blocks // blocks) - 1
+    weights, rows, *sums = w.loop(0, last, 1, (weights, rows, *[w.zero_f32()] * TILED), turn)
+    odd = last - last // 2 * 2
+    return _scale(w, layout, (weights, rows, buffer + odd * pair), sums)
