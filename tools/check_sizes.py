@@ -30,7 +30,7 @@ CAPS = {
     "engine": 2_400,
     "families": 17_200,
     "frontend": 1_600,
-    "kernels": 27_600,
+    "kernels": 27_800,
     "llm": 630,
     "loading": 5_740,
     "model": 5_180,
