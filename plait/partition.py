@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import gcd
 
 from plait.errors import CannotDivide
 from plait.spec.model import Mixer
@@ -130,8 +129,3 @@ def width(piece: Range) -> int:
 def sum_of(ranges: tuple[Range, ...]) -> tuple[tuple[Range, ...], ...]:
     """The columns of shares of one range each."""
     return tuple((piece,) for piece in ranges)
-
-
-def most_shares(count: int) -> int:
-    """The largest number of shares, of those that are possible, that divide `count` equally."""
-    return gcd(count, MOST_SHARES)

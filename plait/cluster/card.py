@@ -8,12 +8,11 @@ import msgspec
 
 from plait.cluster.wire import ReplicaCard
 from plait.config import EngineConfig
-from plait.frontend.frontend import TEMPLATES_OWN, Front, Parsers
+from plait.frontend.frontend import TEMPLATES_OWN, Front, Parsers, has_recurrent_state
 from plait.frontend.loop import Loop
 from plait.frontend.reply_digest import measure_digest
 from plait.loading.text_side import TextSource
 from plait.request import JsonStyle
-from plait.spec.model import ModelSpec, Recurrent
 from plait.spec.values import encode_spec_value
 from plait.worker.client import EngineProcess
 from plait.worker.protocol import decode_spec
@@ -58,8 +57,3 @@ def _read_front(card: ReplicaCard, loop: Loop, config: EngineConfig, parsers: Pa
     spec = decode_spec(msgspec.msgpack.decode(card.spec))
     parsers = replace(parsers, style=JsonStyle(config.open_objects, config.json_space))
     return Front(source.name, spec, card.max_model_len, loop, source.language(), config, parsers)
-
-
-def has_recurrent_state(spec: ModelSpec) -> bool:
-    """Whether a prefix can be resumed at snapshots only."""
-    return any(isinstance(mixer, Recurrent) for _, mixer in spec.mixers())

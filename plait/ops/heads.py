@@ -13,14 +13,10 @@ from plait.errors import ShapeMismatch
 from plait.ops.blocks import random_weight
 from plait.ops.case import Case
 from plait.ops.registry import Arguments, Bind, op
+from plait.ops.rows import CASES
 from plait.quant.gguf import BLOCK_TYPES
 from plait.quant.weight import Dense, Weight, piece_of
 
-CASES: list[Case] = [
-    dict(rows=1, size=64),
-    dict(rows=33, size=100),
-    dict(rows=5, size=7),
-]
 STORED: list[Case] = [
     *(Case(kind=kind, size=100) for kind in ("bfloat16", "float16")),
     *(Case(kind=kind.name, size=2 * kind.elements) for kind in BLOCK_TYPES.values()),

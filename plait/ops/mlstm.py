@@ -9,13 +9,12 @@ from torch import Tensor
 from plait.ops.case import RecurrentCase
 from plait.ops.conv import ragged_case
 from plait.ops.registry import Arguments, op
-from plait.ops.ssm import begin, pieces
+from plait.ops.ssm import SHORT_SEQS, States, walk_states
 
-SEQS = [(1, True), (1, True), (1, False), (40, False), (3, True), (17, True)]
 CASES: list[RecurrentCase] = [
     dict(seqs=[(1, True)], decodes=1, heads=2, key_dim=16, dim=16),
-    dict(seqs=SEQS, decodes=2, heads=3, key_dim=7, dim=37),
-    dict(seqs=SEQS, decodes=2, heads=2, key_dim=24, dim=48),
+    dict(seqs=SHORT_SEQS, decodes=2, heads=3, key_dim=7, dim=37),
+    dict(seqs=SHORT_SEQS, decodes=2, heads=2, key_dim=24, dim=48),
 ]
 
 
@@ -44,9 +43,8 @@ def mlstm_scan(
     """
     q, k, value = q.float() * q.shape[-1] ** -0.5, k.float(), v.float()
     enter, log_forget, out = enter.float(), F.logsigmoid(forget.float()), torch.empty_like(value)
-    states = (memory, norms, largest)
 
-    def move(rows: slice | int, held: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def move(rows: slice | int, held: States) -> States:
         """One token of one or several sequences; their states after it."""
         C, n, m = held
         top = torch.maximum(log_forget[rows] + m, enter[rows])
@@ -57,16 +55,7 @@ def mlstm_scan(
         out[rows] = (q[rows][..., None, :] @ C)[..., 0, :] / divisor[..., None]
         return C, n, top
 
-    if num_decodes:
-        own = slots[:num_decodes]
-        for state, new in zip(states, move(slice(num_decodes), tuple(s[own] for s in states)), strict=True):
-            state[own] = new
-    for rows, slot, past in pieces(slots, query_start, has_history, num_decodes):
-        held = tuple(begin(state, slot, past) for state in states)
-        for t in range(rows.start, rows.stop):
-            held = move(t, held)
-        for state, new in zip(states, held, strict=True):
-            state[slot] = new
+    walk_states(move, (memory, norms, largest), (slots, query_start, has_history, num_decodes))
     return out.to(v.dtype)
 
 

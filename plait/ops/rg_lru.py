@@ -8,14 +8,13 @@ from torch import Tensor
 from plait.ops.case import RecurrentCase
 from plait.ops.conv import ragged_case
 from plait.ops.registry import Arguments, op
-from plait.ops.ssm import begin, pieces
+from plait.ops.ssm import SHORT_SEQS, begin, pieces
 from plait.ops.state_rounding import decode_state, encode_state, require_positions
 
-SEQS = [(1, True), (1, True), (1, False), (40, False), (3, True), (17, True)]
 CASES: list[RecurrentCase] = [
     dict(seqs=[(1, True)], decodes=1, heads=2, dim=16),
-    dict(seqs=SEQS, decodes=2, heads=3, dim=7),
-    dict(seqs=SEQS, decodes=2, heads=2, dim=90),
+    dict(seqs=SHORT_SEQS, decodes=2, heads=3, dim=7),
+    dict(seqs=SHORT_SEQS, decodes=2, heads=2, dim=90),
 ]
 
 

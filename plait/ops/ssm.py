@@ -9,7 +9,7 @@ may be cut anywhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -21,8 +21,11 @@ from plait.ops.norm import gated_rms_norm, rms_norm
 from plait.ops.registry import Arguments, TensorFn, op
 from plait.ops.state_rounding import walk_tokens
 
+States = tuple[Tensor, ...]
+MoveStates = Callable[[slice | int, States], States]
 SSD_CHUNK = 64  # tokens in one matrix form: more costs quadratic work, fewer costs more small products
 SEQS = [(1, True), (1, True), (1, False), (130, False), (3, True), (65, True)]
+SHORT_SEQS = [(1, True), (1, True), (1, False), (40, False), (3, True), (17, True)]
 CASES: list[RecurrentCase] = [
     dict(seqs=[(1, True)], decodes=1, heads=4, dim=8, state=16, groups=1),
     dict(seqs=SEQS, decodes=2, heads=4, dim=8, state=16, groups=2),
@@ -44,6 +47,29 @@ def pieces(
 
 def begin(state: Tensor, slot: int, has_history: bool) -> Tensor:
     return state[slot] if has_history else torch.zeros_like(state[slot])
+
+
+def walk_states(
+    move: MoveStates, states: States, where: tuple[Tensor, Tensor, Tensor, int], first: Sequence[float] = ()
+) -> None:
+    """Move float32 states, in their slots, past the tokens of every sequence one by one.
+
+    where: slots, query_start, has_history, num_decodes; move: rows and their states to the states after them.
+    first: what fills each state of a sequence without history, zeros if it is empty.
+    """
+    slots, query_start, has_history, num_decodes = where
+    if num_decodes:
+        own = slots[:num_decodes]
+        for state, new in zip(states, move(slice(num_decodes), tuple(s[own] for s in states)), strict=True):
+            state[own] = new
+    for rows, slot, past in pieces(slots, query_start, has_history, num_decodes):
+        held = tuple(begin(state, slot, past) for state in states)
+        if first and not past:
+            held = tuple(torch.full_like(s, x) for s, x in zip(held, first, strict=True))
+        for t in range(rows.start, rows.stop):
+            held = move(t, held)
+        for state, new in zip(states, held, strict=True):
+            state[slot] = new
 
 
 def ssd(v: Tensor, log_decay: Tensor, B: Tensor, C: Tensor, h: Tensor, chunk: int) -> tuple[Tensor, Tensor]:

@@ -10,9 +10,8 @@ from plait.ops.case import RecurrentCase
 from plait.ops.conv import ragged_case
 from plait.ops.elementwise import elementwise_op
 from plait.ops.registry import Arguments, op
-from plait.ops.ssm import begin, pieces
+from plait.ops.ssm import SHORT_SEQS, States, walk_states
 
-SEQS = [(1, True), (1, True), (1, False), (40, False), (3, True), (17, True)]
 LEAST = -1e38  # the exponent of a sum of nothing
 RATE = 0.6065306597126334  # e^-½, the fastest decay's logarithm (RWKV-7)
 UNIT_EPS = 1e-12  # a key of less length is not made longer
@@ -24,7 +23,7 @@ def mix_shift(x: Tensor, change: Tensor, share: Tensor) -> Tensor:
     return x + change * share
 
 
-@op(cases=[dict(seqs=[(1, True)], decodes=1, size=16), dict(seqs=SEQS, decodes=2, size=37)])
+@op(cases=[dict(seqs=[(1, True)], decodes=1, size=16), dict(seqs=SHORT_SEQS, decodes=2, size=37)])
 def wkv4_scan(
     k: Tensor,
     v: Tensor,
@@ -45,9 +44,8 @@ def wkv4_scan(
     `mamba2_scan`.
     """
     key, value, out = k.float(), v.float(), torch.empty(v.shape, device=v.device)
-    states = (sums, weights, largest)
 
-    def move(rows: slice | int, held: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def move(rows: slice | int, held: States) -> States:
         a, b, m = held
         top = torch.maximum(m, key[rows] + first)
         old, new = (m - top).exp(), (key[rows] + first - top).exp()
@@ -56,17 +54,8 @@ def wkv4_scan(
         old, new = (m + decay - top).exp(), (key[rows] - top).exp()
         return old * a + new * value[rows], old * b + new, top
 
-    if num_decodes:
-        own = slots[:num_decodes]
-        for state, new in zip(states, move(slice(num_decodes), tuple(s[own] for s in states)), strict=True):
-            state[own] = new
-    for rows, slot, past in pieces(slots, query_start, has_history, num_decodes):
-        held = tuple(begin(state, slot, past) for state in states)
-        held = held if past else (*held[:2], torch.full_like(held[2], LEAST))
-        for t in range(rows.start, rows.stop):
-            held = move(t, held)
-        for state, new in zip(states, held, strict=True):
-            state[slot] = new
+    where = (slots, query_start, has_history, num_decodes)
+    walk_states(move, (sums, weights, largest), where, (0.0, 0.0, LEAST))
     return out.to(v.dtype)
 
 
@@ -77,25 +66,14 @@ def _wkv4_inputs(case: RecurrentCase, dtype: torch.dtype, device: str) -> Argume
     k, v = (2 * torch.randn(total, 2 * n, dtype=dtype, device=device)).chunk(2, -1)
     decay, first = -torch.rand(n, device=device), torch.randn(n, device=device)
     sums, weights, largest = (torch.randn(num_slots, n, device=device) for _ in range(3))
-    return (
-        k,
-        v,
-        decay,
-        first,
-        sums,
-        weights.abs(),
-        largest,
-        slots,
-        query_start,
-        has_history,
-        case["decodes"],
-    ), {}
+    where = (slots, query_start, has_history, case["decodes"])
+    return (k, v, decay, first, sums, weights.abs(), largest, *where), {}
 
 
 WKV7 = [
     dict(seqs=[(1, True)], decodes=1, heads=2, dim=16),
-    dict(seqs=SEQS, decodes=2, heads=3, dim=7),
-    dict(seqs=SEQS, decodes=2, heads=2, dim=40),
+    dict(seqs=SHORT_SEQS, decodes=2, heads=3, dim=7),
+    dict(seqs=SHORT_SEQS, decodes=2, heads=2, dim=40),
 ]
 
 
@@ -124,21 +102,15 @@ def wkv7_scan(
     unit = F.normalize(k32 * scales[0], dim=-1, eps=UNIT_EPS)
     key, gone, out = k32 * (1 + (a - 1) * scales[1]), a * unit, torch.empty_like(v32)
 
-    def move(rows: slice | int, s: Tensor) -> Tensor:
+    def move(rows: slice | int, held: States) -> States:
+        (s,) = held
         seen = (unit[rows][..., None, :] @ s)[..., 0, :]
         s = kept[rows] * s - gone[rows][..., None] * seen[..., None, :]
         s = s + key[rows][..., None] * v32[rows][..., None, :]
         out[rows] = (r32[rows][..., None, :] @ s)[..., 0, :]
-        return s
+        return (s,)
 
-    if num_decodes:
-        own = slots[:num_decodes]
-        state[own] = move(slice(num_decodes), state[own])
-    for rows, slot, past in pieces(slots, query_start, has_history, num_decodes):
-        s = begin(state, slot, past)
-        for t in range(rows.start, rows.stop):
-            s = move(t, s)
-        state[slot] = s
+    walk_states(move, (state,), (slots, query_start, has_history, num_decodes))
     return out.to(v.dtype), (r32 * key * scales[2]).sum(-1)
 
 

@@ -46,7 +46,7 @@ from plait.server.ollama import embed, generate, manage, wire
 from plait.server.openai import adapters, chat, completions, embeddings, models, render, scores
 from plait.server.respond import respond
 from plait.server.responses import endpoints
-from plait.server.stored.endpoints import STORED
+from plait.server.stored import batches, chats, conversations, files, responses
 
 if TYPE_CHECKING:
     from plait.frontend.frontend import Front
@@ -68,6 +68,7 @@ PATHS = (
     "/docs for all"
 )
 Handler = Callable[[Request], Awaitable[Response]]
+STORED = (*responses.ROUTES, *conversations.ROUTES, *chats.ROUTES, *files.ROUTES, *batches.ROUTES)
 ENDPOINTS = (
     *completions.ENDPOINTS,
     *chat.ENDPOINTS,

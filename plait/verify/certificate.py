@@ -28,7 +28,6 @@ from plait.verify.tiny.models import NAMES, write_named
 from plait.verify.verify import Extent, Verification
 
 BATCH, MAX_TOKENS, LONGEST = 4, 64, 512
-ALL_TOKENS = 1_000_000
 DRAFT = "attention"  # the model that drafts for the others: all have one vocabulary
 
 

@@ -28,7 +28,7 @@ NAMES: Mapping[Kind, str] = {
 }
 # States of what is in work: such a row, and what it refers to, is neither too old nor in the way.
 WORKING = ("queued", "in_progress", "uploading", "writing", "validating", "finalizing", "cancelling")
-_WORKING = ", ".join(f"'{status}'" for status in WORKING)
+IN_WORK = ", ".join(f"'{status}'" for status in WORKING)
 MAX_CHAIN = 10_000  # responses of one conversation: as many as a chat has messages
 MAX_CHAIN_BYTES = 64 * MIB  # of all its items: more text than any context holds
 _COLUMNS = "position, id, kind, tenant, created, expires, status, model, refers, size, body"
@@ -122,11 +122,11 @@ class Rows:
 
     def working(self, kind: Kind) -> list[StoredRow]:
         """The rows of all tenants that are in work; for the server itself, when it starts."""
-        text = f"SELECT {_COLUMNS} FROM objects WHERE kind = ? AND status IN ({_WORKING}) ORDER BY position"
+        text = f"SELECT {_COLUMNS} FROM objects WHERE kind = ? AND status IN ({IN_WORK}) ORDER BY position"
         return [self._row(found) for found in self._connection.execute(text, (kind,))]
 
     def count_working(self, tenant: str, kind: Kind) -> int:
-        text = f"SELECT count(*) FROM objects WHERE tenant = ? AND kind = ? AND status IN ({_WORKING})"
+        text = f"SELECT count(*) FROM objects WHERE tenant = ? AND kind = ? AND status IN ({IN_WORK})"
         (found,) = self._connection.execute(text, (tenant, kind)).fetchone()
         return int(found)
 
@@ -242,7 +242,7 @@ class Rows:
 
     def is_in_use(self, object_id: str) -> bool:
         """Whether a row that is in work refers to this one."""
-        text = f"SELECT 1 FROM objects WHERE refers = ? AND status IN ({_WORKING}) LIMIT 1"
+        text = f"SELECT 1 FROM objects WHERE refers = ? AND status IN ({IN_WORK}) LIMIT 1"
         return self._connection.execute(text, (object_id,)).fetchone() is not None
 
     def chain(self, tenant: str, object_id: str, now: int) -> list[StoredRow]:

@@ -18,7 +18,7 @@ from plait.config import MIB, ServerConfig
 from plait.errors import PlaitError
 from plait.server.store.database import Database
 from plait.server.store.errors import StoreFull
-from plait.server.store.rows import WORKING, Rows
+from plait.server.store.rows import IN_WORK, Rows
 from plait.server.store.seal import Seal, read_seal
 
 logger = logging.getLogger("plait.server")
@@ -28,11 +28,10 @@ PLAIN = Seal()
 CLEAN_EVERY_S = 60.0
 FREED_PAGES = 1024  # that the file gives back at a time
 MAX_FILE_BYTES = 200 * MIB  # as OpenAI's limit for the file of a batch
-_WORKING = ", ".join(f"'{status}'" for status in WORKING)
 _FREE = f"""
-    status NOT IN ({_WORKING}) AND NOT EXISTS
+    status NOT IN ({IN_WORK}) AND NOT EXISTS
     (SELECT 1 FROM objects AS user WHERE user.refers = objects.id AND user.refers != ''
-     AND user.status IN ({_WORKING}))
+     AND user.status IN ({IN_WORK}))
 """
 
 

@@ -76,7 +76,7 @@ def _add(rows: Rows, tenant: str, work: BatchWork) -> StoredRow:
 
 async def get_batch(call: StoredCall) -> BatchObject:
     """The batch as it is now."""
-    return _batch(await _row(call))
+    return _batch(await call.row("batch"))
 
 
 async def list_batches(call: StoredCall) -> StoredList:
@@ -92,12 +92,8 @@ async def list_batches(call: StoredCall) -> StoredList:
 
 async def cancel_batch(call: StoredCall) -> BatchObject:
     """Cancel the batch; answers that it has become files. One that has ended stays as it is."""
-    await call.state.batches.cancel(await _row(call))
-    return _batch(await _row(call))
-
-
-async def _row(call: StoredCall) -> StoredRow:
-    return await call.store.run(lambda rows: rows.get(call.tenant, "batch", call.id))
+    await call.state.batches.cancel(await call.row("batch"))
+    return _batch(await call.row("batch"))
 
 
 def _batch(row: StoredRow) -> BatchObject:

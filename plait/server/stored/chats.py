@@ -9,7 +9,6 @@ import msgspec
 from starlette.responses import Response
 
 from plait.errors import InvalidField
-from plait.server.api.stored_metadata import read_metadata
 from plait.server.openai.chat_state import MESSAGES
 from plait.server.stored.routes import (
     Deleted,
@@ -71,10 +70,7 @@ async def get_chat(call: StoredCall) -> Response:
 
 async def change_chat(call: StoredCall) -> Response:
     """Replace the chat's metadata; nothing else of it can change."""
-    body = await call.body(MAX_METADATA_BYTES)
-    if "metadata" not in body:
-        raise InvalidField("metadata: it is required; only metadata can change", "metadata")
-    metadata = read_metadata(body["metadata"])
+    metadata = await call.new_metadata(MAX_METADATA_BYTES)
 
     def change(rows: Rows) -> StoredRow:
         row = rows.get(call.tenant, "chat", call.id)

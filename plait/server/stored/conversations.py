@@ -80,15 +80,12 @@ async def create_conversation(call: StoredCall) -> Conversation:
 
 async def get_conversation(call: StoredCall) -> Response:
     """One conversation."""
-    return as_json((await call.store.run(lambda rows: _find(rows, call))).body)
+    return as_json((await call.row("conversation")).body)
 
 
 async def change_conversation(call: StoredCall) -> Response:
     """Replace the metadata."""
-    body = await call.body(MAX_BYTES)
-    if "metadata" not in body:
-        raise InvalidField("metadata: it is required; only metadata can change", "metadata")
-    metadata = read_metadata(body["metadata"])
+    metadata = await call.new_metadata(MAX_BYTES)
 
     def change(rows: Rows) -> StoredRow:
         row = _find(rows, call)

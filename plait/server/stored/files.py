@@ -22,7 +22,15 @@ from plait.server.store.errors import InUse, NotStored
 from plait.server.store.rows import Rows, StoredRow
 from plait.server.stored.file_objects import CONTENT, EXPIRES, FileObject, purpose_of, read_parts
 from plait.server.stored.multipart import FormReader, boundary_of
-from plait.server.stored.routes import Deleted, StoredCall, StoredList, StoredRoute, number_of, page_of
+from plait.server.stored.routes import (
+    Deleted,
+    StoredCall,
+    StoredList,
+    StoredRoute,
+    as_json,
+    number_of,
+    page_of,
+)
 
 if TYPE_CHECKING:
     from plait.server.store.store import Store
@@ -138,7 +146,7 @@ def read_expiry(found: dict[str, str], created: int) -> int | None:
 
 async def get_file(call: StoredCall) -> Response:
     """What is known of a file."""
-    return Response((await _row(call)).body, 200, media_type="application/json")
+    return as_json((await _row(call)).body)
 
 
 async def list_files(call: StoredCall) -> StoredList:

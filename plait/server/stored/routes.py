@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from plait.errors import InvalidField
+from plait.server.api.stored_metadata import read_metadata
 from plait.server.gateway.exchange import SCOPE_KEY, Exchange
 from plait.server.http.errors import json_response
 from plait.server.http.transfer import read_object
@@ -80,6 +81,13 @@ class StoredCall(Struct, frozen=True):
 
     async def body(self, max_bytes: int) -> dict[str, object]:
         return await read_object(self.request, max_bytes)
+
+    async def new_metadata(self, max_bytes: int) -> dict[str, str]:
+        """What replaces an object's metadata. Raises InvalidField."""
+        body = await self.body(max_bytes)
+        if "metadata" not in body:
+            raise InvalidField("metadata: it is required; only metadata can change", "metadata")
+        return read_metadata(body["metadata"])
 
 
 Answer = Callable[[StoredCall], Awaitable[msgspec.Struct | Response]]

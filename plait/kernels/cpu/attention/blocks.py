@@ -22,17 +22,17 @@ from plait.kernels.cpu.attention.indexer import (
     TILE,
     add_tile,
     begin_head,
+    check_columns,
     close_head,
     index_product,
-    sequence_of,
-    store_index_keys,
     unfold_latent,
     why_no_choice,
     write_best,
 )
+from plait.kernels.cpu.attention.paged_rows import count_seen, find_entry, sequence_of, store_plain
 from plait.kernels.cpu.codegen.kernel import kernel
 from plait.kernels.cpu.codegen.kinds import Float, Int
-from plait.kernels.cpu.codegen.vec import get_f32, get_i32, get_i64, put_bf16, put_f32, words
+from plait.kernels.cpu.codegen.vec import get_f32, get_i32, put_f32, words
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import rows_of, scratch_of
 from plait.kernels.cpu.runtime.row_checks import TensorRows, dense
@@ -50,7 +50,7 @@ def score_blocks(frame: int, args: int, thread: int, threads: int) -> None:
     s: Int = 0
     for r in range(rows_of(frame, args)):
         s = sequence_of(starts, s, r)
-        n = get_i64(lens + 8 * s) - (get_i64(starts + 8 * s + 8) - r) + 1
+        n = count_seen(starts, lens, s, r)
         count = (n + size - 1) // size
         if count <= top_k:  # all are taken
             continue
@@ -58,7 +58,7 @@ def score_blocks(frame: int, args: int, thread: int, threads: int) -> None:
             for h in range(heads):
                 best: Float = np.float32(-np.inf)
                 for t in range(b * size, min(b * size + size, n)):
-                    place = get_i64(table + s * table_row + 8 * (t // block)) * block + t % block
+                    place = find_entry(table + s * table_row, block, t)
                     x = index_product(q + r * q_row + h * q_head, cached + place * d * item, d, item)
                     if best == best and not x <= best:  # what is no number stays none
                         best = np.float32(x)
@@ -75,7 +75,7 @@ def take_blocks(frame: int, args: int, thread: int, threads: int) -> None:
     for item in range(thread, rows_of(frame, args) * heads, threads):
         r = item // heads
         s = sequence_of(starts, s, r)
-        n = get_i64(lens + 8 * s) - (get_i64(starts + 8 * s + 8) - r) + 1
+        n = count_seen(starts, lens, s, r)
         count = (n + size - 1) // size
         row = scores + 4 * item * most
         if count > top_k:
@@ -98,7 +98,7 @@ def _choose_blocks(
     top_k: int,
     local: int,
 ) -> Tensor:
-    rows, new = TensorRows.of(q), TensorRows.of(k)
+    rows = TensorRows.of(q)
     block, d, item = cache.shape[1], rows.width, cache.element_size()
     check_cache("index cache", cache, (block, d), cache.dtype)
     check_index(block_table, slot_mapping, query_start, seq_lens)
@@ -107,9 +107,8 @@ def _choose_blocks(
             f"an indexer of {top_k} blocks of {size} keys: q {list(q.shape)} and k {list(k.shape)} do not "
             f"fit each other, or the cache is {cache.dtype}"
         )
-    if item == 2 and d % 16:
-        raise ShapeMismatch(f"index keys in bfloat16 want a multiple of 16 columns, not {d}")
-    cpu.launch(store_index_keys, k, new.row_bytes, cache, slot_mapping, d, item, rows=rows.count)
+    check_columns(d, cache)
+    store_plain(cpu, k, cache, slot_mapping)
     most = -(-block_table.shape[1] * block // size)
     scores = cpu.empty(rows.count, rows.heads * most)
     cpu.launch(
@@ -129,21 +128,6 @@ def _choose_blocks(
 
 
 @kernel
-def store_plain_heads(frame: int, args: int, thread: int, threads: int) -> None:
-    """x, its strides, cache, slots, heads, columns, bytes of a cached number."""
-    x, row_bytes, head_bytes, cached, slots, heads, d, size = words(args, 2, 10)
-    items = rows_of(frame, args) * heads
-    for item in range(items * thread // threads, items * (thread + 1) // threads):
-        r, h = item // heads, item % heads
-        at, to = x + r * row_bytes + h * head_bytes, cached + (get_i64(slots + 8 * r) * heads + h) * d * size
-        for i in range(d):
-            if size == 4:
-                put_f32(to + 4 * i, get_f32(at + 4 * i))
-            else:
-                put_bf16(to + 2 * i, get_f32(at + 4 * i))
-
-
-@kernel
 def attend_blocks(frame: int, args: int, thread: int, threads: int) -> None:
     """q, its strides, out (dense), k_cache, v_cache, bytes of a number, chosen, top_k, table, bytes of its
     rows, query_start, seq_lens, block, heads, kv_heads, d, size, scale, bytes of a head's state."""
@@ -159,7 +143,7 @@ def attend_blocks(frame: int, args: int, thread: int, threads: int) -> None:
         first = kv * group + unit % parts * HEADS
         end = min(first + HEADS, (kv + 1) * group)
         s = sequence_of(starts, s, r)
-        seen = get_i64(lens + 8 * s) - (get_i64(starts + 8 * s + 8) - r) + 1
+        seen = count_seen(starts, lens, s, r)
         for h in range(end - first):
             begin_head(states + h * state_bytes, state_bytes, np.int64(0))
         for i in range(top_k):
@@ -171,7 +155,7 @@ def attend_blocks(frame: int, args: int, thread: int, threads: int) -> None:
                 n = min(last - at, TILE)
                 for j in range(n):
                     t = at + j
-                    place = get_i64(table + s * table_row + 8 * (t // block)) * block + t % block
+                    place = find_entry(table + s * table_row, block, t)
                     source = (place * kv_heads + kv) * d * item
                     unfold_latent(keys + source, tile + j * wide, d, d, item)
                     unfold_latent(values + source, tile + (TILE + j) * wide, d, d, item)
@@ -217,7 +201,8 @@ def _block_sparse_attention(
             f"heads of {d}, in blocks of {size}"
         )
     item, state = k_cache.element_size(), 64 + -(-d // 16) * 64
-    store_plain(cpu, (k, k_cache), (v, v_cache), slot_mapping)
+    store_plain(cpu, k, k_cache, slot_mapping)
+    store_plain(cpu, v, v_cache, slot_mapping)
     out = cpu.empty(*q.shape)
     cpu.launch(
         *(attend_blocks, q, *rows.strides, out, k_cache, v_cache, item, chosen, top_k, block_table),
@@ -228,13 +213,3 @@ def _block_sparse_attention(
         scratch=8 * TILE * d + 4 * TILE + HEADS * state,
     )
     return out
-
-
-def store_plain(
-    cpu: Executor, keys: tuple[Tensor, Tensor], values: tuple[Tensor, Tensor], slot_mapping: Tensor
-) -> None:
-    """Store new keys and values in caches of plain numbers. Each: (new [T, kv_heads, d], cache)."""
-    for x, cache in (keys, values):
-        rows = TensorRows.of(x)
-        where = (*rows.strides, cache, slot_mapping, cache.shape[2], rows.width, cache.element_size())
-        cpu.launch(store_plain_heads, x, *where, rows=rows.count)

@@ -17,22 +17,26 @@ from torch import Tensor
 from plait.errors import ShapeMismatch
 from plait.kernels.cpu.attention.attention import check_cache, check_index, why_unstorable
 from plait.kernels.cpu.attention.indexer import (
-    DIGITS,
     HEADS,
-    SPLIT,
     TILE,
     add_tile,
     begin_head,
+    check_columns,
+    choose_best,
     close_head,
-    index_product,
-    sequence_of,
+    place_of_entry,
     unfold_latent,
     why_no_choice,
-    write_best,
 )
-from plait.kernels.cpu.attention.mla import store_latents
+from plait.kernels.cpu.attention.paged_rows import (
+    count_seen,
+    find_entry,
+    sequence_of,
+    store_plain,
+    store_row,
+)
 from plait.kernels.cpu.codegen.kernel import inline, kernel
-from plait.kernels.cpu.codegen.kinds import Float, Floats, Int
+from plait.kernels.cpu.codegen.kinds import Floats, Int
 from plait.kernels.cpu.codegen.maths import exp
 from plait.kernels.cpu.codegen.vec import (
     add,
@@ -44,8 +48,6 @@ from plait.kernels.cpu.codegen.vec import (
     largest,
     load_some,
     mul,
-    put_bf16,
-    put_f32,
     put_i32,
     put_i64,
     store_some,
@@ -185,59 +187,10 @@ def store_ended(frame: int, args: int, thread: int, threads: int) -> None:
     s: Int = 0
     for r in range(thread, rows_of(frame, args), threads):
         s = sequence_of(starts, s, r)
-        if (get_i64(lens + 8 * s) - (get_i64(starts + 8 * s + 8) - r) + 1) % rate != 0:
+        if count_seen(starts, lens, s, r) % rate != 0:
             continue
         x, to = entries + r * row_bytes, cached + get_i64(slots + 8 * r) // step * d * size
-        for i in range(d):
-            if size == 4:
-                put_f32(to + 4 * i, get_f32(x + 4 * i))
-            else:
-                put_bf16(to + 2 * i, get_f32(x + 4 * i))
-
-
-@inline
-def place_of_entry(table: Int, w: Int, units: Int, every: Int) -> Int:
-    """Where entry w lies: blocks have `units` places, of which an entry takes every `every`-th."""
-    t = w * every + every - 1
-    return get_i64(table + 8 * (t // units)) * units + t % units
-
-
-@kernel
-def score_entries(frame: int, args: int, thread: int, threads: int) -> None:
-    """q, its strides, weights, their stride, cache, bytes of a number, table, bytes of its rows, query_start,
-    seq_lens, heads, d, places of a block, rate, places to an entry, top_k, scores, numbers of a row of
-    scores."""
-    q, q_row, q_head, weights, w_row, cached, size, table, table_row, starts, lens = words(args, 2, 13)
-    heads, d, units, rate, every, top_k, scores, most = words(args, 13, 21)
-    s: Int = 0
-    for r in range(rows_of(frame, args)):
-        s = sequence_of(starts, s, r)
-        n = (get_i64(lens + 8 * s) - (get_i64(starts + 8 * s + 8) - r) + 1) // rate
-        if n <= top_k:  # all are taken
-            continue
-        begin = (thread + threads - r % threads) % threads * SPLIT
-        for at in range(begin, n, threads * SPLIT):
-            for w in range(at, min(at + SPLIT, n)):
-                key = cached + place_of_entry(table + s * table_row, w, units, every) * d * size
-                score: Float = np.float32(0.0)
-                for h in range(heads):
-                    product = index_product(q + r * q_row + h * q_head, key, d, size)
-                    weight = get_f32(weights + r * w_row + 4 * h)
-                    if not product < np.float32(0.0):  # what is no number stays none
-                        score = np.float32(score + np.float32(weight * product))
-                put_f32(scores + 4 * (r * most + w), score)
-
-
-@kernel
-def take_entries(frame: int, args: int, thread: int, threads: int) -> None:
-    """scores, numbers of a row of scores, query_start, seq_lens, rate, top_k, chosen (dense)."""
-    scores, most, starts, lens, rate, top_k, chosen = words(args, 2, 9)
-    counts = scratch_of(frame, thread)
-    s: Int = 0
-    for r in range(thread, rows_of(frame, args), threads):
-        s = sequence_of(starts, s, r)
-        n = (get_i64(lens + 8 * s) - (get_i64(starts + 8 * s + 8) - r) + 1) // rate
-        write_best(scores + 4 * r * most, n, top_k, counts, chosen + 4 * r * top_k)
+        store_row(x, to, d, size)
 
 
 @choose_entries.variant("native", on="cpu", when=why_no_choice, native=True)
@@ -255,34 +208,16 @@ def _choose_entries(
     rate: int,
     step: int,
 ) -> Tensor:
-    rows, each, d = TensorRows.of(q), TensorRows.of(weights), q.shape[-1]
+    rows, d = TensorRows.of(q), q.shape[-1]
     check_index(block_table, slot_mapping, query_start, seq_lens)
-    item = cache.element_size()
     if q.dim() != 3 or weights.shape != q.shape[:2] or entries.shape != (rows.count, d) or top_k < 1:
         raise ShapeMismatch(
             f"an indexer of {top_k} entries: q {list(q.shape)}, weights {list(weights.shape)} and entries "
             f"{list(entries.shape)} do not fit each other"
         )
-    if item == 2 and d % 16:
-        raise ShapeMismatch(f"index keys in bfloat16 want a multiple of 16 columns, not {d}")
+    check_columns(d, cache)
     _store(cpu, entries, cache, slot_mapping, query_start, seq_lens, rate, step)
-    units = cache.shape[1]
-    most = -(-block_table.shape[1] * units * step // rate)
-    scores, chosen = cpu.empty(rows.count, most), cpu.empty(rows.count, top_k, dtype=torch.int32)
-    cpu.launch(
-        *(score_entries, q, *rows.strides, weights, each.row_bytes, cache, item, block_table),
-        *(block_table.stride(0) * 8, query_start, seq_lens, rows.heads, d, units, rate, rate // step),
-        *(top_k, scores, most),
-        rows=rows.count,
-        seqs=seq_lens.shape[0],
-    )
-    cpu.launch(
-        *(take_entries, scores, most, query_start, seq_lens, rate, top_k, chosen),
-        rows=rows.count,
-        seqs=seq_lens.shape[0],
-        scratch=8 * DIGITS,
-    )
-    return chosen
+    return choose_best(cpu, q, weights, cache, block_table, query_start, seq_lens, top_k, rate, step)
 
 
 def _store(
@@ -384,7 +319,7 @@ def attend_compressed(frame: int, args: int, thread: int, threads: int) -> None:
         r, first = unit // parts, unit % parts * HEADS
         end = min(first + HEADS, heads)
         s = sequence_of(starts, s, r)
-        seen = get_i64(lens + 8 * s) - (get_i64(starts + 8 * s + 8) - r) + 1
+        seen = count_seen(starts, lens, s, r)
         low = max(seen - window, 0)
         count = top_k if chosen != 0 else seen // rate
         for h in range(end - first):
@@ -395,7 +330,7 @@ def attend_compressed(frame: int, args: int, thread: int, threads: int) -> None:
             while n < TILE and at < seen - low + count:
                 if at < seen - low:
                     t = low + at
-                    place = get_i64(near + s * near_row + 8 * (t // block)) * block + t % block
+                    place = find_entry(near + s * near_row, block, t)
                     source = latents + place * d * item
                 else:
                     w = at - (seen - low)
@@ -442,7 +377,7 @@ def _entry_attention(
     rate: int,
     step: int,
 ) -> Tensor:
-    rows, new, d = TensorRows.of(q), TensorRows.of(latent), q.shape[-1]
+    rows, d = TensorRows.of(q), q.shape[-1]
     check_cache("cache", cache, (cache.shape[1], d), cache.dtype)
     for table, slots in (near, far):
         check_index(table, slots, query_start, seq_lens)
@@ -456,7 +391,7 @@ def _entry_attention(
             f"{window}, or entries are kept in {packed.dtype} and latents in {cache.dtype}"
         )
     item, state = cache.element_size(), 64 + -(-d // 16) * 64
-    cpu.launch(store_latents, latent, new.row_bytes, cache, near[1], d, item, rows=new.count)
+    store_plain(cpu, latent, cache, near[1])
     _store(cpu, entries, packed, far[1], query_start, seq_lens, rate, step)
     out = cpu.empty(*q.shape)
     cpu.launch(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from plait.errors import ShapeMismatch
 from plait.kernels.cpu.attention.attention import check_index
+from plait.kernels.cpu.attention.paged_rows import count_seen, find_entry, store_plain
 from plait.kernels.cpu.codegen.kernel import inline, kernel
 from plait.kernels.cpu.codegen.kinds import Floats, Int
 from plait.kernels.cpu.codegen.maths import exp
@@ -25,14 +26,12 @@ from plait.kernels.cpu.codegen.vec import (
     get_u8,
     largest,
     load_bf16,
-    load_f32,
     load_some,
     peak,
     put_f32,
     put_i32,
     put_u8,
     spread,
-    store_bf16,
     store_some,
     sub,
     total,
@@ -58,23 +57,6 @@ def read(at: Int, i: Int, n: Int, size: Int) -> Floats:
     return load_some(at + 4 * i, np.int32(n - i))
 
 
-@kernel
-def store_pairs(frame: int, args: int, thread: int, threads: int) -> None:
-    """x, its strides, cache, slots, heads, n, bytes of a cached number."""
-    x, row_bytes, head_bytes, cached, slots, heads, n, size = words(args, 2, 10)
-    items = rows_of(frame, args) * heads
-    for item in range(items * thread // threads, items * (thread + 1) // threads):
-        row, head = item // heads, item % heads
-        source = x + row * row_bytes + head * head_bytes
-        to = cached + (get_i64(slots + 8 * row) * heads + head) * n * size
-        for i in range(0, n, 16):
-            if size == 2:
-                store_bf16(to + 2 * i, load_f32(source + 4 * i))
-            else:
-                left = np.int32(n - i)
-                store_some(to + 4 * i, load_some(source + 4 * i, left), left)
-
-
 @inline
 def soften(scores: Int, count: Int) -> float:
     """Scores become exponentials, in place, and their sum is given. What is no number stays none."""
@@ -92,12 +74,6 @@ def soften(scores: Int, count: Int) -> float:
     return total(sums)
 
 
-@inline
-def find_entry(table: Int, block: Int, token: Int) -> int:
-    """Where in a cache a token of a sequence lies, in entries."""
-    return get_i64(table + 8 * (token // block)) * block + token % block
-
-
 @kernel
 def attend_rows(frame: int, args: int, thread: int, threads: int) -> None:
     """q, its strides; out (dense); keys, values, block_table, its row stride; query_start, seq_lens; heads,
@@ -113,7 +89,7 @@ def attend_rows(frame: int, args: int, thread: int, threads: int) -> None:
         row, head = item // heads, item % heads
         while s < last and get_i64(starts + 8 * s + 8) <= row:
             s += 1
-        end = get_i64(lens + 8 * s) - get_i64(starts + 8 * s + 8) + row + 1
+        end = count_seen(starts, lens, s, row)
         first = max(end - window, 0) if window > 0 else end - end
         kv, table = head // (heads // kv_heads), tables + s * table_bytes
         count, x = front + end - first, q + row * row_bytes + head * head_bytes
@@ -184,8 +160,7 @@ def _front_attention(
             new = TensorRows.of(x)
             if (new.count, new.heads, new.width) != (rows.count, kv_heads, cache.shape[-1]):
                 raise ShapeMismatch(f"new entries {list(x.shape)} do not fit a cache {list(cache.shape)}")
-            to = (cache, slot_mapping, kv_heads, new.width, size)
-            cpu.launch(store_pairs, x, *new.strides, *to, rows=rows.count)
+            store_plain(cpu, x, cache, slot_mapping)
     out, longest = cpu.empty(rows.count, rows.heads, e), block_table.shape[1] * block
     cpu.launch(
         *(attend_rows, q, *rows.strides, out, k_cache, v_cache, block_table, 8 * block_table.stride(0)),

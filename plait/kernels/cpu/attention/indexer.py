@@ -17,7 +17,8 @@ from torch import Tensor
 from plait.errors import ShapeMismatch
 from plait.kernels.cpu.attention.attention import check_cache, check_index, why_unstorable
 from plait.kernels.cpu.attention.codes import SCRATCH, store_latent_codes
-from plait.kernels.cpu.attention.mla import store_latents, why_unserved
+from plait.kernels.cpu.attention.mla import why_unserved
+from plait.kernels.cpu.attention.paged_rows import count_seen, find_entry, sequence_of, store_plain
 from plait.kernels.cpu.codegen.kernel import inline, kernel
 from plait.kernels.cpu.codegen.kinds import Float, Int
 from plait.kernels.cpu.codegen.maths import exp
@@ -36,7 +37,6 @@ from plait.kernels.cpu.codegen.vec import (
     load_some,
     mul,
     peak,
-    put_bf16,
     put_f32,
     put_i32,
     put_i64,
@@ -64,14 +64,6 @@ DIGITS = 256
 
 
 @inline
-def sequence_of(starts: Int, s: Int, row: Int) -> Int:
-    """The sequence of a row, from that of an earlier one."""
-    while get_i64(starts + 8 * s + 8) <= row:
-        s += 1
-    return s
-
-
-@inline
 def index_product(q: Int, key: Int, d: Int, size: Int) -> float:
     """q · key over d columns; a key of two bytes a number is bfloat16."""
     s = zero_f32()
@@ -85,30 +77,36 @@ def index_product(q: Int, key: Int, d: Int, size: Int) -> float:
     return total(s)
 
 
+@inline
+def place_of_entry(table: Int, w: Int, units: Int, every: Int) -> Int:
+    """Where entry w lies: blocks have `units` places, of which an entry takes every `every`-th."""
+    return find_entry(table, units, w * every + every - 1)
+
+
 @kernel
-def score_keys(frame: int, args: int, thread: int, threads: int) -> None:
+def score_entries(frame: int, args: int, thread: int, threads: int) -> None:
     """q, its strides, weights, their stride, cache, bytes of a number, table, bytes of its rows, query_start,
-    seq_lens, heads, d, block, top_k, scores, numbers of a row of scores."""
+    seq_lens, heads, d, places of a block, rate, places to an entry, top_k, scores, numbers of a row of
+    scores."""
     q, q_row, q_head, weights, w_row, cached, size, table, table_row, starts, lens = words(args, 2, 13)
-    heads, d, block, top_k, scores, most = words(args, 13, 19)
+    heads, d, units, rate, every, top_k, scores, most = words(args, 13, 21)
     s: Int = 0
     for r in range(rows_of(frame, args)):
         s = sequence_of(starts, s, r)
-        n = get_i64(lens + 8 * s) - (get_i64(starts + 8 * s + 8) - r) + 1
+        n = count_seen(starts, lens, s, r) // rate
         if n <= top_k:  # all are taken
             continue
         begin = (thread + threads - r % threads) % threads * SPLIT
         for at in range(begin, n, threads * SPLIT):
-            for t in range(at, min(at + SPLIT, n)):
-                place = get_i64(table + s * table_row + 8 * (t // block)) * block + t % block
-                key = cached + place * d * size
+            for w in range(at, min(at + SPLIT, n)):
+                key = cached + place_of_entry(table + s * table_row, w, units, every) * d * size
                 score: Float = np.float32(0.0)
                 for h in range(heads):
                     product = index_product(q + r * q_row + h * q_head, key, d, size)
                     weight = get_f32(weights + r * w_row + 4 * h)
                     if not product < np.float32(0.0):  # what is no number stays none
                         score = np.float32(score + np.float32(weight * product))
-                put_f32(scores + 4 * (r * most + t), score)
+                put_f32(scores + 4 * (r * most + w), score)
 
 
 @inline
@@ -157,29 +155,56 @@ def write_best(scores: Int, n: Int, top_k: Int, counts: Int, to: Int) -> None:
 
 
 @kernel
-def take_best(frame: int, args: int, thread: int, threads: int) -> None:
-    """scores, numbers of a row of scores, query_start, seq_lens, top_k, chosen (dense)."""
-    scores, most, starts, lens, top_k, chosen = words(args, 2, 8)
-    counts, rows = scratch_of(frame, thread), rows_of(frame, args)
+def take_entries(frame: int, args: int, thread: int, threads: int) -> None:
+    """scores, numbers of a row of scores, query_start, seq_lens, rate, top_k, chosen (dense)."""
+    scores, most, starts, lens, rate, top_k, chosen = words(args, 2, 9)
+    counts = scratch_of(frame, thread)
     s: Int = 0
-    for r in range(thread, rows, threads):
+    for r in range(thread, rows_of(frame, args), threads):
         s = sequence_of(starts, s, r)
-        n = get_i64(lens + 8 * s) - (get_i64(starts + 8 * s + 8) - r) + 1
+        n = count_seen(starts, lens, s, r) // rate
         write_best(scores + 4 * r * most, n, top_k, counts, chosen + 4 * r * top_k)
 
 
-@kernel
-def store_index_keys(frame: int, args: int, thread: int, threads: int) -> None:
-    """k, its row stride, cache, slots, d, bytes of a cached number."""
-    k, row_bytes, cached, slots, d, size = words(args, 2, 8)
-    rows = rows_of(frame, args)
-    for r in range(rows * thread // threads, rows * (thread + 1) // threads):
-        x, to = k + r * row_bytes, cached + get_i64(slots + 8 * r) * d * size
-        for i in range(d):
-            if size == 4:
-                put_f32(to + 4 * i, get_f32(x + 4 * i))
-            else:
-                put_bf16(to + 2 * i, get_f32(x + 4 * i))
+def choose_best(
+    cpu: Executor,
+    q: Tensor,
+    weights: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    top_k: int,
+    rate: int = 1,
+    step: int = 1,
+) -> Tensor:
+    """The entries that small heads choose for each row: [T, top_k] int32.
+
+    An entry is of `rate` tokens; a place of the cache, [blocks, places, d], is of `step` tokens.
+    """
+    rows, units = TensorRows.of(q), cache.shape[1]
+    most = -(-block_table.shape[1] * units * step // rate)
+    scores, chosen = cpu.empty(rows.count, most), cpu.empty(rows.count, top_k, dtype=torch.int32)
+    cpu.launch(
+        *(score_entries, q, *rows.strides, weights, TensorRows.of(weights).row_bytes, cache),
+        *(cache.element_size(), block_table, block_table.stride(0) * 8, query_start, seq_lens, rows.heads),
+        *(rows.width, units, rate, rate // step, top_k, scores, most),
+        rows=rows.count,
+        seqs=seq_lens.shape[0],
+    )
+    cpu.launch(
+        *(take_entries, scores, most, query_start, seq_lens, rate, top_k, chosen),
+        rows=rows.count,
+        seqs=seq_lens.shape[0],
+        scratch=8 * DIGITS,
+    )
+    return chosen
+
+
+def check_columns(d: int, cache: Tensor) -> None:
+    """Raises ShapeMismatch for index keys that are not read in whole vectors."""
+    if cache.element_size() == 2 and d % 16:
+        raise ShapeMismatch(f"index keys in bfloat16 want a multiple of 16 columns, not {d}")
 
 
 def why_no_choice(facts: OpFacts) -> str | None:
@@ -202,34 +227,17 @@ def _choose_keys(
     seq_lens: Tensor,
     top_k: int,
 ) -> Tensor:
-    rows, each, new = TensorRows.of(q), TensorRows.of(weights), TensorRows.of(k)
-    size, d, item = cache.shape[1], rows.width, cache.element_size()
-    check_cache("index cache", cache, (size, d), cache.dtype)
+    rows, d, item = TensorRows.of(q), q.shape[-1], cache.element_size()
+    check_cache("index cache", cache, (cache.shape[1], d), cache.dtype)
     check_index(block_table, slot_mapping, query_start, seq_lens)
     if q.dim() != 3 or weights.shape != q.shape[:2] or k.shape != (rows.count, d) or item == 1 or top_k < 1:
         raise ShapeMismatch(
             f"an indexer of {top_k} keys: q {list(q.shape)}, weights {list(weights.shape)} and k "
             f"{list(k.shape)} do not fit each other, or the cache is {cache.dtype}"
         )
-    if item == 2 and d % 16:
-        raise ShapeMismatch(f"index keys in bfloat16 want a multiple of 16 columns, not {d}")
-    cpu.launch(store_index_keys, k, new.row_bytes, cache, slot_mapping, d, item, rows=rows.count)
-    most = block_table.shape[1] * size
-    scores = cpu.empty(rows.count, most)
-    cpu.launch(
-        *(score_keys, q, *rows.strides, weights, each.row_bytes, cache, item, block_table),
-        *(block_table.stride(0) * 8, query_start, seq_lens, rows.heads, d, size, top_k, scores, most),
-        rows=rows.count,
-        seqs=seq_lens.shape[0],
-    )
-    chosen = cpu.empty(rows.count, top_k, dtype=torch.int32)
-    cpu.launch(
-        *(take_best, scores, most, query_start, seq_lens, top_k, chosen),
-        rows=rows.count,
-        seqs=seq_lens.shape[0],
-        scratch=8 * DIGITS,
-    )
-    return chosen
+    check_columns(d, cache)
+    store_plain(cpu, k, cache, slot_mapping)
+    return choose_best(cpu, q, weights, cache, block_table, query_start, seq_lens, top_k)
 
 
 @inline
@@ -345,7 +353,7 @@ def attend_chosen(frame: int, args: int, thread: int, threads: int) -> None:
                 t = np.int64(get_i32(chosen + 4 * (r * top_k + at + n)))
                 if t < 0:
                     break
-                place = get_i64(table + s * table_row + 8 * (t // block)) * block + t % block
+                place = find_entry(table + s * table_row, block, t)
                 unfold_latent(cached + place * entry, tile + 4 * n * width, width, rank, size)
                 n += 1
             if n == 0:
@@ -395,12 +403,12 @@ def _sparse_latent_attention(
             f"q {list(q.shape)} and latent {list(latent.shape)} do not fit each other with a kv_rank of "
             f"{kv_rank}"
         )
-    given = (latent, new.row_bytes, cache, slot_mapping)
     if form:
+        given = (latent, new.row_bytes, cache, slot_mapping)
         parts = (kv_rank, form.group, form.rest_at, rest, form.width)
         cpu.launch(store_latent_codes, *given, *parts, rows=new.count, scratch=SCRATCH)
     else:
-        cpu.launch(store_latents, *given, width, cache.element_size(), rows=new.count)
+        store_plain(cpu, latent, cache, slot_mapping)
     out, state = cpu.empty(rows.count, rows.heads, kv_rank), 64 + -(-kv_rank // 16) * 64
     entry = cache.shape[-1] * cache.element_size()
     cpu.launch(

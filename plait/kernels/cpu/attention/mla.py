@@ -9,19 +9,17 @@ from __future__ import annotations
 
 from functools import cache
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
 from plait.kernels.cpu.attention.attention import APART, CODES, check_cache, check_index, why_unstorable
 from plait.kernels.cpu.attention.codes import SCRATCH, store_latent_codes, store_latent_nibbles
+from plait.kernels.cpu.attention.paged_rows import store_plain
 from plait.kernels.cpu.attention.seven_bits import store_latent_sevens
 from plait.kernels.cpu.attention.source import SEVENS, TILES, Form, module, record_bytes
-from plait.kernels.cpu.codegen.kernel import Kernel, kernel
-from plait.kernels.cpu.codegen.vec import get_f32, get_i64, load_some, put_bf16, store_some, words
+from plait.kernels.cpu.codegen.kernel import Kernel
 from plait.kernels.cpu.runtime.executor import Executor
-from plait.kernels.cpu.runtime.frame import rows_of
 from plait.kernels.cpu.runtime.row_checks import TensorRows, dense
 from plait.ops.attention import paged_latent_attention
 from plait.ops.entry import (
@@ -36,22 +34,6 @@ from plait.ops.entry import (
 from plait.ops.registry import OpFacts
 
 SPAN = 128  # tokens; their latents, turned, have to stay in L2
-
-
-@kernel
-def store_latents(frame: int, args: int, thread: int, threads: int) -> None:
-    """latent, its row stride, cache, slots, columns, bytes of a cached number."""
-    latent, row_bytes, cached, slots, n, size = words(args, 2, 8)
-    rows = rows_of(frame, args)
-    for r in range(rows * thread // threads, rows * (thread + 1) // threads):
-        x, to = latent + r * row_bytes, cached + get_i64(slots + 8 * r) * n * size
-        if size == 4:
-            for i in range(0, n, 16):
-                left = np.int32(n - i)
-                store_some(to + 4 * i, load_some(x + 4 * i, left), left)
-        else:
-            for i in range(n):
-                put_bf16(to + 2 * i, get_f32(x + 4 * i))
 
 
 def _turn(size: int) -> str:
@@ -153,6 +135,7 @@ def nibbles(at, c, scale):
 '''
 _LOAD_REST = "mul(to_f32(load_i8(row + c)), spread(get_bf16(row + (columns + 15) // 16 * 16)))"
 _SEVENS = '''
+from plait.kernels.cpu.attention.paged_rows import store_plain
 from plait.kernels.cpu.attention.seven_bits import UPPER, join_upper
 
 
@@ -265,7 +248,7 @@ def _paged_latent_attention(
         parts = (kv_rank, form.group, form.rest_at, rest, form.width)
         cpu.launch(store_latent_codes, *given, *parts, rows=new.count, scratch=SCRATCH)
     else:
-        cpu.launch(store_latents, *given, width, cache.element_size(), rows=new.count)
+        store_plain(cpu, latent, cache, slot_mapping)
     out = cpu.empty(rows.count, rows.heads, kv_rank)
     spans = -(-block_table.shape[1] * size // SPAN)
     apart = min(APART, rows.count * rows.heads * spans * record_bytes(kv_rank))

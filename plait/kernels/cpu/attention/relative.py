@@ -16,16 +16,9 @@ from torch import Tensor
 
 from plait.errors import ShapeMismatch
 from plait.kernels.cpu.attention.attention import check_cache, check_index
-from plait.kernels.cpu.attention.blocks import store_plain, why_no_blocks
-from plait.kernels.cpu.attention.indexer import (
-    HEADS,
-    TILE,
-    add_tile,
-    begin_head,
-    close_head,
-    sequence_of,
-    unfold_latent,
-)
+from plait.kernels.cpu.attention.blocks import why_no_blocks
+from plait.kernels.cpu.attention.indexer import HEADS, TILE, add_tile, begin_head, close_head, unfold_latent
+from plait.kernels.cpu.attention.paged_rows import count_seen, find_entry, sequence_of, store_plain
 from plait.kernels.cpu.codegen.kernel import kernel
 from plait.kernels.cpu.codegen.kinds import Int
 from plait.kernels.cpu.codegen.vec import get_f32, get_i64, put_f32, words
@@ -54,7 +47,7 @@ def attend_relative(frame: int, args: int, thread: int, threads: int) -> None:
         first = kv * group + unit % parts * HEADS
         end = min(first + HEADS, (kv + 1) * group)
         s = sequence_of(starts, s, r)
-        seen = get_i64(lens + 8 * s) - (get_i64(starts + 8 * s + 8) - r) + 1
+        seen = count_seen(starts, lens, s, r)
         low = max(seen - window, 0) if window > 0 else np.int64(0)
         for h in range(first, end):
             begin_head(states + (h - first) * state_bytes, state_bytes, np.int64(0))
@@ -67,7 +60,7 @@ def attend_relative(frame: int, args: int, thread: int, threads: int) -> None:
             n = min(seen - at, TILE)
             for j in range(n):
                 t = at + j
-                place = get_i64(table + s * table_row + 8 * (t // block)) * block + t % block
+                place = find_entry(table + s * table_row, block, t)
                 source = (place * kv_heads + kv) * d * item
                 unfold_latent(keys + source, tile + j * wide, d, d, item)
                 unfold_latent(values + source, tile + (TILE + j) * wide, d, d, item)
@@ -117,7 +110,8 @@ def _relative_attention(
             f"of {window} has no key"
         )
     item, state, wide = k_cache.element_size(), 64 + -(-d // 16) * 64, 4 * (d + m)
-    store_plain(cpu, (k, k_cache), (v, v_cache), slot_mapping)
+    store_plain(cpu, k, k_cache, slot_mapping)
+    store_plain(cpu, v, v_cache, slot_mapping)
     out = cpu.empty(*q.shape)
     cpu.launch(
         *(attend_relative, q, *rows.strides, mixed, *parts.strides, profiles, most, m, out),

@@ -84,8 +84,7 @@ def _float(address: Int, kind: Int) -> float:
 def groups(args: int, token: int, row: int, start: int, end: int, to: int, scale: float) -> None:
     """Own words: scales, bytes of their rows, which float they are (0 half, 1 bfloat16, 2 float32); zeros or
     0, bytes of their rows; bits, group, order or 0."""
-    scales, scale_bytes = word(args, 9), word(args, 10)
-    float_kind, zeros, zero_bytes, bits = word(args, 11), word(args, 12), word(args, 13), word(args, 14)
+    scales, scale_bytes, float_kind, zeros, zero_bytes, bits = vec.words(args, 9, 15)
     group, order, size = word(args, 15), word(args, 16), 4 if word(args, 11) == 2 else 2
     c: Int = start
     while c < end:
@@ -120,8 +119,7 @@ def _e4m3(codes: Ints) -> Floats:
 @by_piece
 def eights(args: int, token: int, row: int, start: int, end: int, to: int, scale: float) -> None:
     """Own words: scales (float32), how many there are in a row, rows and columns of a block."""
-    scales, count = word(args, 9), word(args, 10)
-    tall, wide = word(args, 11), word(args, 12)
+    scales, count, tall, wide = vec.words(args, 9, 13)
     c = start
     above = scales + 4 * (token // tall * count)
     while c < end:
@@ -176,9 +174,8 @@ def places(args: int, token: int, row: int, start: int, end: int, to: int, scale
     """Own words: table, blocks' magnitudes (float32, or bytes that stand for places in a table), bytes of
     their rows, columns of a block; that table or 0, scales, bytes of their rows, bytes under a scale,
     offsets, bytes between them."""
-    table, absmax, absmax_bytes = word(args, 9), word(args, 10), word(args, 11)
-    block, nested, scales, scale_bytes = word(args, 12), word(args, 13), word(args, 14), word(args, 15)
-    under, offsets, offset_bytes = word(args, 16), word(args, 17), word(args, 18)
+    table, absmax, absmax_bytes, block, nested, scales, scale_bytes, under, offsets = vec.words(args, 9, 18)
+    offset_bytes = word(args, 18)
     c = start
     at = absmax + token * absmax_bytes
     while c < end:

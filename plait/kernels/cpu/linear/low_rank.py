@@ -360,16 +360,8 @@ def _add_low_rank(
     if tokens is not None:
         dense("tokens", tokens, count, dtype=torch.int64)
     cpu.launch(
-        *(
-            adder(site.kind),
-            rows.count,
-            x,
-            TensorRows.of(x).row_bytes,
-            site.n_in,
-            y,
-            TensorRows.of(y).row_bytes,
-        ),
-        *(hidden, site.max_rank, site.used, site.num_parts, site.starts, 0),
+        *(adder(site.kind), rows.count, x, TensorRows.of(x).row_bytes, site.n_in),
+        *(y, TensorRows.of(y).row_bytes, hidden, site.max_rank, site.used, site.num_parts, site.starts, 0),
         *(slots_of(rows), tokens, 1, 0, site.table, 0, 0, rows.order if tokens is None else 0),
         rows=count,
         scratch=scratch_bytes(site.n_in),
@@ -451,26 +443,9 @@ class ExpertTables:
         hidden = cpu.empty(tokens * k, site.num_parts * site.max_rank)
         cpu.launch(
             *(adder(site.kind), rows.count, x, TensorRows.of(x).row_bytes, site.n_in),
-            *(
-                y,
-                TensorRows.of(y).row_bytes,
-                hidden,
-                site.max_rank,
-                site.used,
-                site.num_parts,
-                site.starts,
-                places,
-            ),
-            *(
-                slots_of(rows),
-                0,
-                k,
-                index,
-                self.addresses,
-                8 * index.stride(0),
-                8 * index.stride(1),
-                rows.order,
-            ),
+            *(y, TensorRows.of(y).row_bytes, hidden, site.max_rank, site.used, site.num_parts, site.starts),
+            *(places, slots_of(rows), 0, k, index, self.addresses, 8 * index.stride(0)),
+            *(8 * index.stride(1), rows.order),
             rows=tokens,
             scratch=scratch_bytes(site.n_in),
         )

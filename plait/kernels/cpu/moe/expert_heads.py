@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from plait.errors import CannotRecord, ShapeMismatch
 from plait.kernels.cpu.codegen.kernel import kernel
-from plait.kernels.cpu.codegen.vec import get_i64, load_some, store_some, words
-from plait.kernels.cpu.linear.low_rank import ExpertTables
-from plait.kernels.cpu.linear.packed import Groups, multiply
-from plait.kernels.cpu.moe.experts import Maps, add_biases, sort_pairs, sort_rows, weigh_rows
+from plait.kernels.cpu.codegen.vec import get_i64, words
+from plait.kernels.cpu.moe.experts import KnownMaps, Maps, Pairs, sort_pairs
+from plait.kernels.cpu.pointwise.copy_rows import copy_row
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import barrier, rows_of
 from plait.kernels.cpu.runtime.row_checks import TensorRows, float32_rows
@@ -30,9 +28,7 @@ def heads_of_pairs(frame: int, args: int, thread: int, threads: int) -> None:
         source = x + get_i64(places + 8 * p) * groups * d * 4
         for g in range(groups):
             to = out + ((p // k * groups + g) * k + p % k) * d * 4
-            for i in range(0, d, 16):
-                left = np.int32(d - i)
-                store_some(to + 4 * i, load_some(source + (g * d + i) * 4, left), left)
+            copy_row(source + g * d * 4, to, d)
 
 
 @kernel
@@ -49,41 +45,23 @@ def pairs_of_heads(frame: int, args: int, thread: int, threads: int) -> None:
     for p in range(pairs * thread // threads, pairs * (thread + 1) // threads):
         to = out + get_i64(places + 8 * p) * groups * d * 4
         for g in range(groups):
-            source = x + p // k * x_bytes + (g * k + p % k) * head_bytes
-            for i in range(0, d, 16):
-                left = np.int32(d - i)
-                store_some(to + (g * d + i) * 4, load_some(source + 4 * i, left), left)
+            copy_row(x + p // k * x_bytes + (g * k + p % k) * head_bytes, to + g * d * 4, d)
 
 
 class _Sorted:
-    """The linear layers of a mixer's experts, prepared in the first call."""
+    """What the ops of one mixer's experts share: their weights are prepared in the first call."""
 
     def __init__(self, cpu: Executor) -> None:
-        self.cpu = cpu
-        self._seen: Sequence[Linear] = ()
-        self._maps: Maps | str = ""
-        self._tables: ExpertTables | None = None
+        self._cpu, self._known = cpu, KnownMaps()
 
-    def find(self, linears: Sequence[Linear]) -> Maps | None:
+    def _find(self, linears: Sequence[Linear]) -> Maps | None:
         """None: they share no kernel, and are called one by one. Raises CannotRecord in a recording."""
-        if self._seen is not linears:
-            self._tables, self._maps, self._seen = ExpertTables.of(linears), Maps.of(linears), linears
-        if isinstance(self._maps, str):
-            if self.cpu.is_recording:
-                raise CannotRecord(f"experts of attention cannot be recorded: {self._maps}")
-            return None
-        return self._maps
-
-    def multiply(self, x: Tensor, maps: Maps, starts: Tensor, places: Tensor, index: Tensor) -> Tensor:
-        """Sorted rows through the weights of their experts, with biases and adapters."""
-        count, first, tokens = len(maps.addresses), maps.first, len(index)
-        groups = Groups(count, starts, maps.addresses, maps.orders)
-        y = multiply(self.cpu, x, first, None, maps.rounding, groups=groups, rows=tokens)
-        if maps.biases is not None:
-            self.cpu.launch(add_biases, y, first.n_out, starts, count, maps.biases, rows=tokens)
-        if self._tables is not None:
-            self._tables.add(self.cpu, y, x, places, index)
-        return y
+        maps = self._known.find(linears)
+        if not isinstance(maps, str):
+            return maps
+        if self._cpu.is_recording:
+            raise CannotRecord(f"experts of attention cannot be recorded: {maps}")
+        return None
 
 
 def _check_pairs(index: Tensor, tokens: int, got: tuple[int, int], wanted: tuple[int, int]) -> None:
@@ -97,22 +75,15 @@ def _check_pairs(index: Tensor, tokens: int, got: tuple[int, int], wanted: tuple
 class SpreadHeads(_Sorted):
     def __call__(self, x: Tensor, index: Tensor, linears: Sequence[Linear], groups: int) -> Tensor:
         """See `ops.expert_heads.spread_heads`."""
-        if (maps := self.find(linears)) is None:
+        if (maps := self._find(linears)) is None:
             made: Tensor = spread_heads.reference(x, index, linears, groups)
             return made
-        cpu, rows, k, count = self.cpu, TensorRows.of(x), index.shape[-1], len(maps.addresses)
-        n_out = maps.first.n_out
+        cpu, rows, k, n_out = self._cpu, TensorRows.of(x), index.shape[-1], maps.first.n_out
         _check_pairs(index, rows.count, (rows.width, n_out // groups * groups), (maps.first.n_in, n_out))
-        starts, places = cpu.empty(count + 1, dtype=torch.int64), cpu.empty(rows.count, k, dtype=torch.int64)
-        ordered = cpu.empty(rows.count * k, rows.width)
-        cpu.launch(
-            *(sort_rows, index, index.stride(0) * 8, index.stride(1) * 8, k, count, starts, places),
-            *(x, rows.row_bytes, rows.width, ordered),
-            rows=rows.count,
-        )
-        y = self.multiply(ordered, maps, starts, places, index)
+        pairs = Pairs.empty(cpu, index, len(maps.addresses))
+        y = maps.multiply(cpu, pairs.sort(cpu, x), pairs)
         out = cpu.empty(rows.count, groups * k, n_out // groups)
-        cpu.launch(heads_of_pairs, y, places, k, groups, n_out // groups, out, rows=rows.count)
+        cpu.launch(heads_of_pairs, y, pairs.places, k, groups, n_out // groups, out, rows=rows.count)
         return out
 
 
@@ -121,29 +92,18 @@ class CollectHeads(_Sorted):
         self, x: Tensor, weight: Tensor, index: Tensor, linears: Sequence[Linear], groups: int
     ) -> Tensor:
         """See `ops.expert_heads.collect_heads`."""
-        if (maps := self.find(linears)) is None:
+        if (maps := self._find(linears)) is None:
             summed: Tensor = collect_heads.reference(x, weight, index, linears, groups)
             return summed
-        cpu, rows, k, count = self.cpu, TensorRows.of(x), index.shape[-1], len(maps.addresses)
+        cpu, rows, k = self._cpu, TensorRows.of(x), index.shape[-1]
         n_in, n_out = maps.first.n_in, maps.first.n_out
         _check_pairs(index, rows.count, (rows.heads * rows.width, n_out), (n_in * k, n_out))
         if weight.dtype != torch.float32 or weight.shape != index.shape:
             raise ShapeMismatch(f"weights of pairs are {weight.dtype} {list(weight.shape)}")
-        starts, places = cpu.empty(count + 1, dtype=torch.int64), cpu.empty(rows.count, k, dtype=torch.int64)
-        ordered = cpu.empty(rows.count * k, n_in)
-        cpu.launch(
-            *(pairs_of_heads, index, index.stride(0) * 8, index.stride(1) * 8, k, count, starts, places),
-            *(x, *rows.strides, groups, rows.width, ordered),
-            rows=rows.count,
-        )
-        y = self.multiply(ordered, maps, starts, places, index)
-        out = cpu.empty(rows.count, n_out)
-        cpu.launch(
-            *(weigh_rows, y, n_out, places, k, weight, weight.stride(0) * 4, weight.stride(1) * 4),
-            *(None, 0, out),
-            rows=rows.count,
-        )
-        return out
+        pairs, ordered = Pairs.empty(cpu, index, len(maps.addresses)), cpu.empty(rows.count * k, n_in)
+        where = (x, *rows.strides, groups, rows.width, ordered)
+        cpu.launch(pairs_of_heads, *pairs.words, *where, rows=rows.count)
+        return pairs.weigh(cpu, maps.multiply(cpu, ordered, pairs), weight)
 
 
 spread_heads.variant("native", on="cpu", when=float32_rows, native=True)(SpreadHeads)

@@ -21,9 +21,10 @@ from plait.kernels.cpu.codegen.kinds import Int
 from plait.kernels.cpu.linear.glu import join_of
 from plait.kernels.cpu.linear.low_rank import ExpertTables
 from plait.kernels.cpu.linear.packed import Groups, PackedWeight, check_bias, multiply
+from plait.kernels.cpu.pointwise.copy_rows import copy_row
 from plait.kernels.cpu.runtime.address_table import keep_addresses
 from plait.kernels.cpu.runtime.executor import Executor
-from plait.kernels.cpu.runtime.frame import barrier, rows_of, word
+from plait.kernels.cpu.runtime.frame import barrier, rows_of
 from plait.kernels.cpu.runtime.row_checks import TensorRows, float32_rows
 from plait.ops.activation import activate, gate_rows
 from plait.ops.linear import Activations, Linear
@@ -59,20 +60,15 @@ def sort_pairs(
 @kernel
 def sort_rows(frame: int, args: int, thread: int, threads: int) -> None:
     """index, its row and pair strides, k, experts, starts, places, x, its row stride, n, out (dense)."""
-    index, row_bytes, pair_bytes = word(args, 2), word(args, 3), word(args, 4)
-    k, count = word(args, 5), word(args, 6)
-    starts, places, x = word(args, 7), word(args, 8), word(args, 9)
-    x_bytes, n = word(args, 10), word(args, 11)
-    out, tokens = word(args, 12), rows_of(frame, args)
+    index, row_bytes, pair_bytes, k, count, starts, places = vec.words(args, 2, 9)
+    x, x_bytes, n, out = vec.words(args, 9, 13)
+    tokens = rows_of(frame, args)
     if thread == 0:
         sort_pairs(index, row_bytes, pair_bytes, tokens, k, count, starts, places)
     barrier(frame, threads)
     pairs = tokens * k
     for p in range(pairs * thread // threads, pairs * (thread + 1) // threads):
-        source, to = x + p // k * x_bytes, out + vec.get_i64(places + 8 * p) * 4 * n
-        for i in range(0, n, 16):
-            left = np.int32(n - i)
-            vec.store_some(to + 4 * i, vec.load_some(source + 4 * i, left), left)
+        copy_row(x + p // k * x_bytes, out + vec.get_i64(places + 8 * p) * 4 * n, n)
 
 
 @kernel
@@ -81,8 +77,7 @@ def add_biases(frame: int, args: int, thread: int, threads: int) -> None:
 
     A pair finds its expert among the starts by halving.
     """
-    x, n, starts = word(args, 2), word(args, 3), word(args, 4)
-    count, biases = word(args, 5), word(args, 6)
+    x, n, starts, count, biases = vec.words(args, 2, 7)
     pairs = vec.get_i64(starts + 8 * count)
     for p in range(pairs * thread // threads, pairs * (thread + 1) // threads):
         low: Int = np.int64(0)
@@ -96,11 +91,8 @@ def add_biases(frame: int, args: int, thread: int, threads: int) -> None:
         row, bias = x + 4 * n * p, vec.get_i64(biases + 8 * low)
         for i in range(0, n, 16):
             left = np.int32(n - i)
-            vec.store_some(
-                row + 4 * i,
-                vec.add(vec.load_some(row + 4 * i, left), vec.load_some(bias + 4 * i, left)),
-                left,
-            )
+            both = vec.add(vec.load_some(row + 4 * i, left), vec.load_some(bias + 4 * i, left))
+            vec.store_some(row + 4 * i, both, left)
 
 
 @kernel
@@ -109,10 +101,8 @@ def weigh_rows(frame: int, args: int, thread: int, threads: int) -> None:
 
     out (dense) = shared + the sum of weight · row over the k rows of each token, in the order they lie in.
     """
-    x, n, places, k, weight = word(args, 2), word(args, 3), word(args, 4), word(args, 5), word(args, 6)
-    weight_row, weight_pair = word(args, 7), word(args, 8)
-    shared, shared_bytes = word(args, 9), word(args, 10)
-    out, tokens = word(args, 11), rows_of(frame, args)
+    x, n, places, k, weight, weight_row, weight_pair, shared, shared_bytes, out = vec.words(args, 2, 12)
+    tokens = rows_of(frame, args)
     for t in range(tokens * thread // threads, tokens * (thread + 1) // threads):
         to = out + 4 * n * t
         before: Int = np.int64(-1)
@@ -129,15 +119,50 @@ def weigh_rows(frame: int, args: int, thread: int, threads: int) -> None:
                 other = vec.get_i64(places + 8 * (t * k + j))
                 if other > before and (pair < 0 or other < place):
                     pair, place = j, other
-            factor, row = (
-                vec.spread(vec.get_f32(weight + t * weight_row + pair * weight_pair)),
-                x + place * 4 * n,
-            )
-            before = place
+            factor = vec.spread(vec.get_f32(weight + t * weight_row + pair * weight_pair))
+            before, row = place, x + place * 4 * n
             for i in range(0, n, 16):
                 left = np.int32(n - i)
                 value = vec.fma(factor, vec.load_some(row + 4 * i, left), vec.load_some(to + 4 * i, left))
                 vec.store_some(to + 4 * i, value, left)
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """(token, expert) pairs sorted by expert, once a kernel has filled `starts` and `places`."""
+
+    index: Tensor  # int64 [tokens, k]: experts
+    starts: Tensor  # int64 [experts + 1]: where the rows of each begin
+    places: Tensor  # int64 [tokens, k]: where the row of each pair lies
+
+    @classmethod
+    def empty(cls, cpu: Executor, index: Tensor, count: int) -> Pairs:
+        """Of `count` experts, not sorted yet."""
+        starts, places = cpu.empty(count + 1, dtype=torch.int64), cpu.empty(*index.shape, dtype=torch.int64)
+        return cls(index, starts, places)
+
+    @property
+    def words(self) -> tuple[object, ...]:
+        """What kernels that sort pairs get first."""
+        k, count = self.index.shape[-1], len(self.starts) - 1
+        strides = (8 * self.index.stride(0), 8 * self.index.stride(1))
+        return self.index, *strides, k, count, self.starts, self.places
+
+    def sort(self, cpu: Executor, x: Tensor) -> Tensor:
+        """Sort the pairs. [tokens, n] -> the row of each pair, in their order: [tokens · k, n]."""
+        rows = TensorRows.of(x)
+        ordered = cpu.empty(self.places.numel(), rows.width)
+        cpu.launch(sort_rows, *self.words, x, rows.row_bytes, rows.width, ordered, rows=rows.count)
+        return ordered
+
+    def weigh(self, cpu: Executor, y: Tensor, weight: Tensor, shared: Tensor | None = None) -> Tensor:
+        """Sorted rows [tokens · k, n] -> `shared` + the weighted sum of each token's: [tokens, n]."""
+        tokens, k, n = *self.index.shape, y.shape[-1]
+        out = cpu.empty(tokens, n)
+        strides = (4 * weight.stride(0), 4 * weight.stride(1))
+        more = (shared, 4 * shared.stride(0) if shared is not None else 0)
+        cpu.launch(weigh_rows, y, n, self.places, k, weight, *strides, *more, out, rows=tokens)
+        return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +174,7 @@ class Maps:
     addresses: Tensor  # int64 [experts]
     biases: Tensor | None  # int64 [experts]: addresses of float32 [n_out]
     orders: Tensor | None  # int64 [experts]: addresses of the orders of their columns
+    tables: ExpertTables | None  # of adapters
 
     @classmethod
     def of(cls, linears: Sequence[Linear]) -> Maps | str:
@@ -168,7 +194,33 @@ class Maps:
             return f"experts are stored in several ways: {sorted(kind for kind, *_ in kinds)}"
         places = None if biases[0] is None else _addresses([check_bias(bias) for bias in biases])
         orders = None if packed[0].order is None else _addresses([weight.order for weight in packed])
-        return cls(packed[0], rounding, _addresses([weight.data for weight in packed]), places, orders)
+        addresses = _addresses([weight.data for weight in packed])
+        return cls(packed[0], rounding, addresses, places, orders, ExpertTables.of(linears))
+
+    def multiply(self, cpu: Executor, x: Tensor, pairs: Pairs, join: Kernel | None = None) -> Tensor:
+        """Sorted rows through the weights of their experts, with biases and adapters."""
+        count, first, tokens = len(self.addresses), self.first, len(pairs.index)
+        groups = Groups(count, pairs.starts, self.addresses, self.orders)
+        y = multiply(cpu, x, first, None, self.rounding, groups=groups, rows=tokens, join=join)
+        if self.biases is not None:
+            cpu.launch(add_biases, y, first.n_out, pairs.starts, count, self.biases, rows=tokens)
+        if self.tables is not None:
+            self.tables.add(cpu, y, x, pairs.places, pairs.index)
+        return y
+
+
+class KnownMaps:
+    """The `Maps` of one layer's experts, made in the first call."""
+
+    def __init__(self) -> None:
+        self._seen: Sequence[Linear] = ()
+        self._maps: Maps | str = ""
+
+    def find(self, linears: Sequence[Linear]) -> Maps | str:
+        """Or why they cannot share a product."""
+        if self._seen is not linears:
+            self._maps, self._seen = Maps.of(linears), linears
+        return self._maps
 
 
 def _addresses(tensors: Sequence[Tensor]) -> Tensor:
@@ -182,9 +234,7 @@ class GroupedExperts:
         self._cpu = cpu
         facts = OpFacts("cpu", torch.float32, {}, cpu)
         self._activate, self._gate_rows = activate.bind(facts)[0], gate_rows.bind(facts)[0]
-        self._seen: tuple[Sequence[Linear], Sequence[Linear]] = ([], [])
-        self._maps: tuple[Maps | str, Maps | str] = ("", "")
-        self._tables: tuple[ExpertTables | None, ExpertTables | None] = (None, None)
+        self._up, self._down = KnownMaps(), KnownMaps()
 
     def __call__(
         self,
@@ -201,61 +251,26 @@ class GroupedExperts:
 
         Raises CannotRecord in a recording if the weights do not share a kernel: then they are called singly.
         """
-        if self._seen[0] is not up or self._seen[1] is not down:
-            self._tables = ExpertTables.of(up), ExpertTables.of(down)
-            self._seen, self._maps = (up, down), (Maps.of(up), Maps.of(down))
-        (first, second), (up_tables, down_tables) = self._maps, self._tables
+        first, second = self._up.find(up), self._down.find(down)
         if isinstance(first, str) or isinstance(second, str):
             if self._cpu.is_recording:
-                why = " and ".join(m for m in self._maps if isinstance(m, str))
+                why = " and ".join(m for m in (first, second) if isinstance(m, str))
                 raise CannotRecord(f"a mixture of experts cannot be recorded: {why}")
             summed: Tensor = experts.reference(x, weight, index, up, down, activation, shared, gate)
             return summed
         if shared is not None and gate is not None:
             shared = self._gate_rows(shared, gate)
-        cpu, rows = self._cpu, TensorRows.of(x)
-        tokens, k, count = rows.count, index.shape[-1], len(first.addresses)
+        cpu, (tokens, k) = self._cpu, index.shape
         _check(x, weight, index, first.first, second.first, activation[1], shared)
-        pair_bytes = (index.stride(0) * 8, index.stride(1) * 8)
-        starts = cpu.empty(count + 1, dtype=torch.int64)
-        places = cpu.empty(tokens, k, dtype=torch.int64)
-        ordered = cpu.empty(tokens * k, rows.width)
-        cpu.launch(
-            sort_rows,
-            *(index, *pair_bytes, k, count, starts, places, x, rows.row_bytes, rows.width, ordered),
-            rows=tokens,
-        )
-        is_joined = first.biases is None and up_tables is None
+        pairs = Pairs.empty(cpu, index, len(first.addresses))
+        ordered = pairs.sort(cpu, x)
+        is_joined = first.biases is None and first.tables is None
         join = join_of(first.first, *activation) if is_joined else None
-        h = self._multiply(ordered, first, starts, tokens, join)
-        if up_tables is not None:
-            up_tables.add(cpu, h, ordered, places, index)
+        h = first.multiply(cpu, ordered, pairs, join)
         if join is None:
             # As many rows as pairs: k "heads" of each token, so that the frame's count of tokens is right.
             h = self._activate(h.view(tokens, k, -1), *activation).view(tokens * k, -1)
-        y = self._multiply(h, second, starts, tokens)
-        if down_tables is not None:
-            down_tables.add(cpu, y, h, places, index)
-        out = cpu.empty(tokens, rows.width)
-        weight_bytes = (weight.stride(0) * 4, weight.stride(1) * 4)
-        shared_bytes = shared.stride(0) * 4 if shared is not None else 0
-        cpu.launch(
-            weigh_rows,
-            *(y, rows.width, places, k, weight, *weight_bytes, shared, shared_bytes, out),
-            rows=tokens,
-        )
-        return out
-
-    def _multiply(
-        self, x: Tensor, maps: Maps, starts: Tensor, tokens: int, join: Kernel | None = None
-    ) -> Tensor:
-        """Sorted rows through the weights of their experts, and their biases."""
-        count, first = len(maps.addresses), maps.first
-        groups = Groups(count, starts, maps.addresses, maps.orders)
-        h = multiply(self._cpu, x, first, None, maps.rounding, groups=groups, rows=tokens, join=join)
-        if maps.biases is not None:
-            self._cpu.launch(add_biases, h, first.n_out, starts, count, maps.biases, rows=tokens)
-        return h
+        return pairs.weigh(cpu, second.multiply(cpu, h, pairs), weight, shared)
 
 
 def _check(

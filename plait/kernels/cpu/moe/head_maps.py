@@ -21,7 +21,7 @@ from plait.errors import ShapeMismatch
 from plait.kernels.cpu.codegen.kernel import inline, kernel
 from plait.kernels.cpu.codegen.kinds import Int
 from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, block
-from plait.kernels.cpu.codegen.vec import call_kernel, get_i64, put_i64
+from plait.kernels.cpu.codegen.vec import call_kernel, get_i64, put_i64, words
 from plait.kernels.cpu.embed.embed import RowReader, reader, why_unknown_format
 from plait.kernels.cpu.linear.dense import wide_registers
 from plait.kernels.cpu.runtime.address_table import keep_addresses
@@ -123,8 +123,7 @@ def _decode(frame: Int, own: Int, recipe: Int, decoder: Int, row: Int, count: In
 def stored_rows(frame: int, args: int, thread: int, threads: int) -> None:
     """x, its row and head strides, heads, n, m, out (dense), rows of a head, the first of them that counts,
     recipes, how many, address of the decoder; then what recipes point into, which a recording has to hold."""
-    x, row_bytes, head_bytes, heads = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
-    n, m, out, each, skip = word(args, 6), word(args, 7), word(args, 8), word(args, 9), word(args, 10)
+    x, row_bytes, head_bytes, heads, n, m, out, each, skip = words(args, 2, 11)
     recipe, decoder, rows = word(args, 11), word(args, 13), rows_of(frame, args)
     own = scratch_of(frame, thread)
     tile, step = own + HEAD, 16 if rows <= ROWS else TILE
@@ -145,9 +144,7 @@ def stored_rows(frame: int, args: int, thread: int, threads: int) -> None:
 @kernel
 def stored_columns(frame: int, args: int, thread: int, threads: int) -> None:
     """As `stored_rows`."""
-    x, row_bytes, head_bytes, heads = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
-    n, m, out, each, skip = word(args, 6), word(args, 7), word(args, 8), word(args, 9), word(args, 10)
-    recipes, pieces, decoder = word(args, 11), word(args, 12), word(args, 13)
+    x, row_bytes, head_bytes, heads, n, m, out, each, skip, recipes, pieces, decoder = words(args, 2, 14)
     rows, own = rows_of(frame, args), scratch_of(frame, thread)
     tile, items, out_bytes = own + HEAD, heads * pieces, 4 * heads * m
     for item in range(items * thread // threads, items * (thread + 1) // threads):

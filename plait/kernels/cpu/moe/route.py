@@ -150,8 +150,7 @@ def route_rows(frame: int, args: int, thread: int, threads: int) -> None:
     """logits, bytes between rows, experts, bias or 0, k, which of SCORES, groups, top groups, 1 for top2,
     1 to renormalize, its eps, scale, weights (dense), indices (dense), factors or 0, 1 to choose by
     logits, the margin or 0."""
-    logits, row_bytes, n, bias, k = word(args, 2), word(args, 3), word(args, 4), word(args, 5), word(args, 6)
-    score_kind, groups, top_groups, by_two = word(args, 7), word(args, 8), word(args, 9), word(args, 10)
+    logits, row_bytes, n, bias, k, score_kind, groups, top_groups, by_two = vec.words(args, 2, 11)
     renormalize, eps, scale = word(args, 11), vec.get_f32(args + 96), vec.get_f32(args + 104)
     weights, indices, rows, factors = word(args, 14), word(args, 15), rows_of(frame, args), word(args, 16)
     by_logits, margin = word(args, 17), vec.get_f32(args + 144)

@@ -190,33 +190,17 @@ def kernel_for(kind: str, gated: bool) -> Kernel:
 
 
 @kernel
-def apply_gate_rows(frame: int, args: int, thread: int, threads: int) -> None:
-    """x, its row stride, gate, its row stride, n, out (dense)."""
-    x, x_bytes, gate, gate_bytes, n, out = words(args, 2, 8)
-    pieces = (n + PIECE - 1) // PIECE
-    items = rows_of(frame, args) * pieces
-    for item in range(items * thread // threads, items * (thread + 1) // threads):
-        row, start = item // pieces, item % pieces * PIECE
-        count, z = min(PIECE, n - start), get_f32(gate + row * gate_bytes)
-        factor = sigmoid(spread(z)) if z == z else spread(z)
-        a, to, full = x + row * x_bytes + 4 * start, out + 4 * (n * row + start), count // 16 * 64
-        for at in range(0, full, 64):
-            store_f32(to + at, mul(load_f32(a + at), factor))
-        left = np.int32(count % 16)
-        if left > 0:
-            store_some(to + full, mul(load_some(a + full, left), factor), left)
-
-
-@kernel
 def apply_row_factors(frame: int, args: int, thread: int, threads: int) -> None:
-    """x, its row stride, its head stride, heads, factors, their row and head strides, n, out (dense)."""
-    x, x_bytes, head_bytes, heads, by, by_bytes, each_bytes, n, out = words(args, 2, 11)
+    """x, its row stride, its head stride, heads, factors, their row and head strides, n, out (dense), 1 where
+    a row is multiplied by the sigmoid of its factor."""
+    x, x_bytes, head_bytes, heads, by, by_bytes, each_bytes, n, out, is_gate = words(args, 2, 12)
     pieces = (n + PIECE - 1) // PIECE
     items = rows_of(frame, args) * heads * pieces
     for item in range(items * thread // threads, items * (thread + 1) // threads):
         i, start = item // pieces, item % pieces * PIECE
         row, head, count = i // heads, i % heads, min(PIECE, n - start)
-        factor = spread(get_f32(by + row * by_bytes + head * each_bytes))
+        z = get_f32(by + row * by_bytes + head * each_bytes)
+        factor = sigmoid(spread(z)) if is_gate != 0 and z == z else spread(z)
         a, to = x + row * x_bytes + head * head_bytes + 4 * start, out + 4 * (n * i + start)
         full, left = count // 16 * 64, np.int32(count % 16)
         for at in range(0, full, 64):
@@ -277,7 +261,8 @@ def _gate_rows(cpu: Executor, x: Tensor, gate: Tensor) -> Tensor:
             f"{a.count} rows want as many float32 gates [T, 1], got {gate.dtype} {list(gate.shape)}"
         )
     out = cpu.empty(*x.shape)
-    cpu.launch(apply_gate_rows, x, a.row_bytes, gate, 4 * gate.stride(0), a.width, out, rows=a.count)
+    where = (x, *a.strides, 1, gate, 4 * gate.stride(0), 0, a.width, out, True)
+    cpu.launch(apply_row_factors, *where, rows=a.count)
     return out
 
 
@@ -291,7 +276,7 @@ def _scale_rows(cpu: Executor, x: Tensor, by: Tensor) -> Tensor:
         )
     out = cpu.empty(*x.shape)
     each = 4 * by.stride(1) if by.shape[1] > 1 else 0
-    where = (x, *a.strides, a.heads, by, 4 * by.stride(0), each, a.width, out)
+    where = (x, *a.strides, a.heads, by, 4 * by.stride(0), each, a.width, out, False)
     cpu.launch(apply_row_factors, *where, rows=a.count)
     return out
 

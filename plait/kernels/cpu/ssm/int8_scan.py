@@ -17,7 +17,6 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from plait.errors import ShapeMismatch
 from plait.kernels.cpu.codegen.kernel import inline, kernel
 from plait.kernels.cpu.codegen.kinds import Floats, Int
 from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, block
@@ -47,7 +46,7 @@ from plait.kernels.cpu.codegen.vec import (
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import take_sequence
 from plait.kernels.cpu.runtime.row_checks import Sequences, TensorRows, dense, float32_rows
-from plait.kernels.cpu.ssm.rounding import check_scan, row_thresholds, seed_at, wrap_int32
+from plait.kernels.cpu.ssm.rounding import check_positions, check_scan, row_thresholds, seed_at, wrap_int32
 from plait.ops.registry import OpFacts
 from plait.ops.ssm import mamba2_scan
 from plait.ops.state_rounding import (
@@ -248,9 +247,7 @@ def _mamba2_int8(
     check_scan(x, dt, A, B, C, D)
     width = row_nbytes(size)
     dense("a slot's state", state[0], heads, dim, width, dtype=torch.int8)
-    if positions is None:
-        raise ShapeMismatch("a kernel wants the positions of all tokens: it rounds their states by them")
-    dense("positions", positions, count, dtype=torch.int64)
+    check_positions(positions, count)
     out, b, c = cpu.empty(count, heads, dim), TensorRows.of(B), TensorRows.of(C)
     cpu.launch(
         mamba2_codes, heads, dim, heads // groups, size, width, x, *rows.strides, dt, steps.row_bytes, A, D,

@@ -134,20 +134,18 @@ def check_state(state: torch.Tensor, positions: torch.Tensor | None, rows: int, 
     dtype = torch.bfloat16 if is_rounded(state) else torch.float32
     dense("a slot's state", state[0], *shape, dtype=dtype)
     if is_rounded(state):
-        if positions is None:
-            raise ShapeMismatch("a kernel wants the positions of all tokens: it rounds their states by them")
-        dense("positions", positions, rows, dtype=torch.int64)
+        check_positions(positions, rows)
     return state.element_size() * state.stride(0)
 
 
-def check_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-) -> None:
+def check_positions(positions: Tensor | None, rows: int) -> None:
+    """Raises ShapeMismatch unless there are positions of `rows` tokens, int64."""
+    if positions is None:
+        raise ShapeMismatch("a kernel wants the positions of all tokens: it rounds their states by them")
+    dense("positions", positions, rows, dtype=torch.int64)
+
+
+def check_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None) -> None:
     """Raises ShapeMismatch where Mamba2's tensors do not fit each other."""
     (count, heads, _), groups = x.shape, B.shape[1]
     if dt.shape != (count, heads) or heads % groups or B.shape[0] != count or B.shape != C.shape:
