@@ -16,6 +16,8 @@ CASES: list[Case] = [
     dict(tokens=5, hidden=512, groups=4),
 ]
 
+NO_LENGTH = 1e-6  # what is added to a length before something is divided by it
+
 
 @op(cases=CASES)
 def rms_norm(x: Tensor, weight: Tensor, eps: float, groups: int = 1) -> Tensor:
@@ -70,6 +72,31 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, group
 def _layer_norm_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     (x, weight, eps, groups), _ = _rms_norm_inputs(case, dtype, device)
     return (x, weight, torch.randn_like(weight), eps, groups), {}
+
+
+LENGTH_CASES: list[Case] = [
+    dict(tokens=1, heads=2, size=64, weight=True),
+    dict(tokens=33, heads=3, size=5, weight=False),
+    dict(tokens=5, heads=4, size=100, weight=True),
+]
+
+
+@op(cases=LENGTH_CASES)
+def limit_length(x: Tensor, weight: Tensor | None, limit: float) -> Tensor:
+    """Each head's vector x · weight, made as long as `limit` where it is longer (Inkling 2).
+
+    The factor is limit / (length + 1e-6), at most 1. x: [T, H, n], rows may lie apart, weight: [H, n] float32
+    -> x's like, dense.
+    """
+    h: Tensor = x.float() if weight is None else x.float() * weight
+    return (h * (limit / (h.norm(dim=-1, keepdim=True) + NO_LENGTH)).clamp(max=1.0)).to(x.dtype)
+
+
+@limit_length.inputs
+def _limit_length_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
+    heads, size = case["heads"], case["size"]
+    x = torch.randn(case["tokens"], heads, 2 * size, dtype=dtype, device=device).chunk(2, -1)[0]
+    return (x, torch.randn(heads, size, device=device) if case["weight"] else None, size**0.5), {}
 
 
 GATED_CASES: list[Case] = [

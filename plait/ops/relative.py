@@ -26,6 +26,8 @@ CASES: list[Case] = [
     dict(seqs=SEQS, heads=6, kv_heads=3, dim=20, size=5, pairs=6),
     dict(seqs=SEQS, heads=4, kv_heads=2, dim=10, size=9, pairs=5, window=9),
     dict(seqs=[150, 3], heads=19, kv_heads=1, dim=24, size=200, pairs=4, kv_dtype="bfloat16"),
+    dict(seqs=SEQS, heads=6, kv_heads=2, dim=10, size=9, pairs=5, sinks=True),
+    dict(seqs=[70, 1, 3], heads=4, kv_heads=2, dim=16, size=5, pairs=3, window=9, sinks=True),
 ]
 
 
@@ -44,11 +46,12 @@ def relative_attention(
     seq_lens: Tensor,
     scale: float,
     window: int | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """`paged_attention`, with mixed_h · profiles[distance] added to its scores, where there is such.
 
-    mixed: [T, heads, m], profiles: [distances, m] float32, of distance 0 first; the rest as in
-    `paged_attention` -> [T, heads, d].
+    mixed: [T, heads, m], profiles: [distances, m] float32, of distance 0 first; sinks: [T, heads], rows may
+    lie apart, the score of no token in each softmax; the rest as in `paged_attention` -> [T, heads, d].
     """
     write_paged(k_cache, k, slot_mapping)
     write_paged(v_cache, v, slot_mapping)
@@ -64,7 +67,10 @@ def relative_attention(
         bias = bias.gather(2, behind.clamp(0, most - 1).expand(len(bias), -1, -1))
         scores = scores + bias.masked_fill(behind >= most, 0.0)
         mask = causal_mask(count, start, end, window, q.device)
-        probs = scores.masked_fill(~mask, -math.inf).softmax(-1).unflatten(0, (keys.shape[1], -1))
+        scores = scores.masked_fill(~mask, -math.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[rows].float().T[..., None]], -1)
+        probs = scores.softmax(-1)[..., : end - start].unflatten(0, (keys.shape[1], -1))
         out[rows] = torch.einsum("kgnt,tkd->nkgd", probs, values).flatten(1, 2).to(q.dtype)
     return out
 
@@ -77,4 +83,7 @@ def _attention_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     caches = [random_cache((num_blocks, BLOCK, kv, dim), case, dtype, device) for _ in "kv"]
     mixed = torch.randn(total, case["heads"], case["pairs"], dtype=dtype, device=device)
     profiles = torch.randn(case["size"], case["pairs"], device=device)
-    return (q, k, v, mixed, profiles, *caches, *where, dim**-0.5, case.get("window")), {}
+    sinks = None
+    if "sinks" in case:
+        sinks = torch.randn(total, 2 * case["heads"], dtype=dtype, device=device).chunk(2, -1)[1]
+    return (q, k, v, mixed, profiles, *caches, *where, dim**-0.5, case.get("window"), sinks), {}

@@ -113,23 +113,28 @@ SOURCES: list[Case] = [
     dict(tokens=33, streams=4, size=100),
     dict(tokens=5, streams=9, size=23),
     dict(tokens=2, streams=3, size=700),
+    dict(tokens=3, streams=2, size=300, reads=3),
+    dict(tokens=7, streams=5, size=23, reads=2),
 ]
 
 
 @op(cases=SOURCES)
-def mix_sources(query: Tensor, eps: float, *sources: Tensor) -> Tensor:
+def mix_sources(queries: Tensor, eps: float, of_normed: bool, *sources: Tensor) -> Tensor:
     """Attention over the depth: Σ_k softmax_k(query · (source_k / rms(source_k))) source_k (Kimi-K3).
 
-    query: [n] float32, sources: as many as there are, [T, n] each, rows may lie apart -> [T, n], dense.
+    of_normed: the sum is of source_k / rms(source_k), too (Inkling 2). queries: [R, n] float32, sources: as
+    many as there are, [T, n] each, rows may lie apart -> [T, R · n], dense: the sum of each query.
     """
     values = torch.stack(sources, 1).float()
     normed = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
-    shares = (normed * query).sum(-1).softmax(-1)
-    return (shares[..., None] * values).sum(1).to(sources[0].dtype)
+    shares = torch.einsum("tkn,rn->trk", normed, queries).softmax(-1)
+    mixed = torch.einsum("trk,tkn->trn", shares, normed if of_normed else values)
+    return mixed.flatten(1).to(sources[0].dtype)
 
 
 @mix_sources.inputs
 def _sources_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     wide = torch.randn(case["tokens"], case["streams"], 2 * case["size"], dtype=dtype, device=device)
     sources = wide.chunk(2, -1)[0].unbind(1)
-    return (torch.randn(case["size"], device=device) / case["size"] ** 0.5, 1e-5, *sources), {}
+    reads, size = case.get("reads", 1), case["size"]
+    return (torch.randn(reads, size, device=device) / size**0.5, 1e-5, reads > 1, *sources), {}

@@ -78,9 +78,15 @@ class RelativeSpec(AttentionSpec, Recurrent):
     """Attention with a bias that each query makes for each distance up to `extent`: of `rank` profiles over
     distances it mixes one (Inkling). Keys and values are convolved over `taps` tokens.
 
-    `temperature`: of what is mixed, too.
+    `temperature`: of what is mixed, too. Inkling 2 has the rest. `lengths`: the most that queries and keys
+    may have, and what is mixed; queries and what is mixed are multiplied by learned numbers before.
+    `token_sinks`: a logit of no token, which each query makes for a head. `apart`: x has three parts, which
+    queries, keys and values read, and each token makes taps for the heads of the latter two.
     """
 
     rank: int = 16
     extent: int = 1024
     taps: int = 4
+    lengths: tuple[float, float] | None = None
+    token_sinks: bool = False
+    apart: bool = False

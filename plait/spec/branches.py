@@ -62,12 +62,16 @@ class DepthSpec(ParallelSpec):
 
     `sources`: blocks that have ended. `ends`: what was read last becomes one more of them, and the next one
     begins with what this gives (`BranchSpec.keep` 0). `norm`: of what `inner` reads; `eps`: of the sources.
+    `of_normed`: the mean is of the sources as they are scored, normed; `reads`: how many such means `inner`
+    reads, side by side, each with a norm of its own (Inkling 2).
     """
 
     sources: int = 0
     ends: bool = False
     norm: NormSpec | None = None
     eps: float = 1e-6
+    of_normed: bool = False
+    reads: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -17,25 +18,36 @@ from plait.spec.model import BranchSpec, ModelSpec
 LAST = "depth"  # the branch behind the last layer's: what the model's last norm reads
 
 
-def over_depth(spec: ModelSpec, size: int) -> ModelSpec:
+def over_depth(
+    spec: ModelSpec,
+    size: int,
+    eps: float | None = None,
+    of_normed: bool = False,
+    reads: Sequence[int] | None = None,
+) -> ModelSpec:
     """The same model of two branches a layer, each over what blocks of `size` layers gave.
 
-    A block ends in front of the first branch of every `size`-th layer. Raises UnsupportedModel.
+    A block ends in front of the first branch of every `size`-th layer. eps: of sources, if not that of the
+    model's norm; of_normed, reads (of the first branch of each layer): see `DepthSpec`. Raises
+    UnsupportedModel.
     """
     if size < 1:
         raise UnsupportedModel(f"blocks of {size} layers are not implemented; known: one layer or more")
 
-    def wrap(branch: BranchSpec, sources: int, ends: bool) -> BranchSpec:
-        inside = DepthSpec(
-            {"inner": branch.mixer}, sources=sources, ends=ends, norm=branch.norm, eps=spec.norm.eps
-        )
+    eps = spec.norm.eps if eps is None else eps
+    each_reads = [1] * len(spec.layers) if reads is None else reads
+    plain = DepthSpec({}, eps=eps, of_normed=of_normed)
+
+    def wrap(branch: BranchSpec, sources: int, ends: bool, reads: int = 1) -> BranchSpec:
+        parts = {"inner": branch.mixer}
+        inside = replace(plain, parts=parts, sources=sources, ends=ends, norm=branch.norm, reads=reads)
         return replace(branch, mixer=inside, norm=None, keep=0.0 if ends else None)
 
     layers = [
-        (wrap(first, -(-i // size), i % size == 0), wrap(second, i // size + 1, False))
-        for i, (first, second) in enumerate(spec.layers)
+        (wrap(first, -(-i // size), i % size == 0, many), wrap(second, i // size + 1, False))
+        for i, ((first, second), many) in enumerate(zip(spec.layers, each_reads, strict=True))
     ]
-    whole = DepthSpec({}, sources=(len(layers) - 1) // size + 1, eps=spec.norm.eps)
+    whole = replace(plain, sources=(len(layers) - 1) // size + 1)
     *others, end = layers
     return replace(spec, layers=(*others, (*end, BranchSpec(LAST, whole, None, keep=0.0))))
 

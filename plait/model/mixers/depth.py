@@ -10,7 +10,7 @@ from plait.memory import State
 from plait.model.layers.layers import Batch, Norm
 from plait.model.mixers.registry import INNER, build, describe, divide_inside, mixer
 from plait.ops.ranks import sum_ranks
-from plait.ops.streams import mix_sources
+from plait.ops.streams import mix_sources, mix_streams
 from plait.spec.branches import DepthSpec
 from plait.state.store import StateStore
 
@@ -20,14 +20,15 @@ BLOCKS = "blocks of layers"  # in `Batch.step`
 def _words(m: DepthSpec) -> str:
     inner = f"{describe(m.parts[INNER])}, over " if m.parts else ""
     blocks = f"{m.sources} earlier block{'' if m.sources == 1 else 's'}" if m.sources else "this block alone"
-    return f"{inner}{blocks}{', a new one begins' if m.ends else ''}"
+    reads = f" by {m.reads} means" if m.reads > 1 else ""
+    return f"{inner}{blocks}{reads}{', a new one begins' if m.ends else ''}"
 
 
 @mixer(DepthSpec, _words, divide_inside)
 class DepthBranch:
     """Blocks that have ended are in the step: what they gave, for every token of it.
 
-    `source` [hidden] scores the sources: the weight of their norm times that of a linear layer.
+    `source` [reads, hidden] scores the sources: the weight of their norm times that of a linear layer.
     """
 
     is_summed = True
@@ -36,14 +37,22 @@ class DepthBranch:
         self.spec, hidden = s, w.target.hidden_size
         self.inner = build(s.parts[INNER], w.scope(INNER)) if s.parts else None
         self.states = self.inner.states if self.inner else dict[str, State]()
-        self.norm = Norm(s.norm, w.scope("norm"), hidden) if s.norm else None
-        self.query = w.tensor("source", (hidden,), torch.float32) if s.sources else None
+        self.norm = Norm(s.norm, w.scope("norm"), s.reads * hidden, s.reads) if s.norm else None
+        shape = (hidden,) if s.reads == 1 else (s.reads, hidden)
+        scores = w.tensor("source", shape, torch.float32) if s.sources else None
+        self.queries = None if scores is None else scores.view(s.reads, hidden)
         self._mix, self._ranks = w.bind(mix_sources), (w.target.comm, w.target.dtype)
+        self._repeat = w.bind(mix_streams) if s.reads > 1 and not s.sources else None
+        self._once = torch.ones(1, s.reads, device=w.target.device)
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
-        """x: [T, hidden], what this block gave so far -> [T, hidden]."""
+        """x: [T, hidden], what this block gave so far -> [T, hidden]; `inner` reads [T, reads · hidden]."""
         ended: list[Tensor] = batch.step.setdefault(BLOCKS, [])
-        read = x if self.query is None else self._mix(self.query, self.spec.eps, *ended, x)
+        read = x
+        if self.queries is not None:
+            read = self._mix(self.queries, self.spec.eps, self.spec.of_normed, *ended, x)
+        elif self._repeat:
+            read = self._repeat(x[:, None], self._once).flatten(1)
         if self.spec.ends:
             ended.append(x)
         read = self.norm(read) if self.norm else read

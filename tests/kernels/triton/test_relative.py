@@ -25,6 +25,7 @@ class Layer:
         (self.table, self.slots, self.starts, self.lens), blocks = paged_case(LENGTHS, "cpu")
         total = sum(LENGTHS)
         self.q, self.mixed = torch.randn(total, HEADS, DIM), torch.randn(total, HEADS, RANK)
+        self.sinks: Tensor | None = None
         self.new = [torch.randn(total, KV_HEADS, DIM) for _ in "kv"]
         self.profiles = torch.randn(EXTENT, RANK)
         self.caches = [torch.zeros(blocks, BLOCK, KV_HEADS, DIM) for _ in "kv"]
@@ -39,7 +40,8 @@ class Layer:
         where = (self.table[seqs], self.slots[rows], starts, self.lens[seqs])
         given = (self.q[rows], *(new[rows] for new in self.new), self.mixed[rows], self.profiles)
         fn = relative_attention.reference if reference else attend_by_distance
-        out: Tensor = fn(*given, *self.caches, *where, DIM**-0.5, window)
+        sinks = None if self.sinks is None else self.sinks[rows]
+        out: Tensor = fn(*given, *self.caches, *where, DIM**-0.5, window, sinks)
         return out
 
 

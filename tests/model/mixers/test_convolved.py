@@ -8,7 +8,7 @@ import torch
 from plait.checkpoint.names import NameMap
 from plait.checkpoint.weights import Target, Weights
 from plait.model.mixers.convolved import Convolved
-from plait.model.mixers.relative import RelativeAttention
+from plait.model.mixers.relative import JoinedInputs, RelativeAttention
 from plait.spec.attention import RelativeSpec
 from plait.spec.branches import ConvolvedSpec
 from plait.spec.model import MlpSpec
@@ -39,5 +39,7 @@ def test_small_taps_survive_the_1_that_was_added(is_bfloat16: bool) -> None:
         Target(torch.device("cpu"), dtype, 16, HIDDEN),
     )
     mlp = Convolved(ConvolvedSpec({"inner": MlpSpec(HIDDEN)}, taps=2), weights.scope("mlp"))
-    for made in (mlp, RelativeAttention(attention, weights.scope("attn"))):
-        assert torch.equal(made.conv.weight, tensors["mlp.conv.weight"])
+    inputs = RelativeAttention(attention, weights.scope("attn")).inputs
+    assert isinstance(inputs, JoinedInputs)
+    for conv in (mlp.conv, inputs.conv):
+        assert torch.equal(conv.weight, tensors["mlp.conv.weight"])

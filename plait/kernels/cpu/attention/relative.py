@@ -32,11 +32,11 @@ from plait.ops.relative import relative_attention
 def attend_relative(frame: int, args: int, thread: int, threads: int) -> None:
     """q, its strides, mixed, its strides, profiles (dense), how many, m, out (dense), k_cache, v_cache, bytes
     of a number, table, bytes of its rows, query_start, seq_lens, block, window or 0, heads, kv_heads, d,
-    scale, bytes of a head's state."""
+    scale, bytes of a head's state, sinks or 0, bytes of a row of them."""
     q, q_row, q_head, mixed, m_row, m_head, profiles, most, m, out, keys, values = words(args, 2, 14)
     item, table, table_row, starts, lens, block, window, heads, kv_heads, d = words(args, 14, 24)
     scale, state_bytes, tile = get_f32(args + 8 * 24), get_i64(args + 8 * 25), scratch_of(frame, thread)
-    width, group = d + m, heads // kv_heads
+    (sinks, sink_row), width, group = words(args, 26, 28), d + m, heads // kv_heads
     wide = 4 * width
     queries = tile + 2 * TILE * wide
     weights = queries + HEADS * wide
@@ -50,7 +50,8 @@ def attend_relative(frame: int, args: int, thread: int, threads: int) -> None:
         seen = count_seen(starts, lens, s, r)
         low = max(seen - window, 0) if window > 0 else np.int64(0)
         for h in range(first, end):
-            begin_head(states + (h - first) * state_bytes, state_bytes, np.int64(0))
+            sink = sinks + r * sink_row + 4 * h if sinks != 0 else np.int64(0)
+            begin_head(states + (h - first) * state_bytes, state_bytes, sink)
             to = queries + (h - first) * wide
             for c in range(d):
                 put_f32(to + 4 * c, np.float32(get_f32(q + r * q_row + h * q_head + 4 * c) * scale))
@@ -92,6 +93,7 @@ def _relative_attention(
     seq_lens: Tensor,
     scale: float,
     window: int | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     rows, parts, (most, m) = TensorRows.of(q), TensorRows.of(mixed), profiles.shape
     (block, kv_heads), d = k_cache.shape[1:3], rows.width
@@ -109,6 +111,11 @@ def _relative_attention(
             f"what is mixed {list(mixed.shape)} does not fit {m} profiles of {most} distances, or a window "
             f"of {window} has no key"
         )
+    if sinks is not None and sinks.shape != (rows.count, rows.heads):
+        raise ShapeMismatch(
+            f"sinks {list(sinks.shape)} are not one for each of {rows.count} × {rows.heads} heads"
+        )
+    sink_row = 0 if sinks is None else TensorRows.of(sinks).row_bytes
     item, state, wide = k_cache.element_size(), 64 + -(-d // 16) * 64, 4 * (d + m)
     store_plain(cpu, k, k_cache, slot_mapping)
     store_plain(cpu, v, v_cache, slot_mapping)
@@ -117,6 +124,7 @@ def _relative_attention(
         *(attend_relative, q, *rows.strides, mixed, *parts.strides, profiles, most, m, out),
         *(k_cache, v_cache, item, block_table, block_table.stride(0) * 8, query_start, seq_lens, block),
         *(window or 0, rows.heads, kv_heads, d, float(scale), state),
+        *(sinks, sink_row),
         rows=rows.count,
         seqs=seq_lens.shape[0],
         scratch=(2 * TILE + HEADS) * wide + 4 * TILE + HEADS * state,

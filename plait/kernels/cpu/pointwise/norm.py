@@ -30,7 +30,7 @@ from plait.kernels.cpu.codegen.vec import (
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import rows_of
 from plait.kernels.cpu.runtime.row_checks import TensorRows, dense, float32_rows
-from plait.ops.norm import add_rms_norm, layer_norm, rms_norm
+from plait.ops.norm import NO_LENGTH, add_rms_norm, layer_norm, limit_length, rms_norm
 
 
 @inline
@@ -150,6 +150,34 @@ def layer_rows(frame: int, args: int, thread: int, threads: int) -> None:
         _layer_row(start, weight + group, own, eps, n, out + 4 * n * i)
 
 
+@kernel
+def limit_rows(frame: int, args: int, thread: int, threads: int) -> None:
+    """x, its row and head strides, heads, n of a head, weight or 0, limit, what is added to a length, out
+    (dense)."""
+    x, row_bytes, head_bytes, heads, n, weight = words(args, 2, 8)
+    limit, more, out = get_f32(args + 64), get_f32(args + 72), word(args, 10)
+    items = rows_of(frame, args) * heads
+    for i in range(items * thread // threads, items * (thread + 1) // threads):
+        head, to = i % heads, out + 4 * n * i
+        start, own = x + i // heads * row_bytes + head * head_bytes, weight + 4 * n * head
+        if weight != 0:
+            for c in range(0, n, 16):
+                left = np.int32(n - c)
+                store_some(
+                    to + 4 * c, mul(load_some(start + 4 * c, left), load_some(own + 4 * c, left)), left
+                )
+        else:
+            for c in range(0, n, 16):
+                left = np.int32(n - c)
+                store_some(to + 4 * c, load_some(start + 4 * c, left), left)
+        length = math.sqrt(np.float64(sum_squares(to, zero_f32(), n))) + np.float64(more)
+        factor = np.float32(np.float64(limit) / length)
+        if not factor >= np.float32(1.0):  # what is no number stays none
+            for c in range(0, n, 16):
+                left = np.int32(n - c)
+                store_some(to + 4 * c, mul(load_some(to + 4 * c, left), spread(factor)), left)
+
+
 def _check(n: int, groups: int, weight: Tensor, bias: Tensor | None = None) -> None:
     if n % groups:
         raise ShapeMismatch(f"rows of {n} numbers cannot be cut into {groups} equal groups")
@@ -191,4 +219,17 @@ def _layer_norm(
     out = cpu.empty(*x.shape)
     where = (x, *rows.strides, rows.heads, groups, rows.width // groups)
     cpu.launch(layer_rows, *where, weight, bias, float(eps), out, rows=rows.count)
+    return out
+
+
+@limit_length.variant("native", on="cpu", when=float32_rows, native=True)
+def _limit_length(cpu: Executor, x: Tensor, weight: Tensor | None, limit: float) -> Tensor:
+    rows = TensorRows.of(x)
+    if x.dim() != 3:
+        raise ShapeMismatch(f"lengths are limited of [T, heads, n], got {list(x.shape)}")
+    if weight is not None:
+        dense("what a head is multiplied by", weight, rows.heads, rows.width)
+    out = cpu.empty(*x.shape)
+    where = (x, *rows.strides, rows.heads, rows.width, weight, float(limit), NO_LENGTH, out)
+    cpu.launch(limit_rows, *where, rows=rows.count)
     return out

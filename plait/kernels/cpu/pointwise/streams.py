@@ -173,30 +173,34 @@ def _match_size(cpu: Executor, x: Tensor, like: Tensor, least: float) -> Tensor:
 
 @kernel
 def score_sources(frame: int, args: int, thread: int, threads: int) -> None:
-    """query, n, eps, sources, scores (dense); then each source and its row stride."""
-    query, n, (count, scores) = word(args, 2), word(args, 3), words(args, 5, 7)
+    """queries (dense), n, eps, sources, queries' count, scores [rows, queries, sources], factors [rows,
+    sources]: 1 / rms (both dense); then each source and its row stride."""
+    queries, n, (count, reads, scores, factors) = word(args, 2), word(args, 3), words(args, 5, 9)
     eps, items = get_f32(args + 32), rows_of(frame, args) * count
     for i in range(items * thread // threads, items * (thread + 1) // threads):
         row, k = i // count, i % count
-        x = get_i64(args + 8 * (7 + 2 * k)) + row * get_i64(args + 8 * (8 + 2 * k))
-        product = zero_f32()
-        for c in range(0, n, 16):
-            left = np.int32(n - c)
-            product = fma(load_some(x + 4 * c, left), load_some(query + 4 * c, left), product)
+        x = get_i64(args + 8 * (9 + 2 * k)) + row * get_i64(args + 8 * (10 + 2 * k))
         size = math.sqrt(np.float64(sum_squares(x, zero_f32(), n)) / n + np.float64(eps))
-        put_f32(scores + 4 * i, np.float32(np.float64(total(product)) / size))
+        put_f32(factors + 4 * i, np.float32(1.0 / size))
+        for r in range(reads):
+            product, query = zero_f32(), queries + 4 * n * r
+            for c in range(0, n, 16):
+                left = np.int32(n - c)
+                product = fma(load_some(x + 4 * c, left), load_some(query + 4 * c, left), product)
+            score = np.float32(np.float64(total(product)) / size)
+            put_f32(scores + 4 * ((row * reads + r) * count + k), score)
 
 
 @kernel
 def share_sources(frame: int, args: int, thread: int, threads: int) -> None:
-    """scores (dense), n, sources, out (dense); then each source and its row stride. A row's numbers are cut
-    into pieces, so that one row is enough for all threads."""
-    scores, n, count, out = words(args, 2, 6)
+    """scores and factors (dense; factors 0: none), n, sources, queries' count, out (dense); then each source
+    and its row stride. What a query reads is cut into pieces, so that one row is enough for all threads."""
+    scores, factors, n, count, reads, out = words(args, 2, 8)
     pieces, shares = (n + PIECE - 1) // PIECE, scratch_of(frame, thread)
-    items = rows_of(frame, args) * pieces
+    items = rows_of(frame, args) * reads * pieces
     for i in range(items * thread // threads, items * (thread + 1) // threads):
-        row, start = i // pieces, i % pieces * PIECE
-        at = scores + 4 * row * count
+        read, start = i // pieces, i % pieces * PIECE
+        row, at = read // reads, scores + 4 * read * count
         top: Float = get_f32(at)
         for k in range(1, count):
             top = max(top, get_f32(at + 4 * k))
@@ -205,25 +209,35 @@ def share_sources(frame: int, args: int, thread: int, threads: int) -> None:
             e = np.float32(math.exp(np.float32(get_f32(at + 4 * k) - top)))
             put_f32(shares + 4 * k, e)
             whole = np.float32(whole + e)
+        for k in range(count):
+            share = np.float32(get_f32(shares + 4 * k) / whole)
+            if factors != 0:
+                share = np.float32(share * get_f32(factors + 4 * (row * count + k)))
+            put_f32(shares + 4 * k, share)
         for c in range(start, min(start + PIECE, n), 16):
             left, y = np.int32(n - c), zero_f32()
             for k in range(count):
-                x = get_i64(args + 8 * (6 + 2 * k)) + row * get_i64(args + 8 * (7 + 2 * k))
-                y = fma(load_some(x + 4 * c, left), spread(np.float32(get_f32(shares + 4 * k) / whole)), y)
-            store_some(out + 4 * (row * n + c), y, left)
+                x = get_i64(args + 8 * (8 + 2 * k)) + row * get_i64(args + 8 * (9 + 2 * k))
+                y = fma(load_some(x + 4 * c, left), spread(get_f32(shares + 4 * k)), y)
+            store_some(out + 4 * (read * n + c), y, left)
 
 
 @mix_sources.variant("native", on="cpu", when=float32_rows, native=True)
-def _mix_sources(cpu: Executor, query: Tensor, eps: float, *sources: Tensor) -> Tensor:
+def _mix_sources(cpu: Executor, queries: Tensor, eps: float, of_normed: bool, *sources: Tensor) -> Tensor:
     rows = [TensorRows.of(x) for x in sources]
-    count, (tokens, n) = len(sources), sources[0].shape
-    dense("query", query, n)
+    count, reads, (tokens, n) = len(sources), len(queries), sources[0].shape
+    dense("queries", queries, reads, n)
     if any(x.shape != (tokens, n) for x in sources):
         raise ShapeMismatch(f"sources {[list(x.shape) for x in sources]} are not of one shape")
     each = [part for x, at in zip(sources, rows, strict=True) for part in (x, at.row_bytes)]
-    scores, out = cpu.empty(tokens, count), cpu.empty(tokens, n)
-    cpu.launch(score_sources, query, n, float(eps), count, scores, *each, rows=tokens)
-    cpu.launch(share_sources, scores, n, count, out, *each, rows=tokens, scratch=4 * count)
+    scores, factors = cpu.empty(tokens, reads * count), cpu.empty(tokens, count)
+    out = cpu.empty(tokens, reads * n)
+    cpu.launch(*(score_sources, queries, n, float(eps), count, reads, scores, factors, *each), rows=tokens)
+    cpu.launch(
+        *(share_sources, scores, factors if of_normed else 0, n, count, reads, out, *each),
+        rows=tokens,
+        scratch=4 * count,
+    )
     return out
 
 

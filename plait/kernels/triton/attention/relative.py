@@ -64,13 +64,14 @@ def profile_biases(
 
 @triton.jit
 def attend_relative(
-    q, k_cache, v_cache, biases, table, seq_lens, items, slots, starts, counters, out, part, part_sums,
-    table_row, q_row, q_head, scale,
+    q, k_cache, v_cache, biases, table, seq_lens, items, slots, starts, counters, out, part, part_sums, sinks,
+    table_row, q_row, q_head, sink_row, scale,
     S: tl.constexpr, STEPS: tl.constexpr, G: tl.constexpr, KVH: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    WINDOW: tl.constexpr, EXTENT: tl.constexpr,
+    WINDOW: tl.constexpr, EXTENT: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """q: [T, KVH G, D], caches: [blocks, PAGE, KVH, D], biases: [T, KVH G, EXTENT] -> out [T, KVH G, D].
+    """q: [T, KVH G, D], caches: [blocks, PAGE, KVH, D], biases: [T, KVH G, EXTENT], sinks: [T, KVH G] -> out
+    [T, KVH G, D].
 
     The rest as in `attention.attend`.
     """
@@ -100,7 +101,13 @@ def attend_relative(
         own_q = tl.load(q + at[:, None] + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
         own_biases = biases + (place * (KVH * G) + head) * EXTENT
         position = length - count + token
-        largest, sums = tl.full([BM], -float("inf"), tl.float32), tl.zeros([BM], tl.float32)
+        if SINKS and first == begins:
+            sink = tl.load(sinks + place * sink_row + head, mask=there, other=0.0)
+            largest = sink.to(tl.float32) * 1.4426950408889634
+            sums = tl.full([BM], 1.0, tl.float32)
+        else:
+            largest = tl.full([BM], -float("inf"), tl.float32)
+            sums = tl.zeros([BM], tl.float32)
         acc = tl.zeros([BM, DP], tl.float32)
         line = table + seq.to(tl.int64) * table_row
         # The keys of a tile are those that its first and last row see, and what is between.
@@ -190,6 +197,7 @@ def _attend_part(
     where: tuple[Tensor, Tensor, Tensor],
     layout: PagedLayout,
     scale: float,
+    sinks: Tensor | None,
     out: Tensor,
 ) -> None:
     """Attend some rows of a step. where: (block_table, query_start, seq_lens)."""
@@ -202,7 +210,8 @@ def _attend_part(
     launch(
         attend_relative, (count_programs(q.device),),
         q, k_cache, v_cache, biases, table, seq_lens, work.items, work.slots, work.starts, work.counters,
-        out, work.part, work.sums, table.stride(0), q.stride(0), q.stride(1), scale * LOG2E, **constants,
+        out, work.part, work.sums, work.sums if sinks is None else sinks, table.stride(0), *q.stride()[:2],
+        0 if sinks is None else sinks.stride(0), scale * LOG2E, SINKS=sinks is not None, **constants,
     )  # fmt: skip
 
 
@@ -227,6 +236,7 @@ def attend_by_distance(
     seq_lens: Tensor,
     scale: float,
     window: int | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """`relative_attention`: the same arguments and result."""
     tokens, heads, dim = q.shape
@@ -235,6 +245,7 @@ def attend_by_distance(
         return out
     place_all_heads(q, k, v, k_cache, v_cache, slot_mapping, slot_mapping, None, None)
     q = q if q.stride(-1) == 1 else q.contiguous()
+    sinks = None if sinks is None else sinks if sinks.stride(-1) == 1 else sinks.contiguous()
     layout = PagedLayout(heads, k_cache.shape[2], dim, 0, None, window, None)
     most = max(1, MOST_BIASES // (heads * len(profiles)))
     for first in range(0, tokens, most):
@@ -243,13 +254,15 @@ def attend_by_distance(
             starts = query_start.clamp(first, first + most) - first
             seqs = starts, seq_lens - (query_start[1:] - (first + most)).clamp(min=0)
         given = (q[some], mixed[some], profiles, (k_cache, v_cache), (block_table, *seqs))
-        _attend_part(*given, layout, scale, out[some])
+        _attend_part(*given, layout, scale, None if sinks is None else sinks[some], out[some])
     return out
 
 
-SHAPES = {  # heads, kv_heads, dim, profiles, distances, window
-    "inkling": (64, 8, 128, 16, 1024, None),
-    "inkling window": (64, 16, 128, 16, 512, 512),
+SHAPES = {  # heads, kv_heads, dim, profiles, distances, window, sinks
+    "inkling": (64, 8, 128, 16, 1024, None, False),
+    "inkling window": (64, 16, 128, 16, 512, 512, False),
+    "inkling 2": (48, 8, 128, 16, 1024, None, True),
+    "inkling 2 window": (48, 8, 128, 16, 1024, 1024, True),
 }
 
 
@@ -261,10 +274,12 @@ def forms() -> Iterator[KernelForm]:
         "profiles": "fp32*",
         "row": "i32!",
         "head": "i32!",
+        "sinks": "bf16*",
+        "sink_row": "i32!",
     }
-    for name, (heads, kv_heads, dim, rank, extent, window) in SHAPES.items():
+    for name, (heads, kv_heads, dim, rank, extent, window, sinks) in SHAPES.items():
         layout = PagedLayout(heads, kv_heads, dim, 0, None, window, None)
-        constants = _constants(layout, 64, 64, extent)
+        constants = _constants(layout, 64, 64, extent) | {"SINKS": sinks}
         warps, stages = constants.pop("num_warps"), constants.pop("num_stages")
         yield KernelForm(
             f"attend_relative, {name}", attend_relative, types, constants, warps, stages,

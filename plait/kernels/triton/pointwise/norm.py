@@ -17,7 +17,14 @@ from plait.kernels.triton.forms import KernelForm
 from plait.kernels.triton.maths import sigmoid
 from plait.kernels.triton.row_views import view_rows
 from plait.ops.launch import launch
-from plait.ops.norm import add_rms_norm, gated_rms_norm, layer_norm, rms_norm
+from plait.ops.norm import (
+    NO_LENGTH,
+    add_rms_norm,
+    gated_rms_norm,
+    layer_norm,
+    limit_length,
+    rms_norm,
+)
 from plait.ops.registry import OpFacts
 
 NAME = "triton"
@@ -141,6 +148,38 @@ def norm_gated(
     return _launch_norm(x, weight, eps, groups if weight is not None else 1, gate=gate, gating=gating)[0]
 
 
+@triton.jit
+def limit_rows(
+    x, weight, out, x_row, x_head, limit, more,
+    N: tl.constexpr, BLOCK: tl.constexpr, H: tl.constexpr, WEIGHT: tl.constexpr,
+):  # fmt: skip
+    """x: [T, H, N], weight: [H, N] -> out [T, H, N], no vector longer than `limit`. Grid: (T, H)."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    c = tl.arange(0, BLOCK)
+    there = c < N
+    h = tl.load(x + row * x_row + head * x_head + c, mask=there, other=0.0).to(tl.float32)
+    if WEIGHT:
+        h = h * tl.load(weight + head * N + c, mask=there, other=0.0)
+    h = h * tl.minimum(limit / (tl.sqrt(tl.sum(h * h, 0)) + more), 1.0)
+    tl.store(out + (row * H + head) * N + c, h.to(out.dtype.element_ty), mask=there)
+
+
+@limit_length.variant(NAME, on="cuda", when=why_too_wide)
+def limit_lengths(x: Tensor, weight: Tensor | None, limit: float) -> Tensor:
+    """`limit_length`: the same arguments and result."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    launch(
+        limit_rows, tuple(x.shape[:2]), x, out if weight is None else weight, out, *x.stride()[:2], limit,
+        NO_LENGTH, **_limit_constants(*x.shape[1:]), WEIGHT=weight is not None,
+    )  # fmt: skip
+    return out
+
+
+def _limit_constants(heads: int, width: int) -> dict[str, int]:
+    return {"N": width, "BLOCK": triton.next_power_of_2(width), "H": heads, "num_warps": 1}
+
+
 POINTERS = {
     "x": "bf16*", "other": "bf16*", "weight": "fp32*", "bias": "fp32*", "total": "bf16*", "out": "bf16*",
     "x_outer": "i32!", "x_inner": "i32!", "other_outer": "i32!", "other_inner": "i32!", "eps": "fp32",
@@ -167,3 +206,9 @@ def forms() -> Iterator[KernelForm]:
         yield KernelForm(
             f"norm_rows, {name}", norm_rows, POINTERS, constants, warps, demands=WIDE if width > 1000 else ()
         )
+    pointers = {name: POINTERS[name] for name in ("x", "weight", "out")}
+    types = pointers | {"x_row": "i32!", "x_head": "i32!", "limit": "fp32", "more": "fp32"}
+    for name, (heads, width) in {"48 × 128": (48, 128), "48 × 16": (48, 16)}.items():
+        constants = _limit_constants(heads, width) | {"WEIGHT": True}
+        warps = constants.pop("num_warps")
+        yield KernelForm(f"limit_rows, {name}", limit_rows, types, constants, warps)
