@@ -98,6 +98,12 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "GQA with biases of distances, local and global, short convolutions, MoE",
         ("inkling_text",),
     ),
+    (
+        "Inkling 2 (text)",
+        "GQA with biases of distances, sinks of each token, local and global, short convolutions, MoE, "
+        "attention residuals",
+        ("inkling2_text",),
+    ),
     ("MiniCPM-SALA (up to 8,191 tokens)", "lightning attention, gated GQA, MLP", ("minicpm_sala",)),
     ("Ling 3", "Kimi delta attention, MLA, MoE", ("bailing_hybrid",)),
     ("Ling 2.5, Ring 2.5", "lightning attention, MLA, MoE", ("bailing_moe_linear",)),

@@ -149,7 +149,7 @@ def _names(c: Config, prefix: str) -> Rules:
         for x in ("gate", "up", "down")
     }
     inside: Rules = {
-        f"{ATTN}.conv.weight": _join_taps(f"{attn}.k_sconv.conv1d.weight", f"{attn}.v_sconv.conv1d.weight"),
+        f"{ATTN}.conv.weight": join_taps(f"{attn}.k_sconv.conv1d.weight", f"{attn}.v_sconv.conv1d.weight"),
         f"{ATTN}.profiles": turn(f"{attn}.rel_logits_proj.proj"),
         f"{ATTN}.{{x}}_norm": f"{attn}.{{x}}_norm",
         f"{ATTN}.mix": f"{attn}.r_proj",
@@ -166,7 +166,7 @@ def _names(c: Config, prefix: str) -> Rules:
         "norm": f"{prefix}norm",
         f"{ATTN}.norm": f"{layer}.input_layernorm",
         f"{FFN}.norm": f"{layer}.post_attention_layernorm",
-        **{f"{ours}.conv.weight": _join_taps(f"{layer}.{x}_sconv.conv1d.weight") for ours, x in CONVS},
+        **{f"{ours}.conv.weight": join_taps(f"{layer}.{x}_sconv.conv1d.weight") for ours, x in CONVS},
     }
     return {**outside, **move_inside(inside, ("attn", "ffn"))}
 
@@ -179,10 +179,10 @@ def _first_names(c: Config) -> Rules:
     always: dict[str, Source] = {}
     for k in range(shared):
         ours = f"{FFN}.experts.{count + k}"
-        always |= {f"{ours}.{x}.weight": _turns(n, w13, k, shared) for n, x in enumerate(("gate", "up"))}
+        always |= {f"{ours}.{x}.weight": pick_turns(n, w13, k, shared) for n, x in enumerate(("gate", "up"))}
         always[f"{ours}.down.weight"] = _member(k, shared, w2)
     inside: Rules = {
-        f"{ATTN}.conv.weight": _join_taps(f"{attn}.k_sconv.weight", f"{attn}.v_sconv.weight"),
+        f"{ATTN}.conv.weight": join_taps(f"{attn}.k_sconv.weight", f"{attn}.v_sconv.weight"),
         f"{ATTN}.profiles": turn(f"{attn}.rel_logits_proj.proj"),
         f"{ATTN}.{{x}}_norm": f"{attn}.{{x}}_norm",
         **{f"{ATTN}.{x}": f"{attn}.w{x}_d{end}" for x, end in (("q", "u"), ("k", "v"), ("v", "v"))},
@@ -191,13 +191,13 @@ def _first_names(c: Config) -> Rules:
         **_router(c, ffn, "bias"),
         **always,
         **{
-            f"{FFN}.experts.{{e}}.{x}.weight": _turns(n, f"{ffn}.experts.w13_weight", None, count)
+            f"{FFN}.experts.{{e}}.{x}.weight": pick_turns(n, f"{ffn}.experts.w13_weight", None, count)
             for n, x in enumerate(("gate", "up"))
         },
         f"{FFN}.experts.{{e}}.down.weight": expert(count, f"{ffn}.experts.w2_weight"),
         f"{FFN}.down.weight": _times(f"{ffn}.w2_md.weight", f"{ffn}.global_scale"),
-        f"{FFN}.gate.weight": _turns(0, f"{ffn}.w13_dn.weight", 0, 1),
-        f"{FFN}.up.weight": _turns(1, f"{ffn}.w13_dn.weight", 0, 1),
+        f"{FFN}.gate.weight": pick_turns(0, f"{ffn}.w13_dn.weight", 0, 1),
+        f"{FFN}.up.weight": pick_turns(1, f"{ffn}.w13_dn.weight", 0, 1),
     }
     outside: Rules = {
         "embed.norm": "model.llm.embed_norm",
@@ -205,7 +205,7 @@ def _first_names(c: Config) -> Rules:
         "norm": "model.llm.norm",
         f"{ATTN}.norm": f"{layer}.attn_norm",
         f"{FFN}.norm": f"{layer}.mlp_norm",
-        **{f"{ours}.conv.weight": _join_taps(f"{layer}.{x}_sconv.weight") for ours, x in CONVS},
+        **{f"{ours}.conv.weight": join_taps(f"{layer}.{x}_sconv.weight") for ours, x in CONVS},
     }
     return {**outside, **move_inside(inside, ("attn", "ffn"))}
 
@@ -231,14 +231,18 @@ def _member(k: int, count: int, source: str) -> Derived:
     return Derived(lambda w, **_: expert_rows(w, k, count), (source,), (Back(at=k, of=count),))
 
 
-def _turns(index: int, source: str, k: int | None, count: int) -> Derived:
+def pick_turns(index: int, source: str, k: int | None, count: int) -> Derived:
     """Every second row, from row `index` on, of matrix k of a stack; None: of that of the expert."""
 
     def pick(w: Stored, e: str = "0", **_: str) -> Stored:
         one = expert_rows(w, int(e) if k is None else k, count)
         return pick_rows(one, torch.arange(index, one.shape[0], 2))
 
-    return Derived(pick, (source,))
+    def in_turns(*parts: Tensor) -> Tensor:
+        return torch.stack(parts, 1).flatten(0, 1)
+
+    back = Back(at=index, of=2, stack=count, join=in_turns)
+    return Derived(pick, (source,), (back,) if k is None else ())
 
 
 def _times(matrix: str, factor: str) -> Derived:
@@ -253,17 +257,20 @@ def _times(matrix: str, factor: str) -> Derived:
     return Derived(product, (matrix, factor), (Back(), Back(lambda w: torch.ones(1))))
 
 
-def _join_taps(*sources: str) -> Derived:
-    """Depthwise kernels [C, 1, K], one behind the other, of which the newest tap adds the input, too."""
+def join_taps(*sources: str, scale: float = 1.0) -> Derived:
+    """Depthwise kernels [C, 1, K], one behind the other, of which the newest tap adds the input, too.
+
+    scale: of what they make.
+    """
 
     def joined(*kernels: Stored, **_: str) -> Tensor:
         taps = torch.cat([as_tensor(kernel).flatten(1).float() for kernel in kernels])
         taps[:, -1] += 1.0
-        return taps
+        return taps * scale
 
     def back(n: int) -> Callable[[Tensor], Tensor]:
         def apart(w: Tensor) -> Tensor:
-            own = w.chunk(len(sources))[n].clone()
+            own = w.chunk(len(sources))[n] / scale
             own[:, -1] -= 1.0
             return own[:, None]
 

@@ -177,6 +177,29 @@ INKLING: dict[str, Any] = {
     **PAD,
 }
 
+# Lengths are limited of some heads, and blocks of two layers end in front of layers of both kinds.
+INKLING2: dict[str, Any] = {
+    **{key: value for key, value in INKLING.items() if not key.startswith(("n_shared", "mlp_", "logits_"))},
+    "num_hidden_layers": 5,
+    "layer_types": ["hybrid_sliding", "hybrid", "hybrid", "hybrid", "hybrid_sliding"],
+    "intermediate_size": 20,
+    "unpadded_vocab_size": 97,
+    "n_layers_per_attn_res_block": 2,
+    "qk_l2_clip_threshold": 1.5,
+    "rel_l2_clip_threshold": 0.8,
+    "eos_token_id": 1,
+}
+# Nothing was read before the first layer, of which queries, keys and values read the same.
+INKLING2_FIRST = {
+    **INKLING2,
+    "num_hidden_layers": 3,
+    "layer_types": ["hybrid", "hybrid_sliding", "hybrid"],
+    "n_layers_per_attn_res_block": 1,
+    "conv_kernel_size": 4,
+    "rms_norm_eps": 1e-3,
+}
+del INKLING2["moe_intermediate_size"], INKLING2_FIRST["moe_intermediate_size"]
+
 ZAYA: dict[str, Any] = {
     "head_dim": 10,
     "num_experts": 6,
@@ -336,6 +359,8 @@ VARIANTS: dict[str, Variant] = {
         slow=True,
     ),
     "inkling": Variant("InklingTextConfig", INKLING),
+    "inkling2": Variant("Inkling2TextConfig", INKLING2),
+    "inkling2_first": Variant("Inkling2TextConfig", INKLING2_FIRST, slow=True),
     "ling3": Variant("BailingHybridConfig", LING, slow=True),
     "ling3_plain": Variant("BailingHybridConfig", {**LING, "kda_safe_gate": False}, slow=True),
     "rwkv": Variant(

@@ -34,9 +34,6 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
     IMAGE: ("git",),
     DIFFUSION: ("diffusion_gemma", "dream", "llada", "llada2_moe", "sdar", "sdar_moe"),
     DRAFTER: ("gemma4_assistant", "gemma4_unified_assistant"),
-    "each token makes sinks, and taps that keys and values are convolved by, which is not implemented": (
-        *("inkling2", "inkling2_text"),
-    ),
     "its layers are RWKV-5 or RWKV-6, and RWKV-4 and RWKV-7 are implemented": ("rwkv5", "rwkv6"),
     "its attention has a mask that it computes, which is not implemented": ("doge",),
     "it reads bytes in patches of varying size, which is not implemented": ("blt",),

@@ -246,6 +246,7 @@ FAMILIES: dict[str, list[Form]] = {
         Form(K3_TEMPLATE, "kimi_k3", K3, "kimi_k3", f"<|open|>think<|sep|>{THOUGHT}<|close|>think<|sep|>")
     ],
     "Inkling (text)": [Form(TURNS)],
+    "Inkling 2 (text)": [Form(TURNS)],
     "MiniCPM-SALA (up to 8,191 tokens)": [Form(TURNS)],
     "MiniMax-01, M1": [
         Form("<beginning_of_sentence>{{ m.content }}<end_of_sentence>"),
