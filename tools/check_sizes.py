@@ -42,7 +42,7 @@ CAPS = {
     "spec": 970,
     "state": 2_100,
     "text": 9_540,
-    "verify": 3_130,
+    "verify": 3_200,
     "worker": 2_370,
 }
 
