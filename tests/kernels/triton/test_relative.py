@@ -45,11 +45,14 @@ class Layer:
         return out
 
 
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("window", [30, pytest.param(None, marks=pytest.mark.slow)])
 def test_a_row_has_the_same_bits_in_a_decode_and_in_parts_of_a_prompt(
-    window: int | None, monkeypatch: pytest.MonkeyPatch
+    window: int | None, has_sinks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = Layer()
+    if has_sinks:
+        layer.sinks = 2 * torch.randn(sum(LENGTHS), HEADS)
     alone = torch.cat([layer.attend([(s, 1)], window) for s in range(3)])
     assert torch.equal(layer.attend([(0, 1), (1, 1), (2, 1)], window), alone)
     wanted = layer.attend([(2, 4), (0, 9), (1, 1)], window, reference=True)

@@ -9,7 +9,17 @@ from plait.errors import ShapeMismatch
 from plait.kernels.cpu.codegen.kernel import inline, kernel
 from plait.kernels.cpu.codegen.kinds import Int
 from plait.kernels.cpu.codegen.maths import silu
-from plait.kernels.cpu.codegen.vec import add, fma, get_f32, load_some, spread, store_some, words, zero_f32
+from plait.kernels.cpu.codegen.vec import (
+    add,
+    fma,
+    get_f32,
+    get_i64,
+    load_some,
+    spread,
+    store_some,
+    words,
+    zero_f32,
+)
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import take_sequence
 from plait.kernels.cpu.runtime.row_checks import Sequences, TensorRows, dense, float32_rows
@@ -42,13 +52,15 @@ def dynamic_conv_channels(frame: int, args: int, thread: int, threads: int) -> N
                         kept = load_some(tail + 4 * n * (past + source), left)
                         y = fma(load_some(own + 4 * n * k, left), kept, y)
                 store_some(outs + 4 * n * (first + t) + at, silu(y), left)
-            move_tail(tail, n, x, x_bytes, (past, tokens, known), left)
+            move_tail(tail, tail, n, x, x_bytes, (past, tokens, known), left)
 
 
 @inline
-def move_tail(tail: Int, n: Int, x: Int, x_bytes: Int, counts: tuple[Int, Int, Int], left: Int) -> None:
-    """The last inputs of `left` channels, of n, behind the newest token; counts: (taps but one, new tokens,
-    whether the sequence has history)."""
+def move_tail(
+    tail: Int, to: Int, n: Int, x: Int, x_bytes: Int, counts: tuple[Int, Int, Int], left: Int
+) -> None:
+    """The last inputs of `left` channels, of n, behind some of the new tokens go `to` a tail, which may be
+    the same; counts: (taps but one, tokens, whether the sequence has history)."""
     past, tokens, known = counts
     for r in range(past):  # oldest first, so that none is overwritten before it moves
         source = tokens + r
@@ -57,16 +69,17 @@ def move_tail(tail: Int, n: Int, x: Int, x_bytes: Int, counts: tuple[Int, Int, I
             v = load_some(x + (source - past) * x_bytes, left)
         elif known:
             v = load_some(tail + 4 * n * source, left)
-        store_some(tail + 4 * n * r, v, left)
+        store_some(to + 4 * n * r, v, left)
 
 
 @kernel
 def head_conv_channels(frame: int, args: int, thread: int, threads: int) -> None:
     """channels, taps, heads, scale; x, its row stride; taps, their row stride; fixed (dense); tail, its slot
-    stride; slots, query_start, has_history; out (dense). A thread takes the channels of a head."""
+    stride; slots, query_start, has_history; out (dense); 0, or where the tail behind each row is kept, too.
+    A thread takes the channels of a head."""
     n, kernel, heads = words(args, 2, 5)
     scale, (xs, x_bytes, taps, tap_bytes, fixed, tails, slot_bytes) = get_f32(args + 40), words(args, 6, 13)
-    slots, starts, history, outs = words(args, 13, 17)
+    slots, starts, history, outs, row_slots = words(args, 13, 18)
     past, d = kernel - 1, n // heads
     while True:
         head, slot, known, first, tokens = take_sequence(frame, args, heads, (slots, starts, history))
@@ -87,7 +100,13 @@ def head_conv_channels(frame: int, args: int, thread: int, threads: int) -> None
                     tap = spread(np.float32(scale * get_f32(own + 4 * k)))
                     y = fma(add(load_some(fixed + 4 * n * k + at, left), tap), v, y)
                 store_some(outs + 4 * n * (first + t) + at, y, left)
-            move_tail(tail, n, x, x_bytes, (past, tokens, known), left)
+            if row_slots != 0:
+                for t in range(tokens - 1):
+                    kept = get_i64(row_slots + 8 * (first + t))
+                    if kept != 0:
+                        to = tails + kept * slot_bytes + at
+                        move_tail(tail, to, n, x, x_bytes, (past, t + 1, known), left)
+            move_tail(tail, tail, n, x, x_bytes, (past, tokens, known), left)
 
 
 @dynamic_conv.variant("native", on="cpu", when=float32_rows, native=True)
@@ -145,7 +164,7 @@ def _head_conv(
     where, out = Sequences.of(slots, query_start, has_history), cpu.empty(rows.count, channels)
     cpu.launch(
         *(head_conv_channels, channels, past + 1, heads, float(scale), x, rows.row_bytes),
-        *(taps, own.row_bytes, fixed, tail, 4 * tail.stride(0), *where.words, out),
+        *(taps, own.row_bytes, fixed, tail, 4 * tail.stride(0), *where.words, out, cpu.row_slots_of(tail)),
         rows=rows.count,
         seqs=len(slots),
     )

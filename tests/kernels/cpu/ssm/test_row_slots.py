@@ -10,6 +10,7 @@ from torch import Tensor
 
 from plait.kernels.cpu.ssm.conv import _causal_conv
 from plait.kernels.cpu.ssm.delta_rule import _gated_delta_scan
+from plait.kernels.cpu.ssm.dynamic_conv import _head_conv
 from plait.kernels.cpu.ssm.scan import _mamba2_scan
 from plait.kernels.load import executor
 
@@ -22,6 +23,12 @@ def conv(cpu: Any, rows: slice, state: Tensor, at: tuple[Tensor, Tensor, Tensor]
     torch.manual_seed(1)
     x, weight = torch.randn(19, 40), torch.randn(40, 4)
     return _causal_conv(cpu, x[rows], weight, None, state, *at)
+
+
+def head_conv(cpu: Any, rows: slice, state: Tensor, at: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    torch.manual_seed(1)
+    x, taps, fixed = torch.randn(19, 40), torch.randn(19, 2 * 4), torch.randn(4, 40)
+    return _head_conv(cpu, x[rows], taps[rows], fixed, state, *at, 0.3)
 
 
 def mamba2(cpu: Any, rows: slice, state: Tensor, at: tuple[Tensor, Tensor, Tensor]) -> Tensor:
@@ -45,6 +52,7 @@ def delta(cpu: Any, rows: slice, state: Tensor, at: tuple[Tensor, Tensor, Tensor
 
 KINDS = {
     "conv": (conv, (3, 40), torch.float32),
+    "head-conv": (head_conv, (3, 40), torch.float32),
     "mamba2": (mamba2, (2, 24, 64), torch.float32),
     "mamba2-bf16": (mamba2, (2, 24, 64), torch.bfloat16),
     "delta": (delta, (2, 24, 64), torch.float32),
