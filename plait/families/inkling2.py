@@ -12,6 +12,7 @@ from plait.families.common.detection import Detection, Marker
 from plait.families.common.recipes import Stored, expert, reorder_rows, turn, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import model, norm, require, sigmoid_router
+from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import Config
 from plait.families.inkling import NEAR, SENSES, join_taps, pick_turns
 from plait.quant.weight import as_tensor, take_rows
@@ -23,6 +24,31 @@ TOP, BLOCK = "model.llm", "n_layers_per_attn_res_block"
 ATTN, FFN, INSIDE = "layers.{i}.attn", "layers.{i}.ffn", "inner"
 SOURCE_EPS = 1e-6  # of the norm of sources, which no config has
 CAPS = {"mlp_gate_softcap": (4.0,), "mlp_up_softcap": (25.0,)}  # those of `situ`
+
+
+def _infer_sizes(t: Tensors) -> None:
+    """Of both kinds of layers: heads and their widths are in what queries are multiplied by."""
+    far = "attn.k_sconv.static_w"
+    t.put("layer_types", t.words({far: "hybrid"}, NEAR), "the tensors of each layer")
+    for own, beside in (("", far), ("swa_", "attn.k_sconv.weight")):
+        if (scale := t.first("attn.q_l2_clip.scale", beside=beside)) is None:
+            continue
+        keys = t.need("attn.wk_dv.weight", beside=beside)
+        t.size(f"{own}num_attention_heads", scale[1][0], scale)
+        t.size(f"{own}head_dim", scale[1][1], scale)
+        t.size(f"{own}num_key_value_heads", keys[1][0] // max(1, scale[1][1]), keys)
+        profiles = t.need("attn.rel_logits_proj.proj", beside=beside)
+        t.size("d_rel", profiles[1][0], profiles)
+        t.size("sliding_window_size" if own else "rel_extent", profiles[1][1], profiles)
+    taps, down = t.need("mlp_sconv.weight"), t.need("mlp.experts.w2_weight")
+    t.size("conv_kernel_size", taps[1][-1], taps)
+    t.size("num_experts", down[1][0], down)
+    t.size("moe_intermediate_size", down[1][-1], down)
+    if table := t.ends.get(f"{TOP}.embed.weight"):
+        t.size("vocab_size", table[0], (f"{TOP}.embed.weight", table))
+        t.size("hidden_size", table[1], (f"{TOP}.embed.weight", table))
+    t.default(BLOCK, 6, f"the tensors do not tell; six layers are usual, --set {BLOCK}=…")
+    t.default("num_experts_per_tok", 8)
 
 
 @family(
@@ -56,7 +82,11 @@ CAPS = {"mlp_gate_softcap": (4.0,), "mlp_up_softcap": (25.0,)}  # those of `situ
         "scoring_func": "sigmoid",
     },
     honours=("sliding_window", "final_logit_softcapping"),
-    detection=Detection(markers=(Marker(("attn.attn_sink_proj.weight",), order=206),)),
+    detection=Detection(
+        markers=(Marker(("attn.attn_sink_proj.weight",), order=206),),
+        sizes=_infer_sizes,
+        usual={"max_position_embeddings": 1_048_576},
+    ),
 )
 def build_inkling2(c: Config) -> tuple[ModelSpec, NameMap]:
     """Inkling 2. It has no positions but the bias. Raises UnsupportedModel."""

@@ -134,3 +134,12 @@ def test_chunks_and_decodes_of_blocks_of_another_size_give_the_same(folder: Path
     model = decoder(resolved(memory, config), memory)
     for got, want in zip(in_pieces(model, oracle["ids"], 7), oracle["logits"], strict=True):
         assert worst(got, want) <= 1e-4
+
+
+def test_names_and_shapes_tell_all_but_what_is_a_number_in_the_arithmetic(folder: Path) -> None:
+    config, tensors, oracle = tiny.read(folder)
+    memory = Memory(tensors)
+    numbers = ("log_scaling_n_floor", "log_scaling_alpha", "qk_l2_clip_threshold", "rel_l2_clip_threshold")
+    more = ("n_layers_per_attn_res_block", "num_experts_per_tok", "route_scale")
+    found = resolved(memory, None, overrides=[f"{key}={config[key]}" for key in (*numbers, *more)])
+    assert worst(whole(decoder(found, memory), oracle["ids"][0]), oracle["logits"][0]) <= 1e-4
