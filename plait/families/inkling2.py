@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -239,10 +241,10 @@ def _fixed_taps(source: str) -> Derived:
     def made(w: Stored, **_: str) -> Tensor:
         taps = as_tensor(w).float().flip(0).T.clone()
         taps[:, -1] += 1.0
-        return taps * (2 * taps.shape[1] + 1) ** -0.5
+        return taps / math.sqrt(2 * taps.shape[1] + 1)
 
     def back(w: Tensor) -> Tensor:
-        taps = w * (2 * w.shape[1] + 1) ** 0.5
+        taps = w * math.sqrt(2 * w.shape[1] + 1)
         taps[:, -1] -= 1.0
         return taps.T.flip(0)
 

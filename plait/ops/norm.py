@@ -89,7 +89,8 @@ def limit_length(x: Tensor, weight: Tensor | None, limit: float) -> Tensor:
     -> x's like, dense.
     """
     h: Tensor = x.float() if weight is None else x.float() * weight
-    return (h * (limit / (h.norm(dim=-1, keepdim=True) + NO_LENGTH)).clamp(max=1.0)).to(x.dtype)
+    lengths: Tensor = h.square().sum(-1, keepdim=True).sqrt()
+    return (h * (limit / (lengths + NO_LENGTH)).clamp(max=1.0)).to(x.dtype)
 
 
 @limit_length.inputs

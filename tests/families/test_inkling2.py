@@ -7,17 +7,22 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from plait.checkpoint.quantized.packed import QuantizedCheckpoint
 from plait.errors import UnsupportedModel
 from plait.families.common.registry import build_spec
 from plait.model.divide import divide_model
 from plait.partition import Rank
+from plait.quant.fp8 import Fp8
 from plait.spec.attention import RelativeSpec
 from plait.spec.branches import ConvolvedSpec, DepthSpec
 from plait.spec.model import ModelSpec
+from tests.checkpoint.quantized.packings import InMemory
 from tests.families import tiny
 from tests.families.parity import Memory, decoder, in_pieces, resolved, whole, worst
 from tests.families.tiny_mixers import INKLING2
+from tests.families.variant import Variant
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Inkling2ForCausalLM"],
@@ -143,3 +148,29 @@ def test_names_and_shapes_tell_all_but_what_is_a_number_in_the_arithmetic(folder
     more = ("n_layers_per_attn_res_block", "num_experts_per_tok", "route_scale")
     found = resolved(memory, None, overrides=[f"{key}={config[key]}" for key in (*numbers, *more)])
     assert worst(whole(decoder(found, memory), oracle["ids"][0]), oracle["logits"][0]) <= 1e-4
+
+
+def as_mxfp8(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(codes, exponents of 32 columns each, as uint8, the numbers these say)."""
+    groups = w.unflatten(-1, (-1, 32))
+    exponents = (groups.abs().amax(-1) / 448).log2().ceil()
+    codes = (groups * (-exponents).exp2()[..., None]).to(torch.float8_e4m3fn)
+    numbers = (codes.float() * exponents.exp2()[..., None]).flatten(-2)
+    return codes.flatten(-2), (exponents + 127).to(torch.uint8), numbers
+
+
+def test_experts_in_mxfp8_stay_so_though_no_config_says_it(tmp_path: Path) -> None:
+    """As they are published: rows of gate and up in turns, with an exponent for 32 columns."""
+    sizes = {**INKLING2, "hidden_size": 64, "intermediate_size": 96}
+    tiny.write("inkling2", tmp_path, Variant("Inkling2TextConfig", sizes))
+    config, tensors, oracle = tiny.read(tmp_path)
+    plain = dict(tensors)
+    for name in [n for n in tensors if n.endswith(("w13_weight", "w2_weight"))]:
+        tensors[name], tensors[f"{name}_scale"], plain[name] = as_mxfp8(tensors[name])
+    checkpoint = QuantizedCheckpoint(InMemory(tensors))
+    kept = checkpoint.read("model.llm.layers.0.mlp.experts.w13_weight")
+    assert isinstance(kept, Fp8)
+    assert kept.block == (1, 32)
+    got = whole(decoder(resolved(checkpoint, config), checkpoint), oracle["ids"][0])
+    memory = Memory(plain)
+    assert worst(got, whole(decoder(resolved(memory, config), memory), oracle["ids"][0])) <= 1e-5

@@ -46,6 +46,7 @@ _ENDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         ".quant_state.bitsandbytes__nf4": ("", "quant_state"),
         ".quant_state.bitsandbytes__fp4": ("", "quant_state_fp4"),
         "_scale_inv": ("", "scale_inv"),
+        "_weight_scale": ("_weight", "scale_inv"),  # Inkling 2's stacks of experts
         "_blocks": ("", "blocks"),
         "_scales": ("", "block_scales"),
     }

@@ -90,13 +90,11 @@ class ApartInputs:
 
     def __init__(self, s: RelativeSpec, w: Weights) -> None:
         q, kv, self.dim = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim, s.head_dim
-        self._hidden, more = w.target.hidden_size, own_parts(s)
-        sizes = {"in_size": self._hidden}
-        own = {"q": q, **more}
-        self.into = w.linear(*own, **sizes, out_sizes=tuple(own.values()))
-        self._sizes, self._more = list(own.values()), list(more)
-        self._kv_sizes = [kv, s.num_kv_heads * s.taps]
-        self.kv = {x: w.linear(x, f"{x}_taps", **sizes, out_sizes=tuple(self._kv_sizes)) for x in "kv"}
+        hidden, more = w.target.hidden_size, own_parts(s)
+        own, kv_sizes = {"q": q, **more}, (kv, s.num_kv_heads * s.taps)
+        self.into = w.linear(*own, in_size=hidden, out_sizes=tuple(own.values()))
+        self._hidden, self._sizes, self._more, self._kv_sizes = hidden, [*own.values()], [*more], [*kv_sizes]
+        self.kv = {x: w.linear(x, f"{x}_taps", in_size=hidden, out_sizes=kv_sizes) for x in "kv"}
         self.fixed = {x: w.tensor(f"{x}_fixed", (kv, s.taps), torch.float32).T.contiguous() for x in "kv"}
         self._conv, self._scale = w.bind(head_conv, channels=kv, kernel=s.taps), (2 * s.taps + 1) ** -0.5
         self.tails = {f"{x}_conv": ((s.taps - 1, kv), "model") for x in "kv"}

@@ -232,12 +232,9 @@ def _mix_sources(cpu: Executor, queries: Tensor, eps: float, of_normed: bool, *s
     each = [part for x, at in zip(sources, rows, strict=True) for part in (x, at.row_bytes)]
     scores, factors = cpu.empty(tokens, reads * count), cpu.empty(tokens, count)
     out = cpu.empty(tokens, reads * n)
-    cpu.launch(*(score_sources, queries, n, float(eps), count, reads, scores, factors, *each), rows=tokens)
-    cpu.launch(
-        *(share_sources, scores, factors if of_normed else 0, n, count, reads, out, *each),
-        rows=tokens,
-        scratch=4 * count,
-    )
+    cpu.launch(score_sources, queries, n, float(eps), count, reads, scores, factors, *each, rows=tokens)
+    by = factors if of_normed else None
+    cpu.launch(share_sources, scores, by, n, count, reads, out, *each, rows=tokens, scratch=4 * count)
     return out
 
 
