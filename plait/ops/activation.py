@@ -116,6 +116,15 @@ def clip(x: Tensor, limit: float) -> Tensor:
     return x.clamp(-limit, limit)
 
 
+@elementwise_op(scale=(1.0, 2.5))
+def key_bias(x: Tensor, rate: Tensor, scale: float) -> Tensor:
+    """scale · exp(rate · softplus(x)): what a score gains by its key, however far it is (Doge).
+
+    x, rate: [T, n] -> [T, n] in x's dtype.
+    """
+    return (scale * torch.exp(rate.float() * F.softplus(x.float()))).to(x.dtype)
+
+
 @op(cases=CASES[:3])
 def gate_rows(x: Tensor, gate: Tensor) -> Tensor:
     """x · sigmoid(gate), one number for each row (Qwen2-MoE's shared expert). x: [T, n], gate: [T, 1]."""

@@ -62,6 +62,17 @@ class SharedDifferenceSpec(DifferenceSpec):
 
 
 @dataclass(frozen=True, slots=True)
+class KeyBiasSpec(AttentionSpec):
+    """Every score gains exp(A · softplus(dt(v))): a number of its key and key head, from the values of all heads
+    (Doge; Shi et al. 2024).
+
+    `value_heads`: of how many heads dt reads values, those of other ranks included; None: as many as there are.
+    """
+
+    value_heads: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertHeadsSpec(AttentionSpec):
     """A mixture of attention heads (JetMoe): a token's `top_k` experts make queries, and read heads' outputs.
 

@@ -28,7 +28,7 @@ def test_every_causal_model_of_transformers_is_built_or_refused_by_name() -> Non
         ("prophetnet", "several tokens at once"),
         ("rembert", "before they are widened"),
         ("gemma4_assistant", "drafts for another model"),
-        ("doge", "a mask that it computes"),
+        ("reformer", "random rotations"),
     ],
 )
 def test_a_refused_kind_is_named_with_its_reason(kind: str, why: str) -> None:

@@ -200,6 +200,8 @@ INKLING2_FIRST = {
 }
 del INKLING2["moe_intermediate_size"], INKLING2_FIRST["moe_intermediate_size"]
 
+DOGE: dict[str, Any] = {"head_dim": 10, "num_attention_heads": 6, "keep_window_size": 120}
+
 ZAYA: dict[str, Any] = {
     "head_dim": 10,
     "num_experts": 6,
@@ -366,6 +368,8 @@ VARIANTS: dict[str, Variant] = {
     "rwkv": Variant(
         "RwkvConfig", {"attention_hidden_size": 40, "layer_norm_epsilon": 1e-3, "rescale_every": 2}
     ),
+    "doge": Variant("DogeConfig", {**DOGE, "attention_bias": True, "mlp_bias": True, "sliding_window": 6, "rms_norm_eps": 1e-3}),
+    "doge_plain": Variant("DogeConfig", {**DOGE, "tie_word_embeddings": True}, bare=True),
     "zaya": Variant(
         "ZayaConfig", {**ZAYA, "attention_bias": True, "lm_head_bias": True, "cca_time1": 3}, bare=True
     ),

@@ -35,9 +35,9 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
     DIFFUSION: ("diffusion_gemma", "dream", "llada", "llada2_moe", "sdar", "sdar_moe"),
     DRAFTER: ("gemma4_assistant", "gemma4_unified_assistant"),
     "its layers are RWKV-5 or RWKV-6, and RWKV-4 and RWKV-7 are implemented": ("rwkv5", "rwkv6"),
-    "its attention has a mask that it computes, which is not implemented": ("doge",),
     "it reads bytes in patches of varying size, which is not implemented": ("blt",),
-    "its attention hashes tokens (Reformer), which is not implemented": ("reformer",),
+    "random rotations, drawn anew for every call, decide which tokens see each other, so one text has no one "
+    "answer, and what a token sees depends on later ones, too": ("reformer",),
     "its attention adds a bias for each distance, which is not implemented": ("cpmant",),
 }
 REFUSED: Mapping[str, str] = {name: why for why, names in _REASONS.items() for name in names}

@@ -23,7 +23,7 @@ class HeadNorm:
         size = s.head_dim if self._apart else heads * s.head_dim
         self._heads: SharedHeads | None = None
         if s.qk_norm_over == "all" and w.target.comm.rank.size > 1:
-            self._heads = SharedHeads(w, s.head_dim, heads)
+            self._heads = SharedHeads(w, s.head_dim, heads, as_tensor(w.read("weight")).numel() // s.head_dim)
             size = self._heads.size
         self._norm = Norm(norm, w, size, heads if s.qk_norm_over == "each" else 1)
 
@@ -46,9 +46,9 @@ class HeadNorm:
 class SharedHeads:
     """The heads of all ranks, each once: several ranks have the same one where there are too few."""
 
-    def __init__(self, w: Weights, dim: int, heads: int) -> None:
-        self._comm, self._own = w.target.comm, heads * dim
-        self.size = as_tensor(w.read("weight")).numel()
+    def __init__(self, w: Weights, dim: int, heads: int, of: int) -> None:
+        """heads: of this rank; of: of all ranks."""
+        self._comm, self._own, self.size = w.target.comm, heads * dim, of * dim
         self._repeats = self._own * self._comm.rank.size // self.size  # ranks that have the same heads
 
     def gather(self, x: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from plait.verify.tiny.sizes import LATENT, WINDOW, Config, make_config
+from plait.verify.tiny.sizes import LATENT, LONGEST, WINDOW, Config, make_config
 
 TURNS = ["sliding_attention", "full_attention"]
 DEEPSEEK = {
@@ -85,6 +85,7 @@ ATTENTION: Mapping[str, Config] = {
         "JetMoeForCausalLM", "jetmoe", kv_channels=10, num_local_experts=5, num_experts_per_tok=3
     ),
     "difference": make_config("DiffLlamaForCausalLM", "diffllama", head_dim=12),
+    "key-biases": make_config("DogeForCausalLM", "doge", head_dim=10, keep_window_size=LONGEST),
     "zaya": make_config(
         "ZayaForCausalLM",
         "zaya",

@@ -26,10 +26,11 @@ from plait.kernels.cpu.codegen.vec import (
     words,
     zero_f32,
 )
+from plait.kernels.cpu.pointwise.elementwise import native
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import rows_of
 from plait.kernels.cpu.runtime.row_checks import TensorRows, dense, float32_rows
-from plait.ops.activation import sigmoid_steps, step_sizes
+from plait.ops.activation import key_bias, sigmoid_steps, step_sizes
 from plait.ops.norm import gated_rms_norm
 
 
@@ -134,6 +135,13 @@ def step_rows(frame: int, args: int, thread: int, threads: int) -> None:
         x = softplus(x)
         x = where_less(x, low, low, x)  # not a minimum of two: what is not a number stays visible
         store_left(out + 4 * (r * n + at), where_less(high, x, high, x), n - at)
+
+
+@native(key_bias)
+def _key_bias(x: Floats, rate: Floats, scale: Float) -> Floats:
+    """scale · exp(rate · softplus(x)). exp makes a number of a NaN, and the difference keeps it."""
+    y = mul(rate, softplus(x))
+    return mul(spread(scale), add(exp(y), sub(y, y)))
 
 
 @step_sizes.variant("native", on="cpu", when=float32_rows, native=True)
