@@ -35,7 +35,9 @@ def _infer_sizes(t: Tensors) -> None:
     defaults={"norm_eps": 1e-6, "hidden_act": "silu", "keep_window_size": 2048}
     | {"max_position_embeddings": 2048},
     honours=("sliding_window",),
-    detection=Detection(markers=(Marker(("self_attn.dt_proj.weight", "self_attn.A"), order=17),), sizes=_infer_sizes),
+    detection=Detection(
+        markers=(Marker(("self_attn.dt_proj.weight", "self_attn.A"), order=17),), sizes=_infer_sizes
+    ),
 )
 def doge(c: Config) -> tuple[ModelSpec, NameMap]:
     """Doge, dense. Beyond `keep_window_size` keys only those with the largest biases take part, which is not
@@ -71,7 +73,10 @@ def _names(hidden: int) -> Rules:
         f"{FFN}.{{x}}": f"{L}.mlp.{{x}}_proj",
     }
     return {
-        **{f"{ours}.stays.scale": f"{L}.{gain}_residual" for ours, gain in ((ATTN, "input"), (FFN, "post_attention"))},
+        **{
+            f"{ours}.stays.scale": f"{L}.{gain}_residual"
+            for ours, gain in ((ATTN, "input"), (FFN, "post_attention"))
+        },
         **{f"{ours}.stays.shift": _all(0.0, hidden) for ours in (ATTN, FFN)},
         **{f"{ours}.added.scale": _all(1.0, hidden) for ours in (ATTN, FFN)},
         **{f"{ours}.added.shift": _all(0.0, hidden) for ours in (ATTN, FFN)},

@@ -63,10 +63,10 @@ class SharedDifferenceSpec(DifferenceSpec):
 
 @dataclass(frozen=True, slots=True)
 class KeyBiasSpec(AttentionSpec):
-    """Every score gains exp(A · softplus(dt(v))): a number of its key and key head, from the values of all heads
-    (Doge; Shi et al. 2024).
+    """Every score gains exp(A · softplus(dt(v))): a number of its key and key head, from the values of all
+    heads (Doge; Shi et al. 2024).
 
-    `value_heads`: of how many heads dt reads values, those of other ranks included; None: as many as there are.
+    `value_heads`: of how many heads dt reads values, those of other ranks included; None: of its own.
     """
 
     value_heads: int | None = None

@@ -368,7 +368,10 @@ VARIANTS: dict[str, Variant] = {
     "rwkv": Variant(
         "RwkvConfig", {"attention_hidden_size": 40, "layer_norm_epsilon": 1e-3, "rescale_every": 2}
     ),
-    "doge": Variant("DogeConfig", {**DOGE, "attention_bias": True, "mlp_bias": True, "sliding_window": 6, "rms_norm_eps": 1e-3}),
+    "doge": Variant(
+        "DogeConfig",
+        {**DOGE, "attention_bias": True, "mlp_bias": True, "sliding_window": 6, "rms_norm_eps": 1e-3},
+    ),
     "doge_plain": Variant("DogeConfig", {**DOGE, "tie_word_embeddings": True}, bare=True),
     "zaya": Variant(
         "ZayaConfig", {**ZAYA, "attention_bias": True, "lm_head_bias": True, "cca_time1": 3}, bare=True

@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import struct
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -24,11 +26,24 @@ from plait.quant.gguf import BlockType
 _KIND = gguf.GGMLQuantizationType
 TYPES = {dtype: gguf.GGMLQuantizationType[name] for name, dtype in PLAIN_TYPES.values()}
 _UINT32_END = 1 << 32
+MAY_BE_EMPTY = ("tokenizer.ggml.merges",)  # lists of strings without which no reader takes a vocabulary
 # Where llama.cpp's file types have another name; of those with sizes (S, M, L) the one without additions.
 _FILE_TYPES = {"float32": "ALL_F32", "float16": "MOSTLY_F16", "bfloat16": "MOSTLY_BF16"} | {
     **{name: f"MOSTLY_{name}_S" for name in ("Q3_K", "Q4_K", "Q5_K")},
     "MXFP4": "MOSTLY_MXFP4_MOE",
 }
+
+
+class _Writer(gguf.GGUFWriter):
+    """The library's writer, which takes lists without an entry, too, where their type is given."""
+
+    def _pack_val(
+        self, val: Any, vtype: gguf.GGUFValueType, add_vtype: bool, sub_type: gguf.GGUFValueType | None = None
+    ) -> bytes:
+        if vtype != gguf.GGUFValueType.ARRAY or sub_type is None or len(val):
+            return super()._pack_val(val, vtype, add_vtype, sub_type)
+        kinds = (vtype, sub_type) if add_vtype else (sub_type,)
+        return b"".join(struct.pack("<I", kind) for kind in kinds) + struct.pack("<Q", 0)
 
 
 def write_gguf(
@@ -41,7 +56,7 @@ def write_gguf(
     value_types: Mapping[str, tuple[int, ...]] | None = None,
 ) -> None:
     """A whole file. `value_types`: GGUF's types of values, for keys that came from another file."""
-    writer = gguf.GGUFWriter(str(path), str(keys["general.architecture"]))
+    writer = _Writer(str(path), str(keys["general.architecture"]))
     try:
         for key, value in keys.items():
             if key != "general.architecture":
@@ -90,7 +105,9 @@ def _declare(writer: gguf.GGUFWriter, entry: TensorEntry) -> None:
 
 def _add(writer: gguf.GGUFWriter, key: str, value: object, types: tuple[int, ...] | None) -> None:
     if isinstance(value, list) and not value:
-        return  # the format has no empty lists
+        if key in MAY_BE_EMPTY:
+            writer.add_key_value(key, value, gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.STRING)
+        return  # any other list without an entry says what its absence does
     kinds = tuple(gguf.GGUFValueType(t) for t in types) if types else _types_of(value)
     writer.add_key_value(key, _encode_strings(value), kinds[0], kinds[1] if len(kinds) > 1 else None)
 

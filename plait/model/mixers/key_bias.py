@@ -5,8 +5,8 @@ with 1. So every kernel of attention and every form of a cache serves as it is:
 
     key    k  │ bias / scale │ 0 …        query  q │ 1 │ 0 …        value  v │ 0 │ 0 …
 
-In codes (`ops.entry`) columns come in groups of 32 under one scale. Of heads of 64 or 128 numbers the bias has
-the last group for itself, and keeps the precision of the scale.
+In codes (`ops.entry`) columns come in groups of 32 under one scale. Of heads of 64 or 128 numbers the bias
+has the last group for itself, and keeps the precision of the scale.
 """
 
 from __future__ import annotations

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import tokenizers
 
+from plait.checkpoint.readers.gguf_metadata import read_metadata
 from plait.config import EngineConfig
+from plait.convert.gguf.file import write_gguf
 from plait.convert.gguf.vocabulary import KEY, PROBE, vocabulary_keys
 from plait.convert.hf.vocabulary import write_vocabulary
+from plait.convert.plan.source import Numbers
 from plait.text.load import load_tokenizer
 from plait.text.tokenizers.gguf import gguf_tokenizer
 from plait.text.tokenizers.spm import CONTROL, UNUSED, USER_DEFINED
@@ -166,3 +169,23 @@ def test_a_tokenizer_that_is_not_read_does_not_keep_the_weights_from_being_writt
     assert keys == {f"{KEY}model": "no_vocab"}
     assert "vocab.json and merges.txt is not supported" in caplog.text
     assert "no tokenizer is carried along" in caplog.text
+
+
+def test_bytes_without_a_merge_load_again_from_the_file(tmp_path: Path) -> None:
+    """llama.cpp, too, wants the list of merges, and reads one without an entry."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    library = tokenizers.Tokenizer(tokenizers.models.BPE({x: i for i, x in enumerate(alphabet)}, []))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = tokenizers.decoders.ByteLevel()
+    first, keys = keys_of(library, tmp_path, len(alphabet))
+    assert keys[f"{KEY}merges"] == []
+    path = tmp_path / "bytes.gguf"
+    write_gguf(path, {"general.architecture": "llama", **keys}, [], {}, cast("Numbers", None), lambda _: None)
+    key = b"tokenizer.ggml.merges"
+    after = path.read_bytes().partition(key)[2]
+    assert after[:16] == bytes([9, 0, 0, 0, 8, 0, 0, 0, *[0] * 8])  # an array of strings, none of them
+    second = gguf_tokenizer(read_metadata(path))
+    assert second is not None
+    for text in (*TEXTS, "naïve 水"):
+        assert second.encode(text) == first.encode(text)
+        assert len(second.encode(text)) == len(text.encode())
