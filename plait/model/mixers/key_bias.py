@@ -26,7 +26,7 @@ from plait.ops.activation import key_bias
 from plait.ops.attention import paged_attention
 from plait.ops.entry import CODED, KEY_GROUP, head_widths
 from plait.ops.rows import join
-from plait.partition import Cut, Division, Rank, join_ranges
+from plait.partition import Cut, Division, Rank
 from plait.spec.attention import KeyBiasSpec
 from plait.state.store import StateStore
 
@@ -40,7 +40,7 @@ def _words(m: KeyBiasSpec) -> str:
 def _divide(s: KeyBiasSpec, rank: Rank, hidden_size: int) -> Division:
     """A rank makes the biases of its key heads from the values of all of them, which are gathered."""
     found = divide_attention(s, rank, hidden_size)
-    own = Cut((join_ranges(rank.divide_for_heads(s.num_kv_heads, s.num_heads, "key-value heads")),))
+    own = Cut((rank.divide_for_heads(s.num_kv_heads, s.num_heads, "key-value heads"),))
     assert isinstance(found.spec, KeyBiasSpec)
     spec = replace(found.spec, value_heads=s.value_heads or s.num_kv_heads)
     cuts = {**found.cuts, "dt": own, "A": own}
@@ -68,9 +68,9 @@ class KeyBias:
         sizes |= dict(window=s.window, softcap=s.softcap, sinks=False, activations=w.target.activations)
         self._attend = w.bind(paged_attention, **sizes)
         self._join, self._bias = w.bind(join), w.bind(key_bias)
-        more, like = self.width - s.head_dim, {"dtype": w.target.dtype, "device": w.target.device}
-        self._zeros = torch.zeros(1, s.num_kv_heads, more, **like)
-        self._one = torch.zeros(1, s.num_heads, more, **like)
+        more, like = self.width - s.head_dim, torch.zeros((), dtype=w.target.dtype, device=w.target.device)
+        self._zeros = like.new_zeros(1, s.num_kv_heads, more)
+        self._one = like.new_zeros(1, s.num_heads, more)
         self._one[..., 0] = 1.0
         self._parts, self._group = [s.num_heads, s.num_kv_heads, s.num_kv_heads], group_name(s.window)
         widths = zip("kv", head_widths(self.width, kept), strict=True)
