@@ -33,7 +33,7 @@ CAPS = {
     "kernels": 28_100,
     "llm": 630,
     "loading": 5_740,
-    "model": 5_330,
+    "model": 5_380,
     "ops": 6_720,
     "quant": 2_500,
     "runner": 5_600,
