@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -101,9 +102,16 @@ class CudaGraphs(GraphBackend):
     def __init__(self, device: torch.device, chip: Chip | None) -> None:
         self.device, self.chip = device, chip
         self._pool = torch.cuda.graph_pool_handle()
-        # torch's own stream for captures is one for the process, of the device that was captured on first: on
-        # another device it would catch nothing of what a step launches.
-        self._side = torch.cuda.Stream(device)
+
+    @cached_property
+    def _side(self) -> torch.cuda.Stream:
+        """The stream of captures, made at the first one: a stream opens the device, and trials of kernels in
+        child processes come before that (`compute_mode`).
+
+        torch's own stream for captures is one for the process, of the device that was captured on first: on
+        another device it would catch nothing of what a step launches.
+        """
+        return torch.cuda.Stream(self.device)
 
     def select(self) -> AbstractContextManager[object]:
         return torch.cuda.device(self.device)

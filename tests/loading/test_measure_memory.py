@@ -245,6 +245,7 @@ def test_a_gpu_that_cannot_hold_the_weights_is_refused_before_any_is_read(
     monkeypatch.setattr(build_module, "choose_device", lambda requested, *_: (gpu, "made up"))
     monkeypatch.setattr(build_module, "make_target", on_gpu)
     monkeypatch.setattr(build_module, "try_kernels", lambda *_: None)
+    monkeypatch.setattr(build_module, "open_device", lambda device: None)
     monkeypatch.setattr(build_module, "free_memory", lambda device: MIB)
 
     def start() -> Built:
