@@ -52,6 +52,9 @@ class GraphBackend(Protocol):
     def read(self, found: Tensor) -> Callable[[], Tensor]:
         """Copy to the host behind all that was launched; what is returned waits for the copy."""
 
+    def free_nbytes(self) -> int | None:
+        """Bytes that the device has left; None where captures take no memory of their own."""
+
 
 class TorchGraphs(GraphBackend):
     """Graphs of a CPU: what the capture saw runs again over the same memory. For tests of what a GPU does."""
@@ -79,6 +82,9 @@ class TorchGraphs(GraphBackend):
         copy = found.clone()
         return lambda: copy
 
+    def free_nbytes(self) -> None:
+        return None
+
 
 class TorchGraph:
     """A step as `StepCapture` has it."""
@@ -95,7 +101,11 @@ class TorchGraph:
 
 
 class CudaGraphs(GraphBackend):
-    """Graphs of a GPU, which share one pool of memory: a replay may overwrite what another one returned."""
+    """Graphs of a GPU, which share one pool of memory: a replay may overwrite what another one returned.
+
+    The pool grows where a capture finds no free block that is large enough, and gives nothing back while one
+    of its graphs lives. So it has the memory of the largest graph if that is captured first, and is kept.
+    """
 
     captures_at_start = True
 
@@ -149,6 +159,10 @@ class CudaGraphs(GraphBackend):
             return host
 
         return wait
+
+    def free_nbytes(self) -> int:
+        torch.cuda.empty_cache()  # torch keeps what was freed, and the driver counts that as taken
+        return int(torch.cuda.mem_get_info(self.device)[0])
 
 
 class CudaGraph:
