@@ -190,14 +190,7 @@ def _build(opened: Opened, target: Target, tokenizer: Tokenizer | None, report: 
         check_mtp(opened)
     target.shelf = None if target.cuts.own else shelf_of(opened, target)  # it has whole weights
     if target.device.type == "cuda":
-        if draft is not None:
-            from plait.loading.draft_model import try_draft_kernels
-
-            take_verdicts(target, try_draft_kernels(draft, config, target, report))
-        open_device(target.device)  # not before: child processes have tried kernels there
-        free = free_memory(target.device)
-        own = opened.nbytes // target.comm.rank.size
-        check_weights_fit(opened.files.name, own, free, target.chip.name if target.chip else "it")
+        _open_gpu(opened, draft, target, report)
     check_rounded_state(opened.resolved, opened.checkpoint, target)
     named = place_adapters(opened, target)
     with out_of_memory(f"loading the weights of {opened.files.name} ({gib(opened.nbytes)})"):
@@ -236,6 +229,17 @@ def _build(opened: Opened, target: Target, tokenizer: Tokenizer | None, report: 
         known = fingerprint(opened, target)
         disk = open_disk_cache(config, engine, runner.store.host, decoder.states, known)
     return Built(opened, runner, engine, sizing, target, guides, disk)
+
+
+def _open_gpu(opened: Opened, draft: Opened | None, target: Target, report: Progress) -> None:
+    """Open the GPU, once child processes have tried all kernels there. Raises ConfigError and OutOfMemory."""
+    if draft is not None:
+        from plait.loading.draft_model import try_draft_kernels
+
+        take_verdicts(target, try_draft_kernels(draft, opened.config, target, report))
+    open_device(target.device)
+    free, own = free_memory(target.device), opened.nbytes // target.comm.rank.size
+    check_weights_fit(opened.files.name, own, free, target.chip.name if target.chip else "it")
 
 
 def _bind_packed(target: Target) -> Binding:

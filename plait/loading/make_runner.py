@@ -87,4 +87,6 @@ def make_runner(
         observe=observe,
     )
     runner.lead = target.ranks
+    if observe and runner.replay is not None and target.graphs is None:
+        runner.replay.show(observe)  # graphs of a device are captured so already
     return runner

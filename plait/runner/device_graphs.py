@@ -105,6 +105,7 @@ class DeviceReplay:
         groups: Sequence[BlockGroup],
         capacity: Capacity,
         backend: GraphBackend,
+        observe: Observe | None = None,
     ) -> None:
         self._decoder, self._store, self.sampler, self._backend = decoder, store, sampler, backend
         self._observe: Observe | None = None
@@ -125,6 +126,8 @@ class DeviceReplay:
         self._largest: CapturedStep | None = None  # is never let go: its memory is what the others share
         self._refused: dict[GraphKey, str] = {}
         self._filled: object = None  # the batch that `_tables` hold, as it is in the next step
+        if observe:
+            self.show(observe)
 
     @property
     def launches(self) -> Sequence[str]:
@@ -149,9 +152,8 @@ class DeviceReplay:
     def prepare(self) -> None:
         """Capture the largest graph of all, then those of small batches, the largest first.
 
-        Graphs share a pool of memory (`CudaGraphs`). Those of other sizes and forms are captured when a batch
-        needs them, in any order: they find their memory where the largest has its own. Raises what a capture
-        raises.
+        Graphs share a pool of memory (`CudaGraphs`). Others are captured when a batch needs them, in any
+        order: they find their memory where the largest has its own. Raises what a capture raises.
         """
         backend, small = self._backend, [size for size in self.batch.buckets if size <= AT_START]
         before = backend.free_nbytes()

@@ -44,9 +44,8 @@ class ModelRunner:
         capacity: Capacity | None = None,
         observe: Observe | None = None,
     ) -> None:
-        """`observe`: is shown the hidden states of every step."""
         self.lead: Lead | None = None  # of rank 0: sends what it launches to the others
-        self.observe: Observe = observe or ignore_hidden
+        self.observe: Observe = observe or ignore_hidden  # is shown the hidden states of every step
         self.decoder, self.store, self.sampler, self.device = decoder, store, sampler, device
         self.groups, self.executor = block_groups(decoder.states), executor
         self.replay: Replay | None = None
@@ -59,8 +58,6 @@ class ModelRunner:
             made, self.step_kind = record_program(decoder, store, native, self.groups, capacity, sampler)
             self.replay, self.is_recorded = made, made is not None
             self.ends_steps = made is not None
-            if made is not None and observe:
-                made.show(observe)
             self.keeps_rows = made is not None and made.program.keeps_rows
 
     def launch(self, plan: StepPlan, sampling: SamplingBatch) -> Ticket:
@@ -106,9 +103,7 @@ class ModelRunner:
     def _replay_on_device(self, capacity: Capacity, graphs: GraphBackend, observe: Observe | None) -> None:
         """Run steps without waits. Where decodes cannot be captured, they run op by op as prompts do."""
         parts = self.decoder, self.store, self.sampler, self.groups
-        replay = self.replay = DeviceReplay(*parts, capacity, graphs)
-        if observe:  # before any graph is captured: one that leaves no hidden states is of no use then
-            replay.show(observe)
+        replay = self.replay = DeviceReplay(*parts, capacity, graphs, observe)
         try:
             if graphs.captures_at_start:
                 replay.prepare()
