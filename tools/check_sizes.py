@@ -27,7 +27,7 @@ CAPS = {
     "cli": 6_120,
     "cluster": 3_600,
     "convert": 3_640,
-    "engine": 2_400,
+    "engine": 2_480,
     "families": 17_200,
     "frontend": 1_600,
     "kernels": 28_100,

@@ -8,13 +8,9 @@ from dataclasses import dataclass, replace
 
 from plait.checkpoint.weights import Target
 from plait.config import EngineConfig
+from plait.engine.compute_mode import open_device
 from plait.engine.core import Engine
-from plait.engine.device import (
-    choose_device,
-    free_memory,
-    memory_of,
-    out_of_memory,
-)
+from plait.engine.device import choose_device, free_memory, memory_of, out_of_memory
 from plait.engine.grammar_guide import Guides
 from plait.engine.host_memory import describe_memory, size_on_host
 from plait.engine.memory_plan import ModelFacts, Sizing, gib
@@ -28,16 +24,17 @@ from plait.loading.make_engine import make_compiler, make_engine, make_front
 from plait.loading.make_runner import make_runner, make_sampler
 from plait.loading.measure_memory import check_weights_fit, size_gpu
 from plait.loading.meta_model import check_rounded_state, list_ops
-from plait.loading.open_model import (
-    Opened,
-    Progress,
-    banned_ids,
-    load_decoder,
-    weight_formats,
-)
+from plait.loading.open_model import Opened, Progress, banned_ids, load_decoder, weight_formats
 from plait.loading.packed_cache import shelf_of
 from plait.loading.probe_scorer import open_settled
-from plait.loading.target import agreement_of, choose_rank, config_of_ranks, find_cuts, make_target
+from plait.loading.target import (
+    agreement_of,
+    choose_rank,
+    config_of_ranks,
+    find_cuts,
+    make_target,
+    take_verdicts,
+)
 from plait.model.decoder import Decoder
 from plait.model.mtp import MtpHead
 from plait.ops.chip import Chip
@@ -150,6 +147,7 @@ def build(
     ranks = RankGroup(rank, model, config_of_ranks(config)) if rank.size > 1 else None
     try:
         if ranks:
+            open_device(device)
             ranks.wait_joined()
         cuts = find_cuts(opened, rank, ranks.meeting if ranks else None, device)
         target = make_target(opened, device, example, is_interpreted=example is not None, cuts=cuts)
@@ -174,7 +172,7 @@ def _build_for(
         if target.device.type == "cuda":
             formats, cache_dir = weight_formats(opened), opened.config.cache_dir
             used = None if opened.config.speculate == "mtp" else list_ops(opened.resolved, opened.checkpoint)
-            target.chip = try_kernels(target, formats, cache_dir, report, used)
+            take_verdicts(target, try_kernels(target, formats, cache_dir, report, used))
         report("loading the tokenizer", 0, 1)
         return _build(opened, target, on_open(opened), report)
     except BaseException:
@@ -192,9 +190,7 @@ def _build(opened: Opened, target: Target, tokenizer: Tokenizer | None, report: 
         check_mtp(opened)
     target.shelf = None if target.cuts.own else shelf_of(opened, target)  # it has whole weights
     if target.device.type == "cuda":
-        free = free_memory(target.device)
-        own = opened.nbytes // target.comm.rank.size
-        check_weights_fit(opened.files.name, own, free, target.chip.name if target.chip else "it")
+        _open_gpu(opened, draft, target, report)
     check_rounded_state(opened.resolved, opened.checkpoint, target)
     named = place_adapters(opened, target)
     with out_of_memory(f"loading the weights of {opened.files.name} ({gib(opened.nbytes)})"):
@@ -233,6 +229,17 @@ def _build(opened: Opened, target: Target, tokenizer: Tokenizer | None, report: 
         known = fingerprint(opened, target)
         disk = open_disk_cache(config, engine, runner.store.host, decoder.states, known)
     return Built(opened, runner, engine, sizing, target, guides, disk)
+
+
+def _open_gpu(opened: Opened, draft: Opened | None, target: Target, report: Progress) -> None:
+    """Open the GPU, once child processes have tried all kernels there. Raises ConfigError and OutOfMemory."""
+    if draft is not None:
+        from plait.loading.draft_model import try_draft_kernels
+
+        take_verdicts(target, try_draft_kernels(draft, opened.config, target, report))
+    open_device(target.device)
+    free, own = free_memory(target.device), opened.nbytes // target.comm.rank.size
+    check_weights_fit(opened.files.name, own, free, target.chip.name if target.chip else "it")
 
 
 def _bind_packed(target: Target) -> Binding:

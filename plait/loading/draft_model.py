@@ -35,6 +35,7 @@ from plait.loading.open_model import (
 from plait.memory import PagedState, SlotState, State, block_groups, has_slots
 from plait.model.decoder import Decoder
 from plait.model.mtp import FC, MtpHead
+from plait.ops.chip import Chip
 from plait.quant.weight import Dense, as_weight
 from plait.runner.draft import DraftMemory, DraftModel
 from plait.runner.host.static_batch import Capacity
@@ -68,16 +69,10 @@ def load_draft(
     the same device and threads, which it never closes. Raises CheckpointError, ConfigError, OutOfMemory.
     """
     spec = opened.resolved.spec
-    stored = stored_dtypes(opened)
-    dtype = choose_dtype(config.dtype, target.chip, linear_dtypes(opened))
     longest = min(max_model_len, spec.max_len)
-    own = Target(target.device, dtype, longest, spec.hidden_size, config.ops, block_size=config.block_size)
-    own.executor, own.activations, own.quantize = target.executor, target.activations, config.quantize
-    own.no_fuse, own.chip = config.no_fuse, target.chip
-    if target.device.type == "cuda":
-        used = list_ops(opened.resolved, opened.checkpoint)
-        own.chip = try_kernels(own, weight_formats(opened), config.cache_dir, report, used)
-    own.kv_dtype = kv_dtype(config, stored, dtype)
+    own = _draft_target(opened, config, target, longest)
+    own.chip = try_draft_kernels(opened, config, target, report)
+    own.kv_dtype = kv_dtype(config, stored_dtypes(opened), own.dtype)
     # A draft is checked anyway, and not every mixer can keep its state in 8 bits.
     own.state_dtype = "float32" if target.state_dtype == "int8" else target.state_dtype
     with out_of_memory(f"loading the weights of the draft model {opened.files.name} ({gib(opened.nbytes)})"):
@@ -96,6 +91,24 @@ def load_draft(
     step_log.info("step of the draft model: %s", runner.step_kind)
     log.info("draft model: %s, %s with its state", opened.files.name, gib(own.weights_nbytes + store.nbytes))
     return DraftModel(runner, memory)
+
+
+def try_draft_kernels(opened: Opened, config: EngineConfig, target: Target, report: Progress) -> Chip | None:
+    """The target's GPU with the verdicts on what the draft model binds there, too; None: it is no GPU."""
+    if target.device.type != "cuda":
+        return target.chip
+    own, used = _draft_target(opened, config, target, 1), list_ops(opened.resolved, opened.checkpoint)
+    return try_kernels(own, weight_formats(opened), config.cache_dir, report, used)
+
+
+def _draft_target(opened: Opened, config: EngineConfig, target: Target, max_len: int) -> Target:
+    """What a draft model is built for, on the device and threads of the model that it drafts for."""
+    dtype = choose_dtype(config.dtype, target.chip, linear_dtypes(opened))
+    hidden = opened.resolved.spec.hidden_size
+    own = Target(target.device, dtype, max_len, hidden, config.ops, block_size=config.block_size)
+    own.executor, own.activations, own.quantize = target.executor, target.activations, config.quantize
+    own.no_fuse, own.chip = config.no_fuse, target.chip
+    return own
 
 
 def open_draft(config: EngineConfig, spec: ModelSpec, tokenizer: Tokenizer | None) -> Opened:

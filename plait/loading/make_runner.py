@@ -84,10 +84,9 @@ def make_runner(
         target.device,
         executor=target.graphs or target.executor,
         capacity=capacity if records and not meets else None,
-        lead=target.ranks,
+        observe=observe,
     )
-    if observe:
-        runner.observe = observe
-        if runner.replay is not None:
-            runner.replay.show(observe)
+    runner.lead = target.ranks
+    if observe and runner.replay is not None and target.graphs is None:
+        runner.replay.show(observe)  # graphs of a device are captured so already
     return runner

@@ -93,6 +93,13 @@ def make_target(
     return target
 
 
+def take_verdicts(target: Target, chip: Chip | None) -> None:
+    """Choose every kernel from now on by what trials found: those of the model, and those around its step."""
+    target.chip = chip
+    if target.graphs is not None:
+        target.graphs.chip = chip
+
+
 def check_kept(config: EngineConfig, chip: Chip | None) -> None:
     """Raises ConfigError for what state is to be kept in, where kernels on a GPU do not read it."""
     if chip is None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from plait.errors import CannotRecord, KernelFailed
 from plait.memory import BlockGroup
 from plait.model.decoder import Decoder
+from plait.request import SamplingParams
 from plait.runner.batches.check_batch import CheckBatch, CheckSize
 from plait.runner.capture import decoder_tensors
 from plait.runner.graph_backends import CapturedStep, GraphBackend
@@ -26,7 +27,7 @@ from plait.runner.host.static_batch import Capacity
 from plait.runner.replay import Observe
 from plait.runner.sampler import Sampler
 from plait.runner.sampling_tables import DrawForm
-from plait.schedule.plan import SamplingBatch, StepPlan
+from plait.schedule.plan import SamplingBatch, SamplingRow, StepPlan
 from plait.state.store import StateStore
 
 log = logging.getLogger("plait")
@@ -64,18 +65,35 @@ class CheckGraphs:
     ) -> None:
         self._decoder, self._store, self._sampler, self._backend = decoder, store, sampler, backend
         self._batch = CheckBatch(capacity, groups, store.block_size, backend.device)
+        self.tokens = self._batch.tokens  # of the largest step
         self._tables = sampler.tables(self._batch.tokens, backend.device)
         self._answers = torch.zeros(2, self._batch.tokens, dtype=torch.float64, device=backend.device)
         self._hidden = torch.zeros(0, device=backend.device)  # of the tokens of a graph, for who observes
         self._observe: Observe | None = None
         self.graphs: dict[CheckKey, CapturedStep] = {}
         self.refused: dict[CheckSize, str] = {}
+        self._largest: CapturedStep | None = None  # is never let go: its memory is what the others share
 
     def show(self, observe: Observe) -> None:
         """Show every step's hidden states from now on. Graphs that leave none are captured again."""
         shape = (self._batch.tokens, self._decoder.spec.hidden_size)
         self._hidden = torch.zeros(shape, dtype=self._decoder.embed.dtype, device=self._backend.device)
         self._observe, self.graphs = observe, {}
+
+    def prepare(self) -> None:
+        """Capture the step with the most memory, before others that then share it."""
+        size, params = self._batch.largest, SamplingParams(temperature=1.0)
+        some = SamplingRow(
+            *(params, size.tokens, size.tokens),
+            position=1,
+            seed=0,
+            stop_token_ids=frozenset({0}),
+            num_stopless=1,
+        )
+        self._tables.fill(SamplingBatch((some,)))
+        key = CheckKey(size, self._tables.form)
+        if self._capture(key):
+            self._largest = self.graphs[key]
 
     def launch(self, plan: StepPlan, sampling: SamplingBatch) -> Checked | None:
         """Launch a plan that checks drafts; None for any other plan, and where it cannot be captured."""
@@ -117,7 +135,7 @@ class CheckGraphs:
         return True
 
     def _step(self, key: CheckKey) -> Tensor:
-        """What a graph does: the step, and a draw for each row of logits. Returns the tokens."""
+        """What a graph does: the step, and a draw for each row of logits. Returns the answers."""
         batch, tokens = self._batch.batch(key.size), key.size.tokens
         hidden = self._decoder.hidden(batch, self._store)
         if self._observe:
@@ -126,4 +144,4 @@ class CheckGraphs:
         ids, values = self._sampler.draw(logits, self._tables)
         self._answers[0, :tokens].copy_(ids)
         self._answers[1, :tokens].copy_(values)
-        return ids
+        return self._answers[:, :tokens]

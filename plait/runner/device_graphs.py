@@ -10,7 +10,7 @@ check drafts have graphs of their own (`check_graphs`), and the host waits for t
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
@@ -27,7 +27,14 @@ from plait.ops.step import locate_tokens, move_rows_on
 from plait.request import SamplingParams
 from plait.runner.batches.check_batch import has_drafts, list_tokens
 from plait.runner.batches.device_batch import DeviceBatch, buckets_of
-from plait.runner.batches.inputs import batch_of, is_decode, parts_of, upload
+from plait.runner.batches.inputs import (
+    batch_of,
+    is_decoding,
+    list_draws,
+    list_places,
+    parts_of,
+    upload,
+)
 from plait.runner.capture import decoder_tensors
 from plait.runner.check_graphs import CheckGraphs
 from plait.runner.graph_backends import CapturedStep, GraphBackend
@@ -36,12 +43,15 @@ from plait.runner.host.static_batch import Capacity
 from plait.runner.replay import Observe, copy_pooled
 from plait.runner.sampler import Sampler, count_scratch
 from plait.runner.sampling_tables import DrawForm, most_nbytes
-from plait.schedule.plan import FOLLOW, Chunk, Done, Sampled, SamplingBatch, SamplingRow, StepPlan, Ticket
+from plait.schedule.plan import FOLLOW, Done, Sampled, SamplingBatch, SamplingRow, StepPlan, Ticket
 from plait.state.store import StateStore
 
-AT_START = 32  # sequences of the largest graph that is captured before the first request
+AT_START = 32  # sequences of the largest graph of which all plain forms are captured before the first request
 log = logging.getLogger("plait")
-Drawing = list[tuple[Chunk, SamplingRow]]
+# A row of a step with the most memory: it is drawn, and edited in a way that makes no table larger.
+HEAVIEST = SamplingRow(
+    SamplingParams(temperature=1.0), 1, 1, position=1, seed=0, stop_token_ids=frozenset({0}), num_stopless=1
+)
 
 
 class GraphKey(NamedTuple):
@@ -95,6 +105,7 @@ class DeviceReplay:
         groups: Sequence[BlockGroup],
         capacity: Capacity,
         backend: GraphBackend,
+        observe: Observe | None = None,
     ) -> None:
         self._decoder, self._store, self.sampler, self._backend = decoder, store, sampler, backend
         self._observe: Observe | None = None
@@ -104,6 +115,7 @@ class DeviceReplay:
         self._eager_tables = sampler.tables(capacity.logits, device)
         self._answers = torch.zeros(2, self.batch.rows, dtype=torch.float64, device=device)
         self._hidden = torch.zeros(0, device=device)  # of the rows of a graph, for who observes
+        self._logits = torch.zeros(0, device=device)  # of the rows of a graph, for the host to sample from
         parts = (decoder, store, sampler, groups, capacity, backend)
         self.checks = CheckGraphs(*parts) if has_drafts(capacity) else None
         facts = OpFacts("cuda" if backend.chip else device.type, torch.float32, chip=backend.chip)
@@ -111,8 +123,11 @@ class DeviceReplay:
         self._move_on, move = move_rows_on.bind(facts, "step")
         self.bindings = (where, move)
         self._graphs: dict[GraphKey, CapturedStep] = {}
+        self._largest: CapturedStep | None = None  # is never let go: its memory is what the others share
         self._refused: dict[GraphKey, str] = {}
         self._filled: object = None  # the batch that `_tables` hold, as it is in the next step
+        if observe:
+            self.show(observe)
 
     @property
     def launches(self) -> Sequence[str]:
@@ -135,20 +150,45 @@ class DeviceReplay:
             self.checks.show(observe)
 
     def prepare(self) -> None:
-        """Capture the graphs of small batches, the largest first. Raises what their capture raises."""
-        sizes = reversed([size for size in self.batch.buckets if size <= AT_START])
-        with self._backend.select():
-            for bucket, temperature in product(sizes, (1.0, 0.0)):
+        """Capture the largest graph of all, then those of small batches, the largest first.
+
+        Graphs share a pool of memory (`CudaGraphs`). Others are captured when a batch needs them, in any
+        order: they find their memory where the largest has its own. Raises what a capture raises.
+        """
+        backend, small = self._backend, [size for size in self.batch.buckets if size <= AT_START]
+        before = backend.free_nbytes()
+        with backend.select():
+            if self.checks and self.checks.tokens >= self.batch.rows:
+                self.checks.prepare()
+            self._largest = self._prepare_largest()
+            if self.checks and self.checks.tokens < self.batch.rows:
+                self.checks.prepare()
+            for bucket, temperature in product(reversed(small), (1.0, 0.0)):
                 params = SamplingParams(temperature=temperature)
-                row = SamplingRow(params, num_logits=1, num_samples=1, position=1, seed=0)
-                self._tables.fill(SamplingBatch((row,) * bucket), range(bucket))
-                key = GraphKey(bucket, self._tables.form)
-                self._graphs[key] = self._capture(key)
+                self._prepare_graph(bucket, SamplingRow(params, 1, 1, position=1, seed=0))
         self._filled = None
+        if before is not None and (after := backend.free_nbytes()) is not None:
+            log.info("memory: the graphs of startup have taken %d MiB", (before - after) >> 20)
+
+    def _prepare_largest(self) -> CapturedStep | None:
+        """The graph with the most memory: of all rows, drawn and edited; of fewer where that does not fit."""
+        for bucket in reversed(self.batch.buckets):
+            try:
+                return self._prepare_graph(bucket, HEAVIEST)
+            except torch.OutOfMemoryError:
+                log.warning("steps of %d sequences are not captured: their memory is not there", bucket)
+        return None
+
+    def _prepare_graph(self, bucket: int, row: SamplingRow) -> CapturedStep:
+        """Capture the graph for a batch of such rows."""
+        self._tables.fill(SamplingBatch((row,) * bucket), range(bucket))
+        key = GraphKey(bucket, self._tables.form)
+        graph = self._graphs[key] = self._capture(key)
+        return graph
 
     def fits(self, plan: StepPlan) -> bool:
         """Every plan does, if it has one step or none but decodes."""
-        return plan.num_steps == 1 or _is_decoding(plan)
+        return plan.num_steps == 1 or is_decoding(plan)
 
     def forget(self) -> None:
         """A step failed: all that the device holds is written anew."""
@@ -161,7 +201,7 @@ class DeviceReplay:
             return self._launched(plan, sampling)
 
     def _launched(self, plan: StepPlan, sampling: SamplingBatch) -> Ticket:
-        bucket = self.batch.bucket_of(plan) if _is_decoding(plan) else None
+        bucket = self.batch.bucket_of(plan) if is_decoding(plan) else None
         if bucket is not None:
             rows = self.batch.update(plan, bucket)
             key = GraphKey(bucket, self._tables.form if self._fill(plan, sampling, rows) else None)
@@ -244,10 +284,12 @@ class DeviceReplay:
     def _capture(self, key: GraphKey) -> CapturedStep:
         """Capture the step of the first rows, while they are padding."""
         batch = self.batch
+        if key.form is None and not len(self._logits):
+            self._logits = torch.zeros(batch.rows, self._decoder.spec.vocab_size, device=batch.memory.device)
         held = batch.memory.clone()
         batch.memory.copy_(batch.blank)
         inputs = [*decoder_tensors(self._decoder), *self._store.tensors, *batch.static_tensors]
-        inputs += [self._answers, self._hidden]
+        inputs += [self._answers, self._hidden, self._logits]
         try:
             return self._backend.capture(lambda: self._step(key), [*inputs, *self._tables.static_tensors])
         finally:
@@ -255,7 +297,8 @@ class DeviceReplay:
 
     def _step(self, key: GraphKey) -> Tensor:
         """What a graph does: the decode step of the first rows. Returns what the host reads: logits, if it
-        samples, else the tokens. A graph keeps that for ever, and logits of a large batch are hundreds of MB.
+        samples, else the answers. A graph keeps that for ever, so it is in memory that all graphs have in
+        common: logits of a large batch are hundreds of MB, and small results would divide large free blocks.
         """
         batch, size = self.batch, self._store.block_size
         active, ids, positions, lens = batch.moving(key.bucket)
@@ -271,10 +314,11 @@ class DeviceReplay:
         if key.form is None:
             positions.add_(active)
             lens.add_(active)
-            return logits
+            return self._logits[: key.bucket].copy_(logits)
         found, values = self.sampler.draw(logits, self._tables)
-        self._move_on(found, values, active, ids, positions, lens, self._answers[:, : key.bucket])
-        return found
+        answers = self._answers[:, : key.bucket]
+        self._move_on(found, values, active, ids, positions, lens, answers)
+        return answers
 
     # Op by op
 
@@ -289,7 +333,9 @@ class DeviceReplay:
             self.batch.move(self.batch.place(placed, self.batch.rows))
         rows = [self.batch.row_of(chunk.seq_id) for chunk in placed]
         here_ids = {chunk.seq_id for chunk in placed}
-        logits, hidden, parts = self._computed(plan, _draws(drawing), _places(drawing, here_ids), rows)
+        logits, hidden, parts = self._computed(
+            plan, list_draws(drawing), list_places(drawing, here_ids), rows
+        )
         if self._observe:
             self._observe(plan, hidden)
         if not here:
@@ -342,34 +388,12 @@ class Nothing(Done):
 
 
 def most_tables_nbytes(capacity: Capacity, vocab_size: int) -> int:
-    """Bytes that all tables of sampling settings may have, once requests have penalties and biases."""
+    """Bytes that all tables of sampling settings may have, once requests have penalties and biases, and that
+    the logits have from which the host samples."""
     rows = [buckets_of(capacity.seqs)[-1], capacity.logits, count_scratch(capacity.logits)]
     rows += [list_tokens(capacity)[-1]] if has_drafts(capacity) else []
-    return sum(most_nbytes(count, vocab_size, capacity.seqs) for count in rows)
-
-
-def _is_decoding(plan: StepPlan) -> bool:
-    """Whether a plan is one token with history of each of its sequences, and nothing else is requested."""
-    return all(is_decode(chunk) and chunk.num_logits == 1 and not chunk.num_pooled for chunk in plan.chunks)
-
-
-def _draws(drawing: Drawing) -> list[int]:
-    """The rows of logits that are sampled from: of each chunk its last."""
-    found, end = list[int](), 0
-    for chunk, row in drawing:
-        end += chunk.num_logits
-        found += range(end - row.num_samples, end)
-    return found
-
-
-def _places(drawing: Drawing, seq_ids: Container[int]) -> list[int]:
-    """Which of the draws are those of these sequences, which have one each."""
-    found, end = [], 0
-    for chunk, row in drawing:
-        if chunk.seq_id in seq_ids:
-            found.append(end)
-        end += row.num_samples
-    return found
+    logits = 4 * rows[0] * vocab_size
+    return logits + sum(most_nbytes(count, vocab_size, capacity.seqs) for count in rows)
 
 
 def _later(places: Sequence[tuple[int, int, int]], steps: int) -> list[tuple[int, int, int]]:

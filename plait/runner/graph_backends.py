@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -51,6 +52,9 @@ class GraphBackend(Protocol):
     def read(self, found: Tensor) -> Callable[[], Tensor]:
         """Copy to the host behind all that was launched; what is returned waits for the copy."""
 
+    def free_nbytes(self) -> int | None:
+        """Bytes that the device has left; None where captures take no memory of their own."""
+
 
 class TorchGraphs(GraphBackend):
     """Graphs of a CPU: what the capture saw runs again over the same memory. For tests of what a GPU does."""
@@ -78,6 +82,9 @@ class TorchGraphs(GraphBackend):
         copy = found.clone()
         return lambda: copy
 
+    def free_nbytes(self) -> None:
+        return None
+
 
 class TorchGraph:
     """A step as `StepCapture` has it."""
@@ -94,16 +101,27 @@ class TorchGraph:
 
 
 class CudaGraphs(GraphBackend):
-    """Graphs of a GPU, which share one pool of memory: a replay may overwrite what another one returned."""
+    """Graphs of a GPU, which share one pool of memory: a replay may overwrite what another one returned.
+
+    The pool grows where a capture finds no free block that is large enough, and gives nothing back while one
+    of its graphs lives. So it has the memory of the largest graph if that is captured first, and is kept.
+    """
 
     captures_at_start = True
 
     def __init__(self, device: torch.device, chip: Chip | None) -> None:
         self.device, self.chip = device, chip
         self._pool = torch.cuda.graph_pool_handle()
-        # torch's own stream for captures is one for the process, of the device that was captured on first: on
-        # another device it would catch nothing of what a step launches.
-        self._side = torch.cuda.Stream(device)
+
+    @cached_property
+    def _side(self) -> torch.cuda.Stream:
+        """The stream of captures, made at the first one: a stream opens the device, and trials of kernels in
+        child processes come before that (`compute_mode`).
+
+        torch's own stream for captures is one for the process, of the device that was captured on first: on
+        another device it would catch nothing of what a step launches.
+        """
+        return torch.cuda.Stream(self.device)
 
     def select(self) -> AbstractContextManager[object]:
         return torch.cuda.device(self.device)
@@ -141,6 +159,10 @@ class CudaGraphs(GraphBackend):
             return host
 
         return wait
+
+    def free_nbytes(self) -> int:
+        torch.cuda.empty_cache()  # torch keeps what was freed, and the driver counts that as taken
+        return int(torch.cuda.mem_get_info(self.device)[0])
 
 
 class CudaGraph:

@@ -42,10 +42,10 @@ class ModelRunner:
         *,
         executor: NativeExecutor | GraphBackend | None = None,
         capacity: Capacity | None = None,
-        lead: Lead | None = None,
+        observe: Observe | None = None,
     ) -> None:
-        self._lead = lead
-        self.observe: Observe = ignore_hidden  # is shown the hidden states of steps that run op by op
+        self.lead: Lead | None = None  # of rank 0: sends what it launches to the others
+        self.observe: Observe = observe or ignore_hidden  # is shown the hidden states of every step
         self.decoder, self.store, self.sampler, self.device = decoder, store, sampler, device
         self.groups, self.executor = block_groups(decoder.states), executor
         self.replay: Replay | None = None
@@ -53,7 +53,7 @@ class ModelRunner:
         self.step_kind = "op by op: no recording was requested"
         native = self._native = None if isinstance(executor, GraphBackend) else executor
         if capacity and isinstance(executor, GraphBackend) and decoder.spec.causal:
-            self._replay_on_device(capacity, executor)
+            self._replay_on_device(capacity, executor, observe)
         elif capacity:
             made, self.step_kind = record_program(decoder, store, native, self.groups, capacity, sampler)
             self.replay, self.is_recorded = made, made is not None
@@ -65,8 +65,8 @@ class ModelRunner:
 
         Both raise DeviceLost if the device fails and answers no more, or another rank does.
         """
-        if self._lead:
-            return self._lead.launch(self._launch_here, plan, sampling)
+        if self.lead:
+            return self.lead.launch(self._launch_here, plan, sampling)
         return self._launch_here(plan, sampling)
 
     def _launch_here(self, plan: StepPlan, sampling: SamplingBatch) -> Ticket:
@@ -100,10 +100,10 @@ class ModelRunner:
         """Which variants were bound for what is around a captured step."""
         return self.replay.bindings if isinstance(self.replay, DeviceReplay) else ()
 
-    def _replay_on_device(self, capacity: Capacity, graphs: GraphBackend) -> None:
+    def _replay_on_device(self, capacity: Capacity, graphs: GraphBackend, observe: Observe | None) -> None:
         """Run steps without waits. Where decodes cannot be captured, they run op by op as prompts do."""
         parts = self.decoder, self.store, self.sampler, self.groups
-        replay = self.replay = DeviceReplay(*parts, capacity, graphs)
+        replay = self.replay = DeviceReplay(*parts, capacity, graphs, observe)
         try:
             if graphs.captures_at_start:
                 replay.prepare()
@@ -130,8 +130,8 @@ class ModelRunner:
         Runs in memory of its own, so it does not disturb the engine. A model that is not causal sees the
         whole prompt at once, others chunks of `chunk_size` tokens.
         """
-        if self._lead:
-            return self._lead.score(partial(self._logits, token_ids, chunk_size), token_ids, chunk_size)
+        if self.lead:
+            return self.lead.score(partial(self._logits, token_ids, chunk_size), token_ids, chunk_size)
         return self._logits(token_ids, chunk_size)
 
     @torch.inference_mode()

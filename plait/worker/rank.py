@@ -9,6 +9,7 @@ from multiprocessing.connection import Connection
 
 from plait.checkpoint.weights import Target
 from plait.config import EngineConfig
+from plait.engine.compute_mode import open_device
 from plait.engine.device import choose_device, memory_of
 from plait.errors import EngineError, PlaitError
 from plait.loading.kernel_trials.trials import try_kernels
@@ -16,7 +17,7 @@ from plait.loading.make_runner import make_runner, make_sampler
 from plait.loading.measure_memory import list_steps, measure_room
 from plait.loading.open_model import load_decoder, weight_formats
 from plait.loading.probe_scorer import open_settled
-from plait.loading.target import agreement_of, find_cuts, make_target
+from plait.loading.target import agreement_of, find_cuts, make_target, take_verdicts
 from plait.model.decoder import Decoder
 from plait.partition import Rank
 from plait.resource_limits import trim_heap
@@ -73,12 +74,14 @@ class Follower:
         rank = Rank(join.index, join.size, join.shares, join.block, join.whole_experts)
         opened = open_settled(join.model, join.config, _silent)
         device, _ = choose_device(join.config.device, join.index, join.size)
+        open_device(device)
         connection.send_bytes(encode(Joined()))  # what is wrong up to here, others need not wait for
         cuts = find_cuts(opened, rank, join.meeting, device)
         self._target: Target = make_target(opened, device, cuts=cuts)
         if device.type == "cuda":  # each device has verdicts of its own; ranks that bind other kernels differ
             formats = weight_formats(opened)
-            self._target.chip = try_kernels(self._target, formats, join.config.cache_dir, _silent)
+            chip = try_kernels(self._target, formats, join.config.cache_dir, _silent)
+            take_verdicts(self._target, chip)
         self._decoder: Decoder = load_decoder(opened, self._target, _silent)
         self._runner: ModelRunner | None = None
         agreement = agreement_of(opened, rank)

@@ -217,6 +217,7 @@ def test_a_gpu_gives_its_share_of_what_is_measured_and_swaps_into_the_host_s_mem
     config = replace(opened.config, max_num_batched_tokens=8)
     vocab_size = decoder.spec.vocab_size
     tables = sum(most_nbytes(rows, vocab_size, 2) for rows in (2, 3, LEAST_ROWS))  # decodes, prompts, both
+    tables += 2 * 4 * vocab_size  # logits that the host samples from
     for left, peak, draft, room in (
         (100 * MIB, MIB, None, 98 * MIB - tables),
         (7 * MIB, 2 * MIB, None, 3 * MIB - tables),
@@ -245,6 +246,7 @@ def test_a_gpu_that_cannot_hold_the_weights_is_refused_before_any_is_read(
     monkeypatch.setattr(build_module, "choose_device", lambda requested, *_: (gpu, "made up"))
     monkeypatch.setattr(build_module, "make_target", on_gpu)
     monkeypatch.setattr(build_module, "try_kernels", lambda *_: None)
+    monkeypatch.setattr(build_module, "open_device", lambda device: None)
     monkeypatch.setattr(build_module, "free_memory", lambda device: MIB)
 
     def start() -> Built:

@@ -21,6 +21,7 @@ from plait.ops.chip import EXAMPLES
 from plait.runner.capture import StepCapture, capture_step, decode_batch
 from plait.state.store import StateStore
 from tests.families import tiny, tiny_plain
+from tests.families.newer_oracles import DESCRIBED
 from tests.families.oracles import ORACLES, read_oracle
 from tests.families.parity import Memory, decoder, resolved
 
@@ -85,6 +86,10 @@ def read_model(name: str, folder: Path) -> tuple[dict[str, Any], Memory]:
     """A family's config and tensors."""
     if name in ORACLES:
         return read_oracle(name)
+    if name in DESCRIBED:
+        config = DESCRIBED[name].config
+        tensors = DESCRIBED[name].checkpoint(config)
+        return config, Memory({key: tensor.float() for key, tensor in tensors.items()})
     tiny.write(name, folder)
     config, tensors, _ = tiny.read(folder)
     return config, Memory(tensors)
@@ -105,9 +110,11 @@ def on_gpu(name: str, folder: Path) -> tuple[Decoder, StateStore]:
 def quick() -> list[Any]:
     """Most of the families that came last are left to `make test-all`."""
     late = {name for name, variant in tiny_plain.VARIANTS.items() if variant.slow}
-    late |= {name for name in ORACLES if name != "sambay"}
-    names = (*tiny.VARIANTS, *ORACLES)
-    return [pytest.param(n, marks=pytest.mark.slow) if n in late else n for n in names]
+    late |= {name for name in (*ORACLES, *DESCRIBED) if name not in ("sambay", "arctic")}
+    names = (*tiny.VARIANTS, *ORACLES, *DESCRIBED)
+    no_kernel = pytest.mark.xfail(strict=True, reason="no GPU kernel computes swiglu_cut_7 of its experts")
+    marks = {n: [pytest.mark.slow, no_kernel] if n == "maple" else [pytest.mark.slow] for n in late}
+    return [pytest.param(n, marks=marks.get(n, [])) for n in names]
 
 
 @pytest.mark.sampled(3)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.engine.compute_mode import BUSY, why_unavailable
 from plait.errors import clip_text
 from plait.kernels.load import load_for_gpu
 from plait.loading.kernel_trials.verdicts import MAX_REASON
@@ -90,8 +91,9 @@ def answer(request: Mapping[str, Any], device: str) -> dict[str, str]:
         tried = (try_variant(op, variant, op.cases[i], dtype, device) for i in request["cases"])
         return {"verdict": clip_text(next(filter(None, tried), ""), MAX_REASON)}
     except Exception as error:
-        # The driver's lack of memory has no class of its own.
-        if isinstance(error, NO_VERDICT) or "out of memory" in str(error).lower():
+        # The driver's lack of memory, or of the device, has no class of its own.
+        text = str(error).lower()
+        if isinstance(error, NO_VERDICT) or "out of memory" in text or BUSY in text:
             return {"failed": clip_text(_describe(error), MAX_REASON)}
         return {"verdict": clip_text(f"it does not run: {_describe(error)}", MAX_REASON)}
 
@@ -108,6 +110,8 @@ def find_obstacle(device: str) -> str:
     try:
         torch.empty(1, device=device)
     except Exception as error:
+        if (why := why_unavailable(error, torch.device(device))) is not None:
+            return f"{why} (that process may be the engine itself, which has to open the device before this)"
         return f"the device does not start: {_describe(error)}"
     if torch.device(device).type != "cuda" or find_spec("triton") is None:
         return ""

@@ -3,6 +3,9 @@
 A trial runs in a child process with a time limit, so that a kernel which hangs or crashes ends the child and
 not the start. A kernel that is off, hangs, crashes or does not compile is not bound: `Chip.trials` says so to
 every choice. Verdicts are kept (`verdicts`), so that each startup tries only what none has tried.
+
+In exclusive-process compute mode one process alone may have the GPU open. There one child at a time tries
+kernels, and it ends before the engine opens the device: so trials come before all that makes a context.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import torch
 
 from plait.checkpoint.weights import Target
 from plait.config import UNPROVEN
+from plait.engine.compute_mode import is_exclusive
 from plait.errors import clip_text
 from plait.loading.kernel_trials.verdicts import (
     MAX_REASON,
@@ -119,7 +123,11 @@ def try_kernels(
     trials = plan_trials(chip, dtypes, formats, deterministic=target.deterministic)
     if used is not None:
         trials = [trial for trial in trials if trial.op in used or trial.op in AROUND]
-    run = TrialRun(str(target.device), workers=count_workers(chip))
+    workers = count_workers(chip)
+    if is_exclusive(target.device):
+        log.info("%s is in exclusive-process compute mode: kernels are tried one by one", target.device)
+        workers = 1
+    run = TrialRun(str(target.device), workers=workers)
     return prove_kernels(chip, run, trials, find_folder(cache_dir), lambda done, of: report(WHAT, done, of))
 
 
@@ -195,22 +203,22 @@ def prove_kernels(
     """The chip, with the verdicts of these trials in `trials`. What is not kept yet is tried now.
 
     `folder`: where verdicts are kept. A kernel that could not be tried is rejected, too, and is tried again
-    at the next startup.
+    at the next startup: what the chip has in `trials` is of this one.
     """
-    site = find_site(chip)
+    site, new = find_site(chip), [trial for trial in trials if trial.key not in chip.trials]
     known = read_verdicts(folder, site)
-    due = [trial for trial in trials if trial.key not in known]
+    due = [trial for trial in new if trial.key not in known]
     lasting, passing = run_trials(run, due, on_trial)
     if lasting:
         known |= lasting
         keep_verdicts(folder, site, known)
-    verdicts = {trial.key: {**known, **passing}[trial.key] for trial in trials}
+    verdicts = {trial.key: {**known, **passing}[trial.key] for trial in new}
     rejected = {key: why for key, why in verdicts.items() if why}
-    kept = f"{len(trials) - len(due)} of them at an earlier startup"
-    log.info("GPU kernels: %d tried (%s), %d are not used", len(trials), kept, len(rejected))
+    kept = f"{len(new) - len(due)} of them at an earlier startup"
+    log.info("GPU kernels: %d tried (%s), %d are not used", len(new), kept, len(rejected))
     for line in describe_rejected(rejected):
         log.warning("%s", line)
-    return replace(chip, trials=verdicts)
+    return replace(chip, trials={**chip.trials, **verdicts})
 
 
 def describe_rejected(rejected: Mapping[str, str]) -> Iterator[str]:

@@ -57,10 +57,12 @@ class CheckBatch:
         self, capacity: Capacity, groups: Sequence[BlockGroup], block_size: int, device: torch.device
     ) -> None:
         self._groups, self._block_size = tuple(groups), block_size
-        self._blocks = -(-capacity.blocks // ALIGNED) * ALIGNED  # of a row of a table
         self._seqs = buckets_of(capacity.seqs)
         self._tokens = list_tokens(capacity)
         self.tokens = self._tokens[-1]
+        # Of a row of a table. All tokens may be padding, which has a row too: kernels read to the end of it.
+        longest = max(capacity.blocks, -(-self.tokens // block_size))
+        self._blocks = -(-longest // ALIGNED) * ALIGNED
         _, ends = self._places(CheckSize(self._seqs[-1], self.tokens))
         self._memory = torch.zeros(ends[-1], dtype=torch.int64, device=device)
 
@@ -68,6 +70,12 @@ class CheckBatch:
     def static_tensors(self) -> list[Tensor]:
         """Every tensor that a step reads."""
         return [self._memory]
+
+    @property
+    def largest(self) -> CheckSize:
+        """The largest step."""
+        tokens = next(n for n in reversed(self._tokens) if n != self._seqs[-1] + 1)
+        return CheckSize(max((n for n in self._seqs if n <= tokens), default=self._seqs[0]), tokens)
 
     def size_of(self, plan: StepPlan) -> CheckSize | None:
         """The smallest step that a plan fits into. None: there is none, or a chunk is no check of drafts."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -13,9 +13,10 @@ from torch import Tensor
 from plait.memory import BlockGroup
 from plait.model.layers.layers import Batch, PagedIndex
 from plait.ops.low_rank import AdapterRows
-from plait.schedule.plan import Chunk, StepPlan
+from plait.schedule.plan import Chunk, SamplingRow, StepPlan
 
 Ints = npt.NDArray[np.int64]
+Drawing = list[tuple[Chunk, SamplingRow]]  # the chunks of a plan that have answers
 ALIGNED = 16  # numbers: where kernels want a pointer to begin
 
 
@@ -108,6 +109,30 @@ def batch_of(plan: StepPlan, groups: Sequence[BlockGroup], tensors: Sequence[Ten
 def is_decode(chunk: Chunk) -> bool:
     """Whether a chunk is one token with history. A prompt of one token is a prompt."""
     return chunk.start > 0 and len(chunk.token_ids) == 1
+
+
+def is_decoding(plan: StepPlan) -> bool:
+    """Whether a plan is one token with history of each of its sequences, and nothing else is requested."""
+    return all(is_decode(chunk) and chunk.num_logits == 1 and not chunk.num_pooled for chunk in plan.chunks)
+
+
+def list_draws(drawing: Drawing) -> list[int]:
+    """The rows of logits that are sampled from: of each chunk its last."""
+    found, end = list[int](), 0
+    for chunk, row in drawing:
+        end += chunk.num_logits
+        found += range(end - row.num_samples, end)
+    return found
+
+
+def list_places(drawing: Drawing, seq_ids: Container[int]) -> list[int]:
+    """Which of the draws are those of these sequences, which have one each."""
+    found, end = [], 0
+    for chunk, row in drawing:
+        if chunk.seq_id in seq_ids:
+            found.append(end)
+        end += row.num_samples
+    return found
 
 
 def _ranges(begins: Ints, counts: Ints) -> Ints:
