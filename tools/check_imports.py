@@ -67,6 +67,7 @@ NO_TORCH = (
     *("runner.host", "checkpoint.find_files", "checkpoint.identity", "checkpoint.packed_cache.file_format"),
     "checkpoint.readers.gguf_metadata",
     *("kernels.load", "kernels.cpu.runtime.threads", "kernels.cpu.runtime.machine_code"),
+    *("kernels.cpu.codegen.amx_permission", "kernels.cpu.runtime.tile_check"),
     *("kernels.cpu.runtime.frame_words", "kernels.cpu.runtime.row_launches"),
     *("engine.core", "engine.thread", "engine.memory_plan", "engine.host_memory", "engine.grammar_guide"),
     *(

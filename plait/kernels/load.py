@@ -127,6 +127,34 @@ def allocate_packed(nbytes: int) -> Any:
     return room(nbytes)
 
 
+def why_no_tiles(isa: str) -> str | None:
+    """Why this process may not use AMX with that --isa; None: it may, and has requested it from the system.
+
+    Neither torch nor Numba is imported.
+    """
+    from plait.kernels.cpu.codegen import amx_permission
+
+    return amx_permission.why_no_tiles(isa)
+
+
+def record_tile_check() -> tuple[Kernel, tuple[bytes, ...], tuple[bytes, bytes, bytes]]:
+    """The kernel that checks tiles of AMX, what it is given, and what is documented: for `compare_tiles`."""
+    from plait.kernels.cpu.amx import check
+
+    given = check.inputs()
+    return check.products("amx"), given, check.multiply_in_memory(given)
+
+
+def compare_tiles(address: int, given: Sequence[bytes], documented: tuple[bytes, bytes, bytes]) -> str | None:
+    """How this processor's tiles differ from what is documented, or None; after `why_no_tiles` alone.
+
+    address: of the code of `record_tile_check`. Neither torch nor Numba is imported.
+    """
+    from plait.kernels.cpu.runtime.tile_check import name_difference, run_products
+
+    return name_difference(run_products(address, given), documented)
+
+
 def start_threads(threads: int, kernels: Sequence[LoadedKernel], loops: Mapping[str, int]) -> Threads:
     """Threads that run such code; see `machine_code.start_threads`."""
     from plait.kernels.cpu.runtime import machine_code

@@ -30,6 +30,7 @@ from plait.loading.image.file_format import (
     Region,
     Result,
     StepPart,
+    TilesPart,
     lay_out,
 )
 from plait.loading.image.restore import as_bytes
@@ -101,11 +102,13 @@ def capture_step(
     store: HostStore,
     sampling: Mapping[str, object],
     kept: Iterable[KeptBlock] = (),
+    tile_check: tuple[object, tuple[bytes, ...], tuple[bytes, bytes, bytes]] | None = None,
 ) -> CapturedImage:
     """A recorded step as an image has it.
 
-    sampling: the kernels that sample; kept: blocks of weights that also lie in a file. Raises CannotRecord
-    where an address leads to memory that is not known.
+    sampling: the kernels that sample; kept: blocks of weights that also lie in a file; tile_check: what
+    `record_tile_check` gives, of a step that runs on AMX. Raises CannotRecord where an address leads to
+    memory that is not known.
     """
     table, results = program.table, program.results
     memory = Memory(_ranges(program, store, kept))
@@ -117,6 +120,7 @@ def capture_step(
     tables = [word for held in _list_held(table) for word in _table_words(memory, held)]
     loops = {name: memory.kernel(kernel) for name, kernel in list_loops().items()}
     chosen = {name: memory.kernel(kernel) for name, kernel in sampling.items()}
+    tiles = tile_check and TilesPart(memory.kernel(tile_check[0]), *tile_check[1:])
     regions, constants, files = _regions(memory.used())
     kernels, code = _machine_code(memory.kernels)
     capacity = program.static.capacity
@@ -135,6 +139,7 @@ def capture_step(
         capacity=(capacity.tokens, capacity.logits, capacity.seqs, capacity.blocks),
         description=f"{len(launches)} launches of {len(set(table.names))} native kernels, one call",
         keeps_rows=program.keeps_rows,
+        tiles=tiles,
     )
     return CapturedImage(step, code, constants, tuple(map(_describe_file, files)))
 

@@ -79,6 +79,14 @@ class Result(Struct, frozen=True, array_like=True):
     dtype: str
 
 
+class TilesPart(Struct, frozen=True, array_like=True):
+    """The check of AMX: its kernel's number, its inputs, and its products as they are documented."""
+
+    kernel: int
+    given: tuple[bytes, ...]
+    documented: tuple[bytes, bytes, bytes]
+
+
 class StepPart(Struct, frozen=True):
     """The recorded step. `tables`: constants that are addresses, as (region, offset, region, offset)."""
 
@@ -96,6 +104,7 @@ class StepPart(Struct, frozen=True):
     capacity: tuple[int, int, int, int]  # tokens, logits, sequences, blocks of one sequence
     description: str
     keeps_rows: bool  # whether it keeps recurrent state behind single rows
+    tiles: TilesPart | None  # of a step that runs on AMX
 
 
 class FilePart(Struct, frozen=True, array_like=True):

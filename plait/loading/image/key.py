@@ -17,7 +17,7 @@ from plait.checkpoint.find_files import ModelFiles
 from plait.checkpoint.identity import identify_file
 from plait.checkpoint.packed_cache.file_format import as_stem
 from plait.config import EngineConfig
-from plait.kernels.load import host_target
+from plait.kernels.load import host_target, why_no_tiles
 from plait.loading.image.lookup import SUFFIX, folder_of
 from plait.resource_limits import default_threads
 from plait.version import __version__
@@ -37,7 +37,11 @@ def choose_threads(config: EngineConfig) -> tuple[int, str]:
 
 
 def key_of(files: ModelFiles, config: EngineConfig) -> dict[str, object]:
-    """All that decides what is in an image, as plain values. Raises BadFile for files that cannot be read."""
+    """All that decides what is in an image, as plain values. Raises BadFile for files that cannot be read.
+
+    Whether there are tiles of AMX is one of them. The system grants them upon request only, so this is where
+    a process requests them: before it has an image, or a thread that runs one.
+    """
     texts = [*files.side_files.values(), *([files.config] if files.config else [])]
     key = {
         "weights": [[str(path.resolve()), *identify_file(path)] for path in files.weights],
@@ -46,6 +50,7 @@ def key_of(files: ModelFiles, config: EngineConfig) -> dict[str, object]:
         "threads": choose_threads(config)[0],
         "code": [__version__, _digest_code()],
         "machine": [host_target(), platform.system(), sys.version],
+        "tiles": why_no_tiles(config.isa) is None,
         "packages": sorted(
             _read_time(path) for path in (*site.getsitepackages(), site.getusersitepackages())
         ),

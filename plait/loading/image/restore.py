@@ -12,8 +12,15 @@ import numpy.typing as npt
 from plait.checkpoint.packed_cache.file_format import SUFFIX
 from plait.checkpoint.readers.mmap_json import map_file, map_in_large_pages
 from plait.errors import BadFile
-from plait.kernels.load import allocate_block, link_code, new_table, start_threads
-from plait.loading.image.file_format import Bytes, FilePart, Image, Region, Result
+from plait.kernels.load import (
+    allocate_block,
+    compare_tiles,
+    link_code,
+    new_table,
+    start_threads,
+    why_no_tiles,
+)
+from plait.loading.image.file_format import Bytes, FilePart, Image, Region, Result, TilesPart
 from plait.memory import block_groups
 from plait.runner.host.program import HostProgram, StepResults
 from plait.runner.host.static_batch import Capacity, StaticBatch
@@ -37,12 +44,20 @@ def map_weights(files: Sequence[FilePart]) -> list[Bytes]:
 
 
 class RestoredStep:
-    """A recorded step in this process. `kernels`: those that sample, by what they do."""
+    """A recorded step in this process. `kernels`: those that sample, by what they do.
+
+    Raises BadFile for one that runs on AMX where this process may not, or where the tiles do not give the
+    documented bits. RuntimeError for code that cannot be linked.
+    """
 
     def __init__(self, image: Image, store: HostStore, threads: int, files: Sequence[Bytes]) -> None:
         model, step = image.header.model, image.header.step
         code = [(part.symbol, part.at, part.nbytes) for part in step.kernels]
+        if step.tiles and (why := why_no_tiles("native")):
+            raise BadFile(f"it runs on AMX: {why}")
         self._code = link_code(image.code, code)
+        if step.tiles:
+            _check_tiles(step.tiles, self._code[step.tiles.kernel].address)
         self.threads = start_threads(threads, self._code, step.loops)
         self.static = StaticBatch(Capacity(*step.capacity), block_groups(model.states), model.block_size)
         self._step, self._constants, self._store, self._files = step, image.constants, store, files
@@ -105,6 +120,12 @@ class RestoredStep:
         memory, _ = self._memory[result.region]
         assert memory is not None
         return np.ndarray(result.shape, result.dtype, memory.data, result.offset, result.strides)
+
+
+def _check_tiles(tiles: TilesPart, address: int) -> None:
+    """Raises BadFile where this processor's tiles do not give the documented bits."""
+    if why := compare_tiles(address, tiles.given, tiles.documented):
+        raise BadFile(f"it runs on AMX, which is not used: {why}")
 
 
 def as_bytes(array: npt.NDArray[Any]) -> Bytes:

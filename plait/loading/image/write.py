@@ -16,7 +16,7 @@ from plait.checkpoint.packed_cache.file_format import drop_unfinished
 from plait.config import EngineConfig
 from plait.engine.memory_plan import gib
 from plait.errors import CannotRecord
-from plait.kernels.load import sampling_kernels, why_refused
+from plait.kernels.load import record_tile_check, sampling_kernels, why_refused
 from plait.loading.build import Built, Loaded
 from plait.loading.identity.fingerprint import fingerprint
 from plait.loading.image.capture import capture_step
@@ -91,7 +91,9 @@ def _write(built: Built | Loaded) -> str:
     if refused := why_refused(path.parent):
         raise CannotRecord(refused)
     blocks: list[KeptBlock] = target.shelf.written if target.shelf else []
-    found = capture_step(replay.program, store, sampling_kernels(), blocks)
+    on_tiles = any("amx" in row.variant for row in target.bound)
+    tile_check = record_tile_check() if on_tiles else None
+    found = capture_step(replay.program, store, sampling_kernels(), blocks, tile_check)
     nbytes = lay_out([content.nbytes for content in found.constants])[1]
     if nbytes > MOST_CONSTANTS:
         raise CannotRecord(f"{gib(nbytes)} of its weights are in no file")
@@ -110,9 +112,6 @@ def _why_none(built: Built | Loaded) -> str | None:
         return "plug-ins are installed"
     if built.opened.resolved.is_detected:
         return "it has no config, and a probe may find another"
-    tiles = [row.op for row in built.target.bound if "amx" in row.variant]
-    if tiles:
-        return f"{tiles[0]} runs on AMX, which a process must ask for"
     if any(row.variant != "native" for row in built.runner.sampler.bindings):
         return "its sampler is not native"
     return None

@@ -7,7 +7,6 @@ kinds. Otherwise nothing is bound to them, and the reason is reported.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 from functools import cache
 from typing import Any
@@ -15,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from plait.kernels.cpu.codegen.amx_tiles import MEMORY, Kind, Tiles
-from plait.kernels.cpu.codegen.kernel import load_generated
+from plait.kernels.cpu.codegen.kernel import Kernel, load_generated
 from plait.kernels.cpu.codegen.llvm_writer import Word, Writer, block, digest
 from plait.kernels.cpu.codegen.target import no_amx
+from plait.kernels.cpu.runtime.tile_check import Products, name_difference, run_products
 
 log = logging.getLogger("plait")
 
@@ -57,15 +57,16 @@ def product(what: str, kind: Kind, w: Writer, scratch: Word, a: Word, b: Word, c
     tiles.release()
 
 
-def products(kind: Kind) -> Any:
+def products(kind: Kind) -> Kernel:
     """The kernel that `differs` compares."""
-    return load_generated(
+    made: Kernel = load_generated(
         f"amx_check_{kind}", _TEXT.format(digest=digest("codegen/amx_tiles.py", "amx/check.py"), kind=kind)
     ).products
+    return made
 
 
-def differs(kind: Kind) -> str | None:
-    """How tiles of that kind differ from those in memory, or None."""
+def inputs() -> tuple[bytes, ...]:
+    """Scratch memory for `products`, and the tiles a, b and c of each of them."""
     numbers = np.random.default_rng(0)
     a = (numbers.standard_normal((16, 32)) * 2.0 ** numbers.integers(-9, 9, (16, 32))).astype(np.float32)
     b = numbers.standard_normal((16, 32)).astype(np.float32)
@@ -77,16 +78,18 @@ def differs(kind: Kind) -> str | None:
         numbers.integers(-(1 << 20), 1 << 20, (16, 16)).astype(np.int32),
     ]
     given += given[3:]
-    found = []
-    for one in (kind, "software"):
-        arrays = [np.zeros(MEMORY, np.uint8), *(t.copy() for t in given)]
-        words = np.array([0, 0, *(t.ctypes.data for t in arrays)], np.int64)
-        call = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)(products(one).address)
-        call(0, words.ctypes.data, 0, 1)
-        found.append([arrays[3].view(np.int32), arrays[6], arrays[9]])
-    names = ("bfloat16", "bytes", "signed bytes")
-    wrong = [n for n, x, y in zip(names, *found, strict=True) if not np.array_equal(x, y)]
-    return f"its products of {' and of '.join(wrong)} are not what is documented" if wrong else None
+    return bytes(MEMORY), *(t.tobytes() for t in given)
+
+
+def multiply_in_memory(given: tuple[bytes, ...]) -> Products:
+    """The products of `inputs` as they are documented: on tiles in memory."""
+    return run_products(products("software").address, given)
+
+
+def differs(kind: Kind) -> str | None:
+    """How tiles of that kind differ from those in memory, or None."""
+    given = inputs()
+    return name_difference(run_products(products(kind).address, given), multiply_in_memory(given))
 
 
 @cache

@@ -19,6 +19,7 @@ from llvmlite import binding
 
 from plait.cache_folder import cache_base
 from plait.errors import ConfigError
+from plait.kernels.cpu.codegen import amx_permission
 from plait.kernels.cpu.codegen.kernel_folder import KernelFiles, Spare, sweep_daily
 from plait.kernels.cpu.codegen.levels import LEVELS, Level
 
@@ -52,7 +53,7 @@ TARGETS = {
     "generic": "x86-64",
 }
 NEEDED = {
-    "amx": {"amx-tile", "amx-bf16", "amx-int8", "avx512f", "avx512bw", "avx512vl", "avx512vnni"},
+    "amx": amx_permission.NEEDED,
     "avx512": {"avx512f", "avx512bw", "avx512vl"},
     "avx2": {"avx2", "fma"},
 }
@@ -67,7 +68,6 @@ ARM_NUMBERS = {"dotprod": 43}
 
 _kept: list[KernelFiles] = []  # of `keep_in`: one at most
 _level: list[Level] = []  # that kernels are compiled for: one at most
-PERMISSION = (158, 0x1023, 18)  # arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA), Linux on x86-64
 
 
 def kernel_features() -> frozenset[str]:
@@ -234,17 +234,12 @@ def no_amx() -> str | None:
 
     The request to the system is for all threads of this process.
     """
-    if platform.system() != "Linux" or platform.machine() != "x86_64":
-        return "AMX is used on Linux and x86-64 only"
-    if missing := NEEDED["amx"] - host_features():
-        return f"this processor has no {', '.join(sorted(missing))}"
+    if missing := amx_permission.name_missing(host_features()):
+        return missing
     cpu = read_cpu_name() or TARGETS["amx"]
     if cpu != TARGETS["amx"]:
         return f"kernels are compiled for {cpu}"
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.syscall(*PERMISSION) == 0:
-        return None
-    return f"the system does not allow it (arch_prctl: error {ctypes.get_errno()}); Linux does from 5.16 on"
+    return amx_permission.request()
 
 
 def keep_in(folder: Path | None, spare: Spare | None = None) -> None:
