@@ -84,11 +84,18 @@ class Target:
     cuts: Cuts = field(default_factory=Cuts)  # this rank's part, where ranks share the model
     adapters: AdapterSlots | None = None  # of LoRA, if the model may have some
     ranks: Any = None  # of rank 0: the other ranks (`runner.ranks.group`), if there are any
+    drafts: Target | None = None  # what the model's head for drafts was built for, if it was loaded
 
     @property
     def comm(self) -> Comm:
         """This rank, and how it reaches the others."""
         return self.cuts.comm
+
+    @property
+    def shelves(self) -> list[tuple[Shelf, Target]]:
+        """What was packed, and what for: the model's weights, and those of its head for drafts."""
+        targets = [self, self.drafts] if self.drafts else [self]
+        return [(target.shelf, target) for target in targets if target.shelf is not None]
 
     @property
     def platform(self) -> str:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from plait.kernels.cpu.runtime.machine_code import LoadedKernel
     from plait.kernels.cpu.runtime.row_launches import DrawFromRows, FindLargest
     from plait.kernels.cpu.runtime.threads import Launchable, LaunchTable, Threads
+    from plait.kernels.cpu.runtime.turn_tables import TurnTables
 
 log = logging.getLogger("plait")
 _lent: list[Spare] = []  # by the server that this process is an engine of: one at most
@@ -174,6 +175,20 @@ def sampling_kernels() -> dict[str, Kernel]:
     from plait.kernels.cpu.pointwise.sample import draw_rows, largest_rows
 
     return {"largest": largest_rows, "draw": draw_rows}
+
+
+def turn_kernels() -> dict[str, Kernel]:
+    """The kernels between the passes of speculative turns, by name: `turns.GLUE`."""
+    from plait.kernels.cpu.runtime.turns import GLUE
+
+    return dict(GLUE)
+
+
+def turn_tables(threads: Threads, kernels: Mapping[str, Launchable]) -> TurnTables:
+    """What makes the tables of such turns, of `turn_kernels` and `sampling_kernels`."""
+    from plait.kernels.cpu.runtime.turn_tables import TurnTables
+
+    return TurnTables(threads, kernels)
 
 
 def find_kernel(address: int) -> Kernel | None:

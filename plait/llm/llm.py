@@ -213,7 +213,7 @@ class LLM:
         opened, target = self._loaded.opened, self._loaded.target
         if target.shelf is None:
             return "packed weights: none are kept: nothing is packed here, or there is no folder for them"
-        return keep(target.shelf, opened, target, limit)
+        return "\n".join(keep(shelf, opened, packed, limit) for shelf, packed in target.shelves)
 
     def keep_image(self, limit: int) -> str:
         """Write its startup image, and its packed weights if they are not kept. Returns the outcome in words.
@@ -231,17 +231,17 @@ class LLM:
 
         Raises BadFile if they cannot be removed, because every later run would use them.
         """
-        shelf = None if isinstance(self._loaded, LoadedImage) else self._loaded.target.shelf
-        if shelf is None or not shelf.is_full or shelf.is_sound():
-            return False
-        try:
-            shelf.path.unlink(missing_ok=True)
-        except OSError as error:
-            raise BadFile(
-                f"{shelf.path}: these packed weights are damaged and cannot be removed ({error.strerror}): "
-                "remove them, or start with --packed-cache off"
-            ) from error
-        return True
+        shelves = [] if isinstance(self._loaded, LoadedImage) else self._loaded.target.shelves
+        damaged = [shelf for shelf, _ in shelves if shelf.is_full and not shelf.is_sound()]
+        for shelf in damaged:
+            try:
+                shelf.path.unlink(missing_ok=True)
+            except OSError as error:
+                raise BadFile(
+                    f"{shelf.path}: these packed weights are damaged and cannot be removed "
+                    f"({error.strerror}): remove them, or start with --packed-cache off"
+                ) from error
+        return bool(damaged)
 
     @property
     def step_kind(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from plait.checkpoint.weights import Target
 from plait.config import EngineConfig
@@ -16,11 +16,12 @@ from plait.engine.host_memory import describe_memory, size_on_host
 from plait.engine.memory_plan import ModelFacts, Sizing, gib
 from plait.errors import ConfigError
 from plait.frontend.frontend import Front, Language
+from plait.kernels.load import sampling_kernels, turn_kernels, turn_tables
 from plait.loading.adapters.place import load_adapters, place_adapters
 from plait.loading.disk_cache import open_disk_cache
 from plait.loading.identity.fingerprint import fingerprint
 from plait.loading.kernel_trials.trials import try_kernels
-from plait.loading.make_engine import make_compiler, make_engine, make_front
+from plait.loading.make_engine import draft_with_head, make_compiler, make_engine, make_front
 from plait.loading.make_runner import make_runner, make_sampler
 from plait.loading.measure_memory import check_weights_fit, size_gpu
 from plait.loading.meta_model import check_rounded_state, list_ops
@@ -40,15 +41,13 @@ from plait.model.mtp import MtpHead
 from plait.ops.chip import Chip
 from plait.ops.registry import Binding
 from plait.ops.rope import rope_notes
-from plait.runner.mtp import MtpDrafter
+from plait.runner.host.mtp import MtpDrafter
 from plait.runner.ranks.group import RankGroup
 from plait.runner.ranks.group_comm import GroupComm
 from plait.runner.ranks.messages import Prepare
 from plait.runner.runner import ModelRunner
 from plait.runner.sampler import Sampler
-from plait.runner.turns import add_turns
 from plait.schedule.drafts.ngram import NgramProposer
-from plait.schedule.drafts.turns import MOST_TURNS
 from plait.schedule.speculate import Proposer
 from plait.spec.model import AttentionSpec, ModelSpec
 from plait.state.disk.cache import DiskCache
@@ -284,10 +283,11 @@ def engine_over(
         is_host=target.device.type == "cpu",
         proposer=proposer,
     )
-    if isinstance(proposer, MtpDrafter) and engine.speculation:
-        engine.speculation.on_rest = proposer.rest
-        if add_turns(runner.replay, proposer, sampler, target.executor):
-            engine.scheduler.limits = replace(engine.scheduler.limits, num_turns=MOST_TURNS)
+    if isinstance(proposer, MtpDrafter):
+        maker = None
+        if target.executor is not None and all(row.variant == "native" for row in sampler.bindings):
+            maker = turn_tables(target.executor, {**turn_kernels(), **sampling_kernels()})
+        draft_with_head(engine, proposer, runner.replay, sampler.host, maker)
     return runner, engine
 
 
@@ -377,7 +377,7 @@ def _size(
         later = drafter.nbytes if isinstance(drafter, Opened) else None if drafter is None else 0
         sizing = size_gpu(facts, decoder, target, opened.config, memory_of(target.device), later)
     else:
-        mapped = target.shelf.nbytes if target.shelf else 0
+        mapped = sum(shelf.nbytes for shelf, _ in target.shelves)
         sizing = size_on_host(facts, opened.config, mapped=mapped, ranks=target.comm.rank.size)
     describe_memory(sizing, target.weights_nbytes, is_lazy=target.device.type == "cpu")
     return sizing

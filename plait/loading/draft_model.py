@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -16,8 +15,9 @@ from plait.checkpoint.divided import Cuts
 from plait.checkpoint.weights import Target, Weights
 from plait.config import EngineConfig
 from plait.engine.device import choose_dtype, free_memory, out_of_memory
+from plait.engine.draft_places import plan_head_places, plan_places
 from plait.engine.memory_plan import gib
-from plait.errors import ConfigError, OutOfMemory
+from plait.errors import ConfigError
 from plait.loading.kernel_trials.trials import try_kernels
 from plait.loading.make_runner import make_sampler
 from plait.loading.meta_model import list_ops
@@ -32,14 +32,15 @@ from plait.loading.open_model import (
     stored_dtypes,
     weight_formats,
 )
-from plait.memory import PagedState, SlotState, State, block_groups, has_slots
+from plait.loading.packed_cache import shelf_of
+from plait.memory import PagedState
 from plait.model.decoder import Decoder
 from plait.model.mtp import FC, MtpHead
 from plait.ops.chip import Chip
 from plait.quant.weight import Dense, as_weight
-from plait.runner.draft import DraftMemory, DraftModel
+from plait.runner.draft import DraftModel
+from plait.runner.host.mtp import MOST_KEPT, MtpDrafter
 from plait.runner.host.static_batch import Capacity
-from plait.runner.mtp import MOST_KEPT, MtpDrafter
 from plait.runner.mtp_passes import make_passes
 from plait.runner.runner import ModelRunner
 from plait.runner.sampler import Sampler
@@ -49,7 +50,6 @@ from plait.text.tokenizers.tokenizer import Tokenizer
 
 log = logging.getLogger("plait")
 step_log = logging.getLogger("plait.step")
-SHARE = 4  # the state of drafts takes at most this part of what the state of sequences may
 PROBE_TEXT = "It's 12:34:56 now…\n\n\tdef naïve(x): return {'Ω': x**2, \"日本\": -0.5}  # ABC_def 🙂\r\n"
 DRAFT_FORMAT = "q4_1"
 PROBE_IDS = 499  # tokens, spread over the vocabulary, of which the texts are compared; a prime
@@ -79,7 +79,7 @@ def load_draft(
         decoder = load_decoder(opened, own, report)
     if not any(isinstance(state, PagedState) for state in decoder.states.values()):
         longest = max_model_len  # recurrent state has no longest sequence
-    memory = plan_places(decoder.states, config, own, longest)
+    memory = plan_places(decoder.states, config, name_of(own.dtype), free_memory(own.device), longest)
     with out_of_memory(f"allocating memory for drafts of {memory.num_places} sequences"):
         store = StateStore(
             decoder.states, memory.num_blocks, memory.num_slots, memory.block_size, own.device, own.dtype
@@ -155,47 +155,6 @@ def _difference(draft: Tokenizer | None, model: Tokenizer | None) -> str | None:
     return None
 
 
-def plan_places(
-    states: Mapping[str, State], config: EngineConfig, own: Target, longest: int, beside: int = 0
-) -> DraftMemory:
-    """A place for each running sequence, or for as many as fit. Raises OutOfMemory if not one does.
-
-    `beside`: bytes that a place takes in addition to the state.
-    """
-    memory = DraftMemory(
-        groups=block_groups(states),
-        has_slots=has_slots(states),
-        block_size=config.block_size,
-        num_places=config.max_num_seqs,
-        max_len=longest,
-        max_step_len=config.max_num_batched_tokens,
-    )
-    limit = (config.memory_limit or free_memory(own.device)) // SHARE
-    each = place_nbytes(memory, states, str(own.dtype).removeprefix("torch.")) + beside
-    if each > limit:
-        raise OutOfMemory(
-            f"speculate: the state of one draft of {longest} tokens needs {gib(each)}, and there are "
-            f"{gib(limit)} for it; start with a smaller --max-model-len, a --memory-limit of at least "
-            f"{SHARE * each}, or --speculate ngram"
-        )
-    places = min(config.max_num_seqs, limit // each if each else config.max_num_seqs)
-    if places < config.max_num_seqs:
-        log.warning(
-            "drafts of %d sequences at a time fit into %s, not of %d", places, gib(limit), config.max_num_seqs
-        )
-    return replace(memory, num_places=places)
-
-
-def place_nbytes(memory: DraftMemory, states: Mapping[str, State], dtype: str) -> int:
-    """Bytes of state of one place of a draft model that computes in `dtype`."""
-    total = 2 * sum(s.nbytes_per_slot(dtype) for s in states.values() if isinstance(s, SlotState))
-    for group in memory.groups:
-        members = (states[name] for name in group.members)
-        per_token = sum(s.nbytes_per_token(dtype) for s in members if isinstance(s, PagedState))
-        total += memory.per_place(group) * memory.block_size * per_token
-    return total
-
-
 def has_mtp(opened: Opened) -> bool:
     """Whether a model has a head for multi-token prediction: its family knows one, and it is in the file."""
     names = opened.resolved.names
@@ -222,10 +181,13 @@ def load_head(opened: Opened, target: Target, trunk: Decoder) -> MtpHead:
     own if the model's is plain: a draft token is read from memory, and is checked anyway.
     """
     own = replace(target, bound=[], shelf=None, feed=None, cuts=Cuts(), ranks=None, weights_nbytes=0)
-    own.encoded, spec = Counter(), opened.resolved.spec
-    weights, is_encoded = Weights(opened.checkpoint, opened.resolved.names, own), False
+    own.encoded, spec, is_encoded = Counter(), opened.resolved.spec, False
     if target.executor is not None and target.quantize is None:
         own.quantize = DRAFT_FORMAT
+    if target.shelf is not None:
+        own.shelf = shelf_of(opened, own, part="head")
+    target.drafts, weights = own, Weights(opened.checkpoint, opened.resolved.names, own)
+    if own.quantize != target.quantize:
         is_encoded = isinstance(
             as_weight(weights.read("embed.weight" if spec.tied else "head.weight")), Dense
         )
@@ -245,19 +207,21 @@ def make_drafter(
     head: MtpHead, target: Target, config: EngineConfig, max_model_len: int, sampler: Sampler
 ) -> MtpDrafter:
     """Memory and passes for a head that was loaded for `target`. Raises OutOfMemory."""
-    size = head.fc.n_out
-    nbytes = MOST_KEPT * size * target.dtype.itemsize
-    memory = plan_places(head.states, config, target, max_model_len, nbytes)
-    most = max(MOST_KEPT, memory.num_places * (1 + config.num_draft_tokens))
-    memory = replace(memory, max_step_len=most)
+    beside = MOST_KEPT * head.fc.n_out * target.dtype.itemsize
+    free, dtype = free_memory(target.device), name_of(target.dtype)
+    memory = plan_head_places(head.states, config, dtype, free, max_model_len, beside=beside)
+    capacity = Capacity.of(memory.max_step_len, memory.num_places, max_model_len, memory.block_size)
+    threads, where = None if target.graphs else target.executor, (target.device, target.dtype)
     with out_of_memory(f"allocating memory for drafts of {memory.num_places} sequences"):
-        store = StateStore(head.states, memory.num_blocks, 0, memory.block_size, target.device, target.dtype)
-        kept = torch.empty(memory.num_places, MOST_KEPT, size, dtype=target.dtype, device=target.device)
-    capacity = Capacity.of(most, memory.num_places, max_model_len, memory.block_size)
-    threads = None if target.graphs else target.executor
-    passes, kind = make_passes(head, store, sampler, target.device, threads, capacity)
-    step_log.info("step of the head for multi-token prediction: %s", kind)
-    return MtpDrafter(passes, memory, kept)
+        store = StateStore(head.states, memory.num_blocks, 0, memory.block_size, *where)
+        made = make_passes(head, store, sampler, where, threads, capacity)
+    step_log.info("step of the head for multi-token prediction: %s", made.kind)
+    return MtpDrafter(made.passes, memory, made.kept)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """A dtype as plain data names it: float32."""
+    return str(dtype).removeprefix("torch.")
 
 
 def load_mtp(opened: Opened, target: Target, trunk: Decoder) -> MtpHead:

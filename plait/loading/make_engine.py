@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 from plait.config import EngineConfig
@@ -16,7 +17,11 @@ from plait.errors import BadGrammar
 from plait.frontend.frontend import Front, Language, Parsers
 from plait.loading.text_side import TextSource
 from plait.request import JsonStyle
+from plait.runner.host.mtp import MtpDrafter
+from plait.runner.host.sampler import HostSampler
+from plait.runner.host.turns import TableMaker, add_turns
 from plait.schedule.drafts.governor import DraftGovernor
+from plait.schedule.drafts.turns import MOST_TURNS
 from plait.schedule.plan import MOST_STEPS
 from plait.schedule.speculate import Proposer, Speculation
 from plait.spec.model import ModelSpec
@@ -74,6 +79,17 @@ def make_engine(
     return Engine(
         runner, scheduler, vocab_size=spec.vocab_size, max_model_len=longest, speculation=speculation
     )
+
+
+def draft_with_head(
+    engine: Engine, drafter: MtpDrafter, replay: object, sampler: HostSampler, maker: TableMaker | None
+) -> None:
+    """Let the engine's proposer, a model's own head, rest while there are no drafts, and take several turns
+    in one call where model and head are recorded. maker: of tables of native launches, if there are any."""
+    assert engine.speculation is not None
+    engine.speculation.on_rest = drafter.rest
+    if maker is not None and add_turns(replay, drafter, sampler, maker):
+        engine.scheduler.limits = replace(engine.scheduler.limits, num_turns=MOST_TURNS)
 
 
 class RunnableModel(Protocol):

@@ -22,9 +22,9 @@ import torch
 from plait.checkpoint.weights import Target
 from plait.config import EngineConfig
 from plait.engine.device import DeviceMemory, free_memory, out_of_memory, total_memory
+from plait.engine.draft_places import SHARE
 from plait.engine.memory_plan import ModelFacts, Sizing, gib, size_state
 from plait.errors import OutOfMemory
-from plait.loading.draft_model import SHARE
 from plait.loading.make_runner import capacity_of
 from plait.memory import block_groups, has_slots
 from plait.model.decoder import Decoder

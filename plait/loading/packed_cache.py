@@ -54,8 +54,11 @@ def folder_of(config: EngineConfig) -> Path | None:
     return Path(config.packed_cache) if named else default_folder(config.cache_dir)
 
 
-def shelf_of(opened: Opened, target: Target) -> Shelf | None:
-    """A model's entry of the packed-weight cache; None where nothing is packed or there is no folder."""
+def shelf_of(opened: Opened, target: Target, part: str = "") -> Shelf | None:
+    """A model's entry of the packed-weight cache; None where nothing is packed or there is no folder.
+
+    part: of a model that is packed apart, as a head for drafts is.
+    """
     folder = folder_of(opened.config)
     if folder is None or target.executor is None:
         return None
@@ -66,12 +69,12 @@ def shelf_of(opened: Opened, target: Target) -> Shelf | None:
         if opened.config.packed_cache != "auto":
             log.warning("--packed-cache: %s is no folder that can be read; weights are packed anew", folder)
         return None
-    key = key_of(opened, target)
+    key = key_of(opened, target, part)
     name = f"{as_stem(opened.files.name)}-{_digest(json.dumps(key).encode())[:16]}{SUFFIX}"
     return Shelf(folder / name, str(opened.files.weights[0].resolve()), key)
 
 
-def key_of(opened: Opened, target: Target) -> dict[str, object]:
+def key_of(opened: Opened, target: Target, part: str = "") -> dict[str, object]:
     """All that decides how weights are packed, as plain values."""
     files, resolved, config = opened.files, opened.resolved, opened.config
     texts = [*files.side_files.values(), *([files.config] if files.config else [])]
@@ -85,6 +88,8 @@ def key_of(opened: Opened, target: Target) -> dict[str, object]:
         "made by": [hash_code(ROOMS), torch.__version__, made_for.room_name if made_for else ""],
         "plugins": [plugin.digest for plugin in opened.plugins],
     }
+    if part:
+        key["part"] = [part, target.quantize]
     plain: dict[str, object] = json.loads(json.dumps(key))
     return plain
 
@@ -103,7 +108,8 @@ def keep(shelf: Shelf, opened: Opened, target: Target, limit: int) -> str:
         return f"packed weights: {gib(shelf.nbytes)} are kept in {shelf.path}"
     if not needed:
         return "packed weights: none are kept: this model has no linear layer that is packed"
-    if key_of(opened, target) != shelf.key:
+    part, *_ = shelf.key.get("part", ("",))
+    if key_of(opened, target, part) != shelf.key:
         return "packed weights: none are kept: the model's files, or Plait's own, changed meanwhile"
     try:
         _drop_outdated(shelf)

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from plait.config import EngineConfig
+from plait.engine.draft_places import place_nbytes
 from plait.errors import BadFile, ConfigError, OutOfMemory
 from plait.loading.build import Loaded, draft_headers, load
-from plait.loading.draft_model import load_draft, open_draft, place_nbytes
+from plait.loading.draft_model import load_draft, open_draft
 from plait.request import SamplingParams
 from plait.runner.draft import DraftModel
 from plait.schedule.drafts.turns import DraftRequest

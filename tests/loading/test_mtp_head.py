@@ -14,8 +14,9 @@ from plait.config import EngineConfig
 from plait.errors import ConfigError
 from plait.loading.build import Loaded, load
 from plait.loading.draft_model import find_head, make_drafter
-from plait.runner.mtp import MtpDrafter
-from plait.runner.mtp_passes import EagerPasses, RecordedPasses
+from plait.runner.host.mtp import MtpDrafter
+from plait.runner.host.mtp_passes import HostPasses
+from plait.runner.mtp_passes import EagerPasses
 from plait.schedule.plan import Chunk, SamplingRow, StepPlan
 from plait.state.store import StateStore
 
@@ -41,7 +42,7 @@ def drafting(model: Loaded) -> MtpDrafter:
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 def test_recorded_passes_give_the_drafts_of_passes_op_by_op(hybrid: Loaded, params: SamplingParams) -> None:
     drafter = drafting(hybrid)
-    assert isinstance(drafter.passes, RecordedPasses)
+    assert isinstance(drafter.passes, HostPasses)
     rows = [torch.randn(1, 256), torch.randn(5, 256)]
     chunks = tuple(
         Chunk(n, 0, tuple(range(7, 7 + len(row))), drafter.memory.tables(n, 0, 24), 0, 1)

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from plait.loading.build import Loaded
 from plait.memory import BlockGroup, has_slots
 from plait.request import SamplingParams
-from plait.runner.draft import DraftMemory, DraftModel
+from plait.runner.draft import DraftModel
+from plait.runner.host.draft_memory import DraftMemory
 from plait.runner.host.static_batch import Capacity
 from plait.runner.runner import ModelRunner
 from plait.schedule.drafts.turns import DraftRequest

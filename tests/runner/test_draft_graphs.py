@@ -15,8 +15,9 @@ from plait.model.decoder import Decoder
 from plait.ops.chip import Chip
 from plait.request import SamplingParams
 from plait.runner.device_graphs import DeviceReplay
-from plait.runner.draft import DraftMemory, DraftModel
+from plait.runner.draft import DraftModel
 from plait.runner.graph_backends import TorchGraphs
+from plait.runner.host.draft_memory import DraftMemory
 from plait.runner.host.static_batch import Capacity
 from plait.runner.runner import ModelRunner
 from plait.runner.sampler import Sampler

@@ -12,6 +12,7 @@ import pytest
 from plait import LLM, SamplingParams
 from plait.errors import EngineError
 from plait.kernels.cpu.runtime.executor import Executor
+from plait.kernels.load import turn_kernels, turn_tables
 from plait.schedule.plan import Sampled, SamplingRow, StepPlan
 
 SIZES: dict[str, Any] = {"device": "cpu", "threads": 1, "max_model_len": 256, "max_num_seqs": 8}
@@ -195,7 +196,8 @@ def test_turns_give_the_same_text_however_the_model_runs(nano_hybrid: Path, opti
 
 def test_joined_tables_begin_at_even_places() -> None:
     executor = Executor(1)
-    one, pair = executor.glue("nothing"), executor.joined([executor.glue("nothing") for _ in range(2)])
-    made = executor.joined([pair, one, pair, one, one, pair])
+    tables = turn_tables(executor, turn_kernels())
+    one, pair = tables.glue("nothing"), tables.joined([tables.glue("nothing") for _ in range(2)])
+    made = tables.joined([pair, one, pair, one, one, pair])
     assert made.count == 2 + 1 + 1 + 2 + 1 + 1 + 2
     executor.close()

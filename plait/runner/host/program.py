@@ -42,7 +42,7 @@ class Described(Protocol):
 
 
 class TurnRunner(Protocol):
-    """Runs the speculative turns of a plan (`runner.turns`)."""
+    """Runs the speculative turns of a plan (`turns.NativeTurns`)."""
 
     def run(self, plan: StepPlan, row: SamplingRow) -> list[Sampled] | None:
         """The answers; None: the plan's first turn is to run as a single step."""

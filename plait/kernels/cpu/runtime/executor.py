@@ -7,7 +7,7 @@ of run, and replay is one native call (`threads.Threads.run`).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +29,6 @@ from plait.kernels.cpu.runtime.threads import (
     allocate_aligned,
     argument,
 )
-from plait.kernels.cpu.runtime.turns import GLUE
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,25 +147,6 @@ class Executor(Threads):
         if self._row_slots is not None:
             self._kept.add((state.data_ptr(), state.numel()))
         return self._row_slots
-
-    def glue(self, name: str, *args: object) -> LaunchTable:
-        """One launch of a kernel of `turns.GLUE`, which says what its arguments are. For `joined`."""
-        array = np.array([8 * TOKENS, self.counters, *map(argument, args)], np.int64)
-        table = LaunchTable([GLUE[name].address, int(array.ctypes.data)], kept=[array, args])
-        table.seal()
-        return table
-
-    def joined(self, parts: Sequence[LaunchTable]) -> LaunchTable:
-        """Tables as one: launches take two counters in turns, so each part begins at an even place."""
-        made, nothing = LaunchTable(kept=[*parts]), self.glue("nothing")
-        for part in parts:
-            if made.count % 2 and part.count > 1:
-                made.entries += nothing.entries
-            made.entries += part.entries
-            made.scratch, made.shared = max(made.scratch, part.scratch), max(made.shared, part.shared)
-        made.kept.append(nothing)
-        made.seal()
-        return made
 
     @property
     def is_recording(self) -> bool:

@@ -33,8 +33,13 @@ def launch_draw(
     settings: temperature, top_k (int64), top_p, min_p, uniform, each [rows], float64 but for top_k.
     """
     rows, width = logits.shape
-    scratch = -(-16 * width // LINE) * LINE + 1024  # whole cache lines, and the counts of a sort
-    cpu.launch(kernel, logits, row_bytes, width, *settings, out, rows=rows, scratch=scratch)
+    args = logits, row_bytes, width, *settings, out
+    cpu.launch(kernel, *args, rows=rows, scratch=draw_scratch(width))
+
+
+def draw_scratch(width: int) -> int:
+    """Bytes of scratch that a draw from rows of that width needs."""
+    return -(-16 * width // LINE) * LINE + 1024  # whole cache lines, and the counts of a sort
 
 
 def find_largest(cpu: Threads, kernel: Launchable, logits: Floats) -> tuple[Longs, Floats]:

@@ -17,6 +17,7 @@ from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import barrier, rows_of, word
 from plait.kernels.cpu.runtime.frame_words import SLEEPERS
 from plait.kernels.cpu.runtime.loops import HAS_FUTEX
+from plait.kernels.load import turn_kernels, turn_tables
 from tests.patience import PATIENCE_S
 
 
@@ -98,7 +99,7 @@ def test_steps_that_a_launch_puts_an_end_to_are_counted() -> None:
         cpu.launch(doubled, x, x, 7, rows=64)
         cpu.launch(ended, left, cpu.steps, rows=64)
     given: Any = Given([2, 1])
-    cpu._small, between = given, cpu.glue("nothing")
+    cpu._small, between = given, turn_tables(cpu, turn_kernels()).glue("nothing")
     for length, steps, played in ((3, 8, 3), (1, 8, 1), (9, 2, 2), (9, 1, 1)) * 2:
         left[0] = length
         assert cpu.run(program, tokens=1, logits=0, seqs=1, steps=steps, between=between) == played

@@ -3,6 +3,7 @@
 The head has keys and values of its own, at a place for each sequence, as a draft model has. What the model
 made of each token is kept until the head computes it, so prompts cost it nothing before the first draft. It
 sees no further back than what was kept then: behind cached prefixes, and after a pause, it begins anew.
+Nothing here needs torch: on a GPU, and where a head runs op by op, `runner.mtp_passes` has what is kept.
 """
 
 from __future__ import annotations
@@ -10,19 +11,50 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
-from plait.runner.draft import DraftMemory, without_logprobs
-from plait.runner.mtp_passes import HeadPasses
+from plait.runner.host.draft_memory import DraftMemory, without_logprobs
+from plait.runner.host.mtp_passes import HeadPasses
 from plait.schedule.drafts.turns import DraftRequest
 from plait.schedule.plan import MOST_STEPS, Chunk, SamplingRow, StepPlan
 
-Rows = Tensor | npt.NDArray[np.float32]
+Rows = Any  # [rows, hidden]: an array, or a tensor
 MOST_KEPT = 256  # hidden states of one sequence that wait for the head
+
+
+class KeptRows(Protocol):
+    """Hidden states that wait for the head, up to MOST_KEPT of each place."""
+
+    def put(self, place: int, at: int, rows: Rows) -> None:
+        """Write rows from `at` on."""
+
+    def drop(self, place: int, spare: int, count: int) -> None:
+        """Of the first `count`, remove the first `spare`: the others move to the beginning."""
+
+    def first(self, place: int, count: int) -> Rows:
+        """The first `count`, as the passes of the head take them."""
+
+
+class HostRows:
+    """Hidden states in host memory, float32."""
+
+    def __init__(self, places: int, size: int) -> None:
+        self._rows = np.empty((places, MOST_KEPT, size), np.float32)
+
+    def put(self, place: int, at: int, rows: Rows) -> None:
+        """See `KeptRows`."""
+        self._rows[place, at : at + len(rows)] = rows
+
+    def drop(self, place: int, spare: int, count: int) -> None:
+        """See `KeptRows`."""
+        self._rows[place, : count - spare] = self._rows[place, spare:count].copy()
+
+    def first(self, place: int, count: int) -> npt.NDArray[np.float32]:
+        """See `KeptRows`."""
+        return self._rows[place, :count]
 
 
 @dataclass(slots=True)
@@ -53,16 +85,14 @@ class HeadPlace:
 
 
 class MtpDrafter:
-    """Proposes drafts with a model's head. `kept`: [places, MOST_KEPT, hidden], for hidden states.
+    """Proposes drafts with a model's head. `kept`: memory for hidden states of each place.
 
     `observe` has to be called behind each step of the model. Sequences beyond the places get no drafts.
     Penalties and `min_tokens` are left out of the draws, as with a draft model.
     """
 
-    def __init__(self, passes: HeadPasses, memory: DraftMemory, kept: Tensor) -> None:
+    def __init__(self, passes: HeadPasses, memory: DraftMemory, kept: KeptRows) -> None:
         self.passes, self.memory, self._kept = passes, memory, kept
-        on_host = kept.device.type == "cpu" and kept.dtype == torch.float32
-        self._host = kept.numpy() if on_host else None  # the same memory; numpy copies rows faster
         self._free = [HeadPlace(i) for i in reversed(range(memory.num_places))]
         self._places: OrderedDict[int, HeadPlace] = OrderedDict()  # by sequence, least recently drafted first
         self._error: Exception | None = None
@@ -133,14 +163,10 @@ class MtpDrafter:
             place.at, count = chunk.end - MOST_KEPT, 0
         elif count + len(rows) > MOST_KEPT:
             spare = min(count, max(MOST_KEPT // 2, count + len(rows) - MOST_KEPT))
-            self._kept[place.index, : count - spare] = self._kept[place.index, spare:count].clone()
+            self._kept.drop(place.index, spare, count)
             place.at, count = place.at + spare, count - spare
         place.count = count + len(rows)
-        where = (place.index, slice(count, place.count))
-        if self._host is not None and not isinstance(rows, Tensor):
-            self._host[where] = rows
-        else:
-            self._kept[where] = torch.as_tensor(rows)
+        self._kept.put(place.index, count, rows)
 
     def _take_place(self, chunk: Chunk) -> HeadPlace:
         """A place for a sequence that has none: a free one, or that of the one without drafts for longest."""
@@ -171,7 +197,7 @@ class MtpDrafter:
             start = place.done - place.base
             tables = self.memory.tables(place.index, start, end - place.base + length)
             chunks.append(Chunk(one.seq_id, start, tokens, tables, 0, 1))
-            rows.append(self._kept[place.index, : len(tokens)])
+            rows.append(self._kept.first(place.index, len(tokens)))
         sampling = [
             SamplingRow(without_logprobs(one.params), 1, 1, len(one.token_ids), one.seed) for one, _ in work
         ]

@@ -13,16 +13,13 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from plait.ops.seed import uniform
-from plait.runner.host.program import HostProgram, ProgramReplay
-from plait.runner.host.sampler import Settings, check_finite
+from plait.runner.host.mtp import HeadPlace, MtpDrafter
+from plait.runner.host.mtp_passes import HostPasses
+from plait.runner.host.program import Floats, HostProgram, ProgramReplay
+from plait.runner.host.sampler import HostSampler, Settings, check_finite
 from plait.runner.host.static_batch import StaticBatch
-from plait.runner.mtp import HeadPlace, MtpDrafter
-from plait.runner.mtp_passes import RecordedPasses
-from plait.runner.program import NativeExecutor
-from plait.runner.sampler import Sampler
 from plait.schedule.drafts.turns import MOST_STOPS, MOST_TURNS, TurnsEnd
 from plait.schedule.plan import Chunk, Sampled, SamplingRow, StepPlan
 
@@ -30,12 +27,13 @@ KIND = 64  # added to the number of rows: the time of turns is not compared with
 Longs = npt.NDArray[np.int64]
 
 
-class GlueMaker(NativeExecutor, Protocol):
-    """Makes tables of launches (`kernels.cpu.runtime.executor`). `steps`: where their number is."""
+class TableMaker(Protocol):
+    """Makes tables of launches (`kernels.cpu.runtime.turn_tables`). `steps`: where their number is."""
 
     @property
     def steps(self) -> int: ...
     def glue(self, name: str, *args: object) -> object: ...
+    def draw(self, logits: Floats, width: int, settings: tuple[object, ...], ids: object) -> object: ...
     def joined(self, parts: Sequence[object]) -> object: ...
 
 
@@ -61,10 +59,10 @@ class NativeTurns:
     def __init__(
         self,
         program: HostProgram,
-        passes: RecordedPasses,
+        passes: HostPasses,
         drafter: MtpDrafter,
-        sampler: Sampler,
-        maker: GlueMaker,
+        sampler: HostSampler,
+        maker: TableMaker,
     ) -> None:
         self._program, self._head, self._before = program, passes.program, passes.before
         self._drafter, self._sampler, self._maker = drafter, sampler, maker
@@ -138,7 +136,7 @@ class NativeTurns:
         assert drafted is not None
         found, proposed, drawing, proposing = largest[0], drafted[0], list[object](), list[object]()
         if is_drawn:
-            model, own = self._draws = self._draws or self._record_draws()
+            model, own = self._draws = self._draws or self._make_draws()
             found, proposed, drawing, proposing = model.ids, own.ids, [model.table], [own.table]
         s, h, hidden, glue = program.static, head.static, program.results.hidden, self._maker.glue
         moving, head_moving = turn.describe(s), turn.describe(h)
@@ -166,22 +164,17 @@ class NativeTurns:
         turn.table = self._maker.joined(parts)
         return turn
 
-    def _record_draws(self) -> tuple[DrawTable, DrawTable]:
-        numbers = self._row_numbers, self._head_number
-        model, head = (
-            self._record_draw(p, n) for p, n in zip((self._program, self._head), numbers, strict=True)
+    def _make_draws(self) -> tuple[DrawTable, DrawTable]:
+        return (
+            self._make_draw(self._program, self._row_numbers),
+            self._make_draw(self._head, self._head_number),
         )
-        return model, head
 
-    def _record_draw(self, program: HostProgram, numbers: npt.NDArray[np.float64]) -> DrawTable:
-        draw, capacity = self._sampler.plain_draw, program.static.capacity
-        assert draw is not None
-        rows = capacity.logits
+    def _make_draw(self, program: HostProgram, numbers: npt.NDArray[np.float64]) -> DrawTable:
+        rows = program.static.capacity.logits
         settings = (np.zeros(rows), np.zeros(rows, np.int64), np.zeros(rows), np.zeros(rows), numbers)
-        logits = torch.from_numpy(program.results.logits)
-        with self._maker.recording(capacity.tokens, rows) as table:
-            ids = draw(logits, *map(torch.from_numpy, settings))
-        return DrawTable(table, settings, ids.numpy())
+        ids, logits = np.zeros(rows, np.int64), program.results.logits
+        return DrawTable(self._maker.draw(logits, self._sampler.limit, settings, ids), settings, ids)
 
 
 @dataclass(slots=True)
@@ -211,12 +204,12 @@ class _TurnTable:
         return np.array([*words, static.block_size], np.int64)
 
 
-def add_turns(replay: object, drafter: MtpDrafter, sampler: Sampler, executor: GlueMaker | None) -> bool:
+def add_turns(replay: object, drafter: MtpDrafter, sampler: HostSampler, maker: TableMaker) -> bool:
     """Let a recorded step run turns, where the head is recorded and both find the largest logits."""
     passes = drafter.passes
-    if not isinstance(replay, ProgramReplay) or not isinstance(passes, RecordedPasses) or executor is None:
+    if not isinstance(replay, ProgramReplay) or not isinstance(passes, HostPasses):
         return False
     if replay.program.results.largest is None or passes.program.results.largest is None:
         return False
-    replay.turns = NativeTurns(replay.program, passes, drafter, sampler, executor)
+    replay.turns = NativeTurns(replay.program, passes, drafter, sampler, maker)
     return True

@@ -1,0 +1,85 @@
+"""Passes of a head for multi-token prediction as one native program, recorded here or in an earlier run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from plait.runner.host.program import Floats, HostProgram
+from plait.runner.host.sampler import HostSampler, is_greedy
+from plait.schedule.plan import Chunk, SamplingBatch, SamplingRow, StepPlan
+from plait.state.host_store import HostStore
+
+Drafts = list[tuple[int, ...]]
+
+
+class HeadPasses(Protocol):
+    """Drafts for the chunks of a plan, each with a row to go on from."""
+
+    def run(
+        self, plan: StepPlan, rows: Sequence[Any], sampling: Sequence[SamplingRow], length: int
+    ) -> Drafts:
+        """`length` tokens for each chunk. rows: what the model made of its tokens, [its tokens, hidden].
+
+        The chunks have one token with history first, and tables for all positions. Raises EngineError if a
+        row has no finite maximum.
+        """
+        ...
+
+
+class HostPasses:
+    """As one native program over buffers that are as long as the largest pass.
+
+    `before`: hidden states that a pass reads, [most tokens, hidden], of which it leaves those to go on from;
+    `store`: the head's keys and values.
+    """
+
+    def __init__(self, program: HostProgram, before: Floats, store: HostStore, sampler: HostSampler) -> None:
+        self.program, self.before, self.store, self._sampler = program, before, store, sampler
+        self._largest = program.results.largest
+
+    def run(
+        self, plan: StepPlan, rows: Sequence[Any], sampling: Sequence[SamplingRow], length: int
+    ) -> Drafts:
+        """See `HeadPasses`."""
+        at = 0
+        for row in rows:
+            self.before[at : at + len(row)] = row
+            at += len(row)
+        own = SamplingBatch(tuple(sampling))
+        if self._largest is not None and is_greedy(own):
+            return self._run_greedy(plan, own, length)
+        tokens = [a.token_ids[0] for a in self._sampler.sample(self.program(plan), own, self._largest)]
+        steps = [tokens]
+        for i in range(1, length):
+            plan = go_on(plan, tokens)
+            tokens = self._sampler.follow(self.program(plan), own, i, self._largest)
+            steps.append(tokens)
+        return [*zip(*steps, strict=True)]
+
+    def _run_greedy(self, plan: StepPlan, own: SamplingBatch, length: int) -> Drafts:
+        """All passes in two native calls, in one where the first has one token of each sequence, too."""
+        if all(len(chunk.token_ids) == 1 for chunk in plan.chunks):
+            found = self._sampler.likeliest(*self.program.several(replace(plan, num_steps=length)))
+            return [answer.token_ids for answer in found]
+        first = self._sampler.sample(self.program(plan), own, self._largest)
+        tokens = [answer.token_ids[0] for answer in first]
+        if length == 1:
+            return [(token,) for token in tokens]
+        plan = replace(go_on(plan, tokens), num_steps=length - 1)
+        found = self._sampler.likeliest(*self.program.several(plan))
+        return [(token, *answer.token_ids) for token, answer in zip(tokens, found, strict=True)]
+
+
+def go_on(plan: StepPlan, tokens: Sequence[int]) -> StepPlan:
+    """The plan of the tokens that follow, one behind each chunk."""
+    chunks = zip(plan.chunks, tokens, strict=True)
+    return replace(
+        plan, chunks=tuple(Chunk(c.seq_id, c.end, (token,), c.blocks, 0, 1) for c, token in chunks)
+    )
+
+
+def replace_position(row: SamplingRow, by: int) -> SamplingRow:
+    """The row of the token that comes so many later."""
+    return SamplingRow(row.params, 1, 1, row.position + by, row.seed)
