@@ -69,10 +69,12 @@ NO_TORCH = (
     *("kernels.load", "kernels.cpu.runtime.threads", "kernels.cpu.runtime.machine_code"),
     *("kernels.cpu.codegen.amx_permission", "kernels.cpu.runtime.tile_check"),
     *("kernels.cpu.runtime.frame_words", "kernels.cpu.runtime.row_launches"),
+    "kernels.cpu.runtime.turn_tables",
     *("engine.core", "engine.thread", "engine.memory_plan", "engine.host_memory", "engine.grammar_guide"),
     *(
         "engine.admission",
         "engine.fingerprint",
+        "engine.draft_places",
         "engine.metrics",
         "frontend",
         "loading.text_side",

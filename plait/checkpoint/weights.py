@@ -92,12 +92,6 @@ class Target:
         return self.cuts.comm
 
     @property
-    def shelves(self) -> list[tuple[Shelf, Target]]:
-        """What was packed, and what for: the model's weights, and those of its head for drafts."""
-        targets = [self, self.drafts] if self.drafts else [self]
-        return [(target.shelf, target) for target in targets if target.shelf is not None]
-
-    @property
     def platform(self) -> str:
         """What variants are chosen for: of an example of a GPU, which has its tensors on the CPU, a GPU."""
         return "cuda" if self.chip else self.device.type

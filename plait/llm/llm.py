@@ -208,12 +208,12 @@ class LLM:
         """
         if isinstance(self._loaded, LoadedImage):
             return "packed weights: they are kept, as the startup image needs them"
-        from plait.loading.packed_cache import keep
+        from plait.loading.packed_cache import keep, list_shelves
 
         opened, target = self._loaded.opened, self._loaded.target
         if target.shelf is None:
             return "packed weights: none are kept: nothing is packed here, or there is no folder for them"
-        return "\n".join(keep(shelf, opened, packed, limit) for shelf, packed in target.shelves)
+        return "\n".join(keep(shelf, opened, packed, limit) for shelf, packed in list_shelves(target))
 
     def keep_image(self, limit: int) -> str:
         """Write its startup image, and its packed weights if they are not kept. Returns the outcome in words.
@@ -231,8 +231,12 @@ class LLM:
 
         Raises BadFile if they cannot be removed, because every later run would use them.
         """
-        shelves = [] if isinstance(self._loaded, LoadedImage) else self._loaded.target.shelves
-        damaged = [shelf for shelf, _ in shelves if shelf.is_full and not shelf.is_sound()]
+        if isinstance(self._loaded, LoadedImage):
+            return False
+        from plait.loading.packed_cache import list_shelves
+
+        shelves = (shelf for shelf, _ in list_shelves(self._loaded.target))
+        damaged = [shelf for shelf in shelves if shelf.is_full and not shelf.is_sound()]
         for shelf in damaged:
             try:
                 shelf.path.unlink(missing_ok=True)

@@ -26,7 +26,7 @@ from plait.loading.make_runner import make_runner, make_sampler
 from plait.loading.measure_memory import check_weights_fit, size_gpu
 from plait.loading.meta_model import check_rounded_state, list_ops
 from plait.loading.open_model import Opened, Progress, banned_ids, load_decoder, weight_formats
-from plait.loading.packed_cache import shelf_of
+from plait.loading.packed_cache import list_shelves, shelf_of
 from plait.loading.probe_scorer import open_settled
 from plait.loading.target import (
     agreement_of,
@@ -70,7 +70,7 @@ APART = {
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A model with its engine, before a thread runs it."""
+    """A model with its engine, before a thread runs it. `drafter`: its own head, if that drafts."""
 
     opened: Opened
     runner: ModelRunner
@@ -79,6 +79,7 @@ class Built:
     target: Target
     guides: Guides
     disk: DiskCache | None = None
+    drafter: MtpDrafter | None = None
 
     @property
     def spec(self) -> ModelSpec:
@@ -97,7 +98,7 @@ class Built:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model with a running engine, and what it was built from."""
+    """A model with a running engine, and what it was built from. `drafter`: see `Built`."""
 
     opened: Opened
     config: EngineConfig
@@ -105,6 +106,7 @@ class Loaded:
     sizing: Sizing
     target: Target
     front: Front
+    drafter: MtpDrafter | None = None
 
 
 def load(
@@ -124,7 +126,7 @@ def load(
 
     built = build(model, config, on_progress or _silent, on_open, example)
     front = make_front(built.opened.files.name, built, found[0], config)
-    return Loaded(built.opened, config, built.runner, built.sizing, built.target, front)
+    return Loaded(built.opened, config, built.runner, built.sizing, built.target, front, built.drafter)
 
 
 def build(
@@ -225,9 +227,9 @@ def _build(opened: Opened, target: Target, tokenizer: Tokenizer | None, report: 
     report("ready", 1, 1)  # before there is a thread, because `report` may raise to cancel the loading
     disk = None
     if config.cache_disk is not None:
-        known = fingerprint(opened, target)
-        disk = open_disk_cache(config, engine, runner.store.host, decoder.states, known)
-    return Built(opened, runner, engine, sizing, target, guides, disk)
+        disk = open_disk_cache(config, engine, runner.store.host, decoder.states, fingerprint(opened, target))
+    made = opened, runner, engine, sizing, target, guides, disk
+    return Built(*made, proposer if isinstance(proposer, MtpDrafter) else None)
 
 
 def _open_gpu(opened: Opened, draft: Opened | None, target: Target, report: Progress) -> None:
@@ -377,7 +379,7 @@ def _size(
         later = drafter.nbytes if isinstance(drafter, Opened) else None if drafter is None else 0
         sizing = size_gpu(facts, decoder, target, opened.config, memory_of(target.device), later)
     else:
-        mapped = sum(shelf.nbytes for shelf, _ in target.shelves)
+        mapped = sum(shelf.nbytes for shelf, _ in list_shelves(target))
         sizing = size_on_host(facts, opened.config, mapped=mapped, ranks=target.comm.rank.size)
     describe_memory(sizing, target.weights_nbytes, is_lazy=target.device.type == "cpu")
     return sizing

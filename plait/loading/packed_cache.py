@@ -89,9 +89,15 @@ def key_of(opened: Opened, target: Target, part: str = "") -> dict[str, object]:
         "plugins": [plugin.digest for plugin in opened.plugins],
     }
     if part:
-        key["part"] = [part, target.quantize]
+        key["part"] = f"{part} {target.quantize}"
     plain: dict[str, object] = json.loads(json.dumps(key))
     return plain
+
+
+def list_shelves(target: Target) -> list[tuple[Shelf, Target]]:
+    """What was packed, and what for: a model's weights, and those of its head for drafts."""
+    targets = [target, target.drafts] if target.drafts else [target]
+    return [(one.shelf, one) for one in targets if one.shelf is not None]
 
 
 def _digest(raw: bytes) -> str:
@@ -108,7 +114,7 @@ def keep(shelf: Shelf, opened: Opened, target: Target, limit: int) -> str:
         return f"packed weights: {gib(shelf.nbytes)} are kept in {shelf.path}"
     if not needed:
         return "packed weights: none are kept: this model has no linear layer that is packed"
-    part, *_ = shelf.key.get("part", ("",))
+    part = str(shelf.key.get("part", "")).partition(" ")[0]
     if key_of(opened, target, part) != shelf.key:
         return "packed weights: none are kept: the model's files, or Plait's own, changed meanwhile"
     try:

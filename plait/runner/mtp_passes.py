@@ -12,8 +12,8 @@ from plait.errors import CannotRecord
 from plait.memory import block_groups
 from plait.model.mtp import MtpHead
 from plait.runner.batches.inputs import build_batch
-from plait.runner.host.mtp import MOST_KEPT, HostRows, KeptRows
-from plait.runner.host.mtp_passes import Drafts, HeadPasses, HostPasses, go_on, replace_position
+from plait.runner.host.mtp import MOST_KEPT, HiddenOnHost, KeptRows
+from plait.runner.host.mtp_passes import Drafts, HeadPasses, HiddenRows, HostPasses, go_on, replace_position
 from plait.runner.host.program import HostProgram, StepResults
 from plait.runner.host.static_batch import Capacity, StaticBatch
 from plait.runner.program import NativeExecutor, ViewsOnly, view_as_batch
@@ -22,14 +22,14 @@ from plait.schedule.plan import SamplingBatch, SamplingRow, StepPlan
 from plait.state.store import StateStore
 
 
-class DeviceRows:
+class HiddenOnDevice:
     """Hidden states that wait for the head, on its device (a `KeptRows`)."""
 
     def __init__(self, places: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
         self._rows = torch.empty(places, MOST_KEPT, size, dtype=dtype, device=device)
 
-    def put(self, place: int, at: int, rows: Tensor) -> None:
-        """rows: a tensor or an array."""
+    def put(self, place: int, at: int, rows: HiddenRows) -> None:
+        """See `KeptRows`."""
         self._rows[place, at : at + len(rows)] = torch.as_tensor(rows)
 
     def drop(self, place: int, spare: int, count: int) -> None:
@@ -50,10 +50,10 @@ class EagerPasses:
 
     @torch.inference_mode()
     def run(
-        self, plan: StepPlan, rows: Sequence[Tensor], sampling: Sequence[SamplingRow], length: int
+        self, plan: StepPlan, rows: Sequence[HiddenRows], sampling: Sequence[SamplingRow], length: int
     ) -> Drafts:
         """See `HeadPasses`."""
-        before = torch.cat(list(rows))
+        before = torch.cat([torch.as_tensor(row) for row in rows])
         drafts: Drafts = [()] * len(rows)
         for i in range(length):
             batch = build_batch(plan, self._groups, self._store.block_size, self._device)
@@ -111,8 +111,8 @@ def make_passes(
     if threads is not None:
         try:
             passes, launches = record_passes(head, store, sampler, threads, capacity)
-            return HeadRunner(passes, HostRows(capacity.seqs, size), f"{launches} launches, one call")
+            return HeadRunner(passes, HiddenOnHost(capacity.seqs, size), f"{launches} launches, one call")
         except CannotRecord as error:
             why = str(error)
     eager = EagerPasses(head, store, sampler, device)
-    return HeadRunner(eager, DeviceRows(capacity.seqs, size, dtype, device), f"op by op: {why}")
+    return HeadRunner(eager, HiddenOnDevice(capacity.seqs, size, dtype, device), f"op by op: {why}")

@@ -47,7 +47,7 @@ class HostStore:
         block_size: int,
         dtype: str,
     ) -> None:
-        self.block_size = block_size
+        self.block_size, self.states = block_size, states
         self._arrays: dict[str, dict[str, Bytes]] = {}
         self._saved: dict[int, SavedState] = {}
         self.disk: DiskCopies | None = None

@@ -197,3 +197,19 @@ def test_an_engine_from_a_startup_image_holds_neither_torch_nor_numba(
         with serve(NANO_HYBRID, *options) as running:
             maps = Path(f"/proc/{engine_of(running)}/maps").read_text()
             assert [f"/{name}/" in maps for name in ("torch", "numba")] == [is_first] * 2
+
+
+@pytest.mark.slow
+def test_streams_of_a_killed_engine_from_an_image_with_drafts_go_on(
+    tmp_path: Path, kernel_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The engine that follows one that was killed from outside begins with the image, too."""
+    (tmp_path / "kernels").symlink_to(kernel_folder)
+    options = ("--max-num-seqs", "8", "--cpu", "--cache-dir", str(tmp_path), "--speculate", "mtp")
+    with serve(NANO_HYBRID, *options):
+        pass
+    capsys.readouterr()
+    with serve(NANO_HYBRID, *options) as running:
+        assert "/torch/" not in Path(f"/proc/{engine_of(running)}/maps").read_text()
+        check_lost(running, count=3, num_tokens=120)
+    assert capsys.readouterr().out.count("from the startup image") == 2

@@ -179,7 +179,7 @@ def test_a_copy_of_the_model_that_keeps_its_times_is_the_same_model(
 
 def test_damaged_ones_that_cannot_be_removed_are_an_error(folder: Path) -> None:
     shelf = SimpleNamespace(is_full=True, is_sound=lambda: False, path=folder)
-    llm: Any = SimpleNamespace(_loaded=SimpleNamespace(target=SimpleNamespace(shelf=shelf)))
+    llm: Any = SimpleNamespace(_loaded=SimpleNamespace(target=SimpleNamespace(shelf=shelf, drafts=None)))
     with pytest.raises(BadFile, match="damaged and cannot be removed"):
         LLM.drop_damaged(llm)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from plait.memory import BlockGroup
 from plait.request import SamplingParams
 from plait.runner.host.draft_memory import DraftMemory
-from plait.runner.host.mtp import MOST_KEPT, HostRows, MtpDrafter
+from plait.runner.host.mtp import MOST_KEPT, HiddenOnHost, MtpDrafter
 from plait.schedule.drafts.turns import DraftRequest
 from plait.schedule.plan import Chunk, SamplingRow, StepPlan
 
@@ -52,7 +52,7 @@ class Bench:
             max_step_len=512,
         )
         self.passes = RecordingPasses()
-        self.drafter = MtpDrafter(self.passes, memory, HostRows(places, 1))
+        self.drafter = MtpDrafter(self.passes, memory, HiddenOnHost(places, 1))
         self._step = 0
 
     def step(self, *chunks: tuple[int, int, int]) -> None:

@@ -25,15 +25,19 @@ from plait.kernels.load import find_kernel, find_targets, list_loops
 from plait.loading.image.file_format import (
     Bytes,
     FilePart,
+    HeadPart,
     KernelPart,
     LaunchPart,
+    ProgramPart,
     Region,
     Result,
     StepPart,
     TilesPart,
     lay_out,
 )
-from plait.loading.image.restore import as_bytes
+from plait.loading.image.restore import as_bytes, list_buffers
+from plait.memory import PagedState
+from plait.runner.host.mtp_passes import HostPasses
 from plait.runner.host.program import HostProgram
 from plait.state.host_store import HostStore
 
@@ -100,55 +104,70 @@ class Memory:
 def capture_step(
     program: HostProgram,
     store: HostStore,
-    sampling: Mapping[str, object],
+    chosen: Mapping[str, object],
     kept: Iterable[KeptBlock] = (),
+    head: HostPasses | None = None,
     tile_check: tuple[object, tuple[bytes, ...], tuple[bytes, bytes, bytes]] | None = None,
 ) -> CapturedImage:
-    """A recorded step as an image has it.
+    """A recorded step as an image has it, with the passes of a head if there is one.
 
-    sampling: the kernels that sample; kept: blocks of weights that also lie in a file; tile_check: what
-    `record_tile_check` gives, of a step that runs on AMX. Raises CannotRecord where an address leads to
-    memory that is not known.
+    chosen: kernels that run apart from it, by name; kept: blocks of weights that also lie in a file;
+    tile_check: what `record_tile_check` gives, of programs that run on AMX. Raises CannotRecord where an
+    address leads to memory that is not known.
     """
-    table, results = program.table, program.results
-    memory = Memory(_ranges(program, store, kept))
-    launches = [_launch(memory, launch) for launch in table.launches]
-    hidden, logits = _result(memory, results.hidden), _result(memory, results.logits)
-    largest = None
-    if results.largest is not None:
-        largest = _result(memory, results.largest[0]), _result(memory, results.largest[1])
-    tables = [word for held in _list_held(table) for word in _table_words(memory, held)]
+    memory = Memory(_ranges(program, store, kept, head))
+    programs, made, own = [program], _program(memory, program), None
+    if head is not None:
+        states = {name: s for name, s in head.store.states.items() if isinstance(s, PagedState)}
+        own = HeadPart(_program(memory, head.program), _result(memory, head.before), states)
+        programs.append(head.program)
+    tables = [word for held in _list_held(programs) for word in _table_words(memory, held)]
     loops = {name: memory.kernel(kernel) for name, kernel in list_loops().items()}
-    chosen = {name: memory.kernel(kernel) for name, kernel in sampling.items()}
+    numbers = {name: memory.kernel(kernel) for name, kernel in chosen.items()}
     tiles = tile_check and TilesPart(memory.kernel(tile_check[0]), *tile_check[1:])
     regions, constants, files = _regions(memory.used())
     kernels, code = _machine_code(memory.kernels)
-    capacity = program.static.capacity
+    names = program.table.names
     step = StepPart(
-        launches=tuple(launches),
+        program=made,
+        head=own,
         regions=tuple(regions),
         tables=tuple(tables),
-        scratch=table.scratch,
-        shared=table.shared,
-        hidden=hidden,
-        logits=logits,
-        largest=largest,
         kernels=tuple(kernels),
         loops=loops,
-        sampling=chosen,
-        capacity=(capacity.tokens, capacity.logits, capacity.seqs, capacity.blocks),
-        description=f"{len(launches)} launches of {len(set(table.names))} native kernels, one call",
-        keeps_rows=program.keeps_rows,
+        chosen=numbers,
+        description=f"{len(names)} launches of {len(set(names))} native kernels, one call",
         tiles=tiles,
     )
     return CapturedImage(step, code, constants, tuple(map(_describe_file, files)))
 
 
-def _ranges(program: HostProgram, store: HostStore, kept: Iterable[KeptBlock]) -> list[MemoryRange]:
+def _program(memory: Memory, program: HostProgram) -> ProgramPart:
+    table, results, capacity = program.table, program.results, program.static.capacity
+    largest = results.largest
+    return ProgramPart(
+        launches=tuple(_launch(memory, launch) for launch in table.launches),
+        scratch=table.scratch,
+        shared=table.shared,
+        hidden=_result(memory, results.hidden),
+        logits=_result(memory, results.logits),
+        largest=(_result(memory, largest[0]), _result(memory, largest[1])) if largest else None,
+        capacity=(capacity.tokens, capacity.logits, capacity.seqs, capacity.blocks),
+        keeps_rows=program.keeps_rows,
+    )
+
+
+def _ranges(
+    program: HostProgram, store: HostStore, kept: Iterable[KeptBlock], head: HostPasses | None
+) -> list[MemoryRange]:
     """All memory that a step may point into. Regions of files have their paths for names."""
-    found = [_range("block", "", block) for block in program.table.blocks]
-    found += [_range("static", name, as_bytes(array)) for name, array in program.static.arrays.items()]
-    found += [_range("store", name, array.reshape(-1)) for name, array in store.arrays.items()]
+    programs, arrays, states = [program], dict(program.static.arrays), store.arrays
+    if head is not None:
+        programs, states = [program, head.program], states | head.store.arrays
+        arrays |= list_buffers(head.program.static, head.before)
+    found = [_range("block", "", block) for one in programs for block in one.table.blocks]
+    found += [_range("static", name, as_bytes(array)) for name, array in arrays.items()]
+    found += [_range("store", name, array.reshape(-1)) for name, array in states.items()]
     found.append(MemoryRange(program.threads.counters, 2 * LINE, Region("sync", "", 0, 2 * LINE)))
 
     def in_file(path: Path, start: int, nbytes: int, at: int) -> MemoryRange:
@@ -157,7 +176,7 @@ def _ranges(program: HostProgram, store: HostStore, kept: Iterable[KeptBlock]) -
     found += [in_file(path, start, nbytes, 0) for path, start, nbytes in list_mapped()]
     found += [in_file(block.path, block.start, block.nbytes, block.at) for block in kept]
     known = Memory(found)
-    ranges = [extent_of(held) for held in _list_held(program.table) if not known.holds(held.data_ptr())]
+    ranges = [extent_of(held) for held in _list_held(programs) if not known.holds(held.data_ptr())]
     for start, end in join_ranges(ranges):
         content = np.ctypeslib.as_array((ctypes.c_uint8 * (end - start)).from_address(start))
         found.append(MemoryRange(start, end - start, Region("constant", "", 0, end - start), content))
@@ -168,9 +187,9 @@ def _range(kind: str, name: str, memory: Bytes) -> MemoryRange:
     return MemoryRange(int(memory.ctypes.data), memory.nbytes, Region(kind, name, 0, memory.nbytes))
 
 
-def _list_held(table: Any) -> list[Tensor]:
-    """The tensors that a step reads, outside of its arena: those of launches, and what tables point to."""
-    direct = [tensor for launch in table.launches for tensor in launch.held]
+def _list_held(programs: Sequence[HostProgram]) -> list[Tensor]:
+    """The tensors that programs read, outside of their arenas: of launches, and what tables point to."""
+    direct = [tensor for one in programs for launch in one.table.launches for tensor in launch.held]
     return [*direct, *(target for tensor in direct for target in find_targets(tensor))]
 
 

@@ -29,9 +29,10 @@ from plait.errors import BadFile
 from plait.kernels.load import is_foreign_file
 from plait.memory import PagedState, SlotState, State
 
-MAGIC = b"plaitim1"
+MAGIC = b"plaitim2"
 _START = struct.Struct("<8sQQ32s")
 _PAGE = 4096
+HEAD = "mtp."  # the names of a head's buffers begin with it
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -48,8 +49,8 @@ class Region(Struct, frozen=True, array_like=True):
     """Memory that launches point into.
 
     kind: "block" of the arena, "static" buffer of a batch, "store" of state, "sync" of threads, "constant" of
-    this file, "file" of `ImageHeader.files`. name: of a buffer or a state's tensor, or a file's number; at:
-    where it begins in its file; nbytes: its length.
+    this file, "file" of `ImageHeader.files`. name: of a buffer (a head's: `HEAD` + its name) or a state's
+    tensor, or a file's number; at: where it begins in its file; nbytes: its length.
     """
 
     kind: str
@@ -87,24 +88,42 @@ class TilesPart(Struct, frozen=True, array_like=True):
     documented: tuple[bytes, bytes, bytes]
 
 
-class StepPart(Struct, frozen=True):
-    """The recorded step. `tables`: constants that are addresses, as (region, offset, region, offset)."""
+class ProgramPart(Struct, frozen=True):
+    """A recorded program: its launches, where its results are, and for which largest step it is."""
 
     launches: tuple[LaunchPart, ...]
-    regions: tuple[Region, ...]
-    tables: tuple[tuple[int, int, int, int], ...]
     scratch: int
     shared: int
     hidden: Result
     logits: Result
     largest: tuple[Result, Result] | None
+    capacity: tuple[int, int, int, int]  # tokens, logits, sequences, blocks of one sequence
+    keeps_rows: bool  # whether it keeps recurrent state behind single rows
+
+
+class HeadPart(Struct, frozen=True):
+    """A model's own head, which drafts: its passes, the hidden states that they read, and its state."""
+
+    program: ProgramPart
+    before: Result
+    states: Mapping[str, PagedState]  # in order
+
+
+class StepPart(Struct, frozen=True):
+    """The recorded step of the model, and a head's passes; the memory and the code of both.
+
+    `tables`: constants that are addresses, as (region, offset, region, offset).
+    """
+
+    program: ProgramPart
+    head: HeadPart | None
+    regions: tuple[Region, ...]
+    tables: tuple[tuple[int, int, int, int], ...]
     kernels: tuple[KernelPart, ...]
     loops: Mapping[str, int]  # number of the kernel, by field of `NativeLoops`
-    sampling: Mapping[str, int]  # "largest" and "draw"
-    capacity: tuple[int, int, int, int]  # tokens, logits, sequences, blocks of one sequence
+    chosen: Mapping[str, int]  # those that sample: "largest" and "draw"; those of turns, if there is a head
     description: str
-    keeps_rows: bool  # whether it keeps recurrent state behind single rows
-    tiles: TilesPart | None  # of a step that runs on AMX
+    tiles: TilesPart | None  # of programs that run on AMX
 
 
 class FilePart(Struct, frozen=True, array_like=True):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,20 @@ from plait.kernels.load import (
     start_threads,
     why_no_tiles,
 )
-from plait.loading.image.file_format import Bytes, FilePart, Image, Region, Result, TilesPart
-from plait.memory import block_groups
+from plait.loading.image.file_format import (
+    HEAD,
+    Bytes,
+    FilePart,
+    Image,
+    ProgramPart,
+    Region,
+    Result,
+    TilesPart,
+)
+from plait.memory import State, block_groups
+from plait.runner.host.mtp_passes import HostPasses
 from plait.runner.host.program import HostProgram, StepResults
+from plait.runner.host.sampler import HostSampler
 from plait.runner.host.static_batch import Capacity, StaticBatch
 from plait.state.host_store import HostStore
 
@@ -44,13 +56,21 @@ def map_weights(files: Sequence[FilePart]) -> list[Bytes]:
 
 
 class RestoredStep:
-    """A recorded step in this process. `kernels`: those that sample, by what they do.
+    """A recorded step in this process, with the passes of a head if the image has one.
 
+    store: state of the model; drafts: that of the head. `kernels`: those that run apart from it, by name.
     Raises BadFile for one that runs on AMX where this process may not, or where the tiles do not give the
     documented bits. RuntimeError for code that cannot be linked.
     """
 
-    def __init__(self, image: Image, store: HostStore, threads: int, files: Sequence[Bytes]) -> None:
+    def __init__(
+        self,
+        image: Image,
+        store: HostStore,
+        threads: int,
+        files: Sequence[Bytes],
+        drafts: HostStore | None = None,
+    ) -> None:
         model, step = image.header.model, image.header.step
         code = [(part.symbol, part.at, part.nbytes) for part in step.kernels]
         if step.tiles and (why := why_no_tiles("native")):
@@ -59,28 +79,45 @@ class RestoredStep:
         if step.tiles:
             _check_tiles(step.tiles, self._code[step.tiles.kernel].address)
         self.threads = start_threads(threads, self._code, step.loops)
-        self.static = StaticBatch(Capacity(*step.capacity), block_groups(model.states), model.block_size)
-        self._step, self._constants, self._store, self._files = step, image.constants, store, files
+        self._static = _make_static(step.program, model.states, model.block_size)
+        self._buffers, self._states, self._drafts = dict(self._static.arrays), store.arrays, drafts
+        if step.head and drafts:
+            head, before = step.head, step.head.before
+            self._head_static = _make_static(head.program, head.states, model.block_size)
+            rows = allocate_block(prod(before.shape) * 4).view(before.dtype).reshape(before.shape)
+            self._buffers |= list_buffers(self._head_static, rows)
+            self._states = self._states | drafts.arrays
+        self._step, self._constants, self._files = step, image.constants, files
         self._memory = [self._find(region) for region in step.regions]
-        self.kernels = {name: self._code[number] for name, number in step.sampling.items()}
+        self.kernels = {name: self._code[number] for name, number in step.chosen.items()}
+        for region, offset, target, at in step.tables:
+            memory, _ = self._memory[region]
+            assert memory is not None
+            memory[offset : offset + 8].view(np.int64)[0] = self._address(target) + at
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the kernels, in order."""
-        return tuple(self._step.kernels[launch.kernel].name for launch in self._step.launches)
+        return tuple(self._step.kernels[launch.kernel].name for launch in self._step.program.launches)
 
     def __str__(self) -> str:
         return f"{self._step.description}, from the startup image"
 
     def program(self) -> HostProgram:
         """The step, ready to run."""
-        step = self._step
-        for region, offset, target, at in step.tables:
-            memory, _ = self._memory[region]
-            assert memory is not None
-            memory[offset : offset + 8].view(np.int64)[0] = self._address(target) + at
-        table = new_table(step.scratch, step.shared)
-        for launch in step.launches:
+        return self._make(self._step.program, self._static)
+
+    def passes(self, sampler: HostSampler) -> HostPasses:
+        """The passes of the head, ready to run. There must be one, and its state."""
+        head, store = self._step.head, self._drafts
+        assert head is not None
+        assert store is not None
+        program = self._make(head.program, self._head_static)
+        return HostPasses(program, self._view(head.before), store, sampler)
+
+    def _make(self, part: ProgramPart, static: StaticBatch) -> HostProgram:
+        table = new_table(part.scratch, part.shared)
+        for launch in part.launches:
             words = np.array(launch.words, np.int64)
             for word, region, offset in launch.moved:
                 words[word] = self._address(region) + offset
@@ -88,9 +125,9 @@ class RestoredStep:
             table.kept.append(words)
         table.kept.append(self._memory)
         table.seal()
-        largest = step.largest and (self._view(step.largest[0]), self._view(step.largest[1]))
-        results = StepResults(self._view(step.hidden), self._view(step.logits), largest)
-        return HostProgram(self.threads, table, self.static, results, keeps_rows=step.keeps_rows)
+        largest = part.largest and (self._view(part.largest[0]), self._view(part.largest[1]))
+        results = StepResults(self._view(part.hidden), self._view(part.logits), largest)
+        return HostProgram(self.threads, table, static, results, keeps_rows=part.keeps_rows)
 
     def _address(self, region: int) -> int:
         return self._memory[region][1] if region >= 0 else self._code[-1 - region].address
@@ -102,10 +139,9 @@ class RestoredStep:
             case "block":
                 found = allocate_block(region.nbytes)
             case "static":
-                found = as_bytes(self.static.arrays[region.name])
+                found = as_bytes(self._buffers[region.name])
             case "store":
-                name, _, key = region.name.rpartition(".")
-                found = self._store[name][key].reshape(-1)
+                found = self._states[region.name].reshape(-1)
             case "constant":
                 found = self._constants[region.at : region.at + region.nbytes]
             case "file":
@@ -126,6 +162,15 @@ def _check_tiles(tiles: TilesPart, address: int) -> None:
     """Raises BadFile where this processor's tiles do not give the documented bits."""
     if why := compare_tiles(address, tiles.given, tiles.documented):
         raise BadFile(f"it runs on AMX, which is not used: {why}")
+
+
+def list_buffers(static: StaticBatch, before: npt.NDArray[np.float32]) -> dict[str, npt.NDArray[Any]]:
+    """The buffers of a head's passes, by the names that an image has for them."""
+    return {f"{HEAD}{name}": array for name, array in {**static.arrays, "before": before}.items()}
+
+
+def _make_static(part: ProgramPart, states: Mapping[str, State], block_size: int) -> StaticBatch:
+    return StaticBatch(Capacity(*part.capacity), block_groups(states), block_size)
 
 
 def as_bytes(array: npt.NDArray[Any]) -> Bytes:

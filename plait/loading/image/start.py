@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -14,22 +14,26 @@ from msgspec import Struct
 from plait.checkpoint.find_files import find_model
 from plait.config import EngineConfig
 from plait.engine.core import Engine
+from plait.engine.draft_places import plan_head_places
 from plait.engine.fingerprint import Fingerprint
 from plait.engine.grammar_guide import Guides
-from plait.engine.host_memory import describe_memory, size_on_host
+from plait.engine.host_memory import describe_memory, free_host_memory, size_on_host
 from plait.engine.memory_plan import ModelFacts, Sizing
 from plait.errors import BadFile, OutOfMemory
 from plait.frontend.frontend import Front
-from plait.kernels.load import row_functions, why_refused
+from plait.kernels.load import row_functions, turn_tables, why_refused
 from plait.loading.disk_cache import open_disk_cache
 from plait.loading.image.file_format import Image, ModelPart, read_image
 from plait.loading.image.key import choose_threads, key_of, path_of
 from plait.loading.image.lookup import folder_of, why_no_image
 from plait.loading.image.release import release_libraries
 from plait.loading.image.restore import RestoredStep, map_weights
-from plait.loading.make_engine import make_compiler, make_engine, make_front
+from plait.loading.make_engine import draft_with_head, make_compiler, make_engine, make_front
 from plait.loading.text_side import TextSource
+from plait.memory import DTYPE_BYTES
 from plait.resource_limits import trim_heap
+from plait.runner.host.draft_memory import DraftMemory
+from plait.runner.host.mtp import MOST_KEPT, HiddenOnHost, MtpDrafter
 from plait.runner.host.program import ProgramReplay
 from plait.runner.host.runner import FullRunner, HostRunner
 from plait.runner.host.sampler import Floats, HostSampler, RowOps
@@ -150,33 +154,67 @@ def _start(image: Image, config: EngineConfig, text: TextSource, open_full: Open
     assert isinstance(spec, ModelSpec)
     facts = ModelFacts(states=model.states, max_len=spec.max_len, dtype=model.dtype, causal=spec.causal)
     sizing = size_on_host(facts, config, mapped=model.mapped_nbytes)
-    largest = Capacity(*step.capacity)
+    largest = Capacity(*step.program.capacity)
     if largest.blocks < -(-sizing.max_model_len // model.block_size):
         raise BadFile("it is of a shorter context")
     describe_memory(sizing, model.weights_nbytes)
-    try:
+    with _sequences_memory():
         state = sizing.num_blocks, sizing.num_slots, model.block_size, model.dtype
         store = HostStore(model.states, *state)
-    except (MemoryError, OSError) as error:
-        raise OutOfMemory("not enough memory for sequences; see `plait info`") from error
-    restored = RestoredStep(image, store, threads, map_weights(image.header.files))
+    places, drafts = _plan_head(image, config, sizing), None
+    if step.head and places:
+        with _sequences_memory():
+            drafts = HostStore(step.head.states, places.num_blocks, 0, places.block_size, model.dtype)
+    restored = RestoredStep(image, store, threads, map_weights(image.header.files), drafts)
     rows = RowOps(*row_functions(restored.threads, restored.kernels), _score)
     sampler = HostSampler(spec.vocab_size, rows, model.banned)
     replay = ProgramReplay(restored.program(), sampler, restored)
     runner = HostRunner(replay, store, open_full)
-    proposer = NgramProposer() if config.speculate == "ngram" else None
+    drafter = _make_drafter(restored, sampler, places) if places else None
+    proposer = NgramProposer() if config.speculate == "ngram" else drafter
     engine = make_engine(
         *(runner, spec, sizing, config),
         is_recorded=True,
         is_host=True,
         proposer=proposer,
     )
+    if drafter is not None:
+        runner.show(drafter.observe)
+        draft_with_head(engine, drafter, replay, sampler, turn_tables(restored.threads, restored.kernels))
     guides = Guides(make_compiler(text, spec.vocab_size), spec.vocab_size)
     engine.guided = guides.open
     log.info("step: %s", runner.step_kind)
     disk = open_disk_cache(config, engine, store, model.states, model.fingerprint)
     made = runner, engine, sizing, guides, model.fingerprint, disk
     return StartedModel(model.name, model, spec, text, *made)
+
+
+@contextmanager
+def _sequences_memory() -> Iterator[None]:
+    try:
+        yield
+    except (MemoryError, OSError) as error:
+        raise OutOfMemory("not enough memory for sequences; see `plait info`") from error
+
+
+def _plan_head(image: Image, config: EngineConfig, sizing: Sizing) -> DraftMemory | None:
+    """Places for the drafts of the model's own head, as many as its passes have rows for; None: it has none.
+
+    Raises OutOfMemory.
+    """
+    model, head = image.header.model, image.header.step.head
+    if head is None:
+        return None
+    free, longest = free_host_memory(), sizing.max_model_len
+    beside = MOST_KEPT * head.before.shape[1] * DTYPE_BYTES[model.dtype]
+    most = Capacity(*head.program.capacity).seqs
+    parts = head.states, config, model.dtype, free, longest
+    return plan_head_places(*parts, beside=beside, most=most)
+
+
+def _make_drafter(restored: RestoredStep, sampler: HostSampler, places: DraftMemory) -> MtpDrafter:
+    passes = restored.passes(sampler)
+    return MtpDrafter(passes, places, HiddenOnHost(places.num_places, passes.before.shape[1]))
 
 
 def _open_full(model: str, config: EngineConfig, store: HostStore) -> FullRunner:

@@ -16,7 +16,7 @@ from plait.checkpoint.packed_cache.file_format import drop_unfinished
 from plait.config import EngineConfig
 from plait.engine.memory_plan import gib
 from plait.errors import CannotRecord
-from plait.kernels.load import record_tile_check, sampling_kernels, why_refused
+from plait.kernels.load import record_tile_check, sampling_kernels, turn_kernels, why_refused
 from plait.loading.build import Built, Loaded
 from plait.loading.identity.fingerprint import fingerprint
 from plait.loading.image.capture import capture_step
@@ -25,11 +25,12 @@ from plait.loading.image.key import key_of, path_of
 from plait.loading.image.lookup import SUFFIX, why_no_image
 from plait.loading.make_runner import make_sampler
 from plait.loading.open_model import banned_ids, load_decoder
-from plait.loading.packed_cache import keep, shelf_of
+from plait.loading.packed_cache import keep, list_shelves, shelf_of
 from plait.loading.probe_scorer import open_settled
 from plait.loading.target import make_target
 from plait.memory import PagedState, SlotState
 from plait.ops.registry import list_variants
+from plait.runner.host.mtp_passes import HostPasses
 from plait.runner.host.program import ProgramReplay
 from plait.runner.runner import ModelRunner
 from plait.spec.values import encode_spec_value
@@ -48,12 +49,12 @@ def keep_image(built: Built | Loaded, limit: int) -> str:
 
     limit: bytes that the folder of packed weights may hold in all.
     """
-    opened, target = built.opened, built.target
-    kept = ""
-    if target.shelf is not None and not target.shelf.is_full:
-        kept = keep(target.shelf, opened, target, limit)
+    for shelf, packed in list_shelves(built.target):
+        if shelf.is_full or (packed is not built.target and not shelf.needed()):
+            continue
+        kept = keep(shelf, built.opened, packed, limit)
         log.info("%s", kept)
-        if not target.shelf.written:
+        if not shelf.written:
             return f"startup image: none is kept: {kept}"
     try:
         return _write(built)
@@ -65,11 +66,11 @@ def keep_image(built: Built | Loaded, limit: int) -> str:
 
 def keep_image_at_startup(built: Built | Loaded) -> None:
     """`keep_image`, if that takes little of the disk. A startup never fails because of it."""
-    shelf = built.target.shelf
-    config = built.opened.config
+    config, shelves = built.opened.config, [shelf for shelf, _ in list_shelves(built.target)]
     if config.startup_image == "renew" or why_no_image(config) or not built.runner.is_recorded:
         return
-    if shelf is None or (not shelf.is_full and shelf.needed() > AUTOMATIC_NBYTES):
+    needed = sum(shelf.needed() for shelf in shelves if not shelf.is_full)
+    if built.target.shelf is None or needed > AUTOMATIC_NBYTES:
         return
     log.info("%s", keep_image(built, AUTOMATIC_FOLDER_NBYTES))
 
@@ -90,10 +91,13 @@ def _write(built: Built | Loaded) -> str:
     make_folder(path.parent)
     if refused := why_refused(path.parent):
         raise CannotRecord(refused)
-    blocks: list[KeptBlock] = target.shelf.written if target.shelf else []
-    on_tiles = any("amx" in row.variant for row in target.bound)
+    blocks = [block for shelf, _ in list_shelves(target) for block in shelf.written]
+    head = _head(built)
+    chosen = sampling_kernels() | (turn_kernels() if head else {})
+    bound = [*target.bound, *(target.drafts.bound if target.drafts else ())]
+    on_tiles = any("amx" in row.variant for row in bound)
     tile_check = record_tile_check() if on_tiles else None
-    found = capture_step(replay.program, store, sampling_kernels(), blocks, tile_check)
+    found = capture_step(replay.program, store, chosen, blocks, head, tile_check)
     nbytes = lay_out([content.nbytes for content in found.constants])[1]
     if nbytes > MOST_CONSTANTS:
         raise CannotRecord(f"{gib(nbytes)} of its weights are in no file")
@@ -114,7 +118,15 @@ def _why_none(built: Built | Loaded) -> str | None:
         return "it has no config, and a probe may find another"
     if any(row.variant != "native" for row in built.runner.sampler.bindings):
         return "its sampler is not native"
+    if built.opened.config.speculate == "mtp" and _head(built) is None:
+        return "its head for drafts runs op by op"
     return None
+
+
+def _head(built: Built | Loaded) -> HostPasses | None:
+    """The recorded passes of a model's own head, if that drafts."""
+    passes = built.drafter.passes if built.drafter else None
+    return passes if isinstance(passes, HostPasses) else None
 
 
 def _model_part(built: Built | Loaded, blocks: Sequence[KeptBlock]) -> ModelPart:
@@ -132,7 +144,7 @@ def _model_part(built: Built | Loaded, blocks: Sequence[KeptBlock]) -> ModelPart
         banned=tuple(runner.sampler.host.banned),
         text=opened.whole_source().to_json(),
         weights_nbytes=target.weights_nbytes,
-        mapped_nbytes=sum(block.nbytes for block in blocks) or (target.shelf.nbytes if target.shelf else 0),
+        mapped_nbytes=sum(block.nbytes for block in blocks) + sum(s.nbytes for s, _ in list_shelves(target)),
         fingerprint=fingerprint(opened, target),
         bound=list_variants(target.bound),
     )

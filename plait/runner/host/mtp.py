@@ -11,42 +11,41 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from plait.runner.host.draft_memory import DraftMemory, without_logprobs
-from plait.runner.host.mtp_passes import HeadPasses
+from plait.runner.host.mtp_passes import HeadPasses, HiddenRows
 from plait.schedule.drafts.turns import DraftRequest
 from plait.schedule.plan import MOST_STEPS, Chunk, SamplingRow, StepPlan
 
-Rows = Any  # [rows, hidden]: an array, or a tensor
 MOST_KEPT = 256  # hidden states of one sequence that wait for the head
 
 
 class KeptRows(Protocol):
     """Hidden states that wait for the head, up to MOST_KEPT of each place."""
 
-    def put(self, place: int, at: int, rows: Rows) -> None:
+    def put(self, place: int, at: int, rows: HiddenRows) -> None:
         """Write rows from `at` on."""
 
     def drop(self, place: int, spare: int, count: int) -> None:
         """Of the first `count`, remove the first `spare`: the others move to the beginning."""
 
-    def first(self, place: int, count: int) -> Rows:
+    def first(self, place: int, count: int) -> HiddenRows:
         """The first `count`, as the passes of the head take them."""
 
 
-class HostRows:
+class HiddenOnHost:
     """Hidden states in host memory, float32."""
 
     def __init__(self, places: int, size: int) -> None:
         self._rows = np.empty((places, MOST_KEPT, size), np.float32)
 
-    def put(self, place: int, at: int, rows: Rows) -> None:
+    def put(self, place: int, at: int, rows: HiddenRows) -> None:
         """See `KeptRows`."""
-        self._rows[place, at : at + len(rows)] = rows
+        self._rows[place, at : at + len(rows)] = np.asarray(rows)
 
     def drop(self, place: int, spare: int, count: int) -> None:
         """See `KeptRows`."""
@@ -99,7 +98,7 @@ class MtpDrafter:
         self._is_resting = False
         self._step = 0
 
-    def observe(self, plan: StepPlan, hidden: Rows) -> None:
+    def observe(self, plan: StepPlan, hidden: HiddenRows) -> None:
         """hidden: [the plan's tokens or more, hidden]. A failure must not fail the step."""
         if self._is_resting or self._error is not None:
             return
@@ -148,7 +147,7 @@ class MtpDrafter:
         if place := self._places.pop(seq_id, None):
             self._free.append(place)
 
-    def _keep(self, chunk: Chunk, rows: Rows) -> None:
+    def _keep(self, chunk: Chunk, rows: HiddenRows) -> None:
         """Keep what the model made of a chunk's tokens; what was kept of later ones was of other tokens."""
         place = self._places.get(chunk.seq_id) or self._take_place(chunk)
         if chunk.start > place.at + place.count:  # a prefix was cached

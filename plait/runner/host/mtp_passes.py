@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol, Self
+
+import numpy as np
 
 from plait.runner.host.program import Floats, HostProgram
 from plait.runner.host.sampler import HostSampler, is_greedy
@@ -14,11 +16,18 @@ from plait.state.host_store import HostStore
 Drafts = list[tuple[int, ...]]
 
 
+class HiddenRows(Protocol):
+    """HiddenRows of numbers, [rows, width]: an array, or a tensor."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, rows: slice, /) -> Self: ...
+
+
 class HeadPasses(Protocol):
     """Drafts for the chunks of a plan, each with a row to go on from."""
 
     def run(
-        self, plan: StepPlan, rows: Sequence[Any], sampling: Sequence[SamplingRow], length: int
+        self, plan: StepPlan, rows: Sequence[HiddenRows], sampling: Sequence[SamplingRow], length: int
     ) -> Drafts:
         """`length` tokens for each chunk. rows: what the model made of its tokens, [its tokens, hidden].
 
@@ -40,12 +49,12 @@ class HostPasses:
         self._largest = program.results.largest
 
     def run(
-        self, plan: StepPlan, rows: Sequence[Any], sampling: Sequence[SamplingRow], length: int
+        self, plan: StepPlan, rows: Sequence[HiddenRows], sampling: Sequence[SamplingRow], length: int
     ) -> Drafts:
         """See `HeadPasses`."""
         at = 0
         for row in rows:
-            self.before[at : at + len(row)] = row
+            self.before[at : at + len(row)] = np.asarray(row)
             at += len(row)
         own = SamplingBatch(tuple(sampling))
         if self._largest is not None and is_greedy(own):

@@ -8,13 +8,18 @@ from typing import Any, Protocol
 
 from plait.errors import EngineError
 from plait.runner.host.moves import make_moves
+from plait.runner.host.mtp_passes import HiddenRows
 from plait.runner.host.program import ProgramReplay
 from plait.schedule.plan import Done, SamplingBatch, StepPlan, Ticket
 from plait.state.host_store import HostStore
 
+Observe = Callable[[StepPlan, HiddenRows], None]
+
 
 class FullRunner(Protocol):
-    """Runs any plan, op by op (`runner.ModelRunner`)."""
+    """Runs any plan, op by op (`runner.ModelRunner`); `observe` is shown the hidden states of its steps."""
+
+    observe: Any
 
     def launch(self, plan: StepPlan, sampling: SamplingBatch) -> Ticket: ...
     def logits(self, token_ids: Sequence[int], chunk_size: int) -> object: ...
@@ -35,6 +40,7 @@ class HostRunner:
         self.replay, self.store, self.step_kind = replay, store, replay.describe()
         self._open_full, self._lock = open_full, threading.Lock()
         self._full: FullRunner | None = None
+        self._observe: Observe | None = None
 
     def launch(self, plan: StepPlan, sampling: SamplingBatch) -> Ticket:
         """Run the steps of a plan: its ticket gives the answer to every chunk that has one, in order."""
@@ -61,7 +67,14 @@ class HostRunner:
         with self._lock:  # the engine's thread may want it at the same time as a caller of `logits`
             if self._full is None:
                 self._full = self._open_full(self.store)
+                if self._observe is not None:
+                    self._full.observe = self._observe
             return self._full
+
+    def show(self, observe: Observe) -> None:
+        """Show the hidden states of every step from now on, in memory that the next step overwrites."""
+        self._observe = observe
+        self.replay.show(observe)
 
     def close(self) -> None:
         """Let all threads go. Nothing can run afterwards."""

@@ -113,6 +113,15 @@ def test_so_they_are_with_drafts_and_other_sizes_of_memory(
     assert found["texts"] == first["texts"]
 
 
+@pytest.mark.slow
+def test_so_they_are_with_weights_in_blocks(model: Path, cache: Path) -> None:
+    """Where there is AMX, these have kernels on its tiles: a process has to request them."""
+    kept, _, _ = run(model, cache, quantize="q8_0")
+    found, loaded, _ = run(model, cache, quantize="q8_0")
+    assert loaded == []
+    same_replies(kept, found)
+
+
 def image_of(model: Path, cache: Path) -> Path:
     found = find_image(str(model), EngineConfig(**SIZES, cache_dir=str(cache)))
     assert found is not None

@@ -6,9 +6,9 @@ Nothing here needs Numba or torch: kernels are given by their addresses. `turns`
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from plait.kernels.cpu.runtime.frame_words import LOGITS, TOKENS
 from plait.kernels.cpu.runtime.row_launches import draw_scratch
@@ -30,16 +30,19 @@ class TurnTables:
         """One launch of a kernel of `turns.GLUE`, which says what its arguments are. For `joined`."""
         return self._launch(name, TOKENS, args)
 
-    def draw(self, logits: Any, width: int, settings: tuple[object, ...], ids: object) -> LaunchTable:
+    def draw(
+        self, logits: npt.NDArray[np.float32], width: int, settings: tuple[object, ...], ids: object
+    ) -> LaunchTable:
         """The draw from each row of a pass's logits, of which `width` columns count; see `launch_draw`."""
         table = self._launch("draw", LOGITS, (logits, logits.strides[0], width, *settings, ids))
         table.scratch = draw_scratch(width)
         return table
 
-    def joined(self, parts: Sequence[LaunchTable]) -> LaunchTable:
-        """Tables as one: launches take two counters in turns, so each part begins at an even place."""
+    def joined(self, parts: Sequence[object]) -> LaunchTable:
+        """Launch tables as one: launches take two counters in turns, so each begins at an even place."""
         made, nothing = LaunchTable(kept=[*parts]), self.glue("nothing")
         for part in parts:
+            assert isinstance(part, LaunchTable)
             if made.count % 2 and part.count > 1:
                 made.entries += nothing.entries
             made.entries += part.entries
