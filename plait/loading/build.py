@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from plait.checkpoint.weights import Target
 from plait.config import EngineConfig
-from plait.engine.compute_mode import open_device
 from plait.engine.core import Engine
-from plait.engine.device import choose_device, free_memory, memory_of, out_of_memory
+from plait.engine.device import choose_device, free_memory, memory_of, open_device, out_of_memory
 from plait.engine.grammar_guide import Guides
 from plait.engine.host_memory import describe_memory, size_on_host
 from plait.engine.memory_plan import ModelFacts, Sizing, gib

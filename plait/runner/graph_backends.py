@@ -116,7 +116,7 @@ class CudaGraphs(GraphBackend):
     @cached_property
     def _side(self) -> torch.cuda.Stream:
         """The stream of captures, made at the first one: a stream opens the device, and trials of kernels in
-        child processes come before that (`compute_mode`).
+        child processes come before that (`engine.device`).
 
         torch's own stream for captures is one for the process, of the device that was captured on first: on
         another device it would catch nothing of what a step launches.

@@ -9,8 +9,7 @@ from multiprocessing.connection import Connection
 
 from plait.checkpoint.weights import Target
 from plait.config import EngineConfig
-from plait.engine.compute_mode import open_device
-from plait.engine.device import choose_device, memory_of
+from plait.engine.device import choose_device, memory_of, open_device
 from plait.errors import EngineError, PlaitError
 from plait.loading.kernel_trials.trials import try_kernels
 from plait.loading.make_runner import make_runner, make_sampler

@@ -18,8 +18,8 @@ import torch
 
 from plait.checkpoint.weights import Target
 from plait.config import EngineConfig
-from plait.engine import compute_mode
-from plait.engine.compute_mode import is_exclusive, open_device, read_compute_mode, why_unavailable
+from plait.engine import device as engine_device
+from plait.engine.device import is_exclusive, open_device, read_compute_mode, why_unavailable
 from plait.errors import ConfigError
 from plait.loading import build as build_module
 from plait.loading import draft_model
@@ -65,7 +65,7 @@ class FakeDriver:
 def set_mode(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeDriver]:
     def set_mode(mode: int, fails: str = "") -> FakeDriver:
         driver = FakeDriver(mode, fails)
-        monkeypatch.setattr(compute_mode, "_load_driver", lambda: driver)
+        monkeypatch.setattr(engine_device, "_load_driver", lambda: driver)
         return driver
 
     return set_mode
@@ -89,7 +89,7 @@ def test_the_mode_is_the_drivers_for_the_device_of_that_number(
     for function in ("cuInit", "cuDeviceGet", "cuDeviceGetAttribute"):
         set_mode(3, fails=function)
         assert read_compute_mode(GPU) is None, function
-    monkeypatch.setattr(compute_mode, "_load_driver", lambda: None)
+    monkeypatch.setattr(engine_device, "_load_driver", lambda: None)
     assert read_compute_mode(GPU) is None
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.engine.compute_mode import BUSY, why_unavailable
+from plait.engine.device import BUSY, why_unavailable
 from plait.errors import clip_text
 from plait.kernels.load import load_for_gpu
 from plait.loading.kernel_trials.verdicts import MAX_REASON

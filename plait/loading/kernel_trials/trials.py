@@ -24,7 +24,7 @@ import torch
 
 from plait.checkpoint.weights import Target
 from plait.config import UNPROVEN
-from plait.engine.compute_mode import is_exclusive
+from plait.engine.device import is_exclusive
 from plait.errors import clip_text
 from plait.loading.kernel_trials.verdicts import (
     MAX_REASON,
