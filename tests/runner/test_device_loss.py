@@ -57,7 +57,7 @@ def test_an_error_of_anything_else_is_no_loss(error: RuntimeError, monkeypatch: 
 def test_the_runner_raises_it_for_its_step() -> None:
     class Broken(ModelRunner):
         def __init__(self, error: Exception) -> None:
-            self.device, self.error, self._lead = CPU, error, None
+            self.device, self.error, self.lead = CPU, error, None
 
         def _launch(self, plan: StepPlan, sampling: SamplingBatch) -> Any:
             raise self.error

@@ -110,6 +110,9 @@ class RankGroup:
 
     def _expect_report(self, member: _Member, kind: type[R]) -> R:
         report = self._receive(member)
+        while isinstance(report, Stepped):  # of an earlier step, which was not waited for
+            self._record(member, report)
+            report = self._receive(member)
         if not isinstance(report, kind):
             raise RankLost(f"rank {member.index} sent {type(report).__name__}, not {kind.__name__}")
         return report
@@ -181,13 +184,16 @@ class RankGroup:
             while member.connection.poll():
                 report = self._receive(member)
                 if isinstance(report, Stepped):
-                    self._reported.setdefault(report.number, {})[member.index] = report.digest
+                    self._record(member, report)
         for number in self._expected.keys() & self._reported.keys():
             for index, digest in self._reported[number].items():
                 if digest != self._expected[number]:
                     raise RankLost(f"rank {index} computed something else in step {number} than rank 0")
             if len(self._reported[number]) == len(self._members):
                 del self._expected[number], self._reported[number]
+
+    def _record(self, member: _Member, report: Stepped) -> None:
+        self._reported.setdefault(report.number, {})[member.index] = report.digest
 
     def _receive(self, member: _Member) -> Joined | RankLoaded | MemoryMeasured | Stepped:
         try:

@@ -209,6 +209,7 @@ FAMILIES: dict[str, list[Form]] = {
     "MiniMax-M3 (text)": [Form(TURNS)],
     "Beam": [PLAIN],
     "DiffLlama": [Form(TURNS)],
+    "Doge": [Form(TURNS)],
     "Jet-Nemotron": [Form(TURNS)],
     "RWKV-4 · RWKV-7": [PLAIN],
     "Step 3.5, text of 3.7": [Form(TURNS)],

@@ -37,6 +37,7 @@ SHARED = (
     "codegen/maths.py",
     "attention/codes.py",
     "attention/indexer.py",
+    "attention/paged_rows.py",
     "moe/experts.py",
     "pointwise/activation.py",
     "pointwise/copy_rows.py",
