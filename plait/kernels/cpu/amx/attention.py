@@ -28,10 +28,11 @@ BEFORE = MEMORY + ROWS * SPAN * 2  # bytes before the rest of a thread's scratch
 
 _PRELUDE = '''
 from plait.kernels.cpu.amx import attention as amx_attention
-from plait.kernels.cpu.linear import byte_tiles
+from plait.kernels.cpu.codegen import amx_tiles
 from plait.kernels.cpu.runtime.frame import rows_of
 
-start_tiles, stop_tiles = byte_tiles.start("{kind}", None), byte_tiles.stop("{kind}")
+start_tiles = amx_tiles.start_tiles("{kind}", amx_tiles.FULL)
+stop_tiles = amx_tiles.stop_tiles("{kind}")
 pair_values = amx_attention.pair_values()  # {digest}
 
 
@@ -152,7 +153,7 @@ def values(line: int, kind: Kind, w: Writer, *words: Word) -> None:
 def form_of(kind: Kind) -> Form:
     """What the kernel is made for."""
     plain = attention.form_of(torch.bfloat16)
-    made_from = digest("amx/attention.py", "codegen/amx_tiles.py", "linear/byte_tiles.py")
+    made_from = digest("amx/attention.py", "codegen/amx_tiles.py")
     products = (
         "from plait.kernels.cpu.amx import attention as amx_attention\n"
         'tile_scores = amx_attention.scores({line}, "{kind}")\n'

@@ -51,7 +51,7 @@ _SOURCE = Template('''"""Linear layer for many rows on tiles: made by plait, fro
 import numpy as np
 
 from plait.kernels.cpu.amx import linear as amx_linear
-from plait.kernels.cpu.linear import byte_tiles
+from plait.kernels.cpu.codegen import amx_tiles
 from plait.kernels.cpu.linear.bf16_codes import Coded
 from plait.kernels.cpu.runtime.frame import barrier, rows_of, scratch_of, common_scratch
 from plait.kernels.cpu.linear.float_codes import Records
@@ -62,7 +62,7 @@ from plait.kernels.cpu.codegen.vec import (
 )
 
 decode = amx_linear.decoder($kept)
-start, stop = byte_tiles.start("$kind", None), byte_tiles.stop("$kind")
+start, stop = amx_tiles.start_tiles("$kind", amx_tiles.FULL), amx_tiles.stop_tiles("$kind")
 multiply, keep = amx_linear.multiply_tiles("$kind"), amx_linear.keep_sums()
 
 
@@ -142,9 +142,7 @@ def _layout_block(w: Writer, layout: Layout, step: Word, b: Word, to: Word) -> N
     parts, quads = layout.parts, BLOCK // 4 // layout.parts
     outer = blocks_source.read_outer(w, layout, step + layout.outer_at)
     for j in range(parts):
-        index = j + (b * parts if layout.group <= BLOCK else w.number(0))
-        at = step + layout.scales_at + index * layout.scale_bytes
-        low_at = step + layout.minima_at + index * layout.minimum_bytes
+        at, low_at = blocks_source.find_group(w, layout, step, b, j)
         scale, *low = blocks_source.read_scales(w, layout, at, low_at, outer)
         zero = None if layout.zero is None else w.spread_int(layout.zero)
         if zero is not None and layout.zeros:

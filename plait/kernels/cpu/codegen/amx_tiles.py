@@ -17,7 +17,7 @@ from typing import Literal
 
 from llvmlite import ir
 
-from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer
+from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, block
 from plait.kernels.cpu.codegen.vec import (
     VF,
     VI,
@@ -229,3 +229,15 @@ class Tiles:
             w.store_i32(at, s)
 
         self.w.loop(0, self.shapes[c][0], 1, (), row)
+
+
+@block()
+def start_tiles(kind: Kind, shapes: Shapes, w: Writer, scratch: Word) -> None:
+    """Block (scratch): this thread may use tiles of these shapes from here on."""
+    Tiles(w, kind, scratch, shapes).configure()
+
+
+@block()
+def stop_tiles(kind: Kind, w: Writer, scratch: Word) -> None:
+    """Block (scratch): it will not any more."""
+    Tiles(w, kind, scratch).release()

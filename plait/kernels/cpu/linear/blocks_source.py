@@ -320,13 +320,7 @@ def _block(
     quads, groups = BLOCK // 4 // layout.parts, layout.parts
     for j in range(groups):
         extra = a + (40 + 4 * j) * rows
-        at, low_at = (
-            step + start + size * j + size * groups * (b if layout.group <= BLOCK else w.number(0))
-            for start, size in (
-                (layout.scales_at, layout.scale_bytes),
-                (layout.minima_at, layout.minimum_bytes),
-            )
-        )
+        at, low_at = find_group(w, layout, step, b, j)
         s, *m = read_scales(w, layout, at, low_at, outer)
         for part in (range(r, min(r + together, rows)) for r in range(0, rows, together)):
             base = w.spread_int(BASE_BITS)
@@ -406,6 +400,15 @@ def _through(
 
     first = (weights, a, ahead, more[0] if more else ahead)
     return w.loop(0, steps, 1, (*first, *([w.zero_f32()] * rows)), step)[4:]
+
+
+def find_group(w: Writer, layout: Layout, step: Word, b: Word, j: int) -> tuple[Word, Word]:
+    """Where group j of block b of the step has its scales and its minima or zero points."""
+    index = (b * layout.parts if layout.group <= BLOCK else w.number(0)) + j
+    return (
+        step + layout.scales_at + index * layout.scale_bytes,
+        step + layout.minima_at + index * layout.minimum_bytes,
+    )
 
 
 def read_outer(w: Writer, layout: Layout, at: Word) -> list[Value]:
@@ -518,8 +521,10 @@ _ON_TILES = """if codes >= {least}:
     codes -= tiled_codes"""
 
 _TILES = """
+from plait.kernels.cpu.codegen import amx_tiles
 from plait.kernels.cpu.linear import byte_tiles
-start_tiles, stop_tiles = byte_tiles.start("{kind}", layout), byte_tiles.stop("{kind}")
+start_tiles = amx_tiles.start_tiles("{kind}", byte_tiles.tile_shapes(layout))
+stop_tiles = amx_tiles.stop_tiles("{kind}")
 decode_tile, on_tiles = byte_tiles.decode_tile(layout), byte_tiles.amx_tile(layout, "{kind}")
 join_tiled, keep_tiled = linear_source.make_join({rows}), linear_source.keep({rows})"""
 

@@ -10,9 +10,16 @@ scale them. Products are two groups ahead of the vectors, so that neither waits 
 
 from __future__ import annotations
 
-from plait.kernels.cpu.codegen.amx_tiles import FULL, MEMORY, TILE, Kind, Shapes, Tiles
+from plait.kernels.cpu.codegen.amx_tiles import MEMORY, TILE, Kind, Shapes, Tiles
 from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, block
-from plait.kernels.cpu.linear.blocks_source import DECODED_AT, TILED, read_codes, read_outer, read_scales
+from plait.kernels.cpu.linear.blocks_source import (
+    DECODED_AT,
+    TILED,
+    find_group,
+    read_codes,
+    read_outer,
+    read_scales,
+)
 from plait.kernels.cpu.linear.layout import BLOCK, LINE, Layout
 
 EACH = 2  # groups of which products are made together
@@ -44,22 +51,10 @@ def scratch_bytes(layout: Layout, n_in: int) -> int:
     return DECODED_AT + layout.steps(n_in) * layout.blocks * _block_bytes(layout)
 
 
-def _shapes(layout: Layout) -> Shapes:
+def tile_shapes(layout: Layout) -> Shapes:
     """Per group its sums, its codes of x, and its weights."""
     quads = _quads(layout)
     return (*((TILED, LINE),) * EACH, *((TILED, 4 * quads),) * EACH, *((quads, LINE),) * EACH)
-
-
-@block()
-def start(kind: Kind, layout: Layout | None, w: Writer, scratch: Word) -> None:
-    """Block (scratch): this thread may use tiles from here on, those of `amx_tile` or whole ones."""
-    Tiles(w, kind, scratch, _shapes(layout) if layout else FULL).configure()
-
-
-@block()
-def stop(kind: Kind, w: Writer, scratch: Word) -> None:
-    """Block (scratch): it will not any more."""
-    Tiles(w, kind, scratch).release()
 
 
 def _decode_block(w: Writer, layout: Layout, step: Word, b: Word, outer: list[Value], to: Word) -> None:
@@ -67,9 +62,7 @@ def _decode_block(w: Writer, layout: Layout, step: Word, b: Word, outer: list[Va
     quads, each = _quads(layout), _group_bytes(layout)
     codes_at = step + layout.codes_at + layout.plane_bytes * b
     for j in range(layout.parts):
-        index = (b * layout.parts if layout.group <= BLOCK else w.number(0)) + j
-        at = step + layout.scales_at + index * layout.scale_bytes
-        low_at = step + layout.minima_at + index * layout.minimum_bytes
+        at, low_at = find_group(w, layout, step, b, j)
         taken = None
         if layout.zero is not None:
             zero = w.load_u8(low_at) if layout.zeros else w.spread_int(layout.zero)
@@ -145,7 +138,7 @@ def _scale(w: Writer, layout: Layout, places: tuple[Word, Word, Word], sums: lis
 def amx_tile(layout: Layout, kind: Kind, w: Writer, *words: Word) -> list[Value]:
     """Block (decoded, a, steps, scratch): a bundle of TILED rows of codes, at a, times a decoded tile."""
     weights, rows, steps, scratch = words
-    tiles, blocks = Tiles(w, kind, scratch, _shapes(layout)), EACH // layout.parts
+    tiles, blocks = Tiles(w, kind, scratch, tile_shapes(layout)), EACH // layout.parts
     size, far = EACH * _group_bytes(layout), blocks * TILED * layout.rounded_block
     buffer, pair = scratch + SUMS, EACH * TILE
     _multiply(w, layout, tiles, (weights, rows, buffer))

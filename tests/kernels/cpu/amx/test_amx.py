@@ -195,7 +195,12 @@ def test_a_row_does_not_depend_on_other_rows_nor_on_threads(cpu: Any, one: Any) 
 
 
 @pytest.mark.parametrize(
-    "kind", ["Q8_0", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("Q6_K", "int4_g64+zeros"))]
+    "kind",
+    [
+        "Q8_0",
+        "int8_g64+zeros",  # which goes without tiles: codes less their zero points are no bytes
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("Q6_K", "int4_g64+zeros")),
+    ],
 )
 @pytest.mark.parametrize("activations", ["int8", "int8x2"])
 def test_tiles_of_bytes_change_no_bit(kind: str, activations: Any, cpu: Any, tiles: str) -> None:
