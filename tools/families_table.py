@@ -160,7 +160,7 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Phi-4-mini-flash (SambaY)", "Mamba1, memory units, differential GQA, MLP", ("phi4flash",)),
     ("RWKV-4 · RWKV-7", "WKV · generalized delta rule, channel mixing", ("rwkv", "rwkv7")),
     ("Jet-Nemotron", "JetBlock, GQA, local and global, MLP", ("jet_nemotron",)),
-    ("Doge", "attention with a bias for each key by its values", ("doge",)),
+    ("Doge (dense, up to keep_window_size)", "attention with a bias for each key, MLP", ("doge",)),
     ("ZAYA1", "compressed convolutional attention, MoE", ("zaya",)),
     ("LFM2, LFM2-MoE", "short convolutions, GQA, MLP or MoE", ("lfm2", "lfm2_moe")),
     ("LFM3", "short convolutions, gated GQA, local and global, MLP", ("lfm3",)),

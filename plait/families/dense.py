@@ -210,7 +210,7 @@ def stablelm(c: Config) -> tuple[ModelSpec, NameMap]:
     changes: dict[str, Any] = {"qk_norm": each, "qk_norm_over": "each"} if norms else {}
     names: dict[str, Source] = {
         f"{at}.attn.{x}_norm.weight": join_vectors(
-            c[f"num_{who}_heads"], f"{layer}.self_attn.{x}_layernorm.norms"
+            *(f"{layer}.self_attn.{x}_layernorm.norms.{h}.weight" for h in range(c[f"num_{who}_heads"]))
         )
         for x, who in (("q", "attention"), ("k", "key_value"))
     }

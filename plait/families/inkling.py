@@ -74,7 +74,7 @@ def build_inkling(c: Config) -> tuple[ModelSpec, NameMap]:
         c["moe_intermediate_size"] = c["intermediate_size"]
         c["intermediate_size"] = c["dense_intermediate_size"]
     each, taps = norm(c), c.get("sconv_kernel_size") or c["conv_kernel_size"]
-    near, sorts = _find_near(c), _find_sorts(c)
+    near, sorts = find_near(c), _find_sorts(c)
     ffn = {"dense": mlp(c), "sparse": _experts(c)}
     layers = [
         (
@@ -89,8 +89,8 @@ def build_inkling(c: Config) -> tuple[ModelSpec, NameMap]:
     return spec, NameMap(names, ignored=unused_patterns(c, SENSES, r"^model\.mtp\."))
 
 
-def _find_near(c: Config) -> list[bool]:
-    """Whether each layer has a window."""
+def find_near(c: Config) -> list[bool]:
+    """Whether each layer has a window: all but every sixth, if the config does not say."""
     if words := c.get("layer_words"):
         return [word == NEAR for word in words]
     count, own = c["num_hidden_layers"], c.get("local_layer_ids")

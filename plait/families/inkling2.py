@@ -11,12 +11,12 @@ from plait.checkpoint.names import Back, Derived, NameMap, Rules
 from plait.errors import UnsupportedModel
 from plait.families.common.depth import LAST, over_depth
 from plait.families.common.detection import Detection, Marker
-from plait.families.common.recipes import Stored, expert, reorder_rows, turn, unused_patterns
+from plait.families.common.recipes import Stored, expert, join_vectors, reorder_rows, turn, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import model, norm, require, sigmoid_router
 from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import Config
-from plait.families.inkling import NEAR, SENSES, join_taps, pick_turns
+from plait.families.inkling import NEAR, SENSES, find_near, join_taps, pick_turns
 from plait.quant.weight import as_tensor, take_rows
 from plait.spec.attention import RelativeSpec
 from plait.spec.branches import ConvolvedSpec
@@ -95,7 +95,7 @@ def build_inkling2(c: Config) -> tuple[ModelSpec, NameMap]:
     require(c, "Inkling 2", hidden_act=("silu",), scoring_func=("sigmoid",), **CAPS)
     rows, each, taps = c["vocab_size"], norm(c), c.get("sconv_kernel_size") or c["conv_kernel_size"]
     c["vocab_size"] = min(rows, c["unpadded_vocab_size"] or rows)  # what is behind is no token
-    near = _find_near(c)
+    near = find_near(c)
     layers = [
         (
             BranchSpec("attn", ConvolvedSpec({INSIDE: _attention(c, is_near, taps)}, taps=taps), each),
@@ -111,25 +111,18 @@ def build_inkling2(c: Config) -> tuple[ModelSpec, NameMap]:
     return spec, NameMap(names, ignored=unused_patterns(c, SENSES))
 
 
-def _find_near(c: Config) -> list[bool]:
-    """Whether each layer has a window: all but every sixth, if the config does not say."""
-    if words := c.get("layer_words"):
-        return [word == NEAR for word in words]
-    return [(i + 1) % 6 != 0 for i in range(c["num_hidden_layers"])]
-
-
 def _attention(c: Config, is_near: bool, taps: int) -> RelativeSpec:
     own = "swa_" if is_near else ""
     heads, kv = (c[f"{own}num_{x}_heads"] for x in ("attention", "key_value"))
     dim, window = c[f"{own}head_dim"], c["sliding_window_size"] if is_near else None
     limits = float(c["qk_l2_clip_threshold"]), float(c["rel_l2_clip_threshold"])
-    if heads % kv or min(c["d_rel"], c["rel_extent"], c["sliding_window_size"], *limits) <= 0:
+    floor = float(c["log_scaling_n_floor"])
+    if heads % kv or min(c["d_rel"], c["rel_extent"], c["sliding_window_size"], floor, *limits) <= 0:
         raise UnsupportedModel(
             f"{heads} heads over {kv} key-value heads, {c['d_rel']} profiles of {c['rel_extent']} distances, "
-            f"a window of {c['sliding_window_size']}, and lengths up to {limits}: heads share evenly, and "
-            "all else is above 0"
+            f"a window of {c['sliding_window_size']}, log_scaling_n_floor {floor:g}, and lengths up to "
+            f"{limits}: heads share evenly, and all else is above 0"
         )
-    floor = float(c["log_scaling_n_floor"])
     return RelativeSpec(
         *(heads, kv, dim, dim**-0.5),
         window=window,
@@ -170,7 +163,7 @@ def _names(c: Config, taps: int) -> Rules:
     return {
         "embed.norm": f"{TOP}.embed_norm",
         "norm": f"{TOP}.norm",
-        f"{ATTN}.norm.weight": (f"{layer}.attn_norm.weight", _join(inputs)),
+        f"{ATTN}.norm.weight": (f"{layer}.attn_norm.weight", join_vectors(*inputs)),
         f"{FFN}.norm": f"{layer}.mlp_norm",
         f"{a}.conv.weight": join_taps(f"{layer}.attn_sconv.weight", scale=scale),
         f"{f}.conv.weight": join_taps(f"{layer}.mlp_sconv.weight", scale=scale),
@@ -218,16 +211,6 @@ def _tables(rows: int, tokens: int) -> Rules:
 
     names = {"embed.weight": f"{TOP}.embed.weight", "head.weight": f"{TOP}.unembed.weight"}
     return names if tokens == rows else {ours: table(theirs) for ours, theirs in names.items()}
-
-
-def _join(sources: tuple[str, ...]) -> Derived:
-    """Vectors, one behind the other."""
-
-    def part(n: int) -> Back:
-        return Back(lambda w: w.chunk(len(sources))[n])
-
-    back = tuple(part(n) for n in range(len(sources)))
-    return Derived(lambda *w, **_: torch.cat([as_tensor(x).float() for x in w]), sources, back)
 
 
 def _times(factor: float, source: str) -> Derived:

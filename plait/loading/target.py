@@ -90,6 +90,7 @@ def make_target(
         log.warning("prefill: bf16 is not possible: %s; prompts are computed as replies are", why)
     # Native kernels have threads of their own: torch's would wait for work on the same cores.
     torch.set_num_threads(1 if target.executor else threads)
+    torch.tanh(torch.zeros(1))  # MKL sets its vector maths up here: several threads at once get it wrong
     return target
 
 

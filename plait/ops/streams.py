@@ -115,6 +115,8 @@ SOURCES: list[Case] = [
     dict(tokens=2, streams=3, size=700),
     dict(tokens=3, streams=2, size=300, out=3),
     dict(tokens=7, streams=5, size=23, out=2),
+    dict(tokens=5, streams=3, size=23, normed=True),
+    dict(tokens=4, streams=3, size=40, out=3, normed=True),
 ]
 
 
@@ -137,4 +139,9 @@ def _sources_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     wide = torch.randn(case["tokens"], case["streams"], 2 * case["size"], dtype=dtype, device=device)
     sources = wide.chunk(2, -1)[0].unbind(1)
     reads, size = case.get("out", 1), case["size"]
-    return (torch.randn(reads, size, device=device) / size**0.5, 1e-5, reads > 1, *sources), {}
+    return (
+        torch.randn(reads, size, device=device) / size**0.5,
+        1e-5,
+        case.get("normed", False),
+        *sources,
+    ), {}

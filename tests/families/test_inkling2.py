@@ -125,6 +125,7 @@ def test_ranks_divide_heads_with_their_taps_and_scales() -> None:
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"swa_num_key_value_heads": 4}, "6 heads over 4 key-value heads"),
         ({"qk_l2_clip_threshold": 0.0}, "lengths up to .0.0, 0.8."),
+        ({"log_scaling_n_floor": 0}, "log_scaling_n_floor 0, "),
         ({"n_layers_per_attn_res_block": 0}, "blocks of 0 layers"),
     ],
 )

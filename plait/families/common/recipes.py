@@ -126,18 +126,14 @@ def conv(source: str) -> Derived:
     return Derived(lambda w, **_: as_tensor(w).flatten(1), (source,), (Back(),))
 
 
-def join_vectors(count: int, source: str) -> Derived:
-    """One vector of `count` that are stored apart, as `source.0.weight` and so on."""
+def join_vectors(*sources: str) -> Derived:
+    """Vectors of one length that are stored apart, one behind the other."""
 
-    def part(h: int) -> Callable[[Tensor], Tensor]:
-        return lambda w: w.view(count, -1)[h]
+    def part(n: int) -> Callable[[Tensor], Tensor]:
+        return lambda w: w.chunk(len(sources))[n]
 
-    sources = tuple(f"{source}.{h}.weight" for h in range(count))
-    return Derived(
-        lambda *w, **_: torch.cat([as_tensor(x) for x in w]),
-        sources,
-        tuple(Back(part(h)) for h in range(count)),
-    )
+    back = tuple(Back(part(n)) for n in range(len(sources)))
+    return Derived(lambda *w, **_: torch.cat([as_tensor(x) for x in w]), sources, back)
 
 
 def half(index: int, source: str) -> Derived:

@@ -98,7 +98,7 @@ class StreamWeights:
 
 
 class Repeat:
-    """The embedding, as often as there are streams: [T, hidden] -> [T, streams * hidden]."""
+    """Each row several times side by side: [T, hidden] -> [T, count * hidden]."""
 
     def __init__(self, count: int, w: Weights) -> None:
         self._same, self._mix = torch.ones(1, count, device=w.target.device), w.bind(mix_streams)

@@ -8,9 +8,10 @@ from torch import Tensor
 from plait.checkpoint.weights import Weights
 from plait.memory import State
 from plait.model.layers.layers import Batch, Norm
+from plait.model.layers.streams import Repeat
 from plait.model.mixers.registry import INNER, build, describe, divide_inside, mixer
 from plait.ops.ranks import sum_ranks
-from plait.ops.streams import mix_sources, mix_streams
+from plait.ops.streams import mix_sources
 from plait.spec.branches import DepthSpec
 from plait.state.store import StateStore
 
@@ -42,8 +43,7 @@ class DepthBranch:
         scores = w.tensor("source", shape, torch.float32) if s.sources else None
         self.queries = None if scores is None else scores.view(s.reads, hidden)
         self._mix, self._ranks = w.bind(mix_sources), (w.target.comm, w.target.dtype)
-        self._repeat = w.bind(mix_streams) if s.reads > 1 and not s.sources else None
-        self._once = torch.ones(1, s.reads, device=w.target.device)
+        self._repeat = Repeat(s.reads, w) if s.reads > 1 and not s.sources else None
 
     def __call__(self, x: Tensor, batch: Batch, store: StateStore) -> Tensor:
         """x: [T, hidden], what this block gave so far -> [T, hidden]; `inner` reads [T, reads · hidden]."""
@@ -52,7 +52,7 @@ class DepthBranch:
         if self.queries is not None:
             read = self._mix(self.queries, self.spec.eps, self.spec.of_normed, *ended, x)
         elif self._repeat:
-            read = self._repeat(x[:, None], self._once).flatten(1)
+            read = self._repeat(x)
         if self.spec.ends:
             ended.append(x)
         read = self.norm(read) if self.norm else read

@@ -48,7 +48,7 @@ def _divide(s: RelativeSpec, rank: Rank, hidden_size: int) -> Division:
 
 @dataclass(frozen=True, slots=True)
 class Projected:
-    """What one token's x became: queries' own, then keys and values, convolved.
+    """What x became: queries' own, then keys and values, convolved.
 
     q: [T, heads · d], mixed: [T, heads · rank], closing: [T, heads · d] or None, sinks: [T, heads] or None;
     k, v: [T, kv_heads, d].

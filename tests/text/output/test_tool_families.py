@@ -209,7 +209,7 @@ FAMILIES: dict[str, list[Form]] = {
     "MiniMax-M3 (text)": [Form(TURNS)],
     "Beam": [PLAIN],
     "DiffLlama": [Form(TURNS)],
-    "Doge": [Form(TURNS)],
+    "Doge (dense, up to keep_window_size)": [Form(TURNS)],
     "Jet-Nemotron": [Form(TURNS)],
     "RWKV-4 · RWKV-7": [PLAIN],
     "Step 3.5, text of 3.7": [Form(TURNS)],

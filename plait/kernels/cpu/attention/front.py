@@ -12,7 +12,7 @@ from torch import Tensor
 
 from plait.errors import ShapeMismatch
 from plait.kernels.cpu.attention.attention import check_index
-from plait.kernels.cpu.attention.paged_rows import count_seen, find_entry, store_plain
+from plait.kernels.cpu.attention.paged_rows import count_seen, find_entry, sequence_of, store_plain
 from plait.kernels.cpu.codegen.kernel import inline, kernel
 from plait.kernels.cpu.codegen.kinds import Floats, Int
 from plait.kernels.cpu.codegen.maths import exp
@@ -83,12 +83,11 @@ def attend_rows(frame: int, args: int, thread: int, threads: int) -> None:
     heads, kv_heads, d, e, block, window, size = words(args, 12, 19)
     front_keys, front_values, front = words(args, 20, 23)
     scale, scores = get_f32(args + 8 * SCALE), scratch_of(frame, thread)
-    items, last = rows_of(frame, args) * heads, get_i64(frame + 8 * SEQS) - 1
+    items = rows_of(frame, args) * heads
     s: Int = np.int64(0)
     for item in range(items * thread // threads, items * (thread + 1) // threads):
         row, head = item // heads, item % heads
-        while s < last and get_i64(starts + 8 * s + 8) <= row:
-            s += 1
+        s = sequence_of(starts, s, row)
         end = count_seen(starts, lens, s, row)
         first = max(end - window, 0) if window > 0 else end - end
         kv, table = head // (heads // kv_heads), tables + s * table_bytes

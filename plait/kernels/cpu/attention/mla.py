@@ -135,7 +135,6 @@ def nibbles(at, c, scale):
 '''
 _LOAD_REST = "mul(to_f32(load_i8(row + c)), spread(get_bf16(row + (columns + 15) // 16 * 16)))"
 _SEVENS = '''
-from plait.kernels.cpu.attention.paged_rows import store_plain
 from plait.kernels.cpu.attention.seven_bits import UPPER, join_upper
 
 

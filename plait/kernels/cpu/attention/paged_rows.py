@@ -6,7 +6,6 @@ sequence in the order of its tokens.
 
 from __future__ import annotations
 
-import numpy as np
 from torch import Tensor
 
 from plait.kernels.cpu.codegen.kernel import inline, kernel
@@ -15,12 +14,11 @@ from plait.kernels.cpu.codegen.vec import (
     get_f32,
     get_i64,
     load_f32,
-    load_some,
     put_bf16,
     store_bf16,
-    store_some,
     words,
 )
+from plait.kernels.cpu.pointwise.copy_rows import copy_row
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import rows_of
 from plait.kernels.cpu.runtime.row_checks import TensorRows
@@ -50,9 +48,7 @@ def find_entry(table: Int, block: Int, token: Int) -> int:
 def store_row(x: Int, to: Int, n: Int, size: Int) -> None:
     """Writes n floats as they are, or as bfloat16 if `size`, the bytes of one, is 2."""
     if size == 4:
-        for i in range(0, n, 16):
-            left = np.int32(n - i)
-            store_some(to + 4 * i, load_some(x + 4 * i, left), left)
+        copy_row(x, to, n)
     else:
         whole = n // 16 * 16
         for i in range(0, whole, 16):

@@ -27,6 +27,7 @@ from plait.kernels.cpu.codegen.vec import (
     words,
     zero_f32,
 )
+from plait.kernels.cpu.pointwise.copy_rows import copy_row
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import rows_of
 from plait.kernels.cpu.runtime.row_checks import TensorRows, dense, float32_rows
@@ -167,9 +168,7 @@ def limit_rows(frame: int, args: int, thread: int, threads: int) -> None:
                     to + 4 * c, mul(load_some(start + 4 * c, left), load_some(own + 4 * c, left)), left
                 )
         else:
-            for c in range(0, n, 16):
-                left = np.int32(n - c)
-                store_some(to + 4 * c, load_some(start + 4 * c, left), left)
+            copy_row(start, to, n)
         length = math.sqrt(np.float64(sum_squares(to, zero_f32(), n))) + np.float64(more)
         factor = np.float32(np.float64(limit) / length)
         if not factor >= np.float32(1.0):  # what is no number stays none

@@ -1,4 +1,4 @@
-"""The norm after a state-space scan, and the step sizes before it, in float32."""
+"""The norm after a state-space scan, the step sizes before it, and biases of keys by the same softplus."""
 
 from __future__ import annotations
 
