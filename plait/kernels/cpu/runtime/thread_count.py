@@ -31,6 +31,10 @@ class ThreadTuner:
     time, less and less often while that fails, so that the trials cost a few per cent at most. The number of
     threads never changes a result.
 
+    Within one step, thread 0 goes on alone when waits have taken as long as it would need more for that
+    (`patience`): a lost core costs at most twice what it must. Short waits are common: a server sends what
+    streams got while the next step runs, and needs a core for some milliseconds.
+
     Times are seconds of any clock that only goes forward: the caller says what time it is.
     """
 
@@ -44,7 +48,8 @@ class ThreadTuner:
     LOSS, SHARE = 0.01, 0.03  # a trial that has lost so many seconds ends; what trials may lose of all time
 
     def __init__(self, most: int, patience: float) -> None:
-        self.patience = patience  # seconds of waiting, after which the rest of a step is played alone
+        self.patience = self.least = patience  # seconds of waits until the rest of a step is played alone
+        self._clear: dict[int, float] = {}  # seconds for a unit of work without waits, by kind
         self._levels = levels(most)
         self._at, self._trial = 0, 0  # indices; they differ while another number is tried
         self._recent: deque[Took] = deque(maxlen=64)  # on the number that has been settled
@@ -58,18 +63,22 @@ class ThreadTuner:
         """How many the next step gets."""
         return self._levels[self._trial]
 
-    def begin(self, now: float) -> int:
+    def begin(self, kind: int, work: int, now: float) -> int:
         """The same, for a step that begins now: after a long pause all, since others may have gone."""
         if self._trial > 0 and now - self._last > self.FORGET_S:
             self._at = self._trial = self._failed = 0
             self._recent.clear()
             self._tried = []
+        alone = self._clear.get(kind, 0.0) * work * (self.threads - 1)  # by how much longer it would take
+        self.patience = max(self.least, alone)
         return self.threads
 
     def observe(self, kind: int, work: int, seconds: float, waited: float, now: float) -> None:
         """What a call took on that many threads, and for how long they waited for one without a core."""
         if waited > self.patience:  # its rest was played alone, and would have been waited for
             waited = seconds
+        else:
+            self._clear[kind] = max(seconds - waited, 0.0) / work
         took, self._last = Took(kind, work, seconds, waited, now), now
         if self._trial != self._at:
             self._tried.append(took)

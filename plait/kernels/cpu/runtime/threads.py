@@ -229,15 +229,15 @@ class Threads:
             # Long steps differ in length: they are compared by token, with others of about as many.
             is_small = tokens <= SMALL
             pace = self._small if is_small else self._large
+            kind = kind or tokens.bit_length()
             started = time.perf_counter()
-            threads = pace.begin(started)
+            threads = pace.begin(kind, steps if is_small else tokens, started)
             self._waited[:] = 0, int(pace.patience * 1e6) * max(threads - 1, 1)
             self._play(program.address, program.count, posts, threads)
             now = time.perf_counter()
             waited = int(self._waited[0]) / 1e6 / max(threads - 1, 1)
             played = int(self._words[STEPS][0])
-            kind, work = kind or tokens.bit_length(), played if is_small else tokens
-            pace.observe(kind, work, now - started, waited, now)
+            pace.observe(kind, played if is_small else tokens, now - started, waited, now)
             return played
 
     def following(self, *args: object) -> LaunchTable:

@@ -139,7 +139,7 @@ class Given:
         self.seen: list[float] = []
         self.works: list[int] = []
 
-    def begin(self, now: float) -> int:
+    def begin(self, kind: int, work: int, now: float) -> int:
         self.counts = [*self.counts[1:], self.counts[0]]
         self.threads = self.counts[0]
         self.patience = 60.0 if len(self.seen) % 3 else -0.001
@@ -176,7 +176,7 @@ def test_the_patience_of_very_many_threads_fits_its_word() -> None:
     x = torch.ones(65, 3)
     executor = Executor(2)
     try:
-        executor._large.patience = 0.25 * 96 * 95  # what 96 threads of a processor bear with, together
+        executor._large.least = 0.25 * 96 * 95  # what 96 threads of a processor bear with, together
         with executor.recording(tokens=65, logits=1) as program:
             out = chain(executor, x, 2)
         executor.run(program, tokens=65, logits=0, seqs=1)

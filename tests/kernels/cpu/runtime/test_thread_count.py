@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
+
 from plait.kernels.cpu.runtime.thread_count import ThreadTuner, levels
 
 Cost = Callable[[int], tuple[float, float]]  # threads -> (seconds of a step, seconds of it in long waits)
@@ -29,7 +31,7 @@ class Engine:
         spent: dict[int, float] = {}
         until = self.now + seconds
         while self.now < until:
-            threads = self.pace.begin(self.now)
+            threads = self.pace.begin(kind, work, self.now)
             took, waited = cost(threads)
             self.now += took
             self.counts.append(threads)
@@ -88,6 +90,20 @@ def test_a_step_that_lost_patience_is_late_whatever_its_waits_were() -> None:
     assert spent[1] > 0.9 * 20
 
 
+def test_a_step_waits_for_as_long_as_it_would_take_longer_alone() -> None:
+    """Nothing is known of the first step, and what was played alone says nothing of all threads."""
+    pace = ThreadTuner(4, 0.008)
+    assert (pace.begin(1, 1, 1.0), pace.patience) == (4, 0.008)
+    pace.observe(1, 1, 0.050, 0.009, 1.5)
+    pace.begin(1, 1, 1.5)
+    assert pace.patience == 0.008
+    pace.observe(1, 1, 0.022, 0.002, 1.6)
+    pace.begin(1, 2, 1.6)
+    assert pace.patience == pytest.approx(3 * 2 * 0.020)
+    pace.begin(2, 1, 1.7)
+    assert pace.patience == 0.008
+
+
 def test_as_many_threads_as_are_fastest_are_found_among_many() -> None:
     """One core of eight is taken: seven threads never wait, eight always do."""
     engine = Engine(threads=8)
@@ -120,8 +136,8 @@ def test_after_a_long_pause_the_next_step_has_all_threads_and_a_short_one_forget
     engine.run(busy, 20.0)
     while engine.pace.threads == 2:
         engine.run(busy, 0.01)
-    assert engine.pace.begin(engine.now + 1.0) == 1
-    assert engine.pace.begin(engine.now + ThreadTuner.FORGET_S + 1.0) == 2
+    assert engine.pace.begin(1, 1, engine.now + 1.0) == 1
+    assert engine.pace.begin(1, 1, engine.now + ThreadTuner.FORGET_S + 1.0) == 2
 
 
 def test_single_prompts_now_and_then_get_all_threads_back() -> None:
