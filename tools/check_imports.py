@@ -65,6 +65,7 @@ NO_TORCH = (
         "text",
     ),
     *("runner.host", "checkpoint.find_files", "checkpoint.identity", "checkpoint.packed_cache.file_format"),
+    "checkpoint.list_texts",
     "checkpoint.readers.gguf_metadata",
     *("kernels.load", "kernels.cpu.runtime.threads", "kernels.cpu.runtime.machine_code"),
     *("kernels.cpu.codegen.amx_permission", "kernels.cpu.runtime.tile_check"),

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from plait.checkpoint.identity import identify_file
+from plait.checkpoint.list_texts import list_texts
 from plait.checkpoint.weights import Target
 from plait.engine.adapters import parse_named
 from plait.engine.fingerprint import Fingerprint
@@ -63,10 +64,9 @@ def digest_model(opened: OpenedModel) -> str:
 def _describe_model(opened: OpenedModel) -> tuple[object, ...]:
     """Files, and options that change text."""
     files, resolved, config, metadata = opened.files, opened.resolved, opened.config, opened.metadata or {}
-    texts = [*files.side_files.values(), *([files.config] if files.config else [])]
     return (
         [_identify(path) for path in files.weights],
-        [(path.name, _identify_text(path)) for path in sorted(texts, key=lambda path: path.name)],
+        [(name, _identify_text(path)) for name, path in list_texts(files)],
         repr((resolved.spec, sorted(resolved.config.items()))),
         sorted((key, value) for key, value in metadata.items() if isinstance(value, str | int | float)),
         [_identify_option(option) for option in (config.vocab, config.chat_template)],

@@ -15,6 +15,7 @@ import msgspec
 
 from plait.checkpoint.find_files import ModelFiles
 from plait.checkpoint.identity import identify_file
+from plait.checkpoint.list_texts import list_texts
 from plait.checkpoint.packed_cache.file_format import as_stem
 from plait.config import EngineConfig
 from plait.kernels.load import host_target, why_no_tiles
@@ -39,13 +40,15 @@ def choose_threads(config: EngineConfig) -> tuple[int, str]:
 def key_of(files: ModelFiles, config: EngineConfig) -> dict[str, object]:
     """All that decides what is in an image, as plain values. Raises BadFile for files that cannot be read.
 
+    An option may name a file: of a vocabulary, which decides what is never sampled, or of a template.
     Whether there are tiles of AMX is one of them. The system grants them upon request only, so this is where
     a process requests them: before it has an image, or a thread that runs one.
     """
-    texts = [*files.side_files.values(), *([files.config] if files.config else [])]
+    named = [Path(value).expanduser() for value in (config.vocab, config.chat_template) if value is not None]
     key = {
         "weights": [[str(path.resolve()), *identify_file(path)] for path in files.weights],
-        "texts": [[path.name, *identify_file(path)] for path in sorted(texts)],
+        "texts": [[name, *identify_file(path)] for name, path in list_texts(files)],
+        "named": [[str(path), *identify_file(path)] for path in named if path.is_file()],
         "options": {name: value for name, value in asdict(config).items() if name not in APART},
         "threads": choose_threads(config)[0],
         "code": [__version__, _digest_code()],

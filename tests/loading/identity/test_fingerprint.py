@@ -117,6 +117,16 @@ def test_other_weights_texts_and_options_of_text_are_other_models(model: Path) -
     assert len({one.arithmetic for one in found}) == len(found)
 
 
+def test_another_pooling_is_another_model(model: Path) -> None:
+    (model / "modules.json").write_text('[{"type": "sentence_transformers.Pooling", "path": "1_Pooling"}]')
+    (model / "1_Pooling").mkdir()
+    found = []
+    for mode in ("lasttoken", "mean"):
+        (model / "1_Pooling" / "config.json").write_text(f'{{"pooling_mode": "{mode}"}}')
+        found.append(made(model))
+    assert found[0].model != found[1].model
+
+
 def test_digest_is_of_the_numbers_and_not_of_sizes(model: Path) -> None:
     digests = []
     for options in ({}, {"max_num_batched_tokens": 16, "threads": 2}, {"quantize": "q8_0"}):
