@@ -114,8 +114,7 @@ def keep(shelf: Shelf, opened: Opened, target: Target, limit: int) -> str:
         return f"packed weights: {gib(shelf.nbytes)} are kept in {shelf.path}"
     if not needed:
         return "packed weights: none are kept: this model has no linear layer that is packed"
-    part = str(shelf.key.get("part", "")).partition(" ")[0]
-    if key_of(opened, target, part) != shelf.key:
+    if not is_current(shelf, opened, target):
         return "packed weights: none are kept: the model's files, or Plait's own, changed meanwhile"
     try:
         _drop_outdated(shelf)
@@ -125,6 +124,12 @@ def keep(shelf: Shelf, opened: Opened, target: Target, limit: int) -> str:
     except OSError as error:
         return f"packed weights: none are kept: {folder} cannot be written ({error.strerror or error})"
     return f"packed weights: {gib(written)} written to {shelf.path}"
+
+
+def is_current(shelf: Shelf, opened: Opened, target: Target) -> bool:
+    """Whether the model's files are still those that were there when it was loaded. Raises BadFile."""
+    part = str(shelf.key.get("part", "")).partition(" ")[0]
+    return key_of(opened, target, part) == shelf.key
 
 
 def _no_room(shelf: Shelf, needed: int, limit: int) -> str | None:

@@ -9,6 +9,7 @@ import site
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -71,8 +72,10 @@ def path_of(name: str, config: EngineConfig, key: dict[str, object]) -> Path | N
     return folder / f"{as_stem(name)}-{digest}{SUFFIX}"
 
 
+@cache
 def _digest_code() -> str:
-    """A hash of the names, sizes and times of our modules."""
+    """A hash of the names, sizes and times of our modules. Read once: a process goes on with what it imported
+    when another version is installed over it, so it neither uses nor writes an image of that version."""
     digest = hashlib.blake2b(digest_size=16)
     for line in sorted(_modules(PACKAGE, "")):
         digest.update(line.encode())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ class RestoredStep:
         files: Sequence[Bytes],
         drafts: HostStore | None = None,
     ) -> None:
-        model, step = image.header.model, image.header.step
+        step = image.header.step
         code = [(part.symbol, part.at, part.nbytes) for part in step.kernels]
         if step.tiles and (why := why_no_tiles("native")):
             raise BadFile(f"it runs on AMX: {why}")
@@ -79,6 +80,16 @@ class RestoredStep:
         if step.tiles:
             _check_tiles(step.tiles, self._code[step.tiles.kernel].address)
         self.threads = start_threads(threads, self._code, step.loops)
+        with ExitStack() as undo:
+            undo.callback(self.threads.close)
+            self._place(image, store, files, drafts)
+            undo.pop_all()
+
+    def _place(
+        self, image: Image, store: HostStore, files: Sequence[Bytes], drafts: HostStore | None
+    ) -> None:
+        """Make or find all memory, and write the addresses that tables have."""
+        model, step = image.header.model, image.header.step
         self._static = _make_static(step.program, model.states, model.block_size)
         self._buffers, self._states, self._drafts = dict(self._static.arrays), store.arrays, drafts
         if step.head and drafts:

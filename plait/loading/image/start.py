@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -86,11 +86,14 @@ def load_image(model: str, config: EngineConfig) -> LoadedImage | None:
     started = start_image(model, config)
     if started is None:
         return None
-    language, is_chosen = started.text.language(), config.chat_template is not None
-    wait_for_template = begin_start(language.chat_template, is_chosen=is_chosen)
-    if is_chosen:
-        wait_for_template()
-    front = make_front(started.name, started, language, config)
+    with ExitStack() as undo:
+        undo.callback(started.close)
+        language, is_chosen = started.text.language(), config.chat_template is not None
+        wait_for_template = begin_start(language.chat_template, is_chosen=is_chosen)
+        if is_chosen:
+            wait_for_template()
+        front = make_front(started.name, started, language, config)
+        undo.pop_all()
     trim_heap()  # what reading the tokenizer has freed
     return LoadedImage(config, started.part, started.runner, started.sizing, front)
 
@@ -166,26 +169,29 @@ def _start(image: Image, config: EngineConfig, text: TextSource, open_full: Open
         with _sequences_memory():
             drafts = HostStore(step.head.states, places.num_blocks, 0, places.block_size, model.dtype)
     restored = RestoredStep(image, store, threads, map_weights(image.header.files), drafts)
-    rows = RowOps(*row_functions(restored.threads, restored.kernels), _score)
-    sampler = HostSampler(spec.vocab_size, rows, model.banned)
-    replay = ProgramReplay(restored.program(), sampler, restored)
-    runner = HostRunner(replay, store, open_full)
-    drafter = _make_drafter(restored, sampler, places) if places else None
-    proposer = NgramProposer() if config.speculate == "ngram" else drafter
-    engine = make_engine(
-        *(runner, spec, sizing, config),
-        is_recorded=True,
-        is_host=True,
-        proposer=proposer,
-    )
-    if drafter is not None:
-        runner.show(drafter.observe)
-        draft_with_head(engine, drafter, replay, sampler, turn_tables(restored.threads, restored.kernels))
-    guides = Guides(make_compiler(text, spec.vocab_size), spec.vocab_size)
-    engine.guided = guides.open
-    log.info("step: %s", runner.step_kind)
-    disk = open_disk_cache(config, engine, store, model.states, model.fingerprint)
-    made = runner, engine, sizing, guides, model.fingerprint, disk
+    with ExitStack() as undo:
+        undo.callback(restored.threads.close)
+        rows = RowOps(*row_functions(restored.threads, restored.kernels), _score)
+        sampler = HostSampler(spec.vocab_size, rows, model.banned)
+        replay = ProgramReplay(restored.program(), sampler, restored)
+        runner = HostRunner(replay, store, open_full)
+        drafter = _make_drafter(restored, sampler, places) if places else None
+        proposer = NgramProposer() if config.speculate == "ngram" else drafter
+        engine = make_engine(
+            *(runner, spec, sizing, config),
+            is_recorded=True,
+            is_host=True,
+            proposer=proposer,
+        )
+        if drafter is not None:
+            runner.show(drafter.observe)
+            draft_with_head(engine, drafter, replay, sampler, turn_tables(restored.threads, restored.kernels))
+        guides = Guides(make_compiler(text, spec.vocab_size), spec.vocab_size)
+        engine.guided = guides.open
+        log.info("step: %s", runner.step_kind)
+        disk = open_disk_cache(config, engine, store, model.states, model.fingerprint)
+        made = runner, engine, sizing, guides, model.fingerprint, disk
+        undo.pop_all()
     return StartedModel(model.name, model, spec, text, *made)
 
 

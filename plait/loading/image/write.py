@@ -15,7 +15,7 @@ from plait.checkpoint.packed_cache.cache import KeptBlock
 from plait.checkpoint.packed_cache.file_format import drop_unfinished
 from plait.config import EngineConfig
 from plait.engine.memory_plan import gib
-from plait.errors import CannotRecord
+from plait.errors import BadFile, CannotRecord
 from plait.kernels.load import record_tile_check, sampling_kernels, turn_kernels, why_refused
 from plait.loading.build import Built, Loaded
 from plait.loading.identity.fingerprint import fingerprint
@@ -25,7 +25,7 @@ from plait.loading.image.key import key_of, path_of
 from plait.loading.image.lookup import SUFFIX, why_no_image
 from plait.loading.make_runner import make_sampler
 from plait.loading.open_model import banned_ids, load_decoder
-from plait.loading.packed_cache import keep, list_shelves, shelf_of
+from plait.loading.packed_cache import is_current, keep, list_shelves, shelf_of
 from plait.loading.probe_scorer import open_settled
 from plait.loading.target import make_target
 from plait.memory import PagedState, SlotState
@@ -49,19 +49,25 @@ def keep_image(built: Built | Loaded, limit: int) -> str:
 
     limit: bytes that the folder of packed weights may hold in all.
     """
+    try:
+        _keep_weights(built, limit)
+        return _write(built)
+    except (CannotRecord, BadFile) as error:  # BadFile: of the model, which is not there any more
+        return f"startup image: none is kept: {error}"
+    except OSError as error:
+        return f"startup image: none is kept: it cannot be written ({error.strerror or error})"
+
+
+def _keep_weights(built: Built | Loaded, limit: int) -> None:
+    """Write packed weights that are in no file yet. Raises BadFile, and CannotRecord where none are kept."""
     for shelf, packed in list_shelves(built.target):
-        if shelf.is_full or (packed is not built.target and not shelf.needed()):
+        is_kept = shelf.is_full or (bool(shelf.written) and shelf.path.exists())
+        if is_kept or (packed is not built.target and not shelf.needed()):
             continue
         kept = keep(shelf, built.opened, packed, limit)
         log.info("%s", kept)
         if not shelf.written:
-            return f"startup image: none is kept: {kept}"
-    try:
-        return _write(built)
-    except CannotRecord as error:
-        return f"startup image: none is kept: {error}"
-    except OSError as error:
-        return f"startup image: none is kept: it cannot be written ({error.strerror or error})"
+            raise CannotRecord(kept)
 
 
 def keep_image_at_startup(built: Built | Loaded) -> None:
@@ -76,7 +82,7 @@ def keep_image_at_startup(built: Built | Loaded) -> None:
 
 
 def _write(built: Built | Loaded) -> str:
-    """Raises CannotRecord where there can be no image, and OSError."""
+    """Raises CannotRecord where there can be no image, BadFile and OSError."""
     opened, runner, target = built.opened, built.runner, built.target
     config = opened.config
     replay, store = runner.replay, runner.store.host
@@ -85,6 +91,8 @@ def _write(built: Built | Loaded) -> str:
     assert isinstance(replay, ProgramReplay)
     assert store is not None
     key = key_of(opened.files, config)
+    if not all(is_current(shelf, opened, packed) for shelf, packed in list_shelves(target)):
+        raise CannotRecord("the model's files changed since it was loaded")
     path = path_of(opened.files.name, config, key)
     if path is None:
         raise CannotRecord("there is no folder for it")
