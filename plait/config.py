@@ -171,7 +171,7 @@ class EngineConfig:
     )
     startup_image: StartupImage = option(
         "auto",
-        "load from what an earlier startup kept; renew: keep it anew; off",
+        "load from what an earlier startup kept; renew: use none, so that `plait warmup` keeps it anew; off",
     )
     ssm_mode: SsmMode = option("ssd", "oxidizr only. ssd: the recurrence; exact: what its trainer computes")
     a_source: ASource = option("auto", "oxidizr only. A of Mamba2/3 from the trainer's rule or from the file")

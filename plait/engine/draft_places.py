@@ -65,6 +65,12 @@ def plan_head_places(
     """
     memory = plan_places(states, config, dtype, free, longest, beside)
     places = memory.num_places if most is None else min(memory.num_places, most)
+    if places < memory.num_places:
+        log.warning(
+            "drafts of %d sequences at a time: the startup image is of a run with less memory, and has space "
+            "for no more; `plait warmup` makes another",
+            places,
+        )
     step = max(MOST_KEPT, places * (1 + config.num_draft_tokens))
     return replace(memory, num_places=places, max_step_len=step)
 

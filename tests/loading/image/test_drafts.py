@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from plait.config import EngineConfig
-from plait.loading.image import write
+from plait.loading.image import start, write
 from plait.loading.image.start import find_image, load_image, start_image
 from plait.request import SamplingParams
 from plait.runner.host.mtp import MtpDrafter
@@ -198,6 +198,20 @@ def test_places_of_drafts_are_as_many_as_memory_has_and_passes_have_rows(
         assert isinstance(drafter, MtpDrafter)
         assert drafter.memory.num_places == places
     assert "drafts of 2 sequences at a time fit into 768 KiB, not of 4" in caplog.text
+
+
+def test_fewer_places_than_memory_has_are_reported(
+    first: list[Any], nano_hybrid: Path, cache: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """An image that a run with less memory kept has rows for as many drafts as that run had."""
+    config = EngineConfig(**SIZES, **MTP, cache_dir=str(cache), memory_limit=1 << 30)
+    plan = start.plan_head_places
+    monkeypatch.setattr(start, "plan_head_places", lambda *given, **more: plan(*given, **more | {"most": 2}))
+    made = start_image(str(nano_hybrid), config)
+    assert made is not None
+    made.close()
+    assert "drafts of 2 sequences at a time: the startup image is of a run with less memory" in caplog.text
 
 
 def test_head_of_which_the_packed_weights_are_gone_is_refused_with_one_line(
