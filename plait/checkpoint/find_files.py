@@ -42,7 +42,7 @@ _SIDE_NAMES = frozenset({"tokenizer.json", "tokenizer_config.json", "tokenizer.m
 }
 _INDEX = ".safetensors.index.json"
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
-_MODULE = re.compile(r"\d_(Pooling|Dense|Normalize|LogitScore)")  # folders of sentence-transformers' modules
+MODULE_FOLDER = re.compile(r"\d_(Pooling|Dense|Normalize|LogitScore)")  # of sentence-transformers
 MODULE_FILES = ("config.json", "model.safetensors")  # in such a folder
 MTP_FILE = "mtp.safetensors"  # a head for drafts that was trained later, next to its model
 _STEP = re.compile(r"(?P<prefix>.*)_step_(?P<step>\d{1,18})\.safetensors")
@@ -207,7 +207,7 @@ def _is_side(name: str) -> bool:
     if name.startswith("additional_chat_templates/"):
         return name.endswith(".jinja")
     folder, _, last = name.partition("/")
-    if _MODULE.fullmatch(folder):
+    if MODULE_FOLDER.fullmatch(folder):
         return last in MODULE_FILES
     beside = name in _SIDE_NAMES or name == "config.json" or name.endswith((".tiktoken", _INDEX))
     return beside and "/" not in name

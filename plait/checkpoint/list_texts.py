@@ -36,5 +36,5 @@ def _list_folders(files: ModelFiles) -> Iterator[str]:
         return
     for module in modules if isinstance(modules, list) else ():
         place = module.get("path") if isinstance(module, dict) else None
-        if isinstance(place, str) and place:
+        if isinstance(place, str) and place and not (".." in Path(place).parts or Path(place).is_absolute()):
             yield place

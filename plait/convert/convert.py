@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.find_files import read_json
+from plait.checkpoint.list_texts import list_texts
 from plait.checkpoint.quantized.packed import QuantizedCheckpoint
 from plait.checkpoint.quantized.scheme import BESIDE, find_scheme
 from plait.checkpoint.readers.gguf import GgufFile
@@ -358,9 +359,10 @@ def _write_beside(folder: Path, opened: Opened, plan: ConversionPlan) -> None:
 
 
 def _copy_beside(folder: Path, opened: Opened, *, is_copy: bool) -> None:
-    """The source's own files of text."""
-    for name, path in opened.files.side_files.items():
-        if is_copy or name not in BESIDE:
+    """The source's own files of text, and what is in folders of its modules."""
+    for name, path in list_texts(opened.files):
+        if path != opened.files.config and (is_copy or name not in BESIDE):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, folder / name)
     for path in (opened.files.directory / TEMPLATES).glob("*.jinja"):
         (folder / TEMPLATES).mkdir(exist_ok=True)

@@ -233,6 +233,24 @@ def test_templates_with_names_come_along_and_may_be_replaced(models: Path, tmp_p
         run(tmp_path / "a", tmp_path / "b", force=True)
 
 
+def test_modules_behind_the_model_come_along_and_may_be_replaced(models: Path, tmp_path: Path) -> None:
+    """Without them a converted model of vectors could not be loaded: modules.json names their folders."""
+    shutil.copytree(models / "llama", tmp_path / "a")
+    modules = [{"type": "x.Pooling", "path": "1_Pooling"}, {"type": "x.Dense", "path": "../outside"}]
+    (tmp_path / "a" / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "in").mkdir()
+    for name in ("a/1_Pooling", "outside"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text('{"pooling_mode": "mean"}')
+    for _ in range(2):
+        run(tmp_path / "a", tmp_path / "in" / "b", quantize="f32", force=True)
+        assert "mean" in (tmp_path / "in" / "b" / "1_Pooling" / "config.json").read_text()
+    assert [path.name for path in (tmp_path / "in").iterdir()] == ["b"], "nothing is written elsewhere"
+    (tmp_path / "in" / "b" / "1_Pooling" / "diary.doc").write_text("mine")
+    with pytest.raises(ConfigError, match=r"holds more than a model \(1_Pooling\)"):
+        run(tmp_path / "a", tmp_path / "in" / "b", force=True)
+
+
 def failing(error: BaseException) -> Callable[..., None]:
     """Progress that fails in the middle."""
     steps: Iterator[int] = iter(range(100))

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from plait.checkpoint.find_files import MODULE_FILES, MODULE_FOLDER
 from plait.errors import ConfigError, OutOfMemory
 
 MODEL_SUFFIXES = {".safetensors", ".json", ".jinja", ".model", ".txt", ".tiktoken", ".md", ".gguf"}
@@ -42,9 +43,11 @@ def check_place(out: Path, sources: tuple[Path, ...], *, force: bool, is_directo
 
 
 def _is_strange(entry: Path) -> bool:
-    """Whether this file or folder is no part of a model; named templates are in a folder of their own."""
+    """Whether this file or folder is no part of a model; named templates and modules are in folders."""
     if entry.name == TEMPLATES and entry.is_dir() and not entry.is_symlink():
         return any(e.suffix != ".jinja" or e.is_dir() for e in entry.iterdir())
+    if MODULE_FOLDER.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
+        return any(e.name not in MODULE_FILES or e.is_dir() for e in entry.iterdir())
     return entry.is_dir() or entry.suffix not in MODEL_SUFFIXES
 
 
