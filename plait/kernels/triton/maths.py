@@ -108,9 +108,10 @@ def apply_gated(gate, up, KIND: tl.constexpr):
         near = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
         low = gate * sigmoid(gate)
         y = tl.where(low > limit, limit, low) * near
-    elif KIND == "swiglu_cut_10":
-        near = tl.where(up > 10.0, 10.0, tl.where(up < -10.0, -10.0, up))
-        low = tl.where(gate > 10.0, 10.0, gate)
+    elif KIND == "swiglu_cut_7" or KIND == "swiglu_cut_10":
+        cut: tl.constexpr = 7.0 if KIND == "swiglu_cut_7" else 10.0
+        near = tl.where(up > cut, cut, tl.where(up < -cut, -cut, up))
+        low = tl.where(gate > cut, cut, gate)
         y = low * sigmoid(low) * near
     elif KIND == "situ":
         y = 4.0 * tanh(gate / 4.0) * sigmoid(gate) * (25.0 * tanh(up / 25.0))

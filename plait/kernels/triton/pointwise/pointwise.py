@@ -37,7 +37,7 @@ from plait.quant.weight import Dense
 NAME = "triton"
 NAME_PLAIN = "triton plain"  # embeddings: tables of blocks have kernels of their own
 PIECE = 1024  # numbers of a program
-KINDS = {*ACTIVATIONS, *PAIRS} - {"swiglu_cut_7"}  # Maple's alone, which has no kernel here
+KINDS = {*ACTIVATIONS, *PAIRS}
 
 
 @triton.jit
