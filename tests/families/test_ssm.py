@@ -20,6 +20,7 @@ from plait.spec.model import AsideSpec, MlpSpec, MoeSpec, NormSpec, RopeSpec, Ro
 from plait.spec.recurrent import Mamba1Spec
 from tests.families import tiny
 from tests.families.as_gguf import converted
+from tests.families.every import as_state_spaces
 from tests.families.parity import CPU, LONGEST, Memory, decoder, resolved, whole, worst
 from tests.families.plamo2_oracle import CONFIG, checkpoint
 from tests.families.test_plamo2 import IDS
@@ -67,19 +68,8 @@ def test_copies_of_shared_blocks_change_nothing(folder: Path) -> None:
 
 def test_mamba_in_the_format_of_state_spaces(folder: Path) -> None:
     config, tensors, oracle = made("mamba", folder)
-    names = {"backbone.embeddings.weight": "backbone.embedding.weight"}
-    theirs = Memory({names.get(name, name): w for name, w in tensors.items()})
-    original = {
-        "d_model": config["hidden_size"],
-        "n_layer": config["num_hidden_layers"],
-        "vocab_size": 95,
-        "pad_vocab_size_multiple": 97,
-        "tie_embeddings": False,
-        "ssm_cfg": {"d_state": 8, "dt_rank": 5},
-        "rms_norm": True,
-        "residual_in_fp32": True,
-        "fused_add_norm": True,
-    }
+    original, stored = as_state_spaces(config, tensors)
+    theirs = Memory(stored)
     model = decoder(resolved(theirs, original), theirs)
     assert worst(whole(model, oracle["ids"][0]), oracle["logits"][0]) <= 1e-4
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from plait.families.resolve import resolve
 from tests.families import tiny
+from tests.families.every import as_state_spaces
 from tests.families.parity import Memory, decoder, resolved, whole, worst
 
 Model = tuple[dict[str, Any], dict[str, Tensor], dict[str, list[Tensor]]]
@@ -118,21 +119,7 @@ def test_experts_stacked_as_transformers_5_keeps_them(name: str, folder: Path) -
 
 def test_mamba2_in_the_format_of_state_spaces(folder: Path) -> None:
     config, tensors, oracle = made("mamba2", folder)
-    theirs = {
-        "d_model": 32,
-        "d_intermediate": 0,
-        "n_layer": 3,
-        "vocab_size": 90,
-        "ssm_cfg": {"layer": "Mamba2", "d_state": 8, "headdim": 8, "ngroups": 2},
-        "attn_layer_idx": [],
-        "attn_cfg": {},
-        "rms_norm": True,
-        "residual_in_fp32": True,
-        "fused_add_norm": True,
-        "pad_vocab_size_multiple": 97,
-        "tie_embeddings": False,
-    }
-    renamed = {name.replace("backbone.embeddings", "backbone.embedding"): t for name, t in tensors.items()}
+    theirs, renamed = as_state_spaces(config, tensors)
     assert difference(theirs, renamed, oracle) <= 1e-4
     native = {f"model.{name}": t for name, t in renamed.items()}
     assert difference(config, native, oracle) <= 1e-4

@@ -14,16 +14,18 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is not installed here")
 
 from plait.errors import CannotRecord
+from plait.families.common.registry import families, find
 from plait.kernels.load import load_for_gpu
 from plait.memory import block_groups
 from plait.model.decoder import Decoder
 from plait.ops.chip import EXAMPLES
 from plait.runner.capture import StepCapture, capture_step, decode_batch
 from plait.state.store import StateStore
-from tests.families import tiny, tiny_plain
+from tests.families import tiny_plain
+from tests.families.every import NAMES, family_of, read_model
 from tests.families.newer_oracles import DESCRIBED
-from tests.families.oracles import ORACLES, read_oracle
-from tests.families.parity import Memory, decoder, resolved
+from tests.families.oracles import ORACLES
+from tests.families.parity import decoder, resolved
 
 ELSEWHERE = torch.randn(3)
 BLOCKS = 4  # of a sequence
@@ -82,23 +84,11 @@ def test_a_length_that_was_baked_in_shows() -> None:
     assert stream(8) != stream(6)
 
 
-def read_model(name: str, folder: Path) -> tuple[dict[str, Any], Memory]:
-    """A family's config and tensors."""
-    if name in ORACLES:
-        return read_oracle(name)
-    if name in DESCRIBED:
-        config = DESCRIBED[name].config
-        tensors = DESCRIBED[name].checkpoint(config)
-        return config, Memory({key: tensor.float() for key, tensor in tensors.items()})
-    tiny.write(name, folder)
-    config, tensors, _ = tiny.read(folder)
-    return config, Memory(tensors)
-
-
 def on_gpu(name: str, folder: Path) -> tuple[Decoder, StateStore]:
     """A family's tiny model with what a GPU binds, its tensors being on the CPU."""
     load_for_gpu()
     config, checkpoint = read_model(name, folder)
+    assert find(config).name == family_of(name)
     model = decoder(resolved(checkpoint, config), checkpoint, chip=EXAMPLES[90])
     blocks = {group.name: 8 for group in block_groups(model.states)}
     store = StateStore(model.states, blocks, 4, 16, torch.device("cpu"), torch.float32)
@@ -111,10 +101,13 @@ def quick() -> list[Any]:
     """Most of the families that came last are left to `make test-all`."""
     late = {name for name, variant in tiny_plain.VARIANTS.items() if variant.slow}
     late |= {name for name in (*ORACLES, *DESCRIBED) if name not in ("sambay", "arctic")}
-    names = (*tiny.VARIANTS, *ORACLES, *DESCRIBED)
-    no_kernel = pytest.mark.xfail(strict=True, reason="no GPU kernel computes swiglu_cut_7 of its experts")
-    marks = {n: [pytest.mark.slow, no_kernel] if n == "maple" else [pytest.mark.slow] for n in late}
-    return [pytest.param(n, marks=marks.get(n, [])) for n in names]
+    return [pytest.param(name, marks=[pytest.mark.slow] if name in late else []) for name in NAMES]
+
+
+def test_no_family_is_without_a_model_below() -> None:
+    ours = {entry.name for entry in families() if entry.build.__module__.startswith("plait.families.")}
+    assert not ours - {family_of(name) for name in NAMES}
+    assert len(ours) > 190
 
 
 @pytest.mark.sampled(3)

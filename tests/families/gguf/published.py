@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.families.granite import MULTIPLIERS
+
 Config = dict[str, Any]
 Tensors = dict[str, Tensor]
 Layout = Callable[[Config, Tensors], tuple[Config, Tensors]]
@@ -263,13 +265,14 @@ def _orion(c: Config, t: Tensors) -> tuple[Config, Tensors]:
 
 @layout("minicpm")
 def _minicpm(c: Config, t: Tensors) -> tuple[Config, Tensors]:
-    c |= {
+    own = {key: value for key, value in c.items() if key not in MULTIPLIERS}
+    own |= {
         "architectures": ["MiniCPMForCausalLM"],
         "scale_emb": c["embedding_multiplier"],
         "scale_depth": c["residual_multiplier"] * c["num_hidden_layers"] ** 0.5,
         "dim_model_base": c["hidden_size"] / c["logits_scaling"],
     }
-    return c, t
+    return own, t
 
 
 @layout("qwen1")
