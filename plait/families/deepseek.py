@@ -323,15 +323,20 @@ def shared_moe_tensors(count: int, theirs: str) -> Rules:
     }
 
 
-def latent_sizes(m: Metadata) -> None:
-    """The widths of a latent attention's heads, from GGUF's metadata."""
-    rope_dim, words = m.values["rope.dimension_count"], ("key", "value")
-    plain = {x: m.values.get(f"attention.{x}_length") for x in words}
-    key, v = (m.values.get(f"attention.{x}_length_mla", plain[x]) for x in words)
-    key, v = key or m.values["attention.key_length"], v or m.values["attention.value_length"]
+def latent_sizes(m: Metadata, *, has_values: bool = True) -> None:
+    """The widths of a latent attention's heads, from GGUF's metadata. has_values: it has that of values."""
+    rope_dim = m.values["rope.dimension_count"]
+    key = _head_length(m, "key")
     m.put("qk_rope_head_dim", rope_dim, f"{FILE} {m.prefix}rope.dimension_count")
     m.put("qk_nope_head_dim", key - rope_dim, f"{FILE} {m.prefix}attention.key_length")
-    m.put("v_head_dim", v, f"{FILE} {m.prefix}attention.value_length")
+    if has_values:
+        m.put("v_head_dim", _head_length(m, "value"), f"{FILE} {m.prefix}attention.value_length")
+
+
+def _head_length(m: Metadata, word: str) -> int:
+    plain = m.values.get(f"attention.{word}_length")
+    length: int = m.values.get(f"attention.{word}_length_mla", plain) or m.values[f"attention.{word}_length"]
+    return length
 
 
 @gguf_arch("deepseek2", "DeepseekV2ForCausalLM")
@@ -370,6 +375,6 @@ def _sparse(m: Metadata) -> None:
 
 @gguf_arch("minicpm3", "MiniCPM3ForCausalLM")
 def _minicpm3(m: Metadata) -> None:
-    latent_sizes(m)
+    latent_sizes(m, has_values=False)
     m.size("v_head_dim", "attn_output.weight", 1)
     m.config["v_head_dim"] //= m.config["num_attention_heads"]
