@@ -68,6 +68,15 @@ def exact(
 COUNTS = [2, pytest.param(moe.MOST_SLOTS // K + 1, marks=pytest.mark.slow), 60]
 
 
+@pytest.mark.parametrize("tokens", [2, 50])  # by slots, and by groups
+def test_gates_and_shared_rows_that_lie_apart_are_read_where_they_are(tokens: int) -> None:
+    x, weight, index, shared = pairs(tokens)
+    (up, down), gate = layer(), torch.randn(tokens, 5)[:, 2:3]
+    found = moe.run_experts(x, weight, index, up, down, SILU, shared.T.contiguous().T, gate)
+    wanted = exact(x, weight, index, shared * gate.sigmoid(), up, down)
+    assert (found.double() - wanted).norm() / wanted.norm() < 1e-6
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("tokens", COUNTS)
 @pytest.mark.parametrize("bias", [pytest.param(False, marks=pytest.mark.slow), True])

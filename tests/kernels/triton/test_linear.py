@@ -35,6 +35,7 @@ from tests.families.parity import Memory, decoder, resolved
 load_for_gpu()
 
 TRITON: Any = importlib.import_module("plait.kernels.triton.linear.linear")
+ONE_FORM: Any = importlib.import_module("plait.kernels.triton.linear.one_form")
 LAYOUTS = {layout for layout, _ in _SIMPLE.values()} | {
     PlaneLayout(low, high, "byte" if low == 8 else "integer", 0 if low == 8 else 1 << (bits - 1))
     for bits, (low, high) in _INTEGERS.items()
@@ -72,6 +73,14 @@ def test_a_row_alone_has_the_bits_of_the_row_in_a_batch(kind: str) -> None:
         many = torch.cat([x, torch.randn(60, 512)])
         wanted = TRITON.multiply(many, packed, None)
         assert torch.equal(TRITON.multiply(many[:19], packed, None), wanted[:19])
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "dense"])
+def test_rows_of_which_the_numbers_lie_apart(kind: str) -> None:
+    weight: Weight = Dense(torch.randn(70, 64)) if kind == "dense" else random_weight(kind, 70, 64)
+    packed, x = TRITON.pack(weight, torch.float32), torch.randn(64, 3).T
+    for run in (TRITON.multiply, ONE_FORM.multiply_any):
+        assert torch.equal(run(x, packed, None), run(x.contiguous(), packed, None))
 
 
 def test_one_program_for_all_shares_gives_the_bits_of_a_program_for_each(

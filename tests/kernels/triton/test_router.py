@@ -70,3 +70,11 @@ def test_five_hundred_and_twelve_experts_of_rows_that_lie_apart() -> None:
     want_weight, want_index = route(logits, None, 10, RouterSpec())
     torch.testing.assert_close(weight, want_weight)
     assert torch.equal(index, want_index)
+
+
+def test_logits_that_lie_apart_are_read_where_they_are() -> None:
+    logits = torch.randn(12, 3).T
+    weight, index = route_in_one_launch(logits, None, 4, RouterSpec())
+    want = route_in_one_launch(logits.contiguous(), None, 4, RouterSpec())
+    assert torch.equal(weight, want[0])
+    assert torch.equal(index, want[1])

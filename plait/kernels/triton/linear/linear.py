@@ -193,10 +193,10 @@ def multiply(
     """`linear` over what `pack` made. out: [..., out], rows may lie apart; None for a new one."""
     if activations != "float32":
         raise ShapeMismatch(f"products on a GPU do not round activations, got {activations!r}")
-    n_out, n_in = shape_of(packed)
+    n_out = shape_of(packed)[0]
     if out is None:
         out = torch.empty(*x.shape[:-1], n_out, dtype=x.dtype, device=x.device)
-    rows, result = x.reshape(-1, n_in), flat_rows(out, n_out)
+    rows, result = as_rows(x), flat_rows(out, n_out)
     count = len(rows)
     if not count or not n_out:
         return out
@@ -218,6 +218,12 @@ def shape_of(packed: PackedPlanes | PackedNumbers | Weight) -> tuple[int, int]:
         return packed.planes.shape
     n_out, n_in = packed.weight.shape if isinstance(packed, PackedNumbers) else packed.shape
     return n_out, n_in
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """[..., in] as [rows, in], of which kernels read the numbers of a row next to each other."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def flat_rows(out: Tensor, n: int) -> Tensor:
@@ -356,7 +362,7 @@ linear.variant(NAME, on="cuda", when=lambda facts: why_several(facts) or why_not
 def join_gate(x: Tensor, up: Linear, kind: str, activate: TensorFn) -> Tensor:
     """`glu`: up to 16 rows in one launch where gate and up are one weight; else one op after the other."""
     packed, bias, _ = up.only_part or (None, None, "float32")
-    rows = x.reshape(-1, x.shape[-1])
+    rows = as_rows(x)
     is_known = kind in few_rows.ACTIVATIONS and 0 < len(rows) <= few_rows.MOST
     if is_known and isinstance(packed, PackedPlanes | PackedNumbers):
         out = make_result(x, up.n_out // 2)

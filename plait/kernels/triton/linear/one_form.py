@@ -31,6 +31,7 @@ from plait.kernels.triton.linear.linear import (
     PackedNumbers,
     PackedPlanes,
     PlanesTiling,
+    as_rows,
     dense_constants,
     flat_rows,
     make_result,
@@ -95,10 +96,10 @@ def multiply_any(
     """`linear` over what `pack_all` made. out: [..., out], rows may lie apart, or be float32."""
     if activations != "float32":
         raise ShapeMismatch(f"products on a GPU do not round activations, got {activations!r}")
-    n_out, n_in = shape_of(packed)
+    n_out = shape_of(packed)[0]
     if out is None:
         out = make_result(x, n_out)
-    rows, result = x.reshape(-1, n_in), flat_rows(out, n_out)
+    rows, result = as_rows(x), flat_rows(out, n_out)
     if len(rows) and n_out:
         _launch(rows, packed, bias, result)
     return out

@@ -154,6 +154,14 @@ class SumStart:
     shared: Tensor | None
     gate: Tensor | None
 
+    @classmethod
+    def of(cls, shared: Tensor | None, gate: Tensor | None) -> SumStart:
+        """As kernels read them: gates next to each other, rows of `shared` anywhere."""
+        if shared is None:
+            return cls(None, None)
+        shared = shared if shared.stride(1) == 1 else shared.contiguous()
+        return cls(shared, None if gate is None else gate.contiguous())
+
     def rows(self, some: slice) -> SumStart:
         return SumStart(*(None if t is None else t[some] for t in (self.shared, self.gate)))
 

@@ -47,7 +47,7 @@ def run_in_one_form(
     if not len(x):
         return torch.empty_like(x) if out is None else out
     x, weight, index = (t.contiguous() for t in (x, weight, index))
-    start = SumStart(shared, None if shared is None else gate)
+    start = SumStart.of(shared, gate)
     if is_planes(up) and is_planes(down):
         return by_planes(x, weight, index, up, down, activation, start, each=ROWS, out=out)
     first, second = find_plain(up), find_plain(down)

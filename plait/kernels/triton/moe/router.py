@@ -141,6 +141,7 @@ def route_in_one_launch(
 ) -> tuple[Tensor, Tensor]:
     """`route`: the same arguments and results; of equal scores the expert with the lower number."""
     tokens, count = logits.shape
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
     weight = logits.new_empty(tokens, top_k, dtype=torch.float32)
     index = logits.new_empty(tokens, top_k, dtype=torch.int64)
     if tokens:
