@@ -72,7 +72,7 @@ def multiply_chosen(x: Tensor, stack: ExpertStack, index: Tensor, k: int, rows: 
     if is_free and pairs <= (MOST_SLOTS if plain is not None else min(MOST_SLOTS, stack.count)):
         _by_slots(x, stack, plain, index.view(-1), k, y)
         return y
-    rows = rows or tile_rows(pairs, stack.count)
+    rows = rows or tile_rows(pairs, stack.count, x.dtype)
     starts, order = sort_by_expert(index, stack.count)
     for first, weights in [(0, plain)] if plain is not None else _decode_chunks(stack):
         tiles = pairs // rows + min(len(weights), pairs)

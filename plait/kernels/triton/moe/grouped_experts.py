@@ -17,7 +17,8 @@ ones. Between the two products rows are rounded to the dtype of x, as the refere
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 import triton
@@ -136,14 +137,18 @@ def add_experts(
     tl.store(out + token * hidden + cols, total.to(out.dtype.element_ty), mask=ok)
 
 
-def tile_rows(pairs: int, experts: int) -> int:
+def tile_rows(pairs: int, experts: int, dtype: torch.dtype) -> int:
     """Rows of a tile: small where experts have few rows, so that little of a tile is empty."""
     each = pairs // experts
-    return 16 if each < 32 else 64 if each < 256 else 128
+    return 16 if each < 32 else 64 if each < 256 or dtype == torch.float32 else 128
 
 
-def product_tile(rows: int, gated: bool) -> dict[str, int]:
-    """Tile of a product, its warps and stages."""
+def product_tile(rows: int, gated: bool, dtype: torch.dtype) -> dict[str, int]:
+    """Tile of a product, its warps and stages. Registers decide for float32, which has no matrix units."""
+    if dtype == torch.float32:
+        is_low, columns = rows < 64, 32 if gated or rows < 64 else 64
+        own = {"BK": 64, "num_warps": 4, "num_stages": 3} if is_low else {}
+        return {"BM": rows, "BN": columns, "BK": 32, "num_warps": 8, "num_stages": 2, **own}
     return {
         "BM": rows,
         "BN": 64 if gated or rows < 128 else 128,
@@ -181,7 +186,7 @@ def by_groups(
     """
     (tokens, k), (count, size, hidden) = index.shape, sizes
     pairs = tokens * k
-    rows = rows or tile_rows(pairs, count)
+    rows = rows or tile_rows(pairs, count, x.dtype)
     starts, order = sort_by_expert(index, count)
     h, y = x.new_empty(pairs, size), x.new_empty(pairs, hidden)
     for first, up, down in chunks:
@@ -206,7 +211,7 @@ def launch_groups(
     """One product. where: (starts, order, rows of a tile, tiles); k: pairs that share a row of x."""
     starts, order, rows, tiles = where
     (count, _, n_in), size, (kind, gated) = weights.shape, y.shape[1], activation
-    tile = product_tile(rows, gated)
+    tile = product_tile(rows, gated, x.dtype)
     launch(
         multiply_groups, (tiles, triton.cdiv(size, tile["BN"])),
         x, weights, weights if bias is None else bias, starts, order, y, n_in, size, x.stride(0),
@@ -233,6 +238,23 @@ COUNTS = {
 }  # fmt: skip
 
 
+WIDE_TYPES = {name: "fp32*" if kind == "bf16*" else kind for name, kind in TYPES.items()}
+
+
+def _form(
+    name: str,
+    layer: Mapping[str, Any],
+    per_row: int,
+    act: tuple[str, bool],
+    tile: dict[str, int],
+    types: Mapping[str, str],
+    demands: tuple[tuple[str, ...], ...],
+) -> KernelForm:
+    warps, stages = tile.pop("num_warps"), tile.pop("num_stages")
+    constants = {**layer, "K": per_row, "KIND": act[0], "GATED": act[1], **tile}
+    return KernelForm(name, multiply_groups, types, constants, warps, stages, demands=demands)
+
+
 def forms() -> Iterator[KernelForm]:
     """What models of published sizes launch: each kind of layer with every tile, all others with one."""
     yield KernelForm("sort_pairs", sort_pairs, TYPES, {"BLOCK": BLOCK})
@@ -242,11 +264,13 @@ def forms() -> Iterator[KernelForm]:
         every = name in ("qwen3 30b-a3b", "gpt-oss", "nemotron-3-nano")
         for what, per_row, act in (("up", k, (kind, gated)), ("down", 1, ("", False))):
             for rows in (16, 64, 128) if every else (64,):
-                tile = product_tile(rows, act[1])
-                warps, stages = tile.pop("num_warps"), tile.pop("num_stages")
-                constants = {**own, "K": per_row, "KIND": act[0], "GATED": act[1], **tile}
                 named = f"multiply_groups, {name} {what}, {rows} rows"
-                yield KernelForm(named, multiply_groups, TYPES, constants, warps, stages, demands=demands)
+                tile = product_tile(rows, act[1], torch.bfloat16)
+                yield _form(named, own, per_row, act, tile, TYPES, demands)
+            for rows in (16, 64) if every else ():
+                named = f"multiply_groups, {name} {what}, {rows} rows, float32"
+                tile = product_tile(rows, act[1], torch.float32)
+                yield _form(named, own, per_row, act, tile, WIDE_TYPES, demands[1:])
         constants = {"K": k, "KP": max(2, triton.next_power_of_2(k)), "BN": BLOCK}
         constants |= {"SHARED": shared, "CLOSED": name in CLOSED}
         yield KernelForm(f"add_experts, {name}", add_experts, TYPES, constants)
