@@ -12,13 +12,16 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 
+from tests.families.every import NAMES
+
 ROOT = Path(__file__).resolve().parents[3]
+PARTS = 16
 
 
-def lower(*only: str) -> dict[str, object]:
+def lower(module: str, *arguments: str) -> dict[str, object]:
     """In a process of its own: this one may have the interpreter's kernels."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.kernels.triton.lower_launches", *only]
+    command = [sys.executable, "-m", f"tests.kernels.triton.{module}", *arguments]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
@@ -27,7 +30,18 @@ def lower(*only: str) -> dict[str, object]:
 
 @pytest.mark.slow
 def test_every_launch_of_every_case_is_one_that_a_gpu_takes() -> None:
-    found = lower()
+    found = lower("lower_launches")
     assert found["faults"] == {}
     assert int(str(found["cases"])) > 400
     assert int(str(found["forms"])) > 400
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_launch_of_every_family_is_one_that_a_gpu_takes(part: int) -> None:
+    names = NAMES[part::PARTS]
+    found = lower("lower_families", "bfloat16", *names)
+    assert found["faults"] == {}
+    assert found["families"] == len(names)
+    assert int(str(found["launches"])) > 20 * len(names)
