@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="Triton is not installed here")
 import triton
 import triton.language as tl
 
+from plait.kernels.triton.linear.linear import LAYOUTS
 from plait.kernels.triton.maths import apply_activation, apply_gated
 from plait.kernels.triton.moe import grouped_experts, moe, plane_experts
 from plait.kernels.triton.pointwise.pointwise import KINDS
@@ -191,6 +192,16 @@ def test_a_step_with_experts_can_be_captured(kind: str, tokens: int) -> None:
     first = stream()
     assert first == stream()
     assert len(first) == {"float32": (2, 4), "Q8_0": (3, 4), "int4_g32+zeros+order": (5, 6)}[kind][tokens > 2]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_rows_of_a_tile_of_pairs_fit_into_the_memory_of_small_gpus(name: str) -> None:
+    """Of 99 KiB; what is compiled has some more than them. There are forms of some of these storages only."""
+    layout, _, _ = LAYOUTS[name]
+    columns = plane_experts.UNITS * layout.unit
+    for each in (0, 16, 64):
+        tile = plane_experts.pair_tile(layout, each)
+        assert 2 * columns * tile["BM"] * (tile["num_stages"] - 1) <= 80 << 10
 
 
 def test_no_tokens_are_no_launch() -> None:

@@ -18,7 +18,6 @@ ones. Between the two products rows are rounded to the dtype of x, as the refere
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 import torch
 import triton
@@ -243,7 +242,7 @@ WIDE_TYPES = {name: "fp32*" if kind == "bf16*" else kind for name, kind in TYPES
 
 def _form(
     name: str,
-    layer: Mapping[str, Any],
+    layer: Mapping[str, object],
     per_row: int,
     act: tuple[str, bool],
     tile: dict[str, int],

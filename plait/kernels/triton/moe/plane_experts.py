@@ -203,11 +203,19 @@ def _order_rows(x: Tensor, order: Tensor, index: Tensor, k: int) -> Tensor:
 
 
 def pair_tile(layout: PlaneLayout, each: int) -> dict[str, int]:
-    """Outputs and pairs of a program; each: pairs of an expert, about, 0 for slots."""
-    narrow = layout.unit <= 64
-    rows = 8 if each < 8 else 16 if each < 24 else 32
+    """Outputs and pairs of a program; each: pairs of an expert, about, 0 for slots.
+
+    Units of 256 columns have one stage less, because x takes most of the shared memory there. Their codes of
+    two bits have at most 16 pairs, for want of registers. Up to so many pairs they are given all registers:
+    left to itself, ptxas spills to have one block more on a processor.
+    """
+    narrow, has_high = layout.unit <= 64, layout.high == 1
+    is_tight = has_high and layout.bits == 2
+    rows = 8 if each < 8 else 16 if each < 24 or is_tight else 32
     outputs = 32 if rows < 32 and narrow else 16
-    return {"BN": outputs, "BM": rows, "num_stages": 2 if rows == 32 and narrow else 3}
+    is_short = (rows == 32 and narrow) or (rows > 8 and has_high)
+    options = {"maxnreg": 255} if has_high and rows < 32 else {}
+    return {"BN": outputs, "BM": rows, "num_stages": 2 if is_short else 3, **options}
 
 
 STORAGES = {  # layout, type of scales, type of levels
@@ -217,10 +225,13 @@ STORAGES = {  # layout, type of scales, type of levels
     "mxfp4": (PlaneLayout(4, 0, "e2m1", 0, "plain", 32, 32), "bf16*", "bf16*"),
     "fp8 blocks": (PlaneLayout(8, 0, "e4m3", 0, "plain", 128, 128, 128), "fp32*", "fp32*"),
     "int4 g128 zeros": (PlaneLayout(4, 0, "integer", 8, "zeros", 128, 128), "fp16*", "i8*"),
+    "Q3_K": (PlaneLayout(2, 1, "integer", 4, "levels", 16, 256), "fp16*", "i8*"),
+    "Q5_K": (PlaneLayout(4, 1, "integer", 0, "mins", 32, 256), "i32*", "i16*"),
 }
 PUBLISHED = (  # model, storage
-    ("qwen3 30b-a3b", "Q4_K"), ("qwen3 30b-a3b", "int4 g128 zeros"),
-    ("mixtral", "Q6_K"), ("gpt-oss", "mxfp4"), ("deepseek-v3", "fp8 blocks"), ("nemotron-3-nano", "Q8_0"),
+    ("qwen3 30b-a3b", "Q4_K"), ("qwen3 30b-a3b", "int4 g128 zeros"), ("qwen3 30b-a3b", "Q3_K"),
+    ("qwen3 30b-a3b", "Q5_K"), ("mixtral", "Q6_K"), ("gpt-oss", "mxfp4"), ("deepseek-v3", "fp8 blocks"),
+    ("nemotron-3-nano", "Q8_0"),
 )  # fmt: skip
 STRIDES = (
     "codes_expert", "high_expert", "scales_expert", "levels_expert", "codes_unit", "high_unit", "scales_row",
@@ -249,9 +260,11 @@ def forms() -> Iterator[KernelForm]:
                 "levels_expert": "i32",
             }
         for what, n_in, per_row, act in (("up", hidden, k, (kind, gated)), ("down", width, 1, ("", False))):
-            for each in (0, 16, 64):
+            sizes = (0, 16) if pair_tile(layout, 16) == pair_tile(layout, 64) else (0, 16, 64)
+            for each in sizes:
                 tile = pair_tile(layout, each)
                 stages, units = tile.pop("num_stages"), layout.padded(n_in) // layout.unit
+                options = {key: tile.pop(key) for key in ("maxnreg",) if key in tile}
                 constants = {
                     **plane_constants(layout, torch.bfloat16, has_assembly=True), **tile, "UNITS": UNITS,
                     "EVEN": units % UNITS == 0 and n_in % layout.unit == 0, "E": COUNTS[name],
@@ -259,4 +272,6 @@ def forms() -> Iterator[KernelForm]:
                     "KIND": act[0], "GATED": act[1], "BIASED": biased,
                 }  # fmt: skip
                 named = f"multiply_pairs, {name} {storage} {what}, {'slots' if not each else tile['BM']}"
-                yield KernelForm(named, multiply_pairs, types, constants, UNITS, stages, demands=DEMANDS)
+                yield KernelForm(
+                    named, multiply_pairs, types, constants, UNITS, stages, demands=DEMANDS, options=options
+                )  # fmt: skip
