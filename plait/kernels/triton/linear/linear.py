@@ -396,33 +396,27 @@ LAYOUTS: dict[str, tuple[PlaneLayout, str, tuple[float, float]]] = {
     "Q8_0": (PlaneLayout(8, 0, "byte", 0, "plain", 32, 32), "fp16*", (3.5, 3.9)),
     "FP8 b128": (PlaneLayout(8, 0, "e4m3", 0, "plain", 128, 128, 128), "fp32*", (3.9, 4.3)),
 }  # fmt: skip
-MANY = ("Q4_0", "Q4_K", "Q6_K", "Q8_0", "IQ4_XS")
 WIDE_LOADS = (("LDG.128", "LDGSTS.128"), ("HMMA", "HGMMA"))
 
 
 def forms() -> Iterator[KernelForm]:
-    """Every layout with up to 8 and 16 rows, at 4,096 inputs and outputs; some with more; plain numbers."""
+    """Every layout with up to 8, 16 and more rows, at 4,096 inputs and outputs; plain numbers."""
     for name, (layout, scales, most) in LAYOUTS.items():
         tiling, types = PlanesTiling(layout, *SHAPE), POINTERS | scale_types(layout, scales)
-        shared = plane_constants(layout, torch.bfloat16, has_assembly=True) | {"BIAS": True}
+        shared = plane_constants(layout, torch.bfloat16, has_assembly=True, whole_units=True) | {"BIAS": True}
         for rows, limit in zip((8, 16), most, strict=True):
             yield _few_form(f"few rows, {name}, {rows}", tiling, types, rows, "", limit)
-        if name in MANY:
-            constants = tiling.many_constants(128)
-            options = {key: constants.pop(key) for key in ("num_warps", "num_stages")}
-            yield KernelForm(
-                f"many rows, {name}",
-                many_rows.many_planes,
-                types,
-                shared | constants,
-                **options,
-                demands=WIDE_LOADS,
-            )
-            yield KernelForm(
-                f"write numbers, {name}", many_rows.write_numbers, types,
-                decode_constants(layout) | {"BN": many_rows.ROWS},
-                demands=(("LDG.128",),),
-            )  # fmt: skip
+        constants = tiling.many_constants(128)
+        options = {key: constants.pop(key) for key in ("num_warps", "num_stages")}
+        yield KernelForm(
+            f"many rows, {name}", many_rows.many_planes, types, shared | constants, **options,
+            demands=WIDE_LOADS,
+        )  # fmt: skip
+        yield KernelForm(
+            f"write numbers, {name}", many_rows.write_numbers, types,
+            decode_constants(layout) | {"BN": many_rows.ROWS},
+            demands=(("LDG.128",),),
+        )  # fmt: skip
     layout, scales, most = LAYOUTS["Q4_K"]
     types = POINTERS | scale_types(layout, scales)
     yield _few_form(
