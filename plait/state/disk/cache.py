@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import sys
 import threading
 import time
@@ -23,6 +22,7 @@ from pathlib import Path
 
 from plait.errors import BadFile
 from plait.kernels.load import why_refused
+from plait.state.disk import scan
 from plait.state.disk.file_format import (
     UNFINISHED,
     DiskNames,
@@ -31,11 +31,9 @@ from plait.state.disk.file_format import (
     write_content,
 )
 from plait.state.disk.index import DiskFile, DiskIndex, DiskRead, Rows
-from plait.state.disk.scan import FoundFile, last_use, list_files, read_folder_times, try_remove
 from plait.state.host_store import RowLayout, SavedState
 
 QUEUE_NBYTES = 256 << 20  # copies that wait to be written, or were read and are not in use yet
-FREE_SHARE = 0.1  # of the disk space that is free
 RETRY_S = 30.0  # after a failed write; what comes meanwhile is dropped
 RESCAN_S = 2.0  # between two looks for files of other servers
 MIN_WAIT_S = 0.001
@@ -69,7 +67,6 @@ class DiskCache:
         self.layout, self.clock = layout, clock
         self.limit = sys.maxsize if limit is None else limit
         self.bandwidth, self._write_at = bandwidth, 0.0
-        self._has_limit = limit is not None
         self.folder, self.fingerprint = folder / fingerprint, fingerprint
         self.counts: Counter[str] = Counter()
         self.is_scanning = True
@@ -312,14 +309,14 @@ class DiskCache:
                 file = self._index.oldest()
                 if file is None or self._index.nbytes + nbytes <= self.limit:
                     return True
-            changed = last_use(file.path)
+            changed = scan.last_use(file.path)
             with self._lock:
                 if changed is not None and changed > file.changed + USED_S / 2:
                     file.changed = changed
                     self._index.touch(file)
                     continue
                 self._index.remove(file)
-            if not try_remove(file.path):
+            if not scan.try_remove(file.path):
                 with self._lock:
                     self._index.add(file, is_newest=False)
                 return False
@@ -328,33 +325,36 @@ class DiskCache:
     def _scan(self) -> None:
         """Find the files of all models, the newest first; those of this one are known by their headers."""
         try:
-            self._folder_times = read_folder_times(self.folder.parent)
-            files = sorted(list_files(self.folder.parent), reverse=True)
-            if not self._has_limit:
-                free = shutil.disk_usage(self.folder.parent).free
-                self.limit = int((free + sum(file.nbytes for file in files)) * FREE_SHARE)
+            self._folder_times = scan.read_folder_times(self.folder.parent)
+            files = sorted(scan.list_files(self.folder.parent), reverse=True)
+            if self.limit == sys.maxsize:
+                self.limit = scan.share_of_free(self.folder.parent, files)
             self._add_files(files, is_newest=False)
-        except Exception:  # what was found so far counts
+        except OSError as error:  # what was found so far counts
+            self._warn(f"{self.folder.parent} cannot be searched ({error})")
+        except Exception:
             log.exception("disk cache: the files of %s were not all found", self.folder)
 
     def _rescan(self) -> None:
         """Find what other servers have written or removed since the last look, if a folder has changed."""
         try:
-            times = read_folder_times(self.folder.parent)
+            times = scan.read_folder_times(self.folder.parent)
             if times == self._folder_times:
                 return
-            files = sorted(list_files(self.folder.parent))
+            files = sorted(scan.list_files(self.folder.parent))
             there = {file.path for file in files}
             with self._lock:
                 for gone in self._index.paths() - there:
                     self._index.forget(gone)
+            if self.limit == sys.maxsize:  # the first look found no folder
+                self.limit = scan.share_of_free(self.folder.parent, files)
             self._add_files(files, is_newest=True)
             self._folder_times = times
             self._make_space(0)
         except Exception as error:  # the thread goes on
             self._warn(f"{self.folder.parent} cannot be searched ({error})")
 
-    def _add_files(self, files: Sequence[FoundFile], *, is_newest: bool) -> None:
+    def _add_files(self, files: Sequence[scan.FoundFile], *, is_newest: bool) -> None:
         """Add the files that are not known yet, in this order, and serve what waits meanwhile."""
         for found in files:
             changed, path, nbytes = found
@@ -384,7 +384,7 @@ class DiskCache:
         """Remove a file that is not as it was written."""
         self.counts["damaged"] += 1
         self._warn(f"{path} is not used: {error}")
-        try_remove(path)
+        scan.try_remove(path)
 
     def _warn(self, text: str) -> None:
         """Log it, once: what comes after is counted."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from plait.state.disk.file_format import SUFFIX, UNFINISHED
 
+FREE_SHARE = 0.1  # of the disk space that is free
 FINGERPRINT = re.compile(r"[0-9a-f]{32}")  # names of the folders that are ours
 
 
@@ -39,6 +41,11 @@ def read_folder_times(root: Path) -> dict[str, int]:
         with suppress(OSError):
             found[folder.name] = folder.stat(follow_symlinks=False).st_mtime_ns
     return found
+
+
+def share_of_free(root: Path, files: Iterable[FoundFile]) -> int:
+    """Bytes for all files, where no limit is given: a tenth of what is free without them. Raises OSError."""
+    return int((shutil.disk_usage(root).free + sum(file.nbytes for file in files)) * FREE_SHARE)
 
 
 def last_use(path: Path) -> float | None:

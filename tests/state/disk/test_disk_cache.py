@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import random
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from plait.errors import BadFile
 from plait.memory import PagedState, SlotState, State
 from plait.state.blocks import DIGEST_BYTES
 from plait.state.disk import cache as cache_module
-from plait.state.disk.cache import DiskCache
+from plait.state.disk.cache import RETRY_S, DiskCache
 from plait.state.disk.file_format import DiskNames, read_content, read_names, write_content
 from plait.state.disk.index import DiskRead
 from plait.state.host_store import HostStore, SavedState
@@ -349,8 +350,8 @@ def test_what_waits_for_the_bandwidth_is_written_at_the_end(opened: Callable[...
 def test_a_default_limit_is_a_tenth_of_what_is_free(
     opened: Callable[..., DiskCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usage = cache_module.shutil.disk_usage("/")
-    monkeypatch.setattr(cache_module.shutil, "disk_usage", lambda _: usage._replace(free=5000))
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=5000))
     assert opened(limit=None).limit == 500
 
 
@@ -457,7 +458,14 @@ def test_a_folder_that_is_removed_or_cannot_be_made_ends_nothing(
     assert cache.stats()["num_disk_failed"] == 1
     assert cache.stats()["disk_files"] == 0
     assert len(caplog.records) == 1
-    never = opened(folder=tmp_path / "file")
+    never = opened(limit=None, folder=tmp_path / "file", clock=lambda: now[0])
     (tmp_path / "file").write_text("no folder")
     put(never, ALL[0])
     assert never.stats()["num_disk_failed"] == 1
+    assert len(caplog.records) == 2
+    assert not any(record.exc_info for record in caplog.records)
+    (tmp_path / "file").unlink()
+    (tmp_path / "file").mkdir()
+    now[0] += RETRY_S
+    put(never, ALL[1])
+    until(lambda: never.limit < shutil.disk_usage(tmp_path).total)
