@@ -28,7 +28,7 @@ from plait.schedule.scheduler import Scheduler
 from plait.state.store import StateStore
 from tests.engine.hash_model import Reader
 from tests.families import tiny
-from tests.families.oracles import ORACLES, read_oracle
+from tests.families.every import read_model
 from tests.families.parity import Memory, resolved
 from tests.runner.opaque_ops import OpaqueWeights
 
@@ -55,7 +55,7 @@ def opaque_decoder(name: str, folder: Path, **changes: int) -> Decoder:
 def _build(
     name: str, folder: Path, changes: dict[str, int], kind: type[Weights], chip: Chip | None = None
 ) -> Decoder:
-    config, checkpoint = read_oracle(name) if name in ORACLES else _read_tiny(name, folder, changes)
+    config, checkpoint = _read_tiny(name, folder, changes) if changes else read_model(name, folder)
     found = resolved(checkpoint, config)
     ops = "reference" if kind is OpaqueWeights else "auto"
     target = Target(CPU, torch.float32, LONGEST, found.spec.hidden_size, ops, chip=chip, block_size=BLOCK)

@@ -17,8 +17,7 @@ from plait.schedule.plan import SamplingBatch, StepPlan, Ticket
 from plait.schedule.pools import CacheOptions
 from plait.schedule.speculate import Speculation
 from plait.verify.matrix import CheapRows, CheapSteps, KnownReplies
-from tests.families import tiny
-from tests.families.oracles import ORACLES
+from tests.families.every import NAMES
 from tests.runner.device_engine import CHIP, Side, gpu_decoder, opaque_decoder, plain_decoder
 
 # One layer: Triton's interpreter takes most of a second for its step.
@@ -28,7 +27,6 @@ EXPERTS = {"first_k_dense_replace": 0, "moe_intermediate_size": 8}
 QUICK: dict[str, dict[str, int]] = {"llama": ONE, "deepseek_v3": {**ONE, **EXPERTS}, "mamba": ONE}
 # Rows of a tile that are no queries divide 0 by 0, and are not stored.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-FAMILIES = (*tiny.VARIANTS, *ORACLES)
 SAMPLE = ("sambay",)  # attention with a window, keys that layers share, Mamba1
 PROMPTS = ([3, 5, 7], [11], [2, 9, 4, 4, 8], [17, 6])
 
@@ -54,13 +52,13 @@ def test_captured_steps_give_the_text_of_steps_op_by_op(name: str, folder: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_so_do_those_of_every_family(name: str, folder: Path) -> None:
     agrees(gpu_decoder(name, folder / name))
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+    "name", [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
 )
 def test_whatever_happens_to_captured_steps_the_text_is_that_of_steps_op_by_op(
     name: str, folder: Path
