@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from plait.bench.engines.child import descendants
 from plait.resource_limits import read_text
 from plait.version import __version__
 
@@ -53,19 +54,19 @@ def slug(machine: dict[str, Any]) -> str:
 
 
 class Foreign:
-    """CPU time of other processes, from here until `share` is called."""
+    """CPU time of other processes than these and their children, from here until `share` is called."""
 
     def __init__(self, own_pids: list[int]) -> None:
         self._pids = own_pids
         self._busy, self._total = _machine_ticks()
-        self._own = sum(map(_process_ticks, own_pids))
+        self._own = _count_ticks(own_pids)
 
     def share(self) -> float | None:
         """Of all CPU time since, the part that was neither idle nor ours; None where it is not known."""
         busy, total = _machine_ticks()
         if total <= self._total:
             return None
-        own = sum(map(_process_ticks, self._pids)) - self._own
+        own = _count_ticks(self._pids) - self._own
         return round(max(busy - self._busy - own, 0) / (total - self._total), 2)
 
 
@@ -77,10 +78,10 @@ def _machine_ticks() -> tuple[int, int]:
     return sum(numbers) - numbers[3] - numbers[4], sum(numbers)
 
 
-def _process_ticks(pid: int) -> int:
-    """Clock ticks a process has used, 0 when it cannot be read."""
-    fields = process_fields(pid)
-    return int(fields[11]) + int(fields[12]) if fields else 0
+def _count_ticks(pids: list[int]) -> int:
+    """Clock ticks that processes and all below them have used; those that ended count with who waited."""
+    every = {*pids, *(below for pid in pids for below in descendants(pid))}
+    return sum(int(ticks) for pid in every for ticks in process_fields(pid)[11:15])
 
 
 def process_fields(pid: int) -> list[str]:

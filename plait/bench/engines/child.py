@@ -35,7 +35,11 @@ def descendants(pid: int) -> list[int]:
     """Processes that `pid` has started, and those that they have; some engines work in them."""
     found = []
     for tasks in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, tasks.read_text().split()):
+        try:
+            children = tasks.read_text().split()
+        except OSError:  # it has ended meanwhile
+            continue
+        for child in map(int, children):
             found += [child, *descendants(child)]
     return found
 

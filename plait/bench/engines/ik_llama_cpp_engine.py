@@ -17,11 +17,14 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPResponse
 from pathlib import Path
 from typing import IO
 
 STARTUP_S = 600.0
 FAST_PATHS = "HAVE_FANCY_SIMD is defined"  # its log says so where its AVX-512 kernels are compiled in
+DATA = b"data: "  # an event of a stream
+NOT_SHOWN = -1  # in place of an id
 PROGRAMS = ("llama-bench", "llama-server")
 COMMIT = re.compile(r"^version: \d+ \((?!unknown\))(\w+)\)", re.MULTILINE)  # as `--version` reports it
 
@@ -71,13 +74,19 @@ class IkLlamaCppSide:
         self._own.cleanup()
 
     def greedy(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
-        """The new ids of each prompt, one prompt after the other. Raises RuntimeError for fewer than that."""
+        """The new ids of each prompt, one prompt after the other. Raises RuntimeError for fewer than that.
+
+        `/completion` shows no ids, and a whole reply with a cut character is an error there. A stream leaves
+        out the id of a token that ends within a character: those behind move up, and NOT_SHOWN fills the end.
+        """
         found = []
         for ids in prompts:
-            reply = self._post("/v1/completions", ids, tokens, logprobs=1)  # `/completion` shows no ids
-            found.append(_read_ids(reply))
-            if len(found[-1]) != tokens:
-                raise RuntimeError(f"llama-server reports {len(found[-1])} of {tokens} ids")
+            with self._send("/v1/completions", ids, tokens, logprobs=1, stream=True) as lines:
+                events = [json.loads(line[len(DATA) :]) for line in lines if line.startswith(DATA + b"{")]
+            shown = [one for event in events for one in _read_ids(event)]
+            if not shown or (written := _read_count(events[-1])) != tokens:
+                raise RuntimeError(f"llama-server reports {written if shown else 0} of {tokens} ids")
+            found.append([*shown, *[NOT_SHOWN] * (tokens - len(shown))])
         return found
 
     def prefill(self, ids: list[int], level: str) -> float:
@@ -92,13 +101,19 @@ class IkLlamaCppSide:
         """Seconds and tokens of all together, and of the part in which all decode."""
         started = time.perf_counter()
         with ThreadPoolExecutor(len(prompts)) as pool:
-            replies = list(pool.map(lambda ids: self._post("/completion", ids, tokens), prompts))
+            replies = list(pool.map(lambda ids: self._count_decode_ms(ids, tokens), prompts))
         return {
             "seconds": time.perf_counter() - started,
             "tokens": len(prompts) * tokens,
-            "decode_seconds": min(map(_read_decode_ms, replies)) / 1000,
+            "decode_seconds": min(replies) / 1000,
             "decode_tokens": len(prompts) * (tokens - 1),
         }
+
+    def _count_decode_ms(self, ids: Sequence[int], tokens: int) -> float:
+        """Milliseconds that the new tokens of one prompt took. The last event of a stream has them."""
+        with self._send("/completion", ids, tokens, stream=True) as lines:
+            *_, last = (line for line in lines if line.startswith(DATA + b"{"))
+        return _read_decode_ms(json.loads(last[len(DATA) :]))
 
     def _wait(self) -> None:
         """Wait until the server has loaded. Raises RuntimeError with the end of its log."""
@@ -136,8 +151,8 @@ class IkLlamaCppSide:
         (nanoseconds,) = _items(self._bench(*lengths)["samples_ns"])
         return float(str(nanoseconds)) / 1e9
 
-    def _post(self, path: str, ids: Sequence[int], tokens: int, **more: object) -> dict[str, object]:
-        """The reply to one prompt, greedy, with nothing from the prefix cache."""
+    def _send(self, path: str, ids: Sequence[int], tokens: int, **more: object) -> HTTPResponse:
+        """The reply to one prompt, greedy, with nothing from the prefix cache. Raises RuntimeError."""
         body = {
             "prompt": list(ids),
             "n_predict": tokens,
@@ -149,9 +164,12 @@ class IkLlamaCppSide:
         }
         url, kind = f"http://127.0.0.1:{self.port}{path}", {"Content-Type": "application/json"}
         request = urllib.request.Request(url, json.dumps(body).encode(), kind)
-        with urllib.request.urlopen(request, timeout=STARTUP_S) as answer:
-            reply: dict[str, object] = json.load(answer)
-        return reply
+        try:
+            answer: HTTPResponse = urllib.request.urlopen(request, timeout=STARTUP_S)
+        except urllib.error.HTTPError as e:
+            why = e.read(500).decode(errors="replace")
+            raise RuntimeError(f"llama-server refuses {tokens} tokens on {path}: {e}: {why}") from e
+        return answer
 
 
 def find_programs(folder: str) -> Path:
@@ -189,15 +207,21 @@ def _items(value: object) -> list[object]:
     return value
 
 
-def _read_ids(reply: dict[str, object]) -> list[int]:
-    """The ids of a reply of `/v1/completions` with log-probabilities."""
-    value: object = reply
+def _read_ids(event: object) -> list[int]:
+    """The ids in an event of `/v1/completions` with log-probabilities; the last event has none."""
+    value = event
     for key in ("choices", 0, "logprobs", "content"):
         if isinstance(value, dict):
             value = value.get(key)
         elif isinstance(value, list) and isinstance(key, int) and len(value) > key:
             value = value[key]
-    return [int(str(row["id"])) for row in _items(value) if isinstance(row, dict) and "id" in row]
+    return [int(str(row["id"])) for row in _items(value or []) if isinstance(row, dict) and "id" in row]
+
+
+def _read_count(event: object) -> int:
+    """How many tokens the last event of a stream counts."""
+    usage = event.get("usage") if isinstance(event, dict) else None
+    return int(usage["completion_tokens"]) if isinstance(usage, dict) else 0
 
 
 def _read_decode_ms(reply: dict[str, object]) -> float:

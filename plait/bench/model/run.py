@@ -258,6 +258,6 @@ def agreement(a: Sequence[int], b: Sequence[int]) -> int:
 
 def show_text(out: Sequence[list[int]], ours: Sequence[list[int]], tokenizer: Tokenizer | None) -> Facts:
     """The first text a side writes, and for how many tokens each of its texts is ours."""
-    text = tokenizer.decode(out[0]) if tokenizer else " ".join(map(str, out[0]))
+    text = tokenizer.decode([one for one in out[0] if one >= 0]) if tokenizer else " ".join(map(str, out[0]))
     same = [agreement(a, b) for a, b in zip(out, ours, strict=False)]
     return {"text": text, "ids": out[0], "agrees_with_ours_for": same, "tokens": len(out[0])}

@@ -38,22 +38,23 @@ paths = "defined" if "-rtr" in args else "NOT defined"
 print(f"====== HAVE_FANCY_SIMD is {paths}", file=sys.stderr, flush=True)
 class Handler(BaseHTTPRequestHandler):
     def log_message(self, *args): pass
-    def do_GET(self): self.say({})
+    def do_GET(self): self.say("{}")
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         assert asked["cache_prompt"] is False and asked["ignore_eos"] and asked["temperature"] == 0
         ids = [asked["prompt"][-1] + i for i in range(asked["n_predict"])]
         if asked["prompt"] == [13]: ids.pop()
-        timings = {"predicted_ms": 100.0 * len(asked["prompt"])}
+        if asked["prompt"] == [14]: return self.say("no such token", status=500)
+        assert asked["stream"] and asked.get("logprobs") == (1 if self.path == "/v1/completions" else None)
+        last = {"timings": {"predicted_ms": 100.0 * len(asked["prompt"])}}
         if self.path == "/v1/completions":
-            found = [{"id": one, "token": "a"} for one in ids] if asked.get("logprobs") else None
-            shown = found and {"content": found}
-            self.say({"choices": [{"text": "a", "logprobs": shown}], "timings": timings})
-        else:
-            assert self.path == "/completion" and "logprobs" not in asked
-            self.say({"completion_probabilities": [{"content": "a"} for one in ids], "timings": timings})
-    def say(self, body):
-        self.send_response(200); self.end_headers(); self.wfile.write(json.dumps(body).encode())
+            last |= {"choices": [{"text": "", "logprobs": None}], "usage": {"completion_tokens": len(ids)}}
+            if asked["prompt"] == [15]: ids.pop(1)  # it ends within a character
+        shown = [{"logprobs": {"content": [{"id": one, "token": "a"}]}, "text": "a"} for one in ids]
+        events = [*({"choices": [one]} for one in shown), last]
+        self.say(*(f"data: {one}\\n\\n" for one in [*map(json.dumps, events), "[DONE]"]))
+    def say(self, *parts, status=200):
+        self.send_response(status); self.end_headers(); self.wfile.write("".join(parts).encode())
 ThreadingHTTPServer(("127.0.0.1", int(args[args.index("--port") + 1])), Handler).serve_forever()
 """
 
@@ -112,6 +113,9 @@ def test_one_user_is_timed_by_llama_bench_and_texts_are_the_servers(side: Any) -
     assert side.greedy([[5], [6, 9]], 3) == [[5, 6, 7], [9, 10, 11]]
     with pytest.raises(RuntimeError, match="llama-server reports 2 of 3 ids"):
         side.greedy([[5], [13]], 3)
+    with pytest.raises(RuntimeError, match=r"refuses 3 tokens on /v1/completions.*500.*no such token"):
+        side.greedy([[14]], 3)
+    assert side.greedy([[15]], 3) == [[15, 17, -1]], "an id that the server does not show"
     together = side.batch([[1, 2], [3] * 4, [5]], 8, "llm")
     assert (together["tokens"], together["decode_tokens"]) == (24, 21)
     assert together["decode_seconds"] == pytest.approx(0.1)
