@@ -219,7 +219,8 @@ def _compare_reference(
     """
     tokens, gaps = len(ours[0]), (0.0, 0.0)
     room = {"max_model_len": max(map(len, prompts)) + tokens + 1, "max_num_seqs": len(prompts)}
-    settings = {**job.settings, "precise": True, "startup_image": "off"}  # no other startup has such options
+    # No other startup has such options, and precise sums are those of one row in steps of any length.
+    settings = {**job.settings, "precise": True, "prefill": "same", "startup_image": "off"}
 
     def child(name: str, options: Facts, stack: ExitStack) -> Side:
         who = Contestant(name, SIDES / "plait_engine.py", job.model, options)
