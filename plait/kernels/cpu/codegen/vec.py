@@ -509,17 +509,17 @@ def _put_bf16(b: ir.IRBuilder, a: ir.Value, v: ir.Value) -> ir.Value:
 put_bf16 = _define("put_bf16", N, (A, F), _put_bf16)
 
 
-def _prefetch(near: int, b: ir.IRBuilder, a: ir.Value) -> ir.Value:
-    """near: 3 for the first cache, 2 for the second."""
+def _prefetch(near: int, writes: int, b: ir.IRBuilder, a: ir.Value) -> ir.Value:
+    """near: 3 for the first cache, 2 for the second; writes: 1 if the line will be written."""
     kind = ir.FunctionType(VOID, [i8.as_pointer(), i32, i32, i32])
     fn = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
-    b.call(fn, [_at(b, a, i8), *(ir.Constant(i32, n) for n in (0, near, 1))])  # read, where to, data
+    b.call(fn, [_at(b, a, i8), *(ir.Constant(i32, n) for n in (writes, near, 1))])  # 1: data
     return ir.Constant(i32, 0)
 
 
-prefetch = _define("prefetch", N, (A,), partial(_prefetch, 3))
-prefetch_l2 = _define("prefetch_l2", N, (A,), partial(_prefetch, 2))
-
+prefetch = _define("prefetch", N, (A,), partial(_prefetch, 3, 0))
+prefetch_l2 = _define("prefetch_l2", N, (A,), partial(_prefetch, 2, 0))
+prefetch_to_write = _define("prefetch_to_write", N, (A,), partial(_prefetch, 3, 1))
 # ---- threads ----
 # In one order for all: who says that work is there and then looks for sleepers, and who says that it sleeps
 # and then looks for work, must not both miss the other. On x86-64 weaker words give the same instructions.

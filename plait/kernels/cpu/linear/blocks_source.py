@@ -464,6 +464,17 @@ def keep(
         w.when(kept.above(r), partial(one, r))
 
 
+@block(takes=2)
+def prefetch_rows(rows: int, w: Writer, *words: Word) -> None:
+    """Block (to, out_bytes): fetch the lines of sixteen outputs of these rows, which `keep` will write.
+
+    A product takes longer than a line takes to come from a third cache; without this the stores wait for it.
+    """
+    to, out_bytes = words
+    for r in range(rows):
+        w.prefetch_to_write(to + out_bytes * r)
+
+
 _TILE = """tile_{rows} = linear_source.tile(layout, {rows})
 joined_{rows}, keep_{rows} = linear_source.make_join({rows}), linear_source.keep({rows})"""
 
@@ -508,6 +519,8 @@ _ON_TILES = """if codes >= {least}:
         decode_tile(weight + u * tile_bytes, steps, ahead, other, decoded)
         for b in range((codes + 1) // {rows}):
             kept, place = min({rows}, codes - {rows} * b) // terms, to + b * ({rows} // terms) * out_bytes
+            if not up:
+                prefetch_tiled(place + 64 * t, out_bytes)
             sums = on_tiles(decoded, rounded_at + b * {rows} * each, steps, scratch)
             if terms == 2:
                 sums = join_tiled(sums)
@@ -526,7 +539,8 @@ from plait.kernels.cpu.linear import byte_tiles
 start_tiles = amx_tiles.start_tiles("{kind}", byte_tiles.tile_shapes(layout))
 stop_tiles = amx_tiles.stop_tiles("{kind}")
 decode_tile, on_tiles = byte_tiles.decode_tile(layout), byte_tiles.amx_tile(layout, "{kind}")
-join_tiled, keep_tiled = linear_source.make_join({rows}), linear_source.keep({rows})"""
+join_tiled, keep_tiled = linear_source.make_join({rows}), linear_source.keep({rows})
+prefetch_tiled = linear_source.prefetch_rows({rows})"""
 
 _START = """
     scratch, tiled = scratch_of(frame, thread), rows * terms >= {least}
