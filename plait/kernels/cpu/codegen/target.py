@@ -237,7 +237,7 @@ def no_amx() -> str | None:
     """
     if missing := amx_permission.name_missing(host_features()):
         return missing
-    cpu = read_cpu_name() or TARGETS["amx"]
+    cpu = _level[0].name if _level else read_cpu_name() or TARGETS["amx"]
     if cpu != TARGETS["amx"]:
         return f"kernels are compiled for {cpu}"
     return amx_permission.request()

@@ -291,9 +291,12 @@ def test_without_the_processor_or_the_permission_there_is_none(monkeypatch: pyte
         pytest.skip("other systems give another reason")
     assert target.no_amx() == "this processor has no amx-bf16"
     monkeypatch.setattr(target, "host_features", lambda: frozenset(target.NEEDED["amx"]))
+    monkeypatch.setattr(target, "_level", [import_module("plait.kernels.cpu.codegen.levels").LEVELS[1]])
+    assert target.no_amx() == "kernels are compiled for x86-64-v4-vnni", "to be shipped, which tiles are not"
+    monkeypatch.setattr(target, "_level", [])
+    monkeypatch.setattr(target.config, "CPU_NAME", None)
     monkeypatch.setattr(target.amx_permission, "PERMISSION", (158, 0x1023, 63))  # no such state
     assert "the system does not allow it" in target.no_amx()
-    monkeypatch.setattr(target, "_level", [])
     monkeypatch.setattr(target.config, "CPU_NAME", "haswell")
     assert target.no_amx() == "kernels are compiled for haswell"
 
