@@ -12,6 +12,7 @@ import msgspec
 
 from plait.bench.serve.workload import Turn
 from plait.errors import ConfigError
+from plait.typed_values import json_decoder
 
 if TYPE_CHECKING:
     from aiohttp import ClientResponse, ClientSession
@@ -128,7 +129,7 @@ class _Body(msgspec.Struct):
     error: object = None
 
 
-_decode = msgspec.json.Decoder(_Body).decode
+_decode = json_decoder(_Body).decode
 
 
 def open_session(target: ServerTarget) -> ClientSession:

@@ -16,6 +16,7 @@ import msgspec
 from plait.errors import InvalidField, RequestError
 from plait.request import SAMPLING
 from plait.sampling_fields import shorten
+from plait.typed_values import convert_to
 
 S = TypeVar("S")
 AS_MANY_AS_FIT = 2**31 - 1  # a limit that the free context makes smaller
@@ -96,7 +97,7 @@ REPORTED: Mapping[str, Harmless] = {
 def parse_as(body: Mapping[str, object], kind: type[S]) -> S:
     """`body` as `kind`. Raises InvalidField, naming the field as OpenAI does: `messages[0].content`."""
     try:
-        return msgspec.convert(body, kind)
+        return convert_to(body, kind)
     except msgspec.ValidationError as error:
         what, param = _split_place(str(error))
         if what.startswith("Invalid enum value") and (known := _choices(kind, param or "")):
