@@ -100,6 +100,8 @@ def parse_as(body: Mapping[str, object], kind: type[S]) -> S:
         return convert_to(body, kind)
     except msgspec.ValidationError as error:
         what, param = _split_place(str(error))
+        if what == "Number out of range":  # a whole number, where the field is a float
+            what = "a number of so many digits is more than any field takes: at most 1.8e308"
         if what.startswith("Invalid enum value") and (known := _choices(kind, param or "")):
             what = f"{what.removeprefix('Invalid enum value ')[:80]} is not {known}"
         raise InvalidField(f"{param}: {what}" if param else what, param) from None
