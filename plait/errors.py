@@ -102,6 +102,12 @@ class OutOfBlocks(CapacityError):
     code = "out_of_blocks"
 
 
+class EngineRestarting(CapacityError):
+    """There is no engine for the moment: another takes the place of one that ended."""
+
+    code = "engine_restarting"
+
+
 class DeadlineExceeded(CapacityError):
     """A request had `timeout_s` seconds and was not done. What it had generated was delivered."""
 

@@ -25,7 +25,7 @@ SIBLINGS = {
     "cli": "one per command",
 }
 TIERS = (
-    {"errors", "config", "cache_folder", "fair_queue", "resource_limits", "version"},
+    {"errors", "config", "cache_folder", "fair_queue", "resource_limits", "typed_values", "version"},
     {"spec", "request", "sampling_fields", "memory", "partition"},
     {"quant", "ops", "kernels"},
     {"checkpoint", "families", "state", "model"},
@@ -53,7 +53,7 @@ SIDEWAYS = {
 }
 # The front process holds none of a model: what runs in it must not load torch.
 NO_TORCH = (
-    *("errors", "config", "cache_folder", "fair_queue", "resource_limits", "version"),
+    *("errors", "config", "cache_folder", "fair_queue", "resource_limits", "typed_values", "version"),
     *("spec", "request", "sampling_fields", "memory", "partition"),
     *(
         "state.blocks",

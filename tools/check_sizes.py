@@ -29,7 +29,7 @@ CAPS = {
     "convert": 3_640,
     "engine": 2_500,
     "families": 17_200,
-    "frontend": 1_600,
+    "frontend": 1_680,
     "kernels": 28_100,
     "llm": 630,
     "loading": 6_020,

@@ -27,6 +27,7 @@ from plait.cluster.resume_points import ReplicaReport
 from plait.engine.metrics import Family
 from plait.errors import EngineError, PlaitError
 from plait.request import Request
+from plait.typed_values import msgpack_decoder
 from plait.worker.protocol import (
     MAX_FRAME_NBYTES,
     BadFrame,
@@ -189,7 +190,7 @@ class MessageDecoder(Generic[M]):
     """Bodies to messages of one side."""
 
     def __init__(self, kinds: object) -> None:
-        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(kinds, dec_hook=read_error)
+        self._decoder: msgspec.msgpack.Decoder[M] = msgpack_decoder(kinds, dec_hook=read_error)
 
     def decode(self, body: bytes) -> M:
         """Raises BadFrame for what is none of them."""

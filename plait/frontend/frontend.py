@@ -16,7 +16,6 @@ from typing import Any
 from msgspec import Struct
 
 from plait.config import EngineConfig
-from plait.engine.adapters import parse_named, why_no_name
 from plait.engine.admission import (
     MAX_CHARS_PER_TOKEN,
     USUAL_SERVICE,
@@ -32,6 +31,7 @@ from plait.frontend.loop import Loop
 from plait.frontend.loop_bridge import LoopBridges
 from plait.frontend.model_head import NO_HEAD, ModelHead
 from plait.frontend.output_stream import OutputStream
+from plait.frontend.served_adapters import ServedAdapters
 from plait.frontend.word_rules import WordRules, truncate_prompt
 from plait.request import USUAL_STYLE, Grammar, JsonStyle, ReplyShape, Request, SamplingParams, ThinkingBudget
 from plait.spec.model import ModelSpec, Recurrent
@@ -97,7 +97,7 @@ class Front:
         self.generation_config, self.stop_token_ids = language.generation_config, language.stop_token_ids
         self.head = language.head
         self.created, self.max_num_seqs = int(time.time()), config.max_num_seqs
-        self.adapters, self.lora_folder = dict(map(parse_named, config.lora)), config.lora_folder
+        self.served_adapters, self.lora_folder = ServedAdapters(loop, config.lora), config.lora_folder
         self._style = parsers.style
         self.reply_format = ReplyFormat(
             self.tokenizer,
@@ -126,6 +126,11 @@ class Front:
             log.info("grammars: %s", error)
         except CapacityError as error:
             log.warning("grammars: %s", error)
+
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """The adapters that requests may name, with their paths."""
+        return self.served_adapters.paths
 
     @property
     def healthy(self) -> bool:
@@ -337,18 +342,6 @@ class Front:
             )
         self.limits.check_chars(len(text), "prompt")
         return tuple(self.tokenizer.encode(text, add_special=add_special, allow_special=allow_special))
-
-    def load_adapter(self, name: str, path: str) -> None:
-        """Load an adapter from a path inside of `lora_folder`; blocks. Raises PlaitError, one line each."""
-        if (why := why_no_name(name)) is not None:
-            raise InvalidField(f"lora_name: {why}", "lora_name")
-        self.loop.change_adapter(name, path)
-        self.adapters = {**self.adapters, name: path}
-
-    def unload_adapter(self, name: str) -> None:
-        """Take an adapter's name away; its open requests go on. Blocks. Raises ModelNotFound."""
-        self.adapters = {known: path for known, path in self.adapters.items() if known != name}
-        self.loop.change_adapter(name, None)
 
     def check_capacity(self) -> None:
         """Raises QueueFull, or EngineError, if a request that came now would be refused for any content."""

@@ -18,6 +18,7 @@ import msgspec
 from plait.errors import InvalidField
 from plait.request import Pooling, SamplingParams
 from plait.spec.model import AttentionSpec, ModelSpec
+from plait.typed_values import convert_to
 
 if TYPE_CHECKING:
     import numpy as np
@@ -102,7 +103,7 @@ class ModelHead:
     @classmethod
     def from_values(cls, values: Mapping[str, object]) -> ModelHead:
         """What `to_values` wrote."""
-        return msgspec.convert(values, cls)
+        return convert_to(values, cls)
 
     def check_answers(self, params: SamplingParams, spec: ModelSpec) -> None:
         """Raises InvalidField for words, or for probabilities of a prompt, that the model does not have."""

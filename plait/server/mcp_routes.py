@@ -23,6 +23,7 @@ from plait.server.http.transfer import read_object, until_disconnect
 from plait.server.mcp.allowed import McpServers
 from plait.server.mcp.client import McpClient
 from plait.server.mcp.messages import Json, McpTool
+from plait.typed_values import convert_to
 
 T = TypeVar("T")
 MAX_OPEN_CALLS = 16  # of one key, or of all that have none
@@ -125,7 +126,7 @@ def _card(tool: McpTool) -> ToolCard:
 
 def _read(body: Mapping[str, object], kind: type[T]) -> T:
     try:
-        return msgspec.convert(body, kind)
+        return convert_to(body, kind)
     except msgspec.ValidationError as error:
         what, _, place = str(error).partition(" - at `$.")
         param = place.rstrip("`") or None

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from plait.errors import ConfigError
+from plait.typed_values import decode_json
 from plait.verify.certificate_maker import CertificateMaker
 
 FORM = 2
@@ -155,10 +156,10 @@ def read_certificate(path: Path) -> VerifyCertificate | None:
     """What is in a file; None: there is none. Raises ConfigError for one that is no certificate."""
     try:
         raw = path.read_bytes()
-        form = msgspec.json.decode(raw, type=dict[str, object]).get("form")
+        form = decode_json(raw, dict[str, object]).get("form")
         if form == 1:
-            return msgspec.json.decode(raw, type=FirstForm).convert()
-        made = msgspec.json.decode(raw, type=VerifyCertificate)
+            return decode_json(raw, FirstForm).convert()
+        made = decode_json(raw, VerifyCertificate)
     except FileNotFoundError:
         return None
     except (msgspec.MsgspecError, OSError) as error:

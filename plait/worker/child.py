@@ -193,7 +193,7 @@ class EngineChild:
                 end_requests(self._engine)
                 self._closing = True
             case protocol.Hello():
-                raise EngineError("the front process message hello twice")
+                raise EngineError("the front process sent a second Hello")
 
     def _change_adapter(self, message: protocol.ChangeAdapter) -> None:
         table, found = self._engine.adapters, None
@@ -202,9 +202,10 @@ class EngineChild:
             change(message.name, message.path, self._engine.used_adapters)
         except Exception as error:
             found = protocol.decode_error(*protocol.encode_error(error))
-            log.warning("adapter %s: %s", message.name, found)
         if message.number:
             self._link.send(protocol.AdapterChanged(message.number, found))
+        elif found is not None:  # no requester gets it
+            log.warning("adapter %s is not what it was in the engine before: %s", message.name, found)
 
     def _follow_prefixes(self) -> None:
         if self._prefixes is None:

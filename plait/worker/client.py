@@ -22,7 +22,7 @@ from plait.config import EngineConfig
 from plait.engine.admission import OnEvent
 from plait.engine.fingerprint import NO_FINGERPRINT, Fingerprint
 from plait.engine.metric_registry import RemoteMetrics
-from plait.errors import EngineError, EngineLost, PlaitError, QueueFull
+from plait.errors import EngineError, EngineLost, EngineRestarting, PlaitError, QueueFull
 from plait.frontend.frontend import TEMPLATES_OWN, Front, Parsers
 from plait.loading.text_side import TextSource
 from plait.request import JsonStyle, Request
@@ -134,7 +134,10 @@ class EngineProcess:
         self._supervisor.mailbox.put(lambda s: s.cancel(request_id, index))
 
     def change_adapter(self, name: str, path: str | None) -> None:
-        """Load an adapter, or with None unload it; waits. Raises what the engine raised, or EngineError."""
+        """Load an adapter, or with None unload it; waits.
+
+        Raises what the engine raised, EngineRestarting while there is none, or EngineError.
+        """
         self._check_open()
         with self._changed:
             number = next(self._numbers)
@@ -146,8 +149,6 @@ class EngineProcess:
         if not self._supervisor.mailbox.put(send):
             raise EngineError("the engine is closing and loads no adapter")
         done.result()
-        # An engine that comes after this one has it from the start.
-        self._supervisor.mailbox.put(lambda s: s.adapters.update({name: path}))
 
     def follow_prefixes(self, on_changes: OnPrefixes) -> None:
         """Have `on_changes` get what the engine can resume: all of it first, then changes, 20 times a second.
@@ -173,9 +174,9 @@ class EngineProcess:
         else:
             done.set_exception(error)
 
-    def _fail_changes(self, why: str) -> None:
+    def _fail_changes(self, error: PlaitError) -> None:
         for number in [*self._changes]:
-            self._answer_change(number, EngineError(why))
+            self._answer_change(number, error)
 
     def close(self, *, drain: bool = True, timeout_s: float = 30.0) -> bool:
         """Stop. Returns whether the process and the thread have ended."""
@@ -280,7 +281,8 @@ class EngineProcess:
 
     def on_down(self) -> None:
         self._collected.keep()
-        self._fail_changes("the engine ended meanwhile; try again")
+        why = "the engine ended before it had changed the adapter; try again later"
+        self._fail_changes(EngineRestarting(why))
         if self._on_prefixes is not None:
             self._on_prefixes(PrefixChanges(begins=True))
         with self._changed:
@@ -296,7 +298,7 @@ class EngineProcess:
             self._lost = error
 
     def on_end(self, error: PlaitError | None) -> None:
-        self._fail_changes("the engine has ended")
+        self._fail_changes(error or EngineError("the engine is closing and changes no adapter"))
         with self._changed:
             self.fault, self._has_ended = error, True
             self._changed.notify_all()

@@ -12,7 +12,7 @@ import struct
 import time
 from array import array
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -26,6 +26,7 @@ from plait.resource_limits import is_memory_error, out_of_memory_text
 from plait.spec.model import ModelSpec
 from plait.spec.values import decode_spec_value
 from plait.state.prefix_tree import PrefixChanges
+from plait.typed_values import msgpack_decoder
 from plait.worker.start_process import NUM_STATS, PLANNED
 
 MAX_FRAME_NBYTES = 256 * MIB  # log-probabilities of a long prompt, with alternatives, are tens of megabytes
@@ -201,7 +202,7 @@ class Frames(Generic[M]):
     """Bytes as they arrive, cut into the messages of one side."""
 
     def __init__(self, kinds: object) -> None:
-        self._decoder = msgspec.msgpack.Decoder(kinds, dec_hook=read_error)
+        self._decoder: msgspec.msgpack.Decoder[M] = msgpack_decoder(kinds, dec_hook=read_error)
         self._rest = bytearray()
 
     def feed(self, piece: bytes) -> Iterator[M]:
@@ -221,7 +222,7 @@ class Frames(Generic[M]):
                 message = self._decoder.decode(body)
             except (msgspec.MsgspecError, PlaitError, TypeError) as error:
                 raise BadFrame(f"a frame that is no message: {error}") from error
-            yield cast("M", message)
+            yield message
         del rest[:start]
 
 

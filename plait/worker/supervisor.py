@@ -21,6 +21,7 @@ from msgspec import Struct
 from plait.errors import EngineError, EngineLost, OutOfMemory, PlaitError
 from plait.frontend.loop_bridge import wake_together
 from plait.worker import protocol
+from plait.worker.adapter_changes import AdapterChanges
 from plait.worker.child_process import End, Spawned
 from plait.worker.request_table import RequestTable
 from plait.worker.start_process import StartedProcess, new_spare
@@ -123,7 +124,7 @@ class Supervisor:
         self.mailbox, self.requests = Mailbox(), RequestTable()
         self.engine: Spawned | None = None
         self.num_restarts = 0
-        self.adapters: dict[str, str | None] = {}  # what changed since startup: paths, None for unloaded
+        self._adapters = AdapterChanges()
         self._up_since: float | None = None  # None: it is loading
         self._progress_s = self._counted_s = 0.0
         self._looked_s = self._awake_s = 0.0
@@ -181,10 +182,9 @@ class Supervisor:
     def change_adapter(self, number: int, name: str, path: str | None) -> None:
         """Have an engine that is up load or unload an adapter: `on_message` gets the answer."""
         if self.engine is not None and self.is_up:
-            self.engine.send(protocol.ChangeAdapter(number, name, path))
+            self.engine.send(self._adapters.send(number, name, path))
         else:
-            error = EngineError("the engine is starting again; try again later")
-            self._watcher.on_message(protocol.AdapterChanged(number, error))
+            self._watcher.on_message(self._adapters.refuse(number))
 
     def send_log_levels(self) -> None:
         """Send the levels of loggers, which may have changed. An engine that loads gets them once up."""
@@ -277,8 +277,7 @@ class Supervisor:
             case protocol.Ready():
                 self._up_since, self._was_up = time.monotonic(), True
                 self.send_log_levels()
-                for name, path in self.adapters.items():
-                    engine.send(protocol.ChangeAdapter(0, name, path))
+                self._adapters.restore(engine.send)
                 self._watcher.on_up(engine, message)
                 if self.num_restarts:
                     log.warning("the engine is back (process %d)", engine.pid)
@@ -286,6 +285,7 @@ class Supervisor:
                 self._reported = error
             case _:
                 self._progress_s = time.monotonic()
+                self._adapters.read(message)
                 self._watcher.on_message(message)
 
     def _overdue(self, engine: Spawned) -> str | None:

@@ -6,12 +6,14 @@ import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from plait.bench.serve.workload import Turn
 from plait.errors import ConfigError
+from plait.typed_values import decode_json
 
 if TYPE_CHECKING:
     from aiohttp import ClientResponse, ClientSession
@@ -128,7 +130,7 @@ class _Body(msgspec.Struct):
     error: object = None
 
 
-_decode = msgspec.json.Decoder(_Body).decode
+_decode = partial(decode_json, kind=_Body)
 
 
 def open_session(target: ServerTarget) -> ClientSession:

@@ -28,6 +28,7 @@ from plait.engine.fingerprint import Fingerprint
 from plait.errors import BadFile
 from plait.kernels.load import is_foreign_file
 from plait.memory import PagedState, SlotState, State
+from plait.typed_values import decode_msgpack
 
 MAGIC = b"plaitim2"
 _START = struct.Struct("<8sQQ32s")
@@ -219,7 +220,7 @@ def _parse(mapped: mmap.mmap) -> Image:
     if len(raw) != length + code_length or hashlib.blake2b(raw, digest_size=32).digest() != digest:
         raise BadFile("it is damaged")
     try:
-        header = msgspec.msgpack.decode(raw[:length], type=ImageHeader)
+        header = decode_msgpack(raw[:length], ImageHeader)
     except msgspec.MsgspecError as error:
         raise BadFile(f"its header is of another version ({error})") from error
     start = end + -end % _PAGE

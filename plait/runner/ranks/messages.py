@@ -11,6 +11,7 @@ import msgspec
 from plait.config import MIB, EngineConfig
 from plait.errors import EngineError
 from plait.schedule.plan import Sampled, SamplingBatch, StepPlan
+from plait.typed_values import msgpack_decoder
 
 MAX_NBYTES = 64 * MIB  # a plan of long prompts, with the masks of guided replies
 
@@ -102,8 +103,8 @@ class MemoryMeasured(RankMessage, frozen=True, tag=5):
 FromLeader = Join | Prepare | Step | Score | Leave | MeasureMemory
 FromRank = Joined | RankLoaded | Stepped | Failed | MemoryMeasured
 _ENCODE = msgspec.msgpack.Encoder()
-_FROM_LEADER: msgspec.msgpack.Decoder[FromLeader] = msgspec.msgpack.Decoder(FromLeader)
-_FROM_RANK: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
+_FROM_LEADER: msgspec.msgpack.Decoder[FromLeader] = msgpack_decoder(FromLeader)
+_FROM_RANK: msgspec.msgpack.Decoder[FromRank] = msgpack_decoder(FromRank)
 
 
 def encode(message: RankMessage) -> bytes:

@@ -16,6 +16,7 @@ import msgspec
 from plait.errors import InvalidField, RequestError
 from plait.request import SAMPLING
 from plait.sampling_fields import shorten
+from plait.typed_values import convert_to
 
 S = TypeVar("S")
 AS_MANY_AS_FIT = 2**31 - 1  # a limit that the free context makes smaller
@@ -96,9 +97,11 @@ REPORTED: Mapping[str, Harmless] = {
 def parse_as(body: Mapping[str, object], kind: type[S]) -> S:
     """`body` as `kind`. Raises InvalidField, naming the field as OpenAI does: `messages[0].content`."""
     try:
-        return msgspec.convert(body, kind)
+        return convert_to(body, kind)
     except msgspec.ValidationError as error:
         what, param = _split_place(str(error))
+        if what == "Number out of range":  # a whole number, where the field is a float
+            what = "a number of so many digits is more than any field takes: at most 1.8e308"
         if what.startswith("Invalid enum value") and (known := _choices(kind, param or "")):
             what = f"{what.removeprefix('Invalid enum value ')[:80]} is not {known}"
         raise InvalidField(f"{param}: {what}" if param else what, param) from None

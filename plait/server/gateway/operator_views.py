@@ -17,6 +17,7 @@ from plait.server.gateway.exchange import Exchange
 from plait.server.gateway.middleware import MAX_OPEN_REQUESTS, Traffic
 from plait.server.gateway.request_log import MAX_LOGGED
 from plait.server.gateway.served_models import ServedModels
+from plait.typed_values import convert_to
 
 LOGGED_AT_ONCE = 100  # without a limit in the query
 Amount = Annotated[int, msgspec.Meta(ge=0)]
@@ -190,7 +191,7 @@ def list_logged(traffic: Traffic, models: ServedModels, query: Mapping[str, str]
     if not is_number or not 1 <= int(text) <= MAX_LOGGED:
         raise InvalidField(f"limit: send a whole number from 1 to {MAX_LOGGED}", "limit")
     found = traffic.log.find(int(text), id=query.get("id", ""), key=query.get("key", ""))
-    return LoggedRequests(data=msgspec.convert(found, list[LoggedRequest]))
+    return LoggedRequests(data=convert_to(found, list[LoggedRequest]))
 
 
 def _open_request(exchange: Exchange, now: float) -> OpenRequestFacts:

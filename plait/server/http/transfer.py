@@ -44,8 +44,9 @@ _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 # So many strings and what is between them: one step of a scan, which other threads wait for.
 _PART = re.compile(rb'(?:[^"]*+"(?:[^"\\]++|\\.)*+"){0,4096}+[^"]*+', re.DOTALL)
 _ROUND, _NOT_BRACKETS = bytes.maketrans(b"[]{}", b"()()"), bytes(set(range(256)) - set(b"[]{}"))
-# Half of a pair that no character is written with, as in "\ud800".
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+# Half of a pair without the other half, which no character is written with, as in "\ud800".
+_HIGH, _LOW = rb"\\u[dD][89abAB][0-9a-fA-F]{2}", rb"\\u[dD][c-fC-F]"
+_SURROGATE = re.compile(rb"%b(?!%b)|(?<!%b)%b" % (_HIGH, _LOW, _HIGH, _LOW))
 
 
 def host_of(scope: Scope) -> str | None:

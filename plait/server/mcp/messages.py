@@ -9,6 +9,7 @@ import msgspec
 
 from plait.errors import clip_text
 from plait.server.mcp.errors import McpFailed
+from plait.typed_values import convert_to
 
 Json = dict[str, object]
 T = TypeVar("T")
@@ -88,7 +89,7 @@ def _text_of(part: Mapping[str, object]) -> str:
 def read_as(label: str, value: object, kind: type[T], what: str) -> T:
     """A value of a server as `kind`. Raises McpFailed that says what is wrong with it."""
     try:
-        return msgspec.convert(value, kind)
+        return convert_to(value, kind)
     except (msgspec.ValidationError, RecursionError) as error:
         text = f"{label}: {what} is not what MCP has: {clip_text(error, 150)}"
         raise McpFailed(text, "mcp_protocol_error", -32603) from None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from plait.errors import CheckpointError, ConfigError, InvalidField
+from plait.errors import CheckpointError, ConfigError, InvalidField, ModelNotFound
 from plait.server.api.endpoint import Endpoint
 from plait.server.api.parse_fields import field_names, parse_as
 from plait.server.gateway.request_context import RequestContext
@@ -46,7 +46,7 @@ def load_adapter(context: RequestContext, body: Mapping[str, object]) -> Adapter
     if "\0" in asked.lora_path or len(asked.lora_path) > 4096:
         raise InvalidField("lora_path: it is no path", "lora_path")
     try:
-        front.load_adapter(asked.lora_name, asked.lora_path)
+        front.served_adapters.load(asked.lora_name, asked.lora_path)
     except (CheckpointError, ConfigError) as error:
         text = str(error).replace(f"{Path(folder).resolve()}/", "")  # where the folder is, is not for clients
         raise InvalidField(text, "lora_path") from error
@@ -57,7 +57,11 @@ def unload_adapter(context: RequestContext, body: Mapping[str, object]) -> Adapt
     """Take an adapter's name away; its open requests go on. Raises ModelNotFound."""
     asked = parse_as(body, UnloadAdapterRequest)
     _check_allowed(context)
-    context.front.unload_adapter(asked.lora_name)
+    try:
+        context.front.served_adapters.unload(asked.lora_name)
+    except ModelNotFound as error:
+        text = f"lora_name: {error}; GET /v1/models lists what is"
+        raise error.reworded(text, "lora_name") from error
     return AdapterReply(f"Success: LoRA adapter {asked.lora_name!r} removed successfully.")
 
 

@@ -11,6 +11,7 @@ from msgspec import Struct
 from plait.errors import InvalidField
 from plait.server.api.stored_metadata import read_metadata
 from plait.server.store.rows import Rows, StoredRow
+from plait.typed_values import decode_json
 
 if TYPE_CHECKING:
     from plait.server.gateway.request_context import RequestContext
@@ -36,7 +37,7 @@ class ChatKeeper(Struct, frozen=True):
     async def save(self, whole: msgspec.Struct, messages: Sequence[Mapping[str, object]]) -> None:
         """Add the chat with its messages. Raises CapacityErrors."""
         body = msgspec.json.encode(whole)
-        head = msgspec.json.decode(body, type=_Head)
+        head = decode_json(body, _Head)
         parts = [
             msgspec.json.encode({"content": None, **message, "id": f"{head.id}-{i}"})
             for i, message in enumerate(messages)

@@ -16,6 +16,7 @@ from plait.server.mcp.messages import MAX_SERVER_TOOLS, McpTool
 from plait.server.responses.items import OutputItem, server_call
 from plait.server.responses.mcp_tools import OfferedTool, RequestedServer
 from plait.server.responses.state import Item
+from plait.typed_values import convert_to
 
 INVALID_PARAMS = -32602
 MAX_ERROR_CHARS = 4000  # of a tool's own words for what failed
@@ -99,7 +100,7 @@ class McpCaller:
                 return None
             try:
                 shown = [{_SNAKE.get(k, k): v for k, v in tool.items()} for tool in tools]
-                return msgspec.convert(shown, list[McpTool])
+                return convert_to(shown, list[McpTool])
             except (msgspec.ValidationError, AttributeError):
                 return None
         return None

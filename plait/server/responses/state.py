@@ -19,6 +19,7 @@ from plait.server.http.transfer import new_id
 from plait.server.responses.items import Response
 from plait.server.store.errors import START, NotStored, PreviousNotStored, StoreOff
 from plait.server.store.rows import MAX_CHAIN, MAX_CHAIN_BYTES, Rows, StoredRow
+from plait.typed_values import decode_json
 
 if TYPE_CHECKING:
     from plait.server.gateway.request_context import RequestContext
@@ -153,7 +154,7 @@ def resolve_references(context: RequestContext, sent: str | Sequence[Item]) -> s
 
     found = [*sent]
     for i, row in store.call(read).items():
-        output = [] if row is None else msgspec.json.decode(row.body, type=_Output).output
+        output = [] if row is None else decode_json(row.body, _Output).output
         item = next((item for item in output if item.get("id") == wanted[i]), None)
         if item is None:
             text = f"input[{i}]: there is no item {wanted[i]!r:.80} that this key has stored; send the item"
@@ -192,9 +193,9 @@ def read_conversation(
 
 def items_of(row: StoredRow, bodies: Sequence[bytes], *, with_output: bool = True) -> list[Item]:
     """The items of a response's input and of its output, without calls that were cut."""
-    found: list[Item] = [msgspec.json.decode(body, type=Item) for body in bodies]
+    found: list[Item] = [decode_json(body, Item) for body in bodies]
     if with_output:
-        found += _without_cut_calls(msgspec.json.decode(row.body, type=_Output).output)
+        found += _without_cut_calls(decode_json(row.body, _Output).output)
     return found
 
 
@@ -223,7 +224,7 @@ def conversation_items(context: RequestContext, conversation: str) -> list[Item]
         rows.touch(row, store.now())
         return [body for _, body in rows.entries(row)]
 
-    return [msgspec.json.decode(body, type=Item) for body in store.call(read)]
+    return [decode_json(body, Item) for body in store.call(read)]
 
 
 def append_items(rows: Rows, row: StoredRow, items: Sequence[Item]) -> list[Item]:

@@ -26,6 +26,7 @@ from plait.server.http.transfer import EventStream, StreamForm, event_frame
 from plait.server.responses import items
 from plait.server.responses.reply import ResponsesReply
 from plait.server.store.errors import NotStored
+from plait.typed_values import decode_json
 
 if TYPE_CHECKING:
     from plait.server.gateway.middleware import Traffic
@@ -307,6 +308,6 @@ def fail_unfinished(rows: Rows) -> None:
     """Have the responses say `failed` that were in work when the server ended."""
     found = problem(EngineError(RESTARTED))
     for row in rows.working("response"):
-        body = msgspec.json.decode(row.body, type=dict[str, object])
+        body = decode_json(row.body, dict[str, object])
         body |= {"status": "failed", "error": {"code": "server_error", "message": found.message}}
         rows.change(row, msgspec.json.encode(body), "failed")

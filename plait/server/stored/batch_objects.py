@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from plait.server.openai.batch import Line, read_line
+from plait.typed_values import decode_json
 
 WINDOW_S = 86_400
 PRIORITY = 1_000  # far behind all clients; half a minute of waiting counts as one level
@@ -100,7 +101,7 @@ def read_request(number: int, text: bytes, endpoint: str) -> Line:
     if line.url != endpoint:
         fault = f"line {number}: url {line.url!r:.80} is not the batch's endpoint {endpoint!r}"
         return Line(number, line.custom_id, fault=fault)
-    body = msgspec.json.decode(line.body, type=dict[str, object])
+    body = decode_json(line.body, dict[str, object])
     if body.get("background"):
         return Line(number, line.custom_id, fault=f"line {number}: background: a batch is that; leave it out")
     return Line(number, line.custom_id, line.url, msgspec.json.encode(_lower(body, endpoint)))

@@ -32,6 +32,7 @@ from plait.server.stored.batch_objects import (
     read_request,
 )
 from plait.server.stored.file_objects import CONTENT, FileObject, read_parts
+from plait.typed_values import decode_json
 
 if TYPE_CHECKING:
     from plait.server.store.rows import Rows
@@ -253,7 +254,7 @@ class BatchRun(Struct):
             ids: dict[str, str] = {}
             for name, row in zip(("output_file_id", "error_file_id"), files, strict=False):
                 if size := rows.parts_length(row, CONTENT):
-                    file = msgspec.json.decode(row.body, type=FileObject)
+                    file = decode_json(row.body, FileObject)
                     body = msgspec.json.encode(msgspec.structs.replace(file, bytes=size))
                     ids[name] = rows.change(row, body, "processed").id
                 else:

@@ -6,7 +6,6 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
-import msgspec
 from starlette.types import ASGIApp
 
 from plait.errors import CapacityError, PlaitError
@@ -14,6 +13,7 @@ from plait.server.http.errors import Problem, problem
 from plait.server.stored.batch_objects import BatchWork
 from plait.server.stored.batch_run import BatchRun
 from plait.server.stored.inner import InnerApp
+from plait.typed_values import decode_json
 
 if TYPE_CHECKING:
     from plait.server.gateway.middleware import Traffic
@@ -40,7 +40,7 @@ class BatchRunner:
         """Go on with the batches that the last server left. `app`: the application's routes."""
         self._app = app
         for row in await self._store.run(lambda rows: rows.working("batch")):
-            self.launch(row, msgspec.json.decode(row.body, type=BatchWork))
+            self.launch(row, decode_json(row.body, BatchWork))
 
     def launch(self, row: StoredRow, work: BatchWork) -> None:
         """Begin a batch, or go on with it."""

@@ -17,6 +17,7 @@ from plait.server.store.rows import Rows, StoredRow
 from plait.server.stored.batch_objects import WINDOW_S, BatchObject, BatchRequest, BatchWork
 from plait.server.stored.file_objects import EXPIRES, purpose_of
 from plait.server.stored.routes import StoredCall, StoredList, StoredRoute, page_of
+from plait.typed_values import decode_json
 
 MAX_OPEN = 32  # batches of one key
 BODY_BYTES = MIB
@@ -97,7 +98,7 @@ async def cancel_batch(call: StoredCall) -> BatchObject:
 
 
 def _batch(row: StoredRow) -> BatchObject:
-    return msgspec.json.decode(row.body, type=BatchWork).batch
+    return decode_json(row.body, BatchWork).batch
 
 
 ROUTES = (

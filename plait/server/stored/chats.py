@@ -19,6 +19,7 @@ from plait.server.stored.routes import (
     page_after,
     page_of,
 )
+from plait.typed_values import decode_json
 
 if TYPE_CHECKING:
     from plait.server.store.rows import Rows, StoredRow
@@ -59,7 +60,7 @@ async def list_chats(call: StoredCall) -> StoredList:
 def _has(row: StoredRow, wanted: dict[str, str]) -> bool:
     if not wanted:
         return True
-    found = msgspec.json.decode(row.body, type=_Metadata).metadata
+    found = decode_json(row.body, _Metadata).metadata
     return wanted.items() <= found.items()
 
 
@@ -74,7 +75,7 @@ async def change_chat(call: StoredCall) -> Response:
 
     def change(rows: Rows) -> StoredRow:
         row = rows.get(call.tenant, "chat", call.id)
-        found = msgspec.json.decode(row.body, type=Body) | {"metadata": metadata}
+        found = decode_json(row.body, Body) | {"metadata": metadata}
         return rows.change(row, msgspec.json.encode(found), row.status)
 
     return as_json((await call.store.run(change)).body)

@@ -25,6 +25,7 @@ from plait.server.stored.routes import (
     page_after,
     page_of,
 )
+from plait.typed_values import decode_json
 
 MAX_NEW_ITEMS = 20  # at a time, as OpenAI has it
 MAX_BYTES = 8 * 1024 * 1024
@@ -89,7 +90,7 @@ async def change_conversation(call: StoredCall) -> Response:
 
     def change(rows: Rows) -> StoredRow:
         row = _find(rows, call)
-        found = msgspec.structs.replace(msgspec.json.decode(row.body, type=Conversation), metadata=metadata)
+        found = msgspec.structs.replace(decode_json(row.body, Conversation), metadata=metadata)
         return rows.change(row, msgspec.json.encode(found), row.status)
 
     return as_json((await call.store.run(change)).body)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from plait.server.store.rows import Rows, StoredRow
+from plait.typed_values import decode_json
 
 if TYPE_CHECKING:
     from plait.server.store.store import Store
@@ -43,4 +44,4 @@ async def read_parts(store: Store, row: StoredRow) -> AsyncGenerator[bytes, None
 
 
 def purpose_of(row: StoredRow) -> str:
-    return msgspec.json.decode(row.body, type=FileObject).purpose
+    return decode_json(row.body, FileObject).purpose

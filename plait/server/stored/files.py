@@ -31,6 +31,7 @@ from plait.server.stored.routes import (
     number_of,
     page_of,
 )
+from plait.typed_values import decode_json
 
 if TYPE_CHECKING:
     from plait.server.store.store import Store
@@ -165,7 +166,7 @@ async def list_files(call: StoredCall) -> StoredList:
 async def get_content(call: StoredCall) -> Response:
     """The file itself."""
     row = await _row(call)
-    found = msgspec.json.decode(row.body, type=FileObject)
+    found = decode_json(row.body, FileObject)
     headers = {
         "Content-Length": str(found.bytes),
         "Content-Disposition": f"attachment; filename*=UTF-8''{quote(found.filename)}",

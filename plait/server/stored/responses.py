@@ -24,6 +24,7 @@ from plait.server.stored.routes import (
     number_of,
     page_after,
 )
+from plait.typed_values import decode_json
 
 MAX_EVENTS = 2**31 - 1
 
@@ -72,7 +73,7 @@ async def delete_response(call: StoredCall) -> Deleted:
 async def cancel_response(call: StoredCall) -> Response:
     """Cancel a response that runs in the background; one that has ended stays as it is."""
     row = await call.row("response")
-    if not msgspec.json.decode(row.body, type=_Background).background:
+    if not decode_json(row.body, _Background).background:
         raise InvalidField(
             f"{call.id}: only a response with background: true can be cancelled", "response_id"
         )

@@ -27,6 +27,7 @@ from plait.errors import BadFile
 from plait.kernels.load import is_foreign_file
 from plait.state.blocks import DIGEST_BYTES
 from plait.state.host_store import Bytes, RowLayout, SavedState
+from plait.typed_values import decode_msgpack
 
 MAGIC = b"plaitkv1"
 SUFFIX, UNFINISHED = ".state", ".partial"
@@ -141,7 +142,7 @@ def _read_header(file: io.BufferedReader, fingerprint: str, layout: RowLayout) -
     if _digest(raw) != digest:
         raise BadFile("its header is damaged")
     try:
-        header = msgspec.msgpack.decode(raw, type=DiskHeader)
+        header = decode_msgpack(raw, DiskHeader)
     except msgspec.MsgspecError as error:
         raise BadFile(f"its header is of another version ({error})") from error
     if header.fingerprint != fingerprint:

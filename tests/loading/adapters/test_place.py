@@ -105,26 +105,26 @@ def test_prefixes_of_adapters_are_not_shared(llm: LLM) -> None:
 
 def test_adapters_are_loaded_and_unloaded_while_the_model_runs(folder: Path, llm: LLM) -> None:
     wanted = scores(llm, "a")
-    llm.front.load_adapter("c", "a")
+    llm.front.served_adapters.load("c", "a")
     assert torch.equal(scores(llm, "c")[1], wanted[1])
     with pytest.raises(InvalidField, match="loaded already"):
-        llm.front.load_adapter("c", "b")
-    llm.front.unload_adapter("c")
+        llm.front.served_adapters.load("c", "b")
+    llm.front.served_adapters.unload("c")
     with pytest.raises(ModelNotFound):
         scores(llm, "c")
     with pytest.raises(ModelNotFound):
-        llm.front.unload_adapter("c")
+        llm.front.served_adapters.unload("c")
     for path in ("../base", "/etc", "a/../../merged", str(folder / "base"), ""):
         with pytest.raises(ConfigError, match="not inside"):
-            llm.front.load_adapter("d", path)
+            llm.front.served_adapters.load("d", path)
     (folder / "more/link").symlink_to(folder / "base")
     with pytest.raises(ConfigError, match="not inside"):
-        llm.front.load_adapter("d", "link")
+        llm.front.served_adapters.load("d", "link")
     with pytest.raises(InvalidField, match="a name has"):
-        llm.front.load_adapter("d e", "a")
-    llm.front.load_adapter("d", "b")
+        llm.front.served_adapters.load("d e", "a")
+    llm.front.served_adapters.load("d", "b")
     assert torch.equal(scores(llm, "d")[1], scores(llm, "b")[1])
-    llm.front.unload_adapter("d")
+    llm.front.served_adapters.unload("d")
 
 
 def test_adapter_of_another_model_is_refused_and_its_slot_stays_free(folder: Path, llm: LLM) -> None:
@@ -134,9 +134,9 @@ def test_adapter_of_another_model_is_refused_and_its_slot_stays_free(folder: Pat
     write_peft(folder / "more/wide", wide, ["model.layers.0.self_attn.q_proj"])
     for _ in range(6):  # more often than there are slots
         with pytest.raises(UnusedTensor, match=r"no linear layer for 1 weight.*layers\.7"):
-            llm.front.load_adapter("f", "foreign")
+            llm.front.served_adapters.load("f", "foreign")
         with pytest.raises(CheckpointError, match=r"q: lora_A is \[4, 32\] and lora_B \[40, 4\]"):
-            llm.front.load_adapter("f", "wide")
+            llm.front.served_adapters.load("f", "wide")
 
 
 def test_adapters_are_refused_where_they_cannot_run(folder: Path) -> None:

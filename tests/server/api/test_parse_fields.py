@@ -152,3 +152,11 @@ def test_unread_fields_are_counted_where_they_are_too_many_to_name(client: Clien
     answer = client.complete(max_tokens=1, **{f"strange{i}": 1 for i in range(20)})
     names = answer.headers["x-plait-ignored"].split(",")
     assert (len(names), names[0], names[-1]) == (17, "strange0", "+4")
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_n_sigma"])
+def test_a_number_of_hundreds_of_digits_is_refused_with_the_limit(client: Client, name: str) -> None:
+    answer = client.complete(max_tokens=1, **{name: 10**400})
+    assert answer.status == 400
+    assert answer.error["param"] == name
+    assert "at most 1.8e308" in answer.error["message"]

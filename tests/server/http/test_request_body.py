@@ -50,3 +50,10 @@ def test_half_a_character_is_named_as_the_reason(half: bytes) -> None:
     with pytest.raises(BadBody, match="without its other half"):
         decode_object(b'{"prompt":"' + half + b'"}')
     assert decode_object(b'{"prompt":"\\ud83d\\ude42"}') == {"prompt": "🙂"}
+
+
+@pytest.mark.parametrize("rest", [b"NaN", b"[}", b'"a'])
+def test_whole_characters_are_not_named_as_the_reason(rest: bytes) -> None:
+    with pytest.raises(BadBody) as refused:
+        decode_object(b'{"prompt":"\\ud83d\\ude42\\uD83D\\uDE42","seed":' + rest + b"}")
+    assert "half" not in str(refused.value)

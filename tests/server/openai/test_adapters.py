@@ -17,7 +17,7 @@ from tests.server.fake import fake_front
 def adapted(monkeypatch: pytest.MonkeyPatch, folder: Path | None) -> tuple[Front, list[Any]]:
     """A Front with the adapter `a`; requests and changes of adapters are recorded."""
     front, seen = fake_front(), list[Any]()
-    front.adapters, front.lora_folder = {"a": "x"}, None if folder is None else str(folder)
+    front.served_adapters.paths, front.lora_folder = {"a": "x"}, None if folder is None else str(folder)
     submit = front.loop.submit
 
     def record(request: Request, on_event: Any) -> None:
@@ -66,7 +66,9 @@ def test_adapters_are_loaded_and_unloaded_by_requests(
         assert client.complete(max_tokens=1, model="b").json["model"] == "b"
         assert client.post("/v1/unload_lora_adapter", {"lora_name": "b"}).status == 200
         assert client.complete(max_tokens=1, model="b").status == 404
-        assert client.post("/v1/unload_lora_adapter", {"lora_name": "gone"}).status == 404
+        gone = client.post("/v1/unload_lora_adapter", {"lora_name": "gone"})
+        assert (gone.status, gone.error["param"], gone.error["code"]) == (404, "lora_name", "model_not_found")
+        assert "/v1/models" in gone.error["message"]
         bad = client.post("/v1/load_lora_adapter", {"lora_name": "c", "lora_path": "bad"})
         assert (bad.status, bad.error["message"], bad.error["param"]) == (400, "bad: it is bad", "lora_path")
         for name, path in ((own, "y"), ("a b", "y"), ("c", "y\0"), (5, "y"), ("c", 5), ("c", None)):
