@@ -188,7 +188,7 @@ class Service:
         return json_response(versions.describe_version(self._models))
 
     async def list_models(self, request: Request) -> Response:
-        return json_response(models.ModelList(data=models.cards(self._models.list_facts())))
+        return json_response(models.list_cards(self._models.list_facts()))
 
     async def get_model(self, request: Request) -> Response:
         return json_response(models.card(self._models.facts_of(request.path_params["id"])))

@@ -12,7 +12,7 @@ import msgspec
 from plait.errors import InvalidField
 from plait.server.api.endpoint import Endpoint, ModelsLookup
 from plait.server.gateway.served_models import ServedFacts, ServedModels
-from plait.server.openai.models import ModelCard, ModelList, card
+from plait.server.openai.models import ModelCard, ModelList, card, make_list
 
 FIELDS = frozenset({"model"})
 
@@ -42,7 +42,7 @@ async def unload(models: ServedModels, body: Mapping[str, object]) -> Managed:
 
 def list_managed(found: Sequence[ServedFacts]) -> ModelList:
     """All models, as /v1/models has them; for clients with the admin key alone."""
-    return ModelList(data=[card(one) for one in found])
+    return make_list([card(one) for one in found])
 
 
 def _name(body: Mapping[str, object]) -> str:

@@ -7,6 +7,7 @@ prompts themselves, such as lm-eval, read it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import msgspec
@@ -46,14 +47,19 @@ class ModelStatus(msgspec.Struct, kw_only=True, frozen=True):
 class ModelCard(msgspec.Struct, kw_only=True, frozen=True):
     """A model. What is not known before it is loaded is left out.
 
-    `size`: bytes of its weight files; `memory`: bytes that its engine holds. `capabilities`: Ollama's words.
+    `type`, `display_name`, `created_at` and `max_input_tokens` are Anthropic's. `size`: bytes of its weight
+    files; `memory`: bytes that its engine holds. `capabilities`: Ollama's words.
     """
 
     id: str
     object: Literal["model"] = "model"
+    type: Literal["model"] = "model"
+    display_name: str
     created: int
+    created_at: str
     owned_by: str = "plait"
     max_model_len: Count | UnsetType = UNSET
+    max_input_tokens: Count | UnsetType = UNSET
     parent: str | UnsetType = UNSET  # of an adapter: the model that it changes
     status: ModelStatus
     aliases: list[str] | UnsetType = UNSET
@@ -65,8 +71,13 @@ class ModelCard(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class ModelList(msgspec.Struct, kw_only=True, frozen=True):
+    """All models, on one page: the fields behind `data` are Anthropic's."""
+
     object: Literal["list"] = "list"
     data: list[ModelCard]
+    has_more: bool = False
+    first_id: str | None
+    last_id: str | None
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -97,8 +108,11 @@ def card(found: ServedFacts) -> ModelCard:
     progress = UNSET if found.progress is None else found.progress
     return ModelCard(
         id=found.name,
+        display_name=found.name,
         created=found.created,
+        created_at=datetime.fromtimestamp(found.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         max_model_len=_or_unset(found.max_model_len),
+        max_input_tokens=_or_unset(found.max_model_len),
         parent=found.parent or UNSET,
         status=ModelStatus(value=found.stage, progress=progress, error=found.error or UNSET),
         aliases=[*found.aliases] or UNSET,
@@ -110,9 +124,15 @@ def card(found: ServedFacts) -> ModelCard:
     )
 
 
-def cards(models: Iterable[ServedFacts]) -> list[ModelCard]:
+def list_cards(models: Iterable[ServedFacts]) -> ModelList:
     """Every model, each before its adapters."""
-    return [card(one) for found in models for one in (found, *facts_of_adapters(found))]
+    return make_list([card(one) for found in models for one in (found, *facts_of_adapters(found))])
+
+
+def make_list(found: list[ModelCard]) -> ModelList:
+    """Cards as one page."""
+    first, last = (found[0].id, found[-1].id) if found else (None, None)
+    return ModelList(data=found, first_id=first, last_id=last)
 
 
 def _or_unset(value: T | None) -> T | UnsetType:

@@ -99,6 +99,14 @@ def test_anthropic_s_client_whole_and_streamed(claude: Anthropic, client: Client
     assert counted.input_tokens == len("Good morning") + 1
 
 
+def test_anthropic_s_client_lists_models(claude: Anthropic, client: Client) -> None:
+    found = claude.models.list()
+    (card,) = found.data
+    assert (card.type, card.id, card.display_name) == ("model", client.model, client.model)
+    assert card.created_at.timestamp() == client.get("/v1/models").json["data"][0]["created"]
+    assert (found.has_more, found.first_id, found.last_id) == (False, card.id, card.id)
+
+
 def test_errors_are_those_of_anthropic(claude: Anthropic, client: Client) -> None:
     answer = ask(client, max_tokens=0)
     assert answer.status == 400
