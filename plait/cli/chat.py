@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from plait.cli.chat_models import LocalModel
-from plait.cli.chat_session import HELP, ChatSession
+from plait.cli.chat_session import GREETING, ChatSession
 from plait.cli.common.help import GroupedCommand
 from plait.cli.common.options import (
     adapter_option,
@@ -67,7 +67,7 @@ def talk(session: ChatSession, *, quiet: bool, history: bool) -> None:
     try:
         is_terminal = sys.stdin.isatty()
         if not quiet and is_terminal:
-            print(f"{session.name} · {HELP}", file=sys.stderr)
+            print(f"{session.name} · {GREETING}", file=sys.stderr)
         with keep_history(is_kept=history and is_terminal):
             session.run(messages(prompt=is_terminal))
     finally:

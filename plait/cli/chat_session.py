@@ -28,9 +28,13 @@ COMMANDS = {
     "/save FILE": "writes the conversation",
     "/load FILE": "goes on with a conversation that was saved",
     "/model NAME": "goes on with another model",
+    "/help": "lists these commands",
+    "/exit": "leaves, as /quit and /bye do",
 }
-HELP = " · ".join(f"{name} {text}" for name, text in COMMANDS.items()) + " · /exit, /quit or /bye leaves"
-NAMES = (*(name.split()[0] for name in COMMANDS), "/help")
+SEVERAL_LINES = {'"""': "begins and ends a message of several lines"}
+HELP = "\n".join(f"  {name:<17} {text}" for name, text in (COMMANDS | SEVERAL_LINES).items())
+GREETING = "/help lists commands, /exit leaves"
+NAMES = tuple(name for name in (each.split()[0] for each in COMMANDS) if name not in LEAVE)
 MAX_FILE_BYTES = 64 << 20
 Message = dict[str, str]
 
@@ -85,7 +89,7 @@ class ChatSession:
             return f"{name} needs a {'model' if name == '/model' else 'file'} to be named"
         does = getattr(self, f"_{name[1:]}") if name in NAMES else None
         if does is None:
-            return f"{name} is not known{suggest_word(name, (*NAMES, *LEAVE)) or ':'} {HELP}"
+            return f"{name} is not known{suggest_word(name, (*NAMES, *LEAVE)) or ':'} {GREETING}"
         try:
             told: str = does(text)
         except (PlaitError, OSError) as error:
@@ -128,15 +132,20 @@ class ChatSession:
     def _set(self, text: str) -> str:
         name, _, value = text.partition(" ")
         if not name:
-            return " · ".join(f"{one} {getattr(self._params, one)}" for one in SAMPLING_HELP)
+            return "\n".join(f"  {one:<22} {self._shown(one)}" for one in SAMPLING_HELP)
         name = name.lstrip("-").replace("-", "_")
         if name not in SAMPLING_HELP:
             return f"{name} is not an option{suggest_word(name, tuple(SAMPLING_HELP)) or ':'} /set lists them"
         if not value.strip():
-            return f"{name} is {getattr(self._params, name)}: {SAMPLING_HELP[name]}"
+            return f"{name} is {self._shown(name)}: {SAMPLING_HELP[name]}"
         given: dict[str, Any] = {name: parse_value(value.strip())}
         self._params = replace(self._params, **given)  # which checks the value
-        return f"{name} is {getattr(self._params, name)} now"
+        return f"{name} is {self._shown(name)} now"
+
+    def _shown(self, name: str) -> str:
+        """An option's value as /set takes it; a default of the model, or nothing, is `none`."""
+        value = getattr(self._params, name)
+        return "none" if value is None else json.dumps(value, ensure_ascii=False)
 
     def _save(self, text: str) -> str:
         path = Path(text).expanduser()

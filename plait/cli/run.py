@@ -195,7 +195,8 @@ def wait_until_ready(
             return
         progress = health.get("progress") if isinstance(health, dict) else None
         if isinstance(progress, dict):
-            status.say(f"{progress.get('text')}: {progress.get('done')} of {progress.get('total')}")
+            done, total = progress.get("done"), progress.get("total")
+            status.say(f"{progress.get('text')}: {done} of {total}" if total else str(progress.get("text")))
         time.sleep(LOOK_S)
 
 

@@ -52,9 +52,18 @@ def test_every_usual_word_leaves(talk: Run, engine: Any, word: str) -> None:
 
 
 def test_an_unknown_slash_command_says_what_is_known(talk: Run, engine: Any) -> None:
-    assert "/clear forgets" in talk("/dance\n").err
+    assert "/dance is not known: /help lists commands, /exit leaves" in talk("/dance\n").err
     assert "/quti is not known; did you mean /quit?" in talk("/quti\n").err
     assert engine.chats == []
+
+
+def test_help_and_set_list_one_a_line(talk: Run, engine: Any) -> None:
+    rows = talk("/help\n").err.splitlines()
+    assert "  /clear            forgets the conversation" in rows
+    assert "  /exit             leaves, as /quit and /bye do" in rows
+    rows = talk("/set top_p 0.5\n/set\n/set stop\n").err.splitlines()
+    assert {"top_p is 0.5 now", "  top_p                  0.5", "  seed                   none"} < set(rows)
+    assert "stop is []: text that ends it; may be repeated" in rows
 
 
 def test_the_system_option_comes_first(talk: Run, engine: Any) -> None:
@@ -118,7 +127,7 @@ def test_set_changes_sampling_and_refuses_what_does_not_fit(talk: Run, engine: A
         "temperature is 0.5 now",
         "plait: temperature: 9",
         "heat is not an option",
-        "min_p is None: ",
+        "min_p is none: ",
     ):
         assert said in result.err
 
