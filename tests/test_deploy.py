@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+import tomllib
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -219,3 +220,14 @@ def test_systemd_reads_the_unit_and_finds_it_hardened(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     rate = ["systemd-analyze", "security", "--offline=true", "--threshold=20", str(file)]
     assert subprocess.run(rate, capture_output=True, text=True).returncode == 0  # at most 2.0 of 10
+
+
+def test_the_page_lists_every_extra() -> None:
+    page = (ROOT / "docs" / "deploy.md").read_text("utf-8")
+    table = page.partition("| `plait-engine[…]` | adds |")[2].partition("\n\n")[0]
+    rows = [(re.findall(r"`([\w-]+)`", row.split("|")[1]), row) for row in table.splitlines() if "`" in row]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    extras: dict[str, list[str]] = project["optional-dependencies"]
+    assert sorted(name for names, _ in rows for name in names) == sorted(extras)
+    idle = {name for names, row in rows for name in names if "nothing yet" in row}
+    assert idle == {name for name, packages in extras.items() if not packages}

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import re
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
+
 import plait
+from plait.cli.main import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -50,3 +55,62 @@ def test_links_of_the_pages_outside_docs_lead_to_files() -> None:
         if page.name != "CHANGELOG.md" and not (ROOT / target).exists()
     ]
     assert broken == []
+
+
+def test_the_worked_family_is_the_code_s() -> None:
+    """Each line of the example is a line of the module that it is taken from, comments aside."""
+    page = (DOCS / "add-a-family.md").read_text("utf-8")
+    source = {line.strip() for line in (ROOT / "plait/families/hybrid.py").read_text("utf-8").splitlines()}
+    shown = [
+        line.partition("  #")[0].strip()
+        for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL)[:2]
+        for line in block.splitlines()
+    ]
+    renamed = {"names = {": "names: Rules = {"}
+    assert len(shown) > 15
+    assert [line for line in shown if line and renamed.get(line, line) not in source] == []
+
+
+def test_curl_sends_json_as_json() -> None:
+    """What curl sends with -d alone is a form, which paths of OpenAI refuse."""
+    calls = [
+        line
+        for page in (ROOT / "README.md", *DOCS.rglob("*.md"))
+        for line in page.read_text("utf-8").splitlines()
+        if line.startswith("curl ") and " -d " in line
+    ]
+    assert [line for line in calls if "application/json" not in line] == []
+
+
+def test_commands_of_the_pages_are_there_with_their_options() -> None:
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("*/*.md"), *DOCS.rglob("*.md")]
+    shown = [
+        (page.name, line)
+        for page in pages
+        if page.name != "CHANGELOG.md" and "." not in page.parent.name
+        for line in commands_in(page.read_text("utf-8"))
+    ]
+    assert len(shown) > 200
+    assert [f"{name}: {line}: {why}" for name, line in shown if (why := find_fault(line))] == []
+
+
+def commands_in(text: str) -> Iterator[str]:
+    """`plait …` between backticks, and lines that begin with it."""
+    yield from (" ".join(one.split()) for one in re.findall(r"`(plait [^`]+)`", text))
+    lines = (line.strip().removeprefix("$ ") for line in text.splitlines())
+    yield from (line for line in lines if line.startswith("plait "))
+
+
+def find_fault(line: str) -> str:
+    """What a command line has that the program has not; "" for nothing."""
+    words = shlex.split(re.split(r" #|[|;&]", line)[0].replace("'", ""))[1:]
+    command: click.Command = cli
+    context = click.Context(cli)
+    while words and isinstance(command, click.Group) and re.fullmatch(r"[a-z][a-z-]*", words[0]):
+        found = command.get_command(context, words[0])
+        if found is None:
+            return "" if command.invoke_without_command else f"no command {words[0]}"
+        command, words = found, words[1:]
+    known = {name for param in command.params for name in (*param.opts, *param.secondary_opts)} | {"--help"}
+    options = [word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word) and " " not in word]
+    return "".join(f"no option {name}" for name in options if name.rstrip(".,:)") not in known)
