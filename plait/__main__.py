@@ -1,7 +1,20 @@
-"""`python -m plait` is `plait`."""
+"""`python -m plait`, and the console script: Ctrl-C ends it without a traceback while it still imports."""
 
 from __future__ import annotations
 
-from plait.cli.main import main
+import sys
 
-main()
+INTERRUPTED = 130  # as in plait.cli.main, which is what takes the time
+
+
+def main() -> None:
+    """Run the command line and end the process."""
+    try:
+        from plait.cli.main import main as run
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    run()
+
+
+if __name__ == "__main__":
+    main()

@@ -275,6 +275,8 @@ def _of_file(path: Path, name: str | None = None) -> ModelFiles:
         raise BadFile(
             f"{path}: is a Git LFS pointer, not the file itself; run `git lfs pull` in its directory"
         )
+    if not start:
+        raise BadFile(f"{path}: is empty; was its download or its copy interrupted?")
     raise UnsupportedFormat(
         f"{path}: is neither safetensors nor GGUF (it starts with {start!r}); pass the directory or the "
         "weight file of a model"

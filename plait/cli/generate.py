@@ -63,6 +63,8 @@ def generate(
     text = ids if ids is not None else prompt
     if text is None or text == "-":
         text = read_stdin("--prompt or --ids")
+        if not text:
+            raise click.UsageError("stdin is empty: give --prompt or --ids, or pipe a text in")
     llm = load(model, settings, quiet=quiet)
     if not quiet and "compiled" in llm.step_kind:
         later = f"compiles them again: {llm.unkept}" if llm.unkept else "loads them"

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from plait.cli.common.format_model import bytes_text, head_text, index_ranges, layer_groups, layer_text, plain
+from plait.cli.common.format_model import (
+    bytes_text,
+    gpu_kernels,
+    head_text,
+    index_ranges,
+    kernels_text,
+    layer_groups,
+    layer_text,
+    plain,
+)
 from plait.cli.common.help import GroupedCommand
 from plait.cli.common.options import (
     common_options,
@@ -188,7 +197,7 @@ def example_facts(model: str, config: EngineConfig) -> Facts:
         "faults": dict(found.faults),
         "no_step": found.no_step,
     }
-    kernels = f"what {chip.name} would run: {UNPROVEN}"
+    kernels = f"what {chip.name} would run: {gpu_kernels()}"
     return {"ops": group_bindings(found.bindings), "kernels": kernels, "step": step}
 
 
@@ -358,7 +367,7 @@ def fit_facts(opened: Opened, states: Mapping[str, State], dtype: str, config: E
     each = sequence_nbytes(states, dtype, context, config.block_size)
     counts = sorted({*(n for n in USERS if n < config.max_num_seqs), config.max_num_seqs})
     users = [{"users": n, "nbytes": weights + n * each} for n in counts]
-    return {**facts, "context": context, "users": users, "kernels": kernels(device, config)}
+    return {**facts, "context": context, "users": users, "kernels": kernels_text(device, config)}
 
 
 def device_memory(config: EngineConfig) -> tuple[str, int, int | None]:
@@ -369,18 +378,6 @@ def device_memory(config: EngineConfig) -> tuple[str, int, int | None]:
         return "cuda", chip.memory_nbytes, chip.memory_nbytes
     device, _ = choose_device(config.device)
     return device.type, free_memory(device), total_memory(device)
-
-
-def kernels(device: str, config: EngineConfig) -> str:
-    """What computes the model on this device, from static facts."""
-    from plait.kernels.load import describe_target
-
-    if device != "cpu":
-        return f"torch, and Triton where it is installed; {UNPROVEN}"
-    target = describe_target(isa=config.isa)
-    if target is None:
-        return "torch alone, many times slower: Numba is not installed"
-    return f"native, compiled for {target.name}"
 
 
 def fit_lines(facts: Facts) -> list[str]:

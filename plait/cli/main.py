@@ -168,7 +168,7 @@ def explain(error: BaseException) -> tuple[str, int]:
         case click.ClickException():
             context = getattr(error, "ctx", None)
             hint = f"{_suggest_option(error)} (see `{context.command_path} --help`)" if context else ""
-            return error.format_message().rstrip() + hint, error.exit_code
+            return error.format_message().rstrip(" \n.") + hint, error.exit_code
         case _ if is_memory_error(error):
             return out_of_memory_text(error), EXIT_MEMORY
         case OSError(filename=name) if name is not None:

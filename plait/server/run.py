@@ -209,7 +209,8 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except (OSError, UnicodeError) as error:
-        text = f"cannot listen on {host}:{port}: {error}; choose another --host or --port"
+        cause = str(getattr(error, "strerror", None) or error).partition(" (while attempting")[0]
+        text = f"cannot listen on {host}:{port}: {cause}; choose another --host or --port"
         raise ConfigError(text) from error
 
 

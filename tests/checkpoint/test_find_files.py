@@ -201,10 +201,11 @@ def test_an_empty_directory_says_what_was_expected(folder: Path) -> None:
 
 def test_other_files_are_refused(folder: Path) -> None:
     put(folder, "config.json")
-    (folder / "empty").write_bytes(b"")
-    for name in ("config.json", "empty"):
-        with pytest.raises(UnsupportedFormat, match="neither safetensors nor GGUF"):
-            find_model(folder / name)
+    with pytest.raises(UnsupportedFormat, match="neither safetensors nor GGUF"):
+        find_model(folder / "config.json")
+    (folder / "empty.gguf").write_bytes(b"")
+    with pytest.raises(BadFile, match=r"empty\.gguf: is empty; was its download"):
+        find_model(folder / "empty.gguf")
 
 
 def test_a_missing_path_names_its_neighbours(folder: Path) -> None:

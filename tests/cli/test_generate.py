@@ -79,6 +79,16 @@ def test_a_prompt_that_is_not_utf8_is_refused(
     assert "stdin is not UTF-8" in result.err
 
 
+def test_an_empty_pipe_without_a_prompt_says_what_to_give(
+    plait: Run, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe(monkeypatch, b"\n")
+    result = plait("generate", "--model", "m")
+    assert result.code == 2
+    assert "stdin is empty: give --prompt or --ids" in result.err
+    assert engine.prompts == []
+
+
 @pytest.mark.parametrize("ids", ["1,2,3", "1 2 3", "[1, 2, 3]"])
 def test_the_prompt_may_be_token_ids(plait: Run, engine: Any, ids: str) -> None:
     plait("generate", "--model", "m", "--ids", ids)

@@ -128,7 +128,7 @@ def test_an_unhealthy_engine_shows() -> None:
 def test_a_taken_port_is_an_error_that_says_so() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}.*--port"):
+        with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}: [^(]*; choose.*--port"):
             listen("127.0.0.1", port)
     with pytest.raises(ConfigError):
         listen("no such host..", 0)

@@ -5,10 +5,31 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from importlib.util import find_spec
 
+from plait.config import UNPROVEN, EngineConfig
 from plait.spec.model import BranchSpec, Mixer, ModelSpec, MtpSpec
 
 Layer = tuple[BranchSpec, ...]
+
+
+def gpu_kernels() -> str:
+    """What computes on a GPU with the packages that are installed here."""
+    if find_spec("triton") is None:
+        return "torch alone, many times slower: Triton is not installed (pip install 'plait-engine[cuda]')"
+    return f"torch and Triton; {UNPROVEN}"
+
+
+def kernels_text(device: str, config: EngineConfig) -> str:
+    """What computes a model on this type of device, from static facts."""
+    from plait.kernels.load import describe_target
+
+    if device != "cpu":
+        return gpu_kernels()
+    target = describe_target(isa=config.isa)
+    if target is None:
+        return "torch alone, many times slower: Numba is not installed"
+    return f"native, compiled for {target.name}"
 
 
 def layer_groups(spec: ModelSpec) -> list[tuple[tuple[int, ...], Layer]]:

@@ -100,7 +100,8 @@ class ServerClient:
         text = error.get("message") if isinstance(error, dict) else error
         message = " ".join(str(text).split())[:500] if text else f"{self.url} answers with status {status}"
         if status in (401, 403):
-            message += " (--api-key, or PLAIT_API_KEY, is the key that is sent)"
+            name = "admin" if "admin key" in message else "api"
+            message += f" (--{name}-key, or PLAIT_{name.upper()}_KEY, is the key that is sent)"
         raise RequestError(message) if status in (400, 404, 413, 422) else ServerError(message)
 
     def close(self) -> None:

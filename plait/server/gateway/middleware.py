@@ -137,7 +137,9 @@ class Traffic:
     def recognize_admin(self, exchange: Exchange, headers: Mapping[str, str]) -> None:
         """Check the admin key, which no other key replaces. Raises AdminRefused and InvalidKey."""
         if self.config.admin_key is None:
-            raise AdminRefused("this path needs an admin key, and --admin-key sets none here")
+            raise AdminRefused(
+                "this path needs an admin key, and --admin-key sets none here: start the server with one"
+            )
         key = read_admin_key(self.config).find(headers)
         if key is None:
             raise InvalidKey("this path needs the server's admin key; send it as `Authorization: Bearer KEY`")

@@ -179,7 +179,7 @@ class Problem:
         where = f"{self.code or 'refused'}{f' ({self.param})' if self.param else ''}"
         if self.code in _WORDS_OF_OTHERS:
             return where
-        return f"{where}: {_QUOTED.sub('…', self.message)}"[:MAX_REASON]
+        return f"{where}: {_QUOTED.sub('...', self.message)}"[:MAX_REASON]
 
     def response(self, shape: Callable[[Problem], msgspec.Struct] | None = None) -> Response:
         """`shape`: makes the body, where it is not OpenAI's error object."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 
@@ -9,6 +10,7 @@ import pytest
 
 from plait.cli.common.format_model import (
     bytes_text,
+    gpu_kernels,
     index_ranges,
     layer_groups,
     layer_text,
@@ -119,3 +121,11 @@ def test_a_spec_is_valid_json() -> None:
 )
 def test_bytes_are_shown_in_powers_of_1024(nbytes: int, text: str) -> None:
     assert bytes_text(nbytes) == text
+
+
+def test_gpus_without_triton_are_described_as_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("plait.cli.common.format_model.find_spec", lambda name: None)
+    assert "Triton is not installed (pip install 'plait-engine[cuda]')" in gpu_kernels()
+    found = importlib.util.spec_from_loader("triton", None)
+    monkeypatch.setattr("plait.cli.common.format_model.find_spec", lambda name: found)
+    assert gpu_kernels().startswith("torch and Triton; ")
