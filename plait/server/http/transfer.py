@@ -143,9 +143,8 @@ def is_of_page(request: Request) -> bool:
 def _check_type(request: Request) -> None:
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
-        raise UnsupportedMedia(
-            f"Content-Type is {kind[:100]!r}; send application/json (curl: -H 'Content-Type: application/json')"
-        )
+        advice = "send application/json (curl: -H 'Content-Type: application/json')"
+        raise UnsupportedMedia(f"Content-Type is {kind[:100]!r}; {advice}")
 
 
 def _check_headers(request: Request, max_bytes: int) -> None:

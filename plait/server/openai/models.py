@@ -71,7 +71,7 @@ class ModelCard(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class ModelList(msgspec.Struct, kw_only=True, frozen=True):
-    """All models, on one page: the fields behind `data` are Anthropic's."""
+    """All models: the fields behind `data` are Anthropic's, and say that there are no more."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
@@ -130,7 +130,7 @@ def list_cards(models: Iterable[ServedFacts]) -> ModelList:
 
 
 def make_list(found: list[ModelCard]) -> ModelList:
-    """Cards as one page."""
+    """Cards as a list that has all of them."""
     first, last = (found[0].id, found[-1].id) if found else (None, None)
     return ModelList(data=found, first_id=first, last_id=last)
 
