@@ -8,6 +8,7 @@ adds the traceback.
 from __future__ import annotations
 
 import atexit
+import io
 import os
 import select
 import sys
@@ -195,6 +196,12 @@ def _suggest_option(error: click.ClickException) -> str:
     return f"; give it with {option}" if option else ""
 
 
+def escape_unknown(stream: TextIO | None) -> None:
+    """Have it escape what its encoding lacks, as stderr does: a reply may have any character."""
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")
+
+
 def leave(code: int) -> NoReturn:
     """End the process, with everything that Python promises to do at its end.
 
@@ -219,6 +226,7 @@ def main() -> None:
     """The console script."""
     # Threads of numpy's own would have nothing to do, and take a core while numpy is imported.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    escape_unknown(sys.stdout)
     leave(run())
 
 

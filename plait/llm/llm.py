@@ -319,14 +319,22 @@ def _prompt_scores(out: RequestOutput) -> list[float]:
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    if isinstance(prompts, Mapping) or not isinstance(prompts, Sequence):
+    if not _is_list(prompts):
         kind = type(prompts).__name__
         raise InvalidField(
-            f"prompt: a {kind} is neither text, a list of token ids, nor a list of those", "prompt"
+            f"prompt: {kind} is neither text, a list of token ids, nor a list of those", "prompt"
         )
     if prompts and isinstance(prompts[0], int):
         return [prompts]  # type: ignore[list-item]
+    for index, prompt in enumerate(prompts):
+        if not (isinstance(prompt, str) or _is_list(prompt)):
+            kind = type(prompt).__name__
+            raise InvalidField(f"prompt {index}: {kind} is neither text nor a list of token ids", "prompt")
     return list(prompts)  # type: ignore[arg-type]
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, bytes)
 
 
 def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

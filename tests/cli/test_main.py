@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from plait import __version__
-from plait.cli.main import COMMANDS, leave
+from plait.cli.main import COMMANDS, escape_unknown, leave
 from plait.errors import (
     BadFile,
     ConfigError,
@@ -209,3 +210,14 @@ def test_ctrl_c_while_the_command_line_is_imported_shows_no_traceback() -> None:
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert (run.returncode, run.stdout, run.stderr) == (130, "", "")
+
+
+def test_characters_that_stdout_lacks_are_escaped() -> None:
+    written = io.BytesIO()
+    stream = io.TextIOWrapper(written, encoding="latin-1")
+    escape_unknown(stream)
+    stream.write("Größe \N{MUSICAL NOTE}\udce9")
+    stream.flush()
+    assert written.getvalue() == "Größe \\U0001f3b5\\udce9".encode("latin-1")
+    escape_unknown(io.StringIO())
+    escape_unknown(None)

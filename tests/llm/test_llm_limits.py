@@ -75,6 +75,20 @@ def test_a_setting_that_could_never_take_effect_is_refused(
         llm.generate([1, 2], SamplingParams(**params))
 
 
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (None, "prompt: NoneType is neither text, a list of token ids, nor a list of those"),
+        (["a", 3], "prompt 1: int is neither text nor a list of token ids"),
+        ([[1], None], "prompt 1: NoneType is neither"),
+        ([{"prompt": "a"}], "prompt 0: dict is neither"),
+    ],
+)
+def test_a_prompt_of_another_type_is_refused_by_its_place(llm: LLM, prompt: Any, message: str) -> None:
+    with pytest.raises(InvalidField, match=message):
+        llm.generate(prompt)
+
+
 def test_an_option_that_does_not_exist_is_refused_by_name(model: Path) -> None:
     with pytest.raises(ConfigError, match="gpu_layers: there is no such option; there are device, dtype"):
         LLM(str(model), gpu_layers=0.9)
