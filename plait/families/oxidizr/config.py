@@ -189,10 +189,12 @@ def parse_override(text: str) -> tuple[str, object]:
     """(canonical key, value) of a `key=value`, the value as JSON. Raises ConfigError."""
     key, equals, value = text.partition("=")
     key = ALIASES.get(key.strip(), key.strip())
-    if not equals or key not in KEYS:
+    if not equals:
+        raise ConfigError(f"--set {text}: it is written key=value")
+    if key not in KEYS:
         near = difflib.get_close_matches(key, [*KEYS, *ALIASES], 1)
         hint = f"; the nearest is {near[0]!r}" if near else ""
-        raise ConfigError(f"--set {text}: {key!r} is not a key of this format{hint}. It is written key=value")
+        raise ConfigError(f"--set {text}: {key!r} is not a key of this format{hint}")
     try:
         return key, json.loads(value)
     except ValueError:

@@ -18,6 +18,7 @@ from plait.errors import (
     UnsupportedModel,
     UnusedTensor,
 )
+from plait.families.oxidizr.config import parse_override
 from plait.families.oxidizr.oxidizr import is_oxidizr
 from plait.spec.model import AttentionSpec, Mamba2Spec, MlaSpec, MlpSpec, MoeSpec
 from plait.spec.recurrent import Mamba1Spec, Mamba3Spec
@@ -406,3 +407,15 @@ def test_files_of_other_families_are_left_to_them(config: Any, names: list[str])
 )
 def test_its_own_files_are_known(config: Any, names: list[str]) -> None:
     assert is_oxidizr(config, names)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("hidden_size", "it is written key=value"),
+        ("hiden_size=3", "not a key of this format; the nearest is 'hidden_size'$"),
+    ],
+)
+def test_an_override_that_is_none_says_what_is_wrong(given: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_override(given)
