@@ -194,11 +194,11 @@ def sequence_rows(
 
 
 def gib(nbytes: int) -> str:
-    """Bytes for a reader: 1.5 GiB, 340 MiB, 12 KiB."""
+    """Bytes for a reader: 1.5 GiB, 340 MiB, 12 KiB, 7 bytes."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
         if nbytes >= size:
             return f"{nbytes / size:.3g} {unit}" if nbytes < 1000 * size else f"{nbytes // size} {unit}"
-    return f"{nbytes / 1024:.3g} KiB"
+    return f"{nbytes / 1024:.3g} KiB" if nbytes >= 1024 else f"{nbytes} byte{'s'[: nbytes != 1]}"
 
 
 def _length(model: ModelFacts, config: EngineConfig) -> tuple[int, list[str]]:

@@ -148,7 +148,7 @@ def test_one_model_that_is_to_be_unloaded_is_a_pool_of_one(plait: Run, several: 
         (["a b=m", "n"], "", "'a b' is no name"),
         (["a=", "n"], "", "names no model"),
         (["m", "n", "--served-model-name", "x"], "", "write NAME=PATH"),
-        (["m", "n", "--keep-alive", "soon"], "", "is no time"),
+        (["m", "n", "--keep-alive", "soon"], "", "plait: keep_alive: 'soon' is no time"),
         (["a,=m", "n"], "", "'' is no name"),
         (["a,b=m", "b=n"], "", "two of them have the name 'b'"),
         (["a=m", "n"], "[models.a]\nport = 1\n", "[models.a] has no option 'port'"),

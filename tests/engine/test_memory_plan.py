@@ -191,7 +191,14 @@ def test_a_memory_limit_above_the_memory_there_is_is_refused_with_both_numbers()
 
 @pytest.mark.parametrize(
     ("nbytes", "text"),
-    [(512, "0.5 KiB"), (3 * MIB // 2, "1.5 MiB"), (GIB, "1 GiB"), (1000 * GIB + 5, "1000 GiB")],
+    [
+        (1, "1 byte"),
+        (512, "512 bytes"),
+        (1536, "1.5 KiB"),
+        (3 * MIB // 2, "1.5 MiB"),
+        (GIB, "1 GiB"),
+        (1000 * GIB + 5, "1000 GiB"),
+    ],
 )
 def test_bytes_are_written_for_a_reader(nbytes: int, text: str) -> None:
     assert gib(nbytes) == text

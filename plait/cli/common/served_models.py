@@ -134,7 +134,8 @@ def _keep_alive(where: str, value: object) -> float:
     try:
         return read_keep_alive(value)
     except PlaitError as error:
-        raise ConfigError(f"{where}: {error}") from error
+        text = str(error).removeprefix("keep_alive: ")
+        raise ConfigError(f"{where}: {text}" if where == "keep_alive" else f"{where}: {error}") from error
 
 
 def _text(name: str, table: Table, key: str) -> str:

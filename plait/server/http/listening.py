@@ -108,7 +108,8 @@ def _load_chain(context: ssl.SSLContext, cert: str, key: str) -> None:
     try:
         context.load_cert_chain(cert, key, password=_no_password)
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-        text = f"tls_cert, tls_key: {cert} and {key} cannot be used: {error}"
+        advice = "give the PEM files of a certificate and of its key"
+        text = f"tls_cert, tls_key: {cert} and {key} cannot be used: {error}; {advice}"
         raise ConfigError(text) from error
 
 
