@@ -7,14 +7,14 @@ import sys
 INTERRUPTED = 130  # as in plait.cli.main, which is what takes the time
 
 
-def main() -> None:
+def run_plait() -> None:
     """Run the command line and end the process."""
     try:
-        from plait.cli.main import main as run
+        from plait.cli.main import main
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
-    run()
+    main()
 
 
 if __name__ == "__main__":
-    main()
+    run_plait()

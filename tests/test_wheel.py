@@ -65,7 +65,7 @@ def test_the_wheel_of_an_image_has_the_package_and_its_metadata(wheel: Path) -> 
         (info,) = (name for name in names if name.endswith(".dist-info/METADATA"))
         found = HeaderParser().parsestr(file.read(info).decode())
         (entry,) = (name for name in names if name.endswith("entry_points.txt"))
-        assert "plait = plait.__main__:main" in file.read(entry).decode()
+        assert "plait = plait.__main__:run_plait" in file.read(entry).decode()
     package = {
         path for path in (ROOT / "plait").rglob("*") if path.is_file() and "__pycache__" not in path.parts
     }

@@ -203,8 +203,8 @@ def test_ctrl_c_while_the_command_line_is_imported_shows_no_traceback() -> None:
         "    def find_spec(self, name, path=None, target=None):\n"
         "        if name == 'plait.cli.main': raise KeyboardInterrupt\n"
         "sys.meta_path.insert(0, Interrupts())\n"
-        "from plait.__main__ import main\n"
-        "main()\n"
+        "from plait.__main__ import run_plait\n"
+        "run_plait()\n"
     )
     run = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
