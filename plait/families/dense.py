@@ -57,7 +57,11 @@ def arcee(c: Config) -> tuple[ModelSpec, NameMap]:
     return dense(c, "arcee", ffn=plain_mlp(c))
 
 
-@family("HeliumForCausalLM", model_types=("helium",), defaults={"norm_eps": 1e-8, "hidden_act": "silu"})
+@family(
+    "HeliumForCausalLM",
+    model_types=("helium",),
+    defaults={"norm_eps": 1e-8, "hidden_act": "silu", "rope_theta": 1e5, "max_position_embeddings": 4096},
+)
 def helium(c: Config) -> tuple[ModelSpec, NameMap]:
     """Helium: neighbours of a head turn together."""
     return dense(c, "helium", interleaved=True)

@@ -24,6 +24,7 @@ MIX, L = "layers.{i}.mix", "transformer.h.{i}"
         "parallel_attn": True,
         "multi_query": True,
         "new_decoder_architecture": False,
+        "max_position_embeddings": 2048,
     },
     honours=("parallel_attn", "alibi"),
 )

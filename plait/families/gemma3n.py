@@ -10,6 +10,7 @@ from torch import Tensor
 
 from plait.checkpoint.names import Back, Derived, NameMap, Rules, Source
 from plait.errors import UnsupportedModel
+from plait.families.common.hf_config import GEMMA_WORDS, HfConfig
 from plait.families.common.recipes import (
     VISION,
     Stored,
@@ -57,6 +58,7 @@ OURS = "layers.{i}.layer"
         *("sliding_window", "final_logit_softcapping", "num_kv_shared_layers"),
         "hidden_size_per_layer_input",
     ),
+    hf=HfConfig(words=GEMMA_WORDS),
 )
 def gemma3n(c: Config) -> tuple[ModelSpec, NameMap]:
     """Gemma 3n E2B and E4B as text. The last layers read keys of earlier ones, as Gemma 4's do."""

@@ -99,6 +99,8 @@ def _one(value: Any) -> Any:
 def _architecture(m: Metadata, usual: str) -> str:
     if m.arch == "llama" and m.config.get("num_experts"):
         return "MixtralForCausalLM"
+    if m.arch == "llama" and m.config.get("sliding_window"):
+        return "MistralForCausalLM"
     if m.arch == "deepseek2" and (
         m.values.get("expert_gating_func") == 2 or any(n.endswith("exp_probs_b.bias") for n in m.shapes)
     ):
