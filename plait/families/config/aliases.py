@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 # Ours -> what else it is called; the first that is there and not null is taken.
 ALIASES: Mapping[str, tuple[str, ...]] = {
-    "hidden_size": ("d_model", "n_embd", "model_dim"),
+    "hidden_size": ("d_model", "n_embd", "n_embed", "model_dim"),
     "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size"),
     "num_key_value_heads": ("num_attention_groups",),
     "num_attention_heads": ("n_head", "attention_heads", "n_heads"),

@@ -55,6 +55,8 @@ def gguf_config(
     if (pooling := m.values.get("pooling_type")) is not None:
         m.put("pooling_type", pooling, f"{FILE} {m.prefix}pooling_type")
     entry.read(m)
+    if "rope_theta" not in m.config:  # no family's number stands for that of a file
+        m.put("rope_theta", 1e4, "default (the GGUF format)")
     check_unread(m)
     return m.config, m.why
 

@@ -230,3 +230,24 @@ def test_windows_of_tokens_that_see_both_ways_count_each_side() -> None:
     """As transformers has it: `is_causal` counts the tokens of one side, without the token itself."""
     mistral = {**LLAMA, "architectures": ["MistralForCausalLM"], "sliding_window": 9, "is_causal": False}
     assert {(a.window, a.both_ways) for a in attentions(mistral)} == {(10, True)}
+
+
+def test_the_first_falcon_of_40b_counts_its_heads_of_keys_in_old_words() -> None:
+    old = {"hidden_size": 64, "n_head": 8, "n_head_kv": 2, "n_layer": 2, "vocab_size": 100}
+    new = {**old, "num_kv_heads": 2, "new_decoder_architecture": True}
+    found = build_spec({**old, "architectures": ["RWForCausalLM"], "model_type": "RefinedWeb"})[0]
+    assert found == build_spec({**new, "architectures": ["FalconForCausalLM"]})[0]
+    assert {a.num_kv_heads for a in found.mixers_of(AttentionSpec)} == {2}
+
+
+def test_gemma_3n_scales_no_scores() -> None:
+    """Published configs have query_pre_attn_scalar, which transformers does not read."""
+    sizes = {**LLAMA, "architectures": ["Gemma3nForCausalLM"], "head_dim": 16, "layer_types": ["full_attention"] * 4}
+    sizes |= {"num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.0] * 4}
+    assert build_spec(sizes)[0] == build_spec({**sizes, "query_pre_attn_scalar": 256})[0]
+
+
+def test_the_first_bloom_named_its_width_in_one_letter_more() -> None:
+    old = {"architectures": ["BloomForCausalLM"], "n_embed": 64, "n_layer": 2, "n_head": 4, "vocab_size": 100}
+    spec, _ = build_spec(old)
+    assert (spec.hidden_size, len(spec.layers)) == (64, 2)

@@ -104,6 +104,13 @@ def test_experts_that_are_scored_otherwise_are_refused() -> None:
     assert {moe.router.scale for moe in spec.mixers_of(MoeSpec)} <= {1.0}
 
 
+def test_a_file_without_a_base_of_positions_has_that_of_the_format() -> None:
+    """Mixtral's own is a million; llama.cpp takes 10,000 for every architecture."""
+    experts = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 8}
+    assert rope_of("llama", **experts).theta == 1e4
+    assert rope_of("llama", **experts, **{"rope.freq_base": 1e6}).theta == 1e6
+
+
 def rope_of(arch: str, **keys: Any) -> RopeSpec:
     found = next(plain(arch, **keys).mixers_of(AttentionSpec)).rope
     assert found
