@@ -14,7 +14,10 @@ from plait.families.gguf.arch import FILE, Metadata, gguf_arch, plain_arch
 from plait.spec.model import AttentionSpec, BranchSpec, ModelSpec
 
 GEMMA = {
-    **{"norm_eps": 1e-6, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "head_dim": 256},
+    "norm_eps": 1e-6,
+    "hidden_act": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "head_dim": 256,
     "max_position_embeddings": 8192,
 }
 SHARED = {**GEMMA, "sliding_window": 4096, "query_pre_attn_scalar": 256}

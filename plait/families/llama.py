@@ -66,7 +66,12 @@ def llama(c: Config) -> tuple[ModelSpec, NameMap]:
 @family(
     *("MistralForCausalLM", "MinistralForCausalLM"),
     model_types=("mistral", "ministral"),
-    defaults={"norm_eps": 1e-6, "hidden_act": "silu", "sliding_window": 4096, "max_position_embeddings": 131_072},
+    defaults={
+        "norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "sliding_window": 4096,
+        "max_position_embeddings": 131_072,
+    },
     honours=("sliding_window",),
 )
 def mistral(c: Config) -> tuple[ModelSpec, NameMap]:

@@ -144,7 +144,7 @@ def parse_override(text: str) -> tuple[str, Any]:
         raise ConfigError(f"--set {text}: {value!r} is not JSON (a word needs quotes: '\"word\"')") from None
 
 
-def _under_each_name(given: Mapping[str, Any], flat: Mapping[str, Any]) -> dict[str, Any]:
+def _under_each_name(given: Mapping[str, object], flat: Mapping[str, object]) -> dict[str, object]:
     """What was given, also under the other names that the config has for it, so that none of them wins."""
     found = dict(given)
     for ours, others in ALIASES.items():

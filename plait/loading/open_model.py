@@ -240,14 +240,13 @@ def activations(config: EngineConfig) -> Activations:
     return "int8x2" if config.precise else "int8"
 
 
-def banned_ids(
-    tokenizer: Tokenizer | None, vocab_size: int, suppressed: Sequence[int] = ()
-) -> tuple[int, ...]:
-    """Ids that are never sampled: those that are `suppressed`, and those without a token.
+def banned_ids(opened: Opened, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Ids that are never sampled: those that generation_config.json suppresses, and those without a token.
 
-    A model can have more rows than its tokenizer has words.
+    A model can have more rows than its tokenizer has words. Raises BadFile.
     """
-    holes = tokenizer.holes(vocab_size) if tokenizer else ()
+    holes = tokenizer.holes(opened.resolved.spec.vocab_size) if tokenizer else ()
+    suppressed = opened.text_source().list_suppressed()
     return tuple(sorted({*holes, *suppressed})) if suppressed else holes
 
 

@@ -12,7 +12,7 @@ from plait.errors import BadFile, InvalidField
 from plait.frontend.frontend import Language
 from plait.frontend.model_head import NO_HEAD, ModelHead
 from plait.request import SamplingParams
-from plait.text.generation_rules import NAME, banned_sequences, list_unread, suppressed_ids
+from plait.text.generation_rules import NAME, list_suppressed, list_unread
 from plait.text.load import load_chat_template, load_generation_config, load_tokenizer
 from plait.text.tokenizers.tokenizer import Tokenizer
 
@@ -49,16 +49,15 @@ class TextSource:
             oxidizr=self.oxidizr,
         )
 
-    def suppressed_ids(self) -> tuple[int, ...]:
+    def list_suppressed(self) -> tuple[int, ...]:
         """Ids that its generation_config.json forbids in every reply. Raises BadFile."""
-        return suppressed_ids(load_generation_config(self._path, self.metadata), self.vocab_size)
+        return list_suppressed(load_generation_config(self._path, self.metadata), self.vocab_size)
 
     def language(self) -> Language:
         """The whole text side. Raises BadFile, UnsupportedFormat and ConfigError."""
         tokenizer = self.tokenizer()
         generation_config = load_generation_config(self._path, self.metadata)
-        suppressed_ids(generation_config, self.vocab_size)
-        banned_sequences(generation_config, self.vocab_size)
+        list_suppressed(generation_config, self.vocab_size)  # names what it cannot read, before it is used
         if unread := list_unread(generation_config):
             log.warning("%s of %s: %s, not read", NAME, self.name, ", ".join(unread))
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from plait.errors import BadFile
 
@@ -23,40 +22,36 @@ UNREAD: Mapping[str, tuple[object, ...]] = {
 }
 
 
-def suppressed_ids(generation_config: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
+def list_suppressed(generation_config: Mapping[str, object], vocab_size: int) -> tuple[int, ...]:
     """Ids that no reply has, in order: `suppress_tokens`, and `bad_words_ids` of one token.
 
-    Ids that end a reply stay allowed as bad words, as in transformers. Raises BadFile for what is no list of ids
-    below vocab_size.
+    Ids that end a reply stay allowed as bad words, as in transformers. Raises BadFile for what is no list
+    of ids below vocab_size.
     """
-    listed = generation_config.get("suppress_tokens") or ()
-    found = set(_check_ids("suppress_tokens", listed, vocab_size))
-    found |= {ids[0] for ids in _bad_words(generation_config, vocab_size) if len(ids) == 1}
+    found = set(_read_ids("suppress_tokens", generation_config.get("suppress_tokens"), vocab_size))
+    found |= {ids[0] for ids in _read_bad_words(generation_config, vocab_size) if len(ids) == 1}
     return tuple(sorted(found))
 
 
-def banned_sequences(generation_config: Mapping[str, Any], vocab_size: int) -> tuple[tuple[int, ...], ...]:
-    """`bad_words_ids` of several tokens, which no reply has in a row. Raises BadFile as `suppressed_ids` does."""
-    return tuple(ids for ids in _bad_words(generation_config, vocab_size) if len(ids) > 1)
-
-
-def list_unread(generation_config: Mapping[str, Any]) -> list[str]:
+def list_unread(generation_config: Mapping[str, object]) -> list[str]:
     """`key = value` of each setting that has an effect in transformers and none here."""
     given = ((key, generation_config.get(key)) for key in UNREAD)
     return [f"{key} = {value!r:.60}" for key, value in given if value not in UNREAD[key]]
 
 
-def _bad_words(generation_config: Mapping[str, Any], vocab_size: int) -> list[tuple[int, ...]]:
+def _read_bad_words(generation_config: Mapping[str, object], vocab_size: int) -> list[tuple[int, ...]]:
     listed = generation_config.get("bad_words_ids") or ()
     if not isinstance(listed, Sequence) or isinstance(listed, str):
         raise _unreadable("bad_words_ids", listed, vocab_size)
     eos = generation_config.get("eos_token_id")
     ends = [(token_id,) for token_id in (eos if isinstance(eos, list) else [eos])]
-    words = [_check_ids("bad_words_ids", ids, vocab_size) for ids in listed]
+    words = [_read_ids("bad_words_ids", ids, vocab_size) for ids in listed]
     return [ids for ids in words if ids and ids not in ends]
 
 
-def _check_ids(key: str, listed: object, vocab_size: int) -> tuple[int, ...]:
+def _read_ids(key: str, listed: object, vocab_size: int) -> tuple[int, ...]:
+    if listed is None:
+        return ()
     if not isinstance(listed, Sequence) or isinstance(listed, str):
         raise _unreadable(key, listed, vocab_size)
     for token_id in listed:
@@ -68,6 +63,6 @@ def _check_ids(key: str, listed: object, vocab_size: int) -> tuple[int, ...]:
 
 def _unreadable(key: str, value: object, vocab_size: int) -> BadFile:
     return BadFile(
-        f"{NAME}: {key} has {value!r:.60}, and it lists token ids from 0 to {vocab_size - 1}; correct the file, "
-        "or remove the key"
+        f"{NAME}: {key} has {value!r:.60}, and it lists token ids from 0 to {vocab_size - 1}; correct the "
+        "file, or remove the key"
     )

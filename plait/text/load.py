@@ -183,8 +183,8 @@ def load_chat_template(
     """The chat template of a model; None when it has none.
 
     In this order: `option` (`--chat-template`: a file, or oxidizr, blazr, chatml), chat_template.jinja,
-    tokenizer_config.json, chat_template.json, the GGUF file's; a model in oxidizr's format without any has the format it was
-    trained on. Raises ConfigError for an option that cannot be honoured.
+    tokenizer_config.json, chat_template.json, the GGUF file's; a model in oxidizr's format without any has
+    the format it was trained on. Raises ConfigError for an option that cannot be honoured.
     """
     metadata = metadata or {}
     with _blame_files("chat template", directory):

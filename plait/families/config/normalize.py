@@ -89,6 +89,7 @@ ROPE_NEEDS: Mapping[str, tuple[str, ...]] = {
 }
 NESTS = ("text_config", "llm_config", "language_config")
 
+
 class IncompleteConfig(UnsupportedModel):
     """A value the family needs that neither config.json nor the tensors gave."""
 
@@ -132,8 +133,8 @@ def normalize(
     if _is_unrotated(flat):
         c["no_rope"] = True
     c["rope_parameters"] = _rope(c)
-    if words := c.get("layer_types"):
-        c["layer_words"] = words
+    if kinds := c.get("layer_types"):
+        c["layer_words"] = kinds
     c["layer_types"] = _layer_types(c)
     if c.get("num_experts"):
         c.setdefault("moe_intermediate_size", c.get("intermediate_size"))
@@ -255,8 +256,8 @@ def _rope_kind(c: Config, given: Mapping[str, Any]) -> dict[str, Any]:
         p.setdefault("original_max_position_embeddings", c.get("original_max_position_embeddings") or longest)
         if p["original_max_position_embeddings"] is None:
             raise IncompleteConfig(
-                f"config.json does not say 'max_position_embeddings', which positions of rope_type {kind!r} need; "
-                "give it with --set max_position_embeddings=VALUE"
+                f"config.json does not say 'max_position_embeddings', which positions of rope_type {kind!r} "
+                "need; give it with --set max_position_embeddings=VALUE"
             )
     return p
 
@@ -305,9 +306,7 @@ def _layer_kind(c: Config, i: int) -> str:
         return FULL if attends or not c.get("mamba_enabled", True) else LINEAR
     if not c.get("sliding_window"):
         return FULL
-    if isinstance(period := c.get("sliding_window_pattern"), str):  # EXAONE: "LLLG"
-        return _word(period[i % len(period)], WINDOW_LETTERS, "sliding_window_pattern")
-    if period:
+    if period := c.get("sliding_window_pattern"):
         return _kind_in_pattern(c, i, period)
     match c.get("window_layers", "all"):
         case "last":  # Qwen2, Qwen3
@@ -322,8 +321,10 @@ def _layer_kind(c: Config, i: int) -> str:
             return SLIDING
 
 
-def _kind_in_pattern(c: Config, i: int, period: int) -> str:
-    """Windows in all but every n-th layer."""
+def _kind_in_pattern(c: Config, i: int, period: int | str) -> str:
+    """Windows in all but every n-th layer, or as letters say ("LLLG", EXAONE)."""
+    if isinstance(period, str):
+        return _word(period[i % len(period)], WINDOW_LETTERS, "sliding_window_pattern")
     if dense_period := c.get("prefix_dense_sliding_window_pattern"):  # Command A, which counts them apart
         first = c.get("first_k_dense_replace") or 0
         i, period = (i, dense_period) if i < first else (i - first, period)

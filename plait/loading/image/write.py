@@ -174,8 +174,7 @@ def open_full(model: str, config: EngineConfig, store: HostStore) -> ModelRunner
     target = make_target(opened, device)
     target.shelf = shelf_of(opened, target)
     decoder = load_decoder(opened, target, _silent)
-    size, suppressed = decoder.spec.vocab_size, opened.text_source().suppressed_ids()
-    sampler = make_sampler(target, size, banned_ids(opened.tokenizer(), size, suppressed))
+    sampler = make_sampler(target, decoder.spec.vocab_size, banned_ids(opened, opened.tokenizer()))
     state = StateStore(decoder.states, {}, 0, store.block_size, device, target.dtype, host=store)
     return ModelRunner(decoder, state, sampler, device, executor=target.executor)
 

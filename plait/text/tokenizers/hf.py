@@ -251,7 +251,7 @@ def read_special_tokens(files: TokenizerFiles) -> dict[str, str]:
 
     `extra_special_tokens` may name others ("image_token"), which templates write by these names, too.
     """
-    found = {}
+    found: dict[str, str] = {}
     for source in (files.special_map, files.config):
         extra = source.get("extra_special_tokens")
         if isinstance(extra, Mapping):

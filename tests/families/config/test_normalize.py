@@ -191,7 +191,9 @@ def test_windows_may_be_a_word_of_letters() -> None:
 def test_a_scaling_needs_the_length_that_it_stretches(kind: str) -> None:
     config = {**LLAMA, "architectures": ["HunYuanDenseV1ForCausalLM"], "max_position_embeddings": None}
     scaling = {"rope_type": kind, "factor": 2.0}
-    with pytest.raises(UnsupportedModel, match=f"'max_position_embeddings', which positions of rope_type '{kind}'"):
+    with pytest.raises(
+        UnsupportedModel, match=f"'max_position_embeddings', which positions of rope_type '{kind}'"
+    ):
         build_spec({**config, "rope_scaling": scaling})
     build_spec({**config, "rope_scaling": {**scaling, "original_max_position_embeddings": 64}})
 
@@ -208,7 +210,9 @@ def test_what_is_set_wins_over_every_name_that_the_config_has_for_it() -> None:
     config = {**LLAMA, "architectures": ["StableLmForCausalLM"], "rms_norm_eps": 0.25, "layer_norm_eps": 0.5}
     shapes = {"lm_head.weight": (100, 64)}
     for key in ("norm_eps", "rms_norm_eps", "layer_norm_eps"):
-        spec = resolve(config, shapes, read=lambda _: pytest.fail(), overrides=[f"{key}=0.125"]).spec
+        spec = resolve(
+            config, shapes, read=lambda _: pytest.fail("no number is read"), overrides=[f"{key}=0.125"]
+        ).spec
         assert spec.norm.eps == 0.125
 
 
@@ -221,7 +225,9 @@ def test_a_falcon_that_names_no_length_has_that_of_its_family() -> None:
 def test_a_whole_model_is_refused_before_the_text_model_inside_it() -> None:
     inner = {"text_config": {**LLAMA, "model_type": "gemma", "architectures": None}}
     names = {"architectures": ["PaliGemmaForConditionalGeneration"], "model_type": "paligemma"}
-    with pytest.raises(UnsupportedModel, match="'paligemma' is not implemented: every token of a prompt sees"):
+    with pytest.raises(
+        UnsupportedModel, match="'paligemma' is not implemented: every token of a prompt sees"
+    ):
         build_spec({**names, **inner})
     build_spec({"architectures": ["SomeGemmaWithEyes"], "model_type": "gemma_eyes", **inner})
 
@@ -242,7 +248,12 @@ def test_the_first_falcon_of_40b_counts_its_heads_of_keys_in_old_words() -> None
 
 def test_gemma_3n_scales_no_scores() -> None:
     """Published configs have query_pre_attn_scalar, which transformers does not read."""
-    sizes = {**LLAMA, "architectures": ["Gemma3nForCausalLM"], "head_dim": 16, "layer_types": ["full_attention"] * 4}
+    sizes = {
+        **LLAMA,
+        "architectures": ["Gemma3nForCausalLM"],
+        "head_dim": 16,
+        "layer_types": ["full_attention"] * 4,
+    }
     sizes |= {"num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.0] * 4}
     assert build_spec(sizes)[0] == build_spec({**sizes, "query_pre_attn_scalar": 256})[0]
 
