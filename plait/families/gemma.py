@@ -10,7 +10,7 @@ from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm
 from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import Config
-from plait.families.gguf.arch import FILE, Metadata, gguf_arch, plain_arch
+from plait.families.gguf.arch import FILE, Metadata, gguf_arch, plain_arch, windows
 from plait.spec.model import AttentionSpec, BranchSpec, ModelSpec
 
 GEMMA = {
@@ -71,7 +71,12 @@ def gemma2(c: Config) -> tuple[ModelSpec, NameMap]:
         "num_key_value_heads": 4,
         "max_position_embeddings": 131_072,
     },
-    honours=(*HONOURS, "use_bidirectional_attention"),
+    honours=(
+        "sliding_window",
+        "query_pre_attn_scalar",
+        "final_logit_softcapping",
+        "use_bidirectional_attention",
+    ),
     detection=Detection(
         markers=(Marker(("pre_feedforward_layernorm.weight", "self_attn.q_norm.weight"), order=290),),
         fill=_fill_gemma,
@@ -152,7 +157,11 @@ def _gemma2(m: Metadata) -> None:
 
 @gguf_arch("gemma3", "Gemma3ForCausalLM", constants={"final_logit_softcapping": None})
 def _gemma3(m: Metadata) -> None:
-    m.put("rope_local_base_freq", m.values.get("rope.freq_base_swa", 1e4), f"{FILE} rope.freq_base_swa")
+    if m.config.get("sliding_window"):
+        windows(m, 6)
+        m.put("rope_local_base_freq", m.values.get("rope.freq_base_swa", 1e4), f"{FILE} rope.freq_base_swa")
+    else:  # all layers are full ones then, and turn alike
+        m.put("sliding_window", None, f"{FILE} {m.prefix}attention.sliding_window")
     _gemma_scale(m, 62)
 
 
