@@ -147,7 +147,10 @@ class SamplingParams(ChoiceFields):
         return self.num_sequences > self.n
 
     def resolved(self, generation_config: Mapping[str, Any]) -> SamplingParams:
-        """With every open parameter filled in: the request's, else the model's, else Plait's default."""
+        """With every open parameter filled in: the request's, else the model's, else Plait's default.
+
+        `bad_words_ids` of several tokens join the request's. Those of one token are never drawn at all.
+        """
         is_greedy = not generation_config.get("do_sample", True)
         theirs = {**generation_config, "temperature": 0.0} if is_greedy else generation_config
         found: dict[str, Any] = {}
@@ -155,6 +158,8 @@ class SamplingParams(ChoiceFields):
             values = (getattr(self, name), theirs.get(name), declared.ours)
             if declared.ours is not None:
                 found[name] = next(value for value in values if value is not None)
+        if words := [tuple(ids) for ids in generation_config.get("bad_words_ids") or () if len(ids) > 1]:
+            found["bad_word_ids"] = (*self.bad_word_ids, *words)
         return replace(self, **found)
 
 

@@ -25,7 +25,8 @@ BARTS = (
 )
 # What a row is called, its layers, and the families (as `families.common.registry` has them) it stands for.
 ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("Llama 2, 3, 3.x, SmolLM2, CodeLlama, Mistral, Nemo, Devstral", "GQA, MLP", ("llama",)),
+    ("Llama 2, 3, 3.x, SmolLM2, CodeLlama", "GQA, MLP", ("llama",)),
+    ("Mistral, Nemo, Ministral 8B, Devstral", "GQA, perhaps with windows, MLP", ("mistral",)),
     ("DiffLlama", "differential GQA, MLP", ("diffllama",)),
     ("Llama 4 (text, up to 8,192 tokens)", "GQA, partly without positions, MoE", ("llama4_text",)),
     ("Seed-OSS, CWM, InternLM 3 · AFM 4.5B · Helium", "GQA, MLP", ("seed_oss", "arcee", "helium")),

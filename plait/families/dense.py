@@ -57,7 +57,11 @@ def arcee(c: Config) -> tuple[ModelSpec, NameMap]:
     return dense(c, "arcee", ffn=plain_mlp(c))
 
 
-@family("HeliumForCausalLM", model_types=("helium",), defaults={"norm_eps": 1e-8, "hidden_act": "silu"})
+@family(
+    "HeliumForCausalLM",
+    model_types=("helium",),
+    defaults={"norm_eps": 1e-8, "hidden_act": "silu", "rope_theta": 1e5, "max_position_embeddings": 4096},
+)
 def helium(c: Config) -> tuple[ModelSpec, NameMap]:
     """Helium: neighbours of a head turn together."""
     return dense(c, "helium", interleaved=True)
@@ -73,10 +77,17 @@ def ernie(c: Config) -> tuple[ModelSpec, NameMap]:
     return dense(c, "ernie4_5", interleaved=True)
 
 
-@family("OlmoForCausalLM", model_types=("olmo",), defaults={"norm_eps": 1e-5, "hidden_act": "silu"})
+@family(
+    "OlmoForCausalLM",
+    model_types=("olmo",),
+    defaults={"norm_eps": 1e-5, "hidden_act": "silu"},
+    honours=("clip_qkv",),
+)
 def olmo(c: Config) -> tuple[ModelSpec, NameMap]:
-    """OLMo 1: layer norms without weights."""
-    return dense(c, "olmo", each=NormSpec(1e-5, "layer", weight=False))
+    """OLMo 1: layer norms without weights. The 7B models clip queries, keys and values."""
+    clip = c.get("clip_qkv")
+    each = NormSpec(1e-5, "layer", weight=False)
+    return dense(c, "olmo", each=each, clip=float(clip) if clip else None)
 
 
 @family(

@@ -23,7 +23,8 @@ MIX, L = "layers.{i}.mix", "transformer.h.{i}"
         "tie_word_embeddings": True,
         "parallel_attn": True,
         "multi_query": True,
-        "new_decoder_architecture": False,
+        "new_decoder_architecture": None,
+        "max_position_embeddings": 2048,
     },
     honours=("parallel_attn", "alibi"),
 )
@@ -33,7 +34,9 @@ def falcon(c: Config) -> tuple[ModelSpec, NameMap]:
     Attention and feed-forward are side by side, but in Falcon-RW.
     """
     heads, grouped = c["num_attention_heads"], c["new_decoder_architecture"]
-    usual = c.get("num_kv_heads") or heads
+    if grouped is None:  # RefinedWeb, as the 40B was first called, has groups if it counts them
+        grouped = bool(c.get("n_head_kv"))
+    usual = c.get("num_kv_heads") or c.get("n_head_kv") or heads
     c["num_key_value_heads"] = usual if grouped or not c["multi_query"] else 1
     apart = (c.get("num_ln_in_parallel_attn") or (2 if grouped else 1)) == 2
     each = norm(c, "layer")

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from plait.checkpoint.names import NameMap, Rules
 from plait.families.common.detection import Detection, Marker, Q
-from plait.families.common.hf_config import HfConfig, Values
+from plait.families.common.hf_config import GEMMA_WORDS, HfConfig, Values
 from plait.families.common.recipes import VISION, plus_one, text_tensors, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm
 from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import Config
-from plait.families.gguf.arch import FILE, Metadata, gguf_arch, plain_arch
+from plait.families.gguf.arch import FILE, Metadata, gguf_arch, plain_arch, windows
 from plait.spec.model import AttentionSpec, BranchSpec, ModelSpec
 
-GEMMA = {"norm_eps": 1e-6, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "head_dim": 256}
+GEMMA = {
+    "norm_eps": 1e-6,
+    "hidden_act": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "head_dim": 256,
+    "max_position_embeddings": 8192,
+}
 SHARED = {**GEMMA, "sliding_window": 4096, "query_pre_attn_scalar": 256}
 CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 GEMMA2 = {**SHARED, **CAPS, "sliding_window_pattern": 2}
@@ -45,7 +51,7 @@ def _hf_gemma(config: Config, spec: ModelSpec) -> Values:
     detection=Detection(
         markers=(Marker(("pre_feedforward_layernorm.weight", Q), order=300),), fill=_fill_gemma2
     ),
-    hf=HfConfig(words={"hidden_act": "hidden_activation"}, lists_layers=True, extra=_hf_gemma),
+    hf=HfConfig(words=GEMMA_WORDS, lists_layers=True, extra=_hf_gemma),
 )
 def gemma2(c: Config) -> tuple[ModelSpec, NameMap]:
     """Gemma 2: softcapped attention and logits, every other layer windowed."""
@@ -65,12 +71,17 @@ def gemma2(c: Config) -> tuple[ModelSpec, NameMap]:
         "num_key_value_heads": 4,
         "max_position_embeddings": 131_072,
     },
-    honours=(*HONOURS, "use_bidirectional_attention"),
+    honours=(
+        "sliding_window",
+        "query_pre_attn_scalar",
+        "final_logit_softcapping",
+        "use_bidirectional_attention",
+    ),
     detection=Detection(
         markers=(Marker(("pre_feedforward_layernorm.weight", "self_attn.q_norm.weight"), order=290),),
         fill=_fill_gemma,
     ),
-    hf=HfConfig(words={"hidden_act": "hidden_activation"}, lists_layers=True, extra=_hf_gemma),
+    hf=HfConfig(words=GEMMA_WORDS, lists_layers=True, extra=_hf_gemma),
 )
 def gemma3(c: Config) -> tuple[ModelSpec, NameMap]:
     """Gemma 3's text model, alone or inside its multimodal wrapper: norms on q and k, two rope bases."""
@@ -90,7 +101,13 @@ def gemma1(c: Config) -> tuple[ModelSpec, NameMap]:
     return spec, NameMap(names, _names("model."), HEAD, ignored=unused_patterns(c))
 
 
-@family("VaultGemmaForCausalLM", model_types=("vaultgemma",), defaults=GEMMA2, honours=HONOURS)
+@family(
+    "VaultGemmaForCausalLM",
+    model_types=("vaultgemma",),
+    defaults=GEMMA2,
+    honours=HONOURS,
+    hf=HfConfig(words=GEMMA_WORDS),
+)
 def vaultgemma(c: Config) -> tuple[ModelSpec, NameMap]:
     """VaultGemma: Gemma 2 without norms behind the mixers."""
     return _gemma(c, "vaultgemma", has_qk_norm=False, has_post_norms=False)
@@ -140,7 +157,11 @@ def _gemma2(m: Metadata) -> None:
 
 @gguf_arch("gemma3", "Gemma3ForCausalLM", constants={"final_logit_softcapping": None})
 def _gemma3(m: Metadata) -> None:
-    m.put("rope_local_base_freq", m.values.get("rope.freq_base_swa", 1e4), f"{FILE} rope.freq_base_swa")
+    if m.config.get("sliding_window"):
+        windows(m, 6)
+        m.put("rope_local_base_freq", m.values.get("rope.freq_base_swa", 1e4), f"{FILE} rope.freq_base_swa")
+    else:  # all layers are full ones then, and turn alike
+        m.put("sliding_window", None, f"{FILE} {m.prefix}attention.sliding_window")
     _gemma_scale(m, 62)
 
 

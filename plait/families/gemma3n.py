@@ -10,6 +10,7 @@ from torch import Tensor
 
 from plait.checkpoint.names import Back, Derived, NameMap, Rules, Source
 from plait.errors import UnsupportedModel
+from plait.families.common.hf_config import GEMMA_WORDS, HfConfig
 from plait.families.common.recipes import (
     VISION,
     Stored,
@@ -55,11 +56,15 @@ OURS = "layers.{i}.layer"
     },
     honours=(
         *("sliding_window", "final_logit_softcapping", "num_kv_shared_layers"),
-        "hidden_size_per_layer_input",
+        *("hidden_size_per_layer_input", "query_pre_attn_scalar"),
     ),
+    hf=HfConfig(words=GEMMA_WORDS),
 )
 def gemma3n(c: Config) -> tuple[ModelSpec, NameMap]:
-    """Gemma 3n E2B and E4B as text. The last layers read keys of earlier ones, as Gemma 4's do."""
+    """Gemma 3n E2B and E4B as text. The last layers read keys of earlier ones, as Gemma 4's do.
+
+    Scores are scaled by 1, whatever `query_pre_attn_scalar` of published configs says.
+    """
     require(c, "Gemma 3n", altup_active_idx=(0,), altup_correct_scale=(True,))
     c["global_head_dim"] = c["head_dim"]
     kinds, size = c["layer_types"], c["hidden_size_per_layer_input"]

@@ -8,6 +8,7 @@ from typing import Any
 
 from plait.checkpoint.names import NameMap, Rules, Source
 from plait.errors import UnsupportedModel
+from plait.families.common.hf_config import GEMMA_WORDS, HfConfig
 from plait.families.common.recipes import (
     TEXT_PREFIXES,
     VISION,
@@ -62,6 +63,7 @@ HONOURS = (
     model_types=("gemma4_text", "gemma4"),
     defaults=DEFAULTS,
     honours=HONOURS,
+    hf=HfConfig(words=GEMMA_WORDS),
 )
 def gemma4(c: Config) -> tuple[ModelSpec, NameMap]:
     """Gemma 4 31B; E2B and E4B with shared keys and inputs of each layer; 26B-A4B with experts.
@@ -76,6 +78,7 @@ def gemma4(c: Config) -> tuple[ModelSpec, NameMap]:
     model_types=("gemma4_unified_text", "gemma4_unified"),
     defaults={**DEFAULTS, "sliding_window": 1024},
     honours=HONOURS,
+    hf=HfConfig(words=GEMMA_WORDS),
 )
 def gemma4_unified(c: Config) -> tuple[ModelSpec, NameMap]:
     """Gemma 4 12B: images and sounds without encoders; its text is Gemma 4."""

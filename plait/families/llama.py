@@ -43,10 +43,9 @@ def _fill_llama(t: Tensors) -> None:
 
 
 @family(
-    *("LlamaForCausalLM", "MistralForCausalLM", "MinistralForCausalLM"),
-    model_types=("llama", "mistral", "ministral", "iquestcoder"),
-    defaults={"norm_eps": 1e-6, "hidden_act": "silu"},
-    honours=("sliding_window",),
+    "LlamaForCausalLM",
+    model_types=("llama", "iquestcoder"),
+    defaults={"norm_eps": 1e-6, "hidden_act": "silu", "max_position_embeddings": 2048},
     detection=Detection(
         markers=(
             Marker((Q, "input_layernorm.weight", SECOND_NORM), order=470),
@@ -60,8 +59,24 @@ def _fill_llama(t: Tensors) -> None:
     ),
 )
 def llama(c: Config) -> tuple[ModelSpec, NameMap]:
-    """Llama 2 and 3, CodeLlama, SmolLM2; Mistral and Ministral, with windows by layer types."""
+    """Llama 2 and 3, CodeLlama, SmolLM2. None has windows: a config with one is refused."""
     return dense(c, "llama")
+
+
+@family(
+    *("MistralForCausalLM", "MinistralForCausalLM"),
+    model_types=("mistral", "ministral"),
+    defaults={
+        "norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "sliding_window": 4096,
+        "max_position_embeddings": 131_072,
+    },
+    honours=("sliding_window",),
+)
+def mistral(c: Config) -> tuple[ModelSpec, NameMap]:
+    """Mistral, with windows in all layers if in any, and Ministral, with windows by layer types."""
+    return dense(c, "mistral")
 
 
 @family(

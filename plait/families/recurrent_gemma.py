@@ -8,6 +8,7 @@ from torch import Tensor
 
 from plait.checkpoint.names import Back, Derived, NameMap, Rules
 from plait.families.common.detection import Detection, Marker
+from plait.families.common.hf_config import GEMMA_WORDS, HfConfig
 from plait.families.common.recipes import Stored, conv, plus_one, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, mlp, model, norm
@@ -38,6 +39,7 @@ L, LRU = "model.layers.{i}", "layers.{i}.lru"
         kinds={"temporal_block.rg_lru.recurrent_param": LINEAR, "temporal_block.q_proj.weight": FULL},
         usual={"rope_theta": 1e4, "max_position_embeddings": 8192},
     ),
+    hf=HfConfig(words=GEMMA_WORDS),
 )
 def recurrent_gemma(c: Config) -> tuple[ModelSpec, NameMap]:
     """RecurrentGemma 2B and 9B; `intermediate_size` counts gate and up together."""

@@ -14,10 +14,10 @@ from plait.errors import ConfigError, UnsupportedFormat, UnsupportedModel
 from plait.families.common.recipes import Shifted
 from plait.families.common.registry import UnknownArchitecture, families_by_name, find, names_in
 from plait.families.common.resolved import Resolved
+from plait.families.config.aliases import ALIASES
 from plait.families.config.checks import blame_config, check_config, check_spec
 from plait.families.config.neutral import NEUTRAL
 from plait.families.config.normalize import (
-    ALIASES,
     FULL,
     LINEAR,
     NOTHING,
@@ -97,7 +97,7 @@ def _resolve_tensors(config: Mapping[str, Any] | None, shapes: Shapes, overrides
     flat = flatten(config or NOTHING)
     _check_storage(shapes)
     why = dict.fromkeys(flat, FILE)
-    given = dict(map(parse_override, overrides))
+    given = _under_each_name(dict(map(parse_override, overrides)), flat)
     flat |= given
     why |= dict.fromkeys(given, SET)
     _check_keys(given, flat)
@@ -144,6 +144,16 @@ def parse_override(text: str) -> tuple[str, Any]:
         raise ConfigError(f"--set {text}: {value!r} is not JSON (a word needs quotes: '\"word\"')") from None
 
 
+def _under_each_name(given: Mapping[str, object], flat: Mapping[str, object]) -> dict[str, object]:
+    """What was given, also under the other names that the config has for it, so that none of them wins."""
+    found = dict(given)
+    for ours, others in ALIASES.items():
+        names = (ours, *others)
+        for name in given.keys() & set(names):
+            found |= {other: given[name] for other in names if other in flat and other not in given}
+    return found
+
+
 def _check_keys(given: Mapping[str, Any], flat: Mapping[str, object]) -> None:
     """Refuse keys that nothing reads, because they would be ignored in silence."""
     aliases = {name for others in ALIASES.values() for name in others}
@@ -170,7 +180,7 @@ def _normalize_config(flat: Mapping[str, Any]) -> Config:
     entry = find(flat)
     named = {ours: next((flat[o] for o in others if o in flat), None) for ours, others in ALIASES.items()}
     check_config({**{k: v for k, v in named.items() if v is not None}, **flat})
-    return normalize(flat, entry.defaults, entry.honours)
+    return normalize(flat, entry.defaults, entry.honours, entry.hf.words)
 
 
 def _tie(flat: dict[str, Any], why: dict[str, str], shapes: Shapes) -> None:

@@ -38,7 +38,8 @@ class WordRules:
         """The same parameters as the engine takes them. Raises InvalidField, naming the field."""
         found = params
         if params.bad_words:
-            found = replace(found, bad_words=(), bad_word_ids=self._word_ids(params.bad_words))
+            words = (*params.bad_word_ids, *self._word_ids(params.bad_words))
+            found = replace(found, bad_words=(), bad_word_ids=words)
         if params.logit_bias_strings:
             bias = self._bias(params.logit_bias_strings)
             found = replace(found, logit_bias={**bias, **params.logit_bias}, logit_bias_strings={})

@@ -206,7 +206,7 @@ def _build(opened: Opened, target: Target, tokenizer: Tokenizer | None, report: 
     sizing = _size(opened, decoder, target, drafter)
     vocab_size = decoder.spec.vocab_size
     _check_vocabulary(config.vocab, tokenizer, vocab_size)
-    sampler = make_sampler(target, vocab_size, banned_ids(tokenizer, vocab_size))
+    sampler = make_sampler(target, vocab_size, banned_ids(opened, tokenizer))
     target.bound.extend(sampler.bindings)
     report("preparing the step (the first start compiles kernels)", 0, 1)
     proposer = _proposer(drafter, opened, target, sizing, tokenizer, report)
@@ -337,7 +337,7 @@ def _proposer(
     from plait.loading.draft_model import draft_by_head, load_draft
 
     if isinstance(drafter, MtpHead):
-        banned = banned_ids(tokenizer, opened.resolved.spec.vocab_size)
+        banned = banned_ids(opened, tokenizer)
         return draft_by_head(drafter, opened, target, sizing.max_model_len, banned)
     return load_draft(drafter, config, target, sizing.max_model_len, tokenizer, report)
 

@@ -84,7 +84,7 @@ def load_draft(
         store = StateStore(
             decoder.states, memory.num_blocks, memory.num_slots, memory.block_size, own.device, own.dtype
         )
-    sampler = make_sampler(own, spec.vocab_size, banned_ids(tokenizer, spec.vocab_size))
+    sampler = make_sampler(own, spec.vocab_size, banned_ids(opened, tokenizer))
     capacity = Capacity.of(memory.max_step_len, memory.num_places, longest, memory.block_size)
     steps = target.graphs or own.executor
     runner = ModelRunner(decoder, store, sampler, own.device, executor=steps, capacity=capacity)

@@ -240,9 +240,14 @@ def activations(config: EngineConfig) -> Activations:
     return "int8x2" if config.precise else "int8"
 
 
-def banned_ids(tokenizer: Tokenizer | None, vocab_size: int) -> tuple[int, ...]:
-    """Ids without a token: a model can have more rows than its tokenizer has words."""
-    return tokenizer.holes(vocab_size) if tokenizer else ()
+def banned_ids(opened: Opened, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Ids that are never sampled: those that generation_config.json suppresses, and those without a token.
+
+    A model can have more rows than its tokenizer has words. Raises BadFile.
+    """
+    holes = tokenizer.holes(opened.resolved.spec.vocab_size) if tokenizer else ()
+    suppressed = opened.text_source().list_suppressed()
+    return tuple(sorted({*holes, *suppressed})) if suppressed else holes
 
 
 def _resolve(

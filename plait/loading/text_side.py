@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -11,8 +12,11 @@ from plait.errors import BadFile, InvalidField
 from plait.frontend.frontend import Language
 from plait.frontend.model_head import NO_HEAD, ModelHead
 from plait.request import SamplingParams
+from plait.text.generation_rules import NAME, list_suppressed, list_unread
 from plait.text.load import load_chat_template, load_generation_config, load_tokenizer
 from plait.text.tokenizers.tokenizer import Tokenizer
+
+log = logging.getLogger("plait")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +49,17 @@ class TextSource:
             oxidizr=self.oxidizr,
         )
 
+    def list_suppressed(self) -> tuple[int, ...]:
+        """Ids that its generation_config.json forbids in every reply. Raises BadFile."""
+        return list_suppressed(load_generation_config(self._path, self.metadata), self.vocab_size)
+
     def language(self) -> Language:
         """The whole text side. Raises BadFile, UnsupportedFormat and ConfigError."""
         tokenizer = self.tokenizer()
         generation_config = load_generation_config(self._path, self.metadata)
+        list_suppressed(generation_config, self.vocab_size)  # names what it cannot read, before it is used
+        if unread := list_unread(generation_config):
+            log.warning("%s of %s: %s, not read", NAME, self.name, ", ".join(unread))
         try:
             SamplingParams().resolved(generation_config)
         except InvalidField as error:

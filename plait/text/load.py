@@ -183,8 +183,8 @@ def load_chat_template(
     """The chat template of a model; None when it has none.
 
     In this order: `option` (`--chat-template`: a file, or oxidizr, blazr, chatml), chat_template.jinja,
-    tokenizer_config.json, the GGUF file's; a model in oxidizr's format without any has the format it was
-    trained on. Raises ConfigError for an option that cannot be honoured.
+    tokenizer_config.json, chat_template.json, the GGUF file's; a model in oxidizr's format without any has
+    the format it was trained on. Raises ConfigError for an option that cannot be honoured.
     """
     metadata = metadata or {}
     with _blame_files("chat template", directory):
@@ -227,6 +227,9 @@ def _sources(
             return "tokenizer_config.json", {"default": found}
         if found:
             return "tokenizer_config.json", _name_parts(found, directory / "tokenizer_config.json")
+        found = _json(directory / "chat_template.json").get("chat_template")  # of a processor of images
+        if isinstance(found, str):
+            return "chat_template.json", {"default": found}
     key = "tokenizer.chat_template"
     named = {k.removeprefix(f"{key}."): metadata[k] for k in metadata if k.startswith(f"{key}.")}
     found = {"default": metadata.get(key), **named}

@@ -45,6 +45,17 @@ def test_a_command_model_says_in_old_words_where_its_windows_are() -> None:
         attention("Cohere2ForCausalLM", position_embedding_type="alibi")
 
 
+def test_olmo_7b_clips_queries_keys_and_values(tmp_path: Path) -> None:
+    tiny.write("olmo", tmp_path, tiny.Variant("OlmoConfig", {"clip_qkv": 0.4}))
+    config, tensors, oracle = tiny.read(tmp_path)
+    checkpoint = Memory(tensors)
+    model = decoder(resolved(checkpoint, config), checkpoint)
+    for found, wanted in zip(in_pieces(model, oracle["ids"]), oracle["logits"], strict=True):
+        assert worst(found, wanted) <= 1e-4
+    plain = decoder(resolved(checkpoint, {**config, "clip_qkv": None}), checkpoint)
+    assert worst(whole(plain, oracle["ids"][0]), oracle["logits"][0]) > 0.1
+
+
 def test_windows_of_smollm3_are_where_positions_are_not() -> None:
     layers = attention(
         "SmolLM3ForCausalLM", use_sliding_window=True, sliding_window=9, no_rope_layer_interval=2

@@ -157,6 +157,24 @@ def test_the_models_own_penalty_is_what_is_not_requested(model: Path, llm: LLM, 
         LLM(str(tmp_path), device="cpu")
 
 
+def test_tokens_that_the_model_suppresses_are_in_no_reply(
+    model: Path, llm: LLM, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("model.safetensors", "config.json"):
+        (tmp_path / name).write_bytes((model / name).read_bytes())
+    plain = llm.generate([1, 2, 3], GREEDY)[0].outputs[0].token_ids
+    config = {"suppress_tokens": [plain[0]], "bad_words_ids": [[plain[1]]], "no_repeat_ngram_size": 3}
+    (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    with LLM(str(tmp_path), device="cpu") as other:
+        greedy = other.generate([1, 2, 3], GREEDY)[0].outputs[0].token_ids
+        drawn = other.generate([1, 2, 3], SamplingParams(max_tokens=40, temperature=2.0, top_k=0, top_p=1.0))
+    assert not {*greedy, *drawn[0].outputs[0].token_ids} & {*plain[:2]}
+    assert "no_repeat_ngram_size = 3, not read" in caplog.text
+    (tmp_path / "generation_config.json").write_text('{"suppress_tokens": [500]}')
+    with pytest.raises(BadFile, match="suppress_tokens has 500, and it lists token ids from 0 to 10"):
+        LLM(str(tmp_path), device="cpu")
+
+
 def test_a_program_that_ends_in_the_middle_of_a_step_ends_in_order(nano_hybrid: Path) -> None:
     program = (
         "import sys, time; from plait import LLM, SamplingParams\n"

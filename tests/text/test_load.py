@@ -196,7 +196,11 @@ def test_the_chat_template_is_found_in_order(model: Path, tmp_path: Path) -> Non
         return shown
 
     assert text(metadata=gguf) == "from gguf"
+    write(model, "chat_template.json", {"chat_template": "from a {{ image_token }} processor"})
     config = json.loads((model / "tokenizer_config.json").read_text())
+    named = {"extra_special_tokens": {"image_token": {"content": "<image>"}}}
+    write(model, "tokenizer_config.json", {**config, **named})
+    assert text(directory=model, metadata=gguf) == "from a <image> processor"
     write(model, "tokenizer_config.json", {**config, "chat_template": "from {{ bos_token }} config"})
     assert text(directory=model, metadata=gguf) == "from <s> config"
     parts = [{"name": "default", "template": "named {{ eos_token }}"}, {"name": "tool_use", "template": "t"}]

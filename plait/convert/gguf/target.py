@@ -38,6 +38,7 @@ FORM = "GGUF"
 # Families that are written as another's architecture; those of all others are registered for them.
 ALSO: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
+        "mistral": ("llama",),
         "mixtral": ("llama",),
         "deepseek_v3": ("deepseek2",),
         "olmo3": ("olmo2",),

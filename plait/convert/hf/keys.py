@@ -76,8 +76,8 @@ def _shortest(value: object) -> object:
 def _find_names(config: Mapping[str, object], spec: ModelSpec) -> tuple[str, str]:
     """(model_type, architecture), as transformers names them."""
     entry = find(config)
-    if entry.name == "llama" and any(m.window for m in spec.mixers_of(AttentionSpec)):
-        return "mistral", "MistralForCausalLM"
+    if entry.name == "mistral" and not any(m.window for m in spec.mixers_of(AttentionSpec)):
+        return "llama", "LlamaForCausalLM"  # a Mistral that names no window has one
     return entry.name, entry.architectures[0]
 
 

@@ -14,6 +14,7 @@ LOCAL = {"num_experts": "num_local_experts", "moe_intermediate_size": "intermedi
 ROUTED = {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"}
 MAMBA2 = {"norm_eps": "layer_norm_epsilon", "mamba_d_conv": "conv_kernel", "mamba_chunk_size": "chunk_size"}
 MAMBA2 |= {"mamba_n_groups": "n_groups"}
+GEMMA_WORDS = {"hidden_act": "hidden_activation"}  # published configs have hidden_act, too, which is not read
 QWEN_SHARED = {"shared_intermediate_size": "shared_expert_intermediate_size"}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 ENCODER_DECODER = "it has an encoder next to its decoder, and Plait runs decoders alone"
 ENCODER = "it reads a text in both directions, as an encoder does, and Plait runs causal decoders"
@@ -39,6 +39,9 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
     "random rotations, drawn anew for every call, decide which tokens see each other, so one text has no one "
     "answer, and what a token sees depends on later ones, too": ("reformer",),
     "its attention adds a bias for each distance, which is not implemented": ("cpmant",),
+    "every token of a prompt sees all of it, later tokens too, which is not implemented for Gemma": (
+        "paligemma",
+    ),
 }
 REFUSED: Mapping[str, str] = {name: why for why, names in _REASONS.items() for name in names}
 
@@ -71,9 +74,7 @@ def why_no_decoder(config: Mapping[str, object]) -> str | None:
     )
 
 
-def why_refused(names: Iterable[str]) -> str | None:
-    """`name is not implemented: why`, of the first model type that is known to be refused."""
-    for name in names:
-        if why := REFUSED.get(name):
-            return f"a model of type {name!r} is not implemented: {why}"
-    return None
+def why_refused(name: str) -> str | None:
+    """`name is not implemented: why`, of a model type that is known to be refused; None of any other."""
+    why = REFUSED.get(name)
+    return f"a model of type {name!r} is not implemented: {why}" if why else None

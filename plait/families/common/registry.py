@@ -96,13 +96,13 @@ def find(config: Mapping[str, object]) -> Family:
     names = names_in(config)
     if why := why_no_decoder(config):
         raise UnknownArchitecture(why)
-    for name in names:
+    for name in names:  # what refuses a whole model comes before the text model inside it
         if name in families:
             return families[name]
+        if why := why_refused(name):
+            raise UnknownArchitecture(why)
     if not names:
         raise UnknownArchitecture("the config names no architecture and no model_type")
-    if why := why_refused(names):
-        raise UnknownArchitecture(why)
     every = sorted(a for f in families.values() for a in f.architectures)
     near = difflib.get_close_matches(names[0], every, 1, 0.5)
     hint = f"; the nearest is {near[0]}" if near else ""
@@ -123,4 +123,4 @@ def names_in(config: Mapping[str, Any]) -> list[str]:
 def build_spec(config: Mapping[str, object]) -> tuple[ModelSpec, NameMap]:
     """What a model is and where its tensors are, from its config alone. Raises UnsupportedModel."""
     entry = find(config)
-    return entry.build(normalize(config, entry.defaults, entry.honours))
+    return entry.build(normalize(config, entry.defaults, entry.honours, entry.hf.words))

@@ -59,7 +59,9 @@ def window(c: Config, kind: str) -> int | None:
     if kind != SLIDING:
         return None
     size = int(c["sliding_window"])
-    return size // 2 + 1 if c.get("use_bidirectional_attention") is True else size  # of both sides together
+    if c.get("use_bidirectional_attention") is True:
+        return size // 2 + 1  # the config's is of both sides together
+    return size + 1 if c.get("is_causal") is False else size  # of each side, without the token itself
 
 
 def gqa(c: Config, kind: str = FULL, **changes: Any) -> AttentionSpec:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from plait.errors import UnsupportedModel
-from plait.families.config.normalize import ALIASES
+from plait.families.config.aliases import ALIASES
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]

@@ -13,8 +13,9 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from plait.errors import PlaitError, UnsupportedModel
+from plait.families.config.aliases import ALIASES
 from plait.families.config.neutral import NEUTRAL
-from plait.families.config.normalize import ALIASES, ROPE_KEYS, IncompleteConfig
+from plait.families.config.normalize import ROPE_KEYS, IncompleteConfig
 from plait.spec.model import AttentionSpec, Mamba2Spec, ModelSpec, MoeSpec
 
 MAX_LAYERS = 4096

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from plait.errors import UnsupportedModel
+from plait.families.config.aliases import ALIASES
 from plait.families.config.gguf_keys import name_missing
 from plait.families.config.neutral import NEUTRAL
 
@@ -46,6 +47,7 @@ LAYER_WORDS = {
 # DeepSeek-V4 has one set for layers with compressed keys, and one for those with a window alone.
 ROPE_WORDS = {**LAYER_WORDS, "main": SLIDING, "compress": FULL}
 MLP_WORDS = {"dense": "dense", "sparse": "sparse", "moe": "sparse", "hash_moe": "sparse"}
+WINDOW_LETTERS = {"L": SLIDING, "G": FULL}  # local, global
 PATTERN_LETTERS = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}  # Nemotron-H
 ACTIVATIONS = {
     "silu": "silu",
@@ -87,64 +89,6 @@ ROPE_NEEDS: Mapping[str, tuple[str, ...]] = {
 }
 NESTS = ("text_config", "llm_config", "language_config")
 
-# Ours -> what else it is called; the first that is there and not null is taken.
-ALIASES: Mapping[str, tuple[str, ...]] = {
-    "hidden_size": ("d_model", "n_embd", "model_dim"),
-    "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size"),
-    "num_key_value_heads": ("num_attention_groups",),
-    "num_attention_heads": ("n_head", "attention_heads", "n_heads"),
-    "rope_theta": ("rotary_emb_base", "rope_freq_constant"),
-    "rope_local_base_freq": ("rope_local_theta", "swa_rope_theta"),
-    "num_hidden_layers": ("n_layer", "n_layers", "num_layers", "num_transformer_layers"),
-    "max_position_embeddings": ("max_seq_len", "n_positions", "model_max_length", "max_context_length"),
-    "norm_eps": ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon"),
-    "hidden_act": (
-        "hidden_activation",
-        "mlp_hidden_act",
-        "activation_function",
-        "activation",
-        "activation_fn_name",
-    ),
-    "head_dim": (
-        "attention_head_dim",
-        "hidden_size_per_head",
-    ),
-    "layer_types": ("layers_block_type",),
-    "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
-    "num_experts_per_tok": ("num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "moe_top_k"),
-    "moe_intermediate_size": ("expert_ffn_hidden_size",),
-    "norm_topk_prob": ("moe_renormalize",),
-    "routed_scaling_factor": (
-        "route_scale",
-        "router_scaling_factor",
-        "moe_routed_scaling_factor",
-        "moe_router_scaling_factor",
-    ),
-    "num_shared_experts": ("n_shared_experts", "moe_num_shared_experts"),
-    "shared_intermediate_size": ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
-    "mamba_n_heads": ("mamba_num_heads", "n_mamba_heads"),
-    "mamba_d_head": ("mamba_head_dim",),
-    "mamba_d_state": ("ssm_state_size", "state_size"),
-    "mamba_n_groups": ("mamba_ngroups", "n_groups"),
-    "mamba_d_conv": ("conv_kernel",),
-    "mamba_chunk_size": ("chunk_size",),
-    "mamba_dt_rank": ("time_step_rank",),
-    "mamba_expand": ("expand",),
-    "attn_layer_indices": ("full_attn_idxs",),
-    "tie_word_embeddings": ("tie_embedding", "share_input_output_layers"),
-    "time_step_limit": ("mamba_dt_limit",),
-    "n_group": ("num_expert_group",),
-    "sliding_window": ("attention_window_size",),
-    "full_attention_interval": ("layer_group_size",),
-    "sliding_window_pattern": ("global_attn_every_n_layers",),
-    "full_attn_alpha_factor": ("layernorm_full_attention_alpha",),
-    "full_attn_beta_factor": ("layernorm_full_attention_beta",),
-    "linear_attn_alpha_factor": ("layernorm_linear_attention_alpha",),
-    "linear_attn_beta_factor": ("layernorm_linear_attention_beta",),
-    "mlp_alpha_factor": ("layernorm_mlp_alpha",),
-    "mlp_beta_factor": ("layernorm_mlp_beta",),
-}
-
 
 class IncompleteConfig(UnsupportedModel):
     """A value the family needs that neither config.json nor the tensors gave."""
@@ -162,18 +106,22 @@ class Config(dict[str, Any]):
 
 
 def normalize(
-    config: Mapping[str, Any], defaults: Mapping[str, object] = NOTHING, honours: Collection[str] = ()
+    config: Mapping[str, Any],
+    defaults: Mapping[str, object] = NOTHING,
+    honours: Collection[str] = (),
+    words: Mapping[str, str] = NOTHING,
 ) -> Config:
     """A raw config, in the one vocabulary of this module's docstring.
 
-    defaults: the family's values of absent keys; honours: the keys of `neutral.NEUTRAL` it takes care of.
+    defaults: the family's values of absent keys; honours: the keys of `neutral.NEUTRAL` it takes care of;
+    words: ours -> the family's own, which comes first where a config has several names of one thing.
     Raises UnsupportedModel for a word that is not known or a key that no family honours.
     """
     flat = flatten(config)
     _refuse(flat, honours)
     c = Config({k: v for k, v in flat.items() if v is not None or k in defaults})
     for ours, others in ALIASES.items():
-        _alias(c, ours, others)
+        _alias(c, ours, others, words.get(ours))
     for key, value in defaults.items():
         c.setdefault(key, value)
     if not c.get("use_sliding_window", True):
@@ -185,8 +133,8 @@ def normalize(
     if _is_unrotated(flat):
         c["no_rope"] = True
     c["rope_parameters"] = _rope(c)
-    if words := c.get("layer_types"):
-        c["layer_words"] = words
+    if kinds := c.get("layer_types"):
+        c["layer_words"] = kinds
     c["layer_types"] = _layer_types(c)
     if c.get("num_experts"):
         c.setdefault("moe_intermediate_size", c.get("intermediate_size"))
@@ -229,7 +177,9 @@ def _refuse(flat: Mapping[str, Any], honours: Collection[str]) -> None:
             )
 
 
-def _alias(c: Config, ours: str, others: tuple[str, ...]) -> None:
+def _alias(c: Config, ours: str, others: tuple[str, ...], own: str | None) -> None:
+    if own in others and c.get(own) is not None:
+        c[ours] = c[own]
     if c.get(ours) is None:
         found = next((c[o] for o in others if c.get(o) is not None), None)
         if found is not None:
@@ -304,6 +254,11 @@ def _rope_kind(c: Config, given: Mapping[str, Any]) -> dict[str, Any]:
         longest = c.get("max_position_embeddings")
         p.setdefault("max_position_embeddings", longest)
         p.setdefault("original_max_position_embeddings", c.get("original_max_position_embeddings") or longest)
+        if p["original_max_position_embeddings"] is None:
+            raise IncompleteConfig(
+                f"config.json does not say 'max_position_embeddings', which positions of rope_type {kind!r} "
+                "need; give it with --set max_position_embeddings=VALUE"
+            )
     return p
 
 
@@ -366,8 +321,10 @@ def _layer_kind(c: Config, i: int) -> str:
             return SLIDING
 
 
-def _kind_in_pattern(c: Config, i: int, period: int) -> str:
-    """Windows in all but every n-th layer."""
+def _kind_in_pattern(c: Config, i: int, period: int | str) -> str:
+    """Windows in all but every n-th layer, or as letters say ("LLLG", EXAONE)."""
+    if isinstance(period, str):
+        return _word(period[i % len(period)], WINDOW_LETTERS, "sliding_window_pattern")
     if dense_period := c.get("prefix_dense_sliding_window_pattern"):  # Command A, which counts them apart
         first = c.get("first_k_dense_replace") or 0
         i, period = (i, dense_period) if i < first else (i - first, period)

@@ -55,6 +55,8 @@ def gguf_config(
     if (pooling := m.values.get("pooling_type")) is not None:
         m.put("pooling_type", pooling, f"{FILE} {m.prefix}pooling_type")
     entry.read(m)
+    if "rope_theta" not in m.config:  # no family's number stands for that of a file
+        m.put("rope_theta", 1e4, "default (the GGUF format)")
     check_unread(m)
     return m.config, m.why
 
@@ -99,6 +101,8 @@ def _one(value: Any) -> Any:
 def _architecture(m: Metadata, usual: str) -> str:
     if m.arch == "llama" and m.config.get("num_experts"):
         return "MixtralForCausalLM"
+    if m.arch == "llama" and m.config.get("sliding_window"):
+        return "MistralForCausalLM"
     if m.arch == "deepseek2" and (
         m.values.get("expert_gating_func") == 2 or any(n.endswith("exp_probs_b.bias") for n in m.shapes)
     ):

@@ -29,7 +29,7 @@ HARMLESS: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(
         (
             *("attention.output_scale", "attention.value_scale", "expert_group_scale", "num_loops"),
-            *("rope.scaling.alpha", "hyper_connection.count"),
+            *("rope.scaling.alpha", "rope.scaling.attn_factor", "hyper_connection.count"),
         ),
         _ONE,
     ),

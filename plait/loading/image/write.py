@@ -174,9 +174,7 @@ def open_full(model: str, config: EngineConfig, store: HostStore) -> ModelRunner
     target = make_target(opened, device)
     target.shelf = shelf_of(opened, target)
     decoder = load_decoder(opened, target, _silent)
-    sampler = make_sampler(
-        target, decoder.spec.vocab_size, banned_ids(opened.tokenizer(), decoder.spec.vocab_size)
-    )
+    sampler = make_sampler(target, decoder.spec.vocab_size, banned_ids(opened, opened.tokenizer()))
     state = StateStore(decoder.states, {}, 0, store.block_size, device, target.dtype, host=store)
     return ModelRunner(decoder, state, sampler, device, executor=target.executor)
 

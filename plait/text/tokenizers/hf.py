@@ -247,9 +247,15 @@ def _content(value: object) -> str | None:
 
 
 def read_special_tokens(files: TokenizerFiles) -> dict[str, str]:
-    """`bos_token`, `eos_token`, … as text; tokenizer_config.json wins over special_tokens_map.json."""
-    found = {}
+    """`bos_token`, `eos_token`, … as text; tokenizer_config.json wins over special_tokens_map.json.
+
+    `extra_special_tokens` may name others ("image_token"), which templates write by these names, too.
+    """
+    found: dict[str, str] = {}
     for source in (files.special_map, files.config):
+        extra = source.get("extra_special_tokens")
+        if isinstance(extra, Mapping):
+            found |= {str(key): text for key, value in extra.items() if (text := _content(value)) is not None}
         for key in _NAMED:
             text = _content(source.get(key))
             if text is not None:

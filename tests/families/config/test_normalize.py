@@ -12,7 +12,7 @@ from plait.families.config.neutral import NEUTRAL
 from plait.families.config.normalize import ROPE_KINDS, normalize
 from plait.families.resolve import parse_override, resolve
 from plait.ops.rope import KNOWN_KINDS
-from plait.spec.model import AttentionSpec, MlaSpec, MoeSpec
+from plait.spec.model import AttentionSpec, MlaSpec, MlpSpec, MoeSpec
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -53,7 +53,7 @@ def test_unknown_words_are_refused_by_name() -> None:
             build_spec({**LLAMA, **change})
 
 
-@pytest.mark.parametrize("key", sorted(set(NEUTRAL) - {"sliding_window", "position_embedding_type"}))
+@pytest.mark.parametrize("key", sorted(set(NEUTRAL) - {"position_embedding_type"}))
 def test_a_key_that_changes_the_arithmetic_is_refused(key: str) -> None:
     with pytest.raises(UnsupportedModel, match=f"{key} = .*--set {key}=null"):
         build_spec({**LLAMA, key: 3.5})
@@ -66,7 +66,8 @@ def test_keys_that_a_family_honours_are_honoured_by_every_family_that_says_so() 
 
 def test_windows_by_each_way_of_telling_them() -> None:
     def windows(**changes: Any) -> list[int | None]:
-        return [a.window for a in attentions({**LLAMA, "sliding_window": 8, **changes})]
+        mistral = {**LLAMA, "architectures": ["MistralForCausalLM"], "sliding_window": 8}
+        return [a.window for a in attentions({**mistral, **changes})]
 
     assert windows() == [8] * 4
     assert windows(sliding_window=None) == [None] * 4
@@ -114,7 +115,7 @@ def test_an_unknown_architecture_is_named_with_the_nearest_and_the_list() -> Non
 
 def test_model_type_stands_in_for_architectures() -> None:
     config = {k: v for k, v in LLAMA.items() if k != "architectures"}
-    assert build_spec({**config, "model_type": "mistral"})[0] == build_spec(LLAMA)[0]
+    assert build_spec({**config, "model_type": "llama"})[0] == build_spec(LLAMA)[0]
 
 
 def test_deepseek_words_are_honoured_or_refused() -> None:
@@ -167,3 +168,97 @@ def test_every_value_says_where_it_came_from() -> None:
     assert found.provenance["rope_theta"] == "--set"
     assert found.provenance["head_dim"] == "from the other keys"
     assert set(found.provenance) >= set(found.config)
+
+
+def test_only_mistral_has_windows_and_has_them_where_its_config_is_silent() -> None:
+    mistral = {**LLAMA, "architectures": ["MistralForCausalLM"]}
+    assert {a.window for a in attentions(mistral)} == {4096}
+    assert {a.window for a in attentions({**mistral, "sliding_window": None})} == {None}
+    assert {a.window for a in attentions({**mistral, "sliding_window": 9})} == {9}
+    with pytest.raises(UnsupportedModel, match="sliding_window = 9"):
+        build_spec({**LLAMA, "sliding_window": 9})
+
+
+def test_windows_may_be_a_word_of_letters() -> None:
+    exaone = {**LLAMA, "architectures": ["Exaone4ForCausalLM"], "sliding_window": 9}
+    layers = attentions({**exaone, "sliding_window_pattern": "LLLG"})
+    assert [a.window for a in layers] == [9, 9, 9, None]
+    with pytest.raises(UnsupportedModel, match="sliding_window_pattern 'X' is not known; known: L, G"):
+        build_spec({**exaone, "sliding_window_pattern": "LXLG"})
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "yarn"])
+def test_a_scaling_needs_the_length_that_it_stretches(kind: str) -> None:
+    config = {**LLAMA, "architectures": ["HunYuanDenseV1ForCausalLM"], "max_position_embeddings": None}
+    scaling = {"rope_type": kind, "factor": 2.0}
+    with pytest.raises(
+        UnsupportedModel, match=f"'max_position_embeddings', which positions of rope_type '{kind}'"
+    ):
+        build_spec({**config, "rope_scaling": scaling})
+    build_spec({**config, "rope_scaling": {**scaling, "original_max_position_embeddings": 64}})
+
+
+def test_the_familys_own_word_comes_first_where_a_config_has_two() -> None:
+    """Gemma's published configs have hidden_act, which their models do not read."""
+    words = {"hidden_act": "relu", "hidden_activation": "gelu_pytorch_tanh"}
+    for name in ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "VaultGemmaForCausalLM"):
+        spec, _ = build_spec({**LLAMA, "architectures": [name], **words})
+        assert {m.activation for m in spec.mixers_of(MlpSpec)} == {"gelu_pytorch_tanh"}
+
+
+def test_what_is_set_wins_over_every_name_that_the_config_has_for_it() -> None:
+    config = {**LLAMA, "architectures": ["StableLmForCausalLM"], "rms_norm_eps": 0.25, "layer_norm_eps": 0.5}
+    shapes = {"lm_head.weight": (100, 64)}
+    for key in ("norm_eps", "rms_norm_eps", "layer_norm_eps"):
+        spec = resolve(
+            config, shapes, read=lambda _: pytest.fail("no number is read"), overrides=[f"{key}=0.125"]
+        ).spec
+        assert spec.norm.eps == 0.125
+
+
+def test_a_falcon_that_names_no_length_has_that_of_its_family() -> None:
+    falcon = {k: v for k, v in LLAMA.items() if k != "max_position_embeddings"}
+    spec, _ = build_spec({**falcon, "architectures": ["FalconForCausalLM"]})
+    assert spec.max_len == 2048
+
+
+def test_a_whole_model_is_refused_before_the_text_model_inside_it() -> None:
+    inner = {"text_config": {**LLAMA, "model_type": "gemma", "architectures": None}}
+    names = {"architectures": ["PaliGemmaForConditionalGeneration"], "model_type": "paligemma"}
+    with pytest.raises(
+        UnsupportedModel, match="'paligemma' is not implemented: every token of a prompt sees"
+    ):
+        build_spec({**names, **inner})
+    build_spec({"architectures": ["SomeGemmaWithEyes"], "model_type": "gemma_eyes", **inner})
+
+
+def test_windows_of_tokens_that_see_both_ways_count_each_side() -> None:
+    """As transformers has it: `is_causal` counts the tokens of one side, without the token itself."""
+    mistral = {**LLAMA, "architectures": ["MistralForCausalLM"], "sliding_window": 9, "is_causal": False}
+    assert {(a.window, a.both_ways) for a in attentions(mistral)} == {(10, True)}
+
+
+def test_the_first_falcon_of_40b_counts_its_heads_of_keys_in_old_words() -> None:
+    old = {"hidden_size": 64, "n_head": 8, "n_head_kv": 2, "n_layer": 2, "vocab_size": 100}
+    new = {**old, "num_kv_heads": 2, "new_decoder_architecture": True}
+    found = build_spec({**old, "architectures": ["RWForCausalLM"], "model_type": "RefinedWeb"})[0]
+    assert found == build_spec({**new, "architectures": ["FalconForCausalLM"]})[0]
+    assert {a.num_kv_heads for a in found.mixers_of(AttentionSpec)} == {2}
+
+
+def test_gemma_3n_scales_no_scores() -> None:
+    """Published configs have query_pre_attn_scalar, which transformers does not read."""
+    sizes = {
+        **LLAMA,
+        "architectures": ["Gemma3nForCausalLM"],
+        "head_dim": 16,
+        "layer_types": ["full_attention"] * 4,
+    }
+    sizes |= {"num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.0] * 4}
+    assert build_spec(sizes)[0] == build_spec({**sizes, "query_pre_attn_scalar": 256})[0]
+
+
+def test_the_first_bloom_named_its_width_in_one_letter_more() -> None:
+    old = {"architectures": ["BloomForCausalLM"], "n_embed": 64, "n_layer": 2, "n_head": 4, "vocab_size": 100}
+    spec, _ = build_spec(old)
+    assert (spec.hidden_size, len(spec.layers)) == (64, 2)

@@ -104,6 +104,33 @@ def test_experts_that_are_scored_otherwise_are_refused() -> None:
     assert {moe.router.scale for moe in spec.mixers_of(MoeSpec)} <= {1.0}
 
 
+def test_windows_of_gemma_3_are_where_its_file_has_them() -> None:
+    """llama.cpp: every sixth layer is a full one unless the file counts otherwise; none has a window else."""
+
+    def windows_of(**keys: Any) -> list[int | None]:
+        spec = plain("gemma3", **{"rope.freq_base": 1e6, "attention.key_length": 8, **keys})
+        return [mixer.window for mixer in spec.mixers_of(AttentionSpec)]
+
+    window = {"attention.sliding_window": 5}
+    assert windows_of(**window) == [5] * 4
+    assert windows_of(**window, **{"attention.sliding_window_pattern": 2}) == [5, None, 5, None]
+    assert (
+        windows_of(**window, **{"attention.sliding_window_pattern": [True, False, False, True]})[1:3]
+        == [None] * 2
+    )
+    assert windows_of() == [None] * 4
+    assert rope_of("gemma3", **{"rope.freq_base": 1e6, "attention.key_length": 8}).theta == 1e6
+    with pytest.raises(UnsupportedModel, match="attn_logit_softcapping = 2"):  # neither reference applies it
+        windows_of(**window, attn_logit_softcapping=2.0)
+
+
+def test_a_file_without_a_base_of_positions_has_that_of_the_format() -> None:
+    """Mixtral's own is a million; llama.cpp takes 10,000 for every architecture."""
+    experts = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 8}
+    assert rope_of("llama", **experts).theta == 1e4
+    assert rope_of("llama", **experts, **{"rope.freq_base": 1e6}).theta == 1e6
+
+
 def rope_of(arch: str, **keys: Any) -> RopeSpec:
     found = next(plain(arch, **keys).mixers_of(AttentionSpec)).rope
     assert found
