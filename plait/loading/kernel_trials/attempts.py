@@ -72,7 +72,7 @@ class Attempt:
     is_sure: bool = True
 
 
-class Findings:
+class TrialFindings:
     """What the trials of one run have found, by key: verdicts, and why others could not be tried."""
 
     def __init__(self, total: int, on_trial: OnTrial, on_verdicts: OnVerdicts) -> None:
@@ -120,7 +120,7 @@ class TrialChildren:
             self._live.discard(child)
 
     def close(self) -> None:
-        """Kill all of them: whoever waits for one finds that it has ended."""
+        """Kill all of them: a thread that waits for one finds that it has ended."""
         with self._lock:
             self.is_closed = True
             for child in self._live:
@@ -137,7 +137,7 @@ def run_trials(
 
     on_verdicts: gets all verdicts so far, now and then. An exception, Ctrl-C too, ends the children first.
     """
-    findings = Findings(len(trials), on_trial, on_verdicts)
+    findings = TrialFindings(len(trials), on_trial, on_verdicts)
     with TrialChildren(run) as children:
         again = _run_shares(children, trials, findings, run.workers, is_last=False)
         _run_shares(children, again, findings, 1, is_last=True)
@@ -145,7 +145,12 @@ def run_trials(
 
 
 def _run_shares(
-    children: TrialChildren, trials: Sequence[KernelTrial], findings: Findings, workers: int, *, is_last: bool
+    children: TrialChildren,
+    trials: Sequence[KernelTrial],
+    findings: TrialFindings,
+    workers: int,
+    *,
+    is_last: bool,
 ) -> list[KernelTrial]:
     """Run trials by so many threads, and return those that are to be repeated."""
     shares = [trials[i::workers] for i in range(min(workers, len(trials)))]
@@ -164,7 +169,7 @@ def _run_shares(
 
 
 def _run_share(
-    children: TrialChildren, trials: Sequence[KernelTrial], findings: Findings, is_last: bool
+    children: TrialChildren, trials: Sequence[KernelTrial], findings: TrialFindings, is_last: bool
 ) -> list[KernelTrial]:
     """One trial after the other, with a new child after one that ended."""
     child: ChildProcess | None = None
