@@ -16,7 +16,9 @@ pytest.importorskip("triton", reason="Triton is not installed here")
 
 from plait.kernels.triton.forms import TARGETS, KernelForm
 from plait.kernels.triton.linear import few_rows, linear
+from plait.ops.chip import EXAMPLES
 from tools.compile_kernels import (
+    SHARED_KIB,
     Compiled,
     Report,
     check_report,
@@ -54,6 +56,27 @@ def test_a_kernel_is_compiled_for_a_gpu_that_is_not_here() -> None:
     made = subprocess.run(command, cwd=ROOT, env=plain, capture_output=True, text=True, check=False)
     assert made.returncode == 0, made.stderr
     assert "registers, ok" in made.stdout
+
+
+def test_a_form_is_judged_by_the_shared_memory_that_kernels_are_bound_by() -> None:
+    assert {capability: chip.shared_nbytes >> 10 for capability, chip in EXAMPLES.items()} == {
+        capability: SHARED_KIB[capability] for capability in EXAMPLES
+    }
+
+
+@pytest.mark.parametrize(("target", "kib", "fits"), [(80, 99, True), (80, 100, False), (90, 227, True)])
+def test_a_form_for_an_a100_fits_into_consumer_gpus_of_its_generation(
+    target: int, kib: int, fits: bool
+) -> None:
+    """sm_86 and sm_89 get the same tiles, and have 99 KiB for a block, where an sm_80 has 163."""
+    faults = judge(KernelForm("f", None, {}, {}), Compiled("f", target, shared=kib << 10))
+    assert faults == ([] if fits else [f"shared memory: {kib << 10} bytes, a block has 99 KiB"])
+
+
+def test_every_row_of_the_report_fits_into_the_gpus_that_run_it() -> None:
+    for key, (_, line) in read_rows(REPORT).items():
+        shared = int(line.split(" | ")[4].removesuffix(" KiB"))
+        assert shared <= (227 if key.target == 90 else 99), line
 
 
 def test_faults_of_a_form_are_named() -> None:
@@ -102,7 +125,7 @@ def test_every_load_of_quantized_weights_is_16_bytes_wide() -> None:
     """Codes and rows of x alone are copied ahead, once for each stage: the bytes say how wide loads are."""
     rows, seen = read_rows(REPORT), 0
     for form in linear.forms():
-        if form.kernel is not few_rows.few_planes:
+        if form.kernel is not few_rows.few_planes or not form.weights:  # not those in float32
             continue
         sizes = {name: int(str(form.constants[name])) for name in ("BITS", "HIGH", "BM", "BN", "UNITS")}
         nbytes = form.num_warps * 32 * 16  # of a load of 16 bytes by every thread

@@ -36,6 +36,7 @@ from plait.ops.launch import LAUNCH_OPTIONS
 from tools.kernel_sources import RowKey, digest_form, find_stale, read_rows
 
 SHARED_KIB = {
+    75: 64,
     80: 163,
     86: 99,
     89: 99,
@@ -44,6 +45,7 @@ SHARED_KIB = {
     120: 99,
 }  # that a block may have: CUDA's guide, table 30
 LEAST_SHARED_KIB = 99  # of chips that the table does not have
+LIKE = {80: (86, 89)}  # GPUs for which the compiler makes the same, with less shared memory
 SEEN = re.compile(r"\b((?:LDG|LDGSTS|STG|HGMMA|HMMA|QGMMA|IMMA|LDL|STL|BAR|MUFU|LDSM|SHFL)[.\w]*)")
 WIDE = ("LDG", "LDGSTS", "STG")
 LABEL = re.compile(r"\s*(\.L_\w+):")
@@ -111,7 +113,7 @@ def judge(form: KernelForm, made: Compiled) -> list[str]:
     """What is wrong with the machine code of a form."""
     target, spills, shared, registers = made.target, made.spills, made.shared, made.registers
     faults = [f"spills: {spills}"] if spills else []
-    most = SHARED_KIB.get(target, LEAST_SHARED_KIB)
+    most = min(SHARED_KIB.get(one, LEAST_SHARED_KIB) for one in (target, *LIKE.get(target, ())))
     if shared > most << 10:
         faults.append(f"shared memory: {shared} bytes, a block has {most} KiB")
     if registers > form.max_registers:

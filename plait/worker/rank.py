@@ -14,6 +14,7 @@ from plait.errors import EngineError, PlaitError
 from plait.loading.kernel_trials.trials import try_kernels
 from plait.loading.make_runner import make_runner, make_sampler
 from plait.loading.measure_memory import list_steps, measure_room
+from plait.loading.meta_model import list_ops
 from plait.loading.open_model import load_decoder, weight_formats
 from plait.loading.probe_scorer import open_settled
 from plait.loading.target import agreement_of, find_cuts, make_target, take_verdicts
@@ -79,7 +80,8 @@ class Follower:
         self._target: Target = make_target(opened, device, cuts=cuts)
         if device.type == "cuda":  # each device has verdicts of its own; ranks that bind other kernels differ
             formats = weight_formats(opened)
-            chip = try_kernels(self._target, formats, join.config.cache_dir, _silent)
+            used = None if join.config.speculate == "mtp" else list_ops(opened.resolved, opened.checkpoint)
+            chip = try_kernels(self._target, formats, join.config.cache_dir, _silent, used)
             take_verdicts(self._target, chip)
         self._decoder: Decoder = load_decoder(opened, self._target, _silent)
         self._runner: ModelRunner | None = None

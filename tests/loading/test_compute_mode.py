@@ -24,9 +24,10 @@ from plait.errors import ConfigError
 from plait.loading import build as build_module
 from plait.loading import draft_model
 from plait.loading.build import build
-from plait.loading.kernel_trials import child, trials
+from plait.loading.kernel_trials import attempts, child, trials
+from plait.loading.kernel_trials.attempts import Attempt, KernelTrial, TrialChildren, TrialRun
 from plait.loading.kernel_trials.child import answer, find_obstacle
-from plait.loading.kernel_trials.trials import KernelTrial, TrialRun, prove_kernels
+from plait.loading.kernel_trials.trials import prove_kernels
 from plait.loading.kernel_trials.verdicts import read_verdicts
 from plait.loading.target import take_verdicts
 from plait.ops.chip import EXAMPLES
@@ -160,11 +161,11 @@ def test_a_device_that_others_have_open_is_no_verdict_on_any_kernel(
     assert "that process may be the engine itself" in why
     children: list[TrialRun] = []
 
-    def start(run: TrialRun) -> tuple[None, str]:
-        children.append(run)
-        return None, f"it could not be tried: {why}"
+    def start(begun: TrialChildren) -> tuple[None, Attempt]:
+        children.append(begun.run)
+        return None, Attempt(False, f"it could not be tried: {why}")
 
-    monkeypatch.setattr(trials, "_start", start)
+    monkeypatch.setattr(attempts, "start_child", start)
     run = TrialRun(str(GPU), workers=1)
     chip = prove_kernels(CHIP, run, TRIALS, tmp_path, lambda done, total: None)
     assert len(children) == 1, "what the first child finds holds for all"

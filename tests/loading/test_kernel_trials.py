@@ -20,9 +20,10 @@ import torch
 from plait.checkpoint.weights import Target
 from plait.config import EngineConfig
 from plait.kernels.load import load_for_gpu
-from plait.loading.kernel_trials import child, trials, verdicts
+from plait.loading.kernel_trials import attempts, child, trials, verdicts
+from plait.loading.kernel_trials.attempts import Attempt, KernelTrial, TrialRun, run_trials
 from plait.loading.kernel_trials.child import answer, find_obstacle, try_variant
-from plait.loading.kernel_trials.trials import KernelTrial, TrialRun, plan_trials, prove_kernels, run_trials
+from plait.loading.kernel_trials.trials import plan_trials, prove_kernels
 from plait.loading.kernel_trials.verdicts import TrialSite, keep_verdicts, list_verdicts, read_verdicts
 from plait.loading.open_model import open_model, weight_formats
 from plait.ops.chip import EXAMPLES
@@ -100,7 +101,7 @@ def test_what_was_tried_at_an_earlier_start_is_not_tried_again(
     keep_verdicts(tmp_path, site, {t.key: "it is off" if "wrong" in t.key else "" for t in asked[:-1]})
     tried: list[KernelTrial] = []
 
-    def run(_: TrialRun, due: list[KernelTrial], __: object) -> tuple[dict[str, str], dict[str, str]]:
+    def run(_: TrialRun, due: list[KernelTrial], *__: object) -> tuple[dict[str, str], dict[str, str]]:
         tried.extend(due)
         return {t.key: "" for t in due}, {}
 
@@ -140,7 +141,9 @@ def test_startup_on_a_gpu_tries_the_formats_of_the_model_and_says_what_is_not_pr
     assert trials.try_kernels(target, formats, where, report) is None
     target.chip = CHIP
 
-    def run(how: TrialRun, due: list[KernelTrial], on_trial: trials.OnTrial) -> tuple[dict[str, str], ...]:
+    def run(
+        how: TrialRun, due: list[KernelTrial], on_trial: trials.OnTrial, _: object
+    ) -> tuple[dict[str, str], ...]:
         on_trial(1, len(due))
         return {t.key: f"it hangs on {how.device}" for t in due}, {}
 
@@ -218,7 +221,8 @@ def test_without_a_c_compiler_no_kernel_is_tried_and_none_is_at_fault(
     )
     assert find_obstacle("cpu") == ""
     asked = [replace(plan("right")[0], key=f"op {n}") for n in range(5)]
-    monkeypatch.setattr(trials, "_start", lambda run: (None, f"it could not be tried: {why}"))
+    obstacle = Attempt(False, f"it could not be tried: {why}")
+    monkeypatch.setattr(attempts, "start_child", lambda children: (None, obstacle))
     chip = prove_kernels(CHIP, FAKES, asked, tmp_path, lambda done, total: None)
     assert all(found.endswith(why[-60:]) for found in chip.trials.values())
     assert not read_verdicts(tmp_path, trials.find_site(CHIP)), "tried again at the next startup"

@@ -1,12 +1,17 @@
-"""The process that tries GPU kernels: one trial a line, one answer a line. A kernel may hang or crash it."""
+"""The process that tries GPU kernels: one trial a line, one answer a line. A kernel may hang or crash it.
+
+It ends with the process that began it, even while a kernel hangs: it would have the GPU for itself for ever.
+"""
 
 from __future__ import annotations
 
 import inspect
 import json
 import os
+import select
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from importlib import import_module
@@ -21,21 +26,41 @@ from plait.errors import clip_text
 from plait.kernels.load import load_for_gpu
 from plait.loading.kernel_trials.verdicts import MAX_REASON
 from plait.ops.registry import REGISTRY, Op, Variant
+from plait.text.isolation.child_process import is_foreign
 
 SEED = 0
-# What says nothing about a kernel: memory that others have, a folder, a disk, a compiler that does not start.
+# What says nothing of a kernel: memory that others have, a folder, a disk, a compiler that does not start.
 NO_VERDICT = (torch.OutOfMemoryError, MemoryError, OSError, subprocess.SubprocessError)
+# The driver's lack of memory, or of the device, has no class of its own; nor has what a compiler lacked.
+LACKS = (
+    "out of memory",
+    "not enough memory",
+    "allocate memory",
+    "alloc_failed",
+    "no space left",
+    "quota exceeded",
+    BUSY,
+)
+DEVICE_ERROR = "cuda error"  # one that may stay with the process
+
+
+class ReferenceFailed(Exception):
+    """A reference or its inputs raised: nothing is known of the kernel."""
 
 
 def try_variant(op: Op, variant: Variant, case: Mapping[str, object], dtype: torch.dtype, device: str) -> str:
-    """Why a variant is not right on one case of its op; empty: it is. Raises what the kernel raises.
+    """Why a variant is not right on one case of its op; empty: it is. Raises what the kernel raises, and
+    ReferenceFailed.
 
     It runs twice on the same input: a race shows as different bits.
     """
     assert op.make is not None
     torch.manual_seed(SEED)
-    args, kwargs = op.make(case, dtype, device)
-    wanted = _outputs(op, op.reference, deepcopy(args), kwargs)
+    try:
+        args, kwargs = op.make(case, dtype, device)
+        wanted = _outputs(op, op.reference, deepcopy(args), kwargs)
+    except Exception as error:
+        raise ReferenceFailed(f"its reference does not run: {_describe(error)}") from error
     found = _outputs(op, variant.bound(None), deepcopy(args), kwargs)
     again = _outputs(op, variant.bound(None), deepcopy(args), kwargs)
     if len(found) != len(wanted):
@@ -79,8 +104,11 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield value.tensor
 
 
-def answer(request: Mapping[str, Any], device: str) -> dict[str, str]:
-    """{"verdict": text} of a kernel that was tried, {"failed": text} of a trial that is no kernel's fault."""
+def answer(request: Mapping[str, Any], device: str) -> dict[str, Any]:
+    """{"verdict": text} of a kernel that was tried, {"failed": text} of a trial that is no kernel's fault.
+
+    "over", next to "failed": whether this process is of no use any more.
+    """
     op = REGISTRY.get(request["op"])
     variants = op.variants if op else ()
     variant = next((v for v in variants if (v.name, v.on) == (request["variant"], "cuda")), None)
@@ -90,15 +118,32 @@ def answer(request: Mapping[str, Any], device: str) -> dict[str, str]:
         dtype = getattr(torch, request["dtype"])
         tried = (try_variant(op, variant, op.cases[i], dtype, device) for i in request["cases"])
         return {"verdict": clip_text(next(filter(None, tried), ""), MAX_REASON)}
+    except ReferenceFailed as error:
+        text = str(error)
+        return {"failed": clip_text(text, MAX_REASON), "over": DEVICE_ERROR in text.lower()}
     except Exception as error:
-        # The driver's lack of memory, or of the device, has no class of its own.
-        text = str(error).lower()
-        if isinstance(error, NO_VERDICT) or "out of memory" in text or BUSY in text:
-            return {"failed": clip_text(_describe(error), MAX_REASON)}
+        if (lack := find_lack(error)) is not None:
+            return {"failed": clip_text(_describe(lack), MAX_REASON)}
         return {"verdict": clip_text(f"it does not run: {_describe(error)}", MAX_REASON)}
 
 
-def _describe(error: Exception) -> str:
+def find_lack(error: BaseException) -> BaseException | None:
+    """What the machine lacked, of an error and those that it came from; None: the error is the kernel's own.
+
+    A compiler without space to write, or that was killed, is an error of Triton's, with the cause behind it.
+    """
+    if isinstance(error, NO_VERDICT):
+        return error
+    behind: BaseException | None = error
+    while behind is not None:
+        killed = isinstance(behind, subprocess.CalledProcessError) and is_foreign(behind.returncode)
+        if killed or isinstance(behind, MemoryError) or any(lack in str(behind).lower() for lack in LACKS):
+            return behind
+        behind = behind.__cause__ or behind.__context__
+    return None
+
+
+def _describe(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
@@ -132,9 +177,18 @@ def start_launcher() -> None:
     driver.active.get_current_target()
 
 
+def end_with(pipe: int) -> None:
+    """End this process when the other side of a pipe is closed, whatever its other threads do."""
+    poll = select.poll()
+    poll.register(pipe, 0)  # its end alone: others read what is in it
+    poll.poll()
+    os._exit(0)
+
+
 def main() -> None:
     """Answer trials until standard input ends. Arguments, after the path: the device, then modules."""
     device, modules = sys.argv[2], sys.argv[3:]
+    threading.Thread(target=end_with, args=(0,), name="plait-parent", daemon=True).start()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a library prints is no answer
     load_for_gpu()

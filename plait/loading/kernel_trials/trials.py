@@ -1,8 +1,10 @@
 """Try each GPU kernel against its reference on the GPU, once, before any is bound.
 
-A trial runs in a child process with a time limit, so that a kernel which hangs or crashes ends the child and
-not the start. A kernel that is off, hangs, crashes or does not compile is not bound: `Chip.trials` says so to
-every choice. Verdicts are kept (`verdicts`), so that each startup tries only what none has tried.
+A trial runs in a child process with a time limit (`attempts`), so that a kernel which hangs or crashes ends
+the child and not the start. A kernel that is off, hangs, crashes or does not compile is not bound:
+`Chip.trials` says so to every choice. Verdicts are kept (`verdicts`), so that each startup tries only what
+none has tried. Of processes that have kernels to try on the same kind of GPU, as ranks have, one does it at a
+time: the next one finds what it has left.
 
 In exclusive-process compute mode one process alone may have the GPU open. There one child at a time tries
 kernels, and it ends before the engine opens the device: so trials come before all that makes a context.
@@ -10,28 +12,26 @@ kernels, and it ends before the engine opens the device: so trials come before a
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from threading import Lock
 
 import torch
 
 from plait.checkpoint.weights import Target
 from plait.config import UNPROVEN
 from plait.engine.device import is_exclusive
-from plait.errors import clip_text
+from plait.loading.kernel_trials.attempts import WORKERS, KernelTrial, OnTrial, TrialRun, run_trials
 from plait.loading.kernel_trials.verdicts import (
-    MAX_REASON,
     TrialSite,
     driver_version,
     find_folder,
     hash_sources,
+    hold_site,
     keep_verdicts,
     list_accelerators,
     read_verdicts,
@@ -44,16 +44,10 @@ from plait.ops.logprobs import log_probabilities
 from plait.ops.registry import OURS, REGISTRY, Op, OpFacts, Variant, trial_key
 from plait.ops.sample import largest, sample, sample_at
 from plait.ops.step import locate_tokens, move_rows_on
-from plait.text.isolation.child_process import ChildProcess, is_foreign
 
-START_S = 180.0  # for the child to import torch and start the device
-TRIAL_S = 150.0  # for one kernel: some are four launches, which a slow processor compiles first
-WORKERS = 4  # children at a time: most of a trial is compiling
 MOST_WORKERS = 8  # where there are processors for more; each has the context of a GPU, half a gigabyte there
 SMALL_GPU = 16 << 30  # bytes
-MAX_ANSWER = 1 << 14  # bytes
 MOST_NAMED = 3  # kernels that a line of the log names
-CHILD = "plait.loading.kernel_trials.child"
 WHAT = "trying GPU kernels (at the first startup with this GPU and these versions)"
 STANDARD = {"block_size": BLOCK, "kv_dtype": "model"}  # what every mixer adds to an op's own sizes
 # Ops that no mixer binds: those of the sampler, and of a step's buffers.
@@ -72,35 +66,6 @@ AROUND = {
 }
 STORAGES = {*KINDS, *(name.partition("+")[0] for name in STORED), *FLOATS, "bfloat16", "float16"}
 log = logging.getLogger("plait")
-OnTrial = Callable[[int, int], None]  # (done, of)
-
-
-@dataclass(frozen=True, slots=True)
-class KernelTrial:
-    """One kernel on some cases of its op, by their numbers. `key`: as `trial_key` names it."""
-
-    key: str
-    op: str
-    variant: str
-    dtype: str
-    cases: tuple[int, ...]
-
-    def request(self) -> str:
-        asked = {"op": self.op, "variant": self.variant, "cases": self.cases, "dtype": self.dtype}
-        return json.dumps(asked) + "\n"
-
-
-@dataclass(frozen=True, slots=True)
-class TrialRun:
-    """How trials run: on which device, in how many children at a time, how many seconds each may take.
-
-    `modules`: imported by the children, too, because they register variants.
-    """
-
-    device: str
-    modules: tuple[str, ...] = ()
-    trial_s: float = TRIAL_S
-    workers: int = WORKERS
 
 
 def try_kernels(
@@ -208,11 +173,15 @@ def prove_kernels(
     site, new = find_site(chip), [trial for trial in trials if trial.key not in chip.trials]
     known = read_verdicts(folder, site)
     due = [trial for trial in new if trial.key not in known]
-    lasting, passing = run_trials(run, due, on_trial)
-    if lasting:
-        known |= lasting
-        keep_verdicts(folder, site, known)
-    verdicts = {trial.key: {**known, **passing}[trial.key] for trial in new}
+    if due:
+        with hold_site(folder, site, lambda: on_trial(0, len(new))) as has_waited:
+            if has_waited:
+                known = read_verdicts(folder, site)
+                due = [trial for trial in new if trial.key not in known]
+            lasting, passing = run_trials(run, due, on_trial, partial(keep_verdicts, folder, site))
+            keep_verdicts(folder, site, lasting)
+        known = {**known, **lasting, **passing}
+    verdicts = {trial.key: known[trial.key] for trial in new}
     rejected = {key: why for key, why in verdicts.items() if why}
     kept = f"{len(new) - len(due)} of them at an earlier startup"
     log.info("GPU kernels: %d tried (%s), %d are not used", len(new), kept, len(rejected))
@@ -232,79 +201,3 @@ def describe_rejected(rejected: Mapping[str, str]) -> Iterator[str]:
         else:
             named = ", ".join(some[:MOST_NAMED])
             yield f"{len(some)} GPU kernels are not used ({named}, …): {why}"
-
-
-def run_trials(
-    run: TrialRun, trials: Sequence[KernelTrial], on_trial: OnTrial = lambda done, total: None
-) -> tuple[dict[str, str], dict[str, str]]:
-    """(verdicts, why others could not be tried) by key; several children at a time."""
-    if not trials:
-        return {}, {}
-    lasting, passing, lock = dict[str, str](), dict[str, str](), Lock()
-
-    def work(share: Sequence[KernelTrial]) -> None:
-        for trial, is_verdict, text in _run_share(run, share):
-            with lock:
-                (lasting if is_verdict else passing)[trial.key] = clip_text(text, MAX_REASON)
-                on_trial(len(lasting) + len(passing), len(trials))
-
-    shares = [trials[i :: run.workers] for i in range(min(run.workers, len(trials)))]
-    with ThreadPoolExecutor(len(shares)) as pool:
-        for ended in [pool.submit(work, share) for share in shares]:
-            ended.result()
-    return lasting, passing
-
-
-def _run_share(run: TrialRun, trials: Sequence[KernelTrial]) -> Iterator[tuple[KernelTrial, bool, str]]:
-    """(trial, whether it is a verdict on the kernel, text) of each; a new child after one that ended."""
-    child: ChildProcess | None = None
-    try:
-        for trial in trials:
-            if child is None:
-                child, why = _start(run)
-                if child is None:
-                    yield from ((left, False, why) for left in trials[trials.index(trial) :])
-                    return
-            is_verdict, text, is_over = _ask(child, trial, run.trial_s)
-            if is_over:
-                child.stop()
-                child = None
-            yield trial, is_verdict, text
-    finally:
-        if child is not None:
-            child.stop()
-
-
-def _start(run: TrialRun) -> tuple[ChildProcess | None, str]:
-    """A child that is ready; or None, and why."""
-    try:
-        child = ChildProcess(CHILD, run.device, *run.modules, max_bytes=MAX_ANSWER, inherits=True)
-    except OSError as error:
-        return None, f"it could not be tried: no process could be started ({error})"
-    try:
-        obstacle = json.loads(child.read_line(START_S)).get("failed")
-    except (TimeoutError, EOFError, OSError, ValueError) as error:
-        obstacle = f"the trial's process did not start ({type(error).__name__})"
-    if obstacle is None:
-        return child, ""
-    child.stop()
-    return None, f"it could not be tried: {obstacle}"
-
-
-def _ask(child: ChildProcess, trial: KernelTrial, trial_s: float) -> tuple[bool, str, bool]:
-    """(whether it is a verdict, text, whether the child is of no use any more)."""
-    try:
-        found = json.loads(child.ask(trial.request(), trial_s))
-    except TimeoutError:
-        return True, f"it hangs: it had {trial_s:g} s", True
-    except (EOFError, OSError):
-        status = child.ended()
-        if status is not None and is_foreign(status):
-            return False, f"it could not be tried: the trial's process was ended by signal {-status}", True
-        return True, f"it crashes the process (exit status {status})", True
-    except ValueError as error:
-        return True, f"its trial gives no answer ({error})", True
-    if "failed" in found:
-        return False, f"it could not be tried: {found['failed']}", False
-    # An error on the device stays with the process, and would be seen by the next trial.
-    return True, str(found["verdict"]), str(found["verdict"]).startswith("it does not run")

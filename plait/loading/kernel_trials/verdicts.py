@@ -13,8 +13,9 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,10 +23,17 @@ from pathlib import Path
 from plait.cache_folder import cache_base, make_folder
 from plait.errors import clip_text
 
+try:
+    import fcntl
+except ImportError:  # Windows: processes that try the same kernels at the same time all do
+    fcntl = None  # type: ignore[assignment]
+
 KIND, VERSION = "plait-gpu-trials", 1
 FOLDER = "gpu_trials"
 MAX_BYTES = 1 << 20
 MAX_VERDICTS, MAX_KEY, MAX_REASON = 4096, 200, 300
+PATIENCE_S = 900.0  # for a process that tries kernels: one that was stopped must not stop all others
+ASK_AGAIN_S = 0.5
 ACCELERATORS = ("fla-core", "flash-attn-3", "flash-attn-4")
 DRIVER = Path("/proc/driver/nvidia/version")
 SOURCES = ("kernels/triton", "kernels/torch", "ops", "quant")  # what the result of a trial may depend on
@@ -112,24 +120,71 @@ def list_verdicts(folder: Path | None) -> Iterator[tuple[TrialSite, dict[str, st
 
 
 def keep_verdicts(folder: Path | None, site: TrialSite, verdicts: Verdicts) -> None:
-    """Write verdicts. Where they cannot be kept, the next startup tries the kernels again."""
-    if folder is None:
+    """Add verdicts to those that are kept. Where they cannot be, the next startup tries the kernels again."""
+    if folder is None or not verdicts:
         return
     path = folder / f"{site.digest}.json"
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    text = json.dumps({"kind": KIND, "version": VERSION, "site": asdict(site), "verdicts": dict(verdicts)})
+    part = path.with_name(f".{os.urandom(8).hex()}.part")  # containers have the same process ids
+    kept: dict[str, str] = {}
+    with suppress(OSError, ValueError):  # what cannot be believed is replaced
+        kept = _read(path)[1]
+    record = {"kind": KIND, "version": VERSION, "site": asdict(site), "verdicts": {**kept, **verdicts}}
     try:
         make_folder(folder)
         try:
-            descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(text)
+                file.write(json.dumps(record))
             part.chmod(0o644)  # whatever the umask: a file that others may write is not read
             part.replace(path)
         finally:
             part.unlink(missing_ok=True)
     except OSError as error:
         log.info("what trials of GPU kernels found is not kept: %s: %s", path, error.strerror)
+
+
+@contextmanager
+def hold_site(
+    folder: Path | None, site: TrialSite, on_wait: Callable[[], None], patience_s: float = PATIENCE_S
+) -> Iterator[bool]:
+    """Whether another process had the trials of this site until now; inside, this one has them.
+
+    The system ends a lock with its holder. A holder that was stopped does not stop others: after `patience_s`
+    they go on without it, as they do where there are no locks. on_wait: called every `ASK_AGAIN_S` meanwhile.
+    """
+    has_waited, file = False, None if fcntl is None or folder is None else _open_lock(folder, site)
+    try:
+        until = time.monotonic() + patience_s
+        while file is not None and not _is_taken(file) and time.monotonic() < until:
+            if not has_waited:
+                log.info("another process tries kernels on %s: this one waits for what it finds", site.chip)
+            has_waited = True
+            on_wait()
+            time.sleep(ASK_AGAIN_S)
+        yield has_waited
+    finally:
+        if file is not None:
+            os.close(file)
+
+
+def _open_lock(folder: Path, site: TrialSite) -> int | None:
+    """The lock file of a site: empty, and never removed, because a process may wait for it."""
+    try:
+        make_folder(folder)
+        return os.open(folder / f".{site.digest}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError:
+        return None
+
+
+def _is_taken(file: int) -> bool:
+    """Take the lock, if no other process has it. A file system without locks gives it to all."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        log.info("trials of GPU kernels have no lock: %s", error.strerror)
+    return True
 
 
 def _read(path: Path) -> tuple[TrialSite, dict[str, str]]:

@@ -61,10 +61,14 @@ class ChildProcess:
     def kill(self) -> None:
         self._process.kill()
 
-    def ended(self) -> int | None:
-        """The exit status of a process that closed its pipe; negative for the signal that ended it."""
+    def ended(self, within_s: float = 1.0) -> int | None:
+        """The exit status of a process that closed its pipe; negative for the signal that ended it.
+
+        None: it has not ended `within_s`. Its pipe closes before it is gone, by as long as the system takes
+        to free what it had.
+        """
         try:
-            return self._process.wait(1)  # its pipe closes a moment before it is gone
+            return self._process.wait(within_s)
         except subprocess.TimeoutExpired:
             return None
 

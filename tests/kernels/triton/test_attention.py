@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from copy import deepcopy
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +15,14 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is not installed here")
 
 from plait.kernels.triton.attention import attention
-from plait.kernels.triton.attention.attention import PagedLayout, attend_latent, attend_paged, most_slots
-from plait.ops.attention import BLOCK, paged_attention, paged_case
+from plait.kernels.triton.attention.attention import attend_latent, attend_paged, most_slots
+from plait.kernels.triton.attention.layout import KEPT, PagedLayout
+from plait.ops.attention import BLOCK, paged_attention, paged_case, paged_latent_attention
+from plait.ops.chip import EXAMPLES
+from plait.ops.entry import key_codes, latent_codes
+from plait.ops.registry import OpFacts
+from plait.ops.relative import relative_attention
+from tools.kernel_sources import read_rows
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 LENGTHS = [600, 1, 300]
@@ -22,10 +31,10 @@ LENGTHS = [600, 1, 300]
 class Paged:
     """Sequences of LENGTHS in one cache, with queries for every token."""
 
-    def __init__(self, kv_dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, kv_dtype: torch.dtype = torch.float32, dtype: torch.dtype = torch.float32) -> None:
         torch.manual_seed(3)
         (self.table, self.slots, self.starts, self.lens), blocks = paged_case(LENGTHS, "cpu")
-        self.q = torch.randn(sum(LENGTHS), HEADS, DIM)
+        self.q = torch.randn(sum(LENGTHS), HEADS, DIM).to(dtype)
         k, v = (torch.randn(sum(LENGTHS), KV_HEADS, DIM) for _ in range(2))
         self.caches = [torch.zeros(blocks, BLOCK, KV_HEADS, DIM, dtype=kv_dtype) for _ in range(2)]
         for cache, new in zip(self.caches, (k, v), strict=True):
@@ -53,16 +62,21 @@ def test_heads_of_512_columns_are_attended(kept: dict[str, str]) -> None:
 
 
 @pytest.mark.sampled(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("window", [None, 290])
-def test_a_row_has_the_same_bits_alone_in_a_batch_and_in_a_chunk(window: int | None) -> None:
-    paged = Paged()
+def test_a_row_has_the_same_bits_alone_in_a_batch_and_in_a_chunk(
+    window: int | None, dtype: torch.dtype
+) -> None:
+    """Tiles of float16 have 32 rows in a step with prompts, and 16 in one of decodes."""
+    paged = Paged(dtype, dtype)
     batch = paged.attend([(0, 1), (1, 1), (2, 1)], window=window)
     for s in range(3):
         assert torch.equal(paged.attend([(s, 1)], window=window)[0], batch[s])
     chunks = paged.attend([(1, 1), (2, 3), (0, 40)], window=window)
     assert torch.equal(chunks[[43, 0, 3]], batch)
     reference = paged.attend([(0, 1), (1, 1), (2, 1)], paged_attention.reference, window=window)
-    torch.testing.assert_close(batch, reference, rtol=1e-5, atol=1e-5)
+    near = paged_attention.tolerance[dtype]
+    torch.testing.assert_close(batch, reference, rtol=near, atol=near)
 
 
 @pytest.mark.sampled(2)
@@ -142,3 +156,92 @@ def test_splits_of_all_heads_of_a_latent_are_items() -> None:
     (work,) = step.values()
     assert int(work.items[1]) == 9
     assert torch.equal(attend_latent(q[:, 16:32], None, *args), out[:, 16:32])
+
+
+def wide_case(kind: str) -> dict[str, Any]:
+    """Heads as wide as shared memory is scarce for, in one token and in a prompt over a split."""
+    seqs = {"seqs": [1, 3, 270], "kv_dtype": "float32"}
+    if kind == "mla":
+        return seqs | {"heads": 3, "kv_rank": 512, "rope_dim": 64}
+    return seqs | {"heads": 2, "kv_heads": 1, "dim": int(kind), "window": None, "softcap": None}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("kept", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("kind", ["256", "512", "mla"])
+def test_float32_queries_of_wide_heads_are_attended_in_tiles_that_consumer_gpus_hold(
+    kind: str, kept: str
+) -> None:
+    op, fn = (paged_latent_attention, attend_latent) if kind == "mla" else (paged_attention, attend_paged)
+    assert op.make
+    torch.manual_seed(3)
+    args, more = op.make(wide_case(kind) | {"kv_dtype": kept}, torch.float32, "cpu")
+    wanted = op.reference(*deepcopy(args), **more)
+    torch.testing.assert_close(fn(*args, **more), wanted, rtol=1e-4, atol=1e-4)
+
+
+def list_layouts() -> Iterator[tuple[PagedLayout, torch.dtype]]:
+    """Every kind of heads and of latents, by the dtype of queries and what is kept."""
+    for dtype, kept in product((torch.bfloat16, torch.float16, torch.float32), KEPT.values()):
+        coded = kept == torch.int8
+        for dim, rest in product((16, 64, 80, 96, 128, 192, 256, 512), (0,)):
+            yield PagedLayout(8, 2, dim, rest, key_codes(dim) if coded else None, None, None, dtype), kept
+        for dim, rest in ((128, 32), (256, 32), (512, 64)):
+            form = latent_codes(dim, rest) if coded else None
+            yield PagedLayout(16, 1, dim, rest, form, None, None, dtype), kept
+
+
+def test_no_tile_takes_more_shared_memory_than_the_smallest_of_current_gpus_has() -> None:
+    for layout, kept in list_layouts():
+        assert layout.shared_nbytes(layout.keys(kept), kept) <= 99 << 10, (layout, kept)
+        assert layout.keys(kept) >= 16
+
+
+def test_what_a_tile_takes_is_what_compiled_forms_take() -> None:
+    """Of the report of compiled kernels: it is a bound, and of plain numbers what is there."""
+    report = Path(__file__).resolve().parents[3] / "docs" / "gpu-kernels.md"
+    shared: dict[str, int] = {}
+    for key, (_, line) in read_rows(report).items():
+        shared[key.form] = max(shared.get(key.form, 0), int(line.split(" | ")[4].removesuffix(" KiB")))
+    for form in attention.forms():
+        if not form.name.startswith("attend,"):
+            continue
+        numbers = form.constants
+        dtype, kept = (attention.KINDS[form.types[name]] for name in ("q", "k_cache"))
+        codes = key_codes(numbers["D"]) if numbers["GROUP"] else None
+        layout = PagedLayout(1, 1, numbers["D"], numbers["REST"], codes, None, None, dtype)
+        bound = layout.shared_nbytes(numbers["BN"], kept) / 1024
+        if numbers["BM"] == layout.rows(has_prompts=True, kept=kept) and kept == dtype:
+            assert shared[form.name] == int(bound), form.name
+        assert shared[form.name] <= bound, form.name
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "chip", "bound"),
+    [
+        ({"dim": 256}, torch.float16, 75, True),
+        ({"dim": 512}, torch.float16, 75, True),
+        ({"dim": 512}, torch.float32, 75, False),
+        ({"dim": 512}, torch.float32, 86, True),
+        ({"dim": 1024}, torch.bfloat16, 86, True),
+        ({"dim": 1024}, torch.float32, 86, False),
+        ({"dim": 1024}, torch.float32, 80, False),
+        ({"dim": 1024}, torch.float32, 90, True),
+        ({"dim": 1024, "kv_dtype": "bfloat16"}, torch.float32, 120, False),
+        ({"kv_rank": 512, "rope_dim": 64}, torch.float32, 120, True),
+        ({"kv_rank": 1024, "rope_dim": 64}, torch.float32, 120, False),
+        ({"kv_rank": 512, "rope_dim": 64, "kv_dtype": "int8"}, torch.float32, 75, True),
+    ],
+)
+def test_no_attention_is_bound_that_a_chip_s_shared_memory_does_not_hold(
+    sizes: dict[str, Any], dtype: torch.dtype, chip: int, bound: bool
+) -> None:
+    """Triton would refuse the launch at the model's sizes, after all trials were right."""
+    facts = OpFacts("cuda", dtype, {"kv_dtype": "model", **sizes}, chip=EXAMPLES[chip])
+    ops = [paged_latent_attention] if "kv_rank" in sizes else [paged_attention, relative_attention]
+    for op in ops:
+        _, row = op.bind(facts)
+        assert (row.variant == "triton") == bound
+        if not bound:
+            why = dict(row.skipped)["triton"]
+            assert f"KiB of shared memory, and a block on {EXAMPLES[chip].name} has" in why

@@ -37,25 +37,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plait.kernels.triton.attention.mix import count_stages, mix_columns, turn_back, turn_form
+from plait.kernels.triton.attention.layout import LEAST_SHARED, ROWS, SPLIT, PagedLayout, why_too_large
+from plait.kernels.triton.attention.mix import mix_columns, turn_back, turn_form
 from plait.kernels.triton.attention.place import entry_places, place_all_heads, why_no_codes
 from plait.kernels.triton.forms import KernelForm
 from plait.kernels.triton.maths import tanh
 from plait.ops.attention import paged_attention, paged_latent_attention, write_paged
-from plait.ops.entry import Codes, key_codes, latent_codes, value_codes
+from plait.ops.chip import read_chip
+from plait.ops.entry import key_codes, latent_codes, value_codes
 from plait.ops.launch import launch
+from plait.ops.registry import OpFacts
 
 NAME = "triton"
-SPLIT = 256  # tokens that share a softmax
-ROWS = 16  # of a tile of queries: (token, query head) pairs that read the same keys
-PROMPT_ROWS = 32  # of a tile in a step with prompts; the same instructions, so the same bits
 MOST_TILES = 2  # of a sequence up to which its splits are items; with more, tiles keep a device busy
 MOST_SLOTS = 4096  # partial results: splits of all sequences together; those that do not fit are walked
 PART_NBYTES = 256 << 20  # and their memory; it has 32,000 items of heads of 128 columns, whatever the model
 PROGRAMS = 4  # for each processor of the device
-SEQS = (16, 64, 256, 1024)  # sequences that a form is compiled for
-WINDOW_REGISTERS = 184
-WIDE = 256  # columns of a head; with more of them tiles are smaller, and queries are mixed before
 LOG2E = 1.4426950408889634
 
 
@@ -303,80 +300,6 @@ def attend(
             tl.store(out + at_out[:, None] + d[None, :], result, mask=there[:, None] & (d < D)[None, :])
 
 
-@dataclass(frozen=True, slots=True)
-class PagedLayout:
-    """What is static about an op's arguments: sizes that the kernels are compiled for."""
-
-    heads: int
-    kv_heads: int
-    dim: int  # columns of queries that values have too
-    rest: int  # and those behind them (MLA's rotated ones)
-    codes: Codes | None
-    window: int | None
-    softcap: float | None
-
-    @property
-    def mixes_inside(self) -> bool:
-        """Whether `attend` mixes queries itself, with keys that are codes: it has registers for so much."""
-        return self.dim <= WIDE
-
-    def rows(self, has_prompts: bool) -> int:
-        """Of a tile of queries. Wide heads, and codes of all but narrow ones, have no registers for more than
-        a decode's."""
-        is_heavy = self.rest or self.dim > WIDE or (self.codes is not None and self.dim > 64)
-        return PROMPT_ROWS if has_prompts and not is_heavy else ROWS
-
-    def constants(self, num_seqs: int, rows: int) -> dict[str, int]:
-        """The constants that both kernels of a step have."""
-        size = next((size for size in SEQS if num_seqs <= size), triton.next_power_of_2(num_seqs))
-        return {
-            "S": size,
-            "STEPS": size.bit_length() - 1,
-            "G": self.heads // self.kv_heads,
-            "KVH": self.kv_heads,
-            "D": self.dim,
-            "DP": max(16, triton.next_power_of_2(self.dim)),
-            "BM": rows,
-        }
-
-    def attention(self, k_cache: Tensor, v_cache: Tensor, sinks: bool, alibi: bool = False) -> dict[str, int]:
-        """Those of `attend` alone."""
-        # Registers decide, as compiled: codes and wide heads take many, so they have those of eight warps;
-        # padded heads and the widest have half as many keys in a tile, and codes of wide heads half of that.
-        # Tiles of decodes and of prompts have the same keys and warps, because the order of sums follows
-        # from both.
-        wide = self.dim > 128 or self.codes is not None
-        is_padded = self.dim & (self.dim - 1) > 0
-        keys = 32 if self.rest or self.dim > WIDE or is_padded or (self.codes and self.dim > 64) else 64
-        if self.codes and self.dim > 128 and not self.rest:
-            keys = 16
-        return {
-            "REST": self.rest,
-            "RESTP": max(16, triton.next_power_of_2(self.rest)),
-            "LATENT": self.rest > 0,
-            "KW": k_cache.shape[-1],
-            "VW": v_cache.shape[-1],
-            "GROUP": self.codes.group if self.codes else 0,
-            "REST_AT": self.codes.rest_at if self.codes else 0,
-            "PAGE": k_cache.shape[1],
-            "SPLIT": SPLIT,
-            "BN": keys,
-            "WINDOW": self.window or 0,
-            "SOFTCAP": self.softcap or 0.0,
-            "SINKS": sinks,
-            "ALIBI": alibi,
-            "STAGES": count_stages(self.codes.mixed) if self.codes and self.mixes_inside else 0,
-            "num_warps": 8 if wide else 4,
-            "num_stages": 2,
-        }
-
-    def options(self, rows: int) -> dict[str, int]:
-        """Registers of a thread for windows over narrow heads in prompts: left to itself, ptxas spills for
-        sm_80 to have one block more on a processor."""
-        is_tight = self.window and rows > ROWS and self.dim <= 64 and not self.codes
-        return {"maxnreg": WINDOW_REGISTERS} if is_tight else {}
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionWork:
     """What `count_items` made for the layers of a step, and their memory for partial results."""
@@ -445,7 +368,7 @@ def _attend_over(
     if not len(q):
         return out
     num_seqs = len(seq_lens)
-    shared = layout.constants(num_seqs, layout.rows(len(q) != num_seqs))
+    shared = layout.constants(num_seqs, layout.rows(len(q) != num_seqs, k_cache.dtype))
     capacity, window = most_slots(table, k_cache.shape[1], shared), layout.window
     key, step = (
         (NAME, window, capacity, *(shared[n] for n in ("G", "KVH", "DP"))),
@@ -460,8 +383,8 @@ def _attend_over(
         work.counters, out, work.part, work.sums, work.sums if sinks is None else sinks,
         work.sums if slopes is None else slopes, table.stride(0), q.stride(0), q.stride(1), scale * LOG2E,
         **shared,
-        **layout.attention(k_cache, v_cache, sinks is not None, slopes is not None),
-        **layout.options(shared["BM"]),
+        **layout.attention(k_cache, v_cache, sinks is not None, slopes is not None, shared_limit(q.device)),
+        **layout.options(shared["BM"], k_cache.dtype),
     )  # fmt: skip
     return out if mixed == 1 else turn_back(out, mixed)
 
@@ -474,12 +397,24 @@ def count_programs(device: torch.device) -> int:
     return PROGRAMS * int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+@cache
+def shared_limit(device: torch.device) -> int:
+    """Bytes of shared memory that a block may have; the interpreter has as much as it likes."""
+    chip = read_chip(device)
+    return LEAST_SHARED if chip is None else chip.shared_nbytes
+
+
 def _as_words(cache: Tensor) -> Tensor:
     """The same memory as int16, where scales of codes are read."""
     return cache.view(torch.int16) if cache.dtype is torch.int8 else cache
 
 
-@paged_attention.variant(NAME, on="cuda", when=why_no_codes)
+def why_not(facts: OpFacts) -> str | None:
+    """The `when` of both ops."""
+    return why_no_codes(facts) or why_too_large(facts)
+
+
+@paged_attention.variant(NAME, on="cuda", when=why_not)
 def attend_paged(
     q: Tensor,
     k: Tensor | None,
@@ -502,7 +437,7 @@ def attend_paged(
     if k is not None and v is not None:
         place_all_heads(q, k, v, k_cache, v_cache, slot_mapping, slot_mapping, None, None)
     codes = key_codes(dim) if k_cache.dtype is torch.int8 else None
-    layout = PagedLayout(q.shape[1], k_cache.shape[2], dim, 0, codes, window, softcap)
+    layout = PagedLayout(q.shape[1], k_cache.shape[2], dim, 0, codes, window, softcap, q.dtype)
     if codes and layout.mixes_inside:
         scale /= codes.mixed  # mixing has no factor
     elif codes:
@@ -511,7 +446,7 @@ def attend_paged(
     return _attend_over(q, (k_cache, v_cache), where, layout, scale, step, sinks, slopes)
 
 
-@paged_latent_attention.variant(NAME, on="cuda", when=why_no_codes)
+@paged_latent_attention.variant(NAME, on="cuda", when=why_not)
 def attend_latent(
     q: Tensor,
     latent: Tensor | None,
@@ -531,7 +466,7 @@ def attend_latent(
     codes = latent_codes(kv_rank, rest) if cache.dtype is torch.int8 else None
     if latent is not None:
         write_paged(cache, latent, slot_mapping, codes)
-    layout = PagedLayout(q.shape[1], 1, kv_rank, rest, codes, window, None)
+    layout = PagedLayout(q.shape[1], 1, kv_rank, rest, codes, window, None, q.dtype)
     where = block_table, query_start, seq_lens
     return _attend_over(q, (cache, cache), where, layout, scale, step, sinks)
 
@@ -563,25 +498,56 @@ SHAPES = {  # heads, kv_heads, dim, rest, window, softcap, sinks, codes
 }
 
 
+WIDE_SHAPES = (
+    "gqa 32/8 d128",
+    "gqa 8/4 d256 window softcap",
+    "gqa 8/2 d512",
+    "gqa 8/4 d256 int8",
+    "mla 16 heads",
+)
+KINDS = {"bf16*": torch.bfloat16, "fp32*": torch.float32, "i8*": torch.int8}
+
+
 def forms() -> Iterator[KernelForm]:
-    """What models of published sizes launch: each shape with the tiles of decodes and of prompts."""
-    for name, (heads, kv_heads, dim, rest, window, softcap, sinks, coded) in SHAPES.items():
-        form = latent_codes(dim, rest) if rest else key_codes(dim)
-        layout = PagedLayout(heads, kv_heads, dim, rest, form if coded else None, window, softcap)
-        widths = (form.width, form.width if rest else value_codes(dim).width) if coded else (dim + rest,) * 2
-        caches = [torch.empty(1, 64, kv_heads, width, device="meta") for width in widths]
-        for step in ("decodes", "prompts")[: 1 if rest else 2]:
-            rows = layout.rows(step == "prompts")
-            constants = layout.constants(64, rows) | layout.attention(caches[0], caches[1], sinks)
-            warps, stages = constants.pop("num_warps"), constants.pop("num_stages")
-            yield KernelForm(
-                f"attend, {name}, {step}", attend, POINTERS | (CODE_POINTERS if coded else {}), constants,
-                warps, stages, demands=(("HMMA", "HGMMA"), () if coded else ("LDG.128", "LDGSTS.128")),
-                options=layout.options(rows),
-            )  # fmt: skip
+    """What models of published sizes launch: each shape with the tiles of decodes and of prompts, some in
+    float32, and over a cache of another dtype."""
+    for name, (*_, coded) in SHAPES.items():
+        types = POINTERS | (CODE_POINTERS if coded else {})
+        yield from _attend_forms(name, types)
+    wide = POINTERS | {"q": "fp32*", "out": "fp32*"}
+    float32 = dict.fromkeys(("k_cache", "v_cache", "k_words", "v_words"), "fp32*")
+    for name in WIDE_SHAPES:
+        kept = CODE_POINTERS if SHAPES[name][-1] else float32
+        yield from _attend_forms(name, wide | kept, ", float32")
+    yield from _attend_forms("gqa 8/4 d256 window softcap", wide, ", float32 over bfloat16")
+    for name in ("gqa 8/4 d256 window softcap", "mla 16 heads"):
+        yield from _attend_forms(name, POINTERS | float32, " over float32")
     constants = PagedLayout(32, 8, 128, 0, None, None, None).constants(64, ROWS)
     few = {key: constants[key] for key in ("S", "G", "KVH", "BM")}
     yield KernelForm(
         "count_items", count_items, POINTERS, {**few, "WINDOW": 0, "SPLIT": SPLIT, "TILES": MOST_TILES}
     )
     yield from (turn_form(dim) for dim in (64, 128, 256, 512))
+
+
+def _attend_forms(name: str, types: Mapping[str, str], suffix: str = "") -> Iterator[KernelForm]:
+    """The forms of one shape: of decodes, and of prompts where those have others."""
+    heads, kv_heads, dim, rest, window, softcap, sinks, coded = SHAPES[name]
+    form, dtype, kept = (
+        latent_codes(dim, rest) if rest else key_codes(dim),
+        KINDS[types["q"]],
+        types["k_cache"],
+    )
+    layout = PagedLayout(heads, kv_heads, dim, rest, form if coded else None, window, softcap, dtype)
+    widths = (form.width, form.width if rest else value_codes(dim).width) if coded else (dim + rest,) * 2
+    caches = [torch.empty(1, 64, kv_heads, width, dtype=KINDS[kept], device="meta") for width in widths]
+    is_wide, same = dtype == torch.float32, types["q"] == kept
+    demands = (() if is_wide else ("HMMA", "HGMMA"), ("LDG.128", "LDGSTS.128") if same else ())
+    for step in ("decodes", "prompts")[: 1 if rest or is_wide else 2]:
+        rows = layout.rows(step == "prompts", KINDS[kept])
+        constants = layout.constants(64, rows) | layout.attention(caches[0], caches[1], sinks)
+        warps, stages = constants.pop("num_warps"), constants.pop("num_stages")
+        yield KernelForm(
+            f"attend, {name}, {step}{suffix}", attend, types, constants, warps, stages, demands=demands,
+            options=layout.options(rows, KINDS[kept]),
+        )  # fmt: skip

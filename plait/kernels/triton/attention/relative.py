@@ -24,16 +24,15 @@ from torch import Tensor
 from plait.kernels.triton.attention.attention import (
     LOG2E,
     POINTERS,
-    ROWS,
-    SPLIT,
-    PagedLayout,
     _find_sequence,
     _join_softmaxes,
     count_programs,
     join_splits,
     list_work,
     most_slots,
+    shared_limit,
 )
+from plait.kernels.triton.attention.layout import LEAST_SHARED, ROWS, SPLIT, PagedLayout, why_too_large
 from plait.kernels.triton.attention.place import place_all_heads
 from plait.kernels.triton.forms import KernelForm
 from plait.ops.entry import CODED
@@ -174,14 +173,18 @@ def _bias_constants(heads: int, extent: int, rank: int) -> dict[str, int]:
     return {"M": rank, "MP": wide, "H": heads, "EXTENT": extent, "BH": BH, "BE": BE}
 
 
-def _constants(layout: PagedLayout, num_seqs: int, page: int, extent: int) -> dict[str, int]:
-    """What `attend_relative` is compiled for. Decodes and prompts have one form: with more rows it spills."""
+def _constants(
+    layout: PagedLayout, num_seqs: int, page: int, extent: int, kept: torch.dtype, limit: int = LEAST_SHARED
+) -> dict[str, int]:
+    """What `attend_relative` is compiled for, over a cache of `kept`; limit: as `PagedLayout.keys` has it.
+
+    Decodes and prompts have one form: with more rows it spills.
+    """
     shared = layout.constants(num_seqs, ROWS)
-    whole = layout.dim & (layout.dim - 1) == 0
     return shared | {
         "PAGE": page,
         "SPLIT": SPLIT,
-        "BN": 64 if whole and layout.dim <= 128 else 32,
+        "BN": min(64 if layout.dim <= 128 else 32, layout.keys(kept, limit)),
         "WINDOW": layout.window or 0,
         "EXTENT": extent,
         "num_warps": 8 if layout.dim > 128 else 4,
@@ -204,7 +207,8 @@ def _attend_part(
     table, query_start, seq_lens = where
     k_cache, v_cache = caches
     num_seqs, biases = len(seq_lens), make_biases(mixed, profiles)
-    constants = _constants(layout, num_seqs, k_cache.shape[1], len(profiles))
+    sizes = num_seqs, k_cache.shape[1], len(profiles), k_cache.dtype, shared_limit(q.device)
+    constants = _constants(layout, *sizes)
     capacity = most_slots(table, k_cache.shape[1], constants)
     work = list_work(query_start, seq_lens, constants, layout.window or 0, capacity)
     launch(
@@ -216,9 +220,9 @@ def _attend_part(
 
 
 def why_coded(facts: OpFacts) -> str | None:
-    """The `when` of a kernel that reads caches of numbers alone."""
+    """The `when` of a kernel that reads caches of numbers alone, in tiles like those of `attention`."""
     kept = facts.sizes.get("kv_dtype")
-    return f"it keeps float32 or bfloat16, not {kept}" if kept in CODED else None
+    return f"it keeps float32 or bfloat16, not {kept}" if kept in CODED else why_too_large(facts)
 
 
 @relative_attention.variant(NAME, on="cuda", when=why_coded)
@@ -246,7 +250,7 @@ def attend_by_distance(
     place_all_heads(q, k, v, k_cache, v_cache, slot_mapping, slot_mapping, None, None)
     q = q if q.stride(-1) == 1 else q.contiguous()
     sinks = None if sinks is None else sinks if sinks.stride(-1) == 1 else sinks.contiguous()
-    layout = PagedLayout(heads, k_cache.shape[2], dim, 0, None, window, None)
+    layout = PagedLayout(heads, k_cache.shape[2], dim, 0, None, window, None, q.dtype)
     most = max(1, MOST_BIASES // (heads * len(profiles)))
     for first in range(0, tokens, most):
         some, seqs = slice(first, first + most), (query_start, seq_lens)
@@ -279,7 +283,7 @@ def forms() -> Iterator[KernelForm]:
     }
     for name, (heads, kv_heads, dim, rank, extent, window, sinks) in SHAPES.items():
         layout = PagedLayout(heads, kv_heads, dim, 0, None, window, None)
-        constants = _constants(layout, 64, 64, extent) | {"SINKS": sinks}
+        constants = _constants(layout, 64, 64, extent, torch.bfloat16) | {"SINKS": sinks}
         warps, stages = constants.pop("num_warps"), constants.pop("num_stages")
         yield KernelForm(
             f"attend_relative, {name}", attend_relative, types, constants, warps, stages,

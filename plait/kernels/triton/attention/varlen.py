@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from plait.kernels.triton.attention.attention import attend_paged
+from plait.kernels.triton.attention.layout import why_too_large
 from plait.kernels.triton.attention.place import place_all_heads
 from plait.ops.attention import paged_attention
 from plait.ops.launch import is_captured
@@ -62,7 +63,7 @@ def why_not_varlen(facts: OpFacts) -> str | None:
     kept = facts.sizes.get("kv_dtype", "model")
     if kept not in ("model", str(facts.dtype).removeprefix("torch.")):
         return f"keys and values are kept as {kept}"
-    return None
+    return why_too_large(facts)  # decodes are our kernel's
 
 
 place_heads.variant(NAME, on="cuda", when=why_not_varlen)(place_all_heads)

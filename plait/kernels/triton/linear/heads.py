@@ -215,16 +215,16 @@ def _multiply_rows(x: Tensor, packed: HeadPlanes, bm: int) -> Tensor:
     launch(
         heads_planes, (-(-packed.count // BN), heads, -(-m // bm)), x, *plane_tensors(planes), out,
         m, packed.count, n_in, tiling.units, tiling.few_steps, *x.stride()[:2], *out.stride()[:2],
-        *plane_strides(planes), **_row_constants(tiling, bm),
+        *plane_strides(planes), **_row_constants(tiling, bm, x.dtype),
         **plane_constants(planes.layout, x.dtype, has_assembly=x.is_cuda),
     )  # fmt: skip
     return out
 
 
-def _row_constants(tiling: PlanesTiling, bm: int) -> dict[str, Any]:
+def _row_constants(tiling: PlanesTiling, bm: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
     return {
         "EVEN": tiling.is_even(UNITS), "UNITS": UNITS, "BN": BN, "BM": bm,
-        "num_warps": UNITS, "num_stages": 2,
+        "num_warps": UNITS, "num_stages": min(2, tiling.few_stages(bm, dtype)),
     }  # fmt: skip
 
 

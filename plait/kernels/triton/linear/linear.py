@@ -115,7 +115,16 @@ class PlanesTiling:
         """Whether all steps of so many units are whole, and all units."""
         return self.units % units == 0 and self.n_in % self.layout.unit == 0
 
-    def few_constants(self, rows: int, act: str) -> dict[str, Any]:
+    def few_stages(self, rows: int, dtype: torch.dtype) -> int:
+        """Of a loop over units: in float32 a unit of 256 columns and 16 rows of x has place in shared memory
+        on its way to the products alone."""
+        unit, is_small = self.layout.unit, rows <= 8
+        if dtype == torch.float32 and unit == 256:
+            return 2 if is_small else 1
+        return 3 if unit <= 64 or (unit == 256 and is_small) else 2
+
+    def few_constants(self, rows: int, act: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+        """The constants of up to 8 or 16 rows of x in `dtype`."""
         layout = self.layout
         # Left to itself, ptxas spills for sm_80 to have one block more on a processor.
         is_tight = rows <= 8 and layout.bits == 4 and layout.value == "integer" and not layout.high
@@ -124,14 +133,16 @@ class PlanesTiling:
             "BN": self.few_outputs(rows),
             "SHARES": few_rows.shares_of(self.n_out, self.few_steps, self.few_outputs(1)),
             "BM": 8 if rows <= 8 else 16, "num_warps": few_rows.UNITS,
-            "num_stages": 3 if self.layout.unit <= 64 or (self.layout.unit == 256 and rows <= 8) else 2,
+            "num_stages": self.few_stages(rows, dtype),
         }  # fmt: skip
 
-    def many_constants(self, rows: int) -> dict[str, Any]:
+    def many_constants(self, rows: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+        """The constants of so many rows of x in `dtype`: float32 has a stage less, for want of memory."""
         return {
             "EVEN": self.is_even(self.many_units), "IS_SPLIT": rows <= many_rows.SPLIT,
             "SHARES": few_rows.shares_of(self.n_out, self.many_steps, many_rows.BN),
-            "UNITS": self.many_units, "BN": many_rows.BN, "BM": many_rows.BM, "num_warps": 4, "num_stages": 3,
+            "UNITS": self.many_units, "BN": many_rows.BN, "BM": many_rows.BM, "num_warps": 4,
+            "num_stages": 2 if dtype == torch.float32 else 3,
         }  # fmt: skip
 
 
@@ -269,7 +280,7 @@ def multiply_few(
     if isinstance(packed, PackedPlanes) and packed.planes.order is not None:
         x = x.index_select(1, packed.planes.order)
     if isinstance(packed, PackedPlanes):
-        constants, steps = packed.tiling.few_constants(m, act), packed.tiling.few_steps
+        constants, steps = packed.tiling.few_constants(m, act, x.dtype), packed.tiling.few_steps
     else:
         steps = -(-n_in // (few_rows.UNITS * few_rows.DENSE_UNIT))
         constants = dense_constants(n_out, n_in, m, act)
@@ -304,7 +315,7 @@ def dense_constants(n_out: int, n_in: int, rows: int, act: str) -> dict[str, Any
 
 def _multiply_many(x: Tensor, packed: PackedPlanes, bias: Tensor | None, out: Tensor) -> None:
     planes, tiling, m = packed.planes, packed.tiling, len(x)
-    constants = tiling.many_constants(m)
+    constants = tiling.many_constants(m, x.dtype)
     blocks, tiles = -(-m // many_rows.BM), -(-tiling.n_out // many_rows.BN)
     shares = constants["SHARES"] if constants["IS_SPLIT"] else 1
     size = blocks * tiles * shares * many_rows.BN * many_rows.BM if shares > 1 else 1

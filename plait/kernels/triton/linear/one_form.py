@@ -54,15 +54,15 @@ ROWS = 16  # of x, of a program
 OUTPUTS = 32  # of a program: all inputs are in one, so that there must be more of them than of `few_rows`
 
 
-def planes_form(tiling: PlanesTiling) -> dict[str, Any]:
-    """The constants of a layout and a length of rows."""
+def planes_form(tiling: PlanesTiling, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+    """The constants of a layout and a length of rows; dtype: of x."""
     layout = tiling.layout
     outputs = OUTPUTS
     if layout.high == 1 or (layout.value == "e2m1" and layout.scales == "plain"):
         outputs = 16  # as many as no target spills with
     elif layout.bits == 2:
         outputs = 64
-    return tiling.few_constants(ROWS, "") | {"SHARES": 1, "BN": outputs, "BLOCKS": True}
+    return tiling.few_constants(ROWS, "", dtype) | {"SHARES": 1, "BN": outputs, "BLOCKS": True}
 
 
 def numbers_form(n_in: int) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def _launch(x: Tensor, packed: PackedPlanes | PackedNumbers, bias: Tensor | None
     planes, tiling = packed.planes, packed.tiling
     if planes.order is not None:
         x = x.index_select(1, planes.order)
-    constants = planes_form(tiling)
+    constants = planes_form(tiling, x.dtype)
     launch(
         few_rows.few_planes, (-(-m // ROWS), -(-n_out // constants["BN"])), x, *plane_tensors(planes), *rest,
         tiling.units, tiling.few_steps, x.stride(0), out.stride(0), *plane_strides(planes),

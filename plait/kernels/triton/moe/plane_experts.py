@@ -26,7 +26,13 @@ from plait.kernels.triton.linear.linear import plane_constants
 from plait.kernels.triton.linear.multiply_planes import multiply_planes
 from plait.kernels.triton.maths import apply_activation, apply_gated
 from plait.kernels.triton.moe.experts import MOST_SLOTS, SHAPES, TYPES, SumStart
-from plait.kernels.triton.moe.grouped_experts import COUNTS, add_rows, find_tile, sort_by_expert
+from plait.kernels.triton.moe.grouped_experts import (
+    COUNTS,
+    WIDE_TYPES,
+    add_rows,
+    find_tile,
+    sort_by_expert,
+)
 from plait.ops.expert_stack import ExpertStack
 from plait.ops.launch import launch
 from plait.quant.planes import PlaneLayout, Planes
@@ -156,7 +162,7 @@ def multiply_stack(
     if planes.order is not None:
         x, k = _order_rows(x, whole["order"], index, k), 1
     y = x.new_empty(pairs, size)
-    tile = pair_tile(planes.layout, each)
+    tile = pair_tile(planes.layout, each, x.dtype)
     tiles = pairs if where is None else pairs // tile["BM"] + min(stack.count, pairs)
     tensors, strides = _plane_arguments(whole)
     units = planes.layout.padded(stack.n_in) // planes.layout.unit
@@ -202,18 +208,19 @@ def _order_rows(x: Tensor, order: Tensor, index: Tensor, k: int) -> Tensor:
     return out
 
 
-def pair_tile(layout: PlaneLayout, each: int) -> dict[str, int]:
-    """Outputs and pairs of a program; each: pairs of an expert, about, 0 for slots.
+def pair_tile(layout: PlaneLayout, each: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, int]:
+    """Outputs and pairs of a program; each: pairs of an expert, about, 0 for slots; dtype: of x.
 
     Units of 256 columns have one stage less, because x takes most of the shared memory there. Their codes of
     two bits have at most 16 pairs, for want of registers. Up to so many pairs they are given all registers:
-    left to itself, ptxas spills to have one block more on a processor.
+    left to itself, ptxas spills to have one block more on a processor. In float32 a tile has as many numbers
+    as shared memory holds: 8 pairs of units of 256 columns, 16 of those of 128.
     """
-    narrow, has_high = layout.unit <= 64, layout.high == 1
-    is_tight = has_high and layout.bits == 2
-    rows = 8 if each < 8 else 16 if each < 24 or is_tight else 32
+    narrow, has_high, is_wide = layout.unit <= 64, layout.high == 1, dtype == torch.float32
+    is_tight = (has_high and layout.bits == 2) or (is_wide and not narrow)
+    rows = 8 if each < 8 or (is_wide and layout.unit == 256) else 16 if each < 24 or is_tight else 32
     outputs = 32 if rows < 32 and narrow else 16
-    is_short = (rows == 32 and narrow) or (rows > 8 and has_high)
+    is_short = (rows == 32 and narrow) or (rows > 8 and has_high) or (is_wide and not narrow)
     options = {"maxnreg": 255} if has_high and rows < 32 else {}
     return {"BN": outputs, "BM": rows, "num_stages": 2 if is_short else 3, **options}
 
@@ -239,39 +246,42 @@ STRIDES = (
 )  # fmt: skip
 
 
+WIDE = (("qwen3 30b-a3b", "Q4_K"),)  # in float32
+
+
 def forms() -> Iterator[KernelForm]:
     """What models of published sizes launch: slots, and tiles of every size."""
     for name, storage in PUBLISHED:
-        k, hidden, width, kind, gated, biased, _ = SHAPES[name]
-        layout, scales, levels = STORAGES[storage]
-        types = TYPES | {
-            "codes": "i16*",
-            "high": "i16*",
-            "scales": scales,
-            "levels": levels,
-            "table": "fp32*",
-        }
-        types |= dict.fromkeys(STRIDES, "i32!") | {"n_in": "i32!"}
-        if layout.tall > 1:
-            types |= {
-                "scales_row": "i32",
-                "levels_row": "i32",
-                "scales_expert": "i32",
-                "levels_expert": "i32",
-            }
-        for what, n_in, per_row, act in (("up", hidden, k, (kind, gated)), ("down", width, 1, ("", False))):
-            sizes = (0, 16) if pair_tile(layout, 16) == pair_tile(layout, 64) else (0, 16, 64)
-            for each in sizes:
-                tile = pair_tile(layout, each)
-                stages, units = tile.pop("num_stages"), layout.padded(n_in) // layout.unit
-                options = {key: tile.pop(key) for key in ("maxnreg",) if key in tile}
-                constants = {
-                    **plane_constants(layout, torch.bfloat16, has_assembly=True), **tile, "UNITS": UNITS,
-                    "EVEN": units % UNITS == 0 and n_in % layout.unit == 0, "E": COUNTS[name],
-                    "EP": triton.next_power_of_2(COUNTS[name]), "SLOTS": each == 0, "K": per_row,
-                    "KIND": act[0], "GATED": act[1], "BIASED": biased,
-                }  # fmt: skip
-                named = f"multiply_pairs, {name} {storage} {what}, {'slots' if not each else tile['BM']}"
-                yield KernelForm(
-                    named, multiply_pairs, types, constants, UNITS, stages, demands=DEMANDS, options=options
-                )  # fmt: skip
+        yield from _pair_forms(name, storage, torch.bfloat16)
+    for name, storage in WIDE:
+        yield from _pair_forms(name, storage, torch.float32)
+
+
+def _pair_forms(name: str, storage: str, dtype: torch.dtype) -> Iterator[KernelForm]:
+    k, hidden, width, kind, gated, biased, _ = SHAPES[name]
+    layout, scales, levels = STORAGES[storage]
+    is_wide = dtype == torch.float32
+    types = WIDE_TYPES if is_wide else TYPES
+    types = types | {"codes": "i16*", "high": "i16*", "scales": scales, "levels": levels, "table": "fp32*"}
+    types |= dict.fromkeys(STRIDES, "i32!") | {"n_in": "i32!"}
+    if layout.tall > 1:
+        types |= dict.fromkeys(("scales_row", "levels_row", "scales_expert", "levels_expert"), "i32")
+    tiles = {each: pair_tile(layout, each, dtype) for each in (0, 16, 64)}
+    products = (("up", hidden, k, (kind, gated)), ("down", width, 1, ("", False)))
+    for what, n_in, per_row, act in products[:1] if is_wide else products:
+        for each in (0, 16) if is_wide or tiles[16] == tiles[64] else (0, 16, 64):
+            tile, units = dict(tiles[each]), layout.padded(n_in) // layout.unit
+            stages = tile.pop("num_stages")
+            options = {key: tile.pop(key) for key in ("maxnreg",) if key in tile}
+            constants = {
+                **plane_constants(layout, dtype, has_assembly=True), **tile, "UNITS": UNITS,
+                "EVEN": units % UNITS == 0 and n_in % layout.unit == 0, "E": COUNTS[name],
+                "EP": triton.next_power_of_2(COUNTS[name]), "SLOTS": each == 0, "K": per_row,
+                "KIND": act[0], "GATED": act[1], "BIASED": biased,
+            }  # fmt: skip
+            rows = "slots" if not each else str(tile["BM"])
+            named = f"multiply_pairs, {name} {storage} {what}, {rows}{', float32' if is_wide else ''}"
+            yield KernelForm(
+                named, multiply_pairs, types, constants, UNITS, stages,
+                demands=DEMANDS[1:] if is_wide else DEMANDS, options=options,
+            )  # fmt: skip
