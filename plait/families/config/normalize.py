@@ -166,7 +166,9 @@ def _plain(value: Any) -> Any:
 
 
 def _refuse(flat: Mapping[str, Any], honours: Collection[str]) -> None:
-    if flat.get("use_sliding_window") is False:
+    window, longest = flat.get("sliding_window"), flat.get("max_position_embeddings")
+    hides_nothing = isinstance(window, int) and isinstance(longest, int) and window >= longest
+    if hides_nothing or flat.get("use_sliding_window") is False:
         honours = {*honours, "sliding_window"}
     for key, neutral in NEUTRAL.items():
         if key in flat and key not in honours and flat[key] not in neutral:

@@ -177,6 +177,7 @@ def test_only_mistral_has_windows_and_has_them_where_its_config_is_silent() -> N
     assert {a.window for a in attentions({**mistral, "sliding_window": 9})} == {9}
     with pytest.raises(UnsupportedModel, match="sliding_window = 9"):
         build_spec({**LLAMA, "sliding_window": 9})
+    assert build_spec({**LLAMA, "sliding_window": 512}), "as wide as the longest sequence: it hides nothing"
 
 
 def test_windows_may_be_a_word_of_letters() -> None:
