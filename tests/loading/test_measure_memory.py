@@ -228,7 +228,7 @@ def test_a_gpu_gives_its_share_of_what_is_measured_and_swaps_into_the_host_s_mem
         assert size(left, peak, draft) == wanted
     with pytest.raises(OutOfMemory, match=r"may take .* and 1 KiB are left by the weights; lower"):
         size(1024, 0)
-    with pytest.raises(OutOfMemory, match="and the limit is 0 KiB"):
+    with pytest.raises(OutOfMemory, match="and the limit is 0 bytes"):
         size(100 * MIB, 200 * MIB, max_model_len=64)
 
 

@@ -153,7 +153,7 @@ PHI_4_MINI = Form(
     tokens=("<|tool|>", "<|/tool|>", "<|tool_call|>", "<|/tool_call|>"),
 )
 FAMILIES: dict[str, list[Form]] = {
-    "Llama 2, 3, 3.x, SmolLM2, CodeLlama, Mistral, Nemo, Devstral": [
+    "Llama 2, 3, 3.x, SmolLM2, CodeLlama": [
         PLAIN,
         Form(TURNS),
         LLAMA,
@@ -161,6 +161,9 @@ FAMILIES: dict[str, list[Form]] = {
             "{{ tools }}<|python_tag|>", "llama_json", f"<|python_tag|>{'; '.join(objects(key='parameters'))}"
         ),
         Form("{{ tools }}[func_name1(params_name1=…)]", "pythonic", f"[{', '.join(PYTHON)}]"),
+    ],
+    "Mistral, Nemo, Ministral 8B, Devstral": [
+        PLAIN,
         MISTRAL,
         Form("{{ tools }}[TOOL_CALLS]f[ARGS]", "mistral_args", each("[TOOL_CALLS]{n}[ARGS]{a}")),
     ],
