@@ -59,7 +59,7 @@ def _fill_llama(t: Tensors) -> None:
     ),
 )
 def llama(c: Config) -> tuple[ModelSpec, NameMap]:
-    """Llama 2 and 3, CodeLlama, SmolLM2. None has windows: a config with one is refused."""
+    """Llama 2 and 3, CodeLlama, SmolLM2. None has windows: one that hides tokens is refused."""
     return dense(c, "llama")
 
 
