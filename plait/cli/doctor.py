@@ -16,6 +16,7 @@ from plait.config import Isa
 
 BYTES = {
     "vnni": "with AVX-512 VNNI",
+    "avx-vnni": "with AVX-VNNI",
     "avx2": "with AVX2",
     "neon-i8mm": "with NEON, dotprod and i8mm",
     "neon-dotprod": "with NEON and dotprod",

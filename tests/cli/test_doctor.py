@@ -101,7 +101,7 @@ def test_a_good_machine_has_no_findings() -> None:
         ({"versions__numba": None}, "warning", "many times slower", "pip install numba"),
         ({"versions__huggingface-hub": None}, "note", "cannot be fetched", "plait-engine[hub]"),
         ({"kernels__dot": "generic"}, "warning", "no AVX2", "fraction"),
-        ({"kernels__dot": "avx2"}, "note", "no AVX-512 VNNI", "nothing to do"),
+        ({"kernels__dot": "avx2"}, "note", "no VNNI", "nothing to do"),
         ({"cpu__quota": 0.5}, "warning", "a quota of 0.5 CPUs, and 4 threads", "a quota of one CPU or more"),
         ({"cpu__load": 30.0}, "note", "busy", "lower"),
         ({"memory__available": 1 << 30}, "warning", "1.0 GiB of memory available", "--quantize"),

@@ -256,7 +256,7 @@ def check_cpu(facts: Mapping[str, Any], asked: DoctorRequest) -> Iterator[Findin
     elif dot == "generic" and dot is not None:
         yield Finding("note", "kernels are generic on this processor", "its own dot product is not used yet")
     elif dot == "avx2":
-        reason = f"--isa {asked.isa}" if asked.isa != "native" else "this processor has no AVX-512 VNNI"
+        reason = f"--isa {asked.isa}" if asked.isa != "native" else "this processor has no VNNI"
         yield Finding(
             "note", f"products of bytes use AVX2: {reason}", "nothing to do, if it is the processor"
         )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from plait.kernels.cpu.attention import attention
 from plait.kernels.cpu.attention.rows import QUERY, WIDEST
-from plait.kernels.cpu.attention.source import FEW, Form, Scoring, Weighing, module, next_group
+from plait.kernels.cpu.attention.source import FEW, Form, Scoring, Weighing, cut_rows, module, next_group
 from plait.kernels.cpu.codegen.bf16_dot import HARDWARE, Pairs, spread_pair, write_dot
 from plait.kernels.cpu.codegen.kernel import Kernel
 from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, digest
@@ -50,16 +50,16 @@ def _multiply_pairs(w: Writer, xs: Sequence[Pairs], ys: Sequence[Word], sums: Se
 class PairScoring(Scoring):
     """Products of queries that `rows.pack_pairs` left with keys."""
 
-    def _sums(self, w: Writer, rows: int, keys: list[Word], ahead: list[Word]) -> list[Value]:
+    def _sums(self, w: Writer, rows: int, part: range, keys: list[Word], ahead: list[Word]) -> list[Value]:
         def step(p: Word, *sums: Value) -> list[Value]:
             for n in ahead:
                 w.prefetch(n + 64 * p)
             bits = [w.load_i32(k + 64 * p) for k in keys]
             xs = bits if HARDWARE else [(w.low_bf16(x), w.high_bf16(x)) for x in bits]
             at = self.q + (4 if HARDWARE else 8) * p
-            return _multiply_pairs(w, xs, [at + QUERY * r for r in range(rows)], sums)
+            return _multiply_pairs(w, xs, [at + QUERY * r for r in part], sums)
 
-        return w.loop(0, self.d >> 1, 1, [w.zero_f32()] * (rows * len(keys)), step)
+        return w.loop(0, self.d >> 1, 1, [w.zero_f32()] * (len(part) * len(keys)), step)
 
 
 class PairWeighing(Weighing):
@@ -69,8 +69,12 @@ class PairWeighing(Weighing):
 
     def _some(self, w: Writer, rows: int, c: Word, wide: int, left: Word | None) -> None:
         """Columns c and on: 32 * `wide` of them, or `left` pairs as they lie."""
-        ahead = rows <= FEW and left is None
+        for part in cut_rows(rows, 2 * wide):
+            self._some_rows(w, part, c, wide, left, ahead=rows <= FEW and left is None)
 
+    def _some_rows(
+        self, w: Writer, rows: range, c: Word, wide: int, left: Word | None, *, ahead: bool
+    ) -> None:
         def group(g: Word, *sums: Value) -> list[Value]:
             v = w.get_i64(self.places + 8 * g) + 2 * c
             stage = g - (self.start >> 4)
@@ -85,17 +89,18 @@ class PairWeighing(Weighing):
                     w.prefetch(n + part + self.stride * (j >> 1) + 64 * (j - (j >> 1 << 1)))
                 xs = self._read_pairs(w, [v + at for at in both], wide, left)
                 y = self.scores + (32 * g + 4 * j if HARDWARE else 64 * g + 8 * j)
-                return _multiply_pairs(w, xs, [y + self.line * r for r in range(rows)], sums)
+                return _multiply_pairs(w, xs, [y + self.line * r for r in rows], sums)
 
             return w.loop(low >> 1, (high + 1) >> 1, 1, sums, pair)
 
-        zeros = [w.zero_f32()] * (2 * rows * wide)
+        zeros = [w.zero_f32()] * (2 * len(rows) * wide)
         sums = w.loop(self.start >> 4, (self.end + 15) >> 4, 1, zeros, group)
         for i in range(0, len(sums), 2):
             pair = sums[i : i + 2]
             if HARDWARE:
                 pair = [w.columns_low(*pair), w.columns_high(*pair)]
-            at = self.out + self.record * (i // (2 * wide)) + 64 + 4 * c + 64 * (i % (2 * wide))
+            record = self.out + self.record * (rows.start + i // (2 * wide))
+            at = record + 64 + 4 * c + 64 * (i % (2 * wide))
             w.store_f32(at, pair[0])
             if left is None:
                 w.store_f32(at + 64, pair[1])

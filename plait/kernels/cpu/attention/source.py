@@ -27,11 +27,14 @@ from plait.kernels.cpu.attention.rows import SIZES, TILE
 from plait.kernels.cpu.attention.seven_bits import UPPER  # and `join_upper`, which `Writer` has then
 from plait.kernels.cpu.codegen.kernel import load_generated
 from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, digest, straight
+from plait.kernels.cpu.codegen.target import wide_registers
 from plait.kernels.cpu.codegen.vec import name_arguments
 from plait.ops.entry import KEY_GROUP, NIBBLE_GROUP, NIBBLE_MOST
 
 TILES = 8  # of one unit of work, at most: they share the keys and values of a split while those are in L2
 SEVENS = 7  # in place of a size: codes of seven bits
+WIDE = wide_registers()
+HELD = 24 if WIDE else 6  # vectors of sums that registers hold next to what is multiplied
 FEW = 4  # rows: tiles up to here wait for memory, and ask for the next group while they work on one
 
 
@@ -133,6 +136,17 @@ def by_size(work: type, *fixed: int) -> object:
     return straight(write)
 
 
+def cut_rows(rows: int, vectors: int) -> list[range]:
+    """Rows in parts of which registers hold so many vectors of sums for each row."""
+    size = -(-rows // -(-rows * vectors // HELD))
+    return [range(first, min(first + size, rows)) for first in range(0, rows, size)]
+
+
+def vectors_of(rows: int, most: int) -> int:
+    """Of sums for each row of a tile, where registers are few; at most so many."""
+    return min(most, {1: 4, 2: 2, 3: 2}.get(rows, 1))
+
+
 @dataclass(frozen=True, slots=True)
 class Scoring:
     """Products of queries with keys, several groups of sixteen at a time: what is fixed, and arguments.
@@ -151,21 +165,25 @@ class Scoring:
 
     def write(self, w: Writer, rows: int) -> None:
         wide = 8 if rows <= 2 else 4 if rows <= 4 else 2
+        wide = wide if WIDE else vectors_of(rows, wide)
 
         def groups(g: Word) -> None:
             own = [(g + i).least(self.end - 1) for i in range(wide)]  # a group too many is computed twice
             keys = [w.get_i64(self.places + 8 * i) for i in own]
             ahead = soon(w, self.places, self.end, self.line, own, g + wide) if rows <= FEW else []
-            for i, s in enumerate(self._sums(w, rows, keys, ahead)):
-                w.store_f32(self.to + self.line * (i // wide) + 64 * own[i % wide], s)
+            for part in cut_rows(rows, wide):
+                for i, s in enumerate(self._sums(w, rows, part, keys, ahead)):
+                    w.store_f32(self.to + self.line * (part.start + i // wide) + 64 * own[i % wide], s)
 
         w.loop(self.first, self.end, wide, (), groups)
 
-    def _sums(self, w: Writer, rows: int, keys: list[Word], ahead: list[Word]) -> list[Value]:
-        zeros, wide = [w.zero_f32()] * (rows * len(keys)), len(keys)
+    def _sums(self, w: Writer, rows: int, part: range, keys: list[Word], ahead: list[Word]) -> list[Value]:
+        """Of some rows of the tile, key by key."""
+        zeros, wide = [w.zero_f32()] * (len(part) * len(keys)), len(keys)
+        one = partial(self._step, w, rows, part)
 
         def some(first: Word | int, end: Word) -> list[Value]:
-            return w.loop(first, end, 1, zeros, lambda p, *sums: self._step(w, rows, p, keys, ahead, sums))
+            return w.loop(first, end, 1, zeros, lambda p, *sums: one(p, keys, ahead, sums))
 
         def scaled(n: Word, *sums: Value) -> list[Value]:
             first, steps = n * (KEY_GROUP // 4), self.d >> 2
@@ -177,9 +195,9 @@ class Scoring:
         def offset(n: Word, *sums: Value) -> list[Value]:
             at = 8 * self.d + 64 * n
             scales = [(w.load_bf16(k + at), w.load_bf16(k + at + 32)) for k in keys]
-            first, step = n * (NIBBLE_GROUP // 8), partial(self._step, w, rows)
+            first = n * (NIBBLE_GROUP // 8)
             return w.loop(
-                first, first + NIBBLE_GROUP // 8, 1, sums, lambda p, *now: step(p, keys, ahead, now, scales)
+                first, first + NIBBLE_GROUP // 8, 1, sums, lambda p, *now: one(p, keys, ahead, now, scales)
             )
 
         if self.key_size == 0:
@@ -192,6 +210,7 @@ class Scoring:
         self,
         w: Writer,
         rows: int,
+        part: range,
         p: Word,
         keys: list[Word],
         ahead: list[Word],
@@ -217,7 +236,7 @@ class Scoring:
             columns = [[unpack(x) for x in columns[0]] for unpack in (w.low_bf16, w.high_bf16)]
         for i, xs in enumerate(columns):
             at = self.q + 4 * rows * len(columns) * p + 4 * rows * i
-            sums = _multiply_add(w, xs, (at + 4 * r for r in range(rows)), sums)
+            sums = _multiply_add(w, xs, (at + 4 * r for r in part), sums)
         return list(sums)
 
 
@@ -279,6 +298,8 @@ class Weighing:
 
     def write(self, w: Writer, rows: int) -> None:
         bits, unit = 6 if rows <= 4 else 5, self.UNIT  # 64 columns at a time, or 32
+        if not WIDE:
+            bits = max(4 + vectors_of(rows, 4).bit_length() - 1, 5 if self.packed or unit == 32 else 4)
         if self.packed:
             w.loop(
                 0,
@@ -299,8 +320,13 @@ class Weighing:
 
     def _some(self, w: Writer, rows: int, c: Word, wide: int, left: Word | None) -> None:
         """Columns c and on: `wide` vectors of them, or `left` float32 as they lie."""
+        for part in cut_rows(rows, wide):
+            self._some_rows(w, part, c, wide, left, ahead=rows <= FEW and left is None)
+
+    def _some_rows(
+        self, w: Writer, rows: range, c: Word, wide: int, left: Word | None, *, ahead: bool
+    ) -> None:
         offset = c >> 1 if self.packed else self.value_size * c
-        ahead = rows <= FEW and left is None
 
         def group(g: Word, *sums: Value) -> list[Value]:
             v, s = w.get_i64(self.places + 8 * g) + offset, self.scores + 64 * g
@@ -319,13 +345,14 @@ class Weighing:
                     codes = (self.columns >> 3) * SEVENS if self.packed else self.columns
                     scale = w.spread(w.get_bf16(at - offset + codes + c // self.group * 2))
                     xs = [w.mul(x, scale) for x in xs]
-                return _multiply_add(w, xs, (s + 4 * j + self.line * r for r in range(rows)), sums)
+                return _multiply_add(w, xs, (s + 4 * j + self.line * r for r in rows), sums)
 
             return w.loop(low, high, 1, sums, token)
 
-        zeros = [w.zero_f32()] * (rows * wide)
+        zeros = [w.zero_f32()] * (len(rows) * wide)
         for i, x in enumerate(w.loop(self.start >> 4, (self.end + 15) >> 4, 1, zeros, group)):
-            w.store_f32(self.out + self.record * (i // wide) + 64 + 4 * c + 64 * (i % wide), x)
+            record = self.out + self.record * (rows.start + i // wide)
+            w.store_f32(record + 64 + 4 * c + 64 * (i % wide), x)
 
     def _decode(self, w: Writer, at: Word, c: Word, wide: int) -> list[Value]:
         """`wide` vectors of int4 or int7, from column c on. at: their codes, or the lower bits of these."""

@@ -46,6 +46,7 @@ class Level:
 LEVELS = (
     Level("x86-64-v4-bf16", "x86-64-v4", ICE | {"avx512bf16"}),  # AMD from Zen 4 on
     Level("x86-64-v4-vnni", "x86-64-v4", ICE),  # Intel from Ice Lake on
+    Level("x86-64-v3-vnni", "x86-64-v3", BASE | {"avxvnni"}),  # Intel without AVX-512 from Alder Lake on
     Level("x86-64-v3", "x86-64-v3", BASE),
 )
 

@@ -24,7 +24,7 @@ SMALLEST = 2.0**-126  # of the float32 that have all their bits
 WHOLE = 2.0**23  # from here on float32 are whole numbers
 
 
-def _call(b: ir.IRBuilder, name: str, result: ir.Type, *values: ir.Value) -> ir.Value:
+def call(b: ir.IRBuilder, name: str, result: ir.Type, *values: ir.Value) -> ir.Value:
     kind = ir.FunctionType(result, [v.type for v in values])
     return b.call(cgutils.get_or_insert_function(b.module, kind, name), values)
 
@@ -44,7 +44,7 @@ def fma(b: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
     halves = b.bitcast(wide, _v32i32)
     low = b.shuffle_vector(halves, halves, ir.Constant(_vi32, list(range(0, 32, 2))))
     middle = b.icmp_signed("==", b.shl(low, _all(_vi32, 3)), _all(_vi32, -(1 << 31)))
-    small = b.fcmp_ordered("<=", _call(b, "llvm.fabs.v16f32", _vf32, narrow), _all(_vf32, SMALLEST))
+    small = b.fcmp_ordered("<=", call(b, "llvm.fabs.v16f32", _vf32, narrow), _all(_vf32, SMALLEST))
     before = b.block
     with b.if_then(_any(b, b.or_(middle, small)), likely=False):
         asked = b.call(_define_fma(b.module), [x, y, z])
@@ -82,7 +82,7 @@ def _define_fma(module: ir.Module) -> ir.Function:
         b.fcmp_unordered("!=", b.fsub(wide, part), rest) for part, rest in ((product, more), (more, product))
     )
     with b.if_then(_any(b, b.or_(*off)), likely=False):
-        b.ret(_call(b, "llvm.fma.v16f32", _vf32, *function.args))
+        b.ret(call(b, "llvm.fma.v16f32", _vf32, *function.args))
     b.ret(b.fptrunc(wide, _vf32))
     return function
 
@@ -98,9 +98,9 @@ def write_fma(w: Any, x: Any, y: Any, s: Any) -> Any:
 
 def nearest(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """The nearest whole number, half to even: 2**23 more has no bits for anything behind the point."""
-    size = _call(b, "llvm.fabs.v16f32", _vf32, x)
+    size = call(b, "llvm.fabs.v16f32", _vf32, x)
     whole = b.fsub(b.fadd(size, _all(_vf32, WHOLE)), _all(_vf32, WHOLE))
-    signed = _call(b, "llvm.copysign.v16f32", _vf32, whole, x)
+    signed = call(b, "llvm.copysign.v16f32", _vf32, whole, x)
     return b.select(b.fcmp_ordered("<", size, _all(_vf32, WHOLE)), signed, x)
 
 
@@ -116,7 +116,7 @@ def _by_twos(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
     for start in range(0, 32, 8):
         order = ir.Constant(_v8i32, list(range(start, start + 8)))
         mine = (b.shuffle_vector(a, a, order) for a in (x, y))
-        parts.append(_call(b, "llvm.x86.sse2.pmadd.wd", _v4i32, *mine))
+        parts.append(call(b, "llvm.x86.sse2.pmadd.wd", _v4i32, *mine))
     order = ir.Constant(_v8i32, list(range(8)))
     low, high = (b.shuffle_vector(parts[n], parts[n + 1], order) for n in (0, 2))
     return b.shuffle_vector(low, high, ir.Constant(_vi32, list(range(LANES))))

@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]  # plait/kernels/cpu
 SHARED = (
     "codegen/vec.py",
     "codegen/plain_x86.py",
+    "codegen/byte_dot.py",
     "runtime/frame.py",
     "runtime/frame_words.py",
     "codegen/kernel.py",
@@ -50,12 +51,14 @@ TARGETS = {
     "native": "",
     "amx": "sapphirerapids",
     "avx512": "skylake-avx512",
+    "avx-vnni": "alderlake",
     "avx2": "haswell",
     "generic": "x86-64",
 }
 NEEDED = {
     "amx": amx_permission.NEEDED,
     "avx512": {"avx512f", "avx512bw", "avx512vl"},
+    "avx-vnni": {"avx2", "fma", "avxvnni"},
     "avx2": {"avx2", "fma"},
 }
 
@@ -125,7 +128,9 @@ def _arm_dot() -> str:
 
 
 def _dot() -> str:
-    """How four products of bytes are added: "vnni", "avx2", as `_arm_dot` says, or "generic"."""
+    """How four products of bytes are added: "vnni" or "avx-vnni" (in registers of 512 or 256 bits), "avx2",
+    as `_arm_dot` says, or "generic".
+    """
     if AARCH64:
         return _arm_dot()
     name = read_cpu_name()
@@ -133,15 +138,24 @@ def _dot() -> str:
         features = kernel_features()
         if {"avx512vnni", "avx512bw", "avx512vl"} <= features:
             return "vnni"
-        return "avx2" if "avx2" in features else "generic"
+        narrow = "avxvnni" in features and "avx512f" not in features
+        return "avx-vnni" if narrow else "avx2" if "avx2" in features else "generic"
     if name == TARGETS["amx"]:
         return "vnni"
+    if name == TARGETS["avx-vnni"]:
+        return "avx-vnni"
     return "avx2" if name in (TARGETS["avx512"], TARGETS["avx2"]) else "generic"
 
 
 def read_cpu_name() -> str:
     """The processor that kernels are compiled for by name; "": this one, or its level."""
     return "" if _level else config.CPU_NAME or ""
+
+
+def wide_registers() -> bool:
+    """Whether a vector of sixteen floats is one register, of which there are 32; else it is two, or four."""
+    name = read_cpu_name()
+    return name in (TARGETS["amx"], TARGETS["avx512"]) or (not name and "avx512f" in kernel_features())
 
 
 def adds_bf16() -> bool:
@@ -153,6 +167,17 @@ def adds_bf16() -> bool:
     if read_cpu_name() or not {"avx512bf16", "avx512bw"} <= kernel_features():
         return False
     return bool(_level) or str(binding.get_host_cpu_name()).startswith("znver")
+
+
+def one_stream() -> bool:
+    """Whether one row reads weights from the first byte to the last, and names none but the next lines early.
+
+    AMD's cores from Zen 4 on, which `adds_bf16` finds in levels, too, fetch such a stream by themselves, at
+    the rate of plain reads. Three streams with prefetches had half to two thirds of it (two cores of an
+    EPYC). On Intel's, one stream left a core waiting, and two or three, fetched ahead, did not. No bit
+    depends on it.
+    """
+    return adds_bf16()
 
 
 def host_level() -> Level | None:
@@ -179,7 +204,8 @@ def _aim_at_host() -> None:
     config.CPU_FEATURES = _level[0].llvm_features if _level else _native_features()
 
 
-if not config.CPU_NAME and config.CPU_FEATURES is None:
+NAMED = config.CPU_NAME or ""  # the processor that Numba is set to compile for: native, then
+if not NAMED and config.CPU_FEATURES is None:
     _aim_at_host()
 DOT = _dot()
 
@@ -199,8 +225,8 @@ def aim(isa: str) -> None:
     """
     if isa not in TARGETS:
         raise ConfigError(f"isa: {isa!r} is not one of {', '.join(TARGETS)}")
-    cpu = TARGETS[isa]
-    if cpu and not X86_64:
+    cpu = TARGETS[isa] or NAMED
+    if TARGETS[isa] and not X86_64:
         raise ConfigError(f"isa: {isa} is for x86-64; this machine is {platform.machine()}: use native")
     if missing := NEEDED.get(isa, set()) - host_features():
         raise ConfigError(f"isa: this machine has no {', '.join(sorted(missing))}, which {isa} needs")

@@ -18,7 +18,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
-from plait.kernels.cpu.codegen import plain_x86
+from plait.kernels.cpu.codegen import byte_dot, plain_x86
 from plait.kernels.cpu.codegen.kinds import Float, Floats, Int, Ints
 from plait.kernels.cpu.codegen.target import AARCH64, DOT
 
@@ -27,9 +27,8 @@ i8, i16, i32, i64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 f16, f32 = ir.HalfType(), ir.FloatType()
 vi8, vi16, vi32 = (ir.VectorType(t, LANES) for t in (i8, i16, i32))
 vf16, vf32 = ir.VectorType(f16, LANES), ir.VectorType(f32, LANES)
-v8i32, v16i16, v32i8 = ir.VectorType(i32, 8), ir.VectorType(i16, 16), ir.VectorType(i8, 32)
-v4i32, v8i16 = ir.VectorType(i32, 4), ir.VectorType(i16, 8)  # registers of NEON
 VOID = ir.VoidType()
+_call = plain_x86.call
 WINDOWS = platform.system() == "Windows"
 
 
@@ -95,11 +94,6 @@ def _splat(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
 
 def _ints(value: int) -> ir.Constant:
     return ir.Constant(vi32, [value] * LANES)
-
-
-def _call(b: ir.IRBuilder, name: str, result: ir.Type, *values: ir.Value) -> ir.Value:
-    kind = ir.FunctionType(result, [v.type for v in values])
-    return b.call(cgutils.get_or_insert_function(b.module, kind, name), values)
 
 
 def _at(b: ir.IRBuilder, address: ir.Value, kind: ir.Type) -> ir.Value:
@@ -373,114 +367,8 @@ interleave_high = _define("interleave_high", VF, (VF, VF), lambda b, x, y: _inte
 
 
 # ---- four products of unsigned by signed bytes, added to each lane: the heart of every quantized linear ----
-def _dot_vnni(b: ir.IRBuilder, s: ir.Value, u: ir.Value, v: ir.Value) -> ir.Value:
-    return _call(b, "llvm.x86.avx512.vpdpbusd.512", s.type, s, _as_bytes(b, s, u), _as_bytes(b, s, v))
-
-
-def _as_bytes(b: ir.IRBuilder, s: ir.Value, x: ir.Value) -> ir.Value:
-    return b.bitcast(x, ir.VectorType(i8, 64))
-
-
-def _half(b: ir.IRBuilder, x: ir.Value, k: int) -> ir.Value:
-    return b.bitcast(b.shuffle_vector(x, x, ir.Constant(v8i32, list(range(8 * k, 8 * k + 8)))), v32i8)
-
-
-def _products_avx2(b: ir.IRBuilder, u: ir.Value, v: ir.Value) -> ir.Value:
-    parts = []
-    for k in (0, 1):
-        pairs = _call(b, "llvm.x86.avx2.pmadd.ub.sw", v16i16, _half(b, u, k), _half(b, v, k))
-        parts.append(_call(b, "llvm.x86.avx2.pmadd.wd", v8i32, pairs, ir.Constant(v16i16, [1] * 16)))
-    return b.shuffle_vector(parts[0], parts[1], ir.Constant(vi32, list(range(16))))
-
-
-def _dot_avx2(b: ir.IRBuilder, s: ir.Value, u: ir.Value, v: ir.Value) -> ir.Value:
-    return b.add(s, _products_avx2(b, u, v))
-
-
-def _dot8_avx2(b: ir.IRBuilder, s: ir.Value, u: ir.Value, v: ir.Value) -> ir.Value:
-    """Seven bits and the top one apart: the sum of two full products would not fit into 16 bits."""
-    low = _products_avx2(b, b.and_(u, _ints(0x7F7F7F7F)), v)
-    top = _products_avx2(b, b.and_(b.lshr(u, _ints(7)), _ints(0x01010101)), v)
-    return b.add(b.add(s, low), b.shl(top, _ints(7)))
-
-
-def _dot_generic(b: ir.IRBuilder, s: ir.Value, u: ir.Value, v: ir.Value) -> ir.Value:
-    if plain_x86.HERE:
-        return plain_x86.dot(b, s, u, v)
-    for j in range(4):
-        byte = b.and_(b.lshr(u, _ints(8 * j)), _ints(255))
-        signed = b.ashr(b.shl(v, _ints(24 - 8 * j)), _ints(24))
-        s = b.add(s, b.mul(byte, signed))
-    return s
-
-
-def _quarters(b: ir.IRBuilder, x: ir.Value, lanes: int) -> list[ir.Value]:
-    """Sixteen ints as registers of NEON, each `lanes` bytes: sixteen (a whole one) or eight."""
-    x, kind = _as_bytes(b, None, x), ir.VectorType(i32, lanes)
-    starts = range(0, 64, lanes)
-    return [b.shuffle_vector(x, x, ir.Constant(kind, list(range(n, n + lanes)))) for n in starts]
-
-
-def _join_registers(b: ir.IRBuilder, parts: list[ir.Value]) -> ir.Value:
-    """Four registers of four ints as one vector."""
-    kind = ir.VectorType(i32, 8)
-    low, high = (b.shuffle_vector(p, q, ir.Constant(kind, list(range(8)))) for p, q in (parts[:2], parts[2:]))
-    return b.shuffle_vector(low, high, ir.Constant(vi32, list(range(LANES))))
-
-
-def _by_fours(name: str, b: ir.IRBuilder, s: ir.Value, u: ir.Value, v: ir.Value) -> ir.Value:
-    """An instruction of aarch64 that multiplies bytes by fours: sdot (signed) or usdot (u is unsigned)."""
-    sums = [b.shuffle_vector(s, s, ir.Constant(v4i32, list(range(n, n + 4)))) for n in range(0, LANES, 4)]
-    given = zip(sums, _quarters(b, u, 16), _quarters(b, v, 16), strict=True)
-    return _join_registers(
-        b, [_call(b, f"llvm.aarch64.neon.{name}.v4i32.v16i8", v4i32, *part) for part in given]
-    )
-
-
-def _dot8_sdot(b: ir.IRBuilder, s: ir.Value, u: ir.Value, v: ir.Value) -> ir.Value:
-    """u as a signed byte is 128 less: so 128 times the sum of v is added."""
-    ones, top = _ints(0x01010101), _ints(-0x7F7F7F80)
-    beside = _by_fours("sdot", b, _ints(0), ones, v)
-    return _by_fours("sdot", b, b.add(s, b.shl(beside, _ints(7))), b.xor(u, top), v)
-
-
-def _pairs(b: ir.IRBuilder, name: str, x: ir.Value, y: ir.Value | None = None) -> ir.Value:
-    """Sums of neighbours: "addp" of two registers, "saddlp" of one, in numbers twice as wide."""
-    kind = ir.VectorType(i32, 4) if name == "saddlp" else x.type
-    of = "v4i32.v8i16" if name == "saddlp" else f"v{kind.count}i{kind.element.width}"
-    return _call(b, f"llvm.aarch64.neon.{name}.{of}", kind, *([x] if y is None else [x, y]))
-
-
-def _dot_neon(b: ir.IRBuilder, s: ir.Value, u: ir.Value, v: ir.Value) -> ir.Value:
-    """Two products, each 127 · 128 at most, fit into 16 bits."""
-    products = [
-        _call(b, "llvm.aarch64.neon.smull.v8i16", v8i16, *part)
-        for part in zip(_quarters(b, u, 8), _quarters(b, v, 8), strict=True)
-    ]
-    twos = [_pairs(b, "addp", *products[n : n + 2]) for n in range(0, 8, 2)]
-    return b.add(s, _join_registers(b, [_pairs(b, "saddlp", x) for x in twos]))
-
-
-def _dot8_neon(b: ir.IRBuilder, s: ir.Value, u: ir.Value, v: ir.Value) -> ir.Value:
-    """A product, -255 · 128 at least, fits into 16 bits; a sum of two does not."""
-    products = [
-        b.mul(b.zext(x, v8i16), b.sext(y, v8i16))
-        for x, y in zip(_quarters(b, u, 8), _quarters(b, v, 8), strict=True)
-    ]
-    twos = [_pairs(b, "saddlp", x) for x in products]
-    return b.add(s, _join_registers(b, [_pairs(b, "addp", *twos[n : n + 2]) for n in range(0, 8, 2)]))
-
-
-_DOTS: dict[str, tuple[Emit, Emit]] = {
-    "vnni": (_dot_vnni, _dot_vnni),
-    "avx2": (_dot_avx2, _dot8_avx2),
-    "neon-i8mm": (partial(_by_fours, "sdot"), partial(_by_fours, "usdot")),
-    "neon-dotprod": (partial(_by_fours, "sdot"), _dot8_sdot),
-    "neon": (_dot_neon, _dot8_neon),
-    "generic": (_dot_generic, _dot_generic),
-}
-dot = _define("dot", VI, (VI, VI, VI), _DOTS[DOT][0])  # sum + u·v by fours; u in 0..127
-dot8 = _define("dot8", VI, (VI, VI, VI), _DOTS[DOT][1])  # u in 0..255
+dot = _define("dot", VI, (VI, VI, VI), byte_dot.DOTS[DOT][0])  # sum + u·v by fours; u in 0..127
+dot8 = _define("dot8", VI, (VI, VI, VI), byte_dot.DOTS[DOT][1])  # u in 0..255
 
 # ---- single numbers ----
 get_i64 = _define("get_i64", A, (A,), lambda b, a: _load(b, a, i64, 8))
@@ -536,7 +424,7 @@ def _atomic_put(b: ir.IRBuilder, a: ir.Value, v: ir.Value) -> ir.Value:
 
 def _pause(b: ir.IRBuilder) -> ir.Value:
     """A hint that this is a spinning wait; nothing where the instruction set is not known."""
-    if DOT in ("vnni", "avx2"):
+    if DOT in ("vnni", "avx-vnni", "avx2"):
         _call(b, "llvm.x86.sse2.pause", VOID)
     elif AARCH64:  # isb waits about as long as x86's pause; yield is mostly nothing
         _call(b, "llvm.aarch64.isb", VOID, ir.Constant(i32, 15))

@@ -27,8 +27,8 @@ import plait.kernels.cpu.linear.codebooks  # noqa: F401  operations that `Writer
 from plait.kernels.cpu.codegen.kernel import inline, kernel
 from plait.kernels.cpu.codegen.kinds import Int
 from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, straight
+from plait.kernels.cpu.codegen.target import one_stream
 from plait.kernels.cpu.codegen.vec import DEFINED, get_i64, get_u8, put_i64, put_u8
-from plait.kernels.cpu.linear.streams import ONE_STREAM
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import word
 from plait.kernels.cpu.runtime.frame_words import LINE
@@ -185,9 +185,9 @@ class Walk:
         A processor that fetches a stream by itself goes as far as the stream has gone. Where rows take their
         time, it is a few lines ahead, and memory waits.
         """
-        if ONE_STREAM and self.rows < SOME:
+        if one_stream() and self.rows < SOME:
             return
-        fetch, ahead = (w.prefetch_l2, SOME_AHEAD) if ONE_STREAM else (w.prefetch, AHEAD)
+        fetch, ahead = (w.prefetch_l2, SOME_AHEAD) if one_stream() else (w.prefetch, AHEAD)
         for place in places:
             for line in range(0, RECORD, LINE):
                 fetch(place + (ahead + line))

@@ -433,7 +433,7 @@ def pack(cpu: Executor, weight: Weight | CachedWeight, dtype: torch.dtype, kind:
     shared = 2 * layout.steps(n_in) * layout.blocks * layout.rounded_block
     if not byte_tiles.can_decode(layout):
         kind = ""
-    made, scratch = linear_kernel(layout, kind), byte_tiles.scratch_bytes(layout, n_in) if kind else 0
+    made, scratch = linear_kernel(layout, kind), byte_tiles.scratch_bytes(layout, n_in, kind)
     return PackedWeight(
         data, weight.format, n_out, n_in, made, shared, order, None, scratch, layout, joins=True
     )

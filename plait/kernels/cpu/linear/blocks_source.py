@@ -26,18 +26,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from string import Template
 from textwrap import indent
 
-from plait.kernels.cpu.codegen import avx2_dot, vnni_dot
+from plait.kernels.cpu.codegen import quad_dot
 from plait.kernels.cpu.codegen.amx_tiles import MEMORY, TILE, Kind
 from plait.kernels.cpu.codegen.kernel import Kernel, load_generated
 from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, block, digest
+from plait.kernels.cpu.codegen.target import one_stream
+from plait.kernels.cpu.linear import kernel_text
 from plait.kernels.cpu.linear.codebooks import TABLES
 from plait.kernels.cpu.linear.layout import BLOCK, LINE, Layout
 from plait.kernels.cpu.linear.packed import JOINED
-from plait.kernels.cpu.linear.quantize_rows import BASE_BITS, BUNDLES
-from plait.kernels.cpu.linear.streams import ONE_STREAM
+from plait.kernels.cpu.linear.quantize_rows import BASE_BITS, BUNDLES, NARROW
 
 EIGHT = 8  # rows of which integer sums are in registers together
 TILED = 16  # rows of codes in a tile of AMX
@@ -53,180 +53,15 @@ PIECES = 8  # that a thread takes at least
 TOGETHER = 96  # tiles of a piece at most: a bundle in L1 meets all; the first come from memory unannounced
 PANEL = 320 << 10  # bytes of rounded rows that tiles pass by before the next rows come: they stay in L2
 STREAMS = 3  # that one row reads weights in, or one: of two and four, Intel liked each less
+MANY = 4  # bundles from which tiles are decoded once for all, in registers
 RUN = TILED  # tiles of a gate before those of `up`, in one stream: where it turns often it is slower
 ALONE = 2  # rows of codes up to which every thread rounds all of them, rather than wait for the others
 
 _FILES = (
-    *("linear/blocks_source.py", "linear/quantize_rows.py", "linear/layout.py", "linear/codebooks.py"),
-    *("codegen/avx2_dot.py", "codegen/vnni_dot.py", "codegen/amx_tiles.py"),
-    *("linear/fetch_adapters.py", "linear/streams.py", "linear/byte_tiles.py"),
+    *("linear/blocks_source.py", "linear/kernel_text.py", "linear/quantize_rows.py", "linear/layout.py"),
+    *("codegen/quad_dot.py", "codegen/amx_tiles.py"),
+    *("linear/codebooks.py", "linear/fetch_adapters.py", "linear/byte_tiles.py"),
 )
-_SOURCE = Template('''"""Quantized linear layer: made by plait, from $digest."""
-import numpy as np
-
-from plait.kernels.cpu.linear import blocks_source as linear_source
-from plait.kernels.cpu.linear import quantize_rows as rounding
-from plait.kernels.cpu.linear.blocks_source import (
-    ALONE, FETCHED, FEW, PAGES, PANEL, PIECES, SHARED, TOGETHER,
-)
-from plait.kernels.cpu.runtime.frame import barrier, rows_of, scratch_of, common_scratch
-from plait.kernels.cpu.codegen.kernel import inline, kernel
-from plait.kernels.cpu.linear.fetch_adapters import ROWS, begin_share, next_span
-from plait.kernels.cpu.linear.layout import Layout
-from plait.kernels.cpu.codegen.vec import atomic_add, call_kernel, get_i64, load_some, spread, word, words
-
-layout = $layout
-round_rows = rounding.round_rows(layout, $sizes)
-tiles_apart, STREAMS, RUN = linear_source.tiles_apart(layout, $streams), $streams, $run
-$tiles
-
-@inline
-def panels(codes, most):
-    """Panels that so many rows of codes are cut into, rows of each (of the last: at most), what one costs."""
-    count = max((codes + most - 1) // most, 1)
-    panel = ((codes + count - 1) // count + $largest - 1) // $largest * $largest
-    return count if codes > 0 else 0, panel, min(panel, codes) + FETCHED
-
-
-@inline
-def pieces(codes, most, tiles, wanted):
-    """Rows of codes of a panel and tiles of a piece, so that there are about as many pieces as wanted.
-
-    Panels become shorter rather than pieces narrower: a bundle comes into L1 once per piece.
-    """
-    parts, bundles = (tiles + TOGETHER - 1) // TOGETHER, (codes + $largest - 1) // $largest
-    each = max(bundles * parts // wanted, 1)
-    most = min(most, each * $largest)
-    count = (codes + most - 1) // most
-    parts = min(max(parts, (wanted + count - 1) // count), tiles)
-    return most, (tiles + parts - 1) // parts
-
-
-@inline
-def next_tiles(weight, t, low, high, tile_bytes, up, to_up):
-    """Where tile t of low..high fetches what is multiplied next, and how far on from there the other half is.
-
-    Those are halves of the next tile, or of both tiles of the next pair where they are small: t fetches the
-    first halves of that pair or the second ones. Beside a gate, t + 1 and what is `to_up` from it are that
-    pair, and the tile of the gate comes before that of `up`. What does not exist is tile t again, which
-    costs nothing.
-    """
-    half = tile_bytes // 128 * 64
-    if to_up != 0:
-        return weight + min(t + 1, high - 1) * tile_bytes + up * half, to_up
-    if tile_bytes >= PAGES:
-        return weight + min(t + 1, high - 1) * tile_bytes, half
-    pair = t - (t - low) % 2 + 2
-    if pair >= high:
-        return weight + t * tile_bytes, 0
-    return weight + pair * tile_bytes + (t - low) % 2 * half, tile_bytes if pair + 1 < high else 0
-
-
-@inline
-def beside(bias, t, n_out):
-    """What is added to the outputs of tile t: without a bias -0, which changes no bit."""
-    more = spread(np.float32(-0.0))
-    if bias != 0:
-        more = load_some(bias + 64 * t, np.int32(n_out - 16 * t))
-    return more
-
-
-@kernel
-def linear_rows(frame, args, thread, threads):
-    """The words of `packed`."""
-    x, row_bytes, n, weight = word(args, 2), word(args, 3), word(args, 4), word(args, 5)
-    n_out, bias, out, out_bytes = word(args, 6), word(args, 7), word(args, 8), word(args, 9)
-    terms = word(args, 10)
-    groups, starts, weights, room = word(args, 11), word(args, 12), word(args, 13), word(args, 14)
-    join, ups = word(args, 16), scratch_of(frame, thread) + $ups
-    rows = rows_of(frame, args)
-    if groups != 0:
-        rows = get_i64(starts + 8 * groups)
-    steps = (n + $step - 1) // $step
-    blocks, tile_bytes = steps * $blocks, steps * $nbytes
-    rounded, each = common_scratch(frame), blocks * $record
-    alone = rows * terms <= ALONE and threads * rows * terms * each <= room
-    apart = 2 * each  # room for one row of codes more than a group has: its last bundle may be larger
-    if alone:
-        apart = terms * each
-        rounded += thread * rows * terms * each
-    halves = 2 if join != 0 else 1
-    most, tiles = max($largest, PANEL // each // $largest * $largest), (n_out + 15) // 16 // halves
-    to_up = (halves - 1) * tiles * tile_bytes
-    taken, left, shared, piece = np.int64(0), 0, threads > 1 and rows * terms >= SHARED * max(groups, 1), 1
-    if shared:
-        most, piece = pieces(rows * terms, most, tiles, PIECES * threads)
-    work, all_tiles = 0, 0
-    me, all_of_us = (0, 1) if alone else (thread, threads)
-    for g in range(max(groups, 1)):
-        first, end = 0, rows
-        if groups != 0:
-            first, end = get_i64(starts + 8 * g), get_i64(starts + 8 * g + 8)
-        to = rounded + first * apart
-        round_rows(x + first * row_bytes, row_bytes, n, to, end - first, terms, me, all_of_us)
-        count, panel, cost = panels((end - first) * terms, most)
-        work, all_tiles = work + count * tiles * cost, all_tiles + count * tiles
-    if not alone:
-        barrier(frame, threads)$start
-    adapted, slots, order, spans = words(args, 17, 21)
-    soon, soon_left, at_row = np.int64(0), np.int64(0), np.int64(0)
-    per, adapted_rows = np.int64(0), np.int64(0)
-    if adapted != 0 and rows <= ROWS:
-        adapted_rows = get_i64(adapted)
-    if 0 < adapted_rows <= rows:
-        order += 8 * (rows - adapted_rows)
-        soon, soon_left, at_row, lines = begin_share(slots, order, spans, adapted_rows, thread, threads)
-        calls = (rows * terms + $largest - 1) // $largest * ((tiles * halves + threads - 1) // threads)
-        per = (lines + calls * blocks - 1) // (calls * blocks)
-    before, done, mine, stop = 0, 0, work * thread // threads, work * (thread + 1) // threads
-    if shared:
-        taken, left = np.int64(atomic_add(word(args, 1), np.int32(1))) * piece, piece
-    for g in range(max(groups, 1)):
-        first, end = 0, rows
-        if groups != 0:
-            first, end = get_i64(starts + 8 * g), get_i64(starts + 8 * g + 8)
-            weight = get_i64(weights + 8 * g)
-        count, panel, cost = panels((end - first) * terms, most)
-        i, last = (mine - before + cost - 1) // cost, (stop - before + cost - 1) // cost
-        i, last = max(i, 0), min(last, count * tiles)
-        if shared:
-            i, last = taken - done, count * tiles
-        if rows * terms == 1 and groups == 0:
-            # One row reads several parts of its tiles at a time, where a single stream leaves memory waiting.
-            part = (last - i) // STREAMS
-            for k in range(halves * part):
-                run = k // (halves * RUN) * RUN
-                length, place = min(RUN, part - run), k - halves * run
-                up, place = place // length, place % length
-                t, beneath = i + run + place, ups + 64 * STREAMS * place
-                to, between = (beneath, 64) if up else (out + 64 * t, 64 * part)
-                at = weight + t * tile_bytes + up * to_up
-                sums = tiles_apart(at, part * tile_bytes, rounded, steps)
-$kept                if up:
-                    call_kernel(join, out + 64 * t, beneath, 64 * part, STREAMS)
-            i += STREAMS * part
-        begun = i
-        while i < last:
-            at, tile, rest = i // tiles * panel, i % tiles, 1
-            low, high = tile - min(tile, i - begun), tile + min(tiles - tile, last - i)
-            if shared:
-                rest = min(left, tiles - tile)
-                low, high = tile, tile + rest
-            rounded_at, to = rounded + first * apart + at * each, out + (first + at // terms) * out_bytes
-            codes, run = min(panel, (end - first) * terms - at), 1
-            if codes <= FEW:  # one bundle, so tiles are read once: in the order of memory, as one row does
-                run = RUN
-                if not shared:
-                    rest = high - tile
-$bundles
-            i += rest
-            if shared:
-                taken, left = taken + rest, left - rest
-                if left == 0:
-                    taken, left = np.int64(atomic_add(word(args, 1), np.int32(1))) * piece, piece
-                    i = taken - done
-        before, done = before + count * tiles * cost, done + count * tiles$stop
-''')
 
 
 def read_codes(w: Writer, layout: Layout, p: Word, q: int) -> Value:
@@ -286,19 +121,24 @@ def _place(a: Word, quads: range, row: int, i: int) -> Word:
     return a + 32 * row + 4 * quads[i]
 
 
-def _products(w: Writer, layout: Layout, p: Word, a: Word, quads: range, whole: list[Value]) -> list[Value]:
+def _products(w: Writer, layout: Layout, p: Word, quads: range, a: Word, whole: list[Value]) -> list[Value]:
     """Integer sums of as many rows, with those quads of the block at p and of the bundle's at a."""
+    if quad_dot.BY_FOURS and len(whole) <= quad_dot.FEW and layout.has_plain_nibbles:
+        return quad_dot.add_by_halves(w, p, a, whole, quads)
+    return add_quads(w, layout, [partial(read_codes, w, layout, p, q) for q in quads], quads, a, whole)
+
+
+def add_quads(
+    w: Writer, layout: Layout, codes: Sequence[Callable[[], Value]], quads: range, a: Word, whole: list[Value]
+) -> list[Value]:
+    """Integer sums of as many rows, with `quads` of a block, which `codes` read, and of the bundle's at a."""
     largest, zero = _largest(layout), None if layout.zeros else layout.zero
-    if avx2_dot.HERE and avx2_dot.together(largest, zero):
-        codes = [partial(read_codes, w, layout, p, q) for q in quads]
-        where = partial(_place, a, quads)
-        return avx2_dot.products(w, codes, where, whole, largest, zero, BASE_BITS)
-    if vnni_dot.HERE and len(whole) <= vnni_dot.FEW and layout.has_plain_nibbles:
-        return vnni_dot.products(w, p, a, whole, quads)
+    if quad_dot.BY_TWOS and quad_dot.together(largest, zero):
+        return quad_dot.add_by_twos(w, codes, partial(_place, a, quads), whole, largest, zero, BASE_BITS)
     product = w.dot8 if largest > 127 else w.dot
-    for q in quads:
-        v = read_codes(w, layout, p, q)
-        whole = [product(n, v, w.spread_i32(a + 32 * r + 4 * q)) for r, n in enumerate(whole)]
+    for i, read in enumerate(codes):
+        v = read()
+        whole = [product(n, v, w.spread_i32(_place(a, quads, r, i))) for r, n in enumerate(whole)]
     return whole
 
 
@@ -316,27 +156,46 @@ def _block(
     places: the step, which block of it, and where the bundle's is; products: as `_products`, of `together`
     rows at a time.
     """
-    (step, b, a), rows, found = places, len(sums), list(sums)
+    (step, b, a), found = places, list(sums)
     quads, groups = BLOCK // 4 // layout.parts, layout.parts
     for j in range(groups):
-        extra = a + (40 + 4 * j) * rows
         at, low_at = find_group(w, layout, step, b, j)
-        s, *m = read_scales(w, layout, at, low_at, outer)
-        for part in (range(r, min(r + together, rows)) for r in range(0, rows, together)):
-            base = w.spread_int(BASE_BITS)
-            whole = [base if layout.zero is None else w.spread_i32(extra + 4 * r) for r in part]
-            if layout.zeros:
-                zeros = w.load_u8(low_at)
-                whole = [w.add_i32(base, w.mul_i32(zeros, n)) for n in whole]
-            some = a + 32 * part.start
-            codes, which = step + layout.codes_at + layout.plane_bytes * b, range(quads * j, quads * (j + 1))
-            whole = products(codes, some, which, whole)
-            for r in part:
-                scale, off = (w.spread_f32(a + k * rows + 4 * r) for k in (32, 36))
-                x = w.fma(w.bits_f32(whole[r - part.start]), scale, off)
-                found[r] = w.fma(x, s, found[r])
-                if layout.zero is None:
-                    found[r] = w.fma(m[0], w.spread_f32(extra + 4 * r), found[r])
+        scales = read_scales(w, layout, at, low_at, outer)
+        if layout.zeros:
+            scales.append(w.load_u8(low_at))
+        codes, which = step + layout.codes_at + layout.plane_bytes * b, range(quads * j, quads * (j + 1))
+        found = add_group(w, layout, (a, j), scales, found, partial(products, codes, which), together)
+    return found
+
+
+def add_group(
+    w: Writer,
+    layout: Layout,
+    place: tuple[Word, int],
+    scales: list[Value],
+    sums: list[Value],
+    products: Callable[[Word, list[Value]], list[Value]],
+    together: int,
+) -> list[Value]:
+    """Sums of as many rows, with a group of weights: its integer sums, then the floats.
+
+    place: where the bundle's block is, and which of its groups; scales: of the group, and what is with them,
+    its minima or zero points; products: integer sums, and the products of the rows from an address on.
+    """
+    (a, j), rows, found = place, len(sums), list(sums)
+    extra = a + (40 + 4 * j) * rows
+    for part in (range(r, min(r + together, rows)) for r in range(0, rows, together)):
+        base = w.spread_int(BASE_BITS)
+        whole = [base if layout.zero is None else w.spread_i32(extra + 4 * r) for r in part]
+        if layout.zeros:
+            whole = [w.add_i32(base, w.mul_i32(scales[1], n)) for n in whole]
+        whole = products(a + 32 * part.start, whole)
+        for r in part:
+            scale, off = (w.spread_f32(a + k * rows + 4 * r) for k in (32, 36))
+            x = w.fma(w.bits_f32(whole[r - part.start]), scale, off)
+            found[r] = w.fma(x, scales[0], found[r])
+            if layout.zero is None:
+                found[r] = w.fma(scales[1], w.spread_f32(extra + 4 * r), found[r])
     return found
 
 
@@ -386,7 +245,7 @@ def _through(
         outer = read_outer(w, layout, at + layout.outer_at)
 
         def block(b: Word, a: Word, soon: Word, *sums: Value) -> list[Value]:
-            for k in range(lines if rows >= FETCHED or not ONE_STREAM else 0):
+            for k in range(lines if rows >= FETCHED or not one_stream() else 0):
                 place = ahead + each * b + LINE * k
                 w.prefetch_l2(place)
                 w.prefetch_l2(place + apart)
@@ -464,93 +323,19 @@ def keep(
         w.when(kept.above(r), partial(one, r))
 
 
-@block(takes=2)
-def prefetch_rows(rows: int, w: Writer, *words: Word) -> None:
-    """Block (to, out_bytes): fetch the lines of sixteen outputs of these rows, which `keep` will write.
+def decodes_once(layout: Layout, kind: Kind) -> bool:
+    """Whether many rows meet a tile that is decoded once for all of them.
 
-    A product takes longer than a line takes to come from a third cache; without this the stores wait for it.
+    Where registers hold the sums of few rows, decoding for each bundle takes as long as its products. Codes
+    that are bytes are read as they are. With registers for many rows it is slower from 2,048 inputs on: all
+    rows come from L2 for every tile then.
     """
-    to, out_bytes = words
-    for r in range(rows):
-        w.prefetch_to_write(to + out_bytes * r)
+    return bool(kind) or (NARROW and layout.bits < 8)
 
 
-_TILE = """tile_{rows} = linear_source.tile(layout, {rows})
-joined_{rows}, keep_{rows} = linear_source.make_join({rows}), linear_source.keep({rows})"""
-
-# One row less than a large bundle takes is one, too: what is computed for the missing row is not kept.
-_BUNDLE = """while codes >= {least}:
-    kept = min({rows}, codes) // terms
-    for k in range(halves * rest):
-        begin = k // (halves * run) * run
-        length, place = min(run, rest - begin), k - halves * begin
-        up = place // length
-        t = tile + begin + place - up * length
-        u = t + up * tiles
-        ahead, other = next_tiles(weight, t, low, high, tile_bytes, up, to_up)
-        sums = tile_{rows}(weight + u * tile_bytes, rounded_at, steps, ahead, other, soon, per)
-        soon += 64 * per * blocks
-        soon_left -= 64 * per * blocks
-        if per != 0 and soon_left <= 0:
-            soon, soon_left, at_row = next_span(slots, order, spans, adapted_rows, at_row)
-            if at_row >= adapted_rows:
-                per = np.int64(0)
-        if terms == 2:
-            sums = joined_{rows}(sums)
-        here, between = (ups, 64) if up else (to + 64 * t, out_bytes)
-        keep_{rows}(here, between, kept, n_out - 16 * u, beside(bias, u, n_out), sums)
-        if up:
-            call_kernel(join, to + 64 * t, ups, out_bytes, kept)
-    rounded_at += {rows} * each
-    to += kept * out_bytes
-    codes -= {rows}"""
-
-
-_KEPT = """                u = t + {k} * part + up * tiles
-                keep_1(to + {k} * between, 0, 1, n_out - 16 * u, beside(bias, u, n_out), sums[{k}:{end}])
-"""
-
-# Sixteen rows and more, and fifteen: a tile is decoded once, and then meets every bundle.
-_ON_TILES = """if codes >= {least}:
-    for k in range(halves * rest):
-        up, t = k % halves, tile + k // halves
-        u = t + up * tiles
-        ahead, other = next_tiles(weight, t, low, high, tile_bytes, up, to_up)
-        decode_tile(weight + u * tile_bytes, steps, ahead, other, decoded)
-        for b in range((codes + 1) // {rows}):
-            kept, place = min({rows}, codes - {rows} * b) // terms, to + b * ({rows} // terms) * out_bytes
-            if not up:
-                prefetch_tiled(place + 64 * t, out_bytes)
-            sums = on_tiles(decoded, rounded_at + b * {rows} * each, steps, scratch)
-            if terms == 2:
-                sums = join_tiled(sums)
-            here, between = (ups, 64) if up else (place + 64 * t, out_bytes)
-            keep_tiled(here, between, kept, n_out - 16 * u, beside(bias, u, n_out), sums)
-            if up:
-                call_kernel(join, place + 64 * t, ups, out_bytes, kept)
-    tiled_codes = (codes + 1) // {rows} * {rows}
-    rounded_at += tiled_codes * each
-    to += min(tiled_codes, codes) // terms * out_bytes
-    codes -= tiled_codes"""
-
-_TILES = """
-from plait.kernels.cpu.codegen import amx_tiles
-from plait.kernels.cpu.linear import byte_tiles
-start_tiles = amx_tiles.start_tiles("{kind}", byte_tiles.tile_shapes(layout))
-stop_tiles = amx_tiles.stop_tiles("{kind}")
-decode_tile, on_tiles = byte_tiles.decode_tile(layout), byte_tiles.amx_tile(layout, "{kind}")
-join_tiled, keep_tiled = linear_source.make_join({rows}), linear_source.keep({rows})
-prefetch_tiled = linear_source.prefetch_rows({rows})"""
-
-_START = """
-    scratch, tiled = scratch_of(frame, thread), rows * terms >= {least}
-    decoded = scratch + {decoded}
-    if tiled:
-        start_tiles(scratch)"""
-
-_STOP = """
-    if tiled:
-        stop_tiles(scratch)"""
+def place_decoded(kind: Kind) -> int:
+    """Where the decoded tile lies in a thread's scratch."""
+    return DECODED_AT if kind else JOINED
 
 
 @cache
@@ -561,30 +346,35 @@ def linear_kernel(layout: Layout, kind: Kind = "", streams: int = 0) -> Kernel:
     to the same bits; it needs `byte_tiles.scratch_bytes`. streams: of one row, to the same bits; 0: what is
     fastest here.
     """
-    streams = streams or (1 if ONE_STREAM else STREAMS)
+    streams = streams or (1 if one_stream() else STREAMS)
     # Codes that are bytes take as long to decode as to multiply: a single bundle of them goes without.
     alone = not kind or (layout.bits == 8 and BUNDLES[0] == TILED)
     sizes = [n for n in BUNDLES if n < TILED or alone]
-    tiles = [_TILE.format(rows=n) for n in sizes]
-    bundles = [_BUNDLE.format(rows=n, least=n - 1 if n > 2 else n) for n in sizes]
-    least = 2 * TILED - 1 if alone else TILED - 1
-    if kind:
-        tiles.append(_TILES.format(kind=kind, rows=TILED))
-        bundles.insert(0, _ON_TILES.format(rows=TILED, least=least))
-        sizes = sorted({TILED, *sizes}, reverse=True)
-    source = _SOURCE.substitute(
+    tiles = [kernel_text.TILE.format(rows=n) for n in sizes]
+    bundles = [kernel_text.BUNDLE.format(rows=n, least=n - 1 if n > 2 else n) for n in sizes]
+    decodes, most = decodes_once(layout, kind), TILED if kind else sizes[0]
+    least = ((2 if alone else 1) * TILED if kind else MANY * most) - 1
+    if decodes:
+        tiles += [kernel_text.DECODED.format(rows=most, signed=bool(kind))]
+        tiles += [(kernel_text.TILES if kind else kernel_text.IN_REGISTERS).format(kind=kind, rows=most)]
+        bundles.insert(
+            0, kernel_text.ON_TILES.format(rows=most, least=least, scratch=", scratch" if kind else "")
+        )
+        sizes = sorted({most, *sizes}, reverse=True)
+    source = kernel_text.SOURCE.substitute(
         step=layout.step,
         blocks=layout.blocks,
         nbytes=layout.nbytes,
         record=layout.rounded_block,
         largest=sizes[0],
         sizes=repr(tuple(sizes)),
-        start=_START.format(least=least, decoded=DECODED_AT) if kind else "",
-        stop=_STOP if kind else "",
+        start=(kernel_text.PLACE.format(decoded=place_decoded(kind)) if decodes else "")
+        + (kernel_text.START.format(least=least) if kind else ""),
+        stop=kernel_text.STOP if kind else "",
         ups=UPS_AT if kind else 0,
         streams=streams,
         run=RUN if streams == 1 else 1,
-        kept="".join(_KEPT.format(k=k, end=k + 1) for k in range(streams)),
+        kept="".join(kernel_text.KEPT.format(k=k, end=k + 1) for k in range(streams)),
         layout=repr(layout),
         bundles=indent("\n".join(bundles), " " * 12),
         tiles="\n".join(tiles),

@@ -1,21 +1,29 @@
-"""Quantized linear layers of many rows on tiles of AMX, to the bits that `blocks_source` gives of few rows.
+"""Quantized linear layers of many rows: tiles that are decoded once, to the bits of those that are not.
 
-A tile of sixteen outputs is decoded once for all rows of a piece: codes without their zero point, a signed
-byte each, and scales and minima as floats. A bundle of sixteen rows then goes through it, a group of inputs
-after the other. The integer sums of a group come from one product of tiles, by way of memory, and vectors
-scale them. Products are two groups ahead of the vectors, so that neither waits for the other.
+A tile of sixteen outputs is decoded for all rows of a piece: codes, a byte each, and scales and minima as
+floats. A bundle of rows then goes through it, a group of inputs after the other. In registers, codes stay
+unsigned, and zero points with them. On AMX codes are signed, without their zero point. The integer sums of
+sixteen rows and a group come from one product of tiles, by way of memory, and vectors scale them. Products
+are two groups ahead of the vectors, so that neither waits for the other.
 
-    decoded: [group 0: codes, a quad of sixteen outputs a line | scales | minima, if any][group 1 ...] ...
+    decoded: [group 0: codes, a quad of sixteen outputs a line | scales | minima or zero points, if any]
+             [group 1 ...] ...
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 from plait.kernels.cpu.codegen.amx_tiles import MEMORY, TILE, Kind, Shapes, Tiles
 from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, block
 from plait.kernels.cpu.linear.blocks_source import (
-    DECODED_AT,
+    EIGHT,
     TILED,
+    add_group,
+    add_quads,
+    decodes_once,
     find_group,
+    place_decoded,
     read_codes,
     read_outer,
     read_scales,
@@ -31,14 +39,15 @@ def _quads(layout: Layout) -> int:
     return BLOCK // 4 // layout.parts
 
 
-def _group_bytes(layout: Layout) -> int:
-    """Bytes of a decoded group."""
-    return LINE * (_quads(layout) + (2 if layout.zero is None else 1))
+def _group_bytes(layout: Layout, signed: bool = True) -> int:
+    """Bytes of a decoded group. signed: its codes have no zero point any more."""
+    keeps_more = layout.zero is None or (layout.zeros and not signed)
+    return LINE * (_quads(layout) + 1 + keeps_more)
 
 
-def _block_bytes(layout: Layout) -> int:
+def _block_bytes(layout: Layout, signed: bool) -> int:
     """Bytes of a decoded block of 32 inputs."""
-    return layout.parts * _group_bytes(layout)
+    return layout.parts * _group_bytes(layout, signed)
 
 
 def can_decode(layout: Layout) -> bool:
@@ -46,9 +55,11 @@ def can_decode(layout: Layout) -> bool:
     return not (layout.zeros and layout.bits == 8)
 
 
-def scratch_bytes(layout: Layout, n_in: int) -> int:
+def scratch_bytes(layout: Layout, n_in: int, kind: Kind) -> int:
     """Bytes that each thread needs: the decoded tile of sixteen outputs comes last."""
-    return DECODED_AT + layout.steps(n_in) * layout.blocks * _block_bytes(layout)
+    if not decodes_once(layout, kind):
+        return 0
+    return place_decoded(kind) + layout.steps(n_in) * layout.blocks * _block_bytes(layout, bool(kind))
 
 
 def tile_shapes(layout: Layout) -> Shapes:
@@ -57,33 +68,37 @@ def tile_shapes(layout: Layout) -> Shapes:
     return (*((TILED, LINE),) * EACH, *((TILED, 4 * quads),) * EACH, *((quads, LINE),) * EACH)
 
 
-def _decode_block(w: Writer, layout: Layout, step: Word, b: Word, outer: list[Value], to: Word) -> None:
-    """Block b of the step, to `to`."""
-    quads, each = _quads(layout), _group_bytes(layout)
+def _decode_block(
+    w: Writer, layout: Layout, signed: bool, places: tuple[Word, Word, Word], outer: list[Value]
+) -> None:
+    """places: a step, which block of it, and where to."""
+    (step, b, to), quads, each = places, _quads(layout), _group_bytes(layout, signed)
     codes_at = step + layout.codes_at + layout.plane_bytes * b
     for j in range(layout.parts):
         at, low_at = find_group(w, layout, step, b, j)
+        zero = w.load_u8(low_at) if layout.zeros else None
         taken = None
-        if layout.zero is not None:
-            zero = w.load_u8(low_at) if layout.zeros else w.spread_int(layout.zero)
-            taken = w.mul_i32(zero, w.spread_int(0x01010101))
+        if signed and layout.zero is not None:
+            taken = w.mul_i32(zero or w.spread_int(layout.zero), w.spread_int(0x01010101))
         place = to + each * j
         for q in range(quads):
             v = read_codes(w, layout, codes_at, quads * j + q)
             w.store_i32(place + LINE * q, v if taken is None else w.sub_bytes(v, taken))
         for k, one in enumerate(read_scales(w, layout, at, low_at, outer)):
             w.store_f32(place + LINE * (quads + k), one)
+        if zero is not None and not signed:
+            w.store_i32(place + LINE * (quads + 1), zero)
 
 
 @block(takes=5)
-def decode_tile(layout: Layout, w: Writer, *words: Word) -> None:
+def decode_tile(layout: Layout, signed: bool, w: Writer, *words: Word) -> None:
     """Block (weights, steps, ahead, apart, to): the tile at `weights`, decoded.
 
     As many bytes are fetched meanwhile, half of them from `ahead` and half from `apart` behind it.
     """
     weights, steps, ahead, apart, to = words
     each, lines = layout.nbytes // layout.blocks // 2, -(-layout.nbytes // LINE // layout.blocks // 2)
-    decoded = _block_bytes(layout)
+    decoded = _block_bytes(layout, signed)
 
     def step(_: Word, at: Word, ahead: Word, to: Word) -> list[Word]:
         outer = read_outer(w, layout, at + layout.outer_at)
@@ -93,12 +108,46 @@ def decode_tile(layout: Layout, w: Writer, *words: Word) -> None:
                 place = ahead + each * b + LINE * k
                 w.prefetch_l2(place)
                 w.prefetch_l2(place + apart)
-            _decode_block(w, layout, at, b, outer, to + decoded * b)
+            _decode_block(w, layout, signed, (at, b, to + decoded * b), outer)
 
         w.loop(0, layout.blocks, 1, (), one)
         return [at + layout.nbytes, ahead + layout.nbytes // 2, to + decoded * layout.blocks]
 
     w.loop(0, steps, 1, (weights, ahead, to), step)
+
+
+@block(takes=2)
+def prefetch_rows(rows: int, w: Writer, *words: Word) -> None:
+    """Block (to, out_bytes): fetch the lines of sixteen outputs of these rows, which `keep` will write.
+
+    A product takes longer than a line takes to come from a third cache; without this the stores wait for it.
+    """
+    to, out_bytes = words
+    for r in range(rows):
+        w.prefetch_to_write(to + out_bytes * r)
+
+
+@block(takes=3, gives=lambda layout, rows: rows)
+def multiply_decoded(layout: Layout, rows: int, w: Writer, *words: Word) -> list[Value]:
+    """Block (decoded, a, steps): a bundle of `rows` rows of codes, at a, times a tile with unsigned codes."""
+    decoded, a, steps = words
+    quads, each = _quads(layout), _group_bytes(layout, signed=False)
+
+    def one(_: Word, at: Word, a: Word, *sums: Value) -> list[Value]:
+        found = list(sums)
+        for j in range(layout.parts):
+            group, which = at + each * j, range(quads * j, quads * (j + 1))
+            scales = [w.load_f32(group + LINE * quads)]
+            if layout.zeros:
+                scales.append(w.load_i32(group + LINE * (quads + 1)))
+            elif layout.zero is None:
+                scales.append(w.load_f32(group + LINE * (quads + 1)))
+            codes = [partial(w.load_i32, group + LINE * q) for q in range(quads)]
+            products = partial(add_quads, w, layout, codes, which)
+            found = add_group(w, layout, (a, j), scales, found, products, EIGHT)
+        return [at + each * layout.parts, a + rows * layout.rounded_block, *found]
+
+    return w.loop(0, steps * layout.blocks, 1, (decoded, a, *[w.zero_f32()] * rows), one)[2:]
 
 
 def _multiply(w: Writer, layout: Layout, tiles: Tiles, places: tuple[Word, Word, Word]) -> None:

@@ -98,7 +98,7 @@ def _look_up_neon(b: ir.IRBuilder, table: list[int], x: ir.Value) -> ir.Value:
 def _look(name: str, b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     values = [v + OFFSETS[name] for v in TABLES[name]]
     table = values + [0] * (16 - len(values))
-    how = {"vnni": _look_up, "avx2": _look_up, "generic": _compare_each}.get(DOT, _look_up_neon)
+    how = _look_up_neon if DOT.startswith("neon") else _compare_each if DOT == "generic" else _look_up
     return b.bitcast(how(b, table, b.bitcast(x, _v64i8)), vi32)
 
 
@@ -154,5 +154,5 @@ DEFINED["upper_e4m3"] = (VI, (VI,), _halves)
 DEFINED["low_halves"] = (VF, (VI,), partial(_widen, 0))
 DEFINED["high_halves"] = (VF, (VI,), partial(_widen, LANES))
 DEFINED["from_e4m3"] = (VF, (VI,), _small)
-if DOT in ("vnni", "avx2"):
+if DOT in ("vnni", "avx-vnni", "avx2"):
     DEFINED["look_bytes"] = (VI, (VI, VI), _look_bytes)

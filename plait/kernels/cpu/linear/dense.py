@@ -28,12 +28,11 @@ from plait.errors import ShapeMismatch
 from plait.kernels.cpu.codegen.kernel import Kernel, kernel, load_generated
 from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, block, digest
 from plait.kernels.cpu.codegen.plain_x86 import write_fma
-from plait.kernels.cpu.codegen.target import TARGETS, kernel_features, read_cpu_name
+from plait.kernels.cpu.codegen.target import one_stream, wide_registers
 from plait.kernels.cpu.codegen.vec import get_i32, get_u8, put_i32, put_u8, word
 from plait.kernels.cpu.linear import bf16_codes, bf16_pairs
 from plait.kernels.cpu.linear.bf16_codes import Coded
 from plait.kernels.cpu.linear.packed import COUNTED, PackedWeight, multiply
-from plait.kernels.cpu.linear.streams import ONE_STREAM
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame_words import LINE
 from plait.kernels.cpu.runtime.row_checks import float32_rows
@@ -53,15 +52,9 @@ MOST = {False: 12, True: 64}
 AHEAD = 4096  # bytes that one row fetches weights before it needs them
 _FILES = (
     *("linear/dense.py", "linear/bf16_codes.py", "linear/bf16_pairs.py", "linear/codebooks.py"),
-    *("linear/streams.py", "codegen/plain_x86.py", "codegen/bf16_dot.py"),
+    *("codegen/plain_x86.py", "codegen/bf16_dot.py"),
 )
 CHUNK_BYTES = CHUNK * 3 // 2 * 32  # of a plain tile of bfloat16, at most
-
-
-def wide_registers() -> bool:
-    """Whether a vector of sixteen floats is one register, of which there are many."""
-    name = read_cpu_name()
-    return name in (TARGETS["amx"], TARGETS["avx512"]) or (not name and "avx512f" in kernel_features())
 
 
 def write_groups(w: Writer, rows: Word, sizes: Iterable[int], write: Callable[[Word, int], None]) -> None:
@@ -142,7 +135,7 @@ class _Part:
             return self._sums_of_pairs(w, rows_at, tiles_at)
 
         def pair(k: Word, *sums: Value) -> list[Value]:
-            if rows == 1 and not ONE_STREAM:
+            if rows == 1 and not one_stream():
                 for at, line in pairs_of(tiles_at, range(0, step, LINE)):
                     w.prefetch(at + step * k + (AHEAD + line))
             pairs = [_pair(w, self.kind, at + step * k) for at in tiles_at]
@@ -166,7 +159,7 @@ class _Part:
         """The same of rounded rows, pair by pair; behind an odd number of inputs are zeros."""
 
         def pair(p: Word, *sums: Value) -> list[Value]:
-            if len(rows_at) == 1 and not ONE_STREAM:
+            if len(rows_at) == 1 and not one_stream():
                 for at in tiles_at:
                     w.prefetch(at + LINE * p + AHEAD)
             lines = [w.load_i32(at + LINE * p) for at in tiles_at]
@@ -318,7 +311,7 @@ def product(kind: str, coded: bool = False, paired: bool = False) -> Kernel:
     """The kernel that multiplies rows by tiles of that width; `coded`: of bfloat16 in twelve bits; `paired`:
     by rows rounded to bfloat16."""
     most, narrow = MOST[paired] if coded and wide_registers() else 1, paired and not wide_registers()
-    alone, several = 1 if ONE_STREAM else 2, 1 if narrow else 2  # tiles: of one, sums of more rows fit
+    alone, several = 1 if one_stream() else 2, 1 if narrow else 2  # tiles: of one, sums of more rows fit
     name = f"dense_{kind}_pairs" if paired else f"dense_{kind}"
     source = _SOURCE.safe_substitute(
         name=name,
@@ -326,7 +319,7 @@ def product(kind: str, coded: bool = False, paired: bool = False) -> Kernel:
         paired=paired,
         prepare=_ROUND if paired else "",
         size=bf16_pairs.SIZE if paired else 4,
-        least_apart=2 if ONE_STREAM else 1,
+        least_apart=2 if one_stream() else 1,
         together=f"({alone} if rows == 1 else {several})",
         digest=digest(*_FILES),
         chunk=PAIRS_CHUNK if paired else CHUNK,

@@ -25,9 +25,10 @@ from plait.errors import ShapeMismatch
 from plait.kernels.cpu.codegen.kernel import Body, Kernel, load_generated
 from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, block, digest
 from plait.kernels.cpu.codegen.plain_x86 import write_fma
+from plait.kernels.cpu.codegen.target import wide_registers
 from plait.kernels.cpu.codegen.vec import get_u8, put_u8
 from plait.kernels.cpu.linear.blocks import Plane, pack_rows
-from plait.kernels.cpu.linear.dense import wide_registers, write_groups
+from plait.kernels.cpu.linear.dense import write_groups
 from plait.kernels.cpu.linear.layout import LINE, TILE
 from plait.kernels.cpu.linear.packed import COUNTED, PackedWeight, multiply
 from plait.kernels.cpu.runtime.executor import Executor

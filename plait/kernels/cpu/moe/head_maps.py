@@ -21,9 +21,9 @@ from plait.errors import ShapeMismatch
 from plait.kernels.cpu.codegen.kernel import inline, kernel
 from plait.kernels.cpu.codegen.kinds import Int
 from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, block
+from plait.kernels.cpu.codegen.target import wide_registers
 from plait.kernels.cpu.codegen.vec import call_kernel, get_i64, put_i64, words
 from plait.kernels.cpu.embed.embed import RowReader, reader, why_unknown_format
-from plait.kernels.cpu.linear.dense import wide_registers
 from plait.kernels.cpu.runtime.address_table import keep_addresses
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import rows_of, scratch_of, word

@@ -25,6 +25,7 @@ from plait.kernels.cpu.codegen.kernel import Kernel, inline, kernel, load_genera
 from plait.kernels.cpu.codegen.kinds import Float, Int
 from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, digest, straight
 from plait.kernels.cpu.codegen.maths import exp, load_left, store_left
+from plait.kernels.cpu.codegen.target import one_stream
 from plait.kernels.cpu.codegen.vec import (
     F,
     fma,
@@ -40,7 +41,6 @@ from plait.kernels.cpu.codegen.vec import (
     words,
     zero_f32,
 )
-from plait.kernels.cpu.linear.streams import ONE_STREAM
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import take_sequence
 from plait.kernels.cpu.runtime.row_checks import Sequences, TensorRows, dense
@@ -287,7 +287,7 @@ def _text(n: int, half: bool, name: str) -> str:
         part=ROWS,
         has_wide=vectors(n) <= REGISTERS + 4,
         wide_tokens=WIDE_TOKENS,
-        digest=digest("ssm/scan.py", "ssm/rounding.py", "linear/streams.py"),
+        digest=digest("ssm/scan.py", "ssm/rounding.py"),
     )
 
 
@@ -340,7 +340,7 @@ def move_row(n: int, half: bool) -> object:
         w: Writer, row: Word, to: Word, decay: Value, v: Value, b: list[Value], c: list[Value],
         seed: Word, ahead: Word,
     ) -> list[Value]:  # fmt: skip
-        for line in range(0, 0 if ONE_STREAM else (2 if half else 4) * n, 64):
+        for line in range(0, 0 if one_stream() else (2 if half else 4) * n, 64):
             w.prefetch(row + ahead + line)
         y, thresholds = w.zero_f32(), row_thresholds(w, w.spread_int(seed)) if half else None
         waiting: list[Value] = []  # vectors and their thresholds: two are rounded and stored at a time

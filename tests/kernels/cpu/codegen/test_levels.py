@@ -19,7 +19,8 @@ SKYLAKE_X = BASE | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 @pytest.mark.parametrize(
     ("features", "is_amd", "level"),
     [
-        pytest.param(BASE | {"sse4a", "avxvnni"}, True, "x86-64-v3", id="Zen 3"),
+        pytest.param(BASE | {"sse4a"}, True, "x86-64-v3", id="Zen 3"),
+        pytest.param(BASE | {"avxvnni", "gfni"}, False, "x86-64-v3-vnni", id="Alder Lake"),
         pytest.param(ICE | {"avx512bf16", "gfni"}, True, "x86-64-v4-bf16", id="Zen 4"),
         pytest.param(ICE | {"gfni"}, False, "x86-64-v4-vnni", id="Ice Lake"),
         pytest.param(ICE | {"avx512bf16", "amx-tile"}, False, "x86-64-v4-vnni", id="Sapphire Rapids"),

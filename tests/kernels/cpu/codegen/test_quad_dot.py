@@ -15,13 +15,13 @@ from plait.kernels.load import load_kernels
 load_kernels()
 kernels = import_module("plait.kernels.cpu.codegen.kernel")
 straight = import_module("plait.kernels.cpu.codegen.llvm_writer")
-twos = import_module("plait.kernels.cpu.codegen.avx2_dot")
+twos = import_module("plait.kernels.cpu.codegen.quad_dot")
 target = import_module("plait.kernels.cpu.codegen.target")
 
 pytestmark = pytest.mark.skipif("avx2" not in target.host_features(), reason="no AVX2 here")
 
 BYTES = '''"""Products of bytes: {digest}."""
-import test_avx2_dot as blocks
+import test_quad_dot as blocks
 
 from plait.kernels.cpu.codegen.kernel import kernel
 from plait.kernels.cpu.codegen.vec import word
@@ -41,13 +41,13 @@ QUADS, BASE = 8, 1 << 20
 @pytest.fixture(autouse=True)
 def _named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under the name by which kernels import this module."""
-    monkeypatch.setitem(sys.modules, "test_avx2_dot", sys.modules[__name__])
+    monkeypatch.setitem(sys.modules, "test_quad_dot", sys.modules[__name__])
 
 
 def by_twos(largest: int, zero: int | None) -> Any:
     def write(w: Any, u: Any, v: Any, start: Any, out: Any) -> None:
         codes = [lambda q=q: w.load_i32(u + 64 * q) for q in range(QUADS)]
-        (s,) = twos.products(w, codes, lambda r, i: v + 4 * i, [w.load_i32(start)], largest, zero, BASE)
+        (s,) = twos.add_by_twos(w, codes, lambda r, i: v + 4 * i, [w.load_i32(start)], largest, zero, BASE)
         w.store_i32(out, s)
 
     return straight.straight(write)
@@ -78,7 +78,7 @@ def test_sums_of_products_of_bytes_are_exact(
     if extreme:
         u[:, :8], u[:, 8:], v[:] = largest, 0, -127
     exact = torch.einsum("qlj,qj->l", u.int() - zero, v.int())
-    out, digest = torch.empty(16, dtype=torch.int32), straight.digest("codegen/avx2_dot.py")
+    out, digest = torch.empty(16, dtype=torch.int32), straight.digest("codegen/quad_dot.py")
     kernel = kernels.load_generated(f"twos_{block.lower()}", BYTES.format(block=block, digest=digest)).run
     cpu.launch(kernel, u, v, start, out, rows=1)
     assert out.tolist() == (exact + (BASE if zero else start)).tolist()
