@@ -214,7 +214,8 @@ def _router(c: Config, theirs: str, bias: str) -> dict[str, Source]:
     count, shared = c["num_experts"], c["num_shared_experts"]
 
     def always(w: Stored, **_: str) -> Tensor:
-        return torch.cat([as_tensor(w).float(), torch.full((shared,), ALWAYS)])
+        given = as_tensor(w).float()
+        return torch.cat([given, given.new_full((shared,), ALWAYS)])
 
     def each(w: Stored, **_: str) -> Tensor:
         return as_tensor(w).float().expand(count + shared)

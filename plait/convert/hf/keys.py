@@ -22,7 +22,7 @@ OWN = {
     *("sliding_window", "quantization_config", "delta_tiled", "full_attention_interval"),
     *("num_nextn_predict_layers", "torch_dtype", "dtype", "transformers_version", "text_config"),
 }
-NULLABLE = {"q_lora_rank"}  # null says something
+NULLABLE = {"q_lora_rank", "sliding_window"}  # null says something
 
 
 def config_json(config: Config, spec: ModelSpec, dtype: str, tensors: Container[str]) -> Values:
@@ -100,6 +100,8 @@ def _attention(config: Config, spec: ModelSpec, family: str) -> Values:
         values |= {"sliding_window": windows.pop(), "use_sliding_window": True}
         if family in ("qwen2", "qwen3"):
             values["max_window_layers"] = config["layer_types"].index(SLIDING)
+    elif find(config).defaults.get("sliding_window"):
+        values["sliding_window"] = None  # an absent one is that of the family
     parameters = _rope_parameters(spec, mixers)
     if parameters:
         values["rope_parameters"] = parameters

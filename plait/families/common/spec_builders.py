@@ -40,8 +40,11 @@ def rope(c: Config, dim: int, kind: str = FULL, *, interleaved: bool = False) ->
     scaling = {k: v for k, v in p.items() if k not in _ROPE_ONLY}
     if scaling.get("rope_type") == "default":
         scaling = {}
-    width = int(dim * p["partial_rotary_factor"])
-    return RopeSpec(width, float(p["rope_theta"]), scaling, c.get("rope_interleave", interleaved))
+    width, theta = int(dim * p["partial_rotary_factor"]), float(p["rope_theta"])
+    least = 1 if scaling.get("rope_type") == "yarn" else 0  # YaRN divides by the logarithm
+    if theta <= least:
+        raise UnsupportedModel(f"rope_theta is {theta:g}; expected is a number above {least}")
+    return RopeSpec(width, theta, scaling, c.get("rope_interleave", interleaved))
 
 
 def build_temperature(c: Config) -> TemperatureSpec | None:

@@ -28,11 +28,14 @@ from tests.families.parity import decoder, whole, worst
 from tests.families.variant import Variant
 
 IDS = torch.arange(2, 24)
-SAYABLE = {*OLD, "falcon_heads", "gpt2"}
+SAYABLE = {
+    *(*OLD, "falcon_heads", "gpt2", "ernie4_5", "olmo", "nemotron", "jais2", "stablelm", "stablelm_wide"),
+    *("hunyuan", "exaone4_whole", "minimax_m2", "ernie4_5_moe", "minicpm3", "hy_v3", "hunyuan_moe"),
+}
 NO_ARCHITECTURE = (
     *("zamba2", "zamba2_plain", "olmo_hybrid", "olmo_hybrid_nope", "recurrent_gemma", "recurrent_gemma_wide"),
     *("ministral", "qwen2_window", "gpt_oss_plain", "smollm3", "starcoder2", "cohere2_plain"),
-    *("falcon_mamba", "minimax_factors", *tiny_mixers.VARIANTS),
+    *("falcon_mamba", "minimax_factors", "mistral4", "hrm_text", "muse_glimmer", *tiny_mixers.VARIANTS),
     *({*tiny_dense.VARIANTS, *tiny_moe.VARIANTS, *tiny_more.VARIANTS, *tiny_plain.VARIANTS} - SAYABLE),
 )
 FAST = ("zamba2", "olmo_hybrid", "recurrent_gemma", "ministral", "gpt_oss_plain", "minimax_factors")
@@ -85,6 +88,7 @@ def test_every_model_becomes_gguf_and_safetensors_again(name: str, tmp_path: Pat
     assert worst(logits(tmp_path / "b"), wanted) <= limit
     if is_own:
         before, after = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "b"))
+        before = {key: value for key, value in before.items() if value.dim() <= 4}  # as many as GGUF has
         assert before.keys() == after.keys()
         assert all(torch.equal(before[key], after[key].view(before[key].shape)) for key in before)
         config = json.loads((tmp_path / "b" / "config.json").read_text())

@@ -57,11 +57,11 @@ def operation(name):
 def tile(kind, rows):
     module, context = ir.Module(kind), cpu_target.target_context
     block = linear_source.tile(layout.LAYOUTS[kind], rows)
-    signature, lowered = block._defn(cpu_target.typing_context, *[types.int64] * 5)
-    made, b = function(module, "tile", (A,) * 5)
-    sums = lowered(context, b, signature, made.args[:5])
+    signature, lowered = block._defn(cpu_target.typing_context, *[types.int64] * 7)
+    made, b = function(module, "tile", (A,) * 7)
+    sums = lowered(context, b, signature, made.args[:7])
     for r in range(rows):
-        vec._store(b, b.add(made.args[5], ir.Constant(vec.i64, 64 * r)), b.extract_value(sums, r))
+        vec._store(b, b.add(made.args[7], ir.Constant(vec.i64, 64 * r)), b.extract_value(sums, r))
     b.ret_void()
     return module
 
