@@ -43,12 +43,14 @@ class Derived:
     `fn` receives what the checkpoint returned (a tensor, or a `Weight` of some format) and returns either.
     `back`: for each source the way back, None if others of ours make that source; empty where no recipe has
     written it. `is_joined`: it has the rows of all sources, one behind the other; a rank reads its own.
+    `is_product`: sources are multiplied with each other, so no adapter of one of them is one of the result.
     """
 
     fn: Callable[..., Any]
     sources: tuple[str, ...]
     back: tuple[Back | None, ...] = ()
     is_joined: bool = False
+    is_product: bool = False
 
 
 Source = str | Derived

@@ -25,12 +25,16 @@ from plait.cli.common.options import (
 )
 from plait.cli.common.progress import Status
 from plait.cli.common.server_client import ServerClient, ServerError, StreamedReply
-from plait.errors import ConfigError
+from plait.errors import CapacityError, CheckpointError, ConfigError, PlaitError
 from plait.request import SamplingParams
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 LOOK_S = 0.1  # between two looks at a server that is loading
 END_S = 40.0  # for a server to end in order
+# What a server that ended by itself reports by its exit code; `plait run` ends with the same one.
+ENDED: dict[int, type[PlaitError]] = {
+    kind.exit_code: kind for kind in (ConfigError, CheckpointError, CapacityError)
+}
 
 
 class ServedModel:
@@ -145,7 +149,7 @@ def match_name(name: str, served: dict[str, int]) -> str | None:
 def start_server(
     name: str, port: int, api_key: str | None, serve_options: Sequence[str], *, keep: bool, quiet: bool
 ) -> ServedModel:
-    """Start `plait serve` and wait until it answers. Raises ServerError with the last lines of its log."""
+    """Start `plait serve` and wait until it answers. Raises what its exit code means (`ENDED`)."""
     log = prepare_log()
     environment = {**os.environ, **({"PLAIT_API_KEY": api_key} if api_key else {})}
     command = [sys.executable, "-P", "-m", "plait.cli.main", "serve", "--model", name, "--port", str(port)]
@@ -177,7 +181,7 @@ def start_server(
 def wait_until_ready(
     client: ServerClient, server: subprocess.Popen[bytes], status: Status, log: tuple[Path, int]
 ) -> None:
-    """Return when the model is loaded. Raises ServerError when the process ends before.
+    """Return when the model is loaded. Raises an error with its exit code when the process ends before.
 
     `log`: its file, and the byte at which the server's lines begin.
     """
@@ -186,7 +190,8 @@ def wait_until_ready(
         if code is not None:
             told = last_lines(log[0], 1, begin=log[1])
             why = told[0].removeprefix("plait: ") if told else f"it ended with exit code {code}"
-            raise ServerError(f"the server did not start: {why} (`plait logs` shows more)")
+            kind = ENDED.get(code, ServerError)
+            raise kind(f"the server did not start: {why} (`plait logs` shows more)")
         try:
             answered, health = client.request("GET", "/health")
         except ServerError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, overload
 
@@ -45,7 +46,9 @@ class LLM:
     ) -> None:
         known = option_names(EngineConfig)
         if unknown := [name for name in options if name not in known]:
-            raise ConfigError(f"{unknown[0]}: there is no such option; there are {', '.join(known)}")
+            near = get_close_matches(unknown[0], known, 1)
+            hint = f", did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"{unknown[0]}: there is no such option{hint}; there are {', '.join(known)}")
         self._loaded = _load(model, EngineConfig(**options), on_progress)
         self.front = self._loaded.front
 

@@ -90,8 +90,14 @@ def test_a_prompt_of_another_type_is_refused_by_its_place(llm: LLM, prompt: Any,
 
 
 def test_an_option_that_does_not_exist_is_refused_by_name(model: Path) -> None:
-    with pytest.raises(ConfigError, match="gpu_layers: there is no such option; there are device, dtype"):
-        LLM(str(model), gpu_layers=0.9)
+    with pytest.raises(ConfigError, match="layers_on_gpu: there is no such option; there are device, dtype"):
+        LLM(str(model), layers_on_gpu=0.9)
+
+
+def test_an_option_that_does_not_exist_names_the_nearest_first(model: Path) -> None:
+    wanted = "gpu_memory_utilization: there is no such option, did you mean gpu_memory[?]; there are device"
+    with pytest.raises(ConfigError, match=wanted):
+        LLM(str(model), gpu_memory_utilization=0.9)
 
 
 def test_a_template_without_a_tokenizer_is_refused(model: Path) -> None:

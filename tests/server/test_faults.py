@@ -37,7 +37,10 @@ def body(path: str, text: str, **more: Any) -> dict[str, Any]:
 @BOTH
 @STREAMED
 @pytest.mark.parametrize(("text", "status"), [("FULL", 429), ("BROKEN", 500), ("REFUSE", 503)])
-def test_a_refusal_is_an_http_error(client: Client, path: str, stream: bool, text: str, status: int) -> None:
+def test_a_refusal_is_an_http_error(
+    client: Client, path: str, stream: bool, text: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("plait.server.gateway.request_context.FIRST_WAIT_S", 30.0)  # as on an idle machine
     answer = client.post(path, body(path, text, stream=stream))
     assert answer.status == status
     assert answer.error["message"]

@@ -47,6 +47,13 @@ class AdapterMatch:
         self._used.update(there)
         if isinstance(source, str):
             return _plain(source, self.file.pairs[source])
+        if source.is_product:
+            changed = [name.format(**fields).removesuffix(".weight") for name in there]
+            raise UnsupportedFormat(
+                f"{self.file.path}: {list_some(changed, 3)}: this model's files have {ours} as a product of "
+                "matrices, and an adapter of one of them cannot be served; merge it by `plait "
+                "convert --lora`, or train it without these modules"
+            )
         made = [
             LowRankFactors(
                 *self._derived(ours, source, fields, name, self.file.pairs[name]), self.file.pairs[name].scale

@@ -46,7 +46,7 @@ def _query(heads: int, *sources: str) -> Derived:
         whole = (as_tensor(up).double() @ as_tensor(down).double()).float()
         return by_head(heads, whole, as_tensor(turned).float())
 
-    return Derived(join, sources)
+    return Derived(join, sources, is_product=True)
 
 
 def _key_value(heads: int, *sources: str) -> Derived:

@@ -1,13 +1,23 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from plait.engine.admission import ServiceOptions
-from plait.errors import BadFile, CheckpointError, ConfigError, InvalidField, ModelNotFound, UnusedTensor
+from plait.errors import (
+    BadFile,
+    CheckpointError,
+    ConfigError,
+    InvalidField,
+    ModelNotFound,
+    UnsupportedFormat,
+    UnusedTensor,
+)
 from plait.frontend.deltas import Delta
 from plait.llm.llm import LLM
 from plait.request import SamplingParams
@@ -176,3 +186,26 @@ def test_adapter_equals_the_merged_model_of_a_family(tmp_path: Path, name: str, 
         wanted = scores(merged)
     assert found[0] == wanted[0]
     torch.testing.assert_close(found[1], wanted[1], rtol=1e-5, atol=1e-5)
+
+
+NANO = Path(__file__).resolve().parents[3] / "examples/nano-hybrid"
+
+
+# 0: the rank of the latent, with which the product of two factors of adapters has a shape, too.
+@pytest.mark.parametrize("rank", [4, 0])
+@pytest.mark.parametrize("kind", ["uq", "dq", "qr", "uq|dq|qr"])
+def test_adapter_of_a_factor_of_a_product_is_refused(tmp_path: Path, kind: str, rank: int) -> None:
+    tensors = {name: value for file in NANO.glob("*.safetensors") for name, value in load_file(file).items()}
+    modules = [name.removesuffix(".weight") for name in tensors if re.search(rf"\.w_({kind})\.", name)]
+    width = next(value.shape[0] for name, value in tensors.items() if ".w_dq." in name)
+    write_peft(tmp_path / "a", tensors, modules, rank=rank or width)
+    wanted = (
+        rf"w_({kind}): this model's files have .*attn.q as a product .* merge it by `plait convert --lora`"
+    )
+    with pytest.raises(UnsupportedFormat, match=wanted):
+        LLM(
+            str(NANO),
+            lora=(f"a={tmp_path / 'a'}",),
+            **{**OPTIONS, "max_lora_rank": max(64, width)},
+            device="cpu",
+        )
