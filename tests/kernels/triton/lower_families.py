@@ -1,6 +1,9 @@
 """Lower every launch of steps of families' tiny models, as a real GPU specializes it.
 
-    python -m tests.kernels.triton.lower_families DTYPE [FAMILY...]     prints one JSON object
+    python -m tests.kernels.triton.lower_families DTYPE [OPTIONS] [FAMILY...]
+
+It prints one JSON object. --kept: what keys, values and latents are kept in; --quantize: the format of linear
+weights; --one-form: as `--deterministic` runs. `uncompiled`: launches of a kind that gate C does not have.
 
 `lower_launches` has the cases of the ops. Here are the dtypes, strides and sizes that mixers give them: a
 product of two dtypes, which the interpreter computes, is one that no GPU takes. The model lies on a GPU that
@@ -9,6 +12,7 @@ is pretended. A step has a prompt next to a decode, or decodes alone. Nothing ru
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -40,11 +44,14 @@ BLOCK, LONGEST = 16, 128
 DECODES, PROMPT = 2, 40  # of a prompt as many rows as chunks of scans, and tiles of experts, are made for
 
 
-def run_steps(name: str, folder: Path, dtype: torch.dtype) -> None:
+def run_steps(name: str, folder: Path, dtype: torch.dtype, **options: Any) -> None:
     """Build a family's tiny model, and run a step of decodes and one with a prompt."""
     config, checkpoint = read_model(name, folder)
     found = resolved(checkpoint, config)
-    target = Target(GPU, dtype, LONGEST, found.spec.hidden_size, chip=EXAMPLES[90], block_size=BLOCK)
+    target = Target(
+        GPU, dtype, LONGEST, found.spec.hidden_size, chip=EXAMPLES[90], block_size=BLOCK,
+        **options,
+    )  # fmt: skip
     decoder = Decoder(found.spec, Weights(checkpoint, found.names, target))
     groups, slots = block_groups(decoder.states), 4 if has_slots(decoder.states) else 0
     store = StateStore(decoder.states, {group.name: 12 for group in groups}, slots, BLOCK, GPU, dtype)
@@ -59,7 +66,15 @@ def run_steps(name: str, folder: Path, dtype: torch.dtype) -> None:
 
 
 def main() -> None:
-    dtype, names = getattr(torch, sys.argv[1]), sys.argv[2:] or NAMES
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("dtype")
+    parser.add_argument("--kept", default="model")
+    parser.add_argument("--quantize")
+    parser.add_argument("--one-form", action="store_true")
+    parser.add_argument("families", nargs="*")
+    given = parser.parse_args()
+    dtype, names = getattr(torch, given.dtype), given.families or NAMES
+    options = {"kv_dtype": given.kept, "quantize": given.quantize, "deterministic": given.one_form}
     patch, lowering = pytest.MonkeyPatch(), Lowering()
 
     def run(kernel: Any, *args: Any, grid: tuple[int, ...], warmup: bool, **options: Any) -> None:
@@ -74,9 +89,11 @@ def main() -> None:
     with pretended(patch):
         for family in names:
             with tempfile.TemporaryDirectory() as folder:
-                run_steps(family, Path(folder), dtype)
+                run_steps(family, Path(folder), dtype, **options)
     found = {"families": len(names), "launches": lowering.num_launches, "forms": len(lowering.seen)}
-    sys.stdout.write(json.dumps({**found, "faults": lowering.faults}) + "\n")
+    sys.stdout.write(
+        json.dumps({**found, "faults": lowering.faults, "uncompiled": lowering.uncompiled}) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from plait.model.mixers.registry import list_mixers
 from plait.ops.attention import BLOCK
 from plait.ops.chip import EXAMPLES
 from plait.ops.registry import REGISTRY, OpFacts
+from tests.kernels.triton.match_forms import find_form, name_launch
 from tests.pretend_gpu import pretended
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -38,13 +39,15 @@ MOST_Y = 65535  # programs of the second and third dimension of a grid
 
 
 class Lowering:
-    """Replaces `JITFunction.run`. `faults`: what a GPU would refuse, with how often."""
+    """Replaces `JITFunction.run`. `faults`: what a GPU would refuse, with how often; `uncompiled`: kinds of
+    launches that no form of gate C has (`match_forms`)."""
 
     def __init__(self) -> None:
         self.backend: Any = make_backend(TARGET)
         self.binders: dict[JITFunction, Any] = {}
         self.seen: dict[object, Exception | None] = {}
         self.faults: Counter[str] = Counter()
+        self.uncompiled: Counter[str] = Counter()
         self.num_launches = 0
 
     def run(self, kernel: Any, grid: tuple[int, ...], args: Any, options: dict[str, Any]) -> None:
@@ -63,12 +66,21 @@ class Lowering:
         key = kernel, str(special), str(sorted(rest.items())), str(constants)
         self.num_launches += 1
         if key not in self.seen:
+            self._match(kernel, bound, special)
+        if key not in self.seen:
             try:
                 self.seen[key] = self._lower(kernel, options, bound, special, rest)
             except Exception as error:
                 self.seen[key] = error
         if (error := self.seen[key]) is not None:
             raise error
+
+    def _match(self, kernel: Any, bound: Any, special: Any) -> None:
+        """Note a launch of a kind that gate C does not compile."""
+        types = {name: str(kind) for name, (kind, *_) in zip(bound, special, strict=True)}
+        constants = {p.name: bound[p.name] for p in kernel.params if p.is_constexpr}
+        if find_form(kernel.fn.__name__, bound, types, constants) is None:
+            self.uncompiled[f"{kernel.fn.__name__}: {name_launch(bound, types, constants)}"] += 1
 
     def _lower(self, kernel: Any, options: Any, bound: Any, special: Any, rest: Any) -> None:
         made, signature, constants, attributes = kernel._pack_args(

@@ -37,13 +37,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plait.kernels.triton.attention.layout import LEAST_SHARED, ROWS, SPLIT, PagedLayout, why_too_large
+from plait.kernels.triton.attention.layout import ROWS, SPLIT, PagedLayout, why_too_large
 from plait.kernels.triton.attention.mix import mix_columns, turn_back, turn_form
 from plait.kernels.triton.attention.place import entry_places, place_all_heads, why_no_codes
 from plait.kernels.triton.forms import KernelForm
 from plait.kernels.triton.maths import tanh
+from plait.kernels.triton.shared_memory import shared_limit
 from plait.ops.attention import paged_attention, paged_latent_attention, write_paged
-from plait.ops.chip import read_chip
 from plait.ops.entry import key_codes, latent_codes, value_codes
 from plait.ops.launch import launch
 from plait.ops.registry import OpFacts
@@ -397,13 +397,6 @@ def count_programs(device: torch.device) -> int:
     return PROGRAMS * int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-@cache
-def shared_limit(device: torch.device) -> int:
-    """Bytes of shared memory that a block may have; the interpreter has as much as it likes."""
-    chip = read_chip(device)
-    return LEAST_SHARED if chip is None else chip.shared_nbytes
-
-
 def _as_words(cache: Tensor) -> Tensor:
     """The same memory as int16, where scales of codes are read."""
     return cache.view(torch.int16) if cache.dtype is torch.int8 else cache
@@ -503,8 +496,12 @@ WIDE_SHAPES = (
     "gqa 8/4 d256 window softcap",
     "gqa 8/2 d512",
     "gqa 8/4 d256 int8",
+    "gqa 8/2 d512 int8",
+    "gqa 32/8 d128 int8",
     "mla 16 heads",
+    "mla 16 heads int8",
 )
+ROUNDED_SHAPES = ("gqa 32/8 d128", "gqa 8/4 d256 window softcap", "gqa 8/2 d512", "mla 16 heads")
 KINDS = {"bf16*": torch.bfloat16, "fp32*": torch.float32, "i8*": torch.int8}
 
 
@@ -519,8 +516,9 @@ def forms() -> Iterator[KernelForm]:
     for name in WIDE_SHAPES:
         kept = CODE_POINTERS if SHAPES[name][-1] else float32
         yield from _attend_forms(name, wide | kept, ", float32")
-    yield from _attend_forms("gqa 8/4 d256 window softcap", wide, ", float32 over bfloat16")
-    for name in ("gqa 8/4 d256 window softcap", "mla 16 heads"):
+    for name in ROUNDED_SHAPES:
+        yield from _attend_forms(name, wide, ", float32 over bfloat16")
+    for name in ("gqa 32/8 d128", "gqa 8/4 d256 window softcap", "gqa 8/2 d512", "mla 16 heads"):
         yield from _attend_forms(name, POINTERS | float32, " over float32")
     constants = PagedLayout(32, 8, 128, 0, None, None, None).constants(64, ROWS)
     few = {key: constants[key] for key in ("S", "G", "KVH", "BM")}

@@ -15,6 +15,7 @@ import triton
 from torch import Tensor
 
 from plait.kernels.triton.attention.mix import count_stages
+from plait.kernels.triton.shared_memory import LEAST_SHARED
 from plait.ops.entry import Codes, key_codes, latent_codes
 from plait.ops.registry import OpFacts
 
@@ -25,7 +26,6 @@ PROMPT_ROWS = 32  # of a tile in a step with prompts; the same instructions, so 
 SEQS = (16, 64, 256, 1024)  # sequences that a form is compiled for
 WINDOW_REGISTERS = 184
 WIDE = 256  # columns of a head; with more of them tiles are smaller, and queries are mixed before
-LEAST_SHARED = 99 << 10  # bytes for a block on sm_86, sm_89 and sm_120; others but sm_75 have more
 KEPT = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 FEWEST_KEYS = 16  # of a tile: matrix units multiply no fewer
 
@@ -52,7 +52,8 @@ class PagedLayout:
         """Of a tile of queries, over a cache of `kept`. Wide heads, codes of all but narrow ones, and what is
         float32, which has no matrix units, have no registers for more than a decode's."""
         is_heavy = self.rest or self.dim > WIDE or (self.codes is not None and self.dim > 64)
-        is_heavy = is_heavy or self.dtype == torch.float32
+        is_wider = kept.itemsize > self.dtype.itemsize and 64 < self.dim <= 128  # by four warps
+        is_heavy = is_heavy or self.dtype == torch.float32 or is_wider
         if self.rest and self.dtype == torch.float32 and kept != self.dtype:
             return FEW_ROWS
         return PROMPT_ROWS if has_prompts and not is_heavy else ROWS
@@ -100,9 +101,10 @@ class PagedLayout:
 
         Codes and wide heads have the registers of eight warps. What becomes float32 on its way has those of a
         loop without stages, and of 16 warps where heads are wide.
+        A tile of latents has few rows: with 16 warps it spills for want of registers.
         """
         if self.dtype == torch.float32 and kept != self.dtype:
-            return (16 if self.rest or self.dim > WIDE else 8), 1
+            return (16 if self.dim > WIDE and not self.rest else 8), 1
         return (8 if self.dim > 128 or self.codes else 4), 2
 
     def keys(self, kept: torch.dtype, limit: int = LEAST_SHARED) -> int:
@@ -137,10 +139,12 @@ class PagedLayout:
         return max(loop, rows * wide * 4)
 
     def options(self, rows: int, kept: torch.dtype) -> dict[str, int]:
-        """Registers of a thread for what becomes float32, and for windows over narrow heads in prompts: left
-        to itself, ptxas spills there to have one block more on a processor."""
+        """Registers of a thread for what becomes float32 or was it, and for windows over narrow heads in
+        prompts: left to itself, ptxas spills there to have one block more on a processor."""
         if self.dtype == torch.float32 and kept != self.dtype:
             return {"maxnreg": min(255, 2048 // self.warps(kept)[0])}  # all of them, for one block
+        if kept.itemsize > self.dtype.itemsize and 64 < self.dim <= 128:
+            return {"maxnreg": 255}
         is_tight = self.window and rows > ROWS and self.dim <= 64 and not self.codes
         return {"maxnreg": WINDOW_REGISTERS} if is_tight else {}
 

@@ -30,11 +30,11 @@ from plait.kernels.triton.attention.attention import (
     join_splits,
     list_work,
     most_slots,
-    shared_limit,
 )
-from plait.kernels.triton.attention.layout import LEAST_SHARED, ROWS, SPLIT, PagedLayout, why_too_large
+from plait.kernels.triton.attention.layout import ROWS, SPLIT, PagedLayout, why_too_large
 from plait.kernels.triton.attention.place import place_all_heads
 from plait.kernels.triton.forms import KernelForm
+from plait.kernels.triton.shared_memory import LEAST_SHARED, shared_limit
 from plait.ops.entry import CODED
 from plait.ops.launch import launch
 from plait.ops.registry import OpFacts

@@ -36,6 +36,7 @@ from plait.kernels.triton.linear.linear import (
 )
 from plait.kernels.triton.linear.many_rows import combine_number
 from plait.kernels.triton.linear.multiply_planes import add_units, multiply_planes
+from plait.kernels.triton.shared_memory import LEAST_SHARED, shared_limit
 from plait.ops.heads import HeadPacking, HeadRows, map_heads
 from plait.ops.launch import launch
 from plait.quant.plane_parts import pack_planes
@@ -215,16 +216,18 @@ def _multiply_rows(x: Tensor, packed: HeadPlanes, bm: int) -> Tensor:
     launch(
         heads_planes, (-(-packed.count // BN), heads, -(-m // bm)), x, *plane_tensors(planes), out,
         m, packed.count, n_in, tiling.units, tiling.few_steps, *x.stride()[:2], *out.stride()[:2],
-        *plane_strides(planes), **_row_constants(tiling, bm, x.dtype),
+        *plane_strides(planes), **_row_constants(tiling, bm, x.dtype, shared_limit(x.device)),
         **plane_constants(planes.layout, x.dtype, has_assembly=x.is_cuda),
     )  # fmt: skip
     return out
 
 
-def _row_constants(tiling: PlanesTiling, bm: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+def _row_constants(
+    tiling: PlanesTiling, bm: int, dtype: torch.dtype = torch.bfloat16, limit: int = LEAST_SHARED
+) -> dict[str, Any]:
     return {
         "EVEN": tiling.is_even(UNITS), "UNITS": UNITS, "BN": BN, "BM": bm,
-        "num_warps": UNITS, "num_stages": min(2, tiling.few_stages(bm, dtype)),
+        "num_warps": UNITS, "num_stages": min(2, tiling.few_stages(bm, BN, dtype, limit)),
     }  # fmt: skip
 
 

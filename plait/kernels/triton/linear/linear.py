@@ -25,6 +25,7 @@ from plait.errors import ShapeMismatch
 from plait.kernels.triton.forms import KernelForm, widen
 from plait.kernels.triton.linear import few_rows, many_rows
 from plait.kernels.triton.linear.decode_planes import base_of, make_assembly, make_scaled_assembly
+from plait.kernels.triton.shared_memory import LEAST_SHARED, dense_memory, plane_memory, shared_limit
 from plait.ops.glu import glu
 from plait.ops.launch import launch
 from plait.ops.linear import Activations, Linear, Packing, linear
@@ -115,34 +116,47 @@ class PlanesTiling:
         """Whether all steps of so many units are whole, and all units."""
         return self.units % units == 0 and self.n_in % self.layout.unit == 0
 
-    def few_stages(self, rows: int, dtype: torch.dtype) -> int:
-        """Of a loop over units: in float32 a unit of 256 columns and 16 rows of x has place in shared memory
-        on its way to the products alone."""
+    def few_stages(self, rows: int, outputs: int, dtype: torch.dtype, limit: int) -> int:
+        """Of a loop over units by programs of so many outputs, in a block of `limit` bytes."""
         unit, is_small = self.layout.unit, rows <= 8
+        wanted = 3 if unit <= 64 or (unit == 256 and is_small) else 2
         if dtype == torch.float32 and unit == 256:
-            return 2 if is_small else 1
-        return 3 if unit <= 64 or (unit == 256 and is_small) else 2
+            wanted = 2 if is_small else 1
+        memory = plane_memory(self.layout, few_rows.UNITS, outputs, 8 if is_small else 16, dtype)
+        return memory.fit_stages(wanted, limit)
 
-    def few_constants(self, rows: int, act: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
-        """The constants of up to 8 or 16 rows of x in `dtype`."""
-        layout = self.layout
+    def few_constants(
+        self,
+        rows: int,
+        act: str,
+        dtype: torch.dtype = torch.bfloat16,
+        limit: int = LEAST_SHARED,
+        outputs: int | None = None,
+    ) -> dict[str, Any]:
+        """The constants of up to 8 or 16 rows of x in `dtype`, on a GPU of which a block may have `limit`
+        bytes of shared memory. outputs: of a program, if not `few_outputs`."""
+        layout, outputs = self.layout, self.few_outputs(rows) if outputs is None else outputs
         # Left to itself, ptxas spills for sm_80 to have one block more on a processor.
         is_tight = rows <= 8 and layout.bits == 4 and layout.value == "integer" and not layout.high
         return ({"maxnreg": FEW_REGISTERS} if is_tight else {}) | {
             "EVEN": self.is_even(few_rows.UNITS), "ACT": act, "UNITS": few_rows.UNITS,
-            "BN": self.few_outputs(rows),
+            "BN": outputs,
             "SHARES": few_rows.shares_of(self.n_out, self.few_steps, self.few_outputs(1)),
             "BM": 8 if rows <= 8 else 16, "num_warps": few_rows.UNITS,
-            "num_stages": self.few_stages(rows, dtype),
+            "num_stages": self.few_stages(rows, outputs, dtype, limit),
         }  # fmt: skip
 
-    def many_constants(self, rows: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
-        """The constants of so many rows of x in `dtype`: float32 has a stage less, for want of memory."""
+    def many_constants(
+        self, rows: int, dtype: torch.dtype = torch.bfloat16, limit: int = LEAST_SHARED
+    ) -> dict[str, Any]:
+        """The constants of so many rows of x in `dtype`; limit: as of `few_constants`."""
+        units, wanted = self.many_units, 2 if dtype == torch.float32 else 3
+        memory = plane_memory(self.layout, units, many_rows.BN, many_rows.BM, dtype)
         return {
             "EVEN": self.is_even(self.many_units), "IS_SPLIT": rows <= many_rows.SPLIT,
             "SHARES": few_rows.shares_of(self.n_out, self.many_steps, many_rows.BN),
-            "UNITS": self.many_units, "BN": many_rows.BN, "BM": many_rows.BM, "num_warps": 4,
-            "num_stages": 2 if dtype == torch.float32 else 3,
+            "UNITS": units, "BN": many_rows.BN, "BM": many_rows.BM, "num_warps": 4,
+            "num_stages": memory.fit_stages(wanted, limit),
         }  # fmt: skip
 
 
@@ -280,10 +294,11 @@ def multiply_few(
     if isinstance(packed, PackedPlanes) and packed.planes.order is not None:
         x = x.index_select(1, packed.planes.order)
     if isinstance(packed, PackedPlanes):
-        constants, steps = packed.tiling.few_constants(m, act, x.dtype), packed.tiling.few_steps
+        constants = packed.tiling.few_constants(m, act, x.dtype, shared_limit(x.device))
+        steps = packed.tiling.few_steps
     else:
         steps = -(-n_in // (few_rows.UNITS * few_rows.DENSE_UNIT))
-        constants = dense_constants(n_out, n_in, m, act)
+        constants = dense_constants(n_out, n_in, m, act, x.dtype, shared_limit(x.device))
         constants["BN"] = widen(DENSE_ROWS, n_out, 1024)
     bn, bm, shares = constants["BN"], constants["BM"], constants["SHARES"]
     tiles = -(-n_out // bn)
@@ -304,18 +319,28 @@ def multiply_few(
         )  # fmt: skip
 
 
-def dense_constants(n_out: int, n_in: int, rows: int, act: str) -> dict[str, Any]:
+def dense_constants(
+    n_out: int,
+    n_in: int,
+    rows: int,
+    act: str,
+    dtype: torch.dtype = torch.bfloat16,
+    limit: int = LEAST_SHARED,
+) -> dict[str, Any]:
+    """Those of plain numbers; arguments as of `PlanesTiling.few_constants`."""
     step = few_rows.UNITS * few_rows.DENSE_UNIT
+    memory = dense_memory(step, DENSE_ROWS, 8 if rows <= 8 else 16, dtype)
     return {
         "EVEN": n_in % step == 0, "ACT": act, "UNIT": few_rows.DENSE_UNIT, "UNITS": few_rows.UNITS,
         "SHARES": few_rows.shares_of(n_out, -(-n_in // step), DENSE_ROWS), "BN": DENSE_ROWS,
-        "BM": 8 if rows <= 8 else 16, "num_warps": few_rows.UNITS, "num_stages": 3,
+        "BM": 8 if rows <= 8 else 16, "num_warps": few_rows.UNITS,
+        "num_stages": memory.fit_stages(3, limit),
     }  # fmt: skip
 
 
 def _multiply_many(x: Tensor, packed: PackedPlanes, bias: Tensor | None, out: Tensor) -> None:
     planes, tiling, m = packed.planes, packed.tiling, len(x)
-    constants = tiling.many_constants(m, x.dtype)
+    constants = tiling.many_constants(m, x.dtype, shared_limit(x.device))
     blocks, tiles = -(-m // many_rows.BM), -(-tiling.n_out // many_rows.BN)
     shares = constants["SHARES"] if constants["IS_SPLIT"] else 1
     size = blocks * tiles * shares * many_rows.BN * many_rows.BM if shares > 1 else 1

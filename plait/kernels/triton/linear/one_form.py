@@ -43,6 +43,7 @@ from plait.kernels.triton.linear.linear import (
     shape_of,
     why_not,
 )
+from plait.kernels.triton.shared_memory import LEAST_SHARED, shared_limit
 from plait.ops.heads import HeadPacking, HeadRows, map_heads
 from plait.ops.launch import launch
 from plait.ops.linear import Activations, Packing, linear
@@ -54,20 +55,22 @@ ROWS = 16  # of x, of a program
 OUTPUTS = 32  # of a program: all inputs are in one, so that there must be more of them than of `few_rows`
 
 
-def planes_form(tiling: PlanesTiling, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
-    """The constants of a layout and a length of rows; dtype: of x."""
+def planes_form(
+    tiling: PlanesTiling, dtype: torch.dtype = torch.bfloat16, limit: int = LEAST_SHARED
+) -> dict[str, Any]:
+    """The constants of a layout and a length of rows; dtype: of x; limit: as of `few_constants`."""
     layout = tiling.layout
     outputs = OUTPUTS
     if layout.high == 1 or (layout.value == "e2m1" and layout.scales == "plain"):
         outputs = 16  # as many as no target spills with
     elif layout.bits == 2:
         outputs = 64
-    return tiling.few_constants(ROWS, "", dtype) | {"SHARES": 1, "BN": outputs, "BLOCKS": True}
+    return tiling.few_constants(ROWS, "", dtype, limit, outputs) | {"SHARES": 1, "BLOCKS": True}
 
 
-def numbers_form(n_in: int) -> dict[str, Any]:
+def numbers_form(n_in: int, dtype: torch.dtype = torch.bfloat16, limit: int = LEAST_SHARED) -> dict[str, Any]:
     """The same for plain numbers."""
-    return dense_constants(DENSE_ROWS, n_in, ROWS, "") | {"SHARES": 1, "BLOCKS": True}
+    return dense_constants(DENSE_ROWS, n_in, ROWS, "", dtype, limit) | {"SHARES": 1, "BLOCKS": True}
 
 
 def pack_all(weight: Weight, dtype: torch.dtype) -> PackedPlanes | PackedNumbers:
@@ -110,7 +113,7 @@ def _launch(x: Tensor, packed: PackedPlanes | PackedNumbers, bias: Tensor | None
     # There are no shares, so that nothing is written to `parts`.
     rest = (out if bias is None else bias, out, packed.counters, packed.counters, m, n_out, n_in)
     if isinstance(packed, PackedNumbers):
-        constants = numbers_form(n_in)
+        constants = numbers_form(n_in, x.dtype, shared_limit(x.device))
         steps = -(-n_in // (few_rows.UNITS * few_rows.DENSE_UNIT))
         launch(
             few_rows.few_dense, (-(-m // ROWS), -(-n_out // constants["BN"])), x, packed.weight, *rest,
@@ -120,7 +123,7 @@ def _launch(x: Tensor, packed: PackedPlanes | PackedNumbers, bias: Tensor | None
     planes, tiling = packed.planes, packed.tiling
     if planes.order is not None:
         x = x.index_select(1, planes.order)
-    constants = planes_form(tiling, x.dtype)
+    constants = planes_form(tiling, x.dtype, shared_limit(x.device))
     launch(
         few_rows.few_planes, (-(-m // ROWS), -(-n_out // constants["BN"])), x, *plane_tensors(planes), *rest,
         tiling.units, tiling.few_steps, x.stride(0), out.stride(0), *plane_strides(planes),

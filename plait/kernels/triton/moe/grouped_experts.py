@@ -35,6 +35,7 @@ from plait.kernels.triton.moe.experts import (
     order_experts,
     pick_expert,
 )
+from plait.kernels.triton.shared_memory import LEAST_SHARED, dense_memory, shared_limit
 from plait.ops.launch import launch
 
 BLOCK = 1024  # pairs that a program of `sort_pairs` looks at together
@@ -142,19 +143,20 @@ def tile_rows(pairs: int, experts: int, dtype: torch.dtype) -> int:
     return 16 if each < 32 else 64 if each < 256 or dtype == torch.float32 else 128
 
 
-def product_tile(rows: int, gated: bool, dtype: torch.dtype) -> dict[str, int]:
-    """Tile of a product, its warps and stages. Registers decide for float32, which has no matrix units."""
+def product_tile(rows: int, gated: bool, dtype: torch.dtype, limit: int = LEAST_SHARED) -> dict[str, int]:
+    """Tile of a product, its warps and stages. Registers decide for float32, which has no matrix units.
+
+    limit: bytes of shared memory that a block of the device may have.
+    """
     if dtype == torch.float32:
         is_low, columns = rows < 64, 32 if gated or rows < 64 else 64
         own = {"BK": 64, "num_warps": 4, "num_stages": 3} if is_low else {}
-        return {"BM": rows, "BN": columns, "BK": 32, "num_warps": 8, "num_stages": 2, **own}
-    return {
-        "BM": rows,
-        "BN": 64 if gated or rows < 128 else 128,
-        "BK": 64,
-        "num_warps": 8 if rows == 128 else 4,
-        "num_stages": 3,
-    }
+        tile = {"BM": rows, "BN": columns, "BK": 32, "num_warps": 8, "num_stages": 2, **own}
+    else:
+        columns, warps = 64 if gated or rows < 128 else 128, 8 if rows == 128 else 4
+        tile = {"BM": rows, "BN": columns, "BK": 64, "num_warps": warps, "num_stages": 3}
+    memory = dense_memory(tile["BK"], tile["BN"] * (2 if gated else 1), rows, dtype)
+    return tile | {"num_stages": memory.fit_stages(tile["num_stages"], limit)}
 
 
 def sort_by_expert(index: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -210,7 +212,7 @@ def launch_groups(
     """One product. where: (starts, order, rows of a tile, tiles); k: pairs that share a row of x."""
     starts, order, rows, tiles = where
     (count, _, n_in), size, (kind, gated) = weights.shape, y.shape[1], activation
-    tile = product_tile(rows, gated, x.dtype)
+    tile = product_tile(rows, gated, x.dtype, shared_limit(x.device))
     launch(
         multiply_groups, (tiles, triton.cdiv(size, tile["BN"])),
         x, weights, weights if bias is None else bias, starts, order, y, n_in, size, x.stride(0),

@@ -33,6 +33,7 @@ from plait.kernels.triton.moe.grouped_experts import (
     find_tile,
     sort_by_expert,
 )
+from plait.kernels.triton.shared_memory import LEAST_SHARED, plane_memory, shared_limit
 from plait.ops.expert_stack import ExpertStack
 from plait.ops.launch import launch
 from plait.quant.planes import PlaneLayout, Planes
@@ -162,7 +163,7 @@ def multiply_stack(
     if planes.order is not None:
         x, k = _order_rows(x, whole["order"], index, k), 1
     y = x.new_empty(pairs, size)
-    tile = pair_tile(planes.layout, each, x.dtype)
+    tile = pair_tile(planes.layout, each, x.dtype, shared_limit(x.device))
     tiles = pairs if where is None else pairs // tile["BM"] + min(stack.count, pairs)
     tensors, strides = _plane_arguments(whole)
     units = planes.layout.padded(stack.n_in) // planes.layout.unit
@@ -208,8 +209,11 @@ def _order_rows(x: Tensor, order: Tensor, index: Tensor, k: int) -> Tensor:
     return out
 
 
-def pair_tile(layout: PlaneLayout, each: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, int]:
-    """Outputs and pairs of a program; each: pairs of an expert, about, 0 for slots; dtype: of x.
+def pair_tile(
+    layout: PlaneLayout, each: int, dtype: torch.dtype = torch.bfloat16, limit: int = LEAST_SHARED
+) -> dict[str, int]:
+    """Outputs and pairs of a program; each: pairs of an expert, about, 0 for slots; dtype: of x; limit: bytes
+    of shared memory that a block of the device may have.
 
     Units of 256 columns have one stage less, because x takes most of the shared memory there. Their codes of
     two bits have at most 16 pairs, for want of registers. Up to so many pairs they are given all registers:
@@ -222,7 +226,8 @@ def pair_tile(layout: PlaneLayout, each: int, dtype: torch.dtype = torch.bfloat1
     outputs = 32 if rows < 32 and narrow else 16
     is_short = (rows == 32 and narrow) or (rows > 8 and has_high) or (is_wide and not narrow)
     options = {"maxnreg": 255} if has_high and rows < 32 else {}
-    return {"BN": outputs, "BM": rows, "num_stages": 2 if is_short else 3, **options}
+    stages = plane_memory(layout, UNITS, outputs, rows, dtype).fit_stages(2 if is_short else 3, limit)
+    return {"BN": outputs, "BM": rows, "num_stages": stages, **options}
 
 
 STORAGES = {  # layout, type of scales, type of levels
