@@ -50,6 +50,10 @@ DEFAULTS = {
     "sliding_window_pattern": 6,
     "global_head_dim": 512,
     "attention_k_eq_v": False,
+    "rope_parameters": {
+        SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+        FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+    },
     "tie_word_embeddings": True,
 }
 HONOURS = (
@@ -87,6 +91,7 @@ def gemma4_unified(c: Config) -> tuple[ModelSpec, NameMap]:
 
 def _gemma4(c: Config, name: str) -> tuple[ModelSpec, NameMap]:
     require(c, "Gemma 4", use_bidirectional_attention=("vision",))
+    _check_rope(c)
     each, size = norm(c), c.get("hidden_size_per_layer_input")
     kinds = [*c["layer_types"][:-1], FULL]
     shared = len(kinds) - (c.get("num_kv_shared_layers") or 0)
@@ -114,6 +119,16 @@ def _gemma4(c: Config, name: str) -> tuple[ModelSpec, NameMap]:
         rf"\.layers\.{i}\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\." for i in range(shared, len(kinds))
     ]
     return spec, NameMap(own_names, usual, ignored=unused_patterns(c, *VISION, *OTHERS, *unused))
+
+
+def _check_rope(c: Config) -> None:
+    """Raises UnsupportedModel for a share of a head that transformers would not look at."""
+    for kind, p in c["rope_parameters"].items() if "gguf_architecture" not in c else ():
+        if p["rope_type"] == "default" and p["partial_rotary_factor"] != 1:
+            raise UnsupportedModel(
+                f"rope_parameters: partial_rotary_factor = {p['partial_rotary_factor']} of {kind} needs "
+                "rope_type 'proportional' in Gemma 4; with rope_type 'default' leave it out"
+            )
 
 
 def find_source(kinds: list[str], i: int, shared: int, part: str = "attn") -> str:

@@ -105,6 +105,8 @@ def lfm2_moe(c: Config) -> tuple[ModelSpec, NameMap]:
         "head_dim": 128,
         "conv_L_cache": 7,
         "sliding_window": 256,
+        "layer_cycle": [SLIDING, "conv", FULL, "conv"],
+        "first_layers": ["conv"],
         "tie_word_embeddings": True,
         "use_sandwich_norm": True,
         "use_attention_gate": True,

@@ -161,7 +161,7 @@ def require(c: Config, name: str, **known: tuple[Any, ...]) -> None:
 
 
 def require_silu(c: Config, name: str) -> None:
-    """Raises UnsupportedModel for a state space with an activation other than SiLU."""
+    """Raises UnsupportedModel for an activation other than SiLU, where kernels or reference know no other."""
     if (kind := c.get("hidden_act", "silu")) != "silu":
         raise UnsupportedModel(f"hidden_act {kind!r} is not implemented for {name}; known: silu")
 
