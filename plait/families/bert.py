@@ -162,7 +162,7 @@ def _head(c: Config, kind: BertKind) -> Rules:
     if c["tie_word_embeddings"]:
         return {**names, "embed.bias": bias}
     weight = f"{table}.weight" if kind.head == "electra" else f"{table}.decoder.weight"
-    return {**names, "head.weight": weight, "head.bias": bias}
+    return {**names, "head.weight": weight, "head.bias": bias[::-1]}  # the decoder's own, where it has one
 
 
 def _copies(c: Config, kind: BertKind) -> tuple[str, ...]:

@@ -200,8 +200,8 @@ def _curve(*sources: str) -> Derived:
 @family(
     "Ministral3ForCausalLM",
     model_types=("ministral3",),
-    defaults={"norm_eps": 1e-5, "hidden_act": "silu", "head_dim": 128, "rope_theta": 1e6}
-    | {"rope_parameters": YARN},
+    defaults={"norm_eps": 1e-5, "hidden_act": "silu", "head_dim": 128}
+    | {"rope_parameters": {**YARN, "rope_theta": 1e6}},
     honours=("sliding_window", "llama_4_scaling_beta"),
 )
 def ministral3(c: Config) -> tuple[ModelSpec, NameMap]:

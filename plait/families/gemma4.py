@@ -22,7 +22,7 @@ from plait.families.common.recipes import (
     unused_patterns,
 )
 from plait.families.common.registry import family
-from plait.families.common.spec_builders import gqa, mlp, model, norm, require, rope
+from plait.families.common.spec_builders import check_shares, gqa, mlp, model, norm, require, rope
 from plait.families.config.normalize import FULL, SLIDING, Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch, windows
 from plait.spec.attention import SharedKeysSpec
@@ -91,7 +91,7 @@ def gemma4_unified(c: Config) -> tuple[ModelSpec, NameMap]:
 
 def _gemma4(c: Config, name: str) -> tuple[ModelSpec, NameMap]:
     require(c, "Gemma 4", use_bidirectional_attention=("vision",))
-    _check_rope(c)
+    check_shares(c, "Gemma 4")
     each, size = norm(c), c.get("hidden_size_per_layer_input")
     kinds = [*c["layer_types"][:-1], FULL]
     shared = len(kinds) - (c.get("num_kv_shared_layers") or 0)
@@ -119,16 +119,6 @@ def _gemma4(c: Config, name: str) -> tuple[ModelSpec, NameMap]:
         rf"\.layers\.{i}\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\." for i in range(shared, len(kinds))
     ]
     return spec, NameMap(own_names, usual, ignored=unused_patterns(c, *VISION, *OTHERS, *unused))
-
-
-def _check_rope(c: Config) -> None:
-    """Raises UnsupportedModel for a share of a head that transformers would not look at."""
-    for kind, p in c["rope_parameters"].items() if "gguf_architecture" not in c else ():
-        if p["rope_type"] == "default" and p["partial_rotary_factor"] != 1:
-            raise UnsupportedModel(
-                f"rope_parameters: partial_rotary_factor = {p['partial_rotary_factor']} of {kind} needs "
-                "rope_type 'proportional' in Gemma 4; with rope_type 'default' leave it out"
-            )
 
 
 def find_source(kinds: list[str], i: int, shared: int, part: str = "attn") -> str:

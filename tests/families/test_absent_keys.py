@@ -76,6 +76,26 @@ def test_gemma_has_the_activation_of_its_config(word: str, tmp_path: Path) -> No
     check(*changed("gemma", tmp_path, hidden_act=word))
 
 
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("modernbert_decoder", {"layer_types": ["full_attention"] * 3}),
+        ("modernbert_decoder", {"layer_types": ["sliding_attention"] * 3}),
+        ("modernbert_decoder", {"sliding_window": 3}),
+        ("bert_decoder", {"tie_word_embeddings": False}),
+        ("modernbert_decoder", {"tie_word_embeddings": False}),
+        ("roberta_decoder", {"tie_word_embeddings": False}),
+        ("roformer_decoder", {"tie_word_embeddings": False}),
+        ("bigbird_decoder", {"tie_word_embeddings": False}),
+        ("electra_decoder", {"tie_word_embeddings": False}),
+    ],
+)
+def test_windows_and_heads_of_their_own_are_those_of_transformers(
+    name: str, values: dict[str, Any], tmp_path: Path
+) -> None:
+    check(*changed(name, tmp_path, **values))
+
+
 def test_llama_4_norms_away_what_yarn_multiplies_by(tmp_path: Path) -> None:
     check(*changed("llama4", tmp_path, rope_parameters=dict(tiny.YARN)))
 
@@ -106,4 +126,11 @@ def test_a_share_that_gemma_4_would_not_look_at_is_refused(tmp_path: Path) -> No
     turned = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
     config[ROPE] = {**config[ROPE], "full_attention": turned}
     with pytest.raises(UnsupportedModel, match="needs rope_type 'proportional' in Gemma 4"):
+        resolved(checkpoint, config)
+
+
+def test_step_knows_no_other_activation(tmp_path: Path) -> None:
+    config, checkpoint, _ = changed("step3p5", tmp_path)
+    config["text_config"]["hidden_act"] = "gelu"
+    with pytest.raises(UnsupportedModel, match="hidden_act 'gelu' is not implemented for Step"):
         resolved(checkpoint, config)

@@ -283,8 +283,8 @@ def _layer_types(c: Config) -> list[str]:
     elif pattern := c.get("hybrid_override_pattern"):
         kinds = [_word(letter, PATTERN_LETTERS, "hybrid_override_pattern") for letter in pattern]
     else:
-        kinds = _linear_kinds(c) or _cycle_kinds(c)
-        kinds = kinds or [_layer_kind(c, i) for i in range(c["num_hidden_layers"])]
+        found = _linear_kinds(c) or _cycle_kinds(c)
+        kinds = found or [_layer_kind(c, i) for i in range(c["num_hidden_layers"])]
     extra = c.get("num_nextn_predict_layers") or 0
     if extra and len(kinds) == c.get("num_hidden_layers", 0) + extra:
         return kinds[:-extra]  # the last are those of drafts (Step)
