@@ -29,7 +29,7 @@ ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Mistral, Nemo, Ministral 8B, Devstral", "GQA, perhaps with windows, MLP", ("mistral",)),
     ("DiffLlama", "differential GQA, MLP", ("diffllama",)),
     ("Llama 4 (text, up to 8,192 tokens)", "GQA, partly without positions, MoE", ("llama4_text",)),
-    ("Seed-OSS, CWM, InternLM 3 · AFM 4.5B · Helium", "GQA, MLP", ("seed_oss", "arcee", "helium")),
+    ("Seed-OSS, CWM, InternLM 3 · AFM 4.5B · Helium", "GQA, MLP", ("seed_oss", "cwm", "arcee", "helium")),
     ("ERNIE 4.5 · ERNIE 4.5 MoE", "GQA, MLP · MoE", ("ernie4_5", "ernie4_5_moe")),
     ("EXAONE 4", "GQA, local and global, MLP", ("exaone4",)),
     ("K-EXAONE · Flint · Aria (text)", "GQA, local and global, MoE", ("exaone_moe", "flint", "aria_text")),

@@ -29,6 +29,7 @@ class BartKind:
     sines: bool = False  # positions are sines, which files may have or not
     normed: bool = True  # embeddings, with their positions
     normed_alone: bool = False  # without them
+    usual: tuple[tuple[str, object], ...] = ()  # values of absent keys, where they are the kind's own
     head: str = "lm_head"
     head_apart: bool = False  # it may be in the file whatever the config says
 
@@ -36,13 +37,17 @@ class BartKind:
 KINDS = {
     ("BartForCausalLM", "bart"): BartKind(),
     ("MvpForCausalLM", "mvp"): BartKind(),
-    ("PLBartForCausalLM", "plbart"): BartKind(),
+    ("PLBartForCausalLM", "plbart"): BartKind(usual=(("scale_embedding", True),)),
     ("MBartForCausalLM", "mbart"): BartKind("layer_norm"),
     ("BlenderbotForCausalLM", "blenderbot"): BartKind("layer_norm", 0, normed=False),
     ("BlenderbotSmallForCausalLM", "blenderbot-small"): BartKind(None, 0, normed=False, normed_alone=True),
     ("PegasusForCausalLM", "pegasus"): BartKind("layer_norm", 0, sines=True, normed=False),
     ("BigBirdPegasusForCausalLM", "bigbird_pegasus"): BartKind(
-        "layernorm_embedding", 0, normed=False, head_apart=True
+        "layernorm_embedding",
+        0,
+        normed=False,
+        usual=(("scale_embedding", True), ("hidden_act", "gelu_new")),
+        head_apart=True,
     ),
     ("MarianForCausalLM", "marian"): BartKind(None, 0, sines=True, normed=False),
     ("TrOCRForCausalLM", "trocr"): BartKind(head="output_projection"),
@@ -110,4 +115,4 @@ def _embedding(c: Config, kind: BartKind) -> dict[str, Source | tuple[Source, ..
 
 
 for (_architecture, _type), _kind in KINDS.items():
-    family(_architecture, model_types=(_type,), defaults=USUAL)(_builder(_kind, _type))
+    family(_architecture, model_types=(_type,), defaults=USUAL | dict(_kind.usual))(_builder(_kind, _type))

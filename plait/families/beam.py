@@ -24,7 +24,12 @@ def find_kinds(count: int) -> list[str]:
     model_types=("beam",),
     defaults={"norm_eps": 1e-6, "hidden_act": "silu", "head_dim": 128, "n_group": 8, "topk_group": 4}
     | {"routed_scaling_factor": 2.5, "num_experts_per_tok": 8, "sliding_window": 512}
-    | {"layer_types": find_kinds(52), "first_k_dense_replace": 3, "final_logit_softcapping": 30.0},
+    | {
+        "layer_cycle": [*[SLIDING] * 5, FULL],
+        "last_layer": FULL,
+        "first_k_dense_replace": 3,
+        "final_logit_softcapping": 30.0,
+    },
     honours=("sliding_window", "final_logit_softcapping"),
     detection=Detection(
         markers=(Marker(("self_attn.gate_bias",), order=17),),

@@ -35,6 +35,7 @@ class BertKind:
     types: bool = True
     norms: tuple[str, str, str] | None = None
     normed: bool = True
+    usual: tuple[tuple[str, object], ...] = ()  # values of absent keys, where they are the kind's own
     turned: bool = False  # RoFormer: queries and keys are rotated, and no positions are added
 
 
@@ -42,7 +43,7 @@ ROBERTA = BertKind("roberta.", "roberta", offset=True)
 KINDS = {
     ("BertLMHeadModel", "bert"): BertKind("bert."),
     ("ErnieForCausalLM", "ernie"): BertKind("ernie."),
-    ("BigBirdForCausalLM", "big_bird"): BertKind("bert."),
+    ("BigBirdForCausalLM", "big_bird"): BertKind("bert.", usual=(("hidden_act", "gelu_new"),)),
     ("ElectraForCausalLM", "electra"): BertKind("electra.", "electra"),
     ("RoFormerForCausalLM", "roformer"): BertKind("roformer.", turned=True),
     ("BertGenerationDecoder", "bert-generation"): BertKind("bert.", "plain", types=False),
@@ -63,6 +64,7 @@ KINDS = {
         offset=True,
         norms=("attention.self_attn_layer_norm", "LayerNorm", "encoder.LayerNorm"),
         normed=False,
+        usual=(("norm_eps", 1e-5),),
     ),
 }
 USUAL = {"norm_eps": 1e-12, "hidden_act": "gelu", "tie_word_embeddings": True, "pad_token_id": 1}
@@ -160,7 +162,7 @@ def _head(c: Config, kind: BertKind) -> Rules:
     if c["tie_word_embeddings"]:
         return {**names, "embed.bias": bias}
     weight = f"{table}.weight" if kind.head == "electra" else f"{table}.decoder.weight"
-    return {**names, "head.weight": weight, "head.bias": bias}
+    return {**names, "head.weight": weight, "head.bias": bias[::-1]}  # the decoder's own, where it has one
 
 
 def _copies(c: Config, kind: BertKind) -> tuple[str, ...]:
@@ -170,4 +172,4 @@ def _copies(c: Config, kind: BertKind) -> tuple[str, ...]:
 
 
 for (_architecture, _type), _kind in KINDS.items():
-    family(_architecture, model_types=(_type,), defaults=USUAL)(_builder(_kind, _type))
+    family(_architecture, model_types=(_type,), defaults=USUAL | dict(_kind.usual))(_builder(_kind, _type))

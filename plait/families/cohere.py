@@ -129,7 +129,7 @@ def cohere2(c: Config) -> tuple[ModelSpec, NameMap]:
 @family(
     "CohereCompassForCausalLM",
     model_types=("cohere_compass_text",),
-    defaults={**SHARED, "logit_scale": 1.0, "sliding_window": 4096},
+    defaults={**SHARED, "logit_scale": 1.0, "sliding_window": 4096, "layer_cycle": [FULL]},
     honours=("logit_scale", "sliding_window"),
 )
 def cohere_compass(c: Config) -> tuple[ModelSpec, NameMap]:

@@ -95,7 +95,8 @@ def deepseek_v2(c: Config) -> tuple[ModelSpec, NameMap]:
 @family(
     *("DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration"),
     model_types=("deepseek_v3", "kimi_k2", "kimi_k25"),
-    defaults={**SHARED, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4},
+    defaults={**SHARED, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4}
+    | {"num_experts_per_tok": 8},
     detection=Detection(
         markers=(
             Marker(
@@ -125,6 +126,7 @@ def deepseek_v3(c: Config) -> tuple[ModelSpec, NameMap]:
         **SHARED,
         "norm_eps": 1e-5,
         "routed_scaling_factor": 1.8,
+        "num_experts_per_tok": 4,
         "num_shared_experts": 1,
         "first_k_dense_replace": 1,
     },
@@ -143,6 +145,9 @@ def glm4_moe_lite(c: Config) -> tuple[ModelSpec, NameMap]:
         "n_group": 8,
         "topk_group": 4,
         "num_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "rope_interleave": True,
         "first_k_dense_replace": 1,
     },
 )
@@ -152,6 +157,7 @@ def axk1(c: Config) -> tuple[ModelSpec, NameMap]:
 
 
 SPARSE = {**SHARED, "routed_scaling_factor": 2.5, "num_shared_experts": 1, "first_k_dense_replace": 3}
+SPARSE |= {"num_experts_per_tok": 8}
 INDEX_KEYS = ("index_topk",)
 
 

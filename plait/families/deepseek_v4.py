@@ -97,7 +97,8 @@ def _find_kinds(c: Config) -> list[str]:
 
 def _rope(c: Config, kind: str) -> RopeSpec:
     """Layers without a compressor have a base of their own, and no scaling."""
-    dim = c.get("qk_rope_head_dim") or int(c["head_dim"] * (c.get("partial_rotary_factor") or 64 / 512))
+    share = c.get("partial_rotary_factor")  # comes first, as in transformers
+    dim = int(c["head_dim"] * share) if share else c.get("qk_rope_head_dim") or c["head_dim"] // 8
     found = replace(rope(c, 1, FULL if kind != SLIDING else SLIDING, interleaved=True), dim=dim)
     if "main" in c.get("rope_words", ()):
         return found

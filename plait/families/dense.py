@@ -30,7 +30,7 @@ from plait.families.common.spec_builders import (
     require,
     side_by_side,
 )
-from plait.families.config.normalize import Config
+from plait.families.config.normalize import FULL, SLIDING, Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch, plain_arch
 from plait.families.llama import dense
 from plait.quant.weight import as_tensor
@@ -38,17 +38,53 @@ from plait.spec.model import ModelSpec, NormSpec
 
 QK = (("q", "query"), ("k", "key"))
 SILU = {"norm_eps": 1e-6, "hidden_act": "silu"}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 16.0,
+    "original_max_position_embeddings": 16_384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale_all_dim": 1.0,
+    "mscale": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 
 
 @family(
-    *("SeedOssForCausalLM", "CwmForCausalLM", "InternLM3ForCausalLM"),
-    model_types=("seed_oss", "cwm", "internlm3"),
+    *("SeedOssForCausalLM", "InternLM3ForCausalLM"),
+    model_types=("seed_oss", "internlm3"),
     defaults=SILU,
     honours=("sliding_window",),
 )
 def llama_kin(c: Config) -> tuple[ModelSpec, NameMap]:
-    """Seed-OSS, CWM and InternLM 3: Llama with biases, which the checkpoint shows, or windows."""
+    """Seed-OSS and InternLM 3: Llama with biases, which the checkpoint shows."""
     return dense(c, c["model_type"])
+
+
+@family(
+    "CwmForCausalLM",
+    model_types=("cwm",),
+    defaults={
+        "norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "head_dim": 128,
+        "sliding_window": 8192,
+        "layer_cycle": [FULL, SLIDING, SLIDING, SLIDING],
+        "rope_theta": 1e6,
+        "rope_parameters": {**LLAMA3, "factor": 16.0},
+    },
+    honours=("sliding_window",),
+)
+def cwm(c: Config) -> tuple[ModelSpec, NameMap]:
+    """CWM: Llama with windows in three of four layers."""
+    return dense(c, "cwm")
 
 
 @family("ArceeForCausalLM", model_types=("arcee",), defaults={"norm_eps": 1e-5, "hidden_act": "relu2"})
@@ -129,7 +165,8 @@ def maincoder(c: Config) -> tuple[ModelSpec, NameMap]:
 @family(
     "ApertusForCausalLM",
     model_types=("apertus",),
-    defaults={"norm_eps": 1e-5, "hidden_act": "xielu", "rope_theta": 12e6, "qk_norm": True},
+    defaults={"norm_eps": 1e-5, "hidden_act": "xielu", "rope_theta": 12e6, "qk_norm": True}
+    | {"rope_parameters": LLAMA3},
     honours=("qk_norm",),
 )
 def apertus(c: Config) -> tuple[ModelSpec, NameMap]:
@@ -163,7 +200,8 @@ def _curve(*sources: str) -> Derived:
 @family(
     "Ministral3ForCausalLM",
     model_types=("ministral3",),
-    defaults={"norm_eps": 1e-5, "hidden_act": "silu", "head_dim": 128, "rope_theta": 1e6},
+    defaults={"norm_eps": 1e-5, "hidden_act": "silu", "head_dim": 128}
+    | {"rope_parameters": {**YARN, "rope_theta": 1e6}},
     honours=("sliding_window", "llama_4_scaling_beta"),
 )
 def ministral3(c: Config) -> tuple[ModelSpec, NameMap]:

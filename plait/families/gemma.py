@@ -91,7 +91,8 @@ def gemma3(c: Config) -> tuple[ModelSpec, NameMap]:
 @family("GemmaForCausalLM", model_types=("gemma",), defaults=GEMMA)
 def gemma1(c: Config) -> tuple[ModelSpec, NameMap]:
     """Gemma 1 and CodeGemma: no norms behind the mixers, no windows."""
-    c["hidden_act"] = "gelu_pytorch_tanh"  # published configs say gelu, and mean this
+    if c["hidden_act"] == "gelu":  # as published configs have it, which mean this
+        c["hidden_act"] = "gelu_pytorch_tanh"
     each = norm(c)
     layer = (BranchSpec("attn", gqa(c), each), BranchSpec("ffn", mlp(c), each))
     names: Rules = {

@@ -22,7 +22,7 @@ from plait.families.common.recipes import (
     unused_patterns,
 )
 from plait.families.common.registry import family
-from plait.families.common.spec_builders import gqa, mlp, model, norm, require, rope
+from plait.families.common.spec_builders import check_shares, gqa, mlp, model, norm, require, rope
 from plait.families.config.normalize import FULL, SLIDING, Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch, windows
 from plait.spec.attention import SharedKeysSpec
@@ -50,6 +50,10 @@ DEFAULTS = {
     "sliding_window_pattern": 6,
     "global_head_dim": 512,
     "attention_k_eq_v": False,
+    "rope_parameters": {
+        SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+        FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+    },
     "tie_word_embeddings": True,
 }
 HONOURS = (
@@ -87,6 +91,7 @@ def gemma4_unified(c: Config) -> tuple[ModelSpec, NameMap]:
 
 def _gemma4(c: Config, name: str) -> tuple[ModelSpec, NameMap]:
     require(c, "Gemma 4", use_bidirectional_attention=("vision",))
+    check_shares(c, "Gemma 4")
     each, size = norm(c), c.get("hidden_size_per_layer_input")
     kinds = [*c["layer_types"][:-1], FULL]
     shared = len(kinds) - (c.get("num_kv_shared_layers") or 0)

@@ -18,6 +18,14 @@ from plait.spec.model import BranchSpec, MlpSpec, ModelSpec, MoeSpec
 
 FFN, MLP = "layers.{i}.ffn", "model.layers.{i}.mlp"
 CLAMP = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}  # what the activation is made of
+YARN = {
+    "rope_type": "yarn",
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "factor": 32.0,
+    "truncate": False,
+}
 
 
 @family(
@@ -27,6 +35,7 @@ CLAMP = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}  # what the activation is m
         "norm_eps": 1e-5,
         "head_dim": 64,
         "rope_theta": 150_000.0,
+        "rope_parameters": YARN,
         "sliding_window": 128,
         "sliding_window_pattern": 2,
         "num_experts_per_tok": 4,
@@ -38,14 +47,7 @@ CLAMP = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}  # what the activation is m
         top_k=4,
         usual={
             "rope_theta": 150_000.0,
-            "rope_scaling": {
-                "rope_type": "yarn",
-                "original_max_position_embeddings": 4096,
-                "beta_fast": 32,
-                "beta_slow": 1,
-                "factor": 32.0,
-                "truncate": False,
-            },
+            "rope_scaling": YARN,
             "max_position_embeddings": 131_072,
         },
     ),

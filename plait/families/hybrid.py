@@ -17,7 +17,7 @@ from plait.families.common.recipes import (
     unused_patterns,
 )
 from plait.families.common.registry import family
-from plait.families.common.spec_builders import gqa, mamba2, mlp, model, norm
+from plait.families.common.spec_builders import gqa, mamba2, mlp, model, norm, require_silu
 from plait.families.common.tensors import Tensors
 from plait.families.config.normalize import LINEAR, Config
 from plait.families.gguf.arch import FILE, Metadata, gguf_arch, head_size
@@ -58,6 +58,7 @@ def _hf_granite(config: Config, spec: ModelSpec) -> Values:
 )
 def bamba(c: Config) -> tuple[ModelSpec, NameMap]:
     """Bamba: attention in a few layers, Mamba2 in the others, a feed-forward in all."""
+    require_silu(c, "Bamba")
     each = norm(c)
     mixers = {LINEAR: BranchSpec("ssm", mamba2(c), each)}
     ffn = BranchSpec("ffn", mlp(c), each)
@@ -102,6 +103,8 @@ def bamba(c: Config) -> tuple[ModelSpec, NameMap]:
 )
 def granite_hybrid(c: Config) -> tuple[ModelSpec, NameMap]:
     """Granite 4: no positions as a rule; a shared feed-forward, with or without experts next to it."""
+    if LINEAR in c["layer_types"]:
+        require_silu(c, "Granite 4")
     each, scale = norm(c), c["residual_multiplier"]
     ssm = BranchSpec("ssm", mamba2(c), each, scale=scale)
     ffn = BranchSpec("ffn", granite_ffn(c), each, scale=scale)
@@ -172,6 +175,7 @@ def falcon_h1(c: Config) -> tuple[ModelSpec, NameMap]:
         raise UnsupportedModel(
             "attention_bias = true is not implemented for Falcon-H1: multipliers cannot fold"
         )
+    require_silu(c, "Falcon-H1")
     each, into = norm(c), c["attention_in_multiplier"]
     inner = c.get("mamba_d_ssm") or c["mamba_expand"] * c["hidden_size"]
     c["mamba_d_head"] = inner // c["mamba_n_heads"]

@@ -54,6 +54,7 @@ NESTED = {  # linear_attn_config's keys
         "routed_scaling_factor": 2.446,
         "first_k_dense_replace": 1,
         "num_shared_experts": 1,
+        "num_experts_per_tok": 8,
         "linear_head_dim": 128,
         "linear_num_heads": 32,
         "linear_conv_kernel_dim": 4,

@@ -8,7 +8,7 @@ from plait.families.common.detection import Detection, Marker
 from plait.families.common.hf_config import HfConfig, Values, first_dense
 from plait.families.common.recipes import attention_tensors, conv, ends, expert, expert_half, unused_patterns
 from plait.families.common.registry import family
-from plait.families.common.spec_builders import gqa, model, norm
+from plait.families.common.spec_builders import check_shares, gqa, model, norm
 from plait.families.config.normalize import FULL, SLIDING, Config
 from plait.families.gguf.arch import Metadata, gguf_arch
 from plait.spec.model import BranchSpec, MlpSpec, ModelSpec, MoeSpec, RouterSpec
@@ -105,6 +105,9 @@ def lfm2_moe(c: Config) -> tuple[ModelSpec, NameMap]:
         "head_dim": 128,
         "conv_L_cache": 7,
         "sliding_window": 256,
+        "rope_theta": 1e6,
+        "layer_cycle": [SLIDING, "conv", FULL, "conv"],
+        "first_layers": ["conv"],
         "tie_word_embeddings": True,
         "use_sandwich_norm": True,
         "use_attention_gate": True,
@@ -117,6 +120,7 @@ def lfm2_moe(c: Config) -> tuple[ModelSpec, NameMap]:
 )
 def lfm3(c: Config) -> tuple[ModelSpec, NameMap]:
     """LFM3: short convolutions, windows and whole layers; a gate for each head, norms behind the mixers."""
+    check_shares(c, "LFM3")
     each, behind = norm(c), norm(c) if c["use_sandwich_norm"] else None
     gated = "sigmoid" if c["use_attention_gate"] else None
     ffn = BranchSpec("ffn", MlpSpec(c["intermediate_size"]), each, behind)

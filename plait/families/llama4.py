@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor, cat
 
 from plait.checkpoint.names import Back, Derived, NameMap, Rules
@@ -77,7 +79,10 @@ def llama4(c: Config) -> tuple[ModelSpec, NameMap]:
 def _attention(c: Config, i: int) -> AttentionSpec:
     if rotates(c, i):
         lengths = NormSpec(c["norm_eps"], weight=False) if c["use_qk_norm"] else None
-        return gqa(c, FULL, rope=rope(c, c["head_dim"], interleaved=True), qk_norm=lengths)
+        turned = rope(c, c["head_dim"], interleaved=True)
+        if lengths and turned.scaling:  # norms behind it divide away what it multiplies by
+            turned = replace(turned, scaling={**turned.scaling, "attention_factor": 1.0})
+        return gqa(c, FULL, rope=turned, qk_norm=lengths)
     grown = TemperatureSpec(float(c["attn_scale"]), float(c["floor_scale"]), 1.0)
     return gqa(c, FULL, rope=None, temperature=grown if c["attn_temperature_tuning"] else None)
 

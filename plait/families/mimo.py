@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from plait.checkpoint.names import Back, Derived, NameMap, Rules, Source
+from plait.errors import UnsupportedModel
 from plait.families.common.mtp import deepseek_parts, mtp_names
 from plait.families.common.recipes import Stored, expert_tensors, part, transformer, unused_patterns
 from plait.families.common.registry import family
@@ -27,6 +28,8 @@ ATTN, FFN = "layers.{i}.attn", "layers.{i}.ffn"
         "head_dim": 192,
         "v_head_dim": 128,
         "sliding_window": 129,
+        "layer_cycle": [*[SLIDING] * 5, FULL],
+        "first_layers": [FULL],
         "rope_theta": 5e6,
         "rope_local_base_freq": 1e4,
         "partial_rotary_factor": 0.334,
@@ -40,6 +43,11 @@ def mimo_v2_flash(c: Config) -> tuple[ModelSpec, NameMap]:
     """Values are padded to the width of keys, and scaled, while they load."""
     each, heads, size = norm(c), c["num_key_value_heads"], c["moe_intermediate_size"]
     c.setdefault("routed_scaling_factor", 1.0)
+    if c["v_head_dim"] > c["head_dim"]:
+        raise UnsupportedModel(
+            f"v_head_dim = {c['v_head_dim']} is wider than head_dim = {c['head_dim']}, which is not "
+            "implemented for MiMo-V2; correct one with --set v_head_dim=VALUE"
+        )
     near = c.get("swa_num_key_value_heads") or 2 * heads
     attns = {FULL: gqa(c, FULL), SLIDING: gqa(c, SLIDING, num_kv_heads=near, sinks=True)}
     moe = MoeSpec(c["num_experts"], c["num_experts_per_tok"], mlp(c, size), sigmoid_router(c))

@@ -9,6 +9,7 @@ from plait.families.common.registry import family
 from plait.families.common.spec_builders import sigmoid_router
 from plait.families.config.normalize import Config
 from plait.families.deepseek import latent_model, latent_sizes
+from plait.families.dense import YARN
 from plait.families.gguf.arch import FILE, Metadata, check_router, gguf_arch
 from plait.spec.model import ModelSpec
 
@@ -24,6 +25,7 @@ GROWTH = 0.1  # of Mistral Small 4
         "routed_scaling_factor": 1.0,
         "num_shared_experts": 1,
         "num_experts_per_tok": 4,
+        "rope_parameters": {**YARN, "factor": 128.0, "original_max_position_embeddings": 8192},
     },
     honours=("llama_4_scaling_beta",),
 )

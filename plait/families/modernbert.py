@@ -27,10 +27,10 @@ L, ATTN, FFN = "model.layers.{i}", "layers.{i}.attn", "layers.{i}.ffn"
 )
 def modernbert_decoder(c: Config) -> tuple[ModelSpec, NameMap]:
     """ModernBERT: embeddings are normed, so the first layer's attention has no norm."""
-    every, count = c.get("global_attn_every_n_layers"), len(c["layer_types"])
-    if every or len(set(c["layer_types"])) == 1:  # configs of 2025 name no layers
-        c["layer_types"] = [SLIDING if i % (every or 3) else FULL for i in range(count)]
-    c["sliding_window"] = c["local_attention"] // 2
+    every, count = c.get("global_attn_every_n_layers") or 3, len(c["layer_types"])
+    if not c.get("layer_words"):  # configs of 2025 name no layers
+        c["layer_types"] = [SLIDING if i % every else FULL for i in range(count)]
+    c["sliding_window"] = c.get("sliding_window") or c["local_attention"] // 2
     for kind, word in ((FULL, "global_rope_theta"), (SLIDING, "local_rope_theta")):
         if theta := c.get(word):
             c["rope_parameters"][kind]["rope_theta"] = theta

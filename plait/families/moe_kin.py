@@ -20,12 +20,13 @@ from plait.families.common.spec_builders import (
     model,
     norm,
     require,
+    require_silu,
     rope,
     shared_moe,
     sigmoid_router,
     softmax_moe,
 )
-from plait.families.config.normalize import Config
+from plait.families.config.normalize import FULL, Config
 from plait.families.gguf.arch import FILE, Metadata, check_router, gguf_arch, plain_arch, windows
 from plait.spec.model import BranchSpec, ModelSpec, MoeSpec, RouterSpec
 
@@ -51,7 +52,7 @@ def olmoe(c: Config) -> tuple[ModelSpec, NameMap]:
 @family(
     "FlexOlmoForCausalLM",
     model_types=("flex_olmo",),
-    defaults={**SILU, "norm_topk_prob": False, "num_experts_per_tok": 5},
+    defaults={**SILU, "norm_topk_prob": False, "num_experts_per_tok": 5, "rope_theta": 5e5},
 )
 def flex_olmo(c: Config) -> tuple[ModelSpec, NameMap]:
     """FlexOlmo: OLMoE with norms behind the mixers instead of before them."""
@@ -116,6 +117,7 @@ def dots1(c: Config) -> tuple[ModelSpec, NameMap]:
         "rope_theta": 1e6,
         "routed_scaling_factor": 1.0,
         "num_shared_experts": 1,
+        "num_experts_per_tok": 8,
     },
 )
 def solar_open(c: Config) -> tuple[ModelSpec, NameMap]:
@@ -183,6 +185,8 @@ def hunyuan_moe(c: Config) -> tuple[ModelSpec, NameMap]:
         "rope_theta": 5e5,
         "rope_local_base_freq": 1e4,
         "norm_topk_prob": True,
+        "num_experts_per_tok": 8,
+        "layer_cycle": [FULL],  # windows are where layer_types has them, and nowhere else
     },
     honours=("sliding_window",),
 )
@@ -201,6 +205,7 @@ def mellum(c: Config) -> tuple[ModelSpec, NameMap]:
         "hidden_act": "silu",
         "rope_theta": 5e5,
         "moe_norm_min": 1e-12,
+        "num_experts_per_tok": 6,
         "moe_layer_start_index": 1,
         "moe_layer_interval": 1,
         "tie_word_embeddings": True,
@@ -208,6 +213,7 @@ def mellum(c: Config) -> tuple[ModelSpec, NameMap]:
 )
 def ernie_moe(c: Config) -> tuple[ModelSpec, NameMap]:
     """ERNIE 4.5 with experts: softmax scores with a correction bias; a few dense layers first."""
+    require(c, "ERNIE 4.5", moe_norm_min=(1e-12,))
     count, start, step = len(c["layer_types"]), c["moe_layer_start_index"], c["moe_layer_interval"]
     last = c.get("moe_layer_end_index", -1)
     last = count - 1 if last in (None, -1) else last
@@ -227,6 +233,7 @@ def ernie_moe(c: Config) -> tuple[ModelSpec, NameMap]:
 )
 def aria(c: Config) -> tuple[ModelSpec, NameMap]:
     """Aria's text model: Llama's attention; matrices of experts are stored the other way round."""
+    require_silu(c, "Aria")
     attn, theirs = BranchSpec("attn", gqa(c), norm(c)), f"{MLP}.experts"
     own: Rules = {
         f"{FFN}.router": f"{MLP}.router",

@@ -38,7 +38,7 @@ def _hf_nemotron(config: Config, spec: ModelSpec) -> Values:
         "mamba_chunk_size": 128,
         "routed_scaling_factor": 1.0,
     },
-    honours=("sliding_window", "moe_latent_size"),
+    honours=("moe_latent_size",),
     detection=Detection(
         markers=(
             Marker(("mixer.up_proj.weight",), order=100),

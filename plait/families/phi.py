@@ -53,10 +53,13 @@ def _fill_phi_3(t: Tensors) -> None:
         t.default("sliding_window", 2047, "Phi 3 of 4k")
 
 
+PHI3 = {"norm_eps": 1e-5, "hidden_act": "silu", "original_max_position_embeddings": 4096}
+
+
 @family(
     "Phi3ForCausalLM",
     model_types=("phi3",),
-    defaults={"norm_eps": 1e-5, "hidden_act": "silu"},
+    defaults=PHI3,
     honours=("sliding_window",),
     detection=Detection(
         markers=(Marker(("self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"), order=330),),
@@ -73,7 +76,7 @@ def phi3(c: Config) -> tuple[ModelSpec, NameMap]:
 @family(
     "Phi4MultimodalForCausalLM",
     model_types=("phi4_multimodal",),
-    defaults={"norm_eps": 1e-5, "hidden_act": "silu"},
+    defaults=PHI3,
     honours=("sliding_window",),
 )
 def phi4_multimodal(c: Config) -> tuple[ModelSpec, NameMap]:

@@ -9,7 +9,7 @@ from plait.checkpoint.names import NameMap, Rules, Source
 from plait.errors import UnsupportedModel
 from plait.families.common.recipes import at, expert, plus_one, unused_patterns
 from plait.families.common.registry import family
-from plait.families.common.spec_builders import gqa, mlp, model, norm, require
+from plait.families.common.spec_builders import gqa, mlp, model, norm, require, require_silu
 from plait.families.config.normalize import FULL, SLIDING, Config
 from plait.families.gguf.arch import FILE, Metadata, check_router, gguf_arch, sizes_by_kind
 from plait.spec.model import Activation, AttentionSpec, BranchSpec, MlpSpec, ModelSpec, MoeSpec, RouterSpec
@@ -29,6 +29,7 @@ UNUSED = (r"^(model\.)?(vision_model|vit_large_projector|multi_modal_projector)\
 )
 def step(c: Config) -> tuple[ModelSpec, NameMap]:
     """Step 3.5 Flash. Layers behind the last one draft tokens, and are left out."""
+    require_silu(c, "Step")
     require(c, "Step", att_impl_type=("GQA",), moe_router_activation=("sigmoid",), need_fp32_gate=(True,))
     require(
         c, "Step", norm_expert_weight=(True,), use_moe_router_bias=(True,), use_head_wise_attn_gate=(True,)

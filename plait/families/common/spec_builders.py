@@ -47,6 +47,16 @@ def rope(c: Config, dim: int, kind: str = FULL, *, interleaved: bool = False) ->
     return RopeSpec(width, theta, scaling, c.get("rope_interleave", interleaved))
 
 
+def check_shares(c: Config, name: str) -> None:
+    """Raises UnsupportedModel for a share of a head that transformers would not look at in this family."""
+    for kind, p in c["rope_parameters"].items() if "gguf_architecture" not in c else ():
+        if p["rope_type"] == "default" and p["partial_rotary_factor"] != 1:
+            raise UnsupportedModel(
+                f"rope_parameters: partial_rotary_factor = {p['partial_rotary_factor']} of {kind} needs "
+                f"rope_type 'proportional' in {name}; with rope_type 'default' leave it out"
+            )
+
+
 def build_temperature(c: Config) -> TemperatureSpec | None:
     """How queries grow with their position (Ministral 3), if the config says so. Raises UnsupportedModel."""
     growth, turns = c.get("llama_4_scaling_beta"), c["rope_parameters"][FULL]
@@ -164,7 +174,7 @@ def require(c: Config, name: str, **known: tuple[Any, ...]) -> None:
 
 
 def require_silu(c: Config, name: str) -> None:
-    """Raises UnsupportedModel for a state space with an activation other than SiLU."""
+    """Raises UnsupportedModel for an activation other than SiLU, where kernels or reference know no other."""
     if (kind := c.get("hidden_act", "silu")) != "silu":
         raise UnsupportedModel(f"hidden_act {kind!r} is not implemented for {name}; known: silu")
 

@@ -19,6 +19,13 @@ HEADS = (
     "head.weight",  # RWKV
     "embed_out.weight",  # GPT-NeoX
     "output_projection.weight",  # BioGPT
+    # heads of their own in BERT and its kin, which most files tie
+    *(
+        "cls.predictions.decoder.weight",
+        "lm_head.decoder.weight",
+        "generator_lm_head.weight",
+        "decoder.weight",
+    ),
 )
 MTP = ("eh_proj.weight", "shared_head.norm.weight")
 OTHERS = ("vision_tower.", "visual.", "audio_tower.", "mtp.", "multi_modal_projector.")

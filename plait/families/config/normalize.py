@@ -22,6 +22,7 @@ from plait.families.config.neutral import NEUTRAL
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+ROPES = "rope_parameters"
 LAYER_WORDS = {
     FULL: FULL,
     "attention": FULL,
@@ -119,11 +120,13 @@ def normalize(
     """
     flat = flatten(config)
     _refuse(flat, honours)
-    c = Config({k: v for k, v in flat.items() if v is not None or k in defaults})
+    c = Config({k: v for k, v in flat.items() if v is not None or (k in defaults and k != ROPES)})
     for ours, others in ALIASES.items():
         _alias(c, ours, others, words.get(ours))
     for key, value in defaults.items():
-        c.setdefault(key, value)
+        if key != ROPES or not {"rope_scaling", "gguf_architecture"} & flat.keys():  # null is none there
+            c.setdefault(key, value)
+    _hoist_growth(c)
     if not c.get("use_sliding_window", True):
         c["sliding_window"] = None
     _heads(c)
@@ -150,10 +153,17 @@ def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
             kept = {k: v for k, v in flat.items() if k not in NESTS}
             named = ("architectures", "quantization_config", "tie_word_embeddings")
             flat = {**kept, **inner, **{k: kept[k] for k in named if kept.get(k) is not None}}
-    rope = flat.get("rope_parameters") or flat.get("rope_scaling")
-    if isinstance(rope, dict) and "llama_4_scaling_beta" in rope:  # it is of queries, not of rotations
-        flat["llama_4_scaling_beta"] = rope.pop("llama_4_scaling_beta")
+    _hoist_growth(flat)
     return flat
+
+
+def _hoist_growth(c: dict[str, Any]) -> None:
+    """By what queries grow is no parameter of rotations, although configs have it among them."""
+    for key in (ROPES, "rope_scaling"):
+        if isinstance(given := c.get(key), dict) and "llama_4_scaling_beta" in given:
+            c[key] = {k: v for k, v in given.items() if k != "llama_4_scaling_beta"}
+            c["llama_4_scaling_beta"] = given["llama_4_scaling_beta"]
+            return
 
 
 def _plain(value: Any) -> Any:
@@ -212,6 +222,8 @@ def _rope(c: Config) -> dict[str, dict[str, Any]]:
     nested = {k: v for k, v in given.items() if isinstance(v, dict)}
     if nested:
         c["rope_words"] = [*nested]
+        if (near := nested.get(SLIDING)) is not None and c.get("rope_local_base_freq") is not None:
+            nested[SLIDING] = {"rope_theta": c["rope_local_base_freq"], **near}
         return {_word(k, ROPE_WORDS, "rope_parameters"): _rope_kind(c, v) for k, v in nested.items()}
     full = _rope_kind(c, {**old, **given})
     if (local := c.get("rope_local_base_freq")) is not None:  # Gemma 3: scaling is for full layers only
@@ -271,7 +283,8 @@ def _layer_types(c: Config) -> list[str]:
     elif pattern := c.get("hybrid_override_pattern"):
         kinds = [_word(letter, PATTERN_LETTERS, "hybrid_override_pattern") for letter in pattern]
     else:
-        kinds = _linear_kinds(c) or [_layer_kind(c, i) for i in range(c["num_hidden_layers"])]
+        found = _linear_kinds(c) or _cycle_kinds(c)
+        kinds = found or [_layer_kind(c, i) for i in range(c["num_hidden_layers"])]
     extra = c.get("num_nextn_predict_layers") or 0
     if extra and len(kinds) == c.get("num_hidden_layers", 0) + extra:
         return kinds[:-extra]  # the last are those of drafts (Step)
@@ -295,6 +308,17 @@ def _linear_kinds(c: Config) -> list[str] | None:
     if period := c.get("full_attention_interval"):
         return [LINEAR if (i + 1) % period else FULL for i in count]
     return None
+
+
+def _cycle_kinds(c: Config) -> list[str] | None:
+    """The usual layers of a family that lists them in its configs: a cycle, with other ones at its ends."""
+    cycle, count = c.get("layer_cycle"), c["num_hidden_layers"]
+    if not cycle or c.get("sliding_window_pattern"):
+        return None
+    first, last = c.get("first_layers") or [], c.get("last_layer")
+    kinds = [*first, *(cycle[i % len(cycle)] for i in range(len(first), count))][:count]
+    kinds = [*kinds[:-1], last] if last else kinds
+    return kinds if c.get("sliding_window") else [FULL if kind == SLIDING else kind for kind in kinds]
 
 
 def _layer_kind(c: Config, i: int) -> str:
