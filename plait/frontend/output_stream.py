@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -114,6 +115,16 @@ class ChoiceText:
         self._pending: deque[tuple[int, int, TokenLogprobs | None]] = (
             deque()
         )  # (starts at character, id, logprobs)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the reply, with those of the stop string that ended it."""
+        return self._num_tokens
+
+    @property
+    def ends_itself(self) -> bool:
+        """Whether the text ended the choice: a stop string, or what a reader of replies takes for one."""
+        return self._reading.has_ended
 
     def push(self, event: Event) -> Delta | None:
         """What this event adds, or None if nothing can be shown yet."""
@@ -267,13 +278,18 @@ class OutputStream:
         """
         with self._lock:
             self._lock.wait_for(lambda: index in self._traces, LAST_WORD_S)
-            return self._traces.get(index)
+            return self._as_read(index, self._traces.get(index))
 
     @property
     def traces(self) -> Mapping[int, RequestTrace | None]:
         """The traces that have arrived already, by choice."""
         with self._lock:
-            return {**self._traces}
+            return {index: self._as_read(index, trace) for index, trace in self._traces.items()}
+
+    def _as_read(self, index: int, trace: RequestTrace | None) -> RequestTrace | None:
+        """With the tokens of the reply: behind a stop string the engine had made some more by then."""
+        choice = self._choices[index]
+        return replace(trace, num_output_tokens=choice.num_tokens) if trace and choice.ends_itself else trace
 
     @property
     def done(self) -> bool:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from plait.frontend.deltas import AT_ONCE, Delta, join_events
 from plait.frontend.output_stream import ChoiceText, OutputStream
-from plait.request import Event, Request, RequestTrace, SamplingParams, TokenLogprobs
+from plait.request import Event, FinishReason, Request, RequestTrace, SamplingParams, TokenLogprobs
 from plait.text.tokenizers.builtin import builtin_tokenizer
 from plait.text.tokenizers.tokenizer import Tokenizer
 from tests.patience import PATIENCE_S
@@ -33,6 +33,20 @@ def request(**params: object) -> Request:
 def events(ids: Sequence[int], finish: str | None = "length", logprobs: bool = False) -> list[Event]:
     made = [Event("r", 0, (i,), (TokenLogprobs(i, -0.5, ((i, -0.5),)),) if logprobs else None) for i in ids]
     return [*made, Event("r", 0, finish_reason=finish)]  # type: ignore[arg-type]
+
+
+def ended_trace(index: int, finish: FinishReason, num_output_tokens: int = 0) -> RequestTrace:
+    return RequestTrace(
+        request_id="r",
+        index=index,
+        arrival_s=0.0,
+        first_scheduled_s=None,
+        first_token_s=None,
+        finish_s=1.0,
+        finish_reason=finish,
+        num_prompt_tokens=1,
+        num_output_tokens=num_output_tokens,
+    )
 
 
 def run(choice: ChoiceText, happening: Sequence[Event]) -> list[Delta]:
@@ -108,6 +122,22 @@ def test_a_stop_string_cancels_its_choice_only(tokenizer: Tokenizer) -> None:
     assert "".join(d.text for d in deltas if d.index == 1) == "one"
     assert "".join(d.text for d in deltas if d.index == 0) == "fine"
     assert [d.finish_reason for d in deltas if d.finish_reason] == ["stop", "length"]
+
+
+def test_a_trace_has_no_tokens_behind_a_stop_string(tokenizer: Tokenizer) -> None:
+    stream = OutputStream(request(n=2, stop=(".",)), tokenizer, lambda *_: None)
+    ids, fine = tokenizer.encode("one. two three"), tokenizer.encode("fine")
+    for index, made in enumerate((ids, fine)):
+        stream.on_event(Event("r", index, tuple(made)))
+        end = ended_trace(index, "length", num_output_tokens=len(made))
+        stream.on_event(Event("r", index, finish_reason="length", trace=end))
+    last = {delta.index: delta for delta in stream if delta.finish_reason}
+    assert last[0].num_tokens < len(ids)
+    for index in (0, 1):
+        trace, listed = stream.trace(index), stream.traces[index]
+        assert trace == listed
+        assert trace is not None
+        assert trace.num_output_tokens == last[index].num_tokens
 
 
 def test_leaving_early_cancels(tokenizer: Tokenizer) -> None:
@@ -332,16 +362,7 @@ def test_a_stop_string_in_the_last_event_cancels_nothing(tokenizer: Tokenizer) -
 def test_the_trace_of_a_choice_that_a_stop_string_ended_comes_with_the_engines_last_word(
     tokenizer: Tokenizer,
 ) -> None:
-    trace = RequestTrace(
-        request_id="r",
-        index=0,
-        arrival_s=0.0,
-        first_scheduled_s=None,
-        first_token_s=None,
-        finish_s=1.0,
-        finish_reason="cancelled",
-        num_prompt_tokens=1,
-    )
+    trace = ended_trace(0, "cancelled")
 
     def cancel(request_id: str, index: int | None) -> None:
         last = Event("r", 0, finish_reason="cancelled", trace=trace)
@@ -350,4 +371,4 @@ def test_the_trace_of_a_choice_that_a_stop_string_ended_comes_with_the_engines_l
     stream = OutputStream(request(stop=(".",)), tokenizer, cancel)
     stream.on_event(Event("r", 0, tuple(tokenizer.encode("one. two"))))
     assert [delta.finish_reason for delta in stream] == ["stop"]
-    assert stream.trace(0) is trace
+    assert stream.trace(0) == replace(trace, num_output_tokens=2)
