@@ -137,13 +137,13 @@ def by_size(work: type, *fixed: int) -> object:
 
 
 def cut_rows(rows: int, vectors: int) -> list[range]:
-    """Rows in parts of which registers hold so many vectors of sums for each row."""
+    """The rows of a tile in equal parts: registers hold the sums of one, so many vectors for each row."""
     size = -(-rows // -(-rows * vectors // HELD))
     return [range(first, min(first + size, rows)) for first in range(0, rows, size)]
 
 
 def vectors_of(rows: int, most: int) -> int:
-    """Of sums for each row of a tile, where registers are few; at most so many."""
+    """Vectors of sums for each row where registers are few, up to `most`: more hide how long adding takes."""
     return min(most, {1: 4, 2: 2, 3: 2}.get(rows, 1))
 
 

@@ -79,7 +79,7 @@ def _decode_block(
         zero = w.load_u8(low_at) if layout.zeros else None
         taken = None
         if signed and layout.zero is not None:
-            taken = w.mul_i32(zero or w.spread_int(layout.zero), w.spread_int(0x01010101))
+            taken = w.mul_i32(w.spread_int(layout.zero) if zero is None else zero, w.spread_int(0x01010101))
         place = to + each * j
         for q in range(quads):
             v = read_codes(w, layout, codes_at, quads * j + q)
