@@ -91,7 +91,8 @@ class _Running:
 
 
 class ThreadEngine:
-    """A `Loop` on a thread: a token of every open choice in a step. `is_still`: it computes nothing.
+    """A `Loop` on a thread: a token of every open choice in a step. `is_still`: it computes nothing and is
+    reported as frozen; `is_paused`: it computes nothing.
 
     `poison`: the first token of prompts that end it. `most`: requests that it takes.
     """
@@ -102,7 +103,7 @@ class ThreadEngine:
 
     def __init__(self, poison: int | None = None, most: int = 64) -> None:
         self.poison, self.max_open = poison, most
-        self.healthy, self.live, self.is_still = True, True, False
+        self.healthy, self.live, self.is_still, self.is_paused = True, True, False, False
         self.registry = CollectorRegistry()
         self.on_charged: Callable[[tuple[str, ...], bool], None] = lambda request_ids, is_foreign: None
         self.num_taken = self.num_deaths = 0
@@ -143,7 +144,7 @@ class ThreadEngine:
             poisoned = [r for r in self.running.values() if r.request.prompt_token_ids[0] == self.poison]
             if poisoned and self.healthy:
                 self.die(is_foreign=False)
-            if self.is_still or not self.healthy:
+            if self.is_still or self.is_paused or not self.healthy:
                 return
             for found in [*self.running.values()]:
                 for i, position in [*found.so_far.items()]:

@@ -65,7 +65,7 @@ def test_a_call_does_not_belong_to_the_request_that_brought_the_lease() -> None:
 def test_a_replica_is_held_until_the_last_lease_of_its_gateway_is_over() -> None:
     with cluster(1) as made:
         server, engine = made.replicas["r0"].server, made.replicas["r0"].engine
-        engine.is_still = True
+        engine.is_paused = True  # a frozen one would get no second request
         requests = [make_request(name, 5) for name in "ab"]
         made.submit(*requests)
         for request in requests:
@@ -76,7 +76,7 @@ def test_a_replica_is_held_until_the_last_lease_of_its_gateway_is_over() -> None
         made.received.wait(lambda: bool(made.received.ends("a")))
         time.sleep(0.05)
         assert not held.done()
-        engine.is_still = False
+        engine.is_paused = False
         held.result(PATIENCE_S)
         server.hold("gateway", 2).result(PATIENCE_S)  # it is over before the call comes
         assert server.num_open == 0
