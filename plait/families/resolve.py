@@ -8,8 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
+from plait.checkpoint.names import Source, UnknownName, make_derived, sources_of
 from plait.errors import ConfigError, UnsupportedFormat, UnsupportedModel
 from plait.families.common.recipes import Shifted
 from plait.families.common.registry import UnknownArchitecture, families_by_name, find, names_in
@@ -32,6 +34,7 @@ from plait.families.gguf.config import gguf_config
 from plait.families.gguf.effects import check_scores
 from plait.families.gguf.names import gguf_names
 from plait.families.oxidizr.oxidizr import is_oxidizr, resolve_oxidizr
+from plait.quant.weight import as_tensor
 
 FILE, SET = "config.json", "--set"
 PACKED = (
@@ -89,10 +92,15 @@ def resolve(
             return resolve_oxidizr(
                 config, shapes, read, ssm_mode=ssm_mode, a_source=a_source, overrides=overrides
             )
-        return _resolve_tensors(config, shapes, overrides)
+        return _resolve_tensors(config, shapes, read, overrides)
 
 
-def _resolve_tensors(config: Mapping[str, Any] | None, shapes: Shapes, overrides: Sequence[str]) -> Resolved:
+def _resolve_tensors(
+    config: Mapping[str, Any] | None,
+    shapes: Shapes,
+    read: Callable[[str], Tensor],
+    overrides: Sequence[str],
+) -> Resolved:
     """A config as far as it goes; names and shapes for the rest."""
     flat = flatten(config or NOTHING)
     _check_storage(shapes)
@@ -103,9 +111,7 @@ def _resolve_tensors(config: Mapping[str, Any] | None, shapes: Shapes, overrides
     _check_keys(given, flat)
     _tie(flat, why, shapes)
     try:
-        c = _normalize_config(flat)
-        _let_tensors_win(c, why, shapes)
-        return _build_resolved(c, why)
+        return _build_untied(flat, why, shapes, read)
     except (IncompleteConfig, UnknownArchitecture) as error:
         if "ssm_cfg" in flat or (names_in(flat) and not _is_known(flat)):
             raise
@@ -118,10 +124,8 @@ def _resolve_tensors(config: Mapping[str, Any] | None, shapes: Shapes, overrides
             raise missing from None
         raise
     known = {k: v for k, v in flat.items() if v is not None or k in given}
-    c = _normalize_config({**inferred, **known})
     why = {**reasons, **{k: why[k] for k in known}}
-    _let_tensors_win(c, why, shapes)
-    return replace(_build_resolved(c, why), is_detected=True)
+    return replace(_build_untied({**inferred, **known}, why, shapes, read), is_detected=True)
 
 
 def _check_storage(shapes: Shapes) -> None:
@@ -189,6 +193,49 @@ def _tie(flat: dict[str, Any], why: dict[str, str], shapes: Shapes) -> None:
         return
     if not flat.get("tie_word_embeddings"):
         flat["tie_word_embeddings"], why["tie_word_embeddings"] = True, f"tensor {HEADS[0]} is not there"
+
+
+def _build_untied(
+    flat: Mapping[str, object], why: dict[str, str], shapes: Shapes, read: Callable[[str], Tensor]
+) -> Resolved:
+    """What a config and the tensors say; a head with numbers of its own wins over a config that ties it.
+
+    So does `transformers`. A copy of the embedding changes nothing: the model stays tied.
+    """
+    built, told = _build_layers(flat, shapes, why)
+    if not built.spec.tied or told.get("tie_word_embeddings") == SET:
+        return built
+    try:
+        head, table = (built.names.resolve(name, shapes) for name in ("head.weight", "embed.weight"))
+    except UnknownName:  # a model that gives vectors alone
+        return built
+    stored = [*sources_of(head[0]), *sources_of(table[0])]
+    if not all(name in shapes for name in stored):
+        return built
+    if _are_equal(_read_source(*head, read), _read_source(*table, read)):
+        return built
+    told = {**why, "tie_word_embeddings": f"tensor {stored[0]} is not equal to {stored[-1]}"}
+    return _build_layers({**flat, "tie_word_embeddings": False}, shapes, told)[0]
+
+
+def _build_layers(
+    flat: Mapping[str, object], shapes: Shapes, why: Mapping[str, str]
+) -> tuple[Resolved, dict[str, str]]:
+    c, told = _normalize_config(flat), dict(why)
+    _let_tensors_win(c, told, shapes)
+    return _build_resolved(c, told), told
+
+
+def _read_source(source: Source, fields: Mapping[str, str], read: Callable[[str], Tensor]) -> Tensor:
+    if isinstance(source, str):
+        return read(source)
+    return as_tensor(make_derived(source, [read(name) for name in source.sources], fields, "the head"))
+
+
+def _are_equal(head: Tensor, table: Tensor) -> bool:
+    """Whether two tables hold the same numbers; of most that differ, the first rows show it."""
+    alike = (head.shape, head.dtype) == (table.shape, table.dtype)
+    return alike and torch.equal(head[:8], table[:8]) and torch.equal(head, table)
 
 
 def _let_tensors_win(c: Config, why: dict[str, str], shapes: Shapes) -> None:

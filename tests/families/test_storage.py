@@ -139,6 +139,18 @@ def test_a_tied_model_may_carry_a_copy_of_its_head(folder: Path) -> None:
     assert difference(config, tensors, oracle) <= 1e-4
 
 
+def test_a_head_with_numbers_of_its_own_wins_over_a_config_that_ties(folder: Path) -> None:
+    config, tensors, oracle = made("llama", folder)
+    tied = {**config, "tie_word_embeddings": True}
+    assert difference(tied, tensors, oracle) <= 1e-4
+    found = resolved(Memory(tensors), tied)
+    assert not found.spec.tied
+    told = found.provenance["tie_word_embeddings"]
+    assert told == "tensor lm_head.weight is not equal to model.embed_tokens.weight"
+    # What a user sets wins over both.
+    assert resolved(Memory(tensors), tied, ["tie_word_embeddings=true"]).spec.tied
+
+
 def test_layers_that_draft_a_second_token_are_not_the_model(folder: Path) -> None:
     config, tensors, oracle = made("deepseek_v3_plain", folder)
     extra = {n.replace("layers.2.", "layers.3."): t for n, t in tensors.items() if ".layers.2." in n}
