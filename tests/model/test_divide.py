@@ -64,6 +64,18 @@ def alone_in_shares(found: Resolved, checkpoint: Memory, shares: int) -> list[Te
     return in_pieces(rank_decoder(found, checkpoint, target, comm), IDS, target.block_size)
 
 
+def effect_of_last_bits(found: Resolved, checkpoint: Memory, plain: list[Tensor]) -> float:
+    """The largest difference of logits when every weight is off by up to half of its last bit."""
+    generator, largest = torch.Generator().manual_seed(1), 0.0
+    for _ in range(4):
+        moved = Memory()
+        for name, tensor in checkpoint.items():
+            noise = (torch.rand(tensor.shape, generator=generator) - 0.5) * torch.finfo(torch.float32).eps
+            moved[name] = tensor * (1 + noise.to(tensor.dtype)) if tensor.is_floating_point() else tensor
+        largest = max(largest, *map(worst, in_pieces(decoder(found, moved), IDS), plain))
+    return largest
+
+
 def choose_tokens(logits: list[Tensor]) -> list[list[int]]:
     """After every token: the greedy one, and one that a seed draws."""
     rows = torch.cat(logits)
@@ -117,8 +129,8 @@ def test_ranks_give_the_logits_of_one_and_its_bits_where_the_shares_are_the_same
     plain = in_pieces(decoder(found, checkpoint), IDS)
     alone, undivided = (alone_in_shares(found, checkpoint, count) for count in (shares, 0))
     allowed = CLOSE * max(1.0, float(plain[0].abs().max()))
-    if name not in tiny.VARIANTS:  # no model has learned such numbers: kernels differ by more than that
-        allowed = max(allowed, 2 * worst(undivided[0], plain[0]), 2 * worst(undivided[1], plain[1]))
+    if name not in tiny.VARIANTS:  # no model has learned such numbers, and some enlarge what rounding does
+        allowed = max(allowed, 2 * effect_of_last_bits(found, checkpoint, plain))
     assert can_run_on(found, 4) == (shares >= 4)
     check_shares(found, checkpoint)
     for size in (2, 4)[: 1 + (shares >= 4)]:

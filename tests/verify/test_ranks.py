@@ -30,7 +30,8 @@ def test_two_ranks_keep_what_is_promised(options: tuple[str, ...]) -> None:
     assert found["same"]
     assert found["num_ranks"] == 2
     assert found["num_tokens"] == 4 * found["num_replies"] > 0
-    assert not found["other_tokens"]
+    # With --ep alone inputs are rounded: a close choice of tokens may end otherwise (docs/parallel.md).
+    assert "--ep" in options or not found["other_tokens"]
     if "--deterministic" in options:
         assert not found["other_bits"]
         assert found["largest"] == 0.0
