@@ -364,7 +364,8 @@ def test_a_reference_that_does_not_run_is_no_verdict_on_the_kernel(
 
 
 HANGING = """
-import threading, time
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background of a shell ignore it
 from plait.loading.kernel_trials.attempts import *
 import tests.loading.fake_gpu_kernels as fakes
 name = fakes.OPS["hanging"].name
