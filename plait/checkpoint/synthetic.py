@@ -50,18 +50,20 @@ class Synthetic:
 
 
 def _numbers(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """In float64: rounded, they are the same on every processor, which torch's float32 is not."""
     module, _, last = name.rpartition(".")
     leaf = module.rpartition(".")[2] if last in {"weight", "bias"} else last
     steps = leaf == "dt_bias" or (last == "bias" and leaf in {"dt", "ssm_dt", "dt_proj"})
-    if last == "bias" and not steps:
-        return torch.randn(shape, generator=generator) * 0.02
-    if leaf in {"A_log", "A", "ssm_a"}:
-        a = 1 + 15 * torch.rand(shape, generator=generator)
-        return a.log() if leaf == "A_log" else -a
+    even = leaf in {"A_log", "A", "ssm_a"} or steps
+    drawn = (torch.rand if even else torch.randn)(shape, generator=generator, dtype=torch.float64)
     if steps:
-        step = torch.exp(torch.rand(shape, generator=generator) * 4.6 - 6.9)  # 0.001 … 0.1
+        step = torch.exp(drawn * 4.6 - 6.9)  # 0.001 … 0.1
         return step + torch.log(-torch.expm1(-step))
+    if even:
+        a = 1 + 15 * drawn
+        return a.log() if leaf == "A_log" else -a
+    if last == "bias":
+        return drawn * 0.02
     if leaf in {"D", "ssm_d"} or "norm" in leaf or leaf.startswith("ln") or leaf.endswith("scale"):
-        return 1 + torch.randn(shape, generator=generator) * 0.02
-    scale = 0.02 if len(shape) < 2 else shape[-1] ** -0.5
-    return torch.randn(shape, generator=generator) * scale
+        return 1 + drawn * 0.02
+    return drawn * (0.02 if len(shape) < 2 else shape[-1] ** -0.5)

@@ -19,6 +19,7 @@ from plait.families.common.recipes import (
     at,
     conv,
     either,
+    exp_rounded,
     flat,
     mixtral_experts,
     text_tensors,
@@ -233,7 +234,7 @@ def _ffn_names(theirs: str, count: int) -> Rules:
 def negative_exp_flat(source: str) -> Derived:
     """A = -exp(A_log), one number per head, however many dimensions the file gives it."""
     back = Back(lambda a: (-a).log())
-    return Derived(lambda w, **_: -as_tensor(w).float().exp().flatten(), (source,), (back,))
+    return Derived(lambda w, **_: -exp_rounded(as_tensor(w)).flatten(), (source,), (back,))
 
 
 def kimi_gguf_names(c: Config) -> Rules:

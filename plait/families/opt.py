@@ -9,7 +9,14 @@ from torch import Tensor
 
 from plait.checkpoint.names import Derived, NameMap, Rules, Source
 from plait.families.common.post_norm import fairseq_layers, norms_behind, plain_layers
-from plait.families.common.recipes import Stored, skip_rows, split_turned_qkv, turn, unused_patterns
+from plait.families.common.recipes import (
+    Stored,
+    exp_rounded,
+    skip_rows,
+    split_turned_qkv,
+    turn,
+    unused_patterns,
+)
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import model, norm, require
 from plait.families.config.normalize import Config
@@ -156,12 +163,12 @@ def _narrow(table: Stored, project: Stored, **_: str) -> Tensor:
 def sine_table(count: int, size: int) -> Tensor:
     """Sines, then cosines, of positions from PADDING on (Vaswani et al. 2017), [count, size] float32."""
     half = size // 2
-    rates = torch.exp(torch.arange(half).float() * (-math.log(10_000) / (half - 1)))
+    rates = exp_rounded(torch.arange(half).float() * (-math.log(10_000) / (half - 1)))
     table = sines_of(torch.arange(PADDING, PADDING + count), rates)
     return torch.cat([table, torch.zeros(count, size % 2)], 1)
 
 
 def sines_of(positions: Tensor, rates: Tensor) -> Tensor:
     """The sines of positions times rates, then their cosines: [positions, 2 rates] float32."""
-    angles = positions.float()[:, None] * rates
-    return torch.cat([angles.sin(), angles.cos()], 1)
+    angles = (positions.float()[:, None] * rates).double()
+    return torch.cat([angles.sin(), angles.cos()], 1).float()

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from plait.checkpoint.names import Derived, NameMap, Source
 from plait.errors import UnsupportedModel
-from plait.families.common.recipes import Stored, either, ends, unused_patterns
+from plait.families.common.recipes import Stored, either, ends, exp_rounded, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import mamba1, model, norm, require
 from plait.families.config.normalize import Config
@@ -88,7 +88,7 @@ def _head(ours: str, theirs: str, h: int, width: int) -> dict[str, Source]:
         f"{ours}.x.weight": _one_of(h, f"{theirs}.x_proj_weight"),
         f"{ours}.dt.weight": _one_of(h, f"{theirs}.dt_proj_weight"),
         f"{ours}.dt.bias": _one_of(h, f"{theirs}.dt_proj_bias"),
-        f"{ours}.A": Derived(lambda w, **_: -as_tensor(w)[h].float().exp(), (f"{theirs}.A_log",)),
+        f"{ours}.A": Derived(lambda w, **_: -exp_rounded(as_tensor(w)[h]), (f"{theirs}.A_log",)),
         f"{ours}.D": _one_of(h, f"{theirs}.D"),
         f"{ours}.conv.weight": Derived(
             lambda w, **_: as_tensor(w)[own].flatten(1), (f"{theirs}.conv1d.weight",)

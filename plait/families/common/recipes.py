@@ -102,9 +102,16 @@ def part(index: int, sizes: Sequence[int], source: str) -> Derived:
     return Derived(lambda w, **_: take_rows(w, start, stop), (source,), (Back(at=index, of=len(sizes)),))
 
 
+def exp_rounded(x: Tensor) -> Tensor:
+    """exp(x) in float32. Rounded from float64 it is the same on every processor; torch's own has other last
+    bits on ARM.
+    """
+    return x.double().exp().float()
+
+
 def negative_exp(source: str) -> Derived:
     """A = -exp(A_log)."""
-    return Derived(lambda w, **_: -as_tensor(w).float().exp(), (source,), (Back(lambda a: (-a).log()),))
+    return Derived(lambda w, **_: -exp_rounded(as_tensor(w)), (source,), (Back(lambda a: (-a).log()),))
 
 
 def flat(source: str) -> Derived:

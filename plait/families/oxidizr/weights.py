@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.names import Derived, Source
-from plait.families.common.recipes import Stored, conv
+from plait.families.common.recipes import Stored, conv, exp_rounded
 from plait.families.oxidizr.names import Catalog, MixerKind
 from plait.quant.halves import Halves
 from plait.quant.weight import as_tensor, as_weight
@@ -21,7 +21,7 @@ TakeA = Literal["trainer", "saved"]
 
 def read_negative_a(a_log: Stored, **_: str) -> Tensor:
     """A = -exp(A_log)."""
-    return -as_tensor(a_log).float().exp().clamp(*A_RANGE)
+    return -exp_rounded(as_tensor(a_log)).clamp(*A_RANGE)
 
 
 def trainer_a(a_log: Stored, **_: str) -> Tensor:
@@ -31,7 +31,7 @@ def trainer_a(a_log: Stored, **_: str) -> Tensor:
 
 def read_growing_a(a_log: Stored, **_: str) -> Tensor:
     """Mamba1's A is exp(-a_log): positive, so that the state grows up to its limit."""
-    return as_tensor(a_log).float().neg().exp()
+    return exp_rounded(-as_tensor(a_log))
 
 
 def by_head(heads: int, *parts: Tensor) -> Tensor:

@@ -17,11 +17,11 @@ class Temperature:
 
     def __init__(self, s: TemperatureSpec, w: Weights) -> None:
         def table(_: Weights) -> Tensor:
-            at = torch.arange(w.target.max_len, dtype=torch.float32)
+            at = torch.arange(w.target.max_len, dtype=torch.float64)  # rounded, the same on every processor
             far = (at + s.first) / s.length
             logs = far.clamp(min=1.0).log() if s.late else torch.log1p(far.floor())
             grown = (1 + far) ** s.growth if s.power else 1 + s.growth * logs
-            return grown[:, None].to(w.target.device)
+            return grown[:, None].float().to(w.target.device)
 
         self.table: Tensor = w.shared(f"temperature of {s}", table)
         self._take, self._scale = w.bind(take_rows), w.bind(scale_rows)

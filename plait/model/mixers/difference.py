@@ -116,8 +116,7 @@ def _sizes(s: DifferenceSpec, w: Weights) -> dict[str, object]:
 
 def _read_share(s: DifferenceSpec, w: Weights) -> float:
     """λ. Of weights without numbers, as `plait info` has them, it is what λ is learned around."""
-    vectors = (w.tensor(f"lambda_{x}", (s.head_dim,), torch.float32) for x in ("q1", "k1", "q2", "k2"))
-    q1, k1, q2, k2 = vectors
+    q1, k1, q2, k2 = (w.tensor(f"lambda_{x}", (s.head_dim,), torch.float64) for x in ("q1", "k1", "q2", "k2"))
     if q1.is_meta:
         return s.balance
     return float((q1 * k1).sum().exp() - (q2 * k2).sum().exp()) + s.balance

@@ -14,14 +14,12 @@ from functools import partial
 import numpy as np
 
 from plait.kernels.cpu.codegen.llvm_writer import Value, Word, Writer, block
-from plait.kernels.cpu.codegen.target import DOT, wide_registers
+from plait.kernels.cpu.codegen.target import wide_registers
 from plait.kernels.cpu.codegen.vec import LANES
 from plait.kernels.cpu.linear.layout import BLOCK, Layout
 from plait.ops.linear import BASE, SMALLEST
 
-NARROW = (
-    DOT in ("avx-vnni", "avx2", "generic") and not wide_registers()
-)  # half as many registers for sums, or fewer
+NARROW = not wide_registers()  # a quarter as much room for sums, or less
 BUNDLES = (4, 2, 1) if NARROW else (16, 8, 4, 2, 1)  # rows of codes in a register tile, the larger first
 BASE_BITS = 0x4B400000  # of BASE, near which floats are whole numbers
 TOGETHER = LANES  # rows of a bundle that are rounded together
