@@ -1,5 +1,6 @@
 """How a wheel is built: with compiled kernels in it, it is for the Python and the system that made them."""
 
+import platform
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,4 +18,5 @@ class ShippedKernels(BuildHookInterface):  # type: ignore[type-arg]
             return
         build_data["artifacts"].append(f"{SHIPPED}/*/*.kernel")
         # Object code of LLVM, which needs no libraries: any Linux with the Python that read it back.
-        build_data["tag"] = f"cp{sys.version_info.major}{sys.version_info.minor}-none-manylinux_2_17_x86_64"
+        python = f"cp{sys.version_info.major}{sys.version_info.minor}"
+        build_data["tag"] = f"{python}-none-manylinux_2_17_{platform.machine()}"

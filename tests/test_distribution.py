@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import re
 import shutil
 import subprocess
@@ -105,6 +106,6 @@ def test_a_wheel_with_compiled_kernels_is_for_the_python_that_made_them(
     (wheel,) = (tmp_path / "dist").iterdir()
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"
     assert wheel.name.endswith(
-        f"-{python}-none-manylinux_2_17_x86_64.whl" if has_kernels else "-py3-none-any.whl"
+        f"-{python}-none-manylinux_2_17_{platform.machine()}.whl" if has_kernels else "-py3-none-any.whl"
     )
     assert (kernel in zipfile.ZipFile(wheel).namelist()) == has_kernels

@@ -1,10 +1,11 @@
-"""Compile the CPU kernels of common models for levels of x86-64, to be shipped in a wheel or an image.
+"""Compile the CPU kernels of common models for levels of a processor, to be shipped in a wheel or an image.
 
     python tools/ship_kernels.py [--level NAME] [MODEL ...]
 
 Without a model: those of the demo if they are installed, and tiny random ones with the kernels of widespread
 models. The kernels are for the Python, Numba and LLVM that run this. They lie in plait/kernels/cpu/shipped,
-which a wheel includes. A processor makes those of the levels that it can run.
+which a wheel includes. A processor makes those of the levels that it can run. For Linux: no other system
+loads them.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from plait.kernels.cpu.codegen.vec import LANES
 from plait.kernels.cpu.linear.layout import BLOCK, Layout
 from plait.ops.linear import BASE, SMALLEST
 
-NARROW = not wide_registers()  # a quarter as much room for sums, or less
+NARROW = not wide_registers()  # registers hold a quarter as many sums, or fewer
 BUNDLES = (4, 2, 1) if NARROW else (16, 8, 4, 2, 1)  # rows of codes in a register tile, the larger first
 BASE_BITS = 0x4B400000  # of BASE, near which floats are whole numbers
 TOGETHER = LANES  # rows of a bundle that are rounded together

@@ -1,6 +1,5 @@
-"""Levels of x86-64 and shipped kernels: who may load them, and that they are loaded instead of made."""
+"""Levels of processors and shipped kernels: who may load them, and that they are loaded instead of made."""
 
-import platform
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,10 +8,9 @@ import pytest
 
 from plait.kernels.cpu.codegen import kernel_cache, levels, target
 from plait.kernels.cpu.codegen.kernel import Kernel
-from plait.kernels.cpu.codegen.levels import BASE, ICE, LEVELS
+from plait.kernels.cpu.codegen.levels import BASE, DOTPROD, ICE, LEVELS
 from plait.kernels.load import load_kernels
 
-pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="levels are of x86-64")
 SKYLAKE_X = BASE | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 
 
@@ -26,6 +24,9 @@ SKYLAKE_X = BASE | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
         pytest.param(ICE | {"avx512bf16", "amx-tile"}, False, "x86-64-v4-vnni", id="Sapphire Rapids"),
         pytest.param(SKYLAKE_X, False, None, id="Skylake-X: wide, but it adds no bytes by fours"),
         pytest.param(BASE - {"fma"}, False, None, id="no FMA"),
+        pytest.param(DOTPROD | {"i8mm", "bf16", "sve"}, False, "armv8-i8mm", id="Neoverse V1"),
+        pytest.param(DOTPROD | {"fullfp16"}, False, "armv8-dotprod", id="Neoverse N1"),
+        pytest.param(frozenset({"neon", "crc"}), False, None, id="Cortex-A72"),
     ],
 )
 def test_a_processor_has_the_best_level_that_chooses_the_same_kernels(
@@ -37,7 +38,7 @@ def test_a_processor_has_the_best_level_that_chooses_the_same_kernels(
 def test_a_process_that_compiles_for_a_lower_level_loads_nothing_of_a_higher_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    lower = LEVELS[-1]
+    lower = next(one for one in LEVELS if one.name == "x86-64-v3")
     monkeypatch.setattr(target, "_level", [lower])
     assert target.level_to_load() is lower
 
