@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed here")
 
 from plait.kernels.triton.forms import TARGETS, KernelForm
-from plait.kernels.triton.linear import few_rows, linear
+from plait.kernels.triton.linear import few_rows, plane_forms
 from plait.ops.chip import EXAMPLES
 from tools.compile_kernels import (
     SHARED_KIB,
@@ -124,8 +124,8 @@ def test_the_committed_report_is_of_todays_kernels() -> None:
 def test_every_load_of_quantized_weights_is_16_bytes_wide() -> None:
     """Codes and rows of x alone are copied ahead, once for each stage: the bytes say how wide loads are."""
     rows, seen = read_rows(REPORT), 0
-    for form in linear.forms():
-        if form.kernel is not few_rows.few_planes or not form.weights:  # not those in float32
+    for form in plane_forms.forms():
+        if form.kernel is not few_rows.few_planes:
             continue
         sizes = {name: int(str(form.constants[name])) for name in ("BITS", "HIGH", "BM", "BN", "UNITS")}
         nbytes = form.num_warps * 32 * 16  # of a load of 16 bytes by every thread
@@ -146,7 +146,8 @@ def test_every_load_of_quantized_weights_is_16_bytes_wide() -> None:
 def test_four_bit_weights_cost_few_instructions_on_sm_90(rows: int, most: float) -> None:
     """Memory leaves 4.4 issue slots for a weight there: more would be the limit, not memory."""
     found = read_rows(REPORT)
-    names = [name for name, (layout, *_) in linear.LAYOUTS.items() if layout.bits == 4 and not layout.high]
+    layouts = {name: given[0] for name, given in plane_forms.LAYOUTS.items()}
+    names = [name for name, layout in layouts.items() if layout.bits == 4 and not layout.high]
     assert len(names) == 7
     for name in names:
         cells = found[RowKey(f"few rows, {name}, {rows}", 90)][1].split(" | ")

@@ -51,9 +51,11 @@ def resolved(
     return resolve(config, shapes, read=numbers, overrides=overrides, gguf=gguf)
 
 
-def decoder(found: Resolved, checkpoint: Checkpoint, chip: Chip | None = None) -> Decoder:
+def decoder(
+    found: Resolved, checkpoint: Checkpoint, chip: Chip | None = None, dtype: torch.dtype = torch.float32
+) -> Decoder:
     """The model, every tensor of the checkpoint used. `chip`: with the ops that this GPU would bind."""
-    target = Target(CPU, torch.float32, LONGEST, found.spec.hidden_size, chip=chip)
+    target = Target(CPU, dtype, LONGEST, found.spec.hidden_size, chip=chip)
     weights = Weights(checkpoint, found.names, target)
     built = Decoder(found.spec, weights)
     weights.check_all_used()

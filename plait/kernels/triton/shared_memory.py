@@ -21,6 +21,7 @@ import torch
 from plait.ops.chip import read_chip
 from plait.quant.planes import LANES, PlaneLayout
 
+HALF = 2  # bytes of a number of bfloat16 or float16
 LEAST_SHARED = 99 << 10  # bytes for a block on sm_86, sm_89 and sm_120; others but sm_75 have more
 
 
@@ -48,17 +49,13 @@ class LoopMemory:
         return next((s for s in range(wanted, 1, -1) if self.nbytes(s) <= most), 1)
 
 
-def plane_memory(
-    layout: PlaneLayout, units: int, outputs: int, rows: int, dtype: torch.dtype, lanes: int = LANES
-) -> LoopMemory:
-    """Of a loop over planes, by steps of `units` units, `outputs` rows of the weight and `rows` rows of x.
-
-    lanes: columns of a unit that a product takes at a time. Scales of 4 bytes are copied ahead, too.
-    """
+def plane_memory(layout: PlaneLayout, units: int, outputs: int, rows: int) -> LoopMemory:
+    """Of a loop over planes, by steps of `units` units, `outputs` rows of the weight and `rows` rows of x in
+    bfloat16 or float16. Scales of 4 bytes are copied ahead, too."""
     codes = units * outputs * layout.unit * (layout.bits + layout.high) // 8
     scales = 4 * units * outputs * max(1, layout.unit // min(layout.group, layout.unit))
-    operands = units * lanes * (outputs + rows) * dtype.itemsize
-    return LoopMemory(codes + scales + units * layout.unit * rows * dtype.itemsize, operands)
+    operands = units * LANES * (outputs + rows) * HALF
+    return LoopMemory(codes + scales + units * layout.unit * rows * HALF, operands)
 
 
 def dense_memory(columns: int, outputs: int, rows: int, dtype: torch.dtype) -> LoopMemory:

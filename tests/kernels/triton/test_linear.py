@@ -55,6 +55,11 @@ def launches(capture: StepCapture) -> list[str]:
     return [name for name in capture.launches if name != "fill_"]
 
 
+def dtype_for(kind: str) -> torch.dtype:
+    """What x is in where few and many rows have kernels of their own, in planes and in plain numbers."""
+    return torch.float32 if kind == "dense" else torch.float16
+
+
 def near(found: Tensor, wanted: Tensor) -> None:
     bound = linear.tolerance[found.dtype]
     torch.testing.assert_close(found, wanted, atol=bound, rtol=bound)
@@ -65,12 +70,13 @@ def near(found: Tensor, wanted: Tensor) -> None:
 def test_a_row_alone_has_the_bits_of_the_row_in_a_batch(kind: str) -> None:
     """Of up to 8 rows, and of 17 and more; the interpreter's products of other widths have other orders."""
     weight: Weight = Dense(torch.randn(70, 512)) if kind == "dense" else random_weight(kind, 70, 512)
-    packed, x = TRITON.pack(weight, torch.float32), torch.randn(8, 512)
+    dtype = dtype_for(kind)
+    packed, x = TRITON.pack(weight, dtype), torch.randn(8, 512, dtype=dtype)
     whole = TRITON.multiply(x, packed, None)
     assert torch.equal(TRITON.multiply(x[5:6], packed, None)[0], whole[5])
     assert torch.equal(TRITON.multiply(x[2:7], packed, None), whole[2:7])
     if kind == "Q4_0":
-        many = torch.cat([x, torch.randn(60, 512)])
+        many = torch.cat([x, torch.randn(60, 512, dtype=dtype)])
         wanted = TRITON.multiply(many, packed, None)
         assert torch.equal(TRITON.multiply(many[:19], packed, None), wanted[:19])
 
@@ -78,7 +84,8 @@ def test_a_row_alone_has_the_bits_of_the_row_in_a_batch(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["Q4_0", "dense"])
 def test_rows_of_which_the_numbers_lie_apart(kind: str) -> None:
     weight: Weight = Dense(torch.randn(70, 64)) if kind == "dense" else random_weight(kind, 70, 64)
-    packed, x = TRITON.pack(weight, torch.float32), torch.randn(64, 3).T
+    dtype = dtype_for(kind)
+    packed, x = TRITON.pack(weight, dtype), torch.randn(64, 3, dtype=dtype).T
     for run in (TRITON.multiply, ONE_FORM.multiply_any):
         assert torch.equal(run(x, packed, None), run(x.contiguous(), packed, None))
 
@@ -86,7 +93,7 @@ def test_rows_of_which_the_numbers_lie_apart(kind: str) -> None:
 def test_one_program_for_all_shares_gives_the_bits_of_a_program_for_each(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    packed, x = TRITON.pack(random_weight("Q4_0", 50, 2048), torch.float32), torch.randn(20, 2048)
+    packed, x = TRITON.pack(random_weight("Q4_0", 50, 2048), torch.float16), torch.randn(20, 2048).half()
     assert packed.tiling.many_constants(20)["SHARES"] > 1
     split = TRITON.multiply(x, packed, None)
     monkeypatch.setattr(TRITON.many_rows, "SPLIT", 0)
@@ -95,8 +102,8 @@ def test_one_program_for_all_shares_gives_the_bits_of_a_program_for_each(
 
 @pytest.mark.parametrize("rows", [1, 20])
 def test_shares_leave_their_counters_at_zero(rows: int) -> None:
-    weight, x = random_weight("Q8_0", 40, 1024), torch.randn(rows, 1024)
-    packed, bias = TRITON.pack(weight, torch.float32), torch.randn(40)
+    weight, x = random_weight("Q8_0", 40, 1024), torch.randn(rows, 1024).half()
+    packed, bias = TRITON.pack(weight, torch.float16), torch.randn(40).half()
     assert packed.tiling.few_constants(1, "")["SHARES"] > 1
     for _ in range(2):
         near(TRITON.multiply(x, packed, bias), linear.reference(x, weight, bias))
@@ -127,8 +134,8 @@ def test_many_rows_are_multiplied_by_pieces_of_scratch_memory(monkeypatch: pytes
     monkeypatch.setattr(TRITON.many_rows, "MOST", 20)
     monkeypatch.setattr(TRITON.many_rows, "SCRATCH", 32 * 256)
     for kind in ("Q4_K", "int4_g64+order"):
-        weight, x, bias = random_weight(kind, 80, 256), torch.randn(2, 11, 256), torch.randn(80)
-        packed = TRITON.pack(weight, torch.float32)
+        weight, x, bias = random_weight(kind, 80, 256), torch.randn(2, 11, 256).half(), torch.randn(80).half()
+        packed = TRITON.pack(weight, torch.float16)
         for added in (None, bias):
             with StepCapture([x, bias, *packed.planes.tensors], is_dry=True) as capture:
                 TRITON.multiply(x, packed, added)
@@ -145,8 +152,8 @@ def test_a_storage_without_planes_is_decoded_at_each_use() -> None:
 
 def test_parts_of_several_formats_write_into_one_result() -> None:
     weights = [random_weight("Q4_K", 48, 256), random_weight("Q6_K", 24, 256), Dense(torch.randn(8, 256))]
-    bias = torch.randn(24)
-    layer, x = Linear(weights, [None, bias, None], bind, torch.float32), torch.randn(2, 3, 256)
+    bias = torch.randn(24).half()
+    layer, x = Linear(weights, [None, bias, None], bind, torch.float16), torch.randn(2, 3, 256).half()
     held = [t for packed, *_ in layer.parts[:2] for t in (*packed.planes.tensors, packed.counters)]
     last = layer.parts[2][0]
     with StepCapture([x, bias, *held, last.weight, last.counters], is_dry=True) as capture:
@@ -163,20 +170,22 @@ def test_parts_of_several_formats_write_into_one_result() -> None:
 @pytest.mark.parametrize("stored", ["dense", "Q8_0"])
 def test_gate_and_up_of_few_rows_are_one_launch(kind: str, stored: str) -> None:
     weight: Weight = Dense(torch.randn(80, 512) / 16) if stored == "dense" else random_weight(stored, 80, 512)
-    x, bias = torch.randn(3, 512), torch.randn(80)
-    up, fused = Linear([weight], [bias], bind, torch.float32), bind(glu, kind=kind)
+    dtype = dtype_for(stored)
+    x, bias = torch.randn(3, 512, dtype=dtype), torch.randn(80, dtype=dtype)
+    up, fused = Linear([weight], [bias], bind, dtype), bind(glu, kind=kind)
     packed = up.parts[0][0]
     held = [packed.weight] if stored == "dense" else packed.planes.tensors
     with StepCapture([x, bias, packed.counters, *held], is_dry=True) as capture:
         fused(x, up, kind, activate)
     assert len(launches(capture)) == 1
     wanted = activate(linear.reference(x, weight, bias), kind, True)
-    torch.testing.assert_close(fused(x, up, kind, activate), wanted, atol=1e-4, rtol=1e-4)
+    bound = 1e-4 if dtype == torch.float32 else linear.tolerance[dtype]
+    torch.testing.assert_close(fused(x, up, kind, activate), wanted, atol=bound, rtol=bound)
 
 
 def test_many_rows_of_gate_and_up_are_activated_apart() -> None:
-    weight, x = random_weight("Q8_0", 64, 64), torch.randn(18, 64)
-    up = Linear([weight], [None], bind, torch.float32)
+    weight, x = random_weight("Q8_0", 64, 64), torch.randn(18, 64).half()
+    up = Linear([weight], [None], bind, torch.float16)
     found = bind(glu, kind="silu")(x, up, "silu", activate)
     near(found, activate(linear.reference(x, weight, None), "silu", True))
 
@@ -336,9 +345,10 @@ def test_a_decode_of_a_llama_has_one_launch_for_each_linear_layer(kind: str, tmp
         n: random_weight(kind, *t.shape) if n in whole else t for n, t in tensors.items()
     }
     checkpoint = Memory(stored)
-    model = decoder(resolved(checkpoint, config), checkpoint, chip=EXAMPLES[90])
+    dtype = dtype_for(kind)
+    model = decoder(resolved(checkpoint, config), checkpoint, chip=EXAMPLES[90], dtype=dtype)
     groups = block_groups(model.states)
-    store = StateStore(model.states, {g.name: 8 for g in groups}, 4, 16, torch.device("cpu"), torch.float32)
+    store = StateStore(model.states, {g.name: 8 for g in groups}, 4, 16, torch.device("cpu"), dtype)
     for tensor in store.tensors:
         tensor.zero_()
     capture, _ = capture_step(model, store, decode_batch(groups, 2, 4, store), is_dry=True)

@@ -64,19 +64,27 @@ def bind(fn: Any, **sizes: Any) -> Any:
     return fn.bind(OpFacts("cuda", torch.float32, {"deterministic": True, **sizes}))[0]
 
 
+def dtype_for(storage: str) -> torch.dtype:
+    """In float32 planes have one kernel in any mode (`test_float32`)."""
+    return torch.float32 if storage == "plain" else torch.float16
+
+
 def one(weight: Weight, bias: Tensor | None) -> Linear:
-    return Linear([weight], [bias], bind, torch.float32)
+    dtype = torch.float32 if isinstance(weight, Dense) else torch.float16
+    return Linear([weight], [bias], bind, dtype)
 
 
 @pytest.mark.parametrize("storage", STORAGES)
 def test_a_row_has_the_same_bits_alone_in_a_prompt_and_in_any_batch(storage: str) -> None:
-    layer, x = one(made(storage, 70, 512), torch.randn(70)), torch.randn(37, 512)
+    dtype = dtype_for(storage)
+    bias, x = torch.randn(70, dtype=dtype), torch.randn(37, 512, dtype=dtype)
+    layer = one(made(storage, 70, 512), bias)
     whole = layer(x)
     for some in (slice(36, 37), slice(3, 4), slice(2, 10), slice(5, 31)):
         assert torch.equal(layer(x[some]), whole[some])
     assert torch.equal(layer(x.flip(0)).flip(0), whole)
-    bound = linear.tolerance[torch.float32]
-    wanted = linear.reference(x, made(storage, 70, 512), layer.parts[0][1])
+    bound = linear.tolerance[dtype]
+    wanted = linear.reference(x, made(storage, 70, 512), bias)
     torch.testing.assert_close(whole, wanted, atol=bound, rtol=bound)
 
 
@@ -95,25 +103,27 @@ def sum_of_ranks(weight: Weight, bias: Tensor, x: Tensor, size: int) -> Tensor:
         layer = divide_linear(part, kept, bias, len(bias), cuts, one, lambda op, **_: op)
         assert isinstance(layer, ShareLinear) or size == 4
         ranges = cuts.inputs("down")[index]
-        parts.append(layer(x[:, ranges[0][0] : ranges[-1][1]]).float())
+        run = layer.in_float32 if isinstance(layer, Linear) else layer
+        parts.append(run(x[:, ranges[0][0] : ranges[-1][1]]))
     return add_in_tree(parts, torch.add)
 
 
 # Inputs in another order are gathered, and rows are divided instead.
 @pytest.mark.parametrize("storage", [storage for storage in STORAGES if "order" not in storage])
 def test_a_sum_over_inputs_has_the_same_bits_on_1_2_and_4_ranks(storage: str) -> None:
-    weight, bias, x = made(storage, 40), torch.randn(40), torch.randn(19, COLS)
+    dtype = dtype_for(storage)
+    weight, bias, x = made(storage, 40), torch.randn(40, dtype=dtype), torch.randn(19, COLS, dtype=dtype)
     alone = sum_of_ranks(weight, bias, x, 1)
     for size in (2, 4):
         assert torch.equal(sum_of_ranks(weight, bias, x, size), alone)
     assert torch.equal(sum_of_ranks(weight, bias, x[7:8], 2), alone[7:8])
-    assert (alone - linear.reference(x, weight, bias)).abs().max() < 1e-4
+    assert (alone - linear.reference(x.float(), weight, bias.float())).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("storage", STORAGES)
 def test_rows_of_a_weight_have_the_bits_that_they_have_in_the_whole(storage: str) -> None:
     """As ranks divide query heads, gates and the head's tokens: tiles begin elsewhere."""
-    weight, x = made(storage, 256, 512), torch.randn(5, 512)
+    weight, x = made(storage, 256, 512), torch.randn(5, 512, dtype=dtype_for(storage))
     whole = one(weight, None)(x)
     for start, stop in ((0, 128), (128, 256), (64, 128)):
         assert torch.equal(one(weight.rows(start, stop), None)(x), whole[:, start:stop])
@@ -160,17 +170,18 @@ def test_a_matrix_per_head_has_one_form_too(kind: str) -> None:
         maps = HeadRows(random_weight("Q8_0", heads * count, cols), heads, 0, count, kind.endswith("turned"))
     fn = bind(map_heads)
     packed = fn.pack(maps)
-    x = torch.randn(70, heads, count if kind.endswith("turned") else cols)
+    x = torch.randn(70, heads, count if kind.endswith("turned") else cols, dtype=dtype_for(kind))
     whole = fn.apply(x, packed)
     for some in (slice(0, 1), slice(69, 70), slice(3, 12), slice(20, 60)):
         assert torch.equal(fn.apply(x[some], packed), whole[some])
-    torch.testing.assert_close(whole, map_heads.reference(x, maps), atol=1e-4, rtol=1e-4)
+    bound = 1e-4 if x.dtype == torch.float32 else map_heads.tolerance[x.dtype]
+    torch.testing.assert_close(whole, map_heads.reference(x, maps), atol=bound, rtol=bound)
 
 
 def test_a_prompt_and_a_decode_are_one_launch_of_one_kernel() -> None:
-    packed = FORM.pack_all(made("Q4_0", 64, 512), torch.float32)
+    packed = FORM.pack_all(made("Q4_0", 64, 512), torch.float16)
     for rows in (1, 40):
-        x = torch.randn(rows, 512)
+        x = torch.randn(rows, 512).half()
         with StepCapture([x, packed.counters, *packed.planes.tensors], is_dry=True) as capture:
             FORM.multiply_any(x, packed, None)
         assert [name for name in capture.launches if name != "fill_"] == ["few_planes"]

@@ -12,27 +12,26 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed here")
 
 from plait.kernels.triton.linear import heads, one_form
-from plait.kernels.triton.linear.linear import LAYOUTS, PlanesTiling, dense_constants
+from plait.kernels.triton.linear.linear import PlanesTiling, dense_constants
+from plait.kernels.triton.linear.plane_forms import EVERY
 from plait.kernels.triton.moe.grouped_experts import product_tile
 from plait.kernels.triton.moe.plane_experts import UNITS, pair_tile
 from plait.kernels.triton.shared_memory import LEAST_SHARED, LoopMemory, dense_memory, plane_memory
 from plait.ops.chip import EXAMPLES
 
-EVERY = {name: layout for name, (layout, *_) in LAYOUTS.items()}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def list_loops(limit: int) -> Iterator[tuple[str, dict[str, Any], LoopMemory]]:
     """(what, constants, memory) of each loop over planes and over plain numbers, at most `limit` bytes."""
-    for (name, layout), dtype in product(EVERY.items(), DTYPES):
+    for name, (layout, _) in EVERY.items():
         tiling = PlanesTiling(layout, 4096, 4096)
-        named = f"{name}, {dtype}"
-        few = [tiling.few_constants(rows, "", dtype, limit) for rows in (8, 16)]
-        few += [one_form.planes_form(tiling, dtype, limit), heads._row_constants(tiling, 16, dtype, limit)]
-        few += [pair_tile(layout, each, dtype, limit) | {"UNITS": UNITS} for each in (0, 8, 16, 64)]
-        few += [tiling.many_constants(rows, dtype, limit) for rows in (17, 512)]
+        few = [tiling.few_constants(rows, "", limit) for rows in (8, 16)]
+        few += [one_form.planes_form(tiling, limit), heads._row_constants(tiling, 16, limit)]
+        few += [pair_tile(layout, each, limit) | {"UNITS": UNITS} for each in (0, 8, 16, 64)]
+        few += [tiling.many_constants(rows, limit) for rows in (17, 512)]
         for made in few:
-            yield named, made, plane_memory(layout, made["UNITS"], made["BN"], made["BM"], dtype)
+            yield name, made, plane_memory(layout, made["UNITS"], made["BN"], made["BM"])
     for dtype in DTYPES:
         for rows in (8, 16):
             made = dense_constants(4096, 4096, rows, "", dtype, limit)

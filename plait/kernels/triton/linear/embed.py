@@ -16,15 +16,9 @@ from torch import Tensor
 
 from plait.kernels.triton.forms import KernelForm
 from plait.kernels.triton.linear.decode_planes import decode_field, load_level, load_unit
-from plait.kernels.triton.linear.linear import (
-    LAYOUTS,
-    POINTERS,
-    decode_constants,
-    plane_strides,
-    plane_tensors,
-    scale_types,
-)
 from plait.kernels.triton.linear.many_rows import combine_number
+from plait.kernels.triton.linear.plane_arguments import decode_constants, plane_strides, plane_tensors
+from plait.kernels.triton.linear.plane_forms import EVERY, FLOAT32_POINTERS, POINTERS, scale_types
 from plait.ops.launch import launch
 from plait.ops.registry import OpFacts
 from plait.ops.rows import TablePacking, embed
@@ -105,11 +99,13 @@ embed.variant("planes", on="cuda", when=why_not)(TablePacking(pack, take_rows))
 
 
 def forms() -> Iterator[KernelForm]:
-    """Tables of the formats that published models have."""
-    for name in ("Q4_K", "Q6_K", "Q8_0"):
-        layout, scales, _ = LAYOUTS[name]
-        types = POINTERS | scale_types(layout, scales) | {"ids": "i64*", "factor": "fp32"}
+    """Tables of the formats that published models have, and of every format in float32."""
+    for name, (layout, scales) in EVERY.items():
+        of = scale_types(layout, scales) | {"ids": "i64*", "factor": "fp32"}
         constants = decode_constants(layout) | {"UNITS": UNITS, "IS_SCALED": True}
-        yield KernelForm(
-            f"embed, {name}", embed_planes, types, constants, num_warps=1, demands=(("LDG.128",),)
-        )
+        for end, pointers in (("", POINTERS), (", float32", FLOAT32_POINTERS)):
+            if end or name in ("Q4_K", "Q6_K", "Q8_0"):
+                yield KernelForm(
+                    f"embed, {name}{end}", embed_planes, pointers | of, constants, num_warps=1,
+                    demands=(("LDG.128",),),
+                )  # fmt: skip

@@ -1,11 +1,12 @@
 """A matrix for each head in one launch: MLA's absorbed products, and gates that are block-diagonal.
 
     plain numbers        out[t, h] = W[h] x[t, h]        the tiles of `few_dense`, a head for each program
-    stored, rows         the same, W[h] rows of planes   the loop of `multiply_planes`
-    stored, transposed   out[t, h] = W[h]ᵀ x[t, h]       rows of planes are summed over
+    stored, rows         the same, W[h] rows of planes   the loop of `multiply_planes`; in float32
+                                                         `float32_planes`
+    stored, transposed   out[t, h] = W[h]ᵀ x[t, h]       rows of planes are summed over; in float32 there, too
 
-Up to `MOST` rows of x; a row has the same bits whatever other rows there are. More rows are torch's product,
-over numbers that are decoded some heads at a time.
+Up to `MOST` rows of x, over planes in float32 any number of them; a row has the same bits whatever other rows
+there are. More rows are torch's product, over numbers that are decoded some heads at a time.
 """
 
 from __future__ import annotations
@@ -22,25 +23,29 @@ from torch import Tensor
 
 from plait.kernels.triton.forms import KernelForm, widen
 from plait.kernels.triton.linear.decode_planes import decode_field, load_level, load_unit
-from plait.kernels.triton.linear.linear import (
-    LAYOUTS,
-    POINTERS,
-    PlanesTiling,
+from plait.kernels.triton.linear.float32_planes import is_float32, multiply_in_float32, transpose_in_float32
+from plait.kernels.triton.linear.linear import PlanesTiling, why_several, write_scratch
+from plait.kernels.triton.linear.many_rows import combine_number
+from plait.kernels.triton.linear.multiply_planes import add_units, multiply_planes
+from plait.kernels.triton.linear.plane_arguments import (
     decode_constants,
     plane_constants,
     plane_strides,
     plane_tensors,
-    scale_types,
-    why_several,
-    write_scratch,
 )
-from plait.kernels.triton.linear.many_rows import combine_number
-from plait.kernels.triton.linear.multiply_planes import add_units, multiply_planes
+from plait.kernels.triton.linear.plane_forms import (
+    EVERY,
+    FLOAT32_POINTERS,
+    POINTERS,
+    WIDE_LOADS,
+    scale_types,
+    split_options,
+)
 from plait.kernels.triton.shared_memory import LEAST_SHARED, shared_limit
 from plait.ops.heads import HeadPacking, HeadRows, map_heads
 from plait.ops.launch import launch
 from plait.quant.plane_parts import pack_planes
-from plait.quant.planes import Planes
+from plait.quant.planes import PlaneLayout, Planes
 from plait.quant.weight import Dense
 
 MOST = 64  # rows of x
@@ -177,7 +182,7 @@ def multiply_heads(x: Tensor, packed: Tensor | HeadRows | HeadPlanes) -> Tensor:
     """`map_heads` of what `pack` made."""
     if isinstance(packed, HeadRows) or not len(x):
         return map_heads.reference(x, packed)
-    if len(x) > MOST:
+    if len(x) > MOST and (isinstance(packed, Tensor) or not is_float32(x)):
         return _multiply_many(x, packed)
     return multiply_in_blocks(x, packed, 8 if len(x) <= 8 else 16)
 
@@ -213,21 +218,22 @@ def _multiply_numbers(x: Tensor, weight: Tensor, bm: int) -> Tensor:
 def _multiply_rows(x: Tensor, packed: HeadPlanes, bm: int) -> Tensor:
     planes, tiling, (m, heads, n_in) = packed.planes, packed.tiling, x.shape
     out = torch.empty(m, heads, packed.count, dtype=x.dtype, device=x.device)
+    if is_float32(x):
+        multiply_in_float32(x, planes, None, out)
+        return out
     launch(
         heads_planes, (-(-packed.count // BN), heads, -(-m // bm)), x, *plane_tensors(planes), out,
         m, packed.count, n_in, tiling.units, tiling.few_steps, *x.stride()[:2], *out.stride()[:2],
-        *plane_strides(planes), **_row_constants(tiling, bm, x.dtype, shared_limit(x.device)),
+        *plane_strides(planes), **_row_constants(tiling, bm, shared_limit(x.device)),
         **plane_constants(planes.layout, x.dtype, has_assembly=x.is_cuda),
     )  # fmt: skip
     return out
 
 
-def _row_constants(
-    tiling: PlanesTiling, bm: int, dtype: torch.dtype = torch.bfloat16, limit: int = LEAST_SHARED
-) -> dict[str, Any]:
+def _row_constants(tiling: PlanesTiling, bm: int, limit: int = LEAST_SHARED) -> dict[str, Any]:
     return {
         "EVEN": tiling.is_even(UNITS), "UNITS": UNITS, "BN": BN, "BM": bm,
-        "num_warps": UNITS, "num_stages": min(2, tiling.few_stages(bm, BN, dtype, limit)),
+        "num_warps": UNITS, "num_stages": min(2, tiling.few_stages(bm, BN, limit)),
     }  # fmt: skip
 
 
@@ -235,6 +241,9 @@ def _multiply_turned(x: Tensor, packed: HeadPlanes) -> Tensor:
     planes, (m, heads, count) = packed.planes, x.shape
     n_in = planes.shape[1]
     out = torch.empty(m, heads, n_in, dtype=x.dtype, device=x.device)
+    if is_float32(x):
+        transpose_in_float32(x, planes, out)
+        return out
     launch(
         heads_transposed, (packed.tiling.units, heads, -(-m // BM)), x, *plane_tensors(planes), out,
         m, count, n_in, *x.stride()[:2], *out.stride()[:2], *plane_strides(planes), BK=BK, BM=BM, num_warps=1,
@@ -247,23 +256,30 @@ map_heads.variant("triton", on="cuda", when=why_several)(HeadPacking(pack, multi
 
 
 def forms() -> Iterator[KernelForm]:
-    """MLA's absorbed products of DeepSeek-V2-Lite and V3, plain and stored, and gates of RecurrentGemma."""
-    types = POINTERS | dict.fromkeys(("x_head", "out_head", "weight_head", "weight_row"), "i32!")
-    dense = {"UNIT": UNIT, "UNITS": UNITS, "BN": BN}
-    for rows in (8, 16):
-        yield KernelForm(
-            f"heads, plain, {rows} rows", heads_dense, types, dense | {"BM": rows, "weight_column": 1}, UNITS,
-            demands=(("LDG.128", "LDGSTS.128"), ("HMMA", "HGMMA")),
-        )  # fmt: skip
+    """MLA's absorbed products of DeepSeek-V2-Lite and V3, plain and stored, and gates of RecurrentGemma.
+
+    Stored matrices in float32 are forms of `float32_planes`.
+    """
+    strides = dict.fromkeys(("x_head", "out_head", "weight_head", "weight_row"), "i32!")
+    for end, pointers, demands in (
+        ("", POINTERS, WIDE_LOADS),
+        (", float32", FLOAT32_POINTERS, WIDE_LOADS[:1]),
+    ):
+        for rows in (8, 16):
+            constants = {"UNIT": UNIT, "UNITS": UNITS, "BN": BN, "BM": rows, "weight_column": 1}
+            named = f"heads, plain, {rows} rows{end}"
+            yield KernelForm(named, heads_dense, pointers | strides, constants, UNITS, demands=demands)
     for name in ("Q4_K", "Q8_0", "FP8 b128"):
-        layout, scales, _ = LAYOUTS[name]
-        shared, of = (
-            plane_constants(layout, torch.bfloat16, has_assembly=True),
-            types | scale_types(layout, scales),
-        )
-        constants = _row_constants(PlanesTiling(layout, 16 * 128, 512), 16)
-        options = {key: constants.pop(key) for key in ("num_warps", "num_stages")}
-        demands = (("LDG.128", "LDGSTS.128"), ("HMMA", "HGMMA"))
-        yield KernelForm(f"heads, {name}", heads_planes, of, shared | constants, **options, demands=demands)
+        layout, scales = EVERY[name]
+        types = POINTERS | strides | scale_types(layout, scales)
+        yield _row_form(name, layout, types)
         turned = decode_constants(layout) | {"BK": BK, "BM": BM}
-        yield KernelForm(f"heads, {name}, transposed", heads_transposed, of, turned, 1, demands=demands)
+        yield KernelForm(f"heads, {name}, transposed", heads_transposed, types, turned, 1, demands=WIDE_LOADS)
+
+
+def _row_form(name: str, layout: PlaneLayout, types: dict[str, str]) -> KernelForm:
+    constants, options = split_options(_row_constants(PlanesTiling(layout, 16 * 128, 512), 16))
+    shared = plane_constants(layout, torch.bfloat16, has_assembly=True)
+    return KernelForm(
+        f"heads, {name}", heads_planes, types, shared | constants, **options, demands=WIDE_LOADS
+    )

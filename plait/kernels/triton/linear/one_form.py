@@ -7,6 +7,8 @@ has.
 
     [block of 16 rows of x] x [tile of outputs]      blocks go fastest: they read the same weights, from L2
 
+With x in float32 and the weight in planes it is `float32_planes`, which has one form already.
+
 The price: up to 16 rows the inputs are not shared out among programs, and a prompt decodes a weight once for
 each 16 tokens. A matrix per head (`map_heads`) has such kernels already; here they serve any number of rows.
 """
@@ -14,6 +16,7 @@ each 16 tokens. A matrix per head (`map_heads`) has such kernels already; here t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import torch
@@ -22,12 +25,9 @@ from torch import Tensor
 from plait.errors import ConfigError, ShapeMismatch
 from plait.kernels.triton.forms import KernelForm
 from plait.kernels.triton.linear import few_rows, heads
+from plait.kernels.triton.linear.float32_planes import is_float32, multiply_in_float32
 from plait.kernels.triton.linear.linear import (
     DENSE_ROWS,
-    LAYOUTS,
-    POINTERS,
-    SHAPE,
-    WIDE_LOADS,
     PackedNumbers,
     PackedPlanes,
     PlanesTiling,
@@ -36,12 +36,18 @@ from plait.kernels.triton.linear.linear import (
     flat_rows,
     make_result,
     pack,
-    plane_constants,
-    plane_strides,
-    plane_tensors,
-    scale_types,
     shape_of,
     why_not,
+)
+from plait.kernels.triton.linear.plane_arguments import plane_constants, plane_strides, plane_tensors
+from plait.kernels.triton.linear.plane_forms import (
+    FLOAT32_POINTERS,
+    LAYOUTS,
+    POINTERS,
+    SHAPE,
+    WIDE_LOADS,
+    scale_types,
+    split_options,
 )
 from plait.kernels.triton.shared_memory import LEAST_SHARED, shared_limit
 from plait.ops.heads import HeadPacking, HeadRows, map_heads
@@ -55,17 +61,15 @@ ROWS = 16  # of x, of a program
 OUTPUTS = 32  # of a program: all inputs are in one, so that there must be more of them than of `few_rows`
 
 
-def planes_form(
-    tiling: PlanesTiling, dtype: torch.dtype = torch.bfloat16, limit: int = LEAST_SHARED
-) -> dict[str, Any]:
-    """The constants of a layout and a length of rows; dtype: of x; limit: as of `few_constants`."""
+def planes_form(tiling: PlanesTiling, limit: int = LEAST_SHARED) -> dict[str, Any]:
+    """The constants of a layout and a length of rows; limit: as of `few_constants`."""
     layout = tiling.layout
     outputs = OUTPUTS
     if layout.high == 1 or (layout.value == "e2m1" and layout.scales == "plain"):
         outputs = 16  # as many as no target spills with
     elif layout.bits == 2:
         outputs = 64
-    return tiling.few_constants(ROWS, "", dtype, limit, outputs) | {"SHARES": 1, "BLOCKS": True}
+    return tiling.few_constants(ROWS, "", limit, outputs) | {"SHARES": 1, "BLOCKS": True}
 
 
 def numbers_form(n_in: int, dtype: torch.dtype = torch.bfloat16, limit: int = LEAST_SHARED) -> dict[str, Any]:
@@ -114,7 +118,7 @@ def _launch(x: Tensor, packed: PackedPlanes | PackedNumbers, bias: Tensor | None
     rest = (out if bias is None else bias, out, packed.counters, packed.counters, m, n_out, n_in)
     if isinstance(packed, PackedNumbers):
         constants = numbers_form(n_in, x.dtype, shared_limit(x.device))
-        steps = -(-n_in // (few_rows.UNITS * few_rows.DENSE_UNIT))
+        steps = -(-n_in // (constants["UNITS"] * constants["UNIT"]))
         launch(
             few_rows.few_dense, (-(-m // ROWS), -(-n_out // constants["BN"])), x, packed.weight, *rest,
             steps, x.stride(0), out.stride(0), packed.weight.stride(0), BIAS=bias is not None, **constants,
@@ -123,7 +127,10 @@ def _launch(x: Tensor, packed: PackedPlanes | PackedNumbers, bias: Tensor | None
     planes, tiling = packed.planes, packed.tiling
     if planes.order is not None:
         x = x.index_select(1, planes.order)
-    constants = planes_form(tiling, x.dtype, shared_limit(x.device))
+    if is_float32(x):
+        multiply_in_float32(x[:, None], planes, bias, out[:, None])
+        return
+    constants = planes_form(tiling, shared_limit(x.device))
     launch(
         few_rows.few_planes, (-(-m // ROWS), -(-n_out // constants["BN"])), x, *plane_tensors(planes), *rest,
         tiling.units, tiling.few_steps, x.stride(0), out.stride(0), *plane_strides(planes),
@@ -162,8 +169,7 @@ map_heads.variant(NAME, on="cuda", when=_why_not_heads)(HeadPacking(pack_heads, 
 def forms() -> Iterator[KernelForm]:
     """Every layout, and plain numbers, at 4,096 inputs and outputs."""
     for name, (layout, scales, _) in LAYOUTS.items():
-        constants = planes_form(PlanesTiling(layout, *SHAPE))
-        options = {key: constants.pop(key) for key in ("num_warps", "num_stages")}
+        constants, options = split_options(planes_form(PlanesTiling(layout, *SHAPE)))
         shared = plane_constants(layout, torch.bfloat16, has_assembly=True) | {"BIAS": True}
         for out in ("bf16*", "fp32*") if name == "Q4_K" else ("bf16*",):
             yield KernelForm(
@@ -171,10 +177,11 @@ def forms() -> Iterator[KernelForm]:
                 POINTERS | scale_types(layout, scales) | {"parts": "i32*", "out": out}, shared | constants,
                 **options, demands=WIDE_LOADS,
             )  # fmt: skip
-    for n_in in (SHAPE[1], 576):
-        constants = numbers_form(n_in)
-        options = {key: constants.pop(key) for key in ("num_warps", "num_stages")}
+    for n_in, dtype in product((SHAPE[1], 576), (torch.bfloat16, torch.float32)):
+        constants, options = split_options(numbers_form(n_in, dtype))
+        is_wide = dtype == torch.float32
         yield KernelForm(
-            f"one form, plain, {n_in} inputs", few_rows.few_dense, POINTERS | {"parts": "i32*"},
-            constants | {"BIAS": True}, **options, demands=WIDE_LOADS,
+            f"one form, plain, {n_in} inputs{', float32' if is_wide else ''}", few_rows.few_dense,
+            (FLOAT32_POINTERS if is_wide else POINTERS) | {"parts": "i32*"}, constants | {"BIAS": True},
+            **options, demands=WIDE_LOADS[:1] if is_wide else WIDE_LOADS,
         )  # fmt: skip

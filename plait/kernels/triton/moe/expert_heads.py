@@ -15,11 +15,11 @@ import triton
 from torch import Tensor
 
 from plait.kernels.triton.forms import KernelForm
+from plait.kernels.triton.moe.expert_planes import is_planes, multiply_stack
 from plait.kernels.triton.moe.experts import MOST_SLOTS, TYPES, WIDE, SumStart, expert_up, up_tile
 from plait.kernels.triton.moe.grouped_experts import add_rows, launch_groups, sort_by_expert, tile_rows
 from plait.kernels.triton.moe.moe import SCRATCH, find_plain, pack, pick_all, why_not
 from plait.kernels.triton.moe.one_form import ROWS
-from plait.kernels.triton.moe.plane_experts import is_planes, multiply_stack
 from plait.ops.expert_heads import StackedHeads, collect_heads, spread_heads
 from plait.ops.expert_stack import ExpertStack
 from plait.ops.launch import launch

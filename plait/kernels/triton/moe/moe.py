@@ -15,9 +15,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from plait.kernels.triton.moe.expert_planes import by_planes, is_planes
 from plait.kernels.triton.moe.experts import MOST_SLOTS, SumStart, by_slots
 from plait.kernels.triton.moe.grouped_experts import by_groups
-from plait.kernels.triton.moe.plane_experts import by_planes, is_planes
 from plait.kernels.triton.pointwise.pointwise import KINDS
 from plait.ops.expert_stack import ExpertStack
 from plait.ops.moe import StackedExperts, experts

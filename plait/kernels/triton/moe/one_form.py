@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from plait.kernels.triton.forms import KernelForm
+from plait.kernels.triton.moe.expert_planes import by_planes, is_planes
 from plait.kernels.triton.moe.experts import TYPES, SumStart
 from plait.kernels.triton.moe.grouped_experts import BLOCK, add_experts, by_groups
 from plait.kernels.triton.moe.moe import decode_chunks, find_plain, pack, why_not
-from plait.kernels.triton.moe.plane_experts import by_planes, is_planes
 from plait.ops.expert_stack import ExpertStack
 from plait.ops.moe import StackedExperts, experts
 from plait.ops.registry import OpFacts

@@ -1,15 +1,11 @@
-"""Experts in planes: every quantized storage, by slots and by groups, through one kernel.
+"""Experts in planes of codes: every quantized storage, by slots and by groups, through one kernel.
 
 A program multiplies the weights of one expert by some pairs of a token and that expert. By slots it has one
 pair, and the expert's number is the router's; by groups a tile of sorted pairs (see `grouped_experts`). The
 loop is `multiply_planes`, which gives a row the same bits alone as next to others. So a token's result is the
 same in a decode and in a prompt, whatever the batch: forms differ in speed alone.
 
-    slots     multiply_pairs (up), multiply_pairs (down), add_experts
-    groups    sort_pairs, and the same
-
-An expert's planes are items of a stack, at a multiple of a stride from the first one's. Where columns have an
-order of their own (act-order GPTQ), rows of x are put in the order of each pair's expert first.
+An expert's planes are items of a stack, at a multiple of a stride from the first one's.
 """
 
 from __future__ import annotations
@@ -22,17 +18,11 @@ import triton.language as tl
 from torch import Tensor
 
 from plait.kernels.triton.forms import KernelForm
-from plait.kernels.triton.linear.linear import plane_constants
 from plait.kernels.triton.linear.multiply_planes import multiply_planes
+from plait.kernels.triton.linear.plane_arguments import plane_constants
 from plait.kernels.triton.maths import apply_activation, apply_gated
-from plait.kernels.triton.moe.experts import MOST_SLOTS, SHAPES, TYPES, SumStart
-from plait.kernels.triton.moe.grouped_experts import (
-    COUNTS,
-    WIDE_TYPES,
-    add_rows,
-    find_tile,
-    sort_by_expert,
-)
+from plait.kernels.triton.moe.experts import SHAPES, TYPES
+from plait.kernels.triton.moe.grouped_experts import COUNTS, find_tile
 from plait.kernels.triton.shared_memory import LEAST_SHARED, plane_memory, shared_limit
 from plait.ops.expert_stack import ExpertStack
 from plait.ops.launch import launch
@@ -113,37 +103,7 @@ def order_columns(x, order, index, out, n_in, x_row, K: tl.constexpr, BLOCK: tl.
     tl.store(out + pair.to(tl.int64) * n_in + c, row, mask=ok)
 
 
-def is_planes(stack: ExpertStack) -> bool:
-    """Whether the kernel reads these weights."""
-    return len(stack.parts) == 1 and isinstance(stack.parts[0].template, Planes)
-
-
-def by_planes(
-    x: Tensor,
-    weight: Tensor,
-    index: Tensor,
-    up: ExpertStack,
-    down: ExpertStack,
-    activation: tuple[str, bool],
-    start: SumStart,
-    *,
-    each: int | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """`experts`, with the weights of both products in planes.
-
-    each: pairs of an expert, for which the tile of a step by groups is chosen (`pair_tile`); None: as the
-    number of pairs is good for, by slots or by groups. out: as `add_rows` has it.
-    """
-    (pairs, k), is_few = (index.numel(), index.shape[1]), each is None and index.numel() <= MOST_SLOTS
-    where = None if is_few else sort_by_expert(index, up.count)
-    each = 0 if is_few else pairs // up.count if each is None else each
-    h = multiply_stack(x, up, index, where, k, activation, each)
-    y = multiply_stack(h, down, index, where, 1, ("", False), each)
-    return add_rows(y, weight, index, start, out)
-
-
-def multiply_stack(
+def multiply_codes(
     x: Tensor,
     stack: ExpertStack,
     index: Tensor,
@@ -152,28 +112,22 @@ def multiply_stack(
     activation: tuple[str, bool],
     each: int,
 ) -> Tensor:
-    """One product, [pairs, outputs]. where: (starts, order) of groups, None for slots; k: pairs of a row.
-
-    each: see `pair_tile`.
-    """
+    """`multiply_stack` of x in bfloat16 or float16, in the order of the columns."""
     part, pairs, (kind, gated) = stack.parts[0], index.numel(), activation
-    planes: Planes = part.template
+    layout: PlaneLayout = part.template.layout
     size = stack.n_out // (2 if gated else 1)
-    whole = list_fields(part)
-    if planes.order is not None:
-        x, k = _order_rows(x, whole["order"], index, k), 1
     y = x.new_empty(pairs, size)
-    tile = pair_tile(planes.layout, each, x.dtype, shared_limit(x.device))
+    tile = pair_tile(layout, each, shared_limit(x.device))
     tiles = pairs if where is None else pairs // tile["BM"] + min(stack.count, pairs)
-    tensors, strides = _plane_arguments(whole)
-    units = planes.layout.padded(stack.n_in) // planes.layout.unit
+    tensors, strides = plane_arguments(part)
+    units = layout.padded(stack.n_in) // layout.unit
     starts, order = where or (index, index)
     launch(
         multiply_pairs, (tiles, triton.cdiv(size, tile["BN"] // (2 if gated else 1))),
         x, *tensors, y if stack.bias is None else stack.bias, index, starts, order, y,
         stack.n_in, size, units, triton.cdiv(units, UNITS), x.stride(0), *strides,
-        **plane_constants(planes.layout, x.dtype, has_assembly=x.is_cuda),
-        EVEN=units % UNITS == 0 and stack.n_in % planes.layout.unit == 0, E=stack.count,
+        **plane_constants(layout, x.dtype, has_assembly=x.is_cuda),
+        EVEN=units % UNITS == 0 and stack.n_in % layout.unit == 0, E=stack.count,
         EP=triton.next_power_of_2(stack.count), SLOTS=where is None, K=k, KIND=kind, GATED=gated,
         BIASED=stack.bias is not None, UNITS=UNITS, **tile, num_warps=UNITS,
     )  # fmt: skip
@@ -186,11 +140,12 @@ def list_fields(part: TensorStack) -> dict[str, Tensor]:
     return dict(zip(names, part.tensors, strict=True))
 
 
-def _plane_arguments(whole: dict[str, Tensor]) -> tuple[list[Tensor], list[int]]:
+def plane_arguments(part: TensorStack) -> tuple[list[Tensor], list[int]]:
     """(codes, high, scales, levels, table; strides of experts, then of units and entries of scales).
 
     What a layout lacks is one of the others, and is not read.
     """
+    whole = list_fields(part)
     codes, scales = whole["codes"], whole["scales"]
     high, levels, table = whole.get("high", codes), whole.get("levels", scales), whole.get("table", scales)
     tensors = [codes, high, scales, levels, table]
@@ -198,7 +153,7 @@ def _plane_arguments(whole: dict[str, Tensor]) -> tuple[list[Tensor], list[int]]
     return tensors, [tensor.stride(0) for tensor in tensors] + inner
 
 
-def _order_rows(x: Tensor, order: Tensor, index: Tensor, k: int) -> Tensor:
+def order_rows(x: Tensor, order: Tensor, index: Tensor, k: int) -> Tensor:
     """x: [pairs / k, n_in] -> [pairs, n_in], in the order of each pair's expert."""
     pairs, n_in = index.numel(), x.shape[1]
     out = x.new_empty(pairs, n_in)
@@ -209,24 +164,20 @@ def _order_rows(x: Tensor, order: Tensor, index: Tensor, k: int) -> Tensor:
     return out
 
 
-def pair_tile(
-    layout: PlaneLayout, each: int, dtype: torch.dtype = torch.bfloat16, limit: int = LEAST_SHARED
-) -> dict[str, int]:
-    """Outputs and pairs of a program; each: pairs of an expert, about, 0 for slots; dtype: of x; limit: bytes
-    of shared memory that a block of the device may have.
+def pair_tile(layout: PlaneLayout, each: int, limit: int = LEAST_SHARED) -> dict[str, int]:
+    """Outputs and pairs of a program; each: pairs of an expert, about, 0 for slots; limit: bytes of shared
+    memory that a block of the device may have.
 
     Units of 256 columns have one stage less, because x takes most of the shared memory there. Their codes of
     two bits have at most 16 pairs, for want of registers. Up to so many pairs they are given all registers:
-    left to itself, ptxas spills to have one block more on a processor. In float32 a tile has as many numbers
-    as shared memory holds: 8 pairs of units of 256 columns, 16 of those of 128.
+    left to itself, ptxas spills to have one block more on a processor.
     """
-    narrow, has_high, is_wide = layout.unit <= 64, layout.high == 1, dtype == torch.float32
-    is_tight = (has_high and layout.bits == 2) or (is_wide and not narrow)
-    rows = 8 if each < 8 or (is_wide and layout.unit == 256) else 16 if each < 24 or is_tight else 32
+    narrow, has_high = layout.unit <= 64, layout.high == 1
+    rows = 8 if each < 8 else 16 if each < 24 or (has_high and layout.bits == 2) else 32
     outputs = 32 if rows < 32 and narrow else 16
-    is_short = (rows == 32 and narrow) or (rows > 8 and has_high) or (is_wide and not narrow)
+    is_short = (rows == 32 and narrow) or (rows > 8 and has_high)
     options = {"maxnreg": 255} if has_high and rows < 32 else {}
-    stages = plane_memory(layout, UNITS, outputs, rows, dtype).fit_stages(2 if is_short else 3, limit)
+    stages = plane_memory(layout, UNITS, outputs, rows).fit_stages(2 if is_short else 3, limit)
     return {"BN": outputs, "BM": rows, "num_stages": stages, **options}
 
 
@@ -251,42 +202,36 @@ STRIDES = (
 )  # fmt: skip
 
 
-WIDE = (("qwen3 30b-a3b", "Q4_K"),)  # in float32
-
-
 def forms() -> Iterator[KernelForm]:
     """What models of published sizes launch: slots, and tiles of every size."""
     for name, storage in PUBLISHED:
-        yield from _pair_forms(name, storage, torch.bfloat16)
-    for name, storage in WIDE:
-        yield from _pair_forms(name, storage, torch.float32)
+        yield from _pair_forms(name, storage)
+    for end, x in (("", "bf16*"), (", float32", "fp32*")):
+        types = TYPES | {"x": x, "out": x}
+        yield KernelForm(f"order_columns{end}", order_columns, types, {"K": 8, "BLOCK": COLUMNS})
 
 
-def _pair_forms(name: str, storage: str, dtype: torch.dtype) -> Iterator[KernelForm]:
+def _pair_forms(name: str, storage: str) -> Iterator[KernelForm]:
     k, hidden, width, kind, gated, biased, _ = SHAPES[name]
     layout, scales, levels = STORAGES[storage]
-    is_wide = dtype == torch.float32
-    types = WIDE_TYPES if is_wide else TYPES
-    types = types | {"codes": "i16*", "high": "i16*", "scales": scales, "levels": levels, "table": "fp32*"}
+    types = TYPES | {"codes": "i16*", "high": "i16*", "scales": scales, "levels": levels, "table": "fp32*"}
     types |= dict.fromkeys(STRIDES, "i32!") | {"n_in": "i32!"}
     if layout.tall > 1:
         types |= dict.fromkeys(("scales_row", "levels_row", "scales_expert", "levels_expert"), "i32")
-    tiles = {each: pair_tile(layout, each, dtype) for each in (0, 16, 64)}
-    products = (("up", hidden, k, (kind, gated)), ("down", width, 1, ("", False)))
-    for what, n_in, per_row, act in products[:1] if is_wide else products:
-        for each in (0, 16) if is_wide or tiles[16] == tiles[64] else (0, 16, 64):
+    tiles = {each: pair_tile(layout, each) for each in (0, 16, 64)}
+    for what, n_in, per_row, act in (("up", hidden, k, (kind, gated)), ("down", width, 1, ("", False))):
+        for each in (0, 16) if tiles[16] == tiles[64] else (0, 16, 64):
             tile, units = dict(tiles[each]), layout.padded(n_in) // layout.unit
             stages = tile.pop("num_stages")
             options = {key: tile.pop(key) for key in ("maxnreg",) if key in tile}
             constants = {
-                **plane_constants(layout, dtype, has_assembly=True), **tile, "UNITS": UNITS,
+                **plane_constants(layout, torch.bfloat16, has_assembly=True), **tile, "UNITS": UNITS,
                 "EVEN": units % UNITS == 0 and n_in % layout.unit == 0, "E": COUNTS[name],
                 "EP": triton.next_power_of_2(COUNTS[name]), "SLOTS": each == 0, "K": per_row,
                 "KIND": act[0], "GATED": act[1], "BIASED": biased,
             }  # fmt: skip
             rows = "slots" if not each else str(tile["BM"])
-            named = f"multiply_pairs, {name} {storage} {what}, {rows}{', float32' if is_wide else ''}"
             yield KernelForm(
-                named, multiply_pairs, types, constants, UNITS, stages,
-                demands=DEMANDS[1:] if is_wide else DEMANDS, options=options,
+                f"multiply_pairs, {name} {storage} {what}, {rows}", multiply_pairs, types, constants, UNITS,
+                stages, demands=DEMANDS, options=options,
             )  # fmt: skip

@@ -290,7 +290,8 @@ def forms() -> Iterator[KernelForm]:
     flat: dict[str, int] = {"PER_OUTER": 1}
     for kind in sorted(KINDS):
         sizes = _piece(14336) | flat | {"KIND": kind, "GATED": kind != "relu2"}
-        yield _form(f"activate_numbers, {kind}", activate_numbers, sizes)
+        for end, types in (("", NUMBERS), (", float32", NUMBERS | {"x": "fp32*", "out": "fp32*"})):
+            yield _form(f"activate_numbers, {kind}{end}", activate_numbers, sizes, types)
     for kind in ("multiply", "combine", "gate", "rescale", "softcap"):
         sizes = _piece(4096) | flat | {"KIND": kind, "HAS_Y": kind not in ("rescale", "softcap")}
         yield _form(f"combine_numbers, {kind}", combine_numbers, sizes)

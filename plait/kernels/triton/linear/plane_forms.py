@@ -1,0 +1,169 @@
+"""The compiled forms of linear layers: every layout of planes, by the number of rows and the dtype of x.
+
+`LAYOUTS` are those of the usual storages, in all forms. `RARE` are those of all others that `pack_planes`
+lays out, where their machine code differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from plait.kernels.triton.forms import KernelForm
+from plait.kernels.triton.linear import few_rows, float32_planes, many_rows
+from plait.kernels.triton.linear.linear import PlanesTiling, dense_constants
+from plait.kernels.triton.linear.plane_arguments import decode_constants, plane_constants
+from plait.quant.planes import PlaneLayout
+
+POINTERS = {
+    "x": "bf16*", "codes": "i16*", "high": "i16*", "table": "fp32*", "bias": "bf16*", "out": "bf16*",
+    "parts": "fp32*", "counters": "i32*", "weight": "bf16*", "n": "i32!", "n_in": "i32!", "x_row": "i32!",
+    "out_row": "i32!", "weight_row": "i32!", "codes_unit": "i32!", "high_unit": "i32!", "scales_row": "i32!",
+    "levels_row": "i32!",
+}  # fmt: skip
+FLOAT32_POINTERS = {name: kind.replace("bf16", "fp32") for name, kind in POINTERS.items()}
+LEVEL_POINTERS = {"mins": "i16*", "nibbles": "u8*", "e5m3": "i32*"}
+SHAPE = (4096, 4096)
+# (layout, type of scales, most instructions for each weight of up to 8 and up to 16 rows)
+LAYOUTS: dict[str, tuple[PlaneLayout, str, tuple[float, float]]] = {
+    "Q4_0": (PlaneLayout(4, 0, "integer", 8, "plain", 32, 32), "fp16*", (2.5, 3.1)),
+    "Q4_1": (PlaneLayout(4, 0, "integer", 0, "pairs", 32, 32), "i32*", (2.7, 3.4)),
+    "Q4_K": (PlaneLayout(4, 0, "integer", 0, "mins", 32, 256), "i32*", (2.9, 3.5)),
+    "int4 g128 zeros": (PlaneLayout(4, 0, "integer", 8, "zeros", 128, 128), "fp16*", (2.3, 2.7)),
+    "MXFP4": (PlaneLayout(4, 0, "e2m1", 0, "plain", 32, 32), "bf16*", (3.2, 3.6)),
+    "NVFP4": (PlaneLayout(4, 0, "e2m1", 0, "e5m3", 16), "fp32*", (3.4, 3.5)),
+    "IQ4_XS": (PlaneLayout(4, 0, "iq4", 0, "levels", 32, 256), "fp16*", (3.8, 4.3)),
+    "Q2_K": (PlaneLayout(2, 0, "integer", 0, "nibbles", 16, 256), "i32*", (6.1, 6.9)),
+    "Q3_K": (PlaneLayout(2, 1, "integer", 4, "levels", 16, 256), "fp16*", (5.5, 6.3)),
+    "Q5_K": (PlaneLayout(4, 1, "integer", 0, "mins", 32, 256), "i32*", (4.0, 4.8)),
+    "Q6_K": (PlaneLayout(4, 2, "integer", 32, "levels", 16, 256), "fp16*", (5.6, 6.6)),
+    "Q8_0": (PlaneLayout(8, 0, "byte", 0, "plain", 32, 32), "fp16*", (3.5, 3.9)),
+    "FP8 b128": (PlaneLayout(8, 0, "e4m3", 0, "plain", 128, 128, 128), "fp32*", (3.9, 4.3)),
+}  # fmt: skip
+RARE: dict[str, tuple[PlaneLayout, str]] = {
+    "Q5_0": (PlaneLayout(4, 1, "integer", 16, "plain", 32, 32), "fp16*"),
+    "Q5_1": (PlaneLayout(4, 1, "integer", 0, "pairs", 32, 32), "i32*"),
+    "Q8_K": (PlaneLayout(8, 0, "byte", 0, "plain", 256, 256), "fp32*"),
+    "IQ4_NL": (PlaneLayout(4, 0, "iq4", 0, "plain", 32, 32), "fp16*"),
+    "IQ3_S": (PlaneLayout(4, 0, "table", 0, "levels", 32, 256), "fp32*"),
+    "IQ2_XXS": (PlaneLayout(2, 1, "table", 0, "levels", 32, 256), "fp32*"),
+    "IQ2_XS": (PlaneLayout(2, 1, "table", 0, "levels", 16, 256), "fp32*"),
+    "TQ2_0": (PlaneLayout(2, 0, "integer", 1, "plain", 256, 256), "fp16*"),
+    "Q2_0": (PlaneLayout(2, 0, "integer", 1, "plain", 64, 64), "fp16*"),
+    "MXFP4 of GGUF": (PlaneLayout(4, 0, "e2m1 doubled", 0, "plain", 32, 32), "bf16*"),
+    "nf4 b64": (PlaneLayout(4, 0, "table", 0, "plain", 64, 64), "fp32*"),
+    "int3 g128": (PlaneLayout(2, 1, "integer", 4, "plain", 128, 128), "fp16*"),
+    "int3 g128 zeros": (PlaneLayout(2, 1, "integer", 4, "zeros", 128, 128), "fp16*"),
+    "int2 g64 zeros": (PlaneLayout(2, 0, "integer", 2, "zeros", 64, 64), "fp16*"),
+    "int4 g128": (PlaneLayout(4, 0, "integer", 8, "plain", 128, 128), "fp16*"),
+    "int4 g128 of bfloat16": (PlaneLayout(4, 0, "integer", 8, "plain", 128, 128), "bf16*"),
+    "int4 g128 zeros of bfloat16": (PlaneLayout(4, 0, "integer", 8, "zeros", 128, 128), "bf16*"),
+    "int4 rows zeros": (PlaneLayout(4, 0, "integer", 8, "zeros"), "fp16*"),
+    "int5 g64": (PlaneLayout(4, 1, "integer", 16, "plain", 64, 64), "fp16*"),
+    "int5 g64 zeros": (PlaneLayout(4, 1, "integer", 16, "zeros", 64, 64), "fp16*"),
+    "int6 g64": (PlaneLayout(4, 2, "integer", 32, "plain", 64, 64), "fp16*"),
+    "int6 g64 zeros": (PlaneLayout(4, 2, "integer", 32, "zeros", 64, 64), "fp16*"),
+    "int8 g128 of bfloat16": (PlaneLayout(8, 0, "byte", 0, "plain", 128, 128), "bf16*"),
+    "int8 g128 zeros": (PlaneLayout(8, 0, "byte", 0, "zeros", 128, 128), "fp16*"),
+    "int8 rows": (PlaneLayout(8, 0, "byte", 0, "plain"), "fp16*"),
+    "FP8 rows": (PlaneLayout(8, 0, "e4m3", 0, "plain"), "fp32*"),
+}  # fmt: skip
+EVERY = {name: (given[0], given[1]) for name, given in (*LAYOUTS.items(), *RARE.items())}
+WIDE_LOADS = (("LDG.128", "LDGSTS.128"), ("HMMA", "HGMMA"))
+
+
+def scale_types(layout: PlaneLayout, scales: str) -> dict[str, str]:
+    return {"scales": scales, "levels": LEVEL_POINTERS.get(layout.scales, "i8*")}
+
+
+def forms() -> Iterator[KernelForm]:
+    """Every layout with up to 8, 16 and more rows, at 4,096 inputs and outputs, and in float32; plain
+    numbers."""
+    for name, (layout, scales, most) in LAYOUTS.items():
+        yield from _layout_forms(name, layout, scales, most)
+    yield from _float32_forms()
+    layout, scales, most = LAYOUTS["Q4_K"]
+    types = POINTERS | scale_types(layout, scales)
+    yield _few_form(
+        "few rows, Q4_K, gate and up", PlanesTiling(layout, 28672, 4096), types, 8, "silu", most[0]
+    )
+    layout, scales, most = LAYOUTS["Q4_0"]
+    types = POINTERS | scale_types(layout, scales)
+    yield _few_form("few rows, Q4_0, 576 inputs", PlanesTiling(layout, 576, 576), types, 8, "", 3.0)
+    for (n_out, n_in), rows, act in (
+        (SHAPE, 8, ""),
+        (SHAPE, 16, ""),
+        ((28672, 4096), 8, "silu"),
+        ((576, 576), 8, ""),
+    ):
+        for dtype in (torch.bfloat16, torch.float32):
+            yield _dense_form(n_out, n_in, rows, act, dtype)
+
+
+def float32_form(
+    name: str, kernel: object, layout: PlaneLayout, types: Mapping[str, str], tile: Mapping[str, object]
+) -> KernelForm:
+    """Of x in float32. types: of arguments besides `FLOAT32_POINTERS` and levels."""
+    constants, options = split_options({**decode_constants(layout), **tile, **float32_planes.OPTIONS})
+    of = FLOAT32_POINTERS | dict.fromkeys(("x_head", "out_head"), "i32!") | scale_types(layout, "") | types
+    return KernelForm(name, kernel, of, constants, **options, demands=WIDE_LOADS[:1])
+
+
+def _float32_forms() -> Iterator[KernelForm]:
+    """Every layout, any number of rows of x, one matrix or one for each head."""
+    own = float32_planes
+    for name, (layout, scales) in EVERY.items():
+        types, tile = {"scales": scales}, {"BIAS": True, "BN": own.BN, "BM": own.BM}
+        yield float32_form(f"float32, {name}", own.float32_planes, layout, types, tile)
+        tile = {"BK": own.BK, "BM": own.BM}
+        yield float32_form(f"float32, {name}, transposed", own.float32_transposed, layout, types, tile)
+
+
+def _layout_forms(
+    name: str, layout: PlaneLayout, scales: str, most: tuple[float, float]
+) -> Iterator[KernelForm]:
+    """Of one layout in bfloat16. most: instructions for each weight of up to 8 and up to 16 rows."""
+    tiling, types = PlanesTiling(layout, *SHAPE), POINTERS | scale_types(layout, scales)
+    for rows, limit in zip((8, 16), most, strict=True):
+        yield _few_form(f"few rows, {name}, {rows}", tiling, types, rows, "", limit)
+    constants, options = split_options(tiling.many_constants(128))
+    shared = plane_constants(layout, torch.bfloat16, has_assembly=True, whole_units=True) | {"BIAS": True}
+    yield KernelForm(
+        f"many rows, {name}", many_rows.many_planes, types, shared | constants, **options, demands=WIDE_LOADS
+    )
+    yield KernelForm(
+        f"write numbers, {name}", many_rows.write_numbers, types,
+        decode_constants(layout) | {"BN": many_rows.ROWS}, demands=(("LDG.128",),),
+    )  # fmt: skip
+
+
+def split_options(constants: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(constants of a kernel, fields of its `KernelForm`) of what a launch is given."""
+    names = ("num_warps", "num_stages")
+    options = {key: value for key, value in constants.items() if key == "maxnreg"}
+    kept = {key: value for key, value in constants.items() if key not in (*names, *options)}
+    return kept, {name: constants[name] for name in names} | {"options": options}
+
+
+def _few_form(
+    name: str, tiling: PlanesTiling, types: dict[str, str], rows: int, act: str, limit: float
+) -> KernelForm:
+    constants, options = split_options(tiling.few_constants(rows, act))
+    shared = plane_constants(tiling.layout, torch.bfloat16, has_assembly=True) | {"BIAS": True}
+    return KernelForm(
+        name, few_rows.few_planes, types, shared | constants, **options, demands=WIDE_LOADS,
+        weights=constants["BN"] * constants["UNITS"] * tiling.layout.unit, max_per_weight=limit,
+    )  # fmt: skip
+
+
+def _dense_form(n_out: int, n_in: int, rows: int, act: str, dtype: torch.dtype) -> KernelForm:
+    constants, options = split_options(dense_constants(n_out, n_in, rows, act, dtype))
+    is_wide = dtype == torch.float32
+    each = 0 if is_wide else constants["BN"] * constants["UNITS"] * constants["UNIT"]
+    return KernelForm(
+        f"few rows, plain, {n_out} x {n_in}, {rows}{', float32' if is_wide else ''}", few_rows.few_dense,
+        FLOAT32_POINTERS if is_wide else POINTERS, constants | {"BIAS": True}, **options,
+        demands=WIDE_LOADS[:1] if is_wide else WIDE_LOADS, weights=each, max_per_weight=2.0,
+    )  # fmt: skip
