@@ -70,7 +70,7 @@ RARE: dict[str, tuple[PlaneLayout, str]] = {
     "int8 rows": (PlaneLayout(8, 0, "byte", 0, "plain"), "fp16*"),
     "FP8 rows": (PlaneLayout(8, 0, "e4m3", 0, "plain"), "fp32*"),
 }  # fmt: skip
-EVERY = {name: (given[0], given[1]) for name, given in (*LAYOUTS.items(), *RARE.items())}
+EVERY = {name: (layout, scales) for name, (layout, scales, _) in LAYOUTS.items()} | RARE
 WIDE_LOADS = (("LDG.128", "LDGSTS.128"), ("HMMA", "HGMMA"))
 
 
@@ -107,7 +107,12 @@ def float32_form(
 ) -> KernelForm:
     """Of x in float32. types: of arguments besides `FLOAT32_POINTERS` and levels."""
     constants, options = split_options({**decode_constants(layout), **tile, **float32_planes.OPTIONS})
-    of = FLOAT32_POINTERS | dict.fromkeys(("x_head", "out_head"), "i32!") | scale_types(layout, "") | types
+    of = (
+        FLOAT32_POINTERS
+        | dict.fromkeys(("x_head", "out_head"), "i32!")
+        | scale_types(layout, "")
+        | dict(types)
+    )
     return KernelForm(name, kernel, of, constants, **options, demands=WIDE_LOADS[:1])
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -178,13 +177,13 @@ class SumStart:
         return {"SHARED": self.shared is not None, "CLOSED": self.gate is not None}
 
 
-def up_tile(n_in: int) -> dict[str, Any]:
+def up_tile(n_in: int) -> dict[str, int]:
     """Rows and columns of a program's tile, and its warps: 16 bytes of a row for each thread of two."""
     columns = min(512, max(16, triton.next_power_of_2(n_in)))
     return {"BN": 4, "BK": columns, "num_warps": 4 if columns >= 256 else 2}
 
 
-def down_tile(size: int, k: int) -> dict[str, Any]:
+def down_tile(size: int, k: int) -> dict[str, int]:
     """The same of a program that adds k experts, some of them at a time."""
     columns = min(256, max(16, triton.next_power_of_2(size)))
     return {
@@ -258,9 +257,9 @@ def forms() -> Iterator[KernelForm]:
     """What models of published sizes launch."""
     for name, (k, hidden, size, kind, gated, biased, shared) in SHAPES.items():
         both = {"K": k, "BIASED": biased, "PICKED": False}
-        up = {**both, "KIND": kind, "GATED": gated, **up_tile(hidden)}
-        down = {**both, "SHARED": shared, "CLOSED": name in CLOSED, **down_tile(size, k)}
-        for kernel, constants in ((expert_up, up), (expert_down, down)):
-            warps = constants.pop("num_warps")
+        up: dict[str, object] = {"KIND": kind, "GATED": gated}
+        down: dict[str, object] = {"SHARED": shared, "CLOSED": name in CLOSED}
+        for kernel, own, tile in ((expert_up, up, up_tile(hidden)), (expert_down, down, down_tile(size, k))):
+            warps = tile.pop("num_warps")
             named = f"{kernel.fn.__name__}, {name}"
-            yield KernelForm(named, kernel, TYPES, constants, warps, demands=WIDE)
+            yield KernelForm(named, kernel, TYPES, {**both, **own, **tile}, warps, demands=WIDE)
