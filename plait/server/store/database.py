@@ -70,7 +70,7 @@ CREATE TABLE parts (
 );
 
 CREATE TABLE items (
-    id TEXT NOT NULL,  -- of an item that a response has made
+    id TEXT NOT NULL,  -- of an item that a response was given or has made, or that a conversation has
     object INTEGER NOT NULL REFERENCES objects (position) ON DELETE CASCADE
 );
 
