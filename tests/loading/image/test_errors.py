@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from plait import LLM
 from plait.config import EngineConfig
-from plait.errors import ConfigError
+from plait.errors import ConfigError, OutOfMemory
 from plait.loading.image import key as key_module
 from plait.loading.image import start
 from plait.loading.image.file_format import Image, read_image, write_image
@@ -68,6 +68,22 @@ def opened(path: Path) -> Image:
 
 def fail(*_: object, **__: object) -> None:
     raise ConfigError("made up")
+
+
+def no_memory(*_: object) -> None:
+    raise MemoryError
+
+
+@pytest.mark.usefixtures("kept")
+def test_memory_that_is_not_there_is_named_with_its_limit(
+    model: Path, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start, "HostStore", no_memory)
+    monkeypatch.setattr(start, "address_space_limit", lambda: 5 << 20)
+    with pytest.raises(
+        OutOfMemory, match=r"they need \d+ MiB, and this process may have 5 MiB"
+    ):
+        load_image(str(model), config)
 
 
 def test_memory_of_an_unknown_kind_is_one_line(
