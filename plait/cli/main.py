@@ -183,6 +183,9 @@ def explain(error: BaseException) -> tuple[str, int]:
             return error.format_message().rstrip(" \n.") + hint, error.exit_code
         case _ if is_memory_error(error):
             return out_of_memory_text(error), EXIT_MEMORY
+        case RuntimeError() if "can't start new thread" in str(error):
+            text = "no thread can be started: this user, or the container, may have no more (ulimit -u, pids.max)"
+            return f"{text}; raise that limit, or end other processes", EXIT_MEMORY
         case OSError(filename=name) if name is not None:
             return f"{name}: {error.strerror}", EXIT_MODEL
         case OSError(errno=number) if number in FULL:

@@ -205,6 +205,13 @@ def find_targets(table: Any) -> Sequence[Any]:
     return address_table.find_targets(table)
 
 
+def find_places(table: Any) -> frozenset[int]:
+    """Which numbers of a tensor, counted over all of them, are addresses."""
+    from plait.kernels.cpu.runtime import address_table
+
+    return address_table.find_places(table)
+
+
 def row_functions(threads: Threads, kernels: Mapping[str, Launchable]) -> tuple[FindLargest, DrawFromRows]:
     """What `sampling_kernels` compute of an array of logits; see `row_launches.find_largest` and `draw`."""
     from plait.kernels.cpu.runtime.row_launches import draw, find_largest

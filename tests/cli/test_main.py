@@ -163,6 +163,7 @@ def test_wrong_usage_is_one_line_and_exit_2(plait: Run, arguments: tuple[str, ..
             "torch is not installed; `pip install",
         ),
         (ModuleNotFoundError("No module named 'plait.x'", name="plait.x"), 1, "a fault of Plait"),
+        (RuntimeError("can't start new thread"), 4, "no thread can be started: this user, or the container"),
         (KeyboardInterrupt(), 130, ""),
         (ZeroDivisionError("division by zero"), 1, "ZeroDivisionError: division by zero (a fault of Plait"),
     ],

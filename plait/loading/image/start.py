@@ -107,12 +107,12 @@ def find_image(model: str, config: EngineConfig) -> tuple[Path, dict[str, object
     if config.startup_image == "renew" or why_no_image(config):
         return None
     folder = folder_of(config)
-    if folder is None or not folder.is_dir():
+    if folder is None or not os.path.isdir(folder):  # False, too, where it may not be read
         return None
     files = find_model(model, offline=config.offline)
     key = key_of(files, config)
     path = path_of(files.name, config, key)
-    return (path, key) if path is not None and path.exists() else None
+    return (path, key) if path is not None and os.path.exists(path) else None
 
 
 def start_image(
