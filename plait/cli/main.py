@@ -184,8 +184,8 @@ def explain(error: BaseException) -> tuple[str, int]:
         case _ if is_memory_error(error):
             return out_of_memory_text(error), EXIT_MEMORY
         case RuntimeError() if "can't start new thread" in str(error):
-            text = "no thread can be started: this user, or the container, may have no more (ulimit -u, pids.max)"
-            return f"{text}; raise that limit, or end other processes", EXIT_MEMORY
+            text = "no thread can be started: this user, or the container, may have no more"
+            return f"{text} (ulimit -u, pids.max); raise that limit", EXIT_MEMORY
         case OSError(filename=name) if name is not None:
             return f"{name}: {error.strerror}", EXIT_MODEL
         case OSError(errno=number) if number in FULL:
