@@ -19,8 +19,6 @@ from plait.kernels.cpu.codegen.kernel_folder import KernelRoom, Spare, is_foreig
 if TYPE_CHECKING:
     from os import stat_result
 
-    from torch import Tensor
-
     from plait.kernels.cpu.codegen.kernel import Kernel
     from plait.kernels.cpu.runtime.executor import Executor
     from plait.kernels.cpu.runtime.machine_code import LoadedKernel
@@ -200,18 +198,18 @@ def find_kernel(address: int) -> Kernel | None:
     return kernel.find_kernel(address)
 
 
-def find_targets(table: Tensor) -> Sequence[Tensor]:
+def find_targets(table: Any) -> Sequence[Any]:
     """The tensors that the numbers of a tensor may point into; none if it holds no addresses."""
     from plait.kernels.cpu.runtime import address_table
 
     return address_table.find_targets(table)
 
 
-def find_places(table: Tensor) -> frozenset[int]:
-    """Which numbers of a tensor, counted over all of them, are addresses."""
+def find_places(address: int) -> frozenset[int]:
+    """Which numbers of the tensor at an address, counted over all of them, are addresses themselves."""
     from plait.kernels.cpu.runtime import address_table
 
-    return address_table.find_places(table)
+    return address_table.find_places(address)
 
 
 def row_functions(threads: Threads, kernels: Mapping[str, Launchable]) -> tuple[FindLargest, DrawFromRows]:

@@ -244,7 +244,9 @@ def _table_words(memory: Memory, table: Tensor) -> Iterator[tuple[int, int, int,
     if not find_targets(table):
         return
     words = table.reshape(-1).tolist()
-    for i, number, offset in _addresses(memory, words, find_places(table), "of a table of addresses"):
+    for i, number, offset in _addresses(
+        memory, words, find_places(table.data_ptr()), "of a table of addresses"
+    ):
         place = memory.find(table.data_ptr() + 8 * i, "a table of addresses")
         yield (*place, number, offset)
 

@@ -38,6 +38,6 @@ def find_targets(table: Tensor) -> tuple[Tensor, ...]:
     return _targets.get(table.data_ptr(), ())
 
 
-def find_places(table: Tensor) -> frozenset[int]:
-    """Which numbers of a tensor, counted over all of them, are addresses."""
-    return _places.get(table.data_ptr(), frozenset())
+def find_places(address: int) -> frozenset[int]:
+    """Which numbers of the tensor at an address, counted over all of them, are addresses themselves."""
+    return _places.get(address, frozenset())
