@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from plait.errors import ConfigError
+from plait.errors import ConfigError, check_unicode
 
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+(,\d+)*)?|cuda:sm_\d+a?")
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -59,6 +59,7 @@ def check_fields(config: Any) -> None:
         name, value = each.name, getattr(config, each.name)
         kind, may_be_none = option_types(type(config))[name]
         least = each.metadata["least"]
+        check_unicode(name, value)
         if get_origin(kind) is tuple:
             object.__setattr__(config, name, (value,) if isinstance(value, str) else tuple(value))
         elif value is None and may_be_none:

@@ -46,6 +46,17 @@ class ConfigError(PlaitError):
     exit_code = 2
 
 
+def check_unicode(what: str, value: object) -> None:
+    """Refuse a text, or a list of texts, with bytes that are no characters. Raises ConfigError.
+
+    Python has such bytes of a command line, or of a file's name, as surrogates, which no message can carry.
+    """
+    for text in value if isinstance(value, (tuple, list)) else (value,):
+        if isinstance(text, str) and any("\ud800" <= char <= "\udfff" for char in text):
+            advice = "write it in UTF-8, or set LC_ALL=C.UTF-8 if it is"
+            raise ConfigError(f"{what}: {text!a:.200} has bytes that are not UTF-8 here; {advice}")
+
+
 class CannotDivide(ConfigError):
     """A model, or a part of it, that cannot be divided among so many ranks. Names the part and its size."""
 

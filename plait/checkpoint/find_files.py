@@ -28,7 +28,15 @@ from plait.checkpoint.hub.client import (
 )
 from plait.checkpoint.readers.gguf_parts import part_paths
 from plait.checkpoint.readers.mmap_json import read_json, read_start
-from plait.errors import BadFile, CheckpointError, ConfigError, PlaitError, UnsupportedFormat, list_some
+from plait.errors import (
+    BadFile,
+    CheckpointError,
+    ConfigError,
+    PlaitError,
+    UnsupportedFormat,
+    check_unicode,
+    list_some,
+)
 
 __all__ = ["Fetch", "ModelFiles", "choose_weights", "fetch_model", "find_model", "plan_fetch", "read_json"]
 
@@ -96,10 +104,15 @@ def find_model(path_or_id: str | Path, *, offline: bool = False) -> ModelFiles:
     A Hub name is org/name, with @revision, and :Q4_K_M or /file.gguf to choose. An address is that of a model
     on the Hub, or of a GGUF file anywhere. `offline`: only what is on this disk.
 
-    Raises ConfigError when nothing is there or the choice is not clear, UnsupportedFormat for pickle files,
-    BadFile for unreadable ones. Raises CheckpointError when the Hub does not answer.
+    Raises ConfigError when nothing is there, the choice is not clear or a path is not UTF-8, BadFile for
+    unreadable files, UnsupportedFormat for pickle files, CheckpointError when the Hub does not answer.
     """
-    text = str(path_or_id)
+    found = _find_model(str(path_or_id), offline)
+    check_unicode("the model's path", [str(path.absolute()) for path in found.weights])
+    return found
+
+
+def _find_model(text: str, offline: bool) -> ModelFiles:
     if not text or "\0" in text:
         raise ConfigError("the model is an empty name; pass a directory, a file, or org/name")
     path = Path(text).expanduser()
@@ -114,6 +127,7 @@ def find_model(path_or_id: str | Path, *, offline: bool = False) -> ModelFiles:
         from plait.checkpoint.hub.fetch import fetch_file  # with its clients: not for files on this disk
 
         return _of_file(fetch_file(text, offline=offline))
+    check_unicode("the model", text)
     if is_hub_name(text) and not path.parent.exists():
         return _on_hub(parse_hub_name(text), offline)
     raise ConfigError(_missing(path))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -116,8 +117,9 @@ def list_files(kind: str, folder: Path, pattern: str = "*.json") -> list[CachedI
     """Files of one kind, such as findings of probes without a place next to a model."""
     found = []
     for path in sorted(folder.glob(pattern)):
-        status = path.stat()
-        found.append(CachedItem(kind, path.stem, status.st_size, status.st_mtime, path))
+        with suppress(FileNotFoundError):  # another process has removed it meanwhile
+            status = path.stat()
+            found.append(CachedItem(kind, path.stem, status.st_size, status.st_mtime, path))
     return found
 
 

@@ -66,7 +66,9 @@ def generate(
         if not text:
             raise click.UsageError("stdin is empty: give --prompt or --ids, or pipe a text in")
     elif isinstance(text, str) and any("\ud800" <= char <= "\udfff" for char in text):
-        raise click.UsageError("--prompt is not UTF-8; pipe the text in, in UTF-8")
+        raise click.UsageError(
+            "--prompt is not UTF-8 here; pipe the text in, in UTF-8, or set LC_ALL=C.UTF-8"
+        )
     llm = load(model, settings, quiet=quiet)
     if not quiet and "compiled" in llm.step_kind:
         later = f"compiles them again: {llm.unkept}" if llm.unkept else "loads them"

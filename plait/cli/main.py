@@ -8,6 +8,7 @@ adds the traceback.
 from __future__ import annotations
 
 import atexit
+import errno
 import io
 import os
 import select
@@ -15,6 +16,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import NoReturn, TextIO
 
@@ -63,7 +65,8 @@ PLACES |= dict.fromkeys(("ps", "load", "stop"), "resident")
 ALSO = {"start": "serve", "server": "serve", "complete": "generate", "quantize": "convert"}
 ALSO |= {"download": "pull", "fetch": "pull", "ls": "list", "models": "list", "remove": "rm", "delete": "rm"}
 ALSO |= {"upgrade": "upgrade-check", "update": "upgrade-check", "log": "logs", "unload": "stop"}
-EXIT_USAGE, EXIT_MODEL, EXIT_MEMORY, EXIT_UNWRITTEN, EXIT_INTERRUPTED = 2, 3, 4, 120, 130
+EXIT_FAULT, EXIT_USAGE, EXIT_MODEL, EXIT_MEMORY, EXIT_UNWRITTEN, EXIT_INTERRUPTED = 1, 2, 3, 4, 120, 130
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}  # what a disk refuses to take
 UNREAD_S = 2.0  # for the reader of stderr to take the last line
 
 
@@ -141,8 +144,10 @@ def report(error: BaseException, session: Session) -> int:
             return EXIT_USAGE
         case BrokenPipeError():
             # The reader has gone (`| head`), so neither the rest nor an error message is of use.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 1
+            _discard_stdout()
+            return EXIT_FAULT
+        case OSError(filename=None, errno=number) if number in FULL:
+            _discard_stdout()
         case KeyboardInterrupt() | click.Abort():
             return EXIT_INTERRUPTED
     if session.debug:
@@ -151,6 +156,12 @@ def report(error: BaseException, session: Session) -> int:
     if _is_read(sys.stderr):
         print(f"plait: {message}", file=sys.stderr)
     return code
+
+
+def _discard_stdout() -> None:
+    """Have what is still in its buffer lead nowhere, so that the end of the process does not fail again."""
+    with suppress(OSError, ValueError):  # it is no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _is_read(stream: TextIO | None) -> bool:
@@ -172,8 +183,13 @@ def explain(error: BaseException) -> tuple[str, int]:
             return error.format_message().rstrip(" \n.") + hint, error.exit_code
         case _ if is_memory_error(error):
             return out_of_memory_text(error), EXIT_MEMORY
+        case RuntimeError() if "can't start new thread" in str(error):
+            text = "no thread can be started: this user, or the container, may have no more"
+            return f"{text} (ulimit -u, pids.max); raise that limit", EXIT_MEMORY
         case OSError(filename=name) if name is not None:
             return f"{name}: {error.strerror}", EXIT_MODEL
+        case OSError(errno=number) if number in FULL:
+            return f"stdout, or a file, cannot be written: {error.strerror}", EXIT_FAULT
         case ModuleNotFoundError(name=str(name)) if not name.startswith("plait"):
             text = (
                 f"the package {name.partition('.')[0]} is not installed; `pip install plait-engine` brings it"
@@ -183,7 +199,7 @@ def explain(error: BaseException) -> tuple[str, int]:
     text = " ".join(str(error).split())
     if type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in text:
         return f"out of memory: {text[:200]}; choose a smaller --max-model-len or --max-num-seqs", EXIT_MEMORY
-    return f"{type(error).__name__}: {text} (a fault of Plait; --debug shows where)", 1
+    return f"{type(error).__name__}: {text} (a fault of Plait; --debug shows where)", EXIT_FAULT
 
 
 def _suggest_option(error: click.ClickException) -> str:

@@ -26,7 +26,7 @@ from plait.cli.common.options import (
     warn_of_variables,
 )
 from plait.config import EngineConfig, ServerConfig, option_names
-from plait.errors import ConfigError
+from plait.errors import ConfigError, check_unicode
 from plait.worker.start_process import StartedProcess, new_spare, start_process
 
 Reread = Callable[[], ServerConfig]
@@ -55,6 +55,7 @@ def serve(ctx: click.Context, /, model: tuple[str, ...], config: str | None, **g
     plait serve small,gpt-4=./model big=org/name:Q4_K_M --models-dir ./models
     """
     warn_of_variables(os.environ)
+    check_unicode("model", model)
     explicit = {name for name in given if ctx.get_parameter_source(name) is not ParameterSource.DEFAULT}
 
     def server_config() -> ServerConfig:

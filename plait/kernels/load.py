@@ -205,6 +205,13 @@ def find_targets(table: Any) -> Sequence[Any]:
     return address_table.find_targets(table)
 
 
+def find_places(address: int) -> frozenset[int]:
+    """Which numbers of the tensor at an address, counted over all of them, are addresses themselves."""
+    from plait.kernels.cpu.runtime import address_table
+
+    return address_table.find_places(address)
+
+
 def row_functions(threads: Threads, kernels: Mapping[str, Launchable]) -> tuple[FindLargest, DrawFromRows]:
     """What `sampling_kernels` compute of an array of logits; see `row_launches.find_largest` and `draw`."""
     from plait.kernels.cpu.runtime.row_launches import draw, find_largest

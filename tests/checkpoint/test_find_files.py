@@ -283,3 +283,25 @@ def test_any_bytes_are_an_object_or_refused(folder: Path, raw: bytes) -> None:
     except BadFile:
         return
     assert isinstance(value, dict)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="paths are bytes on POSIX alone")
+def test_paths_that_are_not_utf8_are_refused_relative_ones_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = tmp_path / os.fsdecode(b"d\xff")
+    try:
+        inner.mkdir()
+    except OSError:
+        pytest.skip("this file system has names in UTF-8 alone")
+    put(inner, "m.gguf")
+    put(tmp_path, "größe 😀\n.gguf")
+    assert find_model(tmp_path / "größe 😀\n.gguf").name
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        find_model(inner / "m.gguf")
+    monkeypatch.chdir(inner)
+    for name in ("m.gguf", "."):
+        with pytest.raises(ConfigError, match="not UTF-8 here; write it in UTF-8"):
+            find_model(name)
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        find_model(os.fsdecode(b"not-there\xff"))

@@ -233,3 +233,13 @@ def test_kernels_that_were_tried_on_a_gpu_are_shown(tmp_path: Path, monkeypatch:
     ]
     shown = text_lines({**copy.deepcopy(WELL), "gpu_kernels": found}, [])
     assert any("on GPUs" in line and "H200, sm_90, driver 570: 2 tried, 1 not used" in line for line in shown)
+
+
+def test_a_token_that_may_not_be_read_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+
+    def refuse() -> str:
+        raise PermissionError(13, "Permission denied", "token")
+
+    monkeypatch.setattr(huggingface_hub, "get_token", refuse)
+    assert doctor_checks.hub_facts()["logged_in"] is False

@@ -163,6 +163,7 @@ def test_wrong_usage_is_one_line_and_exit_2(plait: Run, arguments: tuple[str, ..
             "torch is not installed; `pip install",
         ),
         (ModuleNotFoundError("No module named 'plait.x'", name="plait.x"), 1, "a fault of Plait"),
+        (RuntimeError("can't start new thread"), 4, "no thread can be started: this user, or the container"),
         (KeyboardInterrupt(), 130, ""),
         (ZeroDivisionError("division by zero"), 1, "ZeroDivisionError: division by zero (a fault of Plait"),
     ],
@@ -221,3 +222,53 @@ def test_characters_that_stdout_lacks_are_escaped() -> None:
     assert written.getvalue() == "Größe \\U0001f3b5\\udce9".encode("latin-1")
     escape_unknown(io.StringIO())
     escape_unknown(None)
+
+
+def plait_with(streams: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`plait` from a shell that redirects its streams like this; what it wrote into those that are left."""
+    command = ["sh", "-c", f'"$@" {streams}', "sh", sys.executable, "-m", "plait", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("streams", "out"), [("2>&-", True), ("<&-", True), (">&-", False), ("<&- >&- 2>&-", False)]
+)
+def test_streams_that_are_closed_lead_nowhere(streams: str, out: bool) -> None:
+    ran = plait_with(streams, "--version")
+    assert (ran.returncode, ran.stderr, bool(ran.stdout)) == (0, "", out)
+
+
+def test_closed_streams_have_their_numbers_and_children_inherit_them() -> None:
+    script = (
+        "from plait.__main__ import open_missing_streams as f; f(); import os, sys;"
+        "numbers = [s.fileno() for s in (sys.stdin, sys.stdout, sys.stderr)];"
+        "assert numbers == [0, 1, 2], numbers; assert all(map(os.get_inheritable, numbers));"
+        "assert sys.stdin.read() == ''; print('x', flush=True); print('x', file=sys.stderr)"
+    )
+    command = ["sh", "-c", '"$@" <&- >&- 2>&-', "sh", sys.executable, "-c", script]
+    assert subprocess.run(command, cwd=ROOT, check=False).returncode == 0
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_behind_stdout_is_one_line(monkeypatch: pytest.MonkeyPatch, unbuffered: str) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    for command in ("--version", "families"):
+        ran = plait_with(">/dev/full", command)
+        message = "plait: stdout, or a file, cannot be written: No space left on device\n"
+        assert (ran.returncode, ran.stderr) == (1, message)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("serve", "model\udcff.gguf"),
+        ("serve", "model.gguf", "--host", "\udcff"),
+        ("serve", "model.gguf", "--lora", "a=\udcff"),
+    ],
+)
+def test_arguments_that_are_not_utf8_are_refused(plait: Run, arguments: tuple[str, ...]) -> None:
+    result = plait(*arguments)
+    assert result.code == 2
+    assert "has bytes that are not UTF-8 here; write it in UTF-8" in result.err
+    assert result.err.count("\n") == 1

@@ -150,6 +150,11 @@ def _fits(pattern: str, module: str) -> bool:
 
 
 def _say_kind(name: str) -> str:
+    if ".base_layer." in name:  # PEFT adds it where the head or the embedding has an adapter
+        return (
+            "a weight of the base model, which PEFT has saved with the adapter; save it without: "
+            "save_pretrained(FOLDER, save_embedding_layers=False)"
+        )
     known = next((what for part, what in _OTHERS if part in name), None)
     if known:
         return f"of {known}, which cannot be served; merge the adapter with PEFT and serve the merged model"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -78,7 +79,7 @@ def plan_removal(name: HubName) -> Removal:
     """
     folder = repo_folder(name)
     repo = next((r for r in _repos() if r.repo_id == name.repo), None)
-    if not folder.is_dir() or (repo is None and (name.revision or name.file or name.quant)):
+    if not os.path.isdir(folder) or (repo is None and (name.revision or name.file or name.quant)):
         raise CheckpointError(f"{name} is not on this disk; `plait list` shows what is")
     if repo is None or not (name.revision or name.file or name.quant):
         return _whole(name, folder)
@@ -100,14 +101,14 @@ def plan_removal(name: HubName) -> Removal:
 def _repos() -> list[Any]:
     """The library's view of every model repository; those it cannot read are none of them."""
     hub, folder = library("the Hub's cache"), cache_folder()
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         return []
     return [r for r in hub.scan_cache_dir(folder).repos if r.repo_type == "model"]
 
 
 def _folders() -> Iterable[Path]:
     folder = cache_folder()
-    return sorted(p for p in folder.glob("models--*--*") if p.is_dir()) if folder.is_dir() else []
+    return sorted(p for p in folder.glob("models--*--*") if p.is_dir()) if os.path.isdir(folder) else []
 
 
 def _leftover(path: Path) -> CachedModel:

@@ -6,6 +6,7 @@ their class names.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from importlib import import_module
@@ -150,7 +151,7 @@ def cached_folder(name: HubName) -> Path | None:
         except (OSError, UnicodeDecodeError):
             return None
     found = folder / "snapshots" / commit
-    return found if commit and found.is_dir() else None
+    return found if commit and os.path.isdir(found) else None
 
 
 def cached_names(folder: Path) -> Iterator[str]:

@@ -153,7 +153,7 @@ def _sha256(path: Path) -> str:
 
 def _check_space(name: HubName, nbytes: int) -> None:
     folder = cache_folder(str(name))
-    there = next(p for p in (folder, *folder.parents) if p.is_dir())
+    there = next(p for p in (folder, *folder.parents) if os.path.isdir(p))
     free = shutil.disk_usage(there).free
     if nbytes + _SPARE_NBYTES > free:
         raise CheckpointError(

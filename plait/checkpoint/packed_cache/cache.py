@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import os
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
@@ -51,7 +52,7 @@ class Shelf:
         self._maps: Mapping[str, Any] = {}
         self._tiles: Tensor | None = None
         self._noted: dict[str, tuple[Linear, tuple[int, Sequence[int]], Mapping[str, int]]] = {}
-        if path.exists():
+        if os.path.exists(path):
             self._open()
 
     @property

@@ -11,7 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -226,11 +226,19 @@ def hub_facts() -> Facts:
     return {
         "library": find_version("huggingface-hub"),
         "folder": str(folder),
-        "repositories": sum(1 for _ in folder.glob("models--*")) if folder.is_dir() else 0,
+        "repositories": sum(1 for _ in folder.glob("models--*")) if os.path.isdir(folder) else 0,
         "free": free_bytes(folder),
         "offline": bool(constants.HF_HUB_OFFLINE),
-        "logged_in": get_token() is not None,
+        "logged_in": _has_token(get_token),
     }
+
+
+def _has_token(get_token: Callable[[], str | None]) -> bool:
+    """Whether there is a token that this user may read."""
+    try:
+        return get_token() is not None
+    except OSError:
+        return False
 
 
 def check_packages(facts: Mapping[str, Any], asked: DoctorRequest) -> Iterator[Finding]:
@@ -378,7 +386,7 @@ CHECKS = (check_packages, check_cpu, check_memory, check_gpu, check_gpu_kernels,
 
 def nearest(folder: Path) -> Path:
     """The folder, or the nearest one above it that is there."""
-    return next(p for p in (folder.absolute(), *folder.absolute().parents) if p.is_dir())
+    return next(p for p in (folder.absolute(), *folder.absolute().parents) if os.path.isdir(p))
 
 
 def is_writable(folder: Path) -> bool:

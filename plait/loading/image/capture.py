@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from torch import Tensor
 from plait.checkpoint.packed_cache.cache import KeptBlock
 from plait.checkpoint.readers.mmap_json import list_mapped
 from plait.errors import CannotRecord
-from plait.kernels.load import find_kernel, find_targets, list_loops
+from plait.kernels.load import find_kernel, find_places, find_targets, list_loops
 from plait.loading.image.file_format import (
     Bytes,
     FilePart,
@@ -42,7 +42,9 @@ from plait.runner.host.program import HostProgram
 from plait.state.host_store import HostStore
 
 LINE = 64  # bytes of a cache line
-LEAST_ADDRESS = 1 << 32  # smaller numbers are sizes, strides and floats
+# No size, stride or float is larger. Addresses may be smaller: the heap of a Python that is not
+# position-independent, as Debian's is, begins below. So launches and tables say which words are addresses.
+LEAST_ADDRESS = 1 << 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,24 +217,38 @@ def join_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def _launch(memory: Memory, launch: Any) -> LaunchPart:
     words = launch.words.tolist()
-    moved = [
-        (i, *memory.find(word, f"word {i} of {launch.kernel.name}"))
-        for i, word in enumerate(words)
-        if word >= LEAST_ADDRESS
-    ]
+    moved = [*_addresses(memory, words, launch.addresses, f"of {launch.kernel.name}")]
     for i, *_ in moved:
         words[i] = 0
     return LaunchPart(memory.kernel(launch.kernel), tuple(words), tuple(moved))
+
+
+def _addresses(
+    memory: Memory, words: Sequence[int], places: Collection[int], what: str
+) -> Iterator[tuple[int, int, int]]:
+    """Every address among words with its place, and where it leads. `places`: of memory, not of kernels.
+
+    Raises CannotRecord for a word that may be an address, and is at no such place: an image that kept it as a
+    number would have kernels read anywhere.
+    """
+    for i, word in enumerate(words):
+        is_known = i in places or find_kernel(word) is not None
+        if not is_known and (word >= LEAST_ADDRESS or memory.holds(word)):
+            raise CannotRecord(f"word {i} {what} may be an address, and is not known as one")
+        if word and is_known:
+            yield (i, *memory.find(word, f"word {i} {what}"))
 
 
 def _table_words(memory: Memory, table: Tensor) -> Iterator[tuple[int, int, int, int]]:
     """Where a table of addresses lies, word for word, and where each leads."""
     if not find_targets(table):
         return
-    for i, word in enumerate(table.reshape(-1).tolist()):
-        if word >= LEAST_ADDRESS:
-            place = memory.find(table.data_ptr() + 8 * i, "a table of addresses")
-            yield (*place, *memory.find(word, "a word of a table of addresses"))
+    words = table.reshape(-1).tolist()
+    for i, number, offset in _addresses(
+        memory, words, find_places(table.data_ptr()), "of a table of addresses"
+    ):
+        place = memory.find(table.data_ptr() + 8 * i, "a table of addresses")
+        yield (*place, number, offset)
 
 
 def _result(memory: Memory, array: npt.NDArray[Any]) -> Result:

@@ -50,7 +50,7 @@ def list_images(folder: Path, name: str) -> list[Path]:
 def has_image(model: str, config: EngineConfig) -> bool:
     """Whether a process that loads the model will probably find an image: there is one of its name."""
     folder = folder_of(config)
-    if why_no_image(config) or config.startup_image == "renew" or folder is None or not folder.is_dir():
+    if why_no_image(config) or config.startup_image == "renew" or folder is None or not os.path.isdir(folder):
         return False
     try:
         return bool(list_images(folder, find_model(model, offline=True).name))

@@ -31,7 +31,7 @@ from plait.loading.image.restore import RestoredStep, map_weights
 from plait.loading.make_engine import draft_with_head, make_compiler, make_engine, make_front
 from plait.loading.text_side import TextSource
 from plait.memory import DTYPE_BYTES
-from plait.resource_limits import trim_heap
+from plait.resource_limits import address_space_limit, trim_heap
 from plait.runner.host.draft_memory import DraftMemory
 from plait.runner.host.mtp import MOST_KEPT, HiddenOnHost, MtpDrafter
 from plait.runner.host.program import ProgramReplay
@@ -107,12 +107,12 @@ def find_image(model: str, config: EngineConfig) -> tuple[Path, dict[str, object
     if config.startup_image == "renew" or why_no_image(config):
         return None
     folder = folder_of(config)
-    if folder is None or not folder.is_dir():
+    if folder is None or not os.path.isdir(folder):  # False, too, where it may not be read
         return None
     files = find_model(model, offline=config.offline)
     key = key_of(files, config)
     path = path_of(files.name, config, key)
-    return (path, key) if path is not None and path.exists() else None
+    return (path, key) if path is not None and os.path.exists(path) else None
 
 
 def start_image(
@@ -161,12 +161,12 @@ def _start(image: Image, config: EngineConfig, text: TextSource, open_full: Open
     if largest.blocks < -(-sizing.max_model_len // model.block_size):
         raise BadFile("it is of a shorter context")
     describe_memory(sizing, model.weights_nbytes)
-    with _sequences_memory():
+    with _sequences_memory(sizing):
         state = sizing.num_blocks, sizing.num_slots, model.block_size, model.dtype
         store = HostStore(model.states, *state)
     places, drafts = _plan_head(image, config, sizing), None
     if step.head and places:
-        with _sequences_memory():
+        with _sequences_memory(sizing):
             drafts = HostStore(step.head.states, places.num_blocks, 0, places.block_size, model.dtype)
     restored = RestoredStep(image, store, threads, map_weights(image.header.files), drafts)
     with ExitStack() as undo:
@@ -196,11 +196,16 @@ def _start(image: Image, config: EngineConfig, text: TextSource, open_full: Open
 
 
 @contextmanager
-def _sequences_memory() -> Iterator[None]:
+def _sequences_memory(sizing: Sizing) -> Iterator[None]:
     try:
         yield
     except (MemoryError, OSError) as error:
-        raise OutOfMemory("not enough memory for sequences; see `plait info`") from error
+        limit = address_space_limit()
+        why = "" if limit is None else f", and this process may have {limit >> 20} MiB (ulimit -v)"
+        raise OutOfMemory(
+            f"not enough memory for sequences: they need {sizing.nbytes >> 20} MiB{why}; choose a smaller "
+            "--memory-limit, --max-model-len or --max-num-seqs"
+        ) from error
 
 
 def _plan_head(image: Image, config: EngineConfig, sizing: Sizing) -> DraftMemory | None:

@@ -112,7 +112,7 @@ def read_verdicts(folder: Path | None, site: TrialSite) -> dict[str, str]:
 
 def list_verdicts(folder: Path | None) -> Iterator[tuple[TrialSite, dict[str, str]]]:
     """Every site and its verdicts that are kept and can be believed."""
-    for path in sorted(folder.glob("*.json")) if folder is not None and folder.is_dir() else ():
+    for path in sorted(folder.glob("*.json")) if folder is not None and os.path.isdir(folder) else ():
         try:
             yield _read(path)
         except (OSError, ValueError):

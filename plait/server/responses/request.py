@@ -16,6 +16,7 @@ from plait.server.api import validate
 from plait.server.api.content_blocks import refuse_words_of_a_chat
 from plait.server.api.parse_fields import field_names, parse_as
 from plait.server.api.schema import Objects
+from plait.server.api.stored_metadata import read_metadata
 from plait.server.gateway.request_context import RequestContext
 from plait.server.openai import chat
 from plait.server.responses.input_items import (
@@ -135,6 +136,7 @@ def read_request(context: RequestContext, body: Mapping[str, object]) -> ReadReq
     refuse_words_of_a_chat(body, _UNREAD, NAMES)
     validate.refuse(body, FIELDS)
     asked = parse_as(body, ResponsesRequest)
+    read_metadata(asked.metadata)
     asked = replace(asked, input=resolve_references(context, asked.input))
     servers = read_servers(asked.tools, context.mcp)
     earlier = _earlier(context, asked)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -98,6 +99,7 @@ class ResponseKeeper(Struct, frozen=True):
             refers=self.refers,
         )
         added = rows.add(row, {INPUT: [msgspec.json.encode(item) for item in self.items]})
+        rows.add_items(added, (str(item["id"]) for item in self.items))
         rows.add_items(added, (item.id for item in response.output))
         self.append(rows, response)
         return added
@@ -149,18 +151,29 @@ def resolve_references(context: RequestContext, sent: str | Sequence[Item]) -> s
         at = f"input[{next(iter(wanted))}]"
         raise InvalidField(f"{at}: {START}, or send the item itself", at)
 
-    def read(rows: Rows) -> dict[int, StoredRow | None]:
-        return {i: rows.find_item(tenant, str(name)) for i, name in wanted.items()}
+    def read(rows: Rows) -> dict[int, Item | None]:
+        return {i: _find_item(rows, tenant, str(name)) for i, name in wanted.items()}
 
     found = [*sent]
-    for i, row in store.call(read).items():
-        output = [] if row is None else decode_json(row.body, _Output).output
-        item = next((item for item in output if item.get("id") == wanted[i]), None)
+    for i, item in store.call(read).items():
         if item is None:
             text = f"input[{i}]: there is no item {wanted[i]!r:.80} that this key has stored; send the item"
             raise InvalidField(text, f"input[{i}]")
         found[i] = item
     return found
+
+
+def _find_item(rows: Rows, tenant: str, name: str) -> Item | None:
+    """The stored item with the id `name`: of a conversation, or of a response's input or output."""
+    row = rows.find_item(tenant, name)
+    if row is None:
+        return None
+    if row.kind == "conversation":
+        body = rows.find_entry(row, name)
+        return None if body is None else decode_json(body, Item)
+    sent = (decode_json(body, Item) for body in rows.parts(row, INPUT))
+    items = chain(decode_json(row.body, _Output).output, sent)
+    return next((item for item in items if item.get("id") == name), None)
 
 
 def earlier_items(context: RequestContext, previous: str | None) -> list[Item]:

@@ -70,7 +70,7 @@ CREATE TABLE parts (
 );
 
 CREATE TABLE items (
-    id TEXT NOT NULL,  -- of an item that a response has made
+    id TEXT NOT NULL,  -- of an item that a response was given or has made, or that a conversation has
     object INTEGER NOT NULL REFERENCES objects (position) ON DELETE CASCADE
 );
 
@@ -146,7 +146,7 @@ def _translate_errors() -> Iterator[None]:
     except sqlite3.Error as error:
         text = _explain(error)
         if "full" in text:
-            raise StoreFull(f"store: {text}; the reply was not stored") from error
+            raise StoreFull(f"store: {text}; nothing was stored") from error
         raise StoreUnavailable(f"store: {text}; send store: false to go on without it") from error
 
 

@@ -159,16 +159,16 @@ class Rows:
         )
 
     def add_items(self, row: StoredRow, names: Iterable[str]) -> None:
-        """Have `find_item` find the row by the ids of the items that it made."""
+        """Have `find_item` find the row by the ids of items that it has."""
         text = "INSERT INTO items (id, object) VALUES (?, ?)"
         self._connection.executemany(text, [(name, row.position) for name in names])
 
     def find_item(self, tenant: str, name: str) -> StoredRow | None:
-        """The row that made an item; None: this tenant has stored none."""
+        """The oldest row that has an item; None: this tenant has stored none."""
         columns = ", ".join(f"objects.{column}" for column in _COLUMNS.split(", "))
         found = self._connection.execute(
             f"SELECT {columns} FROM items JOIN objects ON objects.position = items.object "
-            "WHERE items.id = ? AND objects.tenant = ? LIMIT 1",
+            "WHERE items.id = ? AND objects.tenant = ? ORDER BY objects.position LIMIT 1",
             (name, tenant),
         ).fetchone()
         return None if found is None else self._row(found)
@@ -208,10 +208,11 @@ class Rows:
         )
 
     def add_entry(self, row: StoredRow, name: str, body: bytes) -> None:
-        """Add a part behind all others."""
+        """Add a part behind all others, which `find_item` finds by its name."""
         text = "SELECT coalesce(max(number), -1) + 1 FROM parts WHERE object = ?"
         (number,) = self._connection.execute(text, (row.position,)).fetchone()
         self.add_part(row, name, int(number), body)
+        self.add_items(row, (name,))
 
     def delete_entry(self, row: StoredRow, name: str) -> bool:
         """Delete the part with this name. False: there is none."""
@@ -219,6 +220,7 @@ class Rows:
         sizes = [int(size) for (size,) in self._connection.execute(text, (row.position, name))]
         text = "UPDATE objects SET size = size - ? WHERE position = ?"
         self._connection.execute(text, (sum(sizes), row.position))
+        self._connection.execute("DELETE FROM items WHERE object = ? AND id = ?", (row.position, name))
         return bool(sizes)
 
     def count_entries(self, row: StoredRow) -> int:
@@ -252,7 +254,7 @@ class Rows:
         """
         found: list[StoredRow] = []
         size = 0
-        while object_id:
+        while object_id or not found:  # an empty id is one of no response, too
             found.append(self.get(tenant, "response", object_id))
             size, object_id = size + found[-1].size, found[-1].refers
             if len(found) > MAX_CHAIN or size > MAX_CHAIN_BYTES:

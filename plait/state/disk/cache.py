@@ -30,7 +30,7 @@ from plait.state.disk.file_format import (
     read_names,
     write_content,
 )
-from plait.state.disk.index import DiskFile, DiskIndex, DiskRead, Rows
+from plait.state.disk.index import DiskFile, DiskIndex, DiskRead, Key, Rows, keys_of
 from plait.state.host_store import RowLayout, SavedState
 
 QUEUE_NBYTES = 256 << 20  # copies that wait to be written, or were read and are not in use yet
@@ -40,9 +40,6 @@ MIN_WAIT_S = 0.001
 USED_S = 60.0  # a file's time says when it was last used, as exactly as this
 ABANDONED_S = 3600.0  # after which an unfinished file is removed
 EVENTS = ("written", "read", "evicted", "dropped", "failed", "damaged", "gone", "late")
-Key = (
-    tuple[int, bytes] | tuple[bytes, tuple[int, ...]]
-)  # of a block: its group and hash; of a snapshot: its place
 log = logging.getLogger("plait")
 
 
@@ -117,13 +114,17 @@ class DiskCache:
         nbytes = names.nbytes(self.layout)
         with self._lock:
             is_full = self._queued and self._queued + nbytes > QUEUE_NBYTES
-            if is_full or nbytes > self.limit or self._closing or self.clock() < self._retry_at:
+            if (is_large := nbytes > self.limit) or is_full or self._closing or self.clock() < self._retry_at:
                 self.counts["dropped"] += 1
+                if is_large:
+                    self._warn(
+                        f"{nbytes} bytes of a prefix are above --cache-disk-limit, {self.limit}; raise it"
+                    )
                 return None
             self._queued += nbytes
             self._last -= 1
             self._offers[self._last] = names
-            self._coming.update(_keys(names))
+            self._coming.update(keys_of(names))
             return self._last
 
     def write(self, handle: int, saved: SavedState) -> None:
@@ -191,7 +192,7 @@ class DiskCache:
     def _settle(self, names: DiskNames) -> None:
         """An offer is over: it is in the index, or will not be."""
         self._queued -= names.nbytes(self.layout)
-        self._coming.difference_update(_keys(names))
+        self._coming.difference_update(keys_of(names))
 
     # The disk's thread
 
@@ -391,9 +392,3 @@ class DiskCache:
         if not self._has_warned:
             self._has_warned = True
             log.warning("disk cache: %s. Further faults are counted in /metrics only", text)
-
-
-def _keys(names: DiskNames) -> list[Key]:
-    if names.parent:
-        return [(names.parent, names.rest)]
-    return [(group, one) for group, hashes in enumerate(names.blocks) for one in hashes]

@@ -12,6 +12,8 @@ from plait.state.disk.file_format import DiskNames
 from plait.state.host_store import SavedState
 
 Rows = tuple[tuple[int, ...], ...]  # of the blocks in a file, by group
+# Of a block: its group and hash; of a snapshot: its place.
+Key = tuple[int, bytes] | tuple[bytes, tuple[int, ...]]
 
 
 class DiskFile(Struct, eq=False):
@@ -122,3 +124,10 @@ class DiskIndex:
     def oldest(self) -> DiskFile | None:
         """The file that was used least recently."""
         return next(iter(self._files.values()), None)
+
+
+def keys_of(names: DiskNames) -> list[Key]:
+    """The keys of what a file with these names has."""
+    if names.parent:
+        return [(names.parent, names.rest)]
+    return [(group, one) for group, hashes in enumerate(names.blocks) for one in hashes]

@@ -70,6 +70,11 @@ def test_peft_config_that_cannot_be_served_is_one_line(
 @pytest.mark.parametrize(
     ("changed", "kind", "text"),
     [
+        (
+            {"base_model.model.lm_head.base_layer.weight": torch.zeros(9, 24)},
+            UnsupportedFormat,
+            r"a weight of the base model.*save_embedding_layers=False",
+        ),
         ({B: None}, BadFile, "q_proj.weight has no lora_B"),
         ({B: torch.zeros(32, 5)}, ShapeMismatch, "their ranks differ"),
         ({A: torch.full((4, 24), float("inf"))}, BadFile, "not finite"),

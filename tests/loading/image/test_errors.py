@@ -14,11 +14,13 @@ from msgspec.structs import replace
 
 from plait import LLM
 from plait.config import EngineConfig
-from plait.errors import ConfigError
+from plait.errors import ConfigError, OutOfMemory
 from plait.loading.image import key as key_module
 from plait.loading.image import start
 from plait.loading.image.file_format import Image, read_image, write_image
+from plait.loading.image.lookup import has_image
 from plait.loading.image.start import find_image, load_image
+from plait.loading.kernel_trials.verdicts import list_verdicts
 from plait.loading.text_side import TextSource
 
 SIZES = {"max_num_batched_tokens": 32, "max_num_seqs": 2, "max_model_len": 64, "threads": 2, "device": "cpu"}
@@ -68,6 +70,20 @@ def opened(path: Path) -> Image:
 
 def fail(*_: object, **__: object) -> None:
     raise ConfigError("made up")
+
+
+def no_memory(*_: object) -> None:
+    raise MemoryError
+
+
+@pytest.mark.usefixtures("kept")
+def test_memory_that_is_not_there_is_named_with_its_limit(
+    model: Path, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start, "HostStore", no_memory)
+    monkeypatch.setattr(start, "address_space_limit", lambda: 5 << 20)
+    with pytest.raises(OutOfMemory, match=r"they need \d+ MiB, and this process may have 5 MiB"):
+        load_image(str(model), config)
 
 
 def test_memory_of_an_unknown_kind_is_one_line(
@@ -143,3 +159,13 @@ def test_another_version_that_is_installed_meanwhile_is_not_that_of_this_process
         assert key_module._digest_code() == first
     finally:
         key_module._digest_code.cache_clear()
+
+
+def test_a_folder_that_cannot_be_looked_at_has_no_image(model: Path, tmp_path: Path) -> None:
+    """As one in a home that another user owns; here its name is too long, which the system says likewise."""
+    folder = tmp_path / ("x" * 300)
+    config = EngineConfig(**SIZES, cache_dir=str(folder))
+    assert find_image(str(model), config) is None
+    assert not has_image(str(model), config)
+    assert load_image(str(model), config) is None
+    assert [*list_verdicts(folder)] == []

@@ -175,6 +175,8 @@ def test_calls_results_and_reasoning_become_messages() -> None:
         ({"input": [{"type": "web_search_call"}]}, "input[0].type"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"metadata": {f"name{i}": "a" for i in range(17)}}, "metadata"),
+        ({"metadata": {"name": "a" * 513}}, "metadata"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),

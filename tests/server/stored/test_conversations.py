@@ -61,6 +61,16 @@ def test_items_are_added_listed_read_and_deleted(alice: OpenAI) -> None:
     assert again.data[0].id != ids[0], "an id is one item's"
 
 
+def test_items_of_a_conversation_are_referred_to_as_long_as_they_are_in_it(alice: OpenAI) -> None:
+    made = alice.conversations.create(items=[user("a")])
+    (item,) = alice.conversations.items.list(made.id)
+    asked: Any = [{"type": "item_reference", "id": item.id}]
+    assert alice.responses.create(model=MODEL, input=asked, temperature=0, store=False).output_text == "a"
+    alice.conversations.items.delete(str(item.id), conversation_id=made.id)
+    with pytest.raises(BadRequestError, match="there is no item"):
+        alice.responses.create(model=MODEL, input=asked)
+
+
 def test_responses_go_on_from_a_conversation_and_are_added_to_it(alice: OpenAI, echo: Any) -> None:
     engine: EchoLoop = echo.loop
     made = alice.conversations.create(items=[user("zero")])

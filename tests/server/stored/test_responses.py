@@ -87,8 +87,23 @@ def test_items_are_referred_to_by_their_ids(alice: OpenAI, bob: OpenAI) -> None:
         bob.responses.create(model=MODEL, input=asked)
     assert caught.value.param == "input[1]"
     alice.responses.delete(first.id)
+    alice.responses.delete(found.id)  # which was given the same item
     with pytest.raises(BadRequestError, match="there is no item"):
         alice.responses.create(model=MODEL, input=asked)
+
+
+def test_items_that_a_response_was_given_are_referred_to(alice: OpenAI, echo: Any) -> None:
+    engine: EchoLoop = echo.loop
+    first = alice.responses.create(model=MODEL, input="one", temperature=0)
+    (given,) = alice.responses.input_items.list(first.id)
+    again: Any = [{"type": "item_reference", "id": given.id}, {"role": "user", "content": "two"}]
+    second = alice.responses.create(model=MODEL, input=again, temperature=0)
+    plain: Any = [{"role": "user", "content": text} for text in ("one", "two")]
+    alice.responses.create(model=MODEL, input=plain, temperature=0)
+    assert engine.requests[-2].prompt_token_ids == engine.requests[-1].prompt_token_ids
+    alice.responses.delete(first.id)
+    third = alice.responses.create(model=MODEL, input=again, temperature=0)
+    assert third.output_text == second.output_text, "the second response was given it, too"
 
 
 def test_store_false_stores_nothing(alice: OpenAI) -> None:
@@ -109,6 +124,13 @@ def test_a_deleted_response_is_gone_and_ends_its_conversation(alice: OpenAI) -> 
             call(first.id)
     with pytest.raises(BadRequestError) as caught:
         alice.responses.create(model=MODEL, input="three", previous_response_id=second.id)
+    assert (caught.value.code, caught.value.param) == ("previous_response_not_found", "previous_response_id")
+
+
+@pytest.mark.parametrize("name", ["", "resp_x", "a\0b", "x" * 5000])
+def test_a_previous_response_that_is_not_there_is_refused(alice: OpenAI, name: str) -> None:
+    with pytest.raises(BadRequestError, match="there is no response") as caught:
+        alice.responses.create(model=MODEL, input="two", previous_response_id=name)
     assert (caught.value.code, caught.value.param) == ("previous_response_not_found", "previous_response_id")
 
 

@@ -355,6 +355,17 @@ def test_a_default_limit_is_a_tenth_of_what_is_free(
     assert opened(limit=None).limit == 500
 
 
+def test_a_limit_below_one_file_is_one_warning(
+    opened: Callable[..., DiskCache], caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = opened(limit=10)
+    assert cache.offer(ALL[0]) is None
+    assert cache.offer(ALL[3]) is None
+    assert cache.stats()["num_disk_dropped"] == 2
+    (record,) = caplog.records
+    assert "above --cache-disk-limit, 10" in record.message
+
+
 def test_a_full_queue_drops_what_comes_and_waits_for_nothing(
     opened: Callable[..., DiskCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:

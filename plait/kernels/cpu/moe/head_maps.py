@@ -28,7 +28,7 @@ from plait.kernels.cpu.runtime.address_table import keep_addresses
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import rows_of, scratch_of, word
 from plait.kernels.cpu.runtime.row_checks import TensorRows, float32_rows
-from plait.kernels.cpu.runtime.threads import argument
+from plait.kernels.cpu.runtime.threads import argument, is_address
 from plait.ops.heads import HeadRows, map_heads
 from plait.ops.registry import OpFacts
 from plait.quant.codebook import Codebook
@@ -216,14 +216,15 @@ class Recipes:
         cut = _pieces(maps.weight) if maps.turned else [(0, maps.weight)]
         ids = torch.from_numpy(np.arange(maps.weight.shape[0]))  # in a recording torch must not compute
         readers = [reader(part) for _, part in cut]
-        words, held = np.zeros((len(cut), WORDS), np.int64), [ids]
-        for row, (start, part), how in zip(words, cut, readers, strict=True):
+        words, held, places = np.zeros((len(cut), WORDS), np.int64), [ids], list[int]()
+        for i, ((start, part), how) in enumerate(zip(cut, readers, strict=True)):
             width = part.shape[1]
             told = (ids, *how.source, how.pieces, 1.0, None, width, *how.more)
-            row[2 : 2 + len(told)] = [argument(value) for value in told]
-            row[START], row[WIDTH] = start, width
+            words[i, 2 : 2 + len(told)] = [argument(value) for value in told]
+            words[i, START], words[i, WIDTH] = start, width
+            places += [i * WORDS + at for at, value in enumerate(told, 2) if is_address(value)]
             held += [value for value in told[1:] if isinstance(value, Tensor)]
-        return cls(keep_addresses(words, held), readers, held, max(part.shape[1] for _, part in cut))
+        return cls(keep_addresses(words, held, places), readers, held, max(part.shape[1] for _, part in cut))
 
 
 class StoredHeads:

@@ -38,6 +38,7 @@ from plait.kernels.cpu.pointwise.elementwise import PIECE, kernel_of
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.frame import rows_of
 from plait.kernels.cpu.runtime.row_checks import TensorRows, dense, float32_rows
+from plait.kernels.cpu.runtime.threads import Address
 from plait.ops.activation import PAIRS, activate, gate_rows, scale_rows, xielu
 from plait.ops.registry import OpFacts
 
@@ -248,7 +249,7 @@ def _activate(cpu: Executor, x: Tensor, kind: str, gated: bool) -> Tensor:
         raise ShapeMismatch(f"{kind} of rows of {rows.width} numbers{', gate and up' if gated else ''}")
     n = rows.width // 2 if gated else rows.width
     out = cpu.empty(*x.shape[:-1], n)
-    up = (x.data_ptr() + 4 * n, *rows.strides) if gated else ()
+    up = (Address(x.data_ptr() + 4 * n), *rows.strides) if gated else ()
     cpu.launch(kernel_for(kind, gated), n, rows.heads, out, x, *rows.strides, *up, rows=rows.count)
     return out
 

@@ -28,16 +28,21 @@ from plait.kernels.cpu.runtime.threads import (
     Threads,
     allocate_aligned,
     argument,
+    is_address,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedLaunch:
-    """A recorded launch: the words of its arguments, and its tensors outside of the arena."""
+    """A recorded launch: the words of its arguments, and its tensors outside of the arena.
+
+    addresses: places of the words that are addresses of memory.
+    """
 
     kernel: Kernel
     words: Longs
     held: tuple[Tensor, ...]
+    addresses: frozenset[int]
 
 
 @dataclass(slots=True)
@@ -171,7 +176,8 @@ class Executor(Threads):
         array = np.array(words, np.int64)
         # Tensors of the arena are kept by it, and come back to it: only what was there before is held here.
         held = tuple(a for a in args if isinstance(a, Tensor) and not (self._arena and self._arena.holds(a)))
-        program.launches.append(RecordedLaunch(kernel, array, held))
+        addresses = frozenset((1, *(i for i, value in enumerate(args, 2) if is_address(value))))
+        program.launches.append(RecordedLaunch(kernel, array, held, addresses))
         program.entries += (kernel.address, array.ctypes.data)
         program.scratch = max(program.scratch, need[0])
         program.shared = max(program.shared, need[1])

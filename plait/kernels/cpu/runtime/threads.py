@@ -116,6 +116,15 @@ def call_entry(address: int) -> Callable[[int, int], None]:
     return found
 
 
+class Address(int):
+    """A number that says where memory is. A startup image moves it with that memory."""
+
+
+def is_address(value: object) -> bool:
+    """Whether the word of an argument is an address."""
+    return isinstance(value, Address | np.ndarray) or hasattr(value, "data_ptr")
+
+
 def argument(value: Any) -> int:
     """A word of a launch: see `Threads.launch`."""
     if value is None:
@@ -192,10 +201,10 @@ class Threads:
     ) -> None:
         """Run a kernel. Words 2, 3, … of its arguments are `args`, in order.
 
-        args: int, float (as float32 bits), None (0), a tensor or an array (its address). rows: how many rows
-        it works on (word 0 says where the frame has it; word 1 is the address of a counter, 0 at the start,
-        for sharing out work); seqs: how many sequences (frame word SEQS). scratch, shared: bytes it needs per
-        thread, and for all threads together.
+        args: int, float (as float32 bits), None (0), a tensor or an array (its address), an `Address` inside
+        of one. rows: how many rows it works on (word 0 says where the frame has it; word 1 is the address of
+        a counter, 0 at the start, for sharing out work); seqs: how many sequences (frame word SEQS). scratch,
+        shared: bytes it needs per thread, and for all threads together.
         """
         array = np.array([8 * TOKENS, self.counters, *map(argument, args)], np.int64)
         with self._lock:
