@@ -228,7 +228,9 @@ def divide_linear(
         parts = [(piece, first if i == 0 else None) for i, piece in enumerate(ranges)]
         made = [build(weight.cols(*_back(piece, part.cols)), added) for piece, added in parts]
         shares.append([(places[piece], one) for (piece, _), one in zip(parts, made, strict=True)])
-    if len(shares) == 1 and len(shares[0]) == 1:
+    # With shares of its own a model adds in float32: a result in the dtype of x would be rounded before.
+    is_summed = cuts.comm.rank.shares and cuts.share is None  # of one share experts are built, say
+    if len(shares) == 1 and len(shares[0]) == 1 and not is_summed:
         return shares[0][0][1]
     add = bind(combine)
     return ShareLinear(shares, lambda a, b: add(a, b, 1.0))

@@ -60,8 +60,9 @@ class ExpertHeads(Attention):
     def _bind_qkv(self, w: Weights, parts: dict[str, int]) -> Linear:
         rows, hidden = self._experts.num_kv_heads * self._experts.head_dim, w.target.hidden_size
         self._spread, self.queries = self._bind_experts(w, spread_heads, "q", hidden, rows)
-        own = w.target.comm.rank.own_shares
-        views = [w] if len(own) == 1 else [w.for_share(number) for number in own]
+        rank = w.target.comm.rank
+        own = rank.own_shares
+        views = [w.for_share(number) for number in own] if rank.shares else [w]
         self._shares = [
             self._bind_experts(view, collect_heads, "o", rows // len(own), hidden) for view in views
         ]

@@ -191,7 +191,7 @@ def build_shares(s: MoeSpec, w: Weights, name: str = "") -> list[ExpertShare]:
     """The shares of a rank, each with its part of the experts below `name`."""
     rank = w.target.comm.rank
     own, here = rank.own_shares, w.scope(name) if name else w
-    views = [(s, here)] if len(own) == 1 else [_share_of(s, here.for_share(number)) for number in own]
+    views = [_share_of(s, here.for_share(number)) for number in own] if rank.shares else [(s, here)]
     return [
         ExpertShare(part, view, _experts_of(s, rank, number))
         for number, (part, view) in zip(own, views, strict=True)

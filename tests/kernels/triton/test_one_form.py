@@ -101,15 +101,14 @@ def sum_of_ranks(weight: Weight, bias: Tensor, x: Tensor, size: int) -> Tensor:
         part = cuts.part_of("down.weight")
         kept = as_weight(part.keep(weight))
         layer = divide_linear(part, kept, bias, len(bias), cuts, one, lambda op, **_: op)
-        assert isinstance(layer, ShareLinear) or size == 4
+        assert isinstance(layer, ShareLinear)
         ranges = cuts.inputs("down")[index]
-        run = layer.in_float32 if isinstance(layer, Linear) else layer
-        parts.append(run(x[:, ranges[0][0] : ranges[-1][1]]))
+        parts.append(layer(x[:, ranges[0][0] : ranges[-1][1]]))
     return add_in_tree(parts, torch.add)
 
 
 # Inputs in another order are gathered, and rows are divided instead.
-@pytest.mark.parametrize("storage", [storage for storage in STORAGES if "order" not in storage])
+@pytest.mark.parametrize("storage", [one for one in STORAGES if "order" not in one.values[0]])
 def test_a_sum_over_inputs_has_the_same_bits_on_1_2_and_4_ranks(storage: str) -> None:
     dtype = dtype_for(storage)
     weight, bias, x = made(storage, 40), torch.randn(40, dtype=dtype), torch.randn(19, COLS, dtype=dtype)
