@@ -511,6 +511,9 @@ WIDE_SHAPES = (
     "gqa 32/8 d128 int8",
     "mla 16 heads",
     "mla 16 heads int8",
+    "gqa 32/32 d96",
+    "gqa 8/4 d256 softcap",
+    "gqa 32/32 d128 alibi",
 )
 ROUNDED_SHAPES = ("gqa 32/8 d128", "gqa 8/4 d256 window softcap", "gqa 8/2 d512", "mla 16 heads")
 KINDS = {"bf16*": torch.bfloat16, "fp32*": torch.float32, "i8*": torch.int8}
