@@ -1,5 +1,4 @@
-"""Forms of plain linear layers of few rows, with and without bias, and with every activation of gate and up;
-and of matrices of heads in float32.
+"""Forms of plain linear layers of few rows, with and without bias, and with every activation of gate and up.
 
 Forms of other sizes are where tiles are chosen. Here the kernel's flags differ, at one size.
 """
@@ -10,8 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from plait.kernels.triton.forms import FLOAT32, TARGETS, WIDE_TARGETS, KernelForm, as_float32
-from plait.kernels.triton.linear import heads
+from plait.kernels.triton.forms import FLOAT32, TARGETS, WIDE_TARGETS, KernelForm
 from plait.kernels.triton.linear.few_rows import ACTIVATIONS, few_dense
 from plait.kernels.triton.linear.linear import dense_constants
 
@@ -32,7 +30,6 @@ def forms() -> Iterator[KernelForm]:
         for has_bias in (False, True) if act in BIASED else (False,):
             yield _dense_form(act, has_bias, torch.bfloat16)
             yield _dense_form(act, has_bias, torch.float32)
-    yield from (as_float32(form) for form in heads.forms() if form.kernel is heads.heads_dense)
 
 
 def _dense_form(act: str, has_bias: bool, dtype: torch.dtype) -> KernelForm:
