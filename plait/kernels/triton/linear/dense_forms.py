@@ -36,6 +36,7 @@ def _dense_form(act: str, has_bias: bool, dtype: torch.dtype) -> KernelForm:
     """Float32 has no matrix units, so its products take more instructions."""
     constants = dense_constants(4096, 4096, 8, act, dtype) | {"BIAS": has_bias}
     options = {key: constants.pop(key) for key in ("num_warps", "num_stages")}
+    more = {key: constants.pop(key) for key in ("maxnreg",) if key in constants}
     is_wide = dtype == torch.float32
     named = f"few rows, plain, {act or 'no activation'}, {'bias' if has_bias else 'no bias'}"
     each = constants["BN"] * constants["UNITS"] * constants["UNIT"]
@@ -44,4 +45,5 @@ def _dense_form(act: str, has_bias: bool, dtype: torch.dtype) -> KernelForm:
         TYPES | dict.fromkeys(NUMBERS, "fp32*" if is_wide else "bf16*"), constants, **options,
         demands=(WIDE_LOADS,) if is_wide else (WIDE_LOADS, PRODUCTS), weights=each,
         max_per_weight=12.0 if is_wide else 2.0, targets=WIDE_TARGETS if is_wide else TARGETS,
+        options=more,
     )  # fmt: skip

@@ -270,7 +270,7 @@ def forms() -> Iterator[KernelForm]:
     for gated, kinds in ((True, ("silu", "gelu", "gelu_pytorch_tanh", "relu", *PAIRS)), (False, PLAIN)):
         for kind in kinds:
             flags = {"K": k, "BIASED": False, "PICKED": False, "KIND": kind, "GATED": gated}
-            constants = flags | up_tile(hidden)
-            warps = constants.pop("num_warps")
+            tile = up_tile(hidden)
+            warps, constants = tile.pop("num_warps"), {**flags, **tile}
             named = f"expert_up, {kind}" + ("" if gated else " without gate")
             yield KernelForm(named, expert_up, TYPES, constants, warps, demands=WIDE)

@@ -300,9 +300,9 @@ def forms() -> Iterator[KernelForm]:
     yield from _list_mixed(flat)
     sizes = _piece(2048) | flat | {"KIND": "gate_rows", "HAS_Y": True}
     yield _form("combine_numbers, gate_rows", combine_numbers, sizes, NUMBERS | {"y_outer": "i32"})
-    for name, own in (("step_sizes", {"y": "fp32*"}), ("step_sizes without bias", {})):
-        sizes = _piece(128) | flat | {"KIND": "step_sizes", "HAS_Y": bool(own)}
-        types = NUMBERS | own | {"out": "fp32*"}
+    for name, bias in (("step_sizes", {"y": "fp32*"}), ("step_sizes without bias", {})):
+        sizes = _piece(128) | flat | {"KIND": "step_sizes", "HAS_Y": bool(bias)}
+        types = {**NUMBERS, **bias, "out": "fp32*"}
         yield _form(f"combine_numbers, {name}", combine_numbers, sizes, types, wide=False)
     for name, scaled, own in (
         ("take_rows", False, {}),
@@ -310,12 +310,12 @@ def forms() -> Iterator[KernelForm]:
         ("embed, float32 table", False, {"x": "fp32*"}),
         ("embed, scaled, float32 table", True, {"x": "fp32*"}),
     ):
-        sizes = _piece(4096) | {"SCALED": scaled}
-        yield _form(f"take_numbers, {name}", take_numbers, sizes, NUMBERS | own)
+        piece = _piece(4096) | {"SCALED": scaled}
+        yield _form(f"take_numbers, {name}", take_numbers, piece, {**NUMBERS, **own})
     yield _form("join_numbers, 512 + 64", join_numbers, _piece(576) | flat | {"N": 512, "M": 64})
 
 
-def _list_mixed(flat: Mapping[str, int]) -> Iterator[KernelForm]:
+def _list_mixed(flat: dict[str, int]) -> Iterator[KernelForm]:
     """Sums of a residual in float32 and what a model in 16 bits adds, and the other way round."""
     sizes = _piece(4096) | flat | {"KIND": "combine", "HAS_Y": True}
     for name, own in (
