@@ -31,7 +31,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from plait.kernels.load import triton_kernels
-from plait.kernels.triton.forms import KernelForm
+from plait.kernels.triton.forms import TARGETS, KernelForm
 from plait.ops.launch import LAUNCH_OPTIONS
 from tools.kernel_sources import RowKey, digest_form, find_stale, read_rows
 
@@ -74,22 +74,40 @@ def load_forms() -> list[tuple[str, KernelForm]]:
     return [(name, form) for name, module in modules if hasattr(module, "forms") for form in module.forms()]
 
 
-def list_forms() -> list[tuple[str, str]]:
-    """(module, name) of every form."""
-    return [(module, form.name) for module, form in load_forms()]
+def list_forms(targets: list[int]) -> list[tuple[str, str, int]]:
+    """(module, name, target) of every form."""
+    return [
+        (module, form.name, target)
+        for module, form in load_forms()
+        for target in targets
+        if is_for(form, target)
+    ]
 
 
 def list_digests(targets: list[int]) -> dict[RowKey, str]:
     """Of which source every row of a whole report would be."""
     return {
-        RowKey(form.name, target): digest_form(form, target) for _, form in load_forms() for target in targets
+        RowKey(form.name, target): digest_form(form, target)
+        for _, form in load_forms()
+        for target in targets
+        if is_for(form, target)
     }
 
 
+def is_for(form: KernelForm, target: int) -> bool:
+    """Whether a form is compiled for a target: for those it names, and for any that is in no table."""
+    return target in form.targets or target not in TARGETS
+
+
 def compile_form(module: str, name: str, target: int) -> Compiled:
-    """Compile it in this process. Never raises: what went wrong is a fault of the result."""
+    """Compile a form of a module in this process, as `measure_form` does."""
     form = next(form for form in importlib.import_module(module).forms() if form.name == name)
-    started = time.monotonic()
+    return measure_form(form, target)
+
+
+def measure_form(form: KernelForm, target: int) -> Compiled:
+    """Compile a form in this process. Never raises: what went wrong is a fault of the result."""
+    started, name = time.monotonic(), form.name
     try:
         made = _compile(form, target)
         usage, code = _disassemble(made.asm["cubin"])
@@ -266,8 +284,7 @@ def main() -> int:
     report = Report(options.report, targets, options.stale)
     wanted = [
         (module, name, target)
-        for module, name in list_forms()
-        for target in targets
+        for module, name, target in list_forms(targets)
         if options.match in name and not report.has(RowKey(name, target))
     ]
     done, faulty = 0, 0

@@ -101,7 +101,7 @@ def positions_ahead(num_queries: int, start: int, end: int, device: torch.device
     return keys - torch.arange(end - num_queries, end, device=device)[:, None]
 
 
-@op(cases=CASES, private=("k_cache", "v_cache"))
+@op(cases=CASES, private=("k_cache", "v_cache"), is_product=True)
 def paged_attention(
     q: Tensor,
     k: Tensor | None,
@@ -209,7 +209,7 @@ LATENT_CASES: list[Case] = [
 ]
 
 
-@op(cases=LATENT_CASES, private=("cache",))
+@op(cases=LATENT_CASES, private=("cache",), is_product=True)
 def paged_latent_attention(
     q: Tensor,
     latent: Tensor | None,

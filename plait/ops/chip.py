@@ -10,6 +10,7 @@ import torch
 
 OLDEST = 75  # compute capability: Turing is the oldest that current builds of torch and Triton serve
 BFLOAT16 = 80  # the first with bfloat16 in its matrix units
+PRODUCTS = 80  # the first of which Triton uses the matrix units; before it, products spill
 
 
 @dataclass(frozen=True, slots=True)

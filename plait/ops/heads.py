@@ -80,7 +80,10 @@ def facts_of(weight: Tensor | HeadRows) -> dict[str, object]:
     return {"heads": weight.heads, "kind": weight.weight.format, "turned": weight.turned}
 
 
-@op(cases=[*CASES, *(case | Case(rows=9, turned=t) for case in STORED for t in (False, True))])
+@op(
+    cases=[*CASES, *(case | Case(rows=9, turned=t) for case in STORED for t in (False, True))],
+    is_product=True,
+)
 def map_heads(x: Tensor, weight: Tensor | HeadRows) -> Tensor:
     """Each head through a matrix of its own: x: [T, H, n], weight: [H, m, n] -> [T, H, m].
 

@@ -83,7 +83,11 @@ CASES: list[Case] = [
 ]
 
 
-@op(cases=CASES, tolerance={torch.float32: 5e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3})
+@op(
+    cases=CASES,
+    tolerance={torch.float32: 5e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3},
+    is_product=True,
+)
 def linear(x: Tensor, weight: Weight, bias: Tensor | None, activations: Activations = "float32") -> Tensor:
     """x: [..., in], weight: (out, in) in any format, bias: [out] -> [..., out], in x's dtype.
 

@@ -170,7 +170,7 @@ EXPERT_CASES: list[Case] = [
 ]
 
 
-@op(cases=EXPERT_CASES)
+@op(cases=EXPERT_CASES, is_product=True)
 def experts(
     x: Tensor,
     weight: Tensor,

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from plait.errors import ConfigError
-from plait.ops.chip import Chip
+from plait.ops.chip import PRODUCTS, Chip
 
 OURS = "plait.kernels."  # modules of kernels that are tried on a GPU before they are bound
+TRITON = "plait.kernels.triton."
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Bound = Callable[..., Any]  # what is bound for an op
 TensorFn = Callable[..., Tensor]  # the same, of an op that gives one tensor
@@ -48,7 +49,7 @@ class Variant:
     """One way to compute an op. `when` returns None if it can serve these facts, else the reason why not.
 
     A native one runs on an executor, which it gets as its first argument. `tolerance`: its own, where it
-    rounds what the op does not.
+    rounds what the op does not. `is_product`: as of its op.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Variant:
     when: Callable[[OpFacts], str | None]
     native: bool = False
     tolerance: Mapping[torch.dtype, float] | None = None
+    is_product: bool = False
 
     def refusal(self, facts: OpFacts) -> str | None:
         """Why it cannot serve these facts, or None."""
@@ -64,6 +66,9 @@ class Variant:
             return f"runs on {self.on}, not on {facts.device}"
         if self.native and facts.executor is None:
             return "there is no executor of native kernels"
+        is_ours = self.is_product and self.module.startswith(TRITON)
+        if is_ours and facts.chip and facts.chip.capability < PRODUCTS:
+            return f"Triton uses no matrix units of {facts.chip.name}, but from sm_{PRODUCTS} on"
         return self.when(facts)
 
     @property
@@ -134,7 +139,7 @@ class Composition:
 
 @dataclass(slots=True)
 class Op:
-    """A named operation. Calling it runs the reference."""
+    """A named operation. Calling it runs the reference. `is_product`: it multiplies matrices."""
 
     name: str
     reference: Bound
@@ -144,6 +149,7 @@ class Op:
     make: MakeInputs | None = None
     variants: list[Variant] = field(default_factory=list)
     composition: Composition | None = None  # of a fused op
+    is_product: bool = False
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         return self.reference(*args, **kwargs)
@@ -166,7 +172,7 @@ class Op:
 
         def register(fn: F) -> F:
             if all((v.name, v.on) != (name, on) for v in self.variants):
-                self.variants.insert(0, Variant(name, on, fn, when, native, tolerance))
+                self.variants.insert(0, Variant(name, on, fn, when, native, tolerance, self.is_product))
             return fn
 
         return register
@@ -281,18 +287,20 @@ def op(
     cases: Sequence[Mapping[str, object]] = (),
     tolerance: Mapping[torch.dtype, float] = TOLERANCE,
     private: Sequence[str] = (),
+    is_product: bool = False,
 ) -> Callable[[Callable[..., object]], Op]:
     """Make a plain torch function the reference of an op.
 
     `cases`: the sizes that tests try; `tolerance`: absolute, per dtype, outputs being of order 1; `private`:
-    arguments that hold state in a layout which only the variant that wrote it can read.
+    arguments that hold state in a layout which only the variant that wrote it can read; `is_product`: it
+    multiplies matrices, for which kernels take a GPU's matrix units.
     """
 
     def register(fn: Callable[..., object]) -> Op:
         name = fn.__name__
         if name in REGISTRY:
             raise ValueError(f"op {name!r} is defined twice")
-        REGISTRY[name] = Op(name, fn, tuple(cases), tolerance, frozenset(private))
+        REGISTRY[name] = Op(name, fn, tuple(cases), tolerance, frozenset(private), is_product=is_product)
         return REGISTRY[name]
 
     return register

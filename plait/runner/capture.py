@@ -66,8 +66,9 @@ class StepCapture(TorchDispatchMode):
 
     A broken rule raises CannotRecord, or is added to `faults` with its place if not `strict`. Two captures of
     steps of one size are equal in `stream`, whatever the data are, or a value was baked in. `is_dry`: kernels
-    are recorded and not run, so what they return is garbage; torch's operators run all the same. `is_kept`
-    False: the step's memory is given back as it goes, and nothing can be replayed.
+    are recorded and not run, so what they return is 0, which torch's operators can read as the number of an
+    expert; those run all the same. `is_kept` False: the step's memory is given back as it goes, and nothing
+    can be replayed.
     """
 
     def __init__(
@@ -105,6 +106,8 @@ class StepCapture(TorchDispatchMode):
             return out
         self._kept += [args, kwargs, out]
         if name in ALLOCATES:
+            for t in made if self._is_dry else ():
+                t.zero_()
             return out
         shown = (self._show(args), self._show(sorted(kwargs.items())))
         self.stream.append((name, *shown))

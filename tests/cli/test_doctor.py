@@ -122,6 +122,13 @@ def test_a_good_machine_has_no_findings() -> None:
         ),
         (
             {
+                "gpus": [{**GPU, "capability": "7.5"}],
+                "torch": {"version": "2.9", "cuda": "12.8", "finds_gpu": True},
+            },
+            *("note", "H200: attention, linear layers and experts run torch's operators", "8.0 and newer"),
+        ),
+        (
+            {
                 "gpu_kernels": [
                     {"chip": "H200", "driver": "570", "tried": 2, "rejected": {"a/b//float32": "it hangs"}}
                 ]

@@ -52,10 +52,15 @@ def resolved(
 
 
 def decoder(
-    found: Resolved, checkpoint: Checkpoint, chip: Chip | None = None, dtype: torch.dtype = torch.float32
+    found: Resolved,
+    checkpoint: Checkpoint,
+    chip: Chip | None = None,
+    dtype: torch.dtype = torch.float32,
+    kept: str = "model",
 ) -> Decoder:
-    """The model, every tensor of the checkpoint used. `chip`: with the ops that this GPU would bind."""
-    target = Target(CPU, dtype, LONGEST, found.spec.hidden_size, chip=chip)
+    """The model, every tensor of the checkpoint used. `chip`: with the ops that this GPU would bind; `kept`:
+    what keys, values and latents are kept in."""
+    target = Target(CPU, dtype, LONGEST, found.spec.hidden_size, chip=chip, kv_dtype=kept)
     weights = Weights(checkpoint, found.names, target)
     built = Decoder(found.spec, weights)
     weights.check_all_used()

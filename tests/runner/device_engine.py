@@ -36,10 +36,10 @@ BLOCK, LONGEST, CPU = 8, 64, torch.device("cpu")
 CHIP = EXAMPLES[90]
 
 
-def gpu_decoder(name: str, folder: Path, **changes: int) -> Decoder:
-    """A family's tiny model with what a GPU binds."""
+def gpu_decoder(name: str, folder: Path, kept: str = "model", **changes: int) -> Decoder:
+    """A family's tiny model with what a GPU binds. `kept`: what keys, values and latents are kept in."""
     load_for_gpu()
-    return plain_decoder(name, folder, CHIP, **changes)
+    return _build(name, folder, changes, Weights, CHIP, kept)
 
 
 def plain_decoder(name: str, folder: Path, chip: Chip | None = None, **changes: int) -> Decoder:
@@ -53,12 +53,19 @@ def opaque_decoder(name: str, folder: Path, **changes: int) -> Decoder:
 
 
 def _build(
-    name: str, folder: Path, changes: dict[str, int], kind: type[Weights], chip: Chip | None = None
+    name: str,
+    folder: Path,
+    changes: dict[str, int],
+    kind: type[Weights],
+    chip: Chip | None = None,
+    kept: str = "model",
 ) -> Decoder:
     config, checkpoint = _read_tiny(name, folder, changes) if changes else read_model(name, folder)
     found = resolved(checkpoint, config)
     ops = "reference" if kind is OpaqueWeights else "auto"
-    target = Target(CPU, torch.float32, LONGEST, found.spec.hidden_size, ops, chip=chip, block_size=BLOCK)
+    target = Target(
+        CPU, torch.float32, LONGEST, found.spec.hidden_size, ops, chip=chip, block_size=BLOCK, kv_dtype=kept
+    )
     return Decoder(found.spec, kind(checkpoint, found.names, target))
 
 

@@ -19,6 +19,7 @@ from plait.schedule.speculate import Speculation
 from plait.verify.matrix import CheapRows, CheapSteps, KnownReplies
 from tests.families.every import NAMES
 from tests.runner.device_engine import CHIP, Side, gpu_decoder, opaque_decoder, plain_decoder
+from tests.runner.test_capture import NO_CODES
 
 # One layer: Triton's interpreter takes most of a second for its step.
 ONE = {"num_hidden_layers": 1}
@@ -27,6 +28,7 @@ EXPERTS = {"first_k_dense_replace": 0, "moe_intermediate_size": 8}
 QUICK: dict[str, dict[str, int]] = {"llama": ONE, "deepseek_v3": {**ONE, **EXPERTS}, "mamba": ONE}
 # Rows of a tile that are no queries divide 0 by 0, and are not stored.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+KEPT = (("llama", "bfloat16"), ("deepseek_v3", "int8"), ("deepseek_v3", "bfloat16"))
 SAMPLE = ("sambay",)  # attention with a window, keys that layers share, Mamba1
 PROMPTS = ([3, 5, 7], [11], [2, 9, 4, 4, 8], [17, 6])
 
@@ -49,6 +51,19 @@ def replies(decoder: Decoder, has_graphs: bool, **options: int) -> tuple[Side, d
 )
 def test_captured_steps_give_the_text_of_steps_op_by_op(name: str, folder: Path) -> None:
     agrees(gpu_decoder(name, folder / f"{name} of one layer", **QUICK[name]))
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"), [("llama", "int8"), *(pytest.param(*case, marks=pytest.mark.slow) for case in KEPT)]
+)
+def test_so_do_those_over_keys_and_values_of_another_dtype(name: str, kept: str, folder: Path) -> None:
+    agrees(gpu_decoder(name, folder / f"{name} of one layer", kept, **QUICK[name]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in NO_CODES])
+def test_so_do_those_of_every_family_over_codes(name: str, folder: Path) -> None:
+    agrees(gpu_decoder(name, folder / name, "int8"))
 
 
 @pytest.mark.slow

@@ -43,6 +43,7 @@ HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 NVIDIA = Path("/proc/driver/nvidia/version")
 GPU_FIELDS = "name,driver_version,memory.total"
 OLDEST_GPU = 7.5  # compute capability, as `ops.chip.OLDEST`, which needs torch
+MATRIX_GPU = 8.0  # as `ops.chip.PRODUCTS`
 GIB = 1 << 30
 FOLDER = "--cache-dir FOLDER"
 Facts = dict[str, Any]
@@ -327,6 +328,12 @@ def check_gpu(facts: Mapping[str, Any], asked: DoctorRequest) -> Iterator[Findin
                 "warning",
                 f"{gpu['name']} is not used: compute capability {number[0]}, the least is {OLDEST_GPU}",
                 "models run on the CPU; a Turing GPU or a newer one is served",
+            )
+        elif number and float(number[0]) < MATRIX_GPU:
+            yield Finding(
+                "note",
+                f"{gpu['name']}: attention, linear layers and experts run torch's operators, not our kernels",
+                f"Triton uses the matrix units of compute capability {MATRIX_GPU} and newer",
             )
     if not gpus and torch["cuda"] is not None:
         yield Finding(

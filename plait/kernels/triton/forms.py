@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import wraps
 
 TARGETS = (80, 90, 120)  # compute capabilities: A100, H100 and H200, RTX 5090
+WIDE_TARGETS = (90,)  # of what differs in a dtype without matrix units from forms for all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,54 @@ class KernelForm:
     options: Mapping[str, object] = field(default_factory=dict)
     weights: int = 0
     max_per_weight: float = 0.0
+
+
+# What follows from other constants (assembly), or is decided by sizes alone: whole steps, shares, rows of a
+# scale.
+SIZES = frozenset({"CODE", "EVEN", "IS_SPLIT", "BLOCKS", "ZERO", "BASE"})
+EXACT = frozenset({"BITS", "HIGH", "VALUE", "SCALES"})  # numbers that decide the code: of planes
+
+
+def class_of(name: str, value: object) -> object:
+    """What of a constant decides which code there is: a flag or a word, and whether a number is 0."""
+    if isinstance(value, bool | str) or value is None or name in EXACT:
+        return value
+    return bool(value)
+
+
+def with_float32(forms: Callable[[], Iterator[KernelForm]]) -> Callable[[], Iterator[KernelForm]]:
+    """Also one form of each kind of kernel with float32 in place of bfloat16, as a float32 model launches it.
+
+    It is for kernels of which no dtype decides the tiles.
+    """
+
+    @wraps(forms)
+    def both() -> Iterator[KernelForm]:
+        seen = set[object]()
+        for form in (*forms(), *map(as_float32, forms())):
+            kind = _kind_of(form)
+            if kind not in seen or not form.name.endswith(FLOAT32):
+                yield form
+            seen.add(kind)
+
+    return both
+
+
+FLOAT32 = ", float32"  # behind the name of a form
+
+
+def as_float32(form: KernelForm) -> KernelForm:
+    """A form with float32 in place of bfloat16; there are no matrix units for it, so one target is enough."""
+    types = {name: "fp32*" if kind == "bf16*" else kind for name, kind in form.types.items()}
+    demands = tuple(some for some in form.demands if not {"HMMA", "HGMMA"} & set(some))
+    return replace(form, name=form.name + FLOAT32, types=types, demands=demands, targets=WIDE_TARGETS)
+
+
+def _kind_of(form: KernelForm) -> tuple[object, ...]:
+    """What decides the code of a form, sizes apart."""
+    pointers = sorted((name, kind) for name, kind in form.types.items() if kind.endswith("*"))
+    classes = sorted((name, str(class_of(name, value))) for name, value in form.constants.items())
+    return id(form.kernel), *pointers, *classes
 
 
 class _Tiles:

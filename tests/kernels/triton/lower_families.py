@@ -83,6 +83,8 @@ def main() -> None:
         except Exception as error:
             text = " ".join(str(error).split())[-300:]
             lowering.faults[f"{family}: {kernel.fn.__name__}: {text}"] += 1
+        if kernel.fn.__name__ == "choose_experts":  # numbers of experts that the host's operators can read
+            args[kernel.arg_names.index("index")].zero_()
 
     patch.setattr(JITFunction, "run", run)
     load_for_gpu()

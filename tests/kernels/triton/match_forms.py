@@ -13,11 +13,7 @@ from functools import cache
 from typing import Any
 
 from plait.kernels.load import triton_kernels
-from plait.kernels.triton.forms import KernelForm
-
-EXACT = frozenset({"BITS", "HIGH", "VALUE", "SCALES"})  # of planes
-# What follows from others (assembly), or is decided by sizes alone: whole steps, shares, rows of a scale.
-SIZES = frozenset({"CODE", "EVEN", "IS_SPLIT", "BLOCKS", "ZERO", "BASE"})
+from plait.kernels.triton.forms import SIZES, KernelForm, class_of
 
 
 @cache
@@ -34,7 +30,7 @@ def list_forms() -> Mapping[str, Sequence[KernelForm]]:
 def name_launch(bound: Mapping[str, Any], types: Mapping[str, str], constants: Mapping[str, Any]) -> str:
     """A launch's kind as text: dtypes behind pointers, then constants that are no sizes."""
     pointers = [f"{name} {kind[1:]}" for name, kind in types.items() if kind.startswith("*")]
-    kept = [f"{name}={_class_of(name, value)}" for name, value in constants.items() if name not in SIZES]
+    kept = [f"{name}={class_of(name, value)}" for name, value in constants.items() if name not in SIZES]
     return ", ".join([*pointers, *kept])
 
 
@@ -51,20 +47,13 @@ def find_form(
     return None
 
 
-def _class_of(name: str, value: Any) -> Any:
-    """What of a constant decides the code."""
-    if isinstance(value, bool | str) or value is None or name in EXACT:
-        return value
-    return bool(value)
-
-
 def _agrees(
     form: KernelForm, bound: Mapping[str, Any], types: Mapping[str, str], constants: Mapping[str, Any]
 ) -> bool:
     for name, value in constants.items():
         if name in SIZES or name not in form.constants:
             continue
-        if _class_of(name, form.constants[name]) != _class_of(name, value):
+        if class_of(name, form.constants[name]) != class_of(name, value):
             return False
     return all(any(_has_type(form, name, types[name]) for name in group) for group in _aliases(bound, types))
 

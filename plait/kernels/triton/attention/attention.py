@@ -488,8 +488,19 @@ SHAPES = {  # heads, kv_heads, dim, rest, window, softcap, sinks, codes
     "mla 16 heads": (16, 1, 512, 64, None, None, False, False),
     "mla 128 heads": (128, 1, 512, 64, None, None, False, False),
     "mla 16 heads int8": (16, 1, 512, 64, None, None, False, True),
+    "gqa 8/4 d256 softcap": (8, 4, 256, 0, None, 50.0, False, False),
+    "gqa 64/8 d64 sinks": (64, 8, 64, 0, None, None, True, False),
+    "gqa 32/32 d128 alibi": (32, 32, 128, 0, None, None, False, False),
+    "gqa 32/8 d128 window int8": (32, 8, 128, 0, 4096, None, False, True),
+    "gqa 8/4 d256 softcap int8": (8, 4, 256, 0, None, 50.0, False, True),
+    "gqa 8/4 d256 window softcap int8": (8, 4, 256, 0, 4096, 50.0, False, True),
+    "gqa 64/8 d64 sinks int8": (64, 8, 64, 0, None, None, True, True),
+    "gqa 64/8 d64 window sinks int8": (64, 8, 64, 0, 128, None, True, True),
+    "gqa 32/32 d128 alibi int8": (32, 32, 128, 0, None, None, False, True),
+    "mla 16 heads window": (16, 1, 512, 64, 512, None, False, False),
+    "mla 16 heads window int8": (16, 1, 512, 64, 512, None, False, True),
 }
-
+LEANING = ("gqa 32/32 d128 alibi", "gqa 32/32 d128 alibi int8")
 
 WIDE_SHAPES = (
     "gqa 32/8 d128",
@@ -500,6 +511,9 @@ WIDE_SHAPES = (
     "gqa 32/8 d128 int8",
     "mla 16 heads",
     "mla 16 heads int8",
+    "gqa 32/32 d96",
+    "gqa 8/4 d256 softcap",
+    "gqa 32/32 d128 alibi",
 )
 ROUNDED_SHAPES = ("gqa 32/8 d128", "gqa 8/4 d256 window softcap", "gqa 8/2 d512", "mla 16 heads")
 KINDS = {"bf16*": torch.bfloat16, "fp32*": torch.float32, "i8*": torch.int8}
@@ -522,9 +536,9 @@ def forms() -> Iterator[KernelForm]:
         yield from _attend_forms(name, POINTERS | float32, " over float32")
     constants = PagedLayout(32, 8, 128, 0, None, None, None).constants(64, ROWS)
     few = {key: constants[key] for key in ("S", "G", "KVH", "BM")}
-    yield KernelForm(
-        "count_items", count_items, POINTERS, {**few, "WINDOW": 0, "SPLIT": SPLIT, "TILES": MOST_TILES}
-    )
+    for name, window in (("count_items", 0), ("count_items, window", 4096)):
+        sizes = {**few, "WINDOW": window, "SPLIT": SPLIT, "TILES": MOST_TILES}
+        yield KernelForm(name, count_items, POINTERS, sizes)
     yield from (turn_form(dim) for dim in (64, 128, 256, 512))
 
 
@@ -543,7 +557,8 @@ def _attend_forms(name: str, types: Mapping[str, str], suffix: str = "") -> Iter
     demands = (() if is_wide else ("HMMA", "HGMMA"), ("LDG.128", "LDGSTS.128") if same else ())
     for step in ("decodes", "prompts")[: 1 if rest or is_wide else 2]:
         rows = layout.rows(step == "prompts", KINDS[kept])
-        constants = layout.constants(64, rows) | layout.attention(caches[0], caches[1], sinks)
+        constants = layout.constants(64, rows)
+        constants |= layout.attention(caches[0], caches[1], sinks, name in LEANING)
         warps, stages = constants.pop("num_warps"), constants.pop("num_stages")
         yield KernelForm(
             f"attend, {name}, {step}{suffix}", attend, types, constants, warps, stages, demands=demands,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from plait.kernels.triton.attention.mix import count_stages, mix_columns
 from plait.kernels.triton.attention.rope import pair_columns, rotate_pairs
-from plait.kernels.triton.forms import KernelForm
+from plait.kernels.triton.forms import KernelForm, with_float32
 from plait.ops.entry import Codes, key_codes, latent_codes, value_codes
 from plait.ops.launch import launch
 from plait.ops.place import HeadNorms, NormWeights, Rotation, place_heads, place_latent
@@ -497,23 +497,45 @@ SHAPES: dict[str, Shape] = {  # heads, kv_heads, dim, pairs, interleaved, norm o
     "64/8 d128 pairs": (64, 8, 128, 64, True, None, False),
     "32/8 d128 codes": (32, 8, 128, 64, False, "head", True),
     "8/2 d512 codes": (8, 2, 512, 256, False, "head", True),
+    "32/8 d128 codes without norm": (32, 8, 128, 64, False, None, True),
+    "32/32 d80 codes, 32 rotated": (32, 32, 80, 16, False, None, True),
+    "64/8 d128 codes, pairs": (64, 8, 128, 64, True, None, True),
+    "32/32 d128 codes, 64 rotated in pairs": (32, 32, 128, 32, True, None, True),
+    "32/8 d128 unrotated codes, head norm": (32, 8, 128, 0, False, "head", True),
+    "64/8 d128 codes, layer norm, pairs": (64, 8, 128, 64, True, "each", True),
+    "48/8 d128 codes, norm over all, 64 rotated": (48, 8, 128, 32, False, "all", True),
+    "32/32 d80 codes, layer norm, 32 rotated": (32, 32, 80, 16, False, "each", True),
+    "32/8 d128 layer norm": (32, 8, 128, 64, False, "head", False),
+    "64/8 d128 layer norm, pairs": (64, 8, 128, 64, True, "each", False),
+    "32/32 d80 layer norm, 32 rotated": (32, 32, 80, 16, False, "head", False),
+    "32/32 d80 layer norm with bias, 32 rotated": (32, 32, 80, 16, False, "head", False),
+    "32/32 d64 layer norm with bias": (32, 32, 64, 32, False, "head", False),
+    "64/8 d128 head norm, pairs": (64, 8, 128, 64, True, "head", False),
+    "32/32 d128, 64 rotated in pairs": (32, 32, 128, 32, True, None, False),
+    "32/32 d128 unrotated": (32, 32, 128, 0, False, None, False),
+    "32/32 d128 unrotated codes": (32, 32, 128, 0, False, None, True),
+    "32/8 d128 unrotated head norm": (32, 8, 128, 0, False, "head", False),
 }
 
 
+@with_float32
 def forms() -> Iterator[KernelForm]:
     """Heads and latents of published sizes."""
 
-    def norm(size: int) -> NormWeights:
-        return NormWeights(torch.empty(size, device="meta"), None, 1e-6, False)
+    def norm(size: int, is_layer: bool = False, has_bias: bool = False) -> NormWeights:
+        numbers = torch.empty(size, device="meta")
+        return NormWeights(numbers, numbers if has_bias else None, 1e-6, is_layer)
 
     def turns(pairs: int, is_interleaved: bool) -> Rotation:
         return Rotation(torch.empty(pairs, device="meta"), 1.0, is_interleaved)
 
     for name, (heads, kv_heads, dim, pairs, paired, over, coded) in SHAPES.items():
-        norms = HeadNorms(norm(dim), norm(dim), over) if over else None
+        each = norm(dim, "layer norm" in name, "bias" in name)
+        norms = HeadNorms(each, each, over) if over else None
         form = key_codes(dim) if coded else None
         widths = (form.width, value_codes(dim).width) if form else (dim, dim)
-        constants = _head_sizes(heads, kv_heads, dim, norms, turns(pairs, paired), coded)
+        rotation = turns(pairs, paired) if pairs else None
+        constants = _head_sizes(heads, kv_heads, dim, norms, rotation, coded)
         constants |= _entry_sizes(form, widths, 64)
         warps = constants.pop("num_warps")
         types = POINTERS | (CODES if coded else {})
@@ -523,10 +545,15 @@ def forms() -> Iterator[KernelForm]:
         ("16 heads", 16, False),
         ("128 heads", 128, False),
         ("16 heads codes", 16, True),
+        ("16 heads halves", 16, False),
+        ("16 heads halves codes", 16, True),
+        ("16 heads unrotated", 16, False),
+        ("16 heads unrotated codes", 16, True),
     ):
         form = latent_codes(512, 64) if coded else None
         entry = _latent_entry(form, form.width if form else 576)
-        constants = _latent_sizes(heads, 512, 64, norm(512), turns(32, True)) | entry
+        rotation = None if "unrotated" in name else turns(32, "halves" not in name)
+        constants = _latent_sizes(heads, 512, 64, norm(512), rotation) | entry
         warps, types = constants.pop("num_warps"), POINTERS | (CODES if coded else {})
         wide = (("LDG.128",),)
         yield KernelForm(

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plait.kernels.triton.forms import KernelForm
+from plait.kernels.triton.forms import KernelForm, with_float32
 from plait.ops.launch import launch
 from plait.ops.rope import rotate
 
@@ -122,12 +122,14 @@ POINTERS = {
 }  # fmt: skip
 
 
+@with_float32
 def forms() -> Iterator[KernelForm]:
     """Heads of published sizes."""
     shapes = {
         "32 × 128": (32, 128, 64, False),
         "64 of 128": (32, 128, 32, False),
         "64 pairs": (16, 64, 32, True),
+        "32 pairs of 64": (16, 64, 16, True),
     }
     for name, shape in shapes.items():
         constants = _constants(*shape)

@@ -24,8 +24,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plait.kernels.triton.forms import KernelForm, widen
+from plait.kernels.triton.forms import KernelForm, widen, with_float32
 from plait.kernels.triton.maths import apply_activation, apply_gated, sigmoid
+from plait.ops.activation import PAIRS
 from plait.ops.launch import launch
 
 MOST_SLOTS = 128  # (token, expert) pairs
@@ -243,6 +244,7 @@ SHAPES = {  # k, hidden, size, kind, gated, biases, shared
     "nemotron-3-nano": (6, 2688, 1856, "relu2", False, False, True),
     "qwen3-next": (10, 2048, 512, "silu", True, False, True),
 }
+PLAIN = ("silu", "gelu", "relu")  # activations of experts without a gate, relu2 apart
 CLOSED = ("qwen3-next",)  # a gate weighs the shared expert
 WIDE = (("LDG.128", "LDGSTS.128"),)
 TYPES = {
@@ -253,8 +255,9 @@ TYPES = {
 }  # fmt: skip
 
 
+@with_float32
 def forms() -> Iterator[KernelForm]:
-    """What models of published sizes launch."""
+    """What models of published sizes launch; and other activations, at the sizes of one of them."""
     for name, (k, hidden, size, kind, gated, biased, shared) in SHAPES.items():
         both = {"K": k, "BIASED": biased, "PICKED": False}
         up: dict[str, object] = {"KIND": kind, "GATED": gated}
@@ -263,3 +266,11 @@ def forms() -> Iterator[KernelForm]:
             warps = tile.pop("num_warps")
             named = f"{kernel.fn.__name__}, {name}"
             yield KernelForm(named, kernel, TYPES, {**both, **own, **tile}, warps, demands=WIDE)
+    k, hidden, *_ = SHAPES["qwen3 30b-a3b"]
+    for gated, kinds in ((True, ("silu", "gelu", "gelu_pytorch_tanh", "relu", *PAIRS)), (False, PLAIN)):
+        for kind in kinds:
+            flags = {"K": k, "BIASED": False, "PICKED": False, "KIND": kind, "GATED": gated}
+            tile = up_tile(hidden)
+            warps, constants = tile.pop("num_warps"), {**flags, **tile}
+            named = f"expert_up, {kind}" + ("" if gated else " without gate")
+            yield KernelForm(named, expert_up, TYPES, constants, warps, demands=WIDE)

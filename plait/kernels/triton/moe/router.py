@@ -12,13 +12,14 @@ logits are: of NaN, too, so that no kernel reads outside the experts' weights.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from plait.kernels.triton.forms import KernelForm
+from plait.kernels.triton.forms import KernelForm, with_float32
 from plait.kernels.triton.maths import softplus
 from plait.ops.launch import launch
 from plait.ops.moe import route
@@ -117,7 +118,7 @@ def _constants(count: int, top_k: int, router: RouterSpec, biased: bool, factore
         "BIASED": biased,
         "GROUPED": grouped,
         "TOP": router.top_groups if grouped else 0,
-        "BY_TOP2": router.group_by == "top2",
+        "BY_TOP2": grouped and router.group_by == "top2",
         "RENORMALIZE": router.renormalize,
         "FACTORED": factored,
     }
@@ -167,9 +168,27 @@ ROUTERS = {  # experts, k, router, biased
     "qwen3-next": (512, 10, RouterSpec(), False),
 }
 
+GROUPS: tuple[int, int, Literal["max"]] = (8, 4, "max")  # groups, the best of them, by what
+GROUPS2: tuple[int, int, Literal["top2"]] = (8, 4, "top2")
+RULES: dict[str, tuple[RouterSpec, bool, bool]] = {  # router, biased, factored; over 128 experts
+    "softmax biased": (RouterSpec("softmax", False), True, False),
+    "softmax renormalized biased": (RouterSpec(), True, False),
+    "softmax groups": (RouterSpec("softmax", False, 0.0, 1.0, *GROUPS), False, False),
+    "softmax renormalized groups by two": (RouterSpec("softmax", True, 0.0, 1.0, *GROUPS2), False, False),
+    "sigmoid": (RouterSpec("sigmoid", False), False, False),
+    "sigmoid renormalized": (RouterSpec("sigmoid"), False, False),
+    "sigmoid biased": (RouterSpec("sigmoid", False), True, False),
+    "sigmoid renormalized biased": (RouterSpec("sigmoid"), True, False),
+    "sigmoid biased groups by two": (RouterSpec("sigmoid", False, 0.0, 1.0, *GROUPS2), True, False),
+    "sigmoid renormalized biased groups": (RouterSpec("sigmoid", True, 0.0, 1.0, *GROUPS), True, False),
+    "sigmoid renormalized biased factored": (RouterSpec("sigmoid"), True, True),
+    "sqrtsoftplus renormalized": (RouterSpec("sqrtsoftplus"), False, False),
+}
 
+
+@with_float32
 def forms() -> Iterator[KernelForm]:
-    """What models of published sizes launch."""
+    """What models of published sizes launch, and other rules of choosing."""
     types = {
         "logits": "bf16*", "bias": "fp32*", "factors": "fp32*", "weight": "fp32*", "index": "i64*",
         "logits_row": "i32!", "eps": "fp32", "scale": "fp32",
@@ -178,3 +197,6 @@ def forms() -> Iterator[KernelForm]:
         constants = _constants(count, top_k, router, biased, name.startswith("gemma"))
         own = types if count % 16 == 0 else types | {"logits_row": "i32"}
         yield KernelForm(f"choose_experts, {name}", choose_experts, own, constants, num_warps=1)
+    for name, (router, biased, factored) in RULES.items():
+        constants = _constants(128, 8, router, biased, factored)
+        yield KernelForm(f"choose_experts, {name}", choose_experts, types, constants, num_warps=1)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plait.kernels.triton.forms import KernelForm
+from plait.kernels.triton.forms import KernelForm, with_float32
 from plait.kernels.triton.maths import sigmoid
 from plait.kernels.triton.row_views import view_rows
 from plait.ops.launch import launch
@@ -185,8 +185,13 @@ POINTERS = {
     "x_outer": "i32!", "x_inner": "i32!", "other_outer": "i32!", "other_inner": "i32!", "eps": "fp32",
 }  # fmt: skip
 WIDE = (("LDG.128",), ("STG.128",))
+OWN_TYPES = {
+    "add rms 4096, float32 added": {"other": "fp32*"},
+    "gated rms 8192, bfloat16 weight": {"weight": "bf16*"},
+}
 
 
+@with_float32
 def forms() -> Iterator[KernelForm]:
     """Norms of published widths."""
     plain = {"ADD": False, "LAYER": False, "GATED": NOT_GATED, "NORM": True, "BIAS": False}
@@ -195,20 +200,24 @@ def forms() -> Iterator[KernelForm]:
         "rms 128 of each head": (128, 1, plain | {"PER_OUTER": 32}),
         "add rms 4096": (4096, 1, plain | {"ADD": True}),
         "add rms 16384": (16384, 1, plain | {"ADD": True}),
+        "add rms 4096, float32 added": (4096, 1, plain | {"ADD": True}),
         "layer 12288": (12288, 1, plain | {"LAYER": True, "BIAS": True}),
+        "layer 8192 without bias": (8192, 1, plain | {"LAYER": True}),
         "gated rms 8192": (8192, 1, plain | {"GATED": GATE_FIRST}),
         "gated rms 32 × 128": (128, 32, plain | {"GATED": NORM_FIRST}),
+        "gated rms 8192, bfloat16 weight": (8192, 1, plain | {"GATED": GATE_FIRST}),
         "gate alone 8192": (8192, 1, plain | {"GATED": GATE_FIRST, "NORM": False}),
     }
     for name, (width, groups, flags) in kinds.items():
         constants = _constants(width, groups, 1) | flags
-        warps = constants.pop("num_warps")
+        warps, types = constants.pop("num_warps"), POINTERS | OWN_TYPES.get(name, {})
         yield KernelForm(
-            f"norm_rows, {name}", norm_rows, POINTERS, constants, warps, demands=WIDE if width > 1000 else ()
+            f"norm_rows, {name}", norm_rows, types, constants, warps, demands=WIDE if width > 1000 else ()
         )
     pointers = {name: POINTERS[name] for name in ("x", "weight", "out")}
     types = pointers | {"x_row": "i32!", "x_head": "i32!", "limit": "fp32", "more": "fp32"}
-    for name, (heads, width) in {"48 × 128": (48, 128), "48 × 16": (48, 16)}.items():
-        constants = _limit_constants(heads, width) | {"WEIGHT": True}
+    sizes = {"48 × 128": (48, 128), "48 × 16": (48, 16), "48 × 128 without weight": (48, 128)}
+    for name, (heads, width) in sizes.items():
+        constants = _limit_constants(heads, width) | {"WEIGHT": "without" not in name}
         warps = constants.pop("num_warps")
         yield KernelForm(f"limit_rows, {name}", limit_rows, types, constants, warps)

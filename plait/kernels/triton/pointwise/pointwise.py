@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plait.kernels.triton.forms import KernelForm
+from plait.kernels.triton.forms import KernelForm, with_float32
 from plait.kernels.triton.maths import apply_activation, apply_gated, sigmoid, softplus, tanh
 from plait.kernels.triton.row_views import view_rows
 from plait.ops.activation import (
@@ -285,21 +285,41 @@ def _form(
     return KernelForm(name, kernel, types, few, constants["num_warps"], demands=WIDE if wide else ())
 
 
+@with_float32
 def forms() -> Iterator[KernelForm]:
-    """Each kernel at published widths."""
+    """Each kernel at published widths, with every kind and pair of dtypes that a model launches."""
     flat: dict[str, int] = {"PER_OUTER": 1}
-    for kind in sorted(KINDS):
-        sizes = _piece(14336) | flat | {"KIND": kind, "GATED": kind != "relu2"}
-        for end, types in (("", NUMBERS), (", float32", NUMBERS | {"x": "fp32*", "out": "fp32*"})):
-            yield _form(f"activate_numbers, {kind}{end}", activate_numbers, sizes, types)
-    for kind in ("multiply", "combine", "gate", "rescale", "softcap"):
-        sizes = _piece(4096) | flat | {"KIND": kind, "HAS_Y": kind not in ("rescale", "softcap")}
+    for gated, kinds in ((True, KINDS), (False, ACTIVATIONS)):
+        for kind in sorted(kinds):
+            sizes = _piece(14336) | flat | {"KIND": kind, "GATED": gated}
+            named = f"activate_numbers, {kind}" + ("" if gated else " without gate")
+            yield _form(named, activate_numbers, sizes)
+    for kind in ("multiply", "combine", "gate", "rescale", "softcap", "clip"):
+        sizes = _piece(4096) | flat | {"KIND": kind, "HAS_Y": kind not in ("rescale", "softcap", "clip")}
         yield _form(f"combine_numbers, {kind}", combine_numbers, sizes)
+    yield from _list_mixed(flat)
     sizes = _piece(2048) | flat | {"KIND": "gate_rows", "HAS_Y": True}
     yield _form("combine_numbers, gate_rows", combine_numbers, sizes, NUMBERS | {"y_outer": "i32"})
-    sizes = _piece(128) | flat | {"KIND": "step_sizes", "HAS_Y": True}
-    types = NUMBERS | {"y": "fp32*", "out": "fp32*"}
-    yield _form("combine_numbers, step_sizes", combine_numbers, sizes, types, wide=False)
-    for name, scaled in (("take_rows", False), ("embed, scaled", True)):
-        yield _form(f"take_numbers, {name}", take_numbers, _piece(4096) | {"SCALED": scaled})
+    for name, bias in (("step_sizes", {"y": "fp32*"}), ("step_sizes without bias", {})):
+        sizes = _piece(128) | flat | {"KIND": "step_sizes", "HAS_Y": bool(bias)}
+        types = {**NUMBERS, **bias, "out": "fp32*"}
+        yield _form(f"combine_numbers, {name}", combine_numbers, sizes, types, wide=False)
+    for name, scaled, own in (
+        ("take_rows", False, {}),
+        ("embed, scaled", True, {}),
+        ("embed, float32 table", False, {"x": "fp32*"}),
+        ("embed, scaled, float32 table", True, {"x": "fp32*"}),
+    ):
+        piece = _piece(4096) | {"SCALED": scaled}
+        yield _form(f"take_numbers, {name}", take_numbers, piece, {**NUMBERS, **own})
     yield _form("join_numbers, 512 + 64", join_numbers, _piece(576) | flat | {"N": 512, "M": 64})
+
+
+def _list_mixed(flat: dict[str, int]) -> Iterator[KernelForm]:
+    """Sums of a residual in float32 and what a model in 16 bits adds, and the other way round."""
+    sizes = _piece(4096) | flat | {"KIND": "combine", "HAS_Y": True}
+    for name, own in (
+        ("float32 + bfloat16", {"x": "fp32*", "out": "fp32*"}),
+        ("bfloat16 + float32", {"y": "fp32*"}),
+    ):
+        yield _form(f"combine_numbers, combine, {name}", combine_numbers, sizes, NUMBERS | own)

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plait.kernels.triton.forms import KernelForm, widen
+from plait.kernels.triton.forms import KernelForm, widen, with_float32
 from plait.kernels.triton.maths import silu
 from plait.ops.conv import causal_conv
 from plait.ops.launch import launch
@@ -139,10 +139,12 @@ SHAPES = {  # channels, taps, bias, SiLU
     "kimi-linear": (12288, 4, False, True),
     "lfm2": (2048, 3, False, False),
     "inkling": (4096, 4, False, False),
+    "recurrentgemma 2b": (2560, 4, True, False),
 }
 FLOAT32_TAPS = ("inkling",)  # 1 was added to one of them
 
 
+@with_float32
 def forms() -> Iterator[KernelForm]:
     """What models of published sizes launch: steps of decodes, and steps with prompts."""
     for name, (channels, taps, bias, silu_too) in SHAPES.items():

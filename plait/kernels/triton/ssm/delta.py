@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plait.kernels.triton.forms import KernelForm
+from plait.kernels.triton.forms import KernelForm, with_float32
 from plait.kernels.triton.maths import sigmoid, softplus
 from plait.ops.delta import EPS, delta_scan_from_gates, gated_delta_scan
 from plait.ops.launch import launch
@@ -227,16 +227,25 @@ SHAPES = {  # heads, key heads, K, V, channels, tiled, bias
     "qwen3-next": (32, 16, 128, 128, False, False, True),
     "kimi-linear": (32, 32, 128, 128, True, False, True),
     "olmo-hybrid": (30, 30, 96, 192, False, False, True),
+    "qwen3-next tiled": (32, 16, 128, 128, False, True, True),  # as GGUF files have it
+    "kimi-linear from step sizes": (32, 32, 128, 128, True, False, False),
 }
+GIVEN = ("kimi-linear from step sizes",)  # softplus and sigmoid are taken before
 
 
+def shape_types(name: str) -> dict[str, str]:
+    """Types of a shape's arguments."""
+    return POINTERS | ({"step": "fp32*"} if name in GIVEN else {})
+
+
+@with_float32
 def forms() -> Iterator[KernelForm]:
     """What models of published sizes launch, in every step."""
     for name, (heads, key_heads, key_dim, dim, channels, tiled, bias) in SHAPES.items():
         constants = delta_constants(heads, key_heads, key_dim, dim, channels, tiled)
         warps = constants.pop("num_warps")
         yield KernelForm(
-            f"walk_delta_rule, {name}", walk_delta_rule, POINTERS,
-            constants | {"GATES": True, "HAS_BIAS": bias}, warps,
+            f"walk_delta_rule, {name}", walk_delta_rule, shape_types(name),
+            constants | {"GATES": name not in GIVEN, "HAS_BIAS": bias}, warps,
             demands=(("LDG.128",), ("STG.128",)), max_registers=128,
         )  # fmt: skip

@@ -42,8 +42,15 @@ from torch import Tensor
 
 from plait.kernels.triton.forms import KernelForm
 from plait.kernels.triton.maths import sigmoid, softplus
-from plait.kernels.triton.ssm.delta import POINTERS, SHAPES, DeltaLaunch, delta_constants, prepare_delta
-from plait.ops.chip import BFLOAT16
+from plait.kernels.triton.ssm.delta import (
+    GIVEN,
+    SHAPES,
+    DeltaLaunch,
+    delta_constants,
+    prepare_delta,
+    shape_types,
+)
+from plait.ops.chip import PRODUCTS
 from plait.ops.delta import delta_scan_from_gates, gated_delta_scan
 from plait.ops.launch import launch
 from plait.ops.registry import OpFacts
@@ -263,8 +270,8 @@ def why_walked(facts: OpFacts) -> str | None:
         return "its products are of 16-bit numbers"
     if facts["key_dim"] > WIDEST:
         return f"keys have more than {WIDEST} columns"
-    if facts.chip is not None and facts.chip.capability < BFLOAT16:
-        return f"it is tried from sm_{BFLOAT16} on"
+    if facts.chip is not None and facts.chip.capability < PRODUCTS:
+        return f"Triton uses no matrix units of {facts.chip.name}, but from sm_{PRODUCTS} on"
     return None
 
 
@@ -328,7 +335,7 @@ def forms() -> Iterator[KernelForm]:
     """What models of published sizes launch in steps with prompts."""
     for name, (heads, key_heads, key_dim, dim, channels, tiled, bias) in SHAPES.items():
         constants = delta_constants(heads, key_heads, key_dim, dim, channels, tiled)
-        constants |= {"GATES": True, "HAS_BIAS": bias}
+        constants |= {"GATES": name not in GIVEN, "HAS_BIAS": bias}
         both = chunk_constants(constants, 1, placed=True)
         for kernel, given, demands in (
             (prepare_chunks, both[0], (("LDG.128",), ("STG.128",), ("HMMA", "HGMMA"))),
@@ -336,6 +343,6 @@ def forms() -> Iterator[KernelForm]:
         ):
             warps, stages = given.pop("num_warps"), given.pop("num_stages")
             yield KernelForm(
-                f"{kernel.fn.__name__}, {name}", kernel, POINTERS | SCRATCH, given, warps, stages,
+                f"{kernel.fn.__name__}, {name}", kernel, shape_types(name) | SCRATCH, given, warps, stages,
                 demands=demands,
             )  # fmt: skip

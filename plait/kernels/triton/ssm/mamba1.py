@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plait.kernels.triton.forms import KernelForm
+from plait.kernels.triton.forms import KernelForm, with_float32
 from plait.kernels.triton.maths import silu, softplus
 from plait.ops.launch import launch
 from plait.ops.ssm import gated_mamba1_scan, mamba1_scan
@@ -190,6 +190,7 @@ SHAPES = {  # inner, state, with norms
 }
 
 
+@with_float32
 def forms() -> Iterator[KernelForm]:
     """What models of published sizes launch, for decodes and for steps with prompts; and the clamped scan."""
     for name, (inner, size, normed) in SHAPES.items():
@@ -200,7 +201,8 @@ def forms() -> Iterator[KernelForm]:
                 _constants(inner, size, step == "decodes", **flags), num_warps=1, demands=(("LDG.128",),),
             )  # fmt: skip
     flags = {"HAS_D": True, "LIMITED": True, "FUSED": False, "NORM_B": False, "NORM_C": False}
-    yield KernelForm(
-        "mamba1, clamped, prompts", scan_channels, POINTERS | {"dt": "fp32*"},
-        _constants(1024, 16, False, **flags), num_warps=1, demands=(("LDG.128",),),
-    )  # fmt: skip
+    for name, own in (("clamped", {"LIMITED": True}), ("from step sizes", {"LIMITED": False})):
+        yield KernelForm(
+            f"mamba1, {name}, prompts", scan_channels, POINTERS | {"dt": "fp32*"},
+            _constants(1024, 16, False, **flags | own), num_warps=1, demands=(("LDG.128",),),
+        )  # fmt: skip

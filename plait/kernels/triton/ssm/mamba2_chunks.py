@@ -29,7 +29,7 @@ from torch import Tensor
 from plait.kernels.triton.forms import KernelForm
 from plait.kernels.triton.maths import softplus
 from plait.kernels.triton.ssm.mamba2 import POINTERS, SHAPES, ScanLaunch, head_constants, prepare_scan
-from plait.ops.chip import BFLOAT16
+from plait.ops.chip import PRODUCTS
 from plait.ops.launch import launch
 from plait.ops.registry import OpFacts
 from plait.ops.ssm import mamba2_scan, mamba2_scan_from_dt
@@ -137,8 +137,8 @@ def why_walked(facts: OpFacts) -> str | None:
         return "its products are of 16-bit numbers"
     if facts["state"] > WIDEST:
         return f"the state has more than {WIDEST} columns"
-    if facts.chip is not None and facts.chip.capability < BFLOAT16:
-        return f"it is tried from sm_{BFLOAT16} on"
+    if facts.chip is not None and facts.chip.capability < PRODUCTS:
+        return f"Triton uses no matrix units of {facts.chip.name}, but from sm_{PRODUCTS} on"
     return None
 
 
