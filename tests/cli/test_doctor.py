@@ -15,6 +15,7 @@ import pytest
 
 from plait.bench.machine import find_version
 from plait.cli.common import doctor_checks
+from plait.cli.common.disk_facts import hub_facts
 from plait.cli.common.doctor_checks import (
     CHECKS,
     DoctorRequest,
@@ -249,4 +250,4 @@ def test_a_token_that_may_not_be_read_is_none(monkeypatch: pytest.MonkeyPatch) -
         raise PermissionError(13, "Permission denied", "token")
 
     monkeypatch.setattr(huggingface_hub, "get_token", refuse)
-    assert doctor_checks.hub_facts()["logged_in"] is False
+    assert hub_facts()["logged_in"] is False

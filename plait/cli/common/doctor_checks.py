@@ -11,7 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any, Literal
 from plait.bench import machine
 from plait.bench.machine import find_version
 from plait.checkpoint.packed_cache.file_format import default_folder, list_packed
+from plait.cli.common.disk_facts import free_bytes, hub_facts, is_writable
 from plait.errors import CapacityError
 from plait.kernels.load import KernelTarget, cached_kernels, describe_target, why_refused
 from plait.loading.kernel_trials.verdicts import find_folder, hash_sources, list_verdicts
@@ -217,31 +218,6 @@ def gpu_kernel_facts(cache_dir: str | None) -> list[Facts]:
     ]
 
 
-def hub_facts() -> Facts:
-    """The Hub's library and cache; a token is never shown, only whether there is one."""
-    if find_spec("huggingface_hub") is None:
-        return {"library": None, "folder": None, "repositories": 0, "free": None}
-    from huggingface_hub import constants, get_token
-
-    folder = Path(constants.HF_HUB_CACHE).expanduser()
-    return {
-        "library": find_version("huggingface-hub"),
-        "folder": str(folder),
-        "repositories": sum(1 for _ in folder.glob("models--*")) if os.path.isdir(folder) else 0,
-        "free": free_bytes(folder),
-        "offline": bool(constants.HF_HUB_OFFLINE),
-        "logged_in": _has_token(get_token),
-    }
-
-
-def _has_token(get_token: Callable[[], str | None]) -> bool:
-    """Whether there is a token that this user may read."""
-    try:
-        return get_token() is not None
-    except OSError:
-        return False
-
-
 def check_packages(facts: Mapping[str, Any], asked: DoctorRequest) -> Iterator[Finding]:
     if missing := [name for name in NEEDED if facts["versions"][name] is None]:
         yield Finding("broken", f"not installed: {', '.join(missing)}", f"pip install {' '.join(missing)}")
@@ -389,19 +365,3 @@ def check_walls(facts: Mapping[str, Any], asked: DoctorRequest) -> Iterator[Find
 
 
 CHECKS = (check_packages, check_cpu, check_memory, check_gpu, check_gpu_kernels, check_disks, check_walls)
-
-
-def nearest(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
-    return next(p for p in (folder.absolute(), *folder.absolute().parents) if os.path.isdir(p))
-
-
-def is_writable(folder: Path) -> bool:
-    return os.access(nearest(folder), os.W_OK | os.X_OK)
-
-
-def free_bytes(folder: Path) -> int | None:
-    try:
-        return shutil.disk_usage(nearest(folder)).free
-    except OSError:
-        return None
