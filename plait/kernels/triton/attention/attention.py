@@ -504,6 +504,12 @@ LEANING = ("gqa 32/32 d128 alibi", "gqa 32/32 d128 alibi int8")
 
 WIDE_SHAPES = (
     "gqa 32/8 d128",
+    "gqa 9/3 d64",
+    "gqa 9/3 d64 int8",
+    "gqa 64/8 d64 sinks",
+    "gqa 64/8 d64 sinks int8",
+    "gqa 64/8 d64 window sinks",
+    "gqa 64/8 d64 window sinks int8",
     "gqa 8/4 d256 window softcap",
     "gqa 8/2 d512",
     "gqa 8/4 d256 int8",
@@ -515,7 +521,10 @@ WIDE_SHAPES = (
     "gqa 8/4 d256 softcap",
     "gqa 32/32 d128 alibi",
 )
-ROUNDED_SHAPES = ("gqa 32/8 d128", "gqa 8/4 d256 window softcap", "gqa 8/2 d512", "mla 16 heads")
+ROUNDED_SHAPES = (
+    *("gqa 32/8 d128", "gqa 8/4 d256 window softcap", "gqa 8/2 d512", "mla 16 heads"),
+    *("gqa 9/3 d64", "gqa 64/8 d64 sinks", "gqa 64/8 d64 window sinks"),
+)
 KINDS = {"bf16*": torch.bfloat16, "fp32*": torch.float32, "i8*": torch.int8}
 
 
