@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from functools import wraps
 
 TARGETS = (80, 90, 120)  # compute capabilities: A100, H100 and H200, RTX 5090
-WIDE_TARGETS = (90,)  # of what differs in a dtype without matrix units from forms for all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +70,10 @@ FLOAT32 = ", float32"  # behind the name of a form
 
 
 def as_float32(form: KernelForm) -> KernelForm:
-    """A form with float32 in place of bfloat16; there are no matrix units for it, so one target is enough."""
+    """A form with float32 in place of bfloat16; there are no matrix units for it."""
     types = {name: "fp32*" if kind == "bf16*" else kind for name, kind in form.types.items()}
     demands = tuple(some for some in form.demands if not {"HMMA", "HGMMA"} & set(some))
-    return replace(form, name=form.name + FLOAT32, types=types, demands=demands, targets=WIDE_TARGETS)
+    return replace(form, name=form.name + FLOAT32, types=types, demands=demands)
 
 
 def _kind_of(form: KernelForm) -> tuple[object, ...]:

@@ -15,6 +15,7 @@ left for one more tile of loads.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 import torch
 import triton
@@ -33,7 +34,7 @@ from plait.kernels.triton.attention.attention import (
 )
 from plait.kernels.triton.attention.layout import ROWS, SPLIT, PagedLayout, why_too_large
 from plait.kernels.triton.attention.place import place_all_heads
-from plait.kernels.triton.forms import KernelForm, with_float32
+from plait.kernels.triton.forms import KernelForm, as_float32
 from plait.kernels.triton.shared_memory import LEAST_SHARED, shared_limit
 from plait.ops.entry import CODED
 from plait.ops.launch import launch
@@ -178,17 +179,17 @@ def _constants(
 ) -> dict[str, int]:
     """What `attend_relative` is compiled for, over a cache of `kept`; limit: as `PagedLayout.keys` has it.
 
-    Decodes and prompts have one form: with more rows it spills.
+    Decodes and prompts have one form: with more rows it spills. So does float32 by four warps, or by stages.
     """
-    shared = layout.constants(num_seqs, ROWS)
+    shared, is_wide = layout.constants(num_seqs, ROWS), layout.dtype == torch.float32
     return shared | {
         "PAGE": page,
         "SPLIT": SPLIT,
         "BN": min(64 if layout.dim <= 128 else 32, layout.keys(kept, limit)),
         "WINDOW": layout.window or 0,
         "EXTENT": extent,
-        "num_warps": 8 if layout.dim > 128 else 4,
-        "num_stages": 2,
+        "num_warps": 8 if layout.dim > 128 or is_wide else 4,
+        "num_stages": 1 if is_wide else 2,
     }
 
 
@@ -270,9 +271,8 @@ SHAPES = {  # heads, kv_heads, dim, profiles, distances, window, sinks
 }
 
 
-@with_float32
 def forms() -> Iterator[KernelForm]:
-    """What models of published sizes launch, in every step."""
+    """What models of published sizes launch, in every step, in bfloat16 and in float32."""
     types = POINTERS | {
         "biases": "fp32*",
         "mixed": "bf16*",
@@ -282,13 +282,16 @@ def forms() -> Iterator[KernelForm]:
         "sinks": "bf16*",
         "sink_row": "i32!",
     }
-    for name, (heads, kv_heads, dim, rank, extent, window, sinks) in SHAPES.items():
-        layout = PagedLayout(heads, kv_heads, dim, 0, None, window, None)
-        constants = _constants(layout, 64, 64, extent, torch.bfloat16) | {"SINKS": sinks}
+    for (name, shape), dtype in product(SHAPES.items(), (torch.bfloat16, torch.float32)):
+        heads, kv_heads, dim, rank, extent, window, sinks = shape
+        layout = PagedLayout(heads, kv_heads, dim, 0, None, window, None, dtype)
+        constants = _constants(layout, 64, 64, extent, dtype) | {"SINKS": sinks}
         warps, stages = constants.pop("num_warps"), constants.pop("num_stages")
-        yield KernelForm(
+        own = KernelForm(
             f"attend_relative, {name}", attend_relative, types, constants, warps, stages,
             demands=(("HMMA", "HGMMA"), ("LDG.128", "LDGSTS.128")),
         )  # fmt: skip
-        constants = _bias_constants(heads, extent, rank)
-        yield KernelForm(f"profile_biases, {name}", profile_biases, types, constants)
+        biases = KernelForm(
+            f"profile_biases, {name}", profile_biases, types, _bias_constants(heads, extent, rank)
+        )
+        yield from (own, biases) if dtype == torch.bfloat16 else map(as_float32, (own, biases))

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from plait.kernels.triton.forms import FLOAT32, TARGETS, WIDE_TARGETS, KernelForm
+from plait.kernels.triton.forms import FLOAT32, KernelForm
 from plait.kernels.triton.linear.few_rows import ACTIVATIONS, few_dense
 from plait.kernels.triton.linear.linear import dense_constants
 
@@ -44,6 +44,6 @@ def _dense_form(act: str, has_bias: bool, dtype: torch.dtype) -> KernelForm:
         named + (FLOAT32 if is_wide else ""), few_dense,
         TYPES | dict.fromkeys(NUMBERS, "fp32*" if is_wide else "bf16*"), constants, **options,
         demands=(WIDE_LOADS,) if is_wide else (WIDE_LOADS, PRODUCTS), weights=each,
-        max_per_weight=12.0 if is_wide else 2.0, targets=WIDE_TARGETS if is_wide else TARGETS,
+        max_per_weight=12.0 if is_wide else 2.0,
         options=more,
     )  # fmt: skip
