@@ -219,9 +219,6 @@ def test_what_a_tile_takes_is_what_compiled_forms_take() -> None:
 @pytest.mark.parametrize(
     ("sizes", "dtype", "chip", "bound"),
     [
-        ({"dim": 256}, torch.float16, 75, True),
-        ({"dim": 512}, torch.float16, 75, True),
-        ({"dim": 512}, torch.float32, 75, False),
         ({"dim": 512}, torch.float32, 86, True),
         ({"dim": 1024}, torch.bfloat16, 86, True),
         ({"dim": 1024}, torch.float32, 86, False),
@@ -230,7 +227,6 @@ def test_what_a_tile_takes_is_what_compiled_forms_take() -> None:
         ({"dim": 1024, "kv_dtype": "bfloat16"}, torch.float32, 120, False),
         ({"kv_rank": 512, "rope_dim": 64}, torch.float32, 120, True),
         ({"kv_rank": 1024, "rope_dim": 64}, torch.float32, 120, False),
-        ({"kv_rank": 512, "rope_dim": 64, "kv_dtype": "int8"}, torch.float32, 75, True),
     ],
 )
 def test_no_attention_is_bound_that_a_chip_s_shared_memory_does_not_hold(
