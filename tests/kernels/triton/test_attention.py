@@ -198,7 +198,7 @@ def test_no_tile_takes_more_shared_memory_than_the_smallest_of_current_gpus_has(
 
 
 def test_what_a_tile_takes_is_what_compiled_forms_take() -> None:
-    """Of the report of compiled kernels: it is a bound, and of plain numbers what is there."""
+    """Of the report of compiled kernels: it is a bound, and of plain numbers in stages what is there."""
     report = Path(__file__).resolve().parents[3] / "docs" / "gpu-kernels.md"
     shared: dict[str, int] = {}
     for key, (_, line) in read_rows(report).items():
@@ -211,7 +211,8 @@ def test_what_a_tile_takes_is_what_compiled_forms_take() -> None:
         codes = key_codes(numbers["D"]) if numbers["GROUP"] else None
         layout = PagedLayout(1, 1, numbers["D"], numbers["REST"], codes, None, None, dtype)
         bound = layout.shared_nbytes(numbers["BN"], kept) / 1024
-        if numbers["BM"] == layout.rows(has_prompts=True, kept=kept) and kept == dtype:
+        is_whole = kept == dtype and form.num_stages > 1
+        if numbers["BM"] == layout.rows(has_prompts=True, kept=kept) and is_whole:
             assert shared[form.name] == int(bound), form.name
         assert shared[form.name] <= bound, form.name
 
