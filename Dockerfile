@@ -14,7 +14,7 @@ RUN pip install -c constraints.txt --index-url https://download.pytorch.org/whl/
 COPY pyproject.toml hatch_build.py README.md LICENSE CHANGELOG.md ./
 COPY plait plait
 RUN pip install -c constraints.txt ".[hub]"
-# Kernels of common models, for every level of x86-64 that this machine runs, into the installed package.
+# Kernels of common models, for every level of processors that this machine runs, into the installed package.
 COPY examples/nano-hybrid examples/nano-hybrid
 COPY tools/ship_kernels.py tools/
 RUN cd /opt && python /src/tools/ship_kernels.py

@@ -19,6 +19,12 @@ def cache_base(cache_dir: str | Path | None) -> Path | None:
         return None
 
 
+def nearest_folder(path: Path) -> Path:
+    """The path if it is a folder, or the nearest one above it that is there, and may be seen."""
+    path = path.absolute()
+    return next(one for one in (path, *path.parents) if os.path.isdir(one))
+
+
 def make_folder(path: Path) -> None:
     """Make it with all above it, so that only its owner may write, whatever the umask. Raises OSError.
 

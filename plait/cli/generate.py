@@ -24,6 +24,7 @@ from plait.cli.common.options import (
 )
 from plait.cli.common.progress import Clock, LoadingBar
 from plait.config import EngineConfig
+from plait.errors import check_unicode
 from plait.loading.torch_preload import finish_torch
 
 if TYPE_CHECKING:
@@ -65,10 +66,7 @@ def generate(
         text = read_stdin("--prompt or --ids")
         if not text:
             raise click.UsageError("stdin is empty: give --prompt or --ids, or pipe a text in")
-    elif isinstance(text, str) and any("\ud800" <= char <= "\udfff" for char in text):
-        raise click.UsageError(
-            "--prompt is not UTF-8 here; pipe the text in, in UTF-8, or set LC_ALL=C.UTF-8"
-        )
+    check_unicode("--prompt", text)
     llm = load(model, settings, quiet=quiet)
     if not quiet and "compiled" in llm.step_kind:
         later = f"compiles them again: {llm.unkept}" if llm.unkept else "loads them"

@@ -111,7 +111,7 @@ def _resolve_tensors(
     _check_keys(given, flat)
     _tie(flat, why, shapes)
     try:
-        return _build_untied(flat, why, shapes, read)
+        return _build_with_head(flat, why, shapes, read)
     except (IncompleteConfig, UnknownArchitecture) as error:
         if "ssm_cfg" in flat or (names_in(flat) and not _is_known(flat)):
             raise
@@ -125,7 +125,7 @@ def _resolve_tensors(
         raise
     known = {k: v for k, v in flat.items() if v is not None or k in given}
     why = {**reasons, **{k: why[k] for k in known}}
-    return replace(_build_untied({**inferred, **known}, why, shapes, read), is_detected=True)
+    return replace(_build_with_head({**inferred, **known}, why, shapes, read), is_detected=True)
 
 
 def _check_storage(shapes: Shapes) -> None:
@@ -195,14 +195,14 @@ def _tie(flat: dict[str, Any], why: dict[str, str], shapes: Shapes) -> None:
         flat["tie_word_embeddings"], why["tie_word_embeddings"] = True, f"tensor {HEADS[0]} is not there"
 
 
-def _build_untied(
+def _build_with_head(
     flat: Mapping[str, object], why: dict[str, str], shapes: Shapes, read: Callable[[str], Tensor]
 ) -> Resolved:
     """What a config and the tensors say; a head with numbers of its own wins over a config that ties it.
 
     So does `transformers`. A copy of the embedding changes nothing: the model stays tied.
     """
-    built, told = _build_layers(flat, shapes, why)
+    built, told = _build_once(flat, shapes, why)
     if not built.spec.tied or told.get("tie_word_embeddings") == SET:
         return built
     try:
@@ -215,10 +215,10 @@ def _build_untied(
     if _are_equal(_read_source(*head, read), _read_source(*table, read)):
         return built
     told = {**why, "tie_word_embeddings": f"tensor {stored[0]} is not equal to {stored[-1]}"}
-    return _build_layers({**flat, "tie_word_embeddings": False}, shapes, told)[0]
+    return _build_once({**flat, "tie_word_embeddings": False}, shapes, told)[0]
 
 
-def _build_layers(
+def _build_once(
     flat: Mapping[str, object], shapes: Shapes, why: Mapping[str, str]
 ) -> tuple[Resolved, dict[str, str]]:
     c, told = _normalize_config(flat), dict(why)

@@ -82,7 +82,7 @@ def test_a_prompt_that_is_not_utf8_is_refused(
 def test_an_argument_that_is_not_utf8_is_refused_before_loading(plait: Run, engine: Any) -> None:
     result = plait("generate", "--model", "m", "--prompt", "caf\udce9")
     assert (result.code, engine.prompts) == (2, [])
-    assert "--prompt is not UTF-8" in result.err
+    assert "--prompt: 'caf\\udce9' has bytes that are not UTF-8 here" in result.err
 
 
 def test_an_empty_pipe_without_a_prompt_says_what_to_give(

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import unquote, urlsplit
 
-from plait.cache_folder import NO_HOME, cache_base, make_folder
+from plait.cache_folder import NO_HOME, cache_base, make_folder, nearest_folder
 from plait.checkpoint.hub.client import (
     HubName,
     Listing,
@@ -153,7 +153,7 @@ def _sha256(path: Path) -> str:
 
 def _check_space(name: HubName, nbytes: int) -> None:
     folder = cache_folder(str(name))
-    there = next(p for p in (folder, *folder.parents) if os.path.isdir(p))
+    there = nearest_folder(folder)
     free = shutil.disk_usage(there).free
     if nbytes + _SPARE_NBYTES > free:
         raise CheckpointError(

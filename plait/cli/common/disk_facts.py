@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from plait.bench.machine import find_version
+from plait.cache_folder import nearest_folder
 
 
 def hub_facts() -> dict[str, object]:
@@ -36,17 +37,12 @@ def _has_token(get_token: Callable[[], str | None]) -> bool:
         return False
 
 
-def nearest(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
-    return next(p for p in (folder.absolute(), *folder.absolute().parents) if os.path.isdir(p))
-
-
 def is_writable(folder: Path) -> bool:
-    return os.access(nearest(folder), os.W_OK | os.X_OK)
+    return os.access(nearest_folder(folder), os.W_OK | os.X_OK)
 
 
 def free_bytes(folder: Path) -> int | None:
     try:
-        return shutil.disk_usage(nearest(folder)).free
+        return shutil.disk_usage(nearest_folder(folder)).free
     except OSError:
         return None
