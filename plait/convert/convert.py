@@ -58,7 +58,7 @@ from plait.convert.plan.source import Model, Numbers, check_complete
 from plait.convert.plan.storage import BlockStorage, Mxfp4Stack, StorageForm
 from plait.convert.plan.tensor_plan import Made
 from plait.errors import CheckpointError, ConfigError, UnsupportedModel
-from plait.families.resolve import parse_override, resolve
+from plait.families.resolve import UNEQUAL, parse_override, resolve
 from plait.loading.adapters.merge import MergedGguf, MergedSafetensors
 from plait.loading.adapters.place import open_adapter
 from plait.loading.open_model import Opened, open_model
@@ -244,7 +244,7 @@ def _about(stored: Sequence[StorageForm]) -> dict[str, object]:
 
 
 def _raw_config(opened: Opened) -> dict[str, object] | None:
-    """config.json of the checkpoint, with the values of --set and of a probe.
+    """config.json of the checkpoint, with the values of --set and of a probe; a head of its own is not tied.
 
     Raises ConfigError if it cannot hold them.
     """
@@ -254,6 +254,7 @@ def _raw_config(opened: Opened) -> dict[str, object] | None:
         raw = read_json(opened.files.config, "config.json") if opened.files.config else None
     why, values = opened.resolved.provenance, opened.resolved.config
     given = {key: values[key] for key in why if why[key].startswith(PROBED)}
+    given |= {key: False for key in ("tie_word_embeddings",) if UNEQUAL in why.get(key, "")}
     given |= dict(map(parse_override, opened.config.set))
     if not given:
         return raw

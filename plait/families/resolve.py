@@ -37,6 +37,7 @@ from plait.families.oxidizr.oxidizr import is_oxidizr, resolve_oxidizr
 from plait.quant.weight import as_tensor
 
 FILE, SET = "config.json", "--set"
+UNEQUAL = "is not equal to"  # why a head is used that the config ties
 PACKED = (
     ".qweight",
     ".weight_packed",
@@ -214,7 +215,7 @@ def _build_with_head(
         return built
     if _are_equal(_read_source(*head, read), _read_source(*table, read)):
         return built
-    told = {**why, "tie_word_embeddings": f"tensor {stored[0]} is not equal to {stored[-1]}"}
+    told = {**why, "tie_word_embeddings": f"tensor {stored[0]} {UNEQUAL} {stored[-1]}"}
     return _build_once({**flat, "tie_word_embeddings": False}, shapes, told)[0]
 
 

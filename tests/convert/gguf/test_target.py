@@ -164,6 +164,18 @@ def test_what_is_set_is_written_into_the_config(out: str, tmp_path: Path) -> Non
     assert worst(wanted, logits(model)) > 0.01
 
 
+@pytest.mark.parametrize("out", ["a.gguf", "a"])
+def test_a_head_of_its_own_is_not_tied_in_the_config(out: str, tmp_path: Path) -> None:
+    model = made("llama", tmp_path)
+    path = model / "config.json"
+    run(model, tmp_path / f"untied-{out}", quantize="f32")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "tie_word_embeddings": True}))
+    run(model, tmp_path / out, quantize="f32")
+    assert worst(logits(tmp_path / out), logits(tmp_path / f"untied-{out}")) == 0
+    if out == "a":
+        assert json.loads((tmp_path / out / "config.json").read_text())["tie_word_embeddings"] is False
+
+
 def test_what_a_probe_found_is_written_into_the_config(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
