@@ -130,7 +130,8 @@ def check_out(commit: str) -> Path:
     with TemporaryDirectory(dir=kept.parent) as folder:
         whole = Path(folder) / "whole"
         with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
-            archive.extractall(whole, filter="data")
+            archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.4 has it, 3.11.0 not
+            archive.extractall(whole)
         if not kept.exists():
             whole.rename(kept)
     return kept

@@ -39,10 +39,10 @@ MIN_BODY_RATE = 1024  # bytes per second
 INLINE_BYTES = 64 * 1024  # larger bodies are decoded in a thread
 LINGER_S, LINGER_BYTES = 1.0, 64 * 1024 * 1024
 
-# A string is skipped whole; possessive, so that no text makes it go back.
-_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+# Of a body without escapes: no text makes these go back. Python before 3.11.5 misreads possessive groups.
+_STRING = re.compile(rb'"[^"]*"')
 # So many strings and what is between them: one step of a scan, which other threads wait for.
-_PART = re.compile(rb'(?:[^"]*+"(?:[^"\\]++|\\.)*+"){0,4096}+[^"]*+', re.DOTALL)
+_PART = re.compile(rb'(?:[^"]*"[^"]*"){0,4096}[^"]*')
 _ROUND, _NOT_BRACKETS = bytes.maketrans(b"[]{}", b"()()"), bytes(set(range(256)) - set(b"[]{}"))
 # Half of a pair without the other half, which no character is written with, as in "\ud800".
 _HIGH, _LOW = rb"\\u[dD][89abAB][0-9a-fA-F]{2}", rb"\\u[dD][c-fC-F]"
@@ -188,6 +188,7 @@ def _check_structure(body: bytes) -> None:
     if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
         return
     left, at = b"", 0
+    body = body.replace(rb"\\", b"").replace(rb"\"", b"")
     while (found := _PART.match(body, at)) and found.end() > at:
         left, at = left + _STRING.sub(b"", found[0]).translate(_ROUND, _NOT_BRACKETS), found.end()
         if left.count(b"(") > MAX_CONTAINERS:
