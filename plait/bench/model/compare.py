@@ -130,7 +130,7 @@ def check_out(commit: str) -> Path:
     with TemporaryDirectory(dir=kept.parent) as folder:
         whole = Path(folder) / "whole"
         with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
-            archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.4 has it, 3.11.0 not
+            archive.extraction_filter = getattr(tarfile, "data_filter", None)  # from Python 3.11.4 on
             archive.extractall(whole)
         if not kept.exists():
             whole.rename(kept)
