@@ -11,6 +11,7 @@ import re
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from plait.server.api.validate import DEFAULT_MODEL, LATEST, MAX_MODEL_NAME
 
 logger = logging.getLogger("plait.server")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@/+-]{0,199}")
+NAME_RULE = "a name has up to 200 letters of A-Z and a-z, digits and ._:@+-, a letter or digit first"
 MAX_FOUND = 1000  # models of a folder
 MAX_ENTRIES = 10_000  # files of a folder, and of a model in it
 LOOK_EVERY_S = 2.0  # between two looks at the folder, however many requests come
@@ -27,6 +29,8 @@ _WEIGHTS = (".safetensors", ".gguf")
 _HUB = ("hf.co/", "huggingface.co/")  # clients of Ollama name models of the Hub by their address
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-\d{5}")
 Clock = Callable[[], float]
+FilesStamp = tuple[int, int, int]  # of a model's files: bytes, the latest change in ns, the sum of inodes
+LeaveOut = Callable[[str, str], None]  # gets the name of a model that is not served, and why
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +38,7 @@ class ModelEntry:
     """A model by the name that clients use. `source`: a path or a Hub name.
 
     `keep_alive_s`: how long it stays when idle; None: the server's time. `folder`: of `--models-dir`, which
-    holds all of its files.
+    holds all of its files. `stamp`: of these files; another one means that they have changed.
     """
 
     name: str
@@ -45,6 +49,7 @@ class ModelEntry:
     reasoning_parser: str | None = None
     keep_alive_s: float | None = None
     folder: Path | None = None
+    stamp: FilesStamp | None = None
 
     def check_contained(self) -> None:
         """Raises BadFile for files that a link leads out of the folder, as it is now."""
@@ -75,7 +80,7 @@ class ModelCatalog:
         self._named, self._special, self._template = [*named], dict(special or {}), template
         self._folder, self._clock, self._looked_s = None, clock, -LOOK_EVERY_S
         self._found: dict[str, ModelEntry] = {}
-        self._refused = set[str]()  # names that the log has
+        self._left_out = set[str]()  # names that the log has
         if folder is not None:
             self._folder = Path(folder).expanduser().resolve()
             if not self._folder.is_dir():
@@ -126,6 +131,10 @@ class ModelCatalog:
             raise ModelNotFound(text + (" and more" if len(self.entries) > 8 else ""), "model")
         return found
 
+    def has_name(self, name: str) -> bool:
+        """Whether requests with this name have a model, also by an alias or without Ollama's tag."""
+        return name == DEFAULT_MODEL or self._find(name) is not None
+
     def refresh(self) -> bool:
         """Look for models that came or went; reads the folder. Returns whether it looked."""
         now = self._clock()
@@ -133,17 +142,22 @@ class ModelCatalog:
             return False
         self._looked_s = now
         found: dict[str, ModelEntry] = {}
-        for name, path in scan_folder(self._folder):
-            outside = find_outside(path, self._folder)
-            if outside and name not in self._refused:
-                logger.warning("models_dir: %s is left out: %r leads out of the folder", name, outside)
-                self._refused.add(name)
-            if outside or name in self._names or name in found:
-                continue
-            base = self._special.get(name, self._template)
-            if base is not None:
-                found[name] = replace(base, name=name, source=str(path), folder=self._folder)
-        self._found = found
+        left_out: dict[str, str] = {}
+        for name, path in scan_folder(self._folder, left_out.__setitem__):
+            if outside := find_outside(path, self._folder):
+                left_out[name] = f"{outside!a} leads out of the folder"
+            elif (mine := self._names.get(name)) is not None:
+                if Path(mine.source).expanduser().resolve() != path.resolve():
+                    left_out[name] = "the operator named another model so"
+            elif name in found:
+                left_out[path.name] = f"{Path(found[name].source).name!a} is the model {name!r} already"
+            elif (base := self._special.get(name, self._template)) is not None:
+                where = {"source": str(path), "folder": self._folder, "stamp": _stamp_files(path)}
+                found[name] = replace(base, name=name, **where)
+        for name, why in left_out.items():
+            if name not in self._left_out:
+                logger.warning("models_dir: %s is left out: %s", name, why)
+        self._found, self._left_out = found, {*left_out}
         return True
 
     def forget_look(self) -> None:
@@ -163,18 +177,22 @@ class ModelCatalog:
         return next((one for one in self._found.values() if asked in one.aliases), None)
 
 
-def scan_folder(folder: Path) -> Iterator[tuple[str, Path]]:
+def scan_folder(folder: Path, leave_out: LeaveOut = lambda name, why: None) -> Iterator[tuple[str, Path]]:
     """(name, path) of each model in a folder, by name: files, folders with weights, and folders of those.
 
-    What is no plain file or folder is left out. A link may still lead out of the folder: see `find_outside`.
+    What is no plain file or folder is passed over. `leave_out` gets models that no client could name, and the
+    first of those that are too many. A link may still lead out of the folder: see `find_outside`.
     """
     num_found = 0
     for name, path in _candidates(folder):
-        if not NAME.fullmatch(name) or not _is_model(path):
+        if not _is_model(path):
+            continue
+        if not NAME.fullmatch(name):
+            leave_out(f"{name!a:.200}", f"no client can send this name; {NAME_RULE}")
             continue
         num_found += 1
         if num_found > MAX_FOUND:
-            logger.warning("models_dir: there are more than %d models; the rest is left out", MAX_FOUND)
+            leave_out(name, f"there are more than {MAX_FOUND} models; so is what comes after it")
             return
         yield name, path
 
@@ -188,6 +206,18 @@ def find_outside(path: Path, folder: Path) -> str:
         if number >= MAX_ENTRIES or not entry.resolve().is_relative_to(folder):
             return entry.name
     return ""
+
+
+def _stamp_files(path: Path) -> FilesStamp:
+    """What shows that a model's files are others than before; files that cannot be seen do not count."""
+    nbytes = latest_ns = inodes = 0
+    for file in files_of_model(path):
+        with suppress(OSError):
+            found = file.stat()
+            if stat.S_ISREG(found.st_mode):
+                nbytes, inodes = nbytes + found.st_size, inodes + found.st_ino
+                latest_ns = max(latest_ns, found.st_mtime_ns)
+    return nbytes, latest_ns, inodes
 
 
 def files_of_model(path: Path) -> Iterator[Path]:

@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -97,10 +97,13 @@ class PullJob:
 
 
 class FolderChanges:
-    """Changes of one folder of models. Its fetches are begun on the event loop's thread alone."""
+    """Changes of one folder of models. Its fetches are begun on the event loop's thread alone.
 
-    def __init__(self, folder: Path, *, offline: bool = False) -> None:
-        self._folder, self._offline = folder, offline
+    `is_taken`: whether a name is a model's already, also of one that is not in the folder.
+    """
+
+    def __init__(self, folder: Path, is_taken: Callable[[str], bool], *, offline: bool = False) -> None:
+        self._folder, self._is_taken, self._offline = folder, is_taken, offline
         self._pulls: dict[str, PullJob] = {}
 
     def pull(self, asked: str) -> PullJob:
@@ -161,7 +164,7 @@ class FolderChanges:
             text = f"{clip_text(name, 100)!r} is no name of a model; write NAME or ORG/NAME"
             raise InvalidField(f"destination: {text}", "destination")
         target = self._folder / name
-        if target.exists() or target.is_symlink():
+        if self._is_taken(name) or target.exists() or target.is_symlink():
             raise InvalidField(
                 f"destination: there is a model {name!r} already; delete it first", "destination"
             )

@@ -53,6 +53,7 @@ class HostedModel:
     num_users: int = 0
     is_wanted: bool = False  # to be loaded, if no request waits for it, too
     is_unwanted: bool = False  # to be unloaded as soon as no request holds it
+    has_changed: bool = False  # its files, since it was loaded
     has_vanished: bool = False  # from the folder; a model of that name that comes later is another one
     is_learned: bool = False  # `files` has been read, as far as it can be
     yields: bool = False
@@ -113,6 +114,27 @@ class HostedModel:
     def too_large(self, refusal: str) -> ModelUnavailable:
         """The error of requests for a model that never fits."""
         return ModelUnavailable(f"the model {self.name!r} does not fit: {refusal}")
+
+    def follow_files(self) -> None:
+        """Its files are others now: what is loaded of the old ones ends when it is idle."""
+        self.is_learned = False
+        if self.phase == "unloaded":
+            self.forget_engine()
+        else:
+            self.has_changed = self.is_unwanted = True
+
+    def forget_engine(self) -> None:
+        """Forget what an engine showed of the files before these, and why it could not load them."""
+        self.has_changed, self.known, self.failure, self.held_nbytes = False, None, None, 0
+
+    @property
+    def unload_reason(self) -> str:
+        """Why it is unloaded once it is idle, as the metric has it."""
+        if self.yields:
+            return "memory"
+        if self.has_vanished or self.has_changed:
+            return "files"
+        return "requested" if self.is_unwanted else "idle"
 
     @property
     def adapters(self) -> Collection[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
     from plait.frontend.frontend import Front
 
+logger = logging.getLogger("plait.server")
 FOLLOW_EVERY_S = 10.0  # between two looks at the folder that no request causes
 
 
@@ -51,7 +53,8 @@ class ModelPool(ServedModels):
         self._catalog, self._config, self._residents = catalog, config, residents
         self._scan: asyncio.Task[None] | None = None
         folder = catalog.folder
-        self._changes = None if folder is None else FolderChanges(folder, offline=catalog.is_offline)
+        changes = partial(FolderChanges, is_taken=catalog.has_name, offline=catalog.is_offline)
+        self._changes = None if folder is None else changes(folder)
         self._follow_catalog()
         if catalog.num_named:
             residents.first = next(iter(residents.models.values()))
@@ -242,7 +245,11 @@ class ModelPool(ServedModels):
         before = self._residents.models
         found = {name: before.get(name) or HostedModel(entry) for name, entry in entries.items()}
         for name, entry in entries.items():
-            found[name].entry, found[name].has_vanished = entry, False
+            model, before_it = found[name], found[name].entry.stamp
+            model.entry, model.has_vanished = entry, False
+            if before_it != entry.stamp:
+                logger.info("%s: its files have changed", name)
+                model.follow_files()
         for name, model in before.items():
             if name not in entries and model.phase != "unloaded":
                 model.is_unwanted = model.has_vanished = True

@@ -72,5 +72,5 @@ class PoolMetrics:
             self._seconds.labels(name).observe(seconds)
 
     def record_unload(self, name: str, reason: str) -> None:
-        """Record that a model was unloaded: idle, memory, requested or lost."""
+        """Record that a model was unloaded: idle, memory, requested, files or lost."""
         self._unloads.labels(name, reason).inc()

@@ -222,7 +222,7 @@ class ResidentModels:
         logger.info("%s: loaded in %.1f s, about %d MiB", model.name, seconds, model.need >> 20)
         self.answer(model, front)
         if model.is_unwanted and model.is_idle:
-            self.unload(model, "requested")
+            self.unload(model, model.unload_reason)
         self.pump()
 
     def _fail(self, model: HostedModel, error: BaseException) -> None:
@@ -231,6 +231,8 @@ class ResidentModels:
         if self.stopping:
             return
         if model.loading.stopping:  # it was cancelled; requests that came after that have it loaded again
+            if model.has_changed:
+                model.forget_engine()
             if model.waiters:
                 self._enqueue(model)
             return
@@ -241,6 +243,8 @@ class ResidentModels:
         if model is self.first and model.known is None:
             self.fault = error
         self._drop(model, model.unavailable(f"it is tried again in {pause_s:.0f} s at the earliest", pause_s))
+        if model.has_changed:
+            model.forget_engine()
         self.pump()
 
     def _drop(self, model: HostedModel, error: PlaitError) -> None:
@@ -261,7 +265,7 @@ class ResidentModels:
     def unload_expired(self, model: HostedModel, now: float) -> None:
         is_due = model.is_unwanted or model.yields or now >= model.expires_s(RESIDENCE_S)
         if model.is_idle and is_due:
-            self.unload(model, "memory" if model.yields else "idle")
+            self.unload(model, model.unload_reason)
 
     def unload(self, model: HostedModel, reason: str) -> None:
         front, model.front, model.loading = model.front, None, LoadingState()
@@ -276,6 +280,8 @@ class ResidentModels:
     def _forget(self, model: HostedModel) -> None:
         """A model's engine has ended."""
         model.phase, model.is_unwanted = "unloaded", False
+        if model.has_changed:
+            model.forget_engine()
         if model.has_vanished:
             self.models = {name: one for name, one in self.models.items() if one is not model}
         elif model.waiters:

@@ -96,6 +96,55 @@ def test_a_pipe_is_no_model(folder: Path) -> None:
     assert "pipe" not in names(folder)
 
 
+def test_models_that_no_client_can_name_are_left_out_with_one_line(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    os.mkdir(os.fsencode(folder) + b"/caf\xe9")
+    (folder / os.fsdecode(b"caf\xe9") / "model.safetensors").write_text("x")
+    (folder / os.fsdecode(b"\xff\n.gguf")).write_text("x")
+    put(folder / "q4" / "model.safetensors")  # the folder comes before the file of that name
+    put(folder / "big" / "notes.txt")  # no model, so no line
+    mine = ModelEntry(name="tiny", source="elsewhere", engine=ENGINE)
+    found = catalog(folder, mine)
+    assert [entry.name for entry in found.entries] == ["tiny", "big", "org/name", "q4"]
+    assert found.find("q4").source == str(folder / "q4")
+    rule = "no client can send this name; a name has up to 200 letters"
+    lines = sorted(record.getMessage() for record in caplog.records)
+    assert [line.partition(" is left out: ")[0] for line in lines] == [
+        r"models_dir: '\udcff\n'",
+        "models_dir: 'a b'",
+        r"models_dir: 'caf\udce9'",
+        "models_dir: q4.gguf",
+        "models_dir: tiny",
+    ]
+    assert sum(rule in line for line in lines) == 3
+    assert lines[3].endswith("'q4' is the model 'q4' already")
+    found.refresh()
+    assert len(caplog.records) == len(lines)  # once each
+    (folder / "a b" / "model.safetensors").unlink()
+    found.refresh()
+    put(folder / "a b" / "model.safetensors")
+    found.refresh()
+    assert len(caplog.records) == len(lines) + 1  # it came anew
+
+
+def test_files_that_are_replaced_or_grow_have_another_stamp(folder: Path) -> None:
+    found = catalog(folder)
+    first = found.find("q4").stamp
+    found.refresh()
+    assert found.find("q4").stamp == first
+    with (folder / "q4.gguf").open("a") as file:
+        file.write("more")
+    found.refresh()
+    grown = found.find("q4").stamp
+    old = (folder / "q4.gguf").stat()
+    put(folder / "new", "xmore")
+    os.utime(folder / "new", ns=(old.st_mtime_ns, old.st_mtime_ns))
+    os.rename(folder / "new", folder / "q4.gguf")
+    found.refresh()
+    assert len({first, grown, found.find("q4").stamp}) == 3
+
+
 def test_models_come_and_go_and_the_folder_is_not_read_for_every_request(folder: Path) -> None:
     now = [0.0]
     found = ModelCatalog([], str(folder), TEMPLATE, clock=lambda: now[0])

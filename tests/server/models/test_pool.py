@@ -6,6 +6,7 @@ import asyncio
 import gc
 import weakref
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ import pytest
 from plait.errors import BadFile, EngineLost, InvalidField, ModelNotFound, QueueFull
 from plait.server.http.errors import ModelUnavailable, NotReady
 from plait.server.models import residents as residents_module
+from plait.server.models.hosted import FIRST_PAUSE_S
 from plait.server.models.placement import PATIENCE_S, RESIDENCE_S, YIELD_S
+from plait.server.models.pool import FOLLOW_EVERY_S
 from tests import patience
 from tests.server.models.pooling import SIZE, Bench
 
@@ -317,6 +320,74 @@ def test_unload_waits_for_open_requests_and_cancels_a_load() -> None:
         await bench.pool.unload("b")
         await bench.until(lambda: bench.phases()["b"] == "unloaded")
         assert bench.pool.facts_of("b").stage == "unloaded"
+        bench.pool.close()
+
+    run(check)
+
+
+def unloads(bench: Bench) -> dict[tuple[str, str], float]:
+    """Counts by (model, reason)."""
+    found = bench.residents.metrics.registry.collect()
+    samples = [one for metric in found for one in metric.samples if one.name == "plait_model_unloads_total"]
+    return {(one.labels["model"], one.labels["reason"]): one.value for one in samples}
+
+
+def test_the_metric_says_why_a_model_was_unloaded() -> None:
+    async def check() -> None:
+        bench = Bench("a", "b", "c", fit=2)
+        held = await bench.use("a")
+        await bench.pool.unload("a")
+        assert held.release is not None
+        held.release()
+        await bench.until(lambda: bench.phases()["a"] == "unloaded")
+        await bench.answer("b", keep_alive=0)
+        await bench.later(RESIDENCE_S)
+        assert unloads(bench) == {("a", "requested"): 1, ("b", "idle"): 1}
+        bench.pool.close()
+
+    run(check)
+
+
+def test_a_model_with_other_files_is_another_model(tmp_path: Path) -> None:
+    async def check() -> None:
+        file = tmp_path / "m.gguf"
+        file.write_text("one")
+        sizes = {"m": SIZE}
+        bench = Bench(folder=tmp_path, sizes=sizes, fit=4)
+        bench.pool.begin()
+        bench.loader.broken["m"] = BadFile("m.gguf is truncated")
+        with pytest.raises(ModelUnavailable, match="truncated"):
+            await bench.answer("m")
+        del bench.loader.broken["m"]
+        bench.clock.now += FIRST_PAUSE_S - 1  # the same files: the next attempt still has to wait
+        bench.pool.look_around()
+        with pytest.raises(ModelUnavailable, match="truncated"):
+            await bench.answer("m")
+
+        async def replace(text: str, nbytes: int) -> None:
+            (tmp_path / "new").write_text(text)
+            (tmp_path / "new").rename(file)
+            sizes["m"] = nbytes
+            bench.clock.now += FOLLOW_EVERY_S
+            before = bench.residents.models["m"].entry.stamp
+            bench.pool.look_around()
+            await bench.until(lambda: bench.residents.models["m"].entry.stamp != before)
+            await bench.until(lambda: bench.pool.facts_of("m").size == nbytes)
+
+        await replace("whole", 2 * SIZE)
+        held = await bench.use("m")  # at once: what failed were other files
+        need = bench.pool.facts_of("m").memory
+        await replace("again", 3 * SIZE)
+        later = asyncio.ensure_future(bench.answer("m"))
+        await asyncio.sleep(0.01)
+        assert bench.loaded() == {"m"}
+        assert not later.done()  # it is for the files that are there now
+        assert held.release is not None
+        held.release()
+        assert await later == "m"
+        assert bench.loader.loaded == ["m"] * 3
+        assert unloads(bench) == {("m", "files"): 1}
+        assert (bench.pool.facts_of("m").memory or 0) > (need or 0)
         bench.pool.close()
 
     run(check)
