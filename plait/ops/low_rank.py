@@ -20,6 +20,14 @@ WORDS = 4  # of a table's entry: addresses of A and B, rank, scale as float32 bi
 
 
 @dataclass(frozen=True, slots=True)
+class FactorOrder:
+    """The order of a weight's rows [out], and of its inputs [in], as indices; None: they stay as they are."""
+
+    rows: Tensor | None = None
+    columns: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class LowRankFactors:
     """What an adapter adds to one weight: scale · up · down. down: [rank, in], up: [out, rank]."""
 
@@ -34,6 +42,15 @@ class LowRankFactors:
     def product(self) -> Tensor:
         """The change of the weight, [out, in] float32."""
         return self.scale * (self.up.float() @ self.down.float())
+
+    def in_order(self, order: FactorOrder) -> LowRankFactors:
+        """The same change of a weight in another order; what is of another size stays as it is."""
+        down, up = self.down, self.up
+        if order.rows is not None and len(order.rows) == len(up):
+            up = up[order.rows]
+        if order.columns is not None and len(order.columns) == down.shape[1]:
+            down = down[:, order.columns]
+        return LowRankFactors(down, up, self.scale)
 
 
 @dataclass(frozen=True, slots=True)

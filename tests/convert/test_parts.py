@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from plait.checkpoint.names import Back, Derived, NameMap
 from plait.convert.hf.keys import llama3_scaling, strangers
 from plait.convert.plan import tensor_plan
-from plait.convert.plan.reconcile_specs import differences, pairs_order, value_order
+from plait.convert.plan.reconcile_specs import differences
 from plait.convert.plan.source import NeededTensor
 from plait.convert.plan.storage import Fp8Blocks, Int4Groups
 from plait.convert.plan.tensor_plan import Made, TensorPart, matrices, pieces, plan_tensors
 from plait.errors import UnsupportedFormat
+from plait.families.common.row_orders import pairs_order, value_order
 from plait.ops.rope import frequencies
 from plait.spec.model import NormSpec, RopeSpec
 from plait.spec.recurrent import DeltaNetSpec

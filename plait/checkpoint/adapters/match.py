@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from plait.checkpoint.adapters.adapter_file import AdapterFile, FactorPair
 from plait.checkpoint.names import Derived, NameMap, UnknownName, sources_of
 from plait.errors import ShapeMismatch, UnsupportedFormat, UnusedTensor, list_some
-from plait.ops.low_rank import LowRankFactors
+from plait.ops.low_rank import FactorOrder, LowRankFactors
 from plait.quant.weight import as_tensor
 
 _NUMBER = re.compile(r"\d+")
@@ -20,10 +21,15 @@ _CLOSE = 1e-4  # how far both ways of applying a recipe may be apart, of numbers
 
 
 class AdapterMatch:
-    """An adapter seen through a model's names. Every pair must be taken: see `check_all_used`."""
+    """An adapter seen through a model's names. Every pair must be taken: see `check_all_used`.
 
-    def __init__(self, file: AdapterFile, names: NameMap) -> None:
-        self.file, self._names = file, names
+    `orders`: by our names, for a model of which the files have another order than those of `names`.
+    """
+
+    def __init__(
+        self, file: AdapterFile, names: NameMap, orders: Mapping[str, FactorOrder] = MappingProxyType({})
+    ) -> None:
+        self.file, self._names, self._orders = file, names, orders
         self._used: set[str] = set()
         self._linear: set[str] = set()  # kinds of our names with a recipe that was found to be linear
 
@@ -40,6 +46,11 @@ class AdapterMatch:
 
         Raises ShapeMismatch and UnsupportedFormat.
         """
+        found, order = self._take(ours), self._orders.get(ours)
+        return found if found is None or order is None else found.in_order(order)
+
+    def _take(self, ours: str) -> LowRankFactors | None:
+        """The factors in our layout, with the rows in the order that the names' files have."""
         there = [source for source in self._sources(ours) if source in self.file.pairs]
         if not there:
             return None

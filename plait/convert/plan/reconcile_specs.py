@@ -17,6 +17,7 @@ from torch import Tensor
 from plait.convert.plan.source import NeededTensor
 from plait.convert.plan.tensor_plan import Made, with_part
 from plait.errors import UnsupportedFormat
+from plait.families.common.row_orders import order_of_heads, pairs_order, value_order
 from plait.ops.rope import frequencies
 from plait.spec.model import AttentionSpec, Mamba2Spec, ModelSpec, RopeSpec
 from plait.spec.recurrent import DeltaNetSpec
@@ -115,7 +116,7 @@ def _reorder_heads(
         return
     head = pairs_order(mixer.head_dim, mixer.rope.dim, to_pairs=other.rope.interleaved)
     for x, heads in (("q", mixer.num_heads), ("k", mixer.num_kv_heads)):
-        rows = (torch.arange(heads)[:, None] * mixer.head_dim + head).flatten()
+        rows = order_of_heads(head, heads)
         for kind in ("weight", "bias"):
             if f"{name}.{x}.{kind}" in wanted:
                 yield f"{name}.{x}.{kind}", rows
@@ -136,21 +137,6 @@ def _tile_heads(name: str, mixer: DeltaNetSpec, *, to_tiles: bool) -> Iterator[t
 
 def _columns(order: Tensor) -> Change:
     return lambda w: w[:, order]
-
-
-def value_order(mixer: DeltaNetSpec, width: int, *, to_tiles: bool) -> Tensor:
-    """Heads of `width` rows: those of one key head together -> the first of each key head, the second, ..."""
-    ratio = mixer.num_heads // mixer.num_key_heads
-    shape = (mixer.num_key_heads, ratio) if to_tiles else (ratio, mixer.num_key_heads)
-    heads = torch.arange(mixer.num_heads).view(shape).T.flatten()
-    return (heads[:, None] * width + torch.arange(width)).flatten()
-
-
-def pairs_order(head_dim: int, rotated: int, *, to_pairs: bool) -> Tensor:
-    """Which row of a head comes where: [first half, second half] -> pairs, or back. [head_dim]."""
-    first = torch.arange(rotated)
-    order = first.view(2, -1).T.flatten() if to_pairs else first.view(-1, 2).T.flatten()
-    return torch.cat((order, torch.arange(rotated, head_dim)))
 
 
 def _drop_order(spec: ModelSpec) -> ModelSpec:

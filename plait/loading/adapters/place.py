@@ -16,13 +16,13 @@ from plait.checkpoint.adapters.gguf_adapter import open_gguf
 from plait.checkpoint.adapters.match import AdapterMatch
 from plait.checkpoint.adapters.peft import WEIGHTS, open_peft
 from plait.checkpoint.find_files import ModelFiles
-from plait.checkpoint.names import NameMap
 from plait.checkpoint.readers.gguf_metadata import is_own
 from plait.checkpoint.weights import Target
 from plait.config import EngineConfig
 from plait.engine.adapters import AdapterTable, no_adapters, parse_named
 from plait.errors import ConfigError, MissingTensor, UnsupportedFormat
 from plait.families.common.resolved import Resolved
+from plait.families.gguf.adapter_orders import find_orders
 from plait.kernels.load import allocate_packed
 from plait.ops.low_rank import AdapterLimits
 
@@ -65,14 +65,11 @@ def open_adapter(path: Path, max_rank: int) -> AdapterFile:
 
 def match_adapter(opened: AdaptableModel, file: AdapterFile) -> AdapterMatch:
     """The adapter through the names of a model's files. Raises UnsupportedFormat for another model's."""
-    return AdapterMatch(file, _names_for(opened, file))
-
-
-def _names_for(opened: AdaptableModel, file: AdapterFile) -> NameMap:
     resolved, metadata = opened.resolved, opened.metadata
     is_gguf = metadata is not None and not is_own(metadata)
     if file.naming == "hf":
-        return resolved.hf_names or resolved.names
+        orders = find_orders(resolved, file.path) if is_gguf else {}
+        return AdapterMatch(file, resolved.hf_names or resolved.names, orders)
     if not is_gguf or metadata is None:
         raise UnsupportedFormat(
             f"{file.path}: a GGUF adapter is for a model in GGUF, and {opened.files.name} is none; use the "
@@ -83,7 +80,7 @@ def _names_for(opened: AdaptableModel, file: AdapterFile) -> NameMap:
             f"{file.path}: it is for the architecture {file.architecture!r}, and {opened.files.name} is "
             f"{metadata.get('general.architecture')!r}"
         )
-    return resolved.names
+    return AdapterMatch(file, resolved.names)
 
 
 def place_adapters(opened: AdaptableModel, target: Target) -> Sequence[NamedAdapter]:

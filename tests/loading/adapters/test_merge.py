@@ -11,6 +11,7 @@ from plait.checkpoint.adapters.gguf_adapter import open_gguf
 from plait.convert.convert import Order, convert_model
 from plait.errors import BadFile, ShapeMismatch, UnsupportedFormat, UnusedTensor
 from plait.llm.llm import LLM
+from tests.families.as_gguf import permuted
 from tests.loading.adapters.made import linear_modules, write_llama, write_peft
 from tests.loading.adapters.test_place import OPTIONS, scores
 
@@ -62,19 +63,22 @@ def write_gguf(
 @pytest.mark.slow
 def test_gguf_adapter_and_peft_adapter_of_a_model_in_gguf_are_the_merged_model(tmp_path: Path) -> None:
     tensors = write_llama(tmp_path / "base")
-    modules = [name for name in linear_modules(tensors) if "v_proj" in name or "down_proj" in name]
+    words = {"self_attn.q_proj": "attn_q", "self_attn.v_proj": "attn_v", "mlp.down_proj": "ffn_down"}
+    modules = [name for name in linear_modules(tensors) if name.endswith(tuple(words))]
     write_peft(tmp_path / "a", tensors, modules)
     for order in (
         Order(str(tmp_path / "base"), tmp_path / "base.gguf"),
         Order(str(tmp_path / "base"), tmp_path / "merged.gguf", lora=tmp_path / "a"),
     ):
         convert_model(order, silent)
-    words = {"self_attn.v_proj": "attn_v", "mlp.down_proj": "ffn_down"}
     theirs = dict[str, torch.Tensor]()
     for name, value in load_file(tmp_path / "a/adapter_model.safetensors").items():
         number, _, rest = name.partition(".layers.")[2].partition(".")
         module, _, which = rest.removesuffix(".weight").partition(".lora_")
-        theirs[f"blk.{number}.{words[module]}.weight.lora_{which.lower()}"] = value
+        is_moved = (module, which) == ("self_attn.q_proj", "B")
+        theirs[f"blk.{number}.{words[module]}.weight.lora_{which.lower()}"] = (
+            permuted(value, 4) if is_moved else value
+        )
     write_gguf(tmp_path / "a.gguf", theirs)
     with LLM(str(tmp_path / "merged.gguf"), **OPTIONS) as merged:
         wanted = scores(merged)
