@@ -3,6 +3,9 @@
 The event loop never waits for the disk: work goes to the thread, and each piece of work is one transaction.
 The file is locked as long as the server runs, so that no second server takes its rows for its own. Deleted
 content is overwritten (`secure_delete`), and the file shrinks when rows go.
+
+A deletion writes, too: into the log. A reserve lies next to the file, and goes when a deletion finds the disk
+full. Pages with deleted content are not overwritten then, but leave the file.
 """
 
 from __future__ import annotations
@@ -10,10 +13,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import sqlite3
 import stat
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 from plait.config import MIB
@@ -26,6 +31,8 @@ MODE = 0o600
 APPLICATION_ID, VERSION = 0x706C6974, 1  # "plit"
 CHECKED_BYTES = 256 * MIB  # a larger file is not read as a whole before the server starts
 WAL_BYTES = 16 * MIB  # to which the log is cut after it was merged
+RESERVE_BYTES = 8 * MIB  # more than the log takes of a deletion that overwrites nothing, and of a `_SHRINK`
+_SHRINK = 512  # pages that leave the file in one transaction where the disk is full
 CHECK = b"plait"  # sealed in the file, to know the key by
 PRAGMAS = (
     "locking_mode = EXCLUSIVE",
@@ -108,13 +115,17 @@ class Database:
         except sqlite3.Error as error:
             raise ConfigError(f"store: {path}: {_explain(error)}") from error
         self._thread = ThreadPoolExecutor(1, "plait-store")
+        self._reserve = f"{path}-reserve"
+        self.keep_reserve()
 
-    async def run(self, work: Callable[[sqlite3.Connection], T]) -> T:
+    async def run(self, work: Callable[[sqlite3.Connection], T], *, deletes: bool = False) -> T:
         """What `work` returns, in the store's thread and in one transaction. Raises StoreFull and others.
 
-        Work that was begun ends, also when the caller is cancelled.
+        Work that was begun ends, also when the caller is cancelled. `deletes`: it makes the file smaller, so
+        it may use the reserve; it may be called twice.
         """
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._transact, work)
+        call = partial(self._transact, work, deletes=deletes)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
     def call(self, work: Callable[[sqlite3.Connection], T]) -> T:
         """As `run`, from any thread that may wait."""
@@ -123,30 +134,94 @@ class Database:
     def close(self) -> None:
         """Wait for the work that was begun, and merge the log into the file."""
         self._thread.shutdown(wait=True)
+        with contextlib.suppress(OSError):
+            os.unlink(self._reserve)
         with contextlib.suppress(sqlite3.Error):
             self._connection.close()
 
-    def _transact(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        with _translate_errors():
-            self._connection.execute("BEGIN")  # the file is locked anyway
+    def keep_reserve(self) -> None:
+        """Have the reserve on the disk, if that leaves some of it free. From the store's thread alone."""
+        with contextlib.suppress(OSError):
+            if os.path.exists(self._reserve):
+                return
+            if shutil.disk_usage(os.path.dirname(self._reserve) or ".").free < RESERVE_BYTES + MIB:
+                return
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
+            handle = os.open(self._reserve, flags, MODE)
             try:
-                found = work(self._connection)
-                self._connection.execute("COMMIT")
-            except BaseException:
-                if self._connection.in_transaction:
-                    self._connection.execute("ROLLBACK")
-                raise
+                _fill(handle, RESERVE_BYTES)
+            except OSError:
+                os.unlink(self._reserve)
+            finally:
+                os.close(handle)
+
+    def _transact(self, work: Callable[[sqlite3.Connection], T], *, deletes: bool = False) -> T:
+        with _translate_errors("deleted" if deletes else "stored"):
+            try:
+                return self._attempt(work)
+            except sqlite3.Error as error:
+                if not deletes or not _is_full(error):
+                    raise
+            return self._attempt_with_reserve(work)
+
+    def _attempt(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        self._connection.execute("BEGIN")  # the file is locked anyway
+        try:
+            found = work(self._connection)
+            self._connection.execute("COMMIT")
+        except BaseException:
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+            raise
         return found
+
+    def _attempt_with_reserve(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """Again, with the reserve's place on the disk and without overwriting; then the file shrinks."""
+        with contextlib.suppress(OSError):
+            os.unlink(self._reserve)
+        self._connection.execute("PRAGMA secure_delete = FAST").fetchall()
+        try:
+            self._merge_log()
+            found = self._attempt(work)
+            with contextlib.suppress(sqlite3.Error):  # what was deleted is deleted; the rest leaves later
+                self._shrink()
+        finally:
+            self._connection.execute("PRAGMA secure_delete = ON").fetchall()
+            self.keep_reserve()
+        return found
+
+    def _shrink(self) -> None:
+        """Give all free pages back to the disk: none of them has deleted content any more."""
+        self._merge_log()
+        while self._connection.execute("PRAGMA freelist_count").fetchone()[0]:
+            self._connection.execute(f"PRAGMA incremental_vacuum({_SHRINK})").fetchall()
+            self._merge_log()
+
+    def _merge_log(self) -> None:
+        self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+
+
+def _fill(handle: int, nbytes: int) -> None:
+    """Give a file blocks of the disk. Raises OSError."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(handle, 0, nbytes)
+        return
+    for _ in range(nbytes // MIB):
+        os.write(handle, bytes(MIB))
+
+
+def _is_full(error: sqlite3.Error) -> bool:
+    return "full" in str(error)
 
 
 @contextlib.contextmanager
-def _translate_errors() -> Iterator[None]:
+def _translate_errors(done: str) -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:
         text = _explain(error)
-        if "full" in text:
-            raise StoreFull(f"store: {text}; nothing was stored") from error
+        if _is_full(error):
+            raise StoreFull(f"store: {text}; nothing was {done}") from error
         raise StoreUnavailable(f"store: {text}; send store: false to go on without it") from error
 
 
@@ -157,7 +232,7 @@ def _explain(error: sqlite3.Error) -> str:
         return "the database is locked; another server uses it, so name another file"
     if "readonly" in text or "read-only" in text:
         return "the database is read-only; give the server write access to the file and its folder"
-    if "full" in text:
+    if _is_full(error):
         return "the disk is full; free some, or lower --store-limit"
     if "malformed" in text or "not a database" in text or "corrupt" in text:
         return "the file is damaged or no database; move it away, and the server begins a new one"

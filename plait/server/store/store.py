@@ -56,14 +56,17 @@ class Store:
     async def clean(self) -> None:
         """Delete what is too old."""
         self._cleaned_s = 0.0
-        await self._database.run(self._clean)
+        await self._database.run(self._clean, deletes=True)
 
     def now(self) -> int:
         return int(self._clock())
 
-    async def run(self, work: Callable[[Rows], T]) -> T:
-        """What `work` returns, as one transaction. Raises StoreFull, StoreUnavailable, and what it raises."""
-        return await self._database.run(self._bounded(work))
+    async def run(self, work: Callable[[Rows], T], *, deletes: bool = False) -> T:
+        """What `work` returns, as one transaction. Raises StoreFull, StoreUnavailable, and what it raises.
+
+        `deletes`: it deletes, which goes on when the disk is full; it may be called twice.
+        """
+        return await self._database.run(self._bounded(work), deletes=deletes)
 
     def call(self, work: Callable[[Rows], T]) -> T:
         """As `run`, from any thread but the event loop's."""
@@ -89,6 +92,7 @@ class Store:
         now = self._clock()
         if now - self._cleaned_s >= CLEAN_EVERY_S or now < self._cleaned_s:
             self._cleaned_s = now
+            self._database.keep_reserve()
             oldest = int(now - self._max_age_s)
             text = f"DELETE FROM objects WHERE (used < ? OR expires <= ?) AND {_FREE}"
             connection.execute(text, (oldest, int(now)))

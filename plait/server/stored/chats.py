@@ -83,7 +83,7 @@ async def change_chat(call: StoredCall) -> Response:
 
 async def delete_chat(call: StoredCall) -> Deleted:
     """Delete the chat and its messages."""
-    await call.store.run(lambda rows: rows.delete(rows.get(call.tenant, "chat", call.id)))
+    await call.store.run(lambda rows: rows.delete(rows.get(call.tenant, "chat", call.id)), deletes=True)
     return Deleted(id=call.id, object="chat.completion.deleted")
 
 

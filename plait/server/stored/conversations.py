@@ -98,7 +98,7 @@ async def change_conversation(call: StoredCall) -> Response:
 
 async def delete_conversation(call: StoredCall) -> Deleted:
     """Delete a conversation with its items; responses that were in it stay."""
-    await call.store.run(lambda rows: rows.delete(_find(rows, call)))
+    await call.store.run(lambda rows: rows.delete(_find(rows, call)), deletes=True)
     return Deleted(id=call.id, object="conversation.deleted")
 
 
@@ -154,7 +154,7 @@ async def delete_item(call: StoredCall) -> Response:
             raise NotStored(f"there is no item {name!r:.80} in this conversation")
         return row
 
-    return as_json((await call.store.run(delete)).body)
+    return as_json((await call.store.run(delete, deletes=True)).body)
 
 
 def _find(rows: Rows, call: StoredCall) -> StoredRow:

@@ -60,7 +60,7 @@ async def create_file(call: StoredCall) -> FileObject:
     except BaseException:
         if upload.row is not None:
             row = upload.row
-            await call.store.run(lambda rows: rows.delete(row))
+            await call.store.run(lambda rows: rows.delete(row), deletes=True)
         raise
 
 
@@ -184,7 +184,7 @@ async def delete_file(call: StoredCall) -> Deleted:
             raise InUse(f"{call.id}: a batch uses this file; cancel the batch, or wait until it is done")
         rows.delete(row)
 
-    await call.store.run(delete)
+    await call.store.run(delete, deletes=True)
     return Deleted(id=call.id, object="file")
 
 

@@ -66,7 +66,7 @@ async def delete_response(call: StoredCall) -> Deleted:
     """Delete the response; one that runs in the background is cancelled first."""
     row = await call.row("response")
     await call.state.background.cancel(call.tenant, call.id)
-    await call.store.run(lambda rows: rows.delete(row))
+    await call.store.run(lambda rows: rows.delete(row), deletes=True)
     return Deleted(id=call.id, object="response")
 
 

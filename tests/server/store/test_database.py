@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import itertools
 import os
+import shutil
 import sqlite3
 import stat
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from plait.config import ServerConfig
 from plait.errors import ConfigError
-from plait.server.store.database import Database
-from plait.server.store.errors import StoreFull, StoreUnavailable
+from plait.server.store.database import RESERVE_BYTES, Database
+from plait.server.store.errors import NotStored, StoreFull, StoreUnavailable
 from plait.server.store.rows import Rows, StoredRow
 from plait.server.store.seal import Seal
 from plait.server.store.store import Store, open_store
@@ -40,7 +46,7 @@ def test_the_file_and_its_log_are_private(tmp_path: Path) -> None:
     store = Store(database(path), 1 << 30, 1e12)
     store.call(lambda rows: rows.add(row("one")))
     found = {name: stat.S_IMODE(os.stat(tmp_path / name).st_mode) for name in os.listdir(tmp_path)}
-    assert found == {"s.db": 0o600, "s.db-wal": 0o600}
+    assert found == {"s.db": 0o600, "s.db-reserve": 0o600, "s.db-wal": 0o600}
     store.close()
     assert os.listdir(tmp_path) == ["s.db"]
 
@@ -112,6 +118,74 @@ def test_a_full_disk_is_a_typed_error_and_what_was_stored_stays(tmp_path: Path) 
     assert store.call(lambda rows: rows.get("a", "chat", "one")).body == b"{}"
     store.call(lambda rows: rows.add(row("three")))
     store.close()
+
+
+def delete(name: str) -> Callable[[Rows], None]:
+    return lambda rows: rows.delete(rows.get("a", "chat", name))
+
+
+def test_a_deletion_that_finds_the_disk_full_gets_the_reserve(tmp_path: Path) -> None:
+    found, reserve = database(tmp_path / "s.db"), tmp_path / "s.db-reserve"
+    store = Store(found, 1 << 30, 1e12)
+    store.call(lambda rows: [rows.add(row(f"r{i}", body=b"secret" * 20_000)) for i in range(9)])
+    assert os.stat(reserve).st_blocks * 512 >= RESERVE_BYTES
+    seen: list[tuple[bool, int]] = []
+
+    def work(connection: sqlite3.Connection) -> None:
+        seen.append((reserve.exists(), connection.execute("PRAGMA secure_delete").fetchone()[0]))
+        if reserve.exists():
+            raise sqlite3.OperationalError("database or disk is full")
+        connection.execute("DELETE FROM objects WHERE id != 'r0'")
+
+    with pytest.raises(StoreFull, match="nothing was stored"):
+        asyncio.run(found.run(work))
+    assert (seen, reserve.exists()) == ([(True, 1)], True)  # what writes may not have it
+    asyncio.run(found.run(work, deletes=True))
+    assert seen[1:] == [(True, 1), (False, 2)]
+    assert reserve.exists()  # there is space again
+    assert found.call(lambda c: c.execute("PRAGMA secure_delete").fetchone()[0]) == 1
+    assert found.call(lambda c: c.execute("PRAGMA freelist_count").fetchone()[0]) == 0
+    assert (tmp_path / "s.db").read_bytes().count(b"secret") == 20_000  # what was not overwritten has left
+    store.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 24 MiB."""
+    (tmp_path / "disk").mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(tmp_path / "disk")]
+    mount = shutil.which("mount")
+    if mount is None or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("this user may not mount a small disk")
+    yield tmp_path / "disk"
+    subprocess.run(["umount", "--lazy", str(tmp_path / "disk")], check=True)
+
+
+def test_rows_are_deleted_on_a_disk_without_one_free_block(small_disk: Path) -> None:
+    store = Store(database(small_disk / "s.db"), 1 << 30, 1e12)
+
+    def fill(name: str) -> None:
+        """Until not even a small row finds a place."""
+        for nbytes in (1 << 20, 4000):
+            with contextlib.suppress(StoreFull):
+                for i in itertools.count():
+                    new = row(f"{name}-{nbytes}-{i}", body=os.urandom(nbytes))
+                    store.call(lambda rows, new=new: rows.add(new))  # type: ignore[misc]
+
+    # What the reserve gave is written full, too.
+    for name, *gone in (("first", "first-1048576-0", "first-1048576-1"), ("second", "first-1048576-2")):
+        fill(name)
+        assert os.statvfs(small_disk).f_bavail * 4096 < 1 << 16
+        with pytest.raises(StoreFull, match="nothing was stored"):
+            asyncio.run(store.run(delete(gone[0])))
+        for one in gone:
+            asyncio.run(store.run(delete(one), deletes=True))
+            with pytest.raises(NotStored):
+                asyncio.run(store.run(delete(one)))
+    store.call(lambda rows: rows.add(row("new", body=b"x" * (1 << 20))))
+    store.close()
+    with contextlib.closing(sqlite3.connect(small_disk / "s.db")) as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
 
 def test_a_file_that_became_unwritable_is_a_typed_error(tmp_path: Path) -> None:
