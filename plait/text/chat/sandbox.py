@@ -152,8 +152,6 @@ class _Child(ChildProcess):
         try:
             self.walls: list[str] = json.loads(self.read_line(limits.start_s))
         except (OSError, EOFError, ValueError) as error:
+            why = self.explain_start(error, limits.start_s)
             self.stop()
-            raise CapacityError(
-                "the process that renders chat templates did not start within "
-                f"{limits.start_s:g} s; try again"
-            ) from error
+            raise CapacityError(f"the process that renders chat templates {why}") from error

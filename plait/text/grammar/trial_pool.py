@@ -101,11 +101,9 @@ class TrialChild(ChildProcess):
         try:
             self.ask(setup, limits.start_s)
         except (OSError, EOFError, ValueError) as error:
+            why = self.explain_start(error, limits.start_s)
             self.stop()
-            raise CapacityError(
-                f"the process that tries grammars out did not start within {limits.start_s:g} s, or found no "
-                "memory; try again"
-            ) from error
+            raise CapacityError(f"the process that tries grammars out {why}") from error
 
 
 def _refusal(status: int, limits: GrammarLimits) -> str:

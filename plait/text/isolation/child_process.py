@@ -72,6 +72,18 @@ class ChildProcess:
         except subprocess.TimeoutExpired:
             return None
 
+    def explain_start(self, error: Exception, start_s: float) -> str:
+        """Why it is not ready, as the end of a sentence. `error`: what its first answer raised."""
+        if isinstance(error, TimeoutError):
+            return f"did not start within {start_s:g} s; try again"
+        status = self.ended()
+        if status is None:
+            return f"wrote no first line that can be read ({type(error).__name__})"
+        how = f"with exit code {status}" if status >= 0 else f"by {_name_signal(-status)}"
+        return (
+            f"ended {how} before it was ready; look for a limit of memory or processes, or a broken install"
+        )
+
     def ask(self, line: str, timeout_s: float) -> bytes:
         """The line that it answers to `line`. Raises TimeoutError, after which it must be stopped.
 
@@ -107,6 +119,13 @@ def _wait(pipe: FileIO, event: int, deadline: float) -> None:
     left = deadline - time.monotonic()
     if left <= 0 or not poll.poll(left * 1000):
         raise TimeoutError
+
+
+def _name_signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
 def _reap(process: subprocess.Popen[bytes]) -> None:

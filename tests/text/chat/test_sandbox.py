@@ -20,6 +20,8 @@ from plait.errors import BadTemplate, CapacityError
 from plait.fair_queue import current_client
 from plait.text.chat.sandbox import Sandbox, SandboxLimits, TemplateEnded
 from plait.text.chat.sandbox_child import Templates
+from plait.text.isolation import child_process
+from tests.patience import PATIENCE_S
 
 DOUBLING = (
     "{% set ns = namespace(s='xxxxxxxx') %}{% for i in range(40) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}"
@@ -100,6 +102,32 @@ def test_long_conversations_pass_through_the_pipes() -> None:
 def test_the_variables_a_template_reads_are_known(sandbox: Sandbox) -> None:
     source = "{% if thinking is defined %}{{ thinking }}{% endif %}{% for m in messages %}{{ m }}{% endfor %}"
     assert sandbox.read(source) == {"thinking", "messages"}
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        (
+            "import sys; sys.exit(7)",
+            "ended with exit code 7 before it was ready; look for a limit",
+        ),
+        ("import no_such_module_here", "ended with exit code 1 before it was ready"),
+        ("import os; os.kill(os.getpid(), 9)", "ended by SIGKILL before it was ready"),
+        (
+            "print('no json', flush=True); input()",
+            r"wrote no first line that can be read \(JSONDecodeError\)",
+        ),
+        ("input()", r"did not start within 0\.5 s"),
+    ],
+)
+def test_a_child_that_does_not_come_up_says_why_at_once(
+    monkeypatch: pytest.MonkeyPatch, code: str, says: str
+) -> None:
+    monkeypatch.setattr(child_process, "_RUN", code.replace("{", "{{").replace("}", "}}"))
+    box = Sandbox(SandboxLimits(start_s=0.5 if code == "input()" else PATIENCE_S))
+    with pytest.raises(CapacityError, match=f"^the process that renders chat templates {says}"):
+        box.start()
+    box.close()
 
 
 def test_a_killed_child_is_replaced(sandbox: Sandbox) -> None:
