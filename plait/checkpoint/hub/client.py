@@ -168,6 +168,11 @@ def ask(name: HubName) -> Listing:
         found = hub.HfApi().model_info(name.repo, revision=name.revision, files_metadata=True)
     except Exception as error:  # the library's own, its HTTP client's and the system's
         raise CheckpointError(f"cannot ask the Hub for {name}: {advice(error, name)}") from error
+    if not _COMMIT.fullmatch(str(found.sha)):  # it becomes a folder's name
+        raise CheckpointError(
+            f"the Hub has {clip_text(ascii(found.sha), 60)} as the commit of {name}, which is none; look at "
+            "HF_ENDPOINT, or use the true Hub"
+        )
     return Listing(str(found.sha), {s.rfilename: s.size for s in found.siblings or ()})
 
 
@@ -185,7 +190,8 @@ def advice(error: BaseException, name: HubName) -> str:
     if "GatedRepoError" in kinds:
         return f"it is gated (HTTP {status}): accept its terms on its page on the Hub, then {login}"
     if "RevisionNotFoundError" in kinds:
-        return f"it has no branch, tag or commit {name.revision!r}; without @REVISION it is the default one"
+        wanted = name.revision or "main"
+        return f"it has no branch, tag or commit {wanted!r}; without @REVISION it is the default one"
     if "RepositoryNotFoundError" in kinds or status in (401, 403, 404):
         return f"there is no such repository, or it is private (HTTP {status}): check the name; or {login}"
     if status == 429:

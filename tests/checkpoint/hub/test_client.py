@@ -256,6 +256,14 @@ def test_a_model_that_is_not_there(hub: FakeHub) -> None:
         find_model("org/nothing")
 
 
+@pytest.mark.parametrize("commit", ["../../../../out", "/out", "main", "", "A" * 40])
+def test_a_hub_that_names_no_commit_writes_nothing(hub: FakeHub, tmp_path: Path, commit: str) -> None:
+    hub.repos["org/m"] = Repo({commit: {**SMALL, "model.safetensors": tensors()}}, {"main": commit})
+    with pytest.raises(CheckpointError, match="as the commit of org/m, which is none"):
+        find_model("org/m")
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
 def test_a_disk_that_is_too_small_is_known_before(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.repos["org/m"].commit({"model.safetensors": tensors()})
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
