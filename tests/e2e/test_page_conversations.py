@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.browser import (
+    HEIGHT,
     NOTE,
     answers,
     entries,
@@ -366,3 +367,36 @@ def test_versions_of_another_kind_or_too_deep_are_refused(page: Any, url: str) -
     other = {"role": "user", "content": "x", "versions": [{"role": "tool", "content": "y", "after": []}]}
     expect(imported(page, file_of(other))).to_contain_text("a version is of another kind")
     assert kept(page) == []
+
+
+def test_two_tabs_with_one_conversation_lose_nothing(chromium: Any, url: str) -> None:
+    context = chromium.new_context(viewport={"width": 1200, "height": HEIGHT})
+    one, other = context.new_page(), context.new_page()
+    said(opened(one, url), "First")
+    expect(opened(other, url).locator(".message")).to_have_count(2)
+    said(one, "Second of one")
+    expect(other.locator(".message")).to_have_count(4)
+    expect(other.locator(".message.assistant .prose").last).to_have_text("Second of one")
+    said(other, "Third of the other")
+    expect(one.locator(".message.assistant .prose").last).to_have_text("Third of the other")
+    # A change of its title alone, while a reply is being written here, is no other conversation.
+    one.fill("#draft", "SLOW " + "fourth of one " * 30)
+    one.press("#draft", "Enter")
+    expect(one.locator(".message.live")).to_have_count(1)
+    entries(other).first.focus()
+    other.keyboard.press("F2")
+    other.get_by_label("Name of the conversation").fill("Renamed")
+    other.keyboard.press("Enter")
+    expect(entries(one)).to_have_text(["Renamed"])
+    # Both write at once: both are kept.
+    said(other, "Fifth of the other")
+    expect(one.locator(NOTE)).to_contain_text("Another tab went on with this conversation")
+    expect(one.locator(".message.live")).to_have_count(0)
+    expect(entries(one)).to_have_count(2)
+    found = [" ".join(message["content"] for message in each["messages"]) for each in kept(one)]
+    assert all("Third of the other" in text for text in found)
+    assert sorted(("fourth of one" in text, "Fifth of the other" in text) for text in found) in (
+        [(False, True), (True, False)],
+        [(True, False), (True, True)],  # the other tab had the question when it wrote
+    )
+    context.close()

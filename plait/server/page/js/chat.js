@@ -3,6 +3,7 @@
 import { events, askJson } from "./api.js";
 import { make, say } from "./dom.js";
 import { MessageView } from "./message.js";
+import { notify } from "./notices.js";
 import { chatBody, sampling, textBody } from "./request.js";
 import { Reply, emptyReply } from "./reply.js";
 import * as store from "./store.js";
@@ -19,6 +20,7 @@ export class Chat {
     this.hooks = hooks;
     this.running = null;
     this.conversation = store.newConversation("chat");
+    store.onOther((found) => this.meetOther(found));
   }
 
   get isBusy() {
@@ -41,6 +43,29 @@ export class Chat {
     this.follow(true);
     this.hooks.changed();
     this.hooks.tools.arrive();
+  }
+
+  /**
+   * Another tab went on with the open conversation: show what it made. Where this tab writes, too, both stay,
+   * because whoever kept theirs last would have undone the other's.
+   */
+  meetOther(found) {
+    const { conversation } = this;
+    if (found.id !== conversation.id || conversation.isGone) return;
+    if (!this.isBusy && !this.transcript.querySelector("textarea")) {
+      const isNear = this.isNear();
+      this.conversation = found;
+      this.hooks.tools.name();
+      this.render();
+      if (isNear) this.follow(true);
+      this.hooks.changed();
+    } else if (isEarlier(found.messages, conversation.messages)) {
+      Object.assign(conversation, { title: found.title, folder: found.folder });
+    } else {
+      conversation.id = store.newId();
+      this.keep();
+      notify("Another tab went on with this conversation; this tab keeps its own as another one", { ms: 0 });
+    }
   }
 
   render() {
@@ -321,6 +346,15 @@ async function continued(before, begun, settings) {
   const room = prompt.max_model_len - prompt.tokens.length - more.tokens.length;
   const body = { ...textBody([], settings), prompt: [...prompt.tokens, ...more.tokens] };
   return { ...body, max_tokens: sampling(settings).max_tokens ?? Math.max(room, 1) };
+}
+
+/** Whether another tab has what this one kept a while ago: all messages, and the beginning of the last. */
+function isEarlier(theirs, ours) {
+  const isLast = (i) => i === theirs.length - 1;
+  return theirs.every(({ role, content }, i) => {
+    if (ours[i]?.role !== role) return false;
+    return isLast(i) ? ours[i].content.startsWith(content) : ours[i].content === content;
+  });
 }
 
 function titled(text) {

@@ -89,6 +89,14 @@ export function onChange(callback) {
   });
 }
 
+/** Call back with what another tab made of a conversation. */
+export function onOther(callback) {
+  addEventListener("storage", (event) => {
+    const found = event.key?.startsWith(PREFIX) ? load(event.key.slice(PREFIX.length)) : null;
+    if (found !== null) callback(found);
+  });
+}
+
 // The list of a message, not the count in its stats.
 const lasting = (key, value) => (key === "tokens" && Array.isArray(value) ? undefined : value);
 
