@@ -152,8 +152,8 @@ class ModelCatalog:
             elif name in found:
                 left_out[path.name] = f"{Path(found[name].source).name!a} is the model {name!r} already"
             elif (base := self._special.get(name, self._template)) is not None:
-                where = {"source": str(path), "folder": self._folder, "stamp": _stamp_files(path)}
-                found[name] = replace(base, name=name, **where)
+                stamp = _stamp_files(path)
+                found[name] = replace(base, name=name, source=str(path), folder=self._folder, stamp=stamp)
         for name, why in left_out.items():
             if name not in self._left_out:
                 logger.warning("models_dir: %s is left out: %s", name, why)
