@@ -59,6 +59,9 @@ def ps(url: str, api_key: str | None, as_json: bool) -> None:
     for row in rows:
         line = "  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True))
         sys.stdout.write(line.rstrip() + "\n")
+    for card in cards:  # below the table: one long cause would make each of its lines too wide
+        if why := error_of(card) or progress_of(card):
+            sys.stdout.write(f"{_clean(card.get('id'))}: {stage_of(card)}: {_clean(why)}\n")
 
 
 @click.command()
@@ -125,11 +128,6 @@ def list_cards(client: ServerClient, path: str) -> list[Card]:
 def describe(card: Card) -> tuple[str, ...]:
     """A row of `plait ps`; what the server does not say is empty."""
     memory, expires = card.get("memory"), card.get("expires")
-    stage = stage_of(card)
-    if stage == "loading" and (progress := progress_of(card)):
-        stage = f"loading ({progress})"
-    if error := error_of(card):
-        stage = f"{stage} ({error})"
     until = ""
     if isinstance(expires, int | float):
         until = f"{max(expires - time.time(), 0):.0f} s"
@@ -137,7 +135,7 @@ def describe(card: Card) -> tuple[str, ...]:
     about = "" if is_loaded else "~"  # of one that is not loaded: what it would take
     return (
         _clean(card.get("id")),
-        _clean(stage),
+        _clean(stage_of(card)),
         _clean(card.get("max_model_len", "")),
         f"{about}{bytes_text(memory)}" if isinstance(memory, int) else "",
         _clean(card.get("num_open_requests", "")),

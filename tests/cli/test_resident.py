@@ -49,7 +49,10 @@ def test_models_are_listed_loaded_and_unloaded(
     failed = plait("load", "bad")
     assert failed.code == 1
     assert "it is truncated" in failed.err
-    assert "failed (ValueError: it is truncated)" in plait("ps").out
+    *_, row, cause = plait("ps").out.splitlines()
+    assert row.split()[:2] == ["bad", "failed"]
+    assert "truncated" not in row
+    assert cause == "bad: failed: ValueError: it is truncated"
     assert "no" in plait("load", "no").err
 
 
