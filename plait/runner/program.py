@@ -103,7 +103,6 @@ def view_as_batch(static: StaticBatch, groups: Sequence[BlockGroup]) -> Batch:
         query_start=view(static.starts),
         seq_lens=view(static.lens),
         num_decodes=0,
-        max_query_len=capacity.tokens,
         max_seq_len=capacity.blocks * static.block_size,
         paged={group.name: PagedIndex(view(table), view(mapping)) for group, table, mapping in pairs},
         state_slots=view(static.slots),

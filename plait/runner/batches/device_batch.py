@@ -107,7 +107,6 @@ class DeviceBatch:
             query_start=self._starts[: bucket + 1],
             seq_lens=self._of("seq_lens", bucket),
             num_decodes=bucket,
-            max_query_len=1,
             max_seq_len=self.blocks * self.block_size,
             paged={
                 g.name: PagedIndex(self.table(i, bucket), mappings[g.name]) for i, g in enumerate(self.groups)
