@@ -204,7 +204,6 @@ def decode_batch(groups: Sequence[BlockGroup], seqs: int, blocks: int, store: St
         query_start=rows,
         seq_lens=ints(seqs) + 1,
         num_decodes=seqs,
-        max_seq_len=blocks * store.block_size,
         paged={group.name: PagedIndex(ints(seqs, blocks), ints(seqs)) for group in groups},
         state_slots=ints(seqs),
         has_history=torch.ones(seqs, dtype=torch.bool, device=some.device),

@@ -64,7 +64,6 @@ class ServeSide:
     max_len: int | None
     process: ServerProcess | None = None
     turns: list[Facts] = field(default_factory=list)
-    errors: int = 0
 
 
 def bench_serve(job: ServeJob, say: Say = lambda text: None) -> Facts:
