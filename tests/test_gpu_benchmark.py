@@ -57,6 +57,13 @@ def test_rows_are_written_once_and_a_later_call_goes_on(
     assert "ranks need several GPUs" in found["note"]
 
 
+def test_forms_of_kernels_are_compiled_for_the_chip(part: Any, tmp_path: Path) -> None:
+    assert call(part, tmp_path, "--phases", "1") == 0
+    (row,) = rows_of(tmp_path)
+    assert (row["variant"], row["shape"], row["ok"]) == ("compiled", "sm_90", True)
+    assert "registers" in row["note"]
+
+
 def test_a_row_that_never_came_back_is_named_and_skipped(part: Any, tmp_path: Path) -> None:
     assert call(part, tmp_path, "--phases", "7") == 0
     (row,) = rows_of(tmp_path)

@@ -137,18 +137,17 @@ def list_builds(bench: Bench) -> Iterator[Item]:
     """Every form of every kernel, compiled for this chip in a pool of processes."""
     from tools.compile_kernels import compile_form, list_forms
 
-    target = bench.chip.capability
-    forms = list_forms()[:1] if bench.is_dry else list_forms()
+    forms = list_forms([bench.chip.capability])[: 1 if bench.is_dry else None]
     items = [
-        pair for pair in forms if bench.only in pair[1] and not bench.is_done(_build_key(bench, pair[1]))
+        form for form in forms if bench.only in form[1] and not bench.is_done(_build_key(bench, form[1]))
     ]
     context, workers = multiprocessing.get_context("spawn"), max(1, min(len(items), os.cpu_count() or 1))
     plain = {name: value for name, value in os.environ.items() if name == "TRITON_INTERPRET"}
     os.environ.pop("TRITON_INTERPRET", None)  # the interpreter compiles nothing
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=die_with, initargs=(os.getpid(),))
     try:
-        jobs = {pair: pool.submit(compile_form, *pair, target) for pair in items}
-        for (_, name), job in jobs.items():
+        jobs = {form: pool.submit(compile_form, *form) for form in items}
+        for (_, name, _), job in jobs.items():
             yield _build_item(bench, name, lambda job=job: _built(job, bench))
     finally:
         pool.shutdown(cancel_futures=True)  # what the time was too short for

@@ -81,11 +81,11 @@ class AskMetrics(WireMessage, frozen=True, tag=5):
 class ReplicaCard(WireMessage, frozen=True, tag=1):
     """The first message of a replica: what it serves. A gateway needs no weights to know it.
 
-    `source`: the JSON of its `TextSource`; `spec`: see `encode_card_spec`. `model`: a hash of what a gateway
-    must have in common with it; `arithmetic`: of all that decides the numbers of a reply. `is_paged`: every
-    block of a prompt can be resumed. `max_open`: requests that it takes at a time. `adapters`: a hash of each
-    one's numbers, by name; it is in the names of the blocks that the adapter computes. `digest`: of a reply
-    that it generated at startup, see `reply_digest`: machines of one fingerprint may differ in it.
+    `source`: the JSON of its `TextSource`; `spec`: msgpack of `encode_spec_value`. `model`: a hash of what a
+    gateway must have in common with it; `arithmetic`: of all that decides the numbers of a reply. `is_paged`:
+    every block of a prompt can be resumed. `max_open`: requests that it takes at a time. `adapters`: a hash
+    of each one's numbers, by name; it is in the names of the blocks that the adapter computes. `digest`: of a
+    reply that it generated at startup, see `reply_digest`: machines of one fingerprint may differ in it.
     """
 
     name: str

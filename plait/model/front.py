@@ -75,8 +75,6 @@ def _front_batch(states: Mapping[str, State], target: Target, count: int) -> Bat
         query_start=torch.tensor([0, count], device=device),
         seq_lens=count * one,
         num_decodes=0,
-        max_query_len=count,
-        max_seq_len=count,
         paged={group.name: index for group in block_groups(states)},
         state_slots=one,
         has_history=torch.zeros(1, dtype=torch.bool, device=device),

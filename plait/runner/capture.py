@@ -97,7 +97,7 @@ class StepCapture(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
         name = func._schema.name.split("::")[1]
-        self._check(func, name, args, kwargs)
+        self._check(name, args, kwargs)
         out = func(*args, **kwargs)
         made = [t for t in find_tensors(out) if _storage(t) not in self._memory]
         for t in made:
@@ -151,7 +151,7 @@ class StepCapture(TorchDispatchMode):
         place = f"{frames[-1].filename.rpartition('/plait/')[2]}:{frames[-1].lineno}" if frames else "?"
         self.faults.append(f"{place}: {why}")
 
-    def _check(self, func: Any, name: str, args: Any, kwargs: Any) -> None:
+    def _check(self, name: str, args: Any, kwargs: Any) -> None:
         if name in WAITS:
             self.break_rule(f"{name} asks for a value, which waits for the device")
         if name in SHAPED_BY_DATA:
@@ -204,8 +204,6 @@ def decode_batch(groups: Sequence[BlockGroup], seqs: int, blocks: int, store: St
         query_start=rows,
         seq_lens=ints(seqs) + 1,
         num_decodes=seqs,
-        max_query_len=1,
-        max_seq_len=blocks * store.block_size,
         paged={group.name: PagedIndex(ints(seqs, blocks), ints(seqs)) for group in groups},
         state_slots=ints(seqs),
         has_history=torch.ones(seqs, dtype=torch.bool, device=some.device),

@@ -110,7 +110,7 @@ class DeviceReplay:
         self._decoder, self._store, self.sampler, self._backend = decoder, store, sampler, backend
         self._observe: Observe | None = None
         self._groups, device = tuple(groups), backend.device
-        self.batch = DeviceBatch(capacity, groups, store.block_size, device)
+        self.batch = DeviceBatch(capacity, groups, device)
         self._tables = sampler.tables(self.batch.rows, device)
         self._eager_tables = sampler.tables(capacity.logits, device)
         self._answers = torch.zeros(2, self.batch.rows, dtype=torch.float64, device=device)

@@ -95,7 +95,7 @@ class Recording:
 
 def view_as_batch(static: StaticBatch, groups: Sequence[BlockGroup]) -> Batch:
     """The buffers of a recorded step as the decoder takes them: of its largest step, all of it prompts."""
-    capacity, view = static.capacity, torch.from_numpy
+    view = torch.from_numpy
     pairs = zip(groups, static.tables, static.mappings, strict=True)
     return Batch(
         token_ids=view(static.ids),
@@ -103,8 +103,6 @@ def view_as_batch(static: StaticBatch, groups: Sequence[BlockGroup]) -> Batch:
         query_start=view(static.starts),
         seq_lens=view(static.lens),
         num_decodes=0,
-        max_query_len=capacity.tokens,
-        max_seq_len=capacity.blocks * static.block_size,
         paged={group.name: PagedIndex(view(table), view(mapping)) for group, table, mapping in pairs},
         state_slots=view(static.slots),
         has_history=view(static.history),

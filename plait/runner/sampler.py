@@ -79,13 +79,6 @@ class Sampler:
         """Finds what `sample` takes as `largest`; None where every row is edited."""
         return None if len(self.holes) else lambda logits: self._largest(self.host.limited(logits))
 
-    @property
-    def plain_draw(self) -> Callable[..., Tensor] | None:
-        """Draws from logits by settings, as `ops.sample.sample`; None where every row is edited."""
-        if len(self.holes):
-            return None
-        return lambda logits, *settings: self._draw(self.host.limited(logits), *settings)
-
     def sample(self, logits: Tensor, batch: SamplingBatch) -> list[Sampled]:
         """logits: [L, vocab] float, each row's `num_logits` in turn -> one answer per row of the batch.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from itertools import count
 from typing import Any
 
 from plait.engine.core import Engine
@@ -158,17 +157,6 @@ class Reader:
     def traces(self) -> list[RequestTrace]:
         """Of every choice that has ended."""
         return [events[-1].trace for events in self.events.values() if events[-1].trace]
-
-
-class Ticks:
-    """A clock of its own: every look at it is a second later."""
-
-    def __init__(self) -> None:
-        self.now, self._ticks = 0.0, count(1)
-
-    def __call__(self) -> float:
-        self.now = float(next(self._ticks))
-        return self.now
 
 
 def engine(

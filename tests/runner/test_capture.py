@@ -143,5 +143,7 @@ def check_capture(model: Decoder, store: StateStore) -> None:
     assert not capture.faults
     other = replace(batch, token_ids=batch.token_ids + 3, positions=batch.positions + 40)
     again, _ = capture_step(model, store, other, strict=False, is_dry=True)
-    assert len(again.stream) == len(capture.stream)
+    for here, there in zip(capture.stream, again.stream, strict=True):
+        # By their text, as the poison of these tests is written by a `fill_` with NaN, which equals nothing.
+        assert repr(here) == repr(there), "a value of the batch was baked in"
     assert again.launches == capture.launches

@@ -106,6 +106,19 @@ def read_every_way(name: str, text: str, cuts: Sequence[int] = (), **options: An
     return whole
 
 
+def parses(text: str) -> bool:
+    """Whether it is JSON, which has no NaN and no Infinity."""
+    try:
+        json.loads(text, parse_constant=refuse)
+    except ValueError:
+        return False
+    return True
+
+
+def refuse(constant: str) -> None:
+    raise ValueError(constant)
+
+
 def is_beginning_of_json(text: str) -> bool:
     """Whether more text can make it valid, tried out with `json`."""
     closers, inside, escaped = "", False, False
@@ -119,10 +132,4 @@ def is_beginning_of_json(text: str) -> bool:
         elif char in "}]":
             closers = closers[1:]
     words = [word[n:] for word in ("true", "false", "null") for n in range(1, len(word))]
-    for ending in ["", '"', '":0', ":0", "0", '"":0', *words]:
-        try:
-            json.loads(text + ending + (closers or ("{}" if not text else "")))
-        except ValueError:
-            continue
-        return True
-    return False
+    return any(parses(text + more + closers) for more in ["", '"', '":0', ":0", "0", '"":0', *words])

@@ -15,6 +15,7 @@ from plait.text.grammar.compiler import GrammarCompiler
 from plait.text.output import Content
 from plait.text.reply_format import ReplyFormat
 from plait.text.tokenizers.builtin import builtin_tokenizer
+from tests.text.accepting import accepts
 
 TOKENIZER = builtin_tokenizer("cl100k_base", True)
 THINKS = (
@@ -36,18 +37,6 @@ def compiler() -> Iterator[GrammarCompiler]:
     found = GrammarCompiler(TOKENIZER)
     yield found
     found.close()
-
-
-def accepts(compiler: GrammarCompiler, grammar: Grammar | None, text: str) -> bool:
-    """Whether a whole reply may be this text."""
-    assert grammar is not None
-    state = compiler.compile(grammar).state()
-    ids = TOKENIZER.encode(text, add_special=False, allow_special=True)
-    if state.accepts(ids) < len(ids):
-        return False
-    for token_id in ids:
-        state.accept(token_id)
-    return state.may_stop
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,6 @@ class ServeSide:
     max_len: int | None
     process: ServerProcess | None = None
     turns: list[Facts] = field(default_factory=list)
-    errors: int = 0
 
 
 def bench_serve(job: ServeJob, say: Say = lambda text: None) -> Facts:
@@ -85,7 +84,7 @@ def bench_serve(job: ServeJob, say: Say = lambda text: None) -> Facts:
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "machine": machine.describe(),
             "workload": {**workload.plain(), **_plain(job)},
-            "sides": [_summary(job, side) for side in sides],
+            "sides": [_summary(side) for side in sides],
             "ratios": ratios(sides),
         }
 
@@ -198,7 +197,7 @@ def _census(side: ServeSide) -> Facts:
     return census(side.process.pid) if side.process else {}
 
 
-def _summary(job: ServeJob, side: ServeSide) -> Facts:
+def _summary(side: ServeSide) -> Facts:
     """The side's numbers: those of its only turn, else medians over turns, with the turns themselves."""
     target = side.target
     facts: Facts = {

@@ -37,7 +37,7 @@ def gptq(parts: WeightParts) -> StoredWeight:
         if _is_one_less(parts, zeros, bits):
             zeros = (zeros + 1) & ((1 << bits) - 1)
         return _sort_columns(
-            parts, "g_idx", _make_grouped(parts, codes, parts.finite("scales").t(), zeros, bits, group)
+            parts, "g_idx", _make_grouped(codes, parts.finite("scales").t(), zeros, bits, group)
         )
 
     return StoredWeight((rows, cols), _name(bits, group, cols), read)
@@ -89,7 +89,7 @@ def awq(parts: WeightParts) -> StoredWeight:
             both = (even >> 4 * place & 15) | (odd >> 4 * place & 15) << 4
             codes[i::8] = both.to(torch.uint8).t()
         zeros = _awq_numbers(parts.read("qzeros")).t()
-        return _make_grouped(parts, codes, parts.finite("scales").t(), zeros, 4, group)
+        return _make_grouped(codes, parts.finite("scales").t(), zeros, 4, group)
 
     return StoredWeight((rows, cols), _name(4, group, cols), read)
 
@@ -115,7 +115,7 @@ def packed_integers(parts: WeightParts) -> StoredWeight:
         codes = _bytes(parts.read("packed").flatten(0, -2))[:, : cols * bits // 8].contiguous()
         scales = parts.finite("scale").reshape(-1, groups).expand(rows, groups)
         zeros = _read_zeros(parts, bits, rows, groups) if "zero_point" in parts else None
-        return _sort_columns(parts, "weight_g_idx", _make_grouped(parts, codes, scales, zeros, bits, group))
+        return _sort_columns(parts, "weight_g_idx", _make_grouped(codes, scales, zeros, bits, group))
 
     return StoredWeight(shape, _name(bits, group, cols), read)
 
@@ -181,7 +181,7 @@ def plain_int8(parts: WeightParts) -> StoredWeight:
     def read() -> Grouped:
         scales = parts.finite("scale").reshape(-1, groups).expand(rows, groups)
         zeros = _plain_zeros(parts, 8, rows, groups) if "zero_point" in parts else None
-        return _make_grouped(parts, _int8_codes(parts), scales, zeros, 8, group)
+        return _make_grouped(_int8_codes(parts), scales, zeros, 8, group)
 
     return StoredWeight(shape, _name(8, group, cols), read)
 
@@ -195,7 +195,7 @@ def bnb_int8(parts: WeightParts) -> StoredWeight:
 
     def read() -> Grouped:
         scales = parts.finite("scb").view(rows, 1) / 127
-        return _make_grouped(parts, _int8_codes(parts), scales, None, 8, cols)
+        return _make_grouped(_int8_codes(parts), scales, None, 8, cols)
 
     return StoredWeight((rows, cols), "int8", read)
 
@@ -225,9 +225,7 @@ def _bytes(words: Tensor) -> Tensor:
     return words.contiguous().view(torch.uint8)
 
 
-def _make_grouped(
-    parts: WeightParts, codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, group: int
-) -> Grouped:
+def _make_grouped(codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, group: int) -> Grouped:
     """Zero points that are all in the middle are left out."""
     if zeros is not None and bool((zeros == 1 << (bits - 1)).all()):
         zeros = None

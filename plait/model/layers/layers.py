@@ -45,8 +45,6 @@ class Batch:
     query_start: Tensor  # [S+1] int64: sequence s owns rows query_start[s]..query_start[s+1]
     seq_lens: Tensor  # [S] int64: tokens in the sequence after this pass
     num_decodes: int
-    max_query_len: int
-    max_seq_len: int
     paged: Mapping[str, PagedIndex]  # by block group name
     state_slots: Tensor  # [S] int64
     has_history: Tensor  # [S] bool: False where this pass holds the sequence's first token

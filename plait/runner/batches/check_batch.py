@@ -130,8 +130,6 @@ class CheckBatch:
             query_start=starts,
             seq_lens=lens,
             num_decodes=0,
-            max_query_len=size.tokens,
-            max_seq_len=self._blocks * self._block_size,
             paged={group.name: PagedIndex(table, mapping) for group, table, mapping in pairs},
             state_slots=slots,
             has_history=history != 0,

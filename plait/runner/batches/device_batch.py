@@ -74,15 +74,13 @@ class DeviceBatch:
     """
 
     @torch.inference_mode(False)  # else nothing outside of that mode could write them
-    def __init__(
-        self, capacity: Capacity, groups: Sequence[BlockGroup], block_size: int, device: torch.device
-    ) -> None:
-        self.groups, self.block_size, self.blocks = tuple(groups), block_size, capacity.blocks
+    def __init__(self, capacity: Capacity, groups: Sequence[BlockGroup], device: torch.device) -> None:
+        self.groups = tuple(groups)
         self.buckets = buckets_of(capacity.seqs)
         self.rows = self.buckets[-1]
         stride = -(-self.rows // ALIGNED) * ALIGNED  # of a field
         self._at = {name: i * stride for i, name in enumerate(FIELDS)}
-        self._width = -(-self.blocks // ALIGNED) * ALIGNED  # of a row of a table
+        self._width = -(-capacity.blocks // ALIGNED) * ALIGNED  # of a row of a table
         first = stride * len(FIELDS)
         self._tables = [first + g * self.rows * self._width for g in range(len(groups))]
         size = first + len(groups) * self.rows * self._width
@@ -107,8 +105,6 @@ class DeviceBatch:
             query_start=self._starts[: bucket + 1],
             seq_lens=self._of("seq_lens", bucket),
             num_decodes=bucket,
-            max_query_len=1,
-            max_seq_len=self.blocks * self.block_size,
             paged={
                 g.name: PagedIndex(self.table(i, bucket), mappings[g.name]) for i, g in enumerate(self.groups)
             },

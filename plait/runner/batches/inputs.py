@@ -95,8 +95,6 @@ def batch_of(plan: StepPlan, groups: Sequence[BlockGroup], tensors: Sequence[Ten
         query_start=starts,
         seq_lens=lens,
         num_decodes=decodes.index(False) if False in decodes else len(decodes),
-        max_query_len=max(len(c.token_ids) for c in chunks),
-        max_seq_len=max(c.end for c in chunks),
         paged={group.name: PagedIndex(table, mapping) for group, table, mapping in pairs},
         state_slots=slots,
         has_history=history.bool(),

@@ -61,7 +61,7 @@ class DraftGovernor:
 
 
 class _Load:
-    """Lengths under one load. `best`: the one between checks; `agenda`: those of the windows of a check."""
+    """Lengths under one load. `_best`: the one between checks; `_agenda`: those of the windows of a check."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self._lengths = tuple(lengths)

@@ -1,7 +1,7 @@
 """POST /v1/responses: OpenAI's Responses API.
 
 The request becomes a chat, and the chat's reply becomes items and named events, so tools, reasoning and
-structured output are those of /v1/chat/completions. `response_state` stores responses, if the server has a
+structured output are those of /v1/chat/completions. `state` stores responses, if the server has a
 store, and has the items of those that a conversation goes on from. `mcp_reply` calls tools of MCP servers.
 """
 

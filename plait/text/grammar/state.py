@@ -96,10 +96,6 @@ class GrammarState:
                 self._check()
         return tuple(found)
 
-    def accepts(self, draft: Sequence[int]) -> int:
-        """How many of the tokens may come next, one after the other."""
-        return len(self.masks(draft)) - 1
-
     def accept(self, token_id: int) -> None:
         """The reply has this token now. Raises EngineError for one that was not allowed."""
         if token_id in self._vocabulary.ends:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -53,11 +55,20 @@ def target(loop: Loop) -> Iterator[ServerTarget]:
         yield ServerTarget(name="fake", base_url=client.base_url, model="fake", api_key="secret")
 
 
+def send_fully(load: Any, seconds: float) -> Awaitable[None]:
+    """Three clients send their requests for so long."""
+    found: Awaitable[None] = load.full(3, seconds)
+    return found
+
+
 def test_whole_replies_are_reported_with_their_lengths_and_moments(
     flood: ModuleType, target: ServerTarget
 ) -> None:
-    run = flood.drive(flood.Flood.of(target, SHORT, 4), lambda load: load.full(3, 0.3))
-    assert len(run.outcomes) >= 4
+    for seconds in (0.3, 3.0, 30.0):  # a busy machine takes longer until a client sends its second request
+        run = flood.drive(flood.Flood.of(target, SHORT, 4), partial(send_fully, seconds=seconds))
+        if len(run.outcomes) > 3:
+            break
+    assert len(run.outcomes) > 3
     for one in run.outcomes:
         assert (one.status, one.error, one.output_len) == (200, "", 6)
         assert one.ttft_s is not None

@@ -133,9 +133,16 @@ def whole(n: int) -> Batch:
     """One new sequence of n tokens, in slot 1."""
     starts = torch.tensor([0, n])
     return Batch(
-        torch.zeros(n, dtype=torch.int64), torch.arange(n), starts, starts[1:], 0, n, n, {},
-        torch.tensor([1]), torch.tensor([False]), torch.arange(n),
-    )  # fmt: skip
+        token_ids=torch.zeros(n, dtype=torch.int64),
+        positions=torch.arange(n),
+        query_start=starts,
+        seq_lens=starts[1:],
+        num_decodes=0,
+        paged={},
+        state_slots=torch.tensor([1]),
+        has_history=torch.tensor([False]),
+        logit_rows=torch.arange(n),
+    )
 
 
 def layer(mixer: Mixer, norm: NormSpec, tensors: dict[str, Tensor], x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import pytest
 
 from plait import LLM, SamplingParams
 from plait.config import EngineConfig
-from plait.loading.image import file_format, restore
+from plait.loading.image import file_format
 from plait.loading.image.file_format import read_image
 from plait.loading.image.start import find_image, load_image
 
@@ -179,16 +179,6 @@ def flip_constant(path: Path) -> None:
 def without_weights(path: Path) -> None:
     for packed in (path.parent.parent / "packed").iterdir():
         packed.unlink()
-
-
-@pytest.fixture
-def never_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test fails if the code of an image becomes code of this process."""
-
-    def link_code(*given: object) -> None:
-        pytest.fail("the code of an image was linked")
-
-    monkeypatch.setattr(restore, "link_code", link_code)
 
 
 @pytest.mark.parametrize(

@@ -101,16 +101,6 @@ def never_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restore, "start_threads", start_threads)
 
 
-@pytest.fixture
-def never_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test fails if the code of an image becomes code of this process."""
-
-    def link_code(*given: object) -> None:
-        pytest.fail("the code of an image was linked")
-
-    monkeypatch.setattr(restore, "link_code", link_code)
-
-
 @pytest.mark.parametrize(
     ("more", "variants"),
     [({}, {"linear": "native-amx"}), ({"prefill": "bf16"}, {"linear": "amx-bf16"})],

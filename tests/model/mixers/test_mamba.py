@@ -112,10 +112,16 @@ def batch(pieces: list[tuple[int, int]], slots: list[int]) -> Batch:
     positions = torch.tensor([p for start, n in pieces for p in range(start, start + n)])
     decodes = sum(n == 1 and start > 0 for start, n in pieces)
     return Batch(
-        torch.zeros_like(positions), positions, starts, torch.tensor([a + n for a, n in pieces]), decodes,
-        max(n for _, n in pieces), max(a + n for a, n in pieces), {}, torch.tensor(slots),
-        torch.tensor([start > 0 for start, _ in pieces]), starts[1:] - 1,
-    )  # fmt: skip
+        token_ids=torch.zeros_like(positions),
+        positions=positions,
+        query_start=starts,
+        seq_lens=torch.tensor([start + n for start, n in pieces]),
+        num_decodes=decodes,
+        paged={},
+        state_slots=torch.tensor(slots),
+        has_history=torch.tensor([start > 0 for start, _ in pieces]),
+        logit_rows=starts[1:] - 1,
+    )
 
 
 def whole(mixer: Any, x: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from plait.text.grammar.closed_objects import with_closed_objects
 from plait.text.grammar.compiler import GrammarCompiler
 from plait.text.grammar.source import library_form
 from plait.text.tokenizers.hf import TokenizerFiles, load_hf_tokenizer
+from tests.text.accepting import accepts
 
 pytestmark = pytest.mark.timeout(120)
 INT, TEXT = {"type": "integer"}, {"type": "string"}
@@ -30,15 +31,9 @@ def compiler(byte_level: Any, tmp_path_factory: pytest.TempPathFactory) -> Itera
     made.close()
 
 
-def accepts(compiler: GrammarCompiler, schema: Any, value: Any, *, is_open: bool = False) -> bool:
+def takes(compiler: GrammarCompiler, schema: Any, value: Any, *, is_open: bool = False) -> bool:
     grammar = replace(Grammar("json_schema", json.dumps(schema)), open_objects=is_open)
-    state = compiler.compile(grammar).state()
-    ids = compiler.vocabulary.tokenizer.encode(json.dumps(value), add_special=False)
-    if state.accepts(ids) < len(ids):
-        return False
-    for token_id in ids:
-        state.accept(token_id)
-    return state.may_stop
+    return accepts(compiler, grammar, json.dumps(value))
 
 
 def thing(*names: str, **more: Any) -> dict[str, Any]:
@@ -153,10 +148,10 @@ def test_objects_with_properties_take_no_others_unless_they_are_open(
     compiler: GrammarCompiler, name: str
 ) -> None:
     schema, good, more = CASES[name]
-    assert accepts(compiler, schema, good)
-    assert not accepts(compiler, schema, more)
-    assert accepts(compiler, schema, good, is_open=True)
-    assert accepts(compiler, schema, more, is_open=True)
+    assert takes(compiler, schema, good)
+    assert not takes(compiler, schema, more)
+    assert takes(compiler, schema, good, is_open=True)
+    assert takes(compiler, schema, more, is_open=True)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +169,7 @@ def test_objects_with_properties_take_no_others_unless_they_are_open(
 def test_objects_stay_open_where_the_schema_says_so_or_names_nothing(
     compiler: GrammarCompiler, schema: Any, value: Any
 ) -> None:
-    assert accepts(compiler, schema, value)
+    assert takes(compiler, schema, value)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +184,7 @@ def test_what_two_schemas_describe_without_its_name_stays_open(
     compiler: GrammarCompiler, one: Any, other: Any, is_list: bool
 ) -> None:
     both = {"a": 1, "b": 2}
-    assert accepts(compiler, {"allOf": [one, other]}, [both] if is_list else {"p": both})
+    assert takes(compiler, {"allOf": [one, other]}, [both] if is_list else {"p": both})
 
 
 @pytest.mark.parametrize(
@@ -205,7 +200,7 @@ def test_nothing_is_closed_where_a_combined_reference_may_lead_elsewhere(
 ) -> None:
     schema = {"$defs": {"P": {**PERSON, **names}}, "allOf": [{"$ref": ref}, thing("b")]}
     assert with_closed_objects(schema) == schema
-    assert accepts(compiler, schema, {"age": 1, "b": 2})
+    assert takes(compiler, schema, {"age": 1, "b": 2})
 
 
 def test_what_is_only_data_is_no_schema() -> None:

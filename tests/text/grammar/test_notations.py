@@ -15,6 +15,7 @@ from plait.text.grammar.compiler import GrammarCompiler
 from plait.text.grammar.gbnf import lark_from_gbnf
 from plait.text.grammar.request_fields import grammar_from
 from plait.text.tokenizers.hf import TokenizerFiles, load_hf_tokenizer
+from tests.text.accepting import accepts
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -32,16 +33,6 @@ def takes(compiler: GrammarCompiler, body: dict[str, Any], reply: str) -> bool:
     grammar = grammar_from(body)
     assert grammar is not None
     return accepts(compiler, grammar, reply)
-
-
-def accepts(compiler: GrammarCompiler, grammar: Grammar, reply: str) -> bool:
-    state = compiler.compile(grammar).state()
-    ids = compiler.vocabulary.tokenizer.encode(reply, add_special=False)
-    if state.accepts(ids) < len(ids):
-        return False
-    for token_id in ids:
-        state.accept(token_id)
-    return state.may_stop
 
 
 ARITHMETIC = r"""

@@ -12,7 +12,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as HfVocabulary
 
 from plait.errors import InvalidField
-from plait.request import Grammar, ReplyShape
+from plait.request import ReplyShape
 from plait.text.chat.jinja import JinjaTemplate
 from plait.text.grammar.call_lark import as_lark
 from plait.text.grammar.compiler import GrammarCompiler
@@ -21,6 +21,7 @@ from plait.text.output import FORMATS, call_grammar, tool_schemas
 from plait.text.reply_format import ReplyFormat
 from plait.text.tokenizers.builtin import builtin_tokenizer
 from plait.text.tokenizers.hf import TokenizerFiles, load_hf_tokenizer
+from tests.text.accepting import accepts, accepts_ids
 from tests.text.output.test_call_grammar import ONE, TOOLS, WRITTEN
 from tests.text.output.written_calls import WRITERS
 from tests.text.replies import read_every_way
@@ -42,17 +43,6 @@ def compiler() -> Iterator[GrammarCompiler]:
     found = GrammarCompiler(TOKENIZER)
     yield found
     found.close()
-
-
-def accepts(compiler: GrammarCompiler, grammar: Grammar | None, text: str) -> bool:
-    assert grammar is not None
-    state = compiler.compile(grammar).state()
-    ids = TOKENIZER.encode(text, add_special=False, allow_special=True)
-    if state.accepts(ids) < len(ids):
-        return False
-    for token_id in ids:
-        state.accept(token_id)
-    return state.may_stop
 
 
 def matcher(name: str, parallel: bool = True) -> LLMatcher:
@@ -238,12 +228,7 @@ def test_harmony_s_control_tokens_are_tokens_and_its_turns_are_kept(byte_level: 
         )
 
         def takes(grammar: Any, text: str) -> bool:
-            state, ids = grammar.state(), tokenizer.encode(text, add_special=False, allow_special=True)
-            if state.accepts(ids) < len(ids):
-                return False
-            for token_id in ids:
-                state.accept(token_id)
-            return bool(state.may_stop)
+            return accepts_ids(grammar.state(), tokenizer.encode(text, add_special=False, allow_special=True))
 
         for text in (
             f"{think}{call}",

@@ -14,6 +14,7 @@ from plait.text.chat.jinja import JinjaTemplate
 from plait.text.grammar.compiler import GrammarCompiler
 from plait.text.reply_format import ReplyFormat
 from plait.text.tokenizers.hf import TokenizerFiles, load_hf_tokenizer
+from tests.text.accepting import accepts
 from tests.text.grammar.test_strict_tools import STRICT
 from tests.text.output.test_call_grammar import WRITTEN
 from tests.text.output.test_tool_families import COHERE_TEMPLATE, GLM_TEMPLATE, THINKS
@@ -78,14 +79,7 @@ def test_a_reply_may_be_what_its_family_writes(
     compiler = GrammarCompiler(tokenizer)
 
     def takes(grammar: Grammar | None, text: str) -> bool:
-        assert grammar is not None
-        state = compiler.compile(grammar).state()
-        ids = tokenizer.encode(text, add_special=False, allow_special=True)
-        if state.accepts(ids) < len(ids):
-            return False
-        for token_id in ids:
-            state.accept(token_id)
-        return state.may_stop
+        return accepts(compiler, grammar, text)
 
     call, said, thought = WRITTEN[name].removesuffix("<|calls|>"), SAID.get(name, "Hello"), THOUGHT[name]
     wrong, chosen = call.replace("2", "two"), said.replace("Hello", "yes")

@@ -18,6 +18,7 @@ from plait.text.reply_format import ReplyFormat
 from plait.text.tokenizers.builtin import builtin_tokenizer
 from plait.text.tokenizers.hf import TokenizerFiles, load_hf_tokenizer
 from plait.text.tokenizers.tokenizer import Tokenizer
+from tests.text.accepting import accepts
 from tests.text.test_reply_format import TOOL
 
 Takes = Callable[[Grammar | None, str], bool]
@@ -38,14 +39,7 @@ def harmony(request: Any, byte_level: Any, tmp_path: Path) -> Iterator[tuple[Rep
     assert (model.tools and model.tools.name, model.reasoning and model.reasoning.name) == ("harmony",) * 2
 
     def takes(grammar: Grammar | None, text: str) -> bool:
-        assert grammar is not None
-        state = compiler.compile(grammar).state()
-        ids = found.encode(text, add_special=False, allow_special=True)
-        if state.accepts(ids) < len(ids):
-            return False
-        for token_id in ids:
-            state.accept(token_id)
-        return state.may_stop
+        return accepts(compiler, grammar, text)
 
     yield model, takes
     compiler.close()

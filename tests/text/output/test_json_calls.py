@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from plait.text.output.cursor import TextCursor
 from plait.text.output.json_stream import MAX_DEPTH, is_json, json_value
+from tests.text.replies import is_beginning_of_json, parses
 
 VALUE = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -41,18 +42,6 @@ SHAPES = [
 GARBAGE = st.lists(st.sampled_from([*SHAPES, '"a"', '{"k":', " ", "\n"]), max_size=12).map("".join)
 
 
-def refuse(constant: str) -> Any:
-    raise ValueError(constant)
-
-
-def parses(text: str) -> bool:
-    try:
-        json.loads(text, parse_constant=refuse)
-    except ValueError:
-        return False
-    return True
-
-
 def read(pieces: list[str]) -> tuple[bool, str]:
     """(whether a whole value was read, what was passed on), however the text was cut."""
     cursor, out = TextCursor(), list[str]()
@@ -67,23 +56,6 @@ def read(pieces: list[str]) -> tuple[bool, str]:
     except StopIteration as done:
         return bool(done.value), "".join(out)
     raise AssertionError("it waits although the text has ended")
-
-
-def can_go_on(text: str) -> bool:
-    """Whether something can be written after `text` so that it becomes valid, tried out with `json`."""
-    closers, inside, escaped = "", False, False
-    for char in text:
-        if inside:
-            inside, escaped = escaped or char != '"', char == "\\" and not escaped
-        elif char == '"':
-            inside = True
-        elif char in "{[":
-            closers = ("}" if char == "{" else "]") + closers
-        elif char in "}]":
-            closers = closers[1:]
-    words = [word[n:] for word in ("true", "false", "null") for n in range(1, len(word))]
-    endings = ["", '"', '":0', ":0", "0", '"":0', *words]
-    return any(parses(text + ending + closers) for ending in endings)
 
 
 @settings(deadline=None)
@@ -107,7 +79,7 @@ def test_what_json_accepts_is_accepted_and_nothing_else(text: str) -> None:
 def test_only_the_beginning_of_a_valid_text_is_passed_on(text: str, step: int) -> None:
     whole, told = read([text[i : i + step] for i in range(0, len(text), step)])
     assert (whole, told) == read([text]), "the cut changed what was read"
-    assert parses(told) if whole else can_go_on(told)
+    assert parses(told) if whole else is_beginning_of_json(told)
 
 
 @settings(deadline=None)
@@ -124,7 +96,7 @@ def test_a_value_passes_character_by_character_as_it_was_written(
 def test_a_cut_value_is_the_beginning_of_the_whole_one(text: str, data: st.DataObject) -> None:
     _, told = read([text[: data.draw(st.integers(0, len(text)))]])
     assert text.startswith(told)
-    assert can_go_on(told)
+    assert is_beginning_of_json(told)
 
 
 def test_a_raw_line_end_in_a_string_becomes_an_escape() -> None:

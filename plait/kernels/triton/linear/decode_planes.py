@@ -330,8 +330,3 @@ def scale_of(first, level, SCALES: tl.constexpr):
         low, high = level.to(tl.int32) & ((1 << WIDE) - 1), (level.to(tl.int32) >> WIDE) & ((1 << WIDE) - 1)
         scale, offset = _half_of(first, 0) * low.to(tl.float32), -_half_of(first, 16) * high.to(tl.float32)
     return scale, offset
-
-
-def has_offset(layout: PlaneLayout) -> bool:
-    """Whether its numbers are more than a code times a scale."""
-    return layout.scales in ("zeros", "pairs", "mins", "nibbles")
