@@ -31,6 +31,7 @@ ELSEWHERE = torch.randn(3)
 BLOCKS = 4  # of a sequence
 # Of every kind of paged memory: heads with a window and a softcap, latents with experts, hybrids.
 NO_CODES = ("hymba",)  # keys behind learned tokens: refused by name
+HALF = ("llama", "mamba2", "deepseek_v3")
 KEPT = ("llama", "gemma2", "deepseek_v3", "falcon_h1", "sambay")
 
 
@@ -87,14 +88,16 @@ def test_a_length_that_was_baked_in_shows() -> None:
     assert stream(8) != stream(6)
 
 
-def on_gpu(name: str, folder: Path, kept: str = "model") -> tuple[Decoder, StateStore]:
+def on_gpu(
+    name: str, folder: Path, kept: str = "model", dtype: torch.dtype = torch.float32
+) -> tuple[Decoder, StateStore]:
     """A family's tiny model with what a GPU binds, its tensors being on the CPU."""
     load_for_gpu()
     config, checkpoint = read_model(name, folder)
     assert find(config).name == family_of(name)
-    model = decoder(resolved(checkpoint, config), checkpoint, chip=EXAMPLES[90], kept=kept)
+    model = decoder(resolved(checkpoint, config), checkpoint, chip=EXAMPLES[90], dtype=dtype, kept=kept)
     blocks = {group.name: 8 for group in block_groups(model.states)}
-    store = StateStore(model.states, blocks, 4, 16, torch.device("cpu"), torch.float32)
+    store = StateStore(model.states, blocks, 4, 16, torch.device("cpu"), dtype)
     for tensor in store.tensors:
         tensor.zero_()
     return model, store
@@ -117,6 +120,13 @@ def test_no_family_is_without_a_model_below() -> None:
 @pytest.mark.parametrize("name", quick())
 def test_a_decode_step_of_every_family_can_be_captured(name: str, tmp_path: Path) -> None:
     check_capture(*on_gpu(name, tmp_path))
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in HALF else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+)
+def test_so_can_one_of_a_float16_model(name: str, tmp_path: Path) -> None:
+    check_capture(*on_gpu(name, tmp_path, dtype=torch.float16))
 
 
 @pytest.mark.parametrize("kept", ["int8", "bfloat16"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import wraps
@@ -38,6 +39,7 @@ class KernelForm:
 # What follows from other constants (assembly), or is decided by sizes alone: whole steps, shares, rows of a
 # scale.
 SIZES = frozenset({"CODE", "EVEN", "IS_SPLIT", "BLOCKS", "ZERO", "BASE"})
+EPILOGUE = frozenset({"BIAS", "ACT"})  # what follows the loop of a product, whatever the loop decodes
 EXACT = frozenset({"BITS", "HIGH", "VALUE", "SCALES"})  # numbers that decide the code: of planes
 
 
@@ -48,25 +50,46 @@ def class_of(name: str, value: object) -> object:
     return bool(value)
 
 
-def with_float32(forms: Callable[[], Iterator[KernelForm]]) -> Callable[[], Iterator[KernelForm]]:
+Forms = Callable[[], Iterator[KernelForm]]
+
+
+def with_float32(forms: Forms) -> Forms:
     """Also one form of each kind of kernel with float32 in place of bfloat16, as a float32 model launches it.
 
     It is for kernels of which no dtype decides the tiles.
     """
+    return _with_dtype(forms, as_float32, _kind_of)
+
+
+def with_float16(forms: Forms) -> Forms:
+    """Also one form of each kernel with float16 in place of bfloat16, as a float16 model launches it.
+
+    It has the same tiles: numbers of both are as wide, and the same units multiply them. So there is a form
+    for all of a kernel's flags together, and another one only where other pointers are of 16 bits.
+    """
+    return _with_dtype(forms, as_float16, _types_of)
+
+
+FLOAT32, FLOAT16 = ", float32", ", float16"  # behind the name of a form
+Change = Callable[[KernelForm], KernelForm]
+Kind = Callable[[KernelForm], tuple[object, ...]]
+
+
+def _with_dtype(forms: Forms, change: Change, kind: Kind) -> Forms:
+    """What `forms` gives, and of all that `change` makes of it the first of each new kind."""
 
     @wraps(forms)
     def both() -> Iterator[KernelForm]:
         seen = set[object]()
-        for form in (*forms(), *map(as_float32, forms())):
-            kind = _kind_of(form)
-            if kind not in seen or not form.name.endswith(FLOAT32):
+        for form in forms():
+            seen.add(kind(form))
+            yield form
+        for form in map(change, forms()):
+            if kind(form) not in seen:
                 yield form
-            seen.add(kind)
+            seen.add(kind(form))
 
     return both
-
-
-FLOAT32 = ", float32"  # behind the name of a form
 
 
 def as_float32(form: KernelForm) -> KernelForm:
@@ -76,11 +99,28 @@ def as_float32(form: KernelForm) -> KernelForm:
     return replace(form, name=form.name + FLOAT32, types=types, demands=demands)
 
 
+def as_float16(form: KernelForm) -> KernelForm:
+    """A form with float16 in place of bfloat16, of a kernel that decodes no codes."""
+    named = form.name.replace("bfloat16", "float16")
+    return replace(form, name=named if named != form.name else form.name + FLOAT16, types=as_half(form.types))
+
+
+def as_half(types: Mapping[str, str]) -> dict[str, str]:
+    """Types of arguments with float16 in place of bfloat16."""
+    return {name: "fp16*" if kind == "bf16*" else kind for name, kind in types.items()}
+
+
 def _kind_of(form: KernelForm) -> tuple[object, ...]:
     """What decides the code of a form, sizes apart."""
-    pointers = sorted((name, kind) for name, kind in form.types.items() if kind.endswith("*"))
     classes = sorted((name, str(class_of(name, value))) for name, value in form.constants.items())
-    return id(form.kernel), *pointers, *classes
+    return *_types_of(form), *classes
+
+
+def _types_of(form: KernelForm) -> tuple[object, ...]:
+    """A form's kernel, and the types of its pointers."""
+    named = inspect.signature(form.kernel.fn).parameters  # type: ignore[attr-defined]
+    kinds = ((name, kind) for name, kind in form.types.items() if kind.endswith("*") and name in named)
+    return id(form.kernel), *sorted(kinds)
 
 
 class _Tiles:

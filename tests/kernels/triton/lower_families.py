@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--quantize")
     parser.add_argument("--one-form", action="store_true")
     parser.add_argument("families", nargs="*")
-    given = parser.parse_args()
+    given = parser.parse_intermixed_args()
     dtype, names = getattr(torch, given.dtype), given.families or NAMES
     options = {"kv_dtype": given.kept, "quantize": given.quantize, "deterministic": given.one_form}
     patch, lowering = pytest.MonkeyPatch(), Lowering()

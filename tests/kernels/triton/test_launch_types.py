@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -39,9 +40,30 @@ def test_every_launch_of_every_case_is_one_that_a_gpu_takes() -> None:
 @pytest.mark.slow
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("part", range(PARTS))
-def test_every_launch_of_every_family_is_one_that_a_gpu_takes(part: int) -> None:
+def test_every_launch_of_every_family_is_one_that_a_gpu_takes_and_gate_c_compiles(part: int) -> None:
     names = NAMES[part::PARTS]
-    found = lower("lower_families", "bfloat16", *names)
+    check_families("bfloat16", names)
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_launch_of_a_float16_model_has_a_compiled_form(part: int) -> None:
+    check_families("float16", NAMES[part::PARTS])
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("storage", ["Q4_0", "Q4_K", "Q5_0", "Q5_1", "Q6_K", "Q8_0"])
+def test_every_launch_over_planes_has_a_compiled_form(storage: str, dtype: str) -> None:
+    check_families(dtype, ("llama", "qwen2", "qwen3_moe", "deepseek_v2"), "--quantize", storage)
+
+
+def check_families(dtype: str, names: Sequence[str], *options: str) -> None:
+    """Lower steps of some families' tiny models."""
+    found = lower("lower_families", dtype, *options, *names)
     assert found["faults"] == {}
+    assert found["uncompiled"] == {}
     assert found["families"] == len(names)
     assert int(str(found["launches"])) > 20 * len(names)

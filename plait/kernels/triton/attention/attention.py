@@ -40,7 +40,7 @@ from torch import Tensor
 from plait.kernels.triton.attention.layout import ROWS, SPLIT, PagedLayout, why_too_large
 from plait.kernels.triton.attention.mix import mix_columns, turn_back, turn_form
 from plait.kernels.triton.attention.place import entry_places, place_all_heads, why_no_codes
-from plait.kernels.triton.forms import KernelForm
+from plait.kernels.triton.forms import FLOAT16, KernelForm, as_float16, as_float32, as_half
 from plait.kernels.triton.maths import tanh
 from plait.kernels.triton.shared_memory import shared_limit
 from plait.ops.attention import paged_attention, paged_latent_attention, write_paged
@@ -525,7 +525,24 @@ ROUNDED_SHAPES = (
     *("gqa 32/8 d128", "gqa 8/4 d256 window softcap", "gqa 8/2 d512", "mla 16 heads"),
     *("gqa 9/3 d64", "gqa 64/8 d64 sinks", "gqa 64/8 d64 window sinks"),
 )
-KINDS = {"bf16*": torch.bfloat16, "fp32*": torch.float32, "i8*": torch.int8}
+HALF_SHAPES = (  # in float16, as most models of that dtype have them
+    "gqa 32/8 d128",
+    "gqa 32/32 d80",
+    "gqa 32/32 d96",
+    "gqa 9/3 d64",
+    "gqa 64/8 d64 sinks",
+    "gqa 64/8 d64 window sinks",
+    "gqa 8/4 d256 softcap",
+    "gqa 8/4 d256 window softcap",
+    "gqa 8/2 d512",
+    "gqa 32/32 d128 alibi",
+    "gqa 32/8 d128 int8",
+    "gqa 9/3 d64 int8",
+    "gqa 32/8 d128 window int8",
+    "mla 16 heads",
+    "mla 16 heads int8",
+)
+KINDS = {"bf16*": torch.bfloat16, "fp16*": torch.float16, "fp32*": torch.float32, "i8*": torch.int8}
 
 
 def forms() -> Iterator[KernelForm]:
@@ -543,12 +560,16 @@ def forms() -> Iterator[KernelForm]:
         yield from _attend_forms(name, wide, ", float32 over bfloat16")
     for name in ("gqa 32/8 d128", "gqa 8/4 d256 window softcap", "gqa 8/2 d512", "mla 16 heads"):
         yield from _attend_forms(name, POINTERS | float32, " over float32")
+    for name in HALF_SHAPES:
+        types = as_half(POINTERS) | (CODE_POINTERS if SHAPES[name][-1] else {})
+        yield from _attend_forms(name, types, FLOAT16)
     constants = PagedLayout(32, 8, 128, 0, None, None, None).constants(64, ROWS)
     few = {key: constants[key] for key in ("S", "G", "KVH", "BM")}
     for name, window in (("count_items", 0), ("count_items, window", 4096)):
         sizes = {**few, "WINDOW": window, "SPLIT": SPLIT, "TILES": MOST_TILES}
         yield KernelForm(name, count_items, POINTERS, sizes)
     yield from (turn_form(dim) for dim in (64, 128, 256, 512))
+    yield from (change(turn_form(128)) for change in (as_float32, as_float16))
 
 
 def _attend_forms(name: str, types: Mapping[str, str], suffix: str = "") -> Iterator[KernelForm]:

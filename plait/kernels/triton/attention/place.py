@@ -20,7 +20,7 @@ from torch import Tensor
 
 from plait.kernels.triton.attention.mix import count_stages, mix_columns
 from plait.kernels.triton.attention.rope import pair_columns, rotate_pairs
-from plait.kernels.triton.forms import KernelForm, with_float32
+from plait.kernels.triton.forms import KernelForm, with_float16, with_float32
 from plait.ops.entry import Codes, key_codes, latent_codes, value_codes
 from plait.ops.launch import launch
 from plait.ops.place import HeadNorms, NormWeights, Rotation, place_heads, place_latent
@@ -518,6 +518,7 @@ SHAPES: dict[str, Shape] = {  # heads, kv_heads, dim, pairs, interleaved, norm o
 }
 
 
+@with_float16
 @with_float32
 def forms() -> Iterator[KernelForm]:
     """Heads and latents of published sizes."""

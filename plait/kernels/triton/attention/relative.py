@@ -34,7 +34,7 @@ from plait.kernels.triton.attention.attention import (
 )
 from plait.kernels.triton.attention.layout import ROWS, SPLIT, PagedLayout, why_too_large
 from plait.kernels.triton.attention.place import place_all_heads
-from plait.kernels.triton.forms import KernelForm, as_float32
+from plait.kernels.triton.forms import KernelForm, as_float32, with_float16
 from plait.kernels.triton.shared_memory import LEAST_SHARED, shared_limit
 from plait.ops.entry import CODED
 from plait.ops.launch import launch
@@ -271,6 +271,7 @@ SHAPES = {  # heads, kv_heads, dim, profiles, distances, window, sinks
 }
 
 
+@with_float16
 def forms() -> Iterator[KernelForm]:
     """What models of published sizes launch, in every step, in bfloat16 and in float32."""
     types = POINTERS | {

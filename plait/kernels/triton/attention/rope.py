@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plait.kernels.triton.forms import KernelForm, with_float32
+from plait.kernels.triton.forms import KernelForm, with_float16, with_float32
 from plait.ops.launch import launch
 from plait.ops.rope import rotate
 
@@ -122,6 +122,7 @@ POINTERS = {
 }  # fmt: skip
 
 
+@with_float16
 @with_float32
 def forms() -> Iterator[KernelForm]:
     """Heads of published sizes."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from plait.kernels.triton.forms import FLOAT32, KernelForm
+from plait.kernels.triton.forms import FLOAT32, KernelForm, with_float16
 from plait.kernels.triton.linear.few_rows import ACTIVATIONS, few_dense
 from plait.kernels.triton.linear.linear import dense_constants
 
@@ -24,6 +24,7 @@ PRODUCTS = ("HMMA", "HGMMA")
 BIASED = ("", "silu", "gelu_pytorch_tanh")  # activations of models with biases
 
 
+@with_float16
 def forms() -> Iterator[KernelForm]:
     """4,096 inputs and outputs, of 8 rows."""
     for act in ("", *ACTIVATIONS):

@@ -14,11 +14,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plait.kernels.triton.forms import KernelForm
+from plait.kernels.triton.forms import FLOAT16, FLOAT32, KernelForm
 from plait.kernels.triton.linear.decode_planes import decode_field, load_level, load_unit
 from plait.kernels.triton.linear.many_rows import combine_number
 from plait.kernels.triton.linear.plane_arguments import decode_constants, plane_strides, plane_tensors
-from plait.kernels.triton.linear.plane_forms import EVERY, FLOAT32_POINTERS, POINTERS, scale_types
+from plait.kernels.triton.linear.plane_forms import (
+    EVERY,
+    FLOAT16_POINTERS,
+    FLOAT32_POINTERS,
+    POINTERS,
+    scale_types,
+)
 from plait.ops.launch import launch
 from plait.ops.registry import OpFacts
 from plait.ops.rows import TablePacking, embed
@@ -103,8 +109,8 @@ def forms() -> Iterator[KernelForm]:
     for name, (layout, scales) in EVERY.items():
         of = scale_types(layout, scales) | {"ids": "i64*", "factor": "fp32"}
         constants = decode_constants(layout) | {"UNITS": UNITS, "IS_SCALED": True}
-        for end, pointers in (("", POINTERS), (", float32", FLOAT32_POINTERS)):
-            if end or name in ("Q4_K", "Q6_K", "Q8_0"):
+        for end, pointers in (("", POINTERS), (FLOAT32, FLOAT32_POINTERS), (FLOAT16, FLOAT16_POINTERS)):
+            if end == FLOAT32 or name in (("Q4_K", "Q6_K", "Q8_0") if not end else ("Q4_K",)):
                 yield KernelForm(
                     f"embed, {name}{end}", embed_planes, pointers | of, constants, num_warps=1,
                     demands=(("LDG.128",),),

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plait.kernels.triton.forms import KernelForm, widen
+from plait.kernels.triton.forms import FLOAT16, FLOAT32, KernelForm, widen
 from plait.kernels.triton.linear.decode_planes import decode_field, load_level, load_unit
 from plait.kernels.triton.linear.float32_planes import is_float32, multiply_in_float32, transpose_in_float32
 from plait.kernels.triton.linear.linear import PlanesTiling, why_several, write_scratch
@@ -35,6 +35,7 @@ from plait.kernels.triton.linear.plane_arguments import (
 )
 from plait.kernels.triton.linear.plane_forms import (
     EVERY,
+    FLOAT16_POINTERS,
     FLOAT32_POINTERS,
     POINTERS,
     WIDE_LOADS,
@@ -263,7 +264,8 @@ def forms() -> Iterator[KernelForm]:
     strides = dict.fromkeys(("x_head", "out_head", "weight_head", "weight_row"), "i32!")
     for end, pointers, demands in (
         ("", POINTERS, WIDE_LOADS),
-        (", float32", FLOAT32_POINTERS, WIDE_LOADS[:1]),
+        (FLOAT32, FLOAT32_POINTERS, WIDE_LOADS[:1]),
+        (FLOAT16, FLOAT16_POINTERS, WIDE_LOADS),
     ):
         for rows in (8, 16):
             constants = {"UNIT": UNIT, "UNITS": UNITS, "BN": BN, "BM": rows, "weight_column": 1}
@@ -271,15 +273,19 @@ def forms() -> Iterator[KernelForm]:
             yield KernelForm(named, heads_dense, pointers | strides, constants, UNITS, demands=demands)
     for name in ("Q4_K", "Q8_0", "FP8 b128"):
         layout, scales = EVERY[name]
-        types = POINTERS | strides | scale_types(layout, scales)
-        yield _row_form(name, layout, types)
         turned = decode_constants(layout) | {"BK": BK, "BM": BM}
-        yield KernelForm(f"heads, {name}, transposed", heads_transposed, types, turned, 1, demands=WIDE_LOADS)
+        for end, pointers, dtype in (
+            ("", POINTERS, torch.bfloat16),
+            (FLOAT16, FLOAT16_POINTERS, torch.float16),
+        ):
+            types = pointers | strides | scale_types(layout, scales)
+            yield _row_form(f"heads, {name}{end}", layout, types, dtype)
+            if not end or name == "Q8_0":  # it decodes to float32: one layout stands for all
+                named = f"heads, {name}, transposed{end}"
+                yield KernelForm(named, heads_transposed, types, turned, 1, demands=WIDE_LOADS)
 
 
-def _row_form(name: str, layout: PlaneLayout, types: dict[str, str]) -> KernelForm:
+def _row_form(name: str, layout: PlaneLayout, types: dict[str, str], dtype: torch.dtype) -> KernelForm:
     constants, options = split_options(_row_constants(PlanesTiling(layout, 16 * 128, 512), 16))
-    shared = plane_constants(layout, torch.bfloat16, has_assembly=True)
-    return KernelForm(
-        f"heads, {name}", heads_planes, types, shared | constants, **options, demands=WIDE_LOADS
-    )
+    shared = plane_constants(layout, dtype, has_assembly=True)
+    return KernelForm(name, heads_planes, types, shared | constants, **options, demands=WIDE_LOADS)

@@ -41,6 +41,7 @@ from plait.quant.weight import Dense, Weight
 
 NAME = "triton"
 FEW_REGISTERS = 168  # of a thread, for up to 8 rows of four-bit codes: three blocks on a processor
+BYTE_REGISTERS = 128  # for 9 to 16 rows of bytes: four blocks
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,9 @@ class PlanesTiling:
         layout, outputs = self.layout, self.few_outputs(rows) if outputs is None else outputs
         # Left to itself, ptxas spills for sm_80 to have one block more on a processor.
         is_tight = rows <= 8 and layout.bits == 4 and layout.value == "integer" and not layout.high
-        return ({"maxnreg": FEW_REGISTERS} if is_tight else {}) | {
+        is_byte = rows > 8 and layout.value == "byte" and outputs == few_rows.BN
+        most = FEW_REGISTERS if is_tight else BYTE_REGISTERS if is_byte else None
+        return ({} if most is None else {"maxnreg": most}) | {
             "EVEN": self.is_even(few_rows.UNITS), "ACT": act, "UNITS": few_rows.UNITS,
             "BN": outputs,
             "SHARES": few_rows.shares_of(self.n_out, self.few_steps, self.few_outputs(1)),

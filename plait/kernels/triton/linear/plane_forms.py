@@ -7,11 +7,12 @@ lays out, where their machine code differs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from plait.kernels.triton.forms import KernelForm
+from plait.kernels.triton.forms import FLOAT16, KernelForm, as_half
 from plait.kernels.triton.linear import few_rows, float32_planes, many_rows
 from plait.kernels.triton.linear.linear import PlanesTiling, dense_constants
 from plait.kernels.triton.linear.plane_arguments import decode_constants, plane_constants
@@ -24,8 +25,10 @@ POINTERS = {
     "levels_row": "i32!",
 }  # fmt: skip
 FLOAT32_POINTERS = {name: kind.replace("bf16", "fp32") for name, kind in POINTERS.items()}
+FLOAT16_POINTERS = as_half(POINTERS)
 LEVEL_POINTERS = {"mins": "i16*", "nibbles": "u8*", "e5m3": "i32*"}
 SHAPE = (4096, 4096)
+HALF_MORE = 1.08  # times the instructions of bfloat16: floats of four bits have further to go
 # (layout, type of scales, most instructions for each weight of up to 8 and up to 16 rows)
 LAYOUTS: dict[str, tuple[PlaneLayout, str, tuple[float, float]]] = {
     "Q4_0": (PlaneLayout(4, 0, "integer", 8, "plain", 32, 32), "fp16*", (2.5, 3.1)),
@@ -37,14 +40,14 @@ LAYOUTS: dict[str, tuple[PlaneLayout, str, tuple[float, float]]] = {
     "IQ4_XS": (PlaneLayout(4, 0, "iq4", 0, "levels", 32, 256), "fp16*", (3.8, 4.3)),
     "Q2_K": (PlaneLayout(2, 0, "integer", 0, "nibbles", 16, 256), "i32*", (6.1, 6.9)),
     "Q3_K": (PlaneLayout(2, 1, "integer", 4, "levels", 16, 256), "fp16*", (5.5, 6.3)),
+    "Q5_0": (PlaneLayout(4, 1, "integer", 16, "plain", 32, 32), "fp16*", (4.0, 4.8)),
+    "Q5_1": (PlaneLayout(4, 1, "integer", 0, "pairs", 32, 32), "i32*", (4.0, 4.8)),
     "Q5_K": (PlaneLayout(4, 1, "integer", 0, "mins", 32, 256), "i32*", (4.0, 4.8)),
     "Q6_K": (PlaneLayout(4, 2, "integer", 32, "levels", 16, 256), "fp16*", (5.6, 6.6)),
     "Q8_0": (PlaneLayout(8, 0, "byte", 0, "plain", 32, 32), "fp16*", (3.5, 3.9)),
     "FP8 b128": (PlaneLayout(8, 0, "e4m3", 0, "plain", 128, 128, 128), "fp32*", (3.9, 4.3)),
 }  # fmt: skip
 RARE: dict[str, tuple[PlaneLayout, str]] = {
-    "Q5_0": (PlaneLayout(4, 1, "integer", 16, "plain", 32, 32), "fp16*"),
-    "Q5_1": (PlaneLayout(4, 1, "integer", 0, "pairs", 32, 32), "i32*"),
     "Q8_K": (PlaneLayout(8, 0, "byte", 0, "plain", 256, 256), "fp32*"),
     "IQ4_NL": (PlaneLayout(4, 0, "iq4", 0, "plain", 32, 32), "fp16*"),
     "IQ3_S": (PlaneLayout(4, 0, "table", 0, "levels", 32, 256), "fp32*"),
@@ -70,6 +73,7 @@ RARE: dict[str, tuple[PlaneLayout, str]] = {
     "int8 rows": (PlaneLayout(8, 0, "byte", 0, "plain"), "fp16*"),
     "FP8 rows": (PlaneLayout(8, 0, "e4m3", 0, "plain"), "fp32*"),
 }  # fmt: skip
+UNBIASED = ("Q4_K", "Q5_0", "Q5_1", "Q8_0", "int4 g128 zeros")
 EVERY = {name: (layout, scales) for name, (layout, scales, _) in LAYOUTS.items()} | RARE
 WIDE_LOADS = (("LDG.128", "LDGSTS.128"), ("HMMA", "HGMMA"))
 
@@ -100,6 +104,9 @@ def forms() -> Iterator[KernelForm]:
     ):
         for dtype in (torch.bfloat16, torch.float32):
             yield _dense_form(n_out, n_in, rows, act, dtype)
+    yield from _unbiased_forms()
+    for name, (layout, scales, most) in LAYOUTS.items():
+        yield from _float16_forms(name, layout, scales, most)
 
 
 def float32_form(
@@ -124,6 +131,9 @@ def _float32_forms() -> Iterator[KernelForm]:
         yield float32_form(f"float32, {name}", own.float32_planes, layout, types, tile)
         tile = {"BK": own.BK, "BM": own.BM}
         yield float32_form(f"float32, {name}, transposed", own.float32_transposed, layout, types, tile)
+    layout, scales = EVERY["Q4_K"]
+    tile = {"BIAS": False, "BN": own.BN, "BM": own.BM}
+    yield float32_form("float32, Q4_K, no bias", own.float32_planes, layout, {"scales": scales}, tile)
 
 
 def _layout_forms(
@@ -133,15 +143,52 @@ def _layout_forms(
     tiling, types = PlanesTiling(layout, *SHAPE), POINTERS | scale_types(layout, scales)
     for rows, limit in zip((8, 16), most, strict=True):
         yield _few_form(f"few rows, {name}, {rows}", tiling, types, rows, "", limit)
+    yield _many_form(f"many rows, {name}", tiling, types)
+    yield _write_form(f"write numbers, {name}", layout, types)
+
+
+def _float16_forms(
+    name: str, layout: PlaneLayout, scales: str, most: tuple[float, float]
+) -> Iterator[KernelForm]:
+    """Of one layout in float16, as most models of that dtype have it, without a bias.
+
+    What is written to scratch memory differs in the last conversion only, so one layout stands for all.
+    """
+    tiling, dtype = PlanesTiling(layout, *SHAPE), torch.float16
+    types = FLOAT16_POINTERS | scale_types(layout, scales)
+    for rows, limit in zip((8, 16), most, strict=True):
+        named = f"few rows, {name}, {rows}, no bias{FLOAT16}"
+        yield _without_bias(_few_form(named, tiling, types, rows, "", limit * HALF_MORE, dtype))
+    yield _without_bias(_many_form(f"many rows, {name}, no bias{FLOAT16}", tiling, types, dtype))
+    if name == "Q4_K":
+        yield _write_form(f"write numbers, {name}{FLOAT16}", layout, types)
+
+
+def _unbiased_forms() -> Iterator[KernelForm]:
+    """Some layouts in bfloat16 without a bias, on which no loop depends: up to 8 rows, and more of one."""
+    for name in UNBIASED:
+        layout, scales, most = LAYOUTS[name]
+        tiling, types = PlanesTiling(layout, *SHAPE), POINTERS | scale_types(layout, scales)
+        yield _without_bias(_few_form(f"few rows, {name}, 8, no bias", tiling, types, 8, "", most[0]))
+        if name == UNBIASED[0]:
+            yield _without_bias(_many_form(f"many rows, {name}, no bias", tiling, types))
+
+
+def _without_bias(form: KernelForm) -> KernelForm:
+    return replace(form, constants={**form.constants, "BIAS": False})
+
+
+def _write_form(name: str, layout: PlaneLayout, types: Mapping[str, str]) -> KernelForm:
+    constants = decode_constants(layout) | {"BN": many_rows.ROWS}
+    return KernelForm(name, many_rows.write_numbers, types, constants, demands=(("LDG.128",),))
+
+
+def _many_form(
+    name: str, tiling: PlanesTiling, types: Mapping[str, str], dtype: torch.dtype = torch.bfloat16
+) -> KernelForm:
     constants, options = split_options(tiling.many_constants(128))
-    shared = plane_constants(layout, torch.bfloat16, has_assembly=True, whole_units=True) | {"BIAS": True}
-    yield KernelForm(
-        f"many rows, {name}", many_rows.many_planes, types, shared | constants, **options, demands=WIDE_LOADS
-    )
-    yield KernelForm(
-        f"write numbers, {name}", many_rows.write_numbers, types,
-        decode_constants(layout) | {"BN": many_rows.ROWS}, demands=(("LDG.128",),),
-    )  # fmt: skip
+    shared = plane_constants(tiling.layout, dtype, has_assembly=True, whole_units=True) | {"BIAS": True}
+    return KernelForm(name, many_rows.many_planes, types, shared | constants, **options, demands=WIDE_LOADS)
 
 
 def split_options(constants: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -153,10 +200,16 @@ def split_options(constants: dict[str, Any]) -> tuple[dict[str, Any], dict[str, 
 
 
 def _few_form(
-    name: str, tiling: PlanesTiling, types: dict[str, str], rows: int, act: str, limit: float
+    name: str,
+    tiling: PlanesTiling,
+    types: Mapping[str, str],
+    rows: int,
+    act: str,
+    limit: float,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> KernelForm:
     constants, options = split_options(tiling.few_constants(rows, act))
-    shared = plane_constants(tiling.layout, torch.bfloat16, has_assembly=True) | {"BIAS": True}
+    shared = plane_constants(tiling.layout, dtype, has_assembly=True) | {"BIAS": True}
     return KernelForm(
         name, few_rows.few_planes, types, shared | constants, **options, demands=WIDE_LOADS,
         weights=constants["BN"] * constants["UNITS"] * tiling.layout.unit, max_per_weight=limit,

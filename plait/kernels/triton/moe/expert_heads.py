@@ -14,7 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
-from plait.kernels.triton.forms import KernelForm, with_float32
+from plait.kernels.triton.forms import KernelForm, with_float16, with_float32
 from plait.kernels.triton.moe.expert_planes import is_planes, multiply_stack
 from plait.kernels.triton.moe.experts import MOST_SLOTS, TYPES, WIDE, SumStart, expert_up, up_tile
 from plait.kernels.triton.moe.grouped_experts import add_rows, launch_groups, sort_by_expert, tile_rows
@@ -120,6 +120,7 @@ spread_heads.variant(ONE_FORM, on="cuda", when=_why_not_one)(StackedHeads(pack, 
 collect_heads.variant(ONE_FORM, on="cuda", when=_why_not_one)(StackedHeads(pack, collect_in_one_form))
 
 
+@with_float16
 @with_float32
 def forms() -> Iterator[KernelForm]:
     """JetMoe's queries and outputs by slots. Products by groups are forms of `grouped_experts`."""

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plait.kernels.triton.forms import KernelForm, widen, with_float32
+from plait.kernels.triton.forms import KernelForm, widen, with_float16, with_float32
 from plait.kernels.triton.maths import apply_activation, apply_gated, sigmoid
 from plait.ops.activation import PAIRS
 from plait.ops.launch import launch
@@ -245,6 +245,7 @@ SHAPES = {  # k, hidden, size, kind, gated, biases, shared
     "qwen3-next": (10, 2048, 512, "silu", True, False, True),
 }
 PLAIN = ("silu", "gelu", "relu")  # activations of experts without a gate, relu2 apart
+DECODED = ("qwen3 30b-a3b", "deepseek-v2-lite")  # of storages that are decoded to scratch memory
 CLOSED = ("qwen3-next",)  # a gate weighs the shared expert
 WIDE = (("LDG.128", "LDGSTS.128"),)
 TYPES = {
@@ -255,6 +256,7 @@ TYPES = {
 }  # fmt: skip
 
 
+@with_float16
 @with_float32
 def forms() -> Iterator[KernelForm]:
     """What models of published sizes launch; and other activations, at the sizes of one of them."""
@@ -266,6 +268,9 @@ def forms() -> Iterator[KernelForm]:
             warps = tile.pop("num_warps")
             named = f"{kernel.fn.__name__}, {name}"
             yield KernelForm(named, kernel, TYPES, {**both, **own, **tile}, warps, demands=WIDE)
+            if name in DECODED:
+                picked = {**both, **own, **tile, "PICKED": True}
+                yield KernelForm(f"{named}, picked", kernel, TYPES, picked, warps, demands=WIDE)
     k, hidden, *_ = SHAPES["qwen3 30b-a3b"]
     for gated, kinds in ((True, ("silu", "gelu", "gelu_pytorch_tanh", "relu", *PAIRS)), (False, PLAIN)):
         for kind in kinds:

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plait.kernels.triton.forms import KernelForm
+from plait.kernels.triton.forms import KernelForm, as_float32, with_float16
 from plait.kernels.triton.maths import apply_activation, apply_gated
 from plait.kernels.triton.moe.experts import (
     CLOSED,
@@ -239,6 +239,7 @@ COUNTS = {
 }  # fmt: skip
 
 
+ADDED = ("qwen3 30b-a3b", "deepseek-v2-lite", "qwen3-next")  # in float32: with a shared expert and without
 WIDE_TYPES = {name: "fp32*" if kind == "bf16*" else kind for name, kind in TYPES.items()}
 
 
@@ -256,6 +257,7 @@ def _form(
     return KernelForm(name, multiply_groups, types, constants, warps, stages, demands=demands)
 
 
+@with_float16
 def forms() -> Iterator[KernelForm]:
     """What models of published sizes launch: each kind of layer with every tile, all others with one."""
     yield KernelForm("sort_pairs", sort_pairs, TYPES, {"BLOCK": BLOCK})
@@ -274,4 +276,5 @@ def forms() -> Iterator[KernelForm]:
                 yield _form(named, own, per_row, act, tile, WIDE_TYPES, demands[1:])
         constants = {"K": k, "KP": max(2, triton.next_power_of_2(k)), "BN": BLOCK}
         constants |= {"SHARED": shared, "CLOSED": name in CLOSED}
-        yield KernelForm(f"add_experts, {name}", add_experts, TYPES, constants)
+        both = KernelForm(f"add_experts, {name}", add_experts, TYPES, constants)
+        yield from (both, as_float32(both)) if name in ADDED else (both,)

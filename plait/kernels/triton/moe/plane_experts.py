@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plait.kernels.triton.forms import KernelForm
+from plait.kernels.triton.forms import FLOAT16, FLOAT32, KernelForm, as_half
 from plait.kernels.triton.linear.multiply_planes import multiply_planes
 from plait.kernels.triton.linear.plane_arguments import plane_constants
 from plait.kernels.triton.maths import apply_activation, apply_gated
@@ -196,6 +196,7 @@ PUBLISHED = (  # model, storage
     ("qwen3 30b-a3b", "Q5_K"), ("mixtral", "Q6_K"), ("gpt-oss", "mxfp4"), ("deepseek-v3", "fp8 blocks"),
     ("nemotron-3-nano", "Q8_0"),
 )  # fmt: skip
+USUAL = ("Q4_K", "int4 g128 zeros")
 STRIDES = (
     "codes_expert", "high_expert", "scales_expert", "levels_expert", "codes_unit", "high_unit", "scales_row",
     "levels_row",
@@ -205,32 +206,44 @@ STRIDES = (
 def forms() -> Iterator[KernelForm]:
     """What models of published sizes launch: slots, and tiles of every size."""
     for name, storage in PUBLISHED:
-        yield from _pair_forms(name, storage)
-    for end, x in (("", "bf16*"), (", float32", "fp32*")):
+        yield from _pair_forms(name, storage, torch.bfloat16)
+        yield from _pair_forms(name, storage, torch.float16)
+    for end, x in (("", "bf16*"), (FLOAT32, "fp32*"), (FLOAT16, "fp16*")):
         types = TYPES | {"x": x, "out": x}
         yield KernelForm(f"order_columns{end}", order_columns, types, {"K": 8, "BLOCK": COLUMNS})
 
 
-def _pair_forms(name: str, storage: str) -> Iterator[KernelForm]:
+def _pair_forms(name: str, storage: str, dtype: torch.dtype) -> Iterator[KernelForm]:
+    """Of one model and dtype of x; in float16 groups of the second product, and slots of usual ones."""
+    is_half = dtype == torch.float16
     k, hidden, width, kind, gated, biased, _ = SHAPES[name]
     layout, scales, levels = STORAGES[storage]
-    types = TYPES | {"codes": "i16*", "high": "i16*", "scales": scales, "levels": levels, "table": "fp32*"}
+    types = (as_half(TYPES) if is_half else TYPES) | {
+        "codes": "i16*",
+        "high": "i16*",
+        "scales": scales,
+        "levels": levels,
+        "table": "fp32*",
+    }
     types |= dict.fromkeys(STRIDES, "i32!") | {"n_in": "i32!"}
     if layout.tall > 1:
         types |= dict.fromkeys(("scales_row", "levels_row", "scales_expert", "levels_expert"), "i32")
     tiles = {each: pair_tile(layout, each) for each in (0, 16, 64)}
     for what, n_in, per_row, act in (("up", hidden, k, (kind, gated)), ("down", width, 1, ("", False))):
-        for each in (0, 16) if tiles[16] == tiles[64] else (0, 16, 64):
+        every = (0, 16) if tiles[16] == tiles[64] else (0, 16, 64)
+        if is_half:
+            every = every[1:2] if what == "down" else every[:1] if storage in USUAL else ()
+        for each in every:
             tile, units = dict(tiles[each]), layout.padded(n_in) // layout.unit
             stages = tile.pop("num_stages")
             options = {key: tile.pop(key) for key in ("maxnreg",) if key in tile}
             constants = {
-                **plane_constants(layout, torch.bfloat16, has_assembly=True), **tile, "UNITS": UNITS,
+                **plane_constants(layout, dtype, has_assembly=True), **tile, "UNITS": UNITS,
                 "EVEN": units % UNITS == 0 and n_in % layout.unit == 0, "E": COUNTS[name],
                 "EP": triton.next_power_of_2(COUNTS[name]), "SLOTS": each == 0, "K": per_row,
                 "KIND": act[0], "GATED": act[1], "BIASED": biased,
             }  # fmt: skip
-            rows = "slots" if not each else str(tile["BM"])
+            rows = ("slots" if not each else str(tile["BM"])) + (FLOAT16 if is_half else "")
             yield KernelForm(
                 f"multiply_pairs, {name} {storage} {what}, {rows}", multiply_pairs, types, constants, UNITS,
                 stages, demands=DEMANDS, options=options,

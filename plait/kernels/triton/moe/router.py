@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plait.kernels.triton.forms import KernelForm, with_float32
+from plait.kernels.triton.forms import KernelForm, with_float16, with_float32
 from plait.kernels.triton.maths import softplus
 from plait.ops.launch import launch
 from plait.ops.moe import route
@@ -186,6 +186,7 @@ RULES: dict[str, tuple[RouterSpec, bool, bool]] = {  # router, biased, factored;
 }
 
 
+@with_float16
 @with_float32
 def forms() -> Iterator[KernelForm]:
     """What models of published sizes launch, and other rules of choosing."""

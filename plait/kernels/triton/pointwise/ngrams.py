@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plait.kernels.triton.forms import KernelForm, with_float32
+from plait.kernels.triton.forms import KernelForm, with_float16, with_float32
 from plait.kernels.triton.maths import sigmoid
 from plait.ops.launch import launch
 from plait.ops.ngrams import LEAST, gate_by_match, hash_ngrams
@@ -167,6 +167,7 @@ TYPES = {
 }  # fmt: skip
 
 
+@with_float16
 @with_float32
 def forms() -> Iterator[KernelForm]:
     """What Qwen4-Exp launches: three tokens at most, eight hashes of each; four streams."""

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plait.kernels.triton.forms import KernelForm, with_float32
+from plait.kernels.triton.forms import KernelForm, with_float16, with_float32
 from plait.kernels.triton.maths import sigmoid
 from plait.kernels.triton.row_views import view_rows
 from plait.ops.launch import launch
@@ -191,6 +191,7 @@ OWN_TYPES = {
 }
 
 
+@with_float16
 @with_float32
 def forms() -> Iterator[KernelForm]:
     """Norms of published widths."""

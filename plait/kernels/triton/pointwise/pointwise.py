@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plait.kernels.triton.forms import KernelForm, with_float32
+from plait.kernels.triton.forms import KernelForm, with_float16, with_float32
 from plait.kernels.triton.maths import apply_activation, apply_gated, sigmoid, softplus, tanh
 from plait.kernels.triton.row_views import view_rows
 from plait.ops.activation import (
@@ -285,6 +285,7 @@ def _form(
     return KernelForm(name, kernel, types, few, constants["num_warps"], demands=WIDE if wide else ())
 
 
+@with_float16
 @with_float32
 def forms() -> Iterator[KernelForm]:
     """Each kernel at published widths, with every kind and pair of dtypes that a model launches."""

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plait.kernels.triton.forms import KernelForm, with_float32
+from plait.kernels.triton.forms import KernelForm, with_float16, with_float32
 from plait.ops.compressed import compress_tokens
 from plait.ops.launch import launch
 
@@ -171,6 +171,7 @@ SHAPES = {  # rate, size, parts
 }
 
 
+@with_float16
 @with_float32
 def forms() -> Iterator[KernelForm]:
     """What models of published sizes launch, for decodes and for steps with prompts."""

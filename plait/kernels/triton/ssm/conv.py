@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plait.kernels.triton.forms import KernelForm, widen, with_float32
+from plait.kernels.triton.forms import KernelForm, widen, with_float16, with_float32
 from plait.kernels.triton.maths import silu
 from plait.ops.conv import causal_conv
 from plait.ops.launch import launch
@@ -144,6 +144,7 @@ SHAPES = {  # channels, taps, bias, SiLU
 FLOAT32_TAPS = ("inkling",)  # 1 was added to one of them
 
 
+@with_float16
 @with_float32
 def forms() -> Iterator[KernelForm]:
     """What models of published sizes launch: steps of decodes, and steps with prompts."""

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plait.kernels.triton.forms import KernelForm, with_float32
+from plait.kernels.triton.forms import KernelForm, with_float16, with_float32
 from plait.kernels.triton.maths import sigmoid, softplus
 from plait.ops.delta import EPS, delta_scan_from_gates, gated_delta_scan
 from plait.ops.launch import launch
@@ -238,6 +238,7 @@ def shape_types(name: str) -> dict[str, str]:
     return POINTERS | ({"step": "fp32*"} if name in GIVEN else {})
 
 
+@with_float16
 @with_float32
 def forms() -> Iterator[KernelForm]:
     """What models of published sizes launch, in every step."""

@@ -40,7 +40,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plait.kernels.triton.forms import KernelForm
+from plait.kernels.triton.forms import KernelForm, with_float16
 from plait.kernels.triton.maths import sigmoid, softplus
 from plait.kernels.triton.ssm.delta import (
     GIVEN,
@@ -331,6 +331,7 @@ SCRATCH = {
 }
 
 
+@with_float16
 def forms() -> Iterator[KernelForm]:
     """What models of published sizes launch in steps with prompts."""
     for name, (heads, key_heads, key_dim, dim, channels, tiled, bias) in SHAPES.items():

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plait.kernels.triton.forms import KernelForm, with_float32
+from plait.kernels.triton.forms import KernelForm, with_float16, with_float32
 from plait.kernels.triton.maths import silu, softplus
 from plait.ops.launch import launch
 from plait.ops.ssm import gated_mamba1_scan, mamba1_scan
@@ -190,6 +190,7 @@ SHAPES = {  # inner, state, with norms
 }
 
 
+@with_float16
 @with_float32
 def forms() -> Iterator[KernelForm]:
     """What models of published sizes launch, for decodes and for steps with prompts; and the clamped scan."""

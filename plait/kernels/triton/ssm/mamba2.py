@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plait.kernels.triton.forms import KernelForm, widen, with_float32
+from plait.kernels.triton.forms import KernelForm, widen, with_float16, with_float32
 from plait.kernels.triton.maths import softplus
 from plait.ops.launch import launch
 from plait.ops.ssm import mamba2_scan, mamba2_scan_from_dt
@@ -206,9 +206,11 @@ SHAPES = {  # heads, dim, state, groups, D, softplus
     "zamba2-7b": (112, 64, 64, 2, True, True),
     "minimax-text-01 lightning": (64, 128, 128, 64, False, False),
     "plamo 2 8b": (64, 128, 64, 1, True, False),
+    "plamo 2 of 128 columns": (64, 128, 128, 1, True, False),
 }
 
 
+@with_float16
 @with_float32
 def forms() -> Iterator[KernelForm]:
     """What models of published sizes launch, in every step."""

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plait.kernels.triton.forms import KernelForm
+from plait.kernels.triton.forms import KernelForm, with_float16
 from plait.kernels.triton.maths import softplus
 from plait.kernels.triton.ssm.mamba2 import POINTERS, SHAPES, ScanLaunch, head_constants, prepare_scan
 from plait.ops.chip import PRODUCTS
@@ -102,14 +102,19 @@ def scan_chunks(
 
 
 def chunk_constants(constants: dict[str, int], placed: bool) -> dict[str, int]:
-    """Those of `scan_heads`, with tiles for products of matrices."""
+    """Those of `scan_heads`, with tiles for products of matrices.
+
+    A state of 256 columns has the registers of eight warps. So have 128 columns with D and with steps that
+    are given (PLaMo-2), for which four warps spill on sm_120.
+    """
     wide = max(constants["NP"], 16)
+    is_tight = wide > 64 and constants["HAS_D"] and not constants["SOFTPLUS"]
     return constants | {
         "NP": wide,
         "BP": min(max(triton.next_power_of_2(constants["P"]), 16), ROWS),
         "L": 16 if wide == WIDEST else 32,
         "PLACED": placed,
-        "num_warps": 8 if wide == WIDEST else 4,
+        "num_warps": 8 if wide == WIDEST or is_tight else 4,
         "num_stages": 1,
     }
 
@@ -186,11 +191,12 @@ def scan_chunks_of_steps(
     return scan_prompts(prepare_scan(x, dt, None, None, A, B, C, D, state, *where), positions)
 
 
+@with_float16
 def forms() -> Iterator[KernelForm]:
     """What models of published sizes launch in steps with prompts."""
     for name, (heads, dim, size, groups, skips, soft) in SHAPES.items():
-        constants = chunk_constants(head_constants(heads, dim, size, groups), placed=True)
-        constants |= {"HAS_D": skips, "SOFTPLUS": soft, "HAS_BIAS": soft}
+        flags: dict[str, int] = {"HAS_D": skips, "SOFTPLUS": soft, "HAS_BIAS": soft}
+        constants = chunk_constants(head_constants(heads, dim, size, groups) | flags, placed=True)
         warps, stages = constants.pop("num_warps"), constants.pop("num_stages")
         types = POINTERS | {"positions": "i64*", "walked": "i32"} | ({} if soft else {"dt": "fp32*"})
         yield KernelForm(

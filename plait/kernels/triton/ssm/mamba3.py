@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plait.kernels.triton.forms import KernelForm, with_float32
+from plait.kernels.triton.forms import KernelForm, with_float16, with_float32
 from plait.kernels.triton.maths import sigmoid, silu, softplus, turn_by
 from plait.ops.launch import launch
 from plait.ops.mamba3 import mamba3_scan, norm_for_heads, raw_mamba3_scan
@@ -253,6 +253,7 @@ SHAPES = {  # heads, rows of a head's state, its columns, heads of a group
 }
 
 
+@with_float16
 @with_float32
 def forms() -> Iterator[KernelForm]:
     """What oxidizr's hybrids launch, the widest being MIMO of rank 4; decodes and prompts have one form."""

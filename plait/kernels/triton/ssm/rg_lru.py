@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plait.kernels.triton.forms import KernelForm, with_float32
+from plait.kernels.triton.forms import KernelForm, with_float16, with_float32
 from plait.kernels.triton.maths import one_minus_exp, sigmoid
 from plait.ops.launch import launch
 from plait.ops.rg_lru import rg_lru
@@ -110,6 +110,7 @@ POINTERS = {
 SHAPES = {"RecurrentGemma 2B": (2560, 256), "RecurrentGemma 9B": (4096, 256)}  # width, of a head
 
 
+@with_float16
 @with_float32
 def forms() -> Iterator[KernelForm]:
     """What models of published sizes launch, for decodes and for steps with prompts."""
