@@ -211,8 +211,8 @@ HEAD = """# GPU kernels
 
 What `tools/compile_kernels.py` found: every form of the Triton kernels, compiled for
 GPUs of three generations. Nothing here has run on a GPU. `source` is the digest of what a row was
-compiled from; `make check` fails where a kernel has changed since. Forms in float16 are fewer: they have the
-tiles of bfloat16, which has a form for each flag, so one stands for all flags of its kernel and layout.
+compiled from; `make check` fails where a kernel has changed since. Forms in float16 have the tiles of
+bfloat16, which has a form for each flag. So one in float16 stands for all flags of its kernel and layout.
 
 | form | target | registers | spills | shared memory | for each weight | instructions | source |
 |---|---|---:|---:|---:|---:|---|---|

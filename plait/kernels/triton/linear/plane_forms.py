@@ -104,7 +104,7 @@ def forms() -> Iterator[KernelForm]:
     ):
         for dtype in (torch.bfloat16, torch.float32):
             yield _dense_form(n_out, n_in, rows, act, dtype)
-    yield from _unbiased_forms()
+    yield from _forms_without_bias()
     for name, (layout, scales, most) in LAYOUTS.items():
         yield from _float16_forms(name, layout, scales, most)
 
@@ -164,7 +164,7 @@ def _float16_forms(
         yield _write_form(f"write numbers, {name}{FLOAT16}", layout, types)
 
 
-def _unbiased_forms() -> Iterator[KernelForm]:
+def _forms_without_bias() -> Iterator[KernelForm]:
     """Some layouts in bfloat16 without a bias, on which no loop depends: up to 8 rows, and more of one."""
     for name in UNBIASED:
         layout, scales, most = LAYOUTS[name]
@@ -172,6 +172,10 @@ def _unbiased_forms() -> Iterator[KernelForm]:
         yield _without_bias(_few_form(f"few rows, {name}, 8, no bias", tiling, types, 8, "", most[0]))
         if name == UNBIASED[0]:
             yield _without_bias(_many_form(f"many rows, {name}, no bias", tiling, types))
+            wide = PlanesTiling(layout, 28672, 4096)
+            for act in few_rows.ACTIVATIONS:
+                named = f"few rows, {name}, {act}, no bias"
+                yield _without_bias(_few_form(named, wide, types, 8, act, most[0]))
 
 
 def _without_bias(form: KernelForm) -> KernelForm:

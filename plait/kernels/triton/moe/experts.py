@@ -245,7 +245,12 @@ SHAPES = {  # k, hidden, size, kind, gated, biases, shared
     "qwen3-next": (10, 2048, 512, "silu", True, False, True),
 }
 PLAIN = ("silu", "gelu", "relu")  # activations of experts without a gate, relu2 apart
-DECODED = ("qwen3 30b-a3b", "deepseek-v2-lite")  # of storages that are decoded to scratch memory
+DECODED = (
+    "qwen3 30b-a3b",
+    "deepseek-v2-lite",
+    "qwen3-next",
+    "gpt-oss",
+)  # of storages that are decoded to scratch memory
 CLOSED = ("qwen3-next",)  # a gate weighs the shared expert
 WIDE = (("LDG.128", "LDGSTS.128"),)
 TYPES = {

@@ -230,7 +230,7 @@ def _pair_forms(name: str, storage: str, dtype: torch.dtype) -> Iterator[KernelF
         types |= dict.fromkeys(("scales_row", "levels_row", "scales_expert", "levels_expert"), "i32")
     tiles = {each: pair_tile(layout, each) for each in (0, 16, 64)}
     for what, n_in, per_row, act in (("up", hidden, k, (kind, gated)), ("down", width, 1, ("", False))):
-        every = (0, 16) if tiles[16] == tiles[64] else (0, 16, 64)
+        every: tuple[int, ...] = (0, 16) if tiles[16] == tiles[64] else (0, 16, 64)
         if is_half:
             every = every[1:2] if what == "down" else every[:1] if storage in USUAL else ()
         for each in every:
