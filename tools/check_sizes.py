@@ -30,7 +30,7 @@ CAPS = {
     "engine": 2_500,
     "families": 17_700,
     "frontend": 1_680,
-    "kernels": 29_250,
+    "kernels": 29_550,
     "llm": 630,
     "loading": 6_250,
     "model": 5_380,
