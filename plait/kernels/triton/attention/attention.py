@@ -520,6 +520,7 @@ WIDE_SHAPES = (
     "gqa 32/32 d96",
     "gqa 8/4 d256 softcap",
     "gqa 32/32 d128 alibi",
+    *("gqa 8/4 d256 softcap int8", "gqa 8/4 d256 window softcap int8"),
 )
 ROUNDED_SHAPES = (
     *("gqa 32/8 d128", "gqa 8/4 d256 window softcap", "gqa 8/2 d512", "mla 16 heads"),
