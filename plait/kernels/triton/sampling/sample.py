@@ -90,6 +90,12 @@ def _is_drawn(top, heat):
 
 
 @triton.jit
+def _double(number: tl.constexpr):
+    """A constant in float64. Triton 3.7 rounds one to float32 where it is an argument, as of tl.fma."""
+    return tl.full([], number, tl.float64)
+
+
+@triton.jit
 def _rate(temperature):
     """Octaves of weight for a unit of logits; finite, so that equal logits are 0 octaves apart."""
     return tl.minimum(1.4426950408889634 / temperature, 1e300)
@@ -102,17 +108,17 @@ def _weigh(value, top, rate):
     y = tl.maximum(y, -64.0)
     whole = tl.floor(y)
     r = (y - whole - 0.5) * 0.6931471805599453
-    p = tl.fma(r, 2.505210838544172e-08, 2.755731922398589e-07)
-    p = tl.fma(p, r, 2.7557319223985893e-06)
-    p = tl.fma(p, r, 2.48015873015873e-05)
-    p = tl.fma(p, r, 0.0001984126984126984)
-    p = tl.fma(p, r, 0.001388888888888889)
-    p = tl.fma(p, r, 0.008333333333333333)
-    p = tl.fma(p, r, 0.041666666666666664)
-    p = tl.fma(p, r, 0.16666666666666666)
-    p = tl.fma(p, r, 0.5)
-    p = tl.fma(p, r, 1.0)
-    p = tl.fma(p, r, 1.0) * 1.4142135623730951
+    p = tl.fma(r, _double(2.505210838544172e-08), _double(2.755731922398589e-07))
+    p = tl.fma(p, r, _double(2.7557319223985893e-06))
+    p = tl.fma(p, r, _double(2.48015873015873e-05))
+    p = tl.fma(p, r, _double(0.0001984126984126984))
+    p = tl.fma(p, r, _double(0.001388888888888889))
+    p = tl.fma(p, r, _double(0.008333333333333333))
+    p = tl.fma(p, r, _double(0.041666666666666664))
+    p = tl.fma(p, r, _double(0.16666666666666666))
+    p = tl.fma(p, r, _double(0.5))
+    p = tl.fma(p, r, _double(1.0))
+    p = tl.fma(p, r, _double(1.0)) * 1.4142135623730951
     unit = ((whole.to(tl.int32) + 1067).to(tl.int64) << 52).to(tl.float64, bitcast=True)  # 2^(whole + 44)
     weight = (p * unit + 0.5).to(tl.int64)
     level = (tl.minimum(-y, 64.0).to(tl.float32) * 1.3333333333333333).to(tl.int32)
