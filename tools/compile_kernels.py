@@ -213,10 +213,10 @@ What `tools/compile_kernels.py` found: every form of the Triton kernels, compile
 GPUs of three generations. Nothing here has run on a GPU. `source` is the digest of what a row was
 compiled from; `make check` fails where a kernel has changed since. Forms in float16 have the tiles of
 bfloat16, which has a form for each flag. So one in float16 stands for all flags of its kernel and layout.
-Rows are of Triton 3.9.0. With 3.7.1, which PyTorch 2.13 brings, 886 forms were compiled for sm_90: ten
-spill, which slows them and changes no result. They are attention over 64 columns with sinks (38, and 13 in
-float32) or with a window, too (10), with ALiBi (26), placing rows of 512 columns as codes (4,018), 8 rows of
-Q2_K (40), and experts of 16 rows of Q4_K (24) or of 64 rows in float32 (12).
+Rows are of Triton 3.9.0. With 3.7.1, which PyTorch 2.13 brings, 886 forms were compiled for sm_90. Ten of
+them spill, which slows them and changes no result. Attention over 64 columns with sinks spills 38 registers,
+and 13 in float32. With a window it spills 10, with ALiBi 26. Rows of 512 columns placed as codes spill 4,018.
+Products of 8 rows of Q2_K spill 40. Experts spill 24 for 16 rows of Q4_K, and 12 for 64 rows in float32.
 
 | form | target | registers | spills | shared memory | for each weight | instructions | source |
 |---|---|---:|---:|---:|---:|---|---|
