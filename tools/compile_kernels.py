@@ -213,10 +213,12 @@ What `tools/compile_kernels.py` found: every form of the Triton kernels, compile
 GPUs of three generations. Nothing here has run on a GPU. `source` is the digest of what a row was
 compiled from; `make check` fails where a kernel has changed since. Forms in float16 have the tiles of
 bfloat16, which has a form for each flag. So one in float16 stands for all flags of its kernel and layout.
-Rows are of Triton 3.9.0. With 3.7.1, which PyTorch 2.13 brings, 886 forms were compiled for sm_90. Ten of
-them spill, which slows them and changes no result. Attention over 64 columns with sinks spills 38 registers,
-and 13 in float32. With a window it spills 10, with ALiBi 26. Rows of 512 columns placed as codes spill 4,018.
-Products of 8 rows of Q2_K spill 40. Experts spill 24 for 16 rows of Q4_K, and 12 for 64 rows in float32.
+Rows are of Triton 3.9.0, and of 3.7.1 where a kernel has changed since 28 November 2026. With 3.7.1, which
+PyTorch 2.13 brings, 886 forms were compiled for sm_90. Ten of them spill, which slows them and changes no
+result. Attention over 64 columns with a window and sinks spills 38 registers in decodes and 10 in prompts.
+In float32 it spills 13 with sinks. Over 128 columns with ALiBi it spills 26. Rows of 512 columns placed as
+codes spill 4,018. Products of 8 rows of Q2_K spill 40. Experts spill 24 for 16 rows of Q4_K, and 12 for 64
+rows in float32.
 
 | form | target | registers | spills | shared memory | for each weight | instructions | source |
 |---|---|---:|---:|---:|---:|---|---|

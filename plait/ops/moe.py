@@ -231,9 +231,9 @@ def _experts_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
         return Dense(torch.randn(n_out, n_in, dtype=dtype, device=device) / n_in**0.5)
 
     def maps(n_in: int, n_out: int) -> list[Linear]:
-        biases = torch.randn(case["experts"], n_out, dtype=dtype, device=device) if "bias" in case else None
-        biases = None if biases is None else biases * 0.5
-        added = [None] * case["experts"] if biases is None else list(biases)
+        added: list[Tensor | None] = [None] * case["experts"]
+        if "bias" in case:
+            added = [*(0.5 * torch.randn(case["experts"], n_out, dtype=dtype, device=device))]
         return [Linear([one(n_in, n_out)], [b], bind_reference, dtype) for b in added]
 
     up, down = maps(case["hidden"], case["size"] * (1 + case["gated"])), maps(case["size"], case["hidden"])
