@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,18 @@ def test_loads_are_counted_by_their_width() -> None:
 
 def test_the_committed_report_is_of_todays_kernels() -> None:
     assert check_report(REPORT, list(TARGETS)) == 0
+
+
+def test_a_report_of_another_triton_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "report.md"
+    other.write_text(
+        re.sub(r"of Triton [\d.]+,", "of Triton 1.2.3,", REPORT.read_text("utf-8"), count=1), "utf-8"
+    )
+    assert check_report(other, list(TARGETS)) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"its rows are not of Triton {version('triton')}" in line
 
 
 def test_every_load_of_quantized_weights_is_16_bytes_wide() -> None:

@@ -25,6 +25,7 @@ import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -213,12 +214,7 @@ What `tools/compile_kernels.py` found: every form of the Triton kernels, compile
 GPUs of three generations. Nothing here has run on a GPU. `source` is the digest of what a row was
 compiled from; `make check` fails where a kernel has changed since. Forms in float16 have the tiles of
 bfloat16, which has a form for each flag. So one in float16 stands for all flags of its kernel and layout.
-Rows are of Triton 3.9.0, and of 3.7.1 where a kernel has changed since 28 November 2026. With 3.7.1, which
-PyTorch 2.13 brings, 886 forms were compiled for sm_90. Ten of them spill, which slows them and changes no
-result. Attention over 64 columns with a window and sinks spills 38 registers in decodes and 10 in prompts.
-In float32 it spills 13 with sinks. Over 128 columns with ALiBi it spills 26. Rows of 512 columns placed as
-codes spill 4,018. Products of 8 rows of Q2_K spill 40. Experts spill 24 for 16 rows of Q4_K, and 12 for 64
-rows in float32.
+Rows are of Triton {version}, which PyTorch's CUDA build brings.
 
 | form | target | registers | spills | shared memory | for each weight | instructions | source |
 |---|---|---:|---:|---:|---:|---|---|
@@ -253,7 +249,9 @@ class Report:
             return
         self._lines[key] = show_row(made, self._digests[key])
         lines = [self._lines[key] for key in self._digests if key in self._lines]
-        self._path.write_text(HEAD + "\n".join(lines) + "\n", encoding="utf-8")
+        self._path.write_text(
+            HEAD.format(version=version("triton")) + "\n".join(lines) + "\n", encoding="utf-8"
+        )
 
 
 def check_report(path: Path, targets: list[int]) -> int:
@@ -261,6 +259,10 @@ def check_report(path: Path, targets: list[int]) -> int:
     if importlib.util.find_spec("triton") is None:
         print(f"{path}: not checked, Triton is not installed here", file=sys.stderr)
         return 0
+    compiler = f"Triton {version('triton')}"
+    if path.exists() and f"Rows are of {compiler}," not in path.read_text(encoding="utf-8"):
+        print(f"{path}: its rows are not of {compiler}, which is installed here", file=sys.stderr)
+        return 1
     stale = list(find_stale(list_digests(targets), path))
     for line in stale[:20]:
         print(f"{path}: {line}", file=sys.stderr)

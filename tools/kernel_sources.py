@@ -1,8 +1,9 @@
 """Which source each compiled form of the GPU kernels is of: a digest, kept in each row of the report.
 
 A digest covers what machine code follows from: the kernel and all that it calls, without comments, docstrings
-and layout; the values of module constants that they read; the form's types, constants and options; and the
-target. It is the same with and without Triton's interpreter, so a test can compute it.
+and layout; the values of module constants that they read; the form's types, constants and options; the
+target; and Triton's version, as another one makes other code of the same source. It is the same with and
+without Triton's interpreter, so a test can compute it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import inspect
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from types import FunctionType
 from typing import NamedTuple
@@ -34,6 +36,7 @@ class RowKey(NamedTuple):
 def digest_form(form: KernelForm, target: int) -> str:
     """The digest of the source that a form has now, on one target."""
     parts = [*_list_sources(_function_of(form.kernel)), repr(target), repr((form.num_warps, form.num_stages))]
+    parts.append(f"triton {version('triton')}")
     for values in (form.types, form.constants, {**LAUNCH_OPTIONS, **form.options}):
         parts.append(repr(sorted(values.items())))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:LENGTH]

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import wraps
+from typing import Any
 
 TARGETS = (80, 90, 120)  # compute capabilities: A100, H100 and H200, RTX 5090
 
@@ -34,6 +35,14 @@ class KernelForm:
     options: Mapping[str, object] = field(default_factory=dict)
     weights: int = 0
     max_per_weight: float = 0.0
+
+
+def split_options(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(constants of a kernel, fields of its `KernelForm`) of what a launch is given by name."""
+    fields = {name: given[name] for name in ("num_warps", "num_stages") if name in given}
+    options = {name: given[name] for name in ("maxnreg",) if name in given}
+    constants = {name: value for name, value in given.items() if name not in fields | options}
+    return constants, fields | {"options": options}
 
 
 # What follows from other constants (assembly), or is decided by sizes alone: whole steps, shares, rows of a

@@ -221,6 +221,8 @@ def attend(
         own_q = tl.load(q + at[:, None] + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
         if STAGES:
             own_q = mix_columns(own_q.to(tl.float32), BM, DP, STAGES).to(own_q.dtype)
+        if REST and GROUP:
+            again = item - tl.load(items + seq, volatile=True)
         if REST:
             r = tl.arange(0, RESTP)
             rest_q = tl.load(
@@ -289,6 +291,13 @@ def attend(
             largest, before, now = _join_softmaxes(largest, top)
             sums = sums * before + mass * now
             acc = acc * before[:, None] + values * now[:, None]
+        if REST and GROUP:
+            # A compiler does not know that this is `tile`. So it computes addresses of results here, and does
+            # not keep them while keys are read: codes of wide latents leave no register for them.
+            tile = again % tiles
+            rows = tile * BM + tl.arange(0, BM)
+            there, token, head = rows < count * G, rows // G, kv * G + rows % G
+            place = (first_row + token).to(tl.int64)
         is_whole, sums, acc = join_splits(
             largest, sums, acc, part, part_sums, counters, slot, own, tile, tiles, splits, seq, kv, there, d,
             S, KVH, BM, DP,
@@ -370,10 +379,8 @@ def _attend_over(
     num_seqs = len(seq_lens)
     shared = layout.constants(num_seqs, layout.rows(len(q) != num_seqs, k_cache.dtype))
     capacity, window = most_slots(table, k_cache.shape[1], shared), layout.window
-    key, step = (
-        (NAME, window, capacity, *(shared[n] for n in ("G", "KVH", "DP"))),
-        {} if step is None else step,
-    )
+    key = (NAME, window, capacity, *(shared[n] for n in ("G", "KVH", "DP")))
+    step = {} if step is None else step
     work = step.get(key)
     if work is None:
         work = step[key] = list_work(query_start, seq_lens, shared, window or 0, capacity)
@@ -384,7 +391,7 @@ def _attend_over(
         work.sums if slopes is None else slopes, table.stride(0), q.stride(0), q.stride(1), scale * LOG2E,
         **shared,
         **layout.attention(k_cache, v_cache, sinks is not None, slopes is not None, shared_limit(q.device)),
-        **layout.options(shared["BM"], k_cache.dtype),
+        **layout.options(k_cache.dtype, slopes is not None),
     )  # fmt: skip
     return out if mixed == 1 else turn_back(out, mixed)
 
@@ -501,7 +508,6 @@ SHAPES = {  # heads, kv_heads, dim, rest, window, softcap, sinks, codes
     "mla 16 heads window int8": (16, 1, 512, 64, 512, None, False, True),
 }
 LEANING = ("gqa 32/32 d128 alibi", "gqa 32/32 d128 alibi int8")
-
 WIDE_SHAPES = (
     "gqa 32/8 d128",
     "gqa 9/3 d64",
@@ -576,11 +582,8 @@ def forms() -> Iterator[KernelForm]:
 def _attend_forms(name: str, types: Mapping[str, str], suffix: str = "") -> Iterator[KernelForm]:
     """The forms of one shape: of decodes, and of prompts where those have others."""
     heads, kv_heads, dim, rest, window, softcap, sinks, coded = SHAPES[name]
-    form, dtype, kept = (
-        latent_codes(dim, rest) if rest else key_codes(dim),
-        KINDS[types["q"]],
-        types["k_cache"],
-    )
+    form = latent_codes(dim, rest) if rest else key_codes(dim)
+    dtype, kept = KINDS[types["q"]], types["k_cache"]
     layout = PagedLayout(heads, kv_heads, dim, rest, form if coded else None, window, softcap, dtype)
     widths = (form.width, form.width if rest else value_codes(dim).width) if coded else (dim + rest,) * 2
     caches = [torch.empty(1, 64, kv_heads, width, dtype=KINDS[kept], device="meta") for width in widths]
@@ -593,5 +596,5 @@ def _attend_forms(name: str, types: Mapping[str, str], suffix: str = "") -> Iter
         warps, stages = constants.pop("num_warps"), constants.pop("num_stages")
         yield KernelForm(
             f"attend, {name}, {step}{suffix}", attend, types, constants, warps, stages, demands=demands,
-            options=layout.options(rows, KINDS[kept]),
+            options=layout.options(KINDS[kept], name in LEANING),
         )  # fmt: skip

@@ -24,7 +24,7 @@ FEW_ROWS = 8  # of a tile of queries in float32 of MLA, where latents become flo
 ROWS = 16  # of a tile of queries: (token, query head) pairs that read the same keys
 PROMPT_ROWS = 32  # of a tile in a step with prompts; the same instructions, so the same bits
 SEQS = (16, 64, 256, 1024)  # sequences that a form is compiled for
-WINDOW_REGISTERS = 184
+NARROW_REGISTERS, WINDOW_REGISTERS = 128, 208  # of a thread: float32, and sliding windows
 WIDE = 256  # columns of a head; with more of them tiles are smaller, and queries are mixed before
 KEPT = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 FEWEST_KEYS = 16  # of a tile: matrix units multiply no fewer
@@ -112,13 +112,13 @@ class PagedLayout:
     def keys(self, kept: torch.dtype, limit: int = LEAST_SHARED) -> int:
         """Of a tile, over a cache of `kept`, in a block with `limit` bytes of shared memory.
 
-        Registers decide first, as compiled: padded heads, the widest, and float32 have half as many keys as
-        others, wide heads of codes and of float32 half of that. Then shared memory does: no form takes more
-        than the smallest of current GPUs has. Tiles of decodes and of prompts have the same keys and warps,
-        because the order of sums follows from both.
+        Registers decide first, as compiled: padded heads, the widest, codes, and float32 have half as many
+        keys as others, wide heads of codes and of float32 half of that. Then shared memory does: no form
+        takes more than the smallest of current GPUs has. Tiles of decodes and of prompts have the same keys
+        and warps, because the order of sums follows from both.
         """
         is_padded, is_wide = self.dim & (self.dim - 1) > 0, self.dtype == torch.float32
-        is_half = self.rest or self.dim > WIDE or is_padded or is_wide or (self.codes and self.dim > 64)
+        is_half = self.rest or self.dim > WIDE or is_padded or is_wide or self.codes
         keys = 32 if is_half else 64
         if (is_wide and (self.dim > 128 or self.codes)) or (self.codes and self.dim > 128 and not self.rest):
             keys = FEWEST_KEYS
@@ -140,15 +140,19 @@ class PagedLayout:
         loop = tiles + changed + rows * whole * own + rows * keys * own
         return max(loop, rows * wide * 4)
 
-    def options(self, rows: int, kept: torch.dtype) -> dict[str, int]:
-        """Registers of a thread for what becomes float32 or was it, and for windows over narrow heads in
-        prompts: left to itself, ptxas spills there to have one block more on a processor."""
+    def options(self, kept: torch.dtype, has_slopes: bool = False) -> dict[str, int]:
+        """Registers of a thread, for what becomes float32 or was it, for narrow heads and for ALiBi: left to
+        itself, ptxas spills there to have one block more on a processor."""
         if self.dtype == torch.float32 and kept != self.dtype:
             return {"maxnreg": min(255, 2048 // self.warps(kept)[0])}  # all of them, for one block
-        if kept.itemsize > self.dtype.itemsize and 64 < self.dim <= 128:
+        if self.codes:
+            return {}
+        is_wide = self.dtype == torch.float32
+        if 64 < self.dim <= 128 and not is_wide and (has_slopes or kept.itemsize > self.dtype.itemsize):
             return {"maxnreg": 255}
-        is_tight = self.window and rows > ROWS and self.dim <= 64 and not self.codes
-        return {"maxnreg": WINDOW_REGISTERS} if is_tight else {}
+        if self.dim <= 64 and is_wide:
+            return {"maxnreg": NARROW_REGISTERS}
+        return {"maxnreg": WINDOW_REGISTERS} if self.dim <= 64 and self.window else {}
 
 
 def why_too_large(facts: OpFacts) -> str | None:

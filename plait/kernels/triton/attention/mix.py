@@ -18,11 +18,11 @@ NUMBERS = 2048  # of a program
 def mix_columns(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr):
     """[ROWS, COLUMNS] float32: every 2^STAGES neighbouring columns, without a factor; the farthest apart are
     added first."""
+    c = tl.arange(0, COLUMNS)[None, :] + tl.zeros([ROWS, 1], tl.int32)
     for i in tl.static_range(STAGES):
-        pairs = tl.reshape(x, [ROWS, COLUMNS >> (STAGES - i), 2, 1 << (STAGES - 1 - i)])
-        first, second = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
-        joined = tl.permute(tl.join(first + second, first - second), (0, 1, 3, 2))
-        x = tl.reshape(joined, [ROWS, COLUMNS])
+        far = 1 << (STAGES - 1 - i)
+        other = tl.gather(x, c ^ far, 1)
+        x = tl.where((c & far) == 0, x + other, other - x)
     return x
 
 

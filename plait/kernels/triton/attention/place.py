@@ -138,13 +138,6 @@ def _store_heads(
 
 
 @triton.jit
-def _largest(x, column, there, g, GROUP: tl.constexpr):
-    """The largest magnitude of a group's columns; of what is no number infinity. [heads, 1]."""
-    size = tl.where(x == x, tl.abs(x), float("inf"))
-    return tl.max(tl.where(there & (column // GROUP == g), size, 0.0), 1)[:, None]
-
-
-@triton.jit
 def _bfloat16_bits(x):
     """The bits of numbers as bfloat16, rounded to nearest even; of what is no number, of a quiet NaN."""
     bits = x.to(tl.int32, bitcast=True)
@@ -155,6 +148,24 @@ def _bfloat16_bits(x):
 def _scale_bits(largest):
     """The scale of codes, largest / 127, as the bits of a bfloat16."""
     return _bfloat16_bits(tl.div_rn(largest, tl.full([], 127.0, tl.float32) + tl.zeros_like(largest)))
+
+
+@triton.jit
+def _group_scales(x, there, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, GROUP: tl.constexpr):
+    """(bits of the scales of each row's groups of GROUP columns, the scale of each column). x: [ROWS, DP].
+
+    A scale is that of the largest magnitude; of what is no number that is infinity.
+    """
+    size = tl.where(there, tl.where(x == x, tl.abs(x), float("inf")), 0.0)
+    if GROUP >= D:
+        bits = _scale_bits(tl.max(size, 1)[:, None])
+        step = (bits << 16).to(tl.float32, bitcast=True) + tl.zeros_like(x)
+    else:
+        apart = tl.reshape(size, [ROWS, DP // GROUP, GROUP])
+        bits = _scale_bits(tl.max(apart, 2))
+        each = (bits << 16).to(tl.float32, bitcast=True)[:, :, None] + tl.zeros_like(apart)
+        step = tl.reshape(each, [ROWS, DP])
+    return bits, step
 
 
 @triton.jit
@@ -178,11 +189,9 @@ def _store_codes(
     there = (head < HEADS) & (c < D)
     numbers = tl.load(x + head * x_head + c, mask=there, other=0.0).to(tl.float32)
     numbers = mix_columns(numbers, ROWS, DP, STAGES)
-    step = tl.zeros_like(numbers)
-    for g in tl.static_range((D + GROUP - 1) // GROUP):
-        bits = _scale_bits(_largest(numbers, c, there, g, GROUP))
-        tl.store(words + scales + g, bits.to(tl.int16), mask=head < HEADS)
-        step = tl.where(c // GROUP == g, (bits << 16).to(tl.float32, bitcast=True), step)
+    bits, step = _group_scales(numbers, there, ROWS, D, DP, GROUP)
+    g = tl.arange(0, bits.shape[1])[None, :]
+    tl.store(words + scales + g, bits.to(tl.int16), mask=(head < HEADS) & (g * GROUP < D))
     tl.store(cache + at + c, _code(numbers, step), mask=there)
 
 
@@ -277,11 +286,9 @@ def _store_latent(
         h = _round_as(h, latent)
     line = cache + slot * WIDTH
     if GROUP:
-        step, scales = tl.zeros_like(h), words + slot * (WIDTH // 2) + R // 2
-        for g in tl.static_range((R + GROUP - 1) // GROUP):
-            bits = _scale_bits(_largest(h, c, c < R, g, GROUP))
-            tl.store(scales + g + j * 0, bits.to(tl.int16), mask=j == 0)
-            step = tl.where(c // GROUP == g, (bits << 16).to(tl.float32, bitcast=True), step)
+        bits, step = _group_scales(h, c < R, 1, R, h.shape[1], GROUP)
+        g = tl.arange(0, bits.shape[1])[None, :]
+        tl.store(words + slot * (WIDTH // 2) + R // 2 + g, bits.to(tl.int16), mask=g * GROUP < R)
         tl.store(line + c, _code(h, step), mask=c < R)
         rest = words + slot * (WIDTH // 2) + REST_AT // 2
         tl.store(rest + first, _bfloat16_bits(a).to(tl.int16), mask=j < PAIRS)

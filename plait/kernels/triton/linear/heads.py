@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plait.kernels.triton.forms import FLOAT16, FLOAT32, KernelForm, widen
+from plait.kernels.triton.forms import FLOAT16, FLOAT32, KernelForm, split_options, widen
 from plait.kernels.triton.linear.decode_planes import decode_field, load_level, load_unit
 from plait.kernels.triton.linear.float32_planes import is_float32, multiply_in_float32, transpose_in_float32
 from plait.kernels.triton.linear.linear import PlanesTiling, why_several, write_scratch
@@ -40,7 +40,6 @@ from plait.kernels.triton.linear.plane_forms import (
     POINTERS,
     WIDE_LOADS,
     scale_types,
-    split_options,
 )
 from plait.kernels.triton.shared_memory import LEAST_SHARED, shared_limit
 from plait.ops.heads import HeadPacking, HeadRows, map_heads

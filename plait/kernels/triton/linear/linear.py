@@ -40,8 +40,10 @@ from plait.quant.planes import PlaneLayout, Planes
 from plait.quant.weight import Dense, Weight
 
 NAME = "triton"
-FEW_REGISTERS = 168  # of a thread, for up to 8 rows of four-bit codes: three blocks on a processor
+FEW_REGISTERS = 168  # of a thread, for up to 8 rows of four or six bits: three blocks on a processor
 BYTE_REGISTERS = 128  # for 9 to 16 rows of bytes: four blocks
+MANY_REGISTERS = {"zeros": 144, "levels": 255}  # for four-bit codes times many rows of x in float16
+HIGH_REGISTERS = 240  # for units of 256 columns: two blocks; given all 255, ptxas spills a few
 
 
 @dataclass(frozen=True)
@@ -60,10 +62,9 @@ class PlanesTiling:
 
     def few_outputs(self, rows: int) -> int:
         """Outputs of a program of `few_planes`: as many as every target has registers for."""
-        small, bits, has_high = rows <= 8, self.layout.bits, self.layout.high > 0
-        if bits == 2 and has_high:
-            return 32 if small else 16
-        return 32 if has_high or (bits == 2 and small) else few_rows.BN
+        if self.layout.high == 1 and rows > 8:
+            return 16
+        return 32 if self.layout.high else few_rows.BN
 
     @property
     def few_steps(self) -> int:
@@ -89,17 +90,23 @@ class PlanesTiling:
         memory = plane_memory(self.layout, few_rows.UNITS, outputs, 8 if is_small else 16)
         return memory.fit_stages(wanted, limit)
 
+    def few_registers(self, rows: int, outputs: int) -> dict[str, Any]:
+        """How many a thread may have: left to itself, ptxas spills to have one block more on a processor."""
+        layout, is_few = self.layout, rows <= 8
+        if layout.high == 1 and (layout.bits == 4 or not is_few):
+            return {"maxnreg": HIGH_REGISTERS}
+        if is_few and (layout.high == 2 or (layout.bits == 4 and layout.value == "integer")):
+            return {"maxnreg": FEW_REGISTERS}
+        is_byte = not is_few and layout.value == "byte" and outputs == few_rows.BN
+        return {"maxnreg": BYTE_REGISTERS} if is_byte else {}
+
     def few_constants(
         self, rows: int, act: str, limit: int = LEAST_SHARED, outputs: int | None = None
     ) -> dict[str, Any]:
         """The constants of up to 8 or 16 rows of x, on a GPU of which a block may have `limit` bytes of
         shared memory. outputs: of a program, if not `few_outputs`."""
-        layout, outputs = self.layout, self.few_outputs(rows) if outputs is None else outputs
-        # Left to itself, ptxas spills for sm_80 to have one block more on a processor.
-        is_tight = rows <= 8 and layout.bits == 4 and layout.value == "integer" and not layout.high
-        is_byte = rows > 8 and layout.value == "byte" and outputs == few_rows.BN
-        most = FEW_REGISTERS if is_tight else BYTE_REGISTERS if is_byte else None
-        return ({} if most is None else {"maxnreg": most}) | {
+        outputs = self.few_outputs(rows) if outputs is None else outputs
+        return self.few_registers(rows, outputs) | {
             "EVEN": self.is_even(few_rows.UNITS), "ACT": act, "UNITS": few_rows.UNITS,
             "BN": outputs,
             "SHARES": few_rows.shares_of(self.n_out, self.few_steps, self.few_outputs(1)),
@@ -107,11 +114,15 @@ class PlanesTiling:
             "num_stages": self.few_stages(rows, outputs, limit),
         }  # fmt: skip
 
-    def many_constants(self, rows: int, limit: int = LEAST_SHARED) -> dict[str, Any]:
-        """The constants of so many rows of x; limit: as of `few_constants`."""
+    def many_constants(
+        self, rows: int, limit: int = LEAST_SHARED, dtype: torch.dtype = torch.bfloat16
+    ) -> dict[str, Any]:
+        """The constants of so many rows of x of a dtype; limit: as of `few_constants`."""
         units = self.many_units
         memory = plane_memory(self.layout, units, many_rows.BN, many_rows.BM)
-        return {
+        is_tight = dtype == torch.float16 and self.layout.bits == 4 and not self.layout.high
+        most = MANY_REGISTERS.get(self.layout.scales) if is_tight else None
+        return ({"maxnreg": most} if most else {}) | {
             "EVEN": self.is_even(self.many_units), "IS_SPLIT": rows <= many_rows.SPLIT,
             "SHARES": few_rows.shares_of(self.n_out, self.many_steps, many_rows.BN),
             "UNITS": units, "BN": many_rows.BN, "BM": many_rows.BM, "num_warps": 4,
@@ -311,7 +322,7 @@ def dense_constants(
 
 def _multiply_many(x: Tensor, packed: PackedPlanes, bias: Tensor | None, out: Tensor) -> None:
     planes, tiling, m = packed.planes, packed.tiling, len(x)
-    constants = tiling.many_constants(m, shared_limit(x.device))
+    constants = tiling.many_constants(m, shared_limit(x.device), x.dtype)
     blocks, tiles = -(-m // many_rows.BM), -(-tiling.n_out // many_rows.BN)
     shares = constants["SHARES"] if constants["IS_SPLIT"] else 1
     size = blocks * tiles * shares * many_rows.BN * many_rows.BM if shares > 1 else 1

@@ -178,7 +178,7 @@ def multiply_planes(
                         of_unit = tl.minimum(of_unit, (units * UNIT - 1) // GROUP - of_step)
                     level = tl.load(levels_at + of_unit[:, None] * levels_row + of_step * levels_row)
                 scale, offset = scale_of(first, level, SCALES)
-                if BITS == 4 and HIGH < 2 and (SCALES == "levels" or SCALES == "mins"):
+                if SCALES != "pairs":
                     scale = hold(scale, CODE)
                     if OFFSET:
                         offset = hold(offset, CODE)

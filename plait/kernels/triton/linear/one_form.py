@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from plait.errors import ConfigError, ShapeMismatch
-from plait.kernels.triton.forms import KernelForm
+from plait.kernels.triton.forms import KernelForm, split_options
 from plait.kernels.triton.linear import few_rows, heads
 from plait.kernels.triton.linear.float32_planes import is_float32, multiply_in_float32
 from plait.kernels.triton.linear.linear import (
@@ -47,7 +47,6 @@ from plait.kernels.triton.linear.plane_forms import (
     SHAPE,
     WIDE_LOADS,
     scale_types,
-    split_options,
 )
 from plait.kernels.triton.shared_memory import LEAST_SHARED, shared_limit
 from plait.ops.heads import HeadPacking, HeadRows, map_heads
@@ -69,9 +68,12 @@ def planes_form(tiling: PlanesTiling, limit: int = LEAST_SHARED) -> dict[str, An
         outputs = 16  # as many as no target spills with
     elif layout.bits == 2:
         outputs = 64
+    constants = tiling.few_constants(ROWS, "", limit, outputs) | {"SHARES": 1, "BLOCKS": True}
+    if layout.high != 1:
+        return constants
     # Left to itself, ptxas spills for sm_80 to have one block more on a processor.
-    most = {"maxnreg": 255} if layout.high == 1 and layout.scales == "plain" else {}
-    return tiling.few_constants(ROWS, "", limit, outputs) | most | {"SHARES": 1, "BLOCKS": True}
+    most = {"maxnreg": 255} if layout.scales == "plain" else {}
+    return {name: value for name, value in constants.items() if name != "maxnreg"} | most
 
 
 def numbers_form(n_in: int, dtype: torch.dtype = torch.bfloat16, limit: int = LEAST_SHARED) -> dict[str, Any]:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 
-from plait.kernels.triton.forms import FLOAT16, KernelForm, as_half
+from plait.kernels.triton.forms import FLOAT16, KernelForm, as_half, split_options
 from plait.kernels.triton.linear import few_rows, float32_planes, many_rows
 from plait.kernels.triton.linear.linear import PlanesTiling, dense_constants
 from plait.kernels.triton.linear.plane_arguments import decode_constants, plane_constants
@@ -32,19 +31,19 @@ HALF_MORE = 1.08  # times the instructions of bfloat16: floats of four bits have
 # (layout, type of scales, most instructions for each weight of up to 8 and up to 16 rows)
 LAYOUTS: dict[str, tuple[PlaneLayout, str, tuple[float, float]]] = {
     "Q4_0": (PlaneLayout(4, 0, "integer", 8, "plain", 32, 32), "fp16*", (2.5, 3.1)),
-    "Q4_1": (PlaneLayout(4, 0, "integer", 0, "pairs", 32, 32), "i32*", (2.7, 3.4)),
+    "Q4_1": (PlaneLayout(4, 0, "integer", 0, "pairs", 32, 32), "i32*", (2.7, 3.5)),
     "Q4_K": (PlaneLayout(4, 0, "integer", 0, "mins", 32, 256), "i32*", (2.9, 3.5)),
     "int4 g128 zeros": (PlaneLayout(4, 0, "integer", 8, "zeros", 128, 128), "fp16*", (2.3, 2.7)),
-    "MXFP4": (PlaneLayout(4, 0, "e2m1", 0, "plain", 32, 32), "bf16*", (3.2, 3.6)),
+    "MXFP4": (PlaneLayout(4, 0, "e2m1", 0, "plain", 32, 32), "bf16*", (3.3, 3.7)),
     "NVFP4": (PlaneLayout(4, 0, "e2m1", 0, "e5m3", 16), "fp32*", (3.4, 3.5)),
     "IQ4_XS": (PlaneLayout(4, 0, "iq4", 0, "levels", 32, 256), "fp16*", (3.8, 4.3)),
-    "Q2_K": (PlaneLayout(2, 0, "integer", 0, "nibbles", 16, 256), "i32*", (6.1, 6.9)),
-    "Q3_K": (PlaneLayout(2, 1, "integer", 4, "levels", 16, 256), "fp16*", (5.5, 6.3)),
+    "Q2_K": (PlaneLayout(2, 0, "integer", 0, "nibbles", 16, 256), "i32*", (3.9, 5.2)),
+    "Q3_K": (PlaneLayout(2, 1, "integer", 4, "levels", 16, 256), "fp16*", (4.4, 6.3)),
     "Q5_0": (PlaneLayout(4, 1, "integer", 16, "plain", 32, 32), "fp16*", (4.0, 4.8)),
-    "Q5_1": (PlaneLayout(4, 1, "integer", 0, "pairs", 32, 32), "i32*", (4.0, 4.8)),
-    "Q5_K": (PlaneLayout(4, 1, "integer", 0, "mins", 32, 256), "i32*", (4.0, 4.8)),
-    "Q6_K": (PlaneLayout(4, 2, "integer", 32, "levels", 16, 256), "fp16*", (5.6, 6.6)),
-    "Q8_0": (PlaneLayout(8, 0, "byte", 0, "plain", 32, 32), "fp16*", (3.5, 3.9)),
+    "Q5_1": (PlaneLayout(4, 1, "integer", 0, "pairs", 32, 32), "i32*", (4.0, 5.0)),
+    "Q5_K": (PlaneLayout(4, 1, "integer", 0, "mins", 32, 256), "i32*", (4.0, 5.4)),
+    "Q6_K": (PlaneLayout(4, 2, "integer", 32, "levels", 16, 256), "fp16*", (4.5, 5.5)),
+    "Q8_0": (PlaneLayout(8, 0, "byte", 0, "plain", 32, 32), "fp16*", (3.6, 3.9)),
     "FP8 b128": (PlaneLayout(8, 0, "e4m3", 0, "plain", 128, 128, 128), "fp32*", (3.9, 4.3)),
 }  # fmt: skip
 RARE: dict[str, tuple[PlaneLayout, str]] = {
@@ -190,17 +189,9 @@ def _write_form(name: str, layout: PlaneLayout, types: Mapping[str, str]) -> Ker
 def _many_form(
     name: str, tiling: PlanesTiling, types: Mapping[str, str], dtype: torch.dtype = torch.bfloat16
 ) -> KernelForm:
-    constants, options = split_options(tiling.many_constants(128))
+    constants, options = split_options(tiling.many_constants(128, dtype=dtype))
     shared = plane_constants(tiling.layout, dtype, has_assembly=True, whole_units=True) | {"BIAS": True}
     return KernelForm(name, many_rows.many_planes, types, shared | constants, **options, demands=WIDE_LOADS)
-
-
-def split_options(constants: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(constants of a kernel, fields of its `KernelForm`) of what a launch is given."""
-    names = ("num_warps", "num_stages")
-    options = {key: value for key, value in constants.items() if key == "maxnreg"}
-    kept = {key: value for key, value in constants.items() if key not in (*names, *options)}
-    return kept, {name: constants[name] for name in names} | {"options": options}
 
 
 def _few_form(

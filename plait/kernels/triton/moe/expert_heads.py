@@ -14,7 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
-from plait.kernels.triton.forms import KernelForm, with_float16, with_float32
+from plait.kernels.triton.forms import KernelForm, split_options, with_float16, with_float32
 from plait.kernels.triton.moe.expert_planes import is_planes, multiply_stack
 from plait.kernels.triton.moe.experts import MOST_SLOTS, TYPES, WIDE, SumStart, expert_up, up_tile
 from plait.kernels.triton.moe.grouped_experts import add_rows, launch_groups, sort_by_expert, tile_rows
@@ -85,7 +85,8 @@ def _by_slots(x: Tensor, stack: ExpertStack, plain: Tensor | None, index: Tensor
     """Multiply each pair by itself. Without plain weights those of some slots at a time are decoded."""
     n_in, size, pairs = stack.n_in, stack.n_out, len(index)
     step = pairs if plain is not None else max(k, SCRATCH // (x.element_size() * n_in * size) // k * k)
-    tile, is_biased = up_tile(n_in), stack.bias is not None
+    is_biased = stack.bias is not None
+    tile = up_tile(n_in, is_biased)
     for at in range(0, pairs, step):
         chosen, out = index[at : at + step], y[at : at + step]
         weights = pick_all(stack, chosen) if plain is None else plain
@@ -125,7 +126,7 @@ collect_heads.variant(ONE_FORM, on="cuda", when=_why_not_one)(StackedHeads(pack,
 def forms() -> Iterator[KernelForm]:
     """JetMoe's queries and outputs by slots. Products by groups are forms of `grouped_experts`."""
     for what, k in (("queries", 2), ("outputs", 1)):
-        tile = up_tile(2048)
-        warps = tile.pop("num_warps")
-        constants = {"K": k, "KIND": "", "GATED": False, "BIASED": what == "outputs", "PICKED": False, **tile}
-        yield KernelForm(f"expert_up, jetmoe {what}", expert_up, TYPES, constants, warps, demands=WIDE)
+        is_biased = what == "outputs"
+        constants, fields = split_options(up_tile(2048, is_biased))
+        constants |= {"K": k, "KIND": "", "GATED": False, "BIASED": is_biased, "PICKED": False}
+        yield KernelForm(f"expert_up, jetmoe {what}", expert_up, TYPES, constants, **fields, demands=WIDE)

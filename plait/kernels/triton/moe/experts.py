@@ -24,12 +24,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plait.kernels.triton.forms import KernelForm, widen, with_float16, with_float32
+from plait.kernels.triton.forms import KernelForm, split_options, widen, with_float16, with_float32
 from plait.kernels.triton.maths import apply_activation, apply_gated, sigmoid
 from plait.ops.activation import PAIRS
 from plait.ops.launch import launch
 
 MOST_SLOTS = 128  # (token, expert) pairs
+BIASED_REGISTERS = 128  # of a thread
 
 
 @triton.jit
@@ -178,10 +179,12 @@ class SumStart:
         return {"SHARED": self.shared is not None, "CLOSED": self.gate is not None}
 
 
-def up_tile(n_in: int) -> dict[str, int]:
-    """Rows and columns of a program's tile, and its warps: 16 bytes of a row for each thread of two."""
+def up_tile(n_in: int, has_bias: bool = False) -> dict[str, int]:
+    """Rows and columns of a program's tile, and its warps: 16 bytes of a row for each thread of two. With a
+    bias, ptxas would spill to have one block more on a processor, but for a number of registers."""
     columns = min(512, max(16, triton.next_power_of_2(n_in)))
-    return {"BN": 4, "BK": columns, "num_warps": 4 if columns >= 256 else 2}
+    registers = {"maxnreg": BIASED_REGISTERS} if has_bias else {}
+    return {"BN": 4, "BK": columns, "num_warps": 4 if columns >= 256 else 2, **registers}
 
 
 def down_tile(size: int, k: int) -> dict[str, int]:
@@ -216,7 +219,7 @@ def by_slots(
     (first, first_bias), (second, second_bias) = up, down
     hidden, size = second.shape[1:]
     h, out = x.new_empty(tokens * k, size), x.new_empty(tokens, hidden)
-    tile = up_tile(n_in)
+    tile = up_tile(n_in, first_bias is not None)
     tile["BN"] = widen(tile["BN"], size)
     launch(
         expert_up, (tokens * k, triton.cdiv(size, tile["BN"])),
@@ -269,13 +272,16 @@ def forms() -> Iterator[KernelForm]:
         both = {"K": k, "BIASED": biased, "PICKED": False}
         up: dict[str, object] = {"KIND": kind, "GATED": gated}
         down: dict[str, object] = {"SHARED": shared, "CLOSED": name in CLOSED}
-        for kernel, own, tile in ((expert_up, up, up_tile(hidden)), (expert_down, down, down_tile(size, k))):
-            warps = tile.pop("num_warps")
+        for kernel, own, tile in (
+            (expert_up, up, up_tile(hidden, biased)),
+            (expert_down, down, down_tile(size, k)),
+        ):
+            constants, fields = split_options({**both, **own, **tile})
             named = f"{kernel.fn.__name__}, {name}"
-            yield KernelForm(named, kernel, TYPES, {**both, **own, **tile}, warps, demands=WIDE)
+            yield KernelForm(named, kernel, TYPES, constants, **fields, demands=WIDE)
             if name in DECODED:
-                picked = {**both, **own, **tile, "PICKED": True}
-                yield KernelForm(f"{named}, picked", kernel, TYPES, picked, warps, demands=WIDE)
+                picked = constants | {"PICKED": True}
+                yield KernelForm(f"{named}, picked", kernel, TYPES, picked, **fields, demands=WIDE)
     k, hidden, *_ = SHAPES["qwen3 30b-a3b"]
     for gated, kinds in ((True, ("silu", "gelu", "gelu_pytorch_tanh", "relu", *PAIRS)), (False, PLAIN)):
         for kind in kinds:

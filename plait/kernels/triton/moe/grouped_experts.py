@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plait.kernels.triton.forms import KernelForm, as_float32, with_float16
+from plait.kernels.triton.forms import KernelForm, as_float32, split_options, with_float16
 from plait.kernels.triton.maths import apply_activation, apply_gated
 from plait.kernels.triton.moe.experts import (
     CLOSED,
@@ -39,6 +39,7 @@ from plait.kernels.triton.shared_memory import LEAST_SHARED, dense_memory, share
 from plait.ops.launch import launch
 
 BLOCK = 1024  # pairs that a program of `sort_pairs` looks at together
+WIDE_REGISTERS = 168  # of a thread, for products of 64 rows in float32: left to itself, ptxas spills
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -150,7 +151,7 @@ def product_tile(rows: int, gated: bool, dtype: torch.dtype, limit: int = LEAST_
     """
     if dtype == torch.float32:
         is_low, columns = rows < 64, 32 if gated or rows < 64 else 64
-        own = {"BK": 64, "num_warps": 4, "num_stages": 3} if is_low else {}
+        own = {"BK": 64, "num_warps": 4, "num_stages": 3} if is_low else {"maxnreg": WIDE_REGISTERS}
         tile = {"BM": rows, "BN": columns, "BK": 32, "num_warps": 8, "num_stages": 2, **own}
     else:
         columns, warps = 64 if gated or rows < 128 else 128, 8 if rows == 128 else 4
@@ -252,9 +253,8 @@ def _form(
     types: Mapping[str, str],
     demands: tuple[tuple[str, ...], ...],
 ) -> KernelForm:
-    warps, stages = tile.pop("num_warps"), tile.pop("num_stages")
-    constants = {**layer, "K": per_row, "KIND": act[0], "GATED": act[1], **tile}
-    return KernelForm(name, multiply_groups, types, constants, warps, stages, demands=demands)
+    constants, fields = split_options({**layer, "K": per_row, "KIND": act[0], "GATED": act[1], **tile})
+    return KernelForm(name, multiply_groups, types, constants, **fields, demands=demands)
 
 
 @with_float16

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plait.kernels.triton.forms import FLOAT16, FLOAT32, KernelForm, as_half
+from plait.kernels.triton.forms import FLOAT16, FLOAT32, KernelForm, as_half, split_options
 from plait.kernels.triton.linear.multiply_planes import multiply_planes
 from plait.kernels.triton.linear.plane_arguments import plane_constants
 from plait.kernels.triton.maths import apply_activation, apply_gated
@@ -169,14 +169,17 @@ def pair_tile(layout: PlaneLayout, each: int, limit: int = LEAST_SHARED) -> dict
     memory that a block of the device may have.
 
     Units of 256 columns have one stage less, because x takes most of the shared memory there. Their codes of
-    two bits have at most 16 pairs, for want of registers. Up to so many pairs they are given all registers:
-    left to itself, ptxas spills to have one block more on a processor.
+    two bits have at most 16 pairs, for want of registers. Up to so many pairs they are given all registers,
+    and four-bit codes of 16 pairs have enough for four blocks: left to itself, ptxas spills to have one block
+    more on a processor.
     """
     narrow, has_high = layout.unit <= 64, layout.high == 1
     rows = 8 if each < 8 else 16 if each < 24 or (has_high and layout.bits == 2) else 32
     outputs = 32 if rows < 32 and narrow else 16
     is_short = (rows == 32 and narrow) or (rows > 8 and has_high)
     options = {"maxnreg": 255} if has_high and rows < 32 else {}
+    if rows == 16 and layout.bits == 4 and not layout.high:
+        options = {"maxnreg": 128}
     stages = plane_memory(layout, UNITS, outputs, rows).fit_stages(2 if is_short else 3, limit)
     return {"BN": outputs, "BM": rows, "num_stages": stages, **options}
 
@@ -234,17 +237,15 @@ def _pair_forms(name: str, storage: str, dtype: torch.dtype) -> Iterator[KernelF
         if is_half:
             every = every[1:2] if what == "down" else every[:1] if storage in USUAL else ()
         for each in every:
-            tile, units = dict(tiles[each]), layout.padded(n_in) // layout.unit
-            stages = tile.pop("num_stages")
-            options = {key: tile.pop(key) for key in ("maxnreg",) if key in tile}
-            constants = {
+            tile, units = tiles[each], layout.padded(n_in) // layout.unit
+            constants, fields = split_options({
                 **plane_constants(layout, dtype, has_assembly=True), **tile, "UNITS": UNITS,
                 "EVEN": units % UNITS == 0 and n_in % layout.unit == 0, "E": COUNTS[name],
                 "EP": triton.next_power_of_2(COUNTS[name]), "SLOTS": each == 0, "K": per_row,
-                "KIND": act[0], "GATED": act[1], "BIASED": biased,
-            }  # fmt: skip
+                "KIND": act[0], "GATED": act[1], "BIASED": biased, "num_warps": UNITS,
+            })  # fmt: skip
             rows = ("slots" if not each else str(tile["BM"])) + (FLOAT16 if is_half else "")
             yield KernelForm(
-                f"multiply_pairs, {name} {storage} {what}, {rows}", multiply_pairs, types, constants, UNITS,
-                stages, demands=DEMANDS, options=options,
+                f"multiply_pairs, {name} {storage} {what}, {rows}", multiply_pairs, types, constants,
+                **fields, demands=DEMANDS,
             )  # fmt: skip

@@ -41,7 +41,8 @@ LISTED = 2048  # candidates of a row that there is always memory for
 LIST_NBYTES = 64 << 20  # of all lists; a row with more candidates is read as it is
 ENTRY_NBYTES = 16
 WAYS = 4  # thresholds that a pass of `draw_tokens` tries at once
-LIST_WARPS, DRAW_WARPS = 8, 8
+LIST_WARPS = 8
+DRAW = {"num_warps": 8, "maxnreg": 128}  # left to itself, ptxas spills
 EXACT = {"enable_fp_fusion": False}  # a compiler may not choose where products and sums are one instruction
 
 
@@ -457,7 +458,7 @@ def draw_at(
     )  # fmt: skip
     launch(
         draw_tokens, (rows,), logits, tops, *how, sizes, sums, ids, ranks, weights, chosen, values,
-        *shape, capacity, WAYS=WAYS, num_warps=DRAW_WARPS, **shared,
+        *shape, capacity, WAYS=WAYS, **DRAW, **shared,
     )  # fmt: skip
     return chosen, values
 
@@ -499,5 +500,10 @@ def _forms_of(name: str, cut: dict[str, int]) -> Iterator[KernelForm]:
         f"list_candidates, {name}", list_candidates, POINTERS, whole, LIST_WARPS, demands=WIDE, options=EXACT
     )
     yield KernelForm(
-        f"draw_tokens, {name}", draw_tokens, POINTERS, tiles | {"WAYS": WAYS}, DRAW_WARPS, options=EXACT
+        f"draw_tokens, {name}",
+        draw_tokens,
+        POINTERS,
+        tiles | {"WAYS": WAYS},
+        DRAW["num_warps"],
+        options=EXACT | {"maxnreg": DRAW["maxnreg"]},
     )

@@ -104,11 +104,11 @@ def scan_chunks(
 def chunk_constants(constants: dict[str, int], placed: bool) -> dict[str, int]:
     """Those of `scan_heads`, with tiles for products of matrices.
 
-    A state of 256 columns has the registers of eight warps. So have 128 columns with D and with steps that
-    are given (PLaMo-2), for which four warps spill on sm_120.
+    A state of 256 columns has the registers of eight warps. So have 128 columns with steps that are given
+    (PLaMo-2, MiniMax), for which four warps spill on sm_120.
     """
     wide = max(constants["NP"], 16)
-    is_tight = wide > 64 and constants["HAS_D"] and not constants["SOFTPLUS"]
+    is_tight = wide > 64 and not constants["SOFTPLUS"]
     return constants | {
         "NP": wide,
         "BP": min(max(triton.next_power_of_2(constants["P"]), 16), ROWS),
