@@ -101,7 +101,10 @@ class ModelRunner:
         return self.replay.bindings if isinstance(self.replay, DeviceReplay) else ()
 
     def _replay_on_device(self, capacity: Capacity, graphs: GraphBackend, observe: Observe | None) -> None:
-        """Run steps without waits. Where decodes cannot be captured, they run op by op as prompts do."""
+        """Run steps without waits. Where decodes cannot be captured, they run op by op as prompts do.
+
+        Raises DeviceLost if a capture has left a device that runs nothing any more.
+        """
         parts = self.decoder, self.store, self.sampler, self.groups
         replay = self.replay = DeviceReplay(*parts, capacity, graphs, observe)
         try:
@@ -109,6 +112,8 @@ class ModelRunner:
                 replay.prepare()
             self.step_kind, self.is_recorded = replay.describe(), True
         except (CannotRecord, KernelFailed, RuntimeError) as error:
+            if isinstance(error, RuntimeError):
+                check_lost(error, self.device, "the capture of its steps")
             self.step_kind = f"op by op: {error}"
 
     def close(self) -> None:
