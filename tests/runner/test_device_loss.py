@@ -89,9 +89,11 @@ def test_a_device_that_a_capture_breaks_is_lost_and_no_reason_to_go_on_op_by_op(
         captures_at_start = True
 
     class Replay:
+        error = LOST[0]
+
         def __init__(self, *_: object) -> None: ...
         def prepare(self) -> None:
-            raise error
+            raise self.error
 
     class Bare(ModelRunner):
         def __init__(self) -> None:
@@ -103,7 +105,7 @@ def test_a_device_that_a_capture_breaks_is_lost_and_no_reason_to_go_on_op_by_op(
     for works in (False, True):
         monkeypatch.setattr(torch.cuda, "synchronize", synchronize_that(works=works))
         for error in LOST[:2]:
-            runner = Bare()
+            Replay.error, runner = error, Bare()
             if works:
                 runner._replay_on_device(graphs, graphs, None)
                 assert runner.step_kind.startswith("op by op: CUDA error")
