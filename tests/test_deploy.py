@@ -210,6 +210,18 @@ def test_the_unit_starts_the_server_and_gives_it_time_to_stop() -> None:
     assert "MemoryDenyWriteExecute" not in service  # it would forbid compiled kernels
 
 
+def test_what_keeps_devices_from_the_unit_is_named_for_gpus() -> None:
+    """`ProtectClock` is a list of allowed devices, too, before systemd 253: Ubuntu 22.04 has 249."""
+    unit, docs = ((ROOT / name).read_text("utf-8") for name in ("deploy/plait.service", "docs/deploy.md"))
+    limits = [name for name in ("PrivateDevices", "ProtectClock") if f"\n{name}=yes" in unit]
+    assert limits
+    assert not re.search("^Device(Allow|Policy)=", unit, re.MULTILINE)
+    drop_in = docs.partition("[Service]\n")[2].partition("```")[0].split()
+    assert drop_in == [f"{name}=no" for name in limits]
+    (comment,) = re.findall(r"^# On a GPU: (.*) in a drop-in", unit, re.MULTILINE)
+    assert comment.split(" and ") == drop_in
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
 def test_systemd_reads_the_unit_and_finds_it_hardened(tmp_path: Path) -> None:
