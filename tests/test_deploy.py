@@ -148,6 +148,7 @@ def test_compose_names_files_volumes_and_services_that_are_there() -> None:
             assert source in found["volumes"] or (ROOT / source).is_file(), volume
         assert set(service.get("depends_on", ())) <= set(found["services"])
     override = yaml.safe_load((DEPLOY / "compose.cuda.yaml").read_text("utf-8"))["services"]
+    assert override["plait"]["shm_size"] == "1gb"  # a container has 64 MB, and NCCL needs more for each GPU
     assert set(override) <= set(found["services"])
     assert (ROOT / override["plait"]["build"]["dockerfile"]).is_file()
 
