@@ -67,7 +67,12 @@ def _why_no_example(requested: str) -> str:
 
 
 def _why_no_cuda() -> str | None:
-    """Why torch can use no GPU, in its own words where it has any (an old driver); None: it can."""
+    """Why torch can use no GPU, in its own words where it has any (an old driver); None: it can.
+
+    A build for ROCm calls AMD's devices CUDA, too, with capabilities that mean something else.
+    """
+    if torch.version.hip is not None:
+        return "this torch was built for ROCm, and kernels for GPUs are NVIDIA's alone"
     if torch.cuda.is_available():
         return None
     if not torch.backends.cuda.is_built():
