@@ -18,7 +18,7 @@ from plait.schedule.plan import Sampled, Ticket
 WORDS = ("CUDA error", "Triton Error [CUDA]", "CUBLAS_STATUS", "CUDNN_STATUS", "cuSOLVER error", "NCCL error")
 
 
-def check_lost(error: RuntimeError, device: torch.device, where: str = "a step") -> None:
+def check_lost(error: Exception, device: torch.device, where: str = "a step") -> None:
     """Raises DeviceLost if an error is the device's, and the device answers no more. where: it came."""
     if isinstance(error, torch.OutOfMemoryError):
         return
