@@ -148,6 +148,7 @@ def test_compose_names_files_volumes_and_services_that_are_there() -> None:
             assert source in found["volumes"] or (ROOT / source).is_file(), volume
         assert set(service.get("depends_on", ())) <= set(found["services"])
     override = yaml.safe_load((DEPLOY / "compose.cuda.yaml").read_text("utf-8"))["services"]
+    assert override["plait"]["shm_size"] == "1gb"  # a container has 64 MB, and NCCL needs more for each GPU
     assert set(override) <= set(found["services"])
     assert (ROOT / override["plait"]["build"]["dockerfile"]).is_file()
 
@@ -208,6 +209,18 @@ def test_the_unit_starts_the_server_and_gives_it_time_to_stop() -> None:
         "strict",
     )
     assert "MemoryDenyWriteExecute" not in service  # it would forbid compiled kernels
+
+
+def test_what_keeps_devices_from_the_unit_is_named_for_gpus() -> None:
+    """`ProtectClock` is a list of allowed devices, too, before systemd 253: Ubuntu 22.04 has 249."""
+    unit, docs = ((ROOT / name).read_text("utf-8") for name in ("deploy/plait.service", "docs/deploy.md"))
+    limits = [name for name in ("PrivateDevices", "ProtectClock") if f"\n{name}=yes" in unit]
+    assert limits
+    assert not re.search("^Device(Allow|Policy)=", unit, re.MULTILINE)
+    drop_in = docs.partition("[Service]\n")[2].partition("```")[0].split()
+    assert drop_in == [f"{name}=no" for name in limits]
+    (comment,) = re.findall(r"^# On a GPU: (.*) in a drop-in", unit, re.MULTILINE)
+    assert comment.split(" and ") == drop_in
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from plait import resource_limits
 from plait.config import DType
 from plait.errors import ConfigError, OutOfMemory
 from plait.ops.chip import BFLOAT16, EXAMPLES, OLDEST, Chip, example_chip, read_chip
+from plait.runner.device_loss import check_lost
 
 ATTRIBUTE = 20  # CU_DEVICE_ATTRIBUTE_COMPUTE_MODE of CUDA's driver
 PROHIBITED, EXCLUSIVE = 2, 3  # CUcomputemode; 0: any number of processes
@@ -66,7 +67,12 @@ def _why_no_example(requested: str) -> str:
 
 
 def _why_no_cuda() -> str | None:
-    """Why torch can use no GPU, in its own words where it has any (an old driver); None: it can."""
+    """Why torch can use no GPU, in its own words where it has any (an old driver); None: it can.
+
+    A build for ROCm calls AMD's devices CUDA, too, with capabilities that mean something else.
+    """
+    if torch.version.hip is not None:
+        return "this torch was built for ROCm, and kernels for GPUs are NVIDIA's alone"
     if torch.cuda.is_available():
         return None
     if not torch.backends.cuda.is_built():
@@ -119,7 +125,7 @@ class DeviceMemory(Protocol):
         ...
 
     def peak_of(self, run: Callable[[], object]) -> int:
-        """Bytes that `run` takes at most, beyond what is there before it."""
+        """Bytes that `run` takes at most, beyond what is there before it. Raises DeviceLost."""
         ...
 
 
@@ -135,8 +141,12 @@ class CudaMemory:
     def peak_of(self, run: Callable[[], object]) -> int:
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
-        run()
-        torch.cuda.synchronize(self.device)
+        try:
+            run()
+            torch.cuda.synchronize(self.device)
+        except RuntimeError as error:
+            check_lost(error, self.device)
+            raise
         return max(int(torch.cuda.max_memory_allocated(self.device)) - int(before), 0)
 
 

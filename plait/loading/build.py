@@ -29,6 +29,7 @@ from plait.loading.packed_cache import list_shelves, shelf_of
 from plait.loading.probe_scorer import open_settled
 from plait.loading.target import (
     agreement_of,
+    check_device,
     choose_rank,
     config_of_ranks,
     find_cuts,
@@ -143,6 +144,7 @@ def build(
     opened = open_settled(model, config, report)
     device, why = choose_device(config.device, 0, config.num_ranks)
     log.info("device: %s (%s)", device, why)
+    check_device(config, device)
     rank = choose_rank(opened)
     ranks = RankGroup(rank, model, config_of_ranks(config)) if rank.size > 1 else None
     try:
@@ -216,11 +218,9 @@ def _build(opened: Opened, target: Target, tokenizer: Tokenizer | None, report: 
     sampler.prepare()
     step_log.info("step: %s", runner.step_kind)
     target.bound.extend(runner.bindings)
-    target.bound.append(
-        Binding("step", "recorded", runner.step_kind, ())
-        if runner.is_recorded
-        else Binding("step", "op by op", "", (("recorded", runner.step_kind),))
-    )
+    recorded = Binding("step", "recorded", runner.step_kind, ())
+    op_by_op = Binding("step", "op by op", "", (("recorded", runner.step_kind),))
+    target.bound.append(recorded if runner.is_recorded else op_by_op)
     if config.deterministic:
         _check_deterministic(target)
     report("ready", 1, 1)  # before there is a thread, because `report` may raise to cancel the loading

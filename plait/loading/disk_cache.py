@@ -19,6 +19,7 @@ from plait.schedule.disk_prefixes import DiskPrefixes
 from plait.state.disk.cache import DiskCache
 from plait.state.host_store import HostStore
 
+NO_DISK = "cache_disk: state on a GPU is not kept on the disk; leave it out, or use --cpu"
 log = logging.getLogger("plait")
 
 
@@ -38,7 +39,7 @@ def open_disk_cache(
     if config.cache_disk is None:
         return None
     if store is None:
-        raise ConfigError("cache_disk: state on a GPU is not kept on the disk; leave it out, or use --cpu")
+        raise ConfigError(NO_DISK)
     if not engine.scheduler.limits.causal:
         raise ConfigError(
             "cache_disk: this model computes a whole sequence in each step, so it has no prefixes"

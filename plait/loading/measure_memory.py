@@ -24,7 +24,7 @@ from plait.config import EngineConfig
 from plait.engine.device import DeviceMemory, free_memory, out_of_memory, total_memory
 from plait.engine.draft_places import SHARE
 from plait.engine.memory_plan import ModelFacts, Sizing, gib, size_state
-from plait.errors import OutOfMemory
+from plait.errors import DeviceLost, OutOfMemory
 from plait.loading.make_runner import capacity_of
 from plait.memory import block_groups, has_slots
 from plait.model.decoder import Decoder
@@ -117,12 +117,18 @@ def measure_room(memory: DeviceMemory, runs: Sequence[Run], graphs: Sequence[Run
     """Bytes that are left for state once each of `runs` has been run, and for each of `graphs`.
 
     What they keep, such as workspaces, is not free any more afterwards. Of what they give back the largest
-    peak stays reserved, and the largest of `graphs` in addition. Raises OutOfMemory where one does not fit.
+    peak stays reserved, and the largest of `graphs` in addition. Raises OutOfMemory where one does not fit,
+    and DeviceLost with the step in which the device failed.
     """
 
     def measure(what: str, run: Callable[[], object]) -> int:
-        with out_of_memory(what):
-            return memory.peak_of(run)
+        try:
+            with out_of_memory(what):
+                return memory.peak_of(run)
+        except DeviceLost as error:
+            raise DeviceLost(
+                f"{error}; it was {what}. `--ops reference` computes with torch alone"
+            ) from error
 
     peak = max((measure(*run) for run in runs), default=0)
     pool = max((measure(*run) for run in graphs), default=0)

@@ -17,6 +17,8 @@ from plait.config import EngineConfig
 from plait.engine.device import choose_dtype
 from plait.errors import CannotDivide, ConfigError
 from plait.kernels.load import executor, load_for_gpu, load_kernels, why_no_amx
+from plait.loading.adapters.place import NO_ADAPTERS
+from plait.loading.disk_cache import NO_DISK
 from plait.loading.identity.fingerprint import COMPUTES, digest_model
 from plait.loading.identity.source_code import hash_code
 from plait.loading.open_model import (
@@ -99,6 +101,16 @@ def take_verdicts(target: Target, chip: Chip | None) -> None:
     target.chip = chip
     if target.graphs is not None:
         target.graphs.chip = chip
+
+
+def check_device(config: EngineConfig, device: torch.device) -> None:
+    """Raises ConfigError for what no GPU does yet, before kernels are tried there and weights are loaded."""
+    if device.type == "cpu":
+        return
+    if config.cache_disk is not None:
+        raise ConfigError(NO_DISK)
+    if config.lora or config.lora_folder is not None:
+        raise ConfigError(NO_ADAPTERS)
 
 
 def check_kept(config: EngineConfig, chip: Chip | None) -> None:

@@ -120,8 +120,8 @@ class CheckGraphs:
 
     def _capture(self, key: CheckKey) -> bool:
         """Capture the step over padding alone. False: it cannot be, and is not tried again."""
-        now = key.form.generation  # tables that were replaced by larger ones: who read them is of no use
-        self.graphs = {k: graph for k, graph in self.graphs.items() if k.form.generation == now}
+        # Tables that were replaced by larger ones: who read them is of no use.
+        self.graphs = {k: graph for k, graph in self.graphs.items() if k.form.outlives(key.form)}
         self._batch.fill(StepPlan(0, ()), key.size)
         inputs = [*decoder_tensors(self._decoder), *self._store.tensors, *self._batch.static_tensors]
         inputs += [self._answers, self._hidden, *self._tables.static_tensors]

@@ -266,9 +266,9 @@ class DeviceReplay:
             return graph
         if key in self._refused:
             return None
-        if key.form is not None:  # tables that were replaced by larger ones: who read them is of no use
-            now = key.form.generation
-            self._graphs = {k: g for k, g in self._graphs.items() if not k.form or k.form.generation == now}
+        now = key.form  # what reads tables that were replaced by larger ones is of no use
+        if now is not None:
+            self._graphs = {k: g for k, g in self._graphs.items() if not k.form or k.form.outlives(now)}
         try:
             graph = self._graphs[key] = self._capture(key)
         except (CannotRecord, KernelFailed, RuntimeError) as error:

@@ -18,14 +18,15 @@ from plait.schedule.plan import Sampled, Ticket
 WORDS = ("CUDA error", "Triton Error [CUDA]", "CUBLAS_STATUS", "CUDNN_STATUS", "cuSOLVER error", "NCCL error")
 
 
-def check_lost(error: RuntimeError, device: torch.device) -> None:
-    """Raises DeviceLost if an error of a step is the device's, and the device answers no more."""
+def check_lost(error: Exception, device: torch.device, where: str = "a step") -> None:
+    """Raises DeviceLost if an error is the device's, and the device answers no more. where: it came."""
     if isinstance(error, torch.OutOfMemoryError):
         return
     text = " ".join(str(error).split("\n\n")[0].split())
-    is_of_device = isinstance(error, torch.AcceleratorError) or any(word in text for word in WORDS)
+    own = getattr(torch, "AcceleratorError", ())  # torch before 2.8 has no class of theirs
+    is_of_device = isinstance(error, own) or any(word in text for word in WORDS)
     if is_of_device and not _answers(device):
-        raise DeviceLost(f"the GPU {device} was lost in a step: {clip_text(text, 200)}") from error
+        raise DeviceLost(f"the GPU {device} was lost in {where}: {clip_text(text, 200)}") from error
 
 
 def _answers(device: torch.device) -> bool:

@@ -101,7 +101,7 @@ class ModelRunner:
         return self.replay.bindings if isinstance(self.replay, DeviceReplay) else ()
 
     def _replay_on_device(self, capacity: Capacity, graphs: GraphBackend, observe: Observe | None) -> None:
-        """Run steps without waits. Where decodes cannot be captured, they run op by op as prompts do."""
+        """Run steps without waits; decodes that cannot be captured op by op. Raises DeviceLost."""
         parts = self.decoder, self.store, self.sampler, self.groups
         replay = self.replay = DeviceReplay(*parts, capacity, graphs, observe)
         try:
@@ -109,6 +109,7 @@ class ModelRunner:
                 replay.prepare()
             self.step_kind, self.is_recorded = replay.describe(), True
         except (CannotRecord, KernelFailed, RuntimeError) as error:
+            check_lost(error, self.device, "the capture of its steps")
             self.step_kind = f"op by op: {error}"
 
     def close(self) -> None:
@@ -136,9 +137,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _logits(self, token_ids: Sequence[int], chunk_size: int) -> Tensor:
-        ids = tuple(token_ids)
+        ids, size = tuple(token_ids), self.store.block_size
         step = chunk_size if self.decoder.spec.causal else len(ids)
-        size = self.store.block_size
         table = tuple(range(1, -(-len(ids) // size) + 1))
         blocks = {group.name: len(table) + 1 for group in self.groups}
         states, dtype = self.decoder.states, self.decoder.embed.dtype

@@ -32,15 +32,18 @@ ALIGNED = 16  # numbers: a row begins where a wide load may
 class DrawForm(NamedTuple):
     """What a batch needs of a draw: a captured step serves batches of its own form alone.
 
-    is_drawn: some row has a temperature; is_edited: some row is edited; moves_on: the tokens are those of the
-    next step, too, so positions and counts follow; generation: how often tables were replaced by larger ones,
-    after which a captured step reads memory that is no longer filled.
+    is_drawn: some row has a temperature; is_edited: some is edited; moves_on: positions and counts follow the
+    tokens; generation: how often tables of edits, if any, were replaced: what reads old ones is of no use.
     """
 
     is_drawn: bool
     is_edited: bool
     moves_on: bool
     generation: int
+
+    def outlives(self, now: DrawForm) -> bool:
+        """Whether steps of this form are of use when a batch has the form `now`."""
+        return not (self.is_edited and now.is_edited) or self.generation == now.generation
 
 
 class CountedHistory(NamedTuple):
@@ -139,6 +142,7 @@ class SamplingTables:
         self._masks = LineTable(len(self._words), neutral, device, most)
         self._biases = LineTable(limit, torch.zeros(limit), device, most)
         self._counts = LineTable(limit, torch.zeros(limit, dtype=torch.int32), device, most)
+        self._no_counts = self._counts.tensor  # line 0 alone, which no larger table replaces
         self._histories = dict[Hashable, CountedHistory]()
         self._moved = 0  # draws of the last batch that were launched
         self._replaced = 0
@@ -148,12 +152,14 @@ class SamplingTables:
     @property
     def form(self) -> DrawForm:
         """What the last batch needs; see `DrawForm`."""
-        return DrawForm(self._is_drawn, self._is_edited, self._moves_on, self._replaced)
+        how = self._is_drawn, self._is_edited, self._moves_on
+        return DrawForm(*how, self._replaced if self._is_edited else 0)
 
     @property
     def static_tensors(self) -> list[Tensor]:
         """Every tensor that a draw reads or moves on."""
-        return [self._block, self._stops, self._masks.tensor, self._biases.tensor, self._counts.tensor]
+        tables = [table.tensor for table in (self._masks, self._biases, self._counts)]
+        return [self._block, self._stops, *tables, self._no_counts]
 
     def settings(self, rows: int) -> tuple[Tensor, ...]:
         """Of the first rows, as `sample_at` has them: temperature, top_k, top_p, min_p, seed, position."""
@@ -171,7 +177,8 @@ class SamplingTables:
 
     def counted(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
         """What a drawn token changes: positions, lines of counts, and counts."""
-        return self._whole("position", rows), self._whole("count", rows), self._counts.tensor
+        counts = self._counts.tensor if self._is_edited else self._no_counts
+        return self._whole("position", rows), self._whole("count", rows), counts
 
     def fill(self, batch: SamplingBatch, rows: Sequence[int] | None = None) -> bool:
         """Write the settings of a batch; False, and nothing, if it has more samples than these tables have
@@ -380,7 +387,7 @@ def most_nbytes(capacity: int, limit: int, seqs: int) -> int:
     line = 4 * _round_up(limit)
     counts, biases = (capacity + 1) * line, min(capacity + 1, 2 * seqs) * line
     masks = (capacity + 1) * 4 * _round_up(-(-limit // 32))
-    return counts + biases + masks + counts // 2
+    return counts + biases + masks + counts // 2 + line  # one that is never replaced
 
 
 def _round_up(width: int) -> int:

@@ -54,6 +54,7 @@ class BuiltEngine(NamedTuple):
     spec: ModelSpec
     close: Callable[[], None]
     fingerprint: Fingerprint = NO_FINGERPRINT
+    is_on_gpu: bool = False
 
 
 Builder = Callable[[str, EngineConfig, Report, Callable[[TextSource], None]], BuiltEngine]
@@ -273,7 +274,8 @@ def load_engine(
 
     built = build(model, config, report, on_open)
     keep_image_at_startup(built)
-    return BuiltEngine(built.engine, built.spec, built.close, fingerprint(built.opened, built.target))
+    prints, is_on_gpu = fingerprint(built.opened, built.target), built.target.device.type != "cpu"
+    return BuiltEngine(built.engine, built.spec, built.close, prints, is_on_gpu)
 
 
 def serve_link(link: Link, status: protocol.SharedStatus, hello: protocol.Hello) -> None:
@@ -294,7 +296,7 @@ def serve_link(link: Link, status: protocol.SharedStatus, hello: protocol.Hello)
     spec, longest = encode_spec_value(built.spec), engine.scheduler.longest
     names = tuple(engine.stats())
     most, adapters = engine.limits.max_model_len, engine.adapters.digests()
-    link.send(protocol.Ready(spec, most, longest, names, built.fingerprint, adapters))
+    link.send(protocol.Ready(spec, most, longest, names, built.fingerprint, adapters, built.is_on_gpu))
     try:
         child.run()
     finally:

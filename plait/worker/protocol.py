@@ -12,6 +12,7 @@ import struct
 import time
 from array import array
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -117,7 +118,7 @@ class Headers(WireMessage, frozen=True, tag=2):
 class Ready(WireMessage, frozen=True, tag=3):
     """Requests are accepted. `spec`: see `encode_spec_value`; `longest`: tokens of the longest that fits.
 
-    `adapters`: a hash of each one's numbers, by name, as they are now.
+    `adapters`: a hash of each one's numbers, by name, as they are now; `is_on_gpu`: where the model runs.
     """
 
     spec: Any
@@ -126,6 +127,7 @@ class Ready(WireMessage, frozen=True, tag=3):
     stat_names: tuple[str, ...]
     fingerprint: Fingerprint = NO_FINGERPRINT
     adapters: dict[str, str] = msgspec.field(default_factory=dict)
+    is_on_gpu: bool = False
 
 
 class EventMessage(WireMessage, frozen=True, gc=False):
@@ -298,6 +300,13 @@ class SharedStatus:
         self._times.release()
         self._numbers.release()
         self._memory.close()
+
+
+def keep_on_gpu(hello: Hello, ready: Ready) -> Hello:
+    """What the next engine gets: one that was on a GPU is followed by none on a CPU, if that is lost."""
+    if not ready.is_on_gpu or hello.config.device != "auto":
+        return hello
+    return msgspec.structs.replace(hello, config=replace(hello.config, device="cuda"))
 
 
 def encode_event(key: int, event: Event) -> EventMessage:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections import deque
 from multiprocessing.connection import Connection
 
 from plait.checkpoint.weights import Target
@@ -23,6 +24,7 @@ from plait.partition import Rank
 from plait.resource_limits import trim_heap
 from plait.runner.ranks.messages import (
     Failed,
+    FromLeader,
     Join,
     Joined,
     Leave,
@@ -39,8 +41,10 @@ from plait.runner.ranks.messages import (
 )
 from plait.runner.ranks.processes import show_signs
 from plait.runner.runner import ModelRunner
+from plait.schedule.plan import Ticket
 
 IDLE_S = 1.0  # without a command, after which memory is given back
+SOON_S = 0.005  # in which a step comes that follows one that runs, if any does
 
 
 def main(socket_fd: int, alive_fd: int) -> None:
@@ -85,24 +89,25 @@ class Follower:
             take_verdicts(self._target, chip)
         self._decoder: Decoder = load_decoder(opened, self._target, _silent)
         self._runner: ModelRunner | None = None
+        self._running = deque[tuple[int, bytes, Ticket]]()  # steps, the oldest first
         agreement = agreement_of(opened, rank)
         self._connection.send_bytes(encode(RankLoaded(agreement, self._target.weights_nbytes)))
 
     def run(self) -> None:
-        """Serve rank 0. Raises EOFError or OSError when it has gone."""
-        is_trimmed = False
+        """Serve rank 0. Raises EOFError or OSError when it has gone.
+
+        A step is launched, as there, while the one before it runs: else all GPUs would wait for this rank's
+        host between two steps.
+        """
         while True:
-            if not is_trimmed and not self._connection.poll(IDLE_S):
-                trim_heap()  # of what steps have freed, which the C library keeps
-                is_trimmed = True
-            command, data = receive_command(self._connection)
-            is_trimmed = False
+            command, data = self._next()
             match command:
                 case Prepare():
                     self._prepare(command)
                 case Step(number, plan, sampling):
-                    answers = self._ready.launch(plan, sampling).wait()
-                    self._connection.send_bytes(encode(Stepped(number, digest_of(data, answers))))
+                    ticket = self._ready.launch(plan, sampling)
+                    self._running.append((number, data, ticket))
+                    self._settle(1 if ticket.can_be_followed else 0)
                 case Score(token_ids, chunk_size):
                     self._ready.logits(token_ids, chunk_size)
                 case MeasureMemory(config, max_model_len):
@@ -111,6 +116,23 @@ class Follower:
                     os._exit(0)
                 case Join():
                     raise EngineError("a rank got Join twice")
+
+    def _next(self) -> tuple[FromLeader, bytes]:
+        """The next command and its bytes. If it is no step that comes at once, none runs any more."""
+        if self._running and not self._connection.poll(SOON_S):
+            self._settle(0)
+        if not self._running and not self._connection.poll(IDLE_S):
+            trim_heap()  # of what steps have freed, which the C library keeps
+        command, data = receive_command(self._connection)
+        if not isinstance(command, Step):
+            self._settle(0)
+        return command, data
+
+    def _settle(self, most: int) -> None:
+        """Wait for steps, and report what they sampled, until at most so many run."""
+        while len(self._running) > most:
+            number, data, ticket = self._running.popleft()
+            self._connection.send_bytes(encode(Stepped(number, digest_of(data, ticket.wait()))))
 
     @property
     def _ready(self) -> ModelRunner:

@@ -126,8 +126,7 @@ class Supervisor:
         self.num_restarts = 0
         self._adapters = AdapterChanges()
         self._up_since: float | None = None  # None: it is loading
-        self._progress_s = self._counted_s = 0.0
-        self._looked_s = self._awake_s = 0.0
+        self._progress_s = self._counted_s = self._looked_s = self._awake_s = 0.0
         self._turned_s = time.monotonic()
         self._was_up = self._has_spoken = False
         self._reported: PlaitError | None = None  # why the process says that it ends
@@ -276,6 +275,7 @@ class Supervisor:
                     logger.log(level, "%s", text)
             case protocol.Ready():
                 self._up_since, self._was_up = time.monotonic(), True
+                self._hello = protocol.keep_on_gpu(self._hello, message)
                 self.send_log_levels()
                 self._adapters.restore(engine.send)
                 self._watcher.on_up(engine, message)

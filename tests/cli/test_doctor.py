@@ -19,6 +19,7 @@ from plait.cli.common.disk_facts import hub_facts
 from plait.cli.common.doctor_checks import (
     CHECKS,
     DoctorRequest,
+    compiler_facts,
     gpu_facts,
     gpu_kernel_facts,
     torch_facts,
@@ -42,6 +43,7 @@ WELL: dict[str, Any] = {
     "gpus": [],
     "versions": dict.fromkeys(("plait", *doctor_checks.NEEDED, *doctor_checks.WANTED), "1.0"),
     "torch": {"version": "2.9", "cuda": None, "finds_gpu": None},
+    "compiler": {},
     "kernels": {
         "target": "znver4-vnni",
         "dot": "vnni",
@@ -127,6 +129,14 @@ def test_a_good_machine_has_no_findings() -> None:
                 "torch": {"version": "2.9", "cuda": "12.8", "finds_gpu": True},
             },
             *("note", "H200: attention, linear layers and experts run torch's operators", "8.0 and newer"),
+        ),
+        (
+            {
+                "gpus": [GPU],
+                "torch": {"version": "2.9", "cuda": "12.8", "finds_gpu": True},
+                "compiler": {"command": None, "headers": "Python.h"},
+            },
+            *("warning", "cannot be launched, for there is no C compiler: models", "gcc and python3-dev"),
         ),
         (
             {
@@ -226,6 +236,23 @@ def test_a_driver_answers_with_its_devices(tmp_path: Path, monkeypatch: pytest.M
     assert gpu_facts() == [{"name": "NVIDIA K80", "driver": "470.1", "memory_mib": "11441"}]
     smi.write_text("#!/bin/sh\nexit 9\n")
     assert gpu_facts() == []
+
+
+def test_a_compiler_is_looked_for_where_there_is_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton compiles what it launches kernels with; verdicts that are kept do not say that it cannot."""
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("sysconfig.get_paths", lambda scheme: {"include": str(tmp_path)})
+    assert compiler_facts([]) == {}
+    assert compiler_facts([GPU]) == {"command": None, "headers": None}
+    for name in ("clang", "Python.h"):
+        (tmp_path / name).touch(0o755)
+    found = {"command": str(tmp_path / "clang"), "headers": str(tmp_path / "Python.h")}
+    assert compiler_facts([GPU]) == found
+    monkeypatch.setenv("CC", "/opt/cc")
+    assert compiler_facts([GPU]) == {**found, "command": "/opt/cc"}
 
 
 def test_kernels_that_were_tried_on_a_gpu_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,16 @@ def test_a_gpu_that_is_too_old_is_refused_by_name_and_auto_takes_the_cpu(
         choose_device("cuda")
 
 
+def test_a_torch_for_other_makers_gpus_finds_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ROCm calls them CUDA devices: gfx942 has "capability" 9.4, and was taken for a Hopper."""
+    pretend(monkeypatch, (9, 4))
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482")
+    why = "this torch was built for ROCm, and kernels for GPUs are NVIDIA's alone"
+    assert choose_device("auto") == (torch.device("cpu"), why)
+    with pytest.raises(ConfigError, match=f"cuda was requested, but {why}; use --cpu"):
+        choose_device("cuda")
+
+
 def test_without_a_gpu_the_reason_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)

@@ -228,3 +228,21 @@ def test_a_model_without_graphs_takes_verdicts_too() -> None:
     target: Any = SimpleNamespace(chip=None, graphs=None)
     take_verdicts(target, CHIP)
     assert target.chip is CHIP
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"cache_disk": "states"}, "cache_disk: state on a GPU is not kept on the disk"),
+        ({"lora": ("a=b",)}, "lora: adapters run on a CPU only"),
+        ({"lora_folder": "adapters"}, "lora: adapters run on a CPU only"),
+    ],
+)
+def test_what_no_gpu_does_is_refused_before_kernels_are_tried(
+    nano_hybrid: Path, changes: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `--device auto` it was refused once all kernels were tried, the disk cache once all was loaded."""
+    monkeypatch.setattr(build_module, "choose_device", lambda *_: (GPU, "a GPU"))
+    monkeypatch.setattr(build_module, "find_cuts", lambda *_: pytest.fail("it goes on"))
+    with pytest.raises(ConfigError, match=why):
+        build(str(nano_hybrid), EngineConfig(**changes), lambda *_: None, lambda opened: None)

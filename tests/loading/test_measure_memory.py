@@ -14,7 +14,7 @@ import torch
 from plait.config import GIB, MIB, EngineConfig
 from plait.engine.device import CudaMemory
 from plait.engine.memory_plan import Sizing, size_state
-from plait.errors import OutOfMemory
+from plait.errors import DeviceLost, OutOfMemory
 from plait.loading import build as build_module
 from plait.loading import measure_memory
 from plait.loading.build import Built, build
@@ -116,6 +116,30 @@ def test_the_memory_of_a_gpu_is_that_of_torch_and_of_the_driver(monkeypatch: pyt
     assert seen == ["emptied", "asked"], "what torch only keeps is free"
     assert memory.peak_of(lambda: held.update(most=25)) == 20
     assert seen[2:] == ["waited"]
+
+
+def test_a_gpu_that_a_measured_step_breaks_is_lost_with_the_name_of_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Kernels run there in the model's own sizes for the first time. The error of the driver names none."""
+    for name in ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: 0)
+    faults = [RuntimeError("CUDA error: an illegal memory access was encountered")] * 2
+
+    def synchronize(device: torch.device) -> None:
+        if faults:
+            raise faults.pop()
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    memory = CudaMemory(torch.device("cuda", 0))
+    with pytest.raises(DeviceLost, match=r"cuda:0 was lost in a step: .* it was a prompt of 3 tokens\. `"):
+        measure_room(memory, [("a prompt of 3 tokens", lambda: None)])
+
+    def fail() -> None:
+        raise RuntimeError("shapes cannot be multiplied")
+
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        measure_room(memory, [("a prompt of 3 tokens", fail)])
 
 
 def watch(decoder: Decoder) -> tuple[Decoder, list[tuple[Batch, StateStore]]]:

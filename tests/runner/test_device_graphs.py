@@ -13,6 +13,8 @@ pytest.importorskip("triton", reason="Triton is not installed here")
 from plait.memory import block_groups, has_slots
 from plait.model.decoder import Decoder
 from plait.ops.chip import Chip
+from plait.runner.device_graphs import DeviceReplay, GraphKey
+from plait.runner.graph_backends import CapturedStep
 from plait.schedule.plan import SamplingBatch, StepPlan, Ticket
 from plait.schedule.pools import CacheOptions
 from plait.schedule.speculate import Speculation
@@ -79,6 +81,32 @@ def test_whatever_happens_to_captured_steps_the_text_is_that_of_steps_op_by_op(
     name: str, folder: Path
 ) -> None:
     check_events(opaque_decoder(name, folder / name))
+
+
+def test_a_request_with_penalties_costs_others_no_capture(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first ones make tables larger. All graphs were dropped then, and streams waited for new ones."""
+    decoder = opaque_decoder("llama", folder / "llama")
+    edits: list[dict[str, Any]] = [{}, {"presence_penalty": 0.7}, {"logit_bias": {5: 3.0}}, {}]
+    texts, captured = [], list[GraphKey]()
+    capture = DeviceReplay._capture
+
+    def count_captures(self: DeviceReplay, key: GraphKey) -> CapturedStep:
+        captured.append(key)
+        return capture(self, key)
+
+    monkeypatch.setattr(DeviceReplay, "_capture", count_captures)
+    for has_graphs in (False, True):
+        side = Side(decoder, has_graphs, chip=None, blocks=24)
+        for turn, more in enumerate(edits):
+            for i, prompt in enumerate(PROMPTS[:2]):
+                side.submit(f"{turn}r{i}", prompt, temperature=0.9 * (turn != 2), **more)
+            side.finish()
+        texts.append(side.finish())
+    assert texts[0] == texts[1]
+    assert texts[0]["0r0"] == texts[0]["3r0"] != texts[0]["1r0"]
+    assert len(captured) == len({(key.bucket, key.form and key.form[:2]) for key in captured})
 
 
 LONGER, LENGTHS = ((2, 3, 5, 7, 11, 13, 17, 19, 23), (4, 9), (6, 8, 10, 12, 14)), (7, 6, 5)

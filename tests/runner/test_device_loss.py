@@ -69,3 +69,46 @@ def test_the_runner_raises_it_for_its_step() -> None:
         Broken(OTHERS[0]).launch(plan, SamplingBatch(()))
     with pytest.raises(ValueError, match="another"):
         Broken(ValueError("another")).launch(plan, SamplingBatch(()))
+
+
+def test_a_torch_without_a_class_for_errors_of_devices_is_understood(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.6 and 2.7 have none: the error of a request, or of a lost GPU, became an AttributeError."""
+    monkeypatch.delattr(torch, "AcceleratorError")
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize_that(works=False))
+    with pytest.raises(DeviceLost, match="an illegal memory access"):
+        check_lost(LOST[1], GPU)
+    check_lost(OTHERS[0], GPU)
+
+
+def test_a_device_that_a_capture_breaks_is_lost_and_no_reason_to_go_on_op_by_op(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The engine reported steps that run op by op, and failed later, with an error that names nothing."""
+
+    class Graphs:
+        captures_at_start = True
+
+    class Replay:
+        error = LOST[0]
+
+        def __init__(self, *_: object) -> None: ...
+        def prepare(self) -> None:
+            raise self.error
+
+    class Bare(ModelRunner):
+        def __init__(self) -> None:
+            self.device, self.step_kind = GPU, ""
+            self.decoder = self.store = self.sampler = self.groups = None  # type: ignore[assignment]
+
+    monkeypatch.setattr("plait.runner.runner.DeviceReplay", Replay)
+    graphs: Any = Graphs()
+    for works in (False, True):
+        monkeypatch.setattr(torch.cuda, "synchronize", synchronize_that(works=works))
+        for error in LOST[:2]:
+            Replay.error, runner = error, Bare()
+            if works:
+                runner._replay_on_device(graphs, graphs, None)
+                assert runner.step_kind.startswith("op by op: CUDA error")
+            else:
+                with pytest.raises(DeviceLost, match="cuda:1 was lost in the capture of its steps: CUDA"):
+                    runner._replay_on_device(graphs, graphs, None)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 
@@ -85,6 +86,39 @@ def test_rows_come_and_go_and_the_text_is_that_of_steps_op_by_op(
     follows = [c for plan in plans for c in plan.chunks if c.token_ids == (FOLLOW,)]
     assert len(follows) > sum(LENGTHS) // 2
     assert one.engine.num_ahead > 20
+
+
+def test_a_rank_that_waits_for_each_step_follows_what_it_knows_by_then(
+    decoder: Decoder, want: dict[str, list[int]]
+) -> None:
+    """Rank 0 launches a step before it knows the last one's tokens. The others may know them: they failed."""
+    lead, other = side(decoder), side(decoder)
+    launch, answers = lead.runner.launch, list[tuple[Ticket, list[Sampled]]]()
+
+    def launch_on_both(plan: StepPlan, sampling: SamplingBatch) -> Ticket:
+        ticket = launch(plan, sampling)
+        answers.append((ticket, other.runner.launch(plan, sampling).wait()))
+        return ticket
+
+    lead.runner.launch = launch_on_both  # type: ignore[method-assign]
+    submit_all(lead)
+    assert lead.finish() == want
+    assert lead.engine.num_ahead > 20
+    assert not lead.engine.metrics.num_failed_steps
+    assert all(ticket.wait() == found for ticket, found in answers)
+
+
+def test_a_token_of_the_host_is_no_token_to_follow(decoder: Decoder) -> None:
+    one = side(decoder)
+    one.submit("a", [3, 4, 5], max_tokens=4)
+    plans = watch(one)
+    one.finish()
+    decode = next(plan for plan in plans if plan.chunks[0].token_ids == (FOLLOW,))
+    (chunk,) = decode.chunks
+    given = replace(chunk, seq_id=99, token_ids=(7,))
+    one.replay.batch.update(StepPlan(90, (given,)), 1)
+    with pytest.raises(EngineError, match="sequence 99 follows a token that was not sampled"):
+        one.replay.batch.update(StepPlan(91, (replace(given, token_ids=(FOLLOW,)),)), 1)
 
 
 def test_a_steady_decode_writes_nothing_to_the_device(

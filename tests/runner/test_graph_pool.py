@@ -103,10 +103,12 @@ def test_what_batches_need_later_finds_its_memory_in_any_order(decoder: Decoder)
 
 
 def test_the_pool_stays_when_tables_are_replaced(decoder: Decoder) -> None:
-    """Graphs that read tables that are gone are dropped, and others are captured: in rising order here."""
+    """Graphs that read tables that are gone are dropped, and no others; they are captured anew in rising
+    order here."""
     backend = PoolGraphs()
     replay, _ = make_replay(decoder, backend)
     at_start, largest = backend.pool.nbytes, replay._largest
+    unedited = [key for key in replay._graphs if key.form and not key.form.is_edited]
     biased = SamplingParams(temperature=1.0, logit_bias={5: 2.0})
     rows = SamplingBatch((SamplingRow(biased, 1, 1, position=1, seed=0),) * 2)
     assert replay._tables.fill(rows)
@@ -116,7 +118,7 @@ def test_the_pool_stays_when_tables_are_replaced(decoder: Decoder) -> None:
     plan: Any = None  # `_graph` hands it to `_fill` alone
     replay._fill = lambda *_: True  # type: ignore[method-assign]
     assert replay._graph(key, plan, rows, [0, 1]) is replay._graphs[key]
-    assert [*replay._graphs] == [key]
+    assert [*replay._graphs] == [*unedited, key]
     assert replay._largest is largest is not None
     for bucket in replay.batch.buckets:
         capture(replay, bucket, rows.rows[0])

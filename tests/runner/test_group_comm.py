@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -136,3 +139,30 @@ def test_torch_has_what_the_backend_calls() -> None:
     assert all(hasattr(memory, name) for name in ("set_group_info", "empty_strided_p2p", "rendezvous"))
     schema = torch.ops.symm_mem.one_shot_all_reduce.default._schema
     assert [argument.name for argument in schema.arguments] == ["input", "reduce_op", "group_name"]
+
+
+def test_a_sum_over_symmetric_memory_is_launched_on_the_gpu_that_has_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch launches it on the selected GPU: of every rank the first one, but where steps are captured."""
+    gpu, selected, seen = torch.device("cuda", 1), list[torch.device](), list[tuple[str, object]]()
+    part: Any = SimpleNamespace(device=gpu)
+
+    @contextlib.contextmanager
+    def select(device: torch.device) -> Iterator[None]:
+        selected.append(device)
+        yield
+        selected.pop()
+
+    def call(name: str) -> Callable[..., Any]:
+        return lambda *args: seen.append((name, selected[-1:])) or part
+
+    memory = SimpleNamespace(empty_strided_p2p=call("empty"), rendezvous=call("meet"))
+    monkeypatch.setattr(torch.cuda, "device", select)
+    monkeypatch.setattr(TorchSymmetric, "_memory", staticmethod(lambda: memory))
+    monkeypatch.setattr(
+        torch, "ops", SimpleNamespace(symm_mem=SimpleNamespace(one_shot_all_reduce=call("add")))
+    )
+    backend = TorchSymmetric()
+    backend.meet(backend.add(backend.empty(64, gpu, GROUP), GROUP), GROUP)
+    assert seen == [("empty", [gpu]), ("add", [gpu]), ("meet", [gpu])]

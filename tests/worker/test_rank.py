@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
+from collections import deque
 from collections.abc import Iterator
+from multiprocessing import Pipe
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from msgspec import Struct
 
 from plait import LLM, SamplingParams
 from plait.config import EngineConfig
@@ -17,6 +23,9 @@ from plait.llm.outputs import RequestOutput
 from plait.loading.measure_memory import list_steps
 from plait.partition import Rank
 from plait.runner.ranks.group import RankGroup
+from plait.runner.ranks.messages import Leave, Step, Stepped, encode, receive_report
+from plait.schedule.plan import Sampled, SamplingBatch, StepPlan
+from plait.worker.rank import Follower
 from tests.patience import PATIENCE_S
 
 NANO = str(Path(__file__).parents[2] / "examples" / "nano-hybrid")
@@ -120,3 +129,61 @@ def test_a_rank_that_fails_at_once_is_reported_before_any_other_waits_for_it(tmp
             group.wait_joined()
     finally:
         group.close()
+
+
+def test_a_rank_launches_a_step_while_the_one_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All GPUs wait for the last rank: one that reads a step's tokens first keeps them idle until then."""
+    seen: list[str] = []
+
+    class Running(Struct):
+        number: int
+        can_be_followed: bool
+
+        def wait(self) -> list[Sampled]:
+            seen.append(f"wait {self.number}")
+            return []
+
+    class Steps:
+        def launch(self, plan: StepPlan, sampling: SamplingBatch) -> Running:
+            seen.append(f"launch {plan.step}")
+            return Running(plan.step, can_be_followed=plan.step < 4)
+
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(os, "_exit", leave)
+    lead, connection = Pipe()
+    follower = Follower.__new__(Follower)
+    follower._connection, follower._runner, follower._running = connection, Steps(), deque()  # type: ignore[assignment]
+    for number in range(1, 6):
+        lead.send_bytes(encode(Step(number, StepPlan(number, ()), SamplingBatch(()))))
+    lead.send_bytes(encode(Leave()))
+    with pytest.raises(SystemExit):
+        follower.run()
+    first = ["launch 1", "launch 2", "wait 1", "launch 3", "wait 2"]
+    assert seen == [*first, "launch 4", "wait 3", "wait 4", "launch 5", "wait 5"]
+    reports = [receive_report(lead) for _ in range(5)]
+    assert [report.number for report in reports if isinstance(report, Stepped)] == [1, 2, 3, 4, 5]
+
+
+def test_a_rank_reports_a_step_that_none_follows() -> None:
+    lead, connection = Pipe()
+    follower = Follower.__new__(Follower)
+    ticket: Any = SimpleNamespace(can_be_followed=True, wait=list)
+    runner: Any = SimpleNamespace(launch=lambda plan, sampling: ticket)
+    follower._connection, follower._runner, follower._running = connection, runner, deque()
+
+    def serve() -> None:
+        with pytest.raises(EOFError):
+            follower.run()
+
+    serving = threading.Thread(target=serve)
+    serving.start()
+    lead.send_bytes(encode(Step(7, StepPlan(7, ()), SamplingBatch(()))))
+    assert lead.poll(PATIENCE_S)
+    report = receive_report(lead)
+    assert isinstance(report, Stepped)
+    assert report.number == 7
+    lead.close()
+    serving.join(PATIENCE_S)
+    assert not serving.is_alive()

@@ -11,7 +11,7 @@ import pytest
 from plait.config import EngineConfig
 from plait.worker import supervisor as module
 from plait.worker.child_process import End
-from plait.worker.protocol import Hello
+from plait.worker.protocol import Hello, Ready
 from plait.worker.supervisor import Mailbox, Patience, Supervisor
 
 
@@ -59,6 +59,37 @@ def test_after_a_crash_no_startup_image_is_used(
     supervisor._live()
     supervisor._live()
     assert images == ["auto", image]
+    supervisor.mailbox.close()
+
+
+@pytest.mark.parametrize(("requested", "is_on_gpu", "device"), [
+    ("auto", True, "cuda"), ("auto", False, "auto"), ("cuda:1", True, "cuda:1"), ("cpu", False, "cpu"),
+])  # fmt: skip
+def test_an_engine_that_was_on_a_gpu_is_followed_by_none_on_a_cpu(
+    requested: str, is_on_gpu: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU that falls off its bus is found no more: "auto" went on with a hundredth of the speed."""
+    devices: list[str] = []
+
+    def spawned(hello: Hello, *_: object) -> Any:
+        devices.append(hello.config.device)
+        end = End("it exited with code 1")
+        status = SimpleNamespace(close=lambda: None)
+        return SimpleNamespace(end=lambda timeout_s: end, status=status, send=id, pid=1)
+
+    def attend(engine: Any) -> str:
+        supervisor._handle(engine, Ready(None, 64, 64, (), is_on_gpu=is_on_gpu))
+        return module.GONE
+
+    monkeypatch.setattr(module, "Spawned", spawned)
+    watcher: Any = SimpleNamespace(on_down=lambda: None, on_up=lambda engine, ready: None)
+    supervisor = Supervisor(Hello("a:b", "m", EngineConfig(device=requested), {}), watcher, Patience())
+    for name, fake in (("_attend", attend), ("_record_end", id), ("send_log_levels", lambda: None)):
+        monkeypatch.setattr(supervisor, name, fake)
+    monkeypatch.setattr(module.AdapterChanges, "restore", lambda *_: None)
+    supervisor._live()
+    supervisor._live()
+    assert devices == [requested, device]
     supervisor.mailbox.close()
 
 

@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -84,6 +85,7 @@ def examine(asked: DoctorRequest) -> tuple[Facts, list[Finding]]:
         "gpus": gpus,
         "versions": {"plait": __version__, **{name: find_version(name) for name in (*NEEDED, *WANTED)}},
         "torch": torch_facts(gpus),
+        "compiler": compiler_facts(gpus),
         "kernels": kernel_facts(target),
         "walls": wall_facts(),
         "packed": packed_facts(asked.cache_dir),
@@ -163,6 +165,17 @@ def torch_facts(gpus: Sequence[Facts]) -> Facts:
 
         finds_gpu = torch.cuda.is_available()
     return {"version": find_version("torch"), "cuda": cuda, "finds_gpu": finds_gpu}
+
+
+def compiler_facts(gpus: Sequence[Facts]) -> Facts:
+    """What Triton compiles its launcher with, where there is a GPU: a C compiler, and Python's headers."""
+    if not gpus:
+        return {}
+    scheme = sysconfig.get_default_scheme()
+    scheme = "posix_prefix" if scheme == "posix_local" else scheme  # Debian's, without headers
+    headers = Path(sysconfig.get_paths(scheme)["include"]) / "Python.h"
+    command = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    return {"command": command, "headers": str(headers) if headers.is_file() else None}
 
 
 def kernel_facts(target: KernelTarget | None) -> Facts:
@@ -297,6 +310,14 @@ def check_gpu(facts: Mapping[str, Any], asked: DoctorRequest) -> Iterator[Findin
     elif gpus and torch["finds_gpu"] and facts["versions"]["triton"] is None:
         what = "Triton is not installed: a GPU runs torch's operators alone, many times slower"
         yield Finding("warning", what, "pip install triton")
+    elif (
+        gpus
+        and torch["finds_gpu"]
+        and (lacks := [name for name, path in facts["compiler"].items() if not path])
+    ):
+        words = {"command": "no C compiler", "headers": "no Python.h"}
+        what = f"GPU kernels cannot be launched, for there is {' and '.join(words[name] for name in lacks)}"
+        yield Finding("warning", f"{what}: models run torch's operators alone", "install gcc and python3-dev")
     for gpu in gpus:
         number = re.fullmatch(r"\d+\.\d+", gpu.get("capability", ""))
         if number and float(number[0]) < OLDEST_GPU:

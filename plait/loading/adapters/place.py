@@ -26,6 +26,10 @@ from plait.families.gguf.adapter_orders import find_orders
 from plait.kernels.load import allocate_packed
 from plait.ops.low_rank import AdapterLimits
 
+NO_ADAPTERS = (
+    "lora: adapters run on a CPU only so far, there are no GPU kernels for them; leave --lora out, "
+    "set device to cpu, or merge the adapter with `plait convert --lora`"
+)
 log = logging.getLogger("plait")
 MORE_SLOTS = 4  # of a model that takes adapters at run time, if --max-loras does not say how many
 
@@ -92,10 +96,7 @@ def place_adapters(opened: AdaptableModel, target: Target) -> Sequence[NamedAdap
     if not config.lora and config.lora_folder is None:
         return ()
     if target.chip is not None or target.device.type != "cpu":
-        raise ConfigError(
-            "lora: adapters run on a CPU only so far, there are no GPU kernels for them; leave --lora out, "
-            "set device to cpu, or merge the adapter with `plait convert --lora`"
-        )
+        raise ConfigError(NO_ADAPTERS)
     if target.comm.rank.num_shares > 1:
         raise ConfigError(
             "lora: adapters do not run on several ranks, nor with --deterministic where sums have shares; "

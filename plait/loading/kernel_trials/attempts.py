@@ -210,7 +210,9 @@ def start_child(children: TrialChildren) -> tuple[ChildProcess | None, Attempt]:
     try:
         obstacle = json.loads(child.read_line(START_S)).get("failed")
     except (TimeoutError, EOFError, OSError, ValueError) as error:
-        obstacle = f"the trial's process did not start ({type(error).__name__})"
+        if isinstance(error, EOFError):
+            child.ended(END_S)  # its pipe closes before it is gone
+        obstacle = f"the trial's process {child.explain_start(error, START_S)}"
         is_sure = isinstance(error, TimeoutError)
     if obstacle is None:
         return child, Attempt(False, "")

@@ -42,7 +42,7 @@ def buckets_of(seqs: int) -> list[int]:
 class DeviceRow:
     """What the device has in a row. `seq_id` -1: padding; `token`: the next one to compute, if it is known.
 
-    `step`: the step that sampled it.
+    `step`: the step that sampled it; 0: it came from the host.
     """
 
     seq_id: int = -1
@@ -155,14 +155,14 @@ class DeviceBatch:
         for chunk in homeless:
             row, old = next(free), self._row_of.pop(chunk.seq_id, None)
             self._row_of.pop(self._known[row].seq_id, None)
-            token = SAMPLED
+            token, step = SAMPLED, 0
             if old is not None:  # its token goes with it; the rest is written as for a new one
                 changes.sources.append(self._at["token_ids"] + old)
                 changes.targets.append(self._at["token_ids"] + row)
-                token, self._known[old].seq_id = self._known[old].token, -1
+                token, step, self._known[old].seq_id = self._known[old].token, self._known[old].step, -1
                 self._known[old].token = SAMPLED
             known = self._known[row]
-            known.seq_id, known.token, known.position = chunk.seq_id, token, -1
+            known.seq_id, known.token, known.position, known.step = chunk.seq_id, token, -1, step
             self._row_of[chunk.seq_id] = row
         return changes
 
@@ -212,12 +212,12 @@ class DeviceBatch:
         """What the row must have for this chunk and has not."""
         known, at = self._known[row], self._at
         token = chunk.token_ids[0]
-        if token == FOLLOW:
-            if known.token != SAMPLED:
+        if token == FOLLOW:  # which the host may know by now, as on ranks that wait for each step
+            if known.token != SAMPLED and not known.step:
                 raise EngineError(f"sequence {chunk.seq_id} follows a token that was not sampled")
         elif token != known.token:
             changes.set(at["token_ids"] + row, token)
-            known.token = token
+            known.token, known.step = token, 0
         if chunk.start != known.position:
             changes.set(at["positions"] + row, chunk.start)
             changes.set(at["seq_lens"] + row, chunk.end)

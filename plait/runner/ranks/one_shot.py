@@ -44,21 +44,28 @@ class SymmetricBackend(Protocol):
 
 
 class TorchSymmetric:
-    """torch's own. The process group needs not be known to `torch.distributed`: an allocator knows a name."""
+    """torch's own. The process group needs not be known to `torch.distributed`: an allocator knows a name.
+
+    Its kernel runs on the stream of the device that a thread has selected, whichever has the memory. So that
+    one is selected here: another GPU can neither read the memory nor wait for what was written there.
+    """
 
     def open_group(self, name: str, rank: Rank, store: Any) -> None:
         self._memory().set_group_info(name, rank.index, rank.size, store)
 
     def empty(self, count: int, device: torch.device, name: str) -> Tensor:
-        made: Tensor = self._memory().empty_strided_p2p((count,), (1,), torch.uint8, device, name)
+        with torch.cuda.device(device):
+            made: Tensor = self._memory().empty_strided_p2p((count,), (1,), torch.uint8, device, name)
         return made
 
     def meet(self, memory: Tensor, name: str) -> object:
-        found: object = self._memory().rendezvous(memory, name)
+        with torch.cuda.device(memory.device):
+            found: object = self._memory().rendezvous(memory, name)
         return found
 
     def add(self, part: Tensor, name: str) -> Tensor:
-        total: Tensor = torch.ops.symm_mem.one_shot_all_reduce(part, "sum", name)
+        with torch.cuda.device(part.device):
+            total: Tensor = torch.ops.symm_mem.one_shot_all_reduce(part, "sum", name)
         return total
 
     @staticmethod

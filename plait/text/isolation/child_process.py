@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -19,10 +20,13 @@ _ROOT = Path(__file__).resolve().parents[3]
 # OpenSSL, which would come with `hashlib`, takes 4 MB of each child. Some builds of Python have no others.
 _RUN = (
     "import sys, signal as s; [s.signal(n, s.SIG_IGN) for n in (s.SIGINT, s.SIGTERM, s.SIGHUP)]; "
-    "sys.path.insert(0, sys.argv[1]); from importlib.util import find_spec; "
+    "{places}; from importlib.util import find_spec; "
     "sys.modules.update({{'_hashlib': None}} if find_spec('_sha1') else {{}}); "
     "from {module} import main; main()"
 )
+# Where modules are found: what was installed, or all that this process has, as of an environment's variable.
+_OWN_PLACES = "sys.path.insert(0, sys.argv[1])"
+_ALL_PLACES = "import json; sys.path[:] = json.loads(sys.argv[1])"
 # What a process does to itself: too much of the processor, a stack that ends, a library that gives up.
 _OWN = frozenset(
     -number
@@ -36,14 +40,16 @@ _OWN = frozenset(
 class ChildProcess:
     """A process that runs `main` of a module, and its two pipes. It may be killed at any time.
 
-    `arguments` end its `sys.argv`; `max_bytes`: of an answer; `inherits`: it gets this process's environment.
-    One thread at a time may ask it; `stop` and `kill` may be called by any. Raises OSError if it cannot be
-    started.
+    `arguments` end its `sys.argv`; `max_bytes`: of an answer; `inherits`: it gets this process's environment,
+    and finds modules where this process does. One thread at a time may ask it; `stop` and `kill` may be
+    called by any. Raises OSError if it cannot be started.
     """
 
     def __init__(self, module: str, *arguments: str, max_bytes: int, inherits: bool = False) -> None:
+        run = _RUN.format(module=module, places=_ALL_PLACES if inherits else _OWN_PLACES)
+        places = json.dumps([str(_ROOT), *sys.path]) if inherits else str(_ROOT)
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-c", _RUN.format(module=module), str(_ROOT), *arguments],
+            [sys.executable, "-I", "-c", run, places, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
