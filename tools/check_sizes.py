@@ -21,10 +21,10 @@ KERNEL_FILE_LINES, KERNEL_FUNCTION_LINES = 600, 150
 # Lines of each folder of plait/ (".": its own modules): what there is, and 3 % of air. A cap falls when
 # lines go; it is raised in a commit of its own that says why, or not at all.
 CAPS = {
-    ".": 2_130,
+    ".": 2_140,
     "bench": 4_250,
     "checkpoint": 5_470,
-    "cli": 6_120,
+    "cli": 6_310,
     "cluster": 3_600,
     "convert": 3_640,
     "engine": 2_500,
