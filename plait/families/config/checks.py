@@ -115,11 +115,6 @@ def check_spec(spec: ModelSpec) -> None:
             raise UnsupportedModel(
                 f"{name}: {mixer.num_heads} heads cannot share {mixer.num_kv_heads} key-value heads evenly"
             )
-        if isinstance(mixer, AttentionSpec) and mixer.rope and mixer.head_dim < 2:
-            raise UnsupportedModel(
-                f"{name}: head_dim is {mixer.head_dim}, and positions turn pairs of dimensions; "
-                "num_attention_heads or head_dim is wrong (--set num_attention_heads=VALUE)"
-            )
         if isinstance(mixer, AttentionSpec) and mixer.clip is not None and mixer.clip <= 0:
             raise UnsupportedModel(
                 f"{name}: queries, keys and values are clipped at {mixer.clip:g}, not above 0"
@@ -155,6 +150,11 @@ def _check_rope(where: str, rope: RopeSpec, head_dim: int) -> None:
 
     An odd number of dimensions turns one more, as in transformers.
     """
+    if head_dim < 2:
+        raise UnsupportedModel(
+            f"{where}: head_dim is {head_dim}, and positions turn pairs of dimensions; num_attention_heads "
+            "or head_dim is wrong (--set num_attention_heads=VALUE)"
+        )
     pairs = (rope.dim + 1) // 2
     if 2 * pairs > head_dim:
         raise UnsupportedModel(

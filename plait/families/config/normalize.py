@@ -123,9 +123,12 @@ def normalize(
     c = Config({k: v for k, v in flat.items() if v is not None or (k in defaults and k != ROPES)})
     for ours, others in ALIASES.items():
         _alias(c, ours, others, words.get(ours))
+    if flat.get("rope_scaling") or "gguf_architecture" in flat:
+        defaults = {key: value for key, value in defaults.items() if key != ROPES}
+    elif "rope_scaling" in flat and not flat.get(ROPES):
+        _refuse_null_scaling(flat, defaults.get(ROPES))
     for key, value in defaults.items():
-        if key != ROPES or not {"rope_scaling", "gguf_architecture"} & flat.keys():  # null is none there
-            c.setdefault(key, value)
+        c.setdefault(key, value)
     _hoist_growth(c)
     if not c.get("use_sliding_window", True):
         c["sliding_window"] = None
@@ -187,6 +190,19 @@ def _refuse(flat: Mapping[str, Any], honours: Collection[str]) -> None:
                 f"the config has {key} = {flat[key]!r}, which is not implemented for {name}; "
                 f"if the model is right without it, say so with --set {key}=null"
             )
+
+
+def _refuse_null_scaling(flat: Mapping[str, Any], usual: object) -> None:
+    """Raises UnsupportedModel for `rope_scaling: null` of a family that has a scaling where none is named.
+
+    transformers 4 scaled nothing then, and wrote it so. transformers 5 reads it as an absent key.
+    """
+    if isinstance(usual, Mapping) and (kind := usual.get("rope_type", "default")) != "default":
+        raise UnsupportedModel(
+            f"the config has rope_scaling = {flat['rope_scaling']!r}: to transformers 4 no scaling "
+            f"at all, to transformers 5 the family's own ({kind}, factor {usual.get('factor')}); give one: "
+            """--set 'rope_scaling={"rope_type": "default"}' or --set 'rope_scaling={…}'"""
+        )
 
 
 def _alias(c: Config, ours: str, others: tuple[str, ...], own: str | None) -> None:
