@@ -17,7 +17,8 @@ from typing import Any
 from plait.errors import PlaitError, UnsupportedModel
 from plait.families.config.aliases import ALIASES
 from plait.families.config.neutral import NEUTRAL
-from plait.families.config.normalize import ROPE_KEYS, IncompleteConfig
+from plait.families.config.normalize import IncompleteConfig
+from plait.families.config.words import ROPE_KEYS
 from plait.ops.rope import frequencies
 from plait.spec.model import AttentionSpec, Mamba2Spec, ModelSpec, MoeSpec, RopeSpec
 

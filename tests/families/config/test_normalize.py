@@ -10,7 +10,8 @@ import transformers
 from plait.errors import ConfigError, UnsupportedModel
 from plait.families.common.registry import build_spec, families_by_name, find
 from plait.families.config.neutral import NEUTRAL
-from plait.families.config.normalize import ROPE_KINDS, normalize
+from plait.families.config.normalize import SHARE, normalize
+from plait.families.config.words import ROPE_KINDS
 from plait.families.resolve import parse_override, resolve
 from plait.ops.rope import KNOWN_KINDS
 from plait.spec.model import AttentionSpec, MlaSpec, MlpSpec, MoeSpec
@@ -62,7 +63,11 @@ def test_a_key_that_changes_the_arithmetic_is_refused(key: str) -> None:
 
 
 def test_keys_that_a_family_honours_are_honoured_by_every_family_that_says_so() -> None:
-    assert {key for entry in families_by_name().values() for key in entry.honours} <= set(NEUTRAL)
+    assert {key for entry in families_by_name().values() for key in entry.honours} <= {
+        *NEUTRAL,
+        SHARE,
+        "rotary_dim",
+    }
 
 
 def test_windows_by_each_way_of_telling_them() -> None:
