@@ -37,7 +37,7 @@ def opt(c: Config) -> tuple[ModelSpec, NameMap]:
         require(c, "OPT", _remove_final_layer_norm=(False,))
     c["scale_embedding"] = False  # XGLM's and BioGPT's
     place = "model.decoder."
-    own: dict[str, Source] = {
+    own: dict[str, Source | tuple[Source, ...]] = {
         "embed.positions.weight": skip_rows(PADDING, f"{place}embed_positions.weight"),
         "norm": f"{place}final_layer_norm",
     }
