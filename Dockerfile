@@ -23,13 +23,15 @@ FROM python:${PYTHON}-slim
 # Caches (models, compiled kernels, packed weights, startup images) are under the home, which is a volume.
 RUN useradd --uid 10001 --home-dir /cache --create-home --shell /usr/sbin/nologin plait
 COPY --from=build /opt/plait /opt/plait
-ENV PATH=/opt/plait/bin:$PATH HOME=/cache PYTHONDONTWRITEBYTECODE=1
+ENV PATH=/opt/plait/bin:$PATH HOME=/cache PYTHONDONTWRITEBYTECODE=1 \
+    PLAIT_ADDRESS_FILE=/dev/shm/plait-address
 USER 10001
 WORKDIR /cache
 VOLUME /cache
 EXPOSE 8080
 STOPSIGNAL SIGTERM
+# It asks the server at the address that `plait serve` wrote: of every port, with TLS or without.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --retries=3 \
-    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8080/live', timeout=4)"]
+    CMD ["plait", "health"]
 ENTRYPOINT ["plait", "serve", "--host", "0.0.0.0", "--port", "8080"]
 CMD ["--help"]

@@ -281,6 +281,7 @@ class ServerConfig:
 
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 opens it to the network")
     port: int = option(8080, "port to listen on; 0: any free one", least=0)
+    address_file: str | None = option(None, "write the server's address to this file, for `plait health`")
     served_model_name: str | None = option(None, "name clients ask for; default: the model's own name")
     any_model_name: bool = option(
         False, "answer under whatever model name a request has, instead of 404 for all but its own"
@@ -313,9 +314,7 @@ class ServerConfig:
     root_path: str = option("", "a prefix that paths may have, as a proxy sends them: /llm")
     api_key: tuple[str, ...] = option((), "a key that clients must send: KEY or NAME:KEY; may be repeated")
     api_key_file: str | None = option(None, "a file of keys, one a line, each with its limits if it has any")
-    requests_per_minute: int | None = option(
-        None, "POST requests a minute for each key; default: no limit", least=1
-    )
+    requests_per_minute: int | None = option(None, "POST requests a minute for each key", least=1)
     tokens_per_minute: int | None = option(None, "prompt and output tokens a minute for each key", least=1)
     max_requests_per_key: int | None = option(
         None, "requests that each key may have open at the same time", least=1

@@ -79,10 +79,14 @@ def test_an_image_serves_on_the_port_it_exposes_and_is_checked_at_a_public_path(
     port = entry[entry.index("--port") + 1]
     assert port == found["EXPOSE"] == str(SERVER.port)
     assert entry[entry.index("--host") + 1] == "0.0.0.0"
-    asked = re.search(rf"http://127\.0\.0\.1:{port}(/\w+)", found["HEALTHCHECK"])
-    assert asked is not None
-    assert asked[1] == "/live"
-    assert asked[1] in PUBLIC & paths()
+    health = cli.get_command(click.Context(cli), "health")
+    assert health is not None
+    checked = json.loads(found["HEALTHCHECK"].partition("CMD ")[2])
+    assert checked == ["plait", health.name], "it follows --port and --tls-cert by the address file"
+    env = dict(pair.split("=", 1) for kind, text in steps(name) if kind == "ENV" for pair in text.split())
+    (variable,) = {str(one.envvar) for one in health.params if one.name == "address_file"}
+    assert Path(env[variable]).parent == Path("/dev/shm"), "the root may be read-only"
+    assert "/live" in PUBLIC & paths()
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)

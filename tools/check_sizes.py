@@ -21,14 +21,14 @@ KERNEL_FILE_LINES, KERNEL_FUNCTION_LINES = 600, 150
 # Lines of each folder of plait/ (".": its own modules): what there is, and 3 % of air. A cap falls when
 # lines go; it is raised in a commit of its own that says why, or not at all.
 CAPS = {
-    ".": 2_130,
+    ".": 2_140,
     "bench": 4_250,
     "checkpoint": 5_470,
-    "cli": 6_150,
+    "cli": 6_340,
     "cluster": 3_600,
     "convert": 3_640,
     "engine": 2_550,
-    "families": 17_700,
+    "families": 18_200,
     "frontend": 1_680,
     "kernels": 29_550,
     "llm": 630,

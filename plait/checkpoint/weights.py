@@ -200,7 +200,7 @@ class Weights:
         return weight
 
     def _matrix(self, name: str, value: Tensor | Weight, shape: tuple[int, int] | None) -> Weight:
-        weight = as_weight(value).to(self.target.device)
+        weight = as_weight(value, self._full(name)).to(self.target.device)
         if shape is not None and weight.shape != shape:
             raise ShapeMismatch(_shape_message(self._full(name), weight.shape, shape))
         return weight
@@ -238,7 +238,7 @@ class Weights:
     def _divided(self, name: str, in_size: int, out_size: int) -> Linear:
         """A linear layer of which this rank has some inputs, `in_size` of them."""
         full, bias = self._full(name), self.optional(f"{name}.bias", (out_size,))
-        part, weight = self._part_of(f"{name}.weight"), as_weight(self.read(f"{name}.weight"))
+        part, weight = self._part_of(f"{name}.weight"), as_weight(self.read(f"{name}.weight"), full)
         build = partial(self._one, name)
         made: Linear = divide_linear(part, weight, bias, out_size, self.cuts, build, self.bind)
         if (made.n_in, made.n_out) != (in_size, out_size):
@@ -247,7 +247,8 @@ class Weights:
         return made
 
     def _some_rows(self, name: str, shape: tuple[int, int], rows: Range) -> Linear:
-        weight, bias = as_weight(self.read(f"{name}.weight", rows)), self.optional(f"{name}.bias", shape[:1])
+        weight = as_weight(self.read(f"{name}.weight", rows), self._full(name))
+        bias = self.optional(f"{name}.bias", shape[:1])
         wanted = rows[1] - rows[0], shape[1]
         if weight.shape != wanted:
             raise ShapeMismatch(_shape_message(self._full(name), weight.shape, wanted))

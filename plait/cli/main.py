@@ -37,6 +37,7 @@ COMMANDS = {
     "serve": "Serve a model over the OpenAI API.",
     "cluster": "Serve a model with several engines, over Ray Serve.",
     "ps": "The models of a running server: which are loaded, and what they take.",
+    "health": "Whether a running server answers, for health checks.",
     "load": "Have a running server load a model.",
     "stop": "Have a running server unload a model.",
     "run-batch": "Answer a file of requests, in OpenAI's batch format.",

@@ -14,6 +14,7 @@ RANGE = re.compile(r"(\d{1,5})(?:\.\.(\d{1,5}))?")
 NOT_SERVED = {
     **dict.fromkeys(("tls_cert", "tls_key"), "put a proxy with TLS in front of the cluster"),
     **dict.fromkeys(("root_path", "max_connections"), "Ray Serve's proxy has the connections"),
+    "address_file": "see plait cluster status",
     **dict.fromkeys(
         ("models_dir", "keep_alive", "models_memory", "max_loaded_models"), "a cluster has one model"
     ),

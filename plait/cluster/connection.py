@@ -7,7 +7,6 @@ anything is decoded. Too much that waits to be sent ends it, too: the other side
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Generic, TypeVar
@@ -31,7 +30,6 @@ from plait.worker.protocol import BadFrame, WireMessage
 HANDSHAKE_S = 5.0
 MAX_UNSENT_NBYTES = 64 << 20  # an end that reads nothing while so much waits has gone, or is stopped
 M = TypeVar("M")
-log = logging.getLogger("plait.cluster")
 
 
 class ClusterConnection(asyncio.Protocol, Generic[M]):

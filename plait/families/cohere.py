@@ -250,7 +250,11 @@ def _moe_names(c: Config) -> Rules:
 def _cohere2_moe(m: Metadata) -> None:
     _logit_scale(m)
     windows(m, 4)
-    scores = {1: "softmax", 2: "sigmoid"}.get(m.values.get("expert_gating_func", 2))
+    scores = {1: "softmax", 2: "sigmoid"}.get(kind := m.values.get("expert_gating_func", 2))
+    if scores is None:
+        raise UnsupportedModel(
+            f"{m.prefix}expert_gating_func is {kind!r:.40}; Command A's is 1 (softmax) or 2 (sigmoid)"
+        )
     m.put("expert_selection_fn", scores, f"{FILE} {m.prefix}expert_gating_func")
     m.put("prefix_dense_intermediate_size", m.config["intermediate_size"], f"{FILE} feed_forward_length")
     if eps := m.values.get("attention.layer_norm_rms_epsilon"):

@@ -6,7 +6,8 @@ from plait.checkpoint.names import NameMap, Rules
 from plait.families.common.recipes import expert, split_qkv, turn_flat_expert, unused_patterns
 from plait.families.common.registry import family
 from plait.families.common.spec_builders import gqa, model, norm, require, softmax_moe
-from plait.families.config.normalize import ACTIVATIONS, Config
+from plait.families.config.normalize import Config
+from plait.families.config.words import ACTIVATIONS
 from plait.families.gguf.arch import Metadata, gguf_arch
 from plait.spec.model import BranchSpec, ModelSpec
 

@@ -130,9 +130,12 @@ def deepseek_v3(c: Config) -> tuple[ModelSpec, NameMap]:
         "num_shared_experts": 1,
         "first_k_dense_replace": 1,
     },
+    honours=("partial_rotary_factor",),
 )
 def glm4_moe_lite(c: Config) -> tuple[ModelSpec, NameMap]:
     """GLM-4.7-Flash: DeepSeek-V3 in GLM's sizes."""
+    if any(turns["partial_rotary_factor"] != 1 for turns in c["rope_parameters"].values()):
+        raise UnsupportedModel("partial_rotary_factor is not implemented for GLM-4.7-Flash; known: 1")
     return latent_model(c, "glm4_moe_lite", sigmoid_router(c))
 
 

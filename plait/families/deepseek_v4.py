@@ -59,7 +59,7 @@ BRANCHES = ("attn", "ffn")
         "index_topk": 512,
         "num_hash_layers": 3,
     },
-    honours=("index_topk", "hc_mult", "swiglu_limit", "sliding_window"),
+    honours=("index_topk", "hc_mult", "swiglu_limit", "sliding_window", "partial_rotary_factor"),
 )
 def deepseek_v4(c: Config) -> tuple[ModelSpec, NameMap]:
     """DeepSeek-V4-Flash and Pro, as published and as transformers writes them."""
@@ -99,6 +99,10 @@ def _rope(c: Config, kind: str) -> RopeSpec:
     """Layers without a compressor have a base of their own, and no scaling."""
     share = c.get("partial_rotary_factor")  # comes first, as in transformers
     dim = int(c["head_dim"] * share) if share else c.get("qk_rope_head_dim") or c["head_dim"] // 8
+    if dim % 2:
+        raise UnsupportedModel(
+            f"partial_rotary_factor = {share} of heads of {c['head_dim']} is no even number"
+        )
     found = replace(rope(c, 1, FULL if kind != SLIDING else SLIDING, interleaved=True), dim=dim)
     if "main" in c.get("rope_words", ()):
         return found

@@ -57,7 +57,7 @@ OTHERS = (r"^(model\.)?audio_tower\.", r"^model\.(language_model\.)?mtp\.")
         "index_topk": 2048,
         "shared_experts_intermediate_size": 1536,
     },
-    honours=("index_topk", "sliding_window", "per_layer_config"),
+    honours=("index_topk", "sliding_window", "per_layer_config", "partial_rotary_factor"),
     hf=HfConfig(words=ROUTED, extra=hf_latent),
 )
 def dots3_note(c: Config) -> tuple[ModelSpec, NameMap]:

@@ -58,7 +58,7 @@ DEFAULTS = {
 }
 HONOURS = (
     *("sliding_window", "per_layer_config", "final_logit_softcapping", "use_bidirectional_attention"),
-    *("num_kv_shared_layers", "hidden_size_per_layer_input"),
+    *("num_kv_shared_layers", "hidden_size_per_layer_input", "partial_rotary_factor"),
 )
 
 

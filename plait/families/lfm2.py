@@ -116,7 +116,7 @@ def lfm2_moe(c: Config) -> tuple[ModelSpec, NameMap]:
             FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
         },
     },
-    honours=("sliding_window",),
+    honours=("sliding_window", "partial_rotary_factor"),
 )
 def lfm3(c: Config) -> tuple[ModelSpec, NameMap]:
     """LFM3: short convolutions, windows and whole layers; a gate for each head, norms behind the mixers."""

@@ -65,7 +65,7 @@ def ling_3(c: Config) -> tuple[ModelSpec, NameMap]:
     *("BailingMoeV2_5ForCausalLM", "BailingMoeLinearV2ForCausalLM"),
     model_types=("bailing_moe_linear",),
     defaults={**SHARED, "full_attention_interval": 8, "group_norm_size": 1, "use_qk_norm": False},
-    honours=("use_qk_norm",),
+    honours=("use_qk_norm", "partial_rotary_factor"),
 )
 def ling_2(c: Config) -> tuple[ModelSpec, NameMap]:
     """Ling and Ring 2.5: lightning attention with norms and positions of queries and keys."""

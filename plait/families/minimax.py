@@ -41,7 +41,7 @@ def _fill_minimax(t: Tensors) -> None:
         "num_experts_per_tok": 2,
         **{f"{kind}_{factor}_factor": 1.0 for kind in KINDS for factor in ("alpha", "beta")},
     },
-    honours=("sliding_window",),
+    honours=("sliding_window", "rotary_dim"),
     detection=Detection(
         markers=(Marker(("self_attn.output_gate.weight", "self_attn.qkv_proj.weight"), order=200),),
         kinds={"self_attn.output_gate.weight": LINEAR},

@@ -52,7 +52,7 @@ UNUSED = (*VISION, r"^patch_merge_mlp\.", r"(^|\.)mtp\.")
         "index_topk_blocks": 16,
         "index_local_blocks": 1,
     },
-    honours=("use_qk_norm", "qk_norm", "swiglu_limit"),
+    honours=("use_qk_norm", "qk_norm", "swiglu_limit", "partial_rotary_factor"),
 )
 def minimax_m3(c: Config) -> tuple[ModelSpec, NameMap]:
     """Norms are stored around 0. Gates are gpt-oss's, whatever `hidden_act` says."""

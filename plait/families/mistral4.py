@@ -27,7 +27,7 @@ GROWTH = 0.1  # of Mistral Small 4
         "num_experts_per_tok": 4,
         "rope_parameters": {**YARN, "factor": 128.0, "original_max_position_embeddings": 8192},
     },
-    honours=("llama_4_scaling_beta",),
+    honours=("llama_4_scaling_beta", "partial_rotary_factor"),
 )
 def mistral4(c: Config) -> tuple[ModelSpec, NameMap]:
     """Softmax scores; of each head the part that is rotated is rotated as a whole."""

@@ -72,7 +72,7 @@ def flex_olmo(c: Config) -> tuple[ModelSpec, NameMap]:
     "MiniMaxM2ForCausalLM",
     model_types=("minimax_m2",),
     defaults={**SILU, "rope_theta": 5e6, "num_experts_per_tok": 8, "head_dim": 128, "use_qk_norm": True},
-    honours=("use_qk_norm", "qk_norm"),
+    honours=("use_qk_norm", "qk_norm", "partial_rotary_factor"),
 )
 def minimax_m2(c: Config) -> tuple[ModelSpec, NameMap]:
     """MiniMax-M2: sigmoid scores with a correction bias, norms of q and k over all heads at once."""

@@ -121,7 +121,7 @@ def kolibri(c: Config) -> tuple[ModelSpec, NameMap]:
         "routed_scaling_factor": 1.0,
         "first_k_dense_replace": 1,
     },
-    honours=("sliding_window",),
+    honours=("sliding_window", "partial_rotary_factor"),
 )
 def laguna(c: Config) -> tuple[ModelSpec, NameMap]:
     """Laguna: a softplus gate for each head; layers may have more heads than others."""

@@ -34,17 +34,19 @@ def opt(c: Config) -> tuple[ModelSpec, NameMap]:
     require(c, "OPT", layer_norm_elementwise_affine=(True,))
     behind = c.get("do_layer_norm_before") is False
     if not behind:
-        require(c, "OPT", _remove_final_layer_norm=(False,), word_embed_proj_dim=(c["hidden_size"],))
+        require(c, "OPT", _remove_final_layer_norm=(False,))
+    c["scale_embedding"] = False  # XGLM's and BioGPT's
     place = "model.decoder."
-    own: dict[str, Source] = {
+    own: dict[str, Source | tuple[Source, ...]] = {
         "embed.positions.weight": skip_rows(PADDING, f"{place}embed_positions.weight"),
         "norm": f"{place}final_layer_norm",
     }
     narrow = c.get("word_embed_proj_dim") not in (None, c["hidden_size"])
     if narrow:  # the projections around the layers are a part of the tables
         own["embed.weight"] = Derived(_widen, (f"{place}embed_tokens.weight", f"{place}project_in.weight"))
-        head = f"{place}embed_tokens.weight" if c["tie_word_embeddings"] else "lm_head.weight"
-        own["head.weight"] = Derived(_narrow, (head, f"{place}project_out.weight"))
+        # A head of its own wins over a config that ties it, as in transformers.
+        heads = ("lm_head.weight", f"{place}embed_tokens.weight")
+        own["head.weight"] = tuple(Derived(_narrow, (head, f"{place}project_out.weight")) for head in heads)
         c["tie_word_embeddings"] = False
     return _opt(c, "opt", place, own, behind=behind, unused=(r"^lm_head\.",) if narrow else ())
 

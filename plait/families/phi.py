@@ -60,7 +60,7 @@ PHI3 = {"norm_eps": 1e-5, "hidden_act": "silu", "original_max_position_embedding
     "Phi3ForCausalLM",
     model_types=("phi3",),
     defaults=PHI3,
-    honours=("sliding_window",),
+    honours=("sliding_window", "partial_rotary_factor"),
     detection=Detection(
         markers=(Marker(("self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"), order=330),),
         kinds={"self_attn.qkv_proj.weight": FULL},
@@ -77,7 +77,7 @@ def phi3(c: Config) -> tuple[ModelSpec, NameMap]:
     "Phi4MultimodalForCausalLM",
     model_types=("phi4_multimodal",),
     defaults=PHI3,
-    honours=("sliding_window",),
+    honours=("sliding_window", "partial_rotary_factor"),
 )
 def phi4_multimodal(c: Config) -> tuple[ModelSpec, NameMap]:
     """Phi 4 multimodal's text model; its adapters are for images and sounds."""

@@ -23,11 +23,13 @@ from plait.families.config.normalize import (
     FULL,
     LINEAR,
     NOTHING,
+    SHARE,
     SLIDING,
     Config,
     IncompleteConfig,
     flatten,
     normalize,
+    reads_share,
 )
 from plait.families.detect.detect import HEADS, Shapes, infer_config, layer_kinds
 from plait.families.gguf.config import gguf_config
@@ -171,6 +173,11 @@ def _check_keys(given: Mapping[str, Any], flat: Mapping[str, object]) -> None:
             near = difflib.get_close_matches(key, known, 1)
             hint = f"; the nearest is {near[0]!r}" if near else ""
             raise ConfigError(f"--set {key}=…: no model's config has such a key{hint}")
+    is_whole = "gguf_architecture" not in flat and not any(
+        reads_share(f.defaults, f.honours) for f in families
+    )
+    if is_whole and given.get(SHARE) not in (None, 1):
+        raise ConfigError(f"--set {SHARE}={given[SHARE]}: models of this family do not read it; leave it out")
 
 
 def _is_known(flat: Mapping[str, Any]) -> bool:

@@ -17,7 +17,7 @@ ATTN = "layers.{i}.attn"
     "Spark2_5ForCausalLM",
     model_types=("spark2_5",),
     defaults={"norm_eps": 1e-6, "hidden_act": "gelu"},
-    honours=("sliding_window",),
+    honours=("sliding_window", "partial_rotary_factor"),
 )
 def spark(c: Config) -> tuple[ModelSpec, NameMap]:
     """Spark X2.5 1.7B: Llama with GeLU, gates by a sigmoid; q, k and v are one tensor."""

@@ -25,7 +25,7 @@ UNUSED = (r"^(model\.)?(vision_model|vit_large_projector|multi_modal_projector)\
     model_types=("step3p5", "step3p7"),
     defaults={"norm_eps": 1e-5, "hidden_act": "silu", "head_dim": 128, "first_k_dense_replace": 3}
     | {"routed_scaling_factor": 1.0, "num_experts_per_tok": 8, "share_expert_dim": 1280},
-    honours=("sliding_window", "per_layer_config", "query_pre_attn_scalar"),
+    honours=("sliding_window", "per_layer_config", "query_pre_attn_scalar", "partial_rotary_factor"),
 )
 def step(c: Config) -> tuple[ModelSpec, NameMap]:
     """Step 3.5 Flash. Layers behind the last one draft tokens, and are left out."""

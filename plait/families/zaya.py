@@ -50,7 +50,7 @@ def _infer_sizes(t: Tensors) -> None:
     defaults={"norm_eps": 1e-5, "hidden_act": "silu", "head_dim": 128, "tie_word_embeddings": True}
     | {"num_experts_per_tok": 1, "router_hidden_size": 256, "cca_time0": 2, "cca_time1": 2}
     | {"rope_parameters": ROPES},
-    honours=("sliding_window",),
+    honours=("sliding_window", "partial_rotary_factor"),
     detection=Detection(
         markers=(Marker(("self_attn.qkv_proj.conv_qk_depthwise.weight",), order=16),),
         words={"self_attn.qkv_proj.conv_qk_depthwise.weight": "hybrid"},

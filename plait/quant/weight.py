@@ -110,7 +110,10 @@ def as_tensor(value: Tensor | Weight, dtype: torch.dtype = torch.float32) -> Ten
     return value if isinstance(value, Tensor) else value.dequantize(dtype)
 
 
-def as_weight(value: Tensor | Weight) -> Weight:
+def as_weight(value: Tensor | Weight, name: str = "a matrix") -> Weight:
+    """A tensor [out, in] as a weight. Raises ShapeMismatch, with the name, for what has other dimensions."""
+    if isinstance(value, Tensor) and value.ndim != 2:
+        raise ShapeMismatch(f"{name}: the file has shape {list(value.shape)}, the model wants two dimensions")
     return Dense(value) if isinstance(value, Tensor) else value
 
 

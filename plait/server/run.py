@@ -26,6 +26,7 @@ from plait.server.gateway.middleware import Traffic
 from plait.server.gateway.request_context import LoadingState
 from plait.server.gateway.served_models import ServedModels
 from plait.server.http import connection, listening, transfer
+from plait.server.http.address_file import ServerAddress, local_address, remove_address, write_address
 from plait.server.http.connection import READ_BYTES, Reads
 from plait.server.http.hosts import is_loopback
 from plait.server.models.only import OnlyModel
@@ -137,7 +138,8 @@ def serve_models(
 ) -> None:
     """Serve until a signal. `on_listen` may return the thread that loads: it gets time to end.
 
-    Raises ConfigError for a taken port, and the fault that ended the server.
+    Raises ConfigError for a taken port and an address file that cannot be written, and the fault that ended
+    the server.
     """
     store = open_store(config)
     try:
@@ -160,11 +162,13 @@ def _serve_socket(
     on_listen: Callable[[Server], threading.Thread | None] | None,
 ) -> None:
     thread = None
-    if on_listen is not None:
-        thread = on_listen(server)
     try:
+        server.publish_address()
+        if on_listen is not None:
+            thread = on_listen(server)
         server.run(sockets=[sock])
     finally:
+        server.withdraw_address()
         sock.close()
         if thread is not None:
             thread.join(LOADING_ENDS_S)
@@ -236,8 +240,9 @@ class Server(uvicorn.Server):
         self.traffic = Traffic(config, tracing.recorder(config), log, names_models=models.keeps_time)
         self._certificate = listening.certificate(config)
         host = f"[{config.host}]" if ":" in config.host else config.host
-        scheme = "https" if self._certificate else "http"
-        self.url = f"{scheme}://{host}:{sock.getsockname()[1]}"
+        self._scheme, self._port = "https" if self._certificate else "http", sock.getsockname()[1]
+        self.url = f"{self._scheme}://{host}:{self._port}"
+        self._address: ServerAddress | None = None
         self._state = None if store is None else StoredState(store, self.traffic, models)
         app = create_app(models, config, self.traffic, self._state)
         self._routes = app.router
@@ -283,6 +288,19 @@ class Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         self.servers = [await loop.create_server(connect, sock=sock, **options) for sock in sockets or ()]
         self.started = True
+
+    def publish_address(self) -> None:
+        """Write where local programs reach the server, if it has an address file. Raises ConfigError."""
+        config = self.traffic.config
+        address = local_address(self._scheme, config.host, self._port, config.allowed_host)
+        if config.address_file is not None and address != self._address:
+            write_address(config.address_file, address)
+            self._address = address
+
+    def withdraw_address(self) -> None:
+        path = self.traffic.config.address_file
+        if path is not None and self._address is not None:
+            remove_address(path, self._address)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal lets open requests finish, the second does not; the exit code stays 0."""
@@ -332,6 +350,7 @@ class Server(uvicorn.Server):
             if self._certificate is not None:
                 self._certificate.reload()
             self.traffic.reload(found)
+            self.publish_address()
         except ConfigError as error:
             logger.error("reload: %s; what was in use stays", error)
             return

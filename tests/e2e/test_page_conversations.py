@@ -400,3 +400,44 @@ def test_two_tabs_with_one_conversation_lose_nothing(chromium: Any, url: str) ->
         [(True, False), (True, True)],  # the other tab had the question when it wrote
     )
     context.close()
+
+
+def test_a_conversation_that_another_tab_deletes_stays_deleted(chromium: Any, url: str) -> None:
+    """What one tab writes to it meanwhile is kept nowhere, until deleting is undone."""
+    context = chromium.new_context(viewport={"width": 1200, "height": HEIGHT})
+    one, other = context.new_page(), context.new_page()
+    said(opened(one, url), "First")
+    expect(opened(other, url).locator(".message")).to_have_count(2)
+    one.fill("#draft", "SLOW " + "second of one " * 30)
+    one.press("#draft", "Enter")
+    expect(one.locator(".message.live")).to_have_count(1)
+    delete(other, "First")
+    expect(one.locator(NOTE)).to_contain_text("Another tab deleted this conversation")
+    expect(one.locator(".message")).to_have_count(0)
+    said(one, "Another talk")
+    expect(entries(one)).to_have_text(["Another talk"])
+    expect(entries(other)).to_have_text(["Another talk"])
+    assert [each["title"] for each in kept(one)] == ["Another talk"]
+    other.get_by_role("button", name="Undo deleting First").click()
+    expect(entries(one)).to_have_count(2)
+    entries(one).filter(has_text="First").click()
+    said(one, "It goes on")
+    assert sorted(each["title"] for each in kept(one)) == ["Another talk", "First"]
+    context.close()
+
+
+def test_a_tab_that_has_not_heard_of_a_deletion_does_not_undo_it(page: Any, url: str) -> None:
+    said(opened(page, url), "First")
+    text = json.dumps(kept(page)[0])
+    delete(page, "First")
+    write = "async (text) => (await import('./page/js/store.js')).save(JSON.parse(text))"
+    page.evaluate(write, text)
+    assert kept(page) == []
+    # A file that has it brings it back.
+    imported(page, file_of(*json.loads(text)["messages"], id=json.loads(text)["id"], title="First"))
+    expect(entries(page)).to_have_text(["First"])
+    # A mark goes when no tab can be left that has not heard of it.
+    page.evaluate("localStorage.setItem('plait.gone.old', String(Date.now() - 31 * 24 * 3600 * 1000))")
+    delete(page, "First")
+    marks = page.evaluate("Object.keys(localStorage).filter((key) => key.startsWith('plait.gone.'))")
+    assert marks == [f"plait.gone.{json.loads(text)['id']}"]

@@ -112,7 +112,8 @@ def test_minimax_text_01_has_other_keys_and_the_same_layers() -> None:
         **{f"{kind}_alpha_factor": 3.5 for kind in ("full_attn", "linear_attn", "mlp")},
         layer_types=KINDS,
         head_dim=16,
-        rope_parameters={"rope_theta": 1e7, "partial_rotary_factor": 0.5},
+        rotary_dim=8,
+        rope_parameters={"rope_theta": 1e7, "partial_rotary_factor": 0.25},  # which nothing reads
         num_local_experts=4,
         num_experts_per_tok=2,
     )

@@ -368,7 +368,8 @@ def with_old_keys(config: Mapping[str, Any]) -> dict[str, Any]:
         old["rope_theta"] = parameters.pop("rope_theta")
         old["partial_rotary_factor"] = parameters.pop("partial_rotary_factor", None)
         kind = parameters.pop("rope_type", "default")
-        old["rope_scaling"] = None if kind == "default" else {"type": kind, **parameters}
+        is_null = kind == "default" and old["model_type"] != "gpt_oss"  # of which null has two meanings
+        old["rope_scaling"] = None if is_null else {"type": kind, **parameters}
     words = {"linear_attention": "mamba", "full_attention": "attention"}
     if "linear_attention" in old.get("layer_types", ()):
         old["layer_types"] = [words[word] for word in old["layer_types"]]

@@ -28,10 +28,19 @@ class ServerError(PlaitError):
 class ServerClient:
     """A server of models at `url`; `api_key` is sent to it. Raises ConfigError for what is no address.
 
-    Each request has a connection of its own: one that was left in the middle disturbs no other.
+    Each request has a connection of its own: one that was left in the middle disturbs no other. `read_s`:
+    seconds that it may be silent; `host`: the name to call it by, where that is not the one in `url`.
     """
 
-    def __init__(self, url: str, api_key: str | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None = None,
+        *,
+        read_s: float = READ_S,
+        host: str = "",
+        checks_certificate: bool = True,
+    ) -> None:
         parts = urlsplit(url if "//" in url else f"http://{url}")
         try:
             self.host, port = parts.hostname, parts.port
@@ -42,7 +51,8 @@ class ServerClient:
         self._is_secure = parts.scheme == "https"
         self.port = port or (443 if self._is_secure else 80)
         self._path = parts.path.rstrip("/").removesuffix("/v1")
-        self._headers = {"Content-Type": "application/json"}
+        self._read_s, self._checks_certificate = read_s, checks_certificate
+        self._headers = {"Content-Type": "application/json", **({"Host": host} if host else {})}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self.url = f"{parts.scheme}://{parts.netloc}{self._path}"
@@ -114,16 +124,19 @@ class ServerClient:
         self.close()
         assert self.host is not None
         connection: HTTPConnection
+        patience_s = min(CONNECT_S, self._read_s)
         if self._is_secure:
             context = ssl.create_default_context()
-            connection = HTTPSConnection(self.host, self.port, timeout=CONNECT_S, context=context)
+            if not self._checks_certificate:
+                context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+            connection = HTTPSConnection(self.host, self.port, timeout=patience_s, context=context)
         else:
-            connection = HTTPConnection(self.host, self.port, timeout=CONNECT_S)
+            connection = HTTPConnection(self.host, self.port, timeout=patience_s)
         self._open = connection
         text = None if body is None else json.dumps(body).encode()
         try:
             connection.connect()
-            connection.sock.settimeout(READ_S)
+            connection.sock.settimeout(self._read_s)
             connection.request(method, self._path + path, text, self._headers)
             return connection.getresponse()
         except (OSError, HTTPException) as error:

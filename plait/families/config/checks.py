@@ -6,21 +6,26 @@ because some faults only show when values are put together.
 
 from __future__ import annotations
 
+import ast
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from functools import cache
 from typing import Any
 
 from plait.errors import PlaitError, UnsupportedModel
 from plait.families.config.aliases import ALIASES
 from plait.families.config.neutral import NEUTRAL
-from plait.families.config.normalize import ROPE_KEYS, IncompleteConfig
-from plait.spec.model import AttentionSpec, Mamba2Spec, ModelSpec, MoeSpec
+from plait.families.config.normalize import IncompleteConfig
+from plait.families.config.words import ROPE_KEYS
+from plait.ops.rope import frequencies
+from plait.spec.model import AttentionSpec, Mamba2Spec, ModelSpec, MoeSpec, RopeSpec
 
 MAX_LAYERS = 4096
 MAX_SIZE = 1 << 26  # of a width, a vocabulary, a number of heads or experts
 MAX_TOKENS = 1 << 40
+MAX_HEAD_DIM = 1 << 16
 _MAX_FLOAT = 3.4e38  # of float32; infinity stands for "no limit"
 _MAX_MESSAGE = 2000  # characters
 # Whole numbers, 0 or null standing for "none" in some families.
@@ -39,6 +44,7 @@ NUMBERS = (
     *("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"),
     *("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "mamba_expand"),
 )
+Ropes = list[tuple[RopeSpec, int]]  # with the dimensions of a head
 _KINDS: Mapping[str, type | tuple[type, ...]] = {"int": int, "float": (int, float)}  # of fields of a spec
 # Errors that values of a wrong kind raise where they are used; each is reported as the config's fault.
 _FAULTS = (
@@ -96,23 +102,19 @@ def blame_config(source: str = "config.json") -> Iterator[None]:
 
 def check_spec(spec: ModelSpec) -> None:
     """Every size is positive, and what must divide something does. Raises UnsupportedModel."""
-    _check_sizes("the model", spec)
+    ropes: Ropes = []
+    _check_sizes("the model", spec, ropes)
     for i, layer in enumerate(spec.layers):
         for branch in layer:
-            _check_sizes(f"layers.{i}.{branch.name}", branch)
+            _check_sizes(f"layers.{i}.{branch.name}", branch, ropes)
     head = [(f"mtp {b.name}", b) for layer in spec.mtp.layers for b in layer] if spec.mtp else []
     for name, branch in head:
-        _check_sizes(name, branch)
+        _check_sizes(name, branch, ropes)
     for name, mixer in (*spec.mixers(), *((name, branch.mixer) for name, branch in head)):
-        _check_sizes(name, mixer)
+        _check_sizes(name, mixer, ropes)
         if isinstance(mixer, AttentionSpec) and mixer.num_heads % mixer.num_kv_heads:
             raise UnsupportedModel(
                 f"{name}: {mixer.num_heads} heads cannot share {mixer.num_kv_heads} key-value heads evenly"
-            )
-        if isinstance(mixer, AttentionSpec) and mixer.rope and mixer.head_dim < 2:
-            raise UnsupportedModel(
-                f"{name}: head_dim is {mixer.head_dim}, and positions turn pairs of dimensions; "
-                "num_attention_heads or head_dim is wrong (--set num_attention_heads=VALUE)"
             )
         if isinstance(mixer, AttentionSpec) and mixer.clip is not None and mixer.clip <= 0:
             raise UnsupportedModel(
@@ -122,30 +124,98 @@ def check_spec(spec: ModelSpec) -> None:
             raise UnsupportedModel(
                 f"{name}: {mixer.num_heads} heads cannot share {mixer.num_groups} groups evenly"
             )
-        if isinstance(mixer, MoeSpec) and mixer.top_k > mixer.num_experts:
-            raise UnsupportedModel(f"{name}: {mixer.top_k} of {mixer.num_experts} experts cannot be chosen")
+        if isinstance(mixer, MoeSpec):
+            _check_choice(name, mixer)
 
 
-def _check_sizes(where: str, part: Any) -> None:
+def _check_choice(where: str, moe: MoeSpec) -> None:
+    """Raises UnsupportedModel for a choice of experts or of groups that there is not."""
+    router, count = moe.router, moe.num_experts + (moe.identities or 0)
+    size, rest = divmod(count, router.groups)
+    if router.groups > 1 and (rest or (router.group_by == "top2" and size < 2)):
+        raise UnsupportedModel(
+            f"{where}: {count} experts make no {router.groups} groups (--set n_group=VALUE corrects it)"
+        )
+    if router.top_groups > router.groups:
+        raise UnsupportedModel(
+            f"{where}: {router.top_groups} of {router.groups} groups of experts cannot be chosen "
+            "(--set topk_group=VALUE corrects it)"
+        )
+    chosen_from = min(moe.num_experts, size * router.top_groups) if router.groups > 1 else moe.num_experts
+    if moe.top_k > chosen_from:
+        raise UnsupportedModel(f"{where}: {moe.top_k} of {chosen_from} experts cannot be chosen")
+
+
+def _check_rope(where: str, rope: RopeSpec, head_dim: int) -> None:
+    """Raises UnsupportedModel for positions that turn more than a head, or by angles that are no numbers.
+
+    An odd number of dimensions turns one more, as in transformers.
+    """
+    if head_dim < 2:
+        raise UnsupportedModel(
+            f"{where}: head_dim is {head_dim}, and positions turn pairs of dimensions; num_attention_heads "
+            "or head_dim is wrong (--set num_attention_heads=VALUE)"
+        )
+    pairs = (rope.dim + 1) // 2
+    if 2 * pairs > head_dim:
+        raise UnsupportedModel(
+            f"{where}: positions turn {rope.dim} of {head_dim} dimensions, in pairs; partial_rotary_factor "
+            "or rotary_dim is wrong (--set corrects it)"
+        )
+    for key in ("divisors", "long_factor", "short_factor"):
+        numbers = rope.scaling.get(key)
+        if numbers is not None and not (isinstance(numbers, list | tuple) and len(numbers) == pairs):
+            raise UnsupportedModel(f"{where}: {key} of the rope parameters needs {pairs} numbers")
+    with blame_config(f"{where}: the rope parameters"):
+        for longest in (1, MAX_TOKENS):
+            inverse, scale = frequencies(rope, longest)
+            if not (inverse.isfinite().all() and math.isfinite(scale)):
+                raise UnsupportedModel(
+                    f"{where}: rope parameters {dict(rope.scaling)!r:.200} with the base {rope.theta} give "
+                    "angles that are no numbers; --set 'rope_scaling={…}' corrects them"
+                )
+
+
+def _check_sizes(where: str, part: Any, ropes: Ropes) -> None:
+    """`ropes`: those that were checked, which layers share."""
     for f in fields(part):
         value = getattr(part, f.name)
-        if isinstance(value, bool) or f.name in ("mimo_rank", "block", "index", "first", "local", "end"):
-            continue
-        if f.name == "rope_dim" and value == 0 and part.rope is None:  # no part of a key is for positions
-            continue
-        wanted = _KINDS.get(str(f.type).removesuffix(" | None"), object)
-        if not isinstance(value, wanted) and not (value is None and str(f.type).endswith("None")):
-            shown = repr(value)[:80]
-            raise UnsupportedModel(f"{where}: {f.name} is {shown}, not a number; --set corrects the config")
-        if isinstance(value, int) and (value < 1 or value > MAX_TOKENS):
-            raise UnsupportedModel(f"{where}: {f.name} is {value}, not a size; --set corrects the config")
-        for number in value if isinstance(value, tuple) else (value,):
-            if isinstance(number, float) and not (math.isinf(number) or abs(number) <= _MAX_FLOAT):
-                raise UnsupportedModel(
-                    f"{where}: {f.name} is {number}, no float32; --set corrects the config"
-                )
+        # No part of such a key is for positions.
+        is_unrotated = f.name == "rope_dim" and value == 0 and part.rope is None
+        if f.name not in ("mimo_rank", "block", "index", "first", "local", "end") and not is_unrotated:
+            _check_value(f"{where}: {f.name}", str(f.type), value)
+        if isinstance(value, RopeSpec):
+            found = value, getattr(part, "head_dim", MAX_HEAD_DIM)
+            if found in ropes:
+                continue
+            ropes.append(found)
+            _check_rope(f"{where}: {f.name}", *found)
         if is_dataclass(value) and not isinstance(value, type) and f.name not in ("mixer", "layers"):
-            _check_sizes(f"{where}: {f.name}", value)
+            _check_sizes(f"{where}: {f.name}", value, ropes)
+
+
+def _check_value(where: str, kind: str, value: object) -> None:
+    """Raises UnsupportedModel for what a field of this type does not have, and for numbers of no use."""
+    known, wanted = _words(kind), _KINDS.get(kind.removesuffix(" | None"))
+    if known and value not in known:
+        raise UnsupportedModel(f"{where} is {value!r:.80}; known: {', '.join(map(str, known))}")
+    is_absent = value is None and kind.endswith("None")
+    if wanted and not is_absent and (isinstance(value, bool) or not isinstance(value, wanted)):
+        raise UnsupportedModel(f"{where} is {value!r:.80}, not a number; --set corrects the config")
+    if isinstance(value, int) and not isinstance(value, bool) and not 1 <= value <= MAX_TOKENS:
+        raise UnsupportedModel(f"{where} is {value}, not a size; --set corrects the config")
+    for number in value if isinstance(value, tuple) else (value,):
+        if isinstance(number, float) and not (math.isinf(number) or abs(number) <= _MAX_FLOAT):
+            raise UnsupportedModel(f"{where} is {number}, no float32; --set corrects the config")
+
+
+@cache
+def _words(kind: str) -> tuple[object, ...]:
+    """The values of a field that has few: of `Literal["a", "b"] | None` a, b and None. () for others."""
+    if not kind.startswith("Literal["):
+        return ()
+    listed, _, rest = kind.removeprefix("Literal").partition(" | ")
+    return (*ast.literal_eval(listed), *((None,) if rest == "None" else ()))
 
 
 def _is_count(value: object, most: int) -> bool:

@@ -10,7 +10,7 @@ that no family honours are refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -18,11 +18,12 @@ from plait.errors import UnsupportedModel
 from plait.families.config.aliases import ALIASES
 from plait.families.config.gguf_keys import name_missing
 from plait.families.config.neutral import NEUTRAL
+from plait.families.config.words import ACTIVATIONS, OWN_ACTIVATIONS, ROPE_KEYS, ROPE_KINDS, ROPE_NEEDS
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
-ROPES = "rope_parameters"
+ROPES, SHARE = "rope_parameters", "partial_rotary_factor"
 LAYER_WORDS = {
     FULL: FULL,
     "attention": FULL,
@@ -50,44 +51,6 @@ ROPE_WORDS = {**LAYER_WORDS, "main": SLIDING, "compress": FULL}
 MLP_WORDS = {"dense": "dense", "sparse": "sparse", "moe": "sparse", "hash_moe": "sparse"}
 WINDOW_LETTERS = {"L": SLIDING, "G": FULL}  # local, global
 PATTERN_LETTERS = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}  # Nemotron-H
-ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_pytorch_tanh",
-    "gelu_fast": "gelu_pytorch_tanh",
-    "gelu_pytorch_tanh": "gelu_pytorch_tanh",
-    "relu": "relu",
-    "relu2": "relu2",
-    "sqrelu": "relu2",
-}
-# Words that only families with such a default know.
-OWN_ACTIVATIONS: Mapping[str, Mapping[str, str]] = {
-    "xielu": {"xielu": "xielu"},
-    "swiglu_oai": {"swiglu_oai": "swiglu_oai", "swigluoai": "swiglu_oai"},
-    "situ": {"situ": "situ"},
-    "swiglu": {"swiglu": "silu"},  # Jais, of which the gate is a word of its activation
-}
-ROPE_KINDS = ("default", "divisors", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")
-ROPE_KEYS = {
-    *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "attention_factor", "truncate"),
-    *("original_max_position_embeddings", "max_position_embeddings", "beta_fast", "beta_slow", "mscale"),
-    *("mscale_all_dim", "low_freq_factor", "high_freq_factor", "long_factor", "short_factor", "divisors"),
-    *(
-        "alpha",
-        "short_mscale",
-        "long_mscale",
-        "finetuned",
-        "mrope_section",
-        "mrope_interleaved",
-    ),  # sections are for images: text turns them alike
-}
-# What a kind of scaling cannot do without.
-ROPE_NEEDS: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("linear", "dynamic", "yarn"), ("factor",)),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "longrope": ("short_factor", "long_factor"),
-}
 NESTS = ("text_config", "llm_config", "language_config")
 
 
@@ -114,7 +77,8 @@ def normalize(
 ) -> Config:
     """A raw config, in the one vocabulary of this module's docstring.
 
-    defaults: the family's values of absent keys; honours: the keys of `neutral.NEUTRAL` it takes care of;
+    defaults: the family's values of absent keys; honours: the keys of `neutral.NEUTRAL` it takes care of, and
+    the key that says which part of a head turns;
     words: ours -> the family's own, which comes first where a config has several names of one thing.
     Raises UnsupportedModel for a word that is not known or a key that no family honours.
     """
@@ -123,9 +87,8 @@ def normalize(
     c = Config({k: v for k, v in flat.items() if v is not None or (k in defaults and k != ROPES)})
     for ours, others in ALIASES.items():
         _alias(c, ours, others, words.get(ours))
-    for key, value in defaults.items():
-        if key != ROPES or not {"rope_scaling", "gguf_architecture"} & flat.keys():  # null is none there
-            c.setdefault(key, value)
+    for key, value in _usual(defaults, flat):
+        c.setdefault(key, value)
     _hoist_growth(c)
     if not c.get("use_sliding_window", True):
         c["sliding_window"] = None
@@ -136,6 +99,8 @@ def normalize(
     if _is_unrotated(flat):
         c["no_rope"] = True
     c["rope_parameters"] = _rope(c)
+    if "gguf_architecture" not in flat and not reads_share(defaults, honours):
+        _turn_heads(c, "rotary_dim" in (*defaults, *honours))
     if kinds := c.get("layer_types"):
         c["layer_words"] = kinds
     c["layer_types"] = _layer_types(c)
@@ -189,6 +154,28 @@ def _refuse(flat: Mapping[str, Any], honours: Collection[str]) -> None:
             )
 
 
+def _usual(defaults: Mapping[str, object], flat: Mapping[str, object]) -> Iterable[tuple[str, object]]:
+    """The family's values of absent keys. Raises UnsupportedModel for a null scaling with two meanings."""
+    if flat.get("rope_scaling") or "gguf_architecture" in flat:
+        return ((key, value) for key, value in defaults.items() if key != ROPES)
+    if "rope_scaling" in flat and not flat.get(ROPES):
+        _refuse_null_scaling(flat, defaults.get(ROPES))
+    return defaults.items()
+
+
+def _refuse_null_scaling(flat: Mapping[str, object], usual: object) -> None:
+    """Raises UnsupportedModel for `rope_scaling: null` of a family that has a scaling where none is named.
+
+    transformers 4 scaled nothing then, and wrote it so. transformers 5 reads it as an absent key.
+    """
+    if isinstance(usual, Mapping) and (kind := usual.get("rope_type", "default")) != "default":
+        raise UnsupportedModel(
+            f"the config has rope_scaling = {flat['rope_scaling']!r}: to transformers 4 no scaling "
+            f"at all, to transformers 5 the family's own ({kind}, factor {usual.get('factor')}); give one: "
+            """--set 'rope_scaling={"rope_type": "default"}' or --set 'rope_scaling={…}'"""
+        )
+
+
 def _alias(c: Config, ours: str, others: tuple[str, ...], own: str | None) -> None:
     if own in others and c.get(own) is not None:
         c[ours] = c[own]
@@ -231,6 +218,26 @@ def _rope(c: Config) -> dict[str, dict[str, Any]]:
     return {FULL: full, SLIDING: full}
 
 
+def reads_share(defaults: Collection[str], honours: Collection[str]) -> bool:
+    """Whether a family with these defaults and honoured keys reads what share of a head turns."""
+    return bool({SHARE, "rotary_pct"} & {*defaults, *honours})
+
+
+def _turn_heads(c: Config, reads_dim: bool) -> None:
+    """Let whole heads turn, or `rotary_dim` of them, in a family that reads no share: so does transformers.
+
+    Raises UnsupportedModel next to a scaling, which transformers cannot run.
+    """
+    share = c["rotary_dim"] / c["head_dim"] if reads_dim and c.get("rotary_dim") else 1.0
+    for p in c[ROPES].values():
+        if p[SHARE] != share and p["rope_type"] != "default":
+            raise UnsupportedModel(
+                f"{SHARE} = {p[SHARE]:g} next to rope_type {p['rope_type']!r} is not implemented for "
+                f"{c.get('model_type') or c.get('architectures')}, which does not read it; --set {SHARE}=null"
+            )
+        p[SHARE] = share
+
+
 def _is_unrotated(flat: Mapping[str, Any]) -> bool:
     """A base that is there and null says that nothing is rotated (OLMo-Hybrid); an absent one does not."""
     found = [p["rope_theta"] for p in (flat, flat.get("rope_parameters") or NOTHING) if "rope_theta" in p]
@@ -261,9 +268,9 @@ def _rope_kind(c: Config, given: Mapping[str, Any]) -> dict[str, Any]:
             "all of them with --set 'rope_scaling={…}'"
         )
     share = c["rotary_dim"] / c["head_dim"] if c.get("rotary_dim") and c.get("head_dim") else 1.0
-    p.setdefault("partial_rotary_factor", c.get("partial_rotary_factor") or c.get("rotary_pct") or share)
+    p.setdefault(SHARE, c.get(SHARE) or c.get("rotary_pct") or share)
     if p["rope_type"] == "proportional":  # the others of a head have a frequency of 0
-        p["share"], p["partial_rotary_factor"] = p["partial_rotary_factor"], 1.0
+        p["share"], p[SHARE] = p[SHARE], 1.0
     elif p["rope_type"] not in ("default", "linear", "divisors"):
         longest = c.get("max_position_embeddings")
         p.setdefault("max_position_embeddings", longest)

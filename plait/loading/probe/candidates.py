@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from math import gcd
 
 from plait.checkpoint.names import Derived
-from plait.families.common.registry import families
+from plait.families.common.registry import families, find
 from plait.families.common.resolved import Resolved
+from plait.families.config.normalize import reads_share
 from plait.families.detect.sizes import HEAD_DIMS
 from plait.spec.model import AttentionSpec, Mamba2Spec, MlpSpec, MoeSpec, RopeSpec
 from plait.spec.recurrent import Mamba3Spec
@@ -206,7 +207,11 @@ def _method(now: Values, groups: int) -> Values:
 
 
 def _part_of_a_head(found: Resolved) -> Iterator[Quantity]:
+    """Shares of a head that may turn, where the family reads one."""
+    entry = find(found.config)
     attention = next(found.spec.mixers_of(AttentionSpec), None)
+    if not reads_share(entry.defaults, entry.honours):
+        return
     if attention is None or attention.rope is None or not is_open(found, "partial_rotary_factor"):
         return
     now, dim = attention.rope.dim / attention.head_dim, attention.head_dim

@@ -187,7 +187,8 @@ def earlier_items(context: RequestContext, previous: str | None) -> list[Item]:
         raise PreviousNotStored(f"{AT}: {START}, or send the earlier items in input", AT)
     tenant, now = context.exchange.key.name, context.store.now()
     try:
-        found = context.store.call(partial(read_conversation, tenant=tenant, previous=previous, now=now))
+        read = partial(read_conversation, tenant=tenant, previous=previous, now=now)
+        found = context.store.call(read, reads=True)
     except NotStored as error:
         raise PreviousNotStored(f"{AT}: {error}; send the earlier items in input", AT) from error
     status = found[-1][0].status
@@ -237,7 +238,7 @@ def conversation_items(context: RequestContext, conversation: str) -> list[Item]
         rows.touch(row, store.now())
         return [body for _, body in rows.entries(row)]
 
-    return [decode_json(body, Item) for body in store.call(read)]
+    return [decode_json(body, Item) for body in store.call(read, reads=True)]
 
 
 def append_items(rows: Rows, row: StoredRow, items: Sequence[Item]) -> list[Item]:

@@ -5,13 +5,15 @@ The file is locked as long as the server runs, so that no second server takes it
 content is overwritten (`secure_delete`), and the file shrinks when rows go.
 
 A deletion writes, too: into the log. A reserve lies next to the file, and goes when a deletion finds the disk
-full. Pages with deleted content are not overwritten then, but leave the file.
+full. Pages with deleted content are not overwritten then, but leave the file. On a full disk a file that has
+tables is opened, too: it is read until there is space.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import shutil
 import sqlite3
@@ -27,6 +29,7 @@ from plait.server.store.errors import StoreFull, StoreUnavailable
 from plait.server.store.seal import Seal
 
 T = TypeVar("T")
+logger = logging.getLogger("plait.server")
 MODE = 0o600
 APPLICATION_ID, VERSION = 0x706C6974, 1  # "plit"
 CHECKED_BYTES = 256 * MIB  # a larger file is not read as a whole before the server starts
@@ -38,7 +41,6 @@ PRAGMAS = (
     "locking_mode = EXCLUSIVE",
     "trusted_schema = OFF",
     "cell_size_check = ON",
-    "auto_vacuum = INCREMENTAL",
     "secure_delete = ON",
     "synchronous = NORMAL",
     "foreign_keys = ON",
@@ -127,15 +129,19 @@ class Database:
         call = partial(self._transact, work, deletes=deletes)
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
-    def call(self, work: Callable[[sqlite3.Connection], T]) -> T:
+    def call(self, work: Callable[[sqlite3.Connection], T], *, deletes: bool = False) -> T:
         """As `run`, from any thread that may wait."""
-        return self._thread.submit(self._transact, work).result()
+        return self._thread.submit(partial(self._transact, work, deletes=deletes)).result()
 
     def close(self) -> None:
-        """Wait for the work that was begun, and merge the log into the file."""
+        """Wait for the work that was begun, and merge the log into the file.
+
+        The reserve stays where the disk is full, because the next server could not write it again.
+        """
         self._thread.shutdown(wait=True)
         with contextlib.suppress(OSError):
-            os.unlink(self._reserve)
+            if self._has_space():
+                os.unlink(self._reserve)
         with contextlib.suppress(sqlite3.Error):
             self._connection.close()
 
@@ -144,7 +150,7 @@ class Database:
         with contextlib.suppress(OSError):
             if os.path.exists(self._reserve):
                 return
-            if shutil.disk_usage(os.path.dirname(self._reserve) or ".").free < RESERVE_BYTES + MIB:
+            if not self._has_space():
                 return
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
             handle = os.open(self._reserve, flags, MODE)
@@ -154,6 +160,10 @@ class Database:
                 os.unlink(self._reserve)
             finally:
                 os.close(handle)
+
+    def _has_space(self) -> bool:
+        """Whether a reserve leaves some of the disk free. Raises OSError."""
+        return shutil.disk_usage(os.path.dirname(self._reserve) or ".").free >= RESERVE_BYTES + MIB
 
     def _transact(self, work: Callable[[sqlite3.Connection], T], *, deletes: bool = False) -> T:
         with _translate_errors("deleted" if deletes else "stored"):
@@ -277,25 +287,47 @@ def _connect(path: str, seal: Seal) -> sqlite3.Connection:
     try:
         for pragma in PRAGMAS:
             connection.execute(f"PRAGMA {pragma}")
+        if not os.path.getsize(path):
+            connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # of a file that has tables it is a write
         _check_ours(connection, path)
         (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()
         if mode != "wal":
             raise ConfigError(f"store: {path}: this file system has no write-ahead log; name another file")
         connection.execute("BEGIN IMMEDIATE")  # takes the lock, which stays
         if not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-            for statement in SCHEMA.split(";\n\n"):
-                connection.execute(statement)
-            connection.execute("INSERT INTO seal VALUES (?)", (seal.close(CHECK, "seal"),))
-            connection.execute(f"PRAGMA user_version = {VERSION}")
-            connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+            _create_tables(connection, seal)
+            connection.execute("COMMIT")
         else:
-            connection.execute(f"PRAGMA user_version = {VERSION}")  # a write, which a read-only file refuses
-        connection.execute("COMMIT")
+            _try_write(connection, path)
         _check_seal(connection, path, seal)
     except BaseException:
         connection.close()
         raise
     return connection
+
+
+def _create_tables(connection: sqlite3.Connection, seal: Seal) -> None:
+    for statement in SCHEMA.split(";\n\n"):
+        connection.execute(statement)
+    connection.execute("INSERT INTO seal VALUES (?)", (seal.close(CHECK, "seal"),))
+    connection.execute(f"PRAGMA user_version = {VERSION}")
+    connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+
+
+def _try_write(connection: sqlite3.Connection, path: str) -> None:
+    """End the transaction that was begun with a write. Raises sqlite3.Error, but for a full disk."""
+    try:
+        connection.execute(f"PRAGMA user_version = {VERSION}")
+        connection.execute("COMMIT")
+    except sqlite3.Error as error:
+        if not _is_full(error):
+            raise
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        logger.error(
+            "store: %s: the disk is full: what is stored can be read, nothing can be stored; free some",
+            path,
+        )
 
 
 def _check_ours(connection: sqlite3.Connection, path: str) -> None:

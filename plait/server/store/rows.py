@@ -69,10 +69,10 @@ class PageQuery(Struct, frozen=True, kw_only=True):
 
 
 class Rows:
-    """The rows, inside one transaction of the store's thread."""
+    """The rows, inside one transaction of the store's thread. `counts_use`: what is read counts as used."""
 
-    def __init__(self, connection: sqlite3.Connection, seal: Seal) -> None:
-        self._connection, self._seal = connection, seal
+    def __init__(self, connection: sqlite3.Connection, seal: Seal, *, counts_use: bool = True) -> None:
+        self._connection, self._seal, self._counts_use = connection, seal, counts_use
         self.writers: set[str] = set()  # tenants of which rows grew
 
     def add(self, row: StoredRow, parts: Mapping[str, Sequence[bytes]] = {}) -> StoredRow:
@@ -229,7 +229,8 @@ class Rows:
 
     def touch(self, row: StoredRow, now: int) -> None:
         """Have a row count as used now."""
-        self._connection.execute("UPDATE objects SET used = ? WHERE position = ?", (now, row.position))
+        if self._counts_use:
+            self._connection.execute("UPDATE objects SET used = ? WHERE position = ?", (now, row.position))
 
     def part_numbers(self, row: StoredRow, name: str) -> set[int]:
         """The numbers of a list's parts."""
@@ -260,9 +261,8 @@ class Rows:
             if len(found) > MAX_CHAIN or size > MAX_CHAIN_BYTES:
                 text = f"the conversation has more than {MAX_CHAIN} responses or {MAX_CHAIN_BYTES} bytes"
                 raise InvalidField(f"previous_response_id: {text}; begin a new one", "previous_response_id")
-        self._connection.executemany(
-            "UPDATE objects SET used = ? WHERE position = ?", [(now, row.position) for row in found]
-        )
+        for row in found:
+            self.touch(row, now)
         return found[::-1]
 
     def _row(self, found: _Columns) -> StoredRow:

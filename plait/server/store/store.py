@@ -61,19 +61,33 @@ class Store:
     def now(self) -> int:
         return int(self._clock())
 
-    async def run(self, work: Callable[[Rows], T], *, deletes: bool = False) -> T:
+    async def run(self, work: Callable[[Rows], T], *, deletes: bool = False, reads: bool = False) -> T:
         """What `work` returns, as one transaction. Raises StoreFull, StoreUnavailable, and what it raises.
 
-        `deletes`: it deletes, which goes on when the disk is full; it may be called twice.
+        `deletes`: it deletes, which goes on when the disk is full. `reads`: it reads rows and has them count
+        as used, which they do not when the disk is full. Both may be called twice.
         """
-        return await self._database.run(self._bounded(work), deletes=deletes)
+        try:
+            return await self._database.run(self._bounded(work), deletes=deletes)
+        except StoreFull:
+            if not reads:
+                raise
+        return await self._database.run(self._unused(work))
 
-    def call(self, work: Callable[[Rows], T]) -> T:
+    def call(self, work: Callable[[Rows], T], *, deletes: bool = False, reads: bool = False) -> T:
         """As `run`, from any thread but the event loop's."""
-        return self._database.call(self._bounded(work))
+        try:
+            return self._database.call(self._bounded(work), deletes=deletes)
+        except StoreFull:
+            if not reads:
+                raise
+        return self._database.call(self._unused(work))
 
     def close(self) -> None:
         self._database.close()
+
+    def _unused(self, work: Callable[[Rows], T]) -> Callable[[sqlite3.Connection], T]:
+        return lambda connection: work(Rows(connection, self._seal, counts_use=False))
 
     def _bounded(self, work: Callable[[Rows], T]) -> Callable[[sqlite3.Connection], T]:
         def run(connection: sqlite3.Connection) -> T:
@@ -139,7 +153,9 @@ def open_store(config: ServerConfig) -> Store | None:
     database = Database(config.store, seal)
     store = Store(database, config.store_limit, config.store_max_age, seal=seal)
     try:
-        store.call(_drop_uploads)
+        store.call(_drop_uploads, deletes=True)
+    except StoreFull as error:
+        logger.error("%s of the files that were being sent; the next startup deletes them", error)
     except PlaitError:
         store.close()
         raise

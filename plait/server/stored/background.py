@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import zlib
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -304,10 +304,12 @@ async def _leave() -> None:
     """A reader that leaves changes nothing."""
 
 
-def fail_unfinished(rows: Rows) -> None:
-    """Have the responses say `failed` that were in work when the server ended."""
+def fail_unfinished(rows: Rows, ids: Collection[str]) -> None:
+    """Have those of these responses say `failed` that are in work."""
     found = problem(EngineError(RESTARTED))
     for row in rows.working("response"):
+        if row.id not in ids:
+            continue
         body = decode_json(row.body, dict[str, object])
         body |= {"status": "failed", "error": {"code": "server_error", "message": found.message}}
         rows.change(row, msgspec.json.encode(body), "failed")

@@ -88,9 +88,8 @@ class _Background(msgspec.Struct):
 async def list_input_items(call: StoredCall) -> StoredList:
     """The items that the model was given: of the conversation before, and of this response's own input."""
     query = call.page()
-    chain = await call.store.run(
-        partial(read_conversation, tenant=call.tenant, previous=call.id, now=call.store.now())
-    )
+    read = partial(read_conversation, tenant=call.tenant, previous=call.id, now=call.store.now())
+    chain = await call.store.run(read, reads=True)
     items = [
         item
         for place, (row, bodies) in enumerate(chain, 1)

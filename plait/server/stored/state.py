@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+from functools import partial
 from typing import TYPE_CHECKING
 
 from plait.errors import CapacityError
+from plait.server.store.errors import StoreFull
 from plait.server.stored.background import BackgroundRunner, fail_unfinished
 from plait.server.stored.batch_runner import BatchRunner
 
@@ -27,16 +30,27 @@ class StoredState:
         self.store = store
         self.background = BackgroundRunner(store, traffic)
         self.batches = BatchRunner(store, traffic, models)
+        self._unfinished = frozenset[str]()  # responses that the last server left in work
         self._cleaning: asyncio.Task[None] | None = None
 
     async def start(self, app: ASGIApp) -> None:
         """Settle what was in work when the last server ended, and go on with its batches.
 
-        `app`: the application's routes. Raises CapacityErrors.
+        `app`: the application's routes. Raises CapacityErrors, but not for a full disk: then responses are
+        settled when there is space.
         """
-        await self.store.run(fail_unfinished)
+        left = await self.store.run(lambda rows: rows.working("response"))
+        self._unfinished = frozenset(row.id for row in left)
+        with contextlib.suppress(StoreFull):  # `open_store` has logged it
+            await self._settle()
         await self.batches.start(app)
         self._cleaning = asyncio.get_running_loop().create_task(self._clean())
+
+    async def _settle(self) -> None:
+        """Have the responses that the last server left say so. Raises CapacityErrors."""
+        if self._unfinished:
+            await self.store.run(partial(fail_unfinished, ids=self._unfinished))
+            self._unfinished = frozenset()
 
     async def pause(self) -> None:
         """Interrupt batches, because the server stops; responses get the time that requests get."""
@@ -54,6 +68,7 @@ class StoredState:
         while True:
             await asyncio.sleep(self.store.clean_every_s)
             try:
+                await self._settle()
                 await self.store.clean()
             except CapacityError as error:
                 logger.error("%s", error)

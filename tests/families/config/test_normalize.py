@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import transformers
 
 from plait.errors import ConfigError, UnsupportedModel
-from plait.families.common.registry import build_spec, families_by_name
+from plait.families.common.registry import build_spec, families_by_name, find
 from plait.families.config.neutral import NEUTRAL
-from plait.families.config.normalize import ROPE_KINDS, normalize
+from plait.families.config.normalize import SHARE, normalize
+from plait.families.config.words import ROPE_KINDS
 from plait.families.resolve import parse_override, resolve
 from plait.ops.rope import KNOWN_KINDS
 from plait.spec.model import AttentionSpec, MlaSpec, MlpSpec, MoeSpec
@@ -61,7 +63,11 @@ def test_a_key_that_changes_the_arithmetic_is_refused(key: str) -> None:
 
 
 def test_keys_that_a_family_honours_are_honoured_by_every_family_that_says_so() -> None:
-    assert {key for entry in families_by_name().values() for key in entry.honours} <= set(NEUTRAL)
+    assert {key for entry in families_by_name().values() for key in entry.honours} <= {
+        *NEUTRAL,
+        SHARE,
+        "rotary_dim",
+    }
 
 
 def test_windows_by_each_way_of_telling_them() -> None:
@@ -263,3 +269,46 @@ def test_the_first_bloom_named_its_width_in_one_letter_more() -> None:
     old = {"architectures": ["BloomForCausalLM"], "n_embed": 64, "n_layer": 2, "n_head": 4, "vocab_size": 100}
     spec, _ = build_spec(old)
     assert (spec.hidden_size, len(spec.layers)) == (64, 2)
+
+
+SCALED = {
+    "GptOssForCausalLM": "gpt_oss",
+    "CwmForCausalLM": "cwm",
+    "ApertusForCausalLM": "apertus",
+    "Ministral3ForCausalLM": "ministral3",
+    "Mistral4ForCausalLM": "mistral4",
+}
+
+
+def scaling_of(architecture: str, **keys: object) -> dict[str, Any]:
+    """The parameters of positions that a config of this family has."""
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "qk_rope_head_dim": 8}
+    config = {"architectures": [architecture], "max_position_embeddings": 64, **sizes, **keys}
+    entry = find(config)
+    found: dict[str, Any] = normalize(config, entry.defaults, entry.honours)["rope_parameters"]
+    return found
+
+
+@pytest.mark.parametrize("architecture", SCALED)
+def test_a_null_scaling_that_two_versions_of_transformers_read_apart_is_refused(architecture: str) -> None:
+    usual = scaling_of(architecture)["full_attention"]
+    theirs = transformers.AutoConfig.for_model(SCALED[architecture], rope_scaling=None).rope_parameters
+    assert (usual["rope_type"], usual["factor"]) == (theirs["rope_type"], theirs["factor"])
+    for null in (None, {}):
+        with pytest.raises(UnsupportedModel, match=rf"no scaling at all.*own \({usual['rope_type']}, "):
+            scaling_of(architecture, rope_scaling=null)
+    plain = scaling_of(architecture, rope_scaling={"rope_type": "default"})["full_attention"]
+    assert plain["rope_type"] == "default"
+    given = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5.0}
+    assert (
+        scaling_of(architecture, rope_scaling=None, rope_parameters=given)["full_attention"]["factor"] == 2.0
+    )
+
+
+def test_a_null_scaling_of_a_family_with_bases_by_layer_leaves_these_bases() -> None:
+    usual = scaling_of("Lfm3ForCausalLM")
+    theirs = transformers.AutoConfig.for_model("lfm3", rope_scaling=None).rope_parameters
+    assert {kind: p["rope_theta"] for kind, p in usual.items()} == {
+        k: p["rope_theta"] for k, p in theirs.items()
+    }
+    assert scaling_of("Lfm3ForCausalLM", rope_scaling=None) == usual

@@ -6,11 +6,9 @@ import asyncio
 import contextlib
 import itertools
 import os
-import shutil
 import sqlite3
 import stat
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,6 +20,9 @@ from plait.server.store.errors import NotStored, StoreFull, StoreUnavailable
 from plait.server.store.rows import Rows, StoredRow
 from plait.server.store.seal import Seal
 from plait.server.store.store import Store, open_store
+from tests.server.small_disk import fill_disk, small_disk
+
+__all__ = ["small_disk"]  # a fixture
 
 
 def database(path: Path) -> Database:
@@ -149,18 +150,6 @@ def test_a_deletion_that_finds_the_disk_full_gets_the_reserve(tmp_path: Path) ->
     store.close()
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 24 MiB."""
-    (tmp_path / "disk").mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(tmp_path / "disk")]
-    mount = shutil.which("mount")
-    if mount is None or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("this user may not mount a small disk")
-    yield tmp_path / "disk"
-    subprocess.run(["umount", "--lazy", str(tmp_path / "disk")], check=True)
-
-
 def test_rows_are_deleted_on_a_disk_without_one_free_block(small_disk: Path) -> None:
     store = Store(database(small_disk / "s.db"), 1 << 30, 1e12)
 
@@ -221,3 +210,55 @@ def test_work_that_fails_leaves_nothing(tmp_path: Path) -> None:
         store.call(add_and_fail)
     assert store.call(lambda rows: rows.find("a", "chat", "one")) is None
     store.close()
+
+
+def test_a_file_is_opened_on_a_full_disk_and_can_be_read(
+    small_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = small_disk / "s.db"
+    filled(path)
+    ballast = fill_disk(small_disk)
+    store = open_store(ServerConfig(store=str(path), store_max_age=1 << 60))
+    assert store is not None
+    assert f"store: {path}: the disk is full: what is stored can be read" in caplog.text
+    with pytest.raises(ConfigError, match="is locked; another server uses it"):
+        database(path)
+    assert store.call(lambda rows: rows.get("a", "chat", "r1").body) == b"x" * 2048
+
+    def use(rows: Rows) -> bytes:
+        found = rows.get("a", "chat", "r2")
+        rows.touch(found, 2_000)
+        return found.body
+
+    assert store.call(use, reads=True) == b"x" * 2048
+    assert asyncio.run(store.run(use, reads=True)) == b"x" * 2048
+    with pytest.raises(StoreFull, match="nothing was stored"):
+        store.call(use)
+    with pytest.raises(StoreFull, match="nothing was stored"):
+        store.call(lambda rows: rows.add(row("new", body=b"y" * 9000)))
+    ballast.unlink()
+    store.call(lambda rows: rows.add(row("new", body=b"y" * 9000)))
+    store.close()
+    again = Store(database(path), 1 << 30, 1e12)
+    assert again.call(lambda rows: rows.get("a", "chat", "new").body) == b"y" * 9000
+    again.close()
+
+
+def test_the_reserve_of_a_full_disk_stays_for_the_next_server(small_disk: Path) -> None:
+    path = small_disk / "s.db"
+    filled(path)
+    first = Store(database(path), 1 << 30, 1e12)
+    fill_disk(small_disk)
+    first.close()
+    assert (small_disk / "s.db-reserve").stat().st_size == RESERVE_BYTES
+    store = Store(database(path), 1 << 30, 1e12)
+    asyncio.run(store.run(delete("r3"), deletes=True))
+    with pytest.raises(NotStored):
+        store.call(lambda rows: rows.get("a", "chat", "r3"))
+    store.close()
+
+
+def test_a_new_file_on_a_full_disk_is_refused(small_disk: Path) -> None:
+    fill_disk(small_disk)
+    with pytest.raises(ConfigError, match="the disk is full; free some"):
+        database(small_disk / "s.db")

@@ -13,9 +13,13 @@ from openai import APIStatusError, InternalServerError, OpenAI
 from plait.config import ServerConfig
 from plait.errors import ConfigError
 from plait.server.run import serve_front
+from plait.server.store.store import Store, open_store
 from tests.contract.wire import Client
 from tests.server.conftest import Running, start, wait_until
 from tests.server.fake import fake_front
+from tests.server.small_disk import fill_disk, small_disk
+
+__all__ = ["small_disk"]  # a fixture
 
 CHAT: Any = {"model": "default", "messages": [{"role": "user", "content": "Hi"}], "temperature": 0}
 Pragma = Callable[[str], None]
@@ -108,3 +112,38 @@ def test_two_servers_may_not_share_a_store(running: Running, openai: OpenAI) -> 
     assert openai.responses.create(model="default", input="Hi").output_text == "Hi"
     with pytest.raises(APIStatusError):
         openai.responses.retrieve("resp_none")
+
+
+def test_a_server_starts_on_a_full_disk_and_reads_what_is_stored(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Store, "clean_every_s", 0.05)
+    config = ServerConfig(port=0, store=str(small_disk / "s.db"))
+    first = start(lambda report: fake_front(), config)
+    assert wait_until(lambda: Client(first.url).get("/health").status == 200)
+    with OpenAI(base_url=first.url + "/v1", api_key="x", max_retries=0) as client:
+        stored, other = (client.responses.create(model="default", input="Hi") for _ in range(2))
+    first.stop()
+    store = open_store(config)
+    assert store is not None
+    store.call(
+        lambda rows: rows.change(found := rows.get("", "response", other.id), found.body, "in_progress")
+    )
+    store.close()
+    ballast = fill_disk(small_disk)
+
+    running = start(lambda report: fake_front(), config)
+    assert wait_until(lambda: Client(running.url).get("/health").status == 200)
+    try:
+        with OpenAI(base_url=running.url + "/v1", api_key="x", max_retries=0) as client:
+            assert client.responses.retrieve(stored.id).output_text == stored.output_text
+            assert [*client.responses.input_items.list(stored.id)]
+            more: Any = {"model": "default", "input": "More", "previous_response_id": stored.id}
+            assert client.responses.create(**more, store=False).output_text
+            with pytest.raises(InternalServerError, match="the disk is full"):
+                client.responses.create(**more, store=True)
+            ballast.unlink()
+            assert wait_until(lambda: client.responses.retrieve(other.id).status == "failed")
+            assert client.responses.create(**more, store=True).status == "completed"
+    finally:
+        running.stop()

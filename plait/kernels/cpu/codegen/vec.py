@@ -387,7 +387,6 @@ put_i64 = _define("put_i64", N, (A, A), lambda b, a, v: _store(b, a, v, 8))
 put_i32 = _define("put_i32", N, (A, N), lambda b, a, v: _store(b, a, v, 4))
 put_u8 = _define("put_u8", N, (A, N), lambda b, a, v: _store(b, a, b.trunc(v, i8)))
 put_f32 = _define("put_f32", N, (A, F), lambda b, a, v: _store(b, a, v, 4))
-put_f16 = _define("put_f16", N, (A, F), lambda b, a, v: _store(b, a, _to_half(b, v)))
 
 
 def _put_bf16(b: ir.IRBuilder, a: ir.Value, v: ir.Value) -> ir.Value:

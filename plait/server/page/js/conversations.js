@@ -44,6 +44,7 @@ export class Conversations {
     });
     byId("search").addEventListener("input", () => this.show());
     store.onChange(() => this.show());
+    store.onGone((id) => this.lose(id));
   }
 
   show() {
@@ -133,11 +134,21 @@ export class Conversations {
     });
   }
 
+  /** Another tab deleted the open conversation: it is no longer kept here, whatever this tab still writes to it. */
+  lose(id) {
+    const current = this.hooks.current();
+    if (id !== current.id || current.isGone) return;
+    current.isGone = true;
+    this.hooks.start(current.mode);
+    notify("Another tab deleted this conversation", { ms: 0 });
+  }
+
   /** `conversation`: the one that was open, with all that has no place in `text`. */
   bringBack(id, text, conversation) {
     try {
       if (conversation) {
         delete conversation.isGone;
+        store.allow(id);
         store.save(conversation);
         if (this.hooks.current().messages.length === 0) this.hooks.open(conversation);
       } else if (text !== null) store.putBack(id, text);
@@ -248,6 +259,7 @@ function keep(conversations) {
       if (one.folder) one.folder = ensure(one.folder);
       if (!one.id || store.load(one.id)) one.id = store.newId();
       saved.push(one.id);
+      store.allow(one.id);
       store.save(one);
     }
   } catch (error) {

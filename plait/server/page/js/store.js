@@ -1,10 +1,13 @@
 /** What stays in this browser: conversations, each under a key of its own so that tabs do not undo each other. */
 
 const PREFIX = "plait.conversation.",
+  GONE = "plait.gone.", // ids of deleted conversations, with the time: a tab that still writes one keeps nothing
   FOLDER = "plait.folder.",
   SETTINGS = "plait.settings",
   PROMPTS = "plait.prompts",
   LOOK = "plait.look";
+
+const GONE_MS = 30 * 24 * 3600 * 1000; // no tab writes for longer without having seen that it is deleted
 
 /** A name nobody else has; without crypto.randomUUID, which plain HTTP does not offer. */
 export function newId() {
@@ -38,9 +41,11 @@ export function folders() {
 export const saveFolder = (folder) => localStorage.setItem(FOLDER + folder.id, JSON.stringify(folder));
 export const forgetFolder = (id) => localStorage.removeItem(FOLDER + id);
 
-function all(prefix) {
-  const keys = Array.from({ length: localStorage.length }, (_, i) => localStorage.key(i));
-  return keys.filter((key) => key.startsWith(prefix)).map((key) => read(key, null));
+const all = (prefix) => keys(prefix).map((key) => read(key, null));
+
+function keys(prefix) {
+  const found = Array.from({ length: localStorage.length }, (_, i) => localStorage.key(i));
+  return found.filter((key) => key.startsWith(prefix));
 }
 
 /** The conversation, or null if it is not here. */
@@ -55,19 +60,36 @@ function isWhole(found) {
   return isKnown && typeof found.id === "string" && Array.isArray(found.messages);
 }
 
-/** Keep a conversation. Raises QuotaExceededError when the browser has no room; probabilities are not kept. */
+/**
+ * Keep a conversation, unless any tab has deleted it. Raises QuotaExceededError when the browser has no room;
+ * probabilities are not kept.
+ */
 export function save(conversation) {
+  if (localStorage.getItem(GONE + conversation.id) !== null) return;
   localStorage.setItem(PREFIX + conversation.id, JSON.stringify(conversation, lasting));
 }
 
-/** Delete a conversation; returns its text, for `putBack`, or null if it was not here. */
+/** Delete a conversation for every tab; returns its text, for `putBack`, or null if it was not here. */
 export function take(id) {
   const text = localStorage.getItem(PREFIX + id);
-  forget(id);
+  forget(id); // first: a full browser has room for the mark then
+  forgetMarks();
+  localStorage.setItem(GONE + id, String(Date.now()));
+  forget(id); // what another tab wrote in between
   return text;
 }
 
-export const putBack = (id, text) => localStorage.setItem(PREFIX + id, text);
+/** Let a deleted conversation be kept again. */
+export const allow = (id) => localStorage.removeItem(GONE + id);
+
+export function putBack(id, text) {
+  allow(id);
+  localStorage.setItem(PREFIX + id, text);
+}
+
+function forgetMarks() {
+  for (const key of keys(GONE)) if (Date.now() - localStorage.getItem(key) > GONE_MS) localStorage.removeItem(key);
+}
 
 export const forget = (id) => localStorage.removeItem(PREFIX + id);
 
@@ -94,6 +116,13 @@ export function onOther(callback) {
   addEventListener("storage", (event) => {
     const found = event.key?.startsWith(PREFIX) ? load(event.key.slice(PREFIX.length)) : null;
     if (found !== null) callback(found);
+  });
+}
+
+/** Call back with the id of a conversation that another tab deleted. */
+export function onGone(callback) {
+  addEventListener("storage", (event) => {
+    if (event.key?.startsWith(GONE) && event.newValue !== null) callback(event.key.slice(GONE.length));
   });
 }
 
