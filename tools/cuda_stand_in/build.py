@@ -1,0 +1,232 @@
+"""Builds the two libraries of the stand-in against the torch and the Triton of this Python.
+
+They lie in the user's cache folder, by a digest of their sources and of what they are built against.
+Nothing that is installed changes. A function of CUDA that some library of torch needs and `library/` lacks
+becomes a stub that returns "not supported" and complains.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import runpy
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from plait.cache_folder import cache_base, make_folder
+
+SOURCES = Path(__file__).resolve().parent / "library"
+DRIVER = "libcuda.so.1"
+TRITON = "3.7"  # its interpreter is changed from inside
+NOT_SUPPORTED = 801  # of the runtime, and of the driver
+FLAGS = ("-std=c++17", "-fPIC", "-Wall", "-Wextra")
+SIGNS_OF_A_GPU = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")
+NO_CUDA = (
+    "the torch of this Python ({found}) is built without CUDA, so it has no GPU path to run; make a virtual "
+    "environment with PyTorch's CUDA build, as docs/add-a-kernel.md says, and call this tool with its Python"
+)
+
+
+class StandInRefused(Exception):
+    """Why the stand-in cannot be built or run here, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the libraries are built against.
+
+    runtime: torch's own libcudart, of which the name and the functions count. libraries: those that may call
+    it. headers: a folder with cuda.h and cuda_runtime_api.h. versions: of torch, Triton and the compiler.
+    """
+
+    compiler: str
+    runtime: Path
+    libraries: tuple[Path, ...]
+    headers: Path
+    versions: str
+
+
+def why_unusable(signs: Iterable[str] = SIGNS_OF_A_GPU) -> str | None:
+    """What of the system forbids the stand-in; None: nothing does."""
+    if platform.system() != "Linux":
+        return f"the stand-in for CUDA runs on Linux alone, and this is {platform.system()}"
+    for sign in signs:
+        if os.path.exists(sign):
+            return (
+                f"this machine has an NVIDIA driver ({sign}), so run plait with --device cuda itself; the "
+                "stand-in would hide the GPU"
+            )
+    return None
+
+
+def find_compiler() -> str:
+    """The C++ compiler: CXX, or the usual names. Raises StandInRefused."""
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
+    found = next(filter(None, map(shutil.which, names)), None)
+    if found is None or shutil.which("nm") is None:
+        raise StandInRefused(
+            f"no C++ compiler with its tools was found ({', '.join(names)} and nm); install one, for example "
+            "`apt-get install g++`, or name the compiler in CXX"
+        )
+    return found
+
+
+def find_package(name: str) -> Path:
+    """The folder of an installed package, which is not imported. Raises StandInRefused."""
+    spec = PathFinder.find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
+        raise StandInRefused(f"{name} is not installed for this Python")
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def find_runtime(torch: Path) -> Path:
+    """The libcudart that this torch loads. Raises StandInRefused."""
+    facts = runpy.run_path(str(torch / "version.py"))
+    if not facts.get("cuda"):
+        raise StandInRefused(NO_CUDA.format(found=facts["__version__"]))
+    major = str(facts["cuda"]).partition(".")[0]
+    places = [torch / "lib", *sorted(torch.parent.glob("nvidia/*/lib"))]
+    found = next((p for place in places for p in place.glob(f"libcudart.so.{major}")), None)
+    if found is None:
+        raise StandInRefused(
+            f"no libcudart.so.{major} lies next to torch {facts['__version__']}; install torch from PyPI, "
+            "with the packages that it names"
+        )
+    return found
+
+
+def find_headers(triton: Path, runtime: Path) -> Path:
+    """The folder with CUDA's headers that Triton brings; StandInRefused if they are of another CUDA."""
+    folder = triton / "backends" / "nvidia" / "include"
+    path = folder / "cuda_runtime_api.h"
+    found = re.search(r"#define CUDART_VERSION\s+(\d+)", path.read_text() if path.exists() else "")
+    major = int(found[1]) // 1000 if found else None
+    if not runtime.name.endswith(f".so.{major}"):
+        what = f"those of CUDA {major}" if major else "no header"
+        raise StandInRefused(
+            f"torch loads {runtime.name}, and Triton brings {what}; install the Triton that torch names"
+        )
+    return folder
+
+
+def find_parts() -> Parts:
+    """All that a build needs. Raises StandInRefused."""
+    if (why := why_unusable()) is not None:
+        raise StandInRefused(why)
+    torch, runtime = find_package("torch"), find_runtime(find_package("torch"))
+    triton = find_package("triton")
+    try:
+        versions = [version("torch"), version("triton")]
+    except PackageNotFoundError as error:
+        raise StandInRefused(f"{error} has no metadata; install it again") from error
+    if not versions[1].startswith(f"{TRITON}."):
+        raise StandInRefused(f"the stand-in is written for Triton {TRITON}, and this is {versions[1]}")
+    compiler = find_compiler()
+    versions += run([compiler, "--version"]).splitlines()[:1]
+    places = [torch / "lib", *sorted(torch.parent.glob("nvidia/*/lib"))]
+    libraries = tuple(path for place in places for path in sorted(place.glob("*.so*")))
+    return Parts(compiler, runtime, libraries, find_headers(triton, runtime), ", ".join(versions))
+
+
+def run(command: list[str]) -> str:
+    """What a program writes. Raises StandInRefused with its errors."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise StandInRefused(f"`{' '.join(command)}` failed:\n{done.stderr.strip()}")
+    return done.stdout
+
+
+def digest(parts: Parts) -> str:
+    """Names a build: of its sources, this file, and what it is built against."""
+    total = hashlib.sha256(f"{parts.versions}\0{parts.runtime}\0".encode())
+    for path in (Path(__file__), *sorted(SOURCES.iterdir())):
+        total.update(path.read_bytes())
+    return total.hexdigest()[:16]
+
+
+def needed_functions(parts: Parts) -> set[str]:
+    """The functions of libcudart that libraries of torch's call."""
+    listed = run(["nm", "-D", "--undefined-only", *map(str, parts.libraries)])
+    return set(re.findall(rf" U (\w+)@{re.escape(parts.runtime.name)}$", listed, re.MULTILINE))
+
+
+def driver_functions(headers: Path) -> set[str]:
+    """The functions of the driver that Triton's launcher may load."""
+    text = (headers.parent / "driver.c").read_text()
+    return set(re.findall(r"\bcu[A-Z][A-Za-z0-9]*\b", text)) - set(re.findall(r"\b(cu\w+)Handle\b", text))
+
+
+def compile_sources(compiler: str, headers: Path, names: Iterable[str], folder: Path) -> list[str]:
+    """Compile files of `library/` into objects in this folder. Raises StandInRefused."""
+
+    def compile_one(name: str) -> str:
+        target = str(folder / f"{name}.o")
+        run([compiler, *FLAGS, f"-I{headers}", "-c", str(SOURCES / f"{name}.cpp"), "-o", target])
+        return target
+
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(compile_one, names))
+
+
+def compile_stubs(compiler: str, names: Iterable[str], target: Path) -> str:
+    """An object with functions that complain and return "not supported". Raises StandInRefused."""
+    source = target.with_suffix(".c")
+    lines = ["void stand_in_unimplemented(const char *call);"]
+    for name in sorted(names):
+        body = f'stand_in_unimplemented("{name}"); return {NOT_SUPPORTED};'
+        lines.append(f"int {name}(void) {{ {body} }}")
+    source.write_text("\n".join([*lines, ""]))
+    run([compiler, "-x", "c", "-fPIC", "-fno-builtin", "-c", str(source), "-o", str(target)])
+    return str(target)
+
+
+def defined_functions(objects: Iterable[str]) -> set[str]:
+    return set(re.findall(r" T (\w+)$", run(["nm", *objects]), re.MULTILINE))
+
+
+def link_library(compiler: str, target: Path, inputs: Iterable[str]) -> None:
+    """Link a shared library. Raises StandInRefused."""
+    run([compiler, "-shared", *inputs, f"-Wl,-soname,{target.name}", "-o", str(target)])
+
+
+def build_into(folder: Path, parts: Parts) -> None:
+    """Write both libraries into a folder. Raises StandInRefused."""
+    names = sorted(path.stem for path in SOURCES.glob("*.cpp") if path.stem != "driver")
+    *objects, driver = compile_sources(parts.compiler, parts.headers, [*names, "driver"], folder)
+    missing = needed_functions(parts) - defined_functions(objects)
+    objects.append(compile_stubs(parts.compiler, missing, folder / "stubs.o"))
+    runtime = folder / parts.runtime.name
+    versions = folder / "versions"
+    versions.write_text(f"{runtime.name} {{ global: *; }};\n")  # torch demands names of this version
+    link_library(parts.compiler, runtime, [*objects, f"-Wl,--version-script={versions}", "-ldl", "-lpthread"])
+    missing = driver_functions(parts.headers) - defined_functions([driver])
+    stubs = compile_stubs(parts.compiler, missing, folder / "driver_stubs.o")
+    link_library(parts.compiler, folder / DRIVER, [driver, stubs, str(runtime)])
+
+
+def build(parts: Parts) -> Path:
+    """The folder with the libraries, which are built if they are not there. Raises StandInRefused."""
+    base = cache_base(None) or Path(tempfile.gettempdir()) / f"plait-{os.getuid()}"
+    folder = base / "cuda_stand_in" / digest(parts)
+    if folder.is_dir():
+        return folder
+    make_folder(folder.parent)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as made:
+        part = Path(made) / "part"
+        part.mkdir(0o755)
+        build_into(part, parts)
+        try:
+            part.rename(folder)
+        except OSError:  # another run was first
+            if not folder.is_dir():
+                raise
+    return folder
