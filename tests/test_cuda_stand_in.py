@@ -112,6 +112,68 @@ def test_the_command_says_what_it_needs() -> None:
     assert "name a command of plait behind --" in run("--lazy")
 
 
+# Its command, and its hook
+
+
+@pytest.fixture(scope="module")
+def command(package: None) -> ModuleType:
+    before = sys.path[:]
+    found = importlib.import_module(f"{PACKAGE}.run")
+    sys.path[:] = before  # it is a script, too, and finds its own folder
+    return found
+
+
+def test_the_environment_of_a_run_keeps_what_was_there(command: ModuleType, tmp_path: Path) -> None:
+    options, arguments = command.parse(["--lazy", "--memory", str(1 << 30), "--", "info", "--", "x"])
+    assert arguments == ["info", "--", "x"]
+    given = {"LD_PRELOAD": "libmine.so", "TRITON_INTERPRET": "1", "HOME": "h"}
+    made = command.make_environment(given, options, tmp_path, "libcudart.so.13", tmp_path / "complaints")
+    assert made["LD_PRELOAD"] == "libcuda.so.1:libcudart.so.13:libmine.so"
+    assert made["LD_LIBRARY_PATH"] == str(tmp_path)
+    assert (made["CUDA_STAND_IN_LAZY"], made["CUDA_STAND_IN_MEMORY"]) == ("1", str(1 << 30))
+    assert made["HOME"] == "h"
+    assert "TRITON_INTERPRET" not in made
+
+
+def test_a_complaint_is_printed_once_with_how_often_it_came(command: ModuleType) -> None:
+    assert command.describe("") == []
+    text = "".join(f"{one}\0\n" for one in ("a", "two\nlines", "a"))
+    assert command.describe(text)[1:] == ["the stand-in for CUDA complains:", "2 times: a", "two\nlines"]
+
+
+def test_its_python_has_the_packages_of_this_one_and_the_hook(build: ModuleType, tmp_path: Path) -> None:
+    build.build_python(tmp_path)
+    code = "import stand_in_hook, msgspec, sys; print('cuda_stand_in' in sys.modules, msgspec.__file__)"
+    python = [str(tmp_path / build.PYTHON), "-I", "-c", code]
+    msgspec = importlib.import_module("msgspec").__file__
+    for name, expected in (("CUDA_STAND_IN_COMPLAINTS", "True"), ("OTHER", "False")):
+        done = subprocess.run(python, capture_output=True, text=True, check=False, env={name: "x"})
+        assert done.stdout.split() == [expected, msgspec], done.stderr
+
+
+def test_the_hook_changes_a_package_after_its_import_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    spec = importlib.util.spec_from_file_location("hook", FOLDER / "in_children" / "stand_in_hook.py")
+    assert spec is not None
+    assert spec.loader is not None
+    hook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hook)
+    (tmp_path / "changed_package.py").write_text("value = 1\n")
+    change = ModuleType(f"{PACKAGE}.change")
+    found: list[int] = []
+    change.install = lambda: found.append(sys.modules["changed_package"].value)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, change.__name__, change)
+    monkeypatch.setattr(hook, "CHANGES", {"changed_package": "change"})
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", [hook.ImportWatcher(), *sys.meta_path])
+    assert importlib.util.find_spec("changed_package") is not None
+    assert found == [], "only a question for it"
+    importlib.import_module("changed_package")
+    assert found == [1]
+    del sys.modules["changed_package"]
+
+
 # Its library
 
 

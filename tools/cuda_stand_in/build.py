@@ -1,8 +1,9 @@
-"""Builds the two libraries of the stand-in against the torch and the Triton of this Python.
+"""Builds the two libraries of the stand-in against torch and Triton of this Python, and a Python for them.
 
-They lie in the user's cache folder, by a digest of their sources and of what they are built against.
-Nothing that is installed changes. A function of CUDA that some library of torch needs and `library/` lacks
-becomes a stub that returns "not supported" and complains.
+That is a virtual environment over the one that runs this: all of its packages, and our hook, which isolated
+processes (`python -I`) load, too. All lie in the user's cache folder, by a digest of their sources and of
+what they are built against. Nothing that is installed changes. A function of CUDA that some library of torch
+needs and `library/` lacks becomes a stub that returns "not supported" and complains.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ import platform
 import re
 import runpy
 import shutil
+import site
 import subprocess
+import sys
+import sysconfig
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -23,9 +27,11 @@ from pathlib import Path
 
 from plait.cache_folder import cache_base, make_folder
 
-SOURCES = Path(__file__).resolve().parent / "library"
+FOLDER = Path(__file__).resolve().parent
+SOURCES = FOLDER / "library"
 RUNTIME = ("state", "device", "memory", "streams", "graphs", "kernels")
 DRIVER = "libcuda.so.1"
+PYTHON = "bin/python"
 TRITON = "3.7"  # its interpreter is changed from inside
 NOT_SUPPORTED = 801  # of the runtime, and of the driver
 FLAGS = ("-std=c++17", "-fPIC", "-Wall", "-Wextra")
@@ -147,7 +153,7 @@ def run(command: list[str]) -> str:
 
 def digest(parts: Parts) -> str:
     """Names a build: of its sources, this file, and what it is built against."""
-    total = hashlib.sha256(f"{parts.versions}\0{parts.runtime}\0".encode())
+    total = hashlib.sha256("\0".join([parts.versions, str(parts.runtime), str(FOLDER), sys.prefix]).encode())
     for path in (Path(__file__), *sorted(SOURCES.iterdir())):
         total.update(path.read_bytes())
     return total.hexdigest()[:16]
@@ -216,8 +222,30 @@ def build_driver(parts: Parts, folder: Path, runtime: Path) -> Path:
     return folder / DRIVER
 
 
+def build_python(folder: Path) -> None:
+    """A virtual environment in a folder: the packages of this Python, and our hook."""
+    places = site.getsitepackages() + ([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])
+    packages = Path(
+        sysconfig.get_path("purelib", "venv", vars={"base": str(folder), "platbase": str(folder)})
+    )
+    packages.mkdir(parents=True)
+    lines = [f"import site; site.addsitedir({place!r})" for place in places]
+    lines += [str(FOLDER / "in_children"), "import stand_in_hook"]
+    (packages / "stand_in.pth").write_text("\n".join([*lines, ""]))
+    base = Path(getattr(sys, "_base_executable", sys.executable))
+    python = folder / PYTHON
+    python.parent.mkdir()
+    python.symlink_to(base)
+    facts = {
+        "home": base.parent,
+        "include-system-site-packages": "false",
+        "version": platform.python_version(),
+    }
+    (folder / "pyvenv.cfg").write_text("".join(f"{name} = {value}\n" for name, value in facts.items()))
+
+
 def build(parts: Parts) -> Path:
-    """The folder with the libraries, which are built if they are not there. Raises StandInRefused."""
+    """The folder with the libraries and PYTHON, made if they are not there. Raises StandInRefused."""
     base = cache_base(None) or Path(tempfile.gettempdir()) / f"plait-{os.getuid()}"
     folder = base / "cuda_stand_in" / digest(parts)
     if folder.is_dir():
@@ -227,6 +255,7 @@ def build(parts: Parts) -> Path:
         part = Path(made) / "part"
         part.mkdir(0o755)
         build_driver(parts, part, build_runtime(parts, part))
+        build_python(part)
         try:
             part.rename(folder)
         except OSError:  # another run was first

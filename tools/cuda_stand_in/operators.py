@@ -234,6 +234,9 @@ def _find_operators() -> list[Operator]:
 
 def install() -> None:
     """Put the operators in place of torch's own kernels for GPUs, in this process."""
+    # Plait's processes import torch without these until one is read; here most operators need them.
+    from torch._meta_registrations import activate_meta  # noqa: F401
+
     calls = {operator.name: operator.call for operator in _find_operators()}
     calls["copy_"] = _copy
     with warnings.catch_warnings():

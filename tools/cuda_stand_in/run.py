@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -22,11 +23,12 @@ FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
 for _place in (FOLDER.parent, ROOT):
     sys.path.insert(0, str(_place))
-from cuda_stand_in.build import DRIVER, Parts, StandInRefused, build, find_parts  # noqa: E402
+from cuda_stand_in.build import DRIVER, PYTHON, Parts, StandInRefused, build, find_parts  # noqa: E402
 
 CAPABILITIES = (75, 80, 86, 89, 90, 100, 120)
 MEMORY = 2 << 30  # bytes; half of it must be there if a run uses it
 LEAST_MEMORY = 64 << 20
+END = "\0\n"  # of a complaint, which may have several lines
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -82,7 +84,7 @@ def make_environment(
         "LD_PRELOAD": prefix("LD_PRELOAD", DRIVER, runtime),
         "LD_LIBRARY_PATH": prefix("LD_LIBRARY_PATH", str(libraries)),
         "TRITON_LIBCUDA_PATH": str(libraries),
-        "PYTHONPATH": prefix("PYTHONPATH", str(FOLDER / "in_children"), str(ROOT)),
+        "PYTHONPATH": prefix("PYTHONPATH", str(ROOT)),
         "CUDA_STAND_IN_LAZY": str(int(options.lazy)),
         "CUDA_STAND_IN_MEMORY": str(options.memory),
         "CUDA_STAND_IN_CAPABILITY": str(options.capability),
@@ -91,9 +93,9 @@ def make_environment(
     }
 
 
-def run_plait(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+def run_plait(python: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     """The exit code of plait, to which signals go on."""
-    process = subprocess.Popen([sys.executable, "-m", "plait", *arguments], env=environment)
+    process = subprocess.Popen([str(python), "-m", "plait", *arguments], env=environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to plait, too
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda received, _: process.send_signal(received))
@@ -107,11 +109,18 @@ def run_with(parts: Parts, options: argparse.Namespace, arguments: Sequence[str]
     with tempfile.TemporaryDirectory(prefix="cuda_stand_in-") as folder:
         complaints = Path(folder) / "complaints"
         environment = make_environment(os.environ, options, libraries, parts.runtime.name, complaints)
-        code = run_plait(arguments, environment)
+        code = run_plait(libraries / PYTHON, arguments, environment)
         text = complaints.read_text(errors="replace") if complaints.exists() else ""
-    if text:
-        print(f"\nthe stand-in for CUDA complains:\n{text}", file=sys.stderr, end="")
+    for line in describe(text):
+        print(line, file=sys.stderr)
     return 1 if text else code
+
+
+def describe(text: str) -> list[str]:
+    """What is printed of a file of complaints: each once, with how often it came."""
+    found = Counter(filter(None, text.split(END)))
+    lines = ["", "the stand-in for CUDA complains:"] if found else []
+    return lines + [f"{count} times: {one}" if count > 1 else one for one, count in found.items()]
 
 
 def main() -> int:

@@ -1,10 +1,13 @@
 // Kernels: those of Python, which the stand-in runs, and torch's own machine code, which it refuses.
 #include "stand_in.h"
 
+#include <cxxabi.h>
 #include <dlfcn.h>
 
-#include <cstring>
+#include <cstdlib>
 #include <map>
+
+constexpr size_t MOST_CHARACTERS = 200;  // of a name: those of torch's kernels are long
 
 EXPORTED int stand_in_capability();
 
@@ -73,10 +76,17 @@ EXPORTED void __cudaRegisterFunction(
 
 EXPORTED void __cudaRegisterVar(void **, char *, char *, const char *, int, size_t, int, int) {}
 
+static std::string readable(const std::string &name) {
+  char *found = abi::__cxa_demangle(name.c_str(), nullptr, nullptr, nullptr);
+  const std::string text = std::string(found ? found : name).substr(0, MOST_CHARACTERS);
+  free(found);
+  return text;
+}
+
 static cudaError_t refuse(const void *function) {
   Lock lock;
   auto found = names.find(function);
-  complain("torch launches a kernel of its own: " + (found == names.end() ? std::string("?") : found->second));
+  complain("torch launches a kernel of its own: " + (found == names.end() ? "?" : readable(found->second)));
   return report(cudaErrorNotSupported);
 }
 

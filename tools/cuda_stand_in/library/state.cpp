@@ -57,9 +57,9 @@ EXPORTED int stand_in_capability() {
   return capability;
 }
 
-// One line or more of what host code did wrong. All processes of a run write into one file.
+// What host code did wrong, and a zero byte behind it. All processes of a run write into one file.
 void complain(const std::string &what) {
-  const std::string text = what + "\n";
+  const std::string text = what + std::string("\0\n", 2);
   const char *path = setting("CUDA_STAND_IN_COMPLAINTS", "");
   int file = *path ? open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600) : -1;
   ssize_t written = write(file >= 0 ? file : STDERR_FILENO, text.data(), text.size());
