@@ -79,29 +79,38 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp *found, int device) {
   return cudaSuccess;
 }
 
+constexpr int UNKNOWN = -1;
+
+static int find_attribute(cudaDeviceAttr attribute) {
+  switch (attribute) {
+    case cudaDevAttrMaxThreadsPerBlock: return 1024;
+    case cudaDevAttrMaxSharedMemoryPerBlock: return SHARED_MEMORY;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin: return most_shared_memory();
+    case cudaDevAttrMaxSharedMemoryPerMultiprocessor: return SHARED_MEMORY_OF_MULTIPROCESSOR;
+    case cudaDevAttrWarpSize: return 32;
+    case cudaDevAttrMaxRegistersPerBlock: return 65536;
+    case cudaDevAttrMaxRegistersPerMultiprocessor: return 65536;
+    case cudaDevAttrMaxThreadsPerMultiProcessor: return 2048;
+    case cudaDevAttrMultiProcessorCount: return NUM_MULTIPROCESSORS;
+    case cudaDevAttrClockRate: return CLOCK_KHZ;
+    case cudaDevAttrMemoryClockRate: return MEMORY_CLOCK_KHZ;
+    case cudaDevAttrGlobalMemoryBusWidth: return MEMORY_BUS_BITS;
+    case cudaDevAttrL2CacheSize: return L2_BYTES;
+    case cudaDevAttrComputeMode: return cudaComputeModeDefault;
+    case cudaDevAttrComputeCapabilityMajor: return stand_in_capability() / 10;
+    case cudaDevAttrComputeCapabilityMinor: return stand_in_capability() % 10;
+    default: return UNKNOWN;
+  }
+}
+
 cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int device) {
   if (device != 0) return report(cudaErrorInvalidDevice);
-  switch (attribute) {
-    case cudaDevAttrMaxThreadsPerBlock: *value = 1024; break;
-    case cudaDevAttrMaxSharedMemoryPerBlock: *value = SHARED_MEMORY; break;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = most_shared_memory(); break;
-    case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *value = SHARED_MEMORY_OF_MULTIPROCESSOR; break;
-    case cudaDevAttrWarpSize: *value = 32; break;
-    case cudaDevAttrMaxRegistersPerBlock: *value = 65536; break;
-    case cudaDevAttrMaxRegistersPerMultiprocessor: *value = 65536; break;
-    case cudaDevAttrMaxThreadsPerMultiProcessor: *value = 2048; break;
-    case cudaDevAttrMultiProcessorCount: *value = NUM_MULTIPROCESSORS; break;
-    case cudaDevAttrClockRate: *value = CLOCK_KHZ; break;
-    case cudaDevAttrMemoryClockRate: *value = MEMORY_CLOCK_KHZ; break;
-    case cudaDevAttrGlobalMemoryBusWidth: *value = MEMORY_BUS_BITS; break;
-    case cudaDevAttrL2CacheSize: *value = L2_BYTES; break;
-    case cudaDevAttrComputeMode: *value = cudaComputeModeDefault; break;
-    case cudaDevAttrComputeCapabilityMajor: *value = stand_in_capability() / 10; break;
-    case cudaDevAttrComputeCapabilityMinor: *value = stand_in_capability() % 10; break;
-    default:
-      complain("device attribute " + std::to_string(attribute) + " is read, which the stand-in does not have");
-      return report(cudaErrorInvalidValue);
+  const int found = find_attribute(attribute);
+  if (found == UNKNOWN) {
+    complain("device attribute " + std::to_string(attribute) + " is read, which the stand-in does not have");
+    return report(cudaErrorInvalidValue);
   }
+  *value = found;
   return cudaSuccess;
 }
 

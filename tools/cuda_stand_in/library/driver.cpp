@@ -19,6 +19,7 @@ int cudaDeviceGetAttribute(int *value, int attribute, int device);
 }
 
 constexpr int SHARED_MEMORY = 49152;  // of a kernel that demands no more
+constexpr int REGISTERS = 128;        // of each thread: Triton reports them, and nothing depends on them
 constexpr unsigned MOST_THREADS = 1024;
 constexpr unsigned LARGEST_GRID = 65535;  // along y and z
 
@@ -99,11 +100,9 @@ EXPORTED CUresult cuModuleGetFunction(CUfunction *function, CUmodule, const char
 }
 
 EXPORTED CUresult cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfunction) {
-  switch (attribute) {
-    case CU_FUNC_ATTRIBUTE_NUM_REGS: *value = 128; break;
-    case CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK: *value = MOST_THREADS; break;
-    default: *value = 0;
-  }
+  *value = 0;
+  if (attribute == CU_FUNC_ATTRIBUTE_NUM_REGS) *value = REGISTERS;
+  if (attribute == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK) *value = MOST_THREADS;
   return CUDA_SUCCESS;
 }
 

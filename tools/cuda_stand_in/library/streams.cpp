@@ -190,7 +190,8 @@ cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream) {
 static cudaError_t check_host_wait(const Event &event, const char *call) {
   if (cudaError_t error = lost_device()) return error;
   if (Graph *capture = find_capture(event.capture))
-    return break_capture(capture, std::string(call) + " is called for an event of a capture", cudaErrorCapturedEvent);
+    return break_capture(
+        capture, std::string(call) + " is called for an event of a capture", cudaErrorCapturedEvent);
   return breaks_capture(call) ? report(cudaErrorStreamCaptureUnsupported) : cudaSuccess;
 }
 
