@@ -59,11 +59,16 @@ def build(package: None) -> ModuleType:
 # What it refuses
 
 
+def write_torch_version(folder: Path, version: str, cuda: str | None) -> None:
+    """What torch keeps in its own folder."""
+    (folder / "version.py").write_text(f"cuda, __version__ = {cuda!r}, {version!r}\n")
+
+
 def test_a_torch_without_cuda_is_refused(build: ModuleType, tmp_path: Path) -> None:
-    (tmp_path / "version.py").write_text("__version__ = '2.13.0+cpu'\ncuda = None\n")
+    write_torch_version(tmp_path, "2.13.0+cpu", None)
     with pytest.raises(build.StandInRefused, match=r"2\.13\.0\+cpu.*is built without CUDA"):
         build.find_runtime(tmp_path)
-    (tmp_path / "version.py").write_text("__version__ = '2.13.0+cu130'\ncuda = '13.0'\n")
+    write_torch_version(tmp_path, "2.13.0+cu130", "13.0")
     with pytest.raises(build.StandInRefused, match=r"no libcudart\.so\.13 lies next to torch"):
         build.find_runtime(tmp_path)
 
@@ -73,7 +78,7 @@ def test_the_runtime_that_torch_loads_is_found(build: ModuleType, tmp_path: Path
     library.parent.mkdir(parents=True)
     library.touch()
     torch_folder.mkdir()
-    (torch_folder / "version.py").write_text("__version__ = '2.13.0+cu130'\ncuda = '13.0'\n")
+    write_torch_version(torch_folder, "2.13.0+cu130", "13.0")
     assert build.find_runtime(torch_folder) == library
 
 
