@@ -200,7 +200,7 @@ def _build(opened: Opened, target: Target, tokenizer: Tokenizer | None, report: 
         adapters = load_adapters(opened, target, named)
     target.bound.append(_bind_packed(target))
     if target.ranks:
-        target.ranks.wait_loaded(agreement_of(opened, target.comm.rank))
+        target.ranks.wait_loaded(agreement_of(opened, target.comm.rank), target.chip)
         target.bound += [target.comm.bind()] if isinstance(target.comm, GroupComm) else []
     if target.device.type == "cuda":
         report("running the largest steps (the first start compiles kernels)", 0, 1)

@@ -31,6 +31,7 @@ from plait.runner.ranks.messages import (
     MeasureMemory,
     MemoryMeasured,
     Prepare,
+    RankGpu,
     RankLoaded,
     Score,
     Step,
@@ -91,7 +92,8 @@ class Follower:
         self._runner: ModelRunner | None = None
         self._running = deque[tuple[int, bytes, Ticket]]()  # steps, the oldest first
         agreement = agreement_of(opened, rank)
-        self._connection.send_bytes(encode(RankLoaded(agreement, self._target.weights_nbytes)))
+        gpu = RankGpu.of(self._target.chip)
+        self._connection.send_bytes(encode(RankLoaded(agreement, self._target.weights_nbytes, gpu)))
 
     def run(self) -> None:
         """Serve rank 0. Raises EOFError or OSError when it has gone.

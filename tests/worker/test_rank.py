@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,9 +22,10 @@ from plait.config import EngineConfig
 from plait.errors import CannotDivide, ConfigError, EngineError, RankLost
 from plait.llm.outputs import RequestOutput
 from plait.loading.measure_memory import list_steps
+from plait.ops.chip import EXAMPLES, Chip
 from plait.partition import Rank
 from plait.runner.ranks.group import RankGroup
-from plait.runner.ranks.messages import Leave, Step, Stepped, encode, receive_report
+from plait.runner.ranks.messages import Leave, RankGpu, RankLoaded, Step, Stepped, encode, receive_report
 from plait.schedule.plan import Sampled, SamplingBatch, StepPlan
 from plait.worker.rank import Follower
 from tests.patience import PATIENCE_S
@@ -187,3 +189,38 @@ def test_a_rank_reports_a_step_that_none_follows() -> None:
     lead.close()
     serving.join(PATIENCE_S)
     assert not serving.is_alive()
+
+
+HOPPER, ADA = EXAMPLES[90], EXAMPLES[89]
+BROKEN = {"linear/triton/4-bit": "it is off by 0.3", "norm/triton/rms": ""}
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        (HOPPER, None),
+        (replace(HOPPER, name="another card of this kind", trials={"norm/triton/rms": ""}), None),
+        (ADA, r"rank 1 has an sm_89 as RTX 4090 \(sm_89\), and rank 0 an sm_90 .* CUDA_VISIBLE_DEVICES"),
+        (
+            replace(HOPPER, trials=BROKEN),
+            "rank 1 has other kernels than rank 0: linear/triton/4-bit went wrong",
+        ),
+    ],
+)
+def test_ranks_on_other_gpus_or_with_other_kernels_are_refused(
+    other: Chip, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = Pipe()
+
+    def start(group: RankGroup, join: object) -> None:
+        group._members.append(SimpleNamespace(index=1, connection=ours))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(RankGroup, "_start", start)
+    monkeypatch.setattr(RankGroup, "close", lambda self: None)
+    group = RankGroup(Rank(0, 2), "a model", EngineConfig(device="cpu"))
+    theirs.send_bytes(encode(RankLoaded("the same", 0, RankGpu.of(other))))
+    if reason is None:
+        group.wait_loaded("the same", HOPPER)
+        return
+    with pytest.raises(CannotDivide, match=reason):
+        group.wait_loaded("the same", HOPPER)

@@ -15,7 +15,8 @@ from typing import TypeVar
 from torch import Tensor
 
 from plait.config import EngineConfig
-from plait.errors import EngineError, PlaitError, RankLost, clip_text
+from plait.errors import CannotDivide, EngineError, PlaitError, RankLost, clip_text
+from plait.ops.chip import Chip
 from plait.partition import Rank
 from plait.runner.ranks.messages import (
     Failed,
@@ -25,6 +26,7 @@ from plait.runner.ranks.messages import (
     MeasureMemory,
     MemoryMeasured,
     Prepare,
+    RankGpu,
     RankLoaded,
     RankMessage,
     Score,
@@ -100,13 +102,18 @@ class RankGroup:
         for member in self._members:
             self._expect_report(member, Joined)
 
-    def wait_loaded(self, agreement: str) -> None:
-        """Wait until all have loaded. Raises RankLost if one has another model."""
+    def wait_loaded(self, agreement: str, chip: Chip | None = None) -> None:
+        """Wait until all have loaded. Raises RankLost if one has another model, and CannotDivide if one's GPU
+        or kernels are not those of rank 0, which has `chip`."""
+        own = RankGpu.of(chip)
         for member in self._members:
-            if self._expect_report(member, RankLoaded).agreement != agreement:
+            loaded = self._expect_report(member, RankLoaded)
+            if loaded.agreement != agreement:
                 raise RankLost(
                     f"rank {member.index} has loaded another model, or with other options or another version"
                 )
+            if own and loaded.gpu and (why := own.why_unlike(loaded.gpu)):
+                raise CannotDivide(f"rank {member.index} {why}")
 
     def _expect_report(self, member: _Member, kind: type[R]) -> R:
         report = self._receive(member)

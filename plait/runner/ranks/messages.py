@@ -10,6 +10,7 @@ import msgspec
 
 from plait.config import MIB, EngineConfig
 from plait.errors import EngineError
+from plait.ops.chip import Chip
 from plait.schedule.plan import Sampled, SamplingBatch, StepPlan
 from plait.typed_values import msgpack_decoder
 
@@ -74,11 +75,41 @@ class Joined(RankMessage, frozen=True, tag=4):
     """The headers are read and the device is there: the rank is about to meet the others."""
 
 
+class RankGpu(msgspec.Struct, frozen=True):
+    """What a rank's kernels follow from. `capability`: 90 for sm_90; `rejected`: trials that went wrong."""
+
+    name: str
+    capability: int
+    rejected: tuple[str, ...]
+
+    @classmethod
+    def of(cls, chip: Chip | None) -> RankGpu | None:
+        if chip is None:
+            return None
+        return cls(chip.name, chip.capability, tuple(sorted(key for key, why in chip.trials.items() if why)))
+
+    def why_unlike(self, other: RankGpu) -> str | None:
+        """Why ranks on both would round otherwise, and so choose other experts, or None."""
+        if self.capability != other.capability:
+            return (
+                f"has {other.name} (sm_{other.capability}), and rank 0 {self.name} (sm_{self.capability}): "
+                "their kernels round otherwise. Name GPUs of one kind in CUDA_VISIBLE_DEVICES"
+            )
+        apart = sorted(set(self.rejected) ^ set(other.rejected))
+        if not apart:
+            return None
+        return (
+            f"has other kernels than rank 0: {', '.join(apart[:3])} went wrong in a trial on one GPU alone. "
+            "See plait doctor of each GPU, or give --ops reference"
+        )
+
+
 class RankLoaded(RankMessage, frozen=True, tag=1):
-    """The weights are there. `agreement`: a hash of all that ranks must agree on."""
+    """The weights are there. `agreement`: a hash of all that ranks must agree on; `gpu`: None on CPUs."""
 
     agreement: str
     weights_nbytes: int
+    gpu: RankGpu | None = None
 
 
 class Stepped(RankMessage, frozen=True, tag=2):
