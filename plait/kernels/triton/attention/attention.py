@@ -304,7 +304,10 @@ def attend(
         )  # fmt: skip
         if is_whole:
             sums = tl.where(there, sums, 1.0)  # a row that is not there may see no key
-            result = (acc / sums[:, None]).to(out.dtype.element_ty)
+            result = acc / sums[:, None]
+            if STAGES:
+                result = mix_columns(result, BM, DP, STAGES) * (1.0 / (1 << STAGES))
+            result = result.to(out.dtype.element_ty)
             at_out = (place * (KVH * G) + head) * D
             tl.store(out + at_out[:, None] + d[None, :], result, mask=there[:, None] & (d < D)[None, :])
 
@@ -372,7 +375,6 @@ def _attend_over(
     -> [T, heads, dim]. `step`: where the work list of the step is, or is left."""
     table, query_start, seq_lens = where
     k_cache, v_cache = caches
-    mixed = layout.codes.mixed if layout.codes else 1  # columns, of values too
     out = torch.empty(*q.shape[:2], layout.dim, dtype=q.dtype, device=q.device)
     if not len(q):
         return out
@@ -393,6 +395,7 @@ def _attend_over(
         **layout.attention(k_cache, v_cache, sinks is not None, slopes is not None, shared_limit(q.device)),
         **layout.options(k_cache.dtype, slopes is not None),
     )  # fmt: skip
+    mixed = layout.codes.mixed if layout.codes and not layout.mixes_inside else 1
     return out if mixed == 1 else turn_back(out, mixed)
 
 
@@ -575,8 +578,8 @@ def forms() -> Iterator[KernelForm]:
     for name, window in (("count_items", 0), ("count_items, window", 4096)):
         sizes = {**few, "WINDOW": window, "SPLIT": SPLIT, "TILES": MOST_TILES}
         yield KernelForm(name, count_items, POINTERS, sizes)
-    yield from (turn_form(dim) for dim in (64, 128, 256, 512))
-    yield from (change(turn_form(128)) for change in (as_float32, as_float16))
+    turn = turn_form(512)
+    yield from (turn, as_float32(turn), as_float16(turn))
 
 
 def _attend_forms(name: str, types: Mapping[str, str], suffix: str = "") -> Iterator[KernelForm]:

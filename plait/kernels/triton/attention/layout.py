@@ -45,7 +45,8 @@ class PagedLayout:
 
     @property
     def mixes_inside(self) -> bool:
-        """Whether `attend` mixes queries itself, with keys that are codes: it has registers for so much."""
+        """Whether `attend` mixes queries itself, and turns outputs back, over codes: wide heads leave it no
+        registers for that."""
         return self.dim <= WIDE
 
     def rows(self, has_prompts: bool, kept: torch.dtype) -> int:

@@ -33,10 +33,7 @@ def count_stages(mixed: int) -> int:
 
 @triton.jit(do_not_specialize=["rows"])
 def turn_rows(x, out, rows, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr):
-    """x: [rows, D], sums of mixed values -> out like it, sums of values. Grid: blocks of ROWS rows.
-
-    `attend` has no registers left to do this to its own outputs.
-    """
+    """x: [rows, D], sums of mixed values -> out like it, sums of values. Grid: blocks of ROWS rows."""
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     c = tl.arange(0, DP)[None, :]
     there = (r < rows) & (c < D)
