@@ -292,8 +292,7 @@ def attend(
             sums = sums * before + mass * now
             acc = acc * before[:, None] + values * now[:, None]
         if REST and GROUP:
-            # A compiler does not know that this is `tile`. So it computes addresses of results here, and does
-            # not keep them while keys are read: codes of wide latents leave no register for them.
+            # The compiler does not know that it is `tile`: addresses of results take no registers until here.
             tile = again % tiles
             rows = tile * BM + tl.arange(0, BM)
             there, token, head = rows < count * G, rows // G, kv * G + rows % G
@@ -540,8 +539,7 @@ HALF_SHAPES = (  # in float16, as most models of that dtype have them
     "gqa 32/32 d80",
     "gqa 32/32 d96",
     "gqa 9/3 d64",
-    "gqa 64/8 d64 sinks",
-    "gqa 64/8 d64 window sinks",
+    *("gqa 64/8 d64 sinks", "gqa 64/8 d64 window sinks"),
     "gqa 8/4 d256 softcap",
     "gqa 8/4 d256 window softcap",
     "gqa 8/2 d512",
@@ -549,8 +547,7 @@ HALF_SHAPES = (  # in float16, as most models of that dtype have them
     "gqa 32/8 d128 int8",
     "gqa 9/3 d64 int8",
     "gqa 32/8 d128 window int8",
-    "mla 16 heads",
-    "mla 16 heads int8",
+    *("mla 16 heads", "mla 16 heads int8"),
 )
 KINDS = {"bf16*": torch.bfloat16, "fp16*": torch.float16, "fp32*": torch.float32, "i8*": torch.int8}
 
