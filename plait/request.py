@@ -346,15 +346,14 @@ class RequestTrace:
     num_accepted_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(Struct, frozen=True, array_like=True, omit_defaults=True):
     """New tokens of one choice of one request; the last one of a choice carries `finish_reason`.
 
     `prompt_logprobs` (first event, if requested): one entry per prompt token after the first.
     `token_ids` does not hold the end-of-generation token that stopped it; `stop_token_id` does.
     `num_cached_tokens`: tokens of the prompt that were not computed again. `error`: the exception behind
-    finish_reason "error". `trace`: comes with the finish_reason, unless the request was never taken; events
-    that differ in it alone are equal. `embedding` (last event of a request with `pooling`): the hidden state.
+    finish_reason "error". `trace`: comes with the finish_reason, unless the request was never taken.
+    `embedding` (last event of a request with `pooling`): the hidden state.
     `prompt_progress`, of an event without tokens: how many of the prompt's tokens are done, computed or
     cached, and the seconds since it first ran. `mirostat_mu`: mirostat's bound after its last token.
     """
@@ -368,7 +367,7 @@ class Event:
     stop_token_id: int | None = None
     num_cached_tokens: int = 0
     error: Exception | None = None
-    trace: RequestTrace | None = field(default=None, compare=False)
+    trace: RequestTrace | None = None
     embedding: tuple[float, ...] | None = None
     prompt_progress: tuple[int, float] | None = None
     mirostat_mu: float | None = None

@@ -14,6 +14,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
+from msgspec import structs
+
 from plait.cluster.lease import ClusterStream, KnownReplica, Lease
 from plait.cluster.resume_points import ReplicaReport
 from plait.cluster.routing_table import Route, RoutingTable
@@ -381,7 +383,7 @@ def _read_event(message: EventMessage, lease: Lease) -> Event | None:
     if event.index != message.index or event.request_id != lease.request_id:
         return None
     trace = None if event.trace is None else replace(event.trace, request_id=own)
-    return replace(event, request_id=own, trace=trace)
+    return structs.replace(event, request_id=own, trace=trace)
 
 
 def _is_loss(event: Event, part: ChoiceEntry) -> bool:

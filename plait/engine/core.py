@@ -12,8 +12,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import TypeVar
+
+from msgspec.structs import replace
 
 from plait.engine.adapters import no_adapters
 from plait.engine.admission import OnEvent, OpenChoice, OpenRequest, RequestLimits, failure_event

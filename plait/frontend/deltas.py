@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from itertools import chain
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from plait.request import Event, FinishReason
 from plait.text.output import Content, OutputDelta, Reasoning
 from plait.text.output.deltas import merge_deltas
 
 
-@dataclass(frozen=True, slots=True)
-class TextLogprob:
+class TextLogprob(Struct, frozen=True):
     """A token as a client sees it: its text, its true bytes, its log-probability and the alternatives."""
 
     token: str
@@ -27,8 +28,7 @@ class TextLogprob:
     top: tuple[TextLogprob, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(Struct, frozen=True):
     """New text of one choice; the last one of a choice carries `finish_reason`.
 
     `logprobs` are of exactly the tokens with text that starts in this delta. `stop_reason`: the stop string

@@ -44,7 +44,9 @@ class Reading:
 
     @property
     def has_ended(self) -> bool:
-        return self.matched is not None or (self._parser is not None and self._parser.has_enough)
+        if self._is_plain:
+            return False
+        return self._stop.matched is not None or (self._parser is not None and self._parser.has_enough)
 
     @property
     def num_reasoning_tokens(self) -> int:
@@ -143,36 +145,36 @@ class ChoiceText:
             parts += reading.push(text)
             if reading.has_ended:
                 break
-        finish = event.finish_reason
-        if not reading.has_ended and finish is not None:
+        finish, has_ended = event.finish_reason, reading.has_ended
+        if finish is not None and not has_ended:
             rest = self._decoder.flush() if self._decoder else ""
             self._decoded += len(rest)
             parts += reading.finish(rest, is_cut=finish == "length")
-        is_end = finish is not None or reading.has_ended
-        if not parts and not is_end and self._tokenizer and not event.prompt_logprobs:
+            has_ended = reading.has_ended
+        if not parts and finish is None and not has_ended and self._tokenizer and not event.prompt_logprobs:
             return None
-        return self._delta(event, merge_deltas(parts) if len(parts) > 1 else parts)
+        return self._delta(event, merge_deltas(parts) if len(parts) > 1 else parts, has_ended)
 
-    def _delta(self, event: Event, parts: Sequence[OutputDelta]) -> Delta:
+    def _delta(self, event: Event, parts: Sequence[OutputDelta], has_ended: bool) -> Delta:
         reading = self._reading
-        finish: FinishReason | None = "stop" if reading.has_ended else event.finish_reason
+        finish: FinishReason | None = "stop" if has_ended else event.finish_reason
         self.done = finish is not None
-        everything = self._tokenizer is None or (self.done and not reading.has_ended)
+        everything = self._tokenizer is None or (self.done and not has_ended)
         passed, ready = self._decoded - reading.num_held, []
         while self._pending and (everything or self._pending[0][0] < passed):
             ready.append(self._pending.popleft())
         logprobs = [entry[2] for entry in ready if entry[2] is not None]
         return Delta(
             index=self.index,
-            text="".join(part.text for part in parts if isinstance(part, Content)),
-            token_ids=tuple(entry[1] for entry in ready),
+            text="".join([part.text for part in parts if isinstance(part, Content)]),
+            token_ids=tuple([entry[1] for entry in ready]),
             logprobs=tuple(self._text_logprob(lp) for lp in logprobs) if logprobs else None,
             prompt_logprobs=_each(self._text_logprob, event.prompt_logprobs),
             finish_reason=finish,
-            stop_reason=reading.matched if reading.has_ended else event.stop_token_id,
+            stop_reason=reading.matched if has_ended else event.stop_token_id,
             num_cached_tokens=event.num_cached_tokens,
             num_tokens=self._num_tokens,
-            error=None if reading.has_ended else event.error,
+            error=None if has_ended else event.error,
             embedding=event.embedding,
             parts=tuple(parts) if self._is_read else (),
             num_reasoning_tokens=reading.num_reasoning_tokens,
@@ -234,6 +236,7 @@ class OutputStream:
         self._paces: list[TokenInterval] = []  # by choice; none: every event wakes the reader
         self._gathered: list[Gathered] = []  # by choice; none: every delta is emitted
         self._traces: dict[int, RequestTrace | None] = {}  # by choice; there once the engine is done with it
+        self._num_open = len(self._choices)
 
     def on_event(self, event: Event) -> None:
         """Called by the engine's thread; only passes the event on."""
@@ -293,7 +296,7 @@ class OutputStream:
 
     @property
     def done(self) -> bool:
-        return all(choice.done for choice in self._choices)
+        return not self._num_open
 
     def __iter__(self) -> Iterator[Delta]:
         events: SimpleQueue[Event] = SimpleQueue()
@@ -313,9 +316,10 @@ class OutputStream:
         self._connect(lambda event: bridge.put(events, event))
         try:
             while not self.done:
+                event = await events.get()
                 # A client that reads slowly does not get all that has piled up at once.
-                rest = _rest(events) if self._is_patient else ()
-                for i, event in enumerate(join_events([await events.get(), *rest])):
+                joined = join_events([event, *_rest(events)]) if self._is_patient else (event,)
+                for i, event in enumerate(joined):
                     if i:
                         await asyncio.sleep(0)  # long texts are read on the loop of all other clients
                     for delta in self._deltas(event):
@@ -340,8 +344,11 @@ class OutputStream:
 
     def _deltas(self, event: Event) -> Sequence[Delta]:
         delta = self._choices[event.index].push(event)
-        if delta and delta.finish_reason == "stop" and event.finish_reason is None:
-            self._cancel_request(self.request.id, event.index)  # a stop string: the engine does not know it
+        if delta is not None and delta.finish_reason is not None:  # a choice has one such delta
+            self._num_open -= 1
+            if delta.finish_reason == "stop" and event.finish_reason is None:
+                # A stop string: the engine does not know it.
+                self._cancel_request(self.request.id, event.index)
         if self._gathered and event.prompt_progress is None:
             return self._gathered[event.index].push(event, delta)
         return () if delta is None else (delta,)

@@ -7,7 +7,8 @@ Those before it brought tokens that all count, because the runner ends the turns
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from plait.schedule.allocation import Allocation
 from plait.schedule.costs import LATE_S, LONGEST_S, SchedulerLimits, StepCosts, most_steps

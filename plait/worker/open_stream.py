@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from plait.engine.admission import OnEvent
 from plait.errors import DeadlineExceeded
@@ -87,10 +87,10 @@ class OpenStream:
         part = self.parts[event.index]
         if part.token_ids and event.num_cached_tokens != part.num_cached_tokens:
             # What the first engine found counts: a later one finds the reply's own tokens.
-            event = replace(event, num_cached_tokens=part.num_cached_tokens)
+            event = structs.replace(event, num_cached_tokens=part.num_cached_tokens)
         part.num_cached_tokens = event.num_cached_tokens
         if event.trace is not None and self.is_resumed:
-            event = replace(event, trace=_whole_trace(event.trace, part))
+            event = structs.replace(event, trace=_whole_trace(event.trace, part))
         if event.token_ids and part.first_token_s is None:
             part.first_token_s = now
         part.token_ids += event.token_ids

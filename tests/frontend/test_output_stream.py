@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise, product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from plait.frontend.deltas import AT_ONCE, Delta, join_events
 from plait.frontend.output_stream import ChoiceText, OutputStream
@@ -371,4 +373,4 @@ def test_the_trace_of_a_choice_that_a_stop_string_ended_comes_with_the_engines_l
     stream = OutputStream(request(stop=(".",)), tokenizer, cancel)
     stream.on_event(Event("r", 0, tuple(tokenizer.encode("one. two"))))
     assert [delta.finish_reason for delta in stream] == ["stop"]
-    assert stream.trace(0) == replace(trace, num_output_tokens=2)
+    assert stream.trace(0) == dataclasses.replace(trace, num_output_tokens=2)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
+from msgspec.structs import replace
 
 if TYPE_CHECKING:
     from plait.frontend.deltas import TextLogprob

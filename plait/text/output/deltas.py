@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
 from itertools import groupby
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from plait.text.output.cursor import SPACE, TextCursor
 
 
-@dataclass(frozen=True, slots=True)
-class Content:
+class Content(Struct, frozen=True):
     """Text for the reader of the reply."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Reasoning:
+class Reasoning(Struct, frozen=True):
     """Text of the model's thinking. `part` counts its blocks: 0 is the first."""
 
     text: str
     part: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class CallStart:
+class CallStart(Struct, frozen=True):
     """A tool call begins: the `index`-th of the reply, from 0."""
 
     index: int
@@ -33,16 +32,14 @@ class CallStart:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class Arguments:
+class Arguments(Struct, frozen=True):
     """The next piece of a call's arguments: joined, they are the text of a JSON object."""
 
     index: int
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class CallEnd:
+class CallEnd(Struct, frozen=True):
     """A call is over. `complete`: its arguments are whole; if not, they are the beginning of a JSON text."""
 
     index: int
