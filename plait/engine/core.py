@@ -270,8 +270,7 @@ class Engine:
 
     def _record_start(self, plan: StepPlan, now: float) -> None:
         add_steps(plan, self._choices, plan.num_steps)
-        for chunk in plan.chunks:
-            choice = self._choices[chunk.seq_id]
+        for choice in (self._choices[chunk.seq_id] for chunk in plan.chunks):
             if choice.first_scheduled_s is None:
                 choice.first_scheduled_s = now
                 self.metrics.count_start(now - choice.arrival_s, choice.sequence.num_cached_tokens)

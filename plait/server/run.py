@@ -20,7 +20,6 @@ import uvicorn
 from plait.config import EngineConfig, ServerConfig
 from plait.errors import ConfigError
 from plait.server.app import create_app
-from plait.server.garbage import keep_loaded
 from plait.server.gateway import tracing
 from plait.server.gateway.access_log import LogWriter, follow, start_log
 from plait.server.gateway.middleware import Traffic
@@ -165,7 +164,6 @@ def _serve_socket(
     thread = None
     try:
         server.publish_address()
-        keep_loaded()
         if on_listen is not None:
             thread = on_listen(server)
         server.run(sockets=[sock])
@@ -188,7 +186,6 @@ def load_only(load: Load, models: OnlyModel, server: Server) -> None:
         if not loading.stopping:
             server.fault, server.should_exit = error, True
         return
-    keep_loaded()
     if loading.arrive(front):
         logger.info("serving %s on %s", *models.fronts(), server.url)
     else:

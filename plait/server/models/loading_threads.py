@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from plait.server.garbage import drop_unloaded, keep_loaded
 from plait.server.gateway.request_context import LoadingState
 from plait.server.models.catalog import ModelEntry
 
@@ -79,7 +79,6 @@ class LoadingThreads:
             _call(loop, partial(on_error, error))
             return
         # From `arrive` on, the state of its loading has it, and the pool finds it there when it is closed.
-        keep_loaded()
         if not loading.arrive(front):
             front.close(drain=False)
             _call(loop, partial(on_error, InterruptedError("loading was cancelled")))
@@ -90,7 +89,9 @@ class LoadingThreads:
 def _run_close(loop: asyncio.AbstractEventLoop, holder: list[Front], on_gone: Callable[[], None]) -> None:
     try:
         holder.pop().close(drain=False)
-        drop_unloaded()  # a front is in circles; its vocabulary may have a hundred megabytes
+        gc.unfreeze()
+        gc.collect()  # a front is in circles; its vocabulary may have a hundred megabytes
+        gc.freeze()
     finally:
         _call(loop, on_gone)
 

@@ -11,4 +11,5 @@ from plait.server.models import loading_threads
 
 @pytest.fixture(autouse=True)
 def no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading_threads, "gc", SimpleNamespace(collect=lambda: 0))
+    names = ("unfreeze", "collect", "freeze")
+    monkeypatch.setattr(loading_threads, "gc", SimpleNamespace(**dict.fromkeys(names, int)))
