@@ -19,6 +19,7 @@ from plait.kernels.triton.forms import TARGETS, KernelForm
 from plait.kernels.triton.linear import few_rows, plane_forms
 from plait.ops.chip import EXAMPLES
 from tools.compile_kernels import (
+    PRODUCT,
     SHARED_KIB,
     Compiled,
     Report,
@@ -90,6 +91,16 @@ def test_faults_of_a_form_are_named() -> None:
         "it has no LDG.128",
     ]
     assert judge(form, Compiled("f", 90, 128, 0, 120 << 10, instructions={"HGMMA": 1, "LDG.128": 1})) == []
+
+
+def test_rows_that_warps_divide_among_them_are_a_fault_where_tiles_share_an_order() -> None:
+    layout = "#mma = #ttg.nvidia_mma<{versionMajor = 2, versionMinor = 0, warpsPerCTA = [4, 1]}>"
+    assert PRODUCT.findall(layout) == ["4"]
+    divided = Compiled("f", 90, warps_of_rows=4)
+    assert judge(KernelForm("f", None, {}, {}), divided) == []
+    assert judge(KernelForm("f", None, {}, {}, shares_rows=True), divided) == [
+        "rows are divided among 4 warps: sums have the order of this tile"
+    ]
 
 
 def test_instructions_for_each_weight_are_those_of_the_longest_loop() -> None:

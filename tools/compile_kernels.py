@@ -52,6 +52,7 @@ WIDE = ("LDG", "LDGSTS", "STG")
 LABEL = re.compile(r"\s*(\.L_\w+):")
 INSTRUCTION = re.compile(r"/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?[A-Z][A-Z0-9_]+")
 JUMP = re.compile(r"BRA\S*\s.*\((\.L_\w+)\)")
+PRODUCT = re.compile(r"nvidia_mma<\{[^}]*warpsPerCTA = \[(\d+),")  # Triton's layout of a product's result
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,7 @@ class Compiled:
     seconds: float = 0.0
     per_weight: float = 0.0  # instructions of a lane in the longest loop
     instructions: dict[str, int] = field(default_factory=dict)
+    warps_of_rows: int = 1  # that the rows of its products are divided among
     faults: tuple[str, ...] = ()
 
 
@@ -122,8 +124,9 @@ def measure_form(form: KernelForm, target: int) -> Compiled:
     seen = count_instructions(code)
     spills = stack + seen.pop("LDL", 0) + seen.pop("STL", 0)
     per_weight = count_loop(code) * 32 * form.num_warps / form.weights if form.weights else 0.0
+    warps = max((int(count) for count in PRODUCT.findall(made.asm["ttgir"])), default=1)
     made_of = Compiled(
-        name, target, registers, spills, shared, seconds, per_weight, dict(sorted(seen.items()))
+        name, target, registers, spills, shared, seconds, per_weight, dict(sorted(seen.items())), warps
     )
     return replace(made_of, faults=tuple(judge(form, made_of)))
 
@@ -140,6 +143,8 @@ def judge(form: KernelForm, made: Compiled) -> list[str]:
     for wanted in form.demands:
         if wanted and not any(made.instructions.get(name) for name in wanted):
             faults.append(f"it has no {' or '.join(wanted)}")
+    if form.shares_rows and made.warps_of_rows > 1:
+        faults.append(f"rows are divided among {made.warps_of_rows} warps: sums have the order of this tile")
     if made.per_weight > form.max_per_weight:
         faults.append(f"{made.per_weight:.2f} instructions for each weight, at most {form.max_per_weight:g}")
     return faults

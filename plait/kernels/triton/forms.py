@@ -20,7 +20,8 @@ class KernelForm:
     divides, "i32" any integer; an argument without an entry is an "i32". `demands`: instructions that the
     machine code must have, each a tuple of which one is enough. `max_registers`: of a thread. weights:
     numbers of a weight matrix that a program multiplies in one pass of its longest loop, 0 for other kernels;
-    `max_per_weight`: instructions of one lane for each of them.
+    `max_per_weight`: instructions of one lane for each of them. `shares_rows`: every warp has a part of each
+    row in its products, so that sums of a row have the same order in tiles with other rows.
     """
 
     name: str
@@ -35,6 +36,7 @@ class KernelForm:
     options: Mapping[str, object] = field(default_factory=dict)
     weights: int = 0
     max_per_weight: float = 0.0
+    shares_rows: bool = False
 
 
 def split_options(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -596,5 +596,5 @@ def _attend_forms(name: str, types: Mapping[str, str], suffix: str = "") -> Iter
         warps, stages = constants.pop("num_warps"), constants.pop("num_stages")
         yield KernelForm(
             f"attend, {name}, {step}{suffix}", attend, types, constants, warps, stages, demands=demands,
-            options=layout.options(KINDS[kept], name in LEANING),
+            options=layout.options(KINDS[kept], name in LEANING), shares_rows=True,
         )  # fmt: skip

@@ -50,11 +50,10 @@ class PagedLayout:
         return self.dim <= WIDE
 
     def rows(self, has_prompts: bool, kept: torch.dtype) -> int:
-        """Of a tile of queries, over a cache of `kept`. Wide heads, codes of all but narrow ones, and what is
-        float32, which has no matrix units, have no registers for more than a decode's."""
-        is_heavy = self.rest or self.dim > WIDE or (self.codes is not None and self.dim > 64)
+        """Of a tile of queries, over a cache of `kept`. Wide heads, and what is float32, which has no matrix
+        units, have no registers for more than a decode's."""
         is_wider = kept.itemsize > self.dtype.itemsize and 64 < self.dim <= 128  # by four warps
-        is_heavy = is_heavy or self.dtype == torch.float32 or is_wider
+        is_heavy = self.rest or self.dim > WIDE or self.dtype == torch.float32 or is_wider
         if self.rest and self.dtype == torch.float32 and kept != self.dtype:
             return FEW_ROWS
         return PROMPT_ROWS if has_prompts and not is_heavy else ROWS
