@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from plait.config import ServerConfig
+from plait.errors import ConfigError
+from plait.server.app import create_app
 from tests.server.conftest import Client, serving
 from tests.server.fake import fake_front
 
@@ -38,6 +41,12 @@ def test_a_named_origin_may_ask_and_read_also_refusals(origin: str, allowed: str
         answer = client.request("GET", "/v1/models", headers=headers)
         assert answer.headers["access-control-allow-origin"] == allowed
         assert "x-request-id" in answer.headers["access-control-expose-headers"]
+
+
+@pytest.mark.parametrize("origin", ["app.example", "https://app.example/", "https://App.example", ""])
+def test_what_no_browser_sends_as_its_origin_is_refused(origin: str) -> None:
+    with pytest.raises(ConfigError, match="cors_origin"):
+        create_app(fake_front(), ServerConfig(cors_origin=(ORIGIN, "*", origin)))
 
 
 def test_every_header_that_says_something_can_be_read_elsewhere() -> None:
