@@ -69,8 +69,9 @@ def test_another_origin_may_not() -> None:
 
 
 def test_hosts_that_are_named_are_allowed_and_others_are_not() -> None:
-    with serving(fake_front(), allowed_host=("llm.example",)) as client:
-        for host, status in (("LLM.example:443", 200), ("localhost", 200), ("other.example", 403)):
+    named = {"LLM.example:443": 200, "localhost": 200, "other.example": 403, "port.example:8080": 200}
+    with serving(fake_front(), allowed_host=("llm.example", "Port.example:8080")) as client:
+        for host, status in named.items():
             assert client.request("GET", "/version", headers={"Host": host}).status == status
 
 
