@@ -270,10 +270,10 @@ class Engine:
 
     def _record_start(self, plan: StepPlan, now: float) -> None:
         add_steps(plan, self._choices, plan.num_steps)
-        for choice in (self._choices[chunk.seq_id] for chunk in plan.chunks):
-            if choice.first_scheduled_s is None:
-                choice.first_scheduled_s = now
-                self.metrics.count_start(now - choice.arrival_s, choice.sequence.num_cached_tokens)
+        for choice in [self._choices[chunk.seq_id] for chunk in plan.chunks]:
+            if choice.first_scheduled_s is None:  # a prompt's cached tokens count once, as the prompt does
+                choice.first_scheduled_s, seq = now, choice.sequence
+                self.metrics.count_start(now - choice.arrival_s, 0 if seq.index else seq.num_cached_tokens)
 
     def _show_progress(self, plan: StepPlan, now: float) -> None:
         """Emit how far the prompts in a step are, before the token that a prompt's last chunk brings."""

@@ -33,7 +33,7 @@ HISTOGRAMS = (  # name, help, bounds
     ("step_seconds", "What a step took to compute.", GAPS_S),
     ("step_tokens", "Tokens computed in a step.", STEP_TOKENS),
     ("request_prompt_tokens", "Tokens in a prompt.", LENGTHS),
-    ("request_output_tokens", "Tokens in a reply.", LENGTHS),
+    ("request_output_tokens", "Tokens generated for a reply.", LENGTHS),
 )
 COUNTERS = {  # name -> help; the value is the attribute `num_` + name of `Metrics`
     "prompt_tokens": "Tokens of prompts taken.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import time
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from functools import partial
@@ -18,7 +19,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from plait.config import ServerConfig
-from plait.errors import Cancelled, DeadlineExceeded
+from plait.errors import Cancelled, ConfigError, DeadlineExceeded
 from plait.fair_queue import FairThreads, Slices, SliceTurns, current_client
 from plait.server import pages
 from plait.server.anthropic import messages
@@ -63,6 +64,7 @@ EXPOSED_HEADERS = (
 )
 PLAN_THREADS = max(min(32, (os.cpu_count() or 1) + 4), 3)  # as many as Python's own executor has
 MAX_WAIT_S = 1e6  # a request's timeout_s above it is none for waiting
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\sA-Z]+")
 PATHS = (
     "see /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/embeddings, /v1/models, and "
     "/docs for all"
@@ -141,7 +143,11 @@ def create_app(
 
 
 def _allow_origins(app: Starlette, origins: Sequence[str], *, may_delete: bool) -> None:
-    """Let pages of these origins call the server."""
+    """Let pages of these origins call the server. Raises ConfigError for what no browser sends as one."""
+    for origin in origins:
+        if origin not in {"*", "null"} and not _ORIGIN.fullmatch(origin):
+            wanted = "browsers send https://app.example, in lower case and without a slash at the end"
+            raise ConfigError(f"cors_origin: {origin!r} is no origin; {wanted}; *: any page")
     app.add_middleware(
         CORSMiddleware,
         allow_origins=origins,

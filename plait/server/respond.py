@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ from starlette.types import Receive
 from plait.request import RequestTrace
 from plait.server.api.reply import WARNING_HEADER, ApiReply, run_plan
 from plait.server.gateway.request_context import Generation, RequestContext
-from plait.server.http.errors import json_response
+from plait.server.http.errors import Problem, json_response
 from plait.server.http.transfer import EventStream, until_disconnect
 from plait.server.responses.reply import ResponsesReply
 
@@ -49,7 +49,12 @@ async def _respond(
     if reply.stream:
         rounds = ReplyRounds(context, reply, threads, interval)
         await rounds.start()
-        return EventStream(rounds.events(), rounds.close, reply.failed, form=reply.form)
+
+        def report_failure(found: Problem) -> Iterable[msgspec.Struct]:
+            context.exchange.reason = found.reason  # the log's status is that of the headers, 200
+            return reply.failed(found)
+
+        return EventStream(rounds.events(), rounds.close, report_failure, form=reply.form)
     if reply.has_rounds:
         await _run_rounds(ReplyRounds(context, reply, threads, None))
     else:

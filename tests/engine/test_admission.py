@@ -138,17 +138,17 @@ def test_every_event_has_the_number_of_cached_tokens() -> None:
     e, _, reader = timed()
     e.submit(request("a", SHARED), reader)
     finish(e)
-    e.submit(request("b", [*SHARED, 50, 51]), reader)
+    e.submit(request("b", [*SHARED, 50, 51], n=2), reader)
     e.submit(request("salted", [*SHARED, 50, 51], more={"cache_salt": "other"}), reader)
     finish(e)
-    assert {event.num_cached_tokens for event in reader.events["b", 0]} == {16}
+    assert {event.num_cached_tokens for i in (0, 1) for event in reader.events["b", i]} == {16}
     trace, salted = reader.last("b").trace, reader.last("salted").trace
     assert trace is not None
     assert salted is not None
     assert trace.num_cached_tokens == 16
     assert (salted.num_cached_tokens, salted.miss_cause) == (0, "new")
     assert reader.tokens("b") == reader.tokens("salted") == oracle([*SHARED, 50, 51], 5)
-    assert e.metrics.num_cached_tokens == 16
+    assert e.metrics.num_cached_tokens == 16  # of the prompt, which counts once
     assert (
         make_registry(e.metrics.families).get_sample_value(
             "plait_prefix_cache_lookups_total", {"cause": "new"}

@@ -137,7 +137,7 @@ class LogWriter(logging.Handler):
         self.num_dropped = 0
         self._fd = _open_log(path)
         self._next_fd: int | None = None  # set by `reopen`; the thread changes over between two writes
-        self._lines: deque[bytes] = deque()
+        self._lines: deque[tuple[bytes, int]] = deque()  # each with the dropped lines that it reports
         self._size = self._num_unreported = 0
         self._is_writing = self._is_stuck = False
         self._changed = threading.Condition()
@@ -164,10 +164,11 @@ class LogWriter(logging.Handler):
         except Exception as error:  # a caller's fault, which must be seen and must not end the caller
             text = f"{record.levelname} a record of {record.name} cannot be formatted: {error!r}"
         with self._changed:
-            if self._num_unreported:
-                text = f"{self._report()}\n{text}"
+            count, self._num_unreported = self._num_unreported, 0
+            if count:
+                text = f"{self._report(count)}\n{text}"
             line = text.encode(errors="backslashreplace") + b"\n"
-            self._lines.append(line)
+            self._lines.append((line, count))
             self._size += len(line) + LINE_OVERHEAD
             self._changed.notify_all()
 
@@ -180,8 +181,7 @@ class LogWriter(logging.Handler):
     def _is_idle(self) -> bool:
         return not self._lines and not self._is_writing
 
-    def _report(self) -> str:
-        count, self._num_unreported = self._num_unreported, 0
+    def _report(self, count: int) -> str:
         text = f"the log was not written in time: {count} lines were dropped here"
         return self.format(logging.LogRecord("plait.server", logging.WARNING, "", 0, text, (), None))
 
@@ -190,6 +190,7 @@ class LogWriter(logging.Handler):
         self._num_unreported += count
 
     def _run(self) -> None:
+        start = b""  # a line break, where the disk was full in the middle of a line
         while True:
             with self._changed:
                 self._is_writing = False
@@ -198,19 +199,27 @@ class LogWriter(logging.Handler):
                 self._is_writing = True
                 batch = self._take()
                 fd = self._current_fd()
-            written = _write(fd, b"".join(batch))
+            data = start + b"".join(line for line, _ in batch)
+            left = _write(fd, data)
+            if len(left) < len(data):
+                start = b"" if data[: len(data) - len(left)].endswith(b"\n") else b"\n"
+            lost: list[int] = []  # what the lines that were not written whole have reported
+            while batch and left:
+                line, count = batch.pop()
+                lost.append(count)
+                left = left[: -len(line)]
             with self._changed:
                 self._is_stuck = False
-                if not written:
-                    self._drop(len(batch))
+                self._drop(len(lost))
+                self._num_unreported += sum(lost)
 
-    def _take(self) -> list[bytes]:
-        batch: list[bytes] = []
+    def _take(self) -> list[tuple[bytes, int]]:
+        batch: list[tuple[bytes, int]] = []
         size = 0
         while self._lines and size < BATCH_BYTES:
             batch.append(self._lines.popleft())
-            size += len(batch[-1])
-            self._size -= len(batch[-1]) + LINE_OVERHEAD
+            size += len(batch[-1][0])
+            self._size -= len(batch[-1][0]) + LINE_OVERHEAD
         return batch
 
     def _current_fd(self) -> int:
@@ -220,8 +229,8 @@ class LogWriter(logging.Handler):
         return self._fd
 
 
-def _write(fd: int, data: bytes) -> bool:
-    """Whether all of it was written; waits for a pipe that is full."""
+def _write(fd: int, data: bytes) -> bytes:
+    """Write it, and wait for a pipe that is full. Returns what could not be written."""
     left = memoryview(data)
     while left:
         try:
@@ -232,8 +241,8 @@ def _write(fd: int, data: bytes) -> bool:
             poll.poll(RETRY_MS)
         except OSError:  # the pipe has no reader, or the disk no space
             time.sleep(0.01)
-            return False
-    return True
+            break
+    return bytes(left)
 
 
 def _open_log(path: str | None) -> int:

@@ -35,7 +35,7 @@ def check_host(config: ServerConfig, host: str | None) -> None:
     if host is None or (not config.allowed_host and not is_loopback(config.host)):
         return
     name = host_name(host)
-    if name in {allowed.lower() for allowed in config.allowed_host}:
+    if name in {host_name(allowed) for allowed in config.allowed_host}:  # written with a port, too
         return
     if is_loopback(config.host) and (
         name in _LOCAL_NAMES or name == config.host.lower() or is_loopback(name)

@@ -24,6 +24,7 @@ _DURATION = re.compile(r"-?(?:\d+(?:\.\d+)?|(?:\d+(?:\.\d+)?(?:ns|us|µs|ms|s|m|
 _PART_OF_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ns|us|µs|ms|s|m|h)")
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 MAX_DURATION_CHARS = 64
+_LONGEST_KEEP_S = 100 * 365 * 86_400  # longer is for ever: /api/ps has no date behind the year 9999
 
 
 class OllamaError(msgspec.Struct, frozen=True):
@@ -104,17 +105,19 @@ def check_keep_alive(value: object) -> bool:
 
 
 def read_keep_alive(value: object) -> float:
-    """How long a model is to stay after a request, in seconds; below zero means: for ever.
+    """How long a model is to stay after a request, in seconds; below zero, or a century, means: for ever.
 
     Raises InvalidField for what is no time.
     """
-    text = value.strip() if isinstance(value, str) else str(value)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    is_text = isinstance(value, str) and len(value) <= MAX_DURATION_CHARS and _DURATION.fullmatch(text)
-    if not (is_number or is_text):
+    text = value.strip() if isinstance(value, str) else ""
+    is_text = len(text) <= MAX_DURATION_CHARS and _DURATION.fullmatch(text)
+    if is_text:
+        parts = _PART_OF_DURATION.findall(text)
+        seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts) if parts else float(text)
+    elif isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf:
+        seconds = float(min(max(value, -1), _LONGEST_KEEP_S))
+    else:
         wanted = 'send seconds, or a duration such as "5m"; -1: for ever'
         raise InvalidField(f"keep_alive: {shorten(value)} is no time; {wanted}", "keep_alive")
-    if text.startswith("-"):
-        return math.inf
-    parts = _PART_OF_DURATION.findall(text) if is_text else []
-    return sum(float(number) * _SECONDS[unit] for number, unit in parts) if parts else float(text)
+    is_endless = text.startswith("-") or not 0 <= seconds < _LONGEST_KEEP_S
+    return math.inf if is_endless else seconds

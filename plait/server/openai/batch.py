@@ -23,6 +23,7 @@ from plait.server.http.transfer import decode_object, new_id
 
 METHOD = "POST"
 MAX_ID_CHARS = 512
+STREAMS_BY_DEFAULT = frozenset({"/api/chat", "/api/generate"})  # and a batch has no streams
 BUSY = frozenset({429, 503})
 PAUSES_S = (0.1, 0.5, 1.0, 5.0, 10.0)  # before a request that was rejected because of load is retried
 
@@ -71,6 +72,8 @@ def read_line(number: int, text: bytes) -> Line:
         return Line(number, name, fault=f"line {number}: body must be a JSON object")
     if _streams(body):
         return Line(number, name, fault=f"line {number}: stream: a batch has no streams; leave it out")
+    if url in STREAMS_BY_DEFAULT:
+        body = {**body, "stream": False}
     return Line(number, name, url, msgspec.json.encode(body))
 
 

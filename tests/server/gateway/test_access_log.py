@@ -105,6 +105,16 @@ def test_a_refusal_says_why_and_nothing_of_what_was_sent(kept: Kept) -> None:
     assert reasons[2].startswith("model_not_found (model): ")
 
 
+def test_a_stream_that_fails_says_why(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("plait.server.gateway.request_context.FIRST_WAIT_S", 0.0)
+    with serving(fake_front()) as client:
+        for path in ("/v1/completions", "/api/generate"):
+            assert client.post(path, {"model": "fake", "prompt": "BOOM", "stream": True}).status == 200
+        assert wait_until(lambda: len(kept.fields(method="POST")) == 2)
+    for found in kept.fields(method="POST"):
+        assert (found["status"], found["reason"]) == (200, "engine_error: the engine failed here")
+
+
 def test_refusals_before_any_endpoint_say_why_too(kept: Kept) -> None:
     with serving(fake_front(), api_key=("alice:secret",)) as client:
         for path, headers in (

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from plait.config import ServerConfig
+from plait.errors import ConfigError
+from plait.server.app import create_app
 from tests.server.conftest import Client, serving
 from tests.server.fake import fake_front
 
@@ -40,6 +43,12 @@ def test_a_named_origin_may_ask_and_read_also_refusals(origin: str, allowed: str
         assert "x-request-id" in answer.headers["access-control-expose-headers"]
 
 
+@pytest.mark.parametrize("origin", ["app.example", "https://app.example/", "https://App.example", ""])
+def test_what_no_browser_sends_as_its_origin_is_refused(origin: str) -> None:
+    with pytest.raises(ConfigError, match="cors_origin"):
+        create_app(fake_front(), ServerConfig(cors_origin=(ORIGIN, "*", origin)))
+
+
 def test_every_header_that_says_something_can_be_read_elsewhere() -> None:
     limits = {"requests_per_minute": 9, "tokens_per_minute": 900}
     with serving(fake_front(), cors_origin=(ORIGIN,), **limits) as client:
@@ -60,8 +69,9 @@ def test_another_origin_may_not() -> None:
 
 
 def test_hosts_that_are_named_are_allowed_and_others_are_not() -> None:
-    with serving(fake_front(), allowed_host=("llm.example",)) as client:
-        for host, status in (("LLM.example:443", 200), ("localhost", 200), ("other.example", 403)):
+    named = {"LLM.example:443": 200, "localhost": 200, "other.example": 403, "port.example:8080": 200}
+    with serving(fake_front(), allowed_host=("llm.example", "Port.example:8080")) as client:
+        for host, status in named.items():
             assert client.request("GET", "/version", headers={"Host": host}).status == status
 
 

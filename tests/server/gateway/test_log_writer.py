@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -165,3 +166,31 @@ def test_a_file_that_cannot_be_opened_is_refused_and_a_new_one_changes_nothing(t
     logged(writer, "still here")
     writer.flush()
     assert (tmp_path / "plait.log").read_text() == "still here\n"
+
+
+def test_a_line_that_a_full_disk_cut_spoils_no_other_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, write = tmp_path / "plait.log", os.write
+    writer, space = LogWriter(str(path)), [5]
+
+    def write_what_fits(fd: int, data: bytes) -> int:
+        fits = data[: space[0]] if fd == writer._fd else data
+        space[0] -= len(fits)
+        if not fits:
+            raise OSError(errno.ENOSPC, "the disk is full")
+        return write(fd, fits)
+
+    monkeypatch.setattr(os, "write", write_what_fits)
+    for text in ("first", "second", "third"):
+        logged(writer, text)
+        writer.flush()
+    space[0] = 1000
+    logged(writer, "fourth")
+    writer.flush()
+    assert path.read_text().splitlines() == [
+        "first",
+        "the log was not written in time: 3 lines were dropped here",
+        "fourth",
+    ]
+    assert writer.num_dropped == 3

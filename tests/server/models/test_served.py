@@ -97,7 +97,9 @@ def test_lists_say_what_is_loaded_and_show_loads_nothing(several: Client, bench:
 
 def test_keep_alive_is_read_on_every_path(several: Client, bench: Bench) -> None:
     model = bench.residents.models["small"]
-    for sent, seconds in (("10m", 600.0), (7, 7.0), (-1, float("inf")), (None, 300.0)):
+    endless = float("inf")
+    sents = {"10m": 600.0, 7: 7.0, -1: endless, "99999999h": endless, 10**400: endless, None: 300.0}
+    for sent, seconds in sents.items():
         body = {"prompt": "Hi", "model": "small", "max_tokens": 1, "keep_alive": sent}
         for path in ("/v1/completions", "/api/generate"):
             answer = several.post(path, {**body, "stream": False} if "api" in path else body)
@@ -105,6 +107,7 @@ def test_keep_alive_is_read_on_every_path(several: Client, bench: Bench) -> None
             assert "x-plait-ignored" not in answer.headers
             assert wait_until(lambda: model.num_users == 0)
             assert model.keep_s == seconds
+            assert several.get("/api/ps").status == 200  # it has the date until which the model stays
     assert several.post("/api/generate", {"model": "small", "keep_alive": "soon"}).status == 400
 
 

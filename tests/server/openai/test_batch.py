@@ -45,13 +45,15 @@ def test_every_kind_of_request_is_answered_as_over_http() -> None:
         line("f", "/v1/score", text_1="a", text_2="b"),
         b"\n",
         line("g", "/tokenize", prompt="a"),
+        line("h", "/api/chat", messages=messages),
     )
     assert {one["response"]["status_code"] for one in found.values()} == {200}
     assert found["a"]["response"]["body"]["choices"][0]["text"] == "hi"
     assert found["b"]["response"]["body"]["choices"][0]["message"]["content"] == "hello"
     assert found["e"]["response"]["body"]["content"][0]["text"] == "hello"
+    assert found["h"]["response"]["body"]["message"]["content"] == "hello"
     assert all(one["response"]["request_id"] for one in found.values())
-    assert (counts.done, counts.failed) == (7, 0)
+    assert (counts.done, counts.failed) == (8, 0)
 
 
 def test_a_batch_ends_when_its_engine_is_given_up() -> None:
