@@ -23,6 +23,8 @@ import numpy as np
 import pytest
 import torch
 
+from plait.llm.outputs import CompletionOutput, Logprob, RequestOutput
+
 triton = pytest.importorskip("triton", reason="Triton is not installed here")
 import triton.language as tl  # noqa: E402
 
@@ -144,6 +146,23 @@ def test_a_complaint_is_printed_once_with_how_often_it_came(command: ModuleType)
     assert command.describe("") == []
     text = "".join(f"{one}\0\n" for one in ("a", "two\nlines", "a"))
     assert command.describe(text)[1:] == ["the stand-in for CUDA complains:", "2 times: a", "two\nlines"]
+
+
+def test_a_comparison_names_tokens_and_log_probabilities_that_differ(package: None) -> None:
+    compare = importlib.import_module(f"{PACKAGE}.compare")
+    assert compare.read_options(["kv_dtype=int8", "max_num_seqs=3", "a=b"]) == (
+        {"kv_dtype": "int8", "max_num_seqs": 3},
+        ["a=b"],
+    )
+
+    def reply(*tokens: int, off: float = 0.0) -> RequestOutput:
+        scores = [{token: Logprob(off - 1.0, 1, "")} for token in tokens]
+        return RequestOutput("", None, [], [CompletionOutput(0, "", list(tokens), scores)])
+
+    found = compare.find_differences
+    assert list(found([reply(5, 6)], [reply(5, 6, off=1e-4)])) == []
+    assert list(found([reply(5, 6)], [reply(5, 7)])) == ["request 0, token 1: [5, 6], not [5, 7]"]
+    assert list(found([reply(5)], [reply(5, off=0.5)])) == ["request 0: a log-probability is 0.5 off"]
 
 
 def test_its_python_has_the_packages_of_this_one_and_the_hook(build: ModuleType, tmp_path: Path) -> None:

@@ -42,10 +42,8 @@ def choose_device(requested: str, index: int = 0, size: int = 1) -> tuple[torch.
         named = requested.partition(":")[2]
         numbers = [int(number) for number in named.split(",")] if named else list(range(size))
         device = torch.device("cuda", numbers[index])
-        if (count := torch.cuda.device_count()) <= (device.index or 0):
-            raise ConfigError(
-                f"device: {requested} was requested, but there are {count} CUDA devices, from 0 on"
-            )
+        if (count := torch.cuda.device_count()) <= max(numbers):
+            raise ConfigError(_why_too_few(requested if named else "", size, count))
         chip = read_chip(device)
         assert chip is not None
         if chip.capability >= OLDEST:
@@ -57,6 +55,17 @@ def choose_device(requested: str, index: int = 0, size: int = 1) -> tuple[torch.
     if requested != "auto":
         raise ConfigError(f"device: {requested} was requested, but {refusal}; use --cpu")
     return torch.device("cpu"), refusal
+
+
+def _why_too_few(requested: str, size: int, count: int) -> str:
+    """`requested`: the numbers that were named, empty: none was. `count`: of the devices that there are."""
+    there = "there is 1 CUDA device" if count == 1 else f"there are {count} CUDA devices"
+    if requested:
+        return f"device: {requested} was requested, but {there}, from 0 on"
+    return (
+        f"tensor_parallel_size: {size} ranks need a GPU each, but {there}; ask for {count}, or set device to "
+        "cpu"
+    )
 
 
 def _why_no_example(requested: str) -> str:

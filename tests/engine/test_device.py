@@ -38,6 +38,9 @@ def test_auto_takes_the_first_gpu_and_a_number_takes_that_one(monkeypatch: pytes
     assert choose_device("cpu")[0] == torch.device("cpu")
     with pytest.raises(ConfigError, match="cuda:2 was requested, but there are 2 CUDA devices"):
         choose_device("cuda:2")
+    for requested in ("auto", "cuda"):  # before rank 0 waits for one that cannot begin
+        with pytest.raises(ConfigError, match="3 ranks need a GPU each, but there are 2 CUDA devices"):
+            choose_device(requested, 0, 3)
 
 
 def test_a_gpu_that_is_too_old_is_refused_by_name_and_auto_takes_the_cpu(

@@ -56,6 +56,9 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--compile", action="store_true", help="also compile each kernel, and go through Triton's launcher"
     )
+    parser.add_argument(
+        "--compare", action="store_true", help="behind -- are models for compare.py, not arguments of plait"
+    )
     given = list(arguments)
     at = given.index("--") if "--" in given else len(given)
     options = parser.parse_args(given[:at])
@@ -93,9 +96,9 @@ def make_environment(
     }
 
 
-def run_plait(python: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    """The exit code of plait, to which signals go on."""
-    process = subprocess.Popen([str(python), "-m", "plait", *arguments], env=environment)
+def run_program(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """The exit code of a program, to which signals go on."""
+    process = subprocess.Popen(command, env=environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to plait, too
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda received, _: process.send_signal(received))
@@ -109,7 +112,8 @@ def run_with(parts: Parts, options: argparse.Namespace, arguments: Sequence[str]
     with tempfile.TemporaryDirectory(prefix="cuda_stand_in-") as folder:
         complaints = Path(folder) / "complaints"
         environment = make_environment(os.environ, options, libraries, parts.runtime.name, complaints)
-        code = run_plait(libraries / PYTHON, arguments, environment)
+        program = "cuda_stand_in.compare" if options.compare else "plait"
+        code = run_program([str(libraries / PYTHON), "-m", program, *arguments], environment)
         text = complaints.read_text(errors="replace") if complaints.exists() else ""
     for line in describe(text):
         print(line, file=sys.stderr)
