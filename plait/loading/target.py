@@ -39,6 +39,7 @@ from plait.runner.graph_backends import CudaGraphs, TorchGraphs
 from plait.runner.ranks.group_comm import GroupComm
 from plait.version import __version__
 
+FOR_CPUS = ("precise", "prefill", "isa")  # options that change what kernels on a CPU compute
 log = logging.getLogger("plait")
 
 
@@ -111,6 +112,9 @@ def check_device(config: EngineConfig, device: torch.device) -> None:
         raise ConfigError(NO_DISK)
     if config.lora or config.lora_folder is not None:
         raise ConfigError(NO_ADAPTERS)
+    usual = EngineConfig()
+    if unread := [name for name in FOR_CPUS if getattr(config, name) != getattr(usual, name)]:
+        log.warning("%s: for CPUs alone, without effect on %s", ", ".join(unread), device)
 
 
 def check_kept(config: EngineConfig, chip: Chip | None) -> None:
