@@ -25,6 +25,7 @@ import torch
 from plait.cache_folder import cache_base
 from plait.kernels.load import executor, load_kernels
 from plait.state import host_store
+from tests.quick_interpreter import patch_language_once
 from tests.written_once import share_in
 
 pytest_plugins = ("tests.sampling", "tests.skips")
@@ -42,6 +43,7 @@ def pytest_sessionstart() -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()  # what exists now stays: no collection of garbage looks at it again
     gc.enable()
+    patch_language_once()
 
 
 def pytest_sessionfinish() -> None:

@@ -50,7 +50,8 @@ def split_options(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
 # What follows from other constants (assembly), or is decided by sizes alone: whole steps, shares, rows of a
 # scale.
 SIZES = frozenset({"CODE", "EVEN", "IS_SPLIT", "BLOCKS", "ZERO", "BASE"})
-EPILOGUE = frozenset({"BIAS", "ACT"})  # what follows the loop of a product, whatever the loop decodes
+# What follows the loop of a product, whatever the loop decodes.
+EPILOGUE = frozenset({"BIAS", "ACT", "KIND"})
 EXACT = frozenset({"BITS", "HIGH", "VALUE", "SCALES"})  # numbers that decide the code: of planes
 
 

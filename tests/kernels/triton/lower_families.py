@@ -3,7 +3,8 @@
     python -m tests.kernels.triton.lower_families DTYPE [OPTIONS] [FAMILY...]
 
 It prints one JSON object. --kept: what keys, values and latents are kept in; --quantize: the format of linear
-weights; --one-form: as `--deterministic` runs. `uncompiled`: launches of a kind that gate C does not have.
+weights; --one-form: as `--deterministic` runs. `uncompiled`: launches of a kind that gate C does not have;
+`refused`: families that do not take the options, with why.
 
 `lower_launches` has the cases of the ops. Here are the dtypes, strides and sizes that mixers give them: a
 product of two dtypes, which the interpreter computes, is one that no GPU takes. The model lies on a GPU that
@@ -27,6 +28,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from plait.checkpoint.weights import Target, Weights
+from plait.errors import UnsupportedModel
 from plait.kernels.load import load_for_gpu
 from plait.memory import block_groups, has_slots
 from plait.model.decoder import Decoder
@@ -75,7 +77,7 @@ def main() -> None:
     given = parser.parse_intermixed_args()
     dtype, names = getattr(torch, given.dtype), given.families or NAMES
     options = {"kv_dtype": given.kept, "quantize": given.quantize, "deterministic": given.one_form}
-    patch, lowering = pytest.MonkeyPatch(), Lowering()
+    patch, lowering, refused = pytest.MonkeyPatch(), Lowering(), dict[str, str]()
 
     def run(kernel: Any, *args: Any, grid: tuple[int, ...], warmup: bool, **options: Any) -> None:
         try:
@@ -91,11 +93,13 @@ def main() -> None:
     with pretended(patch):
         for family in names:
             with tempfile.TemporaryDirectory() as folder:
-                run_steps(family, Path(folder), dtype, **options)
-    found = {"families": len(names), "launches": lowering.num_launches, "forms": len(lowering.seen)}
-    sys.stdout.write(
-        json.dumps({**found, "faults": lowering.faults, "uncompiled": lowering.uncompiled}) + "\n"
-    )
+                try:
+                    run_steps(family, Path(folder), dtype, **options)
+                except UnsupportedModel as error:
+                    refused[family] = str(error)
+    found = {"launches": lowering.num_launches, "forms": len(lowering.seen), "refused": refused}
+    found |= {"families": len(names) - len(refused), "faults": lowering.faults}
+    sys.stdout.write(json.dumps({**found, "uncompiled": lowering.uncompiled}) + "\n")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ Not every combination is compiled, because parts of a kernel do not depend on ea
 * float16 has the tiles of bfloat16. A launch in float16 is compiled if its flags are in bfloat16, and if its
   dtypes and its layout of planes are with any flags.
 * What follows the loop of a product (a bias, an activation) is the same behind every layout. A launch is
-  compiled if its loop is with any of them, and if what follows is behind any loop.
+  compiled if its loop is with any of them, and if what follows is behind any loop of as many products.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def find_form(
         return exact
     loops = {*constants} - EPILOGUE
     has_loop = any(launch.has_flags(form, loops) and launch.has_types(form, is_half=True) for form in forms)
-    if not has_loop or not any(launch.has_flags(form, EPILOGUE) for form in forms):
+    if not has_loop or not any(launch.has_flags(form, EPILOGUE | {"GATED"}) for form in forms):
         return None
     return next((form for form in forms if launch.has_flags(form, EXACT) and launch.has_types(form)), None)
 

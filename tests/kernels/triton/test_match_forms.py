@@ -57,3 +57,6 @@ def test_what_follows_a_loop_may_be_compiled_behind_another_loop() -> None:
     assert form.constants["ACT"] == ""
     assert find(form, ACT="silu") is not None  # Q4_K has it
     assert find(form, ACT="of no model") is None
+    picked = form_named("expert_up", "expert_up, qwen3 30b-a3b, picked")
+    assert find(picked, KIND="situ") is not None
+    assert find(picked, KIND="situ", GATED=False) is None  # it has two arguments

@@ -505,6 +505,7 @@ SHAPES = {  # heads, kv_heads, dim, rest, window, softcap, sinks, codes
     "gqa 8/4 d256 window softcap int8": (8, 4, 256, 0, 4096, 50.0, False, True),
     "gqa 64/8 d64 sinks int8": (64, 8, 64, 0, None, None, True, True),
     "gqa 64/8 d64 window sinks int8": (64, 8, 64, 0, 128, None, True, True),
+    "gqa 64/1 d512 window sinks int8": (64, 1, 512, 0, 128, None, True, True),
     "gqa 32/32 d128 alibi int8": (32, 32, 128, 0, None, None, False, True),
     "mla 16 heads window": (16, 1, 512, 64, 512, None, False, False),
     "mla 16 heads window int8": (16, 1, 512, 64, 512, None, False, True),
@@ -527,8 +528,7 @@ WIDE_SHAPES = (
     "mla 16 heads int8",
     "gqa 32/32 d96",
     "gqa 8/4 d256 softcap",
-    "gqa 32/32 d128 alibi",
-    *("gqa 8/4 d256 softcap int8", "gqa 8/4 d256 window softcap int8"),
+    *("gqa 32/32 d128 alibi", "gqa 8/4 d256 softcap int8", "gqa 8/4 d256 window softcap int8"),
 )
 ROUNDED_SHAPES = (
     *("gqa 32/8 d128", "gqa 8/4 d256 window softcap", "gqa 8/2 d512", "mla 16 heads"),

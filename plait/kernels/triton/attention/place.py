@@ -512,6 +512,8 @@ SHAPES: dict[str, Shape] = {  # heads, kv_heads, dim, pairs, interleaved, norm o
     "64/8 d128 codes, layer norm, pairs": (64, 8, 128, 64, True, "each", True),
     "48/8 d128 codes, norm over all, 64 rotated": (48, 8, 128, 32, False, "all", True),
     "32/32 d80 codes, layer norm, 32 rotated": (32, 32, 80, 16, False, "each", True),
+    "64/8 d128 codes, head norm, pairs": (64, 8, 128, 64, True, "head", True),
+    "32/32 d128 codes, layer norm with bias": (32, 32, 128, 64, False, "head", True),
     "32/8 d128 layer norm": (32, 8, 128, 64, False, "head", False),
     "64/8 d128 layer norm, pairs": (64, 8, 128, 64, True, "each", False),
     "32/32 d80 layer norm, 32 rotated": (32, 32, 80, 16, False, "head", False),

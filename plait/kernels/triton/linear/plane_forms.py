@@ -92,6 +92,8 @@ def forms() -> Iterator[KernelForm]:
     yield _few_form(
         "few rows, Q4_K, gate and up", PlanesTiling(layout, 28672, 4096), types, 8, "silu", most[0]
     )
+    act = "gelu_pytorch_tanh"
+    yield _few_form(f"few rows, Q4_K, {act}", PlanesTiling(layout, 28672, 4096), types, 8, act, most[0])
     layout, scales, most = LAYOUTS["Q4_0"]
     types = POINTERS | scale_types(layout, scales)
     yield _few_form("few rows, Q4_0, 576 inputs", PlanesTiling(layout, 576, 576), types, 8, "", 3.0)

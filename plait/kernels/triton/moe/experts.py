@@ -253,6 +253,7 @@ DECODED = (
     "deepseek-v2-lite",
     "qwen3-next",
     "gpt-oss",
+    "nemotron-3-nano",
 )  # of storages that are decoded to scratch memory
 CLOSED = ("qwen3-next",)  # a gate weighs the shared expert
 WIDE = (("LDG.128", "LDGSTS.128"),)
@@ -262,6 +263,14 @@ TYPES = {
     "starts": "i32*", "order": "i32*", "n_in": "i32!", "size": "i32!", "hidden": "i32!", "x_row": "i32!",
     "shared_row": "i32!",
 }  # fmt: skip
+
+
+def list_others() -> Iterator[tuple[str, str, bool]]:
+    """(name, kind, gated) of activations that are compiled at the sizes of one model."""
+    for kind in ("gelu", "gelu_pytorch_tanh", "relu", *PAIRS):
+        yield kind, kind, True
+    for kind in PLAIN:
+        yield f"{kind} without gate", kind, False
 
 
 @with_float16
@@ -283,10 +292,8 @@ def forms() -> Iterator[KernelForm]:
                 picked = constants | {"PICKED": True}
                 yield KernelForm(f"{named}, picked", kernel, TYPES, picked, **fields, demands=WIDE)
     k, hidden, *_ = SHAPES["qwen3 30b-a3b"]
-    for gated, kinds in ((True, ("silu", "gelu", "gelu_pytorch_tanh", "relu", *PAIRS)), (False, PLAIN)):
-        for kind in kinds:
-            flags = {"K": k, "BIASED": False, "PICKED": False, "KIND": kind, "GATED": gated}
-            tile = up_tile(hidden)
-            warps, constants = tile.pop("num_warps"), {**flags, **tile}
-            named = f"expert_up, {kind}" + ("" if gated else " without gate")
-            yield KernelForm(named, expert_up, TYPES, constants, warps, demands=WIDE)
+    for what, kind, gated in list_others():
+        flags = {"K": k, "BIASED": False, "PICKED": False, "KIND": kind, "GATED": gated}
+        tile = up_tile(hidden)
+        warps, constants = tile.pop("num_warps"), {**flags, **tile}
+        yield KernelForm(f"expert_up, {what}", expert_up, TYPES, constants, warps, demands=WIDE)

@@ -31,6 +31,7 @@ from plait.kernels.triton.moe.experts import (
     SHAPES,
     TYPES,
     SumStart,
+    list_others,
     load_start,
     order_experts,
     pick_expert,
@@ -259,7 +260,8 @@ def _form(
 
 @with_float16
 def forms() -> Iterator[KernelForm]:
-    """What models of published sizes launch: each kind of layer with every tile, all others with one."""
+    """What models of published sizes launch: each kind of layer with every tile, all others with one; and
+    other activations, at the sizes of one of them."""
     yield KernelForm("sort_pairs", sort_pairs, TYPES, {"BLOCK": BLOCK})
     demands = (("HMMA", "HGMMA"), ("LDG.128", "LDGSTS.128"))
     for name, (k, _, _, kind, gated, biased, shared) in SHAPES.items():
@@ -278,3 +280,8 @@ def forms() -> Iterator[KernelForm]:
         constants |= {"SHARED": shared, "CLOSED": name in CLOSED}
         both = KernelForm(f"add_experts, {name}", add_experts, TYPES, constants)
         yield from (both, as_float32(both)) if name in ADDED else (both,)
+    k, count = SHAPES["qwen3 30b-a3b"][0], COUNTS["qwen3 30b-a3b"]
+    own = {"E": count, "EP": triton.next_power_of_2(count), "BIASED": False}
+    for what, kind, gated in list_others():
+        tile = product_tile(64, gated, torch.bfloat16)
+        yield _form(f"multiply_groups, {what}, 64 rows", own, k, (kind, gated), tile, TYPES, demands)

@@ -11,6 +11,7 @@ An expert's planes are items of a stack, at a multiple of a stride from the firs
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import triton
@@ -21,7 +22,7 @@ from plait.kernels.triton.forms import FLOAT16, FLOAT32, KernelForm, as_half, sp
 from plait.kernels.triton.linear.multiply_planes import multiply_planes
 from plait.kernels.triton.linear.plane_arguments import plane_constants
 from plait.kernels.triton.maths import apply_activation, apply_gated
-from plait.kernels.triton.moe.experts import SHAPES, TYPES
+from plait.kernels.triton.moe.experts import SHAPES, TYPES, list_others
 from plait.kernels.triton.moe.grouped_experts import COUNTS, find_tile
 from plait.kernels.triton.shared_memory import LEAST_SHARED, plane_memory, shared_limit
 from plait.ops.expert_stack import ExpertStack
@@ -169,12 +170,13 @@ def pair_tile(layout: PlaneLayout, each: int, limit: int = LEAST_SHARED) -> dict
     memory that a block of the device may have.
 
     Units of 256 columns have one stage less, because x takes most of the shared memory there. Their codes of
-    two bits have at most 16 pairs, for want of registers. Up to so many pairs they are given all registers,
-    and four-bit codes of 16 pairs have enough for four blocks: left to itself, ptxas spills to have one block
-    more on a processor.
+    two bits have at most 16 pairs, for want of registers, and so have those of five bits in smaller blocks:
+    32 pairs of Q5_0 spill. Up to so many pairs they are given all registers, and four-bit codes of 16 pairs
+    have enough for four blocks: left to itself, ptxas spills to have one block more on a processor.
     """
     narrow, has_high = layout.unit <= 64, layout.high == 1
-    rows = 8 if each < 8 else 16 if each < 24 or (has_high and layout.bits == 2) else 32
+    is_few = each < 24 or (has_high and (layout.bits == 2 or layout.block < layout.unit))
+    rows = 8 if each < 8 else 16 if is_few else 32
     outputs = 32 if rows < 32 and narrow else 16
     is_short = (rows == 32 and narrow) or (rows > 8 and has_high)
     options = {"maxnreg": 255} if has_high and rows < 32 else {}
@@ -193,11 +195,13 @@ STORAGES = {  # layout, type of scales, type of levels
     "int4 g128 zeros": (PlaneLayout(4, 0, "integer", 8, "zeros", 128, 128), "fp16*", "i8*"),
     "Q3_K": (PlaneLayout(2, 1, "integer", 4, "levels", 16, 256), "fp16*", "i8*"),
     "Q5_K": (PlaneLayout(4, 1, "integer", 0, "mins", 32, 256), "i32*", "i16*"),
+    "Q5_0": (PlaneLayout(4, 1, "integer", 16, "plain", 32, 32), "fp16*", "fp16*"),
 }
 PUBLISHED = (  # model, storage
     ("qwen3 30b-a3b", "Q4_K"), ("qwen3 30b-a3b", "int4 g128 zeros"), ("qwen3 30b-a3b", "Q3_K"),
     ("qwen3 30b-a3b", "Q5_K"), ("mixtral", "Q6_K"), ("gpt-oss", "mxfp4"), ("deepseek-v3", "fp8 blocks"),
-    ("nemotron-3-nano", "Q8_0"),
+    ("nemotron-3-nano", "Q8_0"), ("gpt-oss", "Q8_0"),
+    ("nemotron-3-nano", "Q5_0"), ("gpt-oss", "Q5_0"),  # in place of Q4_K, of which 256 divides the inputs
 )  # fmt: skip
 USUAL = ("Q4_K", "int4 g128 zeros")
 STRIDES = (
@@ -207,10 +211,14 @@ STRIDES = (
 
 
 def forms() -> Iterator[KernelForm]:
-    """What models of published sizes launch: slots, and tiles of every size."""
+    """What models of published sizes launch: slots, and tiles of every size; and other activations."""
     for name, storage in PUBLISHED:
         yield from _pair_forms(name, storage, torch.bfloat16)
         yield from _pair_forms(name, storage, torch.float16)
+    first = next(_pair_forms(*PUBLISHED[0], torch.bfloat16))
+    for what, kind, gated in list_others():
+        own = {**first.constants, "KIND": kind, "GATED": gated}
+        yield replace(first, name=f"multiply_pairs, Q4_K, {what}, slots", constants=own)
     for end, x in (("", "bf16*"), (FLOAT32, "fp32*"), (FLOAT16, "fp16*")):
         types = TYPES | {"x": x, "out": x}
         yield KernelForm(f"order_columns{end}", order_columns, types, {"K": 8, "BLOCK": COLUMNS})
