@@ -218,7 +218,9 @@ class Runtime:
     """A lazy device of its own: the library has its state in variables, so each test loads a copy."""
 
     def __init__(self, library: Path, folder: Path) -> None:
-        self._library = ctypes.CDLL(shutil.copy(library, folder / "libcudart.so"))
+        # Bound to itself first: in a torch with CUDA there is another library with these names.
+        own = getattr(os, "RTLD_DEEPBIND", 0) | os.RTLD_NOW
+        self._library = ctypes.CDLL(shutil.copy(library, folder / "libcudart.so"), mode=own)
         self._complaints = Path(os.environ["CUDA_STAND_IN_COMPLAINTS"])
 
     def call(self, name: str, *arguments: object) -> int:
