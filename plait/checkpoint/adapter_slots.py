@@ -6,10 +6,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
 from plait.errors import ShapeMismatch
 from plait.ops.linear import Linear
-from plait.ops.low_rank import AdapterLimits, AdapterSite, AddedAdapters, HeadSites, LowRankFactors, StepRows
+from plait.ops.low_rank import (
+    AdapterLimits,
+    AdapterSite,
+    AddedAdapters,
+    FactorSite,
+    HeadSites,
+    LowRankFactors,
+    SitesByHead,
+    StepRows,
+)
 from plait.ops.registry import Bind
+from plait.ops.stacked_low_rank import StackedSite
 
 
 class FactorSource(Protocol):
@@ -18,11 +30,13 @@ class FactorSource(Protocol):
     @property
     def path(self) -> Path: ...
     def has(self, ours: str) -> bool: ...
+    def rank_of(self, ours: str) -> int: ...
     def take(self, ours: str) -> LowRankFactors | None: ...
     def check_all_used(self) -> None: ...
 
 
 BEHIND = "head.transform"  # its rows are those of logits, not the tokens of a step
+AnySite = AdapterSite | StackedSite
 UNREACHED = ("mimo_up", "mimo_down")  # layers that a kernel applies to each head
 
 
@@ -34,7 +48,7 @@ class AdapterSlots:
 
     def __init__(self, limits: AdapterLimits, known: Sequence[FactorSource] | None) -> None:
         self.limits, self.step, self._known = limits, StepRows(), known
-        self._sites: dict[tuple[str, ...], AdapterSite | HeadSites] = {}
+        self._sites: dict[tuple[str, ...], AnySite | HeadSites] = {}
 
     def attach(self, names: Sequence[str], linear: Linear, out_sizes: Sequence[int], bind: Bind) -> None:
         """Give a linear layer of these weights of ours, side by side, a site."""
@@ -43,19 +57,38 @@ class AdapterSlots:
         if (site := self.site(names, linear.n_in, out_sizes)) is not None:
             linear.add(AddedAdapters(site, self.step, bind))
 
-    def site(self, names: Sequence[str], n_in: int, out_sizes: Sequence[int]) -> AdapterSite | None:
+    def site(self, names: Sequence[str], n_in: int, out_sizes: Sequence[int]) -> AnySite | None:
         """The site of these weights; None: no adapter changes them."""
         if not self._may_change(names):
             return None
-        made = self._sites[tuple(names)] = AdapterSite(n_in, out_sizes, self.limits)
+        made: AnySite
+        if self.limits.stacked_on is None:
+            made = AdapterSite(n_in, out_sizes, self.limits)
+        else:
+            made = StackedSite(n_in, out_sizes, self.limits, self._rank_of(names))
+        self._sites[tuple(names)] = made
         return made
 
     def head_sites(self, name: str, heads: int, nope: int, v: int, latent: int) -> HeadSites | None:
         """The site of MLA's up-projection of that name; None: no adapter changes it."""
         if not self._may_change([name]):
             return None
-        made = self._sites[name,] = HeadSites(heads, nope, v, latent, self.limits)
+        limits, rank = self.limits, self._rank_of([name])
+
+        def make(n_in: int, n_out: int) -> FactorSite:
+            if limits.stacked_on is not None:
+                return StackedSite(n_in, (n_out,) * heads, limits, rank)
+            return SitesByHead([AdapterSite(n_in, (n_out,), limits) for _ in range(heads)])
+
+        keys, values = make(nope, latent), make(latent, v)
+        made = self._sites[name,] = HeadSites((heads, nope, v, latent), rank, keys, values)
         return made
+
+    def _rank_of(self, names: Sequence[str]) -> int:
+        """The largest rank of factors of these weights."""
+        if self._known is None:
+            return self.limits.max_rank
+        return max(match.rank_of(name) for match in self._known for name in names)
 
     def _may_change(self, names: Sequence[str]) -> bool:
         return self._known is None or any(match.has(name) for match in self._known for name in names)
@@ -72,6 +105,8 @@ class AdapterSlots:
                     if factors is not None:
                         _put(site, slot, part, factors, f"{match.path}: {name}")
             match.check_all_used()
+            if self.limits.stacked_on is not None and self.limits.stacked_on.type == "cuda":
+                torch.cuda.synchronize(self.limits.stacked_on)  # steps run on another stream
         except BaseException:
             self.clear(slot)
             raise
@@ -86,7 +121,7 @@ class AdapterSlots:
         return sum(site.nbytes for site in self._sites.values())
 
 
-def _put(site: AdapterSite | HeadSites, slot: int, part: int, factors: LowRankFactors, where: str) -> None:
+def _put(site: AnySite | HeadSites, slot: int, part: int, factors: LowRankFactors, where: str) -> None:
     if factors.rank > site.max_rank:
         raise ShapeMismatch(f"{where}: rank {factors.rank} is more than {site.max_rank} (--max-lora-rank)")
     try:

@@ -23,7 +23,7 @@ from plait.loading.kernel_trials.trials import try_kernels
 from plait.loading.make_engine import draft_with_head, make_compiler, make_engine, make_front
 from plait.loading.make_runner import make_runner, make_sampler
 from plait.loading.measure_memory import check_weights_fit, size_gpu
-from plait.loading.meta_model import check_rounded_state, list_ops
+from plait.loading.meta_model import check_rounded_state
 from plait.loading.open_model import Opened, Progress, banned_ids, load_decoder, weight_formats
 from plait.loading.packed_cache import list_shelves, shelf_of
 from plait.loading.probe_scorer import open_settled
@@ -33,6 +33,7 @@ from plait.loading.target import (
     choose_rank,
     config_of_ranks,
     find_cuts,
+    find_used_ops,
     make_target,
     take_verdicts,
 )
@@ -173,8 +174,7 @@ def _build_for(
         log.info("activations: %s, keys and values: %s", target.activations, target.kv_dtype)
         if target.device.type == "cuda":
             formats, cache_dir = weight_formats(opened), opened.config.cache_dir
-            used = None if opened.config.speculate == "mtp" else list_ops(opened.resolved, opened.checkpoint)
-            take_verdicts(target, try_kernels(target, formats, cache_dir, report, used))
+            take_verdicts(target, try_kernels(target, formats, cache_dir, report, find_used_ops(opened)))
         report("loading the tokenizer", 0, 1)
         return _build(opened, target, on_open(opened), report)
     except BaseException:

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from plait.checkpoint.weights import Target
 from plait.config import EngineConfig
+from plait.loading.adapters.place import load_adapters, place_adapters
 from plait.loading.open_model import Progress, load_decoder, open_model
 from plait.loading.target import make_target
 from plait.memory import block_groups, has_slots
 from plait.model.decoder import Decoder
 from plait.ops.chip import Chip
+from plait.ops.low_rank import AdapterRows
 from plait.ops.registry import Binding, OpFacts
 from plait.ops.sample import largest, sample
 from plait.runner.capture import capture_step, decode_batch
@@ -48,7 +50,9 @@ def try_example(model: str, config: EngineConfig, chip: Chip, report: Progress) 
     """Build the model for a chip that is made up, and capture a decode step. Raises what `build` raises."""
     opened = open_model(model, config)
     target = make_target(opened, torch.device("cpu"), chip)
+    named = place_adapters(opened, target)
     decoder = load_decoder(opened, target, report)
+    load_adapters(opened, target, named)
     facts = OpFacts("cuda", torch.float32, {"vocab_size": decoder.spec.vocab_size}, chip=chip)
     bound = (*target.bound, *(op.bind(facts, "sampler", config.ops)[1] for op in (largest, sample)))
     if not decoder.spec.causal:
@@ -68,5 +72,7 @@ def count_launches(decoder: Decoder, target: Target) -> tuple[Counter[str], Coun
     for tensor in store.tensors:
         tensor.zero_()
     batch = decode_batch(groups, SEQS, BLOCKS, store)
+    if decoder.adapters:
+        batch = replace(batch, adapters=AdapterRows.on_device(torch.ones_like(batch.state_slots)))
     capture, _ = capture_step(decoder, store, batch, strict=False, is_dry=True)
     return Counter(capture.launches), Counter(capture.faults)

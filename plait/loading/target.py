@@ -17,10 +17,10 @@ from plait.config import EngineConfig
 from plait.engine.device import choose_dtype
 from plait.errors import CannotDivide, ConfigError
 from plait.kernels.load import executor, load_for_gpu, load_kernels, why_no_amx
-from plait.loading.adapters.place import NO_ADAPTERS
 from plait.loading.disk_cache import NO_DISK
 from plait.loading.identity.fingerprint import COMPUTES, digest_model
 from plait.loading.identity.source_code import hash_code
+from plait.loading.meta_model import list_ops
 from plait.loading.open_model import (
     Opened,
     activations,
@@ -33,6 +33,7 @@ from plait.model.divide import count_shares, divide_model
 from plait.ops.chip import Chip, read_chip
 from plait.ops.ranks import Alone
 from plait.ops.registry import check_fused
+from plait.ops.stacked_low_rank import add_stacked_low_rank
 from plait.partition import Rank
 from plait.quant.gguf import BLOCK_TYPES
 from plait.runner.graph_backends import CudaGraphs, TorchGraphs
@@ -97,6 +98,17 @@ def make_target(
     return target
 
 
+def find_used_ops(opened: Opened) -> set[str] | None:
+    """The names of the ops that a model may bind on a GPU, and that trials are of; None: they may be any."""
+    config = opened.config
+    if config.speculate == "mtp":
+        return None
+    has_adapters = config.lora or config.lora_folder is not None
+    return list_ops(opened.resolved, opened.checkpoint) | (
+        {add_stacked_low_rank.name} if has_adapters else set()
+    )
+
+
 def take_verdicts(target: Target, chip: Chip | None) -> None:
     """Choose every kernel from now on by what trials found: those of the model, and those around its step."""
     target.chip = chip
@@ -110,8 +122,6 @@ def check_device(config: EngineConfig, device: torch.device) -> None:
         return
     if config.cache_disk is not None:
         raise ConfigError(NO_DISK)
-    if config.lora or config.lora_folder is not None:
-        raise ConfigError(NO_ADAPTERS)
     usual = EngineConfig()
     if unread := [name for name in FOR_CPUS if getattr(config, name) != getattr(usual, name)]:
         log.warning("%s: for CPUs alone, without effect on %s", ", ".join(unread), device)

@@ -255,6 +255,11 @@ class Linear:
             self._ahead[widest] = apply, (weight.before(adapters), *rest)
 
     @property
+    def is_changed(self) -> bool:
+        """Whether adapters add to its result in the step that this thread computes."""
+        return self.added is not None and self.added.step.current is not None
+
+    @property
     def nbytes(self) -> int:
         """Bytes of its weights as they are kept: packed, if the bound variant packs. Biases not counted."""
         return sum(int(weight.nbytes) for _, (weight, *_) in self._parts)

@@ -7,13 +7,14 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from plait.errors import ShapeMismatch
 from plait.ops.case import Case
-from plait.ops.registry import Arguments, Bind, Bound, op
+from plait.ops.registry import Arguments, Bind, Bound, Op, op
 
 LANES = 16  # ranks, or outputs, that kernels compute at a time
 WORDS = 4  # of a table's entry: addresses of A and B, rank, scale as float32 bits
@@ -67,7 +68,14 @@ class AdapterRows:
     @classmethod
     def of(cls, slots: Tensor) -> AdapterRows:
         """Of a step that is not recorded."""
+        if slots.is_cuda:
+            return cls.on_device(slots)
         return cls(slots, (slots > 0).sum()[None], slots.argsort(stable=True))
+
+    @classmethod
+    def on_device(cls, slots: Tensor) -> AdapterRows:
+        """Of a GPU, where kernels read `slots` alone: the rest is empty."""
+        return cls(slots, slots[:0], slots[:0])
 
 
 class StepRows(threading.local):
@@ -121,7 +129,7 @@ class AdapterLimits:
     """What the sites of a model have in common. dtype: of factors as they are kept, float32 or bfloat16.
 
     used: int64 [1], how many times 16 ranks the largest of all adapters has; allocate: gives memory for
-    factors, so many bytes.
+    factors, so many bytes. stacked_on: where a GPU's kernels read factors (`StackedSite`); None: a CPU's do.
     """
 
     num_slots: int
@@ -129,6 +137,7 @@ class AdapterLimits:
     dtype: torch.dtype = torch.float32
     used: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64))
     allocate: Callable[[int], Tensor] = _allocate_zeros
+    stacked_on: torch.device | None = None
 
     def keep(self, numbers: Tensor) -> Tensor:
         """A dense copy in memory for factors."""
@@ -153,6 +162,10 @@ class AdapterSite:
         self._kept: dict[tuple[int, int], _PaddedFactors] = {}
 
     @property
+    def op(self) -> Op:
+        return add_low_rank
+
+    @property
     def num_parts(self) -> int:
         return len(self.out_sizes)
 
@@ -163,13 +176,7 @@ class AdapterSite:
 
     def put(self, slot: int, part: int, factors: LowRankFactors) -> None:
         """Keep an adapter's factors. No step may run meanwhile. Raises ShapeMismatch."""
-        wanted = (factors.rank, self.n_in), (self.out_sizes[part], factors.rank)
-        found = tuple(factors.down.shape), tuple(factors.up.shape)
-        if found != wanted:
-            raise ShapeMismatch(
-                f"lora_A is {list(found[0])} and lora_B {list(found[1])}; the layer wants {list(wanted[0])} "
-                f"and {list(wanted[1])}"
-            )
+        check_factors(factors, self.n_in, self.out_sizes[part])
         self.used.clamp_(min=-(-factors.rank // LANES))
         kept = self._kept[slot, part] = _PaddedFactors.of(
             factors, self.n_in, self.out_sizes[part], self.limits
@@ -205,6 +212,17 @@ class AdapterSite:
             if kept := self._kept.get((slot, part)):
                 parts[part] = kept.add(before, x).to(y.dtype)
         return torch.cat(parts, -1)
+
+
+def check_factors(factors: LowRankFactors, n_in: int, n_out: int) -> None:
+    """Raises ShapeMismatch for factors of a layer of another size."""
+    wanted = (factors.rank, n_in), (n_out, factors.rank)
+    found = tuple(factors.down.shape), tuple(factors.up.shape)
+    if found != wanted:
+        raise ShapeMismatch(
+            f"lora_A is {list(found[0])} and lora_B {list(found[1])}; the layer wants {list(wanted[0])} "
+            f"and {list(wanted[1])}"
+        )
 
 
 CASES: list[Case] = [
@@ -255,16 +273,51 @@ def _inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     return (y, torch.randn(count, n_in, dtype=dtype, device=device), site, rows, tokens), {}
 
 
+class FactorSite(Protocol):
+    """Where adapters' factors of one layer are kept, part by part: `AdapterSite`, or a GPU's."""
+
+    n_in: int
+
+    @property
+    def op(self) -> Op: ...
+    @property
+    def nbytes(self) -> int: ...
+    def put(self, slot: int, part: int, factors: LowRankFactors) -> None: ...
+    def clear(self, slot: int) -> None: ...
+
+
+class SitesByHead:
+    """A site for each head, which is its part."""
+
+    def __init__(self, sites: Sequence[AdapterSite]) -> None:
+        self.sites, self.n_in = sites, sites[0].n_in
+
+    @property
+    def op(self) -> Op:
+        return add_head_low_rank
+
+    @property
+    def nbytes(self) -> int:
+        return sum(site.nbytes for site in self.sites)
+
+    def put(self, slot: int, part: int, factors: LowRankFactors) -> None:
+        self.sites[part].put(slot, 0, factors)
+
+    def clear(self, slot: int) -> None:
+        for site in self.sites:
+            site.clear(slot)
+
+
 class HeadSites:
     """What adapters add to MLA's up-projection, kv_b: of each head `nope` rows of keys, then `v` of values.
 
     It is absorbed: keys take q to the latent, so their factors change places; values take latents on.
+    keys: of `nope` inputs and `latent` outputs of each head; values: of `latent` inputs and `v` outputs.
     """
 
-    def __init__(self, heads: int, nope: int, v: int, latent: int, limits: AdapterLimits) -> None:
-        self.sizes, self.max_rank = (heads, nope, v, latent), limits.max_rank
-        self.keys = [AdapterSite(nope, (latent,), limits) for _ in range(heads)]
-        self.values = [AdapterSite(latent, (v,), limits) for _ in range(heads)]
+    def __init__(self, sizes: tuple[int, int, int, int], max_rank: int, keys: FactorSite, values: FactorSite):
+        """sizes: heads, nope, v, latent."""
+        self.sizes, self.max_rank, self.keys, self.values = sizes, max_rank, keys, values
 
     def put(self, slot: int, part: int, factors: LowRankFactors) -> None:
         """As `AdapterSite.put`, of all heads."""
@@ -275,25 +328,25 @@ class HeadSites:
                 f"{latent} inputs and {heads * (nope + v)} outputs"
             )
         ups = factors.up.view(heads, nope + v, -1)
-        for head, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
+        for head in range(heads):
             turned = LowRankFactors(ups[head, :nope].T, factors.down.T, factors.scale)
-            keys.put(slot, part, turned)
-            values.put(slot, part, LowRankFactors(factors.down, ups[head, nope:], factors.scale))
+            self.keys.put(slot, head, turned)
+            self.values.put(slot, head, LowRankFactors(factors.down, ups[head, nope:], factors.scale))
 
     def clear(self, slot: int) -> None:
         """As `AdapterSite.clear`."""
-        for site in (*self.keys, *self.values):
-            site.clear(slot)
+        self.keys.clear(slot)
+        self.values.clear(slot)
 
     @property
     def nbytes(self) -> int:
-        return sum(site.nbytes for site in (*self.keys, *self.values))
+        return self.keys.nbytes + self.values.nbytes
 
 
 @op(cases=[dict(rows=1, heads=2, n_in=12, n_out=32), dict(rows=17, heads=3, n_in=40, n_out=7)])
-def add_head_low_rank(y: Tensor, x: Tensor, sites: Sequence[AdapterSite], rows: AdapterRows) -> Tensor:
+def add_head_low_rank(y: Tensor, x: Tensor, heads: SitesByHead, rows: AdapterRows) -> Tensor:
     """As `add_low_rank`, each head by a site of its own. y: [T, H, m], x: [T, H, n] -> like y."""
-    for h, site in enumerate(sites):
+    for h, site in enumerate(heads.sites):
         add_low_rank.reference(y[:, h], x[:, h], site, rows)
     return y
 
@@ -306,20 +359,23 @@ def _head_inputs(case: Case, dtype: torch.dtype, device: str) -> Arguments:
         site.put(1, 0, LowRankFactors(torch.randn(4, n_in) / n_in**0.5, torch.randn(n_out, 4) / 2, 1.5))
     rows = AdapterRows.of((torch.arange(count, device=device) + 1) % 3)
     y = torch.randn(count, heads, n_out, dtype=dtype, device=device)
-    return (y, torch.randn(count, heads, n_in + 3, dtype=dtype, device=device)[..., :n_in], sites, rows), {}
+    x = torch.randn(count, heads, n_in + 3, dtype=dtype, device=device)[..., :n_in]
+    return (y, x, SitesByHead(sites), rows), {}
 
 
 class AddedAdapters:
     """What a linear layer with adapters calls behind its product."""
 
-    def __init__(self, site: AdapterSite, step: StepRows, bind: Bind) -> None:
+    def __init__(self, site: FactorSite, step: StepRows, bind: Bind) -> None:
         self.site, self.step = site, step
-        self._add: Bound = bind(add_low_rank)
+        self._add: Bound = bind(site.op)
 
     def words(self) -> tuple[Tensor | int, ...]:
         """Of the launch before: how many tokens have an adapter, slots, tokens in order, its ranges."""
         rows = self.step.current
-        return (0, 0, 0, 0) if rows is None else (rows.count, rows.slots, rows.order, self.site.ranges)
+        if rows is None or not isinstance(self.site, AdapterSite):
+            return 0, 0, 0, 0
+        return rows.count, rows.slots, rows.order, self.site.ranges
 
     def __call__(self, y: Tensor, x: Tensor, tokens: Tensor | None = None) -> Tensor:
         """See `add_low_rank`; in a step without adapters y as it is."""

@@ -215,7 +215,8 @@ def batch_tensors(batch: Batch) -> list[Tensor]:
     """Every tensor of a batch: the static buffers of a captured step."""
     fields = [getattr(batch, name) for name in batch.__slots__]
     paged = [t for index in batch.paged.values() for t in (index.block_table, index.slot_mapping)]
-    return [*(t for t in fields if isinstance(t, Tensor)), *paged]
+    slots = [batch.adapters.slots] if batch.adapters else []
+    return [*(t for t in fields if isinstance(t, Tensor)), *paged, *slots]
 
 
 def capture_step(

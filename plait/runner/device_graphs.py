@@ -10,8 +10,7 @@ check drafts have graphs of their own (`check_graphs`), and the host waits for t
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import product
 from typing import NamedTuple
 
@@ -37,6 +36,7 @@ from plait.runner.batches.inputs import (
 )
 from plait.runner.capture import decoder_tensors
 from plait.runner.check_graphs import CheckGraphs
+from plait.runner.device_ticket import DeviceTicket, Nothing
 from plait.runner.graph_backends import CapturedStep, GraphBackend
 from plait.runner.host.pooling import add_pooled
 from plait.runner.host.static_batch import Capacity
@@ -55,43 +55,14 @@ HEAVIEST = SamplingRow(
 
 
 class GraphKey(NamedTuple):
-    """What a graph is for. `form` None: it ends with the logits, which the host samples from."""
+    """What a graph is for. `form` None: it ends with the logits, which the host samples from.
+
+    has_adapters: a sequence has one; others' steps are without the launches for them.
+    """
 
     bucket: int
     form: DrawForm | None
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceTicket:
-    """A step of which the answers are on their way to the host.
-
-    `reads`: of each of its decode steps, ids and largest logits, [2, n] float64. `columns`: the columns of
-    each answer, in order. `seq_ids`: the sequences with one token each of each step.
-    """
-
-    replay: DeviceReplay
-    step: int
-    reads: Sequence[Callable[[], Tensor]]
-    columns: Sequence[Sequence[int]]
-    seq_ids: Sequence[int]
-    can_be_followed: bool
-
-    def wait(self) -> list[Sampled]:
-        """The answers to the plan's chunks. Raises EngineError for logits that are no numbers."""
-        order = [column for columns in self.columns for column in columns]
-        try:
-            found = np.stack([read().numpy() for read in self.reads])  # [steps, 2, n]
-            ids, values = found[:, 0, order].astype(np.int64), found[:, 1, order].astype(np.float32)
-            drawn = self.replay.sampler.host.likeliest(ids, values)
-        except BaseException:
-            self.replay.forget()
-            raise
-        tokens = iter([answer.token_ids for answer in drawn])
-        answers = [Sampled(tuple(t for _ in columns for t in next(tokens))) for columns in self.columns]
-        if self.can_be_followed:
-            last = [answer.token_ids[-1] for answer in answers if answer.token_ids]
-            self.replay.batch.learn(self.step, self.seq_ids, last)
-        return answers
+    has_adapters: bool = False
 
 
 class DeviceReplay:
@@ -110,6 +81,7 @@ class DeviceReplay:
         self._decoder, self._store, self.sampler, self._backend = decoder, store, sampler, backend
         self._observe: Observe | None = None
         self._groups, device = tuple(groups), backend.device
+        self._kinds = (False, True) if decoder.adapters else (False,)  # steps without adapters, and with
         self.batch = DeviceBatch(capacity, groups, device)
         self._tables = sampler.tables(self.batch.rows, device)
         self._eager_tables = sampler.tables(capacity.logits, device)
@@ -163,9 +135,9 @@ class DeviceReplay:
             self._largest = self._prepare_largest()
             if self.checks and self.checks.tokens < self.batch.rows:
                 self.checks.prepare()
-            for bucket, temperature in product(reversed(small), (1.0, 0.0)):
+            for bucket, temperature, adapted in product(reversed(small), (1.0, 0.0), self._kinds):
                 params = SamplingParams(temperature=temperature)
-                self._prepare_graph(bucket, SamplingRow(params, 1, 1, position=1, seed=0))
+                self._prepare_graph(bucket, SamplingRow(params, 1, 1, position=1, seed=0), adapted)
         self._filled = None
         if before is not None and (after := backend.free_nbytes()) is not None:
             log.info("memory: the graphs of startup have taken %d MiB", (before - after) >> 20)
@@ -174,15 +146,15 @@ class DeviceReplay:
         """The graph with the most memory: of all rows, drawn and edited; of fewer where that does not fit."""
         for bucket in reversed(self.batch.buckets):
             try:
-                return self._prepare_graph(bucket, HEAVIEST)
+                return self._prepare_graph(bucket, HEAVIEST, self._kinds[-1])
             except torch.OutOfMemoryError:
                 log.warning("steps of %d sequences are not captured: their memory is not there", bucket)
         return None
 
-    def _prepare_graph(self, bucket: int, row: SamplingRow) -> CapturedStep:
+    def _prepare_graph(self, bucket: int, row: SamplingRow, has_adapters: bool) -> CapturedStep:
         """Capture the graph for a batch of such rows."""
         self._tables.fill(SamplingBatch((row,) * bucket), range(bucket))
-        key = GraphKey(bucket, self._tables.form)
+        key = GraphKey(bucket, self._tables.form, has_adapters)
         graph = self._graphs[key] = self._capture(key)
         return graph
 
@@ -204,7 +176,8 @@ class DeviceReplay:
         bucket = self.batch.bucket_of(plan) if is_decoding(plan) else None
         if bucket is not None:
             rows = self.batch.update(plan, bucket)
-            key = GraphKey(bucket, self._tables.form if self._fill(plan, sampling, rows) else None)
+            form = self._tables.form if self._fill(plan, sampling, rows) else None
+            key = GraphKey(bucket, form, any(chunk.adapter for chunk in plan.chunks))
             if (graph := self._graph(key, plan, sampling, rows)) is not None:
                 return self._replayed(graph, key, plan, sampling, rows)
         if plan.num_steps > 1:
@@ -306,7 +279,7 @@ class DeviceReplay:
             group.name: self._locate(positions, batch.table(g, key.bucket), size)
             for g, group in enumerate(self._groups)
         }
-        own = batch.batch(key.bucket, mappings)
+        own = batch.batch(key.bucket, mappings, has_adapters=key.has_adapters)
         hidden = self._decoder.hidden(own, self._store)
         if self._observe:
             self._hidden[: key.bucket].copy_(hidden)
@@ -376,15 +349,6 @@ class DeviceReplay:
             batch.token_ids.index_copy_(0, places, self.batch.token_ids[sources])
         hidden = self._decoder.hidden(batch, self._store)
         return self._decoder.logits(hidden, batch), hidden, made
-
-
-@dataclass(frozen=True, slots=True)
-class Nothing(Done):
-    """The ticket of a step without answers: nothing has to be known before the next one."""
-
-    @property
-    def can_be_followed(self) -> bool:
-        return True
 
 
 def most_tables_nbytes(capacity: Capacity, vocab_size: int) -> int:

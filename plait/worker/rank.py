@@ -15,10 +15,9 @@ from plait.errors import EngineError, PlaitError
 from plait.loading.kernel_trials.trials import try_kernels
 from plait.loading.make_runner import make_runner, make_sampler
 from plait.loading.measure_memory import list_steps, measure_room
-from plait.loading.meta_model import list_ops
 from plait.loading.open_model import load_decoder, weight_formats
 from plait.loading.probe_scorer import open_settled
-from plait.loading.target import agreement_of, find_cuts, make_target, take_verdicts
+from plait.loading.target import agreement_of, find_cuts, find_used_ops, make_target, take_verdicts
 from plait.model.decoder import Decoder
 from plait.partition import Rank
 from plait.resource_limits import trim_heap
@@ -84,8 +83,7 @@ class Follower:
         cuts = find_cuts(opened, rank, join.meeting, device)
         self._target: Target = make_target(opened, device, cuts=cuts)
         if device.type == "cuda":  # each device has verdicts of its own; ranks that bind other kernels differ
-            formats = weight_formats(opened)
-            used = None if join.config.speculate == "mtp" else list_ops(opened.resolved, opened.checkpoint)
+            formats, used = weight_formats(opened), find_used_ops(opened)
             chip = try_kernels(self._target, formats, join.config.cache_dir, _silent, used)
             take_verdicts(self._target, chip)
         self._decoder: Decoder = load_decoder(opened, self._target, _silent)

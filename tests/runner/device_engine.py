@@ -9,12 +9,17 @@ from typing import Any
 
 import torch
 
+from plait.checkpoint.adapter_slots import AdapterSlots
+from plait.checkpoint.adapters.match import AdapterMatch
+from plait.checkpoint.adapters.peft import open_peft
 from plait.checkpoint.weights import Target, Weights
+from plait.engine.adapters import AdapterTable
 from plait.engine.core import Engine
 from plait.kernels.load import load_for_gpu
 from plait.memory import block_groups, has_slots
 from plait.model.decoder import Decoder
 from plait.ops.chip import EXAMPLES, Chip
+from plait.ops.low_rank import AdapterLimits
 from plait.request import Request, SamplingParams
 from plait.runner.device_graphs import DeviceReplay
 from plait.runner.graph_backends import TorchGraphs
@@ -40,6 +45,21 @@ def gpu_decoder(name: str, folder: Path, kept: str = "model", **changes: int) ->
     """A family's tiny model with what a GPU binds. `kept`: what keys, values and latents are kept in."""
     load_for_gpu()
     return _build(name, folder, changes, Weights, CHIP, kept)
+
+
+def adapted_decoder(name: str, folder: Path, adapters: Sequence[Path], **changes: int) -> Decoder:
+    """`gpu_decoder` with these adapters, in slots from 1 on, and a slot more."""
+    load_for_gpu()
+    config, checkpoint = _read_tiny(name, folder, changes)
+    found = resolved(checkpoint, config)
+    target = Target(CPU, torch.float32, LONGEST, found.spec.hidden_size, chip=CHIP, block_size=BLOCK)
+    matches = [AdapterMatch(open_peft(path, 64), found.hf_names or found.names) for path in adapters]
+    limits = AdapterLimits(len(matches) + 1, 64, torch.float32, stacked_on=CPU)
+    target.adapters = AdapterSlots(limits, matches)
+    decoder = Decoder(found.spec, Weights(checkpoint, found.names, target))
+    for slot, match in enumerate(matches, 1):
+        target.adapters.load(slot, match)
+    return decoder
 
 
 def plain_decoder(name: str, folder: Path, chip: Chip | None = None, **changes: int) -> Decoder:
@@ -120,6 +140,10 @@ class Side:
             cache=self.cache,
         )
         self.engine = Engine(self.runner, Scheduler(limits, memory), vocab_size=vocab, max_model_len=LONGEST)
+        num_slots = model.adapters.limits.num_slots if model.adapters else 0
+        self.engine.adapters = AdapterTable(num_slots, lambda slot, path: path, lambda slot: None)
+        for slot in range(1, num_slots):
+            self.engine.adapters.load(f"a{slot}", f"digest {slot}", ())
         self.reader = Reader()
 
     @property

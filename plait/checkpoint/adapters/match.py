@@ -41,6 +41,11 @@ class AdapterMatch:
         """Whether the adapter changes this weight of ours (a name without `.weight`)."""
         return any(source in self.file.pairs for source in self._sources(ours))
 
+    def rank_of(self, ours: str) -> int:
+        """The rank of the factors of this weight of ours, 0 where the adapter leaves it as it is."""
+        there = (source for source in self._sources(ours) if source in self.file.pairs)
+        return sum(self.file.pairs[source].rank for source in there)
+
     def take(self, ours: str) -> LowRankFactors | None:
         """The factors of our weight, in our layout; None: the adapter leaves it as it is.
 

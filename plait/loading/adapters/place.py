@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,16 +21,13 @@ from plait.checkpoint.readers.gguf_metadata import is_own
 from plait.checkpoint.weights import Target
 from plait.config import EngineConfig
 from plait.engine.adapters import AdapterTable, no_adapters, parse_named
-from plait.errors import ConfigError, MissingTensor, UnsupportedFormat
+from plait.errors import ConfigError, MissingTensor, UnsupportedFormat, list_some
 from plait.families.common.resolved import Resolved
 from plait.families.gguf.adapter_orders import find_orders
 from plait.kernels.load import allocate_packed
 from plait.ops.low_rank import AdapterLimits
 
-NO_ADAPTERS = (
-    "lora: adapters run on a CPU only so far, there are no GPU kernels for them; leave --lora out, "
-    "set device to cpu, or merge the adapter with `plait convert --lora`"
-)
+_EXPERTS = re.compile(r"(^|[.])experts[.]|_exps([.]|$)")  # not those that all tokens share
 log = logging.getLogger("plait")
 MORE_SLOTS = 4  # of a model that takes adapters at run time, if --max-loras does not say how many
 
@@ -95,8 +93,6 @@ def place_adapters(opened: AdaptableModel, target: Target) -> Sequence[NamedAdap
     config = opened.config
     if not config.lora and config.lora_folder is None:
         return ()
-    if target.chip is not None or target.device.type != "cpu":
-        raise ConfigError(NO_ADAPTERS)
     if target.comm.rank.num_shares > 1:
         raise ConfigError(
             "lora: adapters do not run on several ranks, nor with --deterministic where sums have shares; "
@@ -107,14 +103,32 @@ def place_adapters(opened: AdaptableModel, target: Target) -> Sequence[NamedAdap
         name, path = parse_named(text)
         if name in (one.name for one in found):
             raise ConfigError(f"lora: the name {name!r} is there twice")
-        file = open_adapter(Path(path), config.max_lora_rank)
+        file = _check_device(open_adapter(Path(path), config.max_lora_rank), target)
         found.append(NamedAdapter(name, path, match_adapter(opened, file)))
     known = None if config.lora_folder is not None else [one.match for one in found]
+    target.adapters = AdapterSlots(_find_limits(config, target), known)
+    return found
+
+
+def _find_limits(config: EngineConfig, target: Target) -> AdapterLimits:
+    """What the sites of a model have in common."""
+    num_slots, rank = count_slots(config), config.max_lora_rank
+    if target.platform == "cuda":
+        return AdapterLimits(num_slots, rank, target.dtype, stacked_on=target.device)
     # As precise as keys and values: bfloat16 behind rounded weights, where float32 would only cost time.
     dtype = torch.float32 if target.kv_dtype in ("model", "float32") else torch.bfloat16
-    limits = AdapterLimits(count_slots(config), config.max_lora_rank, dtype, allocate=allocate_packed)
-    target.adapters = AdapterSlots(limits, known)
-    return found
+    return AdapterLimits(num_slots, rank, dtype, allocate=allocate_packed)
+
+
+def _check_device(file: AdapterFile, target: Target) -> AdapterFile:
+    """The same adapter. Raises UnsupportedFormat for one of experts on a GPU."""
+    ours = [name for name, pair in file.pairs.items() if _EXPERTS.search(name) or pair.down.ndim > 2]
+    if target.platform == "cuda" and ours:
+        raise UnsupportedFormat(
+            f"{file.path}: it changes experts ({list_some(ours, 2)}), which a GPU's kernels read as one "
+            "stack without adapters; set device to cpu, or merge the adapter with `plait convert --lora`"
+        )
+    return file
 
 
 def count_slots(config: EngineConfig) -> int:
@@ -137,9 +151,9 @@ def load_adapters(opened: AdaptableModel, target: Target, named: Sequence[NamedA
     first = {one.path: one.match for one in named}
 
     def load(slot: int, path: str) -> str:
-        match = first.pop(path, None) or match_adapter(
-            opened, open_adapter(find_inside(config.lora_folder, path), config.max_lora_rank)
-        )
+        if (match := first.pop(path, None)) is None:
+            file = open_adapter(find_inside(config.lora_folder, path), config.max_lora_rank)
+            match = match_adapter(opened, _check_device(file, target))
         slots.load(slot, match)
         return match.file.digest
 

@@ -26,7 +26,6 @@ from plait.ops.attention import paged_latent_attention
 from plait.ops.entry import latent_width
 from plait.ops.heads import HeadRows, bind_heads
 from plait.ops.indexer import sparse_latent_attention
-from plait.ops.low_rank import add_head_low_rank
 from plait.ops.place import place_latent
 from plait.ops.registry import TensorFn
 from plait.ops.rows import join
@@ -95,7 +94,7 @@ class Mla:
         if adapters := w.target.adapters:
             sizes_up = (heads, s.nope_dim, s.v_dim, s.kv_rank)
             self._step, self._sites = adapters.step, adapters.head_sites(f"{w.prefix}.kv_b", *sizes_up)
-        self._add = w.bind(add_head_low_rank) if self._sites else None
+        self._add = w.bind(self._sites.keys.op) if self._sites else None
         self.o = w.linear("o", in_size=heads * s.v_dim, out_sizes=(hidden,))
         self.head_gate = HeadGate("sigmoid", w, heads) if s.head_gate else None
         self.rope = Rope(s.rope, w) if s.rope else None

@@ -4,7 +4,7 @@ All of them are one tensor of integers, so that a step is written by one copy of
 one launch that puts them in place. What moves on by itself (tokens, positions, lengths) is not written again:
 a step of the same sequences costs the host nothing but its launch.
 
-    token ids [R] | positions [R] | lengths [R] | active [R] | slots [R] | tables of each group [R, M]
+    token ids [R] | positions | lengths | active | slots | adapters [R] | tables of each group [R, M]
 
 A row without a sequence is padding: it is not active, at position 0 of block 0, of length 1, in slot 0. A
 graph for B sequences reads the first B rows, in which its sequences may be in any order.
@@ -22,12 +22,13 @@ from torch import Tensor
 from plait.errors import EngineError
 from plait.memory import BlockGroup
 from plait.model.layers.layers import Batch, PagedIndex
+from plait.ops.low_rank import AdapterRows
 from plait.runner.batches.inputs import ALIGNED, upload_pairs
 from plait.runner.host.static_batch import Capacity
 from plait.schedule.plan import FOLLOW, Chunk, StepPlan, Table
 
-FIELDS = ("token_ids", "positions", "seq_lens", "active", "slots")
-PADDING = {"token_ids": 0, "positions": 0, "seq_lens": 1, "active": 0, "slots": 0}
+FIELDS = ("token_ids", "positions", "seq_lens", "active", "slots", "adapters")
+PADDING = {"token_ids": 0, "positions": 0, "seq_lens": 1, "active": 0, "slots": 0, "adapters": 0}
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, *range(48, 129, 16), *range(160, 257, 32), *range(320, 513, 64))
 SAMPLED = -2  # a token that only the device knows
 
@@ -49,6 +50,7 @@ class DeviceRow:
     token: int = 0
     position: int = 0
     slot: int = 0
+    adapter: int = 0
     step: int = 0
     tables: list[Table] = field(default_factory=list)
 
@@ -97,8 +99,11 @@ class DeviceBatch:
         """Every tensor that a step reads or moves on."""
         return [self.memory, self._starts, self._history]
 
-    def batch(self, bucket: int, mappings: Mapping[str, Tensor]) -> Batch:
-        """The batch of a decode step of the first rows. `mappings`: where entries go, by block group."""
+    def batch(self, bucket: int, mappings: Mapping[str, Tensor], *, has_adapters: bool = False) -> Batch:
+        """The batch of a decode step of the first rows. `mappings`: where entries go, by block group.
+
+        has_adapters: rows may have some.
+        """
         return Batch(
             token_ids=self._of("token_ids", bucket),
             positions=self._of("positions", bucket),
@@ -111,6 +116,7 @@ class DeviceBatch:
             state_slots=self._of("slots", bucket),
             has_history=self._history[:bucket],
             logit_rows=self._starts[:bucket],
+            adapters=AdapterRows.on_device(self._of("adapters", bucket)) if has_adapters else None,
         )
 
     def table(self, group: int, bucket: int) -> Tensor:
@@ -206,7 +212,7 @@ class DeviceBatch:
         self._row_of.clear()
         for row in self._known:
             row.seq_id, row.token, row.position, row.slot, row.tables = -1, SAMPLED, -1, -1, []
-            row.step = 0
+            row.step, row.adapter = 0, -1
 
     def _write(self, row: int, chunk: Chunk, changes: Changes) -> None:
         """What the row must have for this chunk and has not."""
@@ -226,6 +232,13 @@ class DeviceBatch:
         if chunk.slot != known.slot:
             changes.set(at["slots"] + row, chunk.slot)
             known.slot = chunk.slot
+        if chunk.adapter != known.adapter:
+            changes.set(at["adapters"] + row, chunk.adapter)
+            known.adapter = chunk.adapter
+        self._write_tables(row, chunk, changes)
+
+    def _write_tables(self, row: int, chunk: Chunk, changes: Changes) -> None:
+        known = self._known[row]
         for g, table in enumerate(chunk.blocks):
             before = known.tables[g] if known.tables else ()
             if table != before:

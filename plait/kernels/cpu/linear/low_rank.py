@@ -40,7 +40,15 @@ from plait.kernels.cpu.runtime.address_table import keep_addresses
 from plait.kernels.cpu.runtime.executor import Executor
 from plait.kernels.cpu.runtime.row_checks import TensorRows, dense, float32_rows
 from plait.ops.linear import Linear
-from plait.ops.low_rank import WORDS, AdapterRows, AdapterSite, StepRows, add_head_low_rank, add_low_rank
+from plait.ops.low_rank import (
+    WORDS,
+    AdapterRows,
+    AdapterSite,
+    SitesByHead,
+    StepRows,
+    add_head_low_rank,
+    add_low_rank,
+)
 
 Where = tuple[Int, Int, Int, Int, Int, Int, Int, Int, Int]
 ENTRY = 8 * WORDS  # bytes of a table's entry
@@ -387,9 +395,10 @@ def slots_of(rows: AdapterRows) -> Tensor:
 
 @add_head_low_rank.variant("native", on="cpu", when=float32_rows, native=True)
 def _add_head_low_rank(
-    cpu: Executor, y: Tensor, x: Tensor, sites: Sequence[AdapterSite], rows: AdapterRows
+    cpu: Executor, y: Tensor, x: Tensor, by_head: SitesByHead, rows: AdapterRows
 ) -> Tensor:
     """Writes into y. A head is what an expert is elsewhere: each row of a token has the next one."""
+    sites = by_head.sites
     (count, heads), site, inputs, outputs = y.shape[:2], sites[0], TensorRows.of(x), TensorRows.of(y)
     for each in (inputs, outputs):
         if each.heads != len(sites) or (count > 1 and each.row_bytes != each.heads * each.head_bytes):
@@ -422,16 +431,17 @@ class ExpertTables:
     @classmethod
     def of(cls, linears: Sequence[Linear]) -> ExpertTables | None:
         """None: no adapter changes any of these."""
-        found = [one.added for one in linears]
-        first = next((one for one in found if one is not None), None)
-        if first is None:
+        step = next((one.added.step for one in linears if one.added is not None), None)
+        found = [one.added.site if one.added is not None else None for one in linears]
+        first = next((site for site in found if isinstance(site, AdapterSite)), None)
+        if first is None or step is None:
             return None
         nothing = keep_addresses(
-            np.zeros(tuple(first.site.table.shape), np.int64), ()
+            np.zeros(tuple(first.table.shape), np.int64), ()
         )  # no torch: it may be recorded
-        tables = [nothing if one is None else one.site.table for one in found]
+        tables = [site.table if isinstance(site, AdapterSite) else nothing for site in found]
         kept = keep_addresses(np.array([table.data_ptr() for table in tables], np.int64), tables)
-        return cls(first.site, first.step, kept)
+        return cls(first, step, kept)
 
     def add(self, cpu: Executor, y: Tensor, x: Tensor, places: Tensor, index: Tensor) -> None:
         """Write into y. x, y: sorted rows; places: [tokens, k], where a pair's row is; index: its expert."""

@@ -379,10 +379,10 @@ linear.variant(NAME, on="cuda", when=lambda facts: why_several(facts) or why_not
 @glu.variant(NAME, on="cuda", when=why_several)
 def join_gate(x: Tensor, up: Linear, kind: str, activate: TensorFn) -> Tensor:
     """`glu`: up to 16 rows in one launch where gate and up are one weight; else one op after the other, as
-    over planes in float32."""
+    over planes in float32, and in steps with adapters of gate and up."""
     packed, bias, _ = up.only_part or (None, None, "float32")
     rows = as_rows(x)
-    is_known = kind in few_rows.ACTIVATIONS and 0 < len(rows) <= few_rows.MOST
+    is_known = kind in few_rows.ACTIVATIONS and 0 < len(rows) <= few_rows.MOST and not up.is_changed
     if is_known and isinstance(packed, PackedNumbers if is_float32(x) else PackedPlanes | PackedNumbers):
         out = make_result(x, up.n_out // 2)
         multiply_few(rows, packed, bias, kind, flat_rows(out, up.n_out // 2))

@@ -1,0 +1,179 @@
+"""Low-rank adapters on GPUs: two launches behind a linear layer, for rows of any adapters.
+
+    hidden [n, parts, ranks] = x[i] down[slot of i, part]ᵀ        shrink_rows
+    y[i, outputs of a part] += scale · hidden[i, part] upᵀ        expand_rows
+
+A program has one row of x, or `MOST` neighbours in a step of many. Then it goes through the adapters that
+these have, one after the other, so neighbours of one prompt read its factors once. Rows without an adapter
+are not touched. A row has the same bits in both forms: tiles, and the order of sums, are those of one row.
+Chen et al., "Punica: Multi-Tenant LoRA Serving" (2023) have one program for a row, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from plait.errors import ShapeMismatch
+from plait.kernels.triton.forms import KernelForm, with_float16, with_float32
+from plait.kernels.triton.linear.multiply_planes import add_units
+from plait.ops.launch import launch
+from plait.ops.low_rank import AdapterRows
+from plait.ops.stacked_low_rank import MOST_RANKS, StackedSite, add_stacked_low_rank
+
+MOST = 8  # rows of a program, the small side of a product
+DECODES = 512  # up to so many rows are sequences with adapters of their own, as a rule
+UNIT = 32  # inputs of a warp and step
+UNITS = 4  # warps, and units of a step
+BN = 64  # outputs of a program
+NO_SLOT: tl.constexpr = tl.constexpr(1 << 30)
+
+
+@triton.jit
+def load_slots(slots, tokens, m, ROWS: tl.constexpr, BM: tl.constexpr, PICKED: tl.constexpr):
+    """The rows of this program, [BM], and the slots of their adapters: 0 of what is no row."""
+    lane = tl.arange(0, BM)
+    rows = tl.program_id(0) * ROWS + lane
+    there = (lane < ROWS) & (rows < m)
+    token = tl.load(tokens + rows, mask=there, other=0) if PICKED else rows.to(tl.int64)
+    return rows.to(tl.int64), tl.load(slots + token, mask=there, other=0).to(tl.int32)
+
+
+@triton.jit
+def next_slot(own, last):
+    """The smallest slot of these rows above `last`, or NO_SLOT."""
+    return tl.min(tl.where(own > last, own, NO_SLOT), 0)
+
+
+@triton.jit
+def shrink_rows(
+    x, slots, tokens, down, hidden, m, n_in, steps, ranks,
+    x_row, x_part, down_slot, down_part, down_row, hidden_row,
+    UNIT: tl.constexpr, UNITS: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, ROWS: tl.constexpr,
+    PICKED: tl.constexpr,
+):  # fmt: skip
+    """x: [m, in] or [m, parts, in] -> hidden [m, parts, ranks].
+
+    Grid: blocks of rows, parts, blocks of ranks.
+    """
+    rows, own = load_slots(slots, tokens, m, ROWS, BM, PICKED)
+    part, rank = tl.program_id(1).to(tl.int64), tl.program_id(2) * BN + tl.arange(0, BN)
+    column = tl.arange(0, UNITS)[:, None] * UNIT + tl.arange(0, UNIT)[None, :]
+    line_x = (x + part * x_part + rows * x_row)[None, None, :]
+    place = hidden + (rows * hidden_row)[None, :] + (part * ranks + rank)[:, None]
+    slot = next_slot(own, 0)
+    while slot < NO_SLOT:
+        here = own == slot
+        line = down + (slot - 1).to(tl.int64) * down_slot + part * down_part
+        line_down = (line + rank.to(tl.int64) * down_row)[None, :, None]
+        total = tl.zeros([UNITS, BN, BM], tl.float32)
+        for step in range(steps):
+            at = step * (UNITS * UNIT) + column
+            inside = at < n_in
+            numbers = tl.load(line_down + at[:, None, :], mask=inside[:, None, :], other=0.0)
+            given = tl.load(line_x + at[:, :, None], mask=inside[:, :, None] & here[None, None, :], other=0.0)
+            total = tl.dot(numbers, given.to(numbers.dtype), total, input_precision="ieee")
+        found = add_units(total, UNITS, BN, BM).to(hidden.dtype.element_ty)
+        tl.store(place, found, mask=tl.broadcast_to(here[None, :], [BN, BM]))
+        slot = next_slot(own, slot)
+
+
+@triton.jit
+def expand_rows(
+    hidden, slots, tokens, up, scales, starts, y, m, parts, ranks, hidden_row, up_slot, y_row, y_part,
+    BR: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, ROWS: tl.constexpr, PICKED: tl.constexpr,
+    APART: tl.constexpr,
+):  # fmt: skip
+    """hidden: [m, parts, ranks] -> y [m, out] plus what is added; APART: y is [m, parts, out of each].
+
+    Grid: blocks of rows, parts, tiles of a part's outputs.
+    """
+    rows, own = load_slots(slots, tokens, m, ROWS, BM, PICKED)
+    part, rank = tl.program_id(1).to(tl.int64), tl.arange(0, BR)
+    first, end = tl.load(starts + part), tl.load(starts + part + 1)
+    output = first + tl.program_id(2) * BN + tl.arange(0, BN)
+    there = output < end
+    to = y + (rows * y_row)[None, :] + (part * y_part + output - first if APART else output)[:, None]
+    line = hidden + (rows * hidden_row)[None, :] + (part * ranks + rank)[:, None]
+    slot = next_slot(own, 0)
+    while slot < NO_SLOT:
+        here = own == slot
+        line_up = up + (slot - 1).to(tl.int64) * up_slot + (output * ranks)[:, None] + rank[None, :]
+        total = tl.zeros([BN, BM], tl.float32)
+        for at in range(0, ranks, BR):
+            numbers = tl.load(line_up + at, mask=there[:, None], other=0.0)
+            given = tl.load(line + at, mask=tl.broadcast_to(here[None, :], [BR, BM]), other=0.0)
+            total = tl.dot(numbers, given, total, input_precision="ieee")
+        shown = there[:, None] & here[None, :]
+        before = tl.load(to, mask=shown, other=0.0).to(tl.float32)
+        found = before + tl.load(scales + (slot - 1) * parts + part) * total
+        tl.store(to, found.to(y.dtype.element_ty), mask=shown)
+        slot = next_slot(own, slot)
+
+
+@add_stacked_low_rank.variant("triton", on="cuda")
+def add_low_rank(
+    y: Tensor, x: Tensor, site: StackedSite, rows: AdapterRows, tokens: Tensor | None = None
+) -> Tensor:
+    """`add_stacked_low_rank`, in place."""
+    check_rows(y, x, site)
+    x, y = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, y))
+    (m, parts, ranks), apart = (len(y), site.num_parts, site.up.shape[-1]), y.dim() == 3
+    hidden = torch.empty(m, parts, ranks, dtype=site.up.dtype, device=y.device)
+    each = 1 if m <= DECODES else MOST
+    blocks, block = -(-m // each), min(ranks, MOST_RANKS)
+    shared = {"BM": MOST, "ROWS": each, "PICKED": tokens is not None}
+    rows_of = rows.slots, rows.slots if tokens is None else tokens
+    launch(
+        shrink_rows, (blocks, parts, ranks // block), x, *rows_of, site.down, hidden, m, site.n_in,
+        -(-site.n_in // (UNIT * UNITS)), ranks,
+        x.stride(0), x.stride(1) if apart else 0, *site.down.stride()[:3], hidden.stride(0),
+        UNIT=UNIT, UNITS=UNITS, BN=block, num_warps=UNITS, num_stages=2, **shared,
+    )  # fmt: skip
+    launch(
+        expand_rows, (blocks, parts, -(-max(site.out_sizes) // BN)), hidden, *rows_of, site.up, site.scales,
+        site.starts, y, m, parts, ranks, hidden.stride(0), site.up.stride(0), y.stride(0),
+        y.stride(1) if apart else 0, BR=block, BN=BN, APART=apart, num_warps=UNITS, num_stages=2, **shared,
+    )  # fmt: skip
+    return y
+
+
+def check_rows(y: Tensor, x: Tensor, site: StackedSite) -> None:
+    """Raises ShapeMismatch for rows of another layer."""
+    rows, parts, widths = len(y), site.num_parts, set(site.out_sizes)
+    each = (rows, parts) if y.dim() == 3 else (rows,)
+    out = min(widths) if y.dim() == 3 else sum(site.out_sizes)
+    if y.shape != (*each, out) or x.shape != (*each, site.n_in) or (y.dim() == 3 and len(widths) > 1):
+        raise ShapeMismatch(
+            f"adapters of {site.n_in} inputs and {list(site.out_sizes)} outputs add to no {list(x.shape)} -> "
+            f"{list(y.shape)}"
+        )
+
+
+@with_float16
+@with_float32
+def forms() -> Iterator[KernelForm]:
+    """Adapters of rank 16 and 64, of decodes and prompts, of layers, of the head's rows and of heads."""
+    types = {
+        **dict.fromkeys(("x", "down", "hidden", "up", "y"), "bf16*"),
+        **dict.fromkeys(("slots", "tokens", "starts"), "i64*"), "scales": "fp32*",
+        **dict.fromkeys(("ranks", "x_row", "down_slot", "down_part", "down_row"), "i32!"),
+        **dict.fromkeys(("hidden_row", "up_slot", "y_row"), "i32!"),
+    }  # fmt: skip
+    for ranks in (16, 64):
+        for rows, picked, apart in (
+            (1, False, False),
+            (1, True, False),
+            (1, False, True),
+            (MOST, False, False),
+        ):
+            kind = f"{ranks} ranks, {'heads, ' * apart}{rows} rows{', picked' * picked}"
+            shared = {"BM": MOST, "ROWS": rows, "PICKED": picked}
+            constants = {"UNIT": UNIT, "UNITS": UNITS, "BN": ranks, **shared}
+            yield KernelForm(f"adapters shrink, {kind}", shrink_rows, types, constants, UNITS)
+            constants = {"BR": ranks, "BN": BN, "APART": apart, **shared}
+            yield KernelForm(f"adapters expand, {kind}", expand_rows, types, constants, UNITS)
