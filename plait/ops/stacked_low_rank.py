@@ -100,13 +100,13 @@ def add_stacked_low_rank(
     """y: [n, out] of a linear layer and its x: [n, in] -> y with what each row's adapter adds, in y's dtype.
 
     Where each part has an input of its own, as heads have, y is [n, parts, out of each] and x [n, parts, in].
-    tokens: [n] int64, of which token of the step each row is; None: row i is token i. y may be changed in
-    place: its linear layer has just made it, and nothing else knows of it yet.
+    tokens: [n] int64, of which token of the step each row is; None: row i is token i. y is changed in place:
+    its linear layer has just made it, and nothing else knows of it yet.
     """
     slots = rows.slots[: len(y)] if tokens is None else rows.slots[tokens]
     for slot in range(1, site.num_slots + 1):  # each of them: a step that asks which waits for the device
         here = (slots == slot).view(-1, *[1] * (y.dim() - 1))
-        y = torch.where(here, site.add_slot(slot, y, x), y)
+        y.copy_(torch.where(here, site.add_slot(slot, y, x), y))
     return y
 
 

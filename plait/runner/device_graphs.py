@@ -151,7 +151,7 @@ class DeviceReplay:
                 log.warning("steps of %d sequences are not captured: their memory is not there", bucket)
         return None
 
-    def _prepare_graph(self, bucket: int, row: SamplingRow, has_adapters: bool) -> CapturedStep:
+    def _prepare_graph(self, bucket: int, row: SamplingRow, has_adapters: bool = False) -> CapturedStep:
         """Capture the graph for a batch of such rows."""
         self._tables.fill(SamplingBatch((row,) * bucket), range(bucket))
         key = GraphKey(bucket, self._tables.form, has_adapters)

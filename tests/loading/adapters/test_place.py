@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from plait.config import EngineConfig
 from plait.engine.admission import ServiceOptions
 from plait.errors import (
     BadFile,
@@ -20,6 +21,8 @@ from plait.errors import (
 )
 from plait.frontend.deltas import Delta
 from plait.llm.llm import LLM
+from plait.loading.example_gpu import try_example
+from plait.ops.chip import EXAMPLES
 from plait.request import SamplingParams
 from tests.families import tiny
 from tests.loading.adapters.made import linear_modules, write_llama, write_merged, write_peft
@@ -165,6 +168,25 @@ def test_adapters_are_refused_where_they_cannot_run(folder: Path) -> None:
     (folder / "x.gguf").write_bytes(b"no")
     with pytest.raises(BadFile):
         LLM(str(folder / "base"), lora=(f"a={folder / 'x.gguf'}",), **OPTIONS)
+
+
+def test_a_step_of_a_gpu_with_adapters_is_one_graph(folder: Path) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed here")
+    config = EngineConfig(lora=(f"a={folder / 'more/a'}", f"b={folder / 'more/b'}"))
+    step = try_example(str(folder / "base"), config, EXAMPLES[90], lambda *_: None)
+    num_layers = 2 * 4 + 1  # q, k and v are one; gate and up are, too
+    assert not step.faults
+    assert (step.launches["shrink_rows"], step.launches["expand_rows"]) == (num_layers, num_layers)
+
+
+def test_adapters_of_experts_are_refused_on_a_gpu_by_name(tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed here")
+    tiny.write("qwen3_moe", tmp_path / "base")
+    _, tensors, _ = tiny.read(tmp_path / "base")
+    write_peft(tmp_path / "a", tensors, [name for name in linear_modules(tensors) if ".experts." in name])
+    config = EngineConfig(lora=(f"a={tmp_path / 'a'}",))
+    with pytest.raises(UnsupportedFormat, match=r"changes experts \(model\.layers\..*set device to cpu"):
+        try_example(str(tmp_path / "base"), config, EXAMPLES[90], lambda *_: None)
 
 
 @pytest.mark.slow

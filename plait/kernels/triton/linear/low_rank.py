@@ -119,9 +119,11 @@ def expand_rows(
 def add_low_rank(
     y: Tensor, x: Tensor, site: StackedSite, rows: AdapterRows, tokens: Tensor | None = None
 ) -> Tensor:
-    """`add_stacked_low_rank`, in place."""
+    """Two launches, which write into y."""
     check_rows(y, x, site)
-    x, y = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, y))
+    if y.stride(-1) != 1:
+        return y.copy_(add_low_rank(y.contiguous(), x, site, rows, tokens))
+    x = x if x.stride(-1) == 1 else x.contiguous()
     (m, parts, ranks), apart = (len(y), site.num_parts, site.up.shape[-1]), y.dim() == 3
     hidden = torch.empty(m, parts, ranks, dtype=site.up.dtype, device=y.device)
     each = 1 if m <= DECODES else MOST
